@@ -182,7 +182,7 @@ class Group:
     def all(self, request: str) -> list[Any]:
         for rank in range(SIZE):
             self.send(rank, request)
-        return [self.receive(rank) for rank in range(SIZE)]
+        return [self.answer(rank) for rank in range(SIZE)]
 
     def end(self) -> None:
         self._links.close()

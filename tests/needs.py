@@ -2,19 +2,26 @@
 
 A test says so with `@pytest.mark.needs("root", "chromium")`, a fixture by calling `require("lab")`. Where it
 is missing, the test is skipped, and the last lines of the session say what did not run and the command that
-makes it run. With CSDCTL_TESTS_REQUIRE_ALL set, as in CI, it fails instead.
+makes it run. A test that finds out by trying, as one that downloads something, calls `miss`. With
+CSDCTL_TESTS_REQUIRE_ALL set, as in CI, it fails instead.
 """
 
 import functools
 import os
 import shutil
+import socket
 import subprocess
+import sys
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
+
+from csdctl.emulation.cgroups import open_cgroup
 
 REQUIRE_ALL = "CSDCTL_TESTS_REQUIRE_ALL"
 SYSTEM_PATH = "/usr/sbin:/sbin:/usr/local/sbin"
@@ -36,12 +43,16 @@ class Need:
 def require(*names: str) -> None:
     """Skip the test, or fail where everything is required, if the machine lacks something."""
     for name in names:
-        need = NEEDS[name]
-        if lack := need.find_lack():
-            reason = f"{NOT_RUN}{name} ({lack})"
-            if os.environ.get(REQUIRE_ALL) and need.is_required_in_ci:
-                pytest.fail(f"{reason}, and {REQUIRE_ALL} is set", pytrace=False)
-            pytest.skip(reason)
+        if lack := NEEDS[name].find_lack():
+            miss(name, lack)
+
+
+def miss(name: str, lack: str) -> NoReturn:
+    """Skip the test, or fail where everything is required: the machine lacks `lack` of the need `name`."""
+    reason = f"{NOT_RUN}{name} ({lack})"
+    if os.environ.get(REQUIRE_ALL) and NEEDS[name].is_required_in_ci:
+        pytest.fail(f"{reason}, and {REQUIRE_ALL} is set", pytrace=False)
+    pytest.skip(reason)
 
 
 def describe_skipped(reasons: Iterable[str]) -> list[str]:
@@ -97,6 +108,10 @@ def _find_lack_of_lab() -> str:
     return _find_lack_of_namespaces() or _lacks_packages(*LAB_PACKAGES)()
 
 
+def _find_lack_of_firewall() -> str:
+    return _find_lack_of_namespaces() or _lacks_packages("iproute2", "nftables")()
+
+
 @functools.cache
 def _find_lack_of_mounts() -> str:
     if os.geteuid() != 0:
@@ -104,6 +119,83 @@ def _find_lack_of_mounts() -> str:
     trial = ["unshare", "--mount", "mount", "-t", "tmpfs", "tmpfs", "/mnt"]
     done = subprocess.run(trial, check=False, capture_output=True, text=True)
     return done.stderr.strip() if done.returncode else ""
+
+
+@functools.cache
+def _find_lack_of_cpu_cgroups() -> str:
+    group = open_cgroup(f"csdctl-tests-{os.getpid()}", 0.5)
+    if group is None:
+        return "no control group with a CPU limit can be created"
+    group.close()
+    return ""
+
+
+def _find_nothing() -> str:
+    return ""  # only the test itself shows it, and calls `miss`
+
+
+@functools.cache
+def _find_lack_of_devices() -> str:
+    with tempfile.TemporaryDirectory() as directory:
+        try:
+            os.mknod(f"{directory}/null", 0o020666, os.makedev(1, 3))
+        except PermissionError as error:
+            return f"mknod: {error.strerror}"
+    return ""
+
+
+@functools.cache
+def _find_lack_of_packets() -> str:
+    try:
+        socket.socket(socket.AF_PACKET, socket.SOCK_DGRAM).close()
+    except PermissionError as error:
+        return f"AF_PACKET: {error.strerror}"
+    return ""
+
+
+@functools.cache
+def _find_lack_of_socket_filters() -> str:
+    from csdctl.worker.sandbox.system_calls import Program
+
+    accept_nothing = Program([(0x06, 0, 0, 0)])
+    with socket.socket() as filtered:
+        try:
+            filtered.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, accept_nothing.header)
+        except PermissionError as error:
+            return f"SO_ATTACH_FILTER: {error.strerror}"
+    return ""
+
+
+@functools.cache
+def _find_lack_of_python_for_all() -> str:
+    nobody = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups")
+    trial = [*(nobody if os.geteuid() == 0 else ()), SYSTEM_PYTHON, "-c", ""]
+    try:
+        done = subprocess.run(trial, check=False, capture_output=True, text=True, cwd="/")
+    except OSError as error:
+        return str(error)
+    return done.stderr.strip()[-200:] if done.returncode else ""
+
+
+def _find_lack_of_shared_memory() -> str:
+    return "" if os.access("/dev/shm", os.W_OK) else "/dev/shm is not writable"
+
+
+def _find_lack_of_apt() -> str:
+    return "" if shutil.which("apt-get") else "no apt-get"
+
+
+def _find_lack_of_ansible() -> str:
+    return "" if find_ansible("ansible") else "it is neither in this environment nor on the PATH"
+
+
+def find_ansible(program: str) -> str | None:
+    """Return the path of a program of Ansible: that of this environment, or else on the PATH."""
+    return shutil.which(program, path=f"{sys.prefix}/bin:{os.environ.get('PATH', '')}")
+
+
+def _find_lack_of_pip_audit() -> str:
+    return "" if PIP_AUDIT.exists() else f"{PIP_AUDIT} does not exist"
 
 
 def _find_lack_of_root() -> str:
@@ -137,6 +229,9 @@ LAB_PACKAGES = (
     "tcpdump",
     "libfaketime",
 )
+SYSTEM_PYTHON = "/usr/bin/python3"
+PIP_AUDIT = Path(__file__).parents[1] / "build/audit/bin/pip-audit"
+SO_ATTACH_FILTER = 26
 AS_ROOT = "run `make test` as root on a machine where root may create namespaces"
 NEEDS = {
     "lab": Need(_find_lack_of_lab, LAB_PACKAGES, AS_ROOT),
@@ -146,6 +241,31 @@ NEEDS = {
     "ordinary user": Need(_find_lack_of_ordinary_user, (), "run `make test` as an ordinary user", False),
     "chromium": Need(_lacks_packages("chromium"), ("chromium",)),
     "tmux": Need(_lacks_packages("tmux"), ("tmux",)),
+    "firewall": Need(_find_lack_of_firewall, ("iproute2", "nftables"), AS_ROOT),
+    "cpu cgroups": Need(
+        _find_lack_of_cpu_cgroups,
+        (),
+        "run `make test` where control groups are writable",
+        False,
+    ),
+    "devices": Need(
+        _find_lack_of_devices, (), "run `make test` as root on a machine where root may make devices"
+    ),
+    "packets": Need(_find_lack_of_packets, (), "run `make test` as root"),
+    "socket filters": Need(_find_lack_of_socket_filters, (), "run `make test` as root"),
+    "shared memory": Need(_find_lack_of_shared_memory, (), "mount -t tmpfs tmpfs /dev/shm"),
+    "a Python for all users": Need(
+        _find_lack_of_python_for_all, (), f"install Debian's python3: {SYSTEM_PYTHON}"
+    ),
+    "csdctl for all users": Need(_find_nothing, (), "make the environment readable for all users"),
+    "sshd": Need(_lacks_packages("openssh-server"), ("openssh-server",)),
+    "dropbear": Need(_lacks_packages("dropbear-bin"), ("dropbear-bin",)),
+    "ansible": Need(_find_lack_of_ansible, (), "make setup", False),
+    "pip-audit": Need(_find_lack_of_pip_audit, (), "make audit", False),
+    "Debian's archive": Need(
+        _find_lack_of_apt, (), "run `make test` on Debian, with a network or a proxy for apt-get", False
+    ),
+    "PyPI": Need(_find_nothing, (), "run `make test` with a network or a proxy for pip", False),
     "ssh": Need(_lacks_packages("openssh-client"), ("openssh-client",)),
 }
 

@@ -13,11 +13,12 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 from csdctl.emulation.processes import cpu_time_s, list_descendants, list_marked
 
 PACE_VARIABLE = "CSDCTL_TESTS_PACE"
+T = TypeVar("T")
 KNOWN_WORK = (sys.executable, "-c", "import asyncio, ssl, json, numpy; sum(range(3_000_000))")
 KNOWN_WORK_S = 0.25
 """Seconds of `KNOWN_WORK` on an idle machine of 2024."""
@@ -139,11 +140,41 @@ def communicate(
             input_text = None
             printed = len(waiting.output or b"") + len(waiting.stderr or b"")
         if activity.has_stalled(printed):
-            log = activity.last_log_lines()
-            kill_tree(process.pid)
-            stdout, stderr = process.communicate()
-            last = "\n".join(f"{stdout or ''}\n{stderr or ''}".splitlines()[-NUM_LAST_LINES:])
-            raise StalledError(f"no progress for {scaled(STALL_S):.0f} s: {process.args}\n{last}\n{log}")
+            raise _killed(process, activity, f"no progress for {scaled(STALL_S):.0f} s")
+
+
+def wait_for(
+    condition: Callable[[], T], process: "subprocess.Popen[Any]", directory: Path | None = None
+) -> T:
+    """Return what `condition` returns as soon as that is true.
+
+    Raises StalledError, after killing `process`, when it has ended before or stalled as in `communicate`.
+    """
+    activity = Activity(process, directory)
+    looked_s = time.monotonic()
+    while not (found := condition()):
+        if process.poll() is not None:
+            if found := condition():  # it became true just before the end
+                return found
+            raise _killed(process, activity, "the command did not get there")
+        if time.monotonic() - looked_s > LOOK_S:
+            looked_s = time.monotonic()
+            if activity.has_stalled(0):
+                raise _killed(process, activity, f"no progress for {scaled(STALL_S):.0f} s")
+        time.sleep(0.02)
+    return found
+
+
+def _killed(process: "subprocess.Popen[Any]", activity: Activity, problem: str) -> StalledError:
+    """Kill `process` and what it started; return the error that says what it has printed and logged."""
+    log = activity.last_log_lines()
+    kill_tree(process.pid)
+    printed = (
+        text.decode(errors="replace") if isinstance(text, bytes) else text or ""
+        for text in process.communicate()
+    )
+    last = "\n".join("\n".join(printed).splitlines()[-NUM_LAST_LINES:])
+    return StalledError(f"{problem}: {process.args}\n{last}\n{log}")
 
 
 def run_command(

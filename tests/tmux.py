@@ -1,23 +1,20 @@
 """A real terminal for tests."""
 
 import os
-import shutil
 import subprocess
 from pathlib import Path
 
-import pytest
+from tests.needs import require
 
 
 class Tmux:
     """A tmux server of its own, with one terminal."""
 
     def __init__(self, directory: Path) -> None:
-        program = shutil.which("tmux")
-        if not program:
-            pytest.skip("nothing was seen in a real terminal: apt-get install tmux")
+        require("tmux")
         fixed = ("COLUMNS", "LINES")  # Rich would take them for the size
         self._environment = {name: value for name, value in os.environ.items() if name not in fixed}
-        self._call = [program, "-S", str(directory / "tmux"), "-f", "/dev/null"]
+        self._call = ["tmux", "-S", str(directory / "tmux"), "-f", "/dev/null"]
 
     def run(self, *arguments: str) -> str:
         done = subprocess.run(

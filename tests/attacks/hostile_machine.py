@@ -14,6 +14,7 @@ import asyncssh
 import yaml
 
 from csdctl.emulation.commands import Commands
+from tests.patience import WAIT_S, scaled
 
 # The probes run as `sh -c SCRIPT csdctl-probes PYTHON`; everything else reaches the real shell.
 SHELL = """\
@@ -104,14 +105,14 @@ def hostile_machine(directory: Path, banner: str = "") -> Iterator[HostileMachin
 
     thread = threading.Thread(target=lambda: asyncio.run(serve()), daemon=True)
     thread.start()
-    assert started.wait(30)
+    assert started.wait(scaled(WAIT_S))
     try:
         machine = HostileMachine(home, ports[0], key.export_public_key().decode().strip())
         machine.answer()
         yield machine
     finally:
         ends[0]()
-        thread.join(30)
+        thread.join()
 
 
 @contextlib.contextmanager
@@ -133,7 +134,7 @@ def greeting(sent: bytes) -> Iterator[int]:
         thread.start()
         yield listener.getsockname()[1]
         listener.shutdown(socket.SHUT_RDWR)
-        thread.join(30)
+        thread.join()
 
 
 def write_project(directory: Path, nodes: Mapping[str, HostileMachine | int]) -> Path:

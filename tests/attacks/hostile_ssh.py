@@ -19,6 +19,7 @@ from typing import Any
 import paramiko
 
 from csdctl.fleet.model import Node
+from tests.patience import WAIT_S, run_command, scaled
 
 USER = "tester"
 LOST = (EOFError, OSError, paramiko.SSHException)
@@ -124,7 +125,7 @@ class _Host(paramiko.ServerInterface):
 
     def check_channel_exec_request(self, channel: paramiko.Channel, command: bytes) -> bool:
         def run() -> None:
-            assert self._transport.has_confirmed.wait(20)
+            assert self._transport.has_confirmed.wait(scaled(WAIT_S))
             self._attack.on_command(self._transport, channel, command.decode())
 
         threading.Thread(target=run, daemon=True).start()
@@ -187,7 +188,7 @@ def hostile_server(directory: Path, attack: Attack) -> Iterator[HostileServer]:
         finally:
             server.stopping.set()
             listening.shutdown(socket.SHUT_RDWR)
-            thread.join(20)
+            thread.join()
             for transport in server.transports:
                 transport.close()
 
@@ -218,7 +219,7 @@ def raw_server(talk: Callable[[socket.socket, threading.Event], None]) -> Iterat
         finally:
             stopping.set()
             listening.shutdown(socket.SHUT_RDWR)
-            thread.join(20)
+            thread.join()
             for connection in kept:
                 connection.close()
 
@@ -253,17 +254,12 @@ finally: sys.argv = kept
 """
 
 
-def run_csdctl(directory: Path, *arguments: str, timeout_s: float = 120.0) -> Ended:
+def run_csdctl(directory: Path, *arguments: str) -> Ended:
     """Run csdctl in `directory`."""
     peak = directory / "peak"
-    ended = subprocess.run(
+    ended = run_command(
         [sys.executable, "-c", _PROGRAM, *arguments, str(peak)],
         cwd=directory,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=timeout_s,
-        stdin=subprocess.DEVNULL,
         env={**os.environ, "SSH_AUTH_SOCK": ""},
     )
     return Ended(ended.returncode, ended.stdout, ended.stderr, int(peak.read_text()) * 1024)

@@ -67,7 +67,6 @@ class OrdinaryUser:
             capture_output=True,
             text=True,
             check=False,
-            timeout=400,
         )
 
     def why_not(self) -> str:

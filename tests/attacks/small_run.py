@@ -32,6 +32,7 @@ from csdctl.worker.protocol.events import Event, Finished, Joined, NodeLost, Tra
 from csdctl.worker.protocol.recipe import Noise, Recipe
 from csdctl.worker.protocol.run_spec import RankSpec, RunSpec, Runtime
 from csdctl.workflows.reporting.report import report
+from tests.patience import scaled
 from tests.unit.runs.manifests import manifest_of
 
 NODES = ("host", "csd0", "csd1")
@@ -39,7 +40,9 @@ HOSTILE = 1
 PROGRAM = Path(__file__).with_name("rank_program.py")
 RANKS = tuple(RankSpec(rank, node, 8, Runtime(), None, None, 8, 0) for rank, node in enumerate(NODES))
 SPEC = RunSpec("run", "", "", Recipe(), RANKS, None, None, "", noise=Noise(1.0, 8.0, 1e-5))
-PATIENCE = Patience(start_s=60, silence_s=60, answer_s=20, settle_s=0.05, max_restarts=0)
+PATIENCE = Patience(
+    start_s=scaled(60), silence_s=scaled(60), answer_s=scaled(20), settle_s=scaled(0.1), max_restarts=0
+)
 MANIFEST = manifest_of(NODES) | {"noise": asdict(SPEC.noise) if SPEC.noise else None}
 
 
@@ -165,7 +168,9 @@ class SmallRun:
 
     def _start_links(self, ranks: Sequence[int], generation: int) -> Links:
         nodes = [NODES[rank] for rank in ranks]
-        job = MpiJob(["/bin/sleep", "600"], nodes, self._log_path, self._directory, os.environ, ENDS_AT_ONCE)
+        job = MpiJob(
+            ["/bin/sleep", "100000"], nodes, self._log_path, self._directory, os.environ, ENDS_AT_ONCE
+        )
         return Links(job)
 
     def _log_path(self, rank: int | None) -> Path:

@@ -62,4 +62,4 @@ def on_terminal(directory: Path, *arguments: str, rows: int = 50, columns: int =
         while chunk := os.read(master, 1 << 16):
             received += chunk
     os.close(master)
-    return Shown(process.wait(120), received.decode(errors="surrogateescape"))
+    return Shown(process.wait(), received.decode(errors="surrogateescape"))

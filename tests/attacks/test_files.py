@@ -31,7 +31,7 @@ from csdctl.worker.protocol.json_codec import to_json
 pytestmark = pytest.mark.first(1)
 
 OTHER_USER = 65534
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+needs_root = pytest.mark.needs("root")  # to give a file to another user
 PROGRAM = "from csdctl.cli.app import main; main()"
 
 
@@ -98,7 +98,6 @@ class TestSharedDirectories:
             preexec_fn=prepare,
             capture_output=True,
             text=True,
-            timeout=60,
             check=True,
         )
         assert victim.read_text() == "precious"
@@ -299,7 +298,6 @@ class TestProject:
             umask=umask,
             capture_output=True,
             text=True,
-            timeout=60,
             check=False,
         )
 

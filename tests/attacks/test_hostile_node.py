@@ -18,6 +18,7 @@ from csdctl.runs.directory import ProjectDirectory, RunDirectory
 from tests.attacks.hostile_link import RUN_COMMAND
 from tests.emulated.running import csdctl
 from tests.emulated.training import events_of
+from tests.patience import scaled
 
 pytestmark = [pytest.mark.emulated, pytest.mark.first(1)]
 
@@ -223,7 +224,7 @@ def test_node_that_sends_nothing_or_too_little_hangs_nobody(project: Project, co
     hostile = SENDS_VECTORS.partition("np.frombuffer")[0] + f"import time; {code}\n"
     hostile += '        super().sum(on_wait, expected)\ncollective.COLLECTIVES["star"] = Hostile\n'
     fleet = project.make_hostile("link", hostile)
-    run, output = project.train("--fleet", str(fleet), "--silence-deadline", "25")
+    run, output = project.train("--fleet", str(fleet), "--silence-deadline", f"{scaled(25):.0f}")
     assert lost_nodes(run) == {"csd1"}
     assert "csd1" in output
     assert ("sent 5 bytes" if "bytes(5)" in code else "sent the other ranks nothing") in output

@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from tests.attacks.hostile_node import make_hostile_python
+from tests.patience import run_command, scaled
 
 pytestmark = [pytest.mark.emulated, pytest.mark.thorough]
 
@@ -40,13 +41,9 @@ sleep 1
 
 
 def csdctl(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+    return run_command(
         [sys.executable, "-c", PROGRAM, *arguments],
         cwd=directory,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=200,
         env={**os.environ, "SSH_AUTH_SOCK": "/run/agent"},
     )
 
@@ -69,7 +66,7 @@ def test_commands_that_a_node_starts_on_all_machines_reach_nothing(project: Path
     content = yaml.safe_load((project / "fleet.yaml").read_text())
     content["nodes"][1]["python"] = str(hostile)
     (project / "hostile.yaml").write_text(yaml.safe_dump(content))
-    done = csdctl(project, "doctor", "--fleet", "hostile.yaml", "--mpi-deadline", "12")
+    done = csdctl(project, "doctor", "--fleet", "hostile.yaml", "--mpi-deadline", f"{scaled(12):.0f}")
     assert "Traceback" not in done.stderr
     printed = "".join(path.read_text() for path in (project / ".csdctl" / "scratch").rglob("*.log"))
     print(done.stdout, done.stderr, printed)

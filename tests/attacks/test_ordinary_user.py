@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tests.attacks.ordinary_user import OrdinaryUser
+from tests.needs import miss
 
 pytestmark = [pytest.mark.emulated, pytest.mark.thorough]
 
@@ -44,7 +45,7 @@ def user() -> Iterator[OrdinaryUser]:
     user = OrdinaryUser()
     try:
         if reason := user.why_not():
-            pytest.skip(f"NOT TESTED, csdctl cannot be run by an ordinary user here: {reason[-300:]}")
+            miss("csdctl for all users", reason[-300:])
         up = user.csdctl("emulate", "up", "--nodes", "1", "--cpu", "1")
         assert up.returncode == 0, up.stderr
         yield user

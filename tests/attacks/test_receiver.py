@@ -30,6 +30,7 @@ from csdctl.worker.protocol.run_spec import Runtime
 from csdctl.workflows.preflight.reachability import PortListener, _connect, _start_listener
 from csdctl.workflows.tune.probing import Prober
 from tests.attacks.hostile_python import write_hostile_python
+from tests.patience import eventually, scaled
 
 pytestmark = [pytest.mark.attack(13), pytest.mark.first(1)]
 
@@ -37,6 +38,8 @@ BOMB = "print('[' * 900_000, flush=True); time.sleep(60)"
 ENDLESS_LINE = "while True: sys.stdout.write('x' * 65536)"
 QUICK = DeliveryPatience(response_s=5.0, whole_s=3.0)
 """So short that the whole ends first where every answer comes in time."""
+PATIENT = DeliveryPatience(response_s=scaled(60), whole_s=scaled(60))
+"""For an answer that ends the delivery."""
 
 FOR_EVER = {
     "busy": "while True: say(busy='hashing'); time.sleep(0.6)",
@@ -104,7 +107,7 @@ def test_answer_of_a_receiver_is_typed_and_in_range(
     session: SshSession, tmp_path: Path, hostile: Callable[[str], str], name: str
 ) -> None:
     with pytest.raises(RemoteCommandError) as raised:
-        send(session, tmp_path, hostile(WRONG[name]))
+        send(session, tmp_path, hostile(WRONG[name]), PATIENT)
     assert raised.value.node == "csd1"
     assert raised.value.message.startswith("receiving files")
     assert len(raised.value.message) < 400
@@ -116,7 +119,7 @@ def test_manifest_is_sent_once(session: SshSession, tmp_path: Path, hostile: Cal
     assert parcel.packed, MAX_INLINE_BYTES
     python = hostile("while True: say(need='manifest'); sys.stdin.buffer.read1(1)")
     with pytest.raises(RemoteCommandError, match="manifest, which was sent already"):
-        deliver(session, parcel, SharedChunks(), python=python, patience=QUICK)
+        deliver(session, parcel, SharedChunks(), python=python, patience=PATIENT)
 
 
 def test_receiver_that_reads_a_byte_a_second_is_left(
@@ -220,7 +223,7 @@ def test_process_that_a_lock_only_names_is_not_ended(
     session: SshSession, server: Any, tmp_path: Path, as_text: bool
 ) -> None:
     """The file of the lock says who holds it; a process is ended only if it has that file open."""
-    victim = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    victim = subprocess.Popen(["sleep", "100000"], start_new_session=True)
     state = server.home / ".csdctl"
     state.mkdir(mode=0o700)
     (state / "lock").write_text(
@@ -232,10 +235,10 @@ def test_process_that_a_lock_only_names_is_not_ended(
             }
         )
     )
-    with subprocess.Popen(["flock", state / "lock", "sleep", "60"], start_new_session=True) as holding:
+    with subprocess.Popen(["flock", state / "lock", "sleep", "100000"], start_new_session=True) as holding:
         try:
-            while subprocess.run(["flock", "-n", state / "lock", "true"], check=False).returncode == 0:
-                pass
+            attempt = ["flock", "-n", state / "lock", "true"]
+            assert eventually(lambda: subprocess.run(attempt, check=False).returncode != 0)
             with (
                 pytest.raises(CsdctlError, match="another csdctl is running here"),
                 lock_machines({"csd1": session}, {"csd1": sys.executable}, doing="tune", directory=tmp_path),
@@ -263,7 +266,7 @@ def test_answer_about_listeners_is_typed(
     session: SshSession, hostile: Callable[[str], str], answer: str
 ) -> None:
     with pytest.raises(RemoteCommandError) as raised:
-        _start_listener(session, hostile(f"print({answer!r})"), "127.0.0.1", "token", 20)
+        _start_listener(session, hostile(f"print({answer!r})"), "127.0.0.1", "token", scaled(20))
     assert raised.value.node == "csd1"
 
 
@@ -315,7 +318,13 @@ def test_worker_that_fails_with_an_object_as_its_message_fails_as_its_node(
     python = hostile(PREPARING["an object as the error"])
     with pytest.raises(NodeError, match="csd1: preparing data failed with exit code 1") as raised:
         run_worker(
-            session, python, "worker.pyz", ["digest"], DatasetInfo, doing="preparing data", deadline_s=30
+            session,
+            python,
+            "worker.pyz",
+            ["digest"],
+            DatasetInfo,
+            doing="preparing data",
+            deadline_s=scaled(30),
         )
     assert not isinstance(raised.value, InputError)
 
@@ -364,5 +373,5 @@ def test_attempts_to_connect_must_be_those_that_were_wanted(
                 "csd1",
                 PortListener(conversation, "127.0.0.1", (1024,)),
                 {"csd0": PortListener(conversation, "127.0.0.1", (1025,))},
-                20,
+                scaled(20),
             )

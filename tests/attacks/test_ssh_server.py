@@ -30,7 +30,7 @@ from tests.attacks.hostile_ssh import (
     run_csdctl,
     write_project,
 )
-from tests.patience import eventually
+from tests.patience import WAIT_S, eventually, scaled
 from tests.unit.transport.conftest import SshServer, running_server
 
 pytestmark = pytest.mark.first(1)
@@ -69,7 +69,7 @@ def open_session(server: HostileServer) -> SshSession:
 
 def open_transport_of(server: HostileServer) -> OrderlyTransport:
     known = KnownHosts.load([server.known_hosts])
-    return open_transport(server.node(), known, Deadline(20), make_jump_hosts(known))
+    return open_transport(server.node(), known, Deadline(scaled(20)), make_jump_hosts(known))
 
 
 def lose(transport: OrderlyTransport, session: SshSession) -> UnreachableError:
@@ -230,7 +230,7 @@ def test_channels_that_the_server_opens_are_all_refused(tmp_path: Path) -> None:
     with hostile_server(tmp_path / "evil", Attack(on_command=open_some)) as server:
         session = open_session(server)
         talk = session.converse(["cat"])
-        assert done.wait(60)
+        assert done.wait(scaled(WAIT_S))
         assert sorted(refused) == sorted([*range(1000)] * len(OPENS))
         talk.close()
         session.close()
@@ -298,7 +298,7 @@ def test_key_exchange_that_never_ends_costs_the_connection(tmp_path: Path) -> No
         with pytest.raises(CsdctlError):
             session.run(["true"], deadline_s=1)
         with pytest.raises(UnreachableError, match="did not finish a key exchange"):
-            session.run(["true"], deadline_s=1)
+            session.run(["true"], deadline_s=scaled(20))
         session.close()
 
 
@@ -322,7 +322,7 @@ def test_random_messages_are_errors_of_the_node_and_nothing_else(tmp_path: Path,
     with hostile_server(tmp_path / "evil", Attack(on_command=babble)) as server:
         session = open_session(server)
         with pytest.raises(CsdctlError) as caught:
-            session.run(["true"], stdin=b"x" * 1000, deadline_s=30)
+            session.run(["true"], stdin=b"x" * 1000, deadline_s=scaled(30))
         assert caught.value.node == "evil"
         assert len(str(caught.value)) < 2000
         session.close()
@@ -337,5 +337,5 @@ def test_jump_host_that_breaks_the_protocol_is_named(tmp_path: Path) -> None:
         node = Node("behind", "127.0.0.1", 22, USER, server.key, jump=server.node())
         said = "jump host evil was lost .its SSH server sends too much"
         with pytest.raises(JumpHostError, match=said) as caught:
-            connect(node, [server.known_hosts], connect_deadline_s=60)
+            connect(node, [server.known_hosts], connect_deadline_s=scaled(60))
     assert caught.value.node == "behind"

@@ -134,7 +134,7 @@ def open_directory(path: Path) -> None:
 
 
 @pytest.mark.attack(14)
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make files of another user")
+@pytest.mark.needs("root")
 @pytest.mark.parametrize(
     "plant",
     [

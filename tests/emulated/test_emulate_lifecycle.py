@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,15 +19,9 @@ from csdctl.emulation.processes import list_marked
 from csdctl.emulation.state import FleetPaths
 from csdctl.errors import InputError
 from csdctl.fleet.reading import load_fleet
-from tests.emulated.emulated_fleet import CPU, MEMORY_BYTES, start, wait_until
+from tests.emulated.emulated_fleet import CPU, MEMORY_BYTES, Running, start, wait_until
 
-asyncssh = pytest.importorskip("asyncssh")
-
-pytestmark = [
-    pytest.mark.first(1),
-    pytest.mark.emulated,
-    pytest.mark.skipif(shutil.which("ssh") is None, reason="needs OpenSSH's client"),
-]
+pytestmark = [pytest.mark.first(1), pytest.mark.emulated, pytest.mark.needs("ssh")]
 
 
 @pytest.fixture
@@ -38,6 +31,12 @@ def directory(tmp_path: Path) -> Iterator[Path]:
     yield directory
     with contextlib.suppress(InputError):
         stop_fleet(directory)
+
+
+def keep_busy(fleet: Running) -> None:
+    """Leave one process on csd0 that computes for ever."""
+    fleet.output("setsid sh -c 'while :; do :; done' </dev/null >/dev/null 2>&1 &")
+    wait_until(lambda: fleet.status().num_processes == 1)  # the shell that started it has ended
 
 
 def assert_nothing_is_left(directory: Path) -> None:
@@ -63,7 +62,7 @@ def test_a_running_fleet_is_reused_and_another_is_refused(directory: Path) -> No
 @pytest.mark.parametrize("mechanism", ["cgroup", "duty"])
 def test_down_leaves_nothing_though_the_node_is_busy(directory: Path, mechanism: str) -> None:
     fleet = start(directory, mechanism)
-    fleet.output("setsid sh -c 'while :; do :; done' </dev/null >/dev/null 2>&1 &")
+    keep_busy(fleet)
     stopped = stop_fleet(directory)
     assert stopped.num_processes == 3
     assert_nothing_is_left(directory)
@@ -74,8 +73,7 @@ def test_down_leaves_nothing_though_the_node_is_busy(directory: Path, mechanism:
 @pytest.mark.parametrize("state", ["whole", "cut short", "gone", "directory gone"])
 def test_down_leaves_nothing_after_a_crash(directory: Path, mechanism: str, state: str) -> None:
     fleet = start(directory, mechanism)
-    fleet.output("setsid sh -c 'while :; do :; done' </dev/null >/dev/null 2>&1 &")
-    time.sleep(0.2)
+    keep_busy(fleet)
     for status in fleet_status(directory):
         os.kill(status.pid, signal.SIGKILL)
     paths = FleetPaths(directory)

@@ -1,11 +1,9 @@
 """Training by features on an emulated host and two nodes, compared with the frozen model in every step."""
 
-import importlib.util
 import json
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,11 +14,11 @@ import pytest
 from csdctl.job.model import load_job
 from csdctl.tuning.plan import Plan, RankPlan, save_plan
 from tests.emulated.running import csdctl
-from tests.emulated.training import events_of, kill_rank, nothing_is_left, start_training
+from tests.emulated.training import events_of, kill_rank, nothing_is_left, start_training, wait_for_epochs
+from tests.patience import communicate
 
 pytestmark = [pytest.mark.emulated, pytest.mark.thorough]
 
-HAS_LITERT = importlib.util.find_spec("ai_edge_litert") is not None
 NUM_SAMPLES = 96
 JOB = """\
 model: model.py:build
@@ -226,7 +224,6 @@ def test_verify_compares_features_and_head(project: Path, by_features: dict[str,
     assert sum(found["num_rows"] for found in document["features"].values()) >= 3 * NUM_SAMPLES
 
 
-@pytest.mark.skipif(not HAS_LITERT, reason="no ai-edge-litert: features by LiteRT are not compared")
 def test_verify_compares_features_of_litert_with_those_of_keras(project: Path) -> None:
     done = csdctl(project, "verify", "--way", "features", "--feature-engine", "litert", "--json")
     assert done.returncode == 0, done.stderr
@@ -261,24 +258,15 @@ def test_lost_node_leaves_its_public_samples_and_the_stopped_run_resumes(project
     arguments = ("long.yaml", "--way", "features", "--max-steps", "1000000")
     process, run = start_training(project, *arguments, until="EpochEnd")
     kill_rank("csd1")(project, run)
-    deadline = time.monotonic() + 120
-    while not any(event["generation"] == 2 for event in events_of(run, "Joined")):
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    joined = next(event for event in events_of(run, "Joined") if event["generation"] == 2)
-    before = len(events_of(run, "EpochEnd"))
-    while len(events_of(run, "EpochEnd")) < before + 4:  # an epoch has the samples that csd1 left
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    wait_for_epochs(process, run, 2, 4)  # an epoch has the samples that csd1 left
     process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=120)
+    output, _ = communicate(process, project)
     assert "csd1 is lost" in output
     assert nothing_is_left(project, run)
     last = [event for event in events_of(run, "EpochEnd") if event["rank"] == 0][-1]
     assert last["global_samples"] == 2 * NUM_SAMPLES, last  # all public ones, and the private ones of csd0
     steps = max(event["step"] for event in events_of(run, "CheckpointSaved"))
+    joined = next(event for event in events_of(run, "Joined") if event["generation"] == 2)
     assert steps > joined["step"]
     resumed = csdctl(
         project, "train", "long.yaml", "--resume", run.name, "--skip-doctor", "--max-steps", str(steps + 50)

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import yaml
 
 from tests.emulated.running import CSDCTL, csdctl
 from tests.emulated.training import of_fleet, processes
+from tests.patience import communicate, wait_for
 
 pytestmark = [pytest.mark.emulated, pytest.mark.thorough]
 
@@ -233,14 +233,13 @@ def start_and_kill(project: Path, num_before: int) -> int:
     process = subprocess.Popen(
         command, cwd=project, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
-    deadline = time.monotonic() + 180
-    while (stored := num_stored(project)) <= num_before:
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    stored = wait_for(
+        lambda: stored if (stored := num_stored(project)) > num_before else None, process, project
+    )
+    assert stored
     (worker,) = of_fleet(processes("extract", ".csdctl/objects"), project, "python", "csd1")
     os.kill(worker, signal.SIGKILL)
-    _, errors = process.communicate(timeout=180)
+    _, errors = communicate(process, project)
     assert process.returncode == 3, errors
     assert f"private rows of csd1 ({NUM_SLOW}) are missing" in " ".join(errors.split())
     assert len(read_rows(project / "slow.csv")) == NUM_SLOW  # those of csd0

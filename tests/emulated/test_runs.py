@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tests.emulated.running import CSDCTL, csdctl
-from tests.patience import eventually, files_written
+from tests.patience import communicate, eventually, files_written, run_command
 
 MODEL = """\
 import keras
@@ -54,14 +54,8 @@ def test_detached_run_outlives_its_terminal_and_is_found_watched_and_stopped(pro
     # A session of its own, whose end sends a hang-up to all in it, as a terminal or a login does.
     command = [str(CSDCTL), "train", "--batch-size", "64", "--skip-doctor", "--detach", "--json"]
     notify = f"sh -c 'echo $CSDCTL_RUN $CSDCTL_STATE > {project / 'told'}'"
-    login = subprocess.run(
-        ["setsid", "--wait", *command, "--notify", notify],
-        cwd=project,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=True,
-    )
+    login = run_command(["setsid", "--wait", *command, "--notify", notify], cwd=project)
+    assert login.returncode == 0, login.stderr
     run_id = json.loads(login.stdout)["run"]
     process = json.loads((project / ".csdctl" / "runs" / run_id / "process.json").read_text())
     os.kill(process["pid"], signal.SIGHUP)
@@ -89,7 +83,7 @@ def test_detached_run_outlives_its_terminal_and_is_found_watched_and_stopped(pro
     stopped = csdctl(project, "runs", "stop", run_id[: len("20261123-0")])
     assert (stopped.returncode, "stopped, at epoch" in stopped.stdout) == (0, True), stopped.stdout
     assert f"--resume {run_id}" in stopped.stdout
-    watcher.communicate(timeout=60)
+    communicate(watcher, project)
     assert watcher.returncode == 0
     assert (project / "told").read_text() == f"{run_id} stopped\n"
     output = csdctl(project, "runs", "logs", run_id, "csdctl").stdout
@@ -100,13 +94,14 @@ def test_detached_run_outlives_its_terminal_and_is_found_watched_and_stopped(pro
 def test_hang_up_of_a_run_with_a_terminal_stops_it_in_order(project: Path) -> None:
     command = [str(CSDCTL), "train", "--batch-size", "64", "--skip-doctor"]
     before = set(runs(project))
-    with subprocess.Popen(command, cwd=project, stdout=subprocess.DEVNULL) as train:
+    with subprocess.Popen(command, cwd=project, stdout=subprocess.DEVNULL, text=True) as train:
         assert eventually(
             lambda: any(run["epoch"] >= 2 for run_id, run in runs(project).items() if run_id not in before),
             functools.partial(files_written, project),
         )
         train.send_signal(signal.SIGHUP)
-        assert train.wait(60) == 130
+        communicate(train, project)
+        assert train.returncode == 130
     (run_id,) = set(runs(project)) - before
     assert runs(project)[run_id]["state"] == "stopped"
     first = min(before)

@@ -2,7 +2,6 @@
 
 import json
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +10,8 @@ import pytest
 
 from tests.emulated.running import csdctl
 from tests.emulated.test_features import weights_of, write
-from tests.emulated.training import events_of, kill_rank, nothing_is_left, start_training
+from tests.emulated.training import events_of, kill_rank, nothing_is_left, start_training, wait_for_epochs
+from tests.patience import communicate
 
 pytestmark = [pytest.mark.emulated, pytest.mark.thorough]
 
@@ -119,18 +119,9 @@ def test_what_cannot_be_split_is_refused(
 def test_split_run_survives_a_lost_node_and_resumes(project: Path) -> None:
     process, run = start_training(project, "long.yaml", *SPLIT, "--max-steps", "1000000", until="EpochEnd")
     kill_rank("csd1")(project, run)
-    deadline = time.monotonic() + 120
-    while not any(event["generation"] == 2 for event in events_of(run, "Joined")):
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    before = len(events_of(run, "EpochEnd"))
-    while len(events_of(run, "EpochEnd")) < before + 4:
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    wait_for_epochs(process, run, 2, 4)
     process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=120)
+    output, _ = communicate(process, project)
     assert "csd1 is lost" in output
     assert nothing_is_left(project, run)
     steps = max(event["step"] for event in events_of(run, "CheckpointSaved"))

@@ -17,6 +17,7 @@ from csdctl.transport.many import fleet_known_hosts_paths, open_sessions, run_on
 from csdctl.transport.session import Session
 from csdctl.transport.ssh_config import build_ssh_config
 from csdctl.workflows.discovery.discover import discover
+from tests.patience import scaled
 
 pytestmark = pytest.mark.emulated
 
@@ -54,12 +55,12 @@ def test_every_node_has_its_own_home(project: Path, fleet: Fleet) -> None:
 
 def test_hanging_commands_end_on_all_nodes_at_their_deadline(project: Path, fleet: Fleet) -> None:
     def hang(session: Session) -> None:
-        session.run(["sh", "-c", "echo $$ >hanging; sleep 1000 & wait"], deadline_s=1)
+        session.run(["sh", "-c", "echo $$ >hanging; sleep 1000 & wait"], deadline_s=scaled(1))
 
     def is_gone(session: Session) -> bool:
         # A killed process can be signalled until its parent has reaped it.
-        script = "for try in $(seq 100); do kill -0 $(cat hanging) || exit 0; sleep 0.1; done; exit 1"
-        return session.run(["sh", "-c", script]).exit_code == 0
+        script = "while kill -0 $(cat hanging); do sleep 0.1; done"
+        return session.run(["sh", "-c", script], deadline_s=scaled(60)).exit_code == 0
 
     with open_sessions(fleet, directory=project) as sessions:
         outcomes = run_on_all(sessions.nodes, hang)
@@ -81,9 +82,7 @@ def test_limits_of_the_nodes_are_discovered_and_kept(project: Path, fleet: Fleet
 def test_openssh_accepts_the_generated_config(project: Path, fleet: Fleet) -> None:
     path = project / "ssh_config"
     path.write_text(build_ssh_config(fleet.nodes, fleet_known_hosts_paths(fleet, project)))
-    printed = subprocess.run(
-        ["ssh", "-F", path, "csd1", "pwd"], capture_output=True, text=True, check=True, timeout=60
-    )
+    printed = subprocess.run(["ssh", "-F", path, "csd1", "pwd"], capture_output=True, text=True, check=True)
     assert printed.stdout.strip().endswith("/csd1/home")
     assert printed.stderr == ""
 

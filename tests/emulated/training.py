@@ -6,12 +6,10 @@ import signal
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from tests.emulated.running import CSDCTL
-from tests.patience import eventually, files_written
-
-T = TypeVar("T")
+from tests.patience import eventually, wait_for
 
 SHORT_RUN = ("--batch-size", "8", "--max-steps", "240", "--skip-doctor", "--collective", "star")
 
@@ -45,6 +43,16 @@ def wait_until_regrouped(process: subprocess.Popen[str], run: Path, generation: 
     wait_for(has_trained, process, run.parents[2])
 
 
+def wait_for_epochs(process: subprocess.Popen[str], run: Path, generation: int, num_events: int) -> None:
+    """Wait until `num_events` ends of epochs have been reported since the group of this number formed."""
+    demo = run.parents[2]
+    wait_for(
+        lambda: any(event["generation"] == generation for event in events_of(run, "Joined")), process, demo
+    )
+    before = len(events_of(run, "EpochEnd"))
+    wait_for(lambda: len(events_of(run, "EpochEnd")) >= before + num_events, process, demo)
+
+
 def num_lines_with(word: str, run: Path) -> int:
     """Count the events so far with `word`; the last line may be incomplete."""
     events = run / "events.jsonl"
@@ -59,20 +67,6 @@ def _train(demo: Path, *arguments: str) -> subprocess.Popen[str]:
         stderr=subprocess.STDOUT,
         text=True,
     )
-
-
-def wait_for(condition: Callable[[], T], process: subprocess.Popen[str], project: Path) -> T:
-    """Return what `condition` returns as soon as that is true; the training must not end before."""
-    found: list[T] = []
-
-    def is_decided() -> bool:
-        found[:] = [condition()]
-        return bool(found[0]) or process.poll() is not None
-
-    if eventually(is_decided, lambda: files_written(project)) and found[0]:
-        return found[0]
-    process.kill()
-    raise AssertionError(f"the training did not get there: {process.communicate()[0]}")
 
 
 def processes(*wanted: str) -> list[int]:
@@ -148,9 +142,9 @@ def nothing_is_left(demo: Path, run: Path) -> bool:
 
 
 def events_of(run: Path, event_type: str) -> list[dict[str, Any]]:
-    """Return the run's events of one type, in order of arrival."""
+    """Return the run's events of one type, in order of arrival; a line that is being written is left out."""
     found = []
-    for line in (run / "events.jsonl").read_text().splitlines():
+    for line in (run / "events.jsonl").read_text().rpartition("\n")[0].splitlines():
         event = json.loads(json.loads(line)["line"].removeprefix("@csdctl "))
         if event["event"] == event_type:
             found.append(event)

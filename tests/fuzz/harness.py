@@ -19,6 +19,7 @@ from types import FrameType
 
 from tests.fuzz.mutation import Mutator
 from tests.fuzz.target import Target
+from tests.patience import scaled
 
 MAX_GROWTH_BYTES = 200 << 20
 MAX_REFUSED, MAX_ACCEPTED = 400, 100
@@ -30,8 +31,8 @@ _WITHIN = "/csdctl/"
 class Limits:
     """What one input may cost."""
 
-    cpu_s: float = 2.0
-    endless_cpu_s: float = 20.0
+    cpu_s: float = scaled(2.0)
+    endless_cpu_s: float = scaled(20.0)
     """The input is given up after this."""
     message_chars: int = 20_000
 

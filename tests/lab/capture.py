@@ -4,9 +4,8 @@ import os
 import signal
 import struct
 import subprocess
-import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from pathlib import Path
 from tests.lab import network
 from tests.lab.lab import Lab
 from tests.lab.machines import LabNode
+from tests.patience import eventually, stays
 
 _RECORD = struct.Struct("<IIII")
 _GLOBAL_BYTES, _ETHERNET_BYTES = 24, 14
@@ -67,6 +67,16 @@ class Capture:
             )
 
 
+def _is_quiet(captures: Iterable[Capture]) -> bool:
+    """Return whether no packet is written for half a second."""
+
+    def num_bytes() -> int:
+        return sum(capture.path.stat().st_size for capture in captures)
+
+    before = num_bytes()
+    return stays(lambda: num_bytes() == before, 0.5)
+
+
 @contextmanager
 def captured(lab: Lab, *nodes: LabNode, directory: Path) -> Iterator[dict[str, Capture]]:
     """Capture the traffic on the cables of `nodes` during the block; complete at its end."""
@@ -87,8 +97,8 @@ def captured(lab: Lab, *nodes: LabNode, directory: Path) -> Iterator[dict[str, C
             assert "listening on" in process.stderr.readline()
         yield found
     finally:
-        time.sleep(0.5)  # the last packets are still being written
+        eventually(lambda: _is_quiet(found.values()))  # the last packets are still being written
         for process in processes:
             process.send_signal(signal.SIGINT)
-        messages = [process.communicate(timeout=10)[1] for process in processes]
+        messages = [process.communicate()[1] for process in processes]
     assert all("0 packets dropped by kernel" in message for message in messages), messages

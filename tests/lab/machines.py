@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -19,9 +18,9 @@ from csdctl.emulation.cgroups import CgroupLimit, open_cgroup
 from csdctl.fleet.model import Node
 from tests.lab import network
 from tests.lab.network import DIES_WITH_PARENT, run_command, run_ip
+from tests.patience import eventually
 
 INTERFACE = "csd"
-START_DEADLINE_S = 20.0
 REPOSITORY = Path(__file__).parents[2]
 FAKETIME = Path("/usr/lib").glob("*/faketime/libfaketime.so.1")
 COVERED = (Path("/root"), Path("/tmp"), Path("/run"))
@@ -139,13 +138,12 @@ class LabNode:
 
     def wait_until_up(self) -> None:
         """Wait until its SSH server listens; raises RuntimeError with its log."""
-        assert self._process
-        deadline = time.monotonic() + START_DEADLINE_S
+        process = self._process
+        assert process
         ready = "Not backgrounding" if self.spec.server == "dropbear" else "Server listening"
-        while ready not in self.log:
-            if self._process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"{self.name} does not start: {self.log}")
-            time.sleep(0.01)
+        eventually(lambda: ready in self.log or process.poll() is not None, lambda: self.log)
+        if ready not in self.log:
+            raise RuntimeError(f"{self.name} does not start: {self.log}")
 
     def power_off(self) -> None:
         """Kill all its processes at once, without closing connections."""

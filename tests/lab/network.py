@@ -8,14 +8,14 @@ import ctypes
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.patience import eventually
+
 CLONE_NEWNET = 0x40000000
-END_DEADLINE_S = 20.0
 NAMESPACES = Path("/run/netns")
 DIES_WITH_PARENT = ("setpriv", "--pdeathsig", "KILL")
 
@@ -128,17 +128,17 @@ def remove_namespace(name: str) -> None:
 
 
 def end_all(list_pids: Callable[[], list[int]]) -> None:
-    """Kill the processes of `list_pids` until none is left; raises RuntimeError after END_DEADLINE_S."""
-    deadline = time.monotonic() + END_DEADLINE_S
-    while pids := list_pids():
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"processes that do not end: {pids}")
+    """Kill the processes of `list_pids` until none is left; raises RuntimeError if they do not end."""
+
+    def is_done() -> bool:
+        pids = list_pids()
         for pid in pids:
-            try:
+            with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
-        time.sleep(0.01)
+        return not pids
+
+    if not eventually(is_done, list_pids):
+        raise RuntimeError(f"processes that do not end: {list_pids()}")
 
 
 def _set_namespace(descriptor: int) -> None:

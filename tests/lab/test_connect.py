@@ -4,7 +4,6 @@ import re
 import socket
 import sys
 import threading
-import time
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +17,7 @@ from tests.lab import network
 from tests.lab.lab import GATE_NUMBER, Lab
 from tests.lab.network import run_command
 from tests.lab.project import Project
+from tests.patience import communicate, eventually, scaled
 
 pytestmark = pytest.mark.lab
 
@@ -158,9 +158,7 @@ def test_right_key_is_found_behind_twenty_in_the_agent(project: Project) -> None
     place = str(project.path / "agent")
     agent = lab.host.start("ssh-agent", "-D", "-a", place, cwd=project.path)
     try:
-        while not Path(place).exists():
-            assert agent.poll() is None
-            time.sleep(0.01)
+        assert eventually(Path(place).exists)
         keys = [str(make_key(project.path / f"id{number}")) for number in range(20)]
         environment = {"SSH_AUTH_SOCK": place}
         for key in (*keys, str(lab.key)):
@@ -180,12 +178,10 @@ def test_dropped_connections_are_retried(project: Project) -> None:
         holder = socket.create_connection((node.node.address, 22))
         holder.recv(4)
         process = project.start("discover")
-        deadline = time.monotonic() + 30
-        while "past MaxStartups" not in node.log and "drop connection" not in node.log:
-            assert time.monotonic() < deadline, node.log
-            time.sleep(0.01)
+        dropped = ("past MaxStartups", "drop connection")
+        assert eventually(lambda: any(words in node.log for words in dropped)), node.log
         holder.close()
-        output, _ = process.communicate(timeout=60)
+        output, _ = communicate(process, project.path)
     assert process.returncode == 0, output
 
 
@@ -214,13 +210,13 @@ def test_more_commands_than_the_server_opens_channels_are_queued(lab: Lab) -> No
         outputs: list[str] = []
         script = ["sh", "-c", "sleep 0.2; echo done"]
         threads = [
-            threading.Thread(target=lambda: outputs.append(session.run(script, deadline_s=30).output))
+            threading.Thread(target=lambda: outputs.append(session.run(script, deadline_s=scaled(30)).output))
             for _ in range(6)
         ]
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(60)
+            thread.join()
         session.close()
     assert outputs == ["done\n"] * 6
 

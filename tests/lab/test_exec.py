@@ -10,7 +10,7 @@ import yaml
 
 from tests.lab.lab import Lab
 from tests.lab.project import Project
-from tests.patience import eventually
+from tests.patience import communicate, eventually, wait_for
 
 pytestmark = pytest.mark.lab
 
@@ -74,18 +74,21 @@ def test_command_runs_on_all_nodes_and_keeps_their_answers_apart(fleet: Project)
 
 
 def test_interrupted_command_leaves_nothing_on_nodes(fleet: Project, lab: Lab) -> None:
-    process = fleet.start("exec", "--timeout", "200", "--", "sleep", "177")
+    process = fleet.start("exec", "--timeout", "20000", "--", "sleep", "17777")
     nodes = (lab.near[0], lab.far[0])
     try:
-        assert eventually(
-            lambda: all(any("sleep 177" in one for one in node.commands()) for node in nodes), 30
+        wait_for(
+            lambda: all(any("sleep 17777" in one for one in node.commands()) for node in nodes),
+            process,
+            fleet.path,
         )
         process.send_signal(signal.SIGINT)
-        assert process.wait(30) == 130
+        communicate(process, fleet.path)
+        assert process.returncode == 130
     finally:
         process.kill()
         process.communicate()
-    assert eventually(lambda: not any(node.commands() for node in nodes), 1.5)
+    assert eventually(lambda: not any(node.commands() for node in nodes))
 
 
 def test_task_runs_unchanged_also_behind_the_jump_host(fleet: Project, tmp_path: Path) -> None:

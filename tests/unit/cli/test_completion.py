@@ -51,7 +51,6 @@ def test_names_of_this_directory_are_completed(project: Path, line: str, expecte
         cwd=project,
         capture_output=True,
         text=True,
-        timeout=60,
         check=False,
     )
     assert (done.stdout.split(), done.stderr) == (expected, "")

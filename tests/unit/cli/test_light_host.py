@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from csdctl.errors import ExitCode
+from tests.patience import run_command
 from tests.unit.transport.conftest import SshServer, running_server
 
 pytestmark = pytest.mark.first(2)
@@ -66,15 +67,7 @@ def project(server: SshServer, tmp_path: Path) -> Path:
 
 def run(python: Path, project: Path, *words: str) -> "subprocess.CompletedProcess[str]":
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(
-        [python, "-m", "csdctl", *words],
-        cwd=project,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = run_command([str(python), "-m", "csdctl", *words], cwd=project, env=environment)
     assert "Traceback" not in done.stdout + done.stderr
     assert "bug in csdctl" not in done.stderr
     return done

@@ -1,6 +1,5 @@
 """`csdctl runs watch` in a real terminal, tmux, at three sizes: what stands on its screen."""
 
-import functools
 import os
 import sys
 from collections.abc import Iterator
@@ -34,9 +33,15 @@ def test_screen_is_whole_at_every_size(tmux: Tmux, tmp_path: Path, num_ranks: in
     for width, height in SIZES:
         tmux.run("resize-window", "-x", str(width), "-y", str(height))
         is_wide, num_shown = width >= 120, min(num_ranks, height - 9)
-        is_now_drawn = functools.partial(is_drawn, tmux, num_ranks, num_shown, is_wide=is_wide)
-        assert eventually(is_now_drawn), "\n".join(tmux.screen())
-        lines = tmux.screen()
+        lines: list[str] = []
+
+        def is_now_drawn(
+            lines: list[str] = lines, num_shown: int = num_shown, is_wide: bool = is_wide
+        ) -> bool:
+            lines[:] = tmux.screen()
+            return is_drawn(lines, num_ranks, num_shown, is_wide=is_wide)
+
+        assert eventually(is_now_drawn), "\n".join(lines)
         text = "\n".join(lines)
         assert f"run {RUN_ID} (emulated fleet)" in lines
         assert "epoch 1/4  step 60/100  " in text
@@ -56,9 +61,8 @@ def test_screen_is_whole_at_every_size(tmux: Tmux, tmp_path: Path, num_ranks: in
     assert os.getpriority(os.PRIO_PROCESS, watcher) == 19
 
 
-def is_drawn(tmux: Tmux, num_ranks: int, num_rows: int, *, is_wide: bool) -> bool:
+def is_drawn(lines: list[str], num_ranks: int, num_rows: int, *, is_wide: bool) -> bool:
     """Whether the screen has been drawn since its size changed, and all events were read."""
-    lines = tmux.screen()
     header = next((number for number, line in enumerate(lines) if line.startswith("node ")), None)
     if header is None or ("memory" in lines[header]) != is_wide:
         return False

@@ -8,14 +8,16 @@ import pytest
 
 from csdctl.emulation import processes
 from csdctl.emulation.memory import end_largest_above
+from tests.patience import eventually
 
 
 @pytest.fixture
 def sleeper() -> Iterator["subprocess.Popen[bytes]"]:
     environment = {processes.FLEET_VARIABLE: "unit-test-fleet"}
-    child = subprocess.Popen(["/bin/sh", "-c", "sleep 60 & wait"], env=environment, start_new_session=True)
-    while len(processes.list_descendants(child.pid)) < 1:
-        time.sleep(0.01)
+    child = subprocess.Popen(
+        ["/bin/sh", "-c", "sleep 100000 & wait"], env=environment, start_new_session=True
+    )
+    assert eventually(lambda: processes.list_descendants(child.pid))
     yield child
     os.killpg(child.pid, 9)
     child.wait()
@@ -36,8 +38,8 @@ def test_descendants_are_found_with_and_without_children_files(sleeper: "subproc
 
 def test_a_process_is_found_by_its_marker(sleeper: "subprocess.Popen[bytes]") -> None:
     family = {sleeper.pid, *processes.list_descendants(sleeper.pid)}
-    while set(processes.list_marked("unit-test-fleet")) != family:  # until it has replaced this program
-        time.sleep(0.01)
+    # It is found as soon as it has replaced this program.
+    assert eventually(lambda: set(processes.list_marked("unit-test-fleet")) == family)
     assert processes.list_marked("unit-test-flee") == []
 
 
@@ -45,8 +47,7 @@ def test_a_zombie_is_not_running() -> None:
     child = subprocess.Popen(["true"])
     started = processes.load_stat(child.pid)
     assert started is not None
-    while processes.start_time(child.pid) is not None:
-        time.sleep(0.01)
+    assert eventually(lambda: processes.start_time(child.pid) is None)
     assert not processes.is_running(child.pid, started.start_time)
     child.wait()
 
@@ -65,7 +66,9 @@ def test_cpu_time_is_what_the_process_itself_reports() -> None:
 
 
 def test_the_largest_process_is_killed_above_the_limit() -> None:
-    hold = "import sys, time; block = bytearray(int(sys.argv[1]) << 20); print(flush=True); time.sleep(60)"
+    hold = (
+        "import sys, time; block = bytearray(int(sys.argv[1]) << 20); print(flush=True); time.sleep(100_000)"
+    )
     children = [
         subprocess.Popen([sys.executable, "-c", hold, size], stdout=subprocess.PIPE) for size in ("8", "64")
     ]
@@ -76,7 +79,7 @@ def test_the_largest_process_is_killed_above_the_limit() -> None:
         used_bytes = {child.pid: processes.anonymous_bytes(child.pid) for child in children}
         assert end_largest_above(sum(used_bytes.values()), used_bytes) is None
         assert end_largest_above(60 << 20, used_bytes) == children[1].pid
-        assert children[1].wait(10) == -9
+        assert children[1].wait() == -9
         assert children[0].poll() is None
     finally:
         for child in children:

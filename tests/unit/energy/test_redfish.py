@@ -7,6 +7,7 @@ import pytest
 
 from csdctl.energy.redfish import read_redfish
 from csdctl.fleet.model import PowerSource
+from tests.patience import scaled
 
 
 def answer_once(server: socket.socket, answer: bytes) -> None:
@@ -31,5 +32,5 @@ def test_damaged_http_answer_is_a_value_error(answer: bytes) -> None:
         controller.start()
         power = PowerSource("redfish", url=f"http://127.0.0.1:{server.getsockname()[1]}/redfish/v1/Chassis/1")
         with pytest.raises(ValueError, match="expected an HTTP answer, received a damaged one"):
-            read_redfish(power, deadline_s=10)
+            read_redfish(power, deadline_s=scaled(10))
         controller.join()

@@ -16,6 +16,7 @@ from csdctl.reporting.energy import add_up_energy
 from csdctl.runs.directory import RunDirectory
 from csdctl.runs.power_log import PowerRecord, read_power
 from csdctl.transport.local import LocalSession
+from tests.patience import WAIT_S, scaled
 
 
 @pytest.fixture
@@ -28,7 +29,7 @@ def sample(run, power, said, until):
     """Sample the host's power until `until`, an event, is set."""
     session = LocalSession("host", run.path)
     with PowerSampler(run, Fleet((), Host(power=power)), {"host": session}, said):
-        assert until.wait(30)
+        assert until.wait(scaled(WAIT_S))
     session.close()
     return list(read_power(run))
 

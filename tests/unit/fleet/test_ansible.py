@@ -1,7 +1,6 @@
 """Ansible inventories are parsed as by Ansible, compared with its captured output in inventories/."""
 
 import json
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,10 @@ from csdctl.fleet.ansible.files import load_inventory
 from csdctl.fleet.ansible.inventory import Inventory
 from csdctl.fleet.ansible.targets import list_targets
 from csdctl.fleet.openssh import Target
+from tests.needs import find_ansible
 
 INVENTORIES = Path(__file__).parent / "inventories"
 NAMES = ["ranges.ini", "tree.yml", "with_vars/hosts", "bare"]
-ANSIBLE = shutil.which("ansible-inventory")
 
 
 def as_ansible_prints(inventory: Inventory) -> dict[str, Any]:
@@ -65,13 +64,14 @@ def test_captured_ansible_output_equals_the_inventory(name: str) -> None:
     assert targets(INVENTORIES / name) == targets(printed)
 
 
-@pytest.mark.skipif(
-    not ANSIBLE, reason="no ansible-inventory on the PATH: only its recorded output is compared"
-)
+@pytest.mark.needs("ansible")
 @pytest.mark.parametrize("name", NAMES)
 def test_parsed_inventory_equals_output_of_installed_ansible(name: str) -> None:
     printed = subprocess.run(
-        [str(ANSIBLE), "-i", str(INVENTORIES / name), "--list"], capture_output=True, text=True, check=True
+        [str(find_ansible("ansible-inventory")), "-i", str(INVENTORIES / name), "--list"],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert_same(load_inventory(INVENTORIES / name), printed.stdout)
 

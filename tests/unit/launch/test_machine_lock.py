@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,11 +20,12 @@ from csdctl.launch.machine_lock import (
     relock_machine,
 )
 from csdctl.transport.local import LocalSession
+from tests.patience import eventually
 
 PYTHONS = {"csd0": sys.executable, "csd1": sys.executable}
 
 LOCK_UNTIL_KILLED = """
-import sys, time
+import sys
 from pathlib import Path
 from csdctl.launch.machine_lock import lock_machines
 from csdctl.transport.local import LocalSession
@@ -33,7 +33,7 @@ home = Path(sys.argv[1])
 session = LocalSession("csd0", home)
 with lock_machines({"csd0": session}, {"csd0": sys.executable}, doing="train", directory=home):
     print("locked", flush=True)
-    time.sleep(60)
+    sys.stdin.read()
 """
 
 
@@ -48,11 +48,8 @@ def lock(session: LocalSession, directory: Path, doing: str = "tune"):  # type: 
     return lock_machines({session.name: session}, PYTHONS, doing=doing, directory=directory)
 
 
-def wait_until_free(lock_file: Path) -> None:
-    deadline = time.monotonic() + 10
-    while subprocess.run(["flock", "-n", str(lock_file), "true"], check=False).returncode:
-        assert time.monotonic() < deadline, "the machine is still locked"
-        time.sleep(0.02)
+def is_free(lock_file: Path) -> bool:
+    return subprocess.run(["flock", "-n", str(lock_file), "true"], check=False).returncode == 0
 
 
 @pytest.mark.fault(34)
@@ -90,7 +87,7 @@ def test_machine_that_another_csdctl_has_locked_is_not_relocked(
     session: LocalSession, tmp_path: Path
 ) -> None:
     command = [sys.executable, "-c", LOCK_UNTIL_KILLED, str(tmp_path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as other:
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout
         assert other.stdout.readline() == b"locked\n"
         with (
@@ -111,11 +108,11 @@ def test_machine_is_free_when_the_first_csdctl_has_ended(session: LocalSession, 
 @pytest.mark.fault(35)
 def test_lock_of_a_killed_csdctl_is_released(session: LocalSession, tmp_path: Path) -> None:
     command = [sys.executable, "-c", LOCK_UNTIL_KILLED, str(tmp_path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as first:
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as first:
         assert first.stdout is not None
         assert first.stdout.readline() == b"locked\n"
         first.send_signal(signal.SIGKILL)
-    wait_until_free(tmp_path / ".csdctl" / "lock")
+    assert eventually(lambda: is_free(tmp_path / ".csdctl" / "lock"))
     with lock(session, tmp_path):
         pass
 
@@ -127,10 +124,10 @@ def test_lock_of_a_holder_that_died_with_its_host_is_taken_over(
     """After a power cut of the host the locking program still waits; its csdctl is of an earlier boot."""
     (tmp_path / ".csdctl").mkdir()
     lock_file = tmp_path / ".csdctl" / "lock"
-    with subprocess.Popen(["flock", str(lock_file), "sleep", "60"], start_new_session=True) as holding:
-        while subprocess.run(["flock", "-n", str(lock_file), "true"], check=False).returncode == 0:
-            time.sleep(0.02)
-        sleeper = int(Path(f"/proc/{holding.pid}/task/{holding.pid}/children").read_text())
+    with subprocess.Popen(["flock", str(lock_file), "sleep", "100000"], start_new_session=True) as holding:
+        children = Path(f"/proc/{holding.pid}/task/{holding.pid}/children")
+        assert eventually(lambda: not is_free(lock_file) and children.read_text())
+        sleeper = int(children.read_text())
         holder = {**describe_holder("train", tmp_path), "boot": "an earlier one", "holding_pid": sleeper}
         lock_file.write_text(json.dumps(holder))
         holding.kill()  # only the sleeper still holds the lock

@@ -3,7 +3,6 @@
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,11 +20,12 @@ from csdctl.worker.protocol.events import (
     Ready,
     event_to_line,
 )
+from tests.patience import eventually, scaled
 
 READY = [Ready(rank, f"csd{rank}", 10, 0.5) for rank in range(2)]
 FINISHED = [Finished(rank, f"csd{rank}", 1, 4, "hash", 1 << 20) for rank in range(2)]
 TIMED = CollectiveTimed(0, "csd0", 2, 1 << 20, "star", 0.5)
-PATIENT = Deadlines(30, 30)
+PATIENT = Deadlines(3600, 3600)
 DEFAULT = EndTimeouts()
 
 
@@ -81,30 +81,27 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def wait_until_gone(pid: int) -> bool:
-    """Killed orphans take a moment to be reaped."""
-    for _ in range(500):
-        if not is_running(pid):
-            return True
-        time.sleep(0.01)
-    return False
-
-
 # This process and a child that ignores interrupts, as background processes of a shell do; both must be ended.
 HANGING = """
 child = os.fork()
 if child == 0:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    time.sleep(60)
+    time.sleep(100_000)
     os._exit(0)
 open("pids", "w").write(f"{os.getpid()} {child}")
+"""
+
+
+UNTIL_PID_IS_WRITTEN = """
+while not (os.path.exists("pid") and os.path.getsize("pid")):
+    time.sleep(0.01)
 """
 
 
 def all_have_ended(directory: Path) -> bool:
     pids = [int(word) for word in (directory / "pids").read_text().split()]
     assert len(pids) == 2
-    return all(wait_until_gone(pid) for pid in pids)
+    return eventually(lambda: not any(map(is_running, pids)))  # killed orphans take a moment to be reaped
 
 
 class TestOutput:
@@ -217,28 +214,28 @@ class TestEnding:
         assert outcome.finished.keys() == {0}
 
     def test_silent_start_is_ended_and_nothing_is_left(self, job: Job) -> None:
-        program = f"{HANGING}\nsys.stdout.write({event_lines(READY[0])!r})\ntime.sleep(60)"
-        outcome = job.run(program, Deadlines(start_s=2, silence_s=60))
+        program = f"{HANGING}\nsys.stdout.write({event_lines(READY[0])!r})\ntime.sleep(100_000)"
+        outcome = job.run(program, Deadlines(start_s=scaled(4), silence_s=3600))
         assert (outcome.overdue, outcome.ready) == ("start", {0})
         assert outcome.exit_code != 0
         assert all_have_ended(job.directory)
 
     def test_silence_after_the_start_is_ended_and_nothing_is_left(self, job: Job) -> None:
-        program = f"{HANGING}\nsys.stdout.write({event_lines(*READY, TIMED)!r})\ntime.sleep(60)"
-        outcome = job.run(program, Deadlines(start_s=60, silence_s=1))
+        program = f"{HANGING}\nsys.stdout.write({event_lines(*READY, TIMED)!r})\ntime.sleep(100_000)"
+        outcome = job.run(program, Deadlines(start_s=3600, silence_s=1))
         assert outcome.overdue == "silence"
         assert job.events == [*READY, TIMED]
         assert all_have_ended(job.directory)
 
     def test_job_that_sends_events_is_never_overdue(self, job: Job) -> None:
         lines = event_lines(*READY, TIMED)
-        program = f"for _ in range(25):\n    sys.stdout.write({lines!r})\n    time.sleep(0.1)"
-        assert job.run(program, Deadlines(start_s=60, silence_s=2)).overdue == ""
+        program = f"for _ in range(25):\n    sys.stdout.write({lines!r})\n    time.sleep({scaled(0.1)})"
+        assert job.run(program, Deadlines(start_s=3600, silence_s=scaled(2))).overdue == ""
 
     def test_job_that_ignores_interrupts_is_killed(self, job: Job) -> None:
         ignoring = f"signal.signal(signal.SIGINT, signal.SIG_IGN)\n{HANGING}"
-        program = f"{ignoring}\nsys.stdout.write({event_lines(*READY)!r})\ntime.sleep(60)"
-        outcome = job.run(program, Deadlines(start_s=60, silence_s=1), timeouts=EndTimeouts(grace_s=0.2))
+        program = f"{ignoring}\nsys.stdout.write({event_lines(*READY)!r})\ntime.sleep(100_000)"
+        outcome = job.run(program, Deadlines(start_s=3600, silence_s=1), timeouts=EndTimeouts(grace_s=0.2))
         assert outcome.exit_code == -9
         assert all_have_ended(job.directory)
 
@@ -246,26 +243,28 @@ class TestEnding:
         def interrupted(event: Event) -> None:
             raise KeyboardInterrupt
 
-        program = f"{HANGING}\nsys.stdout.write({event_lines(*READY)!r})\ntime.sleep(60)"
+        program = f"{HANGING}\nsys.stdout.write({event_lines(*READY)!r})\ntime.sleep(100_000)"
         with pytest.raises(KeyboardInterrupt):
             job.run(program, on_event=interrupted)
         assert all_have_ended(job.directory)
 
     def test_child_that_outlives_mpirun_is_ended(self, job: Job) -> None:
         program = f"{HANGING}\nsys.stdout.write({event_lines(*READY, *FINISHED)!r})"
-        outcome = job.run(program, Deadlines(start_s=60, silence_s=1))
+        outcome = job.run(program, Deadlines(start_s=3600, silence_s=1))
         assert outcome.finished.keys() == {0, 1}
         assert all_have_ended(job.directory)
 
     def test_child_in_its_own_process_group_is_ended_like_mpiruns_ssh(self, job: Job) -> None:
         program = "if os.fork() == 0:\n    os.setpgid(0, 0)\n    open('pid', 'w').write(str(os.getpid()))\n"
-        job.run(f"{program}    time.sleep(100)\ntime.sleep(0.5)\n")
-        assert wait_until_gone(int((job.directory / "pid").read_text()))
+        job.run(f"{program}    time.sleep(100_000)\n{UNTIL_PID_IS_WRITTEN}")
+        pid = int((job.directory / "pid").read_text())
+        assert eventually(lambda: not is_running(pid))
 
     def test_orphan_that_keeps_the_pipes_open_does_not_block_the_job(self, job: Job) -> None:
         program = "if os.fork() == 0:\n    os.setsid()\n    open('pid', 'w').write(str(os.getpid()))\n"
-        program += "    time.sleep(100)\ntime.sleep(100)\n"
-        job.run(program, Deadlines(1, 1), timeouts=EndTimeouts(drain_s=0.2))
+        program += f"    time.sleep(100_000)\n{UNTIL_PID_IS_WRITTEN}"
+        program += f"sys.stdout.write({event_lines(*READY)!r})\ntime.sleep(100_000)\n"
+        job.run(program, Deadlines(3600, 1), timeouts=EndTimeouts(drain_s=0.2))
         os.kill(int((job.directory / "pid").read_text()), signal.SIGKILL)
 
     def test_end_before_the_start_does_nothing(self, job: Job) -> None:
@@ -273,7 +272,7 @@ class TestEnding:
 
 
 def test_job_that_is_ended_before_its_start_leaves_nothing_running(job: Job) -> None:
-    ended = job.make("time.sleep(60)")
+    ended = job.make("time.sleep(100_000)")
     ended.end()
     outcome = ended.run(job.events.append, PATIENT)
     assert outcome.exit_code != 0

@@ -8,6 +8,7 @@ import pytest
 
 from csdctl.probes.condition import collect_condition, parse_condition, parse_places
 from csdctl.transport.local import LocalSession
+from tests.patience import scaled
 
 # df of GNU coreutils, as the script prints it; the second place is a full tmpfs.
 PLACES = """\
@@ -64,7 +65,7 @@ def test_long_refusal_is_shortened() -> None:
 
 def test_this_machine_has_a_condition(tmp_path: Path) -> None:
     session = LocalSession("host", tmp_path)
-    facts, condition = collect_condition(session, sys.executable, deadline_s=60)
+    facts, condition = collect_condition(session, sys.executable, deadline_s=scaled(60))
     session.close()
     assert facts.python_version == sys.version.split()[0]
     assert facts.keras_version
@@ -80,7 +81,7 @@ def test_this_machine_has_a_condition(tmp_path: Path) -> None:
 @pytest.mark.fault(26)
 def test_unwritable_home_is_reported() -> None:
     session = LocalSession("host", Path("/proc"))
-    _, condition = collect_condition(session, sys.executable, deadline_s=60)
+    _, condition = collect_condition(session, sys.executable, deadline_s=scaled(60))
     session.close()
     assert condition.home is not None
     assert condition.home.refusal

@@ -1,12 +1,11 @@
 """The HTML report in a real browser: no message on its console, no request, every chart drawn and readable.
 
-Needs Debian's chromium; where it is missing, the test says so and is skipped in this file alone.
+Needs Debian's chromium; where it is missing, the tests of this file alone are skipped.
 """
 
 import http.server
 import json
 import re
-import shutil
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -15,9 +14,10 @@ from pathlib import Path
 import pytest
 
 from csdctl.reporting.page import render_page
+from tests.needs import require
+from tests.patience import scaled
 from tests.unit.reporting.test_page import results
 
-CHROMIUM = shutil.which("chromium")
 WIDTHS = (400, 800, 1400)
 PROBE = """<script>
 addEventListener("securitypolicyviolation", e => console.log("PROBE violation " + e.violatedDirective));
@@ -67,15 +67,19 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, lis
 
 def browse(address: str, profile: Path, width: int, *, is_dark: bool) -> list[str]:
     """Open a page; returns the lines of its console."""
-    if CHROMIUM is None:
-        pytest.skip("the HTML report was NOT opened in a browser: apt-get install chromium")
+    require("chromium")
     command = [
-        *(CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"),
-        *(f"--user-data-dir={profile}", f"--window-size={width},1000", "--timeout=20000", "--dump-dom"),
+        *("chromium", "--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"),
+        *(
+            f"--user-data-dir={profile}",
+            f"--window-size={width},1000",
+            f"--timeout={scaled(20_000):.0f}",
+            "--dump-dom",
+        ),
         *(["--blink-settings=preferredColorScheme=0"] if is_dark else []),
         address,
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     return re.findall(r'CONSOLE[^"]*"(.*)", source', done.stderr)
 
 

@@ -1,13 +1,12 @@
 """Where the step file is while a run trains, and where it is afterwards."""
 
 import fnmatch
-import os
 from pathlib import Path
 
 import pytest
 
 from csdctl.runs.directory import ProjectDirectory
-from csdctl.runs.step_file import SHARED_MEMORY, keep_step_file
+from csdctl.runs.step_file import keep_step_file
 from csdctl.standalone.leftovers import step_files
 
 
@@ -42,7 +41,7 @@ def test_nothing_stays_in_memory_when_the_disk_takes_nothing(memory: Path, tmp_p
     assert not memory.exists()
 
 
-@pytest.mark.skipif(not os.access(SHARED_MEMORY, os.W_OK), reason="needs /dev/shm")
+@pytest.mark.needs("shared memory")
 def test_clean_finds_the_step_files_of_its_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     project = ProjectDirectory(tmp_path)
     path = project.step_file(project.new_run())

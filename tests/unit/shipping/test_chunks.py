@@ -57,7 +57,7 @@ class TestSharedReading:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(60)
+            thread.join()
         assert all((home / "there").is_dir() for home in homes)
 
 

@@ -42,7 +42,7 @@ def file_system(place: Path, options: str) -> Iterator[Path]:
 
 class TestFaults:
     @pytest.mark.fault(25)
-    @pytest.mark.skipif(os.geteuid() != 0, reason="a small file system can be mounted by root only")
+    @pytest.mark.needs("mounts")
     def test_full_disk_is_reported_and_keeps_old_files_without_parts(
         self, source: Path, tmp_path: Path
     ) -> None:
@@ -58,7 +58,7 @@ class TestFaults:
             assert not parts(home)
 
     @pytest.mark.fault(25)
-    @pytest.mark.skipif(os.geteuid() != 0, reason="a small file system can be mounted by root only")
+    @pytest.mark.needs("mounts")
     def test_disk_full_while_building_the_tree_keeps_the_old_tree(self, source: Path, tmp_path: Path) -> None:
         with file_system(tmp_path / "node", "nr_inodes=40") as home:
             session = LocalSession("csd0", home)
@@ -72,7 +72,7 @@ class TestFaults:
             assert not parts(home)
 
     @pytest.mark.fault(26)
-    @pytest.mark.skipif(os.geteuid() != 0, reason="mounted by root only")
+    @pytest.mark.needs("mounts")
     def test_read_only_file_system_is_reported_and_existing_files_are_found(
         self, source: Path, tmp_path: Path
     ) -> None:
@@ -216,7 +216,7 @@ class TestFaults:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(60)
+            thread.join()
         assert sum(delivery.num_sent for delivery in deliveries) == 3
         assert content_of(home / "there") == content_of(source)
         assert len([p for p in (home / ".csdctl" / "trees").iterdir() if p.is_dir()]) == 1

@@ -1,11 +1,12 @@
 """The receiver as a program: requirements, source text, and runs under OpenSSH and dropbear."""
 
 import ast
+import contextlib
 import os
 import shutil
+import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,10 +22,11 @@ from csdctl.shipping.store import hash_file
 from csdctl.shipping.tree import TreeRequest, read_tree
 from csdctl.transport.shell_wrapper import build_wrapped_command
 from csdctl.transport.ssh import SshSession, connect
+from tests.needs import require
+from tests.patience import eventually
 
 SOURCE = Path(__file__).parents[3] / "csdctl" / "standalone" / "receive.py"
 DROPBEAR_MAX_COMMAND_BYTES = 9000
-PORT = 2423
 
 
 def test_receiver_is_python_3_8_and_imports_the_standard_library_only() -> None:
@@ -64,48 +66,51 @@ def test_receiver_source_runs_as_a_program(tmp_path: Path) -> None:
 def node(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Node]:
     """A real SSH server on loopback, in a mount namespace with `tmp_path/home` as root's home."""
     program = {"openssh": "/usr/sbin/sshd", "dropbear": "/usr/sbin/dropbear"}[request.param]
-    if not os.path.exists(program) or os.geteuid() != 0:
-        pytest.skip(f"needs root and {program}")
+    require("mounts", {"openssh": "sshd"}.get(request.param, request.param))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
     for name in ("key", "host_key"):
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", tmp_path / name], check=True)
     (tmp_path / "home" / ".ssh").mkdir(mode=0o700, parents=True)
     (tmp_path / "home").chmod(0o700)
     shutil.copy(tmp_path / "key.pub", tmp_path / "home" / ".ssh" / "authorized_keys")
-    (tmp_path / "known_hosts").write_text(f"[127.0.0.1]:{PORT} {(tmp_path / 'host_key.pub').read_text()}")
-    command = _openssh(program, tmp_path) if request.param == "openssh" else _dropbear(program, tmp_path)
+    (tmp_path / "known_hosts").write_text(f"[127.0.0.1]:{port} {(tmp_path / 'host_key.pub').read_text()}")
+    build_command = _openssh if request.param == "openssh" else _dropbear
+    command = build_command(program, tmp_path, port)
     script = 'mount --bind "$1" ~root && shift && exec "$@"'
     wrapped = ["unshare", "-m", "sh", "-c", script, "sh", str(tmp_path / "home"), *command]
     server = subprocess.Popen(wrapped, stderr=subprocess.DEVNULL)
-    yield Node(name="csd0", address="127.0.0.1", port=PORT, user="root", key=tmp_path / "key")
+    yield Node(name="csd0", address="127.0.0.1", port=port, user="root", key=tmp_path / "key")
     server.terminate()
     server.wait()
 
 
-def _openssh(program: str, directory: Path) -> list[str]:
+def _openssh(program: str, directory: Path, port: int) -> list[str]:
     (directory / "config").write_text(
-        f"ListenAddress 127.0.0.1:{PORT}\nHostKey {directory}/host_key\nStrictModes no\nUsePAM no\n"
+        f"ListenAddress 127.0.0.1:{port}\nHostKey {directory}/host_key\nStrictModes no\nUsePAM no\n"
         "PermitRootLogin yes\nPidFile none\n"
     )
     Path("/run/sshd").mkdir(exist_ok=True)
     return [program, "-D", "-f", str(directory / "config")]
 
 
-def _dropbear(program: str, directory: Path) -> list[str]:
+def _dropbear(program: str, directory: Path, port: int) -> list[str]:
     key = directory / "dropbear_key"
     subprocess.run(["dropbearconvert", "openssh", "dropbear", directory / "host_key", key], check=True)
-    return [program, "-F", "-E", "-r", str(key), "-p", f"127.0.0.1:{PORT}", "-P", str(directory / "pid")]
+    return [program, "-F", "-E", "-r", str(key), "-p", f"127.0.0.1:{port}", "-P", str(directory / "pid")]
 
 
 def _connect(node: Node, directory: Path) -> SshSession:
     """Return a session as soon as the server listens."""
-    end_s = time.monotonic() + 20
-    while True:
-        try:
-            return connect(node, [directory / "known_hosts"])
-        except UnreachableError:
-            if time.monotonic() > end_s:
-                raise
-        time.sleep(0.05)
+    sessions: list[SshSession] = []
+
+    def is_open() -> bool:
+        with contextlib.suppress(UnreachableError):
+            sessions.append(connect(node, [directory / "known_hosts"]))
+        return bool(sessions)
+
+    assert eventually(is_open)
+    return sessions[0]
 
 
 def test_tree_arrives_through_a_real_server(node: Node, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from csdctl.worker.protocol.json_codec import (
     from_json,
     to_json,
 )
+from tests.patience import scaled
 
 INFO = DatasetInfo("/data", 10, (28, 28, 1), "uint8", (), 9, "abc")
 
@@ -125,7 +126,7 @@ def test_invalid_response_is_an_error_of_the_node(stdout: str) -> None:
 class TestWatching:
     @staticmethod
     def watch(
-        directory: Path, program: str, deadline_s: float = 20
+        directory: Path, program: str, deadline_s: float = scaled(60)
     ) -> tuple[DatasetInfo, list[PrepareProgress]]:
         path = f"{hashlib.sha256(program.encode()).hexdigest()}.py"
         (directory / path).write_text(program)
@@ -164,4 +165,4 @@ class TestWatching:
 
     def test_silent_worker_is_ended(self, tmp_path: Path) -> None:
         with pytest.raises(DeadlineError):
-            self.watch(tmp_path, "import time\ntime.sleep(60)\n", deadline_s=0.5)
+            self.watch(tmp_path, "import time\ntime.sleep(1000)\n", deadline_s=0.5)

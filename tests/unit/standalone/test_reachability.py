@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import csdctl
+from tests.patience import scaled
 
 SOURCE = (Path(csdctl.__file__).parent / "standalone" / "reachability.py").read_text()
 
@@ -37,12 +38,12 @@ class Program:
 
     def connect(self, *listeners: tuple[str, str, int]) -> list[str]:
         """The reason of failure for each listener, '' after success."""
-        response = self.request({"listeners": listeners, "deadline_s": 5})
+        response = self.request({"listeners": listeners, "deadline_s": scaled(5)})
         return [reason for _, _, reason in response["attempts"]]
 
     def close(self) -> int:
         """End its input; return the exit code."""
-        self._process.communicate(timeout=30)
+        self._process.communicate()
         return self._process.returncode
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from csdctl.worker.protocol.events import Event, Finished, NodeLost
+from tests.patience import scaled
 from tests.unit.supervision.scripted_ranks import Fleet, ScriptedRank
 
 EARLY = "rank 1 reported its completion before the run was complete"
@@ -55,7 +56,7 @@ def test_rank_0_that_goes_on_training_shows_that_a_node_was_done_too_early(fleet
         for _ in range(5):
             fleet.rank(0).step()
 
-    fleet.set_patience(mpirun_exit_s=5.0)
+    fleet.set_patience(mpirun_exit_s=scaled(5.0))
     fleet.scripts = {1: finish_early, 2: Fleet.finish}
     after(fleet, Finished, 1, lambda: fleet.rank(2).lose_link(1), train_on)
     fleet.run()
@@ -112,7 +113,7 @@ def test_node_that_never_joins_is_left_out(fleet: Fleet) -> None:
         fleet.never_join = {1}
         fleet.rank(0).lose_link(1)
 
-    fleet.set_patience(join_s=0.05, join_per_rank_s=0.0)
+    fleet.set_patience(join_s=scaled(0.5), join_per_rank_s=0.0)
     fleet.scripts = {1: stop_joining, 4: Fleet.finish}
     fleet.run()
     assert fleet.groups == [(0, 1, 2)] * 3 + [(0, 2)]
@@ -120,7 +121,7 @@ def test_node_that_never_joins_is_left_out(fleet: Fleet) -> None:
 
 
 def test_node_that_never_joins_the_first_group_is_named(fleet: Fleet) -> None:
-    fleet.set_patience(join_s=0.05, join_per_rank_s=0.0)
+    fleet.set_patience(join_s=scaled(0.5), join_per_rank_s=0.0)
     fleet.never_join = {1}
     error = fleet.run_to_error()
     assert (error.node, "does not join the others" in error.message) == ("csd0", True)

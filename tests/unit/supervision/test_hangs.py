@@ -7,6 +7,7 @@ import pytest
 from csdctl.errors import DeadlineError
 from csdctl.worker.protocol.events import Event, NodeLost, Progress
 from csdctl.worker.protocol.orders import Ping
+from tests.patience import scaled
 from tests.unit.supervision.scripted_ranks import Fleet, ScriptedRank, orders_of
 
 
@@ -63,7 +64,7 @@ def test_slow_rank_that_answers_stays(fleet: Fleet) -> None:
 
 
 def test_run_without_steps_fails_at_the_silence_deadline(fleet: Fleet) -> None:
-    fleet.set_patience(silence_s=0.3)
+    fleet.set_patience(silence_s=scaled(0.6))
     error = fleet.run_to_error(DeadlineError)
     assert "no rank has completed a step for too long" in error.message
     assert "logs:" in error.remedy
@@ -74,7 +75,7 @@ def test_rank_that_answers_but_sends_the_others_nothing_is_left_out_at_the_deadl
         fleet.rank(0).wait_for("csd1")
         fleet.rank(2).step()  # says that it makes progress; rank 0 has seen nothing of it
 
-    fleet.set_patience(silence_s=0.3)
+    fleet.set_patience(silence_s=scaled(0.6))
     fleet.scripts = {1: send_nothing, 2: Fleet.finish}
     fleet.run()
     assert fleet.groups == [(0, 1, 2), (0, 1)]
@@ -82,7 +83,7 @@ def test_rank_that_answers_but_sends_the_others_nothing_is_left_out_at_the_deadl
 
 
 def test_run_in_which_rank_0_waits_for_all_others_fails_at_the_deadline(fleet: Fleet) -> None:
-    fleet.set_patience(silence_s=0.3)
+    fleet.set_patience(silence_s=scaled(0.6))
     fleet.scripts[1] = lambda fleet: fleet.rank(0).wait_for("csd0", "csd1")
     assert "no rank has completed a step" in fleet.run_to_error(DeadlineError).message
 

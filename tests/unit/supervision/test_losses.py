@@ -2,6 +2,7 @@
 
 from csdctl.worker.protocol.events import Event, Finished, LinkLost, NodeLost, Paused
 from csdctl.worker.protocol.orders import FormGroup, Order, Ping
+from tests.patience import scaled
 from tests.unit.supervision.scripted_ranks import Fleet, ScriptedRank, orders_of, shell
 
 
@@ -110,7 +111,7 @@ def test_messages_of_an_earlier_group_are_ignored(fleet: Fleet) -> None:
 
 
 def test_late_joined_event_of_an_earlier_group_does_not_complete_the_new_group(fleet: Fleet) -> None:
-    fleet.set_patience(join_s=0.05, join_per_rank_s=0.0)
+    fleet.set_patience(join_s=scaled(0.5), join_per_rank_s=0.0)
 
     def join_late(fleet: Fleet) -> None:
         fleet.rank(2).join(FormGroup(1, (0, 1, 2)))

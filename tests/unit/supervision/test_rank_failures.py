@@ -4,6 +4,7 @@ import pytest
 
 from csdctl.errors import InputError
 from csdctl.worker.protocol.events import Event, Failed, NodeBack, NodeLost, Progress
+from tests.patience import scaled
 from tests.unit.supervision.scripted_ranks import Fleet, ScriptedRank
 
 
@@ -39,6 +40,7 @@ def test_failure_that_rank_0_reports_too_fails_the_run(fleet: Fleet) -> None:
         fleet.rank(1).fail("the loss became nan (csd0)")
         fleet.rank(0).fail("the loss became nan", remedy="lower it")
 
+    fleet.set_patience(settle_s=scaled(10.0))  # for the failure of rank 0, which has been reported
     fleet.scripts[1] = diverge
     error = fleet.run_to_error()
     assert (error.node, error.message, error.remedy) == ("host", "the loss became nan", "lower it")

@@ -14,6 +14,7 @@ from csdctl.transport.fake import FakeConversation, FakeSession
 from csdctl.worker.protocol.events import Finished, event_to_line
 from csdctl.worker.protocol.orders import FormGroup, Order, Ping, Stop, order_to_line
 from csdctl.worker.protocol.probe import READY
+from tests.patience import WAIT_S, scaled
 
 FINISHED = Finished(1, "csd0", 1, 2, "", 3)
 
@@ -40,7 +41,7 @@ class AttachedRank:
         return [READY] if order == "Release" else []
 
     def next(self) -> RankMessage:
-        return self.messages.get(timeout=10)
+        return self.messages.get(timeout=scaled(WAIT_S))
 
 
 def test_attached_process_is_released_when_it_has_finished(tmp_path: Path) -> None:

@@ -10,9 +10,10 @@ from csdctl.supervision.rank_process import OnMessage, ProcessEnded
 from csdctl.supervision.rank_processes import MAX_WAITING, RankProcesses, Restarted
 from csdctl.worker.protocol.events import Pong
 from csdctl.worker.protocol.orders import Order, Ping
-from tests.patience import eventually
+from tests import patience
+from tests.patience import eventually, scaled
 
-WAIT_S = 5.0
+WAIT_S = scaled(patience.WAIT_S)
 """Only a test that fails waits this long."""
 
 
@@ -91,8 +92,7 @@ def test_process_waits_while_too_many_of_its_messages_are_not_handled(
     assert processes.next(0.0) == Pong(1, "csd0", 0)
     assert eventually(lambda: len(answered) == MAX_WAITING + 1)
     processes.drop(1)  # nobody will handle the rest
-    reader.join(WAIT_S)
-    assert not reader.is_alive()
+    reader.join()
 
 
 def test_order_to_a_rank_without_a_process_is_ignored(processes: RankProcesses, machine: Machine) -> None:
@@ -148,7 +148,7 @@ def test_process_that_starts_after_the_run_is_over_is_closed(
 
     def start_slowly(process: FakeProcess) -> None:
         is_starting.set()
-        may_start.wait(WAIT_S)
+        may_start.wait()
 
     machine.on_start = start_slowly
     processes.restart(1)
@@ -164,6 +164,6 @@ def test_restarted_process_that_was_never_received_is_closed(
     processes.restart(1)
     for thread in threading.enumerate():
         if thread.name == "restart rank 1":
-            thread.join(WAIT_S)
+            thread.join()
     processes.close()
     assert machine.started[0].closed.is_set()

@@ -6,6 +6,7 @@ import pytest
 
 from csdctl.worker.protocol.events import Event, NodeBack, NodeLost, Paused
 from csdctl.worker.protocol.orders import Order, PauseAtEpochEnd, Ping
+from tests.patience import scaled
 from tests.unit.supervision.scripted_ranks import Fleet, ScriptedRank, orders_of
 
 
@@ -120,7 +121,7 @@ def test_rank_that_returns_during_a_poll_is_not_pinged_and_stays(fleet: Fleet) -
 
 
 def test_run_fails_when_rank_0_cannot_be_restarted(fleet: Fleet) -> None:
-    fleet.set_patience(start_s=0.3)
+    fleet.set_patience(start_s=scaled(1.0))
     fleet.scripts[1] = lambda fleet: fleet.rank(0).exit()
     error = fleet.run_to_error()
     assert (error.node, error.message) == ("host", "rank 0 was killed by signal 15")

@@ -20,6 +20,7 @@ import pytest
 from csdctl.fleet.model import Node
 from csdctl.transport.local import LocalSession
 from csdctl.transport.ssh import SshSession, connect
+from tests.patience import WAIT_S, scaled
 
 USER = "tester"
 
@@ -118,13 +119,13 @@ def running_server(directory: Path) -> Iterator[SshServer]:
     started = threading.Event()
     thread = threading.Thread(target=lambda: server.loop.run_until_complete(_serve(server, started)))
     thread.start()
-    assert started.wait(20)
+    assert started.wait(scaled(WAIT_S))
     server.trust(server.public_key)
     try:
         yield server
     finally:
         server.loop.call_soon_threadsafe(server.stopping.set)
-        thread.join(20)
+        thread.join()
         server.loop.close()
 
 

@@ -17,7 +17,7 @@ from csdctl.transport.fabric_group import FleetGroup, open_group
 from csdctl.transport.fabric_policy import known_hosts_only
 from csdctl.transport.known_hosts import KnownHosts
 from csdctl.transport.session import MAX_OUTPUT_BYTES
-from tests.patience import eventually
+from tests.patience import eventually, scaled
 from tests.unit.transport.test_session_contract import is_alive
 
 
@@ -38,7 +38,7 @@ def fleet(server: Any, gate: Any, tmp_path: Path) -> Fleet:
 @pytest.fixture
 def group(fleet: Fleet) -> Iterator[FleetGroup]:
     with open_group(
-        fleet, directory=fleet.path.parent, connect_deadline_s=10, command_deadline_s=30
+        fleet, directory=fleet.path.parent, connect_deadline_s=scaled(10), command_deadline_s=scaled(30)
     ) as opened:
         yield opened
 
@@ -72,7 +72,7 @@ def test_environment_quoting_and_directory_are_fabrics(group: FleetGroup) -> Non
 
 def test_deadline_ends_the_process_on_the_node(group: FleetGroup, server: Any) -> None:
     with pytest.raises(CommandTimedOut):
-        group[1].run("echo $$ >pid; exec sleep 600", timeout=0.5, hide=True)
+        group[1].run("echo $$ >pid; exec sleep 600", timeout=scaled(2), hide=True)
     pid = int((server.home / "pid").read_text())
     assert eventually(lambda: not is_alive(pid))
 
@@ -91,7 +91,7 @@ def test_closing_the_group_ends_what_runs_behind_the_jump_host_too(group: FleetG
     assert eventually(lambda: len(list(server.home.glob("*.pid"))) == 2)
     pids = [int(path.stem) for path in server.home.glob("*.pid")]
     group.close()
-    thread.join(20)
+    thread.join()
     assert errors
     assert eventually(lambda: not any(map(is_alive, pids)))
 
@@ -117,7 +117,9 @@ def test_changed_host_key_is_refused(fleet: Fleet, server: Any, gate: Any) -> No
     server.trust(gate.public_key)
     trust(fleet.path.parent, server, gate)
     with (
-        open_group(fleet, directory=fleet.path.parent, connect_deadline_s=10, command_deadline_s=30) as group,
+        open_group(
+            fleet, directory=fleet.path.parent, connect_deadline_s=scaled(10), command_deadline_s=scaled(30)
+        ) as group,
         pytest.raises(GroupException) as raised,
     ):
         group.run("touch was-here", hide=True)

@@ -10,7 +10,7 @@ from csdctl.fleet.model import Fleet, Node
 from csdctl.transport.local import LocalSession
 from csdctl.transport.many import Outcome, fleet_known_hosts_paths, open_sessions, run_on_all, run_on_nodes
 from csdctl.transport.ssh import connect
-from tests.patience import eventually
+from tests.patience import WAIT_S, eventually, scaled
 from tests.unit.transport.test_session_contract import is_alive
 
 
@@ -19,7 +19,7 @@ def test_outcomes_keep_the_order_of_the_items() -> None:
 
     def work(number: int) -> int:
         if number == 0:
-            gate.wait(30)
+            gate.wait()
         else:
             gate.set()
         return number * 10
@@ -135,13 +135,13 @@ def test_interruption_ends_what_runs_on_the_nodes_also_behind_a_jump_host(
 
     def work(session: Any) -> None:
         if session.name == "host":
-            assert all(event.wait(20) for event in started)
+            assert all(event.wait(scaled(WAIT_S)) for event in started)
             return
         pid = server.home / f"{session.name}.pid"
         conversation = session.converse(["sh", "-c", f"echo $$ >{pid}; echo started; exec sleep 600"])
-        conversation.read_line(deadline_s=20)
+        conversation.read_line(deadline_s=scaled(20))
         started[session.name == "far"].set()
-        conversation.wait(deadline_s=60)
+        conversation.wait(deadline_s=600)
 
     def interrupt(outcome: Outcome[None]) -> None:
         raise KeyboardInterrupt
@@ -175,8 +175,8 @@ def test_closing_a_session_ends_a_command_that_another_thread_is_starting(
     thread = threading.Thread(target=run)
     thread.start()
     session.close()
-    thread.join(20)
+    thread.join()
     assert errors
-    assert not pid_file.exists() or eventually(lambda: not is_alive(int(pid_file.read_text())))
+    assert not pid_file.exists() or eventually(lambda: not is_alive(int(pid_file.read_text() or "0")))
     with pytest.raises(UnreachableError, match="closed"):
         session.run(["true"])

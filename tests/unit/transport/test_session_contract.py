@@ -3,7 +3,6 @@
 import hashlib
 import os
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 
 from csdctl.errors import CsdctlError, DeadlineError, InputError, RemoteCommandError
 from csdctl.transport.session import MAX_OUTPUT_BYTES
+from tests.patience import eventually, scaled
 from tests.unit.transport.names import NASTY_NAMES
 
 Machine = tuple[Any, Path]
@@ -24,20 +24,15 @@ def is_alive(pid: int) -> bool:
     return state != "Z"
 
 
-def wait_until_gone(pid: int, within_s: float = 20.0) -> bool:
-    end = time.monotonic() + within_s
-    while is_alive(pid) and time.monotonic() < end:
-        time.sleep(0.02)
-    return not is_alive(pid)
+def ends(pid: int) -> bool:
+    """Return whether a process ends."""
+    return eventually(lambda: not is_alive(pid))
 
 
-def wait_for_pid(path: Path, within_s: float = 20.0) -> int:
-    end = time.monotonic() + within_s
-    while time.monotonic() < end:
-        if path.exists() and path.read_text().endswith("\n"):
-            return int(path.read_text())
-        time.sleep(0.02)
-    raise AssertionError(f"{path} was never written")
+def wait_for_pid(path: Path) -> int:
+    """Return the pid that a command writes to `path`."""
+    assert eventually(lambda: path.exists() and path.read_text().endswith("\n")), f"{path} was never written"
+    return int(path.read_text())
 
 
 def test_command_returns_exit_code_and_both_outputs(machine: Machine) -> None:
@@ -97,7 +92,7 @@ def test_input_larger_than_all_buffers_is_echoed_without_deadlock(machine: Machi
 
 def test_command_that_does_not_read_its_input_ends(machine: Machine) -> None:
     session, _ = machine
-    assert session.run(["sh", "-c", "exit 4"], stdin=b"x" * 3_000_000, deadline_s=30).exit_code == 4
+    assert session.run(["sh", "-c", "exit 4"], stdin=b"x" * 3_000_000, deadline_s=scaled(30)).exit_code == 4
 
 
 @pytest.mark.fault(18)
@@ -119,7 +114,7 @@ def test_the_beginning_of_output_and_the_end_of_errors_are_kept(machine: Machine
 @pytest.mark.fault(19)
 def test_full_error_pipe_does_not_block_output(machine: Machine) -> None:
     session, _ = machine
-    completed = session.run(["sh", "-c", "head -c 6000000 /dev/zero >&2; echo done"], deadline_s=60)
+    completed = session.run(["sh", "-c", "head -c 6000000 /dev/zero >&2; echo done"], deadline_s=scaled(60))
     assert completed.stdout == b"done\n"
 
 
@@ -135,11 +130,12 @@ def test_broken_utf8_is_kept_and_shown_replaced(machine: Machine) -> None:
 def test_hanging_command_is_ended_at_the_deadline_with_all_its_processes(machine: Machine) -> None:
     session, home = machine
     script = "echo $$ >parent; sleep 1000 & echo $! >child; wait"
-    with pytest.raises(DeadlineError, match="did not finish within 1 s") as caught:
-        session.run(["sh", "-c", script], deadline_s=1)
+    deadline_s = round(scaled(2))
+    with pytest.raises(DeadlineError, match=f"did not finish within {deadline_s} s") as caught:
+        session.run(["sh", "-c", script], deadline_s=deadline_s)
     assert caught.value.node == session.name
-    assert wait_until_gone(wait_for_pid(home / "parent"))
-    assert wait_until_gone(wait_for_pid(home / "child"))
+    assert ends(wait_for_pid(home / "parent"))
+    assert ends(wait_for_pid(home / "child"))
     assert session.run(["true"]).exit_code == 0
 
 
@@ -148,9 +144,10 @@ def test_command_that_ignores_signals_is_ended_too(machine: Machine) -> None:
     session, home = machine
     with pytest.raises(DeadlineError):
         session.run(
-            ["sh", "-c", "trap '' TERM INT HUP; echo $$ >pid; while :; do sleep 0.1; done"], deadline_s=1
+            ["sh", "-c", "trap '' TERM INT HUP; echo $$ >pid; while :; do sleep 0.1; done"],
+            deadline_s=scaled(2),
         )
-    assert wait_until_gone(wait_for_pid(home / "pid"))
+    assert ends(wait_for_pid(home / "pid"))
 
 
 def test_endless_output_is_ended_at_the_deadline(machine: Machine) -> None:
@@ -161,8 +158,8 @@ def test_endless_output_is_ended_at_the_deadline(machine: Machine) -> None:
 
 def test_processes_left_in_the_background_end_with_the_command(machine: Machine) -> None:
     session, home = machine
-    assert session.run(["sh", "-c", "sleep 1000 & echo $! >pid"], deadline_s=30).exit_code == 0
-    assert wait_until_gone(wait_for_pid(home / "pid"))
+    assert session.run(["sh", "-c", "sleep 1000 & echo $! >pid"], deadline_s=scaled(30)).exit_code == 0
+    assert ends(wait_for_pid(home / "pid"))
 
 
 def test_closing_the_session_ends_running_commands(machine: Machine) -> None:
@@ -179,10 +176,9 @@ def test_closing_the_session_ends_running_commands(machine: Machine) -> None:
     thread.start()
     pid = wait_for_pid(home / "pid")
     session.close()
-    assert wait_until_gone(pid)
-    thread.join(30)
+    assert ends(pid)
+    thread.join()
     assert outcome
-    assert not thread.is_alive()
 
 
 @pytest.mark.parametrize("command", [[], [""], ["-x"], ["echo", "a\0b"]])
@@ -197,8 +193,8 @@ def test_conversation_goes_line_by_line(machine: Machine) -> None:
     talk = session.converse(["sh", "-c", 'while read -r line; do echo "got $line"; done; echo bye'])
     for line in ("one", "two words", "$(x)"):
         talk.send_line(line)
-        assert talk.read_line(deadline_s=30) == f"got {line}"
-    completed = talk.wait(deadline_s=30)
+        assert talk.read_line(deadline_s=scaled(30)) == f"got {line}"
+    completed = talk.wait(deadline_s=scaled(30))
     assert (completed.exit_code, completed.stdout) == (0, b"")
     talk.close()
 
@@ -207,11 +203,11 @@ def test_conversation_takes_bytes_at_the_pace_that_they_are_read(machine: Machin
     session, _ = machine
     content = os.urandom(1000) * 5000
     talk = session.converse(
-        ["sh", "-c", "sleep 0.2; head -c 5000000 | sha256sum; exec 0<&-; echo closed; sleep 60"]
+        ["sh", "-c", "sleep 0.2; head -c 5000000 | sha256sum; exec 0<&-; echo closed; sleep 1000"]
     )
     talk.send_bytes(content)
-    assert talk.read_line(deadline_s=30)[:64] == hashlib.sha256(content).hexdigest()
-    assert talk.read_line(deadline_s=30) == "closed"
+    assert talk.read_line(deadline_s=scaled(30))[:64] == hashlib.sha256(content).hexdigest()
+    assert talk.read_line(deadline_s=scaled(30)) == "closed"
     talk.close()
 
 
@@ -220,8 +216,8 @@ def test_bytes_for_a_command_that_has_ended_are_refused(machine: Machine) -> Non
     talk = session.converse(["sh", "-c", "echo bye; exit 3"])
     with pytest.raises(EOFError, match="has ended"):
         talk.send_bytes(bytes(20_000_000))
-    assert talk.read_line(deadline_s=30) == "bye"
-    assert talk.wait(deadline_s=30).exit_code == 3
+    assert talk.read_line(deadline_s=scaled(30)) == "bye"
+    assert talk.wait(deadline_s=scaled(30)).exit_code == 3
     talk.close()
 
 
@@ -231,17 +227,17 @@ def test_conversation_has_deadlines_and_continues_after_one(machine: Machine) ->
     with pytest.raises(DeadlineError, match="did not respond"):
         talk.read_line(deadline_s=0.2)
     talk.send_line("late")
-    assert talk.read_line(deadline_s=30) == "late"
+    assert talk.read_line(deadline_s=scaled(30)) == "late"
     talk.close()
 
 
 def test_conversation_raises_when_the_command_has_ended(machine: Machine) -> None:
     session, _ = machine
     talk = session.converse(["sh", "-c", "printf unfinished; echo why >&2; exit 5"])
-    assert talk.read_line(deadline_s=30) == "unfinished"
+    assert talk.read_line(deadline_s=scaled(30)) == "unfinished"
     with pytest.raises(EOFError):
-        talk.read_line(deadline_s=30)
-    completed = talk.wait(deadline_s=30)
+        talk.read_line(deadline_s=scaled(30))
+    completed = talk.wait(deadline_s=scaled(30))
     assert (completed.exit_code, completed.last_error_line) == (5, "why")
     with pytest.raises(EOFError):
         talk.send_line("x")
@@ -252,7 +248,7 @@ def test_conversation_survives_a_talkative_error_stream(machine: Machine) -> Non
     session, _ = machine
     talk = session.converse(["sh", "-c", "read -r line; head -c 6000000 /dev/zero >&2; echo done"])
     talk.send_line("go")
-    assert talk.read_line(deadline_s=60) == "done"
+    assert talk.read_line(deadline_s=scaled(60)) == "done"
     talk.close()
 
 
@@ -260,7 +256,7 @@ def test_endless_line_is_an_error_and_not_endless_memory(machine: Machine) -> No
     session, _ = machine
     talk = session.converse(["cat", "/dev/zero"])
     with pytest.raises(RemoteCommandError, match="a line of more than"):
-        talk.read_line(deadline_s=60)
+        talk.read_line(deadline_s=scaled(60))
     talk.close()
 
 
@@ -275,9 +271,9 @@ def test_waiting_for_a_command_that_never_stops_writing_has_a_deadline(machine: 
 def test_closing_a_conversation_ends_the_process_group(machine: Machine) -> None:
     session, home = machine
     talk = session.converse(["sh", "-c", "sleep 1000 & echo $! >child; echo $$; wait"])
-    parent = int(talk.read_line(deadline_s=30))
+    parent = int(talk.read_line(deadline_s=scaled(30)))
     child = wait_for_pid(home / "child")
     talk.close()
     talk.close()
-    assert wait_until_gone(parent)
-    assert wait_until_gone(child)
+    assert ends(parent)
+    assert ends(child)

@@ -6,7 +6,6 @@ import shutil
 import socket
 import subprocess
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from csdctl.transport.known_hosts import KnownHosts
 from csdctl.transport.process import Deadline
 from csdctl.transport.ssh import MAX_CHANNELS, SshSession, connect
 from csdctl.transport.ssh_connect import make_jump_hosts, open_transport
+from tests.patience import eventually, scaled
 
 Server = Any
 
@@ -49,7 +49,7 @@ def answering(what: bytes | None) -> Iterator[int]:
         thread.start()
         yield listening.getsockname()[1]
         listening.shutdown(socket.SHUT_RDWR)
-        thread.join(5)
+        thread.join()
         for connection in kept:
             connection.close()
 
@@ -92,7 +92,9 @@ def test_swallowed_packets_end_at_the_connect_deadline(server: Server) -> None:
 
 def test_name_that_does_not_resolve_is_unreachable(server: Server) -> None:
     with pytest.raises(UnreachableError, match="cannot be resolved"):
-        connect(server.node(address="no-such-name.invalid"), [server.known_hosts], connect_deadline_s=5)
+        connect(
+            server.node(address="no-such-name.invalid"), [server.known_hosts], connect_deadline_s=scaled(60)
+        )
 
 
 @pytest.mark.fault(3)
@@ -195,9 +197,7 @@ def _agent_holding(keys: list[Path], directory: Path, monkeypatch: pytest.Monkey
     address = directory / "agent"
     agent = subprocess.Popen(["ssh-agent", "-D", "-a", address], stdout=subprocess.DEVNULL)
     try:
-        while not address.exists():
-            assert agent.poll() is None
-            time.sleep(0.01)
+        assert eventually(address.exists)
         monkeypatch.setenv("SSH_AUTH_SOCK", str(address))
         subprocess.run(["ssh-add", "-q", *keys], check=True)
         yield
@@ -217,7 +217,7 @@ def test_missing_and_damaged_key_files_are_named(server: Server, tmp_path: Path)
 @pytest.mark.fault(8)
 def test_dropped_connections_are_retried(server: Server) -> None:
     server.num_drops = 2
-    session = connect(server.node(), [server.known_hosts], connect_deadline_s=20)
+    session = connect(server.node(), [server.known_hosts], connect_deadline_s=scaled(20))
     assert session.run(["true"]).exit_code == 0
     session.close()
 
@@ -226,7 +226,7 @@ def test_dropped_connections_are_retried(server: Server) -> None:
 def test_server_that_always_drops_is_unreachable_after_three_tries(server: Server) -> None:
     server.num_drops = 100
     with pytest.raises(UnreachableError, match="dropped the connection 3 times"):
-        connect(server.node(), [server.known_hosts], connect_deadline_s=20)
+        connect(server.node(), [server.known_hosts], connect_deadline_s=scaled(20))
     assert server.num_drops == 97
 
 
@@ -238,7 +238,7 @@ def test_output_of_the_login_shell_is_dropped(server: Server) -> None:
     assert (completed.stdout, completed.stderr) == (b"out\n", b"err\n")
     talk = session.converse(["cat"])
     talk.send_line("hello")
-    assert talk.read_line(deadline_s=30) == "hello"
+    assert talk.read_line(deadline_s=scaled(30)) == "hello"
     talk.close()
     session.close()
 
@@ -263,12 +263,9 @@ def test_process_group_is_made_where_the_server_makes_none(server: Server) -> No
     server.is_group_leader = False
     session = connect(server.node(), [server.known_hosts])
     with pytest.raises(DeadlineError, match="it was ended"):
-        session.run(["sh", "-c", "echo $$ >pid; sleep 1000 & wait"], deadline_s=1)
+        session.run(["sh", "-c", "echo $$ >pid; sleep 1000 & wait"], deadline_s=scaled(2))
     pid = int((server.home / "pid").read_text())
-    end = time.monotonic() + 20
-    while Path(f"/proc/{pid}").exists() and time.monotonic() < end:
-        time.sleep(0.02)
-    assert not Path(f"/proc/{pid}").exists()
+    assert eventually(lambda: not Path(f"/proc/{pid}").exists())
     assert session.run(["sh", "-c", "exit 9"]).exit_code == 9
     session.close()
 
@@ -279,25 +276,20 @@ def test_node_ends_the_command_after_a_lost_connection(server: Server, ssh: Any)
 
     def run() -> None:
         try:
-            ssh.run(["sh", "-c", "echo $$ >pid; exec sleep 1000"], deadline_s=2)
+            ssh.run(["sh", "-c", "echo $$ >pid; exec sleep 1000"], deadline_s=scaled(4))
         except CsdctlError as error:
             errors.append(error)
 
     thread = threading.Thread(target=run)
     thread.start()
     path = server.home / "pid"
-    end = time.monotonic() + 20
-    while not (path.exists() and path.read_text().endswith("\n")) and time.monotonic() < end:
-        time.sleep(0.02)
+    assert eventually(lambda: path.exists() and path.read_text().endswith("\n"))
     server.drop_connections()
-    thread.join(20)
+    thread.join()
     assert isinstance(errors[0], UnreachableError)
     assert "lost while a command ran" in errors[0].message
     pid = int(path.read_text())
-    end = time.monotonic() + 30
-    while Path(f"/proc/{pid}").exists() and time.monotonic() < end:
-        time.sleep(0.05)
-    assert not Path(f"/proc/{pid}").exists()
+    assert eventually(lambda: not Path(f"/proc/{pid}").exists())
 
 
 def test_lost_connection_makes_later_calls_unreachable(server: Server, ssh: Any, tmp_path: Path) -> None:
@@ -305,7 +297,7 @@ def test_lost_connection_makes_later_calls_unreachable(server: Server, ssh: Any,
     server.drop_connections()
     (tmp_path / "source").write_bytes(b"x")
     with pytest.raises(UnreachableError):
-        ssh.run(["sleep", "5"], deadline_s=30)
+        ssh.run(["sleep", "1000"], deadline_s=scaled(30))
     with pytest.raises(UnreachableError):
         ssh.converse(["cat"])
     ssh.close()
@@ -316,13 +308,15 @@ def test_lost_connection_makes_later_calls_unreachable(server: Server, ssh: Any,
 def test_more_commands_than_channels_wait_for_their_turn(server: Server, ssh: Any) -> None:
     codes: list[int] = []
     threads = [
-        threading.Thread(target=lambda: codes.append(ssh.run(["sleep", "0.2"], deadline_s=60).exit_code))
+        threading.Thread(
+            target=lambda: codes.append(ssh.run(["sleep", "0.2"], deadline_s=scaled(60)).exit_code)
+        )
         for _ in range(3 * MAX_CHANNELS)
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join()
     assert codes == [0] * 3 * MAX_CHANNELS
     assert server.peak_open <= MAX_CHANNELS
 
@@ -336,19 +330,19 @@ def test_too_long_command_line_is_refused_with_a_remedy(ssh: Any) -> None:
 def test_commands_go_on_while_keys_are_exchanged_again(server: Server) -> None:
     """Channels close meanwhile, which the reading thread must answer; it must not wait for itself."""
     known = KnownHosts.load([server.known_hosts])
-    transport = open_transport(server.node(), known, Deadline(10), make_jump_hosts(known))
+    transport = open_transport(server.node(), known, Deadline(scaled(10)), make_jump_hosts(known))
     transport.packetizer.REKEY_BYTES = 1 << 16
     session = SshSession(server.node(), transport)
     ended: list[int] = []
 
     def run() -> None:
         for _ in range(20):
-            ended.append(len(session.run(["head", "-c", "20000", "/dev/zero"], deadline_s=60).stdout))
+            ended.append(len(session.run(["head", "-c", "20000", "/dev/zero"], deadline_s=scaled(60)).stdout))
 
     threads = [threading.Thread(target=run) for _ in range(6)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(200)
+        thread.join()
     session.close()
     assert ended == [20_000] * 120

@@ -1,5 +1,4 @@
 import os
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -29,7 +28,7 @@ def test_ssh_config_is_the_accepted_one() -> None:
     )
 
 
-@pytest.mark.skipif(shutil.which("ssh") is None, reason="no ssh here")
+@pytest.mark.needs("ssh")
 def test_ssh_parses_the_config_as_intended(tmp_path: Path) -> None:
     path = tmp_path / "ssh_config"
     path.write_text(build_ssh_config(NODES, KNOWN_HOSTS))

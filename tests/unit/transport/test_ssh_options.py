@@ -1,7 +1,6 @@
 """Options for the ssh of other programs: OpenSSH, and Ansible if installed, against a real socket."""
 
 import os
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -13,9 +12,8 @@ from csdctl.fleet.ansible.writing import render_inventory
 from csdctl.fleet.model import Fleet, Node
 from csdctl.fleet.openssh import parse_proxy_command
 from csdctl.transport.ssh_options import build_ssh_options
+from tests.needs import find_ansible
 from tests.unit.transport.conftest import SshServer
-
-ANSIBLE = shutil.which("ansible")
 
 
 def ssh(server: SshServer, node: Node) -> subprocess.CompletedProcess[str]:
@@ -68,7 +66,7 @@ def test_path_that_ssh_config_cannot_represent_is_refused() -> None:
         build_ssh_options(Node("csd0", "10.0.0.1"), [Path('/a"b')])
 
 
-@pytest.mark.skipif(not ANSIBLE, reason="no ansible on the PATH: its ssh is not tried")
+@pytest.mark.needs("ansible")
 @pytest.mark.parametrize("name", ["hosts", "hosts.yml"])
 def test_ansible_connects_with_the_inventory(server: SshServer, tmp_path: Path, name: str) -> None:
     node = server.node()
@@ -76,7 +74,7 @@ def test_ansible_connects_with_the_inventory(server: SshServer, tmp_path: Path, 
     options = {node.name: build_ssh_options(node, [server.known_hosts])}
     (tmp_path / name).write_text(render_inventory(fleet, options))
     ended = subprocess.run(
-        [str(ANSIBLE), "-i", name, "csd0", "-m", "ansible.builtin.raw", "-a", "pwd"],
+        [str(find_ansible("ansible")), "-i", name, "csd0", "-m", "ansible.builtin.raw", "-a", "pwd"],
         cwd=tmp_path,
         env={**os.environ, "ANSIBLE_SSH_ARGS": "-o ControlMaster=no", "ANSIBLE_PIPELINING": "1"},
         capture_output=True,

@@ -5,7 +5,6 @@ See docs/explanation/exact-gradients.md for the mathematics.
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import pytest
 
 from csdctl.launch.mpi_command import ALLOW_ROOT
 from csdctl.worker.protocol.recipe import Recipe
+from tests.patience import run_command
 from tests.unit.worker.compute.built_models import carry, keras
 
 PROGRAM = Path(__file__).parent / "ranks_program.py"
@@ -59,14 +59,8 @@ def results_of_all_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     options = ["--map-by", ":OVERSUBSCRIBE", "--mca", "pml", "ob1", "--mca", "coll", "^han"]
     directories = [str(directory / name) for name in MODELS]
     program = [sys.executable, str(PROGRAM), json.dumps(list(WAYS.values())), *directories]
-    done = subprocess.run(
-        [str(mpirun), *options, "-np", str(NUM_RANKS), *program],
-        env={**os.environ, **ALLOW_ROOT},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    command = [str(mpirun), *options, "-np", str(NUM_RANKS), *program]
+    done = run_command(command, env={**os.environ, **ALLOW_ROOT})
     assert done.returncode == 0, done.stderr[-3000:]
     return directory
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import hashlib
-import importlib.util
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,8 +16,6 @@ from csdctl.worker.compute.model import save_weights
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.run_spec import Prefix
 from tests.unit.worker.compute.built_models import keras
-
-HAS_LITERT = importlib.util.find_spec("ai_edge_litert") is not None
 
 
 def prefix_in(directory: Path) -> Prefix:
@@ -47,7 +44,6 @@ def _store(path: Path) -> str:
     return str(target)
 
 
-@pytest.mark.skipif(not HAS_LITERT, reason="no ai-edge-litert: features by LiteRT are not compared")
 def test_features_are_those_of_keras(tmp_path: Path) -> None:
     import tensorflow as tf
 

@@ -17,6 +17,7 @@ from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.fields import SAMPLE_WEIGHT
 from csdctl.worker.protocol.recipe import LossTerm, Recipe
 from csdctl.worker.tasks.split import Exchange
+from tests.patience import STALL_S, scaled
 from tests.unit.worker.compute.built_models import keras
 
 pytestmark = pytest.mark.first(3)
@@ -39,7 +40,7 @@ class QueueCommunicator:
         self._queues[self.rank, rank].put(bytes(content))
 
     def receive(self, rank: int, max_bytes: int, traffic_class: str) -> bytes:
-        return self._queues[rank, self.rank].get(timeout=60)
+        return self._queues[rank, self.rank].get(timeout=scaled(STALL_S))
 
 
 def pictures() -> Any:

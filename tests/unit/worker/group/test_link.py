@@ -35,10 +35,10 @@ def test_ranks_sum_allgather_send_and_close(group: Group, collective: str) -> No
     assert group.all("allgather") == [[{"rank": 0}, {"rank": 1}, {"rank": 2}]] * SIZE
     group.send(0, "send 2")
     group.send(2, "receive 0 5000")
-    assert (group.receive(0), group.receive(2)) == (1, 35_000)
+    assert (group.answer(0), group.answer(2)) == (1, 35_000)
     assert group.all("sum") == [answers[0]] * SIZE
     assert group.all("close") == [1] * SIZE
-    assert group.mpirun.wait(timeout=30) == 0
+    assert group.mpirun.wait() == 0
 
 
 def test_late_rank_gets_the_sum_of_all_ranks(group: Group) -> None:
@@ -49,7 +49,7 @@ def test_late_rank_gets_the_sum_of_all_ranks(group: Group) -> None:
         group.send(2, "sum")
         time.sleep(0.3)
         group.send(0, "sum")
-        answers = [group.receive(rank) for rank in range(SIZE)]
+        answers = [group.answer(rank) for rank in range(SIZE)]
         assert answers == [answers[0]] * SIZE
 
 
@@ -59,7 +59,7 @@ def test_every_rank_notices_at_once_that_one_is_lost(group: Group) -> None:
     group.send(0, "sum")
     group.send(1, "sum")
     group.ranks[2].kill()
-    assert [group.receive(0), group.receive(1)] == ["lost", "lost"]
+    assert [group.answer(0), group.answer(1)] == ["lost", "lost"]
 
 
 @pytest.mark.fault(48)
@@ -67,16 +67,17 @@ def test_every_rank_notices_that_mpirun_is_lost(group: Group) -> None:
     group.all("choose star")
     group.send(1, "sum")
     group.mpirun.kill()
-    assert group.receive(1) == "lost"
+    assert group.answer(1) == "lost"
 
 
 def test_rank_reports_the_ranks_that_it_waits_for(group: Group) -> None:
     group.all("choose star")
     group.send(0, "sum")
     group.send(1, "sum")
-    assert group.receive(0) == {"missing": [2]}
+    while (said := group.receive(0)) != {"missing": [2]}:
+        assert said["missing"] == [1, 2]  # rank 1 was slow
     group.send(2, "sum")
-    assert group.receive(0)[0] == SIZE * (SIZE + 1) / 2
+    assert group.answer(0)[0] == SIZE * (SIZE + 1) / 2
 
 
 def test_link_of_another_group_is_turned_away() -> None:
@@ -124,4 +125,4 @@ def test_ranks_that_post_to_each_other_wait_for_no_receive(
         expected = 7 * size if request.startswith("receive") else 1
         assert [group.answer(rank) for rank in (0, 1)] == [expected] * 2
     assert group.all("close") == [1] * SIZE
-    assert group.mpirun.wait(timeout=30) == 0
+    assert group.mpirun.wait() == 0

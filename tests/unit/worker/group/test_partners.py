@@ -2,7 +2,6 @@
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 
 from csdctl.fleet.reachability import must_connect
 from csdctl.launch.mpi_command import ALLOW_ROOT, COMMON_OPTIONS
+from tests.patience import run_command
 
 NUM_RANKS = 7
 PROGRAM = """
@@ -32,16 +32,12 @@ CONNECTS = re.compile(r"\[1,(\d+)\]<stderr>:.*attempting to connect\(\) to \[\[\
 def test_pairs_that_must_connect_are_those_that_open_mpi_connects() -> None:
     options = [word for option in COMMON_OPTIONS for word in option.split() if "node" not in option]
     options += ["--map-by", ":OVERSUBSCRIBE", "--mca", "btl_tcp_if_include", "127.0.0.0/8"]
-    done = subprocess.run(
+    done = run_command(
         [
             *(str(Path(sys.prefix) / "bin" / "mpirun"), *options, "--mca", "btl_base_verbose", "100"),
             *("-np", str(NUM_RANKS), sys.executable, "-c", PROGRAM),
         ],
         env={**os.environ, **ALLOW_ROOT},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     # Open MPI's own messages come on the standard error of the rank, which mpirun passes on.

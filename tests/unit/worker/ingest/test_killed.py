@@ -21,20 +21,27 @@ NUM_SAMPLES = 40 * BATCH_SIZE + 7
 BEFORE_KILL = (9 * BATCH_SIZE, 20 * BATCH_SIZE)
 PROGRAM = """\
 import sys
+import time
 from csdctl.worker.compute.backend import load_backend
 from csdctl.worker.ingest.extract import extract
 from csdctl.worker.protocol.features import ExtractSpec
 from csdctl.worker.protocol.json_codec import from_json
 
 spec = from_json(ExtractSpec, sys.stdin.readline())
-extract(spec, load_backend, on_progress=lambda progress: print("done", progress.num_done, flush=True))
+
+def tell(progress):
+    print("done", progress.num_done, flush=True)
+    if progress.num_done >= int(sys.argv[1]):
+        time.sleep(0.2)  # however slow this machine is, it is killed before it has computed all
+
+extract(spec, load_backend, on_progress=tell)
 """
 
 
 def run_until(spec: ExtractSpec, num_done: int) -> int:
     """Kill the group of a worker that has stored `num_done` samples; return how many it had stored."""
     process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM],
+        [sys.executable, "-c", PROGRAM, str(num_done)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

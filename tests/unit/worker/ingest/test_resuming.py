@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -259,7 +258,7 @@ class FullDisk:
 
 def test_worker_exits_if_csdctl_is_gone(spec: PrepareSpec, tmp_path: Path) -> None:
     function = tmp_path / "slow.py"
-    function.write_text("import time\n\n\ndef load(path):\n    time.sleep(60)\n")
+    function.write_text("import time\n\n\ndef load(path):\n    time.sleep(100_000)\n")
     process = subprocess.Popen(
         [sys.executable, "-m", "csdctl.worker", "prepare"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
@@ -269,9 +268,7 @@ def test_worker_exits_if_csdctl_is_gone(spec: PrepareSpec, tmp_path: Path) -> No
     process.stdin.flush()
     assert process.stdout.readline().startswith(b"@csdctl-working ")
     process.stdout.close()
-    started = time.monotonic()
     try:
-        assert process.wait(30) == 1
+        assert process.wait() == 1
     finally:
         process.kill()
-    assert time.monotonic() - started < 30

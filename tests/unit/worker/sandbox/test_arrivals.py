@@ -9,9 +9,9 @@ import pytest
 
 from csdctl.worker.sandbox import arrivals
 from csdctl.worker.sandbox.arrivals import Arrivals, Tokens
+from tests.patience import WAIT_S, scaled
 
 PEERS = [ipaddress.ip_network("127.0.0.0/8")]
-WAKE_S = 20.0
 
 
 @pytest.fixture(params=["127.0.0.1", "0.0.0.0"])
@@ -26,7 +26,7 @@ def connect(listening: socket.socket) -> socket.socket:
 
 
 def wait_for(listening: socket.socket) -> None:
-    assert select.select([listening], [], [], WAKE_S)[0]
+    assert select.select([listening], [], [], scaled(WAIT_S))[0]
 
 
 def test_token_that_comes_late_wakes_the_sandbox_which_then_gets_the_connection(

@@ -42,7 +42,6 @@ def test_only_the_type_of_an_unforeseen_error_leaves_a_rank_with_private_data(
         capture_output=True,
         text=True,
         check=False,
-        timeout=100,
     )
     os.close(orders)
     os.close(held_open)

@@ -4,7 +4,6 @@ The other ranks' vectors come from a process with other threads and kernels, as 
 """
 
 import dataclasses
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +25,7 @@ from csdctl.worker.tasks.task import Group, TaskContext
 from csdctl.worker.tasks.verified_samples import MAX_SAMPLES, draw_samples
 from csdctl.worker.tasks.verify import Verify
 from csdctl.workflows.train.verdict import Verdict, judge
+from tests.patience import run_command
 from tests.unit.worker.tasks.verified_models import (
     ROWS,
     SEED,
@@ -239,7 +239,7 @@ def other_ranks(tmp_path_factory: pytest.TempPathFactory, request: pytest.Fixtur
     items = [item for item in request.session.items if isinstance(item, pytest.Function)]
     names = [item.callspec.params["name"] for item in items if "other_ranks" in item.fixturenames]
     program = [sys.executable, "-m", "tests.unit.worker.tasks.other_ranks_program", str(directory), *names]
-    done = subprocess.run(program, capture_output=True, text=True, timeout=800, check=False)
+    done = run_command(program)
     assert done.returncode == 0, done.stderr[-3000:]
     return directory
 

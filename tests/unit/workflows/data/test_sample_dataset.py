@@ -4,7 +4,6 @@ import gzip
 import shutil
 import subprocess
 import sys
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from csdctl.workflows.data.sample_dataset import (
     split_sample,
 )
 from csdctl.workflows.data.sample_sources import DatasetOrigin
+from tests.needs import miss
 
 NUM_TRAIN, NUM_TEST = 60_000, 10_000
 IMAGES = "train-images-idx3-ubyte.gz"
@@ -162,15 +162,13 @@ class TestFetching:
         )
         assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
+    @pytest.mark.needs("Debian's archive")
     def test_debian_package_is_downloaded_with_apt(self, tmp_path: Path) -> None:
-        if not shutil.which("apt-get"):
-            pytest.skip("NOT TESTED: apt-get is missing, so Debian's package was not downloaded")
         messages: list[str] = []
         try:
             directory = download_with_apt(tmp_path, messages.append)
         except CsdctlError as error:
-            warnings.warn(f"NOT TESTED: apt-get could not fetch the package: {error}", stacklevel=1)
-            pytest.skip(f"NOT TESTED: apt-get could not fetch the package: {error}")
+            miss("Debian's archive", str(error))
         dataset = load_fashion_mnist(directory)
         assert np.bincount(dataset.train_labels).tolist() == [6000] * 10
         assert np.bincount(dataset.test_labels).tolist() == [1000] * 10

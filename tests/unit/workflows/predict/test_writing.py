@@ -1,7 +1,6 @@
 """Files of predictions: rows in order, values that read as they were, refusals before any work."""
 
 import csv
-import importlib.util
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -114,7 +113,6 @@ def test_parquet_without_its_package_names_the_extra() -> None:
     assert "pip install 'csdctl[parquet]'" in refused.value.remedy
 
 
-@pytest.mark.skipif(importlib.util.find_spec("pyarrow") is None, reason="pyarrow is not installed")
 def test_parquet_has_the_columns_of_csv(tmp_path: Path) -> None:
     from pyarrow import parquet
 
