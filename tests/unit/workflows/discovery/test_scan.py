@@ -10,6 +10,7 @@ import pytest
 
 from csdctl.errors import InputError, NoNodeReachableError
 from csdctl.workflows.discovery.scan import check_interface, scan
+from tests.patience import scaled
 
 
 @contextlib.contextmanager
@@ -41,7 +42,9 @@ def test_scan_finds_ssh_servers_only() -> None:
         "127.0.9.4": b"HTTP/1.1 400\r\n",
     }
     with listening({**greetings, "127.0.9.5": b""}) as port:
-        nodes = scan(["127.0.9.0/29"], user="trainer", key=Path("/key"), port=port, banner_timeout_s=0.5)
+        nodes = scan(
+            ["127.0.9.0/29"], user="trainer", key=Path("/key"), port=port, banner_timeout_s=scaled(1.5)
+        )
     assert [(node.name, node.address) for node in nodes] == [("csd0", "127.0.9.1"), ("csd1", "127.0.9.3")]
     assert {(node.user, node.key, node.port) for node in nodes} == {("trainer", Path("/key"), port)}
 
