@@ -29,7 +29,7 @@ class FleetPaths:
         self.default_fleet = self.directory / "fleet.yaml"
         self.short_tmp = self.directory / "tmp"
         """A link to the short directory for the nodes' TMPDIRs, if one is needed."""
-        self.short_tmp_prefix = f"csdctl-{self.fleet_id}-"
+        self.short_tmp_prefix = f"csd-{self.fleet_id[:8]}-"
         """The name of that directory begins with this; the rest is random, so that nobody can take it."""
         self.known_hosts = self.directory.parent / "known_hosts"
 

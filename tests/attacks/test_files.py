@@ -129,7 +129,7 @@ class TestSharedDirectories:
     def test_directory_of_an_emulated_fleet_cannot_be_taken(self, tmp_path: Path) -> None:
         directory = tmp_path / ("long" * 12) / ".csdctl" / "emulated"
         paths = FleetPaths(directory)
-        taken = [Path("/tmp", name) for name in (f"csdctl-{paths.fleet_id[:6]}", f"csdctl-{paths.fleet_id}")]
+        taken = [Path("/tmp", name) for name in (paths.short_tmp_prefix.rstrip("-"), paths.short_tmp_prefix)]
         try:
             for path in taken:
                 path.symlink_to(tmp_path)
