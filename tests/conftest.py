@@ -1,6 +1,7 @@
 """What holds for all tests."""
 
 import gc
+import os
 import signal
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -16,6 +17,8 @@ from tests.lab.requirements import LAB_DID_NOT_RUN
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the same with nohup
 
+# Whatever ends these tests, the fleets that `csdctl emulate up` starts for them end too.
+os.environ["CSDCTL_EMULATE_PID"] = str(os.getpid())
 
 # Side by side, a file runs in one process, and files start in this order: none of these may start last.
 LONGEST = [

@@ -1,6 +1,7 @@
 """Transport, probes and discovery on an emulated fleet, with real servers and sockets."""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -28,7 +29,8 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A project directory with a running emulated fleet; its file is `.csdctl/emulated/fleet.yaml`."""
     directory = tmp_path_factory.mktemp("project")
     emulated = directory / ".csdctl" / "emulated"
-    start_fleet(emulated, EmulatedSpec(num_nodes=2, cpu=0.5, memory_bytes=MEMORY_BYTES))
+    spec = EmulatedSpec(num_nodes=2, cpu=0.5, memory_bytes=MEMORY_BYTES)
+    start_fleet(emulated, spec, owner_pid=os.getpid())
     yield directory
     stop_fleet(emulated)
 
