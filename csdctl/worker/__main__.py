@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from csdctl.worker.protocol.datasets import PrepareProgress
 REQUESTED = ("prepare", "extract", "gather", "send", "parts", "look")
 """Commands whose request is on standard input."""
+OF_MPI = ("link", "mpi-check", "sandbox")
+"""Commands that end in order with MPI or their input; all others end with the reader of their output."""
 
 
 def main(arguments: list[str]) -> int:
@@ -72,6 +74,10 @@ def main(arguments: list[str]) -> int:
     sandbox = commands.add_parser("sandbox")
     sandbox.add_argument("--marker", default="")
     options = parser.parse_args(arguments)
+    if options.command not in OF_MPI:
+        from csdctl.worker.process.reader import end_without_reader
+
+        end_without_reader()
     chosen = {
         "build": _build,
         "prepare": _prepare,

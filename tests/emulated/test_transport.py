@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from csdctl.emulation.fleet import EmulatedSpec, start_fleet, stop_fleet
+from csdctl.emulation.fleet import EmulatedSpec, fleet_status, start_fleet, stop_fleet
 from csdctl.errors import DeadlineError
 from csdctl.fleet.facts import load_facts
 from csdctl.fleet.model import Fleet
@@ -18,6 +18,8 @@ from csdctl.transport.many import fleet_known_hosts_paths, open_sessions, run_on
 from csdctl.transport.session import Session
 from csdctl.transport.ssh_config import build_ssh_config
 from csdctl.workflows.discovery.discover import discover
+from tests.started_programs import start_and_kill
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.emulated
 
@@ -67,6 +69,12 @@ def test_hanging_commands_end_on_all_nodes_at_their_deadline(project: Path, flee
         outcomes = run_on_all(sessions.nodes, hang)
         assert all(isinstance(outcome.error, DeadlineError) for outcome in outcomes.values())
         assert all(outcome.get() for outcome in run_on_all(sessions.nodes, is_gone).values())
+
+
+def test_programs_on_a_node_end_when_csdctl_is_killed(project: Path) -> None:
+    emulated = project / ".csdctl" / "emulated"
+    start_and_kill(str(emulated), "csd0")
+    assert eventually(lambda: not fleet_status(emulated)[0].num_processes, 60)
 
 
 def test_limits_of_the_nodes_are_discovered_and_kept(project: Path, fleet: Fleet) -> None:
