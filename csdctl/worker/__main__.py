@@ -74,10 +74,6 @@ def main(arguments: list[str]) -> int:
     sandbox = commands.add_parser("sandbox")
     sandbox.add_argument("--marker", default="")
     options = parser.parse_args(arguments)
-    if options.command not in OF_MPI:
-        from csdctl.worker.process.reader import end_without_reader
-
-        end_without_reader()
     chosen = {
         "build": _build,
         "prepare": _prepare,
@@ -336,6 +332,10 @@ def _as_worker_error(error: WorkerError | ProtocolError) -> WorkerError:
 def run() -> None:
     """Run the command of sys.argv and exit with its code."""
     os.umask(0o077)  # whatever a worker writes may hold data: for this user alone
+    if not {*sys.argv[1:2]} & {*OF_MPI}:
+        from csdctl.worker.process.reader import end_without_reader
+
+        end_without_reader()
     code = 1
 
     def leave() -> None:
