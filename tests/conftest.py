@@ -19,6 +19,9 @@ from tests.session import Session, remove_stale_sessions
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the same with nohup
 
+# Whatever ends these tests, the fleets that `csdctl emulate up` starts for them end too.
+os.environ["CSDCTL_EMULATE_PID"] = str(os.getpid())
+
 # Side by side, a file runs in one process, and files start in this order: none of these may start last.
 LONGEST = [
     Path(__file__).parent / name

@@ -74,6 +74,14 @@ class NodeState:
 
 
 @dataclass(frozen=True)
+class Owner:
+    """The process that the fleet ends with; `start_time` as that of a server."""
+
+    pid: int
+    start_time: int
+
+
+@dataclass(frozen=True)
 class FleetState:
     """The state that `up` saves. `nodes` is empty while the fleet starts."""
 
@@ -84,6 +92,8 @@ class FleetState:
     fleet_path: Path
     user: str
     nodes: tuple[NodeState, ...] = ()
+    owner: Owner | None = None
+    """Without one, the fleet stays up until `down`."""
 
     @property
     def node_names(self) -> list[str]:

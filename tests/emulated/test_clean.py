@@ -1,6 +1,7 @@
 """`csdctl clean` and `--failed-from` on an emulated fleet, with real processes and files."""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -30,7 +31,11 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     directory = tmp_path_factory.mktemp("project")
     emulated = directory / ".csdctl" / "emulated"
     written = start_fleet(
-        emulated, EmulatedSpec(2, 0.5, 1 << 30), fleet_path=directory / "fleet.yaml", cpu_mechanism="duty"
+        emulated,
+        EmulatedSpec(2, 0.5, 1 << 30),
+        fleet_path=directory / "fleet.yaml",
+        cpu_mechanism="duty",
+        owner_pid=os.getpid(),
     )
     text = written.read_text()
     (directory / "broken.yaml").write_text(

@@ -1,6 +1,7 @@
 """`csdctl trust` on an emulated fleet: host keys of real servers, accepted, and refused when they change."""
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,7 +19,8 @@ pytestmark = pytest.mark.emulated
 def emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The fleet file of an emulated fleet of two nodes."""
     directory = tmp_path_factory.mktemp("emulated")
-    yield start_fleet(directory / "state", EmulatedSpec(2, 0.5, 1 << 30), cpu_mechanism="duty")
+    spec = EmulatedSpec(2, 0.5, 1 << 30)
+    yield start_fleet(directory / "state", spec, cpu_mechanism="duty", owner_pid=os.getpid())
     stop_fleet(directory / "state")
 
 
