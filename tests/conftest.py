@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import sys
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Start the session, in the process that controls the others."""
     config.stash[BROKEN] = []
+    sys.argv[1:] = []  # csdctl looks there for its own options, such as -q
     if hasattr(config, "workerinput"):
         return
     remove_stale_sessions()
