@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.needs import describe_skipped, require
 from tests.patience import BACKSTOP_S, PACE_VARIABLE, measure_pace, scaled
@@ -18,6 +19,10 @@ from tests.session import Session, remove_stale_sessions
 # The tests that press Ctrl-C must mean the same wherever they run.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the same with nohup
+
+# An example may take as long as the machine needs for it.
+settings.register_profile("csdctl", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("csdctl")
 
 # Side by side, a file runs in one process, and files start in this order: none of these may start last.
 LONGEST = [
