@@ -76,7 +76,10 @@ def list_logs(project: Path | None) -> list[Path]:
 
 def files_written(project: Path | None) -> int:
     """Return a number that changes whenever a run of the project writes an event or a line of a log."""
-    return sum(path.stat().st_mtime_ns for path in list_logs(project))
+    try:
+        return sum(path.stat().st_mtime_ns for path in list_logs(project))
+    except FileNotFoundError:  # removed meanwhile, which is progress, too
+        return time.monotonic_ns()
 
 
 class StalledError(AssertionError):
