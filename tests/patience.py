@@ -173,7 +173,7 @@ def _killed(process: "subprocess.Popen[Any]", activity: Activity, problem: str) 
     log = activity.last_log_lines()
     kill_tree(process.pid)
     printed = (
-        text.decode(errors="replace") if isinstance(text, bytes) else text or ""
+        text if isinstance(text, str) else (text or b"").decode(errors="replace")
         for text in process.communicate()
     )
     last = "\n".join("\n".join(printed).splitlines()[-NUM_LAST_LINES:])
