@@ -65,10 +65,11 @@ check: $(STAMP) ## check style, formatting, types, import rules, docs and licenc
 	echo "== ruff format --check"; $(BIN)/ruff format --check .
 	echo "== mypy";                $(BIN)/mypy
 	echo "== lint-imports";        $(BIN)/lint-imports --no-logo --no-cache
+	echo "== tests are where one looks for them"; $(BIN)/python -m tests.places
 	echo "== docs, licences";      $(BIN)/pytest -q tests/unit/test_docs.py tests/unit/requirements/test_licences.py
 
 bench: $(STAMP) ## run the benchmarks; they print measurements and assert nothing about them
-	@$(BIN)/pytest -s tests/bench $(ARGS)
+	@$(BIN)/pytest -s -o python_files='bench_*.py' tests/bench $(ARGS)
 
 coverage: $(STAMP) ## measure the coverage of the unit tests; HTML in build/coverage
 	@rm -f .coverage .coverage.* # those of killed processes may be damaged

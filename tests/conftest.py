@@ -4,6 +4,7 @@ import gc
 import os
 import signal
 import sys
+from collections import Counter
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -24,26 +25,38 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the same with nohup
 settings.register_profile("csdctl", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("csdctl")
 
+# Whatever ends these tests, the fleets that `csdctl emulate up` starts for them end too.
+os.environ["CSDCTL_EMULATE_PID"] = str(os.getpid())
+
 # Side by side, a file runs in one process, and files start in this order: none of these may start last.
 LONGEST = [
     Path(__file__).parent / name
     for name in (
+        "emulated/test_demo.py",
+        "emulated/test_features.py",
+        "emulated/test_predict.py",
+        "emulated/test_ways.py",
+        "emulated/test_augment.py",
+        "emulated/test_tune.py",
+        "emulated/test_split.py",
         "emulated/test_main_job.py",
         "lab/test_main_job.py",
         "lab/test_privacy.py",
-        "emulated/test_tune.py",
-        "emulated/test_split.py",
-        "emulated/test_features.py",
-        "emulated/test_predict.py",
-        "attacks/test_hostile_node.py",
-        "emulated/test_notebook.py",
+        "emulated/test_api.py",
+        "emulated/test_strategies.py",
+        "emulated/test_init.py",
         "emulated/test_private_noise.py",
+        "emulated/test_notebook.py",
+        "emulated/test_doctor.py",
+        "emulated/test_runs.py",
+        "attacks/test_hostile_node.py",
         "attacks/test_ordinary_user.py",
         "attacks/test_foreign_daemon.py",
-        "unit/worker/tasks/test_verify_matrix.py",
+        "unit/worker/tasks/test_verify.py",
         "unit/worker/compute/test_exact_gradient.py",
         "unit/worker/compute/test_against_fit.py",
-        "unit/workflows/data/test_prepare_functions.py",
+        "unit/workflows/data/test_prepare.py",
+        "attacks/test_receiver.py",
     )
 ]
 NUM_LEFT_OUT = pytest.StashKey[int]()
@@ -108,10 +121,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.timeout(scaled(BACKSTOP_S)))
     if config.getoption("--thorough"):
         return
-    left_out = [item for item in items if item.get_closest_marker("thorough")]
+    left_out = _list_thorough(items)
     items[:] = [item for item in items if item not in left_out]
-    config.hook.pytest_deselected(items=left_out)
+    config.hook.pytest_deselected(items=[*left_out])
     config.stash[NUM_LEFT_OUT] = len(left_out)
+
+
+def _list_thorough(items: list[pytest.Item]) -> set[pytest.Item]:
+    """Return the tests marked `thorough`, and of those marked `first(n)` all but the first n parameters."""
+    seen, left_out = Counter[str](), set[pytest.Item]()
+    for item in items:
+        function = item.nodeid.partition("[")[0]
+        first = item.get_closest_marker("first")
+        if item.get_closest_marker("thorough") or (first and seen[function] >= first.args[0]):
+            left_out.add(item)
+        else:
+            seen[function] += 1
+    return left_out
 
 
 @pytest.hookimpl(tryfirst=True)

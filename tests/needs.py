@@ -268,3 +268,7 @@ NEEDS = {
     "PyPI": Need(_find_nothing, (), "run `make test` with a network or a proxy for pip", False),
     "ssh": Need(_lacks_packages("openssh-client"), ("openssh-client",)),
 }
+
+
+if __name__ == "__main__":  # for .ci/run: what to install so that nothing is skipped
+    print(" ".join(sorted({package for need in NEEDS.values() for package in find_missing_packages(need)})))

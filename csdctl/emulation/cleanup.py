@@ -42,7 +42,7 @@ class StoppedFleet:
 
 
 def remove_fleet(paths: FleetPaths) -> StoppedFleet:
-    """End every process of the fleet and remove its control groups and files."""
+    """End every process of the fleet except this one, and remove its control groups and files."""
     state = load_state(paths)
     ended = _end_processes(paths, state)
     cgroups = list_cgroups(cgroup_prefix(paths.fleet_id))
@@ -65,7 +65,8 @@ def _fleet_files(paths: FleetPaths, state: FleetState | None) -> list[Path]:
 
 def _end_processes(paths: FleetPaths, state: FleetState | None) -> set[int]:
     """End the servers with SIGTERM, then kill the rest; return the pids of all processes found."""
-    servers = [(node.pid, node.start_time) for node in state.nodes] if state else []
+    nodes = state.nodes if state else ()
+    servers = [(node.pid, node.start_time) for node in nodes if node.pid != os.getpid()]
     alive = [pid for pid, started in servers if is_running(pid, started)]
     own = set(list_ancestors(os.getpid()))
 

@@ -4,18 +4,16 @@ All files of a fleet are in its directory, except its lines in known_hosts, its 
 and, if the path of the directory is long, a short directory for the TMPDIRs.
 """
 
-import contextlib
-import fcntl
 import importlib
 import os
 import pwd
 import re
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,11 +21,19 @@ import csdctl
 from csdctl.documents import load_json, make_directory, save_bytes, save_text
 from csdctl.emulation.cleanup import StoppedFleet, remove_fleet
 from csdctl.emulation.fleet_file import check_may_write, save_fleet_file
+from csdctl.emulation.fleet_lock import locked
 from csdctl.emulation.known_hosts import add_host_keys
 from csdctl.emulation.limits import open_cpu_limit
-from csdctl.emulation.processes import FLEET_VARIABLE, anonymous_bytes, is_running, list_descendants
+from csdctl.emulation.owner import find_owner
+from csdctl.emulation.processes import (
+    FLEET_VARIABLE,
+    anonymous_bytes,
+    is_running,
+    list_descendants,
+    send_signal,
+)
 from csdctl.emulation.spec import CPU_MECHANISMS, EmulatedSpec, check_spec
-from csdctl.emulation.state import FleetPaths, FleetState, NodeState, load_state, save_state
+from csdctl.emulation.state import FleetPaths, FleetState, NodeState, Owner, load_state, save_state
 from csdctl.errors import CsdctlError, DeadlineError, InputError
 
 __all__ = ["EmulatedSpec", "NodeStatus", "StoppedFleet", "fleet_status", "is_up", "start_fleet", "stop_fleet"]
@@ -58,16 +64,20 @@ def start_fleet(
     fleet_path: Path | None = None,
     python: str = sys.executable,
     cpu_mechanism: str = "auto",
+    owner_pid: int | None = None,
 ) -> Path:
     """Start the servers, detached, and return the path of the fleet.yaml that describes them.
 
-    A running fleet with the same spec is left as it is; a crashed fleet is removed first. `python` is the
-    nodes' interpreter in fleet.yaml. Raises InputError when another fleet is running there, when fleet.yaml
-    was not written by the emulator, or when asyncssh is not installed.
+    The fleet is taken down when process `owner_pid` ends; without one, it stays up. A running fleet with the
+    same spec is left as it is, except that it gets the owner of this call, or none; a crashed fleet is
+    removed first. `python` is the nodes' interpreter in fleet.yaml. Raises InputError when another fleet is
+    running there, when fleet.yaml was not written by the emulator, when no process has the id `owner_pid`, or
+    when asyncssh is not installed.
     """
     _check_request(spec, cpu_mechanism)
+    owner = None if owner_pid is None else find_owner(owner_pid)
     paths = FleetPaths(directory)
-    with _locked(paths):
+    with locked(paths):
         if paths.directory.exists() and not paths.is_ours and any(paths.directory.iterdir()):
             raise InputError(
                 f"{paths.directory} contains other files; an emulated fleet needs a separate directory"
@@ -77,14 +87,16 @@ def start_fleet(
             _check_same(paths, state, spec, fleet_path, cpu_mechanism)
             if not state.fleet_path.exists():
                 save_fleet_file(paths, state, python)
+            _change_owner(paths, state, owner)
             return state.fleet_path
         chosen = (fleet_path or paths.default_fleet).absolute()
         check_may_write(chosen, paths.fleet_id)
         remove_fleet(paths)
         if cpu_mechanism == "cgroup":
             open_cpu_limit(cpu_mechanism, paths.fleet_id, "trial", spec.cpu).close()
+        state = FleetState(paths.fleet_id, spec, cpu_mechanism, chosen, _user(), owner=owner)
         try:
-            return _start(paths, FleetState(paths.fleet_id, spec, cpu_mechanism, chosen, _user()), python)
+            return _start(paths, state, python)
         except BaseException:
             remove_fleet(paths)
             raise
@@ -111,7 +123,7 @@ def stop_fleet(directory: Path) -> StoppedFleet:
     paths = FleetPaths(directory)
     if not paths.directory.parent.exists():  # removed manually; its processes may still run
         return remove_fleet(paths)
-    with _locked(paths):
+    with locked(paths):
         if paths.directory.exists() and not paths.is_ours and any(paths.directory.iterdir()):
             raise InputError(
                 f"{paths.directory} is not the directory of an emulated fleet; it is left unchanged"
@@ -141,6 +153,13 @@ def _check_same(
             f"{state.spec.cpu:g} cores and {state.spec.memory_bytes >> 20} MiB each, in {state.fleet_path}",
             remedy="stop it first: `csdctl emulate down`",
         )
+
+
+def _change_owner(paths: FleetPaths, state: FleetState, owner: Owner | None) -> None:
+    """Give a running fleet another owner; its servers read the state again on SIGHUP."""
+    if owner != state.owner:
+        save_state(paths, replace(state, owner=owner))
+        send_signal([node.pid for node in state.nodes], signal.SIGHUP)
 
 
 def _start(paths: FleetPaths, state: FleetState, python: str) -> Path:
@@ -197,6 +216,7 @@ def _launch(paths: FleetPaths) -> dict[str, int]:
         # The servers find this csdctl even if it is not installed.
         "PYTHONPATH": str(Path(csdctl.__file__).parents[1]),
         FLEET_VARIABLE: paths.fleet_id,
+        "TMPDIR": tempfile.gettempdir(),  # where a server has to look for the short directory
     }
     ended = subprocess.run(
         command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, check=False
@@ -250,15 +270,3 @@ def _user() -> str:
     except KeyError:
         return "csd"
     return name if re.fullmatch(r"[A-Za-z_][A-Za-z0-9._-]{0,31}", name) else "csd"
-
-
-@contextlib.contextmanager
-def _locked(paths: FleetPaths) -> Iterator[None]:
-    """Serialize `up` and `down`: a lock on the parent directory, which leaves no file."""
-    make_directory(paths.directory.parent)
-    handle = os.open(paths.directory.parent, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)

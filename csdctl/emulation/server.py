@@ -4,6 +4,8 @@ Run as `python -m csdctl.emulation.server DIRECTORY`: reads the fleet's state.js
 node (so that imported modules are in memory once), prints `name pid` for each, and exits. A node's server
 adopts daemons (child subreaper), so every process started over SSH is its descendant and subject to its
 limits.
+
+A server ends on SIGTERM, or when the fleet's owner has ended; on SIGHUP it looks again who that is.
 """
 
 import asyncio
@@ -19,9 +21,11 @@ from pathlib import Path
 import asyncssh
 
 from csdctl.documents import save_json
+from csdctl.emulation.cleanup import remove_fleet
 from csdctl.emulation.commands import Commands
 from csdctl.emulation.limits import open_cpu_limit
 from csdctl.emulation.memory import watch_memory
+from csdctl.emulation.owner import OwnerWatch
 from csdctl.emulation.processes import (
     FLEET_VARIABLE,
     NODE_VARIABLE,
@@ -73,19 +77,21 @@ def build_environment(state: FleetState, name: str, paths: NodePaths) -> dict[st
     }
 
 
-async def serve_node(paths: FleetPaths, state: FleetState, name: str, port: int = 0) -> None:
-    """Serve one node until SIGTERM; `port` 0 selects a free port."""
+async def serve_node(paths: FleetPaths, state: FleetState, name: str, owner: OwnerWatch) -> None:
+    """Serve one node on a free port until SIGTERM, or until the fleet's owner has ended."""
     node = paths.node(name)
     stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stopping.set)
+        loop.add_signal_handler(number, stopping.set)
+    loop.add_signal_handler(signal.SIGHUP, owner.reread)
     limit = open_cpu_limit(state.cpu_mechanism, state.fleet_id, name, state.spec.cpu)
     try:
         commands = Commands(limit, build_environment(state, name, node), node.home)
         key = asyncssh.read_public_key(f"{paths.key}.pub")
         acceptor = await asyncssh.listen(
             "127.0.0.1",
-            port,
+            0,
             server_factory=functools.partial(_Authenticator, state.user, key),
             server_host_keys=[str(node.host_key)],
             process_factory=commands.run,
@@ -100,6 +106,7 @@ async def serve_node(paths: FleetPaths, state: FleetState, name: str, port: int 
         watching = [
             asyncio.create_task(watch_memory(state.spec.memory_bytes)),
             asyncio.create_task(_reap_adopted(commands)),
+            asyncio.create_task(_stop_with_owner(owner, stopping)),
         ]
         started = start_time(os.getpid()) or 0
         ready = NodeState(name, os.getpid(), started, acceptor.get_port(), limit.mechanism)
@@ -112,6 +119,11 @@ async def serve_node(paths: FleetPaths, state: FleetState, name: str, port: int 
     finally:
         _end_descendants()
         limit.close()
+
+
+async def _stop_with_owner(owner: OwnerWatch, stopping: asyncio.Event) -> None:
+    await owner.wait()
+    stopping.set()
 
 
 async def _reap_adopted(commands: Commands) -> None:
@@ -145,7 +157,10 @@ def _become_node(paths: FleetPaths, state: FleetState, name: str) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     libc.prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
-    asyncio.run(serve_node(paths, state, name))
+    owner = OwnerWatch(paths, state.owner)
+    asyncio.run(serve_node(paths, state, name, owner))
+    if owner.is_removing:
+        remove_fleet(paths)
 
 
 def main(directory: str) -> int:

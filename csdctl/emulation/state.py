@@ -29,7 +29,7 @@ class FleetPaths:
         self.default_fleet = self.directory / "fleet.yaml"
         self.short_tmp = self.directory / "tmp"
         """A link to the short directory for the nodes' TMPDIRs, if one is needed."""
-        self.short_tmp_prefix = f"csdctl-{self.fleet_id}-"
+        self.short_tmp_prefix = f"csd-{self.fleet_id[:8]}-"
         """The name of that directory begins with this; the rest is random, so that nobody can take it."""
         self.known_hosts = self.directory.parent / "known_hosts"
 
@@ -74,6 +74,14 @@ class NodeState:
 
 
 @dataclass(frozen=True)
+class Owner:
+    """The process that the fleet ends with; `start_time` as that of a server."""
+
+    pid: int
+    start_time: int
+
+
+@dataclass(frozen=True)
 class FleetState:
     """The state that `up` saves. `nodes` is empty while the fleet starts."""
 
@@ -84,6 +92,8 @@ class FleetState:
     fleet_path: Path
     user: str
     nodes: tuple[NodeState, ...] = ()
+    owner: Owner | None = None
+    """Without one, the fleet stays up until `down`."""
 
     @property
     def node_names(self) -> list[str]:

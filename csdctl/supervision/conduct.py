@@ -88,7 +88,12 @@ class Conduct:
             self._check_first(event, 0)
         elif not self._groups:
             raise _violation(event, "nothing but Ready before a group is formed")
-        elif isinstance(event, Joined | LinkLost | Paused):
+        else:
+            self._check_order_in_a_group(event)
+
+    def _check_order_in_a_group(self, event: Event) -> None:
+        """Raise ProtocolError for an event that a rank with a group cannot send now."""
+        if isinstance(event, Joined | LinkLost | Paused):
             self._check_membership(event)
         elif self._must_join and not isinstance(event, WaitingFor | Misbehaved):
             raise _violation(event, "Joined first")

@@ -149,34 +149,28 @@ class Supervisor:
     def _handle(self, message: RankMessage | None) -> None:
         """Handle a message; handling it twice is harmless."""
         if isinstance(message, ProcessEnded):
-            self._roster.handle_exit(message)
-            if message.rank in self._group.ranks and message.rank not in self._roster.finished:
-                self._regroup(f"{message.node} is lost")
+            self._handle_exit(message)
         elif isinstance(message, Failed):
             self._handle_failure(message)
-        elif isinstance(message, Joined) and message.generation == self._group.generation:
-            self._handle_joined(message)
+        elif isinstance(message, Joined | Paused | LinkLost):
+            self._handle_membership(message)
         elif isinstance(message, Progress | EpochEnd) and message.rank == 0:
             self._regrouping.record_progress()
         elif isinstance(message, Finished):
             self._roster.mark_finished(message.rank)
-        elif isinstance(message, Paused) and message.generation == self._group.generation:
-            self._handle_paused(message)
-        elif isinstance(message, LinkLost) and message.rank in self._group.unlinked:
-            self._regroup("the connection between the ranks was lost")
         elif isinstance(message, Misbehaved):
-            if message.culprit in self._group.ranks and (node := self._roster.handle_misbehaved(message)):
-                self._regrouping.record_progress()  # the next group is another one
-                self._regroup(f"{node} sent what it must not")
+            self._handle_misbehaved(message)
         elif isinstance(message, WaitingFor):
-            ranks = [self._setup.nodes.index(node) for node in message.nodes]
-            if message.rank == 0:
-                self._group.awaited = set(ranks) & set(self._group.ranks)
-            self._liveness.ping(self._group, ranks or self._group.ranks)
+            self._handle_waiting(message)
         elif isinstance(message, Ready) and message.rank in self._roster.restarting:
             self._roster.readmit(message)
             if self._group.have_all_joined:
                 self._request_pause()
+
+    def _handle_exit(self, ended: ProcessEnded) -> None:
+        self._roster.handle_exit(ended)
+        if ended.rank in self._group.ranks and ended.rank not in self._roster.finished:
+            self._regroup(f"{ended.node} is lost")
 
     def _handle_failure(self, failed: Failed) -> None:
         """Continue without a rank that failed on its own, unless all ranks would fail for the same reason."""
@@ -199,6 +193,18 @@ class Supervisor:
         self._roster.mark_lost(failed.rank, failures.as_loss(failed))
         self._regroup(f"{failed.node} failed")
 
+    def _handle_membership(self, message: Joined | Paused | LinkLost) -> None:
+        """Handle what a rank says about its group; what it said about an earlier one no longer matters."""
+        if isinstance(message, LinkLost):
+            if message.rank in self._group.unlinked:
+                self._regroup("the connection between the ranks was lost")
+        elif message.generation != self._group.generation:
+            return
+        elif isinstance(message, Joined):
+            self._handle_joined(message)
+        else:
+            self._handle_paused(message)
+
     def _handle_joined(self, joined: Joined) -> None:
         self._group.joined.add(joined.rank)
         if joined.rank == 0:  # what a node says must not choose for all
@@ -217,6 +223,17 @@ class Supervisor:
         if self._group.have_all_paused:
             self._end_links()
             self._form_group(sorted(self._roster.present()))
+
+    def _handle_misbehaved(self, message: Misbehaved) -> None:
+        if message.culprit in self._group.ranks and (node := self._roster.handle_misbehaved(message)):
+            self._regrouping.record_progress()  # the next group is another one
+            self._regroup(f"{node} sent what it must not")
+
+    def _handle_waiting(self, message: WaitingFor) -> None:
+        ranks = [self._setup.nodes.index(node) for node in message.nodes]
+        if message.rank == 0:
+            self._group.awaited = set(ranks) & set(self._group.ranks)
+        self._liveness.ping(self._group, ranks or self._group.ranks)
 
     def _request_pause(self) -> None:
         """Have the group end with the epoch if a rank waits to join.

@@ -27,7 +27,7 @@ MEMORY_NEAR = 1.25
 """Near the memory limit, a larger size within this factor of a measured size is not probed."""
 MIN_SIZES = 2
 """Minimum number of different sizes of a class, including earlier probes. More hardly improve the plan,
-because the trial that follows corrects the level of the line (tests/bench/test_planning.py, with noise)."""
+because the trial that follows corrects the level of the line (tests/bench/bench_planning.py, with noise)."""
 GUESSED_SHARES = (0.25, 0.5, 0.12)
 """Shares of a guessed planned size to probe, by machine: a probe that is too large costs time or memory."""
 PLANNED_SHARES = (0.5, 0.3)

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from csdctl.worker.protocol.datasets import PrepareProgress
 REQUESTED = ("prepare", "extract", "gather", "send", "parts", "look")
 """Commands whose request is on standard input."""
+OF_MPI = ("link", "mpi-check", "sandbox")
+"""Commands that end in order with MPI or their input; all others end with the reader of their output."""
 
 
 def main(arguments: list[str]) -> int:
@@ -330,6 +332,10 @@ def _as_worker_error(error: WorkerError | ProtocolError) -> WorkerError:
 def run() -> None:
     """Run the command of sys.argv and exit with its code."""
     os.umask(0o077)  # whatever a worker writes may hold data: for this user alone
+    if not {*sys.argv[1:2]} & {*OF_MPI}:
+        from csdctl.worker.process.reader import end_without_reader
+
+        end_without_reader()
     code = 1
 
     def leave() -> None:

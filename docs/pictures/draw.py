@@ -123,35 +123,25 @@ def render_rooms() -> str:
     return render_svg("The rooms of csdctl and what they import", width, height, boxes.values(), arrows)
 
 
+RANK, LINK = "rank", "link"
 STEP = (
-    (
-        "tasks/train.py:Train._exchange_reassigned",
-        "_exchange_reassigned(",
-        "samples that the host reads for others",
-    ),
-    ("data/prepared.py:EpochReader.read", "reader.read(", "samples of this rank's share"),
-    ("compute/step.py:Step.local", "self._compute(", "gradients, statistics, loss and n in one vector"),
-    (
-        "group/link_communicator.py:LinkCommunicator.sum",
-        "communicator.sum(",
-        "shared memory, then the link",
-    ),
-    ("group/link.py:serve_link", "", "the process in MPI, started by mpirun"),
-    ("group/star.py:Star.sum", "", "over TCP to rank 0 and back, or another collective"),
-    ("compute/step.py:RankStep.apply", "summed.apply(", "divided by n, one optimizer step"),
-    ("tasks/checkpointer.py:Checkpointer.after_step", "_end_step(", "state that survives the process"),
-    ("tasks/balancer.py:Balancer.propose", "_balance(", "batch sizes, from every rank's compute seconds"),
+    ("tasks/train.py:Train._exchange_reassigned", RANK, "samples that the host reads for others"),
+    ("data/prepared.py:EpochReader.read", RANK, "samples of this rank's share"),
+    ("compute/step.py:Step.local", RANK, "gradients, statistics, loss and n in one vector"),
+    ("group/link_communicator.py:LinkCommunicator.sum", RANK, "shared memory, then the link"),
+    ("group/link.py:serve_link", LINK, "the process in MPI, started by mpirun"),
+    ("group/star.py:Star.sum", LINK, "over TCP to rank 0 and back, or another collective"),
+    ("compute/step.py:RankStep.apply", RANK, "divided by n, one optimizer step"),
+    ("tasks/checkpointer.py:Checkpointer.after_step", RANK, "state that survives the process"),
+    ("tasks/balancer.py:Balancer.propose", RANK, "batch sizes, from every rank's compute seconds"),
 )
-"""Data in a step: the function, how `Train._run_step` calls it ('': the link does), and a note.
-
-All of it is below csdctl/worker/.
-"""
+"""Data in a step: the function below csdctl/worker/, the process that calls it, and a note."""
 
 
 def render_step() -> str:
     """Return the picture of a step as SVG."""
     width, wide = 690.0, 330.0
-    boxes = [Box(GAP, GAP + row * 56, place, wide, bool(call)) for row, (place, call, _) in enumerate(STEP)]
+    boxes = [Box(GAP, GAP + row * 56, place, wide, who == RANK) for row, (place, who, _) in enumerate(STEP)]
     arrows = [(upper.bottom, lower.top) for upper, lower in pairwise(boxes)]
     notes = [
         f'<text x="{GAP + wide + 16}" y="{box.y + 21}" class="note">{escape(note)}</text>'

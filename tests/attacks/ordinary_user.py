@@ -60,6 +60,7 @@ class OrdinaryUser:
                 "PATH": os.environ["PATH"],
                 "LANG": "C.UTF-8",
                 "PYTHONPATH": str(Path(csdctl.__file__).parents[1]),
+                "CSDCTL_EMULATE_PID": str(os.getpid()),
                 **(environment or {}),
             },
             umask=0o022,

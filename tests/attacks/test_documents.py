@@ -16,6 +16,8 @@ from csdctl.runs.measurements import open_measurements
 from tests.emulated.running import CSDCTL
 from tests.unit.runs.test_measurements import CSD, MODEL, PROBES
 
+pytestmark = pytest.mark.first(1)
+
 MEMORY_BYTES = 2 << 30
 CPU_S = 60
 """Of one command; a refusal takes about a second, nearly all of it for imports."""
@@ -264,6 +266,7 @@ def test_edited_measurements_are_refused(tmp_path: Path, statement: str, problem
     assert_refused(run_limited(tmp_path, "measurements"), "measurements.sqlite", problem)
 
 
+@pytest.mark.thorough
 @pytest.mark.attack(17)
 def test_node_with_a_name_of_the_host_is_refused(tmp_path: Path) -> None:
     """mpirun would start its link here."""

@@ -20,6 +20,8 @@ from csdctl.worker.protocol.events import EpochEnd, Finished, Progress
 from tests.attacks.rank_program import END, STEP
 from tests.attacks.small_run import MANIFEST, NODES, Attack, SmallRun
 
+pytestmark = pytest.mark.first(1)
+
 HOST, ME, OTHER = range(3)
 FINISHED = {"epochs": 1, "steps": 1, "weights_hash": "h", "peak_memory_bytes": 1}
 JOINED: dict[str, Any] = {

@@ -28,6 +28,8 @@ from csdctl.transport.local import LocalSession
 from csdctl.worker.protocol.datasets import PrepareSpec
 from csdctl.worker.protocol.json_codec import to_json
 
+pytestmark = pytest.mark.first(1)
+
 OTHER_USER = 65534
 needs_root = pytest.mark.needs("root")  # to give a file to another user
 PROGRAM = "from csdctl.cli.app import main; main()"
@@ -127,11 +129,11 @@ class TestSharedDirectories:
     def test_directory_of_an_emulated_fleet_cannot_be_taken(self, tmp_path: Path) -> None:
         directory = tmp_path / ("long" * 12) / ".csdctl" / "emulated"
         paths = FleetPaths(directory)
-        taken = [Path("/tmp", name) for name in (f"csdctl-{paths.fleet_id[:6]}", f"csdctl-{paths.fleet_id}")]
+        taken = [Path("/tmp", name) for name in (paths.short_tmp_prefix.rstrip("-"), paths.short_tmp_prefix)]
         try:
             for path in taken:
                 path.symlink_to(tmp_path)
-            start_fleet(directory, EmulatedSpec(1, 0.5, 160 << 20))
+            start_fleet(directory, EmulatedSpec(1, 0.5, 160 << 20), owner_pid=os.getpid())
             tmp = paths.node("csd0").tmp.resolve()
             assert mode_of(tmp) == mode_of(tmp.parent) == 0o700
             assert tmp.parent not in taken

@@ -26,7 +26,7 @@ from tests.lab.test_main_job import load_events, long_job, start_training
 from tests.needs import SYSTEM_PYTHON, require
 from tests.patience import communicate, scaled
 
-pytestmark = pytest.mark.lab
+pytestmark = [pytest.mark.lab, pytest.mark.thorough]
 
 PROGRAM = Path(__file__).with_name("neighbour_program.py")
 PRTED = Path(sys.prefix) / "bin" / "prted"

@@ -16,6 +16,8 @@ from tests.attacks.hostile_link import HEAD, RUN_COMMAND, SERVE, sends_messages,
 from tests.emulated.training import is_python, processes
 from tests.linked_ranks import SIZE, Group
 
+pytestmark = pytest.mark.first(1)
+
 CULPRIT = 2
 HONEST = [rank for rank in range(SIZE) if rank != CULPRIT]
 

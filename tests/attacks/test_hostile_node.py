@@ -20,7 +20,7 @@ from tests.emulated.running import csdctl
 from tests.emulated.training import events_of
 from tests.patience import scaled
 
-pytestmark = pytest.mark.emulated
+pytestmark = [pytest.mark.emulated, pytest.mark.first(1)]
 
 JOB = """\
 model: model.py:build
@@ -152,6 +152,7 @@ def finished(run: RunDirectory) -> dict[str, dict[str, Any]]:
     return {event["node"]: event for event in events_of(run.path, "Finished")}
 
 
+@pytest.mark.thorough
 @pytest.mark.attack(1)
 def test_node_that_sends_pickles_fails_the_first_group_and_is_named(project: Project) -> None:
     marker = project.directory / "marker"
@@ -161,6 +162,7 @@ def test_node_that_sends_pickles_fails_the_first_group_and_is_named(project: Pro
     assert not marker.exists()
 
 
+@pytest.mark.thorough
 @pytest.mark.attack(1)
 def test_doctor_names_the_node_that_sends_pickles(project: Project) -> None:
     marker = project.directory / "marker"
@@ -172,6 +174,7 @@ def test_doctor_names_the_node_that_sends_pickles(project: Project) -> None:
     assert not marker.exists()
 
 
+@pytest.mark.thorough
 @pytest.mark.attack(8)
 @pytest.mark.parametrize(
     ("element", "value", "words"),
@@ -194,6 +197,7 @@ def test_others_train_on_without_a_node_that_spoils_a_sum(
     assert document["loss"] < 1
 
 
+@pytest.mark.thorough
 @pytest.mark.attack(8)
 @pytest.mark.parametrize(
     ("element", "value"), [(-4, "1e20"), pytest.param(-3, "1", marks=pytest.mark.thorough)]
@@ -208,7 +212,7 @@ def test_impossible_sum_of_an_allreduce_is_not_applied(project: Project, element
     assert not finished(run)
 
 
-@pytest.mark.thorough("attacks/test_group.py::test_vector_that_no_rank_may_send_reaches_nobody")
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "code",
     [
@@ -227,7 +231,7 @@ def test_node_that_sends_nothing_or_too_little_hangs_nobody(project: Project, co
     assert set(finished(run)) == {"host", "csd0"}
 
 
-@pytest.mark.thorough("attacks/test_state.py::test_weights_of_a_node_reach_no_other_rank")
+@pytest.mark.thorough
 def test_node_that_claims_a_million_steps_gets_the_hosts_state(project: Project) -> None:
     run, _ = project.train("--fleet", str(project.make_hostile("rank", CLAIMS_STEPS)))
     done = finished(run)
@@ -238,6 +242,7 @@ def test_node_that_claims_a_million_steps_gets_the_hosts_state(project: Project)
     assert document["loss"] < 1, "the weights are those of the training, not 666"
 
 
+@pytest.mark.thorough
 @pytest.mark.attack(14)
 @pytest.mark.attack(15)
 def test_failed_run_leaves_nothing_in_memory_and_resumes(project: Project) -> None:
@@ -264,6 +269,7 @@ def test_failed_run_leaves_nothing_in_memory_and_resumes(project: Project) -> No
     assert set(modes.values()) <= {"0o600", "0o700"}, modes
 
 
+@pytest.mark.thorough
 @pytest.mark.attack(14)
 def test_run_that_fails_to_start_leaves_nothing_in_memory(project: Project) -> None:
     fleet = project.make_hostile("rank", "sys.exit(3)")

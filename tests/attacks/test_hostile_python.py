@@ -14,7 +14,7 @@ from csdctl.worker.protocol.json_codec import ANSWER_PREFIX, PROGRESS_PREFIX
 from tests.attacks.hostile_python import write_hostile_python
 from tests.emulated.running import csdctl
 
-pytestmark = [pytest.mark.attack(13), pytest.mark.emulated]
+pytestmark = [pytest.mark.first(1), pytest.mark.attack(13), pytest.mark.emulated]
 
 JOB = """\
 model: model.py:build

@@ -13,7 +13,7 @@ from csdctl.runs.capped_log import MAX_LOG_BYTES
 from tests.emulated.running import csdctl
 from tests.emulated.training import events_of, nothing_is_left
 
-pytestmark = pytest.mark.emulated
+pytestmark = [pytest.mark.emulated, pytest.mark.thorough]
 
 JOB = """\
 model: model.py:build
@@ -74,9 +74,7 @@ def train(project: Path, after: int, *lines: tuple[str, int], max_steps: int) ->
     return done.returncode, done.stdout + done.stderr, run
 
 
-@pytest.mark.thorough(
-    "attacks/test_events.py::test_invalid_event_before_training_ends_the_run_and_names_the_node"
-)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "line", [pytest.param(BLAMING, id="blames another node"), pytest.param(BOMB, id="depth bomb")]
 )

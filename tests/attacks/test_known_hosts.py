@@ -19,6 +19,8 @@ from csdctl.runs.directory import ProjectDirectory
 from csdctl.transport.known_hosts import KnownHosts, fingerprint
 from csdctl.workflows.discovery.trust import KeyState, ShownKey, accept_keys, forget_keys
 
+pytestmark = pytest.mark.first(1)
+
 ADDRESS = "10.0.0.1"
 LINE_BREAKS_OF_PYTHON = "\v\f\x1c\x1d\x1e\x85\u2028\u2029\r"
 

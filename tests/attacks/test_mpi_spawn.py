@@ -13,7 +13,7 @@ import yaml
 from tests.attacks.hostile_node import make_hostile_python
 from tests.patience import run_command, scaled
 
-pytestmark = pytest.mark.emulated
+pytestmark = [pytest.mark.emulated, pytest.mark.thorough]
 
 PROGRAM = "from csdctl.cli.app import main; main()"
 MEMBER = """

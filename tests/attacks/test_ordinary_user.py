@@ -12,7 +12,7 @@ import pytest
 from tests.attacks.ordinary_user import OrdinaryUser
 from tests.needs import miss
 
-pytestmark = pytest.mark.emulated
+pytestmark = [pytest.mark.emulated, pytest.mark.thorough]
 
 JOB = """\
 model: model.py:build

@@ -17,7 +17,7 @@ from csdctl.shipping.worker_zip import pack_worker
 from csdctl.worker.protocol.datasets import PrepareSpec
 from csdctl.worker.protocol.json_codec import to_json
 
-pytestmark = pytest.mark.attack(7)
+pytestmark = [pytest.mark.attack(7), pytest.mark.first(1)]
 
 OTHER_USER = 65534
 needs_root = pytest.mark.needs("root")  # to give a file to another user

@@ -32,7 +32,7 @@ from csdctl.workflows.tune.probing import Prober
 from tests.attacks.hostile_python import write_hostile_python
 from tests.patience import eventually, scaled
 
-pytestmark = pytest.mark.attack(13)
+pytestmark = [pytest.mark.attack(13), pytest.mark.first(1)]
 
 BOMB = "print('[' * 900_000, flush=True); time.sleep(3600)"
 ENDLESS_LINE = "while True: sys.stdout.write('x' * 65536)"

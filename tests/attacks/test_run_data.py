@@ -18,7 +18,7 @@ from tests.emulated.running import csdctl
 from tests.emulated.training import hash_at_the_end
 from tests.unit.worker.ingest.sources.encoded_images import colours, png
 
-pytestmark = [pytest.mark.emulated, pytest.mark.attack(17)]
+pytestmark = [pytest.mark.first(1), pytest.mark.emulated, pytest.mark.attack(17)]
 
 TRAIN = ("train", "--batch-size", "8", "--collective", "star", "--skip-doctor")
 JOB = """\
@@ -107,6 +107,7 @@ def assert_error(done: "subprocess.CompletedProcess[str]", exit_code: int, *word
         assert word in message, message
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("machine", "name"),
     [("csd0", "images.npy"), pytest.param("host", "labels.npy", marks=pytest.mark.thorough)],
@@ -128,6 +129,7 @@ def test_swapped_data_is_not_trained_on_until_it_is_prepared_again(
     assert sha256_of(path) == before
 
 
+@pytest.mark.thorough
 def test_swapped_data_with_its_own_description_is_refused_by_the_host(project: Path) -> None:
     [directory] = (home(project) / ".csdctl" / "data").iterdir()
     swap(directory / "images.npy")
@@ -140,6 +142,7 @@ def test_swapped_data_with_its_own_description_is_refused_by_the_host(project: P
     assert csdctl(project, "prepare").returncode == 0
 
 
+@pytest.mark.thorough
 def test_description_that_names_another_directory_is_not_followed(project: Path) -> None:
     [directory] = (project / ".csdctl" / "data").iterdir()
     others = project / "others"
@@ -154,6 +157,7 @@ def test_description_that_names_another_directory_is_not_followed(project: Path)
     assert json.loads((directory / "dataset.json").read_text())["path"] == f".csdctl/data/{directory.name}"
 
 
+@pytest.mark.thorough
 def test_swapped_shard_and_model_are_made_again(project: Path) -> None:
     """They are also compared on the node, where the name of a file begins with its hash."""
     [shard] = (project / ".csdctl" / "shards").glob("*.images.npy")
@@ -168,6 +172,7 @@ def test_swapped_shard_and_model_are_made_again(project: Path) -> None:
     assert hash_at_the_end(runs[-1]) == hash_at_the_end(first_run(project))
 
 
+@pytest.mark.thorough
 def test_resumed_run_follows_no_path_of_its_files(project: Path, run: Path) -> None:
     victim = project / "victim"
     victim.write_text("a file of the user")
@@ -188,6 +193,7 @@ def test_resumed_run_follows_no_path_of_its_files(project: Path, run: Path) -> N
     assert (run / "model.keras").exists()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("file", "edit", "problem"),
     [
@@ -212,6 +218,7 @@ def test_edited_run_is_not_resumed(
     assert_error(done, 2, file, problem, "start a new run")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["manifest.json", "checkpoints"])
 def test_link_in_a_run_is_not_followed(project: Path, run: Path, name: str) -> None:
     (run / name).rename(run / "aside")
@@ -220,6 +227,7 @@ def test_link_in_a_run_is_not_followed(project: Path, run: Path, name: str) -> N
         assert_error(csdctl(project, *command), 2, f"{name} is a symbolic link")
 
 
+@pytest.mark.thorough
 def test_edited_ledger_is_refused(project: Path) -> None:
     ledger = project / ".csdctl" / "ledger.jsonl"
     before = ledger.read_text()

@@ -20,6 +20,8 @@ from csdctl.worker.sandbox.system_calls import Program
 from tests.needs import SO_ATTACH_FILTER, SYSTEM_PYTHON, require
 from tests.patience import eventually, scaled
 
+pytestmark = pytest.mark.first(1)
+
 ORDINARY = 12345
 PROGRAM = Path(__file__).with_name("sandbox_program.py")
 LOCAL_ONLY = ["10.255.255.0/30"]

@@ -35,6 +35,8 @@ from tests.attacks.hostile_ssh import (
 )
 from tests.patience import scaled
 
+pytestmark = pytest.mark.first(1)
+
 MAX_MESSAGE_CHARS = 1000
 MAX_ACCEPTED_BYTES = 64 << 20
 VERSION = b"SSH-2.0-evil\r\n"

@@ -33,6 +33,8 @@ from tests.attacks.hostile_ssh import (
 from tests.patience import WAIT_S, eventually, scaled
 from tests.unit.transport.conftest import SshServer, running_server
 
+pytestmark = pytest.mark.first(1)
+
 MAX_PEAK_BYTES = 250 << 20
 """csdctl itself takes about 60 MiB."""
 

@@ -19,6 +19,8 @@ from csdctl.worker.tasks.position import Position, max_state_bytes, pack, unpack
 from csdctl.worker.tasks.state_files import Checkpoints, StepFile
 from tests.attacks.holding_ranks import held, hold
 
+pytestmark = pytest.mark.first(1)
+
 HOST = (1.0, 40)
 NOBODY = 65534
 

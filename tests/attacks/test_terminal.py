@@ -29,6 +29,8 @@ from tests.attacks.hostile_text import (
 from tests.attacks.terminal import PROGRAM, on_terminal
 from tests.emulated.test_new_task import MODEL, save_samples
 
+pytestmark = pytest.mark.first(1)
+
 ESCAPED_CLIPBOARD = r"\x1b]52;c;ZXZpbA==\x07"
 MARKUP_AS_TEXT = ("[/bold]", "[link=file:///etc/passwd]", ":smile:")
 JOB = """\
@@ -134,6 +136,7 @@ def test_terminal_obeys_no_greeting_before_login(tmp_path: Path, command: str) -
     assert shown.code == 4
 
 
+@pytest.mark.thorough
 @pytest.mark.attack(10)
 def test_terminal_and_logs_get_no_control_code_of_a_worker(machine: HostileMachine, tmp_path: Path) -> None:
     project = write_project(tmp_path / "project", {"csd0": machine})
@@ -216,6 +219,7 @@ def test_markup_in_a_fact_is_text(
     assert any("csd2" in line and (" 3.11." in line or " ok " in line) for line in shown.plain.splitlines())
 
 
+@pytest.mark.thorough
 @pytest.mark.attack(11)
 def test_fact_out_of_range_is_the_fault_of_one_machine(tmp_path: Path) -> None:
     with ExitStack() as stack:

@@ -40,7 +40,7 @@ if __name__ == "__main__":
     prepared = csdctl.prepare(job, fleet)
     verified = csdctl.verify(job, fleet)
     events: list[dict[str, object]] = []
-    options = csdctl.TrainOptions(is_balanced=False, max_steps=20)
+    options = csdctl.TrainOptions(is_balanced=False, max_steps=25)
     csdctl.train(job, fleet, batch_size=32, options=options)
     run = csdctl.train(job, resume="latest", callbacks=[events.append])
     model = run.model(custom_objects={"Scaled": Scaled})

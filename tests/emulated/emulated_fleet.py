@@ -1,5 +1,6 @@
 """An emulated fleet with OpenSSH's client in front of it."""
 
+import os
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -50,10 +51,12 @@ def write_ssh_config(directory: Path, path: Path) -> Path:
     return path
 
 
-def start(directory: Path, mechanism: str, num_nodes: int = 2) -> Running:
+def start(directory: Path, mechanism: str, num_nodes: int = 2, *, owner_pid: int | None = None) -> Running:
+    """Start a fleet that ends with `owner_pid`, or with these tests, however they end."""
     if mechanism == "cgroup":
         require("cpu cgroups")
-    start_fleet(directory, EmulatedSpec(num_nodes, CPU, MEMORY_BYTES), cpu_mechanism=mechanism)
+    spec = EmulatedSpec(num_nodes, CPU, MEMORY_BYTES)
+    start_fleet(directory, spec, cpu_mechanism=mechanism, owner_pid=owner_pid or os.getpid())
     return Running(directory, write_ssh_config(directory, directory.parent / "ssh_config"), mechanism)
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from tests.emulated.running import csdctl
 
-pytestmark = pytest.mark.emulated
+pytestmark = [pytest.mark.emulated, pytest.mark.thorough]
 
 JOB = """\
 model: model.py:build

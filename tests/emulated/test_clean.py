@@ -1,6 +1,7 @@
 """`csdctl clean` and `--failed-from` on an emulated fleet, with real processes and files."""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -30,7 +31,11 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     directory = tmp_path_factory.mktemp("project")
     emulated = directory / ".csdctl" / "emulated"
     written = start_fleet(
-        emulated, EmulatedSpec(2, 0.5, 1 << 30), fleet_path=directory / "fleet.yaml", cpu_mechanism="duty"
+        emulated,
+        EmulatedSpec(2, 0.5, 1 << 30),
+        fleet_path=directory / "fleet.yaml",
+        cpu_mechanism="duty",
+        owner_pid=os.getpid(),
     )
     text = written.read_text()
     (directory / "broken.yaml").write_text(
@@ -79,6 +84,7 @@ def test_partial_files_are_removed_and_complete_files_stay(project: Path) -> Non
     assert on_csd0(project, "ls .csdctl/objects").split() == ["0123.npy"]
 
 
+@pytest.mark.thorough
 def test_features_and_predictions_are_listed_and_removed_on_request(project: Path) -> None:
     on_csd0(
         project,
@@ -103,6 +109,7 @@ def test_features_and_predictions_are_listed_and_removed_on_request(project: Pat
     on_csd0(project, "rm -r .csdctl/data")
 
 
+@pytest.mark.thorough
 def test_deployed_trees_stay_until_nothing_uses_them(project: Path) -> None:
     (project / "tree").mkdir()
     (project / "tree" / "file").write_text("content")
@@ -115,12 +122,14 @@ def test_deployed_trees_stay_until_nothing_uses_them(project: Path) -> None:
     assert on_csd0(project, "ls .csdctl/objects") == ""
 
 
+@pytest.mark.thorough
 def test_everything_is_removed_with_the_trees(project: Path) -> None:
     assert csdctl(project, "deploy", "--tree", "tree").returncode == 0
     assert csdctl(project, "clean", "--everything", "--yes").returncode == 0
     assert on_csd0(project, "ls -d tree .csdctl 2>/dev/null; true") == "", "no dangling link remains"
 
 
+@pytest.mark.thorough
 def test_everything_is_removed_only_when_confirmed(project: Path) -> None:
     on_csd0(project, "mkdir -p .csdctl/data && echo 1 >.csdctl/data/x")
     refused = csdctl(project, "clean", "--everything")
@@ -144,6 +153,7 @@ def test_failed_node_is_named_and_only_it_is_retried(project: Path) -> None:
     assert not (project / ".csdctl" / "failed.json").exists(), "nothing is left to retry"
 
 
+@pytest.mark.thorough
 def test_json_output_of_a_command_serves_as_failed_from(project: Path) -> None:
     failed = csdctl(project, "clean", "--fleet", "broken.yaml", "--json")
     (project / "out.json").write_text(failed.stdout)
@@ -151,6 +161,7 @@ def test_json_output_of_a_command_serves_as_failed_from(project: Path) -> None:
     assert list(json.loads(again.stdout)["machines"]) == ["host", "csd1"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "content", ["{}", '{"failed": {}}', '{"failed": {"host": {}}}', "[]", '{"failed": 3}']
 )
@@ -161,6 +172,7 @@ def test_file_without_failed_nodes_is_bad_input(project: Path, content: str) -> 
     assert "none.json" in done.stderr
 
 
+@pytest.mark.thorough
 @pytest.mark.fault(34)
 def test_clean_does_not_end_a_running_csdctl_unless_forced(project: Path) -> None:
     program = (

@@ -124,6 +124,7 @@ def test_emulated_fleet_passes_all_checks_and_the_mpi_check(project: Path) -> No
     assert list((project / ".csdctl" / "scratch").iterdir()) == []
 
 
+@pytest.mark.thorough
 def test_settings_show_their_source(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CSDCTL_CONNECT_DEADLINE", "9")
     _, document, stderr = examine(project, "--limit", "csd0", "--mpi-deadline", "50", "-v")
@@ -146,6 +147,7 @@ def test_node_without_packages_fails_and_others_pass_the_mpi_check(project: Path
     assert "--exclude csd1" in stderr
 
 
+@pytest.mark.thorough
 @pytest.mark.fault(21)
 def test_node_without_its_configured_python_fails(project: Path) -> None:
     code, document, _ = examine(
@@ -155,6 +157,7 @@ def test_node_without_its_configured_python_fails(project: Path) -> None:
     assert failed_checks(document) == [("csd1", "Python")]
 
 
+@pytest.mark.thorough
 @pytest.mark.fault(49)
 def test_node_without_prted_fails(project: Path, tmp_path: Path) -> None:
     python = virtual_environment(tmp_path / "half", packages=True) / "bin" / "python"
@@ -164,6 +167,7 @@ def test_node_without_prted_fails(project: Path, tmp_path: Path) -> None:
     assert f"{tmp_path}/half/bin/prted is missing" in find_check(document, "csd1", "MPI")["found"]
 
 
+@pytest.mark.thorough
 @pytest.mark.fault(49)
 def test_node_with_another_open_mpi_fails(project: Path, tmp_path: Path) -> None:
     environment = virtual_environment(tmp_path / "old", packages=True)
@@ -178,6 +182,7 @@ def test_node_with_another_open_mpi_fails(project: Path, tmp_path: Path) -> None
     assert "as on the host" in find_check(document, "csd1", "MPI")["expected"]
 
 
+@pytest.mark.thorough
 def test_unreachable_node_fails_and_unreachable_fleet_has_its_own_exit_code(project: Path) -> None:
     with socket.socket() as taken:  # bound but not listening: connections are refused
         taken.bind(("127.0.0.1", 0))
@@ -189,6 +194,7 @@ def test_unreachable_node_fails_and_unreachable_fleet_has_its_own_exit_code(proj
         assert examine(project, "--fleet", "down.yaml", "--limit", "csd1")[0] == 4
 
 
+@pytest.mark.thorough
 @pytest.mark.fault(5)
 def test_node_with_a_changed_key_fails_with_the_message_of_the_error(project: Path, tmp_path: Path) -> None:
     fleet = yaml.safe_load((project / fleet_with(project, "key.yaml")).read_text())
@@ -207,6 +213,7 @@ def test_node_with_a_changed_key_fails_with_the_message_of_the_error(project: Pa
     assert "changed" in find_check(document, "csd1", "reach")["found"]
 
 
+@pytest.mark.thorough
 @pytest.mark.fault(56)
 @pytest.mark.needs("mounts")
 def test_node_with_a_full_tmpdir_fails(project: Path) -> None:
@@ -223,6 +230,7 @@ def test_node_with_a_full_tmpdir_fails(project: Path) -> None:
     assert "0 MiB free" in find_check(document, "csd1", "TMPDIR")["found"]
 
 
+@pytest.mark.thorough
 def test_daemon_that_never_responds_is_named_in_time_and_nothing_is_left(
     project: Path, tmp_path: Path
 ) -> None:
@@ -240,6 +248,7 @@ def test_daemon_that_never_responds_is_named_in_time_and_nothing_is_left(
     assert eventually(lambda: not command_lines_with(str(environment)))
 
 
+@pytest.mark.thorough
 @pytest.mark.fault(47)
 def test_rank_that_is_stopped_is_named_in_time_and_nothing_is_left(project: Path, tmp_path: Path) -> None:
     stop = '[ "$CSDCTL_EMULATED_NODE" = csd1 ] && case "$*" in *" mpi-check "*) kill -STOP $$ ;; esac'
@@ -254,6 +263,7 @@ def test_rank_that_is_stopped_is_named_in_time_and_nothing_is_left(project: Path
     assert eventually(lambda: not command_lines_with(str(python)))
 
 
+@pytest.mark.thorough
 def test_overall_deadline_ends_doctor_and_shows_partial_results(project: Path, tmp_path: Path) -> None:
     slow = write_script(tmp_path / "python", f'sleep 1000\nexec {sys.executable} "$@"')
     fleet = fleet_with(project, "slow.yaml", python=str(slow))
@@ -263,6 +273,7 @@ def test_overall_deadline_ends_doctor_and_shows_partial_results(project: Path, t
     assert find_check(document, "csd0", "reach")["status"] == "ok"
 
 
+@pytest.mark.thorough
 @pytest.mark.fault(50)
 @pytest.mark.needs("firewall")
 def test_firewall_between_machines_is_reported_before_anything_hangs(tmp_path: Path) -> None:

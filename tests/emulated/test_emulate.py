@@ -19,7 +19,7 @@ from csdctl.fleet.reading import load_fleet
 from tests.emulated.emulated_fleet import CPU, MEMORY_BYTES, Running, start, wait_until
 from tests.patience import run_command, stays
 
-pytestmark = [pytest.mark.emulated, pytest.mark.needs("ssh")]
+pytestmark = [pytest.mark.first(1), pytest.mark.emulated, pytest.mark.needs("ssh")]
 
 BUSY = """
 import os, sys, time

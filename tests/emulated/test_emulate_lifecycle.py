@@ -5,6 +5,8 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,14 +16,15 @@ from typer.testing import CliRunner
 
 from csdctl.cli.commands import emulate
 from csdctl.emulation.cgroups import list_cgroups
-from csdctl.emulation.fleet import EmulatedSpec, fleet_status, start_fleet, stop_fleet
+from csdctl.emulation.fleet import EmulatedSpec, fleet_status, is_up, start_fleet, stop_fleet
 from csdctl.emulation.processes import list_marked
 from csdctl.emulation.state import FleetPaths
 from csdctl.errors import InputError
 from csdctl.fleet.reading import load_fleet
 from tests.emulated.emulated_fleet import CPU, MEMORY_BYTES, Running, start, wait_until
+from tests.patience import stays
 
-pytestmark = [pytest.mark.emulated, pytest.mark.needs("ssh")]
+pytestmark = [pytest.mark.first(1), pytest.mark.emulated, pytest.mark.needs("ssh")]
 
 
 @pytest.fixture
@@ -50,9 +53,9 @@ def assert_nothing_is_left(directory: Path) -> None:
 
 def test_a_running_fleet_is_reused_and_another_is_refused(directory: Path) -> None:
     spec = EmulatedSpec(1, CPU, MEMORY_BYTES)
-    path = start_fleet(directory, spec)
+    path = start_fleet(directory, spec, owner_pid=os.getpid())
     pids = [status.pid for status in fleet_status(directory)]
-    assert start_fleet(directory, spec) == path
+    assert start_fleet(directory, spec, owner_pid=os.getpid()) == path
     assert [status.pid for status in fleet_status(directory)] == pids
     with pytest.raises(InputError, match="another emulated fleet is running") as refusal:
         start_fleet(directory, EmulatedSpec(2, CPU, MEMORY_BYTES))
@@ -99,6 +102,87 @@ def test_a_fleet_with_a_dead_server_is_restarted(directory: Path) -> None:
     assert all(status.is_running for status in fleet_status(directory))
 
 
+@pytest.fixture
+def owners() -> Iterator[list["subprocess.Popen[bytes]"]]:
+    """Three processes that only wait; killed ones stay zombies for as long as the test wants."""
+    waiting = [subprocess.Popen(["sleep", "1000"]) for _ in range(3)]
+    yield waiting
+    for process in waiting:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("mechanism", ["cgroup", "duty"])
+@pytest.mark.parametrize("state", ["whole", "a server killed", "state cut short", "all gone"])
+def test_fleet_ends_with_its_owner(
+    directory: Path, owners: "list[subprocess.Popen[bytes]]", mechanism: str, state: str
+) -> None:
+    fleet = start(directory, mechanism, owner_pid=owners[0].pid)
+    for node in ("csd0", "csd1"):
+        fleet.output("setsid sh -c 'while :; do :; done' </dev/null >/dev/null 2>&1 &", node)
+    if state == "a server killed":
+        os.kill(fleet.status().pid, signal.SIGKILL)
+    elif state == "state cut short":
+        FleetPaths(directory).state.write_text("{")
+    elif state == "all gone":
+        shutil.rmtree(directory.parent)
+    owners[0].kill()
+    wait_until(lambda: not list_marked(FleetPaths(directory).fleet_id))
+    assert_nothing_is_left(directory)
+
+
+def running_pids(directory: Path) -> list[int]:
+    return [status.pid for status in fleet_status(directory) if status.is_running]
+
+
+def test_last_up_decides_whom_the_fleet_belongs_to(
+    directory: Path, owners: "list[subprocess.Popen[bytes]]"
+) -> None:
+    spec = EmulatedSpec(2, CPU, MEMORY_BYTES)
+    first, second, third = owners
+    start_fleet(directory, spec, owner_pid=first.pid)
+    pids = running_pids(directory)
+    for before, owner_pid in ((first, second.pid), (second, None)):
+        start_fleet(directory, spec, owner_pid=owner_pid)
+        before.kill()
+        assert stays(lambda: running_pids(directory) == pids, 0.5)
+    start_fleet(directory, spec, owner_pid=third.pid)
+    third.kill()
+    wait_until(lambda: not list_marked(FleetPaths(directory).fleet_id))
+    assert_nothing_is_left(directory)
+
+
+def test_down_may_come_while_the_owner_ends(directory: Path, owners: "list[subprocess.Popen[bytes]]") -> None:
+    start(directory, "auto", owner_pid=owners[0].pid)
+    owners[0].kill()
+    stop_fleet(directory)
+    assert_nothing_is_left(directory)
+
+
+def test_owner_that_does_not_run_is_refused(directory: Path, owners: "list[subprocess.Popen[bytes]]") -> None:
+    owners[0].kill()
+    owners[0].wait()
+    for pid in (owners[0].pid, 0, -1):
+        with pytest.raises(InputError, match=f"received {pid} .* expected .* running process") as refusal:
+            start_fleet(directory, EmulatedSpec(1), owner_pid=pid)
+        assert "--pid" in refusal.value.remedy
+    assert not directory.exists()
+
+
+def test_demo_that_is_killed_leaves_no_fleet(tmp_path: Path) -> None:
+    directory = tmp_path / "demo" / ".csdctl" / "emulated"
+    command = [sys.executable, "-P", "-m", "csdctl", "demo", "--nodes", "1", "--directory", "demo"]
+    try:
+        with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL) as demo:
+            wait_until(lambda: is_up(directory))
+            demo.kill()
+        wait_until(lambda: not list_marked(FleetPaths(directory).fleet_id))
+        assert_nothing_is_left(directory)
+        assert not (tmp_path / "demo" / "fleet.yaml").exists()
+    finally:
+        stop_fleet(directory)
+
+
 def test_a_foreign_fleet_file_is_not_changed(directory: Path, tmp_path: Path) -> None:
     path = tmp_path / "fleet.yaml"
     path.write_text("nodes: []\n")
@@ -128,9 +212,10 @@ def test_commands_start_show_and_stop_a_fleet(
         assert result.exit_code == 0, result.output
         return result.stdout
 
-    up = ("up", "--nodes", "1", "--memory", "256M")
+    up = ("up", "--nodes", "1", "--memory", "256M", "--pid", str(os.getpid()))
     started = json.loads(run(*up, "--json"))
     assert (started["schema"], started["emulated"], started["was_up"]) == ("csdctl.emulate/1", True, False)
+    assert started["owner_pid"] == os.getpid()
     assert load_fleet(tmp_path / "fleet.yaml").node("csd0").port == started["nodes"][0]["port"]
     assert "was already up" in run(*up)
     assert json.loads(run("status", "--json"))["nodes"][0]["is_running"]

@@ -17,7 +17,7 @@ from tests.emulated.running import csdctl
 from tests.emulated.training import events_of, kill_rank, nothing_is_left, start_training, wait_for_epochs
 from tests.patience import communicate
 
-pytestmark = pytest.mark.emulated
+pytestmark = [pytest.mark.emulated, pytest.mark.thorough]
 
 NUM_SAMPLES = 96
 JOB = """\
@@ -125,6 +125,9 @@ def test_features_train_the_same_model(project: Path, by_features: dict[str, Any
     for one, other in zip(expected, found, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
     assert by_features["features"]["num_computed"] == 4 * NUM_SAMPLES
+
+
+def test_features_of_all_samples_are_found_again(project: Path, by_features: dict[str, Any]) -> None:
     found = csdctl(project, "extract", "faster.yaml", "--batch-size", "8", "--json")
     assert found.returncode == 0, found.stderr
     document = json.loads(found.stdout)

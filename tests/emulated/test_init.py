@@ -122,6 +122,7 @@ def train(project: Path, name: str) -> dict[str, Any]:
     return report
 
 
+@pytest.mark.thorough
 def test_compiled_model_with_own_layers_and_class_folders(project: Path) -> None:
     options = ("--public", "pictures/train", "--validation", "pictures/val", "--private", "~/private")
     document = init(project, "cnn", "--model", "models.py:build", *options)
@@ -133,6 +134,7 @@ def test_compiled_model_with_own_layers_and_class_folders(project: Path) -> None
     train(project, "cnn")
 
 
+@pytest.mark.thorough
 def test_saved_model_and_npz(project: Path) -> None:
     assert run_python(project, SAVED).returncode == 0
     document = init(
@@ -143,6 +145,7 @@ def test_saved_model_and_npz(project: Path) -> None:
     train(project, "saved")
 
 
+@pytest.mark.thorough
 def test_function_that_reads_data_for_a_model_that_is_not_compiled(project: Path) -> None:
     document = init(project, "series", "--model", "models.py:series", "--public", "data.py:load")
     assert document["model"]["compiled"] is None

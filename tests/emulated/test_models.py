@@ -13,7 +13,7 @@ from csdctl.job.model import load_job
 from csdctl.tuning.plan import Plan, RankPlan, save_plan
 from tests.emulated.running import csdctl
 
-pytestmark = pytest.mark.emulated
+pytestmark = [pytest.mark.emulated, pytest.mark.thorough]
 
 NUM_SAMPLES = 96
 JOB = """\
@@ -129,9 +129,7 @@ def test_verify_compares_random_layers_in_16_bits_with_the_random_states_of_ever
     assert "random_rotation" in found["not_one_batch"][0]
 
 
-@pytest.mark.thorough(
-    "emulated/test_models.py::test_verify_compares_random_layers_in_16_bits_with_the_random_states_of_every_rank"
-)
+@pytest.mark.thorough
 def test_verify_compares_a_model_with_two_inputs(project: Path) -> None:
     """The other model has the same inputs."""
     done = csdctl(project, "verify", "--json")

@@ -19,7 +19,7 @@ import pytest
 import csdctl as package
 from tests.emulated.running import csdctl
 
-pytestmark = pytest.mark.emulated
+pytestmark = [pytest.mark.emulated, pytest.mark.thorough]
 
 NUM_PUBLIC, NUM_PRIVATE = 6000, 900
 JOB = """\

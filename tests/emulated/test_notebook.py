@@ -13,7 +13,7 @@ import pytest
 from tests.emulated.running import csdctl
 from tests.patience import scaled
 
-pytestmark = pytest.mark.emulated
+pytestmark = [pytest.mark.emulated, pytest.mark.thorough]
 NOTEBOOK = Path(__file__).parents[2] / "docs" / "tutorials" / "notebook.ipynb"
 ENDLESS = """
 import csdctl, numpy as np, keras

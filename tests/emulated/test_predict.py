@@ -18,7 +18,7 @@ from tests.emulated.running import CSDCTL, csdctl
 from tests.emulated.training import of_fleet, processes
 from tests.patience import communicate, wait_for
 
-pytestmark = pytest.mark.emulated
+pytestmark = [pytest.mark.emulated, pytest.mark.thorough]
 
 NUM_SAMPLES = 80
 NUM_PUBLIC = 200

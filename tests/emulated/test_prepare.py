@@ -111,6 +111,7 @@ def test_images_are_prepared_in_place_and_numbered_equally(project: Path) -> Non
     assert holds_no_canary(project, done.stdout, done.stderr)
 
 
+@pytest.mark.thorough
 def test_dry_run_names_the_data_that_is_there_and_writes_nothing(project: Path) -> None:
     shutil.rmtree(private(project, "csd1"))
     private(project, "csd1").mkdir()
@@ -148,6 +149,7 @@ def test_incompatible_data_on_a_node_is_refused_with_node_and_class(project: Pat
     assert holds_no_canary(project, done.stdout, done.stderr)
 
 
+@pytest.mark.thorough
 @pytest.mark.fault(58)
 def test_node_without_data_is_refused(project: Path) -> None:
     for node in ("csd0", "csd1"):
@@ -159,6 +161,7 @@ def test_node_without_data_is_refused(project: Path) -> None:
     assert "csd1: there is no data at ~/private" in done.stderr
 
 
+@pytest.mark.thorough
 def test_users_function_runs_on_the_node_and_cannot_reveal_its_data(project: Path) -> None:
     (project / "my_data.py").write_text(LOAD)
     (project / "job.yaml").write_text(JOB.replace("~/private}", "~/private, function: my_data.py:load}"))
@@ -172,6 +175,7 @@ def test_users_function_runs_on_the_node_and_cannot_reveal_its_data(project: Pat
     assert holds_no_canary(project, done.stdout, done.stderr, failed.stdout, failed.stderr)
 
 
+@pytest.mark.thorough
 def test_shared_public_data_is_not_sent(project: Path) -> None:
     job = JOB.replace("{path: public}", f"{{path: {project}/public, on: every-node}}")
     (project / "job.yaml").write_text(job)

@@ -12,7 +12,7 @@ from csdctl.reporting.differential_privacy import compute_epsilon
 from csdctl.worker.protocol.recipe import Noise
 from tests.emulated.running import csdctl
 
-pytestmark = pytest.mark.emulated
+pytestmark = [pytest.mark.emulated, pytest.mark.thorough]
 
 JOB = """\
 model: model.py:build

@@ -90,6 +90,7 @@ def test_detached_run_outlives_its_terminal_and_is_found_watched_and_stopped(pro
     assert "stopped; the state of the last completed step is kept" in output
 
 
+@pytest.mark.thorough
 def test_hang_up_of_a_run_with_a_terminal_stops_it_in_order(project: Path) -> None:
     command = [str(CSDCTL), "train", "--batch-size", "64", "--skip-doctor"]
     before = set(runs(project))
@@ -112,6 +113,7 @@ def test_hang_up_of_a_run_with_a_terminal_stops_it_in_order(project: Path) -> No
     assert set(runs(project)) == {run_id}
 
 
+@pytest.mark.thorough
 def test_detached_run_that_cannot_start_says_why(project: Path) -> None:
     (project / "broken.yaml").write_text(JOB.replace("public.npz", "missing.npz"))
     failed = csdctl(project, "train", "broken.yaml", "--batch-size", "64", "--skip-doctor", "--detach")

@@ -3,8 +3,11 @@
 import json
 
 import numpy as np
+import pytest
 
 from tests.emulated.running import csdctl
+
+pytestmark = pytest.mark.thorough
 
 JOB = """\
 model: net.py:build
@@ -13,6 +16,8 @@ recipe: {epochs: 1, optimizer: sgd, learning_rate: 0.05, loss: sparse_categorica
 """
 MODEL = """\
 import keras
+
+
 def build():
     layers = [keras.Input((8, 8, 1)), keras.layers.Flatten(), keras.layers.Dense(10, activation="softmax")]
     return keras.Sequential(layers)

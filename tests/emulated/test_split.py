@@ -13,7 +13,7 @@ from tests.emulated.test_features import weights_of, write
 from tests.emulated.training import events_of, kill_rank, nothing_is_left, start_training, wait_for_epochs
 from tests.patience import communicate
 
-pytestmark = pytest.mark.emulated
+pytestmark = [pytest.mark.emulated, pytest.mark.thorough]
 
 NUM_SAMPLES = 96
 JOB = """\
@@ -78,6 +78,9 @@ def test_split_model_trains_as_whole_ones_and_says_what_left_the_nodes(project: 
     flows = {(flow["sender"], flow["receiver"], flow["kind"]): flow["num_bytes"] for flow in sent}
     # 8 × 10 × 10 activations in float32 and a label of 4 bytes for each of a node's samples, twice.
     assert flows["csd0", "host", "activations"] == 2 * NUM_SAMPLES * (8 * 10 * 10 * 4 + 4)
+
+
+def test_verify_compares_the_split_model_with_the_whole_one(project: Path) -> None:
     verified = csdctl(project, "verify", *SPLIT, "--json")
     assert verified.returncode == 0, verified.stderr
     found = json.loads(verified.stdout)

@@ -17,7 +17,7 @@ from csdctl.workflows.data.sample_dataset import fetch_fashion_mnist
 from tests.emulated.running import csdctl
 from tests.emulated.training import events_of
 
-pytestmark = pytest.mark.emulated
+pytestmark = [pytest.mark.emulated, pytest.mark.thorough]
 
 NUM_PRETRAINING, NUM_PUBLIC, NUM_PRIVATE, NUM_VALIDATION = 4000, 240, 80, 1000
 EPOCHS = 2

@@ -1,6 +1,7 @@
 """Transport, probes and discovery on an emulated fleet, with real servers and sockets."""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from csdctl.emulation.fleet import EmulatedSpec, start_fleet, stop_fleet
+from csdctl.emulation.fleet import EmulatedSpec, fleet_status, start_fleet, stop_fleet
 from csdctl.errors import DeadlineError
 from csdctl.fleet.facts import load_facts
 from csdctl.fleet.model import Fleet
@@ -17,7 +18,8 @@ from csdctl.transport.many import fleet_known_hosts_paths, open_sessions, run_on
 from csdctl.transport.session import Session
 from csdctl.transport.ssh_config import build_ssh_config
 from csdctl.workflows.discovery.discover import discover
-from tests.patience import scaled
+from tests.patience import eventually, scaled
+from tests.started_programs import start_and_kill
 
 pytestmark = pytest.mark.emulated
 
@@ -29,7 +31,8 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A project directory with a running emulated fleet; its file is `.csdctl/emulated/fleet.yaml`."""
     directory = tmp_path_factory.mktemp("project")
     emulated = directory / ".csdctl" / "emulated"
-    start_fleet(emulated, EmulatedSpec(num_nodes=2, cpu=0.5, memory_bytes=MEMORY_BYTES))
+    spec = EmulatedSpec(num_nodes=2, cpu=0.5, memory_bytes=MEMORY_BYTES)
+    start_fleet(emulated, spec, owner_pid=os.getpid())
     yield directory
     stop_fleet(emulated)
 
@@ -66,6 +69,12 @@ def test_hanging_commands_end_on_all_nodes_at_their_deadline(project: Path, flee
         outcomes = run_on_all(sessions.nodes, hang)
         assert all(isinstance(outcome.error, DeadlineError) for outcome in outcomes.values())
         assert all(outcome.get() for outcome in run_on_all(sessions.nodes, is_gone).values())
+
+
+def test_programs_on_a_node_end_when_csdctl_is_killed(project: Path) -> None:
+    emulated = project / ".csdctl" / "emulated"
+    start_and_kill(str(emulated), "csd0")
+    assert eventually(lambda: not fleet_status(emulated)[0].num_processes)
 
 
 def test_limits_of_the_nodes_are_discovered_and_kept(project: Path, fleet: Fleet) -> None:

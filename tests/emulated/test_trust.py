@@ -1,6 +1,7 @@
 """`csdctl trust` on an emulated fleet: host keys of real servers, accepted, and refused when they change."""
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,7 +19,8 @@ pytestmark = pytest.mark.emulated
 def emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The fleet file of an emulated fleet of two nodes."""
     directory = tmp_path_factory.mktemp("emulated")
-    yield start_fleet(directory / "state", EmulatedSpec(2, 0.5, 1 << 30), cpu_mechanism="duty")
+    spec = EmulatedSpec(2, 0.5, 1 << 30)
+    yield start_fleet(directory / "state", spec, cpu_mechanism="duty", owner_pid=os.getpid())
     stop_fleet(directory / "state")
 
 
@@ -49,6 +51,7 @@ def test_unknown_keys_are_refused_until_the_user_accepts_them(project: Path) -> 
     assert csdctl(project, "discover").returncode == 0
 
 
+@pytest.mark.thorough
 def test_dry_run_shows_keys_and_stores_none(project: Path) -> None:
     (project / ".csdctl").mkdir(exist_ok=True)
     failed = project / ".csdctl" / "failed.json"
@@ -76,6 +79,7 @@ def test_keys_are_stored_in_plain_text_and_accepted_once(project: Path) -> None:
     assert len(known(project)) == 2
 
 
+@pytest.mark.thorough
 @pytest.mark.fault(5)
 def test_changed_key_is_always_refused_and_forgotten_only_by_name(project: Path) -> None:
     csdctl(project, "trust", "--yes")

@@ -11,7 +11,7 @@ import yaml
 
 from tests.emulated.running import csdctl
 
-pytestmark = pytest.mark.emulated
+pytestmark = [pytest.mark.emulated, pytest.mark.thorough]
 
 LIMIT = 256
 STANNIS = ("--method=stannis", "--batch-sizes=4,16", "--probe-seconds=0.1", "--exclude=csd1")
@@ -94,9 +94,7 @@ def test_nodes_of_one_class_measure_different_sizes_and_get_one(first: tuple[dic
     assert nodes[0]["batch_size"] == nodes[1]["batch_size"]
 
 
-@pytest.mark.thorough(
-    "unit/workflows/tune/test_fit_tuning.py::test_second_tuning_needs_no_probe_and_one_trial"
-)
+@pytest.mark.thorough
 def test_second_tune_probes_nothing_and_confirms_with_one_trial(
     project: Path, first: tuple[dict[str, Any], str]
 ) -> None:
@@ -123,9 +121,7 @@ def test_fresh_tune_without_the_host_plans_an_exact_global_batch_which_is_traine
     assert summary["predicted_samples_per_s"] == plan["predicted_samples_per_s"]
 
 
-@pytest.mark.thorough(
-    "unit/tuning/test_probe_policy.py::test_probing_starts_at_the_guess_from_a_similar_model"
-)
+@pytest.mark.thorough
 def test_similar_model_is_probed_near_its_neighbours_sizes(
     project: Path, first: tuple[dict[str, Any], str]
 ) -> None:

@@ -11,7 +11,7 @@ import yaml
 from tests.emulated.running import csdctl
 from tests.emulated.test_features import JOB, MODEL, write
 
-pytestmark = pytest.mark.emulated
+pytestmark = [pytest.mark.emulated, pytest.mark.thorough]
 
 QUICK = ("--no-explore", "--probe-seconds", "0.1", "--max-global-batch", "24")
 

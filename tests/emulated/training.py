@@ -8,35 +8,29 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from csdctl.emulation.cgroups import list_cgroups
-from csdctl.emulation.limits import cgroup_prefix
 from tests.emulated.running import CSDCTL
 from tests.patience import eventually, wait_for
 
-STEPS = 120
-SHORT_RUN = ("--batch-size", "48", "--max-steps", str(STEPS), "--skip-doctor", "--collective", "star")
+SHORT_RUN = ("--batch-size", "8", "--max-steps", "240", "--skip-doctor", "--collective", "star")
 
 
 def start_training(
     demo: Path, *arguments: str, until: str = "Progress"
 ) -> tuple[subprocess.Popen[str], Path]:
+    """Start a short `csdctl train`, as `start_run` does."""
+    return start_run(demo, *SHORT_RUN, *arguments, until=until)
+
+
+def start_run(demo: Path, *arguments: str, until: str = "Progress") -> tuple[subprocess.Popen[str], Path]:
     """Start `csdctl train`; return the process and its run directory after the first event `until`."""
     before = set((demo / ".csdctl" / "runs").glob("*"))
-    process = _train(demo, *SHORT_RUN, *arguments)
+    process = _train(demo, *arguments)
 
     def new_run() -> Path | None:
         found = set((demo / ".csdctl" / "runs").glob("*")) - before
         return next((run for run in found if num_lines_with(until, run)), None)
 
     return process, wait_for(new_run, process, demo)
-
-
-def resume_training(demo: Path, run: Path, *arguments: str) -> subprocess.Popen[str]:
-    """Resume `run` as `arguments` name it; return the process after its first steps."""
-    before = num_lines_with("Progress", run)
-    process = _train(demo, *SHORT_RUN[2:], *arguments)
-    wait_for(lambda: num_lines_with("Progress", run) > before, process, demo)
-    return process
 
 
 def wait_until_regrouped(process: subprocess.Popen[str], run: Path, generation: int) -> None:
@@ -162,16 +156,6 @@ def hash_at_the_end(run: Path) -> str:
     hashes = {event["weights_hash"] for event in events_of(run, "Finished")}
     assert len(hashes) == 1
     return hashes.pop()
-
-
-def remove_cpu_limits(demo: Path) -> None:
-    """Remove the CPU limits of the nodes: fault tests spend most of their time starting processes."""
-    fleet_id = (demo / ".csdctl/emulated/fleet.id").read_text().strip()
-    for group in list_cgroups(cgroup_prefix(fleet_id)):
-        if (group / "cpu.max").exists():
-            (group / "cpu.max").write_text("max")
-        else:
-            (group / "cpu.cfs_quota_us").write_text("-1")
 
 
 def resumed_from(run: Path, generation: int = 2) -> dict[str, Any]:

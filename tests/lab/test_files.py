@@ -17,7 +17,7 @@ from tests.lab.machines import LabNode
 from tests.lab.project import Project
 from tests.patience import communicate, wait_for
 
-pytestmark = pytest.mark.lab
+pytestmark = [pytest.mark.lab, pytest.mark.first(1)]
 
 MIB = 1 << 20
 SLOW_MBIT_PER_S = 10
@@ -155,6 +155,7 @@ def test_source_that_changes_meanwhile_arrives_unchanged_or_not_at_all(project: 
         assert deployed(node) == {}
 
 
+@pytest.mark.thorough
 @pytest.mark.fault(30)
 @pytest.mark.fault(32)
 @pytest.mark.fault(33)

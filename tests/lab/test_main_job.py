@@ -123,6 +123,7 @@ def test_job_or_fleet_changed_after_tuning_is_detected(project: Project, job: Pa
     assert "changed since tuning" in done.stderr
 
 
+@pytest.mark.thorough
 @pytest.mark.fault(10)
 def test_training_reaches_nodes_through_a_jump_host(project: Project, job: Path) -> None:
     lab = project.lab
@@ -150,6 +151,7 @@ def test_jump_host_that_is_off_is_named_once_for_all_nodes_behind_it(project: Pr
     assert done.stdout.count("→") == 1, done.stdout
 
 
+@pytest.mark.thorough
 @pytest.mark.fault(24)
 @pytest.mark.fault(34)
 @pytest.mark.fault(35)
@@ -176,6 +178,7 @@ def test_second_csdctl_names_the_first_and_works_once_it_is_dead(
     assert node.commands() == []
 
 
+@pytest.mark.thorough
 @pytest.mark.fault(23)
 def test_ctrl_c_twice_ends_at_once_and_leaves_nothing_on_any_node(project: Project, job: Path) -> None:
     project.use(project.lab.near[0], network=NETWORK)

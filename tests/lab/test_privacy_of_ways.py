@@ -14,7 +14,7 @@ from tests.lab.capture import captured
 from tests.lab.project import Project
 from tests.lab.test_privacy import CANARY, NETWORK, TOLERANCE, check_ledger, find_canaries
 
-pytestmark = pytest.mark.lab
+pytestmark = [pytest.mark.lab, pytest.mark.thorough]
 
 NUM_PRIVATE, EPOCHS, LABEL_BYTES = 500, 10, 4
 IMAGE = np.frombuffer((CANARY * 3)[:64], np.uint8).reshape(8, 8, 1)

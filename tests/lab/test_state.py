@@ -9,7 +9,7 @@ from csdctl.fleet.facts import facts_path, load_facts
 from csdctl.fleet.reading import load_fleet
 from tests.lab.project import Project
 
-pytestmark = pytest.mark.lab
+pytestmark = [pytest.mark.lab, pytest.mark.first(1)]
 
 
 @pytest.mark.fault(36)

@@ -50,7 +50,8 @@ def demo(
     streams.say(
         f"The demo runs in {Path.cwd()}. The fleet is emulated: its timings say nothing about real nodes."
     )
-    steps = _list_transfer_steps(nodes, cpu) if transfer else _list_steps(nodes, cpu)
+    list_steps = _list_transfer_steps if transfer else _list_steps
+    steps = list_steps(nodes, cpu, None if keep else os.getpid())
     try:
         for command, run in steps.items():
             streams.say("")
@@ -65,12 +66,12 @@ def demo(
         streams.say(f"The fleet is still running: `cd {directory}`; to stop it: `csdctl emulate down`.")
 
 
-def _list_steps(nodes: int, cpu: float) -> dict[str, Callable[[], None]]:
-    """Return the commands of the demo in order, each with the call that runs it."""
+def _list_steps(nodes: int, cpu: float, pid: int | None) -> dict[str, Callable[[], None]]:
+    """Return the commands of the demo in order, each with its call; the fleet ends with process `pid`."""
     from csdctl.cli.commands import discover, emulate, prepare, report, train, tune
 
     return {
-        f"emulate up --nodes {nodes} --cpu {cpu}": lambda: emulate.up(nodes=nodes, cpu=cpu),
+        f"emulate up --nodes {nodes} --cpu {cpu}": lambda: emulate.up(nodes=nodes, cpu=cpu, pid=pid),
         "discover": discover.discover,
         "prepare --sample fashion-mnist": lambda: prepare.prepare(
             DEFAULT_JOB, DEFAULT_FLEET, sample="fashion-mnist"
@@ -81,13 +82,13 @@ def _list_steps(nodes: int, cpu: float) -> dict[str, Callable[[], None]]:
     }
 
 
-def _list_transfer_steps(nodes: int, cpu: float) -> dict[str, Callable[[], None]]:
+def _list_transfer_steps(nodes: int, cpu: float, pid: int | None) -> dict[str, Callable[[], None]]:
     """Return the commands of the demo of transfer learning: every rank has the same batch size."""
     from csdctl.cli.commands import discover, emulate, prepare, report, train
 
     scratch = Path("scratch.yaml")
     return {
-        f"emulate up --nodes {nodes} --cpu {cpu}": lambda: emulate.up(nodes=nodes, cpu=cpu),
+        f"emulate up --nodes {nodes} --cpu {cpu}": lambda: emulate.up(nodes=nodes, cpu=cpu, pid=pid),
         "discover": discover.discover,
         "prepare --sample openclipart": lambda: prepare.prepare(
             DEFAULT_JOB, DEFAULT_FLEET, sample="openclipart"

@@ -29,6 +29,10 @@ def up(
             help="How the CPU share is enforced: auto, cgroup or duty.",
         ),
     ] = "auto",
+    pid: Annotated[
+        int | None,
+        typer.Option(envvar="CSDCTL_EMULATE_PID", help="End the fleet when this process ends."),
+    ] = None,
     json: options.JsonOption = False,
 ) -> None:
     """Start an emulated fleet, and write the fleet file that describes it."""
@@ -43,6 +47,7 @@ def up(
         memory=memory,
         fleet_path=fleet,
         cpu_mechanism=cpu_mechanism,
+        owner_pid=pid,
     )
     show_started(streams, result)
 

@@ -1,5 +1,6 @@
 """An emulated fleet, as a table and as JSON."""
 
+import os
 from collections.abc import Iterable
 from dataclasses import asdict
 
@@ -17,10 +18,19 @@ SCHEMA = "csdctl.emulate/1"
 def show_started(streams: Streams, fleet: EmulatedFleet) -> None:
     """Print what `emulate up` started."""
     if streams.is_json:
-        streams.result(emulate_document(fleet.nodes, fleet=str(fleet.fleet_path), was_up=fleet.was_up))
+        streams.result(
+            emulate_document(
+                fleet.nodes,
+                fleet=str(fleet.fleet_path),
+                was_up=fleet.was_up,
+                owner_pid=fleet.owner_pid,
+            )
+        )
         return
     render_nodes(streams.console, fleet.nodes)
     streams.say(f"Emulated fleet {'was already up' if fleet.was_up else 'is up'}: {fleet.fleet_path}")
+    if fleet.owner_pid not in (None, os.getpid()):  # the demo need not speak of itself
+        streams.say(f"It ends when process {fleet.owner_pid} ends.")
 
 
 def show_status(streams: Streams, nodes: Iterable[NodeStatus]) -> None:

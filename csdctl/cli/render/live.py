@@ -52,7 +52,10 @@ from csdctl.worker.protocol.events import (
 )
 from csdctl.worker.protocol.run_spec import RunSpec
 
-LOST_LINK = "waiting for others"
+STATES: dict[type[Event], str] = {Ready: READY, NodeBack: "back", Finished: DONE}
+"""Of the rank that an event is about."""
+STANDSTILLS: dict[type[Event], str] = {LinkLost: "waiting for others", NodeLost: "lost", Failed: "failed"}
+"""The same, where it takes no steps."""
 SILENT_S = 10.0
 """Without news of any step: the headline says so."""
 MAX_POINTS = 2000
@@ -98,44 +101,38 @@ class TrainingView(FleetView[RankRow]):
         row = self._rows[event.rank]
         if (line := self._blame.add(self._clock(), event)) and self._live is None:
             self._print(line)
-        if isinstance(event, Ready):
-            row.state = READY
-        elif isinstance(event, Joined):
+        row.state = STATES.get(type(event), row.state)
+        if state := STANDSTILLS.get(type(event)):
+            row.stand_still(state)
+        if isinstance(event, Joined):
             self._show_joined(event)
-        elif isinstance(event, Progress):
-            self._show_totals(event, event.step, row)
-            if event.rank == 0:
-                self._print_headline_if_due()
-        elif isinstance(event, EpochEnd):
-            self._show_totals(event, self._steps_per_epoch, row)
-            if event.rank == 0:
-                self._print_soon(_format_epoch(event, self._spec.recipe.epochs))
+        elif isinstance(event, Progress | EpochEnd):
+            self._show_totals(event, row)
         elif isinstance(event, Rebalanced):
             self._set_batch_sizes(event.batch_sizes)
-            self._print(self._format_rebalanced(event))
         elif isinstance(event, Evaluating):
             self._evaluating = f"evaluating {event.num_done:,}/{event.num_samples:,} samples  "
             self._step_at = self._clock()
-        elif isinstance(event, LinkLost):
-            row.stand_still(LOST_LINK)
-        elif isinstance(event, WaitingFor) and event.nodes:
-            self._print(f"waiting for {', '.join(event.nodes)}")
-        elif isinstance(event, NodeLost):
-            row.stand_still("lost")
-            self._print(f"{event.node} is lost, the other ranks continue: {event.message}")
-        elif isinstance(event, NodeBack):
-            row.state = "back"
-            self._print(f"{event.node} is back and rejoins at the end of the epoch")
-        elif isinstance(event, Finished):
-            row.state = DONE
-            if event.rank == 0 and event.reason == EARLY_STOPPING:
-                self._print(f"stopped early, after epoch {event.epochs}")
-        elif isinstance(event, Failed):
-            row.stand_still("failed")
-        elif isinstance(event, Inverted):
-            self._print(f"activations: {describe_inversion(event)}")
-        elif isinstance(event, CheckpointSaved) and self._live is None:
-            self._print(f"checkpoint {event.path}")
+        if line := self._format_event(event):
+            self._print(line)
+
+    def _format_event(self, event: Event) -> str:
+        """Return what is printed about an event, apart from steps, epochs and groups."""
+        if isinstance(event, Rebalanced):
+            return self._format_rebalanced(event)
+        if isinstance(event, WaitingFor) and event.nodes:
+            return f"waiting for {', '.join(event.nodes)}"
+        if isinstance(event, NodeLost):
+            return f"{event.node} is lost, the other ranks continue: {event.message}"
+        if isinstance(event, NodeBack):
+            return f"{event.node} is back and rejoins at the end of the epoch"
+        if isinstance(event, Finished) and event.rank == 0 and event.reason == EARLY_STOPPING:
+            return f"stopped early, after epoch {event.epochs}"
+        if isinstance(event, Inverted):
+            return f"activations: {describe_inversion(event)}"
+        if isinstance(event, CheckpointSaved) and self._live is None:
+            return f"checkpoint {event.path}"
+        return ""
 
     def _show_joined(self, event: Joined) -> None:
         """Show that a group of ranks has formed; rank 0 reports for the group."""
@@ -170,14 +167,20 @@ class TrainingView(FleetView[RankRow]):
     def _count_steps(self, epoch: int, step: int) -> int:
         return (epoch - 1) * self._steps_per_epoch + step
 
-    def _show_totals(self, event: Progress | EpochEnd, step: int, row: RankRow) -> None:
-        """Show what a rank has done up to `step` of an epoch; a short epoch has only its end."""
+    def _show_totals(self, event: Progress | EpochEnd, row: RankRow) -> None:
+        """Show what a rank has done; a short epoch has only its end."""
         take_totals(row, event)
         self._evaluating, self._step_at = "", self._clock()
-        if event.rank == 0:
-            self._last, self._last_step = event, step
-            self._rate = event.global_samples / event.wall_s if event.wall_s else None
-            self._add_points(event)
+        if event.rank != 0:
+            return
+        self._last = event
+        self._last_step = self._steps_per_epoch if isinstance(event, EpochEnd) else event.step
+        self._rate = event.global_samples / event.wall_s if event.wall_s else None
+        self._add_points(event)
+        if isinstance(event, EpochEnd):
+            self._print_soon(_format_epoch(event, self._spec.recipe.epochs))
+        else:
+            self._print_headline_if_due()
 
     def _add_points(self, event: Progress | EpochEnd) -> None:
         metrics = list(name_metrics(event.accuracy, event.metrics).items())

@@ -14,14 +14,17 @@ Message = tuple[str, int, int, int]
 """Traffic class, sender, receiver and bytes."""
 Counters = tuple[list[Message], list[ConnectionRow]]
 """Of one rank: the messages that it sent or received, and its connections."""
+DRAIN_S = 1.0
+"""How long bytes may be on their way: a peer that is gone acknowledges nothing."""
 _LARGEST_RANK, _LARGEST_COUNT = 1 << 16, 1 << 50
 _MAX_ENDPOINT = 80
 """Characters of an IPv6 address with its zone, and a port."""
 
 
 def list_connection_rows() -> list[ConnectionRow]:
-    """Return the TCP connections of this process."""
-    return [(one.local, one.peer, one.num_sent, one.num_received) for one in list_connections()]
+    """Return the TCP connections of this process, when what it has sent has arrived."""
+    rows = list_connections(drain_s=DRAIN_S)
+    return [(one.local, one.peer, one.num_sent, one.num_received) for one in rows]
 
 
 def gather_traffic(

@@ -2,9 +2,13 @@
 
 import contextlib
 import ctypes
+import fcntl
 import os
 import socket
 import struct
+import sys
+import termios
+import time
 from dataclasses import dataclass
 
 _PIDFD_GETFD = 438
@@ -12,6 +16,7 @@ _PIDFD_GETFD = 438
 _COUNTERS = struct.Struct("=QQ")
 _COUNTERS_OFFSET = 120
 """Offset of tcpi_bytes_acked and tcpi_bytes_received in struct tcp_info, unchanged since Linux 4.1."""
+DRAIN_INTERVAL_S = 0.001
 
 
 @dataclass(frozen=True)
@@ -24,15 +29,19 @@ class Connection:
     num_received: int
 
 
-def list_connections(pid: int = 0) -> list[Connection]:
-    """Return the open TCP connections of process `pid` (0: this process); none without permission."""
-    found = []
+def list_connections(pid: int = 0, *, drain_s: float = 0.0) -> list[Connection]:
+    """Return the open TCP connections of process `pid` (0: this process); none without permission.
+
+    The kernel counts as sent what the peer has acknowledged. Wait up to `drain_s`, for all connections
+    together, until nothing is on its way any more.
+    """
+    found, end_s = [], time.monotonic() + drain_s
     directory = f"/proc/{pid or 'self'}/fd"
     with contextlib.suppress(OSError):
         for name in os.listdir(directory):
             with contextlib.suppress(OSError):
                 if os.readlink(f"{directory}/{name}").startswith("socket:"):
-                    found.append(_read_connection(_duplicate(pid, int(name))))
+                    found.append(_read_connection(_duplicate(pid, int(name)), end_s))
     return [connection for connection in found if connection]
 
 
@@ -50,7 +59,7 @@ def _duplicate(pid: int, descriptor: int) -> int:
     return duplicate
 
 
-def _read_connection(descriptor: int) -> Connection | None:
+def _read_connection(descriptor: int, drain_end_s: float) -> Connection | None:
     """Return the connection of a socket, or None if it is not a TCP connection. Closes `descriptor`."""
     with socket.socket(fileno=descriptor) as found:
         if found.family not in (socket.AF_INET, socket.AF_INET6) or found.type != socket.SOCK_STREAM:
@@ -59,12 +68,20 @@ def _read_connection(descriptor: int) -> Connection | None:
             peer = found.getpeername()
         except OSError:  # a listening socket
             return None
+        while _num_on_the_way(found) and time.monotonic() < drain_end_s:
+            time.sleep(DRAIN_INTERVAL_S)
         size = _COUNTERS_OFFSET + _COUNTERS.size
         info = found.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, size)
         if len(info) < size:
             return None
         counters = _COUNTERS.unpack_from(info, _COUNTERS_OFFSET)
         return Connection(_endpoint(found.getsockname()), _endpoint(peer), *counters)
+
+
+def _num_on_the_way(connection: socket.socket) -> int:
+    """Return the bytes that were written and not yet acknowledged (SIOCOUTQ, as the number of TIOCOUTQ)."""
+    answer = fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4))
+    return int.from_bytes(answer, sys.byteorder)
 
 
 def _endpoint(address: tuple[object, ...]) -> str:

@@ -14,6 +14,7 @@ from typing import TypeVar
 
 from csdctl.errors import CsdctlError, InputError
 from csdctl.notify import Say
+from csdctl.transport.standalone import build_child_command
 
 T = TypeVar("T")
 
@@ -93,11 +94,11 @@ def load_first(
 
 
 def run_program(command: Sequence[str], directory: Path, deadline_s: float) -> None:
-    """Run `command` in `directory`; raises CsdctlError with the last line of its output."""
+    """Run `command` in `directory`; it ends with csdctl. Raises CsdctlError with its last line of output."""
     name = Path(command[0]).name
     try:
         done = subprocess.run(
-            command,
+            build_child_command(command, os.getpid()),
             cwd=directory,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

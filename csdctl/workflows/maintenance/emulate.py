@@ -17,6 +17,8 @@ class EmulatedFleet:
     fleet_path: Path
     nodes: tuple[NodeStatus, ...]
     was_up: bool = False
+    owner_pid: int | None = None
+    """The process whose end ends it."""
 
 
 def bring_fleet_up(
@@ -27,16 +29,20 @@ def bring_fleet_up(
     memory: str,
     fleet_path: Path,
     cpu_mechanism: str = "auto",
+    owner_pid: int | None = None,
 ) -> EmulatedFleet:
     """Start `num_nodes` nodes with `cpu` cores and `memory` (such as 2G) each, unless they run already.
 
-    Raises InputError for values that this machine cannot provide, and when another emulated fleet is up.
+    They end with process `owner_pid`, if it is given. Raises InputError for values that this machine cannot
+    provide, and when another emulated fleet is up.
     """
     directory = project / STATE_DIRECTORY
     spec = EmulatedSpec(num_nodes, cpu, parse_size(memory))
     was_up = is_up(directory)
-    written = start_fleet(directory, spec, fleet_path=fleet_path, cpu_mechanism=cpu_mechanism)
-    return EmulatedFleet(written, tuple(fleet_status(directory)), was_up)
+    written = start_fleet(
+        directory, spec, fleet_path=fleet_path, cpu_mechanism=cpu_mechanism, owner_pid=owner_pid
+    )
+    return EmulatedFleet(written, tuple(fleet_status(directory)), was_up, owner_pid)
 
 
 def read_fleet_status(project: Path) -> tuple[NodeStatus, ...]:

@@ -1,5 +1,6 @@
 """Programs of this host that provisioning starts."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -7,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from csdctl.errors import CsdctlError
+from csdctl.transport.standalone import build_child_command
 
 
 def find_program(name: str) -> str:
@@ -18,10 +20,13 @@ def find_program(name: str) -> str:
 def run_to_end(
     command: Sequence[str], doing: str, deadline_s: float, cwd: Path | None = None
 ) -> "subprocess.CompletedProcess[str]":
-    """Run a program of the host and return its output; raises CsdctlError after the deadline."""
+    """Run a program of the host, which ends with csdctl, and return its output.
+
+    Raises CsdctlError after the deadline.
+    """
     try:
         return subprocess.run(
-            command,
+            build_child_command(command, os.getpid()),
             cwd=cwd,
             capture_output=True,
             text=True,

@@ -22,8 +22,6 @@ from csdctl.workflows.forecast.basis import published_basis
 from csdctl.workflows.forecast.forecast import forecast
 from csdctl.workflows.forecast.request import ForecastRequest
 
-HOW_TO = Path(__file__).parents[3] / "docs/how-to/ask-before-you-buy.md"
-
 
 def shown(network: Network, request: ForecastRequest) -> str:
     file = StringIO()
@@ -37,13 +35,6 @@ def document(network: Network, request: ForecastRequest) -> Any:
 
 def invoke(*arguments: str) -> Any:
     return CliRunner().invoke(app, ["forecast", *arguments])
-
-
-def test_page_shows_what_the_command_prints() -> None:
-    page = " ".join(HOW_TO.read_text().split())
-    printed = shown(Network.MOBILENETV2, ForecastRequest([0, 4, 8, 16, 24]))
-    for line in printed.splitlines():
-        assert " ".join(line.split()) in page
 
 
 def test_verdict_names_nodes_that_are_worth_it() -> None:

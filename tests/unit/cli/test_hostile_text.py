@@ -66,10 +66,10 @@ from csdctl.workflows.preflight.examination import Examination
 from csdctl.workflows.reporting.report import PrivacyReport
 from csdctl.workflows.train.verdict import judge
 from tests.attacks.hostile_text import HOSTILE, MARKUP
+from tests.unit.cli.render.test_preparing import PREPARED
 from tests.unit.cli.test_console import foreign
 from tests.unit.cli.test_discover import CSD, result_of
 from tests.unit.cli.test_render import EVENTS, SPEC, SUMMARY
-from tests.unit.cli.test_render_preparing import PREPARED
 
 FAILED: Outcome[Any] = Outcome(HOSTILE, error=NodeError(HOSTILE, node=HOSTILE, remedy=HOSTILE))
 FLEET = Fleet((Node(HOSTILE, HOSTILE, user=HOSTILE),), path=Path(HOSTILE), network=HOSTILE)

@@ -14,7 +14,7 @@ SOURCE = Path(__file__).parents[3] / "csdctl"
 def test_every_document_has_a_section() -> None:
     files = [path.read_text() for path in SOURCE.rglob("*.py")]
     named = {name for text in files for name in re.findall(r'"(csdctl\.[\w.-]+/\d+)"', text)}
-    assert len(named) > 15
+    assert named
     assert named - {*documented()} == set(), "describe them in docs/reference/json.md"
 
 

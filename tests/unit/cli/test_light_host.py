@@ -17,6 +17,8 @@ from csdctl.errors import ExitCode
 from tests.patience import run_command
 from tests.unit.transport.conftest import SshServer, running_server
 
+pytestmark = pytest.mark.first(2)
+
 ROOT = Path(__file__).parents[3]
 LEFT_OUT = ("tensorflow", "keras", "numpy", "openmpi", "mpi4py", "csdctl")
 JOB = """\

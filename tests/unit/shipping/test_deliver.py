@@ -26,6 +26,8 @@ from tests.unit.shipping.delivering import (
     send_tree,
 )
 
+pytestmark = pytest.mark.first(2)
+
 
 class TestFiles:
     def test_all_files_arrive_at_an_empty_machine(self, machine: Machine, host: Path) -> None:

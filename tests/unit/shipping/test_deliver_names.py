@@ -22,6 +22,8 @@ from tests.unit.shipping.delivering import (
 )
 from tests.unit.transport.names import NASTY_NAMES
 
+pytestmark = pytest.mark.first(10)
+
 
 class TestNames:
     @pytest.mark.fault(30)

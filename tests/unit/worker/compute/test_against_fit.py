@@ -11,6 +11,8 @@ from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.recipe import LossTerm, Recipe
 from tests.unit.worker.compute.built_models import keras
 
+pytestmark = pytest.mark.first(5)
+
 PARTS = (20, 9, 3)
 NUM_SAMPLES = sum(PARTS)
 NUM_STEPS = 5

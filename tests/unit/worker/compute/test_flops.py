@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.first(4)
+
 COUNT = """
 import json
 from csdctl.worker.compute.backend import load_backend

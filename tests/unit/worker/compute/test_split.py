@@ -2,6 +2,7 @@
 
 import queue
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,8 @@ from csdctl.worker.protocol.recipe import LossTerm, Recipe
 from csdctl.worker.tasks.split import Exchange
 from tests.patience import STALL_S, scaled
 from tests.unit.worker.compute.built_models import keras
+
+pytestmark = pytest.mark.first(3)
 
 PARTS = (21, 34, 9)
 """Batch sizes of the ranks."""
@@ -156,24 +159,25 @@ def step_of_all(ranks: list[Any], batches: list[tuple[Array, Array]]) -> Array:
     return np.asarray(sum(vectors[1:], start=vectors[0]))
 
 
+def compiled(build: Callable[[], Any], recipe: Recipe) -> Any:
+    keras().utils.set_random_seed(3)
+    model = build()
+    compile_model(model, recipe, keras())
+    return model
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_parts_take_the_steps_of_the_whole_model(name: str) -> None:
     build, layer, recipe = CASES[name]
     import tensorflow as tf
 
-    def compiled() -> Any:
-        keras().utils.set_random_seed(3)
-        model = build()
-        compile_model(model, recipe, keras())
-        return model
-
     generator = np.random.default_rng(0)
     samples = [generator.random((size, 9, 9, 3), np.float32) for size in PARTS]
     example = samples[0][:0], labels_of(name, generator, 0)
-    whole, single = (Step(compiled(), recipe, example, tf, keras()) for _ in range(2))
+    whole, single = (Step(compiled(build, recipe), recipe, example, tf, keras()) for _ in range(2))
     host = SplitStep(whole, layer, recipe, example, tf, keras())
     nodes = [
-        PrefixStep(compiled(), layer, recipe, example, tf, keras(), rank=rank)
+        PrefixStep(compiled(build, recipe), layer, recipe, example, tf, keras(), rank=rank)
         for rank in range(1, len(PARTS))
     ]
     for node in nodes:

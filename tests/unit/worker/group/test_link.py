@@ -14,6 +14,8 @@ from csdctl.worker.group.listener import Listener
 from csdctl.worker.protocol.orders import COLLECTIVE_NAMES
 from tests.linked_ranks import NUM_ELEMENTS, SIZE, Group
 
+pytestmark = pytest.mark.first(2)
+
 
 @pytest.fixture
 def group() -> Iterator[Group]:

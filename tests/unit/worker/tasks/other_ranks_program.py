@@ -1,4 +1,4 @@
-"""Program run by test_verify_matrix.py: the vectors of all ranks of rows, computed as on other machines.
+"""Program run by test_verify.py: the vectors of all ranks of rows, computed as on other machines.
 
     other_ranks_program.py DIRECTORY ROW…
 

@@ -38,6 +38,7 @@ from tests.unit.worker.tasks.verified_models import (
 )
 
 pytestmark = [
+    pytest.mark.first(3),
     pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),  # of Keras
 ]
 

@@ -1,6 +1,6 @@
 """How fast features are computed against the forward pass alone, and how soon and in how much memory.
 
-    make bench ARGS="-k test_extraction"
+    make bench ARGS="-k bench_extraction"
 
 EfficientNet-Lite0 up to its last layer, pictures of random numbers at 96×96, one thread; each engine in
 processes of its own. LiteRT takes part where the package ai-edge-litert is installed. CPU time is compared:

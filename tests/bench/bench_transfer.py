@@ -1,6 +1,6 @@
 """Transfer learning against learning from scratch, on the pictures of `csdctl demo --transfer`.
 
-    make bench ARGS="-k test_transfer"
+    make bench ARGS="-k bench_transfer"
 
 Downloads 150 MB. Each seed has a split of its own, the same for both. Prints figures, asserts no limits.
 """

@@ -12,9 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.bench.running import CSDCTL
-from tests.bench.slow_nodes import SMALL, write_job
-from tests.bench.test_engine import (
+from tests.bench.bench_engine import (
     BATCH_SIZES,
     NUM_IMAGES,
     cpu_while_waiting,
@@ -24,6 +22,8 @@ from tests.bench.test_engine import (
     start,
     stop,
 )
+from tests.bench.running import CSDCTL
+from tests.bench.slow_nodes import SMALL, write_job
 from tests.lab.machines import LabNode
 from tests.lab.project import Project
 

@@ -147,6 +147,7 @@ def test_all_data_follows_the_public_data(directory: Path, first: Prepared) -> N
         assert f"{name}: different lengths were padded with 0: samples to 7" in said
 
 
+@pytest.mark.thorough
 def test_changed_code_prepares_the_data_again(directory: Path, first: Prepared) -> None:
     (directory / "words.py").write_text(WORDS.replace("5", "4"))
     second = preparing(directory)()
@@ -155,6 +156,7 @@ def test_changed_code_prepares_the_data_again(directory: Path, first: Prepared) 
     assert second.public.fingerprint != first.public.fingerprint
 
 
+@pytest.mark.thorough
 def test_longer_private_sequences_are_refused_with_their_node(prepare: Prepare, tmp_path: Path) -> None:
     (tmp_path / "data.py").write_text(FIXED + LONGER)
     with pytest.raises(CsdctlError, match=r"yields samples of shape \(8,\), longer than \(7,\)") as raised:
@@ -162,6 +164,7 @@ def test_longer_private_sequences_are_refused_with_their_node(prepare: Prepare, 
     assert "csd0" in str(raised.value)
 
 
+@pytest.mark.thorough
 def test_private_weights_need_public_ones(prepare: Prepare, tmp_path: Path) -> None:
     (tmp_path / "data.py").write_text(FIXED + WEIGHTED)
     with pytest.raises(InputError, match="labels of different types") as raised:

@@ -1,0 +1,78 @@
+import contextlib
+import resource
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from csdctl.documents import (
+    build_atomically,
+    load_json,
+    save_bytes,
+    save_json,
+    save_text,
+    write_atomically,
+)
+
+
+@contextmanager
+def file_size_limited_to(num_bytes: int) -> Iterator[None]:
+    """Limit the size of files: a write beyond `num_bytes` fails part-way."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+class TestSaving:
+    def test_missing_directories_are_created(self, tmp_path: Path) -> None:
+        save_text(tmp_path / "a" / "b" / "file", "größe")
+        assert (tmp_path / "a" / "b" / "file").read_text(encoding="utf-8") == "größe"
+
+    def test_old_content_is_replaced_without_temporary_files(self, tmp_path: Path) -> None:
+        save_bytes(tmp_path / "file", b"a long old content")
+        save_bytes(tmp_path / "file", b"new")
+        assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"file": b"new"}
+
+    def test_failed_write_leaves_only_the_old_file(self, tmp_path: Path) -> None:
+        save_bytes(tmp_path / "file", b"old")
+        with file_size_limited_to(4096), pytest.raises(OSError, match="too large"):
+            save_bytes(tmp_path / "file", bytes(100_000))
+        assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"file": b"old"}
+
+    def test_failed_rename_leaves_no_temporary_file(self, tmp_path: Path) -> None:
+        (tmp_path / "file").mkdir()
+        with pytest.raises(IsADirectoryError):
+            save_text(tmp_path / "file", "new")
+        assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+    def test_interrupted_write_leaves_only_the_old_file(self, tmp_path: Path) -> None:
+        save_bytes(tmp_path / "file", b"old")
+        with contextlib.suppress(KeyboardInterrupt), write_atomically(tmp_path / "file") as file:
+            file.write(b"half")
+            raise KeyboardInterrupt
+        assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"file": b"old"}
+
+    def test_directory_is_complete_or_absent(self, tmp_path: Path) -> None:
+        with contextlib.suppress(KeyboardInterrupt), build_atomically(tmp_path / "model") as temporary:
+            (temporary / "half").write_bytes(b"x")
+            raise KeyboardInterrupt
+        assert list(tmp_path.iterdir()) == []
+        for content in (b"one", b"two"):
+            with build_atomically(tmp_path / "model") as temporary:
+                (temporary / "file").write_bytes(content)
+            assert [path.name for path in tmp_path.iterdir()] == ["model"]
+            assert (tmp_path / "model" / "file").read_bytes() == content
+
+    def test_value_that_is_not_json_leaves_the_old_file(self, tmp_path: Path) -> None:
+        save_json(tmp_path / "file", {"a": 1})
+        with pytest.raises(TypeError):
+            save_json(tmp_path / "file", {"a": object()})
+        assert load_json(tmp_path / "file") == {"a": 1}
+        assert len(list(tmp_path.iterdir())) == 1
