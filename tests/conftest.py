@@ -3,12 +3,14 @@
 import gc
 import os
 import signal
+import sys
 from collections import Counter
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.needs import describe_skipped, require
 from tests.patience import BACKSTOP_S, PACE_VARIABLE, measure_pace, scaled
@@ -18,6 +20,10 @@ from tests.session import Session, remove_stale_sessions
 # The tests that press Ctrl-C must mean the same wherever they run.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the same with nohup
+
+# An example may take as long as the machine needs for it.
+settings.register_profile("csdctl", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("csdctl")
 
 # Whatever ends these tests, the fleets that `csdctl emulate up` starts for them end too.
 os.environ["CSDCTL_EMULATE_PID"] = str(os.getpid())
@@ -70,6 +76,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Start the session, in the process that controls the others."""
     config.stash[BROKEN] = []
+    sys.argv[1:] = []  # csdctl looks there for its own options, such as -q
     if hasattr(config, "workerinput"):
         return
     remove_stale_sessions()

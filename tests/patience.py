@@ -76,7 +76,10 @@ def list_logs(project: Path | None) -> list[Path]:
 
 def files_written(project: Path | None) -> int:
     """Return a number that changes whenever a run of the project writes an event or a line of a log."""
-    return sum(path.stat().st_mtime_ns for path in list_logs(project))
+    try:
+        return sum(path.stat().st_mtime_ns for path in list_logs(project))
+    except FileNotFoundError:  # removed meanwhile, which is progress, too
+        return time.monotonic_ns()
 
 
 class StalledError(AssertionError):
@@ -170,7 +173,7 @@ def _killed(process: "subprocess.Popen[Any]", activity: Activity, problem: str) 
     log = activity.last_log_lines()
     kill_tree(process.pid)
     printed = (
-        text.decode(errors="replace") if isinstance(text, bytes) else text or ""
+        text if isinstance(text, str) else (text or b"").decode(errors="replace")
         for text in process.communicate()
     )
     last = "\n".join("\n".join(printed).splitlines()[-NUM_LAST_LINES:])

@@ -34,7 +34,7 @@ from tests.patience import eventually, scaled
 
 pytestmark = [pytest.mark.attack(13), pytest.mark.first(1)]
 
-BOMB = "print('[' * 900_000, flush=True); time.sleep(60)"
+BOMB = "print('[' * 900_000, flush=True); time.sleep(3600)"
 ENDLESS_LINE = "while True: sys.stdout.write('x' * 65536)"
 QUICK = DeliveryPatience(response_s=5.0, whole_s=3.0)
 """So short that the whole ends first where every answer comes in time."""
@@ -51,26 +51,26 @@ FOR_EVER = {
     "nothing": "while True: say()",
     "a list": "while True: print('[\"busy\"]', flush=True)",
     "a line without end": ENDLESS_LINE,
-    "silence": "time.sleep(60)",
-    "no reading": "say(missing=[[0, 0]], resume={}, more=False); time.sleep(60)",
+    "silence": "time.sleep(3600)",
+    "no reading": "say(missing=[[0, 0]], resume={}, more=False); time.sleep(3600)",
 }
 WRONG = {
     "refused an object": "say(refused={'a': 1})",
     "remedy a list": "say(refused='no', remedy=[1])",
-    "numbers that were not offered": "say(missing=[[0, 10**12]], resume={}, more=False); time.sleep(60)",
-    "negative numbers": "say(missing=[[-1, 0]], resume={}, more=False); time.sleep(60)",
-    "numbers twice": "say(missing=[[0, 0], [0, 0]], resume={}, more=False); time.sleep(60)",
-    "texts for numbers": "say(missing=[['a', 'b']], resume={}, more=False); time.sleep(60)",
-    "true for a number": "say(missing=[[False, False]], resume={}, more=False); time.sleep(60)",
-    "an offset before the start": "say(missing=[[0, 0]], resume={'0': -5}, more=False); time.sleep(60)",
-    "an offset behind the end": "say(missing=[[0, 0]], resume={'0': 999}, more=False); time.sleep(60)",
-    "an offset of nothing": "say(missing=[], resume={'0': 1}, more=False); time.sleep(60)",
-    "not a number": "say(missing=[[0, 0]], resume={'0': float('nan')}, more=False); time.sleep(60)",
+    "numbers that were not offered": "say(missing=[[0, 10**12]], resume={}, more=False); time.sleep(3600)",
+    "negative numbers": "say(missing=[[-1, 0]], resume={}, more=False); time.sleep(3600)",
+    "numbers twice": "say(missing=[[0, 0], [0, 0]], resume={}, more=False); time.sleep(3600)",
+    "texts for numbers": "say(missing=[['a', 'b']], resume={}, more=False); time.sleep(3600)",
+    "true for a number": "say(missing=[[False, False]], resume={}, more=False); time.sleep(3600)",
+    "an offset before the start": "say(missing=[[0, 0]], resume={'0': -5}, more=False); time.sleep(3600)",
+    "an offset behind the end": "say(missing=[[0, 0]], resume={'0': 999}, more=False); time.sleep(3600)",
+    "an offset of nothing": "say(missing=[], resume={'0': 1}, more=False); time.sleep(3600)",
+    "not a number": "say(missing=[[0, 0]], resume={'0': float('nan')}, more=False); time.sleep(3600)",
     "failed without numbers": "say(failed='damaged')",
     "damage of what was not offered": "say(failed='damaged', numbers=[7])",
     "failed without a reason": "say(failed='system')",
     "a bomb": BOMB,
-    "a huge number": "print('9' * 100_000, flush=True); time.sleep(60)",
+    "a huge number": "print('9' * 100_000, flush=True); time.sleep(3600)",
 }
 
 
@@ -207,7 +207,7 @@ LOCKS = [
 def test_answer_about_the_lock_is_typed(
     session: SshSession, tmp_path: Path, hostile: Callable[[str], str], answer: str
 ) -> None:
-    python = hostile(f"print({answer!r}, flush=True); time.sleep(60)")
+    python = hostile(f"print({answer!r}, flush=True); time.sleep(3600)")
     with (
         pytest.raises(CsdctlError) as raised,
         lock_machines({"csd1": session}, {"csd1": python}, doing="tune", directory=tmp_path),
@@ -284,8 +284,8 @@ PREPARING = {
     "progress without end": f"n = 0\nwhile True: n += 1; {TELL}",
     "without pause": f"while True: print({working()!r})",
     "noise": "while True: print('noise')",
-    "a text as a number": f"print({working(num_done='9')!r}); time.sleep(60)",
-    "a bomb": f"print({PROGRESS_PREFIX!r} + '[' * 900_000); time.sleep(60)",
+    "a text as a number": f"print({working(num_done='9')!r}); time.sleep(3600)",
+    "a bomb": f"print({PROGRESS_PREFIX!r} + '[' * 900_000); time.sleep(3600)",
     "a bomb as the answer": f"print({ANSWER_PREFIX!r} + '[' * 900_000)",
     "a line without end": ENDLESS_LINE,
     "an object as the error": f"sys.exit({WORKER_ERROR_PREFIX!r} + json.dumps({ERROR}))",

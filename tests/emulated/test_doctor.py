@@ -21,6 +21,12 @@ PROGRAM = "from csdctl.cli.app import main; main()"
 SITE = Path(sys.prefix) / "lib" / f"python3.{sys.version_info.minor}" / "site-packages"
 NAMESPACE = f"csdctl-doctor-{os.getpid()}"
 NODES = ["csd0", "csd1"]
+INTERFACES = (
+    "link set lo up",
+    "link add csdctl0 type veth",  # MPI's daemons need another one; it leads nowhere
+    "address add 192.0.2.1/32 dev csdctl0",
+    "link set csdctl0 up",
+)
 FIREWALL = """\
 table inet csdctl {
   chain output {
@@ -274,7 +280,8 @@ def test_firewall_between_machines_is_reported_before_anything_hangs(tmp_path: P
     inside = ("ip", "netns", "exec", NAMESPACE)
     subprocess.run(["ip", "netns", "add", NAMESPACE], check=True)
     try:
-        subprocess.run([*inside, "ip", "link", "set", "lo", "up"], check=True)
+        for words in INTERFACES:
+            subprocess.run([*inside, "ip", *words.split()], check=True)
         assert csdctl(tmp_path, "emulate", "up", "--nodes", "2", prefix=inside).returncode == 0
         subprocess.run([*inside, "nft", "-f", "-"], input=FIREWALL, text=True, check=True)
         done = csdctl(tmp_path, "doctor", "--json", prefix=inside)
