@@ -39,10 +39,10 @@ setup: $(STAMP) ## create .venv with csdctl and its locked dependencies
 demo: $(STAMP) ## train on an emulated fleet
 	@$(BIN)/csdctl demo $(ARGS)
 
-test: $(STAMP) ## run all tests in parallel, without the thorough variants
+test: $(STAMP) ## run the tests, in parallel, without the thorough ones: ten minutes
 	@$(BIN)/pytest $(if $(ARGS),$(ARGS),$(IN_PARALLEL))
 
-test-all: $(STAMP) ## run all tests in parallel, with the thorough variants
+test-all: $(STAMP) ## run all tests, in parallel
 	@$(BIN)/pytest --thorough $(if $(ARGS),$(ARGS),$(IN_PARALLEL))
 
 lab: $(STAMP) ## run only the tests with network namespaces and OpenSSH servers; root on Debian
