@@ -115,6 +115,7 @@ class TestSharedDirectories:
             "standalone/leftovers.py": "finds what csdctl left there, and removes only its own",
             "runs/step_file.py": "the step file, in a directory of its user alone",
             "emulation/cleanup.py": "finds the directories of a fleet, and removes only its own",
+            "emulation/fleet.py": "passes TMPDIR on to the servers",
             "probes/condition.py": "mktemp -d in TMPDIR",
         }
         root = Path(csdctl.__file__).parent
