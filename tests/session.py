@@ -34,7 +34,8 @@ class Session:
         self._lock = lock(self.directory)
         os.environ[VARIABLE] = str(self.directory)
         os.environ["TMPDIR"] = str(self.directory)
-        os.environ["OMPI_MCA_btl"] = "tcp,self"  # as csdctl's own; others leave files in /dev/shm when killed
+        # As for csdctl's own: another transport leaves files in /dev/shm when its process is killed.
+        os.environ["OMPI_MCA_btl"] = "tcp,self"  # noqa: SIM112 - Open MPI's name
         tempfile.tempdir = None  # it may have been looked up already
         self._reaper = subprocess.Popen(
             [sys.executable, "-m", "tests.reaper", str(self.directory), str(os.getpid())],

@@ -198,14 +198,14 @@ for _ in range({MAX_FLOOD_BYTES} // {size}):
 
 MAX_FLOOD_BYTES = 3 << 30
 VECTORS = {
+    "more samples": ("vector[-5] = 1e30", "samples, expected 8"),
+    "a stop of all ranks": ("vector[-4] = 1", "asked all ranks to stop"),
     "a short chunk": ("comm.Isend(np.ones(5, np.float32), 0, 1)", "sent 20 bytes"),
     "a long chunk": ("comm.Isend(np.ones((1 << 18) + 1, np.float32), 0, 1)", "sent more than"),
     "a chunk of 32 MB": ("pass_on(comm.Isend(np.ones(8 << 20, np.float32), 0, 1))", "sent more than"),
-    "more samples": ("vector[-5] = 1e30", "samples, expected 8"),
     "no samples": ("vector[-5] = 0", "the gradient of 0 samples, expected 8"),
     "samples that undo the others'": ("vector[-5] = -16", "the gradient of -16 samples, expected 8"),
     "samples that are no number": ("vector[-5] = math.nan", "the gradient of nan samples, expected 8"),
-    "a stop of all ranks": ("vector[-4] = 1", "asked all ranks to stop"),
     "a stop taken back": ("vector[-4] = -1", "asked all ranks to stop"),
     "no time": ("vector[-1] = math.nan", "as the time of its step"),
     "a negative time": ("vector[-1] = -1e9", "as the time of its step"),
@@ -213,21 +213,11 @@ VECTORS = {
     "an infinite time": ("vector[-1] = math.inf", "as the time of its step"),
     "the time of another rank": ("vector[-2] = 30", "the time of another rank"),
 }
-FURTHER_VECTORS = (
-    *("a chunk of 32 MB", "no samples", "samples that undo the others'", "samples that are no number"),
-    *("a stop taken back", "a negative time", "a time of decades", "an infinite time"),
-)
-"""Refused by the same check as another one."""
 
 
 @pytest.mark.attack(8)
-@pytest.mark.parametrize(
-    "name",
-    [
-        *(name for name in VECTORS if name not in FURTHER_VECTORS),
-        *(pytest.param(name, marks=pytest.mark.thorough) for name in FURTHER_VECTORS),
-    ],
-)
+@pytest.mark.first(3)
+@pytest.mark.parametrize("name", VECTORS)
 def test_vector_that_no_rank_may_send_reaches_nobody(name: str) -> None:
     code, words = VECTORS[name]
     with group_with(ALIVE + sends_vector(code)) as group:

@@ -173,6 +173,7 @@ def close_and_go_on(transport: HostileTransport, channel: Channel, line: str) ->
 
 NO_USE = "sends too much that is of no use"
 VIOLATIONS = {
+    "another host key": (change_key, "has changed its host key"),
     "data of an unknown type": (endless(-1, 7, BULK, kind=95), "receive window"),
     "data shorter than it claims": (endless(-1, 0xFFFFF, kind=94), "receive window"),
     "data for an unknown channel": (endless(77, b"x", kind=94), "for a channel that does not exist"),
@@ -194,11 +195,11 @@ VIOLATIONS = {
     "an unknown message": (endless(kind=200), "of unknown kind 200"),
     "a long key exchange": (endless(b"x" * 40_000, kind=20), "more than 35000 bytes in a message of a key"),
     "key exchanges": (renegotiate, NO_USE),
-    "another host key": (change_key, "has changed its host key"),
 }
 
 
 @pytest.mark.attack(4)
+@pytest.mark.first(2)
 @pytest.mark.parametrize("name", VIOLATIONS)
 def test_server_that_breaks_the_protocol_is_disconnected(tmp_path: Path, name: str) -> None:
     attack, violation = VIOLATIONS[name]

@@ -19,13 +19,12 @@ from csdctl.worker.tasks.position import Position, max_state_bytes, pack, unpack
 from csdctl.worker.tasks.state_files import Checkpoints, StepFile
 from tests.attacks.holding_ranks import held, hold
 
-pytestmark = pytest.mark.first(1)
-
 HOST = (1.0, 40)
 NOBODY = 65534
 
 
 @pytest.mark.attack(8)
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     "claim",
     [
@@ -63,6 +62,7 @@ def test_node_that_pretends_to_have_the_hosts_state_deceives_only_itself() -> No
 
 
 @pytest.mark.attack(8)
+@pytest.mark.first(2)
 @pytest.mark.parametrize("answer", ["[10**6, 2]", "None", "'x' * 64", "'0' * 65", "{'a': 1}", "10**6"])
 def test_node_that_sends_no_hash_is_left_out(answer: str) -> None:
     code = f"from csdctl.worker.tasks import session\nsession.hash_state = lambda *_: {answer}"

@@ -6,6 +6,7 @@ processor. The same with Fashion-MNIST, as `csdctl demo` does it, is in test_dem
 
 import csv
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -134,15 +135,6 @@ def test_report_of_a_trained_job_says_what_was_trained_and_learnt(project: Path)
     assert sum(rank["num_public"] for rank in document["ranks"]) == NUM_PUBLIC
     assert [rank["num_private"] for rank in document["ranks"]] == [0, NUM_PRIVATE, NUM_PRIVATE]
     assert document["validation_accuracy"] > 0.5  # of four classes
-
-
-def test_private_samples_are_on_their_own_node_only(project: Path) -> None:
-    for number in range(NUM_NODES):
-        sample = np.load(home_of(project, number) / "private.npz")["x"][0].tobytes()
-        places = [project / ".csdctl" / part for part in ("objects", "shards", "data", "runs")]
-        places += [home_of(project, other) for other in range(NUM_NODES) if other != number]
-        for path in (path for place in places for path in place.rglob("*") if path.is_file()):
-            assert sample not in path.read_bytes(), f"a private sample of csd{number} in {path}"
 
 
 def job_with(directory: Path, name: str, **changes: str) -> Path:
@@ -361,7 +353,7 @@ def test_nan_loss_ends_the_run_with_a_remedy(project: Path) -> None:
 @pytest.mark.fault(37)
 def test_plan_is_refused_after_the_job_has_changed(project: Path) -> None:
     job_with(project, "changed.yaml", learning_rate="0.5")
-    (project / ".csdctl/plans/changed.yaml").write_text((project / ".csdctl/plans/job.yaml").read_text())
+    shutil.copy(project / ".csdctl/plans/job.yaml", project / ".csdctl/plans/changed.yaml")
     done = csdctl(project, "train", "changed.yaml")
     assert done.returncode == 2
     assert "changed since tuning" in done.stderr
@@ -422,3 +414,25 @@ def test_fleet_with_no_node_reachable_has_an_exit_code_of_its_own(project: Path)
     (project / "gone.yaml").write_text(yaml.safe_dump(fleet))
     for command in (["discover"], ["tune"], ["train"]):
         assert csdctl(project, *command, "--fleet", "gone.yaml").returncode == 4
+
+
+def test_private_samples_are_on_their_own_node_only(project: Path) -> None:
+    """After every command above."""
+    for number in range(NUM_NODES):
+        sample = np.load(home_of(project, number) / "private.npz")["x"][0].tobytes()
+        homes = [home_of(project, other) for other in range(NUM_NODES) if other != number]
+        for path in (*files_of_csdctl(project), *(path for home in homes for path in home.rglob("*"))):
+            if path.is_file():
+                assert sample not in path.read_bytes(), f"a private sample of csd{number} in {path}"
+
+
+def test_what_csdctl_writes_is_readable_by_its_user_alone(project: Path) -> None:
+    written = [*files_of_csdctl(project), *(path for path in (project / ".csdctl").glob("*"))]
+    open_to_others = [path for path in written if not path.is_symlink() and path.stat().st_mode & 0o077]
+    assert open_to_others == []
+
+
+def files_of_csdctl(project: Path) -> list[Path]:
+    """Return everything below .csdctl but the emulated nodes, which stand for other machines."""
+    state = project / ".csdctl"
+    return [path for path in state.rglob("*") if "emulated" not in path.relative_to(state).parts]

@@ -60,6 +60,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     directory = tmp_path_factory.mktemp("strategies")
     assert csdctl(directory, "emulate", "up", "--nodes", "1", "--cpu", "1").returncode == 0
     (directory / "job.yaml").write_text(JOB)
+    (directory / "closed.yaml").write_text(JOB.replace(", activations: may-leave", ""))
     (directory / "model.py").write_text(MODEL)
     for seed, place in enumerate(PLACES):
         write_samples((directory / place).with_suffix(".npz"), seed)
@@ -126,3 +127,20 @@ def test_split_sends_activations_and_labels_and_says_so(
     }
     # 8 × 10 × 10 activations in float32 and a label of 4 bytes for each of the node's samples, twice.
     assert flows["csd0", "host", "activations"] == 2 * NUM_SAMPLES * (8 * 100 * 4 + 4)
+
+
+def test_split_over_private_data_is_refused_unless_the_job_says_that_activations_may_leave(
+    project: Path,
+) -> None:
+    done = csdctl(project, "train", "closed.yaml", *STRATEGIES["split"], "--batch-size", "8", "--skip-doctor")
+    assert done.returncode == 2, done.stderr
+    assert "add `activations: may-leave`" in " ".join(done.stderr.split())
+
+
+def test_features_of_private_samples_stay_on_their_node(
+    project: Path, reports: dict[str, dict[str, Any]]
+) -> None:
+    report = csdctl(project, "report", reports["features"]["run_id"], "--privacy", "--json")
+    kinds = {one["kind"] for one in json.loads(report.stdout)["sent_in_run"] if one["sender"] == "csd0"}
+    assert not [kind for kind in kinds if "features" in kind]
+    assert {one["kind"] for one in json.loads(report.stdout)["sent_in_run"]}

@@ -11,7 +11,7 @@ from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.recipe import LossTerm, Recipe
 from tests.unit.worker.compute.built_models import keras
 
-pytestmark = pytest.mark.first(5)
+pytestmark = pytest.mark.first(6)
 
 PARTS = (20, 9, 3)
 NUM_SAMPLES = sum(PARTS)
@@ -142,6 +142,14 @@ def rows(labels: Any, part: slice) -> Any:
 SGD = {"learning_rate": 0.05}
 IGNORING = {"ignore_class": 0, "from_logits": True}
 CASES: dict[str, tuple[Any, Recipe, Array, Any, Array | None]] = {
+    "a mask and an ignored class": (
+        tagger,
+        Recipe(losses={"": LossTerm("sparse_categorical_crossentropy", IGNORING)}, **SGD),
+        TOKENS,
+        TAGS,
+        None,
+    ),
+    "two outputs, weighted": (two_compiled, Recipe(), IMAGES, TWO, WEIGHTS),
     "pictures": (pictures, Recipe(**SGD), IMAGES, CLASSES, None),
     "sample weights": (pictures, Recipe(**SGD), IMAGES, CLASSES, WEIGHTS),
     "class weights": (pictures, Recipe(**SGD, class_weight={"0": 3.0, "2": 0.5}), IMAGES, CLASSES, None),
@@ -164,13 +172,6 @@ CASES: dict[str, tuple[Any, Recipe, Array, Any, Array | None]] = {
         None,
     ),
     "a mask": (tagger, Recipe(from_logits=True, metrics=("accuracy",), **SGD), TOKENS, TAGS, None),
-    "a mask and an ignored class": (
-        tagger,
-        Recipe(losses={"": LossTerm("sparse_categorical_crossentropy", IGNORING)}, **SGD),
-        TOKENS,
-        TAGS,
-        None,
-    ),
     "an ignored class": (
         pixels,
         Recipe(losses={"": LossTerm("sparse_categorical_crossentropy", {"ignore_class": 0})}, **SGD),
@@ -190,7 +191,6 @@ CASES: dict[str, tuple[Any, Recipe, Array, Any, Array | None]] = {
         None,
     ),
     "two outputs, compiled": (two_compiled, Recipe(), IMAGES, TWO, None),
-    "two outputs, weighted": (two_compiled, Recipe(), IMAGES, TWO, WEIGHTS),
     "spectral normalization": (
         spectral,
         Recipe(from_logits=True, optimizer="adamw", optimizer_args={"weight_decay": 0.1}, learning_rate=0.01),
