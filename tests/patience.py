@@ -89,12 +89,11 @@ class StalledError(AssertionError):
 class Activity:
     """What shows that a command and what it started still work: output, files, CPU time.
 
-    Files are those of csdctl's state in `directory`; processes are the command's, and those of the emulated
-    fleet of `directory`.
+    Files are those of csdctl's state in `directory`; processes are all that these tests have started, the
+    nodes of a lab too, and those of the emulated fleet of `directory`.
     """
 
-    def __init__(self, process: "subprocess.Popen[Any]", directory: Path | None) -> None:
-        self._process = process
+    def __init__(self, directory: Path | None) -> None:
         self._directory = directory
         self._seen: object = None
         self._cpu_s = 0.0
@@ -110,7 +109,7 @@ class Activity:
         return now - self._since > scaled(STALL_S)
 
     def _cpu(self) -> float:
-        pids = {self._process.pid, *list_descendants(self._process.pid)}
+        pids = set(list_descendants(os.getpid()))
         if self._directory is not None:
             with contextlib.suppress(OSError):
                 fleet = (self._directory / ".csdctl/emulated/fleet.id").read_text().strip()
@@ -133,7 +132,7 @@ def communicate(
 
     Raises StalledError, after killing it, when neither it nor what it started has made progress.
     """
-    activity = Activity(process, directory)
+    activity = Activity(directory)
     printed = 0
     while True:
         try:
@@ -153,7 +152,7 @@ def wait_for(
 
     Raises StalledError, after killing `process`, when it has ended before or stalled as in `communicate`.
     """
-    activity = Activity(process, directory)
+    activity = Activity(directory)
     looked_s = time.monotonic()
     while not (found := condition()):
         if process.poll() is not None:

@@ -311,7 +311,6 @@ def run_horovod(project: Project, nodes: list[LabNode], python: Path, sizes: lis
     done = project.lab.host.run(
         *command,
         cwd=project.path,
-        deadline_s=900,
         environment={"PATH": f"/usr/bin:/bin:{os.environ['PATH']}", "TMPDIR": "/tmp"},
     )
     found = [line for line in done.stdout.splitlines() if "samples_per_s" in line]

@@ -24,7 +24,7 @@ import numpy as np
 import pytest
 
 from tests.bench.slow_nodes import CPU, write_fleet
-from tests.bench.tuned import DEADLINE_S, run_csdctl
+from tests.bench.tuned import run_csdctl
 from tests.lab.lab import Lab
 from tests.lab.machines import LabNode
 from tests.lab.project import Project
@@ -112,7 +112,7 @@ def pull(project: Project, nodes: Sequence[LabNode], work: str) -> float:
         ssh = f"ssh -F none -i {project.lab.key} -o UserKnownHostsFile={known} -o BatchMode=yes"
         command = f"{ssh} root@{node.spec.address} cat {work}/images.npy > {node.name}.npy"
         copying.append(project.lab.host.start("sh", "-c", command, cwd=project.path))
-    assert [process.wait(DEADLINE_S) for process in copying] == [0] * len(nodes)
+    assert [process.wait() for process in copying] == [0] * len(nodes)
     return time.monotonic() - started
 
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from csdctl.tuning.plan import load_plan
-from tests.bench.tuned import DEADLINE_S
 from tests.lab.project import Project
 
 Sizes = tuple[int, ...]
@@ -74,7 +73,6 @@ def visit(project: Project, job: str, plan_path: Path, order: Sequence[Sizes], s
     done = project.lab.host.run(
         *(sys.executable, str(CLIENT), f"{job}.yaml", str(plan_path), json.dumps(visits)),
         cwd=project.path,
-        deadline_s=DEADLINE_S,
     )
     assert done.returncode == 0, done.stderr
     measured: dict[Sizes, list[float]] = {}

@@ -10,7 +10,6 @@ from typing import Any
 from tests.bench.running import read_documents
 from tests.lab.project import Project
 
-DEADLINE_S = 1800.0
 PROBED = re.compile(r"(?:^ {2}|\| {2})([\w-]+)(?: \d+)?: ")
 """A machine in a line that reports a round of probes: `  host 16: 0.08 s, …  |  slow0 4: …`."""
 
@@ -62,7 +61,7 @@ def tune(project: Project, *arguments: str) -> Tuned:
 
 def run_csdctl(project: Project, *arguments: str) -> tuple[list[Any], str]:
     """Run csdctl on the lab's host; return its documents and its messages."""
-    done = project.csdctl(*arguments, "--json", deadline_s=DEADLINE_S)
+    done = project.csdctl(*arguments, "--json")
     assert done.returncode == 0, done.stderr
     return read_documents(done.stdout), done.stderr
 

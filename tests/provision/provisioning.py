@@ -7,22 +7,19 @@ from typing import Any
 from tests.lab.bare import bundles
 from tests.lab.project import Project
 
-PROVISION_DEADLINE_S = 3000.0
 NETWORK = "10.77.0.0/24"
 
 
 def provision(project: Project, *arguments: str, code: int = 0) -> dict[str, Any]:
     """Run `csdctl provision --json` and return its document."""
-    done = project.csdctl(
-        *("provision", "--json", "--bundles", str(bundles()), *arguments), deadline_s=PROVISION_DEADLINE_S
-    )
+    done = project.csdctl("provision", "--json", "--bundles", str(bundles()), *arguments)
     assert done.returncode == code, done.stderr
     document: dict[str, Any] = json.loads(done.stdout)
     return document
 
 
-def check(project: Project, *arguments: str | Path, deadline_s: float = 900.0) -> str:
+def check(project: Project, *arguments: str | Path) -> str:
     """Run csdctl, which must succeed; return its standard output."""
-    done = project.csdctl(*map(str, arguments), deadline_s=deadline_s)
+    done = project.csdctl(*map(str, arguments))
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
