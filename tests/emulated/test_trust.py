@@ -7,6 +7,7 @@ from pathlib import Path
 
 import asyncssh
 import pytest
+import yaml
 
 from csdctl.emulation.fleet import EmulatedSpec, start_fleet, stop_fleet
 from csdctl.fleet.reading import load_fleet
@@ -49,6 +50,15 @@ def test_unknown_keys_are_refused_until_the_user_accepts_them(project: Path) -> 
     assert accepted.returncode == 0, accepted.stderr
     assert accepted.stdout.count("SHA256:") == 2
     assert csdctl(project, "discover").returncode == 0
+
+
+def test_dry_run_ends_as_trust_would_when_a_node_cannot_be_asked(project: Path) -> None:
+    fleet = yaml.safe_load((project / "fleet.yaml").read_text())
+    fleet["nodes"][1]["port"] = 1
+    (project / "down.yaml").write_text(yaml.safe_dump(fleet))
+    done = csdctl(project, "trust", "--dry-run", "--fleet", "down.yaml")
+    assert done.returncode == 3, done.stdout + done.stderr
+    assert "csd1" in done.stdout + done.stderr
 
 
 @pytest.mark.thorough

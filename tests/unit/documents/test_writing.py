@@ -1,4 +1,5 @@
 import contextlib
+import os
 import resource
 import signal
 from collections.abc import Iterator
@@ -39,6 +40,18 @@ class TestSaving:
         save_bytes(tmp_path / "file", b"a long old content")
         save_bytes(tmp_path / "file", b"new")
         assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"file": b"new"}
+
+    def test_content_is_on_the_disk_before_it_gets_its_name(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        calls = []
+        for name in ("fsync", "replace"):
+            real = getattr(os, name)
+            monkeypatch.setattr(
+                os, name, lambda *given, name=name, real=real: (calls.append(name), real(*given))
+            )
+        save_bytes(tmp_path / "file", b"new")
+        assert calls[:2] == ["fsync", "replace"]
 
     def test_failed_write_leaves_only_the_old_file(self, tmp_path: Path) -> None:
         save_bytes(tmp_path / "file", b"old")

@@ -135,6 +135,15 @@ class TestFaults:
         assert hash_file(home / stored.path) == stored.sha256
         assert not parts(home)
 
+    @pytest.mark.fault(28)
+    def test_part_of_the_right_size_with_wrong_content_is_sent_again(self, node: Machine, host: Path) -> None:
+        session, home = node
+        stored = store_bytes(os.urandom(5_000), ".bin", host)
+        (home / OBJECTS).mkdir(parents=True)
+        (home / f"{stored.path}.part").write_bytes(bytes(5_000))
+        assert send(session, stored) == Delivery(1, 5_000, 0)
+        assert hash_file(home / stored.path) == stored.sha256
+
     @pytest.mark.fault(27)
     def test_part_that_is_complete_is_not_sent_again(self, node: Machine, host: Path) -> None:
         session, home = node

@@ -112,6 +112,16 @@ def test_host_has_no_larger_share_of_a_step_than_of_the_samples(model: FleetMode
     assert min(limited[name] for name in NODES) > choose_plan(model, limits).batch_sizes["csd0"]
 
 
+@pytest.mark.parametrize("share", [0.05, 0.1, 0.2, 0.3, 0.4])
+@pytest.mark.parametrize("most", [40, 90, 200])
+def test_limited_host_and_nodes_together_stay_within_the_global_batch(
+    model: FleetModel, share: float, most: int
+) -> None:
+    sizes = choose_plan(replace(model, max_host_share=share), Limits(max_global_batch=most)).batch_sizes
+    assert sum(sizes.values()) <= most
+    assert sizes.get("host", 0) <= share * sum(sizes.values())
+
+
 def test_host_without_a_sample_does_not_train(model: FleetModel) -> None:
     assert "host" not in choose_plan(replace(model, max_host_share=0.0), Limits(global_batch=90)).batch_sizes
 
