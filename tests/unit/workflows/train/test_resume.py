@@ -1,8 +1,10 @@
-"""Finding the run to resume, and recognizing one that is complete."""
+"""Finding the run to resume, recognizing one that is complete, and refusing one that has changed."""
 
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -10,11 +12,20 @@ from csdctl.errors import InputError
 from csdctl.fleet.model import Fleet, Node
 from csdctl.job.model import Job
 from csdctl.runs.directory import EventLog, ProjectDirectory, RunDirectory
+from csdctl.runs.manifest import Manifest
+from csdctl.shipping.store import StoredFile
+from csdctl.transport.meter import TrafficClass
+from csdctl.worker.protocol.datasets import DatasetInfo
 from csdctl.worker.protocol.events import EARLY_STOPPING, STOPPED, Event, Finished, Joined
 from csdctl.worker.protocol.json_codec import to_json
-from csdctl.worker.protocol.recipe import Recipe
+from csdctl.worker.protocol.model_info import ModelInfo
+from csdctl.worker.protocol.recipe import Noise, Recipe
 from csdctl.worker.protocol.run_spec import RankSpec, RunSpec, Runtime
-from csdctl.workflows.train.resume import LATEST, find_resumable, is_complete, load_spec
+from csdctl.workflows.data.model import SerializedModel
+from csdctl.workflows.data.prepare import Prepared
+from csdctl.workflows.train.options import TrainOptions
+from csdctl.workflows.train.placement import build_rank_specs
+from csdctl.workflows.train.resume import LATEST, find_resumable, is_complete, load_spec, resume
 from tests.unit.runs.manifests import manifest_of
 
 FLEET = Fleet((Node("csd0", "10.1.1.2"), Node("csd1", "10.1.1.3")))
@@ -118,3 +129,108 @@ def test_text_that_is_no_spec_is_refused(run: RunDirectory, text: str) -> None:
     run.spec.write_text(text)
     with pytest.raises(InputError, match="spec.json"):
         load_spec(run)
+
+
+NOISE = Noise(1.0, 1.1, 1e-5)
+FILE = StoredFile("ab" * 32, ".npy", Path("file"), TrafficClass.PUBLIC)
+PUBLIC = DatasetInfo("data/public", 300, (4, 4, 1), "uint8", (), 9, "f" * 32)
+PRIVATE = DatasetInfo("data/private", 20, (4, 4, 1), "uint8", (), 9, "e" * 32)
+
+
+class TrainedRun:
+    """A run of the host, csd0 and csd7 with noise on private samples, of which csd7 is not there now."""
+
+    def __init__(self, run: RunDirectory, job: Job) -> None:
+        self.run = run
+        # Nodes that see all public samples need no shards.
+        self.job = replace(job, noise=NOISE, is_everywhere=True)
+        info = ModelInfo("m", (4, 4, 1), (10,), 7, 7, "softmax", recipe=job.recipe)
+        self.prepared = Prepared(FILE, SerializedModel(info, FILE, FILE), PUBLIC, None, {"csd0": PRIVATE})
+        manifest = run.load_manifest()
+        manifest["data"]["private"] = {"csd0": PRIVATE.fingerprint, "csd7": "d" * 32}
+        run.save_manifest(manifest)
+        placed = Manifest.model_validate(run.load_manifest())
+        ranks = build_rank_specs(placed.plan, placed.shards(), self.prepared, {}, self.job)
+        self.spec = replace(spec_of(run), recipe=job.recipe, noise=NOISE, ranks=ranks)
+
+    def with_recipe(self, **changes: Any) -> Prepared:
+        info = self.prepared.model.info
+        changed = replace(info, recipe=replace(info.recipe, **changes))
+        return replace(self.prepared, model=replace(self.prepared.model, info=changed))
+
+    def assert_refused(
+        self, problem: str, *, job: Job | None = None, prepared: Prepared | None = None, **edit: Any
+    ) -> InputError:
+        """Resume with this job, this data and a spec.json that was edited; `problem` is the reason."""
+        self.run.spec.write_text(to_json(replace(self.spec, **edit)))
+        project = ProjectDirectory(self.run.path.parents[2])
+        space: Any = SimpleNamespace(fleet=FLEET, project=project)
+        observer: Any = SimpleNamespace(say=print)
+        with pytest.raises(InputError, match=problem) as raised:
+            resume(self.run, job or self.job, prepared or self.prepared, space, TrainOptions(), observer)
+        assert "start a new run" in raised.value.remedy
+        return raised.value
+
+    def ranks_with(self, **changes: Any) -> tuple[RankSpec, ...]:
+        """The ranks with another one on csd0."""
+        host, csd0, csd7 = self.spec.ranks
+        return host, replace(csd0, **changes), csd7
+
+
+@pytest.fixture
+def trained(run: RunDirectory, job: Job) -> TrainedRun:
+    return TrainedRun(run, job)
+
+
+@pytest.mark.parametrize("change", [{"public": "0" * 32}, {"csd0": "0" * 32}, {"csd1": "0" * 32}])
+def test_run_whose_data_has_changed_is_refused(trained: TrainedRun, change: dict[str, str]) -> None:
+    public, private = PUBLIC, {"csd0": PRIVATE}
+    for name, fingerprint in change.items():
+        if name == "public":
+            public = replace(PUBLIC, fingerprint=fingerprint)
+        else:
+            private[name] = replace(PRIVATE, fingerprint=fingerprint)
+    changed = replace(trained.prepared, public=public, private=private)
+    trained.assert_refused("the data of run .* has changed since it began", prepared=changed)
+
+
+def test_run_with_more_public_samples_than_it_divided_is_refused(trained: TrainedRun) -> None:
+    more = replace(trained.prepared, public=replace(PUBLIC, num_samples=301))
+    trained.assert_refused("`placed` divides 300 public samples, there are 301", prepared=more)
+
+
+@pytest.mark.parametrize("change", [{"learning_rate": 0.2}, {"seed": 1}, {"optimizer": "adam"}])
+def test_run_whose_recipe_has_changed_is_refused(trained: TrainedRun, change: dict[str, Any]) -> None:
+    error = trained.assert_refused("the recipe of .* has changed", prepared=trained.with_recipe(**change))
+    assert error.remedy.startswith("undo the change (epochs may be raised)")
+
+
+@pytest.mark.parametrize(
+    ("noise", "described"), [(None, "absent"), (replace(NOISE, noise_multiplier=0.1), ".*0.1,.*")]
+)
+def test_run_with_other_noise_is_refused(trained: TrainedRun, noise: Noise | None, described: str) -> None:
+    problem = f"data.private.noise of .* is {described}, that of run .* {{'l2_norm_clip': 1.0"
+    trained.assert_refused(problem, job=replace(trained.job, noise=noise))
+
+
+def test_run_without_noise_does_not_go_on_with_noise(trained: TrainedRun) -> None:
+    trained.assert_refused("data.private.noise of .* is {.*that of run .* absent", noise=None)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("node", "csd1"), ("num_private", 5), ("weight", 2.0), ("public_start", 0), ("max_batch_size", 10**6)],
+)
+def test_ranks_of_an_edited_spec_are_refused(trained: TrainedRun, field: str, value: Any) -> None:
+    problem = f"spec.json: `{field}` of csd0 is {value!r}, expected .* as in manifest.json and the job"
+    trained.assert_refused(problem, ranks=trained.ranks_with(**{field: value}))
+
+
+def test_other_number_of_ranks_is_refused(trained: TrainedRun) -> None:
+    trained.assert_refused("has 2 `ranks`, manifest.json 3", ranks=trained.spec.ranks[:2])
+
+
+def test_more_epochs_and_other_paths_are_no_change(trained: TrainedRun) -> None:
+    """The ranks are compared last: they are the only problem."""
+    ranks = trained.ranks_with(private=None, public=None, num_private=5)
+    trained.assert_refused("`num_private` of csd0", prepared=trained.with_recipe(epochs=30), ranks=ranks)

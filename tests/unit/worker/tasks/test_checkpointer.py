@@ -1,0 +1,160 @@
+"""What rank 0 goes on from when its process, csdctl or the machine has ended, without TensorFlow."""
+
+import contextlib
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from csdctl.worker.process.errors import WorkerError
+from csdctl.worker.protocol.recipe import Recipe
+from csdctl.worker.protocol.run_spec import RankSpec, RunSpec, Runtime
+from csdctl.worker.tasks.checkpointer import KEPT_STEP_FILE, LAST_MODEL, Checkpointer
+from csdctl.worker.tasks.position import pack
+from csdctl.worker.tasks.state_files import Checkpoints
+from tests.unit.worker.tasks.test_state import OWN, POSITION, variables
+
+ME = RankSpec(0, "host", 10, Runtime(), None, None, 0, 100)
+
+
+class StateStep:
+    """Stands in for a step: what the checkpointer needs of it is the state and a model that can be saved."""
+
+    def __init__(self) -> None:
+        self.state = variables()
+        self.model = self
+
+    @property
+    def fill(self) -> int:
+        """The number that the state is full of."""
+        assert all((np.asarray(one.value) == self.state[1].value).all() for one in self.state)
+        return int(self.state[1].value)
+
+    @contextlib.contextmanager
+    def averaged_weights(self) -> Iterator[None]:
+        yield
+
+    def save(self, path: Path) -> None:
+        path.write_text(str(self.fill))
+
+
+class Run:
+    """A run's files, as one process after another finds them."""
+
+    def __init__(self, directory: Path) -> None:
+        self.output, self.memory = directory / "run", directory / "memory"
+        self.memory.mkdir()
+        self.output.mkdir()
+        self.spec = RunSpec(
+            "run", "", "", Recipe(), (ME,), None, None, str(self.output), str(self.memory / "step")
+        )
+
+    def start(self) -> tuple[Checkpointer, Any]:
+        """Start rank 0 anew; return its checkpointer and its step."""
+        step: Any = StateStep()
+        return Checkpointer(self.spec, ME, step, OWN), step
+
+    def train(self, steps: list[int], *, checkpoints: tuple[int, ...] = ()) -> None:
+        """Save the state after `steps` to the step file, after those in `checkpoints` also to disk."""
+        checkpointer, step = self.start()
+        for number in steps:
+            step.state = variables(number)
+            position = replace(POSITION, total_steps=number)
+            checkpointer.write_step_file(position)
+            if number in checkpoints:
+                checkpointer.checkpoint(position)
+
+    def reboot(self) -> None:
+        """Take away what is in memory."""
+        shutil.rmtree(self.memory)
+        self.memory.mkdir()
+
+    def checkpoint(self, number: int) -> Path:
+        return self.output / "checkpoints" / f"step-{number:08d}.npz"
+
+    def assert_continues_after(self, number: int) -> None:
+        checkpointer, step = self.start()
+        assert checkpointer.position == replace(POSITION, total_steps=number)
+        assert step.fill == number
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return Run(tmp_path)
+
+
+def test_new_run_has_no_position(run: Run) -> None:
+    checkpointer, step = run.start()
+    assert checkpointer.position is None
+    assert step.fill == 0
+
+
+def test_step_file_that_is_later_than_the_checkpoint_is_used(run: Run) -> None:
+    run.train([10, 11, 12], checkpoints=(10,))
+    run.assert_continues_after(12)
+
+
+def test_checkpoint_that_is_later_than_the_step_file_is_used(run: Run) -> None:
+    """As when no step file could be written any more."""
+    run.train([10])
+    later = replace(POSITION, total_steps=20)
+    Checkpoints(run.output / "checkpoints").save(pack(variables(20), later), later)
+    run.assert_continues_after(20)
+
+
+def test_step_file_that_csdctl_has_kept_counts(run: Run) -> None:
+    run.train([10, 11], checkpoints=(10,))
+    (run.memory / "step").rename(run.output / KEPT_STEP_FILE)
+    run.assert_continues_after(11)
+
+
+def test_run_of_a_rebooted_host_continues_from_the_newest_checkpoint(run: Run) -> None:
+    run.train([10, 20, 25], checkpoints=(10, 20))
+    run.reboot()
+    run.assert_continues_after(20)
+
+
+def test_damaged_checkpoint_of_a_rebooted_host_is_left_out(run: Run) -> None:
+    run.train([10, 20, 25], checkpoints=(10, 20))
+    run.reboot()
+    run.checkpoint(20).write_bytes(run.checkpoint(20).read_bytes()[:-100])
+    run.assert_continues_after(10)
+
+
+def test_run_whose_checkpoints_are_all_damaged_does_not_begin_again(run: Run) -> None:
+    run.train([10, 20], checkpoints=(10, 20))
+    run.reboot()
+    for number in (10, 20):
+        run.checkpoint(number).write_bytes(b"damaged")
+    with pytest.raises(
+        WorkerError, match="no checkpoint of this run can be used: they are damaged"
+    ) as raised:
+        run.start()
+    assert raised.value.remedy == "start a new run"
+
+
+def test_run_whose_states_are_all_of_another_run_says_why(run: Run) -> None:
+    run.train([10], checkpoints=(10,))
+    any_step: Any = StateStep()
+    with pytest.raises(WorkerError, match="no checkpoint of this run can be used: .*cannot be read"):
+        Checkpointer(run.spec, ME, any_step, OWN[:1])
+
+
+def test_last_good_model_is_that_of_the_newest_checkpoint(run: Run) -> None:
+    checkpointer, step = run.start()
+    for number in (10, 20):
+        step.state = variables(number)
+        checkpointer.checkpoint(replace(POSITION, total_steps=number))
+    step.state = variables(30)
+    checkpointer.save_last_good()
+    assert (run.output / LAST_MODEL).read_text() == "20"
+
+
+def test_without_a_checkpoint_no_model_is_called_good(run: Run) -> None:
+    checkpointer, _ = run.start()
+    checkpointer.save_last_good()
+    assert not list(run.output.iterdir())

@@ -1,0 +1,236 @@
+"""The checks of the training loop: what sums and answers of the other ranks rank 0 does not act on."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from csdctl.worker.compute.backend import load_backend
+from csdctl.worker.group.channel import LinkLostError, PeerFaultError
+from csdctl.worker.process.errors import WorkerError
+from csdctl.worker.protocol.events import STOPPED
+from csdctl.worker.protocol.run_spec import RankSpec, RunSpec, Runtime
+from csdctl.worker.tasks.progress import RunProgress
+from csdctl.worker.tasks.reporter import Reporter
+from csdctl.worker.tasks.task import FINISHED, Group, TaskContext
+from csdctl.worker.tasks.train import Train
+from csdctl.worker.tasks.verified_samples import draw_samples
+from tests.unit.worker.tasks.verified_models import NUMBERS, SQUARES, TABLE, Row, make_step
+
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # of Keras
+
+SIZES = (4, 2, 3)
+"""The batch sizes of the ranks; an epoch is of two steps."""
+NUM_STEPS = 2
+
+
+class RandomReader:
+    """Stands in for a reader of files."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def set_epoch(self, epoch: int) -> None:
+        pass
+
+    def empty_batch(self) -> tuple[Any, Any]:
+        return TABLE, NUMBERS
+
+    def first(self, count: int) -> tuple[Any, Any]:
+        return draw_samples(0, 0, count, (TABLE, NUMBERS), self._model)
+
+    def read(self, share: Any, reassigned: Any = None) -> tuple[Any, Any]:
+        return self.first(share.num_samples)
+
+
+class RandomTrain(Train):
+    """The training loop without files."""
+
+    def open_reader(self) -> Any:
+        return RandomReader(self._step_of_probes.model if self._step_of_probes else None)
+
+
+class PlayedGroup:
+    """A group of this process and two ranks that send what rank 0 sends, for as many samples as they have.
+
+    `add` changes the sum, `answer` what a rank answers.
+    """
+
+    collective, sum_s, size = "tree", 0.0, len(SIZES)
+
+    def __init__(
+        self,
+        task: Train,
+        rank: int = 0,
+        *,
+        add: Callable[[np.ndarray, Any], None] = lambda total, layout: None,
+        answer: Callable[[int, Any], Any] = lambda rank, value: value,
+        not_finite: tuple[int, ...] = (),
+    ) -> None:
+        self.rank = rank
+        self.local = np.zeros(task.num_elements, np.float32)
+        self._layout, self._add, self._answer = task.layout, add, answer
+        self._not_finite = list(not_finite)
+        self.asked: list[Any] = []
+        """What this rank has given to the others."""
+
+    def sum(self, vector: np.ndarray, expected: Any = None) -> np.ndarray:
+        total = np.array(vector)
+        total[self._layout.step] *= np.float32(sum(SIZES) / vector[self._layout.count])
+        self._add(total, self._layout)
+        return total
+
+    def find_not_finite(self) -> list[int]:
+        return self._not_finite
+
+    def allgather(self, value: Any, check: Callable[[Any], Any]) -> list[Any]:
+        self.asked.append(value)
+        others = (rank for rank in range(self.size) if rank != self.rank)
+        return [check(value), *(check(self._answer(rank, value)) for rank in others)]
+
+    def traffic(self) -> list[Any]:
+        return []
+
+
+def dense(keras: Any) -> Any:
+    return keras.Sequential([keras.Input((10,)), keras.layers.Dense(1)])
+
+
+def load_task(rank: int = 0) -> Train:
+    """Return the task of a rank, ready to run."""
+    ranks = tuple(
+        RankSpec(number, node, size, Runtime(), None, None, 0, NUM_STEPS * size)
+        for number, (node, size) in enumerate(zip(("host", "csd0", "csd1"), SIZES, strict=True))
+    )
+    recipe = dataclasses.replace(SQUARES, epochs=1)
+    spec = RunSpec("run", "", "", recipe, ranks, None, None, "", num_checkpoints=0, is_balanced=False)
+    step = make_step(Row(dense, TABLE, NUMBERS, recipe), *load_backend())
+    orders: Any = type("Orders", (), {"is_stopping": False, "is_pausing": False})()
+    me = ranks[rank]
+    task = RandomTrain(TaskContext(spec, me, RunProgress(spec), Reporter(spec, me), orders, step))
+    task.load()
+    task.progress.regroup((0, 1, 2))
+    return task
+
+
+def weights_of(task: Train) -> list[Any]:
+    return [np.array(weights) for weights in task.step.model.get_weights()]
+
+
+def assert_nothing_applied(task: Train, before: list[Any]) -> None:
+    assert all(np.array_equal(one, other) for one, other in zip(before, weights_of(task), strict=True))
+    assert task.progress.position.total_steps == 0
+
+
+def run(task: Train, group: PlayedGroup) -> Any:
+    played: Any = group
+    return task.run(Group(1, (0, 1, 2), played))
+
+
+def test_right_sums_are_applied() -> None:
+    task = load_task()
+    before = weights_of(task)
+    assert run(task, PlayedGroup(task)) is FINISHED
+    assert task.progress.position.total_steps == NUM_STEPS
+    assert not np.array_equal(before[0], weights_of(task)[0])
+
+
+def change_count(total: np.ndarray, layout: Any) -> None:
+    total[layout.count] += 1
+
+
+def change_stop(total: np.ndarray, layout: Any) -> None:
+    total[layout.stop] = 1
+
+
+@pytest.mark.parametrize("add", [change_count, change_stop])
+def test_sum_that_cannot_be_is_not_applied(add: Callable[[np.ndarray, Any], None]) -> None:
+    task = load_task()
+    before = weights_of(task)
+    with pytest.raises(WorkerError, match="the sum over the ranks is of .* samples, expected 9") as raised:
+        run(task, PlayedGroup(task, add=add))
+    assert "--collective star" in raised.value.remedy
+    assert_nothing_applied(task, before)
+
+
+def test_other_ranks_do_what_rank_0_asks_and_refuse_a_wrong_count() -> None:
+    task = load_task(rank=1)
+    assert run(task, PlayedGroup(task, rank=1, add=change_stop)).reason == STOPPED
+    task = load_task(rank=1)
+    with pytest.raises(WorkerError, match="the sum over the ranks is of 10 samples, expected 9"):
+        run(task, PlayedGroup(task, rank=1, add=change_count))
+
+
+def without_number(value: float) -> Callable[[np.ndarray, Any], None]:
+    def change(total: np.ndarray, layout: Any) -> None:
+        total[layout.gradients] = value
+
+    return change
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_rank_whose_gradient_is_not_finite_is_at_fault(value: float) -> None:
+    task = load_task()
+    before = weights_of(task)
+    with pytest.raises(PeerFaultError, match="rank 1 sent a gradient that is not finite") as raised:
+        run(task, PlayedGroup(task, add=without_number(value), not_finite=(1,)))
+    assert raised.value.rank == 1
+    assert_nothing_applied(task, before)
+
+
+def test_gradient_that_is_not_finite_on_most_ranks_is_a_training_that_diverges() -> None:
+    task = load_task()
+    before = weights_of(task)
+    with pytest.raises(WorkerError, match="the gradient overflowed in epoch 1, step 1") as raised:
+        run(task, PlayedGroup(task, add=without_number(np.nan), not_finite=(1, 2)))
+    assert "learning_rate" in raised.value.remedy
+    assert_nothing_applied(task, before)
+
+
+def test_no_other_rank_is_at_fault_when_rank_0_has_no_finite_gradient_either() -> None:
+    task = load_task()
+    task.step.model.set_weights([np.full_like(weights, np.nan) for weights in weights_of(task)])
+    with pytest.raises(WorkerError, match="the loss became nan"):
+        run(task, PlayedGroup(task, not_finite=(1,)))
+
+
+def test_other_ranks_wait_until_rank_0_leaves_a_group_whose_gradient_is_not_finite() -> None:
+    task = load_task(rank=1)
+    before = weights_of(task)
+    group = PlayedGroup(task, rank=1, add=without_number(np.nan))
+    with pytest.raises(LinkLostError):
+        run(task, group)
+    assert group.asked == [None]
+    assert_nothing_applied(task, before)
+
+
+def with_other_weights(*ranks: int) -> Callable[[int, Any], Any]:
+    def answer(rank: int, value: Any) -> Any:
+        return "0" * len(value) if rank in ranks and isinstance(value, str) else value
+
+    return answer
+
+
+def test_rank_with_other_weights_is_at_fault() -> None:
+    task = load_task()
+    with pytest.raises(PeerFaultError, match="rank 2 has other weights than rank 0 after epoch 1") as raised:
+        run(task, PlayedGroup(task, answer=with_other_weights(2)))
+    assert raised.value.rank == 2
+    assert task.progress.position.epoch == 1
+
+
+def test_run_ends_when_most_ranks_have_other_weights() -> None:
+    task = load_task()
+    with pytest.raises(WorkerError, match="the weights of csd0, csd1 differ from rank 0's"):
+        run(task, PlayedGroup(task, answer=with_other_weights(1, 2)))
+    assert task.progress.position.epoch == 1
+
+
+def test_weights_that_are_not_finite_end_the_run() -> None:
+    task = load_task()
+    task.step.model.set_weights([np.full_like(weights, np.inf) for weights in weights_of(task)])
+    group: Any = PlayedGroup(task)
+    with pytest.raises(WorkerError, match="the weights are no longer finite after epoch 1"):
+        task.compare_weights(group)
