@@ -1,16 +1,21 @@
-"""The checks of the training loop: what sums and answers of the other ranks rank 0 does not act on."""
+"""The training loop: what sums and answers of the other ranks it does not act on, and the noise it adds."""
 
 import dataclasses
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from csdctl.worker.compute.backend import load_backend
+from csdctl.worker.compute.model import hash_weights
+from csdctl.worker.compute.recipe import compile_model
 from csdctl.worker.group.channel import LinkLostError, PeerFaultError
+from csdctl.worker.group.communicator import SoloCommunicator
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.events import STOPPED
+from csdctl.worker.protocol.recipe import Noise
 from csdctl.worker.protocol.run_spec import RankSpec, RunSpec, Runtime
 from csdctl.worker.tasks.progress import RunProgress
 from csdctl.worker.tasks.reporter import Reporter
@@ -24,6 +29,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:Depreca
 SIZES = (4, 2, 3)
 """The batch sizes of the ranks; an epoch is of two steps."""
 NUM_STEPS = 2
+NO_ORDERS: Any = SimpleNamespace(is_stopping=False, is_pausing=False)
 
 
 class RandomReader:
@@ -107,9 +113,8 @@ def load_task(rank: int = 0) -> Train:
     recipe = dataclasses.replace(SQUARES, epochs=1)
     spec = RunSpec("run", "", "", recipe, ranks, None, None, "", num_checkpoints=0, is_balanced=False)
     step = make_step(Row(dense, TABLE, NUMBERS, recipe), *load_backend())
-    orders: Any = type("Orders", (), {"is_stopping": False, "is_pausing": False})()
     me = ranks[rank]
-    task = RandomTrain(TaskContext(spec, me, RunProgress(spec), Reporter(spec, me), orders, step))
+    task = RandomTrain(TaskContext(spec, me, RunProgress(spec), Reporter(spec, me), NO_ORDERS, step))
     task.load()
     task.progress.regroup((0, 1, 2))
     return task
@@ -234,3 +239,43 @@ def test_weights_that_are_not_finite_end_the_run() -> None:
     group: Any = PlayedGroup(task)
     with pytest.raises(WorkerError, match="the weights are no longer finite after epoch 1"):
         task.compare_weights(group)
+
+
+class PrivateReader(RandomReader):
+    """All samples are private."""
+
+    def private_copies(self, share: Any) -> Any:
+        return np.ones(share.num_samples, np.int64)
+
+
+class PrivateTrain(Train):
+    """One rank alone, which loads its model itself."""
+
+    def open_reader(self) -> Any:
+        return PrivateReader(self.load_model())
+
+    def load_model(self) -> Any:
+        self._keras.utils.set_random_seed(1)
+        model = dense(self._keras)
+        compile_model(model, self.spec.recipe, self._keras)
+        return model
+
+
+def hash_of_a_run_alone(noise: Noise | None) -> str:
+    me = RankSpec(0, "host", 4, Runtime(), None, None, 4 * NUM_STEPS, 0)
+    keras = load_backend()[1]
+    recipe = compile_model(dense(keras), dataclasses.replace(SQUARES, epochs=1), keras)
+    spec = RunSpec("run", "", "", recipe, (me,), None, None, "", num_checkpoints=0, noise=noise)
+    task = PrivateTrain(TaskContext(spec, me, RunProgress(spec), Reporter(spec, me), NO_ORDERS))
+    task.load()
+    task.progress.regroup((0,))
+    task.run(Group(1, (0,), SoloCommunicator(np.zeros(task.num_elements, np.float32))))
+    assert task.step.has_noise is (noise is not None)
+    return hash_weights(task.step.model)
+
+
+def test_noise_of_a_run_makes_its_weights_others_each_time() -> None:
+    """It is secret: no seed repeats it."""
+    noise = Noise(1.0, 1.1, 1e-5)
+    assert hash_of_a_run_alone(noise) != hash_of_a_run_alone(noise)
+    assert hash_of_a_run_alone(None) == hash_of_a_run_alone(None)

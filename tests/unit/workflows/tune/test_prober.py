@@ -2,15 +2,18 @@
 
 import json
 from contextlib import closing
+from dataclasses import replace
 
 import pytest
 
 from csdctl.errors import RemoteCommandError
 from csdctl.transport.fake import FakeSession
-from csdctl.worker.protocol.json_codec import to_json
-from csdctl.worker.protocol.probe import ProbeRequest, ProbeResult
+from csdctl.worker.protocol.json_codec import from_json, to_json
+from csdctl.worker.protocol.probe import ProbeRequest, ProbeResult, ProbeSpec
+from csdctl.worker.protocol.recipe import Noise
 from csdctl.worker.protocol.run_spec import Runtime
-from csdctl.workflows.tune.probing import Prober
+from csdctl.workflows.tune.probing import Prober, build_probe_command
+from tests.unit.workflows.measured_project import PUBLIC, MeasuredProject, prepared
 
 COMMAND = ["python", "worker.pyz", "probe"]
 
@@ -104,3 +107,13 @@ def test_size_that_killed_the_worker_is_recorded() -> None:
         prober.start()
         prober.measure(ProbeRequest(64))
         assert prober.oom_sizes == {64}
+
+
+@pytest.mark.parametrize("noise", [None, Noise(1.0, 1.1, 1e-5)])
+def test_noise_is_measured_on_nodes_with_private_samples(at: MeasuredProject, noise: Noise | None) -> None:
+    job, data = replace(at.job, noise=noise), prepared(at)
+    data.private = {"csd0": PUBLIC}
+    for name, is_private in (("csd0", True), ("csd1", False)):
+        command = build_probe_command(name, job, at.fleet, data, Runtime())
+        spec = from_json(ProbeSpec, command[command.index("--spec") + 1])
+        assert (spec.noise, spec.is_private) == (noise, is_private)

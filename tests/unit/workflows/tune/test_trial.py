@@ -1,12 +1,17 @@
-"""The result of a trial, from the events of its ranks."""
+"""What the ranks of a trial are asked for, and its result, from their events."""
 
 from dataclasses import replace
 
 import pytest
 
 from csdctl.errors import RunError
+from csdctl.fleet.model import HOST_NAME
+from csdctl.transport.fake import FakeSession
+from csdctl.tuning.plan import RankPlan
 from csdctl.worker.protocol.events import EpochEnd, Event, Joined, Progress
-from csdctl.workflows.tune.trial import read_trial
+from csdctl.worker.protocol.recipe import Noise
+from csdctl.workflows.tune.trial import _build_spec, read_trial
+from tests.unit.workflows.measured_project import PUBLIC, MeasuredProject, prepared, workspace
 
 NODES = ("host", "csd0")
 
@@ -73,3 +78,19 @@ def test_node_with_impossible_steps_is_named(begin: Progress, end: EpochEnd) -> 
 def test_node_with_missing_steps_is_named() -> None:
     with pytest.raises(RunError, match="before csd0 had done all steps"):
         read_trial([joined(0), joined(1), epoch_end(0)], NODES)
+
+
+@pytest.mark.parametrize("noise", [None, Noise(1.0, 1.1, 1e-5)])
+def test_trial_adds_the_noise_of_the_job_to_its_private_share(
+    at: MeasuredProject, noise: Noise | None
+) -> None:
+    data = prepared(at)
+    data.private = {"csd0": replace(PUBLIC, num_samples=3_000)}
+    ranks = [RankPlan(node=name, batch_size=10, threads=1) for name in (HOST_NAME, "csd0")]
+    space = workspace(at, {rank.node: FakeSession(rank.node) for rank in ranks})
+    job, run = replace(at.job, noise=noise), at.project.new_scratch()
+    spec = _build_spec(run, job, ranks, data, space, 20, None)
+    assert spec.noise == noise
+    host, csd0 = spec.ranks
+    assert host.num_private == 0 < csd0.num_private
+    assert csd0.num_private + csd0.num_public == 200
