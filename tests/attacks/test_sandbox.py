@@ -394,6 +394,25 @@ def test_services_of_this_machine_are_closed_where_any_network_may_connect(
     assert found == [f"{'refused' if is_confined else 'reached'} {host}" for host in THIS_MACHINE]
 
 
+@pytest.mark.attack(2)
+@pytest.mark.needs("root")  # to listen at a port below 1024
+def test_low_ports_of_peers_are_closed(user: User, place: Path) -> None:
+    """MPI never listens there: they are services of the peers' machines, such as SSH."""
+    for expected, ports in (("refused", range(1023, 599, -1)), ("reached", range(1))):
+        with listen_at_one_of(ports) as service:
+            command = ["-c", REACHING, str(service.getsockname()[1]), "127.0.0.1"]
+            with Sandbox(user, place, command, peers=["127.0.0.0/8"]) as sandbox:
+                assert sandbox.read_all() == f"{expected} 127.0.0.1\n"
+
+
+def listen_at_one_of(ports: Sequence[int]) -> socket.socket:
+    """Return a server at the first port that is free."""
+    for port in ports:
+        with contextlib.suppress(OSError):
+            return socket.create_server(("127.0.0.1", port))
+    raise OSError("no port is free")
+
+
 def test_sandbox_ends_with_its_input_and_leaves_nothing(user: User, place: Path) -> None:
     code = """
 import os, time

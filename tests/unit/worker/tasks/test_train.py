@@ -15,7 +15,7 @@ from csdctl.worker.group.channel import LinkLostError, PeerFaultError
 from csdctl.worker.group.communicator import SoloCommunicator
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.events import STOPPED
-from csdctl.worker.protocol.recipe import Noise
+from csdctl.worker.protocol.recipe import Noise, ReduceOnPlateau
 from csdctl.worker.protocol.run_spec import RankSpec, RunSpec, Runtime
 from csdctl.worker.tasks.progress import RunProgress
 from csdctl.worker.tasks.reporter import Reporter
@@ -118,7 +118,7 @@ def load_task(rank: int = 0, **changes: Any) -> Train:
         RankSpec(number, node, size, Runtime(), None, None, 0, NUM_STEPS * size)
         for number, (node, size) in enumerate(zip(("host", "csd0", "csd1"), SIZES, strict=True))
     )
-    recipe = dataclasses.replace(SQUARES, epochs=1, **changes)
+    recipe = dataclasses.replace(SQUARES, **{"epochs": 1, **changes})
     spec = RunSpec("run", "", "", recipe, ranks, None, None, "", num_checkpoints=0, is_balanced=False)
     step = make_step(Row(dense, TABLE, NUMBERS, recipe), *load_backend())
     me = ranks[rank]
@@ -187,6 +187,15 @@ def test_learning_rate_does_not_fall_in_a_last_step_that_has_fewer_samples() -> 
     run(task, PlayedGroup(task, add=note))
     assert samples == [13, 5]
     assert rates == pytest.approx([0.01 * 13 / 3] * 2)
+
+
+def test_learning_rate_is_reduced_from_the_epoch_on_that_follows_a_plateau() -> None:
+    plateau = ReduceOnPlateau("loss", patience=1, factor=0.5, min_delta=1e9)
+    task = load_task(learning_rate=0.01, reference_batch=9, epochs=4, reduce_on_plateau=plateau)
+    rates: list[float] = []
+    run(task, PlayedGroup(task, add=lambda total, layout: rates.append(rate_of(task))))
+    factors = [1.0, 1.0, 0.5, 0.25]
+    assert rates == pytest.approx([0.01 * factor for factor in factors for _ in range(NUM_STEPS)])
 
 
 def change_count(total: np.ndarray, layout: Any) -> None:
