@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from csdctl.launch.mpirun import ANY_NETWORK
 from csdctl.shipping.worker_zip import pack_worker
 from csdctl.worker.sandbox.system_calls import Program
 from tests.needs import SO_ATTACH_FILTER, SYSTEM_PYTHON, require
@@ -364,6 +365,52 @@ for family, host in ((socket.AF_INET, ""), (socket.AF_INET6, "::")):
 """
     with Sandbox(user, place, ["-c", code], peers=["127.0.0.0/29"]) as listening:
         assert [listening.read_line(), listening.read_line()] == ["127.0.0.1", "::1"]
+
+
+REACHING = """
+import socket, sys
+for host in sys.argv[2:]:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as connecting:
+        try:
+            connecting.connect((host, int(sys.argv[1])))
+        except ConnectionRefusedError:
+            print("refused", host, flush=True)
+        else:
+            print("reached", host, flush=True)
+"""
+THIS_MACHINE = ("127.0.0.1", "127.1.2.3", "0.0.0.0", "::1", "::", "::ffff:127.0.0.1", "::ffff:0.0.0.0")
+
+
+@pytest.mark.attack(2)
+@pytest.mark.parametrize("is_confined", [True, False])
+def test_services_of_this_machine_are_closed_where_any_network_may_connect(
+    user: User, place: Path, *, is_confined: bool
+) -> None:
+    """A fleet without `network:` has peers at all addresses, but none here."""
+    with socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True) as service:
+        command = ["-c", REACHING, str(service.getsockname()[1]), *THIS_MACHINE]
+        with Sandbox(user, place, command, is_confined=is_confined, peers=ANY_NETWORK) as sandbox:
+            found = sandbox.read_all().splitlines()
+    assert found == [f"{'refused' if is_confined else 'reached'} {host}" for host in THIS_MACHINE]
+
+
+@pytest.mark.attack(2)
+@pytest.mark.needs("root")  # to listen at a port below 1024
+def test_low_ports_of_peers_are_closed(user: User, place: Path) -> None:
+    """MPI never listens there: they are services of the peers' machines, such as SSH."""
+    for expected, ports in (("refused", range(1023, 599, -1)), ("reached", range(1))):
+        with listen_at_one_of(ports) as service:
+            command = ["-c", REACHING, str(service.getsockname()[1]), "127.0.0.1"]
+            with Sandbox(user, place, command, peers=["127.0.0.0/8"]) as sandbox:
+                assert sandbox.read_all() == f"{expected} 127.0.0.1\n"
+
+
+def listen_at_one_of(ports: Sequence[int]) -> socket.socket:
+    """Return a server at the first port that is free."""
+    for port in ports:
+        with contextlib.suppress(OSError):
+            return socket.create_server(("127.0.0.1", port))
+    raise OSError("no port is free")
 
 
 def test_sandbox_ends_with_its_input_and_leaves_nothing(user: User, place: Path) -> None:

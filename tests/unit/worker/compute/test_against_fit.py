@@ -1,14 +1,19 @@
 """Unequal batches, summed, take the steps that Keras' own train_on_batch takes with all samples."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from csdctl.shipping.store import hash_file
+from csdctl.worker.compute.evaluation import EVALUATION_BATCH, evaluate
 from csdctl.worker.compute.recipe import compile_model
 from csdctl.worker.compute.step import Step
+from csdctl.worker.data.prepared import PreparedSamples
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.recipe import LossTerm, Recipe
+from csdctl.worker.protocol.run_spec import DatasetSlice, RankSpec, Runtime
 from tests.unit.worker.compute.built_models import keras
 
 pytestmark = pytest.mark.first(6)
@@ -127,7 +132,8 @@ def as_records(labels: Any, weights: Array | None) -> Array:
     fields: dict[str, Array] = dict(labels) if isinstance(labels, dict) else {"label": labels}
     if weights is not None:
         fields["sample_weight"] = weights
-    records = np.empty(COUNT, [(name, values.dtype, values.shape[1:]) for name, values in fields.items()])
+    size = len(next(iter(fields.values())))
+    records = np.empty(size, [(name, values.dtype, values.shape[1:]) for name, values in fields.items()])
     for name, values in fields.items():
         records[name] = values
     return records
@@ -260,6 +266,34 @@ def test_unequal_batches_take_the_steps_of_fit(case: str) -> None:
             assert found[ours_named] == pytest.approx(float(value), rel=TOLERANCE, abs=TOLERANCE), name
     for one, its in zip(theirs.get_weights(), ours.get_weights(), strict=True):
         np.testing.assert_allclose(one, its, atol=2 * TOLERANCE)
+
+
+@pytest.mark.parametrize("is_weighted", [False, True])
+def test_validation_is_that_of_keras_evaluate(tmp_path: Path, *, is_weighted: bool) -> None:
+    """The last batch is a partial one, whose samples count as all others do."""
+    keras().utils.set_random_seed(1)
+    model = pictures()
+    recipe = compile_model(model, Recipe(metrics=("accuracy",), **SGD), keras())
+    count = EVALUATION_BATCH + 40
+    samples = np.random.default_rng(3).random((count, 9, 9, 3), np.float32)
+    samples[EVALUATION_BATCH:] *= 4.0
+    labels, weights = np.resize(CLASSES, count), np.resize(WEIGHTS, count) if is_weighted else None
+    expected = model.evaluate(
+        samples, labels, sample_weight=weights, batch_size=count, return_dict=True, verbose=0
+    )
+    records = as_records(labels, weights)
+    files = [tmp_path / "images.npy", tmp_path / "labels.npy"]
+    for path, array in zip(files, (samples, records), strict=True):
+        np.save(path, array)
+    hashes = [hash_file(path) for path in files]
+    part = DatasetSlice(*map(str, files), images_sha256=hashes[0], labels_sha256=hashes[1])
+    import tensorflow as tf
+
+    step = Step(model, recipe, (samples[:0], records[:0]), tf, keras())
+    me = RankSpec(0, "host", 8, Runtime(), None, None, 0, 0)
+    found = evaluate(step, PreparedSamples(part), me, progress_interval_s=3600.0)
+    assert found["validation_loss"] == pytest.approx(expected["loss"], rel=TOLERANCE)
+    assert found["validation_accuracy"] == pytest.approx(expected["accuracy"], rel=TOLERANCE)
 
 
 def test_average_of_the_weights_is_held_where_the_model_is_saved() -> None:

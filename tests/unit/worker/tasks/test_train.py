@@ -15,7 +15,7 @@ from csdctl.worker.group.channel import LinkLostError, PeerFaultError
 from csdctl.worker.group.communicator import SoloCommunicator
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.events import STOPPED
-from csdctl.worker.protocol.recipe import Noise
+from csdctl.worker.protocol.recipe import Noise, ReduceOnPlateau
 from csdctl.worker.protocol.run_spec import RankSpec, RunSpec, Runtime
 from csdctl.worker.tasks.progress import RunProgress
 from csdctl.worker.tasks.reporter import Reporter
@@ -50,6 +50,9 @@ class RandomReader:
     def read(self, share: Any, reassigned: Any = None) -> tuple[Any, Any]:
         return self.first(share.num_samples)
 
+    def pack_reassigned(self, spans: Any) -> bytes:
+        return b""
+
 
 class RandomTrain(Train):
     """The training loop without files."""
@@ -59,12 +62,12 @@ class RandomTrain(Train):
 
 
 class PlayedGroup:
-    """A group of this process and two ranks that send what rank 0 sends, for as many samples as they have.
+    """A group of this process and other ranks, which send what it sends, for as many samples as they have.
 
     `add` changes the sum, `answer` what a rank answers.
     """
 
-    collective, sum_s, size = "tree", 0.0, len(SIZES)
+    collective, sum_s = "tree", 0.0
 
     def __init__(
         self,
@@ -76,7 +79,9 @@ class PlayedGroup:
         not_finite: tuple[int, ...] = (),
     ) -> None:
         self.rank = rank
+        self.size = len(task.progress.segment.shares)
         self.local = np.zeros(task.num_elements, np.float32)
+        self._progress = task.progress
         self._layout, self._add, self._answer = task.layout, add, answer
         self._not_finite = list(not_finite)
         self.asked: list[Any] = []
@@ -84,9 +89,12 @@ class PlayedGroup:
 
     def sum(self, vector: np.ndarray, expected: Any = None) -> np.ndarray:
         total = np.array(vector)
-        total[self._layout.step] *= np.float32(sum(SIZES) / vector[self._layout.count])
+        total[self._layout.step] *= np.float32(self._progress.global_samples / vector[self._layout.count])
         self._add(total, self._layout)
         return total
+
+    def send(self, rank: int, content: Any, traffic_class: str) -> None:
+        pass
 
     def find_not_finite(self) -> list[int]:
         return self._not_finite
@@ -104,13 +112,13 @@ def dense(keras: Any) -> Any:
     return keras.Sequential([keras.Input((10,)), keras.layers.Dense(1)])
 
 
-def load_task(rank: int = 0) -> Train:
-    """Return the task of a rank, ready to run."""
+def load_task(rank: int = 0, **changes: Any) -> Train:
+    """Return the task of a rank, ready to run; `changes` are those of the recipe."""
     ranks = tuple(
         RankSpec(number, node, size, Runtime(), None, None, 0, NUM_STEPS * size)
         for number, (node, size) in enumerate(zip(("host", "csd0", "csd1"), SIZES, strict=True))
     )
-    recipe = dataclasses.replace(SQUARES, epochs=1)
+    recipe = dataclasses.replace(SQUARES, **{"epochs": 1, **changes})
     spec = RunSpec("run", "", "", recipe, ranks, None, None, "", num_checkpoints=0, is_balanced=False)
     step = make_step(Row(dense, TABLE, NUMBERS, recipe), *load_backend())
     me = ranks[rank]
@@ -131,7 +139,8 @@ def assert_nothing_applied(task: Train, before: list[Any]) -> None:
 
 def run(task: Train, group: PlayedGroup) -> Any:
     played: Any = group
-    return task.run(Group(1, (0, 1, 2), played))
+    ranks = tuple(share.rank for share in task.progress.segment.shares)
+    return task.run(Group(1, ranks, played))
 
 
 def test_right_sums_are_applied() -> None:
@@ -140,6 +149,53 @@ def test_right_sums_are_applied() -> None:
     assert run(task, PlayedGroup(task)) is FINISHED
     assert task.progress.position.total_steps == NUM_STEPS
     assert not np.array_equal(before[0], weights_of(task)[0])
+
+
+def rate_of(task: Train) -> float:
+    return float(np.asarray(task.step.optimizer.learning_rate.value))
+
+
+def test_learning_rate_follows_the_global_batch_when_a_node_is_lost() -> None:
+    """Linear scaling: lr · N / B of the recipe, where N are the samples of the ranks that are left."""
+    task = load_task(learning_rate=0.01, reference_batch=3)
+    rates: list[float] = []
+
+    def lose_csd1_in_the_second_step(total: np.ndarray, layout: Any) -> None:
+        rates.append(rate_of(task))
+        if len(rates) == 2:
+            raise LinkLostError
+
+    with pytest.raises(LinkLostError):
+        run(task, PlayedGroup(task, add=lose_csd1_in_the_second_step))
+    assert rates == pytest.approx([0.01 * 9 / 3] * 2)
+    task.progress.regroup((0, 1))
+    run(task, PlayedGroup(task, add=lambda total, layout: rates.append(rate_of(task))))
+    assert len(rates) > 2
+    assert rates[2:] == pytest.approx([0.01 * 6 / 3] * len(rates[2:]))
+
+
+def test_learning_rate_does_not_fall_in_a_last_step_that_has_fewer_samples() -> None:
+    """Such a step takes the mean of fewer samples, at the rate of the whole epoch."""
+    task = load_task(learning_rate=0.01, reference_batch=3)
+    task.progress.change_batch_sizes({0: 6, 1: 3, 2: 4})
+    rates, samples = [], []
+
+    def note(total: np.ndarray, layout: Any) -> None:
+        rates.append(rate_of(task))
+        samples.append(task.progress.global_samples)
+
+    run(task, PlayedGroup(task, add=note))
+    assert samples == [13, 5]
+    assert rates == pytest.approx([0.01 * 13 / 3] * 2)
+
+
+def test_learning_rate_is_reduced_from_the_epoch_on_that_follows_a_plateau() -> None:
+    plateau = ReduceOnPlateau("loss", patience=1, factor=0.5, min_delta=1e9)
+    task = load_task(learning_rate=0.01, reference_batch=9, epochs=4, reduce_on_plateau=plateau)
+    rates: list[float] = []
+    run(task, PlayedGroup(task, add=lambda total, layout: rates.append(rate_of(task))))
+    factors = [1.0, 1.0, 0.5, 0.25]
+    assert rates == pytest.approx([0.01 * factor for factor in factors for _ in range(NUM_STEPS)])
 
 
 def change_count(total: np.ndarray, layout: Any) -> None:

@@ -158,6 +158,14 @@ class TestLinks:
         (root / "cat" / f"{SECRET}.png").symlink_to(target.format(secret=SECRET))
         assert "a link that leads out of it" in refusal(spec).message
 
+    def test_link_to_a_neighbour_whose_name_begins_with_the_roots_is_refused(
+        self, root: Path, spec: PrepareSpec, tmp_path: Path
+    ) -> None:
+        put(root, "cat/a.png")
+        put(tmp_path, "data-old/cat/b.png")
+        (root / "cat" / f"{SECRET}.png").symlink_to(tmp_path / "data-old/cat/b.png")
+        assert "a link that leads out of it" in refusal(spec).message
+
     def test_class_folder_that_is_a_link_is_refused(
         self, root: Path, spec: PrepareSpec, tmp_path: Path
     ) -> None:

@@ -1,0 +1,107 @@
+"""What a run has done of an epoch, whatever changes midway, and what is forgotten at its end."""
+
+import pytest
+
+from csdctl.worker.compute.step import Sums
+from csdctl.worker.protocol.recipe import Recipe
+from csdctl.worker.protocol.run_spec import RankSpec, RunSpec, Runtime
+from csdctl.worker.tasks.position import CallbackState, EpochTotals
+from csdctl.worker.tasks.progress import RunProgress
+
+NODES = ("host", "csd0", "csd1")
+ALL = (0, 1, 2)
+NUM_STEPS = 8
+SIZES = (4, 2, 3)
+WEIGHTS = (1.0, 0.5, 2.0)
+
+
+@pytest.fixture
+def progress() -> RunProgress:
+    """Three ranks whose samples last for eight steps, at the start of the second epoch."""
+    ranks = tuple(
+        RankSpec(rank, node, size, Runtime(), None, None, 0, NUM_STEPS * size, weight=weight)
+        for rank, (node, size, weight) in enumerate(zip(NODES, SIZES, WEIGHTS, strict=True))
+    )
+    spec = RunSpec("run", "", "", Recipe(epochs=3), ranks, None, None, "")
+    progress = RunProgress(spec)
+    progress.regroup(ALL)
+    run_steps(progress, NUM_STEPS)
+    progress.end_epoch(CallbackState())
+    progress.regroup(ALL)
+    return progress
+
+
+def run_steps(progress: RunProgress, count: int) -> list[float]:
+    """Do steps whose loss is 2 for each sample; return the epochs done in each."""
+    done = []
+    for _ in range(count):
+        done.append(progress.epochs_done)
+        num_samples = progress.global_samples
+        progress.end_step(Sums(2.0 * num_samples, (1.0,), float(num_samples)), num_samples)
+    return done
+
+
+def run_to_the_epochs_end(progress: RunProgress) -> list[float]:
+    return run_steps(progress, progress.segment.stop_step - progress.position.step)
+
+
+def test_epochs_done_do_not_fall_back_when_batch_sizes_change_midway(progress: RunProgress) -> None:
+    before = run_steps(progress, 5)
+    progress.change_batch_sizes({0: 3, 1: 3, 2: 3})
+    assert progress.segment.stop_step == NUM_STEPS
+    expected = [1 + (step + 0.5) / NUM_STEPS for step in range(NUM_STEPS)]
+    assert before + run_to_the_epochs_end(progress) == pytest.approx(expected)
+
+
+def test_epochs_done_reach_the_epochs_end_when_ranks_are_lost_midway(progress: RunProgress) -> None:
+    """Twice: the steps of all earlier parts of the epoch count."""
+    done = run_steps(progress, 3)
+    progress.regroup((0, 1))
+    done += run_steps(progress, 2)
+    progress.regroup((0,))
+    num_steps = progress.segment.stop_step
+    done += run_to_the_epochs_end(progress)
+    assert done[3] > 1 + 3 / num_steps
+    assert done[-1] == pytest.approx(2 - 0.5 / num_steps)
+    assert progress.position.step == num_steps
+
+
+def test_weights_are_those_of_the_ranks_that_are_left(progress: RunProgress) -> None:
+    progress.regroup((0, 2))
+    assert progress.step_samples == [4, 3]
+    assert progress.weigh(progress.step_samples) == [4.0, 6.0]
+
+
+def test_results_of_an_epoch_are_of_all_its_steps_and_ranks_lost_ones_included(progress: RunProgress) -> None:
+    run_steps(progress, 3)
+    progress.regroup((0, 1))
+    run_steps(progress, 1)
+    progress.change_batch_sizes({0: 3, 1: 2})
+    run_steps(progress, 1)
+    num_samples = 3 * sum(SIZES) + 6 + 5
+    assert progress.position.totals == EpochTotals(5, num_samples, 2 * num_samples, (5.0,), num_samples)
+
+
+def test_next_epoch_begins_without_results_and_keeps_the_steps_of_the_run(progress: RunProgress) -> None:
+    run_steps(progress, 3)
+    progress.change_batch_sizes({0: 3, 1: 3, 2: 3})
+    run_to_the_epochs_end(progress)
+    callbacks = CallbackState(rate_factor=0.1)
+    progress.end_epoch(callbacks)
+    position = progress.position
+    assert (position.epoch, position.step, position.total_steps) == (3, 0, 2 * NUM_STEPS)
+    assert (position.totals, position.callbacks) == (EpochTotals(), callbacks)
+    progress.regroup(ALL)
+    assert progress.step_samples == [3, 3, 3]
+    assert sum(share.num_samples for share in progress.segment.shares) == NUM_STEPS * sum(SIZES)
+
+
+def test_rank_that_comes_back_has_its_latest_batch_size(progress: RunProgress) -> None:
+    progress.change_batch_sizes({0: 5, 1: 1, 2: 3})
+    run_steps(progress, 1)
+    progress.regroup((0, 2))
+    progress.change_batch_sizes({0: 4, 2: 4})
+    run_to_the_epochs_end(progress)
+    progress.end_epoch(CallbackState())
+    progress.regroup(ALL)
+    assert [share.batch_size for share in progress.segment.shares] == [4, 1, 4]
