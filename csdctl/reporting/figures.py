@@ -27,7 +27,7 @@ Figure = tuple[str, str | None, Callable[[RunSummary], str]]
 FIGURES: tuple[Figure, ...] = (
     ("ended", None, lambda s: s.state),
     ("ranks", STATED, lambda s: str(s.num_ranks)),
-    ("way", STATED, lambda s: f"{s.way}{f' at {s.cut}' if s.cut else ''}"),
+    ("strategy", STATED, lambda s: f"{s.strategy}{f' at {s.cut}' if s.cut else ''}"),
     ("batch sizes by", STATED, lambda s: s.method),
     ("global batch size at the start", STATED, lambda s: f"{s.global_batch:,}"),
     ("epochs", None, lambda s: str(s.epochs)),

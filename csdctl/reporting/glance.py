@@ -5,7 +5,7 @@ from typing import Any
 
 from csdctl.errors import InputError
 from csdctl.runs.directory import RunDirectory
-from csdctl.tuning.ways import DATA_PARALLEL
+from csdctl.tuning.strategies import DATA_PARALLEL
 from csdctl.worker.protocol.events import STOPPED as ASKED_TO_STOP
 from csdctl.worker.protocol.events import EpochEnd, Failed, Finished, Progress
 
@@ -21,7 +21,7 @@ class Glance:
     state: str
     """As the last events say: DONE, STOPPED, FAILED, or INTERRUPTED for a run without an end."""
     job: str = ""
-    way: str = DATA_PARALLEL
+    strategy: str = DATA_PARALLEL
     num_ranks: int = 0
     epochs: int = 0
     """That are to be trained."""
@@ -66,7 +66,7 @@ def glance_at(run: RunDirectory) -> Glance:
         run.run_id,
         state,
         job=str(job.get("path", "")) if isinstance(job, dict) else "",
-        way=str(manifest.get("way", DATA_PARALLEL)),
+        strategy=str(manifest.get("strategy", DATA_PARALLEL)),
         num_ranks=len(nodes),
         epochs=_count(recipe.get("epochs")) if isinstance(recipe, dict) else 0,
         last_event_s=last_s,

@@ -22,7 +22,7 @@ from csdctl.cli.train_options import (
     FeatureEngineOption,
     FeaturePrecisionOption,
     MicroBatchesOption,
-    WayOption,
+    StrategyOption,
 )
 
 
@@ -36,7 +36,7 @@ def verify(
         ),
     ] = None,
     batch_size: BatchSizeOption = None,
-    way: WayOption = "auto",
+    strategy: StrategyOption = "auto",
     cut: CutOption = "",
     micro_batches: MicroBatchesOption = 4,
     feature_precision: FeaturePrecisionOption = "float32",
@@ -61,7 +61,7 @@ def verify(
     loaded, chosen = load_job(job), choose_fleet(fleet, limit, exclude)
     features = FeatureOptions(feature_precision, feature_engine)
     request = VerifyRequest(
-        loaded, chosen, streams.directory, plan, batch_size, way, cut, micro_batches, features
+        loaded, chosen, streams.directory, plan, batch_size, strategy, cut, micro_batches, features
     )
     found = run_verification(request, PreparationScreen(streams))
     verdict = judge(found.result, found.nodes)

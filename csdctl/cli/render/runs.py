@@ -39,7 +39,7 @@ def show_runs(streams: Streams, runs: Sequence[Glance]) -> None:
         return
     is_wide = streams.console.width >= WIDE
     table = Table(box=None, padding=(0, 2 if is_wide else 1, 0, 0), header_style="dim")
-    for column in ("run", "state", *(("way",) if is_wide else ())):
+    for column in ("run", "state", *(("strategy",) if is_wide else ())):
         table.add_column(column, no_wrap=True)
     for column in ("epoch", "samples/s", "loss", "accuracy", "last event", *(("ranks",) if is_wide else ())):
         table.add_column(column, justify="right", no_wrap=True)
@@ -49,7 +49,7 @@ def show_runs(streams: Streams, runs: Sequence[Glance]) -> None:
         table.add_row(
             _shorten(run.run_id, runs),
             run.state,
-            *((run.way,) if is_wide else ()),
+            *((run.strategy,) if is_wide else ()),
             f"{run.epoch}/{run.epochs}",
             format_rate(run.samples_per_s),
             format_loss(loss),

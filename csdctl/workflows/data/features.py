@@ -88,7 +88,7 @@ def find_features(prepared: Prepared) -> FeatureInfo:
         raise InputError(
             f"{info.name} cannot be trained by features: data.augment changes its samples in every step",
             remedy="set recipe.views to the number of augmented copies of each sample, "
-            "or train with --way data-parallel",
+            "or train with --strategy data-parallel",
         )
     if recipe.views and not recipe.augment:
         raise InputError(
@@ -99,7 +99,7 @@ def find_features(prepared: Prepared) -> FeatureInfo:
         raise InputError(
             f"{info.name} cannot be trained by features: it {info.no_features}",
             remedy="freeze its first layers (base.trainable = False), and put augmentation behind them "
-            "or train with --way data-parallel",
+            "or train with --strategy data-parallel",
         )
     return info.features
 

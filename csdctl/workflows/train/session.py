@@ -13,14 +13,14 @@ from csdctl.reporting.summary import RunSummary
 from csdctl.runs.directory import RunDirectory
 from csdctl.runs.manifest import Manifest
 from csdctl.tuning.plan import Plan
-from csdctl.tuning.ways import DATA_PARALLEL, FEATURES, SPLIT
+from csdctl.tuning.strategies import DATA_PARALLEL, FEATURES, SPLIT
 from csdctl.worker.protocol.run_spec import RunSpec
 from csdctl.workflows.data.prepare import Prepared
 from csdctl.workflows.data.prepared_record import load_prepared
 from csdctl.workflows.preflight.doctor import DoctorOptions, examine_open
 from csdctl.workflows.preflight.examination import Examination
 from csdctl.workflows.reporting.report import report
-from csdctl.workflows.train.options import AUTO, TrainOptions, choose_planned_way
+from csdctl.workflows.train.options import AUTO, TrainOptions, choose_planned_strategy
 from csdctl.workflows.train.plan_choice import GIVE_ONE, check_one_source, resolve_plan
 from csdctl.workflows.train.preparation import PreparationObserver, prepare_in
 from csdctl.workflows.train.resume import find_resumable, is_complete, load_spec, resume
@@ -31,7 +31,7 @@ _CONTINUED = "a run continues as it began"
 CONTRADICTIONS = (
     ("resume", "plan", _CONTINUED),
     ("resume", "batch-size", _CONTINUED),
-    ("resume", "way", _CONTINUED),
+    ("resume", "strategy", _CONTINUED),
 )
 
 
@@ -52,13 +52,13 @@ class TrainRequest:
     is_preflight_skipped: bool = False
 
     def __post_init__(self) -> None:
-        """Raise InputError for two sources of the batch sizes, or of the way, of one run."""
+        """Raise InputError for two sources of the batch sizes, or of the strategy, of one run."""
         check_one_source(self.plan_path, self.batch_size)
         given = {
             "resume": self.resume,
             "plan": self.plan_path,
             "batch-size": self.batch_size,
-            "way": "" if self.options.way == AUTO else self.options.way,
+            "strategy": "" if self.options.strategy == AUTO else self.options.strategy,
         }
         for first, second, why in CONTRADICTIONS:
             if given[first] and given[second]:
@@ -101,7 +101,7 @@ class Rehearsal:
     """What one `csdctl train` would do."""
 
     plan: Plan
-    way: str
+    strategy: str
     cut: str
     run: RunDirectory | None = None
     """The run that would be resumed."""
@@ -116,18 +116,21 @@ def rehearse_training(request: TrainRequest, observer: TrainObserver) -> Rehears
         run = None
         if request.resume:
             run = find_resumable(space.project, request.resume, request.job, space.fleet, observer.say)
-            plan, (way, cut) = Manifest.model_validate(run.load_manifest()).plan, _way_of(load_spec(run))
+            plan, (strategy, cut) = (
+                Manifest.model_validate(run.load_manifest()).plan,
+                _strategy_of(load_spec(run)),
+            )
         else:
             plan = resolve_plan(
                 request.job, space, observer.say, path=request.plan_path, batch_size=request.batch_size
             )
-            way, cut = choose_planned_way(request.options.way, request.options.cut, plan)
+            strategy, cut = choose_planned_strategy(request.options.strategy, request.options.cut, plan)
         _examine(request, space, observer)
         recorded = load_prepared(space.project, request.job)
-    return Rehearsal(plan, way, cut, run, recorded.num_samples if recorded else None)
+    return Rehearsal(plan, strategy, cut, run, recorded.num_samples if recorded else None)
 
 
-def _way_of(spec: RunSpec) -> tuple[str, str]:
+def _strategy_of(spec: RunSpec) -> tuple[str, str]:
     if spec.split:
         return SPLIT, spec.split.cut
     return (FEATURES if spec.head else DATA_PARALLEL), ""

@@ -15,7 +15,7 @@ from csdctl.job.model import Job
 from csdctl.placement.equation1 import Placed
 from csdctl.runs.directory import RunDirectory
 from csdctl.tuning.plan import Plan
-from csdctl.tuning.ways import DATA_PARALLEL, SPLIT
+from csdctl.tuning.strategies import DATA_PARALLEL, SPLIT
 from csdctl.worker.protocol.run_spec import RunSpec
 from csdctl.workflows.data.deploy import whole
 from csdctl.workflows.data.prepare import Prepared
@@ -85,11 +85,11 @@ def build_manifest(
     }
 
 
-def describe_way(plan: Plan, way: str, cut: str) -> dict[str, object]:
-    """Return what manifest.json says about the way to train, and the prediction if it is for that way."""
-    predicted_for = (SPLIT, plan.cut) if plan.way == SPLIT else (DATA_PARALLEL, "")
-    predicted = plan.predicted_samples_per_s if (way, cut) == predicted_for else None
-    return {"way": way, "cut": cut, "predicted_samples_per_s": predicted}
+def describe_strategy(plan: Plan, strategy: str, cut: str) -> dict[str, object]:
+    """Return what manifest.json says about the strategy, and the prediction if it is for that strategy."""
+    predicted_for = (SPLIT, plan.cut) if plan.strategy == SPLIT else (DATA_PARALLEL, "")
+    predicted = plan.predicted_samples_per_s if (strategy, cut) == predicted_for else None
+    return {"strategy": strategy, "cut": cut, "predicted_samples_per_s": predicted}
 
 
 def fingerprint_data(prepared: Prepared) -> dict[str, Any]:

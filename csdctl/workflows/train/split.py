@@ -9,7 +9,7 @@ from csdctl.worker.protocol.run_spec import RunSpec, SplitSpec
 from csdctl.worker.protocol.tasks import SPLIT, TaskSpec
 from csdctl.workflows.data.prepare import Prepared
 
-_OTHERWISE = "train with --way data-parallel"
+_OTHERWISE = "train with --strategy data-parallel"
 
 
 def use_split(spec: RunSpec, job: Job, prepared: Prepared, cut: str, num_micro_batches: int) -> RunSpec:

@@ -22,7 +22,7 @@ from csdctl.shipping.deliver import Delivery
 from csdctl.supervision.event_callbacks import EventCallbacks
 from csdctl.supervision.supervisor import USER
 from csdctl.tuning.plan import Plan
-from csdctl.tuning.ways import FEATURES, SPLIT
+from csdctl.tuning.strategies import FEATURES, SPLIT
 from csdctl.worker.protocol.events import Event
 from csdctl.worker.protocol.features import FeatureOptions
 from csdctl.worker.protocol.json_codec import to_json
@@ -31,10 +31,10 @@ from csdctl.workflows.data.deploy import cut_shards
 from csdctl.workflows.data.features import COMPUTING, FeatureRun, compute_features
 from csdctl.workflows.data.prepare import OnPrepareProgress, Prepared
 from csdctl.workflows.train.host_alone import leave_to_host
-from csdctl.workflows.train.options import TrainOptions, choose_planned_way
+from csdctl.workflows.train.options import TrainOptions, choose_planned_strategy
 from csdctl.workflows.train.placement import place_plan
 from csdctl.workflows.train.ranks import RunInputs, run_ranks
-from csdctl.workflows.train.spec import build_manifest, build_spec, describe_way
+from csdctl.workflows.train.spec import build_manifest, build_spec, describe_strategy
 from csdctl.workflows.train.split import use_split
 from csdctl.workflows.workspace.workspace import Workspace
 
@@ -80,15 +80,15 @@ def train(
     Raises RunError, DeadlineError or InputError when it fails, RunStopped when the user stops it. The caller
     has locked the machines and called `plan_validation.check_plan`.
     """
-    way, cut = choose_planned_way(options.way, options.cut, plan)
+    strategy, cut = choose_planned_strategy(options.strategy, options.cut, plan)
     gathered = None
-    if way == FEATURES and plan.trains_on_host:
+    if strategy == FEATURES and plan.trains_on_host:
         plan, gathered = leave_to_host(plan, job, prepared, space, options.features, observer)
     placed = place_plan(plan, prepared, job, space.fleet)
     run = space.project.new_run()
     save_json(run.process, describe_holder("train", space.project.root))
     manifest = build_manifest(job, plan, placed, prepared, space)
-    run.save_manifest(manifest | describe_way(plan, way, cut))
+    run.save_manifest(manifest | describe_strategy(plan, strategy, cut))
     shards = cut_shards(placed, prepared.public, job, space.project)
     spec = dataclasses.replace(
         build_spec(run, job, plan, placed, prepared, shards, space),
@@ -98,10 +98,10 @@ def train(
         num_checkpoints=options.num_checkpoints,
         max_steps=options.max_steps,
     )
-    if way == SPLIT:
+    if strategy == SPLIT:
         spec = use_split(spec, job, prepared, cut, options.num_micro_batches)
     inputs = RunInputs(run, spec, prepared, shards)
-    if way == FEATURES:
+    if strategy == FEATURES:
         inputs = use_features(inputs, space, options.features, observer, gathered)
     save_text(run.spec, to_json(inputs.spec))
     return run_to_end(inputs, steps_per_epoch(placed), space, options, observer)

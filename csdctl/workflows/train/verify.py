@@ -11,7 +11,7 @@ from csdctl.fleet.model import Fleet
 from csdctl.job.model import Job
 from csdctl.launch.tools import find_mpirun
 from csdctl.tuning.plan import Plan
-from csdctl.tuning.ways import FEATURES, SPLIT
+from csdctl.tuning.strategies import FEATURES, SPLIT
 from csdctl.worker.protocol.events import Event, Inverted, Verified
 from csdctl.worker.protocol.features import FLOAT32, FeatureOptions, Recomputed
 from csdctl.worker.protocol.run_spec import SplitSpec
@@ -19,7 +19,13 @@ from csdctl.worker.protocol.tasks import VERIFY, VERIFY_SPLIT, TaskSpec
 from csdctl.workflows.data.deploy import cut_shards
 from csdctl.workflows.data.features import divide_for, recompute_features
 from csdctl.workflows.data.prepare import Prepared
-from csdctl.workflows.train.options import AUTO, TrainOptions, check_cut, check_way, choose_planned_way
+from csdctl.workflows.train.options import (
+    AUTO,
+    TrainOptions,
+    check_cut,
+    check_strategy,
+    choose_planned_strategy,
+)
 from csdctl.workflows.train.placement import place_plan
 from csdctl.workflows.train.plan_choice import build_equal_plan, check_one_source, load_checked_plan
 from csdctl.workflows.train.preparation import PreparationObserver, prepare_in
@@ -47,7 +53,7 @@ class VerifyRequest:
     """None: the job's own plan; without one, DEFAULT_BATCH_SIZE on every rank."""
     batch_size: int | None = None
     """Use this batch size on every rank instead of a plan."""
-    way: str = AUTO
+    strategy: str = AUTO
     cut: str = ""
     num_micro_batches: int = SplitSpec.num_micro_batches
     features: FeatureOptions = field(default_factory=FeatureOptions)
@@ -83,8 +89,8 @@ class Verification:
 def run_verification(request: VerifyRequest, observer: PreparationObserver) -> Verification:
     """Prepare what is missing and compare one step; raises InputError, RunError or DeadlineError."""
     find_mpirun()
-    check_way(request.way)
-    check_cut(request.way, request.cut)
+    check_strategy(request.strategy)
+    check_cut(request.strategy, request.cut)
     job = request.job
     with open_workspace(
         request.directory, request.fleet, "verify", is_locking=True, say=observer.say
@@ -127,13 +133,13 @@ def verify(
     shards = cut_shards(placed, prepared.public, job, space.project)
     spec = build_spec(run, job, plan, placed, prepared, shards, space)
     spec = dataclasses.replace(spec, validation=None, task=TaskSpec(VERIFY), num_checkpoints=0)
-    way, cut = choose_planned_way(request.way, request.cut, plan)
-    if way == SPLIT:
+    strategy, cut = choose_planned_strategy(request.strategy, request.cut, plan)
+    if strategy == SPLIT:
         spec = use_split(spec, job, prepared, cut, request.num_micro_batches)
         spec = dataclasses.replace(spec, task=TaskSpec(VERIFY_SPLIT))
     inputs = RunInputs(run, spec, prepared, shards)
     recomputed: dict[str, Recomputed] = {}
-    if way == FEATURES:
+    if strategy == FEATURES:
         recomputed |= recompute_features(spec, prepared, shards, space, request.features, CHECKED_ROWS)
         inputs = _of_head(inputs, request.features, space)
     results: list[Verified] = []

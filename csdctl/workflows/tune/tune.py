@@ -27,8 +27,8 @@ from csdctl.workflows.tune.fleet_measurements import FleetMeasurements, hash_rec
 from csdctl.workflows.tune.measurer import FleetMeasurer
 from csdctl.workflows.tune.options import FIT, STANNIS, TuneOptions
 from csdctl.workflows.tune.stannis import tune_by_algorithm_1
+from csdctl.workflows.tune.strategies import StrategyChooser, StrategyRequest, check_possible
 from csdctl.workflows.tune.watch import TuneWatch
-from csdctl.workflows.tune.ways import WayChooser, WayRequest, check_possible
 from csdctl.workflows.workspace.workspace import Workspace, open_workspace
 
 
@@ -73,7 +73,7 @@ def tune(
     """Return a plan for `job`; raises InputError, DeadlineError, NodeError, and what a trial raises."""
     if not options.is_host_training and (options.method == STANNIS or not space.fleet.nodes):
         raise InputError("--no-host needs at least one node, and --method fit")
-    check_possible(WayRequest(options.way, options.cut), job, prepared)
+    check_possible(StrategyRequest(options.strategy, options.cut), job, prepared)
     tune_by_method = tune_by_algorithm_1 if options.method == STANNIS else tune_by_fit
     return complete_plan(tune_by_method(job, prepared, space, options, say, watch), job, space.facts)
 
@@ -131,8 +131,8 @@ def tune_by_fit(
         return plan
     start_s = space.opening_s + prepared.again_s + measurer.start_s + tuned.tried.result.fixed_s
     times = start_s, measurer.start_s
-    chooser = WayChooser(job, prepared, space, plan, tuned.model, limits, *times, say, watch)
-    return chooser.choose(WayRequest(options.way, options.cut))
+    chooser = StrategyChooser(job, prepared, space, plan, tuned.model, limits, *times, say, watch)
+    return chooser.choose(StrategyRequest(options.strategy, options.cut))
 
 
 def _public_share(prepared: Prepared) -> float:

@@ -44,7 +44,7 @@ from csdctl.shipping.deliver import Delivery, DeliveryProgress
 from csdctl.transport.many import Outcome
 from csdctl.transport.meter import TrafficClass
 from csdctl.tuning.measurements import ModelFeatures, RuntimeSettings, TrialMeasurement, TrialRank
-from csdctl.tuning.plan import Plan, RankPlan, WayPlan
+from csdctl.tuning.plan import Plan, RankPlan, StrategyPlan
 from csdctl.worker.protocol.compared import Compared
 from csdctl.worker.protocol.datasets import PrepareProgress
 from csdctl.worker.protocol.events import (
@@ -159,8 +159,12 @@ def show_plan(console: PrintableConsole) -> None:
     plan = Plan(job="job", job_fingerprint="f", method="stannis", ranks=[rank])
     ranks = [rank.model_copy(update={"node": HOSTILE})]
     changes = {"job": HOSTILE, "method": HOSTILE, "left_out": [HOSTILE], "ranks": ranks}
-    ways = [WayPlan(way="split", cut=HOSTILE, first_run_s=seconds) for seconds in (1.0, 2.0)]
-    changes |= {"way": "split", "cut": HOSTILE, "ways": [*ways, WayPlan(way="features", why_not=HOSTILE)]}
+    strategies = [StrategyPlan(strategy="split", cut=HOSTILE, first_run_s=seconds) for seconds in (1.0, 2.0)]
+    changes |= {
+        "strategy": "split",
+        "cut": HOSTILE,
+        "strategies": [*strategies, StrategyPlan(strategy="features", why_not=HOSTILE)],
+    }
     render_plan(console, plan.model_copy(update=changes), HOSTILE)
     render_probes(console, {HOSTILE: ProbeResult(32, 0.25, 4, 1 << 30), f"{HOSTILE}2": None})
 

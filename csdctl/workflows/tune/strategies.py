@@ -1,4 +1,4 @@
-"""The choice of the way to train: compare what is possible, time the parts of the model, try the split."""
+"""The choice of the strategy: compare what is possible, time the parts of the model, try the split."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -21,15 +21,15 @@ from csdctl.tuning.model_parts import (
 )
 from csdctl.tuning.plan import Plan
 from csdctl.tuning.search import Limits
-from csdctl.tuning.ways import (
+from csdctl.tuning.strategies import (
     DATA_PARALLEL,
     FEATURES,
     SPLIT,
     Machines,
-    Way,
-    WayForecast,
+    Strategy,
+    StrategyForecast,
     Workload,
-    choose_way,
+    choose_strategy,
     confirm,
     confirm_cut,
     forecast_data_parallel,
@@ -46,9 +46,9 @@ from csdctl.workflows.data.prepare import Prepared
 from csdctl.workflows.train.host_alone import bytes_for_host
 from csdctl.workflows.train.options import AUTO
 from csdctl.workflows.train.split import check_job, find_cut
+from csdctl.workflows.tune.strategy_plans import list_strategies, node_memory, predicted_split
 from csdctl.workflows.tune.trial import run_trial
 from csdctl.workflows.tune.watch import TuneWatch
-from csdctl.workflows.tune.way_plans import list_ways, node_memory, predicted_split
 from csdctl.workflows.workspace.workspace import Workspace
 
 MAX_CUTS = 5
@@ -57,29 +57,29 @@ TRIAL_S, MIN_STEPS, MAX_STEPS = 8.0, 4, 200
 
 
 @dataclass(frozen=True)
-class WayRequest:
-    """Which ways to compare."""
+class StrategyRequest:
+    """Which strategies to compare."""
 
-    way: str = AUTO
+    strategy: str = AUTO
     """AUTO, or the only one."""
     cut: str = ""
     """With SPLIT: the only cut."""
 
 
-def check_possible(request: WayRequest, job: Job, prepared: Prepared) -> None:
-    """Raise InputError if only one way is asked for, and the job or the model does not allow it."""
+def check_possible(request: StrategyRequest, job: Job, prepared: Prepared) -> None:
+    """Raise InputError if only one strategy is asked for, and the job or the model does not allow it."""
     info = prepared.model.info
-    if request.way == FEATURES:
+    if request.strategy == FEATURES:
         find_features(prepared)
-    elif request.way == SPLIT:
+    elif request.strategy == SPLIT:
         check_job(job)
         if request.cut or not info.cuts:
             find_cut(info, request.cut)
 
 
 @dataclass(frozen=True)
-class WayChooser:
-    """Compares the ways to train one job with the plan `plan` for whole models."""
+class StrategyChooser:
+    """Compares the strategies one job with the plan `plan` for whole models."""
 
     job: Job
     prepared: Prepared
@@ -94,46 +94,46 @@ class WayChooser:
     say: Say
     watch: TuneWatch
 
-    def choose(self, request: WayRequest) -> Plan:
-        """Return the plan with the way to train that takes the least time.
+    def choose(self, request: StrategyRequest) -> Plan:
+        """Return the plan with the strategy that takes the least time.
 
         `request` is one that `check_possible` has passed. Raises InputError when no batch sizes are possible.
         """
-        if request.way == DATA_PARALLEL:
+        if request.strategy == DATA_PARALLEL:
             return self.plan
-        impossible: dict[Way, str] = {}
+        impossible: dict[Strategy, str] = {}
         feature_layer = ""
         cuts: tuple[CutInfo, ...] = ()
-        if request.way in (AUTO, FEATURES):
+        if request.strategy in (AUTO, FEATURES):
             feature_layer = self._find_feature_layer(impossible)
-        if request.way in (AUTO, SPLIT):
+        if request.strategy in (AUTO, SPLIT):
             cuts = self._find_cuts(request, impossible)
         if not feature_layer and not cuts:
-            return self._with_ways(self.plan, [], impossible)
+            return self._with_strategies(self.plan, [], impossible)
         try:
             times = self._time_parts(feature_layer, [cut.layer for cut in cuts])
         except CsdctlError as error:
-            if request.way != AUTO:
+            if request.strategy != AUTO:
                 raise
-            self.say(f"{error.message}: the ways to train are not compared")
-            why_not: dict[Way, str] = {FEATURES: error.message, SPLIT: error.message}
-            return self._with_ways(self.plan, [], why_not | impossible)
+            self.say(f"{error.message}: the strategies are not compared")
+            why_not: dict[Strategy, str] = {FEATURES: error.message, SPLIT: error.message}
+            return self._with_strategies(self.plan, [], why_not | impossible)
         if times.why_not:
             impossible[SPLIT] = times.why_not
         found = self._forecast(times, feature_layer, cuts)
         chosen = self._choose(found, request, impossible)
-        if chosen.way == SPLIT:
+        if chosen.strategy == SPLIT:
             return self._try_split(chosen, found, times, request, impossible)
-        return self._with_ways(self._follow(chosen), found, impossible)
+        return self._with_strategies(self._follow(chosen), found, impossible)
 
-    def _find_feature_layer(self, impossible: dict[Way, str]) -> str:
+    def _find_feature_layer(self, impossible: dict[Strategy, str]) -> str:
         try:
             return find_features(self.prepared).layer
         except InputError as error:
             impossible[FEATURES] = error.message
             return ""
 
-    def _find_cuts(self, request: WayRequest, impossible: dict[Way, str]) -> tuple[CutInfo, ...]:
+    def _find_cuts(self, request: StrategyRequest, impossible: dict[Strategy, str]) -> tuple[CutInfo, ...]:
         """Return the cuts to time: at most MAX_CUTS, of which FLOPs promise a gain."""
         info = self.prepared.model.info
         try:
@@ -152,12 +152,12 @@ class WayChooser:
         cuts = sorted(
             (cut for cut in info.cuts if cut.layer in promised), key=lambda cut: promised[cut.layer]
         )
-        if request.way == AUTO:
+        if request.strategy == AUTO:
             cuts = [cut for cut in cuts if promised[cut.layer] < whole.epoch_s]
         cuts = spread_cuts(cuts, info.num_operations)[:MAX_CUTS]
         if not cuts:
             impossible[SPLIT] = "no cut promises to take less time, by its FLOPs and bytes"
-            if request.way == SPLIT:
+            if request.strategy == SPLIT:
                 raise InputError(f"{info.name}: {impossible[SPLIT]}", remedy="name a cut: --cut LAYER")
         return tuple(cuts)
 
@@ -201,7 +201,7 @@ class WayChooser:
             return self.model
         return self.model.with_class(HOST_NAME, replace(known, in_step_factor=1.0))
 
-    def _forecast_whole(self, evaluation_share: float) -> WayForecast:
+    def _forecast_whole(self, evaluation_share: float) -> StrategyForecast:
         predicted = self.plan.predicted
         assert predicted is not None
         compute_s = {rank.node: rank.step_time_s or 0.0 for rank in self.plan.ranks}
@@ -217,7 +217,7 @@ class WayChooser:
         )
         return replace(found, node_memory_bytes=node_memory(self.plan.ranks))
 
-    def _forecast_split(self, shares: Shares, evaluation_share: float = 0.0) -> WayForecast | None:
+    def _forecast_split(self, shares: Shares, evaluation_share: float = 0.0) -> StrategyForecast | None:
         return forecast_split(
             shares, self._machines, self._work, self.limits, evaluation_share=evaluation_share
         )
@@ -255,8 +255,10 @@ class WayChooser:
             doing="timing the model's parts",
         )
 
-    def _forecast(self, times: PartTimes, feature_layer: str, cuts: Sequence[CutInfo]) -> list[WayForecast]:
-        """Return the forecasts of all ways, whole models first."""
+    def _forecast(
+        self, times: PartTimes, feature_layer: str, cuts: Sequence[CutInfo]
+    ) -> list[StrategyForecast]:
+        """Return the forecasts of all strategies, whole models first."""
         evaluation = times.evaluation_s / times.step_s
         whole = self._forecast_whole(evaluation)
         found = [whole]
@@ -277,22 +279,22 @@ class WayChooser:
         return found
 
     def _choose(
-        self, found: Sequence[WayForecast], request: WayRequest, impossible: Mapping[Way, str]
-    ) -> WayForecast:
-        if request.way == AUTO:
-            return choose_way(found)
-        asked_for = [one for one in found if one.way == request.way]
+        self, found: Sequence[StrategyForecast], request: StrategyRequest, impossible: Mapping[Strategy, str]
+    ) -> StrategyForecast:
+        if request.strategy == AUTO:
+            return choose_strategy(found)
+        asked_for = [one for one in found if one.strategy == request.strategy]
         if not asked_for:
             raise InputError(
                 impossible.get(SPLIT) or "no batch sizes for a split satisfy the limits",
-                remedy="give other limits, or tune with another --way",
+                remedy="give other limits, or tune with another --strategy",
             )
         return min(asked_for, key=lambda one: one.first_run_s)
 
-    def _follow(self, chosen: WayForecast) -> Plan:
-        """Return the plan with the way and the batch sizes that were chosen."""
-        if chosen.way != SPLIT:
-            changed = {"way": chosen.way, "trains_on_host": chosen.trains_on_host}
+    def _follow(self, chosen: StrategyForecast) -> Plan:
+        """Return the plan with the strategy and the batch sizes that were chosen."""
+        if chosen.strategy != SPLIT:
+            changed = {"strategy": chosen.strategy, "trains_on_host": chosen.trains_on_host}
             return self.plan.model_copy(update=changed)
         times = self._machines.step_times
         by_name = {rank.node: rank for rank in self.plan.ranks}
@@ -306,17 +308,17 @@ class WayChooser:
             )
             for name, size in chosen.batch_sizes.items()
         ]
-        return self.plan.model_copy(update={"way": SPLIT, "cut": chosen.cut, "ranks": ranks})
+        return self.plan.model_copy(update={"strategy": SPLIT, "cut": chosen.cut, "ranks": ranks})
 
     def _try_split(
         self,
-        chosen: WayForecast,
-        found: list[WayForecast],
+        chosen: StrategyForecast,
+        found: list[StrategyForecast],
         times: PartTimes,
-        request: WayRequest,
-        impossible: dict[Way, str],
+        request: StrategyRequest,
+        impossible: dict[Strategy, str],
     ) -> Plan:
-        """Take steps with the split model; return the plan of the way that then takes the least time."""
+        """Take steps with the split model; return the plan of the strategy that then takes the least time."""
         plan = self._follow(chosen)
         shares = measured_shares(times, self.prepared.model.info.cuts)[chosen.cut]
         expected_s = split_step_s(chosen.batch_sizes, shares, self._machines)
@@ -334,11 +336,11 @@ class WayChooser:
                 on_event=self.watch.on_event,
             )
         except CsdctlError as error:
-            if request.way == SPLIT:
+            if request.strategy == SPLIT:
                 raise
             impossible[SPLIT] = f"the trial failed: {error.message}"
-            rest = [one for one in found if one.way != SPLIT]
-            return self._with_ways(self._follow(choose_way(rest)), rest, impossible)
+            rest = [one for one in found if one.strategy != SPLIT]
+            return self._with_strategies(self._follow(choose_strategy(rest)), rest, impossible)
         ratio = result.step_s / expected_s
         self.say(
             f"a step takes {format_seconds(result.step_s)}, forecast {format_seconds(expected_s)}: "
@@ -354,13 +356,15 @@ class WayChooser:
             inversion=describe_inversion(result.inverted),
         )
         others = [confirm_cut(one, ratio, machines, self._work) for one in found if one is not chosen]
-        listed = sorted([*others, tried], key=lambda one: one.way != DATA_PARALLEL)
-        rest = [one for one in listed if one.way != SPLIT]
-        final = tried if request.way == SPLIT else choose_way([*rest, tried])
+        listed = sorted([*others, tried], key=lambda one: one.strategy != DATA_PARALLEL)
+        rest = [one for one in listed if one.strategy != SPLIT]
+        final = tried if request.strategy == SPLIT else choose_strategy([*rest, tried])
         if final is not tried:
-            return self._with_ways(self._follow(final), listed, impossible)
+            return self._with_strategies(self._follow(final), listed, impossible)
         plan = plan.model_copy(update={"predicted": predicted_split(plan.ranks, result)})
-        return self._with_ways(plan, listed, impossible)
+        return self._with_strategies(plan, listed, impossible)
 
-    def _with_ways(self, plan: Plan, found: Sequence[WayForecast], impossible: Mapping[Way, str]) -> Plan:
-        return plan.model_copy(update={"ways": list_ways(found, impossible)})
+    def _with_strategies(
+        self, plan: Plan, found: Sequence[StrategyForecast], impossible: Mapping[Strategy, str]
+    ) -> Plan:
+        return plan.model_copy(update={"strategies": list_strategies(found, impossible)})

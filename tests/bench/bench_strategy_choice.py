@@ -1,9 +1,9 @@
-"""The choice of the way to train, compared with trials of every way that was compared.
+"""The choice of the strategy, compared with trials of every strategy that was compared.
 
-    make bench ARGS="-k way_choice"
+    make bench ARGS="-k strategy_choice"
 
-For each setting, `tune` chooses a way; then each way that it compared, of splits the two best, is planned
-for and trained. Prints the seconds of the whole training as forecast and as measured. A limited link is the
+For each setting, `tune` chooses a strategy; then each one that it compared (of splits the two best) is
+planned for and trained. Prints the seconds of the whole training as forecast and as measured. A limited link is the
 loopback interface of a network namespace, which all machines share. Asserts no limits.
 """
 
@@ -174,10 +174,10 @@ def tune(project: Path, *arguments: str) -> dict[str, Any]:
     return found
 
 
-def train(project: Path, way: dict[str, Any]) -> float:
-    """Plan for a way and train it to its end; return the seconds of the whole command."""
-    cut = ("--cut", way["cut"]) if way["way"] == "split" else ()
-    tune(project, "--way", way["way"], *cut)
+def train(project: Path, strategy: dict[str, Any]) -> float:
+    """Plan for a strategy and train it to its end; return the seconds of the whole command."""
+    cut = ("--cut", strategy["cut"]) if strategy["strategy"] == "split" else ()
+    tune(project, "--strategy", strategy["strategy"], *cut)
     shutil.rmtree(project / ".csdctl" / "features", ignore_errors=True)
     for home in (project / ".csdctl" / "emulated" / "nodes").glob("*/home"):
         shutil.rmtree(home / ".csdctl" / "features", ignore_errors=True)
@@ -186,28 +186,39 @@ def train(project: Path, way: dict[str, Any]) -> float:
     return time.monotonic() - began
 
 
-def is_chosen(way: dict[str, Any], plan: dict[str, Any]) -> bool:
-    return bool(way["way"] == plan["way"] and (way["way"] != "split" or way["cut"] == plan["cut"]))
+def is_chosen(strategy: dict[str, Any], plan: dict[str, Any]) -> bool:
+    return bool(
+        strategy["strategy"] == plan["strategy"]
+        and (strategy["strategy"] != "split" or strategy["cut"] == plan["cut"])
+    )
 
 
 @pytest.mark.bench
 @pytest.mark.timeout(5400)
 @pytest.mark.parametrize("project", SETTINGS, indirect=True, ids=[setting.name for setting in SETTINGS])
-def test_way_choice(project: tuple[Path, Setting]) -> None:
+def test_strategy_choice(project: tuple[Path, Setting]) -> None:
     directory, setting = project
     plan = tune(directory)
-    compared = [way for way in plan["ways"] if way["first_run_s"] is not None]
-    splits = sorted((way for way in compared if way["way"] == "split"), key=lambda way: way["first_run_s"])
+    compared = [strategy for strategy in plan["strategies"] if strategy["first_run_s"] is not None]
+    splits = sorted(
+        (strategy for strategy in compared if strategy["strategy"] == "split"),
+        key=lambda strategy: strategy["first_run_s"],
+    )
     if not compared:
-        print(f"\n{setting.name}: nothing to compare with data-parallel: {plan['ways']}")
+        print(f"\n{setting.name}: nothing to compare with data-parallel: {plan['strategies']}")
         return
     measured = []
-    for way in [*(way for way in compared if way["way"] != "split"), *splits[:NUM_SPLITS]]:
-        measured.append((train(directory, way), way))
-        mark = "  chosen" if is_chosen(way, plan) else ""
-        name = f"{way['way']} {way['cut']}".strip()
-        print(f"\n    {name}: forecast {way['first_run_s']:.0f} s, took {measured[-1][0]:.0f} s{mark}")
+    for strategy in [
+        *(strategy for strategy in compared if strategy["strategy"] != "split"),
+        *splits[:NUM_SPLITS],
+    ]:
+        measured.append((train(directory, strategy), strategy))
+        mark = "  chosen" if is_chosen(strategy, plan) else ""
+        name = f"{strategy['strategy']} {strategy['cut']}".strip()
+        print(f"\n    {name}: forecast {strategy['first_run_s']:.0f} s, took {measured[-1][0]:.0f} s{mark}")
     best_s = min(seconds for seconds, _ in measured)
-    ((chosen_s, chosen),) = [(seconds, way) for seconds, way in measured if is_chosen(way, plan)]
-    print(f"{setting.name}: the chosen way took {chosen_s / best_s - 1:.1%} more time than the best")
+    ((chosen_s, chosen),) = [
+        (seconds, strategy) for seconds, strategy in measured if is_chosen(strategy, plan)
+    ]
+    print(f"{setting.name}: the chosen strategy took {chosen_s / best_s - 1:.1%} more time than the best")
     print(f"    and {chosen_s / chosen['first_run_s'] - 1:+.1%} more than its forecast")

@@ -1,4 +1,4 @@
-"""The plan names the way to train, and training follows it; on an emulated host and two nodes."""
+"""The plan names the strategy, and training follows it; on an emulated host and two nodes."""
 
 import json
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ QUICK = ("--no-explore", "--probe-seconds", "0.1", "--max-global-batch", "24")
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    directory = tmp_path_factory.mktemp("ways")
+    directory = tmp_path_factory.mktemp("strategies")
     assert csdctl(directory, "emulate", "up", "--nodes", "2", "--cpu", "1").returncode == 0
     job = JOB % "0.01"
     (directory / "job.yaml").write_text(job)
@@ -40,7 +40,7 @@ def tune(project: Path, job: str, *arguments: str) -> dict[str, Any]:
     assert done.returncode == 0, done.stderr
     printed = json.loads(done.stdout)
     plan: dict[str, Any] = yaml.safe_load(Path(printed["path"]).read_text())
-    assert printed["ways"][0]["way"] == plan["ways"][0]["way"] == "data-parallel"
+    assert printed["strategies"][0]["strategy"] == plan["strategies"][0]["strategy"] == "data-parallel"
     return plan
 
 
@@ -52,10 +52,10 @@ def train(project: Path, job: str, *arguments: str) -> dict[str, Any]:
 
 
 def test_plan_for_features_is_followed(project: Path) -> None:
-    plan = tune(project, "job.yaml", "--way", "features")
-    assert (plan["way"], plan.get("cut", "")) == ("features", "")
-    whole, features = plan["ways"]
-    assert features["way"] == "features"
+    plan = tune(project, "job.yaml", "--strategy", "features")
+    assert (plan["strategy"], plan.get("cut", "")) == ("features", "")
+    whole, features = plan["strategies"]
+    assert features["strategy"] == "features"
     assert 0 < features["next_run_s"] < features["first_run_s"]
     assert whole["is_confirmed"]
     report = train(project, "job.yaml")
@@ -64,11 +64,11 @@ def test_plan_for_features_is_followed(project: Path) -> None:
 
 
 def test_plan_for_a_split_was_tried_and_is_followed(project: Path) -> None:
-    plan = tune(project, "trained.yaml", "--way", "split", "--cut", "base")
-    assert (plan["way"], plan["cut"]) == ("split", "base")
+    plan = tune(project, "trained.yaml", "--strategy", "split", "--cut", "base")
+    assert (plan["strategy"], plan["cut"]) == ("split", "base")
     assert plan["predicted"]["is_confirmed"]
     assert sum(rank["batch_size"] for rank in plan["ranks"]) <= 24
-    *_, split = plan["ways"]
+    *_, split = plan["strategies"]
     assert split["cut"] == "base"
     assert split["is_confirmed"]
     assert "a linear map from activations behind base to samples" in split["inversion"]
@@ -82,15 +82,15 @@ def test_plan_for_a_split_was_tried_and_is_followed(project: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "reason", "remedy"),
     [
-        (("job.yaml", "--way", "split"), "sends activations and labels of private samples", "may-leave"),
-        (("trained.yaml", "--way", "features"), "it has no frozen layers at its beginning", "trainable"),
-        (("trained.yaml", "--way", "split", "--cut", "no"), "cannot be cut behind 'no'", "--cut"),
-        (("job.yaml", "--way", "sideways"), "unknown --way 'sideways'", "data-parallel"),
-        (("job.yaml", "--cut", "base"), "--way auto does not", "--way split"),
-        (("job.yaml", "--way", "features", "--no-host"), "a host that trains", "--no-host"),
+        (("job.yaml", "--strategy", "split"), "sends activations and labels of private samples", "may-leave"),
+        (("trained.yaml", "--strategy", "features"), "it has no frozen layers at its beginning", "trainable"),
+        (("trained.yaml", "--strategy", "split", "--cut", "no"), "cannot be cut behind 'no'", "--cut"),
+        (("job.yaml", "--strategy", "sideways"), "unknown --strategy 'sideways'", "data-parallel"),
+        (("job.yaml", "--cut", "base"), "--strategy auto does not", "--strategy split"),
+        (("job.yaml", "--strategy", "features", "--no-host"), "a host that trains", "--no-host"),
     ],
 )
-def test_way_that_is_not_possible_is_refused(
+def test_strategy_that_is_not_possible_is_refused(
     project: Path, arguments: tuple[str, ...], reason: str, remedy: str
 ) -> None:
     done = csdctl(project, "tune", *QUICK, *arguments)

@@ -1,4 +1,4 @@
-"""Forecasts of ways to train, compared with a simulation of what machines do."""
+"""Forecasts of strategies, compared with a simulation of what machines do."""
 
 import math
 from collections.abc import Mapping
@@ -12,13 +12,13 @@ from csdctl.perfmodel.step_time import StepTime
 from csdctl.placement.equation1 import Placed
 from csdctl.tuning.model_parts import MEASURED_BATCH, Shares, share_by_flops, spread_cuts
 from csdctl.tuning.search import Limits
-from csdctl.tuning.ways import (
+from csdctl.tuning.strategies import (
     DATA_PARALLEL,
     FEATURES,
     SPLIT,
     Machines,
     Workload,
-    choose_way,
+    choose_strategy,
     confirm,
     forecast_data_parallel,
     forecast_features,
@@ -100,7 +100,7 @@ def test_split_wins_where_all_samples_lie_on_slow_nodes() -> None:
     split = forecast_split(SHARES, fleet, ALL_PRIVATE, Limits(max_global_batch=128))
     assert split is not None
     assert split.epoch_s < 0.7 * whole.epoch_s
-    assert choose_way([whole, split]) is split
+    assert choose_strategy([whole, split]) is split
     assert split.batch_sizes["host"] == 0
     assert sum(split.batch_sizes.values()) <= 128
 
@@ -114,7 +114,7 @@ def test_split_gains_nothing_where_samples_are_spread_by_speed() -> None:
     whole = forecast_data_parallel(sizes, compute, 0.02, fleet, work, vector_bytes=4_000_000)
     split = forecast_split(SHARES, fleet, work, Limits(max_global_batch=sum(sizes.values())))
     assert split is not None
-    assert choose_way([whole, split]) is whole
+    assert choose_strategy([whole, split]) is whole
 
 
 def test_slow_link_decides_against_a_split() -> None:
@@ -125,7 +125,7 @@ def test_slow_link_decides_against_a_split() -> None:
     wide = replace(SHARES, cut_bytes=400_000)
     split = forecast_split(wide, slow, ALL_PRIVATE, Limits(max_global_batch=128))
     assert split is not None
-    assert choose_way([whole, split]) is whole
+    assert choose_strategy([whole, split]) is whole
 
 
 def test_features_pay_from_the_second_epoch_on() -> None:
@@ -139,7 +139,7 @@ def test_features_pay_from_the_second_epoch_on() -> None:
         whole = forecast_data_parallel(sizes, compute, 0.02, fleet, work, vector_bytes=50_000)
         features = forecast_features(whole, of_head, 0.9, fleet, work)
         assert features.next_run_s < features.first_run_s - fleet.process_s
-        return choose_way([whole, features]).way
+        return choose_strategy([whole, features]).strategy
 
     assert chosen(1) == DATA_PARALLEL
     assert chosen(5) == FEATURES
@@ -212,7 +212,7 @@ def test_trial_corrects_a_forecast() -> None:
     split = forecast_split_of(sizes, SHARES, fleet, ALL_PRIVATE)
     confirmed = confirm(split, 1.5, fleet, ALL_PRIVATE)
     assert confirmed.is_confirmed
-    assert confirmed.way == SPLIT
+    assert confirmed.strategy == SPLIT
     assert math.isclose(confirmed.epoch_s, 1.5 * split.epoch_s)
     assert math.isclose(confirmed.first_run_s, 20.0 + 2 * confirmed.epoch_s)
 

@@ -36,7 +36,7 @@ data: {{public: {{path: public}}, private: {{path: private%s}}, input_range: nul
 recipe: {{epochs: {EPOCHS}, learning_rate: 0.000001}}
 """
 RUN = ("--batch-size", "50", "--no-rebalance")
-SPLIT = ("--way", "split", "--cut", "first")
+SPLIT = ("--strategy", "split", "--cut", "first")
 
 
 @pytest.fixture
@@ -54,9 +54,9 @@ def private_job(project: Project, job: Path) -> Path:
             y=np.arange(NUM_PRIVATE) % 2,
         )
     job.with_name("same.py").write_text(MODEL)
-    ways = job.with_name("ways.yaml")
-    ways.write_text(JOB % "")
-    return ways
+    strategies = job.with_name("strategies.yaml")
+    strategies.write_text(JOB % "")
+    return strategies
 
 
 def find_computed(content: bytes) -> bool:
@@ -67,7 +67,7 @@ def find_computed(content: bytes) -> bool:
 def test_features_of_private_samples_stay_on_their_node(project: Project, private_job: Path) -> None:
     nodes = project.lab.near[:2]
     with captured(project.lab, *nodes, directory=project.path.parent) as captures:
-        done = project.csdctl("train", str(private_job), *RUN, "--way", "features")
+        done = project.csdctl("train", str(private_job), *RUN, "--strategy", "features")
         assert done.returncode == 0, done.stderr
     for node in nodes:
         stored = [path for path in (node.home / ".csdctl").rglob("*") if path.is_file()]

@@ -1,18 +1,20 @@
-"""What a plan says about the ways to train that were compared."""
+"""What a plan says about the strategies that were compared."""
 
 from collections.abc import Mapping, Sequence
 
 from csdctl.fleet.model import HOST_NAME
 from csdctl.tuning.observations import TrialResult
-from csdctl.tuning.plan import Predicted, RankPlan, WayPlan
-from csdctl.tuning.ways import Way, WayForecast
+from csdctl.tuning.plan import Predicted, RankPlan, StrategyPlan
+from csdctl.tuning.strategies import Strategy, StrategyForecast
 
 
-def list_ways(found: Sequence[WayForecast], impossible: Mapping[Way, str]) -> list[WayPlan]:
-    """Return the forecasts, then the ways that are not possible, and why."""
-    ways = [
-        WayPlan(
-            way=one.way,
+def list_strategies(
+    found: Sequence[StrategyForecast], impossible: Mapping[Strategy, str]
+) -> list[StrategyPlan]:
+    """Return the forecasts, then the strategies that are not possible, and why."""
+    strategies = [
+        StrategyPlan(
+            strategy=one.strategy,
             cut=one.cut,
             epoch_s=round(one.epoch_s, 3),
             first_run_s=round(one.first_run_s, 3),
@@ -25,8 +27,8 @@ def list_ways(found: Sequence[WayForecast], impossible: Mapping[Way, str]) -> li
         )
         for one in found
     ]
-    ways += [WayPlan(way=way, why_not=why) for way, why in impossible.items()]
-    return ways
+    strategies += [StrategyPlan(strategy=strategy, why_not=why) for strategy, why in impossible.items()]
+    return strategies
 
 
 def node_memory(ranks: Sequence[RankPlan]) -> int | None:
