@@ -3,8 +3,8 @@
     make bench ARGS="-k strategy_choice"
 
 For each setting, `tune` chooses a strategy; then each one that it compared (of splits the two best) is
-planned for and trained. Prints the seconds of the whole training as forecast and as measured. A limited link is the
-loopback interface of a network namespace, which all machines share. Asserts no limits.
+planned for and trained. Prints the seconds of the whole training as forecast and as measured. A limited
+link is the loopback interface of a network namespace, which all machines share. Asserts no limits.
 """
 
 import os
