@@ -5,18 +5,18 @@ from collections.abc import Iterable
 
 from csdctl.supervision import failures
 from csdctl.supervision.group import GroupState
+from csdctl.supervision.membership import Membership
 from csdctl.supervision.patience import Patience
 from csdctl.supervision.rank_processes import RankProcesses
-from csdctl.supervision.roster import Roster
 from csdctl.worker.protocol.orders import Ping
 
 
 class Liveness:
     """Pings the members that others wait for, and marks those as lost that do not answer."""
 
-    def __init__(self, processes: RankProcesses, roster: Roster, patience: Patience) -> None:
+    def __init__(self, processes: RankProcesses, membership: Membership, patience: Patience) -> None:
         self._processes = processes
-        self._roster = roster
+        self._membership = membership
         self._patience = patience
 
     def ping(self, group: GroupState, ranks: Iterable[int]) -> None:
@@ -32,9 +32,9 @@ class Liveness:
 
         A finished or paused rank no longer reports that it waits.
         """
-        if not self._roster.finished and not group.paused:
+        if not self._membership.finished and not group.paused:
             return
-        late = set(group.ranks) - self._roster.finished - group.paused
+        late = set(group.ranks) - self._membership.finished - group.paused
         now = time.monotonic()
         self.ping(group, [rank for rank in late if self._patience.is_ping_due(group.last_message(rank), now)])
 
@@ -43,5 +43,5 @@ class Liveness:
         group.drop_answered_pings()
         stalled = self._patience.stalled(group.pinged, time.monotonic())
         for rank in stalled:
-            self._roster.mark_lost(rank, failures.stalled(rank, self._roster.nodes[rank]))
+            self._membership.mark_lost(rank, failures.stalled(rank, self._membership.nodes[rank]))
         return stalled

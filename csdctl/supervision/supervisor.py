@@ -14,10 +14,10 @@ from csdctl.supervision.group import GroupState
 from csdctl.supervision.inbox import Inbox
 from csdctl.supervision.links import Links
 from csdctl.supervision.liveness import Liveness
+from csdctl.supervision.membership import Membership
 from csdctl.supervision.rank_process import ProcessEnded, RankMessage
 from csdctl.supervision.rank_processes import RankProcesses, Restarted
 from csdctl.supervision.regrouping import Regrouping
-from csdctl.supervision.roster import Roster
 from csdctl.supervision.run_setup import RunSetup
 from csdctl.worker.protocol.events import (
     EpochEnd,
@@ -51,9 +51,11 @@ class Supervisor:
             setup.start_rank, setup.restart_rank, setup.patience.restart_interval_s
         )
         self._inbox = Inbox(self._processes.next, self._record_arrival)
-        self._roster = Roster(setup.nodes, self._processes, self._inbox, record, setup.patience.max_restarts)
-        self._liveness = Liveness(self._processes, self._roster, setup.patience)
-        self._regrouping = Regrouping(setup, self._processes, self._inbox, self._roster)
+        self._membership = Membership(
+            setup.nodes, self._processes, self._inbox, record, setup.patience.max_restarts
+        )
+        self._liveness = Liveness(self._processes, self._membership, setup.patience)
+        self._regrouping = Regrouping(setup, self._processes, self._inbox, self._membership)
         self._group = GroupState(0, (), time.monotonic())
         self._links: Links | None = None
         self._collectives: dict[tuple[int, ...], str] = {}
@@ -72,7 +74,7 @@ class Supervisor:
         try:
             self._start()
             self._form_group(sorted(self._processes.ranks))
-            while self._roster.finished < set(self._group.ranks):
+            while self._membership.finished < set(self._group.ranks):
                 self._run_interruptible(self._take_turn)
             self._await_exits()
         finally:
@@ -84,7 +86,7 @@ class Supervisor:
         try:
             action()
         except KeyboardInterrupt:
-            if self.stopped_by or not self._roster.has_trained or self._is_regrouping:
+            if self.stopped_by or not self._membership.has_trained or self._is_regrouping:
                 raise
             self.stopped_by = USER
             self._inbox.requeue_unhandled()
@@ -92,7 +94,7 @@ class Supervisor:
 
     def _stop_if_asked(self) -> None:
         """Let the ranks finish their step when a callback has asked for the end of the run."""
-        if self._setup.should_stop() and self._roster.has_trained and not self.stopped_by:
+        if self._setup.should_stop() and self._membership.has_trained and not self.stopped_by:
             self.stopped_by = CALLBACK
             self._processes.send(0, Stop())
 
@@ -102,22 +104,22 @@ class Supervisor:
             if rank not in self._setup.absent:
                 self._processes.start(rank)
         deadline = time.monotonic() + self._patience.start_s
-        while self._roster.ready < self._processes.ranks:
+        while self._membership.ready < self._processes.ranks:
             message = self._inbox.next(self._patience.start_poll_s)
             if isinstance(message, ProcessEnded):
                 raise failures.as_run_error(message.error)
             if isinstance(message, Failed):
                 raise failures.as_run_failure(message)
             if time.monotonic() > deadline:
-                raise failures.start_overdue(self._nodes_of(self._processes.ranks - self._roster.ready))
+                raise failures.start_overdue(self._nodes_of(self._processes.ranks - self._membership.ready))
 
     def _record_arrival(self, message: RankMessage | Restarted) -> None:
         """Update the state of the ranks from a new message, and record the message if it is an event."""
         if isinstance(message, Restarted):
-            self._roster.restarting.add(message.rank)
+            self._membership.restarting.add(message.rank)
         elif not isinstance(message, ProcessEnded):
             if isinstance(message, Ready):
-                self._roster.ready.add(message.rank)
+                self._membership.ready.add(message.rank)
             self._group.record_arrival(message, time.monotonic())
             if not isinstance(message, Pong):
                 self._record(message)
@@ -138,7 +140,7 @@ class Supervisor:
         self._stop_if_asked()
         self._handle(self._inbox.next(self._patience.poll_s))
         self._inbox.mark_handled()
-        if self._links and not self._roster.finished and not self._group.paused:
+        if self._links and not self._membership.finished and not self._group.paused:
             self._check_links(self._links)
         self._liveness.ping_late_ranks(self._group)
         self._check_stalled_ranks()
@@ -157,30 +159,30 @@ class Supervisor:
         elif isinstance(message, Progress | EpochEnd) and message.rank == 0:
             self._regrouping.record_progress()
         elif isinstance(message, Finished):
-            self._roster.mark_finished(message.rank)
+            self._membership.mark_finished(message.rank)
         elif isinstance(message, Misbehaved):
             self._handle_misbehaved(message)
         elif isinstance(message, WaitingFor):
             self._handle_waiting(message)
-        elif isinstance(message, Ready) and message.rank in self._roster.restarting:
-            self._roster.readmit(message)
+        elif isinstance(message, Ready) and message.rank in self._membership.restarting:
+            self._membership.readmit(message)
             if self._group.have_all_joined:
                 self._request_pause()
 
     def _handle_exit(self, ended: ProcessEnded) -> None:
-        self._roster.handle_exit(ended)
-        if ended.rank in self._group.ranks and ended.rank not in self._roster.finished:
+        self._membership.handle_exit(ended)
+        if ended.rank in self._group.ranks and ended.rank not in self._membership.finished:
             self._regroup(f"{ended.node} is lost")
 
     def _handle_failure(self, failed: Failed) -> None:
         """Continue without a rank that failed on its own, unless all ranks would fail for the same reason."""
-        if failed.rank in self._roster.finished:
-            self._roster.note_late_failure(failed.rank, failures.as_loss(failed))
+        if failed.rank in self._membership.finished:
+            self._membership.note_late_failure(failed.rank, failures.as_loss(failed))
             return
         if failed.rank not in self._group.ranks:  # it has restarted, and the others train without it
-            self._roster.mark_lost(failed.rank, failures.as_loss(failed))
+            self._membership.mark_lost(failed.rank, failures.as_loss(failed))
             return
-        if failed.rank == 0 or not self._roster.has_trained:
+        if failed.rank == 0 or not self._membership.has_trained:
             raise failures.as_run_failure(failed)
         # All ranks see the same sums: if they are the cause, rank 0 fails too.
         deadline = time.monotonic() + self._patience.settle_s
@@ -190,7 +192,7 @@ class Supervisor:
                 raise failures.as_run_failure(message)
             if message:
                 self._inbox.postpone(message)
-        self._roster.mark_lost(failed.rank, failures.as_loss(failed))
+        self._membership.mark_lost(failed.rank, failures.as_loss(failed))
         self._regroup(f"{failed.node} failed")
 
     def _handle_membership(self, message: Joined | Paused | LinkLost) -> None:
@@ -210,22 +212,22 @@ class Supervisor:
         if joined.rank == 0:  # what a node says must not choose for all
             self._collectives[self._group.ranks] = joined.collective
         if self._group.have_all_joined:
-            self._roster.has_trained = True
+            self._membership.has_trained = True
             self._request_pause()
 
     def _handle_paused(self, paused: Paused) -> None:
         if not self._group.is_pausing and paused.rank != 0:
-            self._roster.mark_lost(paused.rank, failures.paused_early(paused.rank, paused.node))
+            self._membership.mark_lost(paused.rank, failures.paused_early(paused.rank, paused.node))
             self._regroup(f"{paused.node} left")
             return
         self._group.is_pausing = True
         self._group.paused.add(paused.rank)
         if self._group.have_all_paused:
             self._end_links()
-            self._form_group(sorted(self._roster.present()))
+            self._form_group(sorted(self._membership.present()))
 
     def _handle_misbehaved(self, message: Misbehaved) -> None:
-        if message.culprit in self._group.ranks and (node := self._roster.handle_misbehaved(message)):
+        if message.culprit in self._group.ranks and (node := self._membership.handle_misbehaved(message)):
             self._regrouping.record_progress()  # the next group is another one
             self._regroup(f"{node} sent what it must not")
 
@@ -240,14 +242,14 @@ class Supervisor:
 
         Only once all members have joined: a rank that receives a new group forgets a pause requested before.
         """
-        if self._roster.present() - set(self._group.ranks):
+        if self._membership.present() - set(self._group.ranks):
             self._group.is_pausing = True
             self._processes.send(0, PauseAtEpochEnd())
 
     def _regroup(self, reason: str) -> None:
         """End the group, and form a new one of the ranks that are left."""
         self._regrouping.settle_completion(self._group)
-        if self._roster.finished:
+        if self._membership.finished:
             raise self._regrouping.incomplete(self._group, reason)
         outcome = self._end_links()
         members = self._regrouping.find_members(self._group, reason, outcome)
@@ -277,10 +279,10 @@ class Supervisor:
     def _regroup_without_awaited(self) -> bool:
         """Regroup without the ranks that rank 0 waits for; return False unless it named some, but not all."""
         awaited = self._group.awaited
-        if not 0 < len(awaited) < len(self._group.ranks) - 1 or self._roster.finished:
+        if not 0 < len(awaited) < len(self._group.ranks) - 1 or self._membership.finished:
             return False
         for rank in awaited:
-            self._roster.mark_lost(rank, failures.nothing_sent(self._setup.nodes[rank]))
+            self._membership.mark_lost(rank, failures.nothing_sent(self._setup.nodes[rank]))
         self._regroup(f"{', '.join(self._nodes_of(awaited))} sent nothing")
         return True
 
@@ -295,7 +297,7 @@ class Supervisor:
         while left := set(self._group.ranks) & self._processes.ranks:
             message = self._inbox.next(self._patience.poll_s)
             if isinstance(message, ProcessEnded):
-                self._roster.handle_exit(message)
+                self._membership.handle_exit(message)
             if time.monotonic() > deadline:
                 raise failures.exit_overdue(self._nodes_of(left), self._setup.log_directory)
 

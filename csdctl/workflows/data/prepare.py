@@ -17,7 +17,7 @@ from csdctl.notify import Say
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.shipping.chunks import SharedChunks
 from csdctl.shipping.deliver import deliver
-from csdctl.shipping.parcel import pack_parcel
+from csdctl.shipping.payload import pack_payload
 from csdctl.shipping.store import StoredFile, store_bytes, store_file
 from csdctl.shipping.worker_calls import run_worker, watch_worker
 from csdctl.shipping.worker_zip import pack_code
@@ -183,12 +183,12 @@ class _Preparing:
 
     def check_shared(self, sessions: Mapping[str, Session], public: DatasetInfo) -> None:
         """Raise InputError when a node reads different public data than the host."""
-        parcel, chunks = pack_parcel([self._worker.as_object()]), SharedChunks()
+        payload, chunks = pack_payload([self._worker.as_object()]), SharedChunks()
 
         def on_node(session: Session) -> DatasetDigest:
             python = self._fleet.python_of(session.name)
             if session.name != HOST_NAME:
-                deliver(session, parcel, chunks, python=python)
+                deliver(session, payload, chunks, python=python)
             return run_worker(
                 session,
                 python,
@@ -235,11 +235,11 @@ class _Preparing:
         spec = replace(
             with_function(self._spec, self._private_function, stored, code), source=path, is_private=True
         )
-        parcel = pack_parcel([file.as_object() for file in (self._worker, stored, code) if file])
+        payload = pack_payload([file.as_object() for file in (self._worker, stored, code) if file])
         chunks = SharedChunks()
 
         def on_node(session: Session) -> DatasetInfo:
-            deliver(session, parcel, chunks, python=self._fleet.python_of(session.name))
+            deliver(session, payload, chunks, python=self._fleet.python_of(session.name))
             return self._prepare(session.name, session, spec)
 
         nodes = {node.name: sessions[node.name] for node in self._fleet.nodes}

@@ -20,7 +20,7 @@ from csdctl.worker.protocol.features import KERAS, LITERT, FeatureOptions
 from csdctl.worker.protocol.json_codec import SCHEMA
 from csdctl.worker.protocol.recipe import Noise
 from csdctl.worker.protocol.run_spec import RankSpec, RunSpec
-from csdctl.worker.protocol.tasks import SPLIT, TaskSpec
+from csdctl.worker.protocol.tasks import TRAIN_SPLIT, TaskSpec
 from csdctl.workflows.data.deploy import cut_shards, whole
 from csdctl.workflows.data.prepare import Prepared
 from csdctl.workflows.train.options import TrainOptions
@@ -129,7 +129,7 @@ def load_spec(run: RunDirectory) -> RunSpec:
     for name, found, expected in (
         ("schema", spec.schema, SCHEMA),
         ("run_id", spec.run_id, run.run_id),
-        ("task", spec.task, TaskSpec(SPLIT) if spec.split else TaskSpec()),
+        ("task", spec.task, TaskSpec(TRAIN_SPLIT) if spec.split else TaskSpec()),
         ("num_checkpoints", spec.num_checkpoints, min(max(spec.num_checkpoints, 1), MAX_CHECKPOINTS)),
         ("checkpoint_interval_s", spec.checkpoint_interval_s, max(spec.checkpoint_interval_s, 1.0)),
     ):

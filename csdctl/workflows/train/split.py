@@ -6,7 +6,7 @@ from csdctl.errors import InputError
 from csdctl.job.model import Job
 from csdctl.worker.protocol.model_info import CutInfo, ModelInfo
 from csdctl.worker.protocol.run_spec import RunSpec, SplitSpec
-from csdctl.worker.protocol.tasks import SPLIT, TaskSpec
+from csdctl.worker.protocol.tasks import TRAIN_SPLIT, TaskSpec
 from csdctl.workflows.data.prepare import Prepared
 
 _OTHERWISE = "train with --strategy data-parallel"
@@ -20,7 +20,7 @@ def use_split(spec: RunSpec, job: Job, prepared: Prepared, cut: str, num_micro_b
     check_job(job)
     found = find_cut(prepared.model.info, cut)
     return dataclasses.replace(
-        spec, task=TaskSpec(SPLIT), split=SplitSpec(found.layer, num_micro_batches), is_balanced=False
+        spec, task=TaskSpec(TRAIN_SPLIT), split=SplitSpec(found.layer, num_micro_batches), is_balanced=False
     )
 
 

@@ -21,7 +21,7 @@ from csdctl.tuning.class_model import ClassModel
 from csdctl.tuning.fleet_model import FleetModel
 from csdctl.tuning.measurements import (
     CollectiveMeasurement,
-    ModelFeatures,
+    ModelProperties,
     ProbeMeasurement,
     RuntimeSettings,
     TrialMeasurement,
@@ -41,7 +41,7 @@ class FleetMeasurements:
 
     def __init__(
         self,
-        features: ModelFeatures,
+        features: ModelProperties,
         recipe: str,
         fleet: Fleet,
         facts: Mapping[str, Facts],

@@ -43,7 +43,7 @@ from csdctl.runs.measurements_overview import CollectiveSummary, Overview, Probe
 from csdctl.shipping.deliver import Delivery, DeliveryProgress
 from csdctl.transport.many import Outcome
 from csdctl.transport.meter import TrafficClass
-from csdctl.tuning.measurements import ModelFeatures, RuntimeSettings, TrialMeasurement, TrialRank
+from csdctl.tuning.measurements import ModelProperties, RuntimeSettings, TrialMeasurement, TrialRank
 from csdctl.tuning.plan import Plan, RankPlan, StrategyPlan
 from csdctl.worker.protocol.compared import Compared
 from csdctl.worker.protocol.datasets import PrepareProgress
@@ -143,7 +143,7 @@ def show_measurements(console: PrintableConsole) -> None:
     machine = classify_machine(replace(CSD, cpu_model=MARKUP))
     machine = replace(machine, architecture=HOSTILE, tensorflow=HOSTILE)
     fleet = classify_fleet(machine, [machine], HOSTILE)
-    model = ModelFeatures("a" * 64, HOSTILE, 7, 5, 9, 3)
+    model = ModelProperties("a" * 64, HOSTILE, 7, 5, 9, 3)
     settings = RuntimeSettings(4)
     trial = TrialMeasurement((TrialRank(HOSTILE, 8, settings),), 0.5, 16.0, 1.0, 20.0)
     overview = Overview(

@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 
 from csdctl.supervision.allowance import Allowance
-from csdctl.supervision.conduct import (
+from csdctl.supervision.event_validator import (
     CHARS_PER_EVENT,
     EVENTS_PER_S,
     MAX_EVENTS_AT_ONCE,
     MAX_WAITING_AT_ONCE,
-    Conduct,
+    EventValidator,
 )
 from csdctl.worker.protocol.events import (
     EpochEnd,
@@ -58,22 +58,22 @@ def refusal(
     story: Iterable[Event | Order], *, rank: int = 1, must_join: bool = True, num_chars: int = 100
 ) -> str:
     """Return why the last event of a story is refused, '' when it is not; the others must not be."""
-    conduct = Conduct(rank, NODES, num_epochs=NUM_EPOCHS, must_join=must_join)
+    validator = EventValidator(rank, NODES, num_epochs=NUM_EPOCHS, must_join=must_join)
     *before, last = story
     for item in before:
-        tell(conduct, item, num_chars)
+        tell(validator, item, num_chars)
     try:
-        tell(conduct, last, num_chars)
+        tell(validator, last, num_chars)
     except ProtocolError as error:
         return str(error)
     return ""
 
 
-def tell(conduct: Conduct, item: Event | Order, num_chars: int) -> None:
+def tell(validator: EventValidator, item: Event | Order, num_chars: int) -> None:
     if isinstance(item, Event):
-        conduct.check(item, num_chars, now=0.0)
+        validator.check(item, num_chars, now=0.0)
     else:
-        conduct.note_order(item)
+        validator.note_order(item)
 
 
 @pytest.mark.parametrize(
@@ -144,16 +144,16 @@ def test_rank_0_is_checked_like_the_others() -> None:
 
 
 def test_rank_may_send_much_at_once_and_then_a_limited_number_per_second() -> None:
-    conduct = Conduct(*ME[:1], NODES, num_epochs=1, must_join=False)
-    conduct.note_order(FIRST)
+    validator = EventValidator(*ME[:1], NODES, num_epochs=1, must_join=False)
+    validator.note_order(FIRST)
     cost = 2
     for _ in range(MAX_EVENTS_AT_ONCE // cost):
-        conduct.check(PROGRESS, CHARS_PER_EVENT, now=0.0)
+        validator.check(PROGRESS, CHARS_PER_EVENT, now=0.0)
     with pytest.raises(ProtocolError, match="at most 100 events of 1000 characters per second"):
-        conduct.check(PROGRESS, CHARS_PER_EVENT, now=0.0)
+        validator.check(PROGRESS, CHARS_PER_EVENT, now=0.0)
     for second in range(2, 10):
         for _ in range(EVENTS_PER_S // cost):
-            conduct.check(PROGRESS, CHARS_PER_EVENT, now=float(second))
+            validator.check(PROGRESS, CHARS_PER_EVENT, now=float(second))
 
 
 def test_rank_that_says_all_the_time_that_it_waits_is_refused() -> None:

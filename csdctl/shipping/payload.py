@@ -1,6 +1,6 @@
 """The desired content of a machine as one message: objects of the store, and trees of them; pure.
 
-The same parcel goes to many machines. A long manifest is first identified by its digest, and only sent to
+The same payload goes to many machines. A long manifest is first identified by its digest, and only sent to
 machines that have no copy from an earlier deploy.
 """
 
@@ -52,7 +52,7 @@ class FileTree:
 
 
 @dataclass(frozen=True)
-class Parcel:
+class Payload:
     """Objects in sending order, and the manifest that describes them."""
 
     objects: tuple[StoreObject, ...]
@@ -76,7 +76,7 @@ class Parcel:
         return _as_json(request)
 
 
-def pack_parcel(objects: Sequence[StoreObject] = (), trees: Sequence[FileTree] = ()) -> Parcel:
+def pack_payload(objects: Sequence[StoreObject] = (), trees: Sequence[FileTree] = ()) -> Payload:
     """Pack `objects` and `trees`; raises InputError for trees with overlapping destinations."""
     _check_disjoint([tree.destination for tree in trees])
     distinct = {stored.name: stored for stored in objects}
@@ -93,7 +93,7 @@ def pack_parcel(objects: Sequence[StoreObject] = (), trees: Sequence[FileTree] =
     }
     content = _as_json(manifest).encode()
     packed = zlib.compress(content, 1) if len(content) > MAX_INLINE_BYTES else b""
-    return Parcel(tuple(distinct.values()), tuple(trees), manifest, packed)
+    return Payload(tuple(distinct.values()), tuple(trees), manifest, packed)
 
 
 def _describe(tree: FileTree, numbers: dict[str, int]) -> dict[str, Any]:

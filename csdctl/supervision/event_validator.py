@@ -35,7 +35,7 @@ WAITING_PER_S, MAX_WAITING_AT_ONCE = 1, 100
 """A worker says every five seconds that it waits; csdctl then tells the user, and asks the other ranks."""
 
 
-class Conduct:
+class EventValidator:
     """Checks the events of one process of rank `rank`; `nodes` are the machines of all ranks, in order."""
 
     def __init__(self, rank: int, nodes: Sequence[str], *, num_epochs: int, must_join: bool) -> None:

@@ -1,4 +1,4 @@
-"""Questions of the seccomp filter: who made which call, its memory and sockets, and the answer."""
+"""Notifications of the seccomp filter: who made which call, its memory and sockets, and the answer."""
 
 import contextlib
 import ctypes
@@ -14,13 +14,17 @@ from csdctl.worker.sandbox.system_calls import system_call
 
 _RECEIVE, _SEND, _IS_VALID, _ADD_DESCRIPTOR = 0xC0502100, 0xC0182101, 0x40082102, 0x40182103
 """SECCOMP_IOCTL_NOTIF_*."""
-_QUESTION, _ANSWER, _DESCRIPTOR = struct.Struct("=QIIiIQ6Q"), struct.Struct("=QqiI"), struct.Struct("=QIIII")
+_NOTIFICATION, _ANSWER, _DESCRIPTOR = (
+    struct.Struct("=QIIiIQ6Q"),
+    struct.Struct("=QqiI"),
+    struct.Struct("=QIIII"),
+)
 _CONTINUE = 1
 _PIDFD_GETFD = 438
 
 
 @dataclass(frozen=True)
-class Question:
+class Notification:
     """A system call that waits for an answer; `listener` is the filter's descriptor."""
 
     listener: int
@@ -57,33 +61,33 @@ class Question:
             fcntl.ioctl(self.listener, _SEND, _ANSWER.pack(self.id, result, error, flags))
 
 
-def receive_question(listener: int) -> Question | None:
-    """Return the next question; None when its caller was killed."""
-    content = bytearray(_QUESTION.size)
+def receive_notification(listener: int) -> Notification | None:
+    """Return the next notification; None when its caller was killed."""
+    content = bytearray(_NOTIFICATION.size)
     try:
         fcntl.ioctl(listener, _RECEIVE, content)
     except OSError:
         return None
-    number_in_filter, thread, _, number, _, _, *arguments = _QUESTION.unpack(content)
-    return Question(listener, number_in_filter, thread, number, tuple(arguments))
+    number_in_filter, thread, _, number, _, _, *arguments = _NOTIFICATION.unpack(content)
+    return Notification(listener, number_in_filter, thread, number, tuple(arguments))
 
 
 class Caller:
     """The process that made a call. Close it."""
 
-    def __init__(self, question: Question) -> None:
+    def __init__(self, notification: Notification) -> None:
         """Raises Refused when the process has ended."""
         try:
-            self.process = process_of_thread(question.thread)
+            self.process = process_of_thread(notification.thread)
             self._pidfd = os.pidfd_open(self.process)
         except OSError:
             raise Refused(errno.EINTR) from None
         try:
-            self._memory = os.open(f"/proc/{question.thread}/mem", os.O_RDWR | os.O_CLOEXEC)
+            self._memory = os.open(f"/proc/{notification.thread}/mem", os.O_RDWR | os.O_CLOEXEC)
         except OSError:
             os.close(self._pidfd)
             raise Refused(errno.EPERM) from None
-        if not question.is_waiting:
+        if not notification.is_waiting:
             self.close()
             raise Refused(errno.EINTR)
 

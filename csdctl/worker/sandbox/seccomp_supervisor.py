@@ -1,7 +1,7 @@
-"""The sandbox's door: it performs the system calls that the filter hands over.
+"""The seccomp supervisor: it performs the system calls that the filter hands over.
 
-The sandbox's sockets stay its own; the door acts on the same sockets, through pidfd_getfd(2), so that another
-thread of the sandbox cannot change what was checked.
+The sandbox's sockets stay its own; the supervisor acts on the same sockets, through pidfd_getfd(2), so that
+another thread of the sandbox cannot change what was checked.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from csdctl.worker.sandbox.addresses import (
     unpack_address,
 )
 from csdctl.worker.sandbox.arrivals import TOKEN_S, Arrivals, Tokens
-from csdctl.worker.sandbox.caller import Caller, Question, process_of_thread, receive_question
+from csdctl.worker.sandbox.notification import Caller, Notification, process_of_thread, receive_notification
 from csdctl.worker.sandbox.processes import list_descendants, list_group
 from csdctl.worker.sandbox.system_calls import ASKED, number_of
 
@@ -35,8 +35,8 @@ _INET = (socket.AF_INET, socket.AF_INET6)
 _MAX_ADDRESS_BYTES = 128
 
 
-class Door:
-    """Answers the questions of one filter."""
+class SeccompSupervisor:
+    """Answers the notifications of one filter."""
 
     def __init__(self, listener: int, key: str, peers: Sequence[str], sockets: Sequence[str]) -> None:
         self._listener = listener
@@ -46,7 +46,7 @@ class Door:
         self._sockets = {b"\0" + name.encode() for name in sockets}
         self._ports: set[int] = set()
         """Ports that the sandbox has bound."""
-        answers: dict[str, Callable[[Question, Caller], None]] = {
+        answers: dict[str, Callable[[Notification, Caller], None]] = {
             "socket": self._socket,
             "bind": self._bind,
             "connect": self._connect,
@@ -59,40 +59,40 @@ class Door:
         self._answers = {number_of(name): answers[name] for name in ASKED}
 
     def serve_one(self) -> None:
-        """Answer the next question, in a thread of its own as that may take time."""
-        question = receive_question(self._listener)
-        if question:
-            threading.Thread(target=self._serve, args=(question,), daemon=True).start()
+        """Answer the next notification, in a thread of its own as that may take time."""
+        notification = receive_notification(self._listener)
+        if notification:
+            threading.Thread(target=self._serve, args=(notification,), daemon=True).start()
 
-    def _serve(self, question: Question) -> None:
+    def _serve(self, notification: Notification) -> None:
         try:
-            with contextlib.closing(Caller(question)) as caller:
-                self._answers[question.number](question, caller)
+            with contextlib.closing(Caller(notification)) as caller:
+                self._answers[notification.number](notification, caller)
         except Refused as refused:
-            question.answer(error=refused.number)
+            notification.answer(error=refused.number)
         except OSError as error:
-            question.answer(error=error.errno or errno.EIO)
+            notification.answer(error=error.errno or errno.EIO)
         except Exception:
-            question.answer(error=errno.EINVAL)
+            notification.answer(error=errno.EINVAL)
 
-    def _socket(self, question: Question, _: Caller) -> None:
-        family, kind, protocol = (argument & 0xFFFFFFFF for argument in question.arguments[:3])
+    def _socket(self, notification: Notification, _: Caller) -> None:
+        family, kind, protocol = (argument & 0xFFFFFFFF for argument in notification.arguments[:3])
         is_stream = kind & 0xF == socket.SOCK_STREAM
         if family in _INET and kind & 0xF == socket.SOCK_DGRAM:
             # Libraries ask such a socket for the machine's interfaces; it could also send to anyone.
             with socket.socket(family, socket.SOCK_STREAM) as instead:
-                question.answer_with(instead.fileno(), is_inherited=not kind & socket.SOCK_CLOEXEC)
+                notification.answer_with(instead.fileno(), is_inherited=not kind & socket.SOCK_CLOEXEC)
         elif (
             (family in _INET and is_stream and protocol in (0, socket.IPPROTO_TCP))
             or (family == socket.AF_UNIX and is_stream)
             or (family == socket.AF_NETLINK and protocol == socket.NETLINK_ROUTE)
         ):
-            question.let_continue()
+            notification.let_continue()
         else:
             raise Refused(errno.EAFNOSUPPORT)
 
-    def _bind(self, question: Question, caller: Caller) -> None:
-        descriptor, address, size = question.arguments[:3]
+    def _bind(self, notification: Notification, caller: Caller) -> None:
+        descriptor, address, size = notification.arguments[:3]
         with caller.socket(descriptor) as bound:
             if bound.family == socket.AF_NETLINK:
                 bound.bind((0, 0))
@@ -100,7 +100,7 @@ class Door:
                 self._bind_port(bound, caller.read(address, min(size, _MAX_ADDRESS_BYTES)))
             else:
                 raise Refused(errno.EACCES)
-        question.answer()
+        notification.answer()
 
     def _bind_port(self, bound: socket.socket, content: bytes) -> None:
         host, *rest = unpack_address(content)
@@ -112,8 +112,8 @@ class Door:
             close_to_others(bound, self._peers)
         self._ports.add(bound.getsockname()[1])
 
-    def _connect(self, question: Question, caller: Caller) -> None:
-        descriptor, address, size = question.arguments[:3]
+    def _connect(self, notification: Notification, caller: Caller) -> None:
+        descriptor, address, size = notification.arguments[:3]
         content = caller.read(address, min(size, _MAX_ADDRESS_BYTES))
         with caller.socket(descriptor) as connecting:
             if connecting.family == socket.AF_UNIX:
@@ -122,7 +122,7 @@ class Door:
                 self._connect_to_peer(connecting, content)
             else:
                 raise Refused(errno.EACCES)
-        question.answer()
+        notification.answer()
 
     def _connect_to_socket(self, connecting: socket.socket, name: bytes) -> None:
         if name not in self._sockets:
@@ -158,9 +158,9 @@ class Door:
             found = [peer for peer in found if peer.is_loopback]
         return port >= MIN_PORT and bool(found)
 
-    def _accept(self, question: Question, caller: Caller) -> None:
-        descriptor, address, size = question.arguments[:3]
-        flags = question.arguments[3] if question.number == number_of("accept4") else 0
+    def _accept(self, notification: Notification, caller: Caller) -> None:
+        descriptor, address, size = notification.arguments[:3]
+        flags = notification.arguments[3] if notification.number == number_of("accept4") else 0
         with caller.socket(descriptor) as listening:
             # As the listener is set: it waits, or raises BlockingIOError.
             accepted, peer = self._arrivals.accept(listening) if self._arrivals else listening.accept()
@@ -171,19 +171,19 @@ class Door:
                 caller.write(address, packed[:space])
                 caller.write(size, struct.pack("=I", len(packed)))
             os.set_blocking(accepted.fileno(), not flags & socket.SOCK_NONBLOCK)
-            question.answer_with(accepted.fileno(), is_inherited=not flags & socket.SOCK_CLOEXEC)
+            notification.answer_with(accepted.fileno(), is_inherited=not flags & socket.SOCK_CLOEXEC)
 
-    def _kill(self, question: Question, caller: Caller) -> None:
+    def _kill(self, notification: Notification, caller: Caller) -> None:
         """Let a signal through to processes of the sandbox: one, or all of a group."""
-        target = ctypes.c_int32(question.arguments[0] & 0xFFFFFFFF).value
+        target = ctypes.c_int32(notification.arguments[0] & 0xFFFFFFFF).value
         if target == 0:
             target = -os.getpgid(caller.process)
         targets = [target] if target > 0 else list_group(-target)
         if target == -1 or not set(targets) <= set(list_descendants()):
             raise Refused(errno.EPERM)
-        question.let_continue()
+        notification.let_continue()
 
-    def _kill_thread(self, question: Question, _: Caller) -> None:
-        if process_of_thread(question.arguments[0] & 0xFFFFFFFF) not in list_descendants():
+    def _kill_thread(self, notification: Notification, _: Caller) -> None:
+        if process_of_thread(notification.arguments[0] & 0xFFFFFFFF) not in list_descendants():
             raise Refused(errno.EPERM)
-        question.let_continue()
+        notification.let_continue()

@@ -10,7 +10,7 @@ from csdctl.supervision.rank_processes import RankProcesses
 from csdctl.worker.protocol.events import Event, Misbehaved, NodeBack, NodeLost, Ready
 
 
-class Roster:
+class Membership:
     """The ranks of a run; drops the processes of lost ranks and restarts them."""
 
     def __init__(

@@ -14,7 +14,7 @@ DONE, STOPPED, FAILED, INTERRUPTED = "done", "stopped", "failed", "interrupted"
 
 
 @dataclass(frozen=True)
-class Glance:
+class RunStatus:
     """A run, without reading all of it."""
 
     run_id: str
@@ -39,12 +39,12 @@ class Glance:
     emulated: bool = False
 
 
-def glance_at(run: RunDirectory) -> Glance:
+def load_run_status(run: RunDirectory) -> RunStatus:
     """Return what is known of `run`; one whose files cannot be read has only its state."""
     try:
         manifest: Any = run.load_manifest()
     except InputError:
-        return Glance(run.run_id, INTERRUPTED)
+        return RunStatus(run.run_id, INTERRUPTED)
     nodes = [rank["node"] for rank in manifest["plan"]["ranks"]]
     found: dict[str, Any] = {}
     finished: dict[int, Finished] = {}
@@ -62,7 +62,7 @@ def glance_at(run: RunDirectory) -> Glance:
     if 0 in finished:
         state = STOPPED if finished[0].reason == ASKED_TO_STOP else DONE
     recipe, job = manifest.get("recipe"), manifest.get("job")
-    return Glance(
+    return RunStatus(
         run.run_id,
         state,
         job=str(job.get("path", "")) if isinstance(job, dict) else "",

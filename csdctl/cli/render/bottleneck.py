@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from csdctl.cli.render.fleet_view import show_elapsed
-from csdctl.reporting.blame import Verdict, find_holder
+from csdctl.reporting.bottleneck import Bottleneck, find_bottleneck
 from csdctl.reporting.series import SeriesBuilder
 from csdctl.worker.protocol.events import Event
 
@@ -12,7 +12,7 @@ INTERVAL_S, INTERVAL_SHARE = 5.0, 1 / 64
 a long run changes slowly, and who begins to watch it reads all of it."""
 
 
-class Blame:
+class BottleneckLine:
     """Takes the events of a run, and tells who holds the others back, since when, and why."""
 
     def __init__(self, nodes: Sequence[str]) -> None:
@@ -21,7 +21,7 @@ class Blame:
         self._series = SeriesBuilder(nodes)
         self._start_s: float | None = None
         self._looked_at = 0.0
-        self._verdict: Verdict | None = None
+        self._bottleneck: Bottleneck | None = None
         self._said: tuple[int | None, str] | None = None
 
     def add(self, now: float, event: Event) -> str:
@@ -32,8 +32,8 @@ class Blame:
         if now - self._looked_at < max(INTERVAL_S, INTERVAL_SHARE * (now - self._start_s)):
             return ""
         self._looked_at = now
-        self._verdict = find_holder(self._series.build(), is_now=True)
-        found = self._verdict and (self._verdict.rank, self._verdict.cause)
+        self._bottleneck = find_bottleneck(self._series.build(), is_now=True)
+        found = self._bottleneck and (self._bottleneck.rank, self._bottleneck.cause)
         if not found or found == self._said:
             return ""
         self._said = found
@@ -41,11 +41,12 @@ class Blame:
 
     def describe(self, now: float) -> str:
         """Return who holds the others back, as a line; nothing where nobody does."""
-        verdict = self._verdict
-        if verdict is None or self._start_s is None:
+        bottleneck = self._bottleneck
+        if bottleneck is None or self._start_s is None:
             return ""
-        if verdict.rank is None:
-            return f"link: {verdict.why}"
-        held_s = max(0.0, now - self._start_s - verdict.since_s)
-        node = self._nodes[verdict.rank]
-        return f"{node} has held the others back for {show_elapsed(held_s)} ({verdict.cause}): {verdict.why}"
+        if bottleneck.rank is None:
+            return f"link: {bottleneck.why}"
+        held_s = max(0.0, now - self._start_s - bottleneck.since_s)
+        node = self._nodes[bottleneck.rank]
+        held = f"{node} has held the others back for {show_elapsed(held_s)}"
+        return f"{held} ({bottleneck.cause}): {bottleneck.why}"

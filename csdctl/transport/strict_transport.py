@@ -43,7 +43,7 @@ _STDERR = 1
 _MAX_WINDOW_BYTES = 0xFFFFFFFF
 
 
-class OrderlyChannel(paramiko.Channel):
+class StrictChannel(paramiko.Channel):
     """A channel that accepts no more than its window: paramiko buffers whatever arrives."""
 
     # Private attributes of paramiko.Channel; its type stubs leave them out.
@@ -89,11 +89,11 @@ class OrderlyChannel(paramiko.Channel):
             self._refuse("opened the window of a channel beyond 2^32 - 1 bytes")
 
     def _refuse(self, violation: str) -> NoReturn:
-        assert isinstance(self.transport, OrderlyTransport)
+        assert isinstance(self.transport, StrictTransport)
         self.transport.packetizer.refuse(violation)
 
 
-class OrderlyTransport(paramiko.Transport):
+class StrictTransport(paramiko.Transport):
     """Wait without polling; drop messages on a channel after its close."""
 
     # Private attributes of paramiko.Transport; its type stubs leave them out.
@@ -112,9 +112,9 @@ class OrderlyTransport(paramiko.Transport):
     # Whatever the server sends for a channel; the channels are all made here.
     _channel_handler_table = {
         **paramiko.Transport._channel_handler_table,  # type: ignore[attr-defined]
-        Kind.WINDOW_ADJUST: OrderlyChannel._window_adjust,
-        Kind.DATA: OrderlyChannel._feed,
-        Kind.EXTENDED_DATA: OrderlyChannel._feed_extended,
+        Kind.WINDOW_ADJUST: StrictChannel._window_adjust,
+        Kind.DATA: StrictChannel._feed,
+        Kind.EXTENDED_DATA: StrictChannel._feed_extended,
     }
 
     def __init__(self, connection: socket.socket | paramiko.Channel) -> None:
@@ -178,7 +178,7 @@ class OrderlyTransport(paramiko.Transport):
         """Return a channel that is not open yet, and the event that the server's reply sets."""
         replied = threading.Event()
         with self.lock:
-            channel: Any = OrderlyChannel(self._next_channel())
+            channel: Any = StrictChannel(self._next_channel())
             self._channels.put(channel.chanid, channel)
             self.channel_events[channel.chanid] = replied
             self.channels_seen[channel.chanid] = True

@@ -11,17 +11,17 @@ BASE_BYTES, PER_RANK_BYTES, NUM_VECTORS = 1 << 30, 32 << 20, 8
 """Far above what is needed: MPI's buffers, vectors of every rank on rank 0, temporary ones of collectives."""
 
 
-class Room:
+class MemoryLimit:
     """What this process may allocate from now on, for sums of vectors of `vector_bytes`."""
 
     def __init__(self, world: World, vector_bytes: int) -> None:
         num_vectors = NUM_VECTORS + (0 if world.rank else 2 * world.size)
-        room_bytes = BASE_BYTES + world.size * PER_RANK_BYTES + num_vectors * vector_bytes
-        self._limit_bytes = data_bytes() + room_bytes
+        allowance_bytes = BASE_BYTES + world.size * PER_RANK_BYTES + num_vectors * vector_bytes
+        self._limit_bytes = data_bytes() + allowance_bytes
         self._largest_bytes = 0
         limit_data(self._limit_bytes)
 
-    def make(self, num_bytes: int) -> None:
+    def allow(self, num_bytes: int) -> None:
         """Allow messages of this size together; of several calls, the largest size counts."""
         if num_bytes > self._largest_bytes:
             self._largest_bytes = num_bytes

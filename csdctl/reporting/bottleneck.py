@@ -24,7 +24,7 @@ BY_COMPUTE, BY_INPUT, BY_LINK, BY_MEMORY, BY_HEAT = "compute", "input", "link", 
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Bottleneck:
     """What held the ranks back."""
 
     rank: int | None
@@ -39,9 +39,9 @@ class Verdict:
     """What shows the cause."""
 
 
-def find_holder(
+def find_bottleneck(
     series: RunSeries, memory_shares: Mapping[int, float] | None = None, *, is_now: bool = False
-) -> Verdict | None:
+) -> Bottleneck | None:
     """Return the rank that held the others back most; None where none did, or it was not recorded.
 
     `memory_shares`: by rank, of what the machine may use, at most. With `is_now`, only the latest part of the
@@ -64,11 +64,11 @@ def find_holder(
         return None
     if shared_s > lost_s[rank]:
         why = f"communication took {shared_s:.1f} s of each rank, more than waiting for any other rank"
-        return Verdict(None, BY_LINK, 0.0, shared_s, why, why)
+        return Bottleneck(None, BY_LINK, 0.0, shared_s, why, why)
     start = _since([lost if holder == rank else 0.0 for holder, lost in holders], first)
     cause, why = _cause(series, rank, start, memory_shares or {})
     text = f"{series.nodes[rank]} (rank {rank}) held the others back for {lost_s[rank]:.1f} s: {why}"
-    return Verdict(rank, cause, start * series.interval_s, lost_s[rank], text, why)
+    return Bottleneck(rank, cause, start * series.interval_s, lost_s[rank], text, why)
 
 
 def _holder(series: RunSeries, number: int) -> tuple[int | None, float]:
