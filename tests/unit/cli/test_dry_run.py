@@ -178,6 +178,14 @@ def test_dry_run_starts_and_writes_nothing(words: list[str], project: Path, serv
     assert files_of(project, server.home) == before
 
 
+def test_dry_run_writes_no_job_for_a_sample(project: Path, server: SshServer) -> None:
+    (project / "job.yaml").unlink()
+    before = files_of(project, server.home)
+    code, _ = run("prepare", "--sample", "fashion-mnist", "--dry-run")
+    assert code == ExitCode.BAD_INPUT
+    assert files_of(project, server.home) == before
+
+
 def test_playbook_of_a_dry_run_only_checks(project: Path, tmp_path: Path) -> None:
     """ansible-playbook is the one beside the Python that csdctl runs on."""
     python, playbook = tmp_path / "bin/python", tmp_path / "bin/ansible-playbook"
