@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 
 import pytest
-import pytest_timeout
+import pytest_timeout  # type: ignore[import-untyped]
 
 from tests.patience import IDLE_S, Idleness, scaled
 
