@@ -21,6 +21,8 @@ from tests.session import Session, remove_stale_sessions
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the same with nohup
 
+pytest_plugins = ["tests.hangs"]
+
 # An example may take as long as the machine needs for it.
 settings.register_profile("csdctl", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("csdctl")

@@ -24,6 +24,8 @@ KNOWN_WORK_S = 0.25
 """Seconds of `KNOWN_WORK` on an idle machine of 2024."""
 STALL_S = 120.0
 """Without any progress for this long on a machine of pace 1, a command hangs."""
+IDLE_S = 30.0
+"""A test that waits in this process, without CPU time for this long on a machine of pace 1, hangs."""
 WAIT_S = 60.0
 """The same for a condition that shows no progress."""
 BACKSTOP_S = 1200.0
@@ -123,6 +125,26 @@ class Activity:
             return "(no log)"
         lines = logs[-1].read_text(errors="replace").splitlines()[-NUM_LAST_LINES:]
         return "\n".join([f"{logs[-1]}:", *(line[:300] for line in lines)])
+
+
+class Idleness:
+    """How long this process and all that it has started have used hardly any CPU time."""
+
+    def __init__(self) -> None:
+        self._cpu_s = _cpu_time_s()
+        self._since = time.monotonic()
+
+    def look_s(self) -> float:
+        """Return for how many seconds none of them has worked."""
+        cpu_s, now = _cpu_time_s(), time.monotonic()
+        # Less than before: processes have ended.
+        if abs(cpu_s - self._cpu_s) > BUSY_SHARE * max(LOOK_S, now - self._since):
+            self._cpu_s, self._since = cpu_s, now
+        return now - self._since
+
+
+def _cpu_time_s() -> float:
+    return sum(map(cpu_time_s, (os.getpid(), *list_descendants(os.getpid()))))
 
 
 def communicate(

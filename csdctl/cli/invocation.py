@@ -41,11 +41,11 @@ class Invocation:
         """The project directory that the command was called in."""
         return ProjectDirectory(self.streams.directory)
 
-    def finish(self, document: object, outcomes: Mapping[str, Outcome[Any]]) -> None:
+    def finish(self, document: object, outcomes: Mapping[str, Outcome[Any]], *, is_dry: bool = False) -> None:
         """Report the machines that failed, then `conclude`."""
         failed = errors_of(outcomes)
         render_failed(self.streams.console, failed, self.fleet)
-        self.conclude(document, list(outcomes), failed)
+        self.conclude(document, list(outcomes), failed, is_dry=is_dry)
 
     def conclude(
         self,
@@ -53,7 +53,14 @@ class Invocation:
         machines: Sequence[str],
         failed: Mapping[str, CsdctlError],
         arguments: str = "",
+        *,
+        is_dry: bool = False,
     ) -> None:
-        """Print the JSON document, record which of `machines` failed, and raise one error for them."""
+        """Print the JSON document, record which of `machines` failed, and raise one error for them.
+
+        A dry run on which no machine failed leaves what an earlier command has recorded.
+        """
         self.streams.result(document)
+        if is_dry and not failed:
+            return
         conclude(self.project, self.command, machines, failed, arguments)

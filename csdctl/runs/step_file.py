@@ -43,6 +43,8 @@ def keep_step_file(step_file: Path, kept: Path) -> None:
         with contextlib.suppress(OSError), open(aside, "xb", opener=_open_private) as into:
             with step_file.open("rb") as content:
                 shutil.copyfileobj(content, into, 1 << 20)
+            into.flush()
+            os.fsync(into.fileno())  # what was in memory is removed next
             os.replace(aside, kept)
     finally:
         aside.unlink(missing_ok=True)

@@ -210,6 +210,8 @@ class LineConversation:
         deadline = Deadline(deadline_s)
         while not self._lines and not self._is_at_end:
             self._read_more(deadline)
+            if deadline.has_passed and not self._lines and not self._is_at_end:  # no read timed out
+                raise self._no_response(deadline)
         if self._lines:
             return self._lines.popleft().decode(errors="replace")
         raise EOFError(f"`{self._running.command[0]}` on {self._running.name} has ended")
@@ -248,10 +250,7 @@ class LineConversation:
         try:
             chunk = self._running.process.read_stdout(deadline.left_s)
         except TimeoutError:
-            raise DeadlineError(
-                f"`{self._running.command[0]}` did not respond within {deadline.seconds:g} s",
-                node=self._running.name,
-            ) from None
+            raise self._no_response(deadline) from None
         self._is_at_end = not chunk
         self._add_lines(self._running.stdout.feed(chunk))
         if self._is_at_end and self._partial:
@@ -262,6 +261,12 @@ class LineConversation:
                 f"`{self._running.command[0]}` wrote a line of more than {MAX_OUTPUT_BYTES} bytes",
                 node=self._running.name,
             )
+
+    def _no_response(self, deadline: Deadline) -> DeadlineError:
+        return DeadlineError(
+            f"`{self._running.command[0]}` did not respond within {deadline.seconds:g} s",
+            node=self._running.name,
+        )
 
     def _add_lines(self, data: bytes) -> None:
         first, *others = data.split(b"\n")

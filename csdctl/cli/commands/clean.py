@@ -64,4 +64,4 @@ def clean(
         is_pruning=unused and not dry_run,
         on_done=lambda outcome: render_cleaned(call.streams.console, outcome, is_dry=dry_run),
     )
-    call.finish(clean_document(outcomes, is_dry=dry_run), outcomes)
+    call.finish(clean_document(outcomes, is_dry=dry_run), outcomes, is_dry=dry_run)

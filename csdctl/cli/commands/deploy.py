@@ -52,4 +52,4 @@ def deploy(
         )
     if console.is_terminal:
         render_deliveries(console, outcomes, dry_run=dry_run)
-    call.finish(deploy_document(outcomes, dry_run=dry_run), outcomes)
+    call.finish(deploy_document(outcomes, dry_run=dry_run), outcomes, is_dry=dry_run)

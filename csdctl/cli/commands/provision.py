@@ -117,4 +117,4 @@ def provision(
                 on_task=view.task,
             )
     render_nodes(call.streams.console, outcomes, request)
-    call.finish(provision_document(outcomes, request), outcomes)
+    call.finish(provision_document(outcomes, request), outcomes, is_dry=dry_run)

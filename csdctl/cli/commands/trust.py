@@ -38,7 +38,4 @@ def trust(
     review_keys(call.fleet, call.project, screen, is_dry_run=dry_run)
     if dry_run:
         call.streams.say("dry run: no key was accepted")
-        if not screen.failed:  # what an earlier command has recorded stays
-            call.streams.result(screen.document())
-            return
-    call.conclude(screen.document(), screen.machines, screen.failed)
+    call.conclude(screen.document(), screen.machines, screen.failed, is_dry=dry_run)

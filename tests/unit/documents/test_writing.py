@@ -2,6 +2,7 @@ import contextlib
 import os
 import resource
 import signal
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -52,6 +53,29 @@ class TestSaving:
             )
         save_bytes(tmp_path / "file", b"new")
         assert calls[:2] == ["fsync", "replace"]
+
+    def test_files_of_a_directory_are_on_the_disk_before_it_gets_its_name(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        calls: list[int | str] = []
+        sync, rename = os.fsync, os.rename
+        monkeypatch.setattr(os, "fsync", lambda file: (calls.append(os.fstat(file).st_ino), sync(file)))
+        monkeypatch.setattr(os, "rename", lambda *given: (calls.append("rename"), rename(*given)))
+        with build_atomically(tmp_path / "model") as temporary:
+            (temporary / "deeper").mkdir()
+            for name in ("one", "deeper/two"):
+                (temporary / name).write_bytes(b"content")
+        files = {(tmp_path / "model" / name).stat().st_ino for name in ("one", "deeper/two")}
+        assert files <= set(calls[: calls.index("rename")])
+
+    def test_missing_directories_are_for_this_user_alone(self, tmp_path: Path) -> None:
+        umask = os.umask(0)
+        try:
+            save_text(tmp_path / "a" / "b" / "file", "content")
+        finally:
+            os.umask(umask)
+        modes = [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("a", "a/b", "a/b/file")]
+        assert modes == [0o700, 0o700, 0o600]
 
     def test_failed_write_leaves_only_the_old_file(self, tmp_path: Path) -> None:
         save_bytes(tmp_path / "file", b"old")

@@ -187,13 +187,15 @@ class TestOutput:
         assert job.log(0).read_text() == "\\xff\\x1b]52;c;QQ==\\x07\\x9b2J\n"
         assert job.log(None).read_text() == "\\x1b[2J of ssh\n"
 
-    def test_first_failure_of_a_rank_is_kept(self, job: Job) -> None:
-        first, second = (Failed(1, "csd1", message, "", 2) for message in ("first", "second"))
-        assert job.print(event_lines(first, second), exit_code=2).failed == {1: first}
+    @pytest.mark.parametrize("rank", [0, 1])
+    def test_first_failure_of_a_rank_is_kept(self, job: Job, rank: int) -> None:
+        first, second = (Failed(rank, f"csd{rank}", message, "", 2) for message in ("first", "second"))
+        assert job.print(event_lines(first, second), exit_code=2).failed == {rank: first}
 
     def test_first_exit_of_each_rank_is_kept_in_order_of_arrival(self, job: Job) -> None:
         killed, aborted = Exited(1, "csd1", 137), Exited(0, "csd0", 1)
-        outcome = job.print(event_lines(killed, aborted, Exited(1, "csd1", 143)), exit_code=1)
+        again = Exited(1, "csd1", 143), Exited(0, "csd0", 143)
+        outcome = job.print(event_lines(killed, aborted, *again), exit_code=1)
         assert list(outcome.exited.values()) == [killed, aborted]
 
     def test_large_output_on_both_streams_is_drained(self, job: Job) -> None:

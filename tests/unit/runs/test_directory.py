@@ -1,5 +1,6 @@
 import json
 import math
+import os
 import re
 from pathlib import Path
 
@@ -122,6 +123,14 @@ class TestEvents:
         log.append(1.0, EVENTS[0])
         assert list(run.read_events(NODES)) == EVENTS[:1]
         log.close()
+
+    def test_log_is_for_this_user_alone(self, run: RunDirectory) -> None:
+        umask = os.umask(0)
+        try:
+            EventLog(run).close()
+        finally:
+            os.umask(umask)
+        assert run.events.stat().st_mode & 0o777 == 0o600
 
     @pytest.mark.parametrize("num_missing", [1, 2, 20, 60])
     @pytest.mark.fault(36)

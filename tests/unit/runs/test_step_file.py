@@ -1,6 +1,7 @@
 """Where the step file is while a run trains, and where it is afterwards."""
 
 import fnmatch
+import os
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,23 @@ def test_step_file_of_a_run_that_failed_is_moved_to_disk(memory: Path, tmp_path:
     assert kept.stat().st_mode & 0o777 == 0o600
     assert list(kept.parent.iterdir()) == [kept]
     assert not memory.exists()
+
+
+def test_step_file_is_on_the_disk_before_the_one_in_memory_is_removed(
+    memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = tmp_path / "step.state"
+    synced: list[tuple[int, bool, bool]] = []
+    sync = os.fsync
+
+    def record(file: int) -> None:
+        sync(file)
+        synced.append((os.fstat(file).st_size, kept.exists(), memory.exists()))
+
+    monkeypatch.setattr(os, "fsync", record)
+    keep_step_file(memory, kept)
+    assert synced == [(len(b"state"), False, True)]
+    assert kept.read_bytes() == b"state"
 
 
 def test_nothing_is_moved_when_there_is_no_step_file_or_it_is_on_disk(memory: Path, tmp_path: Path) -> None:

@@ -102,6 +102,30 @@ def test_out_of_memory_limits_what_the_class_computes_at_once(model: FleetModel)
     assert learned.class_of("host").max_at_once is None
 
 
+def test_each_out_of_memory_makes_micro_batches_smaller(model: FleetModel) -> None:
+    """A rank that computes in micro-batches runs out of memory by their size, not by that of its batch."""
+    sizes = [50]
+    model = learn_probes(model, {"csd1": ProbeOutcome(sizes[0] + 1, None)})
+    for _ in range(3):
+        assert model.class_of("csd1").limit_at_once(1000) == sizes[-1]
+        model = learn_out_of_memory(model, "csd1", 1000)
+        sizes.append(model.class_of("csd1").limit_at_once(1000))
+    assert sizes == [50, 29, 16, 9]
+
+
+def test_out_of_memory_of_a_small_batch_limits_below_that_batch(model: FleetModel) -> None:
+    model = learn_probes(model, {"csd1": ProbeOutcome(200, None)})
+    assert learn_out_of_memory(model, "csd1", 40).class_of("csd1").max_at_once == 23
+
+
+def test_smaller_of_two_memory_limits_holds() -> None:
+    """One is extrapolated from the peaks of probes, the other a batch that did not fit."""
+    known = ClassModel(NODES, peaks={50: 500, 100: 1000}, memory_bytes=2000)
+    assert known.max_at_once == 200
+    assert replace(known, too_large=150).max_at_once == 149
+    assert replace(known, too_large=250).max_at_once == 200
+
+
 def test_host_has_no_larger_share_of_a_step_than_of_the_samples(model: FleetModel) -> None:
     """What lies on the nodes stays there: a larger batch of the host would be empty in most steps."""
     limits = Limits(max_global_batch=200)

@@ -156,6 +156,28 @@ def test_faster_settings_are_taken_and_used_in_the_trial(at: MeasuredProject) ->
     assert recalled.class_of("csd1").settings == without_onednn
 
 
+@pytest.mark.parametrize("better", [0, 1])
+def test_better_of_two_tried_plans_is_kept(at: MeasuredProject, better: int) -> None:
+    """A trial that shows a slow node leads to a second plan, which may turn out to be worse."""
+
+    def trial(ranks: Sequence[RankPlan]) -> TrialResult:
+        result = trial_of(ranks)
+        *others_s, slow_s = result.compute_s
+        is_first = len(measurer.trials) == 1
+        is_better = is_first == (better == 0)
+        return replace(
+            result,
+            compute_s=(*others_s, 3 * slow_s) if is_first else result.compute_s,
+            samples_per_s=result.samples_per_s * (2 if is_better else 1),
+        )
+
+    measurer = ScriptedMeasurer(trial)
+    tuned = tune(at, measurer)
+    assert len(measurer.trials) == 2
+    assert measurer.trials[0] != measurer.trials[1]
+    assert tuned.tried.ranks == measurer.trials[better]
+
+
 def test_rank_that_runs_out_of_memory_in_the_trial_computes_micro_batches(measured: MeasuredProject) -> None:
     messages: list[str] = []
 

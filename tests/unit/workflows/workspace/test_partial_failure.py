@@ -6,6 +6,7 @@ import pytest
 
 from csdctl.errors import (
     CsdctlError,
+    DeadlineError,
     ExitCode,
     HostKeyError,
     InputError,
@@ -40,6 +41,17 @@ def test_no_reachable_node_has_its_own_exit_code(tmp_path: Path, error: CsdctlEr
 def test_failure_of_every_machine_is_not_partial(tmp_path: Path) -> None:
     errors = dict.fromkeys(MACHINES, RemoteCommandError("no python3"))
     assert code_of(tmp_path, dict(errors)) == ExitCode.FAILED
+
+
+def test_nodes_that_failed_for_different_reasons_are_not_all_unreachable(tmp_path: Path) -> None:
+    assert code_of(tmp_path, {"csd0": DOWN, "csd1": RemoteCommandError("no python3")}) == ExitCode.PARTIAL
+
+
+def test_only_machines_that_all_ran_out_of_time_end_with_the_code_for_it(tmp_path: Path) -> None:
+    late = DeadlineError("did not finish")
+    assert code_of(tmp_path, dict.fromkeys(MACHINES, late)) == ExitCode.DEADLINE
+    mixed = {"host": late, "csd0": late, "csd1": RemoteCommandError("no python3")}
+    assert code_of(tmp_path, dict(mixed)) == ExitCode.FAILED
 
 
 def test_failed_nodes_are_saved_until_the_command_succeeds(tmp_path: Path) -> None:

@@ -1,0 +1,55 @@
+"""A command with fixed output, in place of one behind pipes or a channel."""
+
+from collections.abc import Callable, Iterable
+from itertools import chain
+
+from csdctl.transport.process import Running
+from csdctl.transport.shell_wrapper import WrappedCommand
+
+TOKEN = "csdctl-0"
+GROUP = 77
+
+
+class ScriptedProcess:
+    """Implements `process.Process`; the next bytes are always there, however short the wait for them."""
+
+    def __init__(self, chunks: Iterable[bytes], *, starts: bool = True) -> None:
+        self._chunks = chain([f"{TOKEN}\n".encode()] if starts else [], chunks)
+        self._starts = starts
+        self.num_read = 0
+        self.is_at_end = False
+        self.killed: list[int] = []
+        self.is_released = False
+
+    def read_stdout(self, timeout_s: float, *, wakes_at_exit: bool = False) -> bytes:
+        self.num_read += 1
+        chunk = next(self._chunks, b"")
+        self.is_at_end = not chunk
+        return chunk
+
+    def start_stderr(self, take: Callable[[bytes], object]) -> None:
+        if self._starts:
+            take(f"{TOKEN} {GROUP}\n".encode())
+
+    def finish_stderr(self, timeout_s: float) -> None: ...
+
+    def write_stdin(self, data: bytes, timeout_s: float) -> None: ...
+
+    def close_stdin(self) -> None: ...
+
+    def exit_code(self, timeout_s: float) -> int:
+        if not self.is_at_end:
+            raise TimeoutError
+        return 0
+
+    def kill_group(self, group: int) -> bool:
+        self.killed.append(group)
+        return True
+
+    def release(self) -> None:
+        self.is_released = True
+
+
+def start(process: ScriptedProcess) -> Running:
+    """Return the command of `process`, running on csd0."""
+    return Running("csd0", WrappedCommand(("cat",), (), TOKEN), process)
