@@ -7,7 +7,7 @@ from csdctl.supervision import failures
 from csdctl.supervision.inbox import Inbox
 from csdctl.supervision.rank_process import ProcessEnded
 from csdctl.supervision.rank_processes import RankProcesses
-from csdctl.worker.protocol.events import Event, Misbehaved, NodeBack, NodeLost, Ready
+from csdctl.worker.protocol.events import EpochEnd, Event, Misbehaved, NodeBack, NodeLost, Progress, Ready
 
 
 class Membership:
@@ -36,6 +36,9 @@ class Membership:
         self._losses: dict[int, CsdctlError] = {}
         """Why each rank is lost, the latest loss last."""
         self._num_losses: dict[int, int] = {}
+        """Losses of each rank since the run last made progress with it."""
+        self._position = self._position_at_loss = (0, 0)
+        """Epoch and step that rank 0 reported last, and had reported when it was lost last."""
         self._late_failures: dict[int, CsdctlError] = {}
         """What went wrong in ranks after they had reported completion."""
 
@@ -55,8 +58,21 @@ class Membership:
         return next((error for rank, error in reversed(self._losses.items()) if rank in members), None)
 
     def is_exhausted(self, rank: int) -> bool:
-        """Return whether `rank` was lost too often to be restarted again."""
+        """Return whether `rank` was lost too often, without progress in between, to be restarted again."""
         return self._num_losses.get(rank, 0) > self._max_restarts
+
+    def record_progress(self, report: Progress | EpochEnd, ranks: Iterable[int]) -> None:
+        """Renew the restarts of ranks that make progress; `report` is of rank 0, in a group of `ranks`.
+
+        Rank 0 makes progress when it completes a step after the one at which it was lost: no other rank can
+        train without it. A node makes progress when it takes part in the end of an epoch: a node that is lost
+        in each epoch only delays the others.
+        """
+        is_end = isinstance(report, EpochEnd)
+        self._position = (report.epoch + 1, 0) if is_end else (report.epoch, report.step)
+        for rank in ranks:
+            if is_end or (rank == 0 and self._position > self._position_at_loss):
+                self._num_losses.pop(rank, None)
 
     def mark_lost(self, rank: int, error: CsdctlError) -> None:
         """Drop `rank` and restart it when its machine answers; raise RunError before any training."""
@@ -95,6 +111,8 @@ class Membership:
         if not self.has_trained:
             raise failures.as_run_error(error)
         self._num_losses[rank] = self._num_losses.get(rank, 0) + 1
+        if rank == 0:
+            self._position_at_loss = self._position
         if not self.is_exhausted(rank):
             self._processes.restart(rank)
 

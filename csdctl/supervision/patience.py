@@ -42,7 +42,7 @@ class Patience:
     restart_interval_s: float = 10.0
     """Between two attempts to restart a lost rank."""
     max_restarts: int = 3
-    """Restarts of one rank; a rank that is lost again and again only delays the others."""
+    """Restarts of one rank without progress in between."""
     max_attempts: int = 3
     """Groups in a row that fail without progress before the run fails."""
 

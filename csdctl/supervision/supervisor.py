@@ -158,6 +158,8 @@ class Supervisor:
             self._handle_membership(message)
         elif isinstance(message, Progress | EpochEnd) and message.rank == 0:
             self._regrouping.record_progress()
+            if self._group.have_all_joined:
+                self._membership.record_progress(message, self._group.ranks)
         elif isinstance(message, Finished):
             self._membership.mark_finished(message.rank)
         elif isinstance(message, Misbehaved):
