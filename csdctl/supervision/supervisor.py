@@ -157,9 +157,7 @@ class Supervisor:
         elif isinstance(message, Joined | Paused | LinkLost):
             self._handle_membership(message)
         elif isinstance(message, Progress | EpochEnd) and message.rank == 0:
-            self._regrouping.record_progress()
-            if self._group.have_all_joined:
-                self._membership.record_progress(message, self._group.ranks)
+            self._handle_progress(message)
         elif isinstance(message, Finished):
             self._membership.mark_finished(message.rank)
         elif isinstance(message, Misbehaved):
@@ -170,6 +168,11 @@ class Supervisor:
             self._membership.readmit(message)
             if self._group.have_all_joined:
                 self._request_pause()
+
+    def _handle_progress(self, report: Progress | EpochEnd) -> None:
+        self._regrouping.record_progress()
+        if self._group.have_all_joined:
+            self._membership.record_progress(report, self._group.ranks)
 
     def _handle_exit(self, ended: ProcessEnded) -> None:
         self._membership.handle_exit(ended)

@@ -16,7 +16,7 @@ from csdctl.runs.measurements import open_measurements_to_write
 from csdctl.tuning.limits import default_limits
 from csdctl.tuning.measurements import describe_model
 from csdctl.tuning.plan import Plan, save_plan
-from csdctl.tuning.plan_choice import confirmed_prediction, measured_ranks, predict_gain
+from csdctl.tuning.plan_choice import confirmed_prediction, measured_ranks
 from csdctl.tuning.search import Limits
 from csdctl.workflows.data.deploy import common_files, deploy_files
 from csdctl.workflows.data.prepare import Prepared
@@ -114,7 +114,6 @@ def tune_by_fit(
                 measurer, measurements, limits, say, options.is_exploring, options.probe_duration_s
             )
             tuned = tuner.tune(model)
-    gain = predict_gain(tuned.model, limits, tuned.tried.best.batch_sizes)
     plan = Plan(
         job=job.name,
         job_fingerprint=job.fingerprint(),
@@ -123,7 +122,7 @@ def tune_by_fit(
         method_arguments={**limits.given},
         num_probes=measurer.num_probes,
         measuring_s=round(measurer.measuring_s, 2),
-        predicted=confirmed_prediction(tuned.tried, gain),
+        predicted=confirmed_prediction(tuned.tried, tuned.gain),
         left_out=list(tuned.tried.best.left_out),
         ranks=measured_ranks(tuned.tried),
     )
