@@ -68,11 +68,13 @@ class Membership:
         train without it. A node makes progress when it takes part in the end of an epoch: a node that is lost
         in each epoch only delays the others.
         """
-        is_end = isinstance(report, EpochEnd)
-        self._position = (report.epoch + 1, 0) if is_end else (report.epoch, report.step)
-        for rank in ranks:
-            if is_end or (rank == 0 and self._position > self._position_at_loss):
-                self._num_losses.pop(rank, None)
+        if isinstance(report, EpochEnd):
+            self._position, renewed = (report.epoch + 1, 0), set(ranks)
+        else:
+            self._position = report.epoch, report.step
+            renewed = {0} if self._position > self._position_at_loss else set()
+        for rank in renewed:
+            self._num_losses.pop(rank, None)
 
     def mark_lost(self, rank: int, error: CsdctlError) -> None:
         """Drop `rank` and restart it when its machine answers; raise RunError before any training."""
