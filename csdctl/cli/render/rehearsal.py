@@ -10,7 +10,7 @@ from csdctl.cli.render.tuning import plan_document, render_plan
 from csdctl.cli.streams import Streams
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.workflows.data.rehearsal import Rehearsal
-from csdctl.workflows.train.session import TrainRequest, rehearse_training
+from csdctl.workflows.train.train import TrainRequest, rehearse_training
 
 
 def show_rehearsal(streams: Streams, rehearsal: Rehearsal) -> None:

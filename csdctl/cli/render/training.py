@@ -17,8 +17,8 @@ from csdctl.shipping.deliver import Delivery
 from csdctl.worker.protocol.events import Event, event_document
 from csdctl.worker.protocol.run_spec import RunSpec
 from csdctl.workflows.preflight.examination import Examination, describe
-from csdctl.workflows.train.session import TrainResult
-from csdctl.workflows.train.train import RunStopped
+from csdctl.workflows.train.run import RunStopped
+from csdctl.workflows.train.train import TrainResult
 
 
 class TrainingScreen(PreparationScreen):

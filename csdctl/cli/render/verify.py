@@ -9,7 +9,7 @@ from rich.table import Table
 from csdctl.cli.console import PrintableConsole
 from csdctl.worker.protocol.events import Verified
 from csdctl.worker.protocol.features import Recomputed
-from csdctl.workflows.train.verdict import Verdict
+from csdctl.workflows.train.verify import Verdict
 
 
 def render_verified(

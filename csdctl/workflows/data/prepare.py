@@ -4,9 +4,12 @@ A worker process on the host handles public data and the model, the worker of ea
 controller process opens neither. Results are stored by content, so a repeated call is fast.
 """
 
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 from csdctl.errors import InputError
 from csdctl.fleet.model import HOST_NAME, Fleet
@@ -41,6 +44,8 @@ from csdctl.workflows.data.model import (
     store_worker,
 )
 from csdctl.workflows.data.prepared_record import find_changed, save_prepared
+from csdctl.workflows.data.sample_placement import place_sample
+from csdctl.workflows.workspace.workspace import Workspace, open_workspace
 
 DATA_STORE = ".csdctl/data"
 SHARED_STORE = ".csdctl-data"
@@ -306,3 +311,49 @@ def with_function(
     """Return `spec` with the user's function as it is stored on the worker's machine."""
     name = f"{stored.path}:{function.rpartition(':')[2]}" if stored else ""
     return replace(spec, function=name, code=UserCode(code.path, ()) if code else None)
+
+
+class PreparationObserver(Protocol):
+    """Shows messages and the progress of preparing."""
+
+    def say(self, line: str, /) -> None:
+        """Show one line."""
+
+    def preparing(
+        self, what: str = ..., expected: Sequence[str] = ..., /
+    ) -> AbstractContextManager[OnPrepareProgress]:
+        """Open a view of the progress of `what`, of which the names in `expected` report.
+
+        It is closed before anything else is shown but lines of text.
+        """
+
+
+def prepare_in(
+    space: Workspace, job: Job, observer: PreparationObserver, *, needs_labels: bool = True
+) -> Prepared:
+    """Prepare model and data of `job` on the machines of `space`; raises InputError or PartialError."""
+    began = time.monotonic()
+    with observer.preparing() as on_progress:
+        prepared = prepare_job(
+            job,
+            space.fleet,
+            space.sessions,
+            space.project,
+            observer.say,
+            on_progress,
+            needs_labels=needs_labels,
+        )
+    return replace(prepared, elapsed_s=time.monotonic() - began)
+
+
+def prepare_fleet(
+    job: Job, fleet: Fleet, *, directory: Path, sample: str, say: Say, on_progress: OnPrepareProgress
+) -> Prepared:
+    """Prepare `job` on the host and all nodes of `fleet`; fill its data paths with `sample` first, if named.
+
+    Raises InputError when model and data do not fit together, and CsdctlError when a machine fails.
+    """
+    with open_workspace(directory, fleet, "prepare") as space:
+        if sample:
+            place_sample(sample, job, space.fleet, space.sessions, space.project, say)
+        return prepare_job(job, space.fleet, space.sessions, space.project, say, on_progress, is_checked=True)

@@ -25,7 +25,7 @@ from csdctl.workflows.forecast.basis import ForecastBasis
 from csdctl.workflows.forecast.measured_basis import measured_basis
 from csdctl.workflows.forecast.plan_basis import plan_basis
 from csdctl.workflows.forecast.recall import TUNE, Unknown, recall
-from csdctl.workflows.train.plan_validation import find_changes, find_unplanned
+from csdctl.workflows.train.plan import find_changes, find_unplanned
 
 NO_FLEET = Unknown("there is no fleet file", f"write fleet.yaml and {TUNE}")
 

@@ -33,7 +33,7 @@ from csdctl.tuning.recall import RecalledTrial, guess_class, recall_class, recal
 from csdctl.tuning.transfer import MAX_DISTANCE
 from csdctl.worker.protocol.datasets import DatasetInfo
 from csdctl.worker.protocol.events import CollectiveTimed
-from csdctl.workflows.train.plan_choice import default_runtime
+from csdctl.workflows.train.plan import default_runtime
 
 
 class FleetMeasurements:

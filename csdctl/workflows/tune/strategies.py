@@ -41,11 +41,10 @@ from csdctl.tuning.strategies import (
 from csdctl.worker.protocol.model_info import CutInfo
 from csdctl.worker.protocol.parts import PartsSpec, PartTimes
 from csdctl.worker.protocol.run_spec import Prefix, SplitSpec
-from csdctl.workflows.data.features import find_features
 from csdctl.workflows.data.prepare import Prepared
-from csdctl.workflows.train.host_alone import bytes_for_host
 from csdctl.workflows.train.options import AUTO
-from csdctl.workflows.train.split import check_job, find_cut
+from csdctl.workflows.train.strategies.features import bytes_for_host, find_features
+from csdctl.workflows.train.strategies.split import check_job, find_cut
 from csdctl.workflows.tune.strategy_plans import list_strategies, node_memory, predicted_split
 from csdctl.workflows.tune.trial import run_trial
 from csdctl.workflows.tune.watch import TuneWatch

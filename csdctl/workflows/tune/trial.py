@@ -25,7 +25,7 @@ from csdctl.worker.protocol.tasks import ELEMENT_SPEC, TRIAL, TRIAL_SPLIT, TaskS
 from csdctl.workflows.data.deploy import whole
 from csdctl.workflows.data.prepare import Prepared
 from csdctl.workflows.train.options import TrainOptions
-from csdctl.workflows.train.ranks import RunInputs, run_ranks
+from csdctl.workflows.train.run import RunInputs, run_ranks
 from csdctl.workflows.train.spec import progress_interval_s
 from csdctl.workflows.workspace.workspace import Workspace
 

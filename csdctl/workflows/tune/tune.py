@@ -19,9 +19,8 @@ from csdctl.tuning.plan import Plan, save_plan
 from csdctl.tuning.plan_choice import confirmed_prediction, measured_ranks
 from csdctl.tuning.search import Limits
 from csdctl.workflows.data.deploy import common_files, deploy_files
-from csdctl.workflows.data.prepare import Prepared
-from csdctl.workflows.train.plan_validation import build_fingerprint
-from csdctl.workflows.train.preparation import PreparationObserver, prepare_in
+from csdctl.workflows.data.prepare import PreparationObserver, Prepared, prepare_in
+from csdctl.workflows.train.plan import build_fingerprint
 from csdctl.workflows.tune.fit_tuning import FitTuner
 from csdctl.workflows.tune.fleet_measurements import FleetMeasurements, hash_recipe
 from csdctl.workflows.tune.measurer import FleetMeasurer

@@ -64,7 +64,7 @@ from csdctl.workflows.forecast.forecast import forecast
 from csdctl.workflows.forecast.request import ForecastRequest
 from csdctl.workflows.preflight.examination import Examination
 from csdctl.workflows.reporting.report import PrivacyReport
-from csdctl.workflows.train.verdict import judge
+from csdctl.workflows.train.verify import judge
 from tests.attacks.hostile_text import HOSTILE, MARKUP
 from tests.unit.cli.render.test_preparing import PREPARED
 from tests.unit.cli.test_console import foreign

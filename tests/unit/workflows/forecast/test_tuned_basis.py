@@ -19,7 +19,7 @@ from csdctl.workflows.forecast.forecast import MAX_SEARCHED, Forecast, forecast
 from csdctl.workflows.forecast.plan_basis import plan_basis
 from csdctl.workflows.forecast.request import ForecastRequest
 from csdctl.workflows.forecast.tuned_basis import tuned_basis
-from csdctl.workflows.train.plan_validation import build_fingerprint
+from csdctl.workflows.train.plan import build_fingerprint
 from tests.unit.workflows.measured_project import (
     OVERHEAD_FACTOR,
     STEPS,

@@ -7,7 +7,7 @@ import pytest
 
 from csdctl.worker.protocol.compared import MIN_SHARPNESS, Compared
 from csdctl.worker.protocol.events import Verified
-from csdctl.workflows.train.verdict import NEAR, judge
+from csdctl.workflows.train.verify import NEAR, judge
 
 NODES = ["host", "csd0", "csd1"]
 SAME, APART = Compared(0.0, 1e-6, 0.1), Compared(NEAR * 1e-6, 1e-6, 0.1)

@@ -1,31 +1,39 @@
-"""The ranks of one run: deliver what is missing, start, supervise, end, and add up what was sent.
+"""One run of ranks: deliver what is missing, start, supervise, log the events, end, and add up what was sent.
 
 Whatever happens, no process of the run is left on any machine: processes with its id are ended over SSH.
 """
 
 import secrets
+import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
 
+from csdctl.energy.sampler import PowerSampler
 from csdctl.fleet.model import HOST_NAME
 from csdctl.launch.leftovers import end_run
 from csdctl.launch.traffic import add_mpirun_traffic, add_rank_traffic
-from csdctl.runs.directory import RunDirectory
+from csdctl.reporting.summary import RunSummary, summarize_run
+from csdctl.runs.directory import EventLog, RunDirectory
+from csdctl.runs.step_file import keep_step_file
+from csdctl.shipping.deliver import Delivery
 from csdctl.shipping.store import store_bytes
+from csdctl.supervision.event_callbacks import EventCallbacks
 from csdctl.supervision.patience import Patience
 from csdctl.supervision.rank_process import AttachRank
 from csdctl.supervision.rank_starter import RankStarter
 from csdctl.supervision.run_setup import RunSetup
-from csdctl.supervision.supervisor import Supervisor
+from csdctl.supervision.supervisor import USER, Supervisor
 from csdctl.worker.protocol.events import Event, Joined, Traffic
 from csdctl.worker.protocol.json_codec import to_json
 from csdctl.worker.protocol.run_spec import RunSpec
 from csdctl.workflows.data.deploy import OnDelivery, common_files, deploy_files
-from csdctl.workflows.data.prepare import Prepared
+from csdctl.workflows.data.prepare import OnPrepareProgress, Prepared
 from csdctl.workflows.preflight.mpirun import find_obstacles, prepare_mpirun
 from csdctl.workflows.train.options import COLLECTIVES, MEASURED, TrainOptions
-from csdctl.workflows.train.placement import ShardFiles
+from csdctl.workflows.train.spec import ShardFiles
 from csdctl.workflows.workspace.workspace import Workspace
 
 OnEvent = Callable[[Event], None]
@@ -132,3 +140,91 @@ def _choose_collective(inputs: RunInputs, options: TrainOptions) -> str:
         if isinstance(event, Joined) and event.rank == 0:
             return event.collective if event.collective in COLLECTIVES else ""
     return ""
+
+
+class RunObserver(Protocol):
+    """Called during the run by the thread that supervises it; a slow callback delays supervision."""
+
+    def say(self, line: str, /) -> None:
+        """Show one line."""
+
+    def preparing(
+        self, what: str = ..., expected: Sequence[str] = ..., /
+    ) -> AbstractContextManager[OnPrepareProgress]:
+        """Open a view of the progress of `what`, of which the names in `expected` report.
+
+        It is closed before anything else is shown but lines of text.
+        """
+
+    def on_start(self, run: RunDirectory, spec: RunSpec, num_steps: int, /) -> None:
+        """The run starts; an epoch has `num_steps` steps."""
+
+    def on_delivery(self, node: str, delivery: Delivery, /) -> None:
+        """Files have reached `node`."""
+
+    def on_event(self, event: Event, /) -> None:
+        """A rank or the supervisor has reported `event`."""
+
+
+class RunStopped(KeyboardInterrupt):
+    """The user has interrupted the run; its state is kept."""
+
+    def __init__(self, run_id: str, summary: RunSummary) -> None:
+        super().__init__(f"run {run_id} was interrupted; `csdctl train --resume {run_id}` continues it")
+        self.run_id = run_id
+        self.summary = summary
+
+
+def run_to_end(
+    inputs: RunInputs, num_steps: int, space: Workspace, options: TrainOptions, observer: RunObserver
+) -> RunSummary:
+    """Run the ranks, log their events, and add them up; raises what `train` raises.
+
+    A run that a callback has stopped returns as one that has come to its end; its state is kept.
+    """
+    run = inputs.directory
+    observer.on_start(run, inputs.spec, num_steps)
+    log = EventLog(run)
+    is_done = is_interrupted = False
+    with (
+        PowerSampler(run, space.fleet, space.sessions, observer.say),
+        EventCallbacks(options.callbacks, run.run_id, observer.say) as callbacks,
+    ):
+
+        def record(event: Event) -> None:
+            time_s = time.time()
+            log.append(time_s, event)
+            observer.on_event(event)
+            callbacks.put(time_s, event)
+
+        try:
+            stopped_by = run_ranks(
+                inputs,
+                space,
+                options,
+                observer.on_delivery,
+                record,
+                should_stop=lambda: callbacks.has_stopped,
+            )
+            is_done, is_interrupted = not stopped_by, stopped_by == USER
+        except KeyboardInterrupt:
+            is_interrupted = (
+                True  # the ranks were ended at once; the state of the last completed step is kept
+            )
+        finally:
+            log.close()
+            settle_step_file(inputs, is_done=is_done)
+    summary = summarize_run(run)
+    if is_interrupted:
+        raise RunStopped(run.run_id, summary)
+    return summary
+
+
+def settle_step_file(inputs: RunInputs, *, is_done: bool) -> None:
+    """Remove the step file from memory; keep it on disk for `train --resume`, unless the run is done."""
+    step_file, kept = Path(inputs.spec.step_file), inputs.directory.kept_step_file
+    if not is_done:
+        keep_step_file(step_file, kept)
+        return
+    for path in (step_file, kept):
+        path.unlink(missing_ok=True)
