@@ -15,7 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
-from csdctl.emulation.processes import cpu_time_s, list_descendants, list_marked
+from csdctl.emulation.processes import cpu_time_s, list_descendants, list_marked, load_stat
+from tests.session import VARIABLE as SESSION_VARIABLE
 
 PACE_VARIABLE = "CSDCTL_TESTS_PACE"
 T = TypeVar("T")
@@ -33,6 +34,8 @@ BACKSTOP_S = 1200.0
 BUSY_SHARE = 0.05
 """A command whose processes use less than this share of a core waits for something."""
 LOOK_S = 0.5
+RETRY_S = 5.0
+"""What waits for the CPU is given this much more time, again and again."""
 NUM_LAST_LINES = 40
 
 
@@ -55,7 +58,9 @@ def eventually(condition: Callable[[], object], progress: Callable[[], object] =
         if (now := progress()) != seen:
             seen, since = now, time.monotonic()
         elif time.monotonic() - since > scaled(WAIT_S):
-            return False
+            if not waits_for_cpu():
+                return False
+            since += RETRY_S
         time.sleep(0.02)
     return True
 
@@ -68,6 +73,25 @@ def stays(condition: Callable[[], object], seconds: float) -> bool:
             return False
         time.sleep(0.02)
     return True
+
+
+def waits_for_cpu() -> bool:
+    """Return whether a process that these tests have started is ready to run, but has no CPU.
+
+    Busy processes beside it leave almost nothing to one of low priority, such as `csdctl runs watch`.
+    """
+    names = (SESSION_VARIABLE, "PYTEST_XDIST_WORKER")  # all that a worker of xdist starts has both
+    marks = {f"{name}={os.environ[name]}".encode() for name in names if name in os.environ}
+    for entry in Path("/proc").glob("[0-9]*"):
+        if int(entry.name) == os.getpid():
+            continue
+        with contextlib.suppress(OSError):
+            stat = load_stat(int(entry.name))
+            if stat is None or stat.state not in "RD":
+                continue
+            if marks <= set((entry / "environ").read_bytes().split(b"\0")):
+                return True
+    return False
 
 
 def list_logs(project: Path | None) -> list[Path]:
@@ -108,6 +132,8 @@ class Activity:
         used_s = abs(cpu_s - self._cpu_s)  # less than before: processes have ended
         if seen != self._seen or used_s > BUSY_SHARE * max(LOOK_S, now - self._since):
             self._seen, self._cpu_s, self._since = seen, cpu_s, now
+        if now - self._since > scaled(STALL_S) and waits_for_cpu():
+            self._since += RETRY_S
         return now - self._since > scaled(STALL_S)
 
     def _cpu(self) -> float:
@@ -140,6 +166,8 @@ class Idleness:
         # Less than before: processes have ended.
         if abs(cpu_s - self._cpu_s) > BUSY_SHARE * max(LOOK_S, now - self._since):
             self._cpu_s, self._since = cpu_s, now
+        elif now - self._since > scaled(IDLE_S) and waits_for_cpu():
+            self._since += RETRY_S
         return now - self._since
 
 
