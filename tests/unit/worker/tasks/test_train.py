@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.events import STOPPED
 from csdctl.worker.protocol.recipe import Noise, ReduceOnPlateau
 from csdctl.worker.protocol.run_spec import RankSpec, RunSpec, Runtime
+from csdctl.worker.tasks.position import EpochTotals
 from csdctl.worker.tasks.progress import RunProgress
 from csdctl.worker.tasks.reporter import Reporter
 from csdctl.worker.tasks.task import FINISHED, Group, TaskContext
@@ -112,14 +114,22 @@ def dense(keras: Any) -> Any:
     return keras.Sequential([keras.Input((10,)), keras.layers.Dense(1)])
 
 
-def load_task(rank: int = 0, **changes: Any) -> Train:
-    """Return the task of a rank, ready to run; `changes` are those of the recipe."""
+def load_task(rank: int = 0, directory: Path | None = None, **changes: Any) -> Train:
+    """Return the task of a rank, ready to run; `changes` are those of the recipe.
+
+    Checkpoints are kept below `directory`, if it is given, and no step file: as after a power cut.
+    """
     ranks = tuple(
         RankSpec(number, node, size, Runtime(), None, None, 0, NUM_STEPS * size)
         for number, (node, size) in enumerate(zip(("host", "csd0", "csd1"), SIZES, strict=True))
     )
     recipe = dataclasses.replace(SQUARES, **{"epochs": 1, **changes})
-    spec = RunSpec("run", "", "", recipe, ranks, None, None, "", num_checkpoints=0, is_balanced=False)
+    output, num_checkpoints = (str(directory), 3) if directory else ("", 0)
+    spec = RunSpec(
+        *("run", "", "", recipe, ranks, None, None, output),
+        num_checkpoints=num_checkpoints,
+        is_balanced=False,
+    )
     step = make_step(Row(dense, TABLE, NUMBERS, recipe), *load_backend())
     me = ranks[rank]
     task = RandomTrain(TaskContext(spec, me, RunProgress(spec), Reporter(spec, me), NO_ORDERS, step))
@@ -196,6 +206,22 @@ def test_learning_rate_is_reduced_from_the_epoch_on_that_follows_a_plateau() -> 
     run(task, PlayedGroup(task, add=lambda total, layout: rates.append(rate_of(task))))
     factors = [1.0, 1.0, 0.5, 0.25]
     assert rates == pytest.approx([0.01 * factor for factor in factors for _ in range(NUM_STEPS)])
+
+
+def test_epoch_is_not_ended_twice_when_a_run_continues_from_its_checkpoint(tmp_path: Path) -> None:
+    """Early stopping and plateaus count epochs."""
+    plateau = ReduceOnPlateau("loss", patience=9, min_delta=1e9)
+    whole = load_task(epochs=2, reduce_on_plateau=plateau)
+    run(whole, PlayedGroup(whole))
+    first = load_task(directory=tmp_path, epochs=1, reduce_on_plateau=plateau)
+    run(first, PlayedGroup(first))
+    again = load_task(directory=tmp_path, epochs=2, reduce_on_plateau=plateau)
+    position = again.progress.position
+    assert (position.epoch, position.step, position.total_steps) == (2, 0, NUM_STEPS)
+    assert position.totals == EpochTotals()
+    run(again, PlayedGroup(again))
+    assert again.progress.position == whole.progress.position
+    assert all(map(np.array_equal, weights_of(again), weights_of(whole)))
 
 
 def change_count(total: np.ndarray, layout: Any) -> None:
