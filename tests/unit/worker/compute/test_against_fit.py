@@ -340,6 +340,29 @@ def test_validation_is_that_of_keras_evaluate(tmp_path: Path, *, is_weighted: bo
     assert found["validation_accuracy"] == pytest.approx(expected["accuracy"], rel=TOLERANCE)
 
 
+@pytest.mark.parametrize("is_one_hot", [False, True])
+def test_class_weights_multiply_those_of_samples_and_count_in_training_alone(*, is_one_hot: bool) -> None:
+    loss = "categorical_crossentropy" if is_one_hot else "sparse_categorical_crossentropy"
+    recipe = Recipe(losses={"": LossTerm(loss)}, class_weight={"0": 3.0, "2": 0.5}, **SGD)
+    samples, weights, classes = IMAGES[:NUM_SAMPLES], WEIGHTS[:NUM_SAMPLES], CLASSES[:NUM_SAMPLES]
+    labels = np.eye(5, dtype=np.float32)[classes] if is_one_hot else classes
+    keras().utils.set_random_seed(1)
+    model = pictures()
+    compile_model(model, recipe, keras())
+    of_class = np.array([3.0, 1.0, 0.5, 1.0, 1.0], np.float32)[classes]
+    in_training, in_validation = (
+        model.test_on_batch(samples, labels, sample_weight=one, return_dict=True)["loss"]
+        for one in (weights * of_class, weights)
+    )
+    records = as_records(labels, weights)
+    import tensorflow as tf
+
+    step = Step(model, recipe, (samples[:0], records[:0]), tf, keras())
+    assert step.evaluate(samples, records).mean_loss == pytest.approx(float(in_validation), rel=TOLERANCE)
+    trained = step.read_sums(np.array(step.local(samples, records)))
+    assert trained.mean_loss == pytest.approx(float(in_training), rel=TOLERANCE)
+
+
 def test_average_of_the_weights_is_held_where_the_model_is_saved() -> None:
     keras().utils.set_random_seed(1)
     model = pictures()

@@ -1,6 +1,7 @@
 """The training loop: what sums and answers of the other ranks it does not act on, and the noise it adds."""
 
 import dataclasses
+import json
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -197,6 +198,16 @@ def test_learning_rate_does_not_fall_in_a_last_step_that_has_fewer_samples() -> 
     run(task, PlayedGroup(task, add=note))
     assert samples == [13, 5]
     assert rates == pytest.approx([0.01 * 13 / 3] * 2)
+
+
+def test_learning_rate_follows_a_schedule_over_the_steps_of_all_epochs() -> None:
+    keras = load_backend()[1]
+    halving = keras.optimizers.schedules.ExponentialDecay(0.08, 1, 0.5)
+    schedule = json.dumps(keras.optimizers.schedules.serialize(halving))
+    task = load_task(learning_rate=0.08, reference_batch=9, epochs=2, schedule=schedule)
+    rates: list[float] = []
+    run(task, PlayedGroup(task, add=lambda total, layout: rates.append(rate_of(task))))
+    assert rates == pytest.approx([0.08, 0.04, 0.02, 0.01])
 
 
 def test_learning_rate_is_reduced_from_the_epoch_on_that_follows_a_plateau() -> None:
