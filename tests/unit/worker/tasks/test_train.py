@@ -19,6 +19,7 @@ from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.events import STOPPED
 from csdctl.worker.protocol.recipe import Noise, ReduceOnPlateau
 from csdctl.worker.protocol.run_spec import RankSpec, RunSpec, Runtime
+from csdctl.worker.tasks.checkpointer import LAST_MODEL
 from csdctl.worker.tasks.position import EpochTotals
 from csdctl.worker.tasks.progress import RunProgress
 from csdctl.worker.tasks.reporter import Reporter
@@ -235,6 +236,16 @@ def test_epoch_is_not_ended_twice_when_a_run_continues_from_its_checkpoint(tmp_p
     assert all(map(np.array_equal, weights_of(again), weights_of(whole)))
 
 
+def test_run_that_is_stopped_within_an_epoch_continues_from_there(tmp_path: Path) -> None:
+    task = load_task(directory=tmp_path)
+    task.orders = SimpleNamespace(is_stopping=True, is_pausing=False)
+    assert run(task, PlayedGroup(task)).reason == STOPPED
+    again = load_task(directory=tmp_path)
+    assert again.progress.position == task.progress.position
+    assert again.progress.position.step == 1
+    assert all(map(np.array_equal, weights_of(again), weights_of(task)))
+
+
 def change_count(total: np.ndarray, layout: Any) -> None:
     total[layout.count] += 1
 
@@ -285,6 +296,24 @@ def test_gradient_that_is_not_finite_on_most_ranks_is_a_training_that_diverges()
         run(task, PlayedGroup(task, add=without_number(np.nan), not_finite=(1, 2)))
     assert "learning_rate" in raised.value.remedy
     assert_nothing_applied(task, before)
+
+
+def test_model_of_the_last_good_epoch_is_saved_when_a_training_diverges(tmp_path: Path) -> None:
+    task = load_task(directory=tmp_path, epochs=2)
+    good: list[Any] = []
+
+    def diverge_in_the_second_epoch(total: np.ndarray, layout: Any) -> None:
+        position = task.progress.position
+        if (position.epoch, position.step) == (2, 0):
+            good.extend(weights_of(task))
+        if (position.epoch, position.step) == (2, 1):
+            total[layout.gradients] = np.nan
+
+    with pytest.raises(WorkerError, match="the gradient overflowed in epoch 2, step 2"):
+        run(task, PlayedGroup(task, add=diverge_in_the_second_epoch, not_finite=(1, 2)))
+    saved = load_backend()[1].models.load_model(tmp_path / LAST_MODEL).get_weights()
+    assert good
+    assert all(map(np.array_equal, saved, good))
 
 
 def test_no_other_rank_is_at_fault_when_rank_0_has_no_finite_gradient_either() -> None:
