@@ -104,30 +104,23 @@ def test_order_depends_on_epoch_and_seed_only(part: DatasetSlice) -> None:
     assert epoch_of(spec, 7, 1) != epoch_of(other_seed, 7, 1)
 
 
-def test_rank_reads_each_epoch_in_an_order_of_its_own(part: DatasetSlice) -> None:
+def test_rank_reads_each_epoch_in_its_own_order_and_from_its_own_view(tmp_path: Path) -> None:
     """The same as a process that begins with this epoch, after a restart."""
-    spec, share = one_rank(None, part, (0, 60)), Share(0, 20, 0, 0, 0, 20)
-    reader = EpochReader(spec, 0)
-    read = []
-    for epoch in (1, 2, 1):
-        reader.set_epoch(epoch)
-        read.append(reader.read(share)[1].tolist())
-        again = EpochReader(spec, 0)
-        again.set_epoch(epoch)
-        assert again.read(share)[1].tolist() == read[-1]
-    assert read[0] == read[2] != read[1]
-
-
-def test_epochs_read_one_view_of_every_sample_after_another(tmp_path: Path) -> None:
-    """A file of two views has all samples twice, here with other labels."""
     part = write(tmp_path, 60)
     labels = np.concatenate([np.arange(30), np.arange(100, 130)]).astype(np.int32)
-    np.save(part.labels, labels)
+    np.save(part.labels, labels)  # two views of 30 samples, here with other labels
     spec = one_rank(None, dataclasses.replace(slice_of(tmp_path), num_views=2), (0, 30))
+    first_half = Share(0, 15, 0, 0, 0, 15)
     reader = EpochReader(spec, 0)
-    for epoch, first in ((1, 100), (2, 0), (3, 100)):
+    read = []
+    for epoch in (1, 2, 3, 4):
         reader.set_epoch(epoch)
-        assert reader.read(Share(0, 30, 0, 0, 0, 30))[1].tolist() == list(range(first, first + 30))
+        read.append(reader.read(first_half)[1].tolist())
+        again = EpochReader(spec, 0)
+        again.set_epoch(epoch)
+        assert again.read(first_half)[1].tolist() == read[-1]
+    assert [{label // 100 for label in one} for one in read] == [{1}, {0}, {1}, {0}]
+    assert len({tuple(label % 100 for label in one) for one in read}) == 4
 
 
 def test_file_that_is_changed_during_an_epoch_is_refused_in_the_next(tmp_path: Path) -> None:

@@ -112,24 +112,17 @@ def test_step_file_that_csdctl_has_kept_counts(run: Run) -> None:
     run.assert_continues_after(11)
 
 
-def test_state_is_kept_in_memory_after_every_step_while_others_hold_it_too(run: Run) -> None:
-    checkpointer, step = run.start()
-    for number in range(11, 16):
-        step.state = variables(number)
-        checkpointer.after_step(replace(POSITION, total_steps=number), has_others=True)
-        run.assert_continues_after(number)
-
-
-@pytest.mark.parametrize(("interval_s", "expected"), [(0.0, [1, 2, 3]), (3600.0, [])])
-def test_checkpoints_are_written_within_an_epoch_when_their_interval_is_over(
-    run: Run, interval_s: float, expected: list[int]
+@pytest.mark.parametrize("interval_s", [0.0, 3600.0])
+def test_state_is_kept_in_memory_after_every_step_and_on_disk_after_every_interval(
+    run: Run, interval_s: float
 ) -> None:
     run.spec = replace(run.spec, checkpoint_interval_s=interval_s)
     checkpointer, step = run.start()
-    for number in (1, 2, 3):
+    for number in (11, 12, 13):
         step.state = variables(number)
         checkpointer.after_step(replace(POSITION, total_steps=number), has_others=True)
-    assert [number for number in (1, 2, 3) if run.checkpoint(number).exists()] == expected
+        run.assert_continues_after(number)
+        assert run.checkpoint(number).exists() is (interval_s == 0.0)
 
 
 def test_run_of_a_rebooted_host_continues_from_the_newest_checkpoint(run: Run) -> None:
