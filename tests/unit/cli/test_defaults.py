@@ -40,6 +40,20 @@ def test_defaults_of_all_commands_and_of_one(tmp_path: Path) -> None:
     assert load(tmp_path, "emulate: {up: {nodes: 4}}", "emulate", "up") == {"emulate": {"up": {"nodes": 4}}}
 
 
+@pytest.mark.parametrize("order", [("all", "train", "emulate"), ("emulate", "train", "all")])
+def test_section_of_a_command_comes_before_that_of_all_commands(
+    tmp_path: Path, order: tuple[str, ...]
+) -> None:
+    sections = {
+        "all": "all: {fleet: lab.yaml, keep: 9, nodes: 2}\n",
+        "train": "train: {keep: 3}\n",
+        "emulate": "emulate: {up: {nodes: 4}}\n",
+    }
+    text = "".join(sections[name] for name in order)
+    assert load(tmp_path, text, "train") == {"train": {"fleet": "lab.yaml", "keep": 3}}
+    assert load(tmp_path, text, "emulate", "up") == {"emulate": {"up": {"fleet": "lab.yaml", "nodes": 4}}}
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [

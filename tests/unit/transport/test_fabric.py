@@ -145,6 +145,18 @@ def test_connection_that_a_task_makes_itself_is_refused_too(server: Any, gate: A
         own.run("true", hide=True)
 
 
+def test_task_cannot_connect_to_a_host_that_is_not_in_known_hosts(server: Any, gate: Any) -> None:
+    """Not even when the hosts of the fleet are."""
+    settings = {"key_filename": str(server.key), "look_for_keys": False, "allow_agent": False}
+    with (
+        known_hosts_only(KnownHosts.load([gate.known_hosts])),
+        fabric.Connection("127.0.0.1", "tester", server.port, connect_kwargs=settings) as own,
+        pytest.raises(HostKeyError, match="is unknown"),
+    ):
+        own.run("touch was-here", hide=True, in_stream=False)
+    assert not (server.home / "was-here").exists()
+
+
 def test_lost_connection_is_unreachable(group: FleetGroup, server: Any) -> None:
     def drop() -> None:
         eventually((server.home / "started").exists)

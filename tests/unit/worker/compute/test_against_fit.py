@@ -268,6 +268,50 @@ def test_unequal_batches_take_the_steps_of_fit(case: str) -> None:
         np.testing.assert_allclose(one, its, atol=2 * TOLERANCE)
 
 
+def test_state_of_layers_is_a_mean_over_samples_where_the_loss_is_one_over_elements() -> None:
+    """Moving statistics of unequal batches are those of fit, and a counter counts the steps."""
+    layers = keras().layers
+
+    class Counting(layers.Layer):  # type: ignore[misc]
+        def build(self, shape: Any) -> None:
+            self.count = self.add_weight(shape=(), dtype="int32", initializer="zeros", trainable=False)
+
+        def call(self, inputs: Any, training: bool = False) -> Any:
+            if training:
+                self.count.assign_add(1)
+            return inputs
+
+    def build() -> Any:
+        return keras().Sequential(
+            [
+                keras().Input((9, 9, 3)),
+                layers.BatchNormalization(momentum=0.7),
+                Counting(),
+                layers.Conv2D(4, 3, padding="same", activation="softmax"),
+            ]
+        )
+
+    losses = {"": LossTerm("sparse_categorical_crossentropy", {"ignore_class": 0})}
+    recipe, samples = Recipe(losses=losses, **SGD), IMAGES[:NUM_SAMPLES]
+    labels = np.random.default_rng(2).integers(0, 4, (NUM_SAMPLES, 9, 9))
+    theirs, ours = build(), build()
+    for model in (theirs, ours):
+        compile_model(model, recipe, keras())
+    import tensorflow as tf
+
+    step = Step(ours, recipe, (samples[:0], labels[:0]), tf, keras())
+    theirs.train_on_batch(samples, labels)
+    total, start = np.zeros(step.layout.step_size, np.float32), 0
+    for size in PARTS:
+        total += np.array(step.local(samples[start : start + size], labels[start : start + size]))
+        start += size
+    step.apply(total)
+    for name in ("moving_mean", "moving_variance"):
+        found, expected = (np.asarray(getattr(model.layers[0], name)) for model in (ours, theirs))
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
+    assert int(np.asarray(ours.layers[1].count)) == int(np.asarray(theirs.layers[1].count)) == 1
+
+
 @pytest.mark.parametrize("is_weighted", [False, True])
 def test_validation_is_that_of_keras_evaluate(tmp_path: Path, *, is_weighted: bool) -> None:
     """The last batch is a partial one, whose samples count as all others do."""
@@ -294,6 +338,29 @@ def test_validation_is_that_of_keras_evaluate(tmp_path: Path, *, is_weighted: bo
     found = evaluate(step, PreparedSamples(part), me, progress_interval_s=3600.0)
     assert found["validation_loss"] == pytest.approx(expected["loss"], rel=TOLERANCE)
     assert found["validation_accuracy"] == pytest.approx(expected["accuracy"], rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("is_one_hot", [False, True])
+def test_class_weights_multiply_those_of_samples_and_count_in_training_alone(*, is_one_hot: bool) -> None:
+    loss = "categorical_crossentropy" if is_one_hot else "sparse_categorical_crossentropy"
+    recipe = Recipe(losses={"": LossTerm(loss)}, class_weight={"0": 3.0, "2": 0.5}, **SGD)
+    samples, weights, classes = IMAGES[:NUM_SAMPLES], WEIGHTS[:NUM_SAMPLES], CLASSES[:NUM_SAMPLES]
+    labels = np.eye(5, dtype=np.float32)[classes] if is_one_hot else classes
+    keras().utils.set_random_seed(1)
+    model = pictures()
+    compile_model(model, recipe, keras())
+    of_class = np.array([3.0, 1.0, 0.5, 1.0, 1.0], np.float32)[classes]
+    in_training, in_validation = (
+        model.test_on_batch(samples, labels, sample_weight=one, return_dict=True)["loss"]
+        for one in (weights * of_class, weights)
+    )
+    records = as_records(labels, weights)
+    import tensorflow as tf
+
+    step = Step(model, recipe, (samples[:0], records[:0]), tf, keras())
+    assert step.evaluate(samples, records).mean_loss == pytest.approx(float(in_validation), rel=TOLERANCE)
+    trained = step.read_sums(np.array(step.local(samples, records)))
+    assert trained.mean_loss == pytest.approx(float(in_training), rel=TOLERANCE)
 
 
 def test_average_of_the_weights_is_held_where_the_model_is_saved() -> None:

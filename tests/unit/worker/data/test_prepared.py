@@ -1,6 +1,7 @@
 """Reading shards of small data sets in which the label of a sample is its row number."""
 
 import dataclasses
+import os
 from itertools import chain, pairwise
 from pathlib import Path
 
@@ -103,6 +104,36 @@ def test_order_depends_on_epoch_and_seed_only(part: DatasetSlice) -> None:
     assert epoch_of(spec, 7, 1) != epoch_of(other_seed, 7, 1)
 
 
+def test_rank_reads_each_epoch_in_its_own_order_and_from_its_own_view(tmp_path: Path) -> None:
+    """The same as a process that begins with this epoch, after a restart."""
+    part = write(tmp_path, 60)
+    labels = np.concatenate([np.arange(30), np.arange(100, 130)]).astype(np.int32)
+    np.save(part.labels, labels)  # two views of 30 samples, here with other labels
+    spec = one_rank(None, dataclasses.replace(slice_of(tmp_path), num_views=2), (0, 30))
+    first_half = Share(0, 15, 0, 0, 0, 15)
+    reader = EpochReader(spec, 0)
+    read = []
+    for epoch in (1, 2, 3, 4):
+        reader.set_epoch(epoch)
+        read.append(reader.read(first_half)[1].tolist())
+        again = EpochReader(spec, 0)
+        again.set_epoch(epoch)
+        assert again.read(first_half)[1].tolist() == read[-1]
+    assert [{label // 100 for label in one} for one in read] == [{1}, {0}, {1}, {0}]
+    assert len({tuple(label % 100 for label in one) for one in read}) == 4
+
+
+def test_file_that_is_changed_during_an_epoch_is_refused_in_the_next(tmp_path: Path) -> None:
+    part = write(tmp_path, 60)
+    reader = EpochReader(one_rank(None, part, (0, 60)), 0)
+    reader.set_epoch(1)
+    with open(part.labels, "r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\x01")
+    with pytest.raises(WorkerError, match="labels.npy is not what was prepared"):
+        reader.set_epoch(2)
+
+
 def test_rank_without_data_is_refused(part: DatasetSlice) -> None:
     with pytest.raises(WorkerError, match="this rank has no data"):
         EpochReader(one_rank(None, None, (0, 0)), 0).empty_batch()
@@ -138,6 +169,21 @@ def test_host_reads_reassigned_samples_as_their_own_rank_would(part: DatasetSlic
     unpacked = host.read(share, packed)
     assert np.array_equal(unpacked[0], images)
     assert np.array_equal(unpacked[1], labels)
+
+
+def test_samples_that_a_rank_has_not_read_are_those_that_the_host_reads_for_it(part: DatasetSlice) -> None:
+    ranks = (
+        RankSpec(0, "host", 8, Runtime(1), None, rows_from(part, 0, 40, 7), 0, 40),
+        RankSpec(1, "csd0", 8, Runtime(1), None, rows_from(part, 40, 60, 7), 0, 20, 40),
+    )
+    spec = RunSpec("run", "", "", Recipe(seed=7), ranks, part, None, "")
+    host, csd0 = (EpochReader(spec, rank) for rank in (0, 1))
+    for epoch in (1, 2):
+        for reader in (host, csd0):
+            reader.set_epoch(epoch)
+        before = csd0.read(Share(1, 8, 0, 0, 0, 8))[1].tolist()
+        after = host.read_reassigned([Span(1, 8, 20)])[1].tolist()
+        assert sorted(before + after) == rows_of(rows_from(part, 40, 60, 7), 60).tolist()
 
 
 def structured(directory: Path, num_rows: int = 40) -> DatasetSlice:

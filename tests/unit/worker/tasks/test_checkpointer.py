@@ -112,6 +112,19 @@ def test_step_file_that_csdctl_has_kept_counts(run: Run) -> None:
     run.assert_continues_after(11)
 
 
+@pytest.mark.parametrize("interval_s", [0.0, 3600.0])
+def test_state_is_kept_in_memory_after_every_step_and_on_disk_after_every_interval(
+    run: Run, interval_s: float
+) -> None:
+    run.spec = replace(run.spec, checkpoint_interval_s=interval_s)
+    checkpointer, step = run.start()
+    for number in (11, 12, 13):
+        step.state = variables(number)
+        checkpointer.after_step(replace(POSITION, total_steps=number), has_others=True)
+        run.assert_continues_after(number)
+        assert run.checkpoint(number).exists() is (interval_s == 0.0)
+
+
 def test_run_of_a_rebooted_host_continues_from_the_newest_checkpoint(run: Run) -> None:
     run.train([10, 20, 25], checkpoints=(10, 20))
     run.reboot()

@@ -1,7 +1,9 @@
 """The training loop: what sums and answers of the other ranks it does not act on, and the noise it adds."""
 
 import dataclasses
+import json
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +19,8 @@ from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.events import STOPPED
 from csdctl.worker.protocol.recipe import Noise, ReduceOnPlateau
 from csdctl.worker.protocol.run_spec import RankSpec, RunSpec, Runtime
+from csdctl.worker.tasks.checkpointer import LAST_MODEL
+from csdctl.worker.tasks.position import EpochTotals
 from csdctl.worker.tasks.progress import RunProgress
 from csdctl.worker.tasks.reporter import Reporter
 from csdctl.worker.tasks.task import FINISHED, Group, TaskContext
@@ -112,14 +116,22 @@ def dense(keras: Any) -> Any:
     return keras.Sequential([keras.Input((10,)), keras.layers.Dense(1)])
 
 
-def load_task(rank: int = 0, **changes: Any) -> Train:
-    """Return the task of a rank, ready to run; `changes` are those of the recipe."""
+def load_task(rank: int = 0, directory: Path | None = None, **changes: Any) -> Train:
+    """Return the task of a rank, ready to run; `changes` are those of the recipe.
+
+    Checkpoints are kept below `directory`, if it is given, and no step file: as after a power cut.
+    """
     ranks = tuple(
         RankSpec(number, node, size, Runtime(), None, None, 0, NUM_STEPS * size)
         for number, (node, size) in enumerate(zip(("host", "csd0", "csd1"), SIZES, strict=True))
     )
     recipe = dataclasses.replace(SQUARES, **{"epochs": 1, **changes})
-    spec = RunSpec("run", "", "", recipe, ranks, None, None, "", num_checkpoints=0, is_balanced=False)
+    output, num_checkpoints = (str(directory), 3) if directory else ("", 0)
+    spec = RunSpec(
+        *("run", "", "", recipe, ranks, None, None, output),
+        num_checkpoints=num_checkpoints,
+        is_balanced=False,
+    )
     step = make_step(Row(dense, TABLE, NUMBERS, recipe), *load_backend())
     me = ranks[rank]
     task = RandomTrain(TaskContext(spec, me, RunProgress(spec), Reporter(spec, me), NO_ORDERS, step))
@@ -189,6 +201,16 @@ def test_learning_rate_does_not_fall_in_a_last_step_that_has_fewer_samples() -> 
     assert rates == pytest.approx([0.01 * 13 / 3] * 2)
 
 
+def test_learning_rate_follows_a_schedule_over_the_steps_of_all_epochs() -> None:
+    keras = load_backend()[1]
+    halving = keras.optimizers.schedules.ExponentialDecay(0.08, 1, 0.5)
+    schedule = json.dumps(keras.optimizers.schedules.serialize(halving))
+    task = load_task(learning_rate=0.08, reference_batch=9, epochs=2, schedule=schedule)
+    rates: list[float] = []
+    run(task, PlayedGroup(task, add=lambda total, layout: rates.append(rate_of(task))))
+    assert rates == pytest.approx([0.08, 0.04, 0.02, 0.01])
+
+
 def test_learning_rate_is_reduced_from_the_epoch_on_that_follows_a_plateau() -> None:
     plateau = ReduceOnPlateau("loss", patience=1, factor=0.5, min_delta=1e9)
     task = load_task(learning_rate=0.01, reference_batch=9, epochs=4, reduce_on_plateau=plateau)
@@ -196,6 +218,32 @@ def test_learning_rate_is_reduced_from_the_epoch_on_that_follows_a_plateau() -> 
     run(task, PlayedGroup(task, add=lambda total, layout: rates.append(rate_of(task))))
     factors = [1.0, 1.0, 0.5, 0.25]
     assert rates == pytest.approx([0.01 * factor for factor in factors for _ in range(NUM_STEPS)])
+
+
+def test_epoch_is_not_ended_twice_when_a_run_continues_from_its_checkpoint(tmp_path: Path) -> None:
+    """Early stopping and plateaus count epochs."""
+    plateau = ReduceOnPlateau("loss", patience=9, min_delta=1e9)
+    whole = load_task(epochs=2, reduce_on_plateau=plateau)
+    run(whole, PlayedGroup(whole))
+    first = load_task(directory=tmp_path, epochs=1, reduce_on_plateau=plateau)
+    run(first, PlayedGroup(first))
+    again = load_task(directory=tmp_path, epochs=2, reduce_on_plateau=plateau)
+    position = again.progress.position
+    assert (position.epoch, position.step, position.total_steps) == (2, 0, NUM_STEPS)
+    assert position.totals == EpochTotals()
+    run(again, PlayedGroup(again))
+    assert again.progress.position == whole.progress.position
+    assert all(map(np.array_equal, weights_of(again), weights_of(whole)))
+
+
+def test_run_that_is_stopped_within_an_epoch_continues_from_there(tmp_path: Path) -> None:
+    task = load_task(directory=tmp_path)
+    task.orders = SimpleNamespace(is_stopping=True, is_pausing=False)
+    assert run(task, PlayedGroup(task)).reason == STOPPED
+    again = load_task(directory=tmp_path)
+    assert again.progress.position == task.progress.position
+    assert again.progress.position.step == 1
+    assert all(map(np.array_equal, weights_of(again), weights_of(task)))
 
 
 def change_count(total: np.ndarray, layout: Any) -> None:
@@ -248,6 +296,24 @@ def test_gradient_that_is_not_finite_on_most_ranks_is_a_training_that_diverges()
         run(task, PlayedGroup(task, add=without_number(np.nan), not_finite=(1, 2)))
     assert "learning_rate" in raised.value.remedy
     assert_nothing_applied(task, before)
+
+
+def test_model_of_the_last_good_epoch_is_saved_when_a_training_diverges(tmp_path: Path) -> None:
+    task = load_task(directory=tmp_path, epochs=2)
+    good: list[Any] = []
+
+    def diverge_in_the_second_epoch(total: np.ndarray, layout: Any) -> None:
+        position = task.progress.position
+        if (position.epoch, position.step) == (2, 0):
+            good.extend(weights_of(task))
+        if (position.epoch, position.step) == (2, 1):
+            total[layout.gradients] = np.nan
+
+    with pytest.raises(WorkerError, match="the gradient overflowed in epoch 2, step 2"):
+        run(task, PlayedGroup(task, add=diverge_in_the_second_epoch, not_finite=(1, 2)))
+    saved = load_backend()[1].models.load_model(tmp_path / LAST_MODEL).get_weights()
+    assert good
+    assert all(map(np.array_equal, saved, good))
 
 
 def test_no_other_rank_is_at_fault_when_rank_0_has_no_finite_gradient_either() -> None:

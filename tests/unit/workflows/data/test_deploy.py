@@ -11,8 +11,10 @@ from csdctl.job.model import Job
 from csdctl.placement.equation1 import RankLoad, place_shards
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.shipping.store import StoredFile, hash_file
+from csdctl.worker.data.prepared import rows_of
 from csdctl.worker.protocol.datasets import DatasetInfo
 from csdctl.worker.protocol.recipe import Recipe
+from csdctl.worker.protocol.run_spec import DatasetSlice
 from csdctl.workflows.data.deploy import cut_shards
 
 PLACED = place_shards([RankLoad("host", 10), RankLoad("csd0", 5), RankLoad("csd1", 5)], 40)
@@ -33,8 +35,8 @@ def public(tmp_path: Path) -> DatasetInfo:
     return write(tmp_path)
 
 
-def cut(root: Path, public: DatasetInfo) -> dict[str, tuple[StoredFile, StoredFile]]:
-    job = Job(root / "job.yaml", "model.keras", {}, root, None, None, Recipe(seed=3))
+def cut(root: Path, public: DatasetInfo, seed: int = 3) -> dict[str, tuple[StoredFile, StoredFile]]:
+    job = Job(root / "job.yaml", "model.keras", {}, root, None, None, Recipe(seed=seed))
     return cut_shards(PLACED, public, job, ProjectDirectory(root))
 
 
@@ -80,6 +82,24 @@ def test_shards_of_other_content_are_not_used(tmp_path: Path, public: DatasetInf
     """Also where the fingerprint, which is that of names, sizes and times, is the same."""
     before = content(cut(tmp_path, public))
     assert content(cut(tmp_path, write(tmp_path, first=100))) != before
+
+
+def test_changed_labels_of_the_same_samples_are_cut_anew(tmp_path: Path, public: DatasetInfo) -> None:
+    before = content(cut(tmp_path, public))
+    labels = tmp_path / "data" / "labels.npy"
+    np.save(labels, np.arange(100, 140, dtype=np.int32))
+    after = content(cut(tmp_path, replace(public, labels_sha256=hash_file(labels))))
+    for name, (samples, _) in before.items():
+        assert after[name] == [samples, [sample + 100 for sample in samples]]
+
+
+def test_shards_of_another_seed_are_other_rows(tmp_path: Path, public: DatasetInfo) -> None:
+    """Those that the host leaves to the nodes by that seed."""
+    cut(tmp_path, public)
+    shards = content(cut(tmp_path, public, seed=4))
+    for shard in PLACED[1:]:
+        rows = rows_of(DatasetSlice("", "", shard.public_start, shard.public_stop, 4), 40).tolist()
+        assert shards[shard.name] == [rows, rows]
 
 
 def test_description_with_another_number_of_samples_is_refused(tmp_path: Path, public: DatasetInfo) -> None:

@@ -1,35 +1,122 @@
-"""What is stored of a model that was built."""
+"""What is stored of a model that was built, and when it is built again."""
 
+from collections.abc import Callable
 from contextlib import closing
-from pathlib import Path
+from dataclasses import replace
+
+import pytest
 
 from csdctl.fleet.model import HOST_NAME
-from csdctl.job.model import load_job
+from csdctl.job.model import Job, load_job
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.transport.local import LocalSession
-from csdctl.workflows.data.model import serialize_model, store_worker
+from csdctl.workflows.data.model import SerializedModel, find_built, serialize_model, store_worker
 
 MODEL = """
 import keras
+import sizes
 
 
-def build():
-    parts = [keras.Input((size,), name=name) for name, size in (("title", 9), ("body", 5), ("tags", 7))]
-    model = keras.Model(parts, keras.layers.Dense(1)(keras.layers.Concatenate()(parts)))
+def build(units=1):
+    parts = [keras.Input((size,), name=name) for name, size in sizes.SIZES]
+    model = keras.Model(parts, keras.layers.Dense(units)(keras.layers.Concatenate()(parts)))
     model.compile("sgd", "mse")
     return model
 """
+SIZES = 'SIZES = (("title", 9), ("body", 5), ("tags", 7))\n'
 
 
-def test_inputs_keep_the_order_in_which_data_is_given_to_fit(tmp_path: Path) -> None:
-    (tmp_path / "model.py").write_text(MODEL)
-    (tmp_path / "data.npz").touch()
-    (tmp_path / "job.yaml").write_text(
+class Building(Exception):
+    """A model is built."""
+
+
+def serialize(job: Job, on_build: Callable[[], None] = lambda: None) -> SerializedModel:
+    project = ProjectDirectory(job.path.parent)
+    with closing(LocalSession(HOST_NAME, project.root)) as host:
+        return serialize_model(job, store_worker(project), host, project, None, on_build)
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Job, SerializedModel]:
+    """A job whose model was built, and that model."""
+    directory = tmp_path_factory.mktemp("project")
+    (directory / "model.py").write_text(MODEL)
+    (directory / "sizes.py").write_text(SIZES)
+    (directory / "data.npz").touch()
+    (directory / "job.yaml").write_text(
         "model: model.py:build\ndata: {public: {path: data.npz}}\nrecipe: {epochs: 1}\n"
     )
-    job, project = load_job(tmp_path / "job.yaml"), ProjectDirectory(tmp_path)
-    worker = store_worker(project)
-    with closing(LocalSession(HOST_NAME, tmp_path)) as host:
-        for _ in ("built", "stored"):
-            model = serialize_model(job, worker, host, project)
-            assert list(model.info.inputs) == ["title", "body", "tags"]
+    job = load_job(directory / "job.yaml")
+    return job, serialize(job)
+
+
+def test_inputs_keep_the_order_in_which_data_is_given_to_fit(built: tuple[Job, SerializedModel]) -> None:
+    job, model = built
+    for one in (model, serialize(job)):
+        assert list(one.info.inputs) == ["title", "body", "tags"]
+
+
+def fail() -> None:
+    raise Building
+
+
+def test_unchanged_model_is_not_built_again(built: tuple[Job, SerializedModel]) -> None:
+    job, model = built
+    assert serialize(job, fail) == model
+    assert find_built(job, job.path.parent) == model.info
+
+
+def with_arguments(job: Job) -> Job:
+    return replace(job, model_args={"units": 2})
+
+
+def with_another_recipe(job: Job) -> Job:
+    return replace(job, recipe=replace(job.recipe, learning_rate=0.5))
+
+
+def with_another_function(job: Job) -> Job:
+    return replace(job, model=job.model.replace(":build", ":build_large"))
+
+
+def with_another_file(job: Job) -> Job:
+    (job.path.parent / "model.py").write_text(MODEL.replace('"mse"', '"mae"'))
+    return job
+
+
+def with_another_module_beside_it(job: Job) -> Job:
+    (job.path.parent / "sizes.py").write_text(SIZES.replace("9", "8"))
+    return job
+
+
+def with_damaged_weights(job: Job) -> Job:
+    [weights] = ProjectDirectory(job.path.parent).models.glob("*/weights.npz")
+    weights.write_bytes(b"damaged")
+    return job
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        with_arguments,
+        with_another_recipe,
+        with_another_function,
+        with_another_file,
+        with_another_module_beside_it,
+        with_damaged_weights,
+    ],
+)
+def test_model_is_built_again_when_what_it_is_made_of_has_changed(
+    built: tuple[Job, SerializedModel], change: Callable[[Job], Job]
+) -> None:
+    job, _ = built
+    files = [job.path.parent / name for name in ("model.py", "sizes.py")]
+    files += ProjectDirectory(job.path.parent).models.glob("*/weights.npz")
+    before = [path.read_bytes() for path in files]
+    try:
+        changed = change(job)
+        assert find_built(changed, job.path.parent) is None
+        with pytest.raises(Building):
+            serialize(changed, fail)
+    finally:
+        for path, content in zip(files, before, strict=True):
+            path.write_bytes(content)

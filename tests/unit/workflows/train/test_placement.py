@@ -13,7 +13,7 @@ from csdctl.transport.meter import TrafficClass
 from csdctl.tuning.plan import Plan, RankPlan
 from csdctl.worker.protocol.datasets import DatasetInfo
 from csdctl.worker.protocol.model_info import ModelInfo
-from csdctl.worker.protocol.run_spec import DatasetSlice
+from csdctl.worker.protocol.run_spec import DatasetSlice, Runtime
 from csdctl.workflows.data.model import SerializedModel
 from csdctl.workflows.data.prepare import Prepared
 from csdctl.workflows.train.spec import build_rank_specs, place_plan
@@ -79,3 +79,38 @@ def test_nodes_that_see_all_public_data_read_their_part_of_it(job: Job) -> None:
     specs = build_rank_specs(PLAN, placed, PREPARED, {}, replace(job, is_everywhere=True))
     parts = [(spec.public.start, spec.public.stop) for spec in specs if spec.public]
     assert parts == [(shard.public_start, shard.public_stop) for shard in placed]
+
+
+def test_ranks_compute_with_the_settings_that_the_plan_has_for_their_machine(job: Job) -> None:
+    ranks = [
+        RankPlan(node=HOST_NAME, batch_size=30, threads=8, inter_threads=2, micro_batch_size=10),
+        RankPlan(node="csd0", batch_size=10, threads=4, onednn=False, max_batch_size=16),
+        RankPlan(node="csd1", batch_size=8, threads=2, max_batch_size=8, micro_batch_size=4),
+    ]
+    plan = PLAN.model_copy(update={"ranks": ranks})
+    placed = place_plan(plan, PREPARED, job, FLEET)
+    specs = build_rank_specs(plan, placed, PREPARED, {"csd1": (FILE, FILE)}, job)
+    assert [spec.runtime for spec in specs] == [
+        Runtime(8, 2, True),
+        Runtime(4, 1, False),
+        Runtime(2, 1, True),
+    ]
+    assert [(spec.batch_size, spec.max_batch_size, spec.micro_batch_size) for spec in specs] == [
+        (30, None, 10),
+        (10, 16, None),
+        (8, 8, 4),
+    ]
+
+
+@pytest.mark.parametrize("is_weighted", [False, True])
+def test_node_with_few_private_samples_repeats_them_if_the_job_says_so(
+    job: Job, *, is_weighted: bool
+) -> None:
+    """And each counts once, however often it is read, if the job weighs by data sets."""
+    few = replace(PREPARED, private={"csd0": PRIVATE, "csd1": replace(PRIVATE, num_samples=5)})
+    job = replace(job, is_repeating=True, is_weighted_by_data_set=is_weighted)
+    placed = place_plan(PLAN, few, job, FLEET)
+    _, csd0, csd1 = build_rank_specs(PLAN, placed, few, {}, job)
+    assert (csd0.num_private, csd0.num_repeated, csd0.weight) == (20, 0, 1.0)
+    assert (csd1.num_private, csd1.num_repeated) == (20, 15)
+    assert csd1.weight == (1 - 15 / (20 + csd1.num_public) if is_weighted else 1.0)
