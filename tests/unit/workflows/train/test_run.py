@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from csdctl.workflows.train.run import RunInputs, run_ranks
 
 from csdctl.errors import RunError
 from csdctl.fleet.model import HOST_NAME, Fleet
@@ -36,6 +35,7 @@ from csdctl.worker.protocol.probe import READY
 from csdctl.worker.protocol.recipe import Recipe
 from csdctl.worker.protocol.run_spec import RankSpec, RunSpec, Runtime
 from csdctl.workflows.train.options import TrainOptions
+from csdctl.workflows.train.run import RunInputs, run_ranks
 from tests.unit.workflows.measured_project import MeasuredProject, prepared
 
 ME = (0, HOST_NAME)
