@@ -7,7 +7,6 @@ itself, and only in an order in which a worker sends it.
 from collections import Counter
 from collections.abc import Sequence
 
-from csdctl.supervision.allowance import Allowance
 from csdctl.worker.protocol.event_rules import FROM_CSDCTL, FROM_MPI, check_event, check_sender
 from csdctl.worker.protocol.events import (
     EpochEnd,
@@ -25,6 +24,26 @@ from csdctl.worker.protocol.events import (
 )
 from csdctl.worker.protocol.json_codec import ProtocolError, shorten
 from csdctl.worker.protocol.orders import FormGroup, Order, Ping
+
+
+class Allowance:
+    """An amount that grows with time, up to `burst`, and that is spent."""
+
+    def __init__(self, per_s: float, burst: float) -> None:
+        self._per_s, self._burst = per_s, burst
+        self._left = burst
+        self._updated: float | None = None
+
+    def spend(self, amount: float, now: float) -> float:
+        """Spend `amount` at the time `now`, in monotonic seconds; return the seconds until it is available.
+
+        0.0: it was available at once.
+        """
+        elapsed_s = now - self._updated if self._updated is not None else 0.0
+        self._updated = now
+        self._left = min(self._burst, self._left + elapsed_s * self._per_s) - amount
+        return max(0.0, -self._left / self._per_s)
+
 
 EVENTS_PER_S, MAX_EVENTS_AT_ONCE = 100, 10_000
 """A worker sends two in a second, and several at the end of an epoch; what waits in a connection while csdctl

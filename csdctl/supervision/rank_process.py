@@ -15,8 +15,7 @@ from csdctl.errors import CsdctlError, DeadlineError, NodeError, OutOfMemoryErro
 from csdctl.launch.diagnosis import MEMORY_REMEDY, is_noise
 from csdctl.runs.capped_log import MAX_LOG_BYTES, CappedLog
 from csdctl.supervision import failures
-from csdctl.supervision.allowance import Allowance
-from csdctl.supervision.event_validator import EventValidator
+from csdctl.supervision.event_validator import Allowance, EventValidator
 from csdctl.transport.meter import TrafficClass
 from csdctl.transport.session import Completed, Conversation, Session
 from csdctl.worker.protocol.events import UNKNOWN_NODE, Event, Failed, Finished, event_from_line

@@ -13,8 +13,8 @@ from csdctl.launch.mpirun import Mpirun
 from csdctl.runs.capped_log import CappedLog
 from csdctl.shipping.worker_calls import build_worker_command
 from csdctl.supervision.event_validator import EventValidator
-from csdctl.supervision.links import Links
 from csdctl.supervision.rank_process import AttachRank, OnMessage, RankProcess
+from csdctl.supervision.run_setup import Links
 from csdctl.transport.many import open_session
 from csdctl.transport.meter import LinkBytes
 from csdctl.transport.session import Conversation, Session

@@ -21,10 +21,9 @@ from csdctl.runs.step_file import keep_step_file
 from csdctl.shipping.deliver import Delivery
 from csdctl.shipping.store import store_bytes
 from csdctl.supervision.event_callbacks import EventCallbacks
-from csdctl.supervision.patience import Patience
 from csdctl.supervision.rank_process import AttachRank
 from csdctl.supervision.rank_starter import RankStarter
-from csdctl.supervision.run_setup import RunSetup
+from csdctl.supervision.run_setup import Patience, RunSetup
 from csdctl.supervision.supervisor import USER, Supervisor
 from csdctl.worker.protocol.events import Event, Joined, Traffic
 from csdctl.worker.protocol.json_codec import to_json

@@ -15,10 +15,8 @@ import pytest
 
 from csdctl.errors import CsdctlError, NodeError, RunError, UnreachableError
 from csdctl.launch.mpi_job import EndTimeouts, MpiJob
-from csdctl.supervision.links import Links
-from csdctl.supervision.patience import Patience
 from csdctl.supervision.rank_process import OnMessage, ProcessEnded, RankMessage
-from csdctl.supervision.run_setup import RunSetup
+from csdctl.supervision.run_setup import Links, Patience, RunSetup
 from csdctl.supervision.supervisor import Supervisor
 from csdctl.worker.protocol.events import (
     EpochEnd,

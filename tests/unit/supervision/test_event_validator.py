@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from csdctl.supervision.allowance import Allowance
 from csdctl.supervision.event_validator import (
     CHARS_PER_EVENT,
     EVENTS_PER_S,
     MAX_EVENTS_AT_ONCE,
     MAX_WAITING_AT_ONCE,
+    Allowance,
     EventValidator,
 )
 from csdctl.worker.protocol.events import (
