@@ -238,7 +238,8 @@ def test_epoch_is_not_ended_twice_when_a_run_continues_from_its_checkpoint(tmp_p
 
 def test_run_that_is_stopped_within_an_epoch_continues_from_there(tmp_path: Path) -> None:
     task = load_task(directory=tmp_path)
-    task.orders = SimpleNamespace(is_stopping=True, is_pausing=False)
+    stopping: Any = SimpleNamespace(is_stopping=True, is_pausing=False)
+    task.orders = stopping
     assert run(task, PlayedGroup(task)).reason == STOPPED
     again = load_task(directory=tmp_path)
     assert again.progress.position == task.progress.position
