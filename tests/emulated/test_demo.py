@@ -38,11 +38,6 @@ def report(directory: Path) -> dict[str, Any]:
     return document
 
 
-def plan(directory: Path) -> dict[str, Any]:
-    content: dict[str, Any] = yaml.safe_load((directory / ".csdctl" / "plans" / "job.yaml").read_text())
-    return content
-
-
 def test_demo_shows_its_commands_and_ends_with_the_report(demo: Path) -> None:
     log = (demo / "demo.log").read_text()
     for command in ("emulate up", "discover", "prepare", "tune", "train", "report"):

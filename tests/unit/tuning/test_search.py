@@ -57,6 +57,11 @@ def test_exact_global_batch_is_respected(fleet: list[RankCandidate], exactly: in
     assert sum(found.batch_sizes.values()) == exactly
 
 
+def test_slow_node_gets_smaller_batch() -> None:
+    fleet = [RankCandidate("fast", StepTime(0.0, 0.01)), RankCandidate("slow", StepTime(0.0, 0.04))]
+    assert find_best(fleet, Limits(global_batch=100), free).batch_sizes == {"fast": 80, "slow": 20}
+
+
 def test_ranks_finish_at_about_the_same_time() -> None:
     found = find_best(FLEET, Limits(max_global_batch=1024), lambda _: 0.02)
     times = [candidate.step_time.at(found.batch_sizes[candidate.node]) for candidate in FLEET]
