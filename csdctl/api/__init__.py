@@ -10,7 +10,7 @@ from csdctl.supervision.event_callbacks import STOP
 from csdctl.tuning.plan import Plan
 from csdctl.worker.protocol.recipe import EarlyStopping, ReduceOnPlateau
 from csdctl.workflows.train.options import TrainOptions
-from csdctl.workflows.train.train import RunStopped
+from csdctl.workflows.train.run import RunStopped
 from csdctl.workflows.tune.options import TuneOptions
 
 __all__ = [

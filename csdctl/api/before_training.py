@@ -9,12 +9,10 @@ from csdctl.cli.render.tuning import TuningScreen, render_plan
 from csdctl.cli.render.verify import render_verified
 from csdctl.errors import RunError
 from csdctl.tuning.plan import Plan
-from csdctl.workflows.data.preparation import prepare_fleet
-from csdctl.workflows.data.prepare import Prepared
+from csdctl.workflows.data.prepare import Prepared, prepare_fleet
 from csdctl.workflows.discovery.discover import DiscoverResult
 from csdctl.workflows.discovery.discover import discover as discover_machines
-from csdctl.workflows.train.verdict import judge
-from csdctl.workflows.train.verify import Verification, VerifyRequest, run_verification
+from csdctl.workflows.train.verify import Verification, VerifyRequest, judge, run_verification
 from csdctl.workflows.tune.options import TuneOptions
 from csdctl.workflows.tune.tune import tune_job
 

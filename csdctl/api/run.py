@@ -19,8 +19,8 @@ from csdctl.supervision.event_callbacks import Callback
 from csdctl.worker.protocol.events import EpochEnd
 from csdctl.workflows.train.options import TrainOptions
 from csdctl.workflows.train.resume import LATEST
-from csdctl.workflows.train.session import TrainRequest, run_training
-from csdctl.workflows.train.train import RunStopped
+from csdctl.workflows.train.run import RunStopped
+from csdctl.workflows.train.train import TrainRequest, run_training
 
 REPORT_COLUMNS = 110
 

@@ -44,24 +44,25 @@ CollectiveOption = Annotated[
     str,
     typer.Option("--collective", metavar="NAME", help=f"How gradients are summed: {_COLLECTIVES} or auto."),
 ]
-WayOption = Annotated[
+StrategyOption = Annotated[
     str,
     typer.Option(
-        "--way",
-        metavar="WAY",
+        "--strategy",
+        metavar="STRATEGY",
         help="data-parallel; features: compute the model's frozen part once for each sample, then train its "
-        "head; split: nodes compute the layers up to --cut, the host the rest; or auto: the way of the plan.",
+        "head; split: nodes compute the layers up to --cut, the host the rest; auto: as the plan says.",
     ),
 ]
 CutOption = Annotated[
-    str, typer.Option("--cut", metavar="LAYER", help="The last layer that nodes compute, for --way split.")
+    str,
+    typer.Option("--cut", metavar="LAYER", help="The last layer that nodes compute, for --strategy split."),
 ]
 MicroBatchesOption = Annotated[
     int,
     typer.Option(
         "--micro-batches",
         min=1,
-        help="Micro-batches of each rank's batch, for --way split: nodes compute some while the host "
+        help="Micro-batches of each rank's batch, for --strategy split: nodes compute some while the host "
         "computes others.",
     ),
 ]

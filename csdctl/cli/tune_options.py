@@ -35,17 +35,17 @@ ExploreOption = Annotated[
         "--explore/--no-explore", help="fit: also probe threads and oneDNN, and use the faster settings."
     ),
 ]
-WayOption = Annotated[
+StrategyOption = Annotated[
     str,
     typer.Option(
-        "--way",
-        metavar="WAY",
-        help="fit: compare the ways to train (auto), or plan for one: data-parallel, features or split.",
+        "--strategy",
+        metavar="STRATEGY",
+        help="fit: compare the strategies (auto), or plan for one: data-parallel, features or split.",
     ),
 ]
 CutOption = Annotated[
     str,
-    typer.Option("--cut", metavar="LAYER", help="fit: the last layer of the nodes, for --way split."),
+    typer.Option("--cut", metavar="LAYER", help="fit: the last layer of the nodes, for --strategy split."),
 ]
 HostOption = Annotated[
     bool,

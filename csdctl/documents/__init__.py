@@ -4,7 +4,7 @@ Everything that csdctl reads from a file is read here first. Files may come from
 number of values and number of reported problems are bounded.
 """
 
-from csdctl.documents.json_text import load_json, parse_json
+from csdctl.documents.json_text import load_json, parse_json_document
 from csdctl.documents.models import Document, check_values, load_document, parse_document
 from csdctl.documents.text import load_text, split_lines
 from csdctl.documents.writing import (
@@ -25,7 +25,7 @@ __all__ = [
     "load_text",
     "make_directory",
     "parse_document",
-    "parse_json",
+    "parse_json_document",
     "save_bytes",
     "save_json",
     "save_text",

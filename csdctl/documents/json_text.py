@@ -19,10 +19,12 @@ AGAIN = "remove it, and create it again"
 
 def load_json(path: Path, *, remedy: str = AGAIN) -> Any:
     """Read a JSON file written by csdctl; raises InputError when it is missing, damaged or too large."""
-    return parse_json(load_text(path, max_bytes=MAX_JSON_BYTES, remedy=remedy), str(path), remedy=remedy)
+    return parse_json_document(
+        load_text(path, max_bytes=MAX_JSON_BYTES, remedy=remedy), str(path), remedy=remedy
+    )
 
 
-def parse_json(text: str, name: str, *, remedy: str = AGAIN) -> Any:
+def parse_json_document(text: str, name: str, *, remedy: str = AGAIN) -> Any:
     """Parse JSON `text`; `name` identifies it in the InputError for text that is damaged or too large."""
     # Every value but the first follows one of these characters: counting them is fast, and never too low.
     if sum(map(text.count, ",[{")) >= MAX_JSON_VALUES:

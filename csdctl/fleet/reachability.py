@@ -61,13 +61,13 @@ def judge_attempts(machines: Sequence[str], attempts: Iterable[ConnectAttempt]) 
     for attempt in attempts:
         by_server[attempt.server].append(attempt)
     ranks = {name: rank for rank, name in enumerate(machines)}
-    blamed: dict[str, list[ConnectAttempt]] = defaultdict(list)
+    suspects: dict[str, list[ConnectAttempt]] = defaultdict(list)
     for server, tried in by_server.items():
         refused = [attempt for attempt in tried if attempt.reason]
         is_unreachable = len({attempt.client for attempt in refused}) > 1 and len(refused) == len(tried)
         for attempt in refused:
-            blamed[server if is_unreachable else attempt.client].append(attempt)
-    return [_judge(name, blamed[name], ranks) for name in machines]
+            suspects[server if is_unreachable else attempt.client].append(attempt)
+    return [_judge(name, suspects[name], ranks) for name in machines]
 
 
 def _judge(name: str, refused: Sequence[ConnectAttempt], ranks: Mapping[str, int]) -> Check:

@@ -55,7 +55,7 @@ class Job:
     is_weighted_by_data_set: bool = False
     """Whether a rank is weighted by its number of distinct samples, however often it reads them."""
     may_activations_leave: bool = False
-    """Whether activations and labels of private samples may be sent to the host (`--way split`)."""
+    """Whether activations and labels of private samples may be sent to the host (`--strategy split`)."""
     noise: Noise | None = None
     """Differential privacy of private samples; None: disabled."""
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from csdctl.reporting.blame import find_holder
+from csdctl.reporting.bottleneck import find_bottleneck
 from csdctl.reporting.charts import DataTable
 from csdctl.reporting.numbers import (
     format_accuracy,
@@ -27,7 +27,7 @@ Figure = tuple[str, str | None, Callable[[RunSummary], str]]
 FIGURES: tuple[Figure, ...] = (
     ("ended", None, lambda s: s.state),
     ("ranks", STATED, lambda s: str(s.num_ranks)),
-    ("way", STATED, lambda s: f"{s.way}{f' at {s.cut}' if s.cut else ''}"),
+    ("strategy", STATED, lambda s: f"{s.strategy}{f' at {s.cut}' if s.cut else ''}"),
     ("batch sizes by", STATED, lambda s: s.method),
     ("global batch size at the start", STATED, lambda s: f"{s.global_batch:,}"),
     ("epochs", None, lambda s: str(s.epochs)),
@@ -87,10 +87,10 @@ def held_back(run: RunResults) -> DataTable:
         limits = [size for size in sizes if isinstance(size, int | float) and size > 0]
         if limits:
             shares[rank] = peak / min(limits)
-    verdict = find_holder(run.series, memory_shares=shares)
-    if verdict is None:
+    bottleneck = find_bottleneck(run.series, memory_shares=shares)
+    if bottleneck is None:
         return DataTable((), ())
-    row = (f"{verdict.since_s:.0f} s", verdict.cause, verdict.text)
+    row = (f"{bottleneck.since_s:.0f} s", bottleneck.cause, bottleneck.text)
     return DataTable(("since", "cause", f"what shows it ({run.measured})"), (row,))
 
 

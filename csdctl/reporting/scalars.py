@@ -46,7 +46,7 @@ def parameters_of(run: RunResults) -> dict[str, str]:
     """Return what the run was set to, by name."""
     summary = run.summary
     parameters = {
-        "way": summary.way,
+        "strategy": summary.strategy,
         "method": summary.method,
         "num_ranks": str(summary.num_ranks),
         "global_batch": str(summary.global_batch),

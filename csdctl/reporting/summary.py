@@ -7,7 +7,7 @@ from typing import Any
 from csdctl.reporting.differential_privacy import PassCounter, Privacy, measure_privacy
 from csdctl.reporting.energy import RunEnergy
 from csdctl.runs.directory import RunDirectory
-from csdctl.tuning.ways import DATA_PARALLEL, SPLIT
+from csdctl.tuning.strategies import DATA_PARALLEL, SPLIT
 from csdctl.worker.protocol.events import (
     STOPPED,
     EpochEnd,
@@ -90,7 +90,7 @@ class RunSummary:
     ranks: tuple[RankSummary, ...]
     privacy: Privacy | None = None
     """The guarantee for private samples; None without noise."""
-    way: str = DATA_PARALLEL
+    strategy: str = DATA_PARALLEL
     """What was computed where; `cut`: the last layer of the nodes, if the model was split."""
     cut: str = ""
     energy: RunEnergy | None = None
@@ -121,8 +121,11 @@ def summarize(run_id: str, manifest: dict[str, Any], events: Iterable[Event]) ->
     whole = run.ranks[0]
     speed = run.timed / whole.wall_s if whole.wall_s else 0.0
     steps_s = whole.compute_s + whole.wait_s
-    way, step_speed = manifest.get("way", DATA_PARALLEL), run.timed / steps_s if steps_s else 0.0
-    all_alone, reached = _reachable(way, ranks, steps_s, step_speed), step_speed if way == SPLIT else speed
+    strategy, step_speed = manifest.get("strategy", DATA_PARALLEL), run.timed / steps_s if steps_s else 0.0
+    all_alone, reached = (
+        _reachable(strategy, ranks, steps_s, step_speed),
+        step_speed if strategy == SPLIT else speed,
+    )
     last = run.last
     return RunSummary(
         run_id=run_id,
@@ -153,18 +156,18 @@ def summarize(run_id: str, manifest: dict[str, Any], events: Iterable[Event]) ->
         num_rebalanced=run.num_rebalanced,
         ranks=ranks,
         privacy=measure_privacy(manifest, run.passes),
-        way=way,
+        strategy=strategy,
         cut=manifest.get("cut", ""),
     )
 
 
-def _reachable(way: str, ranks: Sequence[RankSummary], steps_s: float, speed: float) -> float | None:
+def _reachable(strategy: str, ranks: Sequence[RankSummary], steps_s: float, speed: float) -> float | None:
     """Return the rate that `efficiency` is relative to; None where it was not measured."""
-    if way == SPLIT:
+    if strategy == SPLIT:
         busiest_s = max(rank.compute_s for rank in ranks)
         return speed * steps_s / busiest_s if busiest_s else None
     alone = [rank.alone_samples_per_s for rank in ranks if rank.batch_size]
-    return sum(rate for rate in alone if rate) if way == DATA_PARALLEL and all(alone) else None
+    return sum(rate for rate in alone if rate) if strategy == DATA_PARALLEL and all(alone) else None
 
 
 @dataclass

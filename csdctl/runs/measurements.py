@@ -18,7 +18,7 @@ from csdctl.runs import measurements_rows as rows
 from csdctl.runs.measurements_file import MeasurementsFile, set_measurements_aside
 from csdctl.tuning.measurements import (
     CollectiveMeasurement,
-    ModelFeatures,
+    ModelProperties,
     ProbeMeasurement,
     TrialMeasurement,
 )
@@ -33,7 +33,7 @@ ValueT = TypeVar("ValueT")
 class Neighbour:
     """Another model, or this model with another recipe, that was measured on the same machine class."""
 
-    model: ModelFeatures
+    model: ModelProperties
     recipe: str
     distance: float
     """See tuning/transfer.py; 0 for the same model with another recipe."""
@@ -62,7 +62,7 @@ class MeasurementStore:
 
     def add_probes(
         self,
-        model: ModelFeatures,
+        model: ModelProperties,
         recipe: str,
         machine_class: MachineClass,
         probes: Sequence[ProbeMeasurement],
@@ -82,7 +82,7 @@ class MeasurementStore:
         return self._read(lambda connection: rows.select_probes(connection, key))
 
     def neighbours(
-        self, model: ModelFeatures, recipe: str, machine_class: str, limit: int = 3
+        self, model: ModelProperties, recipe: str, machine_class: str, limit: int = 3
     ) -> list[Neighbour]:
         """Return the most similar models that were measured on a machine class (its key), nearest first.
 
@@ -118,7 +118,7 @@ class MeasurementStore:
         return self._read(lambda connection: rows.select_collectives(connection, fleet_class))
 
     def add_trial(
-        self, model: ModelFeatures, recipe: str, fleet_class: FleetClass, trial: TrialMeasurement
+        self, model: ModelProperties, recipe: str, fleet_class: FleetClass, trial: TrialMeasurement
     ) -> None:
         """Store the result of a trial."""
 
@@ -134,11 +134,11 @@ class MeasurementStore:
         key = (model_hash, recipe, fleet_class)
         return self._read(lambda connection: rows.select_trials(connection, key))
 
-    def models(self) -> list[ModelFeatures]:
+    def models(self) -> list[ModelProperties]:
         """Return all models with measurements, by name."""
         return self._read(rows.select_models)
 
-    def find_models(self, name: str) -> list[ModelFeatures]:
+    def find_models(self, name: str) -> list[ModelProperties]:
         """Return the models with this name (short or full) or hash prefix; raises InputError for none."""
         known = self.models()
         is_hash = len(name) >= MIN_HASH_LENGTH
@@ -155,7 +155,7 @@ class MeasurementStore:
             )
         return found
 
-    def forget(self, models: Sequence[ModelFeatures] | None) -> Forgotten:
+    def forget(self, models: Sequence[ModelProperties] | None) -> Forgotten:
         """Remove the measurements of `models`; None: all measurements, including sums."""
         with self.file.writing() as connection:
             if models is None:
@@ -225,5 +225,5 @@ def _open_anyway(path: Path, say: Say) -> MeasurementsFile:
         return MeasurementsFile(None)
 
 
-def _distance(model: ModelFeatures, other: ModelFeatures) -> float:
+def _distance(model: ModelProperties, other: ModelProperties) -> float:
     return 0.0 if model.hash == other.hash else feature_distance(model, other)

@@ -11,7 +11,7 @@ from csdctl.runs import measurements_rows as rows
 from csdctl.runs.measurements_file import MeasurementsFile
 from csdctl.tuning.measurements import (
     CollectiveMeasurement,
-    ModelFeatures,
+    ModelProperties,
     ProbeMeasurement,
     RuntimeSettings,
     TrialMeasurement,
@@ -22,7 +22,7 @@ from csdctl.tuning.measurements import (
 class ProbeSummary:
     """All probes of one model with one recipe, machine class and settings."""
 
-    model: ModelFeatures
+    model: ModelProperties
     recipe: str
     machine_class: MachineClass
     settings: RuntimeSettings
@@ -56,7 +56,7 @@ class CollectiveSummary:
 class TrialSummary:
     """One trial of a plan."""
 
-    model: ModelFeatures
+    model: ModelProperties
     recipe: str
     fleet_class: FleetClass
     trial: TrialMeasurement
@@ -108,7 +108,7 @@ def _by_settings(probes: list[ProbeMeasurement]) -> dict[RuntimeSettings, list[P
 
 
 def _summarize_probes(
-    model: ModelFeatures,
+    model: ModelProperties,
     recipe: str,
     machine_class: MachineClass,
     settings: RuntimeSettings,

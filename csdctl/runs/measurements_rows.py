@@ -6,11 +6,11 @@ from dataclasses import asdict
 from sqlite3 import Connection
 from typing import Any
 
-from csdctl.documents import check_values, parse_json
+from csdctl.documents import check_values, parse_json_document
 from csdctl.fleet.machine_class import FleetClass, MachineClass
 from csdctl.tuning.measurements import (
     CollectiveMeasurement,
-    ModelFeatures,
+    ModelProperties,
     ProbeMeasurement,
     RuntimeSettings,
     TrialMeasurement,
@@ -33,7 +33,7 @@ _REPEATED_BY = {
 }
 
 
-def put_model(connection: Connection, model: ModelFeatures) -> None:
+def put_model(connection: Connection, model: ModelProperties) -> None:
     """Add a model, or update its features."""
     _insert(connection, "models", MODEL_COLUMNS, [_model_row(model)], verb="INSERT OR IGNORE")
     connection.execute(
@@ -54,10 +54,10 @@ def put_fleet_class(connection: Connection, fleet_class: FleetClass) -> None:
     _insert(connection, "fleet_classes", "key, content", [row], verb="INSERT OR IGNORE")
 
 
-def select_models(connection: Connection) -> list[ModelFeatures]:
+def select_models(connection: Connection) -> list[ModelProperties]:
     """Return all models, by name."""
     found = connection.execute(f"SELECT {MODEL_COLUMNS} FROM models ORDER BY name, hash")
-    return [ModelFeatures(*row) for row in found]
+    return [ModelProperties(*row) for row in found]
 
 
 def select_machine_classes(connection: Connection) -> dict[str, MachineClass]:
@@ -102,14 +102,14 @@ def select_probes(connection: Connection, key: tuple[str, str, str]) -> list[Pro
     return [ProbeMeasurement(settings_of(row[:4]), *row[4:]) for row in rows]
 
 
-def select_measured(connection: Connection, machine_class: str) -> list[tuple[ModelFeatures, str]]:
+def select_measured(connection: Connection, machine_class: str) -> list[tuple[ModelProperties, str]]:
     """Return the models and recipes with a batch size that fitted on a machine class (its key)."""
     found = connection.execute(
         f"SELECT DISTINCT {MODEL_COLUMNS}, recipe FROM probes JOIN models ON model = hash"
         " WHERE machine_class = ? AND step_time_s IS NOT NULL",
         (machine_class,),
     )
-    return [(ModelFeatures(*row[:-1]), row[-1]) for row in found]
+    return [(ModelProperties(*row[:-1]), row[-1]) for row in found]
 
 
 def insert_collectives(
@@ -177,10 +177,10 @@ def delete_unused(connection: Connection) -> None:
 def _read(content: str, expected: Any, name: str) -> Any:
     """Return a value from JSON; raises InputError."""
     where = f"measurements, {name}"
-    return check_values(parse_json(content, where), expected, where)
+    return check_values(parse_json_document(content, where), expected, where)
 
 
-def _model_row(model: ModelFeatures) -> tuple[str | int, ...]:
+def _model_row(model: ModelProperties) -> tuple[str | int, ...]:
     return (
         model.hash,
         model.name,

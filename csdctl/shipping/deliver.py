@@ -1,4 +1,4 @@
-"""Deliver a parcel to one machine: a command there reports missing objects and receives only those.
+"""Deliver a payload to one machine: a command there reports missing objects and receives only those.
 
 If nothing is missing, this takes one round trip. The other end is `standalone/receive.py`.
 """
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from csdctl.errors import CsdctlError, DeadlineError, InputError, NodeError, RemoteCommandError
 from csdctl.shipping.chunks import CHUNK_BYTES, SharedChunks, changed
-from csdctl.shipping.parcel import Parcel, StoreObject
+from csdctl.shipping.payload import Payload, StoreObject
 from csdctl.shipping.receiver import build_receiver_command
 from csdctl.shipping.receiver_answers import (
     Damaged,
@@ -51,9 +51,9 @@ class DeliveryPatience:
     bytes_per_s: float = 128 * 1024
     """Added to the whole: the time for all bytes at this rate, which is slower than a usable link or disk."""
 
-    def start(self, parcel: Parcel) -> Deadline:
+    def start(self, payload: Payload) -> Deadline:
         """Return the deadline of a delivery that begins now."""
-        num_bytes = sum(stored.source.size for stored in parcel.objects) + len(parcel.packed)
+        num_bytes = sum(stored.source.size for stored in payload.objects) + len(payload.packed)
         return Deadline(self.whole_s + num_bytes / self.bytes_per_s)
 
 
@@ -83,7 +83,7 @@ OnDeliveryProgress = Callable[[DeliveryProgress], None]
 
 def deliver(
     session: Session,
-    parcel: Parcel,
+    payload: Payload,
     chunks: SharedChunks,
     *,
     python: str = "python3",
@@ -91,18 +91,18 @@ def deliver(
     on_progress: OnDeliveryProgress = lambda progress: None,
     patience: DeliveryPatience = PATIENCE,
 ) -> Delivery:
-    """Send the machine the missing part of `parcel`; with `dry_run`, only determine that part.
+    """Send the machine the missing part of `payload`; with `dry_run`, only determine that part.
 
     Sources are read through `chunks`, which all machines of one deploy share. Raises InputError for a source
     that changes meanwhile or an occupied destination, RemoteCommandError with the machine's own message when
     it cannot write, or for an answer that breaks the rules, UnreachableError, and DeadlineError after
     `patience`. The next deploy then continues partial objects; an incomplete object never has its final name.
     """
-    if not parcel.objects and not parcel.trees:
+    if not payload.objects and not payload.trees:
         return Delivery(0, 0, 0)
-    command = build_receiver_command(python, parcel.build_request(dry_run=dry_run))
+    command = build_receiver_command(python, payload.build_request(dry_run=dry_run))
     with closing(session.converse(command)) as conversation:
-        return _Exchange(session, parcel, conversation, chunks, dry_run, on_progress, patience).run()
+        return _Exchange(session, payload, conversation, chunks, dry_run, on_progress, patience).run()
 
 
 class _Exchange:
@@ -111,7 +111,7 @@ class _Exchange:
     def __init__(
         self,
         session: Session,
-        parcel: Parcel,
+        payload: Payload,
         conversation: Conversation,
         chunks: SharedChunks,
         dry_run: bool,
@@ -120,15 +120,15 @@ class _Exchange:
     ) -> None:
         self._node = session.name
         self._meter = session.meter
-        self._parcel = parcel
+        self._payload = payload
         self._conversation = conversation
         self._chunks = chunks
         self._dry_run = dry_run
         self._on_progress = on_progress
         self._patience = patience
-        self._clock = patience.start(parcel)
-        sizes = [stored.source.size for stored in parcel.objects]
-        self._answers = ReceiverAnswers(sizes, has_manifest=bool(parcel.packed), is_dry_run=dry_run)
+        self._clock = patience.start(payload)
+        sizes = [stored.source.size for stored in payload.objects]
+        self._answers = ReceiverAnswers(sizes, has_manifest=bool(payload.packed), is_dry_run=dry_run)
         self._sent: set[StoreObject] = set()
         self._bytes_sent = 0
 
@@ -139,18 +139,18 @@ class _Exchange:
                 case Done():
                     self._conversation.wait(deadline_s=self._patience.response_s)
                     num_sent = len(self._sent)
-                    return Delivery(num_sent, self._bytes_sent, len(self._parcel.objects) - num_sent)
+                    return Delivery(num_sent, self._bytes_sent, len(self._payload.objects) - num_sent)
                 case Refused(message, remedy):
                     raise InputError(message, remedy=remedy, node=self._node)
                 case Damaged(numbers):
-                    raise self._damaged([self._parcel.objects[number] for number in numbers])
+                    raise self._damaged([self._payload.objects[number] for number in numbers])
                 case SystemFailure() as failure:
                     raise self._failure(failure)
                 case ManifestWanted():
-                    self._send(iter([self._parcel.packed]))
+                    self._send(iter([self._payload.packed]))
                 case Missing(offsets):
                     self._send_missing(
-                        {self._parcel.objects[number]: start for number, start in offsets.items()}
+                        {self._payload.objects[number]: start for number, start in offsets.items()}
                     )
 
     def _read(self) -> ReceiverAnswer:
@@ -230,7 +230,7 @@ class _Exchange:
             if SharedChunks(0).hash_source(stored.source.path).sha256 != stored.source.sha256:
                 return changed(stored.source.path)
         return NodeError(
-            f"{len(damaged)} of {len(self._parcel.objects)} files arrived damaged twice",
+            f"{len(damaged)} of {len(self._payload.objects)} files arrived damaged twice",
             node=self._node,
             remedy="check that machine for failing disk or memory, then retry",
         )

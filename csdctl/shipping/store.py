@@ -11,7 +11,7 @@ from pathlib import Path
 
 from csdctl.documents import save_bytes, write_atomically
 from csdctl.shipping.chunks import CHUNK_BYTES, SourceFile, unreadable
-from csdctl.shipping.parcel import PLAIN_MODE, StoreObject
+from csdctl.shipping.payload import PLAIN_MODE, StoreObject
 from csdctl.transport.meter import TrafficClass
 
 OBJECTS = ".csdctl/objects"
@@ -33,7 +33,7 @@ class StoredFile:
         return f"{OBJECTS}/{self.sha256}{self.suffix}"
 
     def as_object(self) -> StoreObject:
-        """Return its object for a parcel; raises InputError when the file is gone."""
+        """Return its object for a payload; raises InputError when the file is gone."""
         try:
             status = self.source.stat()
         except OSError as error:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from csdctl.errors import InputError
 from csdctl.shipping.chunks import SharedChunks, SourceFile, printable, unreadable
-from csdctl.shipping.parcel import PLAIN_MODE, FileTree, StoreObject
+from csdctl.shipping.payload import PLAIN_MODE, FileTree, StoreObject
 
 DEFAULT_IGNORED = (".git/", "__pycache__/", ".csdctl/")
 

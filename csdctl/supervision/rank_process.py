@@ -15,8 +15,7 @@ from csdctl.errors import CsdctlError, DeadlineError, NodeError, OutOfMemoryErro
 from csdctl.launch.diagnosis import MEMORY_REMEDY, is_noise
 from csdctl.runs.capped_log import MAX_LOG_BYTES, CappedLog
 from csdctl.supervision import failures
-from csdctl.supervision.allowance import Allowance
-from csdctl.supervision.conduct import Conduct
+from csdctl.supervision.event_validator import Allowance, EventValidator
 from csdctl.transport.meter import TrafficClass
 from csdctl.transport.session import Completed, Conversation, Session
 from csdctl.worker.protocol.events import UNKNOWN_NODE, Event, Failed, Finished, event_from_line
@@ -61,7 +60,7 @@ class RankProcess:
         rank: int,
         session: Session,
         conversation: Conversation,
-        conduct: Conduct,
+        validator: EventValidator,
         log: CappedLog,
         on_message: OnMessage,
         *,
@@ -69,7 +68,7 @@ class RankProcess:
     ) -> None:
         """Communicate with the process through `conversation`, which `session` opened.
 
-        `conduct` judges its events, `log` gets its other output. One thread calls `on_message` with every
+        `validator` judges its events, `log` gets its other output. One thread calls `on_message` with every
         event, in order, and with the end of the process. A process that `is_attached` ends as a rank when it
         has finished, and its conversation stays open.
         """
@@ -77,7 +76,7 @@ class RankProcess:
         self.node = session.name
         self._meter = session.meter
         self._on_message = on_message
-        self._conduct = conduct
+        self._validator = validator
         self._log = log
         self._log_allowance = Allowance(_LOG_BYTES_PER_S, MAX_LOG_BYTES)
         self._is_closed = threading.Event()
@@ -93,7 +92,7 @@ class RankProcess:
         """Send an order; a process that has ended ignores it, as its end is reported anyway."""
         with self._send_lock, contextlib.suppress(EOFError, CsdctlError):
             if not self._is_released:
-                self._conduct.note_order(order)
+                self._validator.note_order(order)
                 self._conversation.send_line(order_to_line(order))
             self._is_released |= isinstance(order, Release)
 
@@ -146,7 +145,7 @@ class RankProcess:
             return False
         if isinstance(event, Failed) and event.node == UNKNOWN_NODE:
             event = replace(event, node=self.node)
-        self._conduct.check(event, len(line), time.monotonic())
+        self._validator.check(event, len(line), time.monotonic())
         self._on_message(event)
         if self._is_attached and isinstance(event, Finished):
             self.send(Release())

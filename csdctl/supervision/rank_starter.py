@@ -12,9 +12,9 @@ from csdctl.launch.mpi_command import RankCommand, rank_marker
 from csdctl.launch.mpirun import Mpirun
 from csdctl.runs.capped_log import CappedLog
 from csdctl.shipping.worker_calls import build_worker_command
-from csdctl.supervision.conduct import Conduct
-from csdctl.supervision.links import Links
+from csdctl.supervision.event_validator import EventValidator
 from csdctl.supervision.rank_process import AttachRank, OnMessage, RankProcess
+from csdctl.supervision.run_setup import Links
 from csdctl.transport.many import open_session
 from csdctl.transport.meter import LinkBytes
 from csdctl.transport.session import Conversation, Session
@@ -96,11 +96,11 @@ class RankStarter:
         is_attached: bool,
     ) -> RankProcess:
         nodes = [other.node for other in self.spec.ranks]
-        conduct = Conduct(
+        validator = EventValidator(
             rank, nodes, num_epochs=self.spec.recipe.epochs, must_join=self.spec.task.name in JOINING
         )
         log = CappedLog(self.mpirun.log_path(rank), nodes[rank])
-        return RankProcess(rank, session, conversation, conduct, log, on_message, is_attached=is_attached)
+        return RankProcess(rank, session, conversation, validator, log, on_message, is_attached=is_attached)
 
     def _build_worker_command(self, rank: int, arguments: Sequence[str]) -> list[str]:
         node = self.spec.ranks[rank].node

@@ -3,22 +3,23 @@
 Ranks are started over SSH and keep running; mpirun's links connect the present ranks as a group. When a
 rank or a link is lost, the group ends: ranks that no longer answer are left out, and a new group resumes
 from the last completed step. A lost node rejoins at the end of an epoch (docs/decisions/0012).
+
+`ACTIONS`, at the end of this file, says for each phase of a run what each message leads to.
 """
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from enum import Enum
+from typing import Any
 
+from csdctl.errors import CsdctlError, RunError
+from csdctl.fleet.model import HOST_NAME
 from csdctl.launch.mpi_job import JobOutcome
 from csdctl.supervision import failures
-from csdctl.supervision.group import GroupState
-from csdctl.supervision.inbox import Inbox
-from csdctl.supervision.links import Links
-from csdctl.supervision.liveness import Liveness
+from csdctl.supervision.membership import GroupState, Membership
 from csdctl.supervision.rank_process import ProcessEnded, RankMessage
-from csdctl.supervision.rank_processes import RankProcesses, Restarted
-from csdctl.supervision.regrouping import Regrouping
-from csdctl.supervision.roster import Roster
-from csdctl.supervision.run_setup import RunSetup
+from csdctl.supervision.rank_processes import Inbox, RankProcesses, Restarted
+from csdctl.supervision.run_setup import Links, RunSetup
 from csdctl.worker.protocol.events import (
     EpochEnd,
     Event,
@@ -33,10 +34,25 @@ from csdctl.worker.protocol.events import (
     Ready,
     WaitingFor,
 )
-from csdctl.worker.protocol.orders import FormGroup, PauseAtEpochEnd, Stop
+from csdctl.worker.protocol.orders import FormGroup, PauseAtEpochEnd, Ping, Stop
 
 USER, CALLBACK = "user", "callback"
 """Who has stopped a run (`Supervisor.stopped_by`)."""
+LATE_REPORTS = 5
+"""Reports of rank 0 that cannot all have waited in a pipe: it trains after others have finished."""
+
+
+class Phase(Enum):
+    """What a run is doing."""
+
+    STARTING = "starting"
+    """The processes of all ranks start. Every failure ends the run."""
+    TRAINING = "training"
+    """A group exists: it connects, trains, or pauses at the end of an epoch."""
+    REGROUPING = "regrouping"
+    """The group has ended. Its members are polled, and a new group is formed."""
+    EXITING = "exiting"
+    """All members of the group have finished. Their processes exit."""
 
 
 class Supervisor:
@@ -47,20 +63,24 @@ class Supervisor:
         self._setup = setup
         self._patience = setup.patience
         self._record = record
+        self._phase = Phase.STARTING
         self._processes = RankProcesses(
             setup.start_rank, setup.restart_rank, setup.patience.restart_interval_s
         )
         self._inbox = Inbox(self._processes.next, self._record_arrival)
-        self._roster = Roster(setup.nodes, self._processes, self._inbox, record, setup.patience.max_restarts)
-        self._liveness = Liveness(self._processes, self._roster, setup.patience)
-        self._regrouping = Regrouping(setup, self._processes, self._inbox, self._roster)
+        self._membership = Membership(
+            setup.nodes, self._processes, self._inbox, record, setup.patience.max_restarts
+        )
         self._group = GroupState(0, (), time.monotonic())
         self._links: Links | None = None
         self._collectives: dict[tuple[int, ...], str] = {}
         """The collective that a group of these ranks has chosen."""
+        self._num_failed = 0
+        """Groups that were lost since the last progress."""
+        self._is_ungrouped = False
+        """Whether the links of a group have ended and no other group exists: an interrupt ends the run."""
         self.stopped_by = ""
         """USER or CALLBACK, who has asked for the end of the run; '' if nobody has."""
-        self._is_regrouping = False
         self.outcomes: list[JobOutcome] = []
         """How each mpirun ended."""
 
@@ -72,7 +92,7 @@ class Supervisor:
         try:
             self._start()
             self._form_group(sorted(self._processes.ranks))
-            while self._roster.finished < set(self._group.ranks):
+            while self._membership.finished < set(self._group.ranks):
                 self._run_interruptible(self._take_turn)
             self._await_exits()
         finally:
@@ -84,17 +104,38 @@ class Supervisor:
         try:
             action()
         except KeyboardInterrupt:
-            if self.stopped_by or not self._roster.has_trained or self._is_regrouping:
+            if self.stopped_by or not self._membership.has_trained or self._is_ungrouped:
                 raise
-            self.stopped_by = USER
+            self._phase, self.stopped_by = Phase.TRAINING, USER
             self._inbox.requeue_unhandled()
             self._processes.send(0, Stop())
 
     def _stop_if_asked(self) -> None:
         """Let the ranks finish their step when a callback has asked for the end of the run."""
-        if self._setup.should_stop() and self._roster.has_trained and not self.stopped_by:
+        if self._setup.should_stop() and self._membership.has_trained and not self.stopped_by:
             self.stopped_by = CALLBACK
             self._processes.send(0, Stop())
+
+    def _record_arrival(self, message: RankMessage | Restarted) -> None:
+        """Update the state of the ranks from a new message, and record the message if it is an event."""
+        if isinstance(message, Restarted):
+            self._membership.restarting.add(message.rank)
+        elif not isinstance(message, ProcessEnded):
+            if isinstance(message, Ready):
+                self._membership.ready.add(message.rank)
+            self._group.record_arrival(message, time.monotonic())
+            if not isinstance(message, Pong):
+                self._record(message)
+
+    def _act(self, message: RankMessage | None) -> None:
+        """Do what a message leads to in this phase; doing it twice is harmless."""
+        if message is not None and (action := ACTIONS[self._phase].get(type(message))):
+            action(self, message)
+
+    def _nodes_of(self, ranks: Iterable[int]) -> list[str]:
+        return [self._setup.nodes[rank] for rank in sorted(ranks)]
+
+    # Starting
 
     def _start(self) -> None:
         """Start all ranks and wait until they are ready; before the first step every failure is fatal."""
@@ -102,25 +143,15 @@ class Supervisor:
             if rank not in self._setup.absent:
                 self._processes.start(rank)
         deadline = time.monotonic() + self._patience.start_s
-        while self._roster.ready < self._processes.ranks:
-            message = self._inbox.next(self._patience.start_poll_s)
-            if isinstance(message, ProcessEnded):
-                raise failures.as_run_error(message.error)
-            if isinstance(message, Failed):
-                raise failures.as_run_failure(message)
+        while self._membership.ready < self._processes.ranks:
+            self._act(self._inbox.next(self._patience.start_poll_s))
             if time.monotonic() > deadline:
-                raise failures.start_overdue(self._nodes_of(self._processes.ranks - self._roster.ready))
+                raise failures.start_overdue(self._nodes_of(self._processes.ranks - self._membership.ready))
 
-    def _record_arrival(self, message: RankMessage | Restarted) -> None:
-        """Update the state of the ranks from a new message, and record the message if it is an event."""
-        if isinstance(message, Restarted):
-            self._roster.restarting.add(message.rank)
-        elif not isinstance(message, ProcessEnded):
-            if isinstance(message, Ready):
-                self._roster.ready.add(message.rank)
-            self._group.record_arrival(message, time.monotonic())
-            if not isinstance(message, Pong):
-                self._record(message)
+    def _end_run(self, message: ProcessEnded | Failed) -> None:
+        if isinstance(message, ProcessEnded):
+            raise failures.as_run_error(message.error)
+        raise failures.as_run_failure(message)
 
     def _form_group(self, ranks: Sequence[int]) -> None:
         group = self._group = GroupState(self._group.generation + 1, tuple(ranks), time.monotonic())
@@ -131,56 +162,44 @@ class Supervisor:
             self._processes.send(rank, FormGroup(group.generation, group.ranks, collective))
         if len(group.ranks) > 1:
             self._links = self._setup.start_links(group.ranks, group.generation)
-        self._is_regrouping = False
+        self._phase, self._is_ungrouped = Phase.TRAINING, False
+
+    # Training
 
     def _take_turn(self) -> None:
         """Handle one message, and check whether the group is still alive."""
         self._stop_if_asked()
-        self._handle(self._inbox.next(self._patience.poll_s))
+        self._act(self._inbox.next(self._patience.poll_s))
         self._inbox.mark_handled()
-        if self._links and not self._roster.finished and not self._group.paused:
+        if self._links and not self._membership.finished and not self._group.paused:
             self._check_links(self._links)
-        self._liveness.ping_late_ranks(self._group)
+        self._ping_late_ranks()
         self._check_stalled_ranks()
         is_silent = self._patience.is_silent(self._group.last_progress, time.monotonic())
         if is_silent and not self._regroup_without_awaited():
             raise failures.silent(self._setup.log_directory)
 
-    def _handle(self, message: RankMessage | None) -> None:
-        """Handle a message; handling it twice is harmless."""
-        if isinstance(message, ProcessEnded):
-            self._handle_exit(message)
-        elif isinstance(message, Failed):
-            self._handle_failure(message)
-        elif isinstance(message, Joined | Paused | LinkLost):
-            self._handle_membership(message)
-        elif isinstance(message, Progress | EpochEnd) and message.rank == 0:
-            self._regrouping.record_progress()
-        elif isinstance(message, Finished):
-            self._roster.mark_finished(message.rank)
-        elif isinstance(message, Misbehaved):
-            self._handle_misbehaved(message)
-        elif isinstance(message, WaitingFor):
-            self._handle_waiting(message)
-        elif isinstance(message, Ready) and message.rank in self._roster.restarting:
-            self._roster.readmit(message)
-            if self._group.have_all_joined:
-                self._request_pause()
+    def _note_progress(self, report: Progress | EpochEnd) -> None:
+        if report.rank != 0:
+            return
+        self._num_failed = 0
+        if self._group.have_all_joined:
+            self._membership.record_progress(report, self._group.ranks)
 
-    def _handle_exit(self, ended: ProcessEnded) -> None:
-        self._roster.handle_exit(ended)
-        if ended.rank in self._group.ranks and ended.rank not in self._roster.finished:
+    def _lose_exited(self, ended: ProcessEnded) -> None:
+        self._membership.handle_exit(ended)
+        if ended.rank in self._group.ranks and ended.rank not in self._membership.finished:
             self._regroup(f"{ended.node} is lost")
 
-    def _handle_failure(self, failed: Failed) -> None:
+    def _lose_failed(self, failed: Failed) -> None:
         """Continue without a rank that failed on its own, unless all ranks would fail for the same reason."""
-        if failed.rank in self._roster.finished:
-            self._roster.note_late_failure(failed.rank, failures.as_loss(failed))
+        if failed.rank in self._membership.finished:
+            self._membership.note_late_failure(failed.rank, failures.as_loss(failed))
             return
         if failed.rank not in self._group.ranks:  # it has restarted, and the others train without it
-            self._roster.mark_lost(failed.rank, failures.as_loss(failed))
+            self._membership.mark_lost(failed.rank, failures.as_loss(failed))
             return
-        if failed.rank == 0 or not self._roster.has_trained:
+        if failed.rank == 0 or not self._membership.has_trained:
             raise failures.as_run_failure(failed)
         # All ranks see the same sums: if they are the cause, rank 0 fails too.
         deadline = time.monotonic() + self._patience.settle_s
@@ -190,79 +209,91 @@ class Supervisor:
                 raise failures.as_run_failure(message)
             if message:
                 self._inbox.postpone(message)
-        self._roster.mark_lost(failed.rank, failures.as_loss(failed))
+        self._membership.mark_lost(failed.rank, failures.as_loss(failed))
         self._regroup(f"{failed.node} failed")
 
-    def _handle_membership(self, message: Joined | Paused | LinkLost) -> None:
-        """Handle what a rank says about its group; what it said about an earlier one no longer matters."""
-        if isinstance(message, LinkLost):
-            if message.rank in self._group.unlinked:
-                self._regroup("the connection between the ranks was lost")
-        elif message.generation != self._group.generation:
-            return
-        elif isinstance(message, Joined):
-            self._handle_joined(message)
-        else:
-            self._handle_paused(message)
+    def _lose_link(self, lost: LinkLost) -> None:
+        if lost.rank in self._group.unlinked:
+            self._regroup("the connection between the ranks was lost")
 
-    def _handle_joined(self, joined: Joined) -> None:
+    def _join(self, joined: Joined) -> None:
+        if joined.generation != self._group.generation:
+            return
         self._group.joined.add(joined.rank)
         if joined.rank == 0:  # what a node says must not choose for all
             self._collectives[self._group.ranks] = joined.collective
         if self._group.have_all_joined:
-            self._roster.has_trained = True
+            self._membership.has_trained = True
             self._request_pause()
 
-    def _handle_paused(self, paused: Paused) -> None:
+    def _pause(self, paused: Paused) -> None:
+        if paused.generation != self._group.generation:
+            return
         if not self._group.is_pausing and paused.rank != 0:
-            self._roster.mark_lost(paused.rank, failures.paused_early(paused.rank, paused.node))
+            self._membership.mark_lost(paused.rank, failures.paused_early(paused.rank, paused.node))
             self._regroup(f"{paused.node} left")
             return
         self._group.is_pausing = True
         self._group.paused.add(paused.rank)
         if self._group.have_all_paused:
             self._end_links()
-            self._form_group(sorted(self._roster.present()))
+            self._form_group(sorted(self._membership.present()))
 
-    def _handle_misbehaved(self, message: Misbehaved) -> None:
-        if message.culprit in self._group.ranks and (node := self._roster.handle_misbehaved(message)):
-            self._regrouping.record_progress()  # the next group is another one
+    def _drop_misbehaving(self, message: Misbehaved) -> None:
+        if message.culprit in self._group.ranks and (node := self._membership.handle_misbehaved(message)):
+            self._num_failed = 0  # the next group is another one
             self._regroup(f"{node} sent what it must not")
 
-    def _handle_waiting(self, message: WaitingFor) -> None:
+    def _ping_awaited(self, message: WaitingFor) -> None:
         ranks = [self._setup.nodes.index(node) for node in message.nodes]
         if message.rank == 0:
             self._group.awaited = set(ranks) & set(self._group.ranks)
-        self._liveness.ping(self._group, ranks or self._group.ranks)
+        self._ping(ranks or self._group.ranks)
+
+    def _readmit_at_epoch_end(self, ready: Ready) -> None:
+        if ready.rank in self._membership.restarting:
+            self._membership.readmit(ready)
+            if self._group.have_all_joined:
+                self._request_pause()
 
     def _request_pause(self) -> None:
         """Have the group end with the epoch if a rank waits to join.
 
         Only once all members have joined: a rank that receives a new group forgets a pause requested before.
         """
-        if self._roster.present() - set(self._group.ranks):
+        if self._membership.present() - set(self._group.ranks):
             self._group.is_pausing = True
             self._processes.send(0, PauseAtEpochEnd())
 
-    def _regroup(self, reason: str) -> None:
-        """End the group, and form a new one of the ranks that are left."""
-        self._regrouping.settle_completion(self._group)
-        if self._roster.finished:
-            raise self._regrouping.incomplete(self._group, reason)
-        outcome = self._end_links()
-        members = self._regrouping.find_members(self._group, reason, outcome)
-        if members is None:
-            self._is_regrouping = False
-        else:
-            self._form_group(members)
+    # Liveness of a group
 
-    def _end_links(self) -> JobOutcome | None:
-        self._is_regrouping = True  # until the next group exists, an interrupt ends the run
-        outcome = self._links.end() if self._links else None
-        self._links = None
-        if outcome:
-            self.outcomes.append(outcome)
-        return outcome
+    def _ping(self, ranks: Iterable[int]) -> None:
+        """Ping those of `ranks` that are members and have no unanswered ping."""
+        now = time.monotonic()
+        for rank in ranks:
+            if rank in self._group.ranks and rank not in self._group.pinged:
+                self._group.pinged[rank] = now
+                self._processes.send(rank, Ping(self._group.generation))
+
+    def _ping_late_ranks(self) -> None:
+        """Ping at intervals the members that keep finished or paused members waiting.
+
+        A finished or paused rank no longer reports that it waits.
+        """
+        group, finished = self._group, self._membership.finished
+        if finished or group.paused:
+            now = time.monotonic()
+            late = set(group.ranks) - finished - group.paused
+            self._ping(rank for rank in late if self._patience.is_ping_due(group.last_message(rank), now))
+
+    def _check_stalled_ranks(self) -> None:
+        """Regroup without the ranks that have not answered a ping for too long."""
+        self._group.drop_answered_pings()
+        stalled = self._patience.stalled(self._group.pinged, time.monotonic())
+        for rank in stalled:
+            self._membership.mark_lost(rank, failures.stalled(rank, self._setup.nodes[rank]))
+        if stalled:
+            self._regroup(f"{', '.join(self._setup.nodes[rank] for rank in stalled)} did not answer")
 
     def _check_links(self, links: Links) -> None:
         """Regroup if mpirun has failed, or has not connected the ranks in time."""
@@ -277,27 +308,227 @@ class Supervisor:
     def _regroup_without_awaited(self) -> bool:
         """Regroup without the ranks that rank 0 waits for; return False unless it named some, but not all."""
         awaited = self._group.awaited
-        if not 0 < len(awaited) < len(self._group.ranks) - 1 or self._roster.finished:
+        if not 0 < len(awaited) < len(self._group.ranks) - 1 or self._membership.finished:
             return False
         for rank in awaited:
-            self._roster.mark_lost(rank, failures.nothing_sent(self._setup.nodes[rank]))
+            self._membership.mark_lost(rank, failures.nothing_sent(self._setup.nodes[rank]))
         self._regroup(f"{', '.join(self._nodes_of(awaited))} sent nothing")
         return True
 
-    def _check_stalled_ranks(self) -> None:
-        """Regroup without the ranks that have not answered a ping for too long."""
-        if stalled := self._liveness.mark_stalled_ranks(self._group):
-            self._regroup(f"{', '.join(self._setup.nodes[rank] for rank in stalled)} did not answer")
+    # Regrouping
+
+    def _regroup(self, reason: str) -> None:
+        """End the group, and form a new one of the ranks that are left."""
+        self._phase = Phase.REGROUPING
+        self._settle_completion()
+        if self._membership.finished:
+            raise self._incomplete(reason)
+        members = self._find_members(reason, self._end_links())
+        if members is None:
+            self._phase, self._is_ungrouped = Phase.TRAINING, False
+        else:
+            self._form_group(members)
+
+    def _end_links(self) -> JobOutcome | None:
+        self._is_ungrouped = True
+        outcome = self._links.end() if self._links else None
+        self._links = None
+        if outcome:
+            self.outcomes.append(outcome)
+        return outcome
+
+    def _find_members(self, reason: str, outcome: JobOutcome | None) -> list[int] | None:
+        """Return the ranks of the next group, None when the lost one finishes without another.
+
+        `outcome` is that of the lost group's mpirun. Raise the error of the run if it cannot continue.
+        """
+        group, membership = self._group, self._membership
+        self._num_failed += 1
+        suspects = _find_suspects(group)
+        group.joined = set()
+        members = set(group.ranks)
+        self._poll()
+        self._settle_completion()
+        if membership.finished:
+            if group.unlinked or not members <= membership.present(members) | membership.finished:
+                raise self._incomplete(reason)
+            return None  # all members were about to finish, and no longer need links
+        cause = self._find_cause(outcome)
+        if cause and cause.node:
+            suspects = {rank for rank in members if membership.nodes[rank] == cause.node}
+        elif not membership.has_trained:
+            self._drop(suspects, None)
+        if not membership.has_trained or self._num_failed > self._patience.max_attempts:
+            raise cause or failures.no_group(reason, self._setup.log_directory)
+        if self._num_failed == self._patience.max_attempts:
+            self._drop(suspects, cause)
+        if 0 not in membership.present(members):
+            self._await_host()
+        left = sorted(membership.present(members))
+        self._check_num_nodes(left)
+        return left
+
+    def _settle_completion(self) -> None:
+        """Mark the ranks as lost that reported their completion while rank 0 was still training.
+
+        All ranks end their last step together, and close their links together, before any rank reports its
+        completion. Rank 0 is on the host: when it has lost its link or goes on training, the others have left
+        too early. Wait until it tells.
+        """
+        deadline = time.monotonic() + self._patience.mpirun_exit_s
+        num_steps = 0
+        while self._membership.finished and self._is_undecided() and time.monotonic() < deadline:
+            message = self._inbox.next(self._patience.poll_s)
+            self._act(message)
+            num_steps += isinstance(message, Progress) and message.rank == 0
+            if num_steps == LATE_REPORTS:
+                break
+        if 0 not in self._membership.finished and (0 in self._group.unlinked or num_steps == LATE_REPORTS):
+            for rank in sorted(self._membership.finished):
+                self._membership.withdraw(rank)
+
+    def _is_undecided(self) -> bool:
+        """Return whether rank 0 has neither finished nor lost its link, and can still do either."""
+        return 0 in self._membership.present() - self._membership.finished and 0 not in self._group.unlinked
+
+    def _incomplete(self, reason: str) -> CsdctlError:
+        """Return the error of a run that cannot continue because some ranks have finished and left."""
+        missing = [
+            self._setup.nodes[rank] for rank in self._group.ranks if rank not in self._membership.finished
+        ]
+        loss = self._membership.latest_loss(self._group.ranks)
+        return failures.incomplete(reason, loss, missing, self._setup.log_directory)
+
+    def _poll(self) -> None:
+        """Ping all members, and mark as lost those that exit, fail or do not answer."""
+        group, membership = self._group, self._membership
+        start = time.monotonic()
+        members = set(group.ranks)
+        for rank in membership.present(members):
+            self._processes.send(rank, Ping(group.generation))
+        limit_s = self._patience.answer_s
+        waiting: set[int] = set()
+        while time.monotonic() - start < limit_s:
+            waiting = {
+                rank
+                for rank in membership.present(members - membership.finished)
+                if not group.has_answered_since(rank, start)
+            }
+            if not waiting and time.monotonic() - start > self._patience.settle_s:
+                return
+            if len(waiting) == 1 and len(members) > 1:
+                limit_s = self._patience.last_answer_limit_s(group.answer_delays_s(start))
+            left_s = start + (limit_s if waiting else self._patience.settle_s) - time.monotonic()
+            self._act(self._inbox.next(max(0.0, left_s)))
+        for rank in waiting:
+            membership.mark_lost(rank, failures.no_answer(rank, membership.nodes[rank]))
+
+    def _leave_out_failed(self, failed: Failed) -> None:
+        if failed.rank == 0:
+            raise failures.as_run_failure(failed)
+        if failed.rank in self._membership.finished:
+            self._membership.note_late_failure(failed.rank, failures.as_loss(failed))
+        self._membership.mark_lost(failed.rank, failures.as_loss(failed))
+
+    def _leave_out_misbehaving(self, message: Misbehaved) -> None:
+        if self._membership.handle_misbehaved(message):
+            self._num_failed = 0
+
+    def _readmit(self, ready: Ready) -> None:
+        if ready.rank in self._membership.restarting:
+            self._membership.readmit(ready)
+
+    def _drop(self, suspects: Iterable[int], cause: CsdctlError | None) -> None:
+        """Mark the ranks as lost with which groups fail although they answer."""
+        for rank in sorted(self._membership.present(suspects)):
+            named = cause if cause and cause.node else failures.keeps_failing(rank, self._setup.nodes[rank])
+            self._membership.mark_lost(rank, named)
+
+    def _find_cause(self, outcome: JobOutcome | None) -> CsdctlError | None:
+        """Return why the group was lost: the loss of a member, or what mpirun printed.
+
+        A rank that was lost before this group was formed cannot be the cause of the group's loss.
+        """
+        if loss := self._membership.latest_loss(self._group.ranks):
+            return loss
+        if outcome is None:
+            return None
+        nodes = [self._setup.nodes[rank] for rank in self._group.ranks]
+        return failures.mpirun_failure(outcome, nodes, self._setup.log_directory)
+
+    def _await_host(self) -> None:
+        """Wait until rank 0 has restarted on this machine: no group can train without it."""
+        deadline = time.monotonic() + self._patience.start_s
+        while 0 not in self._membership.ready:
+            self._act(self._inbox.next(self._patience.poll_s))
+            if time.monotonic() > deadline or self._membership.is_exhausted(0):
+                loss = self._membership.latest_loss([0])
+                raise failures.as_run_error(loss or RunError("rank 0 cannot be restarted"))
+
+    def _check_num_nodes(self, left: list[int]) -> None:
+        num_nodes = sum(self._setup.nodes[rank] != HOST_NAME for rank in left)
+        if num_nodes >= self._setup.min_nodes:
+            return
+        losses = self._membership.losses
+        if not self._setup.is_resumable:
+            raise failures.ranks_missing(len(self._setup.nodes), losses)
+        raise failures.too_few_nodes(num_nodes, self._setup.min_nodes, losses, self._setup.run_id)
+
+    # Exiting
 
     def _await_exits(self) -> None:
         """Wait until every rank has exited cleanly: only then is the run complete."""
+        self._phase = Phase.EXITING
         deadline = time.monotonic() + self._patience.exit_s
         while left := set(self._group.ranks) & self._processes.ranks:
-            message = self._inbox.next(self._patience.poll_s)
-            if isinstance(message, ProcessEnded):
-                self._roster.handle_exit(message)
+            self._act(self._inbox.next(self._patience.poll_s))
             if time.monotonic() > deadline:
                 raise failures.exit_overdue(self._nodes_of(left), self._setup.log_directory)
 
-    def _nodes_of(self, ranks: Iterable[int]) -> list[str]:
-        return [self._setup.nodes[rank] for rank in sorted(ranks)]
+    def _handle_exit(self, ended: ProcessEnded) -> None:
+        self._membership.handle_exit(ended)
+
+    def _finish(self, finished: Finished) -> None:
+        self._membership.mark_finished(finished.rank)
+
+
+def _find_suspects(group: GroupState) -> set[int]:
+    """Return the ranks because of which the group was lost, as far as rank 0 is none of them."""
+    missing = set(group.ranks) - group.joined
+    if missing:
+        return set() if 0 in missing else missing
+    return {group.first_unlinked} if group.first_unlinked else set()
+
+
+Action = Callable[[Supervisor, Any], None]
+ACTIONS: Mapping[Phase, Mapping[type[RankMessage], Action]] = {
+    Phase.STARTING: {
+        ProcessEnded: Supervisor._end_run,
+        Failed: Supervisor._end_run,
+    },
+    Phase.TRAINING: {
+        ProcessEnded: Supervisor._lose_exited,
+        Failed: Supervisor._lose_failed,
+        Ready: Supervisor._readmit_at_epoch_end,
+        Joined: Supervisor._join,
+        LinkLost: Supervisor._lose_link,
+        Progress: Supervisor._note_progress,
+        EpochEnd: Supervisor._note_progress,
+        WaitingFor: Supervisor._ping_awaited,
+        Misbehaved: Supervisor._drop_misbehaving,
+        Paused: Supervisor._pause,
+        Finished: Supervisor._finish,
+    },
+    Phase.REGROUPING: {
+        ProcessEnded: Supervisor._handle_exit,
+        Failed: Supervisor._leave_out_failed,
+        Ready: Supervisor._readmit,
+        Misbehaved: Supervisor._leave_out_misbehaving,
+        Finished: Supervisor._finish,
+    },
+    Phase.EXITING: {
+        ProcessEnded: Supervisor._handle_exit,
+    },
+}
+"""What a message of a rank leads to in each phase. What is not in a phase's row changes nothing there: its
+arrival was recorded by `Supervisor._record_arrival`."""

@@ -22,12 +22,12 @@ from invoke.runners import Local
 from csdctl.errors import CsdctlError, DeadlineError, RemoteCommandError
 from csdctl.fleet.model import Node
 from csdctl.transport.known_hosts import KnownHosts
-from csdctl.transport.orderly import LOST, OrderlyTransport, request_exec
 from csdctl.transport.process import Deadline
 from csdctl.transport.session import MAX_OUTPUT_BYTES
 from csdctl.transport.shell_wrapper import MarkedOutput, build_wrapped_command
 from csdctl.transport.ssh import kill_group
 from csdctl.transport.ssh_connect import lost_connection_error, make_jump_hosts, open_transport
+from csdctl.transport.strict_transport import LOST, StrictTransport, request_exec
 
 START_DEADLINE_S = 30.0
 SFTP_DEADLINE_S = 60.0
@@ -49,7 +49,7 @@ class FleetLink:
         self.connect_deadline_s = connect_deadline_s
         self.command_deadline_s = command_deadline_s
 
-    def open(self, node: Node) -> OrderlyTransport:
+    def open(self, node: Node) -> StrictTransport:
         """Return an authenticated connection; raises UnreachableError, HostKeyError, AuthenticationError."""
         return open_transport(node, self.known_hosts, Deadline(self.connect_deadline_s), self.jumps)
 
@@ -61,11 +61,11 @@ class FleetLink:
 class _Client:
     """What Fabric uses of paramiko's SSHClient."""
 
-    def __init__(self, name: str, transport: OrderlyTransport) -> None:
+    def __init__(self, name: str, transport: StrictTransport) -> None:
         self._name = name
         self._transport = transport
 
-    def get_transport(self) -> OrderlyTransport:
+    def get_transport(self) -> StrictTransport:
         return self._transport
 
     def open_sftp(self) -> paramiko.SFTPClient:

@@ -16,9 +16,9 @@ import paramiko
 from csdctl.errors import CsdctlError, JumpHostError, UnreachableError
 from csdctl.fleet.model import Node
 from csdctl.transport.meter import Meter
-from csdctl.transport.orderly import LOST, OrderlyTransport
 from csdctl.transport.process import Deadline
 from csdctl.transport.session import bounded
+from csdctl.transport.strict_transport import LOST, StrictTransport
 
 MAX_CONNECTING = 32
 """Maximum number of nodes that connect through a jump host concurrently, limited by its CPU."""
@@ -27,7 +27,7 @@ CAUSE_S = 1.0
 _PROHIBITED = 1
 """SSH_OPEN_ADMINISTRATIVELY_PROHIBITED, RFC 4254 section 5.1."""
 
-OpenTransport = Callable[[Node, Deadline], OrderlyTransport]
+OpenTransport = Callable[[Node, Deadline], StrictTransport]
 
 
 class JumpHosts:
@@ -39,7 +39,7 @@ class JumpHosts:
         self._slots: defaultdict[Node, threading.Semaphore] = defaultdict(
             lambda: threading.Semaphore(MAX_CONNECTING)
         )
-        self._transports: dict[Node, OrderlyTransport] = {}
+        self._transports: dict[Node, StrictTransport] = {}
         self._errors: dict[Node, CsdctlError] = {}
         self.opened: list[tuple[Node, Meter]] = []
         """Every connection that was started, to jump hosts and to nodes, including failed ones."""
@@ -95,7 +95,7 @@ class JumpHosts:
         for transport in self._transports.values():
             transport.close()
 
-    def _connected(self, node: Node, jump: Node, deadline: Deadline) -> OrderlyTransport:
+    def _connected(self, node: Node, jump: Node, deadline: Deadline) -> StrictTransport:
         # Whoever connects to the jump host has the same deadline, and learns what is wrong with it.
         if not self._locks[jump].acquire(timeout=deadline.left_s + CAUSE_S):
             raise _timed_out(node, jump, deadline)

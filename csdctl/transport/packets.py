@@ -31,7 +31,7 @@ WRITE_DEADLINE_S = 15.0
 _RECEIVE_BYTES = 1 << 17
 
 
-class ProtocolError(paramiko.SSHException):
+class SshProtocolError(paramiko.SSHException):
     """The server broke the SSH protocol; the connection is closed."""
 
 
@@ -57,15 +57,15 @@ class GreedyPacketizer(Packetizer):
         """Called with every message before paramiko handles it; may call `refuse`."""
 
     def refuse(self, violation: str) -> NoReturn:
-        """Note what the server did ("sent a packet of …"); raise ProtocolError, which ends the connection."""
+        """Note what the server did ("sent a packet of …") and end the connection by SshProtocolError."""
         self.violation = self.violation or violation
-        raise ProtocolError(f"the server {violation}")
+        raise SshProtocolError(f"the server {violation}")
 
     def read_message(self) -> tuple[int, paramiko.Message]:
-        """Return kind and content of the next message, after `check`; raises ProtocolError."""
+        """Return kind and content of the next message, after `check`; raises SshProtocolError."""
         try:
             kind, message = super().read_message()
-        except (EOFError, OSError, NeedRekeyException, ProtocolError):
+        except (EOFError, OSError, NeedRekeyException, SshProtocolError):
             raise
         except Exception as error:  # of paramiko's parser and of the ciphers
             reason = str(error) if isinstance(error, paramiko.SSHException) else type(error).__name__
@@ -121,7 +121,7 @@ class GreedyPacketizer(Packetizer):
         """Do nothing: the caller of the handshake has a deadline."""
 
     def readline(self, timeout: float) -> str:
-        """Return a line of the server's banner, without its end; raises ProtocolError for a long one."""
+        """Return a line of the server's banner, without its end; raises SshProtocolError for a long one."""
         while (end := self._buffer.find(b"\n", self._start, self._start + MAX_BANNER_LINE_BYTES)) < 0:
             if len(self._buffer) - self._start > MAX_BANNER_LINE_BYTES:
                 self.refuse(f"sent a line of more than {MAX_BANNER_LINE_BYTES} bytes before the SSH version")

@@ -72,7 +72,7 @@ class ServerRules:
         self._num_useful = 0
 
     def check(self, kind: int, message: paramiko.Message) -> None:
-        """Raise ProtocolError for a message that the server may not send now."""
+        """Raise SshProtocolError for a message that the server may not send now."""
         connection, refuse = self._connection, self._connection.packetizer.refuse
         size, head = _measure(message)
         channel = int.from_bytes(head[:4], "big")

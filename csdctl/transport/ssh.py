@@ -17,11 +17,11 @@ from csdctl.errors import CsdctlError, DeadlineError, RemoteCommandError, Unreac
 from csdctl.fleet.model import Node
 from csdctl.transport.jump import JumpHosts, Keepalive
 from csdctl.transport.known_hosts import KnownHosts, fingerprint
-from csdctl.transport.orderly import LOST, OrderlyTransport, request_exec
 from csdctl.transport.process import Deadline, LineConversation, Running
 from csdctl.transport.session import Completed, bounded
 from csdctl.transport.shell_wrapper import WrappedCommand, build_kill_command_line, build_wrapped_command
 from csdctl.transport.ssh_connect import KEEPALIVE, lost_connection_error, make_jump_hosts, open_transport
+from csdctl.transport.strict_transport import LOST, StrictTransport, request_exec
 
 MAX_CHANNELS = 8
 """Concurrent commands on one connection: sshd allows 10 (MaxSessions), one is reserved for kills."""
@@ -56,7 +56,7 @@ def connect(
 class SshSession:
     """Implements `session.Session` over one SSH connection."""
 
-    def __init__(self, node: Node, transport: OrderlyTransport) -> None:
+    def __init__(self, node: Node, transport: StrictTransport) -> None:
         self.name = node.name
         self.meter = transport.packetizer.meter
         self.host_key_fingerprint = fingerprint(transport.get_remote_server_key().asbytes())
@@ -163,7 +163,7 @@ class ChannelProcess:
     Channel.
     """
 
-    def __init__(self, name: str, transport: OrderlyTransport, channel: paramiko.Channel) -> None:
+    def __init__(self, name: str, transport: StrictTransport, channel: paramiko.Channel) -> None:
         self._name = name
         self._transport = transport
         self._channel = channel
@@ -262,7 +262,7 @@ class ChannelProcess:
         _close(self._channel)
 
 
-def kill_group(name: str, transport: OrderlyTransport, group: int) -> bool:
+def kill_group(name: str, transport: StrictTransport, group: int) -> bool:
     """End process group `group` on node `name`, over a channel of its own; return whether that worked."""
     deadline = Deadline(KILL_DEADLINE_S)
     try:
@@ -276,7 +276,7 @@ def kill_group(name: str, transport: OrderlyTransport, group: int) -> bool:
 
 
 def _open_channel(
-    name: str, transport: OrderlyTransport, command_line: str, deadline: Deadline
+    name: str, transport: StrictTransport, command_line: str, deadline: Deadline
 ) -> paramiko.Channel:
     """Open a channel and start `command_line` on it; waits while the server has too many channels."""
     queue_deadline = Deadline(min(_MAX_QUEUE_S, deadline.left_s))
@@ -306,7 +306,7 @@ def _close(channel: paramiko.Channel) -> None:
 
 
 def _channel_error(
-    name: str, transport: OrderlyTransport, what: str, error: Exception, deadline: Deadline
+    name: str, transport: StrictTransport, what: str, error: Exception, deadline: Deadline
 ) -> CsdctlError:
     if not transport.is_active():
         return lost_connection_error(name, transport)

@@ -26,9 +26,9 @@ from csdctl.fleet.model import Node
 from csdctl.transport.algorithms import check_strength, choose_algorithms
 from csdctl.transport.jump import JumpHosts, Keepalive, watch_peer
 from csdctl.transport.known_hosts import KnownHosts
-from csdctl.transport.orderly import LOST, OrderlyTransport
 from csdctl.transport.process import Deadline
 from csdctl.transport.session import bounded
+from csdctl.transport.strict_transport import LOST, StrictTransport
 
 MAX_TRIES = 3
 """Attempts to connect to a server that drops connections (sshd's MaxStartups)."""
@@ -76,7 +76,7 @@ def open_transport(
     deadline: Deadline,
     jumps: JumpHosts,
     keepalive: Keepalive = KEEPALIVE,
-) -> OrderlyTransport:
+) -> StrictTransport:
     """Return an authenticated connection to `node`, through its jump host if it has one.
 
     `keepalive` is for connections through a jump host; others use TCP's. Raises UnreachableError,
@@ -99,7 +99,7 @@ def open_transport(
 @contextlib.contextmanager
 def _started(
     node: Node, known_hosts: KnownHosts, deadline: Deadline, jumps: JumpHosts
-) -> Iterator[OrderlyTransport]:
+) -> Iterator[StrictTransport]:
     """Yield a connection after key exchange, retried when dropped; closed when the body fails."""
     num_drops = 0
     while True:
@@ -121,7 +121,7 @@ def _started(
         raise
 
 
-def lost_connection_error(name: str, transport: OrderlyTransport, when: str = "") -> UnreachableError:
+def lost_connection_error(name: str, transport: StrictTransport, when: str = "") -> UnreachableError:
     """Return the error for a connection that has ended, with what the server did against the protocol."""
     if violation := transport.packetizer.violation:
         return _violation_error(name, violation)
@@ -231,10 +231,10 @@ def load_keys(node: Node) -> list[paramiko.PKey]:
 
 def _start_transport(
     node: Node, known_hosts: KnownHosts, deadline: Deadline, jumps: JumpHosts
-) -> OrderlyTransport:
+) -> StrictTransport:
     """Open a connection and exchange keys; raises _ConnectionDropped when a retry may succeed."""
     connection = jumps.open_channel(node, deadline) if node.jump else open_socket(node, deadline)
-    transport = OrderlyTransport(connection)
+    transport = StrictTransport(connection)
     jumps.opened.append((node, transport.packetizer.meter))
     known_types = {key.type for key in known_hosts.lookup(node.address, node.port)}
     choose_algorithms(transport.get_security_options(), known_types)
@@ -272,7 +272,7 @@ def _dropped_error(node: Node, num_drops: int, reason: str) -> UnreachableError:
 
 
 def _authenticate(
-    node: Node, transport: OrderlyTransport, keys: list[paramiko.PKey], deadline: Deadline
+    node: Node, transport: StrictTransport, keys: list[paramiko.PKey], deadline: Deadline
 ) -> bool:
     """Offer `keys` in turn and remove each refused key; return False when the server disconnects.
 

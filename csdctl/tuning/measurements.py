@@ -13,7 +13,7 @@ NUMBER_BYTES = 4
 
 
 @dataclass(frozen=True)
-class ModelFeatures:
+class ModelProperties:
     """A model, and the features that determine its step time. 0: unknown."""
 
     hash: str
@@ -129,10 +129,10 @@ class TrialMeasurement:
     """Predicted before the trial; None: no prediction."""
 
 
-def describe_model(info: ModelInfo, architecture_hash: str) -> ModelFeatures:
+def describe_model(info: ModelInfo, architecture_hash: str) -> ModelProperties:
     """Return the features of a built model; `architecture_hash` of its architecture.json."""
     shapes = list(info.inputs.values()) or [info.input_shape]
-    return ModelFeatures(
+    return ModelProperties(
         hash=architecture_hash,
         name=info.name,
         num_parameters=info.num_parameters,

@@ -12,7 +12,7 @@ from csdctl.errors import InputError
 from csdctl.fleet.model import HOST_NAME
 from csdctl.fleet.names import NAME
 from csdctl.tuning.plan_fingerprint import PlanFingerprint
-from csdctl.tuning.ways import DATA_PARALLEL, Way
+from csdctl.tuning.strategies import DATA_PARALLEL, Strategy
 from csdctl.worker.protocol.run_spec import Runtime
 
 HEADER = """\
@@ -105,10 +105,10 @@ class Predicted(Document):
         return self
 
 
-class WayPlan(Document):
-    """A way to train that was compared with the others; seconds are of a whole training."""
+class StrategyPlan(Document):
+    """A strategy that was compared with the others; seconds are of a whole training."""
 
-    way: Way
+    strategy: Strategy
     cut: str = ""
     first_run_s: float | None = None
     next_run_s: float | None = None
@@ -138,14 +138,14 @@ class Plan(Document):
     num_probes: Annotated[int, Field(ge=0)] = 0
     measuring_s: Annotated[float, Field(ge=0)] = 0.0
     predicted: Predicted | None = None
-    way: Way = DATA_PARALLEL
+    strategy: Strategy = DATA_PARALLEL
     """What is computed where (docs/how-to/tune-a-job.md)."""
     cut: str = ""
     """For `split`: the last layer that nodes compute."""
     trains_on_host: bool = False
     """For `features`, of public samples alone: all machines compute them, the host trains on all of them."""
-    ways: list[WayPlan] = []
-    """What the choice of the way was made from."""
+    strategies: list[StrategyPlan] = []
+    """What the choice of the strategy was made from."""
     left_out: list[str] = []
     """Nodes that would cost more time than they save."""
     made_for: PlanFingerprint | None = None

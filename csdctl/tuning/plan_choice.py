@@ -87,12 +87,11 @@ def predict_samples_per_s(model: FleetModel, batch_sizes: Mapping[str, int]) -> 
     return predict(ranks, [*batch_sizes.values()], sum_s, model.overhead_factor).samples_per_s
 
 
-def predict_gain(model: FleetModel, limits: Limits, batch_sizes: Mapping[str, int]) -> float | None:
-    """Predict the gain over the best equal batch size; None: there is no such plan."""
+def choose_equal_plan(model: FleetModel, limits: Limits) -> BestPlan | None:
+    """Return the fastest plan with the same batch size on every machine; None: there is no such plan."""
     if model.max_host_share < 1 / len(model.machines):
         return None  # the host has too few samples for an equal batch
-    equal = best_equal(list_candidates(model), limits, model.sum_s_of_training, model.overhead_factor)
-    return predict_samples_per_s(model, batch_sizes) / equal - 1 if equal else None
+    return best_equal(list_candidates(model), limits, model.sum_s_of_training, model.overhead_factor)
 
 
 def plan_ranks(model: FleetModel, best: BestPlan) -> tuple[RankPlan, ...]:

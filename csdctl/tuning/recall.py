@@ -7,7 +7,7 @@ from statistics import median
 from csdctl.fleet.model import HOST_NAME
 from csdctl.perfmodel.step_time import StepTime
 from csdctl.tuning.class_model import ClassModel
-from csdctl.tuning.measurements import ModelFeatures, ProbeMeasurement, RuntimeSettings, TrialMeasurement
+from csdctl.tuning.measurements import ModelProperties, ProbeMeasurement, RuntimeSettings, TrialMeasurement
 from csdctl.tuning.memory import merge_peaks
 from csdctl.tuning.step_time_fit import Point, fit_step_time
 from csdctl.tuning.transfer import transfer_step_time
@@ -37,8 +37,8 @@ def recall_class(blank: ClassModel, known: Sequence[ProbeMeasurement], threads: 
 
 def guess_class(
     blank: ClassModel,
-    features: ModelFeatures,
-    similar: Sequence[tuple[ModelFeatures, Sequence[ProbeMeasurement]]],
+    features: ModelProperties,
+    similar: Sequence[tuple[ModelProperties, Sequence[ProbeMeasurement]]],
 ) -> ClassModel:
     """Return `blank` with a guess from `similar` models on the same machine class, nearest first."""
     neighbours = [

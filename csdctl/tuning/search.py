@@ -123,8 +123,11 @@ def best_equal(
     limits: Limits,
     collective_s: Callable[[int], float],
     overhead_factor: float = 1.0,
-) -> float | None:
-    """Return the samples/s of the best equal batch size of all ranks; None when the limits allow none."""
+) -> BestPlan | None:
+    """Return the fastest plan with the same batch size on all ranks; None when the limits allow none.
+
+    Its global batch is at most an exact one in `limits`, which the number of ranks need not divide.
+    """
     sum_s = collective_s(len(candidates))
     most_s = inf if limits.max_step_s is None else limits.max_step_s
     if limits.largest_global_batch is None:
@@ -133,12 +136,17 @@ def best_equal(
         )
     else:
         largest = limits.largest_global_batch // len(candidates)
-    speeds = []
+    speeds: list[tuple[float, int]] = []
     for size in sorted({max(1, round(largest * share / NUM_TIMES)) for share in range(1, NUM_TIMES + 1)}):
         step_s = max(candidate.step_time.at(size) for candidate in candidates) * overhead_factor + sum_s
         if size <= largest and step_s <= most_s:
-            speeds.append(size * len(candidates) / step_s)
-    return max(speeds, default=None)
+            speeds.append((size * len(candidates) / step_s, size))
+    if not speeds:
+        return None
+    _, best = max(speeds)
+    ranks = [RankModel(candidate.node, candidate.step_time) for candidate in candidates]
+    sizes = dict.fromkeys((rank.node for rank in ranks), best)
+    return BestPlan(sizes, predict(ranks, [*sizes.values()], sum_s, overhead_factor))
 
 
 def _fleets(candidates: Sequence[RankCandidate]) -> Iterable[Sequence[RankCandidate]]:

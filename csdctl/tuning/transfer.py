@@ -14,7 +14,7 @@ import math
 from collections.abc import Sequence
 
 from csdctl.perfmodel.step_time import StepTime
-from csdctl.tuning.measurements import ModelFeatures
+from csdctl.tuning.measurements import ModelProperties
 
 WEIGHTS = {"num_operations": 1.0, "num_parameters": 0.5, "num_trainable": 0.5, "input_elements": 0.25}
 """Operations dominate a step; parameters represent the optimizer, the input represents memory traffic."""
@@ -29,7 +29,7 @@ _SOFTENING = 0.01
 """Added to squared distances: the nearest neighbour dominates, but not alone."""
 
 
-def feature_distance(first: ModelFeatures, second: ModelFeatures) -> float:
+def feature_distance(first: ModelProperties, second: ModelProperties) -> float:
     """Return the distance of two models: at least 0, symmetric, 0 for equal features.
 
     A feature that is unknown (0) for both is ignored.
@@ -43,7 +43,7 @@ def feature_distance(first: ModelFeatures, second: ModelFeatures) -> float:
 
 
 def transfer_step_time(
-    target: ModelFeatures, known: Sequence[tuple[ModelFeatures, StepTime]]
+    target: ModelProperties, known: Sequence[tuple[ModelProperties, StepTime]]
 ) -> StepTime | None:
     """Guess the step time of `target` from other models on the same machine; None when none is similar.
 

@@ -72,7 +72,7 @@ def test_bare_cortex_a53_trains_with_the_host(lab: Lab, project: Project, arm_bu
         assert all(len(set(of_epoch.values())) == 1 for of_epoch in hashes.values())
         assert {len(of_epoch) for of_epoch in hashes.values()} == {2}
 
-        lite = ("--way", "features", "--feature-engine", "litert")
+        lite = ("--strategy", "features", "--feature-engine", "litert")
         check(project, "train", "frozen.yaml", *lite, *options)
         features = json.loads(check(project, "verify", "frozen.yaml", *lite, "--json"))
         print("LiteRT:", json.dumps(features["features"], indent=1))

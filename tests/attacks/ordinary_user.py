@@ -85,5 +85,5 @@ class OrdinaryUser:
 
 def _closed_directory() -> str:
     """Return the outermost directory on the way to the interpreter that other users may not enter, or ''."""
-    way = [*reversed(Path(sys.base_prefix).parents), Path(sys.base_prefix)]
-    return next((str(place) for place in way if not place.stat().st_mode & 0o001), "")
+    strategy = [*reversed(Path(sys.base_prefix).parents), Path(sys.base_prefix)]
+    return next((str(place) for place in strategy if not place.stat().st_mode & 0o001), "")

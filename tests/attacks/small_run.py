@@ -21,11 +21,9 @@ from csdctl.reporting.differential_privacy import plan_privacy
 from csdctl.reporting.summary import RunSummary
 from csdctl.runs.directory import EventLog, ProjectDirectory, RunDirectory
 from csdctl.shipping.store import store_bytes
-from csdctl.supervision.links import Links
-from csdctl.supervision.patience import Patience
 from csdctl.supervision.rank_process import OnMessage, ProcessEnded, RankMessage, RankProcess
 from csdctl.supervision.rank_starter import RankStarter
-from csdctl.supervision.run_setup import RunSetup
+from csdctl.supervision.run_setup import Links, Patience, RunSetup
 from csdctl.supervision.supervisor import Supervisor
 from csdctl.transport.local import LocalSession
 from csdctl.worker.protocol.events import Event, Finished, Joined, NodeLost, Traffic

@@ -20,7 +20,7 @@ from csdctl.probes.condition import CONDITION_PROBES, parse_condition
 from csdctl.probes.probe import build_command
 from csdctl.shipping.chunks import SharedChunks
 from csdctl.shipping.deliver import Delivery, deliver
-from csdctl.shipping.parcel import pack_parcel
+from csdctl.shipping.payload import pack_payload
 from csdctl.shipping.store import OBJECTS, StoredFile, store_bytes
 from csdctl.shipping.worker_calls import build_worker_command
 from csdctl.shipping.worker_zip import pack_worker
@@ -58,7 +58,7 @@ def stored(tmp_path: Path) -> StoredFile:
 
 def send(home: Path, stored: StoredFile) -> Delivery:
     with closing(LocalSession("csd0", home)) as session:
-        return deliver(session, pack_parcel([stored.as_object()]), SharedChunks())
+        return deliver(session, pack_payload([stored.as_object()]), SharedChunks())
 
 
 def lock(home: Path) -> None:

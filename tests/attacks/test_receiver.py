@@ -17,7 +17,7 @@ from csdctl.launch.leftovers import CleanupOptions, clean_machine
 from csdctl.launch.machine_lock import describe_holder, lock_machines
 from csdctl.shipping.chunks import SharedChunks
 from csdctl.shipping.deliver import DeliveryPatience, deliver
-from csdctl.shipping.parcel import MAX_INLINE_BYTES, pack_parcel
+from csdctl.shipping.payload import MAX_INLINE_BYTES, pack_payload
 from csdctl.shipping.receiver import prune_store
 from csdctl.shipping.store import store_bytes
 from csdctl.shipping.worker_calls import WorkPatience, run_worker, watch_worker
@@ -88,8 +88,8 @@ def hostile(tmp_path: Path) -> Callable[[str], str]:
 
 def send(session: SshSession, directory: Path, python: str, patience: DeliveryPatience = QUICK) -> Any:
     stored = store_bytes(b"123456789", ".bin", directory)
-    parcel = pack_parcel([stored.as_object()])
-    return deliver(session, parcel, SharedChunks(), python=python, patience=patience)
+    payload = pack_payload([stored.as_object()])
+    return deliver(session, payload, SharedChunks(), python=python, patience=patience)
 
 
 @pytest.mark.parametrize("name", FOR_EVER)
@@ -115,11 +115,11 @@ def test_answer_of_a_receiver_is_typed_and_in_range(
 
 def test_manifest_is_sent_once(session: SshSession, tmp_path: Path, hostile: Callable[[str], str]) -> None:
     stored = [store_bytes(str(number).encode(), ".bin", tmp_path) for number in range(99)]
-    parcel = pack_parcel([file.as_object() for file in stored])
-    assert parcel.packed, MAX_INLINE_BYTES
+    payload = pack_payload([file.as_object() for file in stored])
+    assert payload.packed, MAX_INLINE_BYTES
     python = hostile("while True: say(need='manifest'); sys.stdin.buffer.read1(1)")
     with pytest.raises(RemoteCommandError, match="manifest, which was sent already"):
-        deliver(session, parcel, SharedChunks(), python=python, patience=PATIENT)
+        deliver(session, payload, SharedChunks(), python=python, patience=PATIENT)
 
 
 def test_receiver_that_reads_a_byte_a_second_is_left(
@@ -133,7 +133,7 @@ def test_receiver_that_reads_a_byte_a_second_is_left(
     with pytest.raises(DeadlineError) as raised:
         deliver(
             session,
-            pack_parcel([stored.as_object()]),
+            pack_payload([stored.as_object()]),
             SharedChunks(),
             python=hostile(body),
             patience=patience,
@@ -146,11 +146,11 @@ def test_refusal_of_one_node_is_not_that_of_the_others(
 ) -> None:
     """A refusal with an object as its text once ended the command for all nodes."""
     pythons = {"csd0": sys.executable, "csd1": hostile("say(refused={'a': 1})")}
-    parcel = pack_parcel([store_bytes(b"123456789", ".bin", tmp_path).as_object()])
+    payload = pack_payload([store_bytes(b"123456789", ".bin", tmp_path).as_object()])
 
     def send_to(name: str) -> Any:
         with closing(connect(server.node(name=name), [server.known_hosts])) as session:
-            return deliver(session, parcel, SharedChunks(), python=pythons[name])
+            return deliver(session, payload, SharedChunks(), python=pythons[name])
 
     outcomes = run_on_all({name: name for name in pythons}, send_to)
     assert outcomes["csd0"].value

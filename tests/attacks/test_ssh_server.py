@@ -16,10 +16,10 @@ import pytest
 from csdctl.errors import CsdctlError, DeadlineError, JumpHostError, UnreachableError
 from csdctl.fleet.model import Node
 from csdctl.transport.known_hosts import KnownHosts
-from csdctl.transport.orderly import OrderlyTransport
 from csdctl.transport.process import Deadline
 from csdctl.transport.ssh import SshSession, connect
 from csdctl.transport.ssh_connect import make_jump_hosts, open_transport
+from csdctl.transport.strict_transport import StrictTransport
 from tests.attacks.hostile_ssh import (
     LOST,
     USER,
@@ -67,12 +67,12 @@ def open_session(server: HostileServer) -> SshSession:
     return connect(server.node(), [server.known_hosts])
 
 
-def open_transport_of(server: HostileServer) -> OrderlyTransport:
+def open_transport_of(server: HostileServer) -> StrictTransport:
     known = KnownHosts.load([server.known_hosts])
     return open_transport(server.node(), known, Deadline(scaled(20)), make_jump_hosts(known))
 
 
-def lose(transport: OrderlyTransport, session: SshSession) -> UnreachableError:
+def lose(transport: StrictTransport, session: SshSession) -> UnreachableError:
     """Start a command; when the connection is closed, return the error of the next."""
     with contextlib.suppress(CsdctlError):
         session.run(["true"], deadline_s=100)

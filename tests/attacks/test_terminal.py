@@ -14,7 +14,7 @@ from csdctl.fleet.facts import Facts
 from csdctl.fleet.machine_class import classify_machine
 from csdctl.runs.directory import EventLog, ProjectDirectory, RunDirectory
 from csdctl.runs.measurements import open_measurements
-from csdctl.tuning.measurements import ModelFeatures, ProbeMeasurement, RuntimeSettings
+from csdctl.tuning.measurements import ModelProperties, ProbeMeasurement, RuntimeSettings
 from csdctl.worker.protocol.events import Failed, NodeLost, Ready, event_to_line
 from tests.attacks.hostile_machine import HostileMachine, greeting, hostile_machine, write_project
 from tests.attacks.hostile_text import (
@@ -178,7 +178,7 @@ def test_terminal_obeys_no_stored_text(tmp_path: Path) -> None:
     log.append(0.0, NodeLost(0, HOSTILE, HOSTILE))
     log.close()
     facts = Facts("csd0", cpu_model=CONTROLS)
-    model = ModelFeatures("a" * 64, HOSTILE, 7, 5, 9, 3)
+    model = ModelProperties("a" * 64, HOSTILE, 7, 5, 9, 3)
     with open_measurements(project.measurements) as store:
         machine = replace(classify_machine(facts), tensorflow=HOSTILE)
         probe = ProbeMeasurement(RuntimeSettings(4), 4, 1_700_000_000.0, 0.1, 3)

@@ -24,7 +24,7 @@ from csdctl.fleet.reading import load_fleet
 from csdctl.shipping.chunks import SharedChunks
 from csdctl.shipping.tree import TreeRequest
 from csdctl.transport.many import values_or_raise
-from csdctl.workflows.data.deploy import deploy_parcel, pack_trees
+from csdctl.workflows.data.deploy import deploy_payload, pack_trees
 
 SSHD = "/usr/sbin/sshd"
 PORT = 2422
@@ -61,8 +61,8 @@ class Bench:
 
     def in_process(self, source: Path) -> None:
         chunks = SharedChunks()
-        parcel = pack_trees([TreeRequest(source, source.name)], chunks)
-        values_or_raise(deploy_parcel(parcel, chunks, self.fleet, directory=self.directory), "deploying")
+        payload = pack_trees([TreeRequest(source, source.name)], chunks)
+        values_or_raise(deploy_payload(payload, chunks, self.fleet, directory=self.directory), "deploying")
 
     def to_all(self, build: Callable[[str], list[str]]) -> None:
         """Start one program for each node at once, and wait for all."""

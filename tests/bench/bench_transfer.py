@@ -26,7 +26,7 @@ def test_transfer_against_from_scratch(tmp_path: Path) -> None:
     try:
         for seed in SEEDS:
             for name, job, options in (
-                ("transfer", JOB, ("--way", "features")),
+                ("transfer", JOB, ("--strategy", "features")),
                 ("scratch", SCRATCH_JOB, ()),
             ):
                 file = f"{name}-{seed}.yaml"

@@ -113,7 +113,7 @@ def weights_of(project: Path, report: dict[str, Any]) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def by_features(project: Path) -> dict[str, Any]:
-    return train(project, "--way", "features")
+    return train(project, "--strategy", "features")
 
 
 def test_features_train_the_same_model(project: Path, by_features: dict[str, Any]) -> None:
@@ -134,7 +134,7 @@ def test_features_of_all_samples_are_found_again(project: Path, by_features: dic
     assert (document["num_samples"], document["num_computed"]) == (4 * NUM_SAMPLES, 0)
     assert (document["layer"], document["shape"]) == ("base", [8])
     # Another learning rate finds the features of all samples.
-    again = train(project, "faster.yaml", "--way", "features")
+    again = train(project, "faster.yaml", "--strategy", "features")
     assert again["features"]["num_computed"] == 0
 
 
@@ -152,12 +152,14 @@ def test_host_trains_alone_on_features_of_all_public_samples(project: Path) -> N
         job="public",
         job_fingerprint=job.fingerprint(),
         method="fit",
-        way="features",
+        strategy="features",
         ranks=ranks,
         trains_on_host=True,
     )
     save_plan(project / "public-plan.yaml", plan)
-    save_plan(project / "alone-plan.yaml", plan.for_host_alone().model_copy(update={"way": "data-parallel"}))
+    save_plan(
+        project / "alone-plan.yaml", plan.for_host_alone().model_copy(update={"strategy": "data-parallel"})
+    )
 
     def run(name: str, *arguments: str) -> tuple[dict[str, Any], str]:
         done = csdctl(project, "train", f"{name}.yaml", *arguments, "--skip-doctor", "--json")
@@ -197,7 +199,7 @@ def test_views_are_features_of_augmented_samples(project: Path) -> None:
     (project / "changes.py").write_text(AUGMENT)
     text = (JOB % 0.01).replace("validation:", "augment: changes.py:darken\n  validation:")
     (project / "views.yaml").write_text(text.replace("epochs: 2", "epochs: 3, views: 2"))
-    report = train(project, "views.yaml", "--way", "features")
+    report = train(project, "views.yaml", "--strategy", "features")
     # Two views of public and private samples, and the validation samples as they are.
     assert report["features"]["num_computed"] == (2 * 3 + 1) * NUM_SAMPLES
     assert report["samples"] == 3 * 3 * NUM_SAMPLES
@@ -211,7 +213,7 @@ def test_views_are_features_of_augmented_samples(project: Path) -> None:
 
 def test_verify_compares_features_and_head(project: Path, by_features: dict[str, Any]) -> None:
     assert by_features["features"]["num_computed"]
-    done = csdctl(project, "verify", "--way", "features", "--json")
+    done = csdctl(project, "verify", "--strategy", "features", "--json")
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)
     assert document["by_parts"] <= 1e-5
@@ -225,7 +227,7 @@ def test_verify_compares_features_and_head(project: Path, by_features: dict[str,
 
 
 def test_verify_compares_features_of_litert_with_those_of_keras(project: Path) -> None:
-    done = csdctl(project, "verify", "--way", "features", "--feature-engine", "litert", "--json")
+    done = csdctl(project, "verify", "--strategy", "features", "--feature-engine", "litert", "--json")
     assert done.returncode == 0, done.stderr
     ranks = json.loads(done.stdout)["ranks"]
     assert ranks["host"]["difference"] == 0
@@ -233,7 +235,7 @@ def test_verify_compares_features_of_litert_with_those_of_keras(project: Path) -
 
 
 def test_features_in_16_bits_are_computed_anew(project: Path, by_features: dict[str, Any]) -> None:
-    report = train(project, "--way", "features", "--feature-precision", "float16")
+    report = train(project, "--strategy", "features", "--feature-precision", "float16")
     assert report["features"]["num_computed"] == 4 * NUM_SAMPLES
     assert report["validation_loss"] != by_features["validation_loss"]
     assert report["validation_loss"] == pytest.approx(by_features["validation_loss"], rel=1e-2)
@@ -247,7 +249,7 @@ def test_features_in_16_bits_are_computed_anew(project: Path, by_features: dict[
     ],
 )
 def test_model_without_a_frozen_beginning_is_refused(project: Path, job: str, reason: str) -> None:
-    done = csdctl(project, "train", job, "--way", "features", "--batch-size", "8", "--skip-doctor")
+    done = csdctl(project, "train", job, "--strategy", "features", "--batch-size", "8", "--skip-doctor")
     assert done.returncode == 2
     assert reason in " ".join(done.stderr.split())
     assert "Traceback" not in done.stderr
@@ -255,7 +257,7 @@ def test_model_without_a_frozen_beginning_is_refused(project: Path, job: str, re
 
 def test_lost_node_leaves_its_public_samples_and_the_stopped_run_resumes(project: Path) -> None:
     (project / "long.yaml").write_text((JOB % 0.01).replace("epochs: 2", "epochs: 100000"))
-    arguments = ("long.yaml", "--way", "features", "--max-steps", "1000000")
+    arguments = ("long.yaml", "--strategy", "features", "--max-steps", "1000000")
     process, run = start_training(project, *arguments, until="EpochEnd")
     kill_rank("csd1")(project, run)
     wait_for_epochs(process, run, 2, 4)  # an epoch has the samples that csd1 left

@@ -47,9 +47,9 @@ from csdctl.worker.protocol.tasks import TaskSpec
 from csdctl.workflows.data.deploy import cut_shards
 from csdctl.workflows.data.prepare import prepare_job
 from csdctl.workflows.train.options import TrainOptions
-from csdctl.workflows.train.placement import place_plan
-from csdctl.workflows.train.plan_choice import build_equal_plan
-from csdctl.workflows.train.ranks import RunInputs, run_ranks
+from csdctl.workflows.train.spec import place_plan
+from csdctl.workflows.train.plan import build_equal_plan
+from csdctl.workflows.train.run import RunInputs, run_ranks
 from csdctl.workflows.train.spec import build_spec
 from csdctl.workflows.workspace.workspace import open_workspace
 

@@ -39,7 +39,7 @@ def build():
     return keras.Model(inputs, layers.Dense(4, activation="softmax")(x))
 """
 RUN = ("--batch-size", "8", "--skip-doctor", "--no-rebalance")
-SPLIT = ("--way", "split", "--cut", "cut")
+SPLIT = ("--strategy", "split", "--cut", "cut")
 
 
 @pytest.fixture(scope="module")
@@ -60,8 +60,8 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 def test_split_model_trains_as_whole_ones_and_says_what_left_the_nodes(project: Path) -> None:
     reports = []
-    for way in ((), (*SPLIT, "--micro-batches", "1")):
-        done = csdctl(project, "train", *RUN, *way, "--json")
+    for strategy in ((), (*SPLIT, "--micro-batches", "1")):
+        done = csdctl(project, "train", *RUN, *strategy, "--json")
         assert done.returncode == 0, done.stderr
         reports.append(json.loads(done.stdout.splitlines()[-1]))
     whole, split = reports
@@ -97,12 +97,12 @@ def test_verify_compares_the_split_model_with_the_whole_one(project: Path) -> No
             "activations: may-leave",
         ),
         (
-            ("--way", "split", "--cut", "nowhere"),
+            ("--strategy", "split", "--cut", "nowhere"),
             "cannot be cut behind 'nowhere'; its cuts: conv2d, cut",
             "--cut",
         ),
-        (("--way", "split"), "has to be cut somewhere; its cuts: conv2d, cut, ", "--cut LAYER"),
-        (("--cut", "cut"), "--way auto does not", "add --way split"),
+        (("--strategy", "split"), "has to be cut somewhere; its cuts: conv2d, cut, ", "--cut LAYER"),
+        (("--cut", "cut"), "--strategy auto does not", "add --strategy split"),
     ],
 )
 def test_what_cannot_be_split_is_refused(

@@ -18,8 +18,8 @@ NUM_SAMPLES = 96
 PLACES = ("public", "validation", ".csdctl/emulated/nodes/csd0/home/private")
 STRATEGIES = {
     "data-parallel": (),
-    "features": ("--way", "features"),
-    "split": ("--way", "split", "--cut", "cut"),
+    "features": ("--strategy", "features"),
+    "split": ("--strategy", "split", "--cut", "cut"),
 }
 JOB = """\
 model: model.py:build

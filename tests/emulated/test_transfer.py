@@ -113,7 +113,7 @@ def train(project: Path, *arguments: str) -> tuple[float, list[tuple[float, floa
 
 def test_features_learn_as_the_frozen_base_and_more_than_from_scratch(project: Path) -> None:
     frozen, losses = train(project, "job.yaml")
-    by_features, same_losses = train(project, "job.yaml", "--way", "features")
+    by_features, same_losses = train(project, "job.yaml", "--strategy", "features")
     from_scratch, _ = train(project, "scratch.yaml")
     print(f"\nfrozen {frozen:.4f}, features {by_features:.4f}, from scratch {from_scratch:.4f}; {losses}")
     assert len(losses) == EPOCHS

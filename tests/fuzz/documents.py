@@ -35,7 +35,7 @@ from csdctl.runs.manifest import Manifest
 from csdctl.runs.measurements import open_measurements
 from csdctl.runs.measurements_overview import load_overview
 from csdctl.transport.ssh_config import build_ssh_config
-from csdctl.tuning.measurements import ModelFeatures, ProbeMeasurement, RuntimeSettings
+from csdctl.tuning.measurements import ModelProperties, ProbeMeasurement, RuntimeSettings
 from csdctl.tuning.plan import Plan, Predicted, load_plan, save_plan
 from csdctl.worker.protocol.datasets import DatasetInfo
 from csdctl.worker.protocol.events import EpochEnd, Failed, Finished, Joined, NodeLost, Progress, Traffic
@@ -225,7 +225,7 @@ def _measurements(content: bytes, directory: Path) -> None:
 def _measurement_seeds() -> list[bytes]:
     machine = classify_machine(Facts("csd0", architecture="aarch64", num_cores=4, memory_bytes=6 << 30))
     classify_fleet(machine, [machine], "10.1.1.0/24")
-    model = ModelFeatures(
+    model = ModelProperties(
         "a" * 64, "keras.applications:MobileNetV2", 2_000_000, 1_900_000, 50_000_000, 12_288
     )
 

@@ -16,7 +16,7 @@ from csdctl.probes.condition import CONDITION_PROBES, parse_condition
 from csdctl.probes.machine import PROBES, ClockTrip, parse_facts
 from csdctl.shipping.receiver_answers import ReceiverAnswers
 from csdctl.shipping.worker_calls import worker_error
-from csdctl.supervision.conduct import Conduct
+from csdctl.supervision.event_validator import EventValidator
 from csdctl.transport.answer import Answer
 from csdctl.transport.session import Completed
 from csdctl.worker.group.channel import PeerFaultError
@@ -78,14 +78,14 @@ def _lines(content: bytes) -> list[str]:
 
 def _live_events(content: bytes, directory: Path) -> None:
     clock = count()
-    conducts: dict[int, Conduct] = {}
+    conducts: dict[int, EventValidator] = {}
     for line in _lines(content):
         event = event_from_line(line)
         if event is None:
             continue
         rank = event.rank % len(NODES)
         if rank not in conducts:
-            conducts[rank] = Conduct(rank, NODES, num_epochs=3, must_join=True)
+            conducts[rank] = EventValidator(rank, NODES, num_epochs=3, must_join=True)
             conducts[rank].note_order(FormGroup(1, (0, 1, 2)))
             conducts[rank].note_order(Ping(7))
         conducts[rank].check(event, len(line), float(next(clock)))

@@ -93,8 +93,8 @@ def _list_transfer_steps(nodes: int, cpu: float, pid: int | None) -> dict[str, C
         "prepare --sample openclipart": lambda: prepare.prepare(
             DEFAULT_JOB, DEFAULT_FLEET, sample="openclipart"
         ),
-        "train --way features --batch-size 16": lambda: train.train(
-            DEFAULT_JOB, DEFAULT_FLEET, way="features", batch_size=16
+        "train --strategy features --batch-size 16": lambda: train.train(
+            DEFAULT_JOB, DEFAULT_FLEET, strategy="features", batch_size=16
         ),
         "report": report.report,
         "train scratch.yaml --batch-size 16 --skip-doctor": lambda: train.train(

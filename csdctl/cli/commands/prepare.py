@@ -31,7 +31,7 @@ def prepare(
     from csdctl.cli.render.rehearsal import show_rehearsal
     from csdctl.job.model import load_job
     from csdctl.workflows.data.demo import write_sample_job
-    from csdctl.workflows.data.preparation import prepare_fleet
+    from csdctl.workflows.data.prepare import prepare_fleet
     from csdctl.workflows.data.rehearsal import rehearse_preparation
     from csdctl.workflows.workspace.partial_failure import choose_fleet
 

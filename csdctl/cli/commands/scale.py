@@ -61,7 +61,7 @@ def scale(
     from csdctl.workflows.reporting.report import write_scaling
     from csdctl.workflows.train.options import TrainOptions
     from csdctl.workflows.train.scale import ScaleRequest, plan_points, run_series
-    from csdctl.workflows.train.session import TrainRequest
+    from csdctl.workflows.train.train import TrainRequest
     from csdctl.workflows.workspace.partial_failure import choose_fleet
 
     streams = Streams(is_json=json)

@@ -16,7 +16,7 @@ from csdctl.cli.options import (
 from csdctl.cli.streams import Streams
 
 if TYPE_CHECKING:
-    from csdctl.workflows.train.session import TrainRequest
+    from csdctl.workflows.train.train import TrainRequest
 
 
 def train(
@@ -30,7 +30,7 @@ def train(
     min_nodes: options.MinNodesOption = 1,
     rebalance: options.RebalanceOption = True,
     collective: options.CollectiveOption = "auto",
-    way: options.WayOption = "auto",
+    strategy: options.StrategyOption = "auto",
     feature_precision: options.FeaturePrecisionOption = "float32",
     feature_engine: options.FeatureEngineOption = "keras",
     cut: options.CutOption = "",
@@ -54,7 +54,7 @@ def train(
     from csdctl.launch.mpi_job import Deadlines
     from csdctl.worker.protocol.features import FeatureOptions
     from csdctl.workflows.train.options import TrainOptions
-    from csdctl.workflows.train.session import TrainRequest
+    from csdctl.workflows.train.train import TrainRequest
     from csdctl.workflows.workspace.partial_failure import choose_fleet
 
     streams = Streams(is_json=json)
@@ -70,7 +70,7 @@ def train(
         keep,
         collective,
         tuple(load_callback(reference) for reference in callback or ()),
-        way,
+        strategy,
         FeatureOptions(feature_precision, feature_engine),
         cut,
         micro_batches,
@@ -85,8 +85,8 @@ def _train(streams: Streams, request: "TrainRequest", notify: str | None, *, is_
     from csdctl.cli.render.rehearsal import show_training_rehearsal
     from csdctl.cli.render.training import TrainingScreen
     from csdctl.workflows.runs.notification import notifying, parse_command
-    from csdctl.workflows.train.session import run_training
-    from csdctl.workflows.train.train import RunStopped
+    from csdctl.workflows.train.run import RunStopped
+    from csdctl.workflows.train.train import run_training
 
     if is_dry_run:
         show_training_rehearsal(streams, request)

@@ -25,7 +25,7 @@ def tune(
     fresh: options.FreshOption = False,
     explore: options.ExploreOption = True,
     host: options.HostOption = True,
-    way: options.WayOption = "auto",
+    strategy: options.StrategyOption = "auto",
     cut: options.CutOption = "",
     probe_seconds: options.ProbeSecondsOption = 1.0,
     batch_sizes: options.BatchSizesOption = options.DEFAULT_BATCH_SIZE_LIST,
@@ -54,7 +54,7 @@ def tune(
         step_divisor=step_divisor,
         margin_scale=margin_scale,
         probe_duration_s=probe_seconds,
-        way=way,
+        strategy=strategy,
         cut=cut,
     )
     chosen = choose_fleet(fleet, limit, exclude)

@@ -22,7 +22,7 @@ from csdctl.cli.train_options import (
     FeatureEngineOption,
     FeaturePrecisionOption,
     MicroBatchesOption,
-    WayOption,
+    StrategyOption,
 )
 
 
@@ -36,7 +36,7 @@ def verify(
         ),
     ] = None,
     batch_size: BatchSizeOption = None,
-    way: WayOption = "auto",
+    strategy: StrategyOption = "auto",
     cut: CutOption = "",
     micro_batches: MicroBatchesOption = 4,
     feature_precision: FeaturePrecisionOption = "float32",
@@ -53,16 +53,15 @@ def verify(
     from csdctl.job.model import load_job
     from csdctl.reporting.privacy import describe_inversion
     from csdctl.worker.protocol.features import FeatureOptions
-    from csdctl.workflows.train.verdict import judge
-    from csdctl.workflows.train.verify import VerifyRequest, run_verification
+    from csdctl.workflows.train.options import TrainOptions
+    from csdctl.workflows.train.verify import VerifyRequest, judge, run_verification
     from csdctl.workflows.workspace.partial_failure import choose_fleet
 
     streams = Streams(is_json=json)
     loaded, chosen = load_job(job), choose_fleet(fleet, limit, exclude)
     features = FeatureOptions(feature_precision, feature_engine)
-    request = VerifyRequest(
-        loaded, chosen, streams.directory, plan, batch_size, way, cut, micro_batches, features
-    )
+    options = TrainOptions(strategy=strategy, cut=cut, num_micro_batches=micro_batches, features=features)
+    request = VerifyRequest(loaded, chosen, streams.directory, plan, batch_size, options)
     found = run_verification(request, PreparationScreen(streams))
     verdict = judge(found.result, found.nodes)
     shown = found.result, verdict, found.nodes

@@ -3,7 +3,7 @@
 from csdctl.cli.render.preparing import PreparationScreen
 from csdctl.reporting.numbers import format_bytes
 from csdctl.shipping.deliver import Delivery
-from csdctl.workflows.data.features import FeatureRun
+from csdctl.workflows.train.strategies.features import FeatureRun
 
 
 class ExtractScreen(PreparationScreen):

@@ -8,7 +8,7 @@ from typing import TypeVar
 from rich.text import Text
 
 from csdctl.cli.console import PrintableConsole
-from csdctl.cli.render.blame import Blame
+from csdctl.cli.render.bottleneck import BottleneckLine
 from csdctl.cli.render.fleet_view import WIDE, WIDER, Column, FleetView, draw_bar, show_elapsed
 from csdctl.cli.render.rank_rows import (
     DONE,
@@ -91,7 +91,7 @@ class TrainingView(FleetView[RankRow]):
         self._rate: float | None = None
         self._evaluating = ""
         self._step_at = clock()
-        self._blame = Blame([rank.node for rank in spec.ranks])
+        self._bottleneck = BottleneckLine([rank.node for rank in spec.ranks])
         title = f"run {spec.run_id}" + (" (emulated fleet)" if emulated else "")
         super().__init__(console, title, clock=clock, per_second=per_second)
 
@@ -99,7 +99,7 @@ class TrainingView(FleetView[RankRow]):
         """Show one event."""
         self._flush_if_due()
         row = self._rows[event.rank]
-        if (line := self._blame.add(self._clock(), event)) and self._live is None:
+        if (line := self._bottleneck.add(self._clock(), event)) and self._live is None:
             self._print(line)
         row.state = STATES.get(type(event), row.state)
         if state := STANDSTILLS.get(type(event)):
@@ -230,7 +230,7 @@ class TrainingView(FleetView[RankRow]):
         return self._done_steps(), self._steps_per_epoch * self._spec.recipe.epochs
 
     def _details(self, width: int) -> list[Text]:
-        line = self._blame.describe(self._clock())
+        line = self._bottleneck.describe(self._clock())
         return [*self._render_curves(width), *([Text(line, style="yellow")] if line else [])]
 
     def _render_curves(self, width: int) -> list[Text]:

@@ -13,7 +13,7 @@ from csdctl.fleet.machine_class import FleetClass, MachineClass
 from csdctl.reporting.numbers import format_bytes, format_date, format_rate, format_seconds, format_share
 from csdctl.runs.measurements import Forgotten
 from csdctl.runs.measurements_overview import CollectiveSummary, Overview, ProbeSummary, TrialSummary
-from csdctl.tuning.measurements import ModelFeatures, TrialMeasurement
+from csdctl.tuning.measurements import ModelProperties, TrialMeasurement
 
 SCHEMA = "csdctl.measurements/1"
 NUM_TRIALS = 20
@@ -185,7 +185,7 @@ def _achieved_share(trial: TrialMeasurement) -> float | None:
     return trial.samples_per_s / trial.predicted_samples_per_s if trial.predicted_samples_per_s else None
 
 
-def _model_document(model: ModelFeatures) -> dict[str, Any]:
+def _model_document(model: ModelProperties) -> dict[str, Any]:
     return {**asdict(model), "vector_bytes": model.vector_bytes}
 
 

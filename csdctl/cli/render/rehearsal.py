@@ -10,7 +10,7 @@ from csdctl.cli.render.tuning import plan_document, render_plan
 from csdctl.cli.streams import Streams
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.workflows.data.rehearsal import Rehearsal
-from csdctl.workflows.train.session import TrainRequest, rehearse_training
+from csdctl.workflows.train.train import TrainRequest, rehearse_training
 
 
 def show_rehearsal(streams: Streams, rehearsal: Rehearsal) -> None:
@@ -41,7 +41,7 @@ def show_training_rehearsal(streams: Streams, request: TrainRequest) -> None:
         path = str(found.run.manifest if found.run else request.plan_path or project.plan(request.job.name))
     render_plan(streams.console, found.plan, path)
     behind = f" behind {found.cut}" if found.cut else ""
-    streams.say(f"would train: {found.way}{behind}, collective {request.options.collective}")
+    streams.say(f"would train: {found.strategy}{behind}, collective {request.options.collective}")
     if found.run:
         streams.say(f"would resume run {found.run.run_id}")
     streams.say(_describe_samples(found.num_samples))
@@ -49,7 +49,7 @@ def show_training_rehearsal(streams: Streams, request: TrainRequest) -> None:
     document = {
         "schema": "csdctl.train.dry-run/1",
         "resume": found.run.run_id if found.run else None,
-        "way": found.way,
+        "strategy": found.strategy,
         "cut": found.cut,
         "collective": request.options.collective,
         "num_samples": found.num_samples,

@@ -24,7 +24,7 @@ from csdctl.reporting.numbers import (
 )
 from csdctl.reporting.summary import RunSummary
 from csdctl.runs.directory import RunDirectory
-from csdctl.tuning.ways import DATA_PARALLEL, SPLIT
+from csdctl.tuning.strategies import DATA_PARALLEL, SPLIT
 
 REACHABLE = {DATA_PARALLEL: "the ranks reach alone", SPLIT: "the busiest rank reaches without waiting"}
 IDENTICAL = "identical on all ranks at the end of every epoch"
@@ -143,11 +143,15 @@ def _speed(summary: RunSummary) -> str:
 
 
 def _efficiency(summary: RunSummary) -> str:
-    if summary.efficiency is None or summary.way not in REACHABLE:
-        why = "no rank was measured alone" if summary.way == DATA_PARALLEL else f"way {summary.way}"
+    if summary.efficiency is None or summary.strategy not in REACHABLE:
+        why = (
+            "no rank was measured alone"
+            if summary.strategy == DATA_PARALLEL
+            else f"strategy {summary.strategy}"
+        )
         return f"unknown: {why} (method {summary.method})"
     alone = format_rate(summary.alone_samples_per_s)
-    return f"{format_share(summary.efficiency)} of the {alone} samples/s that {REACHABLE[summary.way]}"
+    return f"{format_share(summary.efficiency)} of the {alone} samples/s that {REACHABLE[summary.strategy]}"
 
 
 def report_document(summary: RunSummary, run_path: str) -> dict[str, Any]:

@@ -10,8 +10,8 @@ from rich.table import Table
 
 from csdctl.cli.render.live import TrainingView
 from csdctl.cli.streams import Streams
-from csdctl.reporting.glance import FAILED, INTERRUPTED, STOPPED, Glance
 from csdctl.reporting.numbers import format_accuracy, format_loss, format_rate, format_seconds
+from csdctl.reporting.run_status import FAILED, INTERRUPTED, STOPPED, RunStatus
 from csdctl.runs.directory import ProjectDirectory, RunDirectory
 from csdctl.worker.protocol.events import event_document
 from csdctl.workflows.runs import detach
@@ -29,7 +29,7 @@ WATCHED_PER_S = 1
 RESUMABLE = (STOPPED, FAILED, INTERRUPTED)
 
 
-def show_runs(streams: Streams, runs: Sequence[Glance]) -> None:
+def show_runs(streams: Streams, runs: Sequence[RunStatus]) -> None:
     """Print a row for each run."""
     if streams.is_json:
         streams.result({"schema": "csdctl.runs/1", "runs": [asdict(run) for run in runs]})
@@ -39,7 +39,7 @@ def show_runs(streams: Streams, runs: Sequence[Glance]) -> None:
         return
     is_wide = streams.console.width >= WIDE
     table = Table(box=None, padding=(0, 2 if is_wide else 1, 0, 0), header_style="dim")
-    for column in ("run", "state", *(("way",) if is_wide else ())):
+    for column in ("run", "state", *(("strategy",) if is_wide else ())):
         table.add_column(column, no_wrap=True)
     for column in ("epoch", "samples/s", "loss", "accuracy", "last event", *(("ranks",) if is_wide else ())):
         table.add_column(column, justify="right", no_wrap=True)
@@ -49,7 +49,7 @@ def show_runs(streams: Streams, runs: Sequence[Glance]) -> None:
         table.add_row(
             _shorten(run.run_id, runs),
             run.state,
-            *((run.way,) if is_wide else ()),
+            *((run.strategy,) if is_wide else ()),
             f"{run.epoch}/{run.epochs}",
             format_rate(run.samples_per_s),
             format_loss(loss),
@@ -61,7 +61,7 @@ def show_runs(streams: Streams, runs: Sequence[Glance]) -> None:
     streams.console.print(table)
 
 
-def _shorten(run_id: str, runs: Sequence[Glance]) -> str:
+def _shorten(run_id: str, runs: Sequence[RunStatus]) -> str:
     """Return the id without its microseconds, where no other run began in that second."""
     short = run_id[:SECOND]
     return run_id if sum(run.run_id.startswith(short) for run in runs) > 1 else short
@@ -113,11 +113,11 @@ def watch_run(streams: Streams, followed: Followed) -> bool:
     except KeyboardInterrupt:
         streams.say(f"run {run.run_id} goes on; to stop it: csdctl runs stop {run.run_id}")
         return True
-    glance = look_at(run)
-    streams.say(f"run {run.run_id}: {glance.state}; `csdctl report {run.run_id}` shows the results")
-    if glance.state in RESUMABLE:
+    status = look_at(run)
+    streams.say(f"run {run.run_id}: {status.state}; `csdctl report {run.run_id}` shows the results")
+    if status.state in RESUMABLE:
         streams.say(f"to resume: csdctl train --resume {run.run_id}")
-    return glance.state not in (FAILED, INTERRUPTED)
+    return status.state not in (FAILED, INTERRUPTED)
 
 
 class _EventClock:
@@ -154,7 +154,7 @@ def show_logs(
             streams.write(f"{name}: {line}\n" if len(logs) > 1 else f"{line}\n")
 
 
-def show_stopped(streams: Streams, run: Glance) -> None:
+def show_stopped(streams: Streams, run: RunStatus) -> None:
     """Print what a run that was stopped has come to."""
     streams.say(f"run {run.run_id}: {run.state}, at epoch {run.epoch} of {run.epochs}")
     if run.state in RESUMABLE:

@@ -18,9 +18,9 @@ from csdctl.reporting.scaling_figures import (
     scaling_document,
     scaling_table,
 )
+from csdctl.workflows.train.run import RunStopped
 from csdctl.workflows.train.scale import Point
-from csdctl.workflows.train.session import TrainRequest, TrainResult, run_training
-from csdctl.workflows.train.train import RunStopped
+from csdctl.workflows.train.train import TrainRequest, TrainResult, run_training
 
 
 def check_scaling_options(run_ids: Sequence[str], *, is_privacy: bool) -> None:

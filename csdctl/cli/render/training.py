@@ -17,8 +17,8 @@ from csdctl.shipping.deliver import Delivery
 from csdctl.worker.protocol.events import Event, event_document
 from csdctl.worker.protocol.run_spec import RunSpec
 from csdctl.workflows.preflight.examination import Examination, describe
-from csdctl.workflows.train.session import TrainResult
-from csdctl.workflows.train.train import RunStopped
+from csdctl.workflows.train.run import RunStopped
+from csdctl.workflows.train.train import TrainResult
 
 
 class TrainingScreen(PreparationScreen):
@@ -88,8 +88,8 @@ class TrainingScreen(PreparationScreen):
             return
         efficiency = (
             ""
-            if summary.efficiency is None or summary.way not in REACHABLE
-            else f" ({format_share(summary.efficiency)} of what {REACHABLE[summary.way]})"
+            if summary.efficiency is None or summary.strategy not in REACHABLE
+            else f" ({format_share(summary.efficiency)} of what {REACHABLE[summary.strategy]})"
         )
         validation = format_metrics(summary.validation_accuracy, summary.validation_metrics)
         reached = validation.replace(", ", ", validation ", 1) or f", loss {format_loss(summary.loss)}"

@@ -11,8 +11,8 @@ from csdctl.cli.console import PrintableConsole
 from csdctl.cli.render.preparing import PreparationScreen
 from csdctl.cli.render.tuning_view import TuningView
 from csdctl.reporting.numbers import format_bytes, format_rate, format_seconds, format_share
-from csdctl.tuning.plan import Plan, RankPlan, WayPlan
-from csdctl.tuning.ways import DATA_PARALLEL, FEATURES, SPLIT
+from csdctl.tuning.plan import Plan, RankPlan, StrategyPlan
+from csdctl.tuning.strategies import DATA_PARALLEL, FEATURES, SPLIT
 from csdctl.worker.protocol.probe import ProbeResult
 from csdctl.workflows.tune.watch import TuneWatch
 
@@ -77,52 +77,59 @@ def render_plan(console: PrintableConsole, plan: Plan, path: str) -> None:
     console.print(table)
     for line in _lines(plan):
         console.print(line, soft_wrap=True)
-    _render_ways(console, plan)
+    _render_strategies(console, plan)
     console.print(f"plan: {path}", soft_wrap=True)
 
 
-def _render_ways(console: PrintableConsole, plan: Plan) -> None:
-    """Print the ways to train that were compared, and why others were not."""
-    compared = [way for way in plan.ways if way.first_run_s is not None]
+def _render_strategies(console: PrintableConsole, plan: Plan) -> None:
+    """Print the strategies that were compared, and why others were not."""
+    compared = [strategy for strategy in plan.strategies if strategy.first_run_s is not None]
     if len(compared) > 1:
         table = Table(
-            title="ways to train",
+            title="strategies",
             title_justify="left",
             title_style="bold",
             box=box.SIMPLE_HEAD,
             pad_edge=False,
         )
-        table.add_column("way", min_width=len(DATA_PARALLEL))
+        table.add_column("strategy", min_width=len(DATA_PARALLEL))
         table.add_column("cut", overflow="fold")
         for column in ("first run", "next", "epoch", "sent"):
             table.add_column(column, justify="right", no_wrap=True)
-        for way in compared:
-            is_chosen = (way.way, way.cut if way.way == "split" else "") == (plan.way, plan.cut)
+        for strategy in compared:
+            is_chosen = (strategy.strategy, strategy.cut if strategy.strategy == "split" else "") == (
+                plan.strategy,
+                plan.cut,
+            )
             table.add_row(
-                way.way,
-                way.cut,
-                format_seconds(way.first_run_s),
-                format_seconds(way.next_run_s),
-                format_seconds(way.epoch_s),
-                format_bytes(way.sample_bytes),
+                strategy.strategy,
+                strategy.cut,
+                format_seconds(strategy.first_run_s),
+                format_seconds(strategy.next_run_s),
+                format_seconds(strategy.epoch_s),
+                format_bytes(strategy.sample_bytes),
                 style="bold" if is_chosen else "",
             )
         console.print(table)
-        tried = [_describe_trial(way) for way in compared if way.is_confirmed]
+        tried = [_describe_trial(strategy) for strategy in compared if strategy.is_confirmed]
         console.print(f"tried: {', '.join(tried) or 'none'}; forecast: the others", soft_wrap=True)
         cut = f" behind {plan.cut}" if plan.cut else ""
-        leaves = FEATURES_LEAVE if plan.trains_on_host else LEAVES[plan.way]
-        console.print(f"way: {plan.way}{cut}; a node sends {leaves}", soft_wrap=True)
-        for way in compared:
-            if way.inversion and (way.way, way.cut) == (plan.way, plan.cut):
-                console.print(f"activations: {way.inversion}", soft_wrap=True)
-    if impossible := [way.way for way in plan.ways if way.why_not]:
-        console.print(f"not compared: {', '.join(impossible)} (`ways` in the plan says why)", soft_wrap=True)
+        leaves = FEATURES_LEAVE if plan.trains_on_host else LEAVES[plan.strategy]
+        console.print(f"strategy: {plan.strategy}{cut}; a node sends {leaves}", soft_wrap=True)
+        for strategy in compared:
+            if strategy.inversion and (strategy.strategy, strategy.cut) == (plan.strategy, plan.cut):
+                console.print(f"activations: {strategy.inversion}", soft_wrap=True)
+    if impossible := [strategy.strategy for strategy in plan.strategies if strategy.why_not]:
+        console.print(
+            f"not compared: {', '.join(impossible)} (`strategies` in the plan says why)", soft_wrap=True
+        )
 
 
-def _describe_trial(way: WayPlan) -> str:
-    memory = way.node_memory_bytes
-    return f"{way.way} {way.cut}".strip() + (f" ({format_bytes(memory)} on a node)" if memory else "")
+def _describe_trial(strategy: StrategyPlan) -> str:
+    memory = strategy.node_memory_bytes
+    return f"{strategy.strategy} {strategy.cut}".strip() + (
+        f" ({format_bytes(memory)} on a node)" if memory else ""
+    )
 
 
 def plan_document(plan: Plan, path: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from rich.table import Table
 from csdctl.cli.console import PrintableConsole
 from csdctl.worker.protocol.events import Verified
 from csdctl.worker.protocol.features import Recomputed
-from csdctl.workflows.train.verdict import Verdict
+from csdctl.workflows.train.verify import Verdict
 
 
 def render_verified(
@@ -67,7 +67,7 @@ def describe_features(found: Mapping[str, Recomputed]) -> str:
     """Return how stored features compare with those that their machine computes now."""
     num_rows = sum(one.num_rows for one in found.values())
     if not num_rows:
-        return "none to compare; train with --way features first"
+        return "none to compare; train with --strategy features first"
     most = max(found, key=lambda node: found[node].difference)
     told = f"differ by {found[most].difference:.1e} at most ({most})"
     if not found[most].difference:

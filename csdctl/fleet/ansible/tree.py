@@ -5,7 +5,7 @@ from typing import Any
 
 import yaml
 
-from csdctl.documents import parse_json
+from csdctl.documents import parse_json_document
 from csdctl.documents.tree import build, compose
 from csdctl.errors import InputError
 from csdctl.fleet.ansible.inventory import Inventory, Value, Variables, expand_hosts, split_port
@@ -22,7 +22,7 @@ class Vaulted:
 def parse_list_output(text: str, name: str) -> Inventory | None:
     """Parse the output of `ansible-inventory --list`; None for other text; raises InputError."""
     try:
-        content = parse_json(text, name)
+        content = parse_json_document(text, name)
     except InputError:
         return None
     if not isinstance(content, dict) or not isinstance(content.get(META), dict):

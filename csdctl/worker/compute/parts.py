@@ -1,4 +1,4 @@
-"""Times the parts that a model can be divided into, to choose between ways to train it."""
+"""Times the parts that a model can be divided into, to choose between strategies it."""
 
 import time
 from collections.abc import Callable

@@ -50,7 +50,7 @@ def check_divisible(model: Any) -> None:
         return
     raise WorkerError(
         f"a model cannot be split whose optimizer {what}",
-        remedy=f"{instead}, or train with --way data-parallel",
+        remedy=f"{instead}, or train with --strategy data-parallel",
         exit_code=2,
     )
 
@@ -59,7 +59,7 @@ def per_sample_loss_error() -> WorkerError:
     """Return the error of a model whose layers add a loss for each sample, which no vector here has."""
     return WorkerError(
         "a model cannot be split whose layers add a loss for each sample",
-        remedy="train with --way data-parallel",
+        remedy="train with --strategy data-parallel",
         exit_code=2,
     )
 

@@ -106,7 +106,7 @@ class SplitStep(PrefixStep):
         if missing or len(own) != len(self.optimizer.variables):
             raise WorkerError(
                 f"a model cannot be split whose optimizer has no variable {missing[:3]} for each weight",
-                remedy="give all layers different names, or train with --way data-parallel",
+                remedy="give all layers different names, or train with --strategy data-parallel",
                 exit_code=2,
             )
         return [*self.model.weights, *(own[variable.path] for variable in optimizer.variables)]

@@ -58,17 +58,17 @@ class Channel:
             raise LinkLostError from None
 
     def receive(
-        self, max_bytes: int = 0, make_room: Callable[[int], None] = lambda num_bytes: None
+        self, max_bytes: int = 0, allow: Callable[[int], None] = lambda num_bytes: None
     ) -> tuple[bytes, bytearray]:
         """Return the next message; raises LinkLostError at the end.
 
-        A message of more than `max_bytes` (and more than a note) is refused in the same way. `make_room` is
+        A message of more than `max_bytes` (and more than a note) is refused in the same way. `allow` is
         called with its length before memory is allocated.
         """
         letter, length = _HEAD.unpack(self._exactly(_HEAD.size))
         if length > max(max_bytes, MAX_NOTE_BYTES):
             raise LinkLostError
-        make_room(length)
+        allow(length)
         return letter, self._exactly(length)
 
     def send_descriptor(self, descriptor: int) -> None:

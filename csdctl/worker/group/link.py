@@ -38,9 +38,9 @@ from csdctl.worker.group.channel import (
 )
 from csdctl.worker.group.collective import Collective, choose_collective
 from csdctl.worker.group.listener import LinkGreeting
+from csdctl.worker.group.memory_limit import MemoryLimit
 from csdctl.worker.group.messages import Arrival, Departure, allgather, join_parts
 from csdctl.worker.group.mpi import World, init_mpi
-from csdctl.worker.group.room import Room
 from csdctl.worker.group.shared_vectors import map_vectors
 from csdctl.worker.group.tails import ExpectedTails
 from csdctl.worker.group.traffic import list_connection_rows
@@ -92,7 +92,7 @@ class _Link:
         self._vectors = local, total
         self._collective: Collective | None = None
         self._reported_s = 0.0
-        self._room = Room(world, memoryview(local).nbytes)
+        self._memory_limit = MemoryLimit(world, memoryview(local).nbytes)
         self._departures: list[Departure] = []
         self._arrivals: list[Arrival] = []
         """Messages that the rank expects, in order; of one sender, the first is the next."""
@@ -112,7 +112,7 @@ class _Link:
         try:
             while True:
                 self._progress()
-                letter, content = self._channel.receive(MAX_REQUEST_BYTES, self._make_room)
+                letter, content = self._channel.receive(MAX_REQUEST_BYTES, self._allow)
                 if self._collective and letter not in (SUM, NOT_FINITE):
                     self._collective.flush(self._on_wait)
                 if letter == CLOSE:
@@ -144,10 +144,10 @@ class _Link:
             if collective and is_adding:
                 collective.progress()
 
-    def _make_room(self, num_bytes: int) -> None:
+    def _allow(self, num_bytes: int) -> None:
         """Allow a message of this size beside those that are on their way."""
         leaving = sum(one.num_bytes for one in self._departures)
-        self._room.make(num_bytes + leaving + sum(one.max_bytes for one in self._arrivals))
+        self._memory_limit.allow(num_bytes + leaving + sum(one.max_bytes for one in self._arrivals))
 
     def _on_wait(self, waited_s: float, find_missing: FindMissing) -> None:
         now = time.monotonic()
@@ -187,7 +187,7 @@ class _Link:
 
     def _expect(self, content: bytearray) -> bytes:
         rank, max_bytes = struct.unpack("<qq", content)
-        self._make_room(max_bytes)
+        self._allow(max_bytes)
         self._arrivals.append(Arrival(self._world, rank, max_bytes))
         return b""
 
@@ -197,7 +197,7 @@ class _Link:
         if arrival:
             self._arrivals.remove(arrival)
         else:
-            self._make_room(max_bytes)
+            self._allow(max_bytes)
             arrival = Arrival(self._world, rank, max_bytes)
         wait_sleeping(arrival, self._on_wait, lambda: [rank])
         return arrival.content

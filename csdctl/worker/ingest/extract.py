@@ -248,7 +248,7 @@ def _check_free_space(spec: ExtractSpec, partial: PartialDataset, num_samples: i
         what, other = (
             ("results", "ask for classes only")
             if spec.results
-            else ("features", "train without --way features")
+            else ("features", "train without --strategy features")
         )
         raise WorkerError(
             f"{what} cannot be written: they need {needed_bytes / 1e9:.1f} GB, "

@@ -3,12 +3,12 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-TRAIN, SPLIT = "train", "split"
-TRIAL, SPLIT_TRIAL = "trial", "split-trial"
+TRAIN, TRAIN_SPLIT = "train", "train-split"
+TRIAL, TRIAL_SPLIT = "trial", "trial-split"
 VERIFY, VERIFY_SPLIT = "verify", "verify-split"
 """The tasks of csdctl itself; the worker's registry (tasks/registry.py) has their implementations."""
 
-JOINING = (TRAIN, SPLIT, TRIAL, SPLIT_TRIAL)
+JOINING = (TRAIN, TRAIN_SPLIT, TRIAL, TRIAL_SPLIT)
 """Tasks whose ranks report `Joined` before they report anything else of a group."""
 
 ELEMENT_SPEC = "element_spec"

@@ -68,7 +68,7 @@ def _read_connection(descriptor: int, drain_end_s: float) -> Connection | None:
             peer = found.getpeername()
         except OSError:  # a listening socket
             return None
-        while _num_on_the_way(found) and time.monotonic() < drain_end_s:
+        while _num_on_the_strategy(found) and time.monotonic() < drain_end_s:
             time.sleep(DRAIN_INTERVAL_S)
         size = _COUNTERS_OFFSET + _COUNTERS.size
         info = found.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, size)
@@ -78,7 +78,7 @@ def _read_connection(descriptor: int, drain_end_s: float) -> Connection | None:
         return Connection(_endpoint(found.getsockname()), _endpoint(peer), *counters)
 
 
-def _num_on_the_way(connection: socket.socket) -> int:
+def _num_on_the_strategy(connection: socket.socket) -> int:
     """Return the bytes that were written and not yet acknowledged (SIOCOUTQ, as the number of TIOCOUTQ)."""
     answer = fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4))
     return int.from_bytes(answer, sys.byteorder)

@@ -43,7 +43,7 @@ READ = _EXECUTE | _READ_FILE | _READ_DIRECTORY
 CHANGE = READ | _WRITE_FILE | _CHANGE_DIRECTORY | _REFER | _TRUNCATE
 _FIRST_SCOPES = 6
 _SCOPES = 0b11
-"""Abstract Unix sockets and signals, since version 6 of Landlock; the door guards both on every kernel."""
+"""Abstract Unix sockets and signals, since version 6 of Landlock; the supervisor guards both anywhere."""
 _CAP_AMBIENT, _CAP_AMBIENT_RAISE, _DAC_READ_SEARCH = 47, 2, 2
 _CAPABILITY_VERSION = 0x20080522
 

@@ -1,7 +1,7 @@
 """The program that starts a sandbox, stays outside of it, and ends with it.
 
-It serves the sandbox's door until all processes in it have ended, daemons included. A line on standard input,
-or its end, ends the sandbox: csdctl has no more use for it, or is gone.
+It serves the seccomp supervisor until all processes in the sandbox have ended, daemons included. A line on
+standard input, or its end, ends the sandbox: csdctl has no more use for it, or is gone.
 """
 
 import contextlib
@@ -19,7 +19,6 @@ from csdctl.worker.process.errors import WorkerError, describe
 from csdctl.worker.protocol.json_codec import from_json
 from csdctl.worker.protocol.sandbox import SOCKETS_VARIABLE, USER_VARIABLE, SandboxCheck, SandboxPolicy
 from csdctl.worker.sandbox.addresses import why_open
-from csdctl.worker.sandbox.door import Door
 from csdctl.worker.sandbox.files import (
     SYSTEM_PATHS,
     USER_ID,
@@ -29,6 +28,7 @@ from csdctl.worker.sandbox.files import (
     restrict_files,
 )
 from csdctl.worker.sandbox.processes import end_all
+from csdctl.worker.sandbox.seccomp_supervisor import SeccompSupervisor
 from csdctl.worker.sandbox.system_calls import (
     ARCHITECTURES,
     LIBC,
@@ -66,7 +66,7 @@ def check_sandbox(peers: Sequence[str] = ()) -> SandboxCheck:
     theirs.close()
     listener = _receive_listener(ours)
     if listener >= 0:
-        Door(listener, "", (), ()).serve_one()
+        SeccompSupervisor(listener, "", (), ()).serve_one()
     has_worked = os.waitpid(child, 0)[1] == 0
     if listener < 0:
         return SandboxCheck("the kernel or a container refuses seccomp filters with notifications")
@@ -92,7 +92,9 @@ def run_sandbox() -> int:
         child, listener = _start(policy, scratch)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, lambda number, _: os.kill(child, number))
-        return _serve(Door(listener, policy.key, policy.peers, policy.sockets), listener, woken, child)
+        return _serve(
+            SeccompSupervisor(listener, policy.key, policy.peers, policy.sockets), listener, woken, child
+        )
     finally:
         end_all()
         shutil.rmtree(scratch, ignore_errors=True)
@@ -125,7 +127,7 @@ def _fill(scratch: str, policy: SandboxPolicy) -> None:
 
 
 def _start(policy: SandboxPolicy, scratch: str) -> tuple[int, int]:
-    """Start the command; return its process, and the descriptor of the filter's questions or -1."""
+    """Start the command; return its process, and the descriptor of the filter's notifications or -1."""
     environment = _build_environment(scratch) | {SOCKETS_VARIABLE: " ".join(policy.sockets)}
     ours, theirs = socket.socketpair()
     child = os.fork()
@@ -175,8 +177,8 @@ def _build_environment(scratch: str) -> dict[str, str]:
     return {**kept, **own, **_ALLOW_ROOT, USER_VARIABLE: str(os.getuid())}
 
 
-def _serve(door: Door, listener: int, woken: int, child: int) -> int:
-    """Answer the filter's questions until all processes have ended, or standard input is no longer quiet."""
+def _serve(supervisor: SeccompSupervisor, listener: int, woken: int, child: int) -> int:
+    """Answer notifications until all processes have ended, or standard input is no longer quiet."""
     code = CANNOT_START
     poll = select.poll()
     for descriptor in (0, woken, *([listener] if listener >= 0 else [])):
@@ -188,7 +190,7 @@ def _serve(door: Door, listener: int, woken: int, child: int) -> int:
             if descriptor == woken:
                 os.read(woken, 4096)
             elif event & select.POLLIN:
-                door.serve_one()
+                supervisor.serve_one()
             else:
                 poll.unregister(listener)  # all processes with the filter have ended
         try:

@@ -77,7 +77,7 @@ def system_call(number: int, *arguments: Any) -> int:
 
 
 def install_filter() -> int:
-    """Filter the calls of this process and its children, for good; return the descriptor for its questions.
+    """Filter the calls of this process and its children, for good; return the descriptor for notifications.
 
     Raises OSError where the kernel or a container does not allow it.
     """

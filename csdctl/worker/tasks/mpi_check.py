@@ -11,9 +11,9 @@ import numpy as np
 
 from csdctl.worker.group.channel import PeerFaultError
 from csdctl.worker.group.collective import choose_collective, gather_seconds
+from csdctl.worker.group.memory_limit import MemoryLimit
 from csdctl.worker.group.messages import allgather
 from csdctl.worker.group.mpi import World, init_mpi
-from csdctl.worker.group.room import Room
 from csdctl.worker.group.star import Star
 from csdctl.worker.group.traffic import gather_traffic, list_connection_rows
 from csdctl.worker.group.values import Check, T, decode_values, encode_value
@@ -65,7 +65,7 @@ def check_mpi(rank: int, size: int, node: str, sums: str = "") -> int:
 
 def _check_group(world: World, node: str, sums: str, began: float) -> int:
     timed = [(int(num_ranks), int(num_bytes)) for num_ranks, num_bytes in re.findall(r"(\d+):(\d+)", sums)]
-    Room(world, max([4 * NUM_ELEMENTS, *(num_bytes for _, num_bytes in timed)]))
+    MemoryLimit(world, max([4 * NUM_ELEMENTS, *(num_bytes for _, num_bytes in timed)]))
     wait_sleeping(world.start_barrier())
     emit(Ready(world.rank, node, 0, time.monotonic() - began))
     checked = _check_sum(world, node)

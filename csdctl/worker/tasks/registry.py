@@ -3,12 +3,12 @@
 from importlib import import_module
 
 from csdctl.worker.process.errors import WorkerError
-from csdctl.worker.protocol.tasks import SPLIT, SPLIT_TRIAL, TRAIN, TRIAL, VERIFY, VERIFY_SPLIT
+from csdctl.worker.protocol.tasks import TRAIN, TRAIN_SPLIT, TRIAL, TRIAL_SPLIT, VERIFY, VERIFY_SPLIT
 from csdctl.worker.tasks.task import Task, TaskContext
 
 TASKS = {
-    SPLIT: "csdctl.worker.tasks.split:Split",
-    SPLIT_TRIAL: "csdctl.worker.tasks.split_trial:SplitTrial",
+    TRAIN_SPLIT: "csdctl.worker.tasks.split:Split",
+    TRIAL_SPLIT: "csdctl.worker.tasks.split_trial:SplitTrial",
     TRAIN: "csdctl.worker.tasks.train:Train",
     TRIAL: "csdctl.worker.tasks.trial:Trial",
     VERIFY: "csdctl.worker.tasks.verify:Verify",

@@ -17,7 +17,7 @@ from csdctl.runs.directory import ProjectDirectory
 from csdctl.runs.ledger import record_traffic
 from csdctl.shipping.chunks import SharedChunks
 from csdctl.shipping.deliver import Delivery, OnDeliveryProgress, deliver
-from csdctl.shipping.parcel import Parcel, pack_parcel
+from csdctl.shipping.payload import Payload, pack_payload
 from csdctl.shipping.store import StoredFile, hash_file
 from csdctl.shipping.tree import DEFAULT_IGNORED, TreeRequest, read_tree
 from csdctl.transport.many import Outcome, run_on_all, run_on_nodes, values_or_raise
@@ -44,8 +44,8 @@ def deploy_files(
             on_delivery(outcome.name, outcome.value)
 
     def send(session: Session) -> Delivery:
-        parcel = pack_parcel([file.as_object() for file in files[session.name]])
-        return deliver(session, parcel, chunks, python=fleet.python_of(session.name))
+        payload = pack_payload([file.as_object() for file in files[session.name]])
+        return deliver(session, payload, chunks, python=fleet.python_of(session.name))
 
     targets = {name: sessions[name] for name in files if name != HOST_NAME}
     return values_or_raise(run_on_all(targets, send, on_done=on_done), "deploying")
@@ -53,13 +53,13 @@ def deploy_files(
 
 def pack_trees(
     requests: Sequence[TreeRequest], chunks: SharedChunks, ignored: Sequence[str] = DEFAULT_IGNORED
-) -> Parcel:
+) -> Payload:
     """Read the trees of `requests` from the host's disk; raises InputError for undeployable entries."""
-    return pack_parcel(trees=[read_tree(request, chunks, ignored) for request in requests])
+    return pack_payload(trees=[read_tree(request, chunks, ignored) for request in requests])
 
 
-def deploy_parcel(
-    parcel: Parcel,
+def deploy_payload(
+    payload: Payload,
     chunks: SharedChunks,
     fleet: Fleet,
     *,
@@ -69,7 +69,7 @@ def deploy_parcel(
     on_progress: OnDeliveryProgress = lambda progress: None,
     on_done: Callable[[Outcome[Delivery]], None] = lambda outcome: None,
 ) -> dict[str, Outcome[Delivery]]:
-    """Send `parcel` to every node of `fleet`; a failure is an outcome and does not stop the others.
+    """Send `payload` to every node of `fleet`; a failure is an outcome and does not stop the others.
 
     `before` is called for each node first, and may raise its error.
     """
@@ -77,7 +77,7 @@ def deploy_parcel(
     def send(session: Session) -> Delivery:
         before(session)
         python = fleet.node(session.name).python
-        return deliver(session, parcel, chunks, python=python, dry_run=dry_run, on_progress=on_progress)
+        return deliver(session, payload, chunks, python=python, dry_run=dry_run, on_progress=on_progress)
 
     on_traffic = record_traffic(directory, "deploy")
     return run_on_nodes(fleet, send, directory=directory, on_done=on_done, on_traffic=on_traffic)

@@ -11,10 +11,10 @@ from csdctl.job.model import load_job
 from csdctl.notify import Say
 from csdctl.shipping.chunks import SharedChunks
 from csdctl.shipping.deliver import Delivery, DeliveryProgress
-from csdctl.shipping.parcel import FileTree, Parcel, pack_parcel
+from csdctl.shipping.payload import FileTree, Payload, pack_payload
 from csdctl.shipping.tree import DEFAULT_IGNORED, TreeRequest, parse_tree
 from csdctl.transport.many import Outcome
-from csdctl.workflows.data.deploy import deploy_parcel, pack_trees
+from csdctl.workflows.data.deploy import deploy_payload, pack_trees
 from csdctl.workflows.data.imports import check_machine
 from csdctl.workflows.data.model import prepare_code
 
@@ -55,14 +55,14 @@ def deploy_request(
     chunks = SharedChunks()
     needed: tuple[Needed, ...] = ()
     if request.trees:
-        parcel = _pack_trees(request, chunks, observer)
+        payload = _pack_trees(request, chunks, observer)
     else:
         job = load_job(request.job)
         worker, model = prepare_code(job, directory, say)
-        parcel = pack_parcel([file.as_object() for file in (worker, *model.files)])
+        payload = pack_payload([file.as_object() for file in (worker, *model.files)])
         needed = list_imports(job, model.info.needs_code).nodes
-    return deploy_parcel(
-        parcel,
+    return deploy_payload(
+        payload,
         chunks,
         fleet,
         directory=directory,
@@ -73,10 +73,10 @@ def deploy_request(
     )
 
 
-def _pack_trees(request: DeployRequest, chunks: SharedChunks, observer: DeployObserver) -> Parcel:
+def _pack_trees(request: DeployRequest, chunks: SharedChunks, observer: DeployObserver) -> Payload:
     defaults = () if request.is_everything else DEFAULT_IGNORED
     trees = [parse_tree(text) for text in request.trees]
-    parcel = pack_trees(trees, chunks, [*request.ignored, *defaults])
-    for tree, packed in zip(trees, parcel.trees, strict=True):
+    payload = pack_trees(trees, chunks, [*request.ignored, *defaults])
+    for tree, packed in zip(trees, payload.trees, strict=True):
         observer.packed(tree, packed)
-    return parcel
+    return payload

@@ -24,7 +24,7 @@ from csdctl.shipping.worker_zip import pack_code, pack_worker
 from csdctl.transport.local import LocalSession
 from csdctl.transport.meter import TrafficClass
 from csdctl.transport.session import Session
-from csdctl.tuning.measurements import ModelFeatures, describe_model
+from csdctl.tuning.measurements import ModelProperties, describe_model
 from csdctl.worker.protocol.datasets import DatasetInfo
 from csdctl.worker.protocol.json_codec import ProtocolError, from_json, to_json
 from csdctl.worker.protocol.model_info import BuildSpec, ModelInfo
@@ -77,7 +77,7 @@ def prepare_code(job: Job, directory: Path, say: Say) -> tuple[StoredFile, Seria
     return _code(job, directory)
 
 
-def describe_job_model(job: Job, directory: Path, say: Say) -> ModelFeatures:
+def describe_job_model(job: Job, directory: Path, say: Say) -> ModelProperties:
     """Return the features that identify the job's model in measurements; builds the model if needed."""
     _, model = _code(job, directory, lambda: say(f"building {job.model} to determine its size"))
     return describe_model(model.info, model.architecture.sha256)

@@ -4,9 +4,12 @@ A worker process on the host handles public data and the model, the worker of ea
 controller process opens neither. Results are stored by content, so a repeated call is fast.
 """
 
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 from csdctl.errors import InputError
 from csdctl.fleet.model import HOST_NAME, Fleet
@@ -17,7 +20,7 @@ from csdctl.notify import Say
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.shipping.chunks import SharedChunks
 from csdctl.shipping.deliver import deliver
-from csdctl.shipping.parcel import pack_parcel
+from csdctl.shipping.payload import pack_payload
 from csdctl.shipping.store import StoredFile, store_bytes, store_file
 from csdctl.shipping.worker_calls import run_worker, watch_worker
 from csdctl.shipping.worker_zip import pack_code
@@ -41,6 +44,8 @@ from csdctl.workflows.data.model import (
     store_worker,
 )
 from csdctl.workflows.data.prepared_record import find_changed, save_prepared
+from csdctl.workflows.data.sample_placement import place_sample
+from csdctl.workflows.workspace.workspace import Workspace, open_workspace
 
 DATA_STORE = ".csdctl/data"
 SHARED_STORE = ".csdctl-data"
@@ -183,12 +188,12 @@ class _Preparing:
 
     def check_shared(self, sessions: Mapping[str, Session], public: DatasetInfo) -> None:
         """Raise InputError when a node reads different public data than the host."""
-        parcel, chunks = pack_parcel([self._worker.as_object()]), SharedChunks()
+        payload, chunks = pack_payload([self._worker.as_object()]), SharedChunks()
 
         def on_node(session: Session) -> DatasetDigest:
             python = self._fleet.python_of(session.name)
             if session.name != HOST_NAME:
-                deliver(session, parcel, chunks, python=python)
+                deliver(session, payload, chunks, python=python)
             return run_worker(
                 session,
                 python,
@@ -235,11 +240,11 @@ class _Preparing:
         spec = replace(
             with_function(self._spec, self._private_function, stored, code), source=path, is_private=True
         )
-        parcel = pack_parcel([file.as_object() for file in (self._worker, stored, code) if file])
+        payload = pack_payload([file.as_object() for file in (self._worker, stored, code) if file])
         chunks = SharedChunks()
 
         def on_node(session: Session) -> DatasetInfo:
-            deliver(session, parcel, chunks, python=self._fleet.python_of(session.name))
+            deliver(session, payload, chunks, python=self._fleet.python_of(session.name))
             return self._prepare(session.name, session, spec)
 
         nodes = {node.name: sessions[node.name] for node in self._fleet.nodes}
@@ -306,3 +311,49 @@ def with_function(
     """Return `spec` with the user's function as it is stored on the worker's machine."""
     name = f"{stored.path}:{function.rpartition(':')[2]}" if stored else ""
     return replace(spec, function=name, code=UserCode(code.path, ()) if code else None)
+
+
+class PreparationObserver(Protocol):
+    """Shows messages and the progress of preparing."""
+
+    def say(self, line: str, /) -> None:
+        """Show one line."""
+
+    def preparing(
+        self, what: str = ..., expected: Sequence[str] = ..., /
+    ) -> AbstractContextManager[OnPrepareProgress]:
+        """Open a view of the progress of `what`, of which the names in `expected` report.
+
+        It is closed before anything else is shown but lines of text.
+        """
+
+
+def prepare_in(
+    space: Workspace, job: Job, observer: PreparationObserver, *, needs_labels: bool = True
+) -> Prepared:
+    """Prepare model and data of `job` on the machines of `space`; raises InputError or PartialError."""
+    began = time.monotonic()
+    with observer.preparing() as on_progress:
+        prepared = prepare_job(
+            job,
+            space.fleet,
+            space.sessions,
+            space.project,
+            observer.say,
+            on_progress,
+            needs_labels=needs_labels,
+        )
+    return replace(prepared, elapsed_s=time.monotonic() - began)
+
+
+def prepare_fleet(
+    job: Job, fleet: Fleet, *, directory: Path, sample: str, say: Say, on_progress: OnPrepareProgress
+) -> Prepared:
+    """Prepare `job` on the host and all nodes of `fleet`; fill its data paths with `sample` first, if named.
+
+    Raises InputError when model and data do not fit together, and CsdctlError when a machine fails.
+    """
+    with open_workspace(directory, fleet, "prepare") as space:
+        if sample:
+            place_sample(sample, job, space.fleet, space.sessions, space.project, say)
+        return prepare_job(job, space.fleet, space.sessions, space.project, say, on_progress, is_checked=True)

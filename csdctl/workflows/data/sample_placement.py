@@ -16,7 +16,7 @@ from csdctl.notify import Say
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.shipping.chunks import SharedChunks
 from csdctl.shipping.deliver import deliver
-from csdctl.shipping.parcel import pack_parcel
+from csdctl.shipping.payload import pack_payload
 from csdctl.shipping.tree import TreeRequest, read_tree
 from csdctl.transport.many import run_on_all, values_or_raise
 from csdctl.transport.session import Session
@@ -109,7 +109,7 @@ def _place_on_nodes(
         with tempfile.TemporaryDirectory() as scratch:
             _save(Path(scratch), parts[session.name], record)
             tree = read_tree(TreeRequest(Path(scratch), target), chunks, ignored=())
-            deliver(session, pack_parcel(trees=[tree]), chunks, python=fleet.python_of(session.name))
+            deliver(session, pack_payload(trees=[tree]), chunks, python=fleet.python_of(session.name))
 
     values_or_raise(
         run_on_all({node.name: sessions[node.name] for node in fleet.nodes}, on_node), "writing sample data"

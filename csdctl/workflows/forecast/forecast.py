@@ -10,8 +10,8 @@ from typing import TypeVar
 
 from csdctl.errors import InputError
 from csdctl.perfmodel.collective import CollectiveCost
+from csdctl.perfmodel.recommendation import Verdict, judge
 from csdctl.perfmodel.scaling import CurvePoint, predict_curve
-from csdctl.perfmodel.verdict import Verdict, judge
 from csdctl.tuning.scaling_curve import Costs, predict_best_curve
 from csdctl.workflows.forecast.basis import ForecastBasis
 from csdctl.workflows.forecast.request import ForecastRequest

@@ -13,7 +13,7 @@ from csdctl.tuning.scaling_curve import Choice, Costs, calibrate_overhead, choos
 from csdctl.tuning.search import Limits
 from csdctl.workflows.forecast.basis import EMULATED, NO_POWER, NO_SUM, ForecastBasis
 from csdctl.workflows.forecast.recall import Recalled
-from csdctl.workflows.train.plan_validation import find_left_out
+from csdctl.workflows.train.plan import find_left_out
 
 
 def measured_basis(

@@ -8,7 +8,7 @@ from csdctl.perfmodel.scaling import PlannedRank
 from csdctl.perfmodel.step_time import StepTime
 from csdctl.tuning.plan import Plan, RankPlan
 from csdctl.workflows.forecast.basis import EMULATED, NO_POWER, NO_SUM, ForecastBasis
-from csdctl.workflows.train.plan_validation import RETUNE
+from csdctl.workflows.train.plan import RETUNE
 
 
 def plan_basis(job: Job, plan: Plan) -> ForecastBasis:

@@ -19,13 +19,13 @@ from csdctl.perfmodel.published import Network
 from csdctl.reporting.numbers import format_seconds
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.tuning.plan import Plan, load_plan
-from csdctl.tuning.ways import DATA_PARALLEL, SPLIT
+from csdctl.tuning.strategies import DATA_PARALLEL, SPLIT
 from csdctl.workflows.data.prepared_record import PreparedData, load_prepared
 from csdctl.workflows.forecast.basis import ForecastBasis
 from csdctl.workflows.forecast.measured_basis import measured_basis
 from csdctl.workflows.forecast.plan_basis import plan_basis
 from csdctl.workflows.forecast.recall import TUNE, Unknown, recall
-from csdctl.workflows.train.plan_validation import find_changes, find_unplanned
+from csdctl.workflows.train.plan import find_changes, find_unplanned
 
 NO_FLEET = Unknown("there is no fleet file", f"write fleet.yaml and {TUNE}")
 
@@ -50,8 +50,8 @@ def tuned_basis(
     if max_global_batch is not None:
         plan, why_no_plan = None, "another limit of the global batch is requested"
     known = recall(job, project, fleet, facts, data, say) if fleet else NO_FLEET
-    notes = _describe_way(plan) if plan else {}
-    if plan and plan.way == SPLIT:
+    notes = _describe_strategy(plan) if plan else {}
+    if plan and plan.strategy == SPLIT:
         plan, why_no_plan = None, "its batch sizes are those of a model that is split"
     if plan and (isinstance(known, Unknown) or known.is_guessed):
         basis = plan_basis(job, plan)
@@ -91,14 +91,18 @@ def _load_valid_plan(
     return plan, ""
 
 
-def _describe_way(plan: Plan) -> dict[str, str]:
-    """Return what the plan says of its way to train, where that is not the one of a forecast."""
-    if plan.way == DATA_PARALLEL:
+def _describe_strategy(plan: Plan) -> dict[str, str]:
+    """Return what the plan says of its strategy, where that is not the one of a forecast."""
+    if plan.strategy == DATA_PARALLEL:
         return {}
-    of_way = [way for way in plan.ways if way.way == plan.way and (plan.way != SPLIT or way.cut == plan.cut)]
-    seconds = next((way.first_run_s for way in of_way), None)
+    of_strategy = [
+        strategy
+        for strategy in plan.strategies
+        if strategy.strategy == plan.strategy and (plan.strategy != SPLIT or strategy.cut == plan.cut)
+    ]
+    seconds = next((strategy.first_run_s for strategy in of_strategy), None)
     took = "" if seconds is None else f", which by the plan takes {format_seconds(seconds)} in all"
-    return {"way": f"data-parallel; `csdctl train` follows the plan's way, {plan.way}{took}"}
+    return {"strategy": f"data-parallel; `csdctl train` follows the plan's strategy, {plan.strategy}{took}"}
 
 
 def _nothing_known(job: Job, why_no_plan: str, known: Unknown) -> InputError:

@@ -18,7 +18,7 @@ from csdctl.worker.protocol.run_spec import DatasetSlice, Runtime
 from csdctl.workflows.data.deploy import cut_shards, whole
 from csdctl.workflows.data.prepare import Prepared
 from csdctl.workflows.predict.request import PRIVATE, PUBLIC, VALIDATION, PredictRequest
-from csdctl.workflows.train.plan_choice import build_equal_plan, default_runtime, resolve_plan
+from csdctl.workflows.train.plan import build_equal_plan, default_runtime, resolve_plan
 from csdctl.workflows.workspace.workspace import Workspace
 
 

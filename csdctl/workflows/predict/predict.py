@@ -27,16 +27,15 @@ from csdctl.worker.protocol.features import RESULT_STORE, VALUES, Extracted, Ext
 from csdctl.worker.protocol.json_codec import to_json
 from csdctl.worker.protocol.run_spec import Prefix
 from csdctl.workflows.data.deploy import common_files, deploy_files
-from csdctl.workflows.data.features import check_parts
 from csdctl.workflows.data.info_answer import check_info
-from csdctl.workflows.data.prepare import OnPrepareProgress, Prepared
+from csdctl.workflows.data.prepare import OnPrepareProgress, PreparationObserver, Prepared, prepare_in
 from csdctl.workflows.data.prepared_record import load_prepared
 from csdctl.workflows.predict.division import Part, divide_samples, on_host
 from csdctl.workflows.predict.request import CLASSES, EMBEDDINGS, PRIVATE, PUBLIC, SCORES, PredictRequest
 from csdctl.workflows.predict.rules import build_rules, check_layer
 from csdctl.workflows.predict.writing import Block, write_results
-from csdctl.workflows.train.plan_choice import default_runtime
-from csdctl.workflows.train.preparation import PreparationObserver, prepare_in
+from csdctl.workflows.train.plan import default_runtime
+from csdctl.workflows.train.strategies.features import check_parts
 from csdctl.workflows.workspace.workspace import Workspace, open_workspace
 
 _DOING = "predicting"

@@ -16,7 +16,7 @@ from csdctl.runs.directory import ProjectDirectory, RunDirectory
 from csdctl.runs.ledger import Ledger
 from csdctl.shipping.chunks import SharedChunks
 from csdctl.shipping.deliver import Delivery, deliver
-from csdctl.shipping.parcel import pack_parcel
+from csdctl.shipping.payload import pack_payload
 from csdctl.shipping.store import StoredFile, store_bytes
 from csdctl.shipping.worker_calls import build_worker_command
 from csdctl.shipping.worker_zip import pack_worker
@@ -98,10 +98,10 @@ def measure_sums(
 
 def _deliver(worker: StoredFile, fleet: Fleet, sessions: Mapping[str, Session]) -> list[Check]:
     """Send the worker to all nodes; return a failed check for each node that did not receive it."""
-    parcel, chunks = pack_parcel([worker.as_object()]), SharedChunks()
+    payload, chunks = pack_payload([worker.as_object()]), SharedChunks()
 
     def send(session: Session) -> Delivery:
-        return deliver(session, parcel, chunks, python=fleet.python_of(session.name))
+        return deliver(session, payload, chunks, python=fleet.python_of(session.name))
 
     outcomes = run_on_all(sessions, send)
     return [judge_error(name, "deploy", outcome.error) for name, outcome in outcomes.items() if outcome.error]

@@ -17,7 +17,7 @@ from csdctl.errors import InputError
 from csdctl.notify import Say
 from csdctl.reporting.numbers import format_bytes
 from csdctl.shipping.chunks import SharedChunks, printable
-from csdctl.shipping.parcel import Parcel, pack_parcel
+from csdctl.shipping.payload import Payload, pack_payload
 from csdctl.shipping.store import hash_file
 from csdctl.shipping.tree import TreeRequest, read_tree
 from csdctl.workflows.provision import debian_python, trimming
@@ -88,14 +88,14 @@ class Bundle:
         """The free space that a node needs, the wheels included."""
         return self.unpacked_bytes + self.num_bytes
 
-    def pack(self, chunks: SharedChunks) -> Parcel:
-        """Return the wheels as a parcel; raises InputError for a file that is not as it was collected."""
+    def pack(self, chunks: SharedChunks) -> Payload:
+        """Return the wheels as a payload; raises InputError for a file that is not as it was collected."""
         tree = read_tree(TreeRequest(self.directory / "wheels", WHEELS), chunks)
         found = {name: stored.source.sha256 for name, stored in tree.files}
         for file in self.wheels:
             if found.get(file.name) != file.sha256:
                 raise _damaged(self.directory / "wheels" / file.name)
-        return pack_parcel(trees=[tree])
+        return pack_payload(trees=[tree])
 
     def python_archive(self) -> Path:
         """Return the archive of Python; raises InputError when it is not as it was collected."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO
 
 import csdctl
-from csdctl.documents import parse_json
+from csdctl.documents import parse_json_document
 from csdctl.errors import CsdctlError, InputError
 from csdctl.workflows.provision.programs import find_program
 
@@ -161,7 +161,7 @@ def _end(process: "subprocess.Popen[str]") -> None:
 def _take(text: str, result: PlaybookResult, on_task: OnTask) -> bool:
     """Take a line of the callback; return whether it was one, and not a program's own that begins alike."""
     try:
-        content = parse_json(text, "a line of Ansible's callback")
+        content = parse_json_document(text, "a line of Ansible's callback")
         if content["event"] == "summary":
             result.summaries |= {
                 str(name): NodeSummary(**{key: int(counts[key]) for key in NodeSummary.__annotations__})

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from csdctl.shipping.chunks import SharedChunks
 from csdctl.shipping.deliver import OnDeliveryProgress, deliver
-from csdctl.shipping.parcel import Parcel
+from csdctl.shipping.payload import Payload
 from csdctl.transport.session import Session
 from csdctl.workflows.provision.bundle import Bundle
 from csdctl.workflows.provision.debian_python import python_directory
@@ -63,7 +63,7 @@ class BundleSender:
         self._prefix = prefix
         self._chunks = SharedChunks()
         self._lock = threading.Lock()
-        self._parcels: dict[Kind, Parcel] = {}
+        self._parcels: dict[Kind, Payload] = {}
         self._archives: dict[Kind, bytes] = {}
 
     @property
@@ -92,9 +92,9 @@ class BundleSender:
         python_bytes = self._send_python(session, machine, bundle, dry_run=dry_run)
         if dry_run and python_bytes:  # without Python, nothing can compare files there
             return Sent(python, bundle.id, len(bundle.wheels) + 1, bundle.num_bytes, is_installed=False)
-        parcel = self._parcel(machine.kind)
+        payload = self._payload(machine.kind)
         delivery = deliver(
-            session, parcel, self._chunks, python=python, dry_run=dry_run, on_progress=on_progress
+            session, payload, self._chunks, python=python, dry_run=dry_run, on_progress=on_progress
         )
         if not dry_run:
             _record(session, python, bundle)
@@ -124,7 +124,7 @@ class BundleSender:
             done.check(session.name, doing="unpacking Python", remedy="check its disk: `df -h`, `mount`")
         return bundle.python.num_bytes
 
-    def _parcel(self, kind: Kind) -> Parcel:
+    def _payload(self, kind: Kind) -> Payload:
         with self._lock:
             if kind not in self._parcels:
                 self._parcels[kind] = self._bundles[kind].pack(self._chunks)

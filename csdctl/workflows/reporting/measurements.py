@@ -8,7 +8,7 @@ from csdctl.runs.directory import ProjectDirectory
 from csdctl.runs.measurements import Forgotten, open_measurements
 from csdctl.runs.measurements_file import remove_measurements
 from csdctl.runs.measurements_overview import Overview, load_overview
-from csdctl.tuning.measurements import ModelFeatures
+from csdctl.tuning.measurements import ModelProperties
 
 EVERYTHING = "all"
 
@@ -50,5 +50,5 @@ def _forget_all(project: ProjectDirectory, confirm: Callable[[str], None]) -> Fo
         return store.forget(None)
 
 
-def _name(models: Sequence[ModelFeatures]) -> str:
+def _name(models: Sequence[ModelProperties]) -> str:
     return ", ".join(f"{model.short_name} ({model.hash[:8]})" for model in models)

@@ -15,13 +15,13 @@ SETTINGS = (
     "recipe",
     "noise",
     "data",
-    "way",
+    "strategy",
     "cut",
     "features",
     "plan",
 )
 """Of manifest.json; what follows from them is left out."""
-NO_SETTINGS = ("plan.made_for", "plan.ways", "plan.predicted", "plan.measuring_s", "plan.num_probes")
+NO_SETTINGS = ("plan.made_for", "plan.strategies", "plan.predicted", "plan.measuring_s", "plan.num_probes")
 RESULTS = (
     "state",
     "epochs",

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from csdctl.errors import InputError
-from csdctl.reporting.glance import Glance, glance_at
+from csdctl.reporting.run_status import RunStatus, load_run_status
 from csdctl.runs.directory import ProjectDirectory, RunDirectory
 from csdctl.workflows.runs.processes import interrupt, process_of, wait_until_over
 
@@ -14,24 +14,24 @@ UNREADABLE = "unreadable"
 """A directory that no csdctl has written."""
 
 
-def list_runs(project: ProjectDirectory) -> list[Glance]:
+def list_runs(project: ProjectDirectory) -> list[RunStatus]:
     """Return all runs of the project, the oldest first."""
     found = []
     for run_id in project.run_ids():
         try:
             found.append(look_at(project.find_run(run_id)))
         except InputError:
-            found.append(Glance(run_id, UNREADABLE))
+            found.append(RunStatus(run_id, UNREADABLE))
     return found
 
 
-def look_at(run: RunDirectory) -> Glance:
+def look_at(run: RunDirectory) -> RunStatus:
     """Return what `run` has come to; its state is RUNNING while its csdctl is at work."""
-    glance = glance_at(run)
-    return replace(glance, state=RUNNING) if process_of(run).is_running else glance
+    status = load_run_status(run)
+    return replace(status, state=RUNNING) if process_of(run).is_running else status
 
 
-def stop_run(project: ProjectDirectory, run_id: str | None, deadline_s: float) -> Glance:
+def stop_run(project: ProjectDirectory, run_id: str | None, deadline_s: float) -> RunStatus:
     """Stop a run as the first Ctrl-C does, and wait for its end.
 
     Raises InputError for a run that is not running, DeadlineError when it goes on for longer.
@@ -39,7 +39,7 @@ def stop_run(project: ProjectDirectory, run_id: str | None, deadline_s: float) -
     run = _only_running(project) if run_id is None else project.find_run(run_id)
     interrupt(run)
     wait_until_over(run, deadline_s)
-    return glance_at(run)
+    return load_run_status(run)
 
 
 def _only_running(project: ProjectDirectory) -> RunDirectory:

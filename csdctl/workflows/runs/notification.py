@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from csdctl.errors import CsdctlError, ExitCode, InputError
 from csdctl.notify import Say
-from csdctl.reporting.glance import glance_at
+from csdctl.reporting.run_status import load_run_status
 from csdctl.runs.directory import RunDirectory
 
 DEADLINE_S = 60.0
@@ -53,7 +53,7 @@ def _notify(command: Sequence[str], run: RunDirectory, code: int, say: Say) -> N
     result = {
         "CSDCTL_RUN": run.run_id,
         "CSDCTL_RUN_DIRECTORY": str(run.path.absolute()),
-        "CSDCTL_STATE": glance_at(run).state,
+        "CSDCTL_STATE": load_run_status(run).state,
         "CSDCTL_EXIT_CODE": str(int(code)),
     }
     try:

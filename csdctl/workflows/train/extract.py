@@ -10,11 +10,10 @@ from csdctl.job.model import Job
 from csdctl.shipping.deliver import Delivery
 from csdctl.worker.protocol.features import FeatureOptions
 from csdctl.workflows.data.deploy import cut_shards
-from csdctl.workflows.data.features import COMPUTING, FeatureRun, compute_features, find_features
-from csdctl.workflows.train.placement import place_plan
-from csdctl.workflows.train.plan_choice import check_one_source, resolve_plan
-from csdctl.workflows.train.preparation import PreparationObserver, prepare_in
-from csdctl.workflows.train.spec import build_spec
+from csdctl.workflows.data.prepare import PreparationObserver, prepare_in
+from csdctl.workflows.train.plan import check_one_source, resolve_plan
+from csdctl.workflows.train.spec import build_spec, place_plan
+from csdctl.workflows.train.strategies.features import COMPUTING, FeatureRun, compute_features, find_features
 from csdctl.workflows.workspace.workspace import open_workspace
 
 

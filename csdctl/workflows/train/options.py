@@ -7,7 +7,7 @@ from csdctl.errors import InputError
 from csdctl.launch.mpi_job import Deadlines
 from csdctl.supervision.event_callbacks import Callback
 from csdctl.tuning.plan import Plan
-from csdctl.tuning.ways import FEATURES, SPLIT, WAYS
+from csdctl.tuning.strategies import FEATURES, SPLIT, STRATEGIES
 from csdctl.worker.protocol.features import ENGINES, PRECISIONS, FeatureOptions
 from csdctl.worker.protocol.orders import COLLECTIVE_NAMES
 from csdctl.worker.protocol.run_spec import SplitSpec
@@ -16,7 +16,7 @@ MEASURED = "auto"
 """The ranks measure which collective is faster."""
 COLLECTIVES = (MEASURED, *COLLECTIVE_NAMES)
 AUTO = "auto"
-"""The way that the plan names: `tune` has compared them."""
+"""The strategy that the plan names: `tune` has compared them."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class TrainOptions:
     """How gradients are summed, as `csdctl train --collective`."""
     callbacks: tuple[Callback, ...] = ()
     """Called with every event of the run, in threads of their own."""
-    way: str = AUTO
-    """What is computed where: one of WAYS, or AUTO."""
+    strategy: str = AUTO
+    """What is computed where: one of STRATEGIES, or AUTO."""
     features: FeatureOptions = field(default_factory=FeatureOptions)
     """For `features`."""
     cut: str = ""
@@ -52,10 +52,10 @@ class TrainOptions:
             raise InputError(
                 f"unknown collective {self.collective!r}", remedy=f"one of {', '.join(COLLECTIVES)}"
             )
-        check_way(self.way)
-        check_cut(self.way, self.cut)
+        check_strategy(self.strategy)
+        check_cut(self.strategy, self.cut)
         check_features(self.features)
-        self._check_way_options()
+        self._check_strategy_options()
         for callback in self.callbacks:
             if not callable(callback):
                 raise InputError(
@@ -71,38 +71,39 @@ class TrainOptions:
             if not value >= least:
                 raise InputError(f"--{name} must be at least {least}, received {value:g}")
 
-    def _check_way_options(self) -> None:
-        """Raise InputError for an option of another way than the one that was asked for."""
+    def _check_strategy_options(self) -> None:
+        """Raise InputError for an option of another strategy than the one that was asked for."""
         default = FeatureOptions()
-        for option, value, unset, way in (
+        for option, value, unset, strategy in (
             ("feature-precision", self.features.precision, default.precision, FEATURES),
             ("feature-engine", self.features.engine, default.engine, FEATURES),
             ("micro-batches", self.num_micro_batches, SplitSpec.num_micro_batches, SPLIT),
         ):
-            if value != unset and self.way not in (AUTO, way):
+            if value != unset and self.strategy not in (AUTO, strategy):
                 raise InputError(
-                    f"--{option} {value} has no effect with --way {self.way}",
-                    remedy=f"leave it out, or add --way {way}",
+                    f"--{option} {value} has no effect with --strategy {self.strategy}",
+                    remedy=f"leave it out, or add --strategy {strategy}",
                 )
 
 
-def choose_planned_way(way: str, cut: str, plan: Plan) -> tuple[str, str]:
-    """Return way and cut that were asked for; where none was, those of `plan`."""
-    if way == AUTO:
-        return plan.way, plan.cut
-    return way, cut or (plan.cut if plan.way == way else "")
+def choose_planned_strategy(strategy: str, cut: str, plan: Plan) -> tuple[str, str]:
+    """Return strategy and cut that were asked for; where none was, those of `plan`."""
+    if strategy == AUTO:
+        return plan.strategy, plan.cut
+    return strategy, cut or (plan.cut if plan.strategy == strategy else "")
 
 
-def check_way(way: str) -> None:
-    """Raise InputError unless csdctl can train in this way."""
-    _check_choice("way", way, (AUTO, *WAYS))
+def check_strategy(strategy: str) -> None:
+    """Raise InputError for an unknown strategy."""
+    _check_choice("strategy", strategy, (AUTO, *STRATEGIES))
 
 
-def check_cut(way: str, cut: str) -> None:
-    """Raise InputError for a cut with a way that divides no model."""
-    if cut and way != SPLIT:
+def check_cut(strategy: str, cut: str) -> None:
+    """Raise InputError for a cut with a strategy that divides no model."""
+    if cut and strategy != SPLIT:
         raise InputError(
-            f"--cut {cut} divides the model, which --way {way} does not", remedy="add --way split"
+            f"--cut {cut} divides the model, which --strategy {strategy} does not",
+            remedy="add --strategy split",
         )
 
 

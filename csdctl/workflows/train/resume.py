@@ -16,19 +16,17 @@ from csdctl.reporting.summary import RunSummary
 from csdctl.runs.directory import NEW_RUN, ProjectDirectory, RunDirectory
 from csdctl.runs.manifest import DataFingerprints, Manifest
 from csdctl.worker.protocol.events import EARLY_STOPPING, Event, Finished, Joined
-from csdctl.worker.protocol.features import KERAS, LITERT, FeatureOptions
 from csdctl.worker.protocol.json_codec import SCHEMA
 from csdctl.worker.protocol.recipe import Noise
 from csdctl.worker.protocol.run_spec import RankSpec, RunSpec
-from csdctl.worker.protocol.tasks import SPLIT, TaskSpec
+from csdctl.worker.protocol.tasks import TRAIN_SPLIT, TaskSpec
 from csdctl.workflows.data.deploy import cut_shards, whole
 from csdctl.workflows.data.prepare import Prepared
 from csdctl.workflows.train.options import TrainOptions
-from csdctl.workflows.train.placement import build_rank_specs
-from csdctl.workflows.train.ranks import RunInputs
-from csdctl.workflows.train.spec import fingerprint_data, progress_interval_s
-from csdctl.workflows.train.split import use_split
-from csdctl.workflows.train.train import RunObserver, run_to_end, use_features
+from csdctl.workflows.train.run import RunInputs, RunObserver, run_to_end
+from csdctl.workflows.train.spec import build_rank_specs, fingerprint_data, progress_interval_s
+from csdctl.workflows.train.strategies.choice import strategy_of
+from csdctl.workflows.train.strategies.strategy import RunContext
 from csdctl.workflows.workspace.workspace import Workspace
 
 LATEST = "latest"
@@ -112,13 +110,9 @@ def resume(
         is_balanced=options.is_balanced,
         max_steps=options.max_steps,
     )
-    if spec.split:
-        spec = use_split(spec, job, prepared, spec.split.cut, spec.split.num_micro_batches)
+    strategy, context = strategy_of(spec), RunContext(job, prepared, space, observer, observer.on_delivery)
     inputs = RunInputs(run, dataclasses.replace(spec, head=None), prepared, shards)
-    if spec.head:
-        engine = LITERT if spec.head.prefix.lite else KERAS
-        features = FeatureOptions(spec.head.prefix.precision, engine)
-        inputs = use_features(inputs, space, features, observer)
+    inputs = strategy.build_inputs(inputs, context)
     return run_to_end(inputs, steps_per_epoch(placed), space, options, observer)
 
 
@@ -129,7 +123,7 @@ def load_spec(run: RunDirectory) -> RunSpec:
     for name, found, expected in (
         ("schema", spec.schema, SCHEMA),
         ("run_id", spec.run_id, run.run_id),
-        ("task", spec.task, TaskSpec(SPLIT) if spec.split else TaskSpec()),
+        ("task", spec.task, TaskSpec(TRAIN_SPLIT) if spec.split else TaskSpec()),
         ("num_checkpoints", spec.num_checkpoints, min(max(spec.num_checkpoints, 1), MAX_CHECKPOINTS)),
         ("checkpoint_interval_s", spec.checkpoint_interval_s, max(spec.checkpoint_interval_s, 1.0)),
     ):

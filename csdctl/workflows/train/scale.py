@@ -15,9 +15,9 @@ from csdctl.reporting.summary import summarize_run
 from csdctl.runs.directory import ProjectDirectory, RunDirectory
 from csdctl.tuning.plan import Plan, load_plan, save_plan
 from csdctl.tuning.series import choose_counts, plan_point
-from csdctl.workflows.train.plan_choice import build_equal_plan
+from csdctl.workflows.train.plan import build_equal_plan
 from csdctl.workflows.train.resume import load_spec
-from csdctl.workflows.train.session import TrainRequest, TrainResult
+from csdctl.workflows.train.train import TrainRequest, TrainResult
 from csdctl.workflows.workspace.workspace import open_workspace
 
 

@@ -1,75 +1,169 @@
-"""`train`: one new run, from the plan to the model.
+"""`train`: choose plan or run, examine the machines, prepare, then train a new run or resume one.
 
 A run succeeds when every rank that takes part has sent a completion record.
 """
 
 import dataclasses
-import time
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from csdctl.documents import save_json, save_text
-from csdctl.energy.sampler import PowerSampler
+from csdctl.errors import InputError
+from csdctl.fleet.model import Fleet
 from csdctl.job.model import Job
 from csdctl.launch.machine_lock import describe_holder
+from csdctl.launch.tools import find_mpirun
 from csdctl.placement.equation1 import steps_per_epoch
-from csdctl.reporting.summary import RunSummary, summarize_run
-from csdctl.runs.directory import EventLog, RunDirectory
-from csdctl.runs.step_file import keep_step_file
-from csdctl.shipping.deliver import Delivery
-from csdctl.supervision.event_callbacks import EventCallbacks
-from csdctl.supervision.supervisor import USER
+from csdctl.reporting.differential_privacy import check_accountant
+from csdctl.reporting.summary import RunSummary
+from csdctl.runs.directory import RunDirectory
+from csdctl.runs.manifest import Manifest
 from csdctl.tuning.plan import Plan
-from csdctl.tuning.ways import FEATURES, SPLIT
-from csdctl.worker.protocol.events import Event
-from csdctl.worker.protocol.features import FeatureOptions
 from csdctl.worker.protocol.json_codec import to_json
-from csdctl.worker.protocol.run_spec import RunSpec
 from csdctl.workflows.data.deploy import cut_shards
-from csdctl.workflows.data.features import COMPUTING, FeatureRun, compute_features
-from csdctl.workflows.data.prepare import OnPrepareProgress, Prepared
-from csdctl.workflows.train.host_alone import leave_to_host
-from csdctl.workflows.train.options import TrainOptions, choose_planned_way
-from csdctl.workflows.train.placement import place_plan
-from csdctl.workflows.train.ranks import RunInputs, run_ranks
-from csdctl.workflows.train.spec import build_manifest, build_spec, describe_way
-from csdctl.workflows.train.split import use_split
-from csdctl.workflows.workspace.workspace import Workspace
+from csdctl.workflows.data.prepare import PreparationObserver, Prepared, prepare_in
+from csdctl.workflows.data.prepared_record import load_prepared
+from csdctl.workflows.preflight.doctor import DoctorOptions, examine_open
+from csdctl.workflows.preflight.examination import Examination
+from csdctl.workflows.reporting.report import report
+from csdctl.workflows.train.options import AUTO, TrainOptions
+from csdctl.workflows.train.plan import GIVE_ONE, check_one_source, resolve_plan
+from csdctl.workflows.train.resume import find_resumable, is_complete, load_spec, resume
+from csdctl.workflows.train.run import RunInputs, RunObserver, run_to_end
+from csdctl.workflows.train.spec import build_manifest, build_spec, describe_strategy, place_plan
+from csdctl.workflows.train.strategies.choice import choose_strategy, strategy_of
+from csdctl.workflows.train.strategies.strategy import RunContext
+from csdctl.workflows.workspace.workspace import Workspace, open_workspace
+
+_CONTINUED = "a run continues as it began"
+CONTRADICTIONS = (
+    ("resume", "plan", _CONTINUED),
+    ("resume", "batch-size", _CONTINUED),
+    ("resume", "strategy", _CONTINUED),
+)
 
 
-class RunObserver(Protocol):
-    """Called during the run by the thread that supervises it; a slow callback delays supervision."""
+@dataclass(frozen=True)
+class TrainRequest:
+    """The request of one `csdctl train`."""
 
-    def say(self, line: str, /) -> None:
-        """Show one line."""
+    job: Job
+    fleet: Fleet
+    directory: Path
+    options: TrainOptions
+    plan_path: Path | None = None
+    """None: the plan that `tune` wrote for the job."""
+    batch_size: int | None = None
+    """Use this batch size on every rank instead of a plan."""
+    resume: str | None = None
+    """The id of the run to resume, or 'latest'."""
+    is_preflight_skipped: bool = False
 
-    def preparing(
-        self, what: str = ..., expected: Sequence[str] = ..., /
-    ) -> AbstractContextManager[OnPrepareProgress]:
-        """Open a view of the progress of `what`, of which the names in `expected` report.
-
-        It is closed before anything else is shown but lines of text.
-        """
-
-    def on_start(self, run: RunDirectory, spec: RunSpec, num_steps: int, /) -> None:
-        """The run starts; an epoch has `num_steps` steps."""
-
-    def on_delivery(self, node: str, delivery: Delivery, /) -> None:
-        """Files have reached `node`."""
-
-    def on_event(self, event: Event, /) -> None:
-        """A rank or the supervisor has reported `event`."""
+    def __post_init__(self) -> None:
+        """Raise InputError for two sources of the batch sizes, or of the strategy, of one run."""
+        check_one_source(self.plan_path, self.batch_size)
+        given = {
+            "resume": self.resume,
+            "plan": self.plan_path,
+            "batch-size": self.batch_size,
+            "strategy": "" if self.options.strategy == AUTO else self.options.strategy,
+        }
+        for first, second, why in CONTRADICTIONS:
+            if given[first] and given[second]:
+                raise InputError(f"--{first} and --{second} contradict each other: {why}", remedy=GIVE_ONE)
 
 
-class RunStopped(KeyboardInterrupt):
-    """The user has interrupted the run; its state is kept."""
+@dataclass(frozen=True)
+class TrainResult:
+    """The run and its results."""
 
-    def __init__(self, run_id: str, summary: RunSummary) -> None:
-        super().__init__(f"run {run_id} was interrupted; `csdctl train --resume {run_id}` continues it")
-        self.run_id = run_id
-        self.summary = summary
+    directory: RunDirectory
+    summary: RunSummary
+    was_complete: bool = False
+    """Nothing was left to resume."""
+
+
+class TrainObserver(PreparationObserver, RunObserver, Protocol):
+    """Shows one `csdctl train` from its start to its end."""
+
+    def on_preflight(self, examination: Examination, /) -> None:
+        """The machines have been examined."""
+
+
+def run_training(request: TrainRequest, observer: TrainObserver) -> TrainResult:
+    """Train a new run, or resume one; raises CsdctlError, and RunStopped when the user stops it."""
+    find_mpirun()
+    if request.job.noise:
+        check_accountant()
+    with open_workspace(
+        request.directory, request.fleet, "train", is_locking=True, say=observer.say
+    ) as space:
+        if request.resume:
+            run = find_resumable(space.project, request.resume, request.job, space.fleet, observer.say)
+            return _resume(run, request, space, observer)
+        return _train(request, space, observer)
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What one `csdctl train` would do."""
+
+    plan: Plan
+    strategy: str
+    cut: str
+    run: RunDirectory | None = None
+    """The run that would be resumed."""
+    num_samples: int | None = None
+    """Of an epoch, as the job was last prepared; None: it would be prepared first."""
+
+
+def rehearse_training(request: TrainRequest, observer: TrainObserver) -> Rehearsal:
+    """Choose plan or run and examine the machines as `run_training` does, without preparing or training."""
+    find_mpirun()
+    with open_workspace(request.directory, request.fleet, "train") as space:
+        run = None
+        if request.resume:
+            run = find_resumable(space.project, request.resume, request.job, space.fleet, observer.say)
+            plan, strategy = Manifest.model_validate(run.load_manifest()).plan, strategy_of(load_spec(run))
+        else:
+            plan = resolve_plan(
+                request.job, space, observer.say, path=request.plan_path, batch_size=request.batch_size
+            )
+            strategy = choose_strategy(request.options, plan)
+        _examine(request, space, observer)
+        recorded = load_prepared(space.project, request.job)
+    return Rehearsal(plan, strategy.name, strategy.cut, run, recorded.num_samples if recorded else None)
+
+
+def _train(request: TrainRequest, space: Workspace, observer: TrainObserver) -> TrainResult:
+    plan = resolve_plan(
+        request.job, space, observer.say, path=request.plan_path, batch_size=request.batch_size
+    )
+    prepared = _examine_and_prepare(request, space, observer)
+    summary = train(request.job, plan, prepared, space, request.options, observer)
+    return TrainResult(space.project.find_run(summary.run_id), summary)
+
+
+def _resume(
+    run: RunDirectory, request: TrainRequest, space: Workspace, observer: TrainObserver
+) -> TrainResult:
+    if is_complete(run, request.job):
+        return TrainResult(*report(space.project, run.run_id), was_complete=True)
+    prepared = _examine_and_prepare(request, space, observer)
+    return TrainResult(run, resume(run, request.job, prepared, space, request.options, observer))
+
+
+def _examine_and_prepare(request: TrainRequest, space: Workspace, observer: TrainObserver) -> Prepared:
+    _examine(request, space, observer)
+    return prepare_in(space, request.job, observer)
+
+
+def _examine(request: TrainRequest, space: Workspace, observer: TrainObserver) -> None:
+    if not request.is_preflight_skipped:
+        examination = examine_open(space.fleet, space.sessions, space.project.root, DoctorOptions())
+        observer.on_preflight(examination)
+        examination.check_before_training()
 
 
 def train(
@@ -78,17 +172,16 @@ def train(
     """Train a new run to its end.
 
     Raises RunError, DeadlineError or InputError when it fails, RunStopped when the user stops it. The caller
-    has locked the machines and called `plan_validation.check_plan`.
+    has locked the machines and called `plan.check_plan`.
     """
-    way, cut = choose_planned_way(options.way, options.cut, plan)
-    gathered = None
-    if way == FEATURES and plan.trains_on_host:
-        plan, gathered = leave_to_host(plan, job, prepared, space, options.features, observer)
+    context = RunContext(job, prepared, space, observer, observer.on_delivery)
+    strategy = choose_strategy(options, plan)
+    plan = strategy.choose_ranks(plan, context)
     placed = place_plan(plan, prepared, job, space.fleet)
     run = space.project.new_run()
     save_json(run.process, describe_holder("train", space.project.root))
     manifest = build_manifest(job, plan, placed, prepared, space)
-    run.save_manifest(manifest | describe_way(plan, way, cut))
+    run.save_manifest(manifest | describe_strategy(plan, strategy.name, strategy.cut))
     shards = cut_shards(placed, prepared.public, job, space.project)
     spec = dataclasses.replace(
         build_spec(run, job, plan, placed, prepared, shards, space),
@@ -98,95 +191,6 @@ def train(
         num_checkpoints=options.num_checkpoints,
         max_steps=options.max_steps,
     )
-    if way == SPLIT:
-        spec = use_split(spec, job, prepared, cut, options.num_micro_batches)
-    inputs = RunInputs(run, spec, prepared, shards)
-    if way == FEATURES:
-        inputs = use_features(inputs, space, options.features, observer, gathered)
+    inputs = strategy.build_inputs(RunInputs(run, spec, prepared, shards), context)
     save_text(run.spec, to_json(inputs.spec))
     return run_to_end(inputs, steps_per_epoch(placed), space, options, observer)
-
-
-def use_features(
-    inputs: RunInputs,
-    space: Workspace,
-    options: FeatureOptions,
-    observer: RunObserver,
-    gathered: FeatureRun | None = None,
-) -> RunInputs:
-    """Return the run of the model's head, after the features of all samples have been computed.
-
-    `gathered`: those that all machines have computed for the host.
-    """
-    nodes = [rank.node for rank in inputs.spec.ranks]
-    with observer.preparing(COMPUTING, nodes) as on_progress:
-        run = compute_features(
-            inputs.spec, inputs.prepared, inputs.shards, space, options, observer.on_delivery, on_progress
-        )
-    if gathered is None:
-        observer.say(run.describe())
-    made = gathered or run
-    content = {
-        "layer": made.layer,
-        "precision": options.precision,
-        "engine": options.engine,
-        "num_computed": made.num_computed,
-        "elapsed_s": made.elapsed_s,
-    }
-    inputs.directory.save_manifest(inputs.directory.load_manifest() | {"features": content})
-    return RunInputs(inputs.directory, run.spec, run.prepared, {})
-
-
-def run_to_end(
-    inputs: RunInputs, num_steps: int, space: Workspace, options: TrainOptions, observer: RunObserver
-) -> RunSummary:
-    """Run the ranks, log their events, and add them up; raises what `train` raises.
-
-    A run that a callback has stopped returns as one that has come to its end; its state is kept.
-    """
-    run = inputs.directory
-    observer.on_start(run, inputs.spec, num_steps)
-    log = EventLog(run)
-    is_done = is_interrupted = False
-    with (
-        PowerSampler(run, space.fleet, space.sessions, observer.say),
-        EventCallbacks(options.callbacks, run.run_id, observer.say) as callbacks,
-    ):
-
-        def record(event: Event) -> None:
-            time_s = time.time()
-            log.append(time_s, event)
-            observer.on_event(event)
-            callbacks.put(time_s, event)
-
-        try:
-            stopped_by = run_ranks(
-                inputs,
-                space,
-                options,
-                observer.on_delivery,
-                record,
-                should_stop=lambda: callbacks.has_stopped,
-            )
-            is_done, is_interrupted = not stopped_by, stopped_by == USER
-        except KeyboardInterrupt:
-            is_interrupted = (
-                True  # the ranks were ended at once; the state of the last completed step is kept
-            )
-        finally:
-            log.close()
-            settle_step_file(inputs, is_done=is_done)
-    summary = summarize_run(run)
-    if is_interrupted:
-        raise RunStopped(run.run_id, summary)
-    return summary
-
-
-def settle_step_file(inputs: RunInputs, *, is_done: bool) -> None:
-    """Remove the step file from memory; keep it on disk for `train --resume`, unless the run is done."""
-    step_file, kept = Path(inputs.spec.step_file), inputs.directory.kept_step_file
-    if not is_done:
-        keep_step_file(step_file, kept)
-        return
-    for path in (step_file, kept):
-        path.unlink(missing_ok=True)

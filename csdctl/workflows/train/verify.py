@@ -1,9 +1,10 @@
-"""`verify`: one step of all ranks, compared with the same step in one process."""
+"""`verify`: one step of all ranks, compared with the same step in one process, and what the numbers show."""
 
 import dataclasses
+import math
 import shutil
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from csdctl.errors import InputError, RunError
@@ -11,25 +12,118 @@ from csdctl.fleet.model import Fleet
 from csdctl.job.model import Job
 from csdctl.launch.tools import find_mpirun
 from csdctl.tuning.plan import Plan
-from csdctl.tuning.ways import FEATURES, SPLIT
 from csdctl.worker.protocol.events import Event, Inverted, Verified
-from csdctl.worker.protocol.features import FLOAT32, FeatureOptions, Recomputed
-from csdctl.worker.protocol.run_spec import SplitSpec
-from csdctl.worker.protocol.tasks import VERIFY, VERIFY_SPLIT, TaskSpec
+from csdctl.worker.protocol.features import Recomputed
+from csdctl.worker.protocol.tasks import VERIFY, TaskSpec
 from csdctl.workflows.data.deploy import cut_shards
-from csdctl.workflows.data.features import divide_for, recompute_features
-from csdctl.workflows.data.prepare import Prepared
-from csdctl.workflows.train.options import AUTO, TrainOptions, check_cut, check_way, choose_planned_way
-from csdctl.workflows.train.placement import place_plan
-from csdctl.workflows.train.plan_choice import build_equal_plan, check_one_source, load_checked_plan
-from csdctl.workflows.train.preparation import PreparationObserver, prepare_in
-from csdctl.workflows.train.ranks import RunInputs, run_ranks
-from csdctl.workflows.train.spec import build_spec
-from csdctl.workflows.train.split import use_split
+from csdctl.workflows.data.prepare import PreparationObserver, Prepared, prepare_in
+from csdctl.workflows.train.options import (
+    TrainOptions,
+)
+from csdctl.workflows.train.plan import build_equal_plan, check_one_source, load_checked_plan
+from csdctl.workflows.train.run import RunInputs, run_ranks
+from csdctl.workflows.train.spec import build_spec, place_plan
+from csdctl.workflows.train.strategies.choice import choose_strategy
+from csdctl.workflows.train.strategies.strategy import RunContext
 from csdctl.workflows.workspace.workspace import Workspace, open_workspace
 
-CHECKED_ROWS = 256
-"""Of the stored features of each machine."""
+NEAR = 8.0
+"""Up to how many spreads two results are called as near as one process is to itself: a spread is the largest
+of a few random draws."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The outcome in words, and what to do when it is not that all are equal."""
+
+    is_equal: bool
+    text: str
+    remedy: str = ""
+
+
+def judge(verified: Verified, nodes: Sequence[str]) -> Verdict:
+    """Return what the numbers of rank 0 show; `nodes`: the machine of every rank."""
+    found = verified.of_ranks
+    numbers = [number for rank in found for number in (rank.difference, rank.spread, rank.one_sample)]
+    if not all(map(math.isfinite, [verified.sum_difference, *numbers])):
+        return _judge_not_finite(verified, nodes)
+    if verified.sum_difference > verified.sum_rounding:
+        return Verdict(
+            False,
+            f"the sum that all ranks got is not the sum of what they computed: an element is off by "
+            f"{verified.sum_difference:.1e} of its terms, and rounding explains {verified.sum_rounding:.1e}",
+            f"the {verified.collective} collective is at fault: please report it, with `csdctl discover`",
+        )
+    if wrong := [at for at, rank in enumerate(found) if rank.is_sharp and rank.difference > rank.tolerance]:
+        return _judge_wrong(verified, nodes, wrong)
+    if hidden := [at for at, rank in enumerate(found) if not rank.is_sharp]:
+        return _judge_hidden(verified, nodes, hidden)
+    one_batch = verified.one_batch
+    if one_batch and not one_batch.difference <= one_batch.tolerance:
+        return Verdict(
+            False,
+            f"one batch of all samples has another gradient than the ranks' batches together: they differ "
+            f"by {one_batch.difference:.1e}, rounding explains {one_batch.spread:.1e}",
+            "a layer or the loss compares the samples of a batch with each other: the gradient depends on "
+            "how samples are divided among the ranks",
+        )
+    apart = max([*found, *filter(None, [one_batch])], key=lambda one: one.difference / one.spread)
+    spreads = apart.difference / apart.spread
+    if spreads <= NEAR:
+        return Verdict(True, f"equal: as near as one process is to itself in {verified.compared_in}")
+    return Verdict(
+        True,
+        f"equal but for rounding: {spreads:.0f} times as far apart as one process is from itself in "
+        f"{verified.compared_in}; one sample makes {apart.one_sample / apart.difference:.0f} times as much",
+    )
+
+
+def _judge_wrong(verified: Verified, nodes: Sequence[str], wrong: Sequence[int]) -> Verdict:
+    worst = max((verified.of_ranks[at] for at in wrong), key=lambda rank: rank.difference)
+    return Verdict(
+        False,
+        f"{_names(nodes, wrong)}: the gradient differs by {worst.difference:.1e} from the one that the host "
+        f"computes of the same samples; rounding explains {worst.spread:.1e}, one sample makes "
+        f"{worst.one_sample:.1e}",
+        "compare TensorFlow versions and processors with `csdctl discover`; "
+        "try another number of threads in the plan",
+    )
+
+
+def _judge_not_finite(verified: Verified, nodes: Sequence[str]) -> Verdict:
+    wrong = [at for at, rank in enumerate(verified.of_ranks) if not math.isfinite(rank.difference)]
+    where = f"on {_names(nodes, wrong)} " if wrong else ""
+    return Verdict(
+        False,
+        f"nothing can be compared: the gradient of random samples {where}is 0 or not finite "
+        f"in {verified.dtype}",
+        "use mixed_bfloat16 in place of mixed_float16"
+        if verified.dtype == "float16"
+        else "look at the initial weights, and at data.input_range",
+    )
+
+
+def _judge_hidden(verified: Verified, nodes: Sequence[str], hidden: Sequence[int]) -> Verdict:
+    worst = min((verified.of_ranks[at] for at in hidden), key=lambda rank: rank.one_sample)
+    if worst.one_sample == 0:
+        return Verdict(
+            False,
+            f"nothing can be compared on {_names(nodes, hidden)}: another sample has the same gradient",
+            "look at the initial weights: what reaches the loss does not depend on the samples",
+        )
+    return Verdict(
+        False,
+        f"nothing can be said about {_names(nodes, hidden)}: rounding in {verified.compared_in} moves the "
+        f"gradient by {worst.spread:.1e}, one sample by no more than {worst.one_sample:.1e}",
+        "look at the initial weights: with these, the gradient of random samples is lost in rounding",
+    )
+
+
+def _names(nodes: Sequence[str], positions: Sequence[int], at_most: int = 5) -> str:
+    more = f" and {len(positions) - at_most} more" if len(positions) > at_most else ""
+    return ", ".join(nodes[at] for at in positions[:at_most]) + more
+
+
 FEATURE_TOLERANCE = 1e-5
 """Of the same sample in the same engine; of a whole batch again, there is none."""
 DEFAULT_BATCH_SIZE = 16
@@ -47,11 +141,8 @@ class VerifyRequest:
     """None: the job's own plan; without one, DEFAULT_BATCH_SIZE on every rank."""
     batch_size: int | None = None
     """Use this batch size on every rank instead of a plan."""
-    way: str = AUTO
-    cut: str = ""
-    num_micro_batches: int = SplitSpec.num_micro_batches
-    features: FeatureOptions = field(default_factory=FeatureOptions)
-    """For `features`: those of the runs whose stored features are checked."""
+    options: TrainOptions = field(default_factory=TrainOptions)
+    """The strategy to verify; with `features`, those of the runs whose stored features are checked."""
 
     def __post_init__(self) -> None:
         """Raise InputError for a plan and a batch size at once."""
@@ -83,8 +174,6 @@ class Verification:
 def run_verification(request: VerifyRequest, observer: PreparationObserver) -> Verification:
     """Prepare what is missing and compare one step; raises InputError, RunError or DeadlineError."""
     find_mpirun()
-    check_way(request.way)
-    check_cut(request.way, request.cut)
     job = request.job
     with open_workspace(
         request.directory, request.fleet, "verify", is_locking=True, say=observer.say
@@ -95,7 +184,7 @@ def run_verification(request: VerifyRequest, observer: PreparationObserver) -> V
         observer.say(f"starting {len(plan.ranks)} ranks")
         if job.noise:
             observer.say("compared without clipping and noise: the samples are random, and none is private")
-        return verify(job, plan, prepared, space, request)
+        return verify(job, plan, prepared, space, request, observer)
 
 
 def _choose_plan(request: VerifyRequest, space: Workspace) -> Plan:
@@ -116,7 +205,12 @@ def _check_several(plan: Plan) -> None:
 
 
 def verify(
-    job: Job, plan: Plan, prepared: Prepared, space: Workspace, request: VerifyRequest
+    job: Job,
+    plan: Plan,
+    prepared: Prepared,
+    space: Workspace,
+    request: VerifyRequest,
+    observer: PreparationObserver,
 ) -> Verification:
     """Run one step of all ranks; return how it compares with one process.
 
@@ -127,15 +221,10 @@ def verify(
     shards = cut_shards(placed, prepared.public, job, space.project)
     spec = build_spec(run, job, plan, placed, prepared, shards, space)
     spec = dataclasses.replace(spec, validation=None, task=TaskSpec(VERIFY), num_checkpoints=0)
-    way, cut = choose_planned_way(request.way, request.cut, plan)
-    if way == SPLIT:
-        spec = use_split(spec, job, prepared, cut, request.num_micro_batches)
-        spec = dataclasses.replace(spec, task=TaskSpec(VERIFY_SPLIT))
     inputs = RunInputs(run, spec, prepared, shards)
-    recomputed: dict[str, Recomputed] = {}
-    if way == FEATURES:
-        recomputed |= recompute_features(spec, prepared, shards, space, request.features, CHECKED_ROWS)
-        inputs = _of_head(inputs, request.features, space)
+    strategy, context = choose_strategy(request.options, plan), RunContext(job, prepared, space, observer)
+    recomputed = strategy.recompute_stored(inputs, context)
+    inputs = strategy.build_verification(inputs, context)
     results: list[Verified] = []
     inversions: list[Inverted] = []
 
@@ -151,11 +240,3 @@ def verify(
         raise RunError("the ranks ended without a comparison")
     nodes = tuple(rank.node for rank in plan.ranks)
     return Verification(nodes, results[0], next(iter(inversions), None), recomputed)
-
-
-def _of_head(inputs: RunInputs, options: FeatureOptions, space: Workspace) -> RunInputs:
-    """Return the run of the model's head, whose ranks compute the features of what they draw."""
-    divided = divide_for(inputs.spec, inputs.prepared, replace(options, precision=FLOAT32), space)
-    machines = space.fleet.machines
-    shards = {name: (*inputs.shards.get(name, ()), *divided.files) for name in machines}
-    return RunInputs(inputs.directory, divided.spec, divided.prepared, shards)

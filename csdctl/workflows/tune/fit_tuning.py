@@ -6,6 +6,7 @@ starts from the file: it needs no probe, and one trial confirms its plan.
 """
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from csdctl.errors import OutOfMemoryError
@@ -20,7 +21,7 @@ from csdctl.tuning.learning import (
 )
 from csdctl.tuning.measurements import CollectiveMeasurement
 from csdctl.tuning.observations import TriedPlan
-from csdctl.tuning.plan_choice import choose_plan, plan_ranks, predict_samples_per_s
+from csdctl.tuning.plan_choice import choose_equal_plan, choose_plan, plan_ranks, predict_samples_per_s
 from csdctl.tuning.probe_policy import limit_probes, next_probes
 from csdctl.tuning.search import BestPlan, Limits
 from csdctl.tuning.settings_policy import (
@@ -56,6 +57,8 @@ class TunedFleet:
     model: FleetModel
     tried: TriedPlan
     """The plan that reached the most samples/s in a trial."""
+    gain: float | None = None
+    """Gain in samples/s over the best equal batch size, as a share, at least 0; None: no such plan."""
 
 
 @dataclass(frozen=True)
@@ -180,7 +183,27 @@ class FitTuner:
             gain = self._gain_of_another(model, best)
             is_last = not self.measurer.num_probes or len(tried) == MAX_TRIALS
             if is_last or gain < MIN_GAIN_FOR_TRIAL:
-                return TunedFleet(model, max(tried, key=lambda trial: trial.result.samples_per_s))
+                return self._compare_with_equal(model, max(tried, key=_rate))
+
+    def _compare_with_equal(self, model: FleetModel, tried: TriedPlan) -> TunedFleet:
+        """Return the tried plan, or that of equal batch sizes if these are faster.
+
+        These are tried only when the model, which was fitted to the trials before, predicts that they are.
+        """
+        equal = choose_equal_plan(model, self.limits)
+        if equal is None:
+            return TunedFleet(model, tried)
+        rate, num_samples = equal.prediction.samples_per_s, sum(equal.batch_sizes.values())
+        is_allowed = self.limits.global_batch in (None, num_samples)
+        if rate > _rate(tried) and is_allowed and equal.batch_sizes != tried.best.batch_sizes:
+            size = next(iter(equal.batch_sizes.values()))
+            self.say(f"equal batch sizes of {size} are predicted to be faster: trying them")
+            with suppress(OutOfMemoryError):
+                other = self._try(model, equal)
+                model, rate = learn_trial(model, other), _rate(other)
+                self.measurements.store_trial(model, other)
+                tried = max(tried, other, key=_rate)
+        return TunedFleet(model, tried, max(0.0, _rate(tried) / rate - 1))
 
     def _try(self, model: FleetModel, best: BestPlan) -> TriedPlan:
         ranks = plan_ranks(model, best)
@@ -204,6 +227,10 @@ class FitTuner:
         """Return the predicted gain of the plan that is best now over the one that was tried."""
         rate = choose_plan(model, self.limits).prediction.samples_per_s
         return rate / predict_samples_per_s(model, best.batch_sizes) - 1
+
+
+def _rate(tried: TriedPlan) -> float:
+    return tried.result.samples_per_s
 
 
 def _covers(sums: CollectiveMeasurement, num_ranks: int, num_bytes: int) -> bool:

@@ -21,7 +21,7 @@ from csdctl.tuning.class_model import ClassModel
 from csdctl.tuning.fleet_model import FleetModel
 from csdctl.tuning.measurements import (
     CollectiveMeasurement,
-    ModelFeatures,
+    ModelProperties,
     ProbeMeasurement,
     RuntimeSettings,
     TrialMeasurement,
@@ -33,7 +33,7 @@ from csdctl.tuning.recall import RecalledTrial, guess_class, recall_class, recal
 from csdctl.tuning.transfer import MAX_DISTANCE
 from csdctl.worker.protocol.datasets import DatasetInfo
 from csdctl.worker.protocol.events import CollectiveTimed
-from csdctl.workflows.train.plan_choice import default_runtime
+from csdctl.workflows.train.plan import default_runtime
 
 
 class FleetMeasurements:
@@ -41,7 +41,7 @@ class FleetMeasurements:
 
     def __init__(
         self,
-        features: ModelFeatures,
+        features: ModelProperties,
         recipe: str,
         fleet: Fleet,
         facts: Mapping[str, Facts],

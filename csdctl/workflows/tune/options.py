@@ -10,8 +10,8 @@ from csdctl.tuning.stannis import (
     DEFAULT_STEP_DIVISOR,
     check_arguments,
 )
-from csdctl.tuning.ways import FEATURES, SPLIT
-from csdctl.workflows.train.options import AUTO, check_cut, check_way
+from csdctl.tuning.strategies import FEATURES, SPLIT
+from csdctl.workflows.train.options import AUTO, check_cut, check_strategy
 
 PROBE_DEADLINE_S = 600.0
 TUNING_HELP = "see `csdctl tune --help`"
@@ -36,18 +36,18 @@ class TuneOptions:
     margin_scale: float = DEFAULT_MARGIN_SCALE
     """Algorithm 1's list, C and E."""
     probe_duration_s: float = 1.0
-    way: str = AUTO
-    """The ways to compare: AUTO for all, or the only one."""
+    strategy: str = AUTO
+    """The strategies to compare: AUTO for all, or the only one."""
     cut: str = ""
-    """With the way `split`: the only cut."""
+    """With the strategy `split`: the only cut."""
 
     def __post_init__(self) -> None:
-        check_way(self.way)
-        check_cut(self.way, self.cut)
-        if self.way in (FEATURES, SPLIT) and (self.method != FIT or not self.is_host_training):
+        check_strategy(self.strategy)
+        check_cut(self.strategy, self.cut)
+        if self.strategy in (FEATURES, SPLIT) and (self.method != FIT or not self.is_host_training):
             raise InputError(
-                f"--way {self.way} needs --method {FIT}, and a host that trains",
-                remedy="leave out --method and --no-host, or the way",
+                f"--strategy {self.strategy} needs --method {FIT}, and a host that trains",
+                remedy="leave out --method and --no-host, or the strategy",
             )
         if self.method not in METHODS:
             raise InputError(f"unknown method {self.method!r}", remedy=f"one of {', '.join(METHODS)}")

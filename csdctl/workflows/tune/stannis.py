@@ -10,7 +10,7 @@ from csdctl.tuning.stannis import TunedBatch, tune_stannis
 from csdctl.worker.protocol.probe import ProbeRequest
 from csdctl.worker.protocol.run_spec import Runtime
 from csdctl.workflows.data.prepare import Prepared
-from csdctl.workflows.train.plan_choice import default_runtime
+from csdctl.workflows.train.plan import default_runtime
 from csdctl.workflows.tune.options import STANNIS, TuneOptions
 from csdctl.workflows.tune.probing import ProbeRounds
 from csdctl.workflows.tune.watch import TuneWatch

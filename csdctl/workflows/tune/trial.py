@@ -21,11 +21,11 @@ from csdctl.tuning.observations import TrialResult
 from csdctl.tuning.plan import RankPlan
 from csdctl.worker.protocol.events import EpochEnd, Event, Finished, Inverted, Joined, Progress
 from csdctl.worker.protocol.run_spec import RankSpec, RunSpec, SplitSpec
-from csdctl.worker.protocol.tasks import ELEMENT_SPEC, SPLIT_TRIAL, TRIAL, TaskSpec
+from csdctl.worker.protocol.tasks import ELEMENT_SPEC, TRIAL, TRIAL_SPLIT, TaskSpec
 from csdctl.workflows.data.deploy import whole
 from csdctl.workflows.data.prepare import Prepared
 from csdctl.workflows.train.options import TrainOptions
-from csdctl.workflows.train.ranks import RunInputs, run_ranks
+from csdctl.workflows.train.run import RunInputs, run_ranks
 from csdctl.workflows.train.spec import progress_interval_s
 from csdctl.workflows.workspace.workspace import Workspace
 
@@ -107,7 +107,7 @@ def _build_spec(
         progress_interval_s=progress_interval_s(len(ranks)),
         noise=job.noise,
         task=TaskSpec(
-            SPLIT_TRIAL if split else TRIAL,
+            TRIAL_SPLIT if split else TRIAL,
             {ELEMENT_SPEC: dataclasses.asdict(prepared.public.element_spec)},
         ),
         split=split,

@@ -16,19 +16,18 @@ from csdctl.runs.measurements import open_measurements_to_write
 from csdctl.tuning.limits import default_limits
 from csdctl.tuning.measurements import describe_model
 from csdctl.tuning.plan import Plan, save_plan
-from csdctl.tuning.plan_choice import confirmed_prediction, measured_ranks, predict_gain
+from csdctl.tuning.plan_choice import confirmed_prediction, measured_ranks
 from csdctl.tuning.search import Limits
 from csdctl.workflows.data.deploy import common_files, deploy_files
-from csdctl.workflows.data.prepare import Prepared
-from csdctl.workflows.train.plan_validation import build_fingerprint
-from csdctl.workflows.train.preparation import PreparationObserver, prepare_in
+from csdctl.workflows.data.prepare import PreparationObserver, Prepared, prepare_in
+from csdctl.workflows.train.plan import build_fingerprint
 from csdctl.workflows.tune.fit_tuning import FitTuner
 from csdctl.workflows.tune.fleet_measurements import FleetMeasurements, hash_recipe
 from csdctl.workflows.tune.measurer import FleetMeasurer
 from csdctl.workflows.tune.options import FIT, STANNIS, TuneOptions
 from csdctl.workflows.tune.stannis import tune_by_algorithm_1
+from csdctl.workflows.tune.strategies import StrategyChooser, StrategyRequest, check_possible
 from csdctl.workflows.tune.watch import TuneWatch
-from csdctl.workflows.tune.ways import WayChooser, WayRequest, check_possible
 from csdctl.workflows.workspace.workspace import Workspace, open_workspace
 
 
@@ -73,7 +72,7 @@ def tune(
     """Return a plan for `job`; raises InputError, DeadlineError, NodeError, and what a trial raises."""
     if not options.is_host_training and (options.method == STANNIS or not space.fleet.nodes):
         raise InputError("--no-host needs at least one node, and --method fit")
-    check_possible(WayRequest(options.way, options.cut), job, prepared)
+    check_possible(StrategyRequest(options.strategy, options.cut), job, prepared)
     tune_by_method = tune_by_algorithm_1 if options.method == STANNIS else tune_by_fit
     return complete_plan(tune_by_method(job, prepared, space, options, say, watch), job, space.facts)
 
@@ -114,7 +113,6 @@ def tune_by_fit(
                 measurer, measurements, limits, say, options.is_exploring, options.probe_duration_s
             )
             tuned = tuner.tune(model)
-    gain = predict_gain(tuned.model, limits, tuned.tried.best.batch_sizes)
     plan = Plan(
         job=job.name,
         job_fingerprint=job.fingerprint(),
@@ -123,7 +121,7 @@ def tune_by_fit(
         method_arguments={**limits.given},
         num_probes=measurer.num_probes,
         measuring_s=round(measurer.measuring_s, 2),
-        predicted=confirmed_prediction(tuned.tried, gain),
+        predicted=confirmed_prediction(tuned.tried, tuned.gain),
         left_out=list(tuned.tried.best.left_out),
         ranks=measured_ranks(tuned.tried),
     )
@@ -131,8 +129,8 @@ def tune_by_fit(
         return plan
     start_s = space.opening_s + prepared.again_s + measurer.start_s + tuned.tried.result.fixed_s
     times = start_s, measurer.start_s
-    chooser = WayChooser(job, prepared, space, plan, tuned.model, limits, *times, say, watch)
-    return chooser.choose(WayRequest(options.way, options.cut))
+    chooser = StrategyChooser(job, prepared, space, plan, tuned.model, limits, *times, say, watch)
+    return chooser.choose(StrategyRequest(options.strategy, options.cut))
 
 
 def _public_share(prepared: Prepared) -> float:

@@ -43,8 +43,8 @@ from csdctl.runs.measurements_overview import CollectiveSummary, Overview, Probe
 from csdctl.shipping.deliver import Delivery, DeliveryProgress
 from csdctl.transport.many import Outcome
 from csdctl.transport.meter import TrafficClass
-from csdctl.tuning.measurements import ModelFeatures, RuntimeSettings, TrialMeasurement, TrialRank
-from csdctl.tuning.plan import Plan, RankPlan, WayPlan
+from csdctl.tuning.measurements import ModelProperties, RuntimeSettings, TrialMeasurement, TrialRank
+from csdctl.tuning.plan import Plan, RankPlan, StrategyPlan
 from csdctl.worker.protocol.compared import Compared
 from csdctl.worker.protocol.datasets import PrepareProgress
 from csdctl.worker.protocol.events import (
@@ -64,7 +64,7 @@ from csdctl.workflows.forecast.forecast import forecast
 from csdctl.workflows.forecast.request import ForecastRequest
 from csdctl.workflows.preflight.examination import Examination
 from csdctl.workflows.reporting.report import PrivacyReport
-from csdctl.workflows.train.verdict import judge
+from csdctl.workflows.train.verify import judge
 from tests.attacks.hostile_text import HOSTILE, MARKUP
 from tests.unit.cli.render.test_preparing import PREPARED
 from tests.unit.cli.test_console import foreign
@@ -143,7 +143,7 @@ def show_measurements(console: PrintableConsole) -> None:
     machine = classify_machine(replace(CSD, cpu_model=MARKUP))
     machine = replace(machine, architecture=HOSTILE, tensorflow=HOSTILE)
     fleet = classify_fleet(machine, [machine], HOSTILE)
-    model = ModelFeatures("a" * 64, HOSTILE, 7, 5, 9, 3)
+    model = ModelProperties("a" * 64, HOSTILE, 7, 5, 9, 3)
     settings = RuntimeSettings(4)
     trial = TrialMeasurement((TrialRank(HOSTILE, 8, settings),), 0.5, 16.0, 1.0, 20.0)
     overview = Overview(
@@ -159,8 +159,12 @@ def show_plan(console: PrintableConsole) -> None:
     plan = Plan(job="job", job_fingerprint="f", method="stannis", ranks=[rank])
     ranks = [rank.model_copy(update={"node": HOSTILE})]
     changes = {"job": HOSTILE, "method": HOSTILE, "left_out": [HOSTILE], "ranks": ranks}
-    ways = [WayPlan(way="split", cut=HOSTILE, first_run_s=seconds) for seconds in (1.0, 2.0)]
-    changes |= {"way": "split", "cut": HOSTILE, "ways": [*ways, WayPlan(way="features", why_not=HOSTILE)]}
+    strategies = [StrategyPlan(strategy="split", cut=HOSTILE, first_run_s=seconds) for seconds in (1.0, 2.0)]
+    changes |= {
+        "strategy": "split",
+        "cut": HOSTILE,
+        "strategies": [*strategies, StrategyPlan(strategy="features", why_not=HOSTILE)],
+    }
     render_plan(console, plan.model_copy(update=changes), HOSTILE)
     render_probes(console, {HOSTILE: ProbeResult(32, 0.25, 4, 1 << 30), f"{HOSTILE}2": None})
 

@@ -18,7 +18,7 @@ from csdctl.runs.measurements_file import SCHEMA
 from csdctl.runs.measurements_overview import Overview
 from csdctl.tuning.measurements import (
     CollectiveMeasurement,
-    ModelFeatures,
+    ModelProperties,
     ProbeMeasurement,
     RuntimeSettings,
     TrialMeasurement,
@@ -27,8 +27,8 @@ from csdctl.tuning.measurements import (
 from csdctl.workflows.reporting.measurements import forget_measurements, load_measurements
 from tests.emulated.running import csdctl
 
-MODEL = ModelFeatures("a" * 64, "keras.applications:MobileNetV2", 7, 5, 9, 3)
-OTHER = ModelFeatures("b" * 64, "/srv/mine[1].py:build", 7, 5, 9, 3)
+MODEL = ModelProperties("a" * 64, "keras.applications:MobileNetV2", 7, 5, 9, 3)
+OTHER = ModelProperties("b" * 64, "/srv/mine[1].py:build", 7, 5, 9, 3)
 FACTS = Facts(
     "csd0", architecture="aarch64", cpu_model="Cortex-A53", num_cores=4, tensorflow_version="2.21.0"
 )

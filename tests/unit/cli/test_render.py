@@ -21,7 +21,7 @@ from csdctl.reporting.numbers import (
     format_share,
 )
 from csdctl.reporting.summary import RankSummary, RunSummary
-from csdctl.tuning.plan import Plan, RankPlan, WayPlan
+from csdctl.tuning.plan import Plan, RankPlan, StrategyPlan
 from csdctl.worker.protocol.events import (
     CheckpointSaved,
     EpochEnd,
@@ -288,24 +288,30 @@ class TestTuning:
         assert "340" in file.getvalue()
         assert "/project/.csdctl/plans/job.yaml" in file.getvalue()
 
-    def test_ways_to_train_are_compared_and_the_chosen_one_is_said(self) -> None:
+    def test_strategies_to_train_are_compared_and_the_chosen_one_is_said(self) -> None:
         rank = RankPlan(node="host", batch_size=8, threads=1)
-        ways = [
-            WayPlan(
-                way="data-parallel", first_run_s=520.0, next_run_s=520.0, epoch_s=48.9, is_confirmed=True
+        strategies = [
+            StrategyPlan(
+                strategy="data-parallel", first_run_s=520.0, next_run_s=520.0, epoch_s=48.9, is_confirmed=True
             ),
-            WayPlan(way="split", cut="block_4", first_run_s=301.0, next_run_s=301.0, epoch_s=27.0),
-            WayPlan(way="features", why_not="no frozen layers"),
+            StrategyPlan(strategy="split", cut="block_4", first_run_s=301.0, next_run_s=301.0, epoch_s=27.0),
+            StrategyPlan(strategy="features", why_not="no frozen layers"),
         ]
         plan = Plan(
-            job="job", job_fingerprint="f", method="fit", ranks=[rank], way="split", cut="block_4", ways=ways
+            job="job",
+            job_fingerprint="f",
+            method="fit",
+            ranks=[rank],
+            strategy="split",
+            cut="block_4",
+            strategies=strategies,
         )
         to, file = console()
         render_plan(to, plan, "plan.yaml")
         assert row(file.getvalue(), "data-parallel")[1:] == ["8:40", "8:40", "48.9", "s", "–"]
         assert "tried: data-parallel; forecast: the others" in file.getvalue()
         assert row(file.getvalue(), "block_4")[:3] == ["split", "block_4", "5:01"]
-        assert "way: split behind block_4; a node sends activations and labels" in file.getvalue()
+        assert "strategy: split behind block_4; a node sends activations and labels" in file.getvalue()
         assert "not compared: features" in file.getvalue()
 
     def test_round_of_probes_is_one_line_that_names_what_does_not_fit(self) -> None:

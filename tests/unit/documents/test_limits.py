@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import Field
 
-from csdctl.documents import Document, check_values, load_json, load_text, parse_document, parse_json
+from csdctl.documents import Document, check_values, load_json, load_text, parse_document, parse_json_document
 from csdctl.documents.json_text import MAX_JSON_DEPTH, MAX_JSON_VALUES
 from csdctl.documents.models import MAX_PROBLEMS
 from csdctl.documents.text import MAX_TEXT_BYTES
@@ -231,13 +231,13 @@ class TestJson:
     )
     def test_damaged_text_is_one_sentence(self, text: str, problem: str) -> None:
         with pytest.raises(InputError) as raised:
-            parse_json(text, "facts.json")
+            parse_json_document(text, "facts.json")
         assert problem in raised.value.message
         assert raised.value.message.startswith("facts.json ")
         assert "\n" not in raised.value.message
 
     def test_depth_within_the_limit_is_read(self) -> None:
-        assert parse_json("[" * MAX_JSON_DEPTH + "]" * MAX_JSON_DEPTH, "x")
+        assert parse_json_document("[" * MAX_JSON_DEPTH + "]" * MAX_JSON_DEPTH, "x")
 
     def test_device_is_refused(self, tmp_path: Path) -> None:
         (tmp_path / "facts.json").symlink_to("/dev/zero")

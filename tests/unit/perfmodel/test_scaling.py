@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from csdctl.perfmodel.collective import CollectiveCost
 from csdctl.perfmodel.energy import Power
 from csdctl.perfmodel.prediction import RankModel, predict
+from csdctl.perfmodel.recommendation import Reason, Verdict, judge
 from csdctl.perfmodel.ring import RingCost, SumCost, ring_share
 from csdctl.perfmodel.scaling import CurvePoint, PlannedRank, predict_curve
 from csdctl.perfmodel.step_time import StepTime
-from csdctl.perfmodel.verdict import Reason, Verdict, judge
 
 NOTHING = CollectiveCost()
 HOST = PlannedRank(RankModel("host", StepTime(0.0, 0.01)), 100)

@@ -104,16 +104,16 @@ def test_efficiency_is_the_rate_over_the_rates_of_the_ranks_alone() -> None:
 
 def test_split_is_compared_with_its_busiest_rank() -> None:
     """The rates of whole models on each rank say nothing about parts of one."""
-    found = summary(manifest={**MANIFEST, "way": "split", "cut": "block_4"})
+    found = summary(manifest={**MANIFEST, "strategy": "split", "cut": "block_4"})
     busiest_s = max(rank.compute_s for rank in found.ranks)
     whole = found.ranks[0]
-    assert (found.way, found.cut) == ("split", "block_4")
+    assert (found.strategy, found.cut) == ("split", "block_4")
     assert found.efficiency == pytest.approx(busiest_s / (whole.compute_s + whole.wait_s))
     assert found.alone_samples_per_s == pytest.approx(found.step_samples_per_s / found.efficiency)
 
 
 def test_features_have_no_rate_of_whole_models_to_compare_with() -> None:
-    found = summary(manifest={**MANIFEST, "way": "features"})
+    found = summary(manifest={**MANIFEST, "strategy": "features"})
     assert (found.alone_samples_per_s, found.efficiency) == (None, None)
 
 

@@ -19,14 +19,14 @@ from csdctl.runs.measurements_file import SCHEMA, MeasurementsFile, set_measurem
 from csdctl.runs.measurements_rows import NUM_KEPT
 from csdctl.tuning.measurements import (
     CollectiveMeasurement,
-    ModelFeatures,
+    ModelProperties,
     ProbeMeasurement,
     RuntimeSettings,
     TrialMeasurement,
     TrialRank,
 )
 
-MODEL = ModelFeatures("a" * 64, "keras.applications:MobileNetV2", 2_000_000, 1_900_000, 50_000_000, 12_288)
+MODEL = ModelProperties("a" * 64, "keras.applications:MobileNetV2", 2_000_000, 1_900_000, 50_000_000, 12_288)
 OTHER = replace(MODEL, hash="b" * 64, name="/srv/mine.py:build", num_operations=100_000_000)
 FAR = replace(MODEL, hash="c" * 64, name="far.keras", num_operations=5_000_000_000)
 CSD = classify_machine(Facts("csd0", architecture="aarch64", num_cores=4, memory_bytes=6 << 30))
@@ -226,7 +226,7 @@ class TestSeveralProcesses:
         writer.close()
         assert [model.hash for model in store.models()] == ["x"]
 
-    def test_write_that_fails_half_way_is_not_kept(self, path: Path, store: MeasurementStore) -> None:
+    def test_write_that_fails_halfway_is_not_kept(self, path: Path, store: MeasurementStore) -> None:
         unusable = replace(PROBES[1], batch_size=None)  # type: ignore[arg-type]
         with pytest.raises(sqlite3.IntegrityError):
             store.add_probes(MODEL, "recipe", CSD, [PROBES[0], unusable])

@@ -5,7 +5,7 @@ from typing import Any
 
 from csdctl.shipping.chunks import SharedChunks
 from csdctl.shipping.deliver import Delivery, deliver
-from csdctl.shipping.parcel import pack_parcel
+from csdctl.shipping.payload import pack_payload
 from csdctl.shipping.store import StoredFile
 from csdctl.shipping.tree import TreeRequest, read_tree
 
@@ -14,13 +14,13 @@ Machine = tuple[Any, Path]
 
 
 def send(session: Any, *files: StoredFile, **options: Any) -> Delivery:
-    return deliver(session, pack_parcel([file.as_object() for file in files]), SharedChunks(), **options)
+    return deliver(session, pack_payload([file.as_object() for file in files]), SharedChunks(), **options)
 
 
 def send_tree(session: Any, source: Path, destination: str = "there", **options: Any) -> Delivery:
     chunks = SharedChunks()
-    parcel = pack_parcel(trees=[read_tree(TreeRequest(source, destination), chunks)])
-    return deliver(session, parcel, chunks, **options)
+    payload = pack_payload(trees=[read_tree(TreeRequest(source, destination), chunks)])
+    return deliver(session, payload, chunks, **options)
 
 
 def content_of(directory: Path) -> dict[str, bytes]:

@@ -11,7 +11,7 @@ from csdctl.errors import InputError
 from csdctl.shipping import chunks as chunks_module
 from csdctl.shipping.chunks import CHUNK_BYTES, SharedChunks
 from csdctl.shipping.deliver import deliver
-from csdctl.shipping.parcel import Parcel, pack_parcel
+from csdctl.shipping.payload import Payload, pack_payload
 from csdctl.shipping.tree import TreeRequest, read_tree
 from csdctl.transport.local import LocalSession
 from tests.unit.shipping.delivering import (
@@ -24,16 +24,16 @@ class TestSharedReading:
         source = fill(tmp_path / "tree", big=os.urandom(5 * CHUNK_BYTES + 17), small=b"small")
         total = 5 * CHUNK_BYTES + 22
         chunks = SharedChunks()
-        parcel = pack_parcel(trees=[read_tree(TreeRequest(source, "there"), chunks)])
-        self.deliver_to(4, parcel, chunks, tmp_path)
+        payload = pack_payload(trees=[read_tree(TreeRequest(source, "there"), chunks)])
+        self.deliver_to(4, payload, chunks, tmp_path)
         assert chunks.bytes_read == total
 
     def test_chunks_beyond_the_cache_are_read_twice(self, tmp_path: Path) -> None:
         content = os.urandom(6 * CHUNK_BYTES)
         source = fill(tmp_path / "tree", big=content)
         chunks = SharedChunks(max_bytes=2 * CHUNK_BYTES)
-        parcel = pack_parcel(trees=[read_tree(TreeRequest(source, "there"), chunks)])
-        self.deliver_to(1, parcel, chunks, tmp_path)
+        payload = pack_payload(trees=[read_tree(TreeRequest(source, "there"), chunks)])
+        self.deliver_to(1, payload, chunks, tmp_path)
         assert chunks.bytes_read == len(content) + 4 * CHUNK_BYTES
 
     def test_unreadable_chunk_fails_for_all_waiters(self, tmp_path: Path) -> None:
@@ -46,9 +46,9 @@ class TestSharedReading:
                 chunks.read(found, 0)
 
     @staticmethod
-    def deliver_to(num_nodes: int, parcel: Parcel, chunks: SharedChunks, directory: Path) -> None:
+    def deliver_to(num_nodes: int, payload: Payload, chunks: SharedChunks, directory: Path) -> None:
         def send_one(home: Path) -> None:
-            deliver(LocalSession(home.name, home), parcel, chunks)
+            deliver(LocalSession(home.name, home), payload, chunks)
 
         homes = [directory / f"node{number}" for number in range(num_nodes)]
         threads = [threading.Thread(target=send_one, args=(home,)) for home in homes]

@@ -12,7 +12,7 @@ import pytest
 from csdctl.errors import InputError, RemoteCommandError
 from csdctl.shipping.chunks import SharedChunks
 from csdctl.shipping.deliver import Delivery, deliver
-from csdctl.shipping.parcel import pack_parcel
+from csdctl.shipping.payload import pack_payload
 from csdctl.shipping.receiver import build_receiver_command
 from csdctl.shipping.store import hash_file, store_bytes
 from csdctl.shipping.tree import TreeRequest, read_tree
@@ -202,8 +202,8 @@ class TestTrees:
         other = fill(host / "other", a=b"one", z=b"zzz")
         chunks = SharedChunks()
         requests = [TreeRequest(source, "first"), TreeRequest(other, "deep/second")]
-        parcel = pack_parcel(trees=[read_tree(request, chunks) for request in requests])
-        assert deliver(session, parcel, chunks) == Delivery(3, 9, 0)
+        payload = pack_payload(trees=[read_tree(request, chunks) for request in requests])
+        assert deliver(session, payload, chunks) == Delivery(3, 9, 0)
         assert content_of(home / "first") == content_of(source)
         assert content_of(home / "deep" / "second") == content_of(other)
 
@@ -211,7 +211,7 @@ class TestTrees:
         chunks = SharedChunks()
         trees = [read_tree(TreeRequest(source, name), chunks) for name in ("a/b", "a")]
         with pytest.raises(InputError, match="overlap"):
-            pack_parcel(trees=trees)
+            pack_payload(trees=trees)
 
     def test_dry_run_reports_and_writes_nothing(self, machine: Machine, source: Path) -> None:
         session, home = machine
@@ -254,7 +254,7 @@ class TestTrees:
 
     def test_file_system_without_hard_links_gets_copies(self, node: Machine, source: Path) -> None:
         session, home = node
-        request = pack_parcel(trees=[read_tree(TreeRequest(source, "there"), SharedChunks())])
+        request = pack_payload(trees=[read_tree(TreeRequest(source, "there"), SharedChunks())])
         send_tree(session, source, "elsewhere")  # so that the objects are there
         command = build_receiver_command(sys.executable, request.build_request())
         position = command.index("-c", 5) + 1

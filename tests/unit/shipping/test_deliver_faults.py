@@ -14,7 +14,7 @@ import pytest
 from csdctl.errors import CsdctlError, InputError, NodeError, RemoteCommandError, UnreachableError
 from csdctl.shipping.chunks import SharedChunks
 from csdctl.shipping.deliver import Delivery, DeliveryProgress, deliver
-from csdctl.shipping.parcel import pack_parcel
+from csdctl.shipping.payload import pack_payload
 from csdctl.shipping.store import OBJECTS, hash_file, store_bytes
 from csdctl.shipping.tree import TreeRequest, read_tree
 from csdctl.transport.local import LocalSession
@@ -163,7 +163,7 @@ class TestFaults:
         big = source / "big"
         big.write_bytes(os.urandom(1_000_000))
         chunks = SharedChunks(max_bytes=0)
-        parcel = pack_parcel(trees=[read_tree(TreeRequest(source, "there"), chunks)])
+        payload = pack_payload(trees=[read_tree(TreeRequest(source, "there"), chunks)])
         times = big.stat()
         if change == "gone":
             big.unlink()
@@ -173,20 +173,20 @@ class TestFaults:
             os.utime(big, ns=(times.st_atime_ns, times.st_mtime_ns))
         words = "cannot be read" if change == "gone" else "changed while it was being deployed"
         with pytest.raises(InputError, match=f"{source}/big {words}"):
-            deliver(session, parcel, chunks)
+            deliver(session, payload, chunks)
         assert not (home / "there" / "big").exists()
         assert (home / "there" / "a").read_bytes() == b"one"
 
     def test_file_that_arrives_damaged_twice_is_an_error_of_the_node(self, node: Machine, host: Path) -> None:
         stored = store_bytes(b"right", ".bin", host)
-        parcel = pack_parcel([stored.as_object()])
+        payload = pack_payload([stored.as_object()])
 
         class Damaging(SharedChunks):
             def read(self, source: Any, start: int) -> bytes:
                 return b"wrong"
 
         with pytest.raises(NodeError, match="1 of 1 files arrived damaged") as raised:
-            deliver(node[0], parcel, Damaging())
+            deliver(node[0], payload, Damaging())
         assert raised.value.node == "csd0"
         assert not (node[1] / stored.path).exists()
 

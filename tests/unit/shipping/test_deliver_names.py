@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from csdctl.shipping.chunks import SharedChunks
-from csdctl.shipping.parcel import pack_parcel
+from csdctl.shipping.payload import pack_payload
 from csdctl.shipping.receiver import build_receiver_command
 from csdctl.shipping.store import hash_file
 from csdctl.shipping.tree import TreeRequest, read_tree
@@ -47,8 +47,8 @@ class TestNames:
     def test_names_survive_a_node_with_another_encoding(self, source: Path, tmp_path: Path) -> None:
         (source / "ü").write_bytes(b"u")
         (tmp_path / "node").mkdir()
-        parcel = pack_parcel(trees=[read_tree(TreeRequest(source, "thäre"), SharedChunks())])
-        command = build_receiver_command(sys.executable, parcel.build_request(dry_run=True))
+        payload = pack_payload(trees=[read_tree(TreeRequest(source, "thäre"), SharedChunks())])
+        command = build_receiver_command(sys.executable, payload.build_request(dry_run=True))
         done = subprocess.run(
             command,
             cwd=tmp_path / "node",

@@ -16,7 +16,7 @@ from csdctl.errors import UnreachableError
 from csdctl.fleet.model import Node
 from csdctl.shipping.chunks import SharedChunks
 from csdctl.shipping.deliver import deliver
-from csdctl.shipping.parcel import MAX_INLINE_BYTES, pack_parcel
+from csdctl.shipping.payload import MAX_INLINE_BYTES, pack_payload
 from csdctl.shipping.receiver import build_receiver_command, receiver_source
 from csdctl.shipping.store import hash_file
 from csdctl.shipping.tree import TreeRequest, read_tree
@@ -122,8 +122,8 @@ def test_tree_arrives_through_a_real_server(node: Node, tmp_path: Path) -> None:
     try:
         for expected in (2, 0):
             chunks = SharedChunks()
-            parcel = pack_parcel(trees=[read_tree(TreeRequest(source, "there"), chunks)])
-            assert deliver(session, parcel, chunks).num_sent == expected
+            payload = pack_payload(trees=[read_tree(TreeRequest(source, "there"), chunks)])
+            assert deliver(session, payload, chunks).num_sent == expected
         assert session.run(["sha256sum", "there/deep/big"]).output[:64] == hash_file(source / "deep" / "big")
     finally:
         session.close()

@@ -15,10 +15,8 @@ import pytest
 
 from csdctl.errors import CsdctlError, NodeError, RunError, UnreachableError
 from csdctl.launch.mpi_job import EndTimeouts, MpiJob
-from csdctl.supervision.links import Links
-from csdctl.supervision.patience import Patience
 from csdctl.supervision.rank_process import OnMessage, ProcessEnded, RankMessage
-from csdctl.supervision.run_setup import RunSetup
+from csdctl.supervision.run_setup import Links, Patience, RunSetup
 from csdctl.supervision.supervisor import Supervisor
 from csdctl.worker.protocol.events import (
     EpochEnd,
@@ -110,8 +108,8 @@ class ScriptedRank:
         sizes = {str(rank): 8 for rank in group.ranks}
         self.report(Joined(self.rank, self.node, group.generation, 1, 0, 10, 0, sizes, "star", 0.001))
 
-    def step(self) -> None:
-        self.report(Progress(self.rank, self.node, 1, 1, 1, 8, 0.1, 0.1, 0.2))
+    def step(self, number: int = 1) -> None:
+        self.report(Progress(self.rank, self.node, 1, number, 1, 8, 0.1, 0.1, 0.2))
 
     def lose_link(self, generation: int) -> None:
         self.report(LinkLost(self.rank, self.node, generation, 1, 3))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from csdctl.supervision.group import GroupState
+from csdctl.supervision.membership import GroupState
 from csdctl.worker.protocol.events import LinkLost, Pong, Progress, Ready, WaitingFor
 
 

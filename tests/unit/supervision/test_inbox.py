@@ -2,9 +2,8 @@
 
 import pytest
 
-from csdctl.supervision.inbox import Inbox
 from csdctl.supervision.rank_process import RankMessage
-from csdctl.supervision.rank_processes import Restarted
+from csdctl.supervision.rank_processes import Inbox, Restarted
 from csdctl.worker.protocol.events import Pong
 
 

@@ -6,7 +6,7 @@ A callback can ask for the same end as the first one.
 import pytest
 
 from csdctl.launch.mpi_job import JobOutcome
-from csdctl.supervision.links import Links
+from csdctl.supervision.run_setup import Links
 from csdctl.supervision.supervisor import CALLBACK, USER
 from csdctl.worker.protocol.events import Event, Finished, Joined, LinkLost, NodeBack, Progress, Ready
 from csdctl.worker.protocol.orders import FormGroup, Order, Ping, Stop

@@ -2,7 +2,7 @@
 
 import pytest
 
-from csdctl.supervision.patience import Patience
+from csdctl.supervision.run_setup import Patience
 
 
 def test_larger_group_may_take_longer_to_join() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from csdctl.runs.capped_log import CappedLog
-from csdctl.supervision.conduct import Conduct
+from csdctl.supervision.event_validator import EventValidator
 from csdctl.supervision.rank_process import ProcessEnded, RankMessage, RankProcess
 from csdctl.transport.fake import FakeConversation, FakeSession
 from csdctl.worker.protocol.events import Finished, event_to_line
@@ -27,10 +27,10 @@ class AttachedRank:
         self.messages: queue.Queue[RankMessage] = queue.Queue()
         session = FakeSession("csd0").on("python", replies=self._reply)
         self.conversation: FakeConversation = session.converse(["python"])
-        conduct = Conduct(1, ("host", "csd0"), num_epochs=1, must_join=False)
+        validator = EventValidator(1, ("host", "csd0"), num_epochs=1, must_join=False)
         log = CappedLog(tmp_path / "log", "csd0")
         self.process = RankProcess(
-            1, session, self.conversation, conduct, log, self.messages.put, is_attached=True
+            1, session, self.conversation, validator, log, self.messages.put, is_attached=True
         )
         self.process.send(FormGroup(1, (0, 1)))
 

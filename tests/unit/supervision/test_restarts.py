@@ -194,3 +194,37 @@ def test_rank_0_lost_more_often_fails_the_run_at_once(fleet: Fleet) -> None:
     fleet.scripts = dict.fromkeys(range(1, fleet.patience.max_restarts + 2), lose_host)
     assert fleet.run_to_error().node == "host"
     assert len(fleet.nodes_of(NodeLost)) == fleet.patience.max_restarts + 1
+
+
+def test_rank_0_that_completes_steps_between_its_losses_is_restarted_without_limit(fleet: Fleet) -> None:
+    def lose_host(fleet: Fleet) -> None:
+        fleet.rank(0).step(len(fleet.groups))
+        fleet.rank(0).exit()
+
+    num_losses = 2 * fleet.patience.max_restarts
+    restart_host_after_the_poll(fleet)
+    fleet.scripts = dict.fromkeys(range(1, num_losses + 1), lose_host) | {num_losses + 1: Fleet.finish}
+    fleet.run()
+    assert fleet.nodes_of(NodeBack) == ["host"] * num_losses
+
+
+@pytest.mark.parametrize("has_progress", [True, False])
+def test_node_that_takes_part_in_the_end_of_an_epoch_may_restart_again(
+    fleet: Fleet, has_progress: bool
+) -> None:
+    """Groups with the node, from which it is lost, and groups without, which end when it is back."""
+
+    def lose_node(fleet: Fleet) -> None:
+        fleet.rank(0).step(len(fleet.groups))  # not enough
+        if has_progress:
+            fleet.end_epoch()
+        fleet.rank(1).exit()
+
+    max_restarts = fleet.patience.max_restarts
+    num_losses = 2 * max_restarts if has_progress else max_restarts + 1
+    fleet.reachable = {1}
+    fleet.scripts = dict.fromkeys(range(1, 2 * num_losses, 2), lose_node)
+    fleet.scripts[2 * num_losses + 1 if has_progress else 2 * num_losses] = Fleet.finish
+    fleet.run()
+    assert fleet.nodes_of(NodeLost) == ["csd0"] * num_losses
+    assert fleet.nodes_of(NodeBack) == ["csd0"] * (num_losses if has_progress else max_restarts)

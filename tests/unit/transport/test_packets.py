@@ -13,7 +13,7 @@ from csdctl.transport.packets import (
     MAX_BANNER_LINE_BYTES,
     MAX_EARLY_PACKET_BYTES,
     GreedyPacketizer,
-    ProtocolError,
+    SshProtocolError,
 )
 
 Ends = tuple[GreedyPacketizer, socket.socket]
@@ -59,7 +59,7 @@ def test_messages_arrive_whole_however_they_are_cut(ends: Ends) -> None:
 def test_length_of_a_packet_is_refused_before_the_packet_comes(ends: Ends, length: int) -> None:
     packetizer, far = ends
     far.sendall((length - (length - 4) % 8).to_bytes(4, "big") + bytes(4))
-    with pytest.raises(ProtocolError, match="a packet of more than 35000 bytes"):
+    with pytest.raises(SshProtocolError, match="a packet of more than 35000 bytes"):
         packetizer.read_message()
     assert packetizer.violation == "sent a packet of more than 35000 bytes"
 
@@ -76,7 +76,7 @@ def test_damaged_packet_is_a_protocol_error(ends: Ends, packet: bytes) -> None:
     packetizer, far = ends
     far.sendall(packet)
     far.close()
-    with pytest.raises((ProtocolError, EOFError)):
+    with pytest.raises((SshProtocolError, EOFError)):
         all(packetizer.read_message() for _ in range(10))
 
 
@@ -84,7 +84,7 @@ def test_line_of_the_banner_is_bounded(ends: Ends) -> None:
     packetizer, far = ends
     far.sendall(b"x" * 100 + b"\n" + b"y" * (MAX_BANNER_LINE_BYTES + 1))
     assert packetizer.readline(1) == "x" * 100
-    with pytest.raises(ProtocolError, match="a line of more than"):
+    with pytest.raises(SshProtocolError, match="a line of more than"):
         packetizer.readline(1)
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import paramiko
 import pytest
 
-from csdctl.transport.packets import GreedyPacketizer, ProtocolError
+from csdctl.transport.packets import GreedyPacketizer, SshProtocolError
 from csdctl.transport.server_rules import MAX_IDLE_COST, Kind, ServerRules
 
 
@@ -66,7 +66,7 @@ def test_data_of_a_command_is_free(kind: Kind, content: paramiko.Message) -> Non
 )
 def test_messages_of_no_use_are_counted(kind: int, content: paramiko.Message) -> None:
     rules = ServerRules(Connection())
-    with pytest.raises(ProtocolError, match="of no use"):
+    with pytest.raises(SshProtocolError, match="of no use"):
         send_too_many(rules, kind, content)
 
 
@@ -91,14 +91,14 @@ def test_key_exchanges_are_paid_for_by_data() -> None:
 
 
 def test_key_exchanges_without_data_are_counted() -> None:
-    with pytest.raises(ProtocolError, match="of no use"):
+    with pytest.raises(SshProtocolError, match="of no use"):
         send_too_many(ServerRules(Connection()), Kind.KEXINIT, message(data=bytes(1000)))
 
 
 def test_each_login_is_signed_once() -> None:
     rules = ServerRules(Connection(has_logged_in=False))
     rules.check(Kind.SERVICE_ACCEPT, message(data=b"ssh-userauth"))
-    with pytest.raises(ProtocolError, match="that nobody asked for"):
+    with pytest.raises(SshProtocolError, match="that nobody asked for"):
         rules.check(Kind.SERVICE_ACCEPT, message(data=b"ssh-userauth"))
 
 
@@ -107,11 +107,11 @@ def test_each_login_is_signed_once() -> None:
     [(Kind.DATA, message(3, data=b"x")), (Kind.OPEN, message(data=b"x11")), (80, message(data=b"x"))],
 )
 def test_commands_come_after_the_login(kind: int, content: paramiko.Message) -> None:
-    with pytest.raises(ProtocolError, match="before the login"):
+    with pytest.raises(SshProtocolError, match="before the login"):
         ServerRules(Connection(has_logged_in=False)).check(kind, content)
 
 
 @pytest.mark.parametrize("kind", range(91, 101))
 def test_channels_must_exist(kind: int) -> None:
-    with pytest.raises(ProtocolError, match="for a channel that does not exist"):
+    with pytest.raises(SshProtocolError, match="for a channel that does not exist"):
         ServerRules(Connection()).check(kind, message(5, 0, 0, 0))

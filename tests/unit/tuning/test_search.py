@@ -57,6 +57,11 @@ def test_exact_global_batch_is_respected(fleet: list[RankCandidate], exactly: in
     assert sum(found.batch_sizes.values()) == exactly
 
 
+def test_slow_node_gets_smaller_batch() -> None:
+    fleet = [RankCandidate("fast", StepTime(0.0, 0.01)), RankCandidate("slow", StepTime(0.0, 0.04))]
+    assert find_best(fleet, Limits(global_batch=100), free).batch_sizes == {"fast": 80, "slow": 20}
+
+
 def test_ranks_finish_at_about_the_same_time() -> None:
     found = find_best(FLEET, Limits(max_global_batch=1024), lambda _: 0.02)
     times = [candidate.step_time.at(found.batch_sizes[candidate.node]) for candidate in FLEET]
@@ -124,13 +129,16 @@ def test_tuned_plan_beats_the_best_equal_size() -> None:
     limits = Limits(max_global_batch=1024)
     equal = best_equal(FLEET, limits, free)
     assert equal is not None
-    assert find_best(FLEET, limits, free).prediction.samples_per_s > 1.5 * equal
+    assert find_best(FLEET, limits, free).prediction.samples_per_s > 1.5 * equal.prediction.samples_per_s
 
 
 def test_best_equal_size_is_found_with_a_step_time_alone() -> None:
     size = NODES[0].step_time.largest_within(0.4)
     equal = best_equal(FLEET, Limits(max_step_s=0.5), lambda _: 0.1)
-    assert equal == pytest.approx(5 * size / 0.5, rel=0.05)
+    assert equal is not None
+    assert equal.prediction.samples_per_s == pytest.approx(5 * size / 0.5, rel=0.05)
+    assert {*equal.batch_sizes} == {candidate.node for candidate in FLEET}
+    assert len({*equal.batch_sizes.values()}) == 1
 
 
 def test_thousand_different_nodes_are_planned() -> None:

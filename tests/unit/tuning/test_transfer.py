@@ -8,32 +8,32 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from csdctl.perfmodel.step_time import StepTime
-from csdctl.tuning.measurements import ModelFeatures, ProbeMeasurement, RuntimeSettings, describe_model
+from csdctl.tuning.measurements import ModelProperties, ProbeMeasurement, RuntimeSettings, describe_model
 from csdctl.tuning.transfer import MAX_DISTANCE, WEIGHTS, feature_distance, transfer_step_time
 from csdctl.worker.protocol.model_info import ModelInfo
 
-MODEL = ModelFeatures("a", "mobilenet", 2_500_000, 2_400_000, 50_000_000, 12_288)
+MODEL = ModelProperties("a", "mobilenet", 2_500_000, 2_400_000, 50_000_000, 12_288)
 STEP = StepTime(0.02, 0.004)
 
 counts = st.integers(min_value=0, max_value=10**11)
-features = st.builds(ModelFeatures, st.just("x"), st.just("x"), counts, counts, counts, counts)
+features = st.builds(ModelProperties, st.just("x"), st.just("x"), counts, counts, counts, counts)
 step_times = st.builds(StepTime, st.floats(0, 10), st.floats(1e-6, 10))
 
 
 class TestDistance:
     @given(features)
-    def test_distance_of_a_model_to_itself_is_zero(self, one: ModelFeatures) -> None:
+    def test_distance_of_a_model_to_itself_is_zero(self, one: ModelProperties) -> None:
         assert feature_distance(one, replace(one, hash="y", name="y")) == 0
 
     @given(features, features)
-    def test_distance_is_symmetric_and_finite(self, one: ModelFeatures, other: ModelFeatures) -> None:
+    def test_distance_is_symmetric_and_finite(self, one: ModelProperties, other: ModelProperties) -> None:
         distance = feature_distance(one, other)
         assert 0 <= distance < math.inf
         assert distance == pytest.approx(feature_distance(other, one))
 
     @given(features, features, st.integers(1, 1000))
-    def test_units_do_not_matter(self, one: ModelFeatures, other: ModelFeatures, unit: int) -> None:
-        def scaled(model: ModelFeatures) -> ModelFeatures:
+    def test_units_do_not_matter(self, one: ModelProperties, other: ModelProperties, unit: int) -> None:
+        def scaled(model: ModelProperties) -> ModelProperties:
             return replace(model, **{name: getattr(model, name) * unit for name in WEIGHTS})
 
         assert feature_distance(scaled(one), scaled(other)) == pytest.approx(feature_distance(one, other))
@@ -97,7 +97,7 @@ class TestTransfer:
 
     @given(features, st.lists(st.tuples(features, step_times), max_size=5))
     def test_guess_is_a_valid_step_time(
-        self, target: ModelFeatures, known: list[tuple[ModelFeatures, StepTime]]
+        self, target: ModelProperties, known: list[tuple[ModelProperties, StepTime]]
     ) -> None:
         found = transfer_step_time(target, known)
         if found:
@@ -124,7 +124,7 @@ class TestFeatures:
             "keras.applications:MobileNetV2", (64, 64, 3), (200,), 7, 5, "softmax", num_operations=9
         )
         described = describe_model(info, "hash")
-        assert described == ModelFeatures("hash", info.name, 7, 5, 9, 12_288)
+        assert described == ModelProperties("hash", info.name, 7, 5, 9, 12_288)
         assert (described.short_name, described.vector_bytes) == ("MobileNetV2", 20)
 
     def test_inputs_are_counted_unless_their_size_is_unknown(self) -> None:

@@ -23,7 +23,7 @@ from csdctl.transport.fake import FakeSession
 from csdctl.transport.session import Completed
 from csdctl.tuning.measurements import (
     CollectiveMeasurement,
-    ModelFeatures,
+    ModelProperties,
     ProbeMeasurement,
     RuntimeSettings,
     TrialMeasurement,
@@ -57,7 +57,7 @@ class MeasuredProject:
     job: Job
     project: ProjectDirectory
     fleet: Fleet
-    features: ModelFeatures
+    features: ModelProperties
 
 
 def make_project(
@@ -134,7 +134,9 @@ def settings_of(name: str) -> RuntimeSettings:
 
 
 def remember_probes(
-    at: MeasuredProject, machines: Sequence[str] = (HOST_NAME, "csd0"), features: ModelFeatures | None = None
+    at: MeasuredProject,
+    machines: Sequence[str] = (HOST_NAME, "csd0"),
+    features: ModelProperties | None = None,
 ) -> None:
     """Store probes of each size on `machines`, of this model or another one."""
     with open_measurements(at.project.measurements) as store:

@@ -17,15 +17,15 @@ from csdctl.worker.group.collective import choose_collective
 from csdctl.worker.group.mpi import init_mpi
 from csdctl.worker.protocol.recipe import Recipe
 
-ways: list[list[int]] = json.loads(sys.argv[1])
+divisions: list[list[int]] = json.loads(sys.argv[1])
 world = init_mpi()
 tf, keras = load_backend()
 RECIPE = Recipe()
 """Loss and optimizer are part of the models."""
 
 
-def sum_in_all_ways(directory: Path) -> None:
-    """Save the results of the model in `directory`, for all ways."""
+def sum_all_divisions(directory: Path) -> None:
+    """Save the results of the model in `directory`, for all divisions."""
     keras.utils.set_random_seed(1)
     images, labels = np.load(directory / "images.npy"), np.load(directory / "labels.npy")
 
@@ -51,17 +51,17 @@ def sum_in_all_ways(directory: Path) -> None:
         fused = load_step()
         fused.alone(images, labels)
         np.savez(directory / "fused-weights.npz", *fused.model.get_weights())
-    for number, counts in enumerate(ways):
+    for number, counts in enumerate(divisions):
         start = sum(counts[: world.rank])
         mine = slice(start, start + counts[world.rank])
         step = load_step()
         local = np.array(step.local(images[mine], labels[mine]))
         total = np.zeros_like(local)
         choose_collective(world, local, total, "star", rounds=1)
-        np.savez(directory / f"way-{number}-rank-{world.rank}.npz", local=local, total=total)
+        np.savez(directory / f"division-{number}-rank-{world.rank}.npz", local=local, total=total)
         step.apply(total)
-        np.savez(directory / f"way-{number}-weights-{world.rank}.npz", *step.model.get_weights())
+        np.savez(directory / f"division-{number}-weights-{world.rank}.npz", *step.model.get_weights())
 
 
 for path in sys.argv[2:]:
-    sum_in_all_ways(Path(path))
+    sum_all_divisions(Path(path))

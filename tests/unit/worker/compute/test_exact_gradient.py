@@ -20,7 +20,7 @@ from tests.unit.worker.compute.built_models import carry, keras
 PROGRAM = Path(__file__).parent / "ranks_program.py"
 NUM_SAMPLES = 23
 NUM_RANKS = 3
-WAYS = {"unequal": [12, 7, 4], "a rank with 0 samples": [20, 3, 0], "rank 0 with 0 samples": [0, 22, 1]}
+DIVISIONS = {"unequal": [12, 7, 4], "a rank with 0 samples": [20, 3, 0], "rank 0 with 0 samples": [0, 22, 1]}
 TOLERANCE = 1e-6
 NUM_SUMS = 4
 """Loss, the total and count of the accuracy, and n at the end of a vector."""
@@ -42,7 +42,7 @@ def build(name: str) -> Any:
 
 @pytest.fixture(scope="module")
 def results_of_all_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Run all WAYS with all MODELS by real ranks in one mpirun; return the parent of their directories."""
+    """Run all DIVISIONS with all MODELS in one mpirun; return the parent of their directories."""
     directory = tmp_path_factory.mktemp("ranks")
     generator = np.random.default_rng(11)
     images = generator.integers(0, 256, (NUM_SAMPLES, 9, 9, 3), dtype=np.uint8)
@@ -58,7 +58,7 @@ def results_of_all_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     mpirun = Path(sys.prefix) / "bin" / "mpirun"
     options = ["--map-by", ":OVERSUBSCRIBE", "--mca", "pml", "ob1", "--mca", "coll", "^han"]
     directories = [str(directory / name) for name in MODELS]
-    program = [sys.executable, str(PROGRAM), json.dumps(list(WAYS.values())), *directories]
+    program = [sys.executable, str(PROGRAM), json.dumps(list(DIVISIONS.values())), *directories]
     command = [str(mpirun), *options, "-np", str(NUM_RANKS), *program]
     done = run_command(command, env={**os.environ, **ALLOW_ROOT})
     assert done.returncode == 0, done.stderr[-3000:]
@@ -78,10 +78,10 @@ def relative_difference(found: np.ndarray, expected: np.ndarray) -> float:
     return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_ranks_with_unequal_batches_compute_the_gradient_of_one_process(results: Path, way: str) -> None:
+@pytest.mark.parametrize("division", DIVISIONS)
+def test_ranks_with_unequal_batches_compute_the_gradient_of_one_process(results: Path, division: str) -> None:
     alone = np.load(results / "alone.npy")
-    total = np.load(results / f"way-{list(WAYS).index(way)}-rank-0.npz")["total"]
+    total = np.load(results / f"division-{list(DIVISIONS).index(division)}-rank-0.npz")["total"]
     difference = relative_difference(mean_gradient(total), mean_gradient(alone))
     print(f"relative difference of the gradient: {difference:.1e}")
     assert difference <= TOLERANCE
@@ -91,18 +91,18 @@ def test_ranks_with_unequal_batches_compute_the_gradient_of_one_process(results:
 
 def test_mean_of_means_differs_from_the_exact_gradient(results: Path) -> None:
     """The tolerance above is tight enough to detect a plain mean of gradients."""
-    locals_ = [np.load(results / f"way-0-rank-{rank}.npz")["local"] for rank in range(NUM_RANKS)]
+    locals_ = [np.load(results / f"division-0-rank-{rank}.npz")["local"] for rank in range(NUM_RANKS)]
     mean_of_means = np.mean([mean_gradient(vector) for vector in locals_], axis=0)
     assert (
         relative_difference(mean_of_means, mean_gradient(np.load(results / "alone.npy"))) > 1000 * TOLERANCE
     )
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_weights_of_all_ranks_are_bit_identical_after_a_step(results: Path, way: str) -> None:
-    number = list(WAYS).index(way)
+@pytest.mark.parametrize("division", DIVISIONS)
+def test_weights_of_all_ranks_are_bit_identical_after_a_step(results: Path, division: str) -> None:
+    number = list(DIVISIONS).index(division)
     weights = [
-        list(np.load(results / f"way-{number}-weights-{rank}.npz").values()) for rank in range(NUM_RANKS)
+        list(np.load(results / f"division-{number}-weights-{rank}.npz").values()) for rank in range(NUM_RANKS)
     ]
     for other in weights[1:]:
         assert all(np.array_equal(one, its) for one, its in zip(weights[0], other, strict=True))
@@ -129,9 +129,10 @@ def test_single_rank_takes_the_same_step_in_one_graph(results: Path) -> None:
 def test_moving_statistics_on_all_ranks_are_those_of_the_pooled_batch(results_of_all_models: Path) -> None:
     """They are bit-identical on all ranks, and mean and variance are those of all samples together."""
     results = results_of_all_models / "batch norm trained"
-    for number in range(len(WAYS)):
+    for number in range(len(DIVISIONS)):
         weights = [
-            list(np.load(results / f"way-{number}-weights-{rank}.npz").values()) for rank in range(NUM_RANKS)
+            list(np.load(results / f"division-{number}-weights-{rank}.npz").values())
+            for rank in range(NUM_RANKS)
         ]
         for other in weights[1:]:
             assert all(np.array_equal(one, its) for one, its in zip(weights[0], other, strict=True))

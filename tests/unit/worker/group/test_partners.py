@@ -20,8 +20,8 @@ from csdctl.worker.group.messages import allgather
 from csdctl.worker.group.waiting import wait_sleeping
 world = init_mpi()
 wait_sleeping(world.start_barrier())
-for way in ("", "star", "allreduce"):
-    choose_collective(world, np.ones(1 << 18, np.float32), np.ones(1 << 18, np.float32), way)
+for name in ("", "star", "allreduce"):
+    choose_collective(world, np.ones(1 << 18, np.float32), np.ones(1 << 18, np.float32), name)
 allgather(world, b"x" * (10 + world.rank))
 allgather(world, b"y" * 200_000)
 """

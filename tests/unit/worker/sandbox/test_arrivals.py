@@ -33,14 +33,14 @@ def test_token_that_comes_late_wakes_the_sandbox_which_then_gets_the_connection(
     listening: socket.socket,
 ) -> None:
     tokens = Tokens(b"key")
-    door = Arrivals(tokens, PEERS)
+    supervisor = Arrivals(tokens, PEERS)
     with connect(listening) as member:
         wait_for(listening)
         with pytest.raises(BlockingIOError):
-            door.accept(listening)
+            supervisor.accept(listening)
         member.sendall(tokens.make(member.getpeername()) + b"hello")
         wait_for(listening)
-        accepted, peer = door.accept(listening)
+        accepted, peer = supervisor.accept(listening)
         with accepted:
             assert peer == member.getsockname()
             assert accepted.recv(5) == b"hello"
@@ -48,16 +48,16 @@ def test_token_that_comes_late_wakes_the_sandbox_which_then_gets_the_connection(
 
 def test_silent_strangers_beyond_the_limit_make_room_for_members(listening: socket.socket) -> None:
     tokens = Tokens(b"key")
-    door = Arrivals(tokens, PEERS)
+    supervisor = Arrivals(tokens, PEERS)
     strangers = [connect(listening) for _ in range(arrivals.MAX_LATE)]
     with connect(listening) as member:
         for _ in range(len(strangers) // arrivals.MAX_STRANGERS + 1):
             with pytest.raises(BlockingIOError):
-                door.accept(listening)
+                supervisor.accept(listening)
         assert strangers[0].recv(1) == b""
         member.sendall(tokens.make(member.getpeername()))
         wait_for(listening)
-        accepted, _ = door.accept(listening)
+        accepted, _ = supervisor.accept(listening)
         accepted.close()
     for stranger in strangers:
         stranger.close()

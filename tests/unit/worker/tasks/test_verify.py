@@ -24,7 +24,7 @@ from csdctl.worker.tasks.reporter import Reporter
 from csdctl.worker.tasks.task import Group, TaskContext
 from csdctl.worker.tasks.verified_samples import MAX_SAMPLES, draw_samples
 from csdctl.worker.tasks.verify import Verify
-from csdctl.workflows.train.verdict import Verdict, judge
+from csdctl.workflows.train.verify import Verdict, judge
 from tests.patience import run_command
 from tests.unit.worker.tasks.verified_models import (
     ROWS,

@@ -9,7 +9,7 @@ import pytest
 from csdctl.errors import InputError, UnreachableError
 from csdctl.fleet.model import Fleet, Node
 from csdctl.shipping.deliver import Delivery, DeliveryProgress
-from csdctl.shipping.parcel import FileTree
+from csdctl.shipping.payload import FileTree
 from csdctl.shipping.tree import TreeRequest
 from csdctl.transport.many import Outcome
 from csdctl.workflows.data.deployment import DeployRequest, deploy_request

@@ -13,13 +13,13 @@ from csdctl.cli.app import app
 from csdctl.errors import InputError
 from csdctl.fleet.facts import save_facts
 from csdctl.fleet.model import HOST_NAME, Node
-from csdctl.tuning.plan import Plan, Predicted, RankPlan, WayPlan, save_plan
+from csdctl.tuning.plan import Plan, Predicted, RankPlan, StrategyPlan, save_plan
 from csdctl.workflows.forecast.basis import ForecastBasis
 from csdctl.workflows.forecast.forecast import MAX_SEARCHED, Forecast, forecast
 from csdctl.workflows.forecast.plan_basis import plan_basis
 from csdctl.workflows.forecast.request import ForecastRequest
 from csdctl.workflows.forecast.tuned_basis import tuned_basis
-from csdctl.workflows.train.plan_validation import build_fingerprint
+from csdctl.workflows.train.plan import build_fingerprint
 from tests.unit.workflows.measured_project import (
     OVERHEAD_FACTOR,
     STEPS,
@@ -367,18 +367,21 @@ class TestCommand:
         assert "2 nodes left out: training is faster without them" in done.stdout
 
 
-class TestOtherWays:
-    def test_forecast_says_that_training_follows_another_way(self, measured: MeasuredProject) -> None:
-        ways = [WayPlan(way="features", cut="pool", first_run_s=90.0)]
-        plan_of(measured, way="features", ways=ways)
+class TestOtherStrategies:
+    def test_forecast_says_that_training_follows_another_strategy(self, measured: MeasuredProject) -> None:
+        strategies = [StrategyPlan(strategy="features", cut="pool", first_run_s=90.0)]
+        plan_of(measured, strategy="features", strategies=strategies)
         basis = basis_of(measured)
-        assert "the plan's way, features, which by the plan takes 90.0 s in all" in basis.origins["way"]
+        assert (
+            "the plan's strategy, features, which by the plan takes 90.0 s in all"
+            in basis.origins["strategy"]
+        )
         assert "plan" not in basis.origins
 
     def test_batch_sizes_of_a_split_are_not_those_of_a_forecast(self, measured: MeasuredProject) -> None:
         without = forecast(basis_of(measured), ForecastRequest())
-        plan_of(measured, (1, 10, 12), way="split", cut="block_3")
+        plan_of(measured, (1, 10, 12), strategy="split", cut="block_3")
         basis = basis_of(measured)
-        assert "the plan's way, split" in basis.origins["way"]
+        assert "the plan's strategy, split" in basis.origins["strategy"]
         assert basis.origins["plan"] == "not used: its batch sizes are those of a model that is split"
         assert forecast(basis, ForecastRequest()).points == without.points

@@ -32,7 +32,7 @@ def project(tmp_path: Path) -> Path:
         (("--plan", "plan.yaml", "--batch-size", "8"), "--plan and --batch-size"),
         (("--resume", "latest", "--batch-size", "8"), "--resume and --batch-size"),
         (("--resume", "latest", "--plan", "plan.yaml"), "--resume and --plan"),
-        (("--resume", "latest", "--way", "split"), "--resume and --way"),
+        (("--resume", "latest", "--strategy", "split"), "--resume and --strategy"),
     ],
 )
 def test_two_sources_of_batch_sizes_are_refused(
@@ -54,18 +54,18 @@ def test_plan_and_batch_size_are_refused_elsewhere_too(
     assert "--plan and --batch-size contradict each other" in " ".join(capsys.readouterr().err.split())
 
 
-@pytest.mark.parametrize("way", ["data-parallel", "split"])
-def test_options_of_features_are_refused_with_another_way(way: str) -> None:
-    with pytest.raises(InputError, match=f"--feature-precision float16 .* --way {way}"):
-        TrainOptions(way=way, features=FeatureOptions("float16", "keras"))
-    with pytest.raises(InputError, match=f"--feature-engine litert .* --way {way}"):
-        TrainOptions(way=way, features=FeatureOptions("float32", "litert"))
+@pytest.mark.parametrize("strategy", ["data-parallel", "split"])
+def test_options_of_features_are_refused_with_another_strategy(strategy: str) -> None:
+    with pytest.raises(InputError, match=f"--feature-precision float16 .* --strategy {strategy}"):
+        TrainOptions(strategy=strategy, features=FeatureOptions("float16", "keras"))
+    with pytest.raises(InputError, match=f"--feature-engine litert .* --strategy {strategy}"):
+        TrainOptions(strategy=strategy, features=FeatureOptions("float32", "litert"))
 
 
-def test_micro_batches_are_refused_with_a_way_that_divides_no_model() -> None:
-    with pytest.raises(InputError, match="--micro-batches 2 .* --way features"):
-        TrainOptions(way="features", num_micro_batches=2)
+def test_micro_batches_are_refused_with_a_strategy_that_divides_no_model() -> None:
+    with pytest.raises(InputError, match="--micro-batches 2 .* --strategy features"):
+        TrainOptions(strategy="features", num_micro_batches=2)
 
 
-def test_options_of_a_way_that_the_plan_may_choose_are_accepted() -> None:
+def test_options_of_a_strategy_that_the_plan_may_choose_are_accepted() -> None:
     TrainOptions(num_micro_batches=2, features=FeatureOptions("float16", "litert"))

@@ -11,7 +11,7 @@ from csdctl.job.model import Job
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.runs.ledger import Ledger
 from csdctl.tuning.plan import Plan, RankPlan, save_plan
-from csdctl.workflows.train.plan_choice import build_equal_plan, default_runtime, resolve_plan
+from csdctl.workflows.train.plan import build_equal_plan, default_runtime, resolve_plan
 from csdctl.workflows.workspace.workspace import Workspace
 
 FLEET = Fleet((Node("csd0", "10.1.1.2"), Node("csd1", "10.1.1.3")))

@@ -10,7 +10,7 @@ from csdctl.fleet.facts import Facts
 from csdctl.fleet.model import HOST_NAME, Fleet, Node
 from csdctl.job.model import Job, load_job
 from csdctl.tuning.plan import Plan, RankPlan, load_plan, save_plan
-from csdctl.workflows.train.plan_validation import MAX_SHOWN, build_fingerprint, check_plan, find_left_out
+from csdctl.workflows.train.plan import MAX_SHOWN, build_fingerprint, check_plan, find_left_out
 
 JOB = """\
 model: mine.py:build

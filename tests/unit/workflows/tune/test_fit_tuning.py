@@ -102,10 +102,11 @@ def tune(
     messages: list[str] | None = None,
     *,
     is_exploring: bool = False,
+    limits: Limits = LIMITS,
 ) -> TunedFleet:
     with measurements_of(at) as measurements:
         lines: list[str] = [] if messages is None else messages
-        tuner = FitTuner(measurer, measurements, LIMITS, lines.append, is_exploring)
+        tuner = FitTuner(measurer, measurements, limits, lines.append, is_exploring)
         return tuner.tune(measurements.recall_fleet())
 
 
@@ -202,3 +203,34 @@ def test_rank_that_runs_out_of_memory_in_every_trial_ends_tuning(measured: Measu
     with pytest.raises(OutOfMemoryError):
         tune(measured, measurer)
     assert len(measurer.trials) == 1 + MAX_OOM_RETRIES
+
+
+def is_equal(ranks: Sequence[RankPlan]) -> bool:
+    return len({rank.batch_size for rank in ranks}) == 1
+
+
+def test_plan_that_loses_against_equal_batch_sizes_is_not_proposed(at: MeasuredProject) -> None:
+    """The nodes, which were busy when they were probed, turn out to be faster in each trial."""
+
+    def trial(ranks: Sequence[RankPlan]) -> TrialResult:
+        speedup = 3 if len(measurer.trials) == 1 else 20
+        found = trial_of(ranks)
+        times = [found.compute_s[0], *(seconds / speedup for seconds in found.compute_s[1:])]
+        step_s = max(times) + SUM_S
+        rate = sum(rank.batch_size for rank in ranks) / step_s
+        return replace(found, step_s=step_s, samples_per_s=rate, compute_s=tuple(times))
+
+    measurer, messages = ScriptedMeasurer(trial), list[str]()
+    tuned = tune(at, measurer, messages, limits=Limits(global_batch=159))
+    assert [is_equal(ranks) for ranks in measurer.trials] == [False, False, True]
+    assert {*tuned.tried.best.batch_sizes.values()} == {53}
+    assert tuned.gain == 0.0
+    assert "equal batch sizes of 53 are predicted to be faster: trying them" in messages
+
+
+def test_equal_batch_sizes_that_are_slower_are_not_tried(at: MeasuredProject) -> None:
+    measurer = ScriptedMeasurer()
+    tuned = tune(at, measurer)
+    assert not any(map(is_equal, measurer.trials))
+    assert tuned.gain is not None
+    assert tuned.gain > 0.5

@@ -1,0 +1,328 @@
+"""Strategies one model: forecasts of the time of a training, from step times and measured parts; pure.
+
+Data-parallel, features and split learn the same and differ in time, in bytes and in what leaves a node. The
+parts of a model (what is before a cut, what is behind) are timed on the host as shares of its whole step, and
+these shares are applied to the step times of all machines.
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final, Literal
+
+from csdctl.fleet.model import HOST_NAME
+from csdctl.perfmodel.step_time import StepTime
+from csdctl.placement.equation1 import Placed, RankLoad, place_shards, steps_per_epoch
+from csdctl.tuning.model_parts import MEASURED_BATCH, Shares
+from csdctl.tuning.search import Limits, RankCandidate, find_best
+from csdctl.tuning.stannis import TuningError
+from csdctl.worker.protocol.run_spec import SplitSpec
+
+Strategy = Literal["data-parallel", "features", "split"]
+DATA_PARALLEL: Final = "data-parallel"
+FEATURES: Final = "features"
+SPLIT: Final = "split"
+STRATEGIES = (DATA_PARALLEL, FEATURES, SPLIT)
+"""Every rank computes the whole model in each step; or its frozen part once for each sample; or the nodes the
+part of the model before a cut, and the host the rest."""
+MIN_GAIN = 0.05
+"""Another strategy than data-parallel is taken when the training takes less time by at least this share."""
+HOST_SHARES = (0.0, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5)
+"""Shares of a step's samples that the host may have of its own when the model is split."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What a training goes through."""
+
+    num_public: int
+    num_private: Mapping[str, int]
+    num_validation: int
+    epochs: int
+    is_repeating: bool = False
+
+
+@dataclass(frozen=True)
+class Machines:
+    """The step times of the machines of a plan, and the costs of training together."""
+
+    step_times: Mapping[str, StepTime]
+    """The host first."""
+    sum_s: Callable[[int], float]
+    """Seconds of a sum of so many bytes over the ranks."""
+    byte_s: float
+    """Seconds of one byte between a node and the host, one strategy, with all nodes sending."""
+    start_s: float
+    """What a training takes besides its epochs: connecting, starting TensorFlow, linking the ranks."""
+    process_s: float = 0.0
+    """Of these, until TensorFlow has started on all machines."""
+    required: Collection[str] = ()
+    """Nodes with private data."""
+
+    @property
+    def nodes(self) -> list[str]:
+        """The machines but the host."""
+        return [name for name in self.step_times if name != HOST_NAME]
+
+
+@dataclass(frozen=True)
+class StrategyForecast:
+    """What a strategy is forecast to take."""
+
+    strategy: Strategy
+    cut: str
+    batch_sizes: dict[str, int]
+    """The host first, 0 where it has no samples of its own."""
+    epoch_s: float
+    first_run_s: float
+    next_run_s: float
+    """Of a further training with other settings of what is learnt."""
+    sample_bytes: float
+    """What a node sends and receives in an epoch for each of its samples."""
+    is_confirmed: bool = False
+    """Whether the time of a step is from a trial."""
+    node_memory_bytes: int | None = None
+    """The largest peak memory of a node's process; None: not measured."""
+    inversion: str = ""
+    """What a linear map recovers of samples from their activations, as a sentence; '': not measured."""
+    trains_on_host: bool = False
+    """With features: whether the host trains alone, on those of all machines."""
+
+
+def forecast_data_parallel(
+    batch_sizes: Mapping[str, int],
+    compute_s: Mapping[str, float],
+    communication_s: float,
+    machines: Machines,
+    work: Workload,
+    *,
+    vector_bytes: int,
+    evaluation_share: float = 0.0,
+) -> StrategyForecast:
+    """Forecast training as in the trial of a plan: `compute_s` of each rank in a step, and the rest of it.
+
+    `evaluation_share`: a forward pass of a sample relative to a step's time for it.
+    """
+    placed = _place(batch_sizes, work)
+
+    def step_s(active: Collection[str]) -> float:
+        return max(compute_s[name] for name in active) + communication_s
+
+    evaluation_s = work.num_validation * evaluation_share * _sample_s(machines.step_times[HOST_NAME])
+    epoch_s = time_epoch(placed, step_s) + evaluation_s
+    whole_s = machines.start_s + work.epochs * epoch_s
+    return StrategyForecast(
+        DATA_PARALLEL,
+        "",
+        dict(batch_sizes),
+        epoch_s,
+        whole_s,
+        whole_s,
+        _bytes_per_sample(placed, 2 * vector_bytes),
+        is_confirmed=True,
+    )
+
+
+def forecast_features(
+    planned: StrategyForecast, shares: Shares, feature_share: float, machines: Machines, work: Workload
+) -> StrategyForecast:
+    """Forecast training the head on features, with the batch sizes of the plan `planned` for whole models.
+
+    `shares`: of the model cut behind its frozen part; `feature_share`: the time of a sample's features
+    relative to its share of a step.
+    """
+    placed = _place(planned.batch_sizes, work)
+    extraction_s = max(
+        (shard.num_samples - shard.num_repeated + (work.num_validation if shard.name == HOST_NAME else 0))
+        * feature_share
+        * _sample_s(machines.step_times[shard.name])
+        for shard in placed
+    )
+
+    def step_s(active: Collection[str]) -> float:
+        compute_s = max(
+            machines.step_times[name].at(planned.batch_sizes[name]) * shares.head for name in active
+        )
+        return compute_s + machines.sum_s(shares.vector_bytes)
+
+    evaluation_s = work.num_validation * shares.head * _sample_s(machines.step_times[HOST_NAME])
+    epoch_s = time_epoch(placed, step_s) + evaluation_s
+    next_s = machines.start_s + work.epochs * epoch_s
+    return StrategyForecast(
+        FEATURES,
+        shares.layer,
+        planned.batch_sizes,
+        epoch_s,
+        machines.process_s + extraction_s + next_s,
+        next_s,
+        _bytes_per_sample(placed, 2 * shares.vector_bytes),
+    )
+
+
+def forecast_on_host(
+    by_all: StrategyForecast, shares: Shares, feature_bytes: int, machines: Machines, work: Workload
+) -> StrategyForecast:
+    """Forecast training the head on the host alone, where that takes clearly less time than `by_all`.
+
+    Only for public samples. `feature_bytes`: of one sample; they are sent in base64.
+    """
+    host = machines.step_times.get(HOST_NAME)
+    if host is None or len(by_all.batch_sizes) == 1:
+        return by_all
+    global_batch = sum(by_all.batch_sizes.values())
+    num_fetched = sum(
+        shard.num_samples for shard in _place(by_all.batch_sizes, work) if shard.name != HOST_NAME
+    )
+    fetch_s = num_fetched * feature_bytes * 4 / 3 * machines.byte_s
+    num_steps = steps_per_epoch(_place({HOST_NAME: global_batch}, work))
+    samples_s = (num_steps * host.at(global_batch) + work.num_validation * _sample_s(host)) * shares.head
+    next_s = machines.start_s + work.epochs * samples_s
+    found = replace(
+        by_all,
+        epoch_s=samples_s,
+        first_run_s=by_all.first_run_s - by_all.next_run_s + fetch_s + next_s,
+        next_run_s=next_s,
+        sample_bytes=feature_bytes * 4 / 3 / work.epochs,
+        trains_on_host=True,
+    )
+    return found if found.first_run_s < by_all.first_run_s * (1 - MIN_GAIN) else by_all
+
+
+def forecast_split(
+    shares: Shares,
+    machines: Machines,
+    work: Workload,
+    limits: Limits,
+    *,
+    overhead: float = 1.0,
+    evaluation_share: float = 0.0,
+) -> StrategyForecast | None:
+    """Forecast the split of the model with the batch sizes that take the least time; None if none is allowed.
+
+    `overhead`: the time of a step in a trial relative to this model.
+    """
+    best = None
+    for share in HOST_SHARES if work.num_public else HOST_SHARES[:1]:
+        sizes = _split_sizes(shares, machines, limits, share)
+        if sizes is None:
+            continue
+        found = forecast_split_of(
+            sizes, shares, machines, work, overhead=overhead, evaluation_share=evaluation_share
+        )
+        is_short = not limits.max_step_s or split_step_s(sizes, shares, machines) <= limits.max_step_s
+        if is_short and (best is None or found.epoch_s < best.epoch_s):
+            best = found
+    return best
+
+
+def forecast_split_of(
+    sizes: Mapping[str, int],
+    shares: Shares,
+    machines: Machines,
+    work: Workload,
+    *,
+    overhead: float = 1.0,
+    evaluation_share: float = 0.0,
+) -> StrategyForecast:
+    """Forecast the split of the model with these batch sizes."""
+    placed = _place(sizes, work)
+
+    def step_s(active: Collection[str]) -> float:
+        return overhead * split_step_s({name: sizes[name] for name in active}, shares, machines)
+
+    evaluation_s = work.num_validation * evaluation_share * _sample_s(machines.step_times[HOST_NAME])
+    epoch_s = time_epoch(placed, step_s) + evaluation_s
+    whole_s = machines.start_s + work.epochs * epoch_s
+    num_bytes = _bytes_per_sample(placed, 2 * shares.vector_bytes) + 2 * shares.cut_bytes
+    return StrategyForecast(SPLIT, shares.layer, dict(sizes), epoch_s, whole_s, whole_s, num_bytes)
+
+
+def split_step_s(batch_sizes: Mapping[str, int], shares: Shares, machines: Machines) -> float:
+    """Return the seconds of a step: the nodes' parts and the host's overlap, but for a micro-batch.
+
+        T = max(max_i (F_i + B_i), max_i F_i / m + max(H, L) + max_i B_i / m) + T_sum
+
+    F and B: forward and backward pass of the prefix, H: the heads of all samples and the host's own, L: what
+    crosses the links, m: micro-batches of a batch.
+    """
+    times = machines.step_times
+    nodes = [name for name in batch_sizes if name != HOST_NAME and batch_sizes[name]]
+    own_s = times[HOST_NAME].at(batch_sizes.get(HOST_NAME, 0))
+    if not nodes:
+        return own_s
+    seconds = [times[name].at(batch_sizes[name]) for name in nodes]
+    num_samples = sum(batch_sizes[name] for name in nodes)
+    head_s = shares.head * num_samples * _sample_s(times[HOST_NAME]) + own_s
+    link_s = 2 * shares.cut_bytes * num_samples * machines.byte_s
+    first_s = max(seconds) * shares.prefix / SplitSpec.num_micro_batches
+    overlapped_s = max(max(seconds) * shares.prefix, first_s + max(head_s, link_s))
+    return overlapped_s + machines.sum_s(shares.vector_bytes)
+
+
+def time_epoch(placed: Sequence[Placed], step_s: Callable[[Collection[str]], float]) -> float:
+    """Return the seconds of an epoch; `step_s` of a step in which these ranks have samples."""
+    total_s, done = 0.0, 0
+    for end in sorted({shard.num_steps for shard in placed if shard.num_steps}):
+        active = [shard.name for shard in placed if shard.num_steps >= end]
+        total_s += (end - done) * step_s(active)
+        done = end
+    return total_s
+
+
+def choose_strategy(forecasts: Sequence[StrategyForecast]) -> StrategyForecast:
+    """Return the strategy that takes the least time; the first one unless another takes clearly less."""
+    first, *others = forecasts
+    best = min(others, key=lambda found: found.first_run_s, default=first)
+    return best if best.first_run_s < first.first_run_s * (1 - MIN_GAIN) else first
+
+
+def confirm(forecast: StrategyForecast, ratio: float, machines: Machines, work: Workload) -> StrategyForecast:
+    """Return a forecast of which a trial has shown that steps take `ratio` times as long."""
+    epoch_s = forecast.epoch_s * ratio
+    whole_s = machines.start_s + work.epochs * epoch_s
+    return replace(forecast, epoch_s=epoch_s, first_run_s=whole_s, next_run_s=whole_s, is_confirmed=True)
+
+
+def confirm_cut(one: StrategyForecast, ratio: float, machines: Machines, work: Workload) -> StrategyForecast:
+    """Return the forecast of another cut, corrected by the trial of one; other strategies are unchanged."""
+    if one.strategy != SPLIT:
+        return one
+    return replace(confirm(one, ratio, machines, work), is_confirmed=False)
+
+
+def _split_sizes(
+    shares: Shares, machines: Machines, limits: Limits, host_share: float
+) -> dict[str, int] | None:
+    """Return batch sizes with which all nodes take as long, or None where the limits allow none."""
+    most = limits.largest_global_batch
+    host_size = round(most * host_share) if most else 0
+    if host_share and not host_size:
+        return None
+    scaled = {name: machines.step_times[name].scaled(shares.prefix) for name in machines.nodes}
+    candidates = [RankCandidate(name, scaled[name], name in machines.required) for name in scaled]
+    left = None if most is None else most - host_size
+    rest = replace(
+        limits,
+        max_global_batch=None if limits.global_batch else left,
+        global_batch=left if limits.global_batch else None,
+    )
+    try:
+        found = find_best(candidates, rest, lambda _: machines.sum_s(shares.vector_bytes))
+    except TuningError:
+        return None
+    return {HOST_NAME: host_size, **found.batch_sizes}
+
+
+def _place(batch_sizes: Mapping[str, int], work: Workload) -> list[Placed]:
+    loads = [RankLoad(name, size, work.num_private.get(name, 0)) for name, size in batch_sizes.items()]
+    return place_shards(loads, work.num_public, is_repeating=work.is_repeating)
+
+
+def _sample_s(step_time: StepTime) -> float:
+    """Return the seconds of a sample among as many as parts are timed with."""
+    return step_time.at(MEASURED_BATCH) / MEASURED_BATCH
+
+
+def _bytes_per_sample(placed: Sequence[Placed], step_bytes: int) -> float:
+    """Return the bytes of a node in an epoch, for each of its samples."""
+    most = max((shard.num_samples for shard in placed if shard.name != HOST_NAME), default=0)
+    return steps_per_epoch(placed) * step_bytes / most if most else 0.0

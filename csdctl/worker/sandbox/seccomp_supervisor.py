@@ -1,0 +1,189 @@
+"""The seccomp supervisor: it performs the system calls that the filter hands over.
+
+The sandbox's sockets stay its own; the supervisor acts on the same sockets, through pidfd_getfd(2), so that
+another thread of the sandbox cannot change what was checked.
+"""
+
+import contextlib
+import ctypes
+import errno
+import ipaddress
+import os
+import socket
+import struct
+import threading
+from collections.abc import Callable, Sequence
+
+from csdctl.worker.sandbox.addresses import (
+    Refused,
+    close_to_others,
+    narrow,
+    pack_address,
+    to_ip,
+    unpack_address,
+)
+from csdctl.worker.sandbox.arrivals import TOKEN_S, Arrivals, Tokens
+from csdctl.worker.sandbox.notification import Caller, Notification, process_of_thread, receive_notification
+from csdctl.worker.sandbox.processes import list_descendants, list_group
+from csdctl.worker.sandbox.system_calls import ASKED, number_of
+
+CONNECT_S = 10.0
+"""To connect to a peer."""
+MIN_PORT = 1024
+"""Lower ports are services of the peers' machines, never MPI's."""
+_INET = (socket.AF_INET, socket.AF_INET6)
+_MAX_ADDRESS_BYTES = 128
+
+
+class SeccompSupervisor:
+    """Answers the notifications of one filter."""
+
+    def __init__(self, listener: int, key: str, peers: Sequence[str], sockets: Sequence[str]) -> None:
+        self._listener = listener
+        self._peers = [ipaddress.ip_network(peer) for peer in peers]
+        self._tokens = Tokens(bytes.fromhex(key)) if key else None
+        self._arrivals = Arrivals(self._tokens, self._peers) if self._tokens else None
+        self._sockets = {b"\0" + name.encode() for name in sockets}
+        self._ports: set[int] = set()
+        """Ports that the sandbox has bound."""
+        answers: dict[str, Callable[[Notification, Caller], None]] = {
+            "socket": self._socket,
+            "bind": self._bind,
+            "connect": self._connect,
+            "accept": self._accept,
+            "accept4": self._accept,
+            "kill": self._kill,
+            "tkill": self._kill_thread,
+            "tgkill": self._kill,
+        }
+        self._answers = {number_of(name): answers[name] for name in ASKED}
+
+    def serve_one(self) -> None:
+        """Answer the next notification, in a thread of its own as that may take time."""
+        notification = receive_notification(self._listener)
+        if notification:
+            threading.Thread(target=self._serve, args=(notification,), daemon=True).start()
+
+    def _serve(self, notification: Notification) -> None:
+        try:
+            with contextlib.closing(Caller(notification)) as caller:
+                self._answers[notification.number](notification, caller)
+        except Refused as refused:
+            notification.answer(error=refused.number)
+        except OSError as error:
+            notification.answer(error=error.errno or errno.EIO)
+        except Exception:
+            notification.answer(error=errno.EINVAL)
+
+    def _socket(self, notification: Notification, _: Caller) -> None:
+        family, kind, protocol = (argument & 0xFFFFFFFF for argument in notification.arguments[:3])
+        is_stream = kind & 0xF == socket.SOCK_STREAM
+        if family in _INET and kind & 0xF == socket.SOCK_DGRAM:
+            # Libraries ask such a socket for the machine's interfaces; it could also send to anyone.
+            with socket.socket(family, socket.SOCK_STREAM) as instead:
+                notification.answer_with(instead.fileno(), is_inherited=not kind & socket.SOCK_CLOEXEC)
+        elif (
+            (family in _INET and is_stream and protocol in (0, socket.IPPROTO_TCP))
+            or (family == socket.AF_UNIX and is_stream)
+            or (family == socket.AF_NETLINK and protocol == socket.NETLINK_ROUTE)
+        ):
+            notification.let_continue()
+        else:
+            raise Refused(errno.EAFNOSUPPORT)
+
+    def _bind(self, notification: Notification, caller: Caller) -> None:
+        descriptor, address, size = notification.arguments[:3]
+        with caller.socket(descriptor) as bound:
+            if bound.family == socket.AF_NETLINK:
+                bound.bind((0, 0))
+            elif bound.family in _INET:
+                self._bind_port(bound, caller.read(address, min(size, _MAX_ADDRESS_BYTES)))
+            else:
+                raise Refused(errno.EACCES)
+        notification.answer()
+
+    def _bind_port(self, bound: socket.socket, content: bytes) -> None:
+        host, *rest = unpack_address(content)
+        host = narrow(host, self._peers)
+        if self._tokens:  # the kernel then reports a connection when its token has arrived
+            bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, int(TOKEN_S))
+        bound.bind((host, *rest))
+        if not to_ip(host).is_loopback and all(peer.prefixlen for peer in self._peers):
+            close_to_others(bound, self._peers)
+        self._ports.add(bound.getsockname()[1])
+
+    def _connect(self, notification: Notification, caller: Caller) -> None:
+        descriptor, address, size = notification.arguments[:3]
+        content = caller.read(address, min(size, _MAX_ADDRESS_BYTES))
+        with caller.socket(descriptor) as connecting:
+            if connecting.family == socket.AF_UNIX:
+                self._connect_to_socket(connecting, content[2:])
+            elif connecting.family in _INET:
+                self._connect_to_peer(connecting, content)
+            else:
+                raise Refused(errno.EACCES)
+        notification.answer()
+
+    def _connect_to_socket(self, connecting: socket.socket, name: bytes) -> None:
+        if name not in self._sockets:
+            raise Refused(errno.ECONNREFUSED)
+        connecting.connect(name)
+        _, user, _ = struct.unpack("3i", connecting.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        if user != os.getuid():  # abstract names belong to whoever binds them first
+            connecting.shutdown(socket.SHUT_RDWR)
+            raise Refused(errno.ECONNREFUSED)
+
+    def _connect_to_peer(self, connecting: socket.socket, content: bytes) -> None:
+        address = unpack_address(content)
+        if not self._is_peer(address[0], address[1]):
+            raise Refused(errno.ECONNREFUSED)
+        # The mode is one of the socket, which is the caller's: it is restored.
+        is_blocking = os.get_blocking(connecting.fileno())
+        connecting.settimeout(CONNECT_S)
+        try:
+            connecting.connect(address)
+            if self._tokens:
+                connecting.sendall(self._tokens.make(connecting.getpeername()))
+        except TimeoutError:
+            raise Refused(errno.ETIMEDOUT) from None
+        finally:
+            os.set_blocking(connecting.fileno(), is_blocking)
+
+    def _is_peer(self, host: str, port: int) -> bool:
+        address = to_ip(host)
+        if address.is_loopback and port in self._ports:
+            return True
+        found = [peer for peer in self._peers if address.version == peer.version and address in peer]
+        if address.is_loopback or address.is_unspecified:  # services of this machine, unless peers are here
+            found = [peer for peer in found if peer.is_loopback]
+        return port >= MIN_PORT and bool(found)
+
+    def _accept(self, notification: Notification, caller: Caller) -> None:
+        descriptor, address, size = notification.arguments[:3]
+        flags = notification.arguments[3] if notification.number == number_of("accept4") else 0
+        with caller.socket(descriptor) as listening:
+            # As the listener is set: it waits, or raises BlockingIOError.
+            accepted, peer = self._arrivals.accept(listening) if self._arrivals else listening.accept()
+        with accepted:
+            if address:
+                packed = pack_address(accepted.family, peer)
+                (space,) = struct.unpack("=I", caller.read(size, 4))
+                caller.write(address, packed[:space])
+                caller.write(size, struct.pack("=I", len(packed)))
+            os.set_blocking(accepted.fileno(), not flags & socket.SOCK_NONBLOCK)
+            notification.answer_with(accepted.fileno(), is_inherited=not flags & socket.SOCK_CLOEXEC)
+
+    def _kill(self, notification: Notification, caller: Caller) -> None:
+        """Let a signal through to processes of the sandbox: one, or all of a group."""
+        target = ctypes.c_int32(notification.arguments[0] & 0xFFFFFFFF).value
+        if target == 0:
+            target = -os.getpgid(caller.process)
+        targets = [target] if target > 0 else list_group(-target)
+        if target == -1 or not set(targets) <= set(list_descendants()):
+            raise Refused(errno.EPERM)
+        notification.let_continue()
+
+    def _kill_thread(self, notification: Notification, _: Caller) -> None:
+        if process_of_thread(notification.arguments[0] & 0xFFFFFFFF) not in list_descendants():
+            raise Refused(errno.EPERM)
+        notification.let_continue()

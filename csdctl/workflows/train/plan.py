@@ -1,0 +1,131 @@
+"""The plan that a run follows: the one on disk, if it still fits job and machines, or equal batch sizes."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from csdctl.errors import InputError
+from csdctl.fleet.facts import Facts
+from csdctl.fleet.machine_class import classify_machine
+from csdctl.fleet.model import HOST_NAME, Fleet
+from csdctl.job.model import Job
+from csdctl.job.values import describe_job, hash_own_files
+from csdctl.notify import Say
+from csdctl.tuning.plan import MAX_BATCH_SIZE, MAX_THREADS, Plan, RankPlan, load_plan
+from csdctl.tuning.plan_fingerprint import PlanFingerprint, list_changes
+from csdctl.worker.protocol.run_spec import Runtime
+from csdctl.workflows.workspace.workspace import Workspace
+
+RETUNE = "run `csdctl tune` again"
+MAX_SHOWN = 8
+UNKNOWN_CHANGE = "job, model or recipe changed since tuning"
+"""The change to report for a plan without a fingerprint."""
+
+
+def build_fingerprint(plan: Plan, job: Job, facts: Mapping[str, Facts]) -> PlanFingerprint:
+    """Return the fingerprint of `job` and of the plan's machines that have facts, as they are now."""
+    # The number of emulated nodes is not part of it: it changes when one of them is excluded.
+    machines = {
+        rank.node: classify_machine(facts[rank.node]).name for rank in plan.ranks if rank.node in facts
+    }
+    return PlanFingerprint(job=describe_job(job), files=hash_own_files(job), machines=machines)
+
+
+def find_changes(plan: Plan, job: Job, facts: Mapping[str, Facts]) -> list[str]:
+    """Return what has changed since `plan` was made, one line per change; empty when the plan fits."""
+    changes = list_changes(plan.made_for, build_fingerprint(plan, job, facts)) if plan.made_for else []
+    if plan.job_fingerprint != job.fingerprint() and not changes:
+        return [UNKNOWN_CHANGE]
+    return changes
+
+
+def find_unplanned(plan: Plan, fleet: Fleet) -> list[str]:
+    """Return the nodes of `fleet` that the plan neither uses nor leaves out."""
+    known = {*(rank.node for rank in plan.ranks), *plan.left_out}
+    return [node.name for node in fleet.nodes if node.name not in known]
+
+
+def find_left_out(plan: Plan, fleet: Fleet) -> list[str]:
+    """Return the nodes of `fleet` that the plan leaves out because training is faster without them."""
+    planned = {rank.node for rank in plan.ranks}
+    left_out = set(plan.left_out) - planned  # a rank that was added manually takes part
+    return [node.name for node in fleet.nodes if node.name in left_out]
+
+
+def check_plan(plan: Plan, job: Job, fleet: Fleet, facts: Mapping[str, Facts]) -> None:
+    """Raise InputError for a plan that does not fit; the message lists what has changed."""
+    if new := find_unplanned(plan, fleet):
+        raise InputError(
+            f"the plan does not include {', '.join(new)}",
+            remedy=f"{RETUNE}, or train with --exclude {','.join(new)}",
+        )
+    if changes := find_changes(plan, job, facts):
+        raise InputError(f"the plan does not fit {job.path}: {_list_changes(changes)}", remedy=RETUNE)
+
+
+def _list_changes(changes: Sequence[str]) -> str:
+    if list(changes) == [UNKNOWN_CHANGE]:
+        return UNKNOWN_CHANGE
+    shown = [*changes[:MAX_SHOWN]]
+    if len(changes) > MAX_SHOWN:
+        shown.append(f"and {len(changes) - MAX_SHOWN} more")
+    return "".join(["changed since tuning:", *(f"\n  {change}" for change in shown)])
+
+
+GIVE_ONE = "give one of them"
+
+
+def check_one_source(path: Path | None, batch_size: int | None) -> None:
+    """Raise InputError for a plan and a batch size for all ranks at once."""
+    if path and batch_size:
+        raise InputError(
+            "--plan and --batch-size contradict each other: a plan has the batch size of each rank",
+            remedy=GIVE_ONE,
+        )
+
+
+def resolve_plan(
+    job: Job, space: Workspace, say: Say, *, path: Path | None = None, batch_size: int | None = None
+) -> Plan:
+    """Return the plan at `path` (default: the job's own), or one with `batch_size` on every rank.
+
+    Reports the nodes that the plan leaves out. Raises InputError for a plan that is missing or does not fit.
+    """
+    if batch_size:
+        return build_equal_plan(job, space.fleet, space.facts, batch_size)
+    plan = load_checked_plan(path or space.project.plan(job.name), job, space)
+    if left_out := find_left_out(plan, space.fleet):
+        say(f"the plan leaves out {', '.join(left_out)}: training is faster without them")
+    return plan
+
+
+def load_checked_plan(path: Path, job: Job, space: Workspace) -> Plan:
+    """Read a plan and check that it fits the job and the fleet as they are now; raises InputError."""
+    plan = load_plan(path)
+    check_plan(plan, job, space.fleet, space.facts)
+    return plan
+
+
+def build_equal_plan(job: Job, fleet: Fleet, facts: Mapping[str, Facts], batch_size: int) -> Plan:
+    """Return a plan without tuning: `batch_size` on the host and on every node of `fleet`.
+
+    Raises InputError for a batch size that no plan may have.
+    """
+    if batch_size > MAX_BATCH_SIZE:
+        raise InputError(f"batch size {batch_size:,} is too large", remedy=f"at most {MAX_BATCH_SIZE:,}")
+    return Plan(
+        job=job.name,
+        job_fingerprint=job.fingerprint(),
+        method="equal",
+        emulated=fleet.emulated,
+        ranks=[
+            RankPlan(node=name, batch_size=batch_size, threads=default_runtime(name, fleet, facts).threads)
+            for name in fleet.machines
+        ],
+    )
+
+
+def default_runtime(name: str, fleet: Fleet, facts: Mapping[str, Facts]) -> Runtime:
+    """Return the runtime of a rank on machine `name` before any measurement: all cores it may use."""
+    if name == HOST_NAME and fleet.host.threads:
+        return Runtime(fleet.host.threads)
+    return Runtime(min(facts[name].num_threads, MAX_THREADS) if name in facts else 1)

@@ -1,0 +1,229 @@
+"""One run of ranks: deliver what is missing, start, supervise, log the events, end, and add up what was sent.
+
+Whatever happens, no process of the run is left on any machine: processes with its id are ended over SSH.
+"""
+
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+from csdctl.energy.sampler import PowerSampler
+from csdctl.fleet.model import HOST_NAME
+from csdctl.launch.leftovers import end_run
+from csdctl.launch.traffic import add_mpirun_traffic, add_rank_traffic
+from csdctl.reporting.summary import RunSummary, summarize_run
+from csdctl.runs.directory import EventLog, RunDirectory
+from csdctl.runs.step_file import keep_step_file
+from csdctl.shipping.deliver import Delivery
+from csdctl.shipping.store import store_bytes
+from csdctl.supervision.event_callbacks import EventCallbacks
+from csdctl.supervision.rank_process import AttachRank
+from csdctl.supervision.rank_starter import RankStarter
+from csdctl.supervision.run_setup import Patience, RunSetup
+from csdctl.supervision.supervisor import USER, Supervisor
+from csdctl.worker.protocol.events import Event, Joined, Traffic
+from csdctl.worker.protocol.json_codec import to_json
+from csdctl.worker.protocol.run_spec import RunSpec
+from csdctl.workflows.data.deploy import OnDelivery, common_files, deploy_files
+from csdctl.workflows.data.prepare import OnPrepareProgress, Prepared
+from csdctl.workflows.preflight.mpirun import find_obstacles, prepare_mpirun
+from csdctl.workflows.train.options import COLLECTIVES, MEASURED, TrainOptions
+from csdctl.workflows.train.spec import ShardFiles
+from csdctl.workflows.workspace.workspace import Workspace
+
+OnEvent = Callable[[Event], None]
+
+
+@dataclass(frozen=True)
+class RunInputs:
+    """What the ranks of one run need: the spec, and the files it names."""
+
+    directory: RunDirectory
+    spec: RunSpec
+    prepared: Prepared
+    shards: ShardFiles
+
+
+def run_ranks(
+    inputs: RunInputs,
+    space: Workspace,
+    options: TrainOptions,
+    on_delivery: OnDelivery,
+    on_event: OnEvent,
+    attached: Mapping[str, AttachRank] | None = None,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> str:
+    """Run the ranks to their end; return who stopped them (`Supervisor.stopped_by`).
+
+    On machines in `attached` no process is started: the process running there takes part, and keeps running.
+    Raises RunError, DeadlineError, InputError or PartialError.
+    """
+    prepared, run, fleet = inputs.prepared, inputs.directory, space.fleet
+    spec = replace(inputs.spec, link_key=secrets.token_hex(16))
+    stored_spec = store_bytes(to_json(spec).encode(), ".json", space.project.root)
+    present = set(fleet.machines)
+    nodes = [rank.node for rank in spec.ranks if rank.node in present and rank.node != HOST_NAME]
+    files = {name: [*common_files(prepared), *inputs.shards.get(name, ()), stored_spec] for name in nodes}
+    deploy_files(files, fleet, space.sessions, on_delivery)
+    sessions = {name: space.sessions[name] for name in (HOST_NAME, *nodes)}
+    obstacles = find_obstacles(fleet, sessions, prepared.worker.path)
+    mpirun = prepare_mpirun(
+        fleet, space.facts, space.project, run, sessions, prepared.worker.path, obstacles, spec.link_key
+    )
+    pythons = {name: fleet.python_of(name) for name in (HOST_NAME, *nodes)}
+    traffic: dict[int, Traffic] = {}
+
+    def handle_event(event: Event) -> None:
+        if isinstance(event, Traffic):
+            traffic[event.generation] = event  # its counts are those of the group so far
+        on_event(event)
+
+    with ExitStack() as stack:
+        starter = RankStarter(
+            spec,
+            stored_spec.path,
+            prepared.worker.path,
+            fleet,
+            sessions,
+            mpirun,
+            space.project.root,
+            stack,
+            attached or {},
+            space.ledger.add,
+        )
+        setup = replace(_build_setup(inputs, starter, options, nodes), should_stop=should_stop)
+        supervisor = Supervisor(setup, handle_event)
+        try:
+            supervisor.run()
+        finally:
+            # End all processes first: a full disk must not prevent that.
+            end_run(run.run_id, {name: space.sessions[name] for name in pythons}, pythons)
+            space.ledger.run = run.run_id
+            space.ledger.add(add_rank_traffic(traffic.values(), [rank.node for rank in spec.ranks]))
+            space.ledger.add(add_mpirun_traffic(supervisor.outcomes, fleet))
+    return supervisor.stopped_by
+
+
+def _build_setup(
+    inputs: RunInputs, starter: RankStarter, options: TrainOptions, nodes: Sequence[str]
+) -> RunSetup:
+    """Return what the supervisor needs; `nodes` are the nodes that take part."""
+    ranks = inputs.spec.ranks
+    return RunSetup(
+        run_id=inputs.directory.run_id,
+        nodes=[rank.node for rank in ranks],
+        start_rank=starter.start,
+        restart_rank=starter.restart,
+        start_links=starter.start_links,
+        log_directory=inputs.directory.logs,
+        # A host that sits out cannot continue alone.
+        min_nodes=min(max(options.min_nodes, ranks[0].batch_size == 0), len(nodes)),
+        is_resumable=inputs.spec.num_checkpoints > 0,
+        patience=Patience(start_s=options.deadlines.start_s, silence_s=options.deadlines.silence_s),
+        collective=_choose_collective(inputs, options),
+        absent=tuple(rank.rank for rank in ranks if rank.node not in (HOST_NAME, *nodes)),
+    )
+
+
+def _choose_collective(inputs: RunInputs, options: TrainOptions) -> str:
+    """Return the collective to use, '' to measure; a resumed run keeps its own, for identical sums."""
+    if options.collective != MEASURED:
+        return options.collective
+    if not inputs.directory.events.exists():
+        return ""
+    for event in inputs.directory.read_events([rank.node for rank in inputs.spec.ranks]):
+        if isinstance(event, Joined) and event.rank == 0:
+            return event.collective if event.collective in COLLECTIVES else ""
+    return ""
+
+
+class RunObserver(Protocol):
+    """Called during the run by the thread that supervises it; a slow callback delays supervision."""
+
+    def say(self, line: str, /) -> None:
+        """Show one line."""
+
+    def preparing(
+        self, what: str = ..., expected: Sequence[str] = ..., /
+    ) -> AbstractContextManager[OnPrepareProgress]:
+        """Open a view of the progress of `what`, of which the names in `expected` report.
+
+        It is closed before anything else is shown but lines of text.
+        """
+
+    def on_start(self, run: RunDirectory, spec: RunSpec, num_steps: int, /) -> None:
+        """The run starts; an epoch has `num_steps` steps."""
+
+    def on_delivery(self, node: str, delivery: Delivery, /) -> None:
+        """Files have reached `node`."""
+
+    def on_event(self, event: Event, /) -> None:
+        """A rank or the supervisor has reported `event`."""
+
+
+class RunStopped(KeyboardInterrupt):
+    """The user has interrupted the run; its state is kept."""
+
+    def __init__(self, run_id: str, summary: RunSummary) -> None:
+        super().__init__(f"run {run_id} was interrupted; `csdctl train --resume {run_id}` continues it")
+        self.run_id = run_id
+        self.summary = summary
+
+
+def run_to_end(
+    inputs: RunInputs, num_steps: int, space: Workspace, options: TrainOptions, observer: RunObserver
+) -> RunSummary:
+    """Run the ranks, log their events, and add them up; raises what `train` raises.
+
+    A run that a callback has stopped returns as one that has come to its end; its state is kept.
+    """
+    run = inputs.directory
+    observer.on_start(run, inputs.spec, num_steps)
+    log = EventLog(run)
+    is_done = is_interrupted = False
+    with (
+        PowerSampler(run, space.fleet, space.sessions, observer.say),
+        EventCallbacks(options.callbacks, run.run_id, observer.say) as callbacks,
+    ):
+
+        def record(event: Event) -> None:
+            time_s = time.time()
+            log.append(time_s, event)
+            observer.on_event(event)
+            callbacks.put(time_s, event)
+
+        try:
+            stopped_by = run_ranks(
+                inputs,
+                space,
+                options,
+                observer.on_delivery,
+                record,
+                should_stop=lambda: callbacks.has_stopped,
+            )
+            is_done, is_interrupted = not stopped_by, stopped_by == USER
+        except KeyboardInterrupt:
+            is_interrupted = (
+                True  # the ranks were ended at once; the state of the last completed step is kept
+            )
+        finally:
+            log.close()
+            settle_step_file(inputs, is_done=is_done)
+    summary = summarize_run(run)
+    if is_interrupted:
+        raise RunStopped(run.run_id, summary)
+    return summary
+
+
+def settle_step_file(inputs: RunInputs, *, is_done: bool) -> None:
+    """Remove the step file from memory; keep it on disk for `train --resume`, unless the run is done."""
+    step_file, kept = Path(inputs.spec.step_file), inputs.directory.kept_step_file
+    if not is_done:
+        keep_step_file(step_file, kept)
+        return
+    for path in (step_file, kept):
+        path.unlink(missing_ok=True)

@@ -1,0 +1,369 @@
+"""The choice of the strategy: compare what is possible, time the parts of the model, try the split."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from csdctl.errors import CsdctlError, InputError
+from csdctl.fleet.model import HOST_NAME
+from csdctl.job.model import Job
+from csdctl.notify import Say
+from csdctl.reporting.numbers import format_seconds
+from csdctl.reporting.privacy import describe_inversion
+from csdctl.shipping.worker_calls import watch_worker
+from csdctl.tuning.fleet_model import FleetModel
+from csdctl.tuning.model_parts import (
+    MEASURED_BATCH,
+    Shares,
+    measured_shares,
+    share_by_flops,
+    spread_cuts,
+)
+from csdctl.tuning.plan import Plan
+from csdctl.tuning.search import Limits
+from csdctl.tuning.strategies import (
+    DATA_PARALLEL,
+    FEATURES,
+    SPLIT,
+    Machines,
+    Strategy,
+    StrategyForecast,
+    Workload,
+    choose_strategy,
+    confirm,
+    confirm_cut,
+    forecast_data_parallel,
+    forecast_features,
+    forecast_on_host,
+    forecast_split,
+    split_step_s,
+)
+from csdctl.worker.protocol.model_info import CutInfo
+from csdctl.worker.protocol.parts import PartsSpec, PartTimes
+from csdctl.worker.protocol.run_spec import Prefix, SplitSpec
+from csdctl.workflows.data.prepare import Prepared
+from csdctl.workflows.train.options import AUTO
+from csdctl.workflows.train.strategies.features import bytes_for_host, find_features
+from csdctl.workflows.train.strategies.split import check_job, find_cut
+from csdctl.workflows.tune.strategy_plans import list_strategies, node_memory, predicted_split
+from csdctl.workflows.tune.trial import run_trial
+from csdctl.workflows.tune.watch import TuneWatch
+from csdctl.workflows.workspace.workspace import Workspace
+
+MAX_CUTS = 5
+"""Cuts whose parts are timed: those that FLOPs promise most of."""
+TRIAL_S, MIN_STEPS, MAX_STEPS = 8.0, 4, 200
+
+
+@dataclass(frozen=True)
+class StrategyRequest:
+    """Which strategies to compare."""
+
+    strategy: str = AUTO
+    """AUTO, or the only one."""
+    cut: str = ""
+    """With SPLIT: the only cut."""
+
+
+def check_possible(request: StrategyRequest, job: Job, prepared: Prepared) -> None:
+    """Raise InputError if only one strategy is asked for, and the job or the model does not allow it."""
+    info = prepared.model.info
+    if request.strategy == FEATURES:
+        find_features(prepared)
+    elif request.strategy == SPLIT:
+        check_job(job)
+        if request.cut or not info.cuts:
+            find_cut(info, request.cut)
+
+
+@dataclass(frozen=True)
+class StrategyChooser:
+    """Compares the strategies one job with the plan `plan` for whole models."""
+
+    job: Job
+    prepared: Prepared
+    space: Workspace
+    plan: Plan
+    model: FleetModel
+    limits: Limits
+    start_s: float
+    """What a training takes besides its epochs."""
+    process_s: float
+    """Of these, until TensorFlow has started on all machines."""
+    say: Say
+    watch: TuneWatch
+
+    def choose(self, request: StrategyRequest) -> Plan:
+        """Return the plan with the strategy that takes the least time.
+
+        `request` is one that `check_possible` has passed. Raises InputError when no batch sizes are possible.
+        """
+        if request.strategy == DATA_PARALLEL:
+            return self.plan
+        impossible: dict[Strategy, str] = {}
+        feature_layer = ""
+        cuts: tuple[CutInfo, ...] = ()
+        if request.strategy in (AUTO, FEATURES):
+            feature_layer = self._find_feature_layer(impossible)
+        if request.strategy in (AUTO, SPLIT):
+            cuts = self._find_cuts(request, impossible)
+        if not feature_layer and not cuts:
+            return self._with_strategies(self.plan, [], impossible)
+        try:
+            times = self._time_parts(feature_layer, [cut.layer for cut in cuts])
+        except CsdctlError as error:
+            if request.strategy != AUTO:
+                raise
+            self.say(f"{error.message}: the strategies are not compared")
+            why_not: dict[Strategy, str] = {FEATURES: error.message, SPLIT: error.message}
+            return self._with_strategies(self.plan, [], why_not | impossible)
+        if times.why_not:
+            impossible[SPLIT] = times.why_not
+        found = self._forecast(times, feature_layer, cuts)
+        chosen = self._choose(found, request, impossible)
+        if chosen.strategy == SPLIT:
+            return self._try_split(chosen, found, times, request, impossible)
+        return self._with_strategies(self._follow(chosen), found, impossible)
+
+    def _find_feature_layer(self, impossible: dict[Strategy, str]) -> str:
+        try:
+            return find_features(self.prepared).layer
+        except InputError as error:
+            impossible[FEATURES] = error.message
+            return ""
+
+    def _find_cuts(self, request: StrategyRequest, impossible: dict[Strategy, str]) -> tuple[CutInfo, ...]:
+        """Return the cuts to time: at most MAX_CUTS, of which FLOPs promise a gain."""
+        info = self.prepared.model.info
+        try:
+            check_job(self.job)
+            if request.cut or not info.cuts:
+                return (find_cut(info, request.cut),)
+        except InputError as error:
+            impossible[SPLIT] = error.message
+            return ()
+        whole = self._forecast_whole(0.0)
+        promised = {}
+        for cut in info.cuts:
+            shares = share_by_flops(cut, info.num_operations)
+            if shares and (found := self._forecast_split(shares)):
+                promised[cut.layer] = found.epoch_s
+        cuts = sorted(
+            (cut for cut in info.cuts if cut.layer in promised), key=lambda cut: promised[cut.layer]
+        )
+        if request.strategy == AUTO:
+            cuts = [cut for cut in cuts if promised[cut.layer] < whole.epoch_s]
+        cuts = spread_cuts(cuts, info.num_operations)[:MAX_CUTS]
+        if not cuts:
+            impossible[SPLIT] = "no cut promises to take less time, by its FLOPs and bytes"
+            if request.strategy == SPLIT:
+                raise InputError(f"{info.name}: {impossible[SPLIT]}", remedy="name a cut: --cut LAYER")
+        return tuple(cuts)
+
+    @property
+    def _work(self) -> Workload:
+        prepared = self.prepared
+        return Workload(
+            prepared.public.num_samples,
+            {name: info.num_samples for name, info in prepared.private.items()},
+            prepared.validation.num_samples if prepared.validation else 0,
+            prepared.recipe.epochs,
+            self.job.is_repeating,
+        )
+
+    @property
+    def _machines(self) -> Machines:
+        """The machines of the plan, as they compute together."""
+        model, num_ranks = self._model, len(self.plan.ranks)
+        known = model.machine_step_times()
+        host = known.get(HOST_NAME)
+        times = {} if host is None else {HOST_NAME: host.scaled(model.overhead_factor)}
+        nodes = [rank.node for rank in self.plan.ranks if rank.node in known and rank.node != HOST_NAME]
+        times |= {name: known[name].scaled(model.overhead_factor) for name in nodes}
+        cost = model.collective_cost
+        others = max(1, num_ranks - 1)
+        return Machines(
+            times,
+            lambda num_bytes: cost.at(num_bytes, num_ranks),
+            # A sum moves each rank's vector to the host and the result back.
+            (cost.per_byte_s + cost.per_rank_byte_s * others) / (2 * others),
+            self.start_s,
+            self.process_s,
+            tuple(self.prepared.private),
+        )
+
+    @property
+    def _model(self) -> FleetModel:
+        """The model of the fleet; a trial of a few samples on the host says nothing about many."""
+        known = self.model.classes.get(HOST_NAME)
+        if known is None or max(known.trial_sizes, default=MEASURED_BATCH) >= MEASURED_BATCH:
+            return self.model
+        return self.model.with_class(HOST_NAME, replace(known, in_step_factor=1.0))
+
+    def _forecast_whole(self, evaluation_share: float) -> StrategyForecast:
+        predicted = self.plan.predicted
+        assert predicted is not None
+        compute_s = {rank.node: rank.step_time_s or 0.0 for rank in self.plan.ranks}
+        communication_s = predicted.step_s * predicted.communication_share
+        found = forecast_data_parallel(
+            {rank.node: rank.batch_size for rank in self.plan.ranks},
+            compute_s,
+            communication_s,
+            self._machines,
+            self._work,
+            vector_bytes=self.model.vector_bytes,
+            evaluation_share=evaluation_share,
+        )
+        return replace(found, node_memory_bytes=node_memory(self.plan.ranks))
+
+    def _forecast_split(self, shares: Shares, evaluation_share: float = 0.0) -> StrategyForecast | None:
+        return forecast_split(
+            shares, self._machines, self._work, self.limits, evaluation_share=evaluation_share
+        )
+
+    def _time_parts(self, feature_layer: str, cuts: Sequence[str]) -> PartTimes:
+        prepared, model = self.prepared, self.prepared.model
+        prefix = None
+        if feature_layer:
+            architecture, weights, *_ = model.parts
+            prefix = Prefix(
+                architecture.path, weights.path, prepared.recipe.input_range, code=model.user_code
+            )
+        layers = tuple(dict.fromkeys([*([feature_layer] if feature_layer else []), *cuts]))
+        self.say(f"timing parts of the model on the host: {', '.join(layers)}")
+        host = self.plan.ranks[0]
+        spec = PartsSpec(
+            model.architecture.path,
+            model.weights.path,
+            prepared.recipe,
+            host.runtime,
+            prepared.public.element_spec,
+            MEASURED_BATCH,
+            layers,
+            prefix,
+            model.user_code,
+        )
+        return watch_worker(
+            self.space.sessions[HOST_NAME],
+            sys.executable,
+            prepared.worker.path,
+            "parts",
+            spec,
+            PartTimes,
+            lambda _: None,
+            doing="timing the model's parts",
+        )
+
+    def _forecast(
+        self, times: PartTimes, feature_layer: str, cuts: Sequence[CutInfo]
+    ) -> list[StrategyForecast]:
+        """Return the forecasts of all strategies, whole models first."""
+        evaluation = times.evaluation_s / times.step_s
+        whole = self._forecast_whole(evaluation)
+        found = [whole]
+        shares = measured_shares(times, self.prepared.model.info.cuts)
+        if feature_layer:
+            share = times.features_s / times.step_s * max(1, self.prepared.recipe.views)
+            of_frozen = shares.get(feature_layer) or Shares(feature_layer, share, 0.0, max(0.0, 1 - share))
+            of_head = replace(of_frozen, vector_bytes=self.model.vector_bytes)
+            machines, work = self._machines, self._work
+            by_features = forecast_features(whole, of_head, share, machines, work)
+            if num_bytes := bytes_for_host(self.job, self.prepared):
+                by_features = forecast_on_host(by_features, of_head, num_bytes, machines, work)
+            found.append(by_features)
+        for cut in cuts:
+            measured = shares.get(cut.layer)
+            if measured and (split := self._forecast_split(measured, evaluation)):
+                found.append(split)
+        return found
+
+    def _choose(
+        self, found: Sequence[StrategyForecast], request: StrategyRequest, impossible: Mapping[Strategy, str]
+    ) -> StrategyForecast:
+        if request.strategy == AUTO:
+            return choose_strategy(found)
+        asked_for = [one for one in found if one.strategy == request.strategy]
+        if not asked_for:
+            raise InputError(
+                impossible.get(SPLIT) or "no batch sizes for a split satisfy the limits",
+                remedy="give other limits, or tune with another --strategy",
+            )
+        return min(asked_for, key=lambda one: one.first_run_s)
+
+    def _follow(self, chosen: StrategyForecast) -> Plan:
+        """Return the plan with the strategy and the batch sizes that were chosen."""
+        if chosen.strategy != SPLIT:
+            changed = {"strategy": chosen.strategy, "trains_on_host": chosen.trains_on_host}
+            return self.plan.model_copy(update=changed)
+        times = self._machines.step_times
+        by_name = {rank.node: rank for rank in self.plan.ranks}
+        ranks = [
+            by_name[name].model_copy(
+                update={
+                    "batch_size": size,
+                    "step_time_s": round(times[name].at(size), 6) if size else None,
+                    "samples_per_s": round(size / times[name].at(size), 2) if size else None,
+                }
+            )
+            for name, size in chosen.batch_sizes.items()
+        ]
+        return self.plan.model_copy(update={"strategy": SPLIT, "cut": chosen.cut, "ranks": ranks})
+
+    def _try_split(
+        self,
+        chosen: StrategyForecast,
+        found: list[StrategyForecast],
+        times: PartTimes,
+        request: StrategyRequest,
+        impossible: dict[Strategy, str],
+    ) -> Plan:
+        """Take steps with the split model; return the plan of the strategy that then takes the least time."""
+        plan = self._follow(chosen)
+        shares = measured_shares(times, self.prepared.model.info.cuts)[chosen.cut]
+        expected_s = split_step_s(chosen.batch_sizes, shares, self._machines)
+        num_steps = min(MAX_STEPS, max(MIN_STEPS, round(TRIAL_S / expected_s)))
+        self.say(f"trying the split behind {chosen.cut}: {num_steps} steps of all {len(plan.ranks)} ranks")
+        self.watch.on_trial(num_steps, chosen.batch_sizes)
+        try:
+            result = run_trial(
+                self.job,
+                plan.ranks,
+                self.prepared,
+                self.space,
+                num_steps,
+                split=SplitSpec(chosen.cut),
+                on_event=self.watch.on_event,
+            )
+        except CsdctlError as error:
+            if request.strategy == SPLIT:
+                raise
+            impossible[SPLIT] = f"the trial failed: {error.message}"
+            rest = [one for one in found if one.strategy != SPLIT]
+            return self._with_strategies(self._follow(choose_strategy(rest)), rest, impossible)
+        ratio = result.step_s / expected_s
+        self.say(
+            f"a step takes {format_seconds(result.step_s)}, forecast {format_seconds(expected_s)}: "
+            f"{result.samples_per_s:.1f} samples/s"
+        )
+        # The trial started TensorFlow itself.
+        before_s = self.space.opening_s + self.prepared.again_s
+        machines = replace(self._machines, start_s=before_s + result.fixed_s)
+        memory = result.peak_memory_bytes[1:]
+        tried = replace(
+            confirm(chosen, ratio, machines, self._work),
+            node_memory_bytes=max(memory, default=None),
+            inversion=describe_inversion(result.inverted),
+        )
+        others = [confirm_cut(one, ratio, machines, self._work) for one in found if one is not chosen]
+        listed = sorted([*others, tried], key=lambda one: one.strategy != DATA_PARALLEL)
+        rest = [one for one in listed if one.strategy != SPLIT]
+        final = tried if request.strategy == SPLIT else choose_strategy([*rest, tried])
+        if final is not tried:
+            return self._with_strategies(self._follow(final), listed, impossible)
+        plan = plan.model_copy(update={"predicted": predicted_split(plan.ranks, result)})
+        return self._with_strategies(plan, listed, impossible)
+
+    def _with_strategies(
+        self, plan: Plan, found: Sequence[StrategyForecast], impossible: Mapping[Strategy, str]
+    ) -> Plan:
+        return plan.model_copy(update={"strategies": list_strategies(found, impossible)})

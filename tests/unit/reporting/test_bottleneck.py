@@ -1,0 +1,122 @@
+"""Which rank held the others back: series with one known fault each."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from csdctl.reporting.bottleneck import find_bottleneck
+from csdctl.reporting.series import KINDS, RunSeries, SeriesBuilder
+from csdctl.runs.stored_events import StoredEvents
+
+NODES = ("host", "csd0", "csd1")
+RECORDED = Path(__file__).parent / "recorded"
+Spent = dict[str, float]
+QUICK: Spent = {"compute": 0.3, "input": 0.05, "wait": 0.6, "communication": 0.05, "other": 0.0}
+SLOW: Spent = {"compute": 0.9, "input": 0.05, "wait": 0.0, "communication": 0.05, "other": 0.0}
+
+
+def series(*ranks: list[Spent], samples: float = 100.0) -> RunSeries:
+    """A run with an interval of 1 s for each item of a rank."""
+    spent = tuple({kind: [second[kind] for second in rank] for kind in KINDS} for rank in ranks)
+    counts = tuple([samples] * len(rank) for rank in ranks)
+    return RunSeries(NODES, 0.0, 40.0, 1.0, spent, counts, (), (), (), 0, {}, {}, is_wait_divided=True)
+
+
+EVEN = {**SLOW, "wait": 0.01}
+
+
+def test_rank_that_is_slow_from_the_beginning_has_too_large_a_batch() -> None:
+    bottleneck = find_bottleneck(series([QUICK] * 40, [QUICK] * 40, [SLOW] * 40))
+    assert bottleneck is not None
+    assert (bottleneck.rank, bottleneck.cause, bottleneck.since_s) == (2, "compute", 0)
+    assert bottleneck.lost_s == pytest.approx(24)
+    assert "smaller one" in bottleneck.text
+
+
+def test_rank_that_became_slow_is_blamed_since_then() -> None:
+    early = {**QUICK, "wait": 0.0}
+    run = series([EVEN] * 20 + [QUICK] * 20, [EVEN] * 20 + [QUICK] * 20, [early] * 20 + [SLOW] * 20)
+    bottleneck = find_bottleneck(run)
+    assert bottleneck is not None
+    assert bottleneck.rank == 2
+    assert "3.00 times" in bottleneck.text
+    hot = find_bottleneck(replace(run, temperatures_c={2: (50.0, 91.0)}))
+    assert hot is not None
+    assert hot.cause == "heat"
+
+
+def test_since_is_when_it_began() -> None:
+    balanced = {**SLOW, "wait": 0.0}
+    run = series(
+        [balanced] * 20 + [QUICK] * 20, [balanced] * 20 + [QUICK] * 20, [balanced] * 20 + [SLOW] * 20
+    )
+    bottleneck = find_bottleneck(run)
+    assert bottleneck is not None
+    assert (bottleneck.rank, bottleneck.since_s) == (2, 20)
+
+
+def test_rank_that_waits_for_its_disk() -> None:
+    reading = {**SLOW, "compute": 0.3, "input": 0.65}
+    bottleneck = find_bottleneck(series([QUICK] * 10, [reading] * 10, [QUICK] * 10))
+    assert bottleneck is not None
+    assert (bottleneck.rank, bottleneck.cause) == (1, "input")
+
+
+def test_rank_whose_memory_is_full() -> None:
+    bottleneck = find_bottleneck(series([QUICK] * 10, [SLOW] * 10, [QUICK] * 10), memory_shares={1: 0.99})
+    assert bottleneck is not None
+    assert bottleneck.cause == "memory"
+
+
+def test_slow_link_is_no_rank_s_own_fault() -> None:
+    linked = {**QUICK, "wait": 0.02, "communication": 0.6}
+    bottleneck = find_bottleneck(series([linked] * 10, [linked] * 10, [linked] * 10))
+    assert bottleneck is not None
+    assert (bottleneck.rank, bottleneck.cause) == (None, "link")
+
+
+def test_balanced_run_has_no_culprit() -> None:
+    assert find_bottleneck(series([EVEN] * 10, [EVEN] * 10, [EVEN] * 10)) is None
+
+
+def test_recorded_run_names_a_rank() -> None:
+    nodes = [rank["node"] for rank in json.loads((RECORDED / "manifest.json").read_text())["plan"]["ranks"]]
+    builder = SeriesBuilder(nodes)
+    for time_s, event in StoredEvents(RECORDED / "events.jsonl", nodes).with_times():
+        builder.add(time_s, event)
+    run = builder.build()
+    assert run.is_wait_divided
+    bottleneck = find_bottleneck(run)
+    assert bottleneck is not None
+    assert (bottleneck.rank, bottleneck.cause) == (0, "compute")
+
+
+def test_who_holds_the_others_back_now_is_not_who_did_before() -> None:
+    balanced, quick = {**SLOW, "wait": 0.0}, QUICK
+    run = series(
+        [quick] * 40,
+        [SLOW] * 30 + [quick] * 10,
+        [quick] * 30 + [balanced] * 10,
+    )
+    before, now = find_bottleneck(run), find_bottleneck(run, is_now=True)
+    assert before is not None
+    assert now is not None
+    assert before.rank == 1
+    assert (now.rank, now.since_s) == (2, 30)
+    assert "3.00 times" in now.why
+
+
+def test_nobody_is_blamed_now_for_what_is_over() -> None:
+    run = series(*([kind] * 30 + [EVEN] * 10 for kind in (QUICK, SLOW, QUICK)))
+    assert find_bottleneck(run) is not None
+    assert find_bottleneck(run, is_now=True) is None
+
+
+def test_small_differences_before_do_not_count_as_since() -> None:
+    uneven = {**EVEN, "wait": 0.02}
+    run = series([uneven] * 20 + [QUICK] * 20, [uneven] * 20 + [QUICK] * 20, [EVEN] * 20 + [SLOW] * 20)
+    bottleneck = find_bottleneck(run)
+    assert bottleneck is not None
+    assert (bottleneck.rank, bottleneck.since_s) == (2, 20)

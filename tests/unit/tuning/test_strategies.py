@@ -1,0 +1,238 @@
+"""Forecasts of strategies, compared with a simulation of what machines do."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from csdctl.perfmodel.step_time import StepTime
+from csdctl.placement.equation1 import Placed
+from csdctl.tuning.model_parts import MEASURED_BATCH, Shares, share_by_flops, spread_cuts
+from csdctl.tuning.search import Limits
+from csdctl.tuning.strategies import (
+    DATA_PARALLEL,
+    FEATURES,
+    SPLIT,
+    Machines,
+    Workload,
+    choose_strategy,
+    confirm,
+    forecast_data_parallel,
+    forecast_features,
+    forecast_on_host,
+    forecast_split,
+    forecast_split_of,
+    split_step_s,
+    time_epoch,
+)
+from csdctl.worker.protocol.model_info import CutInfo
+from csdctl.worker.protocol.run_spec import SplitSpec
+
+PARTS = SplitSpec.num_micro_batches
+SHARES = Shares("block_4", forward=0.2, backward=0.3, head=0.5, cut_bytes=20_000, vector_bytes=1_000_000)
+HOST, NODE = StepTime(0.0, 0.025), StepTime(0.0, 0.11)
+PRIVATE = {f"csd{number}": 1000 for number in range(4)}
+ALL_PRIVATE = Workload(0, PRIVATE, 0, epochs=2)
+
+
+def machines(host: StepTime = HOST, node: StepTime = NODE, byte_s: float = 1e-9) -> Machines:
+    times = {"host": host, **dict.fromkeys(PRIVATE, node)}
+    return Machines(times, lambda num_bytes: 0.01 + num_bytes * 1e-9, byte_s, 20.0, 15.0, tuple(PRIVATE))
+
+
+def simulate_split(sizes: Mapping[str, int], shares: Shares, fleet: Machines) -> float:
+    """Return the seconds of a step: every message and every computation takes its turn.
+
+    A node computes all forward passes, then backward passes as their gradients come. The host takes the
+    nodes' micro-batches in turn, and its own first. One message at a time crosses the host's link.
+    """
+    nodes = [name for name in sizes if name != "host" and sizes[name]]
+    part_s = {name: fleet.step_times[name].at(sizes[name]) / PARTS for name in nodes}
+    sample_s = fleet.step_times["host"].at(MEASURED_BATCH) / MEASURED_BATCH
+    transfer_s = {name: shares.cut_bytes * fleet.byte_s * sizes[name] / PARTS for name in nodes}
+    link_free = 0.0
+    host_free = fleet.step_times["host"].at(sizes.get("host", 0))
+    node_free = {name: PARTS * part_s[name] * shares.forward for name in nodes}
+    ends = []
+    for number in range(PARTS):
+        for name in nodes:
+            computed = (number + 1) * part_s[name] * shares.forward
+            arrived = max(computed, link_free) + transfer_s[name]
+            done = max(arrived, host_free) + shares.head * sample_s * sizes[name] / PARTS
+            returned = done + transfer_s[name]
+            link_free, host_free = arrived + transfer_s[name], done
+            node_free[name] = max(node_free[name], returned) + part_s[name] * shares.backward
+            ends.append(node_free[name])
+    return max([*ends, host_free]) + fleet.sum_s(shares.vector_bytes)
+
+
+@given(
+    size=st.integers(8, 64),
+    forward=st.floats(0.05, 0.45),
+    head_s=st.floats(0.001, 0.1),
+    byte_s=st.sampled_from([1e-11, 1e-9, 1e-7, 1e-6]),
+)
+@settings(max_examples=200, deadline=None)
+def test_split_step_takes_what_a_simulation_takes(
+    size: int, forward: float, head_s: float, byte_s: float
+) -> None:
+    shares = replace(SHARES, forward=forward, backward=1.5 * forward, head=1 - 2.5 * min(0.38, forward))
+    fleet = machines(host=StepTime(0.0, head_s), byte_s=byte_s)
+    sizes = {"host": 0, **dict.fromkeys(PRIVATE, size)}
+    simulated = simulate_split(sizes, shares, fleet)
+    assert split_step_s(sizes, shares, fleet) == pytest.approx(simulated, rel=0.06)
+
+
+def test_epoch_goes_on_with_the_ranks_that_have_samples_left() -> None:
+    placed = [Placed("host", 10, 0, 0, 20), Placed("csd0", 10, 50, 0, 0)]
+    seconds = {"host": 3.0, "csd0": 1.0}
+    assert time_epoch(placed, lambda active: max(seconds[name] for name in active)) == 2 * 3.0 + 3 * 1.0
+
+
+def test_split_wins_where_all_samples_lie_on_slow_nodes() -> None:
+    fleet = machines()
+    sizes = {"host": 0, **dict.fromkeys(PRIVATE, 16)}
+    compute = {name: fleet.step_times[name].at(size) for name, size in sizes.items()}
+    whole = forecast_data_parallel(sizes, compute, 0.02, fleet, ALL_PRIVATE, vector_bytes=4_000_000)
+    split = forecast_split(SHARES, fleet, ALL_PRIVATE, Limits(max_global_batch=128))
+    assert split is not None
+    assert split.epoch_s < 0.7 * whole.epoch_s
+    assert choose_strategy([whole, split]) is split
+    assert split.batch_sizes["host"] == 0
+    assert sum(split.batch_sizes.values()) <= 128
+
+
+def test_split_gains_nothing_where_samples_are_spread_by_speed() -> None:
+    """The machines have as much to compute in either way."""
+    fleet = machines()
+    work = Workload(20_000, {}, 0, epochs=2)
+    sizes = {"host": 60, **dict.fromkeys(PRIVATE, 60 * 25 // 110)}
+    compute = {name: fleet.step_times[name].at(size) for name, size in sizes.items()}
+    whole = forecast_data_parallel(sizes, compute, 0.02, fleet, work, vector_bytes=4_000_000)
+    split = forecast_split(SHARES, fleet, work, Limits(max_global_batch=sum(sizes.values())))
+    assert split is not None
+    assert choose_strategy([whole, split]) is whole
+
+
+def test_slow_link_decides_against_a_split() -> None:
+    slow = machines(byte_s=8 / 20e6)
+    sizes = {"host": 0, **dict.fromkeys(PRIVATE, 16)}
+    compute = {name: slow.step_times[name].at(size) for name, size in sizes.items()}
+    whole = forecast_data_parallel(sizes, compute, 0.02, slow, ALL_PRIVATE, vector_bytes=40_000)
+    wide = replace(SHARES, cut_bytes=400_000)
+    split = forecast_split(wide, slow, ALL_PRIVATE, Limits(max_global_batch=128))
+    assert split is not None
+    assert choose_strategy([whole, split]) is whole
+
+
+def test_features_pay_from_the_second_epoch_on() -> None:
+    fleet = machines()
+    sizes = {"host": 60, **dict.fromkeys(PRIVATE, 13)}
+    compute = {name: fleet.step_times[name].at(size) for name, size in sizes.items()}
+    of_head = replace(SHARES, head=0.01, vector_bytes=50_000)
+
+    def chosen(epochs: int) -> str:
+        work = Workload(4000, PRIVATE, 0, epochs)
+        whole = forecast_data_parallel(sizes, compute, 0.02, fleet, work, vector_bytes=50_000)
+        features = forecast_features(whole, of_head, 0.9, fleet, work)
+        assert features.next_run_s < features.first_run_s - fleet.process_s
+        return choose_strategy([whole, features]).strategy
+
+    assert chosen(1) == DATA_PARALLEL
+    assert chosen(5) == FEATURES
+
+
+def test_repeated_samples_have_their_features_computed_once() -> None:
+    fleet = machines()
+    work = Workload(0, {"csd0": 1000, "csd1": 10}, 0, epochs=1, is_repeating=True)
+    sizes = {"host": 0, "csd0": 16, "csd1": 16}
+    compute = {name: fleet.step_times[name].at(size) for name, size in sizes.items()}
+    whole = forecast_data_parallel(sizes, compute, 0.0, fleet, work, vector_bytes=0)
+    features = forecast_features(whole, replace(SHARES, head=0.0), 1.0, fleet, work)
+    extraction_s = features.first_run_s - features.next_run_s - fleet.process_s
+    assert extraction_s == pytest.approx(1000 * NODE.at(MEASURED_BATCH) / MEASURED_BATCH)
+
+
+def on_host(num_public: int, byte_s: float, host_s: float = 0.001) -> bool:
+    """Return whether the host is to train a head, of a sum of 60 ms, alone."""
+    fleet = machines(host=StepTime(0.0, host_s), byte_s=byte_s)
+    fleet = replace(fleet, sum_s=lambda num_bytes: 0.06)
+    work = Workload(num_public, {}, 0, epochs=10)
+    sizes = {"host": 32, "csd0": 16, "csd1": 16}
+    compute = {name: fleet.step_times[name].at(size) for name, size in sizes.items()}
+    whole = forecast_data_parallel(sizes, compute, 0.02, fleet, work, vector_bytes=50_000)
+    of_head = replace(SHARES, head=0.01)
+    by_all = forecast_features(whole, of_head, 0.9, fleet, work)
+    found = forecast_on_host(by_all, of_head, 5_000, fleet, work)
+    assert found.first_run_s <= by_all.first_run_s
+    assert found.trains_on_host == (found is not by_all)
+    return found.trains_on_host
+
+
+def test_host_trains_the_head_alone_where_sums_take_longer_than_sending_features() -> None:
+    assert on_host(12_800, byte_s=1e-8)
+    assert not on_host(64, byte_s=1e-8), "ten steps in all"
+    assert not on_host(12_800, byte_s=1e-4), "a slow link"
+    assert not on_host(12_800, byte_s=1e-8, host_s=1.0), "a slow host"
+
+
+def test_host_has_samples_of_its_own_when_some_are_public() -> None:
+    fleet = machines(host=StepTime(0.0, 0.005))
+    work = Workload(2000, PRIVATE, 0, epochs=1)
+    split = forecast_split(SHARES, fleet, work, Limits(max_global_batch=256))
+    assert split is not None
+    assert split.batch_sizes["host"] > 0
+
+
+@pytest.mark.parametrize("limits", [Limits(global_batch=3), Limits(max_global_batch=2)])
+def test_limits_that_no_split_satisfies(limits: Limits) -> None:
+    assert forecast_split(SHARES, machines(), ALL_PRIVATE, limits) is None
+
+
+def test_exact_global_batch_is_kept() -> None:
+    work = Workload(2000, PRIVATE, 0, epochs=1)
+    split = forecast_split(SHARES, machines(), work, Limits(global_batch=100))
+    assert split is not None
+    assert sum(split.batch_sizes.values()) == 100
+
+
+def test_longest_step_is_kept() -> None:
+    limits = Limits(max_global_batch=512, max_step_s=0.9)
+    split = forecast_split(SHARES, machines(), ALL_PRIVATE, limits)
+    assert split is not None
+    assert split_step_s(split.batch_sizes, SHARES, machines()) <= 0.9
+
+
+def test_trial_corrects_a_forecast() -> None:
+    fleet = machines()
+    sizes = {"host": 0, **dict.fromkeys(PRIVATE, 16)}
+    split = forecast_split_of(sizes, SHARES, fleet, ALL_PRIVATE)
+    confirmed = confirm(split, 1.5, fleet, ALL_PRIVATE)
+    assert confirmed.is_confirmed
+    assert confirmed.strategy == SPLIT
+    assert math.isclose(confirmed.epoch_s, 1.5 * split.epoch_s)
+    assert math.isclose(confirmed.first_run_s, 20.0 + 2 * confirmed.epoch_s)
+
+
+def cut(layer: str, num_operations: int, num_bytes: int = 1000) -> CutInfo:
+    return CutInfo(layer, (10,), num_bytes, num_operations, 100, 50)
+
+
+def test_cuts_with_about_the_same_work_before_them_are_timed_once() -> None:
+    cuts = [cut("best", 500), cut("next to it", 510), cut("earlier", 300), cut("last", 980)]
+    assert [one.layer for one in spread_cuts(cuts, 1000)] == ["best", "earlier", "last"]
+
+
+def test_shares_by_flops_add_up_to_a_step() -> None:
+    shares = share_by_flops(cut("middle", 400), 1000)
+    assert shares is not None
+    assert shares.prefix + shares.head == pytest.approx(1)
+    assert (shares.prefix, shares.vector_bytes) == (pytest.approx(0.4), 200)
+
+
+@pytest.mark.parametrize(("one", "whole"), [(cut("x", 0), 10), (cut("x", 5, 0), 10), (cut("x", 5), 0)])
+def test_no_shares_without_flops_or_a_known_size(one: CutInfo, whole: int) -> None:
+    assert share_by_flops(one, whole) is None

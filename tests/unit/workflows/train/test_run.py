@@ -1,0 +1,143 @@
+"""The ledger of a run, however often its ranks form groups and however it ends.
+
+The host's rank is scripted: a process that runs already, and says what a rank would say.
+"""
+
+import queue
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from csdctl.errors import RunError
+from csdctl.fleet.model import HOST_NAME, Fleet
+from csdctl.runs.ledger import Ledger, read_ledger
+from csdctl.transport.fake import FakeSession
+from csdctl.transport.meter import TrafficClass
+from csdctl.transport.session import Completed
+from csdctl.worker.protocol.events import (
+    SAMPLES,
+    SUMS,
+    Event,
+    Failed,
+    Finished,
+    Joined,
+    LinkLost,
+    Pong,
+    Ready,
+    SentBytes,
+    Traffic,
+    event_to_line,
+)
+from csdctl.worker.protocol.orders import FormGroup, Ping, Release, order_from_line
+from csdctl.worker.protocol.probe import READY
+from csdctl.worker.protocol.recipe import Recipe
+from csdctl.worker.protocol.run_spec import RankSpec, RunSpec, Runtime
+from csdctl.workflows.train.options import TrainOptions
+from csdctl.workflows.train.run import RunInputs, run_ranks
+from tests.unit.workflows.measured_project import MeasuredProject, prepared
+
+ME = (0, HOST_NAME)
+NODES = (HOST_NAME, "csd0", "csd1")
+FINISHED = Finished(*ME, 1, 10, "hash", 1 << 20)
+Script = dict[int, Sequence[Event]]
+
+
+class ScriptedProcess:
+    """Implements `session.Conversation`: the process of the host's rank, with its events in each group."""
+
+    def __init__(self, script: Script) -> None:
+        self._script = script
+        self._lines: queue.Queue[str | None] = queue.Queue()
+        self._say(Ready(*ME, 100, 0.1))
+
+    def _say(self, *events: Event) -> None:
+        for event in events:
+            self._lines.put(event_to_line(event))
+
+    def send_line(self, line: str) -> None:
+        order = order_from_line(line)
+        if isinstance(order, FormGroup):
+            group = order.generation
+            self._say(Joined(*ME, group, 1, 0, 10, 0, {"0": 8}, "none", 0.0), *self._script[group])
+        elif isinstance(order, Ping):
+            self._say(Pong(*ME, order.number))
+        elif isinstance(order, Release):
+            self._lines.put(READY)
+
+    def send_bytes(self, data: bytes) -> None:
+        raise AssertionError("ranks read lines")
+
+    def read_line(self, *, deadline_s: float) -> str:
+        line = self._lines.get()
+        if line is None:
+            raise EOFError
+        return line
+
+    def wait(self, *, deadline_s: float) -> Completed:
+        return Completed((), 0, b"", b"", 0.0)
+
+    def close(self) -> None:
+        self._lines.put(None)
+
+
+def traffic(generation: int, num_summed: int, num_samples: int = 0) -> Traffic:
+    """Return the bytes that a group has sent so far: csd0 to the host, and the host to csd1."""
+    sent = [SentBytes(SUMS, 1, 0, num_summed), SentBytes(SAMPLES, 0, 2, num_samples)]
+    return Traffic(*ME, generation, tuple(one for one in sent if one.num_bytes))
+
+
+Run = Callable[[Script], dict[tuple[str, str, str], int]]
+
+
+@pytest.fixture
+def run(at: MeasuredProject) -> Run:
+    """Run a script to its end; return the bytes in the ledger by sender, receiver and class."""
+
+    def run_script(script: Script) -> dict[tuple[str, str, str], int]:
+        ranks = tuple(RankSpec(rank, node, 8, Runtime(), None, None, 8, 0) for rank, node in enumerate(NODES))
+        directory = at.project.new_run()
+        spec = RunSpec(directory.run_id, "", "", Recipe(), ranks, None, None, "")
+        ledger = Ledger(at.project.ledger, "train")
+        # The nodes are away: of them, nothing is sent or started.
+        space: Any = SimpleNamespace(
+            project=at.project,
+            fleet=Fleet((), path=at.fleet.path),
+            facts={},
+            sessions={HOST_NAME: FakeSession(HOST_NAME)},
+            ledger=ledger,
+        )
+        inputs = RunInputs(directory, spec, prepared(at), {})
+        process = ScriptedProcess(script)
+        try:
+            run_ranks(
+                inputs,
+                space,
+                TrainOptions(min_nodes=0),
+                lambda *_: None,
+                lambda event: None,
+                {HOST_NAME: lambda spec_path, rank: process},
+            )
+        finally:
+            ledger.save()
+        return {(one.sender, one.receiver, one.kind): one.num_bytes for one in read_ledger(at.project.ledger)}
+
+    return run_script
+
+
+def test_ledger_has_what_the_ranks_sent_in_every_group(run: Run) -> None:
+    """Of each group, the last count: it is that of the group so far."""
+    first = [traffic(1, 1000, 5), traffic(1, 3000, 5), LinkLost(*ME, 1, 1, 3)]
+    assert run({1: first, 2: [traffic(2, 700), FINISHED]}) == {
+        ("csd0", "host", TrafficClass.GRADIENT): 3700,
+        ("host", "csd1", TrafficClass.PUBLIC): 5,
+    }
+
+
+def test_ledger_has_what_the_ranks_sent_before_a_run_failed(run: Run, at: MeasuredProject) -> None:
+    with pytest.raises(RunError, match="disk full"):
+        run({1: [traffic(1, 1000), Failed(*ME, "disk full")]})
+    (entry,) = read_ledger(at.project.ledger)
+    assert (entry.sender, entry.kind, entry.num_bytes) == ("csd0", TrafficClass.GRADIENT, 1000)
+    assert entry.run == at.project.find_run(None).run_id

@@ -1,0 +1,79 @@
+"""The verdict of a verification, from the numbers that rank 0 measured."""
+
+import dataclasses
+import math
+
+import pytest
+
+from csdctl.worker.protocol.compared import MIN_SHARPNESS, Compared
+from csdctl.worker.protocol.events import Verified
+from csdctl.workflows.train.verify import NEAR, judge
+
+NODES = ["host", "csd0", "csd1"]
+SAME, APART = Compared(0.0, 1e-6, 0.1), Compared(NEAR * 1e-6, 1e-6, 0.1)
+RIGHT = Verified(
+    *(0, "host", 33, (16, 12, 5), "float32"),
+    sum_difference=1.7e-7,
+    sum_rounding=1.8e-7,
+    compared_in="float32",
+    of_ranks=(SAME, APART, SAME),
+    by_parts=1e-6,
+    one_batch=SAME,
+    not_one_batch=(),
+    weights_hash="hash",
+    collective="star",
+)
+
+
+def changed(**fields: object) -> Verified:
+    return dataclasses.replace(RIGHT, **fields)  # type: ignore[arg-type]
+
+
+def with_rank(rank: Compared) -> Verified:
+    return changed(of_ranks=(SAME, rank, SAME))
+
+
+def test_differences_of_a_few_spreads_are_as_near_as_one_process() -> None:
+    verdict = judge(RIGHT, NODES)
+    assert verdict.is_equal
+    assert verdict.text == "equal: as near as one process is to itself in float32"
+
+
+def test_differences_of_more_spreads_are_told_and_compared_with_one_sample() -> None:
+    verdict = judge(with_rank(Compared(2e-4, 1e-6, 0.1)), NODES)
+    assert verdict.is_equal
+    assert "200 times as far apart as one process is from itself" in verdict.text
+    assert "one sample makes 500 times as much" in verdict.text
+
+
+def test_tolerance_is_in_the_middle_between_rounding_and_one_sample() -> None:
+    compared = Compared(0.0, 1e-6, MIN_SHARPNESS * 1e-6)
+    assert compared.is_sharp
+    assert compared.tolerance == pytest.approx(1e-5)
+    assert not Compared(0.0, 1e-6, 99e-6).is_sharp
+
+
+@pytest.mark.parametrize(
+    ("verified", "told"),
+    [
+        (with_rank(Compared(4e-4, 1e-6, 0.1)), "csd0: the gradient differs by 4.0e-04"),
+        (with_rank(Compared(0.0, 0.01, 0.9)), "rounding in float32 moves the gradient by 1.0e-02"),
+        (with_rank(Compared(0.0, 1e-7, 0.0)), "another sample has the same gradient"),
+        (with_rank(Compared(math.nan, 1e-6, 0.1)), "on csd0 is 0 or not finite in float32"),
+        (with_rank(Compared(0.0, math.nan, math.inf)), "is 0 or not finite in float32"),
+        (changed(sum_difference=1.9e-7), "the sum that all ranks got is not the sum of what they computed"),
+        (changed(sum_difference=math.nan), "not finite"),
+        (changed(one_batch=Compared(0.01, 1e-6, 0.1)), "one batch of all samples has another gradient"),
+        (changed(one_batch=Compared(math.nan, 1e-6, 0.1)), "one batch of all samples has another gradient"),
+    ],
+)
+def test_everything_else_is_told(verified: Verified, told: str) -> None:
+    verdict = judge(verified, NODES)
+    assert not verdict.is_equal
+    assert told in verdict.text
+    assert verdict.remedy
+
+
+def test_what_was_not_compared_with_one_batch_is_equal_all_the_same() -> None:
+    reasons = ("random numbers in dropout",)
+    assert judge(changed(one_batch=None, not_one_batch=reasons), NODES).is_equal
