@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from csdctl.errors import InputError
 from csdctl.runs.ledger import LedgerEntry
 from csdctl.transport.meter import TrafficClass
-from csdctl.worker.protocol.events import Inverted
 
 PROMISE = (
     "No private sample and no name of a private file was sent: a node's private data is read by the worker "
@@ -49,23 +48,6 @@ BATCH_NORM = (
     "If the model has batch normalisation, its moving statistics are sent with the gradient: means and "
     "variances of a node's activations."
 )
-
-
-NOT_INVERTED = (
-    "not measured how much a linear map recovers: the run has not ended, or has too few public samples"
-)
-
-
-def describe_inversion(found: Inverted | None) -> str:
-    """Return what was recovered from activations, as a sentence."""
-    if found is None or not found.num_fitted:
-        return NOT_INVERTED
-    return (
-        f"a linear map from activations behind {found.cut} to samples, fitted on {found.num_fitted:,} public "
-        f"ones, recovers {max(0.0, found.r2):.0%} of the variance of {found.num_held_out:,} others; they "
-        f"correlate with the true ones by {found.correlation:.2f}, the mean sample by "
-        f"{found.mean_correlation:.2f}. A trained network recovers more"
-    )
 
 
 def remarks_on(*, has_noise: bool) -> dict[str, str]:

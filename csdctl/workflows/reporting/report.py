@@ -15,7 +15,6 @@ from csdctl.reporting.summary import RunSummary, summarize_run
 from csdctl.reporting.table import render_csv, render_scaling_csv
 from csdctl.runs.directory import ProjectDirectory, RunDirectory
 from csdctl.runs.ledger import read_ledger
-from csdctl.worker.protocol.events import Inverted
 
 
 def report(project: ProjectDirectory, run_id: str | None) -> tuple[RunDirectory, RunSummary]:
@@ -70,8 +69,6 @@ class PrivacyReport:
     of_all: list[Flow]
     """Of all commands so far."""
     privacy: Privacy | None
-    inversion: Inverted | None
-    """What a linear map recovers from the activations of a split run."""
 
 
 def privacy(project: ProjectDirectory, run_id: str | None) -> PrivacyReport:
@@ -86,5 +83,4 @@ def privacy(project: ProjectDirectory, run_id: str | None) -> PrivacyReport:
         add_flows(entries, run.run_id),
         add_flows(entries),
         measure_privacy(manifest, count_passes(events, len(nodes))),
-        next((event for event in events if isinstance(event, Inverted)), None),
     )
