@@ -26,8 +26,7 @@ from csdctl.fleet.ssh_aliases import list_aliases
 from csdctl.fleet.writing import render_fleet
 from csdctl.job.model import load_job
 from csdctl.job.values import describe_job
-from csdctl.reporting.differential_privacy import count_passes, measure_privacy
-from csdctl.reporting.privacy import add_flows
+from csdctl.reporting.privacy import add_flows, count_passes, measure_privacy
 from csdctl.reporting.summary import summarize
 from csdctl.runs.directory import EventLog, ProjectDirectory, RunDirectory
 from csdctl.runs.ledger import Ledger, read_ledger

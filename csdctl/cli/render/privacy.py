@@ -8,9 +8,8 @@ from rich.table import Table
 
 from csdctl.cli.console import PrintableConsole
 from csdctl.cli.streams import Streams
-from csdctl.reporting.differential_privacy import INSTALL, NodePrivacy, Privacy
 from csdctl.reporting.numbers import format_bytes
-from csdctl.reporting.privacy import BATCH_NORM, PROMISE, remarks_on
+from csdctl.reporting.privacy import BATCH_NORM, INSTALL, PROMISE, NodePrivacy, Privacy, remarks_on
 from csdctl.workflows.reporting.report import PrivacyReport
 
 SCHEMA = "csdctl.privacy/1"

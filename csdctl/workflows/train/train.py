@@ -15,7 +15,7 @@ from csdctl.job.model import Job
 from csdctl.launch.machine_lock import describe_holder
 from csdctl.launch.tools import find_mpirun
 from csdctl.placement.equation1 import steps_per_epoch
-from csdctl.reporting.differential_privacy import check_accountant
+from csdctl.reporting.privacy import check_accountant
 from csdctl.reporting.summary import RunSummary
 from csdctl.runs.directory import RunDirectory
 from csdctl.runs.manifest import Manifest
