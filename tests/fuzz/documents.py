@@ -10,8 +10,7 @@ from typing import Any
 
 from csdctl.cli.console import PrintableConsole
 from csdctl.cli.render.report import render_report, report_document
-from csdctl.emulation.spec import EmulatedSpec
-from csdctl.emulation.state import FleetPaths, FleetState, NodeState, load_state, save_state
+from csdctl.emulation.state import EmulatedSpec, FleetPaths, FleetState, NodeState, load_state, save_state
 from csdctl.errors import CsdctlError, InputError
 from csdctl.fleet.ansible.config import load_config
 from csdctl.fleet.ansible.files import load_inventory
