@@ -16,7 +16,7 @@ from csdctl.runs.directory import RunDirectory
 from csdctl.shipping.deliver import Delivery
 from csdctl.worker.protocol.events import Event, event_document
 from csdctl.worker.protocol.run_spec import RunSpec
-from csdctl.workflows.preflight.examination import Examination, describe
+from csdctl.workflows.preflight.doctor import Examination, describe
 from csdctl.workflows.train.run import RunStopped
 from csdctl.workflows.train.train import TrainResult
 

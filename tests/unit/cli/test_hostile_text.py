@@ -61,7 +61,7 @@ from csdctl.workflows.discovery.trust import KeyState, ShownKey
 from csdctl.workflows.forecast.basis import published_basis
 from csdctl.workflows.forecast.forecast import forecast
 from csdctl.workflows.forecast.request import ForecastRequest
-from csdctl.workflows.preflight.examination import Examination
+from csdctl.workflows.preflight.doctor import Examination
 from csdctl.workflows.reporting.report import PrivacyReport
 from csdctl.workflows.train.verify import judge
 from tests.attacks.hostile_text import HOSTILE, MARKUP
