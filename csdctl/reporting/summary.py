@@ -4,8 +4,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from csdctl.reporting.differential_privacy import PassCounter, Privacy, measure_privacy
 from csdctl.reporting.energy import RunEnergy
+from csdctl.reporting.privacy import PassCounter, Privacy, measure_privacy
 from csdctl.runs.directory import RunDirectory
 from csdctl.tuning.strategies import DATA_PARALLEL, SPLIT
 from csdctl.worker.protocol.events import (

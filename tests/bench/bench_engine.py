@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from csdctl.emulation.cgroups import plan_quota
+from csdctl.emulation.limits import plan_quota
 from tests.bench.running import CSDCTL, write_plan
 from tests.bench.slow_nodes import CPU, MOBILENET, NETWORK, write_fleet, write_job
 from tests.lab.lab import Lab

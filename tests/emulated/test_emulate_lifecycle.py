@@ -15,8 +15,8 @@ import pytest
 from typer.testing import CliRunner
 
 from csdctl.cli.commands import emulate
-from csdctl.emulation.cgroups import list_cgroups
 from csdctl.emulation.fleet import EmulatedSpec, fleet_status, is_up, start_fleet, stop_fleet
+from csdctl.emulation.limits import list_cgroups
 from csdctl.emulation.processes import list_marked
 from csdctl.emulation.state import FleetPaths
 from csdctl.errors import InputError

@@ -10,8 +10,7 @@ from typing import Any
 
 from csdctl.cli.console import PrintableConsole
 from csdctl.cli.render.report import render_report, report_document
-from csdctl.emulation.spec import EmulatedSpec
-from csdctl.emulation.state import FleetPaths, FleetState, NodeState, load_state, save_state
+from csdctl.emulation.state import EmulatedSpec, FleetPaths, FleetState, NodeState, load_state, save_state
 from csdctl.errors import CsdctlError, InputError
 from csdctl.fleet.ansible.config import load_config
 from csdctl.fleet.ansible.files import load_inventory
@@ -26,8 +25,7 @@ from csdctl.fleet.ssh_aliases import list_aliases
 from csdctl.fleet.writing import render_fleet
 from csdctl.job.model import load_job
 from csdctl.job.values import describe_job
-from csdctl.reporting.differential_privacy import count_passes, measure_privacy
-from csdctl.reporting.privacy import add_flows
+from csdctl.reporting.privacy import add_flows, count_passes, measure_privacy
 from csdctl.reporting.summary import summarize
 from csdctl.runs.directory import EventLog, ProjectDirectory, RunDirectory
 from csdctl.runs.ledger import Ledger, read_ledger

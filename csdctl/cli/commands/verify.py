@@ -47,11 +47,9 @@ def verify(
 ) -> None:
     """Check that your fleet computes the same gradient of your model as one process."""
     from csdctl.cli.render.preparing import PreparationScreen
-    from csdctl.cli.render.privacy import inversion_document
     from csdctl.cli.render.verify import describe_features, render_verified, verify_document
     from csdctl.errors import RunError
     from csdctl.job.model import load_job
-    from csdctl.reporting.privacy import describe_inversion
     from csdctl.worker.protocol.features import FeatureOptions
     from csdctl.workflows.train.options import TrainOptions
     from csdctl.workflows.train.verify import VerifyRequest, judge, run_verification
@@ -67,9 +65,6 @@ def verify(
     shown = found.result, verdict, found.nodes
     render_verified(streams.console, *shown, emulated=chosen.emulated)
     document = verify_document(*shown, emulated=chosen.emulated)
-    if found.inversion:
-        streams.console.print(f"activations: {describe_inversion(found.inversion)}.")
-        document["inversion"] = inversion_document(found.inversion)
     if found.features:
         streams.console.print(f"stored features: {describe_features(found.features)}", soft_wrap=True)
         document["features"] = {node: asdict(one) for node, one in found.features.items()}

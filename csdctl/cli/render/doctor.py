@@ -13,7 +13,7 @@ from csdctl.cli.settings import Setting
 from csdctl.fleet.checks import FLEET_NAME, Check, Status, fold
 from csdctl.fleet.model import Fleet
 from csdctl.reporting.numbers import format_count
-from csdctl.workflows.preflight.examination import Examination, describe
+from csdctl.workflows.preflight.doctor import Examination, describe
 
 SCHEMA = "csdctl.doctor/1"
 MAX_ROWS = 40

@@ -31,7 +31,6 @@ from csdctl.reporting.numbers import (
     format_share,
     name_metrics,
 )
-from csdctl.reporting.privacy import describe_inversion
 from csdctl.worker.protocol.events import (
     EARLY_STOPPING,
     CheckpointSaved,
@@ -40,7 +39,6 @@ from csdctl.worker.protocol.events import (
     Event,
     Failed,
     Finished,
-    Inverted,
     Joined,
     LinkLost,
     NodeBack,
@@ -128,8 +126,6 @@ class TrainingView(FleetView[RankRow]):
             return f"{event.node} is back and rejoins at the end of the epoch"
         if isinstance(event, Finished) and event.rank == 0 and event.reason == EARLY_STOPPING:
             return f"stopped early, after epoch {event.epochs}"
-        if isinstance(event, Inverted):
-            return f"activations: {describe_inversion(event)}"
         if isinstance(event, CheckpointSaved) and self._live is None:
             return f"checkpoint {event.path}"
         return ""

@@ -8,11 +8,8 @@ from rich.table import Table
 
 from csdctl.cli.console import PrintableConsole
 from csdctl.cli.streams import Streams
-from csdctl.reporting.differential_privacy import INSTALL, NodePrivacy, Privacy
 from csdctl.reporting.numbers import format_bytes
-from csdctl.reporting.privacy import BATCH_NORM, PROMISE, describe_inversion, remarks_on
-from csdctl.transport.meter import TrafficClass
-from csdctl.worker.protocol.events import Inverted
+from csdctl.reporting.privacy import BATCH_NORM, INSTALL, PROMISE, NodePrivacy, Privacy, remarks_on
 from csdctl.workflows.reporting.report import PrivacyReport
 
 SCHEMA = "csdctl.privacy/1"
@@ -53,19 +50,12 @@ def render_privacy(console: PrintableConsole, found: PrivacyReport) -> None:
     for traffic_class in dict.fromkeys(flow.kind for flow in found.of_all):
         remark = remarks.get(traffic_class, "not known to this csdctl")
         console.print(f"- {traffic_class}: {remark}")
-    if has_activations(found):
-        console.print(f"Of the activations of this run: {describe_inversion(found.inversion)}.")
     if found.privacy is None:
         console.print(BATCH_NORM)
         return
     for line in format_epsilon(found.privacy):
         console.print(line)
     console.print(MEANING)
-
-
-def has_activations(found: PrivacyReport) -> bool:
-    """Return whether the run sent any."""
-    return any(flow.kind == TrafficClass.ACTIVATIONS for flow in found.of_run)
 
 
 def format_epsilon(privacy: Privacy) -> list[str]:
@@ -89,14 +79,6 @@ def _named(nodes: Sequence[NodePrivacy]) -> str:
     return ", ".join(node.node for node in nodes[:MAX_NAMED]) + more
 
 
-def inversion_document(found: Inverted | None) -> dict[str, object]:
-    """Return what was recovered from activations; without figures where it was not measured."""
-    text: dict[str, object] = {"text": describe_inversion(found)}
-    if found is None or not found.num_fitted:
-        return text
-    return text | {name: value for name, value in asdict(found).items() if name not in ("rank", "node")}
-
-
 def privacy_document(found: PrivacyReport) -> dict[str, object]:
     """Return the `csdctl.privacy/1` document."""
     remarks = remarks_on(has_noise=found.privacy is not None)
@@ -108,5 +90,4 @@ def privacy_document(found: PrivacyReport) -> dict[str, object]:
         "promise": PROMISE,
         "remarks": {str(traffic_class): text for traffic_class, text in remarks.items()},
         "privacy": asdict(found.privacy) if found.privacy else None,
-        "inversion": inversion_document(found.inversion) if has_activations(found) else None,
     }

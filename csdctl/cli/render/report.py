@@ -12,8 +12,7 @@ from csdctl.cli.console import PrintableConsole
 from csdctl.cli.render.privacy import format_epsilon
 from csdctl.cli.streams import Streams
 from csdctl.errors import InputError
-from csdctl.reporting.energy import energy_document
-from csdctl.reporting.energy_figures import describe_energy
+from csdctl.reporting.energy import describe_energy, energy_document
 from csdctl.reporting.numbers import (
     format_bytes,
     format_loss,

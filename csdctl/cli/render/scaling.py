@@ -11,8 +11,8 @@ from csdctl.cli.streams import Streams
 from csdctl.errors import InputError
 from csdctl.reporting.charts import DataTable
 from csdctl.reporting.numbers import format_bytes
-from csdctl.reporting.scaling import ScalingSeries
-from csdctl.reporting.scaling_figures import (
+from csdctl.reporting.scaling import (
+    ScalingSeries,
     describe_series,
     energy_by_nodes,
     scaling_document,

@@ -10,13 +10,13 @@ from csdctl.cli.render.report import REACHABLE, report_document
 from csdctl.cli.render.shards import format_shards
 from csdctl.cli.streams import Streams
 from csdctl.fleet.checks import Status, fold
-from csdctl.reporting.differential_privacy import Privacy, plan_privacy
 from csdctl.reporting.numbers import format_bytes, format_loss, format_metrics, format_rate, format_share
+from csdctl.reporting.privacy import Privacy, plan_privacy
 from csdctl.runs.directory import RunDirectory
 from csdctl.shipping.deliver import Delivery
 from csdctl.worker.protocol.events import Event, event_document
 from csdctl.worker.protocol.run_spec import RunSpec
-from csdctl.workflows.preflight.examination import Examination, describe
+from csdctl.workflows.preflight.doctor import Examination, describe
 from csdctl.workflows.train.run import RunStopped
 from csdctl.workflows.train.train import TrainResult
 

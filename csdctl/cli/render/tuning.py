@@ -116,9 +116,6 @@ def _render_strategies(console: PrintableConsole, plan: Plan) -> None:
         cut = f" behind {plan.cut}" if plan.cut else ""
         leaves = FEATURES_LEAVE if plan.trains_on_host else LEAVES[plan.strategy]
         console.print(f"strategy: {plan.strategy}{cut}; a node sends {leaves}", soft_wrap=True)
-        for strategy in compared:
-            if strategy.inversion and (strategy.strategy, strategy.cut) == (plan.strategy, plan.cut):
-                console.print(f"activations: {strategy.inversion}", soft_wrap=True)
     if impossible := [strategy.strategy for strategy in plan.strategies if strategy.why_not]:
         console.print(
             f"not compared: {', '.join(impossible)} (`strategies` in the plan says why)", soft_wrap=True

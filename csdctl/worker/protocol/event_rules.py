@@ -15,7 +15,6 @@ from csdctl.worker.protocol.events import (
     Exited,
     Failed,
     Finished,
-    Inverted,
     Joined,
     Misbehaved,
     MpiChecked,
@@ -30,7 +29,7 @@ from csdctl.worker.protocol.events import (
 )
 from csdctl.worker.protocol.json_codec import ProtocolError, shorten
 
-FROM_RANK_0 = (Rebalanced, Traffic, Verified, Evaluating, CheckpointSaved, CollectiveTimed, Inverted)
+FROM_RANK_0 = (Rebalanced, Traffic, Verified, Evaluating, CheckpointSaved, CollectiveTimed)
 """What holds for all ranks, or is on the host."""
 FROM_CSDCTL = (NodeLost, NodeBack)
 FROM_MPI = (Started, MpiChecked, CollectiveTimed, Exited)

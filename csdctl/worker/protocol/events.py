@@ -278,23 +278,6 @@ class CheckpointSaved(Event):
 
 
 @dataclass(frozen=True)
-class Inverted(Event):
-    """What a linear map recovers of public samples from activations at the cut of a split model."""
-
-    cut: ShortText
-    num_fitted: Count
-    """Samples that the map was fitted on; 0 where there were too few, or they are no plain arrays."""
-    num_held_out: Count
-    """Others, by which it was judged."""
-    r2: Measured
-    """Share of their variance around the mean sample that is recovered."""
-    correlation: Measured
-    """Mean correlation of a recovered sample with the true one."""
-    mean_correlation: Measured
-    """The same of the mean sample, which needs no activations."""
-
-
-@dataclass(frozen=True)
 class Finished(Event):
     """The completion record of a rank. A run is done only when every rank has sent one."""
 
@@ -355,7 +338,6 @@ EVENTS: dict[str, type[Event]] = {
         Evaluating,
         EpochEnd,
         CheckpointSaved,
-        Inverted,
         Finished,
         Failed,
         NodeLost,

@@ -5,7 +5,4 @@ from csdctl.worker.tasks.trial import Trial
 
 
 class SplitTrial(Split, Trial):
-    """Trains a model in two parts on random samples of the form in the task's argument `element_spec`.
-
-    What activations reveal is measured on the public samples, as after a training.
-    """
+    """Trains a model in two parts on random samples of the form in the task's argument `element_spec`."""

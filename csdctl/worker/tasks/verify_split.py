@@ -53,11 +53,6 @@ class VerifySplit(SplitParts, Verify):
             emit(replace(verified, weights_hash=self._weights_hash))
         return TaskOutcome(is_finished=True, reason=VERIFIED)
 
-    def finish(self, reason: str) -> None:
-        """Measure what activations reveal, and report the completion record."""
-        self.measure_inversion()
-        super().finish(reason)
-
     def _sum_of(self, communicator: Communicator, counts: list[int]) -> Array:
         """Return the summed vector of a step from the beginning, in which the ranks have `counts` samples."""
         recipe, me, layout = self.spec.recipe, self.me, self.layout

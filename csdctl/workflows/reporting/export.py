@@ -5,11 +5,8 @@ from pathlib import Path
 
 from csdctl.documents import save_text
 from csdctl.errors import InputError
-from csdctl.reporting.mlflow import write_mlflow
-from csdctl.reporting.prometheus import render_prometheus
+from csdctl.reporting.export import render_csv, render_prometheus, write_mlflow, write_tensorboard
 from csdctl.reporting.results import RunResults
-from csdctl.reporting.table import render_csv
-from csdctl.reporting.tensorboard import write_tensorboard
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.workflows.reporting.report import results
 

@@ -9,7 +9,6 @@ from csdctl.fleet.model import HOST_NAME
 from csdctl.job.model import Job
 from csdctl.notify import Say
 from csdctl.reporting.numbers import format_seconds
-from csdctl.reporting.privacy import describe_inversion
 from csdctl.shipping.worker_calls import watch_worker
 from csdctl.tuning.fleet_model import FleetModel
 from csdctl.tuning.model_parts import (
@@ -352,7 +351,6 @@ class StrategyChooser:
         tried = replace(
             confirm(chosen, ratio, machines, self._work),
             node_memory_bytes=max(memory, default=None),
-            inversion=describe_inversion(result.inverted),
         )
         others = [confirm_cut(one, ratio, machines, self._work) for one in found if one is not chosen]
         listed = sorted([*others, tried], key=lambda one: one.strategy != DATA_PARALLEL)

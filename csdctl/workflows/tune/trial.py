@@ -1,9 +1,8 @@
 """A trial: the ranks of a plan take a few steps together, as in training, with random samples.
 
 The speed of single machines does not predict the fleet: ranks wait for the slowest of many noisy steps, and
-for the sum. A trial uses the links, the collective and the processes of a training run. It reads no data but
-public samples on the host, by which the trial of a split measures what activations reveal; it sends none, and
-keeps no output.
+for the sum. A trial uses the links, the collective and the processes of a training run. It reads no data,
+and keeps no output.
 """
 
 import dataclasses
@@ -19,10 +18,9 @@ from csdctl.runs.directory import RunDirectory
 from csdctl.supervision.rank_process import AttachRank
 from csdctl.tuning.observations import TrialResult
 from csdctl.tuning.plan import RankPlan
-from csdctl.worker.protocol.events import EpochEnd, Event, Finished, Inverted, Joined, Progress
+from csdctl.worker.protocol.events import EpochEnd, Event, Finished, Joined, Progress
 from csdctl.worker.protocol.run_spec import RankSpec, RunSpec, SplitSpec
 from csdctl.worker.protocol.tasks import ELEMENT_SPEC, TRIAL, TRIAL_SPLIT, TaskSpec
-from csdctl.workflows.data.deploy import whole
 from csdctl.workflows.data.prepare import Prepared
 from csdctl.workflows.train.options import TrainOptions
 from csdctl.workflows.train.run import RunInputs, run_ranks
@@ -97,7 +95,7 @@ def _build_spec(
         ),
         code=prepared.model.user_code,
         ranks=_rank_specs(job, ranks, prepared, num_steps),
-        public=whole(prepared.public) if split else None,
+        public=None,
         validation=None,
         output_directory=str(run.path.relative_to(space.project.root)),
         # As in a training run, rank 0 saves the state of every step, which takes time.
@@ -167,7 +165,6 @@ def read_trial(events: Sequence[Event], nodes: Sequence[str]) -> TrialResult:
         collective=joined[-1].collective,
         sum_s=joined[-1].sum_s,
         peak_memory_bytes=tuple(memory.values()) if len(memory) == len(nodes) else (),
-        inverted=next((event for event in events if isinstance(event, Inverted)), None),
     )
 
 

@@ -48,7 +48,6 @@ from csdctl.tuning.plan import Plan, RankPlan, StrategyPlan
 from csdctl.worker.protocol.compared import Compared
 from csdctl.worker.protocol.datasets import PrepareProgress
 from csdctl.worker.protocol.events import (
-    Inverted,
     Joined,
     NodeBack,
     NodeLost,
@@ -62,7 +61,7 @@ from csdctl.workflows.discovery.trust import KeyState, ShownKey
 from csdctl.workflows.forecast.basis import published_basis
 from csdctl.workflows.forecast.forecast import forecast
 from csdctl.workflows.forecast.request import ForecastRequest
-from csdctl.workflows.preflight.examination import Examination
+from csdctl.workflows.preflight.doctor import Examination
 from csdctl.workflows.reporting.report import PrivacyReport
 from csdctl.workflows.train.verify import judge
 from tests.attacks.hostile_text import HOSTILE, MARKUP
@@ -172,8 +171,7 @@ def show_plan(console: PrintableConsole) -> None:
 def show_privacy(console: PrintableConsole) -> None:
     kinds = TrafficClass.LOG, TrafficClass.ACTIVATIONS
     flows = [Flow(HOSTILE, HOSTILE, kind, 7) for kind in kinds]
-    inverted = Inverted(0, HOSTILE, HOSTILE, 100, 20, 0.9, 0.9, 0.5)
-    render_privacy(console, PrivacyReport(HOSTILE, flows, flows, None, inverted))
+    render_privacy(console, PrivacyReport(HOSTILE, flows, flows, None))
 
 
 def show_keys(console: PrintableConsole) -> None:

@@ -4,10 +4,15 @@ from pathlib import Path
 import paramiko
 import pytest
 
-from csdctl.emulation.fleet_file import check_may_write, is_unchanged, remove_fleet_file, save_fleet_file
-from csdctl.emulation.known_hosts import add_host_keys, remove_host_keys
-from csdctl.emulation.spec import EmulatedSpec
-from csdctl.emulation.state import FleetPaths, FleetState, NodeState, load_state, save_state
+from csdctl.emulation.files import (
+    add_host_keys,
+    check_may_write,
+    is_unchanged,
+    remove_fleet_file,
+    remove_host_keys,
+    save_fleet_file,
+)
+from csdctl.emulation.state import EmulatedSpec, FleetPaths, FleetState, NodeState, load_state, save_state
 from csdctl.errors import InputError
 from csdctl.fleet.reading import load_fleet
 

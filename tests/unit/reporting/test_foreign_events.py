@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from csdctl.cli.render.report import render_report, report_document
-from csdctl.reporting.differential_privacy import plan_privacy
+from csdctl.reporting.privacy import plan_privacy
 from csdctl.reporting.summary import summarize
 from csdctl.worker.protocol.event_rules import check_event
 from csdctl.worker.protocol.events import Event, event_from_line, event_to_line

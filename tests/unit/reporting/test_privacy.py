@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from csdctl.errors import InputError
-from csdctl.reporting.differential_privacy import (
+from csdctl.reporting.privacy import (
     PassCounter,
     check_accountant,
     compute_epsilon,

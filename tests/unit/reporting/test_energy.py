@@ -1,7 +1,6 @@
 """What the report says of energy from which no idle power is subtracted."""
 
-from csdctl.reporting.energy import add_up_energy
-from csdctl.reporting.energy_figures import describe_energy
+from csdctl.reporting.energy import add_up_energy, describe_energy
 from csdctl.runs.power_log import MEASURED, PowerRecord
 
 

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from csdctl.emulation.cgroups import CpuHierarchy, parse_hierarchies, plan_quota
+from csdctl.emulation.limits import CpuHierarchy, parse_hierarchies, plan_quota
 
 # Captured from a machine with version 1 (and an empty version 2 beside it).
 MOUNTS_V1 = """\
