@@ -7,8 +7,7 @@ import os
 from pathlib import Path
 
 from csdctl.documents import load_text
-from csdctl.documents.json_text import MAX_JSON_BYTES
-from csdctl.documents.text import MAX_TEXT_BYTES
+from csdctl.documents.text import MAX_JSON_BYTES, MAX_TEXT_BYTES
 from csdctl.errors import InputError
 from csdctl.fleet.ansible.ini import parse_ini
 from csdctl.fleet.ansible.inventory import Inventory, Variables

@@ -6,7 +6,7 @@ from typing import Any
 import yaml
 
 from csdctl.documents import parse_json_document
-from csdctl.documents.tree import build, compose
+from csdctl.documents.yaml_text import build, compose
 from csdctl.errors import InputError
 from csdctl.fleet.ansible.inventory import Inventory, Value, Variables, expand_hosts, split_port
 
