@@ -125,7 +125,7 @@ TARGETS = (
         "ssh-packets",
         Form.BINARY,
         _ssh_packets,
-        (packets.ProtocolError, EOFError),
+        (packets.SshProtocolError, EOFError),
         _packet_seeds,
         (_packet(b"\x14" + bytes(62)), _packet(b"\x5d" + bytes(8)), b"SSH-2.0-x\n"),
     ),
