@@ -5,7 +5,6 @@ of the host.
 """
 
 import csv
-import os
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -16,7 +15,7 @@ from csdctl.worker.ingest.limits import DEFAULT_LIMITS, IngestLimits
 from csdctl.worker.ingest.partial_dataset import PartialDataset
 from csdctl.worker.ingest.prepare import describe, fill
 from csdctl.worker.ingest.sources.detect import detect_format, open_source
-from csdctl.worker.ingest.sources.headers import read_header
+from csdctl.worker.ingest.sources.images import has_image_format, read_header
 from csdctl.worker.ingest.sources.source import Block, SampleSource, num_threads
 from csdctl.worker.ingest.sources.table import is_table
 from csdctl.worker.ingest.sources.tfrecord import RecordFiles
@@ -202,8 +201,6 @@ def is_picture(path: Path) -> bool:
     """Return whether a file begins as a picture does that can be decoded."""
     try:
         with path.open("rb") as file:
-            return read_header(file.read(os.sysconf("SC_PAGE_SIZE"))) is not None
-    except ValueError:  # the size is further back
-        return True
+            return has_image_format(file.read(16))
     except OSError:
         return False

@@ -1,19 +1,21 @@
 """Conversion of an encoded image to uint8 of a fixed shape, by the rules of docs/how-to/prepare-data.md.
 
-TensorFlow decodes from bytes, never from a path, so that none of its errors or messages can name a file.
+Pillow reads sizes from headers before anything is decoded, and decodes GIF and BMP. TensorFlow decodes PNG
+and JPEG. Both read bytes, never a path, so that none of their errors or messages can name a file.
 """
 
+import io
 import struct
 import threading
+from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from csdctl.worker.data.arrays import Array
-from csdctl.worker.ingest.sources.gif import first_frame
-from csdctl.worker.ingest.sources.headers import Header, read_header
 from csdctl.worker.ingest.sources.source import UnusableError
-from csdctl.worker.process.errors import WorkerError
+from csdctl.worker.process.errors import WorkerError, describe
 from csdctl.worker.protocol.datasets import ImageRule
 
 LARGE_PIXELS = 16_000_000
@@ -26,6 +28,14 @@ _STRIP_PIXELS = 1 << 16
 """Small enough for intermediate results to fit a processor's cache."""
 
 _WHITE = 255
+_FORMATS = {
+    b"\x89PNG\r\n\x1a\n": "png",
+    b"\xff\xd8\xff": "jpeg",
+    b"GIF87a": "gif",
+    b"GIF89a": "gif",
+    b"BM": "bmp",
+}
+_DECODER_ERRORS = (OSError, SyntaxError, ValueError, LookupError, EOFError, OverflowError, TypeError)
 
 
 def known_shape(rule: ImageRule) -> tuple[int, int, int] | None:
@@ -34,6 +44,60 @@ def known_shape(rule: ImageRule) -> tuple[int, int, int] | None:
         return None
     height, width, channels = rule.shape
     return height, width, channels
+
+
+@dataclass(frozen=True)
+class Header:
+    """Format of an image ('png', 'jpeg', 'bmp', 'gif') and its size in pixels."""
+
+    format: str
+    width: int
+    height: int
+    opened: Any = None
+    """Pillow's image, not decoded yet; None for a PNG."""
+
+
+def read_header(content: bytes) -> Header | None:
+    """Return the header of an encoded image, None for other formats; raises ValueError if it is damaged."""
+    if not has_image_format(content):
+        return None
+    name = next(name for magic, name in _FORMATS.items() if content.startswith(magic))
+    opened = None
+    try:
+        if name == "png":  # Pillow refuses a PNG for damage that does not matter, as that of a comment
+            width, height = struct.unpack_from(">II", content, 16)
+        else:
+            # Not Image.open: its limit of pixels is not the one of the job.
+            opened = _import_pillow()[name](io.BytesIO(content))
+            width, height = opened.size
+    except WorkerError:
+        raise
+    except Exception:  # Pillow's are of many types
+        raise ValueError(f"{name} is damaged") from None
+    if width < 1 or height < 1:
+        raise ValueError(f"{name} without pixels")
+    return Header(name, width, height, opened)
+
+
+def has_image_format(content: bytes) -> bool:
+    """Return whether `content` begins as an image does that can be decoded."""
+    return content.startswith(tuple(_FORMATS))
+
+
+def _import_pillow() -> dict[str, Any]:
+    try:
+        from PIL import BmpImagePlugin, GifImagePlugin, JpegImagePlugin
+    except ImportError as error:
+        raise WorkerError(
+            f"has no Pillow, which reads images: {describe(error)}",
+            remedy="install the package pillow there",
+            exit_code=2,
+        ) from None
+    return {
+        "jpeg": JpegImagePlugin.JpegImageFile,
+        "gif": GifImagePlugin.GifImageFile,
+        "bmp": BmpImagePlugin.BmpImageFile,
+    }
 
 
 class ImageDecoder:
@@ -48,6 +112,7 @@ class ImageDecoder:
                 remedy="set data.image.shape in job.yaml: [height, width, 1 or 3]",
                 exit_code=2,
             )
+        _import_pillow()
         self._height, self._width, self._channels = shape
         self._rule = rule
         self._tf = tf
@@ -57,17 +122,15 @@ class ImageDecoder:
         """Return the image encoded in `content` as uint8 of the rule's shape; raises UnusableError."""
         try:
             header = read_header(content)
-        except ValueError:
+            if header is None:
+                raise UnusableError("other_format" if content else "undecodable")
+            num_pixels = header.width * header.height
+            if num_pixels > self._rule.max_pixels:
+                raise UnusableError("too_large")
+            with self._large_image if num_pixels > LARGE_PIXELS else nullcontext():
+                return self.fit(self._decode_format(content, header))
+        except (self._tf.errors.OpError, *_DECODER_ERRORS):
             raise UnusableError("undecodable") from None
-        if header is None:
-            raise UnusableError("other_format" if content else "undecodable")
-        num_pixels = header.width * header.height
-        if num_pixels > self._rule.max_pixels:
-            raise UnusableError("too_large")
-        if num_pixels <= LARGE_PIXELS:
-            return self._decode_format(content, header)
-        with self._large_image:
-            return self._decode_format(content, header)
 
     @property
     def sample_bytes(self) -> int:
@@ -96,26 +159,18 @@ class ImageDecoder:
         return padded
 
     def _decode_format(self, content: bytes, header: Header) -> Array:
-        io = self._tf.io
-        try:
-            if header.format == "png":
-                image = io.decode_png(content, channels=0)
-            elif header.format == "jpeg":
-                image = io.decode_jpeg(
-                    content, channels=3, ratio=self._jpeg_ratio(header), dct_method="INTEGER_ACCURATE"
-                )
-            elif header.format == "gif":
-                image = io.decode_image(first_frame(content), channels=3, expand_animations=False)
-            else:
-                image = _bmp_to_rgb(content, np.asarray(io.decode_bmp(content, channels=0)))
-            return self.fit(np.asarray(image))
-        except (self._tf.errors.OpError, ValueError, IndexError, struct.error):
-            raise UnusableError("undecodable") from None
-
-    def _jpeg_ratio(self, header: Header) -> int:
-        """Return the factor by which the JPEG decoder itself reduces the image, which saves most work."""
-        spare = min(header.height / self._height, header.width / self._width) / SPARE_SCALE
-        return next((ratio for ratio in (8, 4, 2) if ratio <= spare), 1)
+        if header.format == "png":
+            return np.asarray(self._tf.io.decode_png(content, channels=0))
+        if header.format == "jpeg":
+            # The decoder itself reduces the image, which saves most work.
+            spare = min(header.height / self._height, header.width / self._width) / SPARE_SCALE
+            ratio = next((ratio for ratio in (8, 4, 2) if ratio <= spare), 1)
+            jpeg = self._tf.io.decode_jpeg(content, channels=3, ratio=ratio, dct_method="INTEGER_ACCURATE")
+            return np.asarray(jpeg)
+        if header.format == "bmp":  # its fourth byte is rarely alpha
+            return np.asarray(header.opened.convert("RGB"))
+        left, top, right, bottom = header.opened.tile[0][1]  # the first frame, within the screen
+        return np.asarray(header.opened.convert("RGBA"))[top:bottom, left:right]
 
     def _crop(self, image: Array) -> Array:
         """Return the largest centred part with the aspect ratio of the final shape."""
@@ -173,15 +228,3 @@ def _to_channels(strip: Array, channels: int) -> Array:
         return np.repeat(strip, 3, axis=2)
     weights = np.array([299, 587, 114], np.uint32)  # ITU-R BT.601
     return ((strip @ weights + 500) // 1000).astype(np.uint8)[..., np.newaxis]
-
-
-def _bmp_to_rgb(content: bytes, image: Array) -> Array:
-    """Convert a decoded BMP to RGB: TensorFlow returns palette indices, and a fourth byte, rarely alpha."""
-    if image.shape[2] != 1:
-        return image[..., :3]
-    (header_bytes,) = struct.unpack_from("<I", content, 14)
-    (num_colours,) = struct.unpack_from("<I", content, 46)
-    palette = np.frombuffer(content, np.uint8, 4 * (num_colours or 256), 14 + header_bytes).reshape(-1, 4)
-    if image.max() >= len(palette):
-        raise ValueError("BMP with indices beyond its palette")
-    return palette[image[..., 0]][..., 2::-1]
