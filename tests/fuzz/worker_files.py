@@ -20,13 +20,11 @@ from csdctl.worker.compute.model import load_weights
 from csdctl.worker.data.arrays import is_numeric, map_array
 from csdctl.worker.data.digest import compute_digest
 from csdctl.worker.data.schedule import OwnSamples, Segment, Span, begin_epoch
-from csdctl.worker.ingest.limits import DEFAULT_LIMITS
 from csdctl.worker.ingest.partial_dataset import PartialDataset
 from csdctl.worker.ingest.prepare import _find_prepared
 from csdctl.worker.ingest.sources.arrays import ArraySource, open_idx_pair, open_npz
 from csdctl.worker.ingest.sources.images import read_header
-from csdctl.worker.ingest.sources.source import Block
-from csdctl.worker.ingest.sources.tree import read_tree
+from csdctl.worker.ingest.sources.source import DEFAULT_LIMITS, Block, read_tree
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.process.files import DAMAGED_ARCHIVE
 from csdctl.worker.protocol.datasets import DatasetInfo, PrepareSpec

@@ -2,7 +2,7 @@
 
 What it computes is a prepared data set of its own: features, with the labels of the samples, or the results
 that `predict` asks for, without. It is stored by what it depends on: samples, model, and what is kept of its
-outputs. The same is computed once.
+outputs. The same is computed once, and `recompute` compares some of it with what is computed now.
 """
 
 import dataclasses
@@ -28,14 +28,13 @@ from csdctl.worker.data.arrays import Array
 from csdctl.worker.data.element_spec import dtype_from_text
 from csdctl.worker.data.file_hash import check_stored, open_regular
 from csdctl.worker.data.prepared import PreparedSamples
-from csdctl.worker.ingest.access import make_store
-from csdctl.worker.ingest.limits import IngestLimits
-from csdctl.worker.ingest.partial_dataset import PartialDataset, convert_write_errors, hash_arrays
-from csdctl.worker.ingest.sources.source import Block
+from csdctl.worker.ingest.partial_dataset import PartialDataset, convert_write_errors, hash_arrays, make_store
+from csdctl.worker.ingest.sources.source import Block, IngestLimits
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.datasets import DatasetInfo, PrepareProgress
-from csdctl.worker.protocol.features import Augmented, Extracted, ExtractSpec
+from csdctl.worker.protocol.features import Augmented, Extracted, ExtractSpec, Recomputed
 from csdctl.worker.protocol.json_codec import from_json
+from csdctl.worker.protocol.run_spec import DatasetSlice
 
 BATCH_LIMITS = IngestLimits(block_samples=BATCH_SIZE)
 """A batch is stored as soon as it is computed."""
@@ -274,3 +273,44 @@ def describe_partial(partial: PartialDataset, target: Path) -> DatasetInfo:
         label_dtype=record.label_dtype,
         max_labels=largest,
     )
+
+
+def recompute(spec: ExtractSpec, load_backend: Callable[[], tuple[Any, Any]]) -> Extracted:
+    """Compute about `spec.num_checked` stored rows of all sources again; raises WorkerError.
+
+    Whole batches, as they were computed at first: in another batch, a kernel may round differently.
+    """
+    found = [(one, Path(one.store) / fingerprint_of(one)) for one in of_sources(spec)]
+    stored = [(one, info) for one, target in found if (info := find_done(target))]
+    if not stored:
+        return Extracted((), 0, Recomputed(0, 0.0))
+    compute = load_computation(spec, load_backend)
+    num_batches = max(1, spec.num_checked // (BATCH_SIZE * len(stored)))
+    compared = [_compare(one, info, compute, num_batches) for one, info in stored]
+    return Extracted(
+        (), 0, Recomputed(sum(rows for rows, _ in compared), max(difference for _, difference in compared))
+    )
+
+
+def _compare(spec: ExtractSpec, info: DatasetInfo, compute: Compute, num_batches: int) -> tuple[int, float]:
+    """Return the number of rows that were computed again, and their largest relative difference."""
+    samples = PreparedSamples(spec.source)
+    images, labels = (str(Path(info.path, f"{name}.npy")) for name in ("images", "labels"))
+    stored = PreparedSamples(
+        DatasetSlice(images, labels, images_sha256=info.images_sha256, labels_sha256=info.labels_sha256)
+    )
+    augment = load_augmentation(spec)
+    starts = range(0, len(samples), BATCH_SIZE)
+    places = [(view, start) for view in range(num_views(spec.augmented)) for start in starts]
+    num_rows, difference = 0, 0.0
+    for place in np.unique(np.linspace(0, len(places) - 1, num_batches, dtype=int)) if places else ():
+        view, start = places[place]
+        rows = np.arange(start, min(len(samples), start + BATCH_SIZE))
+        again, _ = compute(*augment(*samples.read(rows), view, start))
+        before = stored.read(rows + view * len(samples))[0].astype(np.float64)
+        largest = float(np.abs(before).max(initial=0)) or 1.0
+        difference = max(
+            difference, float(np.abs(again.astype(np.float64) - before).max(initial=0)) / largest
+        )
+        num_rows += len(rows)
+    return num_rows, difference

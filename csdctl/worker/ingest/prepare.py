@@ -16,21 +16,30 @@ import numpy as np
 from csdctl.worker.data.arrays import Array, as_labels, fields_of, label_dtype
 from csdctl.worker.data.element_spec import dtype_to_text
 from csdctl.worker.data.file_hash import open_regular
-from csdctl.worker.ingest.access import PRIVATE_DIRECTORY, is_open_to_change, make_store, set_access
-from csdctl.worker.ingest.limits import DEFAULT_LIMITS, IngestLimits
 from csdctl.worker.ingest.partial_dataset import (
+    PRIVATE_DIRECTORY,
     IngestRecord,
     PartialDataset,
     convert_write_errors,
     count_labels,
     count_values,
     hash_arrays,
+    is_open_to_change,
+    make_store,
+    set_access,
 )
 from csdctl.worker.ingest.sources.arrays import open_npy_pair
 from csdctl.worker.ingest.sources.detect import detect_format, fingerprint_settings, open_source
-from csdctl.worker.ingest.sources.source import Block, SampleSource, num_threads
+from csdctl.worker.ingest.sources.source import (
+    DEFAULT_LIMITS,
+    Block,
+    IngestLimits,
+    SampleSource,
+    Tree,
+    num_threads,
+    read_tree,
+)
 from csdctl.worker.ingest.sources.structure import conform
-from csdctl.worker.ingest.sources.tree import Tree, read_tree
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.process.files import save_atomically
 from csdctl.worker.protocol.datasets import DatasetInfo, PrepareProgress, PrepareSpec, parts_of

@@ -11,11 +11,16 @@ from typing import Any
 
 from csdctl.worker.compute.backend import load_tensorflow
 from csdctl.worker.data.file_hash import check_stored
-from csdctl.worker.ingest.sources.arrays import ArraySource
-from csdctl.worker.ingest.sources.dataset import SHUFFLE_SEED, open_dataset, open_py_dataset
-from csdctl.worker.ingest.sources.iterated import Elements, IteratedSamples, describe_parts
-from csdctl.worker.ingest.sources.rows import InMemoryRows, as_rows
-from csdctl.worker.ingest.sources.source import SampleSource
+from csdctl.worker.ingest.sources.arrays import ArraySource, InMemoryRows, as_rows
+from csdctl.worker.ingest.sources.iterated import (
+    SHUFFLE_SEED,
+    Elements,
+    IteratedSamples,
+    describe_parts,
+    open_dataset,
+    open_py_dataset,
+)
+from csdctl.worker.ingest.sources.source import SampleSource, Tree
 from csdctl.worker.ingest.sources.structure import (
     EXPECTED,
     StructureError,
@@ -27,7 +32,6 @@ from csdctl.worker.ingest.sources.structure import (
     split,
     to_arrays,
 )
-from csdctl.worker.ingest.sources.tree import Tree
 from csdctl.worker.process.errors import WorkerError, describe
 from csdctl.worker.protocol.datasets import PrepareSpec
 

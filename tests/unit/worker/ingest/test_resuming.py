@@ -15,10 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from csdctl.worker.ingest.limits import IngestLimits
 from csdctl.worker.ingest.partial_dataset import PartialDataset
 from csdctl.worker.ingest.prepare import prepare
-from csdctl.worker.ingest.sources.source import Block
+from csdctl.worker.ingest.sources.source import Block, IngestLimits
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.datasets import DatasetInfo, ImageRule, PrepareProgress, PrepareSpec
 from csdctl.worker.protocol.json_codec import to_json
@@ -157,7 +156,7 @@ class TestResume:
             "import os, signal, sys\n"
             "from csdctl.worker.protocol.datasets import PrepareSpec\n"
             "from csdctl.worker.protocol.json_codec import from_json\n"
-            "from csdctl.worker.ingest.limits import IngestLimits\n"
+            "from csdctl.worker.ingest.sources.source import IngestLimits\n"
             "from csdctl.worker.ingest.prepare import prepare\n"
             "limits = IngestLimits(sync_interval_s=0)\n"
             "def stop(progress):\n"
