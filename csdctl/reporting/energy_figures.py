@@ -1,5 +1,6 @@
 """The energy of a run as text: a table for a page, and lines for a terminal."""
 
+from csdctl.fleet.names import format_node_names
 from csdctl.reporting.charts import DataTable
 from csdctl.reporting.energy import MachineEnergy, RunEnergy
 from csdctl.reporting.numbers import format_seconds, format_share
@@ -34,7 +35,7 @@ def energy_table(run: RunResults) -> DataTable:
         cells = _cells(energy.whole, run.measured)
         rows.append(("all", *cells, format_seconds(sum(run.series.cpu_s.values()))))
     elif energy:
-        rows.append(("all", "–", *[""] * 5, f"not known of {', '.join(energy.missing)}", "", ""))
+        rows.append(("all", "–", *[""] * 5, f"not known of {format_node_names(energy.missing)}", "", ""))
     return DataTable(HEADER, tuple(rows))
 
 
@@ -43,7 +44,7 @@ def describe_energy(energy: RunEnergy) -> list[str]:
     if energy.whole:
         return [_line(energy.whole)]
     lines = [f"{machine.machine}: {_line(machine)}" for machine in energy.machines]
-    return [*lines, f"not known of {', '.join(energy.missing)}, so not of all"]
+    return [*lines, f"not known of {format_node_names(energy.missing)}, so not of all"]
 
 
 def _line(machine: MachineEnergy) -> str:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from csdctl.fleet.names import format_node_names
 from csdctl.reporting.bottleneck import find_bottleneck
 from csdctl.reporting.charts import DataTable
 from csdctl.reporting.numbers import (
@@ -45,7 +46,7 @@ FIGURES: tuple[Figure, ...] = (
     ("training accuracy", None, lambda s: format_accuracy(s.accuracy)),
     ("validation accuracy", None, lambda s: format_accuracy(s.validation_accuracy)),
     ("weights identical on all ranks", None, lambda s: "yes" if s.identical_weights else "not compared"),
-    ("nodes lost", None, lambda s: ", ".join(s.lost_nodes) or "none"),
+    ("nodes lost", None, lambda s: format_node_names(s.lost_nodes) or "none"),
     ("batch sizes changed", None, lambda s: f"{s.num_rebalanced} times"),
     ("events that could not be read", None, lambda s: str(s.num_unreadable)),
 )

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from csdctl.fleet.names import format_node_names
 from csdctl.reporting.charts import Chart, DataTable
 from csdctl.reporting.drawing import draw_lines
 from csdctl.reporting.numbers import format_rate, format_share
@@ -114,5 +115,5 @@ def _above_idle(joules: float | None, samples: int) -> str:
 def _remark(point: ScalingPoint) -> str:
     parts = [] if point.is_host_training else ["the host does not train"]
     if point.lost:
-        parts.append(f"lost on the way: {', '.join(point.lost)}")
+        parts.append(f"lost on the way: {format_node_names(point.lost)}")
     return "; ".join(parts)

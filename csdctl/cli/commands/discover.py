@@ -11,8 +11,7 @@ from csdctl.errors import InputError
 
 if TYPE_CHECKING:
     from csdctl.cli.streams import Streams
-    from csdctl.workflows.discovery.fleet_import import ImportOptions
-    from csdctl.workflows.discovery.inventory_sources import NodeSource
+    from csdctl.workflows.discovery.inventory import ImportOptions, NodeSource
 
 CidrOption = Annotated[
     list[str] | None,
@@ -80,7 +79,7 @@ def discover(
     from csdctl.cli.render.fleet import discover_document, render_fleet
     from csdctl.cli.streams import Streams
     from csdctl.workflows.discovery.discover import discover
-    from csdctl.workflows.discovery.fleet_import import ImportOptions
+    from csdctl.workflows.discovery.inventory import ImportOptions
 
     source = _parse_source(cidr or [], interface, user, key, port, inventory, ssh_config)
     if source:
@@ -111,7 +110,7 @@ def _parse_source(
     ssh_config: Path | None,
 ) -> "NodeSource | None":
     """Return the source that the options name, if any; raises InputError for more than one."""
-    from csdctl.workflows.discovery.inventory_sources import AddressRanges, AnsibleInventory, SshConfig
+    from csdctl.workflows.discovery.inventory import AddressRanges, AnsibleInventory, SshConfig
 
     sources: list[NodeSource] = []
     needs_cidr = {"--interface": interface, "--user": user, "--key": key, "--port": port}
@@ -135,7 +134,7 @@ def _import_fleet(
 ) -> None:
     """Write the fleet file from `source`, or print it in a dry run."""
     from csdctl.cli.render.fleet import show_imported
-    from csdctl.workflows.discovery.fleet_import import import_fleet
+    from csdctl.workflows.discovery.inventory import import_fleet
 
     found = import_fleet(source, path, import_options, directory=streams.directory)
     show_imported(streams, found, source.name, is_dry_run=import_options.is_dry_run)

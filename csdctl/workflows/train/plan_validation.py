@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from csdctl.errors import InputError
 from csdctl.fleet.facts import Facts
-from csdctl.fleet.machine_class import classify_machine
+from csdctl.fleet.hardware import classify_machine
 from csdctl.fleet.model import Fleet
 from csdctl.job.model import Job
 from csdctl.job.values import describe_job, hash_own_files

@@ -14,7 +14,7 @@ from csdctl.workflows.discovery.discover import (
     find_shared_addresses,
     find_shared_host_keys,
 )
-from csdctl.workflows.discovery.inventory_sources import FoundFleet, write_fleet
+from csdctl.workflows.discovery.inventory import FoundFleet, write_fleet
 
 
 def test_fleet_file_is_never_overwritten_without_force(tmp_path: Path) -> None:
@@ -61,7 +61,7 @@ def test_nodes_with_the_same_host_key_are_a_warning() -> None:
 def test_nodes_with_the_same_address_and_port_are_a_warning() -> None:
     nodes = [Node(f"csd{number}", "10.0.0.1", port=22 if number < 2 else number) for number in range(4)]
     (warning,) = find_shared_addresses(Fleet(tuple(nodes)))
-    assert warning == "csd[0-1] have the same address 10.0.0.1 port 22: one machine listed twice"
+    assert warning == "csd0, csd1 have the same address 10.0.0.1 port 22: one machine listed twice"
 
 
 @pytest.mark.fault(36)

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from csdctl.errors import InputError
+from csdctl.fleet.fleet_file import load_fleet
 from csdctl.fleet.model import Node
-from csdctl.fleet.reading import load_fleet
-from csdctl.workflows.discovery.fleet_import import ImportOptions, import_fleet
-from csdctl.workflows.discovery.inventory_sources import FoundNodes
+from csdctl.workflows.discovery.inventory import FoundNodes, ImportOptions, import_fleet
 
 
 @dataclass

@@ -3,15 +3,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from csdctl.errors import InputError
-from csdctl.fleet.ranges import (
+from csdctl.fleet.names import (
     MAX_PATTERN,
     MAX_RANGE,
     count_range,
     expand_range,
     fold_names,
     fold_ordered,
+    format_node_names,
     range_ends,
-    show_names,
 )
 
 NAMES = st.from_regex(r"(csd|r0-n|[a-z]{0,2})([0-9]{1,3})?(\.lan|x)?", fullmatch=True).filter(bool)
@@ -53,8 +53,8 @@ def test_folded_rows_expand_to_the_same_rows_in_their_order(rows: list[tuple[str
 
 
 def test_message_line_is_bounded() -> None:
-    assert show_names(f"csd{2 * number}" for number in range(10)).endswith("csd14, and 2 more")
-    assert show_names(f"csd{number}" for number in range(1000)) == "csd[0-999]"
+    assert format_node_names(f"csd{2 * number}" for number in range(10)).endswith("csd14, and 2 more")
+    assert format_node_names(f"csd{number}" for number in range(1000)) == "csd[0-999]"
 
 
 def test_reversed_range_is_refused() -> None:
