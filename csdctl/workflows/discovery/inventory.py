@@ -280,42 +280,28 @@ def find_nodes(
     return FoundFleet(fleet, render_fleet(fleet, origin=source.origin), found.warnings)
 
 
-def write_fleet(found: FoundFleet, *, force: bool = False) -> None:
-    """Write fleet.yaml; raises InputError when it exists, unless `force`."""
-    check_may_write(found.fleet.path, force=force)
-    save_text(found.fleet.path, found.text)
+def import_fleet(
+    source: NodeSource,
+    path: Path,
+    *,
+    directory: Path,
+    limit: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    force: bool = False,
+    is_dry_run: bool = False,
+) -> FoundFleet:
+    """Find the nodes of `source`, and write them to the fleet file `path` unless it is a dry run.
 
-
-def check_may_write(path: Path, *, force: bool) -> None:
-    """Raise InputError when writing `path` would overwrite something."""
-    if path.exists() and not force:
+    Raises InputError or NoNodeReachableError; a file that exists is an error without `force`, before the
+    search for nodes starts.
+    """
+    if path.exists() and not force and not is_dry_run:
         raise InputError(
             f"{path} already exists", remedy="give another file with --fleet, or overwrite it with --force"
         )
-
-
-@dataclass(frozen=True)
-class ImportOptions:
-    """Which nodes of a source to take, and what to do with the fleet file."""
-
-    limit: Sequence[str] = ()
-    exclude: Sequence[str] = ()
-    is_overwriting: bool = False
-    is_dry_run: bool = False
-    """Whether to find the nodes and write no file."""
-
-
-def import_fleet(source: NodeSource, path: Path, options: ImportOptions, *, directory: Path) -> FoundFleet:
-    """Find the nodes of `source` and write them to the fleet file `path`.
-
-    Raises InputError or NoNodeReachableError; a file that may not be overwritten is an error before
-    the search for nodes starts.
-    """
-    if not options.is_dry_run:
-        check_may_write(path, force=options.is_overwriting)
-    found = find_nodes(source, path, directory=directory, limit=options.limit, exclude=options.exclude)
-    if not options.is_dry_run:
-        write_fleet(found, force=options.is_overwriting)
+    found = find_nodes(source, path, directory=directory, limit=limit, exclude=exclude)
+    if not is_dry_run:
+        save_text(path, found.text)
     return found
 
 

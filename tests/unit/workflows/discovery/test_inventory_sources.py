@@ -14,7 +14,6 @@ from csdctl.workflows.discovery.inventory import (
     find_nodes,
     render_ansible,
     render_ssh_config,
-    write_fleet,
 )
 
 
@@ -188,14 +187,14 @@ class TestThereAndBack:
         nodes = [Node(f"csd{k}", f"10.1.1.{k}", user="t", key=key, jump=gate) for k in range(3)]
         nodes.append(Node("board", "fe80::1%eth0", 23, "b", python="/opt/py", groups=("x", "boards")))
         path = tmp_path / "fleet.yaml"
-        write_fleet(FoundFleet(Fleet(tuple(nodes), path=path), ""), force=True)
+        path.write_text("")
         return Fleet(tuple(nodes), path=path)
 
     def test_ansible_inventory_gives_the_same_nodes_again(self, tmp_path: Path, fleet: Fleet) -> None:
         again = from_ansible(tmp_path, render_ansible(fleet, tmp_path))
         assert again.warnings == ()
         assert [described(node) for node in again.fleet.nodes] == [described(node) for node in fleet.nodes]
-        write_fleet(again, force=True)
+        again.fleet.path.write_text(again.text)
         assert [described(n) for n in load_fleet(fleet.path).nodes] == [described(n) for n in fleet.nodes]
 
     def test_ssh_config_gives_the_same_addresses_again(self, tmp_path: Path, fleet: Fleet) -> None:
