@@ -10,7 +10,6 @@ import functools
 import hashlib
 import json
 import math
-import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
@@ -28,7 +27,13 @@ from csdctl.worker.data.arrays import Array
 from csdctl.worker.data.element_spec import dtype_from_text
 from csdctl.worker.data.file_hash import check_stored, open_regular
 from csdctl.worker.data.prepared import PreparedSamples
-from csdctl.worker.ingest.partial_dataset import PartialDataset, convert_write_errors, hash_arrays, make_store
+from csdctl.worker.ingest.partial_dataset import (
+    PartialDataset,
+    check_free_space,
+    convert_write_errors,
+    hash_arrays,
+    make_store,
+)
 from csdctl.worker.ingest.sources.source import Block, IngestLimits
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.datasets import DatasetInfo, PrepareProgress
@@ -110,8 +115,7 @@ def _extract(
         make_store(store, Path(spec.source.images), is_shared=False)
     if done := find_done(target):
         return done
-    partial = PartialDataset(store / f".part-{fingerprint}", fingerprint, 0, limits)
-    try:
+    with PartialDataset(store / f".part-{fingerprint}", fingerprint, 0, limits) as partial:
         if done := find_done(target):  # by the process that held the lock
             partial.discard()
             return done
@@ -127,12 +131,6 @@ def _extract(
             on_progress(PrepareProgress(partial.record.num_read, num_rows))
         samples.check()
         return partial.finish(target, describe_partial(partial, target))
-    except WorkerError:
-        partial.discard()
-        raise
-    except BaseException:
-        partial.close()
-        raise
 
 
 def load_computation(spec: ExtractSpec, load_backend: Callable[[], tuple[Any, Any]]) -> Compute:
@@ -241,19 +239,12 @@ def find_done(target: Path) -> DatasetInfo | None:
 def _check_free_space(spec: ExtractSpec, partial: PartialDataset, num_samples: int) -> None:
     record = partial.record
     row_bytes = math.prod(record.sample_shape) * dtype_from_text(record.dtype).itemsize
-    needed_bytes = (num_samples - record.num_read) * row_bytes
-    free_bytes = shutil.disk_usage(spec.store).free
-    if needed_bytes > free_bytes:
-        what, other = (
-            ("results", "ask for classes only")
-            if spec.results
-            else ("features", "train without --strategy features")
-        )
-        raise WorkerError(
-            f"{what} cannot be written: they need {needed_bytes / 1e9:.1f} GB, "
-            f"{free_bytes / 1e9:.1f} GB are free",
-            remedy=f"free disk space, or {other}",
-        )
+    what, other = (
+        ("results", "ask for classes only")
+        if spec.results
+        else ("features", "train without --strategy features")
+    )
+    check_free_space((num_samples - record.num_read) * row_bytes, spec.store, what, other)
 
 
 def describe_partial(partial: PartialDataset, target: Path) -> DatasetInfo:

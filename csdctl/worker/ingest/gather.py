@@ -43,20 +43,13 @@ def gather(
         return Gathered(is_stored=False)
     samples = PreparedSamples(wanted.source)
     merged = _Merged(spec, len(samples))
-    partial = PartialDataset(store / f".part-{fingerprint}", fingerprint, 0)
-    try:
+    with PartialDataset(store / f".part-{fingerprint}", fingerprint, 0) as partial:
         while (start := partial.record.num_read) < len(samples):
             rows = np.arange(start, min(len(samples), start + BLOCK_SAMPLES))
             partial.append(Block(len(rows), merged.read(rows), samples.labels(rows)))
             on_progress(PrepareProgress(partial.record.num_read, len(samples)))
         samples.check()
         partial.finish(target, describe_partial(partial, target))
-    except WorkerError:
-        partial.discard()
-        raise
-    except BaseException:
-        partial.close()
-        raise
     return Gathered(is_stored=True)
 
 

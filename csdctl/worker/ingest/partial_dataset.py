@@ -22,7 +22,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO, TypeVar
+from types import TracebackType
+from typing import IO, Self, TypeVar
 
 import numpy as np
 
@@ -183,6 +184,18 @@ class PartialDataset:
             self._truncate_to_record()
         self._synced_at = time.monotonic()
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Discard the work after a WorkerError; keep it for the next call after any other exception."""
+        if isinstance(error, WorkerError):
+            self.discard()
+        elif error:
+            self.close()
+
     def append(self, block: Block) -> None:
         """Add a block; raises WorkerError if its samples differ in shape or type from earlier ones."""
         with convert_write_errors():
@@ -336,6 +349,17 @@ def convert_write_errors() -> Iterator[None]:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, None):
             remedy = "free disk space"
         raise WorkerError(f"prepared data cannot be written: {reason}", remedy=remedy) from None
+
+
+def check_free_space(needed_bytes: int, store: str, what: str, remedy: str = "") -> None:
+    """Raise WorkerError if the disk of `store` is too small for `what`, before hours of work are wasted."""
+    free_bytes = shutil.disk_usage(store).free
+    if needed_bytes > free_bytes:
+        raise WorkerError(
+            f"{what} cannot be written: {needed_bytes / 1e9:.1f} GB are needed, "
+            f"{free_bytes / 1e9:.1f} GB are free",
+            remedy="free disk space" + (f", or {remedy}" if remedy else ""),
+        )
 
 
 def _lock_directory(directory: Path, deadline_s: float) -> int:

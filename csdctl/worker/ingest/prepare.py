@@ -20,6 +20,7 @@ from csdctl.worker.ingest.partial_dataset import (
     PRIVATE_DIRECTORY,
     IngestRecord,
     PartialDataset,
+    check_free_space,
     convert_write_errors,
     count_labels,
     count_values,
@@ -77,12 +78,12 @@ def prepare(
             return _use_in_place(tree, samples, labels, spec, target, limits)
     source = open_source(source_format, tree, spec, threads or num_threads())
     directory = _partial_directory(tree, spec)
-    partial = PartialDataset(directory, fingerprint, len(source.class_names or ()), limits)
-    try:
+    with PartialDataset(directory, fingerprint, len(source.class_names or ()), limits) as partial:
         if done := _find_prepared(target, tree, spec):  # by the process that held the lock
             partial.discard()
             return done
-        _check_free_space(source, partial.record, spec.store)
+        num_left = source.num_samples - partial.record.num_read
+        check_free_space(source.sample_bytes * num_left, spec.store, "prepared data")
         fill(partial, source, spec, limits, on_progress)
         info = describe(
             partial.record, source.class_names, source.files_of_class, spec, str(target), source.padded
@@ -90,12 +91,6 @@ def prepare(
         finished = partial.finish(target, info)
         set_access(target, tree, is_shared=spec.is_shared)
         return finished
-    except WorkerError:
-        partial.discard()
-        raise
-    except BaseException:
-        partial.close()
-        raise
 
 
 def _find_prepared(target: Path, tree: Tree, spec: PrepareSpec) -> DatasetInfo | None:
@@ -181,18 +176,6 @@ def fill(
     for block in source.blocks(partial.record.num_read, limits):
         partial.append(conform(block, spec))
         report()
-
-
-def _check_free_space(source: SampleSource, record: IngestRecord, store: str) -> None:
-    """Raise WorkerError if the disk is too small, before hours of work are spent in vain."""
-    needed_bytes = source.sample_bytes * (source.num_samples - record.num_read)
-    free_bytes = shutil.disk_usage(store).free
-    if needed_bytes > free_bytes:
-        raise WorkerError(
-            f"prepared data cannot be written: it needs {needed_bytes / 1e9:.1f} GB, "
-            f"{free_bytes / 1e9:.1f} GB are free",
-            remedy="free disk space",
-        )
 
 
 def describe(

@@ -199,7 +199,7 @@ class TestPartialDataset:
 
     def test_disk_that_is_too_small_is_reported_before_the_work(self, spec: PrepareSpec) -> None:
         petabytes = replace(spec, picture=ImageRule((1_000_000, 1_000_000, 3)))
-        with pytest.raises(WorkerError, match=r"it needs 1800000\.0 GB, \d+\.\d GB are free") as raised:
+        with pytest.raises(WorkerError, match=r"1800000\.0 GB are needed, \d+\.\d GB are free") as raised:
             prepare(petabytes)
         assert (raised.value.exit_code, raised.value.remedy) == (1, "free disk space")
         assert partial_directories(spec) == []
