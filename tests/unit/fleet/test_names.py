@@ -52,6 +52,12 @@ def test_folded_rows_expand_to_the_same_rows_in_their_order(rows: list[tuple[str
     assert expanded == rows
 
 
+def test_message_has_up_to_three_names_or_ranges() -> None:
+    assert format_node_names(["csd0", "csd1", "csd2", "csd1"]) == "csd0, csd1, csd2"
+    assert format_node_names(["host", "csd0", "csd1", "csd2"]) == "host, csd[0-2]"
+    assert format_node_names([]) == ""
+
+
 def test_message_line_is_bounded() -> None:
     assert format_node_names(f"csd{2 * number}" for number in range(10)).endswith("csd14, and 2 more")
     assert format_node_names(f"csd{number}" for number in range(1000)) == "csd[0-999]"

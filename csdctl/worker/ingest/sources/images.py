@@ -76,7 +76,9 @@ def read_header(content: bytes) -> Header | None:
     opened = None
     try:
         if name == "png":  # Pillow refuses a PNG for damage that does not matter, as that of a comment
-            width, height = struct.unpack_from(">II", content, 16)
+            kind, width, height = struct.unpack_from(">4sII", content, 12)
+            if kind != b"IHDR":
+                raise ValueError
         else:
             # Not Image.open: its limit of pixels is not the one of the job.
             opened = _import_pillow()[name](io.BytesIO(content))
