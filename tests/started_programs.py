@@ -15,7 +15,7 @@ from pathlib import Path
 
 import csdctl
 from csdctl.energy.sources import SCRIPTS, build_loop
-from csdctl.fleet.reading import load_fleet
+from csdctl.fleet.fleet_file import load_fleet
 from csdctl.transport.local import LocalSession
 from csdctl.transport.many import open_sessions
 from csdctl.transport.session import Session

@@ -3,8 +3,7 @@
 import re
 from collections.abc import Sequence
 
-from csdctl.fleet.condition import Condition, DirectorySpace
-from csdctl.fleet.facts import Facts
+from csdctl.fleet.facts import Condition, DirectorySpace, Facts
 from csdctl.fleet.network import parse_local_addresses
 from csdctl.notify import shorten
 from csdctl.probes.imports import imports_probe

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from csdctl.fleet.model import HOST_NAME
+from csdctl.fleet.names import format_node_names
 from csdctl.reporting.numbers import format_share
 from csdctl.runs.power_log import MEASURED, STATED, PowerRecord
 
@@ -155,7 +156,7 @@ def describe_energy(energy: RunEnergy) -> list[str]:
     if energy.whole:
         return [_line(energy.whole)]
     lines = [f"{machine.machine}: {_line(machine)}" for machine in energy.machines]
-    return [*lines, f"not known of {', '.join(energy.missing)}, so not of all"]
+    return [*lines, f"not known of {format_node_names(energy.missing)}, so not of all"]
 
 
 def _line(machine: MachineEnergy) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
+from csdctl.fleet.names import format_node_names
 from csdctl.reporting.bottleneck import find_bottleneck
 from csdctl.reporting.charts import (
     Chart,
@@ -181,7 +182,7 @@ FIGURES: tuple[Figure, ...] = (
     ("training accuracy", None, lambda s: format_accuracy(s.accuracy)),
     ("validation accuracy", None, lambda s: format_accuracy(s.validation_accuracy)),
     ("weights identical on all ranks", None, lambda s: "yes" if s.identical_weights else "not compared"),
-    ("nodes lost", None, lambda s: ", ".join(s.lost_nodes) or "none"),
+    ("nodes lost", None, lambda s: format_node_names(s.lost_nodes) or "none"),
     ("batch sizes changed", None, lambda s: f"{s.num_rebalanced} times"),
     ("events that could not be read", None, lambda s: str(s.num_unreadable)),
 )
@@ -322,7 +323,7 @@ def energy_table(run: RunResults) -> DataTable:
         cells = _energy_cells(energy.whole, run.measured)
         rows.append(("all", *cells, format_seconds(sum(run.series.cpu_s.values()))))
     elif energy:
-        rows.append(("all", "–", *[""] * 5, f"not known of {', '.join(energy.missing)}", "", ""))
+        rows.append(("all", "–", *[""] * 5, f"not known of {format_node_names(energy.missing)}", "", ""))
     return DataTable(ENERGY_COLUMNS, tuple(rows))
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from csdctl.errors import InputError
 from csdctl.fleet.model import HOST_NAME
+from csdctl.fleet.names import format_node_names
 from csdctl.reporting.charts import Chart, DataTable, draw_lines
 from csdctl.reporting.energy import MachineEnergy
 from csdctl.reporting.numbers import format_rate, format_share
@@ -229,5 +230,5 @@ def _above_idle(joules: float | None, samples: int) -> str:
 def _remark(point: ScalingPoint) -> str:
     parts = [] if point.is_host_training else ["the host does not train"]
     if point.lost:
-        parts.append(f"lost on the way: {', '.join(point.lost)}")
+        parts.append(f"lost on the way: {format_node_names(point.lost)}")
     return "; ".join(parts)

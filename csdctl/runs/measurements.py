@@ -12,7 +12,7 @@ from sqlite3 import Connection
 from typing import TypeVar
 
 from csdctl.errors import CsdctlError, DamagedMeasurementsError, InputError
-from csdctl.fleet.machine_class import FleetClass, MachineClass
+from csdctl.fleet.hardware import FleetClass, MachineClass
 from csdctl.notify import Say
 from csdctl.runs import measurements_rows as rows
 from csdctl.runs.measurements_file import MeasurementsFile, set_measurements_aside

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from csdctl.fleet.machine_class import FleetClass, MachineClass
+from csdctl.fleet.hardware import FleetClass, MachineClass
 from csdctl.runs import measurements_rows as rows
 from csdctl.runs.measurements_file import MeasurementsFile
 from csdctl.tuning.measurements import (

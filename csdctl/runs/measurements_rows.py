@@ -7,7 +7,7 @@ from sqlite3 import Connection
 from typing import Any
 
 from csdctl.documents import check_values, parse_json_document
-from csdctl.fleet.machine_class import FleetClass, MachineClass
+from csdctl.fleet.hardware import FleetClass, MachineClass
 from csdctl.tuning.measurements import (
     CollectiveMeasurement,
     ModelProperties,

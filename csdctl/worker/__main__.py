@@ -122,8 +122,7 @@ def _prepare(_: argparse.Namespace) -> int:
 
 def _extract(_: argparse.Namespace) -> int:
     from csdctl.worker.compute.backend import load_backend
-    from csdctl.worker.ingest.extract import extract
-    from csdctl.worker.ingest.recompute import recompute
+    from csdctl.worker.ingest.extract import extract, recompute
     from csdctl.worker.protocol.features import ExtractSpec
 
     def run(request: str, note: "Callable[[PrepareProgress], None]") -> object:
@@ -168,7 +167,7 @@ def _time_parts(_: argparse.Namespace) -> int:
 
 
 def _send(_: argparse.Namespace) -> int:
-    from csdctl.worker.ingest.send import send
+    from csdctl.worker.ingest.gather import send
     from csdctl.worker.process.output import GuardedOutput
     from csdctl.worker.protocol.features import SendSpec
 
@@ -236,7 +235,7 @@ def _augment(options: argparse.Namespace) -> int:
 
 
 def _find_data(options: argparse.Namespace) -> int:
-    from csdctl.worker.ingest.find_data import find_data
+    from csdctl.worker.ingest.look import find_data
 
     print_answer(find_data(options.directory))
     return 0

@@ -23,8 +23,8 @@ import numpy as np
 import pytest
 import yaml
 
-from csdctl.fleet.reading import load_fleet
-from csdctl.fleet.select import keep_nodes
+from csdctl.fleet.fleet_file import load_fleet
+from csdctl.fleet.model import keep_nodes
 from csdctl.job.model import load_job
 from csdctl.shipping.deliver import Delivery
 from csdctl.worker.protocol.datasets import PrepareProgress

@@ -20,7 +20,7 @@ from csdctl.emulation.limits import list_cgroups
 from csdctl.emulation.processes import list_marked
 from csdctl.emulation.state import FleetPaths
 from csdctl.errors import InputError
-from csdctl.fleet.reading import load_fleet
+from csdctl.fleet.fleet_file import load_fleet
 from tests.emulated.emulated_fleet import CPU, MEMORY_BYTES, Running, start, wait_until
 from tests.patience import stays
 

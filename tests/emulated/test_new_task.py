@@ -40,7 +40,7 @@ REGISTRATION = '    "count": "csdctl.worker.tasks.count:Count",\n'
 PROGRAM = """
 import dataclasses, json, sys
 from pathlib import Path
-from csdctl.fleet.reading import load_fleet
+from csdctl.fleet.fleet_file import load_fleet
 from csdctl.job.model import load_job
 from csdctl.worker.protocol.events import event_to_line
 from csdctl.worker.protocol.tasks import TaskSpec

@@ -12,17 +12,13 @@ from csdctl.cli.console import PrintableConsole
 from csdctl.cli.render.report import render_report, report_document
 from csdctl.emulation.state import EmulatedSpec, FleetPaths, FleetState, NodeState, load_state, save_state
 from csdctl.errors import CsdctlError, InputError
-from csdctl.fleet.ansible.config import load_config
-from csdctl.fleet.ansible.files import load_inventory
+from csdctl.fleet.ansible.reading import load_config, load_inventory
 from csdctl.fleet.ansible.targets import list_targets
 from csdctl.fleet.facts import Facts, facts_path, load_facts, save_facts
-from csdctl.fleet.machine_class import classify_fleet, classify_machine
-from csdctl.fleet.model import Fleet
-from csdctl.fleet.openssh import build_query
-from csdctl.fleet.reading import load_fleet
-from csdctl.fleet.select import select_nodes
-from csdctl.fleet.ssh_aliases import list_aliases
-from csdctl.fleet.writing import render_fleet
+from csdctl.fleet.fleet_file import load_fleet, render_fleet
+from csdctl.fleet.hardware import classify_fleet, classify_machine
+from csdctl.fleet.model import Fleet, select_nodes
+from csdctl.fleet.openssh import build_query, list_aliases
 from csdctl.job.model import load_job
 from csdctl.job.values import describe_job
 from csdctl.reporting.privacy import add_flows, count_passes, measure_privacy

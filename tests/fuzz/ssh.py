@@ -6,7 +6,7 @@ from pathlib import Path
 
 from csdctl.errors import HostKeyError, InputError
 from csdctl.fleet import openssh
-from csdctl.fleet.jumps import parse_jump
+from csdctl.fleet.openssh import parse_jump
 from csdctl.transport import packets
 from csdctl.transport.known_hosts import KnownHosts
 from csdctl.transport.server_rules import ServerRules

@@ -18,7 +18,7 @@ from csdctl.cli.reference import list_commands, render_reference
 from csdctl.cli.render.doctor import COLUMNS
 from csdctl.documents import parse_document
 from csdctl.errors import ExitCode
-from csdctl.fleet.reading import FleetFile
+from csdctl.fleet.fleet_file import FleetFile
 from csdctl.job.model import JobFile
 from csdctl.launch.mpi_command import COMMON_OPTIONS
 

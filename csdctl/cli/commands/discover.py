@@ -10,9 +10,7 @@ from csdctl.cli import options
 from csdctl.errors import InputError
 
 if TYPE_CHECKING:
-    from csdctl.cli.streams import Streams
-    from csdctl.workflows.discovery.fleet_import import ImportOptions
-    from csdctl.workflows.discovery.inventory_sources import NodeSource
+    from csdctl.workflows.discovery.inventory import NodeSource
 
 CidrOption = Annotated[
     list[str] | None,
@@ -77,15 +75,24 @@ def discover(
     """Find the machines of a fleet, and record their hardware and software."""
     from csdctl.cli.invocation import Invocation
     from csdctl.cli.render.discovering import DiscoverView
-    from csdctl.cli.render.fleet import discover_document, render_fleet
+    from csdctl.cli.render.fleet import discover_document, render_fleet, show_imported
     from csdctl.cli.streams import Streams
     from csdctl.workflows.discovery.discover import discover
-    from csdctl.workflows.discovery.fleet_import import ImportOptions
+    from csdctl.workflows.discovery.inventory import import_fleet
 
     source = _parse_source(cidr or [], interface, user, key, port, inventory, ssh_config)
     if source:
-        import_options = ImportOptions(limit or (), exclude or (), is_overwriting=force, is_dry_run=dry_run)
-        _import_fleet(source, fleet, import_options, Streams(is_json=json))
+        streams = Streams(is_json=json)
+        found = import_fleet(
+            source,
+            fleet,
+            directory=streams.directory,
+            limit=limit or (),
+            exclude=exclude or (),
+            force=force,
+            is_dry_run=dry_run,
+        )
+        show_imported(streams, found, source.name, is_dry_run=dry_run)
         if dry_run:
             return
         limit, exclude = None, None  # the file lists only the nodes that they select
@@ -111,7 +118,7 @@ def _parse_source(
     ssh_config: Path | None,
 ) -> "NodeSource | None":
     """Return the source that the options name, if any; raises InputError for more than one."""
-    from csdctl.workflows.discovery.inventory_sources import AddressRanges, AnsibleInventory, SshConfig
+    from csdctl.workflows.discovery.inventory import AddressRanges, AnsibleInventory, SshConfig
 
     sources: list[NodeSource] = []
     needs_cidr = {"--interface": interface, "--user": user, "--key": key, "--port": port}
@@ -128,14 +135,3 @@ def _parse_source(
             remedy="choose one of --cidr, --inventory and --ssh-config",
         )
     return sources[0] if sources else None
-
-
-def _import_fleet(
-    source: "NodeSource", path: Path, import_options: "ImportOptions", streams: "Streams"
-) -> None:
-    """Write the fleet file from `source`, or print it in a dry run."""
-    from csdctl.cli.render.fleet import show_imported
-    from csdctl.workflows.discovery.fleet_import import import_fleet
-
-    found = import_fleet(source, path, import_options, directory=streams.directory)
-    show_imported(streams, found, source.name, is_dry_run=import_options.is_dry_run)

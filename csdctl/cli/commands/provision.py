@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from csdctl.cli import options
+from csdctl.fleet.names import format_node_names
 
 CollectOption = Annotated[
     bool, typer.Option("--collect", help="Only collect what the nodes need, on this host.")
@@ -101,7 +102,7 @@ def provision(
         )
         return
     if uninstall and not dry_run:
-        names = ", ".join(node.name for node in call.fleet.nodes)
+        names = format_node_names(node.name for node in call.fleet.nodes)
         call.streams.confirm(f"Remove {prefix} and ~/.csdctl, with prepared data, from {names}?", yes=yes)
     with ProvisionView(call.streams.console, num_nodes=len(call.fleet.nodes)) as view:
         if uninstall:

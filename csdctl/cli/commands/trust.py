@@ -25,8 +25,7 @@ def trust(
     """Show the nodes' SSH host keys, and accept all new ones at once."""
     from csdctl.cli.invocation import Invocation
     from csdctl.cli.render.trust import TrustScreen
-    from csdctl.workflows.discovery.key_review import review_keys
-    from csdctl.workflows.discovery.trust import check_forgotten, forget_keys
+    from csdctl.workflows.discovery.trust import check_forgotten, forget_keys, review_keys
 
     call = Invocation.start("trust", fleet, limit, exclude, failed_from, json=json)
     screen = TrustScreen(call.streams, call.fleet, yes=yes, is_dry_run=dry_run)

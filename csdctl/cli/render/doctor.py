@@ -12,6 +12,7 @@ from csdctl.cli.render.view import View, live_on
 from csdctl.cli.settings import Setting
 from csdctl.fleet.checks import FLEET_NAME, Check, Status, fold
 from csdctl.fleet.model import Fleet
+from csdctl.fleet.names import format_node_names
 from csdctl.reporting.numbers import format_count
 from csdctl.workflows.preflight.doctor import Examination, describe
 
@@ -69,7 +70,7 @@ class ExaminationView(View):
         for check, machines in fold(sorted(shown, key=lambda check: _SEVERITY.index(check.status))):
             style = {Status.FAIL: "bold red", Status.WARN: "yellow"}.get(check.status)
             self._console.print(f"{_color_of(check.status)}:", style=style, end=" ")
-            self._print(f"{_names(machines)}: {describe(check)}")
+            self._print(f"{format_node_names(machines)}: {describe(check)}")
             if check.remedy:
                 self._print(f"  → {check.remedy}")
         if not examination.red and not examination.overdue:
@@ -128,8 +129,3 @@ def _color_of(status: Status) -> str:
 
 def _is_green(row: dict[str, Status]) -> bool:
     return bool(row) and all(status == Status.OK for status in row.values())
-
-
-def _names(machines: Sequence[str]) -> str:
-    """Return all names, or the first names and the number of the others."""
-    return ", ".join(machines[:6]) + (f" and {len(machines) - 6} more" if len(machines) > 6 else "")

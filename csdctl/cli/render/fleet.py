@@ -12,10 +12,10 @@ from csdctl.cli.streams import Streams
 from csdctl.fleet.facts import Facts
 from csdctl.fleet.hardware import EqualMachines, find_differences, group_machines
 from csdctl.fleet.model import Fleet, Node
-from csdctl.fleet.ranges import fold_names, show_names
+from csdctl.fleet.names import fold_names, format_node_names
 from csdctl.reporting.numbers import format_bytes, format_count, format_seconds
 from csdctl.workflows.discovery.discover import DiscoverResult
-from csdctl.workflows.discovery.inventory_sources import FoundFleet
+from csdctl.workflows.discovery.inventory import FoundFleet
 from csdctl.workflows.workspace.partial_failure import failed_document
 
 SCHEMA = "csdctl.discover/1"
@@ -35,12 +35,14 @@ def render_fleet(console: PrintableConsole, result: DiscoverResult, *, verbose: 
     if verbose:
         console.print(_build_details(result.facts))
     render_problems(console, result.problems)
-    lines = [f"differs: {show_names(group.names)}: {how}" for group, how in find_differences(groups)]
+    lines = [f"differs: {format_node_names(group.names)}: {how}" for group, how in find_differences(groups)]
     lines += [
         f"drive: {name} is {drive.device} ({drive.model}, serial {drive.serial})"
         for name, drive in result.drives.items()
     ]
-    lines += [f"note: {show_names(names)}: {note}" for note, names in _fold_notes(result.facts).items()]
+    lines += [
+        f"note: {format_node_names(names)}: {note}" for note, names in _fold_notes(result.facts).items()
+    ]
     lines += [f"warning: {warning}" for warning in result.warnings]
     for line in bounded(console, lines, "notes"):
         console.print(line, soft_wrap=True)
@@ -134,7 +136,7 @@ def _format_size(size: float | None) -> str:
 
 def _format_machines(group: EqualMachines) -> str:
     number = len(group.names)
-    return show_names(group.names) + (f" ({number})" if number > 1 else "")
+    return format_node_names(group.names) + (f" ({number})" if number > 1 else "")
 
 
 def _fold_notes(machines: Mapping[str, Facts]) -> dict[str, list[str]]:

@@ -21,7 +21,7 @@ from csdctl.cli.render.rank_rows import (
     mean,
     span,
 )
-from csdctl.fleet.ranges import show_names
+from csdctl.fleet.names import format_node_names
 from csdctl.reporting.numbers import (
     format_bytes,
     format_loss,
@@ -119,7 +119,7 @@ class TrainingView(FleetView[RankRow]):
         if isinstance(event, Rebalanced):
             return self._format_rebalanced(event)
         if isinstance(event, WaitingFor) and event.nodes:
-            return f"waiting for {', '.join(event.nodes)}"
+            return f"waiting for {format_node_names(event.nodes)}"
         if isinstance(event, NodeLost):
             return f"{event.node} is lost, the other ranks continue: {event.message}"
         if isinstance(event, NodeBack):
@@ -193,7 +193,7 @@ class TrainingView(FleetView[RankRow]):
     def _headline(self) -> str:
         if self._last is None:
             starting = [row.node for row in self._rows.values() if row.state == STARTING]
-            waiting = f"{show_names(starting)} loading TensorFlow" if starting else "first step"
+            waiting = f"{format_node_names(starting)} loading TensorFlow" if starting else "first step"
             return f"{waiting} ({show_elapsed(self._elapsed_s)})"
         done, total = self._done_steps(), self._steps_per_epoch * self._spec.recipe.epochs
         done_here = max(1, done - (self._first_step or 0))
@@ -216,7 +216,7 @@ class TrainingView(FleetView[RankRow]):
         if silent_s < SILENT_S:
             return ""
         standing = [row.node for row in self._rows.values() if row.is_sick]
-        names = f" ({show_names(standing, at_most=2)})" if standing else ""
+        names = f" ({format_node_names(standing, at_most=2)})" if standing else ""
         return f"no step for {show_elapsed(silent_s)}{names}  "
 
     def _list_rows(self) -> Sequence[RankRow]:

@@ -12,7 +12,7 @@ from csdctl.cli.console import PrintableConsole
 from csdctl.cli.render.fleet_view import WIDE, Column, FleetView, draw_bar, show_elapsed
 from csdctl.cli.render.rank_rows import DONE, STARTING, ShownRow, mean
 from csdctl.cli.streams import Streams
-from csdctl.fleet.ranges import show_names
+from csdctl.fleet.names import format_node_names
 from csdctl.reporting.numbers import format_rate, format_seconds, format_share
 from csdctl.worker.protocol.datasets import DatasetInfo, PrepareProgress
 from csdctl.workflows.data.prepare import OnPrepareProgress, Prepared
@@ -153,7 +153,7 @@ class PreparingView(FleetView[WorkRow]):
         elapsed = show_elapsed(self._elapsed_s)
         starting = [row.node for row in rows if row.state == STARTING]
         if len(starting) == len(rows):
-            return f"waiting for {show_names(starting) or 'the first machine'} to start ({elapsed})"
+            return f"waiting for {format_node_names(starting) or 'the first machine'} to start ({elapsed})"
         done, total = self._done()
         parts = [f"{done:,} of {total:,} samples" if total else f"{done:,} samples"]
         if rate := sum(row.rate or 0.0 for row in rows if row.state != DONE):
@@ -164,7 +164,7 @@ class PreparingView(FleetView[WorkRow]):
             parts.append(f"{format_seconds(max(known))} left")
         parts.append(f"{elapsed} so far")
         if starting:
-            parts.append(f"waiting for {show_names(starting, at_most=2)}")
+            parts.append(f"waiting for {format_node_names(starting, at_most=2)}")
         return "  ".join(parts)
 
     def _columns(self, width: int) -> list[Column[WorkRow]]:

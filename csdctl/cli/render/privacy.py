@@ -1,19 +1,18 @@
 """The ledger as a table with what it reveals, and the guarantee of differential privacy as text."""
 
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import asdict
 
 from rich.table import Table
 
 from csdctl.cli.console import PrintableConsole
 from csdctl.cli.streams import Streams
+from csdctl.fleet.names import format_node_names
 from csdctl.reporting.numbers import format_bytes
 from csdctl.reporting.privacy import BATCH_NORM, INSTALL, PROMISE, NodePrivacy, Privacy, remarks_on
 from csdctl.workflows.reporting.report import PrivacyReport
 
 SCHEMA = "csdctl.privacy/1"
-MAX_NAMED = 8
 MEANING = (
     "Anyone who sees everything a node sent during this run, as the host does, and knows all other samples "
     "can distinguish a sample on that node from any replacement only as well as ε and δ allow. Not "
@@ -68,15 +67,10 @@ def format_epsilon(privacy: Privacy) -> list[str]:
     for (num_releases, epsilon), nodes in groups.items():
         shown = f"unknown: {INSTALL}" if epsilon is None else f"{epsilon:.3g} at δ = {privacy.delta:g}"
         lines.append(
-            f"private samples of {_named(nodes)}: ε = {shown}, "
+            f"private samples of {format_node_names(node.node for node in nodes)}: ε = {shown}, "
             f"each in at most {num_releases:,} noisy sums ({noise})"
         )
     return lines
-
-
-def _named(nodes: Sequence[NodePrivacy]) -> str:
-    more = f" and {len(nodes) - MAX_NAMED} more nodes" if len(nodes) > MAX_NAMED else ""
-    return ", ".join(node.node for node in nodes[:MAX_NAMED]) + more
 
 
 def privacy_document(found: PrivacyReport) -> dict[str, object]:

@@ -10,7 +10,7 @@ from itertools import pairwise
 from statistics import fmean
 from typing import Generic, Protocol, TypeVar
 
-from csdctl.fleet.ranges import fold_names
+from csdctl.fleet.names import fold_names
 
 STARTING, READY, TRAINING, DONE = "starting", "ready", "training", "done"
 WELL = (STARTING, READY, TRAINING, DONE)

@@ -12,6 +12,7 @@ from csdctl.cli.console import PrintableConsole
 from csdctl.cli.render.privacy import format_epsilon
 from csdctl.cli.streams import Streams
 from csdctl.errors import InputError
+from csdctl.fleet.names import format_node_names
 from csdctl.reporting.energy import describe_energy, energy_document
 from csdctl.reporting.numbers import (
     format_bytes,
@@ -126,7 +127,9 @@ def _totals(summary: RunSummary) -> list[tuple[str, str]]:
             if summary.num_private_unread
             else ""
         )
-        rows.append(("lost", f"{', '.join(summary.lost_nodes)}; training continued without them{unread}"))
+        rows.append(
+            ("lost", f"{format_node_names(summary.lost_nodes)}; training continued without them{unread}")
+        )
     if summary.num_unreadable:
         rows.append(("events", f"{summary.num_unreadable:,} lines could not be read, and are left out"))
     if summary.num_rebalanced:

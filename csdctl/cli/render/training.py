@@ -10,6 +10,7 @@ from csdctl.cli.render.report import REACHABLE, report_document
 from csdctl.cli.render.shards import format_shards
 from csdctl.cli.streams import Streams
 from csdctl.fleet.checks import Status, fold
+from csdctl.fleet.names import format_node_names
 from csdctl.reporting.numbers import format_bytes, format_loss, format_metrics, format_rate, format_share
 from csdctl.reporting.privacy import Privacy, plan_privacy
 from csdctl.runs.directory import RunDirectory
@@ -44,7 +45,7 @@ class TrainingScreen(PreparationScreen):
         """Show a line for each amber check, and the MPI check unless something is red."""
         for check, machines in fold(examination.checks):
             if check.status == Status.WARN:
-                self.say(f"amber: {', '.join(machines)}: {describe(check)}")
+                self.say(f"amber: {format_node_names(machines)}: {describe(check)}")
                 if check.remedy:
                     self.say(f"  → {check.remedy}")
         if examination.red or examination.overdue:

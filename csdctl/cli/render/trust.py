@@ -9,6 +9,7 @@ from csdctl.cli.render.problems import render_failed
 from csdctl.cli.streams import Streams
 from csdctl.errors import CsdctlError
 from csdctl.fleet.model import Fleet
+from csdctl.fleet.names import format_node_names
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.transport.many import Outcome, errors_of
 from csdctl.workflows.discovery.discover import find_shared_host_keys
@@ -62,7 +63,7 @@ class TrustScreen:
     def not_asked(self, machines: Sequence[str]) -> None:
         """Print which machines a dry run cannot ask."""
         self._streams.say(
-            f"{', '.join(machines)}: not asked, as the key of the jump host is not accepted yet"
+            f"{format_node_names(machines)}: not asked, as the key of the jump host is not accepted yet"
         )
 
     def show_forgotten(self, removed: Mapping[str, int]) -> None:

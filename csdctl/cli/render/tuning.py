@@ -10,6 +10,7 @@ from rich.table import Table
 from csdctl.cli.console import PrintableConsole
 from csdctl.cli.render.preparing import PreparationScreen
 from csdctl.cli.render.tuning_view import TuningView
+from csdctl.fleet.names import format_node_names
 from csdctl.reporting.numbers import format_bytes, format_rate, format_seconds, format_share
 from csdctl.tuning.plan import Plan, RankPlan, StrategyPlan
 from csdctl.tuning.strategies import DATA_PARALLEL, FEATURES, SPLIT
@@ -163,4 +164,4 @@ def _lines(plan: Plan) -> Iterator[str]:
     if predicted.gain is not None:
         yield f"compared with the best equal batch size: {predicted.gain:+.0%} samples/s"
     if plan.left_out:
-        yield f"left out, because training is faster without them: {', '.join(plan.left_out)}"
+        yield f"left out, because training is faster without them: {format_node_names(plan.left_out)}"

@@ -8,7 +8,7 @@ from csdctl.cli.console import PrintableConsole
 from csdctl.cli.render.fleet_view import WIDE, Column, FleetView, show_elapsed
 from csdctl.cli.render.live import draw_waiting, take_totals
 from csdctl.cli.render.rank_rows import DONE, TRAINING, RankRow, mean, span
-from csdctl.fleet.ranges import show_names
+from csdctl.fleet.names import format_node_names
 from csdctl.reporting.numbers import format_rate, format_seconds
 from csdctl.worker.protocol.events import EpochEnd, Event, Failed, Finished, Joined, NodeLost, Progress
 from csdctl.worker.protocol.probe import ProbeResult
@@ -123,7 +123,7 @@ class TuningView(FleetView[TuneRow]):
                 parts.append(f"{format_seconds(left_s)} left")
         elif waited_for:
             longest = min(waited_for, key=lambda row: row.since_s)
-            names = show_names(row.node for row in waited_for if row.state == longest.state)
+            names = format_node_names(row.node for row in waited_for if row.state == longest.state)
             parts.append(f"{names}: {WAITED_FOR[longest.state]} ({show_elapsed(now - longest.since_s)})")
         else:
             parts.append("choosing what to measure next")

@@ -29,11 +29,9 @@ from csdctl.fleet.checks import (
     judge_open_files,
     judge_prefixes,
 )
-from csdctl.fleet.condition import Condition
-from csdctl.fleet.facts import Facts
-from csdctl.fleet.model import HOST_NAME, Fleet
+from csdctl.fleet.facts import Condition, Facts
+from csdctl.fleet.model import HOST_NAME, Fleet, keep_nodes
 from csdctl.fleet.network import is_checked
-from csdctl.fleet.select import keep_nodes
 from csdctl.job.imports import JobImports, Needed, describe_missing, remedy_of
 from csdctl.launch.tools import find_mpirun, mpi_version
 from csdctl.probes.condition import collect_condition

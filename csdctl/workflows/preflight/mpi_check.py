@@ -9,6 +9,7 @@ from csdctl.errors import CsdctlError, RunError
 from csdctl.fleet.checks import FLEET_NAME, Check, Status, judge_error
 from csdctl.fleet.facts import Facts
 from csdctl.fleet.model import Fleet
+from csdctl.fleet.names import format_node_names
 from csdctl.launch.diagnosis import find_cause
 from csdctl.launch.leftovers import end_run
 from csdctl.launch.mpi_command import RankCommand, rank_marker
@@ -260,7 +261,7 @@ def _find_failure(
         found = f"no rank was started within {deadline_s:g} s: the MPI daemon (prted) of a node is missing"
         return found, TRY_PRTED
     if outcome.overdue and missing:
-        return f"{', '.join(missing)} never started a rank within {deadline_s:g} s", TRY_PRTED
+        return f"{format_node_names(missing)} never started a rank within {deadline_s:g} s", TRY_PRTED
     if outcome.overdue == "start":
         stuck = [name for rank, name in enumerate(machines) if rank not in outcome.ready]
         found = f"{', '.join(stuck)} started but did not complete MPI_Init within {deadline_s:g} s"
@@ -269,5 +270,5 @@ def _find_failure(
         return f"all ranks completed MPI_Init, but their sum hung for {deadline_s:g} s", CHECK_NETWORK
     cause = find_cause(outcome.stderr_tail, list(outcome.exited.values()), machines)
     where = f"{cause.node}: " if cause.node else ""
-    never_started = f" ({', '.join(missing)} never started a rank)" if missing else ""
+    never_started = f" ({format_node_names(missing)} never started a rank)" if missing else ""
     return f"{where}{cause.message}{never_started}", CHECK_NETWORK

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from csdctl.documents import save_text
 from csdctl.errors import CsdctlError, InputError, NodeError, UnreachableError
-from csdctl.fleet.model import Fleet
-from csdctl.fleet.select import keep_nodes
+from csdctl.fleet.model import Fleet, keep_nodes
 from csdctl.notify import Say, shorten
 from csdctl.runs.ledger import record_traffic
 from csdctl.shipping.deliver import OnDeliveryProgress

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from csdctl.errors import RunError
+from csdctl.fleet.names import format_node_names
 from csdctl.job.model import Job
 from csdctl.placement.equation1 import RankLoad, place_shards
 from csdctl.runs.directory import RunDirectory
@@ -151,7 +152,9 @@ def read_trial(events: Sequence[Event], nodes: Sequence[str]) -> TrialResult:
             first.setdefault(event.rank, event)
     missing = [node for rank, node in enumerate(nodes) if not _has_taken_part(rank, ended, first)]
     if missing or len({event.generation for event in joined}) > 1:
-        what = f"ended before {', '.join(missing)} had done all steps" if missing else "lost its links"
+        what = (
+            f"ended before {format_node_names(missing)} had done all steps" if missing else "lost its links"
+        )
         raise RunError(f"the trial {what}", remedy="check the machines with `csdctl doctor`, then tune again")
     counted = [_skip(ended[rank], first.get(rank)) for rank in range(len(nodes))]
     host = counted[0]

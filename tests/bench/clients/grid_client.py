@@ -16,7 +16,7 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
-from csdctl.fleet.reading import load_fleet
+from csdctl.fleet.fleet_file import load_fleet
 from csdctl.job.model import load_job
 from csdctl.shipping.store import store_bytes
 from csdctl.shipping.worker_zip import pack_worker

@@ -15,8 +15,8 @@ from csdctl.cli.render.fleet import discover_document, render_fleet
 from csdctl.cli.render.problems import MAX_LINES
 from csdctl.errors import CsdctlError, HostKeyError, UnreachableError
 from csdctl.fleet.facts import Drive, Facts
+from csdctl.fleet.fleet_file import load_fleet
 from csdctl.fleet.model import Fleet, Node
-from csdctl.fleet.reading import load_fleet
 from csdctl.workflows.discovery.discover import DiscoverResult
 
 CSD = Facts(
@@ -100,7 +100,7 @@ class TestDocument:
         assert len(document["machines"]) == 6
         assert document["groups"][1]["ranges"] == ["csd[0-2]"]
         assert document["problems"] == [
-            {"names": ["csd3", "csd4"], "message": "10.0.0.[4-5] is closed", "remedy": "start it"}
+            {"names": ["csd3", "csd4"], "message": "10.0.0.4, 10.0.0.5 is closed", "remedy": "start it"}
         ]
         assert document["drives"] == {}
 

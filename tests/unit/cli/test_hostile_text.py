@@ -34,7 +34,7 @@ from csdctl.emulation.fleet import NodeStatus
 from csdctl.errors import NodeError
 from csdctl.fleet.checks import Check, Status
 from csdctl.fleet.facts import Drive
-from csdctl.fleet.machine_class import classify_fleet, classify_machine
+from csdctl.fleet.hardware import classify_fleet, classify_machine
 from csdctl.fleet.model import Fleet, Node
 from csdctl.launch.leftovers import Leftovers
 from csdctl.perfmodel.published import Network

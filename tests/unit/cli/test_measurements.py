@@ -11,7 +11,7 @@ from csdctl.cli.console import PrintableConsole
 from csdctl.cli.render.measurements import NUM_TRIALS, measurements_document, render_measurements
 from csdctl.errors import InputError
 from csdctl.fleet.facts import Facts
-from csdctl.fleet.machine_class import classify_fleet, classify_machine
+from csdctl.fleet.hardware import classify_fleet, classify_machine
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.runs.measurements import open_measurements
 from csdctl.runs.measurements_file import SCHEMA

@@ -14,7 +14,7 @@ from csdctl.emulation.files import (
 )
 from csdctl.emulation.state import EmulatedSpec, FleetPaths, FleetState, NodeState, load_state, save_state
 from csdctl.errors import InputError
-from csdctl.fleet.reading import load_fleet
+from csdctl.fleet.fleet_file import load_fleet
 
 KEY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIP4gQz16wCSBnkkB1kHtEl1Saiy1vZ4Jpp1hBDxD2KmO"
 OTHER_KEY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIDNrV2QZ/iz/ccK1hpSVAUYhSHWoaOp3qQXOp008UhgQ"

@@ -17,8 +17,7 @@ from csdctl.fleet.checks import (
     judge_open_files,
     judge_prefixes,
 )
-from csdctl.fleet.condition import Condition, DirectorySpace
-from csdctl.fleet.facts import Facts
+from csdctl.fleet.facts import Condition, DirectorySpace, Facts
 
 GIB = 1 << 30
 HOST = Facts(

@@ -5,11 +5,9 @@ from dataclasses import replace
 import pytest
 
 from csdctl.errors import AuthenticationError, CsdctlError, UnreachableError
-from csdctl.fleet.drives import match_drives
 from csdctl.fleet.facts import Drive, Facts
-from csdctl.fleet.hardware import find_differences, group_machines
-from csdctl.fleet.model import Fleet, Node
-from csdctl.fleet.problems import fold_problems
+from csdctl.fleet.hardware import find_differences, group_machines, match_drives
+from csdctl.fleet.model import Fleet, Node, fold_problems
 
 CSD = Facts(
     "csd0",

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from csdctl.fleet.facts import Facts
-from csdctl.fleet.machine_class import classify_fleet, classify_machine, round_memory_up
+from csdctl.fleet.hardware import classify_fleet, classify_machine, round_memory_up
 
 GIB = 1 << 30
 CSD = Facts(
@@ -101,7 +101,7 @@ def test_name_is_short(facts: Facts, name: str) -> None:
 
 
 def test_key_is_the_same_in_another_process() -> None:
-    program = "from csdctl.fleet import facts, machine_class as m; "
+    program = "from csdctl.fleet import facts, hardware as m; "
     program += "print(m.classify_machine(facts.Facts('a', cpu_features=('x', 'y', 'z'), cpu_limit=0.1)).key)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     facts = Facts("a", cpu_features=("x", "y", "z"), cpu_limit=0.1)

@@ -7,10 +7,9 @@ import pytest
 import yaml
 
 from csdctl.errors import InputError
-from csdctl.fleet.model import Fleet, Node
-from csdctl.fleet.reading import load_fleet
-from csdctl.fleet.select import select_nodes
-from csdctl.fleet.writing import render_fleet
+from csdctl.fleet.fleet_file import load_fleet, render_fleet
+from csdctl.fleet.model import Fleet, Node, select_nodes
+from csdctl.workflows.discovery.scan import name_nodes
 
 
 def load(directory: Path, text: str) -> Fleet:
@@ -214,3 +213,18 @@ def without_jump_names(node: Node | None) -> tuple[object, ...] | None:
     name = node.name if node.groups or node.jump is None else ""
     values = (node.address, node.port, node.user, node.key, node.groups)
     return (name, *values, without_jump_names(node.jump) and without_jump_names(node.jump)[1:])  # type: ignore[index]
+
+
+def test_written_fleet_round_trips(tmp_path: Path) -> None:
+    nodes = name_nodes(["10.1.2.4", "fd00::1"], user="trainer", key=tmp_path / "my key: #1", port=2222)
+    path = tmp_path / "fleet.yaml"
+    path.write_text(render_fleet(Fleet(nodes, network="10.1.2.0/24"), origin="Found"))
+    fleet = load_fleet(path)
+    assert fleet.nodes == nodes
+    assert [node.name for node in nodes] == ["csd0", "csd1"]
+    assert fleet.network == "10.1.2.0/24"
+
+
+def test_empty_fleet_is_not_written() -> None:
+    with pytest.raises(InputError):
+        render_fleet(Fleet(()), origin="Found")

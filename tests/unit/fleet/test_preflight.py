@@ -3,9 +3,9 @@
 import pytest
 
 from csdctl.errors import CsdctlError, NodeError
+from csdctl.fleet.checks import check_machines, is_ready
 from csdctl.fleet.facts import Facts
 from csdctl.fleet.model import Fleet, Node
-from csdctl.fleet.preflight import check_machines, is_ready
 
 READY = {
     "python_version": "3.11.2",

@@ -3,8 +3,7 @@ from pathlib import Path
 import pytest
 
 from csdctl.errors import InputError
-from csdctl.fleet.model import Fleet, Node
-from csdctl.fleet.select import select_nodes
+from csdctl.fleet.model import Fleet, Node, select_nodes
 
 NAMES = [f"csd{number}" for number in range(12)] + [f"dpu{number:02d}" for number in range(12)] + ["jetson"]
 FLEET = Fleet(

@@ -12,7 +12,7 @@ import pytest
 
 from csdctl.errors import CsdctlError, DamagedMeasurementsError, DeadlineError, InputError
 from csdctl.fleet.facts import Facts
-from csdctl.fleet.machine_class import classify_fleet, classify_machine
+from csdctl.fleet.hardware import classify_fleet, classify_machine
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.runs.measurements import MeasurementStore, open_measurements, open_measurements_to_write
 from csdctl.runs.measurements_file import SCHEMA, MeasurementsFile, set_measurements_aside

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from csdctl.fleet.facts import Facts, save_facts
-from csdctl.fleet.machine_class import FleetClass, MachineClass, classify_fleet, classify_machine
+from csdctl.fleet.hardware import FleetClass, MachineClass, classify_fleet, classify_machine
 from csdctl.fleet.model import HOST_NAME, Fleet, Node
 from csdctl.job.model import Job, load_job
 from csdctl.perfmodel.collective import CollectiveCost

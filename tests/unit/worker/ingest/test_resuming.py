@@ -15,10 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from csdctl.worker.ingest.limits import IngestLimits
 from csdctl.worker.ingest.partial_dataset import PartialDataset
 from csdctl.worker.ingest.prepare import prepare
-from csdctl.worker.ingest.sources.source import Block
+from csdctl.worker.ingest.sources.source import Block, IngestLimits
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.datasets import DatasetInfo, ImageRule, PrepareProgress, PrepareSpec
 from csdctl.worker.protocol.json_codec import to_json
@@ -157,7 +156,7 @@ class TestResume:
             "import os, signal, sys\n"
             "from csdctl.worker.protocol.datasets import PrepareSpec\n"
             "from csdctl.worker.protocol.json_codec import from_json\n"
-            "from csdctl.worker.ingest.limits import IngestLimits\n"
+            "from csdctl.worker.ingest.sources.source import IngestLimits\n"
             "from csdctl.worker.ingest.prepare import prepare\n"
             "limits = IngestLimits(sync_interval_s=0)\n"
             "def stop(progress):\n"
@@ -200,7 +199,7 @@ class TestPartialDataset:
 
     def test_disk_that_is_too_small_is_reported_before_the_work(self, spec: PrepareSpec) -> None:
         petabytes = replace(spec, picture=ImageRule((1_000_000, 1_000_000, 3)))
-        with pytest.raises(WorkerError, match=r"it needs 1800000\.0 GB, \d+\.\d GB are free") as raised:
+        with pytest.raises(WorkerError, match=r"1800000\.0 GB are needed, \d+\.\d GB are free") as raised:
             prepare(petabytes)
         assert (raised.value.exit_code, raised.value.remedy) == (1, "free disk space")
         assert partial_directories(spec) == []

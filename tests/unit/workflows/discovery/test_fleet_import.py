@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from csdctl.errors import InputError
+from csdctl.fleet.fleet_file import load_fleet
 from csdctl.fleet.model import Node
-from csdctl.fleet.reading import load_fleet
-from csdctl.workflows.discovery.fleet_import import ImportOptions, import_fleet
-from csdctl.workflows.discovery.inventory_sources import FoundNodes
+from csdctl.workflows.discovery.inventory import FoundNodes, import_fleet
 
 
 @dataclass
@@ -32,14 +31,14 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_imported_fleet_is_written(path: Path) -> None:
-    found = import_fleet(TwoNodes(), path, ImportOptions(), directory=path.parent)
+    found = import_fleet(TwoNodes(), path, directory=path.parent)
     assert [node.name for node in load_fleet(path).nodes] == ["csd0", "csd1"]
     assert path.read_text() == found.text
 
 
 def test_dry_run_writes_nothing_and_may_find_a_file(path: Path) -> None:
     path.write_text("nodes: []\n")
-    found = import_fleet(TwoNodes(), path, ImportOptions(is_dry_run=True), directory=path.parent)
+    found = import_fleet(TwoNodes(), path, directory=path.parent, is_dry_run=True)
     assert "csd[0-1]" in found.text
     assert path.read_text() == "nodes: []\n"
 
@@ -47,12 +46,12 @@ def test_dry_run_writes_nothing_and_may_find_a_file(path: Path) -> None:
 def test_existing_file_is_an_error_before_the_source_is_read(path: Path) -> None:
     path.write_text("nodes: []\n")
     source = TwoNodes()
-    with pytest.raises(InputError, match=r"fleet\.yaml"):
-        import_fleet(source, path, ImportOptions(), directory=path.parent)
+    with pytest.raises(InputError, match=r"fleet\.yaml already exists"):
+        import_fleet(source, path, directory=path.parent)
     assert source.num_reads == 0
 
 
 def test_existing_file_is_overwritten_when_allowed(path: Path) -> None:
     path.write_text("nodes: []\n")
-    import_fleet(TwoNodes(), path, ImportOptions(is_overwriting=True), directory=path.parent)
+    import_fleet(TwoNodes(), path, directory=path.parent, force=True)
     assert len(load_fleet(path).nodes) == 2

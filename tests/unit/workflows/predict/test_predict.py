@@ -20,7 +20,7 @@ from csdctl.job.model import load_job
 from csdctl.shipping.store import hash_file, store_bytes
 from csdctl.transport.fake import FakeConversation, FakeSession, ScriptedResponse
 from csdctl.worker.data.prepared import rows_of
-from csdctl.worker.ingest.send import send
+from csdctl.worker.ingest.gather import send
 from csdctl.worker.protocol.datasets import DatasetInfo, PrepareProgress
 from csdctl.worker.protocol.features import SOFTMAX, Extracted, ExtractSpec, ResultRule, SendSpec
 from csdctl.worker.protocol.json_codec import (

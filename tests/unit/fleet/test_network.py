@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from csdctl.errors import InputError
-from csdctl.fleet.host_names import find_ambiguous, means_host, own_names
-from csdctl.fleet.reading import load_fleet
+from csdctl.fleet.fleet_file import load_fleet
+from csdctl.fleet.network import find_ambiguous, means_host, own_names
 
 OWN = frozenset({"host", "localhost", "server", "192.0.2.2", "127.0.0.1"})
 

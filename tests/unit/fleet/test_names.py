@@ -3,15 +3,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from csdctl.errors import InputError
-from csdctl.fleet.ranges import (
+from csdctl.fleet.names import (
     MAX_PATTERN,
     MAX_RANGE,
     count_range,
     expand_range,
     fold_names,
     fold_ordered,
+    format_node_names,
     range_ends,
-    show_names,
 )
 
 NAMES = st.from_regex(r"(csd|r0-n|[a-z]{0,2})([0-9]{1,3})?(\.lan|x)?", fullmatch=True).filter(bool)
@@ -52,9 +52,15 @@ def test_folded_rows_expand_to_the_same_rows_in_their_order(rows: list[tuple[str
     assert expanded == rows
 
 
+def test_message_has_up_to_three_names_or_ranges() -> None:
+    assert format_node_names(["csd0", "csd1", "csd2", "csd1"]) == "csd0, csd1, csd2"
+    assert format_node_names(["host", "csd0", "csd1", "csd2"]) == "host, csd[0-2]"
+    assert format_node_names([]) == ""
+
+
 def test_message_line_is_bounded() -> None:
-    assert show_names(f"csd{2 * number}" for number in range(10)).endswith("csd14, and 2 more")
-    assert show_names(f"csd{number}" for number in range(1000)) == "csd[0-999]"
+    assert format_node_names(f"csd{2 * number}" for number in range(10)).endswith("csd14, and 2 more")
+    assert format_node_names(f"csd{number}" for number in range(1000)) == "csd[0-999]"
 
 
 def test_reversed_range_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""The pydantic models of fleet.yaml.
+"""fleet.yaml: its models, reading and writing.
 
 `load_fleet` is the only way to load a Fleet from a file. An entry with ranges expands to many nodes.
 """
@@ -6,21 +6,93 @@
 import ipaddress
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Any, Literal, Self
 
+import yaml
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from csdctl.documents import Document, load_document
 from csdctl.errors import InputError
-from csdctl.fleet.host_names import find_ambiguous, means_host, own_names
-from csdctl.fleet.jumps import MAX_HOPS, Hop, parse_jump
-from csdctl.fleet.model import Fleet, Host, Node
-from csdctl.fleet.names import ADDRESS, GROUP, NAME, USER
-from csdctl.fleet.power import Power
-from csdctl.fleet.ranges import MAX_RANGE, count_range, expand_range, range_ends
+from csdctl.fleet.model import Fleet, Host, Node, PowerSource
+from csdctl.fleet.names import (
+    ADDRESS,
+    GROUP,
+    MAX_RANGE,
+    NAME,
+    USER,
+    count_range,
+    expand_range,
+    fold_ordered,
+    range_ends,
+)
+from csdctl.fleet.network import find_ambiguous, means_host, own_names
+from csdctl.fleet.openssh import MAX_HOPS, NO_JUMP, Hop, parse_jump
+
+SourceName = Literal["rapl", "ipmi", "redfish", "hwmon", "nvidia-smi", "csv", "constant"]
+Watts = Annotated[float, Field(ge=0, le=1_000_000)]
+OneLine = Annotated[str, Field(pattern=r"^[^\x00-\x1f]*$", max_length=500)]
+NEEDED = {"redfish": "url", "hwmon": "path", "csv": "path", "constant": "watts"}
+"""The key that a source cannot do without."""
+ALLOWED = {
+    "redfish": {"url", "credentials", "certificate"},
+    "hwmon": {"path"},
+    "csv": {"path"},
+    "constant": {"watts"},
+}
+
+
+class PowerEntry(Document):
+    """`power` in fleet.yaml: a source with its settings. A name alone is a source, a number a constant."""
+
+    source: SourceName
+    path: OneLine = ""
+    url: Annotated[str, Field(pattern=r"^(https?://[^\s\x00-\x1f]+)?$", max_length=500)] = ""
+    credentials: Path | None = None
+    certificate: Path | None = None
+    watts: Watts | None = None
+    idle_watts: Watts | None = None
+    includes_nodes: bool = False
+
+    @model_validator(mode="after")
+    def _has_what_its_source_needs(self) -> Self:
+        needed = NEEDED.get(self.source, "")
+        if needed and getattr(self, needed) in ("", None):
+            raise ValueError(f"source {self.source} needs `{needed}`")
+        given = {key for key in ("path", "url", "credentials", "certificate", "watts") if getattr(self, key)}
+        if others := sorted(given - ALLOWED.get(self.source, set())):
+            raise ValueError(f"source {self.source} does not use `{others[0]}`")
+        return self
+
+    def resolve(self, directory: Path) -> PowerSource:
+        """Return the source; paths of files on the host are relative to `directory`, that of fleet.yaml."""
+        values: dict[str, Any] = self.model_dump()
+        for key in ("credentials", "certificate"):
+            if values[key] is not None:
+                values[key] = directory / values[key]
+        if self.source == "csv":
+            values["path"] = str(directory / self.path)
+        return PowerSource(**values)
+
+
+def _expand(value: object) -> object:
+    if isinstance(value, str):
+        return {"source": value}
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return {"source": "constant", "watts": value}
+    return value
+
+
+Power = Annotated[PowerEntry, BeforeValidator(_expand)]
+
+
+def render_power(power: PowerSource) -> object:
+    """Return `power` as fleet.yaml has it."""
+    content = {key: value for key, value in vars(power).items() if value not in ("", None, False)}
+    content |= {key: str(value) for key, value in content.items() if isinstance(value, Path)}
+    return power.source if content == {"source": power.source} else content
 
 
 def _matching(pattern: re.Pattern[str], what: str, *, ranges: bool = False) -> AfterValidator:
@@ -54,12 +126,12 @@ Groups = Annotated[
 ]
 
 
-def _as_jump(value: str) -> str:
+def _check_jump(value: str) -> str:
     parse_jump(value)
     return value
 
 
-Jump = Annotated[str, AfterValidator(_as_jump)]
+Jump = Annotated[str, AfterValidator(_check_jump)]
 
 
 def _as_network(value: str) -> str:
@@ -268,3 +340,128 @@ class _Jumps:
     def _direct(self, hop: Hop) -> Node:
         user = self.user if hop.user is None else hop.user
         return Node(name=hop.name, address=hop.address, port=hop.port or 22, user=user, key=self.key)
+
+
+YamlMapping = dict[str, object]
+
+
+def render_fleet(fleet: Fleet, *, origin: str) -> str:
+    """Return fleet.yaml for `fleet`; `origin` is written to its first line.
+
+    Raises InputError for a fleet without nodes.
+    """
+    if not fleet.nodes:
+        raise InputError("a fleet needs at least one node")
+    jumps = _JumpNames(fleet.nodes)
+    machines = [*fleet.nodes, *jumps.hosts]
+    defaults = _defaults(fleet.nodes, machines, jumps)
+    content: YamlMapping = {}
+    host: YamlMapping = {"threads": fleet.host.threads} if fleet.host.threads else {}
+    if fleet.host.power:
+        host["power"] = render_power(fleet.host.power)
+    if host:
+        content["host"] = host
+    if fleet.network:
+        content["network"] = fleet.network
+    if fleet.emulated:
+        content["emulated"] = True
+    content["defaults"] = {key: value for key, value in defaults.items() if value not in ("", [])}
+    if jumps.hosts:
+        content["jump_hosts"] = [_jump_entry(node, defaults, jumps) for node in jumps.hosts]
+    content["nodes"] = list(_fold(fleet.nodes, [_node_entry(node, defaults, jumps) for node in fleet.nodes]))
+    text = yaml.safe_dump(content, sort_keys=False, allow_unicode=True, default_flow_style=None, width=200)
+    return f"# {' '.join(origin.split())}; change it as you like.\n{text}"
+
+
+class _JumpNames:
+    """The jump hosts of some nodes, with unique names; a jump host that is also a node keeps its name."""
+
+    def __init__(self, nodes: Sequence[Node]) -> None:
+        self._names = {_as_jump(node): node.name for node in nodes}
+        taken = {node.name for node in nodes}
+        self.hosts: list[Node] = []
+        for jump in _chain(nodes):
+            if jump not in self._names:
+                name = next(name for name in _candidates(jump.name) if name not in taken)
+                taken.add(name)
+                self._names[jump] = name
+                self.hosts.append(jump)
+
+    def name(self, jump: Node | None) -> str:
+        """Return the value of `jump:` for a node behind `jump`."""
+        return self._names[_as_jump(jump)] if jump else ""
+
+
+def _chain(nodes: Iterable[Node]) -> Iterable[Node]:
+    for node in nodes:
+        jump = node.jump
+        while jump:
+            yield _as_jump(jump)
+            jump = jump.jump
+
+
+def _candidates(name: str) -> Iterable[str]:
+    yield name
+    yield from (f"{name}-{number}" for number in range(2, 1 << 16))
+
+
+def _as_jump(node: Node) -> Node:
+    """Return `node` with only the fields that matter for a jump host."""
+    return replace(
+        node, python="python3", groups=(), power=None, jump=_as_jump(node.jump) if node.jump else None
+    )
+
+
+def _defaults(nodes: Sequence[Node], machines: Sequence[Node], jumps: _JumpNames) -> YamlMapping:
+    keys = {node.key for node in machines}
+    return {
+        "port": _most_common(node.port for node in nodes),
+        "user": _most_common(node.user for node in machines),
+        "key": str(nodes[0].key)
+        if len(keys) == 1 and nodes[0].key
+        else "",  # a missing key cannot be expressed
+        "python": _most_common(node.python for node in nodes),
+        "group": _show_groups(_most_common(node.groups for node in nodes)),
+        "jump": _most_common(jumps.name(node.jump) for node in nodes),
+    }
+
+
+def _most_common(values: Iterable[object]) -> object:
+    return Counter(values).most_common(1)[0][0]
+
+
+def _node_entry(node: Node, defaults: YamlMapping, jumps: _JumpNames) -> YamlMapping:
+    own: YamlMapping = {
+        "port": node.port,
+        "user": node.user,
+        "key": str(node.key) if node.key else "",
+        "python": node.python,
+        "group": _show_groups(node.groups),
+        "jump": jumps.name(node.jump) or (NO_JUMP if defaults["jump"] else ""),
+    }
+    entry = {key: value for key, value in own.items() if value != defaults[key]}
+    return entry | ({"power": render_power(node.power)} if node.power else {})
+
+
+def _jump_entry(node: Node, defaults: YamlMapping, jumps: _JumpNames) -> YamlMapping:
+    entry: YamlMapping = {"name": jumps.name(node), "address": node.address}
+    own = {"port": (node.port, 22), "user": (node.user, defaults["user"])}
+    own["key"] = (str(node.key) if node.key else "", defaults["key"])
+    own["jump"] = (jumps.name(node.jump), "")
+    return entry | {key: value for key, (value, default) in own.items() if value != default}
+
+
+def _show_groups(groups: object) -> object:
+    assert isinstance(groups, tuple)
+    return groups[0] if len(groups) == 1 else list(groups)
+
+
+def _fold(nodes: Sequence[Node], entries: Sequence[YamlMapping]) -> Iterable[YamlMapping]:
+    """Yield one entry for consecutive nodes with the same settings and consecutive names and addresses."""
+    start = 0
+    for end in range(1, len(nodes) + 1):
+        if end == len(nodes) or entries[end] != entries[start]:
+            rows = [(node.name, node.address) for node in nodes[start:end]]
+            for _, _, (name, address) in fold_ordered(rows):
+                yield {"name": name, "address": address, **entries[start]}
+            start = end
