@@ -6,8 +6,7 @@ from pathlib import Path
 from csdctl.fleet.ansible.writing import render_inventory
 from csdctl.fleet.model import Fleet
 from csdctl.transport.many import fleet_known_hosts_paths
-from csdctl.transport.ssh_config import build_ssh_config
-from csdctl.transport.ssh_options import build_ssh_options
+from csdctl.transport.ssh_config import build_ssh_config, build_ssh_options
 
 
 def render_ansible(fleet: Fleet, directory: Path) -> str:

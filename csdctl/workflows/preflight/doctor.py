@@ -27,7 +27,7 @@ from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.fleet.network import is_checked
 from csdctl.fleet.select import keep_nodes
 from csdctl.job.imports import JobImports
-from csdctl.launch.tools import find_mpirun, mpi_version
+from csdctl.launch.mpi_command import find_mpirun, mpi_version
 from csdctl.probes.condition import collect_condition
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.runs.ledger import record_traffic

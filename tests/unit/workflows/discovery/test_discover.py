@@ -7,7 +7,6 @@ import pytest
 from csdctl.errors import InputError, UnreachableError
 from csdctl.fleet.facts import Drive, Facts, facts_path, load_facts, save_facts
 from csdctl.fleet.model import Fleet, Node
-from csdctl.transport.fake import FakeSession
 from csdctl.workflows.discovery.discover import (
     collect_facts,
     discover,
@@ -15,6 +14,7 @@ from csdctl.workflows.discovery.discover import (
     find_shared_host_keys,
 )
 from csdctl.workflows.discovery.inventory_sources import FoundFleet, write_fleet
+from tests.fake_session import FakeSession
 
 
 def test_fleet_file_is_never_overwritten_without_force(tmp_path: Path) -> None:
