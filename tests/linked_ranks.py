@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from csdctl.launch.mpi_command import ALLOW_ROOT, COMMON_OPTIONS
-from csdctl.launch.process_session import kill_session
+from csdctl.launch.mpi_job import kill_session
 from tests.patience import scaled
 
 SIZE = 3

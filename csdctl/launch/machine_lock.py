@@ -16,9 +16,9 @@ from typing import Any
 
 from csdctl.errors import CsdctlError, RemoteCommandError, RunError
 from csdctl.fleet.names import format_node_names
+from csdctl.transport.commands import build_program_command
 from csdctl.transport.many import Outcome, run_on_all, values_or_raise
 from csdctl.transport.session import Conversation, Session
-from csdctl.transport.standalone import build_program_command
 
 RESPONSE_DEADLINE_S = 30.0
 _DOING = "locking the machine"

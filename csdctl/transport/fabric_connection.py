@@ -21,10 +21,10 @@ from invoke.runners import Local
 
 from csdctl.errors import CsdctlError, DeadlineError, RemoteCommandError
 from csdctl.fleet.model import Node
+from csdctl.transport.commands import MarkedOutput, build_wrapped_command
 from csdctl.transport.known_hosts import KnownHosts
 from csdctl.transport.process import Deadline
 from csdctl.transport.session import MAX_OUTPUT_BYTES
-from csdctl.transport.shell_wrapper import MarkedOutput, build_wrapped_command
 from csdctl.transport.ssh import kill_group
 from csdctl.transport.ssh_connect import lost_connection_error, make_jump_hosts, open_transport
 from csdctl.transport.strict_transport import LOST, StrictTransport, request_exec

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from typing import BinaryIO, Protocol
 
 from csdctl.errors import CsdctlError, DeadlineError, RemoteCommandError
+from csdctl.transport.commands import MarkedOutput, WrappedCommand
 from csdctl.transport.session import MAX_OUTPUT_BYTES, Completed, last_line
-from csdctl.transport.shell_wrapper import MarkedOutput, WrappedCommand
 
 SLICE_BYTES = 256 * 1024
 """Maximum size of one write: paramiko's `sendall` is quadratic in the size of its argument."""

@@ -1,7 +1,8 @@
 """A node as a session: commands and files over one SSH connection.
 
-Commands run under `shell_wrapper`; `process` has the code that all transports share. Files go through the
-standard input of a command instead of SFTP (`shipping.deliver`), so servers without SFTP (dropbear) work.
+Commands run under the shell script of `commands`; `process` has the code that all transports share. Files
+go through the standard input of a command instead of SFTP (`shipping.deliver`), so servers without SFTP
+(dropbear) work.
 """
 
 import contextlib
@@ -15,12 +16,18 @@ import paramiko
 
 from csdctl.errors import CsdctlError, DeadlineError, RemoteCommandError, UnreachableError
 from csdctl.fleet.model import Node
-from csdctl.transport.jump import JumpHosts, Keepalive
+from csdctl.transport.commands import WrappedCommand, build_kill_command_line, build_wrapped_command
 from csdctl.transport.known_hosts import KnownHosts, fingerprint
 from csdctl.transport.process import Deadline, LineConversation, Running
 from csdctl.transport.session import Completed, bounded
-from csdctl.transport.shell_wrapper import WrappedCommand, build_kill_command_line, build_wrapped_command
-from csdctl.transport.ssh_connect import KEEPALIVE, lost_connection_error, make_jump_hosts, open_transport
+from csdctl.transport.ssh_connect import (
+    KEEPALIVE,
+    JumpHosts,
+    Keepalive,
+    lost_connection_error,
+    make_jump_hosts,
+    open_transport,
+)
 from csdctl.transport.strict_transport import LOST, StrictTransport, request_exec
 
 MAX_CHANNELS = 8

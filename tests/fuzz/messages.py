@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from csdctl.errors import CsdctlError, RemoteCommandError
-from csdctl.launch.mpi_output import MpiOutput
+from csdctl.launch.mpi_job import MpiOutput
 from csdctl.probes.condition import CONDITION_PROBES, parse_condition
 from csdctl.probes.machine import PROBES, ClockTrip, parse_facts
-from csdctl.shipping.receiver_answers import ReceiverAnswers
+from csdctl.shipping.deliver import ReceiverAnswers
 from csdctl.shipping.worker_calls import worker_error
 from csdctl.supervision.event_validator import EventValidator
 from csdctl.transport.answer import Answer

@@ -13,8 +13,7 @@ from csdctl.cli.render.view import View, new_progress, text_column
 from csdctl.reporting.numbers import format_bytes
 from csdctl.shipping.chunks import printable
 from csdctl.shipping.deliver import Delivery, DeliveryProgress
-from csdctl.shipping.payload import FileTree
-from csdctl.shipping.tree import TreeRequest
+from csdctl.shipping.payload import FileTree, TreeRequest
 from csdctl.transport.many import Outcome, errors_of
 from csdctl.workflows.workspace.partial_failure import failed_document
 

@@ -33,8 +33,7 @@ from csdctl.fleet.openssh import (
 )
 from csdctl.transport.known_hosts import known_hosts_paths
 from csdctl.transport.many import fleet_known_hosts_paths, run_on_all, values_or_raise
-from csdctl.transport.ssh_config import build_ssh_config
-from csdctl.transport.ssh_options import build_ssh_options
+from csdctl.transport.ssh_config import build_ssh_config, build_ssh_options
 from csdctl.workflows.discovery.scan import scan
 
 QUERY_DEADLINE_S = 30.0

@@ -18,8 +18,7 @@ from csdctl.errors import CsdctlError, PartialError
 from csdctl.fleet.model import HOST_NAME
 from csdctl.fleet.names import format_node_names
 from csdctl.shipping.deliver import Delivery
-from csdctl.shipping.results import fetch_results
-from csdctl.shipping.worker_calls import watch_worker
+from csdctl.shipping.worker_calls import fetch_results, watch_worker
 from csdctl.transport.answer import Answer
 from csdctl.transport.many import Outcome, errors_of, run_on_all, values_or_raise
 from csdctl.transport.meter import TrafficClass

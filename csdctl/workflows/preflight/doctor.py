@@ -33,7 +33,7 @@ from csdctl.fleet.facts import Condition, Facts
 from csdctl.fleet.model import HOST_NAME, Fleet, keep_nodes
 from csdctl.fleet.network import is_checked
 from csdctl.job.imports import JobImports, Needed, describe_missing, remedy_of
-from csdctl.launch.tools import find_mpirun, mpi_version
+from csdctl.launch.mpi_command import find_mpirun, mpi_version
 from csdctl.probes.condition import collect_condition
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.runs.ledger import record_traffic

@@ -16,9 +16,9 @@ from csdctl.fleet.facts import Condition
 from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.fleet.network import addresses_in
 from csdctl.transport.answer import MAX_TEXT_LENGTH, Answer
+from csdctl.transport.commands import build_program_command
 from csdctl.transport.many import Outcome, run_on_all
 from csdctl.transport.session import Conversation, Session
-from csdctl.transport.standalone import build_program_command
 
 CONNECT_DEADLINE_S = 3.0
 EXIT_DEADLINE_S = 5.0

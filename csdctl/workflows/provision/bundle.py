@@ -17,9 +17,8 @@ from csdctl.errors import InputError
 from csdctl.notify import Say
 from csdctl.reporting.numbers import format_bytes
 from csdctl.shipping.chunks import SharedChunks, printable
-from csdctl.shipping.payload import Payload, pack_payload
+from csdctl.shipping.payload import Payload, TreeRequest, pack_payload, read_tree
 from csdctl.shipping.store import hash_file
-from csdctl.shipping.tree import TreeRequest, read_tree
 from csdctl.workflows.provision import debian_python, trimming
 from csdctl.workflows.provision.debian_python import build_python
 from csdctl.workflows.provision.machine import Kind

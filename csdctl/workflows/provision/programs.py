@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from csdctl.errors import CsdctlError
-from csdctl.transport.standalone import build_child_command
+from csdctl.transport.commands import build_child_command
 
 
 def find_program(name: str) -> str:

@@ -13,7 +13,7 @@ from csdctl.errors import InputError
 from csdctl.fleet.model import Fleet
 from csdctl.job.model import Job
 from csdctl.launch.machine_lock import describe_holder
-from csdctl.launch.tools import find_mpirun
+from csdctl.launch.mpi_command import find_mpirun
 from csdctl.placement.equation1 import steps_per_epoch
 from csdctl.reporting.privacy import check_accountant
 from csdctl.reporting.summary import RunSummary

@@ -10,7 +10,7 @@ from csdctl.errors import InputError
 from csdctl.fleet.facts import Facts
 from csdctl.fleet.model import Fleet
 from csdctl.job.model import Job
-from csdctl.launch.tools import find_mpirun
+from csdctl.launch.mpi_command import find_mpirun
 from csdctl.notify import Say
 from csdctl.runs.measurements import open_measurements_to_write
 from csdctl.tuning.limits import default_limits

@@ -4,7 +4,7 @@ import pytest
 
 from csdctl.errors import InputError
 from csdctl.fleet.network import parse_local_addresses
-from csdctl.launch.network import check_addresses, check_network
+from csdctl.launch.mpi_command import check_addresses, check_network
 
 # From /proc/net/fib_trie of a machine with two addresses on one interface.
 FIB_TRIE = """\

@@ -4,7 +4,7 @@ import pytest
 
 from csdctl.errors import InputError
 from csdctl.fleet.facts import Facts
-from csdctl.launch.tools import choose_prefix, find_mpirun
+from csdctl.launch.mpi_command import choose_prefix, find_mpirun
 
 
 def test_this_environment_has_mpirun() -> None:

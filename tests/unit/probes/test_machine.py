@@ -15,8 +15,8 @@ from csdctl.fleet.facts import Facts
 from csdctl.probes.condition import CONDITION_PROBES
 from csdctl.probes.machine import CLOCK_COMMAND, PROBES, ClockTrip, collect_machine_facts, parse_facts
 from csdctl.probes.probe import FactProbe, build_command
-from csdctl.transport.fake import FakeSession
 from csdctl.transport.local import LocalSession
+from tests.fake_session import FakeSession
 
 CAPTURES = Path(__file__).parent / "captures"
 TRIPS = [ClockTrip(1000.0, 0.5, "1000.900000000\n"), ClockTrip(1000.0, 0.2, "1000.600000000\n")]

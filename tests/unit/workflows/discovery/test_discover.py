@@ -7,13 +7,13 @@ import pytest
 from csdctl.errors import UnreachableError
 from csdctl.fleet.facts import Drive, Facts, facts_path, load_facts, save_facts
 from csdctl.fleet.model import Fleet, Node
-from csdctl.transport.fake import FakeSession
 from csdctl.workflows.discovery.discover import (
     collect_facts,
     discover,
     find_shared_addresses,
     find_shared_host_keys,
 )
+from tests.fake_session import FakeSession
 
 
 def test_unreachable_nodes_are_kept_with_their_problem_and_others_remain_known(tmp_path: Path) -> None:

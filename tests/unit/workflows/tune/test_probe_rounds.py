@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from csdctl.transport.fake import FakeConversation, FakeSession
 from csdctl.worker.protocol.json_codec import to_json
 from csdctl.worker.protocol.probe import ProbeRequest, ProbeResult
 from csdctl.worker.protocol.run_spec import Runtime
 from csdctl.workflows.tune.probing import ProbeRounds
 from csdctl.workflows.tune.watch import IDLE, LOADING, MEASURED, MEASURING, TuneWatch
+from tests.fake_session import FakeConversation, FakeSession
 from tests.unit.workflows.measured_project import make_project, prepared, workspace
 
 USUAL, OTHER = Runtime(4), Runtime(4, onednn=False)

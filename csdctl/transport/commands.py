@@ -1,20 +1,25 @@
-"""The small POSIX shell script that wraps every command, on nodes and on the host; pure.
+"""Command lines for a machine: the shell script around every command, and csdctl/standalone as source; pure.
 
-It runs the command in its own process group, prints the group's id, ends the group when the command ends,
-and ends it shortly after the deadline even without csdctl, so that nothing stays behind when the connection
-or csdctl is lost. It needs only a POSIX `sh`: `setsid` is used only where the SSH server did not make the
-shell a group leader.
+The script runs the command in its own process group, prints the group's id, ends the group when the command
+ends, and ends it shortly after the deadline even without csdctl, so that nothing stays behind when the
+connection or csdctl is lost. It needs only a POSIX `sh`: `setsid` is used only where the SSH server did not
+make the shell a group leader.
 
 Login shells may print at start-up. A random token on both streams marks where the output of the command
 begins; earlier output is dropped.
+
+The programs of csdctl/standalone run on a machine before anything is installed there. They need only Python.
+`-I -S` keeps the user's modules out and halves the start-up time.
 """
 
 import math
 import re
 import secrets
 import shlex
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import resources
 
 from csdctl.errors import InputError
 
@@ -183,3 +188,21 @@ class MarkedOutput:
                 del self._kept[: -self._max_bytes]
         else:
             self._kept += data[: self._max_bytes - len(self._kept)]
+
+
+def build_program_command(python: str, module: str, arguments: Sequence[str] = ()) -> list[str]:
+    """Return the argument list that runs csdctl/standalone/MODULE.py on its own."""
+    return [python, "-I", "-S", "-c", read_program(module), *arguments]
+
+
+def build_child_command(command: Sequence[str], parent: int) -> list[str]:
+    """Return the argument list that runs a program of this host that ends with process `parent`.
+
+    The thread that starts it must wait for it: for the kernel, that thread is the parent.
+    """
+    return build_program_command(sys.executable, "child", [str(parent), *command])
+
+
+def read_program(module: str) -> str:
+    """Return the source of csdctl/standalone/MODULE.py."""
+    return (resources.files("csdctl") / "standalone" / f"{module}.py").read_text(encoding="utf-8")

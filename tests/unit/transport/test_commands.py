@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from csdctl.errors import InputError
-from csdctl.transport.shell_wrapper import MarkedOutput, build_kill_command_line, build_wrapped_command
+from csdctl.transport.commands import MarkedOutput, build_kill_command_line, build_wrapped_command
 
 SHELLS = [[shell] for shell in ("dash", "bash") if shutil.which(shell)]
 SHELLS += [["busybox", "sh"]] if shutil.which("busybox") else []
