@@ -147,7 +147,7 @@ class StrictTransport(paramiko.Transport):
 
     def open_channel(
         self,
-        channel_type: str,
+        kind: str,
         dest_addr: tuple[str, int] | None = None,
         src_addr: tuple[str, int] | None = None,
         window_size: int | None = None,
@@ -160,7 +160,7 @@ class StrictTransport(paramiko.Transport):
         channel, replied = self._register_channel()
         request = paramiko.Message()
         request.add_byte(bytes([Kind.OPEN]))
-        request.add_string(channel_type)
+        request.add_string(kind)
         for number in (channel.chanid, channel.in_window_size, channel.in_max_packet_size):
             request.add_int(number)
         for address in (dest_addr, src_addr):
@@ -168,7 +168,7 @@ class StrictTransport(paramiko.Transport):
                 request.add_string(address[0])
                 request.add_int(address[1])
         self._send_user_message(request)
-        if not replied.wait(timeout):
+        if not replied.wait(self.channel_timeout if timeout is None else timeout):
             raise paramiko.SSHException("Timeout opening channel.")
         if self.active and self._channels.get(channel.chanid) is not None:
             return channel

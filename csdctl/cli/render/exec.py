@@ -10,7 +10,7 @@ from csdctl.cli.render.view import View, new_progress, text_column
 from csdctl.cli.streams import Streams
 from csdctl.fleet.names import fold_names, format_node_names
 from csdctl.transport.many import Outcome
-from csdctl.workflows.exec.answers import Answer, ExecResult
+from csdctl.workflows.exec.run_command import Answer, ExecResult
 from csdctl.workflows.workspace.partial_failure import failed_document
 
 SCHEMA = "csdctl.exec/1"

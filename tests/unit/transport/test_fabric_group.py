@@ -13,8 +13,7 @@ from invoke.exceptions import CommandTimedOut, UnexpectedExit
 
 from csdctl.errors import HostKeyError, UnreachableError
 from csdctl.fleet.model import Fleet
-from csdctl.transport.fabric_group import FleetGroup, open_group
-from csdctl.transport.fabric_policy import known_hosts_only
+from csdctl.transport.fabric_group import FleetGroup, known_hosts_only, open_group
 from csdctl.transport.known_hosts import KnownHosts
 from csdctl.transport.session import MAX_OUTPUT_BYTES
 from tests.patience import eventually, scaled
@@ -47,7 +46,7 @@ def test_group_is_fabrics_and_reaches_nodes_behind_a_jump_host(group: FleetGroup
     assert isinstance(group, fabric.ThreadingGroup)
     results = group.run("echo out; echo err >&2; umask", hide=True)
     assert isinstance(results, GroupResult)
-    assert [connection.node.name for connection in results] == ["csd0", "far"]
+    assert {connection.node.name for connection in results} == {"csd0", "far"}
     for result in results.values():
         assert result.stdout.startswith("out\n0")
         assert "0077" not in result.stdout
