@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from csdctl.reporting.timeline import Timeline
-from csdctl.runs.stored_progress import Spent
+from csdctl.runs.stored_events import Spent
 from csdctl.worker.protocol.events import (
     EpochEnd,
     Event,
