@@ -121,18 +121,25 @@ class StoredEvents:
         if content.get("event") != Progress.__name__:
             return None
         try:
-            rank, node, samples, *times, celsius = _SPENT(content)
+            rank, node, samples, compute_s, wait_s, wall_s, input_s, others_s, cpu_s, celsius = _SPENT(
+                content
+            )
             is_valid = (
                 0 < rank < len(self._nodes)
                 and self._nodes[rank] == node
                 and 0 <= samples <= MAX_COUNT
-                and None not in times[:3]
-                and all(seconds is None or 0.0 <= seconds <= MAX_SECONDS for seconds in times)
+                and 0.0 <= compute_s <= MAX_SECONDS
+                and 0.0 <= wait_s <= MAX_SECONDS
+                and 0.0 <= wall_s <= MAX_SECONDS
+                and (input_s is None or 0.0 <= input_s <= MAX_SECONDS)
+                and (others_s is None or 0.0 <= others_s <= MAX_SECONDS)
+                and (cpu_s is None or 0.0 <= cpu_s <= MAX_SECONDS)
                 and (celsius is None or -100.0 <= celsius <= 1000.0)
             )
         except (KeyError, TypeError):
             return None
-        return (time_s, rank, samples, *times, celsius) if is_valid else None
+        spent = time_s, rank, samples, compute_s, wait_s, wall_s, input_s, others_s, cpu_s, celsius
+        return spent if is_valid else None
 
 
 def _parse(line: bytes) -> tuple[float, dict[str, Any]]:
