@@ -4,7 +4,7 @@ from csdctl.reporting.charts import DataTable
 from csdctl.reporting.energy import MachineEnergy, RunEnergy
 from csdctl.reporting.numbers import format_seconds, format_share
 from csdctl.reporting.results import RunResults
-from csdctl.runs.power_log import MEASURED
+from csdctl.runs.ledger import MEASURED
 
 HEADER = (
     "machine",

@@ -6,7 +6,7 @@ from csdctl.reporting.charts import Chart, DataTable
 from csdctl.reporting.drawing import draw_lines
 from csdctl.reporting.numbers import format_rate, format_share
 from csdctl.reporting.scaling import ScalingPoint, ScalingSeries
-from csdctl.runs.power_log import MEASURED
+from csdctl.runs.ledger import MEASURED
 
 
 def describe_series(series: ScalingSeries) -> str:

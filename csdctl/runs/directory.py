@@ -13,8 +13,7 @@ from csdctl.documents import check_values, load_json, make_directory, save_json
 from csdctl.errors import InputError
 from csdctl.runs.capped_log import CappedLog
 from csdctl.runs.manifest import Manifest, check_links
-from csdctl.runs.private import STATE_DIRECTORY
-from csdctl.runs.step_file import private_memory
+from csdctl.runs.private import STATE_DIRECTORY, private_memory
 from csdctl.runs.stored_events import StoredEvents
 from csdctl.worker.protocol.events import Event, Progress, WaitingFor, event_document
 

@@ -17,7 +17,7 @@ from csdctl.launch.machine_lock import describe_holder
 from csdctl.placement.equation1 import steps_per_epoch
 from csdctl.reporting.summary import RunSummary, summarize_run
 from csdctl.runs.directory import EventLog, RunDirectory
-from csdctl.runs.step_file import keep_step_file
+from csdctl.runs.private import keep_step_file
 from csdctl.shipping.deliver import Delivery
 from csdctl.supervision.event_callbacks import EventCallbacks
 from csdctl.supervision.supervisor import USER

@@ -2,7 +2,7 @@
 
 from csdctl.reporting.energy import add_up_energy
 from csdctl.reporting.energy_figures import describe_energy
-from csdctl.runs.power_log import MEASURED, PowerRecord
+from csdctl.runs.ledger import MEASURED, PowerRecord
 
 
 def described(**idle_watts):
