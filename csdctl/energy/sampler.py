@@ -18,7 +18,7 @@ from csdctl.errors import CsdctlError, DeadlineError
 from csdctl.fleet.model import Fleet, PowerSource
 from csdctl.notify import Say, make_printable, shorten
 from csdctl.runs.directory import RunDirectory
-from csdctl.runs.power_log import MEASURED, STATED, PowerLog, PowerRecord
+from csdctl.runs.ledger import MEASURED, STATED, PowerLog, PowerRecord
 from csdctl.transport.session import Session
 
 RECORD_S = 5.0

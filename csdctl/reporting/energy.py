@@ -10,7 +10,7 @@ from typing import Any
 from csdctl.fleet.model import HOST_NAME
 from csdctl.fleet.names import format_node_names
 from csdctl.reporting.numbers import format_share
-from csdctl.runs.power_log import MEASURED, STATED, PowerRecord
+from csdctl.runs.ledger import MEASURED, STATED, PowerRecord
 
 ENOUGH = 0.98
 """The share of the training whose energy must be known; the rest is the first and the last second."""
@@ -23,7 +23,7 @@ class MachineEnergy:
     machine: str
     source: str
     origin: str
-    """`power_log.MEASURED` or STATED."""
+    """`ledger.MEASURED` or STATED."""
     window_s: float
     """From the first step to the end of the last epoch."""
     joules: float = 0.0

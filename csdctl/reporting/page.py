@@ -41,7 +41,7 @@ from csdctl.reporting.scaling import (
     scaling_table,
 )
 from csdctl.reporting.summary import RunSummary
-from csdctl.runs.power_log import MEASURED
+from csdctl.runs.ledger import MEASURED
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 MAX_CELL_CHARS = 500

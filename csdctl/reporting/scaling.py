@@ -18,7 +18,7 @@ from csdctl.reporting.charts import Chart, DataTable, draw_lines
 from csdctl.reporting.energy import MachineEnergy
 from csdctl.reporting.numbers import format_rate, format_share
 from csdctl.reporting.results import RunResults
-from csdctl.runs.power_log import MEASURED
+from csdctl.runs.ledger import MEASURED
 
 STRONG, WEAK = "strong scaling: the global batch stays", "weak scaling: the global batch grows with the ranks"
 TUNED = "the host's rate in tuning"

@@ -20,11 +20,11 @@ from invoke.runners import Local
 
 from csdctl.errors import InputError, RemoteCommandError
 from csdctl.fleet.model import Fleet, Node
+from csdctl.transport.commands import MarkedOutput, build_wrapped_command
 from csdctl.transport.known_hosts import SSH_PORT, KnownHosts
 from csdctl.transport.many import allow_open_files, fleet_known_hosts_paths, run_on_all
 from csdctl.transport.process import Deadline
 from csdctl.transport.session import MAX_OUTPUT_BYTES, bounded
-from csdctl.transport.shell_wrapper import MarkedOutput, build_wrapped_command
 from csdctl.transport.ssh import kill_group
 from csdctl.transport.ssh_connect import JumpHosts, lost_connection_error, make_jump_hosts, open_transport
 from csdctl.transport.strict_transport import LOST, request_exec

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from csdctl.runs.step_file import private_memory
+from csdctl.runs.private import private_memory
 from csdctl.worker.data.schedule import OwnSamples
 from csdctl.worker.tasks.position import Position, max_state_bytes, pack, unpack
 from csdctl.worker.tasks.state_files import Checkpoints, StepFile

@@ -67,12 +67,11 @@ class Running:
         found = []
         for line in self.events_path.read_text().splitlines():
             try:
-                outer = json.loads(line)
-                event = json.loads(outer["line"].removeprefix("@csdctl "))
+                event = json.loads(line)
             except ValueError:
                 continue
             if event["event"] in types:
-                found.append((outer["time"], event))
+                found.append((event["time"], event))
         return found
 
     def progress(self, rank: int = 0) -> list[tuple[float, dict[str, Any]]]:

@@ -52,6 +52,7 @@ def report(
     from csdctl.cli.render.report import check_report_options, show_files, show_report, show_reports
     from csdctl.runs.directory import ProjectDirectory
     from csdctl.workflows.reporting import report as reporting
+    from csdctl.workflows.runs.manage import find_latest
 
     streams, ids = Streams(is_json=json), runs or []
     check_report_options(ids, is_privacy=privacy, has_files=bool(html or csv))
@@ -62,13 +63,15 @@ def report(
         check_scaling_options(ids, is_privacy=privacy)
         series = reporting.scaling(project, ids)
         show_scaling(streams, series, reporting.write_scaling(series, html, csv))
-    elif privacy:
+        return
+    ids = ids or [find_latest(project, streams.say).run_id]
+    if privacy:
         from csdctl.cli.render.privacy import show_privacy
 
-        show_privacy(streams, reporting.privacy(project, ids[0] if ids else None))
+        show_privacy(streams, reporting.privacy(project, ids[0]))
     elif html or csv:
         show_files(streams, reporting.write_files(project, ids, html, csv))
     elif len(ids) > 1:
         show_reports(streams, [reporting.report(project, run_id) for run_id in ids])
     else:
-        show_report(streams, *reporting.report(project, ids[0] if ids else None))
+        show_report(streams, *reporting.report(project, ids[0]))

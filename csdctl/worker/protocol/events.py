@@ -363,11 +363,14 @@ def event_from_line(line: str) -> Event | None:
         return None
     text = line.removeprefix(EVENT_PREFIX)
     content = parse_json(text)
-    if "\\u" in text:
-        content = without_surrogates(content)
+    return event_from_document(without_surrogates(content) if "\\u" in text else content)
+
+
+def event_from_document(content: Any) -> Event:
+    """Return the event that `event_document` returned as `content`; raises ProtocolError for any other."""
     name = content.pop("event", None) if isinstance(content, dict) else None
     if not isinstance(name, str) or name not in EVENTS:
-        raise ProtocolError(f"expected an event, received {shorten(text)}")
+        raise ProtocolError(f"expected an event, received {shorten(content if name is None else name)}")
     event: Event = from_dict(EVENTS[name], content)
     if isinstance(event, Failed):
         event = dataclasses.replace(event, message=_cut(event.message), remedy=_cut(event.remedy))

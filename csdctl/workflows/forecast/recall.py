@@ -73,7 +73,7 @@ def recall(
     features = describe_job_model(job, project.root, say)
     recipe = hash_recipe(job, data.public) if data else NOT_PREPARED
     try:
-        with open_measurements(project.measurements) as store:
+        with open_measurements(project.measurements, say) as store:
             return _read(FleetMeasurements(features, recipe, fleet, facts, store), machines)
     except CsdctlError as error:
         return Unknown(error.message, error.remedy)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from csdctl.documents import load_text, save_text
 from csdctl.errors import CsdctlError, InputError
-from csdctl.transport.standalone import build_child_command
+from csdctl.transport.commands import build_child_command
 from csdctl.workflows.provision.machine import Kind
 
 LOCK = Path(__file__).with_name("node.lock")

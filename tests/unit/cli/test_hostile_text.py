@@ -39,7 +39,7 @@ from csdctl.fleet.model import Fleet, Node
 from csdctl.launch.leftovers import Leftovers
 from csdctl.perfmodel.published import Network
 from csdctl.reporting.privacy import Flow
-from csdctl.runs.measurements_overview import CollectiveSummary, Overview, ProbeSummary, TrialSummary
+from csdctl.runs.measurements import CollectiveSummary, Overview, ProbeSummary, TrialSummary
 from csdctl.shipping.deliver import Delivery, DeliveryProgress
 from csdctl.transport.many import Outcome
 from csdctl.transport.meter import TrafficClass

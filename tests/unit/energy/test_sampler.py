@@ -13,7 +13,7 @@ from csdctl.fleet.fleet_file import load_fleet, render_fleet
 from csdctl.fleet.model import Fleet, Host, Node, PowerSource
 from csdctl.reporting.energy import add_up_energy
 from csdctl.runs.directory import RunDirectory
-from csdctl.runs.power_log import PowerRecord, read_power
+from csdctl.runs.ledger import PowerRecord, read_power
 from csdctl.transport.local import LocalSession
 from tests.patience import WAIT_S, scaled
 

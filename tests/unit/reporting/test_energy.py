@@ -1,7 +1,7 @@
 """What the report says of energy from which no idle power is subtracted."""
 
 from csdctl.reporting.energy import add_up_energy, describe_energy
-from csdctl.runs.power_log import MEASURED, PowerRecord
+from csdctl.runs.ledger import MEASURED, PowerRecord
 
 
 def described(**idle_watts):
