@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from csdctl.documents import save_text
-from csdctl.errors import CsdctlError, InputError, NodeError, UnreachableError
+from csdctl.errors import InputError, NodeError, UnreachableError
 from csdctl.fleet.model import Fleet, keep_nodes
 from csdctl.notify import Say, shorten
 from csdctl.runs.ledger import record_traffic
@@ -154,13 +154,24 @@ def provision(
         on_traffic = record_traffic(directory, "provision")
         sent = run_on_nodes(usable, send, directory=directory, on_done=on_sent, on_traffic=on_traffic)
     failed |= errors_of(sent)
-    played = PlaybookResult({}, {})
-    ready = [name for name in sent if name not in failed and _can_play(request, sent[name])]
+    # In a dry run, Ansible can run only where everything was sent before.
+    ready = [
+        name
+        for name, outcome in sent.items()
+        if outcome.value and (not request.is_dry_run or outcome.value.is_installed)
+    ]
+    played: dict[str, Outcome[NodeSummary]] = {}
     if ready and not request.sends_only:
         played = _play(request, keep_nodes(fleet, ready), "nodes.yml", ansible, directory, on_task)
+    failed |= errors_of(played)
     return {
-        name: _conclude(
-            name, failed, machines[name], sent.get(name), played, is_played=name in ready and bool(ansible)
+        name: Outcome(name, error=failed[name])
+        if name in failed
+        else Outcome(
+            name,
+            Provisioned(
+                machines[name].value, sent[name].value, played[name].value if name in played else None
+            ),
         )
         for name in machines
     }
@@ -171,7 +182,10 @@ def uninstall(
 ) -> dict[str, Outcome[Provisioned]]:
     """Remove everything that `provision` has installed on the nodes of `fleet`."""
     played = _play(request, fleet, "uninstall.yml", find_ansible(), directory, on_task)
-    return {node.name: _conclude(node.name, {}, None, None, played, is_played=True) for node in fleet.nodes}
+    return {
+        name: Outcome(name, Provisioned(summary=outcome.value) if outcome.value else None, outcome.error)
+        for name, outcome in played.items()
+    }
 
 
 def collect_kind(request: ProvisionRequest, kind: Kind, say: Say) -> Bundle:
@@ -189,14 +203,9 @@ def _look(fleet: Fleet, prefix: str, directory: Path, *, installs: bool) -> dict
     return run_on_nodes(fleet, look, directory=directory)
 
 
-def _can_play(request: ProvisionRequest, outcome: Outcome[Sent]) -> bool:
-    """Whether Ansible can run there: in a dry run, only where everything was sent before."""
-    return not request.is_dry_run or outcome.get().is_installed
-
-
 def _play(
     request: ProvisionRequest, fleet: Fleet, playbook: str, ansible: str, directory: Path, on_task: OnTask
-) -> PlaybookResult:
+) -> dict[str, Outcome[NodeSummary]]:
     collection = ansible_directory()
     values = {
         "node_network": fleet.network,
@@ -215,31 +224,20 @@ def _play(
             "ANSIBLE_LOCAL_TEMP": f"{temporary}/local",
             "ANSIBLE_SSH_CONTROL_PATH_DIR": f"{temporary}/cp",
         }
-        return run_playbook(command, environment, on_task)
+        played = run_playbook(command, environment, on_task)
+    return {node.name: _judge(node.name, played) for node in fleet.nodes}
 
 
-def _conclude(
-    name: str,
-    failed: Mapping[str, CsdctlError],
-    machine: Outcome[BareMachine] | None,
-    sent: Outcome[Sent] | None,
-    played: PlaybookResult,
-    *,
-    is_played: bool,
-) -> Outcome[Provisioned]:
-    error = failed.get(name)
+def _judge(name: str, played: PlaybookResult) -> Outcome[NodeSummary]:
+    """Return what Ansible did on a node, or why it failed there."""
     summary = played.summaries.get(name)
-    if not error and is_played:
-        message = shorten(played.failures.get(name, "no task ran there"), MAX_MESSAGE)
-        if summary is None or summary.failed:
-            error = NodeError(message, node=name, remedy=_choose_remedy(message))
-        elif summary.unreachable:
-            error = UnreachableError(message, node=name, remedy="check `ssh` to it, then run it again")
-    if error:
-        return Outcome(name, error=error)
-    return Outcome(
-        name, Provisioned(machine.value if machine else None, sent.value if sent else None, summary)
-    )
+    message = shorten(played.failures.get(name, "no task ran there"), MAX_MESSAGE)
+    if summary is None or summary.failed:
+        return Outcome(name, error=NodeError(message, node=name, remedy=_choose_remedy(message)))
+    if summary.unreachable:
+        remedy = "check `ssh` to it, then run it again"
+        return Outcome(name, error=UnreachableError(message, node=name, remedy=remedy))
+    return Outcome(name, summary)
 
 
 def _choose_remedy(message: str) -> str:
