@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO
 
 import paramiko
 
@@ -84,7 +83,12 @@ class SshSession:
     ) -> Completed:
         """Run `command` on the node to completion; raises DeadlineError or UnreachableError."""
         wrapped = build_wrapped_command(command, deadline_s=deadline_s, is_users=is_users)
-        return self._run(wrapped, stdin, Deadline(deadline_s))
+        deadline = Deadline(deadline_s)
+        running = self._start(wrapped, deadline)
+        try:
+            return running.run_to_end(stdin, deadline)
+        finally:
+            self._forget(running)
 
     def converse(self, command: Sequence[str]) -> LineConversation:
         """Start `command` on the node; exchange lines with it."""
@@ -105,13 +109,6 @@ class SshSession:
             with contextlib.suppress(CsdctlError):
                 running.kill()
         self._transport.close()
-
-    def _run(self, wrapped: WrappedCommand, stdin: bytes | BinaryIO, deadline: Deadline) -> Completed:
-        running = self._start(wrapped, deadline)
-        try:
-            return running.run_to_end(stdin, deadline)
-        finally:
-            self._forget(running)
 
     def _start(self, wrapped: WrappedCommand, deadline: Deadline) -> Running:
         command_line = wrapped.command_line
