@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 
 from csdctl.errors import CsdctlError, RemoteCommandError
+from csdctl.facts.machine import CONDITION_FACTS, MACHINE_FACTS, ClockTrip, parse_condition, parse_facts
 from csdctl.launch.mpi_job import MpiOutput
-from csdctl.probes.condition import CONDITION_PROBES, parse_condition
-from csdctl.probes.machine import PROBES, ClockTrip, parse_facts
 from csdctl.shipping.deliver import ReceiverAnswers
 from csdctl.shipping.worker_calls import worker_error
 from csdctl.supervision.event_validator import EventValidator
@@ -53,14 +52,14 @@ from tests.fuzz.target import Form, Target
 
 CAPTURES = Path(__file__).parents[1] / "unit" / "probes" / "captures"
 CONDITION = """\
-csdctl-probe:hostname
+csdctl-fact:hostname
 csd0
-csdctl-probe:addresses
+csdctl-fact:addresses
   |-- 10.1.1.10
      /32 host LOCAL
-csdctl-probe:open files
+csdctl-fact:open files
 1048576
-csdctl-probe:places
+csdctl-fact:places
 place /root
 space /dev/sda1 1000 500 500 50% /
 inodes /dev/sda1 1000 500 500 50% /
@@ -265,7 +264,7 @@ TARGETS = (
         _probe_outputs,
         (RemoteCommandError,),
         lambda: [path.read_bytes() + CONDITION.encode() for path in sorted(CAPTURES.glob("*.txt"))],
-        tuple(f"csdctl-probe:{probe.name}\n".encode() for probe in (*PROBES, *CONDITION_PROBES)),
+        tuple(f"csdctl-fact:{fact.name}\n".encode() for fact in (*MACHINE_FACTS, *CONDITION_FACTS)),
     ),
     Target(
         "worker-answers", Form.JSON, _worker_answers, (RemoteCommandError,), lambda: [to_json(INFO).encode()]

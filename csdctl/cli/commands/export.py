@@ -46,7 +46,7 @@ def export(
 ) -> None:
     """Write a run for TensorBoard, MLflow, Prometheus or a spreadsheet."""
     from csdctl.runs.directory import ProjectDirectory
-    from csdctl.workflows.reporting.export import export as export_run
+    from csdctl.workflows.reporting.report import export as export_run
 
     streams = Streams(is_json=json)
     written = export_run(ProjectDirectory(streams.directory), run, to, output, tracking_uri)

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from csdctl.errors import CsdctlError, InputError
+from csdctl.facts.machine import collect_machine_facts
 from csdctl.fleet.facts import Drive, Facts, back_up_facts, facts_path, load_facts, save_facts
 from csdctl.fleet.hardware import match_drives
 from csdctl.fleet.model import HOST_NAME, Fleet, Problem, fold_problems
 from csdctl.fleet.names import format_node_names
-from csdctl.probes.machine import collect_machine_facts
 from csdctl.runs.ledger import record_traffic
 from csdctl.transport.local import LocalSession
 from csdctl.transport.many import Outcome, errors_of, run_on_all, run_on_nodes

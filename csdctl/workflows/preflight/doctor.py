@@ -17,6 +17,7 @@ from csdctl.errors import (
     NoNodeReachableError,
     PartialError,
 )
+from csdctl.facts.machine import collect_condition
 from csdctl.fleet.checks import (
     FLEET_NAME,
     Check,
@@ -34,7 +35,6 @@ from csdctl.fleet.model import HOST_NAME, Fleet, keep_nodes
 from csdctl.fleet.network import is_checked
 from csdctl.job.imports import JobImports, Needed, describe_missing, remedy_of
 from csdctl.launch.mpi_command import find_mpirun, mpi_version
-from csdctl.probes.condition import collect_condition
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.runs.ledger import record_traffic
 from csdctl.transport.many import Outcome, open_sessions, run_on_all

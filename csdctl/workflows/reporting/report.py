@@ -1,4 +1,4 @@
-"""`report`: the events of a run and the lines of the ledger, added up."""
+"""`report` and `export`: a run from its events and the ledger, as numbers or for other tools."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -6,7 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from csdctl.documents import save_text
-from csdctl.reporting.export import render_csv, render_scaling_csv
+from csdctl.errors import InputError
+from csdctl.reporting.export import (
+    render_csv,
+    render_prometheus,
+    render_scaling_csv,
+    write_mlflow,
+    write_tensorboard,
+)
 from csdctl.reporting.page import render_page, render_scaling_page
 from csdctl.reporting.privacy import Flow, Privacy, add_flows, count_passes, measure_privacy
 from csdctl.reporting.results import RunResults, read_results
@@ -14,6 +21,9 @@ from csdctl.reporting.scaling import ScalingSeries, build_scaling
 from csdctl.reporting.summary import RunSummary, summarize_run
 from csdctl.runs.directory import ProjectDirectory, RunDirectory
 from csdctl.runs.ledger import read_ledger
+
+TENSORBOARD, MLFLOW, PROMETHEUS, CSV = FORMATS = ("tensorboard", "mlflow", "prometheus", "csv")
+Write = Callable[[RunResults, Path], None]
 
 
 def report(project: ProjectDirectory, run_id: str | None) -> tuple[RunDirectory, RunSummary]:
@@ -81,3 +91,36 @@ def privacy(project: ProjectDirectory, run_id: str | None) -> PrivacyReport:
         add_flows(entries),
         measure_privacy(manifest, count_passes(events, len(nodes))),
     )
+
+
+def export(
+    project: ProjectDirectory, run_id: str | None, to: str, output: Path | None, tracking_uri: str | None
+) -> str:
+    """Write run `run_id`, or the latest; returns where it is.
+
+    Raises InputError for an unknown format, a run that does not exist, or a package that is missing.
+    """
+    if to not in FORMATS:
+        raise InputError(f"--to is {to!r}, expected {', '.join(FORMATS)}")
+    if (tracking_uri and to != MLFLOW) or (output and to == MLFLOW):
+        raise InputError("--tracking-uri is for mlflow, --output for the other formats")
+    (run,) = results(project, [run_id] if run_id else [])
+    if to == MLFLOW:
+        return f"run {write_mlflow(run, tracking_uri)} of MLflow"
+    suffix, write = WRITERS[to]
+    path = output or Path(f"{run.summary.run_id}{suffix}")
+    write(run, path)
+    return str(path)
+
+
+def _write_prometheus(run: RunResults, path: Path) -> None:
+    save_text(path, render_prometheus(run))
+    path.chmod(0o644)  # node_exporter runs as another user
+
+
+WRITERS: dict[str, tuple[str, Write]] = {
+    TENSORBOARD: ("-tensorboard", write_tensorboard),
+    PROMETHEUS: (".prom", _write_prometheus),
+    CSV: (".csv", lambda run, path: save_text(path, render_csv([run]))),
+}
+"""By format: what follows the run's id in the name of the file, and what writes it."""

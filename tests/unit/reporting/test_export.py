@@ -10,7 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from csdctl.errors import InputError
 from csdctl.reporting.export import render_prometheus, scalars_of, write_tensorboard
 from csdctl.runs.directory import ProjectDirectory
-from csdctl.workflows.reporting.export import export
+from csdctl.workflows.reporting.report import export
 from tests.unit.reporting.test_page import EVIL, results
 
 

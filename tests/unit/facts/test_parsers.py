@@ -1,8 +1,13 @@
 import pytest
 
-from csdctl.probes.cpu import parse_architecture, parse_cpuinfo
-from csdctl.probes.resources import parse_disk_free, parse_limits, parse_meminfo
-from csdctl.probes.software import parse_glibc, parse_home, parse_python
+from csdctl.facts.hardware import (
+    parse_architecture,
+    parse_cpuinfo,
+    parse_disk_free,
+    parse_limits,
+    parse_meminfo,
+)
+from csdctl.facts.software import parse_glibc, parse_home, parse_python
 
 
 def arm_core(number: int, implementer: str, part: str) -> str:

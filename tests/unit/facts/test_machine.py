@@ -9,12 +9,18 @@ from pkgutil import walk_packages
 
 import pytest
 
-from csdctl import probes
+from csdctl import facts
 from csdctl.errors import RemoteCommandError
+from csdctl.facts.fact import Fact, build_command
+from csdctl.facts.machine import (
+    CLOCK_COMMAND,
+    CONDITION_FACTS,
+    MACHINE_FACTS,
+    ClockTrip,
+    collect_machine_facts,
+    parse_facts,
+)
 from csdctl.fleet.facts import Facts
-from csdctl.probes.condition import CONDITION_PROBES
-from csdctl.probes.machine import CLOCK_COMMAND, PROBES, ClockTrip, collect_machine_facts, parse_facts
-from csdctl.probes.probe import FactProbe, build_command
 from csdctl.transport.local import LocalSession
 from tests.fake_session import FakeSession
 
@@ -26,12 +32,10 @@ def parse(capture: str) -> Facts:
     return parse_facts("csd0", (CAPTURES / f"{capture}.txt").read_text(), TRIPS)
 
 
-def test_every_probe_of_the_room_is_run() -> None:
-    modules = [import_module(module.name) for module in walk_packages(probes.__path__, f"{probes.__name__}.")]
-    defined = {
-        id(value) for module in modules for value in vars(module).values() if isinstance(value, FactProbe)
-    }
-    assert defined <= {id(probe) for probe in (*PROBES, *CONDITION_PROBES)}
+def test_every_fact_is_collected() -> None:
+    modules = [import_module(module.name) for module in walk_packages(facts.__path__, f"{facts.__name__}.")]
+    defined = {id(value) for module in modules for value in vars(module).values() if isinstance(value, Fact)}
+    assert defined <= {id(fact) for fact in (*MACHINE_FACTS, *CONDITION_FACTS)}
 
 
 def test_x86_server_is_parsed() -> None:
@@ -109,13 +113,13 @@ def test_foreign_output_is_an_error() -> None:
         parse_facts("csd0", "This system is for authorised use only.\n", TRIPS)
 
 
-@pytest.mark.parametrize("name", [probe.name for probe in PROBES])
+@pytest.mark.parametrize("name", [fact.name for fact in MACHINE_FACTS])
 def test_empty_probe_output_is_noted_and_others_are_parsed(name: str) -> None:
     text = (CAPTURES / "sample-cortex-a53.txt").read_text()
-    before, after = text.split(f"csdctl-probe:{name}\n")
-    following = after.find("csdctl-probe:")
+    before, after = text.split(f"csdctl-fact:{name}\n")
+    following = after.find("csdctl-fact:")
     facts = parse_facts(
-        "csd0", before + f"csdctl-probe:{name}\n" + (after[following:] if following >= 0 else ""), TRIPS
+        "csd0", before + f"csdctl-fact:{name}\n" + (after[following:] if following >= 0 else ""), TRIPS
     )
     assert [note for note in facts.notes if note.startswith(f"{name} unknown")]
     assert facts.architecture == "aarch64" or name == "architecture"
@@ -142,7 +146,7 @@ def test_this_machine_has_facts(tmp_path: Path) -> None:
 
 def test_limits_come_from_the_environment_of_the_machine(tmp_path: Path) -> None:
     environment = {**os.environ, "CSDCTL_CPU_LIMIT": "0.22", "CSDCTL_MEMORY_LIMIT": "1000000"}
-    command = build_command(PROBES, sys.executable)
+    command = build_command(MACHINE_FACTS, sys.executable)
     printed = subprocess.run(
         command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=True
     ).stdout
@@ -181,9 +185,9 @@ def test_answer_out_of_range_is_noted_and_other_facts_are_kept(
     name: str, answer: str, field: str, note: str
 ) -> None:
     text = (CAPTURES / "sample-cortex-a53.txt").read_text()
-    before, _, rest = text.partition(f"csdctl-probe:{name}\n")
-    _, marker, after = rest.partition("csdctl-probe:")
-    facts = parse_facts("csd0", f"{before}csdctl-probe:{name}\n{answer}\n{marker}{after}", TRIPS)
+    before, _, rest = text.partition(f"csdctl-fact:{name}\n")
+    _, marker, after = rest.partition("csdctl-fact:")
+    facts = parse_facts("csd0", f"{before}csdctl-fact:{name}\n{answer}\n{marker}{after}", TRIPS)
     assert not getattr(facts, field)
     assert facts.architecture == "aarch64"
     assert any(note in shown for shown in facts.notes)

@@ -1,6 +1,6 @@
-"""Probes, and how to run many of them in one round trip.
+"""Facts of a machine, and how to find many of them in one round trip.
 
-A probe is a POSIX shell script and a pure parser of its output. All scripts are sent to the machine as one; a
+A fact is a POSIX shell script and a pure parser of its output. All scripts are sent to the machine as one; a
 marker line precedes the output of each.
 """
 
@@ -15,7 +15,7 @@ from csdctl.errors import RemoteCommandError
 from csdctl.fleet.facts import list_invalid
 from csdctl.notify import shorten
 
-_MARKER = "csdctl-probe:"
+_MARKER = "csdctl-fact:"
 
 MAX_NOTE = 300
 """Characters of a note; a machine may print a megabyte in place of a number."""
@@ -27,7 +27,7 @@ ModelT = TypeVar("ModelT")
 
 
 @dataclass(frozen=True)
-class FactProbe:
+class Fact:
     """`script` runs in a subshell with $1 as the machine's Python; `parse` raises ValueError."""
 
     name: str
@@ -35,24 +35,20 @@ class FactProbe:
     parse: Callable[[str], FactValues]
 
 
-def build_command(probes: Sequence[FactProbe], python: str) -> list[str]:
-    """Build one command that runs all `probes`, even if some of them fail."""
-    scripts = [
-        f"echo '{_MARKER}{probe.name}'\n(\n{probe.script}\n) 2>/dev/null </dev/null" for probe in probes
-    ]
+def build_command(facts: Sequence[Fact], python: str) -> list[str]:
+    """Build one command that finds all `facts`, even if some of them fail."""
+    scripts = [f"echo '{_MARKER}{fact.name}'\n(\n{fact.script}\n) 2>/dev/null </dev/null" for fact in facts]
     return [
         "sh",
         "-c",
         "LC_ALL=C; export LC_ALL\n" + "\n".join(scripts) + "\nexit 0",
-        "csdctl-probes",
+        "csdctl-facts",
         python,
     ]
 
 
-def parse_outputs(
-    probes: Sequence[FactProbe], output: str, machine: str
-) -> tuple[dict[str, object], list[str]]:
-    """Return the values of all `probes`, and a note for each probe with unusable output.
+def parse_outputs(facts: Sequence[Fact], output: str, machine: str) -> tuple[dict[str, object], list[str]]:
+    """Return the values of all `facts`, and a note for each fact with unusable output.
 
     Raises RemoteCommandError when the output has no marker at all.
     """
@@ -66,14 +62,14 @@ def parse_outputs(
         )
     values: dict[str, object] = {}
     notes: list[str] = []
-    for probe in probes:
+    for fact in facts:
         try:
-            values.update(probe.parse(texts.get(probe.name, "")))
+            values.update(fact.parse(texts.get(fact.name, "")))
         except ValidationError as error:
             reasons = "; ".join(list_invalid(error).values())
-            notes.append(shorten(f"{probe.name} unknown: {reasons}", MAX_NOTE))
+            notes.append(shorten(f"{fact.name} unknown: {reasons}", MAX_NOTE))
         except (ValueError, ArithmeticError, RecursionError) as error:
-            notes.append(shorten(f"{probe.name} unknown: {error}", MAX_NOTE))
+            notes.append(shorten(f"{fact.name} unknown: {error}", MAX_NOTE))
     return values, notes
 
 

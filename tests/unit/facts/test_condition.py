@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from csdctl.probes.condition import collect_condition, parse_condition, parse_places
+from csdctl.facts.machine import collect_condition, parse_condition, parse_places
 from csdctl.transport.local import LocalSession
 from tests.patience import scaled
 
@@ -35,7 +35,7 @@ def test_directories_are_parsed_with_space_inodes_and_refusal() -> None:
 
 
 def test_unreadable_directory_is_unknown() -> None:
-    condition = parse_condition("csd0", "csdctl-probe:places\nsh: df: not found\n")
+    condition = parse_condition("csd0", "csdctl-fact:places\nsh: df: not found\n")
     assert condition.home is None
     assert condition.addresses is None
 
@@ -52,13 +52,13 @@ def test_unreadable_directory_is_unknown() -> None:
     ],
 )
 def test_answer_out_of_range_is_unknown(name: str, answer: str, field: str) -> None:
-    condition = parse_condition("csd0", f"csdctl-probe:{name}\n{answer}\n")
+    condition = parse_condition("csd0", f"csdctl-fact:{name}\n{answer}\n")
     assert getattr(condition, field) is None
 
 
 def test_long_refusal_is_shortened() -> None:
     refused = "r" * 900_000
-    condition = parse_condition("csd0", f"csdctl-probe:places\nplace /\nrefused {refused}\nplace /\n")
+    condition = parse_condition("csd0", f"csdctl-fact:places\nplace /\nrefused {refused}\nplace /\n")
     assert condition.home is not None
     assert condition.home.refusal.endswith("(900,000 characters)")
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from csdctl.errors import RemoteCommandError
-from csdctl.probes.imports import find_missing, parse_missing
+from csdctl.facts.software import find_missing, parse_missing
 from csdctl.transport.local import LocalSession
 
 
