@@ -6,34 +6,32 @@ import typer
 
 from csdctl.cli import options
 
-EverythingOption = Annotated[
-    bool,
-    typer.Option("--everything", help="Remove everything csdctl wrote on the nodes, prepared data included."),
-]
-UnusedOption = Annotated[
-    bool,
-    typer.Option(
-        "--unused", help="Remove stored files that no deployed tree uses; they are sent again when needed."
-    ),
-]
-ComputedOption = Annotated[
-    bool,
-    typer.Option(
-        "--computed",
-        help="Remove features and predictions on host and nodes; they are computed again when needed.",
-    ),
-]
-ForceOption = Annotated[
-    bool, typer.Option("--force", help="Also stop a csdctl that is running there now, from any host.")
-]
-
 
 def clean(
     fleet: options.FleetOption = options.DEFAULT_FLEET,
-    everything: EverythingOption = False,
-    unused: UnusedOption = False,
-    computed: ComputedOption = False,
-    force: ForceOption = False,
+    everything: Annotated[
+        bool,
+        typer.Option(
+            "--everything", help="Remove everything csdctl wrote on the nodes, prepared data included."
+        ),
+    ] = False,
+    unused: Annotated[
+        bool,
+        typer.Option(
+            "--unused",
+            help="Remove stored files that no deployed tree uses; they are sent again when needed.",
+        ),
+    ] = False,
+    computed: Annotated[
+        bool,
+        typer.Option(
+            "--computed",
+            help="Remove features and predictions on host and nodes; they are computed again when needed.",
+        ),
+    ] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Also stop a csdctl that is running there now, from any host.")
+    ] = False,
     limit: options.LimitOption = None,
     exclude: options.ExcludeOption = None,
     failed_from: options.FailedFromOption = None,

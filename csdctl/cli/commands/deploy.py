@@ -6,32 +6,30 @@ import typer
 
 from csdctl.cli import options
 
-TreeOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--tree",
-        metavar="SOURCE[:DESTINATION]",
-        help="Copy a directory instead of a job's files; DESTINATION is relative to each node's home.",
-        show_default=False,
-    ),
-]
-IgnoreOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--ignore", help="Exclude matching files from trees; same syntax as .gitignore.", show_default=False
-    ),
-]
-EverythingOption = Annotated[
-    bool, typer.Option("--everything", help="Also copy .git, __pycache__ and .csdctl of trees.")
-]
-
 
 def deploy(
     job: options.JobArgument = options.DEFAULT_JOB,
     fleet: options.FleetOption = options.DEFAULT_FLEET,
-    tree: TreeOption = None,
-    ignore: IgnoreOption = None,
-    everything: EverythingOption = False,
+    tree: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--tree",
+            metavar="SOURCE[:DESTINATION]",
+            help="Copy a directory instead of a job's files; DESTINATION is relative to each node's home.",
+            show_default=False,
+        ),
+    ] = None,
+    ignore: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--ignore",
+            help="Exclude matching files from trees; same syntax as .gitignore.",
+            show_default=False,
+        ),
+    ] = None,
+    everything: Annotated[
+        bool, typer.Option("--everything", help="Also copy .git, __pycache__ and .csdctl of trees.")
+    ] = False,
     dry_run: options.DryRunOption = False,
     limit: options.LimitOption = None,
     exclude: options.ExcludeOption = None,

@@ -1,20 +1,19 @@
 """`csdctl extract`."""
 
-from csdctl.cli import options as common
-from csdctl.cli import train_options as options
+from csdctl.cli import options
 from csdctl.cli.streams import Streams
 
 
 def extract(
-    job: common.JobArgument = common.DEFAULT_JOB,
-    fleet: common.FleetOption = common.DEFAULT_FLEET,
+    job: options.JobArgument = options.DEFAULT_JOB,
+    fleet: options.FleetOption = options.DEFAULT_FLEET,
     plan: options.PlanOption = None,
     batch_size: options.BatchSizeOption = None,
     feature_precision: options.FeaturePrecisionOption = "float32",
     feature_engine: options.FeatureEngineOption = "keras",
-    limit: common.LimitOption = None,
-    exclude: common.ExcludeOption = None,
-    json: common.JsonOption = False,
+    limit: options.LimitOption = None,
+    exclude: options.ExcludeOption = None,
+    json: options.JsonOption = False,
 ) -> None:
     """Compute the output of the model's frozen layers for all samples, where they are stored."""
     from csdctl.cli.render.features import ExtractScreen, extract_document

@@ -19,20 +19,16 @@ class Format(StrEnum):
     SSH_CONFIG = "ssh-config"
 
 
-FormatOption = Annotated[
-    Format,
-    typer.Option("--format", help="ansible: for ansible-playbook -i; ssh-config: for ssh -F; or json."),
-]
-OutputOption = Annotated[
-    Path | None,
-    typer.Option("--output", help="Write to this file instead of stdout.", show_default=False),
-]
-
-
 def inventory(
     fleet: options.FleetOption = options.DEFAULT_FLEET,
-    form: FormatOption = Format.ANSIBLE,
-    output: OutputOption = None,
+    form: Annotated[
+        Format,
+        typer.Option("--format", help="ansible: for ansible-playbook -i; ssh-config: for ssh -F; or json."),
+    ] = Format.ANSIBLE,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", help="Write to this file instead of stdout.", show_default=False),
+    ] = None,
     limit: options.LimitOption = None,
     exclude: options.ExcludeOption = None,
 ) -> None:

@@ -7,20 +7,18 @@ import typer
 from csdctl.cli import options
 from csdctl.cli.streams import Streams
 
-SampleOption = Annotated[
-    str,
-    typer.Option(
-        "--sample",
-        help="First fill the job's data paths with a sample data set: fashion-mnist or openclipart. "
-        "Without job.yaml, fashion-mnist also writes one.",
-    ),
-]
-
 
 def prepare(
     job: options.JobArgument = options.DEFAULT_JOB,
     fleet: options.FleetOption = options.DEFAULT_FLEET,
-    sample: SampleOption = "",
+    sample: Annotated[
+        str,
+        typer.Option(
+            "--sample",
+            help="First fill the job's data paths with a sample data set: fashion-mnist or openclipart. "
+            "Without job.yaml, fashion-mnist also writes one.",
+        ),
+    ] = "",
     dry_run: options.DryRunOption = False,
     limit: options.LimitOption = None,
     exclude: options.ExcludeOption = None,

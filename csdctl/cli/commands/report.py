@@ -9,22 +9,6 @@ from csdctl.cli import options
 from csdctl.cli.completion import complete_runs
 from csdctl.cli.streams import Streams
 
-RunsArgument = Annotated[
-    list[str] | None,
-    typer.Argument(
-        help="Ids of runs, shown side by side; default: the latest.",
-        metavar="[RUN]...",
-        show_default=False,
-        autocompletion=complete_runs,
-    ),
-]
-PrivacyOption = Annotated[
-    bool,
-    typer.Option(
-        "--privacy",
-        help="Show the bytes sent instead, by link and traffic class; with noise, also ε.",
-    ),
-]
 HtmlOption = Annotated[
     Path | None,
     typer.Option(
@@ -34,18 +18,31 @@ HtmlOption = Annotated[
 CsvOption = Annotated[
     Path | None, typer.Option("--csv", metavar="FILE", help="Write a row for each run and epoch.")
 ]
-ScalingOption = Annotated[
-    bool,
-    typer.Option("--scaling", help="Compare runs with 0, 1, 2 … nodes: speed-up, efficiency, energy."),
-]
 
 
 def report(
-    runs: RunsArgument = None,
-    privacy: PrivacyOption = False,
+    runs: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Ids of runs, shown side by side; default: the latest.",
+            metavar="[RUN]...",
+            show_default=False,
+            autocompletion=complete_runs,
+        ),
+    ] = None,
+    privacy: Annotated[
+        bool,
+        typer.Option(
+            "--privacy",
+            help="Show the bytes sent instead, by link and traffic class; with noise, also ε.",
+        ),
+    ] = False,
     html: HtmlOption = None,
     csv: CsvOption = None,
-    scaling: ScalingOption = False,
+    scaling: Annotated[
+        bool,
+        typer.Option("--scaling", help="Compare runs with 0, 1, 2 … nodes: speed-up, efficiency, energy."),
+    ] = False,
     json: options.JsonOption = False,
 ) -> None:
     """Show the results of a run, or of several side by side."""

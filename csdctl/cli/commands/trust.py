@@ -6,15 +6,15 @@ import typer
 
 from csdctl.cli import options
 
-ForgetOption = Annotated[
-    bool,
-    typer.Option("--forget", help="Delete the accepted keys of these nodes, after they were reinstalled."),
-]
-
 
 def trust(
     fleet: options.FleetOption = options.DEFAULT_FLEET,
-    forget: ForgetOption = False,
+    forget: Annotated[
+        bool,
+        typer.Option(
+            "--forget", help="Delete the accepted keys of these nodes, after they were reinstalled."
+        ),
+    ] = False,
     limit: options.LimitOption = None,
     exclude: options.ExcludeOption = None,
     failed_from: options.FailedFromOption = None,
