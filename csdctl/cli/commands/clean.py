@@ -40,8 +40,8 @@ def clean(
     json: options.JsonOption = False,
 ) -> None:
     """Stop processes and remove files that earlier csdctl commands left on the machines."""
-    from csdctl.cli.invocation import Invocation
-    from csdctl.cli.render.clean import clean_document, render_cleaned
+    from csdctl.cli.invocation import Invocation, outcomes_document
+    from csdctl.cli.render.fleet import render_cleaned
     from csdctl.launch.leftovers import CleanupOptions
     from csdctl.workflows.maintenance.clean import clean
 
@@ -62,4 +62,4 @@ def clean(
         is_pruning=unused and not dry_run,
         on_done=lambda outcome: render_cleaned(call.streams.console, outcome, is_dry=dry_run),
     )
-    call.finish(clean_document(outcomes, is_dry=dry_run), outcomes, is_dry=dry_run)
+    call.finish(outcomes_document("csdctl.clean/1", outcomes, is_dry=dry_run), outcomes, is_dry=dry_run)

@@ -37,8 +37,8 @@ def deploy(
     json: options.JsonOption = False,
 ) -> None:
     """Copy a job's files, or directory trees, to every node; send only what is missing there."""
-    from csdctl.cli.invocation import Invocation
-    from csdctl.cli.render.deploy import DeployView, deploy_document, render_deliveries
+    from csdctl.cli.invocation import Invocation, outcomes_document
+    from csdctl.cli.render.deploy import DeployView, render_deliveries
     from csdctl.workflows.data.deployment import DeployRequest, deploy_request
 
     call = Invocation.start("deploy", fleet, limit, exclude, failed_from, json=json)
@@ -50,4 +50,4 @@ def deploy(
         )
     if console.is_terminal:
         render_deliveries(console, outcomes, dry_run=dry_run)
-    call.finish(deploy_document(outcomes, dry_run=dry_run), outcomes, is_dry=dry_run)
+    call.finish(outcomes_document("csdctl.deploy/1", outcomes, is_dry=dry_run), outcomes, is_dry=dry_run)

@@ -67,8 +67,7 @@ def discover(
 ) -> None:
     """Find the machines of a fleet, and record their hardware and software."""
     from csdctl.cli.invocation import Invocation
-    from csdctl.cli.render.discovering import DiscoverView
-    from csdctl.cli.render.fleet import discover_document, render_fleet
+    from csdctl.cli.render.fleet import DiscoverView, discover_document, render_fleet
     from csdctl.cli.streams import Streams
     from csdctl.workflows.discovery.discover import discover
     from csdctl.workflows.discovery.fleet_import import ImportOptions

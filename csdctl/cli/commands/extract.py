@@ -16,7 +16,7 @@ def extract(
     json: options.JsonOption = False,
 ) -> None:
     """Compute the output of the model's frozen layers for all samples, where they are stored."""
-    from csdctl.cli.render.features import ExtractScreen, extract_document
+    from csdctl.cli.render.prepare import PreparationScreen
     from csdctl.job.model import load_job
     from csdctl.worker.protocol.features import FeatureOptions
     from csdctl.workflows.train.extract import ExtractRequest
@@ -29,7 +29,8 @@ def extract(
     check_features(features)
     loaded, chosen = load_job(job), choose_fleet(fleet, limit, exclude)
     request = ExtractRequest(loaded, chosen, streams.directory, features, plan, batch_size)
-    screen = ExtractScreen(streams)
+    screen = PreparationScreen(streams)
     found = run_extraction(request, screen)
     screen.say(found.describe())
-    streams.result(extract_document(found))
+    names = "layer", "shape", "precision", "num_samples", "num_computed", "elapsed_s"
+    streams.result({"schema": "csdctl.extract/1", **{name: getattr(found, name) for name in names}})

@@ -55,8 +55,8 @@ def init(
     json: options.JsonOption = False,
 ) -> None:
     """Write a commented job.yaml, after a look at your model and data."""
-    from csdctl.cli.render.initializing import init_document, render_written
-    from csdctl.cli.render.preparing import PreparingView
+    from csdctl.cli.render.init import init_document, render_written
+    from csdctl.cli.render.prepare import PreparingView
     from csdctl.workflows.data.init import InitRequest, init_job
 
     streams = Streams(is_json=json)

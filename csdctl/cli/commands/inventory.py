@@ -1,6 +1,5 @@
 """`csdctl inventory`."""
 
-import json
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -8,7 +7,7 @@ from typing import Annotated
 import typer
 
 from csdctl.cli import options
-from csdctl.cli.streams import Streams
+from csdctl.cli.streams import Streams, format_json
 
 
 class Format(StrEnum):
@@ -42,7 +41,7 @@ def inventory(
     streams = Streams()
     chosen = choose_fleet(fleet, limit, exclude)
     if form is Format.JSON:
-        text = json.dumps(fleet_document(chosen), indent=2) + "\n"
+        text = format_json(fleet_document(chosen), indent=2) + "\n"
     else:
         text = TEXT_FORMATS[form](chosen, streams.directory)
     if output:

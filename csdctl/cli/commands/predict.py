@@ -58,7 +58,7 @@ def predict(
     json: options.JsonOption = False,
 ) -> None:
     """Run a trained model over samples where they are stored; only its answers are sent."""
-    from csdctl.cli.render.predict import PredictScreen, describe_result, predict_document
+    from csdctl.cli.render.prepare import PreparationScreen
     from csdctl.workflows.predict.predict import predict as run_prediction
     from csdctl.workflows.predict.request import check_request
     from csdctl.workflows.workspace.partial_failure import choose_fleet
@@ -76,8 +76,15 @@ def predict(
         plan_path=plan,
         batch_size=batch_size,
     )
-    screen = PredictScreen(streams)
+    screen = PreparationScreen(streams)
     found = run_prediction(request, screen)
-    screen.say(describe_result(found))
-    streams.result(predict_document(request, found))
+    by_machine = ", ".join(f"{name} {count:,}" for name, count in found.num_rows_of.items())
+    earlier = found.num_rows - found.num_computed
+    screen.say(
+        f"{found.output}: {found.num_rows:,} rows ({by_machine}); {found.num_computed:,} computed, "
+        f"{earlier:,} found, in {found.elapsed_s:.1f} s"
+    )
+    asked = {"model": request.model, "on": request.on, "want": request.want, "layer": request.layer}
+    answers = {name: value for name, value in vars(found).items() if name != "missing"}
+    streams.result({"schema": "csdctl.predict/1", **asked, **answers, "failed": found.missing})
     found.check()

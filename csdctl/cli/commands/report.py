@@ -54,13 +54,13 @@ def report(
     check_report_options(ids, is_privacy=privacy, has_files=bool(html or csv))
     project = ProjectDirectory(streams.directory)
     if scaling:
-        from csdctl.cli.render.scaling import check_scaling_options, show_scaling
+        from csdctl.cli.render.report import check_scaling_options, show_scaling
 
         check_scaling_options(ids, is_privacy=privacy)
         series = reporting.scaling(project, ids)
         show_scaling(streams, series, reporting.write_scaling(series, html, csv))
     elif privacy:
-        from csdctl.cli.render.privacy import show_privacy
+        from csdctl.cli.render.report import show_privacy
 
         show_privacy(streams, reporting.privacy(project, ids[0] if ids else None))
     elif html or csv:

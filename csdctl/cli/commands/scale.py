@@ -40,7 +40,8 @@ def scale(
     json: options.JsonOption = False,
 ) -> None:
     """Train with 0, 1, 2 … nodes, and show speed-up, efficiency and energy."""
-    from csdctl.cli.render.scaling import show_points, show_series, train_point
+    from csdctl.cli.render.report import show_points, show_series
+    from csdctl.cli.render.train import train_point
     from csdctl.job.model import load_job
     from csdctl.tuning.series import KINDS, STRONG, WEAK
     from csdctl.workflows.forecast.request import parse_node_counts

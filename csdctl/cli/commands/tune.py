@@ -91,7 +91,7 @@ def tune(
     json: options.JsonOption = False,
 ) -> None:
     """Measure the machines and write the plan with the highest throughput."""
-    from csdctl.cli.render.tuning import TuningScreen, plan_document, render_plan
+    from csdctl.cli.render.tune import TuningScreen, plan_document, render_plan
     from csdctl.job.model import load_job
     from csdctl.tuning.search import Limits
     from csdctl.workflows.tune.options import TuneOptions

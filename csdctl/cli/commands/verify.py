@@ -1,6 +1,5 @@
 """`csdctl verify`."""
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -30,8 +29,8 @@ def verify(
     json: options.JsonOption = False,
 ) -> None:
     """Check that your fleet computes the same gradient of your model as one process."""
-    from csdctl.cli.render.preparing import PreparationScreen
-    from csdctl.cli.render.privacy import inversion_document
+    from csdctl.cli.render.prepare import PreparationScreen
+    from csdctl.cli.render.report import inversion_document
     from csdctl.cli.render.verify import describe_features, render_verified, verify_document
     from csdctl.errors import RunError
     from csdctl.job.model import load_job
@@ -57,7 +56,7 @@ def verify(
         document["inversion"] = inversion_document(found.inversion)
     if found.features:
         streams.console.print(f"stored features: {describe_features(found.features)}", soft_wrap=True)
-        document["features"] = {node: asdict(one) for node, one in found.features.items()}
+        document["features"] = found.features
     streams.result(document)
     found.check_features()
     if not verdict.is_equal:

@@ -1,7 +1,6 @@
 """The checks of `doctor`: a table that fills on a terminal, plain lines elsewhere, and JSON."""
 
 from collections.abc import Sequence
-from dataclasses import asdict
 
 from rich import box
 from rich.table import Table
@@ -15,7 +14,6 @@ from csdctl.fleet.model import Fleet
 from csdctl.reporting.numbers import format_count
 from csdctl.workflows.preflight.examination import Examination, describe
 
-SCHEMA = "csdctl.doctor/1"
 MAX_ROWS = 40
 """With more machines than this, only those with a warning or a failure have a row."""
 
@@ -112,13 +110,13 @@ class ExaminationView(View):
 def doctor_document(examination: Examination, settings: Sequence[Setting]) -> dict[str, object]:
     """Return the `csdctl.doctor/1` document."""
     return {
-        "schema": SCHEMA,
-        "fleet": str(examination.fleet.path),
+        "schema": "csdctl.doctor/1",
+        "fleet": examination.fleet.path,
         "emulated": examination.fleet.emulated,
         "is_fit": not examination.red and not examination.overdue,
         "overdue": examination.overdue or None,
-        "checks": [asdict(check) for check in examination.checks],
-        "settings": [asdict(setting) for setting in settings],
+        "checks": examination.checks,
+        "settings": settings,
     }
 
 

@@ -1,12 +1,10 @@
 """The output of `prepare --dry-run` and `train --dry-run`."""
 
-from dataclasses import asdict
-
 from rich import box
 from rich.table import Table
 
-from csdctl.cli.render.training import TrainingScreen
-from csdctl.cli.render.tuning import plan_document, render_plan
+from csdctl.cli.render.train import TrainingScreen
+from csdctl.cli.render.tune import plan_document, render_plan
 from csdctl.cli.streams import Streams
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.workflows.data.rehearsal import Rehearsal
@@ -26,7 +24,7 @@ def show_rehearsal(streams: Streams, rehearsal: Rehearsal) -> None:
         streams.say(f"these paths would first be filled with the sample {rehearsal.sample}")
     streams.say(_describe_samples(rehearsal.num_samples))
     streams.say("dry run: nothing was prepared")
-    streams.result({"schema": "csdctl.prepare.dry-run/1", **asdict(rehearsal)})
+    streams.result({"schema": "csdctl.prepare.dry-run/1", **vars(rehearsal)})
     rehearsal.check()
 
 

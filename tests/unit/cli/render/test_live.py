@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from csdctl.cli.console import PrintableConsole
-from csdctl.cli.render.live import TrainingView
-from csdctl.cli.render.rank_rows import TRAINING, RankRow, choose_rows, draw_curve
+from csdctl.cli.render.fleet_view import TRAINING, RankRow, choose_rows, draw_curve
+from csdctl.cli.render.train import TrainingView
 from csdctl.worker.protocol.events import Evaluating, Joined, LinkLost, NodeLost, Progress, Ready
 from csdctl.worker.protocol.recipe import Recipe
 from csdctl.worker.protocol.run_spec import RankSpec, RunSpec, Runtime

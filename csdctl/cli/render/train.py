@@ -1,27 +1,40 @@
-"""A run while it trains: a live table on a terminal and in a notebook, plain lines elsewhere."""
+"""A training: messages, checks before it, progress of preparing, and the live view."""
 
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from math import ceil
+from types import TracebackType
 from typing import TypeVar
 
 from rich.text import Text
 
 from csdctl.cli.console import PrintableConsole
-from csdctl.cli.render.bottleneck import BottleneckLine
-from csdctl.cli.render.fleet_view import WIDE, WIDER, Column, FleetView, draw_bar, show_elapsed
-from csdctl.cli.render.rank_rows import (
+from csdctl.cli.render.fleet_view import (
     DONE,
     READY,
     STARTING,
     TRAINING,
+    WIDE,
+    WIDER,
+    Column,
+    FleetView,
     RankRow,
     ShownRow,
+    draw_bar,
     draw_curve,
     mean,
+    show_elapsed,
     span,
 )
+from csdctl.cli.render.prepare import PreparationScreen
+from csdctl.cli.render.report import REACHABLE, format_epsilon, report_document
+from csdctl.cli.streams import Streams
+from csdctl.fleet.checks import Status, fold
 from csdctl.fleet.ranges import show_names
+from csdctl.reporting.bottleneck import Bottleneck, find_bottleneck
+from csdctl.reporting.differential_privacy import Privacy, plan_privacy
 from csdctl.reporting.numbers import (
     format_bytes,
     format_loss,
@@ -32,6 +45,8 @@ from csdctl.reporting.numbers import (
     name_metrics,
 )
 from csdctl.reporting.privacy import describe_inversion
+from csdctl.reporting.series import SeriesBuilder
+from csdctl.runs.directory import RunDirectory
 from csdctl.worker.protocol.events import (
     EARLY_STOPPING,
     CheckpointSaved,
@@ -49,16 +64,109 @@ from csdctl.worker.protocol.events import (
     Ready,
     Rebalanced,
     WaitingFor,
+    event_document,
 )
-from csdctl.worker.protocol.run_spec import RunSpec
+from csdctl.worker.protocol.run_spec import RankSpec, RunSpec
+from csdctl.workflows.preflight.examination import Examination, describe
+from csdctl.workflows.train.scale import Point
+from csdctl.workflows.train.session import TrainRequest, TrainResult, run_training
+from csdctl.workflows.train.train import RunStopped
+
+MAX_NAMED = 8
+INTERVAL_S, INTERVAL_SHARE = 5.0, 1 / 64
+"""Minimum interval between two searches for a bottleneck, and the same as a share of the run so far. The
+figures of a long run change slowly, and a new watcher reads all of its events."""
+SILENT_S = 10.0
+"""Seconds without news of any step after which the headline says so."""
+MAX_POINTS = 2000
+
+
+def format_shards(spec: RunSpec) -> list[str]:
+    """Describe the shards, how often private samples are read, and which nodes make the epoch longer."""
+    if len(spec.ranks) <= MAX_NAMED:
+        lines = [f"shards: {'; '.join(_describe_shard(rank) for rank in spec.ranks)}"]
+    else:
+        sizes = [rank.num_private + rank.num_public for rank in spec.ranks]
+        lines = [f"shards: {min(sizes):,} to {max(sizes):,} samples a rank"]
+    repeating = [rank for rank in spec.ranks if rank.num_repeated]
+    for rank in repeating[:MAX_NAMED]:
+        different = rank.num_private - rank.num_repeated
+        weight = f", each with weight {rank.weight:.2f}" if rank.weight != 1.0 else ""
+        lines.append(
+            f"{rank.node}: {different:,} private samples are read "
+            f"{rank.num_private / different:.2f} times an epoch{weight}"
+        )
+    if len(repeating) > MAX_NAMED:
+        lines.append(f"and {len(repeating) - MAX_NAMED} more nodes read private samples more than once")
+    return lines + _describe_late(spec)
+
+
+def _describe_shard(rank: RankSpec) -> str:
+    parts = [(rank.num_private, "private"), (rank.num_public, "public")]
+    return f"{rank.node} {', '.join(f'{count:,} {name}' for count, name in parts if count) or 'nothing'}"
+
+
+def _describe_late(spec: RunSpec) -> list[str]:
+    """Name the nodes whose private samples take more steps than the shards of other ranks."""
+    steps = {
+        rank.node: ceil((rank.num_private + rank.num_public) / rank.batch_size)
+        for rank in spec.ranks
+        if rank.batch_size
+    }
+    least = min(steps.values())
+    late = [node for node, count in steps.items() if count > least + 1]
+    if not late:
+        return []
+    return [
+        f"private samples of {', '.join(late[:MAX_NAMED])} take up to {max(steps.values()):,} steps, "
+        f"other ranks have samples for {least:,}: more public data, or larger batches there, would help"
+    ]
+
+
+class BottleneckLine:
+    """Takes the events of a run, and tells who holds the others back, since when, and why."""
+
+    def __init__(self, nodes: Sequence[str]) -> None:
+        """`nodes` of the ranks, in order."""
+        self._nodes = nodes
+        self._series = SeriesBuilder(nodes)
+        self._start_s: float | None = None
+        self._looked_at = 0.0
+        self._bottleneck: Bottleneck | None = None
+        self._said: tuple[int | None, str] | None = None
+
+    def add(self, now: float, event: Event) -> str:
+        """Add an event at `now`, in seconds; return a line if another rank, or another cause, is found."""
+        if self._start_s is None:
+            self._start_s = self._looked_at = now
+        self._series.add(now, event)
+        if now - self._looked_at < max(INTERVAL_S, INTERVAL_SHARE * (now - self._start_s)):
+            return ""
+        self._looked_at = now
+        self._bottleneck = find_bottleneck(self._series.build(), is_now=True)
+        found = self._bottleneck and (self._bottleneck.rank, self._bottleneck.cause)
+        if not found or found == self._said:
+            return ""
+        self._said = found
+        return self.describe(now)
+
+    def describe(self, now: float) -> str:
+        """Return who holds the others back, as a line; nothing where nobody does."""
+        bottleneck = self._bottleneck
+        if bottleneck is None or self._start_s is None:
+            return ""
+        if bottleneck.rank is None:
+            return f"link: {bottleneck.why}"
+        held_s = max(0.0, now - self._start_s - bottleneck.since_s)
+        node = self._nodes[bottleneck.rank]
+        held = f"{node} has held the others back for {show_elapsed(held_s)}"
+        return f"{held} ({bottleneck.cause}): {bottleneck.why}"
+
 
 STATES: dict[type[Event], str] = {Ready: READY, NodeBack: "back", Finished: DONE}
-"""Of the rank that an event is about."""
+"""State of a rank after an event about it."""
 STANDSTILLS: dict[type[Event], str] = {LinkLost: "waiting for others", NodeLost: "lost", Failed: "failed"}
-"""The same, where it takes no steps."""
-SILENT_S = 10.0
-"""Without news of any step: the headline says so."""
-MAX_POINTS = 2000
+"""State of a rank after an event about it, where it takes no steps."""
 RankRowT = TypeVar("RankRowT", bound=RankRow)
 
 
@@ -322,3 +430,115 @@ def _format_epoch(event: EpochEnd, epochs: int) -> str:
         return line
     metrics = format_metrics(event.validation_accuracy, event.validation_metrics)
     return f"{line}; validation loss {format_loss(event.validation_loss)}{metrics}"
+
+
+class TrainingScreen(PreparationScreen):
+    """Shows one `csdctl train`; a context manager that closes the live view, which opens with the run."""
+
+    def __init__(self, streams: Streams, *, emulated: bool) -> None:
+        super().__init__(streams)
+        self._emulated = emulated
+        self._stack = ExitStack()
+        self._view: TrainingView | None = None
+        self.run: RunDirectory | None = None
+        """The run; None before it has started."""
+
+    def __enter__(self) -> "TrainingScreen":
+        return self
+
+    def __exit__(
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def on_preflight(self, examination: Examination) -> None:
+        """Show a line for each amber check, and the MPI check unless something is red."""
+        for check, machines in fold(examination.checks):
+            if check.status == Status.WARN:
+                self.say(f"amber: {', '.join(machines)}: {describe(check)}")
+                if check.remedy:
+                    self.say(f"  → {check.remedy}")
+        if examination.red or examination.overdue:
+            return
+        for check in examination.checks:
+            if check.check == "allreduce":
+                self.say(f"preflight: {check.found}")
+
+    def on_start(self, run: RunDirectory, spec: RunSpec, num_steps: int) -> None:
+        """Show the run and its shards, and open the live view."""
+        self.run = run
+        self._streams.result_line({"schema": "csdctl.train/1", "run": run.run_id, "path": str(run.path)})
+        self.say(f"run {run.run_id}: {len(spec.ranks)} ranks, {num_steps} steps per epoch")
+        for line in format_shards(spec):
+            self.say(line)
+        events = run.read_events([rank.node for rank in spec.ranks]) if run.events.exists() else ()
+        if planned := plan_privacy(spec, events):
+            self._show_privacy(planned, f"after {spec.recipe.epochs} epochs, if nothing is lost, ")
+        self._view = self._stack.enter_context(
+            TrainingView(self._streams.views, spec, num_steps, emulated=self._emulated)
+        )
+
+    def on_event(self, event: Event) -> None:
+        """Show one event."""
+        self._streams.result_line(event_document(event))
+        if self._view:
+            self._view.show(event)
+
+    def finish(self, result: TrainResult) -> None:
+        """Show the results in a few lines; `csdctl report` shows all of them."""
+        self._stack.close()
+        summary, path = result.summary, str(result.directory.path)
+        if result.was_complete:
+            self.say(f"run {summary.run_id} is complete: nothing to resume")
+            self._streams.result_line(report_document(summary, path))
+            return
+        efficiency = (
+            ""
+            if summary.efficiency is None or summary.strategy not in REACHABLE
+            else f" ({format_share(summary.efficiency)} of what {REACHABLE[summary.strategy]})"
+        )
+        validation = format_metrics(summary.validation_accuracy, summary.validation_metrics)
+        reached = validation.replace(", ", ", validation ", 1) or f", loss {format_loss(summary.loss)}"
+        self.say(
+            f"done: {format_rate(summary.samples_per_s)} samples/s{efficiency}{reached}; "
+            "`csdctl report` shows more"
+        )
+        if summary.privacy:
+            self._show_privacy(summary.privacy, "released: ")
+        self.say(f"run directory: {path}")
+        if summary.state == "stopped":  # by a callback
+            self._say_resume(summary.run_id)
+        self._streams.result_line(report_document(summary, path))
+
+    def stopped(self, stopped: RunStopped) -> None:
+        """Show that the run has stopped, and how to resume it."""
+        self._stack.close()
+        assert self.run is not None
+        self.say("stopped; the state of the last completed step is kept")
+        if stopped.summary.privacy:
+            self._show_privacy(stopped.summary.privacy, "released so far: ")
+        self.say(f"run directory: {self.run.path}")
+        self._say_resume(stopped.run_id)
+        self._streams.result_line(report_document(stopped.summary, str(self.run.path)))
+
+    def _say_resume(self, run_id: str) -> None:
+        self.say(f"to resume: csdctl train --resume {run_id}")
+
+    def _show_privacy(self, privacy: Privacy, when: str) -> None:
+        for line in format_epsilon(privacy):
+            self.say(when + line)
+
+
+def train_point(streams: Streams, point: Point, request: TrainRequest) -> TrainResult:
+    """Train one point as `train` does, with its live view; raises what `train` raises."""
+    streams.say(f"{point.kind} scaling, nodes: {point.num_nodes}, global batch {point.plan.global_batch:,}")
+    screen = TrainingScreen(streams, emulated=request.fleet.emulated)
+    with screen:
+        try:
+            result = run_training(request, screen)
+        except RunStopped as stopped:
+            screen.stopped(stopped)
+            streams.say("the same command trains the points that are missing")
+            raise
+        screen.finish(result)
+        return result
