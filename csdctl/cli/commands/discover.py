@@ -10,8 +10,6 @@ from csdctl.cli import options
 from csdctl.errors import InputError
 
 if TYPE_CHECKING:
-    from csdctl.cli.streams import Streams
-    from csdctl.workflows.discovery.fleet_import import ImportOptions
     from csdctl.workflows.discovery.inventory_sources import NodeSource
 
 
@@ -67,15 +65,17 @@ def discover(
 ) -> None:
     """Find the machines of a fleet, and record their hardware and software."""
     from csdctl.cli.invocation import Invocation
-    from csdctl.cli.render.fleet import DiscoverView, discover_document, render_fleet
+    from csdctl.cli.render.fleet import DiscoverView, discover_document, render_fleet, show_imported
     from csdctl.cli.streams import Streams
     from csdctl.workflows.discovery.discover import discover
-    from csdctl.workflows.discovery.fleet_import import ImportOptions
+    from csdctl.workflows.discovery.fleet_import import ImportOptions, import_fleet
 
     source = _parse_source(cidr or [], interface, user, key, port, inventory, ssh_config)
     if source:
         import_options = ImportOptions(limit or (), exclude or (), is_overwriting=force, is_dry_run=dry_run)
-        _import_fleet(source, fleet, import_options, Streams(is_json=json))
+        streams = Streams(is_json=json)
+        found = import_fleet(source, fleet, import_options, directory=streams.directory)
+        show_imported(streams, found, source.name, is_dry_run=dry_run)
         if dry_run:
             return
         limit, exclude = None, None  # the file lists only the nodes that they select
@@ -118,14 +118,3 @@ def _parse_source(
             remedy="choose one of --cidr, --inventory and --ssh-config",
         )
     return sources[0] if sources else None
-
-
-def _import_fleet(
-    source: "NodeSource", path: Path, import_options: "ImportOptions", streams: "Streams"
-) -> None:
-    """Write the fleet file from `source`, or print it in a dry run."""
-    from csdctl.cli.render.fleet import show_imported
-    from csdctl.workflows.discovery.fleet_import import import_fleet
-
-    found = import_fleet(source, path, import_options, directory=streams.directory)
-    show_imported(streams, found, source.name, is_dry_run=import_options.is_dry_run)

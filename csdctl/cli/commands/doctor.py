@@ -44,8 +44,7 @@ def doctor(
 ) -> None:
     """Check that the machines can train together, and report how to fix what fails."""
     from csdctl.cli.invocation import Invocation
-    from csdctl.cli.render.doctor import ExaminationView, doctor_document
-    from csdctl.cli.settings import list_settings
+    from csdctl.cli.render.doctor import ExaminationView, doctor_document, list_settings
     from csdctl.workflows.data.imports import read_imports
     from csdctl.workflows.preflight.doctor import DoctorOptions, examine
 

@@ -25,8 +25,7 @@ def prepare(
     json: options.JsonOption = False,
 ) -> None:
     """Convert data and model to the format that training reads; data stays where it is."""
-    from csdctl.cli.render.prepare import PreparingView, prepare_document, render_prepared
-    from csdctl.cli.render.rehearsal import show_rehearsal
+    from csdctl.cli.render.prepare import PreparingView, prepare_document, render_prepared, show_rehearsal
     from csdctl.job.model import load_job
     from csdctl.workflows.data.demo import write_sample_job
     from csdctl.workflows.data.preparation import prepare_fleet

@@ -129,8 +129,7 @@ def train(
 
 def _train(streams: Streams, request: "TrainRequest", notify: str | None, *, is_dry_run: bool) -> None:
     """Train, and tell another program of the end; or show what would be trained."""
-    from csdctl.cli.render.rehearsal import show_training_rehearsal
-    from csdctl.cli.render.train import TrainingScreen
+    from csdctl.cli.render.train import TrainingScreen, show_training_rehearsal
     from csdctl.workflows.runs.notification import notifying, parse_command
     from csdctl.workflows.train.session import run_training
     from csdctl.workflows.train.train import RunStopped

@@ -26,7 +26,8 @@ from csdctl.cli.console import PrintableConsole
 from csdctl.cli.render.view import View, live_on
 from csdctl.fleet.ranges import fold_names
 from csdctl.notify import make_printable
-from csdctl.reporting.numbers import format_seconds
+from csdctl.reporting.numbers import format_seconds, format_share
+from csdctl.worker.protocol.events import EpochEnd, Progress
 
 STARTING, READY, TRAINING, DONE = "starting", "ready", "training", "done"
 WELL = (STARTING, READY, TRAINING, DONE)
@@ -86,6 +87,16 @@ class RankRow:
     memory_bytes: int | None = None
     temperature_c: float | None = None
 
+    def take(self, event: Progress | EpochEnd) -> None:
+        """Take what the rank reports of its latest steps."""
+        self.state = TRAINING
+        if event.steps:
+            self.compute_s, self.wait_s = event.compute_s / event.steps, event.wait_s / event.steps
+            self.others_s = None if event.others_s is None else event.others_s / event.steps
+        self.rate = event.samples / event.wall_s if event.wall_s else None
+        if isinstance(event, Progress):
+            self.memory_bytes, self.temperature_c = event.memory_bytes, event.temperature_c
+
     def stand_still(self, state: str) -> None:
         """Show a state in which no steps are taken."""
         self.state, self.rate = state, None
@@ -121,6 +132,9 @@ class RankRow:
     def kind(self) -> Hashable:
         """Ranks with one batch size are alike."""
         return self.state, self.batch_size
+
+
+RankRowT = TypeVar("RankRowT", bound=RankRow)
 
 
 @dataclass(frozen=True)
@@ -379,3 +393,19 @@ def draw_bar(
     *parts, rest = draw_shares(shares, width)
     drawn = [(mark * count, style) for mark, count, style in zip("█▒", parts, styles, strict=False)]
     return Text.assemble(*drawn, ("░" * rest, "dim"), after)
+
+
+def draw_waiting(row: ShownRow[RankRowT], width: int) -> Text:
+    """Return a bar of computing, waiting for others and the sum, and the share of the last two.
+
+    Empty before the first step.
+    """
+    compute_s, held_s, sum_s = (
+        mean(values) or 0.0
+        for values in zip(*((rank.compute_s, rank.held_s, rank.sum_s) for rank in row.members), strict=True)
+    )
+    step_s = compute_s + held_s + sum_s
+    if step_s <= 0:
+        return Text()
+    shares = compute_s / step_s, held_s / step_s
+    return draw_bar(shares, width, f" {format_share(1 - shares[0])}", ("green", "yellow"))

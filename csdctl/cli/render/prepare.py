@@ -5,7 +5,10 @@ import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+from rich import box
+from rich.table import Table
 from rich.text import Text
 
 from csdctl.cli.console import PrintableConsole
@@ -26,6 +29,9 @@ from csdctl.reporting.numbers import format_bytes, format_rate, format_seconds, 
 from csdctl.shipping.deliver import Delivery
 from csdctl.worker.protocol.datasets import DatasetInfo, PrepareProgress
 from csdctl.workflows.data.prepare import OnPrepareProgress, Prepared
+
+if TYPE_CHECKING:
+    from csdctl.workflows.data.rehearsal import Rehearsal  # loads numpy, which `prepare` alone needs
 
 LINE_INTERVAL_S = 10.0
 """Seconds between two lines about one data set, without a terminal."""
@@ -288,3 +294,27 @@ def prepare_document(prepared: Prepared) -> dict[str, object]:
         },
         "model": prepared.model.info,
     }
+
+
+def show_rehearsal(streams: Streams, rehearsal: "Rehearsal") -> None:
+    """Print the data that `prepare` would read; raises InputError when some is not there."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for column in ("machine", "data", "path", "found"):
+        table.add_column(column, overflow="fold")
+    for source in rehearsal.sources:
+        style = "bold red" if source.found in ("missing", "unreadable") and not rehearsal.sample else ""
+        table.add_row(source.machine, source.data, source.path, source.found, style=style)
+    streams.console.print(table)
+    if rehearsal.sample:
+        streams.say(f"these paths would first be filled with the sample {rehearsal.sample}")
+    streams.say(describe_samples(rehearsal.num_samples))
+    streams.say("dry run: nothing was prepared")
+    streams.result({"schema": "csdctl.prepare.dry-run/1", **vars(rehearsal)})
+    rehearsal.check()
+
+
+def describe_samples(num_samples: int | None) -> str:
+    """Return how many samples a job had when it was last prepared."""
+    if num_samples is None:
+        return "the data of this job has not been prepared before"
+    return f"{num_samples:,} samples when this job was last prepared"

@@ -79,12 +79,19 @@ def show_files(streams: Streams, paths: Sequence[Path]) -> None:
         streams.say(f"wrote {path} ({format_bytes(path.stat().st_size)})")
 
 
-def check_report_options(run_ids: Sequence[str], *, is_privacy: bool, has_files: bool) -> None:
+def check_options(run_ids: Sequence[str], *, is_privacy: bool, is_scaling: bool, has_files: bool) -> None:
     """Raise InputError for options that exclude each other."""
     if is_privacy and (has_files or len(run_ids) > 1):
         raise InputError(
             "--privacy shows one run in the terminal; received more runs, --html or --csv",
             remedy="leave out --privacy: the HTML report has bytes by class too",
+        )
+    if is_privacy and is_scaling:
+        raise InputError("--scaling and --privacy exclude each other", remedy="give one of them")
+    if is_scaling and len(run_ids) < 2:
+        raise InputError(
+            f"--scaling compares runs; received {len(run_ids)}",
+            remedy="csdctl report --scaling RUN RUN …, one for each number of nodes",
         )
 
 
@@ -269,17 +276,6 @@ def privacy_document(found: PrivacyReport) -> dict[str, object]:
         "remarks": remarks,
         "inversion": inversion_document(found.inversion) if has_activations(found) else None,
     }
-
-
-def check_scaling_options(run_ids: Sequence[str], *, is_privacy: bool) -> None:
-    """Raise InputError for what --scaling cannot go with."""
-    if is_privacy:
-        raise InputError("--scaling and --privacy exclude each other", remedy="give one of them")
-    if len(run_ids) < 2:
-        raise InputError(
-            f"--scaling compares runs; received {len(run_ids)}",
-            remedy="csdctl report --scaling RUN RUN …, one for each number of nodes",
-        )
 
 
 def show_scaling(streams: Streams, series: ScalingSeries, files: Sequence[Path]) -> None:

@@ -4,9 +4,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from math import ceil
 from types import TracebackType
-from typing import TypeVar
 
 from rich.text import Text
 
@@ -21,15 +19,15 @@ from csdctl.cli.render.fleet_view import (
     Column,
     FleetView,
     RankRow,
-    ShownRow,
-    draw_bar,
     draw_curve,
+    draw_waiting,
     mean,
     show_elapsed,
     span,
 )
-from csdctl.cli.render.prepare import PreparationScreen
+from csdctl.cli.render.prepare import PreparationScreen, describe_samples
 from csdctl.cli.render.report import REACHABLE, format_epsilon, report_document
+from csdctl.cli.render.tune import plan_document, render_plan
 from csdctl.cli.streams import Streams
 from csdctl.fleet.checks import Status, fold
 from csdctl.fleet.ranges import show_names
@@ -46,7 +44,7 @@ from csdctl.reporting.numbers import (
 )
 from csdctl.reporting.privacy import describe_inversion
 from csdctl.reporting.series import SeriesBuilder
-from csdctl.runs.directory import RunDirectory
+from csdctl.runs.directory import ProjectDirectory, RunDirectory
 from csdctl.worker.protocol.events import (
     EARLY_STOPPING,
     CheckpointSaved,
@@ -69,7 +67,7 @@ from csdctl.worker.protocol.events import (
 from csdctl.worker.protocol.run_spec import RankSpec, RunSpec
 from csdctl.workflows.preflight.examination import Examination, describe
 from csdctl.workflows.train.scale import Point
-from csdctl.workflows.train.session import TrainRequest, TrainResult, run_training
+from csdctl.workflows.train.session import TrainRequest, TrainResult, rehearse_training, run_training
 from csdctl.workflows.train.train import RunStopped
 
 MAX_NAMED = 8
@@ -79,6 +77,10 @@ figures of a long run change slowly, and a new watcher reads all of its events."
 SILENT_S = 10.0
 """Seconds without news of any step after which the headline says so."""
 MAX_POINTS = 2000
+STATES: dict[type[Event], str] = {Ready: READY, NodeBack: "back", Finished: DONE}
+"""State of a rank after an event about it."""
+STANDSTILLS: dict[type[Event], str] = {LinkLost: "waiting for others", NodeLost: "lost", Failed: "failed"}
+"""State of a rank after an event about it, where it takes no steps."""
 
 
 def format_shards(spec: RunSpec) -> list[str]:
@@ -109,7 +111,7 @@ def _describe_shard(rank: RankSpec) -> str:
 def _describe_late(spec: RunSpec) -> list[str]:
     """Name the nodes whose private samples take more steps than the shards of other ranks."""
     steps = {
-        rank.node: ceil((rank.num_private + rank.num_public) / rank.batch_size)
+        rank.node: math.ceil((rank.num_private + rank.num_public) / rank.batch_size)
         for rank in spec.ranks
         if rank.batch_size
     }
@@ -161,13 +163,6 @@ class BottleneckLine:
         node = self._nodes[bottleneck.rank]
         held = f"{node} has held the others back for {show_elapsed(held_s)}"
         return f"{held} ({bottleneck.cause}): {bottleneck.why}"
-
-
-STATES: dict[type[Event], str] = {Ready: READY, NodeBack: "back", Finished: DONE}
-"""State of a rank after an event about it."""
-STANDSTILLS: dict[type[Event], str] = {LinkLost: "waiting for others", NodeLost: "lost", Failed: "failed"}
-"""State of a rank after an event about it, where it takes no steps."""
-RankRowT = TypeVar("RankRowT", bound=RankRow)
 
 
 class TrainingView(FleetView[RankRow]):
@@ -277,7 +272,7 @@ class TrainingView(FleetView[RankRow]):
 
     def _show_totals(self, event: Progress | EpochEnd, row: RankRow) -> None:
         """Show what a rank has done; a short epoch has only its end."""
-        take_totals(row, event)
+        row.take(event)
         self._evaluating, self._step_at = "", self._clock()
         if event.rank != 0:
             return
@@ -386,33 +381,6 @@ def _largest(values: Sequence[float | None]) -> float | None:
 def _degrees(values: Sequence[float | None]) -> str:
     hottest = _largest(values)
     return "–" if hottest is None else f"{hottest:.0f}"
-
-
-def take_totals(row: RankRow, event: Progress | EpochEnd) -> None:
-    """Take what a rank reports of its latest steps."""
-    row.state = TRAINING
-    if event.steps:
-        row.compute_s, row.wait_s = event.compute_s / event.steps, event.wait_s / event.steps
-        row.others_s = None if event.others_s is None else event.others_s / event.steps
-    row.rate = event.samples / event.wall_s if event.wall_s else None
-    if isinstance(event, Progress):
-        row.memory_bytes, row.temperature_c = event.memory_bytes, event.temperature_c
-
-
-def draw_waiting(row: ShownRow[RankRowT], width: int) -> Text:
-    """Return a bar of computing, waiting for others and the sum, and the share of the last two.
-
-    Empty before the first step.
-    """
-    compute_s, held_s, sum_s = (
-        mean(values) or 0.0
-        for values in zip(*((rank.compute_s, rank.held_s, rank.sum_s) for rank in row.members), strict=True)
-    )
-    step_s = compute_s + held_s + sum_s
-    if step_s <= 0:
-        return Text()
-    shares = compute_s / step_s, held_s / step_s
-    return draw_bar(shares, width, f" {format_share(1 - shares[0])}", ("green", "yellow"))
 
 
 def _seconds(values: Sequence[float]) -> str:
@@ -542,3 +510,31 @@ def train_point(streams: Streams, point: Point, request: TrainRequest) -> TrainR
             raise
         screen.finish(result)
         return result
+
+
+def show_training_rehearsal(streams: Streams, request: TrainRequest) -> None:
+    """Examine the machines and print the plan that `train` would follow; raises CsdctlError as it does."""
+    with TrainingScreen(streams, emulated=request.fleet.emulated) as screen:
+        found = rehearse_training(request, screen)
+    if request.batch_size:
+        path = "none: --batch-size"
+    else:
+        project = ProjectDirectory(streams.directory)
+        path = str(found.run.manifest if found.run else request.plan_path or project.plan(request.job.name))
+    render_plan(streams.console, found.plan, path)
+    behind = f" behind {found.cut}" if found.cut else ""
+    streams.say(f"would train: {found.strategy}{behind}, collective {request.options.collective}")
+    if found.run:
+        streams.say(f"would resume run {found.run.run_id}")
+    streams.say(describe_samples(found.num_samples))
+    streams.say("dry run: nothing was prepared or trained")
+    document = {
+        "schema": "csdctl.train.dry-run/1",
+        "resume": found.run.run_id if found.run else None,
+        "strategy": found.strategy,
+        "cut": found.cut,
+        "collective": request.options.collective,
+        "num_samples": found.num_samples,
+        "plan": plan_document(found.plan, path),
+    }
+    streams.result(document)

@@ -17,12 +17,12 @@ from csdctl.cli.render.fleet_view import (
     Column,
     FleetView,
     RankRow,
+    draw_waiting,
     mean,
     show_elapsed,
     span,
 )
 from csdctl.cli.render.prepare import PreparationScreen
-from csdctl.cli.render.train import draw_waiting, take_totals
 from csdctl.fleet.ranges import show_names
 from csdctl.reporting.numbers import format_bytes, format_rate, format_seconds, format_share
 from csdctl.tuning.plan import Plan, RankPlan, StrategyPlan
@@ -91,10 +91,11 @@ class TuningView(FleetView[TuneRow]):
         self._print_headline_if_due()
 
     def on_probes(self, results: Mapping[str, ProbeResult | None]) -> None:
-        """Count a round, whose results are printed elsewhere."""
+        """Print the results of one round of probes, and count it."""
         self._num_probes += len(results)
         self._num_rounds += 1
         self._num_active = 0
+        render_probes(self._console, results)
 
     def on_trial(self, num_steps: int, batch_sizes: Mapping[str, int]) -> None:
         """Show the steps that all machines take together."""
@@ -114,7 +115,7 @@ class TuningView(FleetView[TuneRow]):
             if event.rank == 0:
                 self._stepping_since = self._clock()
         elif isinstance(event, Progress | EpochEnd):
-            take_totals(row, event)
+            row.take(event)
             if event.rank == 0:
                 self._step = event.step if isinstance(event, Progress) else self._num_steps
         elif isinstance(event, Finished):
@@ -173,16 +174,7 @@ class TuningScreen(PreparationScreen):
 
     def measuring(self, machines: Sequence[str]) -> AbstractContextManager[TuneWatch]:
         """Open a view of what the machines do."""
-        return _Measuring(self._streams.views, machines)
-
-
-class _Measuring(TuningView):
-    """The view, with a line for each round of probes."""
-
-    def on_probes(self, results: Mapping[str, ProbeResult | None]) -> None:
-        """Show the results of one round of probes."""
-        super().on_probes(results)
-        render_probes(self._console, results)
+        return TuningView(self._streams.views, machines)
 
 
 def render_probes(console: PrintableConsole, results: Mapping[str, ProbeResult | None]) -> None:

@@ -13,7 +13,7 @@ import pytest
 from csdctl.cli.app import run_command
 from csdctl.cli.console import PrintableConsole
 from csdctl.cli.render.deploy import DeployView, render_deliveries
-from csdctl.cli.render.doctor import ExaminationView
+from csdctl.cli.render.doctor import ExaminationView, Setting
 from csdctl.cli.render.fleet import DiscoverView, TrustScreen, render_cleaned, render_fleet, render_nodes
 from csdctl.cli.render.forecast import render_forecast
 from csdctl.cli.render.measurements import render_measurements
@@ -22,7 +22,6 @@ from csdctl.cli.render.report import render_privacy, render_report
 from csdctl.cli.render.train import TrainingScreen, TrainingView
 from csdctl.cli.render.tune import render_plan, render_probes
 from csdctl.cli.render.verify import render_verified
-from csdctl.cli.settings import Setting
 from csdctl.cli.streams import Streams
 from csdctl.emulation.fleet import NodeStatus
 from csdctl.errors import NodeError
