@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from csdctl.cli.console import PrintableConsole
-from csdctl.cli.render.live import TrainingView
+from csdctl.cli.render.train import TrainingView
 from csdctl.errors import UnreachableError
 from csdctl.fleet.model import Fleet, Node
 from csdctl.launch.mpi_job import EndTimeouts, MpiJob

@@ -223,5 +223,5 @@ def test_commands_start_show_and_stop_a_fleet(
     (tmp_path / "fleet.yaml").write_text("nodes: []\n")
     ended = json.loads(run("down", "--json"))
     assert ended["num_processes"] == 1
-    assert ended["kept_fleet"] == str(tmp_path / "fleet.yaml")
+    assert ended["kept_fleet_path"] == str(tmp_path / "fleet.yaml")
     assert isinstance(runner.invoke(emulate.app, ["status"]).exception, InputError)

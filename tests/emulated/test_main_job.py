@@ -201,7 +201,7 @@ def test_predictions_of_all_machines_are_those_of_keras_on_the_saved_model(proje
 def test_second_deploy_sends_nothing(project: Path) -> None:
     done = csdctl(project, "deploy", "--json")
     assert done.returncode == 0, done.stderr
-    nodes = json.loads(done.stdout)["nodes"]
+    nodes = json.loads(done.stdout)["machines"]
     assert set(nodes) == {"csd0", "csd1"}
     for delivery in nodes.values():
         assert delivery["num_sent"] == delivery["bytes_sent"] == 0

@@ -71,7 +71,7 @@ def test_split_model_trains_as_whole_ones_and_says_what_left_the_nodes(project: 
     report = csdctl(project, "report", "--privacy", "--json")
     assert report.returncode == 0, report.stderr
     document = json.loads(report.stdout)
-    sent = document["sent_in_run"]
+    sent = document["of_run"]
     flows = {(flow["sender"], flow["receiver"], flow["kind"]): flow["num_bytes"] for flow in sent}
     # 8 × 10 × 10 activations in float32 and a label of 4 bytes for each of a node's samples, twice.
     assert flows["csd0", "host", "activations"] == 2 * NUM_SAMPLES * (8 * 10 * 10 * 4 + 4)

@@ -74,7 +74,7 @@ def test_plan_for_a_split_was_tried_and_is_followed(project: Path) -> None:
     assert split["node_memory_bytes"] > 100 << 20
     assert train(project, "trained.yaml")["samples"] == 2 * 3 * 96
     report = csdctl(project, "report", "--privacy", "--json")
-    kinds = {flow["kind"] for flow in json.loads(report.stdout)["sent_in_run"]}
+    kinds = {flow["kind"] for flow in json.loads(report.stdout)["of_run"]}
     assert "activations" in kinds
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from csdctl.cli.console import PrintableConsole
 from csdctl.cli.render.report import render_report, report_document
+from csdctl.cli.streams import format_json
 from csdctl.emulation.state import EmulatedSpec, FleetPaths, FleetState, NodeState, load_state, save_state
 from csdctl.errors import CsdctlError, InputError
 from csdctl.fleet.ansible.reading import load_config, load_inventory
@@ -161,7 +162,7 @@ def _stored_events(content: bytes, directory: Path) -> None:
     events = run.read_events(NODES)
     summary = summarize("run", manifest, events)
     render_report(PrintableConsole(file=io.StringIO(), width=200), summary)
-    json.dumps(report_document(summary, str(run.path)))
+    format_json(report_document(summary, str(run.path)))
     count_passes(events, len(NODES)).finish()
     list(events.with_times())
 

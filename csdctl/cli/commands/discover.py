@@ -12,61 +12,52 @@ from csdctl.errors import InputError
 if TYPE_CHECKING:
     from csdctl.workflows.discovery.inventory import NodeSource
 
-CidrOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--cidr",
-        help="First scan this address range for machines, and write the fleet file.",
-        show_default=False,
-    ),
-]
-InterfaceOption = Annotated[
-    str, typer.Option("--interface", help="Scan through this network interface; needs root or CAP_NET_RAW.")
-]
-UserOption = Annotated[
-    str, typer.Option("--user", help="User on the machines that --cidr finds; default: root.")
-]
-KeyOption = Annotated[
-    Path | None,
-    typer.Option("--key", help="Private key for the machines that --cidr finds.", show_default=False),
-]
-PortOption = Annotated[
-    int | None,
-    typer.Option(
-        "--port", min=1, max=65535, help="SSH port that --cidr scans; default: 22.", show_default=False
-    ),
-]
-InventoryOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--inventory", help="First write the fleet file from this Ansible inventory.", show_default=False
-    ),
-]
-SshConfigOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--ssh-config",
-        help="First write the fleet file from the aliases in this file, such as ~/.ssh/config.",
-        show_default=False,
-    ),
-]
-ForceOption = Annotated[bool, typer.Option("--force", help="Overwrite an existing fleet file.")]
-DryRunOption = Annotated[
-    bool, typer.Option("--dry-run", help="Print the fleet file that would be written, and stop.")
-]
-
 
 def discover(
     fleet: options.FleetOption = options.DEFAULT_FLEET,
-    cidr: CidrOption = None,
-    interface: InterfaceOption = "",
-    user: UserOption = "",
-    key: KeyOption = None,
-    port: PortOption = None,
-    inventory: InventoryOption = None,
-    ssh_config: SshConfigOption = None,
-    force: ForceOption = False,
-    dry_run: DryRunOption = False,
+    cidr: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--cidr",
+            help="First scan this address range for machines, and write the fleet file.",
+            show_default=False,
+        ),
+    ] = None,
+    interface: Annotated[
+        str,
+        typer.Option("--interface", help="Scan through this network interface; needs root or CAP_NET_RAW."),
+    ] = "",
+    user: Annotated[
+        str, typer.Option("--user", help="User on the machines that --cidr finds; default: root.")
+    ] = "",
+    key: Annotated[
+        Path | None,
+        typer.Option("--key", help="Private key for the machines that --cidr finds.", show_default=False),
+    ] = None,
+    port: Annotated[
+        int | None,
+        typer.Option(
+            "--port", min=1, max=65535, help="SSH port that --cidr scans; default: 22.", show_default=False
+        ),
+    ] = None,
+    inventory: Annotated[
+        Path | None,
+        typer.Option(
+            "--inventory", help="First write the fleet file from this Ansible inventory.", show_default=False
+        ),
+    ] = None,
+    ssh_config: Annotated[
+        Path | None,
+        typer.Option(
+            "--ssh-config",
+            help="First write the fleet file from the aliases in this file, such as ~/.ssh/config.",
+            show_default=False,
+        ),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite an existing fleet file.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the fleet file that would be written, and stop.")
+    ] = False,
     limit: options.LimitOption = None,
     exclude: options.ExcludeOption = None,
     failed_from: options.FailedFromOption = None,
@@ -74,8 +65,7 @@ def discover(
 ) -> None:
     """Find the machines of a fleet, and record their hardware and software."""
     from csdctl.cli.invocation import Invocation
-    from csdctl.cli.render.discovering import DiscoverView
-    from csdctl.cli.render.fleet import discover_document, render_fleet, show_imported
+    from csdctl.cli.render.fleet import DiscoverView, discover_document, render_fleet, show_imported
     from csdctl.cli.streams import Streams
     from csdctl.workflows.discovery.discover import discover
     from csdctl.workflows.discovery.inventory import import_fleet

@@ -7,9 +7,8 @@ import pytest
 
 from csdctl.cli.console import PrintableConsole
 from csdctl.cli.render.fleet_view import FleetView
-from csdctl.cli.render.preparing import SILENT_S, PreparationScreen, PreparingView
-from csdctl.cli.render.tuning import TuningScreen
-from csdctl.cli.render.tuning_view import TuningView
+from csdctl.cli.render.prepare import SILENT_S, PreparationScreen, PreparingView
+from csdctl.cli.render.tune import TuningScreen, TuningView
 from csdctl.cli.streams import Streams
 from csdctl.worker.protocol.datasets import PrepareProgress
 from csdctl.worker.protocol.events import Joined, NodeLost, Progress

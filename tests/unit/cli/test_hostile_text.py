@@ -12,23 +12,16 @@ import pytest
 
 from csdctl.cli.app import run_command
 from csdctl.cli.console import PrintableConsole
-from csdctl.cli.render.clean import render_cleaned
 from csdctl.cli.render.deploy import DeployView, render_deliveries
-from csdctl.cli.render.discovering import DiscoverView
-from csdctl.cli.render.doctor import ExaminationView
-from csdctl.cli.render.emulate import render_nodes
-from csdctl.cli.render.fleet import render_fleet
+from csdctl.cli.render.doctor import ExaminationView, Setting
+from csdctl.cli.render.fleet import DiscoverView, TrustScreen, render_cleaned, render_fleet, render_nodes
 from csdctl.cli.render.forecast import render_forecast
-from csdctl.cli.render.live import TrainingView
 from csdctl.cli.render.measurements import render_measurements
-from csdctl.cli.render.preparing import PreparingView, render_prepared
-from csdctl.cli.render.privacy import render_privacy
-from csdctl.cli.render.report import render_report
-from csdctl.cli.render.training import TrainingScreen
-from csdctl.cli.render.trust import TrustScreen
-from csdctl.cli.render.tuning import render_plan, render_probes
+from csdctl.cli.render.prepare import PreparingView, render_prepared
+from csdctl.cli.render.report import render_privacy, render_report
+from csdctl.cli.render.train import TrainingScreen, TrainingView
+from csdctl.cli.render.tune import render_plan, render_probes
 from csdctl.cli.render.verify import render_verified
-from csdctl.cli.settings import Setting
 from csdctl.cli.streams import Streams
 from csdctl.emulation.fleet import NodeStatus
 from csdctl.errors import NodeError
@@ -65,7 +58,7 @@ from csdctl.workflows.preflight.doctor import Examination
 from csdctl.workflows.reporting.report import PrivacyReport
 from csdctl.workflows.train.verify import judge
 from tests.attacks.hostile_text import HOSTILE, MARKUP
-from tests.unit.cli.render.test_preparing import PREPARED
+from tests.unit.cli.render.test_prepare import PREPARED
 from tests.unit.cli.test_console import foreign
 from tests.unit.cli.test_discover import CSD, result_of
 from tests.unit.cli.test_render import EVENTS, SPEC, SUMMARY

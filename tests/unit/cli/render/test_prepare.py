@@ -5,7 +5,7 @@ from io import StringIO
 from pathlib import Path
 
 from csdctl.cli.console import PrintableConsole
-from csdctl.cli.render.preparing import PreparingView, prepare_document, render_prepared
+from csdctl.cli.render.prepare import PreparingView, prepare_document, render_prepared
 from csdctl.shipping.store import StoredFile
 from csdctl.worker.protocol.datasets import DatasetInfo, PrepareProgress
 from csdctl.worker.protocol.model_info import ModelInfo

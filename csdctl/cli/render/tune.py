@@ -1,23 +1,38 @@
-"""Probes as they are measured, and the plan as a table and as JSON."""
+"""Measuring as it goes on, and the plan as a table and as JSON."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 from rich import box
 from rich.table import Table
 
 from csdctl.cli.console import PrintableConsole
-from csdctl.cli.render.preparing import PreparationScreen
-from csdctl.cli.render.tuning_view import TuningView
+from csdctl.cli.render.fleet_view import (
+    DONE,
+    TRAINING,
+    WIDE,
+    Column,
+    FleetView,
+    RankRow,
+    draw_waiting,
+    mean,
+    show_elapsed,
+    span,
+)
+from csdctl.cli.render.prepare import PreparationScreen
 from csdctl.fleet.names import format_node_names
 from csdctl.reporting.numbers import format_bytes, format_rate, format_seconds, format_share
 from csdctl.tuning.plan import Plan, RankPlan, StrategyPlan
 from csdctl.tuning.strategies import DATA_PARALLEL, FEATURES, SPLIT
+from csdctl.worker.protocol.events import EpochEnd, Event, Failed, Finished, Joined, NodeLost, Progress
 from csdctl.worker.protocol.probe import ProbeResult
-from csdctl.workflows.tune.watch import TuneWatch
+from csdctl.workflows.tune.watch import IDLE, LOADING, MEASURING, SUMMING, TuneWatch
 
-SCHEMA = "csdctl.tune/1"
+WAITED_FOR = {LOADING: "loading TensorFlow", SUMMING: "timing sums", MEASURING: "measuring batch sizes"}
+"""States that the others wait for, and their names in the headline."""
 LEAVES = {
     DATA_PARALLEL: "sums of gradients",
     FEATURES: "sums of gradients of the head",
@@ -26,21 +41,140 @@ LEAVES = {
 FEATURES_LEAVE = "features of its public samples, once; the host trains alone"
 
 
+@dataclass
+class TuneRow(RankRow):
+    """What one machine does."""
+
+    since_s: float = 0.0
+    """When the machine entered its state."""
+
+    @property
+    def is_sick(self) -> bool:
+        """Whether the machine has left the trial."""
+        return self.state in ("lost", "failed")
+
+    @property
+    def slowness(self) -> float:
+        """Slowness, 0…1: 1 where the others wait for the machine; in the trial, the share of computing."""
+        return 1.0 if self.state in WAITED_FOR else self.busy_share
+
+
+class TuningView(FleetView[TuneRow]):
+    """Shows what machines do; a context manager around the measurements, called from any thread."""
+
+    def __init__(
+        self,
+        console: PrintableConsole,
+        machines: Sequence[str],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        now = clock()
+        self._rows = {
+            name: TuneRow(number, name, state=IDLE, since_s=now) for number, name in enumerate(machines)
+        }
+        self._num_probes = self._num_rounds = 0
+        self._num_active = len(machines)
+        self._trial: Mapping[str, int] = {}
+        self._step, self._num_steps = 0, 0
+        self._stepping_since = now
+        super().__init__(console, "tuning", clock=clock)
+
+    def on_machine(self, name: str, doing: str, batch_size: int = 0, samples_per_s: float = 0.0) -> None:
+        """Show what machine `name` does."""
+        row = self._rows[name]
+        self._trial = {}
+        row.compute_s = row.wait_s = 0.0
+        row.state, row.batch_size, row.since_s = doing, batch_size, self._clock()
+        row.rate = samples_per_s or None
+        self._num_active = max(self._num_active, len(self._waited_for()))
+        self._print_headline_if_due()
+
+    def on_probes(self, results: Mapping[str, ProbeResult | None]) -> None:
+        """Print the results of one round of probes, and count it."""
+        self._num_probes += len(results)
+        self._num_rounds += 1
+        self._num_active = 0
+        render_probes(self._console, results)
+
+    def on_trial(self, num_steps: int, batch_sizes: Mapping[str, int]) -> None:
+        """Show the steps that all machines take together."""
+        self._trial, self._num_steps, self._step = batch_sizes, num_steps, 0
+        self._stepping_since = now = self._clock()
+        for row in list(self._rows.values()):
+            row.state, row.since_s = ("joining" if row.node in batch_sizes else IDLE), now
+            row.batch_size, row.rate = batch_sizes.get(row.node, 0), None
+
+    def on_event(self, event: Event) -> None:
+        """Show an event of the trial."""
+        row = self._rows.get(event.node)
+        if row is None:
+            return
+        if isinstance(event, Joined):
+            row.state = TRAINING
+            if event.rank == 0:
+                self._stepping_since = self._clock()
+        elif isinstance(event, Progress | EpochEnd):
+            row.take(event)
+            if event.rank == 0:
+                self._step = event.step if isinstance(event, Progress) else self._num_steps
+        elif isinstance(event, Finished):
+            row.state = DONE
+        elif isinstance(event, NodeLost | Failed):
+            row.state = "lost" if isinstance(event, NodeLost) else "failed"
+        self._print_headline_if_due()
+
+    def _list_rows(self) -> Sequence[TuneRow]:
+        return list(self._rows.values())
+
+    def _waited_for(self) -> list[TuneRow]:
+        return [row for row in list(self._rows.values()) if row.state in WAITED_FOR]
+
+    def _done(self) -> tuple[float, float | None]:
+        if self._trial:
+            return self._step, self._num_steps
+        return self._num_active - len(self._waited_for()), self._num_active or None
+
+    def _headline(self) -> str:
+        now, waited_for = self._clock(), self._waited_for()
+        parts = []
+        if self._trial:
+            parts.append(f"trial of the plan: step {self._step}/{self._num_steps}")
+            if self._step:
+                spent_s = now - self._stepping_since
+                left_s = spent_s * (self._num_steps - self._step) / self._step
+                parts.append(f"{format_seconds(left_s)} left")
+        elif waited_for:
+            longest = min(waited_for, key=lambda row: row.since_s)
+            names = format_node_names(row.node for row in waited_for if row.state == longest.state)
+            parts.append(f"{names}: {WAITED_FOR[longest.state]} ({show_elapsed(now - longest.since_s)})")
+        else:
+            parts.append("choosing what to measure next")
+        if self._num_probes:
+            parts.append(f"{self._num_probes} probes in {self._num_rounds} rounds")
+        parts.append(f"{show_elapsed(self._elapsed_s)} so far")
+        return "  ".join(parts)
+
+    def _columns(self, width: int) -> list[Column[TuneRow]]:
+        bar_width, now = (20 if width >= WIDE else 12), self._clock()
+        columns: list[Column[TuneRow]] = [
+            Column("for", lambda row: show_elapsed(now - min(one.since_s for one in row.members)), 6),
+            Column("batch", lambda row: span([one.batch_size for one in row.members])),
+            Column("samples/s", lambda row: format_rate(mean([one.rate for one in row.members])), 9),
+        ]
+        if self._trial:
+            columns.append(
+                Column("waiting", lambda row: draw_waiting(row, bar_width), bar_width + 5, is_right=False)
+            )
+        return columns
+
+
 class TuningScreen(PreparationScreen):
     """Shows one tuning run."""
 
     def measuring(self, machines: Sequence[str]) -> AbstractContextManager[TuneWatch]:
         """Open a view of what the machines do."""
-        return _Measuring(self._streams.views, machines)
-
-
-class _Measuring(TuningView):
-    """The view, with a line for each round of probes."""
-
-    def on_probes(self, results: Mapping[str, ProbeResult | None]) -> None:
-        """Show the results of one round of probes."""
-        super().on_probes(results)
-        render_probes(self._console, results)
+        return TuningView(self._streams.views, machines)
 
 
 def render_probes(console: PrintableConsole, results: Mapping[str, ProbeResult | None]) -> None:
@@ -133,7 +267,7 @@ def _describe_trial(strategy: StrategyPlan) -> str:
 def plan_document(plan: Plan, path: str) -> dict[str, Any]:
     """Return the `csdctl.tune/1` document."""
     return {
-        "schema": SCHEMA,
+        "schema": "csdctl.tune/1",
         "path": path,
         "global_batch": plan.global_batch,
         "predicted_samples_per_s": plan.predicted_samples_per_s,

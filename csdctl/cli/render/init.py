@@ -38,13 +38,13 @@ def init_document(written: Written) -> dict[str, Any]:
     looks, misfit = written.looks, written.misfit
     return {
         "schema": "csdctl.init/1",
-        "path": str(written.path),
-        "model": asdict(looks.model),
+        "path": written.path,
+        "model": looks.model,
         "public": _look_document(looks.public),
         "validation": _look_document(looks.validation) if looks.validation else None,
         "fits": misfit is None,
         "next": next_commands(written.path),
-        "problem": {"message": misfit.message, "remedy": misfit.remedy} if misfit else None,
+        "problem": misfit,
     }
 
 

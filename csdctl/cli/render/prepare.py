@@ -1,26 +1,42 @@
-"""Work on data while it runs, a row for each data set or machine; and the result of `prepare`."""
+"""Work on data while it runs, with a row for each data set or machine, and the results of `prepare`."""
 
 import math
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+from rich import box
+from rich.table import Table
 from rich.text import Text
 
 from csdctl.cli.console import PrintableConsole
-from csdctl.cli.render.fleet_view import WIDE, Column, FleetView, draw_bar, show_elapsed
-from csdctl.cli.render.rank_rows import DONE, STARTING, ShownRow, mean
+from csdctl.cli.render.fleet_view import (
+    DONE,
+    STARTING,
+    WIDE,
+    Column,
+    FleetView,
+    ShownRow,
+    draw_bar,
+    mean,
+    show_elapsed,
+)
 from csdctl.cli.streams import Streams
 from csdctl.fleet.names import format_node_names
-from csdctl.reporting.numbers import format_rate, format_seconds, format_share
+from csdctl.reporting.numbers import format_bytes, format_rate, format_seconds, format_share
+from csdctl.shipping.deliver import Delivery
 from csdctl.worker.protocol.datasets import DatasetInfo, PrepareProgress
 from csdctl.workflows.data.prepare import OnPrepareProgress, Prepared
 
+if TYPE_CHECKING:
+    from csdctl.workflows.data.rehearsal import Rehearsal  # loads numpy, which `prepare` alone needs
+
 LINE_INTERVAL_S = 10.0
-"""Between two lines about one data set, without a terminal."""
+"""Seconds between two lines about one data set, without a terminal."""
 SILENT_S = 20.0
-"""Without one more sample: the row says so."""
+"""Seconds without a new sample after which the row says so."""
 WORKING, SILENT = "working", "silent"
 
 _SHOWN_CLASSES = 5
@@ -36,14 +52,14 @@ class WorkRow:
     state: str = STARTING
     num_done: int = 0
     num_total: int = 0
-    """0: unknown."""
+    """Number of samples; 0: unknown."""
     num_skipped: int = 0
     num_found: int = 0
     """Samples that were done before."""
     began_s: float = 0.0
-    """When that was known."""
+    """When num_total was known."""
     first: tuple[float, int] | None = None
-    """When the first more were done, and how many then: what is loaded before does not count in the rate."""
+    """Time and number of samples when the first ones were done: the rate leaves out the start before."""
 
     @property
     def is_sick(self) -> bool:
@@ -52,22 +68,22 @@ class WorkRow:
 
     @property
     def share(self) -> float:
-        """What is done, 0…1."""
+        """Share of the samples that are done, 0…1."""
         return min(1.0, self.num_done / self.num_total) if self.num_total else float(self.state == DONE)
 
     @property
     def slowness(self) -> float:
-        """All began together, so the slowest has most left."""
+        """Slowness, 0…1: the share that is left, as all began together."""
         return 1.0 - self.share
 
     @property
     def kind(self) -> Hashable:
-        """What is in the same state is alike."""
+        """Rows in the same state are alike."""
         return self.state
 
     @property
     def rate(self) -> float | None:
-        """Samples/s until the latest news."""
+        """Rate in samples/s up to the latest report; None: unknown."""
         begun = self.began_s, self.num_found
         begun_s, found = self.first if self.first and self.num_done > self.first[1] else begun
         spent_s, computed = self.changed_s - begun_s, self.num_done - found
@@ -208,7 +224,7 @@ def _skipped(rows: Sequence[WorkRow]) -> str:
 
 
 class PreparationScreen:
-    """Shows messages and the progress of preparing a job."""
+    """Shows messages, the progress of work on data, and what was sent."""
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
@@ -217,17 +233,18 @@ class PreparationScreen:
         """Show one line."""
         self._streams.say(line)
 
+    def on_delivery(self, node: str, delivery: Delivery) -> None:
+        """Show what was sent to a node."""
+        if delivery.num_sent:
+            self.say(f"{node}: {delivery.num_sent} files sent ({format_bytes(delivery.bytes_sent)})")
+
+    @contextmanager
     def preparing(
         self, what: str = "preparing data", expected: Sequence[str] = ()
-    ) -> AbstractContextManager[OnPrepareProgress]:
+    ) -> Iterator[OnPrepareProgress]:
         """Open a view of the progress; `expected`: names that will report."""
-        return _show_progress(self._streams, what, expected)
-
-
-@contextmanager
-def _show_progress(streams: Streams, what: str, expected: Sequence[str]) -> Iterator[OnPrepareProgress]:
-    with PreparingView(streams.views, what=what, expected=expected) as view:
-        yield view.show
+        with PreparingView(self._streams.views, what=what, expected=expected) as view:
+            yield view.show
 
 
 def render_prepared(console: PrintableConsole, prepared: Prepared) -> None:
@@ -267,19 +284,37 @@ def _list(classes: "list[str] | tuple[str, ...]") -> str:
 
 def prepare_document(prepared: Prepared) -> dict[str, object]:
     """Return the `csdctl.prepare/1` document; it has only counts of private data."""
+    counts = "num_samples", "num_skipped", "class_counts", "unusable_classes"
     return {
         "schema": "csdctl.prepare/1",
-        "public": asdict(prepared.public),
-        "validation": asdict(prepared.validation) if prepared.validation else None,
-        "private": {name: _counts(info) for name, info in prepared.private.items()},
-        "model": asdict(prepared.model.info),
+        "public": prepared.public,
+        "validation": prepared.validation,
+        "private": {
+            name: {count: getattr(info, count) for count in counts} for name, info in prepared.private.items()
+        },
+        "model": prepared.model.info,
     }
 
 
-def _counts(info: DatasetInfo) -> Mapping[str, object]:
-    return {
-        "num_samples": info.num_samples,
-        "num_skipped": info.num_skipped,
-        "class_counts": info.class_counts,
-        "unusable_classes": info.unusable_classes,
-    }
+def show_rehearsal(streams: Streams, rehearsal: "Rehearsal") -> None:
+    """Print the data that `prepare` would read; raises InputError when some is not there."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for column in ("machine", "data", "path", "found"):
+        table.add_column(column, overflow="fold")
+    for source in rehearsal.sources:
+        style = "bold red" if source.found in ("missing", "unreadable") and not rehearsal.sample else ""
+        table.add_row(source.machine, source.data, source.path, source.found, style=style)
+    streams.console.print(table)
+    if rehearsal.sample:
+        streams.say(f"these paths would first be filled with the sample {rehearsal.sample}")
+    streams.say(describe_samples(rehearsal.num_samples))
+    streams.say("dry run: nothing was prepared")
+    streams.result({"schema": "csdctl.prepare.dry-run/1", **vars(rehearsal)})
+    rehearsal.check()
+
+
+def describe_samples(num_samples: int | None) -> str:
+    """Return how many samples a job had when it was last prepared."""
+    if num_samples is None:
+        return "the data of this job has not been prepared before"
+    return f"{num_samples:,} samples when this job was last prepared"
