@@ -14,8 +14,7 @@ from pathlib import Path
 
 from csdctl.errors import InputError
 from csdctl.runs.directory import ProjectDirectory
-from csdctl.worker.protocol.bounds import Count
-from csdctl.worker.protocol.json_codec import ProtocolError, from_json
+from csdctl.worker.protocol.json_codec import Count, ProtocolError, from_json
 
 MAX_LINE_CHARS = 1 << 16
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated, TextIO
 
 from csdctl.runs.directory import RunDirectory
-from csdctl.worker.protocol.bounds import Between, Seconds, ShortText
-from csdctl.worker.protocol.json_codec import ProtocolError, from_json
+from csdctl.worker.protocol.json_codec import Between, ProtocolError, Seconds, ShortText, from_json
 
 MEASURED, STATED = "measured", "stated"
 MAX_LINE_CHARS = 1 << 14

@@ -9,8 +9,7 @@ from typing import BinaryIO
 
 from csdctl.errors import InputError
 from csdctl.runs.stored_progress import Spent, SpentReader, parse_progress
-from csdctl.worker.protocol.event_rules import check_event
-from csdctl.worker.protocol.events import Event, event_from_line
+from csdctl.worker.protocol.events import Event, check_event, event_from_line
 from csdctl.worker.protocol.json_codec import ProtocolError, parse_json
 
 MAX_LINE_BYTES = 4 << 20

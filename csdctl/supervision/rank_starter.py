@@ -18,8 +18,7 @@ from csdctl.supervision.rank_process import AttachRank, OnMessage, RankProcess
 from csdctl.transport.many import open_session
 from csdctl.transport.meter import LinkBytes
 from csdctl.transport.session import Conversation, Session
-from csdctl.worker.protocol.run_spec import RunSpec
-from csdctl.worker.protocol.tasks import JOINING
+from csdctl.worker.protocol.run_spec import JOINING, RunSpec
 
 
 @dataclass(frozen=True)

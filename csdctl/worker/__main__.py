@@ -158,7 +158,7 @@ def _convert(options: argparse.Namespace) -> int:
 def _time_parts(_: argparse.Namespace) -> int:
     from csdctl.worker.compute.backend import load_backend
     from csdctl.worker.compute.parts import time_parts
-    from csdctl.worker.protocol.parts import PartsSpec
+    from csdctl.worker.protocol.probe import PartsSpec
 
     def run(request: str, _: "Callable[[PrepareProgress], None]") -> object:
         spec = from_json(PartsSpec, request)
@@ -186,7 +186,7 @@ def _send(_: argparse.Namespace) -> int:
 
 def _look(_: argparse.Namespace) -> int:
     from csdctl.worker.ingest.look import look
-    from csdctl.worker.protocol.looks import LookSpec
+    from csdctl.worker.protocol.datasets import LookSpec
 
     return _report_progress(
         "looking at the data", lambda request, note: look(from_json(LookSpec, request), on_progress=note)
@@ -227,7 +227,7 @@ def _report_progress(doing: str, run: "Callable[[str, Callable[[PrepareProgress]
 def _augment(options: argparse.Namespace) -> int:
     from csdctl.worker.compute.augment_trial import try_augment
     from csdctl.worker.compute.backend import load_backend
-    from csdctl.worker.protocol.augment import AugmentTrial
+    from csdctl.worker.protocol.model_info import AugmentTrial
 
     spec = from_json(AugmentTrial, options.spec)
     load_backend()  # whose threads cannot be set any more once the user's code has imported it

@@ -6,7 +6,7 @@ from csdctl.worker.compute.augment import TRY_IT, Augmentation, AugmentError
 from csdctl.worker.compute.user_code import import_packed
 from csdctl.worker.data.arrays import Array, as_labels, fields_of, open_arrays
 from csdctl.worker.process.errors import WorkerError, describe
-from csdctl.worker.protocol.augment import AugmentTrial, AugmentTried
+from csdctl.worker.protocol.model_info import AugmentTrial, AugmentTried
 
 NUM_SAMPLES = 8
 STEPS = (0, 1, 2)

@@ -30,7 +30,7 @@ from csdctl.worker.compute.user_code import (
 )
 from csdctl.worker.data.file_hash import check_stored
 from csdctl.worker.process.errors import WorkerError, describe
-from csdctl.worker.protocol.fields import as_inputs
+from csdctl.worker.protocol.datasets import as_inputs
 from csdctl.worker.protocol.json_codec import from_dict, to_json
 from csdctl.worker.protocol.model_info import BUILDER, BuildSpec, FeatureInfo, ModelInfo, OutputInfo
 from csdctl.worker.protocol.run_spec import UserCode

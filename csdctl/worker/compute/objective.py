@@ -22,7 +22,7 @@ from csdctl.worker.compute.keras_internals import (
 from csdctl.worker.compute.metrics import LOSS, MetricStates
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.process.errors import WorkerError
-from csdctl.worker.protocol.fields import INPUT, SAMPLE_WEIGHT, as_inputs, is_position
+from csdctl.worker.protocol.datasets import INPUT, SAMPLE_WEIGHT, as_inputs, is_position
 from csdctl.worker.protocol.recipe import Recipe
 
 

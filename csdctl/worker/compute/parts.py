@@ -15,7 +15,7 @@ from csdctl.worker.compute.step import Step
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.data.element_spec import random_batch
 from csdctl.worker.process.errors import WorkerError
-from csdctl.worker.protocol.parts import CutTimes, PartsSpec, PartTimes
+from csdctl.worker.protocol.probe import CutTimes, PartsSpec, PartTimes
 
 Batch = tuple[Array, Array]
 

@@ -7,8 +7,7 @@ from csdctl.worker.ingest.look import is_picture
 from csdctl.worker.ingest.sources.detect import detect_format
 from csdctl.worker.ingest.sources.tree import Tree, read_tree
 from csdctl.worker.process.errors import WorkerError
-from csdctl.worker.protocol.datasets import PrepareSpec
-from csdctl.worker.protocol.looks import FoundData
+from csdctl.worker.protocol.datasets import FoundData, PrepareSpec
 
 MAX_DEPTH = 2
 """Folders below the directory: data/pictures/train."""

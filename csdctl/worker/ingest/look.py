@@ -22,8 +22,15 @@ from csdctl.worker.ingest.sources.table import is_table
 from csdctl.worker.ingest.sources.tfrecord import RecordFiles
 from csdctl.worker.ingest.sources.tree import Tree, read_tree
 from csdctl.worker.process.errors import WorkerError
-from csdctl.worker.protocol.datasets import PrepareProgress, PrepareSpec, RecordSchema, TableSchema
-from csdctl.worker.protocol.looks import DataLook, LookSpec, PictureSizes
+from csdctl.worker.protocol.datasets import (
+    DataLook,
+    LookSpec,
+    PictureSizes,
+    PrepareProgress,
+    PrepareSpec,
+    RecordSchema,
+    TableSchema,
+)
 
 MAX_PICTURES = 512
 MAX_BYTES = 64 << 20

@@ -33,10 +33,8 @@ from csdctl.worker.ingest.limits import DEFAULT_LIMITS, IngestLimits
 from csdctl.worker.ingest.sources.source import Block
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.process.files import replace_text, save_atomically, sync_directory, sync_file
-from csdctl.worker.protocol.bounds import Count, Shape
-from csdctl.worker.protocol.datasets import DatasetInfo
-from csdctl.worker.protocol.fields import LABEL
-from csdctl.worker.protocol.json_codec import from_json, to_json
+from csdctl.worker.protocol.datasets import LABEL, DatasetInfo
+from csdctl.worker.protocol.json_codec import Count, Shape, from_json, to_json
 
 T = TypeVar("T")
 

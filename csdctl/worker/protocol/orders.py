@@ -5,8 +5,15 @@ import json
 from dataclasses import dataclass
 from typing import Annotated
 
-from csdctl.worker.protocol.bounds import Generation, OneOf, RankNumber
-from csdctl.worker.protocol.json_codec import ProtocolError, from_dict, parse_json, shorten
+from csdctl.worker.protocol.json_codec import (
+    Generation,
+    OneOf,
+    ProtocolError,
+    RankNumber,
+    from_dict,
+    parse_json,
+    shorten,
+)
 
 STAR, ALLREDUCE = "star", "allreduce"
 COLLECTIVE_NAMES = (STAR, ALLREDUCE)

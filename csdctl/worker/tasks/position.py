@@ -17,8 +17,7 @@ from csdctl.worker.data.arrays import Array
 from csdctl.worker.data.schedule import OwnSamples, Segment, Share
 from csdctl.worker.group.values import as_count
 from csdctl.worker.process.errors import WorkerError
-from csdctl.worker.protocol.bounds import Measured
-from csdctl.worker.protocol.json_codec import SCHEMA, ProtocolError, from_json, to_json
+from csdctl.worker.protocol.json_codec import SCHEMA, Measured, ProtocolError, from_json, to_json
 
 _HEAD = struct.Struct("<QQ32s")
 """Bytes of the position's JSON, and of all; SHA-256 of the variables' shapes and types."""

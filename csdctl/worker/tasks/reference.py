@@ -15,7 +15,7 @@ import numpy as np
 
 from csdctl.worker.compute.step import Step
 from csdctl.worker.data.arrays import Array
-from csdctl.worker.protocol.compared import Compared
+from csdctl.worker.protocol.events import Compared
 from csdctl.worker.protocol.run_spec import RankSpec
 from csdctl.worker.tasks.precision import ROUNDOFFS, coarsest, weights_by_type
 

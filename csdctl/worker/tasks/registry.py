@@ -3,7 +3,7 @@
 from importlib import import_module
 
 from csdctl.worker.process.errors import WorkerError
-from csdctl.worker.protocol.tasks import TRAIN, TRAIN_SPLIT, TRIAL, TRIAL_SPLIT, VERIFY, VERIFY_SPLIT
+from csdctl.worker.protocol.run_spec import TRAIN, TRAIN_SPLIT, TRIAL, TRIAL_SPLIT, VERIFY, VERIFY_SPLIT
 from csdctl.worker.tasks.task import Task, TaskContext
 
 TASKS = {

@@ -7,7 +7,7 @@ from csdctl.worker.data.synthetic import SyntheticReader
 from csdctl.worker.group.communicator import Communicator
 from csdctl.worker.protocol.datasets import DatasetInfo
 from csdctl.worker.protocol.json_codec import from_dict
-from csdctl.worker.protocol.tasks import ELEMENT_SPEC
+from csdctl.worker.protocol.run_spec import ELEMENT_SPEC
 from csdctl.worker.tasks.train import Train
 
 

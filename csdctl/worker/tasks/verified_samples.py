@@ -11,7 +11,7 @@ import numpy as np
 
 from csdctl.worker.compute.first_look import find_smallest_embedding
 from csdctl.worker.data.arrays import Array
-from csdctl.worker.protocol.fields import SAMPLE_WEIGHT
+from csdctl.worker.protocol.datasets import SAMPLE_WEIGHT
 
 MAX_SAMPLES = 16
 """Per rank: enough for unequal batches, and few enough for rank 0 to compute for all ranks."""

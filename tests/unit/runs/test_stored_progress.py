@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from csdctl.runs.stored_progress import SpentReader, parse_progress
-from csdctl.worker.protocol.event_rules import check_event
-from csdctl.worker.protocol.events import Progress, event_from_line
+from csdctl.worker.protocol.events import Progress, check_event, event_from_line
 
 RECORDED = Path(__file__).parents[1] / "reporting" / "recorded" / "events.jsonl"
 NODES = ("host", "csd0", "csd1", "csd2")

@@ -12,8 +12,7 @@ from csdctl.worker.ingest.sources.rows import IdxFile, InMemoryRows, NpzMember, 
 from csdctl.worker.ingest.sources.source import Block
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.process.files import DAMAGED_ARCHIVE
-from csdctl.worker.protocol.datasets import PrepareSpec
-from csdctl.worker.protocol.fields import LABEL, SAMPLE_WEIGHT
+from csdctl.worker.protocol.datasets import LABEL, SAMPLE_WEIGHT, PrepareSpec
 
 PAIR_NAMES = (("x", "y"), ("images", "labels"))
 LABEL_NAMES = ("y", "labels")

@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from csdctl.worker.protocol.compared import Compared
 from csdctl.worker.protocol.datasets import DatasetInfo
 from csdctl.worker.protocol.events import (
     EVENT_PREFIX,
     EVENTS,
     CheckpointSaved,
     CollectiveTimed,
+    Compared,
     EpochEnd,
     Evaluating,
     Event,
