@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from csdctl.worker.process.errors import WorkerError
-from csdctl.worker.process.events import exit_with_failure, set_event_sink
+from csdctl.worker.process.output import exit_with_failure, set_event_sink
 from csdctl.worker.protocol.events import UNKNOWN_NODE
 from csdctl.worker.protocol.json_codec import (
     ANSWER_PREFIX,
@@ -147,7 +147,7 @@ def _gather(_: argparse.Namespace) -> int:
 
 def _convert(options: argparse.Namespace) -> int:
     from csdctl.worker.compute.backend import load_backend
-    from csdctl.worker.compute.lite import convert
+    from csdctl.worker.compute.forward import convert
     from csdctl.worker.protocol.features import Converted, ConvertSpec
 
     spec = from_json(ConvertSpec, options.spec)
@@ -157,7 +157,7 @@ def _convert(options: argparse.Namespace) -> int:
 
 def _time_parts(_: argparse.Namespace) -> int:
     from csdctl.worker.compute.backend import load_backend
-    from csdctl.worker.compute.parts import time_parts
+    from csdctl.worker.compute.split import time_parts
     from csdctl.worker.protocol.probe import PartsSpec
 
     def run(request: str, _: "Callable[[PrepareProgress], None]") -> object:
@@ -225,7 +225,7 @@ def _report_progress(doing: str, run: "Callable[[str, Callable[[PrepareProgress]
 
 
 def _augment(options: argparse.Namespace) -> int:
-    from csdctl.worker.compute.augment_trial import try_augment
+    from csdctl.worker.compute.augment import try_augment
     from csdctl.worker.compute.backend import load_backend
     from csdctl.worker.protocol.model_info import AugmentTrial
 
@@ -243,7 +243,7 @@ def _find_data(options: argparse.Namespace) -> int:
 
 
 def _digest(options: argparse.Namespace) -> int:
-    from csdctl.worker.data.digest import compute_digest
+    from csdctl.worker.data.element_spec import compute_digest
 
     print_answer(compute_digest(options.directory))
     return 0
@@ -333,7 +333,7 @@ def run() -> None:
     """Run the command of sys.argv and exit with its code."""
     os.umask(0o077)  # whatever a worker writes may hold data: for this user alone
     if not {*sys.argv[1:2]} & {*OF_MPI}:
-        from csdctl.worker.process.reader import end_without_reader
+        from csdctl.worker.process.output import end_without_reader
 
         end_without_reader()
     code = 1

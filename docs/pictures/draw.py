@@ -21,7 +21,7 @@ Graph = dict[str, set[str]]
 
 
 def room_of(module: str) -> str:
-    """Return a module's room: `csdctl.fleet.model` → fleet, `csdctl.worker.data.digest` → worker.data."""
+    """Return a module's room: `csdctl.fleet.model` → fleet, `csdctl.worker.data.arrays` → worker.data."""
     parts = module.split(".")[1:]
     return ".".join(parts[:2]) if parts[:1] == ["worker"] and len(parts) > 1 else (parts[0] if parts else "")
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from csdctl.worker.compute.model import load_weights
 from csdctl.worker.data.arrays import is_numeric, map_array
-from csdctl.worker.data.digest import compute_digest
+from csdctl.worker.data.element_spec import compute_digest
 from csdctl.worker.data.schedule import OwnSamples, Segment, Span, begin_epoch
 from csdctl.worker.ingest.limits import DEFAULT_LIMITS
 from csdctl.worker.ingest.partial_dataset import PartialDataset

@@ -5,7 +5,7 @@ memory of another one's machine; with it, the process that receives ends, and it
 """
 
 from csdctl.worker.group.mpi import World
-from csdctl.worker.process.memory import data_bytes, limit_data
+from csdctl.worker.process.machine import data_bytes, limit_data
 
 BASE_BYTES, PER_RANK_BYTES, NUM_VECTORS = 1 << 30, 32 << 20, 8
 """Far above what is needed: MPI's buffers, vectors of every rank on rank 0, temporary ones of collectives."""

@@ -1,6 +1,6 @@
 """The end of every rank's vector, which rank 0 checks before it passes on the sum.
 
-A vector ends with [n, stop, seconds of each rank of the run] (compute/vector.py). Its gradient cannot be
+A vector ends with [n, stop, seconds of each rank of the run] (compute/step.py). Its gradient cannot be
 checked: only the node knows its samples. Its end can: n follows from the schedule, only rank 0 may ask to
 stop, and a rank knows its own seconds alone.
 """

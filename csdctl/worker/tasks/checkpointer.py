@@ -11,12 +11,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from csdctl.worker.compute.features import assemble
+from csdctl.worker.compute.forward import assemble
 from csdctl.worker.compute.step import Step
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.data.schedule import OwnSamples
 from csdctl.worker.process.errors import WorkerError, describe
-from csdctl.worker.process.events import emit
+from csdctl.worker.process.output import emit
 from csdctl.worker.protocol.events import CheckpointSaved
 from csdctl.worker.protocol.run_spec import RankSpec, RunSpec
 from csdctl.worker.tasks.position import Position, max_state_bytes, pack, position_of, unpack

@@ -7,13 +7,11 @@ from typing import Any
 import numpy as np
 
 from csdctl.worker.compute.backend import load_backend
-from csdctl.worker.compute.features import feature_pass
-from csdctl.worker.compute.forward import BatchedPass
+from csdctl.worker.compute.forward import BatchedPass, feature_pass
 from csdctl.worker.compute.model import load
 from csdctl.worker.compute.step import Step
 from csdctl.worker.data.arrays import Array
-from csdctl.worker.data.prepared import EpochReader
-from csdctl.worker.data.synthetic import SyntheticReader
+from csdctl.worker.data.prepared import EpochReader, SyntheticReader
 from csdctl.worker.tasks.task import TaskContext
 
 

@@ -19,7 +19,7 @@ from csdctl.worker.group.traffic import gather_traffic, list_connection_rows
 from csdctl.worker.group.values import Check, T, decode_values, encode_value
 from csdctl.worker.group.waiting import wait_sleeping
 from csdctl.worker.process.errors import describe
-from csdctl.worker.process.events import emit
+from csdctl.worker.process.output import emit
 from csdctl.worker.protocol.events import (
     CollectiveTimed,
     Event,

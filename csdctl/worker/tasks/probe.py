@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from csdctl.worker.compute.first_look import find_smallest_embedding
+from csdctl.worker.compute.keras_internals import find_smallest_embedding
 from csdctl.worker.compute.model import load
 from csdctl.worker.compute.step import Step
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.data.element_spec import random_batch
-from csdctl.worker.process.events import exit_with_failure
-from csdctl.worker.process.memory import peak_memory_bytes
+from csdctl.worker.process.machine import peak_memory_bytes
+from csdctl.worker.process.output import exit_with_failure
 from csdctl.worker.protocol.events import UNKNOWN_NODE
 from csdctl.worker.protocol.json_codec import from_json, to_json
 from csdctl.worker.protocol.probe import (

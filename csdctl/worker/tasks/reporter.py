@@ -7,9 +7,8 @@ from typing import Any
 from csdctl.worker.compute.step import Sums
 from csdctl.worker.data.schedule import Segment
 from csdctl.worker.group.communicator import Communicator
-from csdctl.worker.process.events import emit
-from csdctl.worker.process.heat import Thermometer
-from csdctl.worker.process.memory import peak_memory_bytes, resident_bytes
+from csdctl.worker.process.machine import Thermometer, peak_memory_bytes, resident_bytes
+from csdctl.worker.process.output import emit
 from csdctl.worker.protocol.events import (
     EpochEnd,
     Finished,

@@ -15,15 +15,14 @@ from typing import Any
 import numpy as np
 
 from csdctl.worker.compute.inversion import invert_prefix
-from csdctl.worker.compute.split import PrefixStep, micro_batch_sizes
-from csdctl.worker.compute.split_step import SplitStep
+from csdctl.worker.compute.split import PrefixStep, SplitStep, micro_batch_sizes
 from csdctl.worker.compute.step import Step
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.data.prepared import PreparedSamples
 from csdctl.worker.group.channel import PeerFaultError
 from csdctl.worker.group.communicator import Communicator
 from csdctl.worker.process.errors import describe
-from csdctl.worker.process.events import emit
+from csdctl.worker.process.output import emit
 from csdctl.worker.protocol.events import ACTIVATIONS, Inverted
 from csdctl.worker.tasks.model_task import ModelTask
 from csdctl.worker.tasks.train import Train

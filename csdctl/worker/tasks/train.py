@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 
 from csdctl.worker.compute.evaluation import evaluate
-from csdctl.worker.compute.learning_rate import learning_rate
 from csdctl.worker.compute.model import hash_weights
-from csdctl.worker.compute.recipe import make_schedule
+from csdctl.worker.compute.recipe import learning_rate, make_schedule
 from csdctl.worker.compute.step import Sums
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.data.prepared import PreparedSamples

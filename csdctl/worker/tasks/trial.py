@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from csdctl.worker.compute.first_look import find_smallest_embedding
-from csdctl.worker.data.synthetic import SyntheticReader
+from csdctl.worker.compute.keras_internals import find_smallest_embedding
+from csdctl.worker.data.prepared import SyntheticReader
 from csdctl.worker.group.communicator import Communicator
 from csdctl.worker.protocol.datasets import DatasetInfo
 from csdctl.worker.protocol.json_codec import from_dict

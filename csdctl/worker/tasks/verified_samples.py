@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from csdctl.worker.compute.first_look import find_smallest_embedding
+from csdctl.worker.compute.keras_internals import find_smallest_embedding
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.protocol.datasets import SAMPLE_WEIGHT
 

@@ -19,7 +19,7 @@ from csdctl.worker.group.channel import PeerFaultError
 from csdctl.worker.group.communicator import Communicator
 from csdctl.worker.group.values import as_hash
 from csdctl.worker.process.errors import WorkerError, describe
-from csdctl.worker.process.events import emit
+from csdctl.worker.process.output import emit
 from csdctl.worker.protocol.events import STATE, VERIFIED, Verified
 from csdctl.worker.tasks.model_task import ModelTask
 from csdctl.worker.tasks.precision import compute_type, computing_in, types_to_compare_in

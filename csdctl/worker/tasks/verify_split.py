@@ -8,11 +8,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from csdctl.worker.compute.split import micro_batch_size
-from csdctl.worker.compute.split_step import SplitStep
+from csdctl.worker.compute.split import SplitStep, micro_batch_size
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.group.communicator import Communicator
-from csdctl.worker.process.events import emit
+from csdctl.worker.process.output import emit
 from csdctl.worker.protocol.events import VERIFIED, Verified
 from csdctl.worker.tasks.precision import compute_type
 from csdctl.worker.tasks.reference import ExactSum, Reference, Snapshot

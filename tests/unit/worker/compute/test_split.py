@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from csdctl.worker.compute.recipe import compile_model
-from csdctl.worker.compute.split import PrefixStep, micro_batch_size, micro_batch_sizes
-from csdctl.worker.compute.split_step import SplitStep
+from csdctl.worker.compute.split import PrefixStep, SplitStep, micro_batch_size, micro_batch_sizes
 from csdctl.worker.compute.step import Step
 from csdctl.worker.group.channel import PeerFaultError
 from csdctl.worker.process.errors import WorkerError
