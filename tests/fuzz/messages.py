@@ -19,10 +19,17 @@ from csdctl.shipping.worker_calls import worker_error
 from csdctl.supervision.event_validator import EventValidator
 from csdctl.transport.answer import Answer
 from csdctl.transport.session import Completed
-from csdctl.worker.group.channel import PeerFaultError
-from csdctl.worker.group.tails import ExpectedTails
 from csdctl.worker.group.traffic import as_counters
-from csdctl.worker.group.values import as_count, as_hash, as_none, decode_value, decode_values, encode_value
+from csdctl.worker.group.values import (
+    ExpectedTails,
+    PeerFaultError,
+    as_count,
+    as_hash,
+    as_none,
+    decode_value,
+    decode_values,
+    encode_value,
+)
 from csdctl.worker.protocol.datasets import DatasetInfo
 from csdctl.worker.protocol.events import (
     EVENTS,
@@ -45,8 +52,8 @@ from csdctl.worker.protocol.probe import ProbeRequest, ProbeResult, ProbeSpec, r
 from csdctl.worker.protocol.recipe import Recipe
 from csdctl.worker.protocol.run_spec import RunSpec, Runtime
 from csdctl.worker.protocol.sandbox import SandboxPolicy
-from csdctl.worker.tasks.decision import Decision, as_decision
-from csdctl.worker.tasks.position import CallbackState
+from csdctl.worker.tasks.callbacks import Decision, as_decision
+from csdctl.worker.tasks.progress import CallbackState
 from csdctl.workflows.data.info_answer import check_info
 from tests.fuzz.documents import NODES, run_spec
 from tests.fuzz.target import Form, Target

@@ -31,7 +31,8 @@ from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.process.files import DAMAGED_ARCHIVE
 from csdctl.worker.protocol.datasets import DatasetInfo, PrepareSpec
 from csdctl.worker.protocol.json_codec import to_json
-from csdctl.worker.tasks.position import (
+from csdctl.worker.tasks.checkpointer import Checkpoints, StepFile
+from csdctl.worker.tasks.progress import (
     _HEAD,
     CallbackState,
     EpochTotals,
@@ -40,7 +41,6 @@ from csdctl.worker.tasks.position import (
     pack,
     unpack,
 )
-from csdctl.worker.tasks.state_files import Checkpoints, StepFile
 from tests.fuzz.target import Form, Target
 
 FINGERPRINT = "f" * 32

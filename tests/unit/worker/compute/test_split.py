@@ -11,7 +11,7 @@ import pytest
 from csdctl.worker.compute.recipe import compile_model
 from csdctl.worker.compute.split import PrefixStep, SplitStep, micro_batch_size, micro_batch_sizes
 from csdctl.worker.compute.step import Step
-from csdctl.worker.group.channel import PeerFaultError
+from csdctl.worker.group.values import PeerFaultError
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.datasets import SAMPLE_WEIGHT
 from csdctl.worker.protocol.recipe import LossTerm, Recipe
