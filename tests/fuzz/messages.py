@@ -48,7 +48,13 @@ from csdctl.worker.protocol.events import (
 )
 from csdctl.worker.protocol.json_codec import WORKER_ERROR_PREFIX, ProtocolError, from_json, to_json
 from csdctl.worker.protocol.orders import FormGroup, Ping, Release, Stop, order_from_line, order_to_line
-from csdctl.worker.protocol.probe import ProbeRequest, ProbeResult, ProbeSpec, request_from_json
+from csdctl.worker.protocol.probe import (
+    ProbeRequest,
+    ProbeResult,
+    ProbeSpec,
+    request_from_line,
+    request_to_line,
+)
 from csdctl.worker.protocol.recipe import Recipe
 from csdctl.worker.protocol.run_spec import RunSpec, Runtime
 from csdctl.worker.protocol.sandbox import SandboxPolicy
@@ -136,7 +142,7 @@ def _orders(content: bytes, directory: Path) -> None:
         if '"order"' in line:
             order_to_line(order_from_line(line))
         else:
-            request_from_json(line)
+            request_to_line(request_from_line(line))
 
 
 def _receiver_answers(content: bytes, directory: Path) -> None:
@@ -255,8 +261,8 @@ TARGETS = (
         (ProtocolError,),
         lambda: [
             *(order_to_line(order).encode() for order in (FormGroup(1, (0, 1)), Ping(7), Stop(), Release())),
-            to_json(ProbeRequest(8)).encode(),
-            b'{"spec": "spec.json", "rank": 1}',
+            request_to_line(ProbeRequest(8)).encode(),
+            b'{"request": "AttachRequest", "spec": "spec.json", "rank": 1}',
         ],
     ),
     Target(

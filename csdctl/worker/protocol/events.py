@@ -23,9 +23,10 @@ from csdctl.worker.protocol.json_codec import (
     RankNumber,
     Seconds,
     ShortText,
-    from_dict,
+    from_tagged,
     parse_json,
     shorten,
+    to_tagged,
     without_surrogates,
 )
 from csdctl.worker.protocol.orders import CollectiveName
@@ -399,7 +400,7 @@ EVENTS: dict[str, type[Event]] = {
 
 def event_document(event: Event) -> dict[str, Any]:
     """Return an event as `event` (its type) and its fields by name."""
-    return {"event": type(event).__name__, **dataclasses.asdict(event)}
+    return to_tagged("event", event)
 
 
 def event_to_line(event: Event) -> str:
@@ -415,10 +416,7 @@ def event_from_line(line: str) -> Event | None:
     content = parse_json(text)
     if "\\u" in text:
         content = without_surrogates(content)
-    name = content.pop("event", None) if isinstance(content, dict) else None
-    if not isinstance(name, str) or name not in EVENTS:
-        raise ProtocolError(f"expected an event, received {shorten(text)}")
-    event: Event = from_dict(EVENTS[name], content)
+    event = from_tagged("event", EVENTS, content)
     if isinstance(event, Failed):
         event = dataclasses.replace(event, message=_cut(event.message), remedy=_cut(event.remedy))
     return event

@@ -13,7 +13,7 @@ import re
 import reprlib
 import types
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, TypeVar
@@ -173,6 +173,22 @@ def from_json(message_type: type[MessageT], text: str) -> MessageT:
         )
     result: MessageT = from_dict(message_type, content)
     return result
+
+
+def to_tagged(tag: str, message: Any) -> dict[str, Any]:
+    """Return a dataclass as `tag`, which is its type, and its fields by name."""
+    return {tag: type(message).__name__, **dataclasses.asdict(message)}
+
+
+def from_tagged(tag: str, known: Mapping[str, type[MessageT]], content: Any) -> MessageT:
+    """Return the dataclass of one of the `known` types from parsed JSON; raises ProtocolError."""
+    name = content.get(tag) if isinstance(content, dict) else None
+    if not isinstance(name, str) or name not in known:
+        article = "an" if tag[0] in "aeiou" else "a"
+        raise ProtocolError(f"expected {article} {tag}, received {shorten(content)}")
+    fields = {key: value for key, value in content.items() if key != tag}
+    message: MessageT = from_dict(known[name], fields)
+    return message
 
 
 def from_dict(message_type: Any, content: Any) -> Any:

@@ -1,5 +1,6 @@
 """Measurements of a model on one machine: probe sessions, and the times of parts."""
 
+import json
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -12,7 +13,9 @@ from csdctl.worker.protocol.json_codec import (
     NumSteps,
     RankNumber,
     Seconds,
-    from_json,
+    from_tagged,
+    parse_json,
+    to_tagged,
 )
 from csdctl.worker.protocol.recipe import Noise, Recipe
 from csdctl.worker.protocol.run_spec import Prefix, Runtime, UserCode
@@ -131,8 +134,15 @@ READY = "ready"
 """The line that a probe session prints when it waits for requests."""
 
 
-def request_from_json(text: str) -> ProbeRequest | AttachRequest:
+Request = ProbeRequest | AttachRequest
+REQUESTS: dict[str, type[Request]] = {"ProbeRequest": ProbeRequest, "AttachRequest": AttachRequest}
+
+
+def request_to_line(request: Request) -> str:
+    """Return a request as the line that a probe session reads."""
+    return json.dumps(to_tagged("request", request), separators=(",", ":"))
+
+
+def request_from_line(line: str) -> Request:
     """Return the request in a line of a probe session's input; raises ProtocolError."""
-    if '"spec":' in text:
-        return from_json(AttachRequest, text)
-    return from_json(ProbeRequest, text)
+    return from_tagged("request", REQUESTS, parse_json(line))

@@ -27,7 +27,7 @@ from csdctl.worker.protocol.probe import (
     ProbeRequest,
     ProbeResult,
     ProbeSpec,
-    request_from_json,
+    request_from_line,
 )
 from csdctl.worker.protocol.run_spec import RunSpec
 from csdctl.worker.tasks.session import RankSession
@@ -44,7 +44,7 @@ def serve_probes(spec: ProbeSpec, tf: Any, keras: Any) -> None:
     step.apply(step.local(*example, private_copies=_copies(step, spec, 1)))
     _print_ready()
     for line in sys.stdin:
-        request = request_from_json(line)
+        request = request_from_line(line)
         if isinstance(request, AttachRequest):
             _take_part(request, step)
             _print_ready()
