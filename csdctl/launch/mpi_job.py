@@ -21,9 +21,9 @@ from typing import IO, Protocol
 from csdctl.errors import InputError
 from csdctl.launch.diagnosis import is_noise
 from csdctl.runs.capped_log import CappedLog
-from csdctl.worker.protocol.event_rules import FROM_MPI, check_event, check_sender
 from csdctl.worker.protocol.events import (
     EVENT_PREFIX,
+    FROM_MPI,
     Event,
     Exited,
     Failed,
@@ -31,6 +31,8 @@ from csdctl.worker.protocol.events import (
     Misbehaved,
     Ready,
     Traffic,
+    check_event,
+    check_sender,
     event_from_line,
 )
 from csdctl.worker.protocol.json_codec import ProtocolError

@@ -17,8 +17,7 @@ from typing import Annotated, TextIO
 
 from csdctl.errors import InputError
 from csdctl.runs.directory import ProjectDirectory, RunDirectory
-from csdctl.worker.protocol.bounds import Between, Count, Seconds, ShortText
-from csdctl.worker.protocol.json_codec import ProtocolError, from_json
+from csdctl.worker.protocol.json_codec import Between, Count, ProtocolError, Seconds, ShortText, from_json
 
 MAX_LINE_CHARS = 1 << 16
 MEASURED, STATED = "measured", "stated"

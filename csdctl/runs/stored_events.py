@@ -11,8 +11,7 @@ from typing import Any, BinaryIO
 from pydantic_core import from_json
 
 from csdctl.errors import InputError
-from csdctl.worker.protocol.event_rules import check_event
-from csdctl.worker.protocol.events import Event, Progress, event_from_document
+from csdctl.worker.protocol.events import Event, Progress, check_event, event_from_document
 from csdctl.worker.protocol.json_codec import ProtocolError, parse_json, without_surrogates
 
 MAX_LINE_BYTES = 4 << 20

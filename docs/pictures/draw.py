@@ -21,7 +21,7 @@ Graph = dict[str, set[str]]
 
 
 def room_of(module: str) -> str:
-    """Return a module's room: `csdctl.fleet.model` → fleet, `csdctl.worker.data.digest` → worker.data."""
+    """Return a module's room: `csdctl.fleet.model` → fleet, `csdctl.worker.data.arrays` → worker.data."""
     parts = module.split(".")[1:]
     return ".".join(parts[:2]) if parts[:1] == ["worker"] and len(parts) > 1 else (parts[0] if parts else "")
 
@@ -128,9 +128,9 @@ STEP = (
     ("tasks/train.py:Train._exchange_reassigned", RANK, "samples that the host reads for others"),
     ("data/prepared.py:EpochReader.read", RANK, "samples of this rank's share"),
     ("compute/step.py:Step.local", RANK, "gradients, statistics, loss and n in one vector"),
-    ("group/link_communicator.py:LinkCommunicator.sum", RANK, "shared memory, then the link"),
+    ("group/communicator.py:LinkCommunicator.sum", RANK, "shared memory, then the link"),
     ("group/link.py:serve_link", LINK, "the process in MPI, started by mpirun"),
-    ("group/star.py:Star.sum", LINK, "over TCP to rank 0 and back, or another collective"),
+    ("group/collective.py:Star.sum", LINK, "over TCP to rank 0 and back, or another collective"),
     ("compute/step.py:RankStep.apply", RANK, "divided by n, one optimizer step"),
     ("tasks/checkpointer.py:Checkpointer.after_step", RANK, "state that survives the process"),
     ("tasks/balancer.py:Balancer.propose", RANK, "batch sizes, from every rank's compute seconds"),

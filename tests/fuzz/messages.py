@@ -18,10 +18,17 @@ from csdctl.shipping.worker_calls import worker_error
 from csdctl.supervision.event_validator import EventValidator
 from csdctl.transport.answer import Answer
 from csdctl.transport.session import Completed
-from csdctl.worker.group.channel import PeerFaultError
-from csdctl.worker.group.tails import ExpectedTails
 from csdctl.worker.group.traffic import as_counters
-from csdctl.worker.group.values import as_count, as_hash, as_none, decode_value, decode_values, encode_value
+from csdctl.worker.group.values import (
+    ExpectedTails,
+    PeerFaultError,
+    as_count,
+    as_hash,
+    as_none,
+    decode_value,
+    decode_values,
+    encode_value,
+)
 from csdctl.worker.protocol.datasets import DatasetInfo
 from csdctl.worker.protocol.events import (
     EVENTS,
@@ -40,12 +47,18 @@ from csdctl.worker.protocol.events import (
 )
 from csdctl.worker.protocol.json_codec import WORKER_ERROR_PREFIX, ProtocolError, from_json, to_json
 from csdctl.worker.protocol.orders import FormGroup, Ping, Release, Stop, order_from_line, order_to_line
-from csdctl.worker.protocol.probe import ProbeRequest, ProbeResult, ProbeSpec, request_from_json
+from csdctl.worker.protocol.probe import (
+    ProbeRequest,
+    ProbeResult,
+    ProbeSpec,
+    request_from_line,
+    request_to_line,
+)
 from csdctl.worker.protocol.recipe import Recipe
 from csdctl.worker.protocol.run_spec import RunSpec, Runtime
 from csdctl.worker.protocol.sandbox import SandboxPolicy
-from csdctl.worker.tasks.decision import Decision, as_decision
-from csdctl.worker.tasks.position import CallbackState
+from csdctl.worker.tasks.callbacks import Decision, as_decision
+from csdctl.worker.tasks.progress import CallbackState
 from csdctl.workflows.data.info_answer import check_info
 from tests.fuzz.documents import NODES, run_spec
 from tests.fuzz.target import Form, Target
@@ -128,7 +141,7 @@ def _orders(content: bytes, directory: Path) -> None:
         if '"order"' in line:
             order_to_line(order_from_line(line))
         else:
-            request_from_json(line)
+            request_to_line(request_from_line(line))
 
 
 def _receiver_answers(content: bytes, directory: Path) -> None:
@@ -247,8 +260,8 @@ TARGETS = (
         (ProtocolError,),
         lambda: [
             *(order_to_line(order).encode() for order in (FormGroup(1, (0, 1)), Ping(7), Stop(), Release())),
-            to_json(ProbeRequest(8)).encode(),
-            b'{"spec": "spec.json", "rank": 1}',
+            request_to_line(ProbeRequest(8)).encode(),
+            b'{"request": "AttachRequest", "spec": "spec.json", "rank": 1}',
         ],
     ),
     Target(

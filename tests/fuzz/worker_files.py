@@ -18,7 +18,7 @@ import numpy as np
 
 from csdctl.worker.compute.model import load_weights
 from csdctl.worker.data.arrays import is_numeric, map_array
-from csdctl.worker.data.digest import compute_digest
+from csdctl.worker.data.element_spec import compute_digest
 from csdctl.worker.data.schedule import OwnSamples, Segment, Span, begin_epoch
 from csdctl.worker.ingest.partial_dataset import PartialDataset
 from csdctl.worker.ingest.prepare import _find_prepared
@@ -29,7 +29,8 @@ from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.process.files import DAMAGED_ARCHIVE
 from csdctl.worker.protocol.datasets import DatasetInfo, PrepareSpec
 from csdctl.worker.protocol.json_codec import to_json
-from csdctl.worker.tasks.position import (
+from csdctl.worker.tasks.checkpointer import Checkpoints, StepFile
+from csdctl.worker.tasks.progress import (
     _HEAD,
     CallbackState,
     EpochTotals,
@@ -38,7 +39,6 @@ from csdctl.worker.tasks.position import (
     pack,
     unpack,
 )
-from csdctl.worker.tasks.state_files import Checkpoints, StepFile
 from tests.fuzz.target import Form, Target
 
 FINGERPRINT = "f" * 32

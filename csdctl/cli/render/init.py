@@ -6,7 +6,7 @@ from typing import Any
 
 from csdctl.cli.options import DEFAULT_FLEET, DEFAULT_JOB
 from csdctl.cli.streams import Streams
-from csdctl.worker.protocol.looks import DataLook
+from csdctl.worker.protocol.datasets import DataLook
 from csdctl.workflows.data.init import Written
 from csdctl.workflows.data.init_text import describe_data, describe_model
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from csdctl.worker.compute.step import Step, Sums, add_sums
 from csdctl.worker.data.prepared import PreparedSamples
-from csdctl.worker.process.events import emit
+from csdctl.worker.process.output import emit
 from csdctl.worker.protocol.events import Evaluating
 from csdctl.worker.protocol.run_spec import RankSpec
 

@@ -19,9 +19,14 @@ from typing import Any
 import numpy as np
 
 from csdctl.worker.compute.augment import Augmentation
-from csdctl.worker.compute.features import feature_pass
-from csdctl.worker.compute.forward import BATCH_SIZE, ForwardPass, to_results
-from csdctl.worker.compute.lite import LITE_BATCH_SIZE, PACKAGE
+from csdctl.worker.compute.forward import (
+    BATCH_SIZE,
+    LITE_BATCH_SIZE,
+    PACKAGE,
+    ForwardPass,
+    feature_pass,
+    to_results,
+)
 from csdctl.worker.compute.user_code import import_packed
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.data.element_spec import dtype_from_text

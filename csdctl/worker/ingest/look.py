@@ -28,8 +28,16 @@ from csdctl.worker.ingest.sources.source import (
 from csdctl.worker.ingest.sources.table import is_table
 from csdctl.worker.ingest.sources.tfrecord import RecordFiles
 from csdctl.worker.process.errors import WorkerError
-from csdctl.worker.protocol.datasets import PrepareProgress, PrepareSpec, RecordSchema, TableSchema
-from csdctl.worker.protocol.looks import DataLook, FoundData, LookSpec, PictureSizes
+from csdctl.worker.protocol.datasets import (
+    DataLook,
+    FoundData,
+    LookSpec,
+    PictureSizes,
+    PrepareProgress,
+    PrepareSpec,
+    RecordSchema,
+    TableSchema,
+)
 
 MAX_PICTURES = 512
 MAX_BYTES = 64 << 20

@@ -33,10 +33,8 @@ from csdctl.worker.data.file_hash import hash_file, open_regular
 from csdctl.worker.ingest.sources.source import DEFAULT_LIMITS, Block, IngestLimits, Tree
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.process.files import replace_text, save_atomically, sync_directory, sync_file
-from csdctl.worker.protocol.bounds import Count, Shape
-from csdctl.worker.protocol.datasets import DatasetInfo
-from csdctl.worker.protocol.fields import LABEL
-from csdctl.worker.protocol.json_codec import from_json, to_json
+from csdctl.worker.protocol.datasets import LABEL, DatasetInfo
+from csdctl.worker.protocol.json_codec import Count, Shape, from_json, to_json
 
 PRIVATE_DIRECTORY, PRIVATE_FILE = 0o700, 0o600
 _GROUP_READS, _OTHERS_READ = 0o040, 0o004

@@ -43,8 +43,7 @@ from csdctl.worker.ingest.sources.source import (
 from csdctl.worker.ingest.sources.structure import conform
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.process.files import save_atomically
-from csdctl.worker.protocol.datasets import DatasetInfo, PrepareProgress, PrepareSpec, parts_of
-from csdctl.worker.protocol.fields import LABEL
+from csdctl.worker.protocol.datasets import LABEL, DatasetInfo, PrepareProgress, PrepareSpec, parts_of
 from csdctl.worker.protocol.json_codec import from_json, to_json
 
 _LABELS_AT_ONCE = 1 << 20

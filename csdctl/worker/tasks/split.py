@@ -13,15 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from csdctl.worker.compute.split import PrefixStep, micro_batch_sizes
-from csdctl.worker.compute.split_step import SplitStep
+from csdctl.worker.compute.split import PrefixStep, SplitStep, micro_batch_sizes
 from csdctl.worker.compute.step import Step
 from csdctl.worker.data.arrays import Array
-from csdctl.worker.group.channel import PeerFaultError
 from csdctl.worker.group.communicator import Communicator
+from csdctl.worker.group.values import PeerFaultError
 from csdctl.worker.process.errors import describe
 from csdctl.worker.protocol.events import ACTIVATIONS
-from csdctl.worker.tasks.model_task import ModelTask
+from csdctl.worker.tasks.task import ModelTask
 from csdctl.worker.tasks.train import Train
 
 Bytes = bytearray | bytes

@@ -14,7 +14,7 @@ from csdctl.launch.mpi_command import find_mpirun
 from csdctl.tuning.plan import Plan
 from csdctl.worker.protocol.events import Event, Verified
 from csdctl.worker.protocol.features import Recomputed
-from csdctl.worker.protocol.tasks import VERIFY, TaskSpec
+from csdctl.worker.protocol.run_spec import VERIFY, TaskSpec
 from csdctl.workflows.data.deploy import cut_shards
 from csdctl.workflows.data.prepare import PreparationObserver, Prepared, prepare_in
 from csdctl.workflows.train.options import (

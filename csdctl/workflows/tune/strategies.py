@@ -38,7 +38,7 @@ from csdctl.tuning.strategies import (
     split_step_s,
 )
 from csdctl.worker.protocol.model_info import CutInfo
-from csdctl.worker.protocol.parts import PartsSpec, PartTimes
+from csdctl.worker.protocol.probe import PartsSpec, PartTimes
 from csdctl.worker.protocol.run_spec import Prefix, SplitSpec
 from csdctl.workflows.data.prepare import Prepared
 from csdctl.workflows.train.options import AUTO

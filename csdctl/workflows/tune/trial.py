@@ -20,8 +20,15 @@ from csdctl.supervision.rank_process import AttachRank
 from csdctl.tuning.observations import TrialResult
 from csdctl.tuning.plan import RankPlan
 from csdctl.worker.protocol.events import EpochEnd, Event, Finished, Joined, Progress
-from csdctl.worker.protocol.run_spec import RankSpec, RunSpec, SplitSpec
-from csdctl.worker.protocol.tasks import ELEMENT_SPEC, TRIAL, TRIAL_SPLIT, TaskSpec
+from csdctl.worker.protocol.run_spec import (
+    ELEMENT_SPEC,
+    TRIAL,
+    TRIAL_SPLIT,
+    RankSpec,
+    RunSpec,
+    SplitSpec,
+    TaskSpec,
+)
 from csdctl.workflows.data.prepare import Prepared
 from csdctl.workflows.train.options import TrainOptions
 from csdctl.workflows.train.run import RunInputs, run_ranks

@@ -26,7 +26,7 @@ from csdctl.workflows.data.prepare import prepare_job
 from csdctl.workflows.tune.trial import run_trial
 from csdctl.workflows.workspace.workspace import open_workspace
 
-SYNTHETIC = "csdctl/worker/data/synthetic.py"
+SYNTHETIC = "csdctl/worker/data/prepared.py"
 VISITING = """
 
 import time

@@ -38,9 +38,9 @@ from csdctl.transport.many import Outcome
 from csdctl.transport.meter import TrafficClass
 from csdctl.tuning.measurements import ModelProperties, RuntimeSettings, TrialMeasurement, TrialRank
 from csdctl.tuning.plan import Plan, RankPlan, StrategyPlan
-from csdctl.worker.protocol.compared import Compared
 from csdctl.worker.protocol.datasets import PrepareProgress
 from csdctl.worker.protocol.events import (
+    Compared,
     Joined,
     NodeBack,
     NodeLost,

@@ -13,8 +13,7 @@ from csdctl.cli.render.report import render_report, report_document
 from csdctl.cli.streams import format_json
 from csdctl.reporting.privacy import plan_privacy
 from csdctl.reporting.summary import summarize
-from csdctl.worker.protocol.event_rules import check_event
-from csdctl.worker.protocol.events import Event, event_from_line, event_to_line
+from csdctl.worker.protocol.events import Event, check_event, event_from_line, event_to_line
 from csdctl.worker.protocol.json_codec import ProtocolError
 from csdctl.worker.protocol.recipe import Noise, Recipe
 from csdctl.worker.protocol.run_spec import RankSpec, RunSpec, Runtime

@@ -18,8 +18,7 @@ from csdctl.worker.data.arrays import Array, as_labels, as_samples, is_numeric, 
 from csdctl.worker.ingest.sources.source import Block, IngestLimits
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.process.files import DAMAGED_ARCHIVE, BoundedFile
-from csdctl.worker.protocol.datasets import PrepareSpec
-from csdctl.worker.protocol.fields import LABEL, SAMPLE_WEIGHT
+from csdctl.worker.protocol.datasets import LABEL, SAMPLE_WEIGHT, PrepareSpec
 
 _PIECE_BYTES = 64 << 20
 """More than a block of rows has, unless a single row is larger."""

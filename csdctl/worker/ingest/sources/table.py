@@ -12,8 +12,7 @@ from csdctl.worker.ingest.sources.arrays import empty_data_error
 from csdctl.worker.ingest.sources.source import Block, DataFile, IngestLimits, Tree
 from csdctl.worker.ingest.sources.structure import to_records
 from csdctl.worker.process.errors import WorkerError
-from csdctl.worker.protocol.datasets import PrepareSpec, TableSchema
-from csdctl.worker.protocol.fields import LABEL, SAMPLE_WEIGHT
+from csdctl.worker.protocol.datasets import LABEL, SAMPLE_WEIGHT, PrepareSpec, TableSchema
 
 _MAX_LISTED = 5
 

@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from csdctl.worker.protocol.compared import Compared
 from csdctl.worker.protocol.datasets import DatasetInfo
 from csdctl.worker.protocol.events import (
     EVENT_PREFIX,
     EVENTS,
     CheckpointSaved,
     CollectiveTimed,
+    Compared,
     EpochEnd,
     Evaluating,
     Event,
@@ -49,7 +49,15 @@ from csdctl.worker.protocol.orders import (
     order_from_line,
     order_to_line,
 )
-from csdctl.worker.protocol.probe import ProbeRequest, ProbeResult, ProbeSpec
+from csdctl.worker.protocol.probe import (
+    AttachRequest,
+    ProbeRequest,
+    ProbeResult,
+    ProbeSpec,
+    Request,
+    request_from_line,
+    request_to_line,
+)
 from csdctl.worker.protocol.recipe import EarlyStopping, Noise, Recipe, ReduceOnPlateau
 from csdctl.worker.protocol.run_spec import DatasetSlice, RankSpec, RunSpec, Runtime
 
@@ -238,3 +246,16 @@ def test_model_described_by_an_older_csdctl_is_read() -> None:
     described = json.loads(to_json(ModelInfo("m", (4,), (3,), 7, 5, "softmax", num_operations=9)))
     del described["num_operations"]
     assert from_json(ModelInfo, json.dumps(described)).num_operations == 0
+
+
+@pytest.mark.parametrize("request_", [ProbeRequest(32), AttachRequest('a"spec":.json', 1)])
+def test_requests_of_a_probe_session_are_read_as_they_were_written(request_: Request) -> None:
+    assert request_from_line(request_to_line(request_)) == request_
+
+
+@pytest.mark.parametrize(
+    "line", ['{"batch_size":8}', '{"request":"Stop"}', '{"request":["ProbeRequest"]}', "[]"]
+)
+def test_request_without_a_known_type_is_refused(line: str) -> None:
+    with pytest.raises(ProtocolError, match="expected a request"):
+        request_from_line(line)

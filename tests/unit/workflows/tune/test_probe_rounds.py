@@ -80,7 +80,11 @@ def test_trial_takes_the_sessions_that_measured(fleet: Fleet) -> None:
     fleet.probe()
     attach = fleet.rounds.prepare_trial({"host": USUAL, "csd0": USUAL})
     assert attach["csd0"]("spec.json", 1) is fleet.of_node()[0]
-    assert json.loads(fleet.of_node()[0].sent[-1]) == {"spec": "spec.json", "rank": 1}
+    assert json.loads(fleet.of_node()[0].sent[-1]) == {
+        "request": "AttachRequest",
+        "spec": "spec.json",
+        "rank": 1,
+    }
     assert len(fleet.of_node()) == 1
 
 

@@ -1,12 +1,40 @@
-"""The temperature of this machine, where the kernel tells it: hwmon's sensors of CPUs, else thermal zones.
+"""Memory of this process, and the temperature of this machine.
 
-An emulated node has none of its own.
+The temperature is that of hwmon's sensors of CPUs, else of thermal zones; an emulated node has none.
 """
 
+import mmap
 import os
+import resource
 import time
 from collections.abc import Sequence
 from pathlib import Path
+
+
+def peak_memory_bytes() -> int:
+    """Return the peak resident set size of this process."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def resident_bytes() -> int:
+    """Return the resident set size of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+def data_bytes() -> int:
+    """Return the size of this process's own writable memory: what `limit_data` counts."""
+    return int(Path("/proc/self/statm").read_text().split()[5]) * mmap.PAGESIZE
+
+
+def limit_data(num_bytes: int) -> None:
+    """Let allocations fail that would take this process's own writable memory above `num_bytes`.
+
+    A lower limit of the machine stays.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    wanted = num_bytes if hard == resource.RLIM_INFINITY else min(num_bytes, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (wanted, hard))
+
 
 SYS = Path("/sys/class")
 INTERVAL_S = 10.0

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from csdctl.emulation.processes import FLEET_VARIABLE
-from csdctl.worker.process.heat import EMULATED, Thermometer, find_sensors
+from csdctl.worker.process.machine import EMULATED, Thermometer, find_sensors
 
 
 def write(path: Path, text: str) -> None:
