@@ -313,10 +313,12 @@ class TestWithoutAnything:
             basis_of(measured)
         assert "csdctl discover" in raised.value.remedy
 
-    def test_damaged_measurements_are_reported(self, at: MeasuredProject) -> None:
+    def test_damaged_measurements_are_set_aside(self, at: MeasuredProject) -> None:
         at.project.measurements.write_text("no database at all, but long enough to look like one")
-        with pytest.raises(InputError, match="is not a readable measurements file"):
-            basis_of(at)
+        messages: list[str] = []
+        with pytest.raises(InputError, match="was measured"):
+            tuned_basis(at.job, at.project, at.fleet, messages.append)
+        assert "kept as measurements.sqlite.bak" in messages[0]
 
     def test_measurements_without_a_fleet_file_are_not_used(self, measured: MeasuredProject) -> None:
         with pytest.raises(InputError, match="there is no fleet file"):
