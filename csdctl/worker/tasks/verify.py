@@ -168,7 +168,6 @@ class Verify(ModelTask):
 
     is_resumable = False
     _weights_hash = ""
-    _limits: Ranges
 
     def example(self, count: int) -> tuple[Array, Array]:
         """Return at most `count` samples; of the head of a model, features."""
@@ -178,17 +177,11 @@ class Verify(ModelTask):
     def run(self, group: Group) -> TaskOutcome:
         """Take the step; raises WorkerError when ranks are missing, or hold different weights after it."""
         self._check_complete(group)
-        communicator, step = group.communicator, self.step
+        communicator = group.communicator
         self._sizes = verified_sizes([rank.batch_size for rank in self.spec.ranks])
         self._ranges = communicator.allgather(self._find_ranges() if self.is_root else {}, as_ranges)[0]
         self._start = Snapshot(self.whole_model.variables)
-        own = np.zeros_like(communicator.local)
-        own[self.layout.step] = vector = self._compute()
-        after = Snapshot(step.model.variables)
-        total = np.array(communicator.sum(own)[self.layout.step])
-        verified = self._compare(communicator, vector, total)
-        after.restore()
-        step.apply(total)
+        verified = self._take_step(communicator)
         self._check_weights(communicator)
         if verified:
             emit(replace(verified, weights_hash=self._weights_hash))
@@ -204,6 +197,17 @@ class Verify(ModelTask):
                 f"verification needs all ranks of the plan, and {', '.join(missing)} is lost",
                 remedy="examine it with `csdctl doctor`, or leave it out with --exclude",
             )
+
+    def _take_step(self, communicator: Communicator) -> Verified | None:
+        """Take the step; return what is found on rank 0, without the hash of the weights."""
+        own = np.zeros_like(communicator.local)
+        own[self.layout.step] = vector = self._compute()
+        after = Snapshot(self.step.model.variables)
+        total = np.array(communicator.sum(own)[self.layout.step])
+        verified = self._compare(communicator, vector, total)
+        after.restore()
+        self.step.apply(total)
+        return verified
 
     def _find_ranges(self) -> Ranges:
         """Return the ranges of the samples, by those of this rank."""
@@ -248,6 +252,13 @@ class Verify(ModelTask):
             )
         if reference is None:
             return None
+        return self._describe(exact, total, reference, (dtype, compared_in), communicator.collective)
+
+    def _describe(
+        self, exact: ExactSum, total: Array, reference: Reference, types: tuple[str, str], collective: str
+    ) -> Verified:
+        """Return the result; `types`: the one that the model computes in, and that of the comparison."""
+        dtype, compared_in = types
         return Verified(
             *(self.me.rank, self.me.node, sum(self._sizes), tuple(self._sizes), dtype),
             exact.difference(total),
@@ -257,8 +268,8 @@ class Verify(ModelTask):
             reference.by_parts,
             reference.one_batch,
             reference.not_one_batch,
-            self._weights_hash,
-            communicator.collective,
+            "",
+            collective,
         )
 
     def _try_to_compute(self, otherwise: Array) -> tuple[Array, str]:
@@ -320,19 +331,15 @@ class VerifySplit(SplitParts, Verify):
     then all at once.
     """
 
-    def run(self, group: Group) -> TaskOutcome:
-        """Take the step; raises WorkerError when ranks are missing, or hold different weights after it."""
-        self._check_complete(group)
-        communicator, split = group.communicator, self._split
-        self._sizes = verified_sizes([rank.batch_size for rank in self.spec.ranks])
-        self._ranges = communicator.allgather(self._find_ranges() if self.is_root else {}, as_ranges)[0]
-        self._start = Snapshot(self.whole_model.variables)
+    def _take_step(self, communicator: Communicator) -> Verified | None:
+        split = self._split
         reference = self._make_reference() if self.is_root else None
-        exact = ExactSum(split.layout.statistics.stop)
+        gradients = slice(split.layout.statistics.stop)
+        exact = ExactSum(gradients.stop)
         for number in range(len(self._sizes)):
             counts = [size if rank == number else 0 for rank, size in enumerate(self._sizes)]
             total = self._sum_of(communicator, counts)
-            exact.add(total[: split.layout.statistics.stop])
+            exact.add(total[gradients])
             if reference and isinstance(split, SplitStep):
                 reference.compare(split.vector(total).astype(np.float64))
         total = self._sum_of(communicator, self._sizes)
@@ -340,13 +347,11 @@ class VerifySplit(SplitParts, Verify):
         if reference and isinstance(split, SplitStep):
             reference.take_sum(split.vector(total).astype(np.float64))
             reference.compare_one_batch()
-            verified = self._describe(exact, reference, total, communicator.collective)
+            types = (compute_type(self.step.model),) * 2
+            verified = self._describe(exact, total[gradients], reference, types, communicator.collective)
         self._start.restore()
         split.apply(total)
-        self._check_weights(communicator)
-        if verified:
-            emit(replace(verified, weights_hash=self._weights_hash))
-        return TaskOutcome(is_finished=True, reason=VERIFIED)
+        return verified
 
     def _sum_of(self, communicator: Communicator, counts: list[int]) -> Array:
         """Return the summed vector of a step from the beginning, in which the ranks have `counts` samples."""
@@ -368,18 +373,3 @@ class VerifySplit(SplitParts, Verify):
         ]
         # The vectors of a split step have every rank's own weight; those of the whole model rank 0's.
         return Reference(self.step, self.spec.recipe.seed, ranks, self._sizes, self._draw, self.me.weight)
-
-    def _describe(self, exact: ExactSum, reference: Reference, total: Array, collective: str) -> Verified:
-        dtype = compute_type(self.step.model)
-        return Verified(
-            *(self.me.rank, self.me.node, sum(self._sizes), tuple(self._sizes), dtype),
-            exact.difference(total[: self._split.layout.statistics.stop]),
-            exact.rounding,
-            dtype,
-            tuple(reference.of_ranks),
-            reference.by_parts,
-            reference.one_batch,
-            reference.not_one_batch,
-            "",
-            collective,
-        )
