@@ -44,7 +44,7 @@ from csdctl.transport.known_hosts import KnownHosts
 from csdctl.transport.meter import Meter
 from csdctl.transport.process import Deadline
 from csdctl.transport.session import bounded
-from csdctl.transport.strict_transport import LOST, StrictTransport
+from csdctl.transport.strict_transport import LOST, MAX_PACKET_BYTES, StrictTransport
 
 MIN_RSA_BITS = 1024
 """Of host keys; the default of OpenSSH's RequiredRSASize."""
@@ -209,7 +209,7 @@ def watch_peer(transport: paramiko.Transport, keepalive: Keepalive) -> None:
             # In a thread of its own: close() joins the thread that calls this function.
             threading.Thread(target=transport.close, daemon=True).start()
 
-    # Transport.set_keepalive sends requests but never checks for replies; hence paramiko's internal hook.
+    # Transport.set_keepalive sends requests but never checks for replies.
     transport.packetizer.set_keepalive(keepalive.interval_s, when_idle)
 
 
@@ -287,6 +287,7 @@ def open_transport(
             keys = load_keys(node) if keys is None else keys
             if _authenticate(node, transport, keys, deadline):
                 transport.packetizer.writes_end_s = math.inf
+                transport.packetizer.max_packet_bytes = MAX_PACKET_BYTES
                 if node.jump:
                     watch_peer(transport, keepalive)
                 return transport
