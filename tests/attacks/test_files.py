@@ -113,7 +113,7 @@ class TestSharedDirectories:
         """Names there come from mkdtemp or mktemp. What else mentions such a directory is listed here."""
         known = {
             "standalone/leftovers.py": "finds what csdctl left there, and removes only its own",
-            "runs/step_file.py": "the step file, in a directory of its user alone",
+            "runs/private.py": "the step file, in a directory of its user alone",
             "emulation/cleanup.py": "finds the directories of a fleet, and removes only its own",
             "emulation/fleet.py": "passes TMPDIR on to the servers",
             "facts/machine.py": "mktemp -d in TMPDIR",

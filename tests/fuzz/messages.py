@@ -63,7 +63,7 @@ from csdctl.workflows.data.info_answer import check_info
 from tests.fuzz.documents import NODES, run_spec
 from tests.fuzz.target import Form, Target
 
-CAPTURES = Path(__file__).parents[1] / "unit" / "probes" / "captures"
+CAPTURES = Path(__file__).parents[1] / "unit" / "facts" / "captures"
 CONDITION = """\
 csdctl-fact:hostname
 csd0
