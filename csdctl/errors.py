@@ -2,8 +2,7 @@
 
 CsdctlError                 1  something failed
 ├── InputError              2  a file or an option of the user cannot be used
-│   ├── TuningError         2  no plan is possible (tuning/stannis.py)
-│   └── DamagedMeasurementsError 2  the measurements file cannot be read
+│   └── TuningError         2  no plan is possible (tuning/stannis.py)
 ├── PartialError            3  succeeded on some nodes only
 ├── NodeError               1  an operation failed on one node
 │   ├── UnreachableError    4  no connection: closed port, no response, network
@@ -56,10 +55,6 @@ class InputError(CsdctlError):
     """A file or an option of the user cannot be used."""
 
     exit_code = ExitCode.BAD_INPUT
-
-
-class DamagedMeasurementsError(InputError):
-    """The measurements file is damaged or has another format."""
 
 
 class PartialError(CsdctlError):

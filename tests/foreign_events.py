@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 from hypothesis import strategies as st
 
-from csdctl.worker.protocol.bounds import AnyNumber, Between, MaxLength, OneOf
 from csdctl.worker.protocol.events import EVENTS, Event
+from csdctl.worker.protocol.json_codec import AnyNumber, Between, MaxLength, OneOf
 
 
 def events() -> st.SearchStrategy[Event]:

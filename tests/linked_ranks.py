@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from csdctl.launch.mpi_command import ALLOW_ROOT, COMMON_OPTIONS
-from csdctl.launch.process_session import kill_session
+from csdctl.launch.mpi_job import kill_session
 from tests.patience import scaled
 
 SIZE = 3
@@ -26,11 +26,11 @@ SAMPLES = 8
 RANK = """
 import json, sys
 import numpy as np
-from csdctl.worker.group.channel import LinkLostError, PeerFaultError
-from csdctl.worker.group.link_communicator import LinkCommunicator
-from csdctl.worker.group.listener import Listener
-from csdctl.worker.group.shared_vectors import SharedVectors
-from csdctl.worker.group.tails import ExpectedTails
+from csdctl.worker.group.values import LinkLostError, PeerFaultError
+from csdctl.worker.group.communicator import LinkCommunicator
+from csdctl.worker.group.channel import Listener
+from csdctl.worker.group.channel import SharedVectors
+from csdctl.worker.group.values import ExpectedTails
 def as_rank(value):
     if type(value["rank"]) is not int:
         raise ValueError("expected a rank")

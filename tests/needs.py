@@ -21,7 +21,7 @@ from typing import NoReturn
 
 import pytest
 
-from csdctl.emulation.cgroups import open_cgroup
+from csdctl.emulation.limits import open_cgroup
 
 REQUIRE_ALL = "CSDCTL_TESTS_REQUIRE_ALL"
 SYSTEM_PATH = "/usr/sbin:/sbin:/usr/local/sbin"

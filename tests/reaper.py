@@ -22,7 +22,7 @@ from csdctl.emulation.cleanup import remove_fleet
 from csdctl.emulation.processes import list_ancestors, list_descendants, start_time
 from csdctl.emulation.state import FleetPaths
 from csdctl.runs.directory import ProjectDirectory, RunDirectory
-from csdctl.runs.step_file import SHARED_MEMORY
+from csdctl.runs.private import SHARED_MEMORY
 from tests.session import KEPT, VARIABLE
 
 LOOK_S = 0.5

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import csdctl
 from csdctl.energy.sources import SCRIPTS, build_loop
-from csdctl.fleet.reading import load_fleet
+from csdctl.fleet.fleet_file import load_fleet
+from csdctl.transport.commands import build_program_command
 from csdctl.transport.local import LocalSession
 from csdctl.transport.many import open_sessions
 from csdctl.transport.session import Session
-from csdctl.transport.standalone import build_program_command
 from csdctl.worker.protocol.json_codec import to_json
 from csdctl.worker.protocol.sandbox import SandboxPolicy
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from csdctl.launch.machine_lock import describe_holder
 from csdctl.runs.directory import RunDirectory
 from csdctl.tuning.plan import Plan, RankPlan
-from csdctl.worker.protocol.events import Event, Joined, LinkLost, NodeLost, Progress, Ready, event_to_line
+from csdctl.worker.protocol.events import Event, Joined, LinkLost, NodeLost, Progress, Ready, event_document
 from csdctl.worker.protocol.json_codec import to_json
 from csdctl.worker.protocol.recipe import Recipe
 from csdctl.worker.protocol.run_spec import RankSpec, RunSpec, Runtime
@@ -62,7 +62,7 @@ def write_run(project: Path, num_ranks: int) -> RunDirectory:
     spec = RunSpec(RUN_ID, "a.json", "w.npz", Recipe(epochs=EPOCHS), specs, None, None, ".csdctl/runs")
     with run.events.open("w") as file:
         for time_s, event in make_events(num_ranks):
-            file.write(json.dumps({"time": time_s, "line": event_to_line(event)}) + "\n")
+            file.write(json.dumps({"time": time_s, **event_document(event)}) + "\n")
     run.process.write_text(json.dumps(describe_holder("train", project)))
     run.spec.write_text(to_json(spec))
     assert describe_holder("train", project)["pid"] == os.getpid()

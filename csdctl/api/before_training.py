@@ -2,10 +2,9 @@
 
 from csdctl.api.job import Job
 from csdctl.api.session import FleetOrPath, as_fleet, open_session
-from csdctl.cli.render.discovering import DiscoverView
-from csdctl.cli.render.fleet import render_fleet
-from csdctl.cli.render.preparing import PreparationScreen, PreparingView, render_prepared
-from csdctl.cli.render.tuning import TuningScreen, render_plan
+from csdctl.cli.render.fleet import DiscoverView, render_fleet
+from csdctl.cli.render.prepare import PreparationScreen, PreparingView, render_prepared
+from csdctl.cli.render.tune import TuningScreen, render_plan
 from csdctl.cli.render.verify import render_verified
 from csdctl.errors import RunError
 from csdctl.tuning.plan import Plan

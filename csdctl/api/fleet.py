@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from csdctl.fleet import model
-from csdctl.workflows.exec.run_task import check_fabric
 from csdctl.workflows.workspace.partial_failure import choose_fleet
 
 if TYPE_CHECKING:
@@ -33,13 +32,12 @@ class Fleet(model.Fleet):
     def connections(
         self, *, command_deadline_s: float | None = 600.0, connect_deadline_s: float = 10.0
     ) -> "FleetGroup":
-        """Return a Fabric ThreadingGroup of the nodes; use it as a context manager. Needs csdctl[fabric].
+        """Return a Fabric ThreadingGroup of the nodes; use it as a context manager.
 
         Connections open when they are first used, with the addresses, keys, jump hosts and accepted host keys
         of csdctl. A command is ended, with its processes, after `command_deadline_s` seconds unless
-        `run(…, timeout=…)` says otherwise; an output is kept up to 1 MiB. Raises InputError without Fabric.
+        `run(…, timeout=…)` says otherwise; an output is kept up to 1 MiB.
         """
-        check_fabric()
         from csdctl.transport.fabric_group import open_group
 
         return open_group(

@@ -12,7 +12,7 @@ import yaml
 from csdctl.documents import make_directory, save_text, write_atomically
 from csdctl.errors import InputError
 from csdctl.job import model as files
-from csdctl.worker.protocol.fields import INPUT, OUTPUT, name_of_position
+from csdctl.worker.protocol.datasets import INPUT, OUTPUT, name_of_position
 
 LOADER = '''"""Reads the arrays of a job that was made in Python."""
 

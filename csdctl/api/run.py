@@ -10,9 +10,9 @@ from csdctl.api.before_training import tune
 from csdctl.api.job import Job
 from csdctl.api.session import FleetOrPath, as_fleet, open_session
 from csdctl.api.trained_model import load_model
-from csdctl.cli.render.notebook import render_bundle
 from csdctl.cli.render.report import report_of
-from csdctl.cli.render.training import TrainingScreen
+from csdctl.cli.render.train import TrainingScreen
+from csdctl.cli.render.view import render_bundle
 from csdctl.reporting.summary import RunSummary, summarize_run
 from csdctl.runs.directory import ProjectDirectory, RunDirectory
 from csdctl.supervision.event_callbacks import Callback

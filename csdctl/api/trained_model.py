@@ -12,7 +12,7 @@ import numpy as np
 
 from csdctl.errors import InputError
 from csdctl.runs.directory import RunDirectory
-from csdctl.worker.protocol.fields import as_inputs
+from csdctl.worker.protocol.datasets import as_inputs
 from csdctl.worker.protocol.json_codec import ProtocolError, from_dict
 from csdctl.worker.protocol.model_info import BUILDER, BuildSpec
 

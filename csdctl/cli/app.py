@@ -1,25 +1,27 @@
 """The command tree, and the one place where an error becomes a message and an exit code."""
 
 import errno
+import functools
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import import_module
 from types import FrameType
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from csdctl import __version__
 from csdctl.cli.defaults import config_path, load_defaults
 from csdctl.cli.global_options import JSON, own_arguments, take_global_options
-from csdctl.cli.lazy import CommandTable, lazy_group
 from csdctl.cli.streams import Streams, protect_standard_streams
 from csdctl.errors import CsdctlError, ExitCode, InputError
 from csdctl.fleet.requirements import explain_import
 from csdctl.runs.private import STATE_DIRECTORY, check_private
 
-COMMANDS: CommandTable = {
+COMMANDS: Mapping[str, Mapping[str, str]] = {
     "The fleet": {
         "discover": "Find the machines of a fleet, and record their hardware and software.",
         "trust": "Show the nodes' SSH host keys, and accept all new ones at once.",
@@ -54,6 +56,59 @@ COMMANDS: CommandTable = {
         "demo": "Train on an emulated fleet, all commands: Fashion-MNIST, or transfer learning.",
     },
 }
+"""Heading → name of a command → the first line of its help."""
+
+
+NAMES = [name for section in COMMANDS.values() for name in section]
+
+
+class LazyCommands(Mapping[str, Any]):
+    """Commands by name; each is imported from csdctl.cli.commands when it is looked up, not when listed."""
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in NAMES:
+            raise KeyError(name)
+        return _build(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(NAMES)
+
+    def __len__(self) -> int:
+        return len(NAMES)
+
+
+class CommandGroup(TyperGroup):
+    """The commands of csdctl, listed under their headings as plain text.
+
+    typer's own panels load Markdown and syntax highlighting, which takes several times as long as all else.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.commands: Any = LazyCommands()
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Return the names of all commands."""
+        return NAMES
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the list of commands of `csdctl --help`."""
+        for heading, section in COMMANDS.items():
+            with formatter.section(heading):
+                formatter.write_dl(list(section.items()))
+
+
+@functools.cache
+def _build(name: str) -> Any:
+    module = import_module(f"csdctl.cli.commands.{name}")
+    app = getattr(module, "app", None)  # a group of commands
+    if app is None:
+        app = typer.Typer(add_completion=False, rich_markup_mode=None)
+        app.command(name)(getattr(module, name))
+    command = typer.main.get_command(app)
+    command.name = name
+    return command
+
 
 app = typer.Typer(
     name="csdctl",
@@ -61,7 +116,7 @@ app = typer.Typer(
     epilog="Anywhere on the command line: -v prints more, -vv also the traceback of an error; -q prints "
     "results and errors alone; --color auto, always or never.",
     context_settings={"help_option_names": ["-h", "--help"]},
-    cls=lazy_group(COMMANDS),
+    cls=CommandGroup,
     rich_markup_mode=None,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -106,9 +161,7 @@ def run_command(arguments: Sequence[str], streams: Streams) -> int:
         words = take_global_options(arguments)
         code = app(words, standalone_mode=False, default_map=load_defaults(config_path(), app, words))
     except CsdctlError as error:
-        _show_error(streams, error)
-        _write_error(streams, arguments, error)
-        return error.exit_code
+        return _report(streams, arguments, error)
     except typer.Exit as exit_request:
         return exit_request.exit_code
     except typer.Abort:
@@ -116,19 +169,14 @@ def run_command(arguments: Sequence[str], streams: Streams) -> int:
     except BrokenPipeError:
         return ExitCode.FAILED
     except OSError as error:
-        wrapped = _wrap_os_error(error)
-        _show_error(streams, wrapped)
-        _write_error(streams, arguments, wrapped)
-        return ExitCode.FAILED
+        return _report(streams, arguments, _wrap_os_error(error))
     except Exception as error:
         if _is_usage_error(error):
             error.show()  # type: ignore[attr-defined]
             _write_error(streams, arguments, InputError(error.format_message()))  # type: ignore[attr-defined]
             return ExitCode.BAD_INPUT
         if isinstance(error, ImportError) and (explained := explain_import(error)):
-            _show_error(streams, explained)
-            _write_error(streams, arguments, explained)
-            return ExitCode.FAILED
+            return _report(streams, arguments, explained)
         _show_bug(streams, error)
         return ExitCode.FAILED
     if code == ExitCode.INTERRUPTED:  # how typer reports a KeyboardInterrupt
@@ -156,13 +204,16 @@ def _wrap_os_error(error: OSError) -> CsdctlError:
     return wrapped
 
 
-def _show_error(streams: Streams, error: CsdctlError) -> None:
+def _report(streams: Streams, arguments: Sequence[str], error: CsdctlError) -> int:
+    """Show an error, and return its exit code."""
     where = f"{error.node}: " if error.node else ""
     streams.errors.print("error:", style="bold red", end=" ")
     streams.errors.print(f"{where}{error.message}")
     if error.remedy:
         streams.errors.print(f"  → {error.remedy}")
     _show_traceback(streams, error)
+    _write_error(streams, arguments, error)
+    return error.exit_code
 
 
 def _write_error(streams: Streams, arguments: Sequence[str], error: CsdctlError) -> None:

@@ -14,7 +14,7 @@ MAX_JOB_BYTES = 1 << 16
 
 def complete_nodes(context: typer.Context, incomplete: str) -> list[str]:
     """Return the names of nodes in the fleet file of the command line."""
-    from csdctl.fleet.reading import load_fleet
+    from csdctl.fleet.fleet_file import load_fleet
 
     try:
         nodes = load_fleet(Path(context.params.get("fleet") or "fleet.yaml")).nodes

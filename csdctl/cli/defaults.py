@@ -33,7 +33,7 @@ def load_defaults(path: Path, app: typer.Typer, arguments: Sequence[str]) -> dic
     if not path.is_file():
         return {}
     from csdctl.documents import load_text
-    from csdctl.documents.tree import build, compose
+    from csdctl.documents.yaml_text import build, compose
 
     content = build(compose(load_text(path), str(path)), str(path))
     if not isinstance(content, dict):

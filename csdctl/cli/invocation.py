@@ -14,6 +14,18 @@ from csdctl.transport.many import Outcome, errors_of
 from csdctl.workflows.workspace.partial_failure import choose_fleet, conclude
 
 
+def outcomes_document(
+    schema: str, outcomes: Mapping[str, Outcome[Any]], *, is_dry: bool
+) -> dict[str, object]:
+    """Return the JSON document of a command that ran on machines: their results by name, and what failed."""
+    return {
+        "schema": schema,
+        "is_dry_run": is_dry,
+        "machines": {name: outcome.value for name, outcome in outcomes.items() if outcome.value is not None},
+        "failed": errors_of(outcomes),
+    }
+
+
 @dataclass(frozen=True)
 class Invocation:
     """One call of a command: its name, its streams, and the nodes that its options select."""

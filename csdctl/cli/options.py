@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from csdctl.cli.completion import complete_jobs, complete_nodes
+from csdctl.cli.completion import complete_jobs, complete_nodes, complete_plans
 
 DEFAULT_FLEET = Path("fleet.yaml")
 DEFAULT_JOB = Path("job.yaml")
@@ -47,3 +47,55 @@ JsonOption = Annotated[
 ]
 DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Show what would be done, without doing it.")]
 YesOption = Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")]
+PlanOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--plan",
+        help="Plan to use; default: the one `tune` wrote for the job.",
+        autocompletion=complete_plans,
+    ),
+]
+BatchSizeOption = Annotated[
+    int | None,
+    typer.Option("--batch-size", min=1, help="Use this batch size on every rank instead of a plan."),
+]
+MaxStepsOption = Annotated[
+    int | None, typer.Option("--max-steps", min=1, help="Stop after this many steps, for benchmarks.")
+]
+StrategyOption = Annotated[
+    str,
+    typer.Option(
+        "--strategy",
+        metavar="STRATEGY",
+        help="data-parallel; features: compute the model's frozen part once for each sample, then train its "
+        "head; split: nodes compute the layers up to --cut, the host the rest; auto: as the plan says.",
+    ),
+]
+CutOption = Annotated[
+    str,
+    typer.Option("--cut", metavar="LAYER", help="The last layer that nodes compute, for --strategy split."),
+]
+MicroBatchesOption = Annotated[
+    int,
+    typer.Option(
+        "--micro-batches",
+        min=1,
+        help="Micro-batches of each rank's batch, for --strategy split: nodes compute some while the host "
+        "computes others.",
+    ),
+]
+FeaturePrecisionOption = Annotated[
+    str, typer.Option("--feature-precision", metavar="TYPE", help="Store features in float32 or float16.")
+]
+FeatureEngineOption = Annotated[
+    str,
+    typer.Option(
+        "--feature-engine",
+        metavar="ENGINE",
+        help="Compute features by keras, or by litert, which needs the package ai-edge-litert on all "
+        "machines.",
+    ),
+]
+SkipDoctorOption = Annotated[
+    bool, typer.Option("--skip-doctor", help="Start without checking the machines first.")
+]

@@ -7,13 +7,13 @@ import io
 import json
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cached_property
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, TextIO
 
 from csdctl.cli.global_options import QUIET, VERBOSE, is_given
-from csdctl.errors import InputError
+from csdctl.errors import CsdctlError, InputError
 from csdctl.notify import make_printable
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ class Streams:
     def result(self, document: object) -> None:
         """Write one JSON document to standard output; nothing without --json."""
         if self.is_json:
-            self.stdout.write(json.dumps(document, indent=2) + "\n")
+            self.stdout.write(format_json(document, indent=2) + "\n")
             self.stdout.flush()
 
     def result_line(self, document: object) -> None:
@@ -123,8 +123,26 @@ class Streams:
 
     def json_line(self, document: object) -> None:
         """Write one JSON line to standard output."""
-        self.stdout.write(json.dumps(document) + "\n")
+        self.stdout.write(format_json(document) + "\n")
         self.stdout.flush()
+
+
+def format_json(document: object, *, indent: int | None = None) -> str:
+    """Return `document` as JSON.
+
+    A dataclass becomes an object with its fields, an error one with message and remedy, a path its text.
+    """
+    return json.dumps(document, indent=indent, default=_as_json)
+
+
+def _as_json(value: object) -> object:
+    if is_dataclass(value):
+        return {each.name: getattr(value, each.name) for each in fields(value)}
+    if isinstance(value, CsdctlError):
+        return {"message": value.message, "remedy": value.remedy}
+    if isinstance(value, PurePath):
+        return str(value)
+    raise TypeError(f"JSON has no {type(value).__name__}")
 
 
 def _terminal_of(stream: TextIO) -> TextIO:

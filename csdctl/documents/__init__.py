@@ -4,9 +4,8 @@ Everything that csdctl reads from a file is read here first. Files may come from
 number of values and number of reported problems are bounded.
 """
 
-from csdctl.documents.json_text import load_json, parse_json_document
 from csdctl.documents.models import Document, check_values, load_document, parse_document
-from csdctl.documents.text import load_text, split_lines
+from csdctl.documents.text import load_json, load_text, parse_json_document, split_lines
 from csdctl.documents.writing import (
     build_atomically,
     make_directory,

@@ -9,9 +9,8 @@ from typing import Any, TypeVar, cast
 import yaml
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
-from csdctl.documents.json_text import AGAIN
-from csdctl.documents.text import load_text
-from csdctl.documents.tree import build, compose
+from csdctl.documents.text import AGAIN, load_text
+from csdctl.documents.yaml_text import build, compose
 from csdctl.errors import InputError
 
 MAX_PROBLEMS = 20

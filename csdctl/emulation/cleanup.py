@@ -13,10 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from csdctl.emulation.cgroups import list_cgroups, list_members, remove_cgroup
-from csdctl.emulation.fleet_file import is_unchanged, remove_fleet_file
-from csdctl.emulation.known_hosts import remove_host_keys
-from csdctl.emulation.limits import cgroup_prefix
+from csdctl.emulation.files import is_unchanged, remove_fleet_file, remove_host_keys
+from csdctl.emulation.limits import cgroup_prefix, list_cgroups, list_members, remove_cgroup
 from csdctl.emulation.processes import (
     is_running,
     list_ancestors,
@@ -75,7 +73,7 @@ def _end_processes(paths: FleetPaths, state: FleetState | None) -> set[int]:
             pid
             for server in alive
             if is_running(server, dict(servers)[server])
-            for pid in _with_descendants(server)
+            for pid in (server, *list_descendants(server))
         }
         found |= set(list_marked(paths.fleet_id))
         for cgroup in list_cgroups(cgroup_prefix(paths.fleet_id)):
@@ -98,10 +96,6 @@ def _end_processes(paths: FleetPaths, state: FleetState | None) -> set[int]:
             remedy="check them with `ps`, then run `csdctl emulate down` again",
         )
     return ended
-
-
-def _with_descendants(pid: int) -> list[int]:
-    return [pid, *list_descendants(pid)]
 
 
 def _wait_until(condition: Callable[[], bool], deadline_s: float) -> bool:

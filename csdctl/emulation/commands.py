@@ -15,7 +15,7 @@ from typing import IO, Any
 import asyncssh
 
 from csdctl.emulation.limits import CpuLimit
-from csdctl.emulation.processes import list_descendants, load_stat, send_signal
+from csdctl.emulation.processes import list_descendants, load_stat, send_signal, wait_until_readable
 
 GRACE_S = 1.0
 """From SIGTERM to SIGKILL for a command after its client has disconnected."""
@@ -91,14 +91,10 @@ class Commands:
 
     async def _wait(self, child: "subprocess.Popen[bytes]") -> None:
         """Wait for the command without a thread."""
-        loop = asyncio.get_running_loop()
-        ended = asyncio.Event()
         handle = os.pidfd_open(child.pid)
-        loop.add_reader(handle, ended.set)
         try:
-            await ended.wait()
+            await wait_until_readable(handle)
         finally:
-            loop.remove_reader(handle)
             os.close(handle)
             child.poll()
             self.pids.discard(child.pid)

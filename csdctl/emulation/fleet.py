@@ -20,9 +20,7 @@ from pathlib import Path
 import csdctl
 from csdctl.documents import load_json, make_directory, save_bytes, save_text
 from csdctl.emulation.cleanup import StoppedFleet, remove_fleet
-from csdctl.emulation.fleet_file import check_may_write, save_fleet_file
-from csdctl.emulation.fleet_lock import locked
-from csdctl.emulation.known_hosts import add_host_keys
+from csdctl.emulation.files import add_host_keys, check_may_write, save_fleet_file
 from csdctl.emulation.limits import open_cpu_limit
 from csdctl.emulation.owner import find_owner
 from csdctl.emulation.processes import (
@@ -32,8 +30,18 @@ from csdctl.emulation.processes import (
     list_descendants,
     send_signal,
 )
-from csdctl.emulation.spec import CPU_MECHANISMS, EmulatedSpec, check_spec
-from csdctl.emulation.state import FleetPaths, FleetState, NodeState, Owner, load_state, save_state
+from csdctl.emulation.state import (
+    CPU_MECHANISMS,
+    EmulatedSpec,
+    FleetPaths,
+    FleetState,
+    NodeState,
+    Owner,
+    check_spec,
+    load_state,
+    locked,
+    save_state,
+)
 from csdctl.errors import CsdctlError, DeadlineError, InputError
 
 __all__ = ["EmulatedSpec", "NodeStatus", "StoppedFleet", "fleet_status", "is_up", "start_fleet", "stop_fleet"]

@@ -1,11 +1,297 @@
-"""Choose the CPU limit of a node: control groups or the duty cycle."""
+"""Limits of a node: its share of the CPU, by control groups or by stopping its processes, and its memory.
 
+Control groups are version 1 or 2, where they are writable. A command is started by a shell that first moves
+itself into the group, so that no child can be outside. The groups are named after the fleet, so that they can
+be found without a state file. Processes that exceed the memory limit are killed, as by the kernel's OOM
+killer.
+"""
+
+import asyncio
+import contextlib
+import logging
 import os
+import resource
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
-from csdctl.emulation.cgroups import open_cgroup
-from csdctl.emulation.duty import DutyCycle
-from csdctl.errors import InputError
+from csdctl.emulation.processes import (
+    anonymous_bytes,
+    cpu_time_s,
+    list_descendants,
+    load_stat,
+    process_name,
+    send_signal,
+)
+from csdctl.errors import CsdctlError, InputError
+
+PERIOD_US = 6_000
+"""A short period gives steady step times: at a quarter of a core, 1.5 ms of every 6 ms.
+
+With 20 ms, a step of 70 ms varies by up to 15 ms, and all ranks wait for the slowest.
+"""
+MIN_QUOTA_US = 1_000
+"""The minimum that the kernel accepts."""
+REMOVAL_DEADLINE_S = 5.0
+
+_ENTER = 'echo 0 > "$0" || exit 125; exec "$@"'
+PERIOD_S = 0.020
+MIN_CHECK_S = 0.002
+IDLE_CHECK_S = 0.100
+"""Between checks of a node without processes; CPU time used meanwhile is charged later."""
+MAX_STOP_S = 0.5
+"""Limits the debt, for instance after a late check: a node that stops for seconds is considered dead."""
+MEMORY_INTERVAL_S = 0.25
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class CpuHierarchy:
+    """The mount point of the kernel's CPU controller, and the group of this process."""
+
+    version: int
+    mount: Path
+    own: Path
+
+
+class CgroupLimit:
+    """One node's control group. Created by `open_cgroup`; `close` ends its processes and removes it."""
+
+    def __init__(self, path: Path, version: int) -> None:
+        self.path = path
+        self.mechanism = f"cgroup-v{version}"
+
+    def build_command(self, command: list[str]) -> list[str]:
+        """Return the argument list that runs `command` inside the group."""
+        return ["/bin/sh", "-c", _ENTER, str(self.path / "cgroup.procs"), *command]
+
+    def close(self) -> None:
+        """End every process in the group and remove it."""
+        remove_cgroup(self.path)
+
+
+def plan_quota(cpu: float) -> tuple[int, int]:
+    """Return (quota, period) in microseconds for `cpu` cores."""
+    period_us = max(PERIOD_US, int(MIN_QUOTA_US / cpu))
+    return max(MIN_QUOTA_US, round(cpu * period_us)), period_us
+
+
+def open_cgroup(name: str, cpu: float) -> CgroupLimit | None:
+    """Create a control group limited to `cpu` cores; return None if that is impossible."""
+    for hierarchy in find_hierarchies():
+        # The own group first: parents may belong to another user.
+        for parent in (hierarchy.own, *hierarchy.own.parents):
+            if not parent.is_relative_to(hierarchy.mount):
+                break
+            if _create(parent / name, hierarchy.version, cpu):
+                return CgroupLimit(parent / name, hierarchy.version)
+    return None
+
+
+def find_hierarchies() -> list[CpuHierarchy]:
+    """Return the mounted hierarchies that may have a CPU controller, version 1 first."""
+    try:
+        return parse_hierarchies(
+            Path("/proc/self/mountinfo").read_text(), Path("/proc/self/cgroup").read_text()
+        )
+    except OSError:
+        return []
+
+
+def parse_hierarchies(mountinfo: str, own_cgroups: str) -> list[CpuHierarchy]:
+    """Parse /proc/self/mountinfo and /proc/self/cgroup."""
+    own = {}
+    for line in own_cgroups.splitlines():
+        _, controllers, path = line.split(":", 2)
+        own.update(dict.fromkeys(controllers.split(","), path))
+    found = []
+    for line in mountinfo.splitlines():
+        left, _, right = line.partition(" - ")
+        (root, mount), (fs_type, _, options) = left.split()[3:5], right.split(maxsplit=2)
+        is_v1 = fs_type == "cgroup" and "cpu" in options.split(",")
+        if is_v1 or fs_type == "cgroup2":
+            path = os.path.relpath(own.get("cpu" if is_v1 else "", "/"), root)
+            place = Path(mount) if path.startswith("..") else Path(mount, path)
+            found.append(CpuHierarchy(1 if is_v1 else 2, Path(mount), place))
+    return sorted(found, key=lambda hierarchy: hierarchy.version)
+
+
+def list_cgroups(prefix: str) -> list[Path]:
+    """Return all control groups in the CPU hierarchies with a name that starts with `prefix`."""
+    found = []
+    for hierarchy in find_hierarchies():
+        for directory, children, _ in os.walk(hierarchy.mount):
+            found += [Path(directory, child) for child in children if child.startswith(prefix)]
+    return found
+
+
+def list_members(path: Path) -> list[int]:
+    """Return the pids in the control group `path`."""
+    try:
+        return [int(pid) for pid in (path / "cgroup.procs").read_text().split()]
+    except OSError:
+        return []
+
+
+def remove_cgroup(path: Path) -> None:
+    """End every process in the control group and remove it; raises CsdctlError on failure."""
+    deadline = time.monotonic() + REMOVAL_DEADLINE_S
+    while path.exists():
+        send_signal(list_members(path), signal.SIGKILL)
+        with contextlib.suppress(FileNotFoundError):
+            try:
+                path.rmdir()
+            except OSError as error:  # its processes are still ending
+                if time.monotonic() > deadline:
+                    raise CsdctlError(
+                        f"the control group {path} cannot be removed: {error.strerror}",
+                        remedy="end its processes (cgroup.procs), then run `csdctl emulate down` again",
+                    ) from None
+                time.sleep(0.02)
+
+
+def _create(path: Path, version: int, cpu: float) -> bool:
+    """Create the group, set its share and try to enter it; remove it on failure."""
+    try:
+        path.mkdir()
+    except OSError:
+        return False
+    try:
+        for file, content in _settings(path, version, cpu):
+            file.write_text(content)
+        trial = [*CgroupLimit(path, version).build_command(["true"])]
+        if subprocess.run(trial, stderr=subprocess.DEVNULL, check=False).returncode == 0:
+            return True
+    except OSError:
+        pass
+    remove_cgroup(path)
+    return False
+
+
+def _settings(path: Path, version: int, cpu: float) -> Iterator[tuple[Path, str]]:
+    quota_us, period_us = plan_quota(cpu)
+    if version == 1:
+        yield path / "cpu.cfs_period_us", str(period_us)
+        yield path / "cpu.cfs_quota_us", str(quota_us)
+        return
+    if not (path / "cpu.max").exists():
+        yield path.parent / "cgroup.subtree_control", "+cpu"
+    yield path / "cpu.max", f"{quota_us} {period_us}"
+
+
+class DutyCycle:
+    """Limit the descendants of process `root_pid` (this process) to `cpu` cores, in a thread, unprivileged.
+
+    Every period adds the node's share of CPU seconds to a bucket; the CPU time of the node's processes drains
+    it. Processes are stopped (SIGSTOP) only while the bucket is empty, and continued (SIGCONT) when a period
+    has refilled it, so that an idle node is never stopped.
+
+    A process that another process has stopped stays stopped, unless that happens while it is stopped here:
+    then it is continued with the node.
+    """
+
+    mechanism = "duty"
+
+    def __init__(self, root_pid: int, cpu: float) -> None:
+        self._root_pid = root_pid
+        self._cpu = cpu
+        self._num_cores = os.cpu_count() or 1
+        self._tokens_s = 0.0
+        self._used_s = self._measure_used_s([])
+        self._period = 0
+        self._stopped: set[int] = set()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="duty cycle", daemon=True)
+        self._thread.start()
+
+    def build_command(self, command: list[str]) -> list[str]:
+        """Return `command` unchanged: descendants are found automatically."""
+        return command
+
+    def close(self) -> None:
+        """End the thread and continue all stopped processes."""
+        self._ended.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        pause_s = 0.0
+        try:
+            while not self._ended.wait(pause_s):
+                try:
+                    pause_s = self._step(time.monotonic())
+                except Exception:  # a single failed read of /proc must not lift the limit
+                    log.exception("duty cycle")
+                    pause_s = PERIOD_S
+        finally:
+            self._resume()
+
+    def _step(self, now: float) -> float:
+        """Check the node once; return the seconds until the next check."""
+        pids = list_descendants(self._root_pid)
+        spent_s = self._spend(pids)
+        self._refill(int(now / PERIOD_S))
+        to_next_period_s = (self._period + 1) * PERIOD_S - now
+        if self._tokens_s <= 0:
+            self._stop(pids)
+            return to_next_period_s
+        self._resume()
+        if not pids:
+            return IDLE_CHECK_S
+        if not spent_s:
+            return to_next_period_s
+        # All cores may work for this node: check again when they could have used up the bucket.
+        return min(to_next_period_s, max(MIN_CHECK_S, self._tokens_s / self._num_cores))
+
+    def _refill(self, period: int) -> None:
+        """Add the share of the elapsed periods; the bucket holds at most one and a half."""
+        share_s = self._cpu * PERIOD_S
+        self._tokens_s = min(1.5 * share_s, self._tokens_s + (period - self._period) * share_s)
+        self._tokens_s = max(-MAX_STOP_S * self._cpu, self._tokens_s)
+        self._period = period
+
+    def _spend(self, pids: list[int]) -> float:
+        """Subtract the CPU seconds used since the last check from the bucket, and return them."""
+        used_s = self._measure_used_s(pids)
+        # A process that is being reaped is missing for a moment: the sum never really decreases.
+        spent_s = max(0.0, used_s - self._used_s)
+        self._used_s = max(used_s, self._used_s)
+        self._tokens_s -= spent_s
+        return spent_s
+
+    def _measure_used_s(self, pids: list[int]) -> float:
+        """Return the CPU seconds of the node so far, of running and ended processes."""
+        ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+        used_s = ended.ru_utime + ended.ru_stime
+        for pid in pids:
+            stat = load_stat(pid)
+            used_s += cpu_time_s(pid) + (stat.children_cpu_s if stat else 0.0)
+        return used_s
+
+    def _stop(self, pids: list[int]) -> None:
+        running = self._stoppable(pids)
+        while running:  # includes processes forked before their parent was stopped
+            send_signal(running, signal.SIGSTOP)
+            self._stopped |= running
+            running = self._stoppable(list_descendants(self._root_pid))
+
+    def _stoppable(self, pids: list[int]) -> set[int]:
+        found = set()
+        for pid in set(pids) - self._stopped:
+            stat = load_stat(pid)
+            if stat and not stat.has_ended and stat.state not in "Tt":
+                found.add(pid)
+        return found
+
+    def _resume(self) -> None:
+        stopped, self._stopped = self._stopped, set()
+        with contextlib.suppress(OSError):
+            send_signal(stopped, signal.SIGCONT)
 
 
 class CpuLimit(Protocol):
@@ -42,3 +328,28 @@ def open_cpu_limit(mechanism: str, fleet_id: str, node: str, cpu: float) -> CpuL
                 node=node,
             )
     return DutyCycle(os.getpid(), cpu)
+
+
+async def watch_memory(limit_bytes: int) -> None:
+    """Limit the descendants of this process to `limit_bytes` of anonymous memory; never returns."""
+    while True:
+        await asyncio.sleep(MEMORY_INTERVAL_S)
+        end_largest_above(limit_bytes, {pid: anonymous_bytes(pid) for pid in list_descendants(os.getpid())})
+
+
+def end_largest_above(limit_bytes: int, used_bytes: dict[int, int]) -> int | None:
+    """If the processes exceed the limit together, kill the largest and return its pid."""
+    total_bytes = sum(used_bytes.values())
+    if total_bytes <= limit_bytes:
+        return None
+    largest = max(used_bytes, key=lambda pid: used_bytes[pid])
+    log.warning(
+        "out of memory: killed %s (pid %d, %d MiB); the node uses %d of %d MiB",
+        process_name(largest),
+        largest,
+        used_bytes[largest] >> 20,
+        total_bytes >> 20,
+        limit_bytes >> 20,
+    )
+    send_signal([largest], signal.SIGKILL)
+    return largest

@@ -9,9 +9,8 @@ import contextlib
 import logging
 import os
 
-from csdctl.emulation.fleet_lock import try_lock
-from csdctl.emulation.processes import is_running, start_time
-from csdctl.emulation.state import FleetPaths, Owner, load_state
+from csdctl.emulation.processes import is_running, start_time, wait_until_readable
+from csdctl.emulation.state import FleetPaths, Owner, load_state, try_lock
 from csdctl.errors import InputError
 
 CHECK_INTERVAL_S = 1.0
@@ -96,18 +95,9 @@ async def _wait_for_end(owner: Owner | None) -> None:
     try:
         # Checked with the descriptor open, which is another process's if the number was given away before.
         if is_running(owner.pid, owner.start_time):
-            await _wait_until_readable(handle)
+            await wait_until_readable(handle)
     finally:
         os.close(handle)
-
-
-async def _wait_until_readable(handle: int) -> None:
-    loop, readable = asyncio.get_running_loop(), asyncio.Event()
-    loop.add_reader(handle, readable.set)
-    try:
-        await readable.wait()
-    finally:
-        loop.remove_reader(handle)
 
 
 async def _wait_for_lock(paths: FleetPaths) -> int | None:

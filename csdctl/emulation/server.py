@@ -23,8 +23,7 @@ import asyncssh
 from csdctl.documents import save_json
 from csdctl.emulation.cleanup import remove_fleet
 from csdctl.emulation.commands import Commands
-from csdctl.emulation.limits import open_cpu_limit
-from csdctl.emulation.memory import watch_memory
+from csdctl.emulation.limits import open_cpu_limit, watch_memory
 from csdctl.emulation.owner import OwnerWatch
 from csdctl.emulation.processes import (
     FLEET_VARIABLE,

@@ -1,17 +1,67 @@
-"""The files and the saved state of an emulated fleet.
+"""The specification, the files, the saved state and the lock of an emulated fleet.
 
 The id of a fleet is derived from its directory, so that a fleet without its state is still found: by the
 marker in the environment of its processes and by the names of its control groups.
 """
 
+import contextlib
+import fcntl
 import hashlib
+import os
+import re
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from csdctl.documents import check_values, load_json, save_json
-from csdctl.emulation.spec import EmulatedSpec
+from pydantic import Field
+
+from csdctl.documents import check_values, load_json, make_directory, save_json
 from csdctl.errors import InputError
+
+MAX_NODES = 64
+MIN_CPU = 0.01
+"""Minimum share, in cores: below it a node takes seconds to respond."""
+MIN_MEMORY_BYTES = 16 << 20
+CPU_MECHANISMS = ("auto", "cgroup", "duty")
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class EmulatedSpec:
+    """An emulated fleet: `cpu` in cores and `memory_bytes` apply to each node."""
+
+    num_nodes: Annotated[int, Field(ge=1, le=MAX_NODES)]
+    cpu: float = 0.25
+    memory_bytes: int = 2 << 30
+
+
+def check_spec(spec: EmulatedSpec) -> None:
+    """Raise InputError for a fleet that this machine cannot emulate."""
+    num_cores = os.cpu_count() or 1
+    if not 1 <= spec.num_nodes <= MAX_NODES:
+        raise InputError(f"received {spec.num_nodes} nodes, expected 1 to {MAX_NODES}")
+    if not MIN_CPU <= spec.cpu <= num_cores:
+        raise InputError(
+            f"received {spec.cpu:g} cores for each node, expected {MIN_CPU} to {num_cores}, "
+            "the number of cores of this machine"
+        )
+    if spec.memory_bytes < MIN_MEMORY_BYTES:
+        raise InputError(
+            f"received {spec.memory_bytes} bytes of memory for each node, "
+            f"expected at least {MIN_MEMORY_BYTES >> 20}M"
+        )
+
+
+def parse_size(text: str) -> int:
+    """Parse `2G`, `512M` or `1.5GiB` as bytes (K, M, G and T are powers of 1024); raises InputError."""
+    match = _SIZE.fullmatch(text.strip())
+    if not match:
+        raise InputError(f"received {text!r} as a size, expected a number and a unit such as 512M or 2G")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
 
 SCHEMA = 1
 
@@ -115,3 +165,33 @@ def load_state(paths: FleetPaths) -> FleetState | None:
         return check_values(content, FleetState, str(paths.state))
     except (InputError, KeyError, TypeError, AttributeError):
         return None
+
+
+@contextlib.contextmanager
+def locked(paths: FleetPaths) -> Iterator[None]:
+    """Wait for the lock, and hold it."""
+    make_directory(paths.directory.parent)
+    handle = os.open(paths.directory.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def try_lock(paths: FleetPaths) -> int | None:
+    """Return a descriptor that holds the lock until it is closed; None while another process has the lock.
+
+    Where the parent directory was removed, the lock is one on what is left of its path.
+    """
+    place = next(directory for directory in paths.directory.parents if directory.exists())
+    try:
+        handle = os.open(place, os.O_RDONLY)
+    except FileNotFoundError:  # removed just now
+        return None
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        return None
+    return handle

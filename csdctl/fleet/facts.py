@@ -1,14 +1,15 @@
-"""Facts that `discover` collects about machines; saved next to fleet.yaml, never in it.
+"""Facts about machines, which `discover` saves next to fleet.yaml, and their current condition.
 
 A machine may answer anything. What its facts can be is said here, by their types, whether they come from the
 machine or from the file.
 """
 
 from dataclasses import asdict
+from ipaddress import IPv4Address
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass
 
 from csdctl.documents import load_json, save_json
@@ -142,3 +143,38 @@ def back_up_facts(fleet: Fleet) -> Path:
     """Rename the unreadable facts file to *.bak, replacing an older backup."""
     path = facts_path(fleet)
     return path.replace(path.with_name(path.name + ".bak"))
+
+
+_Line = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f-\x9f]+$", max_length=4096)]
+_Hostname = Annotated[str, Field(pattern=r"^[\x21-\x7e]+$", max_length=253)]
+_Address = Annotated[str, AfterValidator(lambda text: str(IPv4Address(text)))]
+
+
+@dataclass(frozen=True)
+class DirectorySpace:
+    """Free space of a directory that ranks write to; None means unknown.
+
+    `refusal` is why a test file could not be written there; '' on success.
+    """
+
+    path: _Line
+    free_bytes: NumBytes | None = None
+    free_inodes: NumBytes | None = None
+    refusal: Annotated[str, Field(max_length=500)] = ""
+
+
+@dataclass(frozen=True)
+class Condition:
+    """The hostname, addresses and writable directories of a machine."""
+
+    name: str
+    hostname: _Hostname | None = None
+    addresses: Annotated[tuple[_Address, ...], Field(max_length=1000)] | None = None
+    """The IPv4 addresses of all interfaces."""
+    home: DirectorySpace | None = None
+    temporary: DirectorySpace | None = None
+    """TMPDIR, the directory for temporary files of MPI and Python."""
+    open_files: NumBytes | None = None
+    """Maximum number of open files of a process; None if unknown or unlimited."""
+    missing_modules: Annotated[tuple[_Line, ...], Field(max_length=10_000)] | None = None
+    """Of those that a job's own code imports; None if unknown, or none was looked for."""

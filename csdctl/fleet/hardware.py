@@ -1,9 +1,17 @@
-"""Group machines by equal hardware and software, and describe outliers; pure."""
+"""Machines with equal hardware and software: groups, outliers, and classes that share measurements; pure.
 
+Nodes that are drives are matched to drives of the host by the serial number that both report.
+"""
+
+import hashlib
+import json
+import math
+import re
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
-from csdctl.fleet.facts import Facts
+from csdctl.fleet.facts import Drive, Facts
 from csdctl.fleet.model import HOST_NAME
 
 MEMORY_TOLERANCE = 0.03
@@ -103,3 +111,164 @@ def _identity(facts: Facts) -> tuple[object, ...]:
 
 def _memory_bytes(facts: Facts) -> int:
     return facts.memory_limit_bytes or facts.memory_bytes or 0
+
+
+def match_drives(facts: Mapping[str, Facts]) -> dict[str, Drive]:
+    """Return the host's drive of each node that is a drive, by node.
+
+    A serial number that is empty, reported by two nodes, or shared by two drives of the host is ignored. So
+    is a node that reports several of the host's drives: it sees the host's own devices.
+    """
+    own = {(drive.serial, drive.model): drive for drive in reversed(facts[HOST_NAME].drives)}
+    shown: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for name, machine in facts.items():
+        if name != HOST_NAME:
+            for identity in _common(machine, own):
+                shown[identity].append(name)
+    serials = [serial for serial, _ in own]
+    matches = {
+        names[0]: own[identity]
+        for identity, names in shown.items()
+        if len(names) == 1 and serials.count(identity[0]) == 1 and len(_common(facts[names[0]], own)) == 1
+    }
+    return {name: matches[name] for name in facts if name in matches}
+
+
+def _common(machine: Facts, own: Mapping[tuple[str, str], Drive]) -> set[tuple[str, str]]:
+    """Return serial number and model of those drives of the host that `machine` also reports."""
+    identities = {(drive.serial, drive.model) for drive in machine.drives}
+    return {identity for identity in identities & own.keys() if _is_distinctive(identity[0])}
+
+
+def _is_distinctive(serial: str) -> bool:
+    """Return whether `serial` is usable; placeholders are blanks or one repeated character."""
+    return len(set(serial.strip())) > 1
+
+
+KEY_LENGTH = 12
+_UNKNOWN = "?"
+
+
+@dataclass(frozen=True)
+class MachineClass:
+    """Machines with equal step times. None, '' and 0 mean unknown."""
+
+    architecture: str
+    cpu_model: str
+    cpu_features: str
+    """A short hash of the instruction sets of the CPU."""
+    num_cores: int
+    cpu_limit: float | None
+    """CPU limit in cores; None: unlimited."""
+    memory_bytes: int
+    """Memory available to a rank at most, rounded up to 1, 1.25, 1.5 or 1.75 times a power of two."""
+    python: str
+    """Major and minor version: a patch release does not change the step time."""
+    tensorflow: str
+    keras: str
+    numpy: str
+    num_emulated: int = 0
+    """Number of nodes of an emulated fleet, which share the cores of one machine; 0: a real machine."""
+    is_host: bool = False
+    """The host also sums vectors and serves the nodes, unlike a node with equal hardware."""
+
+    @property
+    def key(self) -> str:
+        """A key that is equal for machines of one class, on any host and in any version with these fields."""
+        return _short_hash(
+            {name: value for name, value in asdict(self).items() if name != "is_host" or value}
+        )
+
+    @property
+    def name(self) -> str:
+        """A name for display: "aarch64 Cortex-A53, 4 cores, 6 GiB"; not unique."""
+        cores = f"{self.num_cores or _UNKNOWN} core" + ("" if self.num_cores == 1 else "s")
+        parts = [f"{self.architecture or _UNKNOWN} {_shorten(self.cpu_model)}".rstrip(), cores]
+        if self.cpu_limit is not None:
+            parts.append(f"{self.cpu_limit:g} CPU")
+        if self.memory_bytes:
+            parts.append(f"{self.memory_bytes / 2**30:.3g} GiB")
+        if self.num_emulated:
+            parts.append(f"emulated with {self.num_emulated} node" + ("" if self.num_emulated == 1 else "s"))
+        return ", ".join(parts)
+
+    @property
+    def software(self) -> str:
+        """The versions for display: "Python 3.11, TensorFlow 2.21.0, …"."""
+        versions = {
+            "Python": self.python,
+            "TensorFlow": self.tensorflow,
+            "Keras": self.keras,
+            "NumPy": self.numpy,
+        }
+        return ", ".join(f"{name} {version or _UNKNOWN}" for name, version in versions.items())
+
+    @property
+    def is_emulated(self) -> bool:
+        """Whether it belongs to an emulated fleet."""
+        return self.num_emulated > 0
+
+
+@dataclass(frozen=True)
+class FleetClass:
+    """Fleets with equal collective times, apart from the number of ranks: same machines and network."""
+
+    host: MachineClass
+    nodes: tuple[MachineClass, ...]
+    """Each class once, in the order of their keys."""
+    network: str
+    """As in fleet.yaml: a CIDR, or '' if MPI chooses."""
+
+    @property
+    def key(self) -> str:
+        """A key that is equal for fleets of one class, regardless of their number of nodes."""
+        return _short_hash([self.host.key, [node.key for node in self.nodes], self.network])
+
+    @property
+    def is_emulated(self) -> bool:
+        """Whether it belongs to an emulated fleet."""
+        return self.host.is_emulated
+
+
+def classify_machine(facts: Facts, *, num_emulated: int = 0, is_host: bool = False) -> MachineClass:
+    """Return the class of a machine; `num_emulated` is the number of nodes of an emulated fleet."""
+    sizes = [size for size in (facts.memory_bytes, facts.memory_limit_bytes) if size]
+    features = " ".join(sorted(set(facts.cpu_features)))
+    return MachineClass(
+        architecture=facts.architecture or "",
+        cpu_model=facts.cpu_model or "",
+        cpu_features=hashlib.sha256(features.encode()).hexdigest()[:8] if features else "",
+        num_cores=facts.num_cores or 0,
+        cpu_limit=None if facts.cpu_limit is None else round(facts.cpu_limit, 3),
+        memory_bytes=round_memory_up(min(sizes)) if sizes else 0,
+        python=".".join((facts.python_version or "").split(".")[:2]),
+        tensorflow=facts.tensorflow_version or "",
+        keras=facts.keras_version or "",
+        numpy=facts.numpy_version or "",
+        num_emulated=num_emulated,
+        is_host=is_host,
+    )
+
+
+def classify_fleet(host: MachineClass, nodes: Iterable[MachineClass], network: str) -> FleetClass:
+    """Return the class of a fleet; order and number of the nodes do not matter."""
+    return FleetClass(host, tuple(sorted(set(nodes), key=lambda node: node.key)), network)
+
+
+def round_memory_up(num_bytes: int) -> int:
+    """Round up to 1, 1.25, 1.5 or 1.75 times a power of two: 5.8 and 5.7 GiB both become 6.
+
+    Up, because firmware and kernel reserve part of the nominal memory: reported sizes are a few percent below
+    such a number, so equal machines are never on different sides of it.
+    """
+    quarter: int = 2 ** max(0, math.floor(math.log2(num_bytes)) - 2)
+    return math.ceil(num_bytes / quarter) * quarter
+
+
+def _shorten(cpu_model: str) -> str:
+    """Remove trademark signs and the word CPU."""
+    return " ".join(re.sub(r"\((?:R|TM|C)\)|\bCPU\b", " ", cpu_model, flags=re.IGNORECASE).split())
+
+
+def _short_hash(content: object) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:KEY_LENGTH]

@@ -1,10 +1,15 @@
-"""The fleet as frozen dataclasses; `reading` creates them from fleet.yaml."""
+"""The fleet as frozen dataclasses, which `fleet_file` creates from fleet.yaml; selection of its nodes."""
 
+import fnmatch
+import re
 import sys
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from csdctl.errors import InputError
+from csdctl.errors import CsdctlError, InputError
+from csdctl.fleet.names import expand_range, format_node_names
 
 HOST_NAME = "host"
 
@@ -14,7 +19,7 @@ class PowerSource:
     """How the power of one machine is known; watts of the whole machine, or of what the source covers."""
 
     source: str
-    """One of `fleet.power.SourceName`."""
+    """One of `fleet_file.SourceName`."""
     path: str = ""
     """hwmon: a pattern of files on the machine. csv: a file on the host."""
     url: str = ""
@@ -85,3 +90,101 @@ class Fleet:
             if node.name == name:
                 return node
         raise InputError(f"fleet {self.path} has no node {name!r}")
+
+
+_WILDCARDS = re.compile(r"[*?\[]")
+
+
+def select_nodes(
+    fleet: Fleet, limit: Sequence[str] = (), exclude: Sequence[str] = (), *, may_be_empty: bool = False
+) -> Fleet:
+    """Return the fleet with the nodes that match `limit` (all when empty) and not `exclude`.
+
+    A pattern is a name with wildcards or a range (`csd[0-7]`), or a group; several may be joined by
+    commas. Raises InputError for a pattern without a match, or when no node remains; `may_be_empty`: the host
+    alone is enough.
+    """
+    groups = {node.name: node.groups for node in fleet.nodes}
+    kept = set(select_names(groups, limit, exclude, where=str(fleet.path), may_be_empty=may_be_empty))
+    return replace(fleet, nodes=tuple(node for node in fleet.nodes if node.name in kept))
+
+
+def select_names(
+    groups: Mapping[str, Sequence[str]],
+    limit: Sequence[str],
+    exclude: Sequence[str],
+    *,
+    where: str,
+    may_be_empty: bool = False,
+) -> list[str]:
+    """Select names as `select_nodes` does, given the groups of each name; `where` names their file."""
+    kept: Iterable[str] = groups
+    if limit:
+        wanted = {name for pattern in _split(limit) for name in _matching(groups, pattern, "--limit", where)}
+        kept = [name for name in kept if name in wanted]
+    unwanted = {
+        name for pattern in _split(exclude) for name in _matching(groups, pattern, "--exclude", where)
+    }
+    kept = [name for name in kept if name not in unwanted]
+    if not kept and not may_be_empty:
+        raise InputError(f"--limit and --exclude leave no node of {where}", remedy="select at least one node")
+    return kept
+
+
+def keep_nodes(fleet: Fleet, names: Container[str]) -> Fleet:
+    """Return the fleet with only the nodes in `names`; possibly without nodes."""
+    return replace(fleet, nodes=tuple(node for node in fleet.nodes if node.name in names))
+
+
+def _split(patterns: Sequence[str]) -> list[str]:
+    return [pattern.strip() for joined in patterns for pattern in joined.split(",") if pattern.strip()]
+
+
+def _matching(groups: Mapping[str, Sequence[str]], pattern: str, option: str, where: str) -> list[str]:
+    expanded = expand_range(pattern)
+    wanted = {name for name in expanded if not _WILDCARDS.search(name)}
+    patterns = [re.compile(fnmatch.translate(name)) for name in expanded if name not in wanted]
+    found = [
+        name
+        for name, own in groups.items()
+        if name in wanted or pattern in own or any(each.match(name) for each in patterns)
+    ]
+    if not found:
+        known = [*list(groups)[:8], *["…"] * (len(groups) > 8)]
+        raise InputError(
+            f"{option} {pattern!r} matches no node of {where}", remedy=f"nodes: {', '.join(known)}"
+        )
+    return found
+
+
+_ADDRESS = "\0"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A problem that occurred on all machines in `names`."""
+
+    names: tuple[str, ...]
+    message: str
+    remedy: str
+
+
+def fold_problems(failed: Mapping[str, CsdctlError], fleet: Fleet) -> list[Problem]:
+    """Group the errors of `failed`; messages that differ only in the node's address are one problem."""
+    addresses = {node.name: node.address for node in fleet.nodes}
+    grouped: dict[tuple[type, str], list[str]] = defaultdict(list)
+    for name, error in failed.items():
+        address = addresses.get(name)
+        template = error.message.replace(address, _ADDRESS) if address else error.message
+        grouped[type(error), template].append(name)
+    return [_problem(template, names, failed, addresses) for (_, template), names in grouped.items()]
+
+
+def _problem(
+    template: str, names: list[str], failed: Mapping[str, CsdctlError], addresses: Mapping[str, str]
+) -> Problem:
+    first = failed[names[0]]
+    remedies = {failed[name].remedy for name in names}
+    remedy = first.remedy if len(remedies) == 1 else f"{first.remedy} (shown for {names[0]})"
+    shown = format_node_names(addresses.get(name, "") for name in names)
+    return Problem(tuple(names), template.replace(_ADDRESS, shown), remedy)

@@ -1,8 +1,168 @@
-"""Allow-lists for names, addresses, users and groups, which are used in ssh_config and command lines."""
+"""Names of nodes: which are allowed in ssh_config and command lines, and ranges of them; pure.
+
+`csd[0-35]` stands for 36 names, and names are shown as such ranges. Numbers with leading zeros keep their
+width: `dpu[08-10]` is dpu08, dpu09, dpu10.
+"""
 
 import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+
+from csdctl.errors import InputError
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 ADDRESS = re.compile(r"[A-Za-z0-9:][A-Za-z0-9.:%_-]{0,253}")
 USER = re.compile(r"[A-Za-z_][A-Za-z0-9._-]{0,31}")
 GROUP = re.compile(r"[^\s,\[\]\x00-\x1f-][^\s,\[\]\x00-\x1f]{0,99}")
+
+
+MAX_RANGE = 100_000
+
+MAX_PATTERN = 300
+"""Characters of a pattern."""
+
+MAX_UNFOLDED = 3
+"""Names that a message lists one by one."""
+
+_RANGE = re.compile(r"\[([0-9]+)-([0-9]+)\]")
+
+
+def count_range(pattern: str) -> int:
+    """Return how many names `expand_range` returns; raises InputError for an invalid or large range."""
+    if len(pattern) > MAX_PATTERN:
+        raise InputError(f"a name of {len(pattern):,} characters, expected at most {MAX_PATTERN}")
+    count = 1
+    for found in _RANGE.finditer(pattern):
+        first, last = int(found[1]), int(found[2])
+        if last < first:
+            raise InputError(f"range {found[0]} in {pattern!r} is invalid", remedy="write it as [first-last]")
+        count *= last - first + 1
+        if count > MAX_RANGE:
+            raise InputError(
+                f"{pattern!r} expands to more than {MAX_RANGE:,} names", remedy="use a wildcard: csd*"
+            )
+    return count
+
+
+def expand_range(pattern: str) -> list[str]:
+    """Expand `csd[0-2]` to csd0, csd1, csd2; several ranges multiply. Raises what `count_range` raises."""
+    count_range(pattern)
+    head, *rest = _RANGE.split(pattern)
+    names = [head]
+    for first, last, text in zip(rest[::3], rest[1::3], rest[2::3], strict=True):
+        numbers = [_padded(number, first) for number in range(int(first), int(last) + 1)]
+        names = [f"{name}{number}{text}" for name in names for number in numbers]
+    return names
+
+
+def range_ends(pattern: str) -> tuple[str, str]:
+    """Return the first and the last name of `expand_range`: no other name is longer, or has other letters."""
+    count_range(pattern)
+    return (
+        _RANGE.sub(lambda found: found[1], pattern),
+        _RANGE.sub(lambda found: _padded(int(found[2]), found[1]), pattern),
+    )
+
+
+def _padded(number: int, first: str) -> str:
+    return f"{number:0{len(first) if first.startswith('0') else 0}d}"
+
+
+_NO_NUMBER = -2
+"""The number of a name without digits; not adjacent to 0, which would form a range."""
+
+
+def fold_names(names: Iterable[str]) -> list[str]:
+    """Fold `names` to ranges: csd0, csd1, csd2, jetson become csd[0-2], jetson.
+
+    Ranges are in the order of their first names. `expand_range` of the result gives the same names without
+    duplicates.
+    """
+    numbers: dict[tuple[str, str, int], list[int]] = defaultdict(list)
+    unique = dict.fromkeys(names)
+    padded = {(*_split(name)[:2], len(_split(name)[2])) for name in unique if _is_padded(_split(name)[2])}
+    for name in unique:
+        head, tail, digits = _split(name)
+        width = len(digits) if (head, tail, len(digits)) in padded else 0
+        numbers[head, tail, width].append(int(digits) if digits else _NO_NUMBER)
+    return [
+        _show(head, tail, width, first, last)
+        for (head, tail, width), found in numbers.items()
+        for first, last in _runs(sorted(found))
+    ]
+
+
+def format_node_names(names: Iterable[str], *, at_most: int = 8) -> str:
+    """Return `names` for one line of a message: up to three as they are, more as at most `at_most` ranges."""
+    unique = list(dict.fromkeys(names))
+    shown = unique if len(unique) <= min(MAX_UNFOLDED, at_most) else fold_names(unique)
+    left = len(shown) - at_most
+    return ", ".join([*shown[:at_most], *([f"and {left} more"] if left > 0 else [])])
+
+
+def fold_ordered(columns: Sequence[tuple[str, ...]]) -> Iterator[tuple[int, int, tuple[str, ...]]]:
+    """Yield runs of rows that fold to one row of ranges, as (start, end, folded row).
+
+    All columns of a run must count up together: (csd0, 10.1.1.2) and (csd1, 10.1.1.3) become
+    (csd[0-1], 10.1.1.[2-3]).
+    """
+    start = 0
+    while start < len(columns):
+        end = start + 1
+        while end < len(columns) and _folds(columns[start], columns[end], end - start):
+            end += 1
+        yield start, end, tuple(map(_fold_ends, columns[start], columns[end - 1]))
+        start = end
+
+
+def _folds(first: tuple[str, ...], other: tuple[str, ...], distance: int) -> bool:
+    """Return whether every column of `other` is `first` plus `distance`."""
+    return all(
+        _add_to_number(value, distance) == expected for value, expected in zip(first, other, strict=True)
+    )
+
+
+def _add_to_number(name: str, distance: int) -> str | None:
+    head, tail, digits = _split(name)
+    if not digits:
+        return None
+    width = len(digits) if digits.startswith("0") else 0
+    return f"{head}{int(digits) + distance:0{width}d}{tail}"
+
+
+def _fold_ends(first: str, last: str) -> str:
+    if first == last:
+        return first
+    head, tail, digits = _split(first)
+    return f"{head}[{digits}-{_split(last)[2]}]{tail}"
+
+
+def _split(name: str) -> tuple[str, str, str]:
+    """Return the text before and after the last number of `name`, and the digits of that number."""
+    end = len(name)
+    while end and not ("0" <= name[end - 1] <= "9"):
+        end -= 1
+    start = end
+    while start and "0" <= name[start - 1] <= "9":
+        start -= 1
+    return name[:start], name[end:], name[start:end]
+
+
+def _is_padded(digits: str) -> bool:
+    return len(digits) > 1 and digits.startswith("0")
+
+
+def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
+    start = 0
+    for index in range(1, len(numbers) + 1):
+        if index == len(numbers) or numbers[index] != numbers[index - 1] + 1:
+            yield numbers[start], numbers[index - 1]
+            start = index
+
+
+def _show(head: str, tail: str, width: int, first: int, last: int) -> str:
+    if first < 0:
+        return head + tail
+    if first == last:
+        return f"{head}{first:0{width}d}{tail}"
+    return f"{head}[{first:0{width}d}-{last:0{width}d}]{tail}"

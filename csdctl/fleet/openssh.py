@@ -1,20 +1,117 @@
-"""Convert OpenSSH targets to nodes: arguments of `ssh`, and the output of `ssh -G`; pure.
+"""OpenSSH: its aliases, jump hosts, arguments and settings (`ssh -G`), and nodes that are made of them.
 
-OpenSSH itself evaluates its configuration (Include, Match, tokens); it is not parsed again here.
+A jump host is an entry of `jump_hosts`, a node, or `[user@]address[:port]` as in OpenSSH's ProxyJump, with an
+IPv6 address in brackets. Several hops are separated by commas, the first hop first. Of an ssh_config, only
+names are read here; OpenSSH itself resolves their settings.
 """
 
 import getopt
+import glob
 import os
 import re
 import shlex
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from csdctl.documents import load_text, split_lines
 from csdctl.errors import InputError
 from csdctl.fleet.model import Node
 from csdctl.fleet.names import ADDRESS, USER
+
+NO_JUMP = "none"
+MAX_HOPS = 8
+
+_HOP = re.compile(r"(?:(?P<user>[^@]*)@)?(?:\[(?P<v6>[^\]]*)\]|(?P<address>[^:]*))(?::(?P<port>\d{1,5}))?")
+
+
+@dataclass(frozen=True)
+class Hop:
+    """A hop of a ProxyJump as written; missing parts are None."""
+
+    address: str
+    user: str | None = None
+    port: int | None = None
+
+    @property
+    def name(self) -> str:
+        """A valid alias for an ssh_config: `ops@10.0.0.1:2222` is ops-10.0.0.1-2222."""
+        parts = [self.user, self.address, self.port and str(self.port)]
+        return re.sub(r"[^A-Za-z0-9.-]+", "-", "-".join(part for part in parts if part)).strip("-.")[:63]
+
+
+def parse_jump(text: str) -> tuple[Hop, ...]:
+    """Parse the hops of `text`, the first hop first; raises ValueError for an invalid ProxyJump."""
+    if text == NO_JUMP or not text:
+        return ()
+    hops = tuple(_parse_hop(part.strip().removeprefix("ssh://")) for part in text.split(","))
+    if len(hops) > MAX_HOPS:
+        raise ValueError(f"more than {MAX_HOPS} jumps")
+    return hops
+
+
+def _parse_hop(text: str) -> Hop:
+    found = _HOP.fullmatch(text)
+    address = found and (found["v6"] or found["address"])
+    if not found or not address or not ADDRESS.fullmatch(address):
+        raise ValueError("not a valid jump host: expected a name or [user@]address[:port]")
+    if found["user"] is not None and not USER.fullmatch(found["user"]):
+        raise ValueError("not a valid user name of a jump host")
+    port = int(found["port"]) if found["port"] else None
+    if port is not None and not 0 < port < 1 << 16:
+        raise ValueError(f"port {port} of a jump host is not between 1 and 65535")
+    return Hop(address, found["user"], port)
+
+
+_MAX_DEPTH = 16
+_MAX_FILES = 200
+_LINE = re.compile(r"\s*(?P<keyword>[A-Za-z]+)(?:\s*=\s*|\s+)(?P<rest>.*\S)\s*")
+
+
+def list_aliases(path: Path) -> list[str]:
+    """Return every literal name (no pattern) of the Host lines of `path`; raises InputError."""
+    aliases = dict.fromkeys(_aliases(path, []))
+    if not aliases:
+        raise InputError(
+            f"{path} has no Host line with a name",
+            remedy="patterns such as `Host csd*` do not name a machine",
+        )
+    return list(aliases)
+
+
+def _aliases(path: Path, read: list[Path], depth: int = 0) -> Iterator[str]:
+    """Yield the names in `path` and the files that it includes; `read` are the files so far."""
+    if depth > _MAX_DEPTH:
+        raise InputError(f"{path}: includes are nested more than {_MAX_DEPTH} levels deep")
+    read.append(path)
+    if len(read) > _MAX_FILES:
+        raise InputError(f"{path}: more than {_MAX_FILES} included files")
+    lines = split_lines(load_text(path, remedy="give the file that ssh uses", errors="replace"), str(path))
+    for number, line in enumerate(lines, start=1):
+        found = _LINE.fullmatch(line)
+        keyword = found["keyword"].lower() if found else ""
+        if found and keyword in ("host", "include"):
+            words = _words(found["rest"], f"{path}:{number}")
+            if keyword == "host":
+                yield from (word for word in words if not re.search(r"[*?!]", word))
+            else:
+                for file in _included(words):
+                    yield from _aliases(file, read, depth + 1)
+
+
+def _words(text: str, where: str) -> list[str]:
+    try:
+        return shlex.split(text, comments=True)
+    except ValueError as error:
+        raise InputError(f"{where}: {error}") from None
+
+
+def _included(patterns: list[str]) -> Iterator[Path]:
+    for pattern in patterns:
+        full = Path.home() / ".ssh" / os.path.expanduser(pattern)
+        yield from (Path(match) for match in sorted(glob.glob(str(full))))
+
 
 _LETTERS = "1246ab:c:e:fgi:kl:m:no:p:qstvxAB:CD:E:F:GI:J:KL:MNO:P:Q:R:S:TVw:W:XYy"
 _KEPT = {"-4", "-6", "-b", "-B", "-c", "-F", "-I", "-i", "-J", "-l", "-m", "-o", "-p"}

@@ -3,8 +3,7 @@
 from collections.abc import Mapping
 
 from csdctl.errors import InputError
-from csdctl.worker.protocol.datasets import DatasetInfo, Parts
-from csdctl.worker.protocol.fields import INPUT, OUTPUT, SAMPLE_WEIGHT, is_position
+from csdctl.worker.protocol.datasets import INPUT, OUTPUT, SAMPLE_WEIGHT, DatasetInfo, Parts, is_position
 from csdctl.worker.protocol.model_info import ModelInfo, OutputInfo
 from csdctl.worker.protocol.recipe import Noise, Recipe
 

@@ -6,9 +6,9 @@ from dataclasses import asdict, dataclass, replace
 
 from csdctl.launch.machine_lock import MachineLockedError, is_gone, read_holder
 from csdctl.transport.answer import Answer
+from csdctl.transport.commands import build_program_command
 from csdctl.transport.many import run_on_all
 from csdctl.transport.session import Session
-from csdctl.transport.standalone import build_program_command
 
 CLEAN_DEADLINE_S = 120.0
 END_DEADLINE_S = 30.0

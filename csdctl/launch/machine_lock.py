@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from csdctl.errors import CsdctlError, RemoteCommandError, RunError
+from csdctl.fleet.names import format_node_names
+from csdctl.transport.commands import build_program_command
 from csdctl.transport.many import Outcome, run_on_all, values_or_raise
 from csdctl.transport.session import Conversation, Session
-from csdctl.transport.standalone import build_program_command
 
 RESPONSE_DEADLINE_S = 30.0
 _DOING = "locking the machine"
@@ -86,7 +87,7 @@ def raise_if_locked(outcomes: Iterable[Outcome[Any]]) -> None:
     """Raise one MachineLockedError for all machines of `outcomes` where another csdctl is running."""
     errors = [outcome.error for outcome in outcomes]
     if locked := [error for error in errors if isinstance(error, MachineLockedError)]:
-        names = ", ".join(error.node for error in locked)
+        names = format_node_names(error.node for error in locked)
         raise MachineLockedError(names, locked[0].holder)
 
 

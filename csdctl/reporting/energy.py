@@ -8,7 +8,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from csdctl.fleet.model import HOST_NAME
-from csdctl.runs.power_log import MEASURED, STATED, PowerRecord
+from csdctl.fleet.names import format_node_names
+from csdctl.reporting.numbers import format_share
+from csdctl.runs.ledger import MEASURED, STATED, PowerRecord
 
 ENOUGH = 0.98
 """The share of the training whose energy must be known; the rest is the first and the last second."""
@@ -21,7 +23,7 @@ class MachineEnergy:
     machine: str
     source: str
     origin: str
-    """`power_log.MEASURED` or STATED."""
+    """`ledger.MEASURED` or STATED."""
     window_s: float
     """From the first step to the end of the last epoch."""
     joules: float = 0.0
@@ -147,3 +149,32 @@ def energy_document(energy: RunEnergy) -> dict[str, Any]:
         "whole": show(energy.whole) if energy.whole else None,
         "missing": list(energy.missing),
     }
+
+
+def describe_energy(energy: RunEnergy) -> list[str]:
+    """Return the energy in lines: of all if it is known, else of each machine."""
+    if energy.whole:
+        return [_line(energy.whole)]
+    lines = [f"{machine.machine}: {_line(machine)}" for machine in energy.machines]
+    return [*lines, f"not known of {format_node_names(energy.missing)}, so not of all"]
+
+
+def _line(machine: MachineEnergy) -> str:
+    if not machine.seconds:
+        return f"unknown ({machine.source}){f': {machine.error}' if machine.error else ''}"
+    parts = [f"{machine.joules:,.0f} J {machine.origin} ({machine.source})"]
+    if machine.above_idle_joules is not None:
+        parts.append(f"{machine.above_idle_joules:,.0f} J above stated idle power")
+    else:
+        parts.append(_not_subtracted(machine))
+    if machine.joules_per_sample and machine.samples_per_joule:
+        parts.append(f"{machine.joules_per_sample:.3g} J/image, {machine.samples_per_joule:.3g} images/J")
+    else:
+        parts.append(f"known for {format_share(machine.coverage)} of the training")
+    return ", ".join(parts)
+
+
+def _not_subtracted(machine: MachineEnergy) -> str:
+    """Return that the energy includes that of idle machines, and of which nobody has stated it."""
+    of = f" of {', '.join(machine.idle_unknown)}" if machine.idle_unknown else ""
+    return f"idle power included: idle_watts{of} is not in fleet.yaml"

@@ -1,13 +1,38 @@
-"""What left each machine, from the ledger, and how to interpret it."""
+"""What left each machine and may be learnt from it, and what noise on private samples guarantees.
 
+The guarantee is ε at δ, for the worst sample of each node. A sample enters one noisy sum of its node each
+time it is read. Every sum is a Gaussian mechanism; k of them on one sample equal one with 1/√k of the noise
+(Dong, Roth, Su, 2022), also when each depends on the results of the earlier ones. ε comes from the accountant
+dp-accounting, by the exact formula of Balle and Wang (2018).
+
+Neighbouring data sets differ in one sample, replaced by any other, so the sum moves by at most twice the
+clipping norm. The seed, which all ranks know, determines the samples of each step, so sampling gives no
+amplification.
+"""
+
+import importlib.util
+import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import ceil
+from typing import Any
 
 from csdctl.errors import InputError
 from csdctl.runs.ledger import LedgerEntry
 from csdctl.transport.meter import TrafficClass
-from csdctl.worker.protocol.events import Inverted
+from csdctl.worker.protocol.events import (
+    STOPPED,
+    EpochEnd,
+    Event,
+    Finished,
+    Joined,
+    LinkLost,
+    Paused,
+    Progress,
+)
+from csdctl.worker.protocol.recipe import Noise
+from csdctl.worker.protocol.run_spec import RunSpec
 
 PROMISE = (
     "No private sample and no name of a private file was sent: a node's private data is read by the worker "
@@ -51,23 +76,6 @@ BATCH_NORM = (
 )
 
 
-NOT_INVERTED = (
-    "not measured how much a linear map recovers: the run has not ended, or has too few public samples"
-)
-
-
-def describe_inversion(found: Inverted | None) -> str:
-    """Return what was recovered from activations, as a sentence."""
-    if found is None or not found.num_fitted:
-        return NOT_INVERTED
-    return (
-        f"a linear map from activations behind {found.cut} to samples, fitted on {found.num_fitted:,} public "
-        f"ones, recovers {max(0.0, found.r2):.0%} of the variance of {found.num_held_out:,} others; they "
-        f"correlate with the true ones by {found.correlation:.2f}, the mean sample by "
-        f"{found.mean_correlation:.2f}. A trained network recovers more"
-    )
-
-
 def remarks_on(*, has_noise: bool) -> dict[str, str]:
     """Return what may be learnt from the bytes of each traffic class of a run."""
     return (
@@ -104,3 +112,178 @@ def add_flows(entries: Iterable[LedgerEntry], run_id: str = "") -> list[Flow]:
             added[entry.sender, entry.receiver, entry.kind] += entry.num_bytes
     flows = [Flow(*key, count) for key, count in added.items()]
     return sorted(flows, key=lambda flow: (flow.sender, flow.receiver, -flow.num_bytes))
+
+
+SENSITIVITY = 2.0
+"""How far one replaced sample moves a sum, in clipping norms."""
+INSTALL = "pip install 'csdctl[privacy]'"
+EPOCH_ENTERED = (Progress, LinkLost)
+"""When rank 0 sends one of these after an epoch's end, the next epoch has begun."""
+
+
+@dataclass(frozen=True)
+class NodePrivacy:
+    """The guarantee for the private samples of one node."""
+
+    node: str
+    num_private: int
+    """Different samples."""
+    num_releases: int
+    """The largest number of noisy sums that one sample contributed to."""
+    epsilon: float | None
+    """None when the accountant is not installed."""
+
+
+@dataclass(frozen=True)
+class Privacy:
+    """The guarantees of one run; `nodes` are those with private samples."""
+
+    l2_norm_clip: float
+    noise_multiplier: float
+    delta: float
+    nodes: tuple[NodePrivacy, ...]
+
+
+def has_accountant() -> bool:
+    """Return whether dp-accounting is installed."""
+    return importlib.util.find_spec("dp_accounting") is not None
+
+
+def check_accountant(is_installed: Callable[[], bool] = has_accountant) -> None:
+    """Raise InputError when dp-accounting is not installed."""
+    if not is_installed():
+        raise InputError(
+            "data.private.noise needs the accountant dp-accounting, which is not installed", remedy=INSTALL
+        )
+
+
+def compute_epsilon(noise: Noise, num_releases: int) -> float:
+    """Return ε at `noise.delta` for a sample that contributed to `num_releases` noisy sums."""
+    if not num_releases:
+        return 0.0
+    from dp_accounting import get_epsilon_gaussian  # heavy, and optional
+
+    deviation = noise.noise_multiplier / SENSITIVITY / math.sqrt(num_releases)
+    return float(get_epsilon_gaussian(deviation, noise.delta))
+
+
+def plan_privacy(spec: RunSpec, events: Iterable[Event]) -> Privacy | None:
+    """Return the guarantee at the end of a run that has sent `events` so far; None without noise."""
+    if spec.noise is None:
+        return None
+    counter = PassCounter(len(spec.ranks))
+    done = 0
+    for event in events:
+        counter.add(event)
+        if isinstance(event, EpochEnd) and event.rank == 0:
+            done = max(done, event.epoch)
+    # At least one, whatever the stored events say.
+    passes = [max(1, count + max(0, spec.recipe.epochs - done)) for count in counter.finish()]
+    samples = [(rank.node, rank.num_private, rank.num_repeated) for rank in spec.ranks]
+    return _privacy(spec.noise, samples, passes, has_accountant)
+
+
+def measure_privacy(
+    manifest: Mapping[str, Any],
+    passes: "PassCounter",
+    is_installed: Callable[[], bool] = has_accountant,
+) -> Privacy | None:
+    """Return the guarantee of a run so far; `manifest` is its manifest.json. None without noise.
+
+    `passes` has counted the events of the run.
+    """
+    if not manifest.get("noise"):
+        return None
+    placed = manifest["placed"]
+    samples = [(shard["name"], shard["num_private"], shard["num_repeated"]) for shard in placed]
+    return _privacy(Noise(**manifest["noise"]), samples, passes.finish(), is_installed)
+
+
+def count_passes(events: Iterable[Event], num_ranks: int) -> "PassCounter":
+    """Return the counter after all `events` of a run."""
+    counter = PassCounter(num_ranks)
+    for event in events:
+        counter.add(event)
+    return counter
+
+
+class PassCounter:
+    """Counts, from the events of a run in order, how often each rank began to read its samples, at most.
+
+    The bound follows rank 0, whose events reach csdctl without a network: all members of its group are in
+    the same epoch. An epoch that a new group resumes counts again, because it may have read the samples of
+    one step, or of all steps since a checkpoint, a second time. Where the events break off, what may have
+    followed counts. A group that another rank has reported, but not rank 0 because it was lost first,
+    counts too.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        self._passes = [0] * num_ranks
+        self._unreported_groups = [0] * num_ranks
+        """Groups that a rank has joined according to its own events but not to those of rank 0."""
+        self._members: set[int] = set()
+        self._epoch = 0
+        """The latest epoch that counts."""
+        self._is_between = False
+        """An epoch has ended, and the next may have begun."""
+        self._is_open = False
+        """The ranks may have continued after the last event."""
+
+    def add(self, event: Event) -> None:
+        """Count one event."""
+        if event.rank != 0:
+            self._unreported_groups[event.rank] += isinstance(event, Joined)
+        elif isinstance(event, Joined):
+            self._join(event)
+        elif isinstance(event, EpochEnd):
+            self._count_begun()
+            self._epoch, self._is_between = event.epoch, True
+        elif isinstance(event, EPOCH_ENTERED) or (isinstance(event, Finished) and event.reason == STOPPED):
+            self._epoch += self._is_between
+            self._count_begun()
+            self._is_open = isinstance(event, Progress)
+        elif isinstance(event, Paused | Finished):
+            self._is_between = self._is_open = False
+
+    def finish(self) -> list[int]:
+        """Return the counts by rank; call it once, after the last event."""
+        self._count_begun()
+        counts = zip(self._passes, self._unreported_groups, strict=True)
+        return [count + max(0, unreported) for count, unreported in counts]
+
+    def _join(self, event: Joined) -> None:
+        unreported_epochs = event.epoch - self._epoch if self._is_open and self._members else 0
+        # csdctl was ended while the ranks continued
+        self._count_passes(max(unreported_epochs, 1 if self._is_between else 0))
+        self._members = {int(rank) for rank in event.batch_sizes}
+        for rank in self._members:
+            self._unreported_groups[rank] -= 1
+        self._epoch, self._is_between, self._is_open = event.epoch, False, True
+        self._count_passes()
+
+    def _count_begun(self) -> None:
+        """Count the epoch that may have begun after the last one ended."""
+        if self._is_between:
+            self._count_passes()
+        self._is_between = False
+
+    def _count_passes(self, count: int = 1) -> None:
+        for rank in self._members:
+            self._passes[rank] += count
+
+
+def _privacy(
+    noise: Noise,
+    samples: Sequence[tuple[str, int, int]],
+    passes: Sequence[int],
+    is_installed: Callable[[], bool],
+) -> Privacy:
+    """`samples`, by rank: node, private samples read in an epoch, and the repeated ones among them."""
+    nodes = []
+    for (node, num_read, num_repeated), count in zip(samples, passes, strict=True):
+        different = num_read - num_repeated
+        if different:
+            num_releases = count * ceil(num_read / different)
+            epsilon = compute_epsilon(noise, num_releases) if is_installed() else None
+            nodes.append(NodePrivacy(node, different, num_releases, epsilon))
+    return Privacy(noise.l2_norm_clip, noise.noise_multiplier, noise.delta, tuple(nodes))

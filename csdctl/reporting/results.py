@@ -9,7 +9,7 @@ from csdctl.reporting.privacy import Flow
 from csdctl.reporting.series import RunSeries, SeriesBuilder
 from csdctl.reporting.summary import RunSummary, summarize
 from csdctl.runs.directory import RunDirectory
-from csdctl.runs.power_log import read_power
+from csdctl.runs.ledger import read_power
 from csdctl.worker.protocol.events import Event
 
 MEASURED, PREDICTED, EMULATED, STATED = "measured", "predicted", "measured, emulated fleet", "stated"

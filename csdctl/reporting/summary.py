@@ -4,8 +4,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from csdctl.reporting.differential_privacy import PassCounter, Privacy, measure_privacy
 from csdctl.reporting.energy import RunEnergy
+from csdctl.reporting.privacy import PassCounter, Privacy, measure_privacy
 from csdctl.runs.directory import RunDirectory
 from csdctl.tuning.strategies import DATA_PARALLEL, SPLIT
 from csdctl.worker.protocol.events import (
@@ -104,8 +104,7 @@ def summarize_run(run: RunDirectory) -> RunSummary:
     manifest: Any = run.load_manifest()
     events = run.read_events([rank["node"] for rank in manifest["plan"]["ranks"]])
     # What progress of ranks other than 0 says is in the ends of their epochs, too.
-    summed = (event for _, event in events.with_times(lambda spent: None))
-    return replace(summarize(run.run_id, manifest, summed), num_unreadable=events.num_unreadable)
+    return replace(summarize(run.run_id, manifest, events), num_unreadable=events.num_unreadable)
 
 
 def summarize(run_id: str, manifest: dict[str, Any], events: Iterable[Event]) -> RunSummary:

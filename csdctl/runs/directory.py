@@ -13,10 +13,9 @@ from csdctl.documents import check_values, load_json, make_directory, save_json
 from csdctl.errors import InputError
 from csdctl.runs.capped_log import CappedLog
 from csdctl.runs.manifest import Manifest, check_links
-from csdctl.runs.private import STATE_DIRECTORY
-from csdctl.runs.step_file import private_memory
+from csdctl.runs.private import STATE_DIRECTORY, private_memory
 from csdctl.runs.stored_events import StoredEvents
-from csdctl.worker.protocol.events import Event, Progress, WaitingFor, event_to_line
+from csdctl.worker.protocol.events import Event, Progress, WaitingFor, event_document
 
 NEW_RUN = "start a new run"
 
@@ -232,7 +231,7 @@ FREQUENT = (Progress, WaitingFor)
 
 
 class EventLog:
-    """Appends events to events.jsonl, one per line.
+    """Appends events to events.jsonl, one per line: `time` (Unix time of arrival), `event` and its fields.
 
     Once the file has `max_bytes`, frequent events of ranks other than 0 are no longer stored; the log of the
     rank says so.
@@ -251,7 +250,8 @@ class EventLog:
         if self._num_bytes >= self._max_bytes and event.rank != 0 and isinstance(event, FREQUENT):
             self._say_limited(event)
             return
-        line = json.dumps({"time": round(time_s, 4), "line": event_to_line(event)}) + "\n"
+        document = {"time": round(time_s, 4), **event_document(event)}
+        line = json.dumps(document, separators=(",", ":")) + "\n"
         self._num_bytes += self._file.write(line)  # ASCII
         self._file.flush()
 

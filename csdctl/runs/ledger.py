@@ -1,23 +1,26 @@
-"""The ledger: all bytes sent by csdctl and MPI, by link and traffic class.
+"""What commands have used, as JSON lines: bytes in ledger.jsonl, energy in power.jsonl of each run.
 
-At the end of a command, `ledger.jsonl` gets one line for each link, direction and traffic class. Bytes are
-TCP payload, including encryption, without TCP and IP headers.
+At the end of a command, `ledger.jsonl` gets one line for each link, direction and traffic class, with the
+bytes that csdctl and MPI have sent: TCP payload, including encryption, without TCP and IP headers.
+`power.jsonl` has the energy of each machine in short intervals.
 """
 
 import itertools
 import json
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Annotated, TextIO
 
 from csdctl.errors import InputError
-from csdctl.runs.directory import ProjectDirectory
-from csdctl.worker.protocol.bounds import Count
-from csdctl.worker.protocol.json_codec import ProtocolError, from_json
+from csdctl.runs.directory import ProjectDirectory, RunDirectory
+from csdctl.worker.protocol.json_codec import Between, Count, ProtocolError, Seconds, ShortText, from_json
 
 MAX_LINE_CHARS = 1 << 16
+MEASURED, STATED = "measured", "stated"
 
 
 @dataclass(frozen=True)
@@ -89,3 +92,64 @@ def read_ledger(path: Path) -> Iterator[LedgerEntry]:
                 yield from_json(LedgerEntry, line)
             except ProtocolError as error:
                 raise InputError(f"{path}:{number} is not a valid ledger entry: {error}") from None
+
+
+@dataclass(frozen=True)
+class PowerRecord:
+    """`seconds` that ended at `time`. Without `joules`: a gap, with an `error` where one is known."""
+
+    time: Annotated[float, Between(0.0, 1e11)]
+    """Unix time."""
+    machine: ShortText
+    source: ShortText
+    origin: ShortText
+    """MEASURED or STATED."""
+    seconds: Seconds
+    joules: Seconds | None = None
+    idle_watts: Seconds | None = None
+    """Of the machine when nothing is trained, as stated in fleet.yaml."""
+    includes_nodes: bool = False
+    error: ShortText = ""
+
+
+class PowerLog:
+    """Appends records; opened with the first one, and used by many threads."""
+
+    def __init__(self, run: RunDirectory) -> None:
+        self._path, self._lock = run.power, threading.Lock()
+        self._file: TextIO | None = None
+
+    def append(self, record: PowerRecord) -> None:
+        """Write a record; raises OSError."""
+        content = {
+            key: value
+            for key, value in vars(record).items()
+            if value is not None and value != "" and value is not False
+        }
+        line = json.dumps(content) + "\n"
+        with self._lock:
+            if self._file is None:
+                self._file = self._path.open("a", encoding="utf-8")
+            self._file.write(line)
+            self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        with self._lock:
+            if self._file is not None:
+                self._file.close()
+                self._file = None
+
+
+def read_power(run: RunDirectory) -> Iterator[PowerRecord]:
+    """Yield the records of a run; lines that are none, such as one cut off, are left out."""
+    try:
+        file = run.power.open(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return
+    with file:
+        while line := file.readline(MAX_LINE_CHARS):
+            try:
+                yield from_json(PowerRecord, line)
+            except ProtocolError:
+                continue

@@ -7,8 +7,9 @@ itself, and only in an order in which a worker sends it.
 from collections import Counter
 from collections.abc import Sequence
 
-from csdctl.worker.protocol.event_rules import FROM_CSDCTL, FROM_MPI, check_event, check_sender
 from csdctl.worker.protocol.events import (
+    FROM_CSDCTL,
+    FROM_MPI,
     EpochEnd,
     Event,
     Failed,
@@ -21,6 +22,8 @@ from csdctl.worker.protocol.events import (
     Progress,
     Ready,
     WaitingFor,
+    check_event,
+    check_sender,
 )
 from csdctl.worker.protocol.json_codec import ProtocolError, shorten
 from csdctl.worker.protocol.orders import FormGroup, Order, Ping

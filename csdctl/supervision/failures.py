@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from csdctl.errors import CsdctlError, DeadlineError, InputError, NodeError, RunError
+from csdctl.fleet.names import format_node_names
 from csdctl.launch.diagnosis import find_cause
 from csdctl.launch.mpi_job import JobOutcome
 from csdctl.worker.protocol.events import Failed
@@ -95,14 +96,14 @@ def nothing_sent(node: str) -> CsdctlError:
 def start_overdue(nodes: Sequence[str]) -> CsdctlError:
     """Return the error of a run in which `nodes` did not become ready."""
     return DeadlineError(
-        f"{', '.join(nodes)} did not start in time",
+        f"{format_node_names(nodes)} did not start in time",
         remedy="raise --start-deadline, or check the log of the rank",
     )
 
 
 def exit_overdue(nodes: Sequence[str], log_directory: Path) -> CsdctlError:
     """Return the error of a run in which `nodes` reported completion and did not exit."""
-    return RunError(f"{', '.join(nodes)} finished but did not exit", remedy=_logs(log_directory))
+    return RunError(f"{format_node_names(nodes)} finished but did not exit", remedy=_logs(log_directory))
 
 
 def silent(log_directory: Path) -> CsdctlError:
@@ -122,7 +123,8 @@ def incomplete(
 ) -> CsdctlError:
     """Return the error of a run in which some ranks finished and the nodes in `missing` cannot any more."""
     return RunError(
-        f"{loss.message if loss else reason}\nThe run has no completion record from {', '.join(missing)}",
+        f"{loss.message if loss else reason}\n"
+        f"The run has no completion record from {format_node_names(missing)}",
         node=loss.node if loss else "",
         remedy=f"the model of the other ranks is in the run directory; {_logs(log_directory)}",
     )

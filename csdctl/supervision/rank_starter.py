@@ -18,8 +18,7 @@ from csdctl.supervision.run_setup import Links
 from csdctl.transport.many import open_session
 from csdctl.transport.meter import LinkBytes
 from csdctl.transport.session import Conversation, Session
-from csdctl.worker.protocol.run_spec import RunSpec
-from csdctl.worker.protocol.tasks import JOINING
+from csdctl.worker.protocol.run_spec import JOINING, RunSpec
 
 
 @dataclass(frozen=True)

@@ -1,56 +1,252 @@
-"""The nodes of a fleet as a Fabric group, over the threads, connections and deadlines of csdctl."""
+"""Fabric connections to the nodes of a fleet: csdctl's SSH connections under Fabric's interface.
 
-from collections.abc import Callable, Mapping
+Fabric accepts every host key, keeps all output, and leaves a command that it gives up running on the
+machine. Here the host keys are those that `csdctl trust` accepted, output is bounded, and a command that is
+ended takes its process group with it. Everything else is Fabric's own code.
+"""
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TextIO
 
 import fabric
-from fabric.exceptions import GroupException
-from fabric.group import GroupResult
+import paramiko
+from fabric.runners import Remote
+from invoke.runners import Local
 
-from csdctl.errors import InputError
-from csdctl.fleet.model import Fleet
-from csdctl.transport.fabric_connection import FleetConnection, FleetLink, build_config
-from csdctl.transport.many import MAX_WORKERS, allow_open_files, fleet_known_hosts_paths, run_on_all
+from csdctl.errors import InputError, RemoteCommandError
+from csdctl.fleet.model import Fleet, Node
+from csdctl.transport.commands import MarkedOutput, build_wrapped_command
+from csdctl.transport.known_hosts import SSH_PORT, KnownHosts
+from csdctl.transport.many import allow_open_files, fleet_known_hosts_paths, run_on_all
+from csdctl.transport.process import Deadline
+from csdctl.transport.session import MAX_OUTPUT_BYTES, bounded
+from csdctl.transport.ssh import kill_group
+from csdctl.transport.ssh_connect import JumpHosts, lost_connection_error, make_jump_hosts, open_transport
+from csdctl.transport.strict_transport import LOST, request_exec
+
+START_DEADLINE_S = 30.0
+SFTP_DEADLINE_S = 60.0
+"""Maximum time without any byte of a file transfer."""
+
+_WAKE_S = 0.5
+_LOGIN_SHELL = 'exec "${SHELL:-/bin/sh}" -c "$1"'
+
+
+@dataclass(frozen=True)
+class FleetLink:
+    """Host keys, connections to jump hosts, and deadlines, shared by the connections of a fleet."""
+
+    known_hosts: KnownHosts
+    jumps: JumpHosts
+    connect_deadline_s: float
+    command_deadline_s: float | None
+
+
+class FleetConnection(fabric.Connection):  # type: ignore[misc]
+    """A fabric.Connection to a node of a fleet; `node` has its entry of the fleet file.
+
+    `printed` are the streams that its commands print to, `out` and `err`; by default Python's.
+    """
+
+    # Fabric stores an attribute that the class lacks as a key of its configuration.
+    node: Node = None  # type: ignore[assignment]
+    printed: Mapping[str, TextIO] = None  # type: ignore[assignment]
+    _link: FleetLink = None  # type: ignore[assignment]
+    _runners: "set[FleetRemote]" = None  # type: ignore[assignment]
+
+    def __init__(
+        self, node: Node, link: FleetLink, folder: Path | None, printed: Mapping[str, TextIO]
+    ) -> None:
+        self._set(node=node, printed=printed, _link=link, _runners=set())
+        config = fabric.Config(
+            overrides={
+                "load_ssh_configs": False,  # the fleet file has the addresses
+                "gateway": None,
+                "runners": {"remote": FleetRemote, "local": FleetLocal},
+                "run": {"in_stream": False},
+                "timeouts": {"command": link.command_deadline_s},
+            }
+        )
+        if folder:
+            config.set_project_location(str(folder))
+            config.load_project()
+        super().__init__(node.address, user=node.user, port=node.port, config=config, gateway=False)
+
+    def open(self) -> None:
+        """Connect, unless connected; raises UnreachableError, HostKeyError, AuthenticationError."""
+        if not self.is_connected:
+            link = self._link
+            transport = open_transport(
+                self.node, link.known_hosts, Deadline(link.connect_deadline_s), link.jumps
+            )
+            transport.channel_timeout = START_DEADLINE_S
+            self.transport = transport
+            self.client = SimpleNamespace(
+                open_sftp=lambda: paramiko.SFTPClient.from_transport(transport), close=transport.close
+            )
+
+    def close(self) -> None:
+        """End running commands on the node, and close the connection."""
+        for runner in list(self._runners):
+            runner.kill()
+        with contextlib.suppress(*LOST):
+            super().close()
+
+    def sftp(self) -> paramiko.SFTPClient:
+        """Return the SFTP client of the connection; raises RemoteCommandError if the node has no SFTP."""
+        try:
+            client: paramiko.SFTPClient = super().sftp()
+        except LOST as error:
+            raise RemoteCommandError(
+                f"its SSH server offers no SFTP, which `put` and `get` need ({bounded(error)})",
+                node=self.node.name,
+                remedy="add `Subsystem sftp internal-sftp` to its sshd_config, or use csdctl deploy",
+            ) from None
+        client.get_channel().settimeout(SFTP_DEADLINE_S)  # type: ignore[union-attr]
+        return client
+
+    def get(self, remote: Any, local: Any = None, **options: Any) -> Any:
+        """Do what Fabric's `get` does; `{host}` in a local path is the name of the node."""
+        if isinstance(local, str):  # nodes behind different jump hosts may have the same address
+            local = local.replace("{host}", self.node.name)
+        return super().get(remote, local, **options)
+
+    def _identity(self) -> tuple[Any, ...]:
+        return (self.node.name, *super()._identity())
+
+
+def _redirect(runner: Any) -> None:
+    """Let a command print to the streams of its connection, unless the task names a stream.
+
+    An `out_stream` of c.run would also get the output that the task hides.
+    """
+    for name, default in (("out", sys.stdout), ("err", sys.stderr)):
+        if runner.streams[name] is default:
+            runner.streams[name] = runner.context.printed.get(name, default)
+
+
+class FleetLocal(Local):
+    """A command of c.local, on the host."""
+
+    def start(self, command: str, shell: str, env: dict[str, str]) -> None:
+        """Start `command`."""
+        _redirect(self)
+        super().start(command, shell, env)
+
+
+class FleetRemote(Remote):  # type: ignore[misc]
+    """A command on a node: bounded output, and no process is left behind when it is ended."""
+
+    channel: paramiko.Channel | None = None
+    _was_killed = False
+
+    def start(self, command: str, shell: str, env: dict[str, str], timeout: float | None = None) -> None:
+        """Start `command` in the login shell of the node's user; raises UnreachableError, NodeError."""
+        self._marked: dict[str, MarkedOutput] = {}
+        self._num_left = {"stdout": MAX_OUTPUT_BYTES, "stderr": MAX_OUTPUT_BYTES}
+        if not self._disowned:
+            self.context._runners.add(self)
+        _redirect(self)
+        try:
+            super().start(command, shell, env, timeout)
+        except LOST as error:
+            name, transport = self.context.node.name, self.context.transport
+            if not transport.is_active():
+                raise lost_connection_error(name, transport) from None
+            raise RemoteCommandError(
+                f"its SSH server does not start commands ({bounded(error)})",
+                node=name,
+                remedy="check MaxSessions and ForceCommand there",
+            ) from None
+
+    def send_start_message(self, command: str) -> None:
+        """Start the command under the wrapper; not with a terminal, whose end ends its processes."""
+        if not self.using_pty:
+            wrapped = build_wrapped_command(
+                ("sh", "-c", _LOGIN_SHELL, "fabric", command), deadline_s=self.opts["timeout"], is_users=True
+            )
+            command = wrapped.command_line
+            self._marked = {stream: MarkedOutput(wrapped.token, max_bytes=0) for stream in self._num_left}
+        request_exec(self.channel, command.encode(errors="surrogateescape"), START_DEADLINE_S)
+
+    def wait(self) -> None:
+        """Wait for the end of the command, or of a thread of Fabric that failed, without polling."""
+        assert self.channel
+        while not (self.process_is_finished or self.has_dead_threads):
+            self.channel.status_event.wait(_WAKE_S)
+
+    def read_proc_stdout(self, num_bytes: int) -> bytes:
+        """Return the next bytes of the command's standard output; b'' at the end."""
+        assert self.channel
+        return self._read(self.channel.recv, "stdout", num_bytes)
+
+    def read_proc_stderr(self, num_bytes: int) -> bytes:
+        """Return the next bytes of the command's standard error; b'' at the end."""
+        assert self.channel
+        return self._read(self.channel.recv_stderr, "stderr", num_bytes)
+
+    def _read(self, receive: Callable[[int], bytes], stream: str, num_bytes: int) -> bytes:
+        """Return the next bytes after the wrapper's token; bytes above the limit are read and dropped."""
+        while data := receive(num_bytes):
+            if stream in self._marked:
+                data = self._marked[stream].feed(data)
+            num_left = self._num_left[stream]
+            self._num_left[stream] -= len(data)
+            if len(data) > num_left >= 0:
+                notice = f"\n[more than {MAX_OUTPUT_BYTES} bytes: the rest was dropped]\n"
+                return data[:num_left] + notice.encode()
+            if data and num_left > 0:
+                return data
+        return b""
+
+    def returncode(self) -> int:
+        """Return the exit code; raises UnreachableError when the connection was lost."""
+        assert self.channel
+        code, transport = self.channel.exit_status, self.context.transport
+        if code < 0 and not self._was_killed and not transport.is_active():
+            raise lost_connection_error(self.context.node.name, transport, " while a command ran")
+        return int(code)
+
+    @property
+    def timed_out(self) -> bool:
+        """Whether the command was ended; Fabric asks whether the thread that ends it has finished."""
+        return self._was_killed
+
+    def kill(self) -> None:
+        """End the command and its process group on the node; without the group's id, the node ends it."""
+        self._was_killed = True
+        if "stderr" in self._marked and (group := self._marked["stderr"].group):
+            kill_group(self.context.node.name, self.context.transport, group)
+        if self.channel:
+            with contextlib.suppress(*LOST):
+                self.channel.close()
+
+    def stop(self) -> None:
+        """End the command if it still runs, after Ctrl-C for example, and close the channel."""
+        self.context._runners.discard(self)
+        if self.channel and not self.process_is_finished:
+            self.kill()
+        with contextlib.suppress(*LOST):
+            super().stop()
 
 
 class FleetGroup(fabric.ThreadingGroup):  # type: ignore[misc]
-    """A Fabric group of the nodes of a fleet, in its order; use it as a context manager.
+    """A Fabric group of the nodes of a fleet; use it as a context manager.
 
     A node that fails does not stop the others: the GroupException has the results of all.
     """
 
-    link: FleetLink | None = None
-
-    def each(self, function: Callable[[FleetConnection], Any]) -> GroupResult:
-        """Call `function` for each connection in parallel; the result has values and exceptions."""
-
-        def attempt(connection: FleetConnection) -> Any:
-            try:
-                return function(connection)
-            except (Exception, SystemExit) as error:
-                return error
-
-        by_number = {str(number): connection for number, connection in enumerate(self)}
-        try:
-            outcomes = run_on_all(by_number, attempt, max_workers=MAX_WORKERS)
-        except BaseException:
-            self.close()
-            raise
-        return GroupResult({by_number[number]: outcome.get() for number, outcome in outcomes.items()})
+    link: FleetLink
 
     def close(self) -> None:
-        """End what runs on the nodes, and close all connections."""
-        connections = {str(number): connection for number, connection in enumerate(self)}
-        run_on_all(connections, lambda connection: connection.close(), max_workers=MAX_WORKERS)
-        if self.link:
-            self.link.close()
-
-    def _do(self, method: str, *args: Any, **kwargs: Any) -> GroupResult:
-        results = self.each(lambda connection: getattr(connection, method)(*args, **kwargs))
-        if any(isinstance(result, BaseException) for result in results.values()):
-            raise GroupException(results)
-        return results
+        """End running commands on the nodes, and close all connections."""
+        run_on_all({one.node.name: one for one in self}, lambda connection: connection.close())
+        self.link.jumps.close()
 
 
 def open_group(
@@ -64,7 +260,7 @@ def open_group(
 ) -> FleetGroup:
     """Return a group of the nodes of `fleet`; each connects when it is first used.
 
-    `folder` is that of the user's Fabric configuration, `printed` has the streams of each node's connection.
+    `folder` has the user's Fabric configuration, `printed` the streams of each node's connection.
     Raises InputError when the system allows too few open files.
     """
     if allow_open_files(len(fleet.nodes)) < len(fleet.nodes):
@@ -72,14 +268,34 @@ def open_group(
             f"{len(fleet.nodes)} connections are needed, and the system allows fewer open files",
             remedy="use fewer nodes at a time with --limit, or run `ulimit -n 4096` first",
         )
-    link = FleetLink(
-        fleet_known_hosts_paths(fleet, directory),
-        connect_deadline_s=connect_deadline_s,
-        command_deadline_s=command_deadline_s,
-    )
-    group = FleetGroup.from_connections(
-        FleetConnection(node, link, build_config(link, folder), (printed or {}).get(node.name, {}))
-        for node in fleet.nodes
+    known_hosts = KnownHosts.load(fleet_known_hosts_paths(fleet, directory))
+    link = FleetLink(known_hosts, make_jump_hosts(known_hosts), connect_deadline_s, command_deadline_s)
+    group: FleetGroup = FleetGroup.from_connections(
+        FleetConnection(node, link, folder, (printed or {}).get(node.name, {})) for node in fleet.nodes
     )
     group.link = link
-    return group  # type: ignore[no-any-return]
+    return group
+
+
+@contextlib.contextmanager
+def known_hosts_only(known_hosts: KnownHosts) -> Iterator[None]:
+    """Let every fabric.Connection that is created in the block refuse an unknown or changed host key.
+
+    For connections that a task opens itself. Fabric accepts any key: it names paramiko's AutoAddPolicy in its
+    module, and has no setting for it.
+    """
+
+    class KnownHostsPolicy(paramiko.MissingHostKeyPolicy):
+        """The check of a host key; paramiko asks for every key, since Fabric loads no known_hosts."""
+
+        def missing_host_key(self, client: Any, hostname: str, key: paramiko.PKey) -> None:
+            address, _, port = hostname.strip("[").partition("]:")
+            number = int(port) if port else SSH_PORT
+            known_hosts.check(hostname, address, number, key.get_name(), key.asbytes())
+
+    before = fabric.connection.AutoAddPolicy
+    fabric.connection.AutoAddPolicy = KnownHostsPolicy
+    try:
+        yield
+    finally:
+        fabric.connection.AutoAddPolicy = before

@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from csdctl.errors import InputError
+from csdctl.transport.commands import WrappedCommand, build_wrapped_command
 from csdctl.transport.meter import Meter
 from csdctl.transport.process import Deadline, LineConversation, Running
 from csdctl.transport.session import Completed
-from csdctl.transport.shell_wrapper import WrappedCommand, build_wrapped_command
 
 _POLL_S = 0.25
 _READ_BYTES = 1 << 16

@@ -9,11 +9,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import BinaryIO, Protocol
+from typing import Protocol
 
 from csdctl.errors import CsdctlError, DeadlineError, RemoteCommandError
+from csdctl.transport.commands import MarkedOutput, WrappedCommand
 from csdctl.transport.session import MAX_OUTPUT_BYTES, Completed, last_line
-from csdctl.transport.shell_wrapper import MarkedOutput, WrappedCommand
 
 SLICE_BYTES = 256 * 1024
 """Maximum size of one write: paramiko's `sendall` is quadratic in the size of its argument."""
@@ -83,14 +83,16 @@ class Running:
         self._started_s = time.monotonic()
         process.start_stderr(self.stderr.feed)
 
-    def run_to_end(self, stdin: bytes | BinaryIO, deadline: Deadline) -> Completed:
+    def run_to_end(self, stdin: bytes, deadline: Deadline) -> Completed:
         """Write `stdin`, drain both outputs and return the result; end the command on any exception."""
-        writer = None
+        writer: threading.Thread | None = None
         try:
             if stdin == b"":
                 self._feed_stdin(b"", deadline)
             else:
-                writer = _start_thread(lambda: self._feed_stdin(stdin, deadline))
+                thread = threading.Thread(target=self._feed_stdin, args=(stdin, deadline), daemon=True)
+                thread.start()
+                writer = thread  # only a started thread can be waited for
             while chunk := self._read_or_end(deadline):
                 self.stdout.feed(chunk)
                 if deadline.has_passed:  # a command that writes without pause never lets a read time out
@@ -158,7 +160,7 @@ class Running:
             return False
         return True
 
-    def _feed_stdin(self, stdin: bytes | BinaryIO, deadline: Deadline) -> None:
+    def _feed_stdin(self, stdin: bytes, deadline: Deadline) -> None:
         try:
             for chunk in _slices(stdin):
                 self.process.write_stdin(chunk, deadline.left_s)
@@ -276,16 +278,6 @@ class LineConversation:
             self._partial = bytearray(line)
 
 
-def _slices(stdin: bytes | BinaryIO) -> Iterator[bytes]:
-    if isinstance(stdin, bytes):
-        for start in range(0, len(stdin), SLICE_BYTES):
-            yield stdin[start : start + SLICE_BYTES]
-    else:
-        while chunk := stdin.read(SLICE_BYTES):
-            yield chunk
-
-
-def _start_thread(target: Callable[[], None]) -> threading.Thread:
-    thread = threading.Thread(target=target, daemon=True)
-    thread.start()
-    return thread
+def _slices(data: bytes) -> Iterator[bytes]:
+    for start in range(0, len(data), SLICE_BYTES):
+        yield data[start : start + SLICE_BYTES]

@@ -1,9 +1,9 @@
 """The interface of every transport to one machine.
 
-A `Session` is an open connection to one machine: the host itself (`local`), a node over SSH (`ssh`), or a
-scripted machine (`fake`). Commands start in the session's home directory: the login directory of a node, or
-the project directory of the host. A relative path such as `.csdctl/objects/…` thus has the same meaning on
-every machine. The caller owns a session and closes it.
+A `Session` is an open connection to one machine: the host itself (`local`) or a node over SSH (`ssh`).
+Commands start in the session's home directory: the login directory of a node, or the project directory of
+the host. A relative path such as `.csdctl/objects/…` thus has the same meaning on every machine. The caller
+owns a session and closes it.
 """
 
 from collections.abc import Sequence

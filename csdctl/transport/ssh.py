@@ -1,7 +1,8 @@
 """A node as a session: commands and files over one SSH connection.
 
-Commands run under `shell_wrapper`; `process` has the code that all transports share. Files go through the
-standard input of a command instead of SFTP (`shipping.deliver`), so servers without SFTP (dropbear) work.
+Commands run under the shell script of `commands`; `process` has the code that all transports share. Files
+go through the standard input of a command instead of SFTP (`shipping.deliver`), so servers without SFTP
+(dropbear) work.
 """
 
 import contextlib
@@ -9,18 +10,23 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO
 
 import paramiko
 
 from csdctl.errors import CsdctlError, DeadlineError, RemoteCommandError, UnreachableError
 from csdctl.fleet.model import Node
-from csdctl.transport.jump import JumpHosts, Keepalive
+from csdctl.transport.commands import WrappedCommand, build_kill_command_line, build_wrapped_command
 from csdctl.transport.known_hosts import KnownHosts, fingerprint
 from csdctl.transport.process import Deadline, LineConversation, Running
 from csdctl.transport.session import Completed, bounded
-from csdctl.transport.shell_wrapper import WrappedCommand, build_kill_command_line, build_wrapped_command
-from csdctl.transport.ssh_connect import KEEPALIVE, lost_connection_error, make_jump_hosts, open_transport
+from csdctl.transport.ssh_connect import (
+    KEEPALIVE,
+    JumpHosts,
+    Keepalive,
+    lost_connection_error,
+    make_jump_hosts,
+    open_transport,
+)
 from csdctl.transport.strict_transport import LOST, StrictTransport, request_exec
 
 MAX_CHANNELS = 8
@@ -77,7 +83,12 @@ class SshSession:
     ) -> Completed:
         """Run `command` on the node to completion; raises DeadlineError or UnreachableError."""
         wrapped = build_wrapped_command(command, deadline_s=deadline_s, is_users=is_users)
-        return self._run(wrapped, stdin, Deadline(deadline_s))
+        deadline = Deadline(deadline_s)
+        running = self._start(wrapped, deadline)
+        try:
+            return running.run_to_end(stdin, deadline)
+        finally:
+            self._forget(running)
 
     def converse(self, command: Sequence[str]) -> LineConversation:
         """Start `command` on the node; exchange lines with it."""
@@ -98,13 +109,6 @@ class SshSession:
             with contextlib.suppress(CsdctlError):
                 running.kill()
         self._transport.close()
-
-    def _run(self, wrapped: WrappedCommand, stdin: bytes | BinaryIO, deadline: Deadline) -> Completed:
-        running = self._start(wrapped, deadline)
-        try:
-            return running.run_to_end(stdin, deadline)
-        finally:
-            self._forget(running)
 
     def _start(self, wrapped: WrappedCommand, deadline: Deadline) -> Running:
         command_line = wrapped.command_line

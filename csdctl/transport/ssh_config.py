@@ -1,13 +1,15 @@
-"""The fleet as an ssh_config, for `csdctl inventory` and the tools that read one; pure.
+"""The fleet for programs that start `ssh` themselves: an ssh_config, or options of the command line; pure.
 
-It checks the same host keys and offers the same user keys as csdctl's own connections, and never prompts.
+Both check the same host keys and offer the same user keys as csdctl's own connections, and never prompt.
 """
 
+import shlex
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from csdctl.errors import InputError
 from csdctl.fleet.model import Node
+from csdctl.fleet.openssh import quote_value
 
 # Without ConnectTimeout, a hung sshd blocked mpirun for ten minutes; without ServerAlive, a disconnected
 # cable does.
@@ -62,8 +64,33 @@ def _build_block(node: Node, name: str, jumps: dict[Node, str]) -> str:
     return f"Host {name}\n" + "".join(f"    {line}\n" for line in lines)
 
 
+def build_ssh_options(node: Node, known_hosts: Sequence[Path]) -> list[str]:
+    """Return `ssh` options besides address, port, user and key; raises InputError for an unusable path.
+
+    A jump host becomes a ProxyCommand, because OpenSSH's ProxyJump passes on neither key nor known_hosts.
+    """
+    files = " ".join(_quoted(path) for path in known_hosts) or "none"
+    options = ["-o", "StrictHostKeyChecking=yes", "-o", "BatchMode=yes"]
+    options += ["-o", f"UserKnownHostsFile={files}", "-o", "GlobalKnownHostsFile=none"]
+    if node.key:
+        options += ["-o", "IdentitiesOnly=yes"]
+    if node.jump:
+        options += ["-o", f"ProxyCommand={_proxy_command(node.jump, known_hosts)}"]
+    return options
+
+
+def _proxy_command(jump: Node, known_hosts: Sequence[Path]) -> str:
+    """Return the `ssh` command for a connection through `jump`, escaped for a shell and for ssh's tokens."""
+    own = ["-p", str(jump.port), "-l", jump.user]
+    if jump.key:
+        own += ["-o", f"IdentityFile={_quoted(jump.key)}"]
+    words = ["ssh", *own, *build_ssh_options(jump, known_hosts), "--", jump.address]
+    text = shlex.join(words).replace("%", "%%")
+    return text.replace("ssh", "ssh -W '[%h]:%p'", 1)
+
+
 def _quoted(path: Path) -> str:
-    text = str(path.absolute())
-    if any(part in text for part in ('"', "\\", "\n", "\r", "${")):
-        raise InputError(f"the path {text!r} cannot be written in an ssh_config", remedy="rename it")
-    return '"' + text.replace("%", "%%") + '"'
+    try:
+        return quote_value(str(path.absolute()).replace("%", "%%"))
+    except ValueError as error:
+        raise InputError(f"the path {error}", remedy="rename it") from None

@@ -1,126 +1,374 @@
 """A paramiko connection that does not poll, keeps to the protocol when it closes, and trusts no server.
 
-paramiko wakes each of its threads ten times a second to check the connection, starts a timer thread for every
+paramiko wakes the reading thread of each connection ten times a second, starts a timer thread for every
 handshake, and makes two system calls per packet. For a hundred nodes that is half of all the work. Here,
 closing a connection wakes its thread, callers have their own deadlines, and all available bytes are read at
-once.
+once. Only opening a channel polls, until the server replies.
 
 paramiko also checks whether a channel is open and sends on it in two steps, without a lock: data or a window
 adjustment may be sent after the channel's close. A server that has forgotten the channel by then drops the
 whole connection ("nonexistent channel"), and with it every other command, or every node behind a jump host.
 
-A server may be hostile: it can ignore the window of a channel, and send anything at any time. Packets are
-bounded in `packets`, messages in `server_rules`, the data of a channel here.
+A server may be hostile: it can ignore the window of a channel, send anything at any time, and stop reading.
+`GreedyPacketizer` bounds packets, lines and writes in size and time; `ServerRules` bounds messages, and the
+data of a channel that nobody has read. paramiko itself answers, ignores or signs whatever arrives.
 
-This module and `packets` are the only ones that use private names of paramiko (`_…`): none of this can be
-done with its public interface. `pyproject.toml` caps paramiko's version for that reason.
+No other module uses private names of paramiko. `pyproject.toml` caps its version because of these, which an
+attack of docs/reference/attacks.md needs, or an honest server:
+
+    Transport._channels           4: data is counted for its channel
+    Transport._verify_key         4: another host key in a later key exchange, even before the login
+    Transport._send_user_message  4: a key exchange that never ends; honest: one while a channel closes
+    Transport._send_message       honest: nothing is sent on a closed channel
+    Channel._event_pending        5: no reply to the request for a command
+    Channel._wait_for_event       5: the same
 """
 
 import contextlib
+import os
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable
-from typing import Any, NoReturn
+from enum import IntEnum
+from select import POLLOUT, poll
+from typing import Any, NoReturn, Protocol
 
 import paramiko
-from paramiko.ssh_exception import IncompatiblePeer
+from paramiko.common import MSG_NAMES
+from paramiko.packet import NeedRekeyException, Packetizer
 
-from csdctl.transport.packets import MAX_PACKET_BYTES, GreedyPacketizer
-from csdctl.transport.server_rules import Kind, ServerRules
-from csdctl.transport.session import bounded
+from csdctl.transport.meter import Meter
 
-MAX_BANNER_LINES = 1024
-"""Lines before the version; the same as OpenSSH's limit."""
+MAX_PACKET_BYTES = 256 * 1024
+"""The same as OpenSSH's limit."""
 
-MAX_EXTENSIONS = 64
-"""In one message; OpenSSH has three. paramiko loops as often as the server says, up to 2^32 times."""
+MAX_EARLY_PACKET_BYTES = 35_000
+"""Until login, and in key exchanges: what RFC 4253 section 6.1 requires everyone to accept."""
+
+MAX_BANNER_LINE_BYTES = 8192
+"""The same as OpenSSH's limit for the version and for each line before it; paramiko reads 100 lines."""
+
+WRITE_DEADLINE_S = 15.0
+"""How long a packet may take to leave: only a server that hardly reads exceeds it."""
 
 LOST = (paramiko.SSHException, EOFError, OSError)
 """What sending raises when the connection is lost."""
 
-_STDERR = 1
+_RECEIVE_BYTES = 1 << 17
+
+
+class SshProtocolError(paramiko.SSHException):
+    """The server broke the SSH protocol; the connection is closed."""
+
+
+class GreedyPacketizer(Packetizer):
+    """Read all available bytes and buffer them; has no timer for the handshake."""
+
+    def __init__(self, connection: Any) -> None:
+        super().__init__(connection)
+        self._connection = connection
+        self._buffer = bytearray()
+        self._start = 0
+        self._keepalive_s = 0.0
+        self._on_idle: Callable[[], object] = lambda: None
+        self._written_s = time.monotonic()
+        self.meter = Meter()
+        self.max_packet_bytes = MAX_EARLY_PACKET_BYTES
+        self.writes_end_s = float("inf")
+        """When nothing may be written any more, by the monotonic clock: the end of the connect deadline."""
+        self.violation = ""
+        """What the server did against the protocol, for which the connection was closed; '' if nothing."""
+        self.before_read: Callable[[], None] = lambda: None
+        """Called before the next message is awaited."""
+        self.check: Callable[[int, paramiko.Message], None] = lambda kind, message: None
+        """Called with every message before paramiko handles it; may call `refuse`."""
+
+    def refuse(self, violation: str) -> NoReturn:
+        """Note what the server did ("sent a packet of …") and end the connection by SshProtocolError."""
+        self.violation = self.violation or violation
+        raise SshProtocolError(f"the server {violation}")
+
+    def read_message(self) -> tuple[int, paramiko.Message]:
+        """Return kind and content of the next message, after `check`; raises SshProtocolError."""
+        self.before_read()
+        try:
+            kind, message = super().read_message()
+        except (EOFError, OSError, NeedRekeyException, SshProtocolError):
+            raise
+        except Exception as error:  # of paramiko's parser and of the ciphers
+            reason = str(error) if isinstance(error, paramiko.SSHException) else type(error).__name__
+            self.refuse(f"sent a damaged packet ({reason})")
+        self.check(kind, message)
+        return kind, message
+
+    def write_all(self, out: Any) -> None:
+        """Send `out`, and count it; raises EOFError when closed, or when the server does not read."""
+        self._written_s = time.monotonic()
+        end_s = min(time.monotonic() + WRITE_DEADLINE_S, self.writes_end_s)
+        rest = out
+        while rest:
+            num_sent = self._send(rest, end_s)
+            if num_sent <= 0:
+                raise EOFError
+            rest = rest[num_sent:]
+        self.meter.num_sent += len(out)
+
+    def _send(self, data: bytes, end_s: float) -> int:
+        """Send some of `data`; return 0 when that is impossible. Closes the connection at `end_s`."""
+        while not self.closed:
+            try:
+                if isinstance(self._connection, socket.socket):
+                    return self._connection.send(data, socket.MSG_DONTWAIT)
+                return int(self._connection.send(data))
+            except (BlockingIOError, TimeoutError):
+                left_s = end_s - time.monotonic()
+                if left_s <= 0:
+                    self.violation = self.violation or "does not read what is sent to it"
+                    self._wake_reader()
+                    return 0
+                self._wait_for_room(left_s)
+            except (OSError, EOFError, paramiko.SSHException):
+                return 0
+        return 0
+
+    def _wait_for_room(self, timeout_s: float) -> None:
+        if isinstance(self._connection, socket.socket):  # a channel has waited in `send`
+            room = poll()
+            room.register(self._connection, POLLOUT)
+            room.poll(timeout_s * 1000)
+
+    def _wake_reader(self) -> None:
+        """Let the reading thread find the end of the connection, so that it closes everything."""
+        with contextlib.suppress(OSError, EOFError, paramiko.SSHException):
+            if isinstance(self._connection, socket.socket):
+                self._connection.shutdown(socket.SHUT_RDWR)
+            else:
+                self._connection.close()
+
+    def start_handshake(self, timeout: float) -> None:
+        """Do nothing: the caller of the handshake has a deadline."""
+
+    def readline(self, timeout: float) -> str:
+        """Return a line of the server's banner, without its end; raises SshProtocolError for a long one."""
+        while (end := self._buffer.find(b"\n", self._start, self._start + MAX_BANNER_LINE_BYTES)) < 0:
+            if len(self._buffer) - self._start > MAX_BANNER_LINE_BYTES:
+                self.refuse(f"sent a line of more than {MAX_BANNER_LINE_BYTES} bytes before the SSH version")
+            self._receive(check_rekey=False)
+        line = self.read_all(end + 1 - self._start)[:-1].removesuffix(b"\r")
+        try:
+            return line.decode()
+        except UnicodeDecodeError:
+            self.refuse("sent a line before the SSH version that is not UTF-8")
+
+    def read_all(self, n: int, check_rekey: bool = False) -> bytes:
+        """Return `n` bytes; raises EOFError, or NeedRekeyException when idle and a rekey is due.
+
+        paramiko asks for the rest of a packet as soon as it has read the length, for every kind of cipher:
+        here a length is refused, before any of the packet is awaited.
+        """
+        if n > self.max_packet_bytes + self.get_mac_size_in():
+            self.refuse(f"sent a packet of more than {self.max_packet_bytes} bytes")
+        if n < 0:
+            self.refuse("sent a packet that is shorter than its header")
+        while len(self._buffer) - self._start < n:
+            self._receive(check_rekey)
+        start, self._start = self._start, self._start + n
+        return bytes(memoryview(self._buffer)[start : self._start])
+
+    def _receive(self, check_rekey: bool) -> None:
+        """Wait for more bytes, at most for the timeout of the connection."""
+        try:
+            arrived = self._connection.recv(_RECEIVE_BYTES)
+        except TimeoutError:
+            if self.closed:
+                raise EOFError from None
+            if check_rekey and self._start == len(self._buffer) and self.need_rekey():
+                raise NeedRekeyException from None
+            self._check_idle()
+            return
+        except OSError:
+            if self.closed:
+                raise EOFError from None
+            raise
+        if not arrived:
+            raise EOFError
+        self.meter.num_received += len(arrived)
+        # In place: a packet that comes byte by byte must not be copied for each of them.
+        del self._buffer[: self._start]
+        self._start = 0
+        self._buffer += arrived
+
+    def set_keepalive(self, interval: float, callback: Callable[[], object]) -> None:
+        """Call `callback` when nothing was written for `interval` seconds and nothing arrives."""
+        self._keepalive_s, self._on_idle = interval, callback
+
+    def _check_idle(self) -> None:
+        idle_s = time.monotonic() - self._written_s
+        if self._keepalive_s and idle_s > self._keepalive_s and not self.need_rekey():
+            self._on_idle()
+            self._written_s = time.monotonic()
+
+
+class Kind(IntEnum):
+    """Numbers of messages, RFC 4250 section 4.1; those of `OF_A_CHANNEL` begin with the channel's number."""
+
+    DEBUG = 4
+    SERVICE_ACCEPT = 6
+    EXT_INFO = 7
+    KEXINIT = 20
+    OPEN_CONFIRMATION = 91
+    WINDOW_ADJUST = 93
+    DATA = 94
+    EXTENDED_DATA = 95
+    CLOSE = 97
+    REQUEST = 98
+
+
+OF_KEY_EXCHANGE = range(20, 50)
+OF_COMMANDS = range(80, 128)
+OF_A_CHANNEL = range(91, 101)
+
+MAX_EXTENSIONS = 64
+"""In one message; OpenSSH has three. paramiko loops as often as the server says, up to 2^32 times."""
+
+MAX_IDLE_COST = 100_000.0
+"""Allowed at once: a message costs 1, and 1 for each KiB. Receiving them takes some seconds of CPU time."""
+
+IDLE_COST_PER_S = 1_000.0
+"""Allowed for ever: about a hundredth of a CPU."""
+
+KEY_EXCHANGE_COST = 250.0
+"""For a key exchange that csdctl did not ask for: about 10 ms of CPU time. Data pays for it, 1 for each KiB,
+in either direction: a server with a small RekeyLimit is honest."""
+
+DEBUG_BYTES_PER_COST = 32
+"""Of debug messages: paramiko escapes each byte by itself."""
+
+SMALL_WINDOW_BYTES = 1024
+
 _MAX_WINDOW_BYTES = 0xFFFFFFFF
+_STDERR = 1
+_HEADER_BYTES: dict[int, int] = {Kind.DATA: 8, Kind.EXTENDED_DATA: 12}
 
 
-class StrictChannel(paramiko.Channel):
-    """A channel that accepts no more than its window: paramiko buffers whatever arrives."""
+class Connection(Protocol):
+    """What the rules ask about the connection."""
 
-    # Private attributes of paramiko.Channel; its type stubs leave them out.
-    in_buffer: Any
-    in_stderr_buffer: Any
-    out_window_size: int
-    _num_granted = 0
-    _num_arrived = 0
+    packetizer: GreedyPacketizer
+    channels_seen: dict[int, bool]
+    """The numbers of all channels that csdctl has opened."""
+    num_logins_requested: int
 
-    def _set_window(self, window_size: int, max_packet_size: int) -> None:
-        super()._set_window(window_size, max_packet_size)  # type: ignore[misc]
-        # OpenSSH disconnects at the same excess.
-        self._num_granted = window_size + window_size // 10
+    def is_authenticated(self) -> bool:
+        """Whether the login has succeeded."""
 
-    def _check_add_window(self, n: int) -> int:
-        """Return how much to add to the window, now that `n` bytes were read."""
-        added = int(super()._check_add_window(n))  # type: ignore[misc]
-        with self.lock:
-            self._num_granted += added
-        return added
+    def find_channel(self, number: int) -> paramiko.Channel | None:
+        """Return the channel, None unless it is open."""
 
-    def _feed(self, message: paramiko.Message) -> None:
-        data = message.get_binary()
-        self._count(data)
-        self.in_buffer.feed(data)
 
-    def _feed_extended(self, message: paramiko.Message) -> None:
-        kind, data = message.get_int(), message.get_binary()
-        self._count(data)
-        if kind == _STDERR:
-            self.in_stderr_buffer.feed(data)
+class ServerRules:
+    """Refuses messages that no honest server sends."""
 
-    def _count(self, data: bytes) -> None:
-        self._num_arrived += len(data)
-        with self.lock:
-            num_granted = self._num_granted
-        if self._num_arrived > num_granted:
-            self._refuse("sent more than the receive window of a channel allows")
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._cost_left = MAX_IDLE_COST
+        self._counted_s = time.monotonic()
+        self._num_sent_before = 0
+        self._num_useful = 0
 
-    def _window_adjust(self, message: paramiko.Message) -> None:
-        super()._window_adjust(message)  # type: ignore[misc]
-        if self.out_window_size > _MAX_WINDOW_BYTES:
-            self._refuse("opened the window of a channel beyond 2^32 - 1 bytes")
+    def check(self, kind: int, message: paramiko.Message) -> None:
+        """Raise SshProtocolError for a message that the server may not send now."""
+        connection, refuse = self._connection, self._connection.packetizer.refuse
+        size, head = _measure(message)
+        number = int.from_bytes(head[:4], "big")
+        if kind not in MSG_NAMES:
+            refuse(f"sent a message of unknown kind {kind}")
+        if kind in OF_KEY_EXCHANGE and size > MAX_EARLY_PACKET_BYTES:
+            refuse(f"sent more than {MAX_EARLY_PACKET_BYTES} bytes in a message of a key exchange")
+        if kind == Kind.EXT_INFO and number > MAX_EXTENSIONS:
+            refuse(f"sent a list of more than {MAX_EXTENSIONS} extensions")
+        if kind in OF_COMMANDS and not connection.is_authenticated():
+            refuse(f"sent {_name(kind)} before the login")
+        if kind == Kind.SERVICE_ACCEPT:  # paramiko signs a login for each
+            if connection.num_logins_requested == 0:
+                refuse(f"sent {_name(kind)} that nobody asked for")
+            connection.num_logins_requested -= 1
+        if kind in OF_A_CHANNEL and number not in connection.channels_seen:
+            refuse(f"sent {_name(kind)} for a channel that does not exist")
+        if self._is_of_use(kind, size, head):
+            self._num_useful += size
+        else:
+            self._charge(kind, size)
 
-    def _refuse(self, violation: str) -> NoReturn:
-        assert isinstance(self.transport, StrictTransport)
-        self.transport.packetizer.refuse(violation)
+    def _is_of_use(self, kind: int, size: int, head: bytes) -> bool:
+        """Whether the message is data or a larger window for an open channel, which both have bounds."""
+        refuse = self._connection.packetizer.refuse
+        if kind not in (Kind.WINDOW_ADJUST, *_HEADER_BYTES):
+            return False
+        channel: Any = self._connection.find_channel(int.from_bytes(head[:4], "big"))
+        if channel is None:
+            return False
+        if kind == Kind.WINDOW_ADJUST:
+            added = int.from_bytes(head[4:8], "big")
+            if channel.out_window_size + added > _MAX_WINDOW_BYTES:
+                refuse("opened the window of a channel beyond 2^32 - 1 bytes")
+            return added >= SMALL_WINDOW_BYTES
+        num_bytes = size - _HEADER_BYTES[kind]
+        if num_bytes != int.from_bytes(head[_HEADER_BYTES[kind] - 4 : _HEADER_BYTES[kind]], "big"):
+            refuse("sent data of another length than it claims")  # paramiko would fill it up to a megabyte
+        # OpenSSH disconnects at the same excess. An honest server is never ahead of the reader by more.
+        num_unread = len(channel.in_buffer) + len(channel.in_stderr_buffer) + num_bytes
+        if num_unread > channel.in_window_size + channel.in_window_size // 10:
+            refuse("sent more than the receive window of a channel allows")
+        is_dropped = kind == Kind.EXTENDED_DATA and int.from_bytes(head[4:8], "big") != _STDERR
+        return num_bytes > 0 and not is_dropped
+
+    def _charge(self, kind: int, size: int) -> None:
+        is_unasked = kind == Kind.KEXINIT and not self._connection.packetizer.need_rekey()
+        now_s, num_sent = time.monotonic(), self._connection.packetizer.meter.num_sent
+        earned = (now_s - self._counted_s) * IDLE_COST_PER_S
+        earned += (num_sent - self._num_sent_before + self._num_useful) / 1024
+        self._cost_left = min(MAX_IDLE_COST, self._cost_left + earned)
+        self._counted_s, self._num_sent_before, self._num_useful = now_s, num_sent, 0
+        per_cost = DEBUG_BYTES_PER_COST if kind == Kind.DEBUG else 1024
+        self._cost_left -= 1 + size // per_cost + (KEY_EXCHANGE_COST if is_unasked else 0)
+        if self._cost_left < 0:
+            self._connection.packetizer.refuse(f"sends too much that is of no use, at last {_name(kind)}")
+
+
+def _measure(message: paramiko.Message) -> tuple[int, bytes]:
+    """Return the size of `message` and its first 12 bytes, without a copy of it."""
+    size = message.packet.seek(0, os.SEEK_END)
+    message.rewind()
+    head = message.packet.read(12)
+    message.rewind()
+    return size, head
+
+
+def _name(kind: int) -> str:
+    return f"a message of kind {kind} ({MSG_NAMES[kind].replace('--', '-')})"
 
 
 class StrictTransport(paramiko.Transport):
     """Wait without polling; drop messages on a channel after its close."""
 
-    # Private attributes of paramiko.Transport; its type stubs leave them out.
+    # Attributes of paramiko.Transport that its type stubs leave out.
     _channels: Any
-    _next_channel: Callable[[], int]
-    _closed: frozenset[int] = frozenset()
-
     channels_seen: dict[int, bool]
     clear_to_send: threading.Event
     host_key: paramiko.PKey | None
-    initial_kex_done: bool
-    remote_version: str
 
     packetizer: GreedyPacketizer
-
-    # Whatever the server sends for a channel; the channels are all made here.
-    _channel_handler_table = {
-        **paramiko.Transport._channel_handler_table,  # type: ignore[attr-defined]
-        Kind.WINDOW_ADJUST: StrictChannel._window_adjust,
-        Kind.DATA: StrictChannel._feed,
-        Kind.EXTENDED_DATA: StrictChannel._feed_extended,
-    }
+    _closed: frozenset[int] = frozenset()
 
     def __init__(self, connection: socket.socket | paramiko.Channel) -> None:
         super().__init__(connection, packetizer_class=GreedyPacketizer)
         self.num_logins_requested = 0
-        self.packetizer.check = ServerRules(self).check
+        self._rules = ServerRules(self)
+        self.packetizer.check = self._check
+        self.packetizer.before_read = self._send_waiting
         self._waiting_messages: list[paramiko.Message] = []
         # Behind a jump host the connection sends keepalive requests, so its thread must wake regularly.
         connection.settimeout(None if isinstance(connection, socket.socket) else 1.0)
@@ -145,52 +393,10 @@ class StrictTransport(paramiko.Transport):
         assert self.auth_handler
         return not self.auth_handler.wait_for_response(replied)
 
-    def open_channel(
-        self,
-        channel_type: str,
-        dest_addr: tuple[str, int] | None = None,
-        src_addr: tuple[str, int] | None = None,
-        window_size: int | None = None,
-        max_packet_size: int | None = None,
-        timeout: float | None = None,
-    ) -> paramiko.Channel:
-        """Do what paramiko's method does, without polling; raises SSHException, ChannelException."""
-        if not self.active:
-            raise paramiko.SSHException("SSH session not active")
-        channel, replied = self._register_channel()
-        request = paramiko.Message()
-        request.add_byte(bytes([Kind.OPEN]))
-        request.add_string(channel_type)
-        for number in (channel.chanid, channel.in_window_size, channel.in_max_packet_size):
-            request.add_int(number)
-        for address in (dest_addr, src_addr):
-            if address:
-                request.add_string(address[0])
-                request.add_int(address[1])
-        self._send_user_message(request)
-        if not replied.wait(timeout):
-            raise paramiko.SSHException("Timeout opening channel.")
-        if self.active and self._channels.get(channel.chanid) is not None:
-            return channel
-        raise self.get_exception() or paramiko.SSHException("Unable to open channel.")
-
-    def _register_channel(self) -> tuple[paramiko.Channel, threading.Event]:
-        """Return a channel that is not open yet, and the event that the server's reply sets."""
-        replied = threading.Event()
-        with self.lock:
-            channel: Any = StrictChannel(self._next_channel())
-            self._channels.put(channel.chanid, channel)
-            self.channel_events[channel.chanid] = replied
-            self.channels_seen[channel.chanid] = True
-            channel._set_transport(self)
-            channel._set_window(self.default_window_size, self.default_max_packet_size)
-        if not self.active:  # it ended meanwhile, possibly without setting this event
-            replied.set()
-        return channel, replied
-
-    def has_channel(self, number: int) -> bool:
-        """Whether the channel is open."""
-        return self._channels.get(number) is not None
+    def find_channel(self, number: int) -> paramiko.Channel | None:
+        """Return the channel, None unless it is open."""
+        channel: paramiko.Channel | None = self._channels.get(number)
+        return channel
 
     def get_exception(self) -> Exception | None:
         """Return and forget why the connection ended: SSHException, EOFError or OSError.
@@ -203,11 +409,8 @@ class StrictTransport(paramiko.Transport):
         return paramiko.SSHException(f"damaged message ({type(error).__name__})")
 
     def stop_thread(self) -> None:
-        """Wake the reading thread, so that it ends, and all threads that wait for channels."""
+        """Wake the reading thread, so that it ends."""
         self.active = False
-        with self.lock:
-            for replied in self.channel_events.values():
-                replied.set()
         if isinstance(self.sock, socket.socket):
             with contextlib.suppress(OSError):
                 self.sock.shutdown(socket.SHUT_RDWR)
@@ -220,30 +423,13 @@ class StrictTransport(paramiko.Transport):
         with contextlib.suppress(*LOST):  # at the end it closes the socket: see `stop_thread`
             super().run()
 
-    def _filter_algorithm(self, algorithm_type: str) -> tuple[str, ...]:
-        """Return the algorithms of a kind to offer; none is disabled."""
-        return tuple(getattr(self, f"_preferred_{algorithm_type}"))
-
-    def _parse_debug(self, message: paramiko.Message) -> None:
-        """Ignore debug messages: OpenSSH sends some at login, and parsing takes a tenth of the login."""
-
-    def _parse_ext_info(self, message: paramiko.Message) -> None:
-        if message.get_int() > MAX_EXTENSIONS:
-            self.packetizer.refuse(f"sent a list of more than {MAX_EXTENSIONS} extensions")
-        message.rewind()
-        super()._parse_ext_info(message)  # type: ignore[misc]
-
-    def _check_banner(self) -> None:
-        """Read the server's version, and the lines before it."""
-        for _ in range(MAX_BANNER_LINES):
-            line = self.packetizer.readline(self.banner_timeout)
-            if line.startswith("SSH-"):
-                break
-        else:
-            raise IncompatiblePeer(f"no SSH version in {MAX_BANNER_LINES} lines")
-        if not line.startswith(("SSH-2.0-", "SSH-1.99-")):
-            raise IncompatiblePeer(f"its version is {bounded(line)}")
-        self.remote_version = line
+    def _check(self, kind: int, message: paramiko.Message) -> None:
+        self._rules.check(kind, message)
+        if kind == Kind.OPEN_CONFIRMATION:
+            message.get_int()
+            with self.clear_to_send_lock:
+                self._closed -= {message.get_int()}  # the server reuses channel numbers
+            message.rewind()
 
     def _verify_key(self, host_key: bytes, signature: bytes) -> None:
         """Check the server's signature; the key that was checked at first must stay the same."""
@@ -251,10 +437,6 @@ class StrictTransport(paramiko.Transport):
         super()._verify_key(host_key, signature)  # type: ignore[misc]
         if first is not None and first != self.host_key:
             self.packetizer.refuse("has changed its host key in a running connection")
-
-    def _auth_trigger(self) -> None:
-        self.packetizer.max_packet_bytes = MAX_PACKET_BYTES
-        super()._auth_trigger()  # type: ignore[misc]
 
     def _send_user_message(self, data: paramiko.Message) -> None:
         """Send when no key exchange is under way; closes the connection when that takes too long.
@@ -271,11 +453,12 @@ class StrictTransport(paramiko.Transport):
             self.close()
             raise
 
-    def _parse_newkeys(self, message: paramiko.Message) -> None:
-        super()._parse_newkeys(message)  # type: ignore[misc]
-        waiting, self._waiting_messages = self._waiting_messages, []
-        for data in waiting:
-            self._send_user_message(data)
+    def _send_waiting(self) -> None:
+        """Send what the reading thread could not send during a key exchange."""
+        if self._waiting_messages and self.clear_to_send.is_set():
+            waiting, self._waiting_messages = self._waiting_messages, []
+            for data in waiting:
+                self._send_user_message(data)
 
     def _send_message(self, data: paramiko.Message) -> None:
         # Channel messages arrive here one at a time: the caller holds `clear_to_send_lock`.
@@ -287,14 +470,6 @@ class StrictTransport(paramiko.Transport):
             if head[0] == Kind.CLOSE:
                 self._closed |= {channel}
         super()._send_message(data)  # type: ignore[misc]
-
-    def _parse_channel_open_success(self, message: paramiko.Message) -> None:
-        message.get_int()
-        channel = message.get_int()
-        message.rewind()
-        with self.clear_to_send_lock:
-            self._closed -= {channel}  # the server reuses channel numbers
-        super()._parse_channel_open_success(message)  # type: ignore[misc]
 
 
 def request_exec(channel: Any, command_line: bytes, timeout_s: float) -> None:

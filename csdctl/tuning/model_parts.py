@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from csdctl.tuning.measurements import NUMBER_BYTES
 from csdctl.worker.protocol.model_info import CutInfo
-from csdctl.worker.protocol.parts import PartTimes
+from csdctl.worker.protocol.probe import PartTimes
 
 MEASURED_BATCH = 32
 """The batch size at which parts are timed."""

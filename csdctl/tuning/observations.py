@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 
 from csdctl.tuning.plan import RankPlan
 from csdctl.tuning.search import BestPlan
-from csdctl.worker.protocol.events import Inverted
 
 
 @dataclass(frozen=True)
@@ -46,8 +45,6 @@ class TrialResult:
     """Seconds of the whole trial besides its steps: starting or taking processes, linking them, ending."""
     peak_memory_bytes: tuple[int, ...] = ()
     """Of each rank's process; () when one did not report it."""
-    inverted: Inverted | None = None
-    """What a linear map recovers of public samples from the activations of a split model."""
 
 
 @dataclass(frozen=True)

@@ -117,8 +117,6 @@ class StrategyPlan(Document):
     """What a node sends and receives in an epoch for each of its samples."""
     node_memory_bytes: Annotated[int, Field(ge=0)] | None = None
     """The largest peak memory of a node's process; None: not measured."""
-    inversion: str = ""
-    """What a linear map recovers of samples from their activations; '': none leave nodes, or not tried."""
     is_confirmed: bool = False
     trains_on_host: bool = False
     """As the plan's."""

@@ -82,8 +82,6 @@ class StrategyForecast:
     """Whether the time of a step is from a trial."""
     node_memory_bytes: int | None = None
     """The largest peak memory of a node's process; None: not measured."""
-    inversion: str = ""
-    """What a linear map recovers of samples from their activations, as a sentence; '': not measured."""
     trains_on_host: bool = False
     """With features: whether the host trains alone, on those of all machines."""
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from csdctl.worker.process.errors import WorkerError
-from csdctl.worker.process.events import exit_with_failure, set_event_sink
+from csdctl.worker.process.output import exit_with_failure, set_event_sink
 from csdctl.worker.protocol.events import UNKNOWN_NODE
 from csdctl.worker.protocol.json_codec import (
     ANSWER_PREFIX,
@@ -122,8 +122,7 @@ def _prepare(_: argparse.Namespace) -> int:
 
 def _extract(_: argparse.Namespace) -> int:
     from csdctl.worker.compute.backend import load_backend
-    from csdctl.worker.ingest.extract import extract
-    from csdctl.worker.ingest.recompute import recompute
+    from csdctl.worker.ingest.extract import extract, recompute
     from csdctl.worker.protocol.features import ExtractSpec
 
     def run(request: str, note: "Callable[[PrepareProgress], None]") -> object:
@@ -147,7 +146,7 @@ def _gather(_: argparse.Namespace) -> int:
 
 def _convert(options: argparse.Namespace) -> int:
     from csdctl.worker.compute.backend import load_backend
-    from csdctl.worker.compute.lite import convert
+    from csdctl.worker.compute.forward import convert
     from csdctl.worker.protocol.features import Converted, ConvertSpec
 
     spec = from_json(ConvertSpec, options.spec)
@@ -157,8 +156,8 @@ def _convert(options: argparse.Namespace) -> int:
 
 def _time_parts(_: argparse.Namespace) -> int:
     from csdctl.worker.compute.backend import load_backend
-    from csdctl.worker.compute.parts import time_parts
-    from csdctl.worker.protocol.parts import PartsSpec
+    from csdctl.worker.compute.split import time_parts
+    from csdctl.worker.protocol.probe import PartsSpec
 
     def run(request: str, _: "Callable[[PrepareProgress], None]") -> object:
         spec = from_json(PartsSpec, request)
@@ -168,7 +167,7 @@ def _time_parts(_: argparse.Namespace) -> int:
 
 
 def _send(_: argparse.Namespace) -> int:
-    from csdctl.worker.ingest.send import send
+    from csdctl.worker.ingest.gather import send
     from csdctl.worker.process.output import GuardedOutput
     from csdctl.worker.protocol.features import SendSpec
 
@@ -186,7 +185,7 @@ def _send(_: argparse.Namespace) -> int:
 
 def _look(_: argparse.Namespace) -> int:
     from csdctl.worker.ingest.look import look
-    from csdctl.worker.protocol.looks import LookSpec
+    from csdctl.worker.protocol.datasets import LookSpec
 
     return _report_progress(
         "looking at the data", lambda request, note: look(from_json(LookSpec, request), on_progress=note)
@@ -225,9 +224,9 @@ def _report_progress(doing: str, run: "Callable[[str, Callable[[PrepareProgress]
 
 
 def _augment(options: argparse.Namespace) -> int:
-    from csdctl.worker.compute.augment_trial import try_augment
+    from csdctl.worker.compute.augment import try_augment
     from csdctl.worker.compute.backend import load_backend
-    from csdctl.worker.protocol.augment import AugmentTrial
+    from csdctl.worker.protocol.model_info import AugmentTrial
 
     spec = from_json(AugmentTrial, options.spec)
     load_backend()  # whose threads cannot be set any more once the user's code has imported it
@@ -236,14 +235,14 @@ def _augment(options: argparse.Namespace) -> int:
 
 
 def _find_data(options: argparse.Namespace) -> int:
-    from csdctl.worker.ingest.find_data import find_data
+    from csdctl.worker.ingest.look import find_data
 
     print_answer(find_data(options.directory))
     return 0
 
 
 def _digest(options: argparse.Namespace) -> int:
-    from csdctl.worker.data.digest import compute_digest
+    from csdctl.worker.data.element_spec import compute_digest
 
     print_answer(compute_digest(options.directory))
     return 0
@@ -333,7 +332,7 @@ def run() -> None:
     """Run the command of sys.argv and exit with its code."""
     os.umask(0o077)  # whatever a worker writes may hold data: for this user alone
     if not {*sys.argv[1:2]} & {*OF_MPI}:
-        from csdctl.worker.process.reader import end_without_reader
+        from csdctl.worker.process.output import end_without_reader
 
         end_without_reader()
     code = 1

@@ -20,43 +20,43 @@ BOX_WIDTH, BOX_HEIGHT, GAP, ROW_HEIGHT = 118, 34, 14, 74
 Graph = dict[str, set[str]]
 
 
-def room_of(module: str) -> str:
-    """Return a module's room: `csdctl.fleet.model` → fleet, `csdctl.worker.data.digest` → worker.data."""
+def package_of(module: str) -> str:
+    """Return a module's package: `csdctl.fleet.model` → fleet, `csdctl.worker.data.arrays` → worker.data."""
     parts = module.split(".")[1:]
     return ".".join(parts[:2]) if parts[:1] == ["worker"] and len(parts) > 1 else (parts[0] if parts else "")
 
 
 def read_imports() -> Graph:
-    """Return which room imports which, from the import statements of all modules."""
+    """Return which package imports which, from the import statements of all modules."""
     graph: Graph = {}
     for path in sorted((ROOT / "csdctl").rglob("*.py")):
         module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-        room = room_of(module)
-        if room in ("", "worker", "__main__"):
+        package = package_of(module)
+        if package in ("", "worker", "__main__"):
             continue
-        found = graph.setdefault(room, set())
+        found = graph.setdefault(package, set())
         for node in ast.walk(ast.parse(path.read_text())):
             names: list[str] = []
             if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("csdctl."):
                 names = [node.module]
             elif isinstance(node, ast.Import):
                 names = [alias.name for alias in node.names if alias.name.startswith("csdctl.")]
-            found.update(room_of(name) for name in names if room_of(name) not in ("", room))
+            found.update(package_of(name) for name in names if package_of(name) not in ("", package))
     return graph
 
 
 def reduce(graph: Mapping[str, set[str]]) -> Graph:
     """Return the transitive reduction: imports that do not follow from others."""
-    below = {room: _reachable(graph, room) for room in graph}
+    below = {package: _reachable(graph, package) for package in graph}
     return {
-        room: {one for one in found if not any(one in below[other] for other in found - {one})}
-        for room, found in graph.items()
+        package: {one for one in found if not any(one in below[other] for other in found - {one})}
+        for package, found in graph.items()
     }
 
 
-def _reachable(graph: Mapping[str, set[str]], room: str) -> set[str]:
+def _reachable(graph: Mapping[str, set[str]], package: str) -> set[str]:
     found: set[str] = set()
-    stack = list(graph[room])
+    stack = list(graph[package])
     while stack:
         one = stack.pop()
         if one not in found:
@@ -66,16 +66,16 @@ def _reachable(graph: Mapping[str, set[str]], room: str) -> set[str]:
 
 
 def levels_of(graph: Mapping[str, set[str]]) -> dict[str, int]:
-    """Return each room's level: 0 for one that imports none, else one above the highest it imports."""
+    """Return each package's level: 0 for one that imports none, else one above the highest it imports."""
     levels: dict[str, int] = {}
 
-    def level(room: str) -> int:
-        if room not in levels:
-            levels[room] = 1 + max((level(one) for one in graph[room]), default=-1)
-        return levels[room]
+    def level(package: str) -> int:
+        if package not in levels:
+            levels[package] = 1 + max((level(one) for one in graph[package]), default=-1)
+        return levels[package]
 
-    for room in graph:
-        level(room)
+    for package in graph:
+        level(package)
     return levels
 
 
@@ -100,27 +100,29 @@ class Box:
         return self.x + self.width / 2, self.y + BOX_HEIGHT
 
 
-def render_rooms() -> str:
-    """Return the picture of the rooms as SVG: an arrow is an import that does not follow from others."""
+def render_packages() -> str:
+    """Return the picture of the packages as SVG: an arrow is an import that does not follow from others."""
     graph = read_imports()
     levels = levels_of(graph)
     rows: dict[int, list[str]] = {}
-    for room, level in levels.items():
-        rows.setdefault(max(levels.values()) - level, []).append(room)
+    for package, level in levels.items():
+        rows.setdefault(max(levels.values()) - level, []).append(package)
     width = max(len(row) for row in rows.values()) * (BOX_WIDTH + GAP) + 2 * GAP
     boxes = {}
-    for row, rooms in rows.items():
-        # Rooms of the worker stand on the right: they run on every rank.
-        ordered = sorted(rooms, key=lambda room: (room.startswith(WORKER), room))
+    for row, packages in rows.items():
+        # Packages of the worker stand on the right: they run on every rank.
+        ordered = sorted(packages, key=lambda package: (package.startswith(WORKER), package))
         left = (width - len(ordered) * (BOX_WIDTH + GAP)) / 2
-        for column, room in enumerate(ordered):
+        for column, package in enumerate(ordered):
             x = left + column * (BOX_WIDTH + GAP)
-            boxes[room] = Box(x, GAP + row * ROW_HEIGHT, room, is_marked=room.startswith(WORKER))
+            boxes[package] = Box(x, GAP + row * ROW_HEIGHT, package, is_marked=package.startswith(WORKER))
     arrows = [
-        (boxes[room].bottom, boxes[one].top) for room, found in reduce(graph).items() for one in sorted(found)
+        (boxes[package].bottom, boxes[one].top)
+        for package, found in reduce(graph).items()
+        for one in sorted(found)
     ]
     height = (max(rows) + 1) * ROW_HEIGHT
-    return render_svg("The rooms of csdctl and what they import", width, height, boxes.values(), arrows)
+    return render_svg("The packages of csdctl and what they import", width, height, boxes.values(), arrows)
 
 
 RANK, LINK = "rank", "link"
@@ -128,9 +130,9 @@ STEP = (
     ("tasks/train.py:Train._exchange_reassigned", RANK, "samples that the host reads for others"),
     ("data/prepared.py:EpochReader.read", RANK, "samples of this rank's share"),
     ("compute/step.py:Step.local", RANK, "gradients, statistics, loss and n in one vector"),
-    ("group/link_communicator.py:LinkCommunicator.sum", RANK, "shared memory, then the link"),
+    ("group/communicator.py:LinkCommunicator.sum", RANK, "shared memory, then the link"),
     ("group/link.py:serve_link", LINK, "the process in MPI, started by mpirun"),
-    ("group/star.py:Star.sum", LINK, "over TCP to rank 0 and back, or another collective"),
+    ("group/collective.py:Star.sum", LINK, "over TCP to rank 0 and back, or another collective"),
     ("compute/step.py:RankStep.apply", RANK, "divided by n, one optimizer step"),
     ("tasks/checkpointer.py:Checkpointer.after_step", RANK, "state that survives the process"),
     ("tasks/balancer.py:Balancer.propose", RANK, "batch sizes, from every rank's compute seconds"),
@@ -187,7 +189,7 @@ def render_svg(
 
 def main() -> None:
     """Write both pictures."""
-    (PICTURES / "rooms.svg").write_text(render_rooms())
+    (PICTURES / "packages.svg").write_text(render_packages())
     (PICTURES / "step.svg").write_text(render_step())
 
 

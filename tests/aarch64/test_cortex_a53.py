@@ -84,7 +84,7 @@ def weights_hashes(project: Project) -> dict[int, dict[int, str]]:
     found: dict[int, dict[int, str]] = {}
     (events,) = (project.path / ".csdctl/runs").glob("*/events.jsonl")
     for line in events.read_text().splitlines():
-        event = json.loads(json.loads(line)["line"].removeprefix("@csdctl "))
+        event = json.loads(line)
         if event["event"] == "EpochEnd":
             found.setdefault(event["epoch"], {})[event["rank"]] = event["weights_hash"]
     return found

@@ -13,8 +13,7 @@ from typing import Any
 from csdctl.worker.protocol.json_codec import to_json
 from csdctl.worker.protocol.orders import FormGroup, order_to_line
 from csdctl.worker.protocol.recipe import Recipe
-from csdctl.worker.protocol.run_spec import RankSpec, RunSpec, Runtime
-from csdctl.worker.protocol.tasks import TaskSpec
+from csdctl.worker.protocol.run_spec import RankSpec, RunSpec, Runtime, TaskSpec
 from tests.linked_ranks import links
 
 PROGRAM = """

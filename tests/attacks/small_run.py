@@ -11,13 +11,13 @@ from functools import partial
 from pathlib import Path
 
 from csdctl.cli.console import PrintableConsole
-from csdctl.cli.render.live import TrainingView
+from csdctl.cli.render.train import TrainingView
 from csdctl.errors import UnreachableError
 from csdctl.fleet.model import Fleet, Node
 from csdctl.launch.mpi_job import EndTimeouts, MpiJob
 from csdctl.launch.mpirun import Mpirun
 from csdctl.launch.traffic import add_rank_traffic
-from csdctl.reporting.differential_privacy import plan_privacy
+from csdctl.reporting.privacy import plan_privacy
 from csdctl.reporting.summary import RunSummary
 from csdctl.runs.directory import EventLog, ProjectDirectory, RunDirectory
 from csdctl.shipping.store import store_bytes

@@ -3,18 +3,14 @@
 Every attack runs `csdctl` with limits of memory and of CPU time that are far above what a refusal needs.
 """
 
-import contextlib
 import resource
 import socket
-import sqlite3
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from csdctl.runs.measurements import open_measurements
 from tests.emulated.running import CSDCTL
-from tests.unit.runs.test_measurements import CSD, MODEL, PROBES
 
 pytestmark = pytest.mark.first(1)
 
@@ -83,7 +79,7 @@ JOBS = {
     "alias of itself": (JOB + "model_args: {x: &a [*a]}\n", "`*a` is part of what it stands for"),
     "20 MB of text": (JOB.replace("data}", "x" * 20_000_000 + "}"), "2,097,152 bytes"),
     "30,000 unknown keys": (JOB + "".join(f"k{n}: 1\n" for n in range(30_000)), "29,980 more problems"),
-    "200,000 values": (JOB + "model_args: {x: [" + "0," * 200_000 + "]}\n", "expected at most 100,000"),
+    "200,000 values": (JOB + "model_args: {x: [" + "0," * 200_000 + "]}\n", "its values have more than"),
     "sexagesimal number": (JOB.replace("epochs: 1", "epochs: 1" + ":1" * 1500), "recipe.epochs"),
     "no number": (JOB.replace("0.1", ".nan"), "recipe.learning_rate"),
     "tag of Python": (JOB + "model_args: {a: !!python/object/apply:os.abort []}\n", "python/object/apply"),
@@ -242,28 +238,6 @@ def test_edited_plan_is_refused_with_its_field(tmp_path: Path, edit: str, proble
     (tmp_path / ".csdctl" / "plans").mkdir(parents=True)
     (tmp_path / ".csdctl" / "plans" / "job.yaml").write_text(plan.replace(written, edited, 1))
     assert_refused(run_limited(tmp_path, "forecast"), problem)
-
-
-@pytest.mark.attack(17)
-@pytest.mark.parametrize(
-    ("statement", "problem"),
-    [
-        ("UPDATE probes SET step_time_s = -1", "row 1 of probes has `step_time_s` -1.0"),
-        ("UPDATE probes SET batch_size = 1000000000000", "row 1 of probes has `batch_size` 1000000000000"),
-        ("UPDATE models SET name = x'00ff'", "row 1 of models has `name`"),
-        (
-            "CREATE VIEW v AS WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i FROM n) SELECT * FROM n",
-            "its tables are not those of csdctl",
-        ),
-    ],
-)
-def test_edited_measurements_are_refused(tmp_path: Path, statement: str, problem: str) -> None:
-    path = tmp_path / ".csdctl" / "measurements.sqlite"
-    with open_measurements(path) as store:
-        store.add_probes(MODEL, "recipe", CSD, PROBES)
-    with contextlib.closing(sqlite3.connect(path)) as connection, connection:
-        connection.execute(statement)
-    assert_refused(run_limited(tmp_path, "measurements"), "measurements.sqlite", problem)
 
 
 @pytest.mark.thorough

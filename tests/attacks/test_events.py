@@ -63,14 +63,6 @@ def sent(what: str, sender: int) -> str:
     return event("Traffic", generation=1, sent=[row])
 
 
-INVERTED = {
-    "cut": "x",
-    "num_fitted": 1,
-    "num_held_out": 1,
-    "r2": 0.0,
-    "correlation": 0.0,
-    "mean_correlation": 0.0,
-}
 CRAFTED = {
     # as somebody else
     "progress of another rank": event("Progress", OTHER, NODES[OTHER], **STEP),
@@ -89,7 +81,6 @@ CRAFTED = {
     "traffic of a rank that does not exist": sent("sums", 99),
     "traffic of an unknown kind": sent("rumours", 0),
     "verification": event("Verified", **VERIFIED),
-    "what activations reveal": event("Inverted", **INVERTED),
     "checkpoint": event("CheckpointSaved", epoch=1, step=1, path="/etc/passwd"),
     "loss of all ranks": progress(loss=0.0),
     "samples of all ranks": event("EpochEnd", **END, global_samples=10**9),

@@ -15,9 +15,9 @@ import csdctl
 from csdctl.emulation.fleet import EmulatedSpec, start_fleet, stop_fleet
 from csdctl.emulation.state import FleetPaths
 from csdctl.errors import CsdctlError, InputError, RemoteCommandError
+from csdctl.facts.fact import build_command
+from csdctl.facts.machine import CONDITION_FACTS, parse_condition
 from csdctl.launch.machine_lock import lock_machines
-from csdctl.probes.condition import CONDITION_PROBES, parse_condition
-from csdctl.probes.probe import build_command
 from csdctl.shipping.chunks import SharedChunks
 from csdctl.shipping.deliver import Delivery, deliver
 from csdctl.shipping.payload import pack_payload
@@ -92,7 +92,7 @@ class TestSharedDirectories:
                     taken.symlink_to(victim if kind == "link" else created)
 
         done = subprocess.run(
-            build_command(CONDITION_PROBES, sys.executable),
+            build_command(CONDITION_FACTS, sys.executable),
             cwd=home,
             env={"PATH": os.environ["PATH"], "TMPDIR": str(shared)},
             preexec_fn=prepare,
@@ -113,10 +113,10 @@ class TestSharedDirectories:
         """Names there come from mkdtemp or mktemp. What else mentions such a directory is listed here."""
         known = {
             "standalone/leftovers.py": "finds what csdctl left there, and removes only its own",
-            "runs/step_file.py": "the step file, in a directory of its user alone",
+            "runs/private.py": "the step file, in a directory of its user alone",
             "emulation/cleanup.py": "finds the directories of a fleet, and removes only its own",
             "emulation/fleet.py": "passes TMPDIR on to the servers",
-            "probes/condition.py": "mktemp -d in TMPDIR",
+            "facts/machine.py": "mktemp -d in TMPDIR",
         }
         root = Path(csdctl.__file__).parent
         place = re.compile(r"gettempdir\(|\bmktemp\(|/dev/shm|[\"'{ =:-]/tmp\b|/var/tmp|NamedTemporaryFile")

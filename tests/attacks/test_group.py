@@ -241,7 +241,7 @@ def test_rank_cannot_hide_such_a_gradient_behind_its_next_vector() -> None:
     code = """
 vector[7] = math.nan
 requests = [self._world.start_send(self._local[chunk], 0, 1) for chunk in self._chunks]
-for request in requests: star.wait_sleeping(request)
+for request in requests: collective.wait_sleeping(request)
 vector[7] = 0
 """
     with group_with(sends_vector(code)) as group:

@@ -60,8 +60,8 @@ link.allgather = lambda world, _, **more: honest(world, Command(pickle.dumps(Com
 """
 )
 SENDS_VECTORS = """
-import csdctl.worker.group.collective as collective, csdctl.worker.group.star as star, numpy as np
-class Hostile(star.Star):
+import csdctl.worker.group.collective as collective, numpy as np
+class Hostile(collective.Star):
     num_sums = -20
     def sum(self, on_wait, expected=None):
         self.num_sums += 1
@@ -204,8 +204,9 @@ def test_others_train_on_without_a_node_that_spoils_a_sum(
 )
 def test_impossible_sum_of_an_allreduce_is_not_applied(project: Project, element: int, value: str) -> None:
     """Nobody sees single vectors: the run ends, and says how to find the node."""
-    code = SENDS_VECTORS.replace("star.Star", "allreduce.Allreduce").replace('["star"]', '["allreduce"]')
-    code = code.replace("group.star as star", "group.allreduce as allreduce")
+    code = SENDS_VECTORS.replace("collective.Star", "collective.Allreduce").replace(
+        '["star"]', '["allreduce"]'
+    )
     fleet = project.make_hostile("link", code.format(element=element, value=value))
     run, output = project.train("--fleet", str(fleet), *WITHOUT_OTHERS, code=1, collective="allreduce")
     assert "--collective star" in output

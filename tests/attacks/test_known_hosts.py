@@ -12,7 +12,7 @@ from pathlib import Path
 import asyncssh
 import pytest
 
-from csdctl.emulation.known_hosts import add_host_keys, remove_host_keys
+from csdctl.emulation.files import add_host_keys, remove_host_keys
 from csdctl.errors import HostKeyError
 from csdctl.fleet.model import Node
 from csdctl.runs.directory import ProjectDirectory

@@ -16,9 +16,8 @@ from csdctl.errors import CsdctlError, DeadlineError, InputError, NodeError, Rem
 from csdctl.launch.leftovers import CleanupOptions, clean_machine
 from csdctl.launch.machine_lock import describe_holder, lock_machines
 from csdctl.shipping.chunks import SharedChunks
-from csdctl.shipping.deliver import DeliveryPatience, deliver
+from csdctl.shipping.deliver import DeliveryPatience, deliver, prune_store
 from csdctl.shipping.payload import MAX_INLINE_BYTES, pack_payload
-from csdctl.shipping.receiver import prune_store
 from csdctl.shipping.store import store_bytes
 from csdctl.shipping.worker_calls import WorkPatience, run_worker, watch_worker
 from csdctl.transport.many import run_on_all

@@ -174,8 +174,8 @@ def close_and_go_on(transport: HostileTransport, channel: Channel, line: str) ->
 NO_USE = "sends too much that is of no use"
 VIOLATIONS = {
     "another host key": (change_key, "has changed its host key"),
-    "data of an unknown type": (endless(-1, 7, BULK, kind=95), "receive window"),
-    "data shorter than it claims": (endless(-1, 0xFFFFF, kind=94), "receive window"),
+    "data of an unknown type": (endless(-1, 7, BULK, kind=95), NO_USE),
+    "data shorter than it claims": (endless(-1, 0xFFFFF, kind=94), "another length than it claims"),
     "data for an unknown channel": (endless(77, b"x", kind=94), "for a channel that does not exist"),
     "the end of an unknown channel": (endless(77, kind=97), "for a channel that does not exist"),
     "data for a closed channel": (close_and_go_on, NO_USE),

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from csdctl.runs.step_file import private_memory
+from csdctl.runs.private import private_memory
 from csdctl.worker.data.schedule import OwnSamples
-from csdctl.worker.tasks.position import Position, max_state_bytes, pack, unpack
-from csdctl.worker.tasks.state_files import Checkpoints, StepFile
+from csdctl.worker.tasks.checkpointer import Checkpoints, StepFile
+from csdctl.worker.tasks.progress import Position, max_state_bytes, pack, unpack
 from tests.attacks.holding_ranks import held, hold
 
 HOST = (1.0, 40)

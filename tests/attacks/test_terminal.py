@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from csdctl.fleet.facts import Facts
-from csdctl.fleet.machine_class import classify_machine
+from csdctl.fleet.hardware import classify_machine
 from csdctl.runs.directory import EventLog, ProjectDirectory, RunDirectory
 from csdctl.runs.measurements import open_measurements
 from csdctl.tuning.measurements import ModelProperties, ProbeMeasurement, RuntimeSettings

@@ -19,10 +19,10 @@ from pathlib import Path
 
 import pytest
 
+from csdctl.fleet.fleet_file import load_fleet
 from csdctl.fleet.model import Fleet
-from csdctl.fleet.reading import load_fleet
 from csdctl.shipping.chunks import SharedChunks
-from csdctl.shipping.tree import TreeRequest
+from csdctl.shipping.payload import TreeRequest
 from csdctl.transport.many import values_or_raise
 from csdctl.workflows.data.deploy import deploy_payload, pack_trees
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from csdctl.emulation.cgroups import plan_quota
+from csdctl.emulation.limits import plan_quota
 from tests.bench.running import CSDCTL, write_plan
 from tests.bench.slow_nodes import CPU, MOBILENET, NETWORK, write_fleet, write_job
 from tests.lab.lab import Lab
@@ -67,12 +67,11 @@ class Running:
         found = []
         for line in self.events_path.read_text().splitlines():
             try:
-                outer = json.loads(line)
-                event = json.loads(outer["line"].removeprefix("@csdctl "))
+                event = json.loads(line)
             except ValueError:
                 continue
             if event["event"] in types:
-                found.append((outer["time"], event))
+                found.append((event["time"], event))
         return found
 
     def progress(self, rank: int = 0) -> list[tuple[float, dict[str, Any]]]:

@@ -26,7 +26,7 @@ NODE_CPU = 0.22
 BUILD = """\
 import keras, pathlib, tensorflow as tf
 import efficientnet_lite0
-from csdctl.worker.compute.lite import convert
+from csdctl.worker.compute.forward import convert
 from csdctl.worker.compute.model import save_weights
 from csdctl.worker.protocol.run_spec import Prefix
 whole = efficientnet_lite0.build()

@@ -19,7 +19,7 @@ from csdctl.worker.compute.backend import load_backend
 from csdctl.worker.compute.noise import secret_normal
 from csdctl.worker.compute.recipe import compile_model
 from csdctl.worker.compute.step import Step
-from csdctl.worker.process.memory import peak_memory_bytes
+from csdctl.worker.process.machine import peak_memory_bytes
 from csdctl.worker.protocol.recipe import Noise, Recipe
 name, count, has_noise = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "noise"
 tf, keras = load_backend()

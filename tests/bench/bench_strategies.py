@@ -23,8 +23,8 @@ import numpy as np
 import pytest
 import yaml
 
-from csdctl.fleet.reading import load_fleet
-from csdctl.fleet.select import keep_nodes
+from csdctl.fleet.fleet_file import load_fleet
+from csdctl.fleet.model import keep_nodes
 from csdctl.job.model import load_job
 from csdctl.shipping.deliver import Delivery
 from csdctl.worker.protocol.datasets import PrepareProgress
@@ -132,11 +132,9 @@ def train(project: Path, job: str, *arguments: str) -> tuple[dict[str, Any], flo
 def steady_rate(project: Path, report: dict[str, Any]) -> float:
     """Return the samples/s of a run without its first steps, in which kernels are chosen."""
     lines = (project / report["path"] / "events.jsonl").read_text().splitlines()
-    rows = [json.loads(line) for line in lines]
-    events = [(row["time"], json.loads(row["line"].removeprefix("@csdctl "))) for row in rows]
     points = [
-        (time_s, event["global_samples"])
-        for time_s, event in events
+        (event["time"], event["global_samples"])
+        for event in map(json.loads, lines)
         if event["event"] == "Progress" and event["rank"] == 0
     ][SKIPPED_REPORTS:]
     return float(sum(count for _, count in points[1:]) / (points[-1][0] - points[0][0]))

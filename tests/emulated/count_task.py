@@ -3,7 +3,7 @@
 import time
 
 from csdctl.worker.compute.step import Sums
-from csdctl.worker.process.events import emit
+from csdctl.worker.process.output import emit
 from csdctl.worker.protocol.events import EpochEnd
 from csdctl.worker.tasks.task import FINISHED, Group, TaskContext, TaskOutcome
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from csdctl.emulation.fleet import EmulatedSpec, NodeStatus, fleet_status, start_fleet
-from csdctl.fleet.reading import load_fleet
+from csdctl.fleet.fleet_file import load_fleet
 from tests.needs import require
 from tests.patience import eventually
 

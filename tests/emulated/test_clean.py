@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from csdctl.emulation.fleet import EmulatedSpec, start_fleet, stop_fleet
-from csdctl.fleet.reading import load_fleet
+from csdctl.fleet.fleet_file import load_fleet
 from csdctl.transport.many import open_sessions
 from tests.emulated.running import csdctl
 from tests.patience import eventually
@@ -178,7 +178,7 @@ def test_clean_does_not_end_a_running_csdctl_unless_forced(project: Path) -> Non
     program = (
         "import sys\n"
         "from pathlib import Path\n"
-        "from csdctl.fleet.reading import load_fleet\n"
+        "from csdctl.fleet.fleet_file import load_fleet\n"
         "from csdctl.workflows.workspace.workspace import open_workspace\n"
         "fleet = load_fleet(Path('fleet.yaml'))\n"
         "with open_workspace(Path.cwd(), fleet, 'train', is_locking=True):\n"

@@ -15,12 +15,12 @@ import pytest
 from typer.testing import CliRunner
 
 from csdctl.cli.commands import emulate
-from csdctl.emulation.cgroups import list_cgroups
 from csdctl.emulation.fleet import EmulatedSpec, fleet_status, is_up, start_fleet, stop_fleet
+from csdctl.emulation.limits import list_cgroups
 from csdctl.emulation.processes import list_marked
 from csdctl.emulation.state import FleetPaths
 from csdctl.errors import InputError
-from csdctl.fleet.reading import load_fleet
+from csdctl.fleet.fleet_file import load_fleet
 from tests.emulated.emulated_fleet import CPU, MEMORY_BYTES, Running, start, wait_until
 from tests.patience import stays
 
@@ -223,5 +223,5 @@ def test_commands_start_show_and_stop_a_fleet(
     (tmp_path / "fleet.yaml").write_text("nodes: []\n")
     ended = json.loads(run("down", "--json"))
     assert ended["num_processes"] == 1
-    assert ended["kept_fleet"] == str(tmp_path / "fleet.yaml")
+    assert ended["kept_fleet_path"] == str(tmp_path / "fleet.yaml")
     assert isinstance(runner.invoke(emulate.app, ["status"]).exception, InputError)

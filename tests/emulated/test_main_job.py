@@ -152,7 +152,7 @@ def test_all_ranks_hold_identical_weights_at_every_epochs_end(project: Path) -> 
     document = report(project)
     hashes: dict[int, set[str]] = {}
     for line in (Path(document["path"]) / "events.jsonl").read_text().splitlines():
-        event = json.loads(json.loads(line)["line"].removeprefix("@csdctl "))
+        event = json.loads(line)
         if event["event"] == "EpochEnd":
             hashes.setdefault(event["epoch"], set()).add((event["rank"], event["weights_hash"]))
     assert sorted(hashes) == list(range(1, document["epochs"] + 1))
@@ -201,7 +201,7 @@ def test_predictions_of_all_machines_are_those_of_keras_on_the_saved_model(proje
 def test_second_deploy_sends_nothing(project: Path) -> None:
     done = csdctl(project, "deploy", "--json")
     assert done.returncode == 0, done.stderr
-    nodes = json.loads(done.stdout)["nodes"]
+    nodes = json.loads(done.stdout)["machines"]
     assert set(nodes) == {"csd0", "csd1"}
     for delivery in nodes.values():
         assert delivery["num_sent"] == delivery["bytes_sent"] == 0

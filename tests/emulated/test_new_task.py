@@ -40,10 +40,10 @@ REGISTRATION = '    "count": "csdctl.worker.tasks.count:Count",\n'
 PROGRAM = """
 import dataclasses, json, sys
 from pathlib import Path
-from csdctl.fleet.reading import load_fleet
+from csdctl.fleet.fleet_file import load_fleet
 from csdctl.job.model import load_job
 from csdctl.worker.protocol.events import event_to_line
-from csdctl.worker.protocol.tasks import TaskSpec
+from csdctl.worker.protocol.run_spec import TaskSpec
 from csdctl.workflows.data.deploy import cut_shards
 from csdctl.workflows.data.prepare import prepare_job
 from csdctl.workflows.train.options import TrainOptions

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from csdctl.reporting.differential_privacy import compute_epsilon
+from csdctl.reporting.privacy import compute_epsilon
 from csdctl.worker.protocol.recipe import Noise
 from tests.emulated.running import csdctl
 

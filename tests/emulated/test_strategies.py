@@ -121,10 +121,7 @@ def test_split_sends_activations_and_labels_and_says_so(
     report = csdctl(project, "report", reports["split"]["run_id"], "--privacy", "--json")
     assert report.returncode == 0, report.stderr
     document = json.loads(report.stdout)
-    assert document["inversion"]["cut"] == "cut"
-    flows = {
-        (one["sender"], one["receiver"], one["kind"]): one["num_bytes"] for one in document["sent_in_run"]
-    }
+    flows = {(one["sender"], one["receiver"], one["kind"]): one["num_bytes"] for one in document["of_run"]}
     # 8 × 10 × 10 activations in float32 and a label of 4 bytes for each of the node's samples, twice.
     assert flows["csd0", "host", "activations"] == 2 * NUM_SAMPLES * (8 * 100 * 4 + 4)
 
@@ -141,6 +138,6 @@ def test_features_of_private_samples_stay_on_their_node(
     project: Path, reports: dict[str, dict[str, Any]]
 ) -> None:
     report = csdctl(project, "report", reports["features"]["run_id"], "--privacy", "--json")
-    kinds = {one["kind"] for one in json.loads(report.stdout)["sent_in_run"] if one["sender"] == "csd0"}
+    kinds = {one["kind"] for one in json.loads(report.stdout)["of_run"] if one["sender"] == "csd0"}
     assert not [kind for kind in kinds if "features" in kind]
-    assert {one["kind"] for one in json.loads(report.stdout)["sent_in_run"]}
+    assert {one["kind"] for one in json.loads(report.stdout)["of_run"]}

@@ -12,8 +12,8 @@ import pytest
 from csdctl.emulation.fleet import EmulatedSpec, fleet_status, start_fleet, stop_fleet
 from csdctl.errors import DeadlineError
 from csdctl.fleet.facts import load_facts
+from csdctl.fleet.fleet_file import load_fleet
 from csdctl.fleet.model import Fleet
-from csdctl.fleet.reading import load_fleet
 from csdctl.transport.many import fleet_known_hosts_paths, open_sessions, run_on_all
 from csdctl.transport.session import Session
 from csdctl.transport.ssh_config import build_ssh_config

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from csdctl.emulation.fleet import EmulatedSpec, start_fleet, stop_fleet
-from csdctl.fleet.reading import load_fleet
+from csdctl.fleet.fleet_file import load_fleet
 from tests.emulated.running import csdctl
 
 pytestmark = pytest.mark.emulated

@@ -71,11 +71,10 @@ def test_plan_for_a_split_was_tried_and_is_followed(project: Path) -> None:
     *_, split = plan["strategies"]
     assert split["cut"] == "base"
     assert split["is_confirmed"]
-    assert "a linear map from activations behind base to samples" in split["inversion"]
     assert split["node_memory_bytes"] > 100 << 20
     assert train(project, "trained.yaml")["samples"] == 2 * 3 * 96
     report = csdctl(project, "report", "--privacy", "--json")
-    kinds = {flow["kind"] for flow in json.loads(report.stdout)["sent_in_run"]}
+    kinds = {flow["kind"] for flow in json.loads(report.stdout)["of_run"]}
     assert "activations" in kinds
 
 

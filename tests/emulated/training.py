@@ -37,7 +37,7 @@ def wait_until_regrouped(process: subprocess.Popen[str], run: Path, generation: 
     """Wait until rank 0 has done steps in the group of this number."""
 
     def has_trained() -> bool:
-        _, joined, since = (run / "events.jsonl").read_text().partition(f'\\"generation\\":{generation},')
+        _, joined, since = (run / "events.jsonl").read_text().partition(f'"generation":{generation},')
         return bool(joined) and "Progress" in since
 
     wait_for(has_trained, process, run.parents[2])
@@ -145,7 +145,7 @@ def events_of(run: Path, event_type: str) -> list[dict[str, Any]]:
     """Return the run's events of one type, in order of arrival; a line that is being written is left out."""
     found = []
     for line in (run / "events.jsonl").read_text().rpartition("\n")[0].splitlines():
-        event = json.loads(json.loads(line)["line"].removeprefix("@csdctl "))
+        event = json.loads(line)
         if event["event"] == event_type:
             found.append(event)
     return found

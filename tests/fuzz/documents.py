@@ -1,4 +1,4 @@
-"""What people write and csdctl itself wrote: job, fleet, plan, runs, measurements, facts, inventories."""
+"""What people write and csdctl itself wrote: job, fleet, plan, runs, facts, inventories."""
 
 import dataclasses
 import io
@@ -10,32 +10,24 @@ from typing import Any
 
 from csdctl.cli.console import PrintableConsole
 from csdctl.cli.render.report import render_report, report_document
-from csdctl.emulation.spec import EmulatedSpec
-from csdctl.emulation.state import FleetPaths, FleetState, NodeState, load_state, save_state
+from csdctl.cli.streams import format_json
+from csdctl.emulation.state import EmulatedSpec, FleetPaths, FleetState, NodeState, load_state, save_state
 from csdctl.errors import CsdctlError, InputError
-from csdctl.fleet.ansible.config import load_config
-from csdctl.fleet.ansible.files import load_inventory
+from csdctl.fleet.ansible.reading import load_config, load_inventory
 from csdctl.fleet.ansible.targets import list_targets
 from csdctl.fleet.facts import Facts, facts_path, load_facts, save_facts
-from csdctl.fleet.machine_class import classify_fleet, classify_machine
-from csdctl.fleet.model import Fleet
-from csdctl.fleet.openssh import build_query
-from csdctl.fleet.reading import load_fleet
-from csdctl.fleet.select import select_nodes
-from csdctl.fleet.ssh_aliases import list_aliases
-from csdctl.fleet.writing import render_fleet
+from csdctl.fleet.fleet_file import load_fleet, render_fleet
+from csdctl.fleet.hardware import classify_machine
+from csdctl.fleet.model import Fleet, select_nodes
+from csdctl.fleet.openssh import build_query, list_aliases
 from csdctl.job.model import load_job
 from csdctl.job.values import describe_job
-from csdctl.reporting.differential_privacy import count_passes, measure_privacy
-from csdctl.reporting.privacy import add_flows
+from csdctl.reporting.privacy import add_flows, count_passes, measure_privacy
 from csdctl.reporting.summary import summarize
 from csdctl.runs.directory import EventLog, ProjectDirectory, RunDirectory
 from csdctl.runs.ledger import Ledger, read_ledger
 from csdctl.runs.manifest import Manifest
-from csdctl.runs.measurements import open_measurements
-from csdctl.runs.measurements_overview import load_overview
 from csdctl.transport.ssh_config import build_ssh_config
-from csdctl.tuning.measurements import ModelProperties, ProbeMeasurement, RuntimeSettings
 from csdctl.tuning.plan import Plan, Predicted, load_plan, save_plan
 from csdctl.worker.protocol.datasets import DatasetInfo
 from csdctl.worker.protocol.events import EpochEnd, Failed, Finished, Joined, NodeLost, Progress, Traffic
@@ -170,7 +162,7 @@ def _stored_events(content: bytes, directory: Path) -> None:
     events = run.read_events(NODES)
     summary = summarize("run", manifest, events)
     render_report(PrintableConsole(file=io.StringIO(), width=200), summary)
-    json.dumps(report_document(summary, str(run.path)))
+    format_json(report_document(summary, str(run.path)))
     count_passes(events, len(NODES)).finish()
     list(events.with_times())
 
@@ -207,31 +199,6 @@ def _ledger_seeds() -> list[bytes]:
         ledger.run = "run"
         ledger.add({("host", "csd0", "gradient"): 10**9, ("csd0", "host", "log"): 77})
         ledger.save()
-
-    return [_written(write)]
-
-
-def _measurements(content: bytes, directory: Path) -> None:
-    for old in directory.glob("measurements*"):
-        old.unlink()
-    with open_measurements(_in_file(content, directory / "measurements.sqlite")) as store:
-        load_overview(store.file)
-        for model in store.models():
-            store.probes(model.hash, "recipe", "class")
-            store.trials(model.hash, "recipe", "class")
-        store.collectives("class")
-
-
-def _measurement_seeds() -> list[bytes]:
-    machine = classify_machine(Facts("csd0", architecture="aarch64", num_cores=4, memory_bytes=6 << 30))
-    classify_fleet(machine, [machine], "10.1.1.0/24")
-    model = ModelProperties(
-        "a" * 64, "keras.applications:MobileNetV2", 2_000_000, 1_900_000, 50_000_000, 12_288
-    )
-
-    def write(path: Path) -> None:
-        with open_measurements(path) as store:
-            store.add_probes(model, "recipe", machine, [ProbeMeasurement(RuntimeSettings(4), 8, 1e3, 0.5, 3)])
 
     return [_written(write)]
 
@@ -364,7 +331,6 @@ TARGETS = (
     Target("run-spec", Form.JSON, _run_spec, (InputError,), lambda: _json_of(dataclasses.asdict(run_spec()))),
     Target("stored-events", Form.LINES, _stored_events, (InputError,), _event_seeds),
     Target("ledger", Form.LINES, _ledger, (InputError,), _ledger_seeds),
-    Target("measurements", Form.BINARY, _measurements, HOST, _measurement_seeds),
     Target("facts", Form.JSON, _facts, (InputError,), _facts_seeds),
     Target("prepared-record", Form.JSON, _prepared, (InputError,), _prepared_seeds),
     Target("emulated-fleet", Form.JSON, _emulation, (InputError,), _emulation_seeds),

@@ -11,18 +11,24 @@ from typing import Any
 import numpy as np
 
 from csdctl.errors import CsdctlError, RemoteCommandError
-from csdctl.launch.mpi_output import MpiOutput
-from csdctl.probes.condition import CONDITION_PROBES, parse_condition
-from csdctl.probes.machine import PROBES, ClockTrip, parse_facts
-from csdctl.shipping.receiver_answers import ReceiverAnswers
+from csdctl.facts.machine import CONDITION_FACTS, MACHINE_FACTS, ClockTrip, parse_condition, parse_facts
+from csdctl.launch.mpi_job import MpiOutput
+from csdctl.shipping.deliver import ReceiverAnswers
 from csdctl.shipping.worker_calls import worker_error
 from csdctl.supervision.event_validator import EventValidator
 from csdctl.transport.answer import Answer
 from csdctl.transport.session import Completed
-from csdctl.worker.group.channel import PeerFaultError
-from csdctl.worker.group.tails import ExpectedTails
 from csdctl.worker.group.traffic import as_counters
-from csdctl.worker.group.values import as_count, as_hash, as_none, decode_value, decode_values, encode_value
+from csdctl.worker.group.values import (
+    ExpectedTails,
+    PeerFaultError,
+    as_count,
+    as_hash,
+    as_none,
+    decode_value,
+    decode_values,
+    encode_value,
+)
 from csdctl.worker.protocol.datasets import DatasetInfo
 from csdctl.worker.protocol.events import (
     EVENTS,
@@ -41,26 +47,32 @@ from csdctl.worker.protocol.events import (
 )
 from csdctl.worker.protocol.json_codec import WORKER_ERROR_PREFIX, ProtocolError, from_json, to_json
 from csdctl.worker.protocol.orders import FormGroup, Ping, Release, Stop, order_from_line, order_to_line
-from csdctl.worker.protocol.probe import ProbeRequest, ProbeResult, ProbeSpec, request_from_json
+from csdctl.worker.protocol.probe import (
+    ProbeRequest,
+    ProbeResult,
+    ProbeSpec,
+    request_from_line,
+    request_to_line,
+)
 from csdctl.worker.protocol.recipe import Recipe
 from csdctl.worker.protocol.run_spec import RunSpec, Runtime
 from csdctl.worker.protocol.sandbox import SandboxPolicy
-from csdctl.worker.tasks.decision import Decision, as_decision
-from csdctl.worker.tasks.position import CallbackState
+from csdctl.worker.tasks.callbacks import Decision, as_decision
+from csdctl.worker.tasks.progress import CallbackState
 from csdctl.workflows.data.info_answer import check_info
 from tests.fuzz.documents import NODES, run_spec
 from tests.fuzz.target import Form, Target
 
-CAPTURES = Path(__file__).parents[1] / "unit" / "probes" / "captures"
+CAPTURES = Path(__file__).parents[1] / "unit" / "facts" / "captures"
 CONDITION = """\
-csdctl-probe:hostname
+csdctl-fact:hostname
 csd0
-csdctl-probe:addresses
+csdctl-fact:addresses
   |-- 10.1.1.10
      /32 host LOCAL
-csdctl-probe:open files
+csdctl-fact:open files
 1048576
-csdctl-probe:places
+csdctl-fact:places
 place /root
 space /dev/sda1 1000 500 500 50% /
 inodes /dev/sda1 1000 500 500 50% /
@@ -129,7 +141,7 @@ def _orders(content: bytes, directory: Path) -> None:
         if '"order"' in line:
             order_to_line(order_from_line(line))
         else:
-            request_from_json(line)
+            request_to_line(request_from_line(line))
 
 
 def _receiver_answers(content: bytes, directory: Path) -> None:
@@ -248,8 +260,8 @@ TARGETS = (
         (ProtocolError,),
         lambda: [
             *(order_to_line(order).encode() for order in (FormGroup(1, (0, 1)), Ping(7), Stop(), Release())),
-            to_json(ProbeRequest(8)).encode(),
-            b'{"spec": "spec.json", "rank": 1}',
+            request_to_line(ProbeRequest(8)).encode(),
+            b'{"request": "AttachRequest", "spec": "spec.json", "rank": 1}',
         ],
     ),
     Target(
@@ -265,7 +277,7 @@ TARGETS = (
         _probe_outputs,
         (RemoteCommandError,),
         lambda: [path.read_bytes() + CONDITION.encode() for path in sorted(CAPTURES.glob("*.txt"))],
-        tuple(f"csdctl-probe:{probe.name}\n".encode() for probe in (*PROBES, *CONDITION_PROBES)),
+        tuple(f"csdctl-fact:{fact.name}\n".encode() for fact in (*MACHINE_FACTS, *CONDITION_FACTS)),
     ),
     Target(
         "worker-answers", Form.JSON, _worker_answers, (RemoteCommandError,), lambda: [to_json(INFO).encode()]

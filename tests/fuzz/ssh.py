@@ -3,13 +3,13 @@
 import contextlib
 import io
 from pathlib import Path
+from typing import Any
 
 from csdctl.errors import HostKeyError, InputError
 from csdctl.fleet import openssh
-from csdctl.fleet.jumps import parse_jump
-from csdctl.transport import packets
+from csdctl.fleet.openssh import parse_jump
+from csdctl.transport import strict_transport
 from csdctl.transport.known_hosts import KnownHosts
-from csdctl.transport.server_rules import ServerRules
 from tests.fuzz.target import Form, Target
 
 
@@ -32,15 +32,22 @@ KNOWN_HOSTS = b"""\
 """
 
 
+class _Channel:
+    """An open channel with nothing in its buffers."""
+
+    in_buffer, in_stderr_buffer = b"", b""
+    in_window_size = out_window_size = 2 << 20
+
+
 class _Server:
     """The other end of a connection: sends these bytes, and closes it. What the rules ask is here too."""
 
     def __init__(self, content: bytes) -> None:
         self._content = io.BytesIO(content)
-        self.packetizer = packets.GreedyPacketizer(self)
+        self.packetizer = strict_transport.GreedyPacketizer(self)
         self.channels_seen = {0: True}
         self.num_logins_requested = 1
-        self.packetizer.check = ServerRules(self).check
+        self.packetizer.check = strict_transport.ServerRules(self).check
 
     def recv(self, num_bytes: int) -> bytes:
         return self._content.read(min(num_bytes, 4000))
@@ -51,8 +58,8 @@ class _Server:
     def is_authenticated(self) -> bool:
         return True
 
-    def has_channel(self, number: int) -> bool:
-        return number == 0
+    def find_channel(self, number: int) -> Any:
+        return _Channel() if number == 0 else None
 
 
 def _ssh_packets(content: bytes, directory: Path) -> None:
@@ -125,7 +132,7 @@ TARGETS = (
         "ssh-packets",
         Form.BINARY,
         _ssh_packets,
-        (packets.SshProtocolError, EOFError),
+        (strict_transport.SshProtocolError, EOFError),
         _packet_seeds,
         (_packet(b"\x14" + bytes(62)), _packet(b"\x5d" + bytes(8)), b"SSH-2.0-x\n"),
     ),

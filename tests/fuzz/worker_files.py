@@ -1,5 +1,6 @@
 """Files that a worker reads: prepared data, data of the user's, checkpoints, weights."""
 
+import contextlib
 import io
 import json
 import os
@@ -17,21 +18,19 @@ import numpy as np
 
 from csdctl.worker.compute.model import load_weights
 from csdctl.worker.data.arrays import is_numeric, map_array
-from csdctl.worker.data.digest import compute_digest
+from csdctl.worker.data.element_spec import compute_digest
 from csdctl.worker.data.schedule import OwnSamples, Segment, Span, begin_epoch
-from csdctl.worker.ingest.limits import DEFAULT_LIMITS
 from csdctl.worker.ingest.partial_dataset import PartialDataset
 from csdctl.worker.ingest.prepare import _find_prepared
 from csdctl.worker.ingest.sources.arrays import ArraySource, open_idx_pair, open_npz
-from csdctl.worker.ingest.sources.gif import first_frame
-from csdctl.worker.ingest.sources.headers import read_header
-from csdctl.worker.ingest.sources.source import Block
-from csdctl.worker.ingest.sources.tree import read_tree
+from csdctl.worker.ingest.sources.images import read_header
+from csdctl.worker.ingest.sources.source import DEFAULT_LIMITS, Block, read_tree
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.process.files import DAMAGED_ARCHIVE
 from csdctl.worker.protocol.datasets import DatasetInfo, PrepareSpec
 from csdctl.worker.protocol.json_codec import to_json
-from csdctl.worker.tasks.position import (
+from csdctl.worker.tasks.checkpointer import Checkpoints, StepFile
+from csdctl.worker.tasks.progress import (
     _HEAD,
     CallbackState,
     EpochTotals,
@@ -40,7 +39,6 @@ from csdctl.worker.tasks.position import (
     pack,
     unpack,
 )
-from csdctl.worker.tasks.state_files import Checkpoints, StepFile
 from tests.fuzz.target import Form, Target
 
 FINGERPRINT = "f" * 32
@@ -192,9 +190,10 @@ def _idx(content: bytes, directory: Path) -> None:
 
 
 def _image_header(content: bytes, directory: Path) -> None:
-    read_header(content)
-    if content.startswith((b"GIF87a", b"GIF89a")):
-        first_frame(content)
+    header = read_header(content)
+    if header and header.opened and header.width * header.height < 1 << 20:
+        with contextlib.suppress(OSError, SyntaxError, ValueError, LookupError, EOFError):
+            header.opened.load()
 
 
 def _image_seeds() -> list[bytes]:

@@ -17,7 +17,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from csdctl.emulation.cgroups import list_cgroups, remove_cgroup
+from csdctl.emulation.limits import list_cgroups, remove_cgroup
 from tests.lab import network
 from tests.lab.host import LabHost
 from tests.lab.machines import INTERFACE, LabNode, NodeSpec

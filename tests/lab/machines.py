@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from csdctl.emulation.cgroups import CgroupLimit, open_cgroup
+from csdctl.emulation.limits import CgroupLimit, open_cgroup
 from csdctl.fleet.model import Node
 from tests.lab import network
 from tests.lab.network import DIES_WITH_PARENT, run_command, run_ip

@@ -38,7 +38,7 @@ def deploy(project: Project, *options: str) -> tuple[subprocess.CompletedProcess
     """Run `csdctl deploy --tree tree:there`; return exit code and the result of each node."""
     done = project.csdctl("deploy", "--tree", "tree:there", "--json", *options)
     document = json.loads(done.stdout) if done.stdout else {}
-    return done, document.get("nodes", {})
+    return done, document.get("machines", {})
 
 
 def deployed(node: LabNode) -> dict[str, bytes]:

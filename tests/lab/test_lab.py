@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from csdctl.emulation.cgroups import list_cgroups
+from csdctl.emulation.limits import list_cgroups
 from tests.lab import network
 from tests.lab.lab import PLACE, Lab, remove_stale_labs
 from tests.patience import eventually

@@ -83,7 +83,7 @@ def load_events(events: Path) -> list[dict[str, Any]]:
     found = []
     for line in events.read_text().splitlines():
         with contextlib.suppress(ValueError):
-            found.append(json.loads(json.loads(line)["line"].removeprefix("@csdctl ")))
+            found.append(json.loads(line))
     return found
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from csdctl.fleet.facts import facts_path, load_facts
-from csdctl.fleet.reading import load_fleet
+from csdctl.fleet.fleet_file import load_fleet
 from tests.lab.project import Project
 
 pytestmark = [pytest.mark.lab, pytest.mark.first(1)]

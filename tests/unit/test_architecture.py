@@ -43,18 +43,20 @@ def places_of_the_page() -> list[tuple[str, str]]:
     return sorted({*named, *drawn})
 
 
-@pytest.mark.parametrize("picture", ["rooms", "step"])
+@pytest.mark.parametrize("picture", ["packages", "step"])
 def test_picture_is_as_it_would_be_drawn_now(picture: str) -> None:
     drawn = (ROOT / "docs" / "pictures" / f"{picture}.svg").read_text()
     assert drawn == getattr(draw, f"render_{picture}")(), "run `python docs/pictures/draw.py`"
 
 
-def test_every_room_is_described() -> None:
+def test_every_package_is_described() -> None:
     cells = re.findall(r"^\| (`.*?) \|", PAGE, re.MULTILINE)
-    described = {room for cell in cells for room in re.findall(r"`([\w.]+)`", cell)}
-    rooms = {room for room in draw.read_imports() if (ROOT / "csdctl" / room.replace(".", "/")).is_dir()}
-    assert rooms
-    assert rooms - described == set(), "rooms without a line on the page"
+    described = {package for cell in cells for package in re.findall(r"`([\w.]+)`", cell)}
+    packages = {
+        package for package in draw.read_imports() if (ROOT / "csdctl" / package.replace(".", "/")).is_dir()
+    }
+    assert packages
+    assert packages - described == set(), "packages without a line on the page"
 
 
 @pytest.mark.parametrize(("path", "function"), places_of_the_page())

@@ -6,34 +6,32 @@ import typer
 
 from csdctl.cli import options
 
-EverythingOption = Annotated[
-    bool,
-    typer.Option("--everything", help="Remove everything csdctl wrote on the nodes, prepared data included."),
-]
-UnusedOption = Annotated[
-    bool,
-    typer.Option(
-        "--unused", help="Remove stored files that no deployed tree uses; they are sent again when needed."
-    ),
-]
-ComputedOption = Annotated[
-    bool,
-    typer.Option(
-        "--computed",
-        help="Remove features and predictions on host and nodes; they are computed again when needed.",
-    ),
-]
-ForceOption = Annotated[
-    bool, typer.Option("--force", help="Also stop a csdctl that is running there now, from any host.")
-]
-
 
 def clean(
     fleet: options.FleetOption = options.DEFAULT_FLEET,
-    everything: EverythingOption = False,
-    unused: UnusedOption = False,
-    computed: ComputedOption = False,
-    force: ForceOption = False,
+    everything: Annotated[
+        bool,
+        typer.Option(
+            "--everything", help="Remove everything csdctl wrote on the nodes, prepared data included."
+        ),
+    ] = False,
+    unused: Annotated[
+        bool,
+        typer.Option(
+            "--unused",
+            help="Remove stored files that no deployed tree uses; they are sent again when needed.",
+        ),
+    ] = False,
+    computed: Annotated[
+        bool,
+        typer.Option(
+            "--computed",
+            help="Remove features and predictions on host and nodes; they are computed again when needed.",
+        ),
+    ] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Also stop a csdctl that is running there now, from any host.")
+    ] = False,
     limit: options.LimitOption = None,
     exclude: options.ExcludeOption = None,
     failed_from: options.FailedFromOption = None,
@@ -42,8 +40,8 @@ def clean(
     json: options.JsonOption = False,
 ) -> None:
     """Stop processes and remove files that earlier csdctl commands left on the machines."""
-    from csdctl.cli.invocation import Invocation
-    from csdctl.cli.render.clean import clean_document, render_cleaned
+    from csdctl.cli.invocation import Invocation, outcomes_document
+    from csdctl.cli.render.fleet import render_cleaned
     from csdctl.launch.leftovers import CleanupOptions
     from csdctl.workflows.maintenance.clean import clean
 
@@ -64,4 +62,4 @@ def clean(
         is_pruning=unused and not dry_run,
         on_done=lambda outcome: render_cleaned(call.streams.console, outcome, is_dry=dry_run),
     )
-    call.finish(clean_document(outcomes, is_dry=dry_run), outcomes, is_dry=dry_run)
+    call.finish(outcomes_document("csdctl.clean/1", outcomes, is_dry=dry_run), outcomes, is_dry=dry_run)

@@ -11,28 +11,24 @@ import typer
 from csdctl.cli.options import DEFAULT_FLEET, DEFAULT_JOB
 from csdctl.cli.streams import Streams
 
-DirectoryOption = Annotated[Path, typer.Option("--directory", help="Working directory of the demo.")]
-NodesOption = Annotated[int, typer.Option("--nodes", min=1, max=64, help="Number of emulated nodes.")]
-CpuOption = Annotated[float, typer.Option("--cpu", help="CPU share of each node, in cores.")]
-TransferOption = Annotated[
-    bool,
-    typer.Option(
-        "--transfer",
-        help="Learn pictures on top of a pretrained base, and from scratch; downloads 150 MB.",
-    ),
-]
-KeepOption = Annotated[bool, typer.Option("--keep", help="Leave the emulated fleet running.")]
-
 
 def demo(
-    directory: DirectoryOption = Path("demo"),
-    nodes: NodesOption = 3,
-    cpu: CpuOption = 0.25,
-    transfer: TransferOption = False,
-    keep: KeepOption = False,
+    directory: Annotated[Path, typer.Option("--directory", help="Working directory of the demo.")] = Path(
+        "demo"
+    ),
+    nodes: Annotated[int, typer.Option("--nodes", min=1, max=64, help="Number of emulated nodes.")] = 3,
+    cpu: Annotated[float, typer.Option("--cpu", help="CPU share of each node, in cores.")] = 0.25,
+    transfer: Annotated[
+        bool,
+        typer.Option(
+            "--transfer",
+            help="Learn pictures on top of a pretrained base, and from scratch; downloads 150 MB.",
+        ),
+    ] = False,
+    keep: Annotated[bool, typer.Option("--keep", help="Leave the emulated fleet running.")] = False,
 ) -> None:
     """Train on an emulated fleet, all commands: Fashion-MNIST, or transfer learning."""
-    from csdctl.launch.tools import find_mpirun
+    from csdctl.launch.mpi_command import find_mpirun
     from csdctl.reporting.numbers import format_seconds
     from csdctl.workflows.data.demo import write_demo_files
     from csdctl.workflows.data.transfer_demo import fetch_transfer_demo

@@ -6,32 +6,30 @@ import typer
 
 from csdctl.cli import options
 
-TreeOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--tree",
-        metavar="SOURCE[:DESTINATION]",
-        help="Copy a directory instead of a job's files; DESTINATION is relative to each node's home.",
-        show_default=False,
-    ),
-]
-IgnoreOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--ignore", help="Exclude matching files from trees; same syntax as .gitignore.", show_default=False
-    ),
-]
-EverythingOption = Annotated[
-    bool, typer.Option("--everything", help="Also copy .git, __pycache__ and .csdctl of trees.")
-]
-
 
 def deploy(
     job: options.JobArgument = options.DEFAULT_JOB,
     fleet: options.FleetOption = options.DEFAULT_FLEET,
-    tree: TreeOption = None,
-    ignore: IgnoreOption = None,
-    everything: EverythingOption = False,
+    tree: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--tree",
+            metavar="SOURCE[:DESTINATION]",
+            help="Copy a directory instead of a job's files; DESTINATION is relative to each node's home.",
+            show_default=False,
+        ),
+    ] = None,
+    ignore: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--ignore",
+            help="Exclude matching files from trees; same syntax as .gitignore.",
+            show_default=False,
+        ),
+    ] = None,
+    everything: Annotated[
+        bool, typer.Option("--everything", help="Also copy .git, __pycache__ and .csdctl of trees.")
+    ] = False,
     dry_run: options.DryRunOption = False,
     limit: options.LimitOption = None,
     exclude: options.ExcludeOption = None,
@@ -39,8 +37,8 @@ def deploy(
     json: options.JsonOption = False,
 ) -> None:
     """Copy a job's files, or directory trees, to every node; send only what is missing there."""
-    from csdctl.cli.invocation import Invocation
-    from csdctl.cli.render.deploy import DeployView, deploy_document, render_deliveries
+    from csdctl.cli.invocation import Invocation, outcomes_document
+    from csdctl.cli.render.deploy import DeployView, render_deliveries
     from csdctl.workflows.data.deployment import DeployRequest, deploy_request
 
     call = Invocation.start("deploy", fleet, limit, exclude, failed_from, json=json)
@@ -52,4 +50,4 @@ def deploy(
         )
     if console.is_terminal:
         render_deliveries(console, outcomes, dry_run=dry_run)
-    call.finish(deploy_document(outcomes, dry_run=dry_run), outcomes, is_dry=dry_run)
+    call.finish(outcomes_document("csdctl.deploy/1", outcomes, is_dry=dry_run), outcomes, is_dry=dry_run)

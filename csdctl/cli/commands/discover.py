@@ -10,65 +10,54 @@ from csdctl.cli import options
 from csdctl.errors import InputError
 
 if TYPE_CHECKING:
-    from csdctl.cli.streams import Streams
-    from csdctl.workflows.discovery.fleet_import import ImportOptions
-    from csdctl.workflows.discovery.inventory_sources import NodeSource
-
-CidrOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--cidr",
-        help="First scan this address range for machines, and write the fleet file.",
-        show_default=False,
-    ),
-]
-InterfaceOption = Annotated[
-    str, typer.Option("--interface", help="Scan through this network interface; needs root or CAP_NET_RAW.")
-]
-UserOption = Annotated[
-    str, typer.Option("--user", help="User on the machines that --cidr finds; default: root.")
-]
-KeyOption = Annotated[
-    Path | None,
-    typer.Option("--key", help="Private key for the machines that --cidr finds.", show_default=False),
-]
-PortOption = Annotated[
-    int | None,
-    typer.Option(
-        "--port", min=1, max=65535, help="SSH port that --cidr scans; default: 22.", show_default=False
-    ),
-]
-InventoryOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--inventory", help="First write the fleet file from this Ansible inventory.", show_default=False
-    ),
-]
-SshConfigOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--ssh-config",
-        help="First write the fleet file from the aliases in this file, such as ~/.ssh/config.",
-        show_default=False,
-    ),
-]
-ForceOption = Annotated[bool, typer.Option("--force", help="Overwrite an existing fleet file.")]
-DryRunOption = Annotated[
-    bool, typer.Option("--dry-run", help="Print the fleet file that would be written, and stop.")
-]
+    from csdctl.workflows.discovery.inventory import NodeSource
 
 
 def discover(
     fleet: options.FleetOption = options.DEFAULT_FLEET,
-    cidr: CidrOption = None,
-    interface: InterfaceOption = "",
-    user: UserOption = "",
-    key: KeyOption = None,
-    port: PortOption = None,
-    inventory: InventoryOption = None,
-    ssh_config: SshConfigOption = None,
-    force: ForceOption = False,
-    dry_run: DryRunOption = False,
+    cidr: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--cidr",
+            help="First scan this address range for machines, and write the fleet file.",
+            show_default=False,
+        ),
+    ] = None,
+    interface: Annotated[
+        str,
+        typer.Option("--interface", help="Scan through this network interface; needs root or CAP_NET_RAW."),
+    ] = "",
+    user: Annotated[
+        str, typer.Option("--user", help="User on the machines that --cidr finds; default: root.")
+    ] = "",
+    key: Annotated[
+        Path | None,
+        typer.Option("--key", help="Private key for the machines that --cidr finds.", show_default=False),
+    ] = None,
+    port: Annotated[
+        int | None,
+        typer.Option(
+            "--port", min=1, max=65535, help="SSH port that --cidr scans; default: 22.", show_default=False
+        ),
+    ] = None,
+    inventory: Annotated[
+        Path | None,
+        typer.Option(
+            "--inventory", help="First write the fleet file from this Ansible inventory.", show_default=False
+        ),
+    ] = None,
+    ssh_config: Annotated[
+        Path | None,
+        typer.Option(
+            "--ssh-config",
+            help="First write the fleet file from the aliases in this file, such as ~/.ssh/config.",
+            show_default=False,
+        ),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite an existing fleet file.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the fleet file that would be written, and stop.")
+    ] = False,
     limit: options.LimitOption = None,
     exclude: options.ExcludeOption = None,
     failed_from: options.FailedFromOption = None,
@@ -76,16 +65,24 @@ def discover(
 ) -> None:
     """Find the machines of a fleet, and record their hardware and software."""
     from csdctl.cli.invocation import Invocation
-    from csdctl.cli.render.discovering import DiscoverView
-    from csdctl.cli.render.fleet import discover_document, render_fleet
+    from csdctl.cli.render.fleet import DiscoverView, discover_document, render_fleet, show_imported
     from csdctl.cli.streams import Streams
     from csdctl.workflows.discovery.discover import discover
-    from csdctl.workflows.discovery.fleet_import import ImportOptions
+    from csdctl.workflows.discovery.inventory import import_fleet
 
     source = _parse_source(cidr or [], interface, user, key, port, inventory, ssh_config)
     if source:
-        import_options = ImportOptions(limit or (), exclude or (), is_overwriting=force, is_dry_run=dry_run)
-        _import_fleet(source, fleet, import_options, Streams(is_json=json))
+        streams = Streams(is_json=json)
+        found = import_fleet(
+            source,
+            fleet,
+            directory=streams.directory,
+            limit=limit or (),
+            exclude=exclude or (),
+            force=force,
+            is_dry_run=dry_run,
+        )
+        show_imported(streams, found, source.name, is_dry_run=dry_run)
         if dry_run:
             return
         limit, exclude = None, None  # the file lists only the nodes that they select
@@ -111,7 +108,7 @@ def _parse_source(
     ssh_config: Path | None,
 ) -> "NodeSource | None":
     """Return the source that the options name, if any; raises InputError for more than one."""
-    from csdctl.workflows.discovery.inventory_sources import AddressRanges, AnsibleInventory, SshConfig
+    from csdctl.workflows.discovery.inventory import AddressRanges, AnsibleInventory, SshConfig
 
     sources: list[NodeSource] = []
     needs_cidr = {"--interface": interface, "--user": user, "--key": key, "--port": port}
@@ -128,14 +125,3 @@ def _parse_source(
             remedy="choose one of --cidr, --inventory and --ssh-config",
         )
     return sources[0] if sources else None
-
-
-def _import_fleet(
-    source: "NodeSource", path: Path, import_options: "ImportOptions", streams: "Streams"
-) -> None:
-    """Write the fleet file from `source`, or print it in a dry run."""
-    from csdctl.cli.render.fleet import show_imported
-    from csdctl.workflows.discovery.fleet_import import import_fleet
-
-    found = import_fleet(source, path, import_options, directory=streams.directory)
-    show_imported(streams, found, source.name, is_dry_run=import_options.is_dry_run)

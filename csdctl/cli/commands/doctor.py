@@ -7,51 +7,44 @@ import typer
 
 from csdctl.cli import options
 
-DeadlineOption = Annotated[
-    float, typer.Option("--deadline", envvar="CSDCTL_DEADLINE", help="Seconds for all checks together.")
-]
-ConnectDeadlineOption = Annotated[
-    float,
-    typer.Option(
-        "--connect-deadline", envvar="CSDCTL_CONNECT_DEADLINE", help="Seconds to connect to a node."
-    ),
-]
-MpiDeadlineOption = Annotated[
-    float,
-    typer.Option(
-        "--mpi-deadline",
-        envvar="CSDCTL_MPI_DEADLINE",
-        help="Seconds for all machines to start MPI together, and again for their allreduce.",
-    ),
-]
-
-
-JobOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--job",
-        help="Also look for what the own code of this job imports; by default of job.yaml, if there is one.",
-        show_default=False,
-    ),
-]
-
 
 def doctor(
     context: typer.Context,
     fleet: options.FleetOption = options.DEFAULT_FLEET,
-    deadline: DeadlineOption = 180.0,
-    connect_deadline: ConnectDeadlineOption = 10.0,
-    mpi_deadline: MpiDeadlineOption = 60.0,
+    deadline: Annotated[
+        float, typer.Option("--deadline", envvar="CSDCTL_DEADLINE", help="Seconds for all checks together.")
+    ] = 180.0,
+    connect_deadline: Annotated[
+        float,
+        typer.Option(
+            "--connect-deadline", envvar="CSDCTL_CONNECT_DEADLINE", help="Seconds to connect to a node."
+        ),
+    ] = 10.0,
+    mpi_deadline: Annotated[
+        float,
+        typer.Option(
+            "--mpi-deadline",
+            envvar="CSDCTL_MPI_DEADLINE",
+            help="Seconds for all machines to start MPI together, and again for their allreduce.",
+        ),
+    ] = 60.0,
     limit: options.LimitOption = None,
     exclude: options.ExcludeOption = None,
     failed_from: options.FailedFromOption = None,
-    job: JobOption = None,
+    job: Annotated[
+        Path | None,
+        typer.Option(
+            "--job",
+            help="Also look for what the own code of this job imports; by default of job.yaml, "
+            "if there is one.",
+            show_default=False,
+        ),
+    ] = None,
     json: options.JsonOption = False,
 ) -> None:
     """Check that the machines can train together, and report how to fix what fails."""
     from csdctl.cli.invocation import Invocation
-    from csdctl.cli.render.doctor import ExaminationView, doctor_document
-    from csdctl.cli.settings import list_settings
+    from csdctl.cli.render.doctor import ExaminationView, doctor_document, list_settings
     from csdctl.workflows.data.imports import read_imports
     from csdctl.workflows.preflight.doctor import DoctorOptions, examine
 

@@ -20,7 +20,7 @@ TaskOption = Annotated[
     typer.Option(
         "--task",
         metavar="FILE.py:TASK",
-        help="Run this Fabric task instead, on a connection to each node; needs csdctl[fabric].",
+        help="Run this Fabric task instead, on a connection to each node.",
         show_default=False,
     ),
 ]
@@ -57,7 +57,6 @@ def exec(
     from csdctl.cli.invocation import Invocation
     from csdctl.cli.render.exec import ExecView, exec_document, render_answers
     from csdctl.workflows.exec.run_command import ExecOptions, parse_command, run_command
-    from csdctl.workflows.exec.run_task import run_task
 
     words = command or []
     chosen = ExecOptions((600.0 if task else 60.0) if timeout is None else timeout, connect_deadline, host)
@@ -69,6 +68,8 @@ def exec(
         if task is None:
             result = run_command(call.fleet, words, directory=directory, options=chosen, on_done=view.show)
         else:
+            from csdctl.workflows.exec.run_task import run_task
+
             result = run_task(call.fleet, task, words, directory=directory, options=chosen)
     render_answers(call.streams, result)
     retry = shlex.join(["--task", task, *words] if task else ["--", *words])

@@ -9,44 +9,39 @@ from csdctl.cli import options
 from csdctl.cli.completion import complete_runs
 from csdctl.cli.streams import Streams
 
-RunArgument = Annotated[
-    str | None,
-    typer.Argument(
-        help="Id of the run; default: the latest.",
-        metavar="[RUN]",
-        show_default=False,
-        autocompletion=complete_runs,
-    ),
-]
-ToOption = Annotated[
-    str, typer.Option("--to", metavar="FORMAT", help="tensorboard, mlflow, prometheus or csv.")
-]
-OutputOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--output",
-        metavar="PATH",
-        help="The file to write, of tensorboard the directory; default: RUN.csv, …",
-    ),
-]
-UriOption = Annotated[
-    str | None,
-    typer.Option(
-        "--tracking-uri", metavar="URI", help="MLflow's server or directory; default: MLflow's own."
-    ),
-]
-
 
 def export(
-    to: ToOption,
-    run: RunArgument = None,
-    output: OutputOption = None,
-    tracking_uri: UriOption = None,
+    to: Annotated[
+        str, typer.Option("--to", metavar="FORMAT", help="tensorboard, mlflow, prometheus or csv.")
+    ],
+    run: Annotated[
+        str | None,
+        typer.Argument(
+            help="Id of the run; default: the latest.",
+            metavar="[RUN]",
+            show_default=False,
+            autocompletion=complete_runs,
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            metavar="PATH",
+            help="The file to write, of tensorboard the directory; default: RUN.csv, …",
+        ),
+    ] = None,
+    tracking_uri: Annotated[
+        str | None,
+        typer.Option(
+            "--tracking-uri", metavar="URI", help="MLflow's server or directory; default: MLflow's own."
+        ),
+    ] = None,
     json: options.JsonOption = False,
 ) -> None:
     """Write a run for TensorBoard, MLflow, Prometheus or a spreadsheet."""
     from csdctl.runs.directory import ProjectDirectory
-    from csdctl.workflows.reporting.export import export as export_run
+    from csdctl.workflows.reporting.report import export as export_run
 
     streams = Streams(is_json=json)
     written = export_run(ProjectDirectory(streams.directory), run, to, output, tracking_uri)

@@ -1,23 +1,22 @@
 """`csdctl extract`."""
 
-from csdctl.cli import options as common
-from csdctl.cli import train_options as options
+from csdctl.cli import options
 from csdctl.cli.streams import Streams
 
 
 def extract(
-    job: common.JobArgument = common.DEFAULT_JOB,
-    fleet: common.FleetOption = common.DEFAULT_FLEET,
+    job: options.JobArgument = options.DEFAULT_JOB,
+    fleet: options.FleetOption = options.DEFAULT_FLEET,
     plan: options.PlanOption = None,
     batch_size: options.BatchSizeOption = None,
     feature_precision: options.FeaturePrecisionOption = "float32",
     feature_engine: options.FeatureEngineOption = "keras",
-    limit: common.LimitOption = None,
-    exclude: common.ExcludeOption = None,
-    json: common.JsonOption = False,
+    limit: options.LimitOption = None,
+    exclude: options.ExcludeOption = None,
+    json: options.JsonOption = False,
 ) -> None:
     """Compute the output of the model's frozen layers for all samples, where they are stored."""
-    from csdctl.cli.render.features import ExtractScreen, extract_document
+    from csdctl.cli.render.prepare import PreparationScreen
     from csdctl.job.model import load_job
     from csdctl.worker.protocol.features import FeatureOptions
     from csdctl.workflows.train.extract import ExtractRequest
@@ -30,7 +29,8 @@ def extract(
     check_features(features)
     loaded, chosen = load_job(job), choose_fleet(fleet, limit, exclude)
     request = ExtractRequest(loaded, chosen, streams.directory, features, plan, batch_size)
-    screen = ExtractScreen(streams)
+    screen = PreparationScreen(streams)
     found = run_extraction(request, screen)
     screen.say(found.describe())
-    streams.result(extract_document(found))
+    names = "layer", "shape", "precision", "num_samples", "num_computed", "elapsed_s"
+    streams.result({"schema": "csdctl.extract/1", **{name: getattr(found, name) for name in names}})

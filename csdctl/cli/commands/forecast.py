@@ -1,33 +1,88 @@
 """`csdctl forecast`."""
 
-from csdctl.cli import forecast_options as options
-from csdctl.cli.options import (
-    DEFAULT_FLEET,
-    DEFAULT_JOB,
-    ExcludeOption,
-    FleetOption,
-    JobArgument,
-    JsonOption,
-    LimitOption,
-)
+from typing import Annotated
+
+import typer
+
+from csdctl.cli import options
 from csdctl.cli.streams import Streams
+from csdctl.perfmodel.published import Network
 
 
 def forecast(
-    job: JobArgument = DEFAULT_JOB,
-    fleet: FleetOption = DEFAULT_FLEET,
-    published: options.PublishedOption = None,
-    nodes: options.NodesOption = None,
-    epochs: options.EpochsOption = None,
-    samples: options.SamplesOption = None,
-    max_global_batch: options.MaxGlobalBatchOption = None,
-    host_watts: options.HostWattsOption = None,
-    node_watts: options.NodeWattsOption = None,
-    alone_watts: options.AloneWattsOption = None,
-    sum_seconds: options.SumSecondsOption = None,
-    limit: LimitOption = None,
-    exclude: ExcludeOption = None,
-    json: JsonOption = False,
+    job: options.JobArgument = options.DEFAULT_JOB,
+    fleet: options.FleetOption = options.DEFAULT_FLEET,
+    published: Annotated[
+        Network | None,
+        typer.Option(
+            "--published",
+            help="Forecast this network from the STANNIS paper, on Newport CSDs, instead of a job.",
+            show_default=False,
+        ),
+    ] = None,
+    nodes: Annotated[
+        str | None,
+        typer.Option(
+            "--nodes",
+            metavar="NUMBERS",
+            help="Numbers of nodes: 24, 1..36, or 4,8,16; default: 0 to all nodes.",
+            show_default=False,
+        ),
+    ] = None,
+    epochs: Annotated[
+        int | None,
+        typer.Option("--epochs", min=1, help="Number of epochs; default: the job's.", show_default=False),
+    ] = None,
+    samples: Annotated[
+        int | None,
+        typer.Option(
+            "--samples",
+            min=1,
+            help="Samples per epoch, public and private, for time and energy.",
+            show_default=False,
+        ),
+    ] = None,
+    max_global_batch: Annotated[
+        int | None,
+        typer.Option(
+            "--max-global-batch",
+            min=1,
+            help="Largest global batch size; default: the limit that the plan was tuned with.",
+            show_default=False,
+        ),
+    ] = None,
+    host_watts: Annotated[
+        float | None,
+        typer.Option(
+            "--host-watts",
+            help="Power in watts that does not depend on the number of training nodes.",
+            show_default=False,
+        ),
+    ] = None,
+    node_watts: Annotated[
+        float | None,
+        typer.Option("--node-watts", help="Power in watts that each training node adds.", show_default=False),
+    ] = None,
+    alone_watts: Annotated[
+        float | None,
+        typer.Option(
+            "--alone-watts",
+            help="Power in watts of the host alone, with ordinary drives; default: --host-watts.",
+            show_default=False,
+        ),
+    ] = None,
+    sum_seconds: Annotated[
+        float | None,
+        typer.Option(
+            "--sum-seconds",
+            min=0,
+            help="Seconds that each node adds to the sum over the ranks.",
+            show_default=False,
+        ),
+    ] = None,
+    limit: options.LimitOption = None,
+    exclude: options.ExcludeOption = None,
+    json: options.JsonOption = False,
 ) -> None:
     """Forecast throughput, time and energy for any number of nodes."""
     from csdctl.cli.render.forecast import forecast_document, render_forecast

@@ -8,62 +8,55 @@ import typer
 from csdctl.cli import options
 from csdctl.cli.streams import Streams
 
-ModelOption = Annotated[
-    str,
-    typer.Option(
-        "--model",
-        help="FILE.py:FUNCTION, FILE.keras or keras.applications:NAME; default: the only model here.",
-    ),
-]
-ModelArgsOption = Annotated[
-    str, typer.Option("--model-args", help="Arguments of the function, as in job.yaml: '{width: 64}'.")
-]
-PublicOption = Annotated[
-    str,
-    typer.Option(
-        "--public",
-        help="Training data: a path, FILE.py:FUNCTION or FILE.py:FUNCTION:PATH; default: the only data here.",
-    ),
-]
-ValidationOption = Annotated[str, typer.Option("--validation", help="The validation data, as --public.")]
-PrivateOption = Annotated[
-    str, typer.Option("--private", help="Path of private data on each node; it is not looked at.")
-]
-CodeOption = Annotated[
-    list[Path] | None,
-    typer.Option(
-        "--code",
-        help="File or package with the model's own layers, losses and metrics; imports of --model are found.",
-        show_default=False,
-    ),
-]
-LabelOption = Annotated[
-    str, typer.Option("--label", help="The label's column of .csv files, or feature of TFRecord files.")
-]
-DropOption = Annotated[
-    list[str] | None,
-    typer.Option("--drop", help="A column of .csv files that is no feature.", show_default=False),
-]
-OutputOption = Annotated[Path, typer.Option("--output", help="Path of the job file to write.")]
-ForceOption = Annotated[bool, typer.Option("--force", help="Overwrite an existing job file.")]
-
 
 def init(
-    model: ModelOption = "",
-    public: PublicOption = "",
-    validation: ValidationOption = "",
-    private: PrivateOption = "",
-    model_args: ModelArgsOption = "",
-    code: CodeOption = None,
-    label: LabelOption = "",
-    drop: DropOption = None,
-    output: OutputOption = options.DEFAULT_JOB,
-    force: ForceOption = False,
+    model: Annotated[
+        str,
+        typer.Option(
+            "--model",
+            help="FILE.py:FUNCTION, FILE.keras or keras.applications:NAME; default: the only model here.",
+        ),
+    ] = "",
+    public: Annotated[
+        str,
+        typer.Option(
+            "--public",
+            help="Training data: a path, FILE.py:FUNCTION or FILE.py:FUNCTION:PATH; "
+            "default: the only data here.",
+        ),
+    ] = "",
+    validation: Annotated[str, typer.Option("--validation", help="The validation data, as --public.")] = "",
+    private: Annotated[
+        str, typer.Option("--private", help="Path of private data on each node; it is not looked at.")
+    ] = "",
+    model_args: Annotated[
+        str, typer.Option("--model-args", help="Arguments of the function, as in job.yaml: '{width: 64}'.")
+    ] = "",
+    code: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--code",
+            help="File or package with the model's own layers, losses and metrics; "
+            "imports of --model are found.",
+            show_default=False,
+        ),
+    ] = None,
+    label: Annotated[
+        str, typer.Option("--label", help="The label's column of .csv files, or feature of TFRecord files.")
+    ] = "",
+    drop: Annotated[
+        list[str] | None,
+        typer.Option("--drop", help="A column of .csv files that is no feature.", show_default=False),
+    ] = None,
+    output: Annotated[
+        Path, typer.Option("--output", help="Path of the job file to write.")
+    ] = options.DEFAULT_JOB,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite an existing job file.")] = False,
     json: options.JsonOption = False,
 ) -> None:
     """Write a commented job.yaml, after a look at your model and data."""
-    from csdctl.cli.render.initializing import init_document, render_written
-    from csdctl.cli.render.preparing import PreparingView
+    from csdctl.cli.render.init import init_document, render_written
+    from csdctl.cli.render.prepare import PreparingView
     from csdctl.workflows.data.init import InitRequest, init_job
 
     streams = Streams(is_json=json)

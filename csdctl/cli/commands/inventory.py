@@ -1,6 +1,5 @@
 """`csdctl inventory`."""
 
-import json
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -8,7 +7,7 @@ from typing import Annotated
 import typer
 
 from csdctl.cli import options
-from csdctl.cli.streams import Streams
+from csdctl.cli.streams import Streams, format_json
 
 
 class Format(StrEnum):
@@ -19,20 +18,16 @@ class Format(StrEnum):
     SSH_CONFIG = "ssh-config"
 
 
-FormatOption = Annotated[
-    Format,
-    typer.Option("--format", help="ansible: for ansible-playbook -i; ssh-config: for ssh -F; or json."),
-]
-OutputOption = Annotated[
-    Path | None,
-    typer.Option("--output", help="Write to this file instead of stdout.", show_default=False),
-]
-
-
 def inventory(
     fleet: options.FleetOption = options.DEFAULT_FLEET,
-    form: FormatOption = Format.ANSIBLE,
-    output: OutputOption = None,
+    form: Annotated[
+        Format,
+        typer.Option("--format", help="ansible: for ansible-playbook -i; ssh-config: for ssh -F; or json."),
+    ] = Format.ANSIBLE,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", help="Write to this file instead of stdout.", show_default=False),
+    ] = None,
     limit: options.LimitOption = None,
     exclude: options.ExcludeOption = None,
 ) -> None:
@@ -46,7 +41,7 @@ def inventory(
     streams = Streams()
     chosen = choose_fleet(fleet, limit, exclude)
     if form is Format.JSON:
-        text = json.dumps(fleet_document(chosen), indent=2) + "\n"
+        text = format_json(fleet_document(chosen), indent=2) + "\n"
     else:
         text = TEXT_FORMATS[form](chosen, streams.directory)
     if output:

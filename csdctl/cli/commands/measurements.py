@@ -32,11 +32,13 @@ def measurements(forget: ForgetOption = None, yes: YesOption = False, json: Json
     streams = Streams(is_json=json)
     project = ProjectDirectory(streams.directory)
     if forget is not None:
-        forgotten = forget_measurements(project, forget, lambda question: streams.confirm(question, yes=yes))
+        forgotten = forget_measurements(
+            project, forget, lambda question: streams.confirm(question, yes=yes), streams.say
+        )
         render_forgotten(streams.console, forgotten)
         streams.result(forgotten_document(forgotten))
         return
-    overview = load_measurements(project)
+    overview = load_measurements(project, streams.say)
     path = str(project.measurements.relative_to(streams.directory))
     if json:
         streams.result(measurements_document(overview, path))

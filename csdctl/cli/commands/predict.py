@@ -5,68 +5,60 @@ from typing import Annotated
 
 import typer
 
-from csdctl.cli import options as common
-from csdctl.cli import train_options as options
+from csdctl.cli import options
 from csdctl.cli.streams import Streams
-
-ModelArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="RUN|MODEL.keras",
-        help="A run, by its id or how that begins (`latest` works), or a .keras file.",
-    ),
-]
-JobOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--job", help="The job whose data is used; default: the run's, else job.yaml.", show_default=False
-    ),
-]
-OnOption = Annotated[
-    str | None,
-    typer.Option(
-        "--on",
-        metavar="DATA",
-        help="private, public, validation or all; default: private if the job has it, else public.",
-        show_default=False,
-    ),
-]
-WantOption = Annotated[
-    str,
-    typer.Option(
-        "--want",
-        metavar="WHAT",
-        help="classes (with probability; of a regression its value), scores (all outputs), or embeddings: "
-        "sent with the sample's node and row, without a file name.",
-    ),
-]
-LayerOption = Annotated[
-    str,
-    typer.Option(
-        "--layer", metavar="NAME", help="The layer whose output the embeddings are.", show_default=False
-    ),
-]
-OutputOption = Annotated[
-    Path, typer.Option("--output", metavar="FILE", help="Write to this file: .csv, .parquet or .npz.")
-]
 
 
 def predict(
-    model: ModelArgument,
-    job: JobOption = None,
-    fleet: common.FleetOption = common.DEFAULT_FLEET,
-    on: OnOption = None,
-    want: WantOption = "classes",
-    layer: LayerOption = "",
-    output: OutputOption = Path("predictions.csv"),
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN|MODEL.keras",
+            help="A run, by its id or how that begins (`latest` works), or a .keras file.",
+        ),
+    ],
+    job: Annotated[
+        Path | None,
+        typer.Option(
+            "--job", help="The job whose data is used; default: the run's, else job.yaml.", show_default=False
+        ),
+    ] = None,
+    fleet: options.FleetOption = options.DEFAULT_FLEET,
+    on: Annotated[
+        str | None,
+        typer.Option(
+            "--on",
+            metavar="DATA",
+            help="private, public, validation or all; default: private if the job has it, else public.",
+            show_default=False,
+        ),
+    ] = None,
+    want: Annotated[
+        str,
+        typer.Option(
+            "--want",
+            metavar="WHAT",
+            help="classes (with probability; of a regression its value), scores (all outputs), or "
+            "embeddings: sent with the sample's node and row, without a file name.",
+        ),
+    ] = "classes",
+    layer: Annotated[
+        str,
+        typer.Option(
+            "--layer", metavar="NAME", help="The layer whose output the embeddings are.", show_default=False
+        ),
+    ] = "",
+    output: Annotated[
+        Path, typer.Option("--output", metavar="FILE", help="Write to this file: .csv, .parquet or .npz.")
+    ] = Path("predictions.csv"),
     plan: options.PlanOption = None,
     batch_size: options.BatchSizeOption = None,
-    limit: common.LimitOption = None,
-    exclude: common.ExcludeOption = None,
-    json: common.JsonOption = False,
+    limit: options.LimitOption = None,
+    exclude: options.ExcludeOption = None,
+    json: options.JsonOption = False,
 ) -> None:
     """Run a trained model over samples where they are stored; only its answers are sent."""
-    from csdctl.cli.render.predict import PredictScreen, describe_result, predict_document
+    from csdctl.cli.render.prepare import PreparationScreen
     from csdctl.workflows.predict.predict import predict as run_prediction
     from csdctl.workflows.predict.request import check_request
     from csdctl.workflows.workspace.partial_failure import choose_fleet
@@ -84,8 +76,15 @@ def predict(
         plan_path=plan,
         batch_size=batch_size,
     )
-    screen = PredictScreen(streams)
+    screen = PreparationScreen(streams)
     found = run_prediction(request, screen)
-    screen.say(describe_result(found))
-    streams.result(predict_document(request, found))
+    by_machine = ", ".join(f"{name} {count:,}" for name, count in found.num_rows_of.items())
+    earlier = found.num_rows - found.num_computed
+    screen.say(
+        f"{found.output}: {found.num_rows:,} rows ({by_machine}); {found.num_computed:,} computed, "
+        f"{earlier:,} found, in {found.elapsed_s:.1f} s"
+    )
+    asked = {"model": request.model, "on": request.on, "want": request.want, "layer": request.layer}
+    answers = {name: value for name, value in vars(found).items() if name != "missing"}
+    streams.result({"schema": "csdctl.predict/1", **asked, **answers, "failed": found.missing})
     found.check()

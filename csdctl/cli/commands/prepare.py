@@ -7,28 +7,25 @@ import typer
 from csdctl.cli import options
 from csdctl.cli.streams import Streams
 
-SampleOption = Annotated[
-    str,
-    typer.Option(
-        "--sample",
-        help="First fill the job's data paths with a sample data set: fashion-mnist or openclipart. "
-        "Without job.yaml, fashion-mnist also writes one.",
-    ),
-]
-
 
 def prepare(
     job: options.JobArgument = options.DEFAULT_JOB,
     fleet: options.FleetOption = options.DEFAULT_FLEET,
-    sample: SampleOption = "",
+    sample: Annotated[
+        str,
+        typer.Option(
+            "--sample",
+            help="First fill the job's data paths with a sample data set: fashion-mnist or openclipart. "
+            "Without job.yaml, fashion-mnist also writes one.",
+        ),
+    ] = "",
     dry_run: options.DryRunOption = False,
     limit: options.LimitOption = None,
     exclude: options.ExcludeOption = None,
     json: options.JsonOption = False,
 ) -> None:
     """Convert data and model to the format that training reads; data stays where it is."""
-    from csdctl.cli.render.preparing import PreparingView, prepare_document, render_prepared
-    from csdctl.cli.render.rehearsal import show_rehearsal
+    from csdctl.cli.render.prepare import PreparingView, prepare_document, render_prepared, show_rehearsal
     from csdctl.job.model import load_job
     from csdctl.workflows.data.demo import write_sample_job
     from csdctl.workflows.data.prepare import prepare_fleet

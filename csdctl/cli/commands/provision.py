@@ -1,11 +1,18 @@
 """`csdctl provision`."""
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from csdctl.cli import options
+from csdctl.errors import InputError
+from csdctl.fleet.names import format_node_names
+
+if TYPE_CHECKING:
+    from csdctl.workflows.provision.machine import Kind
+    from csdctl.workflows.provision.provision import ProvisionRequest
 
 CollectOption = Annotated[
     bool, typer.Option("--collect", help="Only collect what the nodes need, on this host.")
@@ -78,7 +85,6 @@ def provision(
 ) -> None:
     """Install Python, the packages for training and MPI on bare nodes."""
     from csdctl.cli.invocation import Invocation
-    from csdctl.cli.provision_options import build_request, parse_kinds
     from csdctl.cli.render.provision import (
         ProvisionView,
         collected_document,
@@ -89,9 +95,9 @@ def provision(
     from csdctl.workflows.provision import provision as workflow
 
     streams = Streams(is_json=json)
-    request = build_request(streams.directory, bundles, prefix, lock, set_, tags, dry_run=dry_run, send=send)
+    request = _build_request(streams.directory, bundles, prefix, lock, set_, tags, dry_run=dry_run, send=send)
     if collect and kind:
-        found = [workflow.collect_kind(request, one, streams.say) for one in parse_kinds(kind)]
+        found = [workflow.collect_kind(request, one, streams.say) for one in _parse_kinds(kind)]
         streams.result(collected_document(found))
         return
     call = Invocation.start("provision", fleet, limit, exclude, failed_from, json=json)
@@ -101,7 +107,7 @@ def provision(
         )
         return
     if uninstall and not dry_run:
-        names = ", ".join(node.name for node in call.fleet.nodes)
+        names = format_node_names(node.name for node in call.fleet.nodes)
         call.streams.confirm(f"Remove {prefix} and ~/.csdctl, with prepared data, from {names}?", yes=yes)
     with ProvisionView(call.streams.console, num_nodes=len(call.fleet.nodes)) as view:
         if uninstall:
@@ -118,3 +124,54 @@ def provision(
             )
     render_nodes(call.streams.console, outcomes, request)
     call.finish(provision_document(outcomes, request), outcomes, is_dry=dry_run)
+
+
+def _build_request(
+    directory: Path,
+    bundles: Path | None,
+    prefix: str,
+    lock: Path | None,
+    values: Sequence[str] | None,
+    tags: str,
+    *,
+    dry_run: bool,
+    send: bool,
+) -> "ProvisionRequest":
+    """Return the request; raises InputError for an unusable value."""
+    from csdctl.runs.directory import ProjectDirectory
+    from csdctl.workflows.provision.provision import ProvisionRequest
+    from csdctl.workflows.provision.wheels import LOCK
+
+    parsed = {}
+    for text in values or ():
+        name, equals, value = text.partition("=")
+        if not equals or not name.isidentifier():
+            raise InputError(
+                f"--set {text!r} is not NAME=VALUE", remedy="for example --set node_firewall=true"
+            )
+        parsed[name] = value
+    return ProvisionRequest(
+        (bundles or ProjectDirectory(directory).state / "provision").absolute(),
+        prefix.rstrip("/"),
+        lock or LOCK,
+        is_dry_run=dry_run,
+        sends_only=send,
+        values=parsed,
+        tags=tags,
+    )
+
+
+def _parse_kinds(texts: Sequence[str]) -> "list[Kind]":
+    """Return the kinds of `--kind`; without a version, Python itself is collected, too."""
+    from csdctl.workflows.provision.machine import ARCHITECTURES, PYTHONS, SENT_PYTHON, Kind
+
+    kinds = []
+    for text in texts:
+        architecture, colon, python = text.partition(":")
+        if architecture not in ARCHITECTURES or (colon and python not in PYTHONS):
+            raise InputError(
+                f"--kind {text!r} is unknown",
+                remedy=f"give {' or '.join(ARCHITECTURES)}; with {', '.join(PYTHONS)} if nodes have that",
+            )
+        kinds.append(Kind(architecture, python or SENT_PYTHON, sends_python=not colon))
+    return kinds

@@ -9,22 +9,6 @@ from csdctl.cli import options
 from csdctl.cli.completion import complete_runs
 from csdctl.cli.streams import Streams
 
-RunsArgument = Annotated[
-    list[str] | None,
-    typer.Argument(
-        help="Ids of runs, shown side by side; default: the latest.",
-        metavar="[RUN]...",
-        show_default=False,
-        autocompletion=complete_runs,
-    ),
-]
-PrivacyOption = Annotated[
-    bool,
-    typer.Option(
-        "--privacy",
-        help="Show the bytes sent instead, by link and traffic class; with noise, also ε.",
-    ),
-]
 HtmlOption = Annotated[
     Path | None,
     typer.Option(
@@ -34,41 +18,49 @@ HtmlOption = Annotated[
 CsvOption = Annotated[
     Path | None, typer.Option("--csv", metavar="FILE", help="Write a row for each run and epoch.")
 ]
-ScalingOption = Annotated[
-    bool,
-    typer.Option("--scaling", help="Compare runs with 0, 1, 2 … nodes: speed-up, efficiency, energy."),
-]
 
 
 def report(
-    runs: RunsArgument = None,
-    privacy: PrivacyOption = False,
+    runs: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Ids of runs, shown side by side; default: the latest.",
+            metavar="[RUN]...",
+            show_default=False,
+            autocompletion=complete_runs,
+        ),
+    ] = None,
+    privacy: Annotated[
+        bool,
+        typer.Option(
+            "--privacy",
+            help="Show the bytes sent instead, by link and traffic class; with noise, also ε.",
+        ),
+    ] = False,
     html: HtmlOption = None,
     csv: CsvOption = None,
-    scaling: ScalingOption = False,
+    scaling: Annotated[
+        bool,
+        typer.Option("--scaling", help="Compare runs with 0, 1, 2 … nodes: speed-up, efficiency, energy."),
+    ] = False,
     json: options.JsonOption = False,
 ) -> None:
     """Show the results of a run, or of several side by side."""
-    from csdctl.cli.render.report import check_report_options, show_files, show_report, show_reports
+    from csdctl.cli.render import report as render
     from csdctl.runs.directory import ProjectDirectory
     from csdctl.workflows.reporting import report as reporting
 
     streams, ids = Streams(is_json=json), runs or []
-    check_report_options(ids, is_privacy=privacy, has_files=bool(html or csv))
+    render.check_options(ids, is_privacy=privacy, is_scaling=scaling, has_files=bool(html or csv))
     project = ProjectDirectory(streams.directory)
     if scaling:
-        from csdctl.cli.render.scaling import check_scaling_options, show_scaling
-
-        check_scaling_options(ids, is_privacy=privacy)
         series = reporting.scaling(project, ids)
-        show_scaling(streams, series, reporting.write_scaling(series, html, csv))
+        render.show_scaling(streams, series, reporting.write_scaling(series, html, csv))
     elif privacy:
-        from csdctl.cli.render.privacy import show_privacy
-
-        show_privacy(streams, reporting.privacy(project, ids[0] if ids else None))
+        render.show_privacy(streams, reporting.privacy(project, ids[0] if ids else None))
     elif html or csv:
-        show_files(streams, reporting.write_files(project, ids, html, csv))
+        render.show_files(streams, reporting.write_files(project, ids, html, csv))
     elif len(ids) > 1:
-        show_reports(streams, [reporting.report(project, run_id) for run_id in ids])
+        render.show_reports(streams, [reporting.report(project, run_id) for run_id in ids])
     else:
-        show_report(streams, *reporting.report(project, ids[0] if ids else None))
+        render.show_report(streams, *reporting.report(project, ids[0] if ids else None))

@@ -39,7 +39,7 @@ def list_runs(json: options.JsonOption = False) -> None:
     from csdctl.workflows.runs import manage
 
     streams = Streams(is_json=json)
-    show_runs(streams, manage.list_runs(ProjectDirectory(streams.directory)))
+    show_runs(streams, manage.list_runs(ProjectDirectory(streams.directory), streams.say))
 
 
 @app.command()

@@ -5,56 +5,43 @@ from typing import Annotated
 
 import typer
 
-from csdctl.cli import train_options
+from csdctl.cli import options
 from csdctl.cli.commands.report import CsvOption, HtmlOption
-from csdctl.cli.options import (
-    DEFAULT_FLEET,
-    DEFAULT_JOB,
-    DryRunOption,
-    ExcludeOption,
-    FleetOption,
-    JobArgument,
-    JsonOption,
-    LimitOption,
-)
 from csdctl.cli.streams import Streams
-
-NodesOption = Annotated[
-    str | None,
-    typer.Option(
-        "--nodes",
-        metavar="NUMBERS",
-        help="Numbers of nodes: 0,1,2 or 0..36; 0 is the host alone. Default: 0, 1, 2, 4 … and all.",
-        show_default=False,
-    ),
-]
-WeakOption = Annotated[
-    bool, typer.Option("--weak", help="Only the weak series: every rank keeps its batch size.")
-]
-StrongOption = Annotated[
-    bool, typer.Option("--strong", help="Only the strong series: the global batch size stays.")
-]
 
 
 def scale(
-    job: JobArgument = DEFAULT_JOB,
-    fleet: FleetOption = DEFAULT_FLEET,
-    nodes: NodesOption = None,
-    weak: WeakOption = False,
-    strong: StrongOption = False,
-    plan: train_options.PlanOption = None,
-    batch_size: train_options.BatchSizeOption = None,
-    max_steps: train_options.MaxStepsOption = None,
-    skip_doctor: train_options.SkipDoctorOption = False,
+    job: options.JobArgument = options.DEFAULT_JOB,
+    fleet: options.FleetOption = options.DEFAULT_FLEET,
+    nodes: Annotated[
+        str | None,
+        typer.Option(
+            "--nodes",
+            metavar="NUMBERS",
+            help="Numbers of nodes: 0,1,2 or 0..36; 0 is the host alone. Default: 0, 1, 2, 4 … and all.",
+            show_default=False,
+        ),
+    ] = None,
+    weak: Annotated[
+        bool, typer.Option("--weak", help="Only the weak series: every rank keeps its batch size.")
+    ] = False,
+    strong: Annotated[
+        bool, typer.Option("--strong", help="Only the strong series: the global batch size stays.")
+    ] = False,
+    plan: options.PlanOption = None,
+    batch_size: options.BatchSizeOption = None,
+    max_steps: options.MaxStepsOption = None,
+    skip_doctor: options.SkipDoctorOption = False,
     html: HtmlOption = None,
     csv: CsvOption = None,
-    dry_run: DryRunOption = False,
-    limit: LimitOption = None,
-    exclude: ExcludeOption = None,
-    json: JsonOption = False,
+    dry_run: options.DryRunOption = False,
+    limit: options.LimitOption = None,
+    exclude: options.ExcludeOption = None,
+    json: options.JsonOption = False,
 ) -> None:
     """Train with 0, 1, 2 … nodes, and show speed-up, efficiency and energy."""
-    from csdctl.cli.render.scaling import show_points, show_series, train_point
+    from csdctl.cli.render.report import show_points, show_series
+    from csdctl.cli.render.train import train_point
     from csdctl.job.model import load_job
     from csdctl.tuning.series import KINDS, STRONG, WEAK
     from csdctl.workflows.forecast.request import parse_node_counts
@@ -67,12 +54,12 @@ def scale(
     streams = Streams(is_json=json)
     kinds = [kind for kind, is_asked in ((WEAK, weak), (STRONG, strong)) if is_asked] or list(KINDS)
     # Batch sizes that moved during a run would be another plan than that of its point.
-    options = TrainOptions(max_steps=max_steps, is_balanced=False)
+    wanted = TrainOptions(max_steps=max_steps, is_balanced=False)
     training = TrainRequest(
         load_job(job),
         choose_fleet(fleet, limit, exclude),
         streams.directory,
-        options,
+        wanted,
         plan,
         batch_size,
         is_preflight_skipped=skip_doctor,

@@ -1,51 +1,98 @@
 """`csdctl train`."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from csdctl.cli import train_options as options
-from csdctl.cli.options import (
-    DEFAULT_FLEET,
-    DEFAULT_JOB,
-    DryRunOption,
-    ExcludeOption,
-    FleetOption,
-    JobArgument,
-    JsonOption,
-    LimitOption,
-)
+import typer
+
+from csdctl.cli import options
+from csdctl.cli.completion import complete_runs
 from csdctl.cli.streams import Streams
+from csdctl.worker.protocol.orders import COLLECTIVE_NAMES
 
 if TYPE_CHECKING:
     from csdctl.workflows.train.train import TrainRequest
 
 
 def train(
-    job: JobArgument = DEFAULT_JOB,
-    fleet: FleetOption = DEFAULT_FLEET,
+    job: options.JobArgument = options.DEFAULT_JOB,
+    fleet: options.FleetOption = options.DEFAULT_FLEET,
     plan: options.PlanOption = None,
     batch_size: options.BatchSizeOption = None,
     max_steps: options.MaxStepsOption = None,
-    dry_run: DryRunOption = False,
-    resume: options.ResumeOption = None,
-    min_nodes: options.MinNodesOption = 1,
-    rebalance: options.RebalanceOption = True,
-    collective: options.CollectiveOption = "auto",
+    dry_run: options.DryRunOption = False,
+    resume: Annotated[
+        str | None,
+        typer.Option(
+            "--resume",
+            metavar="RUN",
+            help="Resume this run from its last completed step (`latest` works).",
+            autocompletion=complete_runs,
+        ),
+    ] = None,
+    min_nodes: Annotated[
+        int,
+        typer.Option("--min-nodes", help="Continue without lost nodes while at least this many are left."),
+    ] = 1,
+    rebalance: Annotated[
+        bool,
+        typer.Option("--rebalance/--no-rebalance", help="Adjust batch sizes when a node's speed changes."),
+    ] = True,
+    collective: Annotated[
+        str,
+        typer.Option(
+            "--collective",
+            metavar="NAME",
+            help=f"How gradients are summed: {', '.join(COLLECTIVE_NAMES)} or auto.",
+        ),
+    ] = "auto",
     strategy: options.StrategyOption = "auto",
     feature_precision: options.FeaturePrecisionOption = "float32",
     feature_engine: options.FeatureEngineOption = "keras",
     cut: options.CutOption = "",
     micro_batches: options.MicroBatchesOption = 4,
-    checkpoint_seconds: options.CheckpointSecondsOption = 600.0,
-    keep: options.KeepOption = 3,
-    start_deadline: options.StartDeadlineOption = 300.0,
-    silence_deadline: options.SilenceDeadlineOption = 300.0,
-    callback: options.CallbackOption = None,
+    checkpoint_seconds: Annotated[
+        float,
+        typer.Option(
+            "--checkpoint-seconds",
+            help="Write a checkpoint after each epoch, and at this interval in seconds.",
+        ),
+    ] = 600.0,
+    keep: Annotated[int, typer.Option("--keep", help="Number of checkpoints to keep, besides the best.")] = 3,
+    start_deadline: Annotated[
+        float, typer.Option("--start-deadline", help="Seconds within which every rank must be ready.")
+    ] = 300.0,
+    silence_deadline: Annotated[
+        float, typer.Option("--silence-deadline", help="Stop the run after this many seconds without a step.")
+    ] = 300.0,
+    callback: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--callback",
+            metavar="FILE.py:NAME",
+            help="Call this function of yours with every event of the run, in a thread of its own.",
+            show_default=False,
+        ),
+    ] = None,
     skip_doctor: options.SkipDoctorOption = False,
-    detach: options.DetachOption = False,
-    notify: options.NotifyOption = None,
-    limit: LimitOption = None,
-    exclude: ExcludeOption = None,
-    json: JsonOption = False,
+    detach: Annotated[
+        bool,
+        typer.Option(
+            "--detach/--no-detach",
+            help="Train in the background, without this terminal; `csdctl runs watch` shows the run.",
+        ),
+    ] = False,
+    notify: Annotated[
+        str | None,
+        typer.Option(
+            "--notify",
+            metavar="COMMAND",
+            help="Run this when the run has ended; CSDCTL_RUN, CSDCTL_STATE and CSDCTL_EXIT_CODE are set.",
+            show_default=False,
+        ),
+    ] = None,
+    limit: options.LimitOption = None,
+    exclude: options.ExcludeOption = None,
+    json: options.JsonOption = False,
 ) -> None:
     """Train synchronously on the host and all nodes, each with its own batch size."""
     from csdctl.cli.callback_files import load_callback
@@ -82,8 +129,7 @@ def train(
 
 def _train(streams: Streams, request: "TrainRequest", notify: str | None, *, is_dry_run: bool) -> None:
     """Train, and tell another program of the end; or show what would be trained."""
-    from csdctl.cli.render.rehearsal import show_training_rehearsal
-    from csdctl.cli.render.training import TrainingScreen
+    from csdctl.cli.render.train import TrainingScreen, show_training_rehearsal
     from csdctl.workflows.runs.notification import notifying, parse_command
     from csdctl.workflows.train.run import RunStopped
     from csdctl.workflows.train.train import run_training

@@ -6,15 +6,15 @@ import typer
 
 from csdctl.cli import options
 
-ForgetOption = Annotated[
-    bool,
-    typer.Option("--forget", help="Delete the accepted keys of these nodes, after they were reinstalled."),
-]
-
 
 def trust(
     fleet: options.FleetOption = options.DEFAULT_FLEET,
-    forget: ForgetOption = False,
+    forget: Annotated[
+        bool,
+        typer.Option(
+            "--forget", help="Delete the accepted keys of these nodes, after they were reinstalled."
+        ),
+    ] = False,
     limit: options.LimitOption = None,
     exclude: options.ExcludeOption = None,
     failed_from: options.FailedFromOption = None,
@@ -24,9 +24,8 @@ def trust(
 ) -> None:
     """Show the nodes' SSH host keys, and accept all new ones at once."""
     from csdctl.cli.invocation import Invocation
-    from csdctl.cli.render.trust import TrustScreen
-    from csdctl.workflows.discovery.key_review import review_keys
-    from csdctl.workflows.discovery.trust import check_forgotten, forget_keys
+    from csdctl.cli.render.fleet import TrustScreen
+    from csdctl.workflows.discovery.trust import check_forgotten, forget_keys, review_keys
 
     call = Invocation.start("trust", fleet, limit, exclude, failed_from, json=json)
     screen = TrustScreen(call.streams, call.fleet, yes=yes, is_dry_run=dry_run)

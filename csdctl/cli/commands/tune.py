@@ -1,42 +1,97 @@
 """`csdctl tune`."""
 
-from csdctl.cli import tune_options as options
-from csdctl.cli.options import (
-    DEFAULT_FLEET,
-    DEFAULT_JOB,
-    ExcludeOption,
-    FleetOption,
-    JobArgument,
-    JsonOption,
-    LimitOption,
-)
+from typing import Annotated
+
+import typer
+
+from csdctl.cli import options
 from csdctl.cli.streams import Streams
 from csdctl.errors import InputError
-from csdctl.tuning.stannis import DEFAULT_MARGIN_SCALE, DEFAULT_STEP_DIVISOR
+from csdctl.tuning.stannis import DEFAULT_BATCH_SIZES, DEFAULT_MARGIN_SCALE, DEFAULT_STEP_DIVISOR
+
+DEFAULT_BATCH_SIZE_LIST = ",".join(map(str, DEFAULT_BATCH_SIZES))
 
 
 def tune(
-    job: JobArgument = DEFAULT_JOB,
-    fleet: FleetOption = DEFAULT_FLEET,
-    method: options.MethodOption = "fit",
-    max_global_batch: options.MaxGlobalBatchOption = None,
-    global_batch: options.GlobalBatchOption = None,
-    max_step_seconds: options.MaxStepOption = None,
-    fresh: options.FreshOption = False,
-    explore: options.ExploreOption = True,
-    host: options.HostOption = True,
-    strategy: options.StrategyOption = "auto",
-    cut: options.CutOption = "",
-    probe_seconds: options.ProbeSecondsOption = 1.0,
-    batch_sizes: options.BatchSizesOption = options.DEFAULT_BATCH_SIZE_LIST,
-    step_divisor: options.StepDivisorOption = DEFAULT_STEP_DIVISOR,
-    margin_scale: options.MarginScaleOption = DEFAULT_MARGIN_SCALE,
-    limit: LimitOption = None,
-    exclude: ExcludeOption = None,
-    json: JsonOption = False,
+    job: options.JobArgument = options.DEFAULT_JOB,
+    fleet: options.FleetOption = options.DEFAULT_FLEET,
+    method: Annotated[
+        str,
+        typer.Option("--method", help="fit: a model fitted to few probes; stannis: the paper's Algorithm 1."),
+    ] = "fit",
+    max_global_batch: Annotated[
+        int | None,
+        typer.Option(
+            "--max-global-batch",
+            min=1,
+            help="fit: the largest global batch size; default: 4 × recipe.reference_batch, and at most a "
+            "tenth of an epoch's samples.",
+            show_default=False,
+        ),
+    ] = None,
+    global_batch: Annotated[
+        int | None, typer.Option("--global-batch", min=1, help="fit: the exact global batch size.")
+    ] = None,
+    max_step_seconds: Annotated[
+        float | None, typer.Option("--max-step-seconds", help="fit: the longest step time in seconds.")
+    ] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="fit: ignore earlier measurements.")] = False,
+    explore: Annotated[
+        bool,
+        typer.Option(
+            "--explore/--no-explore", help="fit: also probe threads and oneDNN, and use the faster settings."
+        ),
+    ] = True,
+    host: Annotated[
+        bool,
+        typer.Option(
+            "--host/--no-host",
+            help="Whether the host trains, or only sums gradients; by default it trains, unless the fleet is "
+            "5% faster without it.",
+        ),
+    ] = True,
+    strategy: Annotated[
+        str,
+        typer.Option(
+            "--strategy",
+            metavar="STRATEGY",
+            help="fit: compare the strategies (auto), or plan for one: data-parallel, features or split.",
+        ),
+    ] = "auto",
+    cut: Annotated[
+        str,
+        typer.Option(
+            "--cut", metavar="LAYER", help="fit: the last layer of the nodes, for --strategy split."
+        ),
+    ] = "",
+    probe_seconds: Annotated[
+        float, typer.Option("--probe-seconds", help="Minimum duration of a probe.")
+    ] = 1.0,
+    batch_sizes: Annotated[
+        str, typer.Option("--batch-sizes", help="stannis: the batch sizes to probe.")
+    ] = DEFAULT_BATCH_SIZE_LIST,
+    step_divisor: Annotated[
+        float,
+        typer.Option(
+            "-C",
+            "--step-divisor",
+            help="stannis: C; a larger value takes smaller steps.",
+        ),
+    ] = DEFAULT_STEP_DIVISOR,
+    margin_scale: Annotated[
+        float,
+        typer.Option(
+            "-E",
+            "--margin-scale",
+            help="stannis: E; 20 leaves a margin of 5%, the paper's value 5 leaves 20%.",
+        ),
+    ] = DEFAULT_MARGIN_SCALE,
+    limit: options.LimitOption = None,
+    exclude: options.ExcludeOption = None,
+    json: options.JsonOption = False,
 ) -> None:
     """Measure the machines and write the plan with the highest throughput."""
-    from csdctl.cli.render.tuning import TuningScreen, plan_document, render_plan
+    from csdctl.cli.render.tune import TuningScreen, plan_document, render_plan
     from csdctl.job.model import load_job
     from csdctl.tuning.search import Limits
     from csdctl.workflows.tune.options import TuneOptions

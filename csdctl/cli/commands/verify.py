@@ -1,57 +1,38 @@
 """`csdctl verify`."""
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from csdctl.cli.options import (
-    DEFAULT_FLEET,
-    DEFAULT_JOB,
-    ExcludeOption,
-    FleetOption,
-    JobArgument,
-    JsonOption,
-    LimitOption,
-)
+from csdctl.cli import options
 from csdctl.cli.streams import Streams
-from csdctl.cli.train_options import (
-    BatchSizeOption,
-    CutOption,
-    FeatureEngineOption,
-    FeaturePrecisionOption,
-    MicroBatchesOption,
-    StrategyOption,
-)
 
 
 def verify(
-    job: JobArgument = DEFAULT_JOB,
-    fleet: FleetOption = DEFAULT_FLEET,
+    job: options.JobArgument = options.DEFAULT_JOB,
+    fleet: options.FleetOption = options.DEFAULT_FLEET,
     plan: Annotated[
         Path | None,
         typer.Option(
             "--plan", help="Plan to use; default: the one `tune` wrote, or batch size 16 on all ranks."
         ),
     ] = None,
-    batch_size: BatchSizeOption = None,
-    strategy: StrategyOption = "auto",
-    cut: CutOption = "",
-    micro_batches: MicroBatchesOption = 4,
-    feature_precision: FeaturePrecisionOption = "float32",
-    feature_engine: FeatureEngineOption = "keras",
-    limit: LimitOption = None,
-    exclude: ExcludeOption = None,
-    json: JsonOption = False,
+    batch_size: options.BatchSizeOption = None,
+    strategy: options.StrategyOption = "auto",
+    cut: options.CutOption = "",
+    micro_batches: options.MicroBatchesOption = 4,
+    feature_precision: options.FeaturePrecisionOption = "float32",
+    feature_engine: options.FeatureEngineOption = "keras",
+    limit: options.LimitOption = None,
+    exclude: options.ExcludeOption = None,
+    json: options.JsonOption = False,
 ) -> None:
     """Check that your fleet computes the same gradient of your model as one process."""
-    from csdctl.cli.render.preparing import PreparationScreen
-    from csdctl.cli.render.privacy import inversion_document
+    from csdctl.cli.render.prepare import PreparationScreen
     from csdctl.cli.render.verify import describe_features, render_verified, verify_document
     from csdctl.errors import RunError
     from csdctl.job.model import load_job
-    from csdctl.reporting.privacy import describe_inversion
     from csdctl.worker.protocol.features import FeatureOptions
     from csdctl.workflows.train.options import TrainOptions
     from csdctl.workflows.train.verify import VerifyRequest, judge, run_verification
@@ -67,12 +48,9 @@ def verify(
     shown = found.result, verdict, found.nodes
     render_verified(streams.console, *shown, emulated=chosen.emulated)
     document = verify_document(*shown, emulated=chosen.emulated)
-    if found.inversion:
-        streams.console.print(f"activations: {describe_inversion(found.inversion)}.")
-        document["inversion"] = inversion_document(found.inversion)
     if found.features:
         streams.console.print(f"stored features: {describe_features(found.features)}", soft_wrap=True)
-        document["features"] = {node: asdict(one) for node, one in found.features.items()}
+        document["features"] = found.features
     streams.result(document)
     found.check_features()
     if not verdict.is_equal:

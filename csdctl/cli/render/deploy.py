@@ -1,7 +1,6 @@
 """`deploy` while it runs, and its result."""
 
 from collections.abc import Mapping
-from dataclasses import asdict
 
 from rich import box
 from rich.progress import BarColumn, DownloadColumn, TaskID, TransferSpeedColumn
@@ -13,12 +12,9 @@ from csdctl.cli.render.view import View, new_progress, text_column
 from csdctl.reporting.numbers import format_bytes
 from csdctl.shipping.chunks import printable
 from csdctl.shipping.deliver import Delivery, DeliveryProgress
-from csdctl.shipping.payload import FileTree
-from csdctl.shipping.tree import TreeRequest
-from csdctl.transport.many import Outcome, errors_of
-from csdctl.workflows.workspace.partial_failure import failed_document
+from csdctl.shipping.payload import FileTree, TreeRequest
+from csdctl.transport.many import Outcome
 
-SCHEMA = "csdctl.deploy/1"
 MAX_BARS = 10
 """The most bars of single nodes, below the bar of the whole fleet."""
 
@@ -112,13 +108,3 @@ def render_deliveries(
             f"{outcome.value.num_present:,}",
         )
     console.print(table)
-
-
-def deploy_document(outcomes: Mapping[str, Outcome[Delivery]], *, dry_run: bool) -> dict[str, object]:
-    """Return the `csdctl.deploy/1` document."""
-    return {
-        "schema": SCHEMA,
-        "is_dry_run": dry_run,
-        "nodes": {name: asdict(outcome.value) for name, outcome in outcomes.items() if outcome.value},
-        "failed": failed_document(errors_of(outcomes)),
-    }

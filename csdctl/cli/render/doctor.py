@@ -1,21 +1,20 @@
-"""The checks of `doctor`: a table that fills on a terminal, plain lines elsewhere, and JSON."""
+"""The checks and settings of `doctor`: a table that fills on a terminal, plain lines elsewhere, and JSON."""
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import dataclass
 
+import typer
 from rich import box
 from rich.table import Table
 from rich.text import Text
 
 from csdctl.cli.console import PrintableConsole
 from csdctl.cli.render.view import View, live_on
-from csdctl.cli.settings import Setting
 from csdctl.fleet.checks import FLEET_NAME, Check, Status, fold
-from csdctl.fleet.model import Fleet
+from csdctl.fleet.model import Fleet, Host
 from csdctl.reporting.numbers import format_count
-from csdctl.workflows.preflight.examination import Examination, describe
+from csdctl.workflows.preflight.doctor import Examination, describe
 
-SCHEMA = "csdctl.doctor/1"
 MAX_ROWS = 40
 """With more machines than this, only those with a warning or a failure have a row."""
 
@@ -32,6 +31,22 @@ COLUMNS = {
 
 _CELLS = {Status.OK: Text("ok"), Status.WARN: Text("amber", "yellow"), Status.FAIL: Text("red", "bold red")}
 _SEVERITY = list(Status)
+_SETTINGS = ("fleet", "deadline", "connect_deadline", "mpi_deadline", "limit", "exclude", "job")
+_SOURCES = {
+    "COMMANDLINE": "flag",
+    "ENVIRONMENT": "environment",
+    "DEFAULT": "default",
+    "DEFAULT_MAP": "file config.yaml",
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A setting in effect; `source` names the flag, the variable or the file."""
+
+    name: str
+    value: str
+    source: str
 
 
 class ExaminationView(View):
@@ -112,13 +127,13 @@ class ExaminationView(View):
 def doctor_document(examination: Examination, settings: Sequence[Setting]) -> dict[str, object]:
     """Return the `csdctl.doctor/1` document."""
     return {
-        "schema": SCHEMA,
-        "fleet": str(examination.fleet.path),
+        "schema": "csdctl.doctor/1",
+        "fleet": examination.fleet.path,
         "emulated": examination.fleet.emulated,
         "is_fit": not examination.red and not examination.overdue,
         "overdue": examination.overdue or None,
-        "checks": [asdict(check) for check in examination.checks],
-        "settings": [asdict(setting) for setting in settings],
+        "checks": examination.checks,
+        "settings": settings,
     }
 
 
@@ -133,3 +148,30 @@ def _is_green(row: dict[str, Status]) -> bool:
 def _names(machines: Sequence[str]) -> str:
     """Return all names, or the first names and the number of the others."""
     return ", ".join(machines[:6]) + (f" and {len(machines) - 6} more" if len(machines) > 6 else "")
+
+
+def list_settings(context: typer.Context, fleet: Fleet) -> list[Setting]:
+    """Return the settings of one invocation, and those of the fleet file that apply to all machines."""
+    parameters = {parameter.name: parameter for parameter in context.command.params}
+    settings = []
+    for name in _SETTINGS:
+        value = context.params[name]
+        if value is None or name not in parameters:
+            continue
+        text = ",".join(value) if isinstance(value, list) else str(value)
+        settings.append(Setting(name.replace("_", "-"), text, _source(context, parameters[name], name)))
+    in_file = {
+        "network": (fleet.network, fleet.network != ""),
+        "host.threads": (str(fleet.host.threads), fleet.host != Host()),
+    }
+    for name, (text, is_set) in in_file.items():
+        settings.append(Setting(name, text, f"file {fleet.path}" if is_set else "default"))
+    return settings
+
+
+def _source(context: typer.Context, parameter: object, name: str) -> str:
+    source = context.get_parameter_source(name)
+    word = _SOURCES.get(source.name, source.name.lower()) if source else "default"
+    if word == "environment":
+        return f"environment {getattr(parameter, 'envvar', '')}"
+    return f"flag {getattr(parameter, 'opts', [''])[0]}" if word == "flag" else word

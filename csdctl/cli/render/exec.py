@@ -8,9 +8,9 @@ from csdctl.cli.console import PrintableConsole
 from csdctl.cli.render.problems import MAX_LINES, render_failed
 from csdctl.cli.render.view import View, new_progress, text_column
 from csdctl.cli.streams import Streams
-from csdctl.fleet.ranges import fold_names, show_names
+from csdctl.fleet.names import fold_names, format_node_names
 from csdctl.transport.many import Outcome
-from csdctl.workflows.exec.answers import Answer, ExecResult
+from csdctl.workflows.exec.run_command import Answer, ExecResult
 from csdctl.workflows.workspace.partial_failure import failed_document
 
 SCHEMA = "csdctl.exec/1"
@@ -40,7 +40,7 @@ def render_answers(streams: Streams, result: ExecResult) -> None:
     """Print each different answer under the names of its machines, then why others did not answer."""
     rows = result.rows
     for answer, names in rows[: MAX_LINES * 5]:
-        title = f"{show_names(names)} ({len(names)})" if len(names) > 1 else names[0]
+        title = f"{format_node_names(names)} ({len(names)})" if len(names) > 1 else names[0]
         failure = f": exit code {answer.exit_code}" if answer.has_failed else ""
         streams.console.print(f"{title}{failure}", style="bold red" if failure else "bold", soft_wrap=True)
         _print_output(streams.console, answer.stdout)

@@ -1,6 +1,5 @@
 """A forecast as a table with its verdict, and as JSON."""
 
-from dataclasses import asdict
 from typing import Any
 
 from rich.table import Table
@@ -35,8 +34,9 @@ def render_forecast(console: PrintableConsole, forecast: Forecast) -> None:
     else:
         console.print(f"job: {forecast.num_samples:,} samples, epochs: {basis.epochs}")
     if forecast.verdict:
-        style = "bold green" if forecast.verdict.is_worth_it else "bold red"
-        console.print(_headline(forecast.verdict), style=style, soft_wrap=True)
+        style, verdict = ("bold green", "") if forecast.verdict.is_worth_it else ("bold red", "NOT ")
+        headline = f"{_nodes(forecast.verdict.num_nodes)}: {verdict}worth it"
+        console.print(headline, style=style, soft_wrap=True)
         for sentence in [*_reasons(forecast).values(), *_idle(forecast), *_advice(forecast.verdict)]:
             console.print(f"  {sentence}", soft_wrap=True)
     for name, origin in basis.origins.items():
@@ -53,11 +53,11 @@ def forecast_document(forecast: Forecast) -> dict[str, Any]:
         "origins": dict(basis.origins),
         "epochs": basis.epochs,
         "num_samples": forecast.num_samples,
-        "power": asdict(basis.power) if basis.power else None,
-        "curve": [{**asdict(point), **_of_the_job(point, forecast)} for point in forecast.points],
+        "power": basis.power,
+        "curve": [{**vars(point), **_of_the_job(point, forecast)} for point in forecast.points],
         "verdict": verdict
         and {
-            **asdict(verdict),
+            **vars(verdict),
             "is_worth_it": verdict.is_worth_it,
             "reasons": [{"code": code, "text": text} for code, text in _reasons(forecast).items()],
         },
@@ -92,12 +92,6 @@ def _of_the_job(point: CurvePoint, forecast: Forecast) -> dict[str, float | None
 
 def _nodes(number: int) -> str:
     return "1 node" if number == 1 else f"{number:,} nodes"
-
-
-def _headline(verdict: Verdict) -> str:
-    if verdict.is_worth_it:
-        return f"{_nodes(verdict.num_nodes)}: worth it"
-    return f"{_nodes(verdict.num_nodes)}: NOT worth it"
 
 
 def _reasons(forecast: Forecast) -> dict[Reason, str]:

@@ -9,10 +9,9 @@ from rich import box
 from rich.table import Table
 
 from csdctl.cli.console import PrintableConsole
-from csdctl.fleet.machine_class import FleetClass, MachineClass
+from csdctl.fleet.hardware import FleetClass, MachineClass
 from csdctl.reporting.numbers import format_bytes, format_date, format_rate, format_seconds, format_share
-from csdctl.runs.measurements import Forgotten
-from csdctl.runs.measurements_overview import CollectiveSummary, Overview, ProbeSummary, TrialSummary
+from csdctl.runs.measurements import CollectiveSummary, Forgotten, Overview, ProbeSummary, TrialSummary
 from csdctl.tuning.measurements import ModelProperties, TrialMeasurement
 
 SCHEMA = "csdctl.measurements/1"

@@ -5,9 +5,8 @@ from typing import TypeVar
 
 from csdctl.cli.console import PrintableConsole
 from csdctl.errors import CsdctlError
-from csdctl.fleet.model import Fleet
-from csdctl.fleet.problems import Problem, fold_problems
-from csdctl.fleet.ranges import show_names
+from csdctl.fleet.model import Fleet, Problem, fold_problems
+from csdctl.fleet.names import format_node_names
 
 MAX_LINES = 20
 """The most problems, and the most notes, to print: a thousand nodes must not scroll the rest away."""
@@ -24,7 +23,7 @@ def render_problems(console: PrintableConsole, problems: Sequence[Problem]) -> N
     """Print each problem, and its remedy on the next line."""
     for problem in bounded(console, problems, "problems"):
         console.print("problem:", style="bold red", end=" ")
-        console.print(f"{show_names(problem.names)}: {problem.message}", soft_wrap=True)
+        console.print(f"{format_node_names(problem.names)}: {problem.message}", soft_wrap=True)
         if problem.remedy:
             console.print(f"  → {problem.remedy}", soft_wrap=True)
 

@@ -15,8 +15,7 @@ from csdctl.shipping.deliver import DeliveryProgress
 from csdctl.transport.many import Outcome, errors_of
 from csdctl.workflows.provision.bundle import Bundle
 from csdctl.workflows.provision.playbook import TaskResult
-from csdctl.workflows.provision.provision import Provisioned, ProvisionRequest
-from csdctl.workflows.provision.sending import Sent
+from csdctl.workflows.provision.provision import Provisioned, ProvisionRequest, Sent
 from csdctl.workflows.workspace.partial_failure import failed_document
 
 SCHEMA = "csdctl.provision/1"

@@ -3,12 +3,11 @@
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 from rich.table import Table
 
-from csdctl.cli.render.live import TrainingView
+from csdctl.cli.render.train import TrainingView
 from csdctl.cli.streams import Streams
 from csdctl.reporting.numbers import format_accuracy, format_loss, format_rate, format_seconds
 from csdctl.reporting.run_status import FAILED, INTERRUPTED, STOPPED, RunStatus
@@ -32,7 +31,7 @@ RESUMABLE = (STOPPED, FAILED, INTERRUPTED)
 def show_runs(streams: Streams, runs: Sequence[RunStatus]) -> None:
     """Print a row for each run."""
     if streams.is_json:
-        streams.result({"schema": "csdctl.runs/1", "runs": [asdict(run) for run in runs]})
+        streams.result({"schema": "csdctl.runs/1", "runs": runs})
         return
     if not runs:
         streams.say("no runs yet; `csdctl train` starts one")
@@ -159,7 +158,7 @@ def show_stopped(streams: Streams, run: RunStatus) -> None:
     streams.say(f"run {run.run_id}: {run.state}, at epoch {run.epoch} of {run.epochs}")
     if run.state in RESUMABLE:
         streams.say(f"to resume: csdctl train --resume {run.run_id}")
-    streams.result({"schema": "csdctl.runs.stop/1", **asdict(run)})
+    streams.result({"schema": "csdctl.runs.stop/1", **vars(run)})
 
 
 def show_differences(
@@ -167,8 +166,8 @@ def show_differences(
 ) -> None:
     """Print the settings in which two runs differ, then the results."""
     if streams.is_json:
-        document = {"schema": "csdctl.runs.diff/1", "runs": [first.run_id, second.run_id]}
-        streams.result(document | {"differences": [asdict(one) for one in differences]})
+        runs = [first.run_id, second.run_id]
+        streams.result({"schema": "csdctl.runs.diff/1", "runs": runs, "differences": differences})
         return
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for column in ("", first.run_id, second.run_id):

@@ -1,7 +1,6 @@
 """The result of `verify`, as a table and as JSON."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 from rich.table import Table
@@ -55,9 +54,9 @@ def verify_document(
         "emulated": emulated,
         "is_equal": verdict.is_equal,
         "verdict": verdict.text,
-        **{name: value for name, value in asdict(verified).items() if name not in left_out},
+        **{name: value for name, value in vars(verified).items() if name not in left_out},
         "ranks": {
-            node: {"batch_size": size, **asdict(rank)}
+            node: {"batch_size": size, **vars(rank)}
             for node, size, rank in zip(nodes, verified.batch_sizes, verified.of_ranks, strict=True)
         },
     }

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from csdctl.errors import InputError
-from csdctl.fleet.ranges import MAX_PATTERN, MAX_RANGE
+from csdctl.fleet.names import MAX_PATTERN, MAX_RANGE
 
 ALL, UNGROUPED = "all", "ungrouped"
 MAX_HOSTS = 10_000

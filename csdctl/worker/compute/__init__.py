@@ -1,1 +1,1 @@
-"""The model and its exact step: recipe, statistics, noise and evaluation."""
+"""The model and its exact step: recipe, statistics and noise."""

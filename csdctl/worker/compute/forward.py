@@ -1,5 +1,11 @@
-"""A model run over samples, without training: what each machine computes for features and for `predict`."""
+"""A model run over samples, without training: what each machine computes for features and for `predict`.
 
+Features are computed by Keras or by LiteRT, which gives the same numbers but for rounding, starts in a
+quarter of a second and takes 70 MB. The host converts the part, where TensorFlow is; the machine that runs it
+needs the package ai-edge-litert alone.
+"""
+
+import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,9 +16,10 @@ from csdctl.worker.compute.keras_internals import topological_nodes
 from csdctl.worker.compute.model import load
 from csdctl.worker.compute.objective import as_tensors, inputs_of
 from csdctl.worker.data.arrays import Array
-from csdctl.worker.process.errors import WorkerError
+from csdctl.worker.data.file_hash import check_stored
+from csdctl.worker.process.errors import WorkerError, describe
 from csdctl.worker.protocol.features import SIGMOID, SOFTMAX, ResultRule
-from csdctl.worker.protocol.run_spec import Prefix
+from csdctl.worker.protocol.run_spec import HeadSpec, Prefix
 
 BATCH_SIZE = 32
 """Samples of a forward pass. Always as many: a kernel may round differently for another number."""
@@ -126,3 +133,118 @@ def _softmax(values: Array) -> Array:
     powers = np.exp(values - values.max(axis=1, keepdims=True))
     found: Array = powers / powers.sum(axis=1, keepdims=True)
     return found
+
+
+PACKAGE = "ai-edge-litert"
+LITE_BATCH_SIZE = 8
+"""Samples that LiteRT computes at a time: as fast as 32 for EfficientNet-Lite0 at 96×96, in 30 MB less."""
+
+
+class LitePass(BatchedPass):
+    """Runs the LiteRT model of `part` over samples."""
+
+    def __init__(self, part: Prefix, convert: Callable[[list[Array]], Array], threads: int) -> None:
+        """Raise WorkerError if LiteRT is missing here, or cannot run the model."""
+        super().__init__(convert)
+        check_stored(part.lite)
+        try:
+            from ai_edge_litert.interpreter import Interpreter
+        except ImportError as error:
+            raise WorkerError(
+                f"has no LiteRT: {describe(error)}",
+                remedy=f"install the package {PACKAGE} there, or use --feature-engine keras",
+                exit_code=2,
+            ) from None
+        try:
+            self._interpreter = Interpreter(model_path=part.lite, num_threads=threads)
+            (self._input,) = self._interpreter.get_input_details()
+            shape = [LITE_BATCH_SIZE, *self._input["shape"][1:].tolist()]
+            self._interpreter.resize_tensor_input(self._input["index"], shape, strict=True)
+            self._interpreter.allocate_tensors()
+        except (ValueError, RuntimeError) as error:
+            raise WorkerError(
+                f"LiteRT cannot run the model: {describe(error)}",
+                remedy="use --feature-engine keras",
+                exit_code=2,
+            ) from None
+        self._outputs = self._interpreter.get_output_details()
+        self._range = part.input_range
+
+    def compute(self, samples: Array) -> list[Array]:
+        """Return the outputs of one batch, each of shape (BATCH_SIZE, …)."""
+        parts = [
+            self._invoke(samples[start : start + LITE_BATCH_SIZE])
+            for start in range(0, len(samples), LITE_BATCH_SIZE)
+        ]
+        return [np.concatenate(outputs) for outputs in zip(*parts, strict=True)]
+
+    def _invoke(self, samples: Array) -> list[Array]:
+        scaled = scale(samples, self._range, self._input["dtype"])
+        self._interpreter.set_tensor(self._input["index"], scaled)
+        self._interpreter.invoke()
+        return [self._interpreter.get_tensor(output["index"]) for output in self._outputs]
+
+
+def scale(values: Array, input_range: tuple[float, float] | None, dtype: Any) -> Array:
+    """Return values as the model's input, as objective.py's `scale` does with tensors."""
+    if values.dtype == np.uint8 and input_range is not None:
+        low, high = input_range
+        return values.astype(np.float32) * np.float32((high - low) / 255.0) + np.float32(low)
+    return values.astype(dtype)
+
+
+def convert(part: Prefix, output: Path, tf: Any, keras: Any) -> int:
+    """Write `part` as a LiteRT model in float32; returns the number of bytes.
+
+    Raises WorkerError, exit code 2, for a model that has operations which LiteRT does not have.
+    """
+    model = load(Path(part.architecture), Path(part.weights), keras, part.code)
+    try:
+        content = tf.lite.TFLiteConverter.from_keras_model(model).convert()
+    except Exception as error:  # of any of its passes
+        raise WorkerError(
+            f"the model's frozen part cannot be converted for LiteRT: {describe(error)}",
+            remedy="use --feature-engine keras",
+            exit_code=2,
+        ) from None
+    output.write_bytes(content)
+    return len(content)
+
+
+def as_features(prefix: Prefix) -> Callable[[list[Array]], Array]:
+    """Return what makes features of the outputs of a batch."""
+    dtype = np.dtype(prefix.precision)
+    return lambda outputs: outputs[0].astype(dtype)
+
+
+def feature_pass(
+    prefix: Prefix, load_backend: Callable[[], tuple[Any, Any]], threads: int, *, is_keras: bool = False
+) -> BatchedPass:
+    """Return what computes features: LiteRT where the prefix is there for it, unless `is_keras`.
+
+    Raises WorkerError if the prefix cannot be built here.
+    """
+    if prefix.lite and not is_keras:
+        return LitePass(prefix, as_features(prefix), threads)
+    return ForwardPass(prefix, as_features(prefix), *load_backend())
+
+
+@functools.lru_cache(maxsize=1)  # to build it takes longer than to save it, and the best epochs do both
+def _load_whole(spec: HeadSpec) -> Any:
+    import keras
+
+    return load(Path(spec.architecture), Path(spec.weights), keras, spec.prefix.code)
+
+
+def assemble(spec: HeadSpec, head: Any) -> Any:
+    """Return the whole model with the weights of `head`, and the state of its optimizer.
+
+    It is the same object each time.
+    """
+    whole = _load_whole(spec)
+    for place, variable in zip(spec.head_weights, head.weights, strict=True):
+        whole.weights[place].assign(variable.value)
+    whole.optimizer.build(whole.trainable_variables)
+    for target, variable in zip(whole.optimizer.variables, head.optimizer.variables, strict=True):
+        target.assign(variable.value)
+    return whole

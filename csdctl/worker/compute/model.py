@@ -14,10 +14,14 @@ from typing import Any
 
 import numpy as np
 
-from csdctl.worker.compute.cuts import NoCutError, describe_cuts, frozen_cut, split_at
-from csdctl.worker.compute.first_look import describe_compile, find_scaling_layers
-from csdctl.worker.compute.flops import count_flops
-from csdctl.worker.compute.keras_internals import compile_arguments, flatten_layers, own_state
+from csdctl.worker.compute.cuts import NoCutError, count_flops, describe_cuts, frozen_cut, split_at
+from csdctl.worker.compute.keras_internals import (
+    compile_arguments,
+    describe_compile,
+    find_scaling_layers,
+    flatten_layers,
+    own_state,
+)
 from csdctl.worker.compute.recipe import compile_model
 from csdctl.worker.compute.user_code import (
     find_objects,
@@ -30,7 +34,7 @@ from csdctl.worker.compute.user_code import (
 )
 from csdctl.worker.data.file_hash import check_stored
 from csdctl.worker.process.errors import WorkerError, describe
-from csdctl.worker.protocol.fields import as_inputs
+from csdctl.worker.protocol.datasets import as_inputs
 from csdctl.worker.protocol.json_codec import from_dict, to_json
 from csdctl.worker.protocol.model_info import BUILDER, BuildSpec, FeatureInfo, ModelInfo, OutputInfo
 from csdctl.worker.protocol.run_spec import UserCode

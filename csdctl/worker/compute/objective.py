@@ -1,7 +1,10 @@
-"""The loss of a compiled model over one batch, as Keras' fit computes it, made so that ranks can add it.
+"""Loss and metrics of a compiled model over one batch, as Keras' fit computes them, as sums over samples.
 
 Keras' loss is a mean over the batch: over samples, over time steps or pixels of each, with weights, of
 several outputs. Multiplied by the count that it was divided by, it becomes a sum that ranks can add.
+
+A Keras metric is a state that batches add to (mean, accuracy, AUC, precision, recall, confusion matrices), so
+that states can be summed over ranks: the result from their sum is that of one process on all samples.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,11 +22,66 @@ from csdctl.worker.compute.keras_internals import (
     metric_function,
     run_symbolically,
 )
-from csdctl.worker.compute.metrics import LOSS, MetricStates
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.process.errors import WorkerError
-from csdctl.worker.protocol.fields import INPUT, SAMPLE_WEIGHT, as_inputs, is_position
+from csdctl.worker.protocol.datasets import INPUT, SAMPLE_WEIGHT, as_inputs, is_position
 from csdctl.worker.protocol.recipe import Recipe
+
+LOSS = "loss"
+MAX_RESULTS = 64
+"""Values of one metric that are reported: more are left out, such as those of a thousand classes."""
+
+
+class MetricStates:
+    """The states of a compiled model's metrics, as one flat vector."""
+
+    def __init__(self, metrics: Sequence[Any], of_batches: Sequence[Any], tf: Any) -> None:
+        """`metrics`: built, without the tracker of the whole loss; `of_batches`: those that count batches."""
+        self._tf = tf
+        weighted = {id(variable) for metric in of_batches for variable in metric.variables}
+        self._metrics = list(metrics)
+        self._variables = [variable for metric in self._metrics for variable in metric.variables]
+        self._is_of_batches = [id(variable) in weighted for variable in self._variables]
+        self._initial = [np.asarray(variable.value).copy() for variable in self._variables]
+        self.size = sum(int(initial.size) for initial in self._initial)
+
+    def reset(self) -> None:
+        """Set the initial state; inside a graph."""
+        for variable, initial in zip(self._variables, self._initial, strict=True):
+            variable.assign(initial)
+
+    def read(self, count: Any) -> list[Any]:
+        """Return what a batch of `count` samples added since `reset`, flat, float32; inside a graph."""
+        tf = self._tf
+        added = []
+        for variable, initial, is_of_batches in zip(
+            self._variables, self._initial, self._is_of_batches, strict=True
+        ):
+            change = tf.reshape(tf.cast(variable.value - initial, tf.float32), [-1])
+            added.append(change * count if is_of_batches else change)
+        return added
+
+    def compute(self, state: Sequence[float]) -> dict[str, float]:
+        """Return the results by name for a summed state, shape (size,)."""
+        position = 0
+        values = np.asarray(state, np.float64)
+        for variable, initial in zip(self._variables, self._initial, strict=True):
+            part = values[position : position + initial.size].reshape(initial.shape)
+            variable.assign((initial + part).astype(initial.dtype))
+            position += initial.size
+        results: dict[str, float] = {}
+        for metric in self._metrics:
+            found = metric.result()
+            named = found if isinstance(found, dict) else {metric.name: found}
+            for name, value in named.items():
+                results |= _flatten(name, np.asarray(value))
+        return results
+
+
+def _flatten(name: str, value: Array) -> dict[str, float]:
+    if value.ndim == 0:
+        return {name: float(value)}
+    return {f"{name}_{number}": float(one) for number, one in enumerate(value.ravel()[:MAX_RESULTS])}
 
 
 @dataclass(frozen=True)

@@ -3,22 +3,29 @@
 Forward and backward pass go through the cut: a rank sends the prefix's output for a micro-batch and gets back
 the gradient of the loss with respect to it (deep partitioned training). Gradients are summed as in step.py: a
 rank's vector has the gradient of the prefix, and rank 0 keeps that of the head. The whole is the gradient
-that ranks with whole models would sum, of the same micro-batches.
+that ranks with whole models would sum, of the same micro-batches. `time_parts` times the parts, to choose
+between strategies.
 """
 
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from csdctl.worker.compute.cuts import Cut, find_cuts, split_at
+from csdctl.worker.compute.forward import feature_pass
+from csdctl.worker.compute.keras_internals import compile_arguments, find_smallest_embedding
+from csdctl.worker.compute.model import load
 from csdctl.worker.compute.objective import Objective, scale
 from csdctl.worker.compute.statistics import LayerStates
-from csdctl.worker.compute.step import RankStep
-from csdctl.worker.compute.vector import VectorLayout
+from csdctl.worker.compute.step import RankStep, Step, VectorLayout
 from csdctl.worker.data.arrays import Array
+from csdctl.worker.data.element_spec import random_batch
 from csdctl.worker.process.errors import WorkerError
+from csdctl.worker.protocol.probe import CutTimes, PartsSpec, PartTimes
 from csdctl.worker.protocol.recipe import Recipe
 
 MIN_MICRO_BATCH = 8
@@ -232,3 +239,199 @@ def unflatten(vector: Any, variables: Sequence[Any], tf: Any) -> dict[int, Any]:
         id(variable): tf.reshape(part, variable.shape)
         for part, variable in zip(parts, variables, strict=True)
     }
+
+
+class SplitStep(PrefixStep):
+    """Prefix and head on rank 0, which takes the step of the whole model."""
+
+    def __init__(
+        self,
+        whole: Step,
+        layer: str,
+        recipe: Recipe,
+        example: tuple[Array, Array],
+        tf: Any,
+        keras: Any,
+        *,
+        weight: float = 1.0,
+    ) -> None:
+        """`whole`: the step of the whole model, for evaluation and for steps without other ranks."""
+        super().__init__(
+            *(whole.model, layer, recipe, example, tf, keras), weight=weight, objective=whole.objective
+        )
+        self.whole = whole
+        model = whole.model
+        self._head.compile(**compile_arguments(model))
+        outputs = np.zeros((0, *self.cut.tensor.shape[1:]), self.activation_type)
+        self._head_objective = Objective(self._head, recipe, (outputs, example[1]), tf, keras)
+        self._head_states = LayerStates(self._head, tf, keras)
+        # Summed where they are: a vector of all gradients for each micro-batch costs as much as the head.
+        self._gradients = [tf.Variable(tf.zeros(one.shape), trainable=False) for one in self._head_variables]
+        self._tail = tf.Variable(tf.zeros(self._head_states.size + self.layout.num_sums), trainable=False)
+        signature = [*self._head_objective.signature, tf.TensorSpec((), tf.float32)]
+        self._head_graph = tf.function(self._head_pass, autograph=False, input_signature=signature)
+        total = [tf.TensorSpec((self.layout.step_size,), tf.float32)]
+        self._apply = tf.function(self._apply_both_graph, autograph=False, input_signature=total)
+        self._drawn: dict[int, list[Array]] = {}
+
+    def begin(self) -> None:
+        """Begin a step: nothing is summed yet, and no rank has drawn random numbers."""
+        for variable in (*self._gradients, self._tail):
+            variable.assign(self._tf.zeros_like(variable))
+        self._drawn = {}
+
+    def as_rank(self, rank: int, compute: Callable[[], Any]) -> Any:
+        """Return what `compute` returns with the random states of `rank`, which go on where it left them."""
+        step, _ = self.seeds.position
+        if rank in self._drawn:
+            self.seeds.restore(self._drawn[rank])
+        else:
+            self.seeds.set_step(step, rank)
+        found = compute()
+        self._drawn[rank] = self.seeds.save()
+        return found
+
+    def head(self, outputs: Array, labels: Array, weight: float) -> tuple[Array, float]:
+        """Add the vector of a micro-batch to that of the head.
+
+        Returns the gradient of its loss with respect to the prefix's `outputs`, times the number that Keras
+        divides it by, and that number. `weight`: of each of its samples.
+        """
+        batch = self._head_objective.tensors(outputs, labels)
+        gradient, loss_count = self._head_graph(*batch, self._tf.constant(weight, self._tf.float32))
+        return np.asarray(gradient), float(loss_count)
+
+    def add_sums_to(self, out: Array) -> None:
+        """Add loss, metrics and the count of the loss of all ranks' samples to rank 0's vector."""
+        layout = self.layout
+        out[layout.sums.start : layout.count] += self._tail.numpy()[-layout.num_sums : -1]
+
+    def vector(self, total: Array) -> Array:
+        """Return the vector of the whole model, shape (whole.layout.step_size,), that a sum amounts to."""
+        whole, layout, tf = self.whole, self.layout, self._tf
+        sums = unflatten(total[layout.gradients], self.model.trainable_variables, tf)
+        sums |= self._sums_of_head()
+        flat = [np.reshape(sums[id(variable)], -1) for variable in whole.model.trainable_variables]
+        of_head = self._head_states.split(self._tail.numpy()[: self._head_states.size])
+        statistics = whole.states.join(self.states.split(total[layout.statistics]), of_head)
+        return np.concatenate([*flat, statistics, total[layout.sums.start : layout.step_size]])
+
+    @property
+    def state(self) -> list[Any]:
+        """Weights and optimizer state of the whole model."""
+        return self.whole.state
+
+    def prefix_state(self) -> list[Any]:
+        """Return the variables of the whole model's state that the other ranks have, in their order.
+
+        Raises WorkerError, exit code 2, for an optimizer whose variables cannot be told apart.
+        """
+        optimizer = same_optimizer(self.optimizer, self.model.trainable_variables)
+        own = {variable.path: variable for variable in self.optimizer.variables}
+        missing = [variable.path for variable in optimizer.variables if variable.path not in own]
+        if missing or len(own) != len(self.optimizer.variables):
+            raise WorkerError(
+                f"a model cannot be split whose optimizer has no variable {missing[:3]} for each weight",
+                remedy="give all layers different names, or train with --strategy data-parallel",
+                exit_code=2,
+            )
+        return [*self.model.weights, *(own[variable.path] for variable in optimizer.variables)]
+
+    def _sums_of_head(self) -> dict[int, Any]:
+        """Return the summed gradient of each variable of the head by its id."""
+        return {
+            id(variable): summed
+            for variable, summed in zip(self._head_variables, self._gradients, strict=True)
+        }
+
+    def _head_pass(self, outputs: Any, labels: Any, weight: Any) -> tuple[Any, Any]:
+        tf = self._tf
+        before = self._head_states.read()
+        variables = self._head_variables
+        with tf.GradientTape() as tape:
+            tape.watch(outputs)
+            batch = self._head_objective.forward(outputs, labels, training=True)
+        if batch.summed is not None:
+            raise per_sample_loss_error()
+        towards, *gradients = tape.gradient(batch.mean, [outputs, *(v.value for v in variables)])
+        if towards is None:
+            towards = tf.zeros_like(outputs)
+        changes = self._head_states.take_changes(before, batch.samples)
+        tail = [tf.reshape(batch.mean * batch.loss_count, [1]), *batch.states]
+        if self.layout.has_loss_count:
+            tail.append(tf.reshape(batch.loss_count, [1]))
+        tail.append(tf.reshape(batch.samples, [1]))
+        self._tail.assign_add(tf.concat([*changes, *tail], axis=0) * weight)
+        for summed, gradient in zip(self._gradients, gradients, strict=True):
+            if gradient is not None:
+                one = tf.cast(tf.convert_to_tensor(gradient), tf.float32)
+                summed.assign_add(one * (batch.loss_count * weight))
+        return towards * tf.cast(batch.loss_count, towards.dtype), batch.loss_count
+
+    def _apply_both_graph(self, total: Any) -> None:
+        layout, variables = self.layout, self.whole.model.trainable_variables
+        means = self._means(total)
+        statistics = self._tail[: self._head_states.size]
+        self._head_states.apply_changes(statistics / total[layout.count])
+        means |= {key: summed / total[layout.divisor] for key, summed in self._sums_of_head().items()}
+        self.optimizer.apply([means[id(variable)] for variable in variables], variables)
+
+
+Batch = tuple[Array, Array]
+
+
+def time_parts(spec: PartsSpec, tf: Any, keras: Any) -> PartTimes:
+    """Return the seconds of a batch of the whole model and of its parts; raises WorkerError."""
+    model = load(Path(spec.architecture), Path(spec.weights), keras, spec.code)
+    generator, num_indices = np.random.default_rng(0), find_smallest_embedding(model)
+    batch = random_batch(generator, spec.data, spec.batch_size, num_indices)
+    example = (batch[0][:1], batch[1][:1])
+    step = Step(model, spec.recipe, example, tf, keras)
+    step.set_step(0, 0.0)
+    features = feature_pass(spec.prefix, lambda: (tf, keras), 1, is_keras=True) if spec.prefix else None
+    duration_s = spec.min_duration_s
+    cuts, why_not = [], ""
+    for layer in spec.cuts:
+        try:
+            cuts.append(_time_cut(step, layer, spec, batch, tf, keras))
+        except WorkerError as error:  # an optimizer or a loss that needs the whole model in one place
+            why_not = error.message
+    return PartTimes(
+        step_s=_time(lambda: step.apply(step.local(*batch)), duration_s),
+        evaluation_s=_time(lambda: step.evaluate(*batch), duration_s),
+        features_s=_time(lambda: features.run(batch[0]), duration_s) if features else 0.0,
+        cuts=tuple(cuts),
+        why_not=why_not,
+    )
+
+
+def _time_cut(step: Step, layer: str, spec: PartsSpec, batch: Batch, tf: Any, keras: Any) -> CutTimes:
+    split = SplitStep(step, layer, spec.recipe, (batch[0][:1], batch[1][:1]), tf, keras)
+    split.set_step(0, 0.0)
+    split.begin()
+    out = np.zeros(split.layout.step_size, np.float32)
+    outputs = split.forward(batch[0])
+    split.forget()
+
+    def forward() -> None:
+        split.forward(batch[0])
+        split.forget()
+
+    def both() -> None:
+        split.forward(batch[0])
+        split.backward(np.zeros_like(outputs), 1.0, out)
+
+    forward_s, both_s = _time(forward, spec.min_duration_s), _time(both, spec.min_duration_s)
+    head_s = _time(lambda: split.head(outputs, batch[1], 1.0), spec.min_duration_s)
+    return CutTimes(layer, forward_s, max(0.0, both_s - forward_s), head_s)
+
+
+def _time(compute: Callable[[], object], min_duration_s: float) -> float:
+    """Return the mean seconds of `compute` over at least `min_duration_s`, after it has run once."""
+    compute()
+    started, count, elapsed_s = time.perf_counter(), 0, 0.0
+    while count < 2 or elapsed_s < min_duration_s:
+        compute()
+        count += 1
+        elapsed_s = time.perf_counter() - started
+    return elapsed_s / count

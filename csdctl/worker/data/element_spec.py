@@ -1,9 +1,6 @@
-"""Shape and type of one sample: a single array or, for a model with several inputs, a named array for each.
+"""Shapes and types of samples without the samples, random batches of them, and the digest of a data set."""
 
-Several arrays are stored as one structured array with a field for each input, so that code that reads,
-orders, slices or sends samples treats both cases alike.
-"""
-
+import hashlib
 import json
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -11,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from csdctl.worker.data.arrays import Array
-from csdctl.worker.protocol.datasets import DatasetInfo
+from csdctl.worker.data.arrays import Array, open_arrays
+from csdctl.worker.protocol.datasets import DatasetDigest, DatasetInfo
 
 _MAX_INTEGER = (1 << 31) - 1
 
@@ -85,3 +82,21 @@ def random_batch(
         {"": info.max_label, **info.max_labels},
     )
     return samples, labels
+
+
+NUM_ROWS = 64
+"""Samples that are hashed, evenly spaced; labels are all hashed."""
+
+
+def compute_digest(directory: str) -> DatasetDigest:
+    """Return the digest of the data set in `directory`; raises WorkerError if it cannot be read."""
+    samples, labels = open_arrays(f"{directory}/images.npy", f"{directory}/labels.npy")
+    digest = hashlib.sha256(
+        repr(
+            (samples.shape, dtype_to_text(samples.dtype), labels.shape, dtype_to_text(labels.dtype))
+        ).encode()
+    )
+    digest.update(labels.tobytes())
+    for row in np.linspace(0, len(samples) - 1, min(NUM_ROWS, len(samples)), dtype=np.int64):
+        digest.update(samples[row].tobytes())
+    return DatasetDigest(len(samples), digest.hexdigest())

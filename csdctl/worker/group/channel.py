@@ -1,15 +1,22 @@
-"""A channel of messages between a rank and its link, over a Unix socket of their machine.
+"""What a rank and its link share on their machine: a channel of messages, and the memory of two vectors.
 
-A message is a letter, a length and that many bytes; the receiver limits the length. The rank sends requests,
-the link answers in order; while the link waits for other ranks it sends `WAITING` now and then.
+The channel is a Unix socket. A message is a letter, a length and that many bytes; the receiver limits the
+length. The rank sends requests, the link answers in order; while the link waits for other ranks it sends
+`WAITING` now and then.
 """
 
 import contextlib
+import fcntl
+import mmap
 import os
+import select
 import socket
 import struct
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
+from csdctl.worker.group.values import LinkLostError, decode_value
 from csdctl.worker.protocol.sandbox import SOCKETS_VARIABLE, USER_VARIABLE, link_address
 
 CHOOSE, SUM, ALLGATHER, SEND, RECEIVE, CLOSE = b"O", b"S", b"G", b"P", b"R", b"C"
@@ -23,19 +30,6 @@ MAX_NOTE_BYTES = 1 << 16
 """Of a greeting, `WAITING` or `FAULT`."""
 _HEAD = struct.Struct("<cQ")
 _PEER = struct.Struct("3i")
-
-
-class LinkLostError(Exception):
-    """The link is lost: MPI ended the job, or the other side closed the channel."""
-
-
-class PeerFaultError(LinkLostError):
-    """Another rank has sent what no rank may send; `rank` is its rank within the group."""
-
-    def __init__(self, rank: int, message: str) -> None:
-        super().__init__(f"rank {rank} {message}")
-        self.rank = rank
-        self.message = message
 
 
 class Channel:
@@ -125,3 +119,91 @@ def is_of_same_user(connection: socket.socket) -> bool:
     peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
     _, uid, _ = _PEER.unpack(peer)
     return bool(uid == int(os.environ.get(USER_VARIABLE, os.getuid())))
+
+
+POLL_S = 0.1
+
+
+@dataclass(frozen=True)
+class LinkGreeting:
+    """The first message of a link: its group, and its rank and size in MPI's world."""
+
+    generation: int
+    rank: int
+    size: int
+
+
+class Listener:
+    """Accepts the links of one rank, one after another."""
+
+    def __init__(self, run_id: str, rank: int, key: str = "") -> None:
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.bind(socket_name(run_id, rank, key))
+        self._socket.listen(4)
+
+    def close(self) -> None:
+        """Accept no more links."""
+        self._socket.close()
+
+    def accept_link(
+        self, generation: int, is_over: Callable[[], bool]
+    ) -> tuple[Channel, LinkGreeting] | None:
+        """Return the link of group `generation`; None as soon as `is_over`.
+
+        Processes of other users, and links of an earlier group, are refused.
+        """
+        while not is_over():
+            if not select.select([self._socket], [], [], POLL_S)[0]:
+                continue
+            connection, _ = self._socket.accept()
+            if not is_of_same_user(connection):
+                connection.close()
+                continue
+            channel = Channel(connection)
+            with contextlib.suppress(LinkLostError, ValueError, TypeError):
+                greeting = LinkGreeting(**decode_value(channel.receive()[1]))
+                if greeting.generation == generation:
+                    return channel, greeting
+            channel.close()
+        return None
+
+
+FLOAT_BYTES = 4
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+class SharedVectors:
+    """The rank's side: it allocates the memory and passes `descriptor` to the link."""
+
+    def __init__(self, num_elements: int) -> None:
+        import numpy as np
+
+        self.descriptor = os.memfd_create("csdctl-vectors", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        half = num_elements * FLOAT_BYTES
+        os.posix_fallocate(self.descriptor, 0, 2 * half)
+        # A link that cut the memory short would end the rank by SIGBUS.
+        fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _SEALS)
+        self._map = mmap.mmap(self.descriptor, 2 * half)
+        self.local = np.frombuffer(self._map, np.float32, num_elements, 0)
+        self.total = np.frombuffer(self._map, np.float32, num_elements, half)
+
+    def close(self) -> None:
+        """Close the descriptor; the memory is freed with the arrays."""
+        os.close(self.descriptor)
+
+
+def map_vectors(descriptor: int, *, is_adding: bool) -> tuple[Any, Any]:
+    """Return (local, total) as the link sees them: numpy arrays where it adds, else memoryviews.
+
+    A link that does not add needs no numpy.
+    """
+    size = os.fstat(descriptor).st_size
+    mapped = mmap.mmap(descriptor, size)
+    os.close(descriptor)
+    if is_adding:
+        import numpy as np
+
+        whole = np.frombuffer(mapped, np.float32)
+        return whole[: len(whole) // 2], whole[len(whole) // 2 :]
+    view = memoryview(mapped).cast("f")
+    return view[: len(view) // 2], view[len(view) // 2 :]

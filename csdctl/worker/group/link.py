@@ -31,20 +31,16 @@ from csdctl.worker.group.channel import (
     SUM,
     WAITING,
     Channel,
-    LinkLostError,
-    PeerFaultError,
+    LinkGreeting,
     find_socket,
     is_of_same_user,
+    map_vectors,
 )
 from csdctl.worker.group.collective import Collective, choose_collective
-from csdctl.worker.group.listener import LinkGreeting
-from csdctl.worker.group.memory_limit import MemoryLimit
 from csdctl.worker.group.messages import Arrival, Departure, allgather, join_parts
-from csdctl.worker.group.mpi import World, init_mpi
-from csdctl.worker.group.shared_vectors import map_vectors
-from csdctl.worker.group.tails import ExpectedTails
+from csdctl.worker.group.mpi import FindMissing, MemoryLimit, World, init_mpi, wait_sleeping
 from csdctl.worker.group.traffic import list_connection_rows
-from csdctl.worker.group.waiting import FindMissing, wait_sleeping
+from csdctl.worker.group.values import ExpectedTails, LinkLostError, PeerFaultError
 from csdctl.worker.process.errors import WorkerError, describe
 
 WAITING_INTERVAL_S = 5.0

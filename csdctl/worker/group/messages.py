@@ -8,15 +8,14 @@ import struct
 from collections.abc import Sequence
 from itertools import accumulate
 
-from csdctl.worker.group.channel import PeerFaultError
-from csdctl.worker.group.mpi import World
-from csdctl.worker.group.waiting import OnWait, ignore_wait, wait_sleeping
+from csdctl.worker.group.mpi import OnWait, World, ignore_wait, wait_sleeping
+from csdctl.worker.group.values import PeerFaultError
 
 MAX_VALUE_BYTES = 1 << 18
 """Of one rank's part of an `allgather`: the byte counters of a thousand connections fit several times."""
 _SIZE = struct.Struct("<q")
 _SIZE_TAG, _CONTENT_TAG, _GATHER_SIZE_TAG, _GATHER_TAG, _ALL_SIZES_TAG, _ALL_TAG = range(3, 9)
-"""1 and 2 are those of star.py."""
+"""1 and 2 are those of the star (collective.py)."""
 
 Bytes = bytes | bytearray | memoryview
 

@@ -1,13 +1,53 @@
-"""Entering MPI, and the few of its calls that csdctl uses.
+"""Entering MPI, the few of its calls that csdctl uses, waiting for them, and a limit to their memory.
 
 mpi4py's lowercase calls (`allgather`, `bcast`, `recv`, …) unpickle what another rank sends, which runs
 whatever code that rank wants. So this is the only module that imports mpi4py, and `World` offers calls that
 move plain memory alone; ruff and a test hold both.
+
+MPI's blocking calls poll without pause and burn the core that a slow node needs. Requests are tested with a
+sleep in between that grows with the time waited (docs/decisions/0003).
 """
 
+import time
+from collections.abc import Callable
 from typing import Any, NoReturn
 
-from csdctl.worker.group.channel import LinkLostError, PeerFaultError
+from csdctl.worker.group.values import LinkLostError, PeerFaultError
+from csdctl.worker.process.machine import data_bytes, limit_data
+
+FIRST_SLEEP_S = 0.0001
+SLEEP_GROWTH = 1.3
+SHORT_SLEEP_S, LONGEST_SLEEP_S = 0.002, 0.005
+SLEEP_SHARE = 0.05
+"""In a long wait, the share of the time waited after which a request is tested again: each wake-up costs a
+slow node more."""
+QUIET_S = 0.05
+"""`on_wait` is not called in waits shorter than this."""
+
+FindMissing = Callable[[], list[int]]
+OnWait = Callable[[float, FindMissing], None]
+"""Called after each sleep with the seconds waited so far, and what finds the ranks that are waited for."""
+
+
+def ignore_wait(waited_s: float, find_missing: FindMissing) -> None:
+    """Do nothing: the default `OnWait`."""
+
+
+def find_none() -> list[int]:
+    """Return nothing: it is not known who is waited for."""
+    return []
+
+
+def wait_sleeping(request: Any, on_wait: OnWait = ignore_wait, find_missing: FindMissing = find_none) -> None:
+    """Return when a request of `World` is complete; raises what its `Test` raises."""
+    started_s, pause_s = time.monotonic(), FIRST_SLEEP_S
+    while not request.Test():
+        waited_s = time.monotonic() - started_s
+        time.sleep(pause_s)
+        longest_s = min(LONGEST_SLEEP_S, max(SHORT_SLEEP_S, waited_s * SLEEP_SHARE))
+        pause_s = min(longest_s, pause_s * SLEEP_GROWTH)
+        if waited_s > QUIET_S:
+            on_wait(waited_s, find_missing)
 
 
 class Incoming:
@@ -37,7 +77,7 @@ class Incoming:
 
 
 class World:
-    """The ranks of one MPI job. A `start_` method returns a request, for `waiting.wait_sleeping`."""
+    """The ranks of one MPI job. A `start_` method returns a request, for `wait_sleeping`."""
 
     def __init__(self, mpi: Any, communicator: Any) -> None:
         self._mpi, self._communicator = mpi, communicator
@@ -93,3 +133,28 @@ def init_mpi() -> World:
 
 def _refuse_pickle(*_: Any, **__: Any) -> NoReturn:
     raise LinkLostError("received a pickle over MPI; csdctl sends none")
+
+
+BASE_BYTES, PER_RANK_BYTES, NUM_VECTORS = 1 << 30, 32 << 20, 8
+"""Far above what is needed: MPI's buffers, vectors of every rank on rank 0, temporary ones of collectives."""
+
+
+class MemoryLimit:
+    """What this process may allocate from now on, for sums of vectors of `vector_bytes`.
+
+    MPI keeps every message that nobody has asked for. Without a limit, a rank that sends on and on would fill
+    the memory of another one's machine; with it, the process that receives ends, and its group is lost.
+    """
+
+    def __init__(self, world: World, vector_bytes: int) -> None:
+        num_vectors = NUM_VECTORS + (0 if world.rank else 2 * world.size)
+        allowance_bytes = BASE_BYTES + world.size * PER_RANK_BYTES + num_vectors * vector_bytes
+        self._limit_bytes = data_bytes() + allowance_bytes
+        self._largest_bytes = 0
+        limit_data(self._limit_bytes)
+
+    def allow(self, num_bytes: int) -> None:
+        """Allow messages of this size together; of several calls, the largest size counts."""
+        if num_bytes > self._largest_bytes:
+            self._largest_bytes = num_bytes
+            limit_data(self._limit_bytes + num_bytes)

@@ -2,7 +2,7 @@
 
 What it computes is a prepared data set of its own: features, with the labels of the samples, or the results
 that `predict` asks for, without. It is stored by what it depends on: samples, model, and what is kept of its
-outputs. The same is computed once.
+outputs. The same is computed once, and `recompute` compares some of it with what is computed now.
 """
 
 import dataclasses
@@ -10,7 +10,6 @@ import functools
 import hashlib
 import json
 import math
-import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
@@ -20,22 +19,32 @@ from typing import Any
 import numpy as np
 
 from csdctl.worker.compute.augment import Augmentation
-from csdctl.worker.compute.features import feature_pass
-from csdctl.worker.compute.forward import BATCH_SIZE, ForwardPass, to_results
-from csdctl.worker.compute.lite import LITE_BATCH_SIZE, PACKAGE
+from csdctl.worker.compute.forward import (
+    BATCH_SIZE,
+    LITE_BATCH_SIZE,
+    PACKAGE,
+    ForwardPass,
+    feature_pass,
+    to_results,
+)
 from csdctl.worker.compute.user_code import import_packed
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.data.element_spec import dtype_from_text
 from csdctl.worker.data.file_hash import check_stored, open_regular
 from csdctl.worker.data.prepared import PreparedSamples
-from csdctl.worker.ingest.access import make_store
-from csdctl.worker.ingest.limits import IngestLimits
-from csdctl.worker.ingest.partial_dataset import PartialDataset, convert_write_errors, hash_arrays
-from csdctl.worker.ingest.sources.source import Block
+from csdctl.worker.ingest.partial_dataset import (
+    PartialDataset,
+    check_free_space,
+    convert_write_errors,
+    hash_arrays,
+    make_store,
+)
+from csdctl.worker.ingest.sources.source import Block, IngestLimits
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.datasets import DatasetInfo, PrepareProgress
-from csdctl.worker.protocol.features import Augmented, Extracted, ExtractSpec
+from csdctl.worker.protocol.features import Augmented, Extracted, ExtractSpec, Recomputed
 from csdctl.worker.protocol.json_codec import from_json
+from csdctl.worker.protocol.run_spec import DatasetSlice
 
 BATCH_LIMITS = IngestLimits(block_samples=BATCH_SIZE)
 """A batch is stored as soon as it is computed."""
@@ -111,8 +120,7 @@ def _extract(
         make_store(store, Path(spec.source.images), is_shared=False)
     if done := find_done(target):
         return done
-    partial = PartialDataset(store / f".part-{fingerprint}", fingerprint, 0, limits)
-    try:
+    with PartialDataset(store / f".part-{fingerprint}", fingerprint, 0, limits) as partial:
         if done := find_done(target):  # by the process that held the lock
             partial.discard()
             return done
@@ -128,12 +136,6 @@ def _extract(
             on_progress(PrepareProgress(partial.record.num_read, num_rows))
         samples.check()
         return partial.finish(target, describe_partial(partial, target))
-    except WorkerError:
-        partial.discard()
-        raise
-    except BaseException:
-        partial.close()
-        raise
 
 
 def load_computation(spec: ExtractSpec, load_backend: Callable[[], tuple[Any, Any]]) -> Compute:
@@ -242,19 +244,12 @@ def find_done(target: Path) -> DatasetInfo | None:
 def _check_free_space(spec: ExtractSpec, partial: PartialDataset, num_samples: int) -> None:
     record = partial.record
     row_bytes = math.prod(record.sample_shape) * dtype_from_text(record.dtype).itemsize
-    needed_bytes = (num_samples - record.num_read) * row_bytes
-    free_bytes = shutil.disk_usage(spec.store).free
-    if needed_bytes > free_bytes:
-        what, other = (
-            ("results", "ask for classes only")
-            if spec.results
-            else ("features", "train without --strategy features")
-        )
-        raise WorkerError(
-            f"{what} cannot be written: they need {needed_bytes / 1e9:.1f} GB, "
-            f"{free_bytes / 1e9:.1f} GB are free",
-            remedy=f"free disk space, or {other}",
-        )
+    what, other = (
+        ("results", "ask for classes only")
+        if spec.results
+        else ("features", "train without --strategy features")
+    )
+    check_free_space((num_samples - record.num_read) * row_bytes, spec.store, what, other)
 
 
 def describe_partial(partial: PartialDataset, target: Path) -> DatasetInfo:
@@ -274,3 +269,44 @@ def describe_partial(partial: PartialDataset, target: Path) -> DatasetInfo:
         label_dtype=record.label_dtype,
         max_labels=largest,
     )
+
+
+def recompute(spec: ExtractSpec, load_backend: Callable[[], tuple[Any, Any]]) -> Extracted:
+    """Compute about `spec.num_checked` stored rows of all sources again; raises WorkerError.
+
+    Whole batches, as they were computed at first: in another batch, a kernel may round differently.
+    """
+    found = [(one, Path(one.store) / fingerprint_of(one)) for one in of_sources(spec)]
+    stored = [(one, info) for one, target in found if (info := find_done(target))]
+    if not stored:
+        return Extracted((), 0, Recomputed(0, 0.0))
+    compute = load_computation(spec, load_backend)
+    num_batches = max(1, spec.num_checked // (BATCH_SIZE * len(stored)))
+    compared = [_compare(one, info, compute, num_batches) for one, info in stored]
+    return Extracted(
+        (), 0, Recomputed(sum(rows for rows, _ in compared), max(difference for _, difference in compared))
+    )
+
+
+def _compare(spec: ExtractSpec, info: DatasetInfo, compute: Compute, num_batches: int) -> tuple[int, float]:
+    """Return the number of rows that were computed again, and their largest relative difference."""
+    samples = PreparedSamples(spec.source)
+    images, labels = (str(Path(info.path, f"{name}.npy")) for name in ("images", "labels"))
+    stored = PreparedSamples(
+        DatasetSlice(images, labels, images_sha256=info.images_sha256, labels_sha256=info.labels_sha256)
+    )
+    augment = load_augmentation(spec)
+    starts = range(0, len(samples), BATCH_SIZE)
+    places = [(view, start) for view in range(num_views(spec.augmented)) for start in starts]
+    num_rows, difference = 0, 0.0
+    for place in np.unique(np.linspace(0, len(places) - 1, num_batches, dtype=int)) if places else ():
+        view, start = places[place]
+        rows = np.arange(start, min(len(samples), start + BATCH_SIZE))
+        again, _ = compute(*augment(*samples.read(rows), view, start))
+        before = stored.read(rows + view * len(samples))[0].astype(np.float64)
+        largest = float(np.abs(before).max(initial=0)) or 1.0
+        difference = max(
+            difference, float(np.abs(again.astype(np.float64) - before).max(initial=0)) / largest
+        )
+        num_rows += len(rows)
+    return num_rows, difference

@@ -1,22 +1,24 @@
-"""`gather`: puts features together that several machines have computed of public samples.
+"""`gather` puts features together that several machines have computed of public samples; `send` sends them.
 
 What is stored is what `extract` would compute on this machine alone, and finds from then on.
 """
 
+import base64
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
 from csdctl.worker.data.arrays import Array, CheckedArray
+from csdctl.worker.data.file_hash import hash_file, open_regular
 from csdctl.worker.data.prepared import PreparedSamples, rows_of
-from csdctl.worker.ingest.access import make_store
 from csdctl.worker.ingest.extract import describe_partial, find_done, fingerprint_of
-from csdctl.worker.ingest.partial_dataset import PartialDataset, convert_write_errors
+from csdctl.worker.ingest.partial_dataset import PartialDataset, convert_write_errors, make_store
 from csdctl.worker.ingest.sources.source import Block
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.datasets import PrepareProgress
-from csdctl.worker.protocol.features import Gathered, GatheredPart, GatherSpec
+from csdctl.worker.protocol.features import FEATURE_STORE, Gathered, GatheredPart, GatherSpec, SendSpec, Sent
 from csdctl.worker.protocol.run_spec import DatasetSlice
 
 BLOCK_SAMPLES = 4096
@@ -41,20 +43,13 @@ def gather(
         return Gathered(is_stored=False)
     samples = PreparedSamples(wanted.source)
     merged = _Merged(spec, len(samples))
-    partial = PartialDataset(store / f".part-{fingerprint}", fingerprint, 0)
-    try:
+    with PartialDataset(store / f".part-{fingerprint}", fingerprint, 0) as partial:
         while (start := partial.record.num_read) < len(samples):
             rows = np.arange(start, min(len(samples), start + BLOCK_SAMPLES))
             partial.append(Block(len(rows), merged.read(rows), samples.labels(rows)))
             on_progress(PrepareProgress(partial.record.num_read, len(samples)))
         samples.check()
         partial.finish(target, describe_partial(partial, target))
-    except WorkerError:
-        partial.discard()
-        raise
-    except BaseException:
-        partial.close()
-        raise
     return Gathered(is_stored=True)
 
 
@@ -97,3 +92,27 @@ def _open(part: GatheredPart, spec: GatherSpec) -> Array:
             remedy=f"examine {part.node}",
         )
     return features
+
+
+LINE_BYTES = 48 << 10
+"""Of the file in one line; 64 KiB in base64."""
+
+
+def send(spec: SendSpec, write: Callable[[str], None], *, home: Path = Path()) -> Sent:
+    """Write the stored numbers as lines of base64; raises WorkerError unless they are what was described."""
+    what = "features" if spec.store == FEATURE_STORE else "results"
+    again = "run the same command again"
+    if not re.fullmatch(r"[0-9a-f]{64}", spec.fingerprint):
+        raise WorkerError(f"no {what} have this fingerprint", exit_code=2)
+    try:
+        with open_regular(home / spec.store / spec.fingerprint / "images.npy") as file:
+            if hash_file(file, what) != spec.sha256:
+                raise WorkerError(f"the {what} have changed since they were computed", remedy=again)
+            file.seek(0)
+            num_bytes = 0
+            while block := file.read(LINE_BYTES):
+                num_bytes += len(block)
+                write(base64.b64encode(block).decode())
+            return Sent(num_bytes)
+    except (OSError, ValueError) as error:
+        raise WorkerError(f"the {what} cannot be read: {type(error).__name__}", remedy=again) from None

@@ -16,25 +16,34 @@ import numpy as np
 from csdctl.worker.data.arrays import Array, as_labels, fields_of, label_dtype
 from csdctl.worker.data.element_spec import dtype_to_text
 from csdctl.worker.data.file_hash import open_regular
-from csdctl.worker.ingest.access import PRIVATE_DIRECTORY, is_open_to_change, make_store, set_access
-from csdctl.worker.ingest.limits import DEFAULT_LIMITS, IngestLimits
 from csdctl.worker.ingest.partial_dataset import (
+    PRIVATE_DIRECTORY,
     IngestRecord,
     PartialDataset,
+    check_free_space,
     convert_write_errors,
     count_labels,
     count_values,
     hash_arrays,
+    is_open_to_change,
+    make_store,
+    set_access,
 )
 from csdctl.worker.ingest.sources.arrays import open_npy_pair
 from csdctl.worker.ingest.sources.detect import detect_format, fingerprint_settings, open_source
-from csdctl.worker.ingest.sources.source import Block, SampleSource, num_threads
+from csdctl.worker.ingest.sources.source import (
+    DEFAULT_LIMITS,
+    Block,
+    IngestLimits,
+    SampleSource,
+    Tree,
+    num_threads,
+    read_tree,
+)
 from csdctl.worker.ingest.sources.structure import conform
-from csdctl.worker.ingest.sources.tree import Tree, read_tree
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.process.files import save_atomically
-from csdctl.worker.protocol.datasets import DatasetInfo, PrepareProgress, PrepareSpec, parts_of
-from csdctl.worker.protocol.fields import LABEL
+from csdctl.worker.protocol.datasets import LABEL, DatasetInfo, PrepareProgress, PrepareSpec, parts_of
 from csdctl.worker.protocol.json_codec import from_json, to_json
 
 _LABELS_AT_ONCE = 1 << 20
@@ -68,12 +77,12 @@ def prepare(
             return _use_in_place(tree, samples, labels, spec, target, limits)
     source = open_source(source_format, tree, spec, threads or num_threads())
     directory = _partial_directory(tree, spec)
-    partial = PartialDataset(directory, fingerprint, len(source.class_names or ()), limits)
-    try:
+    with PartialDataset(directory, fingerprint, len(source.class_names or ()), limits) as partial:
         if done := _find_prepared(target, tree, spec):  # by the process that held the lock
             partial.discard()
             return done
-        _check_free_space(source, partial.record, spec.store)
+        num_left = source.num_samples - partial.record.num_read
+        check_free_space(source.sample_bytes * num_left, spec.store, "prepared data")
         fill(partial, source, spec, limits, on_progress)
         info = describe(
             partial.record, source.class_names, source.files_of_class, spec, str(target), source.padded
@@ -81,12 +90,6 @@ def prepare(
         finished = partial.finish(target, info)
         set_access(target, tree, is_shared=spec.is_shared)
         return finished
-    except WorkerError:
-        partial.discard()
-        raise
-    except BaseException:
-        partial.close()
-        raise
 
 
 def _find_prepared(target: Path, tree: Tree, spec: PrepareSpec) -> DatasetInfo | None:
@@ -172,18 +175,6 @@ def fill(
     for block in source.blocks(partial.record.num_read, limits):
         partial.append(conform(block, spec))
         report()
-
-
-def _check_free_space(source: SampleSource, record: IngestRecord, store: str) -> None:
-    """Raise WorkerError if the disk is too small, before hours of work are spent in vain."""
-    needed_bytes = source.sample_bytes * (source.num_samples - record.num_read)
-    free_bytes = shutil.disk_usage(store).free
-    if needed_bytes > free_bytes:
-        raise WorkerError(
-            f"prepared data cannot be written: it needs {needed_bytes / 1e9:.1f} GB, "
-            f"{free_bytes / 1e9:.1f} GB are free",
-            remedy="free disk space",
-        )
 
 
 def describe(

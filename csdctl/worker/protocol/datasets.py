@@ -1,12 +1,39 @@
-"""Prepared data sets: the request to `prepare` one, and the results."""
+"""Data sets: the requests to look at data and to prepare it, the results, and the names of fields."""
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Any
 
-from csdctl.worker.protocol.bounds import Between, Count, Shape, ShortText
+from csdctl.worker.protocol.json_codec import Between, Count, Shape, ShortText
 from csdctl.worker.protocol.run_spec import UserCode
+
+INPUT, OUTPUT = "input", "output"
+"""Parts without names of their own have their position: `input_0`, `output_1`."""
+LABEL = "label"
+"""The field of labels that have no name of their own, beside the samples' weights."""
+SAMPLE_WEIGHT = "sample_weight"
+"""The field of the labels with the weight of each sample."""
+
+
+def name_of_position(kind: str, number: int) -> str:
+    """Return the name of the input or output with this position."""
+    return f"{kind}_{number}"
+
+
+def is_position(name: str, kind: str) -> bool:
+    """Return whether a name only says a position among the inputs or outputs."""
+    start, _, number = name.rpartition("_")
+    return start == kind and number.isdigit()
+
+
+def as_inputs(parts: Mapping[str, Any]) -> Any:
+    """Return what a model is called with: its only input, a list, or a dict where the inputs have names."""
+    if list(parts) == [""]:
+        return parts[""]
+    return list(parts.values()) if all(is_position(name, INPUT) for name in parts) else dict(parts)
+
 
 Largest = Annotated[int, Between(-1, 1 << 64)]
 """The largest of several integers from 0; -1 if there are others among them."""
@@ -150,3 +177,58 @@ class PrepareProgress:
     num_done: Count = 0
     num_total: Count = 0
     num_skipped: Count = 0
+
+
+@dataclass(frozen=True)
+class LookSpec:
+    """What to `look` at; the first line of standard input."""
+
+    prepare: PrepareSpec
+    """As `prepare` would get it; its store is not used."""
+    label: str = ""
+    """The column or feature with the label, of tables and TFRecord files; '': the one whose name says so."""
+    dropped: tuple[str, ...] = ()
+    """Columns of a table that are no features."""
+
+
+@dataclass(frozen=True)
+class PictureSizes:
+    """Of the encoded pictures that were looked at, by their headers."""
+
+    formats: tuple[str, ...]
+    """'png', 'jpeg', …, sorted."""
+    smallest: Shape
+    """(height, width) of the picture with the fewest pixels."""
+    largest: Shape
+
+
+@dataclass(frozen=True)
+class DataLook:
+    """What a data set is like, from all or some of its samples."""
+
+    format: str
+    """As `worker.ingest.sources.detect` names it."""
+    info: DatasetInfo
+    """Of the samples that were read; there is nothing at its path."""
+    num_samples: Count
+    """Of the whole data set; 0 if unknown."""
+    is_whole: bool
+    """Whether all samples were read."""
+    pictures: PictureSizes | None = None
+    """None for data that is not encoded pictures in files."""
+    class_counts: dict[str, Count] = field(default_factory=dict)
+    """Files in each class folder of the whole data set."""
+    table: TableSchema | None = None
+    """The columns that were chosen."""
+    records: RecordSchema | None = None
+    """The features that were chosen."""
+
+
+@dataclass(frozen=True)
+class FoundData:
+    """Data in a directory that `prepare` could read, by the names of its files and folders."""
+
+    training: tuple[str, ...]
+    """Paths relative to the directory, sorted."""
+    validation: tuple[str, ...]
+    """Those whose name says so: val, valid, validation, test."""

@@ -1,11 +1,16 @@
-"""Events: what a rank reports while it runs, one line of JSON each."""
+"""Events: what a rank reports while it runs, one line of JSON each, and which of them belong to a run.
+
+What arrives from a rank (supervision, launch) and what was stored (runs) is checked by the same rules. Pure.
+"""
 
 import dataclasses
 import json
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from csdctl.worker.protocol.bounds import (
+from csdctl.worker.protocol.json_codec import (
     Celsius,
     Count,
     Epoch,
@@ -14,19 +19,47 @@ from csdctl.worker.protocol.bounds import (
     Measured,
     NumSteps,
     OneOf,
+    ProtocolError,
     RankNumber,
     Seconds,
     ShortText,
-)
-from csdctl.worker.protocol.compared import Compared
-from csdctl.worker.protocol.json_codec import (
-    ProtocolError,
-    from_dict,
+    from_tagged,
     parse_json,
     shorten,
+    to_tagged,
     without_surrogates,
 )
 from csdctl.worker.protocol.orders import CollectiveName
+
+MIN_SHARPNESS = 100.0
+"""One sample's effect over the spread, from which on `verify` judges: ten times the spread is tolerated then,
+and one sample is ten times as much."""
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A gradient against the one that rank 0 computes from the same samples.
+
+    All numbers are relative to the latter, in the Euclidean norm. A rank's moving statistics and number of
+    samples are part of its gradient here.
+    """
+
+    difference: Measured
+    spread: Measured
+    """How far rank 0's own result moves when its weights move by the rounding of their type."""
+    one_sample: Measured
+    """How far it moves when one sample is another one."""
+
+    @property
+    def is_sharp(self) -> bool:
+        """Whether rounding is so far below the effect of one sample that both can be told apart."""
+        return self.one_sample >= MIN_SHARPNESS * self.spread
+
+    @property
+    def tolerance(self) -> float:
+        """As many times above the spread as it is below the effect of one sample."""
+        return math.sqrt(self.spread * self.one_sample)
+
 
 EVENT_PREFIX = "@csdctl "
 """An event is a line on the worker's standard output that starts with this."""
@@ -278,23 +311,6 @@ class CheckpointSaved(Event):
 
 
 @dataclass(frozen=True)
-class Inverted(Event):
-    """What a linear map recovers of public samples from activations at the cut of a split model."""
-
-    cut: ShortText
-    num_fitted: Count
-    """Samples that the map was fitted on; 0 where there were too few, or they are no plain arrays."""
-    num_held_out: Count
-    """Others, by which it was judged."""
-    r2: Measured
-    """Share of their variance around the mean sample that is recovered."""
-    correlation: Measured
-    """Mean correlation of a recovered sample with the true one."""
-    mean_correlation: Measured
-    """The same of the mean sample, which needs no activations."""
-
-
-@dataclass(frozen=True)
 class Finished(Event):
     """The completion record of a rank. A run is done only when every rank has sent one."""
 
@@ -355,7 +371,6 @@ EVENTS: dict[str, type[Event]] = {
         Evaluating,
         EpochEnd,
         CheckpointSaved,
-        Inverted,
         Finished,
         Failed,
         NodeLost,
@@ -367,7 +382,7 @@ EVENTS: dict[str, type[Event]] = {
 
 def event_document(event: Event) -> dict[str, Any]:
     """Return an event as `event` (its type) and its fields by name."""
-    return {"event": type(event).__name__, **dataclasses.asdict(event)}
+    return to_tagged("event", event)
 
 
 def event_to_line(event: Event) -> str:
@@ -381,12 +396,12 @@ def event_from_line(line: str) -> Event | None:
         return None
     text = line.removeprefix(EVENT_PREFIX)
     content = parse_json(text)
-    if "\\u" in text:
-        content = without_surrogates(content)
-    name = content.pop("event", None) if isinstance(content, dict) else None
-    if not isinstance(name, str) or name not in EVENTS:
-        raise ProtocolError(f"expected an event, received {shorten(text)}")
-    event: Event = from_dict(EVENTS[name], content)
+    return event_from_document(without_surrogates(content) if "\\u" in text else content)
+
+
+def event_from_document(content: Any) -> Event:
+    """Return the event that `event_document` returned as `content`; raises ProtocolError for any other."""
+    event = from_tagged("event", EVENTS, content)
     if isinstance(event, Failed):
         event = dataclasses.replace(event, message=_cut(event.message), remedy=_cut(event.remedy))
     return event
@@ -395,3 +410,83 @@ def event_from_line(line: str) -> Event | None:
 def _cut(text: str) -> str:
     """Return text for people with at most MAX_MESSAGE_CHARS."""
     return text if len(text) <= MAX_MESSAGE_CHARS else text[: MAX_MESSAGE_CHARS - 1] + "…"
+
+
+FROM_RANK_0 = (Rebalanced, Traffic, Verified, Evaluating, CheckpointSaved, CollectiveTimed)
+"""What holds for all ranks, or is on the host."""
+FROM_CSDCTL = (NodeLost, NodeBack)
+FROM_MPI = (Started, MpiChecked, CollectiveTimed, Exited)
+"""What ranks and shells that mpirun started report, and no rank of a training."""
+FIELDS_OF_RANK_0 = {
+    Progress: ("global_samples", "loss", "accuracy", "metrics"),
+    EpochEnd: (
+        *("global_samples", "loss", "accuracy", "metrics", "learning_rate", "num_lost", "stepped_samples"),
+        *("validation_loss", "validation_accuracy", "validation_metrics"),
+    ),
+    Finished: ("model_path",),
+}
+"""Fields that only rank 0 fills in; the others leave them as they are by default."""
+_UNSET: tuple[object, ...] = (None, 0, {})
+
+
+def check_event(event: Event, nodes: Sequence[str]) -> None:
+    """Raise ProtocolError unless a rank of the run whose ranks are on `nodes` may have sent `event`."""
+    name = type(event).__name__
+    is_lost = isinstance(event, Failed) and event.node == UNKNOWN_NODE
+    if event.rank >= len(nodes) or not (event.node == nodes[event.rank] or is_lost):
+        raise ProtocolError(
+            f"{name}: expected one of {len(nodes)} ranks and its node, "
+            f"received rank {event.rank} on {shorten(event.node)}"
+        )
+    if event.rank != 0:
+        _check_is_own(event)
+    if isinstance(event, Verified) and {len(event.batch_sizes), len(event.of_ranks)} != {len(nodes)}:
+        raise ProtocolError(f"{name}: expected results of {len(nodes)} ranks, received another number")
+    named = _nodes_in(event)
+    if len(named) > len(nodes) or not set(named) <= set(nodes):
+        raise ProtocolError(f"{name}: expected nodes of the run, received {shorten(named)}")
+    if unknown := {rank for rank in _ranks_in(event) if not _is_rank(rank, len(nodes))}:
+        raise ProtocolError(f"{name}: expected ranks of the run, received {shorten(sorted(unknown))}")
+
+
+def check_sender(event: Event, rank: int, nodes: Sequence[str]) -> None:
+    """Raise ProtocolError when `event` names another sender than rank `rank`, which it came from."""
+    if (event.rank, event.node) != (rank, nodes[rank]):
+        raise ProtocolError(
+            f"{type(event).__name__}: expected rank {rank} on {nodes[rank]}, "
+            f"received rank {event.rank} on {shorten(event.node)}"
+        )
+
+
+def _check_is_own(event: Event) -> None:
+    """Raise ProtocolError when a rank other than 0 reports what only rank 0 knows."""
+    name = type(event).__name__
+    if isinstance(event, FROM_RANK_0):
+        raise ProtocolError(f"{name}: expected from rank 0 alone")
+    for name_of_field in FIELDS_OF_RANK_0.get(type(event), ()):
+        value = getattr(event, name_of_field)
+        if type(value) is float or value not in _UNSET:
+            raise ProtocolError(
+                f"{name}.{name_of_field}: expected from rank 0 alone, received {shorten(value)}"
+            )
+
+
+def _is_rank(text: str, num_ranks: int) -> bool:
+    """Return whether `text` is the number of a rank, written as `str` writes it."""
+    return text.isdecimal() and str(int(text)) == text and int(text) < num_ranks
+
+
+def _nodes_in(event: Event) -> Sequence[str]:
+    if isinstance(event, WaitingFor):
+        return event.nodes
+    return (event.slowest,) if isinstance(event, Rebalanced) else ()
+
+
+def _ranks_in(event: Event) -> Iterable[str]:
+    if isinstance(event, Joined | Rebalanced):
+        return event.batch_sizes
+    if isinstance(event, Misbehaved):
+        return [str(event.culprit)]
+    if isinstance(event, Traffic):
+        return [str(rank) for row in event.sent for rank in (row.sender, row.receiver)]
+    return []

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Annotated
 
-from csdctl.worker.protocol.bounds import BatchSize, Between, Count, OneOf, Shape, ShortText
 from csdctl.worker.protocol.datasets import DatasetInfo
+from csdctl.worker.protocol.json_codec import BatchSize, Between, Count, OneOf, Shape, ShortText
 from csdctl.worker.protocol.run_spec import DatasetSlice, Prefix, Runtime
 
 FLOAT32, FLOAT16 = "float32", "float16"

@@ -2,7 +2,7 @@
 
 Both sides carry this package, so that a version mismatch is detected and named. What is read was written by
 another machine, so it is checked here, before anything uses it: the size and nesting of the text, then the
-types, lengths and ranges that the annotations of the dataclass state (`bounds`).
+types, lengths and ranges that the annotations of the dataclass state: `Annotated[int, Between(0, 9)]`.
 """
 
 import contextlib
@@ -13,11 +13,80 @@ import re
 import reprlib
 import types
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import cache
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from csdctl.worker.protocol.bounds import AnyNumber
+MAX_RANKS = 1 << 16
+
+
+@dataclass(frozen=True)
+class Between:
+    """A number from `minimum` to `maximum`, both included."""
+
+    minimum: float
+    maximum: float
+
+    def allows(self, value: Any) -> bool:
+        """Return whether the number `value` is in the range."""
+        return bool(self.minimum <= value <= self.maximum)
+
+    def __str__(self) -> str:
+        return f"{self.minimum:,} to {self.maximum:,}"
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """One of these texts."""
+
+    values: tuple[str, ...]
+
+    def allows(self, value: Any) -> bool:
+        """Return whether `value` is one of them."""
+        return value in self.values
+
+    def __str__(self) -> str:
+        return "one of " + ", ".join(map(repr, self.values))
+
+
+@dataclass(frozen=True)
+class MaxLength:
+    """A text or tuple of at most this length."""
+
+    length: int
+
+    def allows(self, value: Any) -> bool:
+        """Return whether `value` is not longer."""
+        return len(value) <= self.length
+
+    def __str__(self) -> str:
+        return f"a length of at most {self.length}"
+
+
+class AnyNumber:
+    """NaN and the infinities are numbers too; without this annotation, a float is finite."""
+
+
+Count = Annotated[int, Between(0, 1 << 53)]
+"""A number of things; exact as a float too."""
+NumSteps = Annotated[int, Between(1, 1 << 53)]
+BatchSize = Annotated[int, Between(1, 1 << 31)]
+RankNumber = Annotated[int, Between(0, MAX_RANKS - 1)]
+Generation = Annotated[int, Between(0, 1 << 31)]
+"""Of a group of ranks, from 1; 0 where there is no group."""
+Epoch = Annotated[int, Between(0, 1 << 31)]
+"""From 1; 0 before the first."""
+ExitCode = Annotated[int, Between(0, 255)]
+Seconds = Annotated[float, Between(0.0, 1e9)]
+Measured = Annotated[float, AnyNumber]
+"""Computed from data or from other ranks' numbers: NaN when a training diverges."""
+Celsius = Annotated[float, Between(-100.0, 1000.0)]
+ShortText = Annotated[str, MaxLength(256)]
+"""A name, a hash, a reason."""
+Shape = Annotated[tuple[Annotated[int, Between(0, 1 << 31)], ...], MaxLength(32)]
+"""Of an array; 0 for any size."""
+
 
 SCHEMA = 2
 """Incremented whenever a field changes its name or meaning; each side refuses another schema."""
@@ -104,6 +173,22 @@ def from_json(message_type: type[MessageT], text: str) -> MessageT:
         )
     result: MessageT = from_dict(message_type, content)
     return result
+
+
+def to_tagged(tag: str, message: Any) -> dict[str, Any]:
+    """Return a dataclass as `tag`, which is its type, and its fields by name."""
+    return {tag: type(message).__name__, **dataclasses.asdict(message)}
+
+
+def from_tagged(tag: str, known: Mapping[str, type[MessageT]], content: Any) -> MessageT:
+    """Return the dataclass of one of the `known` types from parsed JSON; raises ProtocolError."""
+    name = content.get(tag) if isinstance(content, dict) else None
+    if not isinstance(name, str) or name not in known:
+        article = "an" if tag[0] in "aeiou" else "a"
+        raise ProtocolError(f"expected {article} {tag}, received {shorten(content)}")
+    fields = {key: value for key, value in content.items() if key != tag}
+    message: MessageT = from_dict(known[name], fields)
+    return message
 
 
 def from_dict(message_type: Any, content: Any) -> Any:

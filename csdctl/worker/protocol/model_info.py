@@ -1,10 +1,11 @@
-"""The request to build a model, and the properties of a model that were determined thereby."""
+"""The requests to build a model and to try `data.augment`, and the properties of a model."""
 
 from dataclasses import dataclass, field
 from typing import Any
 
-from csdctl.worker.protocol.bounds import Count, Shape
+from csdctl.worker.protocol.json_codec import Count, Shape
 from csdctl.worker.protocol.recipe import Recipe
+from csdctl.worker.protocol.run_spec import UserCode
 
 BUILDER = "csdctl_builder"
 """Key of architecture.json for a model that a function of the user's builds on every rank: its BuildSpec."""
@@ -126,3 +127,22 @@ class ModelInfo:
     """None: the model was not compiled."""
     scaling_layers: tuple[str, ...] = ()
     """Layers that scale what they are given, such as 'rescaling (Rescaling)'."""
+
+
+@dataclass(frozen=True)
+class AugmentTrial:
+    """What to try, in the same way as a rank runs it."""
+
+    reference: str
+    """`FILE.py:NAME`"""
+    code: UserCode
+    directory: str
+    """Of the prepared public data."""
+    seed: int
+
+
+@dataclass(frozen=True)
+class AugmentTried:
+    """The function did what it must on this number of samples."""
+
+    num_samples: Count

@@ -1,12 +1,17 @@
 """Orders that csdctl sends to a running rank, one line of JSON each on its standard input."""
 
-import dataclasses
 import json
 from dataclasses import dataclass
 from typing import Annotated
 
-from csdctl.worker.protocol.bounds import Generation, OneOf, RankNumber
-from csdctl.worker.protocol.json_codec import ProtocolError, from_dict, parse_json, shorten
+from csdctl.worker.protocol.json_codec import (
+    Generation,
+    OneOf,
+    RankNumber,
+    from_tagged,
+    parse_json,
+    to_tagged,
+)
 
 STAR, ALLREDUCE = "star", "allreduce"
 COLLECTIVE_NAMES = (STAR, ALLREDUCE)
@@ -65,14 +70,9 @@ ORDERS: dict[str, type[Order]] = {
 
 def order_to_line(order: Order) -> str:
     """Return an order as the line that a rank reads."""
-    return json.dumps({"order": type(order).__name__, **dataclasses.asdict(order)}, separators=(",", ":"))
+    return json.dumps(to_tagged("order", order), separators=(",", ":"))
 
 
 def order_from_line(line: str) -> Order:
     """Return the order in `line`; raises ProtocolError."""
-    content = parse_json(line)
-    name = content.pop("order", None) if isinstance(content, dict) else None
-    if not isinstance(name, str) or name not in ORDERS:
-        raise ProtocolError(f"expected an order, received {shorten(line)}")
-    order: Order = from_dict(ORDERS[name], content)
-    return order
+    return from_tagged("order", ORDERS, parse_json(line))

@@ -1,12 +1,29 @@
 """The specification of a run, the same for all its ranks."""
 
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Any
 
-from csdctl.worker.protocol.bounds import AnyNumber, BatchSize, Count, RankNumber, Seconds
-from csdctl.worker.protocol.json_codec import SCHEMA
+from csdctl.worker.protocol.json_codec import SCHEMA, AnyNumber, BatchSize, Count, RankNumber, Seconds
 from csdctl.worker.protocol.recipe import Noise, Recipe
-from csdctl.worker.protocol.tasks import TaskSpec
+
+TRAIN, TRAIN_SPLIT = "train", "train-split"
+TRIAL, TRIAL_SPLIT = "trial", "trial-split"
+VERIFY, VERIFY_SPLIT = "verify", "verify-split"
+"""The tasks of csdctl itself; the worker's registry (tasks/registry.py) has their implementations."""
+
+JOINING = (TRAIN, TRAIN_SPLIT, TRIAL, TRIAL_SPLIT)
+"""Tasks whose ranks report `Joined` before they report anything else of a group."""
+
+ELEMENT_SPEC = "element_spec"
+"""Argument of a trial: the `DatasetInfo` whose shapes and types its random samples have."""
+
+
+@dataclass(frozen=True)
+class TaskSpec:
+    """A task by its name in the worker's registry, and its arguments, as JSON has them."""
+
+    name: str = TRAIN
+    arguments: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

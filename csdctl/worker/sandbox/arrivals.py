@@ -1,9 +1,9 @@
-"""Connections that arrive at the sandbox's ports: members of the group get in, everybody else is closed.
+"""Connections of the sandbox: addresses, the filter that closes a port to other networks, and who gets in.
 
-Nothing that a stranger sends, or does not send, makes a member wait. The kernel reports a connection when its
-token has arrived (TCP_DEFER_ACCEPT), so a token is never waited for in `accept`. Only when very many
-connections are half open, the kernel reports all of them at once (SYN cookies): then a thread waits for the
-token, and wakes the sandbox by a connection of its own.
+Members of the group get in, everybody else is closed. Nothing that a stranger sends, or does not send, makes
+a member wait. The kernel reports a connection when its token has arrived (TCP_DEFER_ACCEPT), so a token is
+never waited for in `accept`. Only when very many connections are half open, the kernel reports all of them at
+once (SYN cookies): then a thread waits for the token, and wakes the sandbox by a connection of its own.
 """
 
 import contextlib
@@ -14,12 +14,140 @@ import ipaddress
 import itertools
 import os
 import socket
+import struct
 import threading
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from csdctl.worker.sandbox.addresses import IpNetwork, list_own_addresses, to_ip
+from csdctl.worker.sandbox.system_calls import Instruction, Program
+
+IpNetwork = ipaddress.IPv4Network | ipaddress.IPv6Network
+IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+_SO_ATTACH_FILTER, _SO_LOCK_FILTER = 26, 44
+_IP_HEADER = 0xFFF00000
+"""SKF_NET_OFF: offsets of a socket filter from here on count from the IP header."""
+_SOURCE = {4: 12, 6: 8}
+"""Offset of the source address in the header, by version of IP."""
+_LOAD_BYTE, _LOAD_WORD, _SHIFT_RIGHT, _AND, _IF_EQUAL, _RETURN = 0x30, 0x20, 0x74, 0x54, 0x15, 0x06
+
+
+class Refused(Exception):
+    """The call fails with this error number."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+def to_ip(host: str) -> IpAddress:
+    """Return the address of a socket; an IPv4 address written as one of IPv6 is one of IPv4."""
+    address = ipaddress.ip_address(host.partition("%")[0])
+    return getattr(address, "ipv4_mapped", None) or address
+
+
+def unpack_address(content: bytes) -> tuple[Any, ...]:
+    """Return a `struct sockaddr_in` or `sockaddr_in6` as the socket module wants it; raises Refused."""
+    if len(content) >= 8:
+        (family,) = struct.unpack_from("=H", content)
+        if family == socket.AF_INET:
+            (port,) = struct.unpack_from(">H", content, 2)
+            return socket.inet_ntop(family, content[4:8]), port
+        if family == socket.AF_INET6 and len(content) >= 24:
+            port, flow = struct.unpack_from(">HI", content, 2)
+            scope = struct.unpack_from("=I", content, 24)[0] if len(content) >= 28 else 0
+            return socket.inet_ntop(family, content[8:24]), port, flow, scope
+    raise Refused(errno.EAFNOSUPPORT)
+
+
+def pack_address(family: int, address: tuple[Any, ...]) -> bytes:
+    """Return a peer's address as the kernel writes it."""
+    packed = socket.inet_pton(family, address[0].partition("%")[0])
+    if family == socket.AF_INET:
+        return struct.pack("=H", family) + struct.pack(">H4s8x", address[1], packed)
+    head = struct.pack("=H", family) + struct.pack(">HI16s", address[1], address[2], packed)
+    return head + struct.pack("=I", address[3])
+
+
+def list_own_addresses() -> list[IpAddress]:
+    """Return the addresses of this machine's interfaces."""
+    found: list[IpAddress] = []
+    address = ""
+    with contextlib.suppress(OSError), open("/proc/net/fib_trie") as tree:
+        for line in tree:
+            if line.lstrip().startswith("|--"):
+                address = line.split()[1]
+            elif "/32 host LOCAL" in line:
+                found.append(ipaddress.IPv4Address(address))
+    with contextlib.suppress(OSError), open("/proc/net/if_inet6") as table:
+        found += [ipaddress.IPv6Address(bytes.fromhex(line.split()[0])) for line in table]
+    return list(dict.fromkeys(found))
+
+
+def narrow(host: str, networks: Sequence[IpNetwork]) -> str:
+    """Return the address to listen at instead of all addresses: this machine's only one in `networks`.
+
+    A socket of the other version of IP listens at the loopback. Several addresses: `host` itself.
+    """
+    address = ipaddress.ip_address(host.partition("%")[0])
+    if not address.is_unspecified or not all(network.prefixlen for network in networks):
+        return host
+    same = [network for network in networks if network.version == address.version]
+    if not same:
+        return "127.0.0.1" if address.version == 4 else "::1"
+    own = [one for one in list_own_addresses() if any(one in network for network in same)]
+    return str(own[0]) if len(own) == 1 else host
+
+
+def close_to_others(bound: socket.socket, networks: Sequence[IpNetwork]) -> None:
+    """Let the kernel drop packets from outside of `networks`: for others, the port does not exist.
+
+    Kernels may refuse that to users without privileges; then the token alone keeps others out.
+    """
+    with contextlib.suppress(PermissionError):
+        _attach_filter(bound, networks)
+
+
+def _attach_filter(bound: socket.socket, networks: Sequence[IpNetwork]) -> None:
+    """Raises PermissionError."""
+    program = Program(build_source_filter(networks))
+    bound.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program.header)
+    bound.setsockopt(socket.SOL_SOCKET, _SO_LOCK_FILTER, 1)
+
+
+def why_open(networks: Sequence[IpNetwork]) -> str:
+    """Return why ports would answer at addresses outside of `networks` too; '' when they are closed there."""
+    if not all(network.prefixlen for network in networks):
+        return "any network may connect"
+    if all(narrow(host, networks) != host for host in ("0.0.0.0", "::")):
+        return ""
+    try:
+        with socket.socket() as bound:
+            _attach_filter(bound, networks)
+    except PermissionError:
+        return "several addresses are in the network, and the kernel lets root alone filter sockets"
+    return ""
+
+
+def build_source_filter(networks: Sequence[IpNetwork]) -> list[Instruction]:
+    """Return a socket filter that keeps the packets that come from `networks`."""
+    code: list[Instruction] = []
+    for network in networks:
+        words = struct.unpack(f">{network.max_prefixlen // 32}I", network.network_address.packed)
+        masks = struct.unpack(f">{len(words)}I", network.netmask.packed)
+        code += [(_LOAD_BYTE, 0, 0, _IP_HEADER), (_SHIFT_RIGHT, 0, 0, 4)]
+        code.append((_IF_EQUAL, 0, 3 * len(words) + 1, network.version))
+        for number, (word, mask) in enumerate(zip(words, masks, strict=True)):
+            to_next_network = 3 * (len(words) - number - 1) + 1
+            code += [
+                (_LOAD_WORD, 0, 0, _IP_HEADER + _SOURCE[network.version] + 4 * number),
+                (_AND, 0, 0, mask),
+                (_IF_EQUAL, 0, to_next_network, word),
+            ]
+        code.append((_RETURN, 0, 0, 0xFFFFFFFF))
+    return [*code, (_RETURN, 0, 0, 0)]
+
 
 TOKEN_S = 2.0
 """For the token of a connection, from when the peer connected."""

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from csdctl.worker.process.errors import WorkerError, describe
 from csdctl.worker.protocol.json_codec import from_json
 from csdctl.worker.protocol.sandbox import SOCKETS_VARIABLE, USER_VARIABLE, SandboxCheck, SandboxPolicy
-from csdctl.worker.sandbox.addresses import why_open
+from csdctl.worker.sandbox.arrivals import why_open
 from csdctl.worker.sandbox.files import (
     SYSTEM_PATHS,
     USER_ID,
@@ -27,7 +27,6 @@ from csdctl.worker.sandbox.files import (
     python_paths,
     restrict_files,
 )
-from csdctl.worker.sandbox.processes import end_all
 from csdctl.worker.sandbox.seccomp_supervisor import SeccompSupervisor
 from csdctl.worker.sandbox.system_calls import (
     ARCHITECTURES,
@@ -36,6 +35,7 @@ from csdctl.worker.sandbox.system_calls import (
     PR_SET_CHILD_SUBREAPER,
     PR_SET_NO_NEW_PRIVS,
     PR_SET_PDEATHSIG,
+    end_all,
     install_filter,
 )
 

@@ -7,7 +7,7 @@ global batch size stays constant.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from csdctl.worker.group.tails import MAX_STEP_S
+from csdctl.worker.group.values import MAX_STEP_S
 
 
 @dataclass(frozen=True)

@@ -9,17 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from csdctl.worker.group.channel import PeerFaultError
-from csdctl.worker.group.collective import choose_collective, gather_seconds
-from csdctl.worker.group.memory_limit import MemoryLimit
+from csdctl.worker.group.collective import Star, choose_collective, gather_seconds
 from csdctl.worker.group.messages import allgather
-from csdctl.worker.group.mpi import World, init_mpi
-from csdctl.worker.group.star import Star
+from csdctl.worker.group.mpi import MemoryLimit, World, init_mpi, wait_sleeping
 from csdctl.worker.group.traffic import gather_traffic, list_connection_rows
-from csdctl.worker.group.values import Check, T, decode_values, encode_value
-from csdctl.worker.group.waiting import wait_sleeping
+from csdctl.worker.group.values import Check, PeerFaultError, T, decode_values, encode_value
 from csdctl.worker.process.errors import describe
-from csdctl.worker.process.events import emit
+from csdctl.worker.process.output import emit
 from csdctl.worker.protocol.events import (
     CollectiveTimed,
     Event,

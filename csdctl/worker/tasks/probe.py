@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from csdctl.worker.compute.first_look import find_smallest_embedding
+from csdctl.worker.compute.keras_internals import find_smallest_embedding
 from csdctl.worker.compute.model import load
 from csdctl.worker.compute.step import Step
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.data.element_spec import random_batch
-from csdctl.worker.process.events import exit_with_failure
-from csdctl.worker.process.memory import peak_memory_bytes
+from csdctl.worker.process.machine import peak_memory_bytes
+from csdctl.worker.process.output import exit_with_failure
 from csdctl.worker.protocol.events import UNKNOWN_NODE
 from csdctl.worker.protocol.json_codec import from_json, to_json
 from csdctl.worker.protocol.probe import (
@@ -27,7 +27,7 @@ from csdctl.worker.protocol.probe import (
     ProbeRequest,
     ProbeResult,
     ProbeSpec,
-    request_from_json,
+    request_from_line,
 )
 from csdctl.worker.protocol.run_spec import RunSpec
 from csdctl.worker.tasks.session import RankSession
@@ -44,7 +44,7 @@ def serve_probes(spec: ProbeSpec, tf: Any, keras: Any) -> None:
     step.apply(step.local(*example, private_copies=_copies(step, spec, 1)))
     _print_ready()
     for line in sys.stdin:
-        request = request_from_json(line)
+        request = request_from_line(line)
         if isinstance(request, AttachRequest):
             _take_part(request, step)
             _print_ready()

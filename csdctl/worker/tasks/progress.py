@@ -1,12 +1,203 @@
-"""The progress of a run, and which rank computes what of the rest; the same on every rank."""
+"""The progress of a run, and the state from which it resumes bit by bit: variables and `Position`.
+
+`pack` turns both into one array of bytes, for files (checkpointer.py) and for other ranks. `unpack` checks
+all of it before it changes a variable.
+"""
 
 import dataclasses
+import hashlib
+import math
+import struct
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from csdctl.worker.compute.step import Sums, add_sums
+from csdctl.worker.data.arrays import Array
 from csdctl.worker.data.schedule import OwnSamples, Segment, Share, begin_epoch, change_segment
+from csdctl.worker.group.values import as_count
+from csdctl.worker.process.errors import WorkerError
+from csdctl.worker.protocol.json_codec import SCHEMA, Measured, ProtocolError, from_json, to_json
 from csdctl.worker.protocol.run_spec import RunSpec
-from csdctl.worker.tasks.position import CallbackState, EpochTotals, Position
+
+_HEAD = struct.Struct("<QQ32s")
+"""Bytes of the position's JSON, and of all; SHA-256 of the variables' shapes and types."""
+MAX_POSITION_BYTES = 1 << 20
+"""Space reserved for a position: dozens of bytes for every rank and every reassigned span."""
+_LARGEST = 1 << 50
+_REMEDY = "start a new run"
+
+
+@dataclass(frozen=True)
+class EpochTotals:
+    """Sums over the steps of the epoch so far and over all ranks."""
+
+    steps: int = 0
+    samples: int = 0
+    loss: Measured = 0.0
+    states: tuple[Measured, ...] = ()
+    """Of the metrics."""
+    weight: float = 0.0
+    """What the loss is divided by: the number of samples when all weights are 1."""
+
+
+@dataclass(frozen=True)
+class CallbackState:
+    """The state of early stopping and of reduce on plateau."""
+
+    best: Measured | None = None
+    best_epoch: int = 0
+    epochs_without_gain: int = 0
+    plateau_best: Measured | None = None
+    epochs_on_plateau: int = 0
+    rate_factor: float = 1.0
+    is_stopping: bool = False
+    cooldown: int = 0
+    """Epochs that do not count as on a plateau."""
+
+
+@dataclass(frozen=True)
+class Position:
+    """The progress of a run, and the division of the rest of the epoch among the ranks."""
+
+    epoch: int
+    """The epoch being trained, from 1."""
+    step: int
+    """Steps done in this epoch."""
+    total_steps: int
+    """Steps done in the run."""
+    segment: Segment | None
+    """None between epochs."""
+    batch_sizes: dict[str, int]
+    """Of every rank that took part at any time, by its number."""
+    totals: EpochTotals = EpochTotals()
+    callbacks: CallbackState = CallbackState()
+    schema: int = SCHEMA
+
+
+def pack(variables: list[Any], position: Position, out: Array | None = None) -> Array:
+    """Return variables and position as one array of bytes, uint8; at the start of `out` when given."""
+    arrays = _arrays_of(variables)
+    text = to_json(position).encode()
+    size = _HEAD.size + len(text) + sum(array.nbytes for array in arrays)
+    packed = np.empty(size, np.uint8) if out is None else out[:size]
+    if len(packed) < size:
+        raise WorkerError(f"the state has {size} bytes, the buffer only {len(packed)}")
+    packed[: _HEAD.size] = np.frombuffer(_HEAD.pack(len(text), size, _hash_form(arrays)), np.uint8)
+    place = _HEAD.size + len(text)
+    packed[_HEAD.size : place] = np.frombuffer(text, np.uint8)
+    for array in arrays:
+        packed[place : place + array.nbytes] = array.reshape(-1).view(np.uint8)
+        place += array.nbytes
+    return packed
+
+
+def max_state_bytes(variables: list[Any]) -> int:
+    """Return the largest size of what `pack` returns for these variables."""
+    return _HEAD.size + MAX_POSITION_BYTES + sum(array.nbytes for array in _arrays_of(variables))
+
+
+def hash_state(variables: list[Any], position: Position) -> str:
+    """Return the SHA-256, in hex, of variables and position."""
+    digest = hashlib.sha256(to_json(position).encode())
+    for array in _arrays_of(variables):
+        digest.update(array.tobytes())
+    return digest.hexdigest()
+
+
+def unpack(packed: Array, variables: list[Any], own: Sequence[OwnSamples]) -> Position:
+    """Set `variables` from what `pack` returned; raises WorkerError, and sets none, unless all of it fits.
+
+    `own`: the samples of each rank of the run.
+    """
+    position = position_of(packed, own)
+    length, total, form = _HEAD.unpack(packed[: _HEAD.size].tobytes())
+    arrays = _arrays_of(variables)
+    place = _HEAD.size + length
+    expected = place + sum(array.nbytes for array in arrays)
+    if not total == expected == len(packed) or form != _hash_form(arrays):
+        raise WorkerError(
+            f"the saved state has {len(packed)} bytes, expected {expected} for this model, "
+            "with the shapes and types of its variables",
+            remedy="the model or the optimizer has changed since; start a new run",
+        )
+    for variable, array in zip(variables, arrays, strict=True):
+        chunk = packed[place : place + array.nbytes].copy().view(array.dtype).reshape(array.shape)
+        variable.assign(chunk)
+        place += array.nbytes
+    return position
+
+
+def position_of(packed: Array, own: Sequence[OwnSamples]) -> Position:
+    """Return the position alone; raises WorkerError when it is damaged, or not possible in this run."""
+    if len(packed) < _HEAD.size:
+        raise WorkerError("the saved state is cut short", remedy=_REMEDY)
+    length, _, _ = _HEAD.unpack(packed[: _HEAD.size].tobytes())
+    if length > min(MAX_POSITION_BYTES, len(packed) - _HEAD.size):
+        raise WorkerError("the saved state is cut short", remedy=_REMEDY)
+    try:
+        position = from_json(Position, packed[_HEAD.size : _HEAD.size + length].tobytes().decode())
+        _check(position, own)
+    except RecursionError:
+        raise WorkerError("the saved state cannot be read: nested too deeply", remedy=_REMEDY) from None
+    except (ProtocolError, ValueError, TypeError, AttributeError) as error:
+        raise WorkerError(f"the saved state cannot be read: {error}", remedy=_REMEDY) from None
+    return position
+
+
+def _arrays_of(variables: list[Any]) -> list[Array]:
+    return [np.asarray(variable.value, order="C") for variable in variables]
+
+
+def _hash_form(arrays: list[Array]) -> bytes:
+    return hashlib.sha256(repr([(array.dtype.str, array.shape) for array in arrays]).encode()).digest()
+
+
+def _check(position: Position, own: Sequence[OwnSamples]) -> None:
+    """Raise ValueError or TypeError unless `position` is possible in a run with these samples."""
+    totals = position.totals
+    for count in (position.epoch - 1, position.step, position.total_steps - position.step):
+        as_count(count, _LARGEST)
+    for count in (totals.steps, totals.samples, *position.batch_sizes.values()):
+        as_count(count, _LARGEST)
+    if set(position.batch_sizes) != {str(rank) for rank in range(len(own))}:
+        raise ValueError("batch sizes of other ranks")
+    if position.segment:
+        as_count(position.step - position.segment.start_step, _LARGEST)
+        for share in position.segment.shares:
+            _check_share(share, own)
+    _check_numbers(totals.loss, totals.weight, *totals.states)
+    check_callbacks(position.callbacks)
+
+
+def check_callbacks(state: CallbackState) -> None:
+    """Raise ValueError or TypeError for a state that no epoch can lead to."""
+    for count in (state.best_epoch, state.epochs_without_gain, state.epochs_on_plateau, state.cooldown):
+        as_count(count, _LARGEST)
+    if not isinstance(state.is_stopping, bool):
+        raise TypeError("expected true or false")
+    _check_numbers(
+        state.rate_factor, *(best for best in (state.best, state.plateau_best) if best is not None)
+    )
+
+
+def _check_numbers(*numbers: object) -> None:
+    for number in numbers:
+        if not isinstance(number, int | float) or not math.isfinite(number):
+            raise ValueError(f"{number!r} is not a number")
+
+
+def _check_share(share: Share, own: Sequence[OwnSamples]) -> None:
+    samples = own[as_count(share.rank, len(own) - 1)]
+    as_count(share.batch_size, _LARGEST)
+    spans = [(span.rank, span.start, span.stop) for span in share.reassigned]
+    spans += [(share.rank, share.public_start, share.public_stop)]
+    for rank, start, stop in spans:
+        num_public = own[as_count(rank, len(own) - 1)].num_public
+        as_count(start, as_count(stop, num_public))
+    as_count(share.private_start, as_count(share.private_stop, samples.num_private))
 
 
 class RunProgress:

@@ -3,16 +3,16 @@
 from importlib import import_module
 
 from csdctl.worker.process.errors import WorkerError
-from csdctl.worker.protocol.tasks import TRAIN, TRAIN_SPLIT, TRIAL, TRIAL_SPLIT, VERIFY, VERIFY_SPLIT
+from csdctl.worker.protocol.run_spec import TRAIN, TRAIN_SPLIT, TRIAL, TRIAL_SPLIT, VERIFY, VERIFY_SPLIT
 from csdctl.worker.tasks.task import Task, TaskContext
 
 TASKS = {
     TRAIN_SPLIT: "csdctl.worker.tasks.split:Split",
-    TRIAL_SPLIT: "csdctl.worker.tasks.split_trial:SplitTrial",
+    TRIAL_SPLIT: "csdctl.worker.tasks.trial:SplitTrial",
     TRAIN: "csdctl.worker.tasks.train:Train",
     TRIAL: "csdctl.worker.tasks.trial:Trial",
     VERIFY: "csdctl.worker.tasks.verify:Verify",
-    VERIFY_SPLIT: "csdctl.worker.tasks.verify_split:VerifySplit",
+    VERIFY_SPLIT: "csdctl.worker.tasks.verify:VerifySplit",
 }
 """Name → module:class. A task's module is imported only when the task is requested."""
 

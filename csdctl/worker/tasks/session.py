@@ -13,22 +13,17 @@ import time
 import numpy as np
 
 from csdctl.worker.compute.step import Step
-from csdctl.worker.group.channel import LinkLostError, PeerFaultError
-from csdctl.worker.group.communicator import Communicator, SoloCommunicator
-from csdctl.worker.group.link_communicator import LinkCommunicator
-from csdctl.worker.group.listener import Listener
-from csdctl.worker.group.shared_vectors import SharedVectors
-from csdctl.worker.group.values import as_hash
+from csdctl.worker.group.channel import Listener, SharedVectors
+from csdctl.worker.group.communicator import Communicator, LinkCommunicator, SoloCommunicator
+from csdctl.worker.group.values import LinkLostError, PeerFaultError, as_hash
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.events import STATE
 from csdctl.worker.protocol.orders import FormGroup
 from csdctl.worker.protocol.run_spec import RunSpec
-from csdctl.worker.tasks.orders import Orders
-from csdctl.worker.tasks.position import hash_state, max_state_bytes, pack, unpack
-from csdctl.worker.tasks.progress import RunProgress
+from csdctl.worker.tasks.progress import RunProgress, hash_state, max_state_bytes, pack, unpack
 from csdctl.worker.tasks.registry import make_task
 from csdctl.worker.tasks.reporter import Reporter
-from csdctl.worker.tasks.task import Group, TaskContext, TaskOutcome
+from csdctl.worker.tasks.task import Group, Orders, TaskContext, TaskOutcome
 
 ORPHAN_S = 600.0
 """A rank without a group that receives no order for this long exits."""

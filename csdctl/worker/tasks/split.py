@@ -5,7 +5,6 @@ backward in the same order, as the gradients come back. Rank 0 takes the ranks' 
 it computes the head of one while the ranks compute others (docs/decisions/0030).
 """
 
-import dataclasses
 import math
 import struct
 import time
@@ -14,18 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from csdctl.worker.compute.inversion import invert_prefix
-from csdctl.worker.compute.split import PrefixStep, micro_batch_sizes
-from csdctl.worker.compute.split_step import SplitStep
+from csdctl.worker.compute.split import PrefixStep, SplitStep, micro_batch_sizes
 from csdctl.worker.compute.step import Step
 from csdctl.worker.data.arrays import Array
-from csdctl.worker.data.prepared import PreparedSamples
-from csdctl.worker.group.channel import PeerFaultError
 from csdctl.worker.group.communicator import Communicator
+from csdctl.worker.group.values import PeerFaultError
 from csdctl.worker.process.errors import describe
-from csdctl.worker.process.events import emit
-from csdctl.worker.protocol.events import ACTIVATIONS, Inverted
-from csdctl.worker.tasks.model_task import ModelTask
+from csdctl.worker.protocol.events import ACTIVATIONS
+from csdctl.worker.tasks.task import ModelTask
 from csdctl.worker.tasks.train import Train
 
 Bytes = bytearray | bytes
@@ -207,24 +202,6 @@ class SplitParts(ModelTask):
         exchange.on_host(samples, labels, ranks, weights, sizes, out)
         return exchange.waited_s
 
-    def measure_inversion(self) -> None:
-        """Report, on rank 0, what a linear map recovers of public samples from their activations."""
-        split = self._split
-        if not isinstance(split, SplitStep):
-            return
-        public = PreparedSamples(self.spec.public) if self.spec.public else None
-        drawn = split.seeds.save()
-
-        def compute(samples: Array) -> Array:
-            split.forget()
-            return split.forward(samples)
-
-        found = invert_prefix(lambda rows: public.read(rows)[0], len(public), compute) if public else None
-        split.forget()
-        split.seeds.restore(drawn)
-        measured = dataclasses.astuple(found) if found else (0, 0, 0.0, 0.0, 0.0)
-        emit(Inverted(self.me.rank, self.me.node, split.cut.layer, *measured))
-
     def _load_step(self) -> Any:
         spec, me = self.spec, self.me
         assert spec.split
@@ -270,12 +247,6 @@ class SplitParts(ModelTask):
 
 class Split(SplitParts, Train):
     """Trains the model in two parts, as the run's `split` says."""
-
-    def save_model(self) -> str | None:
-        """Save the trained model on rank 0, then measure what activations reveal; returns its path."""
-        path = super().save_model()
-        self.measure_inversion()
-        return path
 
     def _compute(
         self, communicator: Communicator, samples: Array, labels: Array, copies: Array | None, out: Array

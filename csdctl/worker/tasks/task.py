@@ -1,18 +1,90 @@
-"""The interface between a task and the session that runs it.
+"""The interface between a task and the session that runs it, and what tasks with a model have in common.
 
 A new task is a class that implements `Task`, in a file of its own, and a line in registry.py.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+import os
+import queue
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol, TextIO
 
+import numpy as np
+
+from csdctl.worker.compute.backend import load_backend
+from csdctl.worker.compute.forward import BatchedPass, feature_pass
+from csdctl.worker.compute.model import load
 from csdctl.worker.compute.step import Step
+from csdctl.worker.data.arrays import Array
+from csdctl.worker.data.prepared import EpochReader, SyntheticReader
 from csdctl.worker.group.communicator import Communicator
+from csdctl.worker.protocol.json_codec import ProtocolError
+from csdctl.worker.protocol.orders import (
+    FormGroup,
+    PauseAtEpochEnd,
+    Ping,
+    Release,
+    Stop,
+    order_from_line,
+)
 from csdctl.worker.protocol.run_spec import RankSpec, RunSpec
-from csdctl.worker.tasks.orders import Orders
 from csdctl.worker.tasks.progress import RunProgress
 from csdctl.worker.tasks.reporter import Reporter
+
+
+class Orders:
+    """The orders received so far, for the session and its task to act on."""
+
+    def __init__(self, on_ping: Callable[[int], None], stream: TextIO | None = None) -> None:
+        """`on_ping` is called by the thread with the number of each `Ping`."""
+        self.is_stopping = False
+        self.is_pausing = False
+        self.on_group: Callable[[], None] = lambda: None
+        """Called by the thread when a group is ordered: waiting in an earlier group is then pointless."""
+        self._groups: queue.Queue[FormGroup] = queue.Queue()
+        self._on_ping = on_ping
+        self._stream = stream or sys.stdin
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def next_group(self, timeout_s: float) -> FormGroup:
+        """Return the latest group ordered; raises queue.Empty when none is ordered in time."""
+        group = self._groups.get(timeout=timeout_s)
+        while not self._groups.empty():
+            group = self._groups.get()
+        self.is_pausing = False
+        return group
+
+    def await_release(self) -> None:
+        """Wait for `Release`: from then on, other code may read the input."""
+        self._reader.join()
+
+    @property
+    def has_group(self) -> bool:
+        """Whether a group was ordered that `next_group` has not returned yet."""
+        return not self._groups.empty()
+
+    def _read(self) -> None:
+        for line in self._stream:
+            try:
+                order = order_from_line(line)
+            except ProtocolError:
+                continue
+            if isinstance(order, FormGroup):
+                self._groups.put(order)
+                self.on_group()
+            elif isinstance(order, PauseAtEpochEnd):
+                self.is_pausing = True
+            elif isinstance(order, Stop):
+                self.is_stopping = True
+            elif isinstance(order, Release):
+                return
+            elif isinstance(order, Ping):
+                self._on_ping(order.number)
+        os._exit(1)
 
 
 @dataclass(frozen=True)
@@ -83,3 +155,107 @@ class Task(Protocol):
 
     def finish(self, reason: str) -> None:
         """Report the completion record, after the group has ended."""
+
+
+class ModelTask:
+    """Loads data, model and step of one rank, and warms them up."""
+
+    is_resumable = True
+
+    def __init__(self, context: TaskContext) -> None:
+        self.spec, self.me, self.progress = context.spec, context.me, context.progress
+        self.reporter, self.orders, self.is_root = context.reporter, context.orders, context.is_root
+        self._step_of_probes = context.step
+        self._extractor: BatchedPass | None = None
+        # Importing TensorFlow is not part of the set-up time that the rank reports.
+        backend: tuple[Any, Any] = (None, None) if context.step else load_backend(context.me.runtime)
+        self._tf, self._keras = backend
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of the vector that the ranks sum."""
+        return int(self.layout.size)
+
+    @property
+    def variables(self) -> list[Any]:
+        """Weights and optimizer state, but for the learning rate, which every step sets."""
+        return [variable for variable in self.step.state if variable is not self.step.optimizer.learning_rate]
+
+    def load(self) -> None:
+        """Load data and model, trace the graphs and reach full speed; the weights stay as they were."""
+        self.reader = self.open_reader()
+        self.step = self._step_of_probes or self._load_step()
+        self.step.micro_batch_size = self.me.micro_batch_size
+        self.layout = replace(self.summed.layout, num_ranks=len(self.spec.ranks))
+        self.reporter.metrics = self.step.metrics
+        self.restore()
+        self._warm_up()
+
+    @property
+    def summed(self) -> Any:
+        """What computes the vectors that the ranks sum, and applies their sum."""
+        return self.step
+
+    @property
+    def whole_model(self) -> Any:
+        """The model whose samples and labels the ranks have."""
+        return self.step.model
+
+    def restore(self) -> None:
+        """Load the state of an earlier process of this run; tasks without a state have none."""
+
+    def open_reader(self) -> EpochReader | SyntheticReader:
+        """Return what the samples are read with."""
+        return EpochReader(self.spec, self.me.rank, self.to_features if self.spec.head else _unchanged)
+
+    def example(self, count: int) -> tuple[Array, Array]:
+        """Return at most `count` samples and their labels, as the model takes them."""
+        return self.reader.first(count) if count else self.reader.empty_batch()
+
+    def to_features(self, samples: Array) -> Array:
+        """Return the features of samples (n, …), as the model before the head computes them here."""
+        if self._extractor is None:
+            assert self.spec.head is not None
+            # Rank 0 judges what the others compute, by whatever engine: it computes with Keras.
+            self._extractor = feature_pass(
+                self.spec.head.prefix,
+                lambda: (self._tf, self._keras),
+                self.me.runtime.threads,
+                is_keras=self.is_root,
+            )
+        return self._extractor.run(samples)
+
+    def load_model(self) -> Any:
+        """Return the run's model, compiled."""
+        spec = self.spec
+        return load(Path(spec.architecture), Path(spec.weights), self._keras, spec.code)
+
+    def _load_step(self) -> Step:
+        spec, me = self.spec, self.me
+        return Step(
+            self.load_model(),
+            replace(spec.recipe, augment="") if spec.head else spec.recipe,
+            self.example(0),
+            self._tf,
+            self._keras,
+            rank=me.rank,
+            weight=me.weight,
+            noise=spec.noise,
+        )
+
+    def _warm_up(self) -> None:
+        images, labels = self.example(self.me.batch_size)
+        self.step.set_step(0, 0.0)
+        is_private = self.step.has_noise and self.me.num_private
+        copies = np.ones(len(images), np.int64) if is_private else None
+        for _ in range(2):
+            self.step.local(images, labels)
+            if copies is not None:
+                self.step.local(images, labels, private_copies=copies)
+        if len(self.spec.ranks) == 1:
+            self.step.rehearse_alone(images, labels)
+        self.step.rehearse_apply()
+
+
+def _unchanged(samples: Array) -> Array:
+    return samples

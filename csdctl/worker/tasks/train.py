@@ -11,29 +11,33 @@ from typing import Any
 
 import numpy as np
 
-from csdctl.worker.compute.evaluation import evaluate
-from csdctl.worker.compute.learning_rate import learning_rate
 from csdctl.worker.compute.model import hash_weights
-from csdctl.worker.compute.recipe import make_schedule
-from csdctl.worker.compute.step import Sums
+from csdctl.worker.compute.recipe import learning_rate, make_schedule
+from csdctl.worker.compute.step import Step, Sums, add_sums
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.data.prepared import PreparedSamples
 from csdctl.worker.data.schedule import Share
-from csdctl.worker.group.channel import LinkLostError, PeerFaultError
 from csdctl.worker.group.communicator import Communicator
-from csdctl.worker.group.tails import ExpectedTails
-from csdctl.worker.group.values import as_hash, as_none, is_minority
+from csdctl.worker.group.values import (
+    ExpectedTails,
+    LinkLostError,
+    PeerFaultError,
+    as_hash,
+    as_none,
+    is_minority,
+)
 from csdctl.worker.process.errors import WorkerError
-from csdctl.worker.protocol.events import EARLY_STOPPING, MAX_STEPS, SAMPLES, STOPPED
+from csdctl.worker.process.output import emit
+from csdctl.worker.protocol.events import EARLY_STOPPING, MAX_STEPS, SAMPLES, STOPPED, Evaluating
+from csdctl.worker.protocol.run_spec import RankSpec
 from csdctl.worker.tasks.balancer import Balancer
-from csdctl.worker.tasks.callbacks import after_epoch, check_monitors
+from csdctl.worker.tasks.callbacks import Decision, after_epoch, as_decision, check_monitors
 from csdctl.worker.tasks.checkpointer import BEST_MODEL, LAST_MODEL, Checkpointer
-from csdctl.worker.tasks.decision import Decision, as_decision
-from csdctl.worker.tasks.model_task import ModelTask
-from csdctl.worker.tasks.position import CallbackState
-from csdctl.worker.tasks.task import FINISHED, PAUSED, Group, TaskOutcome
-from csdctl.worker.tasks.totals import StepResult, StepTotals, global_fields
+from csdctl.worker.tasks.progress import CallbackState
+from csdctl.worker.tasks.reporter import StepResult, StepTotals, global_fields
+from csdctl.worker.tasks.task import FINISHED, PAUSED, Group, ModelTask, TaskOutcome
 
+EVALUATION_BATCH = 256
 GROWTH_LIMIT = 2
 """A rank whose memory was not measured gets at most this many times its planned batch size."""
 DIVERGED = (
@@ -330,3 +334,24 @@ class Train(ModelTask):
             }
         epoch = self.progress.position.epoch
         self.reporter.epoch_end(epoch, self._weights_hash, self._epoch_totals, fields)
+
+
+def evaluate(
+    step: Step, validation: PreparedSamples, me: RankSpec, progress_interval_s: float
+) -> dict[str, Any]:
+    """Return mean loss and metrics over `validation` as fields of an EpochEnd; emit progress meanwhile."""
+    results: list[Sums] = []
+    reported = time.monotonic()
+    for batch in validation.batches(EVALUATION_BATCH):
+        results.append(step.evaluate(*batch))
+        if time.monotonic() - reported >= progress_interval_s:
+            reported = time.monotonic()
+            num_done = min(len(results) * EVALUATION_BATCH, len(validation))
+            emit(Evaluating(me.rank, me.node, num_done, len(validation)))
+    total = add_sums(results)
+    metrics = step.metrics(total)
+    return {
+        "validation_loss": total.mean_loss,
+        "validation_accuracy": metrics.get("accuracy"),
+        "validation_metrics": metrics,
+    }

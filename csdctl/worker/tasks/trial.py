@@ -1,13 +1,14 @@
-"""A trial: the steps of a training with random samples, for measuring; it produces no model."""
+"""Trials: the steps of a training with random samples, for measuring; they produce no model."""
 
 from typing import Any
 
-from csdctl.worker.compute.first_look import find_smallest_embedding
-from csdctl.worker.data.synthetic import SyntheticReader
+from csdctl.worker.compute.keras_internals import find_smallest_embedding
+from csdctl.worker.data.prepared import SyntheticReader
 from csdctl.worker.group.communicator import Communicator
 from csdctl.worker.protocol.datasets import DatasetInfo
 from csdctl.worker.protocol.json_codec import from_dict
-from csdctl.worker.protocol.tasks import ELEMENT_SPEC
+from csdctl.worker.protocol.run_spec import ELEMENT_SPEC
+from csdctl.worker.tasks.split import Split
 from csdctl.worker.tasks.train import Train
 
 
@@ -33,3 +34,7 @@ class Trial(Train):
     def save_model(self) -> str | None:
         """Save nothing."""
         return None
+
+
+class SplitTrial(Split, Trial):
+    """Trains a model in two parts on random samples of the form in the task's argument `element_spec`."""

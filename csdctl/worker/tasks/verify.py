@@ -5,33 +5,159 @@ computed? Each rank also sends its vector to rank 0, which adds them in float64.
 what one process computes from the same samples? Rank 0 does that, with each rank's random states
 (reference.py). Where rounding hides a sample, all ranks compute the same step in a finer type, and are
 compared in that one.
+
+The samples are random, drawn from (seed, rank) wherever they are needed: no private sample is sent, and rank
+0 can repeat the computation of all ranks.
 """
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from csdctl.worker.compute.keras_internals import find_smallest_embedding
 from csdctl.worker.compute.model import hash_weights
+from csdctl.worker.compute.split import SplitStep, micro_batch_size
 from csdctl.worker.data.arrays import Array
-from csdctl.worker.group.channel import PeerFaultError
 from csdctl.worker.group.communicator import Communicator
-from csdctl.worker.group.values import as_hash
+from csdctl.worker.group.values import PeerFaultError, as_hash
 from csdctl.worker.process.errors import WorkerError, describe
-from csdctl.worker.process.events import emit
+from csdctl.worker.process.output import emit
+from csdctl.worker.protocol.datasets import SAMPLE_WEIGHT
 from csdctl.worker.protocol.events import STATE, VERIFIED, Verified
-from csdctl.worker.tasks.model_task import ModelTask
-from csdctl.worker.tasks.precision import compute_type, computing_in, types_to_compare_in
-from csdctl.worker.tasks.reference import ExactSum, Reference, Snapshot
-from csdctl.worker.tasks.task import Group, TaskOutcome
-from csdctl.worker.tasks.verified_samples import (
-    Ranges,
-    as_ranges,
-    draw_samples,
-    find_ranges,
-    verified_sizes,
+from csdctl.worker.tasks.reference import (
+    ExactSum,
+    Reference,
+    Snapshot,
+    compute_type,
+    computing_in,
+    types_to_compare_in,
 )
+from csdctl.worker.tasks.split import SplitParts
+from csdctl.worker.tasks.task import Group, ModelTask, TaskOutcome
+
+MAX_SAMPLES = 16
+"""Per rank: enough for unequal batches, and few enough for rank 0 to compute for all ranks."""
+MAX_INTEGER = 128
+"""Integers are drawn below this and below the size of every embedding, where nothing is known of the data."""
+MAX_COLUMNS = 1024
+"""Of a table, whose columns have ranges of their own."""
+Ranges = dict[str, tuple[list[float], list[float]]]
+"""By field of the samples, '' without fields: the smallest and largest value of each column, or of all."""
+
+
+def verified_sizes(batch_sizes: Sequence[int]) -> list[int]:
+    """Return how many samples each rank takes: none where the plan has none, and not the same number on all.
+
+    With equal numbers, a plain mean of the ranks' means would be right.
+    """
+    sizes = [min(size, MAX_SAMPLES) for size in batch_sizes]
+    takers = [number for number, size in enumerate(sizes) if size]
+    if len({sizes[number] for number in takers}) == 1:
+        for number in takers[1::2]:
+            sizes[number] = max(1, sizes[number] - max(1, sizes[number] // 4))
+    return sizes
+
+
+def find_ranges(samples: Array) -> Ranges:
+    """Return the ranges of `samples`: an input may be a class that a layer compares with, or in metres."""
+    fields = {name: samples[name] for name in samples.dtype.names} if samples.dtype.names else {"": samples}
+    found = {}
+    for name, values in fields.items():
+        is_table = values.ndim == 2 and values.shape[1] <= MAX_COLUMNS
+        columns = values.astype(np.float64).reshape(-1, values.shape[1] if is_table else 1)
+        columns = columns[np.isfinite(columns).all(axis=1)]
+        if columns.size:
+            found[name] = columns.min(axis=0).tolist(), columns.max(axis=0).tolist()
+    return found
+
+
+def as_ranges(value: Any) -> Ranges:
+    """Return what rank 0 sent, checked; raises TypeError."""
+    if not isinstance(value, dict) or not all(_is_range(one) for one in value.values()):
+        raise TypeError("expected the smallest and largest values of each field")
+    return {name: (low, high) for name, (low, high) in value.items()}
+
+
+def _is_range(value: Any) -> bool:
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        return False
+    is_numbers = all(
+        isinstance(bounds, list) and all(type(one) is float and math.isfinite(one) for one in bounds)
+        for bounds in value
+    )
+    return is_numbers and 0 < len(value[0]) == len(value[1]) <= MAX_COLUMNS
+
+
+def draw_samples(
+    seed: int,
+    rank: int,
+    count: int,
+    example: tuple[Array, Array],
+    model: Any,
+    ranges: Ranges | None = None,
+) -> tuple[Array, Array]:
+    """Return the first `count` random samples of rank `rank`, the same on every machine.
+
+    Each sample has an amplitude of its own, and small labels are frequent: samples that are much alike have
+    nearly the same gradient, so that one could be taken for another, and with balanced classes the gradients
+    of an untrained model cancel.
+    """
+    limit = min(MAX_INTEGER, find_smallest_embedding(model) or MAX_INTEGER)
+    sizes = [max(2, int(output.shape[-1] or 0)) for output in getattr(model, "outputs", None) or ()]
+    samples, labels = (np.empty((count, *array.shape[1:]), array.dtype) for array in example)
+    for number in range(count):
+        generator = np.random.default_rng([seed, rank, number])
+        _draw_sample(generator, samples[number : number + 1], limit, (ranges or {}).get)
+        _draw_labels(generator, labels[number : number + 1], sizes)
+    return samples, labels
+
+
+def _draw_sample(
+    generator: np.random.Generator, sample: Array, limit: int, find_range: Callable[[str], Any]
+) -> None:
+    """Fill in `sample`: in the range of the data; of fields without one, in [0, `limit`) or [0, 1).
+
+    A model may have embeddings of different sizes, as of words and of their kinds: each is looked up with its
+    own field or column, whose values the model takes.
+    """
+    for name in sample.dtype.names or [""]:
+        values = sample[name or ...]
+        drawn = generator.random(values.shape) * (1 - generator.random())
+        is_integer, found = values.dtype.kind in "iu", find_range(name)
+        if found is None:
+            values[...] = drawn * limit if is_integer else drawn
+            continue
+        low, high = map(np.array, found)
+        if is_integer:
+            if values.ndim > 2:  # one range for columns of different meaning
+                high = np.minimum(high, limit - 1) if limit < MAX_INTEGER else high
+            drawn = np.floor(drawn * (high - low + 1))
+        else:
+            drawn *= high - low
+        values[...] = low + drawn
+
+
+def _draw_labels(generator: np.random.Generator, labels: Array, sizes: Sequence[int]) -> None:
+    """Fill in `labels`; structured ones have a field for each output, with its size, and one for weights."""
+    for number, name in enumerate(labels.dtype.names or [...]):
+        values = labels[name]
+        if name == SAMPLE_WEIGHT:
+            values[...] = 0.5 + generator.random(values.shape)
+        elif values.dtype.kind in "iu":
+            values[...] = np.minimum(generator.geometric(0.6, values.shape) - 1, _size_of(sizes, number) - 1)
+        elif values.ndim == 2 and values.shape[1] > 1:  # one-hot
+            values[...] = np.arange(values.shape[1]) == min(generator.geometric(0.6), values.shape[1]) - 1
+        else:
+            values[...] = generator.random(values.shape)
+
+
+def _size_of(sizes: Sequence[int], number: int) -> int:
+    """Return the size of an output; 2 for one that is only known by calling the model."""
+    return sizes[number] if number < len(sizes) else 2
+
 
 NUM_LOOKED_AT = 64
 """Samples of rank 0 that tell the ranges of values."""
@@ -42,7 +168,6 @@ class Verify(ModelTask):
 
     is_resumable = False
     _weights_hash = ""
-    _limits: Ranges
 
     def example(self, count: int) -> tuple[Array, Array]:
         """Return at most `count` samples; of the head of a model, features."""
@@ -52,17 +177,11 @@ class Verify(ModelTask):
     def run(self, group: Group) -> TaskOutcome:
         """Take the step; raises WorkerError when ranks are missing, or hold different weights after it."""
         self._check_complete(group)
-        communicator, step = group.communicator, self.step
+        communicator = group.communicator
         self._sizes = verified_sizes([rank.batch_size for rank in self.spec.ranks])
         self._ranges = communicator.allgather(self._find_ranges() if self.is_root else {}, as_ranges)[0]
         self._start = Snapshot(self.whole_model.variables)
-        own = np.zeros_like(communicator.local)
-        own[self.layout.step] = vector = self._compute()
-        after = Snapshot(step.model.variables)
-        total = np.array(communicator.sum(own)[self.layout.step])
-        verified = self._compare(communicator, vector, total)
-        after.restore()
-        step.apply(total)
+        verified = self._take_step(communicator)
         self._check_weights(communicator)
         if verified:
             emit(replace(verified, weights_hash=self._weights_hash))
@@ -78,6 +197,17 @@ class Verify(ModelTask):
                 f"verification needs all ranks of the plan, and {', '.join(missing)} is lost",
                 remedy="examine it with `csdctl doctor`, or leave it out with --exclude",
             )
+
+    def _take_step(self, communicator: Communicator) -> Verified | None:
+        """Take the step; return what is found on rank 0, without the hash of the weights."""
+        own = np.zeros_like(communicator.local)
+        own[self.layout.step] = vector = self._compute()
+        after = Snapshot(self.step.model.variables)
+        total = np.array(communicator.sum(own)[self.layout.step])
+        verified = self._compare(communicator, vector, total)
+        after.restore()
+        self.step.apply(total)
+        return verified
 
     def _find_ranges(self) -> Ranges:
         """Return the ranges of the samples, by those of this rank."""
@@ -122,6 +252,13 @@ class Verify(ModelTask):
             )
         if reference is None:
             return None
+        return self._describe(exact, total, reference, (dtype, compared_in), communicator.collective)
+
+    def _describe(
+        self, exact: ExactSum, total: Array, reference: Reference, types: tuple[str, str], collective: str
+    ) -> Verified:
+        """Return the result; `types`: the one that the model computes in, and that of the comparison."""
+        dtype, compared_in = types
         return Verified(
             *(self.me.rank, self.me.node, sum(self._sizes), tuple(self._sizes), dtype),
             exact.difference(total),
@@ -131,8 +268,8 @@ class Verify(ModelTask):
             reference.by_parts,
             reference.one_batch,
             reference.not_one_batch,
-            self._weights_hash,
-            communicator.collective,
+            "",
+            collective,
         )
 
     def _try_to_compute(self, otherwise: Array) -> tuple[Array, str]:
@@ -185,3 +322,54 @@ def _as_bool(value: Any) -> bool:
     if not isinstance(value, bool):
         raise TypeError("expected true or false")
     return value
+
+
+class VerifySplit(SplitParts, Verify):
+    """Takes one step through the cut, and compares its gradient with that of one process.
+
+    The ranks compute a step one after the other, together with rank 0, so that the gradient of each is known;
+    then all at once.
+    """
+
+    def _take_step(self, communicator: Communicator) -> Verified | None:
+        split = self._split
+        reference = self._make_reference() if self.is_root else None
+        gradients = slice(split.layout.statistics.stop)
+        exact = ExactSum(gradients.stop)
+        for number in range(len(self._sizes)):
+            counts = [size if rank == number else 0 for rank, size in enumerate(self._sizes)]
+            total = self._sum_of(communicator, counts)
+            exact.add(total[gradients])
+            if reference and isinstance(split, SplitStep):
+                reference.compare(split.vector(total).astype(np.float64))
+        total = self._sum_of(communicator, self._sizes)
+        verified = None
+        if reference and isinstance(split, SplitStep):
+            reference.take_sum(split.vector(total).astype(np.float64))
+            reference.compare_one_batch()
+            types = (compute_type(self.step.model),) * 2
+            verified = self._describe(exact, total[gradients], reference, types, communicator.collective)
+        self._start.restore()
+        split.apply(total)
+        return verified
+
+    def _sum_of(self, communicator: Communicator, counts: list[int]) -> Array:
+        """Return the summed vector of a step from the beginning, in which the ranks have `counts` samples."""
+        recipe, me, layout = self.spec.recipe, self.me, self.layout
+        self._start.restore()
+        self._split.set_step(0, recipe.learning_rate or 0.0)
+        samples, labels = (part[: counts[me.rank]] for part in self._draw(me.rank, counts[me.rank]))
+        vector = np.zeros_like(communicator.local)
+        ranks = [rank.rank for rank in self.spec.ranks]
+        self.exchange(communicator, (samples, labels), ranks, counts, vector[layout.step])
+        return np.array(communicator.sum(vector)[layout.step])
+
+    def _make_reference(self) -> Reference:
+        assert self.spec.split
+        number = self.spec.split.num_micro_batches
+        ranks = [
+            replace(rank, micro_batch_size=micro_batch_size(size, number, rank.micro_batch_size))
+            for rank, size in zip(self.spec.ranks, self._sizes, strict=True)
+        ]
+        # The vectors of a split step have every rank's own weight; those of the whole model rank 0's.
+        return Reference(self.step, self.spec.recipe.seed, ranks, self._sizes, self._draw, self.me.weight)

@@ -10,9 +10,9 @@ from csdctl.runs.directory import ProjectDirectory
 from csdctl.shipping.store import StoredFile
 from csdctl.shipping.worker_calls import run_worker
 from csdctl.transport.session import Session
-from csdctl.worker.protocol.augment import AugmentTrial, AugmentTried
 from csdctl.worker.protocol.datasets import DatasetInfo
 from csdctl.worker.protocol.json_codec import to_json
+from csdctl.worker.protocol.model_info import AugmentTrial, AugmentTried
 from csdctl.workflows.data.model import SerializedModel
 
 DEADLINE_S = 300.0

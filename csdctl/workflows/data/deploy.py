@@ -17,9 +17,8 @@ from csdctl.runs.directory import ProjectDirectory
 from csdctl.runs.ledger import record_traffic
 from csdctl.shipping.chunks import SharedChunks
 from csdctl.shipping.deliver import Delivery, OnDeliveryProgress, deliver
-from csdctl.shipping.payload import Payload, pack_payload
+from csdctl.shipping.payload import DEFAULT_IGNORED, Payload, TreeRequest, pack_payload, read_tree
 from csdctl.shipping.store import StoredFile, hash_file
-from csdctl.shipping.tree import DEFAULT_IGNORED, TreeRequest, read_tree
 from csdctl.transport.many import Outcome, run_on_all, run_on_nodes, values_or_raise
 from csdctl.transport.meter import TrafficClass
 from csdctl.transport.session import Session

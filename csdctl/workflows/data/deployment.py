@@ -11,8 +11,7 @@ from csdctl.job.model import load_job
 from csdctl.notify import Say
 from csdctl.shipping.chunks import SharedChunks
 from csdctl.shipping.deliver import Delivery, DeliveryProgress
-from csdctl.shipping.payload import FileTree, Payload, pack_payload
-from csdctl.shipping.tree import DEFAULT_IGNORED, TreeRequest, parse_tree
+from csdctl.shipping.payload import DEFAULT_IGNORED, FileTree, Payload, TreeRequest, pack_payload, parse_tree
 from csdctl.transport.many import Outcome
 from csdctl.workflows.data.deploy import deploy_payload, pack_trees
 from csdctl.workflows.data.imports import check_machine

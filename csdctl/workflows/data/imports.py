@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from csdctl.errors import InputError
+from csdctl.facts.software import find_missing
 from csdctl.fleet.model import Fleet
 from csdctl.job.imports import JobImports, Needed, describe_missing, list_imports, remedy_of
 from csdctl.job.model import Job, load_job
-from csdctl.probes.imports import find_missing
 from csdctl.transport.many import run_on_all, values_or_raise
 from csdctl.transport.session import Session
 from csdctl.workflows.data.model import SerializedModel, find_built

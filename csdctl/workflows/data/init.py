@@ -22,8 +22,14 @@ from csdctl.runs.directory import ProjectDirectory
 from csdctl.shipping.store import StoredFile
 from csdctl.shipping.worker_calls import run_worker, watch_worker
 from csdctl.transport.local import LocalSession
-from csdctl.worker.protocol.datasets import DatasetInfo, PrepareProgress, PrepareSpec
-from csdctl.worker.protocol.looks import DataLook, FoundData, LookSpec
+from csdctl.worker.protocol.datasets import (
+    DataLook,
+    DatasetInfo,
+    FoundData,
+    LookSpec,
+    PrepareProgress,
+    PrepareSpec,
+)
 from csdctl.worker.protocol.model_info import ModelInfo
 from csdctl.workflows.data.init_choices import DEFAULT_SIZE, Looks, choose_application_args, choose_size
 from csdctl.workflows.data.init_sources import (

@@ -4,9 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from csdctl.job.compatibility import LOGITS
-from csdctl.worker.protocol.datasets import DatasetInfo
-from csdctl.worker.protocol.fields import SAMPLE_WEIGHT
-from csdctl.worker.protocol.looks import DataLook
+from csdctl.worker.protocol.datasets import SAMPLE_WEIGHT, DataLook, DatasetInfo
 from csdctl.worker.protocol.model_info import ModelInfo, OutputInfo
 from csdctl.workflows.data.init_sources import Sources
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from csdctl.documents import load_text
 from csdctl.errors import InputError
-from csdctl.worker.protocol.looks import FoundData
+from csdctl.worker.protocol.datasets import FoundData
 
 _MAX_LISTED = 10
 _PARTS = {"train", "training", "val", "valid", "validation", "test", "testing"}

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from csdctl.notify import make_printable
-from csdctl.worker.protocol.datasets import DatasetInfo
-from csdctl.worker.protocol.looks import DataLook
+from csdctl.worker.protocol.datasets import DataLook, DatasetInfo
 from csdctl.worker.protocol.model_info import ModelInfo, OutputInfo
 from csdctl.workflows.data.init_choices import (
     Looks,

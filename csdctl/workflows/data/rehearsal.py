@@ -7,9 +7,9 @@ from pathlib import Path
 from csdctl.errors import InputError, NodeError
 from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.job.model import Job
+from csdctl.transport.commands import build_program_command
 from csdctl.transport.many import run_on_all, values_or_raise
 from csdctl.transport.session import Session, bounded
-from csdctl.transport.standalone import build_program_command
 from csdctl.workflows.data.prepared_record import load_prepared
 from csdctl.workflows.data.sample_placement import check_sample
 from csdctl.workflows.workspace.workspace import open_workspace

@@ -16,8 +16,7 @@ from csdctl.notify import Say
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.shipping.chunks import SharedChunks
 from csdctl.shipping.deliver import deliver
-from csdctl.shipping.payload import pack_payload
-from csdctl.shipping.tree import TreeRequest, read_tree
+from csdctl.shipping.payload import TreeRequest, pack_payload, read_tree
 from csdctl.transport.many import run_on_all, values_or_raise
 from csdctl.transport.session import Session
 from csdctl.workflows.data.sample_clipart import fetch_clipart, split_clipart

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from csdctl.errors import CsdctlError, InputError
 from csdctl.notify import Say
-from csdctl.transport.standalone import build_child_command
+from csdctl.transport.commands import build_child_command
 
 T = TypeVar("T")
 

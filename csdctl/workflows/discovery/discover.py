@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from csdctl.errors import CsdctlError, InputError
-from csdctl.fleet.drives import match_drives
+from csdctl.facts.machine import collect_machine_facts
 from csdctl.fleet.facts import Drive, Facts, back_up_facts, facts_path, load_facts, save_facts
-from csdctl.fleet.model import HOST_NAME, Fleet
-from csdctl.fleet.problems import Problem, fold_problems
-from csdctl.fleet.ranges import show_names
-from csdctl.probes.machine import collect_machine_facts
+from csdctl.fleet.hardware import match_drives
+from csdctl.fleet.model import HOST_NAME, Fleet, Problem, fold_problems
+from csdctl.fleet.names import format_node_names
 from csdctl.runs.ledger import record_traffic
 from csdctl.transport.local import LocalSession
 from csdctl.transport.many import Outcome, errors_of, run_on_all, run_on_nodes
@@ -98,7 +97,7 @@ def find_shared_addresses(fleet: Fleet) -> tuple[str, ...]:
     for node in fleet.nodes:
         names_by_address[node.address.lower(), node.port, node.jump].append(node.name)
     return tuple(
-        f"{show_names(names)} have the same address {address} port {port}: one machine listed twice"
+        f"{format_node_names(names)} have the same address {address} port {port}: one machine listed twice"
         for (address, port, _), names in names_by_address.items()
         if len(names) > 1
     )
@@ -113,7 +112,8 @@ def find_shared_host_keys(fingerprints: Mapping[str, str]) -> tuple[str, ...]:
     for name, key in fingerprints.items():
         names_by_key[key].append(name)
     return tuple(
-        f"{show_names(names)} have the same host key {key}: one machine listed twice, or a copied disk image"
+        f"{format_node_names(names)} have the same host key {key}: "
+        "one machine listed twice, or a copied disk image"
         for key, names in names_by_key.items()
         if len(names) > 1
     )

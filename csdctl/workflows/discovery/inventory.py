@@ -1,13 +1,307 @@
-"""Render the fleet for other programs: Ansible, OpenSSH."""
+"""Nodes from other sources and for other programs: address ranges, Ansible inventories, ssh_config."""
 
-from collections.abc import Callable, Mapping
+import os
+import pwd
+import subprocess
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
+from typing import ClassVar, Protocol
 
-from csdctl.fleet.ansible.writing import render_inventory
-from csdctl.fleet.model import Fleet
-from csdctl.transport.many import fleet_known_hosts_paths
-from csdctl.transport.ssh_config import build_ssh_config
-from csdctl.transport.ssh_options import build_ssh_options
+from csdctl.documents import save_text
+from csdctl.errors import CsdctlError, InputError
+from csdctl.fleet.ansible.reading import load_config, load_inventory
+from csdctl.fleet.ansible.targets import list_targets, render_inventory
+from csdctl.fleet.fleet_file import render_fleet
+from csdctl.fleet.model import HOST_NAME, Fleet, Node, select_names, select_nodes
+from csdctl.fleet.names import NAME, format_node_names
+from csdctl.fleet.openssh import (
+    MAX_HOPS,
+    Hop,
+    SshSettings,
+    Target,
+    build_node,
+    build_query,
+    list_aliases,
+    list_notes,
+    parse_jump,
+    parse_proxy_command,
+    parse_settings,
+    written_identities,
+)
+from csdctl.transport.known_hosts import known_hosts_paths
+from csdctl.transport.many import fleet_known_hosts_paths, run_on_all, values_or_raise
+from csdctl.transport.ssh_config import build_ssh_config, build_ssh_options
+from csdctl.workflows.discovery.scan import scan
+
+QUERY_DEADLINE_S = 30.0
+"""`Match exec` in an ssh_config runs commands, which may take time."""
+
+
+def resolve_targets(
+    targets: Sequence[Target], warnings: Mapping[str, list[str]], *, directory: Path
+) -> tuple[tuple[Node, ...], tuple[str, ...]]:
+    """Return the nodes for `targets`, and combined notes on where csdctl deviates from ssh.
+
+    `warnings` are earlier notes. Raises InputError for unsupported settings.
+    """
+    resolver = _Resolver(known_hosts_paths(directory))
+    resolver.notes.update(warnings)
+    outcomes = run_on_all(
+        {target.name: target for target in targets}, resolver.resolve, max_workers=os.cpu_count() or 1
+    )
+    nodes = tuple(values_or_raise(outcomes, "reading the nodes").values())
+    order = {target.name: number for number, target in enumerate(targets)}
+    folded = [
+        f"{format_node_names(sorted(set(names), key=lambda name: order.get(name, 0)))}: {note}"
+        if names
+        else note
+        for note, names in resolver.notes.items()
+    ]
+    return nodes, tuple(folded)
+
+
+@dataclass
+class _Resolver:
+    """Resolves targets and their jump hosts with `ssh -G`."""
+
+    known_hosts: Sequence[Path]
+    notes: defaultdict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+    _defaults: SshSettings = field(init=False)
+    _cache: dict[tuple[str, ...], SshSettings] = field(default_factory=dict)
+    """A cache: many nodes are behind one jump host."""
+
+    def __post_init__(self) -> None:
+        self._defaults = self._query(Target("", "localhost", ("-F", "none")))
+
+    def resolve(self, target: Target) -> Node:
+        """Return the node for `target`; raises InputError for unsupported settings."""
+        return self._resolve(target, MAX_HOPS, name=target.name)
+
+    def _resolve(self, target: Target, hops_left: int, name: str, before: Node | None = None) -> Node:
+        if not hops_left:
+            raise InputError(f"{name}: more than {MAX_HOPS} jump hosts, or a cycle of jumps")
+        settings = self._query(target)
+        for note in list_notes(settings, self._defaults, self.known_hosts, Path.home()):
+            where = "" if target.name == name else f"jump host {target.name}: "
+            self.notes[where + note].append(name)
+        jump = before or self._jump(target, settings, hops_left - 1, name)
+        return build_node(target, written_identities(settings, self._defaults), jump, Path.home())
+
+    def _jump(self, target: Target, settings: SshSettings, hops_left: int, name: str) -> Node | None:
+        command = settings.get("proxycommand", ["none"])[0]
+        if command not in ("", "none"):
+            forwarded = parse_proxy_command(command)
+            if not forwarded:
+                raise InputError(
+                    f"{name}: ProxyCommand {command!r} is not supported",
+                    remedy="write it as ProxyJump, or skip the node with --exclude",
+                )
+            host, arguments = forwarded
+            return self._resolve(Target(Hop(host).name, host, arguments), hops_left, name)
+        text = settings.get("proxyjump", ["none"])[0]
+        try:
+            hops = parse_jump(text)
+        except ValueError as error:
+            raise InputError(f"{name}: ProxyJump {text!r}: {error}") from None
+        before: Node | None = None
+        for hop in hops:
+            before = self._resolve(_hop_target(hop, target), hops_left, name, before)
+        return before
+
+    def _query(self, target: Target) -> SshSettings:
+        command = tuple(build_query(target))
+        if command not in self._cache:
+            self._cache[command] = self._run_ssh(target, command)
+        return self._cache[command]
+
+    def _run_ssh(self, target: Target, command: tuple[str, ...]) -> SshSettings:
+        try:
+            printed = subprocess.run(
+                command,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=QUERY_DEADLINE_S,
+                check=False,
+            )
+        except FileNotFoundError:
+            raise InputError("`ssh` is not installed here", remedy="install the OpenSSH client") from None
+        except subprocess.TimeoutExpired:
+            raise CsdctlError(
+                f"{target.name}: `ssh -G {target.host}` did not end in {QUERY_DEADLINE_S:.0f} s",
+                remedy="a `Match exec` in an ssh_config may hang",
+            ) from None
+        if printed.returncode:
+            lines = printed.stderr.strip().splitlines()[:1] or ["no message"]
+            raise InputError(f"{target.name}: `ssh -G {target.host}` failed: {lines[0]}")
+        return parse_settings(printed.stdout)
+
+
+def _hop_target(hop: Hop, target: Target) -> Target:
+    """Return the target of a ProxyJump hop: OpenSSH passes only the configuration file on to it."""
+    files = [file for flag, file in pairwise(target.arguments) if flag == "-F"]
+    arguments = ["-F", files[0]] if files else []
+    arguments += ["-p", str(hop.port)] if hop.port else []
+    arguments += ["-l", hop.user] if hop.user else []
+    return Target(hop.name, hop.address, tuple(arguments))
+
+
+@dataclass(frozen=True)
+class FoundFleet:
+    """A fleet from a source, the text of its file, and where csdctl deviates from the source."""
+
+    fleet: Fleet
+    text: str
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class FoundNodes:
+    """Nodes of a source, and where csdctl deviates from the source."""
+
+    nodes: tuple[Node, ...]
+    warnings: tuple[str, ...] = ()
+    network: str = ""
+
+
+class NodeSource(Protocol):
+    """A source of nodes."""
+
+    @property
+    def name(self) -> str:
+        """Its name in messages."""
+
+    @property
+    def origin(self) -> str:
+        """The first line of the fleet file created from it."""
+
+    def find(self, directory: Path, limit: Sequence[str], exclude: Sequence[str]) -> FoundNodes:
+        """Return the nodes selected by `limit` and `exclude`; raises InputError or NoNodeReachableError."""
+
+
+@dataclass(frozen=True)
+class AddressRanges:
+    """Machines with an SSH server in some address ranges."""
+
+    cidrs: tuple[str, ...]
+    user: str = "root"
+    key: Path | None = None
+    port: int = 22
+    interface: str = ""
+
+    @property
+    def name(self) -> str:
+        """The ranges."""
+        return ", ".join(self.cidrs)
+
+    @property
+    def origin(self) -> str:
+        """How they were found."""
+        return "Found by `csdctl discover" + "".join(f" --cidr {cidr}" for cidr in self.cidrs) + "`"
+
+    def find(self, directory: Path, limit: Sequence[str], exclude: Sequence[str]) -> FoundNodes:
+        """Scan all addresses; a single range also becomes the network of the fleet."""
+        nodes = scan(self.cidrs, user=self.user, key=self.key, port=self.port, interface=self.interface)
+        chosen = select_nodes(Fleet(nodes, path=Path(self.name)), limit, exclude).nodes
+        return FoundNodes(chosen, network=self.cidrs[0] if len(self.cidrs) == 1 else "")
+
+
+@dataclass(frozen=True)
+class _FileSource:
+    """A source that is one file."""
+
+    path: Path
+    option: ClassVar[str]
+    """The option of `csdctl discover` that gives the file."""
+
+    @property
+    def name(self) -> str:
+        """The file."""
+        return str(self.path)
+
+    @property
+    def origin(self) -> str:
+        """How it was read."""
+        return f"Written by `csdctl discover {self.option} {self.path}`"
+
+
+@dataclass(frozen=True)
+class AnsibleInventory(_FileSource):
+    """The hosts of an Ansible inventory."""
+
+    option: ClassVar[str] = "--inventory"
+
+    def find(self, directory: Path, limit: Sequence[str], exclude: Sequence[str]) -> FoundNodes:
+        """Return its hosts, as Ansible and ssh would reach them."""
+        inventory = load_inventory(self.path)
+        inventory.defaults = load_config(directory)
+        targets, warnings = list_targets(inventory, str(self.path), limit, exclude)
+        return FoundNodes(*resolve_targets(targets, warnings, directory=directory))
+
+
+@dataclass(frozen=True)
+class SshConfig(_FileSource):
+    """The aliases of an ssh_config."""
+
+    option: ClassVar[str] = "--ssh-config"
+
+    def find(self, directory: Path, limit: Sequence[str], exclude: Sequence[str]) -> FoundNodes:
+        """Return its aliases, as ssh would reach them."""
+        aliases = list_aliases(self.path)
+        chosen = select_names(dict.fromkeys(aliases, ()), limit, exclude, where=str(self.path))
+        usable = [
+            alias for alias in chosen if NAME.fullmatch(alias) and alias not in (HOST_NAME, "localhost")
+        ]
+        if not usable:
+            raise InputError(f"{self.path}: {', '.join(chosen)} is not a valid node name")
+        skipped = [alias for alias in chosen if alias not in usable]
+        # With -F, ssh ignores the system's configuration, which otherwise applies besides the user's.
+        arguments = () if self.path.resolve() == _user_config() else ("-F", str(self.path.absolute()))
+        targets = [Target(alias, alias, arguments) for alias in usable]
+        warnings = {"not a valid node name: skipped": skipped} if skipped else {}
+        return FoundNodes(*resolve_targets(targets, warnings, directory=directory))
+
+
+def _user_config() -> Path:
+    """Return the file that ssh reads without -F; ssh uses the user database, not $HOME."""
+    return Path(pwd.getpwuid(os.getuid()).pw_dir, ".ssh", "config").resolve()
+
+
+def find_nodes(
+    source: NodeSource, path: Path, *, directory: Path, limit: Sequence[str] = (), exclude: Sequence[str] = ()
+) -> FoundFleet:
+    """Return the fleet for file `path`, not yet written; raises InputError or NoNodeReachableError."""
+    found = source.find(directory, limit, exclude)
+    fleet = Fleet(found.nodes, network=found.network, path=path)
+    return FoundFleet(fleet, render_fleet(fleet, origin=source.origin), found.warnings)
+
+
+def import_fleet(
+    source: NodeSource,
+    path: Path,
+    *,
+    directory: Path,
+    limit: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    force: bool = False,
+    is_dry_run: bool = False,
+) -> FoundFleet:
+    """Find the nodes of `source`, and write them to the fleet file `path` unless it is a dry run.
+
+    Raises InputError or NoNodeReachableError; a file that exists is an error without `force`, before the
+    search for nodes starts.
+    """
+    if path.exists() and not force and not is_dry_run:
+        raise InputError(
+            f"{path} already exists", remedy="give another file with --fleet, or overwrite it with --force"
+        )
+    found = find_nodes(source, path, directory=directory, limit=limit, exclude=exclude)
+    if not is_dry_run:
+        save_text(path, found.text)
+    return found
 
 
 def render_ansible(fleet: Fleet, directory: Path) -> str:

@@ -2,13 +2,43 @@
 
 import asyncio
 import contextlib
+import ipaddress
 import socket
 from collections.abc import Sequence
 from pathlib import Path
 
 from csdctl.errors import InputError, NoNodeReachableError
 from csdctl.fleet.model import Node
-from csdctl.fleet.scan import expand_addresses, name_nodes
+
+MAX_ADDRESSES = 4096
+
+
+def expand_addresses(cidr: str) -> list[str]:
+    """Return every host address of `cidr`, such as 10.1.2.0/24 or fd00::/120.
+
+    Raises InputError for an invalid network or more than MAX_ADDRESSES addresses.
+    """
+    try:
+        network = ipaddress.ip_network(cidr, strict=False)
+    except ValueError:
+        raise InputError(
+            f"{cidr!r} is not an address range", remedy="write it as ADDRESS/BITS, such as 10.1.2.0/24"
+        ) from None
+    if network.num_addresses > MAX_ADDRESSES:
+        raise InputError(
+            f"{cidr} has {network.num_addresses} addresses, but at most {MAX_ADDRESSES} are scanned",
+            remedy="give a smaller range, or run several scans",
+        )
+    return [str(address) for address in network.hosts()]
+
+
+def name_nodes(addresses: Sequence[str], *, user: str, key: Path | None, port: int) -> tuple[Node, ...]:
+    """Return the machines at `addresses` as nodes csd0, csd1, …, in that order."""
+    return tuple(
+        Node(name=f"csd{number}", address=address, port=port, user=user, key=key)
+        for number, address in enumerate(addresses)
+    )
+
 
 SCAN_CONNECT_S = 1.0
 SCAN_BANNER_S = 3.0

@@ -1,4 +1,4 @@
-"""`trust`: the user accepts host keys, for many nodes at once.
+"""`trust`: the user reviews and accepts host keys, for many nodes at once.
 
 Keys are stored in csdctl's own known_hosts, in plain text. A changed key is never replaced here: the user
 must first remove it, by name. Machines behind a jump host are contacted through it, so jump hosts come first.
@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import Protocol
 
 from csdctl.documents import save_text
 from csdctl.errors import HostKeyError
@@ -128,3 +129,48 @@ def _own_lines(project: ProjectDirectory) -> Sequence[str]:
     if not project.known_hosts.exists():
         return ()
     return load_lines(project.known_hosts)
+
+
+class KeyReviewer(Protocol):
+    """Lets the user decide which host keys are accepted."""
+
+    def show(self, outcomes: Mapping[str, Outcome[ShownKey]], new: Sequence[ShownKey]) -> None:
+        """Show the keys of one layer of machines, and which of them are new."""
+
+    def confirm(self, new: Sequence[ShownKey]) -> None:
+        """Raise InputError unless the new keys may be accepted."""
+
+    def accepted(self, new: Sequence[ShownKey]) -> None:
+        """Report that the new keys were accepted."""
+
+    def not_asked(self, machines: Sequence[str]) -> None:
+        """Report machines that only a machine with a new key leads to."""
+
+
+def review_keys(
+    fleet: Fleet, project: ProjectDirectory, reviewer: KeyReviewer, *, is_dry_run: bool = False
+) -> None:
+    """Let `reviewer` accept the new host keys of `fleet`, layer by layer.
+
+    A machine behind a jump host is reached only after the key of the jump host is accepted, so jump hosts
+    come first. Machines that fail are shown, not raised. A dry run accepts none, so it asks no machine behind
+    one with a new key.
+    """
+    closed: set[str] = set()
+    for layer in list_layers(fleet):
+        machines = {
+            name: node for name, node in layer.items() if not (node.jump and node.jump.name in closed)
+        }
+        if left_out := [name for name in layer if name not in machines]:
+            closed |= {*left_out}
+            reviewer.not_asked(left_out)
+        outcomes = fetch_keys(fleet, machines, directory=project.root)
+        shown = [outcome.value for outcome in outcomes.values() if outcome.value]
+        new = [key for key in shown if key.state is KeyState.NEW]
+        reviewer.show(outcomes, new)
+        if is_dry_run:
+            closed |= {key.node.name for key in new}
+        elif new:
+            reviewer.confirm(new)
+            accept_keys(new, project)
+            reviewer.accepted(new)

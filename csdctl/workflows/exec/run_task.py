@@ -1,129 +1,107 @@
 """`exec --task`: a Fabric task of the user on all nodes at once, unchanged.
 
-The task runs in csdctl's process, a thread for each node. What it prints, and what its commands print, is the
-answer of its node.
+The task runs in csdctl's process, one thread per node. What it prints, and what its commands print, is the
+answer of its node. Imported only when a task was asked for: Fabric takes 0.1 s to load.
 """
 
 import contextlib
+import importlib.util
+import inspect
 import io
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from importlib.util import find_spec
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import Any
 
-from csdctl.errors import CsdctlError, InputError, NodeError
+from invoke.collection import Collection
+from invoke.context import Context
+from invoke.exceptions import CommandTimedOut, Exit, UnexpectedExit
+from invoke.tasks import Call, Task
+
+from csdctl.errors import CsdctlError, DeadlineError, InputError, NodeError
 from csdctl.fleet.model import Fleet
 from csdctl.runs.ledger import record_traffic
-from csdctl.transport.many import Outcome
+from csdctl.transport.fabric_group import FleetConnection, known_hosts_only, open_group
+from csdctl.transport.known_hosts import KnownHosts
+from csdctl.transport.many import MAX_WORKERS, fleet_known_hosts_paths, run_on_all
 from csdctl.transport.meter import add_up
 from csdctl.transport.session import MAX_OUTPUT_BYTES, bounded
-from csdctl.workflows.exec.answers import Answer, ExecResult, build_answer, build_result
-from csdctl.workflows.exec.run_command import ExecOptions
+from csdctl.workflows.exec.run_command import Answer, ExecOptions, ExecResult, build_answer, build_result
 
-if TYPE_CHECKING:
-    from csdctl.transport.fabric_connection import FleetConnection
-    from csdctl.workflows.exec.task_file import LoadedTask
-
-INSTALL = "pip install 'csdctl[fabric]'"
-
-
-def check_fabric() -> None:
-    """Raise InputError when Fabric is not installed."""
-    if find_spec("fabric") is None:
-        raise InputError("Fabric, which runs tasks, is not installed", remedy=INSTALL)
+_TRUE = ("1", "yes", "true", "on")
+_FALSE = ("0", "no", "false", "off")
 
 
 def run_task(
     fleet: Fleet, spec: str, words: Sequence[str], *, directory: Path, options: ExecOptions
 ) -> ExecResult:
-    """Run task `FILE.py:NAME` on all nodes of `fleet`; errors of nodes are in the result.
+    """Run task `FILE.py:NAME` with arguments KEY=VALUE on all nodes of `fleet`; errors are in the result.
 
     Each command of the task has the deadline of `options`. Raises InputError.
     """
-    check_fabric()
     if options.has_host:
         raise InputError("--host applies to commands only", remedy="a task has c.local for the host")
-    from csdctl.transport.fabric_group import open_group
-    from csdctl.transport.fabric_policy import known_hosts_only
-    from csdctl.workflows.exec.task_file import load_task
-
-    task = load_task(spec, words, directory)
     printed = {node.name: {"out": Printed(), "err": Printed()} for node in fleet.nodes}
-    durations_s: dict[str, float] = {}
-    # What threads of the task's own print goes to standard error: with --json, standard output is a document.
+    # Other threads print to standard error: with --json, standard output is a document.
     out, err = ThreadOutput(sys.stderr), ThreadOutput(sys.stderr)
+    with (
+        known_hosts_only(KnownHosts.load(fleet_known_hosts_paths(fleet, directory))),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
+        task = load_task(spec, words, directory)
 
-    def call(connection: "FleetConnection") -> Any:
-        name, started_s = connection.node.name, time.monotonic()
-        with out.directed_to(printed[name]["out"]), err.directed_to(printed[name]["err"]):
-            try:
-                return task.run(connection)
-            finally:
-                durations_s[name] = time.monotonic() - started_s
+        def visit(connection: FleetConnection) -> tuple[Answer, float]:
+            name, started_s = connection.node.name, time.monotonic()
+            out.own.stream, err.own.stream = printed[name]["out"], printed[name]["err"]
+            code, error = _run(task, connection)
+            answer = build_answer(code, printed[name]["out"].data, printed[name]["err"].data, error)
+            return answer, time.monotonic() - started_s
 
-    group = open_group(
-        fleet,
-        directory=directory,
-        connect_deadline_s=options.connect_deadline_s,
-        command_deadline_s=options.timeout_s,
-        folder=task.path.parent,
-        printed=printed,
-    )
-    assert group.link
-    try:
-        with (
-            group,
-            known_hosts_only(group.link.known_hosts),
-            contextlib.redirect_stdout(out),
-            contextlib.redirect_stderr(err),
-        ):
-            results = group.each(call)
-    finally:
-        record_traffic(directory, "exec")(add_up(group.link.jumps.opened))
-    outcomes = {
-        connection.node.name: _judge(connection, result, printed, durations_s, task)
-        for connection, result in results.items()
-    }
+        group = open_group(
+            fleet,
+            directory=directory,
+            connect_deadline_s=options.connect_deadline_s,
+            command_deadline_s=options.timeout_s,
+            folder=task.path.parent,
+            printed=printed,
+        )
+        try:
+            with group:
+                connections = {connection.node.name: connection for connection in group}
+                outcomes = run_on_all(connections, visit, max_workers=MAX_WORKERS)
+        finally:
+            record_traffic(directory, "exec")(add_up(group.link.jumps.opened))
     return build_result(fleet, fleet.machines[1:], outcomes)
 
 
-def _judge(
-    connection: "FleetConnection",
-    result: Any,
-    printed: "dict[str, dict[str, Printed]]",
-    durations_s: dict[str, float],
-    task: "LoadedTask",
-) -> Outcome[tuple[Answer, float]]:
-    """Return the answer of a node, or why there is none."""
-    from invoke.exceptions import CommandTimedOut, Exit, UnexpectedExit
-
-    from csdctl.transport.fabric_connection import timed_out_error
-
+def _run(task: "LoadedTask", connection: FleetConnection) -> tuple[int, str]:
+    """Run the task; return its exit code and why it failed, or raise csdctl's error."""
     name = connection.node.name
-    code, error = 0, ""
-    match result:
-        case CsdctlError():
-            return Outcome(name, error=result)
-        case CommandTimedOut():
-            failed = timed_out_error(name, result.result.command, result.timeout)
-            return Outcome(name, error=failed)
-        case UnexpectedExit():
-            code = result.result.exited
-            error = f"`{bounded(result.result.command)}` ended with exit code {code}"
-        case Exit() | SystemExit():
-            code = result.code if isinstance(result.code, int) else int(bool(result.code))
-            error = f"the task ended with exit code {code}" if code else ""
-        case BaseException():
-            failed_task = NodeError(
-                bounded(f"task {task.task.name} raised {type(result).__name__}: {result}"), node=name
-            )
-            failed_task.__cause__ = result
-            return Outcome(name, error=failed_task)
-    answer = build_answer(code, printed[name]["out"].data, printed[name]["err"].data, error)
-    return Outcome(name, (answer, durations_s[name]))
+    try:
+        task.run(connection)
+    except CsdctlError:
+        raise
+    except CommandTimedOut as error:
+        raise DeadlineError(
+            f"`{error.result.command[:80]}` did not finish within {error.timeout:g} s; it was ended",
+            node=name,
+            remedy="raise --timeout, or give `timeout=` to this c.run",
+        ) from None
+    except UnexpectedExit as error:
+        code = error.result.exited
+        return code, f"`{bounded(error.result.command)}` ended with exit code {code}"
+    except (Exit, SystemExit) as error:
+        code = error.code if isinstance(error.code, int) else int(bool(error.code))
+        return code, f"the task ended with exit code {code}" if code else ""
+    except Exception as error:
+        message = f"task {task.task.name} raised {type(error).__name__}: {error}"
+        raise NodeError(bounded(message), node=name) from error
+    return 0, ""
 
 
 class Printed(io.StringIO):
@@ -137,39 +115,130 @@ class Printed(io.StringIO):
 
     @property
     def data(self) -> bytes:
-        """All that was kept, as bytes."""
-        text = self.getvalue()
-        try:
-            return text.encode(errors="surrogateescape")
-        except UnicodeEncodeError:  # half of a surrogate pair, as json.loads makes it of what a node wrote
-            return text.encode(errors="backslashreplace")
+        """All that was kept, as bytes; what is not Unicode text is escaped."""
+        return self.getvalue().encode(errors="backslashreplace")
 
 
 class ThreadOutput(io.TextIOBase):
-    """A standard stream that each thread can direct to a buffer of its own."""
+    """A standard stream; a thread that sets `own.stream` writes there instead."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
-        self._own = threading.local()
-
-    @contextlib.contextmanager
-    def directed_to(self, buffer: io.StringIO) -> Iterator[None]:
-        """Direct what this thread writes to `buffer`."""
-        self._own.buffer = buffer
-        try:
-            yield
-        finally:
-            del self._own.buffer
+        self.own = threading.local()
 
     def write(self, text: str) -> int:
-        """Write to the buffer of this thread, or to the stream."""
-        return int(getattr(self._own, "buffer", self._stream).write(text))
+        """Write to the stream of this thread."""
+        return int(getattr(self.own, "stream", self._stream).write(text))
 
-    def flush(self) -> None:
-        """Flush the stream."""
-        self._stream.flush()
 
-    @property
-    def encoding(self) -> str:  # type: ignore[override]
-        """The encoding of the stream."""
-        return str(self._stream.encoding)
+@dataclass(frozen=True)
+class LoadedTask:
+    """A task with its arguments; `path` is its file."""
+
+    path: Path
+    task: Any
+    arguments: dict[str, Any]
+
+    def run(self, connection: Context) -> None:
+        """Run the task on a connection, with the tasks of its `pre` and `post`."""
+        for other in self.task.pre:
+            _call(other, connection)
+        result = self.task(connection, **self.arguments)
+        if self.task.autoprint:
+            print(result)
+        for other in self.task.post:
+            _call(other, connection)
+
+
+def _call(other: Any, connection: Context) -> None:
+    """Run a task of `pre` or `post`, which may have its arguments with it."""
+    if isinstance(other, Call):
+        other.task(connection, *other.args, **other.kwargs)
+    else:
+        other(connection)
+
+
+def load_task(spec: str, words: Sequence[str], directory: Path) -> LoadedTask:
+    """Return the task `FILE.py:NAME` with the arguments KEY=VALUE; raises InputError.
+
+    The file's folder is on the module path while it is loaded and afterwards, as with `fab`.
+    """
+    name, _, task_name = spec.rpartition(":")
+    if not name or not task_name:
+        raise InputError(f"--task {spec!r} is not FILE.py:TASK", remedy="such as --task tasks.py:restart")
+    path = (directory / name).resolve()
+    if not path.is_file():
+        raise InputError(f"--task: {path} does not exist")
+    task = _find(_load(path), task_name, path)
+    return LoadedTask(path, task, _parse_arguments(task, words))
+
+
+def _load(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if not spec or not spec.loader:
+        raise InputError(f"{path} is not a Python file", remedy="give --task FILE.py:TASK")
+    sys.path.insert(0, str(path.parent))
+    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        remedy = "run it with Python by itself, in the environment of csdctl"
+        if isinstance(error, ImportError) and "fabric." in str(error):
+            remedy = "this is how Fabric 1 was imported: csdctl runs tasks of Fabric 2 and 3"
+        raise InputError(
+            f"{path} cannot be loaded: {type(error).__name__}: {error}", remedy=remedy
+        ) from error
+    return module
+
+
+def _find(module: ModuleType, name: str, path: Path) -> Any:
+    """Return a task by its function's name, or by the name that `fab --list` shows."""
+    found = vars(module).get(name)
+    if isinstance(found, Task):
+        return found
+    tasks = Collection.from_module(module)
+    try:
+        return tasks[name.replace("_", "-")]
+    except (KeyError, ValueError):
+        listed = ", ".join(sorted(tasks.task_names)) or "none: a task is a function with @task"
+        raise InputError(f"{path} has no task {name!r}", remedy=f"its tasks: {listed}") from None
+
+
+def _parse_arguments(task: Any, words: Sequence[str]) -> dict[str, Any]:
+    """Return KEY=VALUE as the types of the task's default values; raises InputError."""
+    parameters = list(inspect.signature(task.body).parameters.values())[1:]
+    variable = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    defaults = {one.name: one.default for one in parameters if one.kind not in variable}
+    required = [name for name, default in defaults.items() if default is inspect.Parameter.empty]
+    takes_any = any(one.kind == one.VAR_KEYWORD for one in parameters)
+    arguments: dict[str, Any] = {name: [] for name in required if name in task.iterable}
+    for word in words:
+        key, equals, text = word.partition("=")
+        key = key.lstrip("-").replace("-", "_")
+        if not equals or (key not in defaults and not takes_any):
+            listed = ", ".join(defaults) or "none"
+            raise InputError(f"{word!r} is not an argument of {task.name}", remedy=f"KEY=VALUE of: {listed}")
+        if key in task.iterable:
+            arguments.setdefault(key, []).append(text)
+        else:
+            arguments[key] = _convert(word, text, defaults.get(key))
+    missing = [name for name in required if name not in arguments]
+    if missing:
+        raise InputError(
+            f"task {task.name} needs {', '.join(missing)}",
+            remedy=f"csdctl exec --task FILE.py:{task.name} {' '.join(f'{name}=…' for name in missing)}",
+        )
+    return arguments
+
+
+def _convert(word: str, text: str, default: Any) -> Any:
+    if isinstance(default, bool):
+        if text.lower() not in (*_TRUE, *_FALSE):
+            raise InputError(f"{word!r}: expected yes or no")
+        return text.lower() in _TRUE
+    if isinstance(default, int | float):
+        try:
+            return type(default)(text)
+        except ValueError:
+            raise InputError(f"{word!r}: expected a number such as {default}") from None
+    return text

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from csdctl.errors import CsdctlError
+from csdctl.fleet.checks import is_ready
 from csdctl.fleet.facts import Facts
 from csdctl.fleet.model import Fleet
-from csdctl.fleet.preflight import is_ready
-from csdctl.fleet.ranges import show_names
+from csdctl.fleet.names import format_node_names
 from csdctl.job.model import Job
 from csdctl.notify import Say
 from csdctl.perfmodel.prediction import RankModel
@@ -67,13 +67,13 @@ def recall(
     """Recall the measurements of `project`; raises what building a new model raises."""
     machines = fleet.machines
     if undiscovered := [name for name in machines if name not in facts or not is_ready(facts[name])]:
-        return Unknown(f"the facts of {show_names(undiscovered)} are unknown", "run `csdctl discover`")
+        return Unknown(f"the facts of {format_node_names(undiscovered)} are unknown", "run `csdctl discover`")
     if not project.measurements.exists():
         return Unknown("there are no measurements yet", TUNE)
     features = describe_job_model(job, project.root, say)
     recipe = hash_recipe(job, data.public) if data else NOT_PREPARED
     try:
-        with open_measurements(project.measurements) as store:
+        with open_measurements(project.measurements, say) as store:
             return _read(FleetMeasurements(features, recipe, fleet, facts, store), machines)
     except CsdctlError as error:
         return Unknown(error.message, error.remedy)
@@ -90,7 +90,7 @@ def _read(measurements: FleetMeasurements, machines: Sequence[str]) -> Recalled 
     ]
     if unknown:
         return Unknown(
-            f"neither {model_name} nor a similar model was measured on {show_names(unknown)}", TUNE
+            f"neither {model_name} nor a similar model was measured on {format_node_names(unknown)}", TUNE
         )
     step_times = {name: _step_time(class_model) for name, class_model in classes.items()}
     step_time_of = {
@@ -124,7 +124,7 @@ def _describe_speeds(classes: Sequence[ClassModel], model: str) -> str:
             guesses.setdefault(class_model.guessed_from, []).extend(class_model.machines)
     for models, machines in guesses.items():
         parts.append(
-            f"guessed from {', '.join(models)} for {show_names(machines)}: this {model}, with this recipe "
-            "and form of data, was never measured there"
+            f"guessed from {', '.join(models)} for {format_node_names(machines)}: this {model}, with this "
+            "recipe and form of data, was never measured there"
         )
     return "; ".join(parts)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from csdctl.errors import InputError
 from csdctl.fleet.facts import Facts, facts_path, load_facts
 from csdctl.fleet.model import HOST_NAME, Fleet
-from csdctl.fleet.ranges import show_names
+from csdctl.fleet.names import format_node_names
 from csdctl.job.model import Job
 from csdctl.notify import Say
 from csdctl.perfmodel.published import Network
@@ -87,7 +87,7 @@ def _load_valid_plan(
         set(nodes) <= {node.name for node in fleet.nodes} and not find_unplanned(plan, fleet)
     )
     if not is_for_fleet:
-        return None, f"the plan is for other nodes: {show_names(nodes)}"
+        return None, f"the plan is for other nodes: {format_node_names(nodes)}"
     return plan, ""
 
 

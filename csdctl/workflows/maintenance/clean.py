@@ -13,7 +13,7 @@ from pathlib import Path
 from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.launch.leftovers import CleanupOptions, Leftovers, clean_machine
 from csdctl.runs.ledger import record_traffic
-from csdctl.shipping.receiver import prune_store
+from csdctl.shipping.deliver import prune_store
 from csdctl.transport.local import LocalSession
 from csdctl.transport.many import Outcome, run_on_all, run_on_nodes
 from csdctl.transport.session import Session

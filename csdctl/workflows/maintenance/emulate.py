@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from csdctl.emulation.fleet import NodeStatus, StoppedFleet, fleet_status, is_up, start_fleet, stop_fleet
-from csdctl.emulation.spec import EmulatedSpec, parse_size
+from csdctl.emulation.state import EmulatedSpec, parse_size
 
 STATE_DIRECTORY = Path(".csdctl", "emulated")
 """Below the project directory."""

@@ -16,9 +16,9 @@ from typing import Any, Protocol
 
 from csdctl.errors import CsdctlError, PartialError
 from csdctl.fleet.model import HOST_NAME
+from csdctl.fleet.names import format_node_names
 from csdctl.shipping.deliver import Delivery
-from csdctl.shipping.results import fetch_results
-from csdctl.shipping.worker_calls import watch_worker
+from csdctl.shipping.worker_calls import fetch_results, watch_worker
 from csdctl.transport.answer import Answer
 from csdctl.transport.many import Outcome, errors_of, run_on_all, values_or_raise
 from csdctl.transport.meter import TrafficClass
@@ -170,7 +170,7 @@ class _Prediction:
         if HOST_NAME in failed:
             raise failed[HOST_NAME]
         if left:
-            names = ", ".join(failed)
+            names = format_node_names(failed)
             self._observer.say(f"{names} failed: the host predicts the public samples of {names}")
             for error in self._run_all({HOST_NAME: left}, {}).values():
                 raise error

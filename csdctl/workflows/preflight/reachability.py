@@ -11,15 +11,14 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from csdctl.errors import DeadlineError, RemoteCommandError
-from csdctl.fleet.checks import Check, Status, judge_error
-from csdctl.fleet.condition import Condition
+from csdctl.fleet.checks import Check, ConnectAttempt, Status, judge_attempts, judge_error, pairs_to_try
+from csdctl.fleet.facts import Condition
 from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.fleet.network import addresses_in
-from csdctl.fleet.reachability import ConnectAttempt, judge_attempts, pairs_to_try
 from csdctl.transport.answer import MAX_TEXT_LENGTH, Answer
+from csdctl.transport.commands import build_program_command
 from csdctl.transport.many import Outcome, run_on_all
 from csdctl.transport.session import Conversation, Session
-from csdctl.transport.standalone import build_program_command
 
 CONNECT_DEADLINE_S = 3.0
 EXIT_DEADLINE_S = 5.0

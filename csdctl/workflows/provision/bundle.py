@@ -5,26 +5,32 @@
 .csdctl/provision/KIND/python.tar.gz     Python itself, for nodes that have none
 """
 
+import gzip
 import hashlib
 import json
+import shutil
+import tarfile
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from csdctl.documents import build_atomically, check_values, load_json, load_text, save_json, save_text
-from csdctl.errors import InputError
+from csdctl.errors import CsdctlError, InputError
 from csdctl.notify import Say
 from csdctl.reporting.numbers import format_bytes
 from csdctl.shipping.chunks import SharedChunks, printable
-from csdctl.shipping.payload import Payload, pack_payload
+from csdctl.shipping.payload import Payload, TreeRequest, pack_payload, read_tree
 from csdctl.shipping.store import hash_file
-from csdctl.shipping.tree import TreeRequest, read_tree
-from csdctl.workflows.provision import debian_python, trimming
-from csdctl.workflows.provision.debian_python import build_python
-from csdctl.workflows.provision.machine import Kind
-from csdctl.workflows.provision.trimming import trim_wheel
-from csdctl.workflows.provision.wheels import download_wheels, select_locked
+from csdctl.workflows.provision.machine import ARCHITECTURES, SENT_PYTHON, Kind
+from csdctl.workflows.provision.wheels import (
+    TRIM_VERSION,
+    download_wheels,
+    find_program,
+    run_to_end,
+    select_locked,
+    trim_wheel,
+)
 
 SCHEMA = "csdctl.bundle/1"
 WHEELS = "csdctl-wheels"
@@ -32,6 +38,29 @@ WHEELS = "csdctl-wheels"
 
 _SPARE = 1.3
 """For the byte code of the packages, and blocks that are not full."""
+
+SUITE = "bookworm"
+KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
+MIRRORS = {
+    SUITE: "http://deb.debian.org/debian",
+    f"{SUITE}-security": "http://deb.debian.org/debian-security",
+}
+PACKAGES = (
+    *(f"python{SENT_PYTHON}-minimal", f"libpython{SENT_PYTHON}-minimal", f"libpython{SENT_PYTHON}-stdlib"),
+    *("libc6", "libgcc-s1", "libstdc++6", "zlib1g", "libexpat1", "libssl3", "libffi8", "libbz2-1.0"),
+    *("liblzma5", "libuuid1", "libcrypt1", "libsqlite3-0"),
+)
+_LOADERS = {"x86_64": "ld-linux-x86-64.so.2", "aarch64": "ld-linux-aarch64.so.1"}
+_UNUSED = (
+    *("usr/share", "usr/lib/*/gconv", "usr/lib/*/audit", "usr/lib/*/perl*", "etc", "sbin"),
+    *(
+        f"usr/lib/python{SENT_PYTHON}/{name}"
+        for name in ("lib2to3", "test", "idlelib", "tkinter", "pydoc_data")
+    ),
+    *(f"usr/lib/python{SENT_PYTHON}/lib-dynload/{name}*" for name in ("nis", "readline", "_curses", "_dbm")),
+)
+APT_DEADLINE_S = 600.0
+ARCHIVE_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -118,7 +147,8 @@ def collect_bundle(kind: Kind, *, lock: Path, prefix: str, directory: Path, say:
     say(f"{kind.name}: collecting wheels{' and Python' if kind.sends_python else ''}")
     with build_atomically(target) as new:
         bundle = _build(kind, recipe, lock, prefix, new)
-        save_json(new / "bundle.json", {"schema": SCHEMA, **_as_json(bundle)})
+        content = {name: value for name, value in asdict(bundle).items() if name != "directory"}
+        save_json(new / "bundle.json", {"schema": SCHEMA, **content})
     before = sum(file.unpacked_before for file in bundle.wheels)
     after = sum(file.unpacked_bytes for file in bundle.wheels)
     say(
@@ -141,42 +171,32 @@ def _build(kind: Kind, recipe: str, lock: Path, prefix: str, new: Path) -> Bundl
     wheels = new / "wheels"
     wheels.mkdir()
     with tempfile.TemporaryDirectory(dir=new.parent, prefix=".collecting-") as temporary:
-        origin = Path(temporary)
-        files = [_trim(path, wheels / path.name) for path in download_wheels(lock, kind, origin)]
+        files = [_trim(path, wheels / path.name) for path in download_wheels(lock, kind, Path(temporary))]
         save_text(wheels / "requirements.txt", _pin(files))
         (wheels / "requirements.txt").chmod(0o600)
-        python = None
-        archive = None
-        if kind.sends_python:
-            work = origin / "python"
-            work.mkdir()
-            archive = build_python(kind.architecture, prefix, work)
-            archive.path.rename(new / "python.tar.gz")
-            sent = new / "python.tar.gz"
-            python = BundleFile(
-                sent.name, hash_file(sent), sent.stat().st_size, unpacked_bytes=archive.unpacked_bytes
-            )
-    return Bundle(
-        new,
-        kind,
-        recipe,
-        tuple(files),
-        python,
-        archive.id if archive else "",
-        tuple(sorted(archive.packages.items())) if archive else (),
+        bundle = Bundle(new, kind, recipe, tuple(files))
+        if not kind.sends_python:
+            return bundle
+        archive = new / "python.tar.gz"
+        python_id, packages, unpacked_bytes = build_python(
+            kind.architecture, prefix, Path(temporary) / "python", archive
+        )
+    python = BundleFile(
+        archive.name, hash_file(archive), archive.stat().st_size, unpacked_bytes=unpacked_bytes
     )
+    return replace(bundle, python=python, python_id=python_id, packages=tuple(sorted(packages.items())))
 
 
 def _trim(source: Path, target: Path) -> BundleFile:
-    trimmed = trim_wheel(source, target)
+    before_bytes, after_bytes = trim_wheel(source, target)
     return BundleFile(
         target.name,
         hash_file(target),
         target.stat().st_size,
         hash_file(source),
         source.stat().st_size,
-        trimmed.before_bytes,
-        trimmed.after_bytes,
+        before_bytes,
+        after_bytes,
     )
 
 
@@ -190,15 +210,9 @@ def _pin(files: Sequence[BundleFile]) -> str:
 
 
 def _recipe(kind: Kind, locked: Sequence[str], prefix: str) -> str:
-    versions = [trimming.RULES_VERSION, *([debian_python.RULES_VERSION, prefix] if kind.sends_python else [])]
+    versions = [TRIM_VERSION, *([ARCHIVE_VERSION, prefix] if kind.sends_python else [])]
     made_from = [SCHEMA, asdict(kind), sorted(locked), versions]
     return hashlib.sha256(json.dumps(made_from).encode()).hexdigest()
-
-
-def _as_json(bundle: Bundle) -> dict[str, object]:
-    content = asdict(bundle)
-    del content["directory"]
-    return content
 
 
 def _damaged(path: Path) -> InputError:
@@ -206,3 +220,122 @@ def _damaged(path: Path) -> InputError:
         f"{printable(str(path))} is not as it was collected",
         remedy=f"remove {printable(str(path.parent))} and run `csdctl provision --collect` again",
     )
+
+
+def python_directory(prefix: str, archive_id: str) -> str:
+    """Return where the archive is unpacked on a node."""
+    return f"{prefix}/python-{archive_id}"
+
+
+def build_python(
+    architecture: str, prefix: str, work: Path, archive: Path
+) -> tuple[str, dict[str, str], int]:
+    """Collect Python for nodes of `architecture` that install below `prefix`, as `archive`.
+
+    It consists of Debian's packages of the node's architecture. apt downloads and verifies them in `work`,
+    without root and without changing this host. The archive has its own C library and loader, so that it runs
+    whatever the glibc of the node is. Its path is fixed: the loader's path is written into the program.
+
+    Return its id, the SHA-256 of each package by file name, and the bytes of the unpacked files. Raises
+    CsdctlError when a program is missing on this host, or apt fails.
+    """
+    for program, package in (("apt-get", "apt"), ("dpkg-deb", "dpkg"), ("patchelf", "patchelf")):
+        if not find_program(program):
+            raise CsdctlError(
+                f"{program} is needed to collect Python for nodes that have none, and is not installed",
+                remedy=f"`apt-get install {package}`, or install Python {SENT_PYTHON} on those nodes",
+            )
+    packages = _download(ARCHITECTURES[architecture], work)
+    made_from = f"{ARCHIVE_VERSION} {prefix} {sorted(packages.items())}"
+    digest = hashlib.sha256(made_from.encode()).hexdigest()[:12]
+    tree = work / "tree"
+    for name in packages:
+        _run(["dpkg-deb", "--extract", str(work / "debs" / name), str(tree)], "unpacking")
+    _strip_tree(tree)
+    _bind_to(tree, architecture, python_directory(prefix, digest))
+    return digest, packages, _pack(tree, archive)
+
+
+def _download(architecture: str, work: Path) -> dict[str, str]:
+    root, debs = work / "apt", work / "debs"
+    for part in ("state/lists/partial", "cache/archives/partial", "etc"):
+        (root / part).mkdir(parents=True)
+    debs.mkdir()
+    (root / "status").touch()
+    signed = f"[signed-by={KEYRING}] " if KEYRING.exists() else ""
+    sources = [f"deb {signed}{address} {suite} main\n" for suite, address in MIRRORS.items()]
+    (root / "etc/sources.list").write_text("".join(sources))
+    apt = ["apt-get", "--quiet", *_apt_options(root, architecture)]
+    _run([*apt, "update"], "apt-get update")
+    _run([*apt, "download", *PACKAGES], "apt-get download", cwd=debs)
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(debs.glob("*.deb"))}
+
+
+def _apt_options(root: Path, architecture: str) -> list[str]:
+    nowhere = "/dev/null"
+    options = {
+        "APT::Architecture": architecture,
+        "APT::Architectures::": architecture,
+        "APT::Sandbox::User": "root",
+        "Acquire::Languages": "none",
+        "Dir::State": root / "state",
+        "Dir::State::status": root / "status",
+        "Dir::Cache": root / "cache",
+        "Dir::Etc::sourcelist": root / "etc/sources.list",
+        "Dir::Etc::sourceparts": nowhere,
+        "Dir::Etc::preferences": nowhere,
+        "Dir::Etc::preferencesparts": nowhere,
+    }
+    return [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
+
+
+def _strip_tree(tree: Path) -> None:
+    for pattern in _UNUSED:
+        for path in tree.glob(pattern):
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+
+
+def _bind_to(tree: Path, architecture: str, directory: str) -> None:
+    """Write the loader and the library paths of `directory` into the program.
+
+    DT_RPATH, unlike DT_RUNPATH, also holds for the libraries that extension modules load.
+    """
+    libraries = f"usr/lib/{architecture}-linux-gnu"
+    # All below sys.base_prefix: a sandboxed Python may read and start nothing else.
+    for source in (tree / "lib" / f"{architecture}-linux-gnu").iterdir():
+        source.replace(tree / libraries / source.name)
+    for name in ("lib", "lib64"):
+        shutil.rmtree(tree / name, ignore_errors=True)
+    program = tree / f"usr/bin/python{SENT_PYTHON}"
+    loader, paths = f"{directory}/{libraries}/{_LOADERS[architecture]}", f"{directory}/{libraries}"
+    options = ("--set-interpreter", loader, "--force-rpath", "--set-rpath", paths)
+    _run([find_program("patchelf"), *options, str(program)], "patchelf")
+
+
+def _pack(tree: Path, archive: Path) -> int:
+    """Pack `tree`; the same content gives the same bytes. Return the size of its files."""
+
+    def normalize(entry: tarfile.TarInfo) -> tarfile.TarInfo:
+        entry.mtime = entry.uid = entry.gid = 0
+        entry.uname = entry.gname = "root"
+        entry.mode &= 0o755
+        return entry
+
+    names = sorted(path.relative_to(tree) for path in tree.rglob("*"))
+    with (
+        archive.open("wb") as raw,
+        gzip.GzipFile("", "wb", 6, raw, mtime=0) as packed,
+        tarfile.open(fileobj=packed, mode="w", format=tarfile.GNU_FORMAT) as tar,
+    ):
+        for name in names:
+            tar.add(tree / name, str(name), recursive=False, filter=normalize)
+    return sum(path.stat().st_size for path in tree.rglob("*") if path.is_file() and not path.is_symlink())
+
+
+def _run(command: Sequence[str], doing: str, cwd: Path | None = None) -> None:
+    done = run_to_end(command, doing, APT_DEADLINE_S, cwd)
+    if done.returncode:
+        cause = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        raise CsdctlError(
+            f"{doing} failed while collecting Python: {cause}", remedy="check the network of this host"
+        )

@@ -2,20 +2,17 @@
 
 import json
 import os
-import queue
 import signal
 import subprocess
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 import csdctl
 from csdctl.documents import parse_json_document
 from csdctl.errors import CsdctlError, InputError
-from csdctl.workflows.provision.programs import find_program
+from csdctl.workflows.provision.wheels import find_program
 
 CALLBACK = "csdctl_lines"
 PREFIX = "csdctl "
@@ -24,7 +21,6 @@ PREFIX = "csdctl "
 NUM_KEPT = 40
 END_DEADLINE_S = 15.0
 """For Ansible and its SSH clients to end after SIGTERM; then they are killed."""
-STATES = ("ok", "changed", "skipped", "failed", "unreachable")
 
 
 @dataclass(frozen=True)
@@ -34,7 +30,7 @@ class TaskResult:
     node: str
     task: str
     state: str
-    """One of STATES."""
+    """One of ok, changed, skipped, failed and unreachable."""
     message: str = ""
 
 
@@ -118,13 +114,10 @@ def run_playbook(command: Sequence[str], environment: Mapping[str, str], on_task
         start_new_session=True,
     )
     assert process.stdout
-    lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-    reader = threading.Thread(target=_read, args=(process.stdout, lines), daemon=True)
-    reader.start()
     result = PlaybookResult({}, {})
     others: list[str] = []
     try:
-        while (line := lines.get()) is not None:
+        for line in process.stdout:
             if line.startswith(PREFIX) and _take(line.removeprefix(PREFIX), result, on_task):
                 continue
             if line.strip():
@@ -140,16 +133,10 @@ def run_playbook(command: Sequence[str], environment: Mapping[str, str], on_task
     return result
 
 
-def _read(stream: IO[str], lines: "queue.SimpleQueue[str | None]") -> None:
-    for line in stream:
-        lines.put(line)
-    lines.put(None)
-
-
 def _end(process: "subprocess.Popen[str]") -> None:
     try:
         os.killpg(process.pid, signal.SIGTERM)
-        process.wait(END_DEADLINE_S)
+        process.communicate(timeout=END_DEADLINE_S)
     except subprocess.TimeoutExpired:
         pass
     finally:  # a second Ctrl-C does not wait

@@ -1,23 +1,39 @@
-"""`provision`: from a bare node to one that can train. A node that fails never stops the others."""
+"""`provision`: from a bare node to one that can train. A node that fails never stops the others.
 
+Each node is asked what it has, is sent what it lacks, and then Ansible installs it without internet. Python
+goes through `tar`, as nothing that could compare files runs there yet. The wheels go by content, as a tree
+(shipping): an interrupted transfer continues, and the host reads each file once for all nodes.
+"""
+
+import json
 import os
 import tempfile
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from csdctl.documents import save_text
-from csdctl.errors import CsdctlError, InputError, NodeError, UnreachableError
-from csdctl.fleet.model import Fleet
-from csdctl.fleet.select import keep_nodes
+from csdctl.errors import InputError, NodeError, UnreachableError
+from csdctl.fleet.model import Fleet, keep_nodes
 from csdctl.notify import Say, shorten
 from csdctl.runs.ledger import record_traffic
-from csdctl.shipping.deliver import OnDeliveryProgress
+from csdctl.shipping.chunks import SharedChunks
+from csdctl.shipping.deliver import OnDeliveryProgress, deliver
+from csdctl.shipping.payload import Payload
 from csdctl.transport.many import Outcome, errors_of, run_on_nodes, values_or_raise
 from csdctl.transport.session import Session
 from csdctl.workflows.discovery.inventory import render_ansible
-from csdctl.workflows.provision.bundle import Bundle, collect_bundle
-from csdctl.workflows.provision.machine import BareMachine, Kind, build_probe, check_root, parse_machine
+from csdctl.workflows.provision.bundle import Bundle, collect_bundle, python_directory
+from csdctl.workflows.provision.machine import (
+    SENT_PYTHON,
+    BareMachine,
+    Kind,
+    build_probe,
+    check_root,
+    check_space,
+    parse_machine,
+)
 from csdctl.workflows.provision.playbook import (
     NodeSummary,
     OnTask,
@@ -28,12 +44,47 @@ from csdctl.workflows.provision.playbook import (
     find_ansible,
     run_playbook,
 )
-from csdctl.workflows.provision.sending import BundleSender, Sent
 from csdctl.workflows.provision.wheels import LOCK
 
 DEFAULT_PREFIX = "/opt/csdctl"
 PROBE_DEADLINE_S = 60.0
 MAX_MESSAGE = 500
+UNPACK_DEADLINE_S = 1800.0
+
+# A directory with its final name was complete. One that has lost its Python is removed, because `mv` would
+# move into it. `sync` before the rename, for a node that loses power here.
+_HAS_PYTHON = '[ -x "$1/usr/bin/python$2" ]'
+_UNPACK = """\
+set -eu
+umask 022
+rm -rf "$1.part"
+mkdir -p "$1.part"
+tar -xzf - -C "$1.part"
+sync
+rm -rf "$1"
+mv "$1.part" "$1"
+"$1/usr/bin/python$2" -I -c 'import ssl, venv'
+"""
+# Keras writes ~/.keras when it is imported; uninstalling removes it if it was not there before.
+_RECORD = """\
+set -eu
+[ -e .csdctl/provisioned.json ] || [ -e .keras ] || : > .csdctl/keras-is-new
+printf '%s\\n' "$1" > .csdctl/provisioned.json.part
+mv .csdctl/provisioned.json.part .csdctl/provisioned.json
+"""
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What one node was sent, or would be."""
+
+    python: str
+    """The path of the Python on which the packages are installed."""
+    bundle_id: str
+    num_files: int
+    num_bytes: int
+    is_installed: bool
+    """Whether this bundle is installed there already; then nothing was sent."""
 
 
 @dataclass(frozen=True)
@@ -103,13 +154,24 @@ def provision(
         on_traffic = record_traffic(directory, "provision")
         sent = run_on_nodes(usable, send, directory=directory, on_done=on_sent, on_traffic=on_traffic)
     failed |= errors_of(sent)
-    played = PlaybookResult({}, {})
-    ready = [name for name in sent if name not in failed and _can_play(request, sent[name])]
+    # In a dry run, Ansible can run only where everything was sent before.
+    ready = [
+        name
+        for name, outcome in sent.items()
+        if outcome.value and (not request.is_dry_run or outcome.value.is_installed)
+    ]
+    played: dict[str, Outcome[NodeSummary]] = {}
     if ready and not request.sends_only:
         played = _play(request, keep_nodes(fleet, ready), "nodes.yml", ansible, directory, on_task)
+    failed |= errors_of(played)
     return {
-        name: _conclude(
-            name, failed, machines[name], sent.get(name), played, is_played=name in ready and bool(ansible)
+        name: Outcome(name, error=failed[name])
+        if name in failed
+        else Outcome(
+            name,
+            Provisioned(
+                machines[name].value, sent[name].value, played[name].value if name in played else None
+            ),
         )
         for name in machines
     }
@@ -120,7 +182,10 @@ def uninstall(
 ) -> dict[str, Outcome[Provisioned]]:
     """Remove everything that `provision` has installed on the nodes of `fleet`."""
     played = _play(request, fleet, "uninstall.yml", find_ansible(), directory, on_task)
-    return {node.name: _conclude(node.name, {}, None, None, played, is_played=True) for node in fleet.nodes}
+    return {
+        name: Outcome(name, Provisioned(summary=outcome.value) if outcome.value else None, outcome.error)
+        for name, outcome in played.items()
+    }
 
 
 def collect_kind(request: ProvisionRequest, kind: Kind, say: Say) -> Bundle:
@@ -138,14 +203,9 @@ def _look(fleet: Fleet, prefix: str, directory: Path, *, installs: bool) -> dict
     return run_on_nodes(fleet, look, directory=directory)
 
 
-def _can_play(request: ProvisionRequest, outcome: Outcome[Sent]) -> bool:
-    """Whether Ansible can run there: in a dry run, only where everything was sent before."""
-    return not request.is_dry_run or outcome.get().is_installed
-
-
 def _play(
     request: ProvisionRequest, fleet: Fleet, playbook: str, ansible: str, directory: Path, on_task: OnTask
-) -> PlaybookResult:
+) -> dict[str, Outcome[NodeSummary]]:
     collection = ansible_directory()
     values = {
         "node_network": fleet.network,
@@ -164,31 +224,20 @@ def _play(
             "ANSIBLE_LOCAL_TEMP": f"{temporary}/local",
             "ANSIBLE_SSH_CONTROL_PATH_DIR": f"{temporary}/cp",
         }
-        return run_playbook(command, environment, on_task)
+        played = run_playbook(command, environment, on_task)
+    return {node.name: _judge(node.name, played) for node in fleet.nodes}
 
 
-def _conclude(
-    name: str,
-    failed: Mapping[str, CsdctlError],
-    machine: Outcome[BareMachine] | None,
-    sent: Outcome[Sent] | None,
-    played: PlaybookResult,
-    *,
-    is_played: bool,
-) -> Outcome[Provisioned]:
-    error = failed.get(name)
+def _judge(name: str, played: PlaybookResult) -> Outcome[NodeSummary]:
+    """Return what Ansible did on a node, or why it failed there."""
     summary = played.summaries.get(name)
-    if not error and is_played:
-        message = shorten(played.failures.get(name, "no task ran there"), MAX_MESSAGE)
-        if summary is None or summary.failed:
-            error = NodeError(message, node=name, remedy=_choose_remedy(message))
-        elif summary.unreachable:
-            error = UnreachableError(message, node=name, remedy="check `ssh` to it, then run it again")
-    if error:
-        return Outcome(name, error=error)
-    return Outcome(
-        name, Provisioned(machine.value if machine else None, sent.value if sent else None, summary)
-    )
+    message = shorten(played.failures.get(name, "no task ran there"), MAX_MESSAGE)
+    if summary is None or summary.failed:
+        return Outcome(name, error=NodeError(message, node=name, remedy=_choose_remedy(message)))
+    if summary.unreachable:
+        remedy = "check `ssh` to it, then run it again"
+        return Outcome(name, error=UnreachableError(message, node=name, remedy=remedy))
+    return Outcome(name, summary)
 
 
 def _choose_remedy(message: str) -> str:
@@ -206,3 +255,87 @@ def collect_fleet(request: ProvisionRequest, fleet: Fleet, directory: Path, say:
     )
     kinds = dict.fromkeys(machine.kind for machine in machines.values())
     return [collect_kind(request, kind, say) for kind in kinds]
+
+
+class BundleSender:
+    """The bundles of all kinds, read once for all nodes; `send` is called from many threads."""
+
+    def __init__(self, bundles: Mapping[Kind, Bundle], prefix: str) -> None:
+        self._bundles = bundles
+        self._prefix = prefix
+        self._chunks = SharedChunks()
+        self._lock = threading.Lock()
+        self._parcels: dict[Kind, Payload] = {}
+        self._archives: dict[Kind, bytes] = {}
+
+    def send(
+        self,
+        session: Session,
+        machine: BareMachine,
+        *,
+        dry_run: bool = False,
+        on_progress: OnDeliveryProgress = lambda progress: None,
+    ) -> Sent:
+        """Send `machine` what it lacks.
+
+        Raises NodeError for a disk that is too small, and what `deliver` raises.
+        """
+        bundle = self._bundles[machine.kind]
+        python = machine.python
+        if machine.kind.sends_python:
+            python = f"{python_directory(self._prefix, bundle.python_id)}/usr/bin/python{SENT_PYTHON}"
+        if machine.installed == bundle.id:
+            return Sent(python, bundle.id, 0, 0, is_installed=True)
+        python_bytes = self._send_python(session, machine, bundle, dry_run=dry_run)
+        if dry_run and python_bytes:  # without Python, nothing can compare files there
+            return Sent(python, bundle.id, len(bundle.wheels) + 1, bundle.num_bytes, is_installed=False)
+        payload = self._payload(machine.kind)
+        delivery = deliver(
+            session, payload, self._chunks, python=python, dry_run=dry_run, on_progress=on_progress
+        )
+        if not dry_run:
+            _record(session, python, bundle)
+        num_files = delivery.num_sent + bool(python_bytes)
+        return Sent(python, bundle.id, num_files, delivery.bytes_sent + python_bytes, is_installed=False)
+
+    def _send_python(self, session: Session, machine: BareMachine, bundle: Bundle, *, dry_run: bool) -> int:
+        """Unpack the archive of Python there; return its size, or 0 if it was there already."""
+        if not bundle.python:
+            check_space(machine, bundle.unpacked_bytes, bundle.wheel_bytes, self._prefix)
+            return 0
+        directory = python_directory(self._prefix, bundle.python_id)
+        arguments = ("csdctl-python", directory, SENT_PYTHON)
+        if session.run(["sh", "-c", _HAS_PYTHON, *arguments]).exit_code == 0:
+            needed_bytes = bundle.unpacked_bytes - bundle.python.unpacked_bytes
+            check_space(machine, needed_bytes, bundle.wheel_bytes, self._prefix)
+            return 0
+        check_root(machine)
+        check_space(machine, bundle.unpacked_bytes, bundle.wheel_bytes, self._prefix)
+        if not dry_run:
+            as_root = [] if machine.is_root else ["sudo", "-n"]
+            done = session.run(
+                [*as_root, "sh", "-c", _UNPACK, *arguments],
+                stdin=self._archive(machine.kind),
+                deadline_s=UNPACK_DEADLINE_S,
+            )
+            done.check(session.name, doing="unpacking Python", remedy="check its disk: `df -h`, `mount`")
+        return bundle.python.num_bytes
+
+    def _payload(self, kind: Kind) -> Payload:
+        with self._lock:
+            if kind not in self._parcels:
+                self._parcels[kind] = self._bundles[kind].pack(self._chunks)
+            return self._parcels[kind]
+
+    def _archive(self, kind: Kind) -> bytes:
+        with self._lock:
+            if kind not in self._archives:
+                self._archives[kind] = self._bundles[kind].python_archive().read_bytes()
+            return self._archives[kind]
+
+
+def _record(session: Session, python: str, bundle: Bundle) -> None:
+    """Leave for the playbook what was sent, and which Python to install it with."""
+    record = json.dumps({"python": python, "bundle": bundle.id})
+    done = session.run(["sh", "-c", _RECORD, "csdctl-record", record])
+    done.check(session.name, doing="recording what was sent", remedy="check its disk: `df -h`")

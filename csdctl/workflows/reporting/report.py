@@ -1,21 +1,29 @@
-"""`report`: the events of a run and the lines of the ledger, added up."""
+"""`report` and `export`: a run from its events and the ledger, as numbers or for other tools."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from csdctl.documents import save_text
-from csdctl.reporting.differential_privacy import Privacy, count_passes, measure_privacy
+from csdctl.errors import InputError
+from csdctl.reporting.export import (
+    render_csv,
+    render_prometheus,
+    render_scaling_csv,
+    write_mlflow,
+    write_tensorboard,
+)
 from csdctl.reporting.page import render_page, render_scaling_page
-from csdctl.reporting.privacy import Flow, add_flows
+from csdctl.reporting.privacy import Flow, Privacy, add_flows, count_passes, measure_privacy
 from csdctl.reporting.results import RunResults, read_results
 from csdctl.reporting.scaling import ScalingSeries, build_scaling
 from csdctl.reporting.summary import RunSummary, summarize_run
-from csdctl.reporting.table import render_csv, render_scaling_csv
 from csdctl.runs.directory import ProjectDirectory, RunDirectory
 from csdctl.runs.ledger import read_ledger
-from csdctl.worker.protocol.events import Inverted
+
+TENSORBOARD, MLFLOW, PROMETHEUS, CSV = FORMATS = ("tensorboard", "mlflow", "prometheus", "csv")
+Write = Callable[[RunResults, Path], None]
 
 
 def report(project: ProjectDirectory, run_id: str | None) -> tuple[RunDirectory, RunSummary]:
@@ -38,11 +46,7 @@ def write_files(
 ) -> list[Path]:
     """Write the report of the runs to the files that are asked for; returns them."""
     found = results(project, run_ids)
-    texts = {html: render_page(found) if html else "", csv: render_csv(found) if csv else ""}
-    for path, text in texts.items():
-        if path:
-            save_text(path, text)
-    return [path for path in texts if path]
+    return _write({html: lambda: render_page(found), csv: lambda: render_csv(found)})
 
 
 def scaling(project: ProjectDirectory, run_ids: Sequence[str]) -> ScalingSeries:
@@ -52,13 +56,15 @@ def scaling(project: ProjectDirectory, run_ids: Sequence[str]) -> ScalingSeries:
 
 def write_scaling(series: ScalingSeries, html: Path | None, csv: Path | None) -> list[Path]:
     """Write a series to the files that are asked for; returns them."""
-    texts = {html: render_scaling_page(series) if html else "", csv: ""}
-    if csv:
-        texts[csv] = render_scaling_csv(series)
+    return _write({html: lambda: render_scaling_page(series), csv: lambda: render_scaling_csv(series)})
+
+
+def _write(renderers: dict[Path | None, Callable[[], str]]) -> list[Path]:
+    """Render all files that have a path, then write them; returns their paths."""
+    texts = {path: render() for path, render in renderers.items() if path}
     for path, text in texts.items():
-        if path:
-            save_text(path, text)
-    return [path for path in texts if path]
+        save_text(path, text)
+    return list(texts)
 
 
 @dataclass(frozen=True)
@@ -70,8 +76,6 @@ class PrivacyReport:
     of_all: list[Flow]
     """Of all commands so far."""
     privacy: Privacy | None
-    inversion: Inverted | None
-    """What a linear map recovers from the activations of a split run."""
 
 
 def privacy(project: ProjectDirectory, run_id: str | None) -> PrivacyReport:
@@ -86,5 +90,37 @@ def privacy(project: ProjectDirectory, run_id: str | None) -> PrivacyReport:
         add_flows(entries, run.run_id),
         add_flows(entries),
         measure_privacy(manifest, count_passes(events, len(nodes))),
-        next((event for event in events if isinstance(event, Inverted)), None),
     )
+
+
+def export(
+    project: ProjectDirectory, run_id: str | None, to: str, output: Path | None, tracking_uri: str | None
+) -> str:
+    """Write run `run_id`, or the latest; returns where it is.
+
+    Raises InputError for an unknown format, a run that does not exist, or a package that is missing.
+    """
+    if to not in FORMATS:
+        raise InputError(f"--to is {to!r}, expected {', '.join(FORMATS)}")
+    if (tracking_uri and to != MLFLOW) or (output and to == MLFLOW):
+        raise InputError("--tracking-uri is for mlflow, --output for the other formats")
+    (run,) = results(project, [run_id] if run_id else [])
+    if to == MLFLOW:
+        return f"run {write_mlflow(run, tracking_uri)} of MLflow"
+    suffix, write = WRITERS[to]
+    path = output or Path(f"{run.summary.run_id}{suffix}")
+    write(run, path)
+    return str(path)
+
+
+def _write_prometheus(run: RunResults, path: Path) -> None:
+    save_text(path, render_prometheus(run))
+    path.chmod(0o644)  # node_exporter runs as another user
+
+
+WRITERS: dict[str, tuple[str, Write]] = {
+    TENSORBOARD: ("-tensorboard", write_tensorboard),
+    PROMETHEUS: (".prom", _write_prometheus),
+    CSV: (".csv", lambda run, path: save_text(path, render_csv([run]))),
+}
+"""By format: what follows the run's id in the name of the file, and what writes it."""

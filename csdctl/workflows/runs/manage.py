@@ -1,28 +1,52 @@
 """List, stop and remove runs."""
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 from csdctl.errors import InputError
+from csdctl.notify import Say
 from csdctl.reporting.run_status import RunStatus, load_run_status
 from csdctl.runs.directory import ProjectDirectory, RunDirectory
 from csdctl.workflows.runs.processes import interrupt, process_of, wait_until_over
 
 RUNNING = "running"
-UNREADABLE = "unreadable"
-"""A directory that no csdctl has written."""
 
 
-def list_runs(project: ProjectDirectory) -> list[RunStatus]:
-    """Return all runs of the project, the oldest first."""
+def list_runs(project: ProjectDirectory, say: Say) -> list[RunStatus]:
+    """Return all runs of the project, the oldest first; `say` names directories that are no run."""
     found = []
     for run_id in project.run_ids():
-        try:
-            found.append(look_at(project.find_run(run_id)))
-        except InputError:
-            found.append(RunStatus(run_id, UNREADABLE))
+        with _skipping(run_id, say):
+            run = project.find_run(run_id)
+            status = look_at(run)
+            if not status.num_ranks:
+                run.load_manifest()  # says what is wrong with it
+            found.append(status)
     return found
+
+
+def find_latest(project: ProjectDirectory, say: Say) -> RunDirectory:
+    """Return the latest run; `say` names later directories that are no run.
+
+    Where all are skipped, the latest directory is returned. Raises InputError when there is none.
+    """
+    for run_id in reversed(project.run_ids()):
+        with _skipping(run_id, say):
+            run = project.find_run(run_id)
+            run.load_manifest()
+            return run
+    return project.find_run(None)
+
+
+@contextmanager
+def _skipping(run_id: str, say: Say) -> Iterator[None]:
+    """Warn instead of raising InputError: a foreign, empty or damaged directory must not hide the runs."""
+    try:
+        yield
+    except InputError as error:
+        say(f"warning: {run_id} is skipped: {error.message}")
 
 
 def look_at(run: RunDirectory) -> RunStatus:

@@ -5,8 +5,9 @@ from pathlib import Path
 
 from csdctl.errors import InputError
 from csdctl.fleet.facts import Facts
-from csdctl.fleet.machine_class import classify_machine
+from csdctl.fleet.hardware import classify_machine
 from csdctl.fleet.model import HOST_NAME, Fleet
+from csdctl.fleet.names import format_node_names
 from csdctl.job.model import Job
 from csdctl.job.values import describe_job, hash_own_files
 from csdctl.notify import Say
@@ -94,7 +95,7 @@ def resolve_plan(
         return build_equal_plan(job, space.fleet, space.facts, batch_size)
     plan = load_checked_plan(path or space.project.plan(job.name), job, space)
     if left_out := find_left_out(plan, space.fleet):
-        say(f"the plan leaves out {', '.join(left_out)}: training is faster without them")
+        say(f"the plan leaves out {format_node_names(left_out)}: training is faster without them")
     return plan
 
 

@@ -9,7 +9,7 @@ from csdctl.errors import InputError
 from csdctl.fleet.model import Fleet
 from csdctl.job.model import Job
 from csdctl.launch.machine_lock import describe_holder
-from csdctl.launch.network import check_network
+from csdctl.launch.mpi_command import check_network
 from csdctl.notify import Say
 from csdctl.placement.equation1 import steps_per_epoch
 from csdctl.reporting.summary import RunSummary
@@ -18,8 +18,7 @@ from csdctl.runs.manifest import DataFingerprints, Manifest
 from csdctl.worker.protocol.events import EARLY_STOPPING, Event, Finished, Joined
 from csdctl.worker.protocol.json_codec import SCHEMA
 from csdctl.worker.protocol.recipe import Noise
-from csdctl.worker.protocol.run_spec import RankSpec, RunSpec
-from csdctl.worker.protocol.tasks import TRAIN_SPLIT, TaskSpec
+from csdctl.worker.protocol.run_spec import TRAIN_SPLIT, RankSpec, RunSpec, TaskSpec
 from csdctl.workflows.data.deploy import cut_shards, whole
 from csdctl.workflows.data.prepare import Prepared
 from csdctl.workflows.train.options import TrainOptions

@@ -17,7 +17,7 @@ from csdctl.launch.leftovers import end_run
 from csdctl.launch.traffic import add_mpirun_traffic, add_rank_traffic
 from csdctl.reporting.summary import RunSummary, summarize_run
 from csdctl.runs.directory import EventLog, RunDirectory
-from csdctl.runs.step_file import keep_step_file
+from csdctl.runs.private import keep_step_file
 from csdctl.shipping.deliver import Delivery
 from csdctl.shipping.store import store_bytes
 from csdctl.supervision.event_callbacks import EventCallbacks

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from csdctl.errors import CsdctlError, InputError
-from csdctl.fleet.select import keep_nodes
+from csdctl.fleet.model import keep_nodes
 from csdctl.reporting.results import read_results
 from csdctl.reporting.scaling import ScalingSeries, build_scaling
 from csdctl.reporting.summary import summarize_run

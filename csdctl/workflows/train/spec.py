@@ -14,8 +14,9 @@ from typing import Any
 from csdctl import __version__
 from csdctl.errors import InputError
 from csdctl.fleet.model import HOST_NAME, Fleet
+from csdctl.fleet.names import format_node_names
 from csdctl.job.model import Job
-from csdctl.launch.network import check_network
+from csdctl.launch.mpi_command import check_network
 from csdctl.placement.equation1 import Placed, PlacementError, RankLoad, place_shards
 from csdctl.runs.directory import RunDirectory
 from csdctl.shipping.store import StoredFile
@@ -50,7 +51,7 @@ def _check_nodes(plan: Plan, fleet: Fleet) -> None:
     missing = [rank.node for rank in plan.ranks if rank.node not in fleet.machines]
     if missing:
         raise InputError(
-            f"the plan needs {', '.join(missing)}, not among the selected nodes of {fleet.path}",
+            f"the plan needs {format_node_names(missing)}, not among the selected nodes of {fleet.path}",
             remedy="run `csdctl tune` again for these nodes",
         )
 

@@ -13,9 +13,9 @@ from csdctl.errors import InputError
 from csdctl.fleet.model import Fleet
 from csdctl.job.model import Job
 from csdctl.launch.machine_lock import describe_holder
-from csdctl.launch.tools import find_mpirun
+from csdctl.launch.mpi_command import find_mpirun
 from csdctl.placement.equation1 import steps_per_epoch
-from csdctl.reporting.differential_privacy import check_accountant
+from csdctl.reporting.privacy import check_accountant
 from csdctl.reporting.summary import RunSummary
 from csdctl.runs.directory import RunDirectory
 from csdctl.runs.manifest import Manifest
@@ -24,8 +24,7 @@ from csdctl.worker.protocol.json_codec import to_json
 from csdctl.workflows.data.deploy import cut_shards
 from csdctl.workflows.data.prepare import PreparationObserver, Prepared, prepare_in
 from csdctl.workflows.data.prepared_record import load_prepared
-from csdctl.workflows.preflight.doctor import DoctorOptions, examine_open
-from csdctl.workflows.preflight.examination import Examination
+from csdctl.workflows.preflight.doctor import DoctorOptions, Examination, examine_open
 from csdctl.workflows.reporting.report import report
 from csdctl.workflows.train.options import AUTO, TrainOptions
 from csdctl.workflows.train.plan import GIVE_ONE, check_one_source, resolve_plan

@@ -10,11 +10,11 @@ from pathlib import Path
 from csdctl.errors import InputError, RunError
 from csdctl.fleet.model import Fleet
 from csdctl.job.model import Job
-from csdctl.launch.tools import find_mpirun
+from csdctl.launch.mpi_command import find_mpirun
 from csdctl.tuning.plan import Plan
-from csdctl.worker.protocol.events import Event, Inverted, Verified
+from csdctl.worker.protocol.events import Event, Verified
 from csdctl.worker.protocol.features import Recomputed
-from csdctl.worker.protocol.tasks import VERIFY, TaskSpec
+from csdctl.worker.protocol.run_spec import VERIFY, TaskSpec
 from csdctl.workflows.data.deploy import cut_shards
 from csdctl.workflows.data.prepare import PreparationObserver, Prepared, prepare_in
 from csdctl.workflows.train.options import (
@@ -155,8 +155,6 @@ class Verification:
 
     nodes: tuple[str, ...]
     result: Verified
-    inversion: Inverted | None = None
-    """What activations at the cut reveal, of a model that is split."""
     features: Mapping[str, Recomputed] = field(default_factory=dict)
     """By machine: its stored features, compared with what it computes now."""
 
@@ -226,17 +224,14 @@ def verify(
     recomputed = strategy.recompute_stored(inputs, context)
     inputs = strategy.build_verification(inputs, context)
     results: list[Verified] = []
-    inversions: list[Inverted] = []
 
     def record(event: Event) -> None:
         if isinstance(event, Verified):
             results.append(event)
-        elif isinstance(event, Inverted):
-            inversions.append(event)
 
     run_ranks(inputs, space, TrainOptions(), lambda *_: None, record)
     shutil.rmtree(run.path, ignore_errors=True)
     if not results:
         raise RunError("the ranks ended without a comparison")
     nodes = tuple(rank.node for rank in plan.ranks)
-    return Verification(nodes, results[0], next(iter(inversions), None), recomputed)
+    return Verification(nodes, results[0], recomputed)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 
 from csdctl.fleet.facts import Facts
-from csdctl.fleet.machine_class import classify_fleet, classify_machine
+from csdctl.fleet.hardware import classify_fleet, classify_machine
 from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.job.model import Job
 from csdctl.job.reading import python_files

@@ -21,7 +21,14 @@ from csdctl.transport.process import Deadline
 from csdctl.transport.session import Conversation, Session
 from csdctl.tuning.memory import predict_peak_bytes, rank_memory_bytes
 from csdctl.worker.protocol.json_codec import ProtocolError, from_json, to_json
-from csdctl.worker.protocol.probe import READY, AttachRequest, ProbeRequest, ProbeResult, ProbeSpec
+from csdctl.worker.protocol.probe import (
+    READY,
+    AttachRequest,
+    ProbeRequest,
+    ProbeResult,
+    ProbeSpec,
+    request_to_line,
+)
 from csdctl.worker.protocol.run_spec import Runtime
 from csdctl.workflows.data.prepare import Prepared
 from csdctl.workflows.tune.options import PROBE_DEADLINE_S
@@ -290,7 +297,7 @@ class Prober:
         """Make the running worker rank `rank` of the run in file `spec`, until that has finished."""
         assert self._conversation is not None
         try:
-            self._conversation.send_line(to_json(AttachRequest(spec, rank)))
+            self._conversation.send_line(request_to_line(AttachRequest(spec, rank)))
         except EOFError:
             raise self._end_error() from None
         return self._conversation
@@ -311,7 +318,7 @@ class Prober:
             self.start()
         assert self._conversation is not None
         try:
-            self._conversation.send_line(to_json(request))
+            self._conversation.send_line(request_to_line(request))
             result = from_json(ProbeResult, self._read_line(PROBE_DEADLINE_S))
             _check_result(result, request)
         except EOFError:

@@ -9,7 +9,6 @@ from csdctl.fleet.model import HOST_NAME
 from csdctl.job.model import Job
 from csdctl.notify import Say
 from csdctl.reporting.numbers import format_seconds
-from csdctl.reporting.privacy import describe_inversion
 from csdctl.shipping.worker_calls import watch_worker
 from csdctl.tuning.fleet_model import FleetModel
 from csdctl.tuning.model_parts import (
@@ -39,7 +38,7 @@ from csdctl.tuning.strategies import (
     split_step_s,
 )
 from csdctl.worker.protocol.model_info import CutInfo
-from csdctl.worker.protocol.parts import PartsSpec, PartTimes
+from csdctl.worker.protocol.probe import PartsSpec, PartTimes
 from csdctl.worker.protocol.run_spec import Prefix, SplitSpec
 from csdctl.workflows.data.prepare import Prepared
 from csdctl.workflows.train.options import AUTO
@@ -352,7 +351,6 @@ class StrategyChooser:
         tried = replace(
             confirm(chosen, ratio, machines, self._work),
             node_memory_bytes=max(memory, default=None),
-            inversion=describe_inversion(result.inverted),
         )
         others = [confirm_cut(one, ratio, machines, self._work) for one in found if one is not chosen]
         listed = sorted([*others, tried], key=lambda one: one.strategy != DATA_PARALLEL)

@@ -22,7 +22,6 @@ def list_strategies(
             sample_bytes=round(one.sample_bytes, 1),
             is_confirmed=one.is_confirmed,
             node_memory_bytes=one.node_memory_bytes,
-            inversion=one.inversion,
             trains_on_host=one.trains_on_host,
         )
         for one in found

@@ -1,9 +1,8 @@
 """A trial: the ranks of a plan take a few steps together, as in training, with random samples.
 
 The speed of single machines does not predict the fleet: ranks wait for the slowest of many noisy steps, and
-for the sum. A trial uses the links, the collective and the processes of a training run. It reads no data but
-public samples on the host, by which the trial of a split measures what activations reveal; it sends none, and
-keeps no output.
+for the sum. A trial uses the links, the collective and the processes of a training run. It reads no data,
+and keeps no output.
 """
 
 import dataclasses
@@ -13,16 +12,23 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from csdctl.errors import RunError
+from csdctl.fleet.names import format_node_names
 from csdctl.job.model import Job
 from csdctl.placement.equation1 import RankLoad, place_shards
 from csdctl.runs.directory import RunDirectory
 from csdctl.supervision.rank_process import AttachRank
 from csdctl.tuning.observations import TrialResult
 from csdctl.tuning.plan import RankPlan
-from csdctl.worker.protocol.events import EpochEnd, Event, Finished, Inverted, Joined, Progress
-from csdctl.worker.protocol.run_spec import RankSpec, RunSpec, SplitSpec
-from csdctl.worker.protocol.tasks import ELEMENT_SPEC, TRIAL, TRIAL_SPLIT, TaskSpec
-from csdctl.workflows.data.deploy import whole
+from csdctl.worker.protocol.events import EpochEnd, Event, Finished, Joined, Progress
+from csdctl.worker.protocol.run_spec import (
+    ELEMENT_SPEC,
+    TRIAL,
+    TRIAL_SPLIT,
+    RankSpec,
+    RunSpec,
+    SplitSpec,
+    TaskSpec,
+)
 from csdctl.workflows.data.prepare import Prepared
 from csdctl.workflows.train.options import TrainOptions
 from csdctl.workflows.train.run import RunInputs, run_ranks
@@ -97,7 +103,7 @@ def _build_spec(
         ),
         code=prepared.model.user_code,
         ranks=_rank_specs(job, ranks, prepared, num_steps),
-        public=whole(prepared.public) if split else None,
+        public=None,
         validation=None,
         output_directory=str(run.path.relative_to(space.project.root)),
         # As in a training run, rank 0 saves the state of every step, which takes time.
@@ -153,7 +159,9 @@ def read_trial(events: Sequence[Event], nodes: Sequence[str]) -> TrialResult:
             first.setdefault(event.rank, event)
     missing = [node for rank, node in enumerate(nodes) if not _has_taken_part(rank, ended, first)]
     if missing or len({event.generation for event in joined}) > 1:
-        what = f"ended before {', '.join(missing)} had done all steps" if missing else "lost its links"
+        what = (
+            f"ended before {format_node_names(missing)} had done all steps" if missing else "lost its links"
+        )
         raise RunError(f"the trial {what}", remedy="check the machines with `csdctl doctor`, then tune again")
     counted = [_skip(ended[rank], first.get(rank)) for rank in range(len(nodes))]
     host = counted[0]
@@ -167,7 +175,6 @@ def read_trial(events: Sequence[Event], nodes: Sequence[str]) -> TrialResult:
         collective=joined[-1].collective,
         sum_s=joined[-1].sum_s,
         peak_memory_bytes=tuple(memory.values()) if len(memory) == len(nodes) else (),
-        inverted=next((event for event in events if isinstance(event, Inverted)), None),
     )
 
 

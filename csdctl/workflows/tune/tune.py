@@ -10,9 +10,9 @@ from csdctl.errors import InputError
 from csdctl.fleet.facts import Facts
 from csdctl.fleet.model import Fleet
 from csdctl.job.model import Job
-from csdctl.launch.tools import find_mpirun
+from csdctl.launch.mpi_command import find_mpirun
 from csdctl.notify import Say
-from csdctl.runs.measurements import open_measurements_to_write
+from csdctl.runs.measurements import open_measurements
 from csdctl.tuning.limits import default_limits
 from csdctl.tuning.measurements import describe_model
 from csdctl.tuning.plan import Plan, save_plan
@@ -95,7 +95,7 @@ def tune_by_fit(
     Raises TuningError when no plan is possible, and what probes and a trial's ranks raise.
     """
     limits = _limits(options.limits, job, prepared)
-    with open_measurements_to_write(space.project.measurements, say) as store:
+    with open_measurements(space.project.measurements, say, is_optional=True) as store:
         measurements = FleetMeasurements(
             describe_model(prepared.model.info, prepared.model.architecture.sha256),
             hash_recipe(job, prepared.public),

@@ -16,9 +16,9 @@ from csdctl.errors import (
     NoNodeReachableError,
     PartialError,
 )
-from csdctl.fleet.model import HOST_NAME, Fleet
-from csdctl.fleet.reading import load_fleet
-from csdctl.fleet.select import select_nodes
+from csdctl.fleet.fleet_file import load_fleet
+from csdctl.fleet.model import HOST_NAME, Fleet, select_nodes
+from csdctl.fleet.names import format_node_names
 from csdctl.runs.directory import ProjectDirectory
 
 SCHEMA = "csdctl.failed/1"
@@ -90,5 +90,5 @@ def conclude(
     error_type: type[CsdctlError] = PartialError if len(failed) < len(machines) else CsdctlError
     if error_type is CsdctlError and all(isinstance(error, DeadlineError) for error in errors):
         error_type = DeadlineError
-    names = ", ".join(failed)
+    names = format_node_names(failed)
     raise error_type(f"{command} failed on {len(failed)} of {len(machines)} machines: {names}", remedy=remedy)

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from csdctl.errors import CsdctlError, InputError, NoNodeReachableError
+from csdctl.fleet.checks import check_machines, is_ready
 from csdctl.fleet.facts import Facts, facts_path, load_facts
-from csdctl.fleet.model import Fleet
-from csdctl.fleet.preflight import check_machines, is_ready
-from csdctl.fleet.select import keep_nodes
+from csdctl.fleet.model import Fleet, keep_nodes
 from csdctl.launch.leftovers import CleanupOptions, Leftovers, clean_machine
 from csdctl.launch.machine_lock import lock_machines, raise_if_locked
 from csdctl.notify import Say

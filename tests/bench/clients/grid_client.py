@@ -16,7 +16,7 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
-from csdctl.fleet.reading import load_fleet
+from csdctl.fleet.fleet_file import load_fleet
 from csdctl.job.model import load_job
 from csdctl.shipping.store import store_bytes
 from csdctl.shipping.worker_zip import pack_worker
@@ -26,7 +26,7 @@ from csdctl.workflows.data.prepare import prepare_job
 from csdctl.workflows.tune.trial import run_trial
 from csdctl.workflows.workspace.workspace import open_workspace
 
-SYNTHETIC = "csdctl/worker/data/synthetic.py"
+SYNTHETIC = "csdctl/worker/data/prepared.py"
 VISITING = """
 
 import time

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from csdctl.cli.console import PrintableConsole
-from csdctl.cli.render.discovering import DiscoverView
-from csdctl.cli.render.fleet import discover_document, render_fleet
+from csdctl.cli.render.fleet import DiscoverView, discover_document, render_fleet
 from csdctl.cli.render.problems import MAX_LINES
+from csdctl.cli.streams import format_json
 from csdctl.errors import CsdctlError, HostKeyError, UnreachableError
 from csdctl.fleet.facts import Drive, Facts
+from csdctl.fleet.fleet_file import load_fleet
 from csdctl.fleet.model import Fleet, Node
-from csdctl.fleet.reading import load_fleet
 from csdctl.workflows.discovery.discover import DiscoverResult
 
 CSD = Facts(
@@ -95,12 +95,12 @@ class TestDocument:
             one.name: UnreachableError(f"10.0.0.{k} is closed", remedy="start it")
             for k, one in zip((4, 5), lost, strict=True)
         }
-        document = json.loads(json.dumps(discover_document(result_of(*csds(3), *lost, failed=failed))))
+        document = json.loads(format_json(discover_document(result_of(*csds(3), *lost, failed=failed))))
         assert document["schema"] == "csdctl.discover/1"
         assert len(document["machines"]) == 6
         assert document["groups"][1]["ranges"] == ["csd[0-2]"]
         assert document["problems"] == [
-            {"names": ["csd3", "csd4"], "message": "10.0.0.[4-5] is closed", "remedy": "start it"}
+            {"names": ["csd3", "csd4"], "message": "10.0.0.4, 10.0.0.5 is closed", "remedy": "start it"}
         ]
         assert document["drives"] == {}
 

@@ -7,9 +7,8 @@ import pytest
 
 from csdctl.cli.console import PrintableConsole
 from csdctl.cli.render.fleet_view import FleetView
-from csdctl.cli.render.preparing import SILENT_S, PreparationScreen, PreparingView
-from csdctl.cli.render.tuning import TuningScreen
-from csdctl.cli.render.tuning_view import TuningView
+from csdctl.cli.render.prepare import SILENT_S, PreparationScreen, PreparingView
+from csdctl.cli.render.tune import TuningScreen, TuningView
 from csdctl.cli.streams import Streams
 from csdctl.worker.protocol.datasets import PrepareProgress
 from csdctl.worker.protocol.events import Joined, NodeLost, Progress
@@ -137,7 +136,7 @@ def test_tune_shows_long_starts_of_tensorflow() -> None:
     clock.now += 25
     for name in ("host", "csd0"):
         view.on_machine(name, IDLE)
-    assert screen(view, (80, 24))[1] == "csd[1-2]: loading TensorFlow (25 s)  25 s so far"
+    assert screen(view, (80, 24))[1] == "csd1, csd2: loading TensorFlow (25 s)  25 s so far"
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -183,7 +182,7 @@ def test_without_a_terminal_tune_says_now_and_then_what_it_waits_for() -> None:
         view.on_machine("host", IDLE)
         view.on_machine("csd0", IDLE)
     text = console.file.getvalue()  # type: ignore[attr-defined]
-    assert text == "csd[0-1]: loading TensorFlow (20 s)  20 s so far\n"
+    assert text == "csd0, csd1: loading TensorFlow (20 s)  20 s so far\n"
 
 
 def test_in_a_notebook_only_a_training_is_a_table() -> None:

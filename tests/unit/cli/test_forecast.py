@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from csdctl.cli.app import app
 from csdctl.cli.console import PrintableConsole
 from csdctl.cli.render.forecast import forecast_document, render_forecast
+from csdctl.cli.streams import format_json
 from csdctl.errors import InputError
 from csdctl.job.model import load_job
 from csdctl.perfmodel.energy import Power
@@ -30,7 +31,7 @@ def shown(network: Network, request: ForecastRequest) -> str:
 
 
 def document(network: Network, request: ForecastRequest) -> Any:
-    return json.loads(json.dumps(forecast_document(forecast(published_basis(network), request))))
+    return json.loads(format_json(forecast_document(forecast(published_basis(network), request))))
 
 
 def invoke(*arguments: str) -> Any:

@@ -12,43 +12,35 @@ import pytest
 
 from csdctl.cli.app import run_command
 from csdctl.cli.console import PrintableConsole
-from csdctl.cli.render.clean import render_cleaned
 from csdctl.cli.render.deploy import DeployView, render_deliveries
-from csdctl.cli.render.discovering import DiscoverView
-from csdctl.cli.render.doctor import ExaminationView
-from csdctl.cli.render.emulate import render_nodes
-from csdctl.cli.render.fleet import render_fleet
+from csdctl.cli.render.doctor import ExaminationView, Setting
+from csdctl.cli.render.fleet import DiscoverView, TrustScreen, render_cleaned, render_fleet, render_nodes
 from csdctl.cli.render.forecast import render_forecast
-from csdctl.cli.render.live import TrainingView
 from csdctl.cli.render.measurements import render_measurements
-from csdctl.cli.render.preparing import PreparingView, render_prepared
-from csdctl.cli.render.privacy import render_privacy
-from csdctl.cli.render.report import render_report
-from csdctl.cli.render.training import TrainingScreen
-from csdctl.cli.render.trust import TrustScreen
-from csdctl.cli.render.tuning import render_plan, render_probes
+from csdctl.cli.render.prepare import PreparingView, render_prepared
+from csdctl.cli.render.report import render_privacy, render_report
+from csdctl.cli.render.train import TrainingScreen, TrainingView
+from csdctl.cli.render.tune import render_plan, render_probes
 from csdctl.cli.render.verify import render_verified
-from csdctl.cli.settings import Setting
 from csdctl.cli.streams import Streams
 from csdctl.emulation.fleet import NodeStatus
 from csdctl.errors import NodeError
 from csdctl.fleet.checks import Check, Status
 from csdctl.fleet.facts import Drive
-from csdctl.fleet.machine_class import classify_fleet, classify_machine
+from csdctl.fleet.hardware import classify_fleet, classify_machine
 from csdctl.fleet.model import Fleet, Node
 from csdctl.launch.leftovers import Leftovers
 from csdctl.perfmodel.published import Network
 from csdctl.reporting.privacy import Flow
-from csdctl.runs.measurements_overview import CollectiveSummary, Overview, ProbeSummary, TrialSummary
+from csdctl.runs.measurements import CollectiveSummary, Overview, ProbeSummary, TrialSummary
 from csdctl.shipping.deliver import Delivery, DeliveryProgress
 from csdctl.transport.many import Outcome
 from csdctl.transport.meter import TrafficClass
 from csdctl.tuning.measurements import ModelProperties, RuntimeSettings, TrialMeasurement, TrialRank
 from csdctl.tuning.plan import Plan, RankPlan, StrategyPlan
-from csdctl.worker.protocol.compared import Compared
 from csdctl.worker.protocol.datasets import PrepareProgress
 from csdctl.worker.protocol.events import (
-    Inverted,
+    Compared,
     Joined,
     NodeBack,
     NodeLost,
@@ -62,11 +54,11 @@ from csdctl.workflows.discovery.trust import KeyState, ShownKey
 from csdctl.workflows.forecast.basis import published_basis
 from csdctl.workflows.forecast.forecast import forecast
 from csdctl.workflows.forecast.request import ForecastRequest
-from csdctl.workflows.preflight.examination import Examination
+from csdctl.workflows.preflight.doctor import Examination
 from csdctl.workflows.reporting.report import PrivacyReport
 from csdctl.workflows.train.verify import judge
 from tests.attacks.hostile_text import HOSTILE, MARKUP
-from tests.unit.cli.render.test_preparing import PREPARED
+from tests.unit.cli.render.test_prepare import PREPARED
 from tests.unit.cli.test_console import foreign
 from tests.unit.cli.test_discover import CSD, result_of
 from tests.unit.cli.test_render import EVENTS, SPEC, SUMMARY
@@ -172,8 +164,7 @@ def show_plan(console: PrintableConsole) -> None:
 def show_privacy(console: PrintableConsole) -> None:
     kinds = TrafficClass.LOG, TrafficClass.ACTIVATIONS
     flows = [Flow(HOSTILE, HOSTILE, kind, 7) for kind in kinds]
-    inverted = Inverted(0, HOSTILE, HOSTILE, 100, 20, 0.9, 0.9, 0.5)
-    render_privacy(console, PrivacyReport(HOSTILE, flows, flows, None, inverted))
+    render_privacy(console, PrivacyReport(HOSTILE, flows, flows, None))
 
 
 def show_keys(console: PrintableConsole) -> None:

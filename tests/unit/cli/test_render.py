@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from csdctl.cli.console import PrintableConsole
-from csdctl.cli.render.live import TrainingView
 from csdctl.cli.render.report import render_report, report_document
-from csdctl.cli.render.tuning import render_plan, render_probes
+from csdctl.cli.render.train import TrainingView
+from csdctl.cli.render.tune import render_plan, render_probes
+from csdctl.cli.streams import format_json
 from csdctl.reporting.numbers import (
     format_accuracy,
     format_bytes,
@@ -125,7 +126,7 @@ class TestReport:
         assert "csd0: [red] is no colour here" in text
 
     def test_document_is_json_with_a_schema(self) -> None:
-        document = json.loads(json.dumps(report_document(SUMMARY, "/project/run")))
+        document = json.loads(format_json(report_document(SUMMARY, "/project/run")))
         assert document["schema"] == "csdctl.report/1"
         assert (document["path"], document["emulated"]) == ("/project/run", True)
         assert [rank["node"] for rank in document["ranks"]] == ["host", "csd0"]

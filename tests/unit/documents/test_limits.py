@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from pydantic import Field
 
 from csdctl.documents import Document, check_values, load_json, load_text, parse_document, parse_json_document
-from csdctl.documents.json_text import MAX_JSON_DEPTH, MAX_JSON_VALUES
 from csdctl.documents.models import MAX_PROBLEMS
-from csdctl.documents.text import MAX_TEXT_BYTES
-from csdctl.documents.tree import MAX_CHARACTERS, MAX_DEPTH, MAX_SCALAR, MAX_VALUES
+from csdctl.documents.text import MAX_JSON_DEPTH, MAX_JSON_VALUES, MAX_TEXT_BYTES
+from csdctl.documents.yaml_text import MAX_DEPTH, MAX_SCALAR, MAX_SIZE, VALUE_SIZE
 from csdctl.errors import InputError
 
 
@@ -49,17 +48,17 @@ def bomb(levels: int, first: str = "[x, x, x]") -> str:
 
 
 class TestLimits:
-    def test_aliases_count_as_often_as_they_are_used(self) -> None:
+    @pytest.mark.parametrize(
+        "text",
+        [
+            bomb(10),
+            f"args:\n  a: &a {'x' * MAX_SCALAR}\n  b: [{', '.join(['*a'] * (MAX_SIZE // MAX_SCALAR))}]",
+            "args: {a: [" + "0," * (MAX_SIZE // VALUE_SIZE) + "]}",
+        ],
+    )
+    def test_size_is_bounded_with_aliases_expanded(self, text: str) -> None:
         assert len(parse(bomb(4)).args["a3"]) == 9
-        message = refused(bomb(10))
-        assert message.startswith("job.yaml:7: not valid YAML: ")
-        assert f"values with all aliases expanded, expected at most {MAX_VALUES:,}" in message
-
-    def test_characters_of_aliases_count_as_often_as_they_are_used(self) -> None:
-        text = (
-            f"args:\n  a: &a {'x' * MAX_SCALAR}\n  b: [{', '.join(['*a'] * (MAX_CHARACTERS // MAX_SCALAR))}]"
-        )
-        assert "characters of keys and values" in refused(text)
+        assert f"expanded, its values have more than {MAX_SIZE:,} characters" in refused(text)
 
     def test_depth_is_bounded(self) -> None:
         levels = MAX_DEPTH - 1  # besides the document and `args`
@@ -155,14 +154,14 @@ class TestValues:
     )
     @pytest.mark.parametrize("value", ["x", "[x]", "{x: x}"])
     def test_other_tags_are_refused(self, tag: str, value: str) -> None:
-        assert "only values that JSON has are allowed" in refused(f"args: {{a: {tag} {value}}}")
+        assert "could not determine a constructor for the tag" in refused(f"args: {{a: {tag} {value}}}")
 
     @pytest.mark.parametrize(
         "value",
-        ["!!int many", "!!int ''", "!!float ''", "!!bool maybe", "!!null x", "!!int 1:30", "!!str [x]"],
+        ["!!int many", "!!int ''", "!!bool maybe", "!!str [x]"],
     )
     def test_value_that_does_not_fit_its_tag_is_refused(self, value: str) -> None:
-        assert refused(f"args:\n  a: {value}\n").startswith("job.yaml:2: not valid YAML: ")
+        assert "not valid YAML: " in refused(f"args: {{a: {value}}}")
 
     def test_merge_keys_are_refused(self) -> None:
         assert "merge keys (`<<`) are not supported" in refused("args: {<<: {a: 1}}")

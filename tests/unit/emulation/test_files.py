@@ -4,12 +4,17 @@ from pathlib import Path
 import paramiko
 import pytest
 
-from csdctl.emulation.fleet_file import check_may_write, is_unchanged, remove_fleet_file, save_fleet_file
-from csdctl.emulation.known_hosts import add_host_keys, remove_host_keys
-from csdctl.emulation.spec import EmulatedSpec
-from csdctl.emulation.state import FleetPaths, FleetState, NodeState, load_state, save_state
+from csdctl.emulation.files import (
+    add_host_keys,
+    check_may_write,
+    is_unchanged,
+    remove_fleet_file,
+    remove_host_keys,
+    save_fleet_file,
+)
+from csdctl.emulation.state import EmulatedSpec, FleetPaths, FleetState, NodeState, load_state, save_state
 from csdctl.errors import InputError
-from csdctl.fleet.reading import load_fleet
+from csdctl.fleet.fleet_file import load_fleet
 
 KEY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIP4gQz16wCSBnkkB1kHtEl1Saiy1vZ4Jpp1hBDxD2KmO"
 OTHER_KEY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIDNrV2QZ/iz/ccK1hpSVAUYhSHWoaOp3qQXOp008UhgQ"

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from csdctl.emulation.fleet_lock import locked, try_lock
 from csdctl.emulation.owner import OwnerWatch, find_owner
-from csdctl.emulation.state import FleetPaths, Owner
+from csdctl.emulation.state import FleetPaths, Owner, locked, try_lock
 from csdctl.errors import InputError
 
 

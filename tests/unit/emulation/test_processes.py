@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from csdctl.emulation import processes
-from csdctl.emulation.memory import end_largest_above
+from csdctl.emulation.limits import end_largest_above
 from tests.patience import eventually
 
 

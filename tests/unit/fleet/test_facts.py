@@ -8,8 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from csdctl.errors import InputError
-from csdctl.fleet.condition import Condition, DirectorySpace
-from csdctl.fleet.facts import Drive, Facts, facts_path, load_facts, save_facts
+from csdctl.fleet.facts import Condition, DirectorySpace, Drive, Facts, facts_path, load_facts, save_facts
 from csdctl.fleet.model import Fleet, Node
 
 GOOD: dict[str, Any] = {
@@ -114,3 +113,10 @@ def test_damaged_file_names_the_field(tmp_path: Path, field: str, value: Any) ->
     with pytest.raises(InputError, match=words) as raised:
         load_facts(fleet)
     assert len(raised.value.message) < 400
+
+
+def test_facts_round_trip_with_their_notes(tmp_path: Path) -> None:
+    fleet = Fleet((), path=tmp_path / "fleet.yaml")
+    facts = {"csd0": Facts("csd0", cpu_features=("fp",), notes=("look",), problem="gone")}
+    save_facts(fleet, facts)
+    assert load_facts(fleet) == facts

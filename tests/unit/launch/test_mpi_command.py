@@ -5,8 +5,19 @@ from pathlib import Path
 
 import pytest
 
+from csdctl.errors import InputError
+from csdctl.fleet.facts import Facts
 from csdctl.fleet.model import HOST_NAME
-from csdctl.launch.mpi_command import RankCommand, build_mpirun_command, daemon_marker
+from csdctl.fleet.network import parse_local_addresses
+from csdctl.launch.mpi_command import (
+    RankCommand,
+    build_mpirun_command,
+    check_addresses,
+    check_network,
+    choose_prefix,
+    daemon_marker,
+    find_mpirun,
+)
 from csdctl.worker.protocol.events import Exited, event_from_line
 
 GOLDEN = Path(__file__).parent / "golden" / "mpirun_command"
@@ -123,3 +134,61 @@ def test_daemons_have_the_run_id_in_their_command_lines() -> None:
     )
     assert after(command, daemon_marker("20261121-1-2")) == "1"
     assert not any("csdctl_run" in word for word in build())
+
+
+def test_this_environment_has_mpirun() -> None:
+    assert find_mpirun().name == "mpirun"
+
+
+def test_nodes_share_one_prefix_or_the_error_lists_them() -> None:
+    facts = {"csd0": Facts("csd0", prefix="/opt/a"), "csd1": Facts("csd1", prefix="/opt/b")}
+    assert choose_prefix(["csd0"], facts) == "/opt/a"
+    with pytest.raises(InputError, match="/opt/a, /opt/b"):
+        choose_prefix(["csd0", "csd1"], facts)
+
+
+# From /proc/net/fib_trie of a machine with two addresses on one interface.
+FIB_TRIE = """\
+Main:
+  +-- 0.0.0.0/0 3 0 4
+     |-- 0.0.0.0
+        /0 universe UNICAST
+     +-- 10.1.1.0/24 2 0 2
+        |-- 10.1.1.0
+           /24 link UNICAST
+Local:
+  +-- 0.0.0.0/0 2 0 2
+     +-- 10.1.1.0/24 2 0 2
+        |-- 10.1.1.1
+           /32 host LOCAL
+        |-- 10.1.1.255
+           /32 link BROADCAST
+     +-- 127.0.0.0/8 2 0 2
+        |-- 127.0.0.0
+           /8 host LOCAL
+        |-- 127.0.0.1
+           /32 host LOCAL
+        |-- 192.168.7.9
+           /32 host LOCAL
+"""
+
+
+def test_exactly_the_addresses_of_the_host_are_found() -> None:
+    assert parse_local_addresses(FIB_TRIE) == ["10.1.1.1", "127.0.0.1", "192.168.7.9"]
+
+
+def test_loopback_network_is_accepted() -> None:
+    check_network("127.0.0.0/8")
+    check_network("")
+
+
+def test_network_without_an_address_of_this_host_is_rejected_with_its_addresses() -> None:
+    with pytest.raises(InputError, match=r"203\.0\.113\.0/24: this host has no address in it.*127\.0\.0\.1"):
+        check_network("203.0.113.0/24")
+
+
+def test_host_with_nothing_but_a_loopback_is_rejected_with_a_command_that_helps() -> None:
+    with pytest.raises(InputError, match="daemons need an interface besides the loopback") as caught:
+        check_addresses("127.0.0.0/8", ["127.0.0.1"])
+    assert "ip link add" in caught.value.remedy
+    check_addresses("127.0.0.0/8", ["127.0.0.1", "192.0.2.1"])

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from csdctl.launch.mpi_job import Deadlines, EndTimeouts, JobOutcome, MpiJob
-from csdctl.launch.mpi_output import MAX_LINE_BYTES
+from csdctl.launch.mpi_job import MAX_LINE_BYTES, Deadlines, EndTimeouts, JobOutcome, MpiJob
 from csdctl.runs.capped_log import MAX_LOG_BYTES
 from csdctl.worker.protocol.events import (
     CollectiveTimed,

@@ -8,11 +8,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from csdctl.errors import InputError
-from csdctl.reporting.prometheus import render_prometheus
-from csdctl.reporting.scalars import scalars_of
-from csdctl.reporting.tensorboard import write_tensorboard
+from csdctl.reporting.export import render_prometheus, scalars_of, write_tensorboard
 from csdctl.runs.directory import ProjectDirectory
-from csdctl.workflows.reporting.export import export
+from csdctl.workflows.reporting.report import export
 from tests.unit.reporting.test_page import EVIL, results
 
 

@@ -1,7 +1,6 @@
 """Any events that may be stored for a run: they are added up and shown, and nothing is a defect."""
 
 import io
-import json
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -11,10 +10,10 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from csdctl.cli.render.report import render_report, report_document
-from csdctl.reporting.differential_privacy import plan_privacy
+from csdctl.cli.streams import format_json
+from csdctl.reporting.privacy import plan_privacy
 from csdctl.reporting.summary import summarize
-from csdctl.worker.protocol.event_rules import check_event
-from csdctl.worker.protocol.events import Event, event_from_line, event_to_line
+from csdctl.worker.protocol.events import Event, check_event, event_from_line, event_to_line
 from csdctl.worker.protocol.json_codec import ProtocolError
 from csdctl.worker.protocol.recipe import Noise, Recipe
 from csdctl.worker.protocol.run_spec import RankSpec, RunSpec, Runtime
@@ -53,7 +52,7 @@ def test_any_stored_events_are_added_up_and_shown(found: list[Event]) -> None:
     summary = summarize("run", MANIFEST, found)
     console = Console(file=io.StringIO(), width=200)
     render_report(console, summary)
-    json.dumps(report_document(summary, "path"))
+    format_json(report_document(summary, "path"))
     planned = plan_privacy(SPEC, found)
     assert planned is not None
     assert all(node.num_releases >= 1 for node in planned.nodes)

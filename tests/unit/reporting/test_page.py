@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from csdctl.reporting.export import render_csv
 from csdctl.reporting.page import render_page
 from csdctl.reporting.privacy import Flow
 from csdctl.reporting.results import RunResults
 from csdctl.reporting.series import SeriesBuilder
 from csdctl.reporting.summary import summarize
-from csdctl.reporting.table import render_csv
 from csdctl.worker.protocol.events import EpochEnd, Event, Failed, Joined, Progress, Ready
 
 EVIL = "<script>alert(1)</script>\" onload='x' $x^2$ &amp; ]]>"

@@ -7,11 +7,18 @@ import pytest
 
 from csdctl.errors import InputError
 from csdctl.reporting.energy import MachineEnergy, RunEnergy
+from csdctl.reporting.export import render_scaling_csv
 from csdctl.reporting.page import render_scaling_page
-from csdctl.reporting.scaling import STRONG, TUNED, WEAK, build_scaling
-from csdctl.reporting.scaling_figures import energy_by_nodes, scaling_document, scaling_table
+from csdctl.reporting.scaling import (
+    STRONG,
+    TUNED,
+    WEAK,
+    build_scaling,
+    energy_by_nodes,
+    scaling_document,
+    scaling_table,
+)
 from csdctl.reporting.summary import RankSummary
-from csdctl.reporting.table import render_scaling_csv
 from tests.unit.reporting.test_page import results
 
 HOST, NODE = 30.0, 3.0

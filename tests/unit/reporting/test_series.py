@@ -7,13 +7,14 @@ from csdctl.reporting.series import (
     COMPUTE,
     INPUT,
     MAX_FAULTS,
+    MAX_INTERVALS,
     MAX_POINTS,
     OTHER,
     WAIT,
     RunSeries,
     SeriesBuilder,
+    Timeline,
 )
-from csdctl.reporting.timeline import MAX_INTERVALS, Timeline
 from csdctl.worker.protocol.events import EpochEnd, Event, Failed, Joined, LinkLost, NodeLost, Progress, Ready
 
 NODES = ("host", "csd0")

@@ -8,8 +8,8 @@ import pytest
 
 from csdctl.errors import InputError
 from csdctl.runs.directory import EventLog, ProjectDirectory, RunDirectory
-from csdctl.runs.stored_events import MAX_LINE_BYTES
-from csdctl.worker.protocol.events import Failed, Finished, Progress, Ready
+from csdctl.runs.stored_events import MAX_LINE_BYTES, Spent
+from csdctl.worker.protocol.events import Failed, Finished, Progress, Ready, event_document
 from tests.unit.runs.manifests import manifest_of
 
 NODES = ("host", "csd0")
@@ -19,10 +19,9 @@ EVENTS = [
     Failed(1, "csd0", "two\nlines, “quotes”\u2028and a separator", "fix it", 2),
     Finished(0, "host", 1, 4, "hash", 1 << 20),
 ]
-
-
-def stored(content: str) -> str:
-    return json.dumps({"time": 1.0, "line": f"@csdctl {content}"})
+OF_NODE = Progress(
+    1, "csd0", 1, 2, 3, 96, 0.5, 0.25, 0.8, input_s=0.1, cpu_s=0.7, memory_bytes=1 << 20, temperature_c=51.5
+)
 
 
 @pytest.fixture
@@ -116,7 +115,15 @@ class TestEvents:
         write_log(run)
         lines = run.events.read_text().split("\n")
         assert lines.pop() == ""
-        assert [set(json.loads(line)) for line in lines] == [{"time", "line"}] * len(EVENTS)
+        assert json.loads(lines[0]) == {
+            "time": 1_700_000_000.25,
+            "event": "Ready",
+            "rank": 0,
+            "node": "host",
+            "num_samples": 10,
+            "setup_s": 0.5,
+        }
+        assert len(lines) == len(EVENTS)
 
     def test_event_is_on_disk_before_the_log_is_closed(self, run: RunDirectory) -> None:
         log = EventLog(run)
@@ -160,13 +167,14 @@ class TestEvents:
         [
             "[" * 100_000,
             "x" * (MAX_LINE_BYTES + 1),
-            '{"time": NaN, "line": "@csdctl {}"}',
-            '{"time": 1, "line": 5}',
-            '{"time": 1, "line": "a line of a log"}',
-            stored('{"event":"Ready","rank":7,"node":"csd7","num_samples":1,"setup_s":1}'),
-            stored('{"event":"Ready","rank":1,"node":"host","num_samples":1,"setup_s":1}'),
-            stored('{"event":"Ready","rank":1,"node":"csd0","num_samples":-1,"setup_s":1}'),
-            stored('{"event":"Paused","rank":1,"node":"csd0","generation":' + "9" * 5000 + "}"),
+            '{"event":"Paused","rank":1,"node":"csd0","generation":1}',
+            '{"time":NaN,"event":"Paused","rank":1,"node":"csd0","generation":1}',
+            '{"time":1,"event":5}',
+            '{"time":1,"event":"a line of a log"}',
+            '{"time":1,"event":"Ready","rank":7,"node":"csd7","num_samples":1,"setup_s":1}',
+            '{"time":1,"event":"Ready","rank":1,"node":"host","num_samples":1,"setup_s":1}',
+            '{"time":1,"event":"Ready","rank":1,"node":"csd0","num_samples":-1,"setup_s":1}',
+            '{"time":1,"event":"Paused","rank":1,"node":"csd0","generation":' + "9" * 5000 + "}",
         ],
         ids=lambda line: line[:60],
     )
@@ -179,6 +187,49 @@ class TestEvents:
         events = run.read_events(NODES)
         assert list(events) == EVENTS * 2
         assert events.num_unreadable == 4
+
+    def test_progress_of_nodes_is_given_apart(self, run: RunDirectory) -> None:
+        log = EventLog(run)
+        for event in (*EVENTS, OF_NODE):
+            log.append(1.5, event)
+        log.close()
+        spent: list[Spent] = []
+        events = run.read_events(NODES)
+        assert [event for _, event in events.with_times(spent.append)] == list(events) == EVENTS
+        assert spent == [(1.5, 1, 96, 0.5, 0.25, 0.8, 0.1, None, 0.7, 51.5)]
+        assert [event for _, event in events.with_times()][-1] == OF_NODE
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            {"rank": 0},
+            {"rank": "1"},
+            {"rank": 2},
+            {"node": "csd1"},
+            {"samples": -1},
+            {"samples": "x"},
+            {"compute_s": math.nan},
+            {"wall_s": None},
+            {"cpu_s": -0.1},
+            {"wait_s": [1]},
+            {"temperature_c": 1e4},
+        ],
+        ids=str,
+    )
+    def test_progress_of_nodes_that_no_node_can_send_is_left_out_and_counted(
+        self, run: RunDirectory, change: dict[str, object]
+    ) -> None:
+        run.events.write_text(json.dumps({"time": 1.0, **event_document(OF_NODE), **change}) + "\n")
+        spent: list[Spent] = []
+        events = run.read_events(NODES)
+        assert list(events.with_times(spent.append)) == []
+        assert (spent, events.num_unreadable) == ([], 1)
+
+    def test_half_of_a_character_is_replaced(self, run: RunDirectory) -> None:
+        log = EventLog(run)
+        log.append(1.0, Failed(1, "csd0", "half \ud800 a character"))
+        log.close()
+        assert list(run.read_events(NODES)) == [Failed(1, "csd0", "half ? a character")]
 
     def test_frequent_events_of_nodes_are_not_stored_in_a_large_file(self, run: RunDirectory) -> None:
         progress = Progress(1, "csd0", 1, 2, 3, 96, 0.5, 0.25, 0.8)

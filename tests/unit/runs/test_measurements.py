@@ -1,5 +1,6 @@
-"""The measurements file: reads return what was written, with several processes and damaged files."""
+"""The measurements file: reads return what was written, with several processes and unusable files."""
 
+import contextlib
 import resource
 import sqlite3
 import subprocess
@@ -10,13 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from csdctl.errors import CsdctlError, DamagedMeasurementsError, DeadlineError, InputError
+from csdctl.errors import CsdctlError, InputError
 from csdctl.fleet.facts import Facts
-from csdctl.fleet.machine_class import classify_fleet, classify_machine
+from csdctl.fleet.hardware import classify_fleet, classify_machine
+from csdctl.runs import measurements
 from csdctl.runs.directory import ProjectDirectory
-from csdctl.runs.measurements import MeasurementStore, open_measurements, open_measurements_to_write
-from csdctl.runs.measurements_file import SCHEMA, MeasurementsFile, set_measurements_aside
-from csdctl.runs.measurements_rows import NUM_KEPT
+from csdctl.runs.measurements import NUM_KEPT, SCHEMA, MeasurementStore, open_measurements
 from csdctl.tuning.measurements import (
     CollectiveMeasurement,
     ModelProperties,
@@ -178,17 +178,6 @@ class TestForgetting:
         assert "mine.py:build" in raised.value.remedy
 
 
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-from csdctl.runs.measurements_file import MeasurementsFile
-file = MeasurementsFile(Path(sys.argv[1]))
-with file.writing() as connection:
-    connection.execute("PRAGMA cache_spill = 1")
-    connection.execute("PRAGMA cache_size = 1")
-    connection.executemany("INSERT INTO models VALUES (?, 'x', 0, 0, 0, 0)", [(str(k),) for k in range(9999)])
-    os.kill(os.getpid(), signal.SIGKILL)
-"""
 WRITER = """
 import sys
 from pathlib import Path
@@ -202,120 +191,77 @@ for number in range(20):
 """
 
 
-class TestSeveralProcesses:
-    def test_writes_of_two_processes_are_all_kept(self, path: Path) -> None:
-        writers = [
-            subprocess.Popen(
-                [sys.executable, "-c", WRITER, str(path), str(who)], cwd=Path(__file__).parents[3]
-            )
-            for who in (1, 2)
-        ]
-        assert [writer.wait() for writer in writers] == [0, 0]
-        with open_measurements(path) as store:
-            known = store.probes(MODEL.hash, "recipe", CSD.key)
-        assert sorted((probe.batch_size, probe.num_steps) for probe in known) == [
-            (who, number) for who in (1, 2) for number in range(20)
-        ]
-        assert [file.name for file in path.parent.iterdir()] == [path.name]
+def test_writes_of_two_processes_are_all_kept(path: Path) -> None:
+    writers = [
+        subprocess.Popen([sys.executable, "-c", WRITER, str(path), str(who)], cwd=Path(__file__).parents[3])
+        for who in (1, 2)
+    ]
+    assert [writer.wait() for writer in writers] == [0, 0]
+    with open_measurements(path) as store:
+        known = store.probes(MODEL.hash, "recipe", CSD.key)
+    assert sorted((probe.batch_size, probe.num_steps) for probe in known) == [
+        (who, number) for who in (1, 2) for number in range(20)
+    ]
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
 
-    def test_reader_does_not_see_an_unfinished_write(self, path: Path, store: MeasurementStore) -> None:
-        writer = MeasurementsFile(path)
-        with writer.writing() as connection:
-            connection.execute("INSERT INTO models VALUES ('x', 'x', 0, 0, 0, 0)")
-            assert store.models() == []
-        writer.close()
-        assert [model.hash for model in store.models()] == ["x"]
 
-    def test_write_that_fails_halfway_is_not_kept(self, path: Path, store: MeasurementStore) -> None:
-        unusable = replace(PROBES[1], batch_size=None)  # type: ignore[arg-type]
-        with pytest.raises(sqlite3.IntegrityError):
-            store.add_probes(MODEL, "recipe", CSD, [PROBES[0], unusable])
-        assert store.models() == []
+def test_write_that_fails_halfway_is_not_kept(store: MeasurementStore) -> None:
+    with pytest.raises(CsdctlError, match="CHECK constraint failed"):
+        store.add_probes(MODEL, "recipe", CSD, [PROBES[0], replace(PROBES[1], batch_size=0)])
+    assert store.models() == []
 
-    def test_unfinished_write_of_a_killed_csdctl_is_undone(self, path: Path, store: MeasurementStore) -> None:
-        store.add_probes(MODEL, "recipe", CSD, PROBES)
-        size = path.stat().st_size
-        subprocess.run([sys.executable, "-c", KILLED, str(path)], check=False)
-        assert path.stat().st_size > size
-        assert path.with_name("measurements.sqlite-journal").exists()
-        assert store.models() == [MODEL]
-        assert store.probes(MODEL.hash, "recipe", CSD.key) == PROBES
 
-    def test_waiting_for_another_writer_has_a_deadline(self, path: Path, store: MeasurementStore) -> None:
-        waiting = MeasurementsFile(path, deadline_s=0.05)
-        with store.file.writing(), pytest.raises(DeadlineError, match="in use by another csdctl"):
-            MeasurementStore(waiting).add_probes(MODEL, "recipe", CSD, PROBES)
-        waiting.close()
+def test_waiting_for_another_writer_has_a_deadline(
+    path: Path, store: MeasurementStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measurements, "BUSY_DEADLINE_S", 0.05)
+    with contextlib.closing(sqlite3.connect(path)) as other, open_measurements(path) as waiting:
+        other.execute("BEGIN IMMEDIATE")
+        assert waiting.models() == []
+        with pytest.raises(CsdctlError, match="database is locked") as raised:
+            waiting.add_probes(MODEL, "recipe", CSD, PROBES)
+    assert "wait until no other csdctl measures" in raised.value.remedy
 
 
 def messages_when_measuring(path: Path) -> list[str]:
     """Return what `tune` would print about the measurements at `path`, which it can replace."""
     messages: list[str] = []
-    with open_measurements_to_write(path, messages.append) as store:
+    with open_measurements(path, messages.append, is_optional=True) as store:
         store.add_probes(MODEL, "recipe", CSD, PROBES)
         assert set(PROBES) <= set(store.probes(MODEL.hash, "recipe", CSD.key))
     return messages
 
 
-class TestTroubles:
-    def test_file_of_a_newer_csdctl_is_not_changed(self, path: Path, store: MeasurementStore) -> None:
-        store.add_probes(MODEL, "recipe", CSD, PROBES)
-        connection = sqlite3.connect(path)
-        connection.execute(f"PRAGMA user_version = {SCHEMA + 1}")
-        connection.close()
-        content = path.read_bytes()
-        with (
-            pytest.raises(InputError, match=f"schema {SCHEMA + 1}, from a newer csdctl") as raised,
-            open_measurements(path),
-        ):
-            pass
-        assert "--forget all" in raised.value.remedy
-        assert "continuing without earlier measurements" in messages_when_measuring(path)[0]
-        assert path.read_bytes() == content
-
+class TestUnusableFiles:
     @pytest.mark.fault(36)
-    @pytest.mark.parametrize("content", [b"no database at all " * 300, b"SQLite format 3\0" + bytes(5000)])
-    def test_file_that_is_not_readable_is_reported_and_set_aside_by_tune(
-        self, path: Path, content: bytes
-    ) -> None:
-        path.parent.mkdir()
-        path.write_bytes(content)
-        with (
-            pytest.raises(DamagedMeasurementsError, match="not a readable measurements file"),
-            open_measurements(path),
-        ):
-            pass
-        (message,) = messages_when_measuring(path)
-        assert "kept as measurements.sqlite.bak" in message
-        assert path.with_name("measurements.sqlite.bak").read_bytes() == content
-        assert messages_when_measuring(path) == []
-
-    @pytest.mark.fault(36)
-    def test_truncated_file_is_reported(self, path: Path) -> None:
+    @pytest.mark.parametrize(
+        ("damage", "problem"),
+        [
+            ("no database", "file is not a database"),
+            ("truncated", "malformed"),
+            ("another schema", f"schema {SCHEMA + 1}, expected {SCHEMA}"),
+            ("another program", "another program's database"),
+        ],
+    )
+    def test_file_is_set_aside_with_one_message(self, path: Path, damage: str, problem: str) -> None:
         messages_when_measuring(path)
-        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-        with pytest.raises(DamagedMeasurementsError), open_measurements(path):
-            pass
-        assert "replaced by a new file" in messages_when_measuring(path)[0]
-
-    @pytest.mark.fault(36)
-    def test_journal_of_a_damaged_file_is_set_aside_with_it(self, path: Path) -> None:
-        path.parent.mkdir()
-        path.write_bytes(b"no database at all")
-        path.with_name("measurements.sqlite-journal").write_bytes(b"its journal")
-        assert set_measurements_aside(path).read_bytes() == b"no database at all"
-        assert sorted(file.name for file in path.parent.iterdir()) == [
-            "measurements.sqlite.bak",
-            "measurements.sqlite.bak-journal",
-        ]
-
-    def test_database_of_another_program_is_not_written_to(self, path: Path) -> None:
-        path.parent.mkdir()
-        connection = sqlite3.connect(path)
-        connection.execute("CREATE TABLE theirs (value)")
-        connection.close()
-        with pytest.raises(DamagedMeasurementsError, match="another program's"), open_measurements(path):
-            pass
+        journal = path.with_name("measurements.sqlite-journal")
+        if damage == "no database":
+            path.write_bytes(b"no database at all " * 300)
+            journal.write_bytes(b"its journal")
+        elif damage == "truncated":
+            path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+        else:
+            pragma = "user_version" if damage == "another schema" else "application_id"
+            with contextlib.closing(sqlite3.connect(path)) as connection:
+                connection.execute(f"PRAGMA {pragma} = {SCHEMA + 1}")
+        content = path.read_bytes()
+        (message,) = messages_when_measuring(path)
+        assert problem in message
+        assert "kept as measurements.sqlite.bak, and replaced by a new file" in message
+        assert path.with_name("measurements.sqlite.bak").read_bytes() == content
+        assert not journal.exists()
+        assert messages_when_measuring(path) == []
 
     @pytest.mark.fault(25)
     def test_full_disk_leaves_the_file_unchanged(self, path: Path, store: MeasurementStore) -> None:
@@ -323,13 +269,14 @@ class TestTroubles:
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
         many = [replace(PROBES[0], batch_size=size) for size in range(1, 2000)]
         messages: list[str] = []
-        resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 4096, limits[1]))
-        try:
-            with pytest.raises(CsdctlError, match="cannot be used") as raised:
-                store.add_probes(MODEL, "recipe", CSD, many)
-            MeasurementStore(store.file, messages.append).add_probes(MODEL, "recipe", CSD, many)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        with open_measurements(path, messages.append, is_optional=True) as optional:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 4096, limits[1]))
+            try:
+                with pytest.raises(CsdctlError, match="measurements are not stored") as raised:
+                    store.add_probes(MODEL, "recipe", CSD, many)
+                optional.add_probes(MODEL, "recipe", CSD, many)
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         assert "free some disk space" in raised.value.remedy
         assert "measurements are not stored" in messages[0]
         assert store.probes(MODEL.hash, "recipe", CSD.key) == PROBES
@@ -342,3 +289,5 @@ class TestTroubles:
     def test_directory_in_place_of_the_file_does_not_stop_measuring(self, path: Path) -> None:
         path.mkdir(parents=True)
         assert "continuing without earlier measurements" in messages_when_measuring(path)[0]
+        with pytest.raises(CsdctlError, match="cannot be used"), open_measurements(path):
+            pass

@@ -1,11 +1,15 @@
-"""The directory of csdctl's own files is for one user alone."""
+"""The directory of csdctl is for one user alone; where the step file is while a run trains, and after."""
 
+import fnmatch
+import os
 import stat
 from pathlib import Path
 
 import pytest
 
-from csdctl.runs.private import check_private
+from csdctl.runs.directory import ProjectDirectory
+from csdctl.runs.private import check_private, keep_step_file
+from csdctl.standalone.leftovers import step_files
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o750, 0o705, 0o710, 0o700])
@@ -20,3 +24,61 @@ def test_directory_that_others_may_enter_is_narrowed(tmp_path: Path, mode: int) 
 def test_missing_directory_is_not_created(tmp_path: Path) -> None:
     check_private(tmp_path / ".csdctl")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def memory(tmp_path: Path) -> Path:
+    path = tmp_path / "memory"
+    path.write_bytes(b"state")
+    return path
+
+
+def test_step_file_of_a_run_that_failed_is_moved_to_disk(memory: Path, tmp_path: Path) -> None:
+    kept = tmp_path / "run" / "step.state"
+    kept.parent.mkdir()
+    kept.write_text("of an earlier attempt")
+    kept.with_name("part-step.state").write_text("left by a csdctl that was killed")
+    keep_step_file(memory, kept)
+    assert kept.read_bytes() == b"state"
+    assert kept.stat().st_mode & 0o777 == 0o600
+    assert list(kept.parent.iterdir()) == [kept]
+    assert not memory.exists()
+
+
+def test_step_file_is_on_the_disk_before_the_one_in_memory_is_removed(
+    memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = tmp_path / "step.state"
+    synced: list[tuple[int, bool, bool]] = []
+    sync = os.fsync
+
+    def record(file: int) -> None:
+        sync(file)
+        synced.append((os.fstat(file).st_size, kept.exists(), memory.exists()))
+
+    monkeypatch.setattr(os, "fsync", record)
+    keep_step_file(memory, kept)
+    assert synced == [(len(b"state"), False, True)]
+    assert kept.read_bytes() == b"state"
+
+
+def test_nothing_is_moved_when_there_is_no_step_file_or_it_is_on_disk(memory: Path, tmp_path: Path) -> None:
+    keep_step_file(tmp_path / "none", tmp_path / "kept")
+    assert not (tmp_path / "kept").exists()
+    keep_step_file(memory, memory)
+    assert memory.read_bytes() == b"state"
+
+
+def test_nothing_stays_in_memory_when_the_disk_takes_nothing(memory: Path, tmp_path: Path) -> None:
+    keep_step_file(memory, tmp_path / "no directory" / "step.state")
+    assert not memory.exists()
+
+
+@pytest.mark.needs("shared memory")
+def test_clean_finds_the_step_files_of_its_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    project = ProjectDirectory(tmp_path)
+    path = project.step_file(project.new_run())
+    monkeypatch.chdir(tmp_path)
+    assert fnmatch.fnmatch(str(path), step_files())
+    monkeypatch.chdir(tmp_path.parent)
+    assert not fnmatch.fnmatch(str(path), step_files())

@@ -5,9 +5,8 @@ from typing import Any
 
 from csdctl.shipping.chunks import SharedChunks
 from csdctl.shipping.deliver import Delivery, deliver
-from csdctl.shipping.payload import pack_payload
+from csdctl.shipping.payload import TreeRequest, pack_payload, read_tree
 from csdctl.shipping.store import StoredFile
-from csdctl.shipping.tree import TreeRequest, read_tree
 
 Machine = tuple[Any, Path]
 """A session and the home directory that its commands start in."""

@@ -11,8 +11,7 @@ from csdctl.errors import InputError
 from csdctl.shipping import chunks as chunks_module
 from csdctl.shipping.chunks import CHUNK_BYTES, SharedChunks
 from csdctl.shipping.deliver import deliver
-from csdctl.shipping.payload import Payload, pack_payload
-from csdctl.shipping.tree import TreeRequest, read_tree
+from csdctl.shipping.payload import Payload, TreeRequest, pack_payload, read_tree
 from csdctl.transport.local import LocalSession
 from tests.unit.shipping.delivering import (
     fill,

@@ -11,12 +11,10 @@ import pytest
 
 from csdctl.errors import InputError, RemoteCommandError
 from csdctl.shipping.chunks import SharedChunks
-from csdctl.shipping.deliver import Delivery, deliver
-from csdctl.shipping.payload import pack_payload
-from csdctl.shipping.receiver import build_receiver_command
+from csdctl.shipping.deliver import Delivery, build_receiver_command, deliver
+from csdctl.shipping.payload import TreeRequest, pack_payload, read_tree
 from csdctl.shipping.store import hash_file, store_bytes
-from csdctl.shipping.tree import TreeRequest, read_tree
-from csdctl.transport.fake import FakeSession
+from tests.fake_session import FakeSession
 from tests.unit.shipping.delivering import (
     Machine,
     content_of,

@@ -14,9 +14,8 @@ import pytest
 from csdctl.errors import CsdctlError, InputError, NodeError, RemoteCommandError, UnreachableError
 from csdctl.shipping.chunks import SharedChunks
 from csdctl.shipping.deliver import Delivery, DeliveryProgress, deliver
-from csdctl.shipping.payload import pack_payload
+from csdctl.shipping.payload import TreeRequest, pack_payload, read_tree
 from csdctl.shipping.store import OBJECTS, hash_file, store_bytes
-from csdctl.shipping.tree import TreeRequest, read_tree
 from csdctl.transport.local import LocalSession
 from csdctl.transport.ssh import connect
 from tests.unit.shipping.delivering import (

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from csdctl.shipping.chunks import SharedChunks
-from csdctl.shipping.payload import pack_payload
-from csdctl.shipping.receiver import build_receiver_command
+from csdctl.shipping.deliver import build_receiver_command
+from csdctl.shipping.payload import TreeRequest, pack_payload, read_tree
 from csdctl.shipping.store import hash_file
-from csdctl.shipping.tree import TreeRequest, read_tree
 from tests.unit.shipping.delivering import (
     Machine,
     content_of,

@@ -4,7 +4,7 @@ import json
 import sys
 from pathlib import Path
 
-from csdctl.shipping.receiver import build_receiver_command
+from csdctl.shipping.deliver import build_receiver_command
 from csdctl.shipping.store import OBJECTS, store_bytes
 from tests.unit.shipping.delivering import (
     Machine,

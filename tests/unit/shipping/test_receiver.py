@@ -15,12 +15,10 @@ import pytest
 from csdctl.errors import UnreachableError
 from csdctl.fleet.model import Node
 from csdctl.shipping.chunks import SharedChunks
-from csdctl.shipping.deliver import deliver
-from csdctl.shipping.payload import MAX_INLINE_BYTES, pack_payload
-from csdctl.shipping.receiver import build_receiver_command, receiver_source
+from csdctl.shipping.deliver import build_receiver_command, deliver, receiver_source
+from csdctl.shipping.payload import MAX_INLINE_BYTES, TreeRequest, pack_payload, read_tree
 from csdctl.shipping.store import hash_file
-from csdctl.shipping.tree import TreeRequest, read_tree
-from csdctl.transport.shell_wrapper import build_wrapped_command
+from csdctl.transport.commands import build_wrapped_command
 from csdctl.transport.ssh import SshSession, connect
 from tests.needs import require
 from tests.patience import eventually

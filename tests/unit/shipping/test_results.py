@@ -9,8 +9,7 @@ from collections.abc import Sequence
 import pytest
 
 from csdctl.errors import CsdctlError
-from csdctl.shipping.results import fetch_results
-from csdctl.transport.fake import FakeSession
+from csdctl.shipping.worker_calls import fetch_results
 from csdctl.transport.meter import TrafficClass
 from csdctl.worker.protocol.features import SendSpec, Sent
 from csdctl.worker.protocol.json_codec import (
@@ -20,6 +19,7 @@ from csdctl.worker.protocol.json_codec import (
     from_json,
     to_json,
 )
+from tests.fake_session import FakeSession
 
 CONTENT = bytes(range(256)) * 5
 SPEC = SendSpec("ab" * 32, hashlib.sha256(CONTENT).hexdigest(), len(CONTENT))

@@ -7,8 +7,7 @@ import pytest
 
 from csdctl.errors import InputError
 from csdctl.shipping.chunks import SharedChunks
-from csdctl.shipping.payload import FileTree
-from csdctl.shipping.tree import DEFAULT_IGNORED, TreeRequest, is_ignored, parse_tree, read_tree
+from csdctl.shipping.payload import DEFAULT_IGNORED, FileTree, TreeRequest, is_ignored, parse_tree, read_tree
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ from csdctl.errors import CsdctlError, DeadlineError, InputError, RemoteCommandE
 from csdctl.shipping.store import store_bytes
 from csdctl.shipping.worker_calls import WorkPatience, build_worker_command, run_worker, watch_worker
 from csdctl.shipping.worker_zip import pack_worker
-from csdctl.transport.fake import FakeSession
 from csdctl.transport.local import LocalSession
 from csdctl.worker.protocol.datasets import DatasetInfo, PrepareProgress, PrepareSpec
 from csdctl.worker.protocol.json_codec import (
@@ -22,6 +21,7 @@ from csdctl.worker.protocol.json_codec import (
     from_json,
     to_json,
 )
+from tests.fake_session import FakeSession
 from tests.patience import scaled
 
 INFO = DatasetInfo("/data", 10, (28, 28, 1), "uint8", (), 9, "abc")

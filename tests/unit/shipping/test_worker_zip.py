@@ -55,7 +55,7 @@ def test_zip_runs_without_an_installed_csdctl(tmp_path: Path) -> None:
 
 PRINT_FILE = (
     "import sys; sys.path.insert(0, 'worker.pyz'); "
-    "from csdctl.worker.protocol import bounds; print(bounds.__file__)"
+    "from csdctl.worker.protocol import recipe; print(recipe.__file__)"
 )
 
 
@@ -72,4 +72,4 @@ def test_only_another_version_of_python_compiles_the_sources(
             changed.writestr(name, magic + content[len(magic) :] if name.endswith(".pyc") else content)
     command = [sys.executable, "-I", "-S", "-c", PRINT_FILE]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert done.stdout.strip().endswith(f"bounds{suffix}")
+    assert done.stdout.strip().endswith(f"recipe{suffix}")

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import csdctl
 from csdctl.emulation.processes import FLEET_VARIABLE, list_marked
-from csdctl.transport.standalone import build_child_command
+from csdctl.transport.commands import build_child_command
 from tests.patience import eventually
 
 WAIT_FOR_CHILD = """
 import os, subprocess, sys
-from csdctl.transport.standalone import build_child_command
+from csdctl.transport.commands import build_child_command
 subprocess.run(build_child_command(["sh", "-c", "echo started; exec sleep 3000"], os.getpid()))
 """
 

@@ -10,10 +10,10 @@ import pytest
 from csdctl.runs.capped_log import CappedLog
 from csdctl.supervision.event_validator import EventValidator
 from csdctl.supervision.rank_process import ProcessEnded, RankMessage, RankProcess
-from csdctl.transport.fake import FakeConversation, FakeSession
 from csdctl.worker.protocol.events import Finished, event_to_line
 from csdctl.worker.protocol.orders import FormGroup, Order, Ping, Stop, order_to_line
 from csdctl.worker.protocol.probe import READY
+from tests.fake_session import FakeConversation, FakeSession
 from tests.patience import WAIT_S, scaled
 
 FINISHED = Finished(1, "csd0", 1, 2, "", 3)

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterable
 from itertools import chain
 
+from csdctl.transport.commands import WrappedCommand
 from csdctl.transport.process import Running
-from csdctl.transport.shell_wrapper import WrappedCommand
 
 TOKEN = "csdctl-0"
 GROUP = 77

@@ -13,12 +13,12 @@ import pytest
 from csdctl.errors import AuthenticationError, HostKeyError, JumpHostError, UnreachableError
 from csdctl.fleet.model import Fleet, Node
 from csdctl.transport import ssh_connect
-from csdctl.transport.jump import Keepalive, watch_peer
 from csdctl.transport.known_hosts import KnownHosts
 from csdctl.transport.many import run_on_nodes, values_or_raise
 from csdctl.transport.session import Session
 from csdctl.transport.ssh import connect
 from csdctl.transport.ssh_config import build_ssh_config
+from csdctl.transport.ssh_connect import Keepalive, watch_peer
 from tests.patience import scaled, stays
 
 Server = Any

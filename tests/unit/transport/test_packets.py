@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from csdctl.transport.packets import (
+from csdctl.transport.strict_transport import (
     MAX_BANNER_LINE_BYTES,
     MAX_EARLY_PACKET_BYTES,
     GreedyPacketizer,

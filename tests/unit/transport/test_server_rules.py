@@ -2,12 +2,26 @@
 
 import socket
 from dataclasses import dataclass, field
+from typing import Any
 
 import paramiko
 import pytest
 
-from csdctl.transport.packets import GreedyPacketizer, SshProtocolError
-from csdctl.transport.server_rules import MAX_IDLE_COST, Kind, ServerRules
+from csdctl.transport.strict_transport import (
+    MAX_IDLE_COST,
+    GreedyPacketizer,
+    Kind,
+    ServerRules,
+    SshProtocolError,
+)
+
+
+class Channel:
+    """An open channel: its window is 2 MiB, and nobody has read 1 MiB of it."""
+
+    in_buffer, in_stderr_buffer = bytes(1 << 20), b""
+    in_window_size = 2 << 20
+    out_window_size = 1 << 20
 
 
 @dataclass
@@ -22,8 +36,8 @@ class Connection:
     def is_authenticated(self) -> bool:
         return self.has_logged_in
 
-    def has_channel(self, number: int) -> bool:
-        return number == 3
+    def find_channel(self, number: int) -> Any:
+        return Channel() if number == 3 else None
 
 
 def message(*numbers: int, data: bytes | None = None) -> paramiko.Message:
@@ -104,7 +118,7 @@ def test_each_login_is_signed_once() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "content"),
-    [(Kind.DATA, message(3, data=b"x")), (Kind.OPEN, message(data=b"x11")), (80, message(data=b"x"))],
+    [(Kind.DATA, message(3, data=b"x")), (90, message(data=b"x11")), (80, message(data=b"x"))],
 )
 def test_commands_come_after_the_login(kind: int, content: paramiko.Message) -> None:
     with pytest.raises(SshProtocolError, match="before the login"):
@@ -115,3 +129,18 @@ def test_commands_come_after_the_login(kind: int, content: paramiko.Message) -> 
 def test_channels_must_exist(kind: int) -> None:
     with pytest.raises(SshProtocolError, match="for a channel that does not exist"):
         ServerRules(Connection()).check(kind, message(5, 0, 0, 0))
+
+
+@pytest.mark.parametrize(
+    ("kind", "content", "said"),
+    [
+        (Kind.DATA, message(3, data=bytes(1_300_000)), "receive window"),
+        (Kind.EXTENDED_DATA, message(3, 1, data=bytes(1_300_000)), "receive window"),
+        (Kind.DATA, message(3, 100), "another length"),
+        (Kind.WINDOW_ADJUST, message(3, 0xFFFFFFFF), "beyond"),
+        (Kind.EXT_INFO, message(65), "extensions"),
+    ],
+)
+def test_bounds_of_a_channel_and_of_lists(kind: int, content: paramiko.Message, said: str) -> None:
+    with pytest.raises(SshProtocolError, match=said):
+        ServerRules(Connection()).check(kind, content)

@@ -8,10 +8,10 @@ import asyncssh
 import pytest
 
 from csdctl.errors import InputError
-from csdctl.fleet.ansible.writing import render_inventory
+from csdctl.fleet.ansible.targets import render_inventory
 from csdctl.fleet.model import Fleet, Node
 from csdctl.fleet.openssh import parse_proxy_command
-from csdctl.transport.ssh_options import build_ssh_options
+from csdctl.transport.ssh_config import build_ssh_options
 from tests.needs import find_ansible
 from tests.unit.transport.conftest import SshServer
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from csdctl.fleet.facts import Facts, save_facts
-from csdctl.fleet.machine_class import FleetClass, MachineClass, classify_fleet, classify_machine
+from csdctl.fleet.hardware import FleetClass, MachineClass, classify_fleet, classify_machine
 from csdctl.fleet.model import HOST_NAME, Fleet, Node
 from csdctl.job.model import Job, load_job
 from csdctl.perfmodel.collective import CollectiveCost
@@ -19,7 +19,6 @@ from csdctl.runs.directory import ProjectDirectory
 from csdctl.runs.measurements import open_measurements
 from csdctl.shipping.store import store_bytes
 from csdctl.shipping.worker_zip import pack_worker
-from csdctl.transport.fake import FakeSession
 from csdctl.transport.session import Completed
 from csdctl.tuning.measurements import (
     CollectiveMeasurement,
@@ -36,6 +35,7 @@ from csdctl.worker.protocol.recipe import Recipe
 from csdctl.workflows.data.model import describe_job_model, serialize_model
 from csdctl.workflows.data.prepared_record import save_prepared
 from csdctl.workflows.tune.fleet_measurements import hash_recipe
+from tests.fake_session import FakeSession
 
 JOB = """\
 model: keras.applications:MobileNetV2

@@ -8,13 +8,12 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from csdctl.worker.ingest.sources.arrays import empty_data_error, open_idx_pair, open_npy_files, open_npz
-from csdctl.worker.ingest.sources.class_folders import ClassFolders
 from csdctl.worker.ingest.sources.function import call_function
-from csdctl.worker.ingest.sources.source import SampleSource
+from csdctl.worker.ingest.sources.images import ClassFolders
+from csdctl.worker.ingest.sources.source import DataFile, SampleSource, Tree
 from csdctl.worker.ingest.sources.structure import takes_grey
 from csdctl.worker.ingest.sources.table import TableFiles, is_table
 from csdctl.worker.ingest.sources.tfrecord import RecordFiles, is_record_file
-from csdctl.worker.ingest.sources.tree import DataFile, Tree
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.datasets import PrepareSpec
 

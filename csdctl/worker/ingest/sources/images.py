@@ -1,20 +1,33 @@
-"""Conversion of an encoded image to uint8 of a fixed shape, by the rules of docs/how-to/prepare-data.md.
+"""Images: folders by class, and conversion to uint8 of a fixed shape (docs/how-to/prepare-data.md).
 
-TensorFlow decodes from bytes, never from a path, so that none of its errors or messages can name a file.
+Pillow reads sizes from headers before anything is decoded, and decodes GIF and BMP. TensorFlow decodes PNG
+and JPEG. Both read bytes, never a path, so that none of their errors or messages can name a file.
 """
 
+import io
 import struct
 import threading
+import unicodedata
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from csdctl.worker.compute.backend import load_tensorflow
 from csdctl.worker.data.arrays import Array
-from csdctl.worker.ingest.sources.gif import first_frame
-from csdctl.worker.ingest.sources.headers import Header, read_header
-from csdctl.worker.ingest.sources.source import UnusableError
-from csdctl.worker.process.errors import WorkerError
-from csdctl.worker.protocol.datasets import ImageRule
+from csdctl.worker.ingest.sources.source import (
+    Block,
+    DataFile,
+    EncodedSample,
+    IngestLimits,
+    Tree,
+    UnusableError,
+    decode_blocks,
+)
+from csdctl.worker.process.errors import WorkerError, describe
+from csdctl.worker.protocol.datasets import ImageRule, PrepareSpec
 
 LARGE_PIXELS = 16_000_000
 """Images with more pixels are decoded one at a time, whatever the number of threads, to save memory."""
@@ -26,6 +39,14 @@ _STRIP_PIXELS = 1 << 16
 """Small enough for intermediate results to fit a processor's cache."""
 
 _WHITE = 255
+_FORMATS = {
+    b"\x89PNG\r\n\x1a\n": "png",
+    b"\xff\xd8\xff": "jpeg",
+    b"GIF87a": "gif",
+    b"GIF89a": "gif",
+    b"BM": "bmp",
+}
+_DECODER_ERRORS = (OSError, SyntaxError, ValueError, LookupError, EOFError, OverflowError, TypeError)
 
 
 def known_shape(rule: ImageRule) -> tuple[int, int, int] | None:
@@ -34,6 +55,62 @@ def known_shape(rule: ImageRule) -> tuple[int, int, int] | None:
         return None
     height, width, channels = rule.shape
     return height, width, channels
+
+
+@dataclass(frozen=True)
+class Header:
+    """Format of an image ('png', 'jpeg', 'bmp', 'gif') and its size in pixels."""
+
+    format: str
+    width: int
+    height: int
+    opened: Any = None
+    """Pillow's image, not decoded yet; None for a PNG."""
+
+
+def read_header(content: bytes) -> Header | None:
+    """Return the header of an encoded image, None for other formats; raises ValueError if it is damaged."""
+    if not has_image_format(content):
+        return None
+    name = next(name for magic, name in _FORMATS.items() if content.startswith(magic))
+    opened = None
+    try:
+        if name == "png":  # Pillow refuses a PNG for damage that does not matter, as that of a comment
+            kind, width, height = struct.unpack_from(">4sII", content, 12)
+            if kind != b"IHDR":
+                raise ValueError
+        else:
+            # Not Image.open: its limit of pixels is not the one of the job.
+            opened = _import_pillow()[name](io.BytesIO(content))
+            width, height = opened.size
+    except WorkerError:
+        raise
+    except Exception:  # Pillow's are of many types
+        raise ValueError(f"{name} is damaged") from None
+    if width < 1 or height < 1:
+        raise ValueError(f"{name} without pixels")
+    return Header(name, width, height, opened)
+
+
+def has_image_format(content: bytes) -> bool:
+    """Return whether `content` begins as an image does that can be decoded."""
+    return content.startswith(tuple(_FORMATS))
+
+
+def _import_pillow() -> dict[str, Any]:
+    try:
+        from PIL import BmpImagePlugin, GifImagePlugin, JpegImagePlugin
+    except ImportError as error:
+        raise WorkerError(
+            f"has no Pillow, which reads images: {describe(error)}",
+            remedy="install the package pillow there",
+            exit_code=2,
+        ) from None
+    return {
+        "jpeg": JpegImagePlugin.JpegImageFile,
+        "gif": GifImagePlugin.GifImageFile,
+        "bmp": BmpImagePlugin.BmpImageFile,
+    }
 
 
 class ImageDecoder:
@@ -48,6 +125,7 @@ class ImageDecoder:
                 remedy="set data.image.shape in job.yaml: [height, width, 1 or 3]",
                 exit_code=2,
             )
+        _import_pillow()
         self._height, self._width, self._channels = shape
         self._rule = rule
         self._tf = tf
@@ -57,17 +135,15 @@ class ImageDecoder:
         """Return the image encoded in `content` as uint8 of the rule's shape; raises UnusableError."""
         try:
             header = read_header(content)
-        except ValueError:
+            if header is None:
+                raise UnusableError("other_format" if content else "undecodable")
+            num_pixels = header.width * header.height
+            if num_pixels > self._rule.max_pixels:
+                raise UnusableError("too_large")
+            with self._large_image if num_pixels > LARGE_PIXELS else nullcontext():
+                return self.fit(self._decode_format(content, header))
+        except (self._tf.errors.OpError, *_DECODER_ERRORS):
             raise UnusableError("undecodable") from None
-        if header is None:
-            raise UnusableError("other_format" if content else "undecodable")
-        num_pixels = header.width * header.height
-        if num_pixels > self._rule.max_pixels:
-            raise UnusableError("too_large")
-        if num_pixels <= LARGE_PIXELS:
-            return self._decode_format(content, header)
-        with self._large_image:
-            return self._decode_format(content, header)
 
     @property
     def sample_bytes(self) -> int:
@@ -96,26 +172,18 @@ class ImageDecoder:
         return padded
 
     def _decode_format(self, content: bytes, header: Header) -> Array:
-        io = self._tf.io
-        try:
-            if header.format == "png":
-                image = io.decode_png(content, channels=0)
-            elif header.format == "jpeg":
-                image = io.decode_jpeg(
-                    content, channels=3, ratio=self._jpeg_ratio(header), dct_method="INTEGER_ACCURATE"
-                )
-            elif header.format == "gif":
-                image = io.decode_image(first_frame(content), channels=3, expand_animations=False)
-            else:
-                image = _bmp_to_rgb(content, np.asarray(io.decode_bmp(content, channels=0)))
-            return self.fit(np.asarray(image))
-        except (self._tf.errors.OpError, ValueError, IndexError, struct.error):
-            raise UnusableError("undecodable") from None
-
-    def _jpeg_ratio(self, header: Header) -> int:
-        """Return the factor by which the JPEG decoder itself reduces the image, which saves most work."""
-        spare = min(header.height / self._height, header.width / self._width) / SPARE_SCALE
-        return next((ratio for ratio in (8, 4, 2) if ratio <= spare), 1)
+        if header.format == "png":
+            return np.asarray(self._tf.io.decode_png(content, channels=0))
+        if header.format == "jpeg":
+            # The decoder itself reduces the image, which saves most work.
+            spare = min(header.height / self._height, header.width / self._width) / SPARE_SCALE
+            ratio = next((ratio for ratio in (8, 4, 2) if ratio <= spare), 1)
+            jpeg = self._tf.io.decode_jpeg(content, channels=3, ratio=ratio, dct_method="INTEGER_ACCURATE")
+            return np.asarray(jpeg)
+        if header.format == "bmp":  # its fourth byte is rarely alpha
+            return np.asarray(header.opened.convert("RGB"))
+        left, top, right, bottom = header.opened.tile[0][1]  # the first frame, within the screen
+        return np.asarray(header.opened.convert("RGBA"))[top:bottom, left:right]
 
     def _crop(self, image: Array) -> Array:
         """Return the largest centred part with the aspect ratio of the final shape."""
@@ -175,13 +243,92 @@ def _to_channels(strip: Array, channels: int) -> Array:
     return ((strip @ weights + 500) // 1000).astype(np.uint8)[..., np.newaxis]
 
 
-def _bmp_to_rgb(content: bytes, image: Array) -> Array:
-    """Convert a decoded BMP to RGB: TensorFlow returns palette indices, and a fourth byte, rarely alpha."""
-    if image.shape[2] != 1:
-        return image[..., :3]
-    (header_bytes,) = struct.unpack_from("<I", content, 14)
-    (num_colours,) = struct.unpack_from("<I", content, 46)
-    palette = np.frombuffer(content, np.uint8, 4 * (num_colours or 256), 14 + header_bytes).reshape(-1, 4)
-    if image.max() >= len(palette):
-        raise ValueError("BMP with indices beyond its palette")
-    return palette[image[..., 0]][..., 2::-1]
+BYTES_PER_PIXEL = 8
+"""Upper limit of the file size of an image, per pixel: 16 bits in four channels."""
+
+_SPARE_BYTES = 1 << 20
+_MAX_NAMED_CLASSES = 5
+
+
+class ClassFolders:
+    """Images in class folders, class by class and sorted by path."""
+
+    def __init__(self, tree: Tree, spec: PrepareSpec, threads: int) -> None:
+        """Raise WorkerError, exit code 2, for a folder that is not one of the job's classes."""
+        if spec.classes is None and not spec.names_classes:
+            raise WorkerError(
+                f"data at {spec.source} consists of class folders, but the job does not list its classes",
+                remedy="list them as data.classes in job.yaml, or use public data of class folders",
+                exit_code=2,
+            )
+        self.class_names: tuple[str, ...] | None = spec.classes or tuple(
+            sorted(_normalize(name) for name in tree.folders)
+        )
+        self._label_of = {_normalize(name): label for label, name in enumerate(self.class_names)}
+        _check_folders(tree.folders, self._label_of, spec.source)
+        self._tree = tree
+        self._threads = threads
+        self.padded: dict[str, tuple[int, ...]] = {}
+        self._rule = spec.picture
+        self._files = sorted(tree.files, key=self._label)  # stable: sorted by path within a class
+        counts = [0] * len(self.class_names)
+        for file in self._files:
+            if len(file.parts) > 1:
+                counts[self._label(file)] += 1
+        self.files_of_class = tuple(counts)
+        self.num_samples = len(self._files)
+        self._decoder = ImageDecoder(spec.picture, load_tensorflow())
+        self.sample_bytes = self._decoder.sample_bytes
+
+    def blocks(self, start: int, limits: IngestLimits) -> Iterator[Block]:
+        """Yield all images from index `start` on."""
+        candidates = (EncodedSample(file, self._label(file)) for file in self._files[start:])
+        return decode_blocks(
+            candidates, self._decode, limits, threads=self._threads, sample_bytes=self.sample_bytes
+        )
+
+    def _label(self, file: DataFile) -> int:
+        """Return the index of the file's class; files beside the class folders come last."""
+        return self._label_of[_normalize(file.parts[0])] if len(file.parts) > 1 else len(self._label_of)
+
+    def _decode(self, candidate: EncodedSample) -> tuple[Array, Any]:
+        file: DataFile = candidate.content
+        if len(file.parts) == 1:
+            raise UnusableError("no_class")
+        if file.size > BYTES_PER_PIXEL * self._rule.max_pixels + _SPARE_BYTES:
+            raise UnusableError("too_large")
+        try:
+            content = self._tree.path_of(file).read_bytes()
+        except OSError:
+            raise UnusableError("unreadable") from None
+        return self._decoder.decode(content), candidate.label
+
+
+def printable_name(name: str) -> str:
+    """Return a folder's name with unprintable characters escaped."""
+    return name if name.isprintable() else ascii(name)
+
+
+def _normalize(folder: str) -> str:
+    """Return the NFC form of a name: some file systems store letters and accents separately."""
+    return unicodedata.normalize("NFC", folder)
+
+
+def _check_folders(folders: Sequence[str], label_of: dict[str, int], source: str) -> None:
+    unprintable = [name for name in folders if not name.isprintable()]
+    if unprintable:
+        raise WorkerError(
+            f"data at {source} has a class folder with an unprintable name, {printable_name(unprintable[0])}",
+            remedy="rename the folder",
+            exit_code=2,
+        )
+    unknown = [name for name in folders if _normalize(name) not in label_of]
+    if unknown:
+        num_more = len(unknown) - _MAX_NAMED_CLASSES
+        named = ", ".join(unknown[:_MAX_NAMED_CLASSES]) + (f" and {num_more} more" if num_more > 0 else "")
+        raise WorkerError(
+            f"data at {source} has {'classes' if len(unknown) > 1 else 'class'} {named}, "
+            f"not among the job's {len(label_of)} classes",
+            remedy="add it to data.classes in job.yaml, or rename the folder",
+            exit_code=2,
+        )

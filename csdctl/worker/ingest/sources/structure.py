@@ -13,8 +13,7 @@ import numpy as np
 
 from csdctl.worker.data.arrays import Array, as_labels, as_samples, fields_of
 from csdctl.worker.ingest.sources.source import Block
-from csdctl.worker.protocol.datasets import PrepareSpec
-from csdctl.worker.protocol.fields import INPUT, LABEL, OUTPUT, SAMPLE_WEIGHT, name_of_position
+from csdctl.worker.protocol.datasets import INPUT, LABEL, OUTPUT, SAMPLE_WEIGHT, PrepareSpec, name_of_position
 
 EXPECTED = (
     "expected (samples, labels), (samples, labels, weights), or samples alone, as arrays or as a "

@@ -8,14 +8,11 @@ from contextlib import contextmanager
 import numpy as np
 
 from csdctl.worker.data.arrays import Array
-from csdctl.worker.ingest.limits import IngestLimits
 from csdctl.worker.ingest.sources.arrays import empty_data_error
-from csdctl.worker.ingest.sources.source import Block
+from csdctl.worker.ingest.sources.source import Block, DataFile, IngestLimits, Tree
 from csdctl.worker.ingest.sources.structure import to_records
-from csdctl.worker.ingest.sources.tree import DataFile, Tree
 from csdctl.worker.process.errors import WorkerError
-from csdctl.worker.protocol.datasets import PrepareSpec, TableSchema
-from csdctl.worker.protocol.fields import LABEL, SAMPLE_WEIGHT
+from csdctl.worker.protocol.datasets import LABEL, SAMPLE_WEIGHT, PrepareSpec, TableSchema
 
 _MAX_LISTED = 5
 

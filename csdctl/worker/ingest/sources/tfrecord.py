@@ -9,10 +9,16 @@ import numpy as np
 
 from csdctl.worker.compute.backend import load_tensorflow
 from csdctl.worker.data.arrays import Array
-from csdctl.worker.ingest.limits import IngestLimits
 from csdctl.worker.ingest.sources.images import ImageDecoder, known_shape
-from csdctl.worker.ingest.sources.source import Block, EncodedSample, UnusableError, decode_blocks
-from csdctl.worker.ingest.sources.tree import DataFile, Tree
+from csdctl.worker.ingest.sources.source import (
+    Block,
+    DataFile,
+    EncodedSample,
+    IngestLimits,
+    Tree,
+    UnusableError,
+    decode_blocks,
+)
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.datasets import PrepareSpec, RecordSchema
 

@@ -20,9 +20,8 @@ from csdctl.errors import InputError
 from csdctl.fleet.model import HOST_NAME
 from csdctl.job.model import Job
 from csdctl.reporting.numbers import format_bytes, format_seconds
-from csdctl.shipping.results import fetch_results
 from csdctl.shipping.store import StoredFile, hash_file, store_file
-from csdctl.shipping.worker_calls import run_worker, watch_worker
+from csdctl.shipping.worker_calls import fetch_results, run_worker, watch_worker
 from csdctl.transport.answer import Answer
 from csdctl.transport.many import run_on_all, values_or_raise
 from csdctl.transport.meter import TrafficClass

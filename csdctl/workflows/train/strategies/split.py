@@ -7,8 +7,7 @@ from csdctl.errors import InputError
 from csdctl.job.model import Job
 from csdctl.tuning.strategies import SPLIT
 from csdctl.worker.protocol.model_info import CutInfo, ModelInfo
-from csdctl.worker.protocol.run_spec import SplitSpec
-from csdctl.worker.protocol.tasks import TRAIN_SPLIT, VERIFY_SPLIT, TaskSpec
+from csdctl.worker.protocol.run_spec import TRAIN_SPLIT, VERIFY_SPLIT, SplitSpec, TaskSpec
 from csdctl.workflows.train.run import RunInputs
 from csdctl.workflows.train.strategies.strategy import RunContext, Strategy
 

@@ -1,9 +1,12 @@
 """The output of `deploy`, with and without a terminal and as JSON."""
 
+import json
 from io import StringIO
 
 from csdctl.cli.console import PrintableConsole
-from csdctl.cli.render.deploy import MAX_BARS, DeployView, deploy_document, render_deliveries
+from csdctl.cli.invocation import outcomes_document
+from csdctl.cli.render.deploy import MAX_BARS, DeployView, render_deliveries
+from csdctl.cli.streams import format_json
 from csdctl.errors import RemoteCommandError
 from csdctl.shipping.deliver import Delivery, DeliveryProgress
 from csdctl.transport.many import Outcome
@@ -47,10 +50,10 @@ def test_table_has_a_row_for_each_node_and_marks_failures() -> None:
 
 
 def test_document_has_deliveries_and_failures() -> None:
-    document = deploy_document({"csd0": GOOD, "csd1": BAD}, dry_run=True)
-    assert document == {
+    document = outcomes_document("csdctl.deploy/1", {"csd0": GOOD, "csd1": BAD}, is_dry=True)
+    assert json.loads(format_json(document)) == {
         "schema": "csdctl.deploy/1",
         "is_dry_run": True,
-        "nodes": {"csd0": {"num_sent": 1234, "bytes_sent": 3 << 20, "num_present": 5}},
+        "machines": {"csd0": {"num_sent": 1234, "bytes_sent": 3 << 20, "num_present": 5}},
         "failed": {"csd1": {"message": "no room", "remedy": "make some"}},
     }

@@ -7,7 +7,7 @@ from csdctl.cli.render.exec import MAX_SHOWN_LINES, exec_document, render_answer
 from csdctl.cli.streams import Streams
 from csdctl.errors import UnreachableError
 from csdctl.fleet.model import Fleet, Node
-from csdctl.workflows.exec.answers import ExecResult, build_answer
+from csdctl.workflows.exec.run_command import ExecResult, build_answer
 
 
 def result_of(stdout: bytes = b"ok\n") -> ExecResult:

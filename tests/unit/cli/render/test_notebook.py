@@ -5,8 +5,7 @@ import io
 from rich.text import Text
 
 from csdctl.cli.console import PrintableConsole
-from csdctl.cli.render.notebook import render_bundle
-from csdctl.cli.render.view import live_on
+from csdctl.cli.render.view import live_on, render_bundle
 
 
 def test_bundle_is_html_and_plain_text() -> None:

@@ -1,6 +1,6 @@
 """The shards of a run as text."""
 
-from csdctl.cli.render.shards import format_shards
+from csdctl.cli.render.train import format_shards
 from csdctl.worker.protocol.recipe import Recipe
 from csdctl.worker.protocol.run_spec import RankSpec, RunSpec, Runtime
 

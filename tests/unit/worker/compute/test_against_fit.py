@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 from csdctl.shipping.store import hash_file
-from csdctl.worker.compute.evaluation import EVALUATION_BATCH, evaluate
 from csdctl.worker.compute.recipe import compile_model
 from csdctl.worker.compute.step import Step
 from csdctl.worker.data.prepared import PreparedSamples
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.recipe import LossTerm, Recipe
 from csdctl.worker.protocol.run_spec import DatasetSlice, RankSpec, Runtime
+from csdctl.worker.tasks.train import EVALUATION_BATCH, evaluate
 from tests.unit.worker.compute.built_models import keras
 
 pytestmark = pytest.mark.first(6)

@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 
 from csdctl.shipping.worker_zip import pack_code
-from csdctl.worker.compute.augment import Augmentation
-from csdctl.worker.compute.augment_trial import try_augment
+from csdctl.worker.compute.augment import Augmentation, try_augment
 from csdctl.worker.process.errors import WorkerError
-from csdctl.worker.protocol.augment import AugmentTrial
+from csdctl.worker.protocol.model_info import AugmentTrial
 from csdctl.worker.protocol.run_spec import UserCode
 
 Make = Callable[[str], Augmentation]

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from csdctl.worker.compute.backend import load_backend
-from csdctl.worker.compute.first_look import describe_compile, find_scaling_layers
+from csdctl.worker.compute.keras_internals import describe_compile, find_scaling_layers
 from csdctl.worker.protocol.model_info import OwnCompile
 
 _, keras = load_backend()

@@ -14,7 +14,7 @@ COUNT = """
 import json
 from csdctl.worker.compute.backend import load_backend
 tf, keras = load_backend()
-from csdctl.worker.compute.flops import count_flops
+from csdctl.worker.compute.cuts import count_flops
 from keras import Input, Model, Sequential, layers
 
 

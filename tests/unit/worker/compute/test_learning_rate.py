@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from csdctl.worker.compute.learning_rate import learning_rate
+from csdctl.worker.compute.recipe import learning_rate
 from csdctl.worker.protocol.recipe import Recipe
 
 RECIPE = Recipe(epochs=10, learning_rate=0.1, reference_batch=256, warmup_epochs=2.0)

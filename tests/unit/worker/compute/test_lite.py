@@ -9,9 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from csdctl.worker.compute.features import as_features
-from csdctl.worker.compute.forward import ForwardPass
-from csdctl.worker.compute.lite import LitePass, convert
+from csdctl.worker.compute.forward import ForwardPass, LitePass, as_features, convert
 from csdctl.worker.compute.model import save_weights
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.run_spec import Prefix

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from csdctl.worker.compute.backend import load_backend
-from csdctl.worker.compute.parts import time_parts
+from csdctl.worker.compute.split import time_parts
 from csdctl.worker.protocol.datasets import DatasetInfo
-from csdctl.worker.protocol.parts import PartsSpec
+from csdctl.worker.protocol.probe import PartsSpec
 from csdctl.worker.protocol.recipe import Recipe
 from csdctl.worker.protocol.run_spec import Prefix, Runtime
 from tests.unit.worker.compute.built_models import carry, keras

@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 
 from csdctl.worker.compute.recipe import compile_model
-from csdctl.worker.compute.split import PrefixStep, micro_batch_size, micro_batch_sizes
-from csdctl.worker.compute.split_step import SplitStep
+from csdctl.worker.compute.split import PrefixStep, SplitStep, micro_batch_size, micro_batch_sizes
 from csdctl.worker.compute.step import Step
-from csdctl.worker.group.channel import PeerFaultError
+from csdctl.worker.group.values import PeerFaultError
 from csdctl.worker.process.errors import WorkerError
-from csdctl.worker.protocol.fields import SAMPLE_WEIGHT
+from csdctl.worker.protocol.datasets import SAMPLE_WEIGHT
 from csdctl.worker.protocol.recipe import LossTerm, Recipe
 from csdctl.worker.tasks.split import Exchange
 from tests.patience import STALL_S, scaled

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from csdctl.worker.compute.vector import VectorLayout
+from csdctl.worker.compute.step import VectorLayout
 
 STEP = VectorLayout(num_gradients=7, num_statistics=4, num_states=2)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from csdctl.worker.data.digest import compute_digest
+from csdctl.worker.data.element_spec import compute_digest
 from csdctl.worker.process.errors import WorkerError
 
 

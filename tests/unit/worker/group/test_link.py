@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 
 from csdctl.launch.mpi_command import EAGER_LIMIT_BYTES
-from csdctl.worker.group.channel import Channel, LinkLostError, socket_name
-from csdctl.worker.group.listener import Listener
+from csdctl.worker.group.channel import Channel, Listener, socket_name
+from csdctl.worker.group.values import LinkLostError
 from csdctl.worker.protocol.orders import COLLECTIVE_NAMES
 from tests.linked_ranks import NUM_ELEMENTS, SIZE, Group
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from csdctl.fleet.reachability import must_connect
+from csdctl.fleet.checks import must_connect
 from csdctl.launch.mpi_command import ALLOW_ROOT, COMMON_OPTIONS
 from tests.patience import run_command
 
@@ -17,7 +17,7 @@ import numpy as np
 from csdctl.worker.group.collective import choose_collective
 from csdctl.worker.group.mpi import init_mpi
 from csdctl.worker.group.messages import allgather
-from csdctl.worker.group.waiting import wait_sleeping
+from csdctl.worker.group.mpi import wait_sleeping
 world = init_mpi()
 wait_sleeping(world.start_barrier())
 for name in ("", "star", "allreduce"):

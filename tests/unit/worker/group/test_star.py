@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from csdctl.worker.group.star import CHUNK_SIZE, Star
+from csdctl.worker.group.collective import CHUNK_SIZE, Star
 
 NUM_ELEMENTS = CHUNK_SIZE + 3
 """Two chunks."""

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from csdctl.worker.group.channel import PeerFaultError
-from csdctl.worker.group.tails import ExpectedTails
+from csdctl.worker.group.values import ExpectedTails, PeerFaultError
 
 EXPECTED = ExpectedTails(3, (0, 2, 5), (8.0, 6.0, 0.0))
 """A run of six ranks, three of which are in the group; vectors have three elements before n."""

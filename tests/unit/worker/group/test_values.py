@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from csdctl.worker.group.channel import PeerFaultError
 from csdctl.worker.group.messages import join_parts, split_parts
 from csdctl.worker.group.traffic import as_counters
 from csdctl.worker.group.values import (
+    PeerFaultError,
     as_count,
     as_hash,
     as_none,
@@ -20,7 +20,7 @@ from csdctl.worker.group.values import (
     encode_value,
     is_minority,
 )
-from csdctl.worker.tasks.decision import as_decision
+from csdctl.worker.tasks.callbacks import as_decision
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),

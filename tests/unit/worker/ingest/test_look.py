@@ -7,12 +7,10 @@ import numpy as np
 import pytest
 
 from csdctl.worker.compute.backend import load_tensorflow
-from csdctl.worker.ingest.find_data import find_data
-from csdctl.worker.ingest.look import MAX_BYTES, MAX_PICTURES, look
+from csdctl.worker.ingest.look import MAX_BYTES, MAX_PICTURES, find_data, look
 from csdctl.worker.process.errors import WorkerError
-from csdctl.worker.protocol.datasets import ImageRule, PrepareSpec, TableSchema
+from csdctl.worker.protocol.datasets import DataLook, ImageRule, LookSpec, PrepareSpec, TableSchema
 from csdctl.worker.protocol.json_codec import from_json, to_json
-from csdctl.worker.protocol.looks import DataLook, LookSpec
 
 
 def look_at(path: Path, label: str = "", dropped: tuple[str, ...] = (), **settings: Any) -> DataLook:

@@ -13,8 +13,8 @@ from csdctl.worker.compute.backend import load_backend
 from csdctl.worker.compute.forward import to_results
 from csdctl.worker.compute.model import save_weights
 from csdctl.worker.ingest.extract import extract
-from csdctl.worker.ingest.limits import IngestLimits
-from csdctl.worker.ingest.send import LINE_BYTES, send
+from csdctl.worker.ingest.gather import LINE_BYTES, send
+from csdctl.worker.ingest.sources.source import IngestLimits
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.datasets import PrepareProgress
 from csdctl.worker.protocol.features import (

@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import hashlib
 import os
 import shutil
 import signal
@@ -15,13 +16,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from csdctl.worker.ingest.limits import IngestLimits
+from csdctl.worker.compute.backend import load_backend
+from csdctl.worker.compute.forward import BATCH_SIZE
+from csdctl.worker.ingest.extract import extract
 from csdctl.worker.ingest.partial_dataset import PartialDataset
 from csdctl.worker.ingest.prepare import prepare
-from csdctl.worker.ingest.sources.source import Block
+from csdctl.worker.ingest.sources.source import Block, IngestLimits
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.datasets import DatasetInfo, ImageRule, PrepareProgress, PrepareSpec
-from csdctl.worker.protocol.json_codec import to_json
+from csdctl.worker.protocol.features import ExtractSpec
+from csdctl.worker.protocol.json_codec import from_json, to_json
+from csdctl.worker.protocol.run_spec import DatasetSlice, Runtime
+from tests.unit.worker.compute.test_lite import prefix_in
 from tests.unit.worker.ingest.sources.encoded_images import colours, png
 
 NUM_IMAGES = 600
@@ -157,7 +163,7 @@ class TestResume:
             "import os, signal, sys\n"
             "from csdctl.worker.protocol.datasets import PrepareSpec\n"
             "from csdctl.worker.protocol.json_codec import from_json\n"
-            "from csdctl.worker.ingest.limits import IngestLimits\n"
+            "from csdctl.worker.ingest.sources.source import IngestLimits\n"
             "from csdctl.worker.ingest.prepare import prepare\n"
             "limits = IngestLimits(sync_interval_s=0)\n"
             "def stop(progress):\n"
@@ -200,7 +206,7 @@ class TestPartialDataset:
 
     def test_disk_that_is_too_small_is_reported_before_the_work(self, spec: PrepareSpec) -> None:
         petabytes = replace(spec, picture=ImageRule((1_000_000, 1_000_000, 3)))
-        with pytest.raises(WorkerError, match=r"it needs 1800000\.0 GB, \d+\.\d GB are free") as raised:
+        with pytest.raises(WorkerError, match=r"1800000\.0 GB are needed, \d+\.\d GB are free") as raised:
             prepare(petabytes)
         assert (raised.value.exit_code, raised.value.remedy) == (1, "free disk space")
         assert partial_directories(spec) == []
@@ -272,3 +278,64 @@ def test_worker_exits_if_csdctl_is_gone(spec: PrepareSpec, tmp_path: Path) -> No
         assert process.wait() == 1
     finally:
         process.kill()
+
+
+NUM_SAMPLES = 40 * BATCH_SIZE + 7
+BEFORE_KILL = (9 * BATCH_SIZE, 20 * BATCH_SIZE)
+PROGRAM = """\
+import sys
+import time
+from csdctl.worker.compute.backend import load_backend
+from csdctl.worker.ingest.extract import extract
+from csdctl.worker.protocol.features import ExtractSpec
+from csdctl.worker.protocol.json_codec import from_json
+
+spec = from_json(ExtractSpec, sys.stdin.readline())
+
+def tell(progress):
+    print("done", progress.num_done, flush=True)
+    if progress.num_done >= int(sys.argv[1]):
+        time.sleep(0.2)  # however slow this machine is, it is killed before it has computed all
+
+extract(spec, load_backend, on_progress=tell)
+"""
+
+
+def run_until(spec: ExtractSpec, num_done: int) -> int:
+    """Kill the group of a worker that has stored `num_done` samples; return how many it had stored."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, str(num_done)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdin
+    assert process.stdout
+    process.stdin.write(to_json(spec) + "\n")
+    process.stdin.close()
+    stored = 0
+    for line in process.stdout:  # until the end of what it has written before it was killed
+        stored = int(line.split()[1])
+        if num_done <= stored and process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    return stored
+
+
+def test_killed_group_loses_at_most_its_batch(tmp_path: Path) -> None:
+    images, labels = tmp_path / "images.npy", tmp_path / "labels.npy"
+    generator = np.random.default_rng(0)
+    np.save(images, generator.integers(0, 256, (NUM_SAMPLES, 12, 12, 3)).astype(np.uint8))
+    np.save(labels, np.arange(NUM_SAMPLES, dtype=np.int32))
+    hashes = [hashlib.sha256(path.read_bytes()).hexdigest() for path in (images, labels)]
+    source = DatasetSlice(str(images), str(labels), images_sha256=hashes[0], labels_sha256=hashes[1])
+    spec = ExtractSpec(source, str(tmp_path / "store"), prefix_in(tmp_path), Runtime())
+    stored = [run_until(spec, num_done) for num_done in BEFORE_KILL]
+    found = extract(spec, load_backend)
+    num_kept = NUM_SAMPLES - found.num_computed
+    print(f"\nkilled after {stored} of {NUM_SAMPLES} samples; {num_kept} were found")
+    # What a killed worker had stored is not computed again; it was at work on one batch more.
+    assert stored[0] < stored[1] <= num_kept < NUM_SAMPLES
+    whole = extract(from_json(ExtractSpec, to_json(spec).replace("/store", "/other")), load_backend)
+    assert (whole.parts[0].images_sha256, whole.num_computed) == (found.parts[0].images_sha256, NUM_SAMPLES)

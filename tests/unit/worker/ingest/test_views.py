@@ -12,9 +12,8 @@ from csdctl.worker.compute.augment import Augmentation
 from csdctl.worker.compute.backend import load_backend
 from csdctl.worker.compute.model import save_weights
 from csdctl.worker.data.prepared import PreparedSamples
-from csdctl.worker.ingest.extract import extract
-from csdctl.worker.ingest.limits import IngestLimits
-from csdctl.worker.ingest.recompute import recompute
+from csdctl.worker.ingest.extract import extract, recompute
+from csdctl.worker.ingest.sources.source import IngestLimits
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.datasets import DatasetInfo, PrepareProgress
 from csdctl.worker.protocol.features import Augmented, Extracted, ExtractSpec, Recomputed

@@ -10,20 +10,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from csdctl.worker.protocol.bounds import AnyNumber, Between, MaxLength, OneOf
-from csdctl.worker.protocol.compared import Compared
 from csdctl.worker.protocol.datasets import DatasetDigest, DatasetInfo, PrepareProgress, PrepareSpec
-from csdctl.worker.protocol.event_rules import check_event, check_sender
 from csdctl.worker.protocol.events import (
     EVENT_PREFIX,
     EVENTS,
     MAX_MESSAGE_CHARS,
     UNKNOWN_NODE,
+    Compared,
     Event,
     Failed,
     Progress,
     Ready,
     Verified,
+    check_event,
+    check_sender,
     event_from_line,
     event_to_line,
 )
@@ -32,6 +32,10 @@ from csdctl.worker.protocol.json_codec import (
     MAX_ITEMS,
     MAX_JSON_CHARS,
     MAX_STRING_CHARS,
+    AnyNumber,
+    Between,
+    MaxLength,
+    OneOf,
     ProtocolError,
     from_dict,
     from_json,

@@ -6,20 +6,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from csdctl.worker.protocol.compared import Compared
 from csdctl.worker.protocol.datasets import DatasetInfo
 from csdctl.worker.protocol.events import (
     EVENT_PREFIX,
     EVENTS,
     CheckpointSaved,
     CollectiveTimed,
+    Compared,
     EpochEnd,
     Evaluating,
     Event,
     Exited,
     Failed,
     Finished,
-    Inverted,
     Joined,
     LinkLost,
     Misbehaved,
@@ -50,7 +49,15 @@ from csdctl.worker.protocol.orders import (
     order_from_line,
     order_to_line,
 )
-from csdctl.worker.protocol.probe import ProbeRequest, ProbeResult, ProbeSpec
+from csdctl.worker.protocol.probe import (
+    AttachRequest,
+    ProbeRequest,
+    ProbeResult,
+    ProbeSpec,
+    Request,
+    request_from_line,
+    request_to_line,
+)
 from csdctl.worker.protocol.recipe import EarlyStopping, Noise, Recipe, ReduceOnPlateau
 from csdctl.worker.protocol.run_spec import DatasetSlice, RankSpec, RunSpec, Runtime
 
@@ -107,7 +114,6 @@ EVENT_EXAMPLES = [
     Evaluating(0, "host", 256, 10_000),
     EpochEnd(1, "csd0", 1, 4, 16, 0.5, 0.25, 0.8, "hash"),
     CheckpointSaved(0, "host", 1, 40, "step-00000040.npz", True),
-    Inverted(0, "host", "block_2", 1000, 250, 0.93, 0.97, 0.61),
     Joined(0, "host", 2, 1, 7, 40, 47, {"0": 32, "1": 4}, "star", 0.01, 500),
     LinkLost(1, "csd0", 2, 1, 7),
     Misbehaved(0, "host", 1, "sent 20 bytes, expected 100"),
@@ -240,3 +246,16 @@ def test_model_described_by_an_older_csdctl_is_read() -> None:
     described = json.loads(to_json(ModelInfo("m", (4,), (3,), 7, 5, "softmax", num_operations=9)))
     del described["num_operations"]
     assert from_json(ModelInfo, json.dumps(described)).num_operations == 0
+
+
+@pytest.mark.parametrize("request_", [ProbeRequest(32), AttachRequest('a"spec":.json', 1)])
+def test_requests_of_a_probe_session_are_read_as_they_were_written(request_: Request) -> None:
+    assert request_from_line(request_to_line(request_)) == request_
+
+
+@pytest.mark.parametrize(
+    "line", ['{"batch_size":8}', '{"request":"Stop"}', '{"request":["ProbeRequest"]}', "[]"]
+)
+def test_request_without_a_known_type_is_refused(line: str) -> None:
+    with pytest.raises(ProtocolError, match="expected a request"):
+        request_from_line(line)

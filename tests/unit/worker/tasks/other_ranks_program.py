@@ -13,8 +13,8 @@ import numpy as np
 
 from csdctl.worker.compute.backend import load_backend
 from csdctl.worker.protocol.run_spec import Runtime
-from csdctl.worker.tasks.precision import computing_in
-from csdctl.worker.tasks.verified_samples import draw_samples
+from csdctl.worker.tasks.reference import computing_in
+from csdctl.worker.tasks.verify import draw_samples
 from tests.unit.worker.tasks.verified_models import ROWS, SEED, SIZES, WRONG, make_step, passes_of
 
 tf, keras = load_backend(Runtime(threads=2, onednn=False))

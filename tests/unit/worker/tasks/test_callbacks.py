@@ -8,7 +8,7 @@ import pytest
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.recipe import EarlyStopping, Recipe, ReduceOnPlateau
 from csdctl.worker.tasks.callbacks import after_epoch, check_monitors, is_higher_better
-from csdctl.worker.tasks.position import CallbackState
+from csdctl.worker.tasks.progress import CallbackState
 from tests.unit.worker.compute.built_models import keras
 
 

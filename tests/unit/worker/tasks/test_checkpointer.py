@@ -13,9 +13,8 @@ import pytest
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.recipe import Recipe
 from csdctl.worker.protocol.run_spec import RankSpec, RunSpec, Runtime
-from csdctl.worker.tasks.checkpointer import KEPT_STEP_FILE, LAST_MODEL, Checkpointer
-from csdctl.worker.tasks.position import pack
-from csdctl.worker.tasks.state_files import Checkpoints
+from csdctl.worker.tasks.checkpointer import KEPT_STEP_FILE, LAST_MODEL, Checkpointer, Checkpoints
+from csdctl.worker.tasks.progress import pack
 from tests.unit.worker.tasks.test_state import OWN, POSITION, variables
 
 ME = RankSpec(0, "host", 10, Runtime(), None, None, 0, 100)

@@ -5,8 +5,7 @@ import pytest
 from csdctl.worker.compute.step import Sums
 from csdctl.worker.protocol.recipe import Recipe
 from csdctl.worker.protocol.run_spec import RankSpec, RunSpec, Runtime
-from csdctl.worker.tasks.position import CallbackState, EpochTotals
-from csdctl.worker.tasks.progress import RunProgress
+from csdctl.worker.tasks.progress import CallbackState, EpochTotals, RunProgress
 
 NODES = ("host", "csd0", "csd1")
 ALL = (0, 1, 2)

@@ -7,7 +7,7 @@ import pytest
 
 from csdctl.worker.compute.statistics import Seeds
 from csdctl.worker.tasks.reference import ExactSum
-from csdctl.worker.tasks.verified_samples import (
+from csdctl.worker.tasks.verify import (
     MAX_SAMPLES,
     as_ranges,
     draw_samples,

@@ -4,7 +4,7 @@ from importlib import import_module
 
 from csdctl.worker.group.collective import COLLECTIVES
 from csdctl.worker.protocol.orders import COLLECTIVE_NAMES
-from csdctl.worker.protocol.tasks import TRAIN, TRIAL, VERIFY
+from csdctl.worker.protocol.run_spec import TRAIN, TRIAL, VERIFY
 from csdctl.worker.tasks.registry import TASKS
 
 

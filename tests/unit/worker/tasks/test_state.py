@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.data.schedule import OwnSamples, Span, begin_epoch
 from csdctl.worker.process.errors import WorkerError
-from csdctl.worker.tasks.position import (
+from csdctl.worker.tasks.checkpointer import Checkpoints, StepFile
+from csdctl.worker.tasks.progress import (
     CallbackState,
     EpochTotals,
     Position,
@@ -27,7 +28,6 @@ from csdctl.worker.tasks.position import (
     pack,
     unpack,
 )
-from csdctl.worker.tasks.state_files import Checkpoints, StepFile
 
 OWN = [OwnSamples(5, 95), OwnSamples(20, 80)]
 SEGMENT = begin_epoch(OWN, {0: 10, 1: 7})

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from csdctl.worker.tasks.checkpointer import save_model
-from csdctl.worker.tasks.verified_samples import draw_samples
+from csdctl.worker.tasks.verify import draw_samples
 from tests.unit.worker.compute.built_models import keras
 
 

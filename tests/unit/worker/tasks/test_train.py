@@ -13,19 +13,18 @@ import pytest
 from csdctl.worker.compute.backend import load_backend
 from csdctl.worker.compute.model import hash_weights
 from csdctl.worker.compute.recipe import compile_model
-from csdctl.worker.group.channel import LinkLostError, PeerFaultError
 from csdctl.worker.group.communicator import SoloCommunicator
+from csdctl.worker.group.values import LinkLostError, PeerFaultError
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.events import STOPPED
 from csdctl.worker.protocol.recipe import Noise, ReduceOnPlateau
 from csdctl.worker.protocol.run_spec import RankSpec, RunSpec, Runtime
 from csdctl.worker.tasks.checkpointer import LAST_MODEL
-from csdctl.worker.tasks.position import EpochTotals
-from csdctl.worker.tasks.progress import RunProgress
+from csdctl.worker.tasks.progress import EpochTotals, RunProgress
 from csdctl.worker.tasks.reporter import Reporter
 from csdctl.worker.tasks.task import FINISHED, Group, TaskContext
 from csdctl.worker.tasks.train import Train
-from csdctl.worker.tasks.verified_samples import draw_samples
+from csdctl.worker.tasks.verify import draw_samples
 from tests.unit.worker.tasks.verified_models import NUMBERS, SQUARES, TABLE, Row, make_step
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # of Keras

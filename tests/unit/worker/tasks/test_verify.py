@@ -17,13 +17,11 @@ from csdctl.worker.compute.step import Step
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.events import Verified, event_from_line
 from csdctl.worker.protocol.run_spec import RankSpec, RunSpec, Runtime
-from csdctl.worker.tasks.precision import compute_type
 from csdctl.worker.tasks.progress import RunProgress
-from csdctl.worker.tasks.reference import Reference, Snapshot
+from csdctl.worker.tasks.reference import Reference, Snapshot, compute_type
 from csdctl.worker.tasks.reporter import Reporter
 from csdctl.worker.tasks.task import Group, TaskContext
-from csdctl.worker.tasks.verified_samples import MAX_SAMPLES, draw_samples
-from csdctl.worker.tasks.verify import Verify
+from csdctl.worker.tasks.verify import MAX_SAMPLES, Verify, draw_samples
 from csdctl.workflows.train.verify import Verdict, judge
 from tests.patience import run_command
 from tests.unit.worker.tasks.verified_models import (

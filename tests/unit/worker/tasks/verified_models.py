@@ -9,8 +9,8 @@ import numpy as np
 from csdctl.worker.compute.recipe import compile_model
 from csdctl.worker.compute.step import Step
 from csdctl.worker.protocol.recipe import LossTerm, Recipe
-from csdctl.worker.tasks.precision import types_to_compare_in
-from csdctl.worker.tasks.verified_samples import Ranges
+from csdctl.worker.tasks.reference import types_to_compare_in
+from csdctl.worker.tasks.verify import Ranges
 
 SIZES = (16, 12, 5)
 """The batch sizes of the ranks."""

@@ -9,8 +9,7 @@ import pytest
 from csdctl.errors import InputError, UnreachableError
 from csdctl.fleet.model import Fleet, Node
 from csdctl.shipping.deliver import Delivery, DeliveryProgress
-from csdctl.shipping.payload import FileTree
-from csdctl.shipping.tree import TreeRequest
+from csdctl.shipping.payload import FileTree, TreeRequest
 from csdctl.transport.many import Outcome
 from csdctl.workflows.data.deployment import DeployRequest, deploy_request
 

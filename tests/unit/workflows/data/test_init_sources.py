@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from csdctl.errors import InputError
-from csdctl.worker.protocol.looks import FoundData
+from csdctl.worker.protocol.datasets import FoundData
 from csdctl.workflows.data.init_sources import (
     DataReference,
     choose_model,

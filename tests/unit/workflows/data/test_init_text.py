@@ -7,8 +7,7 @@ import pytest
 
 from csdctl.documents import parse_document
 from csdctl.job.model import JobFile
-from csdctl.worker.protocol.datasets import DatasetInfo, RecordSchema, TableSchema
-from csdctl.worker.protocol.looks import DataLook, PictureSizes
+from csdctl.worker.protocol.datasets import DataLook, DatasetInfo, PictureSizes, RecordSchema, TableSchema
 from csdctl.worker.protocol.model_info import ModelInfo, OutputInfo, OwnCompile
 from csdctl.workflows.data.init_choices import Looks, choose_application_args, choose_losses
 from csdctl.workflows.data.init_sources import DataReference, Sources

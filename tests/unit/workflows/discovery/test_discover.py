@@ -4,27 +4,16 @@ from pathlib import Path
 
 import pytest
 
-from csdctl.errors import InputError, UnreachableError
+from csdctl.errors import UnreachableError
 from csdctl.fleet.facts import Drive, Facts, facts_path, load_facts, save_facts
 from csdctl.fleet.model import Fleet, Node
-from csdctl.transport.fake import FakeSession
 from csdctl.workflows.discovery.discover import (
     collect_facts,
     discover,
     find_shared_addresses,
     find_shared_host_keys,
 )
-from csdctl.workflows.discovery.inventory_sources import FoundFleet, write_fleet
-
-
-def test_fleet_file_is_never_overwritten_without_force(tmp_path: Path) -> None:
-    fleet = Fleet((Node("csd0", "10.1.2.3"),), path=tmp_path / "fleet.yaml")
-    write_fleet(FoundFleet(fleet, "# found\n"))
-    with pytest.raises(InputError, match="already exists") as caught:
-        write_fleet(FoundFleet(fleet, "# again\n"))
-    assert "--force" in caught.value.remedy
-    write_fleet(FoundFleet(fleet, "# again\n"), force=True)
-    assert fleet.path.read_text() == "# again\n"
+from tests.fake_session import FakeSession
 
 
 def test_unreachable_nodes_are_kept_with_their_problem_and_others_remain_known(tmp_path: Path) -> None:
@@ -61,7 +50,7 @@ def test_nodes_with_the_same_host_key_are_a_warning() -> None:
 def test_nodes_with_the_same_address_and_port_are_a_warning() -> None:
     nodes = [Node(f"csd{number}", "10.0.0.1", port=22 if number < 2 else number) for number in range(4)]
     (warning,) = find_shared_addresses(Fleet(tuple(nodes)))
-    assert warning == "csd[0-1] have the same address 10.0.0.1 port 22: one machine listed twice"
+    assert warning == "csd0, csd1 have the same address 10.0.0.1 port 22: one machine listed twice"
 
 
 @pytest.mark.fault(36)

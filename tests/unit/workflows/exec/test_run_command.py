@@ -9,8 +9,15 @@ import pytest
 from csdctl.errors import CsdctlError, DeadlineError, InputError, NoNodeReachableError, PartialError
 from csdctl.fleet.model import Fleet
 from csdctl.runs.directory import ProjectDirectory
-from csdctl.workflows.exec.answers import MAX_KEPT_BYTES, ExecResult, build_answer, fold_answers
-from csdctl.workflows.exec.run_command import ExecOptions, parse_command, run_command
+from csdctl.workflows.exec.run_command import (
+    MAX_KEPT_BYTES,
+    ExecOptions,
+    ExecResult,
+    build_answer,
+    fold_answers,
+    parse_command,
+    run_command,
+)
 from csdctl.workflows.workspace.partial_failure import conclude
 from tests.unit.transport.conftest import SshServer, running_server
 

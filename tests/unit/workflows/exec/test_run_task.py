@@ -1,15 +1,163 @@
-"""What tasks print."""
+"""Fabric tasks of the user: found by name, with typed arguments, and run on nodes over a real SSH server."""
 
-from csdctl.workflows.exec.run_task import Printed
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from csdctl.errors import DeadlineError, HostKeyError, InputError, NodeError
+from csdctl.fleet.model import Fleet
+from csdctl.workflows.exec.run_command import ExecOptions, ExecResult
+from csdctl.workflows.exec.run_task import Printed, load_task, run_task
+from tests.patience import scaled
+from tests.unit.transport.conftest import running_server
+
+TASKS = """\
+from fabric import task
+from beside import SUFFIX
+
+@task
+def first(c):
+    c.calls.append("first")
+
+@task
+def last(c):
+    c.calls.append("last")
+
+@task(pre=[first], post=[last], iterable=["paths"])
+def deploy(c, name, count=1, force=False, paths=None):
+    c.calls.append((name + SUFFIX, count, force, paths))
+
+@task(name="other-name")
+def other(c, **anything):
+    pass
+"""
 
 
-def test_bytes_that_were_no_text_are_kept() -> None:
-    printed = Printed()
-    printed.write(b"caf\xe9".decode(errors="surrogateescape"))
-    assert printed.data == b"caf\xe9"
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    (tmp_path / "jobs").mkdir()
+    (tmp_path / "jobs" / "my_tasks.py").write_text(TASKS)
+    (tmp_path / "jobs" / "beside.py").write_text("SUFFIX = '!'\n")
+    return tmp_path
 
 
-def test_half_of_a_surrogate_pair_is_escaped() -> None:
+def test_task_gets_its_arguments_and_its_neighbours(directory: Path) -> None:
+    from invoke.context import Context
+
+    class Recorder(Context):
+        calls: list[object] = []
+
+    words = ["name=a=b", "--count=3", "force=yes", "paths=x", "paths=y"]
+    load_task("jobs/my_tasks.py:deploy", words, directory).run(Recorder())
+    assert Recorder.calls == ["first", ("a=b!", 3, True, ["x", "y"]), "last"]
+    assert load_task("jobs/my_tasks.py:other-name", ["a-b=1"], directory).arguments == {"a_b": "1"}
+
+
+@pytest.mark.parametrize(
+    ("spec", "words", "message"),
+    [
+        ("deploy", [], "is not FILE.py:TASK"),
+        ("none.py:deploy", [], "does not exist"),
+        ("jobs/my_tasks.py:nope", [], "its tasks: deploy, first, last, other-name"),
+        ("jobs/my_tasks.py:deploy", [], "needs name"),
+        ("jobs/my_tasks.py:deploy", ["nmae=x"], "'nmae=x' is not an argument of deploy"),
+        ("jobs/my_tasks.py:deploy", ["name=x", "count=many"], "expected a number"),
+        ("jobs/my_tasks.py:deploy", ["name=x", "force=maybe"], "expected yes or no"),
+    ],
+)
+def test_what_does_not_fit_is_bad_input(directory: Path, spec: str, words: list[str], message: str) -> None:
+    with pytest.raises(InputError) as raised:
+        load_task(spec, words, directory)
+    assert message in str(raised.value)
+
+
+def test_file_for_fabric_1_says_so(tmp_path: Path) -> None:
+    (tmp_path / "old_tasks.py").write_text("from fabric.api import run\n")
+    with pytest.raises(InputError, match="Fabric 1"):
+        load_task("old_tasks.py:x", [], tmp_path)
+
+
+def test_printed_text_that_is_not_unicode_is_escaped() -> None:
     printed = Printed()
     printed.write("name: \ud83d")
     assert printed.data == b"name: \\ud83d"
+
+
+OWN = """\
+import sys
+
+from fabric import Connection, task
+
+SETTINGS = {"key_filename": %(key)r, "look_for_keys": False, "allow_agent": False}
+OTHER = Connection("127.0.0.1", "tester", %(port)d, connect_kwargs=SETTINGS)
+
+
+@task
+def other(c):
+    OTHER.run("touch was-here", in_stream=False)
+
+
+@task
+def behind(c):
+    own = Connection("127.0.0.1", "tester", %(port)d, gateway=c, connect_kwargs=SETTINGS)
+    own.run("true", in_stream=False)
+
+
+@task
+def ends(c, how):
+    print("printed", file=sys.stderr)
+    c.run("echo ran")
+    c.local("echo here")
+    if how == "exit":
+        sys.exit(4)
+    if how == "command":
+        c.run("exit 5")
+    if how == "deadline":
+        c.run("sleep 600", timeout=0.5)
+    if how == "bug":
+        raise KeyError("x")
+"""
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Any:
+    """A node that is known, and tasks that open a connection to another machine, whose key is not known."""
+    with running_server(tmp_path / "node") as server, running_server(tmp_path / "other") as other:
+        (tmp_path / ".csdctl").mkdir()
+        (tmp_path / ".csdctl" / "known_hosts").write_bytes(server.known_hosts.read_bytes())
+        (tmp_path / "own_tasks.py").write_text(OWN % {"key": str(other.key), "port": other.port})
+        yield Fleet((server.node(),), path=tmp_path / "fleet.yaml")
+        assert not (other.home / "was-here").exists()
+
+
+def run(fleet: Fleet, name: str, *words: str) -> ExecResult:
+    options = ExecOptions(scaled(30), scaled(10))
+    return run_task(fleet, f"own_tasks.py:{name}", words, directory=fleet.path.parent, options=options)
+
+
+@pytest.mark.parametrize("name", ["other", "behind"])
+def test_connection_that_the_file_opens_itself_is_refused_too(fleet: Fleet, name: str) -> None:
+    error = run(fleet, name).unanswered["csd0"]
+    assert isinstance(error, HostKeyError)
+    assert "is unknown" in error.message
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [
+        ("well", (0, "")),
+        ("exit", (4, "the task ended with exit code 4")),
+        ("command", (5, "`exit 5` ended with exit code 5")),
+        ("deadline", DeadlineError),
+        ("bug", NodeError),
+    ],
+)
+def test_ends_of_a_task(fleet: Fleet, how: str, expected: Any) -> None:
+    result = run(fleet, "ends", f"how={how}")
+    if isinstance(expected, tuple):
+        answer = result.answers["csd0"]
+        assert (answer.exit_code, answer.error) == expected
+        assert (answer.stdout, answer.stderr) == (b"ran\nhere\n", b"printed\n")
+    else:
+        assert type(result.unanswered["csd0"]) is expected

@@ -236,7 +236,7 @@ class TestFromPlanAndMeasurements:
         save_facts(larger.fleet, {name: facts_of(name) for name in ("host", "csd0", "csd1", "csd2")})
         basis = basis_of(larger)
         assert basis.num_nodes == 3
-        assert basis.origins["plan"] == "not used: the plan is for other nodes: csd[0-1]"
+        assert basis.origins["plan"] == "not used: the plan is for other nodes: csd0, csd1"
 
 
 class TestFromThePlanAlone:
@@ -272,7 +272,7 @@ class TestFromSimilarModels:
         basis = basis_of(at)
         assert basis.source == "guessed"
         assert basis.origins["speeds"] == (
-            "guessed from Twice for host, csd[0-1]: this MobileNetV2, with this recipe and form of data, "
+            "guessed from Twice for host, csd0, csd1: this MobileNetV2, with this recipe and form of data, "
             "was never measured there"
         )
         # Half of the operations: half of the time of a sample.
@@ -284,7 +284,7 @@ class TestFromSimilarModels:
         remember_probes(at, machines=["csd0"], features=replace(at.features, hash="b" * 64, name="other"))
         basis = basis_of(at)
         assert basis.origins["speeds"].startswith("measured: 5 probes")
-        assert "guessed from other for csd[0-1]" in basis.origins["speeds"]
+        assert "guessed from other for csd0, csd1" in basis.origins["speeds"]
 
     def test_dissimilar_model_is_not_used(self, at: MeasuredProject) -> None:
         remember_probes(at, features=replace(at.features, hash="b" * 64, num_operations=10**13))
@@ -313,10 +313,12 @@ class TestWithoutAnything:
             basis_of(measured)
         assert "csdctl discover" in raised.value.remedy
 
-    def test_damaged_measurements_are_reported(self, at: MeasuredProject) -> None:
+    def test_damaged_measurements_are_set_aside(self, at: MeasuredProject) -> None:
         at.project.measurements.write_text("no database at all, but long enough to look like one")
-        with pytest.raises(InputError, match="is not a readable measurements file"):
-            basis_of(at)
+        messages: list[str] = []
+        with pytest.raises(InputError, match="was measured"):
+            tuned_basis(at.job, at.project, at.fleet, messages.append)
+        assert "kept as measurements.sqlite.bak" in messages[0]
 
     def test_measurements_without_a_fleet_file_are_not_used(self, measured: MeasuredProject) -> None:
         with pytest.raises(InputError, match="there is no fleet file"):

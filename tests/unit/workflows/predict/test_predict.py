@@ -18,9 +18,8 @@ import pytest
 from csdctl.fleet.model import HOST_NAME, Fleet, Node
 from csdctl.job.model import load_job
 from csdctl.shipping.store import hash_file, store_bytes
-from csdctl.transport.fake import FakeConversation, FakeSession, ScriptedResponse
 from csdctl.worker.data.prepared import rows_of
-from csdctl.worker.ingest.send import send
+from csdctl.worker.ingest.gather import send
 from csdctl.worker.protocol.datasets import DatasetInfo, PrepareProgress
 from csdctl.worker.protocol.features import SOFTMAX, Extracted, ExtractSpec, ResultRule, SendSpec
 from csdctl.worker.protocol.json_codec import (
@@ -39,6 +38,7 @@ from csdctl.workflows.predict.division import Part, on_host
 from csdctl.workflows.predict.predict import PredictResult, _Prediction
 from csdctl.workflows.predict.request import CLASSES, PUBLIC, VALIDATION, PredictRequest
 from csdctl.workflows.predict.writing import Block
+from tests.fake_session import FakeConversation, FakeSession, ScriptedResponse
 
 SEED = 7
 NUM_PUBLIC, NUM_VALIDATION = 50, 11

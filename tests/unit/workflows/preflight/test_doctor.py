@@ -9,9 +9,8 @@ from csdctl.fleet.checks import FLEET_NAME, Check, Status
 from csdctl.fleet.model import Fleet, Node
 from csdctl.launch.mpi_job import JobOutcome
 from csdctl.worker.protocol.events import Event, Exited, Failed, Finished, MpiChecked, Ready, Started
-from csdctl.workflows.preflight.doctor import DoctorOptions
-from csdctl.workflows.preflight.examination import Examination
-from csdctl.workflows.preflight.mpi_diagnosis import judge_mpi_check
+from csdctl.workflows.preflight.doctor import DoctorOptions, Examination
+from csdctl.workflows.preflight.mpi_check import judge_mpi_check
 
 FLEET = Fleet((Node("csd0", "10.1.1.2"), Node("csd1", "10.1.1.3")))
 MACHINES = ["host", "csd0", "csd1"]

@@ -2,7 +2,7 @@
 
 from csdctl.fleet.checks import Status
 from csdctl.job.imports import JobImports, Needed
-from csdctl.workflows.preflight.imports import judge_imports, needs_of
+from csdctl.workflows.preflight.doctor import judge_imports, needs_of
 
 SCIPY, CV2 = Needed("scipy", "my_model.py"), Needed("cv2", "augment.py")
 

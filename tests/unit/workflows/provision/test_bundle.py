@@ -13,12 +13,11 @@ from csdctl.documents import save_json
 from csdctl.errors import CsdctlError, InputError
 from csdctl.shipping.chunks import SharedChunks
 from csdctl.shipping.store import hash_file
-from csdctl.transport.fake import FakeSession
 from csdctl.transport.local import LocalSession
-from csdctl.workflows.provision.bundle import SCHEMA, Bundle, BundleFile, load_bundle
-from csdctl.workflows.provision.debian_python import python_directory
+from csdctl.workflows.provision.bundle import SCHEMA, Bundle, BundleFile, load_bundle, python_directory
 from csdctl.workflows.provision.machine import BareMachine, Kind
-from csdctl.workflows.provision.sending import BundleSender
+from csdctl.workflows.provision.provision import BundleSender
+from tests.fake_session import FakeSession
 
 KIND = Kind("aarch64", "3.11", sends_python=True)
 ARCHIVE = b"an archive of Python"

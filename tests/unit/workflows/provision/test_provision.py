@@ -3,7 +3,7 @@
 import pytest
 
 from csdctl.workflows.provision.playbook import NodeSummary, PlaybookResult
-from csdctl.workflows.provision.provision import _conclude
+from csdctl.workflows.provision.provision import _judge
 
 FAILED = NodeSummary(ok=3, changed=1, failed=1, unreachable=0, skipped=2)
 
@@ -18,7 +18,7 @@ FAILED = NodeSummary(ok=3, changed=1, failed=1, unreachable=0, skipped=2)
 )
 def test_failed_task_has_a_remedy_for_its_cause(message: str, remedy: str) -> None:
     played = PlaybookResult({"csd0": FAILED}, {"csd0": message})
-    outcome = _conclude("csd0", {}, None, None, played, is_played=True)
+    outcome = _judge("csd0", played)
     assert outcome.error
     assert outcome.error.message == message
     assert remedy in outcome.error.remedy

@@ -10,8 +10,14 @@ import pytest
 from csdctl.documents import load_text
 from csdctl.errors import InputError
 from csdctl.workflows.provision.machine import PYTHONS, Kind
-from csdctl.workflows.provision.trimming import is_removed, strip_elf, trim_wheel
-from csdctl.workflows.provision.wheels import LOCK, build_download_command, select_locked
+from csdctl.workflows.provision.wheels import (
+    LOCK,
+    build_download_command,
+    is_removed,
+    select_locked,
+    strip_elf,
+    trim_wheel,
+)
 
 ARM = Kind("aarch64", "3.11", sends_python=False)
 LOCKED = """\

@@ -20,7 +20,7 @@ from csdctl.workflows.runs import follow
 from csdctl.workflows.runs.compare import compare_runs
 from csdctl.workflows.runs.detach import start_detached
 from csdctl.workflows.runs.follow import find_logs, follow_lines, follow_run, read_last_lines
-from csdctl.workflows.runs.manage import list_runs, remove_run, stop_run
+from csdctl.workflows.runs.manage import find_latest, list_runs, remove_run, stop_run
 from csdctl.workflows.runs.notification import notifying, parse_command
 from csdctl.workflows.runs.processes import interrupt
 from tests.patience import scaled
@@ -75,7 +75,7 @@ class TestList:
         add_run(project, PROGRESS, Failed(1, "csd0", "no memory", "", 1))
         add_run(project, PROGRESS)
         save_json(add_run(project, PROGRESS).process, describe_holder("train", project.root))
-        done, *others = list_runs(project)
+        done, *others = list_runs(project, print)
         assert [run.state for run in (done, *others)] == [
             "done",
             "stopped",
@@ -89,22 +89,36 @@ class TestList:
 
     def test_resumed_run_is_no_longer_stopped(self, project: ProjectDirectory) -> None:
         add_run(project, PROGRESS, Finished(0, "host", 1, 7, "hash", 1, reason=STOPPED), PROGRESS, END, *DONE)
-        assert list_runs(project)[0].state == "done"
+        assert list_runs(project, print)[0].state == "done"
 
-    def test_damaged_run_does_not_hide_the_others(self, project: ProjectDirectory) -> None:
+    def test_foreign_empty_and_damaged_directories_are_skipped_with_a_warning(
+        self, project: ProjectDirectory
+    ) -> None:
         add_run(project, END, *DONE)
-        add_run(project, END).manifest.write_text("{")
-        add_run(project, END).events.write_bytes(b"\xff\n{}\n" + b"x" * 1000)
+        latest = add_run(project, END)
+        latest.events.write_bytes(b"\xff\n{}\n" + b"x" * 1000)
+        damaged = project.new_run()
+        damaged.manifest.write_text("{")
         (project.runs / "99990101").symlink_to(project.root)
-        states = [run.state for run in list_runs(project)]
-        assert states == ["done", "interrupted", "interrupted", "unreadable"]
+        (project.runs / "99990102").mkdir()
+        (project.runs / "foreign").mkdir()
+        (project.runs / "foreign" / "manifest.json").write_text('{"schema": 1}')
+        warnings: list[str] = []
+        assert [run.state for run in list_runs(project, warnings.append)] == ["done", "interrupted"]
+        skipped = [damaged.run_id, "99990101", "99990102", "foreign"]
+        assert [line.split(" is skipped: ")[0] for line in warnings] == [
+            f"warning: {name}" for name in skipped
+        ]
+        warnings.clear()
+        assert find_latest(project, warnings.append) == latest
+        assert len(warnings) == len(skipped)
 
     def test_only_the_end_of_long_events_is_read(self, project: ProjectDirectory) -> None:
         run = add_run(project, *([PROGRESS] * 20), END, *DONE)
         line = run.events.read_bytes().splitlines()[0] + b"\n"
         run.events.write_bytes(line * 200_000 + run.events.read_bytes())
         began = time.process_time()
-        assert list_runs(project)[0].state == "done"
+        assert list_runs(project, print)[0].state == "done"
         whole = time.process_time() - began
         began = time.process_time()
         list(run.read_events(NODES))
@@ -123,7 +137,7 @@ class TestStop:
     def test_process_is_interrupted_and_awaited(self, project: ProjectDirectory) -> None:
         run = add_run(project, PROGRESS)
         process = start_process(run, end_after_s=0.3)
-        assert list_runs(project)[0].state == "running"
+        assert list_runs(project, print)[0].state == "running"
         with pytest.raises(InputError, match="is running"):
             remove_run(project, run.run_id, lambda _: None)
         assert stop_run(project, None, scaled(20)).run_id == run.run_id
@@ -166,7 +180,7 @@ def test_removed_run_is_gone(project: ProjectDirectory) -> None:
     run = add_run(project, END, *DONE)
     remove_run(project, run.run_id, lambda _: None)
     assert not run.path.exists()
-    assert list_runs(project) == []
+    assert list_runs(project, print) == []
 
 
 def test_followed_events_come_as_they_are_written(project: ProjectDirectory) -> None:

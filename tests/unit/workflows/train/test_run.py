@@ -13,7 +13,6 @@ import pytest
 from csdctl.errors import RunError
 from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.runs.ledger import Ledger, read_ledger
-from csdctl.transport.fake import FakeSession
 from csdctl.transport.meter import TrafficClass
 from csdctl.transport.session import Completed
 from csdctl.worker.protocol.events import (
@@ -36,6 +35,7 @@ from csdctl.worker.protocol.recipe import Recipe
 from csdctl.worker.protocol.run_spec import RankSpec, RunSpec, Runtime
 from csdctl.workflows.train.options import TrainOptions
 from csdctl.workflows.train.run import RunInputs, run_ranks
+from tests.fake_session import FakeSession
 from tests.unit.workflows.measured_project import MeasuredProject, prepared
 
 ME = (0, HOST_NAME)

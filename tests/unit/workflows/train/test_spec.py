@@ -7,10 +7,10 @@ import pytest
 
 from csdctl.fleet.model import HOST_NAME
 from csdctl.placement.equation1 import RankLoad, place_shards
-from csdctl.transport.fake import FakeSession
 from csdctl.tuning.plan import Plan, RankPlan
 from csdctl.worker.protocol.recipe import Noise
 from csdctl.workflows.train.spec import build_spec
+from tests.fake_session import FakeSession
 from tests.unit.workflows.measured_project import PUBLIC, make_project, prepared, workspace
 
 NAMES = (HOST_NAME, "csd0")

@@ -5,8 +5,7 @@ import math
 
 import pytest
 
-from csdctl.worker.protocol.compared import MIN_SHARPNESS, Compared
-from csdctl.worker.protocol.events import Verified
+from csdctl.worker.protocol.events import MIN_SHARPNESS, Compared, Verified
 from csdctl.workflows.train.verify import NEAR, judge
 
 NODES = ["host", "csd0", "csd1"]

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from csdctl.transport.fake import FakeConversation, FakeSession
 from csdctl.worker.protocol.json_codec import to_json
 from csdctl.worker.protocol.probe import ProbeRequest, ProbeResult
 from csdctl.worker.protocol.run_spec import Runtime
 from csdctl.workflows.tune.probing import ProbeRounds
 from csdctl.workflows.tune.watch import IDLE, LOADING, MEASURED, MEASURING, TuneWatch
+from tests.fake_session import FakeConversation, FakeSession
 from tests.unit.workflows.measured_project import make_project, prepared, workspace
 
 USUAL, OTHER = Runtime(4), Runtime(4, onednn=False)
@@ -80,7 +80,11 @@ def test_trial_takes_the_sessions_that_measured(fleet: Fleet) -> None:
     fleet.probe()
     attach = fleet.rounds.prepare_trial({"host": USUAL, "csd0": USUAL})
     assert attach["csd0"]("spec.json", 1) is fleet.of_node()[0]
-    assert json.loads(fleet.of_node()[0].sent[-1]) == {"spec": "spec.json", "rank": 1}
+    assert json.loads(fleet.of_node()[0].sent[-1]) == {
+        "request": "AttachRequest",
+        "spec": "spec.json",
+        "rank": 1,
+    }
     assert len(fleet.of_node()) == 1
 
 

@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 
 from csdctl.errors import RemoteCommandError
-from csdctl.transport.fake import FakeSession
 from csdctl.worker.protocol.json_codec import from_json, to_json
 from csdctl.worker.protocol.probe import ProbeRequest, ProbeResult, ProbeSpec
 from csdctl.worker.protocol.recipe import Noise
 from csdctl.worker.protocol.run_spec import Runtime
 from csdctl.workflows.tune.probing import Prober, build_probe_command
+from tests.fake_session import FakeSession
 from tests.unit.workflows.measured_project import PUBLIC, MeasuredProject, prepared
 
 COMMAND = ["python", "worker.pyz", "probe"]

@@ -6,11 +6,11 @@ import pytest
 
 from csdctl.errors import RunError
 from csdctl.fleet.model import HOST_NAME
-from csdctl.transport.fake import FakeSession
 from csdctl.tuning.plan import RankPlan
 from csdctl.worker.protocol.events import EpochEnd, Event, Joined, Progress
 from csdctl.worker.protocol.recipe import Noise
 from csdctl.workflows.tune.trial import _build_spec, read_trial
+from tests.fake_session import FakeSession
 from tests.unit.workflows.measured_project import PUBLIC, MeasuredProject, prepared, workspace
 
 NODES = ("host", "csd0")

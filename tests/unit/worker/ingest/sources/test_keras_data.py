@@ -12,8 +12,8 @@ import pytest
 
 from csdctl.shipping.worker_zip import pack_code
 from csdctl.worker.data.arrays import open_arrays
-from csdctl.worker.ingest.limits import IngestLimits
 from csdctl.worker.ingest.prepare import prepare
+from csdctl.worker.ingest.sources.source import IngestLimits
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.datasets import DatasetInfo, ImageRule, PrepareProgress, PrepareSpec
 from csdctl.worker.protocol.json_codec import ANSWER_PREFIX, from_json, to_json

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from csdctl.worker.data.arrays import open_arrays
-from csdctl.worker.ingest.limits import IngestLimits
 from csdctl.worker.ingest.prepare import prepare
+from csdctl.worker.ingest.sources.source import IngestLimits
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.datasets import DatasetInfo, PrepareProgress, PrepareSpec, TableSchema
 

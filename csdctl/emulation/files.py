@@ -1,0 +1,114 @@
+"""What the emulator writes outside of the fleet's directory: fleet.yaml and lines of `.csdctl/known_hosts`.
+
+The first line of fleet.yaml names the writer, the fleet, and the hash of the rest: a file that the user has
+changed is not removed. Each line of known_hosts ends in a comment that names the fleet, so that `down`
+removes only its own lines.
+"""
+
+import hashlib
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import yaml
+
+from csdctl.documents import save_text
+from csdctl.emulation.state import FleetPaths, FleetState
+from csdctl.errors import InputError
+from csdctl.fleet.facts import facts_path
+from csdctl.fleet.model import Fleet
+from csdctl.transport.known_hosts import load_lines
+
+GROUP = "emulated"
+NETWORK = "127.0.0.0/8"
+
+_HEADER = re.compile(
+    r"# Written by csdctl emulate up for fleet (\w+), content (\w+); `csdctl emulate down` removes it\.\n"
+)
+
+
+def save_fleet_file(paths: FleetPaths, state: FleetState, python: str) -> None:
+    """Write the fleet.yaml of a running emulated fleet."""
+    content = {
+        "emulated": True,
+        "network": NETWORK,
+        "defaults": {"user": state.user, "key": str(paths.key), "python": python, "group": GROUP},
+        "nodes": [{"name": node.name, "address": "127.0.0.1", "port": node.port} for node in state.nodes],
+    }
+    body = yaml.safe_dump(content, sort_keys=False)
+    header = (
+        f"# Written by csdctl emulate up for fleet {state.fleet_id}, content {_hash(body)}; "
+        "`csdctl emulate down` removes it.\n"
+    )
+    save_text(state.fleet_path, header + body)
+
+
+def is_unchanged(path: Path, fleet_id: str) -> bool:
+    """Return whether `path` is byte for byte what the emulator wrote for this fleet."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return False
+    header = _HEADER.match(text)
+    return header is not None and header.groups() == (fleet_id, _hash(text[header.end() :]))
+
+
+def check_may_write(path: Path, fleet_id: str) -> None:
+    """Raise InputError when `path` exists and was not written by the emulator for this fleet."""
+    if path.exists() and not is_unchanged(path, fleet_id):
+        raise InputError(
+            f"{path} exists and does not belong to this emulated fleet; it is left unchanged",
+            remedy="give another file with --fleet, or move this one away",
+        )
+
+
+def remove_fleet_file(path: Path, fleet_id: str) -> bool:
+    """Remove fleet.yaml and its facts; if the user has changed it, leave it and return False."""
+    if not path.exists():
+        return True
+    if not is_unchanged(path, fleet_id):
+        return False
+    facts_path(Fleet(nodes=(), path=path)).unlink(missing_ok=True)
+    path.unlink(missing_ok=True)
+    return True
+
+
+def _hash(body: str) -> str:
+    return hashlib.sha256(body.encode()).hexdigest()[:16]
+
+
+def add_host_keys(path: Path, keys: Mapping[int, str], fleet_id: str) -> None:
+    """Write the host key (`ssh-ed25519 AAAA…`) of every port; remove older keys of the same ports."""
+    ports = {f"[127.0.0.1]:{port}" for port in keys}
+    kept = [line for line in _existing_lines(path) if not ports & set(_first_word(line).split(","))]
+    added = [
+        f"[127.0.0.1]:{port} {' '.join(key.split()[:2])} {_comment(fleet_id)}" for port, key in keys.items()
+    ]
+    save_text(path, "".join(f"{line}\n" for line in (*kept, *added)))
+
+
+def remove_host_keys(path: Path, public_keys: Iterable[str], fleet_id: str) -> None:
+    """Remove the lines of a fleet, identified by their comment or, without it, by the key."""
+    lines = _existing_lines(path)
+    bodies = {key.split()[1] for key in public_keys if len(key.split()) > 1}
+    kept = [
+        line for line in lines if not line.endswith(_comment(fleet_id)) and not bodies & set(line.split())
+    ]
+    if kept == lines:
+        return
+    if kept:
+        save_text(path, "".join(f"{line}\n" for line in kept))
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _comment(fleet_id: str) -> str:
+    return f"csdctl-emulated-{fleet_id}"
+
+
+def _first_word(line: str) -> str:
+    return line.split(maxsplit=1)[0] if line.split() else ""
+
+
+def _existing_lines(path: Path) -> list[str]:
+    return load_lines(path) if path.exists() else []

@@ -1,0 +1,214 @@
+"""A run in the formats of other tools: CSV, TensorBoard, MLflow, Prometheus."""
+
+import csv
+import io
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from csdctl.errors import InputError
+from csdctl.reporting.results import RunResults
+from csdctl.reporting.scaling import ScalingSeries, scaling_document
+
+
+def render_csv(runs: Sequence[RunResults]) -> str:
+    """Return a header and a row for each run and epoch; a metric that was not computed is empty."""
+    names = list(dict.fromkeys(name for run in runs for point in run.series.epochs for name in point.results))
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    columns = ("run", "state", "source", "epoch", "unix_time_s", "samples_per_s", "learning_rate")
+    writer.writerow([*columns, *map(as_cell, names)])
+    for run in runs:
+        for point in run.series.epochs:
+            rate = "" if point.learning_rate is None else point.learning_rate
+            fixed = [run.summary.run_id, run.summary.state, run.measured, point.epoch, f"{point.time_s:.3f}"]
+            results = [point.results.get(name, "") for name in names]
+            writer.writerow([*fixed, f"{point.samples_per_s:.3f}", rate, *results])
+    return text.getvalue()
+
+
+def render_scaling_csv(series: ScalingSeries) -> str:
+    """Return a header and a row of plain numbers for each run; what is not known is empty."""
+    text = io.StringIO()
+    points = scaling_document(series)["points"]
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow([*points[0], "source"])
+    for point in points:
+        cells = [" ".join(cell) if isinstance(cell, tuple) else cell for cell in point.values()]
+        writer.writerow([*("" if cell is None else cell for cell in cells), series.origin])
+    return text.getvalue()
+
+
+def as_cell(name: str) -> str:
+    """Return a job's or node's name as text, also where a spreadsheet would take it for a formula."""
+    return f"'{name}" if name[:1] in ("=", "+", "-", "@", "\t", "\r") else name
+
+
+@dataclass(frozen=True)
+class Scalar:
+    """A number of a run at a time."""
+
+    name: str
+    """With `/` between its parts: epoch/loss, rank_3/wait_share."""
+    step: int
+    """The epoch, or the second since the start."""
+    time_s: float
+    """Unix time."""
+    value: float
+
+
+def scalars_of(run: RunResults) -> Iterator[Scalar]:
+    """Yield the results of each epoch, then rates and waiting of each rank over time."""
+    series = run.series
+    for point in series.epochs:
+        for name, value in point.results.items():
+            yield Scalar(f"epoch/{name}", point.epoch, point.time_s, value)
+        yield Scalar("epoch/samples_per_s", point.epoch, point.time_s, point.samples_per_s)
+        if point.learning_rate is not None:
+            yield Scalar("epoch/learning_rate", point.epoch, point.time_s, point.learning_rate)
+    for change in series.batch_sizes:
+        for rank, size in change.sizes.items():
+            second = round(change.time_s - series.start_s)
+            yield Scalar(f"rank_{rank}/batch_size", second, change.time_s, size)
+    for rank, (samples, spent) in enumerate(zip(series.samples, series.spent_s, strict=True)):
+        for number, count in enumerate(samples):
+            since_s = (number + 1) * series.interval_s
+            time_s, second = series.start_s + since_s, round(since_s)
+            yield Scalar(f"rank_{rank}/samples_per_s", second, time_s, count / series.interval_s)
+            for kind, seconds in spent.items():
+                share = min(seconds[number] / series.interval_s, 1.0)
+                yield Scalar(f"rank_{rank}/{kind}_share", second, time_s, share)
+
+
+def parameters_of(run: RunResults) -> dict[str, str]:
+    """Return what the run was set to, by name."""
+    summary = run.summary
+    parameters = {
+        "strategy": summary.strategy,
+        "method": summary.method,
+        "num_ranks": str(summary.num_ranks),
+        "global_batch": str(summary.global_batch),
+        "source": run.measured,
+        "csdctl": str(run.manifest.get("csdctl", "")),
+    }
+    recipe = run.manifest.get("recipe")
+    if isinstance(recipe, dict):
+        parameters |= {f"recipe.{key}": str(value)[:250] for key, value in recipe.items()}
+    return parameters
+
+
+def write_tensorboard(run: RunResults, directory: Path) -> None:
+    """Write a run to a new event file in `directory`; raises InputError without tensorboardX."""
+    try:
+        from tensorboardX import SummaryWriter
+    except ModuleNotFoundError as error:
+        raise InputError(
+            "TensorBoard's event files need tensorboardX",
+            remedy="pip install 'csdctl[tensorboard]'; `--to csv` needs nothing",
+        ) from error
+    with SummaryWriter(str(directory)) as writer:
+        rows = "\n".join(f"{name}: {value}" for name, value in parameters_of(run).items())
+        writer.add_text("parameters", f"```\n{rows}\n```", 0, walltime=run.series.start_s)
+        for scalar in scalars_of(run):
+            writer.add_scalar(scalar.name, scalar.value, scalar.step, walltime=scalar.time_s)
+
+
+EXPERIMENT, MAX_BATCH, STATES = "csdctl", 1000, {"done": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
+"""MLflow takes at most 1000 metrics at once."""
+
+
+def write_mlflow(run: RunResults, tracking_uri: str | None) -> str:
+    """Log a run to the server or directory `tracking_uri`, or to MLflow's default; returns MLflow's run id.
+
+    Raises InputError without MLflow, or when it refuses.
+    """
+    try:
+        from mlflow.entities import Metric
+        from mlflow.exceptions import MlflowException
+        from mlflow.tracking import MlflowClient
+    except ModuleNotFoundError as error:
+        raise InputError("MLflow's client is not installed", remedy="pip install mlflow-skinny") from error
+    try:
+        client = MlflowClient(tracking_uri)
+        found = client.get_experiment_by_name(EXPERIMENT)
+        experiment = found.experiment_id if found else client.create_experiment(EXPERIMENT)
+        name, start_ms = run.summary.run_id, int(run.series.start_s * 1000)
+        logged = client.create_run(experiment, start_time=start_ms, run_name=name).info.run_id
+        for key, value in parameters_of(run).items():
+            client.log_param(logged, key, value)
+        metrics = [Metric(s.name, s.value, int(s.time_s * 1000), s.step) for s in scalars_of(run)]
+        for start in range(0, len(metrics), MAX_BATCH):
+            client.log_batch(logged, metrics=metrics[start : start + MAX_BATCH])
+        end_ms = int(run.series.end_s * 1000)
+        client.set_terminated(logged, STATES.get(run.summary.state, "FAILED"), end_time=end_ms)
+    except MlflowException as error:
+        raise InputError(f"MLflow refused the run: {error}", remedy="check --tracking-uri") from error
+    return str(logged)
+
+
+Samples = Iterable[tuple[Mapping[str, str], float]]
+
+
+def render_prometheus(run: RunResults) -> str:
+    """Return the latest numbers of a run for the textfile collector of Prometheus' node_exporter.
+
+    Format: Prometheus' text-based exposition format, version 0.0.4.
+    """
+    summary, series = run.summary, run.series
+    whole = {"run": summary.run_id, "source": run.measured}
+    of_rank = [{**whole, "rank": str(rank.rank), "node": rank.node} for rank in summary.ranks]
+    ranks = list(zip(of_rank, summary.ranks, strict=True))
+    last = series.epochs[-1].results if series.epochs else {}
+    is_ended = {state: float(summary.state == state) for state in ("done", "stopped", "failed")}
+    seconds = [
+        ({**labels, "kind": kind}, sum(values))
+        for labels, spent in zip(of_rank, series.spent_s, strict=True)
+        for kind, values in spent.items()
+    ]
+    flows: dict[str, int] = {}
+    for flow in run.flows:
+        flows[flow.kind] = flows.get(flow.kind, 0) + flow.num_bytes
+    families: list[tuple[str, str, str, Samples]] = [
+        ("run_state", "gauge", "1 for the state of the run.", _each(whole, "state", is_ended)),
+        ("run_epochs", "gauge", "Epochs that have ended.", [(whole, summary.epochs)]),
+        ("run_samples_total", "counter", "Samples trained on by all ranks.", [(whole, summary.samples)]),
+        ("run_samples_per_second", "gauge", "Over whole epochs.", [(whole, summary.samples_per_s)]),
+        ("run_result", "gauge", "Loss and metrics of the latest epoch.", _each(whole, "name", last)),
+        ("run_lost_nodes", "gauge", "Nodes that were lost.", [(whole, len(summary.lost_nodes))]),
+        ("run_sent_bytes_total", "counter", "Bytes sent, by class.", _each(whole, "class", flows)),
+        ("rank_batch_size", "gauge", "Of the plan.", [(labels, r.batch_size) for labels, r in ranks]),
+        (
+            "rank_samples_per_second",
+            "gauge",
+            "In the run.",
+            [(labels, r.samples_per_s) for labels, r in ranks],
+        ),
+        ("rank_seconds_total", "counter", "What a rank spent its time on.", seconds),
+        (
+            "rank_cpu_seconds_total",
+            "counter",
+            "CPU time of a rank's process.",
+            [(of_rank[rank], cpu_s) for rank, cpu_s in series.cpu_s.items()],
+        ),
+    ]
+    return "".join(_family(*family) for family in families)
+
+
+def _each(labels: Mapping[str, str], name: str, values: Mapping[str, float]) -> Samples:
+    """Return a sample for each value, named by the label `name`."""
+    return [({**labels, name: key}, value) for key, value in values.items()]
+
+
+def _family(name: str, kind: str, text: str, samples: Samples) -> str:
+    lines = [f"csdctl_{name}{{{_labels(labels)}}} {float(value)!r}" for labels, value in samples]
+    if not lines:
+        return ""
+    return "\n".join([f"# HELP csdctl_{name} {text}", f"# TYPE csdctl_{name} {kind}", *lines, ""])
+
+
+def _labels(labels: Mapping[str, str]) -> str:
+    return ",".join(f'{key}="{_escaped(text)}"' for key, text in labels.items())
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

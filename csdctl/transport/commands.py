@@ -1,0 +1,208 @@
+"""Command lines for a machine: the shell script around every command, and csdctl/standalone as source; pure.
+
+The script runs the command in its own process group, prints the group's id, ends the group when the command
+ends, and ends it shortly after the deadline even without csdctl, so that nothing stays behind when the
+connection or csdctl is lost. It needs only a POSIX `sh`: `setsid` is used only where the SSH server did not
+make the shell a group leader.
+
+Login shells may print at start-up. A random token on both streams marks where the output of the command
+begins; earlier output is dropped.
+
+The programs of csdctl/standalone run on a machine before anything is installed there. They need only Python.
+`-I -S` keeps the user's modules out and halves the start-up time.
+"""
+
+import math
+import re
+import secrets
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import resources
+
+from csdctl.errors import InputError
+
+MAX_COMMAND_LINE_BYTES = 120_000
+"""Linux rejects a single argument above 128 KiB, and `sh -c` gets the line as one argument."""
+
+WATCHDOG_GRACE_S = 2
+"""How long after csdctl's deadline the node ends the command on its own."""
+
+_UMASK = "umask 077\n"
+
+# Is the shell a group leader already (with OpenSSH it is)? /proc/PID/stat: pid (name) state ppid pgrp …
+_OUTER = """\
+csdctl_inner=$1; shift
+read -r csdctl_stat </proc/$$/stat; csdctl_stat=${csdctl_stat##*) }
+csdctl_stat=${csdctl_stat#* }; csdctl_stat=${csdctl_stat#* }; csdctl_group=${csdctl_stat%% *}
+if [ "$csdctl_group" = "$$" ]; then eval "$csdctl_inner"
+elif command -v setsid >/dev/null 2>&1
+then exec setsid sh -c "csdctl_group=\\$\\$; $csdctl_inner" csdctl "$@"
+else csdctl_group=0; eval "$csdctl_inner"
+fi"""
+
+# `(exec "$@")` runs the program of that name, never a shell builtin. TERM is ignored only after the command
+# has ended, because children inherit ignored signals.
+_INNER = """\
+csdctl_token=$1 csdctl_seconds=$2; shift 2
+printf '%s\\n' "$csdctl_token"
+printf '%s %s\\n' "$csdctl_token" "$csdctl_group" >&2
+if [ "$csdctl_seconds" != 0 ] && [ "$csdctl_group" != 0 ]; then
+(exec </dev/null >/dev/null 2>&1; sleep "$csdctl_seconds"; kill -KILL "-$$") &
+fi
+(exec "$@")
+csdctl_code=$?
+if [ "$csdctl_group" != 0 ]; then trap '' TERM; kill -TERM "-$$" 2>/dev/null; fi
+exit $csdctl_code"""
+
+# The user's own command, as after a login: what it leaves in the background stays; the watchdog does not.
+_INNER_OF_USER = """\
+csdctl_token=$1 csdctl_seconds=$2 csdctl_watchdog=; shift 2
+printf '%s\\n' "$csdctl_token"
+printf '%s %s\\n' "$csdctl_token" "$csdctl_group" >&2
+if [ "$csdctl_seconds" != 0 ] && [ "$csdctl_group" != 0 ]; then
+(exec </dev/null >/dev/null 2>&1; trap 'kill -KILL $!; exit' TERM
+sleep "$csdctl_seconds" & wait $!; kill -KILL "-$$") &
+csdctl_watchdog=$!
+fi
+(exec "$@")
+csdctl_code=$?
+if [ -n "$csdctl_watchdog" ]; then kill -TERM "$csdctl_watchdog" 2>/dev/null; fi
+exit $csdctl_code"""
+
+_GROUP = re.compile(rb"(0|[1-9][0-9]{1,9}|[2-9])?")
+"""What follows the token: a process group's id, 0 where there is none, or nothing. 1 is never csdctl's."""
+
+
+@dataclass(frozen=True)
+class WrappedCommand:
+    """A wrapped command: its argument list, and the token that its output begins with."""
+
+    command: tuple[str, ...]
+    argv: tuple[str, ...]
+    token: str
+
+    @property
+    def command_line(self) -> str:
+        """The argument list as one string for a remote login shell; raises InputError when too long."""
+        line = "exec " + shlex.join(self.argv)
+        if len(line.encode(errors="surrogateescape")) > MAX_COMMAND_LINE_BYTES:
+            raise InputError(
+                f"`{self.command[0]}` with its arguments is longer than {MAX_COMMAND_LINE_BYTES} bytes",
+                remedy="send the long part as standard input",
+            )
+        return line
+
+
+def build_wrapped_command(
+    command: Sequence[str], *, deadline_s: float | None, is_users: bool = False
+) -> WrappedCommand:
+    """Wrap `command`; with `deadline_s` None it runs until it is ended.
+
+    What it creates is for the user alone, and what it leaves in the background is ended with it; unless it
+    `is_users`, the user's own command: that one runs as after a login.
+
+    Raises InputError for an empty command or an argument with a NUL byte.
+    """
+    if not command or not command[0] or command[0].startswith("-"):
+        raise InputError(f"not a command: {list(command)!r}")
+    for argument in command:
+        if "\0" in argument:
+            raise InputError(f"an argument of `{command[0]}` contains a NUL byte: {argument!r}")
+    token = f"csdctl-{secrets.token_hex(8)}"
+    seconds = 0 if deadline_s is None else math.ceil(deadline_s) + WATCHDOG_GRACE_S
+    outer, inner = (_OUTER, _INNER_OF_USER) if is_users else (_UMASK + _OUTER, _INNER)
+    argv = ("sh", "-c", outer, "csdctl", inner, token, str(seconds), *command)
+    return WrappedCommand(tuple(command), argv, token)
+
+
+def build_kill_command_line(group: int) -> str:
+    """Return the command line that kills process group `group`, for a remote login shell."""
+    if group <= 1:
+        raise ValueError(f"not a process group of csdctl: {group}")
+    return shlex.join(["sh", "-c", f"kill -KILL -{group}"])
+
+
+class MarkedOutput:
+    """The bounded output of a command on one stream, from the wrapper's token on.
+
+    Keeps the beginning, or with `keep_end` the end. `group` is the process group printed after the token, or
+    0.
+    """
+
+    MAX_PREAMBLE_BYTES = 1 << 16
+
+    def __init__(self, token: str, *, max_bytes: int, keep_end: bool = False) -> None:
+        self._token = token.encode()
+        self._max_bytes = max_bytes
+        self._keep_end = keep_end
+        self._kept = bytearray()
+        self._line_start = 0
+        self.preamble = bytearray()
+        self.has_started = False
+        self.group = 0
+
+    def feed(self, data: bytes) -> bytes:
+        """Take the next bytes of the stream; return those written by the command."""
+        if not self.has_started:
+            start, end = self._find_marker(data)
+            if not end:
+                return b""
+            self.has_started = True
+            data = bytes(self.preamble[end:])
+            del self.preamble[start:]
+        self._keep(data)
+        return data
+
+    def _find_marker(self, data: bytes) -> tuple[int, int]:
+        """Add `data` to the preamble; return start and end of the token and its line's rest.
+
+        Both are 0 when it is missing.
+
+        A shell that traces commands (`set -x`) prints the token too, followed by other text. Each line is
+        searched once, when it is complete: a server may send it byte by byte.
+        """
+        searched = len(self.preamble)
+        self.preamble += data
+        while end := self.preamble.find(b"\n", searched) + 1:
+            before, token, rest = bytes(self.preamble[self._line_start : end]).rpartition(self._token)
+            if token and _GROUP.fullmatch(rest.strip()):
+                self.group = int(rest.strip() or 0)
+                return self._line_start + len(before), end
+            searched = self._line_start = end
+        num_dropped = max(0, len(self.preamble) - self.MAX_PREAMBLE_BYTES)
+        del self.preamble[:num_dropped]
+        self._line_start = max(0, self._line_start - num_dropped)
+        return 0, 0
+
+    @property
+    def kept(self) -> bytes:
+        """The retained bytes."""
+        return bytes(self._kept[-self._max_bytes :] if self._keep_end else self._kept)
+
+    def _keep(self, data: bytes) -> None:
+        if self._keep_end:
+            self._kept += data
+            if len(self._kept) > 2 * self._max_bytes:
+                del self._kept[: -self._max_bytes]
+        else:
+            self._kept += data[: self._max_bytes - len(self._kept)]
+
+
+def build_program_command(python: str, module: str, arguments: Sequence[str] = ()) -> list[str]:
+    """Return the argument list that runs csdctl/standalone/MODULE.py on its own."""
+    return [python, "-I", "-S", "-c", read_program(module), *arguments]
+
+
+def build_child_command(command: Sequence[str], parent: int) -> list[str]:
+    """Return the argument list that runs a program of this host that ends with process `parent`.
+
+    The thread that starts it must wait for it: for the kernel, that thread is the parent.
+    """
+    return build_program_command(sys.executable, "child", [str(parent), *command])
+
+
+def read_program(module: str) -> str:
+    """Return the source of csdctl/standalone/MODULE.py."""
+    return (resources.files("csdctl") / "standalone" / f"{module}.py").read_text(encoding="utf-8")

@@ -1,0 +1,93 @@
+"""Memory of this process, and the temperature of this machine.
+
+The temperature is that of hwmon's sensors of CPUs, else of thermal zones; an emulated node has none.
+"""
+
+import mmap
+import os
+import resource
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def peak_memory_bytes() -> int:
+    """Return the peak resident set size of this process."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def resident_bytes() -> int:
+    """Return the resident set size of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+def data_bytes() -> int:
+    """Return the size of this process's own writable memory: what `limit_data` counts."""
+    return int(Path("/proc/self/statm").read_text().split()[5]) * mmap.PAGESIZE
+
+
+def limit_data(num_bytes: int) -> None:
+    """Let allocations fail that would take this process's own writable memory above `num_bytes`.
+
+    A lower limit of the machine stays.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    wanted = num_bytes if hard == resource.RLIM_INFINITY else min(num_bytes, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (wanted, hard))
+
+
+SYS = Path("/sys/class")
+INTERVAL_S = 10.0
+"""Between two readings: a sensor behind ACPI takes milliseconds."""
+MIN_C, MAX_C = 1.0, 150.0
+"""Readings outside are those of a sensor that is off or broken."""
+CPU_CHIPS = ("coretemp", "k10temp", "zenpower", "cpu_thermal", "cputemp", "soc_thermal")
+CPU_ZONES = ("cpu", "x86_pkg_temp", "soc", "core", "acpitz")
+EMULATED = "CSDCTL_EMULATED_FLEET"
+"""Environment variable of the processes of an emulated node."""
+
+
+class Thermometer:
+    """The hottest sensor of the CPU, read now and then."""
+
+    def __init__(self, sys: Path = SYS) -> None:
+        """`sys`: where the kernel has its classes of devices."""
+        self._sensors = [] if EMULATED in os.environ else find_sensors(sys)
+        self._read_at = float("-inf")
+        self._latest_c: float | None = None
+
+    def read_c(self) -> float | None:
+        """Return °C as they were at most INTERVAL_S ago; None where there is no sensor."""
+        if self._sensors and time.monotonic() - self._read_at >= INTERVAL_S:
+            self._read_at = time.monotonic()
+            self._latest_c = max(filter(None, map(_read_c, self._sensors)), default=None)
+        return self._latest_c
+
+
+def find_sensors(sys: Path) -> Sequence[Path]:
+    """Return the files that have a CPU's temperature in thousandths of °C; any zone's if none says it is."""
+    chips = [chip for chip in _list(sys / "hwmon", "hwmon*") if _text(chip / "name") in CPU_CHIPS]
+    if sensors := [sensor for chip in chips for sensor in _list(chip, "temp*_input")]:
+        return sensors
+    zones = _list(sys / "thermal", "thermal_zone*")
+    of_cpu = [zone for zone in zones if _text(zone / "type").lower().startswith(CPU_ZONES)]
+    return [zone / "temp" for zone in of_cpu or zones]
+
+
+def _list(directory: Path, pattern: str) -> list[Path]:
+    return sorted(directory.glob(pattern))
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace").strip()
+    except OSError:  # also where a sensor is off
+        return ""
+
+
+def _read_c(path: Path) -> float | None:
+    try:
+        celsius = int(_text(path)) / 1000
+    except ValueError:
+        return None
+    return celsius if MIN_C <= celsius <= MAX_C else None

@@ -1,0 +1,87 @@
+"""Probes of preflight checks: hostname, addresses, and writable directories."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from csdctl.facts.machine import collect_condition, parse_condition, parse_places
+from csdctl.transport.local import LocalSession
+from tests.patience import scaled
+
+# df of GNU coreutils, as the script prints it; the second place is a full tmpfs.
+PLACES = """\
+place /root
+space /dev/vda         264212084 24881724  81509188      24% /
+inodes /dev/vda       16777216 447426 16329790    3% /
+place /tmp
+refused sh: 4: printf: printf: I/O error
+space tmpfs                   64    64         0     100% /tmp
+inodes tmpfs          0     0     0     - /tmp
+"""
+
+
+def test_directories_are_parsed_with_space_inodes_and_refusal() -> None:
+    home, temporary = parse_places(PLACES).values()
+    assert (home.path, home.free_bytes, home.free_inodes, home.refusal) == (  # type: ignore[attr-defined]
+        "/root",
+        81509188 * 1024,
+        16329790,
+        "",
+    )
+    assert (temporary.free_bytes, temporary.free_inodes) == (0, None)  # type: ignore[attr-defined]
+    assert temporary.refusal == "I/O error"  # type: ignore[attr-defined]
+
+
+def test_unreadable_directory_is_unknown() -> None:
+    condition = parse_condition("csd0", "csdctl-fact:places\nsh: df: not found\n")
+    assert condition.home is None
+    assert condition.addresses is None
+
+
+@pytest.mark.parametrize(
+    ("name", "answer", "field"),
+    [
+        ("hostname", "h" * 900_000, "hostname"),
+        ("hostname", "a\x1b[2J", "hostname"),
+        ("addresses", " |-- 999.1.1.1\n /32 host LOCAL", "addresses"),
+        ("open files", "9" * 4000, "open_files"),
+        ("places", f"place /\nplace /\nspace x 1 1 {'9' * 400} 1% /", "home"),
+        ("places", "place a\x1b\nplace /", "home"),
+    ],
+)
+def test_answer_out_of_range_is_unknown(name: str, answer: str, field: str) -> None:
+    condition = parse_condition("csd0", f"csdctl-fact:{name}\n{answer}\n")
+    assert getattr(condition, field) is None
+
+
+def test_long_refusal_is_shortened() -> None:
+    refused = "r" * 900_000
+    condition = parse_condition("csd0", f"csdctl-fact:places\nplace /\nrefused {refused}\nplace /\n")
+    assert condition.home is not None
+    assert condition.home.refusal.endswith("(900,000 characters)")
+
+
+def test_this_machine_has_a_condition(tmp_path: Path) -> None:
+    session = LocalSession("host", tmp_path)
+    facts, condition = collect_condition(session, sys.executable, deadline_s=scaled(60))
+    session.close()
+    assert facts.python_version == sys.version.split()[0]
+    assert facts.keras_version
+    assert facts.has_prted is True
+    assert condition.hostname == os.uname().nodename
+    assert "127.0.0.1" in (condition.addresses or ())
+    assert condition.home is not None
+    assert condition.home.path == str(tmp_path)
+    assert condition.home.refusal == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.fault(26)
+def test_unwritable_home_is_reported() -> None:
+    session = LocalSession("host", Path("/proc"))
+    _, condition = collect_condition(session, sys.executable, deadline_s=scaled(60))
+    session.close()
+    assert condition.home is not None
+    assert condition.home.refusal

@@ -1,0 +1,202 @@
+"""The parsers on captured output; captures/README.md says which captures are real."""
+
+import os
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+from pkgutil import walk_packages
+
+import pytest
+
+from csdctl import facts
+from csdctl.errors import RemoteCommandError
+from csdctl.facts.fact import Fact, build_command
+from csdctl.facts.machine import (
+    CLOCK_COMMAND,
+    CONDITION_FACTS,
+    MACHINE_FACTS,
+    ClockTrip,
+    collect_machine_facts,
+    parse_facts,
+)
+from csdctl.fleet.facts import Facts
+from csdctl.transport.local import LocalSession
+from tests.fake_session import FakeSession
+
+CAPTURES = Path(__file__).parent / "captures"
+TRIPS = [ClockTrip(1000.0, 0.5, "1000.900000000\n"), ClockTrip(1000.0, 0.2, "1000.600000000\n")]
+
+
+def parse(capture: str) -> Facts:
+    return parse_facts("csd0", (CAPTURES / f"{capture}.txt").read_text(), TRIPS)
+
+
+def test_every_fact_is_collected() -> None:
+    modules = [import_module(module.name) for module in walk_packages(facts.__path__, f"{facts.__name__}.")]
+    defined = {id(value) for module in modules for value in vars(module).values() if isinstance(value, Fact)}
+    assert defined <= {id(fact) for fact in (*MACHINE_FACTS, *CONDITION_FACTS)}
+
+
+def test_x86_server_is_parsed() -> None:
+    facts = parse("x86_64-debian-12")
+    assert (facts.architecture, facts.cpu_model, facts.num_cores) == ("x86_64", "AMD EPYC", 2)
+    assert "avx512f" in facts.cpu_features
+    assert facts.memory_bytes == 24684084 * 1024
+    assert facts.memory_limit_bytes is None
+    assert facts.cpu_limit is None
+    assert (facts.python_version, facts.prefix, facts.glibc_version) == ("3.11.2", "/usr", "2.36")
+    assert facts.tensorflow_version is None
+    assert facts.home == "/tmp"
+    assert facts.notes == ()
+
+
+def test_busybox_without_python_gives_partial_facts() -> None:
+    facts = parse("x86_64-busybox-1.35")
+    assert (facts.architecture, facts.num_cores) == ("x86_64", 2)
+    assert facts.disk_free_bytes == 78683328 * 1024
+    assert facts.python_version is None
+    assert [note.split(" unknown")[0] for note in facts.notes] == ["Python", "glibc"]
+    assert "`python:`" in facts.notes[0]
+
+
+def test_cortex_a53_is_named_from_its_part_number() -> None:
+    facts = parse("sample-cortex-a53")
+    assert (facts.architecture, facts.cpu_model, facts.num_cores) == ("aarch64", "Cortex-A53", 4)
+    assert "asimd" in facts.cpu_features
+    assert facts.num_threads == 1
+    assert facts.mpi_version == "5.0.11"
+
+
+def test_cgroup_v2_limits_are_the_tightest_of_all_levels() -> None:
+    facts = parse("sample-cortex-a53")
+    assert facts.cpu_limit == 1.5
+    assert facts.memory_limit_bytes == facts.usable_memory_bytes == 4 << 30
+
+
+def test_empty_openmpi_package_counts_as_missing_with_a_note() -> None:
+    facts = parse("sample-raspberry-pi-4")
+    assert facts.cpu_model == "Cortex-A72"
+    assert facts.mpi_version is None
+    assert any("empty package" in note for note in facts.notes)
+    assert facts.prefix == "/home/pi/my venv"
+
+
+def test_environment_limits_and_musl_are_parsed() -> None:
+    facts = parse("sample-buildroot-musl")
+    assert (facts.cpu_limit, facts.memory_limit_bytes) == (2.5, 536870912)
+    assert facts.memory_available_bytes == (902344 + 52112) * 1024
+    assert facts.glibc_version is None
+    assert any("musl" in note for note in facts.notes)
+
+
+def test_clock_is_measured_at_the_middle_of_the_fastest_round_trip() -> None:
+    facts = parse("sample-cortex-a53")
+    assert facts.round_trip_s == 0.2
+    assert facts.clock_offset_s == pytest.approx(0.5)
+
+
+def test_clock_without_nanoseconds_counts_as_half_a_second() -> None:
+    text = (CAPTURES / "sample-cortex-a53.txt").read_text()
+    facts = parse_facts("csd0", text, [ClockTrip(1000.0, 0.0, "1000.%N\n")])
+    assert facts.clock_offset_s == pytest.approx(0.5)
+
+
+def test_clock_a_day_off_is_noted() -> None:
+    text = (CAPTURES / "sample-cortex-a53.txt").read_text()
+    facts = parse_facts("csd0", text, [ClockTrip(100_000.0, 0.0, "186400.0\n")])
+    assert any("by +86400 s" in note for note in facts.notes)
+
+
+def test_foreign_output_is_an_error() -> None:
+    with pytest.raises(RemoteCommandError, match="instead of facts"):
+        parse_facts("csd0", "This system is for authorised use only.\n", TRIPS)
+
+
+@pytest.mark.parametrize("name", [fact.name for fact in MACHINE_FACTS])
+def test_empty_probe_output_is_noted_and_others_are_parsed(name: str) -> None:
+    text = (CAPTURES / "sample-cortex-a53.txt").read_text()
+    before, after = text.split(f"csdctl-fact:{name}\n")
+    following = after.find("csdctl-fact:")
+    facts = parse_facts(
+        "csd0", before + f"csdctl-fact:{name}\n" + (after[following:] if following >= 0 else ""), TRIPS
+    )
+    assert [note for note in facts.notes if note.startswith(f"{name} unknown")]
+    assert facts.architecture == "aarch64" or name == "architecture"
+
+
+def test_one_round_trip_for_the_probes_and_three_for_the_clock() -> None:
+    fake = FakeSession("csd0").on("sh", stdout=(CAPTURES / "sample-cortex-a53.txt").read_bytes())
+    fake.on(*CLOCK_COMMAND, stdout="1000.5\n")
+    assert collect_machine_facts(fake, "python3").name == "csd0"
+    assert [command[0] for command in fake.commands] == ["sh", "date", "date", "date"]
+    assert fake.commands[0][-1] == "python3"
+
+
+def test_this_machine_has_facts(tmp_path: Path) -> None:
+    facts = collect_machine_facts(LocalSession("host", tmp_path), sys.executable)
+    assert facts.python_version == ".".join(map(str, sys.version_info[:3]))
+    assert facts.prefix == sys.prefix
+    assert facts.num_cores == os.cpu_count()
+    assert facts.home == str(tmp_path)
+    assert facts.disk_free_bytes
+    assert abs(facts.clock_offset_s or 99) < 5
+    assert facts.problem is None
+
+
+def test_limits_come_from_the_environment_of_the_machine(tmp_path: Path) -> None:
+    environment = {**os.environ, "CSDCTL_CPU_LIMIT": "0.22", "CSDCTL_MEMORY_LIMIT": "1000000"}
+    command = build_command(MACHINE_FACTS, sys.executable)
+    printed = subprocess.run(
+        command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=True
+    ).stdout
+    facts = parse_facts("csd0", printed, TRIPS)
+    assert (facts.cpu_limit, facts.memory_limit_bytes, facts.num_threads) == (0.22, 1000000, 1)
+
+
+@pytest.mark.parametrize("python", ["no-such-python", "/bin/false", "$(touch pwned)"])
+def test_wrong_python_is_noted_and_other_facts_are_kept(tmp_path: Path, python: str) -> None:
+    facts = collect_machine_facts(LocalSession("host", tmp_path), python)
+    assert facts.python_version is None
+    assert any(note.startswith("Python unknown") for note in facts.notes)
+    assert facts.num_cores
+    assert not (tmp_path / "pwned").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "answer", "field", "note"),
+    [
+        ("memory", f"MemTotal: {10**30} kB", "memory_bytes", "memory bytes is 1024000"),
+        ("memory", f"MemTotal: {'9' * 4299} kB", "memory_bytes", "a huge number"),
+        ("CPU", "processor : 0\n" * 70_000, "num_cores", "num cores is 70000"),
+        ("CPU", f"processor : 0\nmodel name : {'A' * 900_000}", "cpu_model", "(900,002 characters)"),
+        ("limits", "cpu.max 100000 0", "cpu_limit", "limits unknown: the period of its CPU quota is 0"),
+        ("limits", f"cpu.max {'9' * 400} 1", "cpu_limit", "limits unknown"),
+        ("limits", "cpus_allowed 9-0", "cpu_limit", "cpu limit is -8.0"),
+        ("limits", "memory.max -1", "memory_limit_bytes", "memory limit bytes is -1"),
+        ("disk", f"x 1 0 {'9' * 900} 0% /", "disk_free_bytes", "(904 characters)"),
+        ("Python", "[" * 900_000, "python_version", "Python unknown: it printed '[[["),
+        ("glibc", "1" * 900_000, "glibc_version", "glibc unknown"),
+        ("home", "/a\x1b[2J", "home", "home is '/a"),
+        ("NVMe drives", "begin\ncontroller \x1b[2J\nserial S", "drives", "NVMe drives unknown: device is"),
+    ],
+)
+def test_answer_out_of_range_is_noted_and_other_facts_are_kept(
+    name: str, answer: str, field: str, note: str
+) -> None:
+    text = (CAPTURES / "sample-cortex-a53.txt").read_text()
+    before, _, rest = text.partition(f"csdctl-fact:{name}\n")
+    _, marker, after = rest.partition("csdctl-fact:")
+    facts = parse_facts("csd0", f"{before}csdctl-fact:{name}\n{answer}\n{marker}{after}", TRIPS)
+    assert not getattr(facts, field)
+    assert facts.architecture == "aarch64"
+    assert any(note in shown for shown in facts.notes)
+    assert all(len(shown) < 400 for shown in facts.notes)
+
+
+@pytest.mark.parametrize("printed", ["9" * 400, "9" * 900_000, "-1.5", "nan", "²", "1e9"])
+def test_invalid_clock_is_noted(printed: str) -> None:
+    text = (CAPTURES / "sample-cortex-a53.txt").read_text()
+    facts = parse_facts("csd0", text, [ClockTrip(1000.0, 0.1, printed)])
+    assert facts.clock_offset_s is None
+    assert any(note.startswith("clock unknown") and len(note) < 200 for note in facts.notes)

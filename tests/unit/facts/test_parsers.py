@@ -1,0 +1,93 @@
+import pytest
+
+from csdctl.facts.hardware import (
+    parse_architecture,
+    parse_cpuinfo,
+    parse_disk_free,
+    parse_limits,
+    parse_meminfo,
+)
+from csdctl.facts.software import parse_glibc, parse_home, parse_python
+
+
+def arm_core(number: int, implementer: str, part: str) -> str:
+    return (
+        f"processor : {number}\nFeatures : fp asimd\nCPU implementer : {implementer}\nCPU part : {part}\n\n"
+    )
+
+
+def test_big_and_little_cores_are_both_named() -> None:
+    parts = ["0xd03", "0xd03", "0xd09", "0xd09"]
+    facts = parse_cpuinfo("".join(arm_core(number, "0x41", part) for number, part in enumerate(parts)))
+    assert (facts["cpu_model"], facts["num_cores"]) == ("Cortex-A53 + Cortex-A73", 4)
+
+
+def test_unknown_part_is_shown_by_number() -> None:
+    assert parse_cpuinfo(arm_core(0, "0x48", "0xd01"))["cpu_model"] == "ARM 0x48/0xd01"
+
+
+def test_32_bit_arm_is_named_by_part_and_not_by_its_vague_model_name() -> None:
+    text = "model name\t: ARMv7 Processor rev 4 (v7l)\n" + arm_core(0, "0x41", "0xd03")
+    assert parse_cpuinfo(text)["cpu_model"] == "Cortex-A53"
+
+
+@pytest.mark.parametrize(
+    ("lines", "cpu_limit", "memory_limit"),
+    [
+        ("cpus_allowed", None, None),
+        ("cpu.max max 100000\nmemory.max max", None, None),
+        ("cpu.max 22000 100000\nmemory.max 1073741824", 0.22, 1 << 30),
+        ("cpu.cfs_quota_us 200000\ncpu.cfs_period_us 100000", 2.0, None),
+        ("cpu.cfs_quota_us -1\ncpu.cfs_period_us 100000", None, None),
+        ("memory.limit_in_bytes 9223372036854771712", None, None),
+        ("cpus_allowed 0-1,4", 3.0, None),
+        ("cpu_environment 0.5\ncpu.max 200000 100000", 0.5, None),
+        ("cpu_environment 3\ncpu.max 200000 100000\nmemory_environment 9\nmemory.max 10", 2.0, 9),
+        ("cpu_environment \nmemory_environment ", None, None),
+    ],
+)
+def test_tightest_limit_wins(lines: str, cpu_limit: float | None, memory_limit: int | None) -> None:
+    assert parse_limits(lines) == {"cpu_limit": cpu_limit, "memory_limit_bytes": memory_limit}
+
+
+@pytest.mark.parametrize("value", ["-1", "0", "nan", "inf", "two"])
+def test_invalid_limit_in_the_environment_is_reported(value: str) -> None:
+    with pytest.raises(ValueError, match="CSDCTL_CPU_LIMIT"):
+        parse_limits(f"cpu_environment {value}")
+
+
+def test_disk_with_a_space_in_its_mount_point_is_read() -> None:
+    text = (
+        "Filesystem 1024-blocks Used Available Capacity Mounted\n//nas/my share 100 60 40 60% /mnt/my disk\n"
+    )
+    assert parse_disk_free(text) == {"disk_free_bytes": 40960}
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [
+        ("glibc 2.36\n", "2.36"),
+        ("ldd (Debian GLIBC 2.28-10+deb10u3) 2.28\nCopyright (C) 2018\n", "2.28"),
+        ("ldd (GNU libc) 2.34\n", "2.34"),
+    ],
+)
+def test_glibc_is_read_from_getconf_and_from_ldd(text: str, version: str) -> None:
+    assert parse_glibc(text) == {"glibc_version": version}
+
+
+@pytest.mark.parametrize(
+    "parse",
+    [
+        parse_architecture,
+        parse_cpuinfo,
+        parse_meminfo,
+        parse_disk_free,
+        parse_python,
+        parse_glibc,
+        parse_home,
+    ],
+)
+@pytest.mark.parametrize("text", ["", "nonsense here\n", "{}", "[1]", "sh: 1: not found\n"])
+def test_invalid_output_is_a_value_error(parse, text: str) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(ValueError, match="."):
+        parse(text)

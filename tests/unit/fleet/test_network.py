@@ -1,0 +1,52 @@
+"""Names that mpirun takes for its own machine, or for one another."""
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from csdctl.errors import InputError
+from csdctl.fleet.fleet_file import load_fleet
+from csdctl.fleet.network import find_ambiguous, means_host, own_names
+
+OWN = frozenset({"host", "localhost", "server", "192.0.2.2", "127.0.0.1"})
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["server", "SERVER", "server.lab", "Server.other.org", "localhost", "LocalHost.x", "host", "192.0.2.2"],
+)
+def test_name_of_the_host_is_recognized(name: str) -> None:
+    assert means_host(name, OWN)
+
+
+@pytest.mark.parametrize(
+    "name", ["server1", "csd0", "csd0.server", "192.0.2.3", "192", "server-2", "127.0.0.2"]
+)
+def test_other_names_are_not_taken_for_it(name: str) -> None:
+    assert not means_host(name, OWN)
+
+
+def test_names_that_are_equal_up_to_the_dot_are_found() -> None:
+    names = ["csd0.a", "csd1.a", "csd0.b", "10.1.1.2", "10.1.1.3", "csd1.a"]
+    assert list(find_ambiguous(names)) == [("csd0.a", "csd0.b")]
+
+
+def test_host_knows_its_name_and_addresses() -> None:
+    own = own_names()
+    assert {"host", "localhost", "127.0.0.1", socket.gethostname().partition(".")[0].lower()} <= own
+
+
+def test_node_with_the_name_of_the_host_must_be_renamed(tmp_path: Path) -> None:
+    (tmp_path / "fleet.yaml").write_text(
+        f"nodes: [{{name: {socket.gethostname().upper()}, address: 192.0.2.1}}]\n"
+    )
+    with pytest.raises(InputError, match="mpirun would take it for this host") as raised:
+        load_fleet(tmp_path / "fleet.yaml")
+    assert raised.value.remedy == "give the node another `name`; its `address` may stay"
+
+
+def test_address_of_a_node_may_be_the_host(tmp_path: Path) -> None:
+    """As in an emulated fleet."""
+    (tmp_path / "fleet.yaml").write_text("nodes: [{name: csd0, address: localhost}]\n")
+    assert load_fleet(tmp_path / "fleet.yaml").nodes[0].address == "localhost"

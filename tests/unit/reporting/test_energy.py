@@ -1,0 +1,35 @@
+"""What the report says of energy from which no idle power is subtracted."""
+
+from csdctl.reporting.energy import add_up_energy, describe_energy
+from csdctl.runs.ledger import MEASURED, PowerRecord
+
+
+def described(**idle_watts):
+    records = [
+        PowerRecord(
+            time=100.0,
+            machine=machine,
+            source="hwmon",
+            origin=MEASURED,
+            seconds=100.0,
+            joules=500.0,
+            idle_watts=watts,
+            includes_nodes=False,
+            error="",
+        )
+        for machine, watts in idle_watts.items()
+    ]
+    return describe_energy(add_up_energy(records, list(idle_watts), {}, 0.0, 100.0))
+
+
+def test_machines_without_a_stated_idle_power_are_named() -> None:
+    assert described(host=2.0, csd0=None, csd1=None) == [
+        "1,500 J measured (hwmon), idle power included: idle_watts of csd0, csd1 is not in fleet.yaml, "
+        "known for 100% of the training"
+    ]
+
+
+def test_energy_above_idle_says_nothing_of_that() -> None:
+    assert described(host=2.0, csd0=1.0) == [
+        "1,000 J measured (hwmon), 700 J above stated idle power, known for 100% of the training"
+    ]

@@ -1,0 +1,215 @@
+"""ε against closed forms, and which of a run's events count as releases."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from csdctl.errors import InputError
+from csdctl.reporting.privacy import (
+    PassCounter,
+    check_accountant,
+    compute_epsilon,
+    count_passes,
+    measure_privacy,
+    plan_privacy,
+)
+from csdctl.worker.protocol.events import (
+    EARLY_STOPPING,
+    MAX_STEPS,
+    STOPPED,
+    EpochEnd,
+    Event,
+    Finished,
+    Joined,
+    LinkLost,
+    Paused,
+    Progress,
+)
+from csdctl.worker.protocol.recipe import Noise, Recipe
+from csdctl.worker.protocol.run_spec import RankSpec, RunSpec, Runtime
+
+NOISE = Noise(1.0, 8.0, 1e-5)
+
+
+def normal(x: float) -> float:
+    return 0.5 * math.erfc(-x / math.sqrt(2))
+
+
+def delta_of(epsilon: float, deviation: float, sensitivity: float) -> float:
+    """δ of the Gaussian mechanism at ε (Balle and Wang, 2018, theorem 8)."""
+    half, ratio = sensitivity / (2 * deviation), epsilon * deviation / sensitivity
+    return normal(half - ratio) - math.exp(epsilon) * normal(-half - ratio)
+
+
+@pytest.mark.parametrize(("multiplier", "count"), [(8.0, 1), (8.0, 10), (20.0, 100), (2.0, 3)])
+def test_epsilon_is_that_of_the_gaussian_mechanism_with_all_sums_at_once(
+    multiplier: float, count: int
+) -> None:
+    epsilon = compute_epsilon(replace(NOISE, noise_multiplier=multiplier), count)
+    # k sums that a replaced sample moves by 2 each are one vector that it moves by 2·√k.
+    assert delta_of(epsilon, multiplier, 2 * math.sqrt(count)) == pytest.approx(NOISE.delta, rel=1e-4)
+
+
+def test_many_sums_equal_one_sum_with_less_noise() -> None:
+    assert compute_epsilon(NOISE, 16) == pytest.approx(
+        compute_epsilon(replace(NOISE, noise_multiplier=8.0 / 4), 1)
+    )
+
+
+def test_epsilon_equals_that_of_the_composing_accountant() -> None:
+    import dp_accounting
+    from dp_accounting.pld import PLDAccountant
+
+    # For REPLACE_ONE, one sample moves a sum by twice the norm.
+    accountant = PLDAccountant(dp_accounting.NeighboringRelation.REPLACE_ONE)
+    accountant.compose(dp_accounting.SelfComposedDpEvent(dp_accounting.GaussianDpEvent(8.0), 10))
+    assert compute_epsilon(NOISE, 10) == pytest.approx(accountant.get_epsilon(1e-5), rel=1e-3)
+
+
+def test_epsilon_is_independent_of_the_clipping_norm_and_0_without_releases() -> None:
+    assert compute_epsilon(replace(NOISE, l2_norm_clip=0.01), 5) == compute_epsilon(NOISE, 5)
+    assert compute_epsilon(NOISE, 0) == 0.0
+
+
+def test_missing_accountant_is_reported_with_the_command_that_installs_it() -> None:
+    check_accountant()
+    with pytest.raises(InputError, match="dp-accounting, which is not installed") as caught:
+        check_accountant(lambda: False)
+    assert caught.value.remedy == "pip install 'csdctl[privacy]'"
+    found = measure_privacy(MANIFEST, count_passes([joined(1), ended(1), finished()], 3), lambda: False)
+    assert found
+    assert [(node.num_releases, node.epsilon) for node in found.nodes] == [(1, None), (3, None)]
+
+
+def joined(epoch: int, step: int = 0, members: Iterable[int] = (0, 1, 2)) -> Joined:
+    return Joined(0, "host", 1, epoch, step, 10, 0, {str(rank): 4 for rank in members}, "star", 0.1)
+
+
+def ended(epoch: int) -> EpochEnd:
+    return EpochEnd(0, "host", epoch, 10, 100, 1.0, 1.0, 2.0, "hash")
+
+
+def finished(reason: str = "") -> Finished:
+    return Finished(0, "host", 1, 10, "hash", 1, reason=reason)
+
+
+def lost(epoch: int) -> LinkLost:
+    return LinkLost(0, "host", 1, epoch, 3)
+
+
+PROGRESS = Progress(0, "host", 1, 1, 1, 1, 1.0, 1.0, 1.0)
+PAUSED = Paused(0, "host", 1)
+
+SEQUENCES: dict[str, tuple[list[Event], int]] = {
+    "nothing": ([], 0),
+    "three epochs": ([joined(1), ended(1), ended(2), ended(3), finished()], 3),
+    "with progress reported": ([joined(1), PROGRESS, ended(1), PROGRESS, ended(2), finished()], 2),
+    "ended by early stopping": ([joined(1), ended(1), ended(2), finished(EARLY_STOPPING)], 2),
+    "ended within an epoch": ([joined(1), ended(1), ended(2), finished(MAX_STEPS)], 2),
+    "stopped within the second epoch": ([joined(1), ended(1), finished(STOPPED)], 2),
+    "paused, then with another group": ([joined(1), ended(1), PAUSED, joined(2), ended(2), finished()], 2),
+    "an epoch that a new group resumes": (
+        [joined(1), PROGRESS, lost(1), joined(1, 3), ended(1), finished()],
+        2,
+    ),
+    "lost within the second epoch": (
+        [joined(1), ended(1), lost(2), joined(2, 3), ended(2), finished()],
+        3,
+    ),
+    "csdctl killed in the second epoch, resumed there": (
+        [joined(1), ended(1), PROGRESS, joined(2, 3), ended(2), finished()],
+        3,
+    ),
+    "csdctl killed, and the ranks continued unreported": ([joined(1), joined(3, 2), ended(3), finished()], 4),
+    "resumed from a checkpoint before": (
+        [joined(1), ended(1), ended(2), PROGRESS, joined(2, 5), ended(2), ended(3), finished()],
+        5,
+    ),
+    "events break off after an epoch": ([joined(1), ended(1)], 2),
+}
+
+
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_every_pass_that_may_have_begun_counts(name: str) -> None:
+    events, expected = SEQUENCES[name]
+    assert count_passes(events, 3).finish() == [expected] * 3
+
+
+def test_absent_node_releases_nothing() -> None:
+    events = [
+        joined(1),
+        lost(1),
+        joined(1, 3, (0, 1)),
+        ended(1),
+        ended(2),
+        PAUSED,
+        joined(3),
+        ended(3),
+        finished(),
+    ]
+    assert count_passes(events, 3).finish() == [4, 4, 2]
+
+
+def test_events_of_other_ranks_add_nothing() -> None:
+    others = [replace(event, rank=1) for event in SEQUENCES["three epochs"][0]]
+    assert count_passes([*SEQUENCES["three epochs"][0], *others], 3).finish() == [3] * 3
+
+
+def test_group_that_only_a_node_reported_counts_for_that_node() -> None:
+    first = replace(joined(1), rank=2)
+    events = [first, joined(1), replace(joined(1), rank=1), first, ended(1), finished()]
+    assert count_passes(events, 3).finish() == [1, 1, 2]
+
+
+MANIFEST: dict[str, Any] = {
+    "noise": {"l2_norm_clip": 1.0, "noise_multiplier": 8.0, "delta": 1e-5},
+    "placed": [
+        {"name": "host", "num_private": 0, "num_repeated": 0},
+        {"name": "csd0", "num_private": 40, "num_repeated": 0},
+        {"name": "csd1", "num_private": 25, "num_repeated": 15},
+    ],
+}
+
+
+def test_repeated_samples_are_in_more_sums() -> None:
+    found = measure_privacy(MANIFEST, count_passes(SEQUENCES["three epochs"][0], 3))
+    assert found
+    assert [(node.node, node.num_private, node.num_releases) for node in found.nodes] == [
+        ("csd0", 40, 3),
+        ("csd1", 10, 9),
+    ]
+    assert found.nodes[1].epsilon == compute_epsilon(NOISE, 9)
+
+
+def test_run_without_noise_has_no_guarantee() -> None:
+    assert measure_privacy({"placed": []}, PassCounter(0)) is None
+    assert measure_privacy({"noise": None, "placed": []}, PassCounter(0)) is None
+    assert plan_privacy(SPEC, []) is None
+
+
+SPEC = RunSpec(
+    "run",
+    "a",
+    "w",
+    Recipe(epochs=4),
+    (
+        RankSpec(0, "host", 4, Runtime(1), None, None, 0, 100),
+        RankSpec(1, "csd0", 4, Runtime(1), None, None, 40, 0),
+        RankSpec(2, "csd1", 4, Runtime(1), None, None, 25, 0, num_repeated=15),
+    ),
+    None,
+    None,
+    "out",
+)
+
+
+def test_planned_privacy_covers_all_epochs_and_earlier_releases_of_a_resumed_run() -> None:
+    spec = replace(SPEC, noise=NOISE)
+    new, resumed = plan_privacy(spec, []), plan_privacy(spec, [joined(1), ended(1), PROGRESS])
+    assert new
+    assert resumed
+    assert [node.num_releases for node in new.nodes] == [4, 12]
+    assert [node.num_releases for node in resumed.nodes] == [5, 15]

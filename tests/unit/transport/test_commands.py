@@ -1,0 +1,89 @@
+import shutil
+import subprocess
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from csdctl.errors import InputError
+from csdctl.transport.commands import MarkedOutput, build_kill_command_line, build_wrapped_command
+
+SHELLS = [[shell] for shell in ("dash", "bash") if shutil.which(shell)]
+SHELLS += [["busybox", "sh"]] if shutil.which("busybox") else []
+
+
+@pytest.mark.parametrize("shell", SHELLS, ids=lambda shell: shell[0])
+@pytest.mark.parametrize("is_leader", [True, False])
+def test_wrapper_works_in_every_posix_shell(shell: list[str], is_leader: bool) -> None:
+    wrapped = build_wrapped_command(
+        ["sh", "-c", 'echo "$1"; cat; echo e >&2; exit 7', "x", "a b"], deadline_s=50
+    )
+    ended = subprocess.run(
+        [*shell, *wrapped.argv[1:]],
+        input=b"input",
+        capture_output=True,
+        start_new_session=is_leader,
+        check=False,
+    )
+    stdout = MarkedOutput(wrapped.token, max_bytes=100)
+    stderr = MarkedOutput(wrapped.token, max_bytes=100)
+    stdout.feed(ended.stdout)
+    stderr.feed(ended.stderr)
+    assert (ended.returncode, stdout.kept, stderr.kept) == (7, b"a b\ninput", b"e\n")
+    assert stderr.group > 1
+
+
+@given(st.lists(st.binary(max_size=20), max_size=8), st.integers(1, 7), st.binary(max_size=30))
+def test_output_is_found_in_chunks_of_any_size(chunks: list[bytes], cut: int, preamble: bytes) -> None:
+    content = b"".join(chunks)
+    stream = preamble + b"csdctl-0 123\n" + content
+    output = MarkedOutput("csdctl-0", max_bytes=10_000)
+    fed = b"".join(output.feed(stream[start : start + cut]) for start in range(0, len(stream), cut))
+    assert (fed, output.kept, output.group, bytes(output.preamble)) == (content, content, 123, preamble)
+
+
+@given(st.lists(st.binary(max_size=50)), st.integers(1, 30), st.booleans())
+def test_kept_output_is_the_beginning_or_the_end(chunks: list[bytes], max_bytes: int, keep_end: bool) -> None:
+    output = MarkedOutput("t", max_bytes=max_bytes, keep_end=keep_end)
+    output.feed(b"t\n")
+    for chunk in chunks:
+        output.feed(chunk)
+    content = b"".join(chunks)
+    assert output.kept == (content[-max_bytes:] if keep_end else content[:max_bytes])
+
+
+def test_endless_preamble_stays_bounded() -> None:
+    output = MarkedOutput("token", max_bytes=10)
+    for _ in range(100):
+        output.feed(b"x" * 10_000)
+    assert len(output.preamble) <= MarkedOutput.MAX_PREAMBLE_BYTES
+    assert output.feed(b"token\nrest") == b"rest"
+
+
+@pytest.mark.parametrize("said", ["1", "-7", "0x10", "7 8", "9" * 11, "9" * 5000])
+def test_impossible_process_groups_are_not_believed(said: str) -> None:
+    output = MarkedOutput("token", max_bytes=10)
+    assert output.feed(f"token {said}\nx".encode()) == b""
+    assert (output.has_started, output.group) == (False, 0)
+    assert output.feed(b"token 77\nrest") == b"rest"
+    assert output.group == 77
+
+
+def test_preamble_is_searched_line_by_line() -> None:
+    output = MarkedOutput("token", max_bytes=10)
+    for byte in b"token token y\ntoken x\nno line end token 12\n" + b"rest":
+        output.feed(bytes([byte]))
+    assert (output.kept, output.group) == (b"rest", 12)
+    assert output.preamble == b"token token y\ntoken x\nno line end "
+
+
+@pytest.mark.parametrize("group", [-1, 0, 1])
+def test_only_own_process_groups_can_be_ended(group: int) -> None:
+    with pytest.raises(ValueError, match="not a process group"):
+        build_kill_command_line(group)
+
+
+def test_one_argument_longer_than_linux_takes_is_refused() -> None:
+    wrapped = build_wrapped_command(["echo", "x" * 130_000], deadline_s=1)
+    with pytest.raises(InputError, match="longer than"):
+        _ = wrapped.command_line

@@ -1,0 +1,181 @@
+"""Fabric over csdctl's connections, against a real SSH server: results, deadlines, bounds, host keys."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fabric
+import pytest
+from fabric.exceptions import GroupException
+from fabric.group import GroupResult
+from invoke.exceptions import CommandTimedOut, UnexpectedExit
+
+from csdctl.errors import HostKeyError, UnreachableError
+from csdctl.fleet.model import Fleet
+from csdctl.transport.fabric_group import FleetGroup, known_hosts_only, open_group
+from csdctl.transport.known_hosts import KnownHosts
+from csdctl.transport.session import MAX_OUTPUT_BYTES
+from tests.patience import eventually, scaled
+from tests.unit.transport.test_session_contract import is_alive
+
+
+def trust(directory: Path, *servers: Any) -> None:
+    (directory / ".csdctl").mkdir(exist_ok=True)
+    known = "".join(server.known_hosts.read_text() for server in servers)
+    (directory / ".csdctl" / "known_hosts").write_text(known)
+
+
+@pytest.fixture
+def fleet(server: Any, gate: Any, tmp_path: Path) -> Fleet:
+    """A node, and a node behind a jump host."""
+    trust(tmp_path, server, gate)
+    far = server.node(name="far", jump=gate.node(name="gate"))
+    return Fleet((server.node(), far), path=tmp_path / "fleet.yaml")
+
+
+@pytest.fixture
+def group(fleet: Fleet) -> Iterator[FleetGroup]:
+    with open_group(
+        fleet, directory=fleet.path.parent, connect_deadline_s=scaled(10), command_deadline_s=scaled(30)
+    ) as opened:
+        yield opened
+
+
+def test_group_is_fabrics_and_reaches_nodes_behind_a_jump_host(group: FleetGroup, gate: Any) -> None:
+    assert isinstance(group, fabric.ThreadingGroup)
+    results = group.run("echo out; echo err >&2; umask", hide=True)
+    assert isinstance(results, GroupResult)
+    assert {connection.node.name for connection in results} == {"csd0", "far"}
+    for result in results.values():
+        assert result.stdout.startswith("out\n0")
+        assert "0077" not in result.stdout
+        assert result.stderr == "err\n"
+    assert len(gate.connections) == 1
+
+
+def test_failures_are_fabrics_and_do_not_hide_results(group: FleetGroup, server: Any) -> None:
+    with pytest.raises(GroupException) as raised:
+        group.run("mkdir once 2>/dev/null", hide=True)
+    (failed,), (done,) = raised.value.result.failed.values(), raised.value.result.succeeded.values()
+    assert isinstance(failed, UnexpectedExit)
+    assert done.ok
+    assert group[0].run("exit 3", warn=True, hide=True).exited == 3
+
+
+def test_environment_quoting_and_directory_are_fabrics(group: FleetGroup) -> None:
+    node = group[0]
+    with node.cd("/"), node.prefix("export B='2 words'"):
+        assert node.run('echo "$A-$B"; pwd', env={"A": "1"}, hide=True).stdout == "1-2 words\n/\n"
+
+
+def test_deadline_ends_the_process_on_the_node(group: FleetGroup, server: Any) -> None:
+    with pytest.raises(CommandTimedOut):
+        group[1].run("echo $$ >pid; exec sleep 600", timeout=scaled(2), hide=True)
+    pid = int((server.home / "pid").read_text())
+    assert eventually(lambda: not is_alive(pid))
+
+
+def test_closing_the_group_ends_what_runs_behind_the_jump_host_too(group: FleetGroup, server: Any) -> None:
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            group.run("echo $$ >$$.pid; exec sleep 600", hide=True)
+        except GroupException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    assert eventually(lambda: len(list(server.home.glob("*.pid"))) == 2)
+    pids = [int(path.stem) for path in server.home.glob("*.pid")]
+    group.close()
+    thread.join()
+    assert errors
+    assert eventually(lambda: not any(map(is_alive, pids)))
+
+
+def test_output_is_bounded(group: FleetGroup) -> None:
+    done = group[0].run("head -c 3000000 /dev/zero | tr '\\0' x; echo end >&2", hide=True)
+    assert MAX_OUTPUT_BYTES < len(done.stdout) < MAX_OUTPUT_BYTES + 100
+    assert "the rest was dropped" in done.stdout
+    assert done.stderr == "end\n"
+
+
+def test_what_a_command_leaves_in_the_background_stays(group: FleetGroup, server: Any) -> None:
+    group[0].run("nohup sleep 600 >/dev/null 2>&1 & echo $! >pid", hide=True)
+    pid = int((server.home / "pid").read_text())
+    group[0].run("true")
+    try:
+        assert is_alive(pid)
+    finally:
+        group[0].run(f"kill {pid}")
+
+
+def test_changed_host_key_is_refused(fleet: Fleet, server: Any, gate: Any) -> None:
+    server.trust(gate.public_key)
+    trust(fleet.path.parent, server, gate)
+    with (
+        open_group(
+            fleet, directory=fleet.path.parent, connect_deadline_s=scaled(10), command_deadline_s=scaled(30)
+        ) as group,
+        pytest.raises(GroupException) as raised,
+    ):
+        group.run("touch was-here", hide=True)
+    for error in raised.value.result.values():
+        assert isinstance(error, HostKeyError)
+        assert "has changed" in error.message
+    assert not (server.home / "was-here").exists()
+
+
+def test_connection_that_a_task_makes_itself_is_refused_too(server: Any, gate: Any) -> None:
+    known = KnownHosts.load([server.known_hosts])
+    settings = {"key_filename": str(server.key), "look_for_keys": False, "allow_agent": False}
+    with known_hosts_only(known):
+        with fabric.Connection("127.0.0.1", "tester", server.port, connect_kwargs=settings) as own:
+            assert own.run("echo ok", hide=True, in_stream=False).stdout == "ok\n"
+        server.trust(gate.public_key)
+        changed = KnownHosts.load([server.known_hosts])
+    with (
+        known_hosts_only(changed),
+        fabric.Connection("127.0.0.1", "tester", server.port, connect_kwargs=settings) as own,
+        pytest.raises(HostKeyError, match="has changed"),
+    ):
+        own.run("true", hide=True)
+
+
+def test_task_cannot_connect_to_a_host_that_is_not_in_known_hosts(server: Any, gate: Any) -> None:
+    """Not even when the hosts of the fleet are."""
+    settings = {"key_filename": str(server.key), "look_for_keys": False, "allow_agent": False}
+    with (
+        known_hosts_only(KnownHosts.load([gate.known_hosts])),
+        fabric.Connection("127.0.0.1", "tester", server.port, connect_kwargs=settings) as own,
+        pytest.raises(HostKeyError, match="is unknown"),
+    ):
+        own.run("touch was-here", hide=True, in_stream=False)
+    assert not (server.home / "was-here").exists()
+
+
+def test_lost_connection_is_unreachable(group: FleetGroup, server: Any) -> None:
+    def drop() -> None:
+        eventually((server.home / "started").exists)
+        server.drop_connections()
+
+    thread = threading.Thread(target=drop)
+    thread.start()
+    with pytest.raises(UnreachableError, match="lost"):
+        group[0].run("touch started; exec sleep 600", hide=True)
+    thread.join()
+
+
+def test_sudo_gets_its_password_from_fabrics_configuration(group: FleetGroup, server: Any) -> None:
+    (server.home / "bin").mkdir()
+    sudo = server.home / "bin" / "sudo"
+    sudo.write_text(
+        '#!/bin/sh\nprintf "%s" "$3" >&2; read -r secret; shift 3\n'
+        '[ "$secret" = s3cret ] || exit 1\nexec "$@"\n'
+    )
+    sudo.chmod(0o755)
+    server.shell_prefix = "PATH=$HOME/bin:$PATH"
+    group[0].config.sudo.password = "s3cret"
+    assert group[0].sudo("echo as-root", hide=True).stdout == "as-root\n"

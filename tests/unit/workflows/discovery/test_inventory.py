@@ -1,0 +1,267 @@
+"""Nodes from Ansible inventories and ssh_config, resolved by the real `ssh -G`, and the file for them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from csdctl.errors import InputError
+from csdctl.fleet.fleet_file import load_fleet
+from csdctl.fleet.model import Fleet, Node
+from csdctl.workflows.discovery.inventory import (
+    AnsibleInventory,
+    FoundFleet,
+    FoundNodes,
+    SshConfig,
+    find_nodes,
+    import_fleet,
+    render_ansible,
+    render_ssh_config,
+)
+
+
+@pytest.fixture
+def key(tmp_path: Path) -> Path:
+    path = tmp_path / "keys" / "id of csd0"
+    path.parent.mkdir()
+    path.write_text("")
+    return path
+
+
+def from_ssh(directory: Path, text: str, *, limit: tuple[str, ...] = ()) -> FoundFleet:
+    path = directory / "config"
+    path.write_text(text)
+    return find_nodes(SshConfig(path), directory / "fleet.yaml", directory=directory, limit=limit)
+
+
+def from_ansible(directory: Path, text: str) -> FoundFleet:
+    path = directory / "hosts"
+    path.write_text(text)
+    return find_nodes(AnsibleInventory(path), directory / "fleet.yaml", directory=directory)
+
+
+class TestSshConfig:
+    def test_aliases_are_resolved_by_ssh(self, tmp_path: Path, key: Path) -> None:
+        text = (
+            f'Match host csd0\n  IdentityFile "{key.parent}/id of %n"\n'
+            "Host csd0 csd1\n  HostName=%h.lan\n  User trainer\nHost csd1\n  Port 2200\n"
+            "Host *\n  User nobody\n  Port 22\n"
+        )
+        found = from_ssh(tmp_path, text)
+        assert found.fleet.nodes == (
+            Node("csd0", "csd0.lan", user="trainer", key=key),
+            Node("csd1", "csd1.lan", port=2200, user="trainer"),
+        )
+        assert found.warnings == ()
+
+    def test_included_files_are_read_and_patterns_are_skipped(self, tmp_path: Path) -> None:
+        (tmp_path / "more").mkdir()
+        (tmp_path / "more" / "a").write_text("hOsT inside\n  hostname 10.0.0.7\n  User u\n")
+        text = f'Include "{tmp_path}/more/*"\nHost a* !b "two words" c # d\n  HostName 10.0.0.8\n  User u\n'
+        found = from_ssh(tmp_path, text)
+        assert [(node.name, node.address) for node in found.fleet.nodes] == [
+            ("inside", "10.0.0.7"),
+            ("c", "10.0.0.8"),
+        ]
+        assert found.warnings == ("two words: not a valid node name: skipped",)
+
+    def test_limit_selects_aliases(self, tmp_path: Path) -> None:
+        found = from_ssh(tmp_path, "Host csd0 csd1 other\n  User u\n", limit=("csd*",))
+        assert [node.name for node in found.fleet.nodes] == ["csd0", "csd1"]
+
+    def test_jump_hosts_are_followed(self, tmp_path: Path) -> None:
+        text = (
+            "Host csd0\n  ProxyJump ops@gate:2200\nHost csd1\n  ProxyJump first,second\n"
+            "Host csd2\n  ProxyCommand ssh -q -W [%h]:%p -l x -p 23 last\n"
+            "Host gate\n  HostName 10.0.0.1\n  ProxyJump first\nHost *\n  User u\n"
+        )
+        found = from_ssh(tmp_path, text, limit=("csd*",)).fleet
+        first = Node("first", "first", user="u")
+        assert [node.jump for node in found.nodes] == [
+            Node("ops-gate-2200", "10.0.0.1", 2200, "ops", jump=first),
+            Node("second", "second", user="u", jump=first),
+            Node("last", "last", 23, "x"),
+        ]
+
+    def test_cyclic_jumps_are_rejected(self, tmp_path: Path) -> None:
+        with pytest.raises(InputError, match="cycle"):
+            from_ssh(tmp_path, "Host a\n  ProxyJump b\nHost b\n  ProxyJump a\n")
+
+    def test_proxy_command_that_is_not_a_jump_is_rejected_by_name(self, tmp_path: Path) -> None:
+        with pytest.raises(InputError, match=r"csd0: ProxyCommand 'nc %h %p' is not supported") as raised:
+            from_ssh(tmp_path, "Host csd0\n  ProxyCommand nc %h %p\n")
+        assert "--exclude" in raised.value.remedy
+
+    @pytest.mark.parametrize(
+        ("line", "expected"),
+        [
+            ("HostKeyAlias x", "HostKeyAlias x is ignored"),
+            ("CertificateFile /x-cert.pub", "CertificateFile /x-cert.pub is ignored"),
+            ("UserKnownHostsFile /elsewhere", "UserKnownHostsFile /elsewhere is ignored"),
+            ("StrictHostKeyChecking no", "csdctl always checks host keys"),
+            ("IdentityFile /nowhere/id", "IdentityFile /nowhere/id does not exist"),
+            ("AddressFamily inet6", "AddressFamily inet6 is ignored"),
+            ("BindInterface tun0", "BindInterface tun0 is ignored"),
+        ],
+    )
+    def test_ignored_settings_are_reported_once_for_all_nodes(
+        self, tmp_path: Path, line: str, expected: str
+    ) -> None:
+        found = from_ssh(tmp_path, f"Host csd0 csd1 csd2\n  User u\n  {line}\n")
+        (warning,) = found.warnings
+        assert warning.startswith("csd0, csd1, csd2: ")
+        assert expected in warning
+
+    @pytest.mark.fault(40)
+    @pytest.mark.parametrize("line", ["HostName -oProxyCommand=x", "User $x", "ProxyJump $(x)@y"])
+    def test_values_not_allowed_in_a_fleet_file_are_rejected(self, tmp_path: Path, line: str) -> None:
+        with pytest.raises(InputError, match="csd0: "):
+            from_ssh(tmp_path, f"Host csd0\n  {line}\n  User u\n")
+
+    @pytest.mark.parametrize("text", ["", "Host *\n  User u\n", "User u\n"])
+    def test_file_without_aliases_is_an_error(self, tmp_path: Path, text: str) -> None:
+        with pytest.raises(InputError, match="no Host line with a name"):
+            from_ssh(tmp_path, text)
+
+    def test_file_that_ssh_refuses_is_reported_with_its_message(self, tmp_path: Path) -> None:
+        with pytest.raises(InputError, match="(?i)bad configuration option: nonsense"):
+            from_ssh(tmp_path, "Host csd0\n  Nonsense 1\n")
+
+
+class TestAnsible:
+    def test_hosts_are_resolved_by_ssh_from_their_variables(self, tmp_path: Path, key: Path) -> None:
+        text = (
+            "[csds]\ncsd[0:1] ansible_ssh_common_args='-o ProxyCommand=\"ssh -W %h:%p ops@10.9.0.1\"'\n"
+            f"[csds:vars]\nansible_user=me\nansible_port=2200\nansible_ssh_private_key_file='{key}'\n"
+        )
+        found = from_ansible(tmp_path, text)
+        gate = Node("10.9.0.1", "10.9.0.1", user="ops")
+        assert found.fleet.nodes == tuple(
+            Node(name, name, 2200, "me", key, groups=("csds",), jump=gate) for name in ("csd0", "csd1")
+        )
+        assert "name: 'csd[0-1]'" in found.text
+
+    def test_ansible_cfg_gives_defaults(self, tmp_path: Path, key: Path) -> None:
+        (tmp_path / "ansible.cfg").write_text(
+            "[defaults]\nremote_user = cfg ; a comment\nprivate_key_file = keys/id of csd0\n"
+            "[ssh_connection]\nssh_args = -C -o ControlMaster=auto\nssh_common_args = -J gate\n"
+        )
+        found = from_ansible(tmp_path, "csd0\ncsd1 ansible_ssh_user=own ansible_ssh_common_args=\n").fleet
+        assert [(node.user, node.key, node.jump and node.jump.name) for node in found.nodes] == [
+            ("cfg", key, "gate"),
+            ("own", key, None),
+        ]
+
+    @pytest.mark.parametrize("text", ["remote_user=x", "[defaults\n", "\xff"])
+    def test_ansible_cfg_that_cannot_be_read_is_an_error(self, tmp_path: Path, text: str) -> None:
+        (tmp_path / "ansible.cfg").write_text(text, encoding="latin-1")
+        with pytest.raises(InputError, match=r"ansible\.cfg cannot be read"):
+            from_ansible(tmp_path, "csd0\n")
+
+    @pytest.mark.fault(40)
+    def test_address_that_is_an_option_is_rejected(self, tmp_path: Path) -> None:
+        with pytest.raises(InputError, match="csd0: '-oProxyCommand=x' is not a valid address"):
+            from_ansible(tmp_path, "csd0 ansible_host=-oProxyCommand=x\n")
+
+    @pytest.mark.parametrize("option", ["Match exec 'touch ran'", "Match=exec 'touch ran'", "Include config"])
+    def test_arguments_of_an_inventory_run_no_program(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "config").write_text("Match exec 'touch ran'\n")
+        words = f'-o "{option}" -E log -O exit'.replace('"', '\\"')
+        found = from_ansible(tmp_path, f'csd0 ansible_user=me ansible_ssh_extra_args="{words}"\n')
+        assert [node.user for node in found.fleet.nodes] == ["me"]
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["config", "hosts"]
+
+    def test_ignored_settings_of_a_jump_host_are_reported_with_its_name(self, tmp_path: Path) -> None:
+        command = "ssh -o HostKeyAlias=x -W %h:%p gate"
+        text = f"csd[0:9] ansible_ssh_common_args=\"-o 'ProxyCommand={command}'\"\n"
+        assert from_ansible(tmp_path, text).warnings == (
+            "csd[0-9]: jump host gate: HostKeyAlias x is ignored",
+        )
+
+
+class TestThereAndBack:
+    @pytest.fixture
+    def fleet(self, tmp_path: Path, key: Path) -> Fleet:
+        outer = Node("outer", "fd00::9", user="me", key=key)
+        gate = Node("gate", "10.9.0.1", 2200, "ops", jump=outer)
+        nodes = [Node(f"csd{k}", f"10.1.1.{k}", user="t", key=key, jump=gate) for k in range(3)]
+        nodes.append(Node("board", "fe80::1%eth0", 23, "b", python="/opt/py", groups=("x", "boards")))
+        path = tmp_path / "fleet.yaml"
+        path.write_text("")
+        return Fleet(tuple(nodes), path=path)
+
+    def test_ansible_inventory_gives_the_same_nodes_again(self, tmp_path: Path, fleet: Fleet) -> None:
+        again = from_ansible(tmp_path, render_ansible(fleet, tmp_path))
+        assert again.warnings == ()
+        assert [described(node) for node in again.fleet.nodes] == [described(node) for node in fleet.nodes]
+        again.fleet.path.write_text(again.text)
+        assert [described(n) for n in load_fleet(fleet.path).nodes] == [described(n) for n in fleet.nodes]
+
+    def test_ssh_config_gives_the_same_addresses_again(self, tmp_path: Path, fleet: Fleet) -> None:
+        again = from_ssh(tmp_path, render_ssh_config(fleet, tmp_path), limit=("csd*,board",)).fleet
+        assert [(n.name, n.address, n.port, n.user, n.key) for n in again.nodes] == [
+            (n.name, n.address, n.port, n.user, n.key) for n in fleet.nodes
+        ]
+
+    @pytest.mark.parametrize("path", ["/keys/{{ x }}", "/keys/{% x %}"])
+    def test_path_that_ansible_would_read_as_a_template_is_rejected(self, tmp_path: Path, path: str) -> None:
+        fleet = Fleet((Node("csd0", "10.0.0.1", key=Path(path)),))
+        with pytest.raises(InputError, match="as a template"):
+            render_ansible(fleet, tmp_path)
+
+
+def described(node: Node | None) -> tuple[object, ...] | None:
+    """A node without what a jump host's name and group order are."""
+    if node is None:
+        return None
+    own = (node.address, node.port, node.user, node.key, node.python, set(node.groups))
+    return (*own, described(node.jump))
+
+
+@dataclass
+class TwoNodes:
+    """A source of two nodes that counts how often it was read."""
+
+    name: str = "two nodes"
+    origin: str = "Written by a test"
+    num_reads: int = 0
+
+    def find(self, directory: Path, limit: Sequence[str], exclude: Sequence[str]) -> FoundNodes:
+        self.num_reads += 1
+        return FoundNodes((Node("csd0", "10.0.0.1"), Node("csd1", "10.0.0.2")))
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "fleet.yaml"
+
+
+def test_imported_fleet_is_written(path: Path) -> None:
+    found = import_fleet(TwoNodes(), path, directory=path.parent)
+    assert [node.name for node in load_fleet(path).nodes] == ["csd0", "csd1"]
+    assert path.read_text() == found.text
+
+
+def test_dry_run_writes_nothing_and_may_find_a_file(path: Path) -> None:
+    path.write_text("nodes: []\n")
+    found = import_fleet(TwoNodes(), path, directory=path.parent, is_dry_run=True)
+    assert "csd[0-1]" in found.text
+    assert path.read_text() == "nodes: []\n"
+
+
+def test_existing_file_is_an_error_before_the_source_is_read(path: Path) -> None:
+    path.write_text("nodes: []\n")
+    source = TwoNodes()
+    with pytest.raises(InputError, match=r"fleet\.yaml already exists"):
+        import_fleet(source, path, directory=path.parent)
+    assert source.num_reads == 0
+
+
+def test_existing_file_is_overwritten_when_allowed(path: Path) -> None:
+    path.write_text("nodes: []\n")
+    import_fleet(TwoNodes(), path, directory=path.parent, force=True)
+    assert len(load_fleet(path).nodes) == 2
