@@ -37,7 +37,7 @@ LONGEST = [
         "emulated/test_demo.py",
         "emulated/test_features.py",
         "emulated/test_predict.py",
-        "emulated/test_strategies.py",
+        "emulated/test_tuned_strategies.py",
         "emulated/test_augment.py",
         "emulated/test_tune.py",
         "emulated/test_split.py",

@@ -1,4 +1,4 @@
-"""Strategies one model: forecasts of the time of a training, from step times and measured parts; pure.
+"""Strategies to train one model: forecasts of the time of a training, from steps and measured parts; pure.
 
 Data-parallel, features and split learn the same and differ in time, in bytes and in what leaves a node. The
 parts of a model (what is before a cut, what is behind) are timed on the host as shares of its whole step, and
@@ -50,7 +50,7 @@ class Machines:
     sum_s: Callable[[int], float]
     """Seconds of a sum of so many bytes over the ranks."""
     byte_s: float
-    """Seconds of one byte between a node and the host, one strategy, with all nodes sending."""
+    """Seconds of one byte between a node and the host, one way, with all nodes sending."""
     start_s: float
     """What a training takes besides its epochs: connecting, starting TensorFlow, linking the ranks."""
     process_s: float = 0.0

@@ -1,4 +1,4 @@
-"""Strategies one model on one fleet: whole models, features, and a model split between nodes and host.
+"""Strategies to train one model on one fleet: whole models, features, and a split between nodes and host.
 
     make bench ARGS="-k strategies"
 
