@@ -43,7 +43,6 @@ def prepare(job: Job, fleet: FleetOrPath = "fleet.yaml") -> Prepared:
                 loaded,
                 chosen,
                 directory=streams.directory,
-                sample="",
                 say=streams.say,
                 on_progress=view.show,
             )

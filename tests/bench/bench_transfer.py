@@ -5,14 +5,15 @@
 Downloads 150 MB. Each seed has a split of its own, the same for both. Prints figures, asserts no limits.
 """
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from csdctl.workflows.data.transfer_demo import JOB, SCRATCH_JOB, fetch_transfer_demo
-from tests.bench.running import csdctl
+from examples.transfer_learning.efficientnet_lite0 import fetch_weights
+from tests.bench.running import EXAMPLES, csdctl, place_sample
 
 SEEDS = (7, 8, 9)
 
@@ -20,19 +21,27 @@ SEEDS = (7, 8, 9)
 @pytest.mark.bench
 @pytest.mark.timeout(5400)
 def test_transfer_against_from_scratch(tmp_path: Path) -> None:
-    fetch_transfer_demo(tmp_path, print)
+    shutil.copytree(EXAMPLES / "transfer_learning", tmp_path, dirs_exist_ok=True)
+    fetch_weights(tmp_path)
     csdctl(tmp_path, "emulate", "up", "--nodes", "3", "--cpu", "0.25")
     found: dict[str, list[float]] = {"transfer": [], "scratch": []}
     try:
         for seed in SEEDS:
             for name, job, options in (
-                ("transfer", JOB, ("--strategy", "features")),
-                ("scratch", SCRATCH_JOB, ()),
+                ("transfer", "job.yaml", ("--strategy", "features")),
+                ("scratch", "scratch.yaml", ()),
             ):
                 file = f"{name}-{seed}.yaml"
-                text = job.replace("data/", f"data-{seed}/").replace("~/private", f"~/private-{seed}")
+                text = (
+                    (tmp_path / job)
+                    .read_text()
+                    .replace("data/", f"data-{seed}/")
+                    .replace("~/private", f"~/private-{seed}")
+                )
                 (tmp_path / file).write_text(text.replace("seed: 7", f"seed: {seed}"))
-                csdctl(tmp_path, "prepare", file, "--sample", "openclipart")
+                places = ("--data", f"data-{seed}", "--private", f"private-{seed}", "--seed", str(seed))
+                place_sample(tmp_path, "openclipart", *places)
+                csdctl(tmp_path, "prepare", file)
                 lines: list[dict[str, Any]] = csdctl(
                     tmp_path, "train", file, *options, "--batch-size", "16", "--skip-doctor"
                 )

@@ -6,14 +6,14 @@ Prints a table, asserts no limits. The peer is the fastest of the equal sizes tr
 alternate, because machines are noisy.
 """
 
+import shutil
 import statistics
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from csdctl.workflows.data.demo import write_demo_files
-from tests.bench.running import csdctl
+from tests.bench.running import EXAMPLES, csdctl, place_sample
 
 NUM_NODES = 3
 ROUNDS = 2
@@ -22,7 +22,7 @@ TUNED_STEPS = 80
 
 @pytest.fixture
 def fleet_directory(tmp_path: Path) -> Iterator[Path]:
-    write_demo_files(tmp_path)
+    shutil.copytree(EXAMPLES / "fashion_mnist", tmp_path, dirs_exist_ok=True)
     csdctl(tmp_path, "emulate", "up", "--nodes", str(NUM_NODES), "--cpu", "0.25")
     yield tmp_path
     csdctl(tmp_path, "emulate", "down")
@@ -30,7 +30,8 @@ def fleet_directory(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.timeout(1800)
 def test_tuned_against_equal(fleet_directory: Path) -> None:
-    csdctl(fleet_directory, "prepare", "--sample", "fashion-mnist")
+    place_sample(fleet_directory, "fashion-mnist")
+    csdctl(fleet_directory, "prepare")
     plan = csdctl(fleet_directory, "tune")[0]
     of_node = min(rank["batch_size"] for rank in plan["ranks"])
     same_global = round(plan["global_batch"] / len(plan["ranks"]))

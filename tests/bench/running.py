@@ -11,6 +11,7 @@ import yaml
 
 from csdctl.job.model import load_job
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 CSDCTL = Path(sys.prefix) / "bin" / "csdctl"
 
 
@@ -40,3 +41,9 @@ def write_plan(directory: Path, job: str, ranks: Sequence[dict[str, Any]]) -> No
         "ranks": list(ranks),
     }
     (directory / "plan.yaml").write_text(yaml.safe_dump(plan))
+
+
+def place_sample(directory: Path, name: str, *options: str) -> None:
+    """Write a sample data set to `directory` and its nodes."""
+    command = [sys.executable, str(EXAMPLES / "sample_data.py"), name, *options]
+    subprocess.run(command, cwd=directory, check=True)

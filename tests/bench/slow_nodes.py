@@ -6,10 +6,11 @@ from pathlib import Path
 
 import numpy as np
 
-from csdctl.workflows.data.demo import MODEL
+from tests.bench.running import EXAMPLES
 from tests.lab.machines import LabNode
 from tests.lab.project import Project
 
+DEMO_MODEL = (EXAMPLES / "fashion_mnist" / "fashion_cnn.py").read_text()
 CPU = 0.22
 """Of a core, for a slow node."""
 NETWORK = "10.77.0.0/23"
@@ -38,7 +39,7 @@ MOBILENET = Work(
     reference_batch=256,
 )
 """2.48 million trainable parameters, with many operations for each."""
-SMALL = Work("model: small.py:build\n", (28, 28, 1), 10, 0.001, 128, MODEL)
+SMALL = Work("model: small.py:build\n", (28, 28, 1), 10, 0.001, 128, DEMO_MODEL)
 """The demo's network: steps of a tenth of a second, 0.5 MB to sum."""
 DENSE = Work(
     "model: dense.py:build\n",

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -12,11 +13,11 @@ from typing import Any
 import pytest
 import yaml
 
-from csdctl.workflows.data.demo import write_demo_files
 from tests.patience import eventually, run_command, scaled
 
 pytestmark = pytest.mark.emulated
 
+EXAMPLE = Path(__file__).parents[2] / "examples" / "fashion_mnist"
 PROGRAM = "from csdctl.cli.app import main; main()"
 SITE = Path(sys.prefix) / "lib" / f"python3.{sys.version_info.minor}" / "site-packages"
 NAMESPACE = f"csdctl-doctor-{os.getpid()}"
@@ -308,7 +309,7 @@ def test_network_without_machines_fails_and_nothing_is_started(project: Path) ->
 
 @pytest.mark.fault(49)
 def test_training_is_refused_before_anything_is_started(project: Path, tmp_path: Path) -> None:
-    write_demo_files(project)
+    shutil.copytree(EXAMPLE, project, dirs_exist_ok=True)
     python = virtual_environment(tmp_path / "half", packages=True) / "bin" / "python"
     fleet = fleet_with(project, "refused.yaml", all_nodes={"python": str(python)})
     done = csdctl(project, "train", "--fleet", fleet, "--batch-size", "4")

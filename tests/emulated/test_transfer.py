@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from csdctl.workflows.data.sample_dataset import fetch_fashion_mnist
+from examples.sample_data import fetch_fashion_mnist
 from tests.emulated.running import csdctl
 from tests.emulated.training import events_of
 
@@ -72,7 +72,7 @@ recipe:
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     directory = tmp_path_factory.mktemp("transfer")
-    fashion = fetch_fashion_mnist(directory / "fashion", say=print)
+    fashion = fetch_fashion_mnist(directory / "fashion")
     is_new = fashion.train_labels >= 5
     old, new = np.flatnonzero(~is_new)[:NUM_PRETRAINING], np.flatnonzero(is_new)
     validation = np.flatnonzero(fashion.test_labels >= 5)[:NUM_VALIDATION]

@@ -1,6 +1,9 @@
 """`csdctl demo`: every command from an empty directory to a report, as a user would type them."""
 
 import os
+import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +13,10 @@ import typer
 
 from csdctl.cli.options import DEFAULT_FLEET, DEFAULT_JOB
 from csdctl.cli.streams import Streams
+from csdctl.errors import InputError, RunError
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+"""Of the repository; not part of an installed csdctl."""
 
 
 def demo(
@@ -26,32 +33,34 @@ def demo(
         ),
     ] = False,
     keep: Annotated[bool, typer.Option("--keep", help="Leave the emulated fleet running.")] = False,
+    examples: Annotated[
+        Path | None,
+        typer.Option(
+            "--examples", help="The directory examples/ of csdctl's repository.", show_default=False
+        ),
+    ] = None,
 ) -> None:
     """Train on an emulated fleet, all commands: Fashion-MNIST, or transfer learning."""
     from csdctl.launch.mpi_command import find_mpirun
     from csdctl.reporting.numbers import format_seconds
-    from csdctl.workflows.data.demo import write_demo_files
-    from csdctl.workflows.data.transfer_demo import fetch_transfer_demo
     from csdctl.workflows.maintenance.emulate import take_fleet_down
 
     streams = Streams()
     start = time.monotonic()
     find_mpirun()
-    if transfer:
-        fetch_transfer_demo(directory.absolute(), streams.say)
-    else:
-        write_demo_files(directory.absolute())
+    examples = (examples or EXAMPLES).absolute()
+    _copy_example(examples / ("transfer_learning" if transfer else "fashion_mnist"), directory)
     os.chdir(directory)
     take_fleet_down(Path.cwd())
     streams.say(
         f"The demo runs in {Path.cwd()}. The fleet is emulated: its timings say nothing about real nodes."
     )
     list_steps = _list_transfer_steps if transfer else _list_steps
-    steps = list_steps(nodes, cpu, None if keep else os.getpid())
+    steps = list_steps(examples / "sample_data.py", nodes, cpu, None if keep else os.getpid())
     try:
         for command, run in steps.items():
             streams.say("")
-            streams.console.print(f"$ csdctl {command}", style="bold", soft_wrap=True)
+            streams.console.print(f"$ {command}", style="bold", soft_wrap=True)
             run()
     finally:
         if not keep:
@@ -62,38 +71,62 @@ def demo(
         streams.say(f"The fleet is still running: `cd {directory}`; to stop it: `csdctl emulate down`.")
 
 
-def _list_steps(nodes: int, cpu: float, pid: int | None) -> dict[str, Callable[[], None]]:
+def _copy_example(example: Path, directory: Path) -> None:
+    """Copy the files of an example; existing files are kept. Raises InputError without the example."""
+    if not (example / "job.yaml").is_file():
+        raise InputError(
+            f"{example} does not exist: an installed csdctl has no examples",
+            remedy="run `make demo` in csdctl's repository, or name its examples/ with --examples",
+        )
+    if directory.exists() and not directory.is_dir():
+        raise InputError(f"{directory} is not a directory", remedy="give another directory with --directory")
+    directory.mkdir(parents=True, exist_ok=True)
+    for file in example.glob("*.*"):
+        if not (directory / file.name).exists():
+            shutil.copyfile(file, directory / file.name)
+
+
+def _run_python(*words: str | Path) -> Callable[[], None]:
+    def run() -> None:
+        if subprocess.run([sys.executable, *words], check=False).returncode != 0:
+            raise RunError(f"{Path(words[0]).name} failed; its message is above")
+
+    return run
+
+
+def _list_steps(sample_data: Path, nodes: int, cpu: float, pid: int | None) -> dict[str, Callable[[], None]]:
     """Return the commands of the demo in order, each with its call; the fleet ends with process `pid`."""
     from csdctl.cli.commands import discover, emulate, prepare, report, train, tune
 
     return {
-        f"emulate up --nodes {nodes} --cpu {cpu}": lambda: emulate.up(nodes=nodes, cpu=cpu, pid=pid),
-        "discover": discover.discover,
-        "prepare --sample fashion-mnist": lambda: prepare.prepare(
-            DEFAULT_JOB, DEFAULT_FLEET, sample="fashion-mnist"
-        ),
-        "tune --no-explore": lambda: tune.tune(DEFAULT_JOB, DEFAULT_FLEET, explore=False),
-        "train": lambda: train.train(DEFAULT_JOB, DEFAULT_FLEET),
-        "report": report.report,
+        f"csdctl emulate up --nodes {nodes} --cpu {cpu}": lambda: emulate.up(nodes=nodes, cpu=cpu, pid=pid),
+        "csdctl discover": discover.discover,
+        "python examples/sample_data.py fashion-mnist": _run_python(sample_data, "fashion-mnist"),
+        "csdctl prepare": prepare.prepare,
+        "csdctl tune --no-explore": lambda: tune.tune(DEFAULT_JOB, DEFAULT_FLEET, explore=False),
+        "csdctl train": lambda: train.train(DEFAULT_JOB, DEFAULT_FLEET),
+        "csdctl report": report.report,
     }
 
 
-def _list_transfer_steps(nodes: int, cpu: float, pid: int | None) -> dict[str, Callable[[], None]]:
+def _list_transfer_steps(
+    sample_data: Path, nodes: int, cpu: float, pid: int | None
+) -> dict[str, Callable[[], None]]:
     """Return the commands of the demo of transfer learning: every rank has the same batch size."""
     from csdctl.cli.commands import discover, emulate, prepare, report, train
 
     scratch = Path("scratch.yaml")
     return {
-        f"emulate up --nodes {nodes} --cpu {cpu}": lambda: emulate.up(nodes=nodes, cpu=cpu, pid=pid),
-        "discover": discover.discover,
-        "prepare --sample openclipart": lambda: prepare.prepare(
-            DEFAULT_JOB, DEFAULT_FLEET, sample="openclipart"
-        ),
-        "train --strategy features --batch-size 16": lambda: train.train(
+        "python efficientnet_lite0.py": _run_python("efficientnet_lite0.py"),
+        f"csdctl emulate up --nodes {nodes} --cpu {cpu}": lambda: emulate.up(nodes=nodes, cpu=cpu, pid=pid),
+        "csdctl discover": discover.discover,
+        "python examples/sample_data.py openclipart": _run_python(sample_data, "openclipart"),
+        "csdctl prepare": prepare.prepare,
+        "csdctl train --strategy features --batch-size 16": lambda: train.train(
             DEFAULT_JOB, DEFAULT_FLEET, strategy="features", batch_size=16
         ),
-        "report": report.report,
-        "train scratch.yaml --batch-size 16 --skip-doctor": lambda: train.train(
+        "csdctl report": report.report,
+        "csdctl train scratch.yaml --batch-size 16 --skip-doctor": lambda: train.train(
             scratch, DEFAULT_FLEET, batch_size=16, skip_doctor=True
         ),
     }

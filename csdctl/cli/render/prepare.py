@@ -302,14 +302,12 @@ def show_rehearsal(streams: Streams, rehearsal: "Rehearsal") -> None:
     for column in ("machine", "data", "path", "found"):
         table.add_column(column, overflow="fold")
     for source in rehearsal.sources:
-        style = "bold red" if source.found in ("missing", "unreadable") and not rehearsal.sample else ""
+        style = "bold red" if source.found in ("missing", "unreadable") else ""
         table.add_row(source.machine, source.data, source.path, source.found, style=style)
     streams.console.print(table)
-    if rehearsal.sample:
-        streams.say(f"these paths would first be filled with the sample {rehearsal.sample}")
     streams.say(describe_samples(rehearsal.num_samples))
     streams.say("dry run: nothing was prepared")
-    streams.result({"schema": "csdctl.prepare.dry-run/1", **vars(rehearsal)})
+    streams.result({"schema": "csdctl.prepare.dry-run/2", **vars(rehearsal)})
     rehearsal.check()
 
 

@@ -44,7 +44,6 @@ from csdctl.workflows.data.model import (
     store_worker,
 )
 from csdctl.workflows.data.prepared_record import find_changed, save_prepared
-from csdctl.workflows.data.sample_placement import place_sample
 from csdctl.workflows.workspace.workspace import Workspace, open_workspace
 
 DATA_STORE = ".csdctl/data"
@@ -347,13 +346,11 @@ def prepare_in(
 
 
 def prepare_fleet(
-    job: Job, fleet: Fleet, *, directory: Path, sample: str, say: Say, on_progress: OnPrepareProgress
+    job: Job, fleet: Fleet, *, directory: Path, say: Say, on_progress: OnPrepareProgress
 ) -> Prepared:
-    """Prepare `job` on the host and all nodes of `fleet`; fill its data paths with `sample` first, if named.
+    """Prepare `job` on the host and all nodes of `fleet`.
 
     Raises InputError when model and data do not fit together, and CsdctlError when a machine fails.
     """
     with open_workspace(directory, fleet, "prepare") as space:
-        if sample:
-            place_sample(sample, job, space.fleet, space.sessions, space.project, say)
         return prepare_job(job, space.fleet, space.sessions, space.project, say, on_progress, is_checked=True)

@@ -11,7 +11,6 @@ from csdctl.transport.commands import build_program_command
 from csdctl.transport.many import run_on_all, values_or_raise
 from csdctl.transport.session import Session, bounded
 from csdctl.workflows.data.prepared_record import load_prepared
-from csdctl.workflows.data.sample_placement import check_sample
 from csdctl.workflows.workspace.workspace import open_workspace
 
 READABLE = ("directory", "file")
@@ -36,15 +35,13 @@ class Rehearsal:
     """The data that `prepare` would read."""
 
     sources: tuple[DataSource, ...]
-    sample: str = ""
-    """The sample data set that would be written there first."""
     num_samples: int | None = None
     """When the job was last prepared; None: it never was."""
 
     def check(self) -> None:
-        """Raise InputError for data that is not there, and that no sample fills."""
+        """Raise InputError for data that is not there."""
         absent = [source for source in self.sources if source.found in ABSENT]
-        if absent and not self.sample:
+        if absent:
             raise InputError(
                 "; ".join(f"{one.machine}: data at {one.path} is {one.found}" for one in absent),
                 remedy="correct the paths of the job's data section, or store the data there",
@@ -52,10 +49,8 @@ class Rehearsal:
             )
 
 
-def rehearse_preparation(job: Job, fleet: Fleet, *, directory: Path, sample: str = "") -> Rehearsal:
+def rehearse_preparation(job: Job, fleet: Fleet, *, directory: Path) -> Rehearsal:
     """Return what `prepare_fleet` would read; raises CsdctlError when a machine cannot be asked."""
-    if sample:
-        check_sample(sample)
     with open_workspace(directory, fleet, "prepare") as space:
         wanted = _list_paths(job, space.fleet)
         sessions = {name: space.sessions[name] for name in wanted}
@@ -70,7 +65,7 @@ def rehearse_preparation(job: Job, fleet: Fleet, *, directory: Path, sample: str
         found = values_or_raise(run_on_all(sessions, ask), _DOING)
         recorded = load_prepared(space.project, job)
     sources = tuple(source for of_machine in found.values() for source in of_machine)
-    return Rehearsal(sources, sample, recorded.num_samples if recorded else None)
+    return Rehearsal(sources, recorded.num_samples if recorded else None)
 
 
 def _list_paths(job: Job, fleet: Fleet) -> dict[str, Sequence[tuple[str, str]]]:

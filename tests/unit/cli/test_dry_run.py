@@ -53,7 +53,6 @@ CHANGING = [
 """Commands that do something here; the tests run them without --dry-run, too."""
 LONG = [
     ["prepare"],
-    ["prepare", "--sample", "fashion-mnist"],
     ["train", *PLANNED],
     ["train", *PLANNED, "--detach"],
     ["scale", *PLANNED, "--max-steps", "4", "--html", "scaling.html", "--csv", "scaling.csv"],
@@ -175,14 +174,6 @@ def test_dry_run_starts_and_writes_nothing(words: list[str], project: Path, serv
     before = files_of(project, server.home)
     code, shown = run(*words, "--dry-run")
     assert code == ExitCode.DONE, shown
-    assert files_of(project, server.home) == before
-
-
-def test_dry_run_writes_no_job_for_a_sample(project: Path, server: SshServer) -> None:
-    (project / "job.yaml").unlink()
-    before = files_of(project, server.home)
-    code, _ = run("prepare", "--sample", "fashion-mnist", "--dry-run")
-    assert code == ExitCode.BAD_INPUT
     assert files_of(project, server.home) == before
 
 

