@@ -48,8 +48,6 @@ def main(arguments: list[str]) -> int:
     convert.add_argument("--spec", required=True)
     augment = commands.add_parser("augment")
     augment.add_argument("--spec", required=True)
-    find_data = commands.add_parser("find-data")
-    find_data.add_argument("--directory", type=Path, required=True)
     digest = commands.add_parser("digest")
     digest.add_argument("--directory", required=True)
     probe = commands.add_parser("probe")
@@ -84,7 +82,6 @@ def main(arguments: list[str]) -> int:
         "parts": _time_parts,
         "augment": _augment,
         "look": _look,
-        "find-data": _find_data,
         "digest": _digest,
         "probe": _probe,
         "rank": _rank,
@@ -231,13 +228,6 @@ def _augment(options: argparse.Namespace) -> int:
     spec = from_json(AugmentTrial, options.spec)
     load_backend()  # whose threads cannot be set any more once the user's code has imported it
     print_answer(try_augment(spec))
-    return 0
-
-
-def _find_data(options: argparse.Namespace) -> int:
-    from csdctl.worker.ingest.look import find_data
-
-    print_answer(find_data(options.directory))
     return 0
 
 

@@ -177,10 +177,3 @@ def test_folders_that_are_data_sets_are_not_classes(project: Path) -> None:
     assert done.returncode == 2
     assert "has the folders train, val, which are data sets, not classes" in done.stderr
     assert not (project / "a.yaml").exists()
-
-
-def test_several_candidates_are_listed(project: Path) -> None:
-    done = csdctl(project, "init", "--output", "a.yaml")
-    assert done.returncode == 2
-    assert "several models were found here: " in done.stderr
-    assert "models.py:build, models.py:series, models.py:narrow" in done.stderr

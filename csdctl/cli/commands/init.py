@@ -1,30 +1,26 @@
 """`csdctl init`."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from csdctl.cli import options
 from csdctl.cli.streams import Streams
 
+if TYPE_CHECKING:
+    from csdctl.worker.protocol.datasets import DataLook
+    from csdctl.workflows.init.init import Written
+
 
 def init(
     model: Annotated[
-        str,
-        typer.Option(
-            "--model",
-            help="FILE.py:FUNCTION, FILE.keras or keras.applications:NAME; default: the only model here.",
-        ),
-    ] = "",
+        str, typer.Option("--model", help="FILE.py:FUNCTION, FILE.keras or keras.applications:NAME.")
+    ],
     public: Annotated[
         str,
-        typer.Option(
-            "--public",
-            help="Training data: a path, FILE.py:FUNCTION or FILE.py:FUNCTION:PATH; "
-            "default: the only data here.",
-        ),
-    ] = "",
+        typer.Option("--public", help="Training data: a path, FILE.py:FUNCTION or FILE.py:FUNCTION:PATH."),
+    ],
     validation: Annotated[str, typer.Option("--validation", help="The validation data, as --public.")] = "",
     private: Annotated[
         str, typer.Option("--private", help="Path of private data on each node; it is not looked at.")
@@ -55,34 +51,55 @@ def init(
     json: options.JsonOption = False,
 ) -> None:
     """Write a commented job.yaml, after a look at your model and data."""
-    from csdctl.cli.render.init import init_document, render_written
     from csdctl.cli.render.prepare import PreparingView
-    from csdctl.workflows.data.init import InitRequest, init_job
+    from csdctl.documents import parse_document
+    from csdctl.job.model import ModelArguments
+    from csdctl.workflows.init.init import InitRequest, init_job
 
     streams = Streams(is_json=json)
-    arguments = _parse_arguments(model_args)
+    arguments = parse_document(f"model_args: {model_args or '{}'}", ModelArguments, name="--model-args")
+    files, dropped = tuple(code or ()), tuple(drop or ())
     request = InitRequest(
-        output,
-        model,
-        public,
-        validation,
-        private,
-        arguments,
-        tuple(code or ()),
-        label,
-        tuple(drop or ()),
-        force,
+        output, model, public, validation, private, arguments.model_args, files, label, dropped, force
     )
     with PreparingView(streams.views) as view:
         written = init_job(request, streams.directory, streams.say, view.show)
-    render_written(streams, written)
-    streams.result(init_document(written))
+    _show(streams, written)
     if written.misfit:
         raise written.misfit
 
 
-def _parse_arguments(text: str) -> dict[str, Any]:
-    from csdctl.documents import parse_document
-    from csdctl.job.model import ModelArguments
+def _show(streams: Streams, written: "Written") -> None:
+    """Print what was seen, and the commands that come next."""
+    from csdctl.workflows.init.job_text import describe_data, describe_model
 
-    return parse_document(f"model_args: {text or '{}'}", ModelArguments, name="--model-args").model_args
+    looks, misfit = written.looks, written.misfit
+    streams.say(f"model: {describe_model(looks.model)}")
+    streams.say(f"public data: {describe_data(looks.public)}")
+    if looks.validation:
+        streams.say(f"validation data: {describe_data(looks.validation)}")
+    streams.say(f"{written.path} written: read its comments, which name placeholders and guesses")
+    named = "" if written.path == options.DEFAULT_JOB else f" {written.path}"
+    commands = ["csdctl doctor", *(f"csdctl {command}{named}" for command in ("prepare", "tune", "train"))]
+    if not misfit:
+        streams.say("next: " + ", ".join(f"`{command}`" for command in commands))
+    document = {
+        "schema": "csdctl.init/1",
+        "path": written.path,
+        "model": looks.model,
+        "public": _look_document(looks.public),
+        "validation": _look_document(looks.validation) if looks.validation else None,
+        "fits": misfit is None,
+        "next": commands,
+        "problem": misfit,
+    }
+    streams.result(document)
+
+
+def _look_document(look: "DataLook") -> dict[str, Any]:
+    """Return a look without the path and hashes of what was not kept."""
+    left_out = ("path", "fingerprint", "images_sha256", "labels_sha256")
+    return {
+        **vars(look),
+        "info": {name: one for name, one in vars(look.info).items() if name not in left_out},
+    }

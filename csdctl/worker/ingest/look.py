@@ -1,11 +1,10 @@
-"""`look` and `find-data`: what a data set is like, from some of its samples, and what a directory has.
+"""`look`: what a data set is like, from some of its samples.
 
 Samples are read as `prepare` reads them, and nothing is kept: they are prepared below a directory for
 temporary files. Only for data of the host.
 """
 
 import csv
-import re
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -15,7 +14,7 @@ from typing import Any
 from csdctl.worker.ingest.partial_dataset import PartialDataset
 from csdctl.worker.ingest.prepare import describe, fill
 from csdctl.worker.ingest.sources.detect import detect_format, open_source
-from csdctl.worker.ingest.sources.images import has_image_format, read_header
+from csdctl.worker.ingest.sources.images import read_header
 from csdctl.worker.ingest.sources.source import (
     DEFAULT_LIMITS,
     Block,
@@ -30,7 +29,6 @@ from csdctl.worker.ingest.sources.tfrecord import RecordFiles
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.datasets import (
     DataLook,
-    FoundData,
     LookSpec,
     PictureSizes,
     PrepareProgress,
@@ -210,69 +208,3 @@ def _choose_label(names: list[str], spec: LookSpec, kind: str) -> str:
         remedy=f"name it: --label {kind.upper()}",
         exit_code=2,
     )
-
-
-def is_picture(path: Path) -> bool:
-    """Return whether a file begins as a picture does that can be decoded."""
-    try:
-        with path.open("rb") as file:
-            return has_image_format(file.read(16))
-    except OSError:
-        return False
-
-
-MAX_DEPTH = 2
-"""Folders below the directory: data/pictures/train."""
-_TRAINING = {"train", "training"}
-_VALIDATION = {"val", "valid", "validation", "test", "testing"}
-_FILES_PER_FOLDER = 5
-"""Of a class folder, that are opened to see whether it has pictures."""
-
-
-def find_data(directory: Path) -> FoundData:
-    """Return the data below `directory`; names that begin with a dot are left out."""
-    found = sorted(str(path.relative_to(directory)) for path in _find(directory, 0))
-    validation = tuple(path for path in found if _words(path) & _VALIDATION)
-    return FoundData(tuple(path for path in found if path not in validation), validation)
-
-
-def _find(directory: Path, depth: int) -> list[Path]:
-    found: list[Path] = []
-    try:
-        entries = sorted(path for path in directory.iterdir() if not path.name.startswith("."))
-    except OSError:
-        return []
-    for path in entries:
-        if _is_data(path):
-            found.append(path)
-        elif path.is_dir() and not path.is_symlink() and depth < MAX_DEPTH:
-            found += _find(path, depth + 1)
-    return found
-
-
-def _is_data(path: Path) -> bool:
-    if path.is_dir() and path.is_symlink():
-        return False
-    try:
-        tree = read_tree(str(path))
-        found = detect_format(tree, PrepareSpec(str(path), ""))
-    except WorkerError:
-        return False
-    return found != "class folders" or _has_classes(tree)
-
-
-def _has_classes(tree: Tree) -> bool:
-    """Return whether every folder has pictures, and the folders are not parts of a data set: train, val."""
-    if set(tree.folders) <= _TRAINING | _VALIDATION:
-        return False
-    return all(
-        any(
-            is_picture(tree.path_of(file))
-            for file in [file for file in tree.files if file.parts[0] == folder][:_FILES_PER_FOLDER]
-        )
-        for folder in tree.folders
-    )
-
-
-def _words(path: str) -> set[str]:
-    return set(re.split(r"[^a-z]+", path.lower()))

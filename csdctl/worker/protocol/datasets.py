@@ -222,13 +222,3 @@ class DataLook:
     """The columns that were chosen."""
     records: RecordSchema | None = None
     """The features that were chosen."""
-
-
-@dataclass(frozen=True)
-class FoundData:
-    """Data in a directory that `prepare` could read, by the names of its files and folders."""
-
-    training: tuple[str, ...]
-    """Paths relative to the directory, sorted."""
-    validation: tuple[str, ...]
-    """Those whose name says so: val, valid, validation, test."""

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from csdctl.worker.compute.backend import load_tensorflow
-from csdctl.worker.ingest.look import MAX_BYTES, MAX_PICTURES, find_data, look
+from csdctl.worker.ingest.look import MAX_BYTES, MAX_PICTURES, look
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.datasets import DataLook, ImageRule, LookSpec, PrepareSpec, TableSchema
 from csdctl.worker.protocol.json_codec import from_json, to_json
@@ -108,22 +108,3 @@ class TestLook:
             WorkerError, match="have 0 features with an encoded image, expected one: no features"
         ):
             look_at(tmp_path / "x.tfrecord")
-
-
-class TestFindData:
-    def test_data_is_found_by_format_and_role(self, tmp_path: Path) -> None:
-        for part in ("train", "val", "test"):
-            for name in ("cat", "dog"):
-                write_bmp(tmp_path / "data" / part / name / "1.bmp", 4, 4)
-        np.savez(tmp_path / "extra.npz", x=np.zeros(1), y=np.zeros(1))
-        found = find_data(tmp_path)
-        assert found.training == ("data/train", "extra.npz")
-        assert found.validation == ("data/test", "data/val")
-
-    def test_other_directories_are_not_data(self, tmp_path: Path) -> None:
-        for name in ("package/inner/a.py", ".hidden/cat/1.bmp", "docs/pictures/read.txt", "model.py"):
-            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-            (tmp_path / name).touch()
-        write_bmp(tmp_path / "docs" / "drawn" / "1.bmp", 4, 4)  # one of two folders has pictures
-        (tmp_path / "loop").symlink_to(tmp_path)
-        assert find_data(tmp_path).training == ()

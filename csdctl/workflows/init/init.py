@@ -4,6 +4,7 @@ The worker programs that `prepare` uses do the looking, in processes of their ow
 `look` for the data, which reads some samples and keeps none. No node is contacted.
 """
 
+import os
 import sys
 from collections.abc import Callable
 from contextlib import closing
@@ -19,43 +20,29 @@ from csdctl.job.model import Job, JobFile, build_job
 from csdctl.job.reading import find_imported
 from csdctl.notify import Say
 from csdctl.runs.directory import ProjectDirectory
-from csdctl.shipping.store import StoredFile
-from csdctl.shipping.worker_calls import run_worker, watch_worker
+from csdctl.shipping.worker_calls import watch_worker
 from csdctl.transport.local import LocalSession
-from csdctl.worker.protocol.datasets import (
-    DataLook,
-    DatasetInfo,
-    FoundData,
-    LookSpec,
-    PrepareProgress,
-    PrepareSpec,
-)
+from csdctl.worker.protocol.datasets import DataLook, DatasetInfo, LookSpec, PrepareProgress, PrepareSpec
 from csdctl.worker.protocol.model_info import ModelInfo
-from csdctl.workflows.data.init_choices import DEFAULT_SIZE, Looks, choose_application_args, choose_size
-from csdctl.workflows.data.init_sources import (
-    Sources,
-    check_classes,
-    choose_model,
-    choose_public,
-    choose_validation,
-    find_models,
-    parse_data,
-    parse_model,
-    parse_private,
-    written_from,
-)
-from csdctl.workflows.data.init_text import draft_job, is_any_size, render_job
 from csdctl.workflows.data.model import SerializedModel, serialize_model, shapes_of, store_worker
 from csdctl.workflows.data.prepare import first_spec, follow, store_function, with_function
+from csdctl.workflows.init.job_text import (
+    DEFAULT_SIZE,
+    Looks,
+    Sources,
+    choose_application_args,
+    choose_size,
+    is_any_size,
+    render_draft,
+    render_job,
+)
 
-FIND_DEADLINE_S = 120.0
-_OPTIONS = {
+PARTS = {"train", "training", "val", "valid", "validation", "test", "testing"}
+"""Folders that are parts of a data set, not classes."""
+OPTIONS = {
     "add to job.yaml: code: ": "give each file or package: --code ",
-    "`code` of job.yaml": "--code",
-    "`code` in job.yaml": "--code",
     "data.csv.drop": "--drop",
     "data.csv in job.yaml": "--label and --drop",
-    "fix the path in job.yaml": "fix the path",
 }
 """Options of `init` in place of the keys of a job.yaml that does not exist yet."""
 
@@ -67,8 +54,8 @@ class InitRequest:
     """The options; '' and () for those that were not given."""
 
     output: Path
-    model: str = ""
-    public: str = ""
+    model: str
+    public: str
     validation: str = ""
     private: str = ""
     model_args: dict[str, Any] | None = None
@@ -83,7 +70,6 @@ class Written:
     """The job file that was written, and what was seen."""
 
     path: Path
-    sources: Sources
     looks: Looks
     misfit: InputError | None
     """Why model and data do not fit together; None if they do."""
@@ -99,64 +85,80 @@ def init_job(request: InitRequest, directory: Path, say: Say, on_progress: OnPro
         raise InputError(
             f"{request.output} exists", remedy="overwrite it with --force, or choose another --output"
         )
-    project = ProjectDirectory(directory)
-    worker = store_worker(project)
+    sources = parse_sources(request)
     with closing(LocalSession(HOST_NAME, directory)) as host:
-        sources = _complete(request, host, worker, directory, say)
-        looking = _Looking(request, worker, host, project, on_progress)
+        looking = _Looking(request, host, ProjectDirectory(directory), say, on_progress)
         try:
-            sources, looks = looking.look(sources, say)
+            sources, looks = looking.look(sources)
         except InputError as error:
-            raise _with_options(error) from None
+            remedy = error.remedy
+            for key, option in OPTIONS.items():
+                remedy = remedy.replace(key, option)
+            raise InputError(error.message, remedy=remedy) from None
         misfit = looking.check(sources, looks)
     save_text(request.output, render_job(sources, looks, misfit.message if misfit else ""))
-    return Written(request.output, sources, looks, misfit)
+    return Written(request.output, looks, misfit)
 
 
-def _complete(
-    request: InitRequest, host: LocalSession, worker: StoredFile, directory: Path, say: Say
-) -> Sources:
-    """Return what the options name, and what is found where they name nothing; raises InputError."""
+def parse_sources(request: InitRequest) -> Sources:
+    """Return model and data as the job file names them; raises InputError for a file that does not exist."""
     base = request.output.parent
-    model, public, validation = request.model, request.public, request.validation
-    if not model:
-        model = choose_model(find_models(directory))
-        say(f"found the model {model}")
-    if not public:
-        arguments = ["find-data", f"--directory={directory}"]
-        found = run_worker(
-            host,
-            sys.executable,
-            worker.path,
-            arguments,
-            FoundData,
-            doing="looking for data",
-            deadline_s=FIND_DEADLINE_S,
+    validation = _parse_data("--validation", request.validation, base) if request.validation else None
+    public, model = _parse_data("--public", request.public, base), _parse_model(request.model, base)
+    home = os.path.join(Path.home(), "")  # a shell has put this machine's home in place of `~`
+    private = request.private
+    if private.startswith(home) and len(home) > 2:
+        private = f"~/{private.removeprefix(home)}"
+    functions = [model, *(found.get("function", "") for found in (public, validation or {}))]
+    code = _find_code([text.rpartition(":")[0] for text in functions], request.code, base)
+    return Sources(model, public, validation, private, request.model_args or {}, code)
+
+
+def _parse_model(text: str, base: Path) -> str:
+    if text.startswith("keras.applications:"):
+        return text
+    file, separator, function = (text, "", "") if text.endswith(".keras") else text.rpartition(":")
+    if not (file.endswith(".keras") or (file.endswith(".py") and function)):
+        raise InputError(
+            f"--model {text!r} is not a valid reference",
+            remedy="expected keras.applications:NAME, PATH.keras or PATH.py:FUNCTION",
         )
-        public = choose_public(found)
-        say(f"found the data {public}")
-        if not validation and (validation := choose_validation(found)):
-            say(f"found the validation data {validation}")
-    sources = Sources(
-        parse_model(model, base),
-        parse_data("--public", public, base),
-        parse_data("--validation", validation, base) if validation else None,
-        parse_private(request.private),
-        request.model_args or {},
-    )
-    return replace(sources, code=_find_code(sources, request.code, base))
+    return f"{_written_from(base, file, '--model')}{separator}{function}"
 
 
-def _find_code(sources: Sources, named: tuple[Path, ...], base: Path) -> tuple[str, ...]:
-    """Return the files and packages `named`, and those that files of the job import from beside them."""
-    data = (sources.public, sources.validation)
-    references = [sources.model, *(found.function for found in data if found)]
-    files = [base / text.rpartition(":")[0] for text in references if text.rpartition(":")[0].endswith(".py")]
-    found = [path.absolute() for path in named]
+def _parse_data(option: str, text: str, base: Path) -> dict[str, str]:
+    """Return the entry of job.yaml for PATH, FILE.py:FUNCTION or FILE.py:FUNCTION:PATH.
+
+    Without a path, a function is called with that of its own file.
+    """
+    if ".py:" not in text:
+        return {"path": _written_from(base, text, option)}
+    stem, _, rest = text.partition(".py:")
+    name, _, path = rest.partition(":")
+    if not name.isidentifier():
+        raise InputError(f"{option} {text!r} names no function", remedy="expected PATH.py:FUNCTION")
+    file = f"{stem}.py"
+    function = f"{_written_from(base, file, option)}:{name}"
+    return {"path": _written_from(base, path or file, option), "function": function}
+
+
+def _written_from(base: Path, text: str, option: str = "") -> str:
+    """Return a path as a file in `base` names it: relative if it is below, or else absolute."""
+    path = Path(os.path.abspath(Path(text).expanduser()))
+    if option and not path.exists():
+        raise InputError(f"{option}: {text} does not exist", remedy="give the path of an existing file")
+    base = Path(os.path.abspath(base))
+    return str(path.relative_to(base)) if path.is_relative_to(base) else str(path)
+
+
+def _find_code(named: list[str], given: tuple[Path, ...], base: Path) -> tuple[str, ...]:
+    """Return the files and packages that were given, and those that files of the job import."""
+    files = [base / name for name in named if name.endswith(".py")]
+    found = [path.absolute() for path in given]
     for file in files:
         beside = [path for path in sorted(file.parent.iterdir()) if _is_module(path)]
         found += [path for path in find_imported(file, beside) if path not in files]
-    return tuple(dict.fromkeys(written_from(base, path) for path in found))
+    return tuple(dict.fromkeys(_written_from(base, str(path)) for path in found))
 
 
 def _is_module(path: Path) -> bool:
@@ -169,38 +171,33 @@ class _Looking:
     def __init__(
         self,
         request: InitRequest,
-        worker: StoredFile,
         host: LocalSession,
         project: ProjectDirectory,
+        say: Say,
         on_progress: OnProgress,
     ) -> None:
-        self._request, self._worker, self._host = request, worker, host
-        self._project, self._on_progress = project, on_progress
+        self._request, self._host, self._project = request, host, project
+        self._say, self._on_progress = say, on_progress
+        self._worker = store_worker(project)
 
-    def look(self, sources: Sources, say: Say) -> tuple[Sources, Looks]:
+    def look(self, sources: Sources) -> tuple[Sources, Looks]:
         """Return what was seen, and the sources, completed by it; raises InputError."""
-        first: DataLook | None = None
+        self._say(f"looking at the data: {sources.public['path']}")
         if sources.is_application and not sources.model_args:  # its arguments depend on the data
-            say(f"looking at the data: {sources.public.path}")
-            first = self._look_at_public(self._job(sources, DEFAULT_SIZE), None)
+            first = self._look_at_public(self._parse(render_draft(sources, DEFAULT_SIZE)), None)
             sources = replace(sources, model_args=choose_application_args(first))
-        job = self._job(sources)
-        say(f"looking at the model: {sources.model}")
+        job = self._parse(render_draft(sources))
+        self._say(f"looking at the model: {sources.model}")
         model = self._serialize(job).info
-        if first is None:
-            say(f"looking at the data: {sources.public.path}")
-        if first is None or first.info.sample_shape != tuple(model.input_shape):
-            first = self._look_at_public(job, model)
+        first = self._look_at_public(job, model)
         if not model.is_built:
             model = self._serialize(job, first.info).info
-        validation = self._look_at_validation(job, model, first)
-        return sources, Looks(model, first, validation)
+        return sources, Looks(model, first, self._look_at_validation(job, model, first))
 
     def check(self, sources: Sources, looks: Looks) -> InputError | None:
         """Return what `prepare` would say to the job file, None if it is content."""
         try:
-            job = self._parse(render_job(sources, looks))
-            model = self._serialize(job, looks.public.info)
+            model = self._serialize(self._parse(render_job(sources, looks)), looks.public.info)
             validation = looks.validation.info if looks.validation else None
             datasets = {"public": looks.public.info, "validation": validation}
             check_compatibility(model.info.recipe, model.info, datasets)
@@ -208,27 +205,24 @@ class _Looking:
             return error
         return None
 
-    def _job(self, sources: Sources, size: tuple[int, ...] = ()) -> Job:
-        return self._parse(draft_job(sources, image=(*size, 3) if size else ()))
-
     def _parse(self, text: str) -> Job:
         path = self._request.output.absolute()
         return build_job(parse_document(text, JobFile, name=str(self._request.output)), path)
 
     def _serialize(self, job: Job, data: DatasetInfo | None = None) -> SerializedModel:
-        shapes = shapes_of(data) if data else None
         model = serialize_model(job, self._worker, self._host, self._project)
-        if model.info.is_built or shapes is None:
+        if model.info.is_built or data is None:
             return model
-        return serialize_model(job, self._worker, self._host, self._project, shapes)
+        return serialize_model(job, self._worker, self._host, self._project, shapes_of(data))
 
     def _look_at_public(self, job: Job, model: ModelInfo | None) -> DataLook:
         spec = first_spec(job, model or ModelInfo(job.model, (), (), 0, 0, "", is_built=False))
-        if model is not None and is_any_size(model) and job.reading.picture.shape is None:
+        takes_any = model is not None and is_any_size(model)
+        if model and takes_any and job.reading.picture.shape is None:
             spec = replace(spec, picture=replace(spec.picture, shape=_picture_shape(model, DEFAULT_SIZE)))
         found = self._look("public", job, replace(spec, names_classes=True), str(job.public_path))
-        check_classes("--public", str(job.public_path), found.class_counts)
-        if found.pictures and model is not None and is_any_size(model):
+        _check_classes(str(job.public_path), sorted(found.class_counts))
+        if model and takes_any and found.pictures:
             shape = _picture_shape(model, choose_size(found)[0])
             found = replace(found, info=replace(found.info, sample_shape=shape))
         return found
@@ -264,9 +258,11 @@ def _picture_shape(model: ModelInfo, size: tuple[int, ...]) -> tuple[int, ...]:
     return (*size, channels or 3)
 
 
-def _with_options(error: InputError) -> InputError:
-    """Return the error of a worker with the options of `init` in its remedy."""
-    remedy = error.remedy
-    for key, option in _OPTIONS.items():
-        remedy = remedy.replace(key, option)
-    return InputError(error.message, remedy=remedy)
+def _check_classes(path: str, names: list[str]) -> None:
+    """Raise InputError for folders that are data sets of their own: train, val."""
+    if names and {name.lower() for name in names} <= PARTS:
+        training = next((name for name in names if name.lower().startswith("train")), names[0])
+        raise InputError(
+            f"--public: {path} has the folders {', '.join(names)}, which are data sets, not classes",
+            remedy=f"--public {Path(path) / training}, and --validation for another of them",
+        )

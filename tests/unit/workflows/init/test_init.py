@@ -1,0 +1,52 @@
+"""What `init` takes from its options."""
+
+from pathlib import Path
+
+import pytest
+
+from csdctl.errors import InputError
+from csdctl.workflows.init.init import InitRequest, parse_sources
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    for name in ("model.py", "own_layers.py", "data.py"):
+        (tmp_path / name).touch()
+    (tmp_path / "model.py").write_text("from own_layers import Scale\n")
+    (tmp_path / "jobs").mkdir()
+    return tmp_path
+
+
+def test_paths_are_relative_to_the_job_file_and_imports_are_found(project: Path) -> None:
+    function = f"{project}/data.py:load"
+    found = parse_sources(
+        InitRequest(project / "job.yaml", f"{project}/model.py:build", function, f"{function}:{project}/jobs")
+    )
+    assert (found.model, found.code) == ("model.py:build", ("own_layers.py",))
+    assert found.public == {"path": "data.py", "function": "data.py:load"}
+    assert found.validation == {"path": "jobs", "function": "data.py:load"}
+    below = parse_sources(InitRequest(project / "jobs/job.yaml", f"{project}/model.py:build", str(project)))
+    assert (below.model, below.public) == (f"{project}/model.py:build", {"path": str(project)})
+
+
+@pytest.mark.parametrize(("given", "expected"), [("HOME/private", "~/private"), ("/data/p", "/data/p")])
+def test_home_that_a_shell_has_written_out_is_that_of_the_node(
+    project: Path, given: str, expected: str
+) -> None:
+    private = given.replace("HOME", str(Path.home()))
+    request = InitRequest(project / "job.yaml", "keras.applications:X", str(project), private=private)
+    assert parse_sources(request).private == expected
+
+
+@pytest.mark.parametrize(
+    ("model", "public", "message"),
+    [
+        *((text, ".", "is not a valid reference") for text in ("model.h5", "build", "model.py", "model.py:")),
+        ("missing.py:build", ".", "--model: missing.py does not exist"),
+        ("keras.applications:X", "missing", "--public: missing does not exist"),
+        ("keras.applications:X", "data.py:", "names no function"),
+    ],
+)
+def test_what_does_not_exist_names_its_option(project: Path, model: str, public: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        parse_sources(InitRequest(project / "job.yaml", model, public))
