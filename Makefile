@@ -87,8 +87,7 @@ newest: ## run the unit tests with the newest versions that pyproject.toml allow
 	  --deselect tests/unit/requirements/test_licences.py::TestPage # these depend on the versions of others
 
 docs: $(STAMP) $(DOCS)/.installed ## build the documentation site in build/site; a broken link is an error
-	@$(BIN)/python -m csdctl.cli.reference >build/cli.md # whole before tests beside this one look at docs/
-	mv build/cli.md docs/reference/cli.md
+	@$(BIN)/python docs/generate.py
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict $(ARGS)
 	if grep -rlE '<(script|link|img)[^>]*(src|href)="?(https?:)?//' build/site --include='*.html'; then
 	  echo "These pages load something from elsewhere; the site must work offline." >&2; exit 1

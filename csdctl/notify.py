@@ -2,8 +2,8 @@
 
 What a node, a file or a server says may hold characters that a terminal obeys: they move the cursor, write to
 the clipboard, reverse the direction of text. `make_printable` replaces them with escapes. The command line
-does so with everything that it writes (csdctl/cli/streams.py, csdctl/cli/console.py); what writes a log does
-it itself.
+does so with everything that it writes (csdctl/terminal/streams.py and console.py); what writes a log does it
+itself.
 """
 
 import re

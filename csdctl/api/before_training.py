@@ -2,11 +2,11 @@
 
 from csdctl.api.job import Job
 from csdctl.api.session import FleetOrPath, as_fleet, open_session
-from csdctl.cli.render.fleet import DiscoverView, render_fleet
-from csdctl.cli.render.prepare import PreparationScreen, PreparingView, render_prepared
-from csdctl.cli.render.tune import TuningScreen, render_plan
-from csdctl.cli.render.verify import render_verified
 from csdctl.errors import RunError
+from csdctl.terminal.fleet import DiscoverView, render_fleet
+from csdctl.terminal.prepare import PreparationScreen, PreparingView, render_prepared
+from csdctl.terminal.tune import TuningScreen, render_plan
+from csdctl.terminal.verify import render_verified
 from csdctl.tuning.plan import Plan
 from csdctl.workflows.data.prepare import Prepared, prepare_fleet
 from csdctl.workflows.discovery.discover import DiscoverResult

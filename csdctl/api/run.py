@@ -10,12 +10,12 @@ from csdctl.api.before_training import tune
 from csdctl.api.job import Job
 from csdctl.api.session import FleetOrPath, as_fleet, open_session
 from csdctl.api.trained_model import load_model
-from csdctl.cli.render.report import report_of
-from csdctl.cli.render.train import TrainingScreen
-from csdctl.cli.render.view import render_bundle
 from csdctl.reporting.summary import RunSummary, summarize_run
 from csdctl.runs.directory import ProjectDirectory, RunDirectory
 from csdctl.supervision.event_callbacks import Callback
+from csdctl.terminal.report import report_of
+from csdctl.terminal.train import TrainingScreen
+from csdctl.terminal.view import render_bundle
 from csdctl.worker.protocol.events import EpochEnd
 from csdctl.workflows.train.options import TrainOptions
 from csdctl.workflows.train.resume import LATEST

@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from csdctl.api.fleet import Fleet
-from csdctl.cli.streams import Streams
 from csdctl.fleet import model
 from csdctl.runs.private import STATE_DIRECTORY, check_private
+from csdctl.terminal.streams import Streams
 
 FleetOrPath = model.Fleet | str | Path
 

@@ -1,1 +1,1 @@
-"""The command line: the only package that imports typer and rich."""
+"""The command line: the only package that imports typer."""

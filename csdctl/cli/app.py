@@ -15,11 +15,11 @@ from typer.core import TyperGroup
 
 from csdctl import __version__
 from csdctl.cli.defaults import config_path, load_defaults
-from csdctl.cli.global_options import JSON, own_arguments, take_global_options
-from csdctl.cli.streams import Streams, protect_standard_streams
+from csdctl.cli.global_options import JSON, take_global_options
 from csdctl.errors import CsdctlError, ExitCode, InputError
 from csdctl.fleet.requirements import explain_import
 from csdctl.runs.private import STATE_DIRECTORY, check_private
+from csdctl.terminal.streams import Streams, own_arguments, protect_standard_streams
 
 COMMANDS: Mapping[str, Mapping[str, str]] = {
     "The fleet": {

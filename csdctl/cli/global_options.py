@@ -1,27 +1,15 @@
 """Options of every command, accepted anywhere on the command line: -v, -vv, -q, --color."""
 
 import os
-import sys
 from collections.abc import Sequence
 
 from csdctl.errors import InputError
+from csdctl.terminal.streams import QUIET, VERBOSE, own_arguments
 
-VERBOSE = ("-v", "-vv")
-QUIET = ("-q", "--quiet")
 COLOR = "--color"
 COLORS = {"auto": None, "always": "FORCE_COLOR", "never": "NO_COLOR"}
 """Choice → the variable that libraries know it by (no-color.org, force-color.org)."""
 JSON = "--json"
-
-
-def own_arguments(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments before `--`: what follows belongs to another program."""
-    return list(arguments[: arguments.index("--")] if "--" in arguments else arguments)
-
-
-def is_given(words: Sequence[str]) -> bool:
-    """Whether this process was started with one of `words`."""
-    return any(argument in words for argument in own_arguments(sys.argv))
 
 
 def take_global_options(arguments: Sequence[str]) -> list[str]:

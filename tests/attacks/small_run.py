@@ -10,8 +10,6 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from csdctl.cli.console import PrintableConsole
-from csdctl.cli.render.train import TrainingView
 from csdctl.errors import UnreachableError
 from csdctl.fleet.model import Fleet, Node
 from csdctl.launch.mpi_job import EndTimeouts, MpiJob
@@ -25,6 +23,8 @@ from csdctl.supervision.rank_process import OnMessage, ProcessEnded, RankMessage
 from csdctl.supervision.rank_starter import RankStarter
 from csdctl.supervision.run_setup import Links, Patience, RunSetup
 from csdctl.supervision.supervisor import Supervisor
+from csdctl.terminal.console import PrintableConsole
+from csdctl.terminal.train import TrainingView
 from csdctl.transport.local import LocalSession
 from csdctl.worker.protocol.events import Event, Finished, Joined, NodeLost, Traffic
 from csdctl.worker.protocol.recipe import Noise, Recipe

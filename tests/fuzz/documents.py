@@ -8,9 +8,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from csdctl.cli.console import PrintableConsole
-from csdctl.cli.render.report import render_report, report_document
-from csdctl.cli.streams import format_json
 from csdctl.emulation.state import EmulatedSpec, FleetPaths, FleetState, NodeState, load_state, save_state
 from csdctl.errors import CsdctlError, InputError
 from csdctl.fleet.ansible.reading import load_config, load_inventory
@@ -27,6 +24,9 @@ from csdctl.reporting.summary import summarize
 from csdctl.runs.directory import EventLog, ProjectDirectory, RunDirectory
 from csdctl.runs.ledger import Ledger, read_ledger
 from csdctl.runs.manifest import Manifest
+from csdctl.terminal.console import PrintableConsole
+from csdctl.terminal.report import render_report, report_document
+from csdctl.terminal.streams import format_json
 from csdctl.transport.ssh_config import build_ssh_config
 from csdctl.tuning.plan import Plan, Predicted, load_plan, save_plan
 from csdctl.worker.protocol.datasets import DatasetInfo

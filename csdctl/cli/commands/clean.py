@@ -41,8 +41,8 @@ def clean(
 ) -> None:
     """Stop processes and remove files that earlier csdctl commands left on the machines."""
     from csdctl.cli.invocation import Invocation, outcomes_document
-    from csdctl.cli.render.fleet import render_cleaned
     from csdctl.launch.leftovers import CleanupOptions
+    from csdctl.terminal.fleet import render_cleaned
     from csdctl.workflows.maintenance.clean import clean
 
     call = Invocation.start("clean", fleet, limit, exclude, failed_from, json=json)

@@ -12,8 +12,8 @@ from typing import Annotated
 import typer
 
 from csdctl.cli.options import DEFAULT_FLEET, DEFAULT_JOB
-from csdctl.cli.streams import Streams
 from csdctl.errors import InputError, RunError
+from csdctl.terminal.streams import Streams
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 """Of the repository; not part of an installed csdctl."""

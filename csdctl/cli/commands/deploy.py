@@ -38,7 +38,7 @@ def deploy(
 ) -> None:
     """Copy a job's files, or directory trees, to every node; send only what is missing there."""
     from csdctl.cli.invocation import Invocation, outcomes_document
-    from csdctl.cli.render.deploy import DeployView, render_deliveries
+    from csdctl.terminal.deploy import DeployView, render_deliveries
     from csdctl.workflows.data.deployment import DeployRequest, deploy_request
 
     call = Invocation.start("deploy", fleet, limit, exclude, failed_from, json=json)

@@ -65,8 +65,8 @@ def discover(
 ) -> None:
     """Find the machines of a fleet, and record their hardware and software."""
     from csdctl.cli.invocation import Invocation
-    from csdctl.cli.render.fleet import DiscoverView, discover_document, render_fleet, show_imported
-    from csdctl.cli.streams import Streams
+    from csdctl.terminal.fleet import DiscoverView, discover_document, render_fleet, show_imported
+    from csdctl.terminal.streams import Streams
     from csdctl.workflows.discovery.discover import discover
     from csdctl.workflows.discovery.inventory import import_fleet
 

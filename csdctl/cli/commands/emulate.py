@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from csdctl.cli import options
-from csdctl.cli.streams import Streams
+from csdctl.terminal.streams import Streams
 
 app = typer.Typer(
     help="Run a fleet on this machine: real SSH servers that share its CPU and memory.",
@@ -36,7 +36,7 @@ def up(
     json: options.JsonOption = False,
 ) -> None:
     """Start an emulated fleet, and write the fleet file that describes it."""
-    from csdctl.cli.render.fleet import show_started
+    from csdctl.terminal.fleet import show_started
     from csdctl.workflows.maintenance.emulate import bring_fleet_up
 
     streams = Streams(is_json=json)
@@ -55,7 +55,7 @@ def up(
 @app.command()
 def status(json: options.JsonOption = False) -> None:
     """Show the current state of every node of the emulated fleet."""
-    from csdctl.cli.render.fleet import show_status
+    from csdctl.terminal.fleet import show_status
     from csdctl.workflows.maintenance.emulate import read_fleet_status
 
     streams = Streams(is_json=json)
@@ -65,7 +65,7 @@ def status(json: options.JsonOption = False) -> None:
 @app.command()
 def down(json: options.JsonOption = False) -> None:
     """Stop the emulated fleet and remove its files, even after a crash."""
-    from csdctl.cli.render.fleet import show_stopped
+    from csdctl.terminal.fleet import show_stopped
     from csdctl.workflows.maintenance.emulate import take_fleet_down
 
     streams = Streams(is_json=json)

@@ -55,7 +55,7 @@ def exec(
 ) -> None:
     """Run a command, or a Fabric task, on all nodes at once; equal answers are one row."""
     from csdctl.cli.invocation import Invocation
-    from csdctl.cli.render.exec import ExecView, exec_document, render_answers
+    from csdctl.terminal.exec import ExecView, exec_document, render_answers
     from csdctl.workflows.exec.run_command import ExecOptions, parse_command, run_command
 
     words = command or []

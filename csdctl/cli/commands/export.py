@@ -7,7 +7,7 @@ import typer
 
 from csdctl.cli import options
 from csdctl.cli.completion import complete_runs
-from csdctl.cli.streams import Streams
+from csdctl.terminal.streams import Streams
 
 
 def export(

@@ -1,7 +1,7 @@
 """`csdctl extract`."""
 
 from csdctl.cli import options
-from csdctl.cli.streams import Streams
+from csdctl.terminal.streams import Streams
 
 
 def extract(
@@ -16,8 +16,8 @@ def extract(
     json: options.JsonOption = False,
 ) -> None:
     """Compute the output of the model's frozen layers for all samples, where they are stored."""
-    from csdctl.cli.render.prepare import PreparationScreen
     from csdctl.job.model import load_job
+    from csdctl.terminal.prepare import PreparationScreen
     from csdctl.worker.protocol.features import FeatureOptions
     from csdctl.workflows.train.extract import ExtractRequest
     from csdctl.workflows.train.extract import extract as run_extraction

@@ -5,8 +5,8 @@ from typing import Annotated
 import typer
 
 from csdctl.cli import options
-from csdctl.cli.streams import Streams
 from csdctl.perfmodel.published import Network
+from csdctl.terminal.streams import Streams
 
 
 def forecast(
@@ -85,7 +85,7 @@ def forecast(
     json: options.JsonOption = False,
 ) -> None:
     """Forecast throughput, time and energy for any number of nodes."""
-    from csdctl.cli.render.forecast import forecast_document, render_forecast
+    from csdctl.terminal.forecast import forecast_document, render_forecast
     from csdctl.workflows.forecast.request import ForecastRequest, given_power, parse_node_counts
     from csdctl.workflows.forecast.subject import JobOnFleet, forecast_subject
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from csdctl.cli import options
-from csdctl.cli.streams import Streams
+from csdctl.terminal.streams import Streams
 
 if TYPE_CHECKING:
     from csdctl.worker.protocol.datasets import DataLook
@@ -51,9 +51,9 @@ def init(
     json: options.JsonOption = False,
 ) -> None:
     """Write a commented job.yaml, after a look at your model and data."""
-    from csdctl.cli.render.prepare import PreparingView
     from csdctl.documents import parse_document
     from csdctl.job.model import ModelArguments
+    from csdctl.terminal.prepare import PreparingView
     from csdctl.workflows.init.init import InitRequest, init_job
 
     streams = Streams(is_json=json)

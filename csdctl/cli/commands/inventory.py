@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from csdctl.cli import options
-from csdctl.cli.streams import Streams, format_json
+from csdctl.terminal.streams import Streams, format_json
 
 
 class Format(StrEnum):
@@ -32,9 +32,9 @@ def inventory(
     exclude: options.ExcludeOption = None,
 ) -> None:
     """Print the nodes of the fleet as an Ansible inventory, an ssh_config or JSON."""
-    from csdctl.cli.render.fleet import fleet_document
     from csdctl.documents import save_text
     from csdctl.reporting.numbers import format_count
+    from csdctl.terminal.fleet import fleet_document
     from csdctl.workflows.discovery.inventory import TEXT_FORMATS
     from csdctl.workflows.workspace.partial_failure import choose_fleet
 

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from csdctl.cli.options import JsonOption, YesOption
-from csdctl.cli.streams import Streams
+from csdctl.terminal.streams import Streams
 
 ForgetOption = Annotated[
     str | None,
@@ -20,13 +20,13 @@ ForgetOption = Annotated[
 
 def measurements(forget: ForgetOption = None, yes: YesOption = False, json: JsonOption = False) -> None:
     """Show earlier measurements and how well they predicted each trial, or delete them."""
-    from csdctl.cli.render.measurements import (
+    from csdctl.runs.directory import ProjectDirectory
+    from csdctl.terminal.measurements import (
         forgotten_document,
         measurements_document,
         render_forgotten,
         render_measurements,
     )
-    from csdctl.runs.directory import ProjectDirectory
     from csdctl.workflows.reporting.measurements import forget_measurements, load_measurements
 
     streams = Streams(is_json=json)

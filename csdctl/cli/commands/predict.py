@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from csdctl.cli import options
-from csdctl.cli.streams import Streams
+from csdctl.terminal.streams import Streams
 
 
 def predict(
@@ -58,7 +58,7 @@ def predict(
     json: options.JsonOption = False,
 ) -> None:
     """Run a trained model over samples where they are stored; only its answers are sent."""
-    from csdctl.cli.render.prepare import PreparationScreen
+    from csdctl.terminal.prepare import PreparationScreen
     from csdctl.workflows.predict.predict import predict as run_prediction
     from csdctl.workflows.predict.request import check_request
     from csdctl.workflows.workspace.partial_failure import choose_fleet

@@ -1,7 +1,7 @@
 """`csdctl prepare`."""
 
 from csdctl.cli import options
-from csdctl.cli.streams import Streams
+from csdctl.terminal.streams import Streams
 
 
 def prepare(
@@ -13,8 +13,8 @@ def prepare(
     json: options.JsonOption = False,
 ) -> None:
     """Convert data and model to the format that training reads; data stays where it is."""
-    from csdctl.cli.render.prepare import PreparingView, prepare_document, render_prepared, show_rehearsal
     from csdctl.job.model import load_job
+    from csdctl.terminal.prepare import PreparingView, prepare_document, render_prepared, show_rehearsal
     from csdctl.workflows.data.prepare import prepare_fleet
     from csdctl.workflows.data.rehearsal import rehearse_preparation
     from csdctl.workflows.workspace.partial_failure import choose_fleet

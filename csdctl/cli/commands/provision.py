@@ -85,13 +85,13 @@ def provision(
 ) -> None:
     """Install Python, the packages for training and MPI on bare nodes."""
     from csdctl.cli.invocation import Invocation
-    from csdctl.cli.render.provision import (
+    from csdctl.terminal.provision import (
         ProvisionView,
         collected_document,
         provision_document,
         render_nodes,
     )
-    from csdctl.cli.streams import Streams
+    from csdctl.terminal.streams import Streams
     from csdctl.workflows.provision import provision as workflow
 
     streams = Streams(is_json=json)

@@ -7,7 +7,7 @@ import typer
 
 from csdctl.cli import options
 from csdctl.cli.completion import complete_runs
-from csdctl.cli.streams import Streams
+from csdctl.terminal.streams import Streams
 
 HtmlOption = Annotated[
     Path | None,
@@ -46,8 +46,8 @@ def report(
     json: options.JsonOption = False,
 ) -> None:
     """Show the results of a run, or of several side by side."""
-    from csdctl.cli.render import report as render
     from csdctl.runs.directory import ProjectDirectory
+    from csdctl.terminal import report as render
     from csdctl.workflows.reporting import report as reporting
 
     streams, ids = Streams(is_json=json), runs or []

@@ -7,8 +7,8 @@ import typer
 
 from csdctl.cli import options
 from csdctl.cli.completion import complete_runs
-from csdctl.cli.streams import Streams
 from csdctl.errors import ExitCode
+from csdctl.terminal.streams import Streams
 
 app = typer.Typer(
     help="List, watch, stop, compare and remove runs.",
@@ -34,8 +34,8 @@ GivenRunArgument = Annotated[
 @app.command("list")
 def list_runs(json: options.JsonOption = False) -> None:
     """List all runs, the latest last."""
-    from csdctl.cli.render.runs import show_runs
     from csdctl.runs.directory import ProjectDirectory
+    from csdctl.terminal.runs import show_runs
     from csdctl.workflows.runs import manage
 
     streams = Streams(is_json=json)
@@ -56,8 +56,8 @@ def watch(run: RunArgument = None, json: options.JsonOption = False) -> None:
 
     Exits with 1 when the run has failed.
     """
-    from csdctl.cli.render.runs import watch_run
     from csdctl.runs.directory import ProjectDirectory
+    from csdctl.terminal.runs import watch_run
     from csdctl.workflows.runs.follow import follow_run
 
     os.nice(WATCHER_NICE)
@@ -83,8 +83,8 @@ def logs(
     lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="Lines from the end of each log.")] = 200,
 ) -> None:
     """Print the logs of a run's ranks and of mpirun."""
-    from csdctl.cli.render.runs import show_logs
     from csdctl.runs.directory import ProjectDirectory
+    from csdctl.terminal.runs import show_logs
     from csdctl.workflows.runs.follow import find_logs
 
     streams = Streams()
@@ -109,8 +109,8 @@ def stop(
 
     A second `stop` ends the ranks at once.
     """
-    from csdctl.cli.render.runs import show_stopped
     from csdctl.runs.directory import ProjectDirectory
+    from csdctl.terminal.runs import show_stopped
     from csdctl.workflows.runs.manage import stop_run
 
     streams = Streams(is_json=json)
@@ -133,8 +133,8 @@ def rm(run: GivenRunArgument, yes: options.YesOption = False, json: options.Json
 @app.command()
 def diff(first: GivenRunArgument, second: GivenRunArgument, json: options.JsonOption = False) -> None:
     """Show in which settings and results two runs differ."""
-    from csdctl.cli.render.runs import show_differences
     from csdctl.runs.directory import ProjectDirectory
+    from csdctl.terminal.runs import show_differences
     from csdctl.workflows.runs.compare import compare_runs
 
     streams = Streams(is_json=json)

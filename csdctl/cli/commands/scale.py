@@ -7,7 +7,7 @@ import typer
 
 from csdctl.cli import options
 from csdctl.cli.commands.report import CsvOption, HtmlOption
-from csdctl.cli.streams import Streams
+from csdctl.terminal.streams import Streams
 
 
 def scale(
@@ -40,9 +40,9 @@ def scale(
     json: options.JsonOption = False,
 ) -> None:
     """Train with 0, 1, 2 … nodes, and show speed-up, efficiency and energy."""
-    from csdctl.cli.render.report import show_points, show_series
-    from csdctl.cli.render.train import train_point
     from csdctl.job.model import load_job
+    from csdctl.terminal.report import show_points, show_series
+    from csdctl.terminal.train import train_point
     from csdctl.tuning.series import KINDS, STRONG, WEAK
     from csdctl.workflows.forecast.request import parse_node_counts
     from csdctl.workflows.reporting.report import write_scaling

@@ -1,12 +1,14 @@
 """`csdctl train`."""
 
+import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from csdctl.cli import options
 from csdctl.cli.completion import complete_runs
-from csdctl.cli.streams import Streams
+from csdctl.terminal.streams import Streams
 from csdctl.worker.protocol.orders import COLLECTIVE_NAMES
 
 if TYPE_CHECKING:
@@ -96,7 +98,6 @@ def train(
 ) -> None:
     """Train synchronously on the host and all nodes, each with its own batch size."""
     from csdctl.cli.callback_files import load_callback
-    from csdctl.cli.render.runs import start_detached
     from csdctl.job.model import load_job
     from csdctl.launch.mpi_job import Deadlines
     from csdctl.worker.protocol.features import FeatureOptions
@@ -129,7 +130,7 @@ def train(
 
 def _train(streams: Streams, request: "TrainRequest", notify: str | None, *, is_dry_run: bool) -> None:
     """Train, and tell another program of the end; or show what would be trained."""
-    from csdctl.cli.render.train import TrainingScreen, show_training_rehearsal
+    from csdctl.terminal.train import TrainingScreen, show_training_rehearsal
     from csdctl.workflows.runs.notification import notifying, parse_command
     from csdctl.workflows.train.run import RunStopped
     from csdctl.workflows.train.train import run_training
@@ -144,3 +145,28 @@ def _train(streams: Streams, request: "TrainRequest", notify: str | None, *, is_
         except RunStopped as stopped:
             screen.stopped(stopped)
             raise
+
+
+def start_detached(streams: Streams) -> None:
+    """Start this command line again in the background; return once its run trains."""
+    from csdctl.runs.directory import ProjectDirectory
+    from csdctl.workflows.runs import detach
+    from csdctl.workflows.runs.processes import process_of
+
+    arguments = build_background_arguments(sys.argv[1:])
+    run = detach.start_detached(ProjectDirectory(streams.directory), arguments, streams.say)
+    if run is None:
+        streams.say("nothing was left to train: no run goes on in the background")
+        streams.result({"schema": "csdctl.train/1", "detached": False})
+        return
+    streams.say(f"run {run.run_id} goes on in the background, process {process_of(run).pid}")
+    streams.say(f"to see it: csdctl runs watch {run.run_id}; to stop it: csdctl runs stop {run.run_id}")
+    streams.result({"schema": "csdctl.train/1", "run": run.run_id, "path": str(run.path), "detached": True})
+
+
+def build_background_arguments(words: Sequence[str]) -> list[str]:
+    """Return the arguments of the csdctl that trains in the background, from those of this command line."""
+    kept = [word for word in words if word not in ("--detach", "--json")]
+    # Without it, `detach` in the user's config.yaml would make that process start another one, without end.
+    behind = kept.index("train") + 1
+    return [*kept[:behind], "--no-detach", *kept[behind:]]

@@ -24,7 +24,7 @@ def trust(
 ) -> None:
     """Show the nodes' SSH host keys, and accept all new ones at once."""
     from csdctl.cli.invocation import Invocation
-    from csdctl.cli.render.fleet import TrustScreen
+    from csdctl.terminal.fleet import TrustScreen
     from csdctl.workflows.discovery.trust import check_forgotten, forget_keys, review_keys
 
     call = Invocation.start("trust", fleet, limit, exclude, failed_from, json=json)

@@ -5,8 +5,8 @@ from typing import Annotated
 import typer
 
 from csdctl.cli import options
-from csdctl.cli.streams import Streams
 from csdctl.errors import InputError
+from csdctl.terminal.streams import Streams
 from csdctl.tuning.stannis import DEFAULT_BATCH_SIZES, DEFAULT_MARGIN_SCALE, DEFAULT_STEP_DIVISOR
 
 DEFAULT_BATCH_SIZE_LIST = ",".join(map(str, DEFAULT_BATCH_SIZES))
@@ -91,8 +91,8 @@ def tune(
     json: options.JsonOption = False,
 ) -> None:
     """Measure the machines and write the plan with the highest throughput."""
-    from csdctl.cli.render.tune import TuningScreen, plan_document, render_plan
     from csdctl.job.model import load_job
+    from csdctl.terminal.tune import TuningScreen, plan_document, render_plan
     from csdctl.tuning.search import Limits
     from csdctl.workflows.tune.options import TuneOptions
     from csdctl.workflows.tune.tune import tune_job

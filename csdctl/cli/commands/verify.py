@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from csdctl.cli import options
-from csdctl.cli.streams import Streams
+from csdctl.terminal.streams import Streams
 
 
 def verify(
@@ -29,10 +29,10 @@ def verify(
     json: options.JsonOption = False,
 ) -> None:
     """Check that your fleet computes the same gradient of your model as one process."""
-    from csdctl.cli.render.prepare import PreparationScreen
-    from csdctl.cli.render.verify import describe_features, render_verified, verify_document
     from csdctl.errors import RunError
     from csdctl.job.model import load_job
+    from csdctl.terminal.prepare import PreparationScreen
+    from csdctl.terminal.verify import describe_features, render_verified, verify_document
     from csdctl.worker.protocol.features import FeatureOptions
     from csdctl.workflows.train.options import TrainOptions
     from csdctl.workflows.train.verify import VerifyRequest, judge, run_verification

@@ -10,8 +10,8 @@ import pytest
 
 from csdctl.cli.app import COMMANDS, run_command
 from csdctl.cli.global_options import take_global_options
-from csdctl.cli.streams import Streams
 from csdctl.errors import ExitCode
+from csdctl.terminal.streams import Streams
 
 HEAVY = ("asyncssh", "keras", "numpy", "paramiko", "pydantic", "tensorflow")
 
@@ -113,7 +113,7 @@ def loaded_by_help(*commands: str) -> set[str]:
     program = (
         "import sys\n"
         "from csdctl.cli.app import run_command\n"
-        "from csdctl.cli.streams import Streams\n"
+        "from csdctl.terminal.streams import Streams\n"
         f"codes = [run_command([*name.split(), '--help'], Streams()) for name in {commands!r}]\n"
         "assert not any(codes), codes\n"
         f"print(*[name for name in {HEAVY!r} if name in sys.modules], file=sys.stderr)\n"

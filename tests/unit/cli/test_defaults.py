@@ -6,8 +6,8 @@ import pytest
 import typer
 
 from csdctl.cli.app import app
+from csdctl.cli.commands.train import build_background_arguments
 from csdctl.cli.defaults import config_path, load_defaults
-from csdctl.cli.render.runs import build_background_arguments
 from csdctl.errors import InputError
 
 

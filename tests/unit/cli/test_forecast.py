@@ -9,15 +9,15 @@ import pytest
 from typer.testing import CliRunner
 
 from csdctl.cli.app import app
-from csdctl.cli.console import PrintableConsole
-from csdctl.cli.render.forecast import forecast_document, render_forecast
-from csdctl.cli.streams import format_json
 from csdctl.errors import InputError
 from csdctl.job.model import load_job
 from csdctl.perfmodel.energy import Power
 from csdctl.perfmodel.published import Network
 from csdctl.reporting.numbers import format_joules
 from csdctl.runs.directory import ProjectDirectory
+from csdctl.terminal.console import PrintableConsole
+from csdctl.terminal.forecast import forecast_document, render_forecast
+from csdctl.terminal.streams import format_json
 from csdctl.tuning.plan import Plan, RankPlan, save_plan
 from csdctl.workflows.forecast.basis import published_basis
 from csdctl.workflows.forecast.forecast import forecast

@@ -9,10 +9,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from csdctl.cli.render.report import render_report, report_document
-from csdctl.cli.streams import format_json
 from csdctl.reporting.privacy import plan_privacy
 from csdctl.reporting.summary import summarize
+from csdctl.terminal.report import render_report, report_document
+from csdctl.terminal.streams import format_json
 from csdctl.worker.protocol.events import Event, check_event, event_from_line, event_to_line
 from csdctl.worker.protocol.json_codec import ProtocolError
 from csdctl.worker.protocol.recipe import Noise, Recipe

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from csdctl.cli.app import run_command
-from csdctl.cli.streams import Streams
 from csdctl.errors import ExitCode, InputError
+from csdctl.terminal.streams import Streams
 from csdctl.worker.protocol.features import FeatureOptions
 from csdctl.workflows.train.options import TrainOptions
 

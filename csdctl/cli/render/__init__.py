@@ -1,1 +1,0 @@
-"""Render results as tables, live views and JSON."""

@@ -1,0 +1,361 @@
+"""The machines of a fleet: their facts, host keys and leftovers, and emulated nodes; as tables and JSON."""
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+
+from rich import box
+from rich.progress import BarColumn, MofNCompleteColumn, TimeElapsedColumn
+from rich.table import Table
+
+from csdctl.emulation.fleet import NodeStatus, StoppedFleet
+from csdctl.errors import CsdctlError
+from csdctl.fleet.facts import Facts
+from csdctl.fleet.hardware import EqualMachines, find_differences, group_machines
+from csdctl.fleet.model import Fleet
+from csdctl.fleet.names import fold_names, format_node_names
+from csdctl.launch.leftovers import Leftovers
+from csdctl.reporting.numbers import format_bytes, format_count, format_seconds
+from csdctl.runs.directory import ProjectDirectory
+from csdctl.terminal.console import PrintableConsole
+from csdctl.terminal.problems import bounded, render_failed, render_problems
+from csdctl.terminal.streams import Streams
+from csdctl.terminal.view import View, new_progress, text_column
+from csdctl.transport.many import Outcome, errors_of
+from csdctl.workflows.discovery.discover import DiscoverResult, find_shared_host_keys
+from csdctl.workflows.discovery.inventory import FoundFleet
+from csdctl.workflows.discovery.trust import ShownKey
+from csdctl.workflows.maintenance.emulate import EmulatedFleet
+
+_UNKNOWN = "–"
+_MISSING = "missing"
+MAX_NAME_WIDTH = 20
+"""The width at which the column of machines is folded, so that the table fits 80 columns."""
+EMULATED = {"schema": "csdctl.emulate/1", "emulated": True}
+
+
+class DiscoverView(View):
+    """Shows each machine when it responds or fails; a context manager."""
+
+    def __init__(self, console: PrintableConsole, num_machines: int) -> None:
+        self._console = console
+        self._num_failed = 0
+        problems = text_column("{task.fields[failed]}", style="red")
+        bar = (text_column("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        self._progress = new_progress(console, *bar, problems)
+        super().__init__(self._progress)
+        self._task = self._progress.add_task("probing", total=num_machines, failed="")
+
+    def show(self, facts: Facts) -> None:
+        """Show one machine."""
+        self._num_failed += facts.problem is not None
+        if self._console.is_terminal:
+            failed = f"{self._num_failed} failed" if self._num_failed else ""
+            self._progress.update(self._task, advance=1, failed=failed)
+        else:
+            self._console.print(f"{facts.name}: {_describe_facts(facts)}", soft_wrap=True)
+
+
+def _describe_facts(facts: Facts) -> str:
+    if facts.problem:
+        return facts.problem
+    cores = f"{facts.num_cores} cores" if facts.num_cores else ""
+    return ", ".join(filter(None, [facts.architecture, facts.cpu_model, cores]))
+
+
+def render_fleet(console: PrintableConsole, result: DiscoverResult, *, verbose: bool = False) -> None:
+    """Print a row for each group of equal machines (`verbose`: for each machine), then problems and notes."""
+    title = f"fleet {result.fleet.path}" + (" (emulated fleet)" if result.fleet.emulated else "")
+    groups = group_machines(result.facts.values())
+    rows = [EqualMachines((facts,)) for group in groups for facts in group.machines] if verbose else groups
+    console.print(_tabulate_facts(title, rows))
+    if verbose:
+        console.print(_build_details(result.facts))
+    render_problems(console, result.problems)
+    lines = [f"differs: {format_node_names(group.names)}: {how}" for group, how in find_differences(groups)]
+    lines += [
+        f"drive: {name} is {drive.device} ({drive.model}, serial {drive.serial})"
+        for name, drive in result.drives.items()
+    ]
+    lines += [
+        f"note: {format_node_names(names)}: {note}" for note, names in _fold_notes(result.facts).items()
+    ]
+    lines += [f"warning: {warning}" for warning in result.warnings]
+    for line in bounded(console, lines, "notes"):
+        console.print(line, soft_wrap=True)
+    console.print(f"facts: {result.path}", soft_wrap=True)
+
+
+def discover_document(result: DiscoverResult) -> dict[str, object]:
+    """Return the `csdctl.discover/1` document."""
+    groups = group_machines(result.facts.values())
+    differences = dict(find_differences(groups))
+    return {
+        "schema": "csdctl.discover/1",
+        "fleet": result.fleet.path,
+        "emulated": result.fleet.emulated,
+        "machines": [
+            {**vars(facts), "remedy": result.failed[name].remedy if name in result.failed else None}
+            for name, facts in result.facts.items()
+        ],
+        "groups": [
+            {"machines": group.names, "ranges": fold_names(group.names), "differs": differences.get(group)}
+            for group in groups
+        ],
+        "problems": result.problems,
+        "drives": result.drives,
+        "warnings": result.warnings,
+        "failed": result.failed,
+    }
+
+
+def show_imported(streams: Streams, found: FoundFleet, source: str, *, is_dry_run: bool) -> None:
+    """Report the fleet file that was written from `source`; in a dry run print what it would hold."""
+    for warning in found.warnings:
+        streams.errors.print(f"warning: {warning}")
+    if not is_dry_run:
+        fleet = found.fleet
+        streams.say(f"{format_count(fleet.nodes, 'machine')} found in {source}: {fleet.path} written")
+    elif streams.is_json:
+        streams.result(fleet_document(found.fleet))
+    else:
+        streams.write(found.text)
+
+
+def fleet_document(fleet: Fleet) -> dict[str, object]:
+    """Return the `csdctl.inventory/1` document: the nodes as the fleet file lists them."""
+    return {
+        "schema": "csdctl.inventory/1",
+        "fleet": fleet.path,
+        "network": fleet.network,
+        "emulated": fleet.emulated,
+        "nodes": fleet.nodes,
+    }
+
+
+def _tabulate_facts(title: str, groups: Sequence[EqualMachines]) -> Table:
+    table = _new_table(title)
+    names = [_format_machines(group) for group in groups]
+    longest = max(map(len, names), default=0)
+    table.add_column(
+        "machines", overflow="fold", min_width=max(len("machines"), min(longest, MAX_NAME_WIDTH))
+    )
+    table.add_column("CPU")
+    for column in ("cores", "memory", "disk"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for column in ("Python", "Tensor\nFlow", "MPI"):
+        table.add_column(column, no_wrap=True)
+    for group, name in zip(groups, names, strict=True):
+        facts = group.first
+        table.add_row(
+            name,
+            facts.cpu_model or facts.architecture or _UNKNOWN,
+            _format_cores(facts),
+            _format_size(group.least("memory_limit_bytes") or group.least("memory_bytes")),
+            _format_size(group.least("disk_free_bytes")),
+            facts.python_version or _MISSING,
+            facts.tensorflow_version or _MISSING,
+            facts.mpi_version or _MISSING,
+        )
+    return table
+
+
+def _format_size(size: float | None) -> str:
+    """Format a size with three digits, which leaves room for names."""
+    number, _, unit = format_bytes(size).partition(" ")
+    return f"{float(number):.0f} {unit}" if unit and float(number) >= 100 else format_bytes(size)
+
+
+def _format_machines(group: EqualMachines) -> str:
+    number = len(group.names)
+    return format_node_names(group.names) + (f" ({number})" if number > 1 else "")
+
+
+def _fold_notes(machines: Mapping[str, Facts]) -> dict[str, list[str]]:
+    """Return the machines that each note applies to."""
+    names: dict[str, list[str]] = {}
+    for facts in machines.values():
+        for note in facts.notes:
+            names.setdefault(note, []).append(facts.name)
+    return names
+
+
+def _build_details(machines: Mapping[str, Facts]) -> Table:
+    table = _new_table("details")
+    for column in ("machine", "architecture", "glibc", "mpi4py", "round trip", "clock"):
+        table.add_column(column, no_wrap=True)
+    table.add_column("Python prefix", overflow="fold")
+    table.add_column("home", overflow="fold")
+    for facts in machines.values():
+        if not facts.problem:
+            table.add_row(
+                facts.name,
+                facts.architecture or _UNKNOWN,
+                facts.glibc_version or _UNKNOWN,
+                facts.mpi4py_version or _MISSING,
+                format_seconds(facts.round_trip_s),
+                _UNKNOWN if facts.clock_offset_s is None else f"{facts.clock_offset_s:+.3f} s",
+                facts.prefix or _UNKNOWN,
+                facts.home or _UNKNOWN,
+            )
+    return table
+
+
+def _new_table(title: str) -> Table:
+    return Table(
+        title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
+    )
+
+
+def _format_cores(facts: Facts) -> str:
+    cores = _UNKNOWN if facts.num_cores is None else str(facts.num_cores)
+    return f"{facts.cpu_limit:g} of {cores}" if facts.cpu_limit else cores
+
+
+class TrustScreen:
+    """Shows the keys of each layer of machines in turn, asks for confirmation, and collects them all."""
+
+    def __init__(
+        self, streams: Streams, fleet: Fleet, *, yes: bool = False, is_dry_run: bool = False
+    ) -> None:
+        self._streams = streams
+        self._fleet = fleet
+        self._yes = yes
+        self._is_dry_run = is_dry_run
+        self._keys: dict[str, ShownKey] = {}
+        self.failed: dict[str, CsdctlError] = {}
+
+    @property
+    def machines(self) -> list[str]:
+        """All machines visited so far."""
+        return [*self._keys, *self.failed]
+
+    def show(self, outcomes: Mapping[str, Outcome[ShownKey]], new: Sequence[ShownKey]) -> None:
+        """Print a table of the keys that are new, and the machines that failed."""
+        shown = {name: outcome.value for name, outcome in outcomes.items() if outcome.value}
+        failed = errors_of(outcomes)
+        self._keys |= shown
+        self.failed |= failed
+        if new:
+            self._streams.console.print(_tabulate_keys(new))
+        if num_known := len(shown) - len(new):
+            self._streams.say(f"{num_known} keys are already accepted")
+        for warning in find_shared_host_keys({name: key.fingerprint for name, key in shown.items()}):
+            self._streams.say(f"warning: {warning}")
+        render_failed(self._streams.console, failed, self._fleet)
+
+    def confirm(self, new: Sequence[ShownKey]) -> None:
+        """Ask for confirmation; raises InputError unless the answer is yes."""
+        self._streams.confirm(f"Accept {len(new)} new keys?", yes=self._yes)
+
+    def accepted(self, new: Sequence[ShownKey]) -> None:
+        """Print where the new keys are stored."""
+        path = ProjectDirectory(self._streams.directory).known_hosts
+        self._streams.say(f"{len(new)} keys accepted: {path}")
+
+    def not_asked(self, machines: Sequence[str]) -> None:
+        """Print which machines a dry run cannot ask."""
+        self._streams.say(
+            f"{', '.join(machines)}: not asked, as the key of the jump host is not accepted yet"
+        )
+
+    def show_forgotten(self, removed: Mapping[str, int]) -> None:
+        """Print how many keys of each machine were deleted."""
+        done = "would be deleted" if self._is_dry_run else "deleted"
+        for name, number in removed.items():
+            self._streams.say(f"{name}: {number} keys {done}" if number else f"{name}: no key was stored")
+        self._streams.result(
+            {"schema": "csdctl.trust/1", "is_dry_run": self._is_dry_run, "forgotten": removed}
+        )
+
+    def document(self) -> dict[str, object]:
+        """Return the `csdctl.trust/1` document."""
+        keys = {
+            name: {
+                "address": key.node.address,
+                "port": key.node.port,
+                "type": key.type,
+                "fingerprint": key.fingerprint,
+                "state": key.state,
+            }
+            for name, key in self._keys.items()
+        }
+        return {
+            "schema": "csdctl.trust/1",
+            "is_dry_run": self._is_dry_run,
+            "machines": keys,
+            "failed": self.failed,
+        }
+
+
+def _tabulate_keys(keys: Sequence[ShownKey]) -> Table:
+    table = Table(title="new host keys", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for column in ("machine", "address", "type"):
+        table.add_column(column, no_wrap=True)
+    table.add_column("fingerprint", overflow="fold")
+    for key in keys:
+        table.add_row(key.node.name, f"{key.node.address} port {key.node.port}", key.type, key.fingerprint)
+    return table
+
+
+def show_started(streams: Streams, fleet: EmulatedFleet) -> None:
+    """Print what `emulate up` started."""
+    if streams.is_json:
+        streams.result({**EMULATED, **vars(fleet)})
+        return
+    render_nodes(streams.console, fleet.nodes)
+    streams.say(f"Emulated fleet {'was already up' if fleet.was_up else 'is up'}: {fleet.fleet_path}")
+    if fleet.owner_pid not in (None, os.getpid()):  # the demo need not speak of itself
+        streams.say(f"It ends when process {fleet.owner_pid} ends.")
+
+
+def show_status(streams: Streams, nodes: Iterable[NodeStatus]) -> None:
+    """Print the state of the emulated nodes."""
+    if streams.is_json:
+        streams.result({**EMULATED, "nodes": list(nodes)})
+    else:
+        render_nodes(streams.console, nodes)
+
+
+def show_stopped(streams: Streams, stopped: StoppedFleet) -> None:
+    """Print what `emulate down` ended and what it left."""
+    if streams.is_json:
+        streams.result({**EMULATED, **vars(stopped), "nodes": []})
+        return
+    streams.say(f"Emulated fleet is down: {stopped.num_processes} processes ended")
+    if stopped.kept_fleet_path:
+        streams.say(f"{stopped.kept_fleet_path} was edited since and is kept")
+
+
+def render_nodes(console: PrintableConsole, nodes: Iterable[NodeStatus]) -> None:
+    """Print a table with one row for each node."""
+    table = Table("node", "port", "state", "processes", "CPU limit", "memory", title="emulated")
+    for node in nodes:
+        memory = f"{format_bytes(node.memory_bytes)} of {format_bytes(node.memory_limit_bytes)}"
+        state = "running" if node.is_running else "ended"
+        limit = f"{node.cpu_limit:g} cores ({node.cpu_mechanism})"
+        table.add_row(node.name, str(node.port), state, str(node.num_processes), limit, memory)
+    console.print(table)
+
+
+def render_cleaned(console: PrintableConsole, outcome: Outcome[Leftovers], *, is_dry: bool) -> None:
+    """Print one line for a machine, unless it failed."""
+    if outcome.error:
+        return
+    found = outcome.get()
+    parts = []
+    if found.num_processes:
+        runs = f" of run {', '.join(found.runs)}" if found.runs else ""
+        parts.append(f"{found.num_processes} processes{runs} {'are still running' if is_dry else 'ended'}")
+    if found.paths:
+        verb = "could be removed" if is_dry else "removed"
+        parts.append(f"{len(found.paths)} paths ({format_bytes(found.num_bytes)}) {verb}")
+    if found.num_unused:
+        parts.append(f"{found.num_unused} unused files removed")
+    if not parts:
+        parts.append("nothing left")
+    stored = {"features": found.features_bytes, "predictions": found.predictions_bytes}
+    sizes = [f"{name} {format_bytes(num_bytes)}" for name, num_bytes in stored.items() if num_bytes]
+    if sizes:
+        parts.append(f"stored: {', '.join(sizes)} (--computed removes them)")
+    line = "; ".join(parts)
+    console.print(f"{outcome.name}: {line}", soft_wrap=True)

@@ -1,0 +1,138 @@
+"""A forecast as a table with its verdict, and as JSON."""
+
+from typing import Any
+
+from rich.table import Table
+
+from csdctl.perfmodel.recommendation import MIN_GAIN, MIN_SHARE_OF_NODE, Reason, Verdict
+from csdctl.perfmodel.scaling import CurvePoint
+from csdctl.reporting.numbers import format_joules, format_rate, format_seconds, format_share
+from csdctl.terminal.console import PrintableConsole
+from csdctl.workflows.forecast.forecast import Forecast, pick_evenly
+
+MAX_ROWS = 40
+
+
+def render_forecast(console: PrintableConsole, forecast: Forecast) -> None:
+    """Print the curve, the verdict on the largest number of nodes, and where the figures come from."""
+    basis = forecast.basis
+    table = Table(title=f"{basis.title} ({basis.source} figures)", title_justify="left", title_style="bold")
+    columns = ["nodes", "samples/s", "speed-up", "efficiency", "time"]
+    if basis.power:
+        columns += ["energy/\nsample", "energy"]
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    for point in pick_evenly(forecast.points, MAX_ROWS):
+        table.add_row(*_cells(point, forecast))
+    console.print(table)
+    if len(forecast.points) > MAX_ROWS:
+        console.print(
+            f"the table shows {MAX_ROWS} of {len(forecast.points):,} numbers of nodes; --json lists all"
+        )
+    if forecast.num_samples is None:
+        console.print("time and energy of the job are unknown: give the samples per epoch with --samples")
+    else:
+        console.print(f"job: {forecast.num_samples:,} samples, epochs: {basis.epochs}")
+    if forecast.verdict:
+        style, verdict = ("bold green", "") if forecast.verdict.is_worth_it else ("bold red", "NOT ")
+        headline = f"{_nodes(forecast.verdict.num_nodes)}: {verdict}worth it"
+        console.print(headline, style=style, soft_wrap=True)
+        for sentence in [*_reasons(forecast).values(), *_idle(forecast), *_advice(forecast.verdict)]:
+            console.print(f"  {sentence}", soft_wrap=True)
+    for name, origin in basis.origins.items():
+        console.print(f"{name.replace('_', ' ')}: {origin}", style="dim", soft_wrap=True)
+
+
+def forecast_document(forecast: Forecast) -> dict[str, Any]:
+    """Return the `csdctl.forecast/1` document."""
+    basis, verdict = forecast.basis, forecast.verdict
+    return {
+        "schema": "csdctl.forecast/1",
+        "title": basis.title,
+        "source": basis.source,
+        "origins": dict(basis.origins),
+        "epochs": basis.epochs,
+        "num_samples": forecast.num_samples,
+        "power": basis.power,
+        "curve": [{**vars(point), **_of_the_job(point, forecast)} for point in forecast.points],
+        "verdict": verdict
+        and {
+            **vars(verdict),
+            "is_worth_it": verdict.is_worth_it,
+            "reasons": [{"code": code, "text": text} for code, text in _reasons(forecast).items()],
+        },
+    }
+
+
+def _cells(point: CurvePoint, forecast: Forecast) -> list[str]:
+    of_the_job = _of_the_job(point, forecast)
+    cells = [
+        str(point.num_nodes),
+        format_rate(point.samples_per_s),
+        f"{point.speedup:.2f} ×",
+        format_share(point.efficiency),
+        format_seconds(of_the_job["time_s"]),
+    ]
+    if forecast.basis.power:
+        cells += [
+            format_joules(point.joules_per_image),
+            format_joules(of_the_job["energy_joules"]),
+        ]
+    return cells
+
+
+def _of_the_job(point: CurvePoint, forecast: Forecast) -> dict[str, float | None]:
+    if forecast.num_samples is None:
+        return {"time_s": None, "energy_joules": None}
+    return {
+        "time_s": point.time_s(forecast.num_samples),
+        "energy_joules": point.energy_joules(forecast.num_samples),
+    }
+
+
+def _nodes(number: int) -> str:
+    return "1 node" if number == 1 else f"{number:,} nodes"
+
+
+def _reasons(forecast: Forecast) -> dict[Reason, str]:
+    """Return a sentence for each reason, with its figures."""
+    if not forecast.verdict:
+        return {}
+    point = forecast.points[-1]
+    sentences = {
+        Reason.SLOWER: f"no faster than the host alone: {point.speedup:.2f} ×",
+        Reason.LITTLE_GAIN: f"only {point.speedup - 1:.1%} faster than the host alone "
+        f"(less than {MIN_GAIN:.0%} is noise)",
+        Reason.NO_ENERGY_SAVED: f"a sample takes {format_joules(point.joules_per_image)}, "
+        "no less than on the host alone",
+    }
+    return {reason: sentences[reason] for reason in forecast.verdict.reasons}
+
+
+def _idle(forecast: Forecast) -> list[str]:
+    """Return sentences about ranks that do not train with the largest number of nodes."""
+    point, idle = forecast.points[-1], []
+    if point.num_left_out:
+        idle.append(f"{_nodes(point.num_left_out)} left out: training is faster without them")
+    if not point.is_host_training:
+        idle.append("the host does not train: it only sums gradients and serves data to the nodes")
+    return idle
+
+
+def _advice(verdict: Verdict) -> list[str]:
+    """Return sentences about fewer nodes."""
+    advice = []
+    if verdict.worth_from is None and verdict.num_nodes > 1:
+        advice.append("fewer nodes are not worth it either")
+    elif verdict.worth_from is not None:
+        advice.append(f"worth it from {_nodes(verdict.worth_from)}")
+    if verdict.useful_nodes == 0:
+        advice.append(f"no node adds {MIN_SHARE_OF_NODE:.0%} of its own speed")
+    elif verdict.useful_nodes < verdict.num_nodes:
+        advice.append(
+            f"beyond {_nodes(verdict.useful_nodes)} each further node adds less than {MIN_SHARE_OF_NODE:.0%} "
+            "of its own speed: the sum over the ranks, or waiting, takes the rest"
+        )
+    if verdict.least_energy_nodes is not None and verdict.least_energy_nodes < verdict.num_nodes:
+        advice.append(f"lowest energy per sample with {_nodes(verdict.least_energy_nodes)}")
+    return advice

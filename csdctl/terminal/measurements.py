@@ -1,0 +1,199 @@
+"""Stored measurements, as tables and as JSON."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from itertools import groupby
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from csdctl.fleet.hardware import FleetClass, MachineClass
+from csdctl.reporting.numbers import format_bytes, format_date, format_rate, format_seconds, format_share
+from csdctl.runs.measurements import CollectiveSummary, Forgotten, Overview, ProbeSummary, TrialSummary
+from csdctl.terminal.console import PrintableConsole
+from csdctl.tuning.measurements import ModelProperties, TrialMeasurement
+
+SCHEMA = "csdctl.measurements/1"
+NUM_TRIALS = 20
+"""The newest trials, which the table shows; the document has all."""
+SHOWN_LENGTH = 6
+"""Characters of a hash; enough to distinguish a project's machines and recipes."""
+
+
+def render_measurements(console: PrintableConsole, overview: Overview, path: str) -> None:
+    """Print probes, collectives and trials, and the machines they were measured on."""
+    if overview == Overview():
+        console.print("no measurements yet: `csdctl tune` stores what it measures")
+        return
+    if overview.probed:
+        console.print(_build_probed(overview.probed))
+    if overview.summed:
+        console.print(_build_summed(overview.summed))
+    if overview.tried:
+        console.print(_build_tried(overview.tried[-NUM_TRIALS:]))
+        if (num_older := len(overview.tried) - NUM_TRIALS) > 0:
+            console.print(f"{num_older} older trials are not shown")
+    for machine in _list_machines(overview):
+        line = f"machine {machine.key[:SHOWN_LENGTH]}: {machine.name} ({machine.software})"
+        console.print(line, soft_wrap=True)
+    console.print(f"measurements: {path}", soft_wrap=True)
+
+
+def render_forgotten(console: PrintableConsole, forgotten: Forgotten) -> None:
+    """Print how many measurements were deleted."""
+    console.print(
+        f"deleted: {forgotten.num_probes} probes, {forgotten.num_trials} trials, "
+        f"{forgotten.num_collectives} collectives",
+    )
+
+
+def measurements_document(overview: Overview, path: str) -> dict[str, Any]:
+    """Return the `csdctl.measurements/1` document; times are Unix times."""
+    return {
+        "schema": SCHEMA,
+        "path": path,
+        "machine_classes": {
+            machine.key: {**asdict(machine), "name": machine.name} for machine in _list_machines(overview)
+        },
+        "probes": [
+            {
+                **asdict(summary),
+                "model": _model_document(summary.model),
+                "machine_class": summary.machine_class.key,
+                "is_emulated": summary.machine_class.is_emulated,
+            }
+            for summary in overview.probed
+        ],
+        "collectives": [
+            {**asdict(summary), **_fleet_document(summary.fleet_class)} for summary in overview.summed
+        ],
+        "trials": [
+            {
+                "model": _model_document(summary.model),
+                "recipe": summary.recipe,
+                **_fleet_document(summary.fleet_class),
+                **asdict(summary.trial),
+            }
+            for summary in overview.tried
+        ],
+    }
+
+
+def forgotten_document(forgotten: Forgotten) -> dict[str, Any]:
+    """Return the `csdctl.measurements/1` document after --forget."""
+    return {"schema": SCHEMA, "forgotten": asdict(forgotten)}
+
+
+def _build_probed(probed: Sequence[ProbeSummary]) -> Table:
+    table = _new_table("probes")
+    for column in ("model", "recipe"):
+        table.add_column(column, overflow="fold")
+    table.add_column("machine", no_wrap=True)
+    table.add_column("settings")
+    for column in ("probes", "batch sizes", "samples/s", "when"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for summary in probed:
+        table.add_row(
+            summary.model.short_name,
+            summary.recipe[:SHOWN_LENGTH],
+            summary.machine_class.key[:SHOWN_LENGTH],
+            summary.settings.name,
+            str(summary.num_probes),
+            _show_sizes(summary),
+            format_rate(summary.best_samples_per_s),
+            format_date(summary.measured_at),
+        )
+    return table
+
+
+def _build_summed(summed: Sequence[CollectiveSummary]) -> Table:
+    table = _new_table("collectives")
+    table.add_column("collective")
+    table.add_column("fleet", overflow="fold")
+    for column in ("ranks", "vector", "count", "median", "when"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for summary in summed:
+        table.add_row(
+            summary.name,
+            _show_fleet(summary.fleet_class),
+            str(summary.num_ranks),
+            format_bytes(summary.num_bytes),
+            str(summary.num_measured),
+            format_seconds(summary.median_s),
+            format_date(summary.measured_at),
+        )
+    return table
+
+
+def _build_tried(tried: Sequence[TrialSummary]) -> Table:
+    table = _new_table("trials of plans")
+    table.add_column("model", overflow="fold")
+    table.add_column("fleet", overflow="fold")
+    table.add_column("batch sizes")
+    for column in ("predicted\nsamples/s", "achieved\nsamples/s", "share", "when"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for summary in tried:
+        table.add_row(
+            summary.model.short_name,
+            _show_fleet(summary.fleet_class),
+            _show_batch_sizes(summary.trial),
+            format_rate(summary.trial.predicted_samples_per_s),
+            format_rate(summary.trial.samples_per_s),
+            format_share(_achieved_share(summary.trial)),
+            format_date(summary.trial.measured_at),
+        )
+    return table
+
+
+def _list_machines(overview: Overview) -> list[MachineClass]:
+    """Return each class once, in order of first use."""
+    fleets = [sums.fleet_class for sums in overview.summed]
+    fleets += [trial.fleet_class for trial in overview.tried]
+    of_fleets = [machine for fleet in fleets for machine in (fleet.host, *fleet.nodes)]
+    return list(dict.fromkeys([*(summary.machine_class for summary in overview.probed), *of_fleets]))
+
+
+def _show_fleet(fleet: FleetClass) -> str:
+    """Show the host's class, the nodes' classes, and the network."""
+    machines = " + ".join(machine.key[:SHOWN_LENGTH] for machine in (fleet.host, *fleet.nodes))
+    return machines + (f", {fleet.network}" if fleet.network else "")
+
+
+def _show_sizes(probed: ProbeSummary) -> str:
+    """Show 4–64, or 4–64 <128 when 128 did not fit in memory."""
+    if probed.smallest is None:
+        return f"<{probed.too_large}"
+    sizes = (
+        f"{probed.smallest}–{probed.largest}" if probed.smallest != probed.largest else f"{probed.largest}"
+    )
+    return sizes if probed.too_large is None else f"{sizes} <{probed.too_large}"
+
+
+def _show_batch_sizes(trial: TrialMeasurement) -> str:
+    """Show the host's batch size, then those of the nodes, with equal sizes grouped: 128 + 4 × 32."""
+    groups = [
+        (size, len(list(group))) for size, group in groupby(rank.batch_size for rank in trial.ranks[1:])
+    ]
+    shown = [f"{number} × {size}" if number > 1 else str(size) for size, number in groups]
+    return " + ".join([str(trial.ranks[0].batch_size), *shown])
+
+
+def _achieved_share(trial: TrialMeasurement) -> float | None:
+    """Return the achieved share of the predicted rate."""
+    return trial.samples_per_s / trial.predicted_samples_per_s if trial.predicted_samples_per_s else None
+
+
+def _model_document(model: ModelProperties) -> dict[str, Any]:
+    return {**asdict(model), "vector_bytes": model.vector_bytes}
+
+
+def _fleet_document(fleet: FleetClass) -> dict[str, Any]:
+    classes = {"host": fleet.host.key, "nodes": [node.key for node in fleet.nodes], "network": fleet.network}
+    return {"fleet_class": {"key": fleet.key, **classes}, "is_emulated": fleet.is_emulated}
+
+
+def _new_table(title: str) -> Table:
+    return Table(
+        title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
+    )

@@ -1,0 +1,318 @@
+"""Work on data while it runs, with a row for each data set or machine, and the results of `prepare`."""
+
+import math
+import time
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from csdctl.fleet.names import format_node_names
+from csdctl.reporting.numbers import format_bytes, format_rate, format_seconds, format_share
+from csdctl.shipping.deliver import Delivery
+from csdctl.terminal.console import PrintableConsole
+from csdctl.terminal.fleet_view import (
+    DONE,
+    STARTING,
+    WIDE,
+    Column,
+    FleetView,
+    ShownRow,
+    draw_bar,
+    mean,
+    show_elapsed,
+)
+from csdctl.terminal.streams import Streams
+from csdctl.worker.protocol.datasets import DatasetInfo, PrepareProgress
+from csdctl.workflows.data.prepare import OnPrepareProgress, Prepared
+
+if TYPE_CHECKING:
+    from csdctl.workflows.data.rehearsal import Rehearsal  # loads numpy, which `prepare` alone needs
+
+LINE_INTERVAL_S = 10.0
+"""Seconds between two lines about one data set, without a terminal."""
+SILENT_S = 20.0
+"""Seconds without a new sample after which the row says so."""
+WORKING, SILENT = "working", "silent"
+
+_SHOWN_CLASSES = 5
+
+
+@dataclass
+class WorkRow:
+    """The samples of one data set, or of one machine."""
+
+    node: str
+    changed_s: float
+    """When the number of samples last changed."""
+    state: str = STARTING
+    num_done: int = 0
+    num_total: int = 0
+    """Number of samples; 0: unknown."""
+    num_skipped: int = 0
+    num_found: int = 0
+    """Samples that were done before."""
+    began_s: float = 0.0
+    """When num_total was known."""
+    first: tuple[float, int] | None = None
+    """Time and number of samples when the first ones were done: the rate leaves out the start before."""
+
+    @property
+    def is_sick(self) -> bool:
+        """Whether nothing happens there."""
+        return self.state.startswith(SILENT)
+
+    @property
+    def share(self) -> float:
+        """Share of the samples that are done, 0…1."""
+        return min(1.0, self.num_done / self.num_total) if self.num_total else float(self.state == DONE)
+
+    @property
+    def slowness(self) -> float:
+        """Slowness, 0…1: the share that is left, as all began together."""
+        return 1.0 - self.share
+
+    @property
+    def kind(self) -> Hashable:
+        """Rows in the same state are alike."""
+        return self.state
+
+    @property
+    def rate(self) -> float | None:
+        """Rate in samples/s up to the latest report; None: unknown."""
+        begun = self.began_s, self.num_found
+        begun_s, found = self.first if self.first and self.num_done > self.first[1] else begun
+        spent_s, computed = self.changed_s - begun_s, self.num_done - found
+        return computed / spent_s if spent_s > 0 and computed > 0 else None
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds left, if that is known."""
+        if self.num_total and self.num_done >= self.num_total:
+            return 0.0
+        return (self.num_total - self.num_done) / self.rate if self.rate and self.num_total else None
+
+    def take(self, progress: PrepareProgress, now: float) -> None:
+        """Take what the machine reports, each second, whether or not there is more."""
+        if self.state == STARTING and (progress.num_total or progress.num_done):
+            self.state, self.began_s, self.num_found = WORKING, now, progress.num_done
+            self.changed_s = now
+        elif progress.num_done != self.num_done:
+            self.state, self.changed_s = WORKING, now
+            self.first = self.first or (now, progress.num_done)
+        self.num_done, self.num_total = progress.num_done, progress.num_total
+        self.num_skipped = progress.num_skipped
+        if self.num_total and self.num_done >= self.num_total:
+            self.state = DONE
+
+    def look(self, now: float) -> None:
+        """Notice a long silence."""
+        silent_s = now - self.changed_s
+        if (self.state == WORKING or self.is_sick) and silent_s >= SILENT_S:
+            self.state = f"{SILENT} for {show_elapsed(silent_s)}"
+
+
+class PreparingView(FleetView[WorkRow]):
+    """Rows of data sets or machines on a terminal, a line every few seconds elsewhere; a context manager."""
+
+    is_first_on_top = False
+
+    def __init__(
+        self,
+        console: PrintableConsole,
+        *,
+        what: str = "preparing data",
+        expected: Sequence[str] = (),
+        line_interval_s: float = LINE_INTERVAL_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`expected`: names that have a row before they report."""
+        self._line_interval_s = line_interval_s
+        self._line_at: dict[str, float] = {}
+        self._rows = {name: WorkRow(name, clock()) for name in expected}
+        super().__init__(console, what, clock=clock)
+
+    def show(self, data: str, progress: PrepareProgress) -> None:
+        """Show the progress of the data set or machine `data`; may be called from any thread."""
+        now = self._clock()
+        row = self._rows.setdefault(data, WorkRow(data, now))
+        row.take(progress, now)
+        if self._live is None and progress.num_done and self._is_due(data, now):
+            total = f" of {row.num_total:,}" if row.num_total else ""
+            line = ", ".join(filter(None, [f"{data}: {row.num_done:,}{total} samples", _skipped([row])]))
+            self._print(line)
+
+    def _is_due(self, data: str, now: float) -> bool:
+        if now - self._line_at.setdefault(data, now) < self._line_interval_s:
+            return False
+        self._line_at[data] = now
+        return True
+
+    def _list_rows(self) -> Sequence[WorkRow]:
+        rows, now = list(self._rows.values()), self._clock()
+        for row in rows:
+            row.look(now)
+        return rows
+
+    def _done(self) -> tuple[float, float | None]:
+        rows = list(self._rows.values())
+        is_known = all(row.num_total or row.state == STARTING for row in rows)
+        total = sum(row.num_total for row in rows)
+        return sum(row.num_done for row in rows), (total if is_known and total else None)
+
+    def _headline(self) -> str:
+        rows = self._list_rows()
+        elapsed = show_elapsed(self._elapsed_s)
+        starting = [row.node for row in rows if row.state == STARTING]
+        if len(starting) == len(rows):
+            return f"waiting for {format_node_names(starting) or 'the first machine'} to start ({elapsed})"
+        done, total = self._done()
+        parts = [f"{done:,} of {total:,} samples" if total else f"{done:,} samples"]
+        if rate := sum(row.rate or 0.0 for row in rows if row.state != DONE):
+            parts.append(f"{format_rate(rate)} samples/s")
+        left = [row.left_s for row in rows]
+        known = [value for value in left if value is not None]
+        if len(known) == len(left):
+            parts.append(f"{format_seconds(max(known))} left")
+        parts.append(f"{elapsed} so far")
+        if starting:
+            parts.append(f"waiting for {format_node_names(starting, at_most=2)}")
+        return "  ".join(parts)
+
+    def _columns(self, width: int) -> list[Column[WorkRow]]:
+        bar_width = 20 if width >= WIDE else 12
+        columns: list[Column[WorkRow]] = [
+            Column("done", lambda row: _draw_done(row, bar_width), bar_width + 5, is_right=False),
+            Column("samples", lambda row: _count(row, is_whole=width >= WIDE)),
+            Column("samples/s", lambda row: format_rate(mean([one.rate for one in row.members])), 9),
+            Column("left", lambda row: _left(row.members)),
+        ]
+        if any(row.num_skipped for row in list(self._rows.values())):
+            columns.append(Column("", lambda row: Text(_skipped(row.members), "yellow"), is_right=False))
+        return columns
+
+
+def _draw_done(row: ShownRow[WorkRow], width: int) -> Text:
+    if not any(one.num_total for one in row.members):
+        return Text()
+    share = mean([one.share for one in row.members]) or 0.0
+    return draw_bar([share], width, f" {format_share(math.floor(share * 100) / 100)}")
+
+
+def _count(row: ShownRow[WorkRow], *, is_whole: bool) -> str:
+    done, total = sum(one.num_done for one in row.members), sum(one.num_total for one in row.members)
+    if not total and not done:
+        return ""
+    return f"{done:,} of {total:,}" if is_whole and total else f"{done:,}"
+
+
+def _left(rows: Sequence[WorkRow]) -> str:
+    left = [row.left_s for row in rows]
+    known = [value for value in left if value is not None]
+    if len(known) < len(left):
+        return "–"
+    return format_seconds(max(known)) if max(known) else ""
+
+
+def _skipped(rows: Sequence[WorkRow]) -> str:
+    count = sum(row.num_skipped for row in rows)
+    return f"{count:,} left out" if count else ""
+
+
+class PreparationScreen:
+    """Shows messages, the progress of work on data, and what was sent."""
+
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
+
+    def say(self, line: str) -> None:
+        """Show one line."""
+        self._streams.say(line)
+
+    def on_delivery(self, node: str, delivery: Delivery) -> None:
+        """Show what was sent to a node."""
+        if delivery.num_sent:
+            self.say(f"{node}: {delivery.num_sent} files sent ({format_bytes(delivery.bytes_sent)})")
+
+    @contextmanager
+    def preparing(
+        self, what: str = "preparing data", expected: Sequence[str] = ()
+    ) -> Iterator[OnPrepareProgress]:
+        """Open a view of the progress; `expected`: names that will report."""
+        with PreparingView(self._streams.views, what=what, expected=expected) as view:
+            yield view.show
+
+
+def render_prepared(console: PrintableConsole, prepared: Prepared) -> None:
+    """Print what was left out of each data set, which classes are empty, and the totals."""
+    named = {"public": prepared.public, "validation": prepared.validation, **prepared.private}
+    for name, info in named.items():
+        for line in _remarks(info) if info else ():
+            console.print(f"{name}: {line}", soft_wrap=True)
+    private = sum(info.num_samples for info in prepared.private.values())
+    console.print(
+        f"ready: {prepared.public.num_samples:,} public samples on the host, "
+        f"{private:,} private samples on {len(prepared.private)} nodes, "
+        f"model with {prepared.model.info.num_parameters:,} parameters",
+        soft_wrap=True,
+    )
+
+
+def _remarks(info: DatasetInfo) -> list[str]:
+    remarks = []
+    if info.num_skipped:
+        reasons = [f"{count:,} {reason.replace('_', ' ')}" for reason, count in info.num_skipped.items()]
+        remarks.append(f"{sum(info.num_skipped.values()):,} left out ({', '.join(reasons)})")
+    if info.unusable_classes:
+        remarks.append(f"no usable file in {_list(info.unusable_classes)}")
+    empty = [
+        name for name, count in info.class_counts.items() if not count and name not in info.unusable_classes
+    ]
+    if empty:
+        remarks.append(f"no samples of {_list(empty)}")
+    return remarks
+
+
+def _list(classes: "list[str] | tuple[str, ...]") -> str:
+    more = f" and {len(classes) - _SHOWN_CLASSES} more" if len(classes) > _SHOWN_CLASSES else ""
+    return f"class{'es' if len(classes) > 1 else ''} " + ", ".join(classes[:_SHOWN_CLASSES]) + more
+
+
+def prepare_document(prepared: Prepared) -> dict[str, object]:
+    """Return the `csdctl.prepare/1` document; it has only counts of private data."""
+    counts = "num_samples", "num_skipped", "class_counts", "unusable_classes"
+    return {
+        "schema": "csdctl.prepare/1",
+        "public": prepared.public,
+        "validation": prepared.validation,
+        "private": {
+            name: {count: getattr(info, count) for count in counts} for name, info in prepared.private.items()
+        },
+        "model": prepared.model.info,
+    }
+
+
+def show_rehearsal(streams: Streams, rehearsal: "Rehearsal") -> None:
+    """Print the data that `prepare` would read; raises InputError when some is not there."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for column in ("machine", "data", "path", "found"):
+        table.add_column(column, overflow="fold")
+    for source in rehearsal.sources:
+        style = "bold red" if source.found in ("missing", "unreadable") else ""
+        table.add_row(source.machine, source.data, source.path, source.found, style=style)
+    streams.console.print(table)
+    streams.say(describe_samples(rehearsal.num_samples))
+    streams.say("dry run: nothing was prepared")
+    streams.result({"schema": "csdctl.prepare.dry-run/2", **vars(rehearsal)})
+    rehearsal.check()
+
+
+def describe_samples(num_samples: int | None) -> str:
+    """Return how many samples a job had when it was last prepared."""
+    if num_samples is None:
+        return "the data of this job has not been prepared before"
+    return f"{num_samples:,} samples when this job was last prepared"

@@ -1,0 +1,337 @@
+"""The reports of runs: results, bytes that were sent, and scaling, as tables and as JSON."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group
+from rich.table import Table
+
+from csdctl.errors import InputError
+from csdctl.fleet.names import format_node_names
+from csdctl.reporting.charts import DataTable
+from csdctl.reporting.energy import describe_energy, energy_document
+from csdctl.reporting.numbers import (
+    format_bytes,
+    format_loss,
+    format_rate,
+    format_seconds,
+    format_share,
+    name_metrics,
+)
+from csdctl.reporting.privacy import (
+    BATCH_NORM,
+    INSTALL,
+    PROMISE,
+    NodePrivacy,
+    Privacy,
+    remarks_on,
+)
+from csdctl.reporting.scaling import (
+    ScalingSeries,
+    describe_series,
+    energy_by_nodes,
+    scaling_document,
+    scaling_table,
+)
+from csdctl.reporting.summary import RunSummary
+from csdctl.runs.directory import RunDirectory
+from csdctl.terminal.console import PrintableConsole
+from csdctl.terminal.streams import Streams
+from csdctl.tuning.strategies import DATA_PARALLEL, SPLIT
+from csdctl.workflows.reporting.report import PrivacyReport
+from csdctl.workflows.train.scale import Point
+
+MAX_NAMED = 8
+MEANING = (
+    "Anyone who sees everything a node sent during this run, as the host does, and knows all other samples "
+    "can distinguish a sample on that node from any replacement only as well as ε and δ allow. Not "
+    "covered: the number of samples, in total and of each class, the fingerprint that `prepare` reports, and "
+    "computing times. Further runs on the same samples add to the privacy loss."
+)
+
+
+REACHABLE = {DATA_PARALLEL: "the ranks reach alone", SPLIT: "the busiest rank reaches without waiting"}
+IDENTICAL = "identical on all ranks at the end of every epoch"
+
+
+def show_report(streams: Streams, run: RunDirectory, summary: RunSummary) -> None:
+    """Print the report of `run`."""
+    if streams.is_json:
+        streams.result(report_document(summary, str(run.path)))
+        return
+    render_report(streams.console, summary)
+    streams.say(f"run directory: {run.path}")
+
+
+def show_reports(streams: Streams, reports: Sequence[tuple[RunDirectory, RunSummary]]) -> None:
+    """Print the reports of several runs."""
+    if streams.is_json:
+        documents = [report_document(summary, str(run.path)) for run, summary in reports]
+        streams.result({"schema": "csdctl.reports/1", "runs": documents})
+        return
+    for _, summary in reports:
+        render_report(streams.console, summary)
+
+
+def show_files(streams: Streams, paths: Sequence[Path]) -> None:
+    """Say which files were written."""
+    if streams.is_json:
+        streams.result({"schema": "csdctl.report-files/1", "files": paths})
+    for path in paths:
+        streams.say(f"wrote {path} ({format_bytes(path.stat().st_size)})")
+
+
+def check_options(run_ids: Sequence[str], *, is_privacy: bool, is_scaling: bool, has_files: bool) -> None:
+    """Raise InputError for options that exclude each other."""
+    if is_privacy and (has_files or len(run_ids) > 1):
+        raise InputError(
+            "--privacy shows one run in the terminal; received more runs, --html or --csv",
+            remedy="leave out --privacy: the HTML report has bytes by class too",
+        )
+    if is_privacy and is_scaling:
+        raise InputError("--scaling and --privacy exclude each other", remedy="give one of them")
+    if is_scaling and len(run_ids) < 2:
+        raise InputError(
+            f"--scaling compares runs; received {len(run_ids)}",
+            remedy="csdctl report --scaling RUN RUN …, one for each number of nodes",
+        )
+
+
+def render_report(console: PrintableConsole, summary: RunSummary) -> None:
+    """Print a row for each rank, then the totals."""
+    console.print(report_of(summary))
+    for failure in summary.failures:
+        console.print(f"failed: {failure}", style="red")
+
+
+def report_of(summary: RunSummary) -> Group:
+    """Return the tables of a report."""
+    title = f"run {summary.run_id}: {summary.state}" + (" (emulated fleet)" if summary.emulated else "")
+    table = Table(title=title, title_justify="left", title_style="bold")
+    table.add_column("rank", justify="right")
+    table.add_column("node")
+    for column in ("batch size", "private", "public", "samples/s", "alone", "waiting"):
+        table.add_column(column, justify="right")
+    for rank in summary.ranks:
+        table.add_row(
+            str(rank.rank),
+            rank.node,
+            str(rank.batch_size),
+            f"{rank.num_private:,}",
+            f"{rank.num_public:,}",
+            format_rate(rank.samples_per_s),
+            format_rate(rank.alone_samples_per_s),
+            format_share(rank.waiting),
+        )
+    totals = Table.grid(padding=(0, 2))
+    for name, value in _totals(summary):
+        totals.add_row(name, value)
+    return Group(table, totals)
+
+
+def _totals(summary: RunSummary) -> list[tuple[str, str]]:
+    training = name_metrics(summary.accuracy, summary.metrics)
+    validation = name_metrics(summary.validation_accuracy, summary.validation_metrics)
+    metrics = [
+        (name, f"{format_loss(validation.get(name))} validation, {format_loss(training.get(name))} training")
+        for name in {**training, **validation}
+    ]
+    rows = [
+        ("samples/s", _speed(summary)),
+        ("efficiency", _efficiency(summary)),
+        *metrics,
+        ("loss", f"{format_loss(summary.validation_loss)} validation, {format_loss(summary.loss)} training"),
+        (
+            "trained",
+            f"{summary.epochs} epochs, {summary.steps:,} steps of {summary.global_batch}, "
+            f"{summary.samples:,} samples in {format_seconds(summary.training_s)}",
+        ),
+        ("weights", IDENTICAL if summary.identical_weights else "NOT compared"),
+    ]
+    if summary.energy:
+        rows += [("energy", line) for line in describe_energy(summary.energy)]
+    if summary.privacy:
+        rows += [("privacy", line) for line in format_epsilon(summary.privacy)]
+    if summary.lost_nodes:
+        unread = (
+            f"; {summary.num_private_unread:,} private samples were not read"
+            if summary.num_private_unread
+            else ""
+        )
+        rows.append(
+            ("lost", f"{format_node_names(summary.lost_nodes)}; training continued without them{unread}")
+        )
+    if summary.num_unreadable:
+        rows.append(("events", f"{summary.num_unreadable:,} lines could not be read, and are left out"))
+    if summary.num_rebalanced:
+        rows.append(("balance", f"batch sizes changed {summary.num_rebalanced} times"))
+    return rows
+
+
+def _speed(summary: RunSummary) -> str:
+    speed = f"{format_rate(summary.samples_per_s)}, {format_rate(summary.step_samples_per_s)} while stepping"
+    if summary.predicted_samples_per_s is None:
+        return speed
+    return f"{speed}; predicted {format_rate(summary.predicted_samples_per_s)}"
+
+
+def _efficiency(summary: RunSummary) -> str:
+    if summary.efficiency is None or summary.strategy not in REACHABLE:
+        why = (
+            "no rank was measured alone"
+            if summary.strategy == DATA_PARALLEL
+            else f"strategy {summary.strategy}"
+        )
+        return f"unknown: {why} (method {summary.method})"
+    alone = format_rate(summary.alone_samples_per_s)
+    return f"{format_share(summary.efficiency)} of the {alone} samples/s that {REACHABLE[summary.strategy]}"
+
+
+def report_document(summary: RunSummary, run_path: str) -> dict[str, Any]:
+    """Return the `csdctl.report/1` document."""
+    return {
+        "schema": "csdctl.report/1",
+        "path": run_path,
+        **vars(summary),
+        "ranks": [{**vars(rank), "waiting": rank.waiting} for rank in summary.ranks],
+        "energy": energy_document(summary.energy) if summary.energy else None,
+    }
+
+
+def show_privacy(streams: Streams, found: PrivacyReport) -> None:
+    """Print what left each machine."""
+    if streams.is_json:
+        streams.result(privacy_document(found))
+    else:
+        render_privacy(streams.console, found)
+
+
+def render_privacy(console: PrintableConsole, found: PrivacyReport) -> None:
+    """Print what left each machine, in one run and in all commands, and what it may reveal."""
+    table = Table(
+        title=f"sent: run {found.run_id}, and all commands so far", title_justify="left", title_style="bold"
+    )
+    for column in ("from", "to", "what"):
+        table.add_column(column)
+    for column in ("this run", "all"):
+        table.add_column(column, justify="right")
+    in_run = {(flow.sender, flow.receiver, flow.kind): flow.num_bytes for flow in found.of_run}
+    for flow in found.of_all:
+        key = (flow.sender, flow.receiver, flow.kind)
+        table.add_row(*key, format_bytes(in_run.get(key, 0)), format_bytes(flow.num_bytes))
+    console.print(table)
+    console.print(PROMISE)
+    console.print("What the sent data may still reveal:")
+    remarks = remarks_on(has_noise=found.privacy is not None)
+    for traffic_class in dict.fromkeys(flow.kind for flow in found.of_all):
+        remark = remarks.get(traffic_class, "not known to this csdctl")
+        console.print(f"- {traffic_class}: {remark}")
+    if found.privacy is None:
+        console.print(BATCH_NORM)
+        return
+    for line in format_epsilon(found.privacy):
+        console.print(line)
+    console.print(MEANING)
+
+
+def format_epsilon(privacy: Privacy) -> list[str]:
+    """Return one line for each group of nodes with the same ε and the same number of noisy sums."""
+    groups: defaultdict[tuple[int, float | None], list[NodePrivacy]] = defaultdict(list)
+    for node in privacy.nodes:
+        groups[node.num_releases, node.epsilon].append(node)
+    noise = f"noise multiplier {privacy.noise_multiplier:g}, clipped at {privacy.l2_norm_clip:g}"
+    lines = []
+    for (num_releases, epsilon), nodes in groups.items():
+        shown = f"unknown: {INSTALL}" if epsilon is None else f"{epsilon:.3g} at δ = {privacy.delta:g}"
+        lines.append(
+            f"private samples of {format_node_names(node.node for node in nodes)}: ε = {shown}, "
+            f"each in at most {num_releases:,} noisy sums ({noise})"
+        )
+    return lines
+
+
+def privacy_document(found: PrivacyReport) -> dict[str, object]:
+    """Return the `csdctl.privacy/1` document."""
+    remarks = remarks_on(has_noise=found.privacy is not None)
+    return {
+        "schema": "csdctl.privacy/1",
+        **vars(found),
+        "promise": PROMISE,
+        "remarks": remarks,
+    }
+
+
+def show_scaling(streams: Streams, series: ScalingSeries, files: Sequence[Path]) -> None:
+    """Print a series, and which files have it."""
+    if streams.is_json:
+        streams.result(_document(series, files))
+    else:
+        _show_tables(streams, series, files)
+
+
+def show_series(streams: Streams, kind: str, series: ScalingSeries, files: Sequence[Path]) -> None:
+    """Print one series of `scale`, as tables or as one line of JSON, and which files have it."""
+    streams.result_line(_document(series, files))
+    streams.say(f"\n{kind} scaling")
+    _show_tables(streams, series, files)
+
+
+def show_points(streams: Streams, points: Sequence[Point]) -> None:
+    """Print what `scale` would train."""
+    rows = [
+        {
+            "kind": point.kind,
+            "num_nodes": point.num_nodes,
+            "batch_sizes": point.plan.batch_sizes,
+            "run": point.run.run_id if point.run else None,
+        }
+        for point in points
+    ]
+    streams.result_line({"schema": "csdctl.scale/1", "points": rows})
+    table = DataTable(
+        ("nodes", "series", "batch sizes", "run"),
+        tuple(
+            (
+                str(point.num_nodes),
+                point.kind,
+                ", ".join(map(str, point.plan.batch_sizes)),
+                point.run.run_id if point.run else "would be trained",
+            )
+            for point in points
+        ),
+    )
+    streams.console.print(_table("scaling series", table))
+
+
+def _document(series: ScalingSeries, files: Sequence[Path]) -> dict[str, Any]:
+    return {**scaling_document(series), "files": files}
+
+
+def _show_tables(streams: Streams, series: ScalingSeries, files: Sequence[Path]) -> None:
+    runs = scaling_table(series)
+    if not any(row[-1] for row in runs.rows):  # no remarks
+        runs = DataTable(runs.header[:-1], tuple(row[:-1] for row in runs.rows))
+    streams.console.print(_table(describe_series(series), runs))
+    if any(point.energy for point in series.points):
+        energy = energy_by_nodes(series)  # its rows are those of the table above, whose runs are not repeated
+        without = tuple((row[0], *row[2:]) for row in energy.rows)
+        streams.console.print(
+            _table("energy per image", DataTable((energy.header[0], *energy.header[2:]), without))
+        )
+    for path in files:
+        streams.say(f"wrote {path} ({format_bytes(path.stat().st_size)})")
+
+
+def _table(title: str, data: DataTable) -> Table:
+    table = Table(
+        title=title, title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0), pad_edge=False
+    )
+    for number, name in enumerate(data.header):
+        is_last = number == len(data.header) - 1
+        is_text = is_last or name == "run"
+        table.add_column(name, justify="left" if is_text else "right", no_wrap=not is_last)
+    for row in data.rows:
+        table.add_row(*row)
+    return table

@@ -1,0 +1,169 @@
+"""Runs as tables and as JSON, and a run that another csdctl trains."""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.table import Table
+
+from csdctl.reporting.numbers import format_accuracy, format_loss, format_rate, format_seconds
+from csdctl.reporting.run_status import FAILED, INTERRUPTED, STOPPED, RunStatus
+from csdctl.runs.directory import RunDirectory
+from csdctl.terminal.streams import Streams
+from csdctl.terminal.train import TrainingView
+from csdctl.worker.protocol.events import event_document
+from csdctl.workflows.runs.compare import Difference
+from csdctl.workflows.runs.follow import Followed, follow_lines, read_last_lines
+from csdctl.workflows.runs.manage import RUNNING, look_at
+
+STYLES = {RUNNING: "green", FAILED: "red", INTERRUPTED: "red", STOPPED: "yellow"}
+WIDE = 100
+"""Columns of a terminal from which on all values of a run are shown."""
+SECOND = len("20261123-081803")
+WATCHED_PER_S = 1
+"""A watcher draws half as often as the terminal that trains: it must not cost the training anything."""
+RESUMABLE = (STOPPED, FAILED, INTERRUPTED)
+
+
+def show_runs(streams: Streams, runs: Sequence[RunStatus]) -> None:
+    """Print a row for each run."""
+    if streams.is_json:
+        streams.result({"schema": "csdctl.runs/1", "runs": runs})
+        return
+    if not runs:
+        streams.say("no runs yet; `csdctl train` starts one")
+        return
+    is_wide = streams.console.width >= WIDE
+    table = Table(box=None, padding=(0, 2 if is_wide else 1, 0, 0), header_style="dim")
+    for column in ("run", "state", *(("strategy",) if is_wide else ())):
+        table.add_column(column, no_wrap=True)
+    for column in ("epoch", "samples/s", "loss", "accuracy", "last event", *(("ranks",) if is_wide else ())):
+        table.add_column(column, justify="right", no_wrap=True)
+    for run in runs:
+        accuracy = run.accuracy if run.validation_accuracy is None else run.validation_accuracy
+        loss = run.loss if run.validation_loss is None else run.validation_loss
+        table.add_row(
+            _shorten(run.run_id, runs),
+            run.state,
+            *((run.strategy,) if is_wide else ()),
+            f"{run.epoch}/{run.epochs}",
+            format_rate(run.samples_per_s),
+            format_loss(loss),
+            format_accuracy(accuracy),
+            _ago(run.last_event_s),
+            *((str(run.num_ranks or "–"),) if is_wide else ()),
+            style=STYLES.get(run.state, "none"),
+        )
+    streams.console.print(table)
+
+
+def _shorten(run_id: str, runs: Sequence[RunStatus]) -> str:
+    """Return the id without its microseconds, where no other run began in that second."""
+    short = run_id[:SECOND]
+    return run_id if sum(run.run_id.startswith(short) for run in runs) > 1 else short
+
+
+def _ago(time_s: float | None) -> str:
+    return "–" if time_s is None else f"{format_seconds(max(0.0, time.time() - time_s))} ago"
+
+
+def watch_run(streams: Streams, followed: Followed) -> bool:
+    """Show a run until it ends; return whether it did not fail."""
+    run = followed.run
+    clock = _EventClock()
+    view = TrainingView(
+        streams.views,
+        followed.spec,
+        followed.num_steps,
+        emulated=followed.emulated,
+        clock=clock,
+        per_second=WATCHED_PER_S,
+    )
+    try:
+        with view:
+            for time_s, event in followed.events():
+                clock.set(time_s)
+                streams.result_line(event_document(event))
+                view.show(event)
+    except KeyboardInterrupt:
+        streams.say(f"run {run.run_id} goes on; to stop it: csdctl runs stop {run.run_id}")
+        return True
+    status = look_at(run)
+    streams.say(f"run {run.run_id}: {status.state}; `csdctl report {run.run_id}` shows the results")
+    if status.state in RESUMABLE:
+        streams.say(f"to resume: csdctl train --resume {run.run_id}")
+    return status.state not in (FAILED, INTERRUPTED)
+
+
+class _EventClock:
+    """The time at which the run was as it is shown: that of its latest event, and what has passed since."""
+
+    def __init__(self) -> None:
+        self._event_s, self._read_s = time.time(), time.monotonic()
+
+    def set(self, event_s: float) -> None:
+        self._event_s, self._read_s = event_s, time.monotonic()
+
+    def __call__(self) -> float:
+        return self._event_s + time.monotonic() - self._read_s
+
+
+def show_logs(
+    streams: Streams,
+    run: RunDirectory,
+    logs: Sequence[tuple[str, Path]],
+    num_lines: int,
+    *,
+    is_following: bool,
+) -> None:
+    """Print the ends of logs, under their names if there are several, and then what is added to them."""
+    if not logs:
+        streams.say(f"run {run.run_id} has no logs yet")
+    for name, path in logs:
+        if len(logs) > 1:
+            streams.say(f"==> {name} <==")
+        for line in read_last_lines(path, num_lines):
+            streams.write(line + "\n")
+    if is_following:
+        for name, line in follow_lines(run, logs):
+            streams.write(f"{name}: {line}\n" if len(logs) > 1 else f"{line}\n")
+
+
+def show_stopped(streams: Streams, run: RunStatus) -> None:
+    """Print what a run that was stopped has come to."""
+    streams.say(f"run {run.run_id}: {run.state}, at epoch {run.epoch} of {run.epochs}")
+    if run.state in RESUMABLE:
+        streams.say(f"to resume: csdctl train --resume {run.run_id}")
+    streams.result({"schema": "csdctl.runs.stop/1", **vars(run)})
+
+
+def show_differences(
+    streams: Streams, first: RunDirectory, second: RunDirectory, differences: Sequence[Difference]
+) -> None:
+    """Print the settings in which two runs differ, then the results."""
+    if streams.is_json:
+        runs = [first.run_id, second.run_id]
+        streams.result({"schema": "csdctl.runs.diff/1", "runs": runs, "differences": differences})
+        return
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for column in ("", first.run_id, second.run_id):
+        table.add_column(column, overflow="fold")
+    settings = [one for one in differences if not one.is_result]
+    for one in settings:
+        table.add_row(one.name, _text(one.first), _text(one.second))
+    if settings:
+        table.add_section()
+    for one in differences:
+        if one.is_result:
+            table.add_row(one.name, _text(one.first), _text(one.second))
+    streams.console.print(table)
+    if not settings:
+        streams.say("the settings are the same")
+
+
+def _text(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, str) and len(value) == 64:  # a hash
+        return value[:12]
+    return "–" if value is None else str(value)

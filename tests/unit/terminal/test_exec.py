@@ -1,0 +1,51 @@
+"""The output of `exec`: rows for people and for programs."""
+
+from io import StringIO
+from pathlib import Path
+
+from csdctl.errors import UnreachableError
+from csdctl.fleet.model import Fleet, Node
+from csdctl.terminal.exec import MAX_SHOWN_LINES, exec_document, render_answers
+from csdctl.terminal.streams import Streams
+from csdctl.workflows.exec.run_command import ExecResult, build_answer
+
+
+def result_of(stdout: bytes = b"ok\n") -> ExecResult:
+    names = [f"csd{number}" for number in range(10)]
+    answers = {name: build_answer(0, stdout, b"") for name in names[:8]}
+    answers["csd8"] = build_answer(2, b"", b"df: /x: \x1b[31mgone\n")
+    failed = {"csd9": UnreachableError("10.0.0.9 port 22 does not respond", node="csd9", remedy="check it")}
+    fleet = Fleet(tuple(Node(name, "10.0.0.1") for name in names), path=Path("fleet.yaml"))
+    return ExecResult(fleet, answers, failed, tuple(names), dict.fromkeys(answers, 0.5))
+
+
+def shown(result: ExecResult) -> tuple[str, str]:
+    streams = Streams(StringIO(), StringIO(), is_verbose=False, is_debugging=False)
+    render_answers(streams, result)
+    return streams.stdout.getvalue(), streams.stderr.getvalue()  # type: ignore[attr-defined]
+
+
+def test_equal_answers_are_one_row_and_errors_are_apart() -> None:
+    output, errors = shown(result_of())
+    assert "csd[0-7] (8)\n  ok\n" in output
+    assert "csd8: exit code 2\n" in output
+    assert "problem: csd9: 10.0.0.9 port 22 does not respond" in output
+    assert "csd8, standard error\n  df: /x: " in errors
+    assert "\x1b" not in errors
+
+
+def test_long_output_says_how_much_is_missing() -> None:
+    output, _ = shown(result_of(b"line\n" * (MAX_SHOWN_LINES + 5)))
+    assert output.count("  line\n") == MAX_SHOWN_LINES
+    assert "… and 5 more lines; --json has them" in output
+
+
+def test_document_has_rows_machines_and_what_to_retry() -> None:
+    document = exec_document(result_of(), ["df", "-h"])
+    assert document["schema"] == "csdctl.exec/1"
+    assert document["command"] == ["df", "-h"]
+    assert [row["machines"] for row in document["rows"]] == [["csd[0-7]"], ["csd8"]]  # type: ignore[attr-defined]
+    by_name = {machine["name"]: machine for machine in document["machines"]}  # type: ignore[attr-defined]
+    assert by_name["csd8"] == {"name": "csd8", "exit_code": 2, "row": 1, "duration_s": 0.5}
+    assert by_name["csd9"]["exit_code"] is None
+    assert list(document["failed"]) == ["csd8", "csd9"]  # type: ignore[call-overload]

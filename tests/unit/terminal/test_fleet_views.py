@@ -1,0 +1,193 @@
+"""The live views of `prepare`, `extract`, `predict` and `tune` on several terminals, with 4 and 37 nodes."""
+
+import io
+from typing import Any
+
+import pytest
+
+from csdctl.terminal.console import PrintableConsole
+from csdctl.terminal.fleet_view import FleetView
+from csdctl.terminal.prepare import SILENT_S, PreparationScreen, PreparingView
+from csdctl.terminal.streams import Streams
+from csdctl.terminal.tune import TuningScreen, TuningView
+from csdctl.worker.protocol.datasets import PrepareProgress
+from csdctl.worker.protocol.events import Joined, NodeLost, Progress
+from csdctl.worker.protocol.probe import ProbeResult
+from csdctl.workflows.tune.watch import IDLE, LOADING, MEASURED, MEASURING
+
+SIZES = [(80, 24), (120, 40), (200, 50)]
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def nodes(count: int) -> list[str]:
+    return ["host", *(f"csd{number}" for number in range(count - 1))]
+
+
+def terminal(size: tuple[int, int], *, is_terminal: bool = True) -> PrintableConsole:
+    return PrintableConsole(file=io.StringIO(), force_terminal=is_terminal, width=size[0], height=size[1])
+
+
+def screen(view: FleetView[Any], size: tuple[int, int]) -> list[str]:
+    plain = PrintableConsole(file=io.StringIO(), width=size[0], height=size[1])
+    with plain.capture() as captured:
+        plain.print(view._render())
+    lines = [line.rstrip() for line in captured.get().splitlines()]
+    assert len(lines) <= size[1] - 2
+    assert max(map(len, lines)) <= size[0]
+    return lines
+
+
+def extract(count: int, size: tuple[int, int], clock: Clock, slow: str) -> PreparingView:
+    """Show machines that have done half, but for a slow one."""
+    view = PreparingView(terminal(size), what="computing features", expected=nodes(count), clock=clock)
+    for elapsed_s in range(11):
+        clock.now = 100.0 + elapsed_s
+        for name in nodes(count):
+            view.show(name, PrepareProgress((10 if name == slow else 50) * elapsed_s, 1000))
+    return view
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("count", [4, 37])
+def test_extract_shows_what_is_done_and_the_slowest_first(count: int, size: tuple[int, int]) -> None:
+    lines = screen(extract(count, size, Clock(), "csd2"), size)
+    assert lines[0] == "computing features"
+    done = 500 * (count - 1) + 100
+    assert lines[1].startswith(f"{done:,} of {1000 * count:,} samples")
+    assert "90.0 s left" in lines[1]  # those of the slowest: 900 at 10/s
+    first = next(number for number, line in enumerate(lines) if line.startswith("node"))
+    assert lines[first + 1].startswith("csd2 ")
+    assert "10%" in lines[first + 1]
+    assert ("more: " in "\n".join(lines)) == (count + 6 > size[1])
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_machine_that_is_silent_is_never_in_a_row_of_others(size: tuple[int, int]) -> None:
+    clock = Clock()
+    view = extract(37, size, clock, "csd2")
+    clock.now += SILENT_S + 5
+    for name in nodes(37):
+        if name != "csd30":
+            view.show(name, PrepareProgress(600, 1000))
+    (line,) = [line for line in screen(view, size) if line.startswith("csd30 ")]
+    assert "silent for 25 s" in line
+
+
+def test_extract_names_the_machines_that_have_not_started() -> None:
+    clock = Clock()
+    view = PreparingView(terminal((80, 24)), expected=nodes(4), clock=clock)
+    clock.now += 12
+    assert screen(view, (80, 24))[1] == "waiting for host, csd[0-2] to start (12 s)"
+    for name in nodes(4)[:3]:
+        view.show(name, PrepareProgress(0, 1000))
+    assert screen(view, (80, 24))[1].endswith("waiting for csd2")
+
+
+def test_samples_that_were_found_do_not_make_a_rate() -> None:
+    clock = Clock()
+    view = PreparingView(terminal((80, 24)), expected=["host"], clock=clock)
+    view.show("host", PrepareProgress(900, 1000))
+    clock.now += 10
+    view.show("host", PrepareProgress(950, 1000))
+    assert "5.0 samples/s  10.0 s left" in screen(view, (80, 24))[1]
+    clock.now += 2
+    view.show("host", PrepareProgress(970, 1000))  # TensorFlow was loaded before the first ones
+    assert "10.0 samples/s  3.0 s left" in screen(view, (80, 24))[1]
+
+
+def measure(count: int, size: tuple[int, int], clock: Clock) -> TuningView:
+    """Show machines that have measured, but for one."""
+    view = TuningView(terminal(size), nodes(count), clock=clock)
+    for name in nodes(count):
+        view.on_machine(name, LOADING)
+    clock.now += 25
+    for name in nodes(count):
+        view.on_machine(name, IDLE)
+    for number, name in enumerate(nodes(count)):
+        view.on_machine(name, MEASURING, 16)
+        if name != "csd2":
+            view.on_machine(name, MEASURED, 16, 100.0 + number)
+    clock.now += 8
+    return view
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("count", [4, 37])
+def test_tune_names_who_is_waited_for(count: int, size: tuple[int, int]) -> None:
+    lines = screen(measure(count, size, Clock()), size)
+    assert lines[1] == "csd2: measuring batch sizes (8 s)  33 s so far"
+    (line,) = [line for line in lines if line.startswith("csd2 ")]
+    assert "measuring" in line
+    assert "8 s" in line
+
+
+def test_tune_shows_long_starts_of_tensorflow() -> None:
+    clock = Clock()
+    view = TuningView(terminal((80, 24)), nodes(4), clock=clock)
+    for name in nodes(4):
+        view.on_machine(name, LOADING)
+    clock.now += 25
+    for name in ("host", "csd0"):
+        view.on_machine(name, IDLE)
+    assert screen(view, (80, 24))[1] == "csd1, csd2: loading TensorFlow (25 s)  25 s so far"
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("count", [4, 37])
+def test_tune_shows_the_trial_as_training(count: int, size: tuple[int, int]) -> None:
+    clock = Clock()
+    view = measure(count, size, clock)
+    view.on_probes({"host": ProbeResult(16, 0.1, 3, 1)})
+    view.on_trial(40, dict.fromkeys(nodes(count), 16))
+    for rank, name in enumerate(nodes(count)):
+        view.on_event(Joined(rank, name, 1, 1, 0, 40, 0, {}, "star", 0.01))
+    clock.now += 5
+    for rank, name in enumerate(nodes(count)):
+        compute_s = 4.5 if name == "csd2" else 2.0
+        view.on_event(Progress(rank, name, 1, 10, 10, 160, compute_s, 5 - compute_s, 5.0, 600))
+    view.on_event(NodeLost(1, "csd0", "gone"))
+    lines = screen(view, size)
+    assert "trial of the plan: step 10/40  15.0 s left  1 probes in 1 rounds" in lines[1]
+    first = next(number for number, line in enumerate(lines) if line.startswith("node"))
+    assert lines[first + 2].startswith("csd0 ")
+    assert "lost" in lines[first + 2]
+    assert lines[first + 3].startswith("csd2 ")
+    assert "10%" in lines[first + 3]
+
+
+def test_quiet_has_no_view_and_no_lines() -> None:
+    out = io.StringIO()
+    streams = Streams(stdout=out, is_quiet=True)
+    with PreparationScreen(streams).preparing("computing features", nodes(2)) as show:
+        show("host", PrepareProgress(10, 100))
+    with TuningScreen(streams).measuring(nodes(2)) as watch:
+        watch.on_probes({"host": ProbeResult(16, 0.1, 3, 1)})
+    assert out.getvalue() == ""
+
+
+def test_without_a_terminal_tune_says_now_and_then_what_it_waits_for() -> None:
+    clock = Clock()
+    console = terminal((80, 24), is_terminal=False)
+    with TuningView(console, nodes(3), clock=clock) as view:
+        for name in nodes(3):
+            view.on_machine(name, LOADING)
+        clock.now += 20
+        view.on_machine("host", IDLE)
+        view.on_machine("csd0", IDLE)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert text == "csd0, csd1: loading TensorFlow (20 s)  20 s so far\n"
+
+
+def test_in_a_notebook_only_a_training_is_a_table() -> None:
+    console = terminal((80, 24))
+    console.is_notebook = True
+    with TuningView(console, nodes(2), clock=Clock()) as view:
+        view.on_machine("host", LOADING)
+    assert console.file.getvalue() == ""  # type: ignore[attr-defined]

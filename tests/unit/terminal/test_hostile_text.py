@@ -1,0 +1,231 @@
+"""Every screen of csdctl, with hostile text wherever it shows a string of others."""
+
+import dataclasses
+import io
+from collections.abc import Callable
+from dataclasses import replace
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from csdctl.cli.app import run_command
+from csdctl.emulation.fleet import NodeStatus
+from csdctl.errors import NodeError
+from csdctl.fleet.checks import Check, Status
+from csdctl.fleet.facts import Drive
+from csdctl.fleet.hardware import classify_fleet, classify_machine
+from csdctl.fleet.model import Fleet, Node
+from csdctl.launch.leftovers import Leftovers
+from csdctl.perfmodel.published import Network
+from csdctl.reporting.privacy import Flow
+from csdctl.runs.measurements import CollectiveSummary, Overview, ProbeSummary, TrialSummary
+from csdctl.shipping.deliver import Delivery, DeliveryProgress
+from csdctl.terminal.console import PrintableConsole
+from csdctl.terminal.deploy import DeployView, render_deliveries
+from csdctl.terminal.doctor import ExaminationView, Setting
+from csdctl.terminal.fleet import DiscoverView, TrustScreen, render_cleaned, render_fleet, render_nodes
+from csdctl.terminal.forecast import render_forecast
+from csdctl.terminal.measurements import render_measurements
+from csdctl.terminal.prepare import PreparingView, render_prepared
+from csdctl.terminal.report import render_privacy, render_report
+from csdctl.terminal.streams import Streams
+from csdctl.terminal.train import TrainingScreen, TrainingView
+from csdctl.terminal.tune import render_plan, render_probes
+from csdctl.terminal.verify import render_verified
+from csdctl.transport.many import Outcome
+from csdctl.transport.meter import TrafficClass
+from csdctl.tuning.measurements import ModelProperties, RuntimeSettings, TrialMeasurement, TrialRank
+from csdctl.tuning.plan import Plan, RankPlan, StrategyPlan
+from csdctl.worker.protocol.datasets import PrepareProgress
+from csdctl.worker.protocol.events import (
+    Compared,
+    Joined,
+    NodeBack,
+    NodeLost,
+    Rebalanced,
+    Verified,
+    WaitingFor,
+)
+from csdctl.worker.protocol.probe import ProbeResult
+from csdctl.workflows.discovery.discover import DiscoverResult
+from csdctl.workflows.discovery.trust import KeyState, ShownKey
+from csdctl.workflows.forecast.basis import published_basis
+from csdctl.workflows.forecast.forecast import forecast
+from csdctl.workflows.forecast.request import ForecastRequest
+from csdctl.workflows.preflight.doctor import Examination
+from csdctl.workflows.reporting.report import PrivacyReport
+from csdctl.workflows.train.verify import judge
+from tests.attacks.hostile_text import HOSTILE, MARKUP
+from tests.unit.terminal.test_console import foreign
+from tests.unit.terminal.test_discover import CSD, result_of
+from tests.unit.terminal.test_prepare import PREPARED
+from tests.unit.terminal.test_render import EVENTS, SPEC, SUMMARY
+
+FAILED: Outcome[Any] = Outcome(HOSTILE, error=NodeError(HOSTILE, node=HOSTILE, remedy=HOSTILE))
+FLEET = Fleet((Node(HOSTILE, HOSTILE, user=HOSTILE),), path=Path(HOSTILE), network=HOSTILE)
+
+
+def hostile(value: Any) -> Any:
+    """Return `value` with HOSTILE in place of every string in it, apart from rank numbers and enums."""
+    if isinstance(value, str) and not isinstance(value, Enum) and not value.isdigit():
+        return HOSTILE
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = [field.name for field in dataclasses.fields(value) if field.init]
+        return replace(value, **{name: hostile(getattr(value, name)) for name in fields})
+    if isinstance(value, dict):
+        return {hostile(key): hostile(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(hostile, value))
+    return value
+
+
+def show_training(console: PrintableConsole) -> None:
+    more = [
+        Joined(0, "host", 2, 1, 6, 12, 6, {"0": 60}, "none", 0.0, 100),
+        Rebalanced(0, "host", 1, 7, "csd0", 1.84, {"0": 65, "1": 5}),
+        WaitingFor(0, "host", ("csd0",)),
+        NodeLost(1, "csd0", "killed"),
+        NodeBack(1, "csd0"),
+    ]
+    with TrainingView(console, hostile(SPEC), 10, emulated=True) as view:
+        for event in [*EVENTS, *more]:
+            view.show(hostile(event))
+
+
+def show_examination(console: PrintableConsole) -> None:
+    examination = Examination(FLEET, lambda check: None)
+    settings = [Setting(HOSTILE, HOSTILE, HOSTILE)]
+    with ExaminationView(console, FLEET, settings, is_verbose=True) as view:
+        for status in Status:
+            view.show(Check(HOSTILE, HOSTILE, status, HOSTILE, HOSTILE, HOSTILE))
+    view.finish(examination)
+
+
+def show_discovery(console: PrintableConsole) -> None:
+    machine = replace(CSD, cpu_model=MARKUP, notes=(HOSTILE,), drives=(Drive("/dev/x", MARKUP, MARKUP),))
+    lost = replace(CSD, name="csd1", problem=HOSTILE)
+    with DiscoverView(console, 2) as view:
+        view.show(machine)
+        view.show(lost)
+    found = result_of(machine, lost, failed={"csd1": NodeError(HOSTILE, remedy=HOSTILE)})
+    shown = DiscoverResult(found.fleet, found.facts, found.failed, (HOSTILE,), Path(HOSTILE))
+    render_fleet(console, shown, verbose=True)
+
+
+def show_deploy(console: PrintableConsole) -> None:
+    with DeployView(console, num_nodes=2) as view:
+        view.advance(DeliveryProgress(HOSTILE, 1, 2))
+        view.finish(FAILED)
+        view.finish(Outcome(HOSTILE, value=Delivery(1, 1, 1)))
+    outcomes = {HOSTILE: FAILED, f"{HOSTILE}2": Outcome(HOSTILE, value=Delivery(1, 1, 1))}
+    render_deliveries(console, outcomes, dry_run=False)
+
+
+def show_prepare(console: PrintableConsole) -> None:
+    with PreparingView(console, line_interval_s=0) as view:
+        for done in (1, 2):
+            view.show(HOSTILE, PrepareProgress(done, 2, 1))
+    prepared = replace(PREPARED, public=hostile(PREPARED.public), private=hostile(PREPARED.private))
+    render_prepared(console, prepared)
+
+
+def show_measurements(console: PrintableConsole) -> None:
+    machine = classify_machine(replace(CSD, cpu_model=MARKUP))
+    machine = replace(machine, architecture=HOSTILE, tensorflow=HOSTILE)
+    fleet = classify_fleet(machine, [machine], HOSTILE)
+    model = ModelProperties("a" * 64, HOSTILE, 7, 5, 9, 3)
+    settings = RuntimeSettings(4)
+    trial = TrialMeasurement((TrialRank(HOSTILE, 8, settings),), 0.5, 16.0, 1.0, 20.0)
+    overview = Overview(
+        [ProbeSummary(model, MARKUP, machine, settings, 1, 4, 4, None, 4, 8.0, 1.0)],
+        [CollectiveSummary(fleet, HOSTILE, 2, 1 << 20, 1, 0.1, 1.0)],
+        [TrialSummary(model, HOSTILE, fleet, trial)],
+    )
+    render_measurements(console, overview, HOSTILE)
+
+
+def show_plan(console: PrintableConsole) -> None:
+    rank = RankPlan(node="host", batch_size=8, threads=1)
+    plan = Plan(job="job", job_fingerprint="f", method="stannis", ranks=[rank])
+    ranks = [rank.model_copy(update={"node": HOSTILE})]
+    changes = {"job": HOSTILE, "method": HOSTILE, "left_out": [HOSTILE], "ranks": ranks}
+    strategies = [StrategyPlan(strategy="split", cut=HOSTILE, first_run_s=seconds) for seconds in (1.0, 2.0)]
+    changes |= {
+        "strategy": "split",
+        "cut": HOSTILE,
+        "strategies": [*strategies, StrategyPlan(strategy="features", why_not=HOSTILE)],
+    }
+    render_plan(console, plan.model_copy(update=changes), HOSTILE)
+    render_probes(console, {HOSTILE: ProbeResult(32, 0.25, 4, 1 << 30), f"{HOSTILE}2": None})
+
+
+def show_privacy(console: PrintableConsole) -> None:
+    kinds = TrafficClass.LOG, TrafficClass.ACTIVATIONS
+    flows = [Flow(HOSTILE, HOSTILE, kind, 7) for kind in kinds]
+    render_privacy(console, PrivacyReport(HOSTILE, flows, flows, None))
+
+
+def show_keys(console: PrintableConsole) -> None:
+    streams = Streams(stdout=console.file, stderr=io.StringIO())
+    streams.__dict__["console"] = console
+    key = ShownKey(FLEET.nodes[0], HOSTILE, b"key", KeyState.NEW)
+    TrustScreen(streams, FLEET).show({HOSTILE: Outcome(HOSTILE, value=key), "csd1": FAILED}, [key])
+
+
+def show_verified(console: PrintableConsole) -> None:
+    ranks = (Compared(1e-7, 1e-7, 0.1),) * 2
+    sums = HOSTILE, 1e-7, 1e-7, f"{HOSTILE}2"
+    told = 1e-7, None, (HOSTILE,), HOSTILE, HOSTILE
+    verified = Verified(0, HOSTILE, 16, (8, 8), *sums, ranks, *told)
+    nodes = [HOSTILE, HOSTILE]
+    render_verified(console, verified, judge(verified, nodes), nodes, emulated=False)
+
+
+SCREENS: list[Callable[[PrintableConsole], None]] = [
+    show_training,
+    show_examination,
+    show_discovery,
+    show_deploy,
+    show_prepare,
+    show_measurements,
+    show_plan,
+    show_privacy,
+    show_keys,
+    show_verified,
+    lambda console: render_report(console, hostile(SUMMARY)),
+    lambda console: render_forecast(
+        console, hostile(forecast(published_basis(Network.MOBILENETV2), ForecastRequest([4])))
+    ),
+    lambda console: render_cleaned(
+        console, Outcome(HOSTILE, value=Leftovers(1, (HOSTILE,), (HOSTILE,), 1)), is_dry=False
+    ),
+    lambda console: render_nodes(console, [NodeStatus(HOSTILE, 1, 1, True, 1, 0.5, 1, 1, HOSTILE)]),
+]
+
+
+@pytest.mark.parametrize("is_terminal", [False, True], ids=["plain", "terminal"])
+@pytest.mark.parametrize("show", SCREENS)
+def test_text_of_others_is_shown_as_text(show: Callable[[PrintableConsole], None], is_terminal: bool) -> None:
+    file = io.StringIO()
+    show(PrintableConsole(file=file, width=2000, force_terminal=is_terminal, color_system="standard"))
+    assert foreign(file.getvalue()) == set()
+    assert "[/bold][link=file:///etc/passwd]here[/link][bold]:smile:" in file.getvalue()
+
+
+def test_messages_of_training_are_shown_as_text() -> None:
+    streams = Streams(stdout=io.StringIO(), stderr=io.StringIO())
+    with TrainingScreen(streams, emulated=False) as screen:
+        screen.on_delivery(HOSTILE, Delivery(1, 1, 0))
+        screen.say(HOSTILE)
+    assert foreign(streams.stdout.getvalue()) == set()  # type: ignore[attr-defined]
+
+
+def test_error_is_shown_as_text(tmp_path: Path) -> None:
+    stderr = io.StringIO()
+    path = tmp_path / f"{MARKUP.replace('/', '')}\x1b]52;.yaml"
+    path.write_text("nodes: ['\\x1b[2J']\n")
+    assert run_command(["inventory", "--fleet", str(path)], Streams(stderr=stderr, is_debugging=True)) == 2
+    assert foreign(stderr.getvalue()) == set()
+    assert r"\x1b]52;.yaml" in stderr.getvalue()

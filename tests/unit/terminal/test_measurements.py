@@ -1,0 +1,209 @@
+"""`csdctl measurements`: the tables, the JSON document, and deleting measurements."""
+
+import json
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+
+import pytest
+
+from csdctl.errors import InputError
+from csdctl.fleet.facts import Facts
+from csdctl.fleet.hardware import classify_fleet, classify_machine
+from csdctl.runs.directory import ProjectDirectory
+from csdctl.runs.measurements import Overview, open_measurements
+from csdctl.terminal.console import PrintableConsole
+from csdctl.terminal.measurements import NUM_TRIALS, measurements_document, render_measurements
+from csdctl.tuning.measurements import (
+    CollectiveMeasurement,
+    ModelProperties,
+    ProbeMeasurement,
+    RuntimeSettings,
+    TrialMeasurement,
+    TrialRank,
+)
+from csdctl.workflows.reporting.measurements import forget_measurements, load_measurements
+from tests.emulated.running import csdctl
+
+MODEL = ModelProperties("a" * 64, "keras.applications:MobileNetV2", 7, 5, 9, 3)
+OTHER = ModelProperties("b" * 64, "/srv/mine[1].py:build", 7, 5, 9, 3)
+FACTS = Facts(
+    "csd0", architecture="aarch64", cpu_model="Cortex-A53", num_cores=4, tensorflow_version="2.21.0"
+)
+CSD = classify_machine(FACTS)
+HOST = classify_machine(replace(FACTS, cpu_model="Neoverse-N1", num_cores=64))
+FLEET = classify_fleet(HOST, [CSD, CSD], "10.1.1.0/24")
+ONE = RuntimeSettings(4)
+TRIAL = TrialMeasurement(
+    (TrialRank(HOST.key, 64, ONE), *[TrialRank(CSD.key, 8, ONE)] * 6), 0.5, 141.0, 1_700_000_000.0, 150.0
+)
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> ProjectDirectory:
+    """A project with measurements of a model."""
+    project = ProjectDirectory(tmp_path)
+    with open_measurements(project.measurements) as store:
+        probes = [ProbeMeasurement(ONE, size, 1_700_000_000.0, size / 20, 3) for size in (4, 16)]
+        store.add_probes(MODEL, "recipe-1", CSD, [*probes, ProbeMeasurement(ONE, 128, 1_700_000_000.0, None)])
+        store.add_probes(
+            MODEL,
+            "recipe-1",
+            CSD,
+            [ProbeMeasurement(RuntimeSettings(2, 2, False, 8), 8, 1_700_000_000.0, 1.0)],
+        )
+        store.add_collectives(
+            FLEET,
+            [
+                CollectiveMeasurement("star", 7, 1 << 20, seconds, 1_700_000_000.0)
+                for seconds in (0.1, 0.9, 0.2)
+            ],
+        )
+        store.add_trial(MODEL, "recipe-1", FLEET, TRIAL)
+    return project
+
+
+def shown(project: ProjectDirectory, width: int = 100) -> str:
+    file = StringIO()
+    console = PrintableConsole(file=file, width=width)
+    render_measurements(console, load_measurements(project, print), ".csdctl/measurements.sqlite")
+    return file.getvalue()
+
+
+def words(text: str, *wanted: str) -> list[str]:
+    """Return the words of the first line that contains all of `wanted`."""
+    return next(line for line in text.splitlines() if all(word in line for word in wanted)).split()
+
+
+class TestTable:
+    def test_probes_are_one_row_for_model_machine_and_settings(self, project: ProjectDirectory) -> None:
+        row = words(shown(project), "MobileNetV2", "4 threads")
+        assert row[:5] == ["MobileNetV2", "recipe", CSD.key[:6], "4", "threads"]
+        assert row[5:9] == ["3", "4–16", "<128", "20.0"]
+        assert row[9].startswith("2023-11-1")
+
+    def test_unusual_settings_are_named(self, project: ProjectDirectory) -> None:
+        assert "2 threads, 2 inter-op, no oneDNN, micro-batches of 8" in " ".join(
+            shown(project, width=200).split()
+        )
+
+    def test_sums_are_shown_with_their_median(self, project: ProjectDirectory) -> None:
+        row = words(shown(project), "star")
+        assert row[:4] == ["star", HOST.key[:6], "+", CSD.key[:6] + ","]
+        assert row[4:11] == ["10.1.1.0/24", "7", "1.0", "MiB", "3", "200", "ms"]
+
+    def test_trials_are_shown_with_predicted_against_achieved(self, project: ProjectDirectory) -> None:
+        row = words(shown(project), "MobileNetV2", "64 + 6 × 8")
+        assert row[-4:-1] == ["150", "141", "94%"]
+
+    def test_machines_are_named_once_with_their_software(self, project: ProjectDirectory) -> None:
+        text = shown(project)
+        assert text.count("aarch64 Cortex-A53, 4 cores") == 1
+        assert f"machine {CSD.key[:6]}: aarch64 Cortex-A53, 4 cores (Python ?, TensorFlow 2.21.0" in text
+
+    def test_emulated_machines_are_marked(self, project: ProjectDirectory) -> None:
+        assert "emulated" not in shown(project)
+        with open_measurements(project.measurements) as store:
+            emulated = classify_machine(FACTS, num_emulated=3)
+            store.add_probes(OTHER, "r", emulated, [ProbeMeasurement(ONE, 4, 1.0, 0.5)])
+        assert "emulated with 3 nodes" in shown(project)
+
+    def test_brackets_in_a_name_are_not_markup(self, project: ProjectDirectory) -> None:
+        with open_measurements(project.measurements) as store:
+            store.add_probes(OTHER, "[red]", CSD, [ProbeMeasurement(ONE, 512, 1.0, None)])
+        row = words(shown(project), "mine[1].py:build")
+        assert (row[1], row[6], row[7]) == ("[red]", "<512", "–")
+
+    def test_table_fits_80_columns_with_unbroken_numbers(self, project: ProjectDirectory) -> None:
+        text = shown(project, width=80)
+        tables = text[: text.index("machine " + CSD.key[:6])]
+        assert max(len(line.rstrip()) for line in tables.splitlines()) <= 80
+        assert "4–16 <128" in tables
+        assert "2023-11-1" in tables
+
+    def test_only_the_newest_trials_are_shown(self, project: ProjectDirectory) -> None:
+        with open_measurements(project.measurements) as store:
+            for number in range(NUM_TRIALS + 4):
+                store.add_trial(MODEL, "recipe-1", FLEET, replace(TRIAL, measured_at=1.8e9 + number))
+        assert "5 older trials are not shown" in shown(project)
+
+
+class TestDocument:
+    def test_document_has_all_measurements(self, project: ProjectDirectory) -> None:
+        document = json.loads(json.dumps(measurements_document(load_measurements(project, print), "here")))
+        assert (document["schema"], document["path"]) == ("csdctl.measurements/1", "here")
+        assert document["machine_classes"][CSD.key]["name"] == CSD.name
+        probed = next(probe for probe in document["probes"] if probe["settings"]["threads"] == 4)
+        assert (probed["model"]["hash"], probed["machine_class"]) == (MODEL.hash, CSD.key)
+        assert (probed["best_batch_size"], probed["best_samples_per_s"], probed["too_large"]) == (
+            4,
+            20.0,
+            128,
+        )
+        (summed,) = document["collectives"]
+        assert (summed["median_s"], summed["fleet_class"]["nodes"]) == (0.2, [CSD.key])
+        (tried,) = document["trials"]
+        assert (tried["samples_per_s"], tried["predicted_samples_per_s"], len(tried["ranks"])) == (
+            141,
+            150,
+            7,
+        )
+
+    def test_document_without_measurements_has_the_same_keys(self, project: ProjectDirectory) -> None:
+        full = measurements_document(load_measurements(project, print), "here")
+        assert measurements_document(Overview(), "here").keys() == full.keys()
+
+
+class TestForgetting:
+    def test_model_is_deleted_after_confirmation(self, project: ProjectDirectory) -> None:
+        questions: list[str] = []
+        forgotten = forget_measurements(project, "MobileNetV2", questions.append, print)
+        assert questions == ["Delete the measurements of MobileNetV2 (aaaaaaaa)?"]
+        assert (forgotten.num_probes, forgotten.num_trials) == (4, 1)
+        assert "star" in shown(project)
+
+    def test_nothing_is_deleted_without_confirmation(self, project: ProjectDirectory) -> None:
+        def refuse(question: str) -> None:
+            raise InputError(question)
+
+        before = shown(project)
+        for selection in ("MobileNetV2", "all"):
+            with pytest.raises(InputError, match="Delete"):
+                forget_measurements(project, selection, refuse, print)
+        assert shown(project) == before
+
+    def test_everything_is_deleted(self, project: ProjectDirectory) -> None:
+        forget_measurements(project, "all", lambda question: None, print)
+        assert "no measurements yet" in shown(project)
+
+
+class TestCommand:
+    def test_project_without_measurements_gets_a_message_and_no_file(self, tmp_path: Path) -> None:
+        done = csdctl(tmp_path, "measurements")
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout == "no measurements yet: `csdctl tune` stores what it measures\n"
+        assert list(tmp_path.iterdir()) == []
+
+    def test_measurements_are_shown_as_json(self, project: ProjectDirectory) -> None:
+        done = csdctl(project.root, "measurements", "--json")
+        assert (done.returncode, done.stderr) == (0, "")
+        assert json.loads(done.stdout)["path"] == ".csdctl/measurements.sqlite"
+
+    def test_without_a_terminal_deleting_needs_yes(self, project: ProjectDirectory) -> None:
+        done = csdctl(project.root, "measurements", "--forget", "all")
+        assert done.returncode == 2
+        assert "confirm with --yes" in done.stderr
+        done = csdctl(project.root, "measurements", "--forget", "all", "--yes", "--json")
+        assert json.loads(done.stdout)["forgotten"] == {
+            "num_probes": 4,
+            "num_trials": 1,
+            "num_collectives": 3,
+        }
+
+    @pytest.mark.fault(36)
+    def test_damaged_file_is_set_aside(self, project: ProjectDirectory) -> None:
+        project.measurements.write_bytes(b"no database")
+        done = csdctl(project.root, "measurements")
+        assert (done.returncode, done.stderr) == (0, "")
+        assert "kept as measurements.sqlite.bak" in done.stdout
+        assert "no measurements yet" in done.stdout

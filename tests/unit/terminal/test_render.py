@@ -1,0 +1,324 @@
+"""Rendered reports, plans and live views: what they must contain, not their exact wording."""
+
+import json
+import re
+from dataclasses import replace
+from io import StringIO
+from typing import Any
+
+import pytest
+
+from csdctl.reporting.numbers import (
+    format_accuracy,
+    format_bytes,
+    format_loss,
+    format_rate,
+    format_seconds,
+    format_share,
+)
+from csdctl.reporting.summary import RankSummary, RunSummary
+from csdctl.terminal.console import PrintableConsole
+from csdctl.terminal.report import render_report, report_document
+from csdctl.terminal.streams import format_json
+from csdctl.terminal.train import TrainingView
+from csdctl.terminal.tune import render_plan, render_probes
+from csdctl.tuning.plan import Plan, RankPlan, StrategyPlan
+from csdctl.worker.protocol.events import (
+    CheckpointSaved,
+    EpochEnd,
+    Event,
+    Failed,
+    Finished,
+    Joined,
+    NodeLost,
+    Progress,
+    Ready,
+    Rebalanced,
+)
+from csdctl.worker.protocol.probe import ProbeResult
+from csdctl.worker.protocol.recipe import Recipe
+from csdctl.worker.protocol.run_spec import RankSpec, RunSpec, Runtime
+
+RANKS = (
+    RankSummary(0, "host", 60, 0, 6000, 60.0, 70.0, 12.0, 6.0),
+    RankSummary(1, "csd0", 10, 400, 600, 10.0, 15.0, 18.0, 2.0),
+)
+SUMMARY = RunSummary(
+    run_id="20260101-000000-abcd",
+    state="done",
+    emulated=True,
+    method="stannis",
+    num_ranks=2,
+    global_batch=70,
+    epochs=2,
+    steps=20,
+    samples=14_000,
+    training_s=200.0,
+    samples_per_s=70.0,
+    step_samples_per_s=82.5,
+    predicted_samples_per_s=80.0,
+    alone_samples_per_s=85.0,
+    efficiency=0.8235,
+    loss=1.23456,
+    accuracy=0.75,
+    validation_loss=1.5,
+    validation_accuracy=0.7125,
+    metrics={"auc": 0.9375},
+    validation_metrics={"auc": 0.875},
+    identical_weights=True,
+    failures=(),
+    lost_nodes=(),
+    num_private_unread=0,
+    num_rebalanced=0,
+    ranks=RANKS,
+)
+
+
+def console() -> tuple[PrintableConsole, StringIO]:
+    file = StringIO()
+    return PrintableConsole(file=file, width=100), file
+
+
+def report(summary: RunSummary) -> str:
+    to, file = console()
+    render_report(to, summary)
+    return file.getvalue()
+
+
+def row(text: str, node: str) -> list[str]:
+    """Return the words in the row of `node`."""
+    return re.findall(r"[^\s│┃|]+", next(line for line in text.splitlines() if f" {node} " in line))
+
+
+class TestReport:
+    def test_only_emulated_fleet_is_labelled_emulated(self) -> None:
+        assert "emulated" in report(SUMMARY)
+        assert "emulated" not in report(replace(SUMMARY, emulated=False))
+
+    def test_every_rank_has_a_row(self) -> None:
+        text = report(SUMMARY)
+        assert row(text, "host") == ["0", "host", "60", "0", "6,000", "60.0", "70.0", "33%"]
+        assert row(text, "csd0") == ["1", "csd0", "10", "400", "600", "10.0", "15.0", "10%"]
+
+    def test_efficiency_and_accuracy_are_shown(self) -> None:
+        text = report(SUMMARY)
+        assert "82%" in text
+        assert "0.7125" in text
+        assert "1.2346" in text
+
+    def test_metrics_other_than_the_accuracy_are_shown_by_name(self) -> None:
+        text = report(replace(SUMMARY, accuracy=None, validation_accuracy=None))
+        assert "accuracy" not in text
+        assert "auc         0.8750 validation, 0.9375 training" in text
+
+    def test_unknown_efficiency_is_reported_as_unknown(self) -> None:
+        text = report(replace(SUMMARY, efficiency=None, alone_samples_per_s=None, method="equal"))
+        assert "unknown" in text
+        assert "equal" in text
+
+    def test_identical_weights_are_claimed_only_when_they_are(self) -> None:
+        assert "identical" in report(SUMMARY)
+        assert "identical" not in report(replace(SUMMARY, identical_weights=False))
+
+    def test_failures_are_shown_as_they_are(self) -> None:
+        text = report(replace(SUMMARY, state="failed", failures=("csd0: [red] is no colour here",)))
+        assert "failed" in text.splitlines()[0]
+        assert "csd0: [red] is no colour here" in text
+
+    def test_document_is_json_with_a_schema(self) -> None:
+        document = json.loads(format_json(report_document(SUMMARY, "/project/run")))
+        assert document["schema"] == "csdctl.report/1"
+        assert (document["path"], document["emulated"]) == ("/project/run", True)
+        assert [rank["node"] for rank in document["ranks"]] == ["host", "csd0"]
+        assert document["ranks"][1]["waiting"] == pytest.approx(0.1)
+
+
+SPEC = RunSpec(
+    run_id="20260101-000000-abcd",
+    architecture="a.json",
+    weights="w.npz",
+    recipe=Recipe(epochs=2),
+    ranks=(
+        RankSpec(0, "host", 60, Runtime(8), None, None, 0, 600),
+        RankSpec(1, "csd0", 10, Runtime(4), None, None, 100, 0),
+    ),
+    public=None,
+    validation=None,
+    output_directory=".csdctl/runs/x",
+)
+READY = [Ready(0, "host", 600, 1.0), Ready(1, "csd0", 100, 2.0)]
+PROGRESS = Progress(0, "host", 1, 5, 5, 300, 3.0, 1.5, 5.0, 350, 2.0, 0.4)
+EPOCH_END = EpochEnd(0, "host", 1, 10, 600, 6.0, 3.0, 10.0, "hash", 700, 1.5, 0.55)
+EVENTS: list[Event] = [
+    *READY,
+    PROGRESS,
+    replace(PROGRESS, rank=1, node="csd0", global_samples=0, loss=None, accuracy=None),
+    EPOCH_END,
+    replace(EPOCH_END, rank=1, node="csd0", global_samples=0, loss=None, accuracy=None),
+    CheckpointSaved(0, "host", 1, 10, "checkpoints/step-00000010.npz"),
+    Failed(1, "csd0", "gone"),
+    Finished(0, "host", 2, 20, "hash", 1),
+]
+
+
+def lines_of(*events: Event) -> list[str]:
+    to, file = console()
+    with TrainingView(to, SPEC, 10, emulated=True) as view:
+        for event in events:
+            view.show(event)
+    return file.getvalue().splitlines()
+
+
+class TestViewWithoutATerminal:
+    def test_lines_are_plain(self) -> None:
+        text = "\n".join(lines_of(*EVENTS))
+        assert text.isprintable() or "\x1b" not in text
+        assert "\r" not in text
+
+    def test_end_of_epoch_is_one_line_with_loss_accuracy_and_rate(self) -> None:
+        found = [line for line in lines_of(*READY, EPOCH_END) if "epoch 1/2" in line]
+        assert len(found) == 1
+        for number in ("1.5000", "0.5500", "70.0 samples/s", "10.0 s"):
+            assert number in found[0]
+
+    def test_validation_is_printed_when_available(self) -> None:
+        assert "validation" not in "".join(lines_of(EPOCH_END))
+        validated = replace(EPOCH_END, validation_loss=1.75, validation_accuracy=0.5125)
+        assert "0.5125" in "".join(lines_of(validated))
+
+    def test_only_rank_0_reports_epochs(self) -> None:
+        assert lines_of(replace(EPOCH_END, rank=1, node="csd0", loss=None)) == []
+
+    def test_lost_node_and_remaining_ranks_are_printed(self) -> None:
+        again = Joined(0, "host", 2, 1, 6, 12, 6, {"0": 60}, "none", 0.0, 100)
+        lost, continued = lines_of(*READY, PROGRESS, NodeLost(1, "csd0", "killed"), again)
+        assert "csd0" in lost
+        assert "killed" in lost
+        for words in ("1 ranks", "epoch 1, step 6", "global batch 60", "100 private samples"):
+            assert words in continued
+
+    def test_slow_node_is_named_with_the_new_batch_sizes(self) -> None:
+        moved = Rebalanced(0, "host", 1, 7, "csd0", 1.84, {"0": 65, "1": 5})
+        (line,) = lines_of(*READY, moved)
+        for words in ("csd0 took 1.84 times", "step 8", "host 65", "csd0 5"):
+            assert words in line
+
+    def test_frequent_progress_does_not_flood_a_log(self) -> None:
+        assert len(lines_of(*READY, *[PROGRESS] * 100)) <= 2
+
+
+class TestViewOnATerminal:
+    def shown(self, *events: Event) -> str:
+        file = StringIO()
+        terminal = PrintableConsole(file=file, width=100, height=30, force_terminal=True)
+        with TrainingView(terminal, SPEC, 10, emulated=True) as view:
+            for event in events:
+                view.show(event)
+        return file.getvalue()
+
+    def test_every_rank_has_a_row_during_the_run(self) -> None:
+        text = self.shown(*READY, PROGRESS)
+        for word in ("emulated", "host", "csd0", "waiting"):
+            assert word in text
+
+    def test_end_of_epoch_is_printed(self) -> None:
+        assert "epoch 1/2" in self.shown(*READY, EPOCH_END)
+
+    def test_epoch_too_short_for_progress_is_shown_by_its_end(self) -> None:
+        table = self.shown(*READY, EPOCH_END).rpartition("emulated fleet")[2]
+        assert "epoch 1/2  step 10/10  " in table
+        assert "loss 1.5000" in table
+        assert "first step" not in table
+
+
+class TestNumbers:
+    @pytest.mark.parametrize(
+        ("format_number", "value", "expected"),
+        [
+            (format_rate, 0.04, "0.0"),
+            (format_rate, 3.08, "3.1"),
+            (format_rate, 99.94, "99.9"),
+            (format_rate, 315, "315"),
+            (format_rate, 12345.6, "12,346"),
+            (format_share, 0.0, "0%"),
+            (format_share, 0.826, "83%"),
+            (format_share, 1.05, "105%"),
+            (format_seconds, 0.0004, "0 ms"),
+            (format_seconds, 0.25, "250 ms"),
+            (format_seconds, 1.0, "1.0 s"),
+            (format_seconds, 59.94, "59.9 s"),
+            (format_seconds, 125, "2:05"),
+            (format_seconds, 3599.7, "1:00:00"),
+            (format_seconds, 3725, "1:02:05"),
+            (format_seconds, 100 * 3600, "100:00:00"),
+            (format_bytes, 0, "0 B"),
+            (format_bytes, 1023, "1023 B"),
+            (format_bytes, 1024, "1.0 KiB"),
+            (format_bytes, 5 << 20, "5.0 MiB"),
+            (format_bytes, 6 << 30, "6.0 GiB"),
+            (format_bytes, 3 << 40, "3.0 TiB"),
+            (format_bytes, 2000 << 40, "2000.0 TiB"),
+            (format_loss, 2.302585, "2.3026"),
+            (format_loss, float("nan"), "nan"),
+            (format_accuracy, 0.9876543, "0.9877"),
+        ],
+    )
+    def test_number_is_formatted(self, format_number: Any, value: float, expected: str) -> None:
+        assert format_number(value) == expected
+
+    @pytest.mark.parametrize(
+        "format_number",
+        [format_rate, format_share, format_seconds, format_bytes, format_loss, format_accuracy],
+    )
+    def test_unknown_number_is_a_dash(self, format_number: Any) -> None:
+        assert format_number(None) == "–"
+
+
+class TestTuning:
+    def test_plan_is_printed_with_a_row_for_each_rank_and_its_path(self) -> None:
+        ranks = [
+            RankPlan(node="host", batch_size=315, threads=16, step_time_s=10.0, samples_per_s=31.5),
+            RankPlan(node="csd0", batch_size=25, threads=4, step_time_s=8.0, peak_memory_bytes=3 << 30),
+        ]
+        plan = Plan(job="job", job_fingerprint="f", method="stannis", emulated=True, ranks=ranks)
+        to, file = console()
+        render_plan(to, plan, "/project/.csdctl/plans/job.yaml")
+        assert "emulated" in file.getvalue()
+        assert row(file.getvalue(), "csd0")[:4] == ["1", "csd0", "25", "4"]
+        assert "3.0 GiB" in file.getvalue()
+        assert "340" in file.getvalue()
+        assert "/project/.csdctl/plans/job.yaml" in file.getvalue()
+
+    def test_strategies_to_train_are_compared_and_the_chosen_one_is_said(self) -> None:
+        rank = RankPlan(node="host", batch_size=8, threads=1)
+        strategies = [
+            StrategyPlan(
+                strategy="data-parallel", first_run_s=520.0, next_run_s=520.0, epoch_s=48.9, is_confirmed=True
+            ),
+            StrategyPlan(strategy="split", cut="block_4", first_run_s=301.0, next_run_s=301.0, epoch_s=27.0),
+            StrategyPlan(strategy="features", why_not="no frozen layers"),
+        ]
+        plan = Plan(
+            job="job",
+            job_fingerprint="f",
+            method="fit",
+            ranks=[rank],
+            strategy="split",
+            cut="block_4",
+            strategies=strategies,
+        )
+        to, file = console()
+        render_plan(to, plan, "plan.yaml")
+        assert row(file.getvalue(), "data-parallel")[1:] == ["8:40", "8:40", "48.9", "s", "–"]
+        assert "tried: data-parallel; forecast: the others" in file.getvalue()
+        assert row(file.getvalue(), "block_4")[:3] == ["split", "block_4", "5:01"]
+        assert "strategy: split behind block_4; a node sends activations and labels" in file.getvalue()
+        assert "not compared: features" in file.getvalue()
+
+    def test_round_of_probes_is_one_line_that_names_what_does_not_fit(self) -> None:
+        to, file = console()
+        machines = {f"csd{number}": ProbeResult(32, 0.25, 4, 1 << 30) for number in range(8)}
+        render_probes(to, {**machines, "csd8": None})
+        (line,) = file.getvalue().splitlines()
+        assert "csd7 32: 250 ms, 128/s" in line
+        assert "csd8: does not fit" in line
