@@ -69,6 +69,7 @@ def test_section_of_a_command_comes_before_that_of_all_commands(
         ("train: {keep: [1, 2]}", "expected one value"),
         ("clean: {yes: true}", "clean has no option 'yes'"),
         ("emulate: {upp: {nodes: 4}}", "received 'upp'"),
+        ("emulate: {up: 5}", "received 'up'"),
         ("- train", "expected commands with their options"),
     ],
 )
