@@ -25,7 +25,7 @@ def discover(fleet: FleetOrPath = "fleet.yaml") -> DiscoverResult:
     chosen = as_fleet(fleet)
     with open_session() as streams:
         with DiscoverView(streams.console, len(chosen.machines)) as view:
-            result = discover_machines(chosen, directory=streams.directory, on_done=view.show)
+            result = discover_machines(chosen, directory=streams.directory, on_done=view.take)
         render_fleet(streams.console, result, verbose=False)
     return result
 

@@ -8,8 +8,8 @@ from typing import Any, Self
 from csdctl.errors import CsdctlError
 from csdctl.fleet.model import Fleet
 from csdctl.runs.directory import ProjectDirectory
-from csdctl.terminal.problems import render_failed
 from csdctl.terminal.streams import Streams
+from csdctl.terminal.tables import render_failed
 from csdctl.transport.many import Outcome, errors_of
 from csdctl.workflows.workspace.partial_failure import choose_fleet, conclude
 

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rich import box
 from rich.table import Table
 from rich.text import Text
 
@@ -11,6 +10,7 @@ from csdctl.fleet.checks import FLEET_NAME, Check, Status, fold
 from csdctl.fleet.model import Fleet
 from csdctl.reporting.numbers import format_count
 from csdctl.terminal.console import PrintableConsole
+from csdctl.terminal.tables import build_table
 from csdctl.terminal.view import View, live_on
 from csdctl.workflows.preflight.doctor import Examination, describe
 
@@ -88,26 +88,21 @@ class ExaminationView(View):
         shown = [setting for setting in self._settings if self._is_verbose or setting.source != "default"]
         if not shown:
             return
-        table = Table(title="settings", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
-        for column in ("setting", "value", "from"):
-            table.add_column(column, overflow="fold")
-        for setting in shown:
-            table.add_row(setting.name, setting.value or "–", setting.source)
-        self._console.print(table)
+        rows = [(setting.name, setting.value or "–", setting.source) for setting in shown]
+        self._console.print(build_table(("~setting", "~value", "~from"), rows, title="settings"))
 
     def _table(self) -> Table:
-        table = Table(title=self._title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
-        table.add_column("machine", no_wrap=True)
-        for column in COLUMNS:
-            table.add_column(column, no_wrap=True)
         worst: dict[str, dict[str, Status]] = {name: {} for name in self._machines}
         column_of = {name: column for column, names in COLUMNS.items() for name in names}
         for check in self._checks:
             row, column = worst.setdefault(check.machine, {}), column_of.get(check.check, "system")
             row[column] = max(row.get(column, Status.OK), check.status, key=_SEVERITY.index)
         rows = {name: row for name, row in worst.items() if len(worst) <= MAX_ROWS or not _is_green(row)}
-        for name, row in rows.items():
-            table.add_row(name, *(_CELLS[row[column]] if column in row else "–" for column in COLUMNS))
+        cells = [
+            (name, *(_CELLS[row[column]] if column in row else "–" for column in COLUMNS))
+            for name, row in rows.items()
+        ]
+        table = build_table(("machine", *COLUMNS), cells, title=self._title)
         if len(rows) < len(worst):
             table.caption = f"{len(worst) - len(rows)} more machines are green"
         return table

@@ -3,8 +3,6 @@
 import os
 from collections.abc import Iterable, Mapping, Sequence
 
-from rich import box
-from rich.progress import BarColumn, MofNCompleteColumn, TimeElapsedColumn
 from rich.table import Table
 
 from csdctl.emulation.fleet import NodeStatus, StoppedFleet
@@ -17,9 +15,9 @@ from csdctl.launch.leftovers import Leftovers
 from csdctl.reporting.numbers import format_bytes, format_count, format_seconds
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.terminal.console import PrintableConsole
-from csdctl.terminal.problems import bounded, render_failed, render_problems
+from csdctl.terminal.nodes import CountView
 from csdctl.terminal.streams import Streams
-from csdctl.terminal.view import View, new_progress, text_column
+from csdctl.terminal.tables import bounded, build_table, render_failed, render_problems
 from csdctl.transport.many import Outcome, errors_of
 from csdctl.workflows.discovery.discover import DiscoverResult, find_shared_host_keys
 from csdctl.workflows.discovery.inventory import FoundFleet
@@ -33,25 +31,16 @@ MAX_NAME_WIDTH = 20
 EMULATED = {"schema": "csdctl.emulate/1", "emulated": True}
 
 
-class DiscoverView(View):
+class DiscoverView(CountView):
     """Shows each machine when it responds or fails; a context manager."""
 
     def __init__(self, console: PrintableConsole, num_machines: int) -> None:
-        self._console = console
-        self._num_failed = 0
-        problems = text_column("{task.fields[failed]}", style="red")
-        bar = (text_column("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        self._progress = new_progress(console, *bar, problems)
-        super().__init__(self._progress)
-        self._task = self._progress.add_task("probing", total=num_machines, failed="")
+        super().__init__(console, "probing", num_machines)
 
-    def show(self, facts: Facts) -> None:
+    def take(self, facts: Facts) -> None:
         """Show one machine."""
-        self._num_failed += facts.problem is not None
-        if self._console.is_terminal:
-            failed = f"{self._num_failed} failed" if self._num_failed else ""
-            self._progress.update(self._task, advance=1, failed=failed)
-        else:
+        self.count(has_failed=facts.problem is not None)
+        if not self._console.is_terminal:
             self._console.print(f"{facts.name}: {_describe_facts(facts)}", soft_wrap=True)
 
 
@@ -133,21 +122,9 @@ def fleet_document(fleet: Fleet) -> dict[str, object]:
 
 
 def _tabulate_facts(title: str, groups: Sequence[EqualMachines]) -> Table:
-    table = _new_table(title)
-    names = [_format_machines(group) for group in groups]
-    longest = max(map(len, names), default=0)
-    table.add_column(
-        "machines", overflow="fold", min_width=max(len("machines"), min(longest, MAX_NAME_WIDTH))
-    )
-    table.add_column("CPU")
-    for column in ("cores", "memory", "disk"):
-        table.add_column(column, justify="right", no_wrap=True)
-    for column in ("Python", "Tensor\nFlow", "MPI"):
-        table.add_column(column, no_wrap=True)
-    for group, name in zip(groups, names, strict=True):
-        facts = group.first
-        table.add_row(
-            name,
+    rows = [
+        (
+            _format_machines(group),
             facts.cpu_model or facts.architecture or _UNKNOWN,
             _format_cores(facts),
             _format_size(group.least("memory_limit_bytes") or group.least("memory_bytes")),
@@ -156,6 +133,13 @@ def _tabulate_facts(title: str, groups: Sequence[EqualMachines]) -> Table:
             facts.tensorflow_version or _MISSING,
             facts.mpi_version or _MISSING,
         )
+        for group in groups
+        for facts in (group.first,)
+    ]
+    columns = ("~machines", "~CPU", ">cores", ">memory", ">disk", "Python", "Tensor\nFlow", "MPI")
+    table = build_table(columns, rows, title=title)
+    longest = max((len(row[0]) for row in rows), default=0)
+    table.columns[0].min_width = max(len("machines"), min(longest, MAX_NAME_WIDTH))
     return table
 
 
@@ -180,30 +164,22 @@ def _fold_notes(machines: Mapping[str, Facts]) -> dict[str, list[str]]:
 
 
 def _build_details(machines: Mapping[str, Facts]) -> Table:
-    table = _new_table("details")
-    for column in ("machine", "architecture", "glibc", "mpi4py", "round trip", "clock"):
-        table.add_column(column, no_wrap=True)
-    table.add_column("Python prefix", overflow="fold")
-    table.add_column("home", overflow="fold")
-    for facts in machines.values():
-        if not facts.problem:
-            table.add_row(
-                facts.name,
-                facts.architecture or _UNKNOWN,
-                facts.glibc_version or _UNKNOWN,
-                facts.mpi4py_version or _MISSING,
-                format_seconds(facts.round_trip_s),
-                _UNKNOWN if facts.clock_offset_s is None else f"{facts.clock_offset_s:+.3f} s",
-                facts.prefix or _UNKNOWN,
-                facts.home or _UNKNOWN,
-            )
-    return table
-
-
-def _new_table(title: str) -> Table:
-    return Table(
-        title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
-    )
+    rows = [
+        (
+            facts.name,
+            facts.architecture or _UNKNOWN,
+            facts.glibc_version or _UNKNOWN,
+            facts.mpi4py_version or _MISSING,
+            format_seconds(facts.round_trip_s),
+            _UNKNOWN if facts.clock_offset_s is None else f"{facts.clock_offset_s:+.3f} s",
+            facts.prefix or _UNKNOWN,
+            facts.home or _UNKNOWN,
+        )
+        for facts in machines.values()
+        if not facts.problem
+    ]
+    columns = ("machine", "architecture", "glibc", "mpi4py", "round trip", "clock", "~Python prefix", "~home")
+    return build_table(columns, rows, title="details")
 
 
 def _format_cores(facts: Facts) -> str:
@@ -236,7 +212,12 @@ class TrustScreen:
         self._keys |= shown
         self.failed |= failed
         if new:
-            self._streams.console.print(_tabulate_keys(new))
+            rows = [
+                (key.node.name, f"{key.node.address} port {key.node.port}", key.type, key.fingerprint)
+                for key in new
+            ]
+            columns = ("machine", "address", "type", "~fingerprint")
+            self._streams.console.print(build_table(columns, rows, title="new host keys"))
         if num_known := len(shown) - len(new):
             self._streams.say(f"{num_known} keys are already accepted")
         for warning in find_shared_host_keys({name: key.fingerprint for name, key in shown.items()}):
@@ -271,11 +252,8 @@ class TrustScreen:
         """Return the `csdctl.trust/1` document."""
         keys = {
             name: {
-                "address": key.node.address,
-                "port": key.node.port,
-                "type": key.type,
-                "fingerprint": key.fingerprint,
-                "state": key.state,
+                **{field: getattr(key.node, field) for field in ("address", "port")},
+                **{field: getattr(key, field) for field in ("type", "fingerprint", "state")},
             }
             for name, key in self._keys.items()
         }
@@ -285,16 +263,6 @@ class TrustScreen:
             "machines": keys,
             "failed": self.failed,
         }
-
-
-def _tabulate_keys(keys: Sequence[ShownKey]) -> Table:
-    table = Table(title="new host keys", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for column in ("machine", "address", "type"):
-        table.add_column(column, no_wrap=True)
-    table.add_column("fingerprint", overflow="fold")
-    for key in keys:
-        table.add_row(key.node.name, f"{key.node.address} port {key.node.port}", key.type, key.fingerprint)
-    return table
 
 
 def show_started(streams: Streams, fleet: EmulatedFleet) -> None:
@@ -328,13 +296,19 @@ def show_stopped(streams: Streams, stopped: StoppedFleet) -> None:
 
 def render_nodes(console: PrintableConsole, nodes: Iterable[NodeStatus]) -> None:
     """Print a table with one row for each node."""
-    table = Table("node", "port", "state", "processes", "CPU limit", "memory", title="emulated")
-    for node in nodes:
-        memory = f"{format_bytes(node.memory_bytes)} of {format_bytes(node.memory_limit_bytes)}"
-        state = "running" if node.is_running else "ended"
-        limit = f"{node.cpu_limit:g} cores ({node.cpu_mechanism})"
-        table.add_row(node.name, str(node.port), state, str(node.num_processes), limit, memory)
-    console.print(table)
+    rows = [
+        (
+            node.name,
+            str(node.port),
+            "running" if node.is_running else "ended",
+            str(node.num_processes),
+            f"{node.cpu_limit:g} cores ({node.cpu_mechanism})",
+            f"{format_bytes(node.memory_bytes)} of {format_bytes(node.memory_limit_bytes)}",
+        )
+        for node in nodes
+    ]
+    columns = ("node", "port", "state", "processes", "~CPU limit", "~memory")
+    console.print(build_table(columns, rows, title="emulated"))
 
 
 def render_cleaned(console: PrintableConsole, outcome: Outcome[Leftovers], *, is_dry: bool) -> None:

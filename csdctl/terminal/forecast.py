@@ -2,12 +2,11 @@
 
 from typing import Any
 
-from rich.table import Table
-
 from csdctl.perfmodel.recommendation import MIN_GAIN, MIN_SHARE_OF_NODE, Reason, Verdict
 from csdctl.perfmodel.scaling import CurvePoint
 from csdctl.reporting.numbers import format_joules, format_rate, format_seconds, format_share
 from csdctl.terminal.console import PrintableConsole
+from csdctl.terminal.tables import build_table
 from csdctl.workflows.forecast.forecast import Forecast, pick_evenly
 
 MAX_ROWS = 40
@@ -16,15 +15,11 @@ MAX_ROWS = 40
 def render_forecast(console: PrintableConsole, forecast: Forecast) -> None:
     """Print the curve, the verdict on the largest number of nodes, and where the figures come from."""
     basis = forecast.basis
-    table = Table(title=f"{basis.title} ({basis.source} figures)", title_justify="left", title_style="bold")
-    columns = ["nodes", "samples/s", "speed-up", "efficiency", "time"]
+    columns = [">nodes", ">samples/s", ">speed-up", ">efficiency", ">time"]
     if basis.power:
-        columns += ["energy/\nsample", "energy"]
-    for column in columns:
-        table.add_column(column, justify="right", no_wrap=True)
-    for point in pick_evenly(forecast.points, MAX_ROWS):
-        table.add_row(*_cells(point, forecast))
-    console.print(table)
+        columns += [">energy/\nsample", ">energy"]
+    rows = [_cells(point, forecast) for point in pick_evenly(forecast.points, MAX_ROWS)]
+    console.print(build_table(columns, rows, title=f"{basis.title} ({basis.source} figures)"))
     if len(forecast.points) > MAX_ROWS:
         console.print(
             f"the table shows {MAX_ROWS} of {len(forecast.points):,} numbers of nodes; --json lists all"

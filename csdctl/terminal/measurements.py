@@ -1,17 +1,16 @@
 """Stored measurements, as tables and as JSON."""
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from itertools import groupby
 from typing import Any
 
-from rich import box
 from rich.table import Table
 
 from csdctl.fleet.hardware import FleetClass, MachineClass
 from csdctl.reporting.numbers import format_bytes, format_date, format_rate, format_seconds, format_share
 from csdctl.runs.measurements import CollectiveSummary, Forgotten, Overview, ProbeSummary, TrialSummary
 from csdctl.terminal.console import PrintableConsole
+from csdctl.terminal.tables import build_table
 from csdctl.tuning.measurements import ModelProperties, TrialMeasurement
 
 SCHEMA = "csdctl.measurements/1"
@@ -50,30 +49,28 @@ def render_forgotten(console: PrintableConsole, forgotten: Forgotten) -> None:
 
 def measurements_document(overview: Overview, path: str) -> dict[str, Any]:
     """Return the `csdctl.measurements/1` document; times are Unix times."""
+    machines = {one.key: {**vars(one), "name": one.name} for one in _list_machines(overview)}
+    probes = [
+        {
+            **vars(summary),
+            "model": _model_document(summary.model),
+            "machine_class": summary.machine_class.key,
+            "is_emulated": summary.machine_class.is_emulated,
+        }
+        for summary in overview.probed
+    ]
     return {
         "schema": SCHEMA,
         "path": path,
-        "machine_classes": {
-            machine.key: {**asdict(machine), "name": machine.name} for machine in _list_machines(overview)
-        },
-        "probes": [
-            {
-                **asdict(summary),
-                "model": _model_document(summary.model),
-                "machine_class": summary.machine_class.key,
-                "is_emulated": summary.machine_class.is_emulated,
-            }
-            for summary in overview.probed
-        ],
-        "collectives": [
-            {**asdict(summary), **_fleet_document(summary.fleet_class)} for summary in overview.summed
-        ],
+        "machine_classes": machines,
+        "probes": probes,
+        "collectives": [{**vars(one), **_fleet_document(one.fleet_class)} for one in overview.summed],
         "trials": [
             {
                 "model": _model_document(summary.model),
                 "recipe": summary.recipe,
                 **_fleet_document(summary.fleet_class),
-                **asdict(summary.trial),
+                **vars(summary.trial),
             }
             for summary in overview.tried
         ],
@@ -82,19 +79,12 @@ def measurements_document(overview: Overview, path: str) -> dict[str, Any]:
 
 def forgotten_document(forgotten: Forgotten) -> dict[str, Any]:
     """Return the `csdctl.measurements/1` document after --forget."""
-    return {"schema": SCHEMA, "forgotten": asdict(forgotten)}
+    return {"schema": SCHEMA, "forgotten": forgotten}
 
 
 def _build_probed(probed: Sequence[ProbeSummary]) -> Table:
-    table = _new_table("probes")
-    for column in ("model", "recipe"):
-        table.add_column(column, overflow="fold")
-    table.add_column("machine", no_wrap=True)
-    table.add_column("settings")
-    for column in ("probes", "batch sizes", "samples/s", "when"):
-        table.add_column(column, justify="right", no_wrap=True)
-    for summary in probed:
-        table.add_row(
+    rows = [
+        (
             summary.model.short_name,
             summary.recipe[:SHOWN_LENGTH],
             summary.machine_class.key[:SHOWN_LENGTH],
@@ -104,17 +94,15 @@ def _build_probed(probed: Sequence[ProbeSummary]) -> Table:
             format_rate(summary.best_samples_per_s),
             format_date(summary.measured_at),
         )
-    return table
+        for summary in probed
+    ]
+    columns = ("~model", "~recipe", "machine", "~settings", ">probes", ">batch sizes", ">samples/s", ">when")
+    return build_table(columns, rows, title="probes")
 
 
 def _build_summed(summed: Sequence[CollectiveSummary]) -> Table:
-    table = _new_table("collectives")
-    table.add_column("collective")
-    table.add_column("fleet", overflow="fold")
-    for column in ("ranks", "vector", "count", "median", "when"):
-        table.add_column(column, justify="right", no_wrap=True)
-    for summary in summed:
-        table.add_row(
+    rows = [
+        (
             summary.name,
             _show_fleet(summary.fleet_class),
             str(summary.num_ranks),
@@ -123,18 +111,15 @@ def _build_summed(summed: Sequence[CollectiveSummary]) -> Table:
             format_seconds(summary.median_s),
             format_date(summary.measured_at),
         )
-    return table
+        for summary in summed
+    ]
+    columns = ("collective", "~fleet", ">ranks", ">vector", ">count", ">median", ">when")
+    return build_table(columns, rows, title="collectives")
 
 
 def _build_tried(tried: Sequence[TrialSummary]) -> Table:
-    table = _new_table("trials of plans")
-    table.add_column("model", overflow="fold")
-    table.add_column("fleet", overflow="fold")
-    table.add_column("batch sizes")
-    for column in ("predicted\nsamples/s", "achieved\nsamples/s", "share", "when"):
-        table.add_column(column, justify="right", no_wrap=True)
-    for summary in tried:
-        table.add_row(
+    rows = [
+        (
             summary.model.short_name,
             _show_fleet(summary.fleet_class),
             _show_batch_sizes(summary.trial),
@@ -143,7 +128,11 @@ def _build_tried(tried: Sequence[TrialSummary]) -> Table:
             format_share(_achieved_share(summary.trial)),
             format_date(summary.trial.measured_at),
         )
-    return table
+        for summary in tried
+    ]
+    rates = (">predicted\nsamples/s", ">achieved\nsamples/s")
+    columns = ("~model", "~fleet", "~batch sizes", *rates, ">share", ">when")
+    return build_table(columns, rows, title="trials of plans")
 
 
 def _list_machines(overview: Overview) -> list[MachineClass]:
@@ -185,15 +174,9 @@ def _achieved_share(trial: TrialMeasurement) -> float | None:
 
 
 def _model_document(model: ModelProperties) -> dict[str, Any]:
-    return {**asdict(model), "vector_bytes": model.vector_bytes}
+    return {**vars(model), "vector_bytes": model.vector_bytes}
 
 
 def _fleet_document(fleet: FleetClass) -> dict[str, Any]:
     classes = {"host": fleet.host.key, "nodes": [node.key for node in fleet.nodes], "network": fleet.network}
     return {"fleet_class": {"key": fleet.key, **classes}, "is_emulated": fleet.is_emulated}
-
-
-def _new_table(title: str) -> Table:
-    return Table(
-        title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
-    )

@@ -7,8 +7,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rich import box
-from rich.table import Table
 from rich.text import Text
 
 from csdctl.fleet.names import format_node_names
@@ -27,6 +25,7 @@ from csdctl.terminal.fleet_view import (
     show_elapsed,
 )
 from csdctl.terminal.streams import Streams
+from csdctl.terminal.tables import build_table
 from csdctl.worker.protocol.datasets import DatasetInfo, PrepareProgress
 from csdctl.workflows.data.prepare import OnPrepareProgress, Prepared
 
@@ -298,13 +297,9 @@ def prepare_document(prepared: Prepared) -> dict[str, object]:
 
 def show_rehearsal(streams: Streams, rehearsal: "Rehearsal") -> None:
     """Print the data that `prepare` would read; raises InputError when some is not there."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for column in ("machine", "data", "path", "found"):
-        table.add_column(column, overflow="fold")
-    for source in rehearsal.sources:
-        style = "bold red" if source.found in ("missing", "unreadable") else ""
-        table.add_row(source.machine, source.data, source.path, source.found, style=style)
-    streams.console.print(table)
+    rows = [(one.machine, one.data, one.path, one.found) for one in rehearsal.sources]
+    styles = ["bold red" if one.found in ("missing", "unreadable") else "" for one in rehearsal.sources]
+    streams.console.print(build_table(("~machine", "~data", "~path", "~found"), rows, styles=styles))
     streams.say(describe_samples(rehearsal.num_samples))
     streams.say("dry run: nothing was prepared")
     streams.result({"schema": "csdctl.prepare.dry-run/2", **vars(rehearsal)})

@@ -39,6 +39,7 @@ from csdctl.reporting.summary import RunSummary
 from csdctl.runs.directory import RunDirectory
 from csdctl.terminal.console import PrintableConsole
 from csdctl.terminal.streams import Streams
+from csdctl.terminal.tables import build_pairs, build_table
 from csdctl.tuning.strategies import DATA_PARALLEL, SPLIT
 from csdctl.workflows.reporting.report import PrivacyReport
 from csdctl.workflows.train.scale import Point
@@ -109,13 +110,8 @@ def render_report(console: PrintableConsole, summary: RunSummary) -> None:
 def report_of(summary: RunSummary) -> Group:
     """Return the tables of a report."""
     title = f"run {summary.run_id}: {summary.state}" + (" (emulated fleet)" if summary.emulated else "")
-    table = Table(title=title, title_justify="left", title_style="bold")
-    table.add_column("rank", justify="right")
-    table.add_column("node")
-    for column in ("batch size", "private", "public", "samples/s", "alone", "waiting"):
-        table.add_column(column, justify="right")
-    for rank in summary.ranks:
-        table.add_row(
+    rows = [
+        (
             str(rank.rank),
             rank.node,
             str(rank.batch_size),
@@ -125,10 +121,11 @@ def report_of(summary: RunSummary) -> Group:
             format_rate(rank.alone_samples_per_s),
             format_share(rank.waiting),
         )
-    totals = Table.grid(padding=(0, 2))
-    for name, value in _totals(summary):
-        totals.add_row(name, value)
-    return Group(table, totals)
+        for rank in summary.ranks
+    ]
+    numbers = (">batch size", ">private", ">public", ">samples/s", ">alone", ">waiting")
+    table = build_table((">rank", "~node", *numbers), rows, title=title)
+    return Group(table, build_pairs(_totals(summary)))
 
 
 def _totals(summary: RunSummary) -> list[tuple[str, str]]:
@@ -210,18 +207,14 @@ def show_privacy(streams: Streams, found: PrivacyReport) -> None:
 
 def render_privacy(console: PrintableConsole, found: PrivacyReport) -> None:
     """Print what left each machine, in one run and in all commands, and what it may reveal."""
-    table = Table(
-        title=f"sent: run {found.run_id}, and all commands so far", title_justify="left", title_style="bold"
-    )
-    for column in ("from", "to", "what"):
-        table.add_column(column)
-    for column in ("this run", "all"):
-        table.add_column(column, justify="right")
     in_run = {(flow.sender, flow.receiver, flow.kind): flow.num_bytes for flow in found.of_run}
-    for flow in found.of_all:
-        key = (flow.sender, flow.receiver, flow.kind)
-        table.add_row(*key, format_bytes(in_run.get(key, 0)), format_bytes(flow.num_bytes))
-    console.print(table)
+    rows = [
+        (*key, format_bytes(in_run.get(key, 0)), format_bytes(flow.num_bytes))
+        for flow in found.of_all
+        for key in ((flow.sender, flow.receiver, flow.kind),)
+    ]
+    title = f"sent: run {found.run_id}, and all commands so far"
+    console.print(build_table(("~from", "~to", "~what", ">this run", ">all"), rows, title=title))
     console.print(PROMISE)
     console.print("What the sent data may still reveal:")
     remarks = remarks_on(has_noise=found.privacy is not None)
@@ -255,12 +248,7 @@ def format_epsilon(privacy: Privacy) -> list[str]:
 def privacy_document(found: PrivacyReport) -> dict[str, object]:
     """Return the `csdctl.privacy/1` document."""
     remarks = remarks_on(has_noise=found.privacy is not None)
-    return {
-        "schema": "csdctl.privacy/1",
-        **vars(found),
-        "promise": PROMISE,
-        "remarks": remarks,
-    }
+    return {"schema": "csdctl.privacy/1", **vars(found), "promise": PROMISE, "remarks": remarks}
 
 
 def show_scaling(streams: Streams, series: ScalingSeries, files: Sequence[Path]) -> None:
@@ -280,7 +268,7 @@ def show_series(streams: Streams, kind: str, series: ScalingSeries, files: Seque
 
 def show_points(streams: Streams, points: Sequence[Point]) -> None:
     """Print what `scale` would train."""
-    rows = [
+    described = [
         {
             "kind": point.kind,
             "num_nodes": point.num_nodes,
@@ -289,20 +277,18 @@ def show_points(streams: Streams, points: Sequence[Point]) -> None:
         }
         for point in points
     ]
-    streams.result_line({"schema": "csdctl.scale/1", "points": rows})
-    table = DataTable(
-        ("nodes", "series", "batch sizes", "run"),
-        tuple(
-            (
-                str(point.num_nodes),
-                point.kind,
-                ", ".join(map(str, point.plan.batch_sizes)),
-                point.run.run_id if point.run else "would be trained",
-            )
-            for point in points
-        ),
-    )
-    streams.console.print(_table("scaling series", table))
+    streams.result_line({"schema": "csdctl.scale/1", "points": described})
+    rows = [
+        (
+            str(point.num_nodes),
+            point.kind,
+            ", ".join(map(str, point.plan.batch_sizes)),
+            point.run.run_id if point.run else "would be trained",
+        )
+        for point in points
+    ]
+    data = DataTable(("nodes", "series", "batch sizes", "run"), tuple(rows))
+    streams.console.print(_table("scaling series", data))
 
 
 def _document(series: ScalingSeries, files: Sequence[Path]) -> dict[str, Any]:
@@ -325,13 +311,6 @@ def _show_tables(streams: Streams, series: ScalingSeries, files: Sequence[Path])
 
 
 def _table(title: str, data: DataTable) -> Table:
-    table = Table(
-        title=title, title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0), pad_edge=False
-    )
-    for number, name in enumerate(data.header):
-        is_last = number == len(data.header) - 1
-        is_text = is_last or name == "run"
-        table.add_column(name, justify="left" if is_text else "right", no_wrap=not is_last)
-    for row in data.rows:
-        table.add_row(*row)
-    return table
+    *names, last = data.header
+    columns = [name if name == "run" else f">{name}" for name in names]
+    return build_table([*columns, f"~{last}"], data.rows, title=title, gap=2)

@@ -4,12 +4,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.table import Table
-
 from csdctl.reporting.numbers import format_accuracy, format_loss, format_rate, format_seconds
 from csdctl.reporting.run_status import FAILED, INTERRUPTED, STOPPED, RunStatus
 from csdctl.runs.directory import RunDirectory
 from csdctl.terminal.streams import Streams
+from csdctl.terminal.tables import build_table
 from csdctl.terminal.train import TrainingView
 from csdctl.worker.protocol.events import event_document
 from csdctl.workflows.runs.compare import Difference
@@ -34,27 +33,24 @@ def show_runs(streams: Streams, runs: Sequence[RunStatus]) -> None:
         streams.say("no runs yet; `csdctl train` starts one")
         return
     is_wide = streams.console.width >= WIDE
-    table = Table(box=None, padding=(0, 2 if is_wide else 1, 0, 0), header_style="dim")
-    for column in ("run", "state", *(("strategy",) if is_wide else ())):
-        table.add_column(column, no_wrap=True)
-    for column in ("epoch", "samples/s", "loss", "accuracy", "last event", *(("ranks",) if is_wide else ())):
-        table.add_column(column, justify="right", no_wrap=True)
-    for run in runs:
-        accuracy = run.accuracy if run.validation_accuracy is None else run.validation_accuracy
-        loss = run.loss if run.validation_loss is None else run.validation_loss
-        table.add_row(
+    rows = [
+        (
             _shorten(run.run_id, runs),
             run.state,
             *((run.strategy,) if is_wide else ()),
             f"{run.epoch}/{run.epochs}",
             format_rate(run.samples_per_s),
-            format_loss(loss),
-            format_accuracy(accuracy),
+            format_loss(run.loss if run.validation_loss is None else run.validation_loss),
+            format_accuracy(run.accuracy if run.validation_accuracy is None else run.validation_accuracy),
             _ago(run.last_event_s),
             *((str(run.num_ranks or "–"),) if is_wide else ()),
-            style=STYLES.get(run.state, "none"),
         )
-    streams.console.print(table)
+        for run in runs
+    ]
+    numbers = (">epoch", ">samples/s", ">loss", ">accuracy", ">last event", *((">ranks",) * is_wide))
+    columns = ("run", "state", *(("strategy",) * is_wide), *numbers)
+    styles = [STYLES.get(run.state, "none") for run in runs]
+    streams.console.print(build_table(columns, rows, styles=styles, gap=1 + is_wide))
 
 
 def _shorten(run_id: str, runs: Sequence[RunStatus]) -> str:
@@ -145,19 +141,10 @@ def show_differences(
         runs = [first.run_id, second.run_id]
         streams.result({"schema": "csdctl.runs.diff/1", "runs": runs, "differences": differences})
         return
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for column in ("", first.run_id, second.run_id):
-        table.add_column(column, overflow="fold")
-    settings = [one for one in differences if not one.is_result]
-    for one in settings:
-        table.add_row(one.name, _text(one.first), _text(one.second))
-    if settings:
-        table.add_section()
-    for one in differences:
-        if one.is_result:
-            table.add_row(one.name, _text(one.first), _text(one.second))
-    streams.console.print(table)
-    if not settings:
+    rows = [(one.name, _text(one.first), _text(one.second)) for one in differences]
+    columns = ("~", f"~{first.run_id}", f"~{second.run_id}")
+    streams.console.print(build_table(columns, rows, gap=2))
+    if all(one.is_result for one in differences):
         streams.say("the settings are the same")
 
 

@@ -6,9 +6,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-from rich import box
-from rich.table import Table
-
 from csdctl.fleet.names import format_node_names
 from csdctl.reporting.numbers import format_bytes, format_rate, format_seconds, format_share
 from csdctl.terminal.console import PrintableConsole
@@ -25,6 +22,7 @@ from csdctl.terminal.fleet_view import (
     span,
 )
 from csdctl.terminal.prepare import PreparationScreen
+from csdctl.terminal.tables import build_table
 from csdctl.tuning.plan import Plan, RankPlan, StrategyPlan
 from csdctl.tuning.strategies import DATA_PARALLEL, FEATURES, SPLIT
 from csdctl.worker.protocol.events import EpochEnd, Event, Failed, Finished, Joined, NodeLost, Progress
@@ -192,24 +190,20 @@ def render_probes(console: PrintableConsole, results: Mapping[str, ProbeResult |
 def render_plan(console: PrintableConsole, plan: Plan, path: str) -> None:
     """Print the plan, its predicted throughput and time breakdown, and the path of its file."""
     title = f"plan for {plan.job} by {plan.method}" + (" (emulated fleet)" if plan.emulated else "")
-    table = Table(title=title, title_justify="left", title_style="bold")
-    table.add_column("rank", justify="right")
-    table.add_column("node")
-    for column in ("batch size", "threads", "step", "samples/s computing", "peak memory"):
-        table.add_column(column, justify="right")
-    for number, rank in enumerate(plan.ranks):
-        is_micro_batched = rank.micro_batch_size is not None and rank.micro_batch_size < rank.batch_size
-        micro_batches = f" (micro-batches of {rank.micro_batch_size})" if is_micro_batched else ""
-        table.add_row(
+    rows = [
+        (
             str(number),
             rank.node,
-            f"{rank.batch_size}{micro_batches}",
+            _show_batch_size(rank),
             _show_runtime(rank),
             format_seconds(rank.step_time_s),
             format_rate(rank.samples_per_s),
             format_bytes(rank.peak_memory_bytes),
         )
-    console.print(table)
+        for number, rank in enumerate(plan.ranks)
+    ]
+    numbers = (">batch size", ">threads", ">step", ">samples/s computing", ">peak memory")
+    console.print(build_table((">rank", "~node", *numbers), rows, title=title))
     for line in _lines(plan):
         console.print(line, soft_wrap=True)
     _render_strategies(console, plan)
@@ -220,32 +214,25 @@ def _render_strategies(console: PrintableConsole, plan: Plan) -> None:
     """Print the strategies that were compared, and why others were not."""
     compared = [strategy for strategy in plan.strategies if strategy.first_run_s is not None]
     if len(compared) > 1:
-        table = Table(
-            title="strategies",
-            title_justify="left",
-            title_style="bold",
-            box=box.SIMPLE_HEAD,
-            pad_edge=False,
-        )
-        table.add_column("strategy", min_width=len(DATA_PARALLEL))
-        table.add_column("cut", overflow="fold")
-        for column in ("first run", "next", "epoch", "sent"):
-            table.add_column(column, justify="right", no_wrap=True)
-        for strategy in compared:
-            is_chosen = (strategy.strategy, strategy.cut if strategy.strategy == "split" else "") == (
-                plan.strategy,
-                plan.cut,
-            )
-            table.add_row(
+        rows = [
+            (
                 strategy.strategy,
                 strategy.cut,
                 format_seconds(strategy.first_run_s),
                 format_seconds(strategy.next_run_s),
                 format_seconds(strategy.epoch_s),
                 format_bytes(strategy.sample_bytes),
-                style="bold" if is_chosen else "",
             )
-        console.print(table)
+            for strategy in compared
+        ]
+        cuts = [strategy.cut if strategy.strategy == SPLIT else "" for strategy in compared]
+        chosen = [
+            (strategy.strategy, cut) == (plan.strategy, plan.cut)
+            for strategy, cut in zip(compared, cuts, strict=True)
+        ]
+        styles = ["bold" if is_chosen else "" for is_chosen in chosen]
+        columns = ("strategy", "~cut", ">first run", ">next", ">epoch", ">sent")
+        console.print(build_table(columns, rows, title="strategies", styles=styles))
         tried = [_describe_trial(strategy) for strategy in compared if strategy.is_confirmed]
         console.print(f"tried: {', '.join(tried) or 'none'}; forecast: the others", soft_wrap=True)
         cut = f" behind {plan.cut}" if plan.cut else ""
@@ -273,6 +260,11 @@ def plan_document(plan: Plan, path: str) -> dict[str, Any]:
         "predicted_samples_per_s": plan.predicted_samples_per_s,
         **plan.model_dump(),
     }
+
+
+def _show_batch_size(rank: RankPlan) -> str:
+    is_micro_batched = rank.micro_batch_size is not None and rank.micro_batch_size < rank.batch_size
+    return f"{rank.batch_size}" + (f" (micro-batches of {rank.micro_batch_size})" if is_micro_batched else "")
 
 
 def _show_runtime(rank: RankPlan) -> str:

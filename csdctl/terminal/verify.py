@@ -3,9 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.table import Table
-
 from csdctl.terminal.console import PrintableConsole
+from csdctl.terminal.tables import build_pairs
 from csdctl.worker.protocol.events import Verified
 from csdctl.worker.protocol.features import Recomputed
 from csdctl.workflows.train.verify import Verdict
@@ -15,33 +14,32 @@ def render_verified(
     console: PrintableConsole, verified: Verified, verdict: Verdict, nodes: Sequence[str], *, emulated: bool
 ) -> None:
     """Print how much sum, gradients and weights differ, and how far one process is from itself."""
-    table = Table.grid(padding=(0, 2))
     sizes = ", ".join(f"{node} {size}" for node, size in zip(nodes, verified.batch_sizes, strict=True))
     fleet = " (emulated fleet)" if emulated else ""
-    table.add_row("samples", f"{verified.global_batch}: {sizes}{fleet}")
-    table.add_row(
-        "sum",
+    pairs = [("samples", f"{verified.global_batch}: {sizes}{fleet}")]
+    sums = (
         f"differs by {verified.sum_difference:.1e} from the ranks' gradients added in float64; "
-        f"rounding explains {verified.sum_rounding:.1e}",
+        f"rounding explains {verified.sum_rounding:.1e}"
     )
+    pairs.append(("sum", sums))
     most = max(range(len(nodes)), key=lambda rank: verified.of_ranks[rank].difference)
     found = verified.of_ranks[most]
     if found.difference == 0:
         told = "of every rank bit-identical with that of one process"
     else:
         told = f"of {nodes[most]} differs most from that of one process, by {found.difference:.1e}"
-    table.add_row("gradient", told)
+    pairs.append(("gradient", told))
     spread = max(rank.spread for rank in verified.of_ranks)
     one_sample = min(rank.one_sample for rank in verified.of_ranks)
-    table.add_row("", f"one process differs from itself by {spread:.1e}; one sample makes {one_sample:.1e}")
+    pairs.append(("", f"one process differs from itself by {spread:.1e}; one sample makes {one_sample:.1e}"))
     if verified.compared_in != verified.dtype:
-        table.add_row("", f"compared in {verified.compared_in}: rounding in {verified.dtype} hides a sample")
-    table.add_row("one batch", _describe_one_batch(verified))
-    table.add_row("weights", f"bit-identical on all ranks ({verified.weights_hash[:16]}…)")
-    table.add_row("collective", verified.collective)
+        pairs.append(("", f"compared in {verified.compared_in}: rounding in {verified.dtype} hides a sample"))
+    pairs.append(("one batch", _describe_one_batch(verified)))
+    pairs.append(("weights", f"bit-identical on all ranks ({verified.weights_hash[:16]}…)"))
+    pairs.append(("collective", verified.collective))
     if verdict.is_equal:
-        table.add_row("result", verdict.text)
-    console.print(table)
+        pairs.append(("result", verdict.text))
+    console.print(build_pairs(pairs))
 
 
 def verify_document(

@@ -38,13 +38,13 @@ def deploy(
 ) -> None:
     """Copy a job's files, or directory trees, to every node; send only what is missing there."""
     from csdctl.cli.invocation import Invocation, outcomes_document
-    from csdctl.terminal.deploy import DeployView, render_deliveries
+    from csdctl.terminal.nodes import TransferView, render_deliveries
     from csdctl.workflows.data.deployment import DeployRequest, deploy_request
 
     call = Invocation.start("deploy", fleet, limit, exclude, failed_from, json=json)
     request = DeployRequest(job, tuple(tree or ()), tuple(ignore or ()), everything, dry_run)
     console = call.streams.console
-    with DeployView(console, num_nodes=len(call.fleet.nodes), dry_run=dry_run) as view:
+    with TransferView(console, len(call.fleet.nodes), is_dry_run=dry_run) as view:
         outcomes = deploy_request(
             request, call.fleet, directory=call.streams.directory, say=call.streams.say, observer=view
         )

@@ -93,7 +93,7 @@ def discover(
         )
     call = Invocation.start("discover", fleet, limit, exclude, failed_from, json=json)
     with DiscoverView(call.streams.console, len(call.fleet.machines)) as view:
-        result = discover(call.fleet, directory=call.streams.directory, on_done=view.show)
+        result = discover(call.fleet, directory=call.streams.directory, on_done=view.take)
     render_fleet(call.streams.console, result, verbose=call.streams.is_verbose)
     call.conclude(discover_document(result), list(result.facts), result.failed)
 

@@ -55,7 +55,7 @@ def exec(
 ) -> None:
     """Run a command, or a Fabric task, on all nodes at once; equal answers are one row."""
     from csdctl.cli.invocation import Invocation
-    from csdctl.terminal.exec import ExecView, exec_document, render_answers
+    from csdctl.terminal.nodes import CountView, exec_document, render_answers
     from csdctl.workflows.exec.run_command import ExecOptions, parse_command, run_command
 
     words = command or []
@@ -64,7 +64,7 @@ def exec(
         parse_command(words)
     call = Invocation.start("exec", fleet, limit, exclude, failed_from, json=json)
     directory = call.streams.directory
-    with ExecView(call.streams.console, len(call.fleet.nodes) + host) as view:
+    with CountView(call.streams.console, "running", len(call.fleet.nodes) + host) as view:
         if task is None:
             result = run_command(call.fleet, words, directory=directory, options=chosen, on_done=view.show)
         else:

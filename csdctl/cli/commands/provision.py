@@ -85,11 +85,11 @@ def provision(
 ) -> None:
     """Install Python, the packages for training and MPI on bare nodes."""
     from csdctl.cli.invocation import Invocation
-    from csdctl.terminal.provision import (
-        ProvisionView,
+    from csdctl.terminal.nodes import (
+        TransferView,
         collected_document,
         provision_document,
-        render_nodes,
+        render_provisioned,
     )
     from csdctl.terminal.streams import Streams
     from csdctl.workflows.provision import provision as workflow
@@ -109,7 +109,7 @@ def provision(
     if uninstall and not dry_run:
         names = format_node_names(node.name for node in call.fleet.nodes)
         call.streams.confirm(f"Remove {prefix} and ~/.csdctl, with prepared data, from {names}?", yes=yes)
-    with ProvisionView(call.streams.console, num_nodes=len(call.fleet.nodes)) as view:
+    with TransferView(call.streams.console, len(call.fleet.nodes)) as view:
         if uninstall:
             outcomes = workflow.uninstall(request, call.fleet, directory=streams.directory, on_task=view.task)
         else:
@@ -122,7 +122,7 @@ def provision(
                 on_sent=view.sent,
                 on_task=view.task,
             )
-    render_nodes(call.streams.console, outcomes, request)
+    render_provisioned(call.streams.console, outcomes, request)
     call.finish(provision_document(outcomes, request), outcomes, is_dry=dry_run)
 
 

@@ -15,8 +15,8 @@ from csdctl.fleet.fleet_file import load_fleet
 from csdctl.fleet.model import Fleet, Node
 from csdctl.terminal.console import PrintableConsole
 from csdctl.terminal.fleet import DiscoverView, discover_document, render_fleet
-from csdctl.terminal.problems import MAX_LINES
 from csdctl.terminal.streams import format_json
+from csdctl.terminal.tables import MAX_LINES
 from csdctl.workflows.discovery.discover import DiscoverResult
 
 CSD = Facts(
@@ -109,16 +109,16 @@ class TestLive:
     def test_without_a_terminal_every_machine_is_a_line_when_it_answers(self) -> None:
         file = StringIO()
         with DiscoverView(PrintableConsole(file=file, width=100), 2) as view:
-            view.show(replace(CSD, name="csd0"))
+            view.take(replace(CSD, name="csd0"))
             assert file.getvalue() == "csd0: aarch64, Cortex-A53, 4 cores\n"
-            view.show(Facts("csd1", problem="port 22 is closed"))
+            view.take(Facts("csd1", problem="port 22 is closed"))
         assert file.getvalue().splitlines()[1:] == ["csd1: port 22 is closed"]
 
     def test_on_a_terminal_a_bar_counts_machines_and_failures(self) -> None:
         file = StringIO()
         with DiscoverView(PrintableConsole(file=file, width=100, force_terminal=True), 3) as view:
-            view.show(replace(CSD, name="csd0"))
-            view.show(Facts("csd1", problem="closed"))
+            view.take(replace(CSD, name="csd0"))
+            view.take(Facts("csd1", problem="closed"))
         assert "2/3" in file.getvalue()
         assert "1 failed" in file.getvalue()
 

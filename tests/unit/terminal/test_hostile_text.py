@@ -23,11 +23,11 @@ from csdctl.reporting.privacy import Flow
 from csdctl.runs.measurements import CollectiveSummary, Overview, ProbeSummary, TrialSummary
 from csdctl.shipping.deliver import Delivery, DeliveryProgress
 from csdctl.terminal.console import PrintableConsole
-from csdctl.terminal.deploy import DeployView, render_deliveries
 from csdctl.terminal.doctor import ExaminationView, Setting
 from csdctl.terminal.fleet import DiscoverView, TrustScreen, render_cleaned, render_fleet, render_nodes
 from csdctl.terminal.forecast import render_forecast
 from csdctl.terminal.measurements import render_measurements
+from csdctl.terminal.nodes import TransferView, render_deliveries
 from csdctl.terminal.prepare import PreparingView, render_prepared
 from csdctl.terminal.report import render_privacy, render_report
 from csdctl.terminal.streams import Streams
@@ -107,15 +107,15 @@ def show_discovery(console: PrintableConsole) -> None:
     machine = replace(CSD, cpu_model=MARKUP, notes=(HOSTILE,), drives=(Drive("/dev/x", MARKUP, MARKUP),))
     lost = replace(CSD, name="csd1", problem=HOSTILE)
     with DiscoverView(console, 2) as view:
-        view.show(machine)
-        view.show(lost)
+        view.take(machine)
+        view.take(lost)
     found = result_of(machine, lost, failed={"csd1": NodeError(HOSTILE, remedy=HOSTILE)})
     shown = DiscoverResult(found.fleet, found.facts, found.failed, (HOSTILE,), Path(HOSTILE))
     render_fleet(console, shown, verbose=True)
 
 
 def show_deploy(console: PrintableConsole) -> None:
-    with DeployView(console, num_nodes=2) as view:
+    with TransferView(console, 2) as view:
         view.advance(DeliveryProgress(HOSTILE, 1, 2))
         view.finish(FAILED)
         view.finish(Outcome(HOSTILE, value=Delivery(1, 1, 1)))

@@ -14,6 +14,7 @@ from csdctl.runs.directory import ProjectDirectory
 from csdctl.runs.measurements import Overview, open_measurements
 from csdctl.terminal.console import PrintableConsole
 from csdctl.terminal.measurements import NUM_TRIALS, measurements_document, render_measurements
+from csdctl.terminal.streams import format_json
 from csdctl.tuning.measurements import (
     CollectiveMeasurement,
     ModelProperties,
@@ -130,7 +131,7 @@ class TestTable:
 
 class TestDocument:
     def test_document_has_all_measurements(self, project: ProjectDirectory) -> None:
-        document = json.loads(json.dumps(measurements_document(load_measurements(project, print), "here")))
+        document = json.loads(format_json(measurements_document(load_measurements(project, print), "here")))
         assert (document["schema"], document["path"]) == ("csdctl.measurements/1", "here")
         assert document["machine_classes"][CSD.key]["name"] == CSD.name
         probed = next(probe for probe in document["probes"] if probe["settings"]["threads"] == 4)

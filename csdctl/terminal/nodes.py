@@ -1,0 +1,244 @@
+"""Work on all nodes at once while it goes on, and its results: exec, deploy and provision."""
+
+from collections.abc import Mapping, Sequence
+
+from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, TimeElapsedColumn
+from rich.text import Text
+
+from csdctl.fleet.names import fold_names, format_node_names
+from csdctl.reporting.numbers import format_bytes
+from csdctl.shipping.chunks import printable
+from csdctl.shipping.deliver import Delivery, DeliveryProgress
+from csdctl.shipping.payload import FileTree, TreeRequest
+from csdctl.terminal.console import PrintableConsole
+from csdctl.terminal.streams import Streams
+from csdctl.terminal.tables import MAX_LINES, build_table, render_failed
+from csdctl.terminal.view import View, new_progress, text_column
+from csdctl.transport.many import Outcome, errors_of
+from csdctl.workflows.exec.run_command import Answer, ExecResult
+from csdctl.workflows.provision.bundle import Bundle
+from csdctl.workflows.provision.playbook import TaskResult
+from csdctl.workflows.provision.provision import Provisioned, ProvisionRequest, Sent
+
+MAX_SHOWN_LINES = 200
+"""Lines of one output of one row; --json has up to 64 KiB."""
+MAX_ANSWERS = 5 * MAX_LINES
+
+
+class CountView(View):
+    """Counts the machines that have answered, on a terminal; a context manager."""
+
+    def __init__(self, console: PrintableConsole, doing: str, num_machines: int) -> None:
+        self._console = console
+        self._num_failed = 0
+        problems = text_column("{task.fields[failed]}", style="red")
+        bar = (text_column("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        self._progress = new_progress(console, *bar, problems)
+        super().__init__(self._progress)
+        self._task = self._progress.add_task(doing, total=num_machines, failed="")
+
+    def count(self, *, has_failed: bool) -> None:
+        """Count one machine."""
+        self._num_failed += has_failed
+        failed = f"{self._num_failed} failed" if self._num_failed else ""
+        self._progress.update(self._task, advance=1, failed=failed)
+
+    def show(self, outcome: Outcome[tuple[Answer, float]]) -> None:
+        """Count a machine that has run a command."""
+        self.count(has_failed=outcome.value is None or outcome.value[0].has_failed)
+
+
+def render_answers(streams: Streams, result: ExecResult) -> None:
+    """Print each different answer under the names of its machines, then why others did not answer."""
+    rows = result.rows
+    for answer, names in rows[:MAX_ANSWERS]:
+        title = f"{format_node_names(names)} ({len(names)})" if len(names) > 1 else names[0]
+        failure = f": exit code {answer.exit_code}" if answer.has_failed else ""
+        streams.console.print(f"{title}{failure}", style="bold red" if failure else "bold", soft_wrap=True)
+        _print_output(streams.console, answer.stdout)
+        if answer.stderr:
+            streams.errors.print(f"{title}, standard error", style="yellow", soft_wrap=True)
+            _print_output(streams.errors, answer.stderr)
+        if answer.error:
+            streams.errors.print(f"  {answer.error}", style="red", soft_wrap=True)
+        if answer.num_dropped:
+            streams.errors.print(f"  … {answer.num_dropped:,} bytes of output were not kept")
+    if len(rows) > MAX_ANSWERS:
+        streams.errors.print(f"… and {len(rows) - MAX_ANSWERS} more answers; --json lists them all")
+    render_failed(streams.console, result.unanswered, result.fleet)
+
+
+def _print_output(console: PrintableConsole, output: bytes) -> None:
+    """Print text of a machine, indented, so that no line of it passes for csdctl's."""
+    lines = output.decode(errors="replace").splitlines()
+    for line in lines[:MAX_SHOWN_LINES]:
+        console.print(f"  {line}", soft_wrap=True)
+    if len(lines) > MAX_SHOWN_LINES:
+        console.print(f"  … and {len(lines) - MAX_SHOWN_LINES} more lines; --json has them")
+
+
+def exec_document(result: ExecResult, command: Sequence[str], task: str | None = None) -> dict[str, object]:
+    """Return the `csdctl.exec/1` document; bytes that are not UTF-8 are replaced."""
+    row_of = {name: number for number, (_, names) in enumerate(result.rows) for name in names}
+    return {
+        "schema": "csdctl.exec/1",
+        "fleet": result.fleet.path,
+        "emulated": result.fleet.emulated,
+        "task": task,
+        "command": command,
+        "rows": [
+            {
+                "machines": fold_names(names),
+                "exit_code": answer.exit_code,
+                "stdout": answer.stdout.decode(errors="replace"),
+                "stderr": answer.stderr.decode(errors="replace"),
+                "error": answer.error or None,
+                "num_dropped_bytes": answer.num_dropped,
+            }
+            for answer, names in result.rows
+        ],
+        "machines": [
+            {
+                "name": name,
+                "exit_code": result.answers[name].exit_code if name in result.answers else None,
+                "row": row_of.get(name),
+                "duration_s": result.durations_s.get(name),
+            }
+            for name in result.machines
+        ],
+        "failed": result.failed,
+    }
+
+
+class TransferView(View):
+    """The bytes sent to all nodes as one bar on a terminal, a line for each node elsewhere."""
+
+    def __init__(self, console: PrintableConsole, num_nodes: int, *, is_dry_run: bool = False) -> None:
+        self._console = console
+        self._num_nodes, self._num_done = num_nodes, 0
+        self._is_dry_run = is_dry_run
+        self._bytes: dict[str, DeliveryProgress] = {}
+        columns = (text_column("{task.description}"), BarColumn(), DownloadColumn(True))
+        self._progress = new_progress(console, *columns)
+        super().__init__(self._progress)
+        self._bar = self._progress.add_task("looking at the nodes", total=None)
+
+    def advance(self, progress: DeliveryProgress) -> None:
+        """Show the bytes that were sent; may be called from any thread."""
+        self._bytes[progress.node] = progress
+        self._draw()
+
+    def _draw(self) -> None:
+        known = list(self._bytes.values())
+        self._progress.update(
+            self._bar,
+            description=f"sending: {self._num_done} of {self._num_nodes} nodes",
+            completed=sum(one.bytes_sent for one in known),
+            total=sum(one.bytes_total for one in known) or None,
+        )
+
+    def _count(self, line: str) -> None:
+        """Count a node that is done, or failed; print `line` where there is no terminal."""
+        self._num_done += 1
+        self._draw()
+        if line and not self._console.is_terminal:
+            self._console.print(line, soft_wrap=True)
+
+    def packed(self, request: TreeRequest, tree: FileTree) -> None:
+        """Print the size of a tree that was read."""
+        size = f"{len(tree.files):,} files ({format_bytes(tree.num_bytes)})"
+        line = f"{printable(str(request.source))}: {size} for {printable(tree.destination)}"
+        self._console.print(line, soft_wrap=True)
+
+    def finish(self, outcome: Outcome[Delivery]) -> None:
+        """Show that a node has its files, or failed."""
+        if done := outcome.value:
+            sent = f"{done.num_sent:,} files {'would be sent' if self._is_dry_run else 'sent'}"
+            size = format_bytes(done.bytes_sent)
+            self._count(f"{outcome.name}: {sent} ({size}), {done.num_present:,} already there")
+        else:
+            self._count(f"{outcome.name}: failed")
+
+    def sent(self, outcome: Outcome[Sent]) -> None:
+        """Count a node that has its bundle."""
+        self._count(f"{outcome.name}: {describe_sent(outcome.value)}" if outcome.value else "")
+
+    def task(self, result: TaskResult) -> None:
+        """Show the task that runs; print those that change something where there is no terminal."""
+        if self._console.is_terminal:
+            self._progress.update(self._bar, description=f"{result.task}: {result.node}", total=None)
+        elif result.state not in ("ok", "skipped"):
+            self._console.print(f"{result.node}: {result.state}: {result.task}", soft_wrap=True)
+
+
+def render_deliveries(
+    console: PrintableConsole, outcomes: Mapping[str, Outcome[Delivery]], *, dry_run: bool
+) -> None:
+    """Print a row for each node: what was sent to it, or would be."""
+    rows = [
+        (name, f"{done.num_sent:,}", format_bytes(done.bytes_sent), f"{done.num_present:,}")
+        if (done := outcome.value)
+        else (name, Text("failed", "red"), "", "")
+        for name, outcome in outcomes.items()
+    ]
+    sent = ">would be sent" if dry_run else ">sent"
+    console.print(build_table(("node", sent, ">bytes", ">already there"), rows))
+
+
+def describe_sent(sent: Sent) -> str:
+    """Return what was sent to a node, in words."""
+    if sent.is_installed:
+        return f"bundle {sent.bundle_id} is installed: nothing to send"
+    return f"bundle {sent.bundle_id}: {sent.num_files:,} files ({format_bytes(sent.num_bytes)}) missing there"
+
+
+def render_provisioned(
+    console: PrintableConsole, outcomes: Mapping[str, Outcome[Provisioned]], request: ProvisionRequest
+) -> None:
+    """Print a row for each node."""
+    rows: list[tuple[str | Text, ...]] = []
+    for name, outcome in outcomes.items():
+        if (done := outcome.value) is None:
+            rows.append((name, "", Text("failed", "red"), "", ""))
+            continue
+        counts = (str(done.summary.ok), str(done.summary.changed)) if done.summary else ("–", "–")
+        kind = done.machine.kind.architecture if done.machine else ""
+        rows.append((name, kind, format_bytes(done.sent.num_bytes) if done.sent else "–", *counts))
+    would = "would be " if request.is_dry_run else ""
+    columns = ("node", ">processor", f">{would}sent", ">tasks ok", f">{would}changed")
+    console.print(build_table(columns, rows))
+    is_installed = any(one.value and one.value.sent for one in outcomes.values())
+    if is_installed and not (request.sends_only or request.is_dry_run):
+        python = f"{request.prefix}/venv/bin/python"
+        console.print(f"In the fleet file, set `python: {python}` for these nodes.", soft_wrap=True)
+
+
+def provision_document(
+    outcomes: Mapping[str, Outcome[Provisioned]], request: ProvisionRequest
+) -> dict[str, object]:
+    """Return the `csdctl.provision/1` document."""
+    nodes = {
+        name: {
+            "architecture": done.machine.kind.architecture if done.machine else None,
+            **(vars(done.sent) if done.sent else {"num_bytes": 0}),
+            "tasks": done.summary,
+        }
+        for name, outcome in outcomes.items()
+        if (done := outcome.value)
+    }
+    return {
+        "schema": "csdctl.provision/1",
+        "is_dry_run": request.is_dry_run,
+        "prefix": request.prefix,
+        "nodes": nodes,
+        "failed": errors_of(outcomes),
+    }
+
+
+def collected_document(bundles: Sequence[Bundle]) -> dict[str, object]:
+    """Return the `csdctl.bundles/1` document."""
+    names = ("id", "kind", "directory", "num_bytes", "needed_bytes")
+    described = [
+        {**{name: getattr(bundle, name) for name in names}, "files": bundle.wheels} for bundle in bundles
+    ]
+    return {"schema": "csdctl.bundles/1", "bundles": described}

@@ -1,0 +1,107 @@
+"""The output of `deploy` and `exec`, with and without a terminal and as JSON."""
+
+import json
+from io import StringIO
+from pathlib import Path
+
+from csdctl.cli.invocation import outcomes_document
+from csdctl.errors import RemoteCommandError, UnreachableError
+from csdctl.fleet.model import Fleet, Node
+from csdctl.shipping.deliver import Delivery, DeliveryProgress
+from csdctl.terminal.console import PrintableConsole
+from csdctl.terminal.nodes import (
+    MAX_SHOWN_LINES,
+    TransferView,
+    exec_document,
+    render_answers,
+    render_deliveries,
+)
+from csdctl.terminal.streams import Streams, format_json
+from csdctl.transport.many import Outcome
+from csdctl.workflows.exec.run_command import ExecResult, build_answer
+
+GOOD = Outcome("csd0", value=Delivery(1234, 3 << 20, 5))
+BAD: Outcome[Delivery] = Outcome("csd1", error=RemoteCommandError("no room", node="csd1", remedy="make some"))
+
+
+def show(*, is_terminal: bool, dry_run: bool = False) -> str:
+    console = PrintableConsole(file=StringIO(), force_terminal=is_terminal, width=100)
+    with TransferView(console, 2, is_dry_run=dry_run) as view:
+        for sent in (0, 1 << 20, 3 << 20):
+            view.advance(DeliveryProgress("csd0", sent, 3 << 20))
+        view.finish(GOOD)
+        view.finish(BAD)
+    return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
+
+
+def test_without_a_terminal_there_is_one_plain_line_for_each_node() -> None:
+    assert show(is_terminal=False).splitlines() == [
+        "csd0: 1,234 files sent (3.0 MiB), 5 already there",
+        "csd1: failed",
+    ]
+    assert "1,234 files would be sent" in show(is_terminal=False, dry_run=True)
+
+
+def test_on_a_terminal_there_is_a_bar_and_no_line() -> None:
+    shown = show(is_terminal=True)
+    assert "2 of 2 nodes" in shown
+    assert "files sent" not in shown
+
+
+def test_table_has_a_row_for_each_node_and_marks_failures() -> None:
+    console = PrintableConsole(file=StringIO(), width=100)
+    render_deliveries(console, {"csd0": GOOD, "csd1": BAD}, dry_run=False)
+    rows = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert any("csd0" in row and "1,234" in row and "3.0 MiB" in row for row in rows)
+    assert any("csd1" in row and "failed" in row for row in rows)
+
+
+def test_document_has_deliveries_and_failures() -> None:
+    document = outcomes_document("csdctl.deploy/1", {"csd0": GOOD, "csd1": BAD}, is_dry=True)
+    assert json.loads(format_json(document)) == {
+        "schema": "csdctl.deploy/1",
+        "is_dry_run": True,
+        "machines": {"csd0": {"num_sent": 1234, "bytes_sent": 3 << 20, "num_present": 5}},
+        "failed": {"csd1": {"message": "no room", "remedy": "make some"}},
+    }
+
+
+def result_of(stdout: bytes = b"ok\n") -> ExecResult:
+    names = [f"csd{number}" for number in range(10)]
+    answers = {name: build_answer(0, stdout, b"") for name in names[:8]}
+    answers["csd8"] = build_answer(2, b"", b"df: /x: \x1b[31mgone\n")
+    failed = {"csd9": UnreachableError("10.0.0.9 port 22 does not respond", node="csd9", remedy="check it")}
+    fleet = Fleet(tuple(Node(name, "10.0.0.1") for name in names), path=Path("fleet.yaml"))
+    return ExecResult(fleet, answers, failed, tuple(names), dict.fromkeys(answers, 0.5))
+
+
+def shown(result: ExecResult) -> tuple[str, str]:
+    streams = Streams(StringIO(), StringIO(), is_verbose=False, is_debugging=False)
+    render_answers(streams, result)
+    return streams.stdout.getvalue(), streams.stderr.getvalue()  # type: ignore[attr-defined]
+
+
+def test_equal_answers_are_one_row_and_errors_are_apart() -> None:
+    output, errors = shown(result_of())
+    assert "csd[0-7] (8)\n  ok\n" in output
+    assert "csd8: exit code 2\n" in output
+    assert "problem: csd9: 10.0.0.9 port 22 does not respond" in output
+    assert "csd8, standard error\n  df: /x: " in errors
+    assert "\x1b" not in errors
+
+
+def test_long_output_says_how_much_is_missing() -> None:
+    output, _ = shown(result_of(b"line\n" * (MAX_SHOWN_LINES + 5)))
+    assert output.count("  line\n") == MAX_SHOWN_LINES
+    assert "… and 5 more lines; --json has them" in output
+
+
+def test_document_has_rows_machines_and_what_to_retry() -> None:
+    document = exec_document(result_of(), ["df", "-h"])
+    assert document["schema"] == "csdctl.exec/1"
+    assert document["command"] == ["df", "-h"]
+    assert [row["machines"] for row in document["rows"]] == [["csd[0-7]"], ["csd8"]]  # type: ignore[attr-defined]
+    by_name = {machine["name"]: machine for machine in document["machines"]}  # type: ignore[attr-defined]
+    assert by_name["csd8"] == {"name": "csd8", "exit_code": 2, "row": 1, "duration_s": 0.5}
+    assert by_name["csd9"]["exit_code"] is None
+    assert list(document["failed"]) == ["csd8", "csd9"]  # type: ignore[call-overload]
