@@ -39,6 +39,7 @@ from csdctl.runs.measurements import CollectiveSummary, Forgotten, ProbeSummary
 from csdctl.shipping.deliver import Delivery
 from csdctl.supervision import event_callbacks
 from csdctl.terminal.doctor import Setting
+from csdctl.terminal.fleet import EmulatedFleet
 from csdctl.tuning.plan import Plan
 from csdctl.worker.protocol import events
 from csdctl.worker.protocol.datasets import DataLook, DatasetInfo
@@ -46,7 +47,6 @@ from csdctl.worker.protocol.features import Recomputed
 from csdctl.worker.protocol.model_info import ModelInfo
 from csdctl.workflows.data.rehearsal import Rehearsal
 from csdctl.workflows.discovery.discover import DiscoverResult
-from csdctl.workflows.maintenance.emulate import EmulatedFleet
 from csdctl.workflows.predict.predict import PredictResult
 from csdctl.workflows.provision.bundle import Bundle
 from csdctl.workflows.reporting.report import PrivacyReport
@@ -575,7 +575,8 @@ def _call(name: str, function: Any) -> str:
 
 def _class(title: str, found: type) -> str:
     parts = [f"### {title}", _docstring(found)]
-    [definition] = ast.parse(textwrap.dedent(inspect.getsource(found))).body
+    described = found if "__post_init__" not in vars(found) else found.__mro__[-2]
+    [definition] = ast.parse(textwrap.dedent(inspect.getsource(described))).body
     assert isinstance(definition, ast.ClassDef)
     hints = get_type_hints(found)
     rows = [

@@ -1,6 +1,7 @@
 """What comes before training, from Python: discover, prepare, tune, verify."""
 
 from csdctl.api.job import Job
+from csdctl.api.options import TuneOptions
 from csdctl.api.session import FleetOrPath, as_fleet, open_session
 from csdctl.errors import RunError
 from csdctl.terminal.fleet import DiscoverView, render_fleet
@@ -12,7 +13,6 @@ from csdctl.workflows.data.prepare import Prepared, prepare_fleet
 from csdctl.workflows.discovery.discover import DiscoverResult
 from csdctl.workflows.discovery.discover import discover as discover_machines
 from csdctl.workflows.train.verify import Verification, VerifyRequest, judge, run_verification
-from csdctl.workflows.tune.options import TuneOptions
 from csdctl.workflows.tune.tune import tune_job
 
 

@@ -10,18 +10,13 @@ from csdctl.cli.completion import complete_jobs, complete_nodes, complete_plans
 DEFAULT_FLEET = Path("fleet.yaml")
 DEFAULT_JOB = Path("job.yaml")
 
-FleetOption = Annotated[
-    Path, typer.Option("--fleet", envvar="CSDCTL_FLEET", help="Path of the fleet file.", show_default=True)
-]
-JobArgument = Annotated[
-    Path, typer.Argument(help="Path of the job file.", show_default=True, autocompletion=complete_jobs)
-]
+FleetOption = Annotated[Path, typer.Option("--fleet", envvar="CSDCTL_FLEET", help="Path of the fleet file.")]
+JobArgument = Annotated[Path, typer.Argument(help="Path of the job file.", autocompletion=complete_jobs)]
 LimitOption = Annotated[
     list[str] | None,
     typer.Option(
         "--limit",
         help="Select only these nodes: names, ranges such as csd[0-7], or groups.",
-        show_default=False,
         autocompletion=complete_nodes,
     ),
 ]
@@ -30,7 +25,6 @@ ExcludeOption = Annotated[
     typer.Option(
         "--exclude",
         help="Leave out these nodes; same syntax as --limit.",
-        show_default=False,
         autocompletion=complete_nodes,
     ),
 ]
@@ -39,7 +33,6 @@ FailedFromOption = Annotated[
     typer.Option(
         "--failed-from",
         help="Select only the nodes that an earlier command failed on: .csdctl/failed.json or --json output.",
-        show_default=False,
     ),
 ]
 JsonOption = Annotated[

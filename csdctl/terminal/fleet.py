@@ -2,6 +2,8 @@
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 from rich.table import Table
 
@@ -22,13 +24,23 @@ from csdctl.transport.many import Outcome, errors_of
 from csdctl.workflows.discovery.discover import DiscoverResult, find_shared_host_keys
 from csdctl.workflows.discovery.inventory import FoundFleet
 from csdctl.workflows.discovery.trust import ShownKey
-from csdctl.workflows.maintenance.emulate import EmulatedFleet
 
 _UNKNOWN = "–"
 _MISSING = "missing"
 MAX_NAME_WIDTH = 20
 """The width at which the column of machines is folded, so that the table fits 80 columns."""
 EMULATED = {"schema": "csdctl.emulate/1", "emulated": True}
+
+
+@dataclass(frozen=True)
+class EmulatedFleet:
+    """An emulated fleet that is up; `was_up` when it was running before."""
+
+    fleet_path: Path
+    nodes: tuple[NodeStatus, ...]
+    was_up: bool = False
+    owner_pid: int | None = None
+    """The process whose end ends it."""
 
 
 class DiscoverView(CountView):

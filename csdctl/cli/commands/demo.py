@@ -1,22 +1,39 @@
 """`csdctl demo`: every command from an empty directory to a report, as a user would type them."""
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from csdctl.cli.options import DEFAULT_FLEET, DEFAULT_JOB
 from csdctl.errors import InputError, RunError
 from csdctl.terminal.streams import Streams
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 """Of the repository; not part of an installed csdctl."""
+STEPS = (
+    "csdctl discover",
+    "python examples/sample_data.py fashion-mnist",
+    "csdctl prepare",
+    "csdctl tune --no-explore",
+    "csdctl train",
+    "csdctl report",
+)
+TRANSFER_STEPS = (
+    "python efficientnet_lite0.py",
+    "csdctl discover",
+    "python examples/sample_data.py openclipart",
+    "csdctl prepare",
+    "csdctl train --strategy features --batch-size 16",
+    "csdctl report",
+    "csdctl train scratch.yaml --batch-size 16 --skip-doctor",
+)
+"""Every rank has the same batch size."""
 
 
 def demo(
@@ -35,15 +52,15 @@ def demo(
     keep: Annotated[bool, typer.Option("--keep", help="Leave the emulated fleet running.")] = False,
     examples: Annotated[
         Path | None,
-        typer.Option(
-            "--examples", help="The directory examples/ of csdctl's repository.", show_default=False
-        ),
+        typer.Option("--examples", help="The directory examples/ of csdctl's repository."),
     ] = None,
 ) -> None:
     """Train on an emulated fleet, all commands: Fashion-MNIST, or transfer learning."""
+    from csdctl.cli.app import run_command
+    from csdctl.cli.commands.emulate import STATE
+    from csdctl.emulation.fleet import stop_fleet
     from csdctl.launch.mpi_command import find_mpirun
     from csdctl.reporting.numbers import format_seconds
-    from csdctl.workflows.maintenance.emulate import take_fleet_down
 
     streams = Streams()
     start = time.monotonic()
@@ -51,20 +68,26 @@ def demo(
     examples = (examples or EXAMPLES).absolute()
     _copy_example(examples / ("transfer_learning" if transfer else "fashion_mnist"), directory)
     os.chdir(directory)
-    take_fleet_down(Path.cwd())
+    emulated = Path.cwd() / STATE
+    stop_fleet(emulated)
     streams.say(
         f"The demo runs in {Path.cwd()}. The fleet is emulated: its timings say nothing about real nodes."
     )
-    list_steps = _list_transfer_steps if transfer else _list_steps
-    steps = list_steps(examples / "sample_data.py", nodes, cpu, None if keep else os.getpid())
+    up = f"csdctl emulate up --nodes {nodes} --cpu {cpu}"
     try:
-        for command, run in steps.items():
+        for step in [up, *(TRANSFER_STEPS if transfer else STEPS)]:
             streams.say("")
-            streams.console.print(f"$ {command}", style="bold", soft_wrap=True)
-            run()
+            streams.console.print(f"$ {step}", style="bold", soft_wrap=True)
+            words = shlex.split(step)
+            if words[0] == "python":
+                _run_python(words[1].replace("examples", str(examples), 1), *words[2:])
+                continue
+            words += ["--pid", str(os.getpid())] if step == up and not keep else []
+            if code := run_command(words[1:], Streams()):
+                raise typer.Exit(code)
     finally:
         if not keep:
-            take_fleet_down(Path.cwd())
+            stop_fleet(emulated)
     streams.say("")
     streams.say(f"The demo took {format_seconds(time.monotonic() - start)}.")
     if keep:
@@ -86,47 +109,6 @@ def _copy_example(example: Path, directory: Path) -> None:
             shutil.copyfile(file, directory / file.name)
 
 
-def _run_python(*words: str | Path) -> Callable[[], None]:
-    def run() -> None:
-        if subprocess.run([sys.executable, *words], check=False).returncode != 0:
-            raise RunError(f"{Path(words[0]).name} failed; its message is above")
-
-    return run
-
-
-def _list_steps(sample_data: Path, nodes: int, cpu: float, pid: int | None) -> dict[str, Callable[[], None]]:
-    """Return the commands of the demo in order, each with its call; the fleet ends with process `pid`."""
-    from csdctl.cli.commands import discover, emulate, prepare, report, train, tune
-
-    return {
-        f"csdctl emulate up --nodes {nodes} --cpu {cpu}": lambda: emulate.up(nodes=nodes, cpu=cpu, pid=pid),
-        "csdctl discover": discover.discover,
-        "python examples/sample_data.py fashion-mnist": _run_python(sample_data, "fashion-mnist"),
-        "csdctl prepare": prepare.prepare,
-        "csdctl tune --no-explore": lambda: tune.tune(DEFAULT_JOB, DEFAULT_FLEET, explore=False),
-        "csdctl train": lambda: train.train(DEFAULT_JOB, DEFAULT_FLEET),
-        "csdctl report": report.report,
-    }
-
-
-def _list_transfer_steps(
-    sample_data: Path, nodes: int, cpu: float, pid: int | None
-) -> dict[str, Callable[[], None]]:
-    """Return the commands of the demo of transfer learning: every rank has the same batch size."""
-    from csdctl.cli.commands import discover, emulate, prepare, report, train
-
-    scratch = Path("scratch.yaml")
-    return {
-        "python efficientnet_lite0.py": _run_python("efficientnet_lite0.py"),
-        f"csdctl emulate up --nodes {nodes} --cpu {cpu}": lambda: emulate.up(nodes=nodes, cpu=cpu, pid=pid),
-        "csdctl discover": discover.discover,
-        "python examples/sample_data.py openclipart": _run_python(sample_data, "openclipart"),
-        "csdctl prepare": prepare.prepare,
-        "csdctl train --strategy features --batch-size 16": lambda: train.train(
-            DEFAULT_JOB, DEFAULT_FLEET, strategy="features", batch_size=16
-        ),
-        "csdctl report": report.report,
-        "csdctl train scratch.yaml --batch-size 16 --skip-doctor": lambda: train.train(
-            scratch, DEFAULT_FLEET, batch_size=16, skip_doctor=True
-        ),
-    }
+def _run_python(*words: str) -> None:
+    if subprocess.run([sys.executable, *words], check=False).returncode != 0:
+        raise RunError(f"{Path(words[0]).name} failed; its message is above")

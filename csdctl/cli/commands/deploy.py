@@ -16,7 +16,6 @@ def deploy(
             "--tree",
             metavar="SOURCE[:DESTINATION]",
             help="Copy a directory instead of a job's files; DESTINATION is relative to each node's home.",
-            show_default=False,
         ),
     ] = None,
     ignore: Annotated[
@@ -24,7 +23,6 @@ def deploy(
         typer.Option(
             "--ignore",
             help="Exclude matching files from trees; same syntax as .gitignore.",
-            show_default=False,
         ),
     ] = None,
     everything: Annotated[

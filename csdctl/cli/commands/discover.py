@@ -20,7 +20,6 @@ def discover(
         typer.Option(
             "--cidr",
             help="First scan this address range for machines, and write the fleet file.",
-            show_default=False,
         ),
     ] = None,
     interface: Annotated[
@@ -32,26 +31,21 @@ def discover(
     ] = "",
     key: Annotated[
         Path | None,
-        typer.Option("--key", help="Private key for the machines that --cidr finds.", show_default=False),
+        typer.Option("--key", help="Private key for the machines that --cidr finds."),
     ] = None,
     port: Annotated[
         int | None,
-        typer.Option(
-            "--port", min=1, max=65535, help="SSH port that --cidr scans; default: 22.", show_default=False
-        ),
+        typer.Option("--port", min=1, max=65535, help="SSH port that --cidr scans; default: 22."),
     ] = None,
     inventory: Annotated[
         Path | None,
-        typer.Option(
-            "--inventory", help="First write the fleet file from this Ansible inventory.", show_default=False
-        ),
+        typer.Option("--inventory", help="First write the fleet file from this Ansible inventory."),
     ] = None,
     ssh_config: Annotated[
         Path | None,
         typer.Option(
             "--ssh-config",
             help="First write the fleet file from the aliases in this file, such as ~/.ssh/config.",
-            show_default=False,
         ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite an existing fleet file.")] = False,

@@ -49,7 +49,6 @@ def doctor(
             "--job",
             help="Also look for what the own code of this job imports; by default of job.yaml, "
             "if there is one.",
-            show_default=False,
         ),
     ] = None,
     json: options.JsonOption = False,

@@ -8,6 +8,9 @@ import typer
 from csdctl.cli import options
 from csdctl.terminal.streams import Streams
 
+STATE = Path(".csdctl", "emulated")
+"""The files of the emulated fleet, below the project directory."""
+
 app = typer.Typer(
     help="Run a fleet on this machine: real SSH servers that share its CPU and memory.",
     add_completion=False,
@@ -36,37 +39,33 @@ def up(
     json: options.JsonOption = False,
 ) -> None:
     """Start an emulated fleet, and write the fleet file that describes it."""
-    from csdctl.terminal.fleet import show_started
-    from csdctl.workflows.maintenance.emulate import bring_fleet_up
+    from csdctl.emulation.fleet import fleet_status, is_up, start_fleet
+    from csdctl.emulation.state import EmulatedSpec, parse_size
+    from csdctl.terminal.fleet import EmulatedFleet, show_started
 
     streams = Streams(is_json=json)
-    result = bring_fleet_up(
-        streams.directory,
-        num_nodes=nodes,
-        cpu=cpu,
-        memory=memory,
-        fleet_path=fleet,
-        cpu_mechanism=cpu_mechanism,
-        owner_pid=pid,
-    )
-    show_started(streams, result)
+    directory = streams.directory / STATE
+    spec = EmulatedSpec(nodes, cpu, parse_size(memory))
+    was_up = is_up(directory)
+    path = start_fleet(directory, spec, fleet_path=fleet, cpu_mechanism=cpu_mechanism, owner_pid=pid)
+    show_started(streams, EmulatedFleet(path, tuple(fleet_status(directory)), was_up, pid))
 
 
 @app.command()
 def status(json: options.JsonOption = False) -> None:
     """Show the current state of every node of the emulated fleet."""
+    from csdctl.emulation.fleet import fleet_status
     from csdctl.terminal.fleet import show_status
-    from csdctl.workflows.maintenance.emulate import read_fleet_status
 
     streams = Streams(is_json=json)
-    show_status(streams, read_fleet_status(streams.directory))
+    show_status(streams, fleet_status(streams.directory / STATE))
 
 
 @app.command()
 def down(json: options.JsonOption = False) -> None:
     """Stop the emulated fleet and remove its files, even after a crash."""
+    from csdctl.emulation.fleet import stop_fleet
     from csdctl.terminal.fleet import show_stopped
-    from csdctl.workflows.maintenance.emulate import take_fleet_down
 
     streams = Streams(is_json=json)
-    show_stopped(streams, take_fleet_down(streams.directory))
+    show_stopped(streams, stop_fleet(streams.directory / STATE))

@@ -12,7 +12,6 @@ CommandArgument = Annotated[
     typer.Argument(
         metavar="COMMAND",
         help="After `--`: a command with its arguments, or one quoted shell line; of a task, KEY=VALUE.",
-        show_default=False,
     ),
 ]
 TaskOption = Annotated[
@@ -21,7 +20,6 @@ TaskOption = Annotated[
         "--task",
         metavar="FILE.py:TASK",
         help="Run this Fabric task instead, on a connection to each node.",
-        show_default=False,
     ),
 ]
 HostOption = Annotated[bool, typer.Option("--host", help="Run it on the host too, in this directory.")]
@@ -30,7 +28,6 @@ TimeoutOption = Annotated[
     typer.Option(
         "--timeout",
         help="Seconds after which a command is ended on a machine; default: 60, of a task's commands 600.",
-        show_default=False,
     ),
 ]
 ConnectDeadlineOption = Annotated[

@@ -19,7 +19,6 @@ def export(
         typer.Argument(
             help="Id of the run; default: the latest.",
             metavar="[RUN]",
-            show_default=False,
             autocompletion=complete_runs,
         ),
     ] = None,

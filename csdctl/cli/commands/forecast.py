@@ -17,7 +17,6 @@ def forecast(
         typer.Option(
             "--published",
             help="Forecast this network from the STANNIS paper, on Newport CSDs, instead of a job.",
-            show_default=False,
         ),
     ] = None,
     nodes: Annotated[
@@ -26,12 +25,11 @@ def forecast(
             "--nodes",
             metavar="NUMBERS",
             help="Numbers of nodes: 24, 1..36, or 4,8,16; default: 0 to all nodes.",
-            show_default=False,
         ),
     ] = None,
     epochs: Annotated[
         int | None,
-        typer.Option("--epochs", min=1, help="Number of epochs; default: the job's.", show_default=False),
+        typer.Option("--epochs", min=1, help="Number of epochs; default: the job's."),
     ] = None,
     samples: Annotated[
         int | None,
@@ -39,7 +37,6 @@ def forecast(
             "--samples",
             min=1,
             help="Samples per epoch, public and private, for time and energy.",
-            show_default=False,
         ),
     ] = None,
     max_global_batch: Annotated[
@@ -48,7 +45,6 @@ def forecast(
             "--max-global-batch",
             min=1,
             help="Largest global batch size; default: the limit that the plan was tuned with.",
-            show_default=False,
         ),
     ] = None,
     host_watts: Annotated[
@@ -56,19 +52,17 @@ def forecast(
         typer.Option(
             "--host-watts",
             help="Power in watts that does not depend on the number of training nodes.",
-            show_default=False,
         ),
     ] = None,
     node_watts: Annotated[
         float | None,
-        typer.Option("--node-watts", help="Power in watts that each training node adds.", show_default=False),
+        typer.Option("--node-watts", help="Power in watts that each training node adds."),
     ] = None,
     alone_watts: Annotated[
         float | None,
         typer.Option(
             "--alone-watts",
             help="Power in watts of the host alone, with ordinary drives; default: --host-watts.",
-            show_default=False,
         ),
     ] = None,
     sum_seconds: Annotated[
@@ -77,7 +71,6 @@ def forecast(
             "--sum-seconds",
             min=0,
             help="Seconds that each node adds to the sum over the ranks.",
-            show_default=False,
         ),
     ] = None,
     limit: options.LimitOption = None,

@@ -34,7 +34,6 @@ def init(
             "--code",
             help="File or package with the model's own layers, losses and metrics; "
             "imports of --model are found.",
-            show_default=False,
         ),
     ] = None,
     label: Annotated[
@@ -42,7 +41,7 @@ def init(
     ] = "",
     drop: Annotated[
         list[str] | None,
-        typer.Option("--drop", help="A column of .csv files that is no feature.", show_default=False),
+        typer.Option("--drop", help="A column of .csv files that is no feature."),
     ] = None,
     output: Annotated[
         Path, typer.Option("--output", help="Path of the job file to write.")

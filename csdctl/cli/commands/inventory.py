@@ -26,7 +26,7 @@ def inventory(
     ] = Format.ANSIBLE,
     output: Annotated[
         Path | None,
-        typer.Option("--output", help="Write to this file instead of stdout.", show_default=False),
+        typer.Option("--output", help="Write to this file instead of stdout."),
     ] = None,
     limit: options.LimitOption = None,
     exclude: options.ExcludeOption = None,

@@ -13,7 +13,6 @@ ForgetOption = Annotated[
         "--forget",
         metavar="MODEL|all",
         help="Delete the measurements of a model (its name or hash), or all measurements.",
-        show_default=False,
     ),
 ]
 

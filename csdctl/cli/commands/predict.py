@@ -19,9 +19,7 @@ def predict(
     ],
     job: Annotated[
         Path | None,
-        typer.Option(
-            "--job", help="The job whose data is used; default: the run's, else job.yaml.", show_default=False
-        ),
+        typer.Option("--job", help="The job whose data is used; default: the run's, else job.yaml."),
     ] = None,
     fleet: options.FleetOption = options.DEFAULT_FLEET,
     on: Annotated[
@@ -30,7 +28,6 @@ def predict(
             "--on",
             metavar="DATA",
             help="private, public, validation or all; default: private if the job has it, else public.",
-            show_default=False,
         ),
     ] = None,
     want: Annotated[
@@ -44,9 +41,7 @@ def predict(
     ] = "classes",
     layer: Annotated[
         str,
-        typer.Option(
-            "--layer", metavar="NAME", help="The layer whose output the embeddings are.", show_default=False
-        ),
+        typer.Option("--layer", metavar="NAME", help="The layer whose output the embeddings are."),
     ] = "",
     output: Annotated[
         Path, typer.Option("--output", metavar="FILE", help="Write to this file: .csv, .parquet or .npz.")

@@ -32,7 +32,6 @@ KindOption = Annotated[
         "--kind",
         metavar="ARCHITECTURE[:PYTHON]",
         help="With --collect: collect for this kind without asking nodes, such as aarch64 or x86_64:3.12.",
-        show_default=False,
     ),
 ]
 PrefixOption = Annotated[
@@ -40,13 +39,11 @@ PrefixOption = Annotated[
 ]
 BundleOption = Annotated[
     Path | None,
-    typer.Option(
-        "--bundles", help="Directory of what is collected.  [default: .csdctl/provision]", show_default=False
-    ),
+    typer.Option("--bundles", help="Directory of what is collected.  [default: .csdctl/provision]"),
 ]
 LockOption = Annotated[
     Path | None,
-    typer.Option("--lock", help="Another lock file of Python packages, with hashes.", show_default=False),
+    typer.Option("--lock", help="Another lock file of Python packages, with hashes."),
 ]
 SetOption = Annotated[
     list[str] | None,
@@ -54,14 +51,11 @@ SetOption = Annotated[
         "--set",
         metavar="NAME=VALUE",
         help="Set a variable of the role, such as node_firewall=true.",
-        show_default=False,
     ),
 ]
 TagsOption = Annotated[
     str,
-    typer.Option(
-        "--tags", help="Run only tasks with these tags: user, sshd, wheels, limits, …", show_default=False
-    ),
+    typer.Option("--tags", help="Run only tasks with these tags: user, sshd, wheels, limits, …"),
 ]
 
 

@@ -26,7 +26,6 @@ def report(
         typer.Argument(
             help="Ids of runs, shown side by side; default: the latest.",
             metavar="[RUN]...",
-            show_default=False,
             autocompletion=complete_runs,
         ),
     ] = None,

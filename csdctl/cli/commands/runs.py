@@ -22,7 +22,6 @@ RunArgument = Annotated[
     str | None,
     typer.Argument(
         help="Id of the run, or how it begins; default: the latest.",
-        show_default=False,
         autocompletion=complete_runs,
     ),
 ]
@@ -74,7 +73,6 @@ def logs(
         str | None,
         typer.Argument(
             help="A rank, a node, mpirun, or csdctl for the output of a detached run; default: all.",
-            show_default=False,
         ),
     ] = None,
     follow: Annotated[
@@ -98,7 +96,6 @@ def stop(
         str | None,
         typer.Argument(
             help="Id of the run, or how it begins; default: the one that is running.",
-            show_default=False,
             autocompletion=complete_runs,
         ),
     ] = None,

@@ -26,7 +26,6 @@ def tune(
             min=1,
             help="fit: the largest global batch size; default: 4 × recipe.reference_batch, and at most a "
             "tenth of an epoch's samples.",
-            show_default=False,
         ),
     ] = None,
     global_batch: Annotated[

@@ -1,1 +1,1 @@
-"""Cleaning machines, and running the emulated fleet."""
+"""Cleaning machines."""
