@@ -45,35 +45,23 @@ def load_defaults(path: Path, app: typer.Typer, arguments: Sequence[str]) -> dic
             raise InputError(f"{path}: unknown command {name!r}", remedy=f"one of {', '.join((ALL, *known))}")
         if not isinstance(section, dict):
             raise InputError(f"{path}: {name}: received {section!r}, expected options and values")
-    start = next((number for number, word in enumerate(arguments) if word in known), None)
-    if start is None:
+    name = next((word for word in arguments if word in known), None)
+    if name is None:
         return {}
-    words = [word for word in arguments[start:] if not word.startswith("-")]
-    name, command = words[0], root.commands[words[0]]
-    if hasattr(command, "commands"):  # a group, such as `emulate`: options belong to `emulate up`
-        return {name: _of_group(command, content, words[1:2], path, name)}
-    return {name: _of_command(command, content.get(ALL, {}), content.get(name, {}), f"{path}: {name}")}
-
-
-def _of_group(
-    group: Any, content: dict[str, Any], chosen: Sequence[str], path: Path, name: str
-) -> dict[str, Any]:
-    own = content.get(name, {})
-    for child in own:
-        if child not in group.commands or not isinstance(own[child], dict):
-            raise InputError(
-                f"{path}: {name}: received {child!r}, expected options of {' or '.join(group.commands)}"
-            )
-    return {
-        child: _of_command(
-            group.commands[child], content.get(ALL, {}), own.get(child, {}), f"{path}: {name} {child}"
-        )
-        for child in chosen
-        if child in group.commands
-    }
+    of_all, own = content.get(ALL, {}), content.get(name, {})
+    return {name: _of_command(root.commands[name], of_all, own, f"{path}: {name}")}
 
 
 def _of_command(command: Any, of_all: dict[str, Any], own: dict[str, Any], where: str) -> dict[str, Any]:
+    if children := getattr(command, "commands", None):  # of a group, such as `emulate up`
+        for child in own:
+            if child not in children or not isinstance(own[child], dict):
+                raise InputError(f"{where}: received {child!r}, expected options of {' or '.join(children)}")
+        of_child = {
+            child: _of_command(found, of_all, own.get(child, {}), f"{where} {child}")
+            for child, found in children.items()
+        }
+        return {child: defaults for child, defaults in of_child.items() if defaults}
     names = {
         option.lstrip("-"): parameter
         for parameter in command.params

@@ -5,13 +5,13 @@ from typing import Annotated
 
 import typer
 
-from csdctl.cli.completion import complete_jobs, complete_nodes, complete_plans
+from csdctl.cli.completion import complete_nodes
 
 DEFAULT_FLEET = Path("fleet.yaml")
 DEFAULT_JOB = Path("job.yaml")
 
 FleetOption = Annotated[Path, typer.Option("--fleet", envvar="CSDCTL_FLEET", help="Path of the fleet file.")]
-JobArgument = Annotated[Path, typer.Argument(help="Path of the job file.", autocompletion=complete_jobs)]
+JobArgument = Annotated[Path, typer.Argument(help="Path of the job file.")]
 LimitOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -45,7 +45,6 @@ PlanOption = Annotated[
     typer.Option(
         "--plan",
         help="Plan to use; default: the one `tune` wrote for the job.",
-        autocompletion=complete_plans,
     ),
 ]
 BatchSizeOption = Annotated[

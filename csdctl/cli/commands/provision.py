@@ -14,63 +14,55 @@ if TYPE_CHECKING:
     from csdctl.workflows.provision.machine import Kind
     from csdctl.workflows.provision.provision import ProvisionRequest
 
-CollectOption = Annotated[
-    bool, typer.Option("--collect", help="Only collect what the nodes need, on this host.")
-]
-SendOption = Annotated[
-    bool, typer.Option("--send", help="Only collect and send; install nothing. Needs no Ansible.")
-]
-UninstallOption = Annotated[
-    bool, typer.Option("--uninstall", help="Remove everything that was installed, and csdctl's files there.")
-]
-DryRunOption = Annotated[
-    bool, typer.Option("--dry-run", "--check", help="Show what would be sent and changed, without doing it.")
-]
-KindOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--kind",
-        metavar="ARCHITECTURE[:PYTHON]",
-        help="With --collect: collect for this kind without asking nodes, such as aarch64 or x86_64:3.12.",
-    ),
-]
-PrefixOption = Annotated[
-    str, typer.Option("--prefix", help="Directory of everything that is installed, the same on all nodes.")
-]
-BundleOption = Annotated[
-    Path | None,
-    typer.Option("--bundles", help="Directory of what is collected.  [default: .csdctl/provision]"),
-]
-LockOption = Annotated[
-    Path | None,
-    typer.Option("--lock", help="Another lock file of Python packages, with hashes."),
-]
-SetOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="NAME=VALUE",
-        help="Set a variable of the role, such as node_firewall=true.",
-    ),
-]
-TagsOption = Annotated[
-    str,
-    typer.Option("--tags", help="Run only tasks with these tags: user, sshd, wheels, limits, …"),
-]
-
 
 def provision(
     fleet: options.FleetOption = options.DEFAULT_FLEET,
-    collect: CollectOption = False,
-    send: SendOption = False,
-    uninstall: UninstallOption = False,
-    kind: KindOption = None,
-    prefix: PrefixOption = "/opt/csdctl",
-    bundles: BundleOption = None,
-    lock: LockOption = None,
-    set_: SetOption = None,
-    tags: TagsOption = "",
-    dry_run: DryRunOption = False,
+    collect: Annotated[
+        bool, typer.Option("--collect", help="Only collect what the nodes need, on this host.")
+    ] = False,
+    send: Annotated[
+        bool, typer.Option("--send", help="Only collect and send; install nothing. Needs no Ansible.")
+    ] = False,
+    uninstall: Annotated[
+        bool,
+        typer.Option("--uninstall", help="Remove everything that was installed, and csdctl's files there."),
+    ] = False,
+    kind: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--kind",
+            metavar="ARCHITECTURE[:PYTHON]",
+            help="With --collect: collect for this kind without asking nodes; aarch64 or x86_64:3.12.",
+        ),
+    ] = None,
+    prefix: Annotated[
+        str,
+        typer.Option("--prefix", help="Directory of everything that is installed, the same on all nodes."),
+    ] = "/opt/csdctl",
+    bundles: Annotated[
+        Path | None,
+        typer.Option("--bundles", help="Directory of what is collected.  [default: .csdctl/provision]"),
+    ] = None,
+    lock: Annotated[
+        Path | None,
+        typer.Option("--lock", help="Another lock file of Python packages, with hashes."),
+    ] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="NAME=VALUE",
+            help="Set a variable of the role, such as node_firewall=true.",
+        ),
+    ] = None,
+    tags: Annotated[
+        str,
+        typer.Option("--tags", help="Run only tasks with these tags: user, sshd, wheels, limits, …"),
+    ] = "",
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", "--check", help="Show what would be sent and changed, without doing it."),
+    ] = False,
     limit: options.LimitOption = None,
     exclude: options.ExcludeOption = None,
     failed_from: options.FailedFromOption = None,

@@ -54,11 +54,5 @@ def check_layer(layer: str, model: SerializedModel) -> None:
 
 def layer_names(architecture: str) -> Iterator[str]:
     """Yield the names of the layers in a model's JSON, without those inside of nested models."""
-    content = json.loads(architecture)
-    config = content.get("config") if isinstance(content, dict) else None
-    layers = config.get("layers") if isinstance(config, dict) else None
-    for layer in layers if isinstance(layers, list) else ():
-        described = layer.get("config") if isinstance(layer, dict) else None
-        name = described.get("name") if isinstance(described, dict) else None
-        if isinstance(name, str):
-            yield name
+    for layer in json.loads(architecture).get("config", {}).get("layers", []):
+        yield layer["config"]["name"]

@@ -14,13 +14,8 @@ def project(tmp_path: Path) -> Path:
         "nodes: [{name: csd0, address: 192.0.2.1}, {name: other, address: 192.0.2.2}]\n"
     )
     (tmp_path / "lab.yaml").write_text("nodes: [{name: csd7, address: 192.0.2.1}]\n")
-    (tmp_path / "jobs").mkdir()
-    (tmp_path / "jobs" / "long.yaml").write_text("model: model.py:build\n")
-    (tmp_path / "short.yaml").write_text("model: model.py:build\n")
     for run in ("20250101-a", "20250102-b"):
         (tmp_path / ".csdctl" / "runs" / run).mkdir(parents=True)
-    (tmp_path / ".csdctl" / "plans").mkdir()
-    (tmp_path / ".csdctl" / "plans" / "short.yaml").write_text("")
     for directory in (".csdctl", ".csdctl/runs"):
         (tmp_path / directory).chmod(0o700)
     return tmp_path
@@ -32,9 +27,6 @@ def project(tmp_path: Path) -> Path:
         ("train --limit c", ["csd0"]),
         ("train --fleet lab.yaml --exclude c", ["csd7"]),
         ("train --fleet none.yaml --limit c", []),
-        ("train s", ["short.yaml"]),
-        ("train jobs/", ["jobs/long.yaml"]),
-        ("train --plan .", [".csdctl/plans/short.yaml"]),
         ("train --resume 2", ["20250102-b", "20250101-a"]),
     ],
 )

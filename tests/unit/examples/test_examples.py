@@ -16,27 +16,28 @@ from csdctl.cli.commands import demo
 from csdctl.errors import InputError
 from csdctl.job.model import load_job
 from examples import sample_data
+from examples.demo import copy_example
 from examples.transfer_learning import efficientnet_lite0
 from tests.needs import miss
-
-EXAMPLES = Path(sample_data.__file__).parent
 
 
 @pytest.mark.parametrize("example", ["fashion_mnist", "transfer_learning"])
 def test_copied_jobs_are_valid_and_what_is_there_is_kept(example: str, tmp_path: Path) -> None:
-    demo._copy_example(EXAMPLES / example, tmp_path / "demo")
+    copy_example(example, tmp_path / "demo")
     jobs = sorted((tmp_path / "demo").glob("*.yaml"))
     assert len({load_job(path).public_path for path in jobs}) == 1
     (tmp_path / "demo/job.yaml").write_text("mine")
-    demo._copy_example(EXAMPLES / example, tmp_path / "demo")
+    copy_example(example, tmp_path / "demo")
     assert (tmp_path / "demo/job.yaml").read_text() == "mine"
 
 
-def test_installed_csdctl_says_where_the_examples_are(tmp_path: Path) -> None:
+def test_installed_csdctl_says_where_the_examples_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo, "SCRIPT", tmp_path / "demo.py")
     with pytest.raises(InputError, match="an installed csdctl has no examples") as raised:
-        demo._copy_example(tmp_path / "examples" / "fashion_mnist", tmp_path / "demo")
+        demo.demo()
     assert "make demo" in raised.value.remedy
-    assert not (tmp_path / "demo").exists()
 
 
 class TestFashionMnist:

@@ -25,6 +25,7 @@ from csdctl.tuning.measurements import (
 )
 from csdctl.workflows.reporting.measurements import forget_measurements, load_measurements
 from tests.emulated.running import csdctl
+from tests.json_page import check_document
 
 MODEL = ModelProperties("a" * 64, "keras.applications:MobileNetV2", 7, 5, 9, 3)
 OTHER = ModelProperties("b" * 64, "/srv/mine[1].py:build", 7, 5, 9, 3)
@@ -77,41 +78,33 @@ def words(text: str, *wanted: str) -> list[str]:
 
 
 class TestTable:
-    def test_probes_are_one_row_for_model_machine_and_settings(self, project: ProjectDirectory) -> None:
-        row = words(shown(project), "MobileNetV2", "4 threads")
-        assert row[:5] == ["MobileNetV2", "recipe", CSD.key[:6], "4", "threads"]
+    def test_rows_of_probes_sums_and_trials(self, project: ProjectDirectory) -> None:
+        text = shown(project)
+        row = words(text, "MobileNetV2", "4 threads")
+        assert row[:5] == [
+            "MobileNetV2",
+            "recipe",
+            CSD.key[:6],
+            "4",
+            "threads",
+        ]
         assert row[5:9] == ["3", "4–16", "<128", "20.0"]
         assert row[9].startswith("2023-11-1")
-
-    def test_unusual_settings_are_named(self, project: ProjectDirectory) -> None:
-        assert "2 threads, 2 inter-op, no oneDNN, micro-batches of 8" in " ".join(
-            shown(project, width=200).split()
-        )
-
-    def test_sums_are_shown_with_their_median(self, project: ProjectDirectory) -> None:
-        row = words(shown(project), "star")
+        row = words(text, "star")
         assert row[:4] == ["star", HOST.key[:6], "+", CSD.key[:6] + ","]
         assert row[4:11] == ["10.1.1.0/24", "7", "1.0", "MiB", "3", "200", "ms"]
-
-    def test_trials_are_shown_with_predicted_against_achieved(self, project: ProjectDirectory) -> None:
-        row = words(shown(project), "MobileNetV2", "64 + 6 × 8")
-        assert row[-4:-1] == ["150", "141", "94%"]
-
-    def test_machines_are_named_once_with_their_software(self, project: ProjectDirectory) -> None:
-        text = shown(project)
+        assert words(text, "MobileNetV2", "64 + 6 × 8")[-4:-1] == ["150", "141", "94%"]
         assert text.count("aarch64 Cortex-A53, 4 cores") == 1
         assert f"machine {CSD.key[:6]}: aarch64 Cortex-A53, 4 cores (Python ?, TensorFlow 2.21.0" in text
+        wide = " ".join(shown(project, width=200).split())
+        assert "2 threads, 2 inter-op, no oneDNN, micro-batches of 8" in wide
 
-    def test_emulated_machines_are_marked(self, project: ProjectDirectory) -> None:
+    def test_emulated_machines_are_marked_and_names_are_no_markup(self, project: ProjectDirectory) -> None:
         assert "emulated" not in shown(project)
         with open_measurements(project.measurements) as store:
             emulated = classify_machine(FACTS, num_emulated=3)
-            store.add_probes(OTHER, "r", emulated, [ProbeMeasurement(ONE, 4, 1.0, 0.5)])
+            store.add_probes(OTHER, "[red]", emulated, [ProbeMeasurement(ONE, 512, 1.0, None)])
         assert "emulated with 3 nodes" in shown(project)
-
-    def test_brackets_in_a_name_are_not_markup(self, project: ProjectDirectory) -> None:
-        with open_measurements(project.measurements) as store:
-            store.add_probes(OTHER, "[red]", CSD, [ProbeMeasurement(ONE, 512, 1.0, None)])
         row = words(shown(project), "mine[1].py:build")
         assert (row[1], row[6], row[7]) == ("[red]", "<512", "–")
 
@@ -129,30 +122,19 @@ class TestTable:
         assert "5 older trials are not shown" in shown(project)
 
 
-class TestDocument:
-    def test_document_has_all_measurements(self, project: ProjectDirectory) -> None:
-        document = json.loads(format_json(measurements_document(load_measurements(project, print), "here")))
-        assert (document["schema"], document["path"]) == ("csdctl.measurements/1", "here")
-        assert document["machine_classes"][CSD.key]["name"] == CSD.name
-        probed = next(probe for probe in document["probes"] if probe["settings"]["threads"] == 4)
-        assert (probed["model"]["hash"], probed["machine_class"]) == (MODEL.hash, CSD.key)
-        assert (probed["best_batch_size"], probed["best_samples_per_s"], probed["too_large"]) == (
-            4,
-            20.0,
-            128,
-        )
-        (summed,) = document["collectives"]
-        assert (summed["median_s"], summed["fleet_class"]["nodes"]) == (0.2, [CSD.key])
-        (tried,) = document["trials"]
-        assert (tried["samples_per_s"], tried["predicted_samples_per_s"], len(tried["ranks"])) == (
-            141,
-            150,
-            7,
-        )
-
-    def test_document_without_measurements_has_the_same_keys(self, project: ProjectDirectory) -> None:
-        full = measurements_document(load_measurements(project, print), "here")
-        assert measurements_document(Overview(), "here").keys() == full.keys()
+def test_document_has_all_measurements(project: ProjectDirectory) -> None:
+    document = json.loads(format_json(measurements_document(load_measurements(project, print), "here")))
+    check_document(document)
+    assert document["machine_classes"][CSD.key]["name"] == CSD.name
+    probed = next(probe for probe in document["probes"] if probe["settings"]["threads"] == 4)
+    assert (probed["model"]["hash"], probed["machine_class"]) == (MODEL.hash, CSD.key)
+    best = [probed[name] for name in ("best_batch_size", "best_samples_per_s", "too_large")]
+    assert best == [4, 20.0, 128]
+    (summed,) = document["collectives"]
+    assert (summed["median_s"], summed["fleet_class"]["nodes"]) == (0.2, [CSD.key])
+    (tried,) = document["trials"]
+    assert (tried["samples_per_s"], tried["predicted_samples_per_s"], len(tried["ranks"])) == (141, 150, 7)
+    assert measurements_document(Overview(), "here").keys() == document.keys()
 
 
 class TestForgetting:
@@ -185,21 +167,13 @@ class TestCommand:
         assert done.stdout == "no measurements yet: `csdctl tune` stores what it measures\n"
         assert list(tmp_path.iterdir()) == []
 
-    def test_measurements_are_shown_as_json(self, project: ProjectDirectory) -> None:
-        done = csdctl(project.root, "measurements", "--json")
-        assert (done.returncode, done.stderr) == (0, "")
-        assert json.loads(done.stdout)["path"] == ".csdctl/measurements.sqlite"
-
     def test_without_a_terminal_deleting_needs_yes(self, project: ProjectDirectory) -> None:
         done = csdctl(project.root, "measurements", "--forget", "all")
         assert done.returncode == 2
         assert "confirm with --yes" in done.stderr
         done = csdctl(project.root, "measurements", "--forget", "all", "--yes", "--json")
-        assert json.loads(done.stdout)["forgotten"] == {
-            "num_probes": 4,
-            "num_trials": 1,
-            "num_collectives": 3,
-        }
+        expected = {"num_probes": 4, "num_trials": 1, "num_collectives": 3}
+        assert json.loads(done.stdout)["forgotten"] == expected
 
     @pytest.mark.fault(36)
     def test_damaged_file_is_set_aside(self, project: ProjectDirectory) -> None:

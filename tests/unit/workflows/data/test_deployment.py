@@ -3,6 +3,7 @@
 import socket
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -56,20 +57,21 @@ def deploy(fleet: Fleet, request: DeployRequest) -> tuple[dict[str, Outcome[Deli
     return deploy_request(request, fleet, directory=directory, say=say, observer=observer), observer
 
 
-def test_node_that_fails_is_in_the_result(fleet: Fleet, tree: Path) -> None:
-    outcomes, observer = deploy(fleet, DeployRequest(Path("job.yaml"), [str(tree)]))
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        ({}, {"code.py", "notes.txt"}),
+        ({"ignored": ["*.txt"]}, {"code.py"}),
+        ({"is_everything": True}, {"code.py", "notes.txt", ".git/config"}),
+    ],
+)
+def test_files_of_a_tree_and_the_node_that_fails(
+    fleet: Fleet, tree: Path, options: dict[str, Any], names: set[str]
+) -> None:
+    outcomes, observer = deploy(fleet, DeployRequest(Path("job.yaml"), [str(tree)], **options))
+    assert {name for name, _ in observer.trees[0].files} == names
     assert isinstance(outcomes["csd0"].error, UnreachableError)
     assert observer.finished == ["csd0"]
-
-
-def test_trees_leave_out_defaults_and_patterns(fleet: Fleet, tree: Path) -> None:
-    _, observer = deploy(fleet, DeployRequest(Path("job.yaml"), [str(tree)], ["*.txt"]))
-    assert [name for name, _ in observer.trees[0].files] == ["code.py"]
-
-
-def test_everything_includes_what_is_left_out_by_default(fleet: Fleet, tree: Path) -> None:
-    _, observer = deploy(fleet, DeployRequest(Path("job.yaml"), [str(tree)], is_everything=True))
-    assert {name for name, _ in observer.trees[0].files} == {"code.py", "notes.txt", ".git/config"}
 
 
 def test_tree_that_does_not_exist_is_an_error(fleet: Fleet, tree: Path) -> None:

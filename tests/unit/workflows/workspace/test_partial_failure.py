@@ -19,6 +19,7 @@ from csdctl.workflows.workspace.partial_failure import choose_fleet, conclude, l
 
 MACHINES = ["host", "csd0", "csd1"]
 DOWN = UnreachableError("does not answer", remedy="check it")
+NO_PYTHON, LATE = RemoteCommandError("no python3"), DeadlineError("did not finish")
 FLEET = "nodes: [{name: 'csd[0-3]', address: '10.0.0.[1-4]'}]"
 
 
@@ -29,29 +30,23 @@ def code_of(tmp_path: Path, failed: dict[str, CsdctlError]) -> ExitCode:
     return caught.value.exit_code
 
 
-def test_some_nodes_failed_is_partial(tmp_path: Path) -> None:
-    assert code_of(tmp_path, {"csd1": DOWN}) == ExitCode.PARTIAL
-
-
-@pytest.mark.parametrize("error", [DOWN, HostKeyError("changed"), JumpHostError("gate is down")])
-def test_no_reachable_node_has_its_own_exit_code(tmp_path: Path, error: CsdctlError) -> None:
-    assert code_of(tmp_path, {"csd0": DOWN, "csd1": error}) == ExitCode.UNREACHABLE
-
-
-def test_failure_of_every_machine_is_not_partial(tmp_path: Path) -> None:
-    errors = dict.fromkeys(MACHINES, RemoteCommandError("no python3"))
-    assert code_of(tmp_path, dict(errors)) == ExitCode.FAILED
-
-
-def test_nodes_that_failed_for_different_reasons_are_not_all_unreachable(tmp_path: Path) -> None:
-    assert code_of(tmp_path, {"csd0": DOWN, "csd1": RemoteCommandError("no python3")}) == ExitCode.PARTIAL
-
-
-def test_only_machines_that_all_ran_out_of_time_end_with_the_code_for_it(tmp_path: Path) -> None:
-    late = DeadlineError("did not finish")
-    assert code_of(tmp_path, dict.fromkeys(MACHINES, late)) == ExitCode.DEADLINE
-    mixed = {"host": late, "csd0": late, "csd1": RemoteCommandError("no python3")}
-    assert code_of(tmp_path, dict(mixed)) == ExitCode.FAILED
+@pytest.mark.parametrize(
+    ("failed", "code"),
+    [
+        ({"csd1": DOWN}, ExitCode.PARTIAL),
+        ({"csd0": DOWN, "csd1": DOWN}, ExitCode.UNREACHABLE),
+        ({"csd0": DOWN, "csd1": HostKeyError("changed")}, ExitCode.UNREACHABLE),
+        ({"csd0": DOWN, "csd1": JumpHostError("gate is down")}, ExitCode.UNREACHABLE),
+        ({"csd0": DOWN, "csd1": NO_PYTHON}, ExitCode.PARTIAL),
+        (dict.fromkeys(MACHINES, NO_PYTHON), ExitCode.FAILED),
+        (dict.fromkeys(MACHINES, LATE), ExitCode.DEADLINE),
+        ({"host": LATE, "csd0": LATE, "csd1": NO_PYTHON}, ExitCode.FAILED),
+    ],
+)
+def test_exit_code_follows_from_who_failed_and_why(
+    tmp_path: Path, failed: dict[str, CsdctlError], code: ExitCode
+) -> None:
+    assert code_of(tmp_path, failed) == code
 
 
 def test_failed_nodes_are_saved_until_the_command_succeeds(tmp_path: Path) -> None:

@@ -1,0 +1,87 @@
+"""What `csdctl demo` does: the commands of a first training on an emulated fleet, as a user types them."""
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from csdctl.cli.app import run_command
+from csdctl.cli.commands.emulate import STATE
+from csdctl.emulation.fleet import stop_fleet
+from csdctl.errors import InputError, RunError
+from csdctl.launch.mpi_command import find_mpirun
+from csdctl.reporting.numbers import format_seconds
+from csdctl.terminal.streams import Streams
+
+EXAMPLES = Path(__file__).parent.absolute()
+STEPS = (
+    "csdctl discover",
+    "python examples/sample_data.py fashion-mnist",
+    "csdctl prepare",
+    "csdctl tune --no-explore",
+    "csdctl train",
+    "csdctl report",
+)
+TRANSFER_STEPS = (
+    "python efficientnet_lite0.py",
+    "csdctl discover",
+    "python examples/sample_data.py openclipart",
+    "csdctl prepare",
+    "csdctl train --strategy features --batch-size 16",
+    "csdctl report",
+    "csdctl train scratch.yaml --batch-size 16 --skip-doctor",
+)
+"""Every rank has the same batch size."""
+
+
+def run_demo(directory: Path, nodes: int, cpu: float, *, is_transfer: bool, is_keeping: bool) -> int:
+    """Run the demo in `directory`; return the exit code of the first command that fails, or 0."""
+    streams = Streams()
+    start = time.monotonic()
+    find_mpirun()
+    copy_example("transfer_learning" if is_transfer else "fashion_mnist", directory)
+    os.chdir(directory)
+    emulated = Path.cwd() / STATE
+    stop_fleet(emulated)
+    streams.say(
+        f"The demo runs in {Path.cwd()}. The fleet is emulated: its timings say nothing about real nodes."
+    )
+    up = f"csdctl emulate up --nodes {nodes} --cpu {cpu}"
+    try:
+        for step in [up, *(TRANSFER_STEPS if is_transfer else STEPS)]:
+            streams.say("")
+            streams.console.print(f"$ {step}", style="bold", soft_wrap=True)
+            words = shlex.split(step)
+            if words[0] == "python":
+                run_python(words[1].replace("examples", str(EXAMPLES), 1), *words[2:])
+                continue
+            words += ["--pid", str(os.getpid())] if step == up and not is_keeping else []
+            if code := run_command(words[1:], Streams()):
+                return code
+    finally:
+        if not is_keeping:
+            stop_fleet(emulated)
+    streams.say("")
+    streams.say(f"The demo took {format_seconds(time.monotonic() - start)}.")
+    if is_keeping:
+        streams.say(f"The fleet is still running: `cd {directory}`; to stop it: `csdctl emulate down`.")
+    return 0
+
+
+def copy_example(name: str, directory: Path) -> None:
+    """Copy the files of an example; existing files are kept."""
+    if directory.exists() and not directory.is_dir():
+        raise InputError(f"{directory} is not a directory", remedy="give another directory with --directory")
+    directory.mkdir(parents=True, exist_ok=True)
+    for file in (EXAMPLES / name).glob("*.*"):
+        if not (directory / file.name).exists():
+            shutil.copyfile(file, directory / file.name)
+
+
+def run_python(*words: str) -> None:
+    """Run a script; raises RunError when it fails."""
+    if subprocess.run([sys.executable, *words], check=False).returncode != 0:
+        raise RunError(f"{Path(words[0]).name} failed; its message is above")
