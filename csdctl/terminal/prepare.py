@@ -32,8 +32,6 @@ from csdctl.workflows.data.prepare import OnPrepareProgress, Prepared
 if TYPE_CHECKING:
     from csdctl.workflows.data.rehearsal import Rehearsal  # loads numpy, which `prepare` alone needs
 
-LINE_INTERVAL_S = 10.0
-"""Seconds between two lines about one data set, without a terminal."""
 SILENT_S = 20.0
 """Seconds without a new sample after which the row says so."""
 WORKING, SILENT = "working", "silent"
@@ -116,7 +114,7 @@ class WorkRow:
 
 
 class PreparingView(FleetView[WorkRow]):
-    """Rows of data sets or machines on a terminal, a line every few seconds elsewhere; a context manager."""
+    """Rows of data sets or machines on a terminal, a line now and then elsewhere; a context manager."""
 
     is_first_on_top = False
 
@@ -126,12 +124,9 @@ class PreparingView(FleetView[WorkRow]):
         *,
         what: str = "preparing data",
         expected: Sequence[str] = (),
-        line_interval_s: float = LINE_INTERVAL_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`expected`: names that have a row before they report."""
-        self._line_interval_s = line_interval_s
-        self._line_at: dict[str, float] = {}
         self._rows = {name: WorkRow(name, clock()) for name in expected}
         super().__init__(console, what, clock=clock)
 
@@ -140,16 +135,7 @@ class PreparingView(FleetView[WorkRow]):
         now = self._clock()
         row = self._rows.setdefault(data, WorkRow(data, now))
         row.take(progress, now)
-        if self._live is None and progress.num_done and self._is_due(data, now):
-            total = f" of {row.num_total:,}" if row.num_total else ""
-            line = ", ".join(filter(None, [f"{data}: {row.num_done:,}{total} samples", _skipped([row])]))
-            self._print(line)
-
-    def _is_due(self, data: str, now: float) -> bool:
-        if now - self._line_at.setdefault(data, now) < self._line_interval_s:
-            return False
-        self._line_at[data] = now
-        return True
+        self._print_headline_if_due()
 
     def _list_rows(self) -> Sequence[WorkRow]:
         rows, now = list(self._rows.values()), self._clock()

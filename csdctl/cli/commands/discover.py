@@ -104,13 +104,13 @@ def _parse_source(
     """Return the source that the options name, if any; raises InputError for more than one."""
     from csdctl.workflows.discovery.inventory import AddressRanges, AnsibleInventory, SshConfig
 
-    sources: list[NodeSource] = []
-    needs_cidr = {"--interface": interface, "--user": user, "--key": key, "--port": port}
-    if cidrs:
-        path = Path(os.path.abspath(key.expanduser())) if key else None
-        sources.append(AddressRanges(tuple(cidrs), user or "root", path, port or 22, interface))
-    elif given := [name for name, value in needs_cidr.items() if value]:
+    of_cidr = {"--interface": interface, "--user": user, "--key": key, "--port": port}
+    given = [name for name, value in of_cidr.items() if value]
+    if given and not cidrs:
         raise InputError(f"{given[0]} applies only to machines that --cidr finds", remedy="add --cidr RANGE")
+    path = Path(os.path.abspath(key.expanduser())) if key else None
+    sources: list[NodeSource] = []
+    sources += [AddressRanges(tuple(cidrs), user or "root", path, port or 22, interface)] if cidrs else []
     sources += [AnsibleInventory(inventory.expanduser())] if inventory else []
     sources += [SshConfig(ssh_config.expanduser())] if ssh_config else []
     if len(sources) > 1:

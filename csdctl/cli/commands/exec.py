@@ -7,44 +7,38 @@ import typer
 
 from csdctl.cli import options
 
-CommandArgument = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="COMMAND",
-        help="After `--`: a command with its arguments, or one quoted shell line; of a task, KEY=VALUE.",
-    ),
-]
-TaskOption = Annotated[
-    str | None,
-    typer.Option(
-        "--task",
-        metavar="FILE.py:TASK",
-        help="Run this Fabric task instead, on a connection to each node.",
-    ),
-]
-HostOption = Annotated[bool, typer.Option("--host", help="Run it on the host too, in this directory.")]
-TimeoutOption = Annotated[
-    float | None,
-    typer.Option(
-        "--timeout",
-        help="Seconds after which a command is ended on a machine; default: 60, of a task's commands 600.",
-    ),
-]
-ConnectDeadlineOption = Annotated[
-    float,
-    typer.Option(
-        "--connect-deadline", envvar="CSDCTL_CONNECT_DEADLINE", help="Seconds to connect to a node."
-    ),
-]
-
 
 def exec(
-    command: CommandArgument = None,
+    command: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="COMMAND",
+            help="After `--`: a command with its arguments, or one quoted shell line; of a task, KEY=VALUE.",
+        ),
+    ] = None,
     fleet: options.FleetOption = options.DEFAULT_FLEET,
-    host: HostOption = False,
-    task: TaskOption = None,
-    timeout: TimeoutOption = None,
-    connect_deadline: ConnectDeadlineOption = 10.0,
+    host: Annotated[bool, typer.Option("--host", help="Run it on the host too, in this directory.")] = False,
+    task: Annotated[
+        str | None,
+        typer.Option(
+            "--task",
+            metavar="FILE.py:TASK",
+            help="Run this Fabric task instead, on a connection to each node.",
+        ),
+    ] = None,
+    timeout: Annotated[
+        float | None,
+        typer.Option(
+            "--timeout",
+            help="Seconds after which a command is ended; default: 60, of a task's commands 600.",
+        ),
+    ] = None,
+    connect_deadline: Annotated[
+        float,
+        typer.Option(
+            "--connect-deadline", envvar="CSDCTL_CONNECT_DEADLINE", help="Seconds to connect to a node."
+        ),
+    ] = 10.0,
     limit: options.LimitOption = None,
     exclude: options.ExcludeOption = None,
     failed_from: options.FailedFromOption = None,

@@ -7,17 +7,19 @@ import typer
 from csdctl.cli.options import JsonOption, YesOption
 from csdctl.terminal.streams import Streams
 
-ForgetOption = Annotated[
-    str | None,
-    typer.Option(
-        "--forget",
-        metavar="MODEL|all",
-        help="Delete the measurements of a model (its name or hash), or all measurements.",
-    ),
-]
 
-
-def measurements(forget: ForgetOption = None, yes: YesOption = False, json: JsonOption = False) -> None:
+def measurements(
+    forget: Annotated[
+        str | None,
+        typer.Option(
+            "--forget",
+            metavar="MODEL|all",
+            help="Delete the measurements of a model (its name or hash), or all measurements.",
+        ),
+    ] = None,
+    yes: YesOption = False,
+    json: JsonOption = False,
+) -> None:
     """Show earlier measurements and how well they predicted each trial, or delete them."""
     from csdctl.runs.directory import ProjectDirectory
     from csdctl.terminal.measurements import (

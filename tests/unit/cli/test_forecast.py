@@ -38,35 +38,40 @@ def invoke(*arguments: str) -> Any:
     return CliRunner().invoke(app, ["forecast", *arguments])
 
 
-def test_verdict_names_nodes_that_are_worth_it() -> None:
-    text = shown(Network.MOBILENETV2, ForecastRequest([24]))
-    assert "24 nodes: worth it" in text
-    assert "worth it from 2 nodes" in text
-    assert "published figures" in text
-
-
-def test_verdict_names_nodes_that_are_not_worth_it() -> None:
-    text = shown(Network.INCEPTIONV3, ForecastRequest([0, 4]))
-    assert "4 nodes: NOT worth it" in text
-    assert "no faster than the host alone: 0.86 ×" in text
-    assert "fewer nodes are not worth it either" in text
-    assert "3.7% faster" in shown(Network.NASNET, ForecastRequest([4]))
-
-
-def test_verdict_names_energy_that_is_not_saved() -> None:
-    text = shown(Network.MOBILENETV2, ForecastRequest([24], power=Power(300, 40)))
-    assert "NOT worth it" in text
-    assert "no less than on the host alone" in text
-    assert "lowest energy per sample with 0 nodes" in text
-
-
-def test_advice_names_the_number_beyond_which_nodes_add_little() -> None:
-    assert "each further node adds less than 10% of its own speed" in shown(
-        Network.MOBILENETV2, ForecastRequest([100], node_sum_s=0.5)
-    )
-    assert "no node adds 10% of its own speed" in shown(
-        Network.MOBILENETV2, ForecastRequest([3], node_sum_s=2.0)
-    )
+@pytest.mark.parametrize(
+    ("network", "request_", "sentences"),
+    [
+        (
+            Network.MOBILENETV2,
+            ForecastRequest([24]),
+            ["24 nodes: worth it", "worth it from 2 nodes", "published figures"],
+        ),
+        (
+            Network.INCEPTIONV3,
+            ForecastRequest([0, 4]),
+            [
+                "4 nodes: NOT worth it",
+                "no faster than the host alone: 0.86 ×",
+                "fewer nodes are not worth it either",
+            ],
+        ),
+        (Network.NASNET, ForecastRequest([4]), ["3.7% faster"]),
+        (
+            Network.MOBILENETV2,
+            ForecastRequest([24], power=Power(300, 40)),
+            ["NOT worth it", "no less than on the host alone", "lowest energy per sample with 0 nodes"],
+        ),
+        (
+            Network.MOBILENETV2,
+            ForecastRequest([100], node_sum_s=0.5),
+            ["each further node adds less than 10% of its own speed"],
+        ),
+        (Network.MOBILENETV2, ForecastRequest([3], node_sum_s=2.0), ["no node adds 10% of its own speed"]),
+    ],
+)
+def test_verdict_and_its_reasons(network: Network, request_: ForecastRequest, sentences: list[str]) -> None:
+    text = shown(network, request_)
+    assert [sentence for sentence in sentences if sentence not in text] == []
 
 
 def test_thousand_rows_are_thinned_out_in_the_table_only() -> None:

@@ -18,6 +18,7 @@ from csdctl.terminal.fleet import DiscoverView, discover_document, render_fleet
 from csdctl.terminal.streams import format_json
 from csdctl.terminal.tables import MAX_LINES
 from csdctl.workflows.discovery.discover import DiscoverResult
+from tests.json_page import check_document
 
 CSD = Facts(
     "csd",
@@ -53,6 +54,8 @@ class TestTable:
         text = shown(result_of(*csds(32), replace(CSD, name="csd32", tensorflow_version="2.20.0")))
         assert "csd[0-31] (32)" in text
         assert "differs: csd32: TensorFlow 2.20.0 instead of 2.21.0" in text
+        verbose = shown(result_of(*csds(3)), verbose=True)
+        assert all(f"csd{k} " in verbose for k in range(3))
 
     def test_table_fits_80_columns_with_names_and_numbers_whole(self) -> None:
         file = StringIO()
@@ -62,16 +65,10 @@ class TestTable:
         (row,) = (line for line in file.getvalue().splitlines() if "csd[0-99] (100)" in line)
         assert "128 GiB  900 GiB  3.11.9  missing  missing" in row
 
-    def test_verbose_table_has_a_row_for_each_machine(self) -> None:
-        text = shown(result_of(*csds(3)), verbose=True)
-        assert all(f"csd{k} " in text for k in range(3))
-
-    def test_drive_that_is_a_node_is_named(self) -> None:
-        node = replace(CSD, name="csd3", drives=(Drive("/dev/nvme0", "S4", "CSD 32TB"),))
-        assert "drive: csd3 is /dev/nvme4 (CSD 32TB, serial S4)" in shown(result_of(node))
-
-    def test_notes_of_many_machines_are_one_line(self) -> None:
-        text = shown(result_of(*csds(9, notes=("Python unknown",))))
+    def test_drive_that_is_a_node_is_named_and_notes_are_folded(self) -> None:
+        node = replace(CSD, name="csd9", drives=(Drive("/dev/nvme0", "S4", "CSD 32TB"),))
+        text = shown(result_of(*csds(9, notes=("Python unknown",)), node))
+        assert "drive: csd9 is /dev/nvme4 (CSD 32TB, serial S4)" in text
         assert "note: csd[0-8]: Python unknown" in text
 
     def test_thousand_nodes_fit_a_screen(self) -> None:
@@ -79,48 +76,40 @@ class TestTable:
             replace(one, problem=None if k % 3 else "gone", notes=(f"clock {k}",))
             for k, one in enumerate(csds(1000))
         ]
-        result = result_of(*machines)
         failed: dict[str, CsdctlError] = {
             machine.name: HostKeyError(f"shows key {machine.name}") for machine in machines if machine.problem
         }
-        text = shown(replace(result, failed=failed))
+        text = shown(replace(result_of(*machines), failed=failed))
         assert len(text.splitlines()) < 2 * MAX_LINES + 60
         assert f"… and {334 - MAX_LINES} more problems; --json lists them all" in text
 
 
-class TestDocument:
-    def test_document_has_groups_problems_and_drives_beside_the_machines(self) -> None:
-        lost = [Facts(f"csd{k}", problem="closed") for k in (3, 4)]
-        failed: dict[str, CsdctlError] = {
-            one.name: UnreachableError(f"10.0.0.{k} is closed", remedy="start it")
-            for k, one in zip((4, 5), lost, strict=True)
-        }
-        document = json.loads(format_json(discover_document(result_of(*csds(3), *lost, failed=failed))))
-        assert document["schema"] == "csdctl.discover/1"
-        assert len(document["machines"]) == 6
-        assert document["groups"][1]["ranges"] == ["csd[0-2]"]
-        assert document["problems"] == [
-            {"names": ["csd3", "csd4"], "message": "10.0.0.4, 10.0.0.5 is closed", "remedy": "start it"}
-        ]
-        assert document["drives"] == {}
+def test_document_has_groups_problems_and_drives_beside_the_machines() -> None:
+    lost = [Facts(f"csd{k}", problem="closed") for k in (3, 4)]
+    failed: dict[str, CsdctlError] = {
+        one.name: UnreachableError(f"10.0.0.{k} is closed", remedy="start it")
+        for k, one in zip((4, 5), lost, strict=True)
+    }
+    document = json.loads(format_json(discover_document(result_of(*csds(3), *lost, failed=failed))))
+    check_document(document)
+    assert len(document["machines"]) == 6
+    assert document["groups"][1]["ranges"] == ["csd[0-2]"]
+    assert document["problems"] == [
+        {"names": ["csd3", "csd4"], "message": "10.0.0.4, 10.0.0.5 is closed", "remedy": "start it"}
+    ]
 
 
-class TestLive:
-    def test_without_a_terminal_every_machine_is_a_line_when_it_answers(self) -> None:
-        file = StringIO()
-        with DiscoverView(PrintableConsole(file=file, width=100), 2) as view:
-            view.take(replace(CSD, name="csd0"))
-            assert file.getvalue() == "csd0: aarch64, Cortex-A53, 4 cores\n"
-            view.take(Facts("csd1", problem="port 22 is closed"))
-        assert file.getvalue().splitlines()[1:] == ["csd1: port 22 is closed"]
-
-    def test_on_a_terminal_a_bar_counts_machines_and_failures(self) -> None:
-        file = StringIO()
-        with DiscoverView(PrintableConsole(file=file, width=100, force_terminal=True), 3) as view:
-            view.take(replace(CSD, name="csd0"))
-            view.take(Facts("csd1", problem="closed"))
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_machines_are_lines_or_a_bar_that_counts(is_terminal: bool) -> None:
+    file = StringIO()
+    with DiscoverView(PrintableConsole(file=file, width=100, force_terminal=is_terminal), 3) as view:
+        view.take(replace(CSD, name="csd0"))
+        view.take(Facts("csd1", problem="port 22 is closed"))
+    if is_terminal:
         assert "2/3" in file.getvalue()
         assert "1 failed" in file.getvalue()
+    else:
+        assert file.getvalue() == "csd0: aarch64, Cortex-A53, 4 cores\ncsd1: port 22 is closed\n"
 
 
 def csdctl(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

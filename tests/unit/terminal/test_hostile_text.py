@@ -124,7 +124,7 @@ def show_deploy(console: PrintableConsole) -> None:
 
 
 def show_prepare(console: PrintableConsole) -> None:
-    with PreparingView(console, line_interval_s=0) as view:
+    with PreparingView(console, what=HOSTILE) as view:
         for done in (1, 2):
             view.show(HOSTILE, PrepareProgress(done, 2, 1))
     prepared = replace(PREPARED, public=hostile(PREPARED.public), private=hostile(PREPARED.private))

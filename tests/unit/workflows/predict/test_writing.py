@@ -36,13 +36,10 @@ def test_classes_have_names_where_these_are_known(tmp_path: Path) -> None:
         ["private", "csd1", "0", "0", "cat", "0.1"],
         ["private", "csd1", "1", "1", "dog", "1.1"],
     ]
+    write_results(tmp_path / "more.csv", [classes("csd0", [2])], NAMES)
+    assert read(tmp_path / "more.csv")[1][3:5] == ["2", ""]
     write_results(tmp_path / "plain.csv", blocks, [])
     assert read(tmp_path / "plain.csv")[0] == ["data", "node", "row", "class", "probability"]
-
-
-def test_more_classes_than_names_leave_a_gap(tmp_path: Path) -> None:
-    write_results(tmp_path / "a.csv", [classes("csd0", [2])], NAMES)
-    assert read(tmp_path / "a.csv")[1][3:5] == ["2", ""]
 
 
 def test_vectors_have_a_column_for_each_number(tmp_path: Path) -> None:
@@ -82,13 +79,10 @@ def test_failed_write_leaves_the_earlier_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a", "a.csv.gz"])
-def test_unknown_suffix_is_refused(name: str) -> None:
+def test_unusable_output_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(InputError, match="ends in") as refused:
-        check_output(Path(name))
+        check_output(tmp_path / name)
     assert refused.value.remedy == "one of .csv, .parquet, .npz"
-
-
-def test_directory_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.csv").mkdir()
     with pytest.raises(InputError, match="is a directory"):
         check_output(tmp_path / "a.csv")
