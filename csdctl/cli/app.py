@@ -59,6 +59,7 @@ COMMANDS: Mapping[str, Mapping[str, str]] = {
 """Heading → name of a command → the first line of its help."""
 
 
+HELP_OPTIONS = ["-h", "--help"]
 NAMES = [name for section in COMMANDS.values() for name in section]
 
 
@@ -107,6 +108,7 @@ def _build(name: str) -> Any:
         app.command(name)(getattr(module, name))
     command = typer.main.get_command(app)
     command.name = name
+    command.context_settings.setdefault("help_option_names", HELP_OPTIONS)  # also without the group
     return command
 
 
@@ -115,7 +117,7 @@ app = typer.Typer(
     help="Train neural networks where the data is stored: on computational storage devices and their host.",
     epilog="Anywhere on the command line: -v prints more, -vv also the traceback of an error; -q prints "
     "results and errors alone; --color auto, always or never.",
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={"help_option_names": HELP_OPTIONS},
     cls=CommandGroup,
     rich_markup_mode=None,
     no_args_is_help=True,
