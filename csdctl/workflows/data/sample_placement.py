@@ -4,9 +4,12 @@ Public and validation data go to the host's paths; the private part is written t
 node. csdctl never moves real private data: this is for sample data only.
 """
 
+from __future__ import annotations
+
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from csdctl.documents import load_json, save_json
 from csdctl.errors import InputError
@@ -19,9 +22,9 @@ from csdctl.shipping.deliver import deliver
 from csdctl.shipping.payload import TreeRequest, pack_payload, read_tree
 from csdctl.transport.many import run_on_all, values_or_raise
 from csdctl.transport.session import Session
-from csdctl.workflows.data.sample_clipart import fetch_clipart, split_clipart
-from csdctl.workflows.data.sample_dataset import fetch_fashion_mnist, split_sample
-from csdctl.workflows.data.sample_parts import SamplePart, SampleSplit
+
+if TYPE_CHECKING:
+    from csdctl.workflows.data.sample_parts import SamplePart, SampleSplit
 
 RECORD = ".sample.json"
 """A name that `prepare` passes over."""
@@ -62,6 +65,10 @@ def cache_of(name: str, project: ProjectDirectory) -> Path:
 
 
 def _fetch(name: str, cache: Path, num_nodes: int, is_private: bool, job: Job, say: Say) -> SampleSplit:
+    # They need NumPy, which most jobs do not need on the host.
+    from csdctl.workflows.data.sample_clipart import fetch_clipart, split_clipart
+    from csdctl.workflows.data.sample_dataset import fetch_fashion_mnist, split_sample
+
     fraction, seed = PRIVATE_FRACTION if is_private else 0.0, job.recipe.seed
     if name == CLIPART:
         pictures = fetch_clipart(cache, say=say)
