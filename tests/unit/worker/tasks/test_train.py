@@ -366,17 +366,26 @@ def test_samples_of_a_rank_that_is_lost_go_from_rank_0_to_those_that_read_them_n
     assert receiving.messages == [(0, num_bytes, SAMPLES) for _, num_bytes in expected]
 
 
-@pytest.mark.parametrize("is_balanced", [True, False])
-def test_slow_rank_gets_fewer_samples_within_a_constant_global_batch(*, is_balanced: bool) -> None:
+@pytest.mark.parametrize(
+    ("is_balanced", "limit", "sizes"),
+    [(False, None, (4, 2, 3)), (True, None, (6, 2, 1)), (True, 5, (5, 2, 2))],
+)
+def test_slow_rank_gets_fewer_samples_within_a_constant_global_batch(
+    *, is_balanced: bool, limit: int | None, sizes: tuple[int, ...]
+) -> None:
+    """No other gets more than its `limit`, which is what its memory holds."""
+
     def slow_down(total: np.ndarray, layout: Any) -> None:
         total[layout.compute_s] = 0.01, 0.0, 10.0
 
     task = load_task(epochs=8)
-    task.spec = dataclasses.replace(task.spec, is_balanced=is_balanced)
+    host, *nodes = task.spec.ranks
+    ranks = (dataclasses.replace(host, max_batch_size=limit), *nodes)
+    task.spec = dataclasses.replace(task.spec, is_balanced=is_balanced, ranks=ranks)
+    task.load()
     task.progress.regroup((0, 2))
     run(task, PlayedGroup(task, add=slow_down))
-    position = task.progress.position
-    assert position.batch_sizes == ({"0": 6, "1": 2, "2": 1} if is_balanced else {"0": 4, "1": 2, "2": 3})
+    assert task.progress.position.batch_sizes == {str(rank): size for rank, size in enumerate(sizes)}
 
 
 def change_count(total: np.ndarray, layout: Any) -> None:
