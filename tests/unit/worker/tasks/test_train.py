@@ -16,7 +16,7 @@ from csdctl.worker.compute.recipe import compile_model
 from csdctl.worker.group.communicator import SoloCommunicator
 from csdctl.worker.group.values import LinkLostError, PeerFaultError
 from csdctl.worker.process.errors import WorkerError
-from csdctl.worker.protocol.events import MAX_STEPS, STOPPED
+from csdctl.worker.protocol.events import MAX_STEPS, SAMPLES, STOPPED
 from csdctl.worker.protocol.recipe import Noise, ReduceOnPlateau
 from csdctl.worker.protocol.run_spec import RankSpec, RunSpec, Runtime
 from csdctl.worker.tasks import train
@@ -294,16 +294,43 @@ def test_run_ends_after_the_steps_that_it_may_take_in_all_epochs() -> None:
 
 
 class NotingGroup(PlayedGroup):
-    """Notes what a rank gives to a sum."""
+    """Notes what a rank gives to a sum, and which messages it sends and expects."""
 
     def __init__(self, task: Train, rank: int = 0, **options: Any) -> None:
         super().__init__(task, rank, **options)
         self.local[:] = 9.0  # of an earlier sum
         self.given: list[tuple[Any, Any]] = []
+        self.messages: list[tuple[int, Any, str]] = []
 
     def sum(self, vector: np.ndarray, expected: Any = None) -> np.ndarray:
         self.given.append((np.array(vector), expected))
         return super().sum(vector, expected)
+
+    def send(self, rank: int, content: Any, traffic_class: str) -> None:
+        self.messages.append((rank, content, traffic_class))
+
+    def receive(self, rank: int, max_bytes: int, traffic_class: str) -> bytes:
+        self.messages.append((rank, max_bytes, traffic_class))
+        return b""
+
+
+def test_rank_gives_its_own_samples_and_seconds_and_asks_nobody_to_stop() -> None:
+    """Rank 2 of the run, which is the second of a group without rank 1; only rank 0 may stop all."""
+    task = load_task(rank=2)
+    stopping: Any = SimpleNamespace(is_stopping=True, is_pausing=False)
+    task.orders = stopping
+    task.progress.regroup((0, 2))
+    num_steps = task.progress.segment.stop_step
+    group = NotingGroup(task, rank=1)
+    with pytest.raises(PeerFaultError, match="rank 0 sent no decision"):
+        run(task, group)  # at the end of the epoch
+    layout = task.layout
+    assert len(group.given) == num_steps
+    for vector, expected in group.given[:-1]:
+        assert vector[layout.count] == SIZES[2]
+        assert vector[layout.stop] == 0
+        assert [seconds > 0 for seconds in vector[layout.compute_s]] == [False, False, True]
+        assert expected is None  # rank 0 alone compares
 
 
 def test_rank_0_expects_of_each_rank_of_the_group_its_weighted_samples() -> None:
@@ -318,17 +345,47 @@ def test_rank_0_expects_of_each_rank_of_the_group_its_weighted_samples() -> None
     assert list(expected.counts) == [4.0, 6.0]
 
 
-@pytest.mark.parametrize("is_balanced", [True, False])
-def test_slow_rank_gets_fewer_samples_within_a_constant_global_batch(*, is_balanced: bool) -> None:
+def test_samples_of_a_rank_that_is_lost_go_from_rank_0_to_those_that_read_them_now() -> None:
+    """Ranks are then other ones in the group than in the run."""
+    host, csd1 = load_task(), load_task(rank=2)
+    expected = []
+    for task in (host, csd1):
+        task.progress.regroup((0, 2))
+    segment = host.progress.segment
+    for step in range(segment.stop_step):
+        share = segment.batch(step)[1]
+        if share.reassigned:
+            expected.append((share.reassigned, share.num_reassigned * (10 + 1) * 4))
+    host.reader.pack_reassigned = lambda spans: repr(tuple(spans)).encode()  # type: ignore[method-assign]
+    sending, receiving = NotingGroup(host), NotingGroup(csd1, rank=1)
+    run(host, sending)
+    with pytest.raises(PeerFaultError, match="rank 0 sent no decision"):
+        run(csd1, receiving)
+    assert expected
+    assert sending.messages == [(1, repr(spans).encode(), SAMPLES) for spans, _ in expected]
+    assert receiving.messages == [(0, num_bytes, SAMPLES) for _, num_bytes in expected]
+
+
+@pytest.mark.parametrize(
+    ("is_balanced", "limit", "sizes"),
+    [(False, None, (4, 2, 3)), (True, None, (6, 2, 1)), (True, 5, (5, 2, 2))],
+)
+def test_slow_rank_gets_fewer_samples_within_a_constant_global_batch(
+    *, is_balanced: bool, limit: int | None, sizes: tuple[int, ...]
+) -> None:
+    """No other gets more than its `limit`, which is what its memory holds."""
+
     def slow_down(total: np.ndarray, layout: Any) -> None:
         total[layout.compute_s] = 0.01, 0.0, 10.0
 
     task = load_task(epochs=8)
-    task.spec = dataclasses.replace(task.spec, is_balanced=is_balanced)
+    host, *nodes = task.spec.ranks
+    ranks = (dataclasses.replace(host, max_batch_size=limit), *nodes)
+    task.spec = dataclasses.replace(task.spec, is_balanced=is_balanced, ranks=ranks)
+    task.load()
     task.progress.regroup((0, 2))
     run(task, PlayedGroup(task, add=slow_down))
-    position = task.progress.position
-    assert position.batch_sizes == ({"0": 6, "1": 2, "2": 1} if is_balanced else {"0": 4, "1": 2, "2": 3})
+    assert task.progress.position.batch_sizes == {str(rank): size for rank, size in enumerate(sizes)}
 
 
 def change_count(total: np.ndarray, layout: Any) -> None:
