@@ -62,9 +62,6 @@ class TestPaths:
         monkeypatch.setenv("HOME", str(tmp_path / "home"))
         assert load_job(write(("data/train", "~/train"))).public_path == tmp_path / "home" / "train"
 
-    def test_name_is_the_file_name(self, write: Write) -> None:
-        assert load_job(write()).name == "job"
-
 
 class TestModelReferences:
     def test_keras_application_has_no_file(self, write: Write) -> None:

@@ -13,6 +13,7 @@ from csdctl.worker.data.prepared import PreparedSamples
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.recipe import LossTerm, Recipe
 from csdctl.worker.protocol.run_spec import DatasetSlice, RankSpec, Runtime
+from csdctl.worker.tasks.progress import Reporter
 from csdctl.worker.tasks.train import EVALUATION_BATCH, evaluate
 from tests.unit.worker.compute.built_models import keras
 
@@ -334,8 +335,8 @@ def test_validation_is_that_of_keras_evaluate(tmp_path: Path, *, is_weighted: bo
     import tensorflow as tf
 
     step = Step(model, recipe, (samples[:0], records[:0]), tf, keras())
-    me = RankSpec(0, "host", 8, Runtime(), None, None, 0, 0)
-    found = evaluate(step, PreparedSamples(part), me, progress_interval_s=3600.0)
+    reporter = Reporter(RankSpec(0, "host", 8, Runtime(), None, None, 0, 0))
+    found = evaluate(step, PreparedSamples(part), reporter, progress_interval_s=3600.0)
     assert found["validation_loss"] == pytest.approx(expected["loss"], rel=TOLERANCE)
     assert found["validation_accuracy"] == pytest.approx(expected["accuracy"], rel=TOLERANCE)
 

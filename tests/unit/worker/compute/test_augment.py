@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from csdctl.shipping.worker_zip import pack_code
-from csdctl.worker.compute.augment import Augmentation, try_augment
+from csdctl.worker.compute.user_code import Augmentation, try_augment
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.model_info import AugmentTrial
 from csdctl.worker.protocol.run_spec import UserCode

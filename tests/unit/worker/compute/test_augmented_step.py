@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from csdctl.worker.compute.augment import Augmentation
 from csdctl.worker.compute.backend import load_backend
 from csdctl.worker.compute.recipe import compile_model
 from csdctl.worker.compute.step import Step
+from csdctl.worker.compute.user_code import Augmentation
 from csdctl.worker.protocol.probe import ProbeRequest
 from csdctl.worker.protocol.recipe import Noise, Recipe
 from csdctl.worker.tasks.probe import measure

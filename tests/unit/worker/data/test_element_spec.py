@@ -5,8 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from csdctl.worker.data.arrays import as_labels, as_samples
-from csdctl.worker.data.element_spec import dtype_from_text, dtype_to_text, random_batch
+from csdctl.worker.data.arrays import as_labels, as_samples, dtype_from_text, dtype_to_text, random_batch
 from csdctl.worker.protocol.datasets import DatasetInfo
 
 FIELDS = json.dumps([["kind", "int32", [4]], ["age", "float32", []], ["sample_weight", "float32", []]])

@@ -171,21 +171,6 @@ def test_host_reads_reassigned_samples_as_their_own_rank_would(part: DatasetSlic
     assert np.array_equal(unpacked[1], labels)
 
 
-def test_samples_that_a_rank_has_not_read_are_those_that_the_host_reads_for_it(part: DatasetSlice) -> None:
-    ranks = (
-        RankSpec(0, "host", 8, Runtime(1), None, rows_from(part, 0, 40, 7), 0, 40),
-        RankSpec(1, "csd0", 8, Runtime(1), None, rows_from(part, 40, 60, 7), 0, 20, 40),
-    )
-    spec = RunSpec("run", "", "", Recipe(seed=7), ranks, part, None, "")
-    host, csd0 = (EpochReader(spec, rank) for rank in (0, 1))
-    for epoch in (1, 2):
-        for reader in (host, csd0):
-            reader.set_epoch(epoch)
-        before = csd0.read(Share(1, 8, 0, 0, 0, 8))[1].tolist()
-        after = host.read_reassigned([Span(1, 8, 20)])[1].tolist()
-        assert sorted(before + after) == rows_of(rows_from(part, 40, 60, 7), 60).tolist()
-
-
 def structured(directory: Path, num_rows: int = 40) -> DatasetSlice:
     """Write samples with two inputs, and labels of two outputs with weights, as wide as users give them."""
     samples = np.zeros(num_rows, [("a", "f4", (2,)), ("b", "i8")])
@@ -240,32 +225,10 @@ def test_samples_without_labels_are_sent_and_cut_too(tmp_path: Path) -> None:
     assert np.load(sent[1].source).shape == (len(np.load(sent[0].source)), 0)
 
 
-def test_shards_of_structured_arrays_are_cut_by_rows(tmp_path: Path) -> None:
-    part = structured(tmp_path / "prepared", 50)
-    hashes = {"images_sha256": part.images_sha256, "labels_sha256": part.labels_sha256}
-    public = DatasetInfo("prepared", 50, (), "", (), 49, "fingerprint", **hashes)
-    placed = place_shards([RankLoad("host", 20), RankLoad("csd0", 4)], 50)
-    job = Job(tmp_path / "job.yaml", "model.keras", {}, tmp_path, None, None, Recipe(seed=9))
-    cut = cut_shards(placed, public, job, ProjectDirectory(tmp_path))["csd0"]
-    rows = rows_of(rows_from(part, placed[1].public_start, placed[1].public_stop, seed=9), 50)
-    for file, whole in zip(cut, (part.images, part.labels), strict=True):
-        assert np.array_equal(np.load(file.source), np.load(whole)[rows])
-
-
 def test_evaluation_reads_all_samples_in_order(part: DatasetSlice) -> None:
     batches = [labels.tolist() for _, labels in PreparedSamples(part).batches(25)]
     assert [len(batch) for batch in batches] == [25, 25, 10]
     assert list(chain(*batches)) == list(range(60))
-
-
-def test_slice_without_a_stop_selects_all_rows() -> None:
-    assert rows_of(DatasetSlice("", ""), 5).tolist() == [0, 1, 2, 3, 4]
-
-
-def test_arrays_are_mapped_not_loaded(part: DatasetSlice) -> None:
-    for array in open_arrays(part.images, part.labels):
-        assert isinstance(array, np.memmap)
-        assert array.mode == "r"
 
 
 def test_tilde_in_a_path_is_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

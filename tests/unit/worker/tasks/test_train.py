@@ -13,15 +13,14 @@ import pytest
 from csdctl.worker.compute.backend import load_backend
 from csdctl.worker.compute.model import hash_weights
 from csdctl.worker.compute.recipe import compile_model
-from csdctl.worker.group.communicator import SoloCommunicator
-from csdctl.worker.group.values import LinkLostError, PeerFaultError
+from csdctl.worker.group.communicator import Communicator
+from csdctl.worker.group.values import LinkLostError, PeerFaultError, decode_value, encode_value
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.events import STOPPED
 from csdctl.worker.protocol.recipe import Noise, ReduceOnPlateau
 from csdctl.worker.protocol.run_spec import RankSpec, RunSpec, Runtime
 from csdctl.worker.tasks.checkpointer import LAST_MODEL
-from csdctl.worker.tasks.progress import EpochTotals, RunProgress
-from csdctl.worker.tasks.reporter import Reporter
+from csdctl.worker.tasks.progress import EpochTotals, Reporter, RunProgress
 from csdctl.worker.tasks.task import FINISHED, Group, TaskContext
 from csdctl.worker.tasks.train import Train
 from csdctl.worker.tasks.verify import draw_samples
@@ -102,7 +101,10 @@ class PlayedGroup:
     def find_not_finite(self) -> list[int]:
         return self._not_finite
 
-    def allgather(self, value: Any, check: Callable[[Any], Any]) -> list[Any]:
+    def allgather(self, value: Any, hint: Any) -> list[Any]:
+        def check(answer: Any) -> Any:
+            return decode_value(hint, encode_value(answer))
+
         self.asked.append(value)
         others = (rank for rank in range(self.size) if rank != self.rank)
         return [check(value), *(check(self._answer(rank, value)) for rank in others)]
@@ -133,7 +135,7 @@ def load_task(rank: int = 0, directory: Path | None = None, **changes: Any) -> T
     )
     step = make_step(Row(dense, TABLE, NUMBERS, recipe), *load_backend())
     me = ranks[rank]
-    task = RandomTrain(TaskContext(spec, me, RunProgress(spec), Reporter(spec, me), NO_ORDERS, step))
+    task = RandomTrain(TaskContext(spec, me, RunProgress(spec), Reporter(me), NO_ORDERS, step))
     task.load()
     task.progress.regroup((0, 1, 2))
     return task
@@ -157,7 +159,7 @@ def run(task: Train, group: PlayedGroup) -> Any:
 def test_right_sums_are_applied() -> None:
     task = load_task()
     before = weights_of(task)
-    assert run(task, PlayedGroup(task)) is FINISHED
+    assert run(task, PlayedGroup(task)) == FINISHED
     assert task.progress.position.total_steps == NUM_STEPS
     assert not np.array_equal(before[0], weights_of(task)[0])
 
@@ -239,7 +241,7 @@ def test_run_that_is_stopped_within_an_epoch_continues_from_there(tmp_path: Path
     task = load_task(directory=tmp_path)
     stopping: Any = SimpleNamespace(is_stopping=True, is_pausing=False)
     task.orders = stopping
-    assert run(task, PlayedGroup(task)).reason == STOPPED
+    assert run(task, PlayedGroup(task)) == STOPPED
     again = load_task(directory=tmp_path)
     assert again.progress.position == task.progress.position
     assert again.progress.position.step == 1
@@ -266,7 +268,7 @@ def test_sum_that_cannot_be_is_not_applied(add: Callable[[np.ndarray, Any], None
 
 def test_other_ranks_do_what_rank_0_asks_and_refuse_a_wrong_count() -> None:
     task = load_task(rank=1)
-    assert run(task, PlayedGroup(task, rank=1, add=change_stop)).reason == STOPPED
+    assert run(task, PlayedGroup(task, rank=1, add=change_stop)) == STOPPED
     task = load_task(rank=1)
     with pytest.raises(WorkerError, match="the sum over the ranks is of 10 samples, expected 9"):
         run(task, PlayedGroup(task, rank=1, add=change_count))
@@ -388,10 +390,10 @@ def hash_of_a_run_alone(noise: Noise | None) -> str:
     keras = load_backend()[1]
     recipe = compile_model(dense(keras), dataclasses.replace(SQUARES, epochs=1), keras)
     spec = RunSpec("run", "", "", recipe, (me,), None, None, "", num_checkpoints=0, noise=noise)
-    task = PrivateTrain(TaskContext(spec, me, RunProgress(spec), Reporter(spec, me), NO_ORDERS))
+    task = PrivateTrain(TaskContext(spec, me, RunProgress(spec), Reporter(me), NO_ORDERS))
     task.load()
     task.progress.regroup((0,))
-    task.run(Group(1, (0,), SoloCommunicator(np.zeros(task.num_elements, np.float32))))
+    task.run(Group(1, (0,), Communicator(np.zeros(task.num_elements, np.float32))))
     assert task.step.has_noise is (noise is not None)
     return hash_weights(task.step.model)
 

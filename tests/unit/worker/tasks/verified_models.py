@@ -208,19 +208,6 @@ def steep(keras: Any) -> Any:
     return keras.Model(inputs, layers.Dense(1)(x))
 
 
-def mobile_net(keras: Any) -> Any:
-    return keras.applications.MobileNetV3Small(
-        (32, 32, 3), alpha=0.35, minimalistic=False, weights=None, classes=5, include_preprocessing=True
-    )
-
-
-def frozen_base(keras: Any) -> Any:
-    base = residual_with_batch_norm(keras)
-    base.trainable = False
-    inputs = keras.Input((16, 16, 3))
-    return keras.Model(inputs, keras.layers.Dense(5, activation="softmax")(base(inputs, training=False)))
-
-
 def two_outputs(keras: Any) -> Any:
     layers = keras.layers
     inputs = keras.Input((16, 16, 3))
@@ -255,18 +242,6 @@ def coupled_and_masked(keras: Any) -> Any:
     inputs = keras.Input((12,), dtype="int32")
     x = layers.LSTM(8, return_sequences=True)(layers.Embedding(40, 8, mask_zero=True)(inputs))
     return keras.Model(inputs, layers.Dense(5, activation="softmax")(Centred()(x)))
-
-
-def masked_with_coupled_loss(keras: Any) -> Any:
-    """The loss of a sample is weighted by the others'."""
-
-    def weighted(targets: Any, predictions: Any) -> Any:
-        losses = keras.losses.sparse_categorical_crossentropy(targets, predictions)
-        return losses * keras.ops.softmax(losses, axis=0)
-
-    model = masked(keras)
-    model.compile("sgd", weighted)
-    return model
 
 
 def segmented(keras: Any) -> Any:
@@ -339,7 +314,6 @@ ROWS = {
     "dropout": Row(with_dropout, reasons=("dropout", "spatial_dropout2d")),
     "augmentation": Row(with_augmentation, reasons=("random numbers in", "random_zoom")),
     "batch norm": Row(residual_with_batch_norm, reasons=("batch_normalization",)),
-    "batch norm frozen": Row(frozen_base),
     "LSTM": Row(recurrent, TOKENS, NUMBERS, BINARY),
     "GRU with dropout": Row(recurrent_with_dropout, SERIES, NUMBERS, SQUARES, reasons=("gru",)),
     "transformer": Row(transformer, TOKENS, reasons=("dropout",)),
@@ -350,28 +324,17 @@ ROWS = {
     "masked time steps": Row(masked, TOKENS, TAGS),
     "coupled samples": Row(coupled, TABLE, NUMBERS, SQUARES, reasons=COUPLED),
     "coupled samples, masked": Row(coupled_and_masked, TOKENS, TAGS, reasons=COUPLED),
-    "coupled loss, masked": Row(masked_with_coupled_loss, TOKENS, TAGS, reasons=COUPLED),
     "loss of a whole batch": Row(segmented, labels=np.zeros((0, 16, 16, 1), np.float32), reasons=COUPLED),
     "loss summed by fit": Row(with_summed_loss, TABLE, NUMBERS, SQUARES),
-    "a class as input": Row(with_class_as_input, TABLE_AND_KIND, NO_LABELS, ranges={"kind": ([0.0], [3.0])}),
-    "table, normalized": Row(normalized, TABLE, NUMBERS, BINARY, ranges={"": ([200.0] * 10, [280.0] * 10)}),
+    "a class as input": Row(with_class_as_input, TABLE_AND_KIND, NO_LABELS, ranges={"kind": ((0.0, 3.0),)}),
+    "table, normalized": Row(normalized, TABLE, NUMBERS, BINARY, ranges={"": ((200.0, 280.0),) * 10}),
     "siamese": Row(siamese, PAIRS, NUMBERS, BINARY),
     "all weights 0": Row(zero_weights, TABLE),
     "tiny gradients": Row(tiny_gradients, TABLE, NUMBERS, SQUARES),
     "large gradients": Row(large_gradients, TABLE, NUMBERS, SQUARES),
     "steep": Row(steep, TABLE, NUMBERS, SQUARES, compared_in="float64"),
     "bfloat16 convolutions": Row(convolutions, policy=BF16),
-    "bfloat16 batch norm": Row(residual_with_batch_norm, policy=BF16, reasons=("batch_normalization",)),
-    "bfloat16 regularized": Row(regularized, TABLE, NUMBERS, SQUARES, policy=BF16),
-    "bfloat16 transformer": Row(transformer, TOKENS, policy=BF16, reasons=("dropout",)),
-    "bfloat16 LSTM": Row(recurrent, TOKENS, NUMBERS, BINARY, policy=BF16),
     "float16 convolutions": Row(convolutions, policy=F16),
-    "float16 attention": Row(attention_without_dropout, SERIES, NUMBERS, SQUARES, policy=F16),
-    "MobileNetV3Small": Row(
-        mobile_net,
-        np.zeros((0, 32, 32, 3), np.uint8),
-        reasons=("random numbers in dropout", "normalization by the batch in conv_bn"),
-    ),
 }
 
 
