@@ -78,10 +78,10 @@ def sha256(path: Path) -> str:
 
 
 def slice_of(directory: Path | str, **settings: Any) -> DatasetSlice:
-    """Return the samples and labels in a directory, as they are now."""
+    """Return the samples and labels in a directory, as they are now; a file may be missing."""
     paths = [Path(directory, f"{name}.npy") for name in ("images", "labels")]
-    hashes = {"images_sha256": sha256(paths[0]), "labels_sha256": sha256(paths[1])}
-    return DatasetSlice(*map(str, paths), **hashes, **settings)
+    hashes = [sha256(path) if path.exists() else "" for path in paths]
+    return DatasetSlice(*map(str, paths), images_sha256=hashes[0], labels_sha256=hashes[1], **settings)
 
 
 def extract_spec(directory: Path, *layers: Any, weights: list[Any] | None = None) -> ExtractSpec:

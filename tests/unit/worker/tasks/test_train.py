@@ -1,5 +1,6 @@
 """The training loop: what sums and answers of the other ranks it does not act on, and the noise it adds."""
 
+import contextlib
 import dataclasses
 import json
 from collections.abc import Callable
@@ -173,36 +174,40 @@ def rate_of(task: Train) -> float:
     return float(np.asarray(task.step.optimizer.learning_rate.value))
 
 
+def rates_of(task: Train, then: Callable[[list[float]], None] = lambda rates: None) -> list[float]:
+    """Run the task, with `then` called in each step; return the learning rate of each."""
+    rates: list[float] = []
+
+    def note(total: np.ndarray, layout: Any) -> None:
+        rates.append(rate_of(task))
+        then(rates)
+
+    with contextlib.suppress(LinkLostError):
+        run(task, PlayedGroup(task, add=note))
+    return rates
+
+
 def test_learning_rate_follows_the_global_batch_when_a_node_is_lost() -> None:
     """Linear scaling: lr · N / B of the recipe, where N are the samples of the ranks that are left."""
     task = load_task(learning_rate=0.01, reference_batch=3)
-    rates: list[float] = []
 
-    def lose_csd1_in_the_second_step(total: np.ndarray, layout: Any) -> None:
-        rates.append(rate_of(task))
+    def lose_csd1_in_the_second_step(rates: list[float]) -> None:
         if len(rates) == 2:
             raise LinkLostError
 
-    with pytest.raises(LinkLostError):
-        run(task, PlayedGroup(task, add=lose_csd1_in_the_second_step))
-    assert rates == pytest.approx([0.01 * 9 / 3] * 2)
+    assert rates_of(task, lose_csd1_in_the_second_step) == pytest.approx([0.01 * 9 / 3] * 2)
     task.progress.regroup((0, 1))
-    run(task, PlayedGroup(task, add=lambda total, layout: rates.append(rate_of(task))))
-    assert len(rates) > 2
-    assert rates[2:] == pytest.approx([0.01 * 6 / 3] * len(rates[2:]))
+    rates = rates_of(task)
+    assert rates
+    assert rates == pytest.approx([0.01 * 6 / 3] * len(rates))
 
 
 def test_learning_rate_does_not_fall_in_a_last_step_that_has_fewer_samples() -> None:
     """Such a step takes the mean of fewer samples, at the rate of the whole epoch."""
     task = load_task(learning_rate=0.01, reference_batch=3)
     task.progress.change_batch_sizes({0: 6, 1: 3, 2: 4})
-    rates, samples = [], []
-
-    def note(total: np.ndarray, layout: Any) -> None:
-        rates.append(rate_of(task))
-        samples.append(task.progress.global_samples)
-
-    run(task, PlayedGroup(task, add=note))
+    samples: list[int] = []
+    rates = rates_of(task, lambda _: samples.append(task.progress.global_samples))
     assert samples == [13, 5]
     assert rates == pytest.approx([0.01 * 13 / 3] * 2)
 
@@ -212,18 +217,14 @@ def test_learning_rate_follows_a_schedule_over_the_steps_of_all_epochs() -> None
     halving = keras.optimizers.schedules.ExponentialDecay(0.08, 1, 0.5)
     schedule = json.dumps(keras.optimizers.schedules.serialize(halving))
     task = load_task(learning_rate=0.08, reference_batch=9, epochs=2, schedule=schedule)
-    rates: list[float] = []
-    run(task, PlayedGroup(task, add=lambda total, layout: rates.append(rate_of(task))))
-    assert rates == pytest.approx([0.08, 0.04, 0.02, 0.01])
+    assert rates_of(task) == pytest.approx([0.08, 0.04, 0.02, 0.01])
 
 
 def test_learning_rate_is_reduced_from_the_epoch_on_that_follows_a_plateau() -> None:
     plateau = ReduceOnPlateau("loss", patience=1, factor=0.5, min_delta=1e9)
     task = load_task(learning_rate=0.01, reference_batch=9, epochs=4, reduce_on_plateau=plateau)
-    rates: list[float] = []
-    run(task, PlayedGroup(task, add=lambda total, layout: rates.append(rate_of(task))))
     factors = [1.0, 1.0, 0.5, 0.25]
-    assert rates == pytest.approx([0.01 * factor for factor in factors for _ in range(NUM_STEPS)])
+    assert rates_of(task) == pytest.approx([0.01 * factor for factor in factors for _ in range(NUM_STEPS)])
 
 
 def test_epoch_is_not_ended_twice_when_a_run_continues_from_its_checkpoint(tmp_path: Path) -> None:
@@ -389,16 +390,6 @@ def change_stop(total: np.ndarray, layout: Any) -> None:
     total[layout.stop] = 1
 
 
-@pytest.mark.parametrize("add", [change_count, change_stop])
-def test_sum_that_cannot_be_is_not_applied(add: Callable[[np.ndarray, Any], None]) -> None:
-    task = load_task()
-    before = weights_of(task)
-    with pytest.raises(WorkerError, match="the sum over the ranks is of .* samples, expected 9") as raised:
-        run(task, PlayedGroup(task, add=add))
-    assert "--collective star" in raised.value.remedy
-    assert_nothing_applied(task, before)
-
-
 def test_other_ranks_do_what_rank_0_asks_and_refuse_a_wrong_count() -> None:
     task = load_task(rank=1)
     assert run(task, PlayedGroup(task, rank=1, add=change_stop)) == STOPPED
@@ -414,22 +405,31 @@ def without_number(value: float) -> Callable[[np.ndarray, Any], None]:
     return change
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_rank_whose_gradient_is_not_finite_is_at_fault(value: float) -> None:
-    task = load_task()
-    before = weights_of(task)
-    with pytest.raises(PeerFaultError, match="rank 1 sent a gradient that is not finite") as raised:
-        run(task, PlayedGroup(task, add=without_number(value), not_finite=(1,)))
-    assert raised.value.rank == 1
-    assert_nothing_applied(task, before)
+WRONG_SUM = r"the sum over the ranks is of \d+ samples, expected 9"
+NOT_FINITE = "rank 1 sent a gradient that is not finite"
+NOT_APPLIED: dict[str, tuple[Any, tuple[int, ...], type[Exception], str, str]] = {
+    "another count": (change_count, (), WorkerError, WRONG_SUM, "--collective star"),
+    "a stop": (change_stop, (), WorkerError, WRONG_SUM, "--collective star"),
+    "nan": (without_number(np.nan), (1,), PeerFaultError, NOT_FINITE, ""),
+    "infinity": (without_number(np.inf), (1,), PeerFaultError, NOT_FINITE, ""),
+    "most ranks": (
+        *(without_number(np.nan), (1, 2), WorkerError),
+        "the gradient overflowed in epoch 1, step 1",
+        "learning_rate",
+    ),
+}
 
 
-def test_gradient_that_is_not_finite_on_most_ranks_is_a_training_that_diverges() -> None:
+@pytest.mark.parametrize("case", NOT_APPLIED)
+def test_sum_that_cannot_be_is_not_applied(case: str) -> None:
+    """One rank whose gradient is not finite is at fault; of most ranks, the training diverges."""
+    add, not_finite, kind, message, remedy = NOT_APPLIED[case]
     task = load_task()
     before = weights_of(task)
-    with pytest.raises(WorkerError, match="the gradient overflowed in epoch 1, step 1") as raised:
-        run(task, PlayedGroup(task, add=without_number(np.nan), not_finite=(1, 2)))
-    assert "learning_rate" in raised.value.remedy
+    with pytest.raises(kind, match=message) as raised:
+        run(task, PlayedGroup(task, add=add, not_finite=not_finite))
+    assert remedy in getattr(raised.value, "remedy", "")
+    assert getattr(raised.value, "rank", 1) == 1
     assert_nothing_applied(task, before)
 
 
@@ -475,18 +475,20 @@ def with_other_weights(*ranks: int) -> Callable[[int, Any], Any]:
     return answer
 
 
-def test_rank_with_other_weights_is_at_fault() -> None:
+@pytest.mark.parametrize(
+    ("ranks", "kind", "message"),
+    [
+        ((2,), PeerFaultError, "rank 2 has other weights than rank 0 after epoch 1"),
+        ((1, 2), WorkerError, "the weights of csd0, csd1 differ from rank 0's"),
+    ],
+)
+def test_rank_with_other_weights_is_at_fault_and_most_of_them_end_the_run(
+    ranks: tuple[int, ...], kind: type[Exception], message: str
+) -> None:
     task = load_task()
-    with pytest.raises(PeerFaultError, match="rank 2 has other weights than rank 0 after epoch 1") as raised:
-        run(task, PlayedGroup(task, answer=with_other_weights(2)))
-    assert raised.value.rank == 2
-    assert task.progress.position.epoch == 1
-
-
-def test_run_ends_when_most_ranks_have_other_weights() -> None:
-    task = load_task()
-    with pytest.raises(WorkerError, match="the weights of csd0, csd1 differ from rank 0's"):
-        run(task, PlayedGroup(task, answer=with_other_weights(1, 2)))
+    with pytest.raises(kind, match=message) as raised:
+        run(task, PlayedGroup(task, answer=with_other_weights(*ranks)))
+    assert getattr(raised.value, "rank", 2) == 2
     assert task.progress.position.epoch == 1
 
 
