@@ -148,12 +148,15 @@ Parts = Array | dict[str, Array]
 class Augmentation:
     """The function of one rank."""
 
-    def __init__(self, reference: str, seed: int) -> None:
-        """Find the function `FILE.py:NAME` in the job's code; raises WorkerError, exit code 2, without it."""
+    def __init__(self, reference: str, seed: int, *, is_public: bool = False) -> None:
+        """Find the function `FILE.py:NAME` in the job's code; raises WorkerError, exit code 2, without it.
+
+        `is_public`: all of its samples are, so that what it raises may be shown.
+        """
         path, _, name = reference.rpartition(":")
         self.name = f"{Path(path).name}:{name}"
         self._function = load_function(reference)
-        self._seed = seed
+        self._seed, self._is_public = seed, is_public
 
     def __call__(
         self, samples: Array, labels: Array, step: int, rank: int, num_single: int = 0
@@ -161,22 +164,24 @@ class Augmentation:
         """Return as many samples and labels, with the same shapes and types.
 
         The first `num_single` samples are passed one by one: with noise, no sample may depend on another.
-        Raises WorkerError if the function fails or returns something else; it names no value of a sample.
+        Raises WorkerError if the function fails or returns something else; it names no value of a private
+        sample.
         """
         try:
-            return self.apply(samples, labels, step, rank, num_single)
+            return self._apply(samples, labels, step, rank, num_single)
         except WorkerError:
             raise
         except BaseException as error:
-            traceback.print_exc()  # to the rank's log: the message may contain values of private samples
-            raise self._error(
-                f"fails: {type(error).__name__}; its message is in the rank's log", TRY_IT
-            ) from None
+            if self._is_public:
+                problem = f"fails with {len(samples)} samples: {describe(error)}"
+            else:
+                traceback.print_exc()  # to the rank's log: the message may contain values of samples
+                problem = f"fails: {type(error).__name__}; its message is in the rank's log"
+            raise self._error(problem, TRY_IT) from None
 
-    def apply(
-        self, samples: Array, labels: Array, step: int, rank: int, num_single: int = 0
+    def _apply(
+        self, samples: Array, labels: Array, step: int, rank: int, num_single: int
     ) -> tuple[Array, Array]:
-        """Do the same; what the function raises passes."""
         seed = [self._seed, step, rank, _AUGMENT]
         parts = [slice(number, number + 1) for number in range(num_single)]
         changed = [self._call(samples[one], labels[one], [*seed, number]) for number, one in enumerate(parts)]
@@ -276,7 +281,7 @@ def try_augment(spec: AugmentTrial) -> AugmentTried:
     labels of the same form, or other ones when a step is repeated.
     """
     import_packed(spec.code.archive, spec.code.modules)
-    augmentation = Augmentation(spec.reference, spec.seed)
+    augmentation = Augmentation(spec.reference, spec.seed, is_public=True)
     samples, labels = open_arrays(f"{spec.directory}/images.npy", f"{spec.directory}/labels.npy")
     samples, labels = samples[:NUM_SAMPLES], as_labels(labels[:NUM_SAMPLES])
     for size in dict.fromkeys((len(samples), 1)):
@@ -287,7 +292,7 @@ def try_augment(spec: AugmentTrial) -> AugmentTried:
 
 def _try_step(augmentation: Augmentation, batch: Batch, step: int) -> None:
     # Ranks compute the steps of a group in order, a rank that is restarted one of them alone.
-    first, _, again = (_guard(augmentation, batch, one) for one in (step, step + 1, step))
+    first, _, again = (augmentation(*batch, one, 0) for one in (step, step + 1, step))
     if not all(map(_is_same, first, again)):
         raise WorkerError(
             f"{augmentation.name} returns something else when it is called again with the same rng: "
@@ -296,20 +301,6 @@ def _try_step(augmentation: Augmentation, batch: Batch, step: int) -> None:
             "`seed=rng.integers(2**31, size=2)`",
             exit_code=2,
         )
-
-
-def _guard(augmentation: Augmentation, batch: Batch, step: int) -> Batch:
-    """Call the function; of its errors with public samples all may be shown."""
-    try:
-        return augmentation.apply(*batch, step, 0)
-    except WorkerError:
-        raise
-    except BaseException as error:
-        raise WorkerError(
-            f"{augmentation.name} fails with {len(batch[0])} samples: {describe(error)}",
-            remedy=TRY_IT,
-            exit_code=2,
-        ) from None
 
 
 def _is_same(first: Array, second: Array) -> bool:

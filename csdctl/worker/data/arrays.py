@@ -14,6 +14,7 @@ import numpy as np
 
 from csdctl.worker.data.file_hash import hash_file, open_regular, state_of
 from csdctl.worker.process.errors import WorkerError
+from csdctl.worker.process.files import sync_file
 from csdctl.worker.protocol.datasets import DatasetDigest, DatasetInfo
 
 Array = np.ndarray[Any, Any]
@@ -141,6 +142,15 @@ def read_array_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[
     if any(type(size) is not int or size < 0 for size in shape) or dtype.hasobject:
         raise ValueError(f"expected an array of samples, found {dtype} of shape {shape}")
     return shape, is_fortran, dtype
+
+
+def save_arrays(path: Path, arrays: Mapping[str, Any]) -> None:
+    """Write an uncompressed .npz: to a temporary file, synced, renamed."""
+    aside = path.with_name(f".part-{path.name}")
+    with aside.open("wb") as file:
+        np.savez(file, **arrays)
+        sync_file(file)
+    os.replace(aside, path)
 
 
 def map_array(path: str | Path) -> Array:

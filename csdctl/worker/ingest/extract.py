@@ -87,9 +87,14 @@ def extract(
     parts: list[DatasetInfo] = []
     num_computed = 0
     for number, one in enumerate(sources):
-        done = _Counter(sum(sizes[:number]), sum(sizes), on_progress)
-        parts.append(_extract(one, load, limits, done.note))
-        num_computed += sizes[number] - done.first if done.first is not None else 0
+        before, done = sum(sizes[:number]), list[int]()
+
+        def note(progress: PrepareProgress, before: int = before, done: list[int] = done) -> None:
+            done.append(progress.num_done)
+            on_progress(PrepareProgress(before + progress.num_done, sum(sizes)))
+
+        parts.append(_extract(one, load, limits, note))
+        num_computed += done[-1] - done[0] if done else 0
     return Extracted(tuple(parts), num_computed)
 
 
@@ -101,21 +106,6 @@ def of_sources(spec: ExtractSpec) -> list[ExtractSpec]:
         dataclasses.replace(spec, source=source, augmented=spec.augmented if number < num_training else None)
         for number, source in enumerate(sources)
     ]
-
-
-@dataclasses.dataclass
-class _Counter:
-    """The progress of one source as that of all."""
-
-    before: int
-    total: int
-    on_progress: Callable[[PrepareProgress], None]
-    first: int | None = None
-    """Samples that were there before; None: all."""
-
-    def note(self, progress: PrepareProgress) -> None:
-        self.first = progress.num_done if self.first is None else self.first
-        self.on_progress(PrepareProgress(self.before + progress.num_done, self.total))
 
 
 def _extract(

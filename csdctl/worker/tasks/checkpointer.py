@@ -24,7 +24,7 @@ import numpy as np
 
 from csdctl.worker.compute.forward import assemble
 from csdctl.worker.compute.step import Step
-from csdctl.worker.data.arrays import Array
+from csdctl.worker.data.arrays import Array, save_arrays
 from csdctl.worker.data.schedule import OwnSamples
 from csdctl.worker.process.errors import WorkerError, describe
 from csdctl.worker.process.files import DAMAGED_ARCHIVE, BoundedFile, open_private, sync_directory
@@ -115,12 +115,7 @@ class Checkpoints:
         """Write a checkpoint and remove those that are no longer kept; raises OSError."""
         self.directory.mkdir(parents=True, exist_ok=True)
         path = self.directory / f"step-{position.total_steps:08d}.npz"
-        aside = self.directory / f".part-{path.name}"
-        with aside.open("wb") as file:
-            np.savez(file, state=packed)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(aside, path)
+        save_arrays(path, {"state": packed})
         sync_directory(self.directory)
         if is_best:
             (self.directory / "best.json").write_text(json.dumps({"checkpoint": path.name}))

@@ -7,7 +7,7 @@ import os
 import queue
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, TextIO
@@ -16,12 +16,13 @@ import numpy as np
 
 from csdctl.worker.compute.backend import load_backend
 from csdctl.worker.compute.forward import BatchedPass, feature_pass
-from csdctl.worker.compute.model import load
+from csdctl.worker.compute.model import hash_weights, load
 from csdctl.worker.compute.step import Step
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.data.prepared import EpochReader, SyntheticReader
 from csdctl.worker.group.communicator import Communicator
-from csdctl.worker.protocol.json_codec import ProtocolError
+from csdctl.worker.process.errors import WorkerError
+from csdctl.worker.protocol.json_codec import ProtocolError, Sha256
 from csdctl.worker.protocol.orders import (
     FormGroup,
     PauseAtEpochEnd,
@@ -210,6 +211,20 @@ class ModelTask:
                 is_keras=self.is_root,
             )
         return self._extractor.run(samples)
+
+    def share_hash(self, communicator: Communicator) -> tuple[str, list[int]]:
+        """Return the hash of the weights, and the ranks of the group that have another than rank 0."""
+        weights_hash = hash_weights(self.summed.model)
+        hashes = communicator.allgather(weights_hash, Sha256)
+        return weights_hash, [rank for rank, found in enumerate(hashes) if found != hashes[0]]
+
+    def other_weights(self, when: str, ranks: Iterable[int]) -> WorkerError:
+        """Return the error for ranks of the run that have other weights than rank 0."""
+        nodes = ", ".join(self.spec.ranks[rank].node for rank in ranks)
+        return WorkerError(
+            f"after {when} the weights of {nodes} differ from rank 0's",
+            remedy="check for failing memory or different TensorFlow versions: `csdctl discover`",
+        )
 
     def load_model(self) -> Any:
         """Return the run's model, compiled."""

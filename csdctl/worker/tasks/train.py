@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from csdctl.worker.compute.keras_internals import find_smallest_embedding
-from csdctl.worker.compute.model import hash_weights
 from csdctl.worker.compute.recipe import learning_rate, make_schedule
 from csdctl.worker.compute.step import Step, Sums, add_sums
 from csdctl.worker.data.arrays import Array
@@ -31,7 +30,7 @@ from csdctl.worker.protocol.events import (
     Evaluating,
     Rebalanced,
 )
-from csdctl.worker.protocol.json_codec import Sha256, from_dict
+from csdctl.worker.protocol.json_codec import from_dict
 from csdctl.worker.protocol.run_spec import ELEMENT_SPEC
 from csdctl.worker.tasks.balancer import Balancer
 from csdctl.worker.tasks.callbacks import Decision, after_epoch, check_monitors
@@ -105,17 +104,12 @@ class Train(ModelTask):
         epoch = self.progress.position.epoch
         if not all(np.isfinite(weights).all() for weights in self.step.model.get_weights()):
             raise WorkerError(f"the weights are no longer finite after epoch {epoch}", remedy=DIVERGED)
-        weights_hash = hash_weights(self.summed.model)
-        hashes = communicator.allgather(weights_hash, Sha256)
-        different = [rank for rank, found in enumerate(hashes) if found != hashes[0]]
+        weights_hash, different = self.share_hash(communicator)
         if is_minority(different, communicator.size):
             raise PeerFaultError(different[0], f"has other weights than rank 0 after epoch {epoch}")
         if different:
-            nodes = [self.spec.ranks[self.progress.segment.shares[rank].rank].node for rank in different]
-            raise WorkerError(
-                f"after epoch {epoch} the weights of {', '.join(nodes)} differ from rank 0's",
-                remedy="check for failing memory or different TensorFlow versions: `csdctl discover`",
-            )
+            shares = self.progress.segment.shares
+            raise self.other_weights(f"epoch {epoch}", (shares[rank].rank for rank in different))
         return weights_hash
 
     def _run_epoch(self, communicator: Communicator) -> str:

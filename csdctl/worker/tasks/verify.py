@@ -17,7 +17,6 @@ from typing import Annotated, Any
 import numpy as np
 
 from csdctl.worker.compute.keras_internals import find_smallest_embedding
-from csdctl.worker.compute.model import hash_weights
 from csdctl.worker.compute.split import SplitStep, micro_batch_size
 from csdctl.worker.data.arrays import Array, fields_of
 from csdctl.worker.group.communicator import Communicator
@@ -26,7 +25,7 @@ from csdctl.worker.process.errors import WorkerError, describe
 from csdctl.worker.process.output import emit
 from csdctl.worker.protocol.datasets import SAMPLE_WEIGHT
 from csdctl.worker.protocol.events import STATE, VERIFIED, Verified
-from csdctl.worker.protocol.json_codec import MaxLength, Sha256
+from csdctl.worker.protocol.json_codec import MaxLength
 from csdctl.worker.tasks.reference import (
     ExactSum,
     Reference,
@@ -161,7 +160,9 @@ class Verify(ModelTask):
         self._ranges = communicator.allgather(self._find_ranges() if self.is_root else {}, Ranges)[0]
         self._start = Snapshot(self.whole_model.variables)
         verified = self._take_step(communicator)
-        self._check_weights(communicator)
+        self._weights_hash, different = self.share_hash(communicator)
+        if different:
+            raise self.other_weights("one step", different)
         if verified:
             emit(replace(verified, weights_hash=self._weights_hash))
         return VERIFIED
@@ -272,16 +273,6 @@ class Verify(ModelTask):
     def _make_reference(self) -> Reference:
         seed = self.spec.recipe.seed
         return Reference(self.step, seed, self.spec.ranks, self._sizes, self._draw, self.me.weight)
-
-    def _check_weights(self, communicator: Communicator) -> None:
-        self._weights_hash = hash_weights(self.summed.model)
-        hashes = communicator.allgather(self._weights_hash, Sha256)
-        if different := [rank for rank, found in enumerate(hashes) if found != hashes[0]]:
-            nodes = ", ".join(self.spec.ranks[rank].node for rank in different)
-            raise WorkerError(
-                f"after one step the weights of {nodes} differ from rank 0's",
-                remedy="check for failing memory or different TensorFlow versions: `csdctl discover`",
-            )
 
 
 def _gather(communicator: Communicator, vector: Array) -> Iterator[Array]:
