@@ -46,16 +46,10 @@ class Row:
 
 def convolutions(keras: Any) -> Any:
     layers = keras.layers
-    return keras.Sequential(
-        [
-            keras.Input((16, 16, 3)),
-            layers.Conv2D(8, 3, activation="relu"),
-            layers.MaxPooling2D(),
-            layers.Conv2D(16, 3, activation="relu"),
-            layers.GlobalAveragePooling2D(),
-            layers.Dense(5, activation="softmax", dtype="float32"),
-        ]
-    )
+    inner = [layers.Conv2D(8, 3, activation="relu"), layers.MaxPooling2D()]
+    inner += [layers.Conv2D(16, 3, activation="relu"), layers.GlobalAveragePooling2D()]
+    last = layers.Dense(5, activation="softmax", dtype="float32")
+    return keras.Sequential([keras.Input((16, 16, 3)), *inner, last])
 
 
 def with_dropout(keras: Any) -> Any:
@@ -72,16 +66,9 @@ def with_dropout(keras: Any) -> Any:
 
 def with_augmentation(keras: Any) -> Any:
     layers = keras.layers
-    augmentation = keras.Sequential(
-        [
-            layers.RandomFlip("horizontal"),
-            layers.RandomRotation(0.1),
-            layers.RandomZoom(0.2),
-            layers.RandomContrast(0.2),
-            layers.GaussianNoise(0.1),
-        ],
-        name="augmentation",
-    )
+    changes = [layers.RandomFlip("horizontal"), layers.RandomRotation(0.1), layers.RandomZoom(0.2)]
+    changes += [layers.RandomContrast(0.2), layers.GaussianNoise(0.1)]
+    augmentation = keras.Sequential(changes, name="augmentation")
     inputs = keras.Input((16, 16, 3))
     x = layers.Conv2D(8, 3, strides=2, activation="relu")(augmentation(inputs))
     return keras.Model(inputs, layers.Dense(5, activation="softmax")(layers.Flatten()(x)))
@@ -105,26 +92,15 @@ def residual_with_batch_norm(keras: Any) -> Any:
 
 def recurrent(keras: Any) -> Any:
     layers = keras.layers
-    return keras.Sequential(
-        [
-            keras.Input((12,), dtype="int32"),
-            layers.Embedding(50, 8, mask_zero=True),
-            layers.Bidirectional(layers.LSTM(6)),
-            layers.Dense(1, activation="sigmoid"),
-        ]
-    )
+    inner = [layers.Embedding(50, 8, mask_zero=True), layers.Bidirectional(layers.LSTM(6))]
+    last = layers.Dense(1, activation="sigmoid")
+    return keras.Sequential([keras.Input((12,), dtype="int32"), *inner, last])
 
 
 def recurrent_with_dropout(keras: Any) -> Any:
     layers = keras.layers
-    return keras.Sequential(
-        [
-            keras.Input((20, 2)),
-            layers.GRU(6, return_sequences=True, dropout=0.2, recurrent_dropout=0.2),
-            layers.LSTM(6),
-            layers.Dense(1),
-        ]
-    )
+    first = layers.GRU(6, return_sequences=True, dropout=0.2, recurrent_dropout=0.2)
+    return keras.Sequential([keras.Input((20, 2)), first, layers.LSTM(6), layers.Dense(1)])
 
 
 def transformer(keras: Any) -> Any:
@@ -151,23 +127,16 @@ def attention_without_dropout(keras: Any) -> Any:
 
 def regularized(keras: Any) -> Any:
     layers, regularizers = keras.layers, keras.regularizers
-    return keras.Sequential(
-        [
-            keras.Input((10,)),
-            layers.Dense(16, activation="tanh", kernel_regularizer=regularizers.L1L2(0.01, 0.01)),
-            layers.ActivityRegularization(l2=0.01),
-            layers.Dense(8, activation="relu", activity_regularizer="l1"),
-            layers.Dense(1, bias_regularizer="l2"),
-        ]
-    )
+    first = layers.Dense(16, activation="tanh", kernel_regularizer=regularizers.L1L2(0.01, 0.01))
+    inner = [first, layers.ActivityRegularization(l2=0.01)]
+    inner.append(layers.Dense(8, activation="relu", activity_regularizer="l1"))
+    return keras.Sequential([keras.Input((10,)), *inner, layers.Dense(1, bias_regularizer="l2")])
 
 
 def group_and_spectral_norm(keras: Any) -> Any:
     layers = keras.layers
-    inner = keras.Sequential(
-        [layers.Conv2D(8, 3), layers.GroupNormalization(4), layers.ReLU(), layers.AveragePooling2D(2)],
-        name="inner",
-    )
+    first = [layers.Conv2D(8, 3), layers.GroupNormalization(4), layers.ReLU(), layers.AveragePooling2D(2)]
+    inner = keras.Sequential(first, name="inner")
     inputs = keras.Input((16, 16, 3))
     x = layers.SpectralNormalization(layers.Conv2D(8, 3))(inner(inputs))
     x = layers.LeakyReLU()(layers.UnitNormalization()(layers.GlobalMaxPooling2D()(x)))
@@ -254,11 +223,9 @@ def segmented(keras: Any) -> Any:
         return keras.losses.binary_crossentropy(targets, predictions) + dice
 
     layers = keras.layers
-    outer = [
-        layers.Conv2D(8, 3, padding="same", activation="relu"),
-        layers.Conv2D(1, 1, activation="sigmoid"),
-    ]
-    model = keras.Sequential([keras.Input((16, 16, 3)), layers.Rescaling(1 / 255), *outer])
+    conv = layers.Conv2D(8, 3, padding="same", activation="relu")
+    last = layers.Conv2D(1, 1, activation="sigmoid")
+    model = keras.Sequential([keras.Input((16, 16, 3)), layers.Rescaling(1 / 255), conv, last])
     model.compile("sgd", with_dice)
     return model
 
