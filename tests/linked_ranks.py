@@ -31,10 +31,6 @@ from csdctl.worker.group.communicator import LinkCommunicator
 from csdctl.worker.group.channel import Listener
 from csdctl.worker.group.channel import SharedVectors
 from csdctl.worker.group.values import ExpectedTails
-def as_rank(value):
-    if type(value["rank"]) is not int:
-        raise ValueError("expected a rank")
-    return value
 run, rank = sys.argv[1], int(sys.argv[2])
 listener = Listener(run, rank)
 memory = SharedVectors(int(sys.argv[3]))
@@ -65,7 +61,7 @@ for request in sys.stdin:
         elif words[0] == "not-finite":
             print(json.dumps(ranks.find_not_finite()), flush=True)
         elif words[0] == "allgather":
-            print(json.dumps(ranks.allgather({"rank": ranks.rank}, as_rank)), flush=True)
+            print(json.dumps(ranks.allgather({"rank": ranks.rank}, dict[str, int])), flush=True)
         elif words[0] == "send":
             ranks.send(int(words[1]), np.full(5000, 7, np.uint8), "samples")
             print("1", flush=True)

@@ -41,7 +41,11 @@ def check_compatibility(
     whose outputs are not known, a subclass, is not judged.
     """
     outputs = outputs_of(recipe, model)
-    found = {_which(name): data for name, data in datasets.items() if data}
+    found = {
+        f"{name} data" if name in ("public", "validation") else f"private data of {name}": data
+        for name, data in datasets.items()
+        if data
+    }
     for which, data in found.items():
         if all(output.is_known for output in outputs):
             _check_inputs(model, data, which)
@@ -51,10 +55,6 @@ def check_compatibility(
     _check_alike(found)
     for output in outputs if needs_labels else ():
         _check_logits(model, output)
-
-
-def _which(name: str) -> str:
-    return f"{name} data" if name in ("public", "validation") else f"private data of {name}"
 
 
 def inputs_of(model: ModelInfo) -> dict[str, Shape]:

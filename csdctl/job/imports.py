@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from csdctl.job.model import Job
-from csdctl.job.reading import files_of, find_imported, python_files
+from csdctl.job.reading import files_of, find_imported, python_files, statements_of
 
 CHECKED_APART = frozenset({"csdctl", "keras", "numpy", "tensorflow"})
 """Packages that `doctor` checks on all machines, and csdctl itself."""
@@ -79,15 +79,7 @@ def has_own_classes(job: Job) -> bool:
     losses = [term.name for term in job.recipe.losses.values()]
     if set(job.code) - set(job.augment_roots) or files_of([*losses, *job.recipe.metrics]):
         return True
-    return any(isinstance(node, ast.ClassDef) for file in job.code_roots for node in _statements(file))
-
-
-def _statements(file: Path) -> list[ast.stmt]:
-    """Return the statements of a Python file; none if it cannot be parsed."""
-    try:
-        return ast.parse(file.read_bytes()).body
-    except (OSError, SyntaxError, ValueError, RecursionError):
-        return []
+    return any(isinstance(node, ast.ClassDef) for file in job.code_roots for node in statements_of(file))
 
 
 def _function_files(job: Job, files: Sequence[Path]) -> list[Path]:
@@ -110,7 +102,7 @@ def required_modules(file: Path) -> set[str]:
     """Return the top-level names that a Python file cannot do without; none if it cannot be parsed."""
     imports = _Imports()
     try:
-        imports.visit(ast.Module(_statements(file), []))
+        imports.visit(ast.Module(statements_of(file), []))
     except RecursionError:
         return set()
     return imports.names - sys.stdlib_module_names - CHECKED_APART

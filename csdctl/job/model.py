@@ -1,11 +1,12 @@
-"""The job as a frozen dataclass, and the pydantic models of job.yaml."""
+"""The job as a frozen dataclass and as flat named values, and the pydantic models of job.yaml."""
 
 import hashlib
 import json
 import os
 import re
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -19,15 +20,13 @@ from csdctl.job.reading import (
     Reading,
     RecordEntry,
     TableEntry,
-    build_image_rule,
-    build_schema,
-    build_table,
     check_private_path,
     files_of,
     find_imported,
     python_files,
 )
 from csdctl.job.recipe import RecipeEntry, build_recipe, values_of
+from csdctl.worker.protocol.datasets import ImageRule, RecordSchema, TableSchema
 from csdctl.worker.protocol.recipe import Noise, Recipe
 
 _APPLICATION = re.compile(r"keras\.applications:[A-Za-z]\w*", re.ASCII)
@@ -210,49 +209,42 @@ def load_job(path: Path) -> Job:
 
 def build_job(file: JobFile, path: Path) -> Job:
     """Return the job of a job.yaml that was read from `path`, or will be written there; raises InputError."""
-    directory = path.parent
-
-    def on_host(written: Path) -> Path:
-        return _resolve(directory, written, path)
-
-    def own(written: str) -> str:
-        return _own(written, directory, path)
-
-    recipe = build_recipe(file.recipe, file.data.input_range, own)
-    if file.data.augment:
-        recipe = replace(recipe, augment=_function(file.data.augment, directory, path))
+    data, private = file.data, file.data.private
+    recipe = build_recipe(file.recipe, data.input_range, lambda written: _own(written, path))
     job = Job(
         path=path,
-        model=_model_reference(file.model, directory, path),
+        model=_model_reference(file.model, path),
         model_args=file.model_args,
-        public_path=on_host(file.data.public.path),
-        validation_path=on_host(file.data.validation.path) if file.data.validation else None,
-        private_path=file.data.private.path if file.data.private else None,
-        is_everywhere=file.data.public.on == "every-node",
-        is_repeating=file.data.private is not None and file.data.private.unequal == "repeat",
-        is_weighted_by_data_set=file.data.weights == "data-set",
-        may_activations_leave=file.data.private is not None and file.data.private.activations == "may-leave",
-        noise=values_of(Noise, file.data.private.noise) if file.data.private else None,
-        recipe=recipe,
-        code=tuple(_code_root(written, directory, path) for written in file.code),
-        reading=_reading(file.data, directory, path),
+        public_path=_resolve(data.public.path, path),
+        validation_path=_resolve(data.validation.path, path) if data.validation else None,
+        private_path=private.path if private else None,
+        is_everywhere=data.public.on == "every-node",
+        is_repeating=private is not None and private.unequal == "repeat",
+        is_weighted_by_data_set=data.weights == "data-set",
+        may_activations_leave=private is not None and private.activations == "may-leave",
+        noise=values_of(Noise, private.noise) if private else None,
+        recipe=replace(recipe, augment=_function(data.augment, path)),
+        code=tuple(_code_root(written, path) for written in file.code),
+        reading=_reading(data, path),
     )
     _check_private(job, file.data)
     return job
 
 
-def _reading(data: DataEntry, directory: Path, job_path: Path) -> Reading:
-    def function(entry: PublicData | PrivateData | ValidationData | None) -> str:
-        return _function(entry.function, directory, job_path) if entry and entry.function else ""
-
+def _reading(data: DataEntry, job_path: Path) -> Reading:
+    records, table = data.tfrecord, data.csv
     return Reading(
-        picture=build_image_rule(data.image),
+        picture=ImageRule(data.image.shape, data.image.fit, data.image.max_pixels),
         classes=tuple(data.classes) if data.classes else None,
-        records=build_schema(data.tfrecord),
-        public_function=function(data.public),
-        validation_function=function(data.validation),
-        private_function=function(data.private),
-        table=build_table(data.csv),
+        records=RecordSchema(
+            records.image, records.label, tuple(records.shape) if records.shape else None, records.dtype
+        )
+        if records
+        else None,
+        public_function=_function(data.public.function, job_path),
+        validation_function=_function(data.validation.function, job_path) if data.validation else "",
+        private_function=_function(data.private.function, job_path) if data.private else "",
+        table=TableSchema(tuple(table.labels), table.weight, tuple(table.drop)) if table else None,
     )
 
 
@@ -265,10 +257,12 @@ def _check_private(job: Job, data: DataEntry) -> None:
     check_private_path(job.private_path, others, job.path)
 
 
-def _function(written: str, directory: Path, job_path: Path) -> str:
-    """Return FILE.py:NAME with an absolute path; raises InputError if it is invalid or missing."""
+def _function(written: str, job_path: Path) -> str:
+    """Return FILE.py:NAME with an absolute path, '' for ''; raises InputError if it is invalid or missing."""
+    if not written:
+        return ""
     file, _, name = written.rpartition(":")
-    path = _resolve(directory, Path(file), job_path)
+    path = _resolve(Path(file), job_path)
     if not (file.endswith(".py") and name.isidentifier() and os.path.isfile(path)):
         raise InputError(
             f"{job_path}: function {written!r} was not found",
@@ -278,10 +272,10 @@ def _function(written: str, directory: Path, job_path: Path) -> str:
     return f"{path}:{name}"
 
 
-def _resolve(directory: Path, written: Path, job_path: Path) -> Path:
-    """Return `written`, relative to `directory`, as an absolute path; raises InputError if invalid."""
+def _resolve(written: Path, job_path: Path) -> Path:
+    """Return `written`, relative to the job file, as an absolute path; raises InputError if invalid."""
     try:
-        return (directory / written.expanduser()).resolve()
+        return (job_path.parent / written.expanduser()).resolve()
     except (RuntimeError, ValueError, OSError) as error:
         raise InputError(
             f"{job_path}: path {str(written)!r} cannot be used: {error}",
@@ -289,14 +283,14 @@ def _resolve(directory: Path, written: Path, job_path: Path) -> Path:
         ) from None
 
 
-def _own(written: str, directory: Path, job_path: Path) -> str:
+def _own(written: str, job_path: Path) -> str:
     """Return the Keras name of a loss or metric, or the user's `FILE.py:NAME` with an absolute path."""
-    return _function(written, directory, job_path) if files_of([written]) else written
+    return _function(written, job_path) if files_of([written]) else written
 
 
-def _code_root(written: Path, directory: Path, job_path: Path) -> Path:
+def _code_root(written: Path, job_path: Path) -> Path:
     """Return a file or package of `code` with an absolute path; raises InputError for anything else."""
-    path = _resolve(directory, written, job_path)
+    path = _resolve(written, job_path)
     is_module = path.suffix == ".py" and os.path.isfile(path)
     if not is_module and not (os.path.isdir(path) and any(path.rglob("*.py"))):
         raise InputError(
@@ -306,7 +300,7 @@ def _code_root(written: Path, directory: Path, job_path: Path) -> Path:
     return path
 
 
-def _model_reference(written: str, directory: Path, job_path: Path) -> str:
+def _model_reference(written: str, job_path: Path) -> str:
     """Return `written` with an absolute path; raises InputError if it is invalid or missing."""
     if _APPLICATION.fullmatch(written):
         return written
@@ -316,7 +310,7 @@ def _model_reference(written: str, directory: Path, job_path: Path) -> str:
             f"{job_path}: model {written!r} is not a valid reference",
             remedy="expected keras.applications:NAME, PATH.keras or PATH.py:FUNCTION",
         )
-    path = _resolve(directory, Path(file), job_path)
+    path = _resolve(Path(file), job_path)
     if not os.path.isfile(path):  # unlike Path.is_file, it takes any path
         raise InputError(
             f"{job_path}: model file {path} does not exist", remedy="fix `model` in the job file"
@@ -332,3 +326,47 @@ def _check_ending(path: Path, ending: str, written: str, job_path: Path) -> None
             f"{job_path}: {written!r} is a link to {path}, which is no {ending} file",
             remedy="copy the file that is meant into the job's directory",
         )
+
+
+def describe_job(job: Job) -> dict[str, Any]:
+    """Return the inputs of `Job.fingerprint`, except file content; unset values are omitted.
+
+    Values are YAML values: text, numbers, booleans, and lists of them.
+    """
+    recipe, reading = asdict(job.recipe), asdict(job.reading)
+    described = {
+        "model": job.model,
+        "model_args": job.model_args,
+        "data": {
+            "public": {"path": str(job.public_path), "function": reading["public_function"]},
+            "private": {
+                "path": job.private_path,
+                "function": reading["private_function"],
+                "noise": asdict(job.noise) if job.noise else {},
+            },
+            "validation": {"function": reading["validation_function"]},
+            "input_range": recipe.pop("input_range"),
+            "augment": recipe.pop("augment"),
+            "image": reading["picture"],
+            "classes": reading["classes"],
+            "tfrecord": reading["records"],
+        },
+        "recipe": recipe,
+    }
+    return dict(_flatten("", described))
+
+
+def hash_own_files(job: Job) -> dict[str, str]:
+    """Return a short hash of the content of each of the user's files, by path."""
+    return {str(file): hashlib.sha256(file.read_bytes()).hexdigest()[:16] for file in job.own_files}
+
+
+def _flatten(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _flatten(f"{name}.{key}" if name else str(key), item)
+    elif isinstance(value, list | tuple):
+        if value:
+            yield name, list(value)
+    elif value not in (None, ""):
+        yield name, value

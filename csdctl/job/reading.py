@@ -50,9 +50,14 @@ class TableEntry(Document):
     weight: str = ""
     drop: list[str] = []
 
+    @property
+    def labels(self) -> list[str]:
+        """The columns with labels."""
+        return [self.label] if isinstance(self.label, str) else self.label
+
     @model_validator(mode="after")
     def _check_once(self) -> Self:
-        named = [*_as_list(self.label), *([self.weight] if self.weight else []), *self.drop]
+        named = [*self.labels, *([self.weight] if self.weight else []), *self.drop]
         if len(set(named)) != len(named):
             raise ValueError("names a column twice")
         return self
@@ -82,29 +87,6 @@ def files_of(references: Iterable[str]) -> tuple[Path, ...]:
     return tuple(dict.fromkeys(Path(file) for file in files if file.endswith(".py")))
 
 
-def build_image_rule(entry: ImageEntry) -> ImageRule:
-    """Return the rule of the job's `data.image`."""
-    return ImageRule(entry.shape, entry.fit, entry.max_pixels)
-
-
-def build_schema(entry: RecordEntry | None) -> RecordSchema | None:
-    """Return the schema of the job's `data.tfrecord`."""
-    if entry is None:
-        return None
-    return RecordSchema(entry.image, entry.label, tuple(entry.shape) if entry.shape else None, entry.dtype)
-
-
-def build_table(entry: TableEntry | None) -> TableSchema | None:
-    """Return the schema of the job's `data.csv`."""
-    if entry is None:
-        return None
-    return TableSchema(tuple(_as_list(entry.label)), entry.weight, tuple(entry.drop))
-
-
-def _as_list(label: str | list[str]) -> list[str]:
-    return [label] if isinstance(label, str) else label
-
-
 def find_imported(file: Path, roots: Sequence[Path]) -> tuple[Path, ...]:
     """Return those of the job's files and packages `roots` that a Python file imports, or they."""
     by_name = {root.stem: root for root in roots if root != file}
@@ -125,18 +107,22 @@ def python_files(roots: Iterable[Path]) -> tuple[Path, ...]:
 
 
 def _imports_of(file: Path) -> set[str]:
-    """Return the top-level names that a Python file imports; none if it cannot be parsed."""
-    try:
-        tree = ast.parse(file.read_bytes())
-    except (OSError, SyntaxError, ValueError, RecursionError):
-        return set()
+    """Return the top-level names that a Python file imports."""
     names: set[str] = set()
-    for node in ast.walk(tree):
+    for node in ast.walk(ast.Module(statements_of(file), [])):
         if isinstance(node, ast.Import):
             names |= {alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             names.add(node.module.partition(".")[0])
     return names
+
+
+def statements_of(file: Path) -> list[ast.stmt]:
+    """Return the statements of a Python file; none if it cannot be parsed."""
+    try:
+        return ast.parse(file.read_bytes()).body
+    except (OSError, SyntaxError, ValueError, RecursionError):
+        return []
 
 
 def check_private_path(private: str, public: dict[str, tuple[Path, Path]], job_path: Path) -> None:

@@ -10,9 +10,9 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.process.output import exit_with_failure, set_event_sink
@@ -27,70 +27,33 @@ from csdctl.worker.protocol.json_codec import (
     to_json,
 )
 
-if TYPE_CHECKING:
-    from csdctl.worker.protocol.datasets import PrepareProgress
-REQUESTED = ("prepare", "extract", "gather", "send", "parts", "look")
-"""Commands whose request is on standard input."""
+REQUESTED = {
+    "prepare": ("preparing", "ingest.prepare:prepare", "protocol.datasets:PrepareSpec"),
+    "extract": ("running the model", "ingest.extract:extract", "protocol.features:ExtractSpec"),
+    "gather": ("gathering features", "ingest.extract:gather", "protocol.features:GatherSpec"),
+    "parts": ("timing the model's parts", "compute.split:time_parts", "protocol.probe:PartsSpec"),
+    "look": ("looking at the data", "ingest.look:look", "protocol.datasets:LookSpec"),
+}
+"""Commands whose request is on standard input: what they do, the function, and the type of the request."""
 OF_MPI = ("link", "mpi-check", "sandbox")
 """Commands that end in order with MPI or their input; all others end with the reader of their output."""
+TYPES = {"output": Path, "directory": Path, "rank": int, "generation": int, "size": int}
+"""Types of options that are no text."""
+OPTIONAL = ("marker", "sums", "peers")
 
 
 def main(arguments: list[str]) -> int:
     """Run one command; return the exit code."""
     parser = argparse.ArgumentParser(prog="csdctl.worker")
     commands = parser.add_subparsers(dest="command", required=True)
-    build = commands.add_parser("build")
-    build.add_argument("--spec", required=True)
-    build.add_argument("--output", type=Path, required=True)
-    for name in REQUESTED:
-        commands.add_parser(name)
-    convert = commands.add_parser("convert")
-    convert.add_argument("--spec", required=True)
-    augment = commands.add_parser("augment")
-    augment.add_argument("--spec", required=True)
-    digest = commands.add_parser("digest")
-    digest.add_argument("--directory", required=True)
-    probe = commands.add_parser("probe")
-    probe.add_argument("--spec", required=True)
-    rank = commands.add_parser("rank")
-    rank.add_argument("--spec", type=Path, required=True)
-    rank.add_argument("--rank", type=int, required=True)
-    rank.add_argument("--marker", default="")
-    link = commands.add_parser("link")
-    link.add_argument("--run", required=True)
-    link.add_argument("--rank", type=int, required=True)
-    link.add_argument("--generation", type=int, required=True)
-    link.add_argument("--marker", default="")
-    mpi_check = commands.add_parser("mpi-check")
-    mpi_check.add_argument("--rank", type=int, required=True)
-    mpi_check.add_argument("--size", type=int, required=True)
-    mpi_check.add_argument("--node", required=True)
-    mpi_check.add_argument("--sums", default="", help="sums to time, as RANKS:BYTES,…")
-    mpi_check.add_argument("--marker", default="")
-    sandbox_check = commands.add_parser("sandbox-check")
-    sandbox_check.add_argument("--peers", default="", help="the networks of the other machines, as CIDR,…")
-    sandbox = commands.add_parser("sandbox")
-    sandbox.add_argument("--marker", default="")
-    options = parser.parse_args(arguments)
-    chosen = {
-        "build": _build,
-        "prepare": _prepare,
-        "extract": _extract,
-        "gather": _gather,
-        "send": _send,
-        "convert": _convert,
-        "parts": _time_parts,
-        "augment": _augment,
-        "look": _look,
-        "digest": _digest,
-        "probe": _probe,
-        "rank": _rank,
-        "link": _link,
-        "mpi-check": _check_mpi,
-        "sandbox-check": _check_sandbox,
-        "sandbox": _run_sandbox,
-    }
-    return chosen[options.command](options)
+    for name, (_, *options) in COMMANDS.items():
+        command = commands.add_parser(name)
+        for option in options:
+            command.add_argument(
+                f"--{option}", type=TYPES.get(option, str), required=option not in OPTIONAL, default=""
+            )
+    given = parser.parse_args(arguments)
+    return int(COMMANDS[given.command][0](given))
 
 
 def _build(options: argparse.Namespace) -> int:
@@ -108,39 +71,6 @@ def print_answer(value: object) -> None:
     print(f"\n{ANSWER_PREFIX}{to_json(value)}", flush=True)
 
 
-def _prepare(_: argparse.Namespace) -> int:
-    from csdctl.worker.ingest.prepare import prepare
-    from csdctl.worker.protocol.datasets import PrepareSpec
-
-    return _report_progress(
-        "preparing", lambda request, note: prepare(from_json(PrepareSpec, request), on_progress=note)
-    )
-
-
-def _extract(_: argparse.Namespace) -> int:
-    from csdctl.worker.compute.backend import load_backend
-    from csdctl.worker.ingest.extract import extract, recompute
-    from csdctl.worker.protocol.features import ExtractSpec
-
-    def run(request: str, note: "Callable[[PrepareProgress], None]") -> object:
-        spec = from_json(ExtractSpec, request)
-        if spec.num_checked:
-            return recompute(spec, lambda: load_backend(spec.runtime))
-        return extract(spec, lambda: load_backend(spec.runtime), on_progress=note)
-
-    return _report_progress("running the model", run)
-
-
-def _gather(_: argparse.Namespace) -> int:
-    from csdctl.worker.ingest.gather import gather
-    from csdctl.worker.protocol.features import GatherSpec
-
-    return _report_progress(
-        "gathering features",
-        lambda request, note: gather(from_json(GatherSpec, request), on_progress=note),
-    )
-
-
 def _convert(options: argparse.Namespace) -> int:
     from csdctl.worker.compute.backend import load_backend
     from csdctl.worker.compute.forward import convert
@@ -151,20 +81,8 @@ def _convert(options: argparse.Namespace) -> int:
     return 0
 
 
-def _time_parts(_: argparse.Namespace) -> int:
-    from csdctl.worker.compute.backend import load_backend
-    from csdctl.worker.compute.split import time_parts
-    from csdctl.worker.protocol.probe import PartsSpec
-
-    def run(request: str, _: "Callable[[PrepareProgress], None]") -> object:
-        spec = from_json(PartsSpec, request)
-        return time_parts(spec, *load_backend(spec.runtime))
-
-    return _report_progress("timing the model's parts", run)
-
-
 def _send(_: argparse.Namespace) -> int:
-    from csdctl.worker.ingest.gather import send
+    from csdctl.worker.ingest.extract import send
     from csdctl.worker.process.output import GuardedOutput
     from csdctl.worker.protocol.features import SendSpec
 
@@ -180,20 +98,16 @@ def _send(_: argparse.Namespace) -> int:
         return failed.exit_code
 
 
-def _look(_: argparse.Namespace) -> int:
-    from csdctl.worker.ingest.look import look
-    from csdctl.worker.protocol.datasets import LookSpec
-
-    return _report_progress(
-        "looking at the data", lambda request, note: look(from_json(LookSpec, request), on_progress=note)
-    )
-
-
-def _report_progress(doing: str, run: "Callable[[str, Callable[[PrepareProgress], None]], object]") -> int:
+def _answer_request(options: argparse.Namespace) -> int:
     """Run what answers the request on standard input; print progress, then its answer."""
     from csdctl.worker.process.output import GuardedOutput
     from csdctl.worker.protocol.datasets import PrepareProgress
 
+    doing, *places = REQUESTED[options.command]
+    run, kind = (
+        getattr(import_module(f"csdctl.worker.{module}"), name)
+        for module, name in (place.split(":") for place in places)
+    )
     output = GuardedOutput()
     latest = PrepareProgress()
 
@@ -207,7 +121,7 @@ def _report_progress(doing: str, run: "Callable[[str, Callable[[PrepareProgress]
     try:
         request = sys.stdin.readline()
         with output.heartbeat(working):
-            info = run(request, note)
+            info = run(from_json(kind, request), on_progress=note)
         output.write_line(working())
         output.write_line(ANSWER_PREFIX + to_json(info))
         return 0
@@ -221,8 +135,8 @@ def _report_progress(doing: str, run: "Callable[[str, Callable[[PrepareProgress]
 
 
 def _augment(options: argparse.Namespace) -> int:
-    from csdctl.worker.compute.augment import try_augment
     from csdctl.worker.compute.backend import load_backend
+    from csdctl.worker.compute.user_code import try_augment
     from csdctl.worker.protocol.model_info import AugmentTrial
 
     spec = from_json(AugmentTrial, options.spec)
@@ -232,9 +146,9 @@ def _augment(options: argparse.Namespace) -> int:
 
 
 def _digest(options: argparse.Namespace) -> int:
-    from csdctl.worker.data.element_spec import compute_digest
+    from csdctl.worker.data.arrays import compute_digest
 
-    print_answer(compute_digest(options.directory))
+    print_answer(compute_digest(str(options.directory)))
     return 0
 
 
@@ -253,7 +167,7 @@ def _rank(options: argparse.Namespace) -> int:
 
     node, private_log = UNKNOWN_NODE, ""
     try:
-        spec = from_json(RunSpec, options.spec.read_text())
+        spec = from_json(RunSpec, Path(options.spec).read_text())
         me = spec.ranks[options.rank]
         node = me.node
         if me.private:
@@ -316,6 +230,23 @@ def _as_worker_error(error: WorkerError | ProtocolError) -> WorkerError:
     if isinstance(error, WorkerError):
         return error
     return WorkerError(str(error), remedy="run `csdctl deploy` so that both sides have one version")
+
+
+COMMANDS: dict[str, tuple[Any, *tuple[str, ...]]] = {
+    "build": (_build, "spec", "output"),
+    **dict.fromkeys(REQUESTED, (_answer_request,)),
+    "send": (_send,),
+    "convert": (_convert, "spec"),
+    "augment": (_augment, "spec"),
+    "digest": (_digest, "directory"),
+    "probe": (_probe, "spec"),
+    "rank": (_rank, "spec", "rank", "marker"),
+    "link": (_link, "run", "rank", "generation", "marker"),
+    "mpi-check": (_check_mpi, "rank", "size", "node", "sums", "marker"),
+    "sandbox-check": (_check_sandbox, "peers"),
+    "sandbox": (_run_sandbox, "marker"),
+}
+"""What runs each command, and its options; a request without a `spec` is on standard input."""
 
 
 def run() -> None:

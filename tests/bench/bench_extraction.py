@@ -58,11 +58,11 @@ def note(progress):
     if progress.num_done == 32:
         found["steady_from_s"] = time.process_time()
 backend = lambda: load_backend(spec.runtime)
-extract(spec, backend, on_progress=note)
+extract(spec, on_progress=note)
 found["extract_s"] = time.process_time() - found["steady_from_s"]
 found["peak_bytes"] = peak_bytes()
 samples = PreparedSamples(spec.source)
-compute = load_computation(spec, backend)
+compute = load_computation(spec)
 batches = [samples.read(np.arange(start, start + 32)) for start in range(32, len(samples), 32)]
 compute(*batches[0])
 began = time.process_time()

@@ -5,7 +5,7 @@ import time
 from csdctl.worker.compute.step import Sums
 from csdctl.worker.process.output import emit
 from csdctl.worker.protocol.events import EpochEnd
-from csdctl.worker.tasks.task import FINISHED, Group, TaskContext, TaskOutcome
+from csdctl.worker.tasks.task import FINISHED, Group, TaskContext
 
 STEP_S = 0.05
 
@@ -23,7 +23,7 @@ class Count:
     def load(self) -> None:
         """Do nothing: there is nothing to load."""
 
-    def run(self, group: Group) -> TaskOutcome:
+    def run(self, group: Group) -> str:
         """Count until the epoch ends."""
         progress, communicator = self._progress, group.communicator
         while progress.position.step < progress.segment.stop_step:

@@ -17,8 +17,7 @@ from csdctl.fleet.fleet_file import load_fleet, render_fleet
 from csdctl.fleet.hardware import classify_machine
 from csdctl.fleet.model import Fleet, select_nodes
 from csdctl.fleet.openssh import build_query, list_aliases
-from csdctl.job.model import load_job
-from csdctl.job.values import describe_job
+from csdctl.job.model import describe_job, load_job
 from csdctl.reporting.privacy import add_flows, count_passes, measure_privacy
 from csdctl.reporting.summary import summarize
 from csdctl.runs.directory import EventLog, ProjectDirectory, RunDirectory

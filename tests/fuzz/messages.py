@@ -1,5 +1,6 @@
 """What nodes and ranks send: events, orders, answers, outputs of probes, values of a group."""
 
+import contextlib
 import dataclasses
 import io
 import json
@@ -18,13 +19,10 @@ from csdctl.shipping.worker_calls import worker_error
 from csdctl.supervision.event_validator import EventValidator
 from csdctl.transport.answer import Answer
 from csdctl.transport.session import Completed
-from csdctl.worker.group.traffic import as_counters
+from csdctl.worker.group.messages import Counters
 from csdctl.worker.group.values import (
     ExpectedTails,
     PeerFaultError,
-    as_count,
-    as_hash,
-    as_none,
     decode_value,
     decode_values,
     encode_value,
@@ -45,7 +43,14 @@ from csdctl.worker.protocol.events import (
     event_from_line,
     event_to_line,
 )
-from csdctl.worker.protocol.json_codec import WORKER_ERROR_PREFIX, ProtocolError, from_json, to_json
+from csdctl.worker.protocol.json_codec import (
+    WORKER_ERROR_PREFIX,
+    Count,
+    ProtocolError,
+    Sha256,
+    from_json,
+    to_json,
+)
 from csdctl.worker.protocol.orders import FormGroup, Ping, Release, Stop, order_from_line, order_to_line
 from csdctl.worker.protocol.probe import (
     ProbeRequest,
@@ -57,7 +62,7 @@ from csdctl.worker.protocol.probe import (
 from csdctl.worker.protocol.recipe import Recipe
 from csdctl.worker.protocol.run_spec import RunSpec, Runtime
 from csdctl.worker.protocol.sandbox import SandboxPolicy
-from csdctl.worker.tasks.callbacks import Decision, as_decision
+from csdctl.worker.tasks.callbacks import Decision
 from csdctl.worker.tasks.progress import CallbackState
 from csdctl.workflows.data.info_answer import check_info
 from tests.fuzz.documents import NODES, run_spec
@@ -203,17 +208,18 @@ def _spec_seeds() -> list[bytes]:
 
 def _group_values(content: bytes, directory: Path) -> None:
     num_allowed = 0
-    for check in (as_none, as_hash, as_decision, as_counters, lambda value: as_count(value, 1 << 50)):
+    for hint in (type(None), Sha256, Decision | None, Counters, Count):
         try:
-            decode_values([content], check)
+            decode_values(hint, [content])
             num_allowed += 1
         except PeerFaultError as error:
             fault = error
     try:
-        value = decode_value(content)
+        value = decode_value(Any, content)
     except ValueError:
         value = None
-    encode_value(value)
+    with contextlib.suppress(ValueError):  # NaN
+        encode_value(value)
     if not num_allowed:
         raise fault
 
@@ -230,7 +236,7 @@ def _tails(content: bytes, directory: Path) -> None:
     with np.errstate(all="ignore"):
         expected.check(list(vectors))
         expected.is_count_of(vectors[0])
-        ExpectedTails.unpack(ExpectedTails.unpack(expected.pack()).pack())
+        from_json(ExpectedTails, to_json(expected))
 
 
 def _tail_seeds() -> list[bytes]:

@@ -17,14 +17,12 @@ from typing import Any
 import numpy as np
 
 from csdctl.worker.compute.model import load_weights
-from csdctl.worker.data.arrays import is_numeric, map_array
-from csdctl.worker.data.element_spec import compute_digest
+from csdctl.worker.data.arrays import compute_digest, is_numeric, map_array
 from csdctl.worker.data.schedule import OwnSamples, Segment, Span, begin_epoch
-from csdctl.worker.ingest.partial_dataset import PartialDataset
-from csdctl.worker.ingest.prepare import _find_prepared
+from csdctl.worker.ingest.partial_dataset import PartialDataset, find_stored
 from csdctl.worker.ingest.sources.arrays import ArraySource, open_idx_pair, open_npz
 from csdctl.worker.ingest.sources.images import read_header
-from csdctl.worker.ingest.sources.source import DEFAULT_LIMITS, Block, read_tree
+from csdctl.worker.ingest.sources.source import DEFAULT_LIMITS, Block
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.process.files import DAMAGED_ARCHIVE
 from csdctl.worker.protocol.datasets import DatasetInfo, PrepareSpec
@@ -213,8 +211,7 @@ def _prepared(content: bytes, directory: Path) -> None:
         for name in ("images.npy", "labels.npy"):
             (source / name).write_bytes(_npy(np.arange(3)))
     (target / "dataset.json").write_bytes(content)
-    tree = read_tree(str(directory / "data"))
-    _find_prepared(target, tree, SPEC)
+    find_stored(target, (target, directory / "data"), is_checked=True)
 
 
 def _info_seeds() -> list[bytes]:
@@ -238,8 +235,6 @@ def _resume(directory: Path, changed: str, content: bytes) -> None:
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir(mode=0o700)
     files = {**_partial_files(), changed: content}
-    if changed == "record.json":
-        del files["recent.json"]  # which says the same
     for name, written in files.items():
         (place / name).write_bytes(written)
     partial = PartialDataset(place, FINGERPRINT, 2)
@@ -354,13 +349,6 @@ TARGETS = (
         lambda content, directory: _resume(directory, "record.json", content),
         (WorkerError,),
         lambda: [_partial_files()["record.json"]],
-    ),
-    Target(
-        "resume-recent",
-        Form.JSON,
-        lambda content, directory: _resume(directory, "recent.json", content),
-        (WorkerError,),
-        lambda: [_partial_files()["recent.json"]],
     ),
     Target(
         "resume-array",

@@ -28,47 +28,41 @@ from csdctl.worker.compute.keras_internals import (
 )
 from csdctl.worker.protocol.model_info import CutInfo
 
-FUNCTION_ATTRIBUTES = {"PartitionedCall": "f", "StatefulPartitionedCall": "f"}
+CALLS = ("PartitionedCall", "StatefulPartitionedCall")
 LOOPS = ("While", "StatelessWhile")
 
 
 def count_flops(model: Any) -> int:
     """Return the FLOPs of one sample; 0 if unknown, as for inputs of variable size. Raises nothing."""
-    import tensorflow as tf
-
-    def forward(*inputs: Any) -> Any:
-        return model(list(inputs) if len(inputs) > 1 else inputs[0], training=False)
-
     try:
-        specs = [tf.TensorSpec((1, *tensor.shape[1:]), tensor.dtype) for tensor in model.inputs]
-        graph = tf.function(forward, autograph=False).get_concrete_function(*specs).graph
-        return 2 * _count(graph, tf)
+        return 2 * _count(_trace(model))
     except Exception:  # whatever a user's model raises here, it can be trained without this number
         return 0
 
 
 def count_flops_until(model: Any, tensors: Sequence[Any], keras: Any) -> list[int]:
     """Return the FLOPs of one sample from the only input to each of the model's `tensors`; 0 if unknown."""
-    import tensorflow as tf
-
-    (source,) = model.inputs
     try:
-        until = keras.Model(source, list(tensors))
-        spec = tf.TensorSpec((1, *source.shape[1:]), source.dtype)
-        traced = tf.function(lambda sample: until(sample, training=False), autograph=False)
-        outputs = traced.get_concrete_function(spec).graph.outputs
-        return [2 * _count_until([output], tf) for output in outputs]
+        return [2 * _count([output]) for output in _trace(keras.Model(model.inputs[0], list(tensors)))]
     except Exception:  # as in `count_flops`
         return [0] * len(tensors)
 
 
-def _count(graph: Any, tf: Any) -> int:
+def _trace(model: Any) -> list[Any]:
+    """Return the outputs of the model's graph for one sample."""
+    import tensorflow as tf
+
+    def forward(*inputs: Any) -> Any:
+        return model(list(inputs) if len(inputs) > 1 else inputs[0], training=False)
+
+    specs = [tf.TensorSpec((1, *tensor.shape[1:]), tensor.dtype) for tensor in model.inputs]
+    outputs: list[Any] = tf.function(forward, autograph=False).get_concrete_function(*specs).graph.outputs
+    return outputs
+
+
+def _count(outputs: Sequence[Any]) -> int:
     """Return the multiply-accumulates of a graph; raises ValueError if a shape or loop length is unknown."""
-    return _count_until(graph.outputs, tf)
-
-
-def _count_until(outputs: Sequence[Any], tf: Any) -> int:
-    return sum(_count_operation(operation, tf) for operation in _reachable(outputs))
+    return sum(map(_count_operation, _reachable(outputs)))
 
 
 def _reachable(outputs: Sequence[Any]) -> list[Any]:
@@ -82,12 +76,12 @@ def _reachable(outputs: Sequence[Any]) -> list[Any]:
     return list(reachable.values())
 
 
-def _count_operation(operation: Any, tf: Any) -> int:
+def _count_operation(operation: Any) -> int:
     op_type = operation.type
-    if op_type in FUNCTION_ATTRIBUTES:
-        return _count(_function(operation, FUNCTION_ATTRIBUTES[op_type]), tf)
+    if op_type in CALLS:
+        return _count(_function(operation, "f").outputs)
     if op_type in LOOPS:
-        return _loop_length(operation, tf) * _count(_function(operation, "body"), tf)
+        return _loop_length(operation) * _count(_function(operation, "body").outputs)
     shapes = [tensor.shape for tensor in operation.inputs]
     if op_type in ("MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3"):
         is_transposed = operation.get_attr("transpose_a" if op_type == "MatMul" else "adj_x")
@@ -118,8 +112,10 @@ def _count_einsum(equation: str, shapes: list[Any]) -> int:
     return rest * math.prod(sizes.values())
 
 
-def _loop_length(operation: Any, tf: Any) -> int:
+def _loop_length(operation: Any) -> int:
     """Return the iterations of a loop over a sequence, which runs while its counter is below a constant."""
+    import tensorflow as tf
+
     condition = _function(operation, "cond").get_operations()
     limits = [tf.get_static_value(operation.inputs[1]) for operation in condition if operation.type == "Less"]
     return min(int(limit) for limit in limits if limit is not None)

@@ -72,7 +72,7 @@ class ForwardPass(BatchedPass):
         computed = keras.Model(model.inputs, output_of(model, layer)) if layer else model
 
         def forward(samples: Any) -> Any:
-            outputs = computed(inputs_of(model, samples, part.input_range, tf, keras), training=False)
+            outputs = computed(inputs_of(model, samples, part.input_range, tf), training=False)
             return keras.tree.flatten(outputs)
 
         self._forward = tf.function(forward, autograph=False, reduce_retracing=True)
@@ -211,12 +211,6 @@ def convert(part: Prefix, output: Path, tf: Any, keras: Any) -> int:
     return len(content)
 
 
-def as_features(prefix: Prefix) -> Callable[[list[Array]], Array]:
-    """Return what makes features of the outputs of a batch."""
-    dtype = np.dtype(prefix.precision)
-    return lambda outputs: outputs[0].astype(dtype)
-
-
 def feature_pass(
     prefix: Prefix, load_backend: Callable[[], tuple[Any, Any]], threads: int, *, is_keras: bool = False
 ) -> BatchedPass:
@@ -224,9 +218,14 @@ def feature_pass(
 
     Raises WorkerError if the prefix cannot be built here.
     """
+    dtype = np.dtype(prefix.precision)
+
+    def as_features(outputs: list[Array]) -> Array:
+        return outputs[0].astype(dtype)
+
     if prefix.lite and not is_keras:
-        return LitePass(prefix, as_features(prefix), threads)
-    return ForwardPass(prefix, as_features(prefix), *load_backend())
+        return LitePass(prefix, as_features, threads)
+    return ForwardPass(prefix, as_features, *load_backend())
 
 
 @functools.lru_cache(maxsize=1)  # to build it takes longer than to save it, and the best epochs do both

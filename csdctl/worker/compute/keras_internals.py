@@ -1,31 +1,5 @@
 """Every private attribute of Keras that csdctl uses, and why; the cap on Keras in pyproject.toml points here.
 
-- `Layer._flatten_layers`: all layers, including those of nested models and wrapped layers. `Model.layers` has
-  the top level only.
-- `Layer._non_trainable_variables`: the state that a layer itself keeps. `non_trainable_variables` includes
-  that of sublayers, and frozen weights.
-- `Layer._seed_generators`: the random states of dropout and augmentation layers. There is no public list, and
-  layers keep them under different names.
-- `Layer._get_regularization_losses`: penalties on weights alone. `losses` mixes them with activity losses.
-- `keras.src.backend.compute_output_spec`: runs code on symbolic tensors, as Keras does itself to create the
-  state of losses and metrics before the first batch.
-- `Model._compile_config`: the arguments of compile() as given. `get_compile_config` serializes them, which
-  fails for losses that are not at the top level of a module.
-- `Model._compile_loss`: the loss of compile() alone. `compute_loss` cannot add the losses of layers to it
-  when these compute in 16 bits.
-- `Model._compile_loss._flat_losses`: the loss objects of compile(), which it makes of functions. Their values
-  before the mean say whether the loss of a sample depends on the others in the batch.
-- `Model._compile_loss.metrics`: the means of each output's loss. They count batches, not samples, when the
-  size of a batch is not known beforehand.
-- `tensor._keras_mask`: which elements of a prediction the loss leaves out.
-- `MeanMetricWrapper._fn`: the function of a metric that is a mean. A user's own may return one number for a
-  batch, those of Keras do not.
-- `Function._nodes_by_depth`: the graph of a functional model, and `Sequential._functional`, which has that of
-  a sequential one. The public list of layers does not say which tensors go where.
-- `keras.src.models.functional.Functional`: whether a model that is a layer of another computes its graph and
-  nothing else.
-- `global_seed_generator`: the random state of layers that draw without a seed generator of their own.
-
 Written for Keras 3.15; the tests in tests/unit/worker/compute cover every use.
 """
 
@@ -35,18 +9,27 @@ from csdctl.worker.protocol.model_info import OwnCompile
 
 
 def flatten_layers(model: Any) -> list[Any]:
-    """Return the layers of `model` and of models nested in it, each once, in a fixed order."""
+    """Return the layers of `model`, of models nested in it and wrapped ones, each once, in a fixed order.
+
+    `Model.layers` has the top level only.
+    """
     layers = model._flatten_layers(include_self=False, recursive=True)
     return [layer for layer in layers if layer is not model]
 
 
 def own_state(layer: Any) -> list[Any]:
-    """Return the non-trainable variables that `layer` itself owns, without those of its sublayers."""
+    """Return the non-trainable variables that `layer` itself owns.
+
+    `non_trainable_variables` has those of sublayers, and frozen weights, too.
+    """
     return list(layer._non_trainable_variables)
 
 
 def seed_generators(model: Any) -> list[tuple[str, Any]]:
-    """Return the seed generators of `model` and its layers, with the layers' names, in a fixed order."""
+    """Return the seed generators of `model` and its layers, with the layers' names, in a fixed order.
+
+    They are the random states of dropout and augmentation. There is no public list.
+    """
     return [
         (layer.name, generator)
         for layer in (*flatten_layers(model), model)
@@ -55,45 +38,60 @@ def seed_generators(model: Any) -> list[tuple[str, Any]]:
 
 
 def regularization_losses(model: Any) -> list[Any]:
-    """Return the penalties on the weights of `model`; they come last in `model.losses`."""
+    """Return the penalties on the weights of `model`, which `losses` mixes with those on activities."""
     return list(model._get_regularization_losses())
 
 
 def run_symbolically(code: Any, *symbols: Any) -> None:
-    """Run `code` on symbolic tensors, which creates the variables of losses and metrics that it uses."""
+    """Run `code` on symbolic tensors, as Keras does to create the state of losses and metrics."""
     from keras.src.backend import compute_output_spec
 
     compute_output_spec(code, *symbols)
 
 
 def compiled_loss(model: Any, targets: Any, predictions: Any, weights: Any) -> Any:
-    """Return the loss of compile() without what layers add; None if the model was compiled without one."""
+    """Return the loss of compile() without what layers add; None if the model was compiled without one.
+
+    `compute_loss` cannot add the losses of layers to it when these compute in 16 bits.
+    """
     return None if model._compile_loss is None else model._compile_loss(targets, predictions, weights)
 
 
 def compiled_losses(model: Any) -> list[Any]:
-    """Return the loss objects of compile(), once the model's loss was computed."""
+    """Return the loss objects that compile() makes, once the model's loss was computed.
+
+    Their values before the mean say whether the loss of a sample depends on the others in the batch.
+    """
     return [] if model._compile_loss is None else [loss for _, loss, _, _ in model._compile_loss._flat_losses]
 
 
 def compile_arguments(model: Any) -> dict[str, Any]:
-    """Return what the model was compiled with, by the names of compile()'s arguments; {} if it was not."""
+    """Return what the model was compiled with, by the names of compile()'s arguments; {} if it was not.
+
+    `get_compile_config` serializes them, which fails for losses that are not at the top level of a module.
+    """
     compiled = getattr(model, "_compile_config", None)
     return dict(compiled.config) if model.compiled and compiled is not None else {}
 
 
 def loss_trackers(model: Any) -> list[Any]:
-    """Return the metrics that average the loss of each output; those of one output have none."""
+    """Return the metrics that average the loss of each output; those of one output have none.
+
+    They count batches, not samples, when the size of a batch is not known beforehand.
+    """
     return list(model._compile_loss.metrics) if model._compile_loss is not None else []
 
 
-def metric_function(metric: Any) -> Any:
-    """Return the function whose values a metric averages; None for other metrics."""
-    return getattr(metric, "_fn", None)
+def metric_module(metric: Any) -> str:
+    """Return the module of the function whose values a metric averages; '' for other metrics.
+
+    A user's own may return one number for a batch, those of Keras do not.
+    """
+    return str(getattr(getattr(metric, "_fn", None), "__module__", ""))
 
 
 def keras_mask(tensor: Any) -> Any:
-    """Return the mask of a prediction, or None."""
+    """Return the mask of a prediction, whose elements the loss leaves out, or None."""
     return getattr(tensor, "_keras_mask", None)
 
 
@@ -120,7 +118,10 @@ def nested_graph(operation: Any) -> Any:
 
 
 def topological_nodes(model: Any) -> list[tuple[Any, Any]]:
-    """Return the operations of a functional or sequential model with their nodes, inputs first."""
+    """Return the operations of a functional or sequential model with their nodes, inputs first.
+
+    The public list of layers does not say which tensors go where.
+    """
     graph = getattr(model, "_functional", None) or model
     return [
         (node.operation, node)

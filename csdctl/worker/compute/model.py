@@ -8,7 +8,6 @@ its configuration is built on every rank as on the host, by the user's function.
 
 import hashlib
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,7 @@ from csdctl.worker.compute.user_code import (
     missing_packages,
     run_user_code,
 )
+from csdctl.worker.data.arrays import save_arrays
 from csdctl.worker.data.file_hash import check_stored
 from csdctl.worker.process.errors import WorkerError, describe
 from csdctl.worker.protocol.datasets import as_inputs
@@ -188,14 +188,8 @@ def _build_again(spec: BuildSpec, keras: Any) -> Any:
 
 
 def save_weights(path: Path, weights: list[Any]) -> None:
-    """Write arrays, in order, as an uncompressed .npz: to a temporary file, synced, renamed."""
-    arrays: dict[str, Any] = {f"w{number:05d}": np.asarray(array) for number, array in enumerate(weights)}
-    aside = path.with_name(f".part-{path.name}")
-    with aside.open("wb") as file:
-        np.savez(file, **arrays)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(aside, path)
+    """Write arrays, in order, so that the file has its name only once it is on the disk."""
+    save_arrays(path, {f"w{number:05d}": np.asarray(array) for number, array in enumerate(weights)})
 
 
 def load_weights(path: Path) -> list[Any]:

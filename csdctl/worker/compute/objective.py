@@ -19,7 +19,7 @@ from csdctl.worker.compute.keras_internals import (
     flatten_layers,
     keras_mask,
     loss_trackers,
-    metric_function,
+    metric_module,
     run_symbolically,
 )
 from csdctl.worker.data.arrays import Array
@@ -222,7 +222,7 @@ class Objective:
 
     def inputs(self, samples: Any) -> Any:
         """Return what the model is called with."""
-        return inputs_of(self._model, samples, self._input_range, self._tf, self._keras)
+        return inputs_of(self._model, samples, self._input_range, self._tf)
 
     def targets(self, labels: Any, predictions: Any, *, training: bool) -> tuple[Any, Any]:
         """Return the labels in the structure of the predictions, and the samples' weights or None."""
@@ -306,7 +306,8 @@ class Objective:
         """Return the means whose count is that of batches: their function returns one number for a batch."""
         tf, keras = self._tf, self._keras
         means = [mean for mean in _flatten_metrics(metrics) if isinstance(mean, keras.metrics.Mean)]
-        suspects = [mean for mean in means if not _is_of_keras(mean)]
+        # The functions of Keras return a number for each sample.
+        suspects = [one for one in means if not metric_module(one).startswith("keras.")]
         if not suspects:
             return []
         counts = []
@@ -332,14 +333,9 @@ def _flatten_metrics(metrics: Iterable[Any]) -> Iterator[Any]:
         yield from _flatten_metrics(metric.metrics if hasattr(metric, "metrics") else ())
 
 
-def _is_of_keras(mean: Any) -> bool:
-    """Return whether a mean is that of a function of Keras, which returns a number for each sample."""
-    return str(getattr(metric_function(mean), "__module__", "")).startswith("keras.")
-
-
-def inputs_of(model: Any, samples: Any, input_range: tuple[float, float] | None, tf: Any, keras: Any) -> Any:
+def inputs_of(model: Any, samples: Any, input_range: tuple[float, float] | None, tf: Any) -> Any:
     """Return what `model` is called with: by name where both have names, else in order."""
-    structure = getattr(model, "input", None) if _is_functional(model, keras) else None
+    structure = getattr(model, "input", None) if getattr(model, "inputs", None) else None
     if not isinstance(samples, dict):
         return scale(samples, input_range, getattr(structure, "dtype", None), tf)
     if structure is None:
@@ -373,11 +369,6 @@ def scale(values: Any, input_range: tuple[float, float] | None, dtype: Any, tf: 
     if dtype is not None:
         return tf.cast(values, dtype)
     return tf.cast(values, tf.float32) if values.dtype.is_floating or values.dtype == tf.uint8 else values
-
-
-def _is_functional(model: Any, keras: Any) -> bool:
-    """Return whether the model's inputs are known symbolically."""
-    return bool(getattr(model, "inputs", None)) and isinstance(model, keras.Model)
 
 
 def _class_weights(weights: dict[str, float]) -> Array | None:

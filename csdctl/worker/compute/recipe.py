@@ -9,7 +9,8 @@ import dataclasses
 import difflib
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from csdctl.worker.compute.cuts import freeze_until
@@ -39,16 +40,10 @@ def compile_model(model: Any, recipe: Recipe, keras: Any) -> Recipe:
         metrics, weighted = own.get("metrics"), own.get("weighted_metrics")
         if not own and _is_classifier(loss, model):
             metrics = ["accuracy"]
-    try:
+    with _making("the model cannot be compiled", "loss and recipe.metrics"):
         model.compile(
             optimizer=optimizer, loss=loss, loss_weights=weights, metrics=metrics, weighted_metrics=weighted
         )
-    except Exception as error:
-        raise WorkerError(
-            f"the model cannot be compiled: {describe(error)}",
-            remedy="fix recipe.loss and recipe.metrics in job.yaml",
-            exit_code=2,
-        ) from None
     return recipe
 
 
@@ -107,35 +102,38 @@ def _check_schedule(config: dict[str, Any]) -> None:
         )
 
 
+class _Unsuitable(Exception):
+    """What csdctl itself refuses."""
+
+
+@contextmanager
+def _making(what: str, key: str) -> Iterator[None]:
+    """Turn whatever Keras or the user's code raises into a WorkerError that names what cannot be made."""
+    try:
+        yield
+    except WorkerError:
+        raise
+    except Exception as error:
+        problem = str(error) if isinstance(error, _Unsuitable) else describe(error)
+        raise WorkerError(f"{what}: {problem}", remedy=f"fix recipe.{key} in job.yaml", exit_code=2) from None
+
+
 def make_optimizer(name: str, config: dict[str, Any], keras: Any) -> Any:
     """Return the optimizer by its Keras name; raises WorkerError if Keras has no such optimizer."""
-    try:
+    with _making(f"optimizer {name!r} with {config} cannot be created", "optimizer"):
         optimizer = keras.optimizers.get({"class_name": name, "config": config})
         if type(optimizer) is keras.optimizers.Optimizer:
-            raise ValueError("it is the base class of optimizers, not an optimizer")
+            raise _Unsuitable("it is the base class of optimizers, not an optimizer")
         return optimizer
-    except Exception as error:
-        raise WorkerError(
-            f"optimizer {name!r} with {config} cannot be created: {describe(error)}",
-            remedy="fix recipe.optimizer in job.yaml",
-            exit_code=2,
-        ) from None
 
 
 def make_schedule(schedule: str) -> Callable[[int], Any]:
     """Return the learning rate by step that the JSON `schedule` describes; raises WorkerError."""
     import keras
 
-    try:
-        config = json.loads(schedule)
-        made: Callable[[int], Any] = keras.optimizers.schedules.deserialize(config)
+    with _making(f"learning-rate schedule {schedule} cannot be created", "schedule"):
+        made: Callable[[int], Any] = keras.optimizers.schedules.deserialize(json.loads(schedule))
         return made
-    except Exception as error:
-        raise WorkerError(
-            f"learning-rate schedule {schedule} cannot be created: {describe(error)}",
-            remedy="fix recipe.schedule in job.yaml",
-            exit_code=2,
-        ) from None
 
 
 def _choose_loss(recipe: Recipe, own: dict[str, Any], model: Any, keras: Any) -> tuple[Any, Any]:
@@ -167,27 +165,29 @@ def make_loss(term: LossTerm, from_logits: bool, keras: Any) -> Any:
 
     Raises WorkerError if there is none, or it does not take these arguments.
     """
-    if is_own(term.name):
-        return _make_own(term, keras)
-    wanted = term.name.replace("_", "").lower()
+    with _making(f"loss {term.name!r} cannot be created", "loss"):
+        kind = load_function(term.name) if is_own(term.name) else _loss_class(term.name, keras)
+        if isinstance(kind, type) and issubclass(kind, keras.losses.Loss):
+            logits: dict[str, Argument] = {"from_logits": True} if from_logits else {}
+            loss = kind(**({} if is_own(term.name) else logits) | term.args)
+            _check_reductions(loss)
+            return loss
+        if term.args:
+            raise _Unsuitable("it is a function, which takes no arguments of the recipe")
+        return kind
+
+
+def _loss_class(name: str, keras: Any) -> Any:
     classes = {
         name.lower(): loss
         for name, loss in vars(keras.losses).items()
         if isinstance(loss, type) and issubclass(loss, keras.losses.Loss) and loss is not keras.losses.Loss
     }
-    try:
-        made = classes[_ABBREVIATIONS.get(wanted, wanted)]
-        args: dict[str, Argument] = {"from_logits": True} if from_logits else {}
-        loss = made(**args | term.args)
-        _check_reductions(loss)
-        return loss
-    except KeyError:
-        problem = "Keras has no such loss"
-    except WorkerError:
-        raise
-    except Exception as error:
-        problem = describe(error)
-    raise _loss_error(term.name, problem)
+    wanted = name.replace("_", "").lower()
+    wanted = _ABBREVIATIONS.get(wanted, wanted)
+    if wanted not in classes:
+        raise _Unsuitable("Keras has no such loss")
+    return classes[wanted]
 
 
 _ABBREVIATIONS = {
@@ -198,28 +198,6 @@ _ABBREVIATIONS = {
     "kld": "kldivergence",
     "bce": "binarycrossentropy",
 }
-
-
-def _make_own(term: LossTerm, keras: Any) -> Any:
-    found = load_function(term.name)
-    try:
-        if isinstance(found, type) and issubclass(found, keras.losses.Loss):
-            loss = found(**term.args)
-            _check_reductions(loss)
-            return loss
-    except WorkerError:
-        raise
-    except Exception as error:
-        raise _loss_error(term.name, describe(error)) from None
-    if term.args:
-        raise _loss_error(term.name, "it is a function, which takes no arguments of the recipe")
-    return found
-
-
-def _loss_error(name: str, problem: str) -> WorkerError:
-    return WorkerError(
-        f"loss {name!r} cannot be created: {problem}", remedy="fix recipe.loss in job.yaml", exit_code=2
-    )
 
 
 def _check_reductions(losses: Any) -> None:
@@ -257,7 +235,7 @@ def is_own(name: str) -> bool:
 
 def make_metric(name: str, keras: Any) -> Any:
     """Return a metric as compile() takes it; raises WorkerError if there is none."""
-    try:
+    with _making(f"metric {name!r} cannot be used", "metrics"):
         if is_own(name):
             found = load_function(name)
             is_class = isinstance(found, type) and issubclass(found, keras.metrics.Metric)
@@ -265,14 +243,6 @@ def make_metric(name: str, keras: Any) -> Any:
         if name in ("accuracy", "acc", "crossentropy", "ce"):
             return name  # compile() chooses by loss and output
         return keras.metrics.get(name)
-    except WorkerError:
-        raise
-    except Exception as error:
-        raise WorkerError(
-            f"metric {name!r} cannot be used: {describe(error)}",
-            remedy="fix recipe.metrics in job.yaml",
-            exit_code=2,
-        ) from None
 
 
 def learning_rate(

@@ -15,15 +15,15 @@ from typing import Any
 
 import numpy as np
 
+from csdctl.worker.compute.backend import load_backend
 from csdctl.worker.compute.cuts import Cut, find_cuts, split_at
 from csdctl.worker.compute.forward import feature_pass
 from csdctl.worker.compute.keras_internals import compile_arguments, find_smallest_embedding
 from csdctl.worker.compute.model import load
 from csdctl.worker.compute.objective import Objective, scale
 from csdctl.worker.compute.statistics import LayerStates
-from csdctl.worker.compute.step import RankStep, Step, VectorLayout
-from csdctl.worker.data.arrays import Array
-from csdctl.worker.data.element_spec import random_batch
+from csdctl.worker.compute.step import RankStep, Step, VectorLayout, size_of, unflatten
+from csdctl.worker.data.arrays import Array, random_batch
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.probe import CutTimes, PartsSpec, PartTimes
 from csdctl.worker.protocol.recipe import Recipe
@@ -55,18 +55,14 @@ def check_divisible(model: Any) -> None:
         what, instead = "clips by the norm of the whole gradient", "clip each variable's gradient (clipnorm)"
     else:
         return
-    raise WorkerError(
-        f"a model cannot be split whose optimizer {what}",
-        remedy=f"{instead}, or train with --strategy data-parallel",
-        exit_code=2,
-    )
+    raise split_error(f"optimizer {what}", f"{instead}, or ")
 
 
-def per_sample_loss_error() -> WorkerError:
-    """Return the error of a model whose layers add a loss for each sample, which no vector here has."""
+def split_error(problem: str, instead: str = "") -> WorkerError:
+    """Return the error of a model that cannot be split, such as one whose optimizer needs all gradients."""
     return WorkerError(
-        "a model cannot be split whose layers add a loss for each sample",
-        remedy="train with --strategy data-parallel",
+        f"a model cannot be split whose {problem}",
+        remedy=f"{instead}train with --strategy data-parallel",
         exit_code=2,
     )
 
@@ -122,9 +118,8 @@ class PrefixStep(RankStep):
         self._head = head
         self._head_variables = head.trainable_variables
         self.activation_type = np.dtype(tf.as_dtype(self.cut.tensor.dtype).as_numpy_dtype)
-        variables = self.model.trainable_variables
         self.layout = VectorLayout(
-            num_gradients=size_of(variables),
+            num_gradients=size_of(self.model.trainable_variables),
             num_statistics=self.states.size,
             num_states=self.objective.metrics.size,
             has_loss_count=self.objective.counts_elements,
@@ -132,7 +127,8 @@ class PrefixStep(RankStep):
         )
         samples, _ = self.objective.signature
         self._forward = tf.function(self._forward_graph, autograph=False, input_signature=[samples])
-        self._flatten = tf.function(self._flatten_graph, autograph=False)
+        variables = self.model.trainable_variables
+        self._flatten = tf.function(lambda gradients: flatten(gradients, variables, tf), autograph=False)
         total = [tf.TensorSpec((self.layout.step_size,), tf.float32)]
         self._apply = tf.function(self._apply_graph, autograph=False, input_signature=total)
         self._passes: list[tuple[Any, Any, Any, Any, int]] = []
@@ -140,11 +136,6 @@ class PrefixStep(RankStep):
     def narrow_optimizer(self) -> None:
         """Take an optimizer for the prefix alone in place of the whole model's."""
         self.optimizer = same_optimizer(self.optimizer, self.model.trainable_variables)
-
-    @property
-    def state(self) -> list[Any]:
-        """The variables that training changes, in a fixed order: weights, then those of the optimizer."""
-        return [*self.model.weights, *self.optimizer.variables]
 
     def forward(self, samples: Array) -> Array:
         """Return the prefix's output for a micro-batch, whose backward pass is to come."""
@@ -183,22 +174,19 @@ class PrefixStep(RankStep):
         penalties = [tf.zeros(())]
         for loss in self.model.losses:
             if len(loss.shape) > 0 and loss.shape[0] is None:
-                raise per_sample_loss_error()
+                raise split_error("layers add a loss for each sample")
             penalties.append(tf.reduce_sum(tf.cast(loss, tf.float32)))
         count = tf.cast(tf.shape(output)[0], tf.float32)
         changes = self.states.take_changes(before, count)
         return output, tf.add_n(penalties), tf.concat([tf.zeros((0,)), *changes], axis=0)
 
-    def _flatten_graph(self, gradients: Sequence[Any]) -> Any:
-        return flatten(gradients, self.model.trainable_variables, self._tf)
-
     def _means(self, total: Any) -> dict[int, Any]:
         """Return the mean gradient of each variable of the prefix; change the state by its mean."""
         layout = self.layout
         self.states.apply_changes(total[layout.statistics] / total[layout.count])
-        return unflatten(
-            total[layout.gradients] / total[layout.divisor], self.model.trainable_variables, self._tf
-        )
+        variables = self.model.trainable_variables
+        means = unflatten(total[layout.gradients] / total[layout.divisor], variables, self._tf)
+        return dict(zip(map(id, variables), means, strict=True))
 
     def _apply_graph(self, total: Any) -> None:
         variables = self.model.trainable_variables
@@ -216,11 +204,6 @@ def same_optimizer(optimizer: Any, variables: Sequence[Any]) -> Any:
     return new
 
 
-def size_of(variables: Sequence[Any]) -> int:
-    """Return the number of elements of all variables."""
-    return sum(math.prod(variable.shape) for variable in variables)
-
-
 def flatten(gradients: Sequence[Any], variables: Sequence[Any], tf: Any) -> Any:
     """Return gradients as one vector, float32; inside a graph."""
     flat = [
@@ -230,15 +213,6 @@ def flatten(gradients: Sequence[Any], variables: Sequence[Any], tf: Any) -> Any:
         for gradient, variable in zip(gradients, variables, strict=True)
     ]
     return tf.concat([tf.zeros((0,)), *flat], axis=0)
-
-
-def unflatten(vector: Any, variables: Sequence[Any], tf: Any) -> dict[int, Any]:
-    """Return the parts of a vector by the id of their variable, in the variables' shapes."""
-    parts = tf.split(vector, [math.prod(variable.shape) for variable in variables]) if variables else []
-    return {
-        id(variable): tf.reshape(part, variable.shape)
-        for part, variable in zip(parts, variables, strict=True)
-    }
 
 
 class SplitStep(PrefixStep):
@@ -309,7 +283,8 @@ class SplitStep(PrefixStep):
     def vector(self, total: Array) -> Array:
         """Return the vector of the whole model, shape (whole.layout.step_size,), that a sum amounts to."""
         whole, layout, tf = self.whole, self.layout, self._tf
-        sums = unflatten(total[layout.gradients], self.model.trainable_variables, tf)
+        variables = self.model.trainable_variables
+        sums = dict(zip(map(id, variables), unflatten(total[layout.gradients], variables, tf), strict=True))
         sums |= self._sums_of_head()
         flat = [np.reshape(sums[id(variable)], -1) for variable in whole.model.trainable_variables]
         of_head = self._head_states.split(self._tail.numpy()[: self._head_states.size])
@@ -330,19 +305,15 @@ class SplitStep(PrefixStep):
         own = {variable.path: variable for variable in self.optimizer.variables}
         missing = [variable.path for variable in optimizer.variables if variable.path not in own]
         if missing or len(own) != len(self.optimizer.variables):
-            raise WorkerError(
-                f"a model cannot be split whose optimizer has no variable {missing[:3]} for each weight",
-                remedy="give all layers different names, or train with --strategy data-parallel",
-                exit_code=2,
+            raise split_error(
+                f"optimizer has no variable {missing[:3]} for each weight",
+                "give all layers different names, or ",
             )
         return [*self.model.weights, *(own[variable.path] for variable in optimizer.variables)]
 
     def _sums_of_head(self) -> dict[int, Any]:
         """Return the summed gradient of each variable of the head by its id."""
-        return {
-            id(variable): summed
-            for variable, summed in zip(self._head_variables, self._gradients, strict=True)
-        }
+        return dict(zip(map(id, self._head_variables), self._gradients, strict=True))
 
     def _head_pass(self, outputs: Any, labels: Any, weight: Any) -> tuple[Any, Any]:
         tf = self._tf
@@ -352,7 +323,7 @@ class SplitStep(PrefixStep):
             tape.watch(outputs)
             batch = self._head_objective.forward(outputs, labels, training=True)
         if batch.summed is not None:
-            raise per_sample_loss_error()
+            raise split_error("layers add a loss for each sample")
         towards, *gradients = tape.gradient(batch.mean, [outputs, *(v.value for v in variables)])
         if towards is None:
             towards = tf.zeros_like(outputs)
@@ -380,8 +351,9 @@ class SplitStep(PrefixStep):
 Batch = tuple[Array, Array]
 
 
-def time_parts(spec: PartsSpec, tf: Any, keras: Any) -> PartTimes:
+def time_parts(spec: PartsSpec, **_: Any) -> PartTimes:
     """Return the seconds of a batch of the whole model and of its parts; raises WorkerError."""
+    tf, keras = load_backend(spec.runtime)
     model = load(Path(spec.architecture), Path(spec.weights), keras, spec.code)
     generator, num_indices = np.random.default_rng(0), find_smallest_embedding(model)
     batch = random_batch(generator, spec.data, spec.batch_size, num_indices)

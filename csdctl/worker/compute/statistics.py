@@ -25,117 +25,80 @@ from csdctl.worker.compute.keras_internals import (
 UNTRACKED = "a layer without a seed generator of its own"
 
 
-class MovingStatistics:
-    """Batch norm layers of a model, as one flat vector of differences."""
-
-    def __init__(self, model: Any, tf: Any, keras: Any) -> None:
-        self._tf = tf
-        self._layers = [
-            layer
-            for layer in flatten_layers(model)
-            if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable and layer.momentum < 1
-        ]
-        self._variables = [
-            (layer.moving_mean.value, layer.moving_variance.value, 1.0 - float(layer.momentum))
-            for layer in self._layers
-        ]
-        self.size = sum(2 * int(mean.shape[0]) for mean, _, _ in self._variables)
-
-    @property
-    def variables(self) -> list[Any]:
-        """The statistics in the order of the vector, as tf.Variables."""
-        return [variable for mean, variance, _ in self._variables for variable in (mean, variance)]
-
-    def find_moved(self, changes: Any) -> list[str]:
-        """Return the names of the layers whose statistics `changes`, shape (size,), would move.
-
-        Only a layer that normalizes by its batch moves them, and not one that is called with training=False.
-        """
-        ends = np.cumsum([2 * int(mean.shape[0]) for mean, _, _ in self._variables])[:-1]
-        parts = np.split(np.asarray(changes), ends) if self.size else []
-        return [layer.name for layer, part in zip(self._layers, parts, strict=True) if part.any()]
-
-    def read(self) -> list[Any]:
-        """Return the current statistics, for `take_changes`; inside a graph."""
-        tf = self._tf
-        return [(tf.identity(mean), tf.identity(variance)) for mean, variance, _ in self._variables]
-
-    def take_changes(self, before: list[Any], count: Any) -> list[Any]:
-        """Return the changes by a forward pass, times `count`, and restore the statistics; inside a graph."""
-        changes = []
-        for (old_mean, old_variance), (mean, variance, rate) in zip(before, self._variables, strict=True):
-            moved = mean - old_mean
-            spread = (variance - old_variance) + moved * moved / rate
-            changes += [count * moved, count * spread]
-            mean.assign(old_mean)
-            variance.assign(old_variance)
-        return changes
-
-    def apply_changes(self, changes: Any) -> None:
-        """Update the statistics by the mean `changes` of all ranks, shape (size,); inside a graph."""
-        tf = self._tf
-        sizes = [int(mean.shape[0]) for mean, _, _ in self._variables for _ in range(2)]
-        if not sizes:
-            return
-        parts = tf.split(changes, sizes)
-        for (mean, variance, rate), moved, spread in zip(
-            self._variables, parts[::2], parts[1::2], strict=True
-        ):
-            mean.assign_add(moved)
-            variance.assign(tf.maximum(variance + spread - moved * moved / rate, 0.0))
-
-
 class LayerStates:
     """All state that a forward pass changes, flat: moving statistics, then the state of other layers."""
 
     def __init__(self, model: Any, tf: Any, keras: Any) -> None:
         self._tf = tf
-        self._statistics = MovingStatistics(model, tf, keras)
+        layers = [
+            layer
+            for layer in flatten_layers(model)
+            if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable and layer.momentum < 1
+        ]
+        self._norms = [
+            (layer.name, layer.moving_mean.value, layer.moving_variance.value, 1.0 - float(layer.momentum))
+            for layer in layers
+        ]
         self.variables = changing_state(model, keras)
         """Of layers other than batch norm; restored after a forward pass."""
-        self._sizes = [int(tf.size(variable)) for variable in self.variables]
-        self.size = self._statistics.size + sum(self._sizes)
+        self._all = [one for _, mean, variance, _ in self._norms for one in (mean, variance)]
+        self._all += self.variables
+        self._sizes = [int(tf.size(variable)) for variable in self._all]
+        self.size = sum(self._sizes)
 
     def split(self, changes: Any) -> dict[int, Any]:
         """Return the parts of `changes`, shape (size,), by the id of the variable that they are of."""
-        variables = [*self._statistics.variables, *self.variables]
-        ends = np.cumsum([int(self._tf.size(variable)) for variable in variables])[:-1]
-        parts = np.split(np.asarray(changes), ends) if variables else []
-        return {id(variable): part for variable, part in zip(variables, parts, strict=True)}
+        parts = np.split(np.asarray(changes), np.cumsum(self._sizes)[:-1]) if self._all else []
+        return {id(variable): part for variable, part in zip(self._all, parts, strict=True)}
 
     def join(self, *found: dict[int, Any]) -> Any:
         """Return the sum of changes that other `LayerStates` of these layers have split, shape (size,)."""
-        variables = [*self._statistics.variables, *self.variables]
-        parts = [sum(parts[id(one)] for parts in found if id(one) in parts) for one in variables]
+        parts = [sum(parts[id(one)] for parts in found if id(one) in parts) for one in self._all]
         return np.concatenate([np.zeros(0, np.float32), *parts])
 
     def find_normalizing(self, changes: Any) -> list[str]:
-        """Return the names of the layers that normalized by their batch, by its `changes`, shape (size,)."""
-        return self._statistics.find_moved(np.asarray(changes)[: self._statistics.size])
+        """Return the names of the layers that normalized by their batch, by its `changes`, shape (size,).
 
-    def read(self) -> tuple[list[Any], list[Any]]:
+        Only such a layer moves its statistics, and not one that is called with training=False.
+        """
+        parts = self.split(changes)
+        return [
+            name
+            for name, mean, variance, _ in self._norms
+            if parts[id(mean)].any() or parts[id(variance)].any()
+        ]
+
+    def read(self) -> list[Any]:
         """Return the current state, for `take_changes`; inside a graph."""
-        return self._statistics.read(), [self._tf.identity(variable) for variable in self.variables]
+        return [self._tf.identity(variable) for variable in self._all]
 
-    def take_changes(self, before: tuple[list[Any], list[Any]], count: Any) -> list[Any]:
+    def take_changes(self, before: list[Any], count: Any) -> list[Any]:
         """Return the changes by a forward pass, times `count`, and restore the state; inside a graph."""
-        tf = self._tf
-        changes = self._statistics.take_changes(before[0], count)
-        for old, variable in zip(before[1], self.variables, strict=True):
+        tf, changes = self._tf, []
+        for (_, mean, variance, rate), old_mean, old_variance in zip(
+            self._norms, before[: 2 * len(self._norms) : 2], before[1 : 2 * len(self._norms) : 2], strict=True
+        ):
+            moved = mean - old_mean
+            spread = (variance - old_variance) + moved * moved / rate
+            changes += [count * moved, count * spread]
+        for old, variable in zip(before[2 * len(self._norms) :], self.variables, strict=True):
             change = tf.cast(variable, tf.float32) - tf.cast(old, tf.float32)
             changes.append(tf.reshape(change * count, [-1]))
+        for old, variable in zip(before, self._all, strict=True):
             variable.assign(old)
         return changes
 
     def apply_changes(self, changes: Any) -> None:
         """Update the state by the mean `changes` of all ranks, shape (size,); inside a graph."""
         tf = self._tf
-        self._statistics.apply_changes(changes[: self._statistics.size])
-        if not self._sizes:
+        if not self._all:
             return
-        for variable, change in zip(
-            self.variables, tf.split(changes[self._statistics.size :], self._sizes), strict=True
-        ):
+        parts = iter(tf.split(changes, self._sizes))
+        for _, mean, variance, rate in self._norms:
+            moved, spread = next(parts), next(parts)
+            mean.assign_add(moved)
+            variance.assign(tf.maximum(variance + spread - moved * moved / rate, 0.0))
+        for variable, change in zip(self.variables, parts, strict=True):
             is_counter = not variable.dtype.is_floating  # which all ranks advance alike
             shaped = tf.reshape(tf.round(change) if is_counter else change, variable.shape)
             variable.assign_add(tf.cast(shaped, variable.dtype))

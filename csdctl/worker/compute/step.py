@@ -27,11 +27,11 @@ from typing import Any
 
 import numpy as np
 
-from csdctl.worker.compute.augment import Augmentation
 from csdctl.worker.compute.keras_internals import regularization_losses
 from csdctl.worker.compute.noise import NoisySums
 from csdctl.worker.compute.objective import BatchLoss, Objective
 from csdctl.worker.compute.statistics import LayerStates, Seeds
+from csdctl.worker.compute.user_code import Augmentation
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.recipe import Noise, Recipe
@@ -73,16 +73,6 @@ class VectorLayout:
     def gradients(self) -> slice:
         """The summed gradients of all trainable variables, flat, in the model's order."""
         return slice(0, self.num_gradients * (1 + self.has_summed))
-
-    @property
-    def divided_gradients(self) -> slice:
-        """Those of the loss that is a mean."""
-        return slice(0, self.num_gradients)
-
-    @property
-    def undivided_gradients(self) -> slice:
-        """Those of the loss that is a sum."""
-        return slice(self.num_gradients, self.gradients.stop)
 
     @property
     def statistics(self) -> slice:
@@ -139,6 +129,8 @@ class Sums:
 class RankStep:
     """What a rank does in a step whether it has the whole model or a part: all but computing its vector."""
 
+    model: Any
+    """The model, or the part of it that the rank has."""
     objective: Objective
     layout: VectorLayout
     """The layout of the rank's vector, without what a training loop appends."""
@@ -158,7 +150,7 @@ class RankStep:
     @property
     def state(self) -> list[Any]:
         """The variables that training changes, in a fixed order: weights, then those of the optimizer."""
-        raise NotImplementedError
+        return [*self.model.weights, *self.optimizer.variables]
 
     def set_step(self, step: int, learning_rate: float) -> None:
         """Set the learning rate and the random states of the run's step `step`, counted from 0."""
@@ -248,7 +240,7 @@ class Step(RankStep):
         # What layers add to the loss, and what they write, is known by tracing them.
         self._check_writes(self._local.get_concrete_function().graph)
         self.layout = VectorLayout(
-            num_gradients=sum(int(np.prod(v.shape)) for v in model.trainable_variables),
+            num_gradients=size_of(model.trainable_variables),
             num_statistics=self.states.size,
             num_states=self.objective.metrics.size,
             has_loss_count=self._has_loss_count,
@@ -288,11 +280,6 @@ class Step(RankStep):
     def has_loss_scaling(self) -> bool:
         """Whether the optimizer skips gradients that are not finite, and scales the loss (mixed_float16)."""
         return hasattr(self.optimizer, "inner_optimizer")
-
-    @property
-    def state(self) -> list[Any]:
-        """The variables that training changes, in a fixed order: weights, then those of the optimizer."""
-        return [*self.model.weights, *self.optimizer.variables]
 
     def local(
         self, images: Array, labels: Array, out: Array | None = None, *, private_copies: Array | None = None
@@ -429,17 +416,13 @@ class Step(RankStep):
         return vector if self._weight == 1.0 else vector * self._weight
 
     def _apply_graph(self, total: Any) -> None:
-        tf, layout = self._tf, self.layout
-        variables = self.model.trainable_variables
-        sizes = [int(np.prod(v.shape)) for v in variables]
-        gradient = total[layout.divided_gradients] / total[layout.divisor]
-        if layout.has_summed:
-            gradient += total[layout.undivided_gradients]
-        flat = tf.split(gradient, sizes)
-        gradients = [tf.reshape(gradient, v.shape) for gradient, v in zip(flat, variables, strict=True)]
+        layout, variables = self.layout, self.model.trainable_variables
+        gradient = total[: layout.num_gradients] / total[layout.divisor]
+        if layout.has_summed:  # the part of the loss that is not divided
+            gradient += total[layout.num_gradients : layout.gradients.stop]
         # First what the forward pass did to the weights, as in fit.
         self.states.apply_changes(total[layout.statistics] / total[layout.count])
-        self.optimizer.apply(gradients, variables)
+        self.optimizer.apply(unflatten(gradient, variables, self._tf), variables)
 
     def _alone_graph(self, samples: Any, labels: Any) -> Any:
         gradients, summed, batch = self._gradients(samples, labels)
@@ -451,6 +434,17 @@ class Step(RankStep):
     def _evaluate_graph(self, samples: Any, labels: Any) -> Any:
         batch = self.objective.forward(samples, labels, training=False)
         return self._tf.concat(self._tail(batch, with_samples=False), axis=0)
+
+
+def size_of(variables: Sequence[Any]) -> int:
+    """Return the number of elements of all variables."""
+    return sum(math.prod(variable.shape) for variable in variables)
+
+
+def unflatten(vector: Any, variables: Sequence[Any], tf: Any) -> list[Any]:
+    """Return the parts of a vector in the shapes of the variables; inside a graph or outside."""
+    parts = tf.split(vector, [math.prod(variable.shape) for variable in variables]) if variables else []
+    return [tf.reshape(part, variable.shape) for part, variable in zip(parts, variables, strict=True)]
 
 
 def add_sums(sums: Sequence[Sums]) -> Sums:

@@ -4,13 +4,13 @@ A prepared data set is a directory with images.npy, labels.npy and dataset.json.
 never loaded: the memory that a rank needs does not grow with its shard.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from csdctl.worker.data.arrays import Array, CheckedArray, as_labels, check_lengths
-from csdctl.worker.data.element_spec import random_batch
+from csdctl.worker.data.arrays import Array, CheckedArray, as_labels, check_lengths, random_batch
 from csdctl.worker.data.schedule import Share, Span
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.datasets import DatasetInfo
@@ -82,9 +82,7 @@ class EpochReader:
     again.
     """
 
-    def __init__(
-        self, spec: RunSpec, rank: int, convert: Callable[[Array], Array] = lambda samples: samples
-    ) -> None:
+    def __init__(self, spec: RunSpec, rank: int, convert: Callable[[Array], Array] | None = None) -> None:
         """Raise WorkerError if data is missing or differs in size from what the plan says.
 
         `convert` makes of public samples, as the host has them, what the other data has: features.
@@ -171,7 +169,7 @@ class EpochReader:
             for span in spans
         ]
         samples, labels = self._all_public.read(np.concatenate(indices))
-        return self._convert(samples), labels
+        return self._convert(samples) if self._convert else samples, labels
 
     def pack_reassigned(self, spans: Sequence[Span]) -> bytes:
         """Return the samples of `spans` as bytes, for the rank they were reassigned to; for rank 0 only."""
@@ -180,16 +178,11 @@ class EpochReader:
 
     def _unpack(self, packed: bytes | bytearray) -> tuple[Array, Array]:
         samples, labels = self.empty_batch()
-        sample_bytes, label_bytes = (
-            array.dtype.itemsize * int(np.prod(array.shape[1:])) for array in (samples, labels)
-        )
-        count = len(packed) // (sample_bytes + label_bytes)
-        split = count * sample_bytes
+        count = len(packed) // sample_bytes(samples, labels)
+        parts = np.split(np.frombuffer(packed, np.uint8), [count * sample_bytes(samples)])
         return (
-            np.frombuffer(packed, samples.dtype, offset=0, count=split // samples.dtype.itemsize).reshape(
-                count, *samples.shape[1:]
-            ),
-            np.frombuffer(memoryview(packed)[split:], labels.dtype).reshape(count, *labels.shape[1:]),
+            parts[0].view(samples.dtype).reshape(count, *samples.shape[1:]),
+            parts[1].view(labels.dtype).reshape(count, *labels.shape[1:]),
         )
 
     def _private_indices(self, share: Share) -> Array:
@@ -217,6 +210,11 @@ class EpochReader:
             part = DatasetSlice("", "", start, start + spec.num_public, self._spec.recipe.seed)
             self._public_rows[rank] = rows_of(part, len(self._all_public))
         return self._public_rows[rank]
+
+
+def sample_bytes(*arrays: Array) -> int:
+    """Return the bytes that one sample takes in these arrays, shape (n, …)."""
+    return sum(array.dtype.itemsize * math.prod(array.shape[1:]) for array in arrays)
 
 
 def repeated_permutation(generator: Any, num_distinct: int, count: int) -> Array:

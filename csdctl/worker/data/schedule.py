@@ -14,15 +14,16 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from csdctl.worker.protocol.equation1 import public_shares
+from csdctl.worker.protocol.json_codec import Count, RankNumber
 
 
 @dataclass(frozen=True)
 class Span:
     """Positions start…stop of the public samples of rank `rank`, in its order of this epoch."""
 
-    rank: int
-    start: int
-    stop: int
+    rank: RankNumber
+    start: Count
+    stop: Count
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -32,12 +33,12 @@ class Span:
 class Share:
     """Samples that one rank has left in the epoch: its own, private and public, and reassigned ones."""
 
-    rank: int
-    batch_size: int
-    private_start: int
-    private_stop: int
-    public_start: int
-    public_stop: int
+    rank: RankNumber
+    batch_size: Count
+    private_start: Count
+    private_stop: Count
+    public_start: Count
+    public_stop: Count
     reassigned: tuple[Span, ...] = ()
     """Public samples of other ranks that this rank reads in their place."""
 
@@ -68,26 +69,22 @@ class Share:
 
     def after(self, num_steps: int) -> "Share":
         """Return what is left after `num_steps` steps."""
-        private, public, reassigned = self._split(min(self.num_samples, num_steps * self.batch_size))
-        return replace(
-            self,
-            private_start=self.private_start + private,
-            public_start=self.public_start + public,
-            reassigned=slice_spans(self.reassigned, reassigned, self.num_reassigned),
-        )
+        return self._between(num_steps * self.batch_size, self.num_samples)
 
     def batch(self, number: int) -> "Share":
         """Return the samples of step `number` of the segment, counted from 0."""
-        start, stop = (min(self.num_samples, n * self.batch_size) for n in (number, number + 1))
-        private, public, reassigned = self._split(start)
-        private_stop, public_stop, reassigned_stop = self._split(stop)
+        return self._between(number * self.batch_size, (number + 1) * self.batch_size)
+
+    def _between(self, start: int, stop: int) -> "Share":
+        """Return samples start…stop of these, or those of them that there are."""
+        first, last = (self._split(min(self.num_samples, count)) for count in (start, stop))
         return replace(
             self,
-            private_start=self.private_start + private,
-            private_stop=self.private_start + private_stop,
-            public_start=self.public_start + public,
-            public_stop=self.public_start + public_stop,
-            reassigned=slice_spans(self.reassigned, reassigned, reassigned_stop),
+            private_start=self.private_start + first[0],
+            private_stop=self.private_start + last[0],
+            public_start=self.public_start + first[1],
+            public_stop=self.public_start + last[1],
+            reassigned=slice_spans(self.reassigned, first[2], last[2]),
         )
 
     def _split(self, count: int) -> tuple[int, int, int]:
@@ -104,7 +101,7 @@ class Share:
 class Segment:
     """Consecutive steps of an epoch during which batch sizes and members are constant."""
 
-    start_step: int
+    start_step: Count
     """First step of the segment, counted from 0 within the epoch."""
     shares: tuple[Share, ...]
 

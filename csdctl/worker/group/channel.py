@@ -16,7 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from csdctl.worker.group.values import LinkLostError, decode_value
+from csdctl.worker.group.values import LinkLostError
+from csdctl.worker.protocol.json_codec import Count, Generation, RankNumber, from_json
 from csdctl.worker.protocol.sandbox import SOCKETS_VARIABLE, USER_VARIABLE, link_address
 
 CHOOSE, SUM, ALLGATHER, SEND, RECEIVE, CLOSE = b"O", b"S", b"G", b"P", b"R", b"C"
@@ -128,9 +129,9 @@ POLL_S = 0.1
 class LinkGreeting:
     """The first message of a link: its group, and its rank and size in MPI's world."""
 
-    generation: int
-    rank: int
-    size: int
+    generation: Generation
+    rank: RankNumber
+    size: Count
 
 
 class Listener:
@@ -160,8 +161,8 @@ class Listener:
                 connection.close()
                 continue
             channel = Channel(connection)
-            with contextlib.suppress(LinkLostError, ValueError, TypeError):
-                greeting = LinkGreeting(**decode_value(channel.receive()[1]))
+            with contextlib.suppress(LinkLostError, ValueError):
+                greeting = from_json(LinkGreeting, channel.receive()[1].decode())
                 if greeting.generation == generation:
                     return channel, greeting
             channel.close()

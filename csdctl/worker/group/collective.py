@@ -1,6 +1,6 @@
 """Collectives: the ways to sum a vector over the ranks, and the choice of the fastest one.
 
-A new collective is a class that implements `Collective`, registered in `COLLECTIVES`; its name goes into
+A new collective is a subclass of `Collective`, registered in `COLLECTIVES`; its name goes into
 `protocol.orders.COLLECTIVE_NAMES`, from which the command line takes the names that it accepts.
 """
 
@@ -8,7 +8,7 @@ import math
 import struct
 import time
 from collections import Counter
-from typing import Any, Protocol
+from typing import Any
 
 from csdctl.worker.group.messages import allgather
 from csdctl.worker.group.mpi import Incoming, OnWait, World, ignore_wait, wait_sleeping
@@ -21,7 +21,45 @@ CHUNK_SIZE = 1 << 18
 _UP, _DOWN = 1, 2
 
 
-class Star:
+class Collective:
+    """Sums a float32 vector over all ranks; waiting ranks sleep.
+
+    The result has the same bits on all ranks and in every run. A collective whose rank 0 receives single
+    vectors overrides more than `sum`.
+    """
+
+    def __init__(self, world: World, local: Any, total: Any) -> None:
+        """`local` and `total`: contiguous float32 buffers of one size; numpy arrays on rank 0."""
+        self._world, self._local, self._total = world, local, total
+
+    @property
+    def is_sending(self) -> bool:
+        """Whether the latest sum is still on its way to some rank."""
+        return False
+
+    def post_receives(self) -> None:
+        """Post receives for the vectors of the next sum."""
+
+    def progress(self) -> None:
+        """Process what has arrived, without waiting."""
+
+    def flush(self, on_wait: OnWait = ignore_wait) -> None:
+        """Wait until the latest sum has left."""
+
+    def sum(self, on_wait: OnWait = ignore_wait, expected: ExpectedTails | None = None) -> None:
+        """Sum `local` over all ranks into `total` on all ranks.
+
+        A collective in which rank 0 sees single vectors compares them with what it has `expected`, and
+        raises PeerFaultError before their sum reaches any other rank.
+        """
+        raise NotImplementedError
+
+    def find_not_finite(self) -> list[int]:
+        """Return the other ranks whose latest vectors are not finite, on rank 0; [] where that is unknown."""
+        return []
+
+
+class Star(Collective):
     """Rank 0 gathers, adds in order of rank, and sends the sum back (docs/decisions/0006).
 
     It suits a host with its devices: all traffic passes the host anyway. Vectors are sent in chunks, so that
@@ -31,10 +69,7 @@ class Star:
     """
 
     def __init__(self, world: World, local: Any, total: Any) -> None:
-        """`local` and `total`: contiguous float32 buffers of one size; numpy arrays on rank 0."""
-        self._world = world
-        self._local = local
-        self._total = total
+        super().__init__(world, local, total)
         self._chunks = [slice(start, start + CHUNK_SIZE) for start in range(0, len(local), CHUNK_SIZE)]
         self._has_posted = False
         self._sending: list[Any] = []
@@ -136,70 +171,18 @@ class Star:
         self._has_posted = False
 
 
-class Allreduce:
-    """MPI's own non-blocking allreduce."""
-
-    def __init__(self, world: World, local: Any, total: Any) -> None:
-        self._world = world
-        self._local = local
-        self._total = total
-        self.is_sending = False
-
-    def post_receives(self) -> None:
-        """Do nothing: MPI posts its own."""
-
-    def progress(self) -> None:
-        """Do nothing: MPI progresses in `sum`."""
-
-    def flush(self, on_wait: OnWait = ignore_wait) -> None:
-        """Do nothing: a completed allreduce has left."""
+class Allreduce(Collective):
+    """MPI's own non-blocking allreduce: no rank sees another one's vector."""
 
     def sum(self, on_wait: OnWait = ignore_wait, expected: ExpectedTails | None = None) -> None:
-        """Sum `local` over all ranks into `total` on all ranks; no rank sees another one's vector."""
+        """Sum `local` over all ranks into `total` on all ranks."""
         wait_sleeping(self._world.start_sum(self._local, self._total), on_wait)
-
-    def find_not_finite(self) -> list[int]:
-        """Return nothing: it is not known."""
-        return []
 
 
 _SECONDS = struct.Struct("<d")
 MAX_SUM_S = 3600.0
 LONG_S = 2.0
 """A sum of so many seconds is timed once: opening the connections is a small part of it."""
-
-
-class Collective(Protocol):
-    """Sums a float32 vector over all ranks; waiting ranks sleep.
-
-    The result has the same bits on all ranks and in every run.
-    """
-
-    def __init__(self, world: World, local: Any, total: Any) -> None:
-        """`local` and `total`: contiguous float32 buffers of one size; numpy arrays on rank 0."""
-
-    @property
-    def is_sending(self) -> bool:
-        """Whether the latest sum is still on its way to some rank."""
-
-    def post_receives(self) -> None:
-        """Post receives for the vectors of the next sum."""
-
-    def progress(self) -> None:
-        """Process what has arrived, without waiting."""
-
-    def flush(self, on_wait: OnWait = ignore_wait) -> None:
-        """Wait until the latest sum has left."""
-
-    def sum(self, on_wait: OnWait = ignore_wait, expected: ExpectedTails | None = None) -> None:
-        """Sum `local` over all ranks into `total` on all ranks.
-
-        A collective in which rank 0 sees single vectors compares them with what it has `expected`, and
-        raises PeerFaultError before their sum reaches any other rank.
-        """
-
-    def find_not_finite(self) -> list[int]:
-        """Return the other ranks whose latest vectors are not finite, on rank 0; [] where that is unknown."""
 
 
 COLLECTIVES: dict[str, type[Collective]] = {STAR: Star, ALLREDUCE: Allreduce}

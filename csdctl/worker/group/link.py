@@ -5,7 +5,6 @@ When a node is lost, MPI ends the whole job: the links die, the ranks stay, and 
 remaining ranks within seconds (docs/decisions/0012).
 """
 
-import dataclasses
 import json
 import os
 import select
@@ -37,11 +36,12 @@ from csdctl.worker.group.channel import (
     map_vectors,
 )
 from csdctl.worker.group.collective import Collective, choose_collective
-from csdctl.worker.group.messages import Arrival, Departure, allgather, join_parts
+from csdctl.worker.group.messages import DRAIN_S, Arrival, Departure, allgather, join_parts
 from csdctl.worker.group.mpi import FindMissing, MemoryLimit, World, init_mpi, wait_sleeping
-from csdctl.worker.group.traffic import list_connection_rows
 from csdctl.worker.group.values import ExpectedTails, LinkLostError, PeerFaultError
 from csdctl.worker.process.errors import WorkerError, describe
+from csdctl.worker.protocol.json_codec import from_json, to_json
+from csdctl.worker.protocol.tcp_counters import list_connections
 
 WAITING_INTERVAL_S = 5.0
 PROGRESS_INTERVAL_S, SENDING_INTERVAL_S = 0.005, 0.0005
@@ -66,7 +66,7 @@ def serve_link(run_id: str, node_rank: int, generation: int) -> int:
     channel = Channel(connection)
     greeting = LinkGreeting(generation, world.rank, world.size)
     try:
-        channel.send(b"H", json.dumps(dataclasses.asdict(greeting)).encode())
+        channel.send(b"H", to_json(greeting).encode())
         local, total = map_vectors(channel.receive_descriptor(), is_adding=world.rank == 0)
         _Link(world, channel, local, total).serve()
         channel.send(DONE)
@@ -118,7 +118,7 @@ class _Link:
                     raise LinkLostError
                 self._channel.send(DONE, self._requests[letter](content))
         except PeerFaultError as fault:
-            self._channel.send(FAULT, json.dumps({"rank": fault.rank, "message": fault.message}).encode())
+            self._channel.send(FAULT, json.dumps([fault.rank, fault.message]).encode())
             raise
 
     def _progress(self) -> None:
@@ -157,12 +157,13 @@ class _Link:
         self._collective, name, seconds = choose_collective(
             self._world, *self._vectors, content.decode(), on_wait=self._on_wait
         )
-        return json.dumps({"collective": name, "sum_s": seconds}).encode()
+        return json.dumps([name, seconds]).encode()
 
     def _sum(self, content: bytearray) -> bytes:
         if self._collective is None:
             raise LinkLostError
-        self._collective.sum(self._on_wait, ExpectedTails.unpack(content) if content else None)
+        expected = from_json(ExpectedTails, content.decode()) if content else None
+        self._collective.sum(self._on_wait, expected)
         return b""
 
     def _find_not_finite(self, _: bytearray) -> bytes:
@@ -199,4 +200,4 @@ class _Link:
         return arrival.content
 
     def _list_connections(self, _: bytearray) -> bytes:
-        return json.dumps(list_connection_rows()).encode()
+        return json.dumps(list_connections(drain_s=DRAIN_S)).encode()

@@ -1,15 +1,19 @@
-"""Bytes between the ranks of a group: to one rank, or from every rank to all of them.
+"""Bytes between the ranks of a group: to one rank, or from every rank to all of them, and their counters.
 
 Whoever receives says how much it takes. A size is sent before its content, and no memory is allocated for a
-larger one. Nothing here looks into the bytes.
+larger one. Nothing here looks into the bytes. What was sent is what the ranks' kernels have counted.
 """
 
 import struct
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from itertools import accumulate
+from typing import Annotated, Any
 
 from csdctl.worker.group.mpi import OnWait, World, ignore_wait, wait_sleeping
 from csdctl.worker.group.values import PeerFaultError
+from csdctl.worker.protocol.events import SUMS, TRAFFIC_NAMES, SentBytes
+from csdctl.worker.protocol.json_codec import Between, MaxLength, OneOf, RankNumber
 
 MAX_VALUE_BYTES = 1 << 18
 """Of one rank's part of an `allgather`: the byte counters of a thousand connections fit several times."""
@@ -133,3 +137,46 @@ def _checked_size(packed: Bytes, rank: int, max_bytes: int) -> int:
     if not 0 <= size <= max_bytes:
         raise PeerFaultError(rank, f"sent {size} bytes, expected at most {max_bytes}")
     return int(size)
+
+
+NumBytes = Annotated[int, Between(0, 1 << 50)]
+Endpoint = Annotated[str, MaxLength(80)]
+"""An IPv6 address with its zone, and a port."""
+ConnectionRows = tuple[tuple[Endpoint, Endpoint, NumBytes, NumBytes], ...]
+"""Local and peer endpoint of each connection, bytes sent and received."""
+Message = tuple[Annotated[str, OneOf(TRAFFIC_NAMES[1:])], RankNumber, RankNumber, NumBytes]
+"""Traffic class, which is not that of sums, sender, receiver and bytes."""
+Counters = tuple[tuple[Message, ...], ConnectionRows]
+"""Messages that one rank has sent or received, and its connections."""
+DRAIN_S = 1.0
+"""How long bytes may be on their way: a peer that is gone acknowledges nothing."""
+
+
+def gather_traffic(
+    allgather: Callable[[Any, Any], Sequence[Counters]],
+    messages: Sequence[Message],
+    connections: ConnectionRows,
+) -> list[SentBytes]:
+    """Return the bytes sent between each pair of ranks, on all ranks; call on all.
+
+    `messages` are those between this rank and single ones; those of rank 0 count. The two ends of a
+    connection are matched by its addresses. Both count its bytes, and the smaller number is taken: no rank
+    can claim traffic with another one that has not seen it. Bytes that belong to no message are those of
+    sums, apart from some of MPI's own.
+    """
+    counted = allgather((messages, connections), Counters)
+    owners: dict[str, int] = {}
+    received: dict[tuple[str, str], int] = {}
+    for rank, (_, rows) in enumerate(counted):
+        for local, peer, _, num_received in rows:
+            owners.setdefault(local, rank)
+            received.setdefault((local, peer), num_received)
+    added: Counter[tuple[str, int, int]] = Counter()
+    for sender, (_, rows) in enumerate(counted):
+        for local, peer, num_sent, _ in rows:
+            if (receiver := owners.get(peer, sender)) != sender:
+                added[SUMS, sender, receiver] += min(num_sent, received.get((peer, local), 0))
+    for traffic_class, sender, receiver, num_bytes in counted[0][0]:
+        added[traffic_class, sender, receiver] += num_bytes
+        added[SUMS, sender, receiver] -= num_bytes
+    return [SentBytes(*key, num_bytes) for key, num_bytes in added.items() if num_bytes > 0]

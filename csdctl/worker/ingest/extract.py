@@ -1,15 +1,19 @@
-"""`extract`: runs a model over prepared samples, on the machine that has them.
+"""`extract`: runs a model over prepared samples, on the machine that has them; `gather` and `send`.
 
 What it computes is a prepared data set of its own: features, with the labels of the samples, or the results
 that `predict` asks for, without. It is stored by what it depends on: samples, model, and what is kept of its
-outputs. The same is computed once, and `recompute` compares some of it with what is computed now.
+outputs. The same is computed once, and `num_checked` compares some of it with what is computed now. `gather`
+puts features together that several machines have computed of public samples, as this machine would compute
+them alone; `send` sends them.
 """
 
+import base64
 import dataclasses
 import functools
 import hashlib
 import json
 import math
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
@@ -18,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from csdctl.worker.compute.augment import Augmentation
+from csdctl.worker.compute.backend import load_backend
 from csdctl.worker.compute.forward import (
     BATCH_SIZE,
     LITE_BATCH_SIZE,
@@ -27,29 +31,37 @@ from csdctl.worker.compute.forward import (
     feature_pass,
     to_results,
 )
-from csdctl.worker.compute.user_code import import_packed
-from csdctl.worker.data.arrays import Array
-from csdctl.worker.data.element_spec import dtype_from_text
-from csdctl.worker.data.file_hash import check_stored, open_regular
-from csdctl.worker.data.prepared import PreparedSamples
+from csdctl.worker.compute.user_code import Augmentation, import_packed
+from csdctl.worker.data.arrays import Array, CheckedArray, dtype_from_text
+from csdctl.worker.data.file_hash import check_stored, hash_file, open_regular
+from csdctl.worker.data.prepared import PreparedSamples, rows_of
 from csdctl.worker.ingest.partial_dataset import (
     PartialDataset,
     check_free_space,
     convert_write_errors,
-    hash_arrays,
+    describe,
+    find_stored,
     make_store,
 )
 from csdctl.worker.ingest.sources.source import Block, IngestLimits
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.datasets import DatasetInfo, PrepareProgress
-from csdctl.worker.protocol.features import Augmented, Extracted, ExtractSpec, Recomputed
-from csdctl.worker.protocol.json_codec import from_json
+from csdctl.worker.protocol.features import (
+    FEATURE_STORE,
+    Augmented,
+    Extracted,
+    ExtractSpec,
+    Gathered,
+    GatheredPart,
+    GatherSpec,
+    Recomputed,
+    SendSpec,
+    Sent,
+)
 from csdctl.worker.protocol.run_spec import DatasetSlice
 
 BATCH_LIMITS = IngestLimits(block_samples=BATCH_SIZE)
 """A batch is stored as soon as it is computed."""
-
-_MAX_DESCRIPTION_BYTES = 16 << 20
 
 Compute = Callable[[Array, Array], tuple[Array, Array]]
 """Makes of samples and labels, each of shape (n, …), those that are stored."""
@@ -57,7 +69,6 @@ Compute = Callable[[Array, Array], tuple[Array, Array]]
 
 def extract(
     spec: ExtractSpec,
-    load_backend: Callable[[], tuple[Any, Any]],
     *,
     limits: IngestLimits = BATCH_LIMITS,
     on_progress: Callable[[PrepareProgress], None] = lambda progress: None,
@@ -65,17 +76,25 @@ def extract(
     """Run the model over the samples, and store what is kept below `spec.store`; nothing if it is there.
 
     The engine is loaded once, and only if there is something to compute. An interrupted call is resumed.
-    Raises WorkerError if samples or model cannot be read, or the disk fails.
+    With `spec.num_checked`, some of what is stored is computed again and compared instead. Raises WorkerError
+    if samples or model cannot be read, or the disk fails.
     """
-    load = functools.cache(lambda: load_computation(spec, load_backend))
+    if spec.num_checked:
+        return _recompute(spec)
+    load = functools.cache(lambda: load_computation(spec))
     sources = of_sources(spec)
     sizes = [len(PreparedSamples(one.source)) * num_views(one.augmented) for one in sources]
     parts: list[DatasetInfo] = []
     num_computed = 0
     for number, one in enumerate(sources):
-        done = _Counter(sum(sizes[:number]), sum(sizes), on_progress)
-        parts.append(_extract(one, load, limits, done.note))
-        num_computed += sizes[number] - done.first if done.first is not None else 0
+        before, done = sum(sizes[:number]), list[int]()
+
+        def note(progress: PrepareProgress, before: int = before, done: list[int] = done) -> None:
+            done.append(progress.num_done)
+            on_progress(PrepareProgress(before + progress.num_done, sum(sizes)))
+
+        parts.append(_extract(one, load, limits, note))
+        num_computed += done[-1] - done[0] if done else 0
     return Extracted(tuple(parts), num_computed)
 
 
@@ -87,21 +106,6 @@ def of_sources(spec: ExtractSpec) -> list[ExtractSpec]:
         dataclasses.replace(spec, source=source, augmented=spec.augmented if number < num_training else None)
         for number, source in enumerate(sources)
     ]
-
-
-@dataclasses.dataclass
-class _Counter:
-    """The progress of one source as that of all."""
-
-    before: int
-    total: int
-    on_progress: Callable[[PrepareProgress], None]
-    first: int | None = None
-    """Samples that were there before; None: all."""
-
-    def note(self, progress: PrepareProgress) -> None:
-        self.first = progress.num_done if self.first is None else self.first
-        self.on_progress(PrepareProgress(self.before + progress.num_done, self.total))
 
 
 def _extract(
@@ -135,17 +139,20 @@ def _extract(
             partial.append(Block(len(rows), *compute(*augment(*samples.read(rows), view, start))))
             on_progress(PrepareProgress(partial.record.num_read, num_rows))
         samples.check()
-        return partial.finish(target, describe_partial(partial, target))
+        return partial.finish(target, describe(partial.record, target))
 
 
-def load_computation(spec: ExtractSpec, load_backend: Callable[[], tuple[Any, Any]]) -> Compute:
+def load_computation(spec: ExtractSpec) -> Compute:
     """Return what computes the rows to store; raises WorkerError if the model cannot be built here."""
     if spec.results:
         forward = ForwardPass(
-            spec.prefix, lambda outputs: to_results(outputs, spec.results), *load_backend(), spec.layer
+            spec.prefix,
+            lambda outputs: to_results(outputs, spec.results),
+            *load_backend(spec.runtime),
+            spec.layer,
         )
         return lambda samples, labels: (forward.run(samples), np.zeros((len(samples), 0), np.float32))
-    extractor = feature_pass(spec.prefix, load_backend, spec.runtime.threads)
+    extractor = feature_pass(spec.prefix, lambda: load_backend(spec.runtime), spec.runtime.threads)
 
     def compute(samples: Array, labels: Array) -> tuple[Array, Array]:
         features = extractor.run(samples)
@@ -233,12 +240,7 @@ def _version_of(*names: str) -> str:
 
 def find_done(target: Path) -> DatasetInfo | None:
     """Return the description of features that were computed before; None if they are missing or damaged."""
-    try:
-        with open_regular(target / "dataset.json") as file:
-            info = from_json(DatasetInfo, file.read(_MAX_DESCRIPTION_BYTES).decode())
-        return info if info.path == str(target) and hash_arrays(info, target) == info else None
-    except (OSError, ValueError, RecursionError, WorkerError):  # a ProtocolError is a ValueError
-        return None
+    return find_stored(target, (target,), is_checked=True)
 
 
 def _check_free_space(spec: ExtractSpec, partial: PartialDataset, num_samples: int) -> None:
@@ -252,26 +254,7 @@ def _check_free_space(spec: ExtractSpec, partial: PartialDataset, num_samples: i
     check_free_space((num_samples - record.num_read) * row_bytes, spec.store, what, other)
 
 
-def describe_partial(partial: PartialDataset, target: Path) -> DatasetInfo:
-    """Return the description of computed rows that will be stored in `target`."""
-    record = partial.record
-    largest = {
-        name: value if record.min_labels[name] >= 0 else -1 for name, value in record.max_labels.items()
-    }
-    return DatasetInfo(
-        path=str(target),
-        num_samples=record.num_samples,
-        sample_shape=record.sample_shape,
-        dtype=record.dtype,
-        label_shape=record.label_shape,
-        max_label=largest.get("", -1),
-        fingerprint=record.fingerprint,
-        label_dtype=record.label_dtype,
-        max_labels=largest,
-    )
-
-
-def recompute(spec: ExtractSpec, load_backend: Callable[[], tuple[Any, Any]]) -> Extracted:
+def _recompute(spec: ExtractSpec) -> Extracted:
     """Compute about `spec.num_checked` stored rows of all sources again; raises WorkerError.
 
     Whole batches, as they were computed at first: in another batch, a kernel may round differently.
@@ -280,7 +263,7 @@ def recompute(spec: ExtractSpec, load_backend: Callable[[], tuple[Any, Any]]) ->
     stored = [(one, info) for one, target in found if (info := find_done(target))]
     if not stored:
         return Extracted((), 0, Recomputed(0, 0.0))
-    compute = load_computation(spec, load_backend)
+    compute = load_computation(spec)
     num_batches = max(1, spec.num_checked // (BATCH_SIZE * len(stored)))
     compared = [_compare(one, info, compute, num_batches) for one, info in stored]
     return Extracted(
@@ -310,3 +293,100 @@ def _compare(spec: ExtractSpec, info: DatasetInfo, compute: Compute, num_batches
         )
         num_rows += len(rows)
     return num_rows, difference
+
+
+BLOCK_SAMPLES = 4096
+
+
+def gather(
+    spec: GatherSpec, *, on_progress: Callable[[PrepareProgress], None] = lambda progress: None
+) -> Gathered:
+    """Store the features of `spec.parts` as those of all samples, unless they are stored.
+
+    Raises WorkerError for parts that are not the features of all samples, or if the disk fails.
+    """
+    wanted = spec.wanted
+    fingerprint = fingerprint_of(wanted)
+    store = Path(wanted.store)
+    with convert_write_errors():
+        make_store(store, Path(wanted.source.images), is_shared=False)
+    target = store / fingerprint
+    if find_done(target):
+        return Gathered(is_stored=True)
+    if not spec.parts:
+        return Gathered(is_stored=False)
+    samples = PreparedSamples(wanted.source)
+    merged = _Merged(spec, len(samples))
+    with PartialDataset(store / f".part-{fingerprint}", fingerprint, 0) as partial:
+        while (start := partial.record.num_read) < len(samples):
+            rows = np.arange(start, min(len(samples), start + BLOCK_SAMPLES))
+            partial.append(Block(len(rows), merged.read(rows), samples.labels(rows)))
+            on_progress(PrepareProgress(partial.record.num_read, len(samples)))
+        samples.check()
+        partial.finish(target, describe(partial.record, target))
+    return Gathered(is_stored=True)
+
+
+class _Merged:
+    """The features of all samples, in the order of the samples."""
+
+    def __init__(self, spec: GatherSpec, num_samples: int) -> None:
+        self._parts = [_open(part, spec) for part in spec.parts]
+        self._owners = np.full(num_samples, -1)
+        self._places = np.zeros(num_samples, np.int64)
+        seed = spec.wanted.source.permutation_seed
+        for number, (part, features) in enumerate(zip(spec.parts, self._parts, strict=True)):
+            rows = rows_of(DatasetSlice("", "", part.start, part.stop, seed), num_samples)
+            if len(features) != len(rows):
+                raise WorkerError(f"{part.node} sent {len(features)} features, expected {len(rows)}")
+            self._owners[rows], self._places[rows] = number, np.arange(len(rows))
+        if missing := int((self._owners < 0).sum()):
+            raise WorkerError(f"the features of {missing} of {num_samples} samples are missing")
+        self._spec = spec
+
+    def read(self, rows: Array) -> Array:
+        """Return the features, shape (n, …), of `rows`, shape (n,)."""
+        found = np.empty((len(rows), *self._spec.shape), self._spec.wanted.prefix.precision)
+        for number, features in enumerate(self._parts):
+            is_here = self._owners[rows] == number
+            found[is_here] = features[self._places[rows[is_here]]]
+            if not np.isfinite(found[is_here]).all():
+                node = self._spec.parts[number].node
+                raise WorkerError(f"{node} sent features that are not finite", remedy=f"examine {node}")
+        return found
+
+
+def _open(part: GatheredPart, spec: GatherSpec) -> Array:
+    features = CheckedArray(part.path, part.sha256).array
+    expected = spec.wanted.prefix.precision, spec.shape
+    if (features.dtype.name, features.shape[1:]) != expected:
+        raise WorkerError(
+            f"{part.node} sent {features.dtype.name} of shape {features.shape[1:]}, "
+            f"expected {expected[0]} of {expected[1]}",
+            remedy=f"examine {part.node}",
+        )
+    return features
+
+
+LINE_BYTES = 48 << 10
+"""Of the file in one line; 64 KiB in base64."""
+
+
+def send(spec: SendSpec, write: Callable[[str], None], *, home: Path = Path()) -> Sent:
+    """Write the stored numbers as lines of base64; raises WorkerError unless they are what was described."""
+    what = "features" if spec.store == FEATURE_STORE else "results"
+    again = "run the same command again"
+    if not re.fullmatch(r"[0-9a-f]{64}", spec.fingerprint):
+        raise WorkerError(f"no {what} have this fingerprint", exit_code=2)
+    try:
+        with open_regular(home / spec.store / spec.fingerprint / "images.npy") as file:
+            if hash_file(file, what) != spec.sha256:
+                raise WorkerError(f"the {what} have changed since they were computed", remedy=again)
+            file.seek(0)
+            num_bytes = 0
+            while block := file.read(LINE_BYTES):
+                num_bytes += len(block)
+                write(base64.b64encode(block).decode())
+            return Sent(num_bytes)
+    except (OSError, ValueError) as error:
+        raise WorkerError(f"the {what} cannot be read: {type(error).__name__}", remedy=again) from None

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from csdctl.worker.ingest.partial_dataset import PartialDataset
-from csdctl.worker.ingest.prepare import describe, fill
-from csdctl.worker.ingest.sources.detect import detect_format, open_source
+from csdctl.worker.ingest.prepare import describe_prepared, detect_format, fill, open_source
 from csdctl.worker.ingest.sources.images import read_header
 from csdctl.worker.ingest.sources.source import (
     DEFAULT_LIMITS,
@@ -67,7 +66,7 @@ def look(
             fill(partial, part, prepared, DEFAULT_LIMITS, on_progress)
         finally:
             partial.close()
-        info = describe(partial.record, part.class_names, part.files_of_class, prepared, scratch, part.padded)
+        info = describe_prepared(partial.record, part, prepared, Path(scratch))
     is_whole = part.is_at_end and source.num_samples == whole.num_samples
     names = whole.class_names or ()
     return DataLook(
@@ -82,17 +81,14 @@ def look(
     )
 
 
-class _FirstPart:
+class _FirstPart(SampleSource):
     """The first samples of a source, which ends after `max_samples` (0: any number) or MAX_BYTES."""
 
     def __init__(self, source: SampleSource, max_samples: int) -> None:
-        self._source = source
-        self._max_samples = max_samples
+        self._source, self._max_samples = source, max_samples
         self.num_samples = min(source.num_samples, max_samples) if max_samples else source.num_samples
-        self.sample_bytes = source.sample_bytes
-        self.class_names = source.class_names
-        self.files_of_class = source.files_of_class
-        self.padded = source.padded  # which the source adds to
+        self.sample_bytes, self.files_of_class = source.sample_bytes, source.files_of_class
+        self.class_names, self.padded = source.class_names, source.padded  # which the source adds to
         self.is_at_end = False
 
     def blocks(self, start: int, limits: IngestLimits) -> Iterator[Block]:
@@ -149,7 +145,7 @@ def _choose_features(tree: Tree, spec: LookSpec) -> RecordSchema:
     source = spec.prepare.source
     features = _first_features(tree, spec.prepare)
     images = [name for name, feature in features.items() if _is_image(feature)]
-    labels = [name for name, feature in features.items() if name not in images and _is_label(feature)]
+    numbers = [name for name, feature in features.items() if len(feature.int64_list.value) == 1]
     if len(images) != 1:
         found = ", ".join(f"{name} ({_kind(feature)})" for name, feature in features.items())
         raise WorkerError(
@@ -159,7 +155,7 @@ def _choose_features(tree: Tree, spec: LookSpec) -> RecordSchema:
             "label: FEATURE, shape: …}",
             exit_code=2,
         )
-    return RecordSchema(images[0], _choose_label(labels, spec, "feature"))
+    return RecordSchema(images[0], _choose_label(numbers, spec, "feature"))
 
 
 def _first_features(tree: Tree, spec: PrepareSpec) -> dict[str, Any]:
@@ -182,10 +178,6 @@ def _is_image(feature: Any) -> bool:
         return len(values) == 1 and read_header(values[0]) is not None
     except ValueError:
         return False
-
-
-def _is_label(feature: Any) -> bool:
-    return len(feature.int64_list.value) == 1
 
 
 def _kind(feature: Any) -> str:

@@ -2,9 +2,7 @@
 
 Samples are appended to images.npy and labels.npy, never written through a memory map: a full disk is then an
 error instead of a signal that kills the process. Every few seconds the files are synced, and record.json
-states how much of them is valid. After every block, recent.json states how much is written: a killed process
-loses what it was at work on, and a machine that has lost its power what was not synced. Anything written
-later is truncated on resume.
+states how much of them is valid. Anything written later is truncated on resume.
 
 Only its user may read it, or on a shared file system whoever may read the source."""
 
@@ -18,21 +16,27 @@ import shutil
 import stat
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Self, TypeVar
+from typing import IO, Self
 
 import numpy as np
 
-from csdctl.worker.data.arrays import MAX_HEADER_BYTES, Array, as_labels, fields_of
-from csdctl.worker.data.element_spec import dtype_from_text, dtype_to_text
+from csdctl.worker.data.arrays import (
+    MAX_HEADER_BYTES,
+    Array,
+    as_labels,
+    dtype_from_text,
+    dtype_to_text,
+    fields_of,
+)
 from csdctl.worker.data.file_hash import hash_file, open_regular
 from csdctl.worker.ingest.sources.source import DEFAULT_LIMITS, Block, IngestLimits, Tree
 from csdctl.worker.process.errors import WorkerError
-from csdctl.worker.process.files import replace_text, save_atomically, sync_directory, sync_file
+from csdctl.worker.process.files import save_atomically, sync_directory, sync_file
 from csdctl.worker.protocol.datasets import LABEL, DatasetInfo
 from csdctl.worker.protocol.json_codec import Count, Shape, from_json, to_json
 
@@ -106,10 +110,8 @@ def _readers(tree: Tree) -> int:
     return readers
 
 
-T = TypeVar("T")
-
-_RECORD, _RECENT = "record.json", "recent.json"
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_RECORD, _DESCRIPTION = "record.json", "dataset.json"
+_MAX_DESCRIPTION_BYTES = 16 << 20
 _ARRAYS = ("images.npy", "labels.npy")
 _SPARE_HEADER_BYTES = 1000
 """Of a .npy header, for all but the fields."""
@@ -149,14 +151,6 @@ class IngestRecord:
         ]
 
 
-@dataclass(frozen=True)
-class RecentRecord:
-    """Progress that is written, and not synced: valid until the machine restarts."""
-
-    boot_id: str
-    record: IngestRecord
-
-
 class PartialDataset:
     """The directory of an unfinished data set, locked by one process at a time."""
 
@@ -171,11 +165,9 @@ class PartialDataset:
         self._sync_interval_s = limits.sync_interval_s
         with convert_write_errors():
             self._lock = _lock_directory(directory, limits.lock_deadline_s)
-            self._boot_id = _read_boot_id()
-            self.record = _load_record(directory, fingerprint, self._boot_id)
+            self.record = _load_record(directory, fingerprint)
             if self.record.num_read == 0:
                 self.record = IngestRecord(fingerprint, class_counts=(0,) * num_classes)
-                (directory / _RECENT).unlink(missing_ok=True)
             self._files: list[IO[bytes]] = [
                 open_private(directory / name, is_new=not self.record.num_samples) for name in _ARRAYS
             ]
@@ -202,18 +194,9 @@ class PartialDataset:
                 self._check_shapes(block.samples, labels)
                 for file, array in zip(self._files, (block.samples, labels), strict=True):
                     file.write(np.ascontiguousarray(array).data)
-                self.record = count_values(count_labels(self.record, labels), block.samples)
-            skipped = Counter(self.record.num_skipped) + block.skipped
-            self.record = replace(
-                self.record,
-                num_read=self.record.num_read + block.num_read,
-                num_samples=self.record.num_samples + len(block.samples),
-                num_skipped=dict(sorted(skipped.items())),
-            )
+            self.record = count(self.record, block)
             if time.monotonic() - self._synced_at >= self._sync_interval_s:
                 self.sync()
-            else:
-                self._note()
 
     def declare(self, samples: Array, labels: Array) -> None:
         """Take shapes and types from samples (0, …) and labels (0, …), for a data set that may stay empty."""
@@ -227,12 +210,6 @@ class PartialDataset:
         save_atomically(self._directory / _RECORD, to_json(self.record))
         self._synced_at = time.monotonic()
 
-    def _note(self) -> None:
-        """Write what is valid if only this process ends."""
-        for file in self._files:
-            file.flush()
-        replace_text(self._directory / _RECENT, to_json(RecentRecord(self._boot_id, self.record)))
-
     def finish(self, target: Path, info: DatasetInfo) -> DatasetInfo:
         """Rename the directory to `target`, with `info` as dataset.json; return `info` with the hashes."""
         with convert_write_errors():
@@ -240,9 +217,8 @@ class PartialDataset:
             for file in self._files:
                 sync_file(file)
             info = hash_arrays(info, self._directory)
-            save_atomically(self._directory / "dataset.json", to_json(info))
-            for name in (_RECORD, _RECENT):
-                (self._directory / name).unlink(missing_ok=True)
+            save_atomically(self._directory / _DESCRIPTION, to_json(info))
+            (self._directory / _RECORD).unlink(missing_ok=True)
             shutil.rmtree(target, ignore_errors=True)  # without a dataset.json: damaged, or not csdctl's
             os.rename(self._directory, target)
             sync_directory(target.parent)
@@ -276,22 +252,13 @@ class PartialDataset:
 
     def _check_shapes(self, samples: Array, labels: Array) -> None:
         """Take shapes and types from the first samples; raise WorkerError if later ones differ."""
-        record = self.record
-        found = (
-            samples.shape[1:],
-            dtype_to_text(samples.dtype),
-            labels.shape[1:],
-            dtype_to_text(labels.dtype),
-        )
-        if record.num_samples == 0:
-            self.record = replace(
-                record, sample_shape=found[0], dtype=found[1], label_shape=found[2], label_dtype=found[3]
-            )
+        before, self.record = self.record, take_types(self.record, samples, labels)
+        if before.num_samples == 0:
             for file in self._files:
                 file.seek(0)
                 file.truncate()
             self._write_headers()
-        elif found != (record.sample_shape, record.dtype, record.label_shape, record.label_dtype):
+        elif self.record != before:
             raise WorkerError(
                 "the data has samples or labels of different shapes or types",
                 remedy="give all samples the same shape and type",
@@ -308,32 +275,82 @@ def hash_arrays(info: DatasetInfo, directory: Path) -> DatasetInfo:
     return replace(info, images_sha256=hashes[0], labels_sha256=hashes[1])
 
 
-def count_labels(record: IngestRecord, labels: Array) -> IngestRecord:
-    """Return `record` with the range of each field of `labels`, and the count of each class."""
-    lowest, highest = dict(record.min_labels), dict(record.max_labels)
+def take_types(record: IngestRecord, samples: Array, labels: Array) -> IngestRecord:
+    """Return `record` with the shapes and types of these samples (n, …) and labels (n, …)."""
+    return replace(
+        record,
+        sample_shape=samples.shape[1:],
+        dtype=dtype_to_text(samples.dtype),
+        label_shape=labels.shape[1:],
+        label_dtype=dtype_to_text(labels.dtype),
+    )
+
+
+def count(record: IngestRecord, block: Block) -> IngestRecord:
+    """Return `record` with one more block: its samples, the range of its labels and of integer inputs."""
+    lowest, highest, largest = dict(record.min_labels), dict(record.max_labels), dict(record.max_values)
     counts = np.array(record.class_counts, np.int64)
-    for name, array in fields_of(labels).items():
+    for name, array in fields_of(as_labels(block.labels)).items() if len(block.samples) else ():
         if array.dtype.kind != "i" or not array.size:
             continue
         lowest[name] = min(int(array.min()), lowest.get(name, 0))
         highest[name] = max(int(array.max()), highest.get(name, -1))
         if array.ndim == 1 and name in ("", LABEL) and lowest[name] >= 0:
             counts += np.bincount(array[array < len(counts)], minlength=len(counts))
+    for name, array in fields_of(block.samples).items():
+        if array.dtype.kind in "iu" and array.dtype != np.uint8 and array.size:
+            largest[name] = max(int(array.max()), largest.get(name, -1))
+    skipped = Counter(record.num_skipped) + block.skipped
     return replace(
         record,
+        num_read=record.num_read + block.num_read,
+        num_samples=record.num_samples + len(block.samples),
+        num_skipped=dict(sorted(skipped.items())),
         min_labels=lowest,
         max_labels=highest,
-        class_counts=tuple(int(count) for count in counts),
+        max_values=largest,
+        class_counts=tuple(counts.tolist()),
     )
 
 
-def count_values(record: IngestRecord, samples: Array) -> IngestRecord:
-    """Return `record` with the largest value of each input of integers: they may be indices."""
-    found = dict(record.max_values)
-    for name, array in fields_of(samples).items():
-        if array.dtype.kind in "iu" and array.dtype != np.uint8 and array.size:
-            found[name] = max(int(array.max()), found.get(name, -1))
-    return replace(record, max_values=found)
+def describe(record: IngestRecord, path: Path) -> DatasetInfo:
+    """Return the description of a data set whose arrays are in `path`, without classes and hashes."""
+    largest = {
+        name: value if record.min_labels[name] >= 0 else -1 for name, value in record.max_labels.items()
+    }
+    return DatasetInfo(
+        path=str(path),
+        num_samples=record.num_samples,
+        sample_shape=record.sample_shape,
+        dtype=record.dtype,
+        label_shape=record.label_shape,
+        max_label=largest.get("", -1),
+        fingerprint=record.fingerprint,
+        num_skipped=record.num_skipped,
+        label_dtype=record.label_dtype,
+        max_labels=largest,
+        max_values=record.max_values,
+    )
+
+
+def find_stored(target: Path, places: Collection[Path], *, is_checked: bool) -> DatasetInfo | None:
+    """Return the description of a data set that was stored before; None if it is missing, damaged or edited.
+
+    Its arrays must be in one of `places`; with `is_checked`, they are compared with their hashes. Data that
+    another user could change does not count.
+    """
+    try:
+        if is_open_to_change(target):
+            return None
+        with open_regular(target / _DESCRIPTION) as file:
+            info = from_json(DatasetInfo, file.read(_MAX_DESCRIPTION_BYTES).decode())
+        is_whole = info.images_sha256 and info.labels_sha256 and info.label_dtype
+        is_of_target = info.fingerprint == target.name and info.path in map(str, places)
+        if not is_whole or not is_of_target or (is_checked and hash_arrays(info, Path(info.path)) != info):
+            return None
+        return info
+    except (OSError, ValueError, WorkerError):  # a ProtocolError is a ValueError
+        return None
 
 
 @contextmanager
@@ -388,24 +405,16 @@ def _lock_directory(directory: Path, deadline_s: float) -> int:
         time.sleep(0.1)
 
 
-def _load_record(directory: Path, fingerprint: str, boot_id: str) -> IngestRecord:
+def _load_record(directory: Path, fingerprint: str) -> IngestRecord:
     """Return the record of an earlier call.
 
     It is empty if the data or the job has changed since, or the files do not hold what it states.
     """
-    recent, synced = _parse(RecentRecord, directory / _RECENT), _parse(IngestRecord, directory / _RECORD)
-    found = [synced] if synced else []
-    if recent and boot_id and recent.boot_id == boot_id:
-        found.append(recent.record)
-    usable = [one for one in found if one.fingerprint == fingerprint and _is_held(one, directory)]
-    return max(usable, key=lambda record: record.num_read, default=IngestRecord(fingerprint))
-
-
-def _parse(expected: type[T], path: Path) -> T | None:
-    try:
-        return from_json(expected, path.read_text())
-    except (OSError, ValueError, RecursionError):  # a ProtocolError is a ValueError
-        return None
+    with suppress(OSError, ValueError):  # a ProtocolError is a ValueError
+        record = from_json(IngestRecord, (directory / _RECORD).read_text())
+        if record.fingerprint == fingerprint and _is_held(record, directory):
+            return record
+    return IngestRecord(fingerprint)
 
 
 def _is_held(record: IngestRecord, directory: Path) -> bool:
@@ -417,14 +426,6 @@ def _is_held(record: IngestRecord, directory: Path) -> bool:
         return all(map(operator.ge, found, record.file_sizes()))
     except (OSError, ValueError, WorkerError):
         return False
-
-
-def _read_boot_id() -> str:
-    """Return what identifies the time since the machine has started; '' if it is unknown."""
-    try:
-        return _BOOT_ID.read_text().strip()
-    except OSError:
-        return ""
 
 
 def _build_header(shape: tuple[int, ...], dtype: str) -> bytes:

@@ -4,50 +4,145 @@ Private data is prepared on its own node by this code, and only counts, shapes a
 messages may name classes, but no file below the root.
 """
 
+import functools
 import hashlib
-import math
+import json
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import asdict, replace
+from fnmatch import fnmatch
 from pathlib import Path
 
 import numpy as np
 
-from csdctl.worker.data.arrays import Array, as_labels, fields_of, label_dtype
-from csdctl.worker.data.element_spec import dtype_to_text
-from csdctl.worker.data.file_hash import open_regular
+from csdctl.worker.data.arrays import label_dtype
 from csdctl.worker.ingest.partial_dataset import (
     PRIVATE_DIRECTORY,
     IngestRecord,
     PartialDataset,
     check_free_space,
     convert_write_errors,
-    count_labels,
-    count_values,
+    count,
+    describe,
+    find_stored,
     hash_arrays,
-    is_open_to_change,
     make_store,
     set_access,
+    take_types,
 )
-from csdctl.worker.ingest.sources.arrays import open_npy_pair
-from csdctl.worker.ingest.sources.detect import detect_format, fingerprint_settings, open_source
+from csdctl.worker.ingest.sources.arrays import (
+    ArraySource,
+    empty_data_error,
+    open_idx_pair,
+    open_npy_files,
+    open_npz,
+)
+from csdctl.worker.ingest.sources.function import call_function
+from csdctl.worker.ingest.sources.images import ClassFolders
 from csdctl.worker.ingest.sources.source import (
     DEFAULT_LIMITS,
     Block,
+    DataFile,
     IngestLimits,
     SampleSource,
     Tree,
+    conform,
     num_threads,
     read_tree,
+    takes_grey,
 )
-from csdctl.worker.ingest.sources.structure import conform
+from csdctl.worker.ingest.sources.table import TableFiles, is_table
+from csdctl.worker.ingest.sources.tfrecord import RecordFiles, is_record_file
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.process.files import save_atomically
-from csdctl.worker.protocol.datasets import LABEL, DatasetInfo, PrepareProgress, PrepareSpec, parts_of
-from csdctl.worker.protocol.json_codec import from_json, to_json
+from csdctl.worker.protocol.datasets import LABEL, DatasetInfo, PrepareProgress, PrepareSpec
+from csdctl.worker.protocol.json_codec import to_json
 
-_LABELS_AT_ONCE = 1 << 20
-_MAX_DESCRIPTION_BYTES = 16 << 20
+SUPPORTED_DATA = (
+    "folders named by class that contain PNG, JPEG, BMP or GIF images, TFRecord files, images.npy and "
+    "labels.npy, an .npz file with x and y, a pair of IDX files, or .csv files"
+)
+FORMATS = ("function", "npy", "npz", "idx", "csv", "tfrecord", "class folders")
+"""Part of every fingerprint: renaming one prepares all data of that format again."""
+_IDX_PATTERNS = ("*images-idx*-ubyte*", "*labels-idx1-ubyte*")
+
+
+def detect_format(tree: Tree, spec: PrepareSpec) -> str:
+    """Return one of FORMATS; raises WorkerError, exit code 2, if the data is empty or not supported."""
+    if spec.function:
+        return "function"
+    if not tree.files and not tree.folders:
+        raise empty_data_error(spec.source)
+    top = _top_level_files(tree)
+    names = {file.name for file in top if file.parts}
+    if names & {"images.npy", "labels.npy"}:
+        return "npy"
+    if len(_npz_files(top, tree)) == 1:
+        return "npz"
+    if all(len(found) == 1 for found in _idx_files(top)):
+        return "idx"
+    if top and all(is_table(file, tree) for file in (tree.files if spec.table else top)):
+        return "csv"
+    record_files = [file for file in tree.files if is_record_file(file, tree)]
+    if any(file in record_files for file in top) or (record_files and spec.records):
+        return "tfrecord"
+    if tree.folders:
+        return "class folders"
+    raise WorkerError(
+        f"data at {spec.source} is not in a supported format",
+        remedy=f"expected {SUPPORTED_DATA}",
+        exit_code=2,
+    )
+
+
+def fingerprint_settings(source_format: str, tree: Tree, spec: PrepareSpec) -> str:
+    """Return, as text, everything besides the files that determines the prepared bytes."""
+    settings: dict[str, object] = {"kind": source_format, "classes": spec.classes}
+    if source_format in ("tfrecord", "class folders", "function"):
+        settings["picture"] = asdict(spec.picture)
+    if source_format == "class folders":
+        settings["folders"] = tree.folders
+    if source_format == "tfrecord":
+        settings["records"] = asdict(spec.records) if spec.records else None
+    if source_format == "function":
+        path, _, name = spec.function.rpartition(":")
+        settings["function"] = [hashlib.sha256(Path(path).read_bytes()).hexdigest(), name]
+        settings["code"] = Path(spec.code.archive).name if spec.code else ""
+    if source_format in ("csv", "function"):
+        settings["inputs"], settings["table"] = spec.inputs, asdict(spec.table) if spec.table else None
+    settings["outputs"] = spec.outputs
+    types = {name: dtype for name, (dtype, _) in spec.labels.items()}
+    settings["conform"] = [takes_grey(spec), spec.labels if source_format == "function" else types]
+    return json.dumps(settings, sort_keys=True)
+
+
+def open_source(source_format: str, tree: Tree, spec: PrepareSpec, threads: int) -> SampleSource:
+    """Return the source that reads `source_format`; raises WorkerError, exit code 2, if it cannot be used."""
+    top = _top_level_files(tree)
+    npz, idx = _npz_files(top, tree), _idx_files(top)
+    openers: dict[str, Callable[[], SampleSource]] = {
+        "function": lambda: call_function(tree, spec, threads),
+        "npy": lambda: open_npy_files(tree.root, spec),
+        "npz": lambda: open_npz(tree.path_of(npz[0]), spec),
+        "idx": lambda: open_idx_pair(tree.path_of(idx[0][0]), tree.path_of(idx[1][0]), spec),
+        "csv": lambda: TableFiles(tree, spec),
+        "tfrecord": lambda: RecordFiles(tree, spec, threads),
+        "class folders": lambda: ClassFolders(tree, spec, threads),
+    }
+    return openers[source_format]()
+
+
+def _top_level_files(tree: Tree) -> list[DataFile]:
+    return [file for file in tree.files if len(file.parts) < 2]
+
+
+def _npz_files(top: list[DataFile], tree: Tree) -> list[DataFile]:
+    return [file for file in top if tree.path_of(file).suffix == ".npz"]
+
+
+def _idx_files(top: list[DataFile]) -> list[list[DataFile]]:
+    return [[file for file in top if file.parts and fnmatch(file.name, pattern)] for pattern in _IDX_PATTERNS]
 
 
 def prepare(
@@ -68,78 +163,43 @@ def prepare(
     target = Path(spec.store) / fingerprint
     with convert_write_errors():
         make_store(Path(spec.store), tree.root, is_shared=spec.is_shared)
-    if done := _find_prepared(target, tree, spec):
+    find = functools.partial(find_stored, target, (target, tree.root), is_checked=spec.is_checked)
+    if done := find():
         set_access(target, tree, is_shared=spec.is_shared)
         return done
-    if source_format == "npy":
-        samples, labels = open_npy_pair(tree.root, spec)
-        if _is_as_stored(samples, labels, spec):
-            return _use_in_place(tree, samples, labels, spec, target, limits)
     source = open_source(source_format, tree, spec, threads or num_threads())
+    if source_format == "npy" and isinstance(source, ArraySource) and _is_as_stored(source, spec):
+        return _use_in_place(tree, source, spec, target, limits)
     directory = _partial_directory(tree, spec)
     with PartialDataset(directory, fingerprint, len(source.class_names or ()), limits) as partial:
-        if done := _find_prepared(target, tree, spec):  # by the process that held the lock
+        if done := find():  # by the process that held the lock
             partial.discard()
             return done
         num_left = source.num_samples - partial.record.num_read
         check_free_space(source.sample_bytes * num_left, spec.store, "prepared data")
         fill(partial, source, spec, limits, on_progress)
-        info = describe(
-            partial.record, source.class_names, source.files_of_class, spec, str(target), source.padded
-        )
-        finished = partial.finish(target, info)
+        finished = partial.finish(target, describe_prepared(partial.record, source, spec, target))
         set_access(target, tree, is_shared=spec.is_shared)
         return finished
 
 
-def _find_prepared(target: Path, tree: Tree, spec: PrepareSpec) -> DatasetInfo | None:
-    """Return the description of data that was prepared before; None if it is missing, damaged or edited.
-
-    Data that another user could change is prepared again.
-    """
-    try:
-        if is_open_to_change(target):
-            return None
-        with open_regular(target / "dataset.json") as file:
-            info = from_json(DatasetInfo, file.read(_MAX_DESCRIPTION_BYTES).decode())
-        if info.fingerprint != target.name or info.path not in (str(target), str(tree.root)):
-            return None
-        if spec.is_checked and hash_arrays(info, Path(info.path)) != info:
-            return None
-    except (OSError, ValueError, RecursionError, WorkerError):  # a ProtocolError is a ValueError
-        return None
-    return info if info.images_sha256 and info.labels_sha256 and info.label_dtype else None
-
-
-def _is_as_stored(samples: Array, labels: Array, spec: PrepareSpec) -> bool:
+def _is_as_stored(source: ArraySource, spec: PrepareSpec) -> bool:
     """Return whether samples and labels need no conversion but that of labels when they are read."""
-    stored = conform(Block(0, samples[:0], labels[:0]), spec)
+    samples, labels = (np.empty((0, *rows.shape[1:]), rows.dtype) for rows in (source.samples, source.labels))
+    stored = conform(Block(0, samples, labels), spec)
     is_same_type = bool(stored.samples.dtype == samples.dtype)
     has_same_fields = stored.labels.dtype == label_dtype(labels.dtype)
     return is_same_type and has_same_fields and stored.samples.shape[1:] == samples.shape[1:]
 
 
 def _use_in_place(
-    tree: Tree, samples: Array, labels: Array, spec: PrepareSpec, target: Path, limits: IngestLimits
+    tree: Tree, source: ArraySource, spec: PrepareSpec, target: Path, limits: IngestLimits
 ) -> DatasetInfo:
     """Describe a source that can be read as it is; nothing is copied."""
-    record = IngestRecord(
-        fingerprint=target.name,
-        num_read=len(samples),
-        num_samples=len(samples),
-        sample_shape=samples.shape[1:],
-        dtype=dtype_to_text(samples.dtype),
-        label_shape=labels.shape[1:],
-        label_dtype=dtype_to_text(label_dtype(labels.dtype)),
-        class_counts=(0,) * len(spec.classes or ()),
-    )
-    for start in range(0, len(labels), _LABELS_AT_ONCE):
-        record = count_labels(record, as_labels(labels[start : start + _LABELS_AT_ONCE]))
-    num_rows = max(1, limits.block_bytes // max(1, samples.dtype.itemsize * math.prod(samples.shape[1:])))
-    if samples.dtype != np.uint8 and any(field.dtype.kind in "iu" for field in fields_of(samples).values()):
-        for start in range(0, len(samples), num_rows):
-            record = count_values(record, samples[start : start + num_rows])
-    info = hash_arrays(describe(record, spec.classes, (), spec, str(tree.root), {}), tree.root)
+    record = IngestRecord(target.name, class_counts=(0,) * len(spec.classes or ()))
+    for block in source.blocks(0, limits):
+        record = count(take_types(record, block.samples, block.labels), block)
+    info = hash_arrays(describe_prepared(record, source, spec, tree.root), tree.root)
     aside = _partial_directory(tree, spec)
     with convert_write_errors():
         shutil.rmtree(aside, ignore_errors=True)
@@ -177,49 +237,32 @@ def fill(
         report()
 
 
-def describe(
-    record: IngestRecord,
-    class_names: tuple[str, ...] | None,
-    files_of_class: tuple[int, ...],
-    spec: PrepareSpec,
-    path: str,
-    padded: dict[str, tuple[int, ...]],
+def describe_prepared(
+    record: IngestRecord, source: SampleSource, spec: PrepareSpec, path: Path
 ) -> DatasetInfo:
     """Return the description; raises WorkerError, exit code 2, if it is empty or does not fit the classes."""
-    names = class_names or ()
+    names = source.class_names or ()
     if record.num_samples == 0:
         raise _no_usable_samples(record, spec)
-    largest = {
-        name: value if record.min_labels[name] >= 0 else -1 for name, value in record.max_labels.items()
-    }
-    parts = parts_of(record.label_dtype, record.label_shape)
-    field = LABEL if LABEL in parts else ""
-    has_classes = bool(names) and field in parts and not parts[field][1]
-    if has_classes and not 0 <= largest.get(field, -1) < len(names):
+    info = describe(record, path)
+    field = LABEL if LABEL in info.labels else ""
+    if not names or field not in info.labels or info.labels[field][1]:
+        return replace(info, max_label=info.max_labels.get(field, -1), padded=source.padded)
+    if not 0 <= info.max_labels.get(field, -1) < len(names):
         raise WorkerError(
             f"data at {spec.source} has labels that are not classes: the job has {len(names)} classes, "
             f"so labels must be integers from 0 to {len(names) - 1}",
             remedy="fix the labels, or data.classes in job.yaml",
             exit_code=2,
         )
-    if has_classes:
-        largest[field] = len(names) - 1
-    counted = zip(names, record.class_counts, files_of_class, strict=False)
-    return DatasetInfo(
-        path=path,
-        num_samples=record.num_samples,
-        sample_shape=record.sample_shape,
-        dtype=record.dtype,
-        label_shape=record.label_shape,
-        max_label=largest.get(field, -1),
-        fingerprint=record.fingerprint,
-        num_skipped=record.num_skipped,
-        class_counts=dict(zip(names, record.class_counts, strict=True)) if has_classes else {},
+    counted = zip(names, record.class_counts, source.files_of_class, strict=False)
+    return replace(
+        info,
+        max_label=len(names) - 1,
+        max_labels={**info.max_labels, field: len(names) - 1},
+        class_counts=dict(zip(names, record.class_counts, strict=True)),
         unusable_classes=tuple(name for name, usable, files in counted if files and not usable),
-        label_dtype=record.label_dtype,
-        max_labels=largest,
-        max_values=record.max_values,
-        padded=padded,
+        padded=source.padded,
     )
 
 

@@ -207,7 +207,7 @@ class DataLook:
     """What a data set is like, from all or some of its samples."""
 
     format: str
-    """As `worker.ingest.sources.detect` names it."""
+    """As `worker.ingest.prepare` names it."""
     info: DatasetInfo
     """Of the samples that were read; there is nothing at its path."""
     num_samples: Count

@@ -351,33 +351,7 @@ class Exited(Event):
     code: ExitCode
 
 
-EVENTS: dict[str, type[Event]] = {
-    event_type.__name__: event_type
-    for event_type in (
-        Started,
-        MpiChecked,
-        CollectiveTimed,
-        Ready,
-        Joined,
-        LinkLost,
-        Misbehaved,
-        Paused,
-        Pong,
-        WaitingFor,
-        Progress,
-        Rebalanced,
-        Traffic,
-        Verified,
-        Evaluating,
-        EpochEnd,
-        CheckpointSaved,
-        Finished,
-        Failed,
-        NodeLost,
-        NodeBack,
-        Exited,
-    )
-}
+EVENTS: dict[str, type[Event]] = {kind.__name__: kind for kind in Event.__subclasses__()}
 
 
 def event_document(event: Event) -> dict[str, Any]:

@@ -22,46 +22,27 @@ MAX_RANKS = 1 << 16
 
 
 @dataclass(frozen=True)
-class Between:
-    """A number from `minimum` to `maximum`, both included."""
+class Bound:
+    """What a value of an annotation must be, in words and as a check."""
 
-    minimum: float
-    maximum: float
-
-    def allows(self, value: Any) -> bool:
-        """Return whether the number `value` is in the range."""
-        return bool(self.minimum <= value <= self.maximum)
-
-    def __str__(self) -> str:
-        return f"{self.minimum:,} to {self.maximum:,}"
+    text: str
+    allows: Callable[[Any], bool]
 
 
-@dataclass(frozen=True)
-class OneOf:
-    """One of these texts."""
-
-    values: tuple[str, ...]
-
-    def allows(self, value: Any) -> bool:
-        """Return whether `value` is one of them."""
-        return value in self.values
-
-    def __str__(self) -> str:
-        return "one of " + ", ".join(map(repr, self.values))
+def Between(minimum: float, maximum: float) -> Bound:
+    """Return the bound of a number from `minimum` to `maximum`, both included."""
+    return Bound(f"{minimum:,} to {maximum:,}", lambda value: minimum <= value <= maximum)
 
 
-@dataclass(frozen=True)
-class MaxLength:
-    """A text or tuple of at most this length."""
+def OneOf(values: tuple[str, ...]) -> Bound:
+    """Return the bound of a text that is one of `values`."""
+    return Bound("one of " + ", ".join(map(repr, values)), lambda value: value in values)
 
-    length: int
 
-    def allows(self, value: Any) -> bool:
-        """Return whether `value` is not longer."""
-        return len(value) <= self.length
-
-    def __str__(self) -> str:
-        return f"a length of at most {self.length}"
+def MaxLength(length: int, minimum: int = 0) -> Bound:
+    """Return the bound of a text or tuple of `minimum` to `length` characters or items."""
+    text = f"a length of {minimum} to {length}" if minimum else f"a length of at most {length}"
+    return Bound(text, lambda value: minimum <= len(value) <= length)
 
 
 class AnyNumber:
@@ -82,6 +63,9 @@ Seconds = Annotated[float, Between(0.0, 1e9)]
 Measured = Annotated[float, AnyNumber]
 """Computed from data or from other ranks' numbers: NaN when a training diverges."""
 Celsius = Annotated[float, Between(-100.0, 1000.0)]
+Sha256 = Annotated[
+    str, Bound("a SHA-256 in hex", lambda value: re.fullmatch("[0-9a-f]{64}", value) is not None)
+]
 ShortText = Annotated[str, MaxLength(256)]
 """A name, a hash, a reason."""
 Shape = Annotated[tuple[Annotated[int, Between(0, 1 << 31)], ...], MaxLength(32)]
@@ -204,6 +188,11 @@ def from_dict(message_type: Any, content: Any) -> Any:
     return message_type(**{field: readers[field](value) for field, value in content.items()})
 
 
+def read_as(hint: Any, content: Any, where: str = "value") -> Any:
+    """Return parsed JSON as the annotation `hint` says; raises ProtocolError, which names `where`."""
+    return _reader(hint, where)(content)
+
+
 def _names(fields: Iterable[str]) -> str:
     return ", ".join(sorted(fields))
 
@@ -225,6 +214,7 @@ def _readers_of(message_type: Any) -> tuple[dict[str, Reader], frozenset[str]]:
     return {field: _reader(hint, f"{name}.{field}") for field, hint in hints.items()}, frozenset(required)
 
 
+@cache
 def _reader(hint: Any, where: str) -> Reader:
     """Return the reader of a field with the annotation `hint`; `where` names the field in messages."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
@@ -265,7 +255,7 @@ def _annotated_reader(hint: Any, bounds: tuple[Any, ...], where: str) -> Reader:
         found = read_value(value)
         for bound in bounds:
             if not bound.allows(found):
-                raise _refusal(where, bound, value)
+                raise _refusal(where, bound.text, value)
         return found
 
     return read
@@ -324,6 +314,7 @@ _PLAIN: dict[Any, tuple[str, Callable[[Any], bool]]] = {
     float: ("a finite number", lambda value: _is_number(value) and math.isfinite(value)),
     AnyNumber: ("a number", _is_number),
     int: ("an integer of at most 64 bits", _is_integer),
+    type(None): ("null", lambda value: value is None),
     bool: ("true or false", lambda value: isinstance(value, bool)),
     str: (
         f"text of at most {MAX_STRING_CHARS:,} characters",
@@ -341,7 +332,7 @@ _PLAIN: dict[Any, tuple[str, Callable[[Any], bool]]] = {
 """What JSON has for a type, in words and as a check, within the limits of all messages."""
 
 
-def _refusal(where: str, expected: object, value: Any) -> ProtocolError:
+def _refusal(where: str, expected: str, value: Any) -> ProtocolError:
     return ProtocolError(f"{where}: expected {expected}, received {shorten(value)}")
 
 

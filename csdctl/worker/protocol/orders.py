@@ -63,9 +63,7 @@ class Ping(Order):
     number: Generation
 
 
-ORDERS: dict[str, type[Order]] = {
-    order_type.__name__: order_type for order_type in (FormGroup, PauseAtEpochEnd, Stop, Release, Ping)
-}
+ORDERS: dict[str, type[Order]] = {kind.__name__: kind for kind in Order.__subclasses__()}
 
 
 def order_to_line(order: Order) -> str:

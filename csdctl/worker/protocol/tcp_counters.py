@@ -9,7 +9,7 @@ import struct
 import sys
 import termios
 import time
-from dataclasses import dataclass
+from typing import NamedTuple
 
 _PIDFD_GETFD = 438
 """System call number of pidfd_getfd(2) on every architecture; Linux 5.6 or newer."""
@@ -19,8 +19,7 @@ _COUNTERS_OFFSET = 120
 DRAIN_INTERVAL_S = 0.001
 
 
-@dataclass(frozen=True)
-class Connection:
+class Connection(NamedTuple):
     """One TCP connection: its endpoints as 'address port', and the bytes sent in each direction."""
 
     local: str
@@ -68,7 +67,7 @@ def _read_connection(descriptor: int, drain_end_s: float) -> Connection | None:
             peer = found.getpeername()
         except OSError:  # a listening socket
             return None
-        while _num_on_the_strategy(found) and time.monotonic() < drain_end_s:
+        while _num_unacknowledged(found) and time.monotonic() < drain_end_s:
             time.sleep(DRAIN_INTERVAL_S)
         size = _COUNTERS_OFFSET + _COUNTERS.size
         info = found.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, size)
@@ -78,7 +77,7 @@ def _read_connection(descriptor: int, drain_end_s: float) -> Connection | None:
         return Connection(_endpoint(found.getsockname()), _endpoint(peer), *counters)
 
 
-def _num_on_the_strategy(connection: socket.socket) -> int:
+def _num_unacknowledged(connection: socket.socket) -> int:
     """Return the bytes that were written and not yet acknowledged (SIOCOUTQ, as the number of TIOCOUTQ)."""
     answer = fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4))
     return int.from_bytes(answer, sys.byteorder)

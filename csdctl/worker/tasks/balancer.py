@@ -46,7 +46,8 @@ class Balancer:
         self._has_skipped = False
         self._times: dict[Window, list[dict[int, float]]] = {window: [] for window in WINDOWS}
         self._suspects: dict[Window, list[int]] = {window: [] for window in WINDOWS}
-        self._slowest = (0, 1.0)
+        self.slowest = (0, 1.0)
+        """The slowest rank of the last window, and its time over that of a balanced step."""
 
     def observe(self, times_s: Mapping[int, float]) -> None:
         """Add the compute seconds of one full step, by rank; the first step after a change does not count.
@@ -90,10 +91,10 @@ class Balancer:
         speeds = {rank: size / step_s[rank] for rank, size in batch_sizes.items()}
         total = sum(batch_sizes.values())
         slowest = max(step_s, key=lambda rank: step_s[rank])
-        self._slowest = slowest, step_s[slowest] * sum(speeds.values()) / total
+        self.slowest = slowest, step_s[slowest] * sum(speeds.values()) / total
         suspects = self._suspects[window]
         resolution = TIME_RESOLUTION_S * sum(speeds.values()) / total
-        if self._slowest[1] <= 1 + window.tolerance + resolution:
+        if self.slowest[1] <= 1 + window.tolerance + resolution:
             suspects.clear()
             return None
         suspects.append(slowest)
@@ -103,11 +104,6 @@ class Balancer:
         # Where a limit binds, balance is out of reach, and there may be nothing to gain.
         gain = step_s[slowest] / max(size / speeds[rank] for rank, size in sizes.items())
         return sizes if gain > 1 + window.tolerance / 2 and sizes != dict(batch_sizes) else None
-
-    @property
-    def slowest(self) -> tuple[int, float]:
-        """The slowest rank of the last window, and its time over that of a balanced step."""
-        return self._slowest
 
 
 def apportion(total: int, speeds: Mapping[int, float], limits: Mapping[int, int]) -> dict[int, int]:

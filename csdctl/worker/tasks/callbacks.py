@@ -6,12 +6,10 @@ Rank 0 decides from its evaluation; the other ranks take over the decision.
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from csdctl.worker.process.errors import WorkerError
-from csdctl.worker.protocol.json_codec import from_dict
 from csdctl.worker.protocol.recipe import EarlyStopping, Recipe, ReduceOnPlateau
-from csdctl.worker.tasks.progress import CallbackState, check_callbacks
+from csdctl.worker.tasks.progress import CallbackState
 
 HIGHER_IS_BETTER = (
     *("accuracy", "auc", "similarity", "precision", "recall", "iou", "r2", "f1", "fbeta", "correlation"),
@@ -116,14 +114,3 @@ class Decision:
     callbacks: CallbackState
     is_best: bool
     is_pausing: bool
-
-
-def as_decision(value: Any) -> Decision | None:
-    """Check what a rank has sent: rank 0 a decision, the others none; raises ValueError or TypeError."""
-    if value is None:
-        return None
-    decision: Decision = from_dict(Decision, value)
-    check_callbacks(decision.callbacks)
-    if not isinstance(decision.is_best, bool) or not isinstance(decision.is_pausing, bool):
-        raise TypeError("expected true or false")
-    return decision

@@ -24,14 +24,13 @@ import numpy as np
 
 from csdctl.worker.compute.forward import assemble
 from csdctl.worker.compute.step import Step
-from csdctl.worker.data.arrays import Array
+from csdctl.worker.data.arrays import Array, save_arrays
 from csdctl.worker.data.schedule import OwnSamples
 from csdctl.worker.process.errors import WorkerError, describe
 from csdctl.worker.process.files import DAMAGED_ARCHIVE, BoundedFile, open_private, sync_directory
-from csdctl.worker.process.output import emit
 from csdctl.worker.protocol.events import CheckpointSaved
-from csdctl.worker.protocol.run_spec import RankSpec, RunSpec
-from csdctl.worker.tasks.progress import Position, max_state_bytes, pack, position_of, unpack
+from csdctl.worker.protocol.run_spec import RunSpec
+from csdctl.worker.tasks.progress import Position, Reporter, max_state_bytes, pack, position_of, unpack
 
 _START = struct.Struct("<8sH")
 """Of an .npy file: magic and version, and the length of the header that follows."""
@@ -116,12 +115,7 @@ class Checkpoints:
         """Write a checkpoint and remove those that are no longer kept; raises OSError."""
         self.directory.mkdir(parents=True, exist_ok=True)
         path = self.directory / f"step-{position.total_steps:08d}.npz"
-        aside = self.directory / f".part-{path.name}"
-        with aside.open("wb") as file:
-            np.savez(file, state=packed)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(aside, path)
+        save_arrays(path, {"state": packed})
         sync_directory(self.directory)
         if is_best:
             (self.directory / "best.json").write_text(json.dumps({"checkpoint": path.name}))
@@ -209,15 +203,12 @@ def save_model(model: Any, path: Path) -> Path:
 class Checkpointer:
     """Saves the state and the models of one run."""
 
-    def __init__(self, spec: RunSpec, me: RankSpec, step: Step, own: Sequence[OwnSamples]) -> None:
+    def __init__(self, spec: RunSpec, reporter: Reporter, step: Step, own: Sequence[OwnSamples]) -> None:
         """Restore what an earlier process of this run saved: see `position`.
 
         `own`: the samples of each rank. Raises WorkerError when a state was saved and none can be used.
         """
-        self._spec = spec
-        self._me = me
-        self._step = step
-        self._own = own
+        self._spec, self._reporter, self._step, self._own = spec, reporter, step, own
         output = Path(spec.output_directory)
         self._checkpoints = Checkpoints(output / "checkpoints", spec.num_checkpoints)
         paths = [Path(spec.step_file), output / KEPT_STEP_FILE] if spec.step_file else []
@@ -255,11 +246,7 @@ class Checkpointer:
             return
         path = self._checkpoints.save(pack(self._step.state, position), position, is_best=is_best)
         self._checkpointed_at = time.monotonic()
-        emit(
-            CheckpointSaved(
-                self._me.rank, self._me.node, position.epoch, position.total_steps, str(path), is_best
-            )
-        )
+        self._reporter.emit(CheckpointSaved, position.epoch, position.total_steps, str(path), is_best)
 
     def save_model(self, name: str) -> str:
         """Save the model as a .keras file, or its weights where that cannot be; returns the path."""

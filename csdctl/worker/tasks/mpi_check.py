@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 
 from csdctl.worker.group.collective import Star, choose_collective, gather_seconds
-from csdctl.worker.group.messages import allgather
+from csdctl.worker.group.messages import DRAIN_S, allgather, gather_traffic
 from csdctl.worker.group.mpi import MemoryLimit, World, init_mpi, wait_sleeping
-from csdctl.worker.group.traffic import gather_traffic, list_connection_rows
-from csdctl.worker.group.values import Check, PeerFaultError, T, decode_values, encode_value
+from csdctl.worker.group.values import PeerFaultError, decode_values, encode_value
 from csdctl.worker.process.errors import describe
 from csdctl.worker.process.output import emit
 from csdctl.worker.protocol.events import (
@@ -28,6 +27,7 @@ from csdctl.worker.protocol.events import (
     Traffic,
 )
 from csdctl.worker.protocol.orders import MAX_TIMED_SUM_S
+from csdctl.worker.protocol.tcp_counters import list_connections
 
 NUM_ELEMENTS = 1 << 18
 """1 MiB of float32."""
@@ -70,10 +70,10 @@ def _check_group(world: World, node: str, sums: str, began: float) -> int:
         return 1
     _time_sums(world, node, timed)
 
-    def gather(value: Any, check: Check[T]) -> list[T]:
-        return decode_values(allgather(world, encode_value(value)), check)
+    def gather(value: Any, hint: Any) -> list[Any]:
+        return decode_values(hint, allgather(world, encode_value(value)))
 
-    sent = gather_traffic(gather, [], list_connection_rows())
+    sent = gather_traffic(gather, [], tuple(list_connections(drain_s=DRAIN_S)))
     if world.rank == 0:
         emit(Traffic(world.rank, node, 0, tuple(sent)))
     emit(Finished(world.rank, node, 0, NUM_SUMS, "", 0))

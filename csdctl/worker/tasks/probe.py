@@ -15,8 +15,7 @@ import numpy as np
 from csdctl.worker.compute.keras_internals import find_smallest_embedding
 from csdctl.worker.compute.model import load
 from csdctl.worker.compute.step import Step
-from csdctl.worker.data.arrays import Array
-from csdctl.worker.data.element_spec import random_batch
+from csdctl.worker.data.arrays import Array, random_batch
 from csdctl.worker.process.machine import peak_memory_bytes
 from csdctl.worker.process.output import exit_with_failure
 from csdctl.worker.protocol.events import UNKNOWN_NODE

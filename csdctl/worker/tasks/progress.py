@@ -1,32 +1,34 @@
-"""The progress of a run, and the state from which it resumes bit by bit: variables and `Position`.
+"""The progress of a run, the state from which it resumes bit by bit, and what a rank reports of its work.
 
-`pack` turns both into one array of bytes, for files (checkpointer.py) and for other ranks. `unpack` checks
-all of it before it changes a variable.
+`pack` turns variables and `Position` into one array of bytes, for files (checkpointer.py) and for other
+ranks. `unpack` checks all of it before it changes a variable.
 """
 
 import dataclasses
 import hashlib
-import math
 import struct
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from csdctl.worker.compute.step import Sums, add_sums
 from csdctl.worker.data.arrays import Array
-from csdctl.worker.data.schedule import OwnSamples, Segment, Share, begin_epoch, change_segment
-from csdctl.worker.group.values import as_count
+from csdctl.worker.data.schedule import OwnSamples, Segment, Share, Span, begin_epoch, change_segment
+from csdctl.worker.group.communicator import Communicator
 from csdctl.worker.process.errors import WorkerError
-from csdctl.worker.protocol.json_codec import SCHEMA, Measured, ProtocolError, from_json, to_json
-from csdctl.worker.protocol.run_spec import RunSpec
+from csdctl.worker.process.machine import Thermometer, peak_memory_bytes, resident_bytes
+from csdctl.worker.process.output import emit
+from csdctl.worker.protocol.events import Event, Finished, Progress, Traffic
+from csdctl.worker.protocol.json_codec import SCHEMA, Count, NumSteps, from_json, to_json
+from csdctl.worker.protocol.run_spec import RankSpec, RunSpec
 
 _HEAD = struct.Struct("<QQ32s")
 """Bytes of the position's JSON, and of all; SHA-256 of the variables' shapes and types."""
 MAX_POSITION_BYTES = 1 << 20
 """Space reserved for a position: dozens of bytes for every rank and every reassigned span."""
-_LARGEST = 1 << 50
 _REMEDY = "start a new run"
 
 
@@ -34,10 +36,10 @@ _REMEDY = "start a new run"
 class EpochTotals:
     """Sums over the steps of the epoch so far and over all ranks."""
 
-    steps: int = 0
-    samples: int = 0
-    loss: Measured = 0.0
-    states: tuple[Measured, ...] = ()
+    steps: Count = 0
+    samples: Count = 0
+    loss: float = 0.0
+    states: tuple[float, ...] = ()
     """Of the metrics."""
     weight: float = 0.0
     """What the loss is divided by: the number of samples when all weights are 1."""
@@ -47,14 +49,14 @@ class EpochTotals:
 class CallbackState:
     """The state of early stopping and of reduce on plateau."""
 
-    best: Measured | None = None
-    best_epoch: int = 0
-    epochs_without_gain: int = 0
-    plateau_best: Measured | None = None
-    epochs_on_plateau: int = 0
+    best: float | None = None
+    best_epoch: Count = 0
+    epochs_without_gain: Count = 0
+    plateau_best: float | None = None
+    epochs_on_plateau: Count = 0
     rate_factor: float = 1.0
     is_stopping: bool = False
-    cooldown: int = 0
+    cooldown: Count = 0
     """Epochs that do not count as on a plateau."""
 
 
@@ -62,15 +64,15 @@ class CallbackState:
 class Position:
     """The progress of a run, and the division of the rest of the epoch among the ranks."""
 
-    epoch: int
+    epoch: NumSteps
     """The epoch being trained, from 1."""
-    step: int
+    step: Count
     """Steps done in this epoch."""
-    total_steps: int
+    total_steps: Count
     """Steps done in the run."""
     segment: Segment | None
     """None between epochs."""
-    batch_sizes: dict[str, int]
+    batch_sizes: dict[str, Count]
     """Of every rank that took part at any time, by its number."""
     totals: EpochTotals = EpochTotals()
     callbacks: CallbackState = CallbackState()
@@ -140,9 +142,7 @@ def position_of(packed: Array, own: Sequence[OwnSamples]) -> Position:
     try:
         position = from_json(Position, packed[_HEAD.size : _HEAD.size + length].tobytes().decode())
         _check(position, own)
-    except RecursionError:
-        raise WorkerError("the saved state cannot be read: nested too deeply", remedy=_REMEDY) from None
-    except (ProtocolError, ValueError, TypeError, AttributeError) as error:
+    except ValueError as error:
         raise WorkerError(f"the saved state cannot be read: {error}", remedy=_REMEDY) from None
     return position
 
@@ -156,48 +156,23 @@ def _hash_form(arrays: list[Array]) -> bytes:
 
 
 def _check(position: Position, own: Sequence[OwnSamples]) -> None:
-    """Raise ValueError or TypeError unless `position` is possible in a run with these samples."""
-    totals = position.totals
-    for count in (position.epoch - 1, position.step, position.total_steps - position.step):
-        as_count(count, _LARGEST)
-    for count in (totals.steps, totals.samples, *position.batch_sizes.values()):
-        as_count(count, _LARGEST)
+    """Raise ValueError unless `position` is possible in a run with these samples."""
+    if position.total_steps < position.step:
+        raise ValueError("more steps in the epoch than in the run")
     if set(position.batch_sizes) != {str(rank) for rank in range(len(own))}:
         raise ValueError("batch sizes of other ranks")
-    if position.segment:
-        as_count(position.step - position.segment.start_step, _LARGEST)
-        for share in position.segment.shares:
-            _check_share(share, own)
-    _check_numbers(totals.loss, totals.weight, *totals.states)
-    check_callbacks(position.callbacks)
+    if position.segment and position.segment.start_step > position.step:
+        raise ValueError("a part of the epoch that begins later")
+    if position.segment and not all(_is_possible(share, own) for share in position.segment.shares):
+        raise ValueError("samples that the ranks do not have")
 
 
-def check_callbacks(state: CallbackState) -> None:
-    """Raise ValueError or TypeError for a state that no epoch can lead to."""
-    for count in (state.best_epoch, state.epochs_without_gain, state.epochs_on_plateau, state.cooldown):
-        as_count(count, _LARGEST)
-    if not isinstance(state.is_stopping, bool):
-        raise TypeError("expected true or false")
-    _check_numbers(
-        state.rate_factor, *(best for best in (state.best, state.plateau_best) if best is not None)
+def _is_possible(share: Share, own: Sequence[OwnSamples]) -> bool:
+    spans = [*share.reassigned, Span(share.rank, share.public_start, share.public_stop)]
+    return (
+        all(span.rank < len(own) and span.start <= span.stop <= own[span.rank].num_public for span in spans)
+        and share.private_start <= share.private_stop <= own[share.rank].num_private
     )
-
-
-def _check_numbers(*numbers: object) -> None:
-    for number in numbers:
-        if not isinstance(number, int | float) or not math.isfinite(number):
-            raise ValueError(f"{number!r} is not a number")
-
-
-def _check_share(share: Share, own: Sequence[OwnSamples]) -> None:
-    samples = own[as_count(share.rank, len(own) - 1)]
-    as_count(share.batch_size, _LARGEST)
-    spans = [(span.rank, span.start, span.stop) for span in share.reassigned]
-    spans += [(share.rank, share.public_start, share.public_stop)]
-    for rank, start, stop in spans:
-        num_public = own[as_count(rank, len(own) - 1)].num_public
-        as_count(start, as_count(stop, num_public))
-    as_count(share.private_start, as_count(share.private_stop, samples.num_private))
 
 
 class RunProgress:
@@ -295,3 +270,90 @@ class RunProgress:
             totals=EpochTotals(),
             callbacks=callbacks,
         )
+
+
+@dataclass
+class StepTotals:
+    """One step of this rank, or the sum over its steps since this object was created; times in seconds."""
+
+    steps: int = 0
+    samples: int = 0
+    compute_s: float = 0.0
+    wait_s: float = 0.0
+    input_s: float = 0.0
+    """Of compute_s: reading samples."""
+    others_s: float | None = 0.0
+    """Of wait_s: until the slowest rank had computed; None where that is not known."""
+    sums: Sums = field(default_factory=lambda: Sums(0.0, (), 0.0))
+    """Of all ranks."""
+    global_samples: int = 0
+    """Of all ranks, whatever their weights."""
+    is_stopping: bool = False
+    """Whether a stop was requested in the latest step."""
+    started: float = field(default_factory=time.monotonic)
+    cpu_started: float = field(default_factory=time.process_time)
+
+    def add(self, step: "StepTotals") -> None:
+        """Add one step."""
+        for name in ("steps", "samples", "compute_s", "wait_s", "input_s", "global_samples"):
+            setattr(self, name, getattr(self, name) + getattr(step, name))
+        if self.others_s is not None:
+            self.others_s = None if step.others_s is None else self.others_s + step.others_s
+        self.sums = add_sums([self.sums, step.sums])
+
+    def local_fields(self) -> dict[str, Any]:
+        """Return the fields that the events of every rank have."""
+        names = ("steps", "samples", "compute_s", "wait_s", "input_s", "others_s")
+        fields = {name: getattr(self, name) for name in names}
+        fields["wall_s"] = time.monotonic() - self.started
+        fields["cpu_s"] = time.process_time() - self.cpu_started
+        return {
+            name: round(value, 6) if isinstance(value, float) else value for name, value in fields.items()
+        }
+
+
+def global_fields(sums: Sums, global_samples: int, metrics: Mapping[str, float]) -> dict[str, Any]:
+    """Return the fields that rank 0 adds: samples, mean loss and metrics of all ranks."""
+    return {
+        "global_samples": global_samples,
+        "loss": sums.mean_loss,
+        "accuracy": metrics.get("accuracy"),
+        "metrics": dict(metrics),
+    }
+
+
+class Reporter:
+    """Emits the events of rank `me` of a run; rank 0 adds what holds for all ranks."""
+
+    def __init__(self, me: RankSpec) -> None:
+        self._me = me
+        self._thermometer = Thermometer()
+        self.metrics: Callable[[Sums], Mapping[str, float]] = lambda sums: {}
+        """Returns the metrics of summed states by name; known once the model is loaded."""
+
+    def emit(self, kind: type[Event], *values: Any, **fields: Any) -> None:
+        """Emit an event of this rank with these further fields; may be called from any thread."""
+        emit(kind(self._me.rank, self._me.node, *values, **fields))
+
+    def progress(self, position: Position, totals: StepTotals) -> None:
+        """Report the steps since the last report."""
+        fields = totals.local_fields()
+        fields |= {"memory_bytes": resident_bytes(), "temperature_c": self._thermometer.read_c()}
+        if self._me.rank == 0:
+            fields |= global_fields(totals.sums, totals.global_samples, self.metrics(totals.sums))
+        self.emit(Progress, epoch=position.epoch, step=position.step, **fields)
+
+    def traffic(self, communicator: Communicator, generation: int, ranks: Sequence[int]) -> None:
+        """Report what the ranks of the group have sent to each other; call on all ranks."""
+        sent = tuple(
+            dataclasses.replace(row, sender=ranks[row.sender], receiver=ranks[row.receiver])
+            for row in communicator.traffic()
+        )
+        if self._me.rank == 0 and sent:
+            self.emit(Traffic, generation, sent)
+
+    def finished(self, position: Position, weights_hash: str, model_path: str | None, reason: str) -> None:
+        """Report the completion record."""
+        epochs_done = position.epoch - (0 if position.segment else 1)
+        memory = peak_memory_bytes()
+        self.emit(Finished, epochs_done, position.total_steps, weights_hash, memory, model_path, reason)

@@ -172,7 +172,8 @@ class Reference:
         """Of gradients, which have the type of their weights and are summed in float32."""
         self.drawing: list[str] = []
         """The layers that have drawn random numbers for the latest vector."""
-        self._sent, self._own = np.zeros(step.layout.step_size), np.zeros(step.layout.step_size)
+        self.sent, self._own = np.zeros(step.layout.step_size), np.zeros(step.layout.step_size)
+        """The sum of what the ranks have sent so far, and of what this process has computed."""
         self.of_ranks: list[Compared] = []
         """The comparisons so far."""
         self.one_batch: Compared | None = None
@@ -188,7 +189,7 @@ class Reference:
     @property
     def by_parts(self) -> float:
         """How far the gradient of all ranks is from that of their batches in turn."""
-        return _relative(self._sent - self._own, self._own, self._step.layout.gradients)
+        return _relative(self.sent - self._own, self._own, self._step.layout.gradients)
 
     def samples(self, number: int) -> tuple[Array, Array]:
         """Return the samples of the rank with this number among the ranks, and one more."""
@@ -200,11 +201,7 @@ class Reference:
         own, spread, one_sample = self.measure(len(self.of_ranks))
         self.of_ranks.append(Compared(self._relative(sent - own, own), spread, one_sample))
         self._own += own
-        self._sent += sent
-
-    def take_sum(self, sent: Array) -> None:
-        """Take `sent` as the sum of what all ranks have sent, in place of the vectors so far."""
-        self._sent = np.array(sent)
+        self.sent += sent
 
     def measure(self, number: int) -> tuple[Array, float, float]:
         """Return the vector of a rank, float64, its spread, and what one sample makes of it."""
@@ -231,7 +228,7 @@ class Reference:
             for one, n in zip(self.of_ranks, self._sizes, strict=True)
             if n
         ]
-        difference = _relative(self._sent - own, own, self._step.layout.gradients)
+        difference = _relative(self.sent - own, own, self._step.layout.gradients)
         found = Compared(difference, max(one.spread for one in self.of_ranks), min(shares))
         is_apart = not found.difference <= NEAR * found.spread
         if is_apart and (reason := self._find_coupling()):

@@ -8,9 +8,9 @@ from csdctl.worker.tasks.task import Task, TaskContext
 
 TASKS = {
     TRAIN_SPLIT: "csdctl.worker.tasks.split:Split",
-    TRIAL_SPLIT: "csdctl.worker.tasks.trial:SplitTrial",
+    TRIAL_SPLIT: "csdctl.worker.tasks.split:SplitTrial",
     TRAIN: "csdctl.worker.tasks.train:Train",
-    TRIAL: "csdctl.worker.tasks.trial:Trial",
+    TRIAL: "csdctl.worker.tasks.train:Trial",
     VERIFY: "csdctl.worker.tasks.verify:Verify",
     VERIFY_SPLIT: "csdctl.worker.tasks.verify:VerifySplit",
 }

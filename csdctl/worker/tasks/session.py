@@ -14,16 +14,16 @@ import numpy as np
 
 from csdctl.worker.compute.step import Step
 from csdctl.worker.group.channel import Listener, SharedVectors
-from csdctl.worker.group.communicator import Communicator, LinkCommunicator, SoloCommunicator
-from csdctl.worker.group.values import LinkLostError, PeerFaultError, as_hash
+from csdctl.worker.group.communicator import Communicator, LinkCommunicator
+from csdctl.worker.group.values import LinkLostError, PeerFaultError
 from csdctl.worker.process.errors import WorkerError
-from csdctl.worker.protocol.events import STATE
+from csdctl.worker.protocol.events import STATE, Joined, LinkLost, Misbehaved, Paused, Pong, Ready, WaitingFor
+from csdctl.worker.protocol.json_codec import Sha256
 from csdctl.worker.protocol.orders import FormGroup
 from csdctl.worker.protocol.run_spec import RunSpec
-from csdctl.worker.tasks.progress import RunProgress, hash_state, max_state_bytes, pack, unpack
+from csdctl.worker.tasks.progress import Reporter, RunProgress, hash_state, max_state_bytes, pack, unpack
 from csdctl.worker.tasks.registry import make_task
-from csdctl.worker.tasks.reporter import Reporter
-from csdctl.worker.tasks.task import Group, Orders, TaskContext, TaskOutcome
+from csdctl.worker.tasks.task import Group, Orders, TaskContext
 
 ORPHAN_S = 600.0
 """A rank without a group that receives no order for this long exits."""
@@ -36,8 +36,8 @@ class RankSession:
         """`step`: of a probe session that takes part as a rank; it has the same model, recipe and noise."""
         self._spec = spec
         self._me = spec.ranks[rank]
-        self._reporter = Reporter(spec, self._me)
-        self._orders = Orders(self._reporter.pong)
+        self._reporter = Reporter(self._me)
+        self._orders = Orders(lambda number: self._reporter.emit(Pong, number))
         self._progress = RunProgress(spec)
         self._task = make_task(
             TaskContext(spec, self._me, self._progress, self._reporter, self._orders, step)
@@ -51,12 +51,11 @@ class RankSession:
         spec = self._spec
         with contextlib.closing(Listener(spec.run_id, self._me.rank, spec.link_key)) as listener:
             num_samples = self._me.num_private + self._me.num_public
-            self._reporter.ready(num_samples, time.monotonic() - started)
-            outcome = None
-            while outcome is None or not outcome.is_finished:
-                outcome = self._run_in_group(self._next_group(), listener)
+            self._reporter.emit(Ready, num_samples, round(time.monotonic() - started, 3))
+            while (reason := self._run_in_group(self._next_group(), listener)) is None:
+                pass
             # A link that comes late waits here, as saving a model may take long; refused, mpirun would fail.
-            self._task.finish(outcome.reason)
+            self._task.finish(reason)
 
     def await_release(self) -> None:
         """Wait until this rank receives no more orders, so that the process can do other work."""
@@ -72,8 +71,8 @@ class RankSession:
                 f"received no order for {ORPHAN_S:g} s: csdctl has exited or is disconnected"
             ) from None
 
-    def _run_in_group(self, order: FormGroup, listener: Listener) -> TaskOutcome | None:
-        """Join the group and run the task in it; None when the group is lost or another one was ordered."""
+    def _run_in_group(self, order: FormGroup, listener: Listener) -> str | None:
+        """Join the group and run the task in it; None when the group is lost or left, else why it ends."""
         communicator: Communicator | None = None
         try:
             communicator = self._join(order, listener)
@@ -85,24 +84,25 @@ class RankSession:
             group = Group(order.generation, order.ranks, communicator)
             if self._task.is_resumable:
                 self._synchronize(group)
-            outcome = self._task.run(group)
+            reason = self._task.run(group)
             self._reporter.traffic(communicator, group.generation, group.ranks)
             communicator.close()
         except LinkLostError as error:
             if isinstance(error, PeerFaultError) and self._me.rank == 0:
-                self._reporter.misbehaved(order.ranks[error.rank], error.message)
+                self._reporter.emit(Misbehaved, order.ranks[error.rank], error.message)
             if communicator:
                 communicator.disconnect()
-            self._reporter.link_lost(order.generation, self._progress.position)
+            position = self._progress.position
+            self._reporter.emit(LinkLost, order.generation, position.epoch, position.step)
             return None
-        if not outcome.is_finished:
-            self._reporter.paused(order.generation)
-        return outcome
+        if reason is None:
+            self._reporter.emit(Paused, order.generation)
+        return reason
 
     def _join(self, order: FormGroup, listener: Listener) -> Communicator | None:
         """Connect to the group's other ranks; None when another group is ordered first."""
         if len(order.ranks) == 1:
-            return SoloCommunicator(self._vectors.local)
+            return Communicator(self._vectors.local)
         found = listener.accept_link(order.generation, lambda: self._orders.has_group)
         if found is None:
             return None
@@ -114,7 +114,7 @@ class RankSession:
         def on_waiting(missing: list[int]) -> None:
             # Only rank 0 of a star knows which ranks are missing. When rank 0 is, rank 1 reports it.
             if missing or greeting.rank <= 1:
-                self._reporter.waiting_for([nodes[rank] for rank in missing])
+                self._reporter.emit(WaitingFor, tuple(nodes[rank] for rank in missing))
 
         communicator = LinkCommunicator(channel, greeting, self._vectors, on_waiting)
         communicator.choose_collective(order.collective)
@@ -128,7 +128,7 @@ class RankSession:
         """
         communicator, progress = group.communicator, self._progress
         variables = list(self._task.variables)
-        hashes = communicator.allgather(hash_state(variables, progress.position), as_hash)
+        hashes = communicator.allgather(hash_state(variables, progress.position), Sha256)
         others = [rank for rank, found in enumerate(hashes) if found != hashes[0]]
         if communicator.rank == 0 and others:
             packed = pack(variables, progress.position)
@@ -138,10 +138,12 @@ class RankSession:
             received = communicator.receive(0, max_state_bytes(variables), STATE)
             progress.position = unpack(np.frombuffer(received, np.uint8), variables, progress.own)
         progress.regroup(group.ranks)
-        self._reporter.joined(
-            group.generation,
-            progress.position,
-            progress.segment,
-            communicator,
+        position, segment = progress.position, progress.segment
+        self._reporter.emit(
+            Joined,
+            *(group.generation, position.epoch, position.step, segment.stop_step, position.total_steps),
+            {str(share.rank): share.batch_size for share in segment.shares},
+            communicator.collective,
+            round(communicator.sum_s, 6),
             progress.num_lost(group.ranks),
         )

@@ -21,7 +21,7 @@ from csdctl.worker.group.values import PeerFaultError
 from csdctl.worker.process.errors import describe
 from csdctl.worker.protocol.events import ACTIVATIONS
 from csdctl.worker.tasks.task import ModelTask
-from csdctl.worker.tasks.train import Train
+from csdctl.worker.tasks.train import Train, Trial
 
 Bytes = bytearray | bytes
 _LOSS_COUNT = struct.Struct("<f")
@@ -253,3 +253,7 @@ class Split(SplitParts, Train):
     ) -> float:
         ranks = [share.rank for share in self.progress.segment.shares]
         return self.exchange(communicator, (samples, labels), ranks, self.progress.step_samples, out)
+
+
+class SplitTrial(Split, Trial):
+    """Trains a model in two parts on random samples of the form in the task's argument `element_spec`."""

@@ -7,7 +7,7 @@ import os
 import queue
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, TextIO
@@ -16,12 +16,13 @@ import numpy as np
 
 from csdctl.worker.compute.backend import load_backend
 from csdctl.worker.compute.forward import BatchedPass, feature_pass
-from csdctl.worker.compute.model import load
+from csdctl.worker.compute.model import hash_weights, load
 from csdctl.worker.compute.step import Step
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.data.prepared import EpochReader, SyntheticReader
 from csdctl.worker.group.communicator import Communicator
-from csdctl.worker.protocol.json_codec import ProtocolError
+from csdctl.worker.process.errors import WorkerError
+from csdctl.worker.protocol.json_codec import ProtocolError, Sha256
 from csdctl.worker.protocol.orders import (
     FormGroup,
     PauseAtEpochEnd,
@@ -31,8 +32,7 @@ from csdctl.worker.protocol.orders import (
     order_from_line,
 )
 from csdctl.worker.protocol.run_spec import RankSpec, RunSpec
-from csdctl.worker.tasks.progress import RunProgress
-from csdctl.worker.tasks.reporter import Reporter
+from csdctl.worker.tasks.progress import Reporter, RunProgress
 
 
 class Orders:
@@ -97,17 +97,8 @@ class Group:
     communicator: Communicator
 
 
-@dataclass(frozen=True)
-class TaskOutcome:
-    """Why a task left its group."""
-
-    is_finished: bool
-    """False: it pauses, and continues in the next group."""
-    reason: str = ""
-    """Why a run ends before its last epoch, as in `Finished.reason`."""
-
-
-PAUSED, FINISHED = TaskOutcome(is_finished=False), TaskOutcome(is_finished=True)
+FINISHED = ""
+"""What `Task.run` returns after the last epoch."""
 
 
 @dataclass(frozen=True)
@@ -121,11 +112,6 @@ class TaskContext:
     orders: Orders
     step: Step | None = None
     """The step of a probe session, when the rank is one: same model, recipe and noise."""
-
-    @property
-    def is_root(self) -> bool:
-        """Whether this is rank 0."""
-        return self.me.rank == 0
 
 
 class Task(Protocol):
@@ -147,10 +133,11 @@ class Task(Protocol):
     def load(self) -> None:
         """Load what the task needs and reach full speed; raises WorkerError."""
 
-    def run(self, group: Group) -> TaskOutcome:
-        """Work with `group` until the task is finished or pauses.
+    def run(self, group: Group) -> str | None:
+        """Work with `group` until the task is finished, or pauses and continues in the next group.
 
-        Raises LinkLostError when the group is lost, and WorkerError when the task fails.
+        Returns None for a pause, else why the run ends before its last epoch, as in `Finished.reason`. Raises
+        LinkLostError when the group is lost, and WorkerError when the task fails.
         """
 
     def finish(self, reason: str) -> None:
@@ -164,7 +151,7 @@ class ModelTask:
 
     def __init__(self, context: TaskContext) -> None:
         self.spec, self.me, self.progress = context.spec, context.me, context.progress
-        self.reporter, self.orders, self.is_root = context.reporter, context.orders, context.is_root
+        self.reporter, self.orders, self.is_root = context.reporter, context.orders, context.me.rank == 0
         self._step_of_probes = context.step
         self._extractor: BatchedPass | None = None
         # Importing TensorFlow is not part of the set-up time that the rank reports.
@@ -206,7 +193,7 @@ class ModelTask:
 
     def open_reader(self) -> EpochReader | SyntheticReader:
         """Return what the samples are read with."""
-        return EpochReader(self.spec, self.me.rank, self.to_features if self.spec.head else _unchanged)
+        return EpochReader(self.spec, self.me.rank, self.to_features if self.spec.head else None)
 
     def example(self, count: int) -> tuple[Array, Array]:
         """Return at most `count` samples and their labels, as the model takes them."""
@@ -224,6 +211,20 @@ class ModelTask:
                 is_keras=self.is_root,
             )
         return self._extractor.run(samples)
+
+    def share_hash(self, communicator: Communicator) -> tuple[str, list[int]]:
+        """Return the hash of the weights, and the ranks of the group that have another than rank 0."""
+        weights_hash = hash_weights(self.summed.model)
+        hashes = communicator.allgather(weights_hash, Sha256)
+        return weights_hash, [rank for rank, found in enumerate(hashes) if found != hashes[0]]
+
+    def other_weights(self, when: str, ranks: Iterable[int]) -> WorkerError:
+        """Return the error for ranks of the run that have other weights than rank 0."""
+        nodes = ", ".join(self.spec.ranks[rank].node for rank in ranks)
+        return WorkerError(
+            f"after {when} the weights of {nodes} differ from rank 0's",
+            remedy="check for failing memory or different TensorFlow versions: `csdctl discover`",
+        )
 
     def load_model(self) -> Any:
         """Return the run's model, compiled."""
@@ -255,7 +256,3 @@ class ModelTask:
         if len(self.spec.ranks) == 1:
             self.step.rehearse_alone(images, labels)
         self.step.rehearse_apply()
-
-
-def _unchanged(samples: Array) -> Array:
-    return samples

@@ -11,31 +11,32 @@ from typing import Any
 
 import numpy as np
 
-from csdctl.worker.compute.model import hash_weights
+from csdctl.worker.compute.keras_internals import find_smallest_embedding
 from csdctl.worker.compute.recipe import learning_rate, make_schedule
 from csdctl.worker.compute.step import Step, Sums, add_sums
 from csdctl.worker.data.arrays import Array
-from csdctl.worker.data.prepared import PreparedSamples
+from csdctl.worker.data.prepared import PreparedSamples, SyntheticReader, sample_bytes
 from csdctl.worker.data.schedule import Share
 from csdctl.worker.group.communicator import Communicator
-from csdctl.worker.group.values import (
-    ExpectedTails,
-    LinkLostError,
-    PeerFaultError,
-    as_hash,
-    as_none,
-    is_minority,
-)
+from csdctl.worker.group.values import ExpectedTails, LinkLostError, PeerFaultError, is_minority
 from csdctl.worker.process.errors import WorkerError
-from csdctl.worker.process.output import emit
-from csdctl.worker.protocol.events import EARLY_STOPPING, MAX_STEPS, SAMPLES, STOPPED, Evaluating
-from csdctl.worker.protocol.run_spec import RankSpec
+from csdctl.worker.protocol.datasets import DatasetInfo
+from csdctl.worker.protocol.events import (
+    EARLY_STOPPING,
+    MAX_STEPS,
+    SAMPLES,
+    STOPPED,
+    EpochEnd,
+    Evaluating,
+    Rebalanced,
+)
+from csdctl.worker.protocol.json_codec import from_dict
+from csdctl.worker.protocol.run_spec import ELEMENT_SPEC
 from csdctl.worker.tasks.balancer import Balancer
-from csdctl.worker.tasks.callbacks import Decision, after_epoch, as_decision, check_monitors
+from csdctl.worker.tasks.callbacks import Decision, after_epoch, check_monitors
 from csdctl.worker.tasks.checkpointer import BEST_MODEL, LAST_MODEL, Checkpointer
-from csdctl.worker.tasks.progress import CallbackState
-from csdctl.worker.tasks.reporter import StepResult, StepTotals, global_fields
-from csdctl.worker.tasks.task import FINISHED, PAUSED, Group, ModelTask, TaskOutcome
+from csdctl.worker.tasks.progress import CallbackState, Reporter, StepTotals, global_fields
+from csdctl.worker.tasks.task import FINISHED, Group, ModelTask
 
 EVALUATION_BATCH = 256
 GROWTH_LIMIT = 2
@@ -67,11 +68,11 @@ class Train(ModelTask):
     def restore(self) -> None:
         """Load the state that rank 0 saved, if any."""
         own = self.progress.own
-        self._checkpointer = Checkpointer(self.spec, self.me, self.step, own) if self.is_root else None
+        self._checkpointer = Checkpointer(self.spec, self.reporter, self.step, own) if self.is_root else None
         if self._checkpointer and self._checkpointer.position:
             self.progress.position = self._checkpointer.position
 
-    def run(self, group: Group) -> TaskOutcome:
+    def run(self, group: Group) -> str | None:
         """Train until the end, or until a pause between epochs."""
         self._balancer.forget()
         self._apply_s = 0.0
@@ -81,9 +82,9 @@ class Train(ModelTask):
                 return self._end_early(group, reason)
             is_pausing = self._end_epoch(group)
             if self.progress.position.callbacks.is_stopping:
-                return TaskOutcome(is_finished=True, reason=EARLY_STOPPING)
+                return EARLY_STOPPING
             if is_pausing and self.progress.position.epoch <= self.spec.recipe.epochs:
-                return PAUSED
+                return None
             self.progress.regroup(group.ranks)
         return FINISHED
 
@@ -103,17 +104,12 @@ class Train(ModelTask):
         epoch = self.progress.position.epoch
         if not all(np.isfinite(weights).all() for weights in self.step.model.get_weights()):
             raise WorkerError(f"the weights are no longer finite after epoch {epoch}", remedy=DIVERGED)
-        weights_hash = hash_weights(self.summed.model)
-        hashes = communicator.allgather(weights_hash, as_hash)
-        different = [rank for rank, found in enumerate(hashes) if found != hashes[0]]
+        weights_hash, different = self.share_hash(communicator)
         if is_minority(different, communicator.size):
             raise PeerFaultError(different[0], f"has other weights than rank 0 after epoch {epoch}")
         if different:
-            nodes = [self.spec.ranks[self.progress.segment.shares[rank].rank].node for rank in different]
-            raise WorkerError(
-                f"after epoch {epoch} the weights of {', '.join(nodes)} differ from rank 0's",
-                remedy="check for failing memory or different TensorFlow versions: `csdctl discover`",
-            )
+            shares = self.progress.segment.shares
+            raise self.other_weights(f"epoch {epoch}", (shares[rank].rank for rank in different))
         return weights_hash
 
     def _run_epoch(self, communicator: Communicator) -> str:
@@ -134,7 +130,7 @@ class Train(ModelTask):
                 return MAX_STEPS
         return ""
 
-    def _run_step(self, communicator: Communicator) -> StepResult:
+    def _run_step(self, communicator: Communicator) -> StepTotals:
         began = time.perf_counter()
         step_samples = self.progress.step_samples
         global_samples = sum(step_samples)
@@ -149,11 +145,8 @@ class Train(ModelTask):
             sums = self.step.alone(images, labels, private_copies=copies)
             self._check_finite(sums, sums.loss, communicator)
             self._end_step(sums, global_samples)
-            compute_s = time.perf_counter() - received
-            is_stopping = self.orders.is_stopping
-            return StepResult(
-                len(images), global_samples, compute_s, 0.0, sums, input_s, is_stopping=is_stopping
-            )
+            times_s = time.perf_counter() - received, 0.0, input_s, 0.0
+            return StepTotals(1, len(images), *times_s, sums, global_samples, self.orders.is_stopping)
         vector, layout = communicator.local, self.layout
         exchanged_s = self._compute(communicator, images, labels, copies, vector[layout.step])
         computed = time.perf_counter()
@@ -176,10 +169,8 @@ class Train(ModelTask):
         compute_s = computed - received - exchanged_s + self._apply_s
         wait_s = summed - computed + received - began + exchanged_s
         others_s = None if self.spec.split else float(times_s.max() - times_s[self.me.rank])
-        return StepResult(
-            *(len(images), global_samples, compute_s, wait_s, sums, input_s, others_s),
-            is_stopping=is_stopping,
-        )
+        own_s = compute_s, wait_s, input_s, others_s
+        return StepTotals(1, len(images), *own_s, sums, global_samples, is_stopping)
 
     def _compute(
         self, communicator: Communicator, images: Array, labels: Array, copies: Array | None, out: Array
@@ -190,25 +181,19 @@ class Train(ModelTask):
 
     def _expect(self, step_samples: list[int]) -> ExpectedTails:
         """Return what the ranks' vectors must end with."""
-        ranks = [share.rank for share in self.progress.segment.shares]
-        return ExpectedTails(self.layout.count, ranks, self.progress.weigh(step_samples))
+        ranks = tuple(share.rank for share in self.progress.segment.shares)
+        return ExpectedTails(self.layout.count, ranks, tuple(self.progress.weigh(step_samples)))
 
     def _exchange_reassigned(self, communicator: Communicator, share: Share) -> bytes | bytearray | None:
         """Send, from rank 0, the samples that other ranks read from the host in this step; receive them."""
         if not self.is_root:
-            num_bytes = self._reassigned_bytes(share)
+            num_bytes = share.num_reassigned * sample_bytes(*self.reader.empty_batch())
             return communicator.receive(0, num_bytes, SAMPLES) if share.reassigned else None
         progress = self.progress
         for index, other in enumerate(progress.segment.shares[1:], start=1):
             if other.reassigned and (spans := other.batch(progress.step_in_segment).reassigned):
                 communicator.send(index, self.reader.pack_reassigned(spans), SAMPLES)
         return None
-
-    def _reassigned_bytes(self, share: Share) -> int:
-        """Return the size of the samples that rank 0 sends for this step."""
-        samples, labels = self.reader.empty_batch()
-        sizes = [array.dtype.itemsize * int(np.prod(array.shape[1:])) for array in (samples, labels)]
-        return int(share.num_reassigned * sum(sizes))
 
     def _learning_rate(self) -> float:
         progress = self.progress
@@ -234,7 +219,10 @@ class Train(ModelTask):
         if proposal is None:
             return
         if self.is_root:
-            self.reporter.rebalanced(progress.position, *self._balancer.slowest, proposal)
+            position, (slowest, slowdown) = progress.position, self._balancer.slowest
+            sizes_of = {str(rank): size for rank, size in proposal.items()}
+            node = self.spec.ranks[slowest].node
+            self.reporter.emit(Rebalanced, position.epoch, position.step, node, round(slowdown, 3), sizes_of)
         self._balancer.forget()
         progress.change_batch_sizes(proposal)
 
@@ -248,7 +236,7 @@ class Train(ModelTask):
         if math.isfinite(sums.loss) and (math.isfinite(total) or self.step.has_loss_scaling):
             return
         if not self.is_root:
-            communicator.allgather(None, as_none)
+            communicator.allgather(None, type(None))
             raise LinkLostError
         wrong = communicator.find_not_finite()
         if is_minority(wrong, communicator.size) and np.isfinite(communicator.local).all():
@@ -269,14 +257,14 @@ class Train(ModelTask):
                 remedy="train with `--collective star`, which finds the node and continues without it",
             )
 
-    def _end_early(self, group: Group, reason: str) -> TaskOutcome:
+    def _end_early(self, group: Group, reason: str) -> str:
         """End the run within an epoch."""
         self._weights_hash = self.compare_weights(group.communicator)
         if reason == MAX_STEPS:
             self._report_epoch_end({}, group)
         if self._checkpointer:
             self._checkpointer.checkpoint(self.progress.position)
-        return TaskOutcome(is_finished=True, reason=reason)
+        return reason
 
     def _end_epoch(self, group: Group) -> bool:
         """Compare, evaluate, decide, checkpoint; returns whether to pause for a new group."""
@@ -286,25 +274,25 @@ class Train(ModelTask):
         decision: Decision | None = None
         if self.is_root:
             if self._validation is not None:
-                results = evaluate(self.step, self._validation, self.me, self.spec.progress_interval_s)
+                results = evaluate(self.step, self._validation, self.reporter, self.spec.progress_interval_s)
             callbacks, is_best = self._decide(results)
             decision = Decision(callbacks, is_best, self.orders.is_pausing)
         self._report_epoch_end(results, group)
         # Only what rank 0 decides counts.
-        found = communicator.allgather(dataclasses.asdict(decision) if decision else None, as_decision)[0]
+        told = dataclasses.asdict(decision) if decision else None
+        found = communicator.allgather(told, Decision | None)[0]
         if found is None:
             raise PeerFaultError(0, "sent no decision")
-        is_best, is_pausing = found.is_best, found.is_pausing
         self.progress.end_epoch(found.callbacks)
         if self._checkpointer:
-            self._checkpointer.checkpoint(self.progress.position, is_best=is_best)
+            self._checkpointer.checkpoint(self.progress.position, is_best=found.is_best)
             self._checkpointer.write_step_file(self.progress.position)
-            if is_best and self._validation is not None:
+            if found.is_best and self._validation is not None:
                 self._checkpointer.save_model(BEST_MODEL)
         self.reporter.traffic(communicator, group.generation, group.ranks)
         # All ranks wait for rank 0 here, so that this does not count as waiting in the next epoch.
-        communicator.allgather(None, as_none)
-        return is_pausing
+        communicator.allgather(None, type(None))
+        return bool(found.is_pausing)
 
     def _decide(self, results: dict[str, Any]) -> tuple[CallbackState, bool]:
         """Return the new state of the callbacks, and whether this epoch's model is the best so far."""
@@ -332,12 +320,12 @@ class Train(ModelTask):
                 **results,
                 "stepped_samples": self._epoch_totals.global_samples,
             }
-        epoch = self.progress.position.epoch
-        self.reporter.epoch_end(epoch, self._weights_hash, self._epoch_totals, fields)
+        fields |= {"epoch": self.progress.position.epoch, "weights_hash": self._weights_hash}
+        self.reporter.emit(EpochEnd, **self._epoch_totals.local_fields(), **fields)
 
 
 def evaluate(
-    step: Step, validation: PreparedSamples, me: RankSpec, progress_interval_s: float
+    step: Step, validation: PreparedSamples, reporter: Reporter, progress_interval_s: float
 ) -> dict[str, Any]:
     """Return mean loss and metrics over `validation` as fields of an EpochEnd; emit progress meanwhile."""
     results: list[Sums] = []
@@ -347,7 +335,7 @@ def evaluate(
         if time.monotonic() - reported >= progress_interval_s:
             reported = time.monotonic()
             num_done = min(len(results) * EVALUATION_BATCH, len(validation))
-            emit(Evaluating(me.rank, me.node, num_done, len(validation)))
+            reporter.emit(Evaluating, num_done, len(validation))
     total = add_sums(results)
     metrics = step.metrics(total)
     return {
@@ -355,3 +343,27 @@ def evaluate(
         "validation_accuracy": metrics.get("accuracy"),
         "validation_metrics": metrics,
     }
+
+
+class Trial(Train):
+    """Trains on random samples of the form in the task's argument `element_spec`; saves nothing."""
+
+    @property
+    def variables(self) -> list[Any]:
+        """None: the weights of a trial teach nothing, and differ between probe sessions."""
+        return []
+
+    def open_reader(self) -> SyntheticReader:
+        """Return a reader of random samples."""
+        element_spec = from_dict(DatasetInfo, self.spec.task.arguments[ELEMENT_SPEC])
+        step = self._step_of_probes
+        num_indices = find_smallest_embedding(step.model) if step else None
+        return SyntheticReader(element_spec, self.me.rank, num_indices)
+
+    def compare_weights(self, communicator: Communicator) -> str:
+        """Compare nothing: ranks that are probe sessions have different moving statistics."""
+        return ""
+
+    def save_model(self) -> str | None:
+        """Save nothing."""
+        return None

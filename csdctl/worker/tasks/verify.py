@@ -10,23 +10,22 @@ The samples are random, drawn from (seed, rank) wherever they are needed: no pri
 0 can repeat the computation of all ranks.
 """
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
 from csdctl.worker.compute.keras_internals import find_smallest_embedding
-from csdctl.worker.compute.model import hash_weights
 from csdctl.worker.compute.split import SplitStep, micro_batch_size
-from csdctl.worker.data.arrays import Array
+from csdctl.worker.data.arrays import Array, fields_of
 from csdctl.worker.group.communicator import Communicator
-from csdctl.worker.group.values import PeerFaultError, as_hash
+from csdctl.worker.group.values import PeerFaultError
 from csdctl.worker.process.errors import WorkerError, describe
 from csdctl.worker.process.output import emit
 from csdctl.worker.protocol.datasets import SAMPLE_WEIGHT
 from csdctl.worker.protocol.events import STATE, VERIFIED, Verified
+from csdctl.worker.protocol.json_codec import MaxLength
 from csdctl.worker.tasks.reference import (
     ExactSum,
     Reference,
@@ -36,7 +35,7 @@ from csdctl.worker.tasks.reference import (
     types_to_compare_in,
 )
 from csdctl.worker.tasks.split import SplitParts
-from csdctl.worker.tasks.task import Group, ModelTask, TaskOutcome
+from csdctl.worker.tasks.task import Group, ModelTask
 
 MAX_SAMPLES = 16
 """Per rank: enough for unequal batches, and few enough for rank 0 to compute for all ranks."""
@@ -44,7 +43,8 @@ MAX_INTEGER = 128
 """Integers are drawn below this and below the size of every embedding, where nothing is known of the data."""
 MAX_COLUMNS = 1024
 """Of a table, whose columns have ranges of their own."""
-Ranges = dict[str, tuple[list[float], list[float]]]
+Column = tuple[float, float]
+Ranges = dict[str, Annotated[tuple[Column, ...], MaxLength(MAX_COLUMNS, 1)]]
 """By field of the samples, '' without fields: the smallest and largest value of each column, or of all."""
 
 
@@ -63,32 +63,14 @@ def verified_sizes(batch_sizes: Sequence[int]) -> list[int]:
 
 def find_ranges(samples: Array) -> Ranges:
     """Return the ranges of `samples`: an input may be a class that a layer compares with, or in metres."""
-    fields = {name: samples[name] for name in samples.dtype.names} if samples.dtype.names else {"": samples}
-    found = {}
-    for name, values in fields.items():
+    found: Ranges = {}
+    for name, values in fields_of(samples).items():
         is_table = values.ndim == 2 and values.shape[1] <= MAX_COLUMNS
         columns = values.astype(np.float64).reshape(-1, values.shape[1] if is_table else 1)
         columns = columns[np.isfinite(columns).all(axis=1)]
         if columns.size:
-            found[name] = columns.min(axis=0).tolist(), columns.max(axis=0).tolist()
+            found[name] = tuple(zip(columns.min(axis=0).tolist(), columns.max(axis=0).tolist(), strict=True))
     return found
-
-
-def as_ranges(value: Any) -> Ranges:
-    """Return what rank 0 sent, checked; raises TypeError."""
-    if not isinstance(value, dict) or not all(_is_range(one) for one in value.values()):
-        raise TypeError("expected the smallest and largest values of each field")
-    return {name: (low, high) for name, (low, high) in value.items()}
-
-
-def _is_range(value: Any) -> bool:
-    if not isinstance(value, list | tuple) or len(value) != 2:
-        return False
-    is_numbers = all(
-        isinstance(bounds, list) and all(type(one) is float and math.isfinite(one) for one in bounds)
-        for bounds in value
-    )
-    return is_numbers and 0 < len(value[0]) == len(value[1]) <= MAX_COLUMNS
 
 
 def draw_samples(
@@ -130,7 +112,7 @@ def _draw_sample(
         if found is None:
             values[...] = drawn * limit if is_integer else drawn
             continue
-        low, high = map(np.array, found)
+        low, high = np.array(found).T
         if is_integer:
             if values.ndim > 2:  # one range for columns of different meaning
                 high = np.minimum(high, limit - 1) if limit < MAX_INTEGER else high
@@ -147,16 +129,12 @@ def _draw_labels(generator: np.random.Generator, labels: Array, sizes: Sequence[
         if name == SAMPLE_WEIGHT:
             values[...] = 0.5 + generator.random(values.shape)
         elif values.dtype.kind in "iu":
-            values[...] = np.minimum(generator.geometric(0.6, values.shape) - 1, _size_of(sizes, number) - 1)
+            size = sizes[number] if number < len(sizes) else 2  # of an output that is known only by a call
+            values[...] = np.minimum(generator.geometric(0.6, values.shape) - 1, size - 1)
         elif values.ndim == 2 and values.shape[1] > 1:  # one-hot
             values[...] = np.arange(values.shape[1]) == min(generator.geometric(0.6), values.shape[1]) - 1
         else:
             values[...] = generator.random(values.shape)
-
-
-def _size_of(sizes: Sequence[int], number: int) -> int:
-    """Return the size of an output; 2 for one that is only known by calling the model."""
-    return sizes[number] if number < len(sizes) else 2
 
 
 NUM_LOOKED_AT = 64
@@ -174,18 +152,20 @@ class Verify(ModelTask):
         samples, labels = super().example(count)
         return (self.to_features(samples) if self.spec.head else samples), labels
 
-    def run(self, group: Group) -> TaskOutcome:
+    def run(self, group: Group) -> str:
         """Take the step; raises WorkerError when ranks are missing, or hold different weights after it."""
         self._check_complete(group)
         communicator = group.communicator
         self._sizes = verified_sizes([rank.batch_size for rank in self.spec.ranks])
-        self._ranges = communicator.allgather(self._find_ranges() if self.is_root else {}, as_ranges)[0]
+        self._ranges = communicator.allgather(self._find_ranges() if self.is_root else {}, Ranges)[0]
         self._start = Snapshot(self.whole_model.variables)
         verified = self._take_step(communicator)
-        self._check_weights(communicator)
+        self._weights_hash, different = self.share_hash(communicator)
+        if different:
+            raise self.other_weights("one step", different)
         if verified:
             emit(replace(verified, weights_hash=self._weights_hash))
-        return TaskOutcome(is_finished=True, reason=VERIFIED)
+        return VERIFIED
 
     def finish(self, reason: str) -> None:
         """Report the completion record."""
@@ -238,11 +218,11 @@ class Verify(ModelTask):
                 problem = ""
                 if finer != dtype:
                     vector, problem = self._try_to_compute(vector)
-                if not all(communicator.allgather(not problem, _as_bool)):
+                if not all(communicator.allgather(not problem, bool)):
                     break
                 compared_in, reference = finer, self._compare_ranks(communicator, vector)
             is_sharp = reference is None or reference.is_sharp
-            if communicator.allgather(is_sharp, _as_bool)[0]:
+            if communicator.allgather(is_sharp, bool)[0]:
                 break
         if not compared_in:
             raise WorkerError(
@@ -294,16 +274,6 @@ class Verify(ModelTask):
         seed = self.spec.recipe.seed
         return Reference(self.step, seed, self.spec.ranks, self._sizes, self._draw, self.me.weight)
 
-    def _check_weights(self, communicator: Communicator) -> None:
-        self._weights_hash = hash_weights(self.summed.model)
-        hashes = communicator.allgather(self._weights_hash, as_hash)
-        if different := [rank for rank, found in enumerate(hashes) if found != hashes[0]]:
-            nodes = ", ".join(self.spec.ranks[rank].node for rank in different)
-            raise WorkerError(
-                f"after one step the weights of {nodes} differ from rank 0's",
-                remedy="check for failing memory or different TensorFlow versions: `csdctl discover`",
-            )
-
 
 def _gather(communicator: Communicator, vector: Array) -> Iterator[Array]:
     """Send `vector` to rank 0, which yields those of all ranks, in their order, its own first."""
@@ -316,12 +286,6 @@ def _gather(communicator: Communicator, vector: Array) -> Iterator[Array]:
         if len(received) != vector.nbytes:
             raise PeerFaultError(rank, f"sent {len(received)} bytes, expected {vector.nbytes}")
         yield np.frombuffer(received, vector.dtype)
-
-
-def _as_bool(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise TypeError("expected true or false")
-    return value
 
 
 class VerifySplit(SplitParts, Verify):
@@ -345,7 +309,7 @@ class VerifySplit(SplitParts, Verify):
         total = self._sum_of(communicator, self._sizes)
         verified = None
         if reference and isinstance(split, SplitStep):
-            reference.take_sum(split.vector(total).astype(np.float64))
+            reference.sent = split.vector(total).astype(np.float64)
             reference.compare_one_batch()
             types = (compute_type(self.step.model),) * 2
             verified = self._describe(exact, total[gradients], reference, types, communicator.collective)

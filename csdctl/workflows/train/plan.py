@@ -8,8 +8,7 @@ from csdctl.fleet.facts import Facts
 from csdctl.fleet.hardware import classify_machine
 from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.fleet.names import format_node_names
-from csdctl.job.model import Job
-from csdctl.job.values import describe_job, hash_own_files
+from csdctl.job.model import Job, describe_job, hash_own_files
 from csdctl.notify import Say
 from csdctl.tuning.plan import MAX_BATCH_SIZE, MAX_THREADS, Plan, RankPlan, load_plan
 from csdctl.tuning.plan_fingerprint import PlanFingerprint, list_changes

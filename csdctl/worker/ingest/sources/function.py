@@ -19,24 +19,23 @@ import numpy as np
 from csdctl.worker.compute.backend import load_tensorflow
 from csdctl.worker.data.arrays import Array, as_labels, as_samples
 from csdctl.worker.data.file_hash import check_stored
-from csdctl.worker.ingest.sources.arrays import ArraySource, InMemoryRows, as_rows
+from csdctl.worker.ingest.sources.arrays import ArraySource, join_rows, rows_of
 from csdctl.worker.ingest.sources.images import ImageDecoder, known_shape
 from csdctl.worker.ingest.sources.source import (
+    EXPECTED,
     Block,
     EncodedSample,
     IngestLimits,
     SampleSource,
-    Tree,
-    decode_blocks,
-)
-from csdctl.worker.ingest.sources.structure import (
-    EXPECTED,
     StructureError,
+    Tree,
     check_lengths,
+    decode_blocks,
     is_ragged,
     name_inputs,
     name_outputs,
     no_labels,
+    skip_rows,
     split,
     to_arrays,
     to_records,
@@ -58,24 +57,20 @@ class UserFunction:
     def __init__(self, spec: PrepareSpec) -> None:
         path, _, self._name = spec.function.rpartition(":")
         self._path = Path(path)
-        self._source = b""
         self._is_private = spec.is_private
         self._code = spec.code.archive if spec.code else ""
 
-    def check_content(self) -> None:
-        """Raise WorkerError if the file, whose name in the store begins with its hash, was changed."""
-        self._source = self._path.read_bytes()
-        stated = re.match(r"[0-9a-f]{64}", self._path.name)
-        if stated and stated[0] != hashlib.sha256(self._source).hexdigest():
-            raise WorkerError(f"{self._path} has been changed since csdctl sent it", remedy="deploy again")
+    def call(self, root: Path) -> Any:
+        """Return what the function returns for the data at `root`; raises WorkerError.
 
-    def load_libraries(self) -> None:
-        """Make the job's own code importable, and load TensorFlow if the user's code does.
-
-        TensorFlow's threads must be set before it starts. Random numbers are the same in every call, so that
-        the same data gives the same bytes.
+        TensorFlow is loaded first if the user's code does that: its threads must be set before it starts.
+        Random numbers are the same in every call, so that the same data gives the same bytes.
         """
-        sources = [self._source]
+        source = self._path.read_bytes()
+        stated = re.match(r"[0-9a-f]{64}", self._path.name)  # the name of a file in the store
+        if stated and stated[0] != hashlib.sha256(source).hexdigest():
+            raise WorkerError(f"{self._path} has been changed since csdctl sent it", remedy="deploy again")
+        sources = [source]
         if self._code:
             check_stored(self._code)
             archive = str(Path(self._code).resolve())
@@ -87,13 +82,14 @@ class UserFunction:
             import keras
 
             keras.utils.set_random_seed(SHUFFLE_SEED)
+        return self.guard(lambda: self._load(source)(str(root)))
 
-    def load(self) -> Callable[[str], Any]:
+    def _load(self, source: bytes) -> Callable[[str], Any]:
         """Import the function; raises whatever its file raises."""
         module = ModuleType(_MODULE)
         module.__file__ = str(self._path)
         sys.modules[_MODULE] = module  # where dataclasses look up the types that they are written with
-        exec(compile(self._source, self._path, "exec"), module.__dict__)  # no __pycache__ is read or written
+        exec(compile(source, self._path, "exec"), module.__dict__)  # no __pycache__ is read or written
         function: Callable[[str], Any] = getattr(module, self._name)
         return function
 
@@ -148,10 +144,8 @@ class Elements:
             **{_display_name(name, LABELS): shape for name, (_, shape) in self._spec.labels.items()},
         }
         self._targets = {name: known[name] for name in names if name in known and all(known[name])}
-        missing = [name for name in names if name not in self._targets]
-        if missing:
-            longest = self._measure(missing)
-            self._targets |= longest
+        if missing := [name for name in names if name not in self._targets]:
+            self._targets |= self._measure(missing)
 
     def __iter__(self) -> Iterator[tuple[Array, Array]]:
         """Yield samples and labels; raises WorkerError for whatever fails or does not fit."""
@@ -239,14 +233,11 @@ def describe_parts(
     ]
 
 
-class IteratedSamples:
+class IteratedSamples(SampleSource):
     """Samples one by one; uint8 images are converted to the job's shape, others stay unchanged."""
 
-    files_of_class: tuple[int, ...] = ()
-    sample_bytes = 0
-
     def __init__(self, function: UserFunction, elements: Elements, spec: PrepareSpec, threads: int) -> None:
-        self.class_names = spec.classes
+        super().__init__(spec)
         self.num_samples = elements.num_total
         self.padded = elements.padded
         self._function = function
@@ -288,26 +279,17 @@ class IteratedSamples:
         return candidate.content, candidate.label
 
 
-class BatchedSamples:
+class BatchedSamples(SampleSource):
     """Samples in batches of any size, which stay as they are."""
 
-    files_of_class: tuple[int, ...] = ()
-    num_samples = 0
-    sample_bytes = 0
-
     def __init__(self, elements: Elements, spec: PrepareSpec) -> None:
-        self.class_names = spec.classes
+        super().__init__(spec)
         self.padded = elements.padded
         self._elements = elements
 
     def blocks(self, start: int, limits: IngestLimits) -> Iterator[Block]:
         """Yield all samples from index `start` on."""
-        position = 0
-        for samples, labels in self._elements:
-            skipped = min(len(samples), max(0, start - position))
-            position += len(samples)
-            if skipped < len(samples):
-                yield Block(len(samples) - skipped, samples[skipped:], labels[skipped:])
+        return skip_rows(self._elements, start)
 
 
 SHUFFLE_SEED = 0
@@ -428,9 +410,7 @@ def call_function(tree: Tree, spec: PrepareSpec, threads: int) -> SampleSource:
     Raises WorkerError, exit code 2, if it fails or returns something else.
     """
     function = UserFunction(spec)
-    function.check_content()
-    function.load_libraries()
-    returned = function.guard(lambda: function.load()(str(tree.root)))
+    returned = function.call(tree.root)
     try:
         return _as_source(returned, function, spec, threads)
     except StructureError as error:
@@ -471,7 +451,7 @@ def _open_arrays(returned: Any, spec: PrepareSpec) -> ArraySource:
         arrays[1] = {"": no_labels(next(iter(arrays[0].values())).shape[:1])}
     for part in arrays:
         check_lengths(part, 1)
-    rows = [as_rows({name: InMemoryRows(array) for name, array in part.items()}) for part in arrays]
+    rows = [join_rows({name: rows_of(array) for name, array in part.items()}) for part in arrays]
     source = ArraySource(rows[0], rows[1], spec)
     source.padded = {
         name: array.shape[1:]

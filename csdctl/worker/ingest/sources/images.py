@@ -8,6 +8,7 @@ import io
 import struct
 import threading
 import unicodedata
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from csdctl.worker.ingest.sources.source import (
     DataFile,
     EncodedSample,
     IngestLimits,
+    SampleSource,
     Tree,
     UnusableError,
     decode_blocks,
@@ -250,7 +252,7 @@ _SPARE_BYTES = 1 << 20
 _MAX_NAMED_CLASSES = 5
 
 
-class ClassFolders:
+class ClassFolders(SampleSource):
     """Images in class folders, class by class and sorted by path."""
 
     def __init__(self, tree: Tree, spec: PrepareSpec, threads: int) -> None:
@@ -261,21 +263,17 @@ class ClassFolders:
                 remedy="list them as data.classes in job.yaml, or use public data of class folders",
                 exit_code=2,
             )
-        self.class_names: tuple[str, ...] | None = spec.classes or tuple(
-            sorted(_normalize(name) for name in tree.folders)
-        )
-        self._label_of = {_normalize(name): label for label, name in enumerate(self.class_names)}
+        super().__init__(spec)
+        names = spec.classes or tuple(sorted(_normalize(name) for name in tree.folders))
+        self.class_names = names
+        self._label_of = {_normalize(name): label for label, name in enumerate(names)}
         _check_folders(tree.folders, self._label_of, spec.source)
         self._tree = tree
         self._threads = threads
-        self.padded: dict[str, tuple[int, ...]] = {}
         self._rule = spec.picture
         self._files = sorted(tree.files, key=self._label)  # stable: sorted by path within a class
-        counts = [0] * len(self.class_names)
-        for file in self._files:
-            if len(file.parts) > 1:
-                counts[self._label(file)] += 1
-        self.files_of_class = tuple(counts)
+        counts = Counter(map(self._label, self._files))
+        self.files_of_class = tuple(counts[label] for label in range(len(names)))
         self.num_samples = len(self._files)
         self._decoder = ImageDecoder(spec.picture, load_tensorflow())
         self.sample_bytes = self._decoder.sample_bytes
@@ -304,11 +302,6 @@ class ClassFolders:
         return self._decoder.decode(content), candidate.label
 
 
-def printable_name(name: str) -> str:
-    """Return a folder's name with unprintable characters escaped."""
-    return name if name.isprintable() else ascii(name)
-
-
 def _normalize(folder: str) -> str:
     """Return the NFC form of a name: some file systems store letters and accents separately."""
     return unicodedata.normalize("NFC", folder)
@@ -318,7 +311,7 @@ def _check_folders(folders: Sequence[str], label_of: dict[str, int], source: str
     unprintable = [name for name in folders if not name.isprintable()]
     if unprintable:
         raise WorkerError(
-            f"data at {source} has a class folder with an unprintable name, {printable_name(unprintable[0])}",
+            f"data at {source} has a class folder with an unprintable name, {unprintable[0]!a}",
             remedy="rename the folder",
             exit_code=2,
         )

@@ -9,8 +9,7 @@ import numpy as np
 
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.ingest.sources.arrays import empty_data_error
-from csdctl.worker.ingest.sources.source import Block, DataFile, IngestLimits, Tree
-from csdctl.worker.ingest.sources.structure import to_records
+from csdctl.worker.ingest.sources.source import Block, DataFile, IngestLimits, SampleSource, Tree, to_records
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.datasets import LABEL, SAMPLE_WEIGHT, PrepareSpec, TableSchema
 
@@ -22,10 +21,8 @@ def is_table(file: DataFile, tree: Tree) -> bool:
     return tree.path_of(file).suffix.lower() == ".csv"
 
 
-class TableFiles:
+class TableFiles(SampleSource):
     """The rows of .csv files, in order of their paths: a vector of numbers, or an input for each column."""
-
-    files_of_class: tuple[int, ...] = ()
 
     def __init__(self, tree: Tree, spec: PrepareSpec) -> None:
         """Raise WorkerError, exit code 2, for columns that are missing or have anything but numbers."""
@@ -35,8 +32,7 @@ class TableFiles:
                 remedy="set data.csv in job.yaml: {label: COLUMN}",
                 exit_code=2,
             )
-        self.class_names = spec.classes
-        self.padded: dict[str, tuple[int, ...]] = {}
+        super().__init__(spec)
         self._schema: TableSchema = spec.table
         self._spec = spec
         self._paths = [tree.path_of(file) for file in tree.files if is_table(file, tree)]

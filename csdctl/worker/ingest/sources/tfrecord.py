@@ -15,6 +15,7 @@ from csdctl.worker.ingest.sources.source import (
     DataFile,
     EncodedSample,
     IngestLimits,
+    SampleSource,
     Tree,
     UnusableError,
     decode_blocks,
@@ -30,11 +31,8 @@ def is_record_file(file: DataFile, tree: Tree) -> bool:
     return bool(_FILE_NAME.match(file.name if file.parts else tree.root.name))
 
 
-class RecordFiles:
+class RecordFiles(SampleSource):
     """The examples of TFRecord files, in order of their paths."""
-
-    num_samples = 0
-    files_of_class: tuple[int, ...] = ()
 
     def __init__(self, tree: Tree, spec: PrepareSpec, threads: int) -> None:
         """Raise WorkerError, exit code 2, if the job has no schema or an inconsistent one."""
@@ -44,12 +42,11 @@ class RecordFiles:
                 remedy="set data.tfrecord in job.yaml: {image: FEATURE, label: FEATURE}",
                 exit_code=2,
             )
-        self.class_names = spec.classes
+        super().__init__(spec)
         self._label_of = {name: label for label, name in enumerate(spec.classes or ())}
         self._schema: RecordSchema = spec.records
         self._paths = [tree.path_of(file) for file in tree.files if is_record_file(file, tree)]
         self._threads = threads
-        self.padded: dict[str, tuple[int, ...]] = {}
         self._tf = load_tensorflow()
         is_image = self._schema.shape is None or (
             self._schema.dtype == "uint8" and len(self._schema.shape) == 3 and known_shape(spec.picture)

@@ -6,11 +6,18 @@ from typing import Any
 from csdctl.worker.compute.backend import load_backend
 from csdctl.worker.compute.model import save_weights
 from csdctl.worker.compute.recipe import compile_model
+from csdctl.worker.compute.step import Step
 from csdctl.worker.protocol.recipe import Recipe
 
 
 def keras() -> Any:
     return load_backend()[1]
+
+
+def make_step(model: Any, recipe: Recipe, samples: Any, labels: Any, **options: Any) -> Step:
+    """Return the step of `model`, compiled here, for samples and labels of this form."""
+    compile_model(model, recipe, keras())
+    return Step(model, recipe, (samples[:0], labels[:0]), *load_backend(), **options)
 
 
 def carry(model: Any, directory: Path, recipe: Recipe | None = None) -> tuple[str, str]:

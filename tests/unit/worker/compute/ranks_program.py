@@ -29,28 +29,19 @@ def sum_all_divisions(directory: Path) -> None:
     keras.utils.set_random_seed(1)
     images, labels = np.load(directory / "images.npy"), np.load(directory / "labels.npy")
 
-    def load_step(micro_batch_size: int | None = None, weight: float = 1.0) -> Step:
+    def load_step(weight: float = 1.0) -> Step:
         model = load(directory / "architecture.json", directory / "weights.npz", keras)
-        return Step(
-            model, RECIPE, (images, labels), tf, keras, micro_batch_size=micro_batch_size, weight=weight
-        )
+        return Step(model, RECIPE, (images, labels), tf, keras, weight=weight)
 
     if world.rank == 0:
         alone = load_step()
-        before = alone.model.get_weights()
         np.save(directory / "alone.npy", alone.local(images, labels))
-        after = alone.model.get_weights()
-        assert all(np.array_equal(one, two) for one, two in zip(before, after, strict=True))
-        np.save(directory / "micro_batches.npy", load_step(micro_batch_size=5).local(images, labels))
         some = slice(0, 10)
         np.save(directory / "once.npy", load_step().local(images[some], labels[some]))
         doubled = [np.concatenate([array[some], array[some]]) for array in (images, labels)]
         np.save(directory / "twice.npy", load_step(weight=0.5).local(*doubled))
         alone.apply(np.load(directory / "alone.npy"))
         np.savez(directory / "alone-weights.npz", *alone.model.get_weights())
-        fused = load_step()
-        fused.alone(images, labels)
-        np.savez(directory / "fused-weights.npz", *fused.model.get_weights())
     for number, counts in enumerate(divisions):
         start = sum(counts[: world.rank])
         mine = slice(start, start + counts[world.rank])

@@ -1,20 +1,23 @@
 """Unequal batches, summed, take the steps that Keras' own train_on_batch takes with all samples."""
 
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from csdctl.shipping.store import hash_file
 from csdctl.worker.compute.recipe import compile_model
 from csdctl.worker.compute.step import Step
 from csdctl.worker.data.prepared import PreparedSamples
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.recipe import LossTerm, Recipe
-from csdctl.worker.protocol.run_spec import DatasetSlice, RankSpec, Runtime
+from csdctl.worker.protocol.run_spec import RankSpec, Runtime
+from csdctl.worker.tasks.progress import Reporter
 from csdctl.worker.tasks.train import EVALUATION_BATCH, evaluate
-from tests.unit.worker.compute.built_models import keras
+from tests.unit.worker.compute.built_models import keras, make_step
+from tests.unit.worker.ingest.prepared_data import slice_of
 
 pytestmark = pytest.mark.first(7)
 
@@ -157,117 +160,85 @@ def rows(labels: Any, part: slice) -> Any:
 
 SGD = {"learning_rate": 0.05}
 IGNORING = {"ignore_class": 0, "from_logits": True}
-CASES: dict[str, tuple[Any, Recipe, Array, Any, Array | None]] = {
-    "a mask and an ignored class": (
-        tagger,
-        Recipe(losses={"": LossTerm("sparse_categorical_crossentropy", IGNORING)}, **SGD),
-        TOKENS,
-        TAGS,
-        None,
+MASKS = generator.integers(0, 4, (COUNT, 9, 9))
+CROSSENTROPY = "sparse_categorical_crossentropy"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, and what it is trained on."""
+
+    build: Callable[[], Any]
+    recipe: Recipe
+    samples: Array = field(default_factory=lambda: IMAGES)
+    labels: Any = field(default_factory=lambda: CLASSES)
+    weights: Array | None = None
+    micro_batch_size: int | None = None
+
+
+CLIPPED = {"global_clipnorm": 0.1, "weight_decay": 0.01, "use_ema": True}
+IGNORING_0 = {"": LossTerm(CROSSENTROPY, {"ignore_class": 0})}
+OF_TWO = {"kind": LossTerm(CROSSENTROPY), "size": LossTerm("mse", {}, 0.3)}
+SMOOTHED = {"": LossTerm("binary_crossentropy", {"label_smoothing": 0.1})}
+CASES = {
+    "a mask and an ignored class": Case(
+        tagger, Recipe(losses={"": LossTerm(CROSSENTROPY, IGNORING)}, **SGD), TOKENS, TAGS
     ),
-    "accumulation, a summed loss and a mean, a metric of the batch": (
-        with_all_of_these,
-        Recipe(),
-        IMAGES,
-        CLASSES,
-        None,
+    "accumulation, a summed loss and a mean, a metric of the batch": Case(
+        with_all_of_these, Recipe(), micro_batch_size=12
     ),
-    "two outputs, weighted": (two_compiled, Recipe(), IMAGES, TWO, WEIGHTS),
-    "pictures": (pictures, Recipe(**SGD), IMAGES, CLASSES, None),
-    "sample weights": (pictures, Recipe(**SGD), IMAGES, CLASSES, WEIGHTS),
-    "class weights": (pictures, Recipe(**SGD, class_weight={"0": 3.0, "2": 0.5}), IMAGES, CLASSES, None),
-    "clipping, decay and average": (
-        pictures,
-        Recipe(
-            optimizer="adamw",
-            optimizer_args={"global_clipnorm": 0.1, "weight_decay": 0.01, "use_ema": True},
-            **SGD,
-        ),
-        IMAGES,
-        CLASSES,
-        None,
+    "two outputs, weighted": Case(two_compiled, Recipe(), labels=TWO, weights=WEIGHTS),
+    "pictures": Case(pictures, Recipe(**SGD)),
+    "sample weights": Case(pictures, Recipe(**SGD), weights=WEIGHTS),
+    "class weights": Case(pictures, Recipe(**SGD, class_weight={"0": 3.0, "2": 0.5})),
+    "clipping, decay and average": Case(pictures, Recipe(optimizer="adamw", optimizer_args=CLIPPED, **SGD)),
+    "accumulation": Case(
+        pictures, Recipe(optimizer="sgd", optimizer_args={"gradient_accumulation_steps": 2}, **SGD)
     ),
-    "accumulation": (
-        pictures,
-        Recipe(optimizer="sgd", optimizer_args={"gradient_accumulation_steps": 2}, **SGD),
-        IMAGES,
-        CLASSES,
-        None,
-    ),
-    "a mask": (tagger, Recipe(from_logits=True, metrics=("accuracy",), **SGD), TOKENS, TAGS, None),
-    "an ignored class": (
-        pixels,
-        Recipe(losses={"": LossTerm("sparse_categorical_crossentropy", {"ignore_class": 0})}, **SGD),
-        IMAGES,
-        generator.integers(0, 4, (COUNT, 9, 9)),
-        None,
-    ),
-    "a label for each pixel": (pixels, Recipe(**SGD), IMAGES, generator.integers(0, 4, (COUNT, 9, 9)), None),
-    "two outputs": (
-        two_outputs,
-        Recipe(
-            losses={"kind": LossTerm("sparse_categorical_crossentropy"), "size": LossTerm("mse", {}, 0.3)},
-            learning_rate=0.01,
-        ),
-        IMAGES,
-        TWO,
-        None,
-    ),
-    "two outputs, compiled": (two_compiled, Recipe(), IMAGES, TWO, None),
-    "spectral normalization": (
+    "a mask": Case(tagger, Recipe(from_logits=True, metrics=("accuracy",), **SGD), TOKENS, TAGS),
+    "an ignored class": Case(pixels, Recipe(losses=IGNORING_0, **SGD), labels=MASKS),
+    "a label for each pixel": Case(pixels, Recipe(**SGD), labels=MASKS),
+    "two outputs": Case(two_outputs, Recipe(losses=OF_TWO, learning_rate=0.01), labels=TWO),
+    "two outputs, compiled": Case(two_compiled, Recipe(), labels=TWO),
+    "spectral normalization": Case(
         spectral,
         Recipe(from_logits=True, optimizer="adamw", optimizer_args={"weight_decay": 0.1}, learning_rate=0.01),
-        IMAGES,
-        CLASSES,
-        None,
+        micro_batch_size=12,
     ),
-    "a summed loss and a mean": (with_summed, Recipe(learning_rate=0.01), IMAGES, CLASSES, None),
-    "a summed loss": (with_summed_alone, Recipe(learning_rate=0.01), IMAGES, CLASSES, None),
-    "a metric of the batch": (with_number_of_batch, Recipe(**SGD), IMAGES, CLASSES, None),
-    "metrics with state": (
+    "a summed loss and a mean": Case(with_summed, Recipe(learning_rate=0.01), micro_batch_size=12),
+    "a summed loss": Case(with_summed_alone, Recipe(learning_rate=0.01), micro_batch_size=12),
+    "a metric of the batch": Case(with_number_of_batch, Recipe(**SGD), micro_batch_size=12),
+    "metrics with state": Case(
         two_classes,
-        Recipe(
-            losses={"": LossTerm("binary_crossentropy", {"label_smoothing": 0.1})},
-            metrics=("AUC", "Precision", "Recall", "accuracy"),
-            **SGD,
-        ),
-        IMAGES,
-        (CLASSES > 2).astype(np.float32)[:, None],
-        None,
+        Recipe(losses=SMOOTHED, metrics=("AUC", "Precision", "Recall", "accuracy"), **SGD),
+        labels=(CLASSES > 2).astype(np.float32)[:, None],
     ),
 }
 
-MICRO_BATCHES = dict.fromkeys(
-    (
-        "accumulation, a summed loss and a mean, a metric of the batch",
-        "spectral normalization",
-        "a summed loss and a mean",
-        "a summed loss",
-        "a metric of the batch",
-    ),
-    12,
-)
+
+def local_sum(step: Step, samples: Array, labels: Array) -> Array:
+    """Return the sum of the vectors of ranks with the parts of a batch."""
+    total, start = np.zeros(step.layout.step_size, np.float32), 0
+    for size in PARTS:
+        total += np.array(step.local(samples[start : start + size], labels[start : start + size]))
+        start += size
+    return total
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_unequal_batches_take_the_steps_of_fit(case: str) -> None:
-    build, recipe, samples, labels, weights = CASES[case]
+    one = CASES[case]
+    recipe, samples, labels, weights = one.recipe, one.samples, one.labels, one.weights
     keras().utils.set_random_seed(1)
-    theirs, ours = build(), build()
+    theirs, ours = one.build(), one.build()
     ours.set_weights(theirs.get_weights())
-    compile_model(theirs, recipe, keras())
-    resolved = compile_model(ours, recipe, keras())
-    assert resolved.learning_rate is not None
+    rate = compile_model(theirs, recipe, keras()).learning_rate
+    assert rate is not None
     records = as_records(labels, weights)
-    import tensorflow as tf
-
-    step = Step(
-        ours, resolved, (samples[:0], records[:0]), tf, keras(), micro_batch_size=MICRO_BATCHES.get(case)
-    )
+    step = make_step(ours, recipe, samples, records, micro_batch_size=one.micro_batch_size)
     class_weight = {int(number): weight for number, weight in recipe.class_weight.items()} or None
     for number in range(NUM_STEPS):
-        start = number * NUM_SAMPLES
-        whole = slice(start, start + NUM_SAMPLES)
+        whole = slice(number * NUM_SAMPLES, (number + 1) * NUM_SAMPLES)
         theirs.reset_metrics()
         expected = theirs.train_on_batch(
             samples[whole],
@@ -276,20 +247,16 @@ def test_unequal_batches_take_the_steps_of_fit(case: str) -> None:
             class_weight=class_weight,
             return_dict=True,
         )
-        step.set_step(number, resolved.learning_rate)
-        total = np.zeros(step.layout.step_size, np.float32)
-        for size in PARTS:
-            total += np.array(step.local(samples[start : start + size], records[start : start + size]))
-            start += size
-        sums = step.apply(total)
+        step.set_step(number, rate)
+        sums = step.apply(local_sum(step, samples[whole], records[whole]))
         found = {"loss": sums.mean_loss, **step.metrics(sums)}
         for name, value in expected.items():
             [ours_named] = [
                 mine for mine in found if mine.rstrip("_0123456789") == name.rstrip("_0123456789")
             ]
             assert found[ours_named] == pytest.approx(float(value), rel=TOLERANCE, abs=TOLERANCE), name
-    for one, its in zip(theirs.get_weights(), ours.get_weights(), strict=True):
-        np.testing.assert_allclose(one, its, atol=2 * TOLERANCE)
+    for expected, found in zip(theirs.get_weights(), ours.get_weights(), strict=True):
+        np.testing.assert_allclose(expected, found, atol=2 * TOLERANCE)
 
 
 def test_state_of_layers_is_a_mean_over_samples_where_the_loss_is_one_over_elements() -> None:
@@ -306,30 +273,17 @@ def test_state_of_layers_is_a_mean_over_samples_where_the_loss_is_one_over_eleme
             return inputs
 
     def build() -> Any:
-        return keras().Sequential(
-            [
-                keras().Input((9, 9, 3)),
-                layers.BatchNormalization(momentum=0.7),
-                Counting(),
-                layers.Conv2D(4, 3, padding="same", activation="softmax"),
-            ]
-        )
+        last = layers.Conv2D(4, 3, padding="same", activation="softmax")
+        inner = [layers.BatchNormalization(momentum=0.7), Counting(), last]
+        return keras().Sequential([keras().Input((9, 9, 3)), *inner])
 
-    losses = {"": LossTerm("sparse_categorical_crossentropy", {"ignore_class": 0})}
-    recipe, samples = Recipe(losses=losses, **SGD), IMAGES[:NUM_SAMPLES]
+    recipe, samples = Recipe(losses=IGNORING_0, **SGD), IMAGES[:NUM_SAMPLES]
     labels = np.random.default_rng(2).integers(0, 4, (NUM_SAMPLES, 9, 9))
     theirs, ours = build(), build()
-    for model in (theirs, ours):
-        compile_model(model, recipe, keras())
-    import tensorflow as tf
-
-    step = Step(ours, recipe, (samples[:0], labels[:0]), tf, keras())
+    compile_model(theirs, recipe, keras())
+    step = make_step(ours, recipe, samples, labels)
     theirs.train_on_batch(samples, labels)
-    total, start = np.zeros(step.layout.step_size, np.float32), 0
-    for size in PARTS:
-        total += np.array(step.local(samples[start : start + size], labels[start : start + size]))
-        start += size
-    step.apply(total)
+    step.apply(local_sum(step, samples, labels))
     for name in ("moving_mean", "moving_variance"):
         found, expected = (np.asarray(getattr(model.layers[0], name)) for model in (ours, theirs))
         np.testing.assert_allclose(found, expected, rtol=1e-5)
@@ -340,8 +294,8 @@ def test_state_of_layers_is_a_mean_over_samples_where_the_loss_is_one_over_eleme
 def test_validation_is_that_of_keras_evaluate(tmp_path: Path, *, is_weighted: bool) -> None:
     """The last batch is a partial one, whose samples count as all others do."""
     keras().utils.set_random_seed(1)
-    model = pictures()
-    recipe = compile_model(model, Recipe(metrics=("accuracy",), **SGD), keras())
+    model, recipe = pictures(), Recipe(metrics=("accuracy",), **SGD)
+    compile_model(model, recipe, keras())
     count = EVALUATION_BATCH + 40
     samples = np.random.default_rng(3).random((count, 9, 9, 3), np.float32)
     samples[EVALUATION_BATCH:] *= 4.0
@@ -350,16 +304,11 @@ def test_validation_is_that_of_keras_evaluate(tmp_path: Path, *, is_weighted: bo
         samples, labels, sample_weight=weights, batch_size=count, return_dict=True, verbose=0
     )
     records = as_records(labels, weights)
-    files = [tmp_path / "images.npy", tmp_path / "labels.npy"]
-    for path, array in zip(files, (samples, records), strict=True):
-        np.save(path, array)
-    hashes = [hash_file(path) for path in files]
-    part = DatasetSlice(*map(str, files), images_sha256=hashes[0], labels_sha256=hashes[1])
-    import tensorflow as tf
-
-    step = Step(model, recipe, (samples[:0], records[:0]), tf, keras())
-    me = RankSpec(0, "host", 8, Runtime(), None, None, 0, 0)
-    found = evaluate(step, PreparedSamples(part), me, progress_interval_s=3600.0)
+    np.save(tmp_path / "images.npy", samples)
+    np.save(tmp_path / "labels.npy", records)
+    part, step = slice_of(tmp_path), make_step(model, recipe, samples, records)
+    reporter = Reporter(RankSpec(0, "host", 8, Runtime(), None, None, 0, 0))
+    found = evaluate(step, PreparedSamples(part), reporter, progress_interval_s=3600.0)
     assert found["validation_loss"] == pytest.approx(expected["loss"], rel=TOLERANCE)
     assert found["validation_accuracy"] == pytest.approx(expected["accuracy"], rel=TOLERANCE)
 
@@ -379,9 +328,7 @@ def test_class_weights_multiply_those_of_samples_and_count_in_training_alone(*, 
         for one in (weights * of_class, weights)
     )
     records = as_records(labels, weights)
-    import tensorflow as tf
-
-    step = Step(model, recipe, (samples[:0], records[:0]), tf, keras())
+    step = make_step(model, recipe, samples, records)
     assert step.evaluate(samples, records).mean_loss == pytest.approx(float(in_validation), rel=TOLERANCE)
     trained = step.read_sums(np.array(step.local(samples, records)))
     assert trained.mean_loss == pytest.approx(float(in_training), rel=TOLERANCE)
@@ -389,12 +336,9 @@ def test_class_weights_multiply_those_of_samples_and_count_in_training_alone(*, 
 
 def test_average_of_the_weights_is_held_where_the_model_is_saved() -> None:
     keras().utils.set_random_seed(1)
-    model = pictures()
-    recipe = Recipe(optimizer="sgd", optimizer_args={"use_ema": True, "ema_momentum": 0.5}, learning_rate=0.5)
-    compile_model(model, recipe, keras())
-    import tensorflow as tf
-
-    step = Step(model, recipe, (IMAGES[:0], CLASSES[:0]), tf, keras())
+    model, arguments = pictures(), {"use_ema": True, "ema_momentum": 0.5}
+    recipe = Recipe(optimizer="sgd", optimizer_args=arguments, learning_rate=0.5)
+    step = make_step(model, recipe, IMAGES, CLASSES)
     for number in range(3):
         step.set_step(number, 0.5)
         step.apply(np.array(step.local(IMAGES[:8], CLASSES[:8])))
@@ -409,10 +353,7 @@ def test_kernel_that_a_forward_pass_normalizes_is_changed_by_the_step_alone() ->
     """On a rank without samples, too, and to the same bits on all machines."""
     keras().utils.set_random_seed(1)
     model = spectral()
-    compile_model(model, Recipe(from_logits=True, **SGD), keras())
-    import tensorflow as tf
-
-    step = Step(model, Recipe(), (IMAGES[:0], CLASSES[:0]), tf, keras())
+    step = make_step(model, Recipe(from_logits=True, **SGD), IMAGES, CLASSES)
     before = [np.array(weights) for weights in model.get_weights()]
     vector = np.array(step.local(IMAGES[:8], CLASSES[:8]))
     assert all(np.array_equal(one, its) for one, its in zip(before, model.get_weights(), strict=True))
@@ -431,9 +372,6 @@ def test_layer_that_writes_its_trainable_weight_is_refused() -> None:
             return super().call(inputs)
 
     model = keras().Sequential([keras().Input((9,)), Centered(5, name="centered")])
-    compile_model(model, Recipe(from_logits=True, **SGD), keras())
-    import tensorflow as tf
-
     with pytest.raises(WorkerError, match="forward pass writes .*centered/kernel") as caught:
-        Step(model, Recipe(), (np.zeros((0, 9), np.float32), CLASSES[:0]), tf, keras())
+        make_step(model, Recipe(from_logits=True, **SGD), np.zeros((0, 9), np.float32), CLASSES)
     assert (caught.value.exit_code, "trainable=False" in caught.value.remedy) == (2, True)

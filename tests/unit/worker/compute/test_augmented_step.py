@@ -6,13 +6,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from csdctl.worker.compute.augment import Augmentation
-from csdctl.worker.compute.backend import load_backend
-from csdctl.worker.compute.recipe import compile_model
 from csdctl.worker.compute.step import Step
+from csdctl.worker.compute.user_code import Augmentation
 from csdctl.worker.protocol.probe import ProbeRequest
 from csdctl.worker.protocol.recipe import Noise, Recipe
 from csdctl.worker.tasks.probe import measure
+from tests.unit.worker.compute.built_models import keras, make_step
 
 FUNCTION = """\
 def shift(samples, labels, rng):
@@ -23,16 +22,13 @@ def shift(samples, labels, rng):
 GENERATOR = np.random.default_rng(5)
 SAMPLES = GENERATOR.random((7, 4), np.float32)
 LABELS = (np.arange(7) % 3).astype(np.int32)
-TF, KERAS = load_backend()
 
 
-def make_step(augment: str, **options: Any) -> Step:
-    KERAS.utils.set_random_seed(2)
-    layers = [KERAS.Input((4,)), KERAS.layers.Dense(3, activation="softmax")]
-    model = KERAS.Sequential(layers)
+def own_step(augment: str, **options: Any) -> Step:
+    keras().utils.set_random_seed(2)
+    model = keras().Sequential([keras().Input((4,)), keras().layers.Dense(3, activation="softmax")])
     recipe = Recipe(learning_rate=0.5, augment=augment, seed=9)
-    compile_model(model, recipe, KERAS)
-    return Step(model, recipe, (SAMPLES[:0], LABELS[:0]), TF, KERAS, rank=2, **options)
+    return make_step(model, recipe, SAMPLES, LABELS, rank=2, **options)
 
 
 @pytest.fixture
@@ -49,7 +45,7 @@ def augmented(reference: str, step: int, num_single: int = 0) -> tuple[np.ndarra
 def test_gradient_is_that_of_the_augmented_batch_of_this_step(
     micro_batch_size: int | None, reference: str
 ) -> None:
-    plain, own = make_step(""), make_step(reference, micro_batch_size=micro_batch_size)
+    plain, own = own_step(""), own_step(reference, micro_batch_size=micro_batch_size)
     vectors = []
     for number in (4, 5):
         own.set_step(number, 0.5)
@@ -62,7 +58,7 @@ def test_gradient_is_that_of_the_augmented_batch_of_this_step(
 
 @pytest.mark.parametrize("micro_batch_size", [None, 3])
 def test_rank_without_others_trains_on_the_same_batch(micro_batch_size: int | None, reference: str) -> None:
-    plain, own = make_step(""), make_step(reference, micro_batch_size=micro_batch_size)
+    plain, own = own_step(""), own_step(reference, micro_batch_size=micro_batch_size)
     for number in range(3):
         own.set_step(number, 0.5)
         plain.set_step(number, 0.5)
@@ -74,17 +70,17 @@ def test_rank_without_others_trains_on_the_same_batch(micro_batch_size: int | No
 
 def test_measured_step_includes_the_function(reference: str) -> None:
     request = ProbeRequest(7, min_steps=5, min_duration_s=0.0, warm_up_steps=2)
-    measure(make_step(reference), (SAMPLES, LABELS), request, None)
+    measure(own_step(reference), (SAMPLES, LABELS), request, None)
     assert Path(reference.rpartition(":")[0] + ".sizes").read_text().split() == ["7"] * 7
 
 
 def test_evaluation_is_not_augmented(reference: str) -> None:
-    plain, own = make_step(""), make_step(reference)
+    plain, own = own_step(""), own_step(reference)
     assert own.evaluate(SAMPLES, LABELS) == plain.evaluate(SAMPLES, LABELS)
 
 
 def test_random_states_of_another_rank_include_its_augmentation(reference: str) -> None:
-    plain, own = make_step(""), make_step(reference)
+    plain, own = own_step(""), own_step(reference)
     own.seeds.set_step(6, 0)
     expected = plain.local(*Augmentation(reference, 9)(SAMPLES, LABELS, 6, 0))
     assert np.allclose(own.local(SAMPLES, LABELS), expected, rtol=1e-5, atol=1e-6)
@@ -92,7 +88,7 @@ def test_random_states_of_another_rank_include_its_augmentation(reference: str) 
 
 def test_private_samples_with_noise_are_augmented_one_by_one(reference: str) -> None:
     noise = Noise(1e6, 1e-12, 1e-5)  # no clipping, and no visible noise
-    own, plain = make_step(reference, noise=noise), make_step("", noise=noise)
+    own, plain = own_step(reference, noise=noise), own_step("", noise=noise)
     own.set_step(1, 0.5)
     found = own.local(SAMPLES, LABELS, private_copies=np.ones(4, np.int64))
     sizes = Path(reference.rpartition(":")[0] + ".sizes")

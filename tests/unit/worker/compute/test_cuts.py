@@ -1,5 +1,6 @@
 """Cuts of models whose layers are models, as those of transfer learning are."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -96,11 +97,28 @@ def test_model_that_converts_its_input_is_left_whole() -> None:
     assert layers_of(keras().Model(inputs, x)) == ["base"]
 
 
-def test_augmentation_in_a_nested_model_is_no_frozen_prefix() -> None:
-    augment = keras().Sequential([keras().Input((8, 8, 3)), keras().layers.RandomFlip("horizontal")])
-    base = make_base()
-    base.trainable = False
+def begin(*layers: Any, is_frozen: bool = True) -> Any:
+    """Return a model that begins with a model of these layers and a dense one."""
     inputs = keras().Input((8, 8, 3))
-    x = keras().layers.Flatten()(base(augment(inputs)))
-    with pytest.raises(NoCutError, match="draws random numbers"):
-        frozen_cut(keras().Model(inputs, keras().layers.Dense(2)(x)), keras())
+    base = keras().Sequential([keras().Input((8, 8, 3)), *layers, keras().layers.Dense(5)])
+    base.trainable = not is_frozen
+    return keras().Model(inputs, keras().layers.Dense(2)(base(inputs)))
+
+
+def take_two_inputs() -> Any:
+    inputs = [keras().Input((6,)), keras().Input((6,))]
+    return keras().Model(inputs, keras().layers.Dense(2)(keras().layers.Add()(inputs)))
+
+
+@pytest.mark.parametrize(
+    ("build", "reason"),
+    [
+        (lambda: begin(is_frozen=False), "has no frozen layers at its beginning"),
+        (lambda: begin(keras().layers.Dropout(0.5)), "draws random numbers, or changes its state"),
+        (lambda: begin(keras().Sequential([keras().layers.RandomFlip()])), "draws random numbers"),
+        (take_two_inputs, "is not a functional model with one input and a single tensor between two layers"),
+    ],
+)
+def test_model_without_features_says_why(build: Callable[[], Any], reason: str) -> None:
+    with pytest.raises(NoCutError, match=reason):
+        frozen_cut(build(), keras())

@@ -87,6 +87,7 @@ def test_ranks_with_unequal_batches_compute_the_gradient_of_one_process(results:
     assert difference <= TOLERANCE
     assert relative_difference(total[-NUM_SUMS:], alone[-NUM_SUMS:]) <= TOLERANCE
     assert total[-1] == NUM_SAMPLES
+    assert weights_of_all(results, list(DIVISIONS).index(division))
 
 
 def test_mean_of_means_differs_from_the_exact_gradient(results: Path) -> None:
@@ -98,20 +99,14 @@ def test_mean_of_means_differs_from_the_exact_gradient(results: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("division", DIVISIONS)
-def test_weights_of_all_ranks_are_bit_identical_after_a_step(results: Path, division: str) -> None:
-    number = list(DIVISIONS).index(division)
+def weights_of_all(results: Path, number: int) -> list[np.ndarray]:
+    """Return the weights after a step, which are bit-identical on all ranks."""
     weights = [
         list(np.load(results / f"division-{number}-weights-{rank}.npz").values()) for rank in range(NUM_RANKS)
     ]
     for other in weights[1:]:
         assert all(np.array_equal(one, its) for one, its in zip(weights[0], other, strict=True))
-
-
-def test_micro_batches_give_the_same_gradient(results: Path) -> None:
-    alone, micro_batches = np.load(results / "alone.npy"), np.load(results / "micro_batches.npy")
-    assert relative_difference(mean_gradient(micro_batches), mean_gradient(alone)) <= TOLERANCE
-    assert micro_batches[-1] == NUM_SAMPLES
+    return weights[0]
 
 
 def test_samples_read_twice_at_half_weight_count_once(results: Path) -> None:
@@ -120,23 +115,12 @@ def test_samples_read_twice_at_half_weight_count_once(results: Path) -> None:
     assert twice[-1] == 10
 
 
-def test_single_rank_takes_the_same_step_in_one_graph(results: Path) -> None:
-    apart = np.load(results / "alone-weights.npz")
-    for one, its in zip(apart.values(), np.load(results / "fused-weights.npz").values(), strict=True):
-        assert np.allclose(one, its, rtol=1e-5, atol=1e-7)
-
-
 def test_moving_statistics_on_all_ranks_are_those_of_the_pooled_batch(results_of_all_models: Path) -> None:
     """They are bit-identical on all ranks, and mean and variance are those of all samples together."""
     results = results_of_all_models / "batch norm trained"
     for number in range(len(DIVISIONS)):
-        weights = [
-            list(np.load(results / f"division-{number}-weights-{rank}.npz").values())
-            for rank in range(NUM_RANKS)
-        ]
-        for other in weights[1:]:
-            assert all(np.array_equal(one, its) for one, its in zip(weights[0], other, strict=True))
+        weights = weights_of_all(results, number)
         # One process with all samples in one batch sees the pooled mean and variance.
         alone = list(np.load(results / "alone-weights.npz").values())
         for index in STATISTICS:
-            assert np.allclose(weights[0][index], alone[index], rtol=1e-4, atol=1e-6)
+            assert np.allclose(weights[index], alone[index], rtol=1e-4, atol=1e-6)

@@ -11,7 +11,7 @@ import pytest
 
 from csdctl.worker.compute import forward, objective
 from csdctl.worker.compute.backend import load_backend
-from csdctl.worker.compute.forward import ForwardPass, LitePass, as_features, convert
+from csdctl.worker.compute.forward import convert, feature_pass
 from csdctl.worker.compute.model import save_weights
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.run_spec import Prefix
@@ -66,8 +66,7 @@ def test_features_are_those_of_keras(tmp_path: Path) -> None:
     assert convert(prefix, output, tf, keras()) == output.stat().st_size
     lite = dataclasses.replace(prefix, lite=_store(output))
     samples = np.random.default_rng(0).integers(0, 256, (70, 12, 12, 3)).astype(np.uint8)
-    expected = ForwardPass(prefix, as_features(prefix), tf, keras()).run(samples)
-    found = LitePass(lite, as_features(lite), 1).run(samples)
+    expected, found = (feature_pass(one, lambda: (tf, keras()), 1).run(samples) for one in (prefix, lite))
     assert found.shape == expected.shape == (70, 8)
     assert np.linalg.norm(found - expected) / np.linalg.norm(expected) < 1e-5
 
@@ -89,5 +88,5 @@ def test_machine_without_litert_says_so(tmp_path: Path) -> None:
     (tmp_path / "model.tflite").write_bytes(b"any")
     lite = _store(tmp_path / "model.tflite")
     with pytest.raises(WorkerError, match="has no LiteRT") as error:
-        LitePass(Prefix("", "", None, lite=lite), as_features(Prefix("", "", None)), 1)
+        feature_pass(Prefix("", "", None, lite=lite), pytest.fail, 1)
     assert "ai-edge-litert" in error.value.remedy

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from csdctl.worker.compute.backend import load_backend
 from csdctl.worker.compute.split import time_parts
 from csdctl.worker.protocol.datasets import DatasetInfo
 from csdctl.worker.protocol.probe import PartsSpec
@@ -36,7 +35,7 @@ def spec_for(directory: Path, recipe: Recipe, *cuts: str) -> PartsSpec:
 def test_parts_of_a_step_are_what_is_before_and_behind_the_cut(tmp_path: Path) -> None:
     spec = spec_for(tmp_path, Recipe(learning_rate=0.01), "early", "late")
     spec = replace(spec, prefix=Prefix(spec.architecture, spec.weights, None))
-    times = time_parts(spec, *load_backend())
+    times = time_parts(spec)
     early, late = times.cuts
     assert (early.layer, late.layer, times.why_not) == ("early", "late", "")
     assert early.head_s > early.forward_s + early.backward_s
@@ -46,7 +45,7 @@ def test_parts_of_a_step_are_what_is_before_and_behind_the_cut(tmp_path: Path) -
 
 def test_model_that_cannot_be_divided_is_timed_as_a_whole(tmp_path: Path) -> None:
     recipe = Recipe(learning_rate=0.01, optimizer_args={"global_clipnorm": 1.0})
-    times = time_parts(spec_for(tmp_path, recipe, "late"), *load_backend())
+    times = time_parts(spec_for(tmp_path, recipe, "late"))
     assert times.step_s > 0
     assert times.cuts == ()
     assert "clips by the norm of the whole gradient" in times.why_not
@@ -56,5 +55,5 @@ def test_model_that_cannot_be_divided_is_timed_as_a_whole(tmp_path: Path) -> Non
 def test_cut_that_does_not_exist_is_said(tmp_path: Path, cut: str) -> None:
     assert (
         f"cannot be cut behind {cut!r}"
-        in time_parts(spec_for(tmp_path, Recipe(learning_rate=0.01), cut), *load_backend()).why_not
+        in time_parts(spec_for(tmp_path, Recipe(learning_rate=0.01), cut)).why_not
     )

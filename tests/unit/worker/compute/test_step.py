@@ -6,25 +6,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from csdctl.worker.compute.recipe import compile_model
 from csdctl.worker.compute.step import Step, Sums, add_sums
 from csdctl.worker.protocol.recipe import Recipe
-from tests.unit.worker.compute.built_models import keras
+from tests.unit.worker.compute.built_models import keras, make_step
 
 RECIPE = Recipe(optimizer="adam", learning_rate=0.1, metrics=("accuracy",))
 SAMPLES = np.random.default_rng(4).random((7, 6), np.float32)
 CLASSES = np.array([0, 2, 1, 0, 0, 1, 2], np.int32)
 
 
-def make_step(**options: Any) -> Step:
-    import tensorflow as tf
-
+def own_step(**options: Any) -> Step:
     keras().utils.set_random_seed(2)
     layers = keras().layers
     inner = [layers.Dense(5), layers.BatchNormalization(), layers.Dense(3, activation="softmax")]
-    model = keras().Sequential([keras().Input((6,)), *inner])
-    compile_model(model, RECIPE, keras())
-    return Step(model, RECIPE, (SAMPLES[:0], CLASSES[:0]), tf, keras(), **options)
+    return make_step(keras().Sequential([keras().Input((6,)), *inner]), RECIPE, SAMPLES, CLASSES, **options)
 
 
 def state_of(step: Step) -> list[np.ndarray[Any, Any]]:
@@ -37,7 +32,7 @@ def is_same(one: list[Any], other: list[Any]) -> bool:
 
 def test_sum_over_no_samples_changes_nothing() -> None:
     """A gradient of 0 / 0 would; and one of 0, by what the optimizer remembers of earlier steps."""
-    step = make_step()
+    step = own_step()
     step.apply(np.array(step.local(SAMPLES, CLASSES)))
     before = state_of(step)
     sums = step.apply(np.zeros(step.layout.step_size, np.float32))
@@ -58,7 +53,7 @@ def test_sum_over_no_samples_changes_nothing() -> None:
 def test_rehearsal_leaves_weights_statistics_and_optimizer_as_they_were(
     rehearse: Callable[[Step], Any],
 ) -> None:
-    step = make_step()
+    step = own_step()
     step.set_step(0, 0.1)
     for _ in range(2):
         step.apply(np.array(step.local(SAMPLES, CLASSES)))
@@ -71,7 +66,7 @@ def test_rehearsal_leaves_weights_statistics_and_optimizer_as_they_were(
 @pytest.mark.parametrize("count", [0, 2, 7])
 @pytest.mark.parametrize("micro_batch_size", [None, 3])
 def test_buffer_has_the_vector_of_this_step_alone(count: int, micro_batch_size: int | None) -> None:
-    step = make_step(micro_batch_size=micro_batch_size)
+    step = own_step(micro_batch_size=micro_batch_size)
     expected = np.array(step.local(SAMPLES[:count], CLASSES[:count]))
     out = np.full(step.layout.step_size, 7.0, np.float32)
     assert np.array_equal(step.local(SAMPLES[:count], CLASSES[:count], out), expected)
@@ -81,7 +76,7 @@ def test_buffer_has_the_vector_of_this_step_alone(count: int, micro_batch_size: 
 
 
 def test_rank_alone_counts_its_samples_with_their_weight() -> None:
-    apart, alone = make_step(weight=0.25), make_step(weight=0.25)
+    apart, alone = own_step(weight=0.25), own_step(weight=0.25)
     expected = apart.apply(np.array(apart.local(SAMPLES, CLASSES)))
     found = alone.alone(SAMPLES, CLASSES)
     assert (found.count, found.loss) == pytest.approx((expected.count, expected.loss))
@@ -92,7 +87,7 @@ def test_rank_alone_counts_its_samples_with_their_weight() -> None:
 
 
 def test_learning_rate_and_random_states_are_those_that_are_set() -> None:
-    step = make_step()
+    step = own_step()
     step.set_step(3, 0.025)
     assert float(step.optimizer.learning_rate) == pytest.approx(0.025)
     assert step.seeds.position == (3, 0)

@@ -1,6 +1,6 @@
-"""The .npy files of prepared data: headers that lie, and files that were swapped."""
+"""Arrays of prepared data: headers that lie, swapped files, random ones like them, digests."""
 
-import hashlib
+import json
 import os
 import struct
 from pathlib import Path
@@ -8,8 +8,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from csdctl.worker.data.arrays import MAX_HEADER_BYTES, CheckedArray, map_array
+from csdctl.worker.data.arrays import (
+    MAX_HEADER_BYTES,
+    CheckedArray,
+    as_labels,
+    as_samples,
+    compute_digest,
+    dtype_from_text,
+    dtype_to_text,
+    map_array,
+    random_batch,
+)
 from csdctl.worker.process.errors import WorkerError
+from csdctl.worker.protocol.datasets import DatasetDigest, DatasetInfo
+from tests.unit.worker.ingest.prepared_data import sha256
 
 SAMPLES = np.arange(60, dtype=np.uint8).reshape(10, 2, 3)
 
@@ -67,7 +79,7 @@ def test_array_is_mapped(tmp_path: Path) -> None:
 def test_header_that_lies_is_refused(tmp_path: Path, text: str, version: int) -> None:
     path = with_header(tmp_path / "a.npy", text, version=version)
     with pytest.raises(WorkerError, match="cannot be read: ValueError"):
-        CheckedArray(str(path), sha256_of(path))
+        CheckedArray(str(path), sha256(path))
 
 
 def test_other_versions_are_refused(tmp_path: Path) -> None:
@@ -76,20 +88,16 @@ def test_other_versions_are_refused(tmp_path: Path) -> None:
             map_array(with_header(tmp_path / "a.npy", header(), version=version))
 
 
-def sha256_of(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
 class TestSwappedFile:
     def test_file_with_another_hash_is_refused_with_both_hashes(self, tmp_path: Path) -> None:
         path = tmp_path / "a.npy"
         np.save(path, SAMPLES)
-        before = sha256_of(path)
+        before = sha256(path)
         np.save(path, SAMPLES + 1)
         with pytest.raises(WorkerError) as raised:
             CheckedArray(str(path), before)
         assert raised.value.message == (
-            f"{path} is not what was prepared: expected SHA-256 {before}, found {sha256_of(path)}"
+            f"{path} is not what was prepared: expected SHA-256 {before}, found {sha256(path)}"
         )
         assert raised.value.remedy == "run `csdctl prepare`"
 
@@ -101,7 +109,7 @@ class TestSwappedFile:
     def test_file_that_is_changed_while_it_is_mapped_is_noticed(self, tmp_path: Path) -> None:
         path = tmp_path / "a.npy"
         np.save(path, SAMPLES)
-        checked = CheckedArray(str(path), sha256_of(path))
+        checked = CheckedArray(str(path), sha256(path))
         status = path.stat()
         checked.check()
         with path.open("r+b") as file:
@@ -114,7 +122,87 @@ class TestSwappedFile:
     def test_file_that_is_replaced_after_the_check_is_not_read(self, tmp_path: Path) -> None:
         path = tmp_path / "a.npy"
         np.save(path, SAMPLES)
-        checked = CheckedArray(str(path), sha256_of(path))
+        checked = CheckedArray(str(path), sha256(path))
         np.save(tmp_path / "b.npy", SAMPLES + 1)
         (tmp_path / "b.npy").replace(path)
         assert np.array_equal(checked.array, SAMPLES)
+
+
+def test_equal_data_has_equal_digests_and_different_data_has_not(tmp_path: Path) -> None:
+    def digest(name: str, images: np.ndarray, labels: np.ndarray) -> DatasetDigest:
+        (tmp_path / name).mkdir()
+        np.save(tmp_path / name / "images.npy", images)
+        np.save(tmp_path / name / "labels.npy", labels)
+        return compute_digest(str(tmp_path / name))
+
+    images = np.random.default_rng(3).integers(0, 256, (200, 3, 3, 1), np.uint8)
+    labels = np.arange(200) % 5
+    first = digest("a", images, labels)
+    assert first.num_samples == 200
+    assert digest("b", images.copy(), labels) == first
+    other = images.copy()
+    other[-1] += 1
+    assert digest("c", other, labels) != first
+    assert digest("d", images, labels[::-1]) != first
+    assert digest("e", images[:100], labels[:100]) != first
+
+
+FIELDS = json.dumps([["kind", "int32", [4]], ["age", "float32", []], ["sample_weight", "float32", []]])
+
+
+def random(info: DatasetInfo, count: int = 500) -> tuple[np.ndarray, np.ndarray]:
+    return random_batch(np.random.default_rng(0), info, count)
+
+
+def test_labels_of_several_outputs_are_in_range() -> None:
+    info = DatasetInfo("d", 9, (3,), "float32", (), -1, "f", label_dtype=FIELDS, max_labels={"kind": 2})
+    samples, labels = random(info)
+    assert (samples.shape, samples.dtype) == ((500, 3), np.float32)
+    assert labels.dtype == dtype_from_text(FIELDS)
+    assert np.unique(labels["kind"]).tolist() == [0, 1, 2]
+    assert 0 <= labels["age"].min() < labels["age"].max() < 1
+
+
+@pytest.mark.parametrize(
+    ("dtype", "largest", "highest"),
+    [
+        ("int64", {"": 5}, 5),
+        ("int32", {"": 0}, 0),
+        ("int16", {"": -1}, 0),
+        ("uint8", {}, 127),
+        ("int64", {}, 127),
+    ],
+)
+def test_indices_are_in_range(dtype: str, largest: dict[str, int], highest: int) -> None:
+    samples, _ = random(DatasetInfo("d", 9, (7,), dtype, (), 2, "f", max_values=largest))
+    assert (samples.min(), samples.max(), str(samples.dtype)) == (0, highest, dtype)
+
+
+@pytest.mark.parametrize(("largest", "dtype"), [(6, "int32"), (-1, "float32")])
+def test_descriptions_of_earlier_versions_have_plain_labels(largest: int, dtype: str) -> None:
+    _, labels = random(DatasetInfo("d", 9, (2,), "uint8", (3,), largest, "f"))
+    assert (labels.shape, str(labels.dtype)) == ((500, 3), dtype)
+    assert labels.max() <= max(largest, 1)
+
+
+def test_negative_labels_of_integers_stay_integers() -> None:
+    _, labels = random(DatasetInfo("d", 9, (2,), "uint8", (), -1, "f", label_dtype="int32"))
+    assert (str(labels.dtype), labels.max()) == ("int32", 0)
+
+
+def test_types_of_fields_are_those_that_ranks_use() -> None:
+    records = np.zeros(3, [("a", "u1", (2,)), ("b", ">f8"), ("c", "?")])
+    floats = '["b", "float32", []], ["c", "float32", []]]'
+    assert dtype_to_text(as_labels(records).dtype) == f'[["a", "int32", [2]], {floats}'
+    assert dtype_to_text(as_samples(records).dtype) == f'[["a", "uint8", [2]], {floats}'
+    plain = np.zeros(3, np.float16)
+    assert as_samples(plain) is plain
+
+
+@pytest.mark.parametrize(("largest", "highest"), [({"": 119}, 39), ({"": 5}, 5), ({}, 39)])
+def test_columns_of_one_input_may_be_indices_of_several_embeddings(
+    largest: dict[str, int], highest: int
+) -> None:
+    info = DatasetInfo("d", 9, (2,), "int64", (), 1, "f", max_values=largest)
+    samples, _ = random_batch(np.random.default_rng(0), info, 500, num_indices=40)
+    assert (samples.min(), samples.max()) == (0, highest)

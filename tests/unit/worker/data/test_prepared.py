@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from csdctl.job.model import Job
 from csdctl.placement.equation1 import RankLoad, place_shards
 from csdctl.runs.directory import ProjectDirectory
-from csdctl.shipping.store import hash_file
 from csdctl.worker.data.arrays import open_arrays
 from csdctl.worker.data.prepared import EpochReader, PreparedSamples, rows_of
 from csdctl.worker.data.schedule import OwnSamples, Share, Span, begin_epoch
@@ -22,6 +21,7 @@ from csdctl.worker.protocol.datasets import DatasetInfo
 from csdctl.worker.protocol.recipe import Recipe
 from csdctl.worker.protocol.run_spec import DatasetSlice, RankSpec, RunSpec, Runtime
 from csdctl.workflows.data.deploy import cut_shards
+from tests.unit.worker.ingest.prepared_data import slice_of
 
 
 def write(directory: Path, num_rows: int, first_label: int = 0) -> DatasetSlice:
@@ -32,13 +32,6 @@ def write(directory: Path, num_rows: int, first_label: int = 0) -> DatasetSlice:
     np.save(directory / "images.npy", images)
     np.save(directory / "labels.npy", labels)
     return slice_of(directory)
-
-
-def slice_of(directory: Path) -> DatasetSlice:
-    """Return all rows of the files in `directory`, with their hashes as they are now."""
-    paths = [directory / name for name in ("images.npy", "labels.npy")]
-    hashes = [hash_file(path) if path.exists() else "" for path in paths]
-    return DatasetSlice(*map(str, paths), images_sha256=hashes[0], labels_sha256=hashes[1])
 
 
 @pytest.fixture(scope="module")
@@ -55,10 +48,14 @@ def rows_from(part: DatasetSlice, start: int, stop: int, seed: int = 5) -> Datas
     return dataclasses.replace(part, start=start, stop=stop, permutation_seed=seed)
 
 
+def run_of(*ranks: RankSpec, public: DatasetSlice | None = None) -> RunSpec:
+    return RunSpec("run", "", "", Recipe(seed=7), ranks, public, None, "")
+
+
 def one_rank(private: DatasetSlice | None, public: DatasetSlice | None, sizes: tuple[int, int]) -> RunSpec:
     """Return a run of one rank; `sizes` are its numbers of private and public samples."""
     rank = RankSpec(0, "host", 8, Runtime(1), private, public, *sizes)
-    return RunSpec("run", "", "", Recipe(seed=7), (rank,), public, None, "")
+    return run_of(rank, public=public)
 
 
 def epoch_of(spec: RunSpec, batch_size: int, epoch: int = 1, rank: int = 0) -> list[list[int]]:
@@ -139,7 +136,7 @@ def test_ranks_have_orders_of_their_own_and_private_samples_another_than_public_
 ) -> None:
     private = write(tmp_path, 60)
     ranks = tuple(RankSpec(rank, "any", 8, Runtime(1), private, part, 60, 60) for rank in range(3))
-    spec = RunSpec("run", "", "", Recipe(seed=7), ranks, part, None, "")
+    spec = run_of(*ranks, public=part)
     orders = []
     for rank in range(3):
         reader = EpochReader(spec, rank)
@@ -156,7 +153,7 @@ def test_samples_that_the_host_reads_for_others_are_checked_in_every_epoch(tmp_p
         RankSpec(0, "host", 8, Runtime(1), own, None, 8, 0),
         RankSpec(1, "csd0", 8, Runtime(1), None, None, 0, 60),
     )
-    reader = EpochReader(RunSpec("run", "", "", Recipe(), ranks, public, None, ""), 0)
+    reader = EpochReader(run_of(*ranks, public=public), 0)
     reader.set_epoch(1)
     with open(public.images, "r+b") as file:
         file.seek(-1, os.SEEK_END)
@@ -167,7 +164,7 @@ def test_samples_that_the_host_reads_for_others_are_checked_in_every_epoch(tmp_p
 
 def test_only_rank_0_reads_the_samples_of_others(part: DatasetSlice) -> None:
     ranks = tuple(RankSpec(rank, "any", 8, Runtime(1), None, part, 0, 60) for rank in range(2))
-    reader = EpochReader(RunSpec("run", "", "", Recipe(), ranks, part, None, ""), 1)
+    reader = EpochReader(run_of(*ranks, public=part), 1)
     with pytest.raises(WorkerError, match="reassigned to a rank that cannot read them"):
         reader.read_reassigned([Span(0, 0, 3)])
 
@@ -209,7 +206,7 @@ def test_host_reads_reassigned_samples_as_their_own_rank_would(part: DatasetSlic
         RankSpec(0, "host", 8, Runtime(1), None, rows_from(part, 0, 40, 7), 0, 40),
         RankSpec(1, "csd0", 8, Runtime(1), None, None, 0, 20, 40),
     )
-    spec = RunSpec("run", "", "", Recipe(seed=7), ranks, part, None, "")
+    spec = run_of(*ranks, public=part)
     host = EpochReader(spec, 0)
     host.set_epoch(3)
     images, labels = host.read_reassigned([Span(1, 5, 12)])
@@ -222,21 +219,6 @@ def test_host_reads_reassigned_samples_as_their_own_rank_would(part: DatasetSlic
     unpacked = host.read(share, packed)
     assert np.array_equal(unpacked[0], images)
     assert np.array_equal(unpacked[1], labels)
-
-
-def test_samples_that_a_rank_has_not_read_are_those_that_the_host_reads_for_it(part: DatasetSlice) -> None:
-    ranks = (
-        RankSpec(0, "host", 8, Runtime(1), None, rows_from(part, 0, 40, 7), 0, 40),
-        RankSpec(1, "csd0", 8, Runtime(1), None, rows_from(part, 40, 60, 7), 0, 20, 40),
-    )
-    spec = RunSpec("run", "", "", Recipe(seed=7), ranks, part, None, "")
-    host, csd0 = (EpochReader(spec, rank) for rank in (0, 1))
-    for epoch in (1, 2):
-        for reader in (host, csd0):
-            reader.set_epoch(epoch)
-        before = csd0.read(Share(1, 8, 0, 0, 0, 8))[1].tolist()
-        after = host.read_reassigned([Span(1, 8, 20)])[1].tolist()
-        assert sorted(before + after) == rows_of(rows_from(part, 40, 60, 7), 60).tolist()
 
 
 def structured(directory: Path, num_rows: int = 40) -> DatasetSlice:
@@ -258,7 +240,7 @@ def test_fields_of_samples_and_labels_stay_together_wherever_they_are_read(tmp_p
         RankSpec(0, "host", 8, Runtime(1), other, rows_from(part, 0, 30, 7), 20, 30),
         RankSpec(1, "csd0", 8, Runtime(1), None, None, 0, 10, 30),
     )
-    host = EpochReader(RunSpec("run", "", "", Recipe(seed=7), ranks, part, None, ""), 0)
+    host = EpochReader(run_of(*ranks, public=part), 0)
     host.set_epoch(3)
     spans = (Span(1, 2, 6),)
     packed = host.pack_reassigned(spans)
@@ -281,7 +263,7 @@ def test_samples_without_labels_are_sent_and_cut_too(tmp_path: Path) -> None:
         RankSpec(0, "host", 8, Runtime(1), None, rows_from(part, 0, 40, 7), 0, 40),
         RankSpec(1, "csd0", 8, Runtime(1), None, None, 0, 10, 40),
     )
-    host = EpochReader(RunSpec("run", "", "", Recipe(seed=7), ranks, part, None, ""), 0)
+    host = EpochReader(run_of(*ranks, public=part), 0)
     spans = (Span(1, 2, 6),)
     samples, labels = host.read(Share(0, 8, 0, 0, 0, 4, spans), host.pack_reassigned(spans))
     assert (samples.shape, labels.shape) == ((8, 1), (8, 0))
@@ -293,32 +275,10 @@ def test_samples_without_labels_are_sent_and_cut_too(tmp_path: Path) -> None:
     assert np.load(sent[1].source).shape == (len(np.load(sent[0].source)), 0)
 
 
-def test_shards_of_structured_arrays_are_cut_by_rows(tmp_path: Path) -> None:
-    part = structured(tmp_path / "prepared", 50)
-    hashes = {"images_sha256": part.images_sha256, "labels_sha256": part.labels_sha256}
-    public = DatasetInfo("prepared", 50, (), "", (), 49, "fingerprint", **hashes)
-    placed = place_shards([RankLoad("host", 20), RankLoad("csd0", 4)], 50)
-    job = Job(tmp_path / "job.yaml", "model.keras", {}, tmp_path, None, None, Recipe(seed=9))
-    cut = cut_shards(placed, public, job, ProjectDirectory(tmp_path))["csd0"]
-    rows = rows_of(rows_from(part, placed[1].public_start, placed[1].public_stop, seed=9), 50)
-    for file, whole in zip(cut, (part.images, part.labels), strict=True):
-        assert np.array_equal(np.load(file.source), np.load(whole)[rows])
-
-
 def test_evaluation_reads_all_samples_in_order(part: DatasetSlice) -> None:
     batches = [labels.tolist() for _, labels in PreparedSamples(part).batches(25)]
     assert [len(batch) for batch in batches] == [25, 25, 10]
     assert list(chain(*batches)) == list(range(60))
-
-
-def test_slice_without_a_stop_selects_all_rows() -> None:
-    assert rows_of(DatasetSlice("", ""), 5).tolist() == [0, 1, 2, 3, 4]
-
-
-def test_arrays_are_mapped_not_loaded(part: DatasetSlice) -> None:
-    for array in open_arrays(part.images, part.labels):
-        assert isinstance(array, np.memmap)
-        assert array.mode == "r"
 
 
 def test_tilde_in_a_path_is_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,6 @@ from csdctl.worker.data.schedule import (
     change_segment,
     slice_spans,
 )
-from csdctl.worker.protocol.json_codec import from_json, to_json
 
 OWN = st.lists(st.builds(OwnSamples, st.integers(0, 60), st.integers(0, 200)), min_size=1, max_size=6)
 SIZES = st.integers(1, 40)
@@ -110,21 +109,6 @@ def test_end_of_a_slow_ranks_public_samples_is_reassigned() -> None:
     assert (slow.public_start, slow.public_stop) == (20, 60)
     assert fast.reassigned == (Span(1, 60, 100),)
     assert changed.stop_step == 10
-
-
-def test_segment_with_the_same_batch_sizes_is_unchanged() -> None:
-    segment = begin_epoch([OwnSamples(5, 95), OwnSamples(20, 80)], {0: 10, 1: 10})
-    again = change_segment(segment, 3, {0: 10, 1: 10})
-    for step in range(3, segment.stop_step):
-        assert sum(share.num_samples for share in again.batch(step)) <= 20
-    assert again.stop_step == segment.stop_step
-
-
-def test_segment_survives_json() -> None:
-    segment = change_segment(
-        begin_epoch([OwnSamples(5, 95), OwnSamples(0, 80)], {0: 10, 1: 10}), 2, {0: 18, 1: 2}
-    )
-    assert from_json(Segment, to_json(segment)) == segment
 
 
 def test_spans_are_sliced_across_their_boundaries() -> None:

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from csdctl.worker.group.values import ExpectedTails, PeerFaultError
+from csdctl.worker.protocol.json_codec import from_json, to_json
 
 EXPECTED = ExpectedTails(3, (0, 2, 5), (8.0, 6.0, 0.0))
 """A run of six ranks, three of which are in the group; vectors have three elements before n."""
@@ -62,8 +63,7 @@ def test_vector_passes_only_with_its_own_numbers(tail: list[float]) -> None:
 
 
 def test_expectation_is_sent_to_the_link_unchanged() -> None:
-    again = ExpectedTails.unpack(EXPECTED.pack())
-    assert (again.start, tuple(again.ranks), tuple(again.counts)) == (3, (0, 2, 5), (8.0, 6.0, 0.0))
+    assert from_json(ExpectedTails, to_json(EXPECTED)) == EXPECTED
 
 
 def test_sum_is_that_of_all_samples() -> None:

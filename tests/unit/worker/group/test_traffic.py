@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from csdctl.worker.group.traffic import Counters, as_counters, gather_traffic
+from csdctl.worker.group.messages import Counters, gather_traffic
+from csdctl.worker.protocol.json_codec import ProtocolError, read_as
 
 HOST, NODE, OTHER = "10.0.0.1 1", "10.0.0.2 2", "10.0.0.3 3"
 
@@ -13,10 +14,10 @@ HOST, NODE, OTHER = "10.0.0.1 1", "10.0.0.2 2", "10.0.0.3 3"
 def traffic(*ranks: Any) -> dict[tuple[str, int, int], int]:
     """What `gather_traffic` makes of what the ranks say: [messages, connections] each."""
 
-    def gather(_: Any, check: Any) -> Sequence[Counters]:
-        return [check(rank) for rank in ranks]
+    def gather(_: Any, hint: Any) -> Sequence[Counters]:
+        return [read_as(hint, rank) for rank in ranks]
 
-    return {(row.what, row.sender, row.receiver): row.num_bytes for row in gather_traffic(gather, [], [])}
+    return {(row.what, row.sender, row.receiver): row.num_bytes for row in gather_traffic(gather, [], ())}
 
 
 def test_bytes_of_messages_are_told_apart_from_those_of_sums() -> None:
@@ -66,5 +67,5 @@ def test_node_has_no_messages_of_its_own() -> None:
     ],
 )
 def test_counters_of_another_form_are_refused(value: Any) -> None:
-    with pytest.raises((ValueError, TypeError)):
-        as_counters(value)
+    with pytest.raises(ProtocolError):
+        read_as(Counters, value)

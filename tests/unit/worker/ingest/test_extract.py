@@ -1,84 +1,336 @@
-"""What stored rows depend on: with any of it changed they are computed anew, else they are found."""
+"""A model over prepared samples: features, results, views; interruptions, damage, refusals, what is sent."""
 
+import base64
+import hashlib
+import shutil
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from csdctl.worker.ingest import extract
-from csdctl.worker.ingest.extract import fingerprint_of, of_sources
-from csdctl.worker.protocol.features import SOFTMAX, VALUES, Augmented, ExtractSpec, ResultRule
-from csdctl.worker.protocol.run_spec import DatasetSlice, Prefix, Runtime, UserCode
+from csdctl.worker.compute.forward import to_results
+from csdctl.worker.data.prepared import PreparedSamples
+from csdctl.worker.ingest.extract import LINE_BYTES, extract, send
+from csdctl.worker.ingest.sources.source import IngestLimits
+from csdctl.worker.process.errors import WorkerError
+from csdctl.worker.protocol.datasets import PrepareProgress
+from csdctl.worker.protocol.features import (
+    RESULT_STORE,
+    SIGMOID,
+    SOFTMAX,
+    VALUES,
+    Augmented,
+    Extracted,
+    ExtractSpec,
+    Recomputed,
+    ResultRule,
+    SendSpec,
+)
+from csdctl.worker.protocol.json_codec import to_json
+from tests.unit.worker.compute.built_models import keras
+from tests.unit.worker.ingest.prepared_data import (
+    NUM_SAMPLES,
+    InterruptionError,
+    extract_spec,
+    full_disk,
+    sha256,
+    slice_of,
+    stored,
+)
 
-SOURCE = DatasetSlice("images.npy", "labels.npy", 0, 60, 7, "a" * 64, "b" * 64)
-PREFIX = Prefix("model.json", "model.npz", (0.0, 1.0), "float32", UserCode("code.zip", ("mine",)))
-VIEWS = Augmented("/somewhere/functions.py:scale", 5, 3)
-SPEC = ExtractSpec(SOURCE, "store", PREFIX, Runtime(), augmented=VIEWS)
-LITE = replace(SPEC, prefix=replace(PREFIX, lite="model.tflite"))
-RESULTS = replace(SPEC, augmented=None, results=(ResultRule("", SOFTMAX),))
+NUM_VIEWS = 3
+SMALL_BLOCKS = IngestLimits(block_samples=16, sync_interval_s=0)
+CLASSES, ALL = (ResultRule("", SOFTMAX),), (ResultRule("", VALUES),)
 
-DEPENDS = {
-    "samples": replace(SPEC, source=replace(SOURCE, images_sha256="c" * 64)),
-    "labels": replace(SPEC, source=replace(SOURCE, labels_sha256="c" * 64)),
-    "first row": replace(SPEC, source=replace(SOURCE, start=1)),
-    "last row": replace(SPEC, source=replace(SOURCE, stop=59)),
-    "permutation": replace(SPEC, source=replace(SOURCE, permutation_seed=8)),
-    "architecture": replace(SPEC, prefix=replace(PREFIX, architecture="other.json")),
-    "weights": replace(SPEC, prefix=replace(PREFIX, weights="other.npz")),
-    "code": replace(SPEC, prefix=replace(PREFIX, code=UserCode("other.zip", ("mine",)))),
-    "range": replace(SPEC, prefix=replace(PREFIX, input_range=(-1.0, 1.0))),
-    "precision": replace(SPEC, prefix=replace(PREFIX, precision="float16")),
-    "no views": replace(SPEC, augmented=None),
-    "function": replace(SPEC, augmented=replace(VIEWS, augment="/somewhere/functions.py:keep")),
-    "file of the function": replace(SPEC, augmented=replace(VIEWS, augment="/somewhere/other.py:scale")),
-    "seed of views": replace(SPEC, augmented=replace(VIEWS, seed=6)),
-    "number of views": replace(SPEC, augmented=replace(VIEWS, num_views=4)),
-    "LiteRT": LITE,
-    "LiteRT model": replace(SPEC, prefix=replace(PREFIX, lite="other.tflite")),
-    "results": RESULTS,
-    "layer": replace(RESULTS, layer="hidden"),
-    "kind of result": replace(RESULTS, results=(ResultRule("", VALUES),)),
-    "logits": replace(RESULTS, results=(ResultRule("", SOFTMAX, from_logits=True),)),
+
+def recomputed(spec: ExtractSpec, num_rows: int = 1000) -> Recomputed:
+    found = extract(replace(spec, num_checked=num_rows))
+    assert found.parts == ()
+    assert found.checked is not None
+    return found.checked
+
+
+def change_byte(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def shorten(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def of_another_model(rows: Path, spec: ExtractSpec, *, is_described_as_this_one: bool = False) -> None:
+    """Put the features of another model in the place of this one's."""
+    description = (rows / "dataset.json").read_text()
+    other = extract_spec(rows.parents[1] / "other", keras().layers.Dense(5))
+    (found,) = extract(replace(other, store=spec.store)).parts
+    shutil.rmtree(rows)
+    shutil.move(found.path, rows)
+    if is_described_as_this_one:
+        (rows / "dataset.json").write_text(description)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda rows, _: change_byte(rows / "images.npy"),
+        lambda rows, _: shorten(rows / "images.npy"),
+        lambda rows, _: change_byte(rows / "labels.npy"),
+        lambda rows, _: (rows / "images.npy").unlink(),
+        lambda rows, _: (rows / "dataset.json").unlink(),
+        lambda rows, _: shorten(rows / "dataset.json"),
+        of_another_model,
+        lambda rows, spec: of_another_model(rows, spec, is_described_as_this_one=True),
+    ],
+)
+def test_damaged_or_foreign_features_are_computed_again(
+    tmp_path: Path, damage: Callable[[Path, ExtractSpec], None]
+) -> None:
+    spec = extract_spec(tmp_path)
+    first = extract(spec)
+    assert extract(spec) == Extracted(first.parts, 0)
+    damage(Path(first.parts[0].path), spec)
+    assert extract(spec) == Extracted(first.parts, NUM_SAMPLES)
+
+
+def with_infinite_weights(spec: ExtractSpec) -> ExtractSpec:
+    weights = [np.full((6, 5), np.inf, np.float32), np.zeros(5, np.float32)]
+    return extract_spec(Path(spec.store).parent, keras().layers.Dense(5), weights=weights)
+
+
+def edited(spec: ExtractSpec, path: str, edit: Callable[[Path], None]) -> ExtractSpec:
+    edit(Path(path))
+    return spec
+
+
+REFUSALS: dict[str, tuple[Callable[[ExtractSpec], ExtractSpec], str, str]] = {
+    "disk full": (lambda spec: spec, "prepared data cannot be written: File too large", "free disk space"),
+    "no weights": (
+        lambda spec: edited(spec, spec.prefix.weights, Path.unlink),
+        "cannot be read",
+        "run `csdc",
+    ),
+    "other weights": (
+        lambda spec: edited(spec, spec.prefix.weights, change_byte),
+        "is not what csdctl sent",
+        "run `csdctl deploy`",
+    ),
+    "other samples": (
+        lambda spec: edited(spec, spec.source.images, change_byte),
+        "is not what was prepared",
+        "run `csdctl prepare`",
+    ),
+    "infinite weights": (
+        with_infinite_weights,
+        "the model's frozen part computes values that are not finite",
+        "check its weights and recipe.input_range",
+    ),
+    "no layer": (lambda spec: replace(spec, results=ALL, layer="hiden"), "no layer hiden", "--layer"),
 }
 
 
-def test_rows_are_found_by_all_that_they_depend_on() -> None:
-    found = {name: fingerprint_of(spec) for name, spec in {"itself": SPEC, **DEPENDS}.items()}
-    assert len(set(found.values())) == len(found)
-
-
-@pytest.mark.parametrize(
-    "same",
-    [
-        replace(SPEC, source=replace(SOURCE, images="elsewhere/images.npy", labels="elsewhere/labels.npy")),
-        replace(SPEC, store="elsewhere"),
-        replace(SPEC, prefix=replace(PREFIX, architecture="/elsewhere/model.json")),
-        replace(SPEC, runtime=Runtime(8)),
-        replace(SPEC, augmented=replace(VIEWS, augment="/elsewhere/functions.py:scale")),
-        replace(SPEC, others=(SOURCE,), num_checked=64, num_plain=1),
-    ],
-    ids=["moved samples", "store", "moved model", "threads", "moved function", "other sources"],
-)
-def test_rows_are_found_wherever_files_are(same: ExtractSpec) -> None:
-    assert fingerprint_of(same) == fingerprint_of(SPEC)
-
-
-@pytest.mark.parametrize(
-    ("spec", "packages"), [(SPEC, {"tensorflow", "keras"}), (LITE, {"ai-edge-litert"})], ids=["keras", "lite"]
-)
-def test_rows_of_another_version_of_the_engine_are_computed_anew(
-    spec: ExtractSpec, packages: set[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("change", "message", "remedy"), REFUSALS.values(), ids=REFUSALS)
+def test_refusal_is_one_sentence_with_a_remedy(
+    tmp_path: Path, change: Callable[[ExtractSpec], ExtractSpec], message: str, remedy: str
 ) -> None:
-    found = set()
-    for updated in ("", *packages):
-        versions = dict.fromkeys(packages, "1.0") | {updated: "2.0"}
-        monkeypatch.setattr(extract, "version", lambda name, versions=versions: versions[name])
-        found.add(fingerprint_of(spec))
-    assert len(found) == 1 + len(packages)
+    spec = change(extract_spec(tmp_path))
+    with full_disk() if "written" in message else nullcontext(), pytest.raises(WorkerError) as refused:
+        extract(spec)
+    assert message in refused.value.message
+    assert "\n" not in refused.value.message
+    assert remedy in refused.value.remedy
 
 
-def test_only_training_samples_have_views() -> None:
-    others: Any = tuple(replace(SOURCE, start=start) for start in (1, 2))
-    found = of_sources(replace(SPEC, others=others, num_plain=1))
-    assert [one.source.start for one in found] == [0, 1, 2]
-    assert [one.augmented for one in found] == [VIEWS, VIEWS, None]
+class TestResults:
+    @pytest.fixture
+    def spec(self, tmp_path: Path) -> ExtractSpec:
+        layers = keras().layers
+        keras().utils.set_random_seed(1)
+        head = layers.Dense(3, activation="softmax")
+        spec = extract_spec(tmp_path, layers.Dense(5, "relu", name="hidden"), head)
+        return replace(spec, results=CLASSES)
+
+    def test_killed_twice_stores_each_row_once(
+        self, spec: ExtractSpec, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        done = []
+
+        def note(progress: PrepareProgress) -> None:
+            done.append(progress.num_done)
+            if len(done) in (3, 5):
+                raise InterruptionError
+
+        for _ in range(2):
+            with pytest.raises(InterruptionError):
+                extract(spec, limits=SMALL_BLOCKS, on_progress=note)
+        (found,) = extract(spec, limits=SMALL_BLOCKS, on_progress=note).parts
+        assert done == [0, 16, 32, 32, 48, 48, 64, 70]
+        scores = stored(extract(replace(spec, results=ALL)).parts[0])["value"]
+        assert stored(found)["class"].tolist() == scores.argmax(axis=1).tolist()
+        np.testing.assert_allclose(stored(found)["probability"], scores.max(axis=1), rtol=1e-6)
+        assert found.label_shape == (0,)  # labels are not a part of results
+        # What is stored is found without TensorFlow.
+        monkeypatch.setattr("csdctl.worker.ingest.extract.load_backend", lambda _: pytest.fail("computed"))
+        assert extract(spec).parts == (found,)
+
+    def test_other_questions_are_computed_anew(self, spec: ExtractSpec) -> None:
+        specs = [spec, replace(spec, results=ALL), replace(spec, results=ALL, layer="hidden")]
+        found = [extract(one).parts[0] for one in specs]
+        assert len({info.fingerprint for info in found}) == len(found)
+        shapes = [stored(info)["value"].shape for info in found[1:]]
+        assert shapes == [(NUM_SAMPLES, 3), (NUM_SAMPLES, 5)]
+
+    def test_samples_that_do_not_fit_the_model_are_an_error(self, spec: ExtractSpec) -> None:
+        np.save(spec.source.images, np.zeros((NUM_SAMPLES, 7), np.float32))
+        with pytest.raises(ValueError, match="incompatible"):
+            extract(replace(spec, source=slice_of(Path(spec.store).parent)))
+
+    @pytest.mark.parametrize(
+        ("outputs", "rule", "classes", "probabilities"),
+        [
+            ([[0.2, 0.8], [0.9, 0.1]], ResultRule("", SOFTMAX), [1, 0], [0.8, 0.9]),
+            ([[0.0, np.log(3)]], ResultRule("", SOFTMAX, from_logits=True), [1], [0.75]),
+            ([[0.3], [0.6]], ResultRule("", SIGMOID), [0, 1], [0.7, 0.6]),
+            ([0.3, 0.6], ResultRule("", SIGMOID), [0, 1], [0.7, 0.6]),
+            ([[-np.log(4)]], ResultRule("", SIGMOID, from_logits=True), [0], [0.8]),
+            ([[0.3, 0.6]], ResultRule("", SIGMOID), [1], [0.6]),
+            ([[1000.0, -1000.0]], ResultRule("", SOFTMAX, from_logits=True), [0], [1.0]),
+        ],
+    )
+    def test_classes_and_probabilities(
+        self, outputs: list[Any], rule: ResultRule, classes: list[int], probabilities: list[float]
+    ) -> None:
+        records = to_results([np.array(outputs)], [rule])
+        assert records["class"].tolist() == classes
+        assert records["probability"].tolist() == pytest.approx(probabilities)
+        with pytest.raises(WorkerError, match="has 2 outputs, expected 1"):
+            to_results([np.zeros((1, 1))] * 2, [rule])
+
+
+CONTENT = np.random.default_rng(0).bytes(3 * LINE_BYTES + 5)
+NAME, HASH = "ab" * 32, hashlib.sha256(CONTENT).hexdigest()
+
+
+@pytest.mark.parametrize(
+    ("name", "sha256", "refused"),
+    [
+        (NAME, HASH, ""),
+        (NAME, "0" * 64, "have changed"),
+        *(
+            (name, HASH, "no results have this")
+            for name in ("../data/x", "/etc", "ab", "AB" * 32, NAME + "\n")
+        ),
+    ],
+)
+def test_nothing_but_whole_results_is_sent(tmp_path: Path, name: str, sha256: str, refused: str) -> None:
+    (tmp_path / RESULT_STORE / NAME).mkdir(parents=True)
+    (tmp_path / RESULT_STORE / NAME / "images.npy").write_bytes(CONTENT)
+    lines = list[str]()
+    with pytest.raises(WorkerError, match=refused) if refused else nullcontext():
+        sent = send(SendSpec(name, sha256, len(CONTENT)), lines.append, home=tmp_path)
+        assert (len(lines), sent.num_bytes) == (4, len(CONTENT))
+    assert b"".join(map(base64.b64decode, lines)) == (b"" if refused else CONTENT)
+
+
+class TestViews:
+    """Features of what `data.augment` makes of each sample, how epochs read them; stored rows again."""
+
+    @pytest.fixture
+    def spec(self, tmp_path: Path) -> ExtractSpec:
+        """Return a request for features that are the samples themselves."""
+        (tmp_path / "functions.py").write_text(
+            "def scale(samples, labels, rng):\n    return samples * rng.random(), labels\n\n\n"
+            "def keep(samples, labels, rng):\n    return samples, labels\n"
+        )
+        layer = keras().layers.Dense(6, use_bias=False)
+        return extract_spec(tmp_path, layer, weights=[np.eye(6, dtype=np.float32)])
+
+    @staticmethod
+    def views(
+        spec: ExtractSpec, name: str = "scale", num_views: int = NUM_VIEWS, seed: int = 5
+    ) -> ExtractSpec:
+        reference = f"{Path(spec.store).parent / 'functions.py'}:{name}"
+        return replace(spec, augmented=Augmented(reference, seed, num_views))
+
+    def test_one_view_that_changes_nothing_is_the_features_themselves(self, spec: ExtractSpec) -> None:
+        plain, kept = extract(spec), extract(self.views(spec, "keep", 1))
+        assert kept.num_computed == NUM_SAMPLES  # stored apart: another function would make others
+        hashes = [(one.parts[0].images_sha256, one.parts[0].labels_sha256) for one in (plain, kept)]
+        assert hashes[0] == hashes[1]
+
+    def test_views_are_what_the_function_makes_of_each_sample(self, spec: ExtractSpec) -> None:
+        found = extract(self.views(spec))
+        assert found.num_computed == found.parts[0].num_samples == NUM_VIEWS * NUM_SAMPLES
+        ratios = stored(found.parts[0]) / np.tile(np.load(spec.source.images), (NUM_VIEWS, 1))
+        assert np.ptp(ratios, axis=1).max() < 1e-4, "one number for each sample"
+        assert len(np.unique(ratios[:, 0].round(6))) == NUM_VIEWS * NUM_SAMPLES, "each drawn apart"
+        labels = np.load(Path(found.parts[0].path, "labels.npy"))
+        assert labels.tolist() == NUM_VIEWS * list(range(NUM_SAMPLES))
+
+    def test_interrupted_views_go_on_with_the_same_draws(self, spec: ExtractSpec, tmp_path: Path) -> None:
+        wanted, count = self.views(spec), 0
+
+        def note(_: PrepareProgress) -> None:
+            nonlocal count
+            count += 1
+            if count in (3, 9):
+                raise InterruptionError
+
+        for _ in range(2):
+            with pytest.raises(InterruptionError):
+                extract(wanted, limits=SMALL_BLOCKS, on_progress=note)
+        again = extract(wanted)
+        assert again.num_computed < NUM_VIEWS * NUM_SAMPLES
+        whole = extract(replace(wanted, store=str(tmp_path / "other")))
+        assert again.parts[0].images_sha256 == whole.parts[0].images_sha256
+
+    def test_other_views_are_computed_anew_and_validation_has_none(self, spec: ExtractSpec) -> None:
+        wanted = [spec, self.views(spec), self.views(spec, seed=6), self.views(spec, num_views=2)]
+        assert all(extract(one).num_computed for one in wanted)
+        assert [extract(one).num_computed for one in wanted] == [0, 0, 0, 0]
+        training, validation = extract(replace(wanted[1], others=(spec.source,), num_plain=1)).parts
+        assert (training.num_samples, validation.num_samples) == (NUM_VIEWS * NUM_SAMPLES, NUM_SAMPLES)
+        np.testing.assert_allclose(stored(validation), np.load(spec.source.images), rtol=1e-6)
+
+    def test_epochs_read_the_views_in_turn(self, spec: ExtractSpec) -> None:
+        (info,) = extract(self.views(spec)).parts
+        part = slice_of(info.path, num_views=NUM_VIEWS)
+        samples, views = PreparedSamples(part), stored(info).reshape(NUM_VIEWS, NUM_SAMPLES, 6)
+        assert len(samples) == NUM_SAMPLES
+        for epoch in range(2 * NUM_VIEWS):
+            samples.set_epoch(epoch)
+            found, labels = samples.read(np.arange(NUM_SAMPLES))
+            assert np.array_equal(found, views[epoch % NUM_VIEWS])
+            assert labels.tolist() == list(range(NUM_SAMPLES))
+        with pytest.raises(WorkerError, match="210 rows cannot be 4 views"):
+            PreparedSamples(replace(part, num_views=4))
+
+    def test_missing_function_is_named(self, spec: ExtractSpec) -> None:
+        with pytest.raises(WorkerError, match="has no function 'missing'"):
+            extract(self.views(spec, "missing"))
+
+    @pytest.mark.parametrize("num_rows", [1, 64, 1000])
+    def test_stored_rows_are_computed_again_bit_by_bit(self, spec: ExtractSpec, num_rows: int) -> None:
+        """Also those in the last batch, which is not full, and those of later views."""
+        assert recomputed(spec) == Recomputed(0, 0.0)
+        assert not Path(spec.store).exists()
+        for wanted in (spec, self.views(spec)):
+            extract(wanted)
+            found = recomputed(wanted, num_rows)
+            assert found.difference == 0
+            assert found.num_rows >= min(num_rows, 32)
+        assert (found.num_rows == NUM_VIEWS * NUM_SAMPLES) is (num_rows == 1000)
+
+    def test_stored_rows_of_a_faulty_machine_are_found(self, spec: ExtractSpec) -> None:
+        """Its files have the hashes that were stored: what was computed was wrong."""
+        info = extract(spec).parts[0]
+        rows, file = stored(info), Path(info.path, "images.npy")
+        rows[NUM_SAMPLES - 1, 0] += 0.25 * np.abs(rows).max()
+        np.save(file, rows)
+        Path(info.path, "dataset.json").write_text(to_json(replace(info, images_sha256=sha256(file))))
+        assert recomputed(spec).difference > 0.1

@@ -6,11 +6,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from csdctl.worker.compute.backend import load_tensorflow
 from csdctl.worker.ingest.look import MAX_BYTES, MAX_PICTURES, look
 from csdctl.worker.process.errors import WorkerError
-from csdctl.worker.protocol.datasets import DataLook, ImageRule, LookSpec, PrepareSpec, TableSchema
+from csdctl.worker.protocol.datasets import (
+    DataLook,
+    ImageRule,
+    LookSpec,
+    PictureSizes,
+    PrepareSpec,
+    RecordSchema,
+    TableSchema,
+)
 from csdctl.worker.protocol.json_codec import from_json, to_json
+from tests.unit.worker.ingest.sources.encoded_images import bmp, colours
+from tests.unit.worker.ingest.sources.test_tfrecord import example, write
 
 
 def look_at(path: Path, label: str = "", dropped: tuple[str, ...] = (), **settings: Any) -> DataLook:
@@ -21,13 +30,8 @@ def look_at(path: Path, label: str = "", dropped: tuple[str, ...] = (), **settin
 
 
 def write_bmp(path: Path, height: int, width: int) -> None:
-    """Write a grey picture of 24 bits per pixel."""
-    row = bytes([128] * (3 * width)).ljust((3 * width + 3) // 4 * 4, b"\0")
-    size = 54 + len(row) * height
-    numbers = [(size, 4), (0, 4), (54, 4), (40, 4), (width, 4), (height, 4), (1, 2), (24, 2)]
-    header = b"BM" + b"".join(value.to_bytes(length, "little") for value, length in numbers)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(header.ljust(54, b"\0") + row * height)
+    path.write_bytes(bmp(colours(height, width)))
 
 
 class TestLook:
@@ -52,12 +56,7 @@ class TestLook:
             write_bmp(tmp_path / ("cat" if number % 3 else "dog") / f"{number:04d}.bmp", 4 + number % 5, 6)
         (tmp_path / "cat" / "0000.bmp").write_bytes(b"BM damaged")
         found = look_at(tmp_path)
-        assert found.pictures is not None
-        assert (found.pictures.formats, found.pictures.smallest, found.pictures.largest) == (
-            ("bmp",),
-            (4, 6),
-            (8, 6),
-        )
+        assert found.pictures == PictureSizes(("bmp",), (4, 6), (8, 6))
         assert sum(found.class_counts.values()) == found.num_samples == 2 * MAX_PICTURES + 1
         assert found.info.class_counts["dog"] > 100
         assert found.info.num_skipped == {"undecodable": 1}
@@ -78,33 +77,14 @@ class TestLook:
         assert look_at(tmp_path / "t.csv", "b", ("c",)).info.sample_shape == (1,)
 
     def test_features_of_records_are_found_by_their_content(self, tmp_path: Path) -> None:
-        tf = load_tensorflow()
-        write_bmp(tmp_path / "x.bmp", 4, 4)
-
-        def feature(value: Any) -> Any:
-            if isinstance(value, bytes):
-                return tf.train.Feature(bytes_list=tf.train.BytesList(value=[value]))
-            return tf.train.Feature(int64_list=tf.train.Int64List(value=[value]))
-
-        values = {"image/encoded": (tmp_path / "x.bmp").read_bytes(), "image/height": 4}
-        for label in ("image/class/label", "category/label"):
-            values[label] = 2
-            features = tf.train.Features(feature={name: feature(value) for name, value in values.items()})
-            with tf.io.TFRecordWriter(str(tmp_path / "x.tfrecord")) as writer:
-                writer.write(tf.train.Example(features=features).SerializeToString())
-            if label == "image/class/label":
-                records = look_at(tmp_path / "x.tfrecord").records
-                assert records is not None
-                assert (records.image, records.label) == ("image/encoded", label)
+        file, picture = tmp_path / "x.tfrecord", bmp(colours(4, 4))
+        values = {"image/encoded": picture, "image/height": 4, "image/class/label": 2}
+        write(file, [example(**values)])
+        assert look_at(file).records == RecordSchema("image/encoded", "image/class/label")
+        write(file, [example(**values, **{"category/label": 2})])
         with pytest.raises(WorkerError, match="which feature of .* is the label"):
-            look_at(tmp_path / "x.tfrecord")
-        assert look_at(tmp_path / "x.tfrecord", "image/height").info.max_label == 4
-
-    def test_records_without_an_image_list_their_features(self, tmp_path: Path) -> None:
-        tf = load_tensorflow()
-        with tf.io.TFRecordWriter(str(tmp_path / "x.tfrecord")) as writer:
-            writer.write(b"")
-        with pytest.raises(
-            WorkerError, match="have 0 features with an encoded image, expected one: no features"
-        ):
-            look_at(tmp_path / "x.tfrecord")
+            look_at(file)
+        assert look_at(file, "image/height").info.max_label == 4
+        write(file, [b""])
+        with pytest.raises(WorkerError, match="have 0 features with an encoded image, .*: no features"):
+            look_at(file)

@@ -1,6 +1,5 @@
 """Data that was prepared before: it is described as it was, or prepared again."""
 
-import hashlib
 import json
 import os
 from collections.abc import Callable
@@ -12,16 +11,17 @@ import pytest
 
 from csdctl.worker.ingest.prepare import prepare
 from csdctl.worker.protocol.datasets import DatasetInfo, PrepareSpec
+from tests.unit.worker.ingest.prepared_data import sha256, spec_below
 
 
 @pytest.fixture(params=["copied", "in place"])
 def spec(request: pytest.FixtureRequest, tmp_path: Path) -> PrepareSpec:
     """Data that is copied, because the model takes an axis of channels, or used where it is."""
     shape = (20, 4, 4) if request.param == "copied" else (20, 4, 4, 1)
-    (tmp_path / "source").mkdir()
-    np.save(tmp_path / "source" / "images.npy", np.arange(320, dtype=np.float32).reshape(shape))
-    np.save(tmp_path / "source" / "labels.npy", np.arange(20) % 3)
-    return PrepareSpec(str(tmp_path / "source"), str(tmp_path / "store"), inputs={"": (4, 4, 1)})
+    spec = spec_below(tmp_path, inputs={"": (4, 4, 1)})
+    np.save(f"{spec.source}/images.npy", np.arange(320, dtype=np.float32).reshape(shape))
+    np.save(f"{spec.source}/labels.npy", np.arange(20) % 3)
+    return spec
 
 
 def files_of(info: DatasetInfo) -> list[Path]:
@@ -29,7 +29,7 @@ def files_of(info: DatasetInfo) -> list[Path]:
 
 
 def hashes_of(info: DatasetInfo) -> list[str]:
-    return [hashlib.sha256(path.read_bytes()).hexdigest() for path in files_of(info)]
+    return list(map(sha256, files_of(info)))
 
 
 def swap(path: Path) -> None:

@@ -6,58 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from csdctl.worker.protocol import events, orders, probe
 from csdctl.worker.protocol.datasets import DatasetInfo
-from csdctl.worker.protocol.events import (
-    EVENT_PREFIX,
-    EVENTS,
-    CheckpointSaved,
-    CollectiveTimed,
-    Compared,
-    EpochEnd,
-    Evaluating,
-    Event,
-    Exited,
-    Failed,
-    Finished,
-    Joined,
-    LinkLost,
-    Misbehaved,
-    MpiChecked,
-    NodeBack,
-    NodeLost,
-    Paused,
-    Pong,
-    Progress,
-    Ready,
-    Rebalanced,
-    SentBytes,
-    Started,
-    Traffic,
-    Verified,
-    WaitingFor,
-    event_from_line,
-    event_to_line,
-)
 from csdctl.worker.protocol.json_codec import SCHEMA, ProtocolError, from_json, to_json
 from csdctl.worker.protocol.model_info import ModelInfo
-from csdctl.worker.protocol.orders import (
-    FormGroup,
-    Order,
-    PauseAtEpochEnd,
-    Ping,
-    Stop,
-    order_from_line,
-    order_to_line,
-)
-from csdctl.worker.protocol.probe import (
-    AttachRequest,
-    ProbeRequest,
-    ProbeResult,
-    ProbeSpec,
-    Request,
-    request_from_line,
-    request_to_line,
-)
 from csdctl.worker.protocol.recipe import EarlyStopping, Noise, Recipe, ReduceOnPlateau
 from csdctl.worker.protocol.run_spec import DatasetSlice, RankSpec, RunSpec, Runtime
 
@@ -93,39 +45,43 @@ VALUES = [
     dataclasses.replace(RUN, validation=None, max_steps=3, recipe=Recipe(input_range=None)),
     dataclasses.replace(RUN, noise=Noise(1.0, 8.0, 1e-5)),
     RECIPE,
-    ProbeSpec("a", "w", RECIPE, Runtime(4, 2, False), DatasetInfo("d", 7, (28, 28, 1), "uint8", (), 9, "f")),
-    ProbeRequest(32, min_duration_s=0.5),
-    ProbeResult(32, 0.25, 4, 1 << 30),
+    probe.ProbeSpec(
+        "a", "w", RECIPE, Runtime(4, 2, False), DatasetInfo("d", 7, (28, 28, 1), "uint8", (), 9, "f")
+    ),
+    probe.ProbeRequest(32, min_duration_s=0.5),
+    probe.ProbeResult(32, 0.25, 4, 1 << 30),
 ]
-PROGRESS = Progress(0, "host", 1, 2, 3, 96, 0.5, 0.25, 0.8, 128, 2.5, 0.1)
-VERIFIED = Verified(
+PROGRESS = events.Progress(0, "host", 1, 2, 3, 96, 0.5, 0.25, 0.8, 128, 2.5, 0.1)
+VERIFIED = events.Verified(
     *(0, "host", 20, (16, 4), "bfloat16", 6e-8, 1.2e-7, "float32"),
-    (Compared(0.0, 3e-7, 0.2), Compared(1e-7, 4e-7, 0.5)),
-    *(3.5e-7, Compared(1e-7, 4e-7, 0.02), ("random numbers in dropout",), "hash", "star"),
+    (events.Compared(0.0, 3e-7, 0.2), events.Compared(1e-7, 4e-7, 0.5)),
+    *(3.5e-7, events.Compared(1e-7, 4e-7, 0.02), ("random numbers in dropout",), "hash", "star"),
 )
 EVENT_EXAMPLES = [
-    Started(1, "csd0", "node-7"),
-    MpiChecked(1, "csd0", "Open MPI v5.0.11", 1 << 20, 0.0035),
-    CollectiveTimed(0, "host", 5, 1 << 20, "star", 0.0035),
-    Ready(1, "csd0", 100, 3.25),
+    events.Started(1, "csd0", "node-7"),
+    events.MpiChecked(1, "csd0", "Open MPI v5.0.11", 1 << 20, 0.0035),
+    events.CollectiveTimed(0, "host", 5, 1 << 20, "star", 0.0035),
+    events.Ready(1, "csd0", 100, 3.25),
     PROGRESS,
-    Traffic(0, "host", 2, (SentBytes("sums", 0, 1, 1 << 33), SentBytes("samples", 0, 2, 7))),
+    events.Traffic(
+        0, "host", 2, (events.SentBytes("sums", 0, 1, 1 << 33), events.SentBytes("samples", 0, 2, 7))
+    ),
     VERIFIED,
-    Evaluating(0, "host", 256, 10_000),
-    EpochEnd(1, "csd0", 1, 4, 16, 0.5, 0.25, 0.8, "hash"),
-    CheckpointSaved(0, "host", 1, 40, "step-00000040.npz", True),
-    Joined(0, "host", 2, 1, 7, 40, 47, {"0": 32, "1": 4}, "star", 0.01, 500),
-    LinkLost(1, "csd0", 2, 1, 7),
-    Misbehaved(0, "host", 1, "sent 20 bytes, expected 100"),
-    Paused(1, "csd0", 2),
-    Pong(1, "csd0", 3),
-    WaitingFor(0, "host", ("csd0", "csd1")),
-    Rebalanced(0, "host", 1, 9, "csd0", 1.8, {"0": 34, "1": 2}),
-    NodeLost(1, "csd0", "killed"),
-    NodeBack(1, "csd0"),
-    Finished(0, "host", 1, 4, "hash", 1 << 30, "model.keras"),
-    Failed(1, "csd0", "a tab\t, a line\nend, “quotes” and ü", "see the log", 2),
-    Exited(1, "csd0", 137),
+    events.Evaluating(0, "host", 256, 10_000),
+    events.EpochEnd(1, "csd0", 1, 4, 16, 0.5, 0.25, 0.8, "hash"),
+    events.CheckpointSaved(0, "host", 1, 40, "step-00000040.npz", True),
+    events.Joined(0, "host", 2, 1, 7, 40, 47, {"0": 32, "1": 4}, "star", 0.01, 500),
+    events.LinkLost(1, "csd0", 2, 1, 7),
+    events.Misbehaved(0, "host", 1, "sent 20 bytes, expected 100"),
+    events.Paused(1, "csd0", 2),
+    events.Pong(1, "csd0", 3),
+    events.WaitingFor(0, "host", ("csd0", "csd1")),
+    events.Rebalanced(0, "host", 1, 9, "csd0", 1.8, {"0": 34, "1": 2}),
+    events.NodeLost(1, "csd0", "killed"),
+    events.NodeBack(1, "csd0"),
+    events.Finished(0, "host", 1, 4, "hash", 1 << 30, "model.keras"),
+    events.Failed(1, "csd0", "a tab\t, a line\nend, “quotes” and ü", "see the log", 2),
+    events.Exited(1, "csd0", 137),
 ]
 
 
@@ -139,43 +95,39 @@ def test_written_value_is_read_back_unchanged(value: object) -> None:
 
 
 @pytest.mark.parametrize(
-    "order", [FormGroup(2, (0, 2), "star"), PauseAtEpochEnd(), Stop(), Ping(4)], ids=repr
+    "order",
+    [orders.FormGroup(2, (0, 2), "star"), orders.PauseAtEpochEnd(), orders.Stop(), orders.Ping(4)],
+    ids=repr,
 )
-def test_order_is_one_line_and_is_read_back_unchanged(order: Order) -> None:
-    line = order_to_line(order)
+def test_order_is_one_line_and_is_read_back_unchanged(order: orders.Order) -> None:
+    line = orders.order_to_line(order)
     assert "\n" not in line
-    assert order_from_line(line) == order
-
-
-@pytest.mark.parametrize("line", ["", "{}", "[]", '{"order":"Dance"}', '{"order":"Stop","colour":1}'])
-def test_line_without_an_order_is_refused(line: str) -> None:
-    with pytest.raises(ProtocolError):
-        order_from_line(line)
+    assert orders.order_from_line(line) == order
 
 
 @pytest.mark.parametrize("event", EVENT_EXAMPLES, ids=lambda event: type(event).__name__)
-def test_event_is_one_line_and_is_read_back_unchanged(event: Event) -> None:
-    line = event_to_line(event)
+def test_event_is_one_line_and_is_read_back_unchanged(event: events.Event) -> None:
+    line = events.event_to_line(event)
     assert "\n" not in line
-    assert event_from_line(line) == event
+    assert events.event_from_line(line) == event
 
 
 def test_every_event_is_covered_here() -> None:
-    assert {type(event).__name__ for event in EVENT_EXAMPLES} == set(EVENTS)
+    assert {type(event).__name__ for event in EVENT_EXAMPLES} == set(events.EVENTS)
 
 
 @given(st.text(max_size=200), st.text(max_size=50))
 def test_any_message_of_a_failure_is_preserved(message: str, remedy: str) -> None:
-    event = Failed(3, "csd2", message, remedy)
-    line = event_to_line(event)
+    event = events.Failed(3, "csd2", message, remedy)
+    line = events.event_to_line(event)
     assert line.isascii()
-    assert event_from_line(line) == event
+    assert events.event_from_line(line) == event
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
 def test_nan_and_infinite_loss_are_preserved(loss: float) -> None:
-    read = event_from_line(event_to_line(dataclasses.replace(PROGRESS, loss=loss)))
-    assert isinstance(read, Progress)
+    read = events.event_from_line(events.event_to_line(dataclasses.replace(PROGRESS, loss=loss)))
+    assert isinstance(read, events.Progress)
     assert repr(read.loss) == repr(loss)
 
 
@@ -191,13 +143,6 @@ def test_unknown_fields_are_named() -> None:
         from_json(RunSpec, json.dumps(content))
 
 
-def test_unknown_field_inside_a_rank_is_named() -> None:
-    content = json.loads(to_json(RUN))
-    content["ranks"][1]["colour"] = "red"
-    with pytest.raises(ProtocolError, match="RankSpec: unknown 'colour'"):
-        from_json(RunSpec, json.dumps(content))
-
-
 def test_missing_field_is_named() -> None:
     content = json.loads(to_json(RUN))
     del content["output_directory"]
@@ -205,41 +150,9 @@ def test_missing_field_is_named() -> None:
         from_json(RunSpec, json.dumps(content))
 
 
-@pytest.mark.parametrize("text", ["", "{", "[1]", "5", "null", '"x"', '{"ranks": 5}', to_json(RUN)[:-9]])
-def test_text_without_a_run_spec_is_refused(text: str) -> None:
-    with pytest.raises(ProtocolError):
-        from_json(RunSpec, text)
-
-
-@pytest.mark.parametrize("line", ["", "hello", "csdctl {}", " " + event_to_line(PROGRESS), "@csdctl"])
+@pytest.mark.parametrize("line", ["", "hello", "csdctl {}", " " + events.event_to_line(PROGRESS), "@csdctl"])
 def test_line_without_an_event_is_distinguished_from_a_damaged_one(line: str) -> None:
-    assert event_from_line(line) is None
-
-
-@pytest.mark.parametrize(
-    "rest",
-    [
-        "",
-        "hello",
-        "5",
-        "[1]",
-        "null",
-        "{}",
-        '{"event":"Unheard"}',
-        '{"event":["Ready"]}',
-        '{"event":null}',
-        '{"event":"Ready"}',
-        '{"event":"Ready","rank":0,"node":"a","num_samples":1,"setup_s":1,"more":1}',
-        event_to_line(PROGRESS)[len(EVENT_PREFIX) : -1],
-    ],
-)
-def test_damaged_event_is_refused(rest: str) -> None:
-    with pytest.raises(ProtocolError):
-        event_from_line(EVENT_PREFIX + rest)
-
-
-def test_samples_per_s_of_a_probe_is_samples_over_seconds() -> None:
-    assert ProbeResult(32, 0.25, 4, 0).samples_per_s == 128
+    assert events.event_from_line(line) is None
 
 
 def test_model_described_by_an_older_csdctl_is_read() -> None:
@@ -248,9 +161,9 @@ def test_model_described_by_an_older_csdctl_is_read() -> None:
     assert from_json(ModelInfo, json.dumps(described)).num_operations == 0
 
 
-@pytest.mark.parametrize("request_", [ProbeRequest(32), AttachRequest('a"spec":.json', 1)])
-def test_requests_of_a_probe_session_are_read_as_they_were_written(request_: Request) -> None:
-    assert request_from_line(request_to_line(request_)) == request_
+@pytest.mark.parametrize("request_", [probe.ProbeRequest(32), probe.AttachRequest('a"spec":.json', 1)])
+def test_requests_of_a_probe_session_are_read_as_they_were_written(request_: probe.Request) -> None:
+    assert probe.request_from_line(probe.request_to_line(request_)) == request_
 
 
 @pytest.mark.parametrize(
@@ -258,4 +171,4 @@ def test_requests_of_a_probe_session_are_read_as_they_were_written(request_: Req
 )
 def test_request_without_a_known_type_is_refused(line: str) -> None:
     with pytest.raises(ProtocolError, match="expected a request"):
-        request_from_line(line)
+        probe.request_from_line(line)

@@ -40,12 +40,6 @@ def test_larger_accuracy_is_better() -> None:
     assert not is_higher_better("mean_absolute_error")
 
 
-def test_early_stopping_respects_patience_and_min_delta() -> None:
-    recipe = Recipe(early_stopping=EarlyStopping(patience=2, min_delta=0.1))
-    found = run(recipe, [3.0, 2.95, 2.92])
-    assert [one.is_stopping for one, _ in found] == [False, False, True]
-
-
 def test_plateau_lowers_the_learning_rate_down_to_its_minimum() -> None:
     recipe = Recipe(reduce_on_plateau=ReduceOnPlateau(patience=2, factor=0.1, min_factor=0.05))
     found = run(recipe, [1.0, 1.0, 1.0, 1.0, 1.0, 0.5])

@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 
 from csdctl.worker.compute.statistics import Seeds
+from csdctl.worker.group.values import decode_value, encode_value
+from csdctl.worker.protocol.json_codec import ProtocolError, read_as
 from csdctl.worker.tasks.reference import ExactSum
 from csdctl.worker.tasks.verify import (
     MAX_SAMPLES,
-    as_ranges,
+    Ranges,
     draw_samples,
     find_ranges,
     verified_sizes,
@@ -96,11 +98,11 @@ class TestSamples:
         data = np.zeros(3, kinds)
         data["picture"][0], data["kind"] = 255, [0, 6, 2]
         data["table"] = [[-9, 240], [-7, np.nan], [-8, 300]]
-        ranges = as_ranges(find_ranges(data))
+        ranges = decode_value(Ranges, encode_value(find_ranges(data)))
         assert ranges == {
-            "picture": ([0.0], [255.0]),
-            "kind": ([0.0], [6.0]),
-            "table": ([-9.0, 240.0], [-8.0, 300.0]),
+            "picture": ((0.0, 255.0),),
+            "kind": ((0.0, 6.0),),
+            "table": ((-9.0, -8.0), (240.0, 300.0)),
         }
         model = keras().Sequential([keras().Input((4,)), keras().layers.Dense(7)])
         drawn, _ = draw_samples(3, 0, 300, (data[:0], np.zeros(0, np.int32)), model, ranges)
@@ -119,7 +121,7 @@ class TestSamples:
         data = np.zeros(2, fields)
         data["words"][0], data["kinds"][0] = 199, 1
         example = data[:0], np.zeros(0, np.int32)
-        drawn, _ = draw_samples(3, 0, 50, example, model, as_ranges(find_ranges(data)))
+        drawn, _ = draw_samples(3, 0, 50, example, model, find_ranges(data))
         assert drawn["words"].max() > 190
         assert drawn["kinds"].max() == 1
         assert len({row.tobytes() for row in drawn["words"]}) == 50
@@ -130,15 +132,15 @@ class TestSamples:
             None,
             [3],
             {"a": 0},
-            {"a": [[1.0], [2]]},
-            {"a": [[1.0], []]},
-            {"a": [[1.0], [math.inf]]},
-            {"a": [[], []]},
+            {"a": [[1.0, "2"]]},
+            {"a": [[1.0]]},
+            {"a": [[1.0, math.inf]]},
+            {"a": []},
         ],
     )
     def test_other_ranges_than_numbers_are_refused(self, sent: object) -> None:
-        with pytest.raises(TypeError, match="smallest and largest"):
-            as_ranges(sent)
+        with pytest.raises(ProtocolError):
+            read_as(Ranges, sent)
 
     def test_labels_of_several_outputs_have_their_own_classes(self) -> None:
         layers = keras().layers

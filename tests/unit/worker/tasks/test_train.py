@@ -1,5 +1,6 @@
 """The training loop: what sums and answers of the other ranks it does not act on, and the noise it adds."""
 
+import contextlib
 import dataclasses
 import json
 from collections.abc import Callable
@@ -13,16 +14,15 @@ import pytest
 from csdctl.worker.compute.backend import load_backend
 from csdctl.worker.compute.model import hash_weights
 from csdctl.worker.compute.recipe import compile_model
-from csdctl.worker.group.communicator import SoloCommunicator
-from csdctl.worker.group.values import LinkLostError, PeerFaultError
+from csdctl.worker.group.communicator import Communicator
+from csdctl.worker.group.values import LinkLostError, PeerFaultError, decode_value, encode_value
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.events import MAX_STEPS, SAMPLES, STOPPED
 from csdctl.worker.protocol.recipe import Noise, ReduceOnPlateau
 from csdctl.worker.protocol.run_spec import RankSpec, RunSpec, Runtime
 from csdctl.worker.tasks import train
 from csdctl.worker.tasks.checkpointer import BEST_MODEL, LAST_MODEL
-from csdctl.worker.tasks.progress import EpochTotals, RunProgress
-from csdctl.worker.tasks.reporter import Reporter
+from csdctl.worker.tasks.progress import EpochTotals, Reporter, RunProgress
 from csdctl.worker.tasks.task import FINISHED, Group, TaskContext
 from csdctl.worker.tasks.train import Train
 from csdctl.worker.tasks.verify import draw_samples
@@ -103,7 +103,10 @@ class PlayedGroup:
     def find_not_finite(self) -> list[int]:
         return self._not_finite
 
-    def allgather(self, value: Any, check: Callable[[Any], Any]) -> list[Any]:
+    def allgather(self, value: Any, hint: Any) -> list[Any]:
+        def check(answer: Any) -> Any:
+            return decode_value(hint, encode_value(answer))
+
         self.asked.append(value)
         others = (rank for rank in range(self.size) if rank != self.rank)
         return [check(value), *(check(self._answer(rank, value)) for rank in others)]
@@ -138,7 +141,7 @@ def load_task(
     )
     step = make_step(Row(dense, TABLE, NUMBERS, recipe), *load_backend())
     me = ranks[rank]
-    task = RandomTrain(TaskContext(spec, me, RunProgress(spec), Reporter(spec, me), NO_ORDERS, step))
+    task = RandomTrain(TaskContext(spec, me, RunProgress(spec), Reporter(me), NO_ORDERS, step))
     task.load()
     task.progress.regroup((0, 1, 2))
     return task
@@ -162,7 +165,7 @@ def run(task: Train, group: PlayedGroup) -> Any:
 def test_right_sums_are_applied() -> None:
     task = load_task()
     before = weights_of(task)
-    assert run(task, PlayedGroup(task)) is FINISHED
+    assert run(task, PlayedGroup(task)) == FINISHED
     assert task.progress.position.total_steps == NUM_STEPS
     assert not np.array_equal(before[0], weights_of(task)[0])
 
@@ -171,36 +174,40 @@ def rate_of(task: Train) -> float:
     return float(np.asarray(task.step.optimizer.learning_rate.value))
 
 
+def rates_of(task: Train, then: Callable[[list[float]], None] = lambda rates: None) -> list[float]:
+    """Run the task, with `then` called in each step; return the learning rate of each."""
+    rates: list[float] = []
+
+    def note(total: np.ndarray, layout: Any) -> None:
+        rates.append(rate_of(task))
+        then(rates)
+
+    with contextlib.suppress(LinkLostError):
+        run(task, PlayedGroup(task, add=note))
+    return rates
+
+
 def test_learning_rate_follows_the_global_batch_when_a_node_is_lost() -> None:
     """Linear scaling: lr · N / B of the recipe, where N are the samples of the ranks that are left."""
     task = load_task(learning_rate=0.01, reference_batch=3)
-    rates: list[float] = []
 
-    def lose_csd1_in_the_second_step(total: np.ndarray, layout: Any) -> None:
-        rates.append(rate_of(task))
+    def lose_csd1_in_the_second_step(rates: list[float]) -> None:
         if len(rates) == 2:
             raise LinkLostError
 
-    with pytest.raises(LinkLostError):
-        run(task, PlayedGroup(task, add=lose_csd1_in_the_second_step))
-    assert rates == pytest.approx([0.01 * 9 / 3] * 2)
+    assert rates_of(task, lose_csd1_in_the_second_step) == pytest.approx([0.01 * 9 / 3] * 2)
     task.progress.regroup((0, 1))
-    run(task, PlayedGroup(task, add=lambda total, layout: rates.append(rate_of(task))))
-    assert len(rates) > 2
-    assert rates[2:] == pytest.approx([0.01 * 6 / 3] * len(rates[2:]))
+    rates = rates_of(task)
+    assert rates
+    assert rates == pytest.approx([0.01 * 6 / 3] * len(rates))
 
 
 def test_learning_rate_does_not_fall_in_a_last_step_that_has_fewer_samples() -> None:
     """Such a step takes the mean of fewer samples, at the rate of the whole epoch."""
     task = load_task(learning_rate=0.01, reference_batch=3)
     task.progress.change_batch_sizes({0: 6, 1: 3, 2: 4})
-    rates, samples = [], []
-
-    def note(total: np.ndarray, layout: Any) -> None:
-        rates.append(rate_of(task))
-        samples.append(task.progress.global_samples)
-
-    run(task, PlayedGroup(task, add=note))
+    samples: list[int] = []
+    rates = rates_of(task, lambda _: samples.append(task.progress.global_samples))
     assert samples == [13, 5]
     assert rates == pytest.approx([0.01 * 13 / 3] * 2)
 
@@ -210,18 +217,14 @@ def test_learning_rate_follows_a_schedule_over_the_steps_of_all_epochs() -> None
     halving = keras.optimizers.schedules.ExponentialDecay(0.08, 1, 0.5)
     schedule = json.dumps(keras.optimizers.schedules.serialize(halving))
     task = load_task(learning_rate=0.08, reference_batch=9, epochs=2, schedule=schedule)
-    rates: list[float] = []
-    run(task, PlayedGroup(task, add=lambda total, layout: rates.append(rate_of(task))))
-    assert rates == pytest.approx([0.08, 0.04, 0.02, 0.01])
+    assert rates_of(task) == pytest.approx([0.08, 0.04, 0.02, 0.01])
 
 
 def test_learning_rate_is_reduced_from_the_epoch_on_that_follows_a_plateau() -> None:
     plateau = ReduceOnPlateau("loss", patience=1, factor=0.5, min_delta=1e9)
     task = load_task(learning_rate=0.01, reference_batch=9, epochs=4, reduce_on_plateau=plateau)
-    rates: list[float] = []
-    run(task, PlayedGroup(task, add=lambda total, layout: rates.append(rate_of(task))))
     factors = [1.0, 1.0, 0.5, 0.25]
-    assert rates == pytest.approx([0.01 * factor for factor in factors for _ in range(NUM_STEPS)])
+    assert rates_of(task) == pytest.approx([0.01 * factor for factor in factors for _ in range(NUM_STEPS)])
 
 
 def test_epoch_is_not_ended_twice_when_a_run_continues_from_its_checkpoint(tmp_path: Path) -> None:
@@ -244,7 +247,7 @@ def test_run_that_is_stopped_within_an_epoch_continues_from_there(tmp_path: Path
     task = load_task(directory=tmp_path)
     stopping: Any = SimpleNamespace(is_stopping=True, is_pausing=False)
     task.orders = stopping
-    assert run(task, PlayedGroup(task)).reason == STOPPED
+    assert run(task, PlayedGroup(task)) == STOPPED
     again = load_task(directory=tmp_path)
     assert again.progress.position == task.progress.position
     assert again.progress.position.step == 1
@@ -289,7 +292,7 @@ def test_best_model_is_that_of_the_epoch_with_the_best_validation(
 def test_run_ends_after_the_steps_that_it_may_take_in_all_epochs() -> None:
     task = load_task(epochs=3)
     task.spec = dataclasses.replace(task.spec, max_steps=NUM_STEPS + 1)
-    assert run(task, PlayedGroup(task)).reason == MAX_STEPS
+    assert run(task, PlayedGroup(task)) == MAX_STEPS
     assert task.progress.position.total_steps == NUM_STEPS + 1
 
 
@@ -396,19 +399,9 @@ def change_stop(total: np.ndarray, layout: Any) -> None:
     total[layout.stop] = 1
 
 
-@pytest.mark.parametrize("add", [change_count, change_stop])
-def test_sum_that_cannot_be_is_not_applied(add: Callable[[np.ndarray, Any], None]) -> None:
-    task = load_task()
-    before = weights_of(task)
-    with pytest.raises(WorkerError, match="the sum over the ranks is of .* samples, expected 9") as raised:
-        run(task, PlayedGroup(task, add=add))
-    assert "--collective star" in raised.value.remedy
-    assert_nothing_applied(task, before)
-
-
 def test_other_ranks_do_what_rank_0_asks_and_refuse_a_wrong_count() -> None:
     task = load_task(rank=1)
-    assert run(task, PlayedGroup(task, rank=1, add=change_stop)).reason == STOPPED
+    assert run(task, PlayedGroup(task, rank=1, add=change_stop)) == STOPPED
     task = load_task(rank=1)
     with pytest.raises(WorkerError, match="the sum over the ranks is of 10 samples, expected 9"):
         run(task, PlayedGroup(task, rank=1, add=change_count))
@@ -421,22 +414,31 @@ def without_number(value: float) -> Callable[[np.ndarray, Any], None]:
     return change
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_rank_whose_gradient_is_not_finite_is_at_fault(value: float) -> None:
-    task = load_task()
-    before = weights_of(task)
-    with pytest.raises(PeerFaultError, match="rank 1 sent a gradient that is not finite") as raised:
-        run(task, PlayedGroup(task, add=without_number(value), not_finite=(1,)))
-    assert raised.value.rank == 1
-    assert_nothing_applied(task, before)
+WRONG_SUM = r"the sum over the ranks is of \d+ samples, expected 9"
+NOT_FINITE = "rank 1 sent a gradient that is not finite"
+NOT_APPLIED: dict[str, tuple[Any, tuple[int, ...], type[Exception], str, str]] = {
+    "another count": (change_count, (), WorkerError, WRONG_SUM, "--collective star"),
+    "a stop": (change_stop, (), WorkerError, WRONG_SUM, "--collective star"),
+    "nan": (without_number(np.nan), (1,), PeerFaultError, NOT_FINITE, ""),
+    "infinity": (without_number(np.inf), (1,), PeerFaultError, NOT_FINITE, ""),
+    "most ranks": (
+        *(without_number(np.nan), (1, 2), WorkerError),
+        "the gradient overflowed in epoch 1, step 1",
+        "learning_rate",
+    ),
+}
 
 
-def test_gradient_that_is_not_finite_on_most_ranks_is_a_training_that_diverges() -> None:
+@pytest.mark.parametrize("case", NOT_APPLIED)
+def test_sum_that_cannot_be_is_not_applied(case: str) -> None:
+    """One rank whose gradient is not finite is at fault; of most ranks, the training diverges."""
+    add, not_finite, kind, message, remedy = NOT_APPLIED[case]
     task = load_task()
     before = weights_of(task)
-    with pytest.raises(WorkerError, match="the gradient overflowed in epoch 1, step 1") as raised:
-        run(task, PlayedGroup(task, add=without_number(np.nan), not_finite=(1, 2)))
-    assert "learning_rate" in raised.value.remedy
+    with pytest.raises(kind, match=message) as raised:
+        run(task, PlayedGroup(task, add=add, not_finite=not_finite))
+    assert remedy in getattr(raised.value, "remedy", "")
+    assert getattr(raised.value, "rank", 1) == 1
     assert_nothing_applied(task, before)
 
 
@@ -482,18 +484,20 @@ def with_other_weights(*ranks: int) -> Callable[[int, Any], Any]:
     return answer
 
 
-def test_rank_with_other_weights_is_at_fault() -> None:
+@pytest.mark.parametrize(
+    ("ranks", "kind", "message"),
+    [
+        ((2,), PeerFaultError, "rank 2 has other weights than rank 0 after epoch 1"),
+        ((1, 2), WorkerError, "the weights of csd0, csd1 differ from rank 0's"),
+    ],
+)
+def test_rank_with_other_weights_is_at_fault_and_most_of_them_end_the_run(
+    ranks: tuple[int, ...], kind: type[Exception], message: str
+) -> None:
     task = load_task()
-    with pytest.raises(PeerFaultError, match="rank 2 has other weights than rank 0 after epoch 1") as raised:
-        run(task, PlayedGroup(task, answer=with_other_weights(2)))
-    assert raised.value.rank == 2
-    assert task.progress.position.epoch == 1
-
-
-def test_run_ends_when_most_ranks_have_other_weights() -> None:
-    task = load_task()
-    with pytest.raises(WorkerError, match="the weights of csd0, csd1 differ from rank 0's"):
-        run(task, PlayedGroup(task, answer=with_other_weights(1, 2)))
+    with pytest.raises(kind, match=message) as raised:
+        run(task, PlayedGroup(task, answer=with_other_weights(*ranks)))
+    assert getattr(raised.value, "rank", 2) == 2
     assert task.progress.position.epoch == 1
 
 
@@ -530,10 +534,10 @@ def hash_of_a_run_alone(noise: Noise | None) -> str:
     keras = load_backend()[1]
     recipe = compile_model(dense(keras), dataclasses.replace(SQUARES, epochs=1), keras)
     spec = RunSpec("run", "", "", recipe, (me,), None, None, "", num_checkpoints=0, noise=noise)
-    task = PrivateTrain(TaskContext(spec, me, RunProgress(spec), Reporter(spec, me), NO_ORDERS))
+    task = PrivateTrain(TaskContext(spec, me, RunProgress(spec), Reporter(me), NO_ORDERS))
     task.load()
     task.progress.regroup((0,))
-    task.run(Group(1, (0,), SoloCommunicator(np.zeros(task.num_elements, np.float32))))
+    task.run(Group(1, (0,), Communicator(np.zeros(task.num_elements, np.float32))))
     assert task.step.has_noise is (noise is not None)
     return hash_weights(task.step.model)
 

@@ -14,12 +14,12 @@ import pytest
 
 from csdctl.worker.compute.backend import load_backend
 from csdctl.worker.compute.step import Step
+from csdctl.worker.group.values import decode_value, encode_value
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.events import Verified, event_from_line
 from csdctl.worker.protocol.run_spec import RankSpec, RunSpec, Runtime
-from csdctl.worker.tasks.progress import RunProgress
+from csdctl.worker.tasks.progress import Reporter, RunProgress
 from csdctl.worker.tasks.reference import Reference, Snapshot, compute_type
-from csdctl.worker.tasks.reporter import Reporter
 from csdctl.worker.tasks.task import Group, TaskContext
 from csdctl.worker.tasks.verify import MAX_SAMPLES, Verify, draw_samples
 from csdctl.workflows.train.verify import Verdict, judge
@@ -43,12 +43,6 @@ pytestmark = [
 Vectors = dict[str, np.ndarray]
 """What other_ranks_program.py saved for a row."""
 NODES = ["host", "csd0", "csd1"]
-FURTHER_ROWS = (
-    *("batch norm frozen", "attention", "MobileNetV3Small", "float16 attention"),
-    *("bfloat16 batch norm", "bfloat16 regularized", "bfloat16 transformer", "bfloat16 LSTM"),
-    "coupled loss, masked",
-)
-"""Models whose layers and types are in other rows, too."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,8 +137,8 @@ class PlayedGroup:
             self._sent, _ = self._sent_in(dtype)
         return content
 
-    def allgather(self, value: Any, check: Callable[[Any], Any]) -> list[Any]:
-        return [check(value)] * self.size
+    def allgather(self, value: Any, hint: Any) -> list[Any]:
+        return [decode_value(hint, encode_value(value))] * self.size
 
     def _sent_in(self, dtype: str) -> tuple[list[np.ndarray], Vectors]:
         saved = {
@@ -224,10 +218,20 @@ def load_task(row: Row, kind: type[Step] = Step) -> Verify:
     spec = RunSpec("verify-matrix", "", "", recipe, ranks, None, None, "")
     no_orders: Any = None
     step = make_step(row, *load_backend(), kind)
-    context = TaskContext(spec, ranks[0], RunProgress(spec), Reporter(spec, ranks[0]), no_orders, step)
+    context = TaskContext(spec, ranks[0], RunProgress(spec), Reporter(ranks[0]), no_orders, step)
     task = RowVerify(context, row)
     task.load()
     return task
+
+
+def verify(task: Verify, engine: Engine, saved: Vectors, passes: list[str], capsys: Any) -> Verified:
+    """Run the task with other ranks whose vectors are `saved`; return what it reports."""
+    capsys.readouterr()
+    played: Any = PlayedGroup(engine, saved, passes, task.num_elements)
+    task.run(Group(1, tuple(range(len(SIZES))), played))
+    verified = event_from_line(capsys.readouterr().out.strip())
+    assert isinstance(verified, Verified)
+    return verified
 
 
 @pytest.fixture(scope="module")
@@ -282,26 +286,21 @@ def test_model_that_cannot_be_computed_in_a_finer_type_is_not_called_equal(
     task = load_task(
         Row(with_fixed_types("float32"), *(ROWS["steep"].samples, ROWS["steep"].labels), SQUARES)
     )
-    played: Any = PlayedGroup(Engine(), vectors_of(task, "float32"), ["float32"] * 2, task.num_elements)
-    capsys.readouterr()
-    task.run(Group(1, tuple(range(len(SIZES))), played))
-    verified = event_from_line(capsys.readouterr().out.strip())
-    assert isinstance(verified, Verified)
+    verified = verify(task, Engine(), vectors_of(task, "float32"), ["float32"] * 2, capsys)
     verdict = judge(verified, NODES)
     assert not verdict.is_equal
     assert "nothing can be said about host, csd0, csd1: rounding in float32" in verdict.text
 
 
-def test_model_that_computes_in_16_bits_only_is_refused() -> None:
+def test_model_that_computes_in_16_bits_only_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     row = Row(
         with_fixed_types("float16"), ROWS["steep"].samples, ROWS["steep"].labels, SQUARES, "mixed_float16"
     )
     task = load_task(row)
-    played: Any = PlayedGroup(Engine(), vectors_of(task, "float16"), ["float16"], task.num_elements)
     with pytest.raises(
         WorkerError, match="hides a sample, and the model cannot be computed in float32"
     ) as caught:
-        task.run(Group(1, tuple(range(len(SIZES))), played))
+        verify(task, Engine(), vectors_of(task, "float16"), ["float16"], capsys)
     assert "self.compute_dtype" in caught.value.remedy
 
 
@@ -318,23 +317,13 @@ def test_step_that_is_wrong_on_host_and_ranks_alike_is_not_taken_for_a_coupled_m
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     task = load_task(ROWS["attention"], PlainMeanStep)
-    played: Any = PlayedGroup(Engine(), vectors_of(task, "float32"), ["float32"] * 2, task.num_elements)
-    capsys.readouterr()
-    task.run(Group(1, tuple(range(len(SIZES))), played))
-    verified = event_from_line(capsys.readouterr().out.strip())
-    assert isinstance(verified, Verified)
+    verified = verify(task, Engine(), vectors_of(task, "float32"), ["float32"] * 2, capsys)
     verdict = judge(verified, NODES)
     assert not verdict.is_equal
     assert "one batch of all samples has another gradient" in verdict.text
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *(name for name in ROWS if name not in FURTHER_ROWS),
-        *(pytest.param(name, marks=pytest.mark.thorough) for name in FURTHER_ROWS),
-    ],
-)
+@pytest.mark.parametrize("name", ROWS)
 def test_right_engine_passes_and_every_wrong_one_fails(
     name: str, other_ranks: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -342,26 +331,17 @@ def test_right_engine_passes_and_every_wrong_one_fails(
     task = load_task(row)
     start = Snapshot(task.step.state)
 
-    def verify(engine: Engine) -> tuple[Verified, Verdict]:
+    def judged(engine: Engine) -> tuple[Verified, Verdict]:
         start.restore()
-        capsys.readouterr()
-        played: Any = PlayedGroup(engine, saved, passes_of(row), task.num_elements)
-        task.run(Group(1, tuple(range(len(SIZES))), played))
-        verified = event_from_line(capsys.readouterr().out.strip())
-        assert isinstance(verified, Verified)
+        verified = verify(task, engine, saved, passes_of(row), capsys)
         return verified, judge(verified, NODES)
 
-    verified, verdict = verify(Engine())
+    verified, verdict = judged(Engine())
     wrong = dict(WRONG_ENGINES)
     if verified.not_one_batch and "random" in verified.not_one_batch[0]:
         wrong["another rank's random states"] = OTHER_STATES
-    missed = [engine for engine in wrong if verify(wrong[engine])[1].is_equal]
-    print(f"{name} [{verified.dtype}, compared in {verified.compared_in}]: {verdict.text}")
-    for rank in verified.of_ranks:
-        told = f"{rank.difference / rank.spread:.2f} spreads of {rank.spread:.1e}"
-        print(f"  differs by {rank.difference:.1e}, {told}; one sample {rank.one_sample:.1e}")
-    print(f"  sum {verified.sum_difference:.1e} of {verified.sum_rounding:.1e}")
-    print(f"  one batch: {verified.one_batch}, {verified.not_one_batch}")
+    missed = [engine for engine in wrong if judged(wrong[engine])[1].is_equal]
+    print(f"{name}: {verdict.text}; {verified}")
     assert verdict.is_equal, verdict.text
     assert not missed
     assert verified.compared_in == row.compared_in

@@ -19,7 +19,7 @@ from csdctl.fleet.model import HOST_NAME, Fleet, Node
 from csdctl.job.model import load_job
 from csdctl.shipping.store import hash_file, store_bytes
 from csdctl.worker.data.prepared import rows_of
-from csdctl.worker.ingest.gather import send
+from csdctl.worker.ingest.extract import send
 from csdctl.worker.protocol.datasets import DatasetInfo, PrepareProgress
 from csdctl.worker.protocol.features import SOFTMAX, Extracted, ExtractSpec, ResultRule, SendSpec
 from csdctl.worker.protocol.json_codec import (

@@ -1,45 +1,62 @@
-"""The user's own function: what it may return, and that it cannot leak private data."""
+"""The user's own function: what it may return, as users give it to Keras' fit, and that nothing leaks."""
 
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from csdctl.worker.data.arrays import open_arrays
+from csdctl.shipping.worker_zip import pack_code
 from csdctl.worker.ingest.prepare import prepare
+from csdctl.worker.ingest.sources.source import IngestLimits
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.datasets import DatasetInfo, ImageRule, PrepareSpec
-from csdctl.worker.protocol.json_codec import to_json
+from csdctl.worker.protocol.json_codec import ANSWER_PREFIX, from_json, to_json
+from csdctl.worker.protocol.run_spec import UserCode
+from tests.unit.worker.ingest.prepared_data import (
+    SECRET,
+    InterruptionError,
+    arrays_of,
+    refusal,
+    spec_below,
+    stop_at,
+)
 
-SECRET = "patient-4711"
+Load = Callable[..., DatasetInfo]
+RUN = [sys.executable, "-m", "csdctl.worker", "prepare"]
 
 
 @pytest.fixture
 def spec(tmp_path: Path) -> PrepareSpec:
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / f"{SECRET}.bin").write_bytes(bytes(range(48)) * 5)
-    return PrepareSpec(
-        str(tmp_path / "data"),
-        str(tmp_path / "store"),
-        ImageRule((4, 4, 3)),
-        function=f"{tmp_path / 'my_data.py'}:load",
-        is_private=True,
-    )
+    spec = spec_below(tmp_path, function=f"{tmp_path / 'my_data.py'}:load")
+    Path(spec.source, f"{SECRET}.bin").write_bytes(bytes(range(48)) * 5)
+    return spec
 
 
-def write(spec: PrepareSpec, body: str) -> None:
-    text = f"import pathlib\nimport numpy as np\n\n\ndef load(path):\n    {body}\n"
+def write(spec: PrepareSpec, body: str, top: str = "") -> PrepareSpec:
+    """Write the function; `top` stands above it in its file."""
+    indented = "\n".join(f"    {line}" for line in body.splitlines())
+    text = f"{top}\nimport pathlib\nimport numpy as np\n\n\ndef load(path):\n{indented}\n"
     Path(spec.function.rpartition(":")[0]).write_text(text)
+    return spec
+
+
+@pytest.fixture
+def load(spec: PrepareSpec) -> Load:
+    """Prepare what a function returns."""
+    return lambda body, top="", **settings: prepare(replace(write(spec, body, top), **settings))
 
 
 READ = "raw = np.frombuffer(next(pathlib.Path(path).iterdir()).read_bytes(), np.uint8).reshape(5, 4, 4, 3); "
-
-
-def arrays(info: DatasetInfo) -> tuple[np.ndarray, np.ndarray]:
-    return open_arrays(f"{info.path}/images.npy", f"{info.path}/labels.npy")
+PICTURE = ImageRule((4, 4, 3))
+TF = "import tensorflow as tf"
+TWO = "x = {'b': np.arange(6.0).reshape(6, 1), 'a': np.arange(12).reshape(6, 2)}; y = np.arange(6) % 3\n"
+SLICES = "x = np.arange(40, dtype=np.float32).reshape(20, 2); y = np.arange(20) % 3\n"
+DATASET = "tf.data.Dataset.from_tensor_slices"
 
 
 @pytest.mark.parametrize(
@@ -51,67 +68,289 @@ def arrays(info: DatasetInfo) -> tuple[np.ndarray, np.ndarray]:
         "yield from zip(raw, range(5))",
     ],
 )
-def test_arrays_and_iterators_are_accepted(spec: PrepareSpec, statement: str) -> None:
-    write(spec, READ + statement)
-    images, labels = arrays(prepare(spec))
+def test_arrays_and_iterators_are_accepted(load: Load, statement: str) -> None:
+    images, labels = arrays_of(load(READ + statement, picture=PICTURE))
     assert images.shape == (5, 4, 4, 3)
     assert images[1, 0, 0].tolist() == [0, 1, 2]
     assert labels.tolist() == [0, 1, 2, 3, 4]
 
 
-def test_images_from_an_iterator_are_fitted(spec: PrepareSpec) -> None:
-    write(spec, "return ((np.full((n, 2 * n), 9, np.uint8), n) for n in range(1, 9))")
-    images, _ = arrays(prepare(spec))
-    assert images.shape == (8, 4, 4, 3)
+@pytest.mark.parametrize(
+    ("body", "inputs"),
+    [
+        ("return ((np.full((n, 2 * n), 9, np.uint8), n) for n in range(1, 9))", {}),
+        (
+            "return tf.data.Dataset.range(3, 7).map("
+            "lambda n: (tf.cast(tf.fill((n, 2 * n, 3), 9), tf.uint8), n))",
+            {"": (4, 4, 3)},
+        ),
+    ],
+)
+def test_pictures_of_any_size_are_fitted(load: Load, body: str, inputs: dict[str, Any]) -> None:
+    images, _ = arrays_of(load(body, TF, inputs=inputs, picture=PICTURE))
+    assert images.shape[1:] == (4, 4, 3)
     assert np.unique(images).tolist() == [9]
 
 
-def test_other_samples_are_unchanged(spec: PrepareSpec) -> None:
-    write(spec, "return ((np.full(3, n, np.float32), np.eye(2)[n % 2]) for n in range(4))")
-    info = prepare(spec)
+def test_other_samples_of_an_iterator_keep_shape_and_type(load: Load) -> None:
+    info = load("return ((np.full(3, n, np.float32), np.eye(2)[n % 2]) for n in range(4))", picture=PICTURE)
     assert (info.sample_shape, info.dtype, info.label_shape) == ((3,), "float32", (2,))
+    for shape in ((100, 1), (7, 3)):
+        info = load(f"return iter([(np.zeros({shape}, np.uint8), np.zeros({shape}))] * 3)")
+        assert (info.sample_shape, info.label_shape) == (shape, shape)
+    info = load("for n in range(5):\n    yield {'a': [n, 1.5], 'b': n}, n % 2, 0.5")
+    assert info.inputs == {"a": ("float32", (2,)), "b": ("int64", ())}
+    assert info.labels == {"label": ("int32", ()), "sample_weight": ("float32", ())}
+    assert arrays_of(info)[0]["a"][3].tolist() == [3, 1.5]
 
 
-def test_changed_function_changes_the_fingerprint(spec: PrepareSpec) -> None:
-    write(spec, READ + "return raw, np.arange(5)")
-    first = prepare(spec)
-    write(spec, READ + "return raw, np.arange(5)[::-1]")
-    assert prepare(spec).fingerprint != first.fingerprint
+class TestArrays:
+    @pytest.mark.parametrize(
+        ("returned", "names"),
+        [
+            ("x, y", ["b", "a"]),
+            ("tuple(x.values()), y", ["input_0", "input_1"]),
+            ("[*x.values()], y", ["input_0", "input_1"]),
+        ],
+    )
+    def test_several_inputs_are_fields(self, load: Load, returned: str, names: list[str]) -> None:
+        info = load(f"{TWO}return {returned}")
+        assert info.inputs == {names[0]: ("float32", (1,)), names[1]: ("int64", (2,))}
+        samples, labels = arrays_of(info)
+        assert samples[names[0]][:, 0].tolist() == [0, 1, 2, 3, 4, 5]
+        assert (labels.tolist(), info.max_label, info.max_values) == ([0, 1, 2] * 2, 2, {names[1]: 11})
+
+    def test_inputs_are_named_and_ordered_as_those_of_the_model(self, load: Load) -> None:
+        text = f"{TWO}x['text'] = np.array(['a'] * 6)\nreturn x, y"  # which the model does not take
+        assert list(load(text, inputs={"a": (2,), "b": (1,)}).inputs) == ["a", "b"]
+        for inputs, expected in (({"": (1,)}, ""), ({"b": (1,)}, "b"), ({}, "b")):
+            info = load("return {'b': np.zeros((6, 1))}, np.arange(6) % 3", inputs=inputs)
+            assert list(info.inputs) == [expected]
+        assert list(load("return np.zeros((6, 1)), np.zeros(6)", inputs={"b": (1,)}).inputs) == ["b"]
+
+    def test_several_outputs_are_fields_in_the_order_of_the_model(self, load: Load) -> None:
+        text = "return np.zeros((6, 2)), {'age': np.arange(6) / 2, 'kind': np.arange(6) % 2}"
+        info = load(text, outputs=("kind", "age"))
+        assert info.labels == {"kind": ("int32", ()), "age": ("float32", ())}
+        assert (info.max_labels, info.max_label) == ({"kind": 1}, -1)
+        assert arrays_of(info)[1]["age"].tolist() == [0, 0.5, 1, 1.5, 2, 2.5]
+        pair = load("return np.zeros((6, 2)), (np.zeros(6), np.zeros((6, 3)))", outputs=("kind", "age"))
+        assert list(pair.labels) == ["output_0", "output_1"]
+
+    def test_weights_are_the_last_field(self, load: Load) -> None:
+        info = load("return np.zeros((6, 2)), np.arange(6) % 2, np.arange(6)[:, None] / 4")
+        assert info.labels == {"label": ("int32", ()), "sample_weight": ("float32", ())}
+        assert arrays_of(info)[1]["sample_weight"].tolist() == [0, 0.25, 0.5, 0.75, 1, 1.25]
+        text = "return np.zeros((6, 2)), {'a': np.zeros(6), 'b': np.zeros(6)}, np.ones(6)"
+        assert list(load(text).labels) == ["a", "b", "sample_weight"]
+
+    @pytest.mark.parametrize(
+        "returned",
+        [
+            "np.zeros((6, 2))",
+            "{'a': np.zeros((6, 2))}",
+            "tf.zeros((6, 2))",
+            f"{DATASET}(np.zeros((6, 2)))",
+            f"{DATASET}({{'a': np.zeros((6, 2))}}).batch(4)",
+            "iter([{'a': np.zeros(2)}] * 6)",
+        ],
+    )
+    def test_samples_alone_have_labels_without_values(self, load: Load, returned: str) -> None:
+        info = load(f"return {returned}", TF, inputs={"": (2,)})
+        assert (info.num_samples, info.sample_shape, info.label_shape) == (6, (2,), (0,))
+        assert arrays_of(info)[1].shape == (6, 0)
+
+    def test_tensors_ragged_and_sparse_ones_too(self, load: Load) -> None:
+        text = (
+            "x = {'r': tf.ragged.constant([[1, 2, 3], [4]]), 's': tf.sparse.from_dense([[0, 5.0], [6, 0]])}"
+        )
+        info = load(f"{text}\nreturn x, tf.constant([0, 1])", TF)
+        samples, _ = arrays_of(info)
+        assert samples["r"].tolist() == [[1, 2, 3], [4, 0, 0]]
+        assert samples["s"].tolist() == [[0, 5], [6, 0]]
+        assert info.padded == {"r": (3,)}
 
 
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        ("raise ValueError(str(list(pathlib.Path(path).iterdir())))", "load fails: ValueError$"),
-        ("raise SystemExit('x')", "load fails: SystemExit$"),
-        ("return 7", "load returned a int"),
-        ("return iter([1, 2])", "not \\(sample, label\\)"),
-        ("return iter([])", "no usable samples"),
-        ("return np.zeros((0, 4, 4, 3)), np.zeros(0)", "is empty"),
-        ("return np.zeros((3, 4)), np.zeros(2)", "3 samples but 2 labels"),
-        ("return iter([('a', 1)])", "returned text or Python objects"),
-        ("return iter([(np.zeros(3), 1), (np.zeros(4), 1)])", "different shapes or types"),
-        ("yield np.zeros(3), 1; open(path)", "load fails: IsADirectoryError$"),
-    ],
+RAGGED = f"{DATASET}((tf.ragged.constant([[1], [2, 3, 4], [5, 6]]), [0, 1, 2]))"
+LISTS = (
+    "tf.data.Dataset.from_generator(lambda: iter([([1], 0), ([2, 3, 4], 1), ([5, 6], 2)]), "
+    "output_signature=(tf.TensorSpec((None,), tf.int32), tf.TensorSpec((), tf.int32)))"
 )
-def test_errors_do_not_contain_the_data(spec: PrepareSpec, body: str, message: str) -> None:
-    write(spec, body)
-    with pytest.raises(WorkerError, match=message) as raised:
-        prepare(spec)
-    assert raised.value.exit_code == 2
-    assert SECRET not in raised.value.message
 
 
-def test_missing_function_is_reported(spec: PrepareSpec) -> None:
-    write(spec, "return 7")
+class TestDatasets:
+    @pytest.mark.parametrize("calls", ["", ".batch(8)", ".batch(5, drop_remainder=True).cache()"])
+    def test_batched_or_not_gives_the_same(self, load: Load, calls: str) -> None:
+        info = load(f"{SLICES}return {DATASET}((x, y)){calls}", TF)
+        samples, labels = arrays_of(info)
+        assert np.array_equal(samples, np.arange(40, dtype=np.float32).reshape(20, 2))
+        assert labels.tolist() == [n % 3 for n in range(20)]
+        assert (info.dtype, info.label_dtype, info.num_samples) == ("float32", "int32", 20)
+
+    @pytest.mark.parametrize("calls", ["", ".batch(8)"])
+    def test_columns_of_a_table_as_named_inputs(self, load: Load, calls: str) -> None:
+        text = f"{TWO}return {DATASET}((dict(b=x['b'][:, 0]), y)){calls}"
+        info = load(text, TF, inputs={"b": (1,)})
+        assert info.inputs == {"b": ("float32", ())}
+        assert arrays_of(info)[0]["b"].tolist() == [0, 1, 2, 3, 4, 5]
+
+    @pytest.mark.parametrize("calls", ["", ".batch(2, drop_remainder=True)"])
+    def test_as_many_labels_as_values_are_no_batch(self, load: Load, calls: str) -> None:
+        text = f"return {DATASET}((np.zeros((6, 3)), np.eye(6)[:, :3])){calls}"
+        info = load(text, TF, inputs={"": (3,)})
+        assert (info.num_samples, info.sample_shape, info.label_shape) == (6, (3,), (3,))
+
+    def test_inputs_outputs_weights_and_masks(self, load: Load) -> None:
+        text = (
+            "x = {'a': np.zeros((6, 2)), 'b': np.zeros((6, 3), np.int64)}\n"
+            "y = {'u': np.arange(6) % 2, 'v': np.ones((6, 4))}\n"
+            f"return {DATASET}((x, y, np.ones(6))).batch(4)"
+        )
+        info = load(text, TF, outputs=("v", "u"))
+        assert info.inputs == {"a": ("float32", (2,)), "b": ("int64", (3,))}
+        assert list(info.labels) == ["v", "u", "sample_weight"]
+        text = f"return {DATASET}((np.zeros((6, 4, 4, 3)), np.full((6, 4, 4, 1), 2))).batch(4)"
+        info = load(text, TF, inputs={"": (4, 4, 3)})
+        assert (info.sample_shape, info.label_shape, info.max_label) == ((4, 4, 3), (4, 4, 1), 2)
+
+    @pytest.mark.parametrize("dataset", [RAGGED, f"{RAGGED}.batch(2)", LISTS, f"{LISTS}.padded_batch(1)"])
+    def test_sequences_are_padded_to_the_longest_or_to_the_model(self, load: Load, dataset: str) -> None:
+        for inputs, length in (({}, 3), ({"": (0,)}, 3), ({"": (5,)}, 5)):
+            info = load(f"return {dataset}", TF, inputs=inputs)
+            assert arrays_of(info)[0][:, :3].tolist() == [[1, 0, 0], [2, 3, 4], [5, 6, 0]]
+            assert (info.sample_shape, info.padded) == ((length,), {"samples": (length,)})
+        with pytest.raises(WorkerError, match=r"of shape \(3,\), longer than \(2,\)") as raised:
+            load(f"return {dataset}", TF, inputs={"": (2,)})
+        assert "padded_batch" in raised.value.remedy
+
+    def test_shuffled_data_is_the_same_every_time(self, load: Load, spec: PrepareSpec) -> None:
+        text = f"{SLICES}return {DATASET}((x, y)).shuffle(20).batch(8)"
+        orders = [arrays_of(load(text, TF, store=f"{spec.store}-{n}"))[1].tolist() for n in range(2)]
+        assert orders[0] == orders[1]
+
+    @pytest.mark.parametrize("calls", ["", ".batch(16)"])
+    def test_interrupted_call_resumes(self, load: Load, spec: PrepareSpec, calls: str) -> None:
+        whole = arrays_of(load(f"{SLICES}return {DATASET}((x, y)){calls}", TF))
+        stopping = replace(spec, store=f"{spec.store}-2")
+        limits = IngestLimits(block_samples=4, sync_interval_s=0)
+        with pytest.raises(InterruptionError):
+            prepare(stopping, limits=limits, on_progress=stop_at(4))
+        seen: list[int] = []
+        again = arrays_of(prepare(stopping, on_progress=lambda progress: seen.append(progress.num_done)))
+        assert seen[0] >= 4
+        assert all(np.array_equal(*pair) for pair in zip(whole, again, strict=True))
+
+
+BATCHES = """
+import keras
+
+
+class Batches(keras.utils.PyDataset):
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, number):
+        size = number + 2
+        return {"a": np.full((size, 1), number), "b": np.ones((size, size))}, np.full(size, number)
+"""
+
+
+def test_batches_of_a_py_dataset_are_read_in_order(load: Load) -> None:
+    info = load("return Batches()", BATCHES, inputs={"a": (1,)})
+    assert arrays_of(info)[1].tolist() == [0, 0, 1, 1, 1, 2, 2, 2, 2]
+    info = load("return Batches()", BATCHES, inputs={"a": (1,), "b": (0,)})
+    assert info.padded == {"b": (4,)}
+    assert arrays_of(info)[0]["b"][0].tolist() == [1, 1, 0, 0]
+
+
+REFUSALS = [
+    ("np.array(['a', 'b']), np.zeros(2)", "returned text or Python objects$", "TextVectorization"),
+    ("{'t': np.array(['a', 'b'])}, np.zeros(2)", "text or Python objects as t$", "StringLook"),
+    ("np.array([[1], [1, 2]], object), np.zeros(2)", "text or Python objects$", "pad_sequences"),
+    ("[[1], [1, 2]], np.zeros(2)", "lists of different lengths$", "pad_sequences"),
+    ("np.zeros((2, 1)), np.zeros(2), np.ones((2, 5))", "not one number for each sample", "shape (n,)"),
+    ("np.zeros((2, 1)), np.zeros(2), {'a': 1, 'b': 2}", "weights for each output", "weigh losses"),
+    ("{'a': {'b': 1}}, np.zeros(2)", "returned nested structures", "one array"),
+    ("{1: np.zeros(2)}, np.zeros(2)", "returned the name '1'", "ASCII"),
+    ("{'ä': np.zeros(2)}, np.zeros(2)", "returned the name 'ä'", "ASCII"),
+    ("np.zeros(2), {'sample_weight': np.zeros(2), 'b': np.ones(2)}", "an output with the name", "ren"),
+    ("np.zeros(2, complex), np.zeros(2)", "returned values of type complex128", "numbers"),
+    ("{'a': np.zeros(2), 'b': np.zeros(3)}, np.zeros(2)", r"lengths: a \(2,\), b \(3,\)", "expected"),
+    (
+        "(np.zeros((6, 1)), np.zeros(6)), (np.zeros((2, 1)), np.zeros(2))",
+        r"different lengths, as \(train, test\) of load_data\(\) has",
+        "a function for each",
+    ),
+    ("np.zeros(2),", "returned 1 values", "expected"),
+    ("{f'a_longer_name_{n}': np.zeros(2) for n in range(2000)}, np.zeros(2)", "too many inputs .*2,000", ""),
+    (f"{DATASET}((x, y)).repeat()", "without an end", "repeat()"),
+    (f"{DATASET}((x, y, y, y))", r"elements are not samples or \(samples, labels\)", "map()"),
+    (f"{DATASET}((['a', 'b'], [0, 1]))", "text or Python objects", "TextVectorization"),
+    (
+        "tf.data.Dataset.from_generator(lambda: iter([([1], 0)]), output_types=(tf.int32, tf.int32))",
+        "without a known rank",
+        "ensure_shape",
+    ),
+    (
+        f"{DATASET}((x, y)).map(lambda a, b: (tf.debugging.check_numerics(a / 0, ''), b))",
+        "load fails: InvalidArgumentError",
+        "fix",
+    ),
+    (f"({DATASET}(x), {DATASET}(y))", "returned several data sets", "one"),
+    ("(setattr(Batches, 'num_batches', None), Batches())[1]", "a PyDataset without an end", "__len__"),
+    ("7", "load returned a int", ""),
+    ("iter([1, 2])", r"not \(sample, label\)", ""),
+    ("iter([])", "no usable samples", ""),
+    ("np.zeros((0, 4, 4, 3)), np.zeros(0)", "is empty", ""),
+    ("np.zeros((3, 4)), np.zeros(2)", "3 samples but 2 labels", ""),
+    ("iter([('a', 1)])", "returned text or Python objects", ""),
+    ("iter([(np.zeros(3), 1), (np.zeros(4), 1)])", "different shapes or types", ""),
+    ("open(path)", "load fails: IsADirectoryError$", ""),
+    ("int(str(list(pathlib.Path(path).iterdir())))", "load fails: ValueError$", ""),
+    ("exit('x')", "load fails: SystemExit$", ""),
+]
+
+
+@pytest.mark.parametrize(("returned", "message", "remedy"), REFUSALS)
+def test_anything_else_is_refused_with_a_remedy_and_without_data(
+    spec: PrepareSpec, returned: str, message: str, remedy: str
+) -> None:
+    spec = write(replace(spec, is_private=True), f"{SLICES}return {returned}", f"{TF}\n{BATCHES}")
+    assert remedy in refusal(spec, message)
+
+
+def test_missing_function_and_errors_of_public_data_are_complete(spec: PrepareSpec, load: Load) -> None:
+    with pytest.raises(WorkerError, match="ValueError: column 3 is missing"):
+        load("raise ValueError('column 3 is missing')")
     with pytest.raises(WorkerError, match="other fails: AttributeError"):
         prepare(replace(spec, function=spec.function.replace(":load", ":other")))
 
 
-def test_errors_of_public_data_are_complete(spec: PrepareSpec) -> None:
-    write(spec, "raise ValueError('column 3 is missing')")
-    with pytest.raises(WorkerError, match="ValueError: column 3 is missing"):
-        prepare(replace(spec, is_private=False))
+def test_changed_function_changes_the_fingerprint(load: Load) -> None:
+    infos = [load(f"return np.zeros((5, 2)), np.arange(5){order}") for order in ("", "[::-1]")]
+    assert infos[0].fingerprint != infos[1].fingerprint
+
+
+def test_modules_of_the_job_are_importable_if_they_are_what_was_sent(load: Load, tmp_path: Path) -> None:
+    (tmp_path / "own_helper_a.py").write_text("from own_helper_b import COUNT\n")
+    (tmp_path / "own_helper_b.py").write_text("COUNT = 4\n")
+    (tmp_path / "code.zip").write_bytes(
+        pack_code([tmp_path / "own_helper_a.py", tmp_path / "own_helper_b.py"])
+    )
+    call = ("return np.zeros((COUNT, 2)), np.zeros(COUNT)", "from own_helper_a import COUNT")
+    with pytest.raises(WorkerError, match="ModuleNotFoundError") as raised:
+        load(*call)
+    assert "`code` of job.yaml" in raised.value.remedy
+    assert load(*call, code=UserCode(str(tmp_path / "code.zip"), ())).num_samples == 4
+    changed = (tmp_path / "code.zip").rename(tmp_path / f"{'0' * 64}.zip")
+    with pytest.raises(WorkerError, match="is not what csdctl sent"):
+        load(*call, code=UserCode(str(changed), ()))
+
+
+def test_dataclasses_with_written_types_work(load: Load) -> None:
+    top = "from __future__ import annotations\nfrom dataclasses import dataclass\n\n"
+    top += "@dataclass\nclass A:\n    n: int"
+    assert load("return np.zeros((A(3).n, 2)), np.zeros(3)", top).num_samples == 3
 
 
 @pytest.mark.parametrize("end", ["return raw, np.arange(5)", "raise ValueError(SECRET)", "os._exit(3)"])
@@ -121,14 +360,20 @@ def test_its_output_does_not_leave_the_worker(spec: PrepareSpec, end: str) -> No
         "os.write(1, SECRET.encode()); os.write(2, SECRET.encode()); os.system('ls ' + path); "
         "warnings.warn(SECRET); "
     )
-    write(spec, loud + READ + end)
-    done = subprocess.run(
-        [sys.executable, "-m", "csdctl.worker", "prepare"],
-        input=to_json(spec) + "\n",
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    spec = write(replace(spec, is_private=True), loud + READ + end)
+    done = subprocess.run(RUN, input=to_json(spec) + "\n", capture_output=True, text=True, check=False)
     assert SECRET not in done.stdout + done.stderr
     assert [line.split()[0] for line in done.stdout.splitlines()][-1:] in (["@csdctl-answer"], [])
     assert done.returncode == {"return": 0, "raise ": 2, "os._ex": 3}[end[:6]]
+
+
+@pytest.mark.parametrize("top", [TF, "from keras import ops\nimport tensorflow as tf; tf.zeros((2, 2))"])
+def test_worker_sets_threads_before_the_users_tensorflow_starts(spec: PrepareSpec, top: str) -> None:
+    """Pictures are decoded with TensorFlow, after the function has started it."""
+    body = "import tensorflow as tf; tf.zeros((2, 2)) + 1\n"
+    spec = replace(write(spec, f"{body}return iter([(np.zeros((5, 5, 3), np.uint8), 1)] * 4)", top))
+    request = to_json(replace(spec, picture=PICTURE)) + "\n"
+    done = subprocess.run(RUN, input=request, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    answer = from_json(DatasetInfo, done.stdout.splitlines()[-1].removeprefix(ANSWER_PREFIX))
+    assert (answer.num_samples, answer.sample_shape) == (4, (4, 4, 3))

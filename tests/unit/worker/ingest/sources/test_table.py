@@ -6,25 +6,27 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from csdctl.worker.data.arrays import open_arrays
 from csdctl.worker.ingest.prepare import prepare
 from csdctl.worker.ingest.sources.source import IngestLimits
 from csdctl.worker.process.errors import WorkerError
-from csdctl.worker.protocol.datasets import DatasetInfo, PrepareProgress, PrepareSpec, TableSchema
+from csdctl.worker.protocol.datasets import PrepareSpec, TableSchema
+from tests.unit.worker.ingest.prepared_data import (
+    SECRET,
+    InterruptionError,
+    arrays_of,
+    refusal,
+    spec_below,
+    stop_at,
+)
 
 TABLE = "id,age,pulse,name,target,weight\n1,63,150.5,ann,1,0.5\n2,37,187,bob,0,2\n3,41,172,eve,1,1\n"
 
 
 @pytest.fixture
 def spec(tmp_path: Path) -> PrepareSpec:
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "patients-4711.csv").write_text(TABLE)
-    table = TableSchema(("target",), "", ("id", "name", "weight"))
-    return PrepareSpec(str(tmp_path / "data"), str(tmp_path / "store"), table=table)
-
-
-def arrays(info: DatasetInfo) -> tuple[np.ndarray, np.ndarray]:
-    return open_arrays(f"{info.path}/images.npy", f"{info.path}/labels.npy")
+    spec = spec_below(tmp_path, table=TableSchema(("target",), "", ("id", "name", "weight")))
+    Path(spec.source, f"{SECRET}.csv").write_text(TABLE)
+    return spec
 
 
 def file_of(spec: PrepareSpec) -> Path:
@@ -33,7 +35,7 @@ def file_of(spec: PrepareSpec) -> Path:
 
 def test_columns_become_one_vector(spec: PrepareSpec) -> None:
     info = prepare(spec)
-    samples, labels = arrays(info)
+    samples, labels = arrays_of(info)
     assert samples.tolist() == [[63, 150.5], [37, 187], [41, 172]]
     assert (samples.dtype, labels.dtype) == (np.float32, np.int32)
     assert (labels.tolist(), info.max_label) == ([1, 0, 1], 1)
@@ -44,7 +46,7 @@ def test_columns_become_the_inputs_that_are_named_after_them(spec: PrepareSpec) 
     table = replace(spec.table or TableSchema(()), dropped=())
     info = prepare(replace(spec, table=table, inputs={"pulse": (1,), "age": ()}))
     assert info.inputs == {"pulse": ("float32", (1,)), "age": ("float32", ())}
-    assert arrays(info)[0]["age"].tolist() == [63, 37, 41]
+    assert arrays_of(info)[0]["age"].tolist() == [63, 37, 41]
 
 
 def test_labels_of_several_columns_and_weights(spec: PrepareSpec) -> None:
@@ -55,27 +57,23 @@ def test_labels_of_several_columns_and_weights(spec: PrepareSpec) -> None:
         "target": ("int32", ()),
         "sample_weight": ("float32", ()),
     }
-    assert arrays(info)[1]["sample_weight"].tolist() == [0.5, 2, 1]
+    assert arrays_of(info)[1]["sample_weight"].tolist() == [0.5, 2, 1]
     info = prepare(replace(spec, table=table))
     assert info.labels == {"label": ("float32", (2,)), "sample_weight": ("float32", ())}
-    assert arrays(info)[1]["label"][0].tolist() == [150.5, 1]
+    assert arrays_of(info)[1]["label"][0].tolist() == [150.5, 1]
 
 
 def test_folder_of_tables_is_read_in_order_of_the_names(spec: PrepareSpec) -> None:
     (Path(spec.source) / "later").mkdir()
     (Path(spec.source) / "later" / "b.CSV").write_text("\ufeff" + TABLE.splitlines()[0] + "\n\n4,1,2,x,7,1\n")
     info = prepare(spec)
-    assert arrays(info)[1].tolist() == [7, 1, 0, 1]
+    assert arrays_of(info)[1].tolist() == [7, 1, 0, 1]
 
 
 def test_interrupted_call_resumes(spec: PrepareSpec) -> None:
-    def stop(progress: PrepareProgress) -> None:
-        if progress.num_done == 1:
-            raise InterruptedError
-
-    with pytest.raises(InterruptedError):
-        prepare(spec, limits=IngestLimits(block_samples=1, sync_interval_s=0), on_progress=stop)
-    assert arrays(prepare(spec))[0].tolist() == [[63, 150.5], [37, 187], [41, 172]]
+    with pytest.raises(InterruptionError):
+        prepare(spec, limits=IngestLimits(block_samples=1, sync_interval_s=0), on_progress=stop_at(1))
+    assert arrays_of(prepare(spec))[0].tolist() == [[63, 150.5], [37, 187], [41, 172]]
 
 
 @pytest.mark.parametrize(
@@ -102,14 +100,9 @@ def test_anything_else_is_refused_with_a_remedy(
         prepare(replace(spec, table=table))
     assert remedy in raised.value.remedy
     assert raised.value.exit_code == 2
-    assert not any(secret in raised.value.message for secret in ("4711", "ann", "63"))
+    assert not any(secret in raised.value.message for secret in (SECRET, "ann", "63"))
 
 
-def test_input_without_a_column_is_refused(spec: PrepareSpec) -> None:
-    with pytest.raises(WorkerError, match="no column height for the model's inputs"):
-        prepare(replace(spec, inputs={"age": (1,), "height": (1,)}))
-
-
-def test_columns_of_private_tables_are_not_listed(spec: PrepareSpec) -> None:
-    with pytest.raises(WorkerError, match="has no column goal$"):
-        prepare(replace(spec, table=TableSchema(("goal",)), is_private=True))
+def test_columns_that_do_not_exist_are_named_and_those_of_private_tables_not(spec: PrepareSpec) -> None:
+    refusal(replace(spec, inputs={"age": (1,), "height": (1,)}), "no column height for the model's inputs")
+    refusal(replace(spec, table=TableSchema(("goal",)), is_private=True), "has no column goal$")

@@ -1,0 +1,105 @@
+"""What the tests of `prepare` and `extract` share: data, models, stores, interruptions, refusals."""
+
+import hashlib
+import resource
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from csdctl.worker.compute.model import save_weights
+from csdctl.worker.data.arrays import open_arrays
+from csdctl.worker.ingest.prepare import prepare
+from csdctl.worker.process.errors import WorkerError
+from csdctl.worker.protocol.datasets import DatasetInfo, PrepareProgress, PrepareSpec
+from csdctl.worker.protocol.features import ExtractSpec
+from csdctl.worker.protocol.run_spec import DatasetSlice, Prefix, Runtime
+from tests.unit.worker.compute.built_models import keras
+
+SECRET = "patient-4711"
+NUM_SAMPLES = 70
+
+
+class InterruptionError(Exception):
+    """Stands for a killed worker."""
+
+
+def stop_at(num_done: int) -> Callable[[PrepareProgress], None]:
+    """Return what interrupts a command as soon as it has done so much."""
+
+    def note(progress: PrepareProgress) -> None:
+        if progress.num_done >= num_done:
+            raise InterruptionError
+
+    return note
+
+
+def spec_below(directory: Path, **settings: Any) -> PrepareSpec:
+    """Return a request for data that is to be put below `directory`."""
+    (directory / "data").mkdir()
+    return PrepareSpec(str(directory / "data"), str(directory / "store"), **settings)
+
+
+def arrays_of(info: DatasetInfo) -> tuple[Any, Any]:
+    return open_arrays(f"{info.path}/images.npy", f"{info.path}/labels.npy")
+
+
+def refusal(spec: PrepareSpec, message: str, **options: Any) -> str:
+    """Return the remedy of what `prepare` says instead of preparing, which names no file."""
+    with pytest.raises(WorkerError, match=message) as raised:
+        prepare(spec, **options)
+    said = f"{raised.value.message} {raised.value.remedy}"
+    assert raised.value.exit_code == 2
+    assert SECRET not in said
+    assert "\n" not in said
+    assert not list(Path(spec.store).glob("**/*"))
+    return raised.value.remedy
+
+
+@contextmanager
+def full_disk(num_bytes: int = 1000) -> Iterator[None]:
+    """Let no file become larger."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+def sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def slice_of(directory: Path | str, **settings: Any) -> DatasetSlice:
+    """Return the samples and labels in a directory, as they are now; a file may be missing."""
+    paths = [Path(directory, f"{name}.npy") for name in ("images", "labels")]
+    hashes = [sha256(path) if path.exists() else "" for path in paths]
+    return DatasetSlice(*map(str, paths), images_sha256=hashes[0], labels_sha256=hashes[1], **settings)
+
+
+def extract_spec(directory: Path, *layers: Any, weights: list[Any] | None = None) -> ExtractSpec:
+    """Return samples (70, 6), a model of these layers (one of ones), and an empty store below `directory`."""
+    directory.mkdir(exist_ok=True)
+    np.save(directory / "images.npy", np.random.default_rng(0).normal(size=(NUM_SAMPLES, 6)).astype("f4"))
+    np.save(directory / "labels.npy", np.arange(NUM_SAMPLES, dtype=np.int32))
+    model = keras().Sequential([keras().Input((6,)), *(layers or [keras().layers.Dense(5, name="dense")])])
+    if weights is None:
+        weights = model.get_weights() if layers else [np.ones((6, 5), np.float32), np.zeros(5, np.float32)]
+    (directory / "model.json").write_text(model.to_json())
+    save_weights(directory / "model.npz", weights)
+    named = directory / f"{sha256(directory / 'model.npz')}.npz"
+    (directory / "model.npz").rename(named)
+    prefix = Prefix(str(directory / "model.json"), str(named), None)
+    return ExtractSpec(slice_of(directory), str(directory / "store"), prefix, Runtime())
+
+
+def stored(info: DatasetInfo) -> Any:
+    """Return the rows that were computed."""
+    return np.load(Path(info.path, "images.npy"))
