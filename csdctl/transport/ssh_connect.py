@@ -42,8 +42,7 @@ from csdctl.errors import (
 from csdctl.fleet.model import Node
 from csdctl.transport.known_hosts import KnownHosts
 from csdctl.transport.meter import Meter
-from csdctl.transport.process import Deadline
-from csdctl.transport.session import bounded
+from csdctl.transport.session import Deadline, bounded
 from csdctl.transport.strict_transport import LOST, MAX_PACKET_BYTES, StrictTransport
 
 MIN_RSA_BITS = 1024

@@ -1,13 +1,13 @@
 """The worker's commands, such as build, prepare, look, probe, rank and link; `main` has them all.
 
-Errors are reported as a `Failed` event (rank, mpi-check) or as a line of JSON on standard error (the others);
-the exit code is that of the error. A command imports what it needs alone: most processes are small ones.
+A command of `ANSWERS` reads one request from standard input, and answers with a frame: its result, or its
+error. Errors of the others are a `Failed` event (rank, mpi-check) or an error's frame. The exit code is that
+of the error. A command imports what it needs alone: most processes are small ones.
 """
 
 import argparse
 import atexit
 import contextlib
-import json
 import os
 import sys
 from collections.abc import Callable
@@ -15,22 +15,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from csdctl.worker.process.errors import WorkerError
-from csdctl.worker.process.output import exit_with_failure, set_event_sink
+from csdctl.worker.process.output import GuardedOutput, exit_with_failure, set_event_sink
 from csdctl.worker.protocol.events import UNKNOWN_NODE
 from csdctl.worker.protocol.json_codec import (
-    ANSWER_PREFIX,
-    DATA_PREFIX,
-    PROGRESS_PREFIX,
-    WORKER_ERROR_PREFIX,
+    DATA,
+    ERROR,
+    FRAME_PREFIX,
+    PROGRESS,
+    RESULT,
     ProtocolError,
     from_json,
-    to_json,
+    to_frame,
 )
 
 if TYPE_CHECKING:
     from csdctl.worker.protocol.datasets import PrepareProgress
-REQUESTED = ("prepare", "extract", "gather", "send", "parts", "look")
-"""Commands whose request is on standard input."""
+
+    Note = Callable[[PrepareProgress], None]
+
 OF_MPI = ("link", "mpi-check", "sandbox")
 """Commands that end in order with MPI or their input; all others end with the reader of their output."""
 
@@ -39,19 +41,9 @@ def main(arguments: list[str]) -> int:
     """Run one command; return the exit code."""
     parser = argparse.ArgumentParser(prog="csdctl.worker")
     commands = parser.add_subparsers(dest="command", required=True)
-    build = commands.add_parser("build")
-    build.add_argument("--spec", required=True)
-    build.add_argument("--output", type=Path, required=True)
-    for name in REQUESTED:
+    for name in ANSWERS:
         commands.add_parser(name)
-    convert = commands.add_parser("convert")
-    convert.add_argument("--spec", required=True)
-    augment = commands.add_parser("augment")
-    augment.add_argument("--spec", required=True)
-    find_data = commands.add_parser("find-data")
-    find_data.add_argument("--directory", type=Path, required=True)
-    digest = commands.add_parser("digest")
-    digest.add_argument("--directory", required=True)
+    commands.add_parser("send")
     probe = commands.add_parser("probe")
     probe.add_argument("--spec", required=True)
     rank = commands.add_parser("rank")
@@ -69,183 +61,176 @@ def main(arguments: list[str]) -> int:
     mpi_check.add_argument("--node", required=True)
     mpi_check.add_argument("--sums", default="", help="sums to time, as RANKS:BYTES,…")
     mpi_check.add_argument("--marker", default="")
-    sandbox_check = commands.add_parser("sandbox-check")
-    sandbox_check.add_argument("--peers", default="", help="the networks of the other machines, as CIDR,…")
     sandbox = commands.add_parser("sandbox")
     sandbox.add_argument("--marker", default="")
     options = parser.parse_args(arguments)
-    chosen = {
-        "build": _build,
-        "prepare": _prepare,
-        "extract": _extract,
-        "gather": _gather,
+    if options.command in ANSWERS:
+        return _answer(*ANSWERS[options.command])
+    others = {
         "send": _send,
-        "convert": _convert,
-        "parts": _time_parts,
-        "augment": _augment,
-        "look": _look,
-        "find-data": _find_data,
-        "digest": _digest,
         "probe": _probe,
         "rank": _rank,
         "link": _link,
         "mpi-check": _check_mpi,
-        "sandbox-check": _check_sandbox,
         "sandbox": _run_sandbox,
     }
-    return chosen[options.command](options)
+    return others[options.command](options)
 
 
-def _build(options: argparse.Namespace) -> int:
+def _build(request: str, _: "Note") -> object:
     from csdctl.worker.compute.backend import load_backend
     from csdctl.worker.compute.model import build
-    from csdctl.worker.protocol.model_info import BuildSpec
+    from csdctl.worker.protocol.model_info import BuildRequest
 
+    wanted = from_json(BuildRequest, request)
     _, keras = load_backend()
-    print_answer(build(from_json(BuildSpec, options.spec), options.output, keras))
-    return 0
+    return build(wanted.spec, Path(wanted.output), keras)
 
 
-def print_answer(value: object) -> None:
-    """Print the answer of a command, on a line of its own: a user's model code may print too."""
-    print(f"\n{ANSWER_PREFIX}{to_json(value)}", flush=True)
-
-
-def _prepare(_: argparse.Namespace) -> int:
-    from csdctl.worker.ingest.prepare import prepare
-    from csdctl.worker.protocol.datasets import PrepareSpec
-
-    return _report_progress(
-        "preparing", lambda request, note: prepare(from_json(PrepareSpec, request), on_progress=note)
-    )
-
-
-def _extract(_: argparse.Namespace) -> int:
+def _augment(request: str, _: "Note") -> object:
+    from csdctl.worker.compute.augment import try_augment
     from csdctl.worker.compute.backend import load_backend
-    from csdctl.worker.ingest.extract import extract, recompute
-    from csdctl.worker.protocol.features import ExtractSpec
+    from csdctl.worker.protocol.model_info import AugmentTrial
 
-    def run(request: str, note: "Callable[[PrepareProgress], None]") -> object:
-        spec = from_json(ExtractSpec, request)
-        if spec.num_checked:
-            return recompute(spec, lambda: load_backend(spec.runtime))
-        return extract(spec, lambda: load_backend(spec.runtime), on_progress=note)
-
-    return _report_progress("running the model", run)
+    spec = from_json(AugmentTrial, request)
+    load_backend()  # whose threads cannot be set any more once the user's code has imported it
+    return try_augment(spec)
 
 
-def _gather(_: argparse.Namespace) -> int:
-    from csdctl.worker.ingest.gather import gather
-    from csdctl.worker.protocol.features import GatherSpec
-
-    return _report_progress(
-        "gathering features",
-        lambda request, note: gather(from_json(GatherSpec, request), on_progress=note),
-    )
-
-
-def _convert(options: argparse.Namespace) -> int:
+def _convert(request: str, _: "Note") -> object:
     from csdctl.worker.compute.backend import load_backend
     from csdctl.worker.compute.forward import convert
     from csdctl.worker.protocol.features import Converted, ConvertSpec
 
-    spec = from_json(ConvertSpec, options.spec)
-    print_answer(Converted(convert(spec.part, Path(spec.output), *load_backend())))
-    return 0
+    spec = from_json(ConvertSpec, request)
+    return Converted(convert(spec.part, Path(spec.output), *load_backend()))
 
 
-def _time_parts(_: argparse.Namespace) -> int:
+def _find_data(request: str, _: "Note") -> object:
+    from csdctl.worker.ingest.look import find_data
+    from csdctl.worker.protocol.datasets import DirectorySpec
+
+    return find_data(Path(from_json(DirectorySpec, request).directory))
+
+
+def _digest(request: str, _: "Note") -> object:
+    from csdctl.worker.data.element_spec import compute_digest
+    from csdctl.worker.protocol.datasets import DirectorySpec
+
+    return compute_digest(from_json(DirectorySpec, request).directory)
+
+
+def _check_sandbox(request: str, _: "Note") -> object:
+    from csdctl.worker.protocol.sandbox import SandboxRequest
+    from csdctl.worker.sandbox.program import check_sandbox
+
+    return check_sandbox(from_json(SandboxRequest, request).peers)
+
+
+def _prepare(request: str, note: "Note") -> object:
+    from csdctl.worker.ingest.prepare import prepare
+    from csdctl.worker.protocol.datasets import PrepareSpec
+
+    return prepare(from_json(PrepareSpec, request), on_progress=note)
+
+
+def _look(request: str, note: "Note") -> object:
+    from csdctl.worker.ingest.look import look
+    from csdctl.worker.protocol.datasets import LookSpec
+
+    return look(from_json(LookSpec, request), on_progress=note)
+
+
+def _extract(request: str, note: "Note") -> object:
+    from csdctl.worker.compute.backend import load_backend
+    from csdctl.worker.ingest.extract import extract, recompute
+    from csdctl.worker.protocol.features import ExtractSpec
+
+    spec = from_json(ExtractSpec, request)
+    if spec.num_checked:
+        return recompute(spec, lambda: load_backend(spec.runtime))
+    return extract(spec, lambda: load_backend(spec.runtime), on_progress=note)
+
+
+def _gather(request: str, note: "Note") -> object:
+    from csdctl.worker.ingest.gather import gather
+    from csdctl.worker.protocol.features import GatherSpec
+
+    return gather(from_json(GatherSpec, request), on_progress=note)
+
+
+def _time_parts(request: str, _: "Note") -> object:
     from csdctl.worker.compute.backend import load_backend
     from csdctl.worker.compute.split import time_parts
     from csdctl.worker.protocol.probe import PartsSpec
 
-    def run(request: str, _: "Callable[[PrepareProgress], None]") -> object:
-        spec = from_json(PartsSpec, request)
-        return time_parts(spec, *load_backend(spec.runtime))
-
-    return _report_progress("timing the model's parts", run)
+    spec = from_json(PartsSpec, request)
+    return time_parts(spec, *load_backend(spec.runtime))
 
 
-def _send(_: argparse.Namespace) -> int:
-    from csdctl.worker.ingest.gather import send
-    from csdctl.worker.process.output import GuardedOutput
-    from csdctl.worker.protocol.features import SendSpec
+ANSWERS: dict[str, tuple["Callable[[str, Note], object]", str]] = {
+    "build": (_build, ""),
+    "augment": (_augment, ""),
+    "convert": (_convert, ""),
+    "find-data": (_find_data, ""),
+    "digest": (_digest, ""),
+    "sandbox-check": (_check_sandbox, ""),
+    "prepare": (_prepare, "preparing"),
+    "look": (_look, "looking at the data"),
+    "extract": (_extract, "running the model"),
+    "gather": (_gather, "gathering features"),
+    "parts": (_time_parts, "timing the model's parts"),
+}
+"""What answers a request, and what it does with samples that may be private; '' for none of them."""
 
-    output = GuardedOutput()
-    try:
-        spec = from_json(SendSpec, sys.stdin.readline())
-        sent = send(spec, lambda line: output.write_line(DATA_PREFIX + line))
-        output.write_line(ANSWER_PREFIX + to_json(sent))
+
+def _answer(answer: "Callable[[str, Note], object]", doing: str) -> int:
+    """Answer the request on standard input; where samples may be private, print progress and frames only."""
+    request = sys.stdin.readline()
+    if not doing:
+        found = answer(request, lambda progress: None)
+        print(f"\n{to_frame(RESULT, found)}", flush=True)  # a user's model may print too
         return 0
-    except (WorkerError, ProtocolError) as error:
-        failed = _as_worker_error(error)
-        output.write_error(_error_line(failed))
-        return failed.exit_code
-
-
-def _look(_: argparse.Namespace) -> int:
-    from csdctl.worker.ingest.look import look
-    from csdctl.worker.protocol.datasets import LookSpec
-
-    return _report_progress(
-        "looking at the data", lambda request, note: look(from_json(LookSpec, request), on_progress=note)
-    )
-
-
-def _report_progress(doing: str, run: "Callable[[str, Callable[[PrepareProgress], None]], object]") -> int:
-    """Run what answers the request on standard input; print progress, then its answer."""
-    from csdctl.worker.process.output import GuardedOutput
     from csdctl.worker.protocol.datasets import PrepareProgress
 
-    output = GuardedOutput()
-    latest = PrepareProgress()
+    output, latest = GuardedOutput(), PrepareProgress()
 
     def note(progress: PrepareProgress) -> None:
         nonlocal latest
         latest = progress
 
     def working() -> str:
-        return PROGRESS_PREFIX + to_json(latest)
+        return to_frame(PROGRESS, latest)
 
     try:
-        request = sys.stdin.readline()
         with output.heartbeat(working):
-            info = run(request, note)
+            found = answer(request, note)
         output.write_line(working())
-        output.write_line(ANSWER_PREFIX + to_json(info))
+        output.write_line(to_frame(RESULT, found))
         return 0
     except (WorkerError, ProtocolError) as error:
         failed = _as_worker_error(error)
     except Exception as error:
         # The text of an unforeseen error may name a private file, and this line goes to the host.
         failed = WorkerError(f"{doing} failed: {type(error).__name__}")
-    output.write_error(_error_line(failed))
+    output.write_line(_error_frame(failed))
     return failed.exit_code
 
 
-def _augment(options: argparse.Namespace) -> int:
-    from csdctl.worker.compute.augment import try_augment
-    from csdctl.worker.compute.backend import load_backend
-    from csdctl.worker.protocol.model_info import AugmentTrial
+def _send(_: argparse.Namespace) -> int:
+    from csdctl.worker.ingest.gather import send
+    from csdctl.worker.protocol.features import SendSpec
 
-    spec = from_json(AugmentTrial, options.spec)
-    load_backend()  # whose threads cannot be set any more once the user's code has imported it
-    print_answer(try_augment(spec))
-    return 0
-
-
-def _find_data(options: argparse.Namespace) -> int:
-    from csdctl.worker.ingest.look import find_data
-
-    print_answer(find_data(options.directory))
-    return 0
-
-
-def _digest(options: argparse.Namespace) -> int:
-    from csdctl.worker.data.element_spec import compute_digest
-
-    print_answer(compute_digest(options.directory))
-    return 0
+    output = GuardedOutput()
+    try:
+        spec = from_json(SendSpec, sys.stdin.readline())
+        sent = send(spec, lambda text: output.write_line(f"{FRAME_PREFIX}{DATA} {text}"))
+        output.write_line(to_frame(RESULT, sent))
+        return 0
+    except (WorkerError, ProtocolError) as error:
+        failed = _as_worker_error(error)
+        output.write_line(_error_frame(failed))
+        return failed.exit_code
 
 
 def _probe(options: argparse.Namespace) -> int:
@@ -281,8 +266,6 @@ def _redirect_output(run_id: str, rank: int) -> str:
 
     Libraries may print samples: TensorFlow lists the labels of a batch that it cannot use.
     """
-    from csdctl.worker.process.output import GuardedOutput
-
     path = f".csdctl/logs/{run_id}-rank-{rank}.log"
     os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
     set_event_sink(GuardedOutput(path).write_line)
@@ -304,22 +287,15 @@ def _check_mpi(options: argparse.Namespace) -> int:
     return code
 
 
-def _check_sandbox(options: argparse.Namespace) -> int:
-    from csdctl.worker.sandbox.program import check_sandbox
-
-    print_answer(check_sandbox(options.peers.split(",") if options.peers else []))
-    return 0
-
-
 def _run_sandbox(_: argparse.Namespace) -> int:
     from csdctl.worker.sandbox.program import run_sandbox
 
     return run_sandbox()
 
 
-def _error_line(error: WorkerError) -> str:
+def _error_frame(error: WorkerError) -> str:
     content = {"message": error.message, "remedy": error.remedy, "exit_code": error.exit_code}
-    return WORKER_ERROR_PREFIX + json.dumps(content)
+    return to_frame(ERROR, content)
 
 
 def _as_worker_error(error: WorkerError | ProtocolError) -> WorkerError:
@@ -350,7 +326,7 @@ def run() -> None:
         code = main(sys.argv[1:])
     except (WorkerError, ProtocolError) as error:
         failed = _as_worker_error(error)
-        print(_error_line(failed), file=sys.stderr)
+        print(f"\n{_error_frame(failed)}", flush=True)
         code = failed.exit_code
     except BrokenPipeError:
         os._exit(1)

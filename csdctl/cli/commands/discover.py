@@ -43,7 +43,9 @@ def discover(
     inventory: Annotated[
         Path | None,
         typer.Option(
-            "--inventory", help="First write the fleet file from this Ansible inventory.", show_default=False
+            "--inventory",
+            help="First write the fleet file from this output of `ansible-inventory --list`.",
+            show_default=False,
         ),
     ] = None,
     ssh_config: Annotated[

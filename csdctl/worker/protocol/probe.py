@@ -6,6 +6,7 @@ from typing import Annotated
 
 from csdctl.worker.protocol.datasets import DatasetInfo
 from csdctl.worker.protocol.json_codec import (
+    FRAME_PREFIX,
     SCHEMA,
     BatchSize,
     Between,
@@ -130,8 +131,8 @@ class ProbeResult:
         return self.batch_size / self.step_time_s
 
 
-READY = "ready"
-"""The line that a probe session prints when it waits for requests."""
+READY = f"{FRAME_PREFIX}ready {{}}"
+"""The frame that a probe session prints when it waits for requests."""
 
 
 Request = ProbeRequest | AttachRequest

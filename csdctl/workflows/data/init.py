@@ -20,11 +20,13 @@ from csdctl.job.reading import find_imported
 from csdctl.notify import Say
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.shipping.store import StoredFile
-from csdctl.shipping.worker_calls import run_worker, watch_worker
+from csdctl.shipping.worker_calls import call_worker
 from csdctl.transport.local import LocalSession
+from csdctl.transport.program import within
 from csdctl.worker.protocol.datasets import (
     DataLook,
     DatasetInfo,
+    DirectorySpec,
     FoundData,
     LookSpec,
     PrepareProgress,
@@ -123,15 +125,15 @@ def _complete(
         model = choose_model(find_models(directory))
         say(f"found the model {model}")
     if not public:
-        arguments = ["find-data", f"--directory={directory}"]
-        found = run_worker(
+        found = call_worker(
             host,
             sys.executable,
             worker.path,
-            arguments,
+            "find-data",
+            DirectorySpec(str(directory)),
             FoundData,
             doing="looking for data",
-            deadline_s=FIND_DEADLINE_S,
+            patience=within(FIND_DEADLINE_S),
         )
         public = choose_public(found)
         say(f"found the data {public}")
@@ -246,7 +248,7 @@ class _Looking:
         reading = job.reading
         function = reading.public_function if name == "public" else reading.validation_function
         spec = with_function(spec, function, *store_function(job, function, self._project))
-        return watch_worker(
+        return call_worker(
             self._host,
             sys.executable,
             self._worker.path,

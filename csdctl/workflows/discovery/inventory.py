@@ -12,8 +12,7 @@ from typing import ClassVar, Protocol
 
 from csdctl.documents import save_text
 from csdctl.errors import CsdctlError, InputError
-from csdctl.fleet.ansible.reading import load_config, load_inventory
-from csdctl.fleet.ansible.targets import list_targets, render_inventory
+from csdctl.fleet.ansible import list_targets, load_config, load_inventory, render_inventory
 from csdctl.fleet.fleet_file import render_fleet
 from csdctl.fleet.model import HOST_NAME, Fleet, Node, select_names, select_nodes
 from csdctl.fleet.names import NAME, format_node_names
@@ -236,9 +235,8 @@ class AnsibleInventory(_FileSource):
 
     def find(self, directory: Path, limit: Sequence[str], exclude: Sequence[str]) -> FoundNodes:
         """Return its hosts, as Ansible and ssh would reach them."""
-        inventory = load_inventory(self.path)
-        inventory.defaults = load_config(directory)
-        targets, warnings = list_targets(inventory, str(self.path), limit, exclude)
+        inventory, defaults = load_inventory(self.path), load_config(directory)
+        targets, warnings = list_targets(inventory, defaults, limit, exclude)
         return FoundNodes(*resolve_targets(targets, warnings, directory=directory))
 
 

@@ -1,6 +1,5 @@
 """Delivery of files and trees to this machine and over SSH, with a real receiver at the other end."""
 
-import json
 import os
 import sys
 import threading
@@ -79,7 +78,7 @@ class TestFiles:
         assert session.commands == []
 
     def test_unchanged_files_take_one_command_and_no_input(self, host: Path) -> None:
-        session = FakeSession("csd0").on("sh", stdout=json.dumps({"done": {}}))
+        session = FakeSession("csd0").on("sh", stdout="@csdctl-result {}")
         send(session, store_bytes(b"x", "", host))
         assert len(session.commands) == len(session.conversations) == 1
         assert session.conversations[0].sent_bytes == b""

@@ -57,7 +57,7 @@ def test_receiver_source_runs_as_a_program(tmp_path: Path) -> None:
         capture_output=True,
         check=True,
     )
-    assert done.stdout == b'{"done": {"num_removed": 0}}\n'
+    assert done.stdout == b'@csdctl-result {"num_removed": 0}\n'
 
 
 @pytest.fixture(params=["openssh", "dropbear"])

@@ -389,7 +389,7 @@ class TestProblems:
         request = to_json(PrepareSpec(str(root), str(store))) + "\n"
         done = subprocess.run(command, input=request, capture_output=True, text=True, check=False)
         assert done.returncode == 2
-        assert done.stdout == ""
-        assert done.stderr.startswith("@csdctl-error {")
-        assert done.stderr.count("\n") == 1
-        assert SECRET not in done.stderr
+        assert done.stderr == ""
+        assert done.stdout.startswith("@csdctl-error {")
+        assert done.stdout.count("\n") == 1
+        assert SECRET not in done.stdout

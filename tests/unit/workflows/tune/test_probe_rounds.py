@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from csdctl.worker.protocol.json_codec import to_json
+from csdctl.worker.protocol.json_codec import RESULT, to_frame
 from csdctl.worker.protocol.probe import ProbeRequest, ProbeResult
 from csdctl.worker.protocol.run_spec import Runtime
 from csdctl.workflows.tune.probing import ProbeRounds
@@ -20,7 +20,11 @@ PEAK = 1 << 30
 
 def answer(line: str) -> list[str]:
     request = json.loads(line)
-    return [to_json(ProbeResult(request["batch_size"], 0.1, 3, PEAK))] if "batch_size" in request else []
+    return (
+        [to_frame(RESULT, ProbeResult(request["batch_size"], 0.1, 3, PEAK))]
+        if "batch_size" in request
+        else []
+    )
 
 
 class Watch(TuneWatch):

@@ -16,7 +16,7 @@ from csdctl.worker.ingest.prepare import prepare
 from csdctl.worker.ingest.sources.source import IngestLimits
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.datasets import DatasetInfo, ImageRule, PrepareProgress, PrepareSpec
-from csdctl.worker.protocol.json_codec import ANSWER_PREFIX, from_json, to_json
+from csdctl.worker.protocol.json_codec import from_json, to_json
 from csdctl.worker.protocol.run_spec import UserCode
 
 Load = Callable[..., DatasetInfo]
@@ -393,5 +393,5 @@ def test_worker_sets_threads_before_the_users_tensorflow_starts(spec: PrepareSpe
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    answer = from_json(DatasetInfo, done.stdout.splitlines()[-1].removeprefix(ANSWER_PREFIX))
+    answer = from_json(DatasetInfo, done.stdout.splitlines()[-1].removeprefix("@csdctl-result "))
     assert (answer.num_samples, answer.sample_shape) == (4, (4, 4, 3))
