@@ -20,7 +20,7 @@ from functools import cache
 from typing import Annotated
 
 from csdctl.errors import CsdctlError, NodeError, RemoteCommandError
-from csdctl.shipping.chunks import CHUNK_BYTES, SharedChunks, changed
+from csdctl.shipping.chunks import CHUNK_BYTES, changed, hash_source, read_chunk
 from csdctl.shipping.payload import Payload, StoreObject
 from csdctl.transport.commands import read_program
 from csdctl.transport.program import MAX_TEXT_LENGTH, Nothing, Patience, Program, within
@@ -237,7 +237,6 @@ OnDeliveryProgress = Callable[[DeliveryProgress], None]
 def deliver(
     session: Session,
     payload: Payload,
-    chunks: SharedChunks,
     *,
     python: str = "python3",
     dry_run: bool = False,
@@ -246,16 +245,16 @@ def deliver(
 ) -> Delivery:
     """Send the machine the missing part of `payload`; with `dry_run`, only determine that part.
 
-    Sources are read through `chunks`, which all machines of one deploy share. Raises InputError for a source
-    that changes meanwhile or an occupied destination, RemoteCommandError with the machine's own message when
-    it cannot write, or for an answer that breaks the rules, UnreachableError, and DeadlineError after
-    `patience`. The next deploy then continues partial objects; an incomplete object never has its final name.
+    Raises InputError for a source that changes meanwhile or an occupied destination, RemoteCommandError with
+    the machine's own message when it cannot write, or for an answer that breaks the rules, UnreachableError,
+    and DeadlineError after `patience`. The next deploy then continues partial objects; an incomplete object
+    never has its final name.
     """
     if not payload.objects and not payload.trees:
         return Delivery(0, 0, 0)
     command = build_receiver_command(python, payload.build_request(dry_run=dry_run))
     with closing(Program(session, command, _DOING, patience or patience_for(payload), _REMEDY)) as program:
-        return _Exchange(session, payload, program, chunks, dry_run, on_progress).run()
+        return _Exchange(session, payload, program, dry_run, on_progress).run()
 
 
 class _Exchange:
@@ -266,7 +265,6 @@ class _Exchange:
         session: Session,
         payload: Payload,
         program: Program,
-        chunks: SharedChunks,
         dry_run: bool,
         on_progress: OnDeliveryProgress,
     ) -> None:
@@ -274,7 +272,6 @@ class _Exchange:
         self._meter = session.meter
         self._payload = payload
         self._program = program
-        self._chunks = chunks
         self._dry_run = dry_run
         self._on_progress = on_progress
         self._sent: set[StoreObject] = set()
@@ -323,7 +320,7 @@ class _Exchange:
         gathered = bytearray()
         for stored, begin in missing.items():
             for start in range(begin - begin % CHUNK_BYTES, stored.source.size, CHUNK_BYTES):
-                chunk = self._chunks.read(stored.source, start)[max(0, begin - start) :]
+                chunk = read_chunk(stored.source, start)[max(0, begin - start) :]
                 self._meter.record(stored.traffic_class, sent=len(chunk))
                 if len(gathered) + len(chunk) <= SEND_BYTES:
                     gathered += chunk
@@ -364,7 +361,7 @@ class _Exchange:
             raise ProtocolError("received a report of damage of objects that were not offered")
         for number in numbers:
             source = objects[number].source
-            if SharedChunks(0).hash_source(source.path).sha256 != source.sha256:
+            if hash_source(source.path).sha256 != source.sha256:
                 return changed(source.path)
         return NodeError(
             f"{len(numbers)} of {len(objects)} files arrived damaged twice",

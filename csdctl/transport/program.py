@@ -8,6 +8,7 @@ RemoteCommandError that names the node, and concerns that node only.
 
 import base64
 import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, is_dataclass
@@ -122,6 +123,7 @@ class Program:
         self._remedy = remedy
         self._whole = Deadline(patience.whole_s)
         self._standstill = Deadline(patience.standstill_s)
+        self._started_s = time.monotonic()
         self._num_done = 0
         self._num_lines = 0
 
@@ -204,7 +206,7 @@ class Program:
 
     def _read_line(self) -> str:
         self._num_lines += 1
-        elapsed_s = self._whole.seconds - self._whole.left_s
+        elapsed_s = time.monotonic() - self._started_s
         if self._num_lines > self._patience.spare_lines + MAX_LINES_PER_S * elapsed_s:
             raise self.error(f"{self._num_lines} lines in {elapsed_s:.1f} s, expected one each second")
         try:

@@ -18,9 +18,7 @@ from csdctl.transport.commands import WrappedCommand, build_kill_command_line
 from csdctl.transport.known_hosts import KnownHosts, fingerprint
 from csdctl.transport.session import Deadline, Running, Session, bounded
 from csdctl.transport.ssh_connect import (
-    KEEPALIVE,
     JumpHosts,
-    Keepalive,
     lost_connection_error,
     make_jump_hosts,
     open_transport,
@@ -45,16 +43,15 @@ def connect(
     *,
     connect_deadline_s: float = 10.0,
     jumps: JumpHosts | None = None,
-    keepalive: Keepalive = KEEPALIVE,
 ) -> "SshSession":
     """Open a session to `node`; `known_hosts` are the files or their parsed content.
 
-    `jumps` are the connections to jump hosts, shared with other nodes; `keepalive` is that of
-    `open_transport`. Raises UnreachableError, HostKeyError or AuthenticationError within the deadline.
+    `jumps` are the connections to jump hosts, shared with other nodes. Raises UnreachableError, HostKeyError
+    or AuthenticationError within the deadline.
     """
     known = known_hosts if isinstance(known_hosts, KnownHosts) else KnownHosts.load(known_hosts)
     jumps = jumps or make_jump_hosts(known)
-    return SshSession(node, open_transport(node, known, Deadline(connect_deadline_s), jumps, keepalive))
+    return SshSession(node, open_transport(node, known, Deadline(connect_deadline_s), jumps))
 
 
 class SshSession(Session):

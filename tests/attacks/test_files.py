@@ -18,7 +18,6 @@ from csdctl.errors import CsdctlError, InputError, RemoteCommandError
 from csdctl.facts.fact import build_command
 from csdctl.facts.machine import CONDITION_FACTS, parse_condition
 from csdctl.launch.machine_lock import lock_machines
-from csdctl.shipping.chunks import SharedChunks
 from csdctl.shipping.deliver import Delivery, deliver
 from csdctl.shipping.payload import pack_payload
 from csdctl.shipping.store import OBJECTS, StoredFile, store_bytes
@@ -58,7 +57,7 @@ def stored(tmp_path: Path) -> StoredFile:
 
 def send(home: Path, stored: StoredFile) -> Delivery:
     with closing(LocalSession("csd0", home)) as session:
-        return deliver(session, pack_payload([stored.as_object()]), SharedChunks())
+        return deliver(session, pack_payload([stored.as_object()]))
 
 
 def lock(home: Path) -> None:

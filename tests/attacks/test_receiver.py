@@ -15,7 +15,6 @@ import pytest
 from csdctl.errors import CsdctlError, DeadlineError, InputError, NodeError, RemoteCommandError
 from csdctl.launch.leftovers import CleanupOptions, clean_machine
 from csdctl.launch.machine_lock import describe_holder, lock_machines
-from csdctl.shipping.chunks import SharedChunks
 from csdctl.shipping.deliver import deliver, prune_store
 from csdctl.shipping.payload import MAX_INLINE_BYTES, pack_payload
 from csdctl.shipping.store import store_bytes
@@ -91,7 +90,7 @@ def hostile(tmp_path: Path) -> Callable[[str], str]:
 def send(session: SshSession, directory: Path, python: str, patience: Patience = QUICK) -> Any:
     stored = store_bytes(b"123456789", ".bin", directory)
     payload = pack_payload([stored.as_object()])
-    return deliver(session, payload, SharedChunks(), python=python, patience=patience)
+    return deliver(session, payload, python=python, patience=patience)
 
 
 @pytest.mark.parametrize("name", FOR_EVER)
@@ -121,7 +120,7 @@ def test_manifest_is_sent_once(session: SshSession, tmp_path: Path, hostile: Cal
     assert payload.packed, MAX_INLINE_BYTES
     python = hostile("while True: say('manifest'); sys.stdin.buffer.read1(1)")
     with pytest.raises(RemoteCommandError, match="received 'manifest', expected progress, missing"):
-        deliver(session, payload, SharedChunks(), python=python, patience=PATIENT)
+        deliver(session, payload, python=python, patience=PATIENT)
 
 
 def test_receiver_that_reads_a_byte_a_second_is_left(
@@ -137,7 +136,6 @@ def test_receiver_that_reads_a_byte_a_second_is_left(
         deliver(
             session,
             pack_payload([stored.as_object()]),
-            SharedChunks(),
             python=hostile(body),
             patience=patience,
         )
@@ -153,7 +151,7 @@ def test_refusal_of_one_node_is_not_that_of_the_others(
 
     def send_to(name: str) -> Any:
         with closing(connect(server.node(name=name), [server.known_hosts])) as session:
-            return deliver(session, payload, SharedChunks(), python=pythons[name])
+            return deliver(session, payload, python=pythons[name])
 
     outcomes = run_on_all({name: name for name in pythons}, send_to)
     assert outcomes["csd0"].value

@@ -19,7 +19,6 @@ from csdctl.job.model import Job
 from csdctl.job.reading import find_imported
 from csdctl.notify import Say
 from csdctl.runs.directory import ProjectDirectory
-from csdctl.shipping.chunks import SharedChunks
 from csdctl.shipping.deliver import deliver
 from csdctl.shipping.payload import pack_payload
 from csdctl.shipping.store import StoredFile, store_bytes, store_file
@@ -194,12 +193,12 @@ class _Preparing:
 
     def check_shared(self, sessions: Mapping[str, Session], public: DatasetInfo) -> None:
         """Raise InputError when a node reads different public data than the host."""
-        payload, chunks = pack_payload([self._worker.as_object()]), SharedChunks()
+        payload = pack_payload([self._worker.as_object()])
 
         def on_node(session: Session) -> DatasetDigest:
             python = self._fleet.python_of(session.name)
             if session.name != HOST_NAME:
-                deliver(session, payload, chunks, python=python)
+                deliver(session, payload, python=python)
             return call_worker(
                 session,
                 python,
@@ -248,10 +247,9 @@ class _Preparing:
             with_function(self._spec, self._private_function, stored, code), source=path, is_private=True
         )
         payload = pack_payload([file.as_object() for file in (self._worker, stored, code) if file])
-        chunks = SharedChunks()
 
         def on_node(session: Session) -> DatasetInfo:
-            deliver(session, payload, chunks, python=self._fleet.python_of(session.name))
+            deliver(session, payload, python=self._fleet.python_of(session.name))
             return self._prepare(session.name, session, spec)
 
         nodes = {node.name: sessions[node.name] for node in self._fleet.nodes}

@@ -14,7 +14,6 @@ from csdctl.fleet.model import Fleet
 from csdctl.job.model import Job
 from csdctl.notify import Say
 from csdctl.runs.directory import ProjectDirectory
-from csdctl.shipping.chunks import SharedChunks
 from csdctl.shipping.deliver import deliver
 from csdctl.shipping.payload import TreeRequest, pack_payload, read_tree
 from csdctl.transport.many import run_on_all, values_or_raise
@@ -104,11 +103,10 @@ def _place_on_nodes(
     target = str(job.private_path).removeprefix("~/")
 
     def on_node(session: Session) -> None:
-        chunks = SharedChunks()
         with tempfile.TemporaryDirectory() as scratch:
             _save(Path(scratch), parts[session.name], record)
-            tree = read_tree(TreeRequest(Path(scratch), target), chunks, ignored=())
-            deliver(session, pack_payload(trees=[tree]), chunks, python=fleet.python_of(session.name))
+            tree = read_tree(TreeRequest(Path(scratch), target), ignored=())
+            deliver(session, pack_payload(trees=[tree]), python=fleet.python_of(session.name))
 
     values_or_raise(
         run_on_all({node.name: sessions[node.name] for node in fleet.nodes}, on_node), "writing sample data"

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from csdctl.shipping.chunks import SharedChunks
 from csdctl.shipping.deliver import build_receiver_command
 from csdctl.shipping.payload import TreeRequest, pack_payload, read_tree
 from csdctl.shipping.store import hash_file
@@ -46,7 +45,7 @@ class TestNames:
     def test_names_survive_a_node_with_another_encoding(self, source: Path, tmp_path: Path) -> None:
         (source / "ü").write_bytes(b"u")
         (tmp_path / "node").mkdir()
-        payload = pack_payload(trees=[read_tree(TreeRequest(source, "thäre"), SharedChunks())])
+        payload = pack_payload(trees=[read_tree(TreeRequest(source, "thäre"))])
         command = build_receiver_command(sys.executable, payload.build_request(dry_run=True))
         done = subprocess.run(
             command,

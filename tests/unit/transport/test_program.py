@@ -83,11 +83,12 @@ def test_other_frames_are_an_error_of_the_node(stdout: str) -> None:
     assert len(error.message) < 300
 
 
+@pytest.mark.fault(22)
 @pytest.mark.parametrize(
     ("exit_code", "stderr", "message"),
     [
         (1, "Traceback …\nImportError: libmpi.so\n", "exit code 1: ImportError: libmpi.so"),
-        pytest.param(137, "", "most likely out of memory", marks=pytest.mark.fault(22)),
+        (137, "", "most likely out of memory"),
         (2, "", "adding failed with exit code 2"),
     ],
 )

@@ -208,9 +208,10 @@ class TestThereAndBack:
         path.write_text(json.dumps({"_meta": {"hostvars": hosts}, **members}))
         again = find_nodes(AnsibleInventory(path), fleet.path, directory=tmp_path)
         assert again.warnings == ()
-        assert [described(node) for node in again.fleet.nodes] == [described(node) for node in fleet.nodes]
+        written = {node.name: described(node) for node in fleet.nodes}
+        assert {node.name: described(node) for node in again.fleet.nodes} == written
         again.fleet.path.write_text(again.text)
-        assert [described(n) for n in load_fleet(fleet.path).nodes] == [described(n) for n in fleet.nodes]
+        assert {node.name: described(node) for node in load_fleet(fleet.path).nodes} == written
 
     def test_ssh_config_gives_the_same_addresses_again(self, tmp_path: Path, fleet: Fleet) -> None:
         again = from_ssh(tmp_path, render_ssh_config(fleet, tmp_path), limit=("csd*,board",)).fleet
