@@ -110,17 +110,18 @@ def _parse_source(
     ssh_config: Path | None,
 ) -> "NodeSource | None":
     """Return the source that the options name, if any; raises InputError for more than one."""
-    from csdctl.workflows.discovery.inventory import AddressRanges, AnsibleInventory, SshConfig
+    from csdctl.workflows.discovery.inventory import address_ranges, ansible_inventory
+    from csdctl.workflows.discovery.inventory import ssh_config as of_ssh_config
 
     sources: list[NodeSource] = []
     needs_cidr = {"--interface": interface, "--user": user, "--key": key, "--port": port}
     if cidrs:
         path = Path(os.path.abspath(key.expanduser())) if key else None
-        sources.append(AddressRanges(tuple(cidrs), user or "root", path, port or 22, interface))
+        sources.append(address_ranges(cidrs, user or "root", path, port or 22, interface))
     elif given := [name for name, value in needs_cidr.items() if value]:
         raise InputError(f"{given[0]} applies only to machines that --cidr finds", remedy="add --cidr RANGE")
-    sources += [AnsibleInventory(inventory.expanduser())] if inventory else []
-    sources += [SshConfig(ssh_config.expanduser())] if ssh_config else []
+    sources += [ansible_inventory(inventory.expanduser())] if inventory else []
+    sources += [of_ssh_config(ssh_config.expanduser())] if ssh_config else []
     if len(sources) > 1:
         raise InputError(
             f"a fleet file is written from one source, received {len(sources)}",

@@ -1,8 +1,6 @@
 """Nodes from Ansible inventories and ssh_config, resolved by the real `ssh -G`, and the file for them."""
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -12,14 +10,15 @@ from csdctl.errors import InputError
 from csdctl.fleet.fleet_file import load_fleet
 from csdctl.fleet.model import Fleet, Node
 from csdctl.workflows.discovery.inventory import (
-    AnsibleInventory,
     FoundFleet,
     FoundNodes,
-    SshConfig,
+    NodeSource,
+    ansible_inventory,
     find_nodes,
     import_fleet,
     render_ansible,
     render_ssh_config,
+    ssh_config,
 )
 
 
@@ -34,14 +33,14 @@ def key(tmp_path: Path) -> Path:
 def from_ssh(directory: Path, text: str, *, limit: tuple[str, ...] = ()) -> FoundFleet:
     path = directory / "config"
     path.write_text(text)
-    return find_nodes(SshConfig(path), directory / "fleet.yaml", directory=directory, limit=limit)
+    return find_nodes(ssh_config(path), directory / "fleet.yaml", directory=directory, limit=limit)
 
 
 def from_ansible(directory: Path, **hosts: dict[str, object]) -> FoundFleet:
     path = directory / "hosts"
     groups = {"csds": {"hosts": list(hosts)}}
     path.write_text(json.dumps({"_meta": {"hostvars": hosts}, **groups}))
-    return find_nodes(AnsibleInventory(path), directory / "fleet.yaml", directory=directory)
+    return find_nodes(ansible_inventory(path), directory / "fleet.yaml", directory=directory)
 
 
 class TestSshConfig:
@@ -206,7 +205,7 @@ class TestThereAndBack:
         members = {name: {"hosts": list(group["hosts"])} for name, group in groups["children"].items()}
         path = tmp_path / "hosts"
         path.write_text(json.dumps({"_meta": {"hostvars": hosts}, **members}))
-        again = find_nodes(AnsibleInventory(path), fleet.path, directory=tmp_path)
+        again = find_nodes(ansible_inventory(path), fleet.path, directory=tmp_path)
         assert again.warnings == ()
         written = {node.name: described(node) for node in fleet.nodes}
         assert {node.name: described(node) for node in again.fleet.nodes} == written
@@ -234,17 +233,11 @@ def described(node: Node | None) -> tuple[object, ...] | None:
     return (*own, described(node.jump))
 
 
-@dataclass
-class TwoNodes:
-    """A source of two nodes that counts how often it was read."""
+def two_nodes(*_: object) -> FoundNodes:
+    return FoundNodes((Node("csd0", "10.0.0.1"), Node("csd1", "10.0.0.2")))
 
-    name: str = "two nodes"
-    origin: str = "Written by a test"
-    num_reads: int = 0
 
-    def find(self, directory: Path, limit: Sequence[str], exclude: Sequence[str]) -> FoundNodes:
-        self.num_reads += 1
-        return FoundNodes((Node("csd0", "10.0.0.1"), Node("csd1", "10.0.0.2")))
+TWO_NODES = NodeSource("two nodes", "Written by a test", two_nodes)
 
 
 @pytest.fixture
@@ -253,27 +246,28 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_imported_fleet_is_written(path: Path) -> None:
-    found = import_fleet(TwoNodes(), path, directory=path.parent)
+    found = import_fleet(TWO_NODES, path, directory=path.parent)
     assert [node.name for node in load_fleet(path).nodes] == ["csd0", "csd1"]
     assert path.read_text() == found.text
 
 
 def test_dry_run_writes_nothing_and_may_find_a_file(path: Path) -> None:
     path.write_text("nodes: []\n")
-    found = import_fleet(TwoNodes(), path, directory=path.parent, is_dry_run=True)
+    found = import_fleet(TWO_NODES, path, directory=path.parent, is_dry_run=True)
     assert "csd[0-1]" in found.text
     assert path.read_text() == "nodes: []\n"
 
 
 def test_existing_file_is_an_error_before_the_source_is_read(path: Path) -> None:
     path.write_text("nodes: []\n")
-    source = TwoNodes()
+    reads: list[object] = []
+    source = NodeSource("two nodes", "Written by a test", lambda *given: reads.append(given) or two_nodes())
     with pytest.raises(InputError, match=r"fleet\.yaml already exists"):
         import_fleet(source, path, directory=path.parent)
-    assert source.num_reads == 0
+    assert not reads
 
 
 def test_existing_file_is_overwritten_when_allowed(path: Path) -> None:
     path.write_text("nodes: []\n")
-    import_fleet(TwoNodes(), path, directory=path.parent, force=True)
+    import_fleet(TWO_NODES, path, directory=path.parent, force=True)
     assert len(load_fleet(path).nodes) == 2
