@@ -192,19 +192,18 @@ def run_on_nodes(
     directory: Path,
     known_hosts: Sequence[Path] | None = None,
     connect_deadline_s: float = 10.0,
-    max_workers: int = MAX_WORKERS,
     on_done: Callable[[Outcome[ResultT]], None] = lambda outcome: None,
     on_traffic: OnTraffic = lambda sent: None,
     host: Session | None = None,
 ) -> dict[str, Outcome[ResultT]]:
     """Connect to each node of `fleet`, call `function` with its session, and close the session.
 
-    For fleets of any size: at most `max_workers` connections are open at a time. `known_hosts` and `on_done`
+    For fleets of any size: at most MAX_WORKERS connections are open at a time. `known_hosts` and `on_done`
     are those of `open_sessions` and `run_on_all`; `on_traffic` gets the byte counts at the end. With `host`,
     `function` is called with this session too. Ctrl-C ends what runs on the machines.
     """
     nodes = {node.name: node for node in fleet.nodes}
-    num_at_once = min(len(nodes), max_workers, allow_open_files(len(nodes)))
+    num_at_once = min(len(nodes), MAX_WORKERS, allow_open_files(len(nodes)))
     machines: dict[str, Node | Session] = {host.name: host} if host else {}
     connections = _Connections(fleet, directory, known_hosts, connect_deadline_s, on_traffic)
 
@@ -227,7 +226,6 @@ def open_sessions(
     directory: Path,
     known_hosts: Sequence[Path] | None = None,
     connect_deadline_s: float = 10.0,
-    max_workers: int = MAX_WORKERS,
     on_done: Callable[[Outcome[Session]], None] = lambda outcome: None,
     on_traffic: OnTraffic = lambda sent: None,
 ) -> Iterator[Sessions]:
@@ -242,7 +240,7 @@ def open_sessions(
     nodes = {node.name: node for node in fleet.nodes}
     with _Connections(fleet, directory, known_hosts, connect_deadline_s, on_traffic) as connections:
         sessions = Sessions({HOST_NAME: connections.keep(LocalSession(HOST_NAME, directory))})
-        outcomes = run_on_all(nodes, connections.connect, max_workers=max_workers, on_done=on_done)
+        outcomes = run_on_all(nodes, connections.connect, on_done=on_done)
         sessions.failed.update(errors_of(outcomes))
         sessions.reachable.update(
             {name: outcome.get() for name, outcome in outcomes.items() if not outcome.error}

@@ -44,14 +44,13 @@ from csdctl.worker.protocol.events import (
     event_from_line,
     event_to_line,
 )
-from csdctl.worker.protocol.json_codec import DATA, ERROR, ProtocolError, from_json, to_json
+from csdctl.worker.protocol.json_codec import DATA, ERROR, ProtocolError, from_json, to_json, to_tagged
 from csdctl.worker.protocol.orders import FormGroup, Ping, Release, Stop, order_from_line, order_to_line
 from csdctl.worker.protocol.probe import (
     ProbeRequest,
     ProbeResult,
     ProbeSpec,
     request_from_line,
-    request_to_line,
 )
 from csdctl.worker.protocol.recipe import Recipe
 from csdctl.worker.protocol.run_spec import RunSpec, Runtime
@@ -140,7 +139,7 @@ def _orders(content: bytes, directory: Path) -> None:
         if '"order"' in line:
             order_to_line(order_from_line(line))
         else:
-            request_to_line(request_from_line(line))
+            request_from_line(line)
 
 
 def _frames(content: bytes, directory: Path) -> None:
@@ -254,7 +253,7 @@ TARGETS = (
         (ProtocolError,),
         lambda: [
             *(order_to_line(order).encode() for order in (FormGroup(1, (0, 1)), Ping(7), Stop(), Release())),
-            request_to_line(ProbeRequest(8)).encode(),
+            json.dumps(to_tagged("request", ProbeRequest(8))).encode(),
             b'{"request": "AttachRequest", "spec": "spec.json", "rank": 1}',
         ],
     ),

@@ -1,6 +1,5 @@
 """Measurements of a model on one machine: probe sessions, and the times of parts."""
 
-import json
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -16,7 +15,6 @@ from csdctl.worker.protocol.json_codec import (
     Seconds,
     from_tagged,
     parse_json,
-    to_tagged,
 )
 from csdctl.worker.protocol.recipe import Noise, Recipe
 from csdctl.worker.protocol.run_spec import Prefix, Runtime, UserCode
@@ -137,11 +135,6 @@ READY = f"{FRAME_PREFIX}ready {{}}"
 
 Request = ProbeRequest | AttachRequest
 REQUESTS: dict[str, type[Request]] = {"ProbeRequest": ProbeRequest, "AttachRequest": AttachRequest}
-
-
-def request_to_line(request: Request) -> str:
-    """Return a request as the line that a probe session reads."""
-    return json.dumps(to_tagged("request", request), separators=(",", ":"))
 
 
 def request_from_line(line: str) -> Request:

@@ -3,7 +3,7 @@
 import contextlib
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -49,7 +49,6 @@ def discover(
     fleet: Fleet,
     *,
     directory: Path,
-    known_hosts: Sequence[Path] | None = None,
     on_done: OnDone = lambda facts: None,
 ) -> DiscoverResult:
     """Collect facts of the host and all nodes of `fleet`, and save them beside the fleet file.
@@ -73,7 +72,6 @@ def discover(
         fleet,
         visit,
         directory=directory,
-        known_hosts=known_hosts,
         on_done=report,
         on_traffic=record_traffic(directory, "discover"),
     )

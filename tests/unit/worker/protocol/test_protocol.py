@@ -38,7 +38,7 @@ from csdctl.worker.protocol.events import (
     event_from_line,
     event_to_line,
 )
-from csdctl.worker.protocol.json_codec import SCHEMA, ProtocolError, from_json, to_json
+from csdctl.worker.protocol.json_codec import SCHEMA, ProtocolError, from_json, to_json, to_tagged
 from csdctl.worker.protocol.model_info import ModelInfo
 from csdctl.worker.protocol.orders import (
     FormGroup,
@@ -56,7 +56,6 @@ from csdctl.worker.protocol.probe import (
     ProbeSpec,
     Request,
     request_from_line,
-    request_to_line,
 )
 from csdctl.worker.protocol.recipe import EarlyStopping, Noise, Recipe, ReduceOnPlateau
 from csdctl.worker.protocol.run_spec import DatasetSlice, RankSpec, RunSpec, Runtime
@@ -250,7 +249,7 @@ def test_model_described_by_an_older_csdctl_is_read() -> None:
 
 @pytest.mark.parametrize("request_", [ProbeRequest(32), AttachRequest('a"spec":.json', 1)])
 def test_requests_of_a_probe_session_are_read_as_they_were_written(request_: Request) -> None:
-    assert request_from_line(request_to_line(request_)) == request_
+    assert request_from_line(json.dumps(to_tagged("request", request_))) == request_
 
 
 @pytest.mark.parametrize(
