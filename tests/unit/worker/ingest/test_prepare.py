@@ -390,6 +390,7 @@ class TestProblems:
         done = subprocess.run(command, input=request, capture_output=True, text=True, check=False)
         assert done.returncode == 2
         assert done.stderr == ""
-        assert done.stdout.startswith("@csdctl-error {")
-        assert done.stdout.count("\n") == 1
+        *progress, error = done.stdout.splitlines()
+        assert error.startswith("@csdctl-error {")
+        assert all(line.startswith("@csdctl-progress {") for line in progress)
         assert SECRET not in done.stdout
