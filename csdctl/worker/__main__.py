@@ -187,6 +187,7 @@ ANSWERS: dict[str, tuple["Callable[[str, Note], object]", str]] = {
 def _answer(answer: "Callable[[str, Note], object]", doing: str) -> int:
     """Answer the request on standard input; where samples may be private, print progress and frames only."""
     request = sys.stdin.readline()
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # a user's code that asks for input does not wait for it
     if not doing:
         found = answer(request, lambda progress: None)
         print(f"\n{to_frame(RESULT, found)}", flush=True)  # a user's model may print too

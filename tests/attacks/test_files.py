@@ -281,7 +281,7 @@ class TestStore:
         with closing(LocalSession("csd0", tmp_path)) as session:
             prepare = build_worker_command(sys.executable, worker.path, ["prepare"])
             done = session.run(prepare, stdin=to_json(spec).encode() + b"\n")
-            assert b"has been changed since csdctl sent it" in done.stderr
+            assert b"has been changed since csdctl sent it" in done.stdout
             assert done.exit_code == 1
             worker.source.write_bytes(b"print('the neighbour was here')")
             done = session.run(prepare, stdin=to_json(spec).encode() + b"\n")
