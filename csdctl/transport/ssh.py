@@ -260,16 +260,14 @@ def _open_channel(
             break
         except LOST as error:
             if not transport.is_active() or queue_deadline.left_s < pause_s:
-                raise _channel_error(
-                    name, transport, "does not open more channels", error, deadline
-                ) from None
+                raise channel_error(name, transport, "does not open more channels", error, deadline) from None
         time.sleep(pause_s)
         pause_s = min(1.0, 2 * pause_s)
     try:
         request_exec(channel, command_line.encode(errors="surrogateescape"), max(0.1, deadline.left_s))
     except LOST as error:
         _close(channel)
-        raise _channel_error(name, transport, "does not start commands", error, deadline) from None
+        raise channel_error(name, transport, "does not start commands", error, deadline) from None
     return channel
 
 
@@ -278,9 +276,10 @@ def _close(channel: paramiko.Channel) -> None:
         channel.close()
 
 
-def _channel_error(
+def channel_error(
     name: str, transport: StrictTransport, what: str, error: Exception, deadline: Deadline
 ) -> CsdctlError:
+    """Return why a command could not be started: what the server "does not", or no time was left."""
     if not transport.is_active():
         return lost_connection_error(name, transport)
     if deadline.left_s < 0.1:
