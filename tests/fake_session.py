@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from csdctl.errors import CsdctlError, DeadlineError, InputError
+from csdctl.transport.commands import WrappedCommand
 from csdctl.transport.meter import Meter
-from csdctl.transport.session import MAX_OUTPUT_BYTES, Completed
+from csdctl.transport.session import MAX_OUTPUT_BYTES, Completed, Conversation, Deadline, Running, Session
 
 Replies = Callable[[str], Iterable[str]]
 
@@ -29,13 +30,11 @@ class ScriptedResponse:
     replies: Replies = lambda line: ()
 
 
-class FakeSession:
-    """Implements `session.Session` with scripted responses; an unscripted command ends with 127."""
+class FakeSession(Session):
+    """A session with scripted responses; an unscripted command ends with 127."""
 
     def __init__(self, name: str) -> None:
-        self.name = name
-        self.host_key_fingerprint = ""
-        self.meter = Meter()
+        super().__init__(name, Meter())
         self.commands: list[tuple[str, ...]] = []
         self.stdins: list[bytes] = []
         self.conversations: list[FakeConversation] = []
@@ -85,6 +84,9 @@ class FakeSession:
         """Record the call in `is_closed`."""
         self.is_closed = True
 
+    def _start(self, wrapped: WrappedCommand, deadline: Deadline) -> Running:
+        raise AssertionError("run and converse start nothing here")
+
     def _response(self, command: Sequence[str]) -> ScriptedResponse:
         request = tuple(command)
         if not request:
@@ -97,8 +99,8 @@ class FakeSession:
         return max(matching, key=lambda response: len(response.prefix), default=missing)
 
 
-class FakeConversation:
-    """Implements `session.Conversation`: each sent line is answered with the lines of `replies`."""
+class FakeConversation(Conversation):
+    """A conversation without a process: each sent line is answered with the lines of `replies`."""
 
     def __init__(self, name: str, command: tuple[str, ...], response: ScriptedResponse) -> None:
         self.sent: list[str] = []

@@ -50,9 +50,9 @@ def start_all(session: Session, python: str) -> None:
 
     worker = ["env", f"PYTHONPATH={SOURCES}", python, "-P", "-u", "-m", "csdctl.worker"]
     policy = SandboxPolicy(SANDBOX, False, "", (), (), (python,), (), {})
-    start(standalone("lock"), "{}", "mine")
-    start(standalone("reachability"), json.dumps(LISTENING), '{"ports"')
-    start(standalone("receive", json.dumps(MANIFEST)), "", '{"need"')
+    start(standalone("lock"), "{}", "@csdctl-mine")
+    start(standalone("reachability"), json.dumps(LISTENING), "@csdctl-result")
+    start(standalone("receive", json.dumps(MANIFEST)), "", "@csdctl-manifest")
     start(standalone("leftovers"), "", "")
     start(build_loop(SCRIPTS["hwmon"], "/"), "", "@csdctl")
     start([*worker, "sandbox"], to_json(policy), "inside")

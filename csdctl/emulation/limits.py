@@ -18,7 +18,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from csdctl.emulation.processes import (
     anonymous_bytes,
@@ -294,16 +293,8 @@ class DutyCycle:
             send_signal(stopped, signal.SIGCONT)
 
 
-class CpuLimit(Protocol):
-    """Limits the processes of one node to a share of the CPU."""
-
-    mechanism: str
-
-    def build_command(self, command: list[str]) -> list[str]:
-        """Return the argument list that runs `command` under the limit."""
-
-    def close(self) -> None:
-        """Remove the limit and continue all stopped processes."""
+CpuLimit = CgroupLimit | DutyCycle
+"""What limits the processes of one node to a share of the CPU."""
 
 
 def cgroup_prefix(fleet_id: str) -> str:

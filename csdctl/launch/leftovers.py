@@ -1,21 +1,18 @@
 """Processes and files that an earlier csdctl left on a machine: find, end and remove them."""
 
-import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
 
 from csdctl.launch.machine_lock import MachineLockedError, is_gone, read_holder
-from csdctl.transport.answer import Answer
 from csdctl.transport.commands import build_program_command
 from csdctl.transport.many import run_on_all
+from csdctl.transport.program import call_program
 from csdctl.transport.session import Session
+from csdctl.worker.protocol.json_codec import Count, MaxLength, ShortText
 
 CLEAN_DEADLINE_S = 120.0
 END_DEADLINE_S = 30.0
-MAX_FOUND = 100_000
-"""Processes or paths of one machine; the transport cuts a longer answer anyway."""
-
-_DOING = "looking for leftovers"
 
 
 @dataclass(frozen=True)
@@ -52,6 +49,26 @@ class Leftovers:
     """Of the predictions that stay there."""
 
 
+@dataclass(frozen=True)
+class _Process:
+    """A running process of csdctl."""
+
+    pid: Count
+    run: ShortText
+
+
+@dataclass(frozen=True)
+class _Found:
+    """The answer of standalone/leftovers.py."""
+
+    holder: dict[ShortText, Any] | None
+    processes: tuple[_Process, ...]
+    paths: tuple[Annotated[str, MaxLength(4096)], ...]
+    num_bytes: Count
+    features_bytes: Count
+    predictions_bytes: Count
+
+
 def clean_machine(
     session: Session, python: str, options: CleanupOptions, *, deadline_s: float = CLEAN_DEADLINE_S
 ) -> Leftovers:
@@ -59,22 +76,21 @@ def clean_machine(
 
     Raises MachineLockedError where another csdctl is running, RemoteCommandError when the program fails.
     """
-    answer = _run_cleanup(session, python, options, deadline_s)
-    holder = answer.part_or_none("holder")
-    if holder is not None and not options.is_forced:
-        described = read_holder(holder.content)
+    command = build_program_command(python, "leftovers")
+    found = call_program(session, command, options, _Found, "looking for leftovers", deadline_s)
+    if found.holder is not None and not options.is_forced:
+        described = read_holder(found.holder)
         if not is_gone(described):
             raise MachineLockedError(session.name, described)
-        answer = _run_cleanup(session, python, replace(options, is_forced=True), deadline_s)
-    runs = [process.text("run") for process in answer.objects("processes", MAX_FOUND)]
-    paths = answer.texts("paths", MAX_FOUND)
+        return clean_machine(session, python, replace(options, is_forced=True), deadline_s=deadline_s)
+    runs = [process.run for process in found.processes]
     return Leftovers(
         len(runs),
         tuple(filter(None, dict.fromkeys(runs))),
-        tuple(paths),
-        answer.number("num_bytes"),
-        features_bytes=answer.number("features_bytes"),
-        predictions_bytes=answer.number("predictions_bytes"),
+        found.paths,
+        found.num_bytes,
+        features_bytes=found.features_bytes,
+        predictions_bytes=found.predictions_bytes,
     )
 
 
@@ -95,10 +111,3 @@ def end_rank(run_id: str, session: Session, python: str) -> None:
     """End the processes of the run's rank on the node of `session`; raises CsdctlError."""
     options = CleanupOptions(run_id=run_id, node=session.name)
     clean_machine(session, python, options, deadline_s=END_DEADLINE_S)
-
-
-def _run_cleanup(session: Session, python: str, options: CleanupOptions, deadline_s: float) -> Answer:
-    request = json.dumps(asdict(options)).encode() + b"\n"
-    done = session.run(build_program_command(python, "leftovers"), stdin=request, deadline_s=deadline_s)
-    done.check(session.name, doing=_DOING)
-    return Answer.parse(done.output, session.name, _DOING)

@@ -6,22 +6,23 @@ The next csdctl on that host detects that the holder is gone, and takes over the
 """
 
 import contextlib
-import json
 import os
 import platform
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from csdctl.errors import CsdctlError, RemoteCommandError, RunError
+from csdctl.errors import RunError
 from csdctl.fleet.names import format_node_names
 from csdctl.transport.commands import build_program_command
 from csdctl.transport.many import Outcome, run_on_all, values_or_raise
-from csdctl.transport.session import Conversation, Session
+from csdctl.transport.program import Nothing, Program, within
+from csdctl.transport.session import Session
+from csdctl.worker.protocol.json_codec import ProtocolError, parse_json
 
 RESPONSE_DEADLINE_S = 30.0
-_DOING = "locking the machine"
 _TEXTS = ("command", "host", "machine", "boot", "started", "directory", "since")
 _PIDS = ("pid", "holding_pid")
 _MAX_TEXT = 200
@@ -138,7 +139,14 @@ def read_holder(content: object) -> Holder:
     return {**texts, **pids}
 
 
-def _lock(session: Session, python: str, this_process: Holder) -> Conversation:
+@dataclass(frozen=True)
+class _Held:
+    """The content of the lock's file."""
+
+    holder: str
+
+
+def _lock(session: Session, python: str, this_process: Holder) -> Program:
     try:
         return _request_lock(session, python, this_process)
     except MachineLockedError as error:
@@ -150,32 +158,24 @@ def _lock(session: Session, python: str, this_process: Holder) -> Conversation:
 
 def _request_lock(
     session: Session, python: str, this_process: Holder, arguments: Sequence[str] = ()
-) -> Conversation:
-    conversation = session.converse(build_program_command(python, "lock", arguments))
+) -> Program:
+    command = build_program_command(python, "lock", arguments)
+    program = Program(session, command, "locking the machine", within(RESPONSE_DEADLINE_S))
     try:
-        conversation.send_line(json.dumps(this_process))
-        response, _, rest = conversation.read_line(deadline_s=RESPONSE_DEADLINE_S).partition(" ")
-        if response == "mine":
-            return conversation
-        if response != "held":
-            raise RemoteCommandError(
-                f"{_DOING}: received {response[:80]!r}, expected `mine` or `held`",
-                node=session.name,
-                remedy="check its Python, and what the start-up files of its shell print",
-            )
-        raise MachineLockedError(session.name, _parse_holder(rest))
-    except EOFError:
-        conversation.wait(deadline_s=RESPONSE_DEADLINE_S).check(session.name, doing=_DOING)
-        raise RemoteCommandError(f"{_DOING} gave no response", node=session.name) from None
-    except CsdctlError:
-        conversation.close()
+        program.send(this_process)
+        kind, answer = program.read({"mine": Nothing, "held": _Held})
+        if kind == "mine":
+            return program
+        raise MachineLockedError(session.name, _parse_holder(answer.holder))
+    except BaseException:
+        program.close()
         raise
 
 
 def _parse_holder(text: str) -> Holder:
     """Return the content of the lock file; {} while its owner is still writing it."""
-    with contextlib.suppress(ValueError, RecursionError):
-        return read_holder(json.loads(text))
+    with contextlib.suppress(ProtocolError):
+        return read_holder(parse_json(text))
     return {}
 
 

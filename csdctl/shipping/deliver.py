@@ -3,9 +3,8 @@
 If nothing is missing, this takes one round trip. The other end is `standalone/receive.py`; its source is part
 of the command line.
 
-An answer that breaks the rules of `ReceiverAnswers` ends the delivery to that machine: RemoteCommandError.
-They bound the number of answers too: a manifest is requested once, every object at most MAX_ROUNDS times, and
-heartbeats are rare.
+An answer that breaks the rules ends the delivery to that machine: RemoteCommandError. They bound the number
+of answers too: a manifest is requested once, and every object at most MAX_ROUNDS times.
 """
 
 import ast
@@ -16,43 +15,51 @@ import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
+from typing import Annotated
 
-from csdctl.errors import CsdctlError, DeadlineError, InputError, NodeError, RemoteCommandError
-from csdctl.shipping.chunks import CHUNK_BYTES, SharedChunks, changed
+from csdctl.errors import CsdctlError, NodeError, RemoteCommandError
+from csdctl.shipping.chunks import CHUNK_BYTES, changed, hash_source, read_chunk
 from csdctl.shipping.payload import Payload, StoreObject
-from csdctl.transport.answer import Answer
 from csdctl.transport.commands import read_program
-from csdctl.transport.process import Deadline
-from csdctl.transport.session import Conversation, Session
-from csdctl.worker.protocol.json_codec import shorten
+from csdctl.transport.program import MAX_TEXT_LENGTH, Nothing, Patience, Program, within
+from csdctl.transport.session import Session
+from csdctl.worker.protocol.json_codec import (
+    PROGRESS,
+    RESULT,
+    Between,
+    Count,
+    MaxLength,
+    ProtocolError,
+    ShortText,
+    shorten,
+)
 
 MAX_ROUNDS = 2
 """A receiver requests an object that arrived damaged once more (MAX_TRIES there)."""
 
 MAX_RANGES = 1000
 MAX_DAMAGED = 100
-MAX_HEARTBEATS_PER_S = 2.0
-"""An honest receiver sends one per second."""
-
-SPARE_HEARTBEATS = 60
-"""Heartbeats that a slow network may deliver together."""
 
 
 @dataclass(frozen=True)
-class Refused:
-    """The receiver refuses the request."""
+class Missing:
+    """Part of a request for objects: those of `ranges`, and the byte to start from if it is not the first."""
 
-    message: str
-    remedy: str
+    ranges: Annotated[tuple[tuple[Count, Count], ...], MaxLength(MAX_RANGES)]
+    """First and last number of the objects, ascending."""
+    resume: dict[ShortText, Count]
+    """By number of the object."""
+    more: bool
+    """Whether another part follows."""
 
 
 @dataclass(frozen=True)
 class SystemFailure:
     """The receiver's machine failed to write."""
 
-    error_number: int
+    error_number: Annotated[int, Between(0, 1 << 16)]
     words: str
     path: str
 
@@ -61,119 +68,73 @@ class SystemFailure:
 class Damaged:
     """Objects, by number, that arrived damaged in every round."""
 
-    numbers: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Missing:
-    """Objects to send: the byte to start from, by number."""
-
-    offsets: dict[int, int] = field(default_factory=dict)
+    numbers: Annotated[tuple[Count, ...], MaxLength(MAX_DAMAGED)]
 
 
 @dataclass(frozen=True)
 class Done:
-    """Everything is in place."""
+    """Everything is in place; of a request to prune, the number of removed names."""
+
+    num_removed: Count = 0
 
 
-@dataclass(frozen=True)
-class ManifestWanted:
-    """The receiver lacks the manifest."""
+ANSWERS: dict[str, type] = {
+    PROGRESS: Nothing,
+    "manifest": Nothing,
+    "missing": Missing,
+    "failed": SystemFailure,
+    "damaged": Damaged,
+    RESULT: Done,
+}
+"""What a receiver may answer; `manifest` requests that, and `missing` objects."""
 
 
-ReceiverAnswer = Refused | SystemFailure | Damaged | Missing | Done | ManifestWanted
+class RequestedObjects:
+    """Checks the requests of one receiver for objects, in order."""
 
-
-class ReceiverAnswers:
-    """Reads the answers of one receiver, in order."""
-
-    def __init__(self, sizes: Sequence[int], *, has_manifest: bool, is_dry_run: bool) -> None:
-        """`sizes` are those of the offered objects; `has_manifest` says whether a manifest can be sent."""
+    def __init__(self, sizes: Sequence[int], *, is_dry_run: bool) -> None:
+        """`sizes` are those of the offered objects."""
         self._sizes = sizes
-        self._may_want_manifest = has_manifest
         self._rounds_left = 1 if is_dry_run else MAX_ROUNDS
         self._allowed = set(range(len(sizes)))
         """Numbers that may be requested in this round: those of the round before."""
         self._requested: dict[int, int] = {}
-        self._num_heartbeats = 0
 
-    def read(self, answer: Answer, elapsed_s: float) -> ReceiverAnswer | None:
-        """Return what is to be done, None for nothing yet; raises RemoteCommandError."""
-        if "busy" in answer:
-            self._num_heartbeats += 1
-            if self._num_heartbeats > SPARE_HEARTBEATS + MAX_HEARTBEATS_PER_S * elapsed_s:
-                raise answer.error(f"received {self._num_heartbeats} heartbeats in {elapsed_s:.1f} s")
-            return None
-        if "done" in answer:
-            return Done()
-        if "refused" in answer:
-            return Refused(answer.text("refused"), answer.text("remedy", ""))
-        if "failed" in answer:
-            return self._read_failure(answer)
-        if "need" in answer:
-            if not self._may_want_manifest:
-                raise answer.error("received a request for the manifest, which was sent already")
-            self._may_want_manifest = False
-            return ManifestWanted()
-        if "missing" in answer:
-            return self._read_missing(answer)
-        raise answer.error("received an object that is no answer of a receiver")
+    def add(self, part: Missing) -> dict[int, int] | None:
+        """Add a part of a request; return the bytes to start from by number when the request is complete.
 
-    def _read_failure(self, answer: Answer) -> Damaged | SystemFailure:
-        if answer.text("failed") == "damaged":
-            numbers = answer.numbers("numbers", MAX_DAMAGED, high=len(self._sizes) - 1)
-            return Damaged(tuple(dict.fromkeys(numbers)))
-        return SystemFailure(answer.number("errno", high=1 << 16), answer.text("words"), answer.text("path"))
-
-    def _read_missing(self, answer: Answer) -> Missing | None:
-        """Add one part of a request; return the request when it is complete."""
+        Raises ProtocolError.
+        """
         if not self._rounds_left:
-            raise answer.error("received another request for objects after the last one")
-        numbers = self._read_ranges(answer)
-        offsets = self._read_offsets(answer, numbers)
-        self._requested |= {number: offsets.get(number, 0) for number in numbers}
-        if answer.flag("more"):
-            if not numbers:
-                raise answer.error("received a part of a request that is empty")
-            return None
-        missing, self._requested = Missing(self._requested), {}
-        self._allowed = set(missing.offsets)
-        self._rounds_left -= 1
-        self._may_want_manifest = False
-        return missing
-
-    def _read_ranges(self, answer: Answer) -> list[int]:
-        """Return the requested numbers: offered ones, ascending, each once in a request."""
-        numbers: list[int] = []
+            raise ProtocolError("received another request for objects after the last one")
         latest = max(self._requested, default=-1)
-        for pair in answer.items("missing", MAX_RANGES):
-            if not (
-                isinstance(pair, list) and len(pair) == 2 and all(type(number) is int for number in pair)
-            ):
-                raise answer.error("received a request for objects that are not [first, last]")
-            first, last = pair
+        numbers: list[int] = []
+        for first, last in part.ranges:
             if not latest < first <= last < len(self._sizes):
-                raise answer.error(
+                raise ProtocolError(
                     f"received a request for objects {shorten(first)} to {shorten(last)}, expected ascending "
                     f"numbers from {latest + 1} to {len(self._sizes) - 1}"
                 )
             numbers += range(first, last + 1)
             latest = last
         if not self._allowed.issuperset(numbers):
-            raise answer.error("received a second request for objects that were not sent")
-        return numbers
-
-    def _read_offsets(self, answer: Answer, numbers: Sequence[int]) -> dict[int, int]:
-        resume = answer.counts("resume", len(numbers))
-        offsets = {number: resume.pop(str(number)) for number in numbers if str(number) in resume}
-        is_inside = all(offset < self._sizes[number] for number, offset in offsets.items())
-        if resume or not is_inside:
-            raise answer.error("received an offset outside of a requested object")
-        return offsets
+            raise ProtocolError("received a second request for objects that were not sent")
+        resume = dict(part.resume)
+        offsets = {number: resume.pop(str(number), 0) for number in numbers}
+        if resume or any(offset and offset >= self._sizes[number] for number, offset in offsets.items()):
+            raise ProtocolError("received an offset outside of a requested object")
+        self._requested |= offsets
+        if part.more:
+            if not numbers:
+                raise ProtocolError("received a part of a request that is empty")
+            return None
+        missing, self._requested = self._requested, {}
+        self._allowed = set(missing)
+        self._rounds_left -= 1
+        return missing
 
 
 PRUNE_DEADLINE_S = 900.0
-_PRUNING = "removing unused files"
 
 # A node gets its first files before its own Python is installed; until then python3 is used.
 _START = 'command -v -- "$1" >/dev/null 2>&1 || { shift; set -- python3 "$@"; }; exec "$@"'
@@ -190,10 +151,9 @@ def prune_store(session: Session, python: str) -> int:
     Raises RemoteCommandError on failure.
     """
     command = build_receiver_command(python, json.dumps({"prune": True}))
-    done = session.run(command, deadline_s=PRUNE_DEADLINE_S)
-    done.check(session.name, doing=_PRUNING)
-    answer = Answer.parse((done.output.splitlines() or [""])[-1], session.name, _PRUNING)
-    return answer.part("done").number("num_removed")
+    with closing(Program(session, command, "removing unused files", within(PRUNE_DEADLINE_S))) as program:
+        done: Done = program.read({RESULT: Done})[1]
+        return done.num_removed
 
 
 _PARSING = threading.Lock()
@@ -224,6 +184,9 @@ def _pack_source() -> str:
 SEND_BYTES = 256 * 1024
 
 _DOING = "receiving files"
+_REMEDY = (
+    "check its disk and its network, and its Python (3.8 or newer: `python:` in fleet.yaml), or --exclude it"
+)
 
 _REMEDIES = {
     errno.ENOSPC: "free disk space there: `df -h`, `csdctl clean`",
@@ -235,24 +198,19 @@ _REMEDIES = {
 }
 
 
-@dataclass(frozen=True)
-class DeliveryPatience:
-    """How long a machine may take; whatever it answers, the delivery then ends."""
-
-    response_s: float = 60.0
-    """For one answer: the receiver sends a heartbeat every second, so this only detects one that hangs."""
-    whole_s: float = 900.0
-    """For the whole delivery: more than the receiver waits for another deploy to end (LOCK_WAIT_S there)."""
-    bytes_per_s: float = 128 * 1024
-    """Added to the whole: the time for all bytes at this rate, which is slower than a usable link or disk."""
-
-    def start(self, payload: Payload) -> Deadline:
-        """Return the deadline of a delivery that begins now."""
-        num_bytes = sum(stored.source.size for stored in payload.objects) + len(payload.packed)
-        return Deadline(self.whole_s + num_bytes / self.bytes_per_s)
+RESPONSE_S = 60.0
+"""For one answer: the receiver sends a heartbeat every second, so this only detects one that hangs."""
+WHOLE_S = 900.0
+"""For the whole delivery: more than the receiver waits for another deploy to end (LOCK_WAIT_S there)."""
+BYTES_PER_S = 128 * 1024
+"""Added to the whole: the time for all bytes at this rate, which is slower than a usable link or disk."""
 
 
-PATIENCE = DeliveryPatience()
+def patience_for(payload: Payload) -> Patience:
+    """Return how long a machine may take to receive `payload`."""
+    num_bytes = sum(stored.source.size for stored in payload.objects) + len(payload.packed)
+    whole_s = WHOLE_S + num_bytes / BYTES_PER_S
+    return Patience(RESPONSE_S, whole_s, whole_s)
 
 
 @dataclass(frozen=True)
@@ -279,25 +237,24 @@ OnDeliveryProgress = Callable[[DeliveryProgress], None]
 def deliver(
     session: Session,
     payload: Payload,
-    chunks: SharedChunks,
     *,
     python: str = "python3",
     dry_run: bool = False,
     on_progress: OnDeliveryProgress = lambda progress: None,
-    patience: DeliveryPatience = PATIENCE,
+    patience: Patience | None = None,
 ) -> Delivery:
     """Send the machine the missing part of `payload`; with `dry_run`, only determine that part.
 
-    Sources are read through `chunks`, which all machines of one deploy share. Raises InputError for a source
-    that changes meanwhile or an occupied destination, RemoteCommandError with the machine's own message when
-    it cannot write, or for an answer that breaks the rules, UnreachableError, and DeadlineError after
-    `patience`. The next deploy then continues partial objects; an incomplete object never has its final name.
+    Raises InputError for a source that changes meanwhile or an occupied destination, RemoteCommandError with
+    the machine's own message when it cannot write, or for an answer that breaks the rules, UnreachableError,
+    and DeadlineError after `patience`. The next deploy then continues partial objects; an incomplete object
+    never has its final name.
     """
     if not payload.objects and not payload.trees:
         return Delivery(0, 0, 0)
     command = build_receiver_command(python, payload.build_request(dry_run=dry_run))
-    with closing(session.converse(command)) as conversation:
-        return _Exchange(session, payload, conversation, chunks, dry_run, on_progress, patience).run()
+    with closing(Program(session, command, _DOING, patience or patience_for(payload), _REMEDY)) as program:
+        return _Exchange(session, payload, program, dry_run, on_progress).run()
 
 
 class _Exchange:
@@ -307,69 +264,47 @@ class _Exchange:
         self,
         session: Session,
         payload: Payload,
-        conversation: Conversation,
-        chunks: SharedChunks,
+        program: Program,
         dry_run: bool,
         on_progress: OnDeliveryProgress,
-        patience: DeliveryPatience,
     ) -> None:
         self._node = session.name
         self._meter = session.meter
         self._payload = payload
-        self._conversation = conversation
-        self._chunks = chunks
+        self._program = program
         self._dry_run = dry_run
         self._on_progress = on_progress
-        self._patience = patience
-        self._clock = patience.start(payload)
-        sizes = [stored.source.size for stored in payload.objects]
-        self._answers = ReceiverAnswers(sizes, has_manifest=bool(payload.packed), is_dry_run=dry_run)
         self._sent: set[StoreObject] = set()
         self._bytes_sent = 0
 
     def run(self) -> Delivery:
         """Serve the receiver's requests until it is done."""
-        while True:
-            match self._read():
-                case Done():
-                    self._conversation.wait(deadline_s=self._patience.response_s)
-                    num_sent = len(self._sent)
-                    return Delivery(num_sent, self._bytes_sent, len(self._payload.objects) - num_sent)
-                case Refused(message, remedy):
-                    raise InputError(message, remedy=remedy, node=self._node)
-                case Damaged(numbers):
-                    raise self._damaged([self._payload.objects[number] for number in numbers])
-                case SystemFailure() as failure:
-                    raise self._failure(failure)
-                case ManifestWanted():
-                    self._send(iter([self._payload.packed]))
-                case Missing(offsets):
-                    self._send_missing(
-                        {self._payload.objects[number]: start for number, start in offsets.items()}
-                    )
+        try:
+            return self._serve()
+        except ProtocolError as error:
+            raise self._program.error(str(error)) from None
 
-    def _read(self) -> ReceiverAnswer:
-        """Return the next answer that is not a heartbeat; raises CsdctlError when the receiver ends."""
+    def _serve(self) -> Delivery:
+        objects, answers = self._payload.objects, dict(ANSWERS)
+        requested = RequestedObjects([one.source.size for one in objects], is_dry_run=self._dry_run)
+        if not self._payload.packed:
+            del answers["manifest"]
         while True:
-            self._check_clock()
-            try:
-                line = self._conversation.read_line(
-                    deadline_s=min(self._patience.response_s, self._clock.left_s)
-                )
-            except EOFError:
-                raise self._ended() from None
-            elapsed_s = self._clock.seconds - self._clock.left_s
-            answer = self._answers.read(Answer.parse(line, self._node, _DOING), elapsed_s)
-            if answer is not None:
-                return answer
-
-    def _check_clock(self) -> None:
-        if self._clock.has_passed:
-            raise DeadlineError(
-                f"{_DOING} took more than {self._clock.seconds:.0f} s",
-                node=self._node,
-                remedy="check its disk and its network, or leave it out: --exclude",
-            )
+            kind, answer = self._program.read(answers)
+            if kind == "manifest":
+                del answers["manifest"]
+                self._send(iter([self._payload.packed]))
+            elif kind == "missing" and (missing := requested.add(answer)) is not None:
+                answers.pop("manifest", None)
+                self._send_missing({objects[number]: start for number, start in missing.items()})
+            elif kind == "failed":
+                raise self._failure(answer)
+            elif kind == "damaged":
+                raise self._damaged(answer)
+            elif kind == RESULT:
+                self._program.finish()
+                num_sent = len(self._sent)
+                return Delivery(num_sent, self._bytes_sent, len(objects) - num_sent)
 
     def _send_missing(self, missing: dict[StoreObject, int]) -> None:
         """Send each object of `missing` from its byte on; in a dry run only count them."""
@@ -385,7 +320,7 @@ class _Exchange:
         gathered = bytearray()
         for stored, begin in missing.items():
             for start in range(begin - begin % CHUNK_BYTES, stored.source.size, CHUNK_BYTES):
-                chunk = self._chunks.read(stored.source, start)[max(0, begin - start) :]
+                chunk = read_chunk(stored.source, start)[max(0, begin - start) :]
                 self._meter.record(stored.traffic_class, sent=len(chunk))
                 if len(gathered) + len(chunk) <= SEND_BYTES:
                     gathered += chunk
@@ -402,9 +337,9 @@ class _Exchange:
         for chunk in content:
             try:
                 for start in range(0, len(chunk), SEND_BYTES):
-                    self._check_clock()
+                    self._program.check_clock()
                     part = chunk[start : start + SEND_BYTES]
-                    self._conversation.send_bytes(part)
+                    self._program.conversation.send_bytes(part)
                     sent += len(part)
                     self._on_progress(DeliveryProgress(self._node, sent, num_bytes))
             except EOFError:
@@ -413,32 +348,23 @@ class _Exchange:
             self._bytes_sent += sent
 
     def _failure(self, failure: SystemFailure) -> RemoteCommandError:
-        where = f" at {failure.path}" if failure.path else ""
+        where = f" at {failure.path[:MAX_TEXT_LENGTH]}" if failure.path else ""
         return RemoteCommandError(
-            f"{_DOING} failed{where}: {failure.words}",
+            f"{_DOING} failed{where}: {failure.words[:MAX_TEXT_LENGTH]}",
             node=self._node,
             remedy=_REMEDIES.get(failure.error_number, "check the disk there: `df -h`, `mount`"),
         )
 
-    def _damaged(self, damaged: list[StoreObject]) -> CsdctlError:
-        for stored in damaged:
-            if SharedChunks(0).hash_source(stored.source.path).sha256 != stored.source.sha256:
-                return changed(stored.source.path)
+    def _damaged(self, damaged: Damaged) -> CsdctlError:
+        objects, numbers = self._payload.objects, set(damaged.numbers)
+        if not numbers.issubset(range(len(objects))):
+            raise ProtocolError("received a report of damage of objects that were not offered")
+        for number in numbers:
+            source = objects[number].source
+            if hash_source(source.path).sha256 != source.sha256:
+                return changed(source.path)
         return NodeError(
-            f"{len(damaged)} of {len(self._payload.objects)} files arrived damaged twice",
+            f"{len(numbers)} of {len(objects)} files arrived damaged twice",
             node=self._node,
             remedy="check that machine for failing disk or memory, then retry",
         )
-
-    def _ended(self) -> CsdctlError:
-        """Return why the receiver ended without a response; raises UnreachableError for a lost connection."""
-        done = self._conversation.wait(deadline_s=self._patience.response_s)
-        try:
-            done.check(
-                self._node,
-                doing=_DOING,
-                remedy="the machine needs Python 3.8 or newer: set `python:` in fleet.yaml",
-            )
-        except RemoteCommandError as error:
-            return error
-        return RemoteCommandError(f"{_DOING} ended without a response", node=self._node)

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from csdctl.errors import InputError
-from csdctl.shipping.chunks import SharedChunks, SourceFile, printable, unreadable
+from csdctl.shipping.chunks import SourceFile, hash_source, printable, unreadable
 from csdctl.transport.meter import TrafficClass
 
 MAX_INLINE_BYTES = 900
@@ -165,9 +165,7 @@ def parse_tree(written: str) -> TreeRequest:
     return TreeRequest(path, destination)
 
 
-def read_tree(
-    request: TreeRequest, chunks: SharedChunks, ignored: Sequence[str] = DEFAULT_IGNORED
-) -> FileTree:
+def read_tree(request: TreeRequest, ignored: Sequence[str] = DEFAULT_IGNORED) -> FileTree:
     """Read and hash the directory of `request`.
 
     `ignored` has patterns as in .gitignore, without negation. Raises InputError for entries that cannot be
@@ -183,7 +181,7 @@ def read_tree(
         elif entry.is_dir():
             directories.append((name, entry.stat().st_mode & 0o777))
         elif entry.is_file():
-            files.append((name, as_object(chunks.hash_source(entry.path))))
+            files.append((name, as_object(hash_source(entry.path))))
         else:
             raise InputError(
                 f"{printable(entry.path)} is {_file_type(entry)} and cannot be deployed",

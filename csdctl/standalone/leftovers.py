@@ -1,7 +1,8 @@
 """Find processes and files that an earlier csdctl left on a machine; end and remove them on request.
 
 Sent as source, so it uses the standard library only. Runs in the session's home directory. Reads one JSON
-object (run_id, node, is_ending, is_removing, is_removing_all, is_removing_computed, is_forced), writes one:
+object (run_id, node, is_ending, is_removing, is_removing_all, is_removing_computed, is_forced), writes one as
+the frame `@csdctl-result JSON`:
 
 - `holder`: the csdctl that currently holds the lock, else null; with a holder, nothing is changed
   unless forced
@@ -55,7 +56,7 @@ def main() -> None:
     response = {"holder": holder, "processes": processes, "paths": paths, "num_bytes": num_bytes}
     for name, path in (("features_bytes", FEATURES), ("predictions_bytes", PREDICTIONS)):
         response[name] = 0 if run_id or path in paths else size_of_directory(path)
-    print(json.dumps(response), flush=True)
+    print("@csdctl-result " + json.dumps(response), flush=True)
 
 
 def find_holder() -> "dict[str, object] | None":

@@ -31,11 +31,12 @@ def main() -> None:
     holder = json.loads(sys.stdin.readline())
     is_ending = len(sys.argv) > 1 and end_holder(int(sys.argv[1]), lock)
     if not take(lock, RELEASE_S if is_ending else 0.0):
-        print("held " + os.read(lock, 4096).decode(errors="replace"), flush=True)
+        text = os.read(lock, 4096).decode(errors="replace")
+        print("@csdctl-held " + json.dumps({"holder": text}), flush=True)
         return
     os.ftruncate(lock, 0)
     os.pwrite(lock, json.dumps({**holder, "holding_pid": os.getpid()}).encode(), 0)
-    print("mine", flush=True)
+    print("@csdctl-mine {}", flush=True)
     os.set_inheritable(lock, True)
     os.execvp("cat", ["cat"])  # waits with a tenth of the memory of Python
 

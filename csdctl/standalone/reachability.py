@@ -1,10 +1,10 @@
 """Listen on this machine and connect to the listeners of the other machines.
 
-Sent as source and run by `PYTHON -I -S -c`, so it uses the standard library only. Requests and responses
-are one line of JSON each:
+Sent as source and run by `PYTHON -I -S -c`, so it uses the standard library only. A request is a line of
+JSON, a response the frame `@csdctl-result JSON`, or `@csdctl-error JSON`:
 
     request   {"name": …, "token": …, "address": …, "is_host": …}
-    response  {"ports": [1024, 40123]}     or   {"error": …}
+    response  {"ports": [1024, 40123]}
     request   {"listeners": [[NAME, ADDRESS, PORT], …], "deadline_s": …}
     response  {"attempts": [[NAME, PORT, ""], [NAME, PORT, "timed out"], …]}
 
@@ -97,6 +97,11 @@ def connect_to_all(
     return [(name, port, reason) for (name, _, port), reason in zip(listeners, reasons, strict=True)]
 
 
+def respond(kind: str, **content: object) -> None:
+    """Print a frame."""
+    print("@csdctl-" + kind + " " + json.dumps(content), flush=True)
+
+
 def main() -> None:
     """Listen, connect to the other machines when requested, and exit when standard input ends."""
     request = json.loads(sys.stdin.readline())
@@ -105,19 +110,18 @@ def main() -> None:
         if request["is_host"]:
             listeners.append(open_listener(request["address"], [0]))
     except OSError as error:
-        print(json.dumps({"error": f"no port can be opened at {request['address']}: {error.strerror}"}))
+        message = f"no port can be opened at {request['address']}: {error.strerror}"
+        respond("error", message=message, remedy="check which ports are in use")
         return
     greeting = f"{request['token']} {request['name']}\n".encode()
     for listener in listeners:
         threading.Thread(target=serve, args=(listener, greeting), daemon=True).start()
-    print(json.dumps({"ports": [listener.getsockname()[1] for listener in listeners]}))
-    sys.stdout.flush()
+    respond("result", ports=[listener.getsockname()[1] for listener in listeners])
     line = sys.stdin.readline()
     if line:
         targets = json.loads(line)
         attempts = connect_to_all(targets["listeners"], request["token"], targets["deadline_s"])
-        print(json.dumps({"attempts": attempts}))
-        sys.stdout.flush()
+        respond("result", attempts=attempts)
         sys.stdin.readline()
 
 

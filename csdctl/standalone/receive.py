@@ -3,12 +3,13 @@
 Started as `PYTHON -I -S -c SOURCE REQUEST`, so csdctl need not be installed: standard library only, Python
 3.8 or newer. REQUEST contains the manifest, or its digest when it is long; the node requests a manifest that
 it does not have. The node then lists its missing objects, receives exactly their bytes in that order, and
-reports when everything is in place. Responses are lines of JSON:
+reports when everything is in place. Responses are frames, lines of `@csdctl-KIND JSON`:
 
-    {"need": "manifest"}                                     send the packed manifest
-    {"missing": [[first, last], …], "resume": {"7": 4096}}   send these objects, number 7 from byte 4096 on
-    {"busy": …}                                              heartbeat; expects no reply
-    {"done": {…}}    {"refused": …}    {"failed": …}         the end
+    manifest {}                                                    send the packed manifest
+    missing {"ranges": [[first, last], …], "resume": {"7": 4096}, "more": false}
+                                                                   send these, number 7 from byte 4096 on
+    progress {}                                                    heartbeat; expects no reply
+    result {…}    error {…}    failed {…}    damaged {…}           the end
 
 The manifest is not trusted: names that point outside the store or a tree are refused here too. Existing
 files are compared by content, never only by time or size.
@@ -82,9 +83,9 @@ class HostLostError(Exception):
     """The host no longer sends; parts are kept for the next deploy."""
 
 
-def respond(**response: Any) -> None:
-    """Send one line to the host."""
-    sys.stdout.write(json.dumps(response) + "\n")
+def respond(kind: str, **response: Any) -> None:
+    """Send one frame to the host."""
+    sys.stdout.write("@csdctl-" + kind + " " + json.dumps(response) + "\n")
     sys.stdout.flush()
 
 
@@ -94,10 +95,10 @@ class Heartbeat:
     def __init__(self) -> None:
         self._last_s = time.monotonic()
 
-    def beat(self, what: str) -> None:
+    def beat(self) -> None:
         """Send a heartbeat unless the last one is recent."""
         if time.monotonic() - self._last_s > BUSY_S:
-            respond(busy=what)
+            respond("progress")
             self._last_s = time.monotonic()
 
 
@@ -252,7 +253,7 @@ def hash_of(handle: int, num_bytes: int) -> Any:
             break
         digest.update(chunk)
         num_bytes -= len(chunk)
-        HEARTBEAT.beat("checking")
+        HEARTBEAT.beat()
     return digest
 
 
@@ -300,7 +301,7 @@ def load_manifest(request: dict[str, Any]) -> dict[str, Any]:
         return content
     packed = stored_manifest(request["digest"])
     if not packed:
-        respond(need="manifest")
+        respond("manifest")
         packed = b"".join(read_input(int(request["num_bytes"])))
         if hashlib.sha256(packed).hexdigest() != request["digest"]:
             raise RefusedError("the manifest arrived damaged", "retry")
@@ -423,14 +424,14 @@ def report_missing(missing: list[int], offsets: dict[int, int]) -> None:
         now, ranges = ranges[:MAX_RANGES], ranges[MAX_RANGES:]
         numbers = (number for first, last in now for number in range(first, last + 1))
         resume = {str(number): offsets[number] for number in numbers if offsets[number]}
-        respond(missing=now, resume=resume, more=bool(ranges))
+        respond("missing", ranges=now, resume=resume, more=bool(ranges))
         if not ranges:
             return
 
 
 def report_damaged(missing: list[int]) -> None:
     """Exit: these objects had a wrong hash after every retry."""
-    respond(failed="damaged", numbers=missing[:100])
+    respond("damaged", numbers=missing[:100])
     raise SystemExit(1)
 
 
@@ -484,7 +485,7 @@ def sync(paths: list[bytes]) -> None:
             os.fsync(handle)
         finally:
             os.close(handle)
-        HEARTBEAT.beat("syncing")
+        HEARTBEAT.beat()
 
 
 def sync_file_system() -> bool:
@@ -536,7 +537,7 @@ def fill_tree(tree: ManifestTree, directory: bytes) -> None:
             shutil.copyfile(expected.path, path)
             os.chmod(path, expected.mode)
             copies.append(path)
-        HEARTBEAT.beat("linking")
+        HEARTBEAT.beat()
     for name, target in tree.links:
         os.symlink(target, directory + b"/" + name)
     for name, mode in reversed(tree.directories):
@@ -576,7 +577,7 @@ def locked() -> Iterator[None]:
                         "another csdctl is deploying here and does not end", "wait for it"
                     ) from None
             time.sleep(0.05)
-            HEARTBEAT.beat("waiting for another deploy")
+            HEARTBEAT.beat()
         yield
 
 
@@ -623,7 +624,7 @@ def serve(request: dict[str, Any]) -> None:
     """Serve `request`."""
     if request.get("prune"):
         with locked():
-            respond(done={"num_removed": prune()})
+            respond("result", num_removed=prune())
         return
     receiver = Receiver(load_manifest(request))
     missing = receiver.missing()
@@ -636,7 +637,7 @@ def serve(request: dict[str, Any]) -> None:
                 receiver.receive(missing)
             receiver.build_trees()
             store_manifest(request)
-    respond(done={"num_missing": len(missing), "num_trees": len(receiver.stale)})
+    respond("result")
 
 
 def main() -> int:
@@ -646,7 +647,7 @@ def main() -> int:
         check_store()
         serve(json.loads(sys.argv[1]))
     except RefusedError as refused:
-        respond(refused=str(refused), remedy=refused.remedy)
+        respond("error", message=str(refused), remedy=refused.remedy, exit_code=2)
         return 2
     except HostLostError:
         return 1
@@ -654,9 +655,8 @@ def main() -> int:
         return 1
     except OSError as error:
         path = error.filename if isinstance(error.filename, bytes) else b""
-        respond(
-            failed="system", errno=error.errno or 0, words=error.strerror or str(error), path=printable(path)
-        )
+        words = error.strerror or str(error)
+        respond("failed", error_number=error.errno or 0, words=words, path=printable(path))
         return 1
     return 0
 

@@ -18,14 +18,13 @@ import paramiko
 from fabric.runners import Remote
 from invoke.runners import Local
 
-from csdctl.errors import InputError, RemoteCommandError
+from csdctl.errors import RemoteCommandError
 from csdctl.fleet.model import Fleet, Node
 from csdctl.transport.commands import MarkedOutput, build_wrapped_command
 from csdctl.transport.known_hosts import SSH_PORT, KnownHosts
-from csdctl.transport.many import allow_open_files, fleet_known_hosts_paths, run_on_all
-from csdctl.transport.process import Deadline
-from csdctl.transport.session import MAX_OUTPUT_BYTES, bounded
-from csdctl.transport.ssh import kill_group
+from csdctl.transport.many import check_open_files, fleet_known_hosts_paths, run_on_all
+from csdctl.transport.session import MAX_OUTPUT_BYTES, Deadline, bounded
+from csdctl.transport.ssh import channel_error, kill_group
 from csdctl.transport.ssh_connect import JumpHosts, lost_connection_error, make_jump_hosts, open_transport
 from csdctl.transport.strict_transport import LOST, request_exec
 
@@ -156,13 +155,8 @@ class FleetRemote(Remote):  # type: ignore[misc]
             super().start(command, shell, env, timeout)
         except LOST as error:
             name, transport = self.context.node.name, self.context.transport
-            if not transport.is_active():
-                raise lost_connection_error(name, transport) from None
-            raise RemoteCommandError(
-                f"its SSH server does not start commands ({bounded(error)})",
-                node=name,
-                remedy="check MaxSessions and ForceCommand there",
-            ) from None
+            deadline = Deadline(START_DEADLINE_S)
+            raise channel_error(name, transport, "does not start commands", error, deadline) from None
 
     def send_start_message(self, command: str) -> None:
         """Start the command under the wrapper; not with a terminal, whose end ends its processes."""
@@ -263,11 +257,7 @@ def open_group(
     `folder` has the user's Fabric configuration, `printed` the streams of each node's connection.
     Raises InputError when the system allows too few open files.
     """
-    if allow_open_files(len(fleet.nodes)) < len(fleet.nodes):
-        raise InputError(
-            f"{len(fleet.nodes)} connections are needed, and the system allows fewer open files",
-            remedy="use fewer nodes at a time with --limit, or run `ulimit -n 4096` first",
-        )
+    check_open_files(len(fleet.nodes))
     known_hosts = KnownHosts.load(fleet_known_hosts_paths(fleet, directory))
     link = FleetLink(known_hosts, make_jump_hosts(known_hosts), connect_deadline_s, command_deadline_s)
     group: FleetGroup = FleetGroup.from_connections(

@@ -1,4 +1,4 @@
-"""The host itself as a session: the same contract as SSH, with subprocesses."""
+"""The host itself as a session, with subprocesses."""
 
 import contextlib
 import os
@@ -10,46 +10,22 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from csdctl.errors import InputError
-from csdctl.transport.commands import WrappedCommand, build_wrapped_command
+from csdctl.transport.commands import WrappedCommand
 from csdctl.transport.meter import Meter
-from csdctl.transport.process import Deadline, LineConversation, Running
-from csdctl.transport.session import Completed
+from csdctl.transport.session import Deadline, Running, Session
 
 _POLL_S = 0.25
 _READ_BYTES = 1 << 16
 
 
-class LocalSession:
-    """Implements `session.Session` on this machine; commands start in `directory`."""
+class LocalSession(Session):
+    """The session of this machine; commands start in `directory`."""
 
     def __init__(self, name: str, directory: Path) -> None:
-        self.name = name
-        self.host_key_fingerprint = ""
-        self.meter = Meter()
+        super().__init__(name, Meter())
         self._directory = directory
-        self._running: set[Running] = set()
         self._lock = threading.Lock()
         """Held while a command starts, which `close` in another thread must not miss."""
-
-    def run(
-        self,
-        command: Sequence[str],
-        *,
-        stdin: bytes = b"",
-        deadline_s: float = 60.0,
-        is_users: bool = False,
-    ) -> Completed:
-        """Run `command` to completion; raises DeadlineError after ending its process group."""
-        running = self._start(build_wrapped_command(command, deadline_s=deadline_s, is_users=is_users))
-        try:
-            return running.run_to_end(stdin, Deadline(deadline_s))
-        finally:
-            self._running.discard(running)
-
-    def converse(self, command: Sequence[str]) -> LineConversation:
-        """Start `command`; exchange lines with it."""
-        running = self._start(build_wrapped_command(command, deadline_s=None))
-        return LineConversation(running, lambda: self._running.discard(running))
 
     def close(self) -> None:
         """End all running commands."""
@@ -58,7 +34,7 @@ class LocalSession:
         for running in still_running:
             running.kill()
 
-    def _start(self, wrapped: WrappedCommand) -> Running:
+    def _start(self, wrapped: WrappedCommand, deadline: Deadline) -> Running:
         with self._lock:
             try:
                 running = Running(self.name, wrapped, PipedProcess(wrapped.argv, self._directory))
@@ -71,7 +47,7 @@ class LocalSession:
 
 
 class PipedProcess:
-    """A child process with three pipes; implements `process.Process`."""
+    """A child process with three pipes; implements `session.Process`."""
 
     def __init__(self, argv: Sequence[str], directory: Path) -> None:
         self._popen = subprocess.Popen(

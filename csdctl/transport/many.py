@@ -131,6 +131,60 @@ def values_or_raise(outcomes: Mapping[str, Outcome[ResultT]], doing: str) -> dic
     raise error_type(f"{doing} failed:\n" + "\n".join(f"  {error}" for error in errors)) from errors[0]
 
 
+class _Connections:
+    """The connections of one command to a fleet, as a context manager that closes all of them."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        directory: Path,
+        known_hosts: Sequence[Path] | None,
+        connect_deadline_s: float,
+        on_traffic: OnTraffic,
+    ) -> None:
+        self._connect, make_jump_hosts = _load_ssh()
+        paths = fleet_known_hosts_paths(fleet, directory) if known_hosts is None else known_hosts
+        self._known = KnownHosts.load(paths)
+        self._jumps = make_jump_hosts(self._known)
+        self._connect_deadline_s = connect_deadline_s
+        self._on_traffic = on_traffic
+        self._open: set[Session] = set()
+        self._lock = threading.Lock()
+        self._is_over = False
+
+    def __enter__(self) -> "_Connections":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._is_over = True
+            still_open = {str(number): session for number, session in enumerate(self._open)}
+        # Before the jump hosts: what runs on nodes is ended over these sessions.
+        run_on_all(still_open, lambda session: session.close())
+        self._jumps.close()
+        self._on_traffic(add_up(self._jumps.opened))
+
+    def connect(self, node: Node) -> Session:
+        """Open a session to `node`; raises UnreachableError, HostKeyError or AuthenticationError."""
+        deadline_s = self._connect_deadline_s
+        return self.keep(self._connect(node, self._known, connect_deadline_s=deadline_s, jumps=self._jumps))
+
+    def keep(self, session: Session) -> Session:
+        """Close `session` at the end; raises UnreachableError when that has come."""
+        with self._lock:
+            if not self._is_over:
+                self._open.add(session)
+                return session
+        session.close()
+        raise UnreachableError("interrupted", node=session.name)
+
+    def close(self, session: Session) -> None:
+        """Close `session` now."""
+        session.close()
+        with self._lock:
+            self._open.discard(session)
+
+
 def run_on_nodes(
     fleet: Fleet,
     function: Callable[[Session], ResultT],
@@ -138,72 +192,31 @@ def run_on_nodes(
     directory: Path,
     known_hosts: Sequence[Path] | None = None,
     connect_deadline_s: float = 10.0,
-    max_workers: int = MAX_WORKERS,
     on_done: Callable[[Outcome[ResultT]], None] = lambda outcome: None,
     on_traffic: OnTraffic = lambda sent: None,
     host: Session | None = None,
 ) -> dict[str, Outcome[ResultT]]:
     """Connect to each node of `fleet`, call `function` with its session, and close the session.
 
-    For fleets of any size: at most `max_workers` connections are open at a time. `known_hosts` and `on_done`
+    For fleets of any size: at most MAX_WORKERS connections are open at a time. `known_hosts` and `on_done`
     are those of `open_sessions` and `run_on_all`; `on_traffic` gets the byte counts at the end. With `host`,
     `function` is called with this session too. Ctrl-C ends what runs on the machines.
     """
-    connect, make_jump_hosts = _load_ssh()
-    known = KnownHosts.load(fleet_known_hosts_paths(fleet, directory) if known_hosts is None else known_hosts)
     nodes = {node.name: node for node in fleet.nodes}
-    num_at_once = min(len(nodes), max_workers, allow_open_files(len(nodes)))
+    num_at_once = min(len(nodes), MAX_WORKERS, allow_open_files(len(nodes)))
     machines: dict[str, Node | Session] = {host.name: host} if host else {}
-    sessions = _OpenSessions()
-    with contextlib.closing(make_jump_hosts(known)) as jumps:
+    connections = _Connections(fleet, directory, known_hosts, connect_deadline_s, on_traffic)
 
-        def visit(machine: Node | Session) -> ResultT:
-            if isinstance(machine, Node):
-                session = connect(machine, known, connect_deadline_s=connect_deadline_s, jumps=jumps)
-            else:
-                session = machine
-            with sessions.closing(session):
-                return function(session)
-
+    def visit(machine: Node | Session) -> ResultT:
+        session = connections.connect(machine) if isinstance(machine, Node) else connections.keep(machine)
         try:
-            with _longer_thread_slices():
-                workers = num_at_once + (host is not None)
-                return run_on_all(machines | nodes, visit, max_workers=workers, on_done=on_done)
-        except BaseException:
-            sessions.close()  # before the jump hosts: what runs on nodes is ended over these sessions
-            raise
+            return function(session)
         finally:
-            on_traffic(add_up(jumps.opened))
+            connections.close(session)
 
-
-class _OpenSessions:
-    """The sessions that threads have open, for the thread that is interrupted."""
-
-    def __init__(self) -> None:
-        self._open: set[Session] = set()
-        self._lock = threading.Lock()
-        self._is_over = False
-
-    @contextlib.contextmanager
-    def closing(self, session: Session) -> Iterator[None]:
-        """Close `session` at the end of the block; raises UnreachableError after `close`."""
-        with contextlib.closing(session):
-            with self._lock:
-                if self._is_over:
-                    raise UnreachableError("interrupted", node=session.name)
-                self._open.add(session)
-            try:
-                yield
-            finally:
-                with self._lock:
-                    self._open.discard(session)
-
-    def close(self) -> None:
-        """End what runs on the machines, and close all sessions."""
-        with self._lock:
-            self._is_over = True
-            still_open = {session.name: session for session in self._open}
-        run_on_all(still_open, lambda session: session.close())
+    with connections, _longer_thread_slices():
+        workers = num_at_once + (host is not None)
+        return run_on_all(machines | nodes, visit, max_workers=workers, on_done=on_done)
 
 
 @contextlib.contextmanager
@@ -213,7 +226,6 @@ def open_sessions(
     directory: Path,
     known_hosts: Sequence[Path] | None = None,
     connect_deadline_s: float = 10.0,
-    max_workers: int = MAX_WORKERS,
     on_done: Callable[[Outcome[Session]], None] = lambda outcome: None,
     on_traffic: OnTraffic = lambda sent: None,
 ) -> Iterator[Sessions]:
@@ -224,43 +236,16 @@ def open_sessions(
 
     Raises InputError when the system allows too few open files.
     """
-    connect, make_jump_hosts = _load_ssh()
-    num_allowed = allow_open_files(len(fleet.nodes))
-    if num_allowed < len(fleet.nodes):
-        num_files = len(fleet.nodes) + _SPARE_FILES
-        raise InputError(
-            f"{len(fleet.nodes)} concurrent connections are needed, but the system allows {num_allowed}",
-            remedy=f"run `ulimit -n {num_files}` first, or use fewer nodes at a time with --limit",
-        )
-    known = KnownHosts.load(fleet_known_hosts_paths(fleet, directory) if known_hosts is None else known_hosts)
-    jumps = make_jump_hosts(known)
-
-    def open_node(node: Node) -> Session:
-        return connect(node, known, connect_deadline_s=connect_deadline_s, jumps=jumps)
-
+    check_open_files(len(fleet.nodes))
     nodes = {node.name: node for node in fleet.nodes}
-    sessions = Sessions(reachable={HOST_NAME: LocalSession(HOST_NAME, directory)})
-    opened: list[Session] = []
-
-    def remember(outcome: Outcome[Session]) -> None:
-        if outcome.value is not None:
-            opened.append(outcome.value)
-        on_done(outcome)
-
-    try:
-        for name, outcome in run_on_all(nodes, open_node, max_workers=max_workers, on_done=remember).items():
-            if outcome.error:
-                sessions.failed[name] = outcome.error
-            else:
-                sessions.reachable[name] = outcome.get()
+    with _Connections(fleet, directory, known_hosts, connect_deadline_s, on_traffic) as connections:
+        sessions = Sessions({HOST_NAME: connections.keep(LocalSession(HOST_NAME, directory))})
+        outcomes = run_on_all(nodes, connections.connect, on_done=on_done)
+        sessions.failed.update(errors_of(outcomes))
+        sessions.reachable.update(
+            {name: outcome.get() for name, outcome in outcomes.items() if not outcome.error}
+        )
         yield sessions
-    finally:
-        to_close = {
-            str(number): session for number, session in enumerate([*opened, sessions.reachable[HOST_NAME]])
-        }
-        run_on_all(to_close, lambda session: session.close(), max_workers=max_workers)
-        jumps.close()
-        on_traffic(add_up(jumps.opened))
 
 
 @contextlib.contextmanager
@@ -273,15 +258,8 @@ def open_session(
     on_traffic: OnTraffic = lambda sent: None,
 ) -> Iterator[Session]:
     """Open a separate session to node `name`; raises the errors of `connect`."""
-    connect, make_jump_hosts = _load_ssh()
-    known = KnownHosts.load(fleet_known_hosts_paths(fleet, directory))
-    with contextlib.closing(make_jump_hosts(known)) as jumps:
-        try:
-            session = connect(fleet.node(name), known, connect_deadline_s=connect_deadline_s, jumps=jumps)
-            with contextlib.closing(session):
-                yield session
-        finally:
-            on_traffic(add_up(jumps.opened))
+    with _Connections(fleet, directory, None, connect_deadline_s, on_traffic) as connections:
+        yield connections.connect(fleet.node(name))
 
 
 def fleet_known_hosts_paths(fleet: Fleet, directory: Path) -> tuple[Path, ...]:
@@ -345,3 +323,14 @@ def allow_open_files(num_connections: int) -> int:
     allowed = num_needed if hard == resource.RLIM_INFINITY else min(num_needed, hard)
     resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
     return max(1, allowed - _SPARE_FILES)
+
+
+def check_open_files(num_connections: int) -> None:
+    """Raise InputError when the system allows too few open files for so many connections at a time."""
+    num_allowed = allow_open_files(num_connections)
+    if num_allowed < num_connections:
+        raise InputError(
+            f"{num_connections} concurrent connections are needed, but the system allows {num_allowed}",
+            remedy=f"run `ulimit -n {num_connections + _SPARE_FILES}` first, or use fewer nodes at a time "
+            "with --limit",
+        )

@@ -1,16 +1,24 @@
-"""The interface of every transport to one machine.
+"""A session: an open connection to one machine, over which commands run to completion or exchange lines.
 
-A `Session` is an open connection to one machine: the host itself (`local`) or a node over SSH (`ssh`).
-Commands start in the session's home directory: the login directory of a node, or the project directory of
-the host. A relative path such as `.csdctl/objects/…` thus has the same meaning on every machine. The caller
-owns a session and closes it.
+The host itself is one (`local`), a node over SSH another (`ssh`). A transport provides a `Process`: pipes, an
+exit code and a way to end a process group. What all transports guarantee is here: both output streams are
+drained concurrently and bounded, every wait has a deadline, and a command that is ended early takes its
+process group with it.
+
+Commands start in the session's home directory: the login directory of a node, or the project directory of the
+host. A relative path such as `.csdctl/objects/…` thus has the same meaning on every machine.
 """
 
-from collections.abc import Sequence
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from csdctl.errors import RemoteCommandError
+from csdctl.errors import CsdctlError, DeadlineError, RemoteCommandError
+from csdctl.transport.commands import MarkedOutput, WrappedCommand, build_wrapped_command
 from csdctl.transport.meter import Meter
 
 MAX_OUTPUT_BYTES = 1 << 20
@@ -61,36 +69,283 @@ class Completed:
         )
 
 
-class Conversation(Protocol):
-    """A running command with line-by-line input and output; closing it ends the command."""
+SLICE_BYTES = 256 * 1024
+"""Maximum size of one write: paramiko's `sendall` is quadratic in the size of its argument."""
 
-    def send_line(self, line: str) -> None:
-        """Write one line to the command's standard input; raises EOFError when it has ended."""
+LEFTOVER_OUTPUT_S = 1.0
+"""How long to wait for more output after the command has ended."""
 
-    def send_bytes(self, data: bytes) -> None:
-        """Write `data` to its standard input; blocks until it reads; raises EOFError when it has ended."""
 
-    def read_line(self, *, deadline_s: float) -> str:
-        """Return the next line of its standard output, without the newline.
+class Process(Protocol):
+    """A started command, as a transport sees it."""
 
-        Raises DeadlineError when no line arrives in time, EOFError when the command has ended.
+    def read_stdout(self, timeout_s: float, *, wakes_at_exit: bool = False) -> bytes:
+        """Return the next bytes, b'' at the end; raises TimeoutError.
+
+        With `wakes_at_exit`, TimeoutError is also raised shortly after the command ends with its output open.
         """
 
+    def start_stderr(self, take: Callable[[bytes], object]) -> None:
+        """Pass standard error to `take`, from any thread, at the latest while stdout is read."""
+
+    def finish_stderr(self, timeout_s: float) -> None:
+        """Pass the rest of standard error to `take`; wait for its end at most `timeout_s`."""
+
+    def write_stdin(self, data: bytes, timeout_s: float) -> None:
+        """Write all of `data`; raises TimeoutError, or OSError when the command no longer reads."""
+
+    def close_stdin(self) -> None:
+        """Signal the end of input to the command."""
+
+    def exit_code(self, timeout_s: float) -> int:
+        """Wait for the end; raises TimeoutError, or UnreachableError when the connection was lost."""
+
+    def kill_group(self, group: int) -> bool:
+        """End process group `group` on the machine; return whether that worked."""
+
+    def release(self) -> None:
+        """Close the pipes without ending the command."""
+
+
+class Deadline:
+    """A point in time, with the seconds left until it."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._end = time.monotonic() + seconds
+
+    @property
+    def left_s(self) -> float:
+        """Seconds left, never negative."""
+        return max(0.0, self._end - time.monotonic())
+
+    @property
+    def has_passed(self) -> bool:
+        """Whether no time is left."""
+        return self.left_s <= 0.0
+
+
+class Running:
+    """A running command under the wrapper: its process and both outputs."""
+
+    def __init__(self, name: str, wrapped: WrappedCommand, process: Process) -> None:
+        self.name = name
+        self.command = wrapped.command
+        self.process = process
+        self.stdout = MarkedOutput(wrapped.token, max_bytes=MAX_OUTPUT_BYTES)
+        self.stderr = MarkedOutput(wrapped.token, max_bytes=MAX_OUTPUT_BYTES, keep_end=True)
+        self._started_s = time.monotonic()
+        process.start_stderr(self.stderr.feed)
+
+    def run_to_end(self, stdin: bytes, deadline: Deadline) -> Completed:
+        """Write `stdin`, drain both outputs and return the result; end the command on any exception."""
+        writer: threading.Thread | None = None
+        try:
+            if stdin == b"":
+                self._feed_stdin(b"", deadline)
+            else:
+                thread = threading.Thread(target=self._feed_stdin, args=(stdin, deadline), daemon=True)
+                thread.start()
+                writer = thread  # only a started thread can be waited for
+            while chunk := self._read_or_end(deadline):
+                self.stdout.feed(chunk)
+                if deadline.has_passed:  # a command that writes without pause never lets a read time out
+                    raise TimeoutError
+            return self.completed(self.process.exit_code(deadline.left_s))
+        except TimeoutError:
+            ending = (
+                "it was ended" if self.kill() else "it could not be ended and may run for some more seconds"
+            )
+            raise self.deadline_error(deadline, ending) from None
+        except BaseException:
+            self.kill()
+            raise
+        finally:
+            if writer:
+                writer.join(LEFTOVER_OUTPUT_S)
+            self.process.release()
+
+    def completed(self, exit_code: int) -> Completed:
+        """Return the result, given the exit code; raises RemoteCommandError when it never started."""
+        self.process.finish_stderr(LEFTOVER_OUTPUT_S)
+        if not self.stdout.has_started:
+            raise self._never_started(exit_code)
+        duration_s = time.monotonic() - self._started_s
+        return Completed(self.command, exit_code, self.stdout.kept, self.stderr.kept, duration_s)
+
+    def kill(self) -> bool:
+        """End the command's process group, if its id is known; return whether that worked."""
+        deadline = Deadline(LEFTOVER_OUTPUT_S)
+        self.process.finish_stderr(0.0)
+        while not self.stderr.has_started and not deadline.has_passed:  # the id arrives when it starts
+            self.process.finish_stderr(0.02)
+        return bool(self.stderr.group) and self.process.kill_group(self.stderr.group)
+
+    def deadline_error(self, deadline: Deadline, ending: str) -> DeadlineError:
+        """Return the error for a `deadline` that passed; `ending` describes the state of the command."""
+        if not self.stdout.has_started:
+            ending = "the login shell did not start it"
+        return DeadlineError(
+            f"`{self.command[0]}` did not finish within {deadline.seconds:g} s; {ending}",
+            node=self.name,
+            remedy=f"check the load of {self.name}",
+        )
+
+    def _read_or_end(self, deadline: Deadline) -> bytes:
+        """Return the next output; b'' at its end, or when only a detached process keeps it open."""
+        ended: Deadline | None = None
+        while True:
+            if ended is None and self.has_exited():
+                ended = Deadline(LEFTOVER_OUTPUT_S)
+            left_s = min(deadline.left_s, ended.left_s) if ended else deadline.left_s
+            try:
+                return self.process.read_stdout(left_s, wakes_at_exit=ended is None)
+            except TimeoutError:
+                if deadline.has_passed:
+                    raise
+            if ended and ended.has_passed:
+                return b""
+
+    def has_exited(self) -> bool:
+        """Whether the command has ended; raises UnreachableError when the connection was lost."""
+        try:
+            self.process.exit_code(0.0)
+        except TimeoutError:
+            return False
+        return True
+
+    def _feed_stdin(self, stdin: bytes, deadline: Deadline) -> None:
+        try:
+            for chunk in _slices(stdin):
+                self.process.write_stdin(chunk, deadline.left_s)
+            self.process.close_stdin()
+        except (OSError, ValueError, CsdctlError):
+            pass  # the command ended without reading all of its input; its exit code reports why
+
+    def _never_started(self, exit_code: int) -> RemoteCommandError:
+        said = last_line(bytes(self.stderr.preamble + self.stdout.preamble)) or "no output"
+        return RemoteCommandError(
+            f"the login shell ended with exit code {exit_code} before `{self.command[0]}` started: {said}",
+            node=self.name,
+            remedy="check the login shell of the user on that machine and its start-up files",
+        )
+
+
+class Conversation:
+    """A running command with line-by-line input and output; closing it ends the command."""
+
+    SEND_DEADLINE_S = 30.0
+
+    def __init__(self, running: Running, on_close: Callable[[], None] = lambda: None) -> None:
+        self._running = running
+        self._on_close = on_close
+        self._partial = bytearray()
+        self._lines: deque[bytearray] = deque()
+        self._is_at_end = False
+        self._is_closed = False
+
+    def send_line(self, line: str) -> None:
+        """Write one line; raises EOFError when the command no longer reads."""
+        self.send_bytes(line.encode() + b"\n")
+
+    def send_bytes(self, data: bytes) -> None:
+        """Write `data`, each slice within SEND_DEADLINE_S; raises EOFError when the command has ended."""
+        try:
+            for chunk in _slices(data):
+                self._running.process.write_stdin(chunk, self.SEND_DEADLINE_S)
+        except TimeoutError:
+            raise DeadlineError(
+                f"`{self._running.command[0]}` did not read its input within {self.SEND_DEADLINE_S:g} s",
+                node=self._running.name,
+            ) from None
+        except OSError as error:
+            raise EOFError(f"`{self._running.command[0]}` on {self._running.name} has ended") from error
+
+    def read_line(self, *, deadline_s: float) -> str:
+        """Return the next line; raises DeadlineError, EOFError, or RemoteCommandError for too long a line."""
+        deadline = Deadline(deadline_s)
+        while not self._lines and not self._is_at_end:
+            self._read_more(deadline)
+            if deadline.has_passed and not self._lines and not self._is_at_end:  # no read timed out
+                raise self._no_response(deadline)
+        if self._lines:
+            return self._lines.popleft().decode(errors="replace")
+        raise EOFError(f"`{self._running.command[0]}` on {self._running.name} has ended")
+
     def wait(self, *, deadline_s: float) -> Completed:
-        """Wait for the end; `stdout` is empty, `stderr` has the end of standard error."""
+        """Close the input, drop unread lines and wait for the end; raises DeadlineError."""
+        deadline = Deadline(deadline_s)
+        self._running.process.close_stdin()
+        try:
+            while not self._is_at_end:
+                self._read_more(deadline)
+                self._lines.clear()
+                if deadline.has_passed and not self._is_at_end:
+                    raise TimeoutError
+            exit_code = self._running.process.exit_code(deadline.left_s)
+        except TimeoutError:
+            raise self._running.deadline_error(deadline, "it still runs") from None
+        completed = self._running.completed(exit_code)
+        return Completed(completed.command, exit_code, b"", completed.stderr, completed.duration_s)
 
     def close(self) -> None:
         """End the command and its process group if it still runs."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        try:
+            if not self._running.has_exited():
+                self._running.kill()
+        except CsdctlError:
+            pass  # the connection is lost; nothing more can be done
+        finally:
+            self._running.process.release()
+            self._on_close()
+
+    def _read_more(self, deadline: Deadline) -> None:
+        try:
+            chunk = self._running.process.read_stdout(deadline.left_s)
+        except TimeoutError:
+            raise self._no_response(deadline) from None
+        self._is_at_end = not chunk
+        self._add_lines(self._running.stdout.feed(chunk))
+        if self._is_at_end and self._partial:
+            self._lines.append(self._partial)
+            self._partial = bytearray()
+        if len(self._partial) > MAX_OUTPUT_BYTES:
+            raise RemoteCommandError(
+                f"`{self._running.command[0]}` wrote a line of more than {MAX_OUTPUT_BYTES} bytes",
+                node=self._running.name,
+            )
+
+    def _no_response(self, deadline: Deadline) -> DeadlineError:
+        return DeadlineError(
+            f"`{self._running.command[0]}` did not respond within {deadline.seconds:g} s",
+            node=self._running.name,
+        )
+
+    def _add_lines(self, data: bytes) -> None:
+        first, *others = data.split(b"\n")
+        self._partial += first  # in place: a long line may come byte by byte
+        for line in others:
+            self._lines.append(self._partial)
+            self._partial = bytearray(line)
 
 
-class Session(Protocol):
-    """An open connection to one machine."""
+def _slices(data: bytes) -> Iterator[bytes]:
+    for start in range(0, len(data), SLICE_BYTES):
+        yield data[start : start + SLICE_BYTES]
 
-    name: str
-    host_key_fingerprint: str
-    """SHA256 fingerprint of the machine's host key; '' without SSH."""
-    meter: Meter
-    """Counts the bytes sent to and received from the machine."""
+
+class Session(ABC):
+    """An open connection to one machine. The caller owns it and closes it."""
+
+    def __init__(self, name: str, meter: Meter, host_key_fingerprint: str = "") -> None:
+        """`meter` counts the bytes sent and received; the SHA256 `host_key_fingerprint` is '' without SSH."""
+        self.name = name
+        self.meter = meter
+        self.host_key_fingerprint = host_key_fingerprint
+        self._running: set[Running] = set()
 
     def run(
         self,
@@ -106,9 +361,27 @@ class Session(Protocol):
         in the background stays.
         Raises DeadlineError (and ends the command on the machine) or UnreachableError.
         """
+        deadline = Deadline(deadline_s)
+        wrapped = build_wrapped_command(command, deadline_s=deadline_s, is_users=is_users)
+        running = self._start(wrapped, deadline)
+        try:
+            return running.run_to_end(stdin, deadline)
+        finally:
+            self._forget(running)
 
     def converse(self, command: Sequence[str]) -> Conversation:
         """Start `command`; exchange lines with it."""
+        wrapped = build_wrapped_command(command, deadline_s=None)
+        running = self._start(wrapped, Deadline(Conversation.SEND_DEADLINE_S))
+        return Conversation(running, lambda: self._forget(running))
 
+    @abstractmethod
     def close(self) -> None:
-        """Close the connection."""
+        """End running commands, and close the connection."""
+
+    @abstractmethod
+    def _start(self, wrapped: WrappedCommand, deadline: Deadline) -> Running:
+        """Start a command, and remember it in `_running`."""
+
+    def _forget(self, running: Running) -> None:
+        self._running.discard(running)

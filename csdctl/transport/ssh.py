@@ -1,28 +1,24 @@
 """A node as a session: commands and files over one SSH connection.
 
-Commands run under the shell script of `commands`; `process` has the code that all transports share. Files
-go through the standard input of a command instead of SFTP (`shipping.deliver`), so servers without SFTP
-(dropbear) work.
+Commands run under the shell script of `commands`. Files go through the standard input of a command instead of
+SFTP (`shipping.deliver`), so servers without SFTP (dropbear) work.
 """
 
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import paramiko
 
 from csdctl.errors import CsdctlError, DeadlineError, RemoteCommandError, UnreachableError
 from csdctl.fleet.model import Node
-from csdctl.transport.commands import WrappedCommand, build_kill_command_line, build_wrapped_command
+from csdctl.transport.commands import WrappedCommand, build_kill_command_line
 from csdctl.transport.known_hosts import KnownHosts, fingerprint
-from csdctl.transport.process import Deadline, LineConversation, Running
-from csdctl.transport.session import Completed, bounded
+from csdctl.transport.session import Deadline, Running, Session, bounded
 from csdctl.transport.ssh_connect import (
-    KEEPALIVE,
     JumpHosts,
-    Keepalive,
     lost_connection_error,
     make_jump_hosts,
     open_transport,
@@ -47,55 +43,28 @@ def connect(
     *,
     connect_deadline_s: float = 10.0,
     jumps: JumpHosts | None = None,
-    keepalive: Keepalive = KEEPALIVE,
 ) -> "SshSession":
     """Open a session to `node`; `known_hosts` are the files or their parsed content.
 
-    `jumps` are the connections to jump hosts, shared with other nodes; `keepalive` is that of
-    `open_transport`. Raises UnreachableError, HostKeyError or AuthenticationError within the deadline.
+    `jumps` are the connections to jump hosts, shared with other nodes. Raises UnreachableError, HostKeyError
+    or AuthenticationError within the deadline.
     """
     known = known_hosts if isinstance(known_hosts, KnownHosts) else KnownHosts.load(known_hosts)
     jumps = jumps or make_jump_hosts(known)
-    return SshSession(node, open_transport(node, known, Deadline(connect_deadline_s), jumps, keepalive))
+    return SshSession(node, open_transport(node, known, Deadline(connect_deadline_s), jumps))
 
 
-class SshSession:
-    """Implements `session.Session` over one SSH connection."""
+class SshSession(Session):
+    """The session of a node, over one SSH connection."""
 
     def __init__(self, node: Node, transport: StrictTransport) -> None:
-        self.name = node.name
-        self.meter = transport.packetizer.meter
-        self.host_key_fingerprint = fingerprint(transport.get_remote_server_key().asbytes())
+        key = fingerprint(transport.get_remote_server_key().asbytes())
+        super().__init__(node.name, transport.packetizer.meter, key)
         self._transport = transport
         self._free_channels = threading.BoundedSemaphore(MAX_CHANNELS)
-        self._running: set[Running] = set()
         self._starting = threading.Condition()
         self._num_starting = 0
         self._is_closed = False
-
-    def run(
-        self,
-        command: Sequence[str],
-        *,
-        stdin: bytes = b"",
-        deadline_s: float = 60.0,
-        is_users: bool = False,
-    ) -> Completed:
-        """Run `command` on the node to completion; raises DeadlineError or UnreachableError."""
-        wrapped = build_wrapped_command(command, deadline_s=deadline_s, is_users=is_users)
-        deadline = Deadline(deadline_s)
-        running = self._start(wrapped, deadline)
-        try:
-            return running.run_to_end(stdin, deadline)
-        finally:
-            self._forget(running)
-
-    def converse(self, command: Sequence[str]) -> LineConversation:
-        """Start `command` on the node; exchange lines with it."""
-        running = self._start(
-            build_wrapped_command(command, deadline_s=None), Deadline(LineConversation.SEND_DEADLINE_S)
-        )
-        return LineConversation(running, lambda: self._forget(running))
 
     def close(self) -> None:
         """End running commands on the node and close the connection.
@@ -143,7 +112,7 @@ class SshSession:
                 self._starting.notify_all()
 
     def _forget(self, running: Running) -> None:
-        self._running.discard(running)
+        super()._forget(running)
         self._free_channels.release()
 
 
@@ -160,7 +129,7 @@ class _ForwardingEvent(threading.Event):
 
 
 class ChannelProcess:
-    """A command at the other end of an SSH channel; implements `process.Process`.
+    """A command at the other end of an SSH channel; implements `session.Process`.
 
     Waits for either stream or the exit without polling, which paramiko's documented interface cannot do:
     hence the undocumented attributes `in_buffer`, `in_stderr_buffer`, `status_event` and `eof_received` of
@@ -291,16 +260,14 @@ def _open_channel(
             break
         except LOST as error:
             if not transport.is_active() or queue_deadline.left_s < pause_s:
-                raise _channel_error(
-                    name, transport, "does not open more channels", error, deadline
-                ) from None
+                raise channel_error(name, transport, "does not open more channels", error, deadline) from None
         time.sleep(pause_s)
         pause_s = min(1.0, 2 * pause_s)
     try:
         request_exec(channel, command_line.encode(errors="surrogateescape"), max(0.1, deadline.left_s))
     except LOST as error:
         _close(channel)
-        raise _channel_error(name, transport, "does not start commands", error, deadline) from None
+        raise channel_error(name, transport, "does not start commands", error, deadline) from None
     return channel
 
 
@@ -309,9 +276,10 @@ def _close(channel: paramiko.Channel) -> None:
         channel.close()
 
 
-def _channel_error(
+def channel_error(
     name: str, transport: StrictTransport, what: str, error: Exception, deadline: Deadline
 ) -> CsdctlError:
+    """Return why a command could not be started: what the server "does not", or no time was left."""
     if not transport.is_active():
         return lost_connection_error(name, transport)
     if deadline.left_s < 0.1:

@@ -25,7 +25,6 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +41,7 @@ from csdctl.errors import (
 from csdctl.fleet.model import Node
 from csdctl.transport.known_hosts import KnownHosts
 from csdctl.transport.meter import Meter
-from csdctl.transport.process import Deadline
-from csdctl.transport.session import bounded
+from csdctl.transport.session import Deadline, bounded
 from csdctl.transport.strict_transport import LOST, MAX_PACKET_BYTES, StrictTransport
 
 MIN_RSA_BITS = 1024
@@ -181,16 +179,14 @@ class JumpHosts:
             self._locks[jump].release()
 
 
-@dataclass(frozen=True)
-class Keepalive:
-    """Interval of keepalive requests, and time without a reply until the connection is closed, in seconds."""
+DEAD_PEER_S = 12.0
+"""A disconnected cable is noticed after this time and at most one keepalive interval."""
 
-    interval_s: float
-    dead_after_s: float
+KEEPALIVE_INTERVAL_S = 3.0
 
 
-def watch_peer(transport: paramiko.Transport, keepalive: Keepalive) -> None:
-    """Close `transport` when its peer does not reply for `keepalive.dead_after_s`.
+def watch_peer(transport: paramiko.Transport) -> None:
+    """Close `transport` when its peer does not reply for DEAD_PEER_S.
 
     For connections through a jump host: TCP keepalive covers only the first hop.
     """
@@ -205,12 +201,12 @@ def watch_peer(transport: paramiko.Transport, keepalive: Keepalive) -> None:
         if not requested_s:
             requested_s.append(time.monotonic())
             threading.Thread(target=request, daemon=True).start()
-        elif time.monotonic() - requested_s[0] > keepalive.dead_after_s:
+        elif time.monotonic() - requested_s[0] > DEAD_PEER_S:
             # In a thread of its own: close() joins the thread that calls this function.
             threading.Thread(target=transport.close, daemon=True).start()
 
     # Transport.set_keepalive sends requests but never checks for replies.
-    transport.packetizer.set_keepalive(keepalive.interval_s, when_idle)
+    transport.packetizer.set_keepalive(KEEPALIVE_INTERVAL_S, when_idle)
 
 
 def _behind(node: Node, jump: Node, error: CsdctlError) -> CsdctlError:
@@ -229,13 +225,6 @@ def _timed_out(node: Node, jump: Node, deadline: Deadline) -> JumpHostError:
 
 MAX_TRIES = 3
 """Attempts to connect to a server that drops connections (sshd's MaxStartups)."""
-
-DEAD_PEER_S = 12
-"""A disconnected cable is noticed after this time and at most one keepalive interval."""
-
-KEEPALIVE_INTERVAL_S = 3
-
-KEEPALIVE = Keepalive(KEEPALIVE_INTERVAL_S, DEAD_PEER_S)
 
 _OPENSSH_KEY = b"openssh-key-v1\0"
 _DEFAULT_KEYS = ("id_ed25519", "id_ecdsa", "id_rsa")
@@ -272,12 +261,10 @@ def open_transport(
     known_hosts: KnownHosts,
     deadline: Deadline,
     jumps: JumpHosts,
-    keepalive: Keepalive = KEEPALIVE,
 ) -> StrictTransport:
     """Return an authenticated connection to `node`, through its jump host if it has one.
 
-    `keepalive` is for connections through a jump host; others use TCP's. Raises UnreachableError,
-    HostKeyError or AuthenticationError, within `deadline`.
+    Raises UnreachableError, HostKeyError or AuthenticationError, within `deadline`.
     """
     keys: list[paramiko.PKey] | None = None
     while True:
@@ -289,7 +276,7 @@ def open_transport(
                 transport.packetizer.writes_end_s = math.inf
                 transport.packetizer.max_packet_bytes = MAX_PACKET_BYTES
                 if node.jump:
-                    watch_peer(transport, keepalive)
+                    watch_peer(transport)
                 return transport
         transport.close()  # reconnect and offer the keys that were not tried yet
 
@@ -370,10 +357,10 @@ def _set_options(connection: socket.socket) -> None:
     for level, option, value in (
         (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
         (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
-        (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_INTERVAL_S),
-        (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_INTERVAL_S),
-        (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, DEAD_PEER_S // KEEPALIVE_INTERVAL_S),
-        (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, DEAD_PEER_S * 1000),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, int(KEEPALIVE_INTERVAL_S)),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, int(KEEPALIVE_INTERVAL_S)),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, int(DEAD_PEER_S / KEEPALIVE_INTERVAL_S)),
+        (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(DEAD_PEER_S * 1000)),
     ):
         connection.setsockopt(level, option, value)
 

@@ -1,13 +1,13 @@
 """The worker's commands, such as build, prepare, look, probe, rank and link; `main` has them all.
 
-Errors are reported as a `Failed` event (rank, mpi-check) or as a line of JSON on standard error (the others);
-the exit code is that of the error. A command imports what it needs alone: most processes are small ones.
+A command of `REQUESTED` or `ANSWERS` reads one request from standard input, and answers with a frame: its
+result, or its error. Errors of the others are a `Failed` event (rank, mpi-check) or an error's frame. The
+exit code is that of the error. A command imports what it needs alone: most processes are small ones.
 """
 
 import argparse
 import atexit
 import contextlib
-import json
 import os
 import sys
 from importlib import import_module
@@ -15,16 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from csdctl.worker.process.errors import WorkerError
-from csdctl.worker.process.output import exit_with_failure, set_event_sink
+from csdctl.worker.process.output import GuardedOutput, exit_with_failure, set_event_sink
 from csdctl.worker.protocol.events import UNKNOWN_NODE
 from csdctl.worker.protocol.json_codec import (
-    ANSWER_PREFIX,
-    DATA_PREFIX,
-    PROGRESS_PREFIX,
-    WORKER_ERROR_PREFIX,
+    DATA,
+    ERROR,
+    FRAME_PREFIX,
+    PROGRESS,
+    RESULT,
     ProtocolError,
     from_json,
-    to_json,
+    to_frame,
 )
 
 REQUESTED = {
@@ -34,10 +35,10 @@ REQUESTED = {
     "parts": ("timing the model's parts", "compute.split:time_parts", "protocol.probe:PartsSpec"),
     "look": ("looking at the data", "ingest.look:look", "protocol.datasets:LookSpec"),
 }
-"""Commands whose request is on standard input: what they do, the function, and the type of the request."""
+"""Commands that read samples, which may be private: what they do, the function, the type of the request."""
 OF_MPI = ("link", "mpi-check", "sandbox")
 """Commands that end in order with MPI or their input; all others end with the reader of their output."""
-TYPES = {"output": Path, "directory": Path, "rank": int, "generation": int, "size": int}
+TYPES = {"rank": int, "generation": int, "size": int}
 """Types of options that are no text."""
 OPTIONAL = ("marker", "sums", "peers")
 
@@ -46,6 +47,8 @@ def main(arguments: list[str]) -> int:
     """Run one command; return the exit code."""
     parser = argparse.ArgumentParser(prog="csdctl.worker")
     commands = parser.add_subparsers(dest="command", required=True)
+    for name in (*REQUESTED, *ANSWERS):
+        commands.add_parser(name)
     for name, (_, *options) in COMMANDS.items():
         command = commands.add_parser(name)
         for option in options:
@@ -53,103 +56,124 @@ def main(arguments: list[str]) -> int:
                 f"--{option}", type=TYPES.get(option, str), required=option not in OPTIONAL, default=""
             )
     given = parser.parse_args(arguments)
+    if given.command in REQUESTED:
+        return _answer_guarded(*REQUESTED[given.command])
+    if given.command in ANSWERS:
+        return _answer(ANSWERS[given.command])
     return int(COMMANDS[given.command][0](given))
 
 
-def _build(options: argparse.Namespace) -> int:
+def _build(request: str) -> object:
     from csdctl.worker.compute.backend import load_backend
     from csdctl.worker.compute.model import build
-    from csdctl.worker.protocol.model_info import BuildSpec
+    from csdctl.worker.protocol.model_info import BuildRequest
 
+    wanted = from_json(BuildRequest, request)
     _, keras = load_backend()
-    print_answer(build(from_json(BuildSpec, options.spec), options.output, keras))
-    return 0
+    return build(wanted.spec, Path(wanted.output), keras)
 
 
-def print_answer(value: object) -> None:
-    """Print the answer of a command, on a line of its own: a user's model code may print too."""
-    print(f"\n{ANSWER_PREFIX}{to_json(value)}", flush=True)
+def _augment(request: str) -> object:
+    from csdctl.worker.compute.backend import load_backend
+    from csdctl.worker.compute.user_code import try_augment
+    from csdctl.worker.protocol.model_info import AugmentTrial
+
+    spec = from_json(AugmentTrial, request)
+    load_backend()  # whose threads cannot be set any more once the user's code has imported it
+    return try_augment(spec)
 
 
-def _convert(options: argparse.Namespace) -> int:
+def _convert(request: str) -> object:
     from csdctl.worker.compute.backend import load_backend
     from csdctl.worker.compute.forward import convert
     from csdctl.worker.protocol.features import Converted, ConvertSpec
 
-    spec = from_json(ConvertSpec, options.spec)
-    print_answer(Converted(convert(spec.part, Path(spec.output), *load_backend())))
+    spec = from_json(ConvertSpec, request)
+    return Converted(convert(spec.part, Path(spec.output), *load_backend()))
+
+
+def _digest(request: str) -> object:
+    from csdctl.worker.data.arrays import compute_digest
+    from csdctl.worker.protocol.datasets import DirectorySpec
+
+    return compute_digest(from_json(DirectorySpec, request).directory)
+
+
+def _check_sandbox(request: str) -> object:
+    from csdctl.worker.protocol.sandbox import SandboxRequest
+    from csdctl.worker.sandbox.program import check_sandbox
+
+    return check_sandbox(from_json(SandboxRequest, request).peers)
+
+
+ANSWERS = {
+    "build": _build,
+    "augment": _augment,
+    "convert": _convert,
+    "digest": _digest,
+    "sandbox-check": _check_sandbox,
+}
+"""What answers a request that needs no samples."""
+
+
+def _read_request() -> str:
+    request = sys.stdin.readline()
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # a user's code that asks for input does not wait for it
+    return request
+
+
+def _answer(answer: Any) -> int:
+    found = answer(_read_request())
+    print(f"\n{to_frame(RESULT, found)}", flush=True)  # a user's model may print too
     return 0
 
 
-def _send(_: argparse.Namespace) -> int:
-    from csdctl.worker.ingest.extract import send
-    from csdctl.worker.process.output import GuardedOutput
-    from csdctl.worker.protocol.features import SendSpec
-
-    output = GuardedOutput()
-    try:
-        spec = from_json(SendSpec, sys.stdin.readline())
-        sent = send(spec, lambda line: output.write_line(DATA_PREFIX + line))
-        output.write_line(ANSWER_PREFIX + to_json(sent))
-        return 0
-    except (WorkerError, ProtocolError) as error:
-        failed = _as_worker_error(error)
-        output.write_error(_error_line(failed))
-        return failed.exit_code
-
-
-def _answer_request(options: argparse.Namespace) -> int:
-    """Run what answers the request on standard input; print progress, then its answer."""
-    from csdctl.worker.process.output import GuardedOutput
+def _answer_guarded(doing: str, *places: str) -> int:
+    """Answer the request; print frames only: progress, then the result."""
     from csdctl.worker.protocol.datasets import PrepareProgress
 
-    doing, *places = REQUESTED[options.command]
-    run, kind = (
+    answer, kind = (
         getattr(import_module(f"csdctl.worker.{module}"), name)
         for module, name in (place.split(":") for place in places)
     )
-    output = GuardedOutput()
-    latest = PrepareProgress()
+    request, output, latest = _read_request(), GuardedOutput(), PrepareProgress()
 
     def note(progress: PrepareProgress) -> None:
         nonlocal latest
         latest = progress
 
     def working() -> str:
-        return PROGRESS_PREFIX + to_json(latest)
+        return to_frame(PROGRESS, latest)
 
     try:
-        request = sys.stdin.readline()
         with output.heartbeat(working):
-            info = run(from_json(kind, request), on_progress=note)
+            found = answer(from_json(kind, request), on_progress=note)
         output.write_line(working())
-        output.write_line(ANSWER_PREFIX + to_json(info))
+        output.write_line(to_frame(RESULT, found))
         return 0
     except (WorkerError, ProtocolError) as error:
         failed = _as_worker_error(error)
     except Exception as error:
         # The text of an unforeseen error may name a private file, and this line goes to the host.
         failed = WorkerError(f"{doing} failed: {type(error).__name__}")
-    output.write_error(_error_line(failed))
+    output.write_line(_error_frame(failed))
     return failed.exit_code
 
 
-def _augment(options: argparse.Namespace) -> int:
-    from csdctl.worker.compute.backend import load_backend
-    from csdctl.worker.compute.user_code import try_augment
-    from csdctl.worker.protocol.model_info import AugmentTrial
+def _send(_: argparse.Namespace) -> int:
+    from csdctl.worker.ingest.extract import send
+    from csdctl.worker.protocol.features import SendSpec
 
-    spec = from_json(AugmentTrial, options.spec)
-    load_backend()  # whose threads cannot be set any more once the user's code has imported it
-    print_answer(try_augment(spec))
-    return 0
-
-
-def _digest(options: argparse.Namespace) -> int:
-    from csdctl.worker.data.arrays import compute_digest
-
-    print_answer(compute_digest(str(options.directory)))
-    return 0
+    output = GuardedOutput()
+    try:
+        spec = from_json(SendSpec, sys.stdin.readline())
+        sent = send(spec, lambda text: output.write_line(f"{FRAME_PREFIX}{DATA} {text}"))
+        output.write_line(to_frame(RESULT, sent))
+        return 0
+    except (WorkerError, ProtocolError) as error:
+        failed = _as_worker_error(error)
+        output.write_line(_error_frame(failed))
+        return failed.exit_code
 
 
 def _probe(options: argparse.Namespace) -> int:
@@ -185,8 +209,6 @@ def _redirect_output(run_id: str, rank: int) -> str:
 
     Libraries may print samples: TensorFlow lists the labels of a batch that it cannot use.
     """
-    from csdctl.worker.process.output import GuardedOutput
-
     path = f".csdctl/logs/{run_id}-rank-{rank}.log"
     os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
     set_event_sink(GuardedOutput(path).write_line)
@@ -208,22 +230,15 @@ def _check_mpi(options: argparse.Namespace) -> int:
     return code
 
 
-def _check_sandbox(options: argparse.Namespace) -> int:
-    from csdctl.worker.sandbox.program import check_sandbox
-
-    print_answer(check_sandbox(options.peers.split(",") if options.peers else []))
-    return 0
-
-
 def _run_sandbox(_: argparse.Namespace) -> int:
     from csdctl.worker.sandbox.program import run_sandbox
 
     return run_sandbox()
 
 
-def _error_line(error: WorkerError) -> str:
+def _error_frame(error: WorkerError) -> str:
     content = {"message": error.message, "remedy": error.remedy, "exit_code": error.exit_code}
-    return WORKER_ERROR_PREFIX + json.dumps(content)
+    return to_frame(ERROR, content)
 
 
 def _as_worker_error(error: WorkerError | ProtocolError) -> WorkerError:
@@ -233,20 +248,14 @@ def _as_worker_error(error: WorkerError | ProtocolError) -> WorkerError:
 
 
 COMMANDS: dict[str, tuple[Any, *tuple[str, ...]]] = {
-    "build": (_build, "spec", "output"),
-    **dict.fromkeys(REQUESTED, (_answer_request,)),
     "send": (_send,),
-    "convert": (_convert, "spec"),
-    "augment": (_augment, "spec"),
-    "digest": (_digest, "directory"),
     "probe": (_probe, "spec"),
     "rank": (_rank, "spec", "rank", "marker"),
     "link": (_link, "run", "rank", "generation", "marker"),
     "mpi-check": (_check_mpi, "rank", "size", "node", "sums", "marker"),
-    "sandbox-check": (_check_sandbox, "peers"),
     "sandbox": (_run_sandbox, "marker"),
 }
-"""What runs each command, and its options; a request without a `spec` is on standard input."""
+"""What runs each of the other commands, and its options."""
 
 
 def run() -> None:
@@ -271,7 +280,7 @@ def run() -> None:
         code = main(sys.argv[1:])
     except (WorkerError, ProtocolError) as error:
         failed = _as_worker_error(error)
-        print(_error_line(failed), file=sys.stderr)
+        print(f"\n{_error_frame(failed)}", flush=True)
         code = failed.exit_code
     except BrokenPipeError:
         os._exit(1)

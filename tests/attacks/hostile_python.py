@@ -7,8 +7,8 @@ HEAD = """\
 import json, sys, time
 
 
-def say(**answer):
-    print(json.dumps(answer), flush=True)
+def say(kind, **content):
+    print("@csdctl-" + kind, json.dumps(content), flush=True)
 
 
 """

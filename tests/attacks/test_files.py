@@ -18,7 +18,6 @@ from csdctl.errors import CsdctlError, InputError, RemoteCommandError
 from csdctl.facts.fact import build_command
 from csdctl.facts.machine import CONDITION_FACTS, parse_condition
 from csdctl.launch.machine_lock import lock_machines
-from csdctl.shipping.chunks import SharedChunks
 from csdctl.shipping.deliver import Delivery, deliver
 from csdctl.shipping.payload import pack_payload
 from csdctl.shipping.store import OBJECTS, StoredFile, store_bytes
@@ -58,7 +57,7 @@ def stored(tmp_path: Path) -> StoredFile:
 
 def send(home: Path, stored: StoredFile) -> Delivery:
     with closing(LocalSession("csd0", home)) as session:
-        return deliver(session, pack_payload([stored.as_object()]), SharedChunks())
+        return deliver(session, pack_payload([stored.as_object()]))
 
 
 def lock(home: Path) -> None:
@@ -282,7 +281,7 @@ class TestStore:
         with closing(LocalSession("csd0", tmp_path)) as session:
             prepare = build_worker_command(sys.executable, worker.path, ["prepare"])
             done = session.run(prepare, stdin=to_json(spec).encode() + b"\n")
-            assert b"has been changed since csdctl sent it" in done.stderr
+            assert b"has been changed since csdctl sent it" in done.stdout
             assert done.exit_code == 1
             worker.source.write_bytes(b"print('the neighbour was here')")
             done = session.run(prepare, stdin=to_json(spec).encode() + b"\n")

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import yaml
 
-from csdctl.worker.protocol.json_codec import ANSWER_PREFIX, PROGRESS_PREFIX
 from tests.attacks.hostile_python import write_hostile_python
 from tests.emulated.running import csdctl
 
@@ -33,12 +32,12 @@ def build():
 PYTHON = """\
 program = " ".join(sys.argv)
 if "Lock a machine" in program:
-    print("mine", flush=True)
+    print("@csdctl-mine {}", flush=True)
     sys.stdin.read()
 elif "Find processes" in program:
-    print(CLEANING)
+    print("@csdctl-result", CLEANING)
 elif "Listen on this machine" in program:
-    print(LISTENING, flush=True)
+    print("@csdctl-result", LISTENING, flush=True)
     sys.stdin.read()
 elif " prepare" in program:
     print(PREPARING, flush=True)
@@ -50,10 +49,19 @@ else:
     os.execv(PYTHON, [PYTHON, *sys.argv[1:]])
 """
 HONEST = {
-    "CLEANING": json.dumps({"holder": None, "processes": [], "paths": [], "num_bytes": 0}),
+    "CLEANING": json.dumps(
+        {
+            "holder": None,
+            "processes": [],
+            "paths": [],
+            "num_bytes": 0,
+            "features_bytes": 0,
+            "predictions_bytes": 0,
+        }
+    ),
     "LISTENING": json.dumps({"ports": [1024]}),
     "PREPARING": "",
-    "RECEIVING": json.dumps({"done": {}}),
+    "RECEIVING": "@csdctl-result {}",
 }
 INFO: dict[str, Any] = {
     "path": "data",
@@ -103,11 +111,11 @@ def assert_only_csd1_failed(done: Any) -> None:
 
 
 LIES = [
-    '{"refused": {"a": 1}}',
-    '{"missing": 5, "resume": [], "more": 1}',
-    "[" * 900_000,
+    '@csdctl-error {"message": {"a": 1}}',
+    '@csdctl-missing {"ranges": 5, "resume": [], "more": 1}',
+    "@csdctl-result " + "[" * 900_000,
     "5",
-    '{"failed": []}',
+    "@csdctl-failed []",
 ]
 
 
@@ -125,12 +133,12 @@ def test_deploy_reaches_the_other_node(fleet: Path, lie: str) -> None:
 
 
 INFOS = [
-    ANSWER_PREFIX + json.dumps({**INFO, "num_samples": "many"}),
-    ANSWER_PREFIX + json.dumps({**INFO, "sample_shape": [4, 4, "x"]}),
-    ANSWER_PREFIX + json.dumps({**INFO, "dtype": "[[["}),
-    ANSWER_PREFIX + json.dumps({**INFO, "class_counts": {"ant": {}}}),
-    PROGRESS_PREFIX + json.dumps({"num_done": [], "num_total": {}, "num_skipped": None}),
-    ANSWER_PREFIX + "[" * 900_000,
+    "@csdctl-result " + json.dumps({**INFO, "num_samples": "many"}),
+    "@csdctl-result " + json.dumps({**INFO, "sample_shape": [4, 4, "x"]}),
+    "@csdctl-result " + json.dumps({**INFO, "dtype": "[[["}),
+    "@csdctl-result " + json.dumps({**INFO, "class_counts": {"ant": {}}}),
+    "@csdctl-progress " + json.dumps({"num_done": [], "num_total": {}, "num_skipped": None}),
+    "@csdctl-result " + "[" * 900_000,
 ]
 
 

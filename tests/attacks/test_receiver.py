@@ -15,15 +15,15 @@ import pytest
 from csdctl.errors import CsdctlError, DeadlineError, InputError, NodeError, RemoteCommandError
 from csdctl.launch.leftovers import CleanupOptions, clean_machine
 from csdctl.launch.machine_lock import describe_holder, lock_machines
-from csdctl.shipping.chunks import SharedChunks
-from csdctl.shipping.deliver import DeliveryPatience, deliver, prune_store
+from csdctl.shipping.deliver import deliver, prune_store
 from csdctl.shipping.payload import MAX_INLINE_BYTES, pack_payload
 from csdctl.shipping.store import store_bytes
-from csdctl.shipping.worker_calls import WorkPatience, run_worker, watch_worker
+from csdctl.shipping.worker_calls import call_worker
 from csdctl.transport.many import run_on_all
+from csdctl.transport.program import Patience, Program, within
 from csdctl.transport.ssh import SshSession, connect
-from csdctl.worker.protocol.datasets import DatasetInfo, PrepareSpec
-from csdctl.worker.protocol.json_codec import ANSWER_PREFIX, PROGRESS_PREFIX, WORKER_ERROR_PREFIX
+from csdctl.worker.protocol.datasets import DatasetInfo, DirectorySpec, PrepareSpec
+from csdctl.worker.protocol.json_codec import to_frame
 from csdctl.worker.protocol.probe import ProbeRequest
 from csdctl.worker.protocol.run_spec import Runtime
 from csdctl.workflows.preflight.reachability import PortListener, _connect, _start_listener
@@ -33,43 +33,45 @@ from tests.patience import eventually, scaled
 
 pytestmark = [pytest.mark.attack(13), pytest.mark.first(1)]
 
-BOMB = "print('[' * 900_000, flush=True); time.sleep(3600)"
+BOMB = "print('@csdctl-result ' + '[' * 900_000, flush=True); time.sleep(3600)"
 ENDLESS_LINE = "while True: sys.stdout.write('x' * 65536)"
-QUICK = DeliveryPatience(response_s=5.0, whole_s=3.0)
+QUICK = Patience(silence_s=5.0, whole_s=3.0)
 """So short that the whole ends first where every answer comes in time."""
-PATIENT = DeliveryPatience(response_s=scaled(60), whole_s=scaled(60))
+PATIENT = Patience(silence_s=scaled(60), whole_s=scaled(60))
 """For an answer that ends the delivery."""
 
 FOR_EVER = {
-    "busy": "while True: say(busy='hashing'); time.sleep(0.6)",
-    "busy without pause": "while True: say(busy='hashing')",
-    "need": "while True: say(need='manifest'); sys.stdin.buffer.read1(1)",
-    "more": "while True: say(missing=[[0, 0]], resume={}, more=True)",
-    "more of nothing": "while True: say(missing=[], resume={}, more=True)",
-    "the same again": "while True: say(missing=[[0, 0]], resume={}, more=False); sys.stdin.buffer.read(9)",
-    "nothing": "while True: say()",
-    "a list": "while True: print('[\"busy\"]', flush=True)",
+    "progress": "while True: say('progress'); time.sleep(0.6)",
+    "progress without pause": "while True: say('progress')",
+    "manifest": "while True: say('manifest'); sys.stdin.buffer.read1(1)",
+    "more": "while True: say('missing', ranges=[[0, 0]], resume={}, more=True)",
+    "more of nothing": "while True: say('missing', ranges=[], resume={}, more=True)",
+    "the same again": "while True: say('missing', ranges=[[0, 0]], resume={}, more=False); "
+    "sys.stdin.buffer.read(9)",
+    "no frame": "while True: print('progress', flush=True)",
+    "a list": "while True: print('@csdctl-progress []', flush=True)",
     "a line without end": ENDLESS_LINE,
     "silence": "time.sleep(3600)",
-    "no reading": "say(missing=[[0, 0]], resume={}, more=False); time.sleep(3600)",
+    "no reading": "say('missing', ranges=[[0, 0]], resume={}, more=False); time.sleep(3600)",
 }
 WRONG = {
-    "refused an object": "say(refused={'a': 1})",
-    "remedy a list": "say(refused='no', remedy=[1])",
-    "numbers that were not offered": "say(missing=[[0, 10**12]], resume={}, more=False); time.sleep(3600)",
-    "negative numbers": "say(missing=[[-1, 0]], resume={}, more=False); time.sleep(3600)",
-    "numbers twice": "say(missing=[[0, 0], [0, 0]], resume={}, more=False); time.sleep(3600)",
-    "texts for numbers": "say(missing=[['a', 'b']], resume={}, more=False); time.sleep(3600)",
-    "true for a number": "say(missing=[[False, False]], resume={}, more=False); time.sleep(3600)",
-    "an offset before the start": "say(missing=[[0, 0]], resume={'0': -5}, more=False); time.sleep(3600)",
-    "an offset behind the end": "say(missing=[[0, 0]], resume={'0': 999}, more=False); time.sleep(3600)",
-    "an offset of nothing": "say(missing=[], resume={'0': 1}, more=False); time.sleep(3600)",
-    "not a number": "say(missing=[[0, 0]], resume={'0': float('nan')}, more=False); time.sleep(3600)",
-    "failed without numbers": "say(failed='damaged')",
-    "damage of what was not offered": "say(failed='damaged', numbers=[7])",
-    "failed without a reason": "say(failed='system')",
+    "refused an object": "say('error', message={'a': 1})",
+    "remedy a list": "say('error', message='no', remedy=[1])",
+    "an unknown kind": "say('mine')",
+    "numbers that were not offered": "say('missing', ranges=[[0, 10**12]], resume={}, more=False)",
+    "negative numbers": "say('missing', ranges=[[-1, 0]], resume={}, more=False)",
+    "numbers twice": "say('missing', ranges=[[0, 0], [0, 0]], resume={}, more=False)",
+    "texts for numbers": "say('missing', ranges=[['a', 'b']], resume={}, more=False)",
+    "true for a number": "say('missing', ranges=[[False, False]], resume={}, more=False)",
+    "an offset before the start": "say('missing', ranges=[[0, 0]], resume={'0': -5}, more=False)",
+    "an offset behind the end": "say('missing', ranges=[[0, 0]], resume={'0': 999}, more=False)",
+    "an offset of nothing": "say('missing', ranges=[], resume={'0': 1}, more=False)",
+    "not a number": "say('missing', ranges=[[0, 0]], resume={'0': float('nan')}, more=False)",
+    "failed without numbers": "say('damaged')",
+    "damage of what was not offered": "say('damaged', numbers=[7])",
+    "failed without a reason": "say('failed')",
     "a bomb": BOMB,
-    "a huge number": "print('9' * 100_000, flush=True); time.sleep(3600)",
+    "a huge number": "print('@csdctl-result ' + '9' * 100_000, flush=True); time.sleep(3600)",
 }
 
 
@@ -85,10 +87,10 @@ def hostile(tmp_path: Path) -> Callable[[str], str]:
     return lambda body: write_hostile_python(tmp_path / "python", body)
 
 
-def send(session: SshSession, directory: Path, python: str, patience: DeliveryPatience = QUICK) -> Any:
+def send(session: SshSession, directory: Path, python: str, patience: Patience = QUICK) -> Any:
     stored = store_bytes(b"123456789", ".bin", directory)
     payload = pack_payload([stored.as_object()])
-    return deliver(session, payload, SharedChunks(), python=python, patience=patience)
+    return deliver(session, payload, python=python, patience=patience)
 
 
 @pytest.mark.parametrize("name", FOR_EVER)
@@ -116,24 +118,24 @@ def test_manifest_is_sent_once(session: SshSession, tmp_path: Path, hostile: Cal
     stored = [store_bytes(str(number).encode(), ".bin", tmp_path) for number in range(99)]
     payload = pack_payload([file.as_object() for file in stored])
     assert payload.packed, MAX_INLINE_BYTES
-    python = hostile("while True: say(need='manifest'); sys.stdin.buffer.read1(1)")
-    with pytest.raises(RemoteCommandError, match="manifest, which was sent already"):
-        deliver(session, payload, SharedChunks(), python=python, patience=PATIENT)
+    python = hostile("while True: say('manifest'); sys.stdin.buffer.read1(1)")
+    with pytest.raises(RemoteCommandError, match="received 'manifest', expected progress, missing"):
+        deliver(session, payload, python=python, patience=PATIENT)
 
 
 def test_receiver_that_reads_a_byte_a_second_is_left(
     session: SshSession, tmp_path: Path, hostile: Callable[[str], str]
 ) -> None:
     stored = store_bytes(bytes(8 << 20), ".bin", tmp_path)
-    patience = DeliveryPatience(response_s=5.0, whole_s=2.0, bytes_per_s=1e9)
+    patience = Patience(silence_s=5.0, whole_s=2.0)
     body = (
-        "say(missing=[[0, 0]], resume={}, more=False)\nwhile True: sys.stdin.buffer.read1(1); time.sleep(0.1)"
+        "say('missing', ranges=[[0, 0]], resume={}, more=False)\n"
+        "while True: sys.stdin.buffer.read1(1); time.sleep(0.1)"
     )
     with pytest.raises(DeadlineError) as raised:
         deliver(
             session,
             pack_payload([stored.as_object()]),
-            SharedChunks(),
             python=hostile(body),
             patience=patience,
         )
@@ -144,20 +146,20 @@ def test_refusal_of_one_node_is_not_that_of_the_others(
     server: Any, tmp_path: Path, hostile: Callable[[str], str]
 ) -> None:
     """A refusal with an object as its text once ended the command for all nodes."""
-    pythons = {"csd0": sys.executable, "csd1": hostile("say(refused={'a': 1})")}
+    pythons = {"csd0": sys.executable, "csd1": hostile("say('error', message={'a': 1})")}
     payload = pack_payload([store_bytes(b"123456789", ".bin", tmp_path).as_object()])
 
     def send_to(name: str) -> Any:
         with closing(connect(server.node(name=name), [server.known_hosts])) as session:
-            return deliver(session, payload, SharedChunks(), python=pythons[name])
+            return deliver(session, payload, python=pythons[name])
 
     outcomes = run_on_all({name: name for name in pythons}, send_to)
     assert outcomes["csd0"].value
     assert isinstance(outcomes["csd1"].error, RemoteCommandError)
-    assert "received dict as `refused`, expected a text" in str(outcomes["csd1"].error)
+    assert "ReportedError.message: expected text" in str(outcomes["csd1"].error)
 
 
-ANSWERS = ["{}", "5", "[]", "null", '"text"', "[" * 100_000, '{"done": 5}', '{"done": {"num_removed": -1}}']
+ANSWERS = ["", "5", "[]", "null", '"text"', "[" * 100_000, '{"num_removed": {}}', '{"num_removed": -1}']
 
 
 @pytest.mark.parametrize("answer", ANSWERS, ids=lambda answer: answer[:9])
@@ -165,10 +167,11 @@ def test_answer_about_pruning_is_typed(
     session: SshSession, hostile: Callable[[str], str], answer: str
 ) -> None:
     with pytest.raises(RemoteCommandError):
-        prune_store(session, hostile(f"print({answer!r})"))
+        prune_store(session, hostile(f"print('@csdctl-result ' + {answer!r})"))
 
 
-FOUND: dict[str, Any] = {"holder": None, "processes": [], "paths": [], "num_bytes": 0}
+SIZES = dict.fromkeys(("num_bytes", "features_bytes", "predictions_bytes"), 0)
+FOUND: dict[str, Any] = {"holder": None, "processes": [], "paths": [], **SIZES}
 LEFTOVERS = [
     *ANSWERS,
     json.dumps({**FOUND, "holder": 5}),
@@ -186,19 +189,21 @@ def test_answer_about_leftovers_is_typed(
     session: SshSession, hostile: Callable[[str], str], answer: str
 ) -> None:
     with pytest.raises(RemoteCommandError) as raised:
-        clean_machine(session, hostile(f"print({answer!r})"), CleanupOptions())
+        clean_machine(session, hostile(f"print('@csdctl-result ' + {answer!r})"), CleanupOptions())
     assert raised.value.node == "csd1"
     assert len(raised.value.message) < 400
 
 
 LOCKS = [
-    "held",
-    "held 5",
-    "held " + "[" * 900_000,
-    "mined",
+    "@csdctl-held",
+    "@csdctl-held 5",
+    '@csdctl-held {"holder": "' + "[" * 60_000 + '"}',
+    "@csdctl-held " + "[" * 900_000,
+    "mine",
+    "@csdctl-mined {}",
     "",
-    'held {"command": {"a": 1}}',
-    "held " + "x" * 999_000,
+    '@csdctl-held {"holder": {"command": {"a": 1}}}',
+    '@csdctl-held {"holder": "' + "x" * 999_000,
 ]
 
 
@@ -206,7 +211,7 @@ LOCKS = [
 def test_answer_about_the_lock_is_typed(
     session: SshSession, tmp_path: Path, hostile: Callable[[str], str], answer: str
 ) -> None:
-    python = hostile(f"print({answer!r}, flush=True); time.sleep(3600)")
+    python = hostile(f"print({answer!r}, flush=True)")
     with (
         pytest.raises(CsdctlError) as raised,
         lock_machines({"csd1": session}, {"csd1": python}, doing="tune", directory=tmp_path),
@@ -256,7 +261,6 @@ REACHABILITY = [
     '{"ports": [70000]}',
     '{"ports": ["1024"]}',
     '{"ports": [1024, 1025, 1026]}',
-    '{"error": {"a": 1}}',
 ]
 
 
@@ -265,18 +269,18 @@ def test_answer_about_listeners_is_typed(
     session: SshSession, hostile: Callable[[str], str], answer: str
 ) -> None:
     with pytest.raises(RemoteCommandError) as raised:
-        _start_listener(session, hostile(f"print({answer!r})"), "127.0.0.1", "token", scaled(20))
+        _start_listener(
+            session, hostile(f"print('@csdctl-result ' + {answer!r})"), "127.0.0.1", "token", scaled(20)
+        )
     assert raised.value.node == "csd1"
 
 
 def working(**numbers: object) -> str:
-    return PROGRESS_PREFIX + json.dumps({"num_done": 0, "num_total": 9, "num_skipped": 0, **numbers})
+    return to_frame("progress", {"num_done": 0, "num_total": 9, "num_skipped": 0, **numbers})
 
 
-STEADY = WorkPatience(silence_s=5.0, standstill_s=2.0, whole_s=4.0)
-COUNT = "dict(num_done=n, num_total=0, num_skipped=0)"
-TELL = f"print({PROGRESS_PREFIX!r} + json.dumps({COUNT}), flush=True); time.sleep(0.3)"
-ERROR = "dict(message=[1], remedy=dict(), exit_code=2)"
+STEADY = Patience(silence_s=5.0, standstill_s=2.0, whole_s=4.0)
+TELL = "say('progress', num_done=n, num_total=0, num_skipped=0); time.sleep(0.3)"
 PREPARING = {
     "no progress": f"while True: print({working()!r}, flush=True); time.sleep(0.3)",
     "progress backward": f"n = 9\nwhile True: n = max(0, n - 1); {TELL}",
@@ -284,10 +288,10 @@ PREPARING = {
     "without pause": f"while True: print({working()!r})",
     "noise": "while True: print('noise')",
     "a text as a number": f"print({working(num_done='9')!r}); time.sleep(3600)",
-    "a bomb": f"print({PROGRESS_PREFIX!r} + '[' * 900_000); time.sleep(3600)",
-    "a bomb as the answer": f"print({ANSWER_PREFIX!r} + '[' * 900_000)",
+    "a bomb": "print('@csdctl-progress ' + '[' * 900_000); time.sleep(3600)",
+    "a bomb as the answer": BOMB,
     "a line without end": ENDLESS_LINE,
-    "an object as the error": f"sys.exit({WORKER_ERROR_PREFIX!r} + json.dumps({ERROR}))",
+    "an object as the error": "say('error', message=[1], remedy={}, exit_code=2)",
 }
 
 
@@ -296,14 +300,13 @@ def test_worker_that_prepares_for_ever_is_left(
     session: SshSession, hostile: Callable[[str], str], name: str
 ) -> None:
     with pytest.raises((RemoteCommandError, DeadlineError)) as raised:
-        watch_worker(
+        call_worker(
             session,
             hostile(PREPARING[name]),
             "worker.pyz",
             "prepare",
             PrepareSpec("data", "store"),
             DatasetInfo,
-            lambda progress: None,
             doing="preparing data",
             patience=STEADY,
         )
@@ -314,23 +317,15 @@ def test_worker_that_prepares_for_ever_is_left(
 def test_worker_that_fails_with_an_object_as_its_message_fails_as_its_node(
     session: SshSession, hostile: Callable[[str], str]
 ) -> None:
-    python = hostile(PREPARING["an object as the error"])
-    with pytest.raises(NodeError, match="csd1: preparing data failed with exit code 1") as raised:
-        run_worker(
-            session,
-            python,
-            "worker.pyz",
-            ["digest"],
-            DatasetInfo,
-            doing="preparing data",
-            deadline_s=scaled(30),
-        )
+    python, request = hostile(PREPARING["an object as the error"]), DirectorySpec("data")
+    with pytest.raises(NodeError, match="csd1: preparing data: invalid answer") as raised:
+        call_worker(session, python, "worker.pyz", "digest", request, DatasetInfo, doing="preparing data")
     assert not isinstance(raised.value, InputError)
 
 
 PROBES = {
     "noise before": "while True: print('noise')",
-    "a bomb": f"print('ready', flush=True); {BOMB}",
+    "a bomb": f"say('ready'); {BOMB}",
     "a time that is negative": (-1.0, 5, 1000),
     "a time of nothing": (0.0, 5, 1000),
     "not a number": (float("nan"), 5, 1000),
@@ -354,7 +349,7 @@ def test_measurement_of_a_node_is_typed_and_in_range(
             "num_steps": num_steps,
             "peak_memory_bytes": peak,
         }
-        body = f"print('ready', flush=True); sys.stdin.readline(); print({json.dumps(content)!r}, flush=True)"
+        body = f"say('ready'); sys.stdin.readline(); print({to_frame('result', content)!r}, flush=True)"
     prober = Prober(session, [hostile(body), "probe"], Runtime(), None)
     with closing(prober), pytest.raises(RemoteCommandError) as raised:
         prober.measure(ProbeRequest(8))
@@ -366,11 +361,12 @@ def test_attempts_to_connect_must_be_those_that_were_wanted(
     session: SshSession, hostile: Callable[[str], str]
 ) -> None:
     for attempts in ("5", "[]", "[[1, 2, 3]]", '[["csd0", 1, ""]]', '[["csd0", 1025, {}]]', "[[[]]]"):
-        python = hostile(f"sys.stdin.readline(); print('{{\"attempts\": {attempts}}}', flush=True)")
-        with closing(session.converse([python])) as conversation, pytest.raises(RemoteCommandError):
+        python = hostile(f"sys.stdin.readline(); say('result', attempts={attempts})")
+        program = Program(session, [python], "connecting", within(scaled(20)))
+        with closing(program), pytest.raises(RemoteCommandError):
             _connect(
                 "csd1",
-                PortListener(conversation, "127.0.0.1", (1024,)),
-                {"csd0": PortListener(conversation, "127.0.0.1", (1025,))},
+                PortListener(program, "127.0.0.1", (1024,)),
+                {"csd0": PortListener(program, "127.0.0.1", (1025,))},
                 scaled(20),
             )

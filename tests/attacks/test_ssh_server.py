@@ -16,7 +16,7 @@ import pytest
 from csdctl.errors import CsdctlError, DeadlineError, JumpHostError, UnreachableError
 from csdctl.fleet.model import Node
 from csdctl.transport.known_hosts import KnownHosts
-from csdctl.transport.process import Deadline
+from csdctl.transport.session import Deadline
 from csdctl.transport.ssh import SshSession, connect
 from csdctl.transport.ssh_connect import make_jump_hosts, open_transport
 from csdctl.transport.strict_transport import StrictTransport

@@ -146,7 +146,7 @@ def test_terminal_and_logs_get_no_control_code_of_a_worker(machine: HostileMachi
     (project / "private.yaml").write_text(JOB.format(private=", private: {path: ~/private.npz}"))
     error = {"exit_code": 2, "message": FORGED + HOSTILE, "remedy": FORGED + HOSTILE}
     said = f"{HOSTILE}\n@csdctl-error {json.dumps(error)}\n"
-    machine.answer(facts=facts_of_this_machine(), lies=" prepare", output=HOSTILE, complaint=said)
+    machine.answer(facts=facts_of_this_machine(), lies=" prepare", output=said, complaint=HOSTILE)
     prepared = on_terminal(project, "prepare", "private.yaml")
     assert prepared.foreign == []
     assert ESCAPED_CLIPBOARD in prepared.plain

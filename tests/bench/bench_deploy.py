@@ -21,7 +21,6 @@ import pytest
 
 from csdctl.fleet.fleet_file import load_fleet
 from csdctl.fleet.model import Fleet
-from csdctl.shipping.chunks import SharedChunks
 from csdctl.shipping.payload import TreeRequest
 from csdctl.transport.many import values_or_raise
 from csdctl.workflows.data.deploy import deploy_payload, pack_trees
@@ -60,9 +59,8 @@ class Bench:
         subprocess.run(program, cwd=self.directory, stdout=subprocess.DEVNULL, check=True)
 
     def in_process(self, source: Path) -> None:
-        chunks = SharedChunks()
-        payload = pack_trees([TreeRequest(source, source.name)], chunks)
-        values_or_raise(deploy_payload(payload, chunks, self.fleet, directory=self.directory), "deploying")
+        payload = pack_trees([TreeRequest(source, source.name)])
+        values_or_raise(deploy_payload(payload, self.fleet, directory=self.directory), "deploying")
 
     def to_all(self, build: Callable[[str], list[str]]) -> None:
         """Start one program for each node at once, and wait for all."""

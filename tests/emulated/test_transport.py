@@ -10,15 +10,12 @@ from pathlib import Path
 import pytest
 
 from csdctl.emulation.fleet import EmulatedSpec, fleet_status, start_fleet, stop_fleet
-from csdctl.errors import DeadlineError
 from csdctl.fleet.facts import load_facts
 from csdctl.fleet.fleet_file import load_fleet
 from csdctl.fleet.model import Fleet
-from csdctl.transport.many import fleet_known_hosts_paths, open_sessions, run_on_all
-from csdctl.transport.session import Session
-from csdctl.transport.ssh_config import build_ssh_config
+from csdctl.transport.many import open_sessions, run_on_all
 from csdctl.workflows.discovery.discover import discover
-from tests.patience import eventually, scaled
+from tests.patience import eventually
 from tests.started_programs import start_and_kill
 
 pytestmark = pytest.mark.emulated
@@ -56,21 +53,6 @@ def test_every_node_has_its_own_home(project: Path, fleet: Fleet) -> None:
     assert len({outcome.get() for outcome in homes.values()}) == 2
 
 
-def test_hanging_commands_end_on_all_nodes_at_their_deadline(project: Path, fleet: Fleet) -> None:
-    def hang(session: Session) -> None:
-        session.run(["sh", "-c", "echo $$ >hanging; sleep 1000 & wait"], deadline_s=scaled(1))
-
-    def is_gone(session: Session) -> bool:
-        # A killed process can be signalled until its parent has reaped it.
-        script = "while kill -0 $(cat hanging); do sleep 0.1; done"
-        return session.run(["sh", "-c", script], deadline_s=scaled(60)).exit_code == 0
-
-    with open_sessions(fleet, directory=project) as sessions:
-        outcomes = run_on_all(sessions.nodes, hang)
-        assert all(isinstance(outcome.error, DeadlineError) for outcome in outcomes.values())
-        assert all(outcome.get() for outcome in run_on_all(sessions.nodes, is_gone).values())
-
-
 def test_programs_on_a_node_end_when_csdctl_is_killed(project: Path) -> None:
     emulated = project / ".csdctl" / "emulated"
     start_and_kill(str(emulated), "csd0")
@@ -86,14 +68,6 @@ def test_limits_of_the_nodes_are_discovered_and_kept(project: Path, fleet: Fleet
     assert {saved[name].memory_limit_bytes for name in ("csd0", "csd1")} == {MEMORY_BYTES}
     assert saved["csd0"].prefix == saved["host"].prefix == sys.prefix
     assert saved["csd0"].problem is None
-
-
-def test_openssh_accepts_the_generated_config(project: Path, fleet: Fleet) -> None:
-    path = project / "ssh_config"
-    path.write_text(build_ssh_config(fleet.nodes, fleet_known_hosts_paths(fleet, project)))
-    printed = subprocess.run(["ssh", "-F", path, "csd1", "pwd"], capture_output=True, text=True, check=True)
-    assert printed.stdout.strip().endswith("/csd1/home")
-    assert printed.stderr == ""
 
 
 def test_discover_prints_one_json_document_and_the_rest_to_stderr(project: Path, fleet: Fleet) -> None:

@@ -10,8 +10,7 @@ from typing import Any
 
 from csdctl.emulation.state import EmulatedSpec, FleetPaths, FleetState, NodeState, load_state, save_state
 from csdctl.errors import CsdctlError, InputError
-from csdctl.fleet.ansible.reading import load_config, load_inventory
-from csdctl.fleet.ansible.targets import list_targets
+from csdctl.fleet.ansible import list_targets, load_config, load_inventory
 from csdctl.fleet.facts import Facts, facts_path, load_facts, save_facts
 from csdctl.fleet.fleet_file import load_fleet, render_fleet
 from csdctl.fleet.hardware import classify_machine
@@ -273,15 +272,10 @@ def _emulation_seeds() -> list[bytes]:
     return [_written(write)]
 
 
-def _inventory(name: str) -> Any:
-    def take(content: bytes, directory: Path) -> None:
-        _in_file(b"ansible_user: trainer\n", directory / "group_vars" / "all.yml")
-        inventory = load_inventory(_in_file(content, directory / name))
-        targets, _ = list_targets(inventory, name)
-        for target in targets[:20]:
-            build_query(target)
-
-    return take
+def _inventory(content: bytes, directory: Path) -> None:
+    targets, _ = list_targets(load_inventory(_in_file(content, directory / "hosts.json")), {})
+    for target in targets[:20]:
+        build_query(target)
 
 
 def _ansible_config(content: bytes, directory: Path) -> None:
@@ -313,8 +307,8 @@ Include no/such/file
 """
 
 
-def _read_inventories(pattern: str) -> Any:
-    return lambda: [path.read_bytes() for path in sorted(INVENTORIES.glob(pattern))]
+def _inventory_seeds() -> list[bytes]:
+    return [path.read_bytes() for path in sorted(INVENTORIES.glob("*.json"))]
 
 
 def _json_of(value: Any) -> list[bytes]:
@@ -333,9 +327,7 @@ TARGETS = (
     Target("facts", Form.JSON, _facts, (InputError,), _facts_seeds),
     Target("prepared-record", Form.JSON, _prepared, (InputError,), _prepared_seeds),
     Target("emulated-fleet", Form.JSON, _emulation, (InputError,), _emulation_seeds),
-    Target("inventory-ini", Form.LINES, _inventory("hosts.ini"), (InputError,), _read_inventories("*.ini")),
-    Target("inventory-yaml", Form.YAML, _inventory("hosts.yml"), (InputError,), _read_inventories("*.yml")),
-    Target("inventory-json", Form.JSON, _inventory("hosts.json"), (InputError,), _read_inventories("*.json")),
+    Target("inventory", Form.JSON, _inventory, (InputError,), _inventory_seeds),
     Target("ansible-config", Form.LINES, _ansible_config, (InputError,), lambda: [ANSIBLE_CONFIG]),
     Target(
         "ssh-config",

@@ -11,13 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from csdctl.errors import CsdctlError, RemoteCommandError
+from csdctl.errors import RemoteCommandError
 from csdctl.facts.machine import CONDITION_FACTS, MACHINE_FACTS, ClockTrip, parse_condition, parse_facts
 from csdctl.launch.mpi_job import MpiOutput
-from csdctl.shipping.deliver import ReceiverAnswers
-from csdctl.shipping.worker_calls import worker_error
+from csdctl.shipping.deliver import ANSWERS, RequestedObjects
 from csdctl.supervision.event_validator import EventValidator
-from csdctl.transport.answer import Answer
+from csdctl.transport.program import ReportedError, decode_frame
 from csdctl.transport.session import Completed
 from csdctl.worker.group.messages import Counters
 from csdctl.worker.group.values import (
@@ -44,12 +43,14 @@ from csdctl.worker.protocol.events import (
     event_to_line,
 )
 from csdctl.worker.protocol.json_codec import (
-    WORKER_ERROR_PREFIX,
+    DATA,
+    ERROR,
     Count,
     ProtocolError,
     Sha256,
     from_json,
     to_json,
+    to_tagged,
 )
 from csdctl.worker.protocol.orders import FormGroup, Ping, Release, Stop, order_from_line, order_to_line
 from csdctl.worker.protocol.probe import (
@@ -57,14 +58,13 @@ from csdctl.worker.protocol.probe import (
     ProbeResult,
     ProbeSpec,
     request_from_line,
-    request_to_line,
 )
 from csdctl.worker.protocol.recipe import Recipe
 from csdctl.worker.protocol.run_spec import RunSpec, Runtime
 from csdctl.worker.protocol.sandbox import SandboxPolicy
 from csdctl.worker.tasks.callbacks import Decision
 from csdctl.worker.tasks.progress import CallbackState
-from csdctl.workflows.data.info_answer import check_info
+from csdctl.workflows.data.prepare import check_info
 from tests.fuzz.documents import NODES, run_spec
 from tests.fuzz.target import Form, Target
 
@@ -146,24 +146,28 @@ def _orders(content: bytes, directory: Path) -> None:
         if '"order"' in line:
             order_to_line(order_from_line(line))
         else:
-            request_to_line(request_from_line(line))
+            request_from_line(line)
 
 
-def _receiver_answers(content: bytes, directory: Path) -> None:
-    answers = ReceiverAnswers([100, 200, 0, 5000, 1 << 40], has_manifest=True, is_dry_run=False)
+def _frames(content: bytes, directory: Path) -> None:
+    requested = RequestedObjects([100, 200, 0, 5000, 1 << 40], is_dry_run=False)
     for line in _lines(content):
-        answers.read(Answer.parse(line, "csd0", "sending files"), 1.0)
+        frame = decode_frame(line, {**ANSWERS, ERROR: ReportedError, DATA: bytes})
+        if frame and frame[0] == "missing":
+            requested.add(frame[1])
 
 
-RECEIVER_ANSWERS = b"""\
-{"busy": true}
-{"need": "manifest"}
-{"missing": [[0, 1]], "resume": {"1": 77}, "more": true}
-{"missing": [[3, 3]], "resume": {}, "more": false}
-{"failed": "damaged", "numbers": [0, 3]}
-{"failed": "system", "errno": 28, "words": "No space left on device", "path": "store"}
-{"refused": "it is locked", "remedy": "wait"}
-{"done": {"num_removed": 3}}"""
+FRAMES = b"""\
+a line of a library
+@csdctl-progress {}
+@csdctl-manifest {}
+@csdctl-missing {"ranges": [[0, 1]], "resume": {"1": 77}, "more": true}
+@csdctl-missing {"ranges": [[3, 3]], "resume": {}, "more": false}
+@csdctl-damaged {"numbers": [0, 3]}
+@csdctl-failed {"error_number": 28, "words": "No space left on device", "path": "store"}
+@csdctl-error {"message": "it is locked", "remedy": "wait", "exit_code": 2}
+@csdctl-data YWJj
+@csdctl-result {"num_removed": 3}"""
 
 
 def _probe_outputs(content: bytes, directory: Path) -> None:
@@ -175,16 +179,7 @@ def _probe_outputs(content: bytes, directory: Path) -> None:
 
 
 def _worker_answers(content: bytes, directory: Path) -> None:
-    text = content.decode(errors="replace")
-    check_info(Answer.parse(text, "csd0", "preparing"))
-    try:
-        from_json(DatasetInfo, text)
-    except ProtocolError as error:
-        raise RemoteCommandError(str(error)) from None
-
-
-def _worker_errors(content: bytes, directory: Path) -> None:
-    str(worker_error(dataclasses.replace(DONE, stderr=content), "csd0", "preparing"))
+    check_info(from_json(DatasetInfo, content.decode(errors="replace")), "csd0", "preparing")
 
 
 def _specs(content: bytes, directory: Path) -> None:
@@ -266,16 +261,16 @@ TARGETS = (
         (ProtocolError,),
         lambda: [
             *(order_to_line(order).encode() for order in (FormGroup(1, (0, 1)), Ping(7), Stop(), Release())),
-            request_to_line(ProbeRequest(8)).encode(),
+            json.dumps(to_tagged("request", ProbeRequest(8))).encode(),
             b'{"request": "AttachRequest", "spec": "spec.json", "rank": 1}',
         ],
     ),
     Target(
         "receiver-answers",
         Form.LINES,
-        _receiver_answers,
-        (RemoteCommandError,),
-        lambda: [RECEIVER_ANSWERS, *RECEIVER_ANSWERS.split(b"\n")],
+        _frames,
+        (ProtocolError,),
+        lambda: [FRAMES, *FRAMES.split(b"\n")],
     ),
     Target(
         "probe-outputs",
@@ -286,19 +281,11 @@ TARGETS = (
         tuple(f"csdctl-fact:{fact.name}\n".encode() for fact in (*MACHINE_FACTS, *CONDITION_FACTS)),
     ),
     Target(
-        "worker-answers", Form.JSON, _worker_answers, (RemoteCommandError,), lambda: [to_json(INFO).encode()]
-    ),
-    Target(
-        "worker-errors",
-        Form.LINES,
-        _worker_errors,
-        (CsdctlError,),
-        lambda: [
-            b"W0000 noise\n"
-            + WORKER_ERROR_PREFIX.encode()
-            + b'{"message": "m", "remedy": "r", "exit_code": 2}',
-            b"Traceback (most recent call last):\nKeyError: 1\n",
-        ],
+        "worker-answers",
+        Form.JSON,
+        _worker_answers,
+        (RemoteCommandError, ProtocolError),
+        lambda: [to_json(INFO).encode()],
     ),
     Target("specs", Form.JSON, _specs, (ProtocolError, UnicodeDecodeError), _spec_seeds),
     Target(

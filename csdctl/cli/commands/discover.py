@@ -39,7 +39,9 @@ def discover(
     ] = None,
     inventory: Annotated[
         Path | None,
-        typer.Option("--inventory", help="First write the fleet file from this Ansible inventory."),
+        typer.Option(
+            "--inventory", help="First write the fleet file from this output of `ansible-inventory --list`."
+        ),
     ] = None,
     ssh_config: Annotated[
         Path | None,
@@ -102,7 +104,8 @@ def _parse_source(
     ssh_config: Path | None,
 ) -> "NodeSource | None":
     """Return the source that the options name, if any; raises InputError for more than one."""
-    from csdctl.workflows.discovery.inventory import AddressRanges, AnsibleInventory, SshConfig
+    from csdctl.workflows.discovery.inventory import address_ranges, ansible_inventory
+    from csdctl.workflows.discovery.inventory import ssh_config as of_ssh_config
 
     of_cidr = {"--interface": interface, "--user": user, "--key": key, "--port": port}
     given = [name for name, value in of_cidr.items() if value]
@@ -110,9 +113,9 @@ def _parse_source(
         raise InputError(f"{given[0]} applies only to machines that --cidr finds", remedy="add --cidr RANGE")
     path = Path(os.path.abspath(key.expanduser())) if key else None
     sources: list[NodeSource] = []
-    sources += [AddressRanges(tuple(cidrs), user or "root", path, port or 22, interface)] if cidrs else []
-    sources += [AnsibleInventory(inventory.expanduser())] if inventory else []
-    sources += [SshConfig(ssh_config.expanduser())] if ssh_config else []
+    sources += [address_ranges(cidrs, user or "root", path, port or 22, interface)] if cidrs else []
+    sources += [ansible_inventory(inventory.expanduser())] if inventory else []
+    sources += [of_ssh_config(ssh_config.expanduser())] if ssh_config else []
     if len(sources) > 1:
         raise InputError(
             f"a fleet file is written from one source, received {len(sources)}",

@@ -28,7 +28,6 @@ class GuardedOutput:
         sys.stderr.flush()
         self._lock = threading.Lock()
         self._out = os.fdopen(os.dup(1), "w", encoding="utf-8")
-        self._err = os.fdopen(os.dup(2), "w", encoding="utf-8")
         elsewhere = os.open(redirect_to, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
         os.dup2(elsewhere, 1)
         os.dup2(elsewhere, 2)
@@ -39,11 +38,6 @@ class GuardedOutput:
         with self._lock:
             self._out.write(line + "\n")
             self._out.flush()
-
-    def write_error(self, line: str) -> None:
-        """Write a line to standard error."""
-        self._err.write(line + "\n")
-        self._err.flush()
 
     @contextmanager
     def heartbeat(self, line: Callable[[], str]) -> Iterator[None]:

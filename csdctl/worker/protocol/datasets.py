@@ -163,6 +163,13 @@ class PrepareSpec:
 
 
 @dataclass(frozen=True)
+class DirectorySpec:
+    """The directory of a prepared data set to `digest`; the first line of its input."""
+
+    directory: str
+
+
+@dataclass(frozen=True)
 class DatasetDigest:
     """Digest of a prepared data set as a machine sees it; equal digests mean equal data."""
 

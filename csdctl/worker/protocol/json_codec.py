@@ -76,20 +76,10 @@ SCHEMA = 2
 """Incremented whenever a field changes its name or meaning; each side refuses another schema."""
 
 
-ANSWER_PREFIX = "@csdctl-answer "
-"""Prefix of the line on standard output with which `build`, `prepare` and `digest` answer."""
-
-
-PROGRESS_PREFIX = "@csdctl-working "
-"""Prefix of the lines on standard output with which `prepare` reports a `PrepareProgress`."""
-
-
-DATA_PREFIX = "@csdctl-data "
-"""Prefix of the lines on standard output with which `send` sends bytes, in base64."""
-
-
-WORKER_ERROR_PREFIX = "@csdctl-error "
-"""Prefix of the line on standard error with which these commands fail."""
+FRAME_PREFIX = "@csdctl-"
+"""A frame is a line of this, its kind, a space, and JSON; of data, base64. Other lines are for people."""
+PROGRESS, RESULT, ERROR, DATA = "progress", "result", "error", "data"
+"""Kinds of frames: a heartbeat, the answer to a request, or why there is none, and bytes before it."""
 
 
 MAX_JSON_CHARS = 16 << 20
@@ -117,6 +107,11 @@ MessageT = TypeVar("MessageT")
 def to_json(value: Any) -> str:
     """Return a dataclass as one line of JSON."""
     return json.dumps(dataclasses.asdict(value), separators=(",", ":"), allow_nan=True)
+
+
+def to_frame(kind: str, content: Any) -> str:
+    """Return a dataclass or a dict as a frame."""
+    return f"{FRAME_PREFIX}{kind} {json.dumps(content) if isinstance(content, dict) else to_json(content)}"
 
 
 def parse_json(text: str) -> Any:

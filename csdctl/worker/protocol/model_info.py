@@ -13,7 +13,7 @@ BUILDER = "csdctl_builder"
 
 @dataclass(frozen=True)
 class BuildSpec:
-    """What to `build`; one line of standard input."""
+    """What to `build`."""
 
     reference: str
     """`keras.applications:NAME`, `PATH.keras` or `PATH.py:FUNCTION`."""
@@ -25,6 +25,15 @@ class BuildSpec:
     """The user's Python files and packages, which are sent to the nodes when the model needs them."""
     sample_shapes: dict[str, tuple[str, Shape]] = field(default_factory=dict)
     """Type and shape of each array of a sample, '' for the only one; none: not known yet."""
+
+
+@dataclass(frozen=True)
+class BuildRequest:
+    """The request of `build`."""
+
+    spec: BuildSpec
+    output: str
+    """The directory to write the model to."""
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,11 @@
 """Measurements of a model on one machine: probe sessions, and the times of parts."""
 
-import json
 from dataclasses import dataclass
 from typing import Annotated
 
 from csdctl.worker.protocol.datasets import DatasetInfo
 from csdctl.worker.protocol.json_codec import (
+    FRAME_PREFIX,
     SCHEMA,
     BatchSize,
     Between,
@@ -15,7 +15,6 @@ from csdctl.worker.protocol.json_codec import (
     Seconds,
     from_tagged,
     parse_json,
-    to_tagged,
 )
 from csdctl.worker.protocol.recipe import Noise, Recipe
 from csdctl.worker.protocol.run_spec import Prefix, Runtime, UserCode
@@ -130,17 +129,12 @@ class ProbeResult:
         return self.batch_size / self.step_time_s
 
 
-READY = "ready"
-"""The line that a probe session prints when it waits for requests."""
+READY = f"{FRAME_PREFIX}ready {{}}"
+"""The frame that a probe session prints when it waits for requests."""
 
 
 Request = ProbeRequest | AttachRequest
 REQUESTS: dict[str, type[Request]] = {"ProbeRequest": ProbeRequest, "AttachRequest": AttachRequest}
-
-
-def request_to_line(request: Request) -> str:
-    """Return a request as the line that a probe session reads."""
-    return json.dumps(to_tagged("request", request), separators=(",", ":"))
 
 
 def request_from_line(line: str) -> Request:

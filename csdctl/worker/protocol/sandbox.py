@@ -34,6 +34,14 @@ class SandboxPolicy:
 
 
 @dataclass(frozen=True)
+class SandboxRequest:
+    """What a `sandbox-check` is about."""
+
+    peers: tuple[str, ...] = ()
+    """The networks of the other machines, as CIDR."""
+
+
+@dataclass(frozen=True)
 class SandboxCheck:
     """What a machine can do for a sandbox; '' for all of it."""
 

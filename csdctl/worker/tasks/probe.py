@@ -19,7 +19,7 @@ from csdctl.worker.data.arrays import Array, random_batch
 from csdctl.worker.process.machine import peak_memory_bytes
 from csdctl.worker.process.output import exit_with_failure
 from csdctl.worker.protocol.events import UNKNOWN_NODE
-from csdctl.worker.protocol.json_codec import from_json, to_json
+from csdctl.worker.protocol.json_codec import RESULT, from_json, to_frame
 from csdctl.worker.protocol.probe import (
     READY,
     AttachRequest,
@@ -51,7 +51,7 @@ def serve_probes(spec: ProbeSpec, tf: Any, keras: Any) -> None:
         step.micro_batch_size = request.micro_batch_size
         batch = random_batch(generator, spec.data, request.batch_size, num_indices)
         copies = _copies(step, spec, request.batch_size)
-        print(to_json(measure(step, batch, request, copies)), flush=True)
+        print(f"\n{to_frame(RESULT, measure(step, batch, request, copies))}", flush=True)
 
 
 def _print_ready() -> None:

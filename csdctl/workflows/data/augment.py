@@ -8,7 +8,8 @@ from csdctl.job.model import Job
 from csdctl.notify import Say
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.shipping.store import StoredFile
-from csdctl.shipping.worker_calls import run_worker
+from csdctl.shipping.worker_calls import call_worker
+from csdctl.transport.program import within
 from csdctl.transport.session import Session
 from csdctl.worker.protocol.datasets import DatasetInfo
 from csdctl.worker.protocol.json_codec import to_json
@@ -31,20 +32,20 @@ def check_augment(
     code = model.user_code
     if not job.recipe.augment or code is None:
         return
-    spec = to_json(AugmentTrial(job.recipe.augment, code, public.path, job.recipe.seed))
-    content = f"{spec} {worker.sha256} {public.images_sha256} {public.labels_sha256}"
+    trial = AugmentTrial(job.recipe.augment, code, public.path, job.recipe.seed)
+    content = f"{to_json(trial)} {worker.sha256} {public.images_sha256} {public.labels_sha256}"
     tried = project.models / f"augment-{hashlib.sha256(content.encode()).hexdigest()[:32]}.json"
     if tried.is_file():
         return
-    arguments = ["augment", "--spec", spec]
-    found = run_worker(
+    found = call_worker(
         host,
         sys.executable,
         worker.path,
-        arguments,
+        "augment",
+        trial,
         AugmentTried,
         doing="trying data.augment",
-        deadline_s=DEADLINE_S,
+        patience=within(DEADLINE_S),
     )
     say(
         f"augmentation of training batches: {job.recipe.augment}, tried on {found.num_samples} public samples"

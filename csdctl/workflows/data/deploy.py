@@ -15,7 +15,6 @@ from csdctl.job.model import Job
 from csdctl.placement.equation1 import Placed
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.runs.ledger import record_traffic
-from csdctl.shipping.chunks import SharedChunks
 from csdctl.shipping.deliver import Delivery, OnDeliveryProgress, deliver
 from csdctl.shipping.payload import DEFAULT_IGNORED, Payload, TreeRequest, pack_payload, read_tree
 from csdctl.shipping.store import StoredFile, hash_file
@@ -36,7 +35,6 @@ def deploy_files(
     on_delivery: OnDelivery,
 ) -> dict[str, Delivery]:
     """Send each machine its files, in parallel; raises PartialError naming the machines that failed."""
-    chunks = SharedChunks()
 
     def on_done(outcome: Outcome[Delivery]) -> None:
         if outcome.value:
@@ -44,22 +42,19 @@ def deploy_files(
 
     def send(session: Session) -> Delivery:
         payload = pack_payload([file.as_object() for file in files[session.name]])
-        return deliver(session, payload, chunks, python=fleet.python_of(session.name))
+        return deliver(session, payload, python=fleet.python_of(session.name))
 
     targets = {name: sessions[name] for name in files if name != HOST_NAME}
     return values_or_raise(run_on_all(targets, send, on_done=on_done), "deploying")
 
 
-def pack_trees(
-    requests: Sequence[TreeRequest], chunks: SharedChunks, ignored: Sequence[str] = DEFAULT_IGNORED
-) -> Payload:
+def pack_trees(requests: Sequence[TreeRequest], ignored: Sequence[str] = DEFAULT_IGNORED) -> Payload:
     """Read the trees of `requests` from the host's disk; raises InputError for undeployable entries."""
-    return pack_payload(trees=[read_tree(request, chunks, ignored) for request in requests])
+    return pack_payload(trees=[read_tree(request, ignored) for request in requests])
 
 
 def deploy_payload(
     payload: Payload,
-    chunks: SharedChunks,
     fleet: Fleet,
     *,
     directory: Path,
@@ -76,7 +71,7 @@ def deploy_payload(
     def send(session: Session) -> Delivery:
         before(session)
         python = fleet.node(session.name).python
-        return deliver(session, payload, chunks, python=python, dry_run=dry_run, on_progress=on_progress)
+        return deliver(session, payload, python=python, dry_run=dry_run, on_progress=on_progress)
 
     on_traffic = record_traffic(directory, "deploy")
     return run_on_nodes(fleet, send, directory=directory, on_done=on_done, on_traffic=on_traffic)

@@ -9,7 +9,6 @@ from csdctl.fleet.model import Fleet
 from csdctl.job.imports import Needed, list_imports
 from csdctl.job.model import load_job
 from csdctl.notify import Say
-from csdctl.shipping.chunks import SharedChunks
 from csdctl.shipping.deliver import Delivery, DeliveryProgress
 from csdctl.shipping.payload import DEFAULT_IGNORED, FileTree, Payload, TreeRequest, pack_payload, parse_tree
 from csdctl.transport.many import Outcome
@@ -51,10 +50,9 @@ def deploy_request(
 
     Raises InputError when the job, or a tree, cannot be read.
     """
-    chunks = SharedChunks()
     needed: tuple[Needed, ...] = ()
     if request.trees:
-        payload = _pack_trees(request, chunks, observer)
+        payload = _pack_trees(request, observer)
     else:
         job = load_job(request.job)
         worker, model = prepare_code(job, directory, say)
@@ -62,7 +60,6 @@ def deploy_request(
         needed = list_imports(job, model.info.needs_code).nodes
     return deploy_payload(
         payload,
-        chunks,
         fleet,
         directory=directory,
         dry_run=request.is_dry_run,
@@ -72,10 +69,10 @@ def deploy_request(
     )
 
 
-def _pack_trees(request: DeployRequest, chunks: SharedChunks, observer: DeployObserver) -> Payload:
+def _pack_trees(request: DeployRequest, observer: DeployObserver) -> Payload:
     defaults = () if request.is_everything else DEFAULT_IGNORED
     trees = [parse_tree(text) for text in request.trees]
-    payload = pack_trees(trees, chunks, [*request.ignored, *defaults])
+    payload = pack_trees(trees, [*request.ignored, *defaults])
     for tree, packed in zip(trees, payload.trees, strict=True):
         observer.packed(tree, packed)
     return payload

@@ -19,15 +19,16 @@ from csdctl.notify import Say
 from csdctl.reporting.numbers import format_count
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.shipping.store import StoredFile, hash_file, store_bytes, store_file
-from csdctl.shipping.worker_calls import run_worker
+from csdctl.shipping.worker_calls import call_worker
 from csdctl.shipping.worker_zip import pack_code, pack_worker
 from csdctl.transport.local import LocalSession
 from csdctl.transport.meter import TrafficClass
+from csdctl.transport.program import within
 from csdctl.transport.session import Session
 from csdctl.tuning.measurements import ModelProperties, describe_model
 from csdctl.worker.protocol.datasets import DatasetInfo
 from csdctl.worker.protocol.json_codec import ProtocolError, from_json, to_json
-from csdctl.worker.protocol.model_info import BuildSpec, ModelInfo
+from csdctl.worker.protocol.model_info import BuildRequest, BuildSpec, ModelInfo
 from csdctl.worker.protocol.run_spec import UserCode
 
 MODEL_FILES = ("info.json", "architecture.json", "weights.npz")
@@ -172,14 +173,15 @@ def _build(job: Job, worker: StoredFile, host: Session, directory: Path, shapes:
         shapes or {},
     )
     with build_atomically(directory) as aside:
-        info = run_worker(
+        info = call_worker(
             host,
             sys.executable,
             worker.path,
-            ["build", "--spec", to_json(spec), "--output", str(aside)],
+            "build",
+            BuildRequest(spec, str(aside)),
             ModelInfo,
             doing="building the model",
-            deadline_s=BUILD_DEADLINE_S,
+            patience=within(BUILD_DEADLINE_S),
         )
         for name in MODEL_FILES:
             (aside / name).touch()  # of a model that is not built, nothing was written

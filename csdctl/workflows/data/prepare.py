@@ -4,38 +4,43 @@ A worker process on the host handles public data and the model, the worker of ea
 controller process opens neither. Results are stored by content, so a repeated call is fast.
 """
 
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
-from csdctl.errors import InputError
+from csdctl.errors import InputError, RemoteCommandError
 from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.job.compatibility import check_compatibility, check_noise, inputs_of
 from csdctl.job.model import Job
 from csdctl.job.reading import find_imported
 from csdctl.notify import Say
 from csdctl.runs.directory import ProjectDirectory
-from csdctl.shipping.chunks import SharedChunks
 from csdctl.shipping.deliver import deliver
 from csdctl.shipping.payload import pack_payload
 from csdctl.shipping.store import StoredFile, store_bytes, store_file
-from csdctl.shipping.worker_calls import run_worker, watch_worker
+from csdctl.shipping.worker_calls import call_worker
 from csdctl.shipping.worker_zip import pack_code
-from csdctl.transport.answer import Answer
 from csdctl.transport.many import run_on_all, values_or_raise
 from csdctl.transport.meter import TrafficClass
+from csdctl.transport.program import within
 from csdctl.transport.session import Session
-from csdctl.worker.protocol.datasets import DatasetDigest, DatasetInfo, PrepareProgress, PrepareSpec
-from csdctl.worker.protocol.json_codec import to_json
+from csdctl.worker.protocol.datasets import (
+    DatasetDigest,
+    DatasetInfo,
+    DirectorySpec,
+    PrepareProgress,
+    PrepareSpec,
+)
+from csdctl.worker.protocol.json_codec import ProtocolError, parse_json, shorten
 from csdctl.worker.protocol.model_info import ModelInfo
 from csdctl.worker.protocol.recipe import Recipe
 from csdctl.worker.protocol.run_spec import UserCode
 from csdctl.workflows.data.augment import check_augment
 from csdctl.workflows.data.imports import check_host, check_nodes
-from csdctl.workflows.data.info_answer import check_info
 from csdctl.workflows.data.model import (
     SerializedModel,
     describe_code,
@@ -187,20 +192,21 @@ class _Preparing:
 
     def check_shared(self, sessions: Mapping[str, Session], public: DatasetInfo) -> None:
         """Raise InputError when a node reads different public data than the host."""
-        payload, chunks = pack_payload([self._worker.as_object()]), SharedChunks()
+        payload = pack_payload([self._worker.as_object()])
 
         def on_node(session: Session) -> DatasetDigest:
             python = self._fleet.python_of(session.name)
             if session.name != HOST_NAME:
-                deliver(session, payload, chunks, python=python)
-            return run_worker(
+                deliver(session, payload, python=python)
+            return call_worker(
                 session,
                 python,
                 self._worker.path,
-                ["digest", f"--directory={public.path}"],
+                "digest",
+                DirectorySpec(public.path),
                 DatasetDigest,
                 doing="reading the public data",
-                deadline_s=DIGEST_DEADLINE_S,
+                patience=within(DIGEST_DEADLINE_S),
             )
 
         names = self._fleet.machines
@@ -240,17 +246,16 @@ class _Preparing:
             with_function(self._spec, self._private_function, stored, code), source=path, is_private=True
         )
         payload = pack_payload([file.as_object() for file in (self._worker, stored, code) if file])
-        chunks = SharedChunks()
 
         def on_node(session: Session) -> DatasetInfo:
-            deliver(session, payload, chunks, python=self._fleet.python_of(session.name))
+            deliver(session, payload, python=self._fleet.python_of(session.name))
             return self._prepare(session.name, session, spec)
 
         nodes = {node.name: sessions[node.name] for node in self._fleet.nodes}
         return values_or_raise(run_on_all(nodes, on_node), "preparing private data")
 
     def _prepare(self, name: str, session: Session, spec: PrepareSpec) -> DatasetInfo:
-        info = watch_worker(
+        info = call_worker(
             session,
             self._fleet.python_of(session.name),
             self._worker.path,
@@ -260,8 +265,61 @@ class _Preparing:
             lambda progress: self._on_progress(name, progress),
             doing=_DOING,
         )
-        check_info(Answer.parse(to_json(info), session.name, _DOING))
+        check_info(info, session.name, _DOING)
         return info
+
+
+MAX_SAMPLES = 1 << 40
+MAX_LABEL = 1 << 31
+MAX_DIMENSIONS = 8
+MAX_CLASSES = 100_000
+MAX_NAMES = 1000
+"""Reasons to skip samples, and arrays of one sample, for a model with several inputs."""
+
+_NUMPY_TYPE = re.compile(r"[<>|=]?[a-z]{1,12}[0-9]{0,3}")
+
+
+def check_info(info: DatasetInfo, node: str, doing: str, *, may_be_empty: bool = False) -> None:
+    """Raise RemoteCommandError for a description of prepared data that a node cannot have.
+
+    The host plans shards, memory and the model's shapes with these numbers, and never sees the samples.
+    """
+    names = (info.num_skipped, info.max_labels, info.max_values, info.padded)
+    shapes = (info.sample_shape, info.label_shape, *info.padded.values())
+    is_possible = (
+        bool(info.path)
+        and bool(re.fullmatch(r"[0-9a-f]{8,64}", info.fingerprint))
+        and (0 if may_be_empty else 1) <= info.num_samples <= MAX_SAMPLES
+        and info.max_label <= MAX_LABEL
+        and all(map(_is_dtype, (info.dtype, info.label_dtype)))
+        and all(len(shape) <= MAX_DIMENSIONS for shape in shapes)
+        and all(len(named) <= MAX_NAMES for named in names)
+        and max(len(info.class_counts), len(info.unusable_classes)) <= MAX_CLASSES
+    )
+    if not is_possible:
+        raise RemoteCommandError(f"{doing}: received an impossible data set: {shorten(info)}", node=node)
+
+
+def _is_dtype(text: str) -> bool:
+    """Return whether `text` is a type of numpy, or the JSON list of the arrays of a sample."""
+    if not text.startswith("["):
+        return bool(_NUMPY_TYPE.fullmatch(text))
+    try:
+        fields = parse_json(text)
+        return len(fields) <= MAX_NAMES and all(map(_is_field, fields))
+    except ProtocolError:
+        return False
+
+
+def _is_field(field: Any) -> bool:
+    """Return whether `field` is [name, type, shape]."""
+    if not (isinstance(field, list) and [type(value) for value in field] == [str, str, list]):
+        return False
+    _, dtype, sizes = field
+    is_shape = len(sizes) <= MAX_DIMENSIONS and all(
+        type(size) is int and 0 <= size < MAX_LABEL for size in sizes
+    )
+    return is_shape and bool(_NUMPY_TYPE.fullmatch(dtype))
 
 
 def first_spec(job: Job, model: ModelInfo, *, is_checked: bool = False) -> PrepareSpec:

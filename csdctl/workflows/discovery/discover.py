@@ -3,9 +3,10 @@
 import contextlib
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from csdctl.errors import CsdctlError, InputError
 from csdctl.facts.machine import collect_machine_facts
@@ -18,6 +19,7 @@ from csdctl.transport.local import LocalSession
 from csdctl.transport.many import Outcome, errors_of, run_on_all, run_on_nodes
 from csdctl.transport.session import Session
 
+ValueT = TypeVar("ValueT")
 OnDone = Callable[[Facts], None]
 """Called with the facts of each machine as it finishes; `problem` is set if it failed."""
 
@@ -47,7 +49,6 @@ def discover(
     fleet: Fleet,
     *,
     directory: Path,
-    known_hosts: Sequence[Path] | None = None,
     on_done: OnDone = lambda facts: None,
 ) -> DiscoverResult:
     """Collect facts of the host and all nodes of `fleet`, and save them beside the fleet file.
@@ -71,7 +72,6 @@ def discover(
         fleet,
         visit,
         directory=directory,
-        known_hosts=known_hosts,
         on_done=report,
         on_traffic=record_traffic(directory, "discover"),
     )
@@ -93,13 +93,10 @@ def collect_facts(fleet: Fleet, sessions: Mapping[str, Session]) -> dict[str, Fa
 
 def find_shared_addresses(fleet: Fleet) -> tuple[str, ...]:
     """Return a warning for each address and port of several nodes: one machine, listed twice."""
-    names_by_address: dict[tuple[object, ...], list[str]] = defaultdict(list)
-    for node in fleet.nodes:
-        names_by_address[node.address.lower(), node.port, node.jump].append(node.name)
+    shared = {node.name: (node.address.lower(), node.port, node.jump) for node in fleet.nodes}
     return tuple(
         f"{format_node_names(names)} have the same address {address} port {port}: one machine listed twice"
-        for (address, port, _), names in names_by_address.items()
-        if len(names) > 1
+        for (address, port, _), names in _list_shared(shared)
     )
 
 
@@ -108,15 +105,19 @@ def find_shared_host_keys(fingerprints: Mapping[str, str]) -> tuple[str, ...]:
 
     `fingerprints` are by node.
     """
-    names_by_key: dict[str, list[str]] = defaultdict(list)
-    for name, key in fingerprints.items():
-        names_by_key[key].append(name)
     return tuple(
         f"{format_node_names(names)} have the same host key {key}: "
         "one machine listed twice, or a copied disk image"
-        for key, names in names_by_key.items()
-        if len(names) > 1
+        for key, names in _list_shared(fingerprints)
     )
+
+
+def _list_shared(values: Mapping[str, ValueT]) -> list[tuple[ValueT, list[str]]]:
+    """Return the values that several names have, with these names."""
+    names_by_value: dict[ValueT, list[str]] = defaultdict(list)
+    for name, value in values.items():
+        names_by_value[value].append(name)
+    return [(value, names) for value, names in names_by_value.items() if len(names) > 1]
 
 
 def _collect(fleet: Fleet, sessions: Mapping[str, Session], on_done: OnDone) -> dict[str, Outcome[Facts]]:

@@ -8,12 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import ClassVar, Protocol
 
 from csdctl.documents import save_text
 from csdctl.errors import CsdctlError, InputError
-from csdctl.fleet.ansible.reading import load_config, load_inventory
-from csdctl.fleet.ansible.targets import list_targets, render_inventory
+from csdctl.fleet.ansible import list_targets, load_config, load_inventory, render_inventory
 from csdctl.fleet.fleet_file import render_fleet
 from csdctl.fleet.model import HOST_NAME, Fleet, Node, select_names, select_nodes
 from csdctl.fleet.names import NAME, format_node_names
@@ -167,102 +165,65 @@ class FoundNodes:
     network: str = ""
 
 
-class NodeSource(Protocol):
+@dataclass(frozen=True)
+class NodeSource:
     """A source of nodes."""
 
-    @property
-    def name(self) -> str:
-        """Its name in messages."""
+    name: str
+    """For messages."""
+    origin: str
+    """The first line of the fleet file created from it."""
+    find: Callable[[Path, Sequence[str], Sequence[str]], FoundNodes]
+    """Returns the nodes that --limit and --exclude select, given csdctl's directory.
 
-    @property
-    def origin(self) -> str:
-        """The first line of the fleet file created from it."""
-
-    def find(self, directory: Path, limit: Sequence[str], exclude: Sequence[str]) -> FoundNodes:
-        """Return the nodes selected by `limit` and `exclude`; raises InputError or NoNodeReachableError."""
-
-
-@dataclass(frozen=True)
-class AddressRanges:
-    """Machines with an SSH server in some address ranges."""
-
-    cidrs: tuple[str, ...]
-    user: str = "root"
-    key: Path | None = None
-    port: int = 22
-    interface: str = ""
-
-    @property
-    def name(self) -> str:
-        """The ranges."""
-        return ", ".join(self.cidrs)
-
-    @property
-    def origin(self) -> str:
-        """How they were found."""
-        return "Found by `csdctl discover" + "".join(f" --cidr {cidr}" for cidr in self.cidrs) + "`"
-
-    def find(self, directory: Path, limit: Sequence[str], exclude: Sequence[str]) -> FoundNodes:
-        """Scan all addresses; a single range also becomes the network of the fleet."""
-        nodes = scan(self.cidrs, user=self.user, key=self.key, port=self.port, interface=self.interface)
-        chosen = select_nodes(Fleet(nodes, path=Path(self.name)), limit, exclude).nodes
-        return FoundNodes(chosen, network=self.cidrs[0] if len(self.cidrs) == 1 else "")
+    Raises InputError or NoNodeReachableError.
+    """
 
 
-@dataclass(frozen=True)
-class _FileSource:
-    """A source that is one file."""
+def address_ranges(
+    cidrs: Sequence[str], user: str = "root", key: Path | None = None, port: int = 22, interface: str = ""
+) -> NodeSource:
+    """Machines with an SSH server in `cidrs`; a single range also becomes the network of the fleet."""
+    name = ", ".join(cidrs)
 
-    path: Path
-    option: ClassVar[str]
-    """The option of `csdctl discover` that gives the file."""
+    def find(_: Path, limit: Sequence[str], exclude: Sequence[str]) -> FoundNodes:
+        nodes = scan(cidrs, user=user, key=key, port=port, interface=interface)
+        chosen = select_nodes(Fleet(nodes, path=Path(name)), limit, exclude).nodes
+        return FoundNodes(chosen, network=cidrs[0] if len(cidrs) == 1 else "")
 
-    @property
-    def name(self) -> str:
-        """The file."""
-        return str(self.path)
-
-    @property
-    def origin(self) -> str:
-        """How it was read."""
-        return f"Written by `csdctl discover {self.option} {self.path}`"
+    ranges = "".join(f" --cidr {cidr}" for cidr in cidrs)
+    return NodeSource(name, f"Found by `csdctl discover{ranges}`", find)
 
 
-@dataclass(frozen=True)
-class AnsibleInventory(_FileSource):
-    """The hosts of an Ansible inventory."""
+def ansible_inventory(path: Path) -> NodeSource:
+    """The hosts of an Ansible inventory, as Ansible and ssh would reach them."""
 
-    option: ClassVar[str] = "--inventory"
-
-    def find(self, directory: Path, limit: Sequence[str], exclude: Sequence[str]) -> FoundNodes:
-        """Return its hosts, as Ansible and ssh would reach them."""
-        inventory = load_inventory(self.path)
-        inventory.defaults = load_config(directory)
-        targets, warnings = list_targets(inventory, str(self.path), limit, exclude)
+    def find(directory: Path, limit: Sequence[str], exclude: Sequence[str]) -> FoundNodes:
+        targets, warnings = list_targets(load_inventory(path), load_config(directory), limit, exclude)
         return FoundNodes(*resolve_targets(targets, warnings, directory=directory))
 
+    return NodeSource(str(path), f"Written by `csdctl discover --inventory {path}`", find)
 
-@dataclass(frozen=True)
-class SshConfig(_FileSource):
-    """The aliases of an ssh_config."""
 
-    option: ClassVar[str] = "--ssh-config"
+def ssh_config(path: Path) -> NodeSource:
+    """The aliases of an ssh_config, as ssh would reach them."""
 
-    def find(self, directory: Path, limit: Sequence[str], exclude: Sequence[str]) -> FoundNodes:
-        """Return its aliases, as ssh would reach them."""
-        aliases = list_aliases(self.path)
-        chosen = select_names(dict.fromkeys(aliases, ()), limit, exclude, where=str(self.path))
+    def find(directory: Path, limit: Sequence[str], exclude: Sequence[str]) -> FoundNodes:
+        aliases = list_aliases(path)
+        chosen = select_names(dict.fromkeys(aliases, ()), limit, exclude, where=str(path))
         usable = [
             alias for alias in chosen if NAME.fullmatch(alias) and alias not in (HOST_NAME, "localhost")
         ]
         if not usable:
-            raise InputError(f"{self.path}: {', '.join(chosen)} is not a valid node name")
+            raise InputError(f"{path}: {', '.join(chosen)} is not a valid node name")
         skipped = [alias for alias in chosen if alias not in usable]
         # With -F, ssh ignores the system's configuration, which otherwise applies besides the user's.
-        arguments = () if self.path.resolve() == _user_config() else ("-F", str(self.path.absolute()))
+        arguments = () if path.resolve() == _user_config() else ("-F", str(path.absolute()))
         targets = [Target(alias, alias, arguments) for alias in usable]
         warnings = {"not a valid node name: skipped": skipped} if skipped else {}
         return FoundNodes(*resolve_targets(targets, warnings, directory=directory))
+
+    return NodeSource(str(path), f"Written by `csdctl discover --ssh-config {path}`", find)
 
 
 def _user_config() -> Path:

@@ -1,6 +1,5 @@
 """Find machines: connect to every address of some ranges and return those with an SSH server."""
 
-import asyncio
 import contextlib
 import ipaddress
 import socket
@@ -9,6 +8,7 @@ from pathlib import Path
 
 from csdctl.errors import InputError, NoNodeReachableError
 from csdctl.fleet.model import Node
+from csdctl.transport.many import run_on_all
 
 MAX_ADDRESSES = 4096
 
@@ -63,7 +63,12 @@ def scan(
     """
     addresses = list(dict.fromkeys(address for cidr in cidrs for address in expand_addresses(cidr)))
     check_interface(interface)
-    found = asyncio.run(_scan(addresses, port, interface, connect_timeout_s, banner_timeout_s))
+    outcomes = run_on_all(
+        {address: address for address in addresses},
+        lambda address: _has_ssh_banner(address, port, interface, connect_timeout_s, banner_timeout_s),
+        max_workers=SCAN_AT_ONCE,
+    )
+    found = [address for address, outcome in outcomes.items() if outcome.value]
     if not found:
         raise NoNodeReachableError(
             f"none of {len(addresses)} addresses in {', '.join(cidrs)} has an SSH server at port {port}",
@@ -92,36 +97,20 @@ def check_interface(interface: str) -> None:
         ) from None
 
 
-async def _scan(
-    addresses: Sequence[str], port: int, interface: str, connect_timeout_s: float, banner_timeout_s: float
-) -> list[str]:
-    """Return the addresses, in order, at which another machine's SSH server sends its banner."""
-    slots = asyncio.Semaphore(SCAN_AT_ONCE)
-
-    async def probe(address: str) -> bool:
-        async with slots:
-            with contextlib.suppress(OSError, TimeoutError):
-                return await _has_ssh_banner(address, port, interface, connect_timeout_s, banner_timeout_s)
-            return False
-
-    results = await asyncio.gather(*(probe(address) for address in addresses))
-    return [address for address, is_found in zip(addresses, results, strict=True) if is_found]
-
-
-async def _has_ssh_banner(
+def _has_ssh_banner(
     address: str, port: int, interface: str, connect_timeout_s: float, banner_timeout_s: float
 ) -> bool:
-    loop = asyncio.get_running_loop()
-    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as connection:
-        connection.setblocking(False)
+    """Return whether another machine's SSH server sends its banner."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with contextlib.suppress(OSError), socket.socket(family) as connection:
         if interface:
             _bind_to(connection, interface)
-        async with asyncio.timeout(connect_timeout_s):
-            await loop.sock_connect(connection, (address, port))
-        if connection.getsockname()[0] == address:
-            return False  # this machine itself
-        async with asyncio.timeout(banner_timeout_s):
-            return (await loop.sock_recv(connection, 4)).startswith(b"SSH-")
+        connection.settimeout(connect_timeout_s)
+        connection.connect((address, port))
+        connection.settimeout(banner_timeout_s)
+        is_other = connection.getsockname()[0] != address
+        return is_other and connection.recv(4).startswith(b"SSH-")
+    return False
 
 
 def _bind_to(connection: socket.socket, interface: str) -> None:

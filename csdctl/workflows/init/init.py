@@ -20,7 +20,7 @@ from csdctl.job.model import Job, JobFile, build_job
 from csdctl.job.reading import find_imported
 from csdctl.notify import Say
 from csdctl.runs.directory import ProjectDirectory
-from csdctl.shipping.worker_calls import watch_worker
+from csdctl.shipping.worker_calls import call_worker
 from csdctl.transport.local import LocalSession
 from csdctl.worker.protocol.datasets import DataLook, DatasetInfo, LookSpec, PrepareProgress, PrepareSpec
 from csdctl.worker.protocol.model_info import ModelInfo
@@ -240,7 +240,7 @@ class _Looking:
         reading = job.reading
         function = reading.public_function if name == "public" else reading.validation_function
         spec = with_function(spec, function, *store_function(job, function, self._project))
-        return watch_worker(
+        return call_worker(
             self._host,
             sys.executable,
             self._worker.path,

@@ -14,21 +14,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from csdctl.errors import CsdctlError, PartialError
+from csdctl.errors import CsdctlError, PartialError, RemoteCommandError
 from csdctl.fleet.model import HOST_NAME
 from csdctl.fleet.names import format_node_names
 from csdctl.shipping.deliver import Delivery
-from csdctl.shipping.worker_calls import fetch_results, watch_worker
-from csdctl.transport.answer import Answer
+from csdctl.shipping.worker_calls import call_worker, fetch_results
 from csdctl.transport.many import Outcome, errors_of, run_on_all, values_or_raise
 from csdctl.transport.meter import TrafficClass
 from csdctl.worker.protocol.datasets import DatasetInfo, PrepareProgress
 from csdctl.worker.protocol.features import RESULT_STORE, VALUES, Extracted, ExtractSpec, ResultRule, SendSpec
-from csdctl.worker.protocol.json_codec import to_json
 from csdctl.worker.protocol.run_spec import Prefix
 from csdctl.workflows.data.deploy import common_files, deploy_files
-from csdctl.workflows.data.info_answer import check_info
-from csdctl.workflows.data.prepare import OnPrepareProgress, PreparationObserver, Prepared, prepare_in
+from csdctl.workflows.data.prepare import (
+    OnPrepareProgress,
+    PreparationObserver,
+    Prepared,
+    check_info,
+    prepare_in,
+)
 from csdctl.workflows.data.prepared_record import load_prepared
 from csdctl.workflows.predict.division import Part, divide_samples, on_host
 from csdctl.workflows.predict.request import CLASSES, EMBEDDINGS, PRIVATE, PUBLIC, SCORES, PredictRequest
@@ -248,14 +251,13 @@ class _Prediction:
                 first_done = progress.num_done
             on_progress(part.label, progress)
 
-        extracted = watch_worker(
+        extracted = call_worker(
             session, python, prepared.worker.path, "extract", spec, Extracted, note, doing=_DOING
         )
         check_parts(extracted, 1, part.machine, _DOING)
         (info,) = extracted.parts
-        answer = Answer.parse(to_json(info), part.machine, _DOING)
-        check_info(answer, may_be_empty=True)
-        dtype = self._check_dtype(info, part, answer)
+        check_info(info, part.machine, _DOING, may_be_empty=True)
+        dtype = self._check_dtype(info, part)
         target = self._directory / f"{part.data}-{part.machine}-{part.start}.npy"
         num_bytes = part.num_samples * dtype.itemsize + MAX_HEADER_BYTES
         traffic = TRAFFIC[request.want] if part.data == PRIVATE else TrafficClass.PUBLIC
@@ -269,10 +271,10 @@ class _Prediction:
                 traffic,
                 doing=_DOING,
             )
-        self._found[part] = _load(target, part.num_samples, dtype, answer)
+        self._found[part] = _load(target, part, dtype)
         self._num_computed[part] = 0 if first_done is None else part.num_samples - first_done
 
-    def _check_dtype(self, info: DatasetInfo, part: Part, answer: Answer) -> Any:
+    def _check_dtype(self, info: DatasetInfo, part: Part) -> Any:
         """Return the type of a row; raises RemoteCommandError if it is not what was asked for."""
         import numpy as np
 
@@ -291,25 +293,30 @@ class _Prediction:
             if name in found
         )
         if info.num_samples != part.num_samples or info.sample_shape or not (is_as_asked and are_scalars):
-            raise answer.error(
+            raise _refusal(
+                part,
                 f"received {info.num_samples} rows of {', '.join(found)}, "
-                f"expected {part.num_samples} of {', '.join(expected)}"
+                f"expected {part.num_samples} of {', '.join(expected)}",
             )
         if math.prod(size for _, shape in found.values() for size in shape) > 1 << 40:
-            raise answer.error("received rows that are too large")
+            raise _refusal(part, "received rows that are too large")
         return np.dtype([(name, dtype, tuple(shape)) for name, (dtype, shape) in found.items()])
 
 
-def _load(path: Path, num_rows: int, dtype: Any, answer: Answer) -> Any:
+def _refusal(part: Part, problem: str) -> RemoteCommandError:
+    return RemoteCommandError(f"{_DOING}: {problem}", node=part.machine)
+
+
+def _load(path: Path, part: Part, dtype: Any) -> Any:
     """Return the mapped records of a fetched file; raises RemoteCommandError for any other content."""
     import numpy as np
 
     try:
-        records = np.load(path, mmap_mode="r" if num_rows else None, allow_pickle=False)
+        records = np.load(path, mmap_mode="r" if part.num_samples else None, allow_pickle=False)
     except Exception as error:  # numpy parses the header as Python, and passes on all of its errors
-        raise answer.error(f"received results that cannot be read: {type(error).__name__}") from None
-    if records.shape != (num_rows,) or records.dtype != dtype:
-        raise answer.error(
-            f"received {records.dtype} of shape {records.shape}, expected {dtype} of {num_rows}"
-        )
+        problem = f"received results that cannot be read: {type(error).__name__}"
+        raise _refusal(part, problem) from None
+    if records.shape != (part.num_samples,) or records.dtype != dtype:
+        problem = f"received {records.dtype} of shape {records.shape}, expected {dtype} of {part.num_samples}"
+        raise _refusal(part, problem)
     return records

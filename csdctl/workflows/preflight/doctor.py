@@ -38,8 +38,7 @@ from csdctl.launch.mpi_command import find_mpirun, mpi_version
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.runs.ledger import record_traffic
 from csdctl.transport.many import Outcome, open_sessions, run_on_all
-from csdctl.transport.process import Deadline
-from csdctl.transport.session import Session
+from csdctl.transport.session import Deadline, Session
 from csdctl.workflows.preflight.mpi_check import check_mpi
 from csdctl.workflows.preflight.reachability import check_reachability
 

@@ -17,7 +17,6 @@ from csdctl.launch.mpi_job import Deadlines, JobOutcome
 from csdctl.launch.traffic import add_mpirun_traffic, add_rank_traffic
 from csdctl.runs.directory import ProjectDirectory, RunDirectory
 from csdctl.runs.ledger import Ledger
-from csdctl.shipping.chunks import SharedChunks
 from csdctl.shipping.deliver import Delivery, deliver
 from csdctl.shipping.payload import pack_payload
 from csdctl.shipping.store import StoredFile, store_bytes
@@ -112,10 +111,10 @@ def measure_sums(
 
 def _deliver(worker: StoredFile, fleet: Fleet, sessions: Mapping[str, Session]) -> list[Check]:
     """Send the worker to all nodes; return a failed check for each node that did not receive it."""
-    payload, chunks = pack_payload([worker.as_object()]), SharedChunks()
+    payload = pack_payload([worker.as_object()])
 
     def send(session: Session) -> Delivery:
-        return deliver(session, payload, chunks, python=fleet.python_of(session.name))
+        return deliver(session, payload, python=fleet.python_of(session.name))
 
     outcomes = run_on_all(sessions, send)
     return [judge_error(name, "deploy", outcome.error) for name, outcome in outcomes.items() if outcome.error]

@@ -7,10 +7,11 @@ from csdctl.fleet.facts import Facts
 from csdctl.fleet.model import Fleet
 from csdctl.launch.mpirun import Mpirun, list_peers
 from csdctl.runs.directory import ProjectDirectory, RunDirectory
-from csdctl.shipping.worker_calls import build_worker_command, run_worker
+from csdctl.shipping.worker_calls import build_worker_command, call_worker
 from csdctl.transport.many import run_on_all
+from csdctl.transport.program import within
 from csdctl.transport.session import Session
-from csdctl.worker.protocol.sandbox import SandboxCheck
+from csdctl.worker.protocol.sandbox import SandboxCheck, SandboxRequest
 
 CHECK_DEADLINE_S = 30.0
 
@@ -46,17 +47,18 @@ def check_sandboxes(
     fleet: Fleet, sessions: Mapping[str, Session], worker_path: str
 ) -> dict[str, SandboxCheck]:
     """Return what each machine of `sessions` can do for a sandbox; the worker must have been delivered."""
-    peers = ",".join(list_peers(fleet))
+    request = SandboxRequest(tuple(list_peers(fleet)))
 
     def check(session: Session) -> SandboxCheck:
-        return run_worker(
+        return call_worker(
             session,
             fleet.python_of(session.name),
             worker_path,
-            ["sandbox-check", "--peers", peers],
+            "sandbox-check",
+            request,
             SandboxCheck,
             doing="checking the sandbox",
-            deadline_s=CHECK_DEADLINE_S,
+            patience=within(CHECK_DEADLINE_S),
         )
 
     outcomes = run_on_all(sessions, check)

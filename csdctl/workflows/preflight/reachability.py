@@ -4,34 +4,51 @@ A small program runs on each machine, on all at once, over one conversation each
 """
 
 import contextlib
-import json
 import secrets
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Annotated
 
-from csdctl.errors import DeadlineError, RemoteCommandError
 from csdctl.fleet.checks import Check, ConnectAttempt, Status, judge_attempts, judge_error, pairs_to_try
 from csdctl.fleet.facts import Condition
 from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.fleet.network import addresses_in
-from csdctl.transport.answer import MAX_TEXT_LENGTH, Answer
 from csdctl.transport.commands import build_program_command
 from csdctl.transport.many import Outcome, run_on_all
-from csdctl.transport.session import Conversation, Session
+from csdctl.transport.program import MAX_TEXT_LENGTH, Patience, Program
+from csdctl.transport.session import Session
+from csdctl.worker.protocol.json_codec import Between, MaxLength, ShortText
 
 CONNECT_DEADLINE_S = 3.0
-EXIT_DEADLINE_S = 5.0
 MAX_LISTENERS = 2
 FIRST_PORT, LAST_PORT = 1024, 65535
 _DOING = "connecting to the other machines"
+_REMEDY = "check its Python: `python3 -I -S -c 'import socket'`"
+
+Port = Annotated[int, Between(FIRST_PORT, LAST_PORT)]
+"""Never one below those that ranks use: the other machines connect to it."""
+
+
+@dataclass(frozen=True)
+class _Listening:
+    """The answer of the program that listens."""
+
+    ports: Annotated[tuple[Port, ...], MaxLength(MAX_LISTENERS)]
+
+
+@dataclass(frozen=True)
+class _Attempted:
+    """The answer of the program that connects: name, port, and reason of failure of each attempt."""
+
+    attempts: tuple[tuple[ShortText, Port, str], ...]
 
 
 @dataclass(frozen=True)
 class PortListener:
-    """The program on one machine: its conversation, and the address and ports where it listens."""
+    """The program on one machine, and the address and ports where it listens."""
 
-    conversation: Conversation
+    program: Program
     address: str
     ports: tuple[int, ...]
 
@@ -70,25 +87,16 @@ def check_reachability(
 def _start_listener(
     session: Session, python: str, address: str, token: str, deadline_s: float
 ) -> PortListener:
-    conversation = session.converse(build_program_command(python, "reachability"))
+    is_host = session.name == HOST_NAME
+    patience = Patience(deadline_s, 2 * deadline_s, 2 * deadline_s)  # for two requests
+    command = build_program_command(python, "reachability")
+    program = Program(session, command, _DOING, patience, _REMEDY)
     try:
-        request = {
-            "name": session.name,
-            "token": token,
-            "address": address,
-            "is_host": session.name == HOST_NAME,
-        }
-        answer = _request(conversation, session.name, request, deadline_s)
-        if "error" in answer:
-            raise RemoteCommandError(
-                answer.text("error"), node=session.name, remedy="check which ports are in use"
-            )
-        # The other machines connect to these: never to a port below those that ranks use.
-        ports = answer.numbers("ports", MAX_LISTENERS, FIRST_PORT, LAST_PORT)
+        request = {"name": session.name, "token": token, "address": address, "is_host": is_host}
+        return PortListener(program, address, program.call(request, _Listening).ports)
     except BaseException:
-        conversation.close()
+        program.close()
         raise
-    return PortListener(conversation, address, tuple(ports))
 
 
 def _connect(
@@ -96,36 +104,14 @@ def _connect(
 ) -> list[ConnectAttempt]:
     listeners = [(server, other.address, port) for server, other in others.items() for port in other.ports]
     request = {"listeners": listeners, "deadline_s": min(CONNECT_DEADLINE_S, deadline_s)}
-    answer = _request(client.conversation, name, request, deadline_s)
-    attempts = answer.items("attempts", len(listeners))
-    tried = [list(listener[::2]) for listener in listeners]
-    if [attempt[:2] for attempt in attempts if _is_attempt(attempt)] != tried:
-        raise answer.error(
-            f"received {len(attempts)} attempts to connect that are not the {len(tried)} wanted"
-        )
+    attempts = client.program.call(request, _Attempted).attempts
+    if [attempt[:2] for attempt in attempts] != [listener[::2] for listener in listeners]:
+        problem = f"received {len(attempts)} attempts to connect that are not the {len(listeners)} wanted"
+        raise client.program.error(problem)
     return [
         ConnectAttempt(name, server, address, port, reason[:MAX_TEXT_LENGTH])
         for (server, address, port), (_, _, reason) in zip(listeners, attempts, strict=True)
     ]
-
-
-def _is_attempt(attempt: object) -> bool:
-    return isinstance(attempt, list) and [type(value) for value in attempt] == [str, int, str]
-
-
-def _request(conversation: Conversation, name: str, request: object, deadline_s: float) -> Answer:
-    """Send one line and return the answer; raises RemoteCommandError or DeadlineError."""
-    remedy = "check its Python: `python3 -I -S -c 'import socket'`"
-    try:
-        conversation.send_line(json.dumps(request))
-        return Answer.parse(conversation.read_line(deadline_s=deadline_s), name, _DOING, remedy=remedy)
-    except EOFError:
-        cause = conversation.wait(deadline_s=EXIT_DEADLINE_S).last_error_line
-        message = f"{_DOING} failed: {cause or 'no message'}"
-        raise RemoteCommandError(message, node=name, remedy=remedy) from None
-    except DeadlineError:
-        message = f"{_DOING} took more than {deadline_s:g} s"
-        raise DeadlineError(message, node=name, remedy=remedy) from None
 
 
 def _listen_address(name: str, fleet: Fleet, conditions: Mapping[str, Condition]) -> str:
@@ -159,5 +145,5 @@ def _closing(outcomes: dict[str, Outcome[PortListener]]) -> Iterator[dict[str, O
         yield outcomes
     finally:
         opened = {name: outcome.value for name, outcome in outcomes.items() if outcome.value}
-        close: Callable[[PortListener], None] = lambda listener: listener.conversation.close()  # noqa: E731
+        close: Callable[[PortListener], None] = lambda listener: listener.program.close()  # noqa: E731
         run_on_all(opened, close)

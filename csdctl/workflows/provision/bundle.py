@@ -19,7 +19,7 @@ from csdctl.documents import build_atomically, check_values, load_json, load_tex
 from csdctl.errors import CsdctlError, InputError
 from csdctl.notify import Say
 from csdctl.reporting.numbers import format_bytes
-from csdctl.shipping.chunks import SharedChunks, printable
+from csdctl.shipping.chunks import printable
 from csdctl.shipping.payload import Payload, TreeRequest, pack_payload, read_tree
 from csdctl.shipping.store import hash_file
 from csdctl.workflows.provision.machine import ARCHITECTURES, SENT_PYTHON, Kind
@@ -117,21 +117,9 @@ class Bundle:
         """The free space that a node needs, the wheels included."""
         return self.unpacked_bytes + self.num_bytes
 
-    def pack(self, chunks: SharedChunks) -> Payload:
-        """Return the wheels as a payload; raises InputError for a file that is not as it was collected."""
-        tree = read_tree(TreeRequest(self.directory / "wheels", WHEELS), chunks)
-        found = {name: stored.source.sha256 for name, stored in tree.files}
-        for file in self.wheels:
-            if found.get(file.name) != file.sha256:
-                raise _damaged(self.directory / "wheels" / file.name)
-        return pack_payload(trees=[tree])
-
-    def python_archive(self) -> Path:
-        """Return the archive of Python; raises InputError when it is not as it was collected."""
-        path = self.directory / "python.tar.gz"
-        if not self.python or not path.is_file() or hash_file(path) != self.python.sha256:
-            raise _damaged(path)
-        return path
+    def pack(self) -> Payload:
+        """Return the wheels as a payload; pip compares them with the hashes of requirements.txt there."""
+        return pack_payload(trees=[read_tree(TreeRequest(self.directory / "wheels", WHEELS))])
 
 
 def collect_bundle(kind: Kind, *, lock: Path, prefix: str, directory: Path, say: Say) -> Bundle:

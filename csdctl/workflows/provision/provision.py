@@ -18,7 +18,6 @@ from csdctl.errors import InputError, NodeError, UnreachableError
 from csdctl.fleet.model import Fleet, keep_nodes
 from csdctl.notify import Say, shorten
 from csdctl.runs.ledger import record_traffic
-from csdctl.shipping.chunks import SharedChunks
 from csdctl.shipping.deliver import OnDeliveryProgress, deliver
 from csdctl.shipping.payload import Payload
 from csdctl.transport.many import Outcome, errors_of, run_on_nodes, values_or_raise
@@ -263,7 +262,6 @@ class BundleSender:
     def __init__(self, bundles: Mapping[Kind, Bundle], prefix: str) -> None:
         self._bundles = bundles
         self._prefix = prefix
-        self._chunks = SharedChunks()
         self._lock = threading.Lock()
         self._parcels: dict[Kind, Payload] = {}
         self._archives: dict[Kind, bytes] = {}
@@ -290,9 +288,7 @@ class BundleSender:
         if dry_run and python_bytes:  # without Python, nothing can compare files there
             return Sent(python, bundle.id, len(bundle.wheels) + 1, bundle.num_bytes, is_installed=False)
         payload = self._payload(machine.kind)
-        delivery = deliver(
-            session, payload, self._chunks, python=python, dry_run=dry_run, on_progress=on_progress
-        )
+        delivery = deliver(session, payload, python=python, dry_run=dry_run, on_progress=on_progress)
         if not dry_run:
             _record(session, python, bundle)
         num_files = delivery.num_sent + bool(python_bytes)
@@ -324,13 +320,13 @@ class BundleSender:
     def _payload(self, kind: Kind) -> Payload:
         with self._lock:
             if kind not in self._parcels:
-                self._parcels[kind] = self._bundles[kind].pack(self._chunks)
+                self._parcels[kind] = self._bundles[kind].pack()
             return self._parcels[kind]
 
     def _archive(self, kind: Kind) -> bytes:
         with self._lock:
             if kind not in self._archives:
-                self._archives[kind] = self._bundles[kind].python_archive().read_bytes()
+                self._archives[kind] = (self._bundles[kind].directory / "python.tar.gz").read_bytes()
             return self._archives[kind]
 
 

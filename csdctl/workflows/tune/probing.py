@@ -4,31 +4,26 @@ All machines compute at the same time, as in training: what they share (the host
 power limit) then shows in the measurement.
 """
 
+import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
 from dataclasses import replace
 from threading import Event
+from typing import Any
 
-from csdctl.errors import CsdctlError, DeadlineError, RemoteCommandError
+from csdctl.errors import DeadlineError
 from csdctl.fleet.model import Fleet
 from csdctl.job.model import Job
 from csdctl.notify import Say
-from csdctl.shipping.worker_calls import build_worker_command, worker_error
+from csdctl.shipping.worker_calls import WorkerProgram, build_worker_command
 from csdctl.supervision.rank_process import AttachRank
-from csdctl.transport.process import Deadline
-from csdctl.transport.session import Conversation, Session
+from csdctl.transport.program import MAX_PRINTED_LINES, Nothing, Patience, ProgramEndedError
+from csdctl.transport.session import Conversation, Deadline, Session
 from csdctl.tuning.memory import predict_peak_bytes, rank_memory_bytes
-from csdctl.worker.protocol.json_codec import ProtocolError, from_json, to_json
-from csdctl.worker.protocol.probe import (
-    READY,
-    AttachRequest,
-    ProbeRequest,
-    ProbeResult,
-    ProbeSpec,
-    request_to_line,
-)
+from csdctl.worker.protocol.json_codec import RESULT, to_json, to_tagged
+from csdctl.worker.protocol.probe import AttachRequest, ProbeRequest, ProbeResult, ProbeSpec
 from csdctl.worker.protocol.run_spec import Runtime
 from csdctl.workflows.data.prepare import Prepared
 from csdctl.workflows.tune.options import PROBE_DEADLINE_S
@@ -38,7 +33,7 @@ from csdctl.workflows.workspace.workspace import Workspace
 START_DEADLINE_S = 300.0
 ALIVE_INTERVAL_S = 10.0
 OUT_OF_MEMORY_CODE = 137
-MAX_PRINTED_LINES = 100_000
+PATIENCE = Patience(ALIVE_INTERVAL_S, math.inf, math.inf, MAX_PRINTED_LINES)
 MAX_MEMORY_BYTES = 1 << 50
 BUSY_STEP_S = 0.5
 """About the time of a step of machines that only keep busy: a round ends when the last of them is done."""
@@ -225,20 +220,6 @@ def _short_steps(request: ProbeRequest, result: ProbeResult) -> ProbeRequest:
     return replace(request, batch_size=size, min_steps=1, min_duration_s=0.0, warm_up_steps=0)
 
 
-def _check_result(result: ProbeResult, request: ProbeRequest) -> None:
-    """Raise ProtocolError for numbers that no measurement of `request` gives."""
-    numbers = (result.step_time_s, result.num_steps, result.peak_memory_bytes)
-    are_numbers = all(type(number) in (int, float) for number in numbers)
-    if not (
-        are_numbers
-        and result.batch_size == request.batch_size
-        and 0 < result.step_time_s <= PROBE_DEADLINE_S
-        and result.num_steps >= 1
-        and 0 <= result.peak_memory_bytes <= MAX_MEMORY_BYTES
-    ):
-        raise ProtocolError(f"received {str(result)[:200]} for batch size {request.batch_size}")
-
-
 class Prober:
     """One machine's probe session; restarts the worker after it was killed for memory."""
 
@@ -255,7 +236,7 @@ class Prober:
         self._session = session
         self._command = command
         self._usable_bytes = usable_bytes
-        self._conversation: Conversation | None = None
+        self._program: WorkerProgram | None = None
         self.peaks: dict[int, int] = {}
         """Peak memory of the worker in bytes, by batch size, for sizes larger than all before."""
         self.oom_sizes: set[int] = set()
@@ -264,29 +245,18 @@ class Prober:
     @property
     def is_running(self) -> bool:
         """Whether a worker is running; a killed one is restarted when it is needed."""
-        return self._conversation is not None
+        return self._program is not None
 
     def close(self) -> None:
         """End the worker if it is running."""
-        if self._conversation:
-            self._conversation.close()
-            self._conversation = None
+        if self._program:
+            self._program.close()
+            self._program = None
 
     def start(self) -> None:
         """Start the worker, and wait until it is ready for requests; raises CsdctlError."""
-        self._conversation = self._session.converse(self._command)
-        starting = Deadline(START_DEADLINE_S)
-        try:
-            for _ in range(MAX_PRINTED_LINES):  # a model may print while it is loaded
-                if self._read_line(starting.left_s) == READY:
-                    return
-            raise RemoteCommandError(
-                f"received {MAX_PRINTED_LINES} lines before the first measurement, expected {READY!r}",
-                node=self.name,
-                remedy="check what the model prints, and what runs on that machine",
-            )
-        except EOFError:
-            raise self._end_error() from None
+        self._program = WorkerProgram(self._session, self._command, "measuring", PATIENCE)
+        self._read({"ready": Nothing}, START_DEADLINE_S)
 
     def leaves_room(self, num_bytes: int) -> bool:
         """Return whether memory certainly has room for this session and `num_bytes` more."""
@@ -295,12 +265,9 @@ class Prober:
 
     def attach(self, spec: str, rank: int) -> Conversation:
         """Make the running worker rank `rank` of the run in file `spec`, until that has finished."""
-        assert self._conversation is not None
-        try:
-            self._conversation.send_line(request_to_line(AttachRequest(spec, rank)))
-        except EOFError:
-            raise self._end_error() from None
-        return self._conversation
+        assert self._program is not None
+        self._program.send(to_tagged("request", AttachRequest(spec, rank)))
+        return self._program.conversation
 
     @property
     def memory_bytes(self) -> int | None:
@@ -314,39 +281,39 @@ class Prober:
             predicted = predict_peak_bytes(self.peaks, at_once)
             if predicted and predicted > self.memory_bytes:
                 return None
-        if self._conversation is None:
+        if self._program is None:
             self.start()
-        assert self._conversation is not None
+        assert self._program is not None
         try:
-            self._conversation.send_line(request_to_line(request))
-            result = from_json(ProbeResult, self._read_line(PROBE_DEADLINE_S))
-            _check_result(result, request)
-        except EOFError:
-            if self._was_killed_for_memory():
+            self._program.send(to_tagged("request", request))
+            result: ProbeResult = self._read({RESULT: ProbeResult}, PROBE_DEADLINE_S)
+        except ProgramEndedError as ended:
+            if ended.done.exit_code == OUT_OF_MEMORY_CODE or b"OOM when allocating" in ended.done.stderr:
                 self.oom_sizes.add(request.batch_size)
                 self.close()
                 return None
-            raise self._end_error() from None
-        except (ProtocolError, RecursionError) as error:
-            raise RemoteCommandError(
-                f"unreadable probe result: {error}",
-                node=self._session.name,
-                remedy="check what else prints to stdout there, such as a shell's start-up files",
-            ) from None
+            raise
+        if (
+            result.batch_size != request.batch_size
+            or result.step_time_s > PROBE_DEADLINE_S
+            or result.peak_memory_bytes > MAX_MEMORY_BYTES
+        ):
+            problem = f"received {str(result)[:200]} for batch size {request.batch_size}"
+            raise self._program.error(problem)
         # The peak of a process never falls: only a size larger than all before shows its own.
         if at_once > max(self.peaks, default=0):
             self.peaks[at_once] = result.peak_memory_bytes
         return result
 
-    def _read_line(self, deadline_s: float) -> str:
-        """Read the worker's next line; raises DeadlineError early when the machine's SSH server hangs."""
-        assert self._conversation is not None
-        deadline = time.monotonic() + deadline_s
+    def _read(self, messages: Mapping[str, type], deadline_s: float) -> Any:
+        """Return the worker's next answer; raises DeadlineError early when the machine's SSH server hangs."""
+        assert self._program is not None
+        deadline = Deadline(deadline_s)
         while True:
             try:
-                return self._conversation.read_line(deadline_s=min(ALIVE_INTERVAL_S, deadline_s))
+                return self._program.read(messages)[1]
             except DeadlineError:
-                if time.monotonic() >= deadline:
+                if deadline.has_passed:
                     raise DeadlineError(
                         f"no measurement within {deadline_s:g} s",
                         node=self.name,
@@ -354,12 +321,3 @@ class Prober:
                     ) from None
             # A hanging server keeps its connection open; only a response shows that it is alive.
             self._session.run(["true"], deadline_s=ALIVE_INTERVAL_S)
-
-    def _was_killed_for_memory(self) -> bool:
-        assert self._conversation is not None
-        done = self._conversation.wait(deadline_s=10)
-        return done.exit_code == OUT_OF_MEMORY_CODE or b"OOM when allocating" in done.stderr
-
-    def _end_error(self) -> CsdctlError:
-        assert self._conversation is not None
-        return worker_error(self._conversation.wait(deadline_s=10), self._session.name, "measuring")

@@ -9,7 +9,7 @@ from csdctl.fleet.model import HOST_NAME
 from csdctl.job.model import Job
 from csdctl.notify import Say
 from csdctl.reporting.numbers import format_seconds
-from csdctl.shipping.worker_calls import watch_worker
+from csdctl.shipping.worker_calls import call_worker
 from csdctl.tuning.fleet_model import FleetModel
 from csdctl.tuning.model_parts import (
     MEASURED_BATCH,
@@ -242,14 +242,13 @@ class StrategyChooser:
             prefix,
             model.user_code,
         )
-        return watch_worker(
+        return call_worker(
             self.space.sessions[HOST_NAME],
             sys.executable,
             prepared.worker.path,
             "parts",
             spec,
             PartTimes,
-            lambda _: None,
             doing="timing the model's parts",
         )
 

@@ -18,7 +18,7 @@ from csdctl.launch.machine_lock import lock_machines, raise_if_locked
 from csdctl.notify import Say
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.runs.ledger import Ledger
-from csdctl.transport.many import fleet_known_hosts_paths, open_sessions, run_on_all, values_or_raise
+from csdctl.transport.many import open_sessions, run_on_all, values_or_raise
 from csdctl.transport.meter import LinkBytes
 from csdctl.transport.session import Session
 
@@ -55,16 +55,13 @@ def open_workspace(
     """
     started = time.monotonic()
     project = ProjectDirectory(directory)
-    known_hosts = fleet_known_hosts_paths(fleet, directory)
     ledger = Ledger(project.ledger, command)
 
     def save_traffic(sent: LinkBytes) -> None:
         ledger.add(sent)
         ledger.save()
 
-    with open_sessions(
-        fleet, directory=directory, known_hosts=known_hosts, on_traffic=save_traffic
-    ) as opened:
+    with open_sessions(fleet, directory=directory, on_traffic=save_traffic) as opened:
         if opened.failed:
             if on_absent is None or len(opened.failed) == len(fleet.nodes):
                 raise _unreachable(fleet, opened.failed)

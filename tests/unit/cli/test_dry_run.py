@@ -104,7 +104,8 @@ def project(server: SshServer, bundles: Path, tmp_path: Path, monkeypatch: pytes
     fleet = {"nodes": [{**node, "python": sys.executable}]}
     write(directory / "fleet.yaml", json.dumps(fleet))
     write(directory / "renamed.yaml", json.dumps({"nodes": [{**fleet["nodes"][0], "address": "localhost"}]}))
-    write(directory / "hosts", "[csds]\ncsd7 ansible_host=127.0.0.1\n")
+    hosts = {"_meta": {"hostvars": {"csd7": {"ansible_host": "127.0.0.1"}}}, "csds": {"hosts": ["csd7"]}}
+    write(directory / "hosts", json.dumps(hosts))
     write(directory / "ssh_config", "Host csd8\n  HostName 127.0.0.1\n")
     write(directory / "job.yaml", JOB)
     write(directory / "model.py", MODEL)

@@ -13,7 +13,7 @@ from pydantic import Field
 
 from csdctl.documents import Document, check_values, load_json, load_text, parse_document, parse_json_document
 from csdctl.documents.models import MAX_PROBLEMS
-from csdctl.documents.text import MAX_JSON_DEPTH, MAX_JSON_VALUES, MAX_TEXT_BYTES
+from csdctl.documents.text import MAX_TEXT_BYTES
 from csdctl.documents.yaml_text import MAX_DEPTH, MAX_SCALAR, MAX_SIZE, VALUE_SIZE
 from csdctl.errors import InputError
 
@@ -216,15 +216,8 @@ class TestJson:
     @pytest.mark.parametrize(
         ("text", "problem"),
         [
-            ('{"a": 1, "a": 2}', "duplicate name 'a'"),
-            ("[NaN]", "NaN is not a finite number"),
-            ("[-Infinity]", "-Infinity is not a finite number"),
-            ("[1e999]", "1e999 is not a finite number"),
-            ("[1" + "0" * 30 + "]", "a number of 31 digits"),
             ("[" * 100_000, "nested too deeply"),
-            ("[" * 100 + "]" * 100, f"nested more than {MAX_JSON_DEPTH} levels deep"),
-            ('{"a":' * 100 + "1" + "}" * 100, f"nested more than {MAX_JSON_DEPTH} levels deep"),
-            ("[" + "0," * MAX_JSON_VALUES + "0]", "has more than 1,000,000 values"),
+            ("[1" + "0" * 5000 + "]", "cannot be read"),
             ('{"a": ', "cannot be read"),
         ],
     )
@@ -235,8 +228,14 @@ class TestJson:
         assert raised.value.message.startswith("facts.json ")
         assert "\n" not in raised.value.message
 
-    def test_depth_within_the_limit_is_read(self) -> None:
-        assert parse_json_document("[" * MAX_JSON_DEPTH + "]" * MAX_JSON_DEPTH, "x")
+    @pytest.mark.fault(36)
+    def test_remedy_is_to_create_it_again(self, tmp_path: Path) -> None:
+        (tmp_path / "file").write_text('{"a": ')
+        with pytest.raises(InputError, match="cannot be read") as raised:
+            load_json(tmp_path / "file")
+        assert "create it again" in raised.value.remedy
+        with pytest.raises(InputError, match="does not exist"):
+            load_json(tmp_path / "other")
 
     def test_device_is_refused(self, tmp_path: Path) -> None:
         (tmp_path / "facts.json").symlink_to("/dev/zero")

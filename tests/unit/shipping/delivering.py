@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-from csdctl.shipping.chunks import SharedChunks
 from csdctl.shipping.deliver import Delivery, deliver
 from csdctl.shipping.payload import TreeRequest, pack_payload, read_tree
 from csdctl.shipping.store import StoredFile
@@ -13,13 +12,12 @@ Machine = tuple[Any, Path]
 
 
 def send(session: Any, *files: StoredFile, **options: Any) -> Delivery:
-    return deliver(session, pack_payload([file.as_object() for file in files]), SharedChunks(), **options)
+    return deliver(session, pack_payload([file.as_object() for file in files]), **options)
 
 
 def send_tree(session: Any, source: Path, destination: str = "there", **options: Any) -> Delivery:
-    chunks = SharedChunks()
-    payload = pack_payload(trees=[read_tree(TreeRequest(source, destination), chunks)])
-    return deliver(session, payload, chunks, **options)
+    payload = pack_payload(trees=[read_tree(TreeRequest(source, destination))])
+    return deliver(session, payload, **options)
 
 
 def content_of(directory: Path) -> dict[str, bytes]:

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from csdctl.errors import CsdctlError, InputError, NodeError, RemoteCommandError, UnreachableError
-from csdctl.shipping.chunks import SharedChunks
 from csdctl.shipping.deliver import Delivery, DeliveryProgress, deliver
 from csdctl.shipping.payload import TreeRequest, pack_payload, read_tree
 from csdctl.shipping.store import OBJECTS, hash_file, store_bytes
@@ -161,8 +160,7 @@ class TestFaults:
         send_tree(session, source)
         big = source / "big"
         big.write_bytes(os.urandom(1_000_000))
-        chunks = SharedChunks(max_bytes=0)
-        payload = pack_payload(trees=[read_tree(TreeRequest(source, "there"), chunks)])
+        payload = pack_payload(trees=[read_tree(TreeRequest(source, "there"))])
         times = big.stat()
         if change == "gone":
             big.unlink()
@@ -172,20 +170,18 @@ class TestFaults:
             os.utime(big, ns=(times.st_atime_ns, times.st_mtime_ns))
         words = "cannot be read" if change == "gone" else "changed while it was being deployed"
         with pytest.raises(InputError, match=f"{source}/big {words}"):
-            deliver(session, payload, chunks)
+            deliver(session, payload)
         assert not (home / "there" / "big").exists()
         assert (home / "there" / "a").read_bytes() == b"one"
 
-    def test_file_that_arrives_damaged_twice_is_an_error_of_the_node(self, node: Machine, host: Path) -> None:
+    def test_file_that_arrives_damaged_twice_is_an_error_of_the_node(
+        self, node: Machine, host: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         stored = store_bytes(b"right", ".bin", host)
         payload = pack_payload([stored.as_object()])
-
-        class Damaging(SharedChunks):
-            def read(self, source: Any, start: int) -> bytes:
-                return b"wrong"
-
+        monkeypatch.setattr("csdctl.shipping.deliver.read_chunk", lambda source, start: b"wrong")
         with pytest.raises(NodeError, match="1 of 1 files arrived damaged") as raised:
-            deliver(node[0], payload, Damaging())
+            deliver(node[0], payload)
         assert raised.value.node == "csd0"
         assert not (node[1] / stored.path).exists()
 

@@ -14,7 +14,6 @@ import pytest
 
 from csdctl.errors import UnreachableError
 from csdctl.fleet.model import Node
-from csdctl.shipping.chunks import SharedChunks
 from csdctl.shipping.deliver import build_receiver_command, deliver, receiver_source
 from csdctl.shipping.payload import MAX_INLINE_BYTES, TreeRequest, pack_payload, read_tree
 from csdctl.shipping.store import hash_file
@@ -57,7 +56,7 @@ def test_receiver_source_runs_as_a_program(tmp_path: Path) -> None:
         capture_output=True,
         check=True,
     )
-    assert done.stdout == b'{"done": {"num_removed": 0}}\n'
+    assert done.stdout == b'@csdctl-result {"num_removed": 0}\n'
 
 
 @pytest.fixture(params=["openssh", "dropbear"])
@@ -119,9 +118,8 @@ def test_tree_arrives_through_a_real_server(node: Node, tmp_path: Path) -> None:
     session = _connect(node, tmp_path)
     try:
         for expected in (2, 0):
-            chunks = SharedChunks()
-            payload = pack_payload(trees=[read_tree(TreeRequest(source, "there"), chunks)])
-            assert deliver(session, payload, chunks).num_sent == expected
+            payload = pack_payload(trees=[read_tree(TreeRequest(source, "there"))])
+            assert deliver(session, payload).num_sent == expected
         assert session.run(["sha256sum", "there/deep/big"]).output[:64] == hash_file(source / "deep" / "big")
     finally:
         session.close()

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from csdctl.errors import InputError
-from csdctl.shipping.chunks import SharedChunks
 from csdctl.shipping.payload import DEFAULT_IGNORED, FileTree, TreeRequest, is_ignored, parse_tree, read_tree
 
 
@@ -20,7 +19,7 @@ def source(tmp_path: Path) -> Path:
 
 
 def read(source: Path, *ignored: str) -> FileTree:
-    return read_tree(TreeRequest(source, "there"), SharedChunks(), ignored)
+    return read_tree(TreeRequest(source, "there"), ignored)
 
 
 def names(tree: FileTree) -> list[str]:

@@ -33,7 +33,7 @@ class Program:
         assert self._process.stdout
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
-        response: dict[str, Any] = json.loads(self._process.stdout.readline())
+        response: dict[str, Any] = json.loads(self._process.stdout.readline().partition(" ")[2])
         return response
 
     def connect(self, *listeners: tuple[str, str, int]) -> list[str]:
@@ -89,5 +89,5 @@ def test_listener_of_another_check_is_not_accepted(host: Program) -> None:
 @pytest.mark.fault(50)
 def test_foreign_address_is_reported() -> None:
     program = Program("csd0", "192.0.2.77")
-    assert "no port can be opened at 192.0.2.77" in program.response["error"]
+    assert "no port can be opened at 192.0.2.77" in program.response["message"]
     assert program.close() == 0

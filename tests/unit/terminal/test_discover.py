@@ -138,7 +138,7 @@ class TestSources:
         ],
     )
     def test_bad_options_exit_with_code_2(self, tmp_path: Path, arguments: list[str], message: str) -> None:
-        (tmp_path / "hosts").write_text("csd0\n")
+        (tmp_path / "hosts").write_text('{"_meta": {"hostvars": {"csd0": {}}}}')
         (tmp_path / "fleet.yaml").write_text("nodes: []\n")
         ended = csdctl(tmp_path, "discover", *arguments)
         assert ended.returncode == 2
@@ -146,7 +146,10 @@ class TestSources:
         assert "Traceback" not in ended.stderr
 
     def test_dry_run_prints_the_file_and_writes_nothing(self, tmp_path: Path) -> None:
-        (tmp_path / "hosts").write_text("[csds]\ncsd[0:3] ansible_host=127.0.0.1 ansible_user=me\n")
+        own = {"ansible_host": "127.0.0.1", "ansible_user": "me"}
+        hosts = {f"csd{number}": own for number in range(4)}
+        content = {"_meta": {"hostvars": hosts}, "csds": {"hosts": list(hosts)}}
+        (tmp_path / "hosts").write_text(json.dumps(content))
         ended = csdctl(tmp_path, "discover", "--inventory", "hosts", "--dry-run", "--limit", "csd[1-2]")
         assert ended.returncode == 0
         assert [path.name for path in tmp_path.iterdir()] == ["hosts"]

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 from itertools import chain
 
 from csdctl.transport.commands import WrappedCommand
-from csdctl.transport.process import Running
+from csdctl.transport.session import Running
 
 TOKEN = "csdctl-0"
 GROUP = 77

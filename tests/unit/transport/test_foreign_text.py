@@ -5,8 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from csdctl.errors import RemoteCommandError
-from csdctl.transport.process import LineConversation
-from csdctl.transport.session import Completed, bounded, last_line
+from csdctl.transport.session import Completed, Conversation, bounded, last_line
 from tests.unit.transport.scripted_process import ScriptedProcess, start
 
 
@@ -14,7 +13,7 @@ from tests.unit.transport.scripted_process import ScriptedProcess, start
 def test_lines_end_at_newlines_only(lines: list[str], cut: int) -> None:
     content = "".join(f"{line}\n" for line in lines).encode()
     chunks = [content[start : start + cut] for start in range(0, len(content), cut)]
-    talk = LineConversation(start(ScriptedProcess(chunks)))
+    talk = Conversation(start(ScriptedProcess(chunks)))
     assert [talk.read_line(deadline_s=1) for _ in lines] == lines
     with pytest.raises(EOFError):
         talk.read_line(deadline_s=1)

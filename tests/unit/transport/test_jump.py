@@ -18,7 +18,7 @@ from csdctl.transport.many import run_on_nodes, values_or_raise
 from csdctl.transport.session import Session
 from csdctl.transport.ssh import connect
 from csdctl.transport.ssh_config import build_ssh_config
-from csdctl.transport.ssh_connect import Keepalive, watch_peer
+from csdctl.transport.ssh_connect import watch_peer
 from tests.patience import scaled, stays
 
 Server = Any
@@ -144,11 +144,15 @@ def test_dropped_connections_are_retried_behind_a_jump_host(server: Server, gate
 
 
 @pytest.mark.fault(17)
-def test_node_that_falls_silent_behind_a_jump_host_is_noticed(server: Server, gate: Server) -> None:
+def test_node_that_falls_silent_behind_a_jump_host_is_noticed(
+    server: Server, gate: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The jump host keeps responding; only the node's traffic stops."""
+    monkeypatch.setattr(ssh_connect, "KEEPALIVE_INTERVAL_S", 1.0)
+    monkeypatch.setattr(ssh_connect, "DEAD_PEER_S", scaled(4))
     with _stoppable_relay(server.port) as relay, _known(server, relay.port) as known_hosts:
         node = behind(server, gate, port=relay.port)
-        session = connect(node, [known_hosts, gate.known_hosts], keepalive=Keepalive(1, scaled(4)))
+        session = connect(node, [known_hosts, gate.known_hosts])
         assert session.run(["true"]).exit_code == 0
         relay.stop()
         with pytest.raises(UnreachableError, match="lost"):
@@ -156,11 +160,13 @@ def test_node_that_falls_silent_behind_a_jump_host_is_noticed(server: Server, ga
         session.close()
 
 
-def test_responding_peer_stays_connected(server: Server) -> None:
+def test_responding_peer_stays_connected(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     known = KnownHosts.load([server.known_hosts])
     jumps = ssh_connect.make_jump_hosts(known)
     transport = ssh_connect.open_transport(server.node(), known, ssh_connect.Deadline(scaled(10)), jumps)
-    watch_peer(transport, Keepalive(0.05, scaled(1.0)))
+    monkeypatch.setattr(ssh_connect, "KEEPALIVE_INTERVAL_S", 0.05)
+    monkeypatch.setattr(ssh_connect, "DEAD_PEER_S", scaled(1.0))
+    watch_peer(transport)
     assert stays(transport.is_active, scaled(2.0))
     transport.close()
 

@@ -23,7 +23,7 @@ from csdctl.errors import (
     UnreachableError,
 )
 from csdctl.transport.known_hosts import KnownHosts
-from csdctl.transport.process import Deadline
+from csdctl.transport.session import Deadline
 from csdctl.transport.ssh import MAX_CHANNELS, SshSession, connect
 from csdctl.transport.ssh_connect import make_jump_hosts, open_transport
 from tests.patience import eventually, scaled

@@ -8,7 +8,7 @@ import asyncssh
 import pytest
 
 from csdctl.errors import InputError
-from csdctl.fleet.ansible.targets import render_inventory
+from csdctl.fleet.ansible import render_inventory
 from csdctl.fleet.model import Fleet, Node
 from csdctl.fleet.openssh import parse_proxy_command
 from csdctl.transport.ssh_config import build_ssh_options

@@ -19,7 +19,6 @@ from csdctl.runs.directory import ProjectDirectory
 from csdctl.runs.measurements import open_measurements
 from csdctl.shipping.store import store_bytes
 from csdctl.shipping.worker_zip import pack_worker
-from csdctl.transport.session import Completed
 from csdctl.tuning.measurements import (
     CollectiveMeasurement,
     ModelProperties,
@@ -29,13 +28,13 @@ from csdctl.tuning.measurements import (
     TrialRank,
 )
 from csdctl.worker.protocol.datasets import DatasetInfo
-from csdctl.worker.protocol.json_codec import ANSWER_PREFIX, to_json
-from csdctl.worker.protocol.model_info import ModelInfo
+from csdctl.worker.protocol.json_codec import RESULT, from_json, to_frame
+from csdctl.worker.protocol.model_info import BuildRequest, ModelInfo
 from csdctl.worker.protocol.recipe import Recipe
 from csdctl.workflows.data.model import describe_job_model, serialize_model
 from csdctl.workflows.data.prepared_record import save_prepared
 from csdctl.workflows.tune.fleet_measurements import hash_recipe
-from tests.fake_session import FakeSession
+from tests.fake_session import FakeConversation, FakeSession, ScriptedResponse
 
 JOB = """\
 model: keras.applications:MobileNetV2
@@ -113,13 +112,16 @@ def fleet_class() -> FleetClass:
 class Builder(FakeSession):
     """The host, where building a model takes no TensorFlow."""
 
-    def run(self, command: Sequence[str], *, stdin: bytes = b"", deadline_s: float = 60.0) -> Completed:
+    def converse(self, command: Sequence[str]) -> FakeConversation:
         """Write what the worker's `build` would write."""
-        output = Path(command[list(command).index("--output") + 1])
-        (output / "architecture.json").write_text("{}")
-        (output / "weights.npz").write_bytes(b"weights")
-        answer = f"{ANSWER_PREFIX}{to_json(MODEL)}\n".encode()
-        return Completed(tuple(command), 0, answer, b"", 0.0)
+
+        def build(line: str) -> list[str]:
+            output = Path(from_json(BuildRequest, line).output)
+            (output / "architecture.json").write_text("{}")
+            (output / "weights.npz").write_bytes(b"weights")
+            return [to_frame(RESULT, MODEL)]
+
+        return FakeConversation(self.name, tuple(command), ScriptedResponse(tuple(command), replies=build))
 
 
 def build(job: Job, project: ProjectDirectory) -> None:

@@ -16,15 +16,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from csdctl.documents import build_atomically, save_json
-from csdctl.errors import InputError
+from csdctl.errors import InputError, RemoteCommandError
 from csdctl.fleet.model import HOST_NAME
 from csdctl.job.model import Job
 from csdctl.reporting.numbers import format_bytes, format_seconds
 from csdctl.shipping.store import StoredFile, hash_file, store_file
-from csdctl.shipping.worker_calls import fetch_results, run_worker, watch_worker
-from csdctl.transport.answer import Answer
+from csdctl.shipping.worker_calls import call_worker, fetch_results
 from csdctl.transport.many import run_on_all, values_or_raise
 from csdctl.transport.meter import TrafficClass
+from csdctl.transport.program import within
 from csdctl.transport.session import Session
 from csdctl.tuning.plan import Plan
 from csdctl.tuning.strategies import FEATURES
@@ -46,13 +46,11 @@ from csdctl.worker.protocol.features import (
     Recomputed,
     SendSpec,
 )
-from csdctl.worker.protocol.json_codec import to_json
 from csdctl.worker.protocol.model_info import FeatureInfo
 from csdctl.worker.protocol.run_spec import DatasetSlice, HeadSpec, Prefix, RankSpec, RunSpec
 from csdctl.workflows.data.deploy import OnDelivery, cut_shards, deploy_files, whole
-from csdctl.workflows.data.info_answer import check_info
 from csdctl.workflows.data.model import BUILD_DEADLINE_S, HASHES, have_hashes
-from csdctl.workflows.data.prepare import OnPrepareProgress, PreparationObserver, Prepared
+from csdctl.workflows.data.prepare import OnPrepareProgress, PreparationObserver, Prepared, check_info
 from csdctl.workflows.train.run import RunInputs
 from csdctl.workflows.train.spec import ShardFiles, build_spec, place_plan
 from csdctl.workflows.train.strategies.strategy import RunContext, Strategy
@@ -287,14 +285,15 @@ def _convert(divided: Divided, space: Workspace) -> Divided:
     if not have_hashes(directory, [LITE_FILE]):
         with build_atomically(directory) as aside:
             converting = ConvertSpec(prefix, str(aside / LITE_FILE))
-            run_worker(
+            call_worker(
                 space.sessions[HOST_NAME],
                 sys.executable,
                 worker.path,
-                ["convert", "--spec", to_json(converting)],
+                "convert",
+                converting,
                 Converted,
                 doing="converting the model for LiteRT",
-                deadline_s=BUILD_DEADLINE_S,
+                patience=within(BUILD_DEADLINE_S),
             )
             save_json(aside / HASHES, {LITE_FILE: hash_file(aside / LITE_FILE)})
     stored = store_file(directory / LITE_FILE, project.root, TrafficClass.MODEL)
@@ -346,7 +345,7 @@ class _Extraction:
             return Recomputed(0, 0.0)
         found = self._call(sources, num_rows)
         if found.checked is None:
-            raise Answer.parse(to_json(found), self.rank.node, COMPUTING).error("received no comparison")
+            raise RemoteCommandError(f"{COMPUTING}: received no comparison", node=self.rank.node)
         return found.checked
 
     def _wanted(self) -> list[tuple[DatasetSlice | None, int, int]]:
@@ -375,7 +374,7 @@ class _Extraction:
             num_checked=num_checked,
             num_plain=int(self.validation is not None and node == HOST_NAME),
         )
-        return watch_worker(
+        return call_worker(
             self.space.sessions[node],
             self.space.fleet.python_of(node),
             self.prepared.worker.path,
@@ -388,22 +387,21 @@ class _Extraction:
 
     def _check(self, info: DatasetInfo, num_samples: int) -> None:
         """Raise RemoteCommandError unless these can be the features of that many samples."""
-        answer = Answer.parse(to_json(info), self.rank.node, COMPUTING)
-        check_info(answer, may_be_empty=True)
+        check_info(info, self.rank.node, COMPUTING, may_be_empty=True)
         expected = (num_samples, self.features.shape, self.prefix.precision)
         if (info.num_samples, info.sample_shape, info.dtype) != expected:
-            raise answer.error(
-                f"received {info.num_samples} features of shape {info.sample_shape} and type {info.dtype}, "
-                f"expected {expected[0]} of {expected[1]} and {expected[2]}"
+            raise RemoteCommandError(
+                f"{COMPUTING}: received {info.num_samples} features of shape {info.sample_shape} and type "
+                f"{info.dtype}, expected {expected[0]} of {expected[1]} and {expected[2]}",
+                node=self.rank.node,
             )
 
 
 def check_parts(found: Extracted, expected: int, node: str, doing: str) -> None:
     """Raise RemoteCommandError unless a machine has answered for as many sources as it was given."""
     if len(found.parts) != expected:
-        raise Answer.parse(to_json(found), node, doing).error(
-            f"received {len(found.parts)} data sets, expected {expected}"
-        )
+        problem = f"{doing}: received {len(found.parts)} data sets, expected {expected}"
+        raise RemoteCommandError(problem, node=node)
 
 
 FETCHING, GATHERING = "fetching features", "gathering features"
@@ -526,7 +524,7 @@ class _Gatherer:
         prefix = divide_for(spec, self.prepared, self.options, self.space).prefix
         wanted = ExtractSpec(host.public, FEATURE_STORE, prefix, host.runtime)
         with self.observer.preparing(GATHERING, [HOST_NAME]) as on_progress:
-            found = watch_worker(
+            found = call_worker(
                 self.space.sessions[HOST_NAME],
                 self.space.fleet.python_of(HOST_NAME),
                 self.prepared.worker.path,

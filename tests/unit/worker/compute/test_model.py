@@ -16,8 +16,8 @@ import pytest
 from csdctl.shipping.worker_zip import pack_code
 from csdctl.worker.compute.model import build, hash_weights, load_weights, save_weights
 from csdctl.worker.process.errors import WorkerError
-from csdctl.worker.protocol.json_codec import ANSWER_PREFIX, WORKER_ERROR_PREFIX, from_json, to_json
-from csdctl.worker.protocol.model_info import BuildSpec, ModelInfo
+from csdctl.worker.protocol.json_codec import ERROR, FRAME_PREFIX, RESULT, from_json, to_json
+from csdctl.worker.protocol.model_info import BuildRequest, BuildSpec, ModelInfo
 from csdctl.worker.protocol.recipe import LossTerm, Recipe
 from csdctl.worker.protocol.run_spec import UserCode
 from tests.unit.worker.compute.built_models import keras
@@ -183,21 +183,19 @@ def build_in_a_worker(directory: Path, reference: str) -> tuple[ModelInfo | None
     """Run the worker's `build`; return the model's properties, or None and the error message."""
     output = directory / "output"
     output.mkdir(exist_ok=True)
-    arguments = ["--spec", to_json(spec_of(reference, directory)), "--output", str(output)]
     done = subprocess.run(
-        [sys.executable, "-m", "csdctl.worker", "build", *arguments],
+        [sys.executable, "-m", "csdctl.worker", "build"],
+        input=to_json(BuildRequest(spec_of(reference, directory), str(output))) + "\n",
         capture_output=True,
         text=True,
         env=QUIET,
         check=False,
     )
-    for line in done.stdout.splitlines():
-        if line.startswith(ANSWER_PREFIX):
-            return from_json(ModelInfo, line.removeprefix(ANSWER_PREFIX)), ""
-    lines = [line for line in done.stderr.splitlines() if line.startswith(WORKER_ERROR_PREFIX)]
-    assert lines, done.stderr
-    assert done.returncode == 2
-    return None, str(json.loads(lines[-1].removeprefix(WORKER_ERROR_PREFIX))["message"])
+    kind, _, text = done.stdout[done.stdout.index(FRAME_PREFIX) :].removeprefix(FRAME_PREFIX).partition(" ")
+    if kind == RESULT:
+        return from_json(ModelInfo, text.partition("\n")[0]), ""
+    assert (kind, done.returncode) == (ERROR, 2), done.stderr
+    return None, str(json.loads(text)["message"])
 
 
 def save_keras_file(path: Path, middle: Any) -> str:

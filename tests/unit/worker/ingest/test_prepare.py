@@ -285,11 +285,12 @@ def test_full_disk_is_reported_and_leaves_no_files(root: Path, spec: PrepareSpec
     assert list(Path(spec.store).iterdir()) == []
 
 
-def test_command_prints_one_line_and_returns_2(root: Path, spec: PrepareSpec) -> None:
+def test_command_prints_its_error_as_a_frame_and_returns_2(root: Path, spec: PrepareSpec) -> None:
     UNREADABLE["truncated idx"](root)
     command = [sys.executable, "-m", "csdctl.worker", "prepare"]
     done = subprocess.run(command, input=to_json(spec) + "\n", capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("@csdctl-error {")
-    assert done.stderr.count("\n") == 1
-    assert SECRET not in done.stderr
+    assert (done.returncode, done.stderr) == (2, "")
+    *progress, error = done.stdout.splitlines()
+    assert error.startswith("@csdctl-error {")
+    assert all(line.startswith("@csdctl-progress {") for line in progress)
+    assert SECRET not in done.stdout

@@ -256,7 +256,7 @@ def test_worker_exits_if_csdctl_is_gone(spec: PrepareSpec, tmp_path: Path) -> No
     assert process.stdout
     process.stdin.write(to_json(replace(spec, function=f"{function}:load")).encode() + b"\n")
     process.stdin.flush()
-    assert process.stdout.readline().startswith(b"@csdctl-working ")
+    assert process.stdout.readline().startswith(b"@csdctl-progress ")
     process.stdout.close()
     try:
         assert process.wait() == 1

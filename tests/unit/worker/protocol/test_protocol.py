@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from csdctl.worker.protocol import events, orders, probe
 from csdctl.worker.protocol.datasets import DatasetInfo
-from csdctl.worker.protocol.json_codec import SCHEMA, ProtocolError, from_json, to_json
+from csdctl.worker.protocol.json_codec import SCHEMA, ProtocolError, from_json, to_json, to_tagged
 from csdctl.worker.protocol.model_info import ModelInfo
 from csdctl.worker.protocol.recipe import EarlyStopping, Noise, Recipe, ReduceOnPlateau
 from csdctl.worker.protocol.run_spec import DatasetSlice, RankSpec, RunSpec, Runtime
@@ -163,7 +163,7 @@ def test_model_described_by_an_older_csdctl_is_read() -> None:
 
 @pytest.mark.parametrize("request_", [probe.ProbeRequest(32), probe.AttachRequest('a"spec":.json', 1)])
 def test_requests_of_a_probe_session_are_read_as_they_were_written(request_: probe.Request) -> None:
-    assert probe.request_from_line(probe.request_to_line(request_)) == request_
+    assert probe.request_from_line(json.dumps(to_tagged("request", request_))) == request_
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,18 @@
 """What a node says about its prepared data: types and ranges."""
 
 import json
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from csdctl.errors import RemoteCommandError
-from csdctl.transport.answer import Answer
+from csdctl.transport.program import Patience, Program
 from csdctl.worker.protocol.datasets import DatasetInfo
-from csdctl.worker.protocol.json_codec import to_json
-from csdctl.workflows.data.info_answer import check_info
+from csdctl.worker.protocol.json_codec import RESULT, to_frame
+from csdctl.workflows.data.prepare import check_info
+from tests.fake_session import FakeSession
 
 FIELDS = json.dumps([["left", "float32", [28, 28]], ["right", "uint8", []]])
 INFO = DatasetInfo(
@@ -31,7 +33,10 @@ INFO = DatasetInfo(
 
 
 def check(info: DatasetInfo) -> None:
-    check_info(Answer.parse(to_json(info), "csd0", "preparing data"))
+    answer = [to_frame(RESULT, info)]
+    session = FakeSession("csd0").on("python", replies=lambda request: answer)
+    with closing(Program(session, ["python"], "preparing data", Patience())) as program:
+        check_info(program.call({}, DatasetInfo), "csd0", "preparing data")
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "float32", "bool", ">f4", FIELDS])

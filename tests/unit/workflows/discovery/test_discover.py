@@ -20,9 +20,7 @@ def test_unreachable_nodes_are_kept_with_their_problem_and_others_remain_known(t
     fleet = Fleet((Node("csd0", "127.0.0.1", port=1),), path=tmp_path / "fleet.yaml")
     save_facts(fleet, {"csd7": Facts("csd7", num_cores=4), "csd0": Facts("csd0", num_cores=4)})
     done: list[str] = []
-    result = discover(
-        fleet, directory=tmp_path, known_hosts=[], on_done=lambda facts: done.append(facts.name)
-    )
+    result = discover(fleet, directory=tmp_path, on_done=lambda facts: done.append(facts.name))
     saved = load_facts(fleet)
     assert list(result.facts) == ["host", "csd0"]
     assert isinstance(result.failed["csd0"], UnreachableError)
@@ -59,7 +57,7 @@ def test_unreadable_facts_are_set_aside_with_a_warning(tmp_path: Path, content: 
     fleet = Fleet((Node("csd0", "127.0.0.1", port=1),), path=tmp_path / "fleet.yaml")
     path = facts_path(fleet)
     path.write_text(content, encoding="latin-1")
-    result = discover(fleet, directory=tmp_path, known_hosts=[])
+    result = discover(fleet, directory=tmp_path)
     aside = path.with_name("fleet.facts.json.bak")
     assert aside.read_text(encoding="latin-1") == content
     assert set(load_facts(fleet)) == {"host", "csd0"}

@@ -1,23 +1,24 @@
 """Nodes from Ansible inventories and ssh_config, resolved by the real `ssh -G`, and the file for them."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import json
 from pathlib import Path
 
 import pytest
+import yaml
 
 from csdctl.errors import InputError
 from csdctl.fleet.fleet_file import load_fleet
 from csdctl.fleet.model import Fleet, Node
 from csdctl.workflows.discovery.inventory import (
-    AnsibleInventory,
     FoundFleet,
     FoundNodes,
-    SshConfig,
+    NodeSource,
+    ansible_inventory,
     find_nodes,
     import_fleet,
     render_ansible,
     render_ssh_config,
+    ssh_config,
 )
 
 
@@ -32,13 +33,14 @@ def key(tmp_path: Path) -> Path:
 def from_ssh(directory: Path, text: str, *, limit: tuple[str, ...] = ()) -> FoundFleet:
     path = directory / "config"
     path.write_text(text)
-    return find_nodes(SshConfig(path), directory / "fleet.yaml", directory=directory, limit=limit)
+    return find_nodes(ssh_config(path), directory / "fleet.yaml", directory=directory, limit=limit)
 
 
-def from_ansible(directory: Path, text: str) -> FoundFleet:
+def from_ansible(directory: Path, **hosts: dict[str, object]) -> FoundFleet:
     path = directory / "hosts"
-    path.write_text(text)
-    return find_nodes(AnsibleInventory(path), directory / "fleet.yaml", directory=directory)
+    groups = {"csds": {"hosts": list(hosts)}}
+    path.write_text(json.dumps({"_meta": {"hostvars": hosts}, **groups}))
+    return find_nodes(ansible_inventory(path), directory / "fleet.yaml", directory=directory)
 
 
 class TestSshConfig:
@@ -131,11 +133,13 @@ class TestSshConfig:
 
 class TestAnsible:
     def test_hosts_are_resolved_by_ssh_from_their_variables(self, tmp_path: Path, key: Path) -> None:
-        text = (
-            "[csds]\ncsd[0:1] ansible_ssh_common_args='-o ProxyCommand=\"ssh -W %h:%p ops@10.9.0.1\"'\n"
-            f"[csds:vars]\nansible_user=me\nansible_port=2200\nansible_ssh_private_key_file='{key}'\n"
-        )
-        found = from_ansible(tmp_path, text)
+        variables: dict[str, object] = {
+            "ansible_ssh_common_args": '-o ProxyCommand="ssh -W %h:%p ops@10.9.0.1"',
+            "ansible_user": "me",
+            "ansible_port": 2200,
+            "ansible_ssh_private_key_file": str(key),
+        }
+        found = from_ansible(tmp_path, csd0=variables, csd1=variables)
         gate = Node("10.9.0.1", "10.9.0.1", user="ops")
         assert found.fleet.nodes == tuple(
             Node(name, name, 2200, "me", key, groups=("csds",), jump=gate) for name in ("csd0", "csd1")
@@ -147,7 +151,8 @@ class TestAnsible:
             "[defaults]\nremote_user = cfg ; a comment\nprivate_key_file = keys/id of csd0\n"
             "[ssh_connection]\nssh_args = -C -o ControlMaster=auto\nssh_common_args = -J gate\n"
         )
-        found = from_ansible(tmp_path, "csd0\ncsd1 ansible_ssh_user=own ansible_ssh_common_args=\n").fleet
+        own: dict[str, object] = {"ansible_ssh_user": "own", "ansible_ssh_common_args": ""}
+        found = from_ansible(tmp_path, csd0={}, csd1=own).fleet
         assert [(node.user, node.key, node.jump and node.jump.name) for node in found.nodes] == [
             ("cfg", key, "gate"),
             ("own", key, None),
@@ -157,12 +162,12 @@ class TestAnsible:
     def test_ansible_cfg_that_cannot_be_read_is_an_error(self, tmp_path: Path, text: str) -> None:
         (tmp_path / "ansible.cfg").write_text(text, encoding="latin-1")
         with pytest.raises(InputError, match=r"ansible\.cfg cannot be read"):
-            from_ansible(tmp_path, "csd0\n")
+            from_ansible(tmp_path, csd0={})
 
     @pytest.mark.fault(40)
     def test_address_that_is_an_option_is_rejected(self, tmp_path: Path) -> None:
         with pytest.raises(InputError, match="csd0: '-oProxyCommand=x' is not a valid address"):
-            from_ansible(tmp_path, "csd0 ansible_host=-oProxyCommand=x\n")
+            from_ansible(tmp_path, csd0={"ansible_host": "-oProxyCommand=x"})
 
     @pytest.mark.parametrize("option", ["Match exec 'touch ran'", "Match=exec 'touch ran'", "Include config"])
     def test_arguments_of_an_inventory_run_no_program(
@@ -170,15 +175,15 @@ class TestAnsible:
     ) -> None:
         monkeypatch.chdir(tmp_path)
         (tmp_path / "config").write_text("Match exec 'touch ran'\n")
-        words = f'-o "{option}" -E log -O exit'.replace('"', '\\"')
-        found = from_ansible(tmp_path, f'csd0 ansible_user=me ansible_ssh_extra_args="{words}"\n')
+        words = f'-o "{option}" -E log -O exit'
+        found = from_ansible(tmp_path, csd0={"ansible_user": "me", "ansible_ssh_extra_args": words})
         assert [node.user for node in found.fleet.nodes] == ["me"]
         assert sorted(path.name for path in tmp_path.iterdir()) == ["config", "hosts"]
 
     def test_ignored_settings_of_a_jump_host_are_reported_with_its_name(self, tmp_path: Path) -> None:
-        command = "ssh -o HostKeyAlias=x -W %h:%p gate"
-        text = f"csd[0:9] ansible_ssh_common_args=\"-o 'ProxyCommand={command}'\"\n"
-        assert from_ansible(tmp_path, text).warnings == (
+        command = "-o 'ProxyCommand=ssh -o HostKeyAlias=x -W %h:%p gate'"
+        hosts = {f"csd{number}": {"ansible_ssh_common_args": command} for number in range(10)}
+        assert from_ansible(tmp_path, **hosts).warnings == (
             "csd[0-9]: jump host gate: HostKeyAlias x is ignored",
         )
 
@@ -195,11 +200,17 @@ class TestThereAndBack:
         return Fleet(tuple(nodes), path=path)
 
     def test_ansible_inventory_gives_the_same_nodes_again(self, tmp_path: Path, fleet: Fleet) -> None:
-        again = from_ansible(tmp_path, render_ansible(fleet, tmp_path))
+        groups = yaml.safe_load(render_ansible(fleet, tmp_path))["all"]
+        hosts = {name: {**groups["vars"], **own} for name, own in groups["hosts"].items()}
+        members = {name: {"hosts": list(group["hosts"])} for name, group in groups["children"].items()}
+        path = tmp_path / "hosts"
+        path.write_text(json.dumps({"_meta": {"hostvars": hosts}, **members}))
+        again = find_nodes(ansible_inventory(path), fleet.path, directory=tmp_path)
         assert again.warnings == ()
-        assert [described(node) for node in again.fleet.nodes] == [described(node) for node in fleet.nodes]
+        written = {node.name: described(node) for node in fleet.nodes}
+        assert {node.name: described(node) for node in again.fleet.nodes} == written
         again.fleet.path.write_text(again.text)
-        assert [described(n) for n in load_fleet(fleet.path).nodes] == [described(n) for n in fleet.nodes]
+        assert {node.name: described(node) for node in load_fleet(fleet.path).nodes} == written
 
     def test_ssh_config_gives_the_same_addresses_again(self, tmp_path: Path, fleet: Fleet) -> None:
         again = from_ssh(tmp_path, render_ssh_config(fleet, tmp_path), limit=("csd*,board",)).fleet
@@ -222,17 +233,11 @@ def described(node: Node | None) -> tuple[object, ...] | None:
     return (*own, described(node.jump))
 
 
-@dataclass
-class TwoNodes:
-    """A source of two nodes that counts how often it was read."""
+def two_nodes(*_: object) -> FoundNodes:
+    return FoundNodes((Node("csd0", "10.0.0.1"), Node("csd1", "10.0.0.2")))
 
-    name: str = "two nodes"
-    origin: str = "Written by a test"
-    num_reads: int = 0
 
-    def find(self, directory: Path, limit: Sequence[str], exclude: Sequence[str]) -> FoundNodes:
-        self.num_reads += 1
-        return FoundNodes((Node("csd0", "10.0.0.1"), Node("csd1", "10.0.0.2")))
+TWO_NODES = NodeSource("two nodes", "Written by a test", two_nodes)
 
 
 @pytest.fixture
@@ -241,27 +246,28 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_imported_fleet_is_written(path: Path) -> None:
-    found = import_fleet(TwoNodes(), path, directory=path.parent)
+    found = import_fleet(TWO_NODES, path, directory=path.parent)
     assert [node.name for node in load_fleet(path).nodes] == ["csd0", "csd1"]
     assert path.read_text() == found.text
 
 
 def test_dry_run_writes_nothing_and_may_find_a_file(path: Path) -> None:
     path.write_text("nodes: []\n")
-    found = import_fleet(TwoNodes(), path, directory=path.parent, is_dry_run=True)
+    found = import_fleet(TWO_NODES, path, directory=path.parent, is_dry_run=True)
     assert "csd[0-1]" in found.text
     assert path.read_text() == "nodes: []\n"
 
 
 def test_existing_file_is_an_error_before_the_source_is_read(path: Path) -> None:
     path.write_text("nodes: []\n")
-    source = TwoNodes()
+    reads: list[object] = []
+    source = NodeSource("two nodes", "Written by a test", lambda *given: reads.append(given) or two_nodes())
     with pytest.raises(InputError, match=r"fleet\.yaml already exists"):
         import_fleet(source, path, directory=path.parent)
-    assert source.num_reads == 0
+    assert not reads
 
 
 def test_existing_file_is_overwritten_when_allowed(path: Path) -> None:
     path.write_text("nodes: []\n")
-    import_fleet(TwoNodes(), path, directory=path.parent, force=True)
+    import_fleet(TWO_NODES, path, directory=path.parent, force=True)
     assert len(load_fleet(path).nodes) == 2

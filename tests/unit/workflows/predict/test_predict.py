@@ -22,13 +22,7 @@ from csdctl.worker.data.prepared import rows_of
 from csdctl.worker.ingest.extract import send
 from csdctl.worker.protocol.datasets import DatasetInfo, PrepareProgress
 from csdctl.worker.protocol.features import SOFTMAX, Extracted, ExtractSpec, ResultRule, SendSpec
-from csdctl.worker.protocol.json_codec import (
-    ANSWER_PREFIX,
-    DATA_PREFIX,
-    PROGRESS_PREFIX,
-    from_json,
-    to_json,
-)
+from csdctl.worker.protocol.json_codec import PROGRESS, RESULT, from_json, to_frame
 from csdctl.worker.protocol.model_info import ModelInfo
 from csdctl.worker.protocol.run_spec import DatasetSlice, Runtime
 from csdctl.workflows.data.deploy import whole
@@ -81,14 +75,14 @@ class Host(FakeSession):
         )
         progress = PrepareProgress(1, len(samples))
         return [
-            PROGRESS_PREFIX + to_json(progress),
-            ANSWER_PREFIX + to_json(Extracted((info,), len(samples) - 1)),
+            to_frame(PROGRESS, progress),
+            to_frame(RESULT, Extracted((info,), len(samples) - 1)),
         ]
 
     def _send(self, line: str) -> list[str]:
         lines: list[str] = []
         sent = send(from_json(SendSpec, line), lines.append, home=self._home)
-        return [*(DATA_PREFIX + text for text in lines), ANSWER_PREFIX + to_json(sent)]
+        return [*(f"@csdctl-data {text}" for text in lines), to_frame(RESULT, sent)]
 
 
 class Silent:

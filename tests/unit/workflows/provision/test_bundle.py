@@ -11,7 +11,6 @@ import pytest
 
 from csdctl.documents import save_json
 from csdctl.errors import CsdctlError, InputError
-from csdctl.shipping.chunks import SharedChunks
 from csdctl.shipping.store import hash_file
 from csdctl.transport.local import LocalSession
 from csdctl.workflows.provision.bundle import SCHEMA, Bundle, BundleFile, load_bundle, python_directory
@@ -93,13 +92,6 @@ def test_python_that_was_damaged_on_the_node_is_sent_again(bundle: Bundle, tmp_p
         sent = BundleSender({KIND: bundle}, str(prefix)).send(session, machine())
     assert Path(sent.python).is_symlink()
     assert [path.name for path in damaged.iterdir()] == ["usr"]
-
-
-@pytest.mark.parametrize("name", ["wheels/small-1.0-py3-none-any.whl", "python.tar.gz"])
-def test_damaged_file_is_named(bundle: Bundle, name: str) -> None:
-    (bundle.directory / name).write_bytes(b"something else")
-    with pytest.raises(InputError, match="is not as it was collected"):
-        bundle.python_archive() if name.endswith("gz") else bundle.pack(SharedChunks())
 
 
 def test_other_file_in_place_of_a_bundle_is_an_error(tmp_path: Path) -> None:

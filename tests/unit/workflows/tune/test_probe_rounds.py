@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from csdctl.worker.protocol.json_codec import to_json
-from csdctl.worker.protocol.probe import ProbeRequest, ProbeResult
+from csdctl.worker.protocol.json_codec import RESULT, to_frame
+from csdctl.worker.protocol.probe import READY, ProbeRequest, ProbeResult
 from csdctl.worker.protocol.run_spec import Runtime
 from csdctl.workflows.tune.probing import ProbeRounds
 from csdctl.workflows.tune.watch import IDLE, LOADING, MEASURED, MEASURING, TuneWatch
@@ -20,7 +20,11 @@ PEAK = 1 << 30
 
 def answer(line: str) -> list[str]:
     request = json.loads(line)
-    return [to_json(ProbeResult(request["batch_size"], 0.1, 3, PEAK))] if "batch_size" in request else []
+    return (
+        [to_frame(RESULT, ProbeResult(request["batch_size"], 0.1, 3, PEAK))]
+        if "batch_size" in request
+        else []
+    )
 
 
 class Watch(TuneWatch):
@@ -44,7 +48,7 @@ class Fleet:
         self.num_sessions = num_sessions
         self.watch = Watch()
         self.sessions = {
-            name: FakeSession(name).on(stdout="a model prints\nready\n", replies=answer)
+            name: FakeSession(name).on(stdout=f"a model prints\n{READY}\n", replies=answer)
             for name in at.fleet.machines
         }
         memory_bytes = round(PEAK * num_sessions / 0.8)

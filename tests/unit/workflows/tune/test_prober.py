@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from csdctl.errors import RemoteCommandError
-from csdctl.worker.protocol.json_codec import from_json, to_json
-from csdctl.worker.protocol.probe import ProbeRequest, ProbeResult, ProbeSpec
+from csdctl.worker.protocol.json_codec import RESULT, from_json, to_frame
+from csdctl.worker.protocol.probe import READY, ProbeRequest, ProbeResult, ProbeSpec
 from csdctl.worker.protocol.recipe import Noise
 from csdctl.worker.protocol.run_spec import Runtime
 from csdctl.workflows.tune.probing import Prober, build_probe_command
@@ -19,13 +19,13 @@ COMMAND = ["python", "worker.pyz", "probe"]
 
 
 def result(batch_size: int, peak_memory_bytes: int = 1000) -> str:
-    return to_json(ProbeResult(batch_size, 0.1, 10, peak_memory_bytes))
+    return to_frame(RESULT, ProbeResult(batch_size, 0.1, 10, peak_memory_bytes))
 
 
 def session(*replies: str, exit_code: int = 0, stderr: str = "") -> FakeSession:
     left = iter(replies)
     return FakeSession("csd0").on(
-        "python", stdout="ready\n", replies=lambda line: [next(left)], exit_code=exit_code, stderr=stderr
+        "python", stdout=f"{READY}\n", replies=lambda line: [next(left)], exit_code=exit_code, stderr=stderr
     )
 
 

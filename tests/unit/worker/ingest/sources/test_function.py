@@ -15,7 +15,7 @@ from csdctl.worker.ingest.prepare import prepare
 from csdctl.worker.ingest.sources.source import IngestLimits
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.datasets import DatasetInfo, ImageRule, PrepareSpec
-from csdctl.worker.protocol.json_codec import ANSWER_PREFIX, from_json, to_json
+from csdctl.worker.protocol.json_codec import from_json, to_json
 from csdctl.worker.protocol.run_spec import UserCode
 from tests.unit.worker.ingest.prepared_data import (
     SECRET,
@@ -363,7 +363,8 @@ def test_its_output_does_not_leave_the_worker(spec: PrepareSpec, end: str) -> No
     spec = write(replace(spec, is_private=True), loud + READ + end)
     done = subprocess.run(RUN, input=to_json(spec) + "\n", capture_output=True, text=True, check=False)
     assert SECRET not in done.stdout + done.stderr
-    assert [line.split()[0] for line in done.stdout.splitlines()][-1:] in (["@csdctl-answer"], [])
+    kinds = {line.split()[0] for line in done.stdout.splitlines()}
+    assert kinds <= {"@csdctl-progress", "@csdctl-result", "@csdctl-error"}
     assert done.returncode == {"return": 0, "raise ": 2, "os._ex": 3}[end[:6]]
 
 
@@ -375,5 +376,5 @@ def test_worker_sets_threads_before_the_users_tensorflow_starts(spec: PrepareSpe
     request = to_json(replace(spec, picture=PICTURE)) + "\n"
     done = subprocess.run(RUN, input=request, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    answer = from_json(DatasetInfo, done.stdout.splitlines()[-1].removeprefix(ANSWER_PREFIX))
+    answer = from_json(DatasetInfo, done.stdout.splitlines()[-1].removeprefix("@csdctl-result "))
     assert (answer.num_samples, answer.sample_shape) == (4, (4, 4, 3))

@@ -1,18 +1,35 @@
-"""Hosts of an Ansible inventory as OpenSSH targets, and a fleet as an Ansible inventory; pure."""
+"""Hosts of an Ansible inventory as OpenSSH targets, and a fleet as an Ansible inventory.
 
+An inventory is read as `ansible-inventory --list` prints it: Ansible itself knows all formats, the precedence
+of variables, plugins and vaults.
+"""
+
+import configparser
+import os
 import re
 import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
 
 import yaml
+from pydantic import Field
+from pydantic.dataclasses import dataclass
 
+from csdctl.documents import check_values, load_json, load_text
 from csdctl.errors import InputError
-from csdctl.fleet.ansible.inventory import ALL, UNGROUPED, Inventory, Value, Variables
-from csdctl.fleet.ansible.reading import Vaulted
 from csdctl.fleet.model import Fleet, Node, select_names
 from csdctl.fleet.names import GROUP, NAME
 from csdctl.fleet.openssh import Target, quote_value, read_arguments
+from csdctl.notify import shorten
+
+MAX_HOSTS = 10_000
+MAX_GROUPS = 1000
+MAX_MEMBERS = 1_000_000
+"""Hosts in groups, directly or through other groups."""
+MAX_PROBLEM = 500
+"""Characters; the parser of ansible.cfg lists every line that it cannot read."""
 
 _SSH = {"ssh", "smart", "paramiko", "paramiko_ssh", "ansible.builtin.ssh", "ansible.builtin.paramiko_ssh"}
 _ARGUMENTS = ("ansible_ssh_args", "ansible_ssh_common_args", "ansible_ssh_extra_args")
@@ -20,21 +37,120 @@ _PASSWORDS = ("ansible_password", "ansible_ssh_pass", "ansible_ssh_password")
 _LOCAL = {"localhost", "host"}
 
 
+_CONFIG = {
+    ("defaults", "remote_user"): "ansible_user",
+    ("defaults", "remote_port"): "ansible_port",
+    ("defaults", "private_key_file"): "ansible_private_key_file",
+    ("ssh_connection", "ssh_args"): "ansible_ssh_args",
+    ("ssh_connection", "ssh_common_args"): "ansible_ssh_common_args",
+    ("ssh_connection", "ssh_extra_args"): "ansible_ssh_extra_args",
+}
+
+Variables = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class _Group:
+    """A group as `ansible-inventory --list` prints it."""
+
+    hosts: Annotated[list[str], Field(max_length=MAX_HOSTS)] = Field(default_factory=list)
+    children: Annotated[list[str], Field(max_length=MAX_GROUPS)] = Field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Meta:
+    """Its variables of all hosts."""
+
+    hostvars: Annotated[dict[str, dict[str, Any]], Field(max_length=MAX_HOSTS)]
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """The groups of each host, innermost first, and its variables."""
+
+    name: str
+    groups: dict[str, list[str]]
+    variables: dict[str, dict[str, Any]]
+
+
+def load_inventory(path: Path) -> Inventory:
+    """Read the output of `ansible-inventory --list`; raises InputError for anything else."""
+    remedy = f"run `ansible-inventory -i {path} --list > inventory.json` and give that file"
+    content = load_json(path, remedy=remedy)
+    if not isinstance(content, dict) or "_meta" not in content:
+        raise InputError(f"{path} is not output of `ansible-inventory --list`", remedy=remedy)
+    variables = check_values(content.pop("_meta"), _Meta, f"{path}: _meta", remedy=remedy).hostvars
+    if len(content) > MAX_GROUPS:
+        raise InputError(f"{path}: {len(content):,} groups, expected at most {MAX_GROUPS:,}")
+    groups = check_values(content, dict[str, _Group], str(path), remedy=remedy)
+    names = [name for group in groups.values() for name in group.hosts]
+    found: dict[str, list[str]] = {name: [] for name in (*names, *variables)}
+    members: dict[str, set[str]] = {}
+    for name in groups:
+        members[name] = {host for inner in _below(name, groups) for host in groups[inner].hosts}
+        if sum(map(len, members.values())) > MAX_MEMBERS:
+            raise InputError(f"{path} has more than {MAX_MEMBERS:,} hosts in groups")
+    for name in sorted(members.keys() - {"all", "ungrouped"}, key=lambda name: (len(members[name]), name)):
+        for host in members[name]:
+            found[host].append(name)
+    return Inventory(str(path), found, variables)
+
+
+def _below(name: str, groups: Mapping[str, _Group]) -> set[str]:
+    """Return the group and those inside of it."""
+    found, pending = {name}, [name]
+    while pending:
+        for child in groups[pending.pop()].children:
+            if child in groups and child not in found:
+                found.add(child)
+                pending.append(child)
+    return found
+
+
+def load_config(directory: Path, environment: Mapping[str, str] = os.environ) -> Variables:
+    """Return the variables set by the first ansible.cfg that Ansible finds when called in `directory`.
+
+    Raises InputError for a file that cannot be read.
+    """
+    named = environment.get("ANSIBLE_CONFIG")
+    candidates = [Path(named)] if named else []
+    candidates += [directory, Path.home() / ".ansible.cfg", Path("/etc/ansible/ansible.cfg")]
+    files = [path / "ansible.cfg" if path.is_dir() else path for path in candidates]
+    path = next((file for file in files if file.is_file()), None)
+    if path is None:
+        return {}
+    parser = configparser.ConfigParser(inline_comment_prefixes=(";",), interpolation=None, strict=False)
+    try:
+        parser.read_string(load_text(path), source=str(path))
+    except configparser.Error as error:
+        problem = shorten(" ".join(str(error).split()), MAX_PROBLEM)
+        raise InputError(f"{path} cannot be read: {problem}") from None
+    found = {
+        variable: parser[section][key]
+        for (section, key), variable in _CONFIG.items()
+        if parser.has_option(section, key) and parser[section][key]
+    }
+    key = found.get("ansible_private_key_file", "/")
+    if not key.startswith(("/", "~", "{")):  # relative to its file
+        found["ansible_private_key_file"] = str(path.absolute().parent / key)
+    return found
+
+
 def list_targets(
-    inventory: Inventory, name: str, limit: Sequence[str] = (), exclude: Sequence[str] = ()
+    inventory: Inventory, defaults: Variables, limit: Sequence[str] = (), exclude: Sequence[str] = ()
 ) -> tuple[list[Target], dict[str, list[str]]]:
     """Return the hosts selected by `limit` and `exclude`, and warnings with the hosts concerned.
 
-    Raises InputError, with file and line, for a value that only Ansible can evaluate.
+    Raises InputError for a value that only Ansible can evaluate.
     """
-    groups = {host: _groups(inventory, host) for host in inventory.hosts}
-    if not groups:
+    name = inventory.name
+    if not inventory.groups:
         raise InputError(f"{name} has no host", remedy="give the inventory that Ansible uses")
     targets: list[Target] = []
-    warnings: dict[str, list[str]] = {message: [] for message in inventory.warnings}
-    for host in select_names(groups, limit, exclude, where=name):
-        settings = _HostVariables(inventory.defaults | inventory.variables_of(host), host, name)
-        target, notes = _target(settings, host, groups[host])
+    warnings: dict[str, list[str]] = {}
+    for host in select_names(inventory.groups, limit, exclude, where=name):
+        settings = _HostVariables({**defaults, **inventory.variables.get(host, {})}, host, name)
+        target, notes = _target(settings, host, inventory.groups[host])
         for note in notes:
             warnings.setdefault(note, []).append(host)
         if target:
@@ -44,14 +160,7 @@ def list_targets(
     return targets, warnings
 
 
-def _groups(inventory: Inventory, host: str) -> tuple[str, ...]:
-    """Return the groups of `host` for `--limit`, innermost first, without `all`."""
-    return tuple(name for name in reversed(inventory.groups_of(host)) if name not in (ALL, UNGROUPED))
-
-
-def _target(
-    settings: "_HostVariables", host: str, groups: tuple[str, ...]
-) -> tuple[Target | None, list[str]]:
+def _target(settings: "_HostVariables", host: str, groups: Sequence[str]) -> tuple[Target | None, list[str]]:
     connection = settings.text("ansible_connection") or "ssh"
     if connection == "local" or host in _LOCAL:
         return None, ["is the host itself: skipped"]
@@ -94,7 +203,7 @@ class _HostVariables:
         """Return the value as text, or ''; raises InputError for a value that only Ansible can evaluate."""
         for name in reversed(names):
             if name in self._variables:
-                return self._usable(name, self._variables[name])
+                return self._usable(name)
         return ""
 
     def arguments(self) -> tuple[str, ...]:
@@ -120,27 +229,21 @@ class _HostVariables:
         try:
             return read_arguments(shlex.split(text)).kept
         except ValueError as error:
-            raise InputError(f"{self._where(name)}: {name} {text!r} cannot be read: {error}") from None
+            raise InputError(
+                f"{self.source}: {name} {text!r} of {self._host} cannot be read: {error}"
+            ) from None
 
-    def _usable(self, name: str, value: Value) -> str:
-        if isinstance(value.value, list | dict):
-            raise InputError(f"{self._where(name)}: {name} of {self._host} is a list or mapping")
-        if isinstance(value.value, Vaulted):
-            raise self._only_ansible(name, "is encrypted with Ansible Vault")
-        text = "" if value.value is None else str(value.value)
-        if "{{" in text or "{%" in text:
-            raise self._only_ansible(name, f"is a template: {text!r}")
+    def _usable(self, name: str) -> str:
+        value = self._variables[name]
+        if isinstance(value, dict) and "__ansible_unsafe" in value:
+            value = value["__ansible_unsafe"]
+        text = "" if value is None or isinstance(value, list | dict) else str(value)
+        if isinstance(value, list | dict) or "{{" in text or "{%" in text:
+            raise InputError(
+                f"{self.source}: {name} of {self._host} is a template, a list, or encrypted: {text[:80]!r}",
+                remedy="write the value itself",
+            )
         return text
-
-    def _only_ansible(self, name: str, what: str) -> InputError:
-        return InputError(
-            f"{self._where(name)}: {name} of {self._host} {what}",
-            remedy="write the value itself, or let Ansible evaluate it: run "
-            f"`ansible-inventory -i {self.source} --list > inventory.json` and give that file",
-        )
-
-    def _where(self, name: str) -> str:
-        return self._variables[name].where
 
 
 def render_inventory(fleet: Fleet, ssh_options: Mapping[str, Sequence[str]]) -> str:

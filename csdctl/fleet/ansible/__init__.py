@@ -1,1 +1,0 @@
-"""Read an Ansible inventory with the same results as Ansible, without Ansible."""

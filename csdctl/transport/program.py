@@ -1,0 +1,234 @@
+"""Programs on machines that answer in frames: the reader of the worker and of csdctl/standalone.
+
+A request is a line of JSON on the program's standard input. The program answers with any number of frames of
+other kinds and then with one `result` or `error`. A node's answer is input: it may be damaged, of another
+version, or made up. Each kind has a dataclass, whose annotations bound what is taken; anything else becomes a
+RemoteCommandError that names the node, and concerns that node only.
+"""
+
+import base64
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass, is_dataclass
+from typing import Any, TypeVar
+
+from csdctl.errors import CsdctlError, DeadlineError, ExitCode, InputError, RemoteCommandError
+from csdctl.transport.session import Completed, Deadline, Session
+from csdctl.worker.protocol.datasets import PrepareProgress
+from csdctl.worker.protocol.json_codec import (
+    ERROR,
+    FRAME_PREFIX,
+    PROGRESS,
+    RESULT,
+    ProtocolError,
+    from_json,
+    shorten,
+    to_json,
+)
+
+END_DEADLINE_S = 30.0
+"""Time between a program's result and its end."""
+
+MAX_LINES_PER_S = 10.0
+"""A program at work prints about one line per second."""
+
+MAX_TEXT_LENGTH = 1000
+"""Longer texts are cut: they are shown to the user, and never used as a name or a path."""
+
+ResultT = TypeVar("ResultT")
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long a program may take and how much it may print; whatever it prints, it is then ended."""
+
+    silence_s: float = 120.0
+    """Without a line: a program that works for long sends a heartbeat every second."""
+    standstill_s: float = 7200.0
+    """Without one more sample: what a listing of millions of files, the sync of a large disk, or a user's
+    function before its first sample may take."""
+    whole_s: float = 7 * 86_400.0
+    """For everything."""
+    spare_lines: int = 1000
+    """Lines, beside MAX_LINES_PER_S, that a program or a slow network may deliver together."""
+
+
+MAX_PRINTED_LINES = 20_000
+"""Of a model that is loaded, beside frames."""
+
+
+def within(deadline_s: float) -> Patience:
+    """Return the patience with a program that has a deadline, and may print meanwhile."""
+    return Patience(deadline_s, deadline_s, deadline_s, MAX_PRINTED_LINES)
+
+
+@dataclass(frozen=True)
+class ReportedError:
+    """Why a program has no result; the exit code tells bad input from a failure."""
+
+    message: str
+    remedy: str = ""
+    exit_code: int = ExitCode.FAILED
+
+
+@dataclass(frozen=True)
+class Nothing:
+    """A frame whose kind says everything."""
+
+
+class ProgramEndedError(RemoteCommandError):
+    """The program ended without a result."""
+
+    done: Completed
+
+
+def decode_frame(line: str, messages: Mapping[str, type]) -> tuple[str, Any] | None:
+    """Return kind and message of a line, by the type of its kind (bytes for base64); None for other text.
+
+    Raises ProtocolError for a kind that is not among `messages`, or another content.
+    """
+    if not line.startswith(FRAME_PREFIX):
+        return None
+    kind, _, text = line.removeprefix(FRAME_PREFIX).partition(" ")
+    if kind not in messages:
+        raise ProtocolError(f"received {shorten(kind)}, expected {', '.join(messages)}")
+    if messages[kind] is not bytes:
+        return kind, from_json(messages[kind], text)
+    try:
+        return kind, base64.b64decode(text, validate=True)
+    except ValueError:
+        raise ProtocolError("received a line that is not base64") from None
+
+
+class Program:
+    """A running program of a machine. The caller closes it, which ends it."""
+
+    def __init__(
+        self,
+        session: Session,
+        command: Sequence[str],
+        doing: str,
+        patience: Patience,
+        remedy: str = "check what runs on that machine",
+    ) -> None:
+        """Start `command`; `doing` begins the message of every error."""
+        self.node = session.name
+        self.conversation = session.converse(command)
+        self.last_line = ""
+        """The line of the last message."""
+        self._doing = doing
+        self._patience = patience
+        self._remedy = remedy
+        self._whole = Deadline(patience.whole_s)
+        self._standstill = Deadline(patience.standstill_s)
+        self._started_s = time.monotonic()
+        self._num_done = 0
+        self._num_lines = 0
+
+    def send(self, request: object) -> None:
+        """Send a dataclass, or a dict, as a request; a program that has ended says why when it is read."""
+        line = to_json(request) if is_dataclass(request) else json.dumps(request)
+        with suppress(EOFError):
+            self.conversation.send_line(line)
+
+    def read(self, messages: Mapping[str, type]) -> tuple[str, Any]:
+        """Return kind and content of the next frame, by the dataclass of its kind.
+
+        Raises the error that the program reports, ProgramEndedError, RemoteCommandError for anything else
+        than `messages`, and DeadlineError.
+        """
+        while True:
+            self.last_line = self._read_line()
+            try:
+                frame = decode_frame(self.last_line, {**messages, ERROR: ReportedError})
+            except (ProtocolError, RecursionError) as error:
+                raise self.error(f"invalid answer: {error or 'nested too deeply'}") from None
+            if frame is None:
+                continue
+            kind, message = frame
+            if kind == ERROR:
+                error_type = InputError if message.exit_code == ExitCode.BAD_INPUT else RemoteCommandError
+                text, remedy = message.message[:MAX_TEXT_LENGTH], message.remedy[:MAX_TEXT_LENGTH]
+                raise error_type(text, remedy=remedy, node=self.node)
+            if isinstance(message, PrepareProgress) and message.num_done > self._num_done:
+                self._num_done = message.num_done
+                self._standstill = Deadline(self._patience.standstill_s)
+            return kind, message
+
+    def call(
+        self,
+        request: object,
+        result: type[ResultT],
+        on_progress: Callable[[PrepareProgress], None] = lambda progress: None,
+    ) -> ResultT:
+        """Send a request and return its result; raises the errors of `read`."""
+        self.send(request)
+        while True:
+            kind, message = self.read({PROGRESS: PrepareProgress, RESULT: result})
+            if kind == RESULT:
+                found: ResultT = message
+                return found
+            on_progress(message)
+
+    def finish(self) -> None:
+        """Wait for the end after the last result; raises ProgramEndedError when it fails, DeadlineError."""
+        done = self.conversation.wait(deadline_s=END_DEADLINE_S)
+        if done.exit_code != 0:
+            raise self.explain_end(done)
+
+    def close(self) -> None:
+        """End the program if it still runs."""
+        self.conversation.close()
+
+    def error(self, problem: str) -> RemoteCommandError:
+        """Return the error for an answer that breaks the rules."""
+        return RemoteCommandError(f"{self._doing}: {problem}", node=self.node, remedy=self._remedy)
+
+    def check_clock(self) -> float:
+        """Return how long to wait for the next line; raises DeadlineError."""
+        for clock, words in ((self._whole, "took"), (self._standstill, "got no further for")):
+            if clock.has_passed:
+                message = f"{self._doing} {words} more than {clock.seconds:g} s"
+                raise DeadlineError(message, node=self.node, remedy=self._remedy)
+        return min(self._patience.silence_s, self._whole.left_s, self._standstill.left_s)
+
+    def explain_end(self, done: Completed) -> CsdctlError:
+        """Return why the program has ended without a result."""
+        try:
+            done.check(self.node, doing=self._doing, remedy=self._remedy)
+            error = ProgramEndedError(f"{self._doing} ended without a result", node=self.node)
+        except RemoteCommandError as failed:
+            error = ProgramEndedError(failed.message, node=self.node, remedy=failed.remedy)
+        error.done = done
+        return error
+
+    def _read_line(self) -> str:
+        self._num_lines += 1
+        elapsed_s = time.monotonic() - self._started_s
+        if self._num_lines > self._patience.spare_lines + MAX_LINES_PER_S * elapsed_s:
+            raise self.error(f"{self._num_lines} lines in {elapsed_s:.1f} s, expected one each second")
+        try:
+            return self.conversation.read_line(deadline_s=self.check_clock())
+        except DeadlineError:
+            self.check_clock()
+            message = f"{self._doing}: no line for {self._patience.silence_s:g} s"
+            raise DeadlineError(message, node=self.node, remedy=self._remedy) from None
+        except EOFError:
+            raise self.explain_end(self.conversation.wait(deadline_s=END_DEADLINE_S)) from None
+
+
+def call_program(
+    session: Session,
+    command: Sequence[str],
+    request: object,
+    result: type[ResultT],
+    doing: str,
+    deadline_s: float,
+) -> ResultT:
+    """Run a program that answers one request and ends; raises the errors of `Program.read`."""
+    with closing(Program(session, command, doing, within(deadline_s))) as program:
+        found = program.call(request, result)
+        program.finish()
+    return found
