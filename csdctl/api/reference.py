@@ -14,7 +14,7 @@ from typing import Any, get_type_hints
 
 import csdctl
 from csdctl import api, errors
-from csdctl.reporting.summary import RankSummary, RunSummary
+from csdctl.reporting.results import RankSummary, RunSummary
 from csdctl.supervision import event_callbacks
 from csdctl.worker.protocol import events
 from csdctl.workflows.discovery.discover import DiscoverResult

@@ -13,7 +13,7 @@ from csdctl.api.trained_model import load_model
 from csdctl.cli.render.report import report_of
 from csdctl.cli.render.train import TrainingScreen
 from csdctl.cli.render.view import render_bundle
-from csdctl.reporting.summary import RunSummary, summarize_run
+from csdctl.reporting.results import RunSummary, summarize_run
 from csdctl.runs.directory import ProjectDirectory, RunDirectory
 from csdctl.supervision.event_callbacks import Callback
 from csdctl.worker.protocol.events import EpochEnd

@@ -12,7 +12,6 @@ from datetime import UTC, datetime
 from typing import Any
 
 from csdctl.fleet.names import format_node_names
-from csdctl.reporting.bottleneck import find_bottleneck
 from csdctl.reporting.charts import (
     Chart,
     DataTable,
@@ -32,7 +31,7 @@ from csdctl.reporting.numbers import (
     format_seconds,
     format_share,
 )
-from csdctl.reporting.results import PREDICTED, STATED, RunResults
+from csdctl.reporting.results import PREDICTED, STATED, RunResults, RunSummary
 from csdctl.reporting.scaling import (
     ScalingSeries,
     describe_series,
@@ -40,7 +39,7 @@ from csdctl.reporting.scaling import (
     scaling_charts,
     scaling_table,
 )
-from csdctl.reporting.summary import RunSummary
+from csdctl.reporting.series import find_bottleneck
 from csdctl.runs.ledger import MEASURED
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"

@@ -23,10 +23,9 @@ from csdctl.fleet.openssh import build_query, list_aliases
 from csdctl.job.model import load_job
 from csdctl.job.values import describe_job
 from csdctl.reporting.privacy import add_flows, count_passes, measure_privacy
-from csdctl.reporting.summary import summarize
-from csdctl.runs.directory import EventLog, ProjectDirectory, RunDirectory
+from csdctl.reporting.results import summarize
+from csdctl.runs.directory import EventLog, Manifest, ProjectDirectory, RunDirectory
 from csdctl.runs.ledger import Ledger, read_ledger
-from csdctl.runs.manifest import Manifest
 from csdctl.transport.ssh_config import build_ssh_config
 from csdctl.tuning.plan import Plan, Predicted, load_plan, save_plan
 from csdctl.worker.protocol.datasets import DatasetInfo

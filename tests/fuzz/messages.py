@@ -15,7 +15,7 @@ from csdctl.facts.machine import CONDITION_FACTS, MACHINE_FACTS, ClockTrip, pars
 from csdctl.launch.mpi_job import MpiOutput
 from csdctl.shipping.deliver import ReceiverAnswers
 from csdctl.shipping.worker_calls import worker_error
-from csdctl.supervision.event_validator import EventValidator
+from csdctl.supervision.rank_processes import EventValidator
 from csdctl.transport.answer import Answer
 from csdctl.transport.session import Completed
 from csdctl.worker.group.traffic import as_counters

@@ -20,7 +20,7 @@ from csdctl.documents import parse_document
 from csdctl.errors import ExitCode
 from csdctl.fleet.fleet_file import FleetFile
 from csdctl.job.model import JobFile
-from csdctl.launch.mpi_command import COMMON_OPTIONS
+from csdctl.launch.mpirun import COMMON_OPTIONS
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

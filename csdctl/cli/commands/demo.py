@@ -28,7 +28,7 @@ def demo(
     keep: Annotated[bool, typer.Option("--keep", help="Leave the emulated fleet running.")] = False,
 ) -> None:
     """Train on an emulated fleet, all commands: Fashion-MNIST, or transfer learning."""
-    from csdctl.launch.mpi_command import find_mpirun
+    from csdctl.launch.mpirun import find_mpirun
     from csdctl.reporting.numbers import format_seconds
     from csdctl.workflows.data.demo import write_demo_files
     from csdctl.workflows.data.transfer_demo import fetch_transfer_demo

@@ -12,7 +12,7 @@ from csdctl.cli.console import PrintableConsole
 from csdctl.fleet.hardware import FleetClass, MachineClass
 from csdctl.reporting.numbers import format_bytes, format_date, format_rate, format_seconds, format_share
 from csdctl.runs.measurements import CollectiveSummary, Forgotten, Overview, ProbeSummary, TrialSummary
-from csdctl.tuning.measurements import ModelProperties, TrialMeasurement
+from csdctl.tuning.measurements import ModelProperties, TrialMeasurement, describe_runtime
 
 SCHEMA = "csdctl.measurements/1"
 NUM_TRIALS = 20
@@ -98,7 +98,7 @@ def _build_probed(probed: Sequence[ProbeSummary]) -> Table:
             summary.model.short_name,
             summary.recipe[:SHOWN_LENGTH],
             summary.machine_class.key[:SHOWN_LENGTH],
-            summary.settings.name,
+            describe_runtime(summary.settings),
             str(summary.num_probes),
             _show_sizes(summary),
             format_rate(summary.best_samples_per_s),

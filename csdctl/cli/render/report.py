@@ -30,6 +30,7 @@ from csdctl.reporting.privacy import (
     Privacy,
     remarks_on,
 )
+from csdctl.reporting.results import RunSummary
 from csdctl.reporting.scaling import (
     ScalingSeries,
     describe_series,
@@ -37,7 +38,6 @@ from csdctl.reporting.scaling import (
     scaling_document,
     scaling_table,
 )
-from csdctl.reporting.summary import RunSummary
 from csdctl.runs.directory import RunDirectory
 from csdctl.tuning.strategies import DATA_PARALLEL, SPLIT
 from csdctl.workflows.reporting.report import PrivacyReport

@@ -10,7 +10,7 @@ from rich.table import Table
 from csdctl.cli.render.train import TrainingView
 from csdctl.cli.streams import Streams
 from csdctl.reporting.numbers import format_accuracy, format_loss, format_rate, format_seconds
-from csdctl.reporting.run_status import FAILED, INTERRUPTED, STOPPED, RunStatus
+from csdctl.reporting.results import FAILED, INTERRUPTED, STOPPED, RunStatus
 from csdctl.runs.directory import ProjectDirectory, RunDirectory
 from csdctl.worker.protocol.events import event_document
 from csdctl.workflows.runs import detach

@@ -31,7 +31,6 @@ from csdctl.cli.render.tune import plan_document, render_plan
 from csdctl.cli.streams import Streams
 from csdctl.fleet.checks import Status, fold
 from csdctl.fleet.names import format_node_names
-from csdctl.reporting.bottleneck import Bottleneck, find_bottleneck
 from csdctl.reporting.numbers import (
     format_bytes,
     format_loss,
@@ -42,7 +41,7 @@ from csdctl.reporting.numbers import (
     name_metrics,
 )
 from csdctl.reporting.privacy import Privacy, plan_privacy
-from csdctl.reporting.series import SeriesBuilder
+from csdctl.reporting.series import Bottleneck, SeriesBuilder, find_bottleneck
 from csdctl.runs.directory import ProjectDirectory, RunDirectory
 from csdctl.worker.protocol.events import (
     EARLY_STOPPING,

@@ -16,9 +16,8 @@ from csdctl.reporting.export import (
 )
 from csdctl.reporting.page import render_page, render_scaling_page
 from csdctl.reporting.privacy import Flow, Privacy, add_flows, count_passes, measure_privacy
-from csdctl.reporting.results import RunResults, read_results
+from csdctl.reporting.results import RunResults, RunSummary, read_results, summarize_run
 from csdctl.reporting.scaling import ScalingSeries, build_scaling
-from csdctl.reporting.summary import RunSummary, summarize_run
 from csdctl.runs.directory import ProjectDirectory, RunDirectory
 from csdctl.runs.ledger import read_ledger
 

@@ -1,6 +1,5 @@
 """`extract`: compute the features of a job's samples ahead of training."""
 
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -9,10 +8,9 @@ from csdctl.fleet.model import Fleet
 from csdctl.job.model import Job
 from csdctl.shipping.deliver import Delivery
 from csdctl.worker.protocol.features import FeatureOptions
-from csdctl.workflows.data.deploy import cut_shards
 from csdctl.workflows.data.prepare import PreparationObserver, prepare_in
 from csdctl.workflows.train.plan import check_one_source, resolve_plan
-from csdctl.workflows.train.spec import build_spec, place_plan
+from csdctl.workflows.train.spec import plan_reading
 from csdctl.workflows.train.strategies.features import COMPUTING, FeatureRun, compute_features, find_features
 from csdctl.workflows.workspace.workspace import open_workspace
 
@@ -51,11 +49,7 @@ def extract(request: ExtractRequest, observer: ExtractObserver) -> FeatureRun:
         plan = resolve_plan(job, space, observer.say, path=request.plan_path, batch_size=request.batch_size)
         prepared = prepare_in(space, job, observer)
         find_features(prepared)
-        placed = place_plan(plan, prepared, job, space.fleet)
-        shards = cut_shards(placed, prepared.public, job, space.project)
-        run = space.project.new_scratch()
-        spec = build_spec(run, job, plan, placed, prepared, shards, space)
-        shutil.rmtree(run.path, ignore_errors=True)
+        spec, shards = plan_reading(plan, prepared, job, space)
         with observer.preparing(COMPUTING, [rank.node for rank in spec.ranks]) as on_progress:
             return compute_features(
                 spec, prepared, shards, space, request.features, observer.on_delivery, on_progress

@@ -10,7 +10,7 @@ from pathlib import Path
 from csdctl.errors import InputError, RunError
 from csdctl.fleet.model import Fleet
 from csdctl.job.model import Job
-from csdctl.launch.mpi_command import find_mpirun
+from csdctl.launch.mpirun import find_mpirun
 from csdctl.tuning.plan import Plan
 from csdctl.worker.protocol.events import Event, Verified
 from csdctl.worker.protocol.features import Recomputed

@@ -11,32 +11,33 @@ from dataclasses import dataclass, replace
 
 from csdctl.errors import OutOfMemoryError
 from csdctl.notify import Say
-from csdctl.tuning.fleet_model import FleetModel
-from csdctl.tuning.learning import (
+from csdctl.tuning.fleet_model import (
+    FleetModel,
+    TriedPlan,
     learn_collectives,
     learn_out_of_memory,
     learn_overhead,
     learn_probes,
     learn_trial,
 )
-from csdctl.tuning.measurements import CollectiveMeasurement
-from csdctl.tuning.observations import TriedPlan
+from csdctl.tuning.measurements import CollectiveMeasurement, describe_runtime
 from csdctl.tuning.plan_choice import choose_equal_plan, choose_plan, plan_ranks, predict_samples_per_s
-from csdctl.tuning.probe_policy import limit_probes, next_probes
-from csdctl.tuning.search import BestPlan, Limits
-from csdctl.tuning.settings_policy import (
+from csdctl.tuning.probe_policy import (
     PROBES_PER_VARIANT,
     WARM_UP_PROBE_S,
     SettingsProbe,
     learn_settings,
+    limit_probes,
+    next_probes,
     next_settings,
     plan_settings_search,
     time_ratio,
 )
+from csdctl.tuning.search import BestPlan, Limits
 from csdctl.worker.protocol.orders import MAX_TIMED_SUM_S
 from csdctl.worker.protocol.probe import ProbeRequest
 from csdctl.workflows.tune.fleet_measurements import FleetMeasurements
-from csdctl.workflows.tune.measurer import Measurer
+from csdctl.workflows.tune.probing import FleetMeasurer
 
 SUM_BYTES = (1 << 16, 1 << 20, 1 << 23)
 """Sizes of the vectors whose sums are timed, besides the model's own."""
@@ -65,7 +66,7 @@ class TunedFleet:
 class FitTuner:
     """The rounds of a tuning run: each takes a model of the fleet, and returns the updated model."""
 
-    measurer: Measurer
+    measurer: FleetMeasurer
     measurements: FleetMeasurements
     limits: Limits
     say: Say
@@ -136,7 +137,7 @@ class FitTuner:
         A first probe, of one step where steps are long, shows which settings are hopeless. The second probe
         counts: the first step allocates memory and chooses kernels.
         """
-        self.measurer.switch_settings(
+        self.measurer.switch(
             {name: probe.settings for name, probe in probes.items()},
             {
                 name: max(model.classes[probe.class_name].peaks.values(), default=0)
@@ -160,7 +161,8 @@ class FitTuner:
             if outcome and step_time_s is not None:
                 self.measurements.store_class_probes(name, probe.settings, [outcome])
                 if ratio := time_ratio(probe, step_time_s):
-                    self.say(f"{name}: {probe.settings.name}: takes {1 - ratio:.0%} less time: selected")
+                    settings = describe_runtime(probe.settings)
+                    self.say(f"{name}: {settings}: takes {1 - ratio:.0%} less time: selected")
             model = learn_settings(model, probe, 1 + (name in promising), step_time_s)
         return model
 

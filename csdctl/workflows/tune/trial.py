@@ -14,10 +14,9 @@ from pathlib import Path
 from csdctl.errors import RunError
 from csdctl.fleet.names import format_node_names
 from csdctl.job.model import Job
-from csdctl.placement.equation1 import RankLoad, place_shards
 from csdctl.runs.directory import RunDirectory
-from csdctl.supervision.rank_process import AttachRank
-from csdctl.tuning.observations import TrialResult
+from csdctl.supervision.rank_processes import AttachRank
+from csdctl.tuning.fleet_model import TrialResult
 from csdctl.tuning.plan import RankPlan
 from csdctl.worker.protocol.events import EpochEnd, Event, Finished, Joined, Progress
 from csdctl.worker.protocol.run_spec import (
@@ -32,7 +31,7 @@ from csdctl.worker.protocol.run_spec import (
 from csdctl.workflows.data.prepare import Prepared
 from csdctl.workflows.train.options import TrainOptions
 from csdctl.workflows.train.run import RunInputs, run_ranks
-from csdctl.workflows.train.spec import progress_interval_s
+from csdctl.workflows.train.spec import place_ranks, progress_interval_s
 from csdctl.workflows.workspace.workspace import Workspace
 
 SKIPPING_FROM = 10
@@ -124,11 +123,8 @@ def _rank_specs(
     job: Job, ranks: Sequence[RankPlan], prepared: Prepared, num_steps: int
 ) -> tuple[RankSpec, ...]:
     """Return ranks with the samples of the trial, with the private share of a training run."""
-    private = {name: info.num_samples for name, info in prepared.private.items()}
-    loads = [RankLoad(rank.node, rank.batch_size, private.get(rank.node, 0)) for rank in ranks]
-    placed = place_shards(loads, prepared.public.num_samples, is_repeating=job.is_repeating)
     specs = []
-    for number, (rank, shard) in enumerate(zip(ranks, placed, strict=True)):
+    for number, (rank, shard) in enumerate(zip(ranks, place_ranks(ranks, prepared, job), strict=True)):
         num_samples = rank.batch_size * num_steps
         # Matters only with noise, when each private sample has a gradient of its own.
         num_private = num_samples * shard.num_private // max(1, shard.num_samples)

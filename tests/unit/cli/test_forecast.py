@@ -14,14 +14,13 @@ from csdctl.cli.render.forecast import forecast_document, render_forecast
 from csdctl.cli.streams import format_json
 from csdctl.errors import InputError
 from csdctl.job.model import load_job
-from csdctl.perfmodel.energy import Power
 from csdctl.perfmodel.published import Network
 from csdctl.reporting.numbers import format_joules
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.tuning.plan import Plan, RankPlan, save_plan
+from csdctl.tuning.scaling_curve import Power
 from csdctl.workflows.forecast.basis import published_basis
-from csdctl.workflows.forecast.forecast import forecast
-from csdctl.workflows.forecast.request import ForecastRequest
+from csdctl.workflows.forecast.forecast import ForecastRequest, forecast
 
 
 def shown(network: Network, request: ForecastRequest) -> str:

@@ -21,7 +21,7 @@ from csdctl.reporting.numbers import (
     format_seconds,
     format_share,
 )
-from csdctl.reporting.summary import RankSummary, RunSummary
+from csdctl.reporting.results import RankSummary, RunSummary
 from csdctl.tuning.plan import Plan, RankPlan, StrategyPlan
 from csdctl.worker.protocol.events import (
     CheckpointSaved,

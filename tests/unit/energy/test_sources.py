@@ -6,17 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from csdctl.energy.reading import Counter, EnergyMeter, Reading
-from csdctl.energy.redfish import parse_redfish
 from csdctl.energy.sources import HWMON_SCRIPT as HWMON
 from csdctl.energy.sources import (
     RAPL_REMEDY,
     UDEV_RULE,
+    Counter,
+    EnergyMeter,
+    Reading,
     parse_dcmi,
     parse_hwmon,
     parse_meter,
     parse_nvidia_smi,
     parse_rapl,
+    parse_redfish,
 )
 from csdctl.energy.sources import RAPL_SCRIPT as RAPL
 

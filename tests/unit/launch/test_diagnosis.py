@@ -2,7 +2,7 @@
 
 import pytest
 
-from csdctl.launch.diagnosis import find_cause
+from csdctl.launch.mpi_job import find_cause
 from csdctl.worker.protocol.events import Exited
 
 NODES = ["host", "csd0", "csd1"]

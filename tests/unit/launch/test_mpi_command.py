@@ -9,7 +9,7 @@ from csdctl.errors import InputError
 from csdctl.fleet.facts import Facts
 from csdctl.fleet.model import HOST_NAME
 from csdctl.fleet.network import parse_local_addresses
-from csdctl.launch.mpi_command import (
+from csdctl.launch.mpirun import (
     RankCommand,
     build_mpirun_command,
     check_addresses,

@@ -9,8 +9,7 @@ import pytest
 from csdctl.errors import InputError
 from csdctl.fleet.facts import Facts
 from csdctl.fleet.model import HOST_NAME, Fleet, Node
-from csdctl.launch.mpi_command import RankCommand, daemon_marker
-from csdctl.launch.mpirun import Mpirun
+from csdctl.launch.mpirun import Mpirun, RankCommand, daemon_marker
 from csdctl.runs.directory import ProjectDirectory, RunDirectory
 
 FLEET = Fleet((Node("csd0", "10.1.1.2"), Node("csd1", "10.1.1.3")), network="10.1.1.0/24")

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from csdctl.reporting.bottleneck import find_bottleneck
-from csdctl.reporting.series import KINDS, RunSeries, SeriesBuilder
+from csdctl.reporting.series import KINDS, RunSeries, SeriesBuilder, find_bottleneck
 from csdctl.runs.stored_events import StoredEvents
 
 NODES = ("host", "csd0", "csd1")

@@ -11,9 +11,8 @@ import pytest
 from csdctl.reporting.export import render_csv
 from csdctl.reporting.page import render_page
 from csdctl.reporting.privacy import Flow
-from csdctl.reporting.results import RunResults
+from csdctl.reporting.results import RunResults, summarize
 from csdctl.reporting.series import SeriesBuilder
-from csdctl.reporting.summary import summarize
 from csdctl.worker.protocol.events import EpochEnd, Event, Failed, Joined, Progress, Ready
 
 EVIL = "<script>alert(1)</script>\" onload='x' $x^2$ &amp; ]]>"
@@ -30,9 +29,9 @@ MANIFEST: dict[str, Any] = {
             {"node": EVIL, "batch_size": 10, "samples_per_s": 15.0},
         ],
     },
-    "placement": [
-        {"node": "host", "num_private": 0, "num_public": 600},
-        {"node": EVIL, "num_private": 40, "num_public": 60},
+    "placed": [
+        {"node": "host", "num_private": 0, "public_start": 0, "public_stop": 600},
+        {"node": EVIL, "num_private": 40, "public_start": 0, "public_stop": 60},
     ],
 }
 

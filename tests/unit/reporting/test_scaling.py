@@ -9,6 +9,7 @@ from csdctl.errors import InputError
 from csdctl.reporting.energy import MachineEnergy, RunEnergy
 from csdctl.reporting.export import render_scaling_csv
 from csdctl.reporting.page import render_scaling_page
+from csdctl.reporting.results import RankSummary
 from csdctl.reporting.scaling import (
     STRONG,
     TUNED,
@@ -18,7 +19,6 @@ from csdctl.reporting.scaling import (
     scaling_document,
     scaling_table,
 )
-from csdctl.reporting.summary import RankSummary
 from tests.unit.reporting.test_page import results
 
 HOST, NODE = 30.0, 3.0

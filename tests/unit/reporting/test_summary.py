@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from csdctl.reporting.summary import RunSummary, summarize
+from csdctl.reporting.results import RunSummary, summarize
 from csdctl.worker.protocol.events import (
     STOPPED,
     CheckpointSaved,
@@ -33,10 +33,10 @@ MANIFEST: dict[str, Any] = {
             {"node": "csd1", "batch_size": 10, "threads": 4, "samples_per_s": 15.0},
         ],
     },
-    "placement": [
-        {"node": "host", "num_private": 0, "num_public": 600},
-        {"node": "csd0", "num_private": 40, "num_public": 60},
-        {"node": "csd1", "num_private": 100, "num_public": 0},
+    "placed": [
+        {"node": "host", "num_private": 0, "public_start": 0, "public_stop": 600},
+        {"node": "csd0", "num_private": 40, "public_start": 0, "public_stop": 60},
+        {"node": "csd1", "num_private": 100, "public_start": 0, "public_stop": 0},
     ],
     "predicted_samples_per_s": 90.0,
 }

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from csdctl.supervision.event_validator import (
+from csdctl.supervision.rank_processes import (
     CHARS_PER_EVENT,
     EVENTS_PER_S,
     MAX_EVENTS_AT_ONCE,

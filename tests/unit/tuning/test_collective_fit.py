@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from csdctl.perfmodel.collective import CollectiveCost
-from csdctl.tuning.collective_fit import fit_collective
+from csdctl.perfmodel.prediction import CollectiveCost
+from csdctl.tuning.fits import fit_collective
 from csdctl.tuning.measurements import CollectiveMeasurement
 
 PLACES = [(ranks, size) for ranks in (2, 5) for size in (1 << 16, 1 << 20, 1 << 23)]

@@ -4,15 +4,23 @@ from dataclasses import replace
 
 import pytest
 
-from csdctl.perfmodel.collective import CollectiveCost
+from csdctl.perfmodel.prediction import CollectiveCost
 from csdctl.perfmodel.step_time import StepTime
-from csdctl.tuning.class_model import OOM_RETRY_SHARE, ClassModel
-from csdctl.tuning.fleet_model import FleetModel
-from csdctl.tuning.learning import learn_out_of_memory, learn_overhead, learn_probes, learn_trial
-from csdctl.tuning.observations import ProbeOutcome, TrialResult, TriedPlan
+from csdctl.tuning.fits import Point
+from csdctl.tuning.fleet_model import (
+    OOM_RETRY_SHARE,
+    ClassModel,
+    FleetModel,
+    ProbeOutcome,
+    TrialResult,
+    TriedPlan,
+    learn_out_of_memory,
+    learn_overhead,
+    learn_probes,
+    learn_trial,
+)
 from csdctl.tuning.plan_choice import choose_plan, plan_ranks
 from csdctl.tuning.search import Limits
-from csdctl.tuning.step_time_fit import Point
 
 HOST, NODE = StepTime(0.01, 0.002), StepTime(0.05, 0.02)
 NODES = ("csd0", "csd1", "csd2")

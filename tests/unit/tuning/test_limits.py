@@ -1,7 +1,6 @@
 import pytest
 
-from csdctl.tuning.limits import default_limits
-from csdctl.tuning.search import Limits
+from csdctl.tuning.search import Limits, default_limits
 from csdctl.tuning.stannis import TuningError
 
 

@@ -1,6 +1,6 @@
 import pytest
 
-from csdctl.tuning.memory import largest_within_memory, predict_peak_bytes
+from csdctl.tuning.fleet_model import largest_within_memory, predict_peak_bytes
 
 
 def test_measured_size_is_not_predicted() -> None:

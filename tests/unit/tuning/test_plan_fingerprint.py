@@ -1,6 +1,6 @@
 """The description of what has changed since a plan was made."""
 
-from csdctl.tuning.plan_fingerprint import PlanFingerprint, list_changes
+from csdctl.tuning.plan import PlanFingerprint, list_changes
 
 THEN = PlanFingerprint(
     job={"recipe.optimizer": "sgd", "recipe.optimizer_args.momentum": 0.9, "model_args.classes": 10},

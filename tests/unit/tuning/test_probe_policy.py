@@ -9,14 +9,11 @@ import pytest
 
 from csdctl.perfmodel.prediction import RankModel, predict
 from csdctl.perfmodel.step_time import StepTime
-from csdctl.tuning.class_model import MAX_PROBES, ClassModel
-from csdctl.tuning.fleet_model import FleetModel
-from csdctl.tuning.learning import learn_probes
-from csdctl.tuning.observations import ProbeOutcome
+from csdctl.tuning.fits import Point
+from csdctl.tuning.fleet_model import MAX_PROBES, ClassModel, FleetModel, ProbeOutcome, learn_probes
 from csdctl.tuning.probe_policy import ChooseSizes, next_sizes
-from csdctl.tuning.search import BestPlan, Limits, RankCandidate, find_best
+from csdctl.tuning.search import BestPlan, Limits, find_best
 from csdctl.tuning.stannis import Measure, TuningError
-from csdctl.tuning.step_time_fit import Point
 
 LIMITS = Limits(max_global_batch=1024)
 EQUAL_NODES = {"host": (StepTime(0.01, 0.003), 1), "a": (StepTime(0.03, 0.02), 4)}
@@ -61,8 +58,7 @@ class Machines:
 
     def best(self, step_times: Mapping[str, StepTime]) -> BestPlan:
         candidates = [
-            RankCandidate(name, step_times[key], is_required=key == "host")
-            for name, key in self.class_of.items()
+            RankModel(name, step_times[key], is_required=key == "host") for name, key in self.class_of.items()
         ]
         return find_best(candidates, LIMITS, lambda ranks: 0.01 * ranks)
 

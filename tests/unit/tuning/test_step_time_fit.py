@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from csdctl.perfmodel.step_time import StepTime
-from csdctl.tuning.step_time_fit import FitError, Point, fit_step_time
+from csdctl.tuning.fits import FitError, Point, fit_step_time
 
 SIZES = (4, 8, 16, 32, 64, 128, 256)
 

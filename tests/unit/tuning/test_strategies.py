@@ -10,13 +10,14 @@ from hypothesis import strategies as st
 
 from csdctl.perfmodel.step_time import StepTime
 from csdctl.placement.equation1 import Placed
-from csdctl.tuning.model_parts import MEASURED_BATCH, Shares, share_by_flops, spread_cuts
 from csdctl.tuning.search import Limits
 from csdctl.tuning.strategies import (
     DATA_PARALLEL,
     FEATURES,
+    MEASURED_BATCH,
     SPLIT,
     Machines,
+    Shares,
     Workload,
     choose_strategy,
     confirm,
@@ -25,7 +26,9 @@ from csdctl.tuning.strategies import (
     forecast_on_host,
     forecast_split,
     forecast_split_of,
+    share_by_flops,
     split_step_s,
+    spread_cuts,
     time_epoch,
 )
 from csdctl.worker.protocol.model_info import CutInfo

@@ -8,9 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from csdctl.perfmodel.step_time import StepTime
-from csdctl.tuning.measurements import ModelProperties, ProbeMeasurement, RuntimeSettings, describe_model
-from csdctl.tuning.transfer import MAX_DISTANCE, WEIGHTS, feature_distance, transfer_step_time
+from csdctl.tuning.fleet_model import ClassModel
+from csdctl.tuning.measurements import ModelProperties, ProbeMeasurement, describe_model
+from csdctl.tuning.recall import MAX_DISTANCE, WEIGHTS, feature_distance, guess_class, transfer_step_time
 from csdctl.worker.protocol.model_info import ModelInfo
+from csdctl.worker.protocol.run_spec import Runtime
 
 MODEL = ModelProperties("a", "mobilenet", 2_500_000, 2_400_000, 50_000_000, 12_288)
 STEP = StepTime(0.02, 0.004)
@@ -84,29 +86,9 @@ class TestTransfer:
         assert found
         assert 1.0 < found.per_sample_s < 1.5
 
-    def test_no_guess_without_a_near_neighbour(self) -> None:
-        far = replace(MODEL, num_operations=MODEL.num_operations * 20)
-        unknown = replace(MODEL, num_operations=0)
-        assert transfer_step_time(MODEL, []) is None
-        assert transfer_step_time(MODEL, [(far, STEP), (unknown, STEP)]) is None
-        assert transfer_step_time(unknown, [(MODEL, STEP)]) is None
-
     def test_knee_is_not_transferred(self) -> None:
         found = transfer_step_time(MODEL, [(MODEL, replace(STEP, knee=16, above_knee_s=0.01))])
         assert found == STEP
-
-    @given(features, st.lists(st.tuples(features, step_times), max_size=5))
-    def test_guess_is_a_valid_step_time(
-        self, target: ModelProperties, known: list[tuple[ModelProperties, StepTime]]
-    ) -> None:
-        found = transfer_step_time(target, known)
-        if found:
-            rates = [
-                step.per_sample_s / model.num_operations * target.num_operations
-                for model, step in known
-                if model.num_operations
-            ]
-            assert min(rates) * (1 - 1e-9) <= found.per_sample_s <= max(rates) * (1 + 1e-9)
 
     @given(step_times, st.floats(0.01, 100))
     def test_slower_machine_is_slower_for_every_model(self, step: StepTime, factor: float) -> None:
@@ -116,6 +98,41 @@ class TestTransfer:
         assert one
         assert slower
         assert slower.at(16) == pytest.approx(one.scaled(factor).at(16))
+
+
+SETTINGS = Runtime(1)
+
+
+def probes(step: StepTime = STEP, settings: Runtime = SETTINGS) -> list[ProbeMeasurement]:
+    return [ProbeMeasurement(settings, size, 1.0, step.at(size), 3, 1 << 20) for size in (8, 32)]
+
+
+def guess(measured: dict[tuple[ModelProperties, str], list[ProbeMeasurement]]) -> ClassModel:
+    return guess_class(ClassModel(("csd0",), SETTINGS), MODEL, "sgd", measured)
+
+
+class TestGuess:
+    def test_nearest_models_are_named_first_and_this_model_with_another_recipe_is_one(self) -> None:
+        near = replace(MODEL, hash="n", name="near", num_operations=60_000_000)
+        further = replace(MODEL, hash="f", name="further", num_operations=200_000_000)
+        found = guess(
+            {(one, "sgd"): probes() for one in (further, MODEL, near)} | {(MODEL, "adam"): probes()}
+        )
+        assert found.guessed_from == ("mobilenet", "near", "further")
+        assert found.guess
+
+    def test_distant_and_unknown_models_and_other_settings_are_not_used(self) -> None:
+        far = replace(MODEL, hash="b", num_operations=MODEL.num_operations * 20)
+        unknown = replace(MODEL, hash="c", num_operations=0)
+        other = replace(MODEL, hash="d")
+        failed = [ProbeMeasurement(SETTINGS, 8, 1.0, None)]
+        measured = {(far, ""): probes(), (unknown, ""): probes(), (MODEL, "adam"): failed}
+        found = guess(measured | {(other, ""): probes(settings=Runtime(2))})
+        assert (found.guess, found.guessed_from) == (None, ())
+
+    def test_models_at_the_same_distance_have_a_fixed_order(self) -> None:
+        equal = {(replace(MODEL, hash=letter, name=letter), ""): probes() for letter in "dcbe"}
+        assert guess(equal).guessed_from == ("b", "c", "d")
 
 
 class TestFeatures:
@@ -132,5 +149,5 @@ class TestFeatures:
         assert describe_model(info, "hash").input_elements == 10
 
     def test_probe_that_did_not_fit_has_no_rate(self) -> None:
-        assert ProbeMeasurement(RuntimeSettings(1), 8, 0.0, 0.5).samples_per_s == 16
-        assert ProbeMeasurement(RuntimeSettings(1), 8, 0.0, None).samples_per_s is None
+        assert ProbeMeasurement(Runtime(1), 8, 0.0, 0.5).samples_per_s == 16
+        assert ProbeMeasurement(Runtime(1), 8, 0.0, None).samples_per_s is None

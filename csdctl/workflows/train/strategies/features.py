@@ -7,7 +7,6 @@ the host trains the head alone: it then needs no sum, and the nodes no TensorFlo
 
 import hashlib
 import math
-import shutil
 import sys
 import tempfile
 import time
@@ -49,12 +48,12 @@ from csdctl.worker.protocol.features import (
 from csdctl.worker.protocol.json_codec import to_json
 from csdctl.worker.protocol.model_info import FeatureInfo
 from csdctl.worker.protocol.run_spec import DatasetSlice, HeadSpec, Prefix, RankSpec, RunSpec
-from csdctl.workflows.data.deploy import OnDelivery, cut_shards, deploy_files, whole
+from csdctl.workflows.data.deploy import OnDelivery, deploy_files, whole
 from csdctl.workflows.data.info_answer import check_info
 from csdctl.workflows.data.model import BUILD_DEADLINE_S, HASHES, have_hashes
 from csdctl.workflows.data.prepare import OnPrepareProgress, PreparationObserver, Prepared
 from csdctl.workflows.train.run import RunInputs
-from csdctl.workflows.train.spec import ShardFiles, build_spec, place_plan
+from csdctl.workflows.train.spec import ShardFiles, plan_reading
 from csdctl.workflows.train.strategies.strategy import RunContext, Strategy
 from csdctl.workflows.workspace.workspace import Workspace
 
@@ -441,14 +440,13 @@ def leave_to_host(plan: Plan, context: RunContext, options: FeatureOptions) -> t
         observer.say(f"all ranks train on their own features, not the host alone: there is {why_not}")
         return plan, None
     alone = plan.for_host_alone()
-    gatherer = _Gatherer(job, prepared, space, options, observer, context.on_delivery)
-    wanted = gatherer.build_spec(alone)
+    gatherer = _Gatherer(prepared, space, options, observer)
+    wanted, _ = plan_reading(alone, prepared, job, space)
     num_samples = prepared.public.num_samples
     if gatherer.gather(wanted, ()):
         observer.say(f"features of all {num_samples:,} public samples are on the host, which trains alone")
         return alone, None
-    spec = gatherer.build_spec(plan)
-    shards = cut_shards(place_plan(plan, prepared, job, space.fleet), prepared.public, job, space.project)
+    spec, shards = plan_reading(plan, prepared, job, space)
     with observer.preparing(COMPUTING, [rank.node for rank in spec.ranks]) as on_progress:
         run = compute_features(spec, prepared, shards, space, options, context.on_delivery, on_progress)
     observer.say(run.describe())
@@ -467,22 +465,10 @@ def leave_to_host(plan: Plan, context: RunContext, options: FeatureOptions) -> t
 class _Gatherer:
     """Brings the features of public samples to the host."""
 
-    job: Job
     prepared: Prepared
     space: Workspace
     options: FeatureOptions
     observer: PreparationObserver
-    on_delivery: OnDelivery
-
-    def build_spec(self, plan: Plan) -> RunSpec:
-        """Return what the ranks of `plan` read, as a run of which nothing is kept."""
-        job, prepared, space = self.job, self.prepared, self.space
-        placed = place_plan(plan, prepared, job, space.fleet)
-        shards = cut_shards(placed, prepared.public, job, space.project)
-        scratch = space.project.new_scratch()
-        spec = build_spec(scratch, job, plan, placed, prepared, shards, space)
-        shutil.rmtree(scratch.path, ignore_errors=True)
-        return spec
 
     def fetch(self, run: FeatureRun, directory: Path) -> tuple[tuple[GatheredPart, ...], int]:
         """Fetch the features of all nodes into `directory`; return all parts, and the bytes fetched."""

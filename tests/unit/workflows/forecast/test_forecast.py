@@ -4,14 +4,18 @@ import pytest
 
 from csdctl.errors import InputError
 from csdctl.job.model import Job, load_job
-from csdctl.perfmodel.energy import Power
 from csdctl.perfmodel.published import TABLE_1, Network
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.tuning.plan import Plan, RankPlan, save_plan
-from csdctl.workflows.forecast.basis import ForecastBasis, published_basis
-from csdctl.workflows.forecast.forecast import forecast
-from csdctl.workflows.forecast.request import MAX_NODES, ForecastRequest, given_power, parse_node_counts
-from csdctl.workflows.forecast.tuned_basis import tuned_basis
+from csdctl.tuning.scaling_curve import Power
+from csdctl.workflows.forecast.basis import ForecastBasis, published_basis, tuned_basis
+from csdctl.workflows.forecast.forecast import (
+    MAX_NODES,
+    ForecastRequest,
+    forecast,
+    given_power,
+    parse_node_counts,
+)
 
 RANKS = [
     RankPlan(node="host", batch_size=100, threads=2, step_time_s=1.0, samples_per_s=100.0),

@@ -9,8 +9,7 @@ import pytest
 from csdctl.worker.protocol.json_codec import to_json
 from csdctl.worker.protocol.probe import ProbeRequest, ProbeResult
 from csdctl.worker.protocol.run_spec import Runtime
-from csdctl.workflows.tune.probing import ProbeRounds
-from csdctl.workflows.tune.watch import IDLE, LOADING, MEASURED, MEASURING, TuneWatch
+from csdctl.workflows.tune.probing import IDLE, LOADING, MEASURED, MEASURING, FleetMeasurer, TuneWatch
 from tests.fake_session import FakeConversation, FakeSession
 from tests.unit.workflows.measured_project import make_project, prepared, workspace
 
@@ -48,7 +47,7 @@ class Fleet:
             for name in at.fleet.machines
         }
         memory_bytes = round(PEAK * num_sessions / 0.8)
-        self.rounds = ProbeRounds(
+        self.rounds = FleetMeasurer(
             at.job,
             prepared(at),
             workspace(at, self.sessions, memory_bytes),

@@ -14,11 +14,8 @@ from csdctl.errors import InputError
 from csdctl.fleet.facts import save_facts
 from csdctl.fleet.model import HOST_NAME, Node
 from csdctl.tuning.plan import Plan, Predicted, RankPlan, StrategyPlan, save_plan
-from csdctl.workflows.forecast.basis import ForecastBasis
-from csdctl.workflows.forecast.forecast import MAX_SEARCHED, Forecast, forecast
-from csdctl.workflows.forecast.plan_basis import plan_basis
-from csdctl.workflows.forecast.request import ForecastRequest
-from csdctl.workflows.forecast.tuned_basis import tuned_basis
+from csdctl.workflows.forecast.basis import ForecastBasis, plan_basis, tuned_basis
+from csdctl.workflows.forecast.forecast import MAX_SEARCHED, Forecast, ForecastRequest, forecast
 from csdctl.workflows.train.plan import build_fingerprint
 from tests.unit.workflows.measured_project import (
     OVERHEAD_FACTOR,
@@ -94,7 +91,7 @@ class TestFromMeasurementsAlone:
         # Every step follows from the fits, the sums and the trial, for some batch sizes.
         assert answer.points[2].sum_s == pytest.approx(SUMS.at(measured.features.vector_bytes, 25))
         assert answer.points[2].efficiency < answer.points[1].efficiency
-        assert answer.basis.overhead_factor == pytest.approx(OVERHEAD_FACTOR)
+        assert answer.basis.costs.overhead_factor == pytest.approx(OVERHEAD_FACTOR)
         assert answer.basis.source == "measured"
 
     def test_speed_up_is_over_the_host_alone_at_its_own_best_batch_size(
@@ -276,7 +273,7 @@ class TestFromSimilarModels:
             "was never measured there"
         )
         # Half of the operations: half of the time of a sample.
-        step_time = basis.nodes[0].model.step_time
+        step_time = basis.nodes[0].step_time
         assert (step_time.fixed_s, step_time.per_sample_s) == pytest.approx((0.1, 0.01), rel=0.02)
 
     def test_measufailed_machines_count_beside_guessed_ones(self, at: MeasuredProject) -> None:

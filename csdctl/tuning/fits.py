@@ -1,4 +1,4 @@
-"""Fit the time of a step to probes: a robust fit of α + β·b, with a knee where the probes show one; pure.
+"""Fit the time of a step and the cost of a sum to measurements; pure.
 
 A probe's error is proportional to its time, so residuals are relative. A single disturbed probe must not
 change the fit, so large residuals weigh less (Huber's weights, reweighted until they converge).
@@ -11,7 +11,9 @@ from statistics import median
 import numpy as np
 import numpy.typing as npt
 
+from csdctl.perfmodel.prediction import CollectiveCost
 from csdctl.perfmodel.step_time import StepTime
+from csdctl.tuning.measurements import CollectiveMeasurement
 
 Array = npt.NDArray[np.float64]
 
@@ -101,3 +103,39 @@ def non_negative(columns: Array, wanted: Array) -> list[float]:
             coefficients = dict(zip(kept, solved, strict=True))
             return [float(coefficients.get(column, 0.0)) for column in range(columns.shape[1])]
         kept.remove(negative[0])
+
+
+NUM_NEWEST = 5
+"""Number of newest times used per collective: a fleet changes, and a single time may be an outlier."""
+
+
+def fit_collective(measured: Sequence[CollectiveMeasurement]) -> CollectiveCost:
+    """Fit the cost of a sum to `measured`, minimizing relative errors; 0 without measurements.
+
+    With several collectives, only the fastest is used, as in training.
+    """
+    fastest = _fastest(measured)
+    if not fastest:
+        return CollectiveCost()
+    rows = [[1.0, others := num_ranks - 1, num_bytes, num_bytes * others] for num_ranks, num_bytes in fastest]
+    times = np.array(list(fastest.values()))
+    columns = np.array(rows, float) / times[:, np.newaxis]
+    # Bytes are millions and seconds thousandths: scale each column for numerical stability.
+    sizes = np.abs(columns).max(axis=0)
+    sizes[sizes == 0] = 1.0
+    coefficients = np.array(non_negative(columns / sizes, np.ones_like(times))) / sizes
+    return CollectiveCost(*map(float, coefficients))
+
+
+def _fastest(measured: Sequence[CollectiveMeasurement]) -> dict[tuple[int, int], float]:
+    """Return the seconds of the fastest collective, the median of its newest sums, by ranks and bytes."""
+    repeated: dict[tuple[str, int, int], list[float]] = {}
+    for sample in sorted(measured, key=lambda sample: sample.measured_at):
+        if sample.num_ranks > 1 and sample.seconds > 0:  # a single rank has nothing to sum
+            repeated.setdefault((sample.name, sample.num_ranks, sample.num_bytes), []).append(sample.seconds)
+    fastest: dict[tuple[int, int], float] = {}
+    for (_, num_ranks, num_bytes), seconds in repeated.items():
+        median_s = median(seconds[-NUM_NEWEST:])
+        key = (num_ranks, num_bytes)
+        fastest[key] = min(median_s, fastest.get(key, median_s))
+    return fastest
