@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +19,6 @@ from csdctl.transport.many import open_session
 from csdctl.transport.meter import LinkBytes
 from csdctl.transport.session import Conversation, Session
 from csdctl.worker.protocol.run_spec import JOINING, RunSpec
-
-SLOWEST_FACTOR = 4
-"""The last rank to answer a ping gets this many times the delay of the slowest other rank."""
 
 
 @dataclass(frozen=True)
@@ -59,27 +56,6 @@ class Patience:
     """Restarts of one rank without progress in between."""
     max_attempts: int = 3
     """Groups in a row that fail without progress before the run fails."""
-
-    def join_limit_s(self, num_ranks: int) -> float:
-        """Return how long a group of `num_ranks` may take to connect."""
-        return self.join_s + self.join_per_rank_s * num_ranks
-
-    def last_answer_limit_s(self, delays_s: Iterable[float]) -> float:
-        """Return how long the only rank that has not answered may take, given the other ranks' delays."""
-        slowest_s = max(delays_s, default=0.0)
-        return min(self.answer_s, max(self.min_answer_s, SLOWEST_FACTOR * slowest_s))
-
-    def stalled(self, pinged: Mapping[int, float], now: float) -> list[int]:
-        """Return the ranks that were pinged too long ago; `pinged` holds unanswered pings only."""
-        return [rank for rank, since in pinged.items() if now - since > self.stall_s]
-
-    def is_ping_due(self, last_message: float, now: float) -> bool:
-        """Return whether a rank that keeps others waiting must be pinged."""
-        return last_message < now - self.ping_interval_s
-
-    def is_silent(self, last_progress: float, now: float) -> bool:
-        """Return whether the run has made no progress for too long."""
-        return now - last_progress > self.silence_s
 
 
 NO_DEADLINES = Deadlines(start_s=10**9, silence_s=10**9)

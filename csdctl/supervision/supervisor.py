@@ -37,6 +37,8 @@ from csdctl.worker.protocol.orders import FormGroup, PauseAtEpochEnd, Ping, Stop
 
 USER, CALLBACK = "user", "callback"
 """Who has stopped a run (`Supervisor.stopped_by`)."""
+SLOWEST_FACTOR = 4
+"""The last rank to answer a ping gets this many times the delay of the slowest other rank."""
 LATE_REPORTS = 5
 """Reports of rank 0 that cannot all have waited in a pipe: it trains after others have finished."""
 
@@ -182,8 +184,8 @@ class Supervisor:
             self._check_links(self._links)
         self._ping_late_ranks()
         self._check_stalled_ranks()
-        is_silent = self._patience.is_silent(self._group.last_progress, time.monotonic())
-        if is_silent and not self._regroup_without_awaited():
+        silent_s = time.monotonic() - self._group.last_progress
+        if silent_s > self._patience.silence_s and not self._regroup_without_awaited():
             raise DeadlineError(
                 "no rank has completed a step for too long: the run hangs", remedy=f"see {self._logs}"
             )
@@ -294,12 +296,14 @@ class Supervisor:
         if finished or group.paused:
             now = time.monotonic()
             late = set(group.ranks) - finished - group.paused
-            self._ping(rank for rank in late if self._patience.is_ping_due(group.last_message(rank), now))
+            due = now - self._patience.ping_interval_s
+            self._ping(rank for rank in late if group.last_message(rank) < due)
 
     def _check_stalled_ranks(self) -> None:
         """Regroup without the ranks that have not answered a ping for too long."""
         self._group.drop_answered_pings()
-        stalled = self._patience.stalled(self._group.pinged, time.monotonic())
+        now = time.monotonic()
+        stalled = [rank for rank, at in self._group.pinged.items() if now - at > self._patience.stall_s]
         for rank in stalled:
             self._membership.lose(rank, f"rank {rank} is stopped, or its machine hangs")
         if stalled:
@@ -311,7 +315,7 @@ class Supervisor:
         if links.has_failed(self._patience.mpirun_exit_s):
             self._regroup("mpirun exited")
         elif len(self._group.joined) < num_ranks:
-            limit_s = self._patience.join_limit_s(num_ranks)
+            limit_s = self._patience.join_s + self._patience.join_per_rank_s * num_ranks
             if time.monotonic() - links.started > limit_s and not self._regroup_without_awaited():
                 self._regroup(f"the ranks did not connect to each other within {limit_s:.0f} s")
 
@@ -434,7 +438,9 @@ class Supervisor:
             if not waiting and time.monotonic() - start > self._patience.settle_s:
                 return
             if len(waiting) == 1 and len(members) > 1:
-                limit_s = self._patience.last_answer_limit_s(group.answer_delays_s(start))
+                slowest_s = max(group.answer_delays_s(start), default=0.0)
+                least_s = max(self._patience.min_answer_s, SLOWEST_FACTOR * slowest_s)
+                limit_s = min(self._patience.answer_s, least_s)
             left_s = start + (limit_s if waiting else self._patience.settle_s) - time.monotonic()
             self._act(self._inbox.next(max(0.0, left_s)))
         for rank in waiting:

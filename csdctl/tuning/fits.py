@@ -39,17 +39,13 @@ class Point:
     step_time_s: float
 
 
-class FitError(ValueError):
-    """There are no probes to fit."""
-
-
 def fit_step_time(probes: Sequence[Point]) -> StepTime:
-    """Fit the step time to `probes` of one machine class; raises FitError without probes.
+    """Fit the step time to `probes` of one machine class; raises ValueError without probes.
 
     A single batch size gives a line through the origin.
     """
     if not probes:
-        raise FitError("no probe to fit a step time to")
+        raise ValueError("no probe to fit a step time to")
     sizes = np.array([float(probe.batch_size) for probe in probes])
     times = np.array([probe.step_time_s for probe in probes])
     distinct = sorted({probe.batch_size for probe in probes})

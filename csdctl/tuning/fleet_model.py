@@ -10,8 +10,7 @@ from statistics import median
 from csdctl.fleet.model import HOST_NAME
 from csdctl.perfmodel.prediction import CollectiveCost, calibrate_overhead
 from csdctl.perfmodel.step_time import StepTime
-from csdctl.tuning.fits import Point, fit_collective, fit_step_time
-from csdctl.tuning.measurements import CollectiveMeasurement
+from csdctl.tuning.fits import Point, fit_step_time
 from csdctl.tuning.plan import RankPlan
 from csdctl.tuning.search import BestPlan
 from csdctl.worker.protocol.run_spec import Runtime
@@ -308,11 +307,6 @@ OUTLIER_TOLERANCE = 0.1
 """A machine that differs from its class by more than this share in a trial gets a separate step time."""
 
 
-def learn_collectives(model: FleetModel, measured: Sequence[CollectiveMeasurement]) -> FleetModel:
-    """Return the model with the cost of a sum fitted to `measured`."""
-    return replace(model, collective_cost=fit_collective(measured))
-
-
 def learn_probes(model: FleetModel, outcomes: Mapping[str, ProbeOutcome]) -> FleetModel:
     """Return the model updated with one round of probes, by machine, with the settings of its class."""
     classes = {
@@ -320,19 +314,6 @@ def learn_probes(model: FleetModel, outcomes: Mapping[str, ProbeOutcome]) -> Fle
         for name, known in model.classes.items()
     }
     return replace(model, classes=classes)
-
-
-def learn_overhead(
-    model: FleetModel, trial: tuple[Sequence[tuple[StepTime, int]], float] | None
-) -> FleetModel:
-    """Return the model with the overhead measured in an earlier trial; None: no overhead.
-
-    `trial`: step time and batch size of each rank, the host first, and the seconds of a step.
-    """
-    if trial is None:
-        return replace(model, overhead_factor=1.0)
-    ranks, step_s = trial
-    return replace(model, overhead_factor=calibrate_overhead(ranks, step_s, model.sum_s(len(ranks))))
 
 
 def learn_trial(model: FleetModel, tried: TriedPlan) -> FleetModel:
@@ -353,11 +334,6 @@ def learn_trial(model: FleetModel, tried: TriedPlan) -> FleetModel:
     ranks = [(step_times[machine], size) for machine, size in sizes.items()]
     sum_s = model.sum_s(len(tried.ranks))
     return replace(learned, overhead_factor=calibrate_overhead(ranks, tried.result.step_s, sum_s))
-
-
-def learn_out_of_memory(model: FleetModel, machine: str, batch_size: int) -> FleetModel:
-    """Return the model after a rank ran out of memory: its class computes smaller micro-batches."""
-    return model.with_class(model.class_name(machine), model.class_of(machine).with_out_of_memory(batch_size))
 
 
 def _outlier_factor(ratio: float) -> float:

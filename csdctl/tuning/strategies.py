@@ -150,7 +150,7 @@ class StrategyForecast:
     first_run_s: float
     next_run_s: float
     """Of a further training with other settings of what is learnt."""
-    sample_bytes: float
+    sample_bytes: float = 0.0
     """What a node sends and receives in an epoch for each of its samples."""
     is_confirmed: bool = False
     """Whether the time of a step is from a trial."""
@@ -180,18 +180,11 @@ def forecast_data_parallel(
         return max(compute_s[name] for name in active) + communication_s
 
     evaluation_s = work.num_validation * evaluation_share * _sample_s(machines.step_times[HOST_NAME])
-    epoch_s = time_epoch(placed, step_s) + evaluation_s
-    whole_s = machines.start_s + work.epochs * epoch_s
-    return StrategyForecast(
-        DATA_PARALLEL,
-        "",
-        dict(batch_sizes),
-        epoch_s,
-        whole_s,
-        whole_s,
-        _bytes_per_sample(placed, 2 * vector_bytes),
-        is_confirmed=True,
+    found = _forecast(
+        DATA_PARALLEL, "", batch_sizes, time_epoch(placed, step_s) + evaluation_s, machines, work
     )
+    sample_bytes = _bytes_per_sample(placed, 2 * vector_bytes)
+    return replace(found, sample_bytes=sample_bytes, is_confirmed=True)
 
 
 def forecast_features(
@@ -218,15 +211,11 @@ def forecast_features(
 
     evaluation_s = work.num_validation * shares.head * _sample_s(machines.step_times[HOST_NAME])
     epoch_s = time_epoch(placed, step_s) + evaluation_s
-    next_s = machines.start_s + work.epochs * epoch_s
-    return StrategyForecast(
-        FEATURES,
-        shares.layer,
-        planned.batch_sizes,
-        epoch_s,
-        machines.process_s + extraction_s + next_s,
-        next_s,
-        _bytes_per_sample(placed, 2 * shares.vector_bytes),
+    found = _forecast(FEATURES, shares.layer, planned.batch_sizes, epoch_s, machines, work)
+    return replace(
+        found,
+        first_run_s=machines.process_s + extraction_s + found.next_run_s,
+        sample_bytes=_bytes_per_sample(placed, 2 * shares.vector_bytes),
     )
 
 
@@ -302,10 +291,22 @@ def forecast_split_of(
         return overhead * split_step_s({name: sizes[name] for name in active}, shares, machines)
 
     evaluation_s = work.num_validation * evaluation_share * _sample_s(machines.step_times[HOST_NAME])
-    epoch_s = time_epoch(placed, step_s) + evaluation_s
-    whole_s = machines.start_s + work.epochs * epoch_s
+    found = _forecast(SPLIT, shares.layer, sizes, time_epoch(placed, step_s) + evaluation_s, machines, work)
     num_bytes = _bytes_per_sample(placed, 2 * shares.vector_bytes) + 2 * shares.cut_bytes
-    return StrategyForecast(SPLIT, shares.layer, dict(sizes), epoch_s, whole_s, whole_s, num_bytes)
+    return replace(found, sample_bytes=num_bytes)
+
+
+def _forecast(
+    strategy: Strategy,
+    cut: str,
+    batch_sizes: Mapping[str, int],
+    epoch_s: float,
+    machines: Machines,
+    work: Workload,
+) -> StrategyForecast:
+    """Return the forecast of a strategy that prepares nothing before its first epoch."""
+    whole_s = machines.start_s + work.epochs * epoch_s
+    return StrategyForecast(strategy, cut, dict(batch_sizes), epoch_s, whole_s, whole_s)
 
 
 def split_step_s(batch_sizes: Mapping[str, int], shares: Shares, machines: Machines) -> float:

@@ -11,12 +11,11 @@ from dataclasses import dataclass, replace
 
 from csdctl.errors import OutOfMemoryError
 from csdctl.notify import Say
+from csdctl.perfmodel.prediction import calibrate_overhead
+from csdctl.tuning.fits import fit_collective
 from csdctl.tuning.fleet_model import (
     FleetModel,
     TriedPlan,
-    learn_collectives,
-    learn_out_of_memory,
-    learn_overhead,
     learn_probes,
     learn_trial,
 )
@@ -82,8 +81,11 @@ class FitTuner:
         model = self._measure_steps(model)
         if self.is_exploring:
             model = self._explore_settings(model)
-        model = learn_overhead(model, self.measurements.recall_trial(model.step_times()))
-        return self._confirm(model)
+        factor = 1.0
+        if recalled := self.measurements.recall_trial(model.step_times()):
+            ranks, step_s = recalled
+            factor = calibrate_overhead(ranks, step_s, model.sum_s(len(ranks)))
+        return self._confirm(replace(model, overhead_factor=factor))
 
     def _measure_collectives(self, model: FleetModel) -> FleetModel:
         num_ranks = len(model.machines) + (not model.is_host_training)
@@ -96,7 +98,7 @@ class FitTuner:
                 for size in sorted({*SUM_BYTES, model.vector_bytes})
             ]
             known = [*known, *self.measurements.store_collectives(self.measurer.time_sums(sizes))]
-        model = learn_collectives(model, known)
+        model = replace(model, collective_cost=fit_collective(known))
         self.say(
             f"a sum of the model's {model.vector_bytes / 1e6:.1f} MB over {num_ranks} ranks takes "
             f"{model.sum_s(num_ranks) * 1000:.1f} ms"
@@ -218,10 +220,11 @@ class FitTuner:
         The failure is not stored as a measurement: another process on that machine may be the cause.
         """
         at_once = model.class_of(machine).limit_at_once(batch_size)
-        model = learn_out_of_memory(model, machine, batch_size)
+        known = model.class_of(machine).with_out_of_memory(batch_size)
+        model = model.with_class(model.class_name(machine), known)
         self.say(
             f"{machine}: {at_once} samples at once did not fit in memory beside the other ranks; "
-            f"planning for at most {model.class_of(machine).max_at_once}"
+            f"planning for at most {known.max_at_once}"
         )
         return model
 

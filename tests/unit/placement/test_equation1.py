@@ -163,8 +163,8 @@ def test_repeating_node_reads_its_samples_until_it_has_enough() -> None:
         RankLoad("csd1", 10, num_private=200),
     ]
     host, csd0, csd1 = place_shards(ranks, 6000, is_repeating=True)
-    assert (csd0.num_private, csd0.num_repeated, csd0.private_epochs) == (500, 0, 1.0)
-    assert (csd1.num_private, csd1.num_repeated, csd1.private_epochs) == (500, 300, 2.5)
+    assert (csd0.num_private, csd0.num_repeated) == (500, 0)
+    assert (csd1.num_private, csd1.num_repeated) == (500, 300)
     assert {host.num_steps, csd0.num_steps, csd1.num_steps} == {59}
     assert (host.weight, csd0.weight) == (1.0, 1.0)
     assert csd1.weight * csd1.num_samples == pytest.approx(200 + csd1.num_public)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from csdctl.errors import InputError
+from csdctl.reporting import privacy
 from csdctl.reporting.privacy import (
     PassCounter,
     check_accountant,
@@ -74,12 +75,15 @@ def test_epsilon_is_independent_of_the_clipping_norm_and_0_without_releases() ->
     assert compute_epsilon(NOISE, 0) == 0.0
 
 
-def test_missing_accountant_is_reported_with_the_command_that_installs_it() -> None:
+def test_missing_accountant_is_reported_with_the_command_that_installs_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     check_accountant()
+    monkeypatch.setattr(privacy, "has_accountant", lambda: False)
     with pytest.raises(InputError, match="dp-accounting, which is not installed") as caught:
-        check_accountant(lambda: False)
+        check_accountant()
     assert caught.value.remedy == "pip install 'csdctl[privacy]'"
-    found = measure_privacy(MANIFEST, count_passes([joined(1), ended(1), finished()], 3), lambda: False)
+    found = measure_privacy(MANIFEST, count_passes([joined(1), ended(1), finished()], 3))
     assert found
     assert [(node.num_releases, node.epsilon) for node in found.nodes] == [(1, None), (3, None)]
 

@@ -14,8 +14,6 @@ from csdctl.tuning.fleet_model import (
     ProbeOutcome,
     TrialResult,
     TriedPlan,
-    learn_out_of_memory,
-    learn_overhead,
     learn_probes,
     learn_trial,
 )
@@ -57,7 +55,6 @@ def test_learning_leaves_the_model_unchanged(model: FleetModel) -> None:
     before = replace(model)
     learn_probes(model, {"csd0": ProbeOutcome(64, 1.0, 3, {64: 1 << 30})})
     learn_trial(model, tried(model, {"csd0": 2.0}))
-    learn_out_of_memory(model, "csd1", 100)
     assert model == before
 
 
@@ -98,12 +95,8 @@ def test_overhead_of_a_step_is_that_of_the_trial(model: FleetModel) -> None:
     assert learn_trial(model, tried(model, {}, 1.3)).overhead_factor == pytest.approx(1.3)
 
 
-def test_overhead_without_an_earlier_trial_is_none(model: FleetModel) -> None:
-    assert learn_overhead(replace(model, overhead_factor=1.2), None).overhead_factor == 1.0
-
-
 def test_out_of_memory_limits_what_the_class_computes_at_once(model: FleetModel) -> None:
-    learned = learn_out_of_memory(model, "csd1", 100)
+    learned = model.with_class("csd", model.class_of("csd1").with_out_of_memory(100))
     assert learned.class_of("csd2").max_at_once == round(100 * OOM_RETRY_SHARE) - 1
     ranks = plan_ranks(learned, choose_plan(learned, Limits(global_batch=2000)))
     assert all((rank.micro_batch_size or 0) < 100 for rank in ranks if rank.node in NODES)
@@ -113,17 +106,17 @@ def test_out_of_memory_limits_what_the_class_computes_at_once(model: FleetModel)
 def test_each_out_of_memory_makes_micro_batches_smaller(model: FleetModel) -> None:
     """A rank that computes in micro-batches runs out of memory by their size, not by that of its batch."""
     sizes = [50]
-    model = learn_probes(model, {"csd1": ProbeOutcome(sizes[0] + 1, None)})
+    known = learn_probes(model, {"csd1": ProbeOutcome(sizes[0] + 1, None)}).class_of("csd1")
     for _ in range(3):
-        assert model.class_of("csd1").limit_at_once(1000) == sizes[-1]
-        model = learn_out_of_memory(model, "csd1", 1000)
-        sizes.append(model.class_of("csd1").limit_at_once(1000))
+        assert known.limit_at_once(1000) == sizes[-1]
+        known = known.with_out_of_memory(1000)
+        sizes.append(known.limit_at_once(1000))
     assert sizes == [50, 29, 16, 9]
 
 
 def test_out_of_memory_of_a_small_batch_limits_below_that_batch(model: FleetModel) -> None:
-    model = learn_probes(model, {"csd1": ProbeOutcome(200, None)})
-    assert learn_out_of_memory(model, "csd1", 40).class_of("csd1").max_at_once == 23
+    known = learn_probes(model, {"csd1": ProbeOutcome(200, None)}).class_of("csd1")
+    assert known.with_out_of_memory(40).max_at_once == 23
 
 
 def test_smaller_of_two_memory_limits_holds() -> None:
