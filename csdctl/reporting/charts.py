@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any
 
 from csdctl.errors import InputError
-from csdctl.reporting.numbers import format_bytes, format_rate, format_seconds, format_share
+from csdctl.reporting.numbers import format_rate, format_seconds, format_share
 from csdctl.reporting.results import RunResults
 from csdctl.reporting.series import COMMUNICATION, COMPUTE, INPUT, KINDS, OTHER, WAIT, RunSeries
 
@@ -162,52 +162,6 @@ def sizes_chart(run: RunResults) -> Chart | None:
     )
 
 
-def bytes_chart(run: RunResults) -> Chart | None:
-    """Return the bytes by traffic class; None when the ledger has none of this run."""
-    kinds: dict[str, int] = {}
-    for flow in run.flows:
-        kinds[flow.kind] = kinds.get(flow.kind, 0) + flow.num_bytes
-    if not kinds:
-        return None
-    kinds = dict(sorted(kinds.items(), key=lambda item: -item[1]))
-    rows = [(f.sender, f.receiver, f.kind, format_bytes(f.num_bytes), f"{f.num_bytes:,}") for f in run.flows]
-    return Chart(
-        "Bytes by class",
-        "What was sent over all links, counted by the sockets. "
-        + "; ".join(f"{kind}: {format_bytes(size)}" for kind, size in kinds.items())
-        + ".",
-        run.measured,
-        lambda: draw_bars({kind: size / 2**20 for kind, size in kinds.items()}, "MiB"),
-        DataTable(("from", "to", "class", "bytes", "exactly"), tuple(rows)),
-    )
-
-
-def speedup_chart(run: RunResults) -> Chart | None:
-    """Return the rate of each rank in the run next to what it reaches alone; None if that is unknown."""
-    ranks = run.summary.ranks
-    alone = [rank.alone_samples_per_s for rank in ranks if rank.alone_samples_per_s]
-    host = ranks[0].alone_samples_per_s if ranks else None
-    if not host or len(alone) < len(ranks):
-        return None
-    whole = run.summary.step_samples_per_s
-    bars = {
-        "host alone": 1.0,
-        "all ranks, reached": whole / host,
-        "all ranks, if none waited": sum(alone) / host,
-    }
-    rows = [
-        (f"{rank.rank} {rank.node}", format_rate(rank.samples_per_s), format_rate(rank.alone_samples_per_s))
-        for rank in ranks
-    ]
-    return Chart(
-        "Speed-up over the host alone",
-        f"{whole / host:.2f} times the host alone while stepping; {sum(alone) / host:.2f} if no rank waited.",
-        f"{run.measured}; alone: measured in tuning",
-        lambda: draw_bars(bars, "times the host alone"),
-        DataTable(("rank", "samples/s in the run", "samples/s alone"), tuple(rows)),
-    )
-
-
 def _times(series: RunSeries) -> list[float]:
     """Return the middle of each interval, in seconds since the start."""
     return [(number + 0.5) * series.interval_s for number in range(series.num_intervals)]
@@ -312,19 +266,6 @@ def draw_lanes(
         _legend(axes, 2)
 
     return _drawn(draw, 1.4 + LANE_IN * max(len(names), 7))
-
-
-def draw_bars(bars: Mapping[str, float], x_label: str) -> str:
-    """Draw a horizontal bar for each name."""
-
-    def draw(axes: Any) -> None:
-        names = list(bars)[::-1]
-        axes.barh(range(len(names)), [bars[name] for name in names], color=SERIES[0], height=0.6)
-        axes.set_yticks(range(len(names)), [*map(_short, names)])
-        axes.set(xlabel=x_label)
-        axes.grid(visible=False, axis="y")
-
-    return _drawn(draw, 1.0 + 0.3 * len(bars))
 
 
 def _short(name: str) -> str:

@@ -15,12 +15,10 @@ from csdctl.fleet.names import format_node_names
 from csdctl.reporting.charts import (
     Chart,
     DataTable,
-    bytes_chart,
     epoch_charts,
     lanes_chart,
     sizes_chart,
     speed_chart,
-    speedup_chart,
 )
 from csdctl.reporting.energy import MachineEnergy
 from csdctl.reporting.numbers import (
@@ -88,7 +86,7 @@ def _document(title: str, lines: Sequence[str], sections: Sequence[str]) -> str:
 
 def _run_part(run: RunResults, numbers: Iterator[int], *, is_only: bool) -> str:
     """Return what is shown of each run by itself."""
-    charts = [lanes_chart(run), sizes_chart(run), speedup_chart(run), bytes_chart(run)]
+    charts = [lanes_chart(run), sizes_chart(run)]
     name = "" if is_only else f"{run.summary.run_id}: "
     return "\n".join(
         [

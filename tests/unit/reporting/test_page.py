@@ -94,7 +94,7 @@ def test_page_refers_to_itself_alone(text: str) -> None:
 def test_each_chart_has_a_text_and_its_data(text: str) -> None:
     page = Page(text)
     charts = page.tags.count("svg")
-    assert charts == 9  # loss, accuracy, two metrics; speed, lanes, batch sizes, speed-up, bytes
+    assert charts == 7  # loss, accuracy, two metrics; speed, lanes, batch sizes
     assert page.tags.count("figure") == page.tags.count("details") == charts
     assert len([1 for name, value in page.attributes if name == "aria-label" and value]) >= charts
 
