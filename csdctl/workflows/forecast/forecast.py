@@ -75,8 +75,8 @@ def parse_node_counts(text: str) -> list[int]:
     return sorted(set(counts))
 
 
-MAX_SEARCHED = 60
-"""Numbers of nodes in one forecast: each may take a search for batch sizes, and `1..10000` seconds."""
+MAX_SEARCHED, MAX_FIXED = 60, 1000
+"""Numbers of nodes in one forecast, where each takes a search for batch sizes, and with fixed ones."""
 MAX_JUDGED_FULLY = 40
 NUM_JUDGED = 16
 """A verdict on up to MAX_JUDGED_FULLY nodes covers all numbers. On more it covers NUM_JUDGED of them, evenly,
@@ -110,10 +110,11 @@ def forecast(basis: ForecastBasis, request: ForecastRequest) -> Forecast:
             "the plan has only the host: the gain from nodes is unknown",
             remedy="run `csdctl tune` with at least one node, or use --published",
         )
-    if len(counts) > MAX_SEARCHED:
-        shown = f"{MAX_SEARCHED} of the {len(counts):,} requested: each is computed separately"
+    most = MAX_FIXED if basis.choice is None else MAX_SEARCHED
+    if len(counts) > most:
+        shown = f"{most} of the {len(counts):,} requested: each is computed separately"
         basis = replace(basis, origins={**basis.origins, "numbers_of_nodes": shown})
-        counts = pick_evenly(counts, MAX_SEARCHED)
+        counts = pick_evenly(counts, most)
     curve = _predict_curve(basis, counts)
     verdict = judge(list(curve.values()), basis.nodes) if max(counts) else None
     return Forecast(basis, [curve[count] for count in counts], verdict)

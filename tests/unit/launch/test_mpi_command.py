@@ -8,7 +8,6 @@ import pytest
 from csdctl.errors import InputError
 from csdctl.fleet.facts import Facts
 from csdctl.fleet.model import HOST_NAME
-from csdctl.fleet.network import parse_local_addresses
 from csdctl.launch.mpirun import (
     RankCommand,
     build_mpirun_command,
@@ -58,15 +57,6 @@ def test_mpirun_command_matches_the_golden_file() -> None:
         f"the mpirun command differs from {GOLDEN} (an argument per line); if intended, run this test "
         "again with CSDCTL_ACCEPT_GOLDEN=1 and commit the file"
     )
-
-
-def test_each_rank_is_one_context_in_order() -> None:
-    hosts = [words[:4] for words in contexts(build())]
-    assert hosts == [
-        ["--host", "localhost:1", "-np", "1"],
-        ["--host", "rank1-csd0:1", "-np", "1"],
-        ["--host", "rank2-csd1:1", "-np", "1"],
-    ]
 
 
 def test_network_is_passed_to_ranks_and_daemons() -> None:
@@ -171,15 +161,6 @@ Local:
         |-- 192.168.7.9
            /32 host LOCAL
 """
-
-
-def test_exactly_the_addresses_of_the_host_are_found() -> None:
-    assert parse_local_addresses(FIB_TRIE) == ["10.1.1.1", "127.0.0.1", "192.168.7.9"]
-
-
-def test_loopback_network_is_accepted() -> None:
-    check_network("127.0.0.0/8")
-    check_network("")
 
 
 def test_network_without_an_address_of_this_host_is_rejected_with_its_addresses() -> None:

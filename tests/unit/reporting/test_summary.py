@@ -112,11 +112,6 @@ def test_split_is_compared_with_its_busiest_rank() -> None:
     assert found.alone_samples_per_s == pytest.approx(found.step_samples_per_s / found.efficiency)
 
 
-def test_features_have_no_rate_of_whole_models_to_compare_with() -> None:
-    found = summary(manifest={**MANIFEST, "strategy": "features"})
-    assert (found.alone_samples_per_s, found.efficiency) == (None, None)
-
-
 def test_loss_and_accuracy_come_from_the_last_epoch() -> None:
     found = summary()
     assert (found.loss, found.accuracy) == pytest.approx((1.0, 0.8))
@@ -143,10 +138,6 @@ def test_run_without_one_completion_record_has_failed(rank: int) -> None:
     assert summary(without(Finished, rank)).state == "failed"
 
 
-def test_duplicate_completion_record_does_not_replace_another() -> None:
-    assert summary([*without(Finished, 2), finished(1)]).state == "failed"
-
-
 def test_failures_are_listed_with_their_node() -> None:
     found = summary([*WHOLE[:6], Failed(1, "csd0", "the loss became nan", "lower the rate")])
     assert (found.state, found.failures) == ("failed", ("csd0: the loss became nan",))
@@ -159,10 +150,6 @@ def test_equal_hashes_at_every_epochs_end_mean_identical_weights() -> None:
 def test_different_weights_after_one_epoch_are_not_identical() -> None:
     events = [epoch_end(1, 1, "other") if event == epoch_end(1, 1) else event for event in WHOLE]
     assert not summary(events).identical_weights
-
-
-def test_missing_hash_of_one_rank_means_not_identical() -> None:
-    assert not summary([event for event in WHOLE if event != epoch_end(2, 2)]).identical_weights
 
 
 @pytest.mark.parametrize("events", [[], WHOLE[:3]])

@@ -3,7 +3,7 @@
 import pytest
 
 from csdctl.supervision.membership import GroupState
-from csdctl.worker.protocol.events import LinkLost, Pong, Progress, Ready, WaitingFor
+from csdctl.worker.protocol.events import LinkLost, Pong, Progress, WaitingFor
 
 
 @pytest.fixture
@@ -26,13 +26,6 @@ def test_only_an_answer_after_the_ping_drops_the_ping(group: GroupState) -> None
     group.record_arrival(Pong(2, "csd1", 2), now=103.0)
     group.drop_answered_pings()
     assert group.pinged == {1: 102.0}
-
-
-def test_rank_that_becomes_ready_has_answered(group: GroupState) -> None:
-    group.record_arrival(Ready(3, "csd2", 100, 0.1), now=105.0)
-    assert group.has_answered_since(3, 105.0)
-    assert not group.has_answered_since(1, 100.0)
-    assert group.answer_delays_s(since=104.0) == [1.0]
 
 
 def test_lost_link_of_an_earlier_generation_does_not_count(group: GroupState) -> None:

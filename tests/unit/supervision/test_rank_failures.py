@@ -8,13 +8,6 @@ from tests.patience import scaled
 from tests.unit.supervision.scripted_ranks import Fleet, ScriptedRank
 
 
-def test_others_continue_without_a_rank_that_fails(fleet: Fleet) -> None:
-    fleet.scripts = {1: lambda fleet: fleet.rank(1).fail("disk full"), 2: Fleet.finish}
-    fleet.run()
-    assert fleet.groups == [(0, 1, 2), (0, 2)]
-    assert fleet.nodes_of(NodeLost) == ["csd0"]
-
-
 def test_node_that_fails_is_lost_for_the_reason_it_reports(fleet: Fleet) -> None:
     fleet.min_nodes = 2
     fleet.scripts[1] = lambda fleet: fleet.rank(1).fail("disk full", remedy="make room")
@@ -81,12 +74,6 @@ def test_no_message_is_lost_while_a_failure_is_investigated(fleet: Fleet) -> Non
     fleet.run()
     assert fleet.groups == [(0, 1, 2), (0, 1), (0,), (0, 2)]
     assert fleet.nodes_of(NodeBack) == ["csd1"]
-
-
-def test_invalid_input_that_a_node_reports_while_it_trains_is_its_own_failure(fleet: Fleet) -> None:
-    fleet.scripts = {1: lambda fleet: fleet.rank(1).fail("no such metric", exit_code=2), 2: Fleet.finish}
-    fleet.run()
-    assert fleet.nodes_of(NodeLost) == ["csd0"]
 
 
 def test_invalid_input_that_rank_0_reports_fails_the_run(fleet: Fleet) -> None:

@@ -91,13 +91,6 @@ def test_rank_that_exits_before_the_first_group_has_joined_fails_the_run(fleet: 
     assert fleet.groups == [(0, 1, 2)]
 
 
-def test_failure_before_the_first_group_has_joined_fails_the_run(fleet: Fleet) -> None:
-    fleet.never_join = {2}
-    fleet.scripts[1] = lambda fleet: fleet.rank(2).fail("no socket")
-    error = fleet.run_to_error()
-    assert (error.node, error.message) == ("csd1", "no socket")
-
-
 def test_mpirun_failure_at_the_first_attempt_fails_the_run_with_its_stderr(fleet: Fleet) -> None:
     fleet.never_join = {0, 1, 2}
     fleet.mpirun[1] = shell("echo there are no slots >&2; exit 1")

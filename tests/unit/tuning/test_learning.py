@@ -51,13 +51,6 @@ def tried(model: FleetModel, factors: dict[str, float], overhead_factor: float =
     return TriedPlan(best, plan_ranks(model, best), result)
 
 
-def test_learning_leaves_the_model_unchanged(model: FleetModel) -> None:
-    before = replace(model)
-    learn_probes(model, {"csd0": ProbeOutcome(64, 1.0, 3, {64: 1 << 30})})
-    learn_trial(model, tried(model, {"csd0": 2.0}))
-    assert model == before
-
-
 def test_probe_counts_for_all_machines_of_its_class(model: FleetModel) -> None:
     learned = learn_probes(
         model, {"csd1": ProbeOutcome(64, NODE.at(64), 3, {64: 1 << 30}), "csd2": ProbeOutcome(256, None)}
@@ -85,12 +78,6 @@ def test_outlier_gets_a_step_time_of_its_own(model: FleetModel) -> None:
     assert sizes["csd1"] < sizes["csd0"]
 
 
-def test_outlier_that_recovers_is_none_any_more(model: FleetModel) -> None:
-    learned = learn_trial(model, tried(model, {"csd1": 1.5}))
-    again = learn_trial(learned, tried(model, {}))
-    assert again.outlier_factors["csd1"] == 1.0
-
-
 def test_overhead_of_a_step_is_that_of_the_trial(model: FleetModel) -> None:
     assert learn_trial(model, tried(model, {}, 1.3)).overhead_factor == pytest.approx(1.3)
 
@@ -112,11 +99,6 @@ def test_each_out_of_memory_makes_micro_batches_smaller(model: FleetModel) -> No
         known = known.with_out_of_memory(1000)
         sizes.append(known.limit_at_once(1000))
     assert sizes == [50, 29, 16, 9]
-
-
-def test_out_of_memory_of_a_small_batch_limits_below_that_batch(model: FleetModel) -> None:
-    known = learn_probes(model, {"csd1": ProbeOutcome(200, None)}).class_of("csd1")
-    assert known.with_out_of_memory(40).max_at_once == 23
 
 
 def test_smaller_of_two_memory_limits_holds() -> None:
@@ -145,10 +127,6 @@ def test_limited_host_and_nodes_together_stay_within_the_global_batch(
     sizes = choose_plan(replace(model, max_host_share=share), Limits(max_global_batch=most)).batch_sizes
     assert sum(sizes.values()) <= most
     assert sizes.get("host", 0) <= share * sum(sizes.values())
-
-
-def test_host_without_a_sample_does_not_train(model: FleetModel) -> None:
-    assert "host" not in choose_plan(replace(model, max_host_share=0.0), Limits(global_batch=90)).batch_sizes
 
 
 def test_exact_global_batch_is_kept_with_a_limited_host(model: FleetModel) -> None:

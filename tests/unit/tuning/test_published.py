@@ -130,29 +130,6 @@ def test_page_shows_the_batch_sizes_that_are_computed(network: Network) -> None:
 
 
 @pytest.mark.parametrize("network", Network)
-def test_shards_are_equation_1s(network: Network) -> None:
-    host, *newports = placed(TABLE_1[network])
-    for newport in newports:
-        of_the_host = newport.num_samples / newport.batch_size * host.batch_size
-        assert host.num_samples == pytest.approx(of_the_host, abs=host.batch_size / newport.batch_size)
-
-
-@pytest.mark.parametrize("network", Network)
-def test_private_images_stay_and_every_public_one_is_read_once(network: Network) -> None:
-    shards = placed(TABLE_1[network])
-    assert [shard.num_private for shard in shards] == [0] + [500] * 24
-    assert sum(shard.num_public for shard in shards) == 72_000
-    assert [shard.public_start for shard in shards[1:]] == [shard.public_stop for shard in shards[:-1]]
-    assert sum(shard.num_repeated for shard in shards) == 0
-
-
-@pytest.mark.parametrize("network", Network)
-def test_all_ranks_end_their_epoch_in_the_same_step(network: Network) -> None:
-    shards = placed(TABLE_1[network])
-    assert {shard.num_steps for shard in shards} == {steps_per_epoch(shards)}
-
-
-@pytest.mark.parametrize("network", Network)
 def test_page_shows_the_shards_that_are_computed(network: Network) -> None:
     host, *newports = placed(TABLE_1[network])
     sizes = sorted({newport.num_samples for newport in newports})

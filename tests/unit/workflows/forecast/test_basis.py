@@ -149,12 +149,6 @@ class TestFromMeasurementsAlone:
         assert basis.source == "emulated"
         assert "not how fast a device is" in basis.origins["speeds"]
 
-    def test_verdict_on_many_nodes_covers_some_numbers_in_between(self, measured: MeasuredProject) -> None:
-        verdict = ask(measured, node_counts=[100]).verdict
-        assert verdict
-        assert verdict.worth_from
-        assert 0 < verdict.useful_nodes <= 100
-
     def test_smallest_number_that_is_worth_it_does_not_depend_on_the_largest(
         self, measured: MeasuredProject
     ) -> None:
@@ -276,13 +270,6 @@ class TestFromSimilarModels:
         step_time = basis.nodes[0].step_time
         assert (step_time.fixed_s, step_time.per_sample_s) == pytest.approx((0.1, 0.01), rel=0.02)
 
-    def test_measufailed_machines_count_beside_guessed_ones(self, at: MeasuredProject) -> None:
-        remember_probes(at, machines=[HOST_NAME])
-        remember_probes(at, machines=["csd0"], features=replace(at.features, hash="b" * 64, name="other"))
-        basis = basis_of(at)
-        assert basis.origins["speeds"].startswith("measured: 5 probes")
-        assert "guessed from other for csd0, csd1" in basis.origins["speeds"]
-
     def test_dissimilar_model_is_not_used(self, at: MeasuredProject) -> None:
         remember_probes(at, features=replace(at.features, hash="b" * 64, num_operations=10**13))
         with pytest.raises(InputError, match="neither MobileNetV2 nor a similar model was measured on host"):
@@ -351,13 +338,6 @@ class TestCommand:
             CliRunner().invoke(app, ["forecast", "--published", "squeezenet", *command[4:], "8"]).exit_code
             != 0
         )
-
-    def test_nodes_may_be_chosen(self, measured: MeasuredProject, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.chdir(measured.project.root)
-        done = CliRunner().invoke(app, ["forecast", "--exclude", "csd1"])
-        assert done.exit_code == 0
-        assert "1 node: " in done.stdout
-        assert "batch sizes: for each number of nodes the best" in done.stdout
 
     def test_idle_ranks_are_named(self, at: MeasuredProject, monkeypatch: pytest.MonkeyPatch) -> None:
         remember_probes(at)

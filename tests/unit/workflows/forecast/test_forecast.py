@@ -57,18 +57,6 @@ class TestFromAPlan:
         assert [point.samples_per_s for point in answer.points] == pytest.approx([100, 110, 140])
         assert answer.basis.source == "measured"
 
-    def test_larger_fleet_repeats_the_plans_nodes(self, project: ProjectDirectory, job: Job) -> None:
-        tuned(project, job)
-        answer = forecast(plan_basis(project, job), ForecastRequest(node_counts=[1, 4]))
-        assert [point.samples_per_s for point in answer.points] == pytest.approx([110, 180])
-        assert answer.basis.origins["reach"].startswith("assumption: with more nodes than 2")
-
-    def test_emulated_plan_is_marked(self, project: ProjectDirectory, job: Job) -> None:
-        tuned(project, job, emulated=True)
-        basis = plan_basis(project, job)
-        assert basis.source == "emulated"
-        assert "not how fast a device is" in basis.origins["speeds"]
-
     def test_sum_that_was_never_measured_is_marked(self, project: ProjectDirectory, job: Job) -> None:
         tuned(project, job)
         basis = plan_basis(project, job)

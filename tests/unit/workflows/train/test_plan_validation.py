@@ -10,7 +10,7 @@ from csdctl.fleet.facts import Facts
 from csdctl.fleet.model import HOST_NAME, Fleet, Node
 from csdctl.job.model import Job, load_job
 from csdctl.tuning.plan import Plan, RankPlan, load_plan, save_plan
-from csdctl.workflows.train.plan import MAX_SHOWN, build_fingerprint, check_plan, find_left_out
+from csdctl.workflows.train.plan import MAX_SHOWN, build_fingerprint, check_plan
 
 JOB = """\
 model: mine.py:build
@@ -107,13 +107,3 @@ def test_node_missing_from_the_plan_is_named(plan: Plan, job: Job) -> None:
     with pytest.raises(InputError, match="does not include csd1") as raised:
         check_plan(smaller, job, FLEET, FACTS)
     assert "--exclude csd1" in raised.value.remedy
-
-
-def test_node_left_out_by_the_plan_is_not_missing(plan: Plan, job: Job) -> None:
-    smaller = plan.model_copy(update={"ranks": plan.ranks[:2], "left_out": ["csd1"]})
-    check_plan(smaller, job, FLEET, FACTS)
-    assert find_left_out(smaller, FLEET) == ["csd1"]
-
-
-def test_node_that_was_added_manually_is_not_left_out(plan: Plan) -> None:
-    assert find_left_out(plan.model_copy(update={"left_out": ["csd1"]}), FLEET) == []
