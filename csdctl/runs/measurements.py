@@ -191,13 +191,6 @@ class MeasurementStore:
         found = self._select(PROBE, model=model_hash, recipe=recipe, of=machine_class)
         return [stored.value for stored in found]
 
-    def probes_of_all(self, machine_class: str) -> dict[tuple[ModelProperties, str], list[ProbeMeasurement]]:
-        """Return the probes on a machine class (its key) by model and recipe, oldest first."""
-        found: dict[tuple[ModelProperties, str], list[ProbeMeasurement]] = defaultdict(list)
-        for stored in self._select(PROBE, of=machine_class):
-            found[stored.model, stored.recipe].append(stored.value)
-        return found
-
     def collectives(self, fleet_class: str) -> list[CollectiveMeasurement]:
         """Return the sums on a fleet class (its key), by any collective, oldest first."""
         return [stored.value for stored in self._select(COLLECTIVE, of=fleet_class)]

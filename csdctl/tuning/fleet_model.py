@@ -144,10 +144,6 @@ class ClassModel:
     """The largest batch size that a plan may give a machine."""
     has_earlier_trial: bool = False
     """Whether an earlier tuning reached its trial, and thus already explored other settings."""
-    guess: StepTime | None = None
-    """The step time estimated from similar models; used until the first probe."""
-    guessed_from: tuple[str, ...] = ()
-    """The models that `guess` was estimated from, nearest first."""
     too_large: int | None = None
     """The smallest batch size that did not fit in memory."""
     peaks: Mapping[int, int] = field(default_factory=dict)
@@ -178,18 +174,16 @@ class ClassModel:
         """Return how many of `size` samples a machine computes at once."""
         return min(size, self.max_at_once or size)
 
-    def step_time_at_once(self) -> StepTime | None:
-        """Return the step time in training of batches that fit in memory; None without probes or a guess."""
-        return fit_step_time(self.points).scaled(self.in_step_factor) if self.points else self.guess
+    def step_time_at_once(self) -> StepTime:
+        """Return the step time in training of batches that fit in memory; raises ValueError without probes."""
+        return fit_step_time(self.points).scaled(self.in_step_factor)
 
     def step_time(self) -> StepTime:
         """Return the step time in training; batches that exceed the memory are computed in micro-batches.
 
-        Raises ValueError without a probe or a guess.
+        Raises ValueError without probes.
         """
         fitted = self.step_time_at_once()
-        if fitted is None:
-            raise ValueError(f"the step time of {', '.join(self.machines)} is unknown")
         at_once = self.max_at_once
         if at_once is None:
             return fitted

@@ -32,8 +32,6 @@ MEMORY_NEAR = 1.25
 MIN_SIZES = 2
 """Minimum number of different sizes of a class, including earlier probes. More hardly improve the plan,
 because the trial that follows corrects the level of the line (tests/bench/bench_planning.py, with noise)."""
-GUESSED_SHARES = (0.25, 0.5, 0.12)
-"""Shares of a guessed planned size to probe, by machine: a probe that is too large costs time or memory."""
 PLANNED_SHARES = (0.5, 0.3)
 """Shares of the planned size that the machines of a class probe."""
 
@@ -64,10 +62,10 @@ def next_sizes(classes: Mapping[str, ClassModel], choose: ChooseSizes) -> dict[s
     """Return what `next_probes` does, with the planned size of each class from `choose`."""
     for known in classes.values():
         _check_memory(known)
-    step_times = {
-        name: step_time for name, known in classes.items() if (step_time := known.step_time_at_once())
-    }
-    planned = choose(step_times) if len(step_times) == len(classes) else {}
+    are_known = all(known.points for known in classes.values())
+    planned = (
+        choose({name: known.step_time_at_once() for name, known in classes.items()}) if are_known else {}
+    )
     return {
         machine: size
         for name, known in classes.items()
@@ -99,7 +97,7 @@ def _next_class_sizes(known: ClassModel, planned: int | None) -> list[int]:
     if count < 1:
         return []
     if not known.points:
-        return _first_sizes(known, planned, count)
+        return _first_sizes(known, count)
     if planned is None or is_settled(known, planned):
         return []
     largest = max(known.sizes)
@@ -115,15 +113,12 @@ def _next_class_sizes(known: ClassModel, planned: int | None) -> list[int]:
     return list(around)[:count]
 
 
-def _first_sizes(known: ClassModel, planned: int | None, count: int) -> list[int]:
+def _first_sizes(known: ClassModel, count: int) -> list[int]:
     """Return sizes for a class without a probe that fitted in memory."""
     if known.too_large is not None:
         return [max(1, known.too_large // MAX_GROWTH)]
-    if planned is None:
-        sizes = FIRST_SIZES[min(count, max(FIRST_SIZES))]
-        return list(dict.fromkeys(known.cap(size) for size in sizes))
-    guessed = {max(1, round(planned * share)) for share in GUESSED_SHARES[:count]}
-    return sorted(guessed)
+    sizes = FIRST_SIZES[min(count, max(FIRST_SIZES))]
+    return list(dict.fromkeys(known.cap(size) for size in sizes))
 
 
 MIN_SETTINGS_GAIN = 0.15

@@ -1,89 +1,15 @@
-"""Earlier measurements as the start of a new tuning; pure.
+"""Earlier measurements as the start of a new tuning; pure."""
 
-A model that was never measured gets a guess from similar ones. After "A History-Based Auto-Tuning Framework
-for Fast and High Performance DNN Design on GPU" (2020): records of dissimilar models are worse than none, so
-neighbours are ordered by a distance over their features, and distant ones are left out. The paper learns the
-weights of the features; with a handful of records they are fixed here.
-
-    distance² = Σ_f weight_f · ln(a_f / b_f)²
-
-A model with twice the operations is as far away as one with half of them, and units do not matter.
-"""
-
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import median
-
-import numpy as np
 
 from csdctl.fleet.model import HOST_NAME
 from csdctl.perfmodel.step_time import StepTime
 from csdctl.tuning.fits import Point, fit_step_time
 from csdctl.tuning.fleet_model import ClassModel, merge_peaks
-from csdctl.tuning.measurements import ModelProperties, ProbeMeasurement, TrialMeasurement
+from csdctl.tuning.measurements import ProbeMeasurement, TrialMeasurement
 from csdctl.worker.protocol.run_spec import Runtime
-
-WEIGHTS = {"num_operations": 1.0, "num_parameters": 0.5, "num_trainable": 0.5, "input_elements": 0.25}
-"""Operations dominate a step; parameters represent the optimizer, the input represents memory traffic."""
-
-UNKNOWN_RATIO = 4.0
-"""The assumed ratio of a feature that is known for one model only."""
-
-MAX_DISTANCE = math.log(16)
-"""Equivalent to 16 times the operations, all else equal; neighbours beyond it are not used."""
-
-MAX_NEIGHBOURS = 3
-_SOFTENING = 0.01
-"""Added to squared distances: the nearest neighbour dominates, but not alone."""
-
-
-def feature_distance(first: ModelProperties, second: ModelProperties) -> float:
-    """Return the distance of two models: at least 0, symmetric, 0 for equal features.
-
-    A feature that is unknown (0) for both is ignored.
-    """
-    return math.sqrt(
-        sum(
-            weight * _log_ratio(getattr(first, name), getattr(second, name)) ** 2
-            for name, weight in WEIGHTS.items()
-        )
-    )
-
-
-def transfer_step_time(
-    target: ModelProperties, known: Sequence[tuple[ModelProperties, StepTime]]
-) -> StepTime | None:
-    """Guess the step time of `target` from similar models on the same machine; None when there are none.
-
-    The time per sample scales with the operations, the fixed time with the parameters, which the optimizer
-    visits once per step. Several neighbours are averaged with weights 1 / (distance² + 0.01). A knee is not
-    transferred: another model leaves the cache at another size.
-    """
-    if not known:
-        return None
-    weights = [1 / (feature_distance(target, features) ** 2 + _SOFTENING) for features, _ in known]
-    times = [
-        (
-            step_time.fixed_s * _ratio(target.num_parameters, features.num_parameters),
-            step_time.per_sample_s * target.num_operations / features.num_operations,
-        )
-        for features, step_time in known
-    ]
-    fixed_s, per_sample_s = np.average(times, axis=0, weights=weights)
-    return StepTime(float(fixed_s), float(per_sample_s))
-
-
-def _ratio(first: int, second: int) -> float:
-    """Return first / second; 1 when either is unknown."""
-    return first / second if first and second else 1.0
-
-
-def _log_ratio(first: int, second: int) -> float:
-    if first and second:
-        return math.log(first / second)
-    return math.log(UNKNOWN_RATIO) if first or second else 0.0
-
 
 RecalledTrial = tuple[Sequence[tuple[StepTime, int]], float]
 """Step time and batch size of each rank, the host first, and the seconds of a step."""
@@ -106,37 +32,6 @@ def recall_class(blank: ClassModel, known: Sequence[ProbeMeasurement], threads: 
     recalled = replace(recalled, has_earlier_trial=bool(tried))
     shown = recall_in_step(known, settings, fit_step_time(points))
     return recalled.with_trial(*shown) if shown else recalled
-
-
-def guess_class(
-    blank: ClassModel,
-    features: ModelProperties,
-    recipe: str,
-    measured: Mapping[tuple[ModelProperties, str], Sequence[ProbeMeasurement]],
-) -> ClassModel:
-    """Return `blank` with a guess from the most similar models that were `measured` on its machine class.
-
-    `measured` is by model and recipe; this model with this `recipe` is not used.
-    """
-    similar = [
-        (feature_distance(features, other), other.hash, other_recipe, other, fit_step_time(points))
-        for (other, other_recipe), probes in measured.items()
-        if (other.hash, other_recipe) != (features.hash, recipe)
-        and features.num_operations
-        and other.num_operations
-        and (points := points_with(probes, blank.settings))
-    ]
-    near = [
-        (other, step_time)
-        for distance, _, _, other, step_time in sorted(similar, key=lambda one: one[:3])
-        if distance <= MAX_DISTANCE
-    ]
-    near = near[:MAX_NEIGHBOURS]
-    return replace(
-        blank,
-        guess=transfer_step_time(features, near),
-        guessed_from=tuple(dict.fromkeys(other.short_name for other, _ in near)),
-    )
 
 
 def recall_trial(

@@ -3,7 +3,6 @@
 For the fleet as it is, the plan predicts the training: its batch sizes, and the result of its trial. Other
 numbers of nodes follow from the stored measurements, with the batch sizes that `tune` would choose for them.
 Without measurements the plan is used alone, with fixed batch sizes; without a plan, the measurements are.
-Measurements are found as `tune` finds them; where this model was never measured, similar ones are a guess.
 A forecast is of data-parallel training: it does not use the batch sizes of a split.
 """
 
@@ -35,7 +34,6 @@ from csdctl.reporting.numbers import format_seconds
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.runs.measurements import open_measurements
 from csdctl.tuning.fits import fit_collective
-from csdctl.tuning.fleet_model import ClassModel
 from csdctl.tuning.measurements import CollectiveMeasurement
 from csdctl.tuning.plan import Plan, RankPlan, load_plan
 from csdctl.tuning.recall import RecalledTrial
@@ -60,7 +58,7 @@ class ForecastBasis:
     """What a forecast is computed from."""
 
     title: str
-    source: Literal["published", "measured", "guessed", "emulated"]
+    source: Literal["published", "measured", "emulated"]
     host: RankModel
     nodes: tuple[RankModel, ...]
     """The fleet's nodes in order; a larger fleet repeats them."""
@@ -124,8 +122,6 @@ class Recalled:
     """The host, then the nodes in the order of the fleet."""
     speeds: str
     """Where the step times come from, as a sentence."""
-    is_guessed: bool
-    """For some machines, only similar models were measured."""
     vector_bytes: int
     """What each rank contributes to a sum."""
     sums: Sequence[CollectiveMeasurement]
@@ -158,10 +154,9 @@ def tuned_basis(
     known: Recalled | Unknown = Unknown("there is no fleet file", f"write fleet.yaml and {TUNE}")
     if fleet:
         known = _recall(job, project, fleet, facts, data, say)
-    if plan and (isinstance(known, Unknown) or known.is_guessed):
+    if plan and isinstance(known, Unknown):
         basis = plan_basis(job, plan)
-        why_not = known.reason if isinstance(known, Unknown) else "only similar models were measured"
-        notes["measurements"] = f"not used: {why_not}"
+        notes["measurements"] = f"not used: {known.reason}"
     elif isinstance(known, Unknown):
         raise InputError(
             f"cannot forecast {job.path}: {why_no_plan or 'there is no plan'}, and {known.reason}",
@@ -287,7 +282,7 @@ def _measured_basis(
     host, *nodes = size_ranks(known.ranks, sizes)
     return ForecastBasis(
         title=job.name,
-        source="emulated" if fleet.emulated else "guessed" if known.is_guessed else "measured",
+        source="emulated" if fleet.emulated else "measured",
         host=host,
         nodes=tuple(nodes),
         num_nodes=len(nodes),
@@ -370,39 +365,19 @@ def _recall(
 def _read(measurements: FleetMeasurements, machines: Sequence[str]) -> Recalled | Unknown:
     classes = measurements.recall_classes()
     model_name = measurements.features.short_name
-    unknown = [name for known in classes.values() if not known.step_time_at_once() for name in known.machines]
-    if unknown:
+    if unknown := [name for known in classes.values() if not known.points for name in known.machines]:
         return Unknown(
-            f"neither {model_name} nor a similar model was measured on {format_node_names(unknown)}", TUNE
+            f"{model_name}, with this recipe and form of data, was not measured on "
+            f"{format_node_names(unknown)}",
+            TUNE,
         )
-    # A guess is used unchanged: another model's memory does not bound it.
-    step_times = {
-        name: known.guess if known.guess and not known.points else known.step_time()
-        for name, known in classes.items()
-    }
+    step_times = {name: known.step_time() for name, known in classes.items()}
     class_of = {machine: name for name, known in classes.items() for machine in known.machines}
+    num_probes = sum(len(known.points) for known in classes.values())
     return Recalled(
         [RankModel(machine, step_times[class_of[machine]]) for machine in machines],
-        _describe_speeds(list(classes.values()), model_name),
-        any(not known.points for known in classes.values()),
+        f"measured: {num_probes} probes and trials of {model_name} on machines like these",
         measurements.features.vector_bytes,
         measurements.collectives(),
         measurements.recall_trial(step_times),
     )
-
-
-def _describe_speeds(classes: Sequence[ClassModel], model: str) -> str:
-    num_probes = sum(len(class_model.points) for class_model in classes)
-    parts = []
-    if num_probes:
-        parts.append(f"measured: {num_probes} probes and trials of {model} on machines like these")
-    guesses: dict[tuple[str, ...], list[str]] = {}
-    for class_model in classes:
-        if not class_model.points:
-            guesses.setdefault(class_model.guessed_from, []).extend(class_model.machines)
-    for models, machines in guesses.items():
-        parts.append(
-            f"guessed from {', '.join(models)} for {format_node_names(machines)}: this {model}, with this "
-            "recipe and form of data, was never measured there"
-        )
-    return "; ".join(parts)

@@ -25,7 +25,7 @@ from csdctl.tuning.measurements import (
     TrialMeasurement,
     TrialRank,
 )
-from csdctl.tuning.recall import RecalledTrial, guess_class, recall_class, recall_trial
+from csdctl.tuning.recall import RecalledTrial, recall_class, recall_trial
 from csdctl.worker.protocol.datasets import DatasetInfo
 from csdctl.worker.protocol.events import CollectiveTimed
 from csdctl.worker.protocol.run_spec import Runtime
@@ -191,10 +191,7 @@ class FleetMeasurements:
         key = self._machine_classes[machine].key
         threads = self._fleet.host.threads if machine == HOST_NAME else 0
         known = self._store.probes(self.features.hash, self._recipe, key)
-        recalled = recall_class(blank, known, threads)
-        if recalled.points:
-            return recalled
-        return guess_class(recalled, self.features, self._recipe, self._store.probes_of_all(key))
+        return recall_class(blank, known, threads)
 
     def _add_probes(self, machine: str, probes: Sequence[ProbeMeasurement]) -> None:
         self._store.add_probes(self.features, self._recipe, self._machine_classes[machine], probes)

@@ -75,11 +75,6 @@ class TestProbes:
         kept = store.probes(MODEL.hash, "recipe", CSD.key)
         assert kept == [*many[7:], PROBES[1]]
 
-    def test_probes_on_a_machine_are_found_by_model_and_recipe(self, store: MeasurementStore) -> None:
-        for model, machine in ((FAR, CSD), (MODEL, CSD), (OTHER, HOST)):
-            store.add_probes(model, "recipe", machine, PROBES)
-        assert store.probes_of_all(CSD.key) == {(FAR, "recipe"): PROBES, (MODEL, "recipe"): PROBES}
-
     def test_features_of_a_model_are_updated(self, store: MeasurementStore) -> None:
         store.add_probes(replace(MODEL, num_operations=0), "recipe", CSD, PROBES)
         store.add_probes(MODEL, "recipe", HOST, PROBES)
