@@ -23,12 +23,6 @@ MIN_SCALE = 0.01
 """Minimum noise for the weights of residuals."""
 MAD_TO_SIGMA = 1.4826
 NUM_REWEIGHTS = 20
-KNEE_MIN_SIZES = 5
-"""Minimum number of different batch sizes to search for a knee: two lines always fit four points."""
-KNEE_MIN_F = 50.0
-"""The F statistic above which a knee is accepted; high, because the best of several positions is chosen."""
-KNEE_MIN_CHANGE = 0.1
-"""A second slope within this share of the first is not a knee."""
 
 
 @dataclass(frozen=True)
@@ -48,33 +42,17 @@ def fit_step_time(probes: Sequence[Point]) -> StepTime:
         raise ValueError("no probe to fit a step time to")
     sizes = np.array([float(probe.batch_size) for probe in probes])
     times = np.array([probe.step_time_s for probe in probes])
-    distinct = sorted({probe.batch_size for probe in probes})
-    line, error = _fit(np.stack([np.ones_like(sizes), sizes], axis=1), times)
-    if len(distinct) == 1 or line[1] <= 0:
+    line = _fit(np.stack([np.ones_like(sizes), sizes], axis=1), times)
+    if len({probe.batch_size for probe in probes}) == 1 or line[1] <= 0:
         # One size does not determine α; steps that get shorter with the batch are noise.
-        (slope,), _ = _fit(sizes[:, np.newaxis], times)
-        return StepTime(0.0, slope)
-    best = StepTime(line[0], line[1])
-    if len(distinct) < KNEE_MIN_SIZES:
-        return best
-    # F = (error that the knee explains) / (error it leaves, per degree of freedom), solved for the latter.
-    num_free = len(probes) - 3
-    least = error / (1 + KNEE_MIN_F / num_free)
-    for knee in distinct[1:-2]:
-        columns = [np.ones_like(sizes), np.minimum(sizes, knee), np.maximum(sizes - knee, 0)]
-        bent, error = _fit(np.stack(columns, axis=1), times)
-        is_bent = bent[1] > 0 and bent[2] > 0 and abs(bent[2] / bent[1] - 1) > KNEE_MIN_CHANGE
-        if is_bent and error < least:
-            least = error
-            best = StepTime(bent[0], bent[1], knee, bent[2])
-    return best
+        return StepTime(0.0, _fit(sizes[:, np.newaxis], times)[0])
+    return StepTime(line[0], line[1])
 
 
-def _fit(columns: Array, times: Array) -> tuple[list[float], float]:
-    """Return the coefficients ≥ 0 of `columns`, and the weighted mean of squared relative residuals."""
+def _fit(columns: Array, times: Array) -> list[float]:
+    """Return the coefficients ≥ 0 of `columns`."""
     weights, fitted = np.ones_like(times), times
     coefficients: list[float] = []
-    residuals = np.zeros_like(times)
     for _ in range(NUM_REWEIGHTS):
         # Relative to the fit, not to the probe: otherwise fast probes weigh more and the fit is too fast.
         roots = np.sqrt(weights) / fitted
@@ -85,8 +63,7 @@ def _fit(columns: Array, times: Array) -> tuple[list[float], float]:
         weights = np.minimum(1.0, HUBER_K * scale / np.maximum(np.abs(residuals), 1e-12))
         if np.allclose(before, fitted, rtol=1e-4):
             break
-    # Exact probes leave no error; the constant prevents a knee from improving on zero.
-    return coefficients, float(np.average(residuals**2, weights=weights)) + (MIN_SCALE / 10) ** 2
+    return coefficients
 
 
 def non_negative(columns: Array, wanted: Array) -> list[float]:

@@ -175,7 +175,10 @@ class ClassModel:
         return min(size, self.max_at_once or size)
 
     def step_time_at_once(self) -> StepTime:
-        """Return the step time in training of batches that fit in memory; raises ValueError without probes."""
+        """Return the step time in training of batches that fit in memory.
+
+        Raises ValueError without probes.
+        """
         return fit_step_time(self.points).scaled(self.in_step_factor)
 
     def step_time(self) -> StepTime:
@@ -188,9 +191,6 @@ class ClassModel:
         if at_once is None:
             return fitted
         micro_batched_s = fitted.at(at_once) / at_once
-        if fitted.knee is not None and fitted.above_knee_s is not None and fitted.knee < at_once:
-            above_knee_s = max(fitted.above_knee_s, micro_batched_s)
-            return StepTime(fitted.fixed_s, fitted.per_sample_s, fitted.knee, above_knee_s)
         return StepTime(fitted.fixed_s, fitted.per_sample_s, at_once, micro_batched_s)
 
     def predict_peak_bytes(self, batch_size: int) -> int | None:

@@ -1,5 +1,3 @@
-import random
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,26 +19,6 @@ def test_line_is_found_from_exact_probes(fixed_s: float, per_sample_s: float) ->
     found = fit_step_time(measured(StepTime(fixed_s, per_sample_s)))
     for size in (1, 20, 500):
         assert found.at(size) == pytest.approx(fixed_s + per_sample_s * size, rel=0.02)
-
-
-def test_knee_is_found_where_the_probes_show_one() -> None:
-    bent = StepTime(0.01, 0.001, knee=64, above_knee_s=0.002)
-    found = fit_step_time(measured(bent))
-    assert found.knee == 64
-    assert found.at(200) == pytest.approx(bent.at(200), rel=0.01)
-
-
-def test_noise_is_not_a_knee() -> None:
-    generator = random.Random(1)
-    line = StepTime(0.01, 0.001)
-    bent = 0
-    for _ in range(50):
-        noisy = [
-            Point(point.batch_size, point.step_time_s * generator.uniform(0.9, 1.1))
-            for point in measured(line)
-        ]
-        bent += fit_step_time(noisy).knee is not None
-    assert bent <= 5
 
 
 def test_one_disturbed_probe_does_not_bend_the_line() -> None:
