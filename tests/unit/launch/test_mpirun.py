@@ -48,8 +48,3 @@ def test_only_the_prefixes_of_the_given_ranks_must_agree(mpirun: Mpirun) -> None
     assert mixed.build_command(RANKS[:2])
     with pytest.raises(InputError, match="/opt/other, /opt/venv"):
         mixed.build_command(RANKS)
-
-
-def test_logs_are_in_the_run_directory(mpirun: Mpirun, run: RunDirectory) -> None:
-    assert mpirun.log_path(None) == run.mpirun_log
-    assert mpirun.log_path(2) == run.rank_log(2)

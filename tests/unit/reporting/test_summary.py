@@ -95,11 +95,10 @@ def test_whole_run_is_added_up_over_its_epochs() -> None:
     assert found.samples_per_s == pytest.approx(80.0)
     assert found.predicted_samples_per_s == 90.0
     assert found.step_samples_per_s == pytest.approx(1600 / 18)
-
-
-def test_efficiency_is_the_rate_over_the_rates_of_the_ranks_alone() -> None:
-    assert summary().alone_samples_per_s == pytest.approx(100.0)
-    assert summary().efficiency == pytest.approx(0.8)
+    assert (found.alone_samples_per_s, found.efficiency) == pytest.approx((100.0, 0.8))
+    assert (found.loss, found.accuracy) == pytest.approx((1.0, 0.8))
+    assert (found.validation_loss, found.validation_accuracy) == pytest.approx((1.25, 0.6))
+    assert (found.state, found.failures, found.identical_weights) == ("done", (), True)
 
 
 def test_split_is_compared_with_its_busiest_rank() -> None:
@@ -112,12 +111,6 @@ def test_split_is_compared_with_its_busiest_rank() -> None:
     assert found.alone_samples_per_s == pytest.approx(found.step_samples_per_s / found.efficiency)
 
 
-def test_loss_and_accuracy_come_from_the_last_epoch() -> None:
-    found = summary()
-    assert (found.loss, found.accuracy) == pytest.approx((1.0, 0.8))
-    assert (found.validation_loss, found.validation_accuracy) == pytest.approx((1.25, 0.6))
-
-
 def test_each_rank_has_samples_rate_and_waiting_time() -> None:
     host, csd0, csd1 = summary().ranks
     assert (host.node, host.batch_size, host.num_private, host.num_public) == ("host", 60, 0, 600)
@@ -128,11 +121,6 @@ def test_each_rank_has_samples_rate_and_waiting_time() -> None:
     assert (host.waiting, csd0.waiting) == pytest.approx((1 / 3, 0.1))
 
 
-def test_run_with_every_completion_record_is_done() -> None:
-    assert summary().state == "done"
-    assert summary().failures == ()
-
-
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_run_without_one_completion_record_has_failed(rank: int) -> None:
     assert summary(without(Finished, rank)).state == "failed"
@@ -141,10 +129,6 @@ def test_run_without_one_completion_record_has_failed(rank: int) -> None:
 def test_failures_are_listed_with_their_node() -> None:
     found = summary([*WHOLE[:6], Failed(1, "csd0", "the loss became nan", "lower the rate")])
     assert (found.state, found.failures) == ("failed", ("csd0: the loss became nan",))
-
-
-def test_equal_hashes_at_every_epochs_end_mean_identical_weights() -> None:
-    assert summary().identical_weights
 
 
 def test_different_weights_after_one_epoch_are_not_identical() -> None:

@@ -74,13 +74,6 @@ def test_host_reads_its_part_of_all_samples_and_a_node_the_files_cut_for_it(job:
     assert csd1.private is None
 
 
-def test_nodes_that_see_all_public_data_read_their_part_of_it(job: Job) -> None:
-    placed = place_plan(PLAN, PREPARED, job, FLEET)
-    specs = build_rank_specs(PLAN, placed, PREPARED, {}, replace(job, is_everywhere=True))
-    parts = [(spec.public.start, spec.public.stop) for spec in specs if spec.public]
-    assert parts == [(shard.public_start, shard.public_stop) for shard in placed]
-
-
 def test_ranks_compute_with_the_settings_that_the_plan_has_for_their_machine(job: Job) -> None:
     ranks = [
         RankPlan(node=HOST_NAME, batch_size=30, threads=8, inter_threads=2, micro_batch_size=10),

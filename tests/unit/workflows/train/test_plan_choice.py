@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from csdctl.errors import InputError
 from csdctl.fleet.facts import Facts
 from csdctl.fleet.model import HOST_NAME, Fleet, Host, Node
 from csdctl.job.model import Job
@@ -35,29 +34,12 @@ def make_plan(job: Job, *nodes: str, left_out: tuple[str, ...] = ()) -> Plan:
     )
 
 
-def test_plan_of_the_job_is_the_default(job: Job, space: Workspace) -> None:
-    plan = make_plan(job, "csd0", "csd1")
-    save_plan(space.project.plan(job.name), plan)
-    assert resolve_plan(job, space, pytest.fail) == plan
-
-
 def test_left_out_nodes_are_reported(job: Job, space: Workspace, tmp_path: Path) -> None:
     save_plan(tmp_path / "other.yaml", make_plan(job, "csd0", left_out=("csd1",)))
     messages: list[str] = []
     plan = resolve_plan(job, space, messages.append, path=tmp_path / "other.yaml")
     assert [rank.node for rank in plan.ranks] == [HOST_NAME, "csd0"]
     assert messages == ["the plan leaves out csd1: training is faster without them"]
-
-
-def test_plan_that_does_not_fit_the_fleet_is_rejected(job: Job, space: Workspace) -> None:
-    save_plan(space.project.plan(job.name), make_plan(job, "csd0"))
-    with pytest.raises(InputError, match="does not include csd1"):
-        resolve_plan(job, space, pytest.fail)
-
-
-def test_missing_plan_is_bad_input(job: Job, space: Workspace) -> None:
-    with pytest.raises(InputError, match="there is no plan"):
-        resolve_plan(job, space, pytest.fail)
 
 
 def test_batch_size_replaces_the_plan(job: Job, space: Workspace) -> None:
