@@ -301,28 +301,6 @@ def parse_dcmi(output: str) -> Reading:
     return Reading(parse_machine_watts(found[1]))
 
 
-# NVIDIA GPUs: `nvidia-smi --query-gpu=index,power.draw --format=csv`.
-# These are the watts of the boards, without the machine that they are in.
-
-NVIDIA_SMI_SCRIPT = "nvidia-smi --query-gpu=index,power.draw --format=csv,noheader,nounits 2>&1"
-NVIDIA_SMI_REMEDY = "run `nvidia-smi --query-gpu=index,power.draw --format=csv` there"
-
-
-def parse_nvidia_smi(output: str) -> Reading:
-    """Return the sum over all GPUs, with or without a header and units; raises ValueError."""
-    watts: list[float] = []
-    for line in filter(str.strip, output.splitlines()):
-        index, comma, power = line.rpartition(",")
-        if index.strip() == "index":
-            continue
-        if not comma or not index.strip().isdigit():
-            raise ValueError(f"expected the index and power of a GPU, received {line[:100]!r}")
-        watts.append(parse_watts(power.strip().removesuffix(" W"), f"the watts of GPU {index.strip()}"))
-    if not watts:
-        raise ValueError("nvidia-smi lists no GPU")
-    return Reading(sum(watts))
-
-
 # The CSV file of a power meter on the host: a header with `time` and `watts`, and a row for each reading.
 # Times are Unix seconds, or ISO 8601 as in 2026-01-31T12:00:00+00:00; without an offset they are UTC.
 
@@ -377,7 +355,6 @@ SCRIPTS: dict[str, ScriptSource] = {
     "rapl": ScriptSource(RAPL_SCRIPT, parse_rapl, RAPL_REMEDY, lambda power: SYSFS),
     "hwmon": ScriptSource(HWMON_SCRIPT, parse_hwmon, HWMON_REMEDY, lambda power: power.path),
     "ipmi": ScriptSource(IPMI_SCRIPT, parse_dcmi, IPMI_REMEDY),
-    "nvidia-smi": ScriptSource(NVIDIA_SMI_SCRIPT, parse_nvidia_smi, NVIDIA_SMI_REMEDY),
 }
 REMEDIES = {name: source.remedy for name, source in SCRIPTS.items()} | {
     "redfish": REDFISH_REMEDY,

@@ -16,7 +16,6 @@ from csdctl.energy.sources import (
     parse_dcmi,
     parse_hwmon,
     parse_meter,
-    parse_nvidia_smi,
     parse_rapl,
     parse_redfish,
 )
@@ -193,16 +192,6 @@ class TestRedfish:
     def test_what_is_no_measurement_is_refused(self, text, said):
         with pytest.raises(ValueError, match=said):
             parse_redfish(text)
-
-
-class TestNvidia:
-    def test_gpus_add_up_with_and_without_units(self):
-        assert parse_nvidia_smi("0, 65.32\n1, 70.68\n") == Reading(136.0)
-        assert parse_nvidia_smi("index, power.draw [W]\n0, 65.32 W\n") == Reading(65.32)
-
-    def test_gpu_without_a_sensor_is_named(self):
-        with pytest.raises(ValueError, match=r"the watts of GPU 1, received '\[N/A\]'"):
-            parse_nvidia_smi("0, 65.32\n1, [N/A]\n")
 
 
 class TestMeter:
