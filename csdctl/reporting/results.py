@@ -6,7 +6,7 @@ from typing import Any
 
 from csdctl.errors import InputError
 from csdctl.reporting.energy import RunEnergy, add_up_energy
-from csdctl.reporting.privacy import Flow, PassCounter, Privacy, measure_privacy
+from csdctl.reporting.privacy import PassCounter, Privacy, measure_privacy
 from csdctl.reporting.series import RunSeries, SeriesBuilder
 from csdctl.runs.directory import RunDirectory
 from csdctl.runs.ledger import read_power
@@ -324,8 +324,6 @@ class RunResults:
 
     summary: RunSummary
     series: RunSeries
-    flows: list[Flow]
-    """Bytes of the run, from the ledger."""
     manifest: dict[str, Any]
 
     @property
@@ -340,7 +338,7 @@ class RunResults:
         return self.summary.emulated or (isinstance(fleet, dict) and bool(fleet.get("emulated")))
 
 
-def read_results(run: RunDirectory, flows: list[Flow]) -> RunResults:
+def read_results(run: RunDirectory) -> RunResults:
     """Add up the events of a run in one pass; raises InputError for a run without any."""
     manifest: Any = run.load_manifest()
     nodes = [rank["node"] for rank in manifest["plan"]["ranks"]]
@@ -353,7 +351,7 @@ def read_results(run: RunDirectory, flows: list[Flow]) -> RunResults:
 
     summary = replace(summarize(run.run_id, manifest, passing()), num_unreadable=events.num_unreadable)
     series = builder.build()
-    return RunResults(replace(summary, energy=_energy(run, series)), series, flows, manifest)
+    return RunResults(replace(summary, energy=_energy(run, series)), series, manifest)
 
 
 def _energy(run: RunDirectory, series: RunSeries) -> RunEnergy | None:

@@ -77,7 +77,7 @@ def run_series(
         if run is None:
             run = train(point, _request_of(point, request.training, project)).directory
         runs.setdefault(point.kind, []).append(run)
-    return {kind: build_scaling([read_results(run, []) for run in found]) for kind, found in runs.items()}
+    return {kind: build_scaling([read_results(run) for run in found]) for kind, found in runs.items()}
 
 
 def _load_plan(request: TrainRequest) -> Plan:

@@ -10,7 +10,6 @@ import pytest
 
 from csdctl.reporting.export import render_csv
 from csdctl.reporting.page import render_page
-from csdctl.reporting.privacy import Flow
 from csdctl.reporting.results import RunResults, summarize
 from csdctl.reporting.series import SeriesBuilder
 from csdctl.worker.protocol.events import EpochEnd, Event, Failed, Joined, Progress, Ready
@@ -50,8 +49,7 @@ def results(run_id: str = "20260101-000000-abcd") -> RunResults:
     builder = SeriesBuilder(NODES)
     for number, event in enumerate(events):
         builder.add(1e9 + number, event)
-    flows = [Flow(EVIL, "host", "gradient", 1 << 20), Flow("host", EVIL, "control", 1 << 10)]
-    return RunResults(summarize(run_id, MANIFEST, events), builder.build(), flows, MANIFEST)
+    return RunResults(summarize(run_id, MANIFEST, events), builder.build(), MANIFEST)
 
 
 class Page(HTMLParser):
