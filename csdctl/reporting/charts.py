@@ -157,7 +157,9 @@ def sizes_chart(run: RunResults) -> Chart | None:
         "Batch sizes",
         f"Samples that a rank takes in a step; 0 while it is lost. Changed {len(changes) - 1} times.{more}",
         run.measured,
-        lambda: draw_steps(lines, "seconds since the start", "samples per step"),
+        lambda: draw_lines(
+            lines, "seconds since the start", "samples per step", from_zero=True, in_steps=True
+        ),
         DataTable(("second", *series.nodes), tuple(rows)),
     )
 
@@ -208,36 +210,26 @@ Lines = Mapping[str, tuple[Sequence[float], Sequence[float]]]
 """x and y by name."""
 
 
-def draw_lines(lines: Lines, x_label: str, y_label: str, *, from_zero: bool = False) -> str:
-    """Draw a line for each name; a series of one point is drawn as a point."""
+def draw_lines(
+    lines: Lines, x_label: str, y_label: str, *, from_zero: bool = False, in_steps: bool = False
+) -> str:
+    """Draw a line for each name; `in_steps`: of values that hold until the next. One point is a dot."""
 
     def draw(axes: Any) -> None:
         for number, (name, (x, y)) in enumerate(lines.items()):
             # Colours repeat after 8 lines, and come back dashed; short lines show their points.
             style = DASHES[number // len(SERIES) % len(DASHES)]
             color = SERIES[number % len(SERIES)]
-            marker = "o" if len(x) <= 30 else None
-            axes.plot(x, y, style, color=color, label=_short(name), marker=marker, markersize=3)
+            marker = "o" if len(x) <= 30 and not in_steps else None
+            drawstyle = "steps-post" if in_steps else "default"
+            axes.plot(
+                x, y, style, color=color, label=_short(name), marker=marker, markersize=3, drawstyle=drawstyle
+            )
         axes.set(xlabel=x_label, ylabel=_short(y_label))
         if all(float(value).is_integer() for x, _ in lines.values() for value in x):
             axes.locator_params(axis="x", integer=True)  # no half epochs, no half nodes
         if from_zero:
             axes.set_ylim(0, 1.08 * max((max(y) for _, y in lines.values() if y), default=0) or 1)
-        _legend(axes, len(lines))
-
-    return _drawn(draw, HEIGHT_IN)
-
-
-def draw_steps(lines: Lines, x_label: str, y_label: str) -> str:
-    """Draw values that hold until the next, one line for each name."""
-
-    def draw(axes: Any) -> None:
-        for number, (name, (x, y)) in enumerate(lines.items()):
-            style = DASHES[number // len(SERIES) % len(DASHES)]
-            color = SERIES[number % len(SERIES)]
-            axes.step(x, y, style, where="post", color=color, label=_short(name))
-        axes.set(xlabel=x_label, ylabel=_short(y_label))
-        axes.set_ylim(bottom=0)
         _legend(axes, len(lines))
 
     return _drawn(draw, HEIGHT_IN)

@@ -1,36 +1,15 @@
 """`extract`: compute the features of a job's samples ahead of training."""
 
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
-from csdctl.fleet.model import Fleet
-from csdctl.job.model import Job
 from csdctl.shipping.deliver import Delivery
-from csdctl.worker.protocol.features import FeatureOptions
 from csdctl.workflows.data.prepare import PreparationObserver, prepare_in
-from csdctl.workflows.train.plan import check_one_source, resolve_plan
+from csdctl.workflows.train.plan import resolve_plan
 from csdctl.workflows.train.spec import plan_reading
-from csdctl.workflows.train.strategies.features import COMPUTING, FeatureRun, compute_features, find_features
+from csdctl.workflows.train.strategies.features import FeatureRun, compute_features, find_features
+from csdctl.workflows.train.strategies.strategy import RunContext
+from csdctl.workflows.train.train import TrainRequest
 from csdctl.workflows.workspace.workspace import open_workspace
-
-
-@dataclass(frozen=True)
-class ExtractRequest:
-    """The request of one `csdctl extract`."""
-
-    job: Job
-    fleet: Fleet
-    directory: Path
-    features: FeatureOptions
-    plan_path: Path | None = None
-    """None: the plan that `tune` wrote for the job."""
-    batch_size: int | None = None
-    """Divide public samples equally instead of by a plan."""
-
-    def __post_init__(self) -> None:
-        """Raise InputError for a plan and a batch size at once."""
-        check_one_source(self.plan_path, self.batch_size)
 
 
 class ExtractObserver(PreparationObserver, Protocol):
@@ -40,7 +19,7 @@ class ExtractObserver(PreparationObserver, Protocol):
         """Files have reached `node`."""
 
 
-def extract(request: ExtractRequest, observer: ExtractObserver) -> FeatureRun:
+def extract(request: TrainRequest, observer: ExtractObserver) -> FeatureRun:
     """Compute the features that are missing, on the machines of the plan; raises InputError, PartialError."""
     job = request.job
     with open_workspace(
@@ -50,7 +29,5 @@ def extract(request: ExtractRequest, observer: ExtractObserver) -> FeatureRun:
         prepared = prepare_in(space, job, observer)
         find_features(prepared)
         spec, shards = plan_reading(plan, prepared, job, space)
-        with observer.preparing(COMPUTING, [rank.node for rank in spec.ranks]) as on_progress:
-            return compute_features(
-                spec, prepared, shards, space, request.features, observer.on_delivery, on_progress
-            )
+        context = RunContext(job, prepared, space, observer, observer.on_delivery)
+        return compute_features(spec, shards, context, request.options.features)

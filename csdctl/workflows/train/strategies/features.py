@@ -48,7 +48,7 @@ from csdctl.worker.protocol.features import (
 from csdctl.worker.protocol.json_codec import to_json
 from csdctl.worker.protocol.model_info import FeatureInfo
 from csdctl.worker.protocol.run_spec import DatasetSlice, HeadSpec, Prefix, RankSpec, RunSpec
-from csdctl.workflows.data.deploy import OnDelivery, deploy_files, whole
+from csdctl.workflows.data.deploy import deploy_files, whole
 from csdctl.workflows.data.info_answer import check_info
 from csdctl.workflows.data.model import BUILD_DEADLINE_S, HASHES, have_hashes
 from csdctl.workflows.data.prepare import OnPrepareProgress, PreparationObserver, Prepared
@@ -84,19 +84,10 @@ class Features(Strategy):
 
         Raises InputError if the model has no frozen part, and PartialError naming the machines that failed.
         """
-        spec, options, observer = inputs.spec, self._options, context.observer
-        with observer.preparing(COMPUTING, [rank.node for rank in spec.ranks]) as on_progress:
-            run = compute_features(
-                spec,
-                inputs.prepared,
-                inputs.shards,
-                context.space,
-                options,
-                context.on_delivery,
-                on_progress,
-            )
+        options = self._options
+        run = compute_features(inputs.spec, inputs.shards, context, options)
         if self._gathered is None:
-            observer.say(run.describe())
+            context.observer.say(run.describe())
         made = self._gathered or run
         content = {
             "layer": made.layer,
@@ -121,11 +112,9 @@ class Features(Strategy):
 
         Raises InputError if the model has no frozen part, and PartialError naming the machines that failed.
         """
-        spec, prepared, space = inputs.spec, inputs.prepared, context.space
-        divided = divide_for(spec, prepared, self._options, space)
-        made = _prepare_machines(
-            divided, spec, prepared, inputs.shards, space, lambda *_: None, lambda *_: None
-        )
+        space = context.space
+        divided = divide_for(inputs.spec, context.prepared, self._options, space)
+        made = _prepare_machines(divided, inputs.spec, inputs.shards, context, lambda *_: None)
         sessions = {name: space.sessions[name] for name in made}
         found = run_on_all(sessions, lambda session: made[session.name].recompute(CHECKED_ROWS))
         return values_or_raise(found, "computing stored features again")
@@ -187,28 +176,24 @@ def find_features(prepared: Prepared) -> FeatureInfo:
 
 
 def compute_features(
-    spec: RunSpec,
-    prepared: Prepared,
-    shards: ShardFiles,
-    space: Workspace,
-    options: FeatureOptions,
-    on_delivery: OnDelivery,
-    on_progress: OnPrepareProgress,
+    spec: RunSpec, shards: ShardFiles, context: RunContext, options: FeatureOptions
 ) -> FeatureRun:
     """Compute the features of all samples of `spec` where they are; return the run of the model's head.
 
     Raises InputError if the model has no frozen part, and PartialError naming the machines that failed.
     """
-    began = time.monotonic()
-    features = find_features(prepared)
-    divided = divide_for(spec, prepared, options, space)
-    made = _prepare_machines(divided, spec, prepared, shards, space, on_delivery, on_progress)
+    began, space = time.monotonic(), context.space
+    features = find_features(context.prepared)
+    with context.observer.preparing(COMPUTING, [rank.node for rank in spec.ranks]) as on_progress:
+        divided = divide_for(spec, context.prepared, options, space)
+        made = _prepare_machines(divided, spec, shards, context, on_progress)
 
-    def on_machine(session: Session) -> tuple[RankSpec, DatasetSlice | None]:
-        private, public, validation = made[session.name].extract()
-        return replace(made[session.name].rank, private=private, public=public), validation
+        def on_machine(session: Session) -> tuple[RankSpec, DatasetSlice | None]:
+            private, public, validation = made[session.name].extract()
+            return replace(made[session.name].rank, private=private, public=public), validation
 
-    found = values_or_raise(run_on_all({name: space.sessions[name] for name in made}, on_machine), COMPUTING)
+        sessions = {name: space.sessions[name] for name in made}
+        found = values_or_raise(run_on_all(sessions, on_machine), COMPUTING)
     ranks = tuple(found[rank.node][0] if rank.node in found else rank for rank in spec.ranks)
     return FeatureRun(
         replace(divided.spec, ranks=ranks, validation=found[HOST_NAME][1]),
@@ -225,16 +210,15 @@ def compute_features(
 def _prepare_machines(
     divided: "Divided",
     spec: RunSpec,
-    prepared: Prepared,
     shards: ShardFiles,
-    space: Workspace,
-    on_delivery: OnDelivery,
+    context: RunContext,
     on_progress: OnPrepareProgress,
 ) -> dict[str, "_Extraction"]:
     """Send each machine of `spec` what it needs to compute features."""
+    prepared, space = context.prepared, context.space
     machines = [rank.node for rank in spec.ranks if rank.node in space.fleet.machines]
     missing = {name: [*divided.files, *shards.get(name, ())] for name in machines if name != HOST_NAME}
-    deploy_files(missing, space.fleet, space.sessions, on_delivery)
+    deploy_files(missing, space.fleet, space.sessions, context.on_delivery)
     features = find_features(prepared)
     return {
         rank.node: _Extraction(rank, spec.validation, divided.prefix, features, prepared, space, on_progress)
@@ -447,8 +431,7 @@ def leave_to_host(plan: Plan, context: RunContext, options: FeatureOptions) -> t
         observer.say(f"features of all {num_samples:,} public samples are on the host, which trains alone")
         return alone, None
     spec, shards = plan_reading(plan, prepared, job, space)
-    with observer.preparing(COMPUTING, [rank.node for rank in spec.ranks]) as on_progress:
-        run = compute_features(spec, prepared, shards, space, options, context.on_delivery, on_progress)
+    run = compute_features(spec, shards, context, options)
     observer.say(run.describe())
     began = time.monotonic()
     with tempfile.TemporaryDirectory(".gather", dir=space.project.state) as directory:
