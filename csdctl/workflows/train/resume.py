@@ -89,7 +89,7 @@ def resume(
         )
     save_json(run.process, describe_holder("train", space.project.root))
     shards = cut_shards(placed, prepared.public, job, space.project)
-    ranks = build_rank_specs(manifest.plan, placed, prepared, shards, job)
+    ranks = build_rank_specs(manifest.plan.ranks, placed, prepared, shards, job)
     # No rank and no path of spec.json is used: they follow from the project and the data as they are now.
     spec = dataclasses.replace(
         spec,

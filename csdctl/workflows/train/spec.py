@@ -57,11 +57,11 @@ def place_ranks(ranks: Sequence[RankPlan], prepared: Prepared, job: Job) -> list
 
 
 def build_rank_specs(
-    plan: Plan, placed: Sequence[Placed], prepared: Prepared, shards: ShardFiles, job: Job
+    ranks: Sequence[RankPlan], placed: Sequence[Placed], prepared: Prepared, shards: ShardFiles, job: Job
 ) -> tuple[RankSpec, ...]:
     """Return what every rank reads and how it computes, in order of rank."""
     specs = []
-    for number, (rank, shard) in enumerate(zip(plan.ranks, placed, strict=True)):
+    for number, (rank, shard) in enumerate(zip(ranks, placed, strict=True)):
         specs.append(
             RankSpec(
                 number,
@@ -106,7 +106,7 @@ MAX_REPORTS_PER_S = 100
 def build_spec(
     run: RunDirectory,
     job: Job,
-    plan: Plan,
+    ranks: Sequence[RankPlan],
     placed: Sequence[Placed],
     prepared: Prepared,
     shards: ShardFiles,
@@ -119,11 +119,11 @@ def build_spec(
         weights=prepared.model.weights.path,
         recipe=prepared.recipe,
         code=prepared.model.user_code,
-        ranks=build_rank_specs(plan, placed, prepared, shards, job),
+        ranks=build_rank_specs(ranks, placed, prepared, shards, job),
         public=whole(prepared.public),
         validation=whole(prepared.validation) if prepared.validation else None,
         output_directory=str(run.path.relative_to(space.project.root)),
-        progress_interval_s=progress_interval_s(len(plan.ranks)),
+        progress_interval_s=progress_interval_s(len(ranks)),
         noise=job.noise,
     )
 
@@ -136,7 +136,7 @@ def plan_reading(plan: Plan, prepared: Prepared, job: Job, space: Workspace) -> 
     placed = place_plan(plan, prepared, job, space.fleet)
     shards = cut_shards(placed, prepared.public, job, space.project)
     run = space.project.new_scratch()
-    spec = build_spec(run, job, plan, placed, prepared, shards, space)
+    spec = build_spec(run, job, plan.ranks, placed, prepared, shards, space)
     shutil.rmtree(run.path, ignore_errors=True)
     return spec, shards
 

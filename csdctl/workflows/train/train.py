@@ -182,7 +182,7 @@ def train(
     run.save_manifest(manifest | describe_strategy(plan, strategy.name, strategy.cut))
     shards = cut_shards(placed, prepared.public, job, space.project)
     spec = dataclasses.replace(
-        build_spec(run, job, plan, placed, prepared, shards, space),
+        build_spec(run, job, plan.ranks, placed, prepared, shards, space),
         step_file=str(space.project.step_file(run)),
         is_balanced=options.is_balanced,
         checkpoint_interval_s=options.checkpoint_interval_s,

@@ -200,7 +200,7 @@ def verify(
     placed = place_plan(plan, prepared, job, space.fleet)
     run = space.project.new_scratch()
     shards = cut_shards(placed, prepared.public, job, space.project)
-    spec = build_spec(run, job, plan, placed, prepared, shards, space)
+    spec = build_spec(run, job, plan.ranks, placed, prepared, shards, space)
     spec = dataclasses.replace(spec, validation=None, task=TaskSpec(VERIFY), num_checkpoints=0)
     inputs = RunInputs(run, spec, prepared, shards)
     strategy, context = choose_strategy(request.options, plan), RunContext(job, prepared, space, observer)

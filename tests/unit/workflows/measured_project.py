@@ -185,7 +185,9 @@ def prepared(at: MeasuredProject) -> Any:
     """In place of `prepare.Prepared`, for code that only passes files on."""
     file = SimpleNamespace(path="file", sha256=at.features.hash)
     model = SimpleNamespace(info=MODEL, architecture=file, weights=file, user_code=None)
-    return SimpleNamespace(worker=file, model=model, public=PUBLIC, private={}, recipe=Recipe())
+    return SimpleNamespace(
+        worker=file, model=model, public=PUBLIC, validation=None, private={}, num_private={}, recipe=Recipe()
+    )
 
 
 def workspace(at: MeasuredProject, sessions: Mapping[str, FakeSession], memory_bytes: int = 32 << 30) -> Any:

@@ -149,7 +149,7 @@ class TrainedRun:
         manifest["data"]["private"] = {"csd0": PRIVATE.fingerprint, "csd7": "d" * 32}
         run.save_manifest(manifest)
         placed = Manifest.model_validate(run.load_manifest())
-        ranks = build_rank_specs(placed.plan, placed.placed, self.prepared, {}, self.job)
+        ranks = build_rank_specs(placed.plan.ranks, placed.placed, self.prepared, {}, self.job)
         self.spec = replace(spec_of(run), recipe=job.recipe, noise=NOISE, ranks=ranks)
 
     def with_recipe(self, **changes: Any) -> Prepared:
