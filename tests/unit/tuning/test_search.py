@@ -1,10 +1,12 @@
+"""The fastest batch sizes within limits, and the default limits."""
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from csdctl.perfmodel.prediction import RankModel
 from csdctl.perfmodel.step_time import StepTime
-from csdctl.tuning.search import Limits, best_equal, find_best
+from csdctl.tuning.search import Limits, best_equal, default_limits, find_best
 from csdctl.tuning.stannis import TuningError
 
 HOST = RankModel("host", StepTime(0.01, 0.003), is_required=True)
@@ -55,18 +57,6 @@ def test_best_plan_is_as_fast_as_the_best_of_all(fleet: list[RankModel], most: i
 def test_exact_global_batch_is_respected(fleet: list[RankModel], exactly: int) -> None:
     found = find_best(fleet, Limits(global_batch=exactly), free)
     assert sum(found.batch_sizes.values()) == exactly
-
-
-def test_slow_node_gets_smaller_batch() -> None:
-    fleet = [RankModel("fast", StepTime(0.0, 0.01)), RankModel("slow", StepTime(0.0, 0.04))]
-    assert find_best(fleet, Limits(global_batch=100), free).batch_sizes == {"fast": 80, "slow": 20}
-
-
-def test_ranks_finish_at_about_the_same_time() -> None:
-    found = find_best(FLEET, Limits(max_global_batch=1024), lambda _: 0.02)
-    times = [candidate.step_time.at(found.batch_sizes[candidate.node]) for candidate in FLEET]
-    assert min(times) > 0.95 * max(times)
-    assert found.left_out == ()
 
 
 def test_step_time_limit_is_respected() -> None:
@@ -145,3 +135,29 @@ def test_thousand_different_nodes_are_planned() -> None:
     fleet = [HOST, *(RankModel(f"n{k}", StepTime(0.01 + k * 1e-5, 0.02 + k * 1e-5)) for k in range(1000))]
     found = find_best(fleet, Limits(max_global_batch=50_000), lambda ranks: 1e-4 * ranks)
     assert len(found.batch_sizes) + len(found.left_out) == 1001
+
+
+def test_global_batch_stays_within_four_reference_batches() -> None:
+    assert default_limits(Limits(), 256, 1_000_000, 1).max_global_batch == 1024
+    assert default_limits(Limits(), 256, None, 1).max_global_batch == 1024
+
+
+def test_epoch_keeps_ten_steps() -> None:
+    assert default_limits(Limits(), 256, 1_000, 1).max_global_batch == 100
+
+
+def test_required_ranks_have_a_sample_each() -> None:
+    assert default_limits(Limits(), 256, 50, 25).max_global_batch == 25
+
+
+def test_given_limits_stay_and_a_step_time_gets_a_default_global_batch() -> None:
+    for limits in (Limits(global_batch=7), Limits(max_global_batch=900)):
+        assert default_limits(limits, 256, 1_000, 1) == limits
+    assert default_limits(Limits(max_step_s=1.0), 256, None, 1) == Limits(1024, None, 1.0)
+
+
+def test_no_global_batch_is_larger_than_an_epoch() -> None:
+    assert default_limits(Limits(max_global_batch=5_000), 256, 1_000, 1).max_global_batch == 1_000
+    assert default_limits(Limits(global_batch=5_000), 256, None, 1) == Limits(global_batch=5_000)
+    with pytest.raises(TuningError, match="5,000 samples exceeds an epoch of 1,000 samples"):
+        default_limits(Limits(global_batch=5_000), 256, 1_000, 1)

@@ -58,12 +58,6 @@ def test_slowest_is_the_one_with_the_least_samples_per_s_not_the_longest_step() 
     assert tuned["csd0"] == TunedBatch(4, times["csd0"](4))
 
 
-def test_equal_nodes_get_equal_sizes() -> None:
-    nodes = {f"csd{number}": linear(5 * factor, 0.2) for number, factor in enumerate((1, 1.01, 0.99, 1.0))}
-    tuned = Engines({"host": linear(60, 0.2), **nodes}).tune()
-    assert len({tuned[name].batch_size for name in nodes}) == 1
-
-
 @pytest.mark.parametrize("margin_scale", [5.0, 20.0])
 @pytest.mark.parametrize("speed", [7.0, 31.0, 400.0])
 def test_faster_engine_ends_at_the_final_time_or_one_step_beyond(speed: float, margin_scale: float) -> None:
@@ -109,11 +103,6 @@ def test_bad_list_is_refused(batch_sizes: tuple[int, ...]) -> None:
 def test_bad_step_divisor_or_margin_scale_is_refused(name: str, shown: str, value: float) -> None:
     with pytest.raises(TuningError, match=f"^{shown} must be a positive number, received"):
         Engines({"host": linear(50)}).tune(**{name: value})
-
-
-def test_empty_fleet_is_refused() -> None:
-    with pytest.raises(TuningError, match="no engine"):
-        Engines({}).tune()
 
 
 def test_too_small_steps_are_refused_after_a_bounded_number_of_rounds() -> None:

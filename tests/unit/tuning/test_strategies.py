@@ -120,17 +120,6 @@ def test_split_gains_nothing_where_samples_are_spread_by_speed() -> None:
     assert choose_strategy([whole, split]) is whole
 
 
-def test_slow_link_decides_against_a_split() -> None:
-    slow = machines(byte_s=8 / 20e6)
-    sizes = {"host": 0, **dict.fromkeys(PRIVATE, 16)}
-    compute = {name: slow.step_times[name].at(size) for name, size in sizes.items()}
-    whole = forecast_data_parallel(sizes, compute, 0.02, slow, ALL_PRIVATE, vector_bytes=40_000)
-    wide = replace(SHARES, cut_bytes=400_000)
-    split = forecast_split(wide, slow, ALL_PRIVATE, Limits(max_global_batch=128))
-    assert split is not None
-    assert choose_strategy([whole, split]) is whole
-
-
 def test_features_pay_from_the_second_epoch_on() -> None:
     fleet = machines()
     sizes = {"host": 60, **dict.fromkeys(PRIVATE, 13)}
@@ -234,8 +223,3 @@ def test_shares_by_flops_add_up_to_a_step() -> None:
     assert shares is not None
     assert shares.prefix + shares.head == pytest.approx(1)
     assert (shares.prefix, shares.vector_bytes) == (pytest.approx(0.4), 200)
-
-
-@pytest.mark.parametrize(("one", "whole"), [(cut("x", 0), 10), (cut("x", 5, 0), 10), (cut("x", 5), 0)])
-def test_no_shares_without_flops_or_a_known_size(one: CutInfo, whole: int) -> None:
-    assert share_by_flops(one, whole) is None

@@ -113,10 +113,6 @@ class TestFromMeasurementsAlone:
         assert ask(measured).num_samples == 3 * 60_000
         assert ask(measured, num_samples=10, epochs=1).num_samples == 10
 
-    def test_few_samples_leave_smaller_batches(self, measured: MeasuredProject) -> None:
-        basis = basis_of(measured, num_samples=1_000)
-        assert all(point.global_batch <= 100 for point in forecast(basis, ForecastRequest()).points)
-
     def test_no_node_with_private_data_is_left_out(self, tmp_path: Path) -> None:
         private = make_project(tmp_path, is_private=True)
         remember_probes(private)
@@ -133,27 +129,6 @@ class TestFromMeasurementsAlone:
         assert answer.points[2].samples_per_s == pytest.approx(answer.points[0].samples_per_s)
         assert answer.verdict
         assert not answer.verdict.is_worth_it
-
-    def test_missing_sums_and_trials_are_marked(self, at: MeasuredProject) -> None:
-        remember_probes(at)
-        basis = basis_of(at)
-        assert "counted as 0 s" in basis.origins["sum"]
-        assert "no trial of all ranks" in basis.origins["in_step"]
-
-    def test_emulated_fleet_is_marked(self, at: MeasuredProject) -> None:
-        emulated = replace(at, fleet=replace(at.fleet, emulated=True))
-        plan_of(emulated, emulated=True)
-        basis = basis_of(emulated)
-        assert basis.source == "emulated"
-        assert "not how fast a device is" in basis.origins["speeds"]
-
-    def test_smallest_number_that_is_worth_it_does_not_depend_on_the_largest(
-        self, measured: MeasuredProject
-    ) -> None:
-        few, many = (ask(measured, node_counts=[number]).verdict for number in (40, 1000))
-        assert few
-        assert many
-        assert few.worth_from == many.worth_from == 2
 
     def test_long_range_of_nodes_is_thinned_out_evenly_and_marked(self, measured: MeasuredProject) -> None:
         answer = ask(measured, node_counts=range(1, 301))
@@ -301,12 +276,6 @@ class TestCommand:
             CliRunner().invoke(app, ["forecast", "--published", "squeezenet", *command[4:], "8"]).exit_code
             != 0
         )
-
-    def test_idle_ranks_are_named(self, at: MeasuredProject, monkeypatch: pytest.MonkeyPatch) -> None:
-        remember_probes(at)
-        monkeypatch.chdir(at.project.root)
-        done = CliRunner().invoke(app, ["forecast", "--sum-seconds", "1"])
-        assert "2 nodes left out: training is faster without them" in done.stdout
 
 
 class TestOtherStrategies:

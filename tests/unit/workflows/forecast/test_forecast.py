@@ -80,19 +80,9 @@ class TestFromAPlan:
         [node] = plan_basis(project, job).nodes
         assert (node.step_s, node.samples_per_s) == (2.0, 10.0)
 
-    def test_plan_of_another_job_is_rejected(self, project: ProjectDirectory, job: Job) -> None:
-        tuned(project, job, job_fingerprint="other")
-        with pytest.raises(InputError, match="changed since tuning"):
-            plan_basis(project, job)
-
     def test_plan_without_measurements_is_rejected(self, project: ProjectDirectory, job: Job) -> None:
         tuned(project, job, ranks=[RankPlan(node="host", batch_size=8, threads=1)])
         with pytest.raises(InputError, match="no step time for host"):
-            plan_basis(project, job)
-
-    def test_plan_without_the_host_is_rejected(self, project: ProjectDirectory, job: Job) -> None:
-        tuned(project, job, ranks=RANKS[1:])
-        with pytest.raises(InputError, match="first rank is not `host`"):
             plan_basis(project, job)
 
     def test_plan_of_the_host_alone_cannot_forecast_nodes(self, project: ProjectDirectory, job: Job) -> None:
@@ -115,11 +105,6 @@ class TestPublished:
         assert basis.source == "published"
         assert set(basis.origins) == {"speeds", "sum", "power"}
         assert ("assumption" in basis.origins["sum"]) == (network is not Network.MOBILENETV2)
-
-    def test_24_csds_save_the_energy_that_the_paper_prints(self) -> None:
-        points = forecast(published_basis(Network.MOBILENETV2), ForecastRequest()).points
-        assert points[0].joules_per_image == pytest.approx(13.10)
-        assert 1 - (points[24].joules_per_image or 0) / 13.10 == pytest.approx(0.69, abs=0.005)
 
     def test_large_network_on_few_csds_is_not_worth_it(self) -> None:
         verdict = forecast(published_basis(Network.INCEPTIONV3), ForecastRequest(node_counts=[4])).verdict
