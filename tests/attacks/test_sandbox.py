@@ -17,6 +17,7 @@ import pytest
 
 from csdctl.launch.mpirun import ANY_NETWORK
 from csdctl.shipping.worker_zip import pack_worker
+from csdctl.worker.sandbox.files import USER_ID
 from csdctl.worker.sandbox.system_calls import Program
 from tests.needs import SO_ATTACH_FILTER, SYSTEM_PYTHON, require
 from tests.patience import eventually, scaled
@@ -434,3 +435,30 @@ def test_exit_code_is_that_of_the_command(user: User, place: Path) -> None:
     for code, expected in (("raise SystemExit(7)", 7), ("import os; os.kill(os.getpid(), 9)", 137)):
         sandbox = Sandbox(user, place, ["-c", code])
         assert sandbox.process.wait() == expected
+
+
+@pytest.mark.attack(2)
+def test_environment_of_the_user_stays_outside(
+    user: User, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in (
+        "SSH_AUTH_SOCK",
+        "HTTPS_PROXY",
+        "AWS_SECRET_ACCESS_KEY",
+        "HOME",
+        "XDG_RUNTIME_DIR",
+        "PYTHONPATH",
+    ):
+        monkeypatch.setenv(name, "/secret")
+    monkeypatch.setenv("OMPI_MCA_x", "7")
+    code = (
+        "import os, sys; print(dict(os.environ), os.getuid(), repr(sys.stdin.read()), os.getcwd(), sep='|')"
+    )
+    with Sandbox(user, place, ["-c", code]) as sandbox:
+        environment, uid, read, scratch = sandbox.read_all().strip().split("|")
+    assert "/secret" not in environment
+    assert "'OMPI_MCA_x': '7'" in environment
+    assert f"'HOME': '{scratch}'" in environment
+    assert f"'TMPDIR': '{scratch}'" in environment
+    assert read == "''", "nothing is read from csdctl's input"
+    assert int(uid) == (USER_ID if user.name == "me" and os.geteuid() == 0 else int(uid)) != 0

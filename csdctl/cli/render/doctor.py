@@ -158,7 +158,7 @@ def list_settings(context: typer.Context, fleet: Fleet) -> list[Setting]:
         value = context.params[name]
         if value is None or name not in parameters:
             continue
-        text = ",".join(value) if isinstance(value, list) else str(value)
+        text = ",".join(value) if isinstance(value, list | tuple) else str(value)
         settings.append(Setting(name.replace("_", "-"), text, _source(context, parameters[name], name)))
     in_file = {
         "network": (fleet.network, fleet.network != ""),

@@ -1,5 +1,6 @@
 """The command line as a program: exit codes, messages, and what a command loads."""
 
+import errno
 import json
 import subprocess
 import sys
@@ -7,7 +8,9 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
+import typer
 
+from csdctl import errors
 from csdctl.cli.app import COMMANDS, run_command
 from csdctl.cli.global_options import take_global_options
 from csdctl.cli.streams import Streams
@@ -47,6 +50,75 @@ def test_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     assert code == ExitCode.FAILED
     assert "the operating system refused" in shown
     assert str(fleet) in shown
+
+
+def run_failing(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException, *arguments: str
+) -> tuple[int, str, str]:
+    """Return the exit code of a command that fails with `error`, its stdout and its stderr."""
+
+    def fail(directory: object) -> None:
+        raise error
+
+    monkeypatch.setattr("csdctl.cli.app.check_private", fail)
+    stdout, stderr = StringIO(), StringIO()
+    code = run_command(["report", *arguments], Streams(stdout, stderr))
+    return code, stdout.getvalue(), stderr.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (errors.CsdctlError("x"), 1),
+        (errors.InputError("x"), 2),
+        (errors.PartialError("x"), 3),
+        (errors.NodeError("x"), 1),
+        (errors.UnreachableError("x"), 4),
+        (errors.JumpHostError("x"), 4),
+        (errors.HostKeyError("x"), 4),
+        (errors.AuthenticationError("x"), 4),
+        (errors.RemoteCommandError("x"), 1),
+        (errors.NoNodeReachableError("x"), 4),
+        (errors.DeadlineError("x"), 5),
+        (errors.RunError("x"), 1),
+        (errors.OutOfMemoryError("x"), 1),
+        (OSError(errno.ENOSPC, "No space left"), 1),
+        (BrokenPipeError(), 1),
+        (RuntimeError("x"), 1),
+        (typer.Abort(), 130),
+        (typer.Exit(3), 3),
+    ],
+)
+def test_each_kind_of_error_has_its_exit_code(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, code: int
+) -> None:
+    assert run_failing(monkeypatch, error)[0] == code
+
+
+def test_error_names_its_node_and_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = errors.UnreachableError("is down", node="csd1", remedy="switch it on")
+    code, stdout, stderr = run_failing(monkeypatch, error, "--json")
+    assert stderr == "error: csd1: is down\n  → switch it on\n"
+    assert json.loads(stdout) == {
+        "schema": "csdctl.error/1",
+        "node": "csd1",
+        "message": "is down",
+        "remedy": "switch it on",
+        "exit_code": code,
+    }
+
+
+def test_full_disk_and_bug_say_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    full = run_failing(monkeypatch, OSError(errno.ENOSPC, "No space left", "/srv/x"))[2]
+    assert "refused /srv/x: No space left" in full
+    assert "free disk space" in full
+    bug = run_failing(monkeypatch, RuntimeError("oops"))[2]
+    assert "this is a bug in csdctl" in bug
+    assert "Traceback" not in bug
+
+
+def test_json_that_belongs_to_another_program_is_not_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run_failing(monkeypatch, errors.InputError("x"), "--", "--json")[1] == ""
 
 
 @pytest.mark.parametrize("word", ["-v", "-vv"])

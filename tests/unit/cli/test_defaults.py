@@ -1,14 +1,18 @@
 """The user's own defaults, as the command line reads them."""
 
+from io import StringIO
 from pathlib import Path
 
 import pytest
 import typer
 
-from csdctl.cli.app import app
+from csdctl.cli.app import app, run_command
 from csdctl.cli.defaults import config_path, load_defaults
+from csdctl.cli.render.doctor import Setting, list_settings
 from csdctl.cli.render.runs import build_background_arguments
-from csdctl.errors import InputError
+from csdctl.cli.streams import Streams
+from csdctl.errors import ExitCode, InputError
+from csdctl.fleet.model import Fleet, Host
 
 
 def load(tmp_path: Path, text: str, *arguments: str) -> dict[str, object]:
@@ -19,7 +23,8 @@ def load(tmp_path: Path, text: str, *arguments: str) -> dict[str, object]:
 
 def test_path_follows_the_desktop_convention() -> None:
     assert config_path({"XDG_CONFIG_HOME": "/etc/mine"}) == Path("/etc/mine/csdctl/config.yaml")
-    assert config_path({}) == Path.home() / ".config" / "csdctl" / "config.yaml"
+    for environment in ({}, {"XDG_CONFIG_HOME": ""}, {"XDG_CONFIG_HOME": "relative"}):
+        assert config_path(environment) == Path.home() / ".config" / "csdctl" / "config.yaml"
 
 
 def test_no_file_is_no_default(tmp_path: Path) -> None:
@@ -64,6 +69,7 @@ def test_section_of_a_command_comes_before_that_of_all_commands(
         ("train: {keep: [1, 2]}", "expected one value"),
         ("clean: {yes: true}", "clean has no option 'yes'"),
         ("emulate: {upp: {nodes: 4}}", "received 'upp'"),
+        ("emulate: {up: 5}", "received 'up'"),
         ("- train", "expected commands with their options"),
     ],
 )
@@ -82,3 +88,61 @@ def test_detach_as_a_default_starts_one_process(tmp_path: Path) -> None:
     for given, expected in (([], True), (words[2:], False)):
         parsed = train.make_context("train", given, default_map=defaults["train"])
         assert parsed.params["detach"] is expected
+
+
+PLACES = ("flag", "environment", "section", "all", "default")
+"""Where the fleet file may be named; what comes first in this list wins."""
+
+
+@pytest.mark.parametrize("first", range(len(PLACES)))
+def test_command_line_comes_before_environment_before_file_before_default(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], first: int
+) -> None:
+    given = PLACES[first:]
+    for place in PLACES:
+        name = "fleet" if place == "default" else place
+        (tmp_path / f"{name}.yaml").write_text(f"nodes: [{{name: from-{place}, address: 10.0.0.1}}]\n")
+    (tmp_path / "csdctl").mkdir()
+    sections = {"all": "all: {fleet: all.yaml}\n", "section": "inventory: {fleet: section.yaml}\n"}
+    text = "".join(sections[place] for place in given if place in sections)
+    (tmp_path / "csdctl" / "config.yaml").write_text(text or "all: {}\n")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    monkeypatch.delenv("CSDCTL_FLEET", raising=False)
+    if "environment" in given:
+        monkeypatch.setenv("CSDCTL_FLEET", "environment.yaml")
+    monkeypatch.chdir(tmp_path)
+    flag = ["--fleet", "flag.yaml"] if "flag" in given else []
+    assert run_command(["inventory", *flag], Streams(stderr=StringIO())) == ExitCode.DONE
+    assert f"from-{given[0]}" in capsys.readouterr().out
+
+
+def test_mistake_in_the_file_of_defaults_is_bad_input(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "csdctl").mkdir()
+    (tmp_path / "csdctl" / "config.yaml").write_text("train: {keeep: 5}\n")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    stderr = StringIO()
+    assert run_command(["train", "--help"], Streams(stderr=stderr)) == ExitCode.BAD_INPUT
+    assert "train has no option 'keeep'" in stderr.getvalue()
+
+
+def test_doctor_says_where_each_setting_comes_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    defaults = load(tmp_path, "doctor: {mpi-deadline: 70, deadline: 71}\n", "doctor")
+    monkeypatch.setenv("CSDCTL_CONNECT_DEADLINE", "9")
+    monkeypatch.setenv("CSDCTL_DEADLINE", "8")
+    monkeypatch.delenv("CSDCTL_FLEET", raising=False)
+    doctor = typer.main.get_command(app).commands["doctor"]  # type: ignore[attr-defined]
+    words = ["--deadline", "7", "--limit", "a", "--limit", "b"]
+    context = doctor.make_context("doctor", words, default_map=defaults["doctor"])
+    settings = list_settings(context, Fleet((), Host(3), path=Path("lab.yaml")))
+    assert settings == [
+        Setting("fleet", "fleet.yaml", "default"),
+        Setting("deadline", "7.0", "flag --deadline"),
+        Setting("connect-deadline", "9.0", "environment CSDCTL_CONNECT_DEADLINE"),
+        Setting("mpi-deadline", "70.0", "file config.yaml"),
+        Setting("limit", "a,b", "flag --limit"),
+        Setting("exclude", "", "default"),
+        Setting("network", "", "default"),
+        Setting("host.threads", "3", "file lab.yaml"),
+    ]

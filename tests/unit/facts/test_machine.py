@@ -113,6 +113,13 @@ def test_foreign_output_is_an_error() -> None:
         parse_facts("csd0", "This system is for authorised use only.\n", TRIPS)
 
 
+def test_only_what_follows_a_marker_line_is_a_fact() -> None:
+    text = (CAPTURES / "sample-cortex-a53.txt").read_text()
+    expected = parse_facts("csd0", text, TRIPS)
+    login = "Welcome! csdctl-fact:architecture\nx86_64\n"
+    assert parse_facts("csd0", login + text, TRIPS) == expected
+
+
 @pytest.mark.parametrize("name", [fact.name for fact in MACHINE_FACTS])
 def test_empty_probe_output_is_noted_and_others_are_parsed(name: str) -> None:
     text = (CAPTURES / "sample-cortex-a53.txt").read_text()

@@ -166,6 +166,36 @@ def test_machine_is_judged_by_requirements_of_the_wheels(
     assert judge(**changes)[check].status == verdict
 
 
+@pytest.mark.parametrize(
+    ("check", "changes", "verdict"),
+    [
+        ("glibc", {"glibc_version": "2.28"}, Status.OK),
+        ("memory", {"memory_available_bytes": 256 << 20}, Status.WARN),
+        ("memory", {"memory_available_bytes": (256 << 20) - 1}, Status.FAIL),
+        ("memory", {"memory_available_bytes": 1 << 30}, Status.OK),
+        ("memory", {"memory_available_bytes": (1 << 30) - 1}, Status.WARN),
+        ("clock", {"clock_offset_s": -2.0}, Status.OK),
+        ("clock", {"clock_offset_s": -2.01}, Status.WARN),
+        ("Python", {"python_version": "3.11.0"}, Status.OK),
+    ],
+)
+def test_limits_themselves_count(check: str, changes: dict[str, object], verdict: Status) -> None:
+    assert judge(**changes)[check].status == verdict
+
+
+def test_home_needs_more_space_than_tmpdir() -> None:
+    for megabytes, verdicts in (
+        (15, ("fail", "fail")),
+        (63, ("fail", "warn")),
+        (64, ("warn", "warn")),
+        (1023, ("warn", "ok")),
+        (1024, ("ok", "ok")),
+    ):
+        space = replace(PLACE, free_bytes=megabytes << 20)
+        checks = judge(replace(CONDITION, home=space, temporary=space))
+        assert (checks["disk"].status, checks["TMPDIR"].status) == verdicts
+
+
 @pytest.mark.fault(50)
 def test_machine_without_an_address_in_the_network_fails_with_its_addresses() -> None:
     check = judge_network("csd1", ("127.0.0.1", "192.168.7.9"), "10.1.1.0/24")

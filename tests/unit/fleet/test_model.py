@@ -61,6 +61,31 @@ class TestRanges:
         print(f"{time.process_time() - started_s:.2f} s for 1000 nodes")  # no judgement on a loaded machine
 
 
+SETTINGS = ["port", "user", "key", "python", "group", "jump", "power"]
+
+
+@pytest.mark.parametrize("own", SETTINGS)
+def test_setting_of_a_node_comes_before_that_of_all_nodes(tmp_path: Path, own: str) -> None:
+    of_all = {"port": 23, "user": "all", "key": "all", "python": "/all", "group": "all", "jump": "all.lan"}
+    of_one = {"port": 24, "user": "one", "key": "one", "python": "/one", "group": "one", "jump": "one.lan"}
+    defaults: dict[str, object] = {**of_all, "power": 7}
+    node = {"name": "a", "address": "a", own: {**of_one, "power": 0}[own]}
+    fleet = load(tmp_path, yaml.safe_dump({"defaults": defaults, "nodes": [node]}))
+    found = fleet.nodes[0]
+    assert found.power
+    assert found.jump
+    values = {
+        "port": found.port,
+        "user": found.user,
+        "key": found.key.relative_to(tmp_path).name if found.key else "",
+        "python": found.python,
+        "group": found.groups[0],
+        "jump": found.jump.address,
+        "power": found.power.watts,
+    }
+    assert values == defaults | {own: node[own]}
+
+
 class TestGroups:
     def test_node_may_be_in_several_groups(self, tmp_path: Path) -> None:
         text = "defaults: {group: csds}\nnodes: [{name: a, address: a}, {name: b, address: b, group: [x, y]}]"

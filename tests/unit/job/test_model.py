@@ -165,6 +165,19 @@ class TestFingerprint:
         (tmp_path / "m.py").write_text("def build(): return 2")
         assert job.fingerprint() != before
 
+    def test_fingerprint_changes_with_the_content_of_other_code(self, write: Write, tmp_path: Path) -> None:
+        (tmp_path / "parts").mkdir()
+        for name in ("parts/part.py", "loss.py"):
+            (tmp_path / name).write_text("def f(): return 1")
+        job = load_job(
+            write(("data:\n", "code: [parts]\ndata:\n"), ("  epochs", "  loss: loss.py:f\n  epochs"))
+        )
+        before = job.fingerprint()
+        for name in ("parts/part.py", "loss.py"):
+            (tmp_path / name).write_text("def f(): return 2")
+            assert job.fingerprint() != before
+            before = job.fingerprint()
+
 
 class TestRecipe:
     def test_omitted_keys_have_documented_defaults(self, write: Write) -> None:

@@ -32,6 +32,7 @@ FAR = replace(MODEL, hash="c" * 64, name="far.keras", num_operations=5_000_000_0
 CSD = classify_machine(Facts("csd0", architecture="aarch64", num_cores=4, memory_bytes=6 << 30))
 HOST = classify_machine(Facts("host", architecture="x86_64", num_cores=8, memory_bytes=32 << 30))
 FLEET = classify_fleet(HOST, [CSD, CSD], "10.1.1.0/24")
+SMALL_FLEET = classify_fleet(HOST, [HOST], "10.1.1.0/24")
 SETTINGS = Runtime(threads=4)
 PROBES = [
     ProbeMeasurement(SETTINGS, 8, 1000.0, 0.5, 3, 300 << 20),
@@ -97,6 +98,58 @@ class TestCollectivesAndTrials:
         found = store.trials(MODEL.hash, "recipe", FLEET.key)
         assert found == [replace(TRIAL, predicted_samples_per_s=None, measured_at=1.0), TRIAL]
         assert store.trials(MODEL.hash, "other", FLEET.key) == []
+        assert store.trials(OTHER.hash, "recipe", FLEET.key) == []
+        assert store.trials(MODEL.hash, "recipe", SMALL_FLEET.key) == []
+
+    def test_only_the_newest_sums_of_a_kind_and_trials_of_a_model_are_kept(
+        self, store: MeasurementStore
+    ) -> None:
+        first = CollectiveMeasurement("star", 5, 1 << 20, 0.25, 0.0)
+        others = [replace(first, name="ring"), replace(first, num_ranks=3), replace(first, num_bytes=8)]
+        many = [replace(first, measured_at=float(number)) for number in range(NUM_KEPT + 3)]
+        store.add_collectives(FLEET, [*others, *many])
+        store.add_collectives(SMALL_FLEET, [first])
+        assert sorted(store.collectives(FLEET.key), key=repr) == sorted([*others, *many[3:]], key=repr)
+        assert store.collectives(SMALL_FLEET.key) == [first]
+        for number in range(NUM_KEPT + 3):
+            store.add_trial(MODEL, "recipe", FLEET, replace(TRIAL, measured_at=float(number)))
+        store.add_trial(MODEL, "adam", FLEET, replace(TRIAL, measured_at=0.0))
+        kept = [trial.measured_at for trial in store.trials(MODEL.hash, "recipe", FLEET.key)]
+        assert kept == [float(number) for number in range(3, NUM_KEPT + 3)]
+        assert len(store.trials(MODEL.hash, "adam", FLEET.key)) == 1
+
+
+class TestOverview:
+    def test_probes_are_summed_up_by_model_recipe_machine_and_settings(self, store: MeasurementStore) -> None:
+        store.add_probes(MODEL, "recipe", CSD, PROBES)
+        store.add_probes(MODEL, "adam", CSD, PROBES[:1])
+        store.add_probes(OTHER, "recipe", HOST, [PROBES[2]])
+        found = {(one.model.hash[0], one.recipe, one.settings): one for one in store.overview().probed}
+        assert len(found) == len(store.overview().probed) == 4
+        probed = found["a", "recipe", SETTINGS]
+        assert (probed.num_probes, probed.smallest, probed.largest, probed.too_large) == (3, 8, 16, 512)
+        assert (probed.best_batch_size, probed.best_samples_per_s) == (16, pytest.approx(16 / 0.9))
+        assert (probed.machine_class, probed.measured_at) == (CSD, 1002.0)
+        without = found["b", "recipe", SETTINGS]
+        assert (without.machine_class, without.smallest, without.best_samples_per_s) == (HOST, None, None)
+        assert without.too_large == 512
+
+    def test_sums_and_trials_are_those_of_their_fleet(self, store: MeasurementStore) -> None:
+        times = [
+            CollectiveMeasurement("star", 5, 8, seconds, at) for at, seconds in enumerate((0.1, 0.9, 0.2))
+        ]
+        store.add_collectives(FLEET, times)
+        store.add_collectives(SMALL_FLEET, [replace(times[0], num_ranks=2)])
+        store.add_trial(MODEL, "recipe", FLEET, TRIAL)
+        store.add_trial(OTHER, "adam", SMALL_FLEET, replace(TRIAL, measured_at=1.0))
+        found = store.overview()
+        summed = {one.fleet_class.key: one for one in found.summed}
+        assert (summed[FLEET.key].num_measured, summed[FLEET.key].median_s) == (3, 0.2)
+        assert (summed[FLEET.key].measured_at, summed[SMALL_FLEET.key].num_ranks) == (2.0, 2)
+        assert [(one.model, one.recipe, one.fleet_class, one.trial.measured_at) for one in found.tried] == [
+            (OTHER, "adam", SMALL_FLEET, 1.0),
+            (MODEL, "recipe", FLEET, 1010.0),
+        ]
 
 
 class TestForgetting:

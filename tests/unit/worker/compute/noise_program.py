@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from csdctl.worker.compute import noise
 from csdctl.worker.compute.backend import load_backend
 from csdctl.worker.compute.model import find_stateful_layers
 from csdctl.worker.compute.noise import secret_normal
@@ -43,10 +44,10 @@ def build(penalty: float | None = None, activity: float | None = None) -> Any:
 
 
 def step(multiplier: float | None, *, clip: float = CLIP, model: Any = None, **options: Any) -> Step:
-    noise = None if multiplier is None else Noise(clip, multiplier, 1e-5)
+    wanted = None if multiplier is None else Noise(clip, multiplier, 1e-5)
     model = model or build()
     compile_model(model, recipe, keras)
-    return Step(model, recipe, (images, labels), tf, keras, noise=noise, **options)
+    return Step(model, recipe, (images, labels), tf, keras, noise=wanted, **options)
 
 
 def naive(count: int, **model: Any) -> np.ndarray[Any, Any]:
@@ -107,6 +108,14 @@ out["noise"] = np.concatenate(
     [noisy.local(images, labels, private_copies=every) - out["clipped"] for _ in range(400)]
 ).reshape(400, -1)[:, : noisy.layout.num_gradients]
 out["normal"] = secret_normal(1_000_001)
+# Of a vector longer than a chunk of noise; of a rank whose samples have a weight, in micro-batches.
+noise.CHUNK = 100
+out["chunks"] = step(NO_NOISE).local(images, labels, private_copies=every)
+light = step(3.0, weight=0.25, micro_batch_size=2)
+quiet = 0.25 * out["clipped"]
+out["noise_of_weighted"] = np.concatenate(
+    [light.local(images, labels, private_copies=every) - quiet for _ in range(100)]
+).reshape(100, -1)[:, : light.layout.num_gradients]
 np.savez(directory / "out.npz", **out)
 
 backbone = keras.Sequential([keras.Input((4,)), layers.Dense(4), layers.BatchNormalization()])

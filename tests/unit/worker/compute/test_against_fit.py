@@ -16,7 +16,7 @@ from csdctl.worker.protocol.run_spec import DatasetSlice, RankSpec, Runtime
 from csdctl.worker.tasks.train import EVALUATION_BATCH, evaluate
 from tests.unit.worker.compute.built_models import keras
 
-pytestmark = pytest.mark.first(6)
+pytestmark = pytest.mark.first(7)
 
 PARTS = (20, 9, 3)
 NUM_SAMPLES = sum(PARTS)
@@ -125,6 +125,16 @@ def with_number_of_batch() -> Any:
     return model
 
 
+def with_all_of_these() -> Any:
+    model, optimizers = with_summed(), keras().optimizers
+    model.compile(
+        optimizers.SGD(0.01, gradient_accumulation_steps=2),
+        "sparse_categorical_crossentropy",
+        metrics=[share_of_second_class, "accuracy"],
+    )
+    return model
+
+
 def as_records(labels: Any, weights: Array | None) -> Array:
     """Return labels as prepared data has them."""
     if not isinstance(labels, dict) and weights is None:
@@ -153,6 +163,13 @@ CASES: dict[str, tuple[Any, Recipe, Array, Any, Array | None]] = {
         Recipe(losses={"": LossTerm("sparse_categorical_crossentropy", IGNORING)}, **SGD),
         TOKENS,
         TAGS,
+        None,
+    ),
+    "accumulation, a summed loss and a mean, a metric of the batch": (
+        with_all_of_these,
+        Recipe(),
+        IMAGES,
+        CLASSES,
         None,
     ),
     "two outputs, weighted": (two_compiled, Recipe(), IMAGES, TWO, WEIGHTS),
@@ -221,7 +238,14 @@ CASES: dict[str, tuple[Any, Recipe, Array, Any, Array | None]] = {
 }
 
 MICRO_BATCHES = dict.fromkeys(
-    ("spectral normalization", "a summed loss and a mean", "a summed loss", "a metric of the batch"), 12
+    (
+        "accumulation, a summed loss and a mean, a metric of the batch",
+        "spectral normalization",
+        "a summed loss and a mean",
+        "a summed loss",
+        "a metric of the batch",
+    ),
+    12,
 )
 
 

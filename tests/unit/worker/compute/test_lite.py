@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from csdctl.worker.compute import forward, objective
+from csdctl.worker.compute.backend import load_backend
 from csdctl.worker.compute.forward import ForwardPass, LitePass, as_features, convert
 from csdctl.worker.compute.model import save_weights
 from csdctl.worker.process.errors import WorkerError
@@ -40,6 +42,20 @@ def _store(path: Path) -> str:
     target = path.with_name(hashlib.sha256(path.read_bytes()).hexdigest() + path.suffix)
     path.rename(target)
     return str(target)
+
+
+@pytest.mark.parametrize("input_range", [(0.0, 1.0), (-1.0, 3.0)])
+def test_bytes_are_scaled_to_the_range_by_either_engine(input_range: tuple[float, float]) -> None:
+    tf, _ = load_backend()
+    low, high = input_range
+    samples = np.array([0, 51, 255], np.uint8)
+    expected = [low, low + 0.2 * (high - low), high]
+    assert forward.scale(samples, input_range, np.float32).tolist() == pytest.approx(expected)
+    found = objective.scale(tf.constant(samples), input_range, "float32", tf)
+    assert found.numpy().tolist() == pytest.approx(expected)
+    for unscaled, given in ((samples, None), (samples.astype(np.float32), input_range)):
+        assert forward.scale(unscaled, given, np.float32).tolist() == [0, 51, 255]
+        assert objective.scale(tf.constant(unscaled), given, "float32", tf).numpy().tolist() == [0, 51, 255]
 
 
 def test_features_are_those_of_keras(tmp_path: Path) -> None:

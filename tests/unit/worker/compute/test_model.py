@@ -10,16 +10,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from csdctl.shipping.worker_zip import pack_code
-from csdctl.worker.compute.model import build
+from csdctl.worker.compute.model import build, hash_weights, load_weights, save_weights
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.json_codec import ANSWER_PREFIX, WORKER_ERROR_PREFIX, from_json, to_json
 from csdctl.worker.protocol.model_info import BuildSpec, ModelInfo
 from csdctl.worker.protocol.recipe import LossTerm, Recipe
 from csdctl.worker.protocol.run_spec import UserCode
 from tests.unit.worker.compute.built_models import keras
+from tests.unit.worker.process.test_files import note_calls
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # of Keras
 
@@ -363,3 +365,34 @@ def test_built_model_has_its_flops(tmp_path: Path, reference: str, num_operation
     (tmp_path / "mine.py").write_text(FUNCTION)
     info = build(spec_of(f"{tmp_path}/mine.py:{reference}", tmp_path), tmp_path, keras())
     assert info.num_operations == num_operations
+
+
+def test_weights_are_read_back_in_their_order_and_synced_before_they_have_their_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = note_calls(monkeypatch)
+    weights = [np.full((2, number % 3 + 1), number, np.float32) for number in range(120)]
+    save_weights(tmp_path / "weights.npz", weights)
+    assert calls == [("fsync", ".part-weights.npz"), ("replace", "weights.npz")]
+    assert all(map(np.array_equal, load_weights(tmp_path / "weights.npz"), weights))
+
+
+def test_pickled_weights_are_not_read(tmp_path: Path) -> None:
+    np.savez(tmp_path / "weights.npz", w00000=np.array([{"a": 1}], dtype=object))
+    with pytest.raises(ValueError, match="allow_pickle"):
+        load_weights(tmp_path / "weights.npz")
+
+
+def test_hash_of_weights_changes_with_every_one_of_them() -> None:
+    """Statistics too, which are not trained, by whatever little."""
+    model = keras().Sequential(
+        [keras().Input((4,)), keras().layers.Dense(3), keras().layers.BatchNormalization()]
+    )
+    hashes = {hash_weights(model)}
+    for weight in model.weights:
+        value = np.array(weight.value)
+        weight.assign(np.nextafter(value, np.float32(9)))
+        hashes.add(hash_weights(model))
+        weight.assign(value)
+    assert len(hashes) == 1 + 6
+    assert hash_weights(model) in hashes

@@ -101,6 +101,13 @@ def test_noise_has_the_stated_standard_deviation_and_differs_in_every_step(out: 
     assert len(np.unique(noise[:, 0])) > 390
 
 
+def test_noise_has_the_weight_of_the_samples_and_is_drawn_once_for_a_step(out: Out) -> None:
+    noise = out["noise_of_weighted"]
+    assert noise.std() == pytest.approx(0.25 * MULTIPLIER * CLIP, rel=0.03)
+    assert noise.std(axis=0).min() > 0.1 * MULTIPLIER * CLIP
+    assert is_near(out["chunks"], out["clipped"])
+
+
 def test_secret_numbers_are_normal(out: Out) -> None:
     normal = out["normal"]
     assert len(normal) == 1_000_001

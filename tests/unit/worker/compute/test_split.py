@@ -23,6 +23,8 @@ pytestmark = pytest.mark.first(3)
 
 PARTS = (21, 34, 9)
 """Batch sizes of the ranks."""
+WEIGHTS = (0.5, 1.0, 2.0)
+"""Of the ranks' samples."""
 NUM_MICRO_BATCHES = 4
 TOLERANCE = 2e-6
 """Of a vector's parts, relative to their norm."""
@@ -93,11 +95,12 @@ def in_16_bits() -> Any:
 
 
 CLASSES = LossTerm("sparse_categorical_crossentropy")
+IGNORING = LossTerm("sparse_categorical_crossentropy", {"ignore_class": 0})
 CASES: dict[str, tuple[Any, str, Recipe]] = {
-    "batch norm, dropout, penalties": (
+    "batch norm, dropout, penalties, an ignored class": (
         pictures,
         "join",
-        Recipe(optimizer="adam", learning_rate=0.01, losses={"": CLASSES}, metrics=("accuracy",)),
+        Recipe(optimizer="adam", learning_rate=0.01, losses={"": IGNORING}, metrics=("accuracy",)),
     ),
     "early cut": (
         pictures,
@@ -152,7 +155,7 @@ def step_of_all(ranks: list[Any], batches: list[tuple[Array, Array]]) -> Array:
     for thread in threads:
         thread.start()
     exchange = Exchange(ranks[0], QueueCommunicator(0, queues), batches[0][1])  # type: ignore[arg-type]
-    exchange.on_host(*batches[0], range(len(ranks)), [1.0] * len(ranks), sizes, vectors[0])
+    exchange.on_host(*batches[0], range(len(ranks)), WEIGHTS, sizes, vectors[0])
     for thread in threads:
         thread.join()
     return np.asarray(sum(vectors[1:], start=vectors[0]))
@@ -174,9 +177,11 @@ def test_parts_take_the_steps_of_the_whole_model(name: str) -> None:
     samples = [generator.random((size, 9, 9, 3), np.float32) for size in PARTS]
     example = samples[0][:0], labels_of(name, generator, 0)
     whole, single = (Step(compiled(build, recipe), recipe, example, tf, keras()) for _ in range(2))
-    host = SplitStep(whole, layer, recipe, example, tf, keras())
+    host = SplitStep(whole, layer, recipe, example, tf, keras(), weight=WEIGHTS[0])
     nodes = [
-        PrefixStep(compiled(build, recipe), layer, recipe, example, tf, keras(), rank=rank)
+        PrefixStep(
+            *(compiled(build, recipe), layer, recipe, example, tf, keras()), rank=rank, weight=WEIGHTS[rank]
+        )
         for rank in range(1, len(PARTS))
     ]
     for node in nodes:
@@ -191,7 +196,7 @@ def test_parts_take_the_steps_of_the_whole_model(name: str) -> None:
         for rank, batch in enumerate(batches):
             single.seeds.set_step(step, rank)
             single.micro_batch_size = micro_batch_size(len(batch[0]), NUM_MICRO_BATCHES)
-            expected += single.local(*batch)
+            expected += WEIGHTS[rank] * np.asarray(single.local(*batch))
         found = host.vector(total)
         layout = single.layout
         for part in (layout.gradients, layout.statistics, slice(layout.statistics.stop, None)):
@@ -254,7 +259,7 @@ def test_cut_that_does_not_exist_names_those_that_do() -> None:
 
 @pytest.mark.parametrize(
     ("sizes", "expected"),
-    [((0, 4), []), ((3, 4), [3]), ((10, 4), [8, 2]), ((40, 4), [10] * 4), ((8, 2, 3), [3, 3, 2])],
+    [((40, 4), [10] * 4), ((8, 2, 3), [3, 3, 2]), ((10, 4), [8, 2]), ((0, 4), []), ((3, 4), [3])],
 )
 def test_micro_batches_are_of_one_size_but_the_last(sizes: tuple[int, ...], expected: list[int]) -> None:
     assert micro_batch_sizes(*sizes) == expected

@@ -6,6 +6,7 @@ import os
 import stat
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -120,6 +121,32 @@ def test_pipe_and_device_are_refused_without_waiting(path: Path) -> None:
         open_regular(path)
     with pytest.raises(ValueError, match="not a regular file"):
         open_regular("/dev/zero")
+
+
+def test_file_that_changes_while_it_is_read_has_no_hash(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    digest = hashlib.file_digest
+
+    def change_meanwhile(file: Any, name: str) -> Any:
+        found = digest(file, name)
+        overwrite(path)
+        return found
+
+    monkeypatch.setattr(hashlib, "file_digest", change_meanwhile)
+    with pytest.raises(WorkerError, match="images.npy was changed while it was read"):
+        hash_of(path)
+    assert not remembered(path).exists()
+
+
+def test_hashes_of_several_files_are_remembered_side_by_side(path: Path) -> None:
+    other = path.with_name("labels.npy")
+    other.write_bytes(b"b")
+    with open_regular(other) as file:
+        hash_file(file, "labels.npy", remembered(path))
+    hash_of(path)
+    entries = json.loads(remembered(path).read_text())
+    assert {entry[-1] for entry in entries.values()} == {
+        hashlib.sha256(content).hexdigest() for content in (CONTENT, b"b")
+    }
 
 
 class TestStoredFiles:

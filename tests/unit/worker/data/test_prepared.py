@@ -134,6 +134,59 @@ def test_file_that_is_changed_during_an_epoch_is_refused_in_the_next(tmp_path: P
         reader.set_epoch(2)
 
 
+def test_ranks_have_orders_of_their_own_and_private_samples_another_than_public_ones(
+    part: DatasetSlice, tmp_path: Path
+) -> None:
+    private = write(tmp_path, 60)
+    ranks = tuple(RankSpec(rank, "any", 8, Runtime(1), private, part, 60, 60) for rank in range(3))
+    spec = RunSpec("run", "", "", Recipe(seed=7), ranks, part, None, "")
+    orders = []
+    for rank in range(3):
+        reader = EpochReader(spec, rank)
+        for epoch in (1, 2):
+            reader.set_epoch(epoch)
+            for share in (Share(rank, 9, 0, 9, 0, 0), Share(rank, 9, 0, 0, 0, 9)):
+                orders.append(tuple(reader.read(share)[1].tolist()))
+    assert len(set(orders)) == len(orders) == 3 * 2 * 2
+
+
+def test_samples_that_the_host_reads_for_others_are_checked_in_every_epoch(tmp_path: Path) -> None:
+    public, own = write(tmp_path / "public", 60), write(tmp_path / "own", 8)
+    ranks = (
+        RankSpec(0, "host", 8, Runtime(1), own, None, 8, 0),
+        RankSpec(1, "csd0", 8, Runtime(1), None, None, 0, 60),
+    )
+    reader = EpochReader(RunSpec("run", "", "", Recipe(), ranks, public, None, ""), 0)
+    reader.set_epoch(1)
+    with open(public.images, "r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\x01")
+    with pytest.raises(WorkerError, match="images.npy is not what was prepared"):
+        reader.set_epoch(2)
+
+
+def test_only_rank_0_reads_the_samples_of_others(part: DatasetSlice) -> None:
+    ranks = tuple(RankSpec(rank, "any", 8, Runtime(1), None, part, 0, 60) for rank in range(2))
+    reader = EpochReader(RunSpec("run", "", "", Recipe(), ranks, part, None, ""), 1)
+    with pytest.raises(WorkerError, match="reassigned to a rank that cannot read them"):
+        reader.read_reassigned([Span(0, 0, 3)])
+
+
+def test_labels_alone_are_those_of_the_samples_and_their_view(tmp_path: Path) -> None:
+    write(tmp_path, 60)
+    samples = PreparedSamples(dataclasses.replace(slice_of(tmp_path), num_views=2))
+    for epoch in (0, 1):
+        samples.set_epoch(epoch)
+        indices = np.array([7, 2, 29])
+        assert samples.labels(indices).tolist() == samples.read(indices)[1].tolist()
+        assert samples.labels(indices).tolist() == [row + 30 * epoch for row in (2, 7, 29)]
+
+
+def test_rows_that_are_not_whole_views_are_refused(part: DatasetSlice) -> None:
+    with pytest.raises(WorkerError, match="60 rows cannot be 7 views"):
+        PreparedSamples(dataclasses.replace(part, num_views=7))
+
+
 def test_rank_without_data_is_refused(part: DatasetSlice) -> None:
     with pytest.raises(WorkerError, match="this rank has no data"):
         EpochReader(one_rank(None, None, (0, 0)), 0).empty_batch()

@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,14 @@ import pytest
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.recipe import Recipe
 from csdctl.worker.protocol.run_spec import RankSpec, RunSpec, Runtime
-from csdctl.worker.tasks.checkpointer import KEPT_STEP_FILE, LAST_MODEL, Checkpointer, Checkpoints
+from csdctl.worker.tasks import checkpointer as module
+from csdctl.worker.tasks.checkpointer import (
+    KEPT_STEP_FILE,
+    LAST_MODEL,
+    Checkpointer,
+    Checkpoints,
+    StepFile,
+)
 from csdctl.worker.tasks.progress import pack
 from tests.unit.worker.tasks.test_state import OWN, POSITION, variables
 
@@ -170,3 +178,74 @@ def test_without_a_checkpoint_no_model_is_called_good(run: Run) -> None:
     checkpointer, _ = run.start()
     checkpointer.save_last_good()
     assert not list(run.output.iterdir())
+
+
+def test_model_is_saved_with_the_averaged_weights(run: Run) -> None:
+    """For the time of saving only: training goes on with its own."""
+    checkpointer, step = run.start()
+
+    @contextlib.contextmanager
+    def averaged_weights() -> Iterator[None]:
+        trained, step.state = step.state, variables(77)
+        yield
+        step.state = trained
+
+    step.averaged_weights = averaged_weights
+    assert Path(checkpointer.save_model(LAST_MODEL)).read_text() == "77"
+    assert step.fill == 0
+    assert [path.name for path in run.output.iterdir()] == [LAST_MODEL]
+
+
+class Clock:
+    """The time, which passes when a step file is written."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, cost_s: float) -> None:
+        self.now_s, self.written = 1000.0, []
+        write = StepFile.write
+
+        def slow_write(file: StepFile, state: Any, position: Any) -> None:
+            write(file, state, position)
+            self.now_s += cost_s
+            self.written.append(position.total_steps)
+
+        monkeypatch.setattr(StepFile, "write", slow_write)
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now_s))
+
+
+@pytest.mark.parametrize(("has_others", "written"), [(True, [1, 2, 3, 4]), (False, [1, 4])])
+def test_rank_alone_writes_its_step_file_for_a_hundredth_of_the_time_at_most(
+    run: Run, monkeypatch: pytest.MonkeyPatch, written: list[int], *, has_others: bool
+) -> None:
+    clock = Clock(monkeypatch, cost_s=1.0)
+    found, _ = run.start()
+    for number in (1, 2, 3, 4):
+        found.after_step(replace(POSITION, step=0, total_steps=number), has_others=has_others)
+        clock.now_s += 40.0
+    assert clock.written == written
+
+
+def test_interval_of_checkpoints_begins_again_with_each(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch, cost_s=0.0)
+    run.spec = replace(run.spec, checkpoint_interval_s=100.0, num_checkpoints=9)
+    found, _ = run.start()
+    for number in range(10, 19):
+        found.after_step(replace(POSITION, total_steps=number), has_others=True)
+        clock.now_s += 60.0
+    kept = [number for number in range(10, 19) if run.checkpoint(number).exists()]
+    assert kept == [12, 14, 16, 18]
+
+
+def test_run_without_checkpoints_keeps_none(run: Run) -> None:
+    run.spec = replace(run.spec, num_checkpoints=0)
+    run.train([10, 11], checkpoints=(10, 11))
+    assert not list(run.output.iterdir())
+    run.assert_continues_after(11)
+
+
+def test_step_file_that_others_could_have_written_is_not_used(
+    run: Run, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run.train([10, 20], checkpoints=(10,))
+    (run.memory / "step").chmod(0o666)
+    run.assert_continues_after(10)
+    assert "the step file is not used" in capfd.readouterr().out

@@ -170,6 +170,15 @@ class TestSeeds:
         assert np.array_equal(drawn[0], drawn[1])
         assert not np.array_equal(drawn[0], drawn[2])
 
+    def test_states_depend_on_seed_rank_and_step_and_on_nothing_before(self) -> None:
+        model, values, drawn = self.build(), np.ones((32, 3, 2)), {}
+        for _ in range(2):
+            for seed, rank, step in ((7, 0, 5), (8, 0, 5), (7, 1, 5), (7, 0, 6)):
+                Seeds(model, seed, rank).set_step(step)
+                found = np.array(model(values, training=True)).tobytes()  # type: ignore[operator]
+                assert drawn.setdefault((seed, rank, step), found) == found
+        assert len(set(drawn.values())) == len(drawn)
+
     def test_only_layers_that_draw_are_named(self) -> None:
         model = self.build()
         seeds = Seeds(model, 7, 0)

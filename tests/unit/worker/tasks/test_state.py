@@ -1,6 +1,7 @@
 """The state of a training, saved and restored, also after its writer died while writing."""
 
 import contextlib
+import io
 import os
 import signal
 import struct
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.data.schedule import OwnSamples, Span, begin_epoch
 from csdctl.worker.process.errors import WorkerError
+from csdctl.worker.tasks import checkpointer
 from csdctl.worker.tasks.checkpointer import Checkpoints, StepFile
 from csdctl.worker.tasks.progress import (
     CallbackState,
@@ -28,6 +30,7 @@ from csdctl.worker.tasks.progress import (
     pack,
     unpack,
 )
+from tests.unit.worker.process.test_files import note_calls
 
 OWN = [OwnSamples(5, 95), OwnSamples(20, 80)]
 SEGMENT = begin_epoch(OWN, {0: 10, 1: 7})
@@ -174,6 +177,47 @@ def test_restarted_writer_overwrites_the_older_state_first(tmp_path: Path) -> No
     assert steps == {47, 48}
 
 
+def test_state_that_cannot_be_written_to_its_end_leaves_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = StepFile(tmp_path / "state", variables())
+    for step in (45, 46):
+        file.write(variables(step), replace(POSITION, total_steps=step))
+
+    def write_half(variables: Any, position: Position, out: Array) -> Array:
+        out[: len(out) // 2] = 7
+        raise InterruptedError
+
+    monkeypatch.setattr(checkpointer, "pack", write_half)
+    with pytest.raises(InterruptedError):
+        file.write(variables(47), replace(POSITION, total_steps=47))
+    packed = StepFile(tmp_path / "state", variables()).read()
+    assert packed is not None
+    assert unpack(packed, variables(), OWN).total_steps == 46
+
+
+@pytest.mark.parametrize("half", [0, 1])
+@pytest.mark.parametrize("place", [12, 17, StepFile._MARK.size + 60])
+def test_half_of_a_step_file_that_is_damaged_is_left_out(tmp_path: Path, half: int, place: int) -> None:
+    """In its mark, size or checksum; or in what the checksum covers."""
+    file = StepFile(tmp_path / "state", variables())
+    for step in (45, 46):
+        file.write(variables(step), replace(POSITION, total_steps=step))
+    content = bytearray((tmp_path / "state").read_bytes())
+    content[half * (len(content) // 2) + place] ^= 0x80
+    (tmp_path / "state").write_bytes(content)
+    packed = StepFile(tmp_path / "state", variables()).read()
+    assert packed is not None
+    assert unpack(packed, variables(), OWN).total_steps == (46 if half == 0 else 45)
+
+
+def test_step_file_of_another_size_is_not_read(tmp_path: Path) -> None:
+    StepFile(tmp_path / "state", variables()).write(variables(1), POSITION)
+    with (tmp_path / "state").open("ab") as file:
+        file.write(b"more")
+    assert StepFile(tmp_path / "state", variables()).read() is None
+
+
 WRITER = """
 import sys
 from pathlib import Path
@@ -212,6 +256,13 @@ def load_newest(checkpoints: Checkpoints) -> Array | None:
     return next(checkpoints.newest_first(max_state_bytes(variables())), None)
 
 
+def archive_of(array: Array) -> bytes:
+    """Return a compressed archive with an array in place of a state."""
+    file = io.BytesIO()
+    np.savez_compressed(file, state=array)
+    return file.getvalue()
+
+
 class TestCheckpoints:
     def save(self, directory: Path, steps: list[int], best: int = 0) -> Checkpoints:
         checkpoints = Checkpoints(directory, num_kept=2)
@@ -225,8 +276,21 @@ class TestCheckpoints:
         kept = sorted(path.name for path in tmp_path.glob("*.npz"))
         assert kept == ["step-00000020.npz", "step-00000040.npz", "step-00000050.npz"]
 
+    def test_checkpoint_is_on_the_disk_before_it_has_its_name(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Also on a disk that orders nothing: the file is synced, renamed, then the directory is synced."""
+        calls = note_calls(monkeypatch)
+        self.save(tmp_path, [10])
+        assert calls == [
+            ("fsync", ".part-step-00000010.npz"),
+            ("replace", "step-00000010.npz"),
+            ("fsync", tmp_path.name),
+        ]
+        assert os.listdir(tmp_path) == ["step-00000010.npz"]
+
     @pytest.mark.fault(53)
-    @pytest.mark.parametrize("damage", ["cut", "empty", "wrong byte", "text"])
+    @pytest.mark.parametrize("damage", ["cut", "empty", "wrong byte", "text", "numbers", "huge"])
     def test_damaged_checkpoint_is_skipped_for_the_one_before(self, tmp_path: Path, damage: str) -> None:
         checkpoints = self.save(tmp_path, [10, 20])
         newest = tmp_path / "step-00000020.npz"
@@ -238,6 +302,8 @@ class TestCheckpoints:
                 "empty": b"",
                 "wrong byte": content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :],
                 "text": b"not a checkpoint",
+                "numbers": archive_of(np.zeros(50, np.float32)),
+                "huge": archive_of(np.zeros(max_state_bytes(variables()) + (1 << 17), np.uint8)),
             }[damage]
         )
         state = load_newest(checkpoints)

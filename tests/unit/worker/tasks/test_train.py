@@ -16,10 +16,11 @@ from csdctl.worker.compute.recipe import compile_model
 from csdctl.worker.group.communicator import SoloCommunicator
 from csdctl.worker.group.values import LinkLostError, PeerFaultError
 from csdctl.worker.process.errors import WorkerError
-from csdctl.worker.protocol.events import STOPPED
+from csdctl.worker.protocol.events import MAX_STEPS, SAMPLES, STOPPED
 from csdctl.worker.protocol.recipe import Noise, ReduceOnPlateau
 from csdctl.worker.protocol.run_spec import RankSpec, RunSpec, Runtime
-from csdctl.worker.tasks.checkpointer import LAST_MODEL
+from csdctl.worker.tasks import train
+from csdctl.worker.tasks.checkpointer import BEST_MODEL, LAST_MODEL
 from csdctl.worker.tasks.progress import EpochTotals, RunProgress
 from csdctl.worker.tasks.reporter import Reporter
 from csdctl.worker.tasks.task import FINISHED, Group, TaskContext
@@ -115,10 +116,13 @@ def dense(keras: Any) -> Any:
     return keras.Sequential([keras.Input((10,)), keras.layers.Dense(1)])
 
 
-def load_task(rank: int = 0, directory: Path | None = None, **changes: Any) -> Train:
+def load_task(
+    rank: int = 0, directory: Path | None = None, step_file: Path | None = None, **changes: Any
+) -> Train:
     """Return the task of a rank, ready to run; `changes` are those of the recipe.
 
-    Checkpoints are kept below `directory`, if it is given, and no step file: as after a power cut.
+    Checkpoints are kept below `directory`, if it is given, and without `step_file` no more: as after a power
+    cut.
     """
     ranks = tuple(
         RankSpec(number, node, size, Runtime(), None, None, 0, NUM_STEPS * size)
@@ -130,6 +134,7 @@ def load_task(rank: int = 0, directory: Path | None = None, **changes: Any) -> T
         *("run", "", "", recipe, ranks, None, None, output),
         num_checkpoints=num_checkpoints,
         is_balanced=False,
+        step_file=str(step_file or ""),
     )
     step = make_step(Row(dense, TABLE, NUMBERS, recipe), *load_backend())
     me = ranks[rank]
@@ -244,6 +249,134 @@ def test_run_that_is_stopped_within_an_epoch_continues_from_there(tmp_path: Path
     assert again.progress.position == task.progress.position
     assert again.progress.position.step == 1
     assert all(map(np.array_equal, weights_of(again), weights_of(task)))
+
+
+def test_epoch_is_not_ended_twice_when_a_run_continues_from_its_step_file(tmp_path: Path) -> None:
+    """A checkpoint and the step file then have the same number of steps."""
+    step_file = tmp_path / "memory" / "step"
+    step_file.parent.mkdir(mode=0o700)
+    task = load_task(directory=tmp_path, step_file=step_file)
+    run(task, PlayedGroup(task))
+    position = load_task(directory=tmp_path, step_file=step_file, epochs=2).progress.position
+    assert (position.epoch, position.step, position.total_steps) == (2, 0, NUM_STEPS)
+
+
+def test_best_model_is_that_of_the_epoch_with_the_best_validation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And its checkpoint is kept; the last model is that of the last epoch."""
+    losses, trained = iter([1.0, 0.5, 0.7]), []
+
+    def evaluate(step: Any, *_: Any) -> dict[str, Any]:
+        trained.append(weights_of(task))
+        return {"validation_loss": next(losses)}
+
+    monkeypatch.setattr(train, "evaluate", evaluate)
+    task = load_task(directory=tmp_path, epochs=3)
+    validation: Any = ()
+    task._validation = validation
+    run(task, PlayedGroup(task))
+    task.save_model()
+    load_model = load_backend()[1].models.load_model
+    for name, epoch in ((BEST_MODEL, 2), (LAST_MODEL, 3)):
+        saved = load_model(tmp_path / name).get_weights()
+        assert all(map(np.array_equal, saved, trained[epoch - 1]))
+    best = json.loads((tmp_path / "checkpoints" / "best.json").read_text())
+    assert best == {"checkpoint": f"step-{2 * NUM_STEPS:08d}.npz"}
+    assert task.progress.position.callbacks.best_epoch == 2
+
+
+def test_run_ends_after_the_steps_that_it_may_take_in_all_epochs() -> None:
+    task = load_task(epochs=3)
+    task.spec = dataclasses.replace(task.spec, max_steps=NUM_STEPS + 1)
+    assert run(task, PlayedGroup(task)).reason == MAX_STEPS
+    assert task.progress.position.total_steps == NUM_STEPS + 1
+
+
+class NotingGroup(PlayedGroup):
+    """Notes what a rank gives to a sum, and which messages it sends and expects."""
+
+    def __init__(self, task: Train, rank: int = 0, **options: Any) -> None:
+        super().__init__(task, rank, **options)
+        self.local[:] = 9.0  # of an earlier sum
+        self.given: list[tuple[Any, Any]] = []
+        self.messages: list[tuple[int, Any, str]] = []
+
+    def sum(self, vector: np.ndarray, expected: Any = None) -> np.ndarray:
+        self.given.append((np.array(vector), expected))
+        return super().sum(vector, expected)
+
+    def send(self, rank: int, content: Any, traffic_class: str) -> None:
+        self.messages.append((rank, content, traffic_class))
+
+    def receive(self, rank: int, max_bytes: int, traffic_class: str) -> bytes:
+        self.messages.append((rank, max_bytes, traffic_class))
+        return b""
+
+
+def test_rank_gives_its_own_samples_and_seconds_and_asks_nobody_to_stop() -> None:
+    """Rank 2 of the run, which is the second of a group without rank 1; only rank 0 may stop all."""
+    task = load_task(rank=2)
+    stopping: Any = SimpleNamespace(is_stopping=True, is_pausing=False)
+    task.orders = stopping
+    task.progress.regroup((0, 2))
+    num_steps = task.progress.segment.stop_step
+    group = NotingGroup(task, rank=1)
+    with pytest.raises(PeerFaultError, match="rank 0 sent no decision"):
+        run(task, group)  # at the end of the epoch
+    layout = task.layout
+    assert len(group.given) == num_steps
+    for vector, expected in group.given[:-1]:
+        assert vector[layout.count] == SIZES[2]
+        assert vector[layout.stop] == 0
+        assert [seconds > 0 for seconds in vector[layout.compute_s]] == [False, False, True]
+        assert expected is None  # rank 0 alone compares
+
+
+def test_rank_0_expects_of_each_rank_of_the_group_its_weighted_samples() -> None:
+    task = load_task()
+    task.progress._weights = [1.0, 0.5, 2.0]
+    task.progress.regroup((0, 2))
+    group = NotingGroup(task)
+    with pytest.raises(WorkerError, match="expected 10"):
+        run(task, group)
+    (_, expected), *_ = group.given
+    assert (expected.start, list(expected.ranks)) == (task.layout.count, [0, 2])
+    assert list(expected.counts) == [4.0, 6.0]
+
+
+def test_samples_of_a_rank_that_is_lost_go_from_rank_0_to_those_that_read_them_now() -> None:
+    """Ranks are then other ones in the group than in the run."""
+    host, csd1 = load_task(), load_task(rank=2)
+    expected = []
+    for task in (host, csd1):
+        task.progress.regroup((0, 2))
+    segment = host.progress.segment
+    for step in range(segment.stop_step):
+        share = segment.batch(step)[1]
+        if share.reassigned:
+            expected.append((share.reassigned, share.num_reassigned * (10 + 1) * 4))
+    host.reader.pack_reassigned = lambda spans: repr(tuple(spans)).encode()  # type: ignore[method-assign]
+    sending, receiving = NotingGroup(host), NotingGroup(csd1, rank=1)
+    run(host, sending)
+    with pytest.raises(PeerFaultError, match="rank 0 sent no decision"):
+        run(csd1, receiving)
+    assert expected
+    assert sending.messages == [(1, repr(spans).encode(), SAMPLES) for spans, _ in expected]
+    assert receiving.messages == [(0, num_bytes, SAMPLES) for _, num_bytes in expected]
+
+
+@pytest.mark.parametrize("is_balanced", [True, False])
+def test_slow_rank_gets_fewer_samples_within_a_constant_global_batch(*, is_balanced: bool) -> None:
+    def slow_down(total: np.ndarray, layout: Any) -> None:
+        total[layout.compute_s] = 0.01, 0.0, 10.0
+
+    task = load_task(epochs=8)
+    task.spec = dataclasses.replace(task.spec, is_balanced=is_balanced)
+    task.progress.regroup((0, 2))
+    run(task, PlayedGroup(task, add=slow_down))
+    position = task.progress.position
+    assert position.batch_sizes == ({"0": 6, "1": 2, "2": 1} if is_balanced else {"0": 4, "1": 2, "2": 3})
 
 
 def change_count(total: np.ndarray, layout: Any) -> None:

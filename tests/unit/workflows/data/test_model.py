@@ -10,7 +10,15 @@ from csdctl.fleet.model import HOST_NAME
 from csdctl.job.model import Job, load_job
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.transport.local import LocalSession
-from csdctl.workflows.data.model import SerializedModel, find_built, serialize_model, store_worker
+from csdctl.worker.protocol.datasets import DatasetInfo
+from csdctl.workflows.data.model import (
+    SampleShapes,
+    SerializedModel,
+    find_built,
+    serialize_model,
+    shapes_of,
+    store_worker,
+)
 
 MODEL = """
 import keras
@@ -43,8 +51,11 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Job, SerializedMode
     (directory / "model.py").write_text(MODEL)
     (directory / "sizes.py").write_text(SIZES)
     (directory / "data.npz").touch()
+    (directory / "parts" / "deep").mkdir(parents=True)
+    (directory / "parts" / "deep" / "part.py").write_text("SIZE = 1\n")
+    (directory / "parts" / "words.txt").touch()
     (directory / "job.yaml").write_text(
-        "model: model.py:build\ndata: {public: {path: data.npz}}\nrecipe: {epochs: 1}\n"
+        "model: model.py:build\ncode: [parts]\ndata: {public: {path: data.npz}}\nrecipe: {epochs: 1}\n"
     )
     job = load_job(directory / "job.yaml")
     return job, serialize(job)
@@ -88,6 +99,21 @@ def with_another_module_beside_it(job: Job) -> Job:
     return job
 
 
+def with_a_file_of_its_code(job: Job) -> Job:
+    (job.path.parent / "parts" / "deep" / "part.py").write_text("SIZE = 2\n")
+    return job
+
+
+def with_less_code(job: Job) -> Job:
+    return replace(job, code=())
+
+
+def with_damaged_architecture(job: Job) -> Job:
+    [architecture] = ProjectDirectory(job.path.parent).models.glob("*/architecture.json")
+    architecture.write_bytes(architecture.read_bytes() + b" ")
+    return job
+
+
 def with_damaged_weights(job: Job) -> Job:
     [weights] = ProjectDirectory(job.path.parent).models.glob("*/weights.npz")
     weights.write_bytes(b"damaged")
@@ -102,6 +128,9 @@ def with_damaged_weights(job: Job) -> Job:
         with_another_function,
         with_another_file,
         with_another_module_beside_it,
+        with_a_file_of_its_code,
+        with_less_code,
+        with_damaged_architecture,
         with_damaged_weights,
     ],
 )
@@ -109,8 +138,8 @@ def test_model_is_built_again_when_what_it_is_made_of_has_changed(
     built: tuple[Job, SerializedModel], change: Callable[[Job], Job]
 ) -> None:
     job, _ = built
-    files = [job.path.parent / name for name in ("model.py", "sizes.py")]
-    files += ProjectDirectory(job.path.parent).models.glob("*/weights.npz")
+    files = [job.path.parent / name for name in ("model.py", "sizes.py", "parts/deep/part.py")]
+    files += ProjectDirectory(job.path.parent).models.glob("*/*.*")
     before = [path.read_bytes() for path in files]
     try:
         changed = change(job)
@@ -120,3 +149,39 @@ def test_model_is_built_again_when_what_it_is_made_of_has_changed(
     finally:
         for path, content in zip(files, before, strict=True):
             path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("name", "other"), [("pack_worker", lambda: b"another worker"), ("version", lambda package: "3.99.0")]
+)
+def test_model_is_built_again_by_another_csdctl_or_keras(
+    built: tuple[Job, SerializedModel],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    other: Callable[..., object],
+) -> None:
+    job, _ = built
+    monkeypatch.setattr(f"csdctl.workflows.data.model.{name}", other)
+    assert find_built(job, job.path.parent) is None
+    with pytest.raises(Building):
+        serialize(job, fail)
+
+
+def test_model_is_built_again_for_data_of_other_shapes(built: tuple[Job, SerializedModel]) -> None:
+    job, _ = built
+    project = ProjectDirectory(job.path.parent)
+    with closing(LocalSession(HOST_NAME, project.root)) as host, pytest.raises(Building):
+        serialize_model(job, store_worker(project), host, project, {"": ("float32", (4,))}, fail)
+
+
+def test_shapes_are_those_that_a_model_is_called_with() -> None:
+    def shapes(dtype: str, shape: tuple[int, ...] = ()) -> SampleShapes:
+        return shapes_of(DatasetInfo("data", 1, shape, dtype, (), 0, "f"))
+
+    assert shapes("uint8", (8, 8, 3)) == {"": ("float32", (8, 8, 3))}
+    assert shapes("float16", (4,)) == {"": ("float32", (4,))}
+    assert shapes("int32", (4,)) == {"": ("int32", (4,))}
+    assert shapes('[["a", "uint8", [2]], ["b", "int64", []]]') == {
+        "a": ("float32", (2,)),
+        "b": ("int64", ()),
+    }

@@ -36,7 +36,7 @@ from csdctl.workflows.data.model import SerializedModel
 from csdctl.workflows.data.prepare import Prepared
 from csdctl.workflows.predict.division import Part, on_host
 from csdctl.workflows.predict.predict import PredictResult, _Prediction
-from csdctl.workflows.predict.request import CLASSES, PUBLIC, VALIDATION, PredictRequest
+from csdctl.workflows.predict.request import CLASSES, PRIVATE, PUBLIC, VALIDATION, PredictRequest
 from csdctl.workflows.predict.writing import Block
 from tests.fake_session import FakeConversation, FakeSession, ScriptedResponse
 
@@ -56,8 +56,8 @@ class OneAnswer(FakeConversation):
 class Host(FakeSession):
     """The host, on which one row of each part was predicted before."""
 
-    def __init__(self, home: Path) -> None:
-        super().__init__(HOST_NAME)
+    def __init__(self, home: Path, name: str = HOST_NAME) -> None:
+        super().__init__(name)
         self._home = home
 
     def converse(self, command: Sequence[str]) -> FakeConversation:
@@ -175,3 +175,34 @@ def test_host_predicts_the_public_samples_of_all_nodes_that_fail_beside_its_own(
     num_rows = NUM_PUBLIC + NUM_VALIDATION
     assert (result.num_rows, result.num_rows_of) == (num_rows, {HOST_NAME: num_rows})
     assert result.num_computed == num_rows - 4
+
+
+def test_rows_come_by_machine_then_by_data_set_however_they_were_computed(
+    request_of_all: PredictRequest, prepared: Prepared, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert prepared.validation
+    root = request_of_all.directory
+    request = replace(request_of_all, on=(PUBLIC, VALIDATION, PRIVATE))
+    monkeypatch.setattr("csdctl.workflows.predict.predict.deploy_files", lambda *_: None)
+    private = {node: write(root / node, 3) for node in NODES}
+    parts = [Part(PRIVATE, node, node, whole(private[node]), 3, Runtime()) for node in reversed(NODES)]
+    parts.append(
+        Part(VALIDATION, HOST_NAME, HOST_NAME, whole(prepared.validation), NUM_VALIDATION, Runtime())
+    )
+    own = Part(PUBLIC, HOST_NAME, HOST_NAME, whole(prepared.public), NUM_PUBLIC, Runtime(), 0)
+    parts.append(on_host(own, prepared, request.job, Runtime()))
+    sessions = {name: Host(root, name) for name in (HOST_NAME, *NODES)}
+    space: Any = SimpleNamespace(fleet=request.fleet, facts={}, sessions=sessions)
+    prediction = _Prediction(request, prepared, space, (ResultRule("", SOFTMAX),), root, Silent())
+    assert prediction.run(parts) == {}
+    assert [(block.data, block.node) for block in prediction.blocks()] == [
+        (PUBLIC, HOST_NAME),
+        (VALIDATION, HOST_NAME),
+        (PRIVATE, "csd0"),
+        (PRIVATE, "csd1"),
+    ]
+    assert prediction.count().num_rows_of == {
+        HOST_NAME: NUM_PUBLIC + NUM_VALIDATION,
+        "csd0": 3,
+        "csd1": 3,
+    }

@@ -22,6 +22,7 @@ from csdctl.worker.protocol.recipe import Noise, Recipe
 from csdctl.worker.protocol.run_spec import RankSpec, RunSpec, Runtime
 from csdctl.workflows.data.model import SerializedModel
 from csdctl.workflows.data.prepare import Prepared
+from csdctl.workflows.train import resume as resume_module
 from csdctl.workflows.train.options import TrainOptions
 from csdctl.workflows.train.resume import LATEST, find_resumable, is_complete, load_spec, resume
 from csdctl.workflows.train.spec import build_rank_specs
@@ -157,16 +158,18 @@ class TrainedRun:
         changed = replace(info, recipe=replace(info.recipe, **changes))
         return replace(self.prepared, model=replace(self.prepared.model, info=changed))
 
+    def resume(self, job: Job, prepared: Prepared, options: TrainOptions) -> None:
+        space: Any = SimpleNamespace(fleet=FLEET, project=ProjectDirectory(self.run.path.parents[2]))
+        observer: Any = SimpleNamespace(say=print, on_delivery=None)
+        resume(self.run, job, prepared, space, options, observer)
+
     def assert_refused(
         self, problem: str, *, job: Job | None = None, prepared: Prepared | None = None, **edit: Any
     ) -> InputError:
         """Resume with this job, this data and a spec.json that was edited; `problem` is the reason."""
         self.run.spec.write_text(to_json(replace(self.spec, **edit)))
-        project = ProjectDirectory(self.run.path.parents[2])
-        space: Any = SimpleNamespace(fleet=FLEET, project=project)
-        observer: Any = SimpleNamespace(say=print)
         with pytest.raises(InputError, match=problem) as raised:
-            resume(self.run, job or self.job, prepared or self.prepared, space, TrainOptions(), observer)
+            self.resume(job or self.job, prepared or self.prepared, TrainOptions())
         assert "start a new run" in raised.value.remedy
         return raised.value
 
@@ -209,3 +212,21 @@ def test_run_with_other_noise_is_refused(trained: TrainedRun, noise: Noise | Non
 
 def test_run_without_noise_does_not_go_on_with_noise(trained: TrainedRun) -> None:
     trained.assert_refused("data.private.noise of .* is {.*that of run .* absent", noise=None)
+
+
+def test_resumed_run_has_its_shards_and_noise_and_the_epochs_and_options_of_today(
+    trained: TrainedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No path of spec.json is used."""
+    started: list[Any] = []
+    monkeypatch.setattr(resume_module, "run_to_end", lambda *given: started.append(given))
+    trained.run.spec.write_text(to_json(trained.spec))
+    options = TrainOptions(is_balanced=False, max_steps=7)
+    trained.resume(trained.job, trained.with_recipe(epochs=30), options)
+    ((inputs, num_steps, *_),) = started
+    spec = inputs.spec
+    assert (spec.run_id, spec.ranks, spec.noise) == (trained.run.run_id, trained.spec.ranks, NOISE)
+    assert (spec.recipe.epochs, spec.max_steps, spec.is_balanced) == (30, 7, False)
+    assert (spec.architecture, spec.weights) == (FILE.path, FILE.path)
+    assert spec.output_directory.endswith(trained.run.run_id)
+    assert num_steps == 25

@@ -34,7 +34,7 @@ from csdctl.worker.protocol.probe import READY
 from csdctl.worker.protocol.recipe import Recipe
 from csdctl.worker.protocol.run_spec import RankSpec, RunSpec, Runtime
 from csdctl.workflows.train.options import TrainOptions
-from csdctl.workflows.train.run import RunInputs, run_ranks
+from csdctl.workflows.train.run import RunInputs, run_ranks, settle_step_file
 from tests.fake_session import FakeSession
 from tests.unit.workflows.measured_project import MeasuredProject, prepared
 
@@ -141,3 +141,16 @@ def test_ledger_has_what_the_ranks_sent_before_a_run_failed(run: Run, at: Measur
     (entry,) = read_ledger(at.project.ledger)
     assert (entry.sender, entry.kind, entry.num_bytes) == ("csd0", TrafficClass.GRADIENT, 1000)
     assert entry.run == at.project.find_run(None).run_id
+
+
+def test_state_of_the_last_step_is_kept_until_the_run_is_done(at: MeasuredProject) -> None:
+    directory, step_file = at.project.new_run(), at.project.root / "step"
+    inputs: Any = SimpleNamespace(directory=directory, spec=SimpleNamespace(step_file=str(step_file)))
+    step_file.write_bytes(b"state")
+    settle_step_file(inputs, is_done=False)
+    assert directory.kept_step_file.read_bytes() == b"state"
+    assert not step_file.exists()
+    step_file.write_bytes(b"state of a later step")
+    settle_step_file(inputs, is_done=True)
+    assert not step_file.exists()
+    assert not directory.kept_step_file.exists()

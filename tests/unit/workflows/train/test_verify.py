@@ -5,8 +5,10 @@ import math
 
 import pytest
 
+from csdctl.errors import RunError
 from csdctl.worker.protocol.events import MIN_SHARPNESS, Compared, Verified
-from csdctl.workflows.train.verify import NEAR, judge
+from csdctl.worker.protocol.features import Recomputed
+from csdctl.workflows.train.verify import FEATURE_TOLERANCE, NEAR, Verification, judge
 
 NODES = ["host", "csd0", "csd1"]
 SAME, APART = Compared(0.0, 1e-6, 0.1), Compared(NEAR * 1e-6, 1e-6, 0.1)
@@ -76,3 +78,16 @@ def test_everything_else_is_told(verified: Verified, told: str) -> None:
 def test_what_was_not_compared_with_one_batch_is_equal_all_the_same() -> None:
     reasons = ("random numbers in dropout",)
     assert judge(changed(one_batch=None, not_one_batch=reasons), NODES).is_equal
+
+
+def test_features_are_as_stored_within_the_tolerance() -> None:
+    stored = {"host": Recomputed(100, FEATURE_TOLERANCE), "csd0": Recomputed(0, 0.0)}
+    Verification(tuple(NODES), RIGHT, stored).check_features()
+
+
+@pytest.mark.parametrize("difference", [2 * FEATURE_TOLERANCE, math.nan])
+def test_machine_that_stored_other_features_than_it_computes_now_is_named(difference: float) -> None:
+    stored = {"host": Recomputed(100, 0.0), "csd0": Recomputed(100, difference)}
+    with pytest.raises(RunError, match="its stored features differ") as raised:
+        Verification(tuple(NODES), RIGHT, stored).check_features()
+    assert raised.value.node == "csd0"

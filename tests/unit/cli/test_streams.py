@@ -1,0 +1,76 @@
+"""Questions at the terminal, and where results and words for people go."""
+
+import json
+import sys
+from io import StringIO
+from pathlib import Path
+
+import pytest
+
+from csdctl.cli.streams import Streams
+from csdctl.errors import InputError
+from csdctl.fleet.model import Host
+
+
+class Terminal(StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def confirm(monkeypatch: pytest.MonkeyPatch, answer: str, *, yes: bool = False) -> None:
+    monkeypatch.setattr(sys, "stdin", Terminal(answer))
+    Streams(StringIO(), Terminal()).confirm("Remove everything?", yes=yes)
+
+
+@pytest.mark.parametrize("answer", ["y\n", "YES\n", " yes \n"])
+def test_question_is_answered_at_the_terminal(monkeypatch: pytest.MonkeyPatch, answer: str) -> None:
+    confirm(monkeypatch, answer)
+
+
+@pytest.mark.parametrize("answer", ["n\n", "\n", "", "yep\n", "no, yes\n"])
+def test_anything_but_yes_is_a_no(monkeypatch: pytest.MonkeyPatch, answer: str) -> None:
+    with pytest.raises(InputError, match="nothing was done"):
+        confirm(monkeypatch, answer)
+
+
+def test_with_yes_nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    confirm(monkeypatch, "n\n", yes=True)
+
+
+@pytest.mark.parametrize(("stdin", "stderr"), [(StringIO("y\n"), Terminal()), (Terminal("y\n"), StringIO())])
+def test_without_a_terminal_the_option_is_named(
+    monkeypatch: pytest.MonkeyPatch, stdin: StringIO, stderr: StringIO
+) -> None:
+    monkeypatch.setattr(sys, "stdin", stdin)
+    with pytest.raises(InputError, match="No terminal") as raised:
+        Streams(StringIO(), stderr).confirm("Remove everything?", yes=False)
+    assert "--yes" in raised.value.remedy
+
+
+@pytest.mark.parametrize("is_json", [True, False])
+def test_with_json_only_the_document_is_on_stdout(is_json: bool) -> None:
+    stdout, stderr = StringIO(), StringIO()
+    streams = Streams(stdout, stderr, is_json=is_json, is_quiet=False)
+    document = {"path": Path("a"), "error": InputError("bad", remedy="mend it"), "host": Host(2)}
+    streams.say("a line for people")
+    streams.result(document)
+    streams.result_line({"line": 1})
+    if not is_json:
+        assert (stdout.getvalue(), stderr.getvalue()) == ("a line for people\n", "")
+        return
+    assert stderr.getvalue() == "a line for people\n"
+    first, end = json.JSONDecoder().raw_decode(stdout.getvalue())
+    assert first == {
+        "path": "a",
+        "error": {"message": "bad", "remedy": "mend it"},
+        "host": {"threads": 2, "power": None},
+    }
+    assert stdout.getvalue()[end:] == '\n{"line": 1}\n'
+
+
+def test_quiet_says_nothing_but_results() -> None:
+    stdout = StringIO()
+    streams = Streams(stdout, StringIO(), is_quiet=True)
+    streams.say("a line for people")
+    streams.views.print("progress")
+    assert stdout.getvalue() == ""

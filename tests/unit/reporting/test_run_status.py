@@ -1,0 +1,66 @@
+"""What a list of runs says of each, from the end of its events."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from csdctl.reporting.results import DONE, FAILED, INTERRUPTED, STOPPED, RunStatus, load_run_status
+from csdctl.runs.directory import EventLog, ProjectDirectory
+from csdctl.worker.protocol.events import STOPPED as ASKED_TO_STOP
+from csdctl.worker.protocol.events import EpochEnd, Event, Failed, Finished, Progress
+from tests.unit.runs.manifests import manifest_of
+
+PROGRESS = Progress(0, "host", 2, 7, 3, 96, 0.5, 0.25, 0.8, 128, 2.5, 0.1)
+EPOCH_END = EpochEnd(0, "host", 2, 10, 100, 6.0, 3.0, 10.0, "hash", 800, 1.5, 0.5, 1.25, 0.625)
+FINISHED = Finished(0, "host", 2, 20, "hash", 1 << 20)
+FAILURE = Failed(1, "csd0", "disk full")
+
+
+def status(directory: Path, *events: Event, **manifest: Any) -> RunStatus:
+    run = ProjectDirectory(directory).new_run()
+    run.save_manifest(manifest_of() | manifest)
+    log = EventLog(run)
+    for number, event in enumerate(events):
+        log.append(1_000.0 + number, event)
+    log.close()
+    return load_run_status(run)
+
+
+@pytest.mark.parametrize(
+    ("events", "state"),
+    [
+        ([], INTERRUPTED),
+        ([PROGRESS], INTERRUPTED),
+        ([PROGRESS, replace(FINISHED, rank=1, node="csd0")], INTERRUPTED),
+        ([PROGRESS, FINISHED], DONE),
+        ([PROGRESS, replace(FINISHED, reason=ASKED_TO_STOP)], STOPPED),
+        ([PROGRESS, FAILURE], FAILED),
+        ([PROGRESS, FAILURE, PROGRESS], INTERRUPTED),
+        ([PROGRESS, FAILURE, PROGRESS, FINISHED], DONE),
+        ([PROGRESS, FINISHED, EPOCH_END], INTERRUPTED),
+    ],
+)
+def test_state_is_what_the_last_events_say(tmp_path: Path, events: list[Event], state: str) -> None:
+    assert status(tmp_path, *events).state == state
+
+
+def test_run_that_goes_on_has_its_epoch_step_and_rate(tmp_path: Path) -> None:
+    found = status(tmp_path, EPOCH_END, replace(PROGRESS, epoch=3), recipe={"epochs": 5})
+    assert (found.epoch, found.step, found.epochs, found.num_ranks) == (3, 7, 5, 2)
+    assert found.samples_per_s == pytest.approx(128 / 0.8)
+    assert (found.loss, found.accuracy, found.validation_loss) == (2.5, 0.1, 1.25)
+    assert found.last_event_s == 1_001.0
+
+
+def test_epoch_that_has_ended_has_no_step_and_its_results(tmp_path: Path) -> None:
+    found = status(tmp_path, PROGRESS, EPOCH_END, replace(PROGRESS, rank=1, node="csd0", epoch=3))
+    assert (found.epoch, found.step, found.samples_per_s) == (2, 0, 80.0)
+    assert (found.loss, found.accuracy) == (1.5, 0.5)
+    assert (found.validation_loss, found.validation_accuracy) == (1.25, 0.625)
+
+
+def test_run_without_a_manifest_has_its_state_alone(tmp_path: Path) -> None:
+    run = ProjectDirectory(tmp_path).new_run()
+    assert load_run_status(run) == RunStatus(run.run_id, INTERRUPTED)

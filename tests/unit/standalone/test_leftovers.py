@@ -1,0 +1,208 @@
+"""What `clean` finds on a machine and removes there, on a local session with real files and processes."""
+
+import contextlib
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from csdctl.launch.leftovers import CleanupOptions, clean_machine, end_rank
+from csdctl.launch.machine_lock import MachineLockedError, describe_holder
+from csdctl.standalone.leftovers import scratch_directories, step_files
+from csdctl.transport.local import LocalSession
+
+RUN = "20260101-000000-000001"
+FILES = [
+    ".csdctl/objects/0123.npy",
+    ".csdctl/objects/89ab.npy.part",
+    ".csdctl/trees/.part-77/file",
+    ".csdctl/manifests/4567",
+    ".csdctl/manifests/cdef.part",
+    ".csdctl/features/a/images.npy",
+    ".csdctl/predictions/b/images.npy",
+    ".csdctl/data/x",
+    "own/file",
+]
+UNFINISHED = {
+    ".csdctl/objects/89ab.npy.part",
+    ".csdctl/trees/.part-77",
+    ".csdctl/manifests/cdef.part",
+}
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """The home of a node with everything that csdctl may have written, and a file of the user."""
+    for name in FILES:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(b"12345")
+    return tmp_path
+
+
+@pytest.fixture
+def session(home: Path) -> Iterator[LocalSession]:
+    session = LocalSession("csd0", home)
+    yield session
+    session.close()
+
+
+def left(home: Path) -> set[str]:
+    return {str(path.relative_to(home)) for path in home.rglob("*") if path.is_file()}
+
+
+def test_dry_run_finds_what_is_unfinished_and_removes_nothing(session: LocalSession, home: Path) -> None:
+    found = clean_machine(session, sys.executable, CleanupOptions(is_ending=False))
+    assert {*found.paths} == UNFINISHED
+    assert (found.num_bytes, found.features_bytes, found.predictions_bytes) == (15, 5, 5)
+    assert left(home) == {*FILES}
+
+
+def test_only_unfinished_files_are_removed(session: LocalSession, home: Path) -> None:
+    removed = clean_machine(session, sys.executable, CleanupOptions(is_removing=True))
+    assert {*removed.paths} == UNFINISHED
+    gone = {name for name in FILES if ".part" in name}
+    assert left(home) == {*FILES} - gone
+
+
+def test_features_and_predictions_are_removed_on_request(session: LocalSession, home: Path) -> None:
+    removed = clean_machine(
+        session, sys.executable, CleanupOptions(is_removing=True, is_removing_computed=True)
+    )
+    assert {*removed.paths} == UNFINISHED | {".csdctl/features", ".csdctl/predictions"}
+    assert (removed.features_bytes, removed.predictions_bytes) == (0, 0)
+    assert left(home) == {".csdctl/objects/0123.npy", ".csdctl/manifests/4567", ".csdctl/data/x", "own/file"}
+
+
+def test_everything_of_csdctl_is_removed_with_the_links_to_its_trees(
+    session: LocalSession, home: Path
+) -> None:
+    trees = home / ".csdctl" / "trees"
+    for name, target in (("used", trees / "1"), ("replaced", home / "own")):
+        (home / name).symlink_to(target)
+        (trees / f"{name}.link").write_text(str(home / name))
+    (trees / "used.link").rename(trees / "1.link")
+    (trees / "replaced.link").rename(trees / "2.link")
+    for name in ("1", "2"):
+        (trees / name).mkdir()
+    clean_machine(session, sys.executable, CleanupOptions(is_removing=True, is_removing_all=True))
+    assert not (home / ".csdctl").exists()
+    assert not (home / "used").is_symlink()
+    assert (home / "replaced").is_symlink(), "the user has put another link there"
+    assert left(home) == {"own/file"}
+
+
+@pytest.mark.fault(34)
+def test_machine_that_another_csdctl_uses_is_left_alone_unless_forced(
+    session: LocalSession, home: Path
+) -> None:
+    options = {"is_removing": True, "is_removing_all": True}
+    with (home / ".csdctl" / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        lock.write(json.dumps({**describe_holder("train", home), "machine": "another"}))
+        lock.flush()
+        with pytest.raises(MachineLockedError, match="csdctl train"):
+            clean_machine(session, sys.executable, CleanupOptions(**options))
+        assert {*FILES} <= left(home)
+        clean_machine(session, sys.executable, CleanupOptions(**options, is_forced=True))
+    assert left(home) == {"own/file"}
+
+
+@pytest.mark.fault(35)
+def test_machine_whose_csdctl_is_gone_is_cleaned(session: LocalSession, home: Path) -> None:
+    with (home / ".csdctl" / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        lock.write(json.dumps({**describe_holder("train", home), "boot": "an earlier one"}))
+        lock.flush()
+        assert clean_machine(session, sys.executable, CleanupOptions(is_removing=True)).paths
+
+
+def start(directory: Path, *marks: str) -> "subprocess.Popen[bytes]":
+    """Start a process with `marks` on its command line, and wait until it runs."""
+    script = "echo; sleep 1000; true"
+    process = subprocess.Popen(
+        ["sh", "-c", script, *marks], cwd=directory, stdout=subprocess.PIPE, start_new_session=True
+    )
+    assert process.stdout
+    process.stdout.readline()
+    return process
+
+
+def stop(*processes: "subprocess.Popen[bytes]") -> None:
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def test_processes_of_this_directory_are_ended_and_their_runs_named(
+    session: LocalSession, home: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    ours = [start(home, f"csdctl-run={RUN}/csd0"), start(home, ".csdctl/objects/0123.pyz")]
+    others = [start(elsewhere, f"csdctl-run={RUN}/csd0"), start(home, "own-program")]
+    try:
+        found = clean_machine(session, sys.executable, CleanupOptions(is_ending=False))
+        assert (found.num_processes, found.runs) == (2, (RUN,))
+        assert [process.poll() for process in ours] == [None, None], "only looked at"
+        clean_machine(session, sys.executable, CleanupOptions())
+        assert [process.wait(30) for process in ours] == [-9, -9]
+        assert [process.poll() for process in others] == [None, None]
+    finally:
+        stop(*ours, *others)
+
+
+def test_rank_of_one_node_is_ended_with_its_children_and_no_other(session: LocalSession, home: Path) -> None:
+    mine = start(home, f"csdctl-run={RUN}/csd0")
+    others = [start(home, f"csdctl-run={RUN}/csd1"), start(home, "csdctl-run=20260101-000000-000002/csd0")]
+    children = Path(f"/proc/{mine.pid}/task/{mine.pid}/children").read_text().split()
+    try:
+        end_rank(RUN, session, sys.executable)
+        assert mine.wait(30) == -9
+        assert children
+        for child in children:
+            status = Path(f"/proc/{child}/stat")
+            assert not status.exists() or status.read_text().rpartition(") ")[2][0] in "ZX"
+        assert [process.poll() for process in others] == [None, None]
+    finally:
+        stop(mine, *others)
+
+
+def test_state_of_runs_of_this_directory_alone_is_removed(
+    session: LocalSession, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patterns = []
+    for directory in (home, home / "own"):
+        monkeypatch.chdir(directory)
+        patterns.append(Path(step_files().replace("*", "test")))
+    for path in patterns:
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        path.touch()
+    try:
+        removed = clean_machine(session, sys.executable, CleanupOptions(is_removing=True))
+        assert str(patterns[0]) in removed.paths
+        assert [path.exists() for path in patterns] == [False, True]
+    finally:
+        for path in patterns:
+            path.unlink(missing_ok=True)
+
+
+def test_directory_of_a_sandbox_that_was_killed_is_removed(session: LocalSession, tmp_path: Path) -> None:
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    paths = [Path(scratch_directories(pid).replace("*", "test")) for pid in (gone.pid, os.getpid())]
+    for path in paths:
+        path.mkdir()
+    try:
+        removed = clean_machine(session, sys.executable, CleanupOptions(is_removing=True))
+        assert str(paths[0]) in removed.paths
+        assert [path.exists() for path in paths] == [False, True]
+    finally:
+        for path in paths:
+            if path.exists():
+                path.rmdir()

@@ -1,0 +1,105 @@
+"""What a step leaves as it was: buffers, rehearsals, vectors of no sample, weights of samples."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from csdctl.worker.compute.recipe import compile_model
+from csdctl.worker.compute.step import Step, Sums, add_sums
+from csdctl.worker.protocol.recipe import Recipe
+from tests.unit.worker.compute.built_models import keras
+
+RECIPE = Recipe(optimizer="adam", learning_rate=0.1, metrics=("accuracy",))
+SAMPLES = np.random.default_rng(4).random((7, 6), np.float32)
+CLASSES = np.array([0, 2, 1, 0, 0, 1, 2], np.int32)
+
+
+def make_step(**options: Any) -> Step:
+    import tensorflow as tf
+
+    keras().utils.set_random_seed(2)
+    layers = keras().layers
+    inner = [layers.Dense(5), layers.BatchNormalization(), layers.Dense(3, activation="softmax")]
+    model = keras().Sequential([keras().Input((6,)), *inner])
+    compile_model(model, RECIPE, keras())
+    return Step(model, RECIPE, (SAMPLES[:0], CLASSES[:0]), tf, keras(), **options)
+
+
+def state_of(step: Step) -> list[np.ndarray[Any, Any]]:
+    return [np.asarray(variable.value).copy() for variable in step.state]
+
+
+def is_same(one: list[Any], other: list[Any]) -> bool:
+    return all(map(np.array_equal, one, other))
+
+
+def test_sum_over_no_samples_changes_nothing() -> None:
+    """A gradient of 0 / 0 would; and one of 0, by what the optimizer remembers of earlier steps."""
+    step = make_step()
+    step.apply(np.array(step.local(SAMPLES, CLASSES)))
+    before = state_of(step)
+    sums = step.apply(np.zeros(step.layout.step_size, np.float32))
+    assert is_same(state_of(step), before)
+    assert np.isnan(sums.mean_loss)
+
+
+@pytest.mark.parametrize(
+    "rehearse",
+    [
+        Step.rehearse_apply,
+        lambda step: step.rehearse_alone(SAMPLES, CLASSES),
+        lambda step: step.evaluate(SAMPLES, CLASSES),
+        lambda step: step.local(SAMPLES, CLASSES),
+    ],
+    ids=["apply", "alone", "evaluate", "local"],
+)
+def test_rehearsal_leaves_weights_statistics_and_optimizer_as_they_were(
+    rehearse: Callable[[Step], Any],
+) -> None:
+    step = make_step()
+    step.set_step(0, 0.1)
+    for _ in range(2):
+        step.apply(np.array(step.local(SAMPLES, CLASSES)))
+        before = state_of(step)
+        rehearse(step)
+        assert is_same(state_of(step), before)
+    assert int(step.optimizer.iterations) == 2
+
+
+@pytest.mark.parametrize("count", [0, 2, 7])
+@pytest.mark.parametrize("micro_batch_size", [None, 3])
+def test_buffer_has_the_vector_of_this_step_alone(count: int, micro_batch_size: int | None) -> None:
+    step = make_step(micro_batch_size=micro_batch_size)
+    expected = np.array(step.local(SAMPLES[:count], CLASSES[:count]))
+    out = np.full(step.layout.step_size, 7.0, np.float32)
+    assert np.array_equal(step.local(SAMPLES[:count], CLASSES[:count], out), expected)
+    assert np.array_equal(out, expected)
+    assert out[step.layout.count] == count
+    assert out.any() == (count > 0)
+
+
+def test_rank_alone_counts_its_samples_with_their_weight() -> None:
+    apart, alone = make_step(weight=0.25), make_step(weight=0.25)
+    expected = apart.apply(np.array(apart.local(SAMPLES, CLASSES)))
+    found = alone.alone(SAMPLES, CLASSES)
+    assert (found.count, found.loss) == pytest.approx((expected.count, expected.loss))
+    assert found.states == pytest.approx(expected.states)
+    assert expected.count == pytest.approx(0.25 * len(SAMPLES))
+    for one, other in zip(state_of(apart), state_of(alone), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-5)
+
+
+def test_learning_rate_and_random_states_are_those_that_are_set() -> None:
+    step = make_step()
+    step.set_step(3, 0.025)
+    assert float(step.optimizer.learning_rate) == pytest.approx(0.025)
+    assert step.seeds.position == (3, 0)
+
+
+def test_sums_add_losses_states_and_counts() -> None:
+    """Of nothing, as a new epoch begins, there are no states yet."""
+    found = add_sums([Sums(0.0, (), 0.0), Sums(2.0, (1.0, 4.0), 4.0), Sums(3.0, (0.5, 6.0), 1.0)])
+    assert found == Sums(5.0, (1.5, 10.0), 5.0)
+    assert found.mean_loss == 1.0

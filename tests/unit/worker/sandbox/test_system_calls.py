@@ -1,0 +1,94 @@
+"""What the filter decides about each system call, as the kernel would run it."""
+
+import errno
+import struct
+
+import pytest
+
+from csdctl.worker.sandbox.system_calls import (
+    ARCHITECTURES,
+    ASKED,
+    MACHINE,
+    NUMBERS,
+    build_filter,
+    number_of,
+)
+
+pytestmark = pytest.mark.skipif(MACHINE not in ARCHITECTURES, reason=f"no system calls of {MACHINE}")
+
+ALLOW, ASK, REFUSE, KILL = 0x7FFF0000, 0x7FC00000, 0x00050000, 0x80000000
+BY_ARGUMENT = ("sendto", "sendmsg", "sendmmsg", "clone", "prlimit64")
+LOAD, RETURN, IF_EQUAL, IF_GREATER_OR_EQUAL, IF_SET = 0x20, 0x06, 0x15, 0x35, 0x45
+
+
+def decide(number: int, *arguments: int, architecture: int = ARCHITECTURES.get(MACHINE, 0)) -> int:
+    """Run the filter on a call, and return its decision."""
+    data = struct.pack("=IIQ6Q", number, architecture, 0, *[*arguments, *[0] * 6][:6])
+    code, at, loaded = build_filter(), 0, 0
+    while True:
+        kind, if_true, if_false, value = code[at]
+        at += 1
+        if kind == RETURN:
+            return value
+        if kind == LOAD:
+            (loaded,) = struct.unpack_from("=I", data, value)
+            continue
+        holds = {
+            IF_EQUAL: loaded == value,
+            IF_GREATER_OR_EQUAL: loaded >= value,
+            IF_SET: bool(loaded & value),
+        }[kind]
+        at += if_true if holds else if_false
+
+
+@pytest.mark.parametrize("name", [name for name in NUMBERS if number_of(name) is not None])
+def test_each_listed_call_is_refused_or_handed_over(name: str) -> None:
+    number = number_of(name)
+    assert number is not None
+    if name in ASKED:
+        assert decide(number) == ASK
+    elif name not in BY_ARGUMENT:
+        assert decide(number) == REFUSE | (errno.ENOSYS if name == "clone3" else errno.EPERM)
+
+
+@pytest.mark.parametrize(
+    ("name", "refused", "allowed"),
+    [
+        ("sendto", (0, 0, 0, 0x20000000), (0, 0, 0, 0x4000)),
+        ("sendmsg", (0, 0, 0x20000000), (0, 0, 0x4000)),
+        ("sendmmsg", (0, 0, 0, 0x20000000), (0, 0, 0, 0x4000)),
+        ("prlimit64", (4711,), (0,)),
+        *(
+            ("clone", (flag,), (0x3D0F00,))  # new namespaces; a thread
+            for flag in (0x20000, 0x2000000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000)
+        ),
+    ],
+)
+def test_flags_and_processes_decide_about_some(
+    name: str, refused: tuple[int, ...], allowed: tuple[int, ...]
+) -> None:
+    number = number_of(name)
+    assert number is not None
+    assert decide(number, *refused) == REFUSE | errno.EPERM
+    assert decide(number, *allowed) == ALLOW
+
+
+def test_other_calls_are_allowed_and_other_architectures_are_not() -> None:
+    assert decide(0 if MACHINE == "x86_64" else 63) == ALLOW  # read
+    assert decide(0x40000000) == REFUSE | errno.ENOSYS
+    assert decide(0, architecture=0x40000003) == KILL
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "ptrace process_vm_readv process_vm_writev pidfd_getfd pidfd_send_signal",  # other processes
+        "mount umount2 pivot_root chroot unshare setns open_tree move_mount fsopen fsmount",
+        "chmod fchmod fchmodat fchmodat2 chown fchown fchownat utimensat setxattr fsetxattr truncate",
+        "bpf perf_event_open userfaultfd keyctl add_key request_key io_uring_setup",
+        "shmget msgget semget mq_open name_to_handle_at open_by_handle_at",
+    ],
+)
+def test_what_landlock_does_not_cover_is_listed(name: str) -> None:
+    assert {*name.split()} <= {*NUMBERS}
+    assert not {*name.split()} & {*ASKED, *BY_ARGUMENT}
