@@ -135,8 +135,8 @@ class Predicted(Document):
     """The prediction for the plan's batch sizes. Shares are of the ranks' time, and add up to 1."""
 
     global_batch: Annotated[int, Field(ge=1)]
-    batch_sizes: list[Annotated[int, Field(ge=0, le=MAX_BATCH_SIZE)]] | None = None
-    """Batch sizes in the order of the ranks; None: an older plan, which only has `global_batch`."""
+    batch_sizes: list[Annotated[int, Field(ge=0, le=MAX_BATCH_SIZE)]]
+    """In the order of the ranks."""
     step_s: Positive
     samples_per_s: Positive
     compute_share: float
@@ -149,7 +149,7 @@ class Predicted(Document):
 
     @model_validator(mode="after")
     def _adds_up(self) -> Self:
-        if self.batch_sizes is not None and sum(self.batch_sizes) != self.global_batch:
+        if sum(self.batch_sizes) != self.global_batch:
             raise ValueError(
                 f"batch_sizes add up to {sum(self.batch_sizes)}, but global_batch is {self.global_batch}"
             )
@@ -198,7 +198,7 @@ class Plan(Document):
     left_out: list[str] = []
     """Nodes that would cost more time than they save."""
     made_for: PlanFingerprint | None = None
-    """None: a plan written manually, or an older plan, which only has `job_fingerprint` to compare."""
+    """None: a plan written manually, which only has `job_fingerprint` to compare."""
     ranks: Annotated[list[RankPlan], Field(min_length=1), AfterValidator(_check_ranks)]
 
     @property
@@ -226,11 +226,7 @@ class Plan(Document):
     @property
     def prediction(self) -> Predicted | None:
         """The prediction of tuning; None when batch sizes were edited since."""
-        if self.predicted is None:
-            return None
-        predicted_sizes = self.predicted.batch_sizes
-        has_same_global_batch = self.predicted.global_batch == self.global_batch
-        is_valid = has_same_global_batch and predicted_sizes in (None, self.batch_sizes)
+        is_valid = self.predicted is not None and self.predicted.batch_sizes == self.batch_sizes
         return self.predicted if is_valid else None
 
     @property

@@ -141,6 +141,7 @@ def confirmed_prediction(tried: TriedPlan, gain: float | None) -> Predicted:
     shares = predict(models, sizes, communication_s)
     return Predicted(
         global_batch=sum(sizes),
+        batch_sizes=[rank.batch_size for rank in tried.ranks],
         step_s=round(result.step_s, 6),
         samples_per_s=round(result.samples_per_s, 2),
         compute_share=round(shares.compute_share, 4),

@@ -2,7 +2,7 @@
 
 For the fleet as it is, the plan predicts the training: its batch sizes, and the result of its trial. Other
 numbers of nodes follow from the stored measurements, with the batch sizes that `tune` would choose for them.
-Without measurements the plan is used alone, with fixed batch sizes; without a plan, the measurements are.
+Without a plan, the measurements are used alone.
 A forecast is of data-parallel training: it does not use the batch sizes of a split.
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from csdctl.errors import CsdctlError, InputError
+from csdctl.errors import InputError
 from csdctl.fleet.checks import is_ready
 from csdctl.fleet.facts import Facts, facts_path, load_facts
 from csdctl.fleet.model import Fleet
@@ -29,20 +29,19 @@ from csdctl.perfmodel.published import (
     TABLE_1,
     Network,
 )
-from csdctl.perfmodel.step_time import StepTime
 from csdctl.reporting.numbers import format_seconds
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.runs.measurements import open_measurements
 from csdctl.tuning.fits import fit_collective
 from csdctl.tuning.measurements import CollectiveMeasurement
-from csdctl.tuning.plan import Plan, RankPlan, load_plan
+from csdctl.tuning.plan import Plan, load_plan
 from csdctl.tuning.recall import RecalledTrial
 from csdctl.tuning.scaling_curve import Choice, Costs, Power, choose_best, size_ranks
 from csdctl.tuning.search import Limits, default_limits, read_limits
 from csdctl.tuning.strategies import DATA_PARALLEL, SPLIT
 from csdctl.workflows.data.model import describe_job_model
 from csdctl.workflows.data.prepared_record import PreparedData, load_prepared
-from csdctl.workflows.train.plan import RETUNE, find_changes, find_left_out, find_unplanned
+from csdctl.workflows.train.plan import find_changes, find_left_out, find_unplanned
 from csdctl.workflows.tune.fleet_measurements import FleetMeasurements, hash_recipe
 
 EMULATED = "emulated on one machine, which shows how ranks balance, not how fast a device is: "
@@ -107,14 +106,6 @@ def published_basis(network: Network) -> ForecastBasis:
 
 
 @dataclass(frozen=True)
-class Unknown:
-    """Why the measurements cannot serve as a basis."""
-
-    reason: str
-    remedy: str
-
-
-@dataclass(frozen=True)
 class Recalled:
     """The measurements of one model on one fleet."""
 
@@ -151,23 +142,13 @@ def tuned_basis(
     notes = _describe_strategy(plan) if plan else {}
     if plan and plan.strategy == SPLIT:
         plan, why_no_plan = None, "its batch sizes are those of a model that is split"
-    known: Recalled | Unknown = Unknown("there is no fleet file", f"write fleet.yaml and {TUNE}")
-    if fleet:
-        known = _recall(job, project, fleet, facts, data, say)
-    if plan and isinstance(known, Unknown):
-        basis = plan_basis(job, plan)
-        notes["measurements"] = f"not used: {known.reason}"
-    elif isinstance(known, Unknown):
-        raise InputError(
-            f"cannot forecast {job.path}: {why_no_plan or 'there is no plan'}, and {known.reason}",
-            remedy=f"{known.remedy}; or forecast with the paper's figures: --published {Network.MOBILENETV2}",
-        )
-    else:
-        assert fleet is not None  # nothing is recalled without a fleet
-        samples = num_samples or (data.num_samples if data else None)
-        basis = _measured_basis(job, fleet, plan, known, samples, max_global_batch)
-        if why_no_plan:
-            notes["plan"] = f"not used: {why_no_plan}"
+    if fleet is None:
+        raise _unknown("there is no fleet file", f"write fleet.yaml and {TUNE}")
+    known = _recall(job, project, fleet, facts, data, say)
+    samples = num_samples or (data.num_samples if data else None)
+    basis = _measured_basis(job, fleet, plan, known, samples, max_global_batch)
+    if why_no_plan:
+        notes["plan"] = f"not used: {why_no_plan}"
     if data:
         private = sum(data.num_private.values())
         where = f" and {private:,} private on {len(data.num_private)} nodes" if data.num_private else ""
@@ -203,49 +184,6 @@ def _describe_strategy(plan: Plan) -> dict[str, str]:
     seconds = next((strategy.first_run_s for strategy in of_strategy), None)
     took = "" if seconds is None else f", which by the plan takes {format_seconds(seconds)} in all"
     return {"strategy": f"data-parallel; `csdctl train` follows the plan's strategy, {plan.strategy}{took}"}
-
-
-def plan_basis(job: Job, plan: Plan) -> ForecastBasis:
-    """Return the batch sizes and speeds of the plan; raises InputError when they were not measured."""
-    if not plan.ranks[0].batch_size:
-        raise InputError(
-            "the host does not train in the plan: its speed alone, the baseline, is unknown",
-            remedy="run `csdctl tune` again without --no-host",
-        )
-    host, *nodes = [_planned_rank(plan, rank) for rank in plan.ranks]
-    sum_cost, sum_origin = CollectiveCost(), NO_SUM
-    if nodes and (prediction := plan.prediction):
-        communication_s = max(0.0, prediction.step_s - max(rank.step_s for rank in (host, *nodes)))
-        sum_cost = CollectiveCost(per_rank_s=communication_s / len(nodes))
-        sum_origin = (
-            f"{communication_s * 1000:.1f} ms with {len(nodes)} nodes, by the plan; "
-            "assumption: proportional to the number of nodes"
-        )
-    measured = f"measured by `csdctl tune`, {plan.num_probes} probes"
-    return ForecastBasis(
-        title=plan.job,
-        source="emulated" if plan.emulated else "measured",
-        host=host,
-        nodes=tuple(nodes),
-        num_nodes=len(nodes),
-        costs=Costs(sum_cost),
-        origins={
-            "speeds": (EMULATED if plan.emulated else "") + measured,
-            "batch_sizes": "those of the plan, for any number of nodes",
-            "sum": sum_origin,
-            "power": NO_POWER,
-        },
-        epochs=job.recipe.epochs,
-    )
-
-
-def _planned_rank(plan: Plan, rank: RankPlan) -> RankModel:
-    if rank.step_time_s is None:
-        raise InputError(f"the plan of {plan.job} has no step time for {rank.node}", remedy=RETUNE)
-    # The user may have edited the batch size; the step time is that of the measured size. The machine is
-    # assumed to reach the same samples/s at any size.
-    measured_size = round((rank.samples_per_s or 0) * rank.step_time_s) or rank.batch_size
-    return RankModel(rank.node, StepTime(0.0, rank.step_time_s / measured_size), batch_size=rank.batch_size)
 
 
 def _measured_basis(
@@ -340,6 +278,12 @@ def _describe_sums(sums: Sequence[CollectiveMeasurement]) -> str:
     return f"measured: a line fitted to {len(sums)} sums over {counts} ranks on such a fleet"
 
 
+def _unknown(reason: str, remedy: str) -> InputError:
+    """Return the error for a fleet or job without the measurements that a forecast needs."""
+    published = f"or forecast with the paper's figures: --published {Network.MOBILENETV2}"
+    return InputError(f"cannot forecast: {reason}", remedy=f"{remedy}; {published}")
+
+
 def _recall(
     job: Job,
     project: ProjectDirectory,
@@ -347,26 +291,23 @@ def _recall(
     facts: Mapping[str, Facts],
     data: PreparedData | None,
     say: Say,
-) -> Recalled | Unknown:
-    """Recall the measurements of `project`; raises what building a new model raises."""
+) -> Recalled:
+    """Recall the measurements of `project`; raises InputError, and what building a new model raises."""
     if undiscovered := [name for name in fleet.machines if name not in facts or not is_ready(facts[name])]:
-        return Unknown(f"the facts of {format_node_names(undiscovered)} are unknown", "run `csdctl discover`")
+        raise _unknown(f"the facts of {format_node_names(undiscovered)} are unknown", "run `csdctl discover`")
     if not project.measurements.exists():
-        return Unknown("there are no measurements yet", TUNE)
+        raise _unknown("there are no measurements yet", TUNE)
     features = describe_job_model(job, project.root, say)
     recipe = hash_recipe(job, data.public) if data else NOT_PREPARED
-    try:
-        with open_measurements(project.measurements, say) as store:
-            return _read(FleetMeasurements(features, recipe, fleet, facts, store), fleet.machines)
-    except CsdctlError as error:
-        return Unknown(error.message, error.remedy)
+    with open_measurements(project.measurements, say) as store:
+        return _read(FleetMeasurements(features, recipe, fleet, facts, store), fleet.machines)
 
 
-def _read(measurements: FleetMeasurements, machines: Sequence[str]) -> Recalled | Unknown:
+def _read(measurements: FleetMeasurements, machines: Sequence[str]) -> Recalled:
     classes = measurements.recall_classes()
     model_name = measurements.features.short_name
     if unknown := [name for known in classes.values() if not known.points for name in known.machines]:
-        return Unknown(
+        raise _unknown(
             f"{model_name}, with this recipe and form of data, was not measured on "
             f"{format_node_names(unknown)}",
             TUNE,

@@ -107,7 +107,7 @@ def forecast(basis: ForecastBasis, request: ForecastRequest) -> Forecast:
     basis = _with_request(basis, request, max(counts))
     if max(counts) and not basis.nodes:
         raise InputError(
-            "the plan has only the host: the gain from nodes is unknown",
+            "the fleet has only the host: the gain from nodes is unknown",
             remedy="run `csdctl tune` with at least one node, or use --published",
         )
     most = MAX_FIXED if basis.choice is None else MAX_SEARCHED

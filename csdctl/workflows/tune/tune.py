@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Protocol
 
 from csdctl.errors import InputError, NodeError
-from csdctl.fleet.facts import Facts
 from csdctl.fleet.model import Fleet
 from csdctl.job.model import Job
 from csdctl.launch.mpirun import find_mpirun
@@ -138,17 +137,8 @@ def tune(
         raise InputError("--no-host needs at least one node, and --method fit")
     check_possible(options, job, prepared)
     tune_by_method = tune_by_algorithm_1 if options.method == STANNIS else tune_by_fit
-    return complete_plan(tune_by_method(job, prepared, space, options, say, watch), job, space.facts)
-
-
-def complete_plan(plan: Plan, job: Job, facts: Mapping[str, Facts]) -> Plan:
-    """Return `plan` with the job and machines it is for, and the batch sizes its prediction is for.
-
-    The prediction no longer applies once the user edits the batch sizes.
-    """
-    predicted = plan.predicted and plan.predicted.model_copy(update={"batch_sizes": plan.batch_sizes})
-    made_for = build_fingerprint(plan, job, facts)
-    return plan.model_copy(update={"made_for": made_for, "predicted": predicted})
+    plan = tune_by_method(job, prepared, space, options, say, watch)
+    return plan.model_copy(update={"made_for": build_fingerprint(plan, job, space.facts)})
 
 
 def tune_by_fit(

@@ -105,7 +105,7 @@ def test_predicted_rate_is_the_global_batch_over_the_slowest_step() -> None:
     assert PLAN.predicted_samples_per_s == pytest.approx(340 / 10.0)
 
 
-def predicted_for(batch_sizes: list[int] | None) -> Plan:
+def predicted_for(batch_sizes: list[int]) -> Plan:
     predicted = Predicted(
         global_batch=340,
         batch_sizes=batch_sizes,

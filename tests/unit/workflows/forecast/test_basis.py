@@ -1,4 +1,4 @@
-"""What `csdctl forecast` is computed from: plan, measurements, both, or a similar model."""
+"""What `csdctl forecast` is computed from: measurements, with a plan or without."""
 
 import itertools
 import json
@@ -14,7 +14,7 @@ from csdctl.errors import InputError
 from csdctl.fleet.facts import save_facts
 from csdctl.fleet.model import HOST_NAME, Node
 from csdctl.tuning.plan import Plan, Predicted, RankPlan, StrategyPlan, save_plan
-from csdctl.workflows.forecast.basis import ForecastBasis, plan_basis, tuned_basis
+from csdctl.workflows.forecast.basis import ForecastBasis, tuned_basis
 from csdctl.workflows.forecast.forecast import MAX_SEARCHED, Forecast, ForecastRequest, forecast
 from csdctl.workflows.train.plan import build_fingerprint
 from tests.unit.workflows.measured_project import (
@@ -54,6 +54,7 @@ def plan_of(at: MeasuredProject, sizes: tuple[int, ...] = (100, 10, 12), **chang
         num_probes=9,
         predicted=Predicted(
             global_batch=sum(sizes),
+            batch_sizes=list(sizes),
             step_s=step_s,
             samples_per_s=sum(sizes) / step_s,
             compute_share=0.8,
@@ -203,27 +204,9 @@ class TestFromPlanAndMeasurements:
         assert basis.origins["plan"] == "not used: the plan is for other nodes: csd0, csd1"
 
 
-class TestFromThePlanAlone:
-    def test_plan_alone_is_used_without_measurements(self, at: MeasuredProject) -> None:
-        plan = plan_of(at)
-        answer = ask(at, node_counts=[0, 2, 4])
-        assert plan.predicted
-        assert answer.points[1].samples_per_s == pytest.approx(plan.predicted.samples_per_s)
-        assert [point.global_batch for point in answer.points] == [100, 122, 144]
-        assert answer.basis.origins["measurements"] == "not used: there are no measurements yet"
-        assert "assumption: proportional" in answer.basis.origins["sum"]
-        assert answer.num_samples == 180_000
-
-    def test_plan_in_which_the_host_does_not_train_is_rejected(self, at: MeasuredProject) -> None:
-        plan = plan_of(at)
-        idle = RankPlan.model_construct(node=HOST_NAME, batch_size=0, threads=1)
-        with pytest.raises(InputError, match="the host does not train"):
-            plan_basis(at.job, plan.model_copy(update={"ranks": [idle, *plan.ranks[1:]]}))
-
-
 class TestWithoutAnything:
-    def test_error_without_plan_and_measurements_has_a_remedy(self, at: MeasuredProject) -> None:
-        with pytest.raises(InputError, match="there is no plan, and there are no measurements yet") as raised:
+    def test_error_without_measurements_has_a_remedy(self, at: MeasuredProject) -> None:
+        with pytest.raises(InputError, match="there are no measurements yet") as raised:
             basis_of(at)
         assert "csdctl tune" in raised.value.remedy
         assert "--published mobilenetv2" in raised.value.remedy

@@ -1,14 +1,9 @@
-from pathlib import Path
-
 import pytest
 
 from csdctl.errors import InputError
-from csdctl.job.model import Job, load_job
 from csdctl.perfmodel.published import TABLE_1, Network
-from csdctl.runs.directory import ProjectDirectory
-from csdctl.tuning.plan import Plan, RankPlan, save_plan
 from csdctl.tuning.scaling_curve import Power
-from csdctl.workflows.forecast.basis import ForecastBasis, published_basis, tuned_basis
+from csdctl.workflows.forecast.basis import published_basis
 from csdctl.workflows.forecast.forecast import (
     MAX_NODES,
     ForecastRequest,
@@ -16,81 +11,6 @@ from csdctl.workflows.forecast.forecast import (
     given_power,
     parse_node_counts,
 )
-
-RANKS = [
-    RankPlan(node="host", batch_size=100, threads=2, step_time_s=1.0, samples_per_s=100.0),
-    RankPlan(node="csd0", batch_size=10, threads=1, step_time_s=1.0, samples_per_s=10.0),
-    RankPlan(node="dpu0", batch_size=30, threads=1, step_time_s=1.0, samples_per_s=30.0),
-]
-
-
-@pytest.fixture
-def job(tmp_path: Path) -> Job:
-    (tmp_path / "job.yaml").write_text(
-        "model: keras.applications:MobileNetV2\n"
-        "data: {public: {path: data}}\n"
-        "recipe: {epochs: 3, learning_rate: 0.1}\n"
-    )
-    (tmp_path / "data").mkdir()
-    return load_job(tmp_path / "job.yaml")
-
-
-@pytest.fixture
-def project(tmp_path: Path) -> ProjectDirectory:
-    return ProjectDirectory(tmp_path)
-
-
-def tuned(project: ProjectDirectory, job: Job, **changes: object) -> None:
-    plan = Plan(job="job", job_fingerprint=job.fingerprint(), method="stannis", num_probes=9, ranks=RANKS)
-    save_plan(project.plan(job.name), plan.model_copy(update=changes))
-
-
-def plan_basis(project: ProjectDirectory, job: Job) -> ForecastBasis:
-    """A plan, without fleet and measurements."""
-    return tuned_basis(job, project, None, lambda line: None)
-
-
-class TestFromAPlan:
-    def test_curve_covers_the_nodes_of_the_plan_by_default(self, project: ProjectDirectory, job: Job) -> None:
-        tuned(project, job)
-        answer = forecast(plan_basis(project, job), ForecastRequest())
-        assert [point.samples_per_s for point in answer.points] == pytest.approx([100, 110, 140])
-        assert answer.basis.source == "measured"
-
-    def test_sum_that_was_never_measured_is_marked(self, project: ProjectDirectory, job: Job) -> None:
-        tuned(project, job)
-        basis = plan_basis(project, job)
-        assert "counted as 0 s" in basis.origins["sum"]
-        slowed = forecast(basis, ForecastRequest(node_sum_s=0.1))
-        assert slowed.points[2].sum_s == pytest.approx(0.2)
-        assert slowed.basis.origins["sum"].startswith("assumption: 0.1 s for each node")
-
-    def test_epochs_are_the_jobs_and_samples_have_to_be_given(
-        self, project: ProjectDirectory, job: Job
-    ) -> None:
-        tuned(project, job)
-        basis = plan_basis(project, job)
-        assert forecast(basis, ForecastRequest()).num_samples is None
-        assert forecast(basis, ForecastRequest(num_samples=1000)).num_samples == 3000
-        assert forecast(basis, ForecastRequest(num_samples=1000, epochs=2)).num_samples == 2000
-
-    def test_edited_batch_size_keeps_the_measured_speed(self, project: ProjectDirectory, job: Job) -> None:
-        edited = RANKS[1].model_copy(update={"batch_size": 20})
-        tuned(project, job, ranks=[RANKS[0], edited])
-        [node] = plan_basis(project, job).nodes
-        assert (node.step_s, node.samples_per_s) == (2.0, 10.0)
-
-    def test_plan_without_measurements_is_rejected(self, project: ProjectDirectory, job: Job) -> None:
-        tuned(project, job, ranks=[RankPlan(node="host", batch_size=8, threads=1)])
-        with pytest.raises(InputError, match="no step time for host"):
-            plan_basis(project, job)
-
-    def test_plan_of_the_host_alone_cannot_forecast_nodes(self, project: ProjectDirectory, job: Job) -> None:
-        tuned(project, job, ranks=RANKS[:1])
-        basis = plan_basis(project, job)
-        assert forecast(basis, ForecastRequest()).verdict is None
-        with pytest.raises(InputError, match="the gain from nodes is unknown"):
-            forecast(basis, ForecastRequest(node_counts=[1]))
 
 
 class TestPublished:
