@@ -139,13 +139,7 @@ class FitTuner:
         A first probe, of one step where steps are long, shows which settings are hopeless. The second probe
         counts: the first step allocates memory and chooses kernels.
         """
-        self.measurer.switch(
-            {name: probe.settings for name, probe in probes.items()},
-            {
-                name: max(model.classes[probe.class_name].peaks.values(), default=0)
-                for name, probe in probes.items()
-            },
-        )
+        self.measurer.switch({name: probe.settings for name, probe in probes.items()})
         requests = {
             name: ProbeRequest(probe.batch_size, min_steps=1, min_duration_s=WARM_UP_PROBE_S, warm_up_steps=0)
             for name, probe in probes.items()

@@ -114,8 +114,6 @@ class FleetMeasurer:
         self._stack = ExitStack()
         self.probers = {name: self._prober(name, runtime) for name, runtime in runtimes.items()}
         self._pool = self._stack.enter_context(ThreadPoolExecutor(len(self.probers)))
-        self._idle: dict[str, Prober] = {}
-        """Sessions with the usual settings, of machines that measure with others."""
         self._busy: dict[str, ProbeRequest] = {}
         """What a machine computes while others are measured."""
         self.num_probes = 0
@@ -134,7 +132,7 @@ class FleetMeasurer:
 
     def end_sessions(self) -> None:
         """End all sessions; the next request starts them again."""
-        for prober in (*self.probers.values(), *self._idle.values()):
+        for prober in self.probers.values():
             prober.close()
 
     def _prober(self, name: str, runtime: Runtime) -> "Prober":
@@ -195,34 +193,18 @@ class FleetMeasurer:
         self.measuring_s += result.wall_s
         return result
 
-    def switch(self, runtimes: Mapping[str, Runtime], peaks: Mapping[str, int]) -> None:
-        """Measure these machines with other settings from the next round on; they use at most `peaks` bytes.
-
-        The current session of a machine stays idle where memory has room for both: it is likely to be needed
-        again, and is slow to start.
-        """
+    def switch(self, runtimes: Mapping[str, Runtime]) -> None:
+        """Measure these machines with these settings from the next round on."""
         for name, runtime in runtimes.items():
-            current = self.probers[name]
-            if name not in self._idle and current.leaves_room(peaks[name]):
-                self._idle[name] = current
-            else:
-                current.close()
-            self.probers[name] = self._prober(name, runtime)
+            if self.probers[name].runtime != runtime:
+                self.probers[name].close()
+                self.probers[name] = self._prober(name, runtime)
 
     def prepare_trial(self, runtimes: Mapping[str, Runtime]) -> dict[str, AttachRank]:
         """Keep one session with these settings per machine, and end all others; return how to attach each."""
-        for name, runtime in runtimes.items():
-            if self.probers[name].runtime == runtime:
-                continue
+        self.switch(runtimes)
+        for name in self.probers.keys() - runtimes.keys():
             self.probers[name].close()
-            idle = self._idle.pop(name, None)
-            self.probers[name] = idle if idle and idle.runtime == runtime else self._prober(name, runtime)
-        for prober in (
-            *self._idle.values(),
-            *(self.probers[name] for name in self.probers.keys() - runtimes.keys()),
-        ):
-            prober.close()
-        self._idle = {}
         self._start(runtimes)
         return {name: self.probers[name].attach for name in runtimes}
 
@@ -371,11 +353,6 @@ class Prober:
             )
         except EOFError:
             raise self._end_error() from None
-
-    def leaves_room(self, num_bytes: int) -> bool:
-        """Return whether memory certainly has room for this session and `num_bytes` more."""
-        peak = max(self.peaks.values(), default=None)
-        return peak is not None and self.memory_bytes is not None and peak + num_bytes <= self.memory_bytes
 
     def attach(self, spec: str, rank: int) -> Conversation:
         """Make the running worker rank `rank` of the run in file `spec`, until that has finished."""

@@ -81,7 +81,7 @@ class ScriptedMeasurer:
     def share_work(self, machines: Sequence[str]) -> None:
         pass
 
-    def switch(self, settings: Mapping[str, Runtime], peaks: Mapping[str, int]) -> None:
+    def switch(self, settings: Mapping[str, Runtime]) -> None:
         self.settings |= settings
 
     def run_trial(self, ranks: Sequence[RankPlan], num_steps: int) -> TrialResult:
