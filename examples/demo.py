@@ -12,7 +12,7 @@ from csdctl.cli.app import run_command
 from csdctl.cli.commands.emulate import STATE
 from csdctl.emulation.fleet import stop_fleet
 from csdctl.errors import InputError, RunError
-from csdctl.launch.mpi_command import find_mpirun
+from csdctl.launch.mpirun import find_mpirun
 from csdctl.reporting.numbers import format_seconds
 from csdctl.terminal.streams import Streams
 

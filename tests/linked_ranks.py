@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from csdctl.launch.mpi_command import ALLOW_ROOT, COMMON_OPTIONS
 from csdctl.launch.mpi_job import kill_session
+from csdctl.launch.mpirun import ALLOW_ROOT, COMMON_OPTIONS
 from tests.patience import scaled
 
 SIZE = 3

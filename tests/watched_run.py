@@ -50,9 +50,6 @@ def write_run(project: Path, num_ranks: int) -> RunDirectory:
             }
             for rank in range(num_ranks)
         ],
-        "placement": [
-            {"node": name_of(rank), "num_private": 0, "num_public": samples} for rank in range(num_ranks)
-        ],
         "data": {"public": ""},
     }
     run.manifest.write_text(json.dumps(manifest))

@@ -12,7 +12,9 @@ from csdctl.tuning.plan import Plan
 from csdctl.workflows.data.prepare import Prepared, prepare_fleet
 from csdctl.workflows.discovery.discover import DiscoverResult
 from csdctl.workflows.discovery.discover import discover as discover_machines
-from csdctl.workflows.train.verify import Verification, VerifyRequest, judge, run_verification
+from csdctl.workflows.train.options import TrainOptions
+from csdctl.workflows.train.train import TrainRequest
+from csdctl.workflows.train.verify import Verification, judge, run_verification
 from csdctl.workflows.tune.tune import tune_job
 
 
@@ -67,7 +69,7 @@ def verify(job: Job, fleet: FleetOrPath = "fleet.yaml") -> Verification:
     """
     loaded, chosen = job.load(), as_fleet(fleet)
     with open_session() as streams:
-        request = VerifyRequest(loaded, chosen, streams.directory)
+        request = TrainRequest(loaded, chosen, streams.directory, TrainOptions())
         found = run_verification(request, PreparationScreen(streams))
         verdict = judge(found.result, found.nodes)
         render_verified(streams.console, found.result, verdict, found.nodes, emulated=chosen.emulated)

@@ -11,7 +11,7 @@ from csdctl.api.job import Job
 from csdctl.api.options import TrainOptions
 from csdctl.api.session import FleetOrPath, as_fleet, open_session
 from csdctl.api.trained_model import load_model
-from csdctl.reporting.summary import RunSummary, summarize_run
+from csdctl.reporting.results import RunSummary, summarize_run
 from csdctl.runs.directory import ProjectDirectory, RunDirectory
 from csdctl.supervision.event_callbacks import Callback
 from csdctl.terminal.report import report_of

@@ -11,9 +11,17 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Self
 
-from csdctl.energy.reading import EnergyMeter, Reading, Spent
-from csdctl.energy.redfish import read_redfish
-from csdctl.energy.sources import REMEDIES, SCRIPTS, ReadingLines, build_loop, parse_meter
+from csdctl.energy.sources import (
+    REMEDIES,
+    SCRIPTS,
+    EnergyMeter,
+    Reading,
+    ReadingLines,
+    Spent,
+    build_loop,
+    parse_meter,
+    read_redfish,
+)
 from csdctl.errors import CsdctlError, DeadlineError
 from csdctl.fleet.model import Fleet, PowerSource
 from csdctl.notify import Say, make_printable, shorten

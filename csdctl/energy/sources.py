@@ -1,14 +1,200 @@
-"""Power sources: the script that a machine runs, the parser of its output, and the remedy for failures."""
+"""Power sources: the script that a machine runs, the parser of its output, and energy between readings."""
 
+import base64
 import csv
+import http.client
+import json
+import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+import ssl
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from typing import Any
 
-from csdctl.energy import redfish
-from csdctl.energy.reading import Counter, Reading, parse_machine_watts, parse_number, parse_watts
+from csdctl.errors import InputError
 from csdctl.fleet.model import PowerSource
+
+MAX_WATTS = 20_000.0
+"""More than any machine takes: a larger power is a damaged reading, or a counter that has started again."""
+MAX_POWER_GAP_S = 10.0
+"""Between two readings of a power that are further apart, nobody knows what it was."""
+
+
+@dataclass(frozen=True)
+class Counter:
+    """An energy counter."""
+
+    joules: float
+    range_joules: float | None = None
+    """Where it starts at 0 again; None: it does not."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Counters by name where the source has them, else the watts of this moment."""
+
+    watts: float | None = None
+    counters: Mapping[str, Counter] | None = None
+
+
+@dataclass(frozen=True)
+class Spent:
+    """Energy of an interval; `joules` None: a gap, in which it is not known."""
+
+    seconds: float
+    joules: float | None
+
+
+def parse_number(text: str, what: str) -> float:
+    """Return a number that is finite and not negative; raises ValueError."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number) or number < 0:
+        raise ValueError(f"expected {what}, received {text[:40]!r}")
+    return number
+
+
+def parse_watts(text: str, what: str = "watts") -> float:
+    """Return a power; raises ValueError for one that no machine has."""
+    watts = parse_number(text, what)
+    if watts > MAX_WATTS:
+        raise ValueError(f"expected {what} up to {MAX_WATTS:,.0f}, received {text[:40]!r}")
+    return watts
+
+
+def parse_machine_watts(text: str, what: str = "watts") -> float:
+    """Return the power of a whole machine; raises ValueError for none at all, which no machine runs on.
+
+    Controllers without a power meter, or that have just started, report 0.
+    """
+    watts = parse_watts(text, what)
+    if not watts:
+        raise ValueError(f"expected {what} of a machine that runs, received 0 watts")
+    return watts
+
+
+class EnergyMeter:
+    """Adds up the readings of one source, each with the machine's own time."""
+
+    def __init__(self) -> None:
+        self._last: tuple[float, Reading] | None = None
+
+    def add(self, time_s: float, reading: Reading) -> Spent | None:
+        """Return what was spent since the reading before; None for the first one, and after a restart."""
+        last, self._last = self._last, (time_s, reading)
+        if last is None or time_s <= last[0]:
+            return None
+        seconds = time_s - last[0]
+        if reading.counters is not None:
+            return Spent(seconds, _count(last[1].counters, reading.counters, seconds))
+        before, now = last[1].watts, reading.watts
+        if before is None or now is None or seconds > MAX_POWER_GAP_S:
+            return Spent(seconds, None)
+        return Spent(seconds, (before + now) / 2 * seconds)
+
+
+def _count(before: Mapping[str, Counter] | None, now: Mapping[str, Counter], seconds: float) -> float | None:
+    """Return the joules between two readings of the same counters; None where that cannot be known."""
+    if before is None or before.keys() != now.keys() or not now:
+        return None
+    total = 0.0
+    for name, counter in now.items():
+        joules = counter.joules - before[name].joules
+        if counter.range_joules is not None:
+            if seconds * MAX_WATTS_OF_A_COUNTER > counter.range_joules:
+                return None  # it may have started again more than once
+            if joules < 0:
+                joules += counter.range_joules
+        if not 0 <= joules <= seconds * MAX_WATTS:
+            return None  # it was set back
+        total += joules
+    return total
+
+
+MAX_WATTS_OF_A_COUNTER = 1000.0
+"""Of one package or memory channel; bounds how long a counter with a range may go unread."""
+
+
+MAX_BYTES = 1 << 20
+REDFISH_REMEDY = (
+    "try `curl --user USER URL`; `url` is that of Power or EnvironmentMetrics below /redfish/v1/Chassis/ID"
+)
+
+
+def parse_redfish(text: str) -> Reading:
+    """Return the power that a Redfish document has; raises ValueError for one that has none."""
+    try:
+        content: Any = json.loads(text)
+    except (ValueError, RecursionError):
+        raise ValueError(f"expected JSON, received {text[:60]!r}") from None
+    if not isinstance(content, dict):
+        raise ValueError("expected a Redfish resource")
+    controls = content.get("PowerControl")
+    if isinstance(controls, list) and controls and isinstance(controls[0], dict):
+        # Further members are parts of the first, such as processors and memory.
+        return Reading(_watts(controls[0].get("PowerConsumedWatts"), "PowerConsumedWatts"))
+    if isinstance(sensor := content.get("PowerWatts"), dict):
+        return Reading(_watts(sensor.get("Reading"), "PowerWatts.Reading"))
+    if "InputPowerWatts" in content:
+        raise ValueError("these are the metrics of one power supply: use EnvironmentMetrics of the chassis")
+    if "PowerSupplies" in content and "PowerControl" not in content:
+        raise ValueError("expected PowerControl, received power supplies alone: use EnvironmentMetrics")
+    if "Allocation" in content or "CapacityWatts" in content:
+        raise ValueError("PowerSubsystem says what is allocated, not what is used: use EnvironmentMetrics")
+    raise ValueError("expected PowerControl or PowerWatts")
+
+
+def _watts(value: object, what: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"expected a number as {what}, received {str(value)[:40]!r}")
+    return parse_machine_watts(str(value), what)
+
+
+def read_redfish(power: PowerSource, *, deadline_s: float) -> Reading:
+    """Get the document; raises ValueError, OSError, or InputError for the files that fleet.yaml names."""
+    request = urllib.request.Request(power.url, headers={"Accept": "application/json"})
+    if power.credentials:
+        try:
+            secret = power.credentials.read_text(encoding="utf-8").strip()
+        except (OSError, ValueError) as error:
+            raise InputError(f"the credentials of {power.url} cannot be read: {error}") from None
+        if request.type != "https":
+            raise InputError(f"{power.url}: a password is sent over https only")
+        encoded = base64.b64encode(secret.encode()).decode()
+        request.add_unredirected_header("Authorization", f"Basic {encoded}")
+    context = _tls(power) if request.type == "https" else None
+    opener = urllib.request.build_opener(
+        urllib.request.ProxyHandler({}), _NoRedirect(), urllib.request.HTTPSHandler(context=context)
+    )
+    try:
+        with opener.open(request, timeout=deadline_s) as response:
+            body = response.read(MAX_BYTES)
+    except http.client.HTTPException as error:  # no OSError, although the other side is at fault
+        raise ValueError(f"expected an HTTP answer, received a damaged one: {str(error)[:100]!r}") from None
+    return parse_redfish(body.decode(errors="replace"))
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """A management controller answers where it was asked; the password goes nowhere else."""
+
+    def redirect_request(self, *args: Any, **keywords: Any) -> None:
+        """Follow nothing: the answer becomes an HTTPError."""
+
+
+def _tls(power: PowerSource) -> ssl.SSLContext:
+    try:
+        context = ssl.create_default_context(cafile=power.certificate)
+    except OSError as error:
+        raise InputError(f"the certificate {power.certificate} cannot be read: {error}") from None
+    # The certificate itself is trusted, whatever name the maker has put into it.
+    context.check_hostname = power.certificate is None
+    return context
+
 
 SYSFS = "/sys"
 BEGIN, END = "@csdctl-power", "@csdctl-power-end"
@@ -115,28 +301,6 @@ def parse_dcmi(output: str) -> Reading:
     return Reading(parse_machine_watts(found[1]))
 
 
-# NVIDIA GPUs: `nvidia-smi --query-gpu=index,power.draw --format=csv`.
-# These are the watts of the boards, without the machine that they are in.
-
-NVIDIA_SMI_SCRIPT = "nvidia-smi --query-gpu=index,power.draw --format=csv,noheader,nounits 2>&1"
-NVIDIA_SMI_REMEDY = "run `nvidia-smi --query-gpu=index,power.draw --format=csv` there"
-
-
-def parse_nvidia_smi(output: str) -> Reading:
-    """Return the sum over all GPUs, with or without a header and units; raises ValueError."""
-    watts: list[float] = []
-    for line in filter(str.strip, output.splitlines()):
-        index, comma, power = line.rpartition(",")
-        if index.strip() == "index":
-            continue
-        if not comma or not index.strip().isdigit():
-            raise ValueError(f"expected the index and power of a GPU, received {line[:100]!r}")
-        watts.append(parse_watts(power.strip().removesuffix(" W"), f"the watts of GPU {index.strip()}"))
-    if not watts:
-        raise ValueError("nvidia-smi lists no GPU")
-    return Reading(sum(watts))
-
-
 # The CSV file of a power meter on the host: a header with `time` and `watts`, and a row for each reading.
 # Times are Unix seconds, or ISO 8601 as in 2026-01-31T12:00:00+00:00; without an offset they are UTC.
 
@@ -191,10 +355,9 @@ SCRIPTS: dict[str, ScriptSource] = {
     "rapl": ScriptSource(RAPL_SCRIPT, parse_rapl, RAPL_REMEDY, lambda power: SYSFS),
     "hwmon": ScriptSource(HWMON_SCRIPT, parse_hwmon, HWMON_REMEDY, lambda power: power.path),
     "ipmi": ScriptSource(IPMI_SCRIPT, parse_dcmi, IPMI_REMEDY),
-    "nvidia-smi": ScriptSource(NVIDIA_SMI_SCRIPT, parse_nvidia_smi, NVIDIA_SMI_REMEDY),
 }
 REMEDIES = {name: source.remedy for name, source in SCRIPTS.items()} | {
-    "redfish": redfish.REMEDY,
+    "redfish": REDFISH_REMEDY,
     "csv": CSV_REMEDY,
 }
 

@@ -31,7 +31,7 @@ from csdctl.fleet.names import (
 from csdctl.fleet.network import find_ambiguous, means_host, own_names
 from csdctl.fleet.openssh import MAX_HOPS, NO_JUMP, Hop, parse_jump
 
-SourceName = Literal["rapl", "ipmi", "redfish", "hwmon", "nvidia-smi", "csv", "constant"]
+SourceName = Literal["rapl", "ipmi", "redfish", "hwmon", "csv", "constant"]
 Watts = Annotated[float, Field(ge=0, le=1_000_000)]
 OneLine = Annotated[str, Field(pattern=r"^[^\x00-\x1f]*$", max_length=500)]
 NEEDED = {"redfish": "url", "hwmon": "path", "csv": "path", "constant": "watts"}

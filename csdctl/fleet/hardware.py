@@ -14,9 +14,6 @@ from dataclasses import asdict, dataclass
 from csdctl.fleet.facts import Drive, Facts
 from csdctl.fleet.model import HOST_NAME
 
-MEMORY_TOLERANCE = 0.03
-"""Firmware reserves slightly different amounts of memory on equal machines."""
-
 _KEYS: Mapping[str, str] = {
     "architecture": "architecture",
     "cpu_model": "CPU",
@@ -61,23 +58,11 @@ class EqualMachines:
 
 def group_machines(machines: Iterable[Facts]) -> list[EqualMachines]:
     """Group the machines without a problem by equal hardware and software, in their order."""
-    reachable = [facts for facts in machines if not facts.problem]
-    groups: dict[tuple[object, ...], list[list[Facts]]] = {}
-    for facts in sorted(reachable, key=_memory_bytes):
-        clusters = groups.setdefault(_identity(facts), [])
-        if clusters and _memory_bytes(facts) <= _memory_bytes(clusters[-1][0]) * (1 + MEMORY_TOLERANCE):
-            clusters[-1].append(facts)
-        else:
-            clusters.append([facts])
-    order = {facts.name: number for number, facts in enumerate(reachable)}
-    equal = [
-        sorted(cluster, key=lambda facts: order[facts.name])
-        for clusters in groups.values()
-        for cluster in clusters
-    ]
-    return [
-        EqualMachines(tuple(cluster)) for cluster in sorted(equal, key=lambda cluster: order[cluster[0].name])
-    ]
+    groups: dict[tuple[object, ...], list[Facts]] = defaultdict(list)
+    for facts in machines:
+        if not facts.problem:
+            groups[_identity(facts)].append(facts)
+    return [EqualMachines(tuple(group)) for group in groups.values()]
 
 
 def find_differences(groups: Sequence[EqualMachines]) -> list[tuple[EqualMachines, str]]:
@@ -98,19 +83,20 @@ def _compare(odd: Facts, usual: Facts) -> str:
         for key, label in _KEYS.items()
         if getattr(odd, key) != getattr(usual, key)
     ]
-    low, high = sorted((_memory_bytes(odd), _memory_bytes(usual)))
-    if high > low * (1 + MEMORY_TOLERANCE):
+    if _memory_bytes(odd) != _memory_bytes(usual):
         sizes = [f"{_memory_bytes(facts) / 2**30:.1f} GiB" for facts in (odd, usual)]
         different.append(f"memory {sizes[0]} instead of {sizes[1]}")
-    return ", ".join(different) or "memory slightly different"
+    return ", ".join(different)
 
 
 def _identity(facts: Facts) -> tuple[object, ...]:
-    return (facts.name == HOST_NAME, *(getattr(facts, key) for key in _KEYS))
+    return (facts.name == HOST_NAME, _memory_bytes(facts), *(getattr(facts, key) for key in _KEYS))
 
 
 def _memory_bytes(facts: Facts) -> int:
-    return facts.memory_limit_bytes or facts.memory_bytes or 0
+    """Return the memory that a rank may use at most: equal machines report slightly different amounts."""
+    size = facts.memory_limit_bytes or facts.memory_bytes
+    return round_memory_up(size) if size else 0
 
 
 def match_drives(facts: Mapping[str, Facts]) -> dict[str, Drive]:

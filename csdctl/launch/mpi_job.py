@@ -12,18 +12,23 @@ import signal
 import subprocess
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Protocol
 
 from csdctl.errors import InputError
-from csdctl.launch.diagnosis import is_noise
+from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.runs.capped_log import CappedLog
+from csdctl.transport.meter import LinkBytes, TrafficClass
 from csdctl.worker.protocol.events import (
+    ACTIVATIONS,
     EVENT_PREFIX,
     FROM_MPI,
+    SAMPLES,
+    STATE,
+    SUMS,
     Event,
     Exited,
     Failed,
@@ -38,6 +43,74 @@ from csdctl.worker.protocol.events import (
 from csdctl.worker.protocol.json_codec import ProtocolError
 from csdctl.worker.protocol.tcp_counters import list_connections
 
+_RANK = re.compile(r"process rank (\d+)")
+_SIGNAL = re.compile(r"exited on signal (\d+)")
+_DAEMON = re.compile(r"Remote daemon: *\[[^,\]]*,(\d+)\]")
+_UNCONNECTED_DAEMON = re.compile(r"Remote host: *rank\d+-(\S+)")
+_DAEMON_STATUS = re.compile(r"Daemon exit status: *(\d+)")
+_BANNER = re.compile(r"^[-*=\s]*$")
+MEMORY_REMEDY = "choose a smaller batch size: `csdctl tune --max-global-batch N`, or edit the plan"
+_ENDED_BY_MPIRUN = (signal.SIGTERM, signal.SIGINT)
+_NO_CAUSE = ("Abort is in progress", "Killed")
+_NOISE = ("All log messages before absl", "oneDNN custom operations are on", "rebuild TensorFlow with")
+
+
+@dataclass(frozen=True)
+class Cause:
+    """What happened to which node; `node` is '' when that is unknown."""
+
+    node: str
+    message: str
+    remedy: str = "check the node and train again"
+
+
+def is_noise(line: str) -> bool:
+    """Return whether `line` is one of those that TensorFlow prints at every start."""
+    return any(noise in line for noise in _NOISE)
+
+
+def find_cause(stderr_tail: Sequence[str], exited: Sequence[Exited], rank_nodes: Sequence[str]) -> Cause:
+    """Return why mpirun ended.
+
+    `stderr_tail` are its last lines, `exited` the ranks that ended badly, in order of arrival; `rank_nodes`
+    the machine of every rank. mpirun numbers its daemons from 1, in the order of the nodes in its command
+    line; 0 is mpirun itself.
+    """
+    if killed := _find_killed_rank(exited):
+        return killed
+    text = "\n".join(stderr_tail)
+    remote = [node for node in rank_nodes if node != HOST_NAME]
+    if found := _DAEMON.search(text):
+        number = int(found[1])
+        node = remote[number - 1] if 0 < number <= len(remote) else ""
+        return Cause(node, "lost: its MPI daemon no longer answers (node down, link cut, or prted killed)")
+    if found := _RANK.search(text):
+        rank = int(found[1])
+        node = rank_nodes[rank] if rank < len(rank_nodes) else ""
+        if by_signal := _SIGNAL.search(text):
+            return Cause(node, f"rank {rank} was ended by signal {by_signal[1]}")
+        return Cause(node, f"rank {rank} was lost, or exited because another rank was lost")
+    if status := _DAEMON_STATUS.search(text):
+        found = _UNCONNECTED_DAEMON.search(text)
+        node = found[1] if found and found[1] in remote else ""
+        whose = "its MPI daemon" if node else "the MPI daemon of a node that mpirun does not name"
+        return Cause(node, f"{whose} (prted) did not connect to mpirun and exited with {status[1]}")
+    lines = [line for line in stderr_tail if not _BANNER.match(line) and not line.startswith(_NO_CAUSE)]
+    return Cause("", lines[0] if lines else "mpirun printed no message")
+
+
+def _find_killed_rank(exited: Sequence[Exited]) -> Cause | None:
+    """Return the first rank that was killed by a signal that mpirun did not send."""
+    for event in exited:
+        number = event.code - 128
+        if number > 0 and number not in _ENDED_BY_MPIRUN:
+            message = f"rank {event.rank} was killed by signal {number}"
+            if number == signal.SIGKILL:
+                return Cause(event.node, f"{message}, most likely out of memory", MEMORY_REMEDY)
+            return Cause(event.node, message)
+    return None
+
+
 LogPath = Callable[[int | None], Path]
 """The log file of a rank; with None, the log file of mpirun itself."""
 
@@ -46,7 +119,7 @@ MAX_TAIL_LINES, MAX_TAIL_LINE_BYTES = 60, 1 << 12
 MAX_WAITING_EVENTS = 1000
 EXPECTED = (*FROM_MPI, Ready, Traffic, Misbehaved, Finished, Failed)
 """The events of an MPI check; a link sends none but `Exited`."""
-REMEDY = "check that machine: what runs there is damaged, or is not csdctl's worker"
+CHECK_WORKER = "check that machine: what runs there is damaged, or is not csdctl's worker"
 _TAGGED = re.compile(rb"\[\d+,(\d{1,9})\]<(stdout|stderr)>: ?(.*)", re.DOTALL)
 """A line that mpirun passes on from a rank (--output tag)."""
 
@@ -121,7 +194,7 @@ class MpiOutput:
             check_event(event, self._nodes)
         except ProtocolError as error:
             self._log(rank, line.encode(errors="replace"))
-            event = Failed(rank, self._nodes[rank], f"sent an invalid event: {error}", REMEDY)
+            event = Failed(rank, self._nodes[rank], f"sent an invalid event: {error}", CHECK_WORKER)
         if rank == 0 or (rank, type(event)) not in self._reported:
             self._reported.add((rank, type(event)))
             self._put(event)
@@ -384,3 +457,51 @@ def _sample_connections(session_id: int, outcome: JobOutcome) -> None:
     for pid in list_session_pids(session_id):
         for tcp in list_connections(pid) if read_program_name(pid) in DAEMONS else ():
             outcome.connection_bytes[tcp.local, tcp.peer] = tcp.num_sent, tcp.num_received
+
+
+TRAFFIC_CLASSES = {
+    SUMS: TrafficClass.GRADIENT,
+    SAMPLES: TrafficClass.PUBLIC,
+    STATE: TrafficClass.MODEL,
+    ACTIVATIONS: TrafficClass.ACTIVATIONS,
+}
+
+
+def add_rank_traffic(
+    traffic: Iterable[Traffic], nodes: Sequence[str], classes: Mapping[str, TrafficClass] = TRAFFIC_CLASSES
+) -> LinkBytes:
+    """Add up what the ranks sent to each other; `nodes` by rank.
+
+    Counts are cumulative within a group of ranks: the last event of each generation counts.
+    """
+    last = {event.generation: event for event in traffic}
+    added: Counter[tuple[str, str, str]] = Counter()
+    for event in last.values():
+        for row in event.sent:
+            added[nodes[row.sender], nodes[row.receiver], classes[row.what]] += row.num_bytes
+    return dict(added)
+
+
+def add_mpirun_traffic(outcomes: Iterable[JobOutcome], fleet: Fleet) -> LinkBytes:
+    """Add up the bytes on the connections of mpirun.
+
+    Nodes that share an address (an emulated fleet) differ in their SSH ports alone.
+    """
+    added: Counter[tuple[str, str, str]] = Counter()
+    for outcome in outcomes:
+        for (_, peer), (num_sent, num_received) in outcome.connection_bytes.items():
+            if name := _find_machine(peer, fleet):
+                added[HOST_NAME, name, TrafficClass.CONTROL] += num_sent
+                added[name, HOST_NAME, TrafficClass.CONTROL] += num_received
+    return dict(added)
+
+
+def _find_machine(peer: str, fleet: Fleet) -> str:
+    """Return the node, or its jump host, with this 'address port'; '' for an unknown or ambiguous address."""
+    address, _, port = peer.partition(" ")
+    machines = [node.jump or node for node in fleet.nodes] + list(fleet.nodes)
+    candidates = {machine.name: machine for machine in machines if machine.address == address}
+    by_port = [name for name, machine in candidates.items() if str(machine.port) == port]
+    if by_port:
+        return by_port[0]
+    return next(iter(candidates)) if len(candidates) == 1 else ""

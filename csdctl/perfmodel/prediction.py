@@ -1,4 +1,4 @@
-"""The rate of a fleet with given batch sizes, and where its time goes; pure.
+"""The time of a sum, the rate of a fleet with given batch sizes, and where its time goes; pure.
 
     T = max_k (α_k + β_k b_k) · overhead_factor + T_collective         samples/s = Σ b_k / T
 
@@ -8,16 +8,79 @@ is slower than their mean. It is measured (a trial's steps against this model), 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from csdctl.perfmodel.step_time import StepTime
+
+MIN_OVERHEAD_FACTOR = 0.5
+
+
+class SumCost(Protocol):
+    """The cost of a sum over the ranks, by any collective."""
+
+    def at(self, num_bytes: int, num_ranks: int) -> float:
+        """Return the seconds to sum vectors of `num_bytes` over `num_ranks`; 0 for one rank."""
+
+
+@dataclass(frozen=True)
+class CollectiveCost:
+    """The coefficients of a sum on a fleet, all at least 0.
+
+        seconds = fixed + per_rank · (ranks - 1) + (per_byte + per_rank_byte · (ranks - 1)) · bytes
+
+    A star sends every rank's vector to the host and back: its time grows with ranks × bytes. The time of a
+    collective whose ranks send simultaneously grows with the bytes alone.
+    """
+
+    fixed_s: float = 0.0
+    per_rank_s: float = 0.0
+    per_byte_s: float = 0.0
+    per_rank_byte_s: float = 0.0
+
+    def at(self, num_bytes: int, num_ranks: int) -> float:
+        """Return the seconds to sum vectors of `num_bytes` over `num_ranks`; 0 for one rank."""
+        if num_ranks < 2:
+            return 0.0
+        others = num_ranks - 1
+        per_byte_s = self.per_byte_s + self.per_rank_byte_s * others
+        return self.fixed_s + self.per_rank_s * others + per_byte_s * num_bytes
+
+
+@dataclass(frozen=True)
+class RingCost:
+    """Seconds per byte on one link of Horovod's ring (STANNIS paper, section II.B).
+
+    Each rank sends 2 (p − 1) / p of the vector to its neighbour, all at the same time. The cost of one more
+    rank decreases with their number: the paper saw no further slow-down beyond 5 to 6 devices.
+    """
+
+    per_byte_s: float = 0.0
+
+    def at(self, num_bytes: int, num_ranks: int) -> float:
+        """Return the seconds to sum vectors of `num_bytes` over `num_ranks`; 0 for one rank."""
+        return 2 * (num_ranks - 1) / max(1, num_ranks) * num_bytes * self.per_byte_s
 
 
 @dataclass(frozen=True)
 class RankModel:
-    """One rank and the time of its steps."""
+    """A rank that may train, and the time of its steps."""
 
     node: str
     step_time: StepTime
+    is_required: bool = False
+    """Whether it must be in a plan: the host, or a node with private data."""
+    batch_size: int = 0
+    """Of a plan; 0: none is chosen yet."""
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of its step, alone."""
+        return self.step_time.at(self.batch_size)
+
+    @property
+    def samples_per_s(self) -> float:
+        """Samples per second, alone."""
+        return self.batch_size / self.step_s
 
 
 @dataclass(frozen=True)
@@ -57,3 +120,13 @@ def predict(
         communication_share=communication_share,
         ceiling_samples_per_s=sum(size / time for size, time in training),
     )
+
+
+def calibrate_overhead(ranks: Sequence[tuple[StepTime, int]], step_s: float, sum_s: float) -> float:
+    """Return the overhead factor with which ranks of these step times and batch sizes take `step_s` together.
+
+    Below 1 when they were faster than alone; limited to MIN_OVERHEAD_FACTOR, as `sum_s` must be wrong below
+    it.
+    """
+    slowest_s = max(step_time.at(size) for step_time, size in ranks)
+    return max(MIN_OVERHEAD_FACTOR, (step_s - sum_s) / slowest_s)

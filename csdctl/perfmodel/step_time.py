@@ -1,11 +1,11 @@
 """The compute time of one machine by batch size: α + β·b, with a second slope beyond a knee; pure.
 
 α is the fixed cost of a step (the graph's overhead, the optimizer), β the time of one more sample. Beyond the
-knee, where a batch no longer fits in a cache, a sample may cost more or less.
+knee, where a batch no longer fits in memory, samples are computed in micro-batches.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -16,24 +16,18 @@ class StepTime:
     """α, at least 0."""
     per_sample_s: float
     """β, above 0."""
-    knee: int | None = None
+    knee: float = math.inf
     """Samples beyond this number take `above_knee_s` each."""
-    above_knee_s: float | None = None
+    above_knee_s: float = 0.0
 
     def __post_init__(self) -> None:
         if not (self.fixed_s >= 0 and self.per_sample_s > 0):
             raise ValueError(f"a step cannot take {self.fixed_s} s + {self.per_sample_s} s per sample")
-        if (self.knee is None) != (self.above_knee_s is None) or (
-            self.above_knee_s is not None and self.above_knee_s <= 0
-        ):
-            raise ValueError("a knee needs a time above 0 for the samples beyond it")
 
     def at(self, batch_size: int) -> float:
         """Return the seconds for `batch_size` samples; 0 for none."""
         if batch_size <= 0:
             return 0.0
-        if self.knee is None or self.above_knee_s is None:
-            return self.fixed_s + self.per_sample_s * batch_size
         before = min(batch_size, self.knee)
         return self.fixed_s + self.per_sample_s * before + self.above_knee_s * (batch_size - before)
 
@@ -42,19 +36,14 @@ class StepTime:
         if time_s < self.at(1):
             return 0
         left = time_s - self.fixed_s
-        if self.knee is not None and self.above_knee_s is not None and left > self.per_sample_s * self.knee:
+        size = left / self.per_sample_s
+        if size > self.knee:
             size = self.knee + (left - self.per_sample_s * self.knee) / self.above_knee_s
-        else:
-            size = left / self.per_sample_s
         nearest = round(size)  # 16.0 may arrive as 15.999999999999998
         return nearest if self.at(nearest) <= time_s * (1 + 1e-12) else math.floor(size)
 
     def scaled(self, factor: float) -> "StepTime":
         """Return the step time of a machine that is `factor` times as slow."""
-        above_knee_s = None if self.above_knee_s is None else self.above_knee_s * factor
-        return replace(
-            self,
-            fixed_s=self.fixed_s * factor,
-            per_sample_s=self.per_sample_s * factor,
-            above_knee_s=above_knee_s,
+        return StepTime(
+            self.fixed_s * factor, self.per_sample_s * factor, self.knee, self.above_knee_s * factor
         )

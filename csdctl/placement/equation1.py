@@ -47,12 +47,6 @@ class Placed:
     """Repeated reads among `num_private`."""
 
     @property
-    def private_epochs(self) -> float:
-        """The number of times each private sample is read in an epoch; 0 without private samples."""
-        distinct = self.num_private - self.num_repeated
-        return self.num_private / distinct if distinct else 0.0
-
-    @property
     def weight(self) -> float:
         """The weight of each sample read, so that repeated samples count once in total; 0…1."""
         return 1.0 - self.num_repeated / self.num_samples if self.num_samples else 1.0

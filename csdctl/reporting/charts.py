@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any
 
 from csdctl.errors import InputError
-from csdctl.reporting.numbers import format_bytes, format_rate, format_seconds, format_share
+from csdctl.reporting.numbers import format_rate, format_seconds, format_share
 from csdctl.reporting.results import RunResults
 from csdctl.reporting.series import COMMUNICATION, COMPUTE, INPUT, KINDS, OTHER, WAIT, RunSeries
 
@@ -157,54 +157,10 @@ def sizes_chart(run: RunResults) -> Chart | None:
         "Batch sizes",
         f"Samples that a rank takes in a step; 0 while it is lost. Changed {len(changes) - 1} times.{more}",
         run.measured,
-        lambda: draw_steps(lines, "seconds since the start", "samples per step"),
+        lambda: draw_lines(
+            lines, "seconds since the start", "samples per step", from_zero=True, in_steps=True
+        ),
         DataTable(("second", *series.nodes), tuple(rows)),
-    )
-
-
-def bytes_chart(run: RunResults) -> Chart | None:
-    """Return the bytes by traffic class; None when the ledger has none of this run."""
-    kinds: dict[str, int] = {}
-    for flow in run.flows:
-        kinds[flow.kind] = kinds.get(flow.kind, 0) + flow.num_bytes
-    if not kinds:
-        return None
-    kinds = dict(sorted(kinds.items(), key=lambda item: -item[1]))
-    rows = [(f.sender, f.receiver, f.kind, format_bytes(f.num_bytes), f"{f.num_bytes:,}") for f in run.flows]
-    return Chart(
-        "Bytes by class",
-        "What was sent over all links, counted by the sockets. "
-        + "; ".join(f"{kind}: {format_bytes(size)}" for kind, size in kinds.items())
-        + ".",
-        run.measured,
-        lambda: draw_bars({kind: size / 2**20 for kind, size in kinds.items()}, "MiB"),
-        DataTable(("from", "to", "class", "bytes", "exactly"), tuple(rows)),
-    )
-
-
-def speedup_chart(run: RunResults) -> Chart | None:
-    """Return the rate of each rank in the run next to what it reaches alone; None if that is unknown."""
-    ranks = run.summary.ranks
-    alone = [rank.alone_samples_per_s for rank in ranks if rank.alone_samples_per_s]
-    host = ranks[0].alone_samples_per_s if ranks else None
-    if not host or len(alone) < len(ranks):
-        return None
-    whole = run.summary.step_samples_per_s
-    bars = {
-        "host alone": 1.0,
-        "all ranks, reached": whole / host,
-        "all ranks, if none waited": sum(alone) / host,
-    }
-    rows = [
-        (f"{rank.rank} {rank.node}", format_rate(rank.samples_per_s), format_rate(rank.alone_samples_per_s))
-        for rank in ranks
-    ]
-    return Chart(
-        "Speed-up over the host alone",
-        f"{whole / host:.2f} times the host alone while stepping; {sum(alone) / host:.2f} if no rank waited.",
-        f"{run.measured}; alone: measured in tuning",
-        lambda: draw_bars(bars, "times the host alone"),
-        DataTable(("rank", "samples/s in the run", "samples/s alone"), tuple(rows)),
     )
 
 
@@ -254,36 +210,26 @@ Lines = Mapping[str, tuple[Sequence[float], Sequence[float]]]
 """x and y by name."""
 
 
-def draw_lines(lines: Lines, x_label: str, y_label: str, *, from_zero: bool = False) -> str:
-    """Draw a line for each name; a series of one point is drawn as a point."""
+def draw_lines(
+    lines: Lines, x_label: str, y_label: str, *, from_zero: bool = False, in_steps: bool = False
+) -> str:
+    """Draw a line for each name; `in_steps`: of values that hold until the next. One point is a dot."""
 
     def draw(axes: Any) -> None:
         for number, (name, (x, y)) in enumerate(lines.items()):
             # Colours repeat after 8 lines, and come back dashed; short lines show their points.
             style = DASHES[number // len(SERIES) % len(DASHES)]
             color = SERIES[number % len(SERIES)]
-            marker = "o" if len(x) <= 30 else None
-            axes.plot(x, y, style, color=color, label=_short(name), marker=marker, markersize=3)
+            marker = "o" if len(x) <= 30 and not in_steps else None
+            drawstyle = "steps-post" if in_steps else "default"
+            axes.plot(
+                x, y, style, color=color, label=_short(name), marker=marker, markersize=3, drawstyle=drawstyle
+            )
         axes.set(xlabel=x_label, ylabel=_short(y_label))
         if all(float(value).is_integer() for x, _ in lines.values() for value in x):
             axes.locator_params(axis="x", integer=True)  # no half epochs, no half nodes
         if from_zero:
             axes.set_ylim(0, 1.08 * max((max(y) for _, y in lines.values() if y), default=0) or 1)
-        _legend(axes, len(lines))
-
-    return _drawn(draw, HEIGHT_IN)
-
-
-def draw_steps(lines: Lines, x_label: str, y_label: str) -> str:
-    """Draw values that hold until the next, one line for each name."""
-
-    def draw(axes: Any) -> None:
-        for number, (name, (x, y)) in enumerate(lines.items()):
-            style = DASHES[number // len(SERIES) % len(DASHES)]
-            color = SERIES[number % len(SERIES)]
-            axes.step(x, y, style, where="post", color=color, label=_short(name))
-        axes.set(xlabel=x_label, ylabel=_short(y_label))
-        axes.set_ylim(bottom=0)
         _legend(axes, len(lines))
 
     return _drawn(draw, HEIGHT_IN)
@@ -312,19 +258,6 @@ def draw_lanes(
         _legend(axes, 2)
 
     return _drawn(draw, 1.4 + LANE_IN * max(len(names), 7))
-
-
-def draw_bars(bars: Mapping[str, float], x_label: str) -> str:
-    """Draw a horizontal bar for each name."""
-
-    def draw(axes: Any) -> None:
-        names = list(bars)[::-1]
-        axes.barh(range(len(names)), [bars[name] for name in names], color=SERIES[0], height=0.6)
-        axes.set_yticks(range(len(names)), [*map(_short, names)])
-        axes.set(xlabel=x_label)
-        axes.grid(visible=False, axis="y")
-
-    return _drawn(draw, 1.0 + 0.3 * len(bars))
 
 
 def _short(name: str) -> str:

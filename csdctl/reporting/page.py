@@ -12,16 +12,13 @@ from datetime import UTC, datetime
 from typing import Any
 
 from csdctl.fleet.names import format_node_names
-from csdctl.reporting.bottleneck import find_bottleneck
 from csdctl.reporting.charts import (
     Chart,
     DataTable,
-    bytes_chart,
     epoch_charts,
     lanes_chart,
     sizes_chart,
     speed_chart,
-    speedup_chart,
 )
 from csdctl.reporting.energy import MachineEnergy
 from csdctl.reporting.numbers import (
@@ -32,7 +29,7 @@ from csdctl.reporting.numbers import (
     format_seconds,
     format_share,
 )
-from csdctl.reporting.results import PREDICTED, STATED, RunResults
+from csdctl.reporting.results import PREDICTED, STATED, RunResults, RunSummary
 from csdctl.reporting.scaling import (
     ScalingSeries,
     describe_series,
@@ -40,7 +37,7 @@ from csdctl.reporting.scaling import (
     scaling_charts,
     scaling_table,
 )
-from csdctl.reporting.summary import RunSummary
+from csdctl.reporting.series import find_bottleneck
 from csdctl.runs.ledger import MEASURED
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
@@ -89,7 +86,7 @@ def _document(title: str, lines: Sequence[str], sections: Sequence[str]) -> str:
 
 def _run_part(run: RunResults, numbers: Iterator[int], *, is_only: bool) -> str:
     """Return what is shown of each run by itself."""
-    charts = [lanes_chart(run), sizes_chart(run), speedup_chart(run), bytes_chart(run)]
+    charts = [lanes_chart(run), sizes_chart(run)]
     name = "" if is_only else f"{run.summary.run_id}: "
     return "\n".join(
         [

@@ -13,7 +13,7 @@ amplification.
 import importlib.util
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
 from typing import Any
@@ -149,9 +149,9 @@ def has_accountant() -> bool:
     return importlib.util.find_spec("dp_accounting") is not None
 
 
-def check_accountant(is_installed: Callable[[], bool] = has_accountant) -> None:
+def check_accountant() -> None:
     """Raise InputError when dp-accounting is not installed."""
-    if not is_installed():
+    if not has_accountant():
         raise InputError(
             "data.private.noise needs the accountant dp-accounting, which is not installed", remedy=INSTALL
         )
@@ -180,14 +180,10 @@ def plan_privacy(spec: RunSpec, events: Iterable[Event]) -> Privacy | None:
     # At least one, whatever the stored events say.
     passes = [max(1, count + max(0, spec.recipe.epochs - done)) for count in counter.finish()]
     samples = [(rank.node, rank.num_private, rank.num_repeated) for rank in spec.ranks]
-    return _privacy(spec.noise, samples, passes, has_accountant)
+    return _privacy(spec.noise, samples, passes)
 
 
-def measure_privacy(
-    manifest: Mapping[str, Any],
-    passes: "PassCounter",
-    is_installed: Callable[[], bool] = has_accountant,
-) -> Privacy | None:
+def measure_privacy(manifest: Mapping[str, Any], passes: "PassCounter") -> Privacy | None:
     """Return the guarantee of a run so far; `manifest` is its manifest.json. None without noise.
 
     `passes` has counted the events of the run.
@@ -196,7 +192,7 @@ def measure_privacy(
         return None
     placed = manifest["placed"]
     samples = [(shard["name"], shard["num_private"], shard["num_repeated"]) for shard in placed]
-    return _privacy(Noise(**manifest["noise"]), samples, passes.finish(), is_installed)
+    return _privacy(Noise(**manifest["noise"]), samples, passes.finish())
 
 
 def count_passes(events: Iterable[Event], num_ranks: int) -> "PassCounter":
@@ -276,7 +272,6 @@ def _privacy(
     noise: Noise,
     samples: Sequence[tuple[str, int, int]],
     passes: Sequence[int],
-    is_installed: Callable[[], bool],
 ) -> Privacy:
     """`samples`, by rank: node, private samples read in an epoch, and the repeated ones among them."""
     nodes = []
@@ -284,6 +279,6 @@ def _privacy(
         different = num_read - num_repeated
         if different:
             num_releases = count * ceil(num_read / different)
-            epsilon = compute_epsilon(noise, num_releases) if is_installed() else None
+            epsilon = compute_epsilon(noise, num_releases) if has_accountant() else None
             nodes.append(NodePrivacy(node, different, num_releases, epsilon))
     return Privacy(noise.l2_norm_clip, noise.noise_multiplier, noise.delta, tuple(nodes))

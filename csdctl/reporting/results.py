@@ -1,16 +1,318 @@
-"""All that a report of a run shows: its numbers, its series, its bytes and its machines."""
+"""The results of a run, from its events and its manifest, and its state without reading all."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from csdctl.errors import InputError
 from csdctl.reporting.energy import RunEnergy, add_up_energy
-from csdctl.reporting.privacy import Flow
+from csdctl.reporting.privacy import PassCounter, Privacy, measure_privacy
 from csdctl.reporting.series import RunSeries, SeriesBuilder
-from csdctl.reporting.summary import RunSummary, summarize
 from csdctl.runs.directory import RunDirectory
 from csdctl.runs.ledger import read_power
-from csdctl.worker.protocol.events import Event
+from csdctl.tuning.strategies import DATA_PARALLEL, SPLIT
+from csdctl.worker.protocol.events import STOPPED as ASKED_TO_STOP
+from csdctl.worker.protocol.events import (
+    EpochEnd,
+    Event,
+    Failed,
+    Finished,
+    Joined,
+    NodeLost,
+    Progress,
+    Rebalanced,
+)
+
+DONE, STOPPED, FAILED, INTERRUPTED = "done", "stopped", "failed", "interrupted"
+"""States of a run."""
+MAX_FAILURES = 100
+"""Failures that are listed; the others are counted."""
+MAX_OPEN_EPOCHS = 1000
+"""Epochs of which not all ranks have reported the same weights; a run that goes well has one at a time."""
+
+
+@dataclass(frozen=True)
+class RankSummary:
+    """One rank over the whole run."""
+
+    rank: int
+    node: str
+    batch_size: int
+    num_private: int
+    num_public: int
+    samples_per_s: float
+    alone_samples_per_s: float | None
+    """Measured in tuning, without synchronization."""
+    compute_s: float
+    wait_s: float
+
+    @property
+    def waiting(self) -> float:
+        """Waiting time as a share of compute and waiting time, 0…1."""
+        total_s = self.compute_s + self.wait_s
+        return self.wait_s / total_s if total_s else 0.0
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """The whole run."""
+
+    run_id: str
+    state: str
+    """'done' with a completion record from every rank of the last group, 'stopped' when the user stopped it,
+    else 'failed'."""
+    emulated: bool
+    method: str
+    num_ranks: int
+    global_batch: int
+    epochs: int
+    steps: int
+    samples: int
+    training_s: float
+    samples_per_s: float
+    """Over whole epochs, including their ends: comparing weights, evaluation, checkpoints."""
+    step_samples_per_s: float
+    """Over the steps alone, as `predicted_samples_per_s`."""
+    predicted_samples_per_s: float | None
+    alone_samples_per_s: float | None
+    """The sum of the rates of each rank alone; of a split, the rate if its busiest rank never waited."""
+    efficiency: float | None
+    """samples_per_s over `alone_samples_per_s`, 0…1; of a split, that of the steps."""
+    loss: float | None
+    accuracy: float | None
+    validation_loss: float | None
+    validation_accuracy: float | None
+    metrics: Mapping[str, float]
+    """Of the last epoch, other than the accuracy; `validation_metrics` on the validation data."""
+    validation_metrics: Mapping[str, float]
+    identical_weights: bool
+    failures: tuple[str, ...]
+    lost_nodes: tuple[str, ...]
+    """Nodes that were lost during the run, including those that rejoined."""
+    num_private_unread: int
+    """Private samples, counted once per epoch, that were not read because their node was absent."""
+    num_rebalanced: int
+    """The number of times that batch sizes changed."""
+    ranks: tuple[RankSummary, ...]
+    privacy: Privacy | None = None
+    """The guarantee for private samples; None without noise."""
+    strategy: str = DATA_PARALLEL
+    """What was computed where; `cut`: the last layer of the nodes, if the model was split."""
+    cut: str = ""
+    energy: RunEnergy | None = None
+    """None: no power source is configured in fleet.yaml."""
+    num_unreadable: int = 0
+    """Lines of the stored events that could not be read, and are left out."""
+
+
+def summarize_run(run: RunDirectory) -> RunSummary:
+    """Add up the stored events of `run`, one by one; raises InputError for a run without any."""
+    manifest: Any = run.load_manifest()
+    events = run.read_events([rank["node"] for rank in manifest["plan"]["ranks"]])
+    # What progress of ranks other than 0 says is in the ends of their epochs, too.
+    return replace(summarize(run.run_id, manifest, events), num_unreadable=events.num_unreadable)
+
+
+def summarize(run_id: str, manifest: dict[str, Any], events: Iterable[Event]) -> RunSummary:
+    """Add up a run; `manifest` is its manifest.json."""
+    plan = manifest["plan"]
+    run = _Run(len(plan["ranks"]))
+    for event in events:
+        run.add(event)
+    ranks = tuple(
+        _rank(number, rank, manifest["placed"][number], run.ranks[number])
+        for number, rank in enumerate(plan["ranks"])
+    )
+    whole = run.ranks[0]
+    speed = run.timed / whole.wall_s if whole.wall_s else 0.0
+    steps_s = whole.compute_s + whole.wait_s
+    strategy, step_speed = manifest.get("strategy", DATA_PARALLEL), run.timed / steps_s if steps_s else 0.0
+    all_alone, reached = (
+        _reachable(strategy, ranks, steps_s, step_speed),
+        step_speed if strategy == SPLIT else speed,
+    )
+    last = run.last
+    return RunSummary(
+        run_id=run_id,
+        state=run.members.state,
+        emulated=bool(plan.get("emulated")),
+        method=plan["method"],
+        num_ranks=len(ranks),
+        global_batch=sum(rank.batch_size for rank in ranks),
+        epochs=whole.epochs,
+        steps=whole.steps,
+        samples=run.samples,
+        training_s=whole.wall_s,
+        samples_per_s=speed,
+        step_samples_per_s=step_speed,
+        predicted_samples_per_s=manifest.get("predicted_samples_per_s"),
+        alone_samples_per_s=all_alone,
+        efficiency=reached / all_alone if all_alone and reached else None,
+        loss=last.loss if last else None,
+        accuracy=last.accuracy if last else None,
+        validation_loss=last.validation_loss if last else None,
+        validation_accuracy=last.validation_accuracy if last else None,
+        metrics=last.metrics if last else {},
+        validation_metrics=last.validation_metrics if last else {},
+        identical_weights=run.weights.are_identical,
+        failures=run.failures,
+        lost_nodes=tuple(run.lost_nodes),
+        num_private_unread=run.num_private_unread,
+        num_rebalanced=run.num_rebalanced,
+        ranks=ranks,
+        privacy=measure_privacy(manifest, run.passes),
+        strategy=strategy,
+        cut=manifest.get("cut", ""),
+    )
+
+
+def _reachable(strategy: str, ranks: Sequence[RankSummary], steps_s: float, speed: float) -> float | None:
+    """Return the rate that `efficiency` is relative to; None where it was not measured."""
+    if strategy == SPLIT:
+        busiest_s = max(rank.compute_s for rank in ranks)
+        return speed * steps_s / busiest_s if busiest_s else None
+    alone = [rank.alone_samples_per_s for rank in ranks if rank.batch_size]
+    return sum(rate for rate in alone if rate) if strategy == DATA_PARALLEL and all(alone) else None
+
+
+@dataclass
+class _RankTotals:
+    """The ends of epochs of one rank, added up."""
+
+    epochs: int = 0
+    steps: int = 0
+    samples: int = 0
+    compute_s: float = 0.0
+    wait_s: float = 0.0
+    wall_s: float = 0.0
+
+    def add(self, event: EpochEnd) -> None:
+        self.epochs += 1
+        self.steps += event.steps
+        self.samples += event.samples
+        self.compute_s += event.compute_s
+        self.wait_s += event.wait_s
+        self.wall_s += event.wall_s
+
+
+class _Run:
+    """Adds up the events of a run, in order, and keeps none of them."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.ranks = [_RankTotals() for _ in range(num_ranks)]
+        self.members = _Members(num_ranks)
+        self.weights = _Weights()
+        self.passes = PassCounter(num_ranks)
+        self.last: EpochEnd | None = None
+        """The latest end of an epoch of rank 0, which has the results of all ranks."""
+        self.samples = self.timed = self.num_private_unread = self.num_rebalanced = 0
+        self.lost_nodes: dict[str, None] = {}
+        self._failures: list[str] = []
+        self._num_failures = 0
+
+    @property
+    def failures(self) -> tuple[str, ...]:
+        """The first failures, and the number of the others."""
+        more = self._num_failures - len(self._failures)
+        return (*self._failures, *([f"and {more} more"] if more else []))
+
+    def add(self, event: Event) -> None:
+        self.members.add(event)
+        self.passes.add(event)
+        if isinstance(event, EpochEnd):
+            self.ranks[event.rank].add(event)
+            self.weights.add(event, self.members.ranks)
+            if event.rank == 0:
+                self._add_whole(event)
+        elif isinstance(event, Failed):
+            self._num_failures += 1
+            if self._num_failures <= MAX_FAILURES:
+                self._failures.append(f"{event.node}: {event.message}")
+        elif isinstance(event, NodeLost):
+            self.lost_nodes[event.node] = None
+        elif isinstance(event, Rebalanced):
+            self.num_rebalanced += 1
+
+    def _add_whole(self, event: EpochEnd) -> None:
+        """Add what rank 0 reports for all ranks."""
+        self.last = event
+        self.samples += event.global_samples
+        # No event covers the time before a loss or a resumption.
+        self.timed += event.stepped_samples or event.global_samples
+        self.num_private_unread += event.num_lost
+
+
+class _Members:
+    """The ranks of the latest group, and which of them have finished."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.ranks = frozenset(range(num_ranks))
+        self._finished: dict[int, bool] = {}
+        """Whether the user stopped it, of each rank that has finished."""
+
+    def add(self, event: Event) -> None:
+        if isinstance(event, Joined):
+            self.ranks = frozenset(map(int, event.batch_sizes))
+            self._finished.pop(event.rank, None)  # the run was resumed
+        elif isinstance(event, Finished):
+            self._finished[event.rank] = event.reason == ASKED_TO_STOP
+
+    @property
+    def state(self) -> str:
+        """As in `RunSummary.state`."""
+        if self.ranks - self._finished.keys():
+            return FAILED
+        return STOPPED if any(self._finished.values()) else DONE
+
+
+class _Weights:
+    """Whether at the end of every epoch all ranks of the group reported the same weights.
+
+    An epoch is forgotten once they all did: only those that lack a report, or differ, take memory.
+    """
+
+    def __init__(self) -> None:
+        self._open: dict[int, tuple[frozenset[int], dict[int, str]]] = {}
+        """By epoch: the ranks of its group, and the hash that each has reported."""
+        self._is_known = False
+        """Whether any epoch has ended."""
+        self._is_lost = False
+        """Whether more epochs were open than there can be in a run."""
+
+    def add(self, event: EpochEnd, members: frozenset[int]) -> None:
+        self._is_known = True
+        hashes = self._open.get(event.epoch, (members, {}))[1]
+        hashes[event.rank] = event.weights_hash
+        if _agree(members, hashes):
+            self._open.pop(event.epoch, None)
+        elif len(self._open) < MAX_OPEN_EPOCHS:
+            self._open[event.epoch] = members, hashes
+        else:
+            self._is_lost = True
+
+    @property
+    def are_identical(self) -> bool:
+        """As in `RunSummary.identical_weights`."""
+        return self._is_known and not self._is_lost and not self._open
+
+
+def _agree(members: frozenset[int], hashes: dict[int, str]) -> bool:
+    return members <= hashes.keys() and len(set(hashes.values())) == 1
+
+
+def _rank(number: int, rank: dict[str, Any], placed: dict[str, Any], totals: _RankTotals) -> RankSummary:
+    return RankSummary(
+        rank=number,
+        node=rank["node"],
+        batch_size=rank["batch_size"],
+        num_private=placed["num_private"],
+        num_public=placed["public_stop"] - placed["public_start"],
+        samples_per_s=totals.samples / totals.wall_s if totals.wall_s else 0.0,
+        alone_samples_per_s=rank.get("samples_per_s"),
+        compute_s=totals.compute_s,
+        wait_s=totals.wait_s,
+    )
+
 
 MEASURED, PREDICTED, EMULATED, STATED = "measured", "predicted", "measured, emulated fleet", "stated"
 """Where a number is from."""
@@ -22,8 +324,6 @@ class RunResults:
 
     summary: RunSummary
     series: RunSeries
-    flows: list[Flow]
-    """Bytes of the run, from the ledger."""
     manifest: dict[str, Any]
 
     @property
@@ -38,7 +338,7 @@ class RunResults:
         return self.summary.emulated or (isinstance(fleet, dict) and bool(fleet.get("emulated")))
 
 
-def read_results(run: RunDirectory, flows: list[Flow]) -> RunResults:
+def read_results(run: RunDirectory) -> RunResults:
     """Add up the events of a run in one pass; raises InputError for a run without any."""
     manifest: Any = run.load_manifest()
     nodes = [rank["node"] for rank in manifest["plan"]["ranks"]]
@@ -51,7 +351,7 @@ def read_results(run: RunDirectory, flows: list[Flow]) -> RunResults:
 
     summary = replace(summarize(run.run_id, manifest, passing()), num_unreadable=events.num_unreadable)
     series = builder.build()
-    return RunResults(replace(summary, energy=_energy(run, series)), series, flows, manifest)
+    return RunResults(replace(summary, energy=_energy(run, series)), series, manifest)
 
 
 def _energy(run: RunDirectory, series: RunSeries) -> RunEnergy | None:
@@ -61,3 +361,83 @@ def _energy(run: RunDirectory, series: RunSeries) -> RunEnergy | None:
     samples = {node: round(sum(series.samples[rank])) for rank, node in enumerate(series.nodes)}
     energy = add_up_energy(read_power(run), series.nodes, samples, start_s, end_s)
     return energy if energy.machines else None
+
+
+TAIL_BYTES = 1 << 18
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """A run, without reading all of it."""
+
+    run_id: str
+    state: str
+    """As the last events say: DONE, STOPPED, FAILED, or INTERRUPTED for a run without an end."""
+    job: str = ""
+    strategy: str = DATA_PARALLEL
+    num_ranks: int = 0
+    epochs: int = 0
+    """That are to be trained."""
+    epoch: int = 0
+    """The one that was trained last, from 1."""
+    step: int = 0
+    """In that epoch; 0: it has ended."""
+    samples_per_s: float | None = None
+    loss: float | None = None
+    accuracy: float | None = None
+    validation_loss: float | None = None
+    validation_accuracy: float | None = None
+    last_event_s: float | None = None
+    """Unix time."""
+    emulated: bool = False
+
+
+def load_run_status(run: RunDirectory) -> RunStatus:
+    """Return what is known of `run`; one whose files cannot be read has only its state."""
+    try:
+        manifest: Any = run.load_manifest()
+    except InputError:
+        return RunStatus(run.run_id, INTERRUPTED)
+    nodes = [rank["node"] for rank in manifest["plan"]["ranks"]]
+    found: dict[str, Any] = {}
+    finished: dict[int, Finished] = {}
+    failed, last_s = False, None
+    for time_s, event in run.read_events(nodes).last(TAIL_BYTES):
+        last_s = time_s
+        if isinstance(event, Progress | EpochEnd) and event.rank == 0:
+            failed, finished = False, {}  # a resumed run goes on after its end
+            found |= _totals(event)
+        elif isinstance(event, Finished):
+            finished[event.rank] = event
+        elif isinstance(event, Failed):
+            failed = True
+    state = FAILED if failed else INTERRUPTED
+    if 0 in finished:
+        state = STOPPED if finished[0].reason == ASKED_TO_STOP else DONE
+    recipe, job = manifest.get("recipe"), manifest.get("job")
+    return RunStatus(
+        run.run_id,
+        state,
+        job=str(job.get("path", "")) if isinstance(job, dict) else "",
+        strategy=str(manifest.get("strategy", DATA_PARALLEL)),
+        num_ranks=len(nodes),
+        epochs=_count(recipe.get("epochs")) if isinstance(recipe, dict) else 0,
+        last_event_s=last_s,
+        emulated=bool(manifest["plan"].get("emulated")),
+        **found,
+    )
+
+
+def _totals(event: Progress | EpochEnd) -> dict[str, Any]:
+    found: dict[str, Any] = {"epoch": event.epoch, "loss": event.loss, "accuracy": event.accuracy}
+    found["step"] = event.step if isinstance(event, Progress) else 0
+    if event.wall_s:
+        found["samples_per_s"] = event.global_samples / event.wall_s
+    if isinstance(event, EpochEnd):
+        found["validation_loss"] = event.validation_loss
+        found["validation_accuracy"] = event.validation_accuracy
+    return found
+
+
+def _count(value: object) -> int:
+    return value if type(value) is int else 0

@@ -5,9 +5,12 @@ most MAX_POINTS of everything else.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Generic, TypeVar
+
+import numpy as np
 
 from csdctl.runs.stored_events import Spent
 from csdctl.worker.protocol.events import (
@@ -41,41 +44,24 @@ class Timeline:
         self.start_s, self.interval_s = start_s, FIRST_INTERVAL_S
         self.num_intervals = 0
         """Intervals up to the last that has something."""
-        self.amounts = [[[0.0] * MAX_INTERVALS for _ in range(num_quantities)] for _ in range(num_series)]
+        self.amounts = np.zeros((num_series, num_quantities, MAX_INTERVALS))
 
     def add(self, series: int, begin_s: float, end_s: float, amounts: Sequence[float]) -> None:
         """Spread `amounts`, one per quantity, evenly over the time from `begin_s` to `end_s`, Unix times."""
         end = max(end_s - self.start_s, 0.0)
         begin = min(max(begin_s - self.start_s, 0.0), end)
         while end >= MAX_INTERVALS * self.interval_s:
-            self._merge()
+            pairs = self.amounts[:, :, ::2] + self.amounts[:, :, 1::2]
+            self.amounts = np.concatenate([pairs, np.zeros_like(pairs)], axis=2)
+            self.interval_s *= 2
+            self.num_intervals = (self.num_intervals + 1) // 2
         first, last = int(begin / self.interval_s), int(end / self.interval_s)
         self.num_intervals = max(self.num_intervals, last + 1)
-        rows = self.amounts[series]
         if first == last:
-            for row, amount in zip(rows, amounts, strict=True):
-                row[first] += amount
+            self.amounts[series, :, first] += amounts
             return
-        for interval in range(first, last + 1):
-            covered = min(end, (interval + 1) * self.interval_s) - max(begin, interval * self.interval_s)
-            share = covered / (end - begin)
-            for row, amount in zip(rows, amounts, strict=True):
-                row[interval] += amount * share
-
-    def interval_of(self, time_s: float) -> tuple[float, float]:
-        """Return where the interval of `time_s` begins and ends, in Unix time; all before is in the first."""
-        number = max(int((time_s - self.start_s) / self.interval_s), 0)
-        begin_s = self.start_s + number * self.interval_s
-        return begin_s if number else -math.inf, begin_s + self.interval_s
-
-    def _merge(self) -> None:
-        """Merge the intervals in pairs."""
-        empty = [0.0] * (MAX_INTERVALS // 2)
-        for rows in self.amounts:
-            for number, row in enumerate(rows):
-                rows[number] = [a + b for a, b in zip(row[::2], row[1::2], strict=True)] + empty
-        self.interval_s *= 2
-        self.num_intervals = (self.num_intervals + 1) // 2
+        edges = np.clip(np.arange(first, last + 2) * self.interval_s, begin, end)
+        self.amounts[series, :, first : last + 1] += np.outer(amounts, np.diff(edges) / (end - begin))
 
 
 COMPUTE, INPUT, WAIT, COMMUNICATION, OTHER = "compute", "input", "wait", "communication", "other"
@@ -187,13 +173,6 @@ class _Spent:
     cpu_s: float = 0.0
     until_s: float = math.inf
     """When the latest progress was reported, in Unix time."""
-    open: list[float] = field(default_factory=lambda: [0.0] * (len(KINDS) + 1))
-    """What was reported since `begin_s`, all in one interval of the timeline; not yet in `amounts`."""
-    begin_s: float = math.inf
-    """Nothing is open at inf."""
-    first_s: float = math.inf
-    """The beginning of that interval, and its end."""
-    last_s: float = -math.inf
 
     def end_of(self, time_s: float, wall_s: float) -> float:
         """Return when the next report, of `wall_s`, was made that arrived at `time_s`: some arrive late.
@@ -224,16 +203,13 @@ class SeriesBuilder:
 
     def add(self, time_s: float, event: Event) -> None:
         """Add an event that arrived at `time_s`, in Unix time."""
-        if self._timeline is None:
-            self._timeline = Timeline(len(self._nodes), len(KINDS) + 1, time_s)
-        self._end_s = max(self._end_s, time_s)
+        timeline = self._open_timeline(time_s)
         if isinstance(event, Progress):
             times = event.compute_s, event.wait_s, event.wall_s, event.input_s, event.others_s, event.cpu_s
             self.add_spent((time_s, event.rank, event.samples, *times, event.temperature_c))
         elif isinstance(event, EpochEnd):
-            self._add_epoch_end(self._timeline, time_s, event)
+            self._add_epoch_end(timeline, time_s, event)
         elif isinstance(event, Joined):
-            self._close(self._timeline, event.rank)
             self._spent[event.rank] = _Spent()
             if event.rank == 0:
                 self._end_stop(time_s)
@@ -248,16 +224,14 @@ class SeriesBuilder:
     def build(self) -> RunSeries:
         """Return the series of all events so far."""
         line = self._timeline or Timeline(len(self._nodes), len(KINDS) + 1, 0.0)
-        for rank in range(len(self._nodes)):
-            self._close(line, rank)
-        shown = line.num_intervals
+        amounts = line.amounts[:, :, : line.num_intervals].tolist()
         return RunSeries(
             self._nodes,
             line.start_s,
             max(self._end_s, line.start_s),
             line.interval_s,
-            tuple({kind: rows[number][:shown] for number, kind in enumerate(KINDS)} for rows in line.amounts),
-            tuple(rows[-1][:shown] for rows in line.amounts),
+            tuple(dict(zip(KINDS, rows, strict=False)) for rows in amounts),
+            tuple(rows[-1] for rows in amounts),
             self._epochs.all(),
             self._sizes.all(),
             tuple(self._faults),
@@ -269,56 +243,32 @@ class SeriesBuilder:
         )
 
     def add_spent(self, progress: Spent) -> None:
-        """Add the progress of a rank: millions in a run of days, so this is written for speed."""
+        """Add the progress of a rank: millions in a run of days, so this makes no event of it."""
         time_s, rank, samples, compute_s, wait_s, wall_s, input_s, others_s, cpu_s, celsius = progress
-        timeline = self._timeline
-        if timeline is None:
-            timeline = self._timeline = Timeline(len(self._nodes), len(KINDS) + 1, time_s)
-        if time_s > self._end_s:
-            self._end_s = time_s
-        if others_s is None or input_s is None:
-            self._is_divided = False
-            others_s, input_s = wait_s if others_s is None else others_s, input_s or 0.0
-        spent = self._spent[rank]
-        end_s = spent.end_of(time_s, wall_s)
-        if end_s >= spent.last_s or end_s - wall_s < spent.first_s:
-            self._close(timeline, rank)
-            spent.begin_s = end_s - wall_s
-            spent.first_s, spent.last_s = timeline.interval_of(spent.begin_s)
-        spent.until_s = end_s
-        waited = others_s if others_s < wait_s else wait_s
-        amounts = spent.open
-        amounts[0] += compute_s - input_s if compute_s > input_s else 0.0
-        amounts[1] += input_s
-        amounts[2] += waited
-        amounts[3] += wait_s - waited
-        other = wall_s - compute_s - wait_s
-        if other > 0.0:
-            amounts[4] += other
-        amounts[5] += samples
+        timeline, spent = self._open_timeline(time_s), self._spent[rank]
+        amounts = self._divide(samples, compute_s, wait_s, wall_s, input_s, others_s)
+        spent.until_s = end_s = spent.end_of(time_s, wall_s)
+        timeline.add(rank, end_s - wall_s, end_s, amounts)
+        spent.amounts = [a + b for a, b in zip(spent.amounts, amounts, strict=True)]
         spent.wall_s += wall_s
         if cpu_s is not None:
             spent.cpu_s += cpu_s
             self._cpu[rank] = self._cpu.get(rank, 0.0) + cpu_s
         if celsius is not None:
             self._temperatures.setdefault(rank, Thinned()).append(celsius)
-        if end_s >= spent.last_s:  # it is in several intervals
-            self._close(timeline, rank)
 
-    def _close(self, timeline: Timeline, rank: int) -> None:
-        """Put what is open of a rank into the timeline."""
-        spent = self._spent[rank]
-        if spent.begin_s < math.inf:
-            timeline.add(rank, spent.begin_s, spent.until_s, spent.open)
-            spent.amounts = [a + b for a, b in zip(spent.amounts, spent.open, strict=True)]
-            spent.open = [0.0] * len(spent.open)
-        spent.begin_s, spent.first_s, spent.last_s = math.inf, math.inf, -math.inf
+    def _open_timeline(self, time_s: float) -> Timeline:
+        """Return the timeline, which begins with the first event."""
+        if self._timeline is None:
+            self._timeline = Timeline(len(self._nodes), len(KINDS) + 1, time_s)
+        self._end_s = max(self._end_s, time_s)
+        return self._timeline
 
     def _add_epoch_end(self, timeline: Timeline, time_s: float, event: EpochEnd) -> None:
         """Add what came after the latest progress of the epoch."""
-        self._close(timeline, event.rank)
         spent = self._spent[event.rank]
-        whole = self._divide(event)
+        times = event.compute_s, event.wait_s, event.wall_s, event.input_s, event.others_s
+        whole = self._divide(event.samples, *times)
         rest = [max(a - b, 0.0) for a, b in zip(whole, spent.amounts, strict=True)]
         rest_s = max(event.wall_s - spent.wall_s, 0.0)
         end_s = spent.end_of(time_s, rest_s)
@@ -329,16 +279,21 @@ class SeriesBuilder:
             rate = (event.stepped_samples or event.global_samples) / event.wall_s if event.wall_s else 0.0
             self._epochs.append(EpochPoint(event.epoch, time_s, rate, _results(event), event.learning_rate))
 
-    def _divide(self, event: EpochEnd) -> list[float]:
+    def _divide(
+        self,
+        samples: int,
+        compute_s: float,
+        wait_s: float,
+        wall_s: float,
+        input_s: float | None,
+        others_s: float | None,
+    ) -> list[float]:
         """Return the seconds of each kind, and the samples."""
-        input_s, others_s = event.input_s or 0.0, event.others_s
-        if others_s is None or event.input_s is None:
+        if others_s is None or input_s is None:
             self._is_divided = False
-            others_s = event.wait_s if others_s is None else others_s
-        waited = min(others_s, event.wait_s)
-        other = max(event.wall_s - event.compute_s - event.wait_s, 0.0)
-        computing = max(event.compute_s - input_s, 0.0)
-        return [computing, input_s, waited, event.wait_s - waited, other, float(event.samples)]
+            others_s, input_s = wait_s if others_s is None else others_s, input_s or 0.0
+        waited, other_s = min(others_s, wait_s), max(wall_s - compute_s - wait_s, 0.0)
+        return [max(compute_s - input_s, 0.0), input_s, waited, wait_s - waited, other_s, samples]
 
     def _add_cpu(self, event: EpochEnd, spent: _Spent) -> None:
         """Add what is more than the progress of the epoch has said."""
@@ -389,3 +344,125 @@ def _results(event: EpochEnd) -> dict[str, float]:
         **{f"val_{name}": value for name, value in event.validation_metrics.items()},
     }
     return {name: value for name, value in found.items() if value is not None}
+
+
+MIN_SHARE = 0.05
+"""Of all time that ranks spent; less waiting than that is nobody's fault."""
+MOSTLY = 0.5
+LATEST, MIN_LATEST = 0.25, 4
+"""Of the run's intervals: the share that is now, and at least so many."""
+SLOWER = 1.15
+"""Compute time per sample over its own at the beginning."""
+HOT_C = 80.0
+FULL = 0.95
+"""Of the memory that a machine may use."""
+BY_COMPUTE, BY_INPUT, BY_LINK, BY_MEMORY, BY_HEAT = "compute", "input", "link", "memory", "heat"
+
+
+@dataclass(frozen=True)
+class Bottleneck:
+    """What held the ranks back."""
+
+    rank: int | None
+    """None where the ranks' own times cannot tell whose link it is."""
+    cause: str
+    since_s: float
+    """Seconds after the start of the run."""
+    lost_s: float
+    """Time that each of the others lost, in the median."""
+    text: str
+    why: str = ""
+    """What shows the cause."""
+
+
+def find_bottleneck(
+    series: RunSeries, memory_shares: Mapping[int, float] | None = None, *, is_now: bool = False
+) -> Bottleneck | None:
+    """Return the rank that held the others back most; None where none did, or it was not recorded.
+
+    `memory_shares`: by rank, of what the machine may use, at most. With `is_now`, only the latest part of the
+    run counts: who holds the others back now, and since when.
+    """
+    if not series.is_wait_divided or len(series.nodes) < 2 or not series.num_intervals:
+        return None
+    latest = max(MIN_LATEST, round(LATEST * series.num_intervals))
+    first = max(0, series.num_intervals - latest) if is_now else 0
+    spent = sum(sum(seconds[first:]) for kinds in series.spent_s for seconds in kinds.values())
+    communication_s = [sum(kinds[COMMUNICATION][first:]) for kinds in series.spent_s]
+    holders = [_holder(series, number) for number in range(series.num_intervals)]
+    lost_s = {
+        rank: sum(lost for holder, lost in holders[first:] if holder == rank)
+        for rank in range(len(series.nodes))
+    }
+    rank = max(lost_s, key=lambda number: lost_s[number])
+    shared_s = median(communication_s)
+    if max(lost_s[rank], shared_s) * len(series.nodes) < MIN_SHARE * spent:
+        return None
+    if shared_s > lost_s[rank]:
+        why = f"communication took {shared_s:.1f} s of each rank, more than waiting for any other rank"
+        return Bottleneck(None, BY_LINK, 0.0, shared_s, why, why)
+    start = _since([lost if holder == rank else 0.0 for holder, lost in holders], first)
+    cause, why = _cause(series, rank, start, memory_shares or {})
+    text = f"{series.nodes[rank]} (rank {rank}) held the others back for {lost_s[rank]:.1f} s: {why}"
+    return Bottleneck(rank, cause, start * series.interval_s, lost_s[rank], text, why)
+
+
+def _holder(series: RunSeries, number: int) -> tuple[int | None, float]:
+    """Return who held the others back in an interval, and the seconds that they waited for it."""
+    active = {
+        rank: kinds[WAIT][number]
+        for rank, kinds in enumerate(series.spent_s)
+        if kinds[COMPUTE][number] + kinds[INPUT][number] > 0
+    }
+    if len(active) < 2:
+        return None, 0.0
+    rank = min(active, key=lambda number: active[number])
+    lost_s = median(waited for other, waited in active.items() if other != rank) - active[rank]
+    return (rank, lost_s) if lost_s > 0 else (None, 0.0)
+
+
+def _since(lost_s: Sequence[float], first: int) -> int:
+    """Return the interval from which on the most was lost that is above half of the mean since `first`.
+
+    `lost_s`: what one rank cost the others in each interval. Small differences of a balanced time before do
+    not count.
+    """
+    usual_s = sum(lost_s[first:]) / max(1, len(lost_s) - first) / 2
+    start, most, above_s = first, 0.0, 0.0
+    for number in reversed(range(len(lost_s))):
+        above_s += lost_s[number] - usual_s
+        if above_s > most:
+            start, most = number, above_s
+    return start
+
+
+def _cause(
+    series: RunSeries,
+    rank: int,
+    start: int,
+    memory_shares: Mapping[int, float],
+) -> tuple[str, str]:
+    """Return the cause, and what shows it."""
+    spent = series.spent_s[rank]
+    input_s, compute_s = sum(spent[INPUT][start:]), sum(spent[COMPUTE][start:])
+    if input_s > MOSTLY * (input_s + compute_s):
+        return BY_INPUT, f"reading samples took {input_s / (input_s + compute_s):.0%} of its own time"
+    slowdown = _slowdown(series, rank)
+    grew = f"its time per sample became {slowdown:.2f} times that of the beginning"
+    hottest = max(series.temperatures_c.get(rank, ()), default=0.0)
+    if slowdown >= SLOWER and hottest >= HOT_C:
+        return BY_HEAT, f"{grew}, at up to {hottest:.0f} °C"
+    if memory_shares.get(rank, 0.0) >= FULL:
+        return BY_MEMORY, f"it used {memory_shares[rank]:.0%} of its memory"
+    if slowdown >= SLOWER:
+        return BY_COMPUTE, grew
+    return BY_COMPUTE, "its batch takes longer than those of the others; a smaller one would balance them"
+
+
+def _slowdown(series: RunSeries, rank: int) -> float:
+    """Return the compute time per sample of the last quarter over that of the first."""
+    compute_s, samples = series.spent_s[rank][COMPUTE], series.samples[rank]
+    times = [s / count for s, count in zip(compute_s, samples, strict=True) if count > 0]
+    quarter = max(1, len(times) // 4)
+    first, last = median(times[:quarter] or [0.0]), median(times[-quarter:] or [0.0])
+    return last / first if first else 1.0

@@ -7,15 +7,78 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from csdctl.documents import check_values, load_json, make_directory, save_json
 from csdctl.errors import InputError
+from csdctl.job.model import NoiseEntry
+from csdctl.placement.equation1 import Placed
 from csdctl.runs.capped_log import CappedLog
-from csdctl.runs.manifest import Manifest, check_links
 from csdctl.runs.private import STATE_DIRECTORY, private_memory
 from csdctl.runs.stored_events import StoredEvents
+from csdctl.tuning.plan import Plan
 from csdctl.worker.protocol.events import Event, Progress, WaitingFor, event_document
+
+MAX_SAMPLES = 10**15
+
+
+class _Part(BaseModel):
+    """A part of the manifest; keys that nothing reads may be there too."""
+
+    model_config = ConfigDict(frozen=True, allow_inf_nan=False)
+
+
+class DataFingerprints(_Part):
+    """Fingerprints of the prepared data; private data by node."""
+
+    public: str
+    private: dict[str, str] = {}
+
+
+class Manifest(_Part):
+    """The content of manifest.json that csdctl reads."""
+
+    schema_version: Annotated[Literal[1], Field(alias="schema")]
+    plan: Plan
+    placed: list[Placed]
+    """In order of rank."""
+    data: DataFingerprints
+    noise: NoiseEntry | None = None
+    predicted_samples_per_s: Annotated[float, Field(gt=0)] | None = None
+
+    @model_validator(mode="after")
+    def _describes_one_run(self) -> Self:
+        position = 0
+        if len(self.plan.ranks) != len(self.placed):
+            raise ValueError("plan.ranks and placed have different numbers of ranks")
+        for rank, shard in zip(self.plan.ranks, self.placed, strict=True):
+            for name, found, expected in (
+                ("name", shard.name, rank.node),
+                ("batch_size", shard.batch_size, rank.batch_size),
+                ("public_start", shard.public_start, position),
+                ("public_stop", shard.public_stop, min(max(shard.public_stop, position), MAX_SAMPLES)),
+                ("num_private", shard.num_private, min(max(shard.num_private, 0), MAX_SAMPLES)),
+                ("num_repeated", shard.num_repeated, min(max(shard.num_repeated, 0), shard.num_private)),
+            ):
+                if found != expected:
+                    raise ValueError(f"placed: {name} of {rank.node} is {found}, expected {expected}")
+            position = shard.public_stop
+        return self
+
+
+def check_links(directory: Path) -> None:
+    """Raise InputError for a symbolic link in a run's directory: csdctl writes none, and would follow it."""
+    for parent, directories, files in os.walk(directory):
+        for name in (".", *directories, *files):
+            path = Path(parent, name)
+            if path.is_symlink():
+                raise InputError(
+                    f"{path} is a symbolic link, which csdctl does not create in a run",
+                    remedy="replace it with the file itself, or remove it",
+                )
+
 
 NEW_RUN = "start a new run"
 

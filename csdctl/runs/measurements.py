@@ -1,20 +1,19 @@
 """Stored measurements, by model, recipe, machine class and settings, for the next tuning run: an SQLite file.
 
-Values in and out are those of tuning/measurements.py; the caller gives the time. Of repeated measurements
-only the newest are kept. The file has a rollback journal rather than WAL: writes are few and small, the
-project may be on a shared file system, where WAL's shared memory does not work, and between commands there is
-exactly one file.
+Values in and out are those of tuning/measurements.py, stored as JSON; the caller gives the time. Of repeated
+measurements only the newest are kept. The file has a rollback journal rather than WAL: writes are few and
+small, the project may be on a shared file system, where WAL's shared memory does not work, and between
+commands there is exactly one file.
 """
 
 import contextlib
 import sqlite3
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass
-from itertools import starmap
+from functools import cache
 from pathlib import Path
 from statistics import median
-from types import MappingProxyType
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -26,14 +25,12 @@ from csdctl.tuning.measurements import (
     CollectiveMeasurement,
     ModelProperties,
     ProbeMeasurement,
-    RuntimeSettings,
     TrialMeasurement,
-    TrialRank,
 )
-from csdctl.tuning.transfer import feature_distance
+from csdctl.worker.protocol.run_spec import Runtime
 
-SCHEMA = 1
-"""`PRAGMA user_version`; increases by one with every change of the tables."""
+SCHEMA = 2
+"""`PRAGMA user_version`; increases by one with every change of the tables or of the values in them."""
 APPLICATION_ID = 0x63736463
 """`csdc`: distinguishes the file from other databases."""
 BUSY_DEADLINE_S = 10.0
@@ -43,80 +40,59 @@ MIN_HASH_LENGTH = 6
 REMEDY = "wait until no other csdctl measures, free some disk space, or fix permissions"
 
 _TABLES = """
-CREATE TABLE models (
-    hash TEXT PRIMARY KEY,
-    name TEXT NOT NULL,
-    num_parameters INTEGER NOT NULL,
-    num_trainable INTEGER NOT NULL,
-    num_operations INTEGER NOT NULL,
-    input_elements INTEGER NOT NULL
-);
-CREATE TABLE machine_classes (key TEXT PRIMARY KEY, content TEXT NOT NULL);
-CREATE TABLE fleet_classes (key TEXT PRIMARY KEY, content TEXT NOT NULL);
-CREATE TABLE probes (
+CREATE TABLE subjects (key TEXT PRIMARY KEY, content TEXT NOT NULL);
+CREATE TABLE measurements (
     id INTEGER PRIMARY KEY,
-    model TEXT NOT NULL REFERENCES models,
+    kind TEXT NOT NULL,
+    model TEXT NOT NULL,
     recipe TEXT NOT NULL,
-    machine_class TEXT NOT NULL REFERENCES machine_classes,
-    threads INTEGER NOT NULL,
-    inter_op_threads INTEGER NOT NULL,
-    is_onednn INTEGER NOT NULL,
-    micro_batch_size INTEGER NOT NULL,
-    batch_size INTEGER NOT NULL CHECK (batch_size > 0),
-    step_time_s REAL CHECK (step_time_s > 0),
-    num_steps INTEGER NOT NULL,
-    peak_memory_bytes INTEGER,
+    class TEXT NOT NULL REFERENCES subjects,
+    repeated_by TEXT NOT NULL,
+    content TEXT NOT NULL,
     measured_at REAL NOT NULL
 );
-CREATE INDEX probes_of_a_model ON probes (model, recipe, machine_class);
-CREATE INDEX probes_of_a_class ON probes (machine_class);
-CREATE TABLE collectives (
-    id INTEGER PRIMARY KEY,
-    fleet_class TEXT NOT NULL REFERENCES fleet_classes,
-    name TEXT NOT NULL,
-    num_ranks INTEGER NOT NULL CHECK (num_ranks > 0),
-    num_bytes INTEGER NOT NULL,
-    seconds REAL NOT NULL CHECK (seconds >= 0),
-    measured_at REAL NOT NULL
-);
-CREATE INDEX collectives_of_a_fleet ON collectives (fleet_class, name, num_ranks, num_bytes);
-CREATE TABLE trials (
-    id INTEGER PRIMARY KEY,
-    model TEXT NOT NULL REFERENCES models,
-    recipe TEXT NOT NULL,
-    fleet_class TEXT NOT NULL REFERENCES fleet_classes,
-    ranks TEXT NOT NULL,
-    step_s REAL NOT NULL CHECK (step_s > 0),
-    samples_per_s REAL NOT NULL CHECK (samples_per_s > 0),
-    predicted_samples_per_s REAL,
-    measured_at REAL NOT NULL
-);
-CREATE INDEX trials_of_a_model ON trials (model, recipe, fleet_class);
+CREATE INDEX of_a_class ON measurements (kind, class, model, recipe, repeated_by);
 """
-_SETTINGS = "threads, inter_op_threads, is_onednn, micro_batch_size"
-_PROBE = f"{_SETTINGS}, batch_size, measured_at, step_time_s, num_steps, peak_memory_bytes"
-_COLLECTIVE = "name, num_ranks, num_bytes, seconds, measured_at"
-_TRIAL = "ranks, step_s, samples_per_s, measured_at, predicted_samples_per_s"
-"""Columns in the order of the fields of a measurement."""
-_REPEATED_BY = {
-    "probes": f"model, recipe, machine_class, {_SETTINGS}, batch_size",
-    "collectives": "fleet_class, name, num_ranks, num_bytes",
-    "trials": "model, recipe, fleet_class",
-}
-_MACHINE, _FLEET = TypeAdapter(MachineClass), TypeAdapter(FleetClass)
-_RANKS = TypeAdapter(tuple[TrialRank, ...])
+"""Subjects are models, machine classes and fleet classes, by their hashes."""
+
+_MODEL: TypeAdapter[ModelProperties] = TypeAdapter(ModelProperties)
+NO_MODEL = ModelProperties("", "")
+"""That of a sum."""
 
 
 @dataclass(frozen=True)
-class Neighbour:
-    """Another model, or this model with another recipe, that was measured on the same machine class."""
+class _Kind:
+    """A kind of measurement: the types of its values and classes, and what it is repeated by."""
+
+    name: str
+    values: TypeAdapter[Any]
+    classes: TypeAdapter[Any]
+    repeated_by: Callable[[Any], tuple[Any, ...]]
+
+
+PROBE = _Kind(
+    "probe",
+    TypeAdapter(ProbeMeasurement),
+    TypeAdapter(MachineClass),
+    lambda probe: (probe.settings, probe.batch_size),
+)
+COLLECTIVE = _Kind(
+    "collective",
+    TypeAdapter(CollectiveMeasurement),
+    TypeAdapter(FleetClass),
+    lambda sums: (sums.name, sums.num_ranks, sums.num_bytes),
+)
+TRIAL = _Kind("trial", TypeAdapter(TrialMeasurement), TypeAdapter(FleetClass), lambda trial: ())
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """A measurement, and what was measured: a model on a machine class or fleet class."""
 
     model: ModelProperties
     recipe: str
-    distance: float
-    """See tuning/transfer.py; 0 for the same model with another recipe."""
-    probes: tuple[ProbeMeasurement, ...]
-    """Oldest first."""
+    of: Any
+    value: Any
 
 
 @dataclass(frozen=True)
@@ -135,7 +111,7 @@ class ProbeSummary:
     model: ModelProperties
     recipe: str
     machine_class: MachineClass
-    settings: RuntimeSettings
+    settings: Runtime
     num_probes: int
     smallest: int | None
     """Of the batch sizes that fitted in memory; None: none did."""
@@ -198,70 +174,36 @@ class MeasurementStore:
         probes: Sequence[ProbeMeasurement],
     ) -> None:
         """Store probes of one machine class; `recipe` is a hash of what else a step's time depends on."""
-        key = model.hash, recipe, machine_class.key
-        rows = [(*key, *settings, *row) for settings, *row in map(astuple, probes)]
-        with self._transaction("measurements are not stored"):
-            self._put_model(model)
-            self._put_class("machine_classes", machine_class.key, _MACHINE.dump_json(machine_class))
-            self._insert("probes", f"model, recipe, machine_class, {_PROBE}", rows)
-
-    def probes(self, model_hash: str, recipe: str, machine_class: str) -> list[ProbeMeasurement]:
-        """Return the probes of a model on a machine class (its key), with any settings, oldest first."""
-        key = {"model": model_hash, "recipe": recipe, "machine_class": machine_class}
-        return list(map(_probe, self._select("probes", _PROBE, key)))
-
-    def neighbours(
-        self, model: ModelProperties, recipe: str, machine_class: str, limit: int = 3
-    ) -> list[Neighbour]:
-        """Return the most similar models that were measured on a machine class (its key), nearest first.
-
-        This model with this recipe is excluded. Models at the same distance are ordered by hash.
-        """
-        rows = self._select("probes", f"model, recipe, {_PROBE}", {"machine_class": machine_class})
-        measured: dict[tuple[str, str], list[ProbeMeasurement]] = defaultdict(list)
-        for other, other_recipe, *row in rows:
-            measured[other, other_recipe].append(_probe(row))
-        models = {other.hash: other for other in self.models()}
-        found = [
-            Neighbour(models[key[0]], key[1], _distance(model, models[key[0]]), tuple(probes))
-            for key, probes in measured.items()
-            if key != (model.hash, recipe) and key[0] in models and any(probe.has_fitted for probe in probes)
-        ]
-        found.sort(key=lambda neighbour: (neighbour.distance, neighbour.model.hash, neighbour.recipe))
-        return found[:limit]
+        self._add(PROBE, model, recipe, machine_class, probes)
 
     def add_collectives(self, fleet_class: FleetClass, collectives: Sequence[CollectiveMeasurement]) -> None:
         """Store the times of sums over the ranks of a fleet."""
-        with self._transaction("measurements are not stored"):
-            self._put_class("fleet_classes", fleet_class.key, _FLEET.dump_json(fleet_class))
-            rows = [(fleet_class.key, *astuple(sums)) for sums in collectives]
-            self._insert("collectives", f"fleet_class, {_COLLECTIVE}", rows)
-
-    def collectives(self, fleet_class: str) -> list[CollectiveMeasurement]:
-        """Return the sums on a fleet class (its key), by any collective, oldest first."""
-        rows = self._select("collectives", _COLLECTIVE, {"fleet_class": fleet_class})
-        return list(starmap(CollectiveMeasurement, rows))
+        self._add(COLLECTIVE, NO_MODEL, "", fleet_class, collectives)
 
     def add_trial(
         self, model: ModelProperties, recipe: str, fleet_class: FleetClass, trial: TrialMeasurement
     ) -> None:
         """Store the result of a trial."""
-        ranks = _RANKS.dump_json(trial.ranks).decode()
-        row = (model.hash, recipe, fleet_class.key, ranks, *astuple(trial)[1:])
-        with self._transaction("measurements are not stored"):
-            self._put_model(model)
-            self._put_class("fleet_classes", fleet_class.key, _FLEET.dump_json(fleet_class))
-            self._insert("trials", f"model, recipe, fleet_class, {_TRIAL}", [row])
+        self._add(TRIAL, model, recipe, fleet_class, [trial])
+
+    def probes(self, model_hash: str, recipe: str, machine_class: str) -> list[ProbeMeasurement]:
+        """Return the probes of a model on a machine class (its key), with any settings, oldest first."""
+        found = self._select(PROBE, model=model_hash, recipe=recipe, of=machine_class)
+        return [stored.value for stored in found]
+
+    def collectives(self, fleet_class: str) -> list[CollectiveMeasurement]:
+        """Return the sums on a fleet class (its key), by any collective, oldest first."""
+        return [stored.value for stored in self._select(COLLECTIVE, of=fleet_class)]
 
     def trials(self, model_hash: str, recipe: str, fleet_class: str) -> list[TrialMeasurement]:
         """Return the trials on a fleet class (its key), with any number of ranks, oldest first."""
-        key = {"model": model_hash, "recipe": recipe, "fleet_class": fleet_class}
-        return list(map(_trial, self._select("trials", _TRIAL, key)))
+        found = self._select(TRIAL, model=model_hash, recipe=recipe, of=fleet_class)
+        return [stored.value for stored in found]
 
     def models(self) -> list[ModelProperties]:
         """Return all models with measurements, by name."""
-        rows = self._select("models", "*", order="name, hash")
-        return list(starmap(ModelProperties, rows))
+        found = {stored.model for stored in (*self._select(PROBE), *self._select(TRIAL))}
+        return sorted(found, key=lambda model: (model.name, model.hash))
 
     def find_models(self, name: str) -> list[ModelProperties]:
         """Return the models with this name (short or full) or hash prefix; raises InputError for none."""
@@ -282,96 +224,104 @@ class MeasurementStore:
 
     def forget(self, models: Sequence[ModelProperties] | None) -> Forgotten:
         """Remove the measurements of `models`; None: all measurements, including sums."""
-        hashes = [(model.hash,) for model in models or ()]
+        counts = dict.fromkeys((PROBE.name, TRIAL.name, COLLECTIVE.name), 0)
         with self._transaction("measurements are not deleted"):
-            if models is None:
-                tables = "probes", "trials", "collectives"
-                counts = [self._connection.execute(f"DELETE FROM {table}").rowcount for table in tables]
-            else:
-                counts = [
-                    self._connection.executemany(f"DELETE FROM {table} WHERE model = ?", hashes).rowcount
-                    for table in ("probes", "trials")
-                ]
-            for table, column, users in (
-                ("models", "hash", "SELECT model FROM probes UNION SELECT model FROM trials"),
-                ("machine_classes", "key", "SELECT machine_class FROM probes"),
-                (
-                    "fleet_classes",
-                    "key",
-                    "SELECT fleet_class FROM trials UNION SELECT fleet_class FROM collectives",
-                ),
-            ):
-                self._connection.execute(f"DELETE FROM {table} WHERE {column} NOT IN ({users})")
+            for (model,) in self._connection.execute("SELECT DISTINCT model FROM measurements").fetchall():
+                if models is None or model in {one.hash for one in models}:
+                    deleted = "DELETE FROM measurements WHERE model = ? RETURNING kind"
+                    for (kind,) in self._connection.execute(deleted, (model,)).fetchall():
+                        counts[kind] += 1
+            used = "SELECT model FROM measurements UNION SELECT class FROM measurements"
+            self._connection.execute(f"DELETE FROM subjects WHERE key NOT IN ({used})")
         with contextlib.suppress(sqlite3.OperationalError):  # on a full disk, the file keeps its size
             self._connection.execute("VACUUM")
-        return Forgotten(*counts)
+        return Forgotten(*counts.values())
 
     def overview(self) -> Overview:
         """Summarize all measurements: counts and extremes rather than every measurement."""
-        with self._transaction("measurements cannot be read", begin="BEGIN"):
-            contents = self._select("machine_classes", "*", order="key")
-            machines = {key: _MACHINE.validate_json(content) for key, content in contents}
-            contents = self._select("fleet_classes", "*", order="key")
-            fleets = {key: _FLEET.validate_json(content) for key, content in contents}
-            models = {model.hash: model for model in self.models()}
-            probe_rows = self._select("probes", f"model, recipe, machine_class, {_PROBE}")
-            sum_rows = self._select("collectives", f"fleet_class, {_COLLECTIVE}")
-            trial_rows = self._select("trials", f"model, recipe, fleet_class, {_TRIAL}")
-        order = {key: number for number, key in enumerate(models)}
-        probes: dict[tuple[int, str, str, RuntimeSettings], list[ProbeMeasurement]] = defaultdict(list)
-        for model, recipe, machine, *row in probe_rows:
-            probe = _probe(row)
-            probes[order[model], recipe, machine, probe.settings].append(probe)
-        sums: dict[tuple[str, str, int, int], list[CollectiveMeasurement]] = defaultdict(list)
-        for fleet, *row in sum_rows:
-            timed = CollectiveMeasurement(*row)
-            sums[fleet, timed.name, timed.num_ranks, timed.num_bytes].append(timed)
-        known = list(models.values())
+        probed: dict[tuple[ModelProperties, str, MachineClass, Runtime], list[ProbeMeasurement]] = (
+            defaultdict(list)
+        )
+        for one in self._select(PROBE):
+            probed[one.model, one.recipe, one.of, one.value.settings].append(one.value)
+        summed: dict[tuple[FleetClass, str, int, int], list[CollectiveMeasurement]] = defaultdict(list)
+        for one in self._select(COLLECTIVE):
+            summed[one.of, one.value.name, one.value.num_ranks, one.value.num_bytes].append(one.value)
         return Overview(
             tuple(
-                _summarize_probes(known[number], recipe, machines[machine], settings, group)
-                for (number, recipe, machine, settings), group in sorted(probes.items())
+                _summarize_probes(*key, probes)
+                for key, probes in sorted(probed.items(), key=lambda item: _order(*item[0]))
             ),
             tuple(
                 CollectiveSummary(
-                    fleets[fleet],
-                    name,
-                    num_ranks,
-                    num_bytes,
-                    num_measured=len(group),
-                    median_s=median(timed.seconds for timed in group),
-                    measured_at=group[-1].measured_at,
+                    *key, len(sums), median(timed.seconds for timed in sums), sums[-1].measured_at
                 )
-                for (fleet, name, num_ranks, num_bytes), group in sorted(sums.items())
+                for key, sums in sorted(summed.items(), key=lambda item: (item[0][0].key, *item[0][1:]))
             ),
-            tuple(
-                TrialSummary(models[model], recipe, fleets[fleet], _trial(row))
-                for model, recipe, fleet, *row in trial_rows
-            ),
+            tuple(TrialSummary(one.model, one.recipe, one.of, one.value) for one in self._select(TRIAL)),
         )
 
-    def _select(
+    def _add(
         self,
-        table: str,
-        columns: str,
-        key: Mapping[str, str] = MappingProxyType({}),
-        order: str = "measured_at, id",
-    ) -> list[tuple[Any, ...]]:
-        """Return rows of a table, those whose columns have the values of `key`."""
-        where = " AND ".join(["TRUE", *(f"{column} = ?" for column in key)])
+        kind: _Kind,
+        model: ModelProperties,
+        recipe: str,
+        of: MachineClass | FleetClass,
+        values: Sequence[ProbeMeasurement | CollectiveMeasurement | TrialMeasurement],
+    ) -> None:
+        """Add measurements and what they are of, and delete old ones that were repeated."""
+        subjects = [
+            (model.hash, _MODEL.dump_json(model).decode()),
+            (of.key, kind.classes.dump_json(of).decode()),
+        ]
+        rows = [
+            (
+                *(kind.name, model.hash, recipe, of.key, repr(kind.repeated_by(value))),
+                *(kind.values.dump_json(value).decode(), value.measured_at),
+            )
+            for value in values
+        ]
+        with self._transaction("measurements are not stored"):
+            self._connection.executemany(
+                "INSERT INTO subjects VALUES (?, ?) ON CONFLICT DO UPDATE SET content = excluded.content",
+                subjects,
+            )
+            self._connection.executemany(
+                "INSERT INTO measurements (kind, model, recipe, class, repeated_by, content, measured_at)"
+                " VALUES (?, ?, ?, ?, ?, ?, ?)",
+                rows,
+            )
+            self._connection.execute(
+                "DELETE FROM measurements WHERE id IN (SELECT id FROM (SELECT id, row_number() OVER"
+                " (PARTITION BY kind, model, recipe, class, repeated_by ORDER BY measured_at DESC, id DESC)"
+                f" AS age FROM measurements) WHERE age > {NUM_KEPT})"
+            )
+
+    def _select(self, kind: _Kind, **key: str) -> list[_Stored]:
+        """Return the measurements of a kind with these values of `model`, `recipe` and `of`, oldest first."""
+        where = "".join(f" AND {'class' if name == 'of' else name} = ?" for name in key)
+        query = (
+            "SELECT models.content, recipe, classes.content, measurements.content FROM measurements"
+            " JOIN subjects AS models ON models.key = model JOIN subjects AS classes ON classes.key = class"
+            f" WHERE kind = ?{where} ORDER BY measured_at, id"
+        )
         try:
-            query = f"SELECT {columns} FROM {table} WHERE {where} ORDER BY {order}"
-            return self._connection.execute(query, tuple(key.values())).fetchall()
+            rows = self._connection.execute(query, (kind.name, *key.values())).fetchall()
         except sqlite3.DatabaseError as error:
             self._fail("earlier measurements are not used", error)
             return []
+        parse_model, parse_class = cache(_MODEL.validate_json), cache(kind.classes.validate_json)
+        return [
+            _Stored(parse_model(model), recipe, parse_class(of), kind.values.validate_json(value))
+            for model, recipe, of, value in rows
+        ]
 
     @contextlib.contextmanager
-    def _transaction(self, failure: str, begin: str = "BEGIN IMMEDIATE") -> Iterator[None]:
+    def _transaction(self, failure: str) -> Iterator[None]:
         """Do everything in the block, or nothing; other writers wait."""
         try:
             with self._connection:
-                self._connection.execute(begin)
+                self._connection.execute("BEGIN IMMEDIATE")
                 yield
         except sqlite3.DatabaseError as error:
             self._fail(failure, error)
@@ -380,29 +330,6 @@ class MeasurementStore:
         if self._on_error is None:
             raise CsdctlError(f"{failure}: {error}", remedy=REMEDY) from error
         self._on_error(f"{failure}: {error}")
-
-    def _put_model(self, model: ModelProperties) -> None:
-        """Add a model, or update its features."""
-        row = astuple(model)
-        self._connection.execute("INSERT OR IGNORE INTO models VALUES (?, ?, ?, ?, ?, ?)", row)
-        self._connection.execute(
-            "UPDATE models SET (name, num_parameters, num_trainable, num_operations, input_elements)"
-            " = (?, ?, ?, ?, ?) WHERE hash = ?",
-            (*row[1:], row[0]),
-        )
-
-    def _put_class(self, table: str, key: str, content: bytes) -> None:
-        self._connection.execute(f"INSERT OR IGNORE INTO {table} VALUES (?, ?)", (key, content.decode()))
-
-    def _insert(self, table: str, columns: str, rows: Sequence[tuple[Any, ...]]) -> None:
-        """Add measurements, and delete old ones of the same key."""
-        places = ", ".join("?" for _ in columns.split(","))
-        self._connection.executemany(f"INSERT INTO {table} ({columns}) VALUES ({places})", rows)
-        self._connection.execute(
-            f"DELETE FROM {table} WHERE id IN (SELECT id FROM (SELECT id, row_number() OVER"
-            f" (PARTITION BY {_REPEATED_BY[table]} ORDER BY measured_at DESC, id DESC) AS age FROM {table})"
-            f" WHERE age > {NUM_KEPT})"
-        )
 
 
 @contextlib.contextmanager
@@ -472,25 +399,17 @@ def _connect(path: Path | str) -> sqlite3.Connection:
     return connection
 
 
-def _probe(row: Sequence[Any]) -> ProbeMeasurement:
-    threads, inter_op_threads, is_onednn, micro_batch_size, *rest = row
-    settings = RuntimeSettings(threads, inter_op_threads, bool(is_onednn), micro_batch_size)
-    return ProbeMeasurement(settings, *rest)
-
-
-def _trial(row: Sequence[Any]) -> TrialMeasurement:
-    return TrialMeasurement(_RANKS.validate_json(row[0]), *row[1:])
-
-
-def _distance(model: ModelProperties, other: ModelProperties) -> float:
-    return 0.0 if model.hash == other.hash else feature_distance(model, other)
+def _order(
+    model: ModelProperties, recipe: str, machine_class: MachineClass, settings: Runtime
+) -> tuple[Any, ...]:
+    return model.name, model.hash, recipe, machine_class.key, astuple(settings)
 
 
 def _summarize_probes(
     model: ModelProperties,
     recipe: str,
     machine_class: MachineClass,
-    settings: RuntimeSettings,
+    settings: Runtime,
     probes: Sequence[ProbeMeasurement],
 ) -> ProbeSummary:
     fitting = [probe for probe in probes if probe.has_fitted]

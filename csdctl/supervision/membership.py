@@ -3,14 +3,14 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from csdctl.errors import CsdctlError
-from csdctl.supervision import failures
-from csdctl.supervision.rank_process import ProcessEnded
-from csdctl.supervision.rank_processes import Inbox, RankProcesses
+from csdctl.errors import CsdctlError, InputError, NodeError, RunError
+from csdctl.launch.mpi_job import CHECK_WORKER
+from csdctl.supervision.rank_processes import Inbox, ProcessEnded, RankProcesses
 from csdctl.worker.protocol.events import (
     EpochEnd,
     Evaluating,
     Event,
+    Failed,
     Finished,
     Joined,
     LinkLost,
@@ -22,6 +22,25 @@ from csdctl.worker.protocol.events import (
     Progress,
     Ready,
 )
+
+
+def as_loss(failed: Failed) -> CsdctlError:
+    """Return why a rank that failed on its own is lost."""
+    return NodeError(failed.message, node=failed.node, remedy=failed.remedy)
+
+
+def as_run_failure(failed: Failed) -> CsdctlError:
+    """Return the error of a run that ends because a rank failed: an InputError stays one."""
+    error = InputError if failed.exit_code == InputError.exit_code else RunError
+    return error(failed.message, node=failed.node, remedy=failed.remedy)
+
+
+def as_run_error(error: CsdctlError) -> CsdctlError:
+    """Return the error of a run that ends because of `error`."""
+    if isinstance(error, RunError):
+        return error
+    return RunError(error.message, node=error.node, remedy=error.remedy)
+
 
 PROGRESS = (Ready, Joined, Progress, Evaluating, EpochEnd, Finished, Paused)
 """Events of rank 0 that show that the run does not hang."""
@@ -56,9 +75,7 @@ class GroupState:
     def record_arrival(self, event: Event, now: float) -> None:
         """Update the state that depends only on the arrival of `event`, before it is handled."""
         if isinstance(event, PROGRESS) and event.rank == 0:
-            self.last_progress = now
-        if isinstance(event, PROGRESS) and event.rank == 0:
-            self.awaited = set()
+            self.last_progress, self.awaited = now, set()
         if isinstance(event, Ready | Pong):
             self.answered[event.rank] = now
         elif isinstance(event, LinkLost) and event.generation == self.generation:
@@ -165,6 +182,10 @@ class Membership:
         if rank in self._processes.ranks and rank not in self.finished:
             self._lose(rank, error)
 
+    def lose(self, rank: int, message: str, remedy: str = "") -> None:
+        """Mark `rank` as lost, with the reason as text."""
+        self.mark_lost(rank, NodeError(message, node=self.nodes[rank], remedy=remedy))
+
     def mark_finished(self, rank: int) -> None:
         """Record that a rank has reported completion; raise RunError if one crashed afterwards.
 
@@ -173,7 +194,7 @@ class Membership:
         self.finished.add(rank)
         if 0 in self.finished:
             for error in self._late_failures.values():
-                raise failures.as_run_error(error)
+                raise as_run_error(error)
 
     def note_late_failure(self, rank: int, error: CsdctlError) -> None:
         """Record what went wrong in a rank after it had reported completion."""
@@ -183,8 +204,9 @@ class Membership:
     def withdraw(self, rank: int) -> None:
         """Mark a rank as lost whose completion record is not true, whether it still runs or not."""
         self.finished.discard(rank)
-        error = self._late_failures.pop(rank, None)
-        self._lose(rank, error or failures.finished_early(rank, self.nodes[rank]))
+        early = f"rank {rank} reported its completion before the run was complete"
+        error = NodeError(early, node=self.nodes[rank], remedy=CHECK_WORKER)
+        self._lose(rank, self._late_failures.pop(rank, error))
 
     def _lose(self, rank: int, error: CsdctlError) -> None:
         self._processes.drop(rank)
@@ -195,7 +217,7 @@ class Membership:
         self._losses[rank] = error
         self._record(NodeLost(rank, self.nodes[rank], str(error)))
         if not self.has_trained:
-            raise failures.as_run_error(error)
+            raise as_run_error(error)
         self._num_losses[rank] = self._num_losses.get(rank, 0) + 1
         if rank == 0:
             self._position_at_loss = self._position
@@ -210,7 +232,11 @@ class Membership:
         if report.rank != 0 or not 0 < report.culprit < len(self.nodes):
             return ""
         node = self.nodes[report.culprit]
-        self.mark_lost(report.culprit, failures.at_fault(node, report.message))
+        self.lose(
+            report.culprit,
+            report.message,
+            "look for failing memory, another version of csdctl or TensorFlow, or an intruder there",
+        )
         return node
 
     def readmit(self, ready: Ready) -> None:

@@ -5,15 +5,343 @@ restarted process arrives as a message, before anything it sends. `Inbox` makes 
 in which one whose handling is interrupted is not lost.
 """
 
+import contextlib
 import queue
 import threading
-from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
-from csdctl.supervision.rank_process import OnMessage, ProcessEnded, RankMessage, RankProcess
-from csdctl.worker.protocol.events import Event
-from csdctl.worker.protocol.orders import Order
+from csdctl.errors import CsdctlError, DeadlineError, NodeError, OutOfMemoryError
+from csdctl.launch.mpi_job import CHECK_WORKER, MEMORY_REMEDY, is_noise
+from csdctl.runs.capped_log import MAX_LOG_BYTES, CappedLog
+from csdctl.transport.meter import TrafficClass
+from csdctl.transport.session import Completed, Conversation, Session
+from csdctl.worker.protocol.events import (
+    FROM_CSDCTL,
+    FROM_MPI,
+    UNKNOWN_NODE,
+    EpochEnd,
+    Event,
+    Failed,
+    Finished,
+    Joined,
+    LinkLost,
+    Misbehaved,
+    Paused,
+    Pong,
+    Progress,
+    Ready,
+    WaitingFor,
+    check_event,
+    check_sender,
+    event_from_line,
+)
+from csdctl.worker.protocol.json_codec import ProtocolError, shorten
+from csdctl.worker.protocol.orders import FormGroup, Order, Ping, Release, order_to_line
+from csdctl.worker.protocol.probe import READY
+
+
+class Allowance:
+    """An amount that grows with time, up to `burst`, and that is spent."""
+
+    def __init__(self, per_s: float, burst: float) -> None:
+        self._per_s, self._burst = per_s, burst
+        self._left = burst
+        self._updated: float | None = None
+
+    def spend(self, amount: float, now: float) -> float:
+        """Spend `amount` at the time `now`, in monotonic seconds; return the seconds until it is available.
+
+        0.0: it was available at once.
+        """
+        elapsed_s = now - self._updated if self._updated is not None else 0.0
+        self._updated = now
+        self._left = min(self._burst, self._left + elapsed_s * self._per_s) - amount
+        return max(0.0, -self._left / self._per_s)
+
+
+EVENTS_PER_S, MAX_EVENTS_AT_ONCE = 100, 10_000
+"""A worker sends two in a second, and several at the end of an epoch; what waits in a connection while csdctl
+is stopped arrives at once."""
+CHARS_PER_EVENT = 1000
+"""An event of this length counts twice."""
+WAITING_PER_S, MAX_WAITING_AT_ONCE = 1, 100
+"""A worker says every five seconds that it waits; csdctl then tells the user, and asks the other ranks."""
+
+
+class EventValidator:
+    """Checks the events of one process of rank `rank`; `nodes` are the machines of all ranks, in order."""
+
+    def __init__(self, rank: int, nodes: Sequence[str], *, num_epochs: int, must_join: bool) -> None:
+        """`num_epochs`: of the run; `must_join`: its task reports `Joined` first of all."""
+        self._rank, self._nodes = rank, nodes
+        self._num_epochs = num_epochs
+        self._allowance = Allowance(EVENTS_PER_S, MAX_EVENTS_AT_ONCE)
+        self._waiting_allowance = Allowance(WAITING_PER_S, MAX_WAITING_AT_ONCE)
+        self._groups: dict[int, tuple[int, ...]] = {}
+        """The ranks of every group that was ordered, by generation."""
+        self._pings: Counter[int] = Counter()
+        self._reported: set[tuple[type[Event], int]] = set()
+        """Events that come once in a process or group, with the generation of the group."""
+        self._must_join = must_join
+        self._has_finished = self._has_failed = False
+        self._epochs_ended = 0
+
+    def note_order(self, order: Order) -> None:
+        """Take note of an order, before it is sent."""
+        if isinstance(order, FormGroup):
+            self._groups[order.generation] = order.ranks
+        elif isinstance(order, Ping):
+            self._pings[order.number] += 1
+
+    def check(self, event: Event, num_chars: int, now: float) -> None:
+        """Raise ProtocolError unless the rank may send `event` now; it was a line of `num_chars`."""
+        if self._allowance.spend(1 + num_chars / CHARS_PER_EVENT, now) > 0:
+            raise _violation(
+                event, f"at most {EVENTS_PER_S} events of {CHARS_PER_EVENT} characters per second"
+            )
+        if isinstance(event, WaitingFor) and self._waiting_allowance.spend(1, now) > 0:
+            raise _violation(event, f"at most {WAITING_PER_S} per second")
+        check_sender(event, self._rank, self._nodes)
+        if isinstance(event, FROM_CSDCTL + FROM_MPI):
+            raise _violation(event, "an event of a rank that trains")
+        check_event(event, self._nodes)
+        self._check_order(event)
+
+    def _check_order(self, event: Event) -> None:
+        """Raise ProtocolError for an event that cannot follow the events and orders before it."""
+        if isinstance(event, Pong):
+            self._check_answer(event)
+        elif self._has_failed:
+            raise _violation(event, "nothing after Failed")
+        elif isinstance(event, Failed):
+            self._has_failed = True
+        elif self._has_finished:
+            raise _violation(event, "nothing after Finished")
+        elif isinstance(event, Ready):
+            self._check_first(event, 0)
+        elif not self._groups:
+            raise _violation(event, "nothing but Ready before a group is formed")
+        else:
+            self._check_order_in_a_group(event)
+
+    def _check_order_in_a_group(self, event: Event) -> None:
+        """Raise ProtocolError for an event that a rank with a group cannot send now."""
+        if isinstance(event, Joined | LinkLost | Paused):
+            self._check_membership(event)
+        elif self._must_join and not isinstance(event, WaitingFor | Misbehaved):
+            raise _violation(event, "Joined first")
+        elif isinstance(event, Progress | EpochEnd):
+            self._check_epoch(event)
+        elif isinstance(event, Finished):
+            self._has_finished = True
+
+    def _check_epoch(self, event: Progress | EpochEnd) -> None:
+        """Check that epochs follow each other from where the rank joined, each with one end."""
+        first, last = self._epochs_ended + 1, max(self._num_epochs, self._epochs_ended + 1)
+        if not first <= event.epoch <= last:
+            raise _violation(event, f"an epoch from {first} to {last}", event.epoch)
+        if isinstance(event, EpochEnd):
+            self._epochs_ended = event.epoch
+
+    def _check_answer(self, pong: Pong) -> None:
+        if not self._pings[pong.number]:
+            raise _violation(pong, "one answer to each ping")
+        self._pings[pong.number] -= 1
+
+    def _check_membership(self, event: Joined | LinkLost | Paused) -> None:
+        """Check what a rank reports once of a group that it was ordered to join."""
+        if event.generation not in self._groups:
+            raise _violation(event, f"generation {max(self._groups)}", event.generation)
+        self._check_first(event, event.generation)
+        if isinstance(event, Joined):
+            ranks = {str(rank) for rank in self._groups[event.generation]}
+            if event.batch_sizes.keys() != ranks:
+                raise _violation(event, "the batch sizes of the ranks of the group", list(event.batch_sizes))
+            self._must_join = False
+            self._epochs_ended = max(0, event.epoch - 1)
+        elif isinstance(event, Paused) and self._must_join:
+            raise _violation(event, "Joined first")
+
+    def _check_first(self, event: Event, generation: int) -> None:
+        if (type(event), generation) in self._reported:
+            raise _violation(event, f"one {type(event).__name__}")
+        self._reported.add((type(event), generation))
+
+
+def _violation(event: Event, expected: str, received: object = None) -> ProtocolError:
+    name = type(event).__name__
+    return ProtocolError(
+        f"{name}: expected {expected}" + (f", received {shorten(received)}" if received else "")
+    )
+
+
+_READ_S = 3600.0
+"""A read without a line is repeated after this long: the supervisor decides how long a rank may be silent."""
+_EXIT_CODE_S = 5.0
+"""How long to wait for the exit code after the output has ended."""
+_SIGNAL = 128
+_NO_CODE = 255
+"""SSH returned no exit code."""
+_LOG_BYTES_PER_S = 1 << 20
+"""A rank that prints more waits, once it has printed MAX_LOG_BYTES: its output must not occupy the host."""
+_LINE_BYTES = 100
+"""What a line costs besides its length."""
+
+
+@dataclass(frozen=True)
+class ProcessEnded:
+    """A rank's process has ended; `error` holds the reason, `is_clean` whether it exited with 0."""
+
+    rank: int
+    node: str
+    error: CsdctlError
+    is_clean: bool = False
+
+
+RankMessage = Event | ProcessEnded
+OnMessage = Callable[[RankMessage], None]
+AttachRank = Callable[[str, int], Conversation]
+"""Make a probe session the given rank of the run in the given file on its machine, until `Release`."""
+
+
+class RankProcess:
+    """One rank; `send` may be called until the process has ended, `close` always."""
+
+    def __init__(
+        self,
+        rank: int,
+        session: Session,
+        conversation: Conversation,
+        validator: EventValidator,
+        log: CappedLog,
+        on_message: OnMessage,
+        *,
+        is_attached: bool = False,
+    ) -> None:
+        """Communicate with the process through `conversation`, which `session` opened.
+
+        `validator` judges its events, `log` gets its other output. One thread calls `on_message` with every
+        event, in order, and with the end of the process. A process that `is_attached` ends as a rank when it
+        has finished, and its conversation stays open.
+        """
+        self.rank = rank
+        self.node = session.name
+        self._meter = session.meter
+        self._on_message = on_message
+        self._validator = validator
+        self._log = log
+        self._log_allowance = Allowance(_LOG_BYTES_PER_S, MAX_LOG_BYTES)
+        self._is_closed = threading.Event()
+        self._is_attached = is_attached
+        self._is_released = False
+        """Whether the process no longer reads its lines as orders to a rank."""
+        self._send_lock = threading.Lock()
+        self._conversation = conversation
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def send(self, order: Order) -> None:
+        """Send an order; a process that has ended ignores it, as its end is reported anyway."""
+        with self._send_lock, contextlib.suppress(EOFError, CsdctlError):
+            if not self._is_released:
+                self._validator.note_order(order)
+                self._conversation.send_line(order_to_line(order))
+            self._is_released |= isinstance(order, Release)
+
+    def close(self) -> None:
+        """End the process and everything it started, unless it was released."""
+        if self._is_released:
+            return
+        self._is_closed.set()
+        with contextlib.suppress(CsdctlError):
+            self._conversation.close()
+
+    def _read(self) -> None:
+        with contextlib.closing(self._log):
+            self._read_lines()
+
+    def _read_lines(self) -> None:
+        error: CsdctlError
+        is_clean = False
+        while True:
+            try:
+                line = self._conversation.read_line(deadline_s=_READ_S)
+                if self._handle_event(line):
+                    continue
+            except DeadlineError:
+                continue
+            except EOFError:
+                error, is_clean = self._read_exit()
+                break
+            except CsdctlError as failure:
+                error = failure
+                break
+            except ProtocolError as violation:
+                text = f"sent an invalid event: {violation}"
+                error = NodeError(text, node=self.node, remedy=CHECK_WORKER)
+                break
+            except (OSError, ValueError) as failure:  # closed by `close`, most likely
+                error = NodeError(f"its output cannot be read: {failure}", node=self.node)
+                break
+            if self._is_released and line == READY:
+                error = NodeError(f"rank {self.rank} has been released", node=self.node)
+                self._on_message(ProcessEnded(self.rank, self.node, error, is_clean=True))
+                return
+            self._handle_output(line)
+        if not self._is_closed.is_set():
+            self._on_message(ProcessEnded(self.rank, self.node, error, is_clean))
+
+    def _handle_event(self, line: str) -> bool:
+        """Pass on the event in `line`; return False when `line` holds none. Raises ProtocolError."""
+        event = event_from_line(line)
+        if event is None:
+            return False
+        if isinstance(event, Failed) and event.node == UNKNOWN_NODE:
+            event = replace(event, node=self.node)
+        self._validator.check(event, len(line), time.monotonic())
+        self._on_message(event)
+        if self._is_attached and isinstance(event, Finished):
+            self.send(Release())
+        return True
+
+    def _handle_output(self, line: str) -> None:
+        self._meter.record(TrafficClass.LOG, received=len(line) + 1)
+        if line.strip() and not is_noise(line):
+            self._log.write(line.encode(errors="replace"))
+        delay_s = self._log_allowance.spend(_LINE_BYTES + len(line), time.monotonic())
+        if delay_s:  # the rank's pipe and connection fill, and it waits
+            self._is_closed.wait(delay_s)
+
+    def _read_exit(self) -> tuple[CsdctlError, bool]:
+        """Return why the process ended, and whether it exited with 0."""
+        try:
+            done = self._conversation.wait(deadline_s=_EXIT_CODE_S)
+        except CsdctlError as error:
+            return error, False
+        if done.stderr:  # of an attached process; the others write it to stdout
+            for line in done.stderr.splitlines():
+                self._log.write(line)
+        return explain_exit(self.rank, self.node, done), done.exit_code == 0
+
+
+def explain_exit(rank: int, node: str, done: Completed) -> CsdctlError:
+    """Return why a rank's process ended, from its exit code."""
+    signal = done.exit_code - _SIGNAL if done.exit_code < _NO_CODE else 0
+    if signal == 9:
+        return OutOfMemoryError(
+            f"rank {rank} was killed by signal 9, most likely out of memory", node=node, remedy=MEMORY_REMEDY
+        )
+    if signal > 0:
+        return NodeError(f"rank {rank} was killed by signal {signal}", node=node)
+    if done.exit_code == _NO_CODE:
+        return NodeError(f"rank {rank} or its SSH session was killed", node=node)
+    return NodeError(
+        f"rank {rank} exited with code {done.exit_code}", node=node, remedy=f"see the log of rank {rank}"
+    )
+
 
 StartRank = Callable[[int, OnMessage], RankProcess]
 """Start a rank, and pass all its messages to the callable. May raise CsdctlError."""

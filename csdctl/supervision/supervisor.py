@@ -12,13 +12,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
-from csdctl.errors import CsdctlError, RunError
+from csdctl.errors import CsdctlError, DeadlineError, RunError
 from csdctl.fleet.model import HOST_NAME
-from csdctl.launch.mpi_job import JobOutcome
-from csdctl.supervision import failures
-from csdctl.supervision.membership import GroupState, Membership
-from csdctl.supervision.rank_process import ProcessEnded, RankMessage
-from csdctl.supervision.rank_processes import Inbox, RankProcesses, Restarted
+from csdctl.fleet.names import format_node_names
+from csdctl.launch.mpi_job import CHECK_WORKER, JobOutcome, find_cause
+from csdctl.supervision.membership import GroupState, Membership, as_loss, as_run_error, as_run_failure
+from csdctl.supervision.rank_processes import Inbox, ProcessEnded, RankMessage, RankProcesses, Restarted
 from csdctl.supervision.run_setup import Links, RunSetup
 from csdctl.worker.protocol.events import (
     EpochEnd,
@@ -38,6 +37,8 @@ from csdctl.worker.protocol.orders import FormGroup, PauseAtEpochEnd, Ping, Stop
 
 USER, CALLBACK = "user", "callback"
 """Who has stopped a run (`Supervisor.stopped_by`)."""
+SLOWEST_FACTOR = 4
+"""The last rank to answer a ping gets this many times the delay of the slowest other rank."""
 LATE_REPORTS = 5
 """Reports of rank 0 that cannot all have waited in a pipe: it trains after others have finished."""
 
@@ -132,6 +133,10 @@ class Supervisor:
         if message is not None and (action := ACTIONS[self._phase].get(type(message))):
             action(self, message)
 
+    @property
+    def _logs(self) -> str:
+        return f"logs: {self._setup.log_directory}"
+
     def _nodes_of(self, ranks: Iterable[int]) -> list[str]:
         return [self._setup.nodes[rank] for rank in sorted(ranks)]
 
@@ -146,12 +151,16 @@ class Supervisor:
         while self._membership.ready < self._processes.ranks:
             self._act(self._inbox.next(self._patience.start_poll_s))
             if time.monotonic() > deadline:
-                raise failures.start_overdue(self._nodes_of(self._processes.ranks - self._membership.ready))
+                late = self._nodes_of(self._processes.ranks - self._membership.ready)
+                raise DeadlineError(
+                    f"{format_node_names(late)} did not start in time",
+                    remedy="raise --start-deadline, or check the log of the rank",
+                )
 
     def _end_run(self, message: ProcessEnded | Failed) -> None:
         if isinstance(message, ProcessEnded):
-            raise failures.as_run_error(message.error)
-        raise failures.as_run_failure(message)
+            raise as_run_error(message.error)
+        raise as_run_failure(message)
 
     def _form_group(self, ranks: Sequence[int]) -> None:
         group = self._group = GroupState(self._group.generation + 1, tuple(ranks), time.monotonic())
@@ -175,9 +184,11 @@ class Supervisor:
             self._check_links(self._links)
         self._ping_late_ranks()
         self._check_stalled_ranks()
-        is_silent = self._patience.is_silent(self._group.last_progress, time.monotonic())
-        if is_silent and not self._regroup_without_awaited():
-            raise failures.silent(self._setup.log_directory)
+        silent_s = time.monotonic() - self._group.last_progress
+        if silent_s > self._patience.silence_s and not self._regroup_without_awaited():
+            raise DeadlineError(
+                "no rank has completed a step for too long: the run hangs", remedy=f"see {self._logs}"
+            )
 
     def _note_progress(self, report: Progress | EpochEnd) -> None:
         if report.rank != 0:
@@ -194,22 +205,22 @@ class Supervisor:
     def _lose_failed(self, failed: Failed) -> None:
         """Continue without a rank that failed on its own, unless all ranks would fail for the same reason."""
         if failed.rank in self._membership.finished:
-            self._membership.note_late_failure(failed.rank, failures.as_loss(failed))
+            self._membership.note_late_failure(failed.rank, as_loss(failed))
             return
         if failed.rank not in self._group.ranks:  # it has restarted, and the others train without it
-            self._membership.mark_lost(failed.rank, failures.as_loss(failed))
+            self._membership.mark_lost(failed.rank, as_loss(failed))
             return
         if failed.rank == 0 or not self._membership.has_trained:
-            raise failures.as_run_failure(failed)
+            raise as_run_failure(failed)
         # All ranks see the same sums: if they are the cause, rank 0 fails too.
         deadline = time.monotonic() + self._patience.settle_s
         while (left_s := deadline - time.monotonic()) > 0:
             message = self._inbox.next_new(left_s)
             if isinstance(message, Failed) and message.rank == 0:
-                raise failures.as_run_failure(message)
+                raise as_run_failure(message)
             if message:
                 self._inbox.postpone(message)
-        self._membership.mark_lost(failed.rank, failures.as_loss(failed))
+        self._membership.mark_lost(failed.rank, as_loss(failed))
         self._regroup(f"{failed.node} failed")
 
     def _lose_link(self, lost: LinkLost) -> None:
@@ -230,7 +241,8 @@ class Supervisor:
         if paused.generation != self._group.generation:
             return
         if not self._group.is_pausing and paused.rank != 0:
-            self._membership.mark_lost(paused.rank, failures.paused_early(paused.rank, paused.node))
+            early = f"rank {paused.rank} left the group without an order"
+            self._membership.lose(paused.rank, early, CHECK_WORKER)
             self._regroup(f"{paused.node} left")
             return
         self._group.is_pausing = True
@@ -284,14 +296,16 @@ class Supervisor:
         if finished or group.paused:
             now = time.monotonic()
             late = set(group.ranks) - finished - group.paused
-            self._ping(rank for rank in late if self._patience.is_ping_due(group.last_message(rank), now))
+            due = now - self._patience.ping_interval_s
+            self._ping(rank for rank in late if group.last_message(rank) < due)
 
     def _check_stalled_ranks(self) -> None:
         """Regroup without the ranks that have not answered a ping for too long."""
         self._group.drop_answered_pings()
-        stalled = self._patience.stalled(self._group.pinged, time.monotonic())
+        now = time.monotonic()
+        stalled = [rank for rank, at in self._group.pinged.items() if now - at > self._patience.stall_s]
         for rank in stalled:
-            self._membership.mark_lost(rank, failures.stalled(rank, self._setup.nodes[rank]))
+            self._membership.lose(rank, f"rank {rank} is stopped, or its machine hangs")
         if stalled:
             self._regroup(f"{', '.join(self._setup.nodes[rank] for rank in stalled)} did not answer")
 
@@ -301,7 +315,7 @@ class Supervisor:
         if links.has_failed(self._patience.mpirun_exit_s):
             self._regroup("mpirun exited")
         elif len(self._group.joined) < num_ranks:
-            limit_s = self._patience.join_limit_s(num_ranks)
+            limit_s = self._patience.join_s + self._patience.join_per_rank_s * num_ranks
             if time.monotonic() - links.started > limit_s and not self._regroup_without_awaited():
                 self._regroup(f"the ranks did not connect to each other within {limit_s:.0f} s")
 
@@ -311,7 +325,11 @@ class Supervisor:
         if not 0 < len(awaited) < len(self._group.ranks) - 1 or self._membership.finished:
             return False
         for rank in awaited:
-            self._membership.mark_lost(rank, failures.nothing_sent(self._setup.nodes[rank]))
+            self._membership.lose(
+                rank,
+                "has sent the other ranks nothing for too long, and all wait for it",
+                "look at the load of that machine, and at its network to the host; `csdctl doctor` tests it",
+            )
         self._regroup(f"{', '.join(self._nodes_of(awaited))} sent nothing")
         return True
 
@@ -359,7 +377,7 @@ class Supervisor:
         elif not membership.has_trained:
             self._drop(suspects, None)
         if not membership.has_trained or self._num_failed > self._patience.max_attempts:
-            raise cause or failures.no_group(reason, self._setup.log_directory)
+            raise cause or RunError(f"{reason}, and no new group could be formed", remedy=self._logs)
         if self._num_failed == self._patience.max_attempts:
             self._drop(suspects, cause)
         if 0 not in membership.present(members):
@@ -393,11 +411,14 @@ class Supervisor:
 
     def _incomplete(self, reason: str) -> CsdctlError:
         """Return the error of a run that cannot continue because some ranks have finished and left."""
-        missing = [
-            self._setup.nodes[rank] for rank in self._group.ranks if rank not in self._membership.finished
-        ]
+        missing = self._nodes_of(set(self._group.ranks) - self._membership.finished)
         loss = self._membership.latest_loss(self._group.ranks)
-        return failures.incomplete(reason, loss, missing, self._setup.log_directory)
+        return RunError(
+            f"{loss.message if loss else reason}\n"
+            f"The run has no completion record from {format_node_names(missing)}",
+            node=loss.node if loss else "",
+            remedy=f"the model of the other ranks is in the run directory; {self._logs}",
+        )
 
     def _poll(self) -> None:
         """Ping all members, and mark as lost those that exit, fail or do not answer."""
@@ -417,18 +438,21 @@ class Supervisor:
             if not waiting and time.monotonic() - start > self._patience.settle_s:
                 return
             if len(waiting) == 1 and len(members) > 1:
-                limit_s = self._patience.last_answer_limit_s(group.answer_delays_s(start))
+                slowest_s = max(group.answer_delays_s(start), default=0.0)
+                least_s = max(self._patience.min_answer_s, SLOWEST_FACTOR * slowest_s)
+                limit_s = min(self._patience.answer_s, least_s)
             left_s = start + (limit_s if waiting else self._patience.settle_s) - time.monotonic()
             self._act(self._inbox.next(max(0.0, left_s)))
         for rank in waiting:
-            membership.mark_lost(rank, failures.no_answer(rank, membership.nodes[rank]))
+            gone = f"lost: rank {rank} no longer answers (node down, link cut, or process stopped)"
+            membership.lose(rank, gone, "check the node")
 
     def _leave_out_failed(self, failed: Failed) -> None:
         if failed.rank == 0:
-            raise failures.as_run_failure(failed)
+            raise as_run_failure(failed)
         if failed.rank in self._membership.finished:
-            self._membership.note_late_failure(failed.rank, failures.as_loss(failed))
-        self._membership.mark_lost(failed.rank, failures.as_loss(failed))
+            self._membership.note_late_failure(failed.rank, as_loss(failed))
+        self._membership.mark_lost(failed.rank, as_loss(failed))
 
     def _leave_out_misbehaving(self, message: Misbehaved) -> None:
         if self._membership.handle_misbehaved(message):
@@ -441,8 +465,11 @@ class Supervisor:
     def _drop(self, suspects: Iterable[int], cause: CsdctlError | None) -> None:
         """Mark the ranks as lost with which groups fail although they answer."""
         for rank in sorted(self._membership.present(suspects)):
-            named = cause if cause and cause.node else failures.keeps_failing(rank, self._setup.nodes[rank])
-            self._membership.mark_lost(rank, named)
+            if cause and cause.node:
+                self._membership.mark_lost(rank, cause)
+                continue
+            keeps_failing = f"rank {rank} does not join the others, or loses its link again and again"
+            self._membership.lose(rank, keeps_failing, "check the node and its network")
 
     def _find_cause(self, outcome: JobOutcome | None) -> CsdctlError | None:
         """Return why the group was lost: the loss of a member, or what mpirun printed.
@@ -454,7 +481,8 @@ class Supervisor:
         if outcome is None:
             return None
         nodes = [self._setup.nodes[rank] for rank in self._group.ranks]
-        return failures.mpirun_failure(outcome, nodes, self._setup.log_directory)
+        found = find_cause(outcome.stderr_tail, list(outcome.exited.values()), nodes)
+        return RunError(found.message, node=found.node, remedy=f"{found.remedy}; {self._logs}")
 
     def _await_host(self) -> None:
         """Wait until rank 0 has restarted on this machine: no group can train without it."""
@@ -463,16 +491,23 @@ class Supervisor:
             self._act(self._inbox.next(self._patience.poll_s))
             if time.monotonic() > deadline or self._membership.is_exhausted(0):
                 loss = self._membership.latest_loss([0])
-                raise failures.as_run_error(loss or RunError("rank 0 cannot be restarted"))
+                raise as_run_error(loss or RunError("rank 0 cannot be restarted"))
 
     def _check_num_nodes(self, left: list[int]) -> None:
         num_nodes = sum(self._setup.nodes[rank] != HOST_NAME for rank in left)
         if num_nodes >= self._setup.min_nodes:
             return
-        losses = self._membership.losses
+        lost = "lost:\n" + "\n".join(f"  {error}" for error in self._membership.losses)
         if not self._setup.is_resumable:
-            raise failures.ranks_missing(len(self._setup.nodes), losses)
-        raise failures.too_few_nodes(num_nodes, self._setup.min_nodes, losses, self._setup.run_id)
+            raise RunError(
+                f"all {len(self._setup.nodes)} ranks are required; {lost}",
+                remedy="repair the lost nodes, then try again",
+            )
+        raise RunError(
+            f"nodes left: {num_nodes}, but --min-nodes is {self._setup.min_nodes}; {lost}",
+            remedy="repair the lost nodes, then resume from the last completed step: "
+            f"csdctl train --resume {self._setup.run_id}",
+        )
 
     # Exiting
 
@@ -483,13 +518,8 @@ class Supervisor:
         while left := set(self._group.ranks) & self._processes.ranks:
             self._act(self._inbox.next(self._patience.poll_s))
             if time.monotonic() > deadline:
-                raise failures.exit_overdue(self._nodes_of(left), self._setup.log_directory)
-
-    def _handle_exit(self, ended: ProcessEnded) -> None:
-        self._membership.handle_exit(ended)
-
-    def _finish(self, finished: Finished) -> None:
-        self._membership.mark_finished(finished.rank)
+                names = format_node_names(self._nodes_of(left))
+                raise RunError(f"{names} finished but did not exit", remedy=self._logs)
 
 
 def _find_suspects(group: GroupState) -> set[int]:
@@ -517,17 +547,17 @@ ACTIONS: Mapping[Phase, Mapping[type[RankMessage], Action]] = {
         WaitingFor: Supervisor._ping_awaited,
         Misbehaved: Supervisor._drop_misbehaving,
         Paused: Supervisor._pause,
-        Finished: Supervisor._finish,
+        Finished: lambda run, finished: run._membership.mark_finished(finished.rank),
     },
     Phase.REGROUPING: {
-        ProcessEnded: Supervisor._handle_exit,
+        ProcessEnded: lambda run, ended: run._membership.handle_exit(ended),
         Failed: Supervisor._leave_out_failed,
         Ready: Supervisor._readmit,
         Misbehaved: Supervisor._leave_out_misbehaving,
-        Finished: Supervisor._finish,
+        Finished: lambda run, finished: run._membership.mark_finished(finished.rank),
     },
     Phase.EXITING: {
-        ProcessEnded: Supervisor._handle_exit,
+        ProcessEnded: lambda run, ended: run._membership.handle_exit(ended),
     },
 }
 """What a message of a rank leads to in each phase. What is not in a phase's row changes nothing there: its

@@ -11,7 +11,7 @@ from csdctl.reporting.numbers import format_bytes, format_date, format_rate, for
 from csdctl.runs.measurements import CollectiveSummary, Forgotten, Overview, ProbeSummary, TrialSummary
 from csdctl.terminal.console import PrintableConsole
 from csdctl.terminal.tables import build_table
-from csdctl.tuning.measurements import ModelProperties, TrialMeasurement
+from csdctl.tuning.measurements import ModelProperties, TrialMeasurement, describe_runtime
 
 SCHEMA = "csdctl.measurements/1"
 NUM_TRIALS = 20
@@ -88,7 +88,7 @@ def _build_probed(probed: Sequence[ProbeSummary]) -> Table:
             summary.model.short_name,
             summary.recipe[:SHOWN_LENGTH],
             summary.machine_class.key[:SHOWN_LENGTH],
-            summary.settings.name,
+            describe_runtime(summary.settings),
             str(summary.num_probes),
             _show_sizes(summary),
             format_rate(summary.best_samples_per_s),

@@ -28,6 +28,7 @@ from csdctl.reporting.privacy import (
     Privacy,
     remarks_on,
 )
+from csdctl.reporting.results import RunSummary
 from csdctl.reporting.scaling import (
     ScalingSeries,
     describe_series,
@@ -35,7 +36,6 @@ from csdctl.reporting.scaling import (
     scaling_document,
     scaling_table,
 )
-from csdctl.reporting.summary import RunSummary
 from csdctl.runs.directory import RunDirectory
 from csdctl.terminal.console import PrintableConsole
 from csdctl.terminal.streams import Streams

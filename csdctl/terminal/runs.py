@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from csdctl.reporting.numbers import format_accuracy, format_loss, format_rate, format_seconds
-from csdctl.reporting.run_status import FAILED, INTERRUPTED, STOPPED, RunStatus
+from csdctl.reporting.results import FAILED, INTERRUPTED, STOPPED, RunStatus
 from csdctl.runs.directory import RunDirectory
 from csdctl.terminal.streams import Streams
 from csdctl.terminal.tables import build_table

@@ -10,7 +10,6 @@ from rich.text import Text
 
 from csdctl.fleet.checks import Status, fold
 from csdctl.fleet.names import format_node_names
-from csdctl.reporting.bottleneck import Bottleneck, find_bottleneck
 from csdctl.reporting.numbers import (
     format_bytes,
     format_loss,
@@ -21,7 +20,7 @@ from csdctl.reporting.numbers import (
     name_metrics,
 )
 from csdctl.reporting.privacy import Privacy, plan_privacy
-from csdctl.reporting.series import SeriesBuilder
+from csdctl.reporting.series import Bottleneck, SeriesBuilder, find_bottleneck
 from csdctl.runs.directory import ProjectDirectory, RunDirectory
 from csdctl.terminal.console import PrintableConsole
 from csdctl.terminal.fleet_view import (

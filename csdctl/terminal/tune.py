@@ -27,7 +27,7 @@ from csdctl.tuning.plan import Plan, RankPlan, StrategyPlan
 from csdctl.tuning.strategies import DATA_PARALLEL, FEATURES, SPLIT
 from csdctl.worker.protocol.events import EpochEnd, Event, Failed, Finished, Joined, NodeLost, Progress
 from csdctl.worker.protocol.probe import ProbeResult
-from csdctl.workflows.tune.watch import IDLE, LOADING, MEASURING, SUMMING, TuneWatch
+from csdctl.workflows.tune.probing import IDLE, LOADING, MEASURING, SUMMING, TuneWatch
 
 WAITED_FOR = {LOADING: "loading TensorFlow", SUMMING: "timing sums", MEASURING: "measuring batch sizes"}
 """States that the others wait for, and their names in the headline."""

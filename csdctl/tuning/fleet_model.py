@@ -1,12 +1,238 @@
-"""The model of the fleet: an immutable value that each round of tuning replaces by a new one; pure."""
+"""The model of the fleet: immutable values that each round of tuning replaces by new ones; pure.
 
-from collections.abc import Mapping
+Machines of one class share all measurements. The host is a separate class.
+"""
+
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import median
 
 from csdctl.fleet.model import HOST_NAME
-from csdctl.perfmodel.collective import CollectiveCost
+from csdctl.perfmodel.prediction import CollectiveCost, calibrate_overhead
 from csdctl.perfmodel.step_time import StepTime
-from csdctl.tuning.class_model import ClassModel
+from csdctl.tuning.fits import Point, fit_step_time
+from csdctl.tuning.plan import RankPlan
+from csdctl.tuning.search import BestPlan
+from csdctl.worker.protocol.run_spec import Runtime
+
+RANK_SHARE = 0.9
+"""The share of a machine's usable memory that a rank's predicted peak may take."""
+SPREAD = 2.0
+"""Two sizes that differ by less than this factor show noise rather than the cost of a sample."""
+
+
+def rank_memory_bytes(usable_bytes: int | None) -> int | None:
+    """Return the part of a machine's usable memory that a rank may use; None: unknown."""
+    return int(usable_bytes * RANK_SHARE) if usable_bytes else None
+
+
+def merge_peaks(peaks: Mapping[int, int], more: Mapping[int, int]) -> dict[int, int]:
+    """Return the larger peak for each batch size."""
+    return {**peaks, **{size: max(peak, peaks.get(size, 0)) for size, peak in more.items()}}
+
+
+def predict_peak_bytes(peaks: Mapping[int, int], batch_size: int) -> int | None:
+    """Extrapolate the peak at `batch_size` from the largest size and the largest size up to half of it.
+
+    `peaks` maps batch size to peak memory in bytes. Return None with fewer than two sizes. A smaller size
+    gets the peak of the largest: the peak memory of a process never falls.
+    """
+    if batch_size in peaks:
+        return peaks[batch_size]
+    if len(peaks) < 2:
+        return None
+    largest, slope = _line(peaks)
+    return int(peaks[largest] + max(0.0, slope) * max(0, batch_size - largest))
+
+
+def largest_within_memory(peaks: Mapping[int, int], memory_bytes: int) -> int | None:
+    """Return the largest batch size whose predicted peak is at most `memory_bytes`; None without peaks.
+
+    A peak grows at most in proportion to the batch size; without two sizes, that is assumed.
+    """
+    if not peaks:
+        return None
+    largest, slope = _line(peaks) if len(peaks) > 1 else (max(peaks), 0.0)
+    if slope <= 0:
+        return max(1, largest * memory_bytes // peaks[largest])
+    return max(1, int(largest + (memory_bytes - peaks[largest]) / slope))
+
+
+def _line(peaks: Mapping[int, int]) -> tuple[int, float]:
+    """Return the largest batch size, and the bytes per sample between it and a smaller size."""
+    largest = max(peaks)
+    small = max((size for size in peaks if size * SPREAD <= largest), default=min(peaks))
+    return largest, (peaks[largest] - peaks[small]) / (largest - small)
+
+
+@dataclass(frozen=True)
+class ProbeOutcome:
+    """One batch size, probed on one machine."""
+
+    batch_size: int
+    step_time_s: float | None
+    """Mean of forward, backward and apply; None: the batch did not fit in memory."""
+    num_steps: int = 0
+    peaks: Mapping[int, int] = field(default_factory=dict)
+    """Peak memory in bytes by batch size, for every size that raised the peak of this probe process."""
+    is_oom_kill: bool = False
+    """Whether the process was killed at this size; False without a step time: it was predicted not to fit."""
+
+    @property
+    def peak_memory_bytes(self) -> int:
+        """The peak at this batch size; 0: an earlier, larger size had set it."""
+        return self.peaks.get(self.batch_size, 0)
+
+
+@dataclass(frozen=True)
+class TrialResult:
+    """The steps of a trial; sequences are in order of rank."""
+
+    num_steps: int
+    step_s: float
+    """Seconds from one step of the fleet to the next."""
+    samples_per_s: float
+    compute_s: tuple[float, ...]
+    """Compute seconds of each rank in a step."""
+    wall_s: float
+    """Seconds of all steps, including those that are not counted."""
+    collective: str
+    sum_s: float
+    """Seconds of one sum of the model's vector over these ranks, measured when the group formed."""
+    fixed_s: float = 0.0
+    """Seconds of the whole trial besides its steps: starting or taking processes, linking them, ending."""
+    peak_memory_bytes: tuple[int, ...] = ()
+    """Of each rank's process; () when one did not report it."""
+
+
+@dataclass(frozen=True)
+class TriedPlan:
+    """A plan and the result of its trial."""
+
+    best: BestPlan
+    ranks: tuple[RankPlan, ...]
+    """The host first, with batch size 0 when it does not train."""
+    result: TrialResult
+
+    @property
+    def compute_s(self) -> dict[str, float]:
+        """Seconds each machine computed in a step."""
+        return {rank.node: seconds for rank, seconds in zip(self.ranks, self.result.compute_s, strict=True)}
+
+
+MAX_PROBES = 8
+"""Maximum number of probes per class in one tuning."""
+OOM_RETRY_SHARE = 0.6
+"""After a rank ran out of memory in a trial, it computes this share of the samples at once."""
+
+
+@dataclass(frozen=True)
+class ClassModel:
+    """What is known about the machines of one class, with one set of runtime settings."""
+
+    machines: tuple[str, ...]
+    settings: Runtime = field(default_factory=lambda: Runtime(1))
+    points: tuple[Point, ...] = ()
+    """Probes with these settings, including those of earlier tunings."""
+    in_step_factor: float = 1.0
+    """Compute time of a step in a trial, together with other ranks, relative to a probe of the same size."""
+    trial_sizes: tuple[int, ...] = ()
+    """The batch sizes of the trials from which `in_step_factor` was computed."""
+    num_new_probes: int = 0
+    max_new_probes: int = MAX_PROBES
+    max_size: int | None = None
+    """The largest batch size that a plan may give a machine."""
+    has_earlier_trial: bool = False
+    """Whether an earlier tuning reached its trial, and thus already explored other settings."""
+    too_large: int | None = None
+    """The smallest batch size that did not fit in memory."""
+    peaks: Mapping[int, int] = field(default_factory=dict)
+    """Peak memory of a process in bytes, by the batch size that it computed at once."""
+    memory_bytes: int | None = None
+    """Memory that a rank may use; None: unknown."""
+
+    @property
+    def sizes(self) -> set[int]:
+        """The batch sizes that were probed."""
+        return {point.batch_size for point in self.points}
+
+    @property
+    def max_at_once(self) -> int | None:
+        """The largest batch that fits in memory at once; None: unknown."""
+        bounds = []
+        if self.memory_bytes and (within := largest_within_memory(self.peaks, self.memory_bytes)):
+            bounds.append(max(within, *self.peaks))
+        if self.too_large is not None:
+            bounds.append(max(1, self.too_large - 1))
+        return min(bounds, default=None)
+
+    def cap(self, size: int) -> int:
+        """Return `size`, limited to the largest that a plan may give."""
+        return size if self.max_size is None else min(size, self.max_size)
+
+    def limit_at_once(self, size: int) -> int:
+        """Return how many of `size` samples a machine computes at once."""
+        return min(size, self.max_at_once or size)
+
+    def step_time_at_once(self) -> StepTime:
+        """Return the step time in training of batches that fit in memory.
+
+        Raises ValueError without probes.
+        """
+        return fit_step_time(self.points).scaled(self.in_step_factor)
+
+    def step_time(self) -> StepTime:
+        """Return the step time in training; batches that exceed the memory are computed in micro-batches.
+
+        Raises ValueError without probes.
+        """
+        fitted = self.step_time_at_once()
+        at_once = self.max_at_once
+        if at_once is None:
+            return fitted
+        micro_batched_s = fitted.at(at_once) / at_once
+        return StepTime(fitted.fixed_s, fitted.per_sample_s, at_once, micro_batched_s)
+
+    def predict_peak_bytes(self, batch_size: int) -> int | None:
+        """Return the peak memory of a rank with `batch_size`; None: too few measurements."""
+        return predict_peak_bytes(self.peaks, self.limit_at_once(batch_size))
+
+    def with_probes(self, outcomes: Sequence[ProbeOutcome]) -> "ClassModel":
+        """Return the model updated with the outcomes of probes with its settings."""
+        points, peaks, too_large = list(self.points), self.peaks, self.too_large
+        for outcome in outcomes:
+            peaks = merge_peaks(peaks, outcome.peaks)
+            if outcome.step_time_s is None:
+                too_large = min(outcome.batch_size, too_large or outcome.batch_size)
+            else:
+                points.append(Point(outcome.batch_size, outcome.step_time_s))
+        if too_large and max((point.batch_size for point in points), default=0) >= too_large:
+            too_large = None  # a larger batch fitted: the process was killed for another reason
+        return replace(
+            self,
+            points=tuple(points),
+            peaks=peaks,
+            too_large=too_large,
+            num_new_probes=self.num_new_probes + len(outcomes),
+        )
+
+    def with_settings(self, settings: Runtime, time_ratio: float) -> "ClassModel":
+        """Return the model with other settings; step times are multiplied by `time_ratio`."""
+        points = tuple(Point(point.batch_size, point.step_time_s * time_ratio) for point in self.points)
+        return replace(self, settings=settings, points=points)
+
+    def with_trial(self, size: int, ratio: float) -> "ClassModel":
+        """Return the model updated with a trial: steps of `size` took `ratio` times as long as modelled.
+
+        All trials have the same weight.
+        """
+        sizes = (*self.trial_sizes, size)
+        factor = self.in_step_factor * ratio ** (1 / len(sizes))
+        return replace(self, trial_sizes=sizes, in_step_factor=factor)
+
+    def with_out_of_memory(self, batch_size: int) -> "ClassModel":
+        """Return the model after a rank ran out of memory in a trial: it computes smaller micro-batches."""
+        return replace(self, too_large=max(2, round(self.limit_at_once(batch_size) * OOM_RETRY_SHARE)))
 
 
 @dataclass(frozen=True)
@@ -69,3 +295,40 @@ class FleetModel:
     def _scaled(self, machine: str, step_time: StepTime) -> StepTime:
         factor = self.outlier_factors.get(machine, 1.0)
         return step_time if factor == 1.0 else step_time.scaled(factor)
+
+
+OUTLIER_TOLERANCE = 0.1
+"""A machine that differs from its class by more than this share in a trial gets a separate step time."""
+
+
+def learn_probes(model: FleetModel, outcomes: Mapping[str, ProbeOutcome]) -> FleetModel:
+    """Return the model updated with one round of probes, by machine, with the settings of its class."""
+    classes = {
+        name: known.with_probes([outcomes[machine] for machine in known.machines if machine in outcomes])
+        for name, known in model.classes.items()
+    }
+    return replace(model, classes=classes)
+
+
+def learn_trial(model: FleetModel, tried: TriedPlan) -> FleetModel:
+    """Return the model updated with a trial: in-step factors of classes, outliers, and step overhead."""
+    compute_s, sizes = tried.compute_s, tried.best.batch_sizes
+    classes, outliers = dict(model.classes), dict(model.outlier_factors)
+    for name, known in model.classes.items():
+        step_time = known.step_time()
+        training = [machine for machine in known.machines if machine in sizes]
+        if not training:
+            continue
+        ratios = {machine: compute_s[machine] / step_time.at(sizes[machine]) for machine in training}
+        usual = median(ratios.values())
+        classes[name] = known.with_trial(max(sizes[machine] for machine in training), usual)
+        outliers |= {machine: _outlier_factor(ratio / usual) for machine, ratio in ratios.items()}
+    learned = replace(model, classes=classes, outlier_factors=outliers)
+    step_times = learned.machine_step_times()
+    ranks = [(step_times[machine], size) for machine, size in sizes.items()]
+    sum_s = model.sum_s(len(tried.ranks))
+    return replace(learned, overhead_factor=calibrate_overhead(ranks, tried.result.step_s, sum_s))
+
+
+def _outlier_factor(ratio: float) -> float:
+    return ratio if abs(ratio - 1) > OUTLIER_TOLERANCE else 1.0

@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass
 
 from csdctl.worker.protocol.model_info import ModelInfo
+from csdctl.worker.protocol.run_spec import Runtime
 
 NUMBER_BYTES = 4
 """Gradients are sent as float32."""
@@ -37,35 +38,19 @@ class ModelProperties:
         return self.name.removeprefix("keras.applications:").rpartition("/")[2]
 
 
-@dataclass(frozen=True, order=True)
-class RuntimeSettings:
-    """TensorFlow's settings during a measurement."""
-
-    threads: int
-    """Intra-op."""
-    inter_op_threads: int = 1
-    is_onednn: bool = True
-    micro_batch_size: int = 0
-    """A larger batch is computed in micro-batches of this size; 0: at once."""
-
-    @property
-    def name(self) -> str:
-        """For display: "2 threads, no oneDNN"."""
-        parts = [f"{self.threads} thread" + ("" if self.threads == 1 else "s")]
-        if self.inter_op_threads != 1:
-            parts.append(f"{self.inter_op_threads} inter-op")
-        if not self.is_onednn:
-            parts.append("no oneDNN")
-        if self.micro_batch_size:
-            parts.append(f"micro-batches of {self.micro_batch_size}")
-        return ", ".join(parts)
+def describe_runtime(runtime: Runtime) -> str:
+    """Return TensorFlow's settings for display: "2 threads, no oneDNN"."""
+    parts = [f"{runtime.threads} thread" + ("" if runtime.threads == 1 else "s")]
+    if runtime.inter_threads != 1:
+        parts.append(f"{runtime.inter_threads} inter-op")
+    return ", ".join([*parts, *([] if runtime.onednn else ["no oneDNN"])])
 
 
 @dataclass(frozen=True)
 class ProbeMeasurement:
     """One batch size, measured on one machine."""
 
-    settings: RuntimeSettings
+    settings: Runtime
     batch_size: int
     measured_at: float
     """Unix time."""
@@ -112,7 +97,7 @@ class TrialRank:
     machine_class: str
     """The key of its machine class."""
     batch_size: int
-    settings: RuntimeSettings
+    settings: Runtime
 
 
 @dataclass(frozen=True)

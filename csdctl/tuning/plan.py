@@ -1,8 +1,10 @@
-"""The plan: the result of tuning, as a file that a person can read and edit."""
+"""The plan: the result of tuning, as a file that a person can read and edit, and what has changed since."""
 
+import json
 from collections import Counter
-from pathlib import Path
-from typing import Annotated, Literal, Self
+from collections.abc import Iterator, Mapping
+from pathlib import Path, PurePath
+from typing import Annotated, Any, Literal, Self
 
 import yaml
 from pydantic import AfterValidator, Field, model_validator
@@ -11,9 +13,58 @@ from csdctl.documents import Document, load_document, save_text
 from csdctl.errors import InputError
 from csdctl.fleet.model import HOST_NAME
 from csdctl.fleet.names import NAME
-from csdctl.tuning.plan_fingerprint import PlanFingerprint
 from csdctl.tuning.strategies import DATA_PARALLEL, Strategy
 from csdctl.worker.protocol.run_spec import Runtime
+
+
+class PlanFingerprint(Document):
+    """The job and the machines that a plan was tuned for."""
+
+    job: dict[str, Any] = {}
+    """Values by their names in job.yaml, without those that are not set."""
+    files: dict[str, str] = {}
+    """A hash of the content of each of the user's own files, by path."""
+    machines: dict[str, str] = {}
+    """The description of each rank's machine (`MachineClass.name`)."""
+
+
+def list_changes(then: PlanFingerprint, now: PlanFingerprint) -> list[str]:
+    """List the differences, one line each; a machine that only one of them has is not a change."""
+    return [
+        *_changed_values(then.job, now.job),
+        *_changed_files(then.files, now.files),
+        *_changed_machines(then.machines, now.machines),
+    ]
+
+
+def _changed_values(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    for name in dict.fromkeys((*now, *then)):
+        if then.get(name) != now.get(name):
+            yield f"{name}: {_show(now.get(name))}, was {_show(then.get(name))} when tuned"
+
+
+def _changed_files(then: Mapping[str, str], now: Mapping[str, str]) -> Iterator[str]:
+    for path, digest in now.items():
+        if then.get(path, digest) != digest:
+            yield f"{PurePath(path).name} has changed"
+
+
+def _changed_machines(then: Mapping[str, str], now: Mapping[str, str]) -> Iterator[str]:
+    for name, machine in now.items():
+        parts, earlier = machine.split(", "), then.get(name, machine).split(", ")
+        new = ", ".join(part for part in parts if part not in earlier)
+        gone = ", ".join(part for part in earlier if part not in parts)
+        if new and gone:
+            yield f"{name}: {new}, was {gone}"
+        elif new or gone:
+            yield f"{name}: {machine}, was {then[name]}"
+
+
+def _show(value: Any) -> str:
+    if value is None:
+        return "not set"
+    return value if isinstance(value, str) else json.dumps(value)
+
 
 HEADER = """\
 # Written by `csdctl tune`; `csdctl train` follows it. Batch sizes and threads may be edited:
@@ -84,8 +135,8 @@ class Predicted(Document):
     """The prediction for the plan's batch sizes. Shares are of the ranks' time, and add up to 1."""
 
     global_batch: Annotated[int, Field(ge=1)]
-    batch_sizes: list[Annotated[int, Field(ge=0, le=MAX_BATCH_SIZE)]] | None = None
-    """Batch sizes in the order of the ranks; None: an older plan, which only has `global_batch`."""
+    batch_sizes: list[Annotated[int, Field(ge=0, le=MAX_BATCH_SIZE)]]
+    """In the order of the ranks."""
     step_s: Positive
     samples_per_s: Positive
     compute_share: float
@@ -98,7 +149,7 @@ class Predicted(Document):
 
     @model_validator(mode="after")
     def _adds_up(self) -> Self:
-        if self.batch_sizes is not None and sum(self.batch_sizes) != self.global_batch:
+        if sum(self.batch_sizes) != self.global_batch:
             raise ValueError(
                 f"batch_sizes add up to {sum(self.batch_sizes)}, but global_batch is {self.global_batch}"
             )
@@ -147,7 +198,7 @@ class Plan(Document):
     left_out: list[str] = []
     """Nodes that would cost more time than they save."""
     made_for: PlanFingerprint | None = None
-    """None: a plan written manually, or an older plan, which only has `job_fingerprint` to compare."""
+    """None: a plan written manually, which only has `job_fingerprint` to compare."""
     ranks: Annotated[list[RankPlan], Field(min_length=1), AfterValidator(_check_ranks)]
 
     @property
@@ -175,11 +226,7 @@ class Plan(Document):
     @property
     def prediction(self) -> Predicted | None:
         """The prediction of tuning; None when batch sizes were edited since."""
-        if self.predicted is None:
-            return None
-        predicted_sizes = self.predicted.batch_sizes
-        has_same_global_batch = self.predicted.global_batch == self.global_batch
-        is_valid = has_same_global_batch and predicted_sizes in (None, self.batch_sizes)
+        is_valid = self.predicted is not None and self.predicted.batch_sizes == self.batch_sizes
         return self.predicted if is_valid else None
 
     @property

@@ -1,16 +1,13 @@
 """The best plan for a modelled fleet, and the ranks of the plan file; pure."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from csdctl.fleet.model import HOST_NAME
 from csdctl.perfmodel.prediction import RankModel, predict
 from csdctl.perfmodel.step_time import StepTime
-from csdctl.tuning.fleet_model import FleetModel
-from csdctl.tuning.host_choice import find_best_ranks
-from csdctl.tuning.observations import TriedPlan
+from csdctl.tuning.fleet_model import FleetModel, TriedPlan
 from csdctl.tuning.plan import Predicted, RankPlan
-from csdctl.tuning.search import BestPlan, Limits, RankCandidate, best_equal, find_best
+from csdctl.tuning.search import BestPlan, Limits, best_equal, find_best, find_best_ranks
 
 
 def choose_plan(
@@ -32,27 +29,24 @@ def choose_plan(
     return _limit_host(model, limits, candidates)
 
 
-def _limit_host(model: FleetModel, limits: Limits, candidates: Sequence[RankCandidate]) -> BestPlan:
+def _limit_host(model: FleetModel, limits: Limits, candidates: Sequence[RankModel]) -> BestPlan:
     """Return the best plan in which the host has no more than its share of the samples, maybe none."""
     host, *nodes = candidates
-    share = model.max_host_share
-    most = limits.largest_global_batch
+    share, most = model.max_host_share, limits.largest_global_batch
     host_limit = None if most is None else int(share * most)
-    rest = limits
-    if most is not None and host_limit is not None:
-        left = most - host_limit
-        is_exact = limits.global_batch is not None
-        rest = replace(
-            limits, global_batch=left if is_exact else None, max_global_batch=None if is_exact else left
-        )
-    best = find_best(nodes, rest, lambda num_nodes: model.sum_s(num_nodes + 1), model.overhead_factor)
+    best = find_best(
+        nodes,
+        limits.without(host_limit or 0),
+        lambda num_nodes: model.sum_s(num_nodes + 1),
+        model.overhead_factor,
+    )
     size = int(share / (1 - share) * sum(best.batch_sizes.values()))
     if host_limit is not None:
         size = host_limit if limits.global_batch else min(size, host_limit)
     if not size:
         return best
     sizes = {host.node: size, **best.batch_sizes}
-    members = [RankModel(one.node, one.step_time) for one in candidates if one.node in sizes]
+    members = [one for one in candidates if one.node in sizes]
     prediction = predict(members, [*sizes.values()], model.sum_s(len(sizes)), model.overhead_factor)
     return BestPlan(sizes, prediction, best.left_out)
 
@@ -69,12 +63,10 @@ def choose_class_sizes(
     }
 
 
-def list_candidates(
-    model: FleetModel, step_times: Mapping[str, StepTime] | None = None
-) -> list[RankCandidate]:
+def list_candidates(model: FleetModel, step_times: Mapping[str, StepTime] | None = None) -> list[RankModel]:
     """Return the machines that may train, in the order of the fleet."""
     return [
-        RankCandidate(machine, step_time, is_required=machine in model.required)
+        RankModel(machine, step_time, is_required=machine in model.required)
         for machine, step_time in model.machine_step_times(step_times).items()
     ]
 
@@ -82,9 +74,8 @@ def list_candidates(
 def predict_samples_per_s(model: FleetModel, batch_sizes: Mapping[str, int]) -> float:
     """Predict the samples/s of a plan with these batch sizes, by machine in the order of the fleet."""
     members = [member for member in list_candidates(model) if member.node in batch_sizes]
-    ranks = [RankModel(member.node, member.step_time) for member in members]
     sum_s = model.sum_s(len(members) + (HOST_NAME not in batch_sizes))
-    return predict(ranks, [*batch_sizes.values()], sum_s, model.overhead_factor).samples_per_s
+    return predict(members, [*batch_sizes.values()], sum_s, model.overhead_factor).samples_per_s
 
 
 def choose_equal_plan(model: FleetModel, limits: Limits) -> BestPlan | None:
@@ -111,8 +102,8 @@ def _plan_rank(model: FleetModel, machine: str, batch_size: int, step_time: Step
         node=machine,
         batch_size=batch_size,
         threads=known.settings.threads,
-        inter_threads=known.settings.inter_op_threads,
-        onednn=known.settings.is_onednn,
+        inter_threads=known.settings.inter_threads,
+        onednn=known.settings.onednn,
         # Set even when this batch fits, because it may grow during a run.
         micro_batch_size=at_once if at_once is not None and at_once < 2 * batch_size else None,
         step_time_s=round(step_time_s, 6),
@@ -150,6 +141,7 @@ def confirmed_prediction(tried: TriedPlan, gain: float | None) -> Predicted:
     shares = predict(models, sizes, communication_s)
     return Predicted(
         global_batch=sum(sizes),
+        batch_sizes=[rank.batch_size for rank in tried.ranks],
         step_s=round(result.step_s, 6),
         samples_per_s=round(result.samples_per_s, 2),
         compute_share=round(shares.compute_share, 4),

@@ -6,11 +6,10 @@ from statistics import median
 
 from csdctl.fleet.model import HOST_NAME
 from csdctl.perfmodel.step_time import StepTime
-from csdctl.tuning.class_model import ClassModel
-from csdctl.tuning.measurements import ModelProperties, ProbeMeasurement, RuntimeSettings, TrialMeasurement
-from csdctl.tuning.memory import merge_peaks
-from csdctl.tuning.step_time_fit import Point, fit_step_time
-from csdctl.tuning.transfer import transfer_step_time
+from csdctl.tuning.fits import Point, fit_step_time
+from csdctl.tuning.fleet_model import ClassModel, merge_peaks
+from csdctl.tuning.measurements import ProbeMeasurement, TrialMeasurement
+from csdctl.worker.protocol.run_spec import Runtime
 
 RecalledTrial = tuple[Sequence[tuple[StepTime, int]], float]
 """Step time and batch size of each rank, the host first, and the seconds of a step."""
@@ -35,24 +34,6 @@ def recall_class(blank: ClassModel, known: Sequence[ProbeMeasurement], threads: 
     return recalled.with_trial(*shown) if shown else recalled
 
 
-def guess_class(
-    blank: ClassModel,
-    features: ModelProperties,
-    similar: Sequence[tuple[ModelProperties, Sequence[ProbeMeasurement]]],
-) -> ClassModel:
-    """Return `blank` with a guess from `similar` models on the same machine class, nearest first."""
-    neighbours = [
-        (other, fit_step_time(points))
-        for other, probes in similar
-        if (points := points_with(probes, blank.settings))
-    ]
-    return replace(
-        blank,
-        guess=transfer_step_time(features, neighbours),
-        guessed_from=tuple(dict.fromkeys(other.short_name for other, _ in neighbours)),
-    )
-
-
 def recall_trial(
     trials: Sequence[TrialMeasurement], step_times: Mapping[str, StepTime]
 ) -> RecalledTrial | None:
@@ -72,7 +53,7 @@ def recall_trial(
     return [(step_times.get(name, any_step_time), size) for name, size in ranks], of_several[-1].step_s
 
 
-def points_with(probes: Sequence[ProbeMeasurement], settings: RuntimeSettings) -> list[Point]:
+def points_with(probes: Sequence[ProbeMeasurement], settings: Runtime) -> list[Point]:
     """Return the probes with `settings` that fitted in memory, without steps from trials."""
     return [
         Point(probe.batch_size, probe.step_time_s)
@@ -81,7 +62,7 @@ def points_with(probes: Sequence[ProbeMeasurement], settings: RuntimeSettings) -
     ]
 
 
-def recall_points(known: Sequence[ProbeMeasurement], settings: RuntimeSettings) -> list[Point]:
+def recall_points(known: Sequence[ProbeMeasurement], settings: Runtime) -> list[Point]:
     """Return the probes with `settings`; if there are few, also scaled probes with other settings.
 
     Settings that were chosen after the batch sizes had been probed have few probes.
@@ -97,7 +78,7 @@ def recall_points(known: Sequence[ProbeMeasurement], settings: RuntimeSettings) 
 
 
 def recall_in_step(
-    known: Sequence[ProbeMeasurement], settings: RuntimeSettings, step_time: StepTime
+    known: Sequence[ProbeMeasurement], settings: Runtime, step_time: StepTime
 ) -> tuple[int, float] | None:
     """Return a batch size of the newest trial with `settings`, and its step time relative to `step_time`.
 

@@ -6,8 +6,9 @@ global batch is larger. So the search is over T alone, once for every set of ran
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from heapq import heapify, heappop, heappush
 from math import ceil, inf, isfinite
 
@@ -33,16 +34,6 @@ OPTIONS = {
     "max_step_s": "--max-step-seconds",
 }
 """Options of `csdctl tune`, by the limit that they set."""
-
-
-@dataclass(frozen=True)
-class RankCandidate:
-    """A rank that may train."""
-
-    node: str
-    step_time: StepTime
-    is_required: bool = False
-    """Whether it must be in the plan: the host, or a node with private data."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +63,13 @@ class Limits:
         """The largest global batch within the limits; None: no limit."""
         return self.global_batch or self.max_global_batch
 
+    def without(self, num_samples: int) -> "Limits":
+        """Return the limits that are left for the others, when some ranks take `num_samples` of each step."""
+        if self.global_batch:
+            return replace(self, global_batch=self.global_batch - num_samples, max_global_batch=None)
+        most = self.max_global_batch
+        return replace(self, max_global_batch=None if most is None else most - num_samples)
+
 
 @dataclass(frozen=True)
 class BestPlan:
@@ -83,7 +81,7 @@ class BestPlan:
 
 
 def find_best(
-    candidates: Sequence[RankCandidate],
+    candidates: Sequence[RankModel],
     limits: Limits,
     collective_s: Callable[[int], float],
     overhead_factor: float = 1.0,
@@ -97,7 +95,7 @@ def find_best(
     if not candidates:
         raise TuningError("no machine to tune")
 
-    def best_of(members: Sequence[RankCandidate], num_times: int) -> BestPlan | None:
+    def best_of(members: Sequence[RankModel], num_times: int) -> BestPlan | None:
         is_lone = len(members) == 1
         own_factor = lone_overhead_factor if is_lone and lone_overhead_factor is not None else overhead_factor
         return _best_of(members, limits, collective_s(len(members)), own_factor, num_times)
@@ -119,7 +117,7 @@ def find_best(
 
 
 def best_equal(
-    candidates: Sequence[RankCandidate],
+    candidates: Sequence[RankModel],
     limits: Limits,
     collective_s: Callable[[int], float],
     overhead_factor: float = 1.0,
@@ -144,12 +142,11 @@ def best_equal(
     if not speeds:
         return None
     _, best = max(speeds)
-    ranks = [RankModel(candidate.node, candidate.step_time) for candidate in candidates]
-    sizes = dict.fromkeys((rank.node for rank in ranks), best)
-    return BestPlan(sizes, predict(ranks, [*sizes.values()], sum_s, overhead_factor))
+    sizes = dict.fromkeys((candidate.node for candidate in candidates), best)
+    return BestPlan(sizes, predict(candidates, [*sizes.values()], sum_s, overhead_factor))
 
 
-def _fleets(candidates: Sequence[RankCandidate]) -> Iterable[Sequence[RankCandidate]]:
+def _fleets(candidates: Sequence[RankModel]) -> Iterable[Sequence[RankModel]]:
     """Yield the whole fleet, then fleets without an increasing number of the slowest optional nodes."""
     yield candidates
     optional = sorted(
@@ -171,7 +168,7 @@ def _slowness(step_time: StepTime) -> float:
 
 
 def _best_of(
-    members: Sequence[RankCandidate],
+    members: Sequence[RankModel],
     limits: Limits,
     collective_s: float,
     overhead_factor: float,
@@ -210,13 +207,11 @@ def _best_of(
     # In order of T, and thus of the global batch: the first that is almost as fast as the fastest.
     time_s = next(time_s for rate, time_s in rates if rate >= fastest * (1 - SLACK))
     sizes = _sizes_at(time_s, members, most)
-    prediction = predict(
-        [RankModel(member.node, member.step_time) for member in members], sizes, collective_s, overhead_factor
-    )
+    prediction = predict(members, sizes, collective_s, overhead_factor)
     return BestPlan({member.node: size for member, size in zip(members, sizes, strict=True)}, prediction)
 
 
-def _count_step_times(members: Sequence[RankCandidate]) -> dict[StepTime, int]:
+def _count_step_times(members: Sequence[RankModel]) -> dict[StepTime, int]:
     """Count the members by step time; first by object identity, which is faster as most share an object."""
     counts: dict[StepTime, int] = {}
     objects = {id(member.step_time): member.step_time for member in members}
@@ -225,7 +220,7 @@ def _count_step_times(members: Sequence[RankCandidate]) -> dict[StepTime, int]:
     return counts
 
 
-def _sizes_at(time_s: float, members: Sequence[RankCandidate], most: int | None) -> list[int]:
+def _sizes_at(time_s: float, members: Sequence[RankModel], most: int | None) -> list[int]:
     """Return the largest batch of each member within `time_s`, and at most `most` together."""
     within: dict[int, int] = {}
     for member in members:
@@ -273,7 +268,7 @@ def _times(least_s: float, most_s: float, count: int) -> list[float]:
     return [*(least_s * ratio**number for number in range(count - 1)), most_s]
 
 
-def _cut_to(sizes: Sequence[int], members: Sequence[RankCandidate], wanted: int) -> list[int]:
+def _cut_to(sizes: Sequence[int], members: Sequence[RankModel], wanted: int) -> list[int]:
     """Reduce sizes in proportion to a total of `wanted`, taking the remainder from the slowest members."""
     total = sum(sizes)
     # Rounded up: the excess is at most one sample for each rank.
@@ -291,7 +286,7 @@ def _cut_to(sizes: Sequence[int], members: Sequence[RankCandidate], wanted: int)
     return cut
 
 
-def _describe_failure(candidates: Sequence[RankCandidate], limits: Limits) -> str:
+def _describe_failure(candidates: Sequence[RankModel], limits: Limits) -> str:
     given = [f"{name.replace('_', ' ')} {value:g}" for name, value in limits.given.items()]
     slowest = max(candidates, key=lambda candidate: candidate.step_time.at(1))
     return (
@@ -303,3 +298,64 @@ def _describe_failure(candidates: Sequence[RankCandidate], limits: Limits) -> st
 def _suggest_limits(limits: Limits) -> str:
     other = " or ".join(f"another {OPTIONS[name]}" for name in limits.given)
     return f"tune with {other}, or with fewer nodes"
+
+
+MIN_GAIN_WITHOUT_HOST = 0.05
+"""The host does not train when the fleet is faster by at least this share without it."""
+
+
+def find_best_ranks(
+    host: RankModel,
+    nodes: Sequence[RankModel],
+    limits: Limits,
+    sum_s: Callable[[int], float],
+    overhead_factor: float = 1.0,
+) -> BestPlan:
+    """Return the fastest plan of the host and `nodes`; it has no batch size for a host that does not train.
+
+    `sum_s(n)` is the time of a sum over n ranks, including the host. Raises TuningError when no plan
+    satisfies the limits.
+    """
+    if not nodes:
+        return find_best([host], limits, sum_s, overhead_factor)
+    # A host alone has no overhead: the plan that leaves out all nodes is compared without it.
+    best = find_best([host, *nodes], limits, sum_s, overhead_factor, lone_overhead_factor=1.0)
+    with suppress(TuningError):
+        without = find_best(nodes, limits, lambda num_nodes: sum_s(num_nodes + 1), overhead_factor)
+        if without.prediction.samples_per_s > best.prediction.samples_per_s * (1 + MIN_GAIN_WITHOUT_HOST):
+            return without
+    return best
+
+
+LINEAR_SCALING = 4
+STEPS_PER_EPOCH = 10
+"""The global batch is at most LINEAR_SCALING reference batches, over which the recipe's learning rate is
+scaled, and leaves at least STEPS_PER_EPOCH steps in an epoch."""
+
+
+def default_limits(given: Limits, reference_batch: int, num_samples: int | None, num_required: int) -> Limits:
+    """Return `given` with a default limit of the global batch, and limits of at most an epoch.
+
+    `num_samples` is that of an epoch, None if unknown; `num_required` ranks must train, on at least one
+    sample each. Raises TuningError when the exact global batch is larger than an epoch.
+    """
+    if given.global_batch and num_samples is not None and given.global_batch > num_samples:
+        raise TuningError(
+            f"a global batch of {given.global_batch:,} samples exceeds an epoch of {num_samples:,} samples",
+            remedy="give a smaller --global-batch",
+        )
+    if given.max_global_batch and num_samples is not None:
+        return replace(given, max_global_batch=min(given.max_global_batch, num_samples))
+    if given.largest_global_batch:
+        return given
+    largest = LINEAR_SCALING * reference_batch
+    if num_samples is not None:
+        largest = min(largest, num_samples // STEPS_PER_EPOCH)
+    return replace(given, max_global_batch=max(num_required, largest))
+
+
+def read_limits(written: Mapping[str, float | list[int]]) -> Limits:
+    """Parse the limits in a plan's `method_arguments`, written from `Limits.given`; Algorithm 1 has none."""
+    given = {name: value for name, value in written.items() if name in OPTIONS and isinstance(value, float)}
+    step_s = given.pop("max_step_s", None)
+    return Limits(**{name: round(value) for name, value in given.items()}, max_step_s=step_s)

@@ -10,12 +10,86 @@ from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from csdctl.fleet.model import HOST_NAME
+from csdctl.perfmodel.prediction import RankModel
 from csdctl.perfmodel.step_time import StepTime
 from csdctl.placement.equation1 import Placed, RankLoad, place_shards, steps_per_epoch
-from csdctl.tuning.model_parts import MEASURED_BATCH, Shares
-from csdctl.tuning.search import Limits, RankCandidate, find_best
+from csdctl.tuning.measurements import NUMBER_BYTES
+from csdctl.tuning.search import Limits, find_best
 from csdctl.tuning.stannis import TuningError
+from csdctl.worker.protocol.model_info import CutInfo
+from csdctl.worker.protocol.probe import PartTimes
 from csdctl.worker.protocol.run_spec import SplitSpec
+
+MEASURED_BATCH = 32
+"""The batch size at which parts are timed."""
+MIN_DISTANCE = 0.03
+"""Between two cuts to time, in shares of the model's FLOPs: FLOPs tell neighbours apart no better."""
+BACKWARD_SHARE = 2 / 3
+"""Of the FLOPs of forward and backward pass."""
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Parts of a model's step with the model cut behind `layer`, as shares of the time of the whole step."""
+
+    layer: str
+    forward: float
+    """Of the prefix."""
+    backward: float
+    """Of the prefix."""
+    head: float
+    cut_bytes: int = 0
+    """Of one sample's activations."""
+    vector_bytes: int = 0
+    """Of the prefix's part of the vector that is summed."""
+
+    @property
+    def prefix(self) -> float:
+        """Forward and backward pass of the prefix."""
+        return self.forward + self.backward
+
+
+def spread_cuts(cuts: Sequence[CutInfo], num_operations: int) -> list[CutInfo]:
+    """Return `cuts` without those that are close to one before; `num_operations`: of the whole model."""
+    kept: list[CutInfo] = []
+    for cut in cuts:
+        if all(
+            abs(cut.num_operations - other.num_operations) >= MIN_DISTANCE * num_operations for other in kept
+        ):
+            kept.append(cut)
+    return kept
+
+
+def share_by_flops(cut: CutInfo, num_operations: int) -> Shares | None:
+    """Return the parts of a step by their FLOPs; None where these, or the cut's bytes, are not known."""
+    if not num_operations or not cut.num_bytes or not cut.num_operations:
+        return None
+    before = cut.num_operations / num_operations
+    return Shares(
+        cut.layer,
+        before * (1 - BACKWARD_SHARE),
+        before * BACKWARD_SHARE,
+        1 - before,
+        cut.num_bytes,
+        NUMBER_BYTES * cut.num_trainable,
+    )
+
+
+def measured_shares(times: PartTimes, cuts: Sequence[CutInfo]) -> dict[str, Shares]:
+    """Return the parts of a step by the layer of the cut."""
+    known = {cut.layer: cut for cut in cuts}
+    return {
+        part.layer: Shares(
+            part.layer,
+            part.forward_s / times.step_s,
+            part.backward_s / times.step_s,
+            part.head_s / times.step_s,
+            known[part.layer].num_bytes if part.layer in known else 0,
+            NUMBER_BYTES * known[part.layer].num_trainable if part.layer in known else 0,
+        )
+        for part in times.cuts
+    }
+
 
 Strategy = Literal["data-parallel", "features", "split"]
 DATA_PARALLEL: Final = "data-parallel"
@@ -76,7 +150,7 @@ class StrategyForecast:
     first_run_s: float
     next_run_s: float
     """Of a further training with other settings of what is learnt."""
-    sample_bytes: float
+    sample_bytes: float = 0.0
     """What a node sends and receives in an epoch for each of its samples."""
     is_confirmed: bool = False
     """Whether the time of a step is from a trial."""
@@ -106,18 +180,11 @@ def forecast_data_parallel(
         return max(compute_s[name] for name in active) + communication_s
 
     evaluation_s = work.num_validation * evaluation_share * _sample_s(machines.step_times[HOST_NAME])
-    epoch_s = time_epoch(placed, step_s) + evaluation_s
-    whole_s = machines.start_s + work.epochs * epoch_s
-    return StrategyForecast(
-        DATA_PARALLEL,
-        "",
-        dict(batch_sizes),
-        epoch_s,
-        whole_s,
-        whole_s,
-        _bytes_per_sample(placed, 2 * vector_bytes),
-        is_confirmed=True,
+    found = _forecast(
+        DATA_PARALLEL, "", batch_sizes, time_epoch(placed, step_s) + evaluation_s, machines, work
     )
+    sample_bytes = _bytes_per_sample(placed, 2 * vector_bytes)
+    return replace(found, sample_bytes=sample_bytes, is_confirmed=True)
 
 
 def forecast_features(
@@ -144,15 +211,11 @@ def forecast_features(
 
     evaluation_s = work.num_validation * shares.head * _sample_s(machines.step_times[HOST_NAME])
     epoch_s = time_epoch(placed, step_s) + evaluation_s
-    next_s = machines.start_s + work.epochs * epoch_s
-    return StrategyForecast(
-        FEATURES,
-        shares.layer,
-        planned.batch_sizes,
-        epoch_s,
-        machines.process_s + extraction_s + next_s,
-        next_s,
-        _bytes_per_sample(placed, 2 * shares.vector_bytes),
+    found = _forecast(FEATURES, shares.layer, planned.batch_sizes, epoch_s, machines, work)
+    return replace(
+        found,
+        first_run_s=machines.process_s + extraction_s + found.next_run_s,
+        sample_bytes=_bytes_per_sample(placed, 2 * shares.vector_bytes),
     )
 
 
@@ -228,10 +291,22 @@ def forecast_split_of(
         return overhead * split_step_s({name: sizes[name] for name in active}, shares, machines)
 
     evaluation_s = work.num_validation * evaluation_share * _sample_s(machines.step_times[HOST_NAME])
-    epoch_s = time_epoch(placed, step_s) + evaluation_s
-    whole_s = machines.start_s + work.epochs * epoch_s
+    found = _forecast(SPLIT, shares.layer, sizes, time_epoch(placed, step_s) + evaluation_s, machines, work)
     num_bytes = _bytes_per_sample(placed, 2 * shares.vector_bytes) + 2 * shares.cut_bytes
-    return StrategyForecast(SPLIT, shares.layer, dict(sizes), epoch_s, whole_s, whole_s, num_bytes)
+    return replace(found, sample_bytes=num_bytes)
+
+
+def _forecast(
+    strategy: Strategy,
+    cut: str,
+    batch_sizes: Mapping[str, int],
+    epoch_s: float,
+    machines: Machines,
+    work: Workload,
+) -> StrategyForecast:
+    """Return the forecast of a strategy that prepares nothing before its first epoch."""
+    whole_s = machines.start_s + work.epochs * epoch_s
+    return StrategyForecast(strategy, cut, dict(batch_sizes), epoch_s, whole_s, whole_s)
 
 
 def split_step_s(batch_sizes: Mapping[str, int], shares: Shares, machines: Machines) -> float:
@@ -296,15 +371,11 @@ def _split_sizes(
     if host_share and not host_size:
         return None
     scaled = {name: machines.step_times[name].scaled(shares.prefix) for name in machines.nodes}
-    candidates = [RankCandidate(name, scaled[name], name in machines.required) for name in scaled]
-    left = None if most is None else most - host_size
-    rest = replace(
-        limits,
-        max_global_batch=None if limits.global_batch else left,
-        global_batch=left if limits.global_batch else None,
-    )
+    candidates = [RankModel(name, scaled[name], name in machines.required) for name in scaled]
     try:
-        found = find_best(candidates, rest, lambda _: machines.sum_s(shares.vector_bytes))
+        found = find_best(
+            candidates, limits.without(host_size), lambda _: machines.sum_s(shares.vector_bytes)
+        )
     except TuningError:
         return None
     return {HOST_NAME: host_size, **found.batch_sizes}

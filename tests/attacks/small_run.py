@@ -12,16 +12,14 @@ from pathlib import Path
 
 from csdctl.errors import UnreachableError
 from csdctl.fleet.model import Fleet, Node
-from csdctl.launch.mpi_job import EndTimeouts, MpiJob
+from csdctl.launch.mpi_job import EndTimeouts, MpiJob, add_rank_traffic
 from csdctl.launch.mpirun import Mpirun
-from csdctl.launch.traffic import add_rank_traffic
 from csdctl.reporting.privacy import plan_privacy
-from csdctl.reporting.summary import RunSummary
+from csdctl.reporting.results import RunSummary
 from csdctl.runs.directory import EventLog, ProjectDirectory, RunDirectory
 from csdctl.shipping.store import store_bytes
-from csdctl.supervision.rank_process import OnMessage, ProcessEnded, RankMessage, RankProcess
-from csdctl.supervision.rank_starter import RankStarter
-from csdctl.supervision.run_setup import Links, Patience, RunSetup
+from csdctl.supervision.rank_processes import OnMessage, ProcessEnded, RankMessage, RankProcess
+from csdctl.supervision.run_setup import Links, Patience, RankStarter, RunSetup
 from csdctl.supervision.supervisor import Supervisor
 from csdctl.terminal.console import PrintableConsole
 from csdctl.terminal.train import TrainingView

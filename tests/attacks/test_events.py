@@ -15,7 +15,7 @@ import pytest
 from csdctl.errors import CsdctlError, RunError
 from csdctl.runs.capped_log import MAX_LOG_BYTES
 from csdctl.runs.directory import EventLog
-from csdctl.supervision.event_validator import MAX_EVENTS_AT_ONCE
+from csdctl.supervision.rank_processes import MAX_EVENTS_AT_ONCE
 from csdctl.worker.protocol.events import EpochEnd, Finished, Progress
 from tests.attacks.rank_program import END, STEP
 from tests.attacks.small_run import MANIFEST, NODES, Attack, SmallRun

@@ -197,16 +197,11 @@ def test_resumed_run_follows_no_path_of_its_files(project: Path, run: Path) -> N
 @pytest.mark.parametrize(
     ("file", "edit", "problem"),
     [
-        (
-            "spec.json",
-            lambda spec: spec["ranks"][1].update(batch_size=9),
-            "`batch_size` of csd0 is 9, expected 8",
-        ),
         ("spec.json", lambda spec: spec.update(num_checkpoints=-1), "`num_checkpoints` is -1"),
         (
             "manifest.json",
             lambda manifest: manifest["placed"][1].update(public_stop=10**9),
-            "placement: the samples of csd0 are not those in placed",
+            "placed: ",
         ),
     ],
 )

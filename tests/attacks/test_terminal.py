@@ -14,8 +14,9 @@ from csdctl.fleet.facts import Facts
 from csdctl.fleet.hardware import classify_machine
 from csdctl.runs.directory import EventLog, ProjectDirectory, RunDirectory
 from csdctl.runs.measurements import open_measurements
-from csdctl.tuning.measurements import ModelProperties, ProbeMeasurement, RuntimeSettings
+from csdctl.tuning.measurements import ModelProperties, ProbeMeasurement
 from csdctl.worker.protocol.events import Failed, NodeLost, Ready, event_to_line
+from csdctl.worker.protocol.run_spec import Runtime
 from tests.attacks.hostile_machine import HostileMachine, greeting, hostile_machine, write_project
 from tests.attacks.hostile_text import (
     CLIPBOARD,
@@ -171,8 +172,8 @@ def test_terminal_obeys_no_stored_text(tmp_path: Path) -> None:
     run = RunDirectory(project.runs / f"20260101-{CONTROLS.replace('/', '')}")
     run.logs.mkdir(parents=True)
     rank = {"node": HOSTILE, "batch_size": 8, "samples_per_s": 1.0}
-    placed = {"num_private": 1, "num_public": 1}
-    run.save_manifest({"plan": {"method": HOSTILE, "ranks": [rank]}, "placement": [placed]})
+    placed = {"num_private": 1, "public_start": 0, "public_stop": 1}
+    run.save_manifest({"plan": {"method": HOSTILE, "ranks": [rank]}, "placed": [placed]})
     log = EventLog(run)
     log.append(0.0, Failed(0, HOSTILE, FORGED + HOSTILE))
     log.append(0.0, NodeLost(0, HOSTILE, HOSTILE))
@@ -181,7 +182,7 @@ def test_terminal_obeys_no_stored_text(tmp_path: Path) -> None:
     model = ModelProperties("a" * 64, HOSTILE, 7, 5, 9, 3)
     with open_measurements(project.measurements) as store:
         machine = replace(classify_machine(facts), tensorflow=HOSTILE)
-        probe = ProbeMeasurement(RuntimeSettings(4), 4, 1_700_000_000.0, 0.1, 3)
+        probe = ProbeMeasurement(Runtime(4), 4, 1_700_000_000.0, 0.1, 3)
         store.add_probes(model, HOSTILE, machine, [probe])
     for command in (["report"], ["measurements"], ["report", "no-such-run"]):
         shown = on_terminal(tmp_path, *command)

@@ -8,8 +8,9 @@ import time
 
 import pytest
 
+from csdctl.perfmodel.prediction import RankModel
 from csdctl.perfmodel.step_time import StepTime
-from csdctl.tuning.search import Limits, RankCandidate, find_best
+from csdctl.tuning.search import Limits, find_best
 from tests.unit.tuning.test_probe_policy import EQUAL_NODES, FOUR_CLASSES, tuned_with_noise
 
 ROUNDS = 5
@@ -19,8 +20,8 @@ SEEDS = range(200)
 @pytest.mark.parametrize("num_classes", [3, 1000])
 def test_planning_a_thousand_nodes(num_classes: int) -> None:
     classes = [StepTime(0.01 + k * 1e-5, 0.02 + k * 1e-5) for k in range(num_classes)]
-    fleet = [RankCandidate("host", StepTime(0.01, 0.003), is_required=True)]
-    fleet += [RankCandidate(f"csd{k}", classes[k % num_classes]) for k in range(1000)]
+    fleet = [RankModel("host", StepTime(0.01, 0.003), is_required=True)]
+    fleet += [RankModel(f"csd{k}", classes[k % num_classes]) for k in range(1000)]
     times = []
     for _ in range(ROUNDS):
         started = time.perf_counter()

@@ -49,12 +49,12 @@ def wide_manifest(nodes: list[str]) -> dict[str, Any]:
     """Return the recorded manifest with the second rank's entries for all nodes."""
     manifest: dict[str, Any] = json.loads((RECORDED / "manifest.json").read_text())
     plan, start = manifest["plan"], 0
-    for entries in (plan["ranks"], manifest["placed"], manifest["placement"]):
+    for entries in (plan["ranks"], manifest["placed"]):
         entries[:] = [entries[0], *(dict(entries[1]) for _ in nodes[1:])]
     for rank, node in enumerate(nodes):
         placed = manifest["placed"][rank]
         share = placed["public_stop"] - placed["public_start"]
-        plan["ranks"][rank]["node"] = manifest["placement"][rank]["node"] = placed["name"] = node
+        plan["ranks"][rank]["node"] = placed["name"] = node
         placed |= {"public_start": start, "public_stop": start + share}
         start += share
     return manifest

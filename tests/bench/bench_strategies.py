@@ -28,7 +28,9 @@ from csdctl.shipping.deliver import Delivery
 from csdctl.worker.protocol.datasets import PrepareProgress
 from csdctl.worker.protocol.features import FeatureOptions
 from csdctl.workflows.data.prepare import OnPrepareProgress
-from csdctl.workflows.train.extract import ExtractRequest, extract
+from csdctl.workflows.train.extract import extract
+from csdctl.workflows.train.options import TrainOptions
+from csdctl.workflows.train.train import TrainRequest
 from examples.sample_data import fetch_fashion_mnist
 from examples.transfer_learning import efficientnet_lite0
 from tests.bench.running import csdctl, write_plan
@@ -263,11 +265,11 @@ def extract_on(project: Path, public: str, sizes: dict[str, int], engine: str) -
     fleet = load_fleet(project / "fleet.yaml")
     chosen = keep_nodes(fleet, [node for node in sizes if node != "host"])
     watch = Watch()
-    request = ExtractRequest(
+    request = TrainRequest(
         load_job(project / "public-only.yaml"),
         chosen,
         project,
-        FeatureOptions(engine=engine),
+        TrainOptions(features=FeatureOptions(engine=engine)),
         project / "plan.yaml",
     )
     extract(request, watch)

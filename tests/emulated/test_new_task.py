@@ -63,7 +63,7 @@ with open_workspace(Path.cwd(), fleet, "train", is_locking=True) as space:
     placed = place_plan(plan, prepared, job, fleet)
     run = space.project.new_scratch()
     shards = cut_shards(placed, prepared.public, job, space.project)
-    spec = build_spec(run, job, plan, placed, prepared, shards, space)
+    spec = build_spec(run, job, plan.ranks, placed, prepared, shards, space)
     spec = dataclasses.replace(spec, validation=None, task=TaskSpec("count"))
     run_ranks(RunInputs(run, spec, prepared, shards), space, TrainOptions(), lambda *_: None, show)
 """

@@ -18,7 +18,7 @@ STANNIS = ("--method=stannis", "--batch-sizes=4,16", "--probe-seconds=0.1", "--e
 JOB = """\
 model: model.py:build
 data: {public: {path: public}}
-recipe: {epochs: 1, learning_rate: 0.01, optimizer: OPTIMIZER}
+recipe: {epochs: 1, learning_rate: 0.01, optimizer: sgd}
 """
 MODEL = """\
 import keras
@@ -26,7 +26,7 @@ from keras import layers
 
 
 def build():
-    hidden = [layers.Conv2D(WIDTH, 3, activation="relu", padding="same") for _ in range(3)]
+    hidden = [layers.Conv2D(32, 3, activation="relu", padding="same") for _ in range(3)]
     output = [layers.GlobalAveragePooling2D(), layers.Dense(10, activation="softmax")]
     return keras.Sequential([keras.Input((16, 16, 1)), *hidden, *output])
 """
@@ -36,11 +36,8 @@ def build():
 def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     directory = tmp_path_factory.mktemp("tune")
     assert csdctl(directory, "emulate", "up", "--nodes", "2", "--cpu", "1").returncode == 0
-    for name, width, optimizer in (("job", 32, "sgd"), ("similar", 34, "sgd")):
-        (directory / f"{name}.yaml").write_text(
-            JOB.replace("OPTIMIZER", optimizer).replace("model.py", f"{name}.py")
-        )
-        (directory / f"{name}.py").write_text(MODEL.replace("WIDTH", str(width)))
+    (directory / "job.yaml").write_text(JOB)
+    (directory / "model.py").write_text(MODEL)
     (directory / "public").mkdir()
     generator = np.random.default_rng(3)
     np.save(directory / "public/images.npy", generator.integers(0, 256, (4000, 16, 16, 1), np.uint8))
@@ -119,19 +116,6 @@ def test_fresh_tune_without_the_host_plans_an_exact_global_batch_which_is_traine
     assert (summary["state"], summary["samples"], summary["identical_weights"]) == ("done", 4000, True)
     assert summary["steps"] == 40
     assert summary["predicted_samples_per_s"] == plan["predicted_samples_per_s"]
-
-
-@pytest.mark.thorough
-def test_similar_model_is_probed_near_its_neighbours_sizes(
-    project: Path, first: tuple[dict[str, Any], str]
-) -> None:
-    options = (f"--max-global-batch={LIMIT}", "--no-explore", "--probe-seconds=0.1")
-    plan, stderr = tune(project, "similar.yaml", *options)
-    assert plan["num_probes"] > 0
-    probed = next(line for line in stderr.splitlines() if line.startswith("  host "))
-    first_round = {int(part.split()[1].rstrip(":")) for part in probed.split("|")}
-    # The first round of an unknown model is 16 on the host, 8 and 32 on two nodes.
-    assert first_round != {16, 8, 32}
 
 
 def test_impossible_limit_is_refused_before_training(

@@ -18,10 +18,9 @@ from csdctl.fleet.model import Fleet, select_nodes
 from csdctl.fleet.openssh import build_query, list_aliases
 from csdctl.job.model import describe_job, load_job
 from csdctl.reporting.privacy import add_flows, count_passes, measure_privacy
-from csdctl.reporting.summary import summarize
-from csdctl.runs.directory import EventLog, ProjectDirectory, RunDirectory
+from csdctl.reporting.results import summarize
+from csdctl.runs.directory import EventLog, Manifest, ProjectDirectory, RunDirectory
 from csdctl.runs.ledger import Ledger, read_ledger
-from csdctl.runs.manifest import Manifest
 from csdctl.terminal.console import PrintableConsole
 from csdctl.terminal.report import render_report, report_document
 from csdctl.terminal.streams import format_json

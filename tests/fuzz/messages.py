@@ -15,7 +15,7 @@ from csdctl.errors import RemoteCommandError
 from csdctl.facts.machine import CONDITION_FACTS, MACHINE_FACTS, ClockTrip, parse_condition, parse_facts
 from csdctl.launch.mpi_job import MpiOutput
 from csdctl.shipping.deliver import ANSWERS, RequestedObjects
-from csdctl.supervision.event_validator import EventValidator
+from csdctl.supervision.rank_processes import EventValidator
 from csdctl.transport.program import ReportedError, decode_frame
 from csdctl.transport.session import Completed
 from csdctl.worker.group.messages import Counters

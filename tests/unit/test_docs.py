@@ -18,7 +18,7 @@ from csdctl.documents import parse_document
 from csdctl.errors import ExitCode
 from csdctl.fleet.fleet_file import FleetFile
 from csdctl.job.model import JobFile
-from csdctl.launch.mpi_command import COMMON_OPTIONS
+from csdctl.launch.mpirun import COMMON_OPTIONS
 from csdctl.terminal.doctor import COLUMNS
 from docs.generate import DOCUMENTS, list_commands
 from docs.generate import PAGES as RENDERERS

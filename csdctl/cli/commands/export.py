@@ -11,9 +11,7 @@ from csdctl.terminal.streams import Streams
 
 
 def export(
-    to: Annotated[
-        str, typer.Option("--to", metavar="FORMAT", help="tensorboard, mlflow, prometheus or csv.")
-    ],
+    to: Annotated[str, typer.Option("--to", metavar="FORMAT", help="tensorboard, mlflow or csv.")],
     run: Annotated[
         str | None,
         typer.Argument(
@@ -38,7 +36,7 @@ def export(
     ] = None,
     json: options.JsonOption = False,
 ) -> None:
-    """Write a run for TensorBoard, MLflow, Prometheus or a spreadsheet."""
+    """Write a run for TensorBoard, MLflow or a spreadsheet."""
     from csdctl.runs.directory import ProjectDirectory
     from csdctl.workflows.reporting.report import export as export_run
 

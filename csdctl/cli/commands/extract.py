@@ -19,16 +19,15 @@ def extract(
     from csdctl.job.model import load_job
     from csdctl.terminal.prepare import PreparationScreen
     from csdctl.worker.protocol.features import FeatureOptions
-    from csdctl.workflows.train.extract import ExtractRequest
     from csdctl.workflows.train.extract import extract as run_extraction
-    from csdctl.workflows.train.options import check_features
+    from csdctl.workflows.train.options import TrainOptions
+    from csdctl.workflows.train.train import TrainRequest
     from csdctl.workflows.workspace.partial_failure import choose_fleet
 
     streams = Streams(is_json=json)
-    features = FeatureOptions(feature_precision, feature_engine)
-    check_features(features)
+    wanted = TrainOptions(features=FeatureOptions(feature_precision, feature_engine))
     loaded, chosen = load_job(job), choose_fleet(fleet, limit, exclude)
-    request = ExtractRequest(loaded, chosen, streams.directory, features, plan, batch_size)
+    request = TrainRequest(loaded, chosen, streams.directory, wanted, plan, batch_size)
     screen = PreparationScreen(streams)
     found = run_extraction(request, screen)
     screen.say(found.describe())

@@ -79,8 +79,13 @@ def forecast(
 ) -> None:
     """Forecast throughput, time and energy for any number of nodes."""
     from csdctl.terminal.forecast import forecast_document, render_forecast
-    from csdctl.workflows.forecast.request import ForecastRequest, given_power, parse_node_counts
-    from csdctl.workflows.forecast.subject import JobOnFleet, forecast_subject
+    from csdctl.workflows.forecast.forecast import (
+        ForecastRequest,
+        JobOnFleet,
+        forecast_subject,
+        given_power,
+        parse_node_counts,
+    )
 
     streams = Streams(is_json=json)
     request = ForecastRequest(

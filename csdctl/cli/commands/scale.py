@@ -42,11 +42,10 @@ def scale(
     from csdctl.job.model import load_job
     from csdctl.terminal.report import show_points, show_series
     from csdctl.terminal.train import train_point
-    from csdctl.tuning.series import KINDS, STRONG, WEAK
-    from csdctl.workflows.forecast.request import parse_node_counts
+    from csdctl.workflows.forecast.forecast import parse_node_counts
     from csdctl.workflows.reporting.report import write_scaling
     from csdctl.workflows.train.options import TrainOptions
-    from csdctl.workflows.train.scale import ScaleRequest, plan_points, run_series
+    from csdctl.workflows.train.scale import KINDS, STRONG, WEAK, ScaleRequest, plan_points, run_series
     from csdctl.workflows.train.train import TrainRequest
     from csdctl.workflows.workspace.partial_failure import choose_fleet
 

@@ -35,14 +35,15 @@ def verify(
     from csdctl.terminal.verify import describe_features, render_verified, verify_document
     from csdctl.worker.protocol.features import FeatureOptions
     from csdctl.workflows.train.options import TrainOptions
-    from csdctl.workflows.train.verify import VerifyRequest, judge, run_verification
+    from csdctl.workflows.train.train import TrainRequest
+    from csdctl.workflows.train.verify import judge, run_verification
     from csdctl.workflows.workspace.partial_failure import choose_fleet
 
     streams = Streams(is_json=json)
     loaded, chosen = load_job(job), choose_fleet(fleet, limit, exclude)
     features = FeatureOptions(feature_precision, feature_engine)
     options = TrainOptions(strategy=strategy, cut=cut, num_micro_batches=micro_batches, features=features)
-    request = VerifyRequest(loaded, chosen, streams.directory, plan, batch_size, options)
+    request = TrainRequest(loaded, chosen, streams.directory, options, plan, batch_size)
     found = run_verification(request, PreparationScreen(streams))
     verdict = judge(found.result, found.nodes)
     shown = found.result, verdict, found.nodes

@@ -84,6 +84,11 @@ class Prepared:
         return min(self.elapsed_s, MAX_AGAIN_S)
 
     @property
+    def num_private(self) -> dict[str, int]:
+        """Private samples by node."""
+        return {name: info.num_samples for name, info in self.private.items()}
+
+    @property
     def recipe(self) -> Recipe:
         """The job's recipe, with what the compiled model adds."""
         return self.model.info.recipe

@@ -4,24 +4,83 @@ A `ForecastBasis` holds the figures and their origins: those of the paper, or wh
 Nothing here connects to a machine.
 """
 
+import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TypeVar
 
 from csdctl.errors import InputError
-from csdctl.perfmodel.collective import CollectiveCost
-from csdctl.perfmodel.recommendation import Verdict, judge
-from csdctl.perfmodel.scaling import CurvePoint, predict_curve
-from csdctl.tuning.scaling_curve import Costs, predict_best_curve
-from csdctl.workflows.forecast.basis import ForecastBasis
-from csdctl.workflows.forecast.request import ForecastRequest
+from csdctl.job.model import load_job
+from csdctl.notify import Say
+from csdctl.perfmodel.prediction import CollectiveCost
+from csdctl.perfmodel.published import Network
+from csdctl.runs.directory import ProjectDirectory
+from csdctl.tuning.scaling_curve import CurvePoint, Power, Verdict, judge, predict_curve
+from csdctl.workflows.forecast.basis import ForecastBasis, published_basis, tuned_basis
+from csdctl.workflows.workspace.partial_failure import choose_fleet
 
-MAX_SEARCHED = 60
-"""Numbers of nodes in one forecast, where each takes a search for batch sizes: `1..10000` takes seconds."""
+MAX_NODES = 10_000
+
+
+@dataclass(frozen=True)
+class ForecastRequest:
+    """The numbers of nodes to forecast, and figures that replace those of the basis."""
+
+    node_counts: Sequence[int] | None = None
+    """None: 0 to all nodes of the basis."""
+    epochs: int | None = None
+    num_samples: int | None = None
+    """Of an epoch."""
+    power: Power | None = None
+    node_sum_s: float | None = None
+    """Seconds that each node adds to the sum over the ranks."""
+
+    def __post_init__(self) -> None:
+        if self.node_sum_s is not None and not math.isfinite(self.node_sum_s):
+            raise InputError(f"invalid --sum-seconds {self.node_sum_s}", remedy="give a number of seconds")
+
+
+def given_power(
+    host_watts: float | None, node_watts: float | None, alone_watts: float | None
+) -> Power | None:
+    """Return the powers given on the command line; raises InputError when a value is missing or invalid."""
+    if host_watts is None and node_watts is None and alone_watts is None:
+        return None
+    if host_watts is None or node_watts is None:
+        raise InputError(
+            "energy needs the power of the host and of a node", remedy="give --host-watts and --node-watts"
+        )
+    known = [watts for watts in (host_watts, node_watts, alone_watts) if watts is not None]
+    if not all(math.isfinite(watts) and watts >= 0 for watts in known) or host_watts == 0:
+        raise InputError(
+            f"invalid power: {', '.join(f'{watts:g} W' for watts in known)}",
+            remedy="give the power during training in watts, as a meter shows it",
+        )
+    return Power(host_watts, node_watts, alone_watts)
+
+
+def parse_node_counts(text: str) -> list[int]:
+    """Parse numbers of nodes from `24`, `1..36` or `4,8,16`; raises InputError."""
+    counts: list[int] = []
+    for part in text.split(","):
+        found = re.fullmatch(r"\s*(\d{1,9})(?:\.\.(\d{1,9}))?\s*", part, re.ASCII)
+        if not found or int(found[2] or found[1]) > MAX_NODES or int(found[2] or found[1]) < int(found[1]):
+            raise InputError(
+                f"invalid --nodes {text!r}",
+                remedy=f"give a number up to {MAX_NODES}, a range such as 1..36, or several: 4,8,16",
+            )
+        counts.extend(range(int(found[1]), int(found[2] or found[1]) + 1))
+    return sorted(set(counts))
+
+
+MAX_SEARCHED, MAX_FIXED = 60, 1000
+"""Numbers of nodes in one forecast, where each takes a search for batch sizes, and with fixed ones."""
 MAX_JUDGED_FULLY = 40
 NUM_JUDGED = 16
-"""Where each number of nodes takes a search, a verdict on up to MAX_JUDGED_FULLY nodes covers all numbers. On
-more it covers NUM_JUDGED of them, evenly, and 1, 2, 4, … for the smallest number that is worth it."""
+"""A verdict on up to MAX_JUDGED_FULLY nodes covers all numbers. On more it covers NUM_JUDGED of them, evenly,
+and 1, 2, 4, … for the smallest number that is worth it."""
 
 ValueT = TypeVar("ValueT")
 
@@ -48,13 +107,14 @@ def forecast(basis: ForecastBasis, request: ForecastRequest) -> Forecast:
     basis = _with_request(basis, request, max(counts))
     if max(counts) and not basis.nodes:
         raise InputError(
-            "the plan has only the host: the gain from nodes is unknown",
+            "the fleet has only the host: the gain from nodes is unknown",
             remedy="run `csdctl tune` with at least one node, or use --published",
         )
-    if basis.choice is not None and len(counts) > MAX_SEARCHED:
-        shown = f"{MAX_SEARCHED} of the {len(counts):,} requested: each requires a separate search"
+    most = MAX_FIXED if basis.choice is None else MAX_SEARCHED
+    if len(counts) > most:
+        shown = f"{most} of the {len(counts):,} requested: each is computed separately"
         basis = replace(basis, origins={**basis.origins, "numbers_of_nodes": shown})
-        counts = pick_evenly(counts, MAX_SEARCHED)
+        counts = pick_evenly(counts, most)
     curve = _predict_curve(basis, counts)
     verdict = judge(list(curve.values()), basis.nodes) if max(counts) else None
     return Forecast(basis, [curve[count] for count in counts], verdict)
@@ -69,21 +129,8 @@ def pick_evenly(values: Sequence[ValueT], max_values: int) -> Sequence[ValueT]:
 
 def _predict_curve(basis: ForecastBasis, counts: Sequence[int]) -> dict[int, CurvePoint]:
     """Return points by number of nodes, in ascending order: `counts`, and what a verdict needs."""
-    largest = max(counts)
-    if basis.choice is None:
-        points = predict_curve(
-            basis.host,
-            basis.nodes,
-            largest,
-            basis.sum_cost,
-            gradient_bytes=basis.gradient_bytes,
-            overhead_factor=basis.overhead_factor,
-            power=basis.power,
-        )
-    else:
-        costs = Costs(basis.sum_cost, basis.gradient_bytes, basis.overhead_factor)
-        searched = sorted({*counts, *_judged(largest)})
-        points = predict_best_curve(basis.host, basis.nodes, searched, basis.choice, costs, basis.power)
+    searched = sorted({*counts, *_judged(max(counts))})
+    points = predict_curve(basis.host, basis.nodes, searched, basis.costs, basis.choice, basis.power)
     return {point.num_nodes: point for point in points}
 
 
@@ -108,9 +155,48 @@ def _with_request(basis: ForecastBasis, request: ForecastRequest, max_nodes: int
         basis = replace(basis, power=request.power)
     if request.node_sum_s is not None:
         origins["sum"] = f"assumption: {request.node_sum_s:g} s for each node, as given on the command line"
-        basis = replace(basis, sum_cost=CollectiveCost(per_rank_s=request.node_sum_s))
+        basis = replace(
+            basis, costs=replace(basis.costs, sum_cost=CollectiveCost(per_rank_s=request.node_sum_s))
+        )
     if max_nodes > basis.num_nodes:
         origins["reach"] = (
             f"assumption: with more nodes than {basis.num_nodes}, speeds, sum and power are extrapolated"
         )
     return replace(basis, origins=origins)
+
+
+@dataclass(frozen=True)
+class JobOnFleet:
+    """A job file and the nodes to forecast it for; the fleet file may be missing."""
+
+    job: Path
+    fleet: Path
+    limit: Sequence[str] | None = None
+    exclude: Sequence[str] | None = None
+
+
+def forecast_subject(
+    subject: Network | JobOnFleet,
+    request: ForecastRequest,
+    directory: Path,
+    say: Say,
+    max_global_batch: int | None = None,
+) -> Forecast:
+    """Forecast a network of the paper, or a job of the project in `directory`.
+
+    `max_global_batch` replaces the limit that the plan was tuned with. Raises InputError when nothing was
+    measured, and what building a new model raises.
+    """
+    if not isinstance(subject, JobOnFleet):
+        if max_global_batch:
+            raise InputError("the paper's batch sizes are fixed", remedy="leave out --max-global-batch")
+        return forecast(published_basis(subject), request)
+    if not subject.job.exists():
+        raise InputError(
+            f"{subject.job} does not exist",
+            remedy=f"give a job that was tuned, or forecast without a job: --published {Network.MOBILENETV2}",
+        )
+    is_fleet_given = subject.fleet.exists() or subject.limit or subject.exclude
+    fleet = choose_fleet(subject.fleet, subject.limit, subject.exclude) if is_fleet_given else None
+    job, project = load_job(subject.job), ProjectDirectory(directory)
+    return forecast(tuned_basis(job, project, fleet, say, request.num_samples, max_global_batch), request)

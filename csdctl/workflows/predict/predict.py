@@ -111,7 +111,7 @@ def predict(request: PredictRequest, observer: PredictObserver) -> PredictResult
         record = load_prepared(space.project, request.job)
         num_private = dict(record.num_private) if record else {}
         prepared = prepare_in(space, request.model_job, observer, needs_labels=False)
-        num_private |= {name: info.num_samples for name, info in prepared.private.items()}
+        num_private |= prepared.num_private
         rules = build_rules(prepared.model.info, request.want)
         if request.layer:
             check_layer(request.layer, prepared.model)

@@ -34,7 +34,7 @@ from csdctl.fleet.facts import Condition, Facts
 from csdctl.fleet.model import HOST_NAME, Fleet, keep_nodes
 from csdctl.fleet.network import is_checked
 from csdctl.job.imports import JobImports, Needed, describe_missing, remedy_of
-from csdctl.launch.mpi_command import find_mpirun, mpi_version
+from csdctl.launch.mpirun import find_mpirun, mpi_version
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.runs.ledger import record_traffic
 from csdctl.transport.many import Outcome, open_sessions, run_on_all

@@ -10,11 +10,9 @@ from csdctl.fleet.checks import FLEET_NAME, Check, Status, judge_error
 from csdctl.fleet.facts import Facts
 from csdctl.fleet.model import Fleet
 from csdctl.fleet.names import format_node_names
-from csdctl.launch.diagnosis import find_cause
 from csdctl.launch.leftovers import end_run
-from csdctl.launch.mpi_command import RankCommand, rank_marker
-from csdctl.launch.mpi_job import Deadlines, JobOutcome
-from csdctl.launch.traffic import add_mpirun_traffic, add_rank_traffic
+from csdctl.launch.mpi_job import Deadlines, JobOutcome, add_mpirun_traffic, add_rank_traffic, find_cause
+from csdctl.launch.mpirun import RankCommand, rank_marker
 from csdctl.runs.directory import ProjectDirectory, RunDirectory
 from csdctl.runs.ledger import Ledger
 from csdctl.shipping.deliver import Delivery, deliver

@@ -9,20 +9,18 @@ from csdctl.documents import save_text
 from csdctl.errors import InputError
 from csdctl.reporting.export import (
     render_csv,
-    render_prometheus,
     render_scaling_csv,
     write_mlflow,
     write_tensorboard,
 )
 from csdctl.reporting.page import render_page, render_scaling_page
 from csdctl.reporting.privacy import Flow, Privacy, add_flows, count_passes, measure_privacy
-from csdctl.reporting.results import RunResults, read_results
+from csdctl.reporting.results import RunResults, RunSummary, read_results, summarize_run
 from csdctl.reporting.scaling import ScalingSeries, build_scaling
-from csdctl.reporting.summary import RunSummary, summarize_run
 from csdctl.runs.directory import ProjectDirectory, RunDirectory
 from csdctl.runs.ledger import read_ledger
 
-TENSORBOARD, MLFLOW, PROMETHEUS, CSV = FORMATS = ("tensorboard", "mlflow", "prometheus", "csv")
+TENSORBOARD, MLFLOW, CSV = FORMATS = ("tensorboard", "mlflow", "csv")
 Write = Callable[[RunResults, Path], None]
 
 
@@ -30,15 +28,13 @@ def report(project: ProjectDirectory, run_id: str | None) -> tuple[RunDirectory,
     """Add up run `run_id`, or the latest run; raises InputError when it does not exist."""
     run = project.find_run(run_id)
     if run.power.exists():  # energy is of a time, which takes a longer look at the events
-        return run, read_results(run, []).summary
+        return run, read_results(run).summary
     return run, summarize_run(run)
 
 
 def results(project: ProjectDirectory, run_ids: Sequence[str]) -> list[RunResults]:
     """Read these runs, or the latest; raises InputError when one does not exist."""
-    entries = list(read_ledger(project.ledger))
-    runs = [project.find_run(run_id) for run_id in (run_ids or (None,))]
-    return [read_results(run, add_flows(entries, run.run_id)) for run in runs]
+    return [read_results(project.find_run(run_id)) for run_id in (run_ids or (None,))]
 
 
 def write_files(
@@ -51,7 +47,7 @@ def write_files(
 
 def scaling(project: ProjectDirectory, run_ids: Sequence[str]) -> ScalingSeries:
     """Compare runs with different numbers of nodes; raises InputError where they cannot be."""
-    return build_scaling([read_results(project.find_run(run_id), []) for run_id in run_ids])
+    return build_scaling([read_results(project.find_run(run_id)) for run_id in run_ids])
 
 
 def write_scaling(series: ScalingSeries, html: Path | None, csv: Path | None) -> list[Path]:
@@ -113,14 +109,8 @@ def export(
     return str(path)
 
 
-def _write_prometheus(run: RunResults, path: Path) -> None:
-    save_text(path, render_prometheus(run))
-    path.chmod(0o644)  # node_exporter runs as another user
-
-
 WRITERS: dict[str, tuple[str, Write]] = {
     TENSORBOARD: ("-tensorboard", write_tensorboard),
-    PROMETHEUS: (".prom", _write_prometheus),
     CSV: (".csv", lambda run, path: save_text(path, render_csv([run]))),
 }
 """By format: what follows the run's id in the name of the file, and what writes it."""

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from csdctl.reporting.summary import summarize_run
+from csdctl.reporting.results import summarize_run
 from csdctl.runs.directory import ProjectDirectory, RunDirectory
 
 SETTINGS = (

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from csdctl.errors import InputError
 from csdctl.placement.equation1 import steps_per_epoch
-from csdctl.runs.directory import RunDirectory
-from csdctl.runs.manifest import Manifest
+from csdctl.runs.directory import Manifest, RunDirectory
 from csdctl.worker.protocol.events import Event
 from csdctl.worker.protocol.run_spec import RunSpec
 from csdctl.workflows.runs.processes import POLL_S, process_of
@@ -50,7 +49,7 @@ def follow_run(run: RunDirectory) -> Followed:
         time.sleep(POLL_S)
     content = run.load_manifest()
     manifest = Manifest.model_validate(content)
-    return Followed(run, load_spec(run), steps_per_epoch(manifest.shards()), bool(manifest.plan.emulated))
+    return Followed(run, load_spec(run), steps_per_epoch(manifest.placed), bool(manifest.plan.emulated))
 
 
 def find_logs(run: RunDirectory, which: str | None) -> list[tuple[str, Path]]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from csdctl.errors import InputError
 from csdctl.notify import Say
-from csdctl.reporting.run_status import RunStatus, load_run_status
+from csdctl.reporting.results import RunStatus, load_run_status
 from csdctl.runs.directory import ProjectDirectory, RunDirectory
 from csdctl.workflows.runs.processes import interrupt, process_of, wait_until_over
 

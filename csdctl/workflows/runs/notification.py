@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from csdctl.errors import CsdctlError, ExitCode, InputError
 from csdctl.notify import Say
-from csdctl.reporting.run_status import load_run_status
+from csdctl.reporting.results import load_run_status
 from csdctl.runs.directory import RunDirectory
 
 DEADLINE_S = 60.0

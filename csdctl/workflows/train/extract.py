@@ -1,38 +1,15 @@
 """`extract`: compute the features of a job's samples ahead of training."""
 
-import shutil
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
-from csdctl.fleet.model import Fleet
-from csdctl.job.model import Job
 from csdctl.shipping.deliver import Delivery
-from csdctl.worker.protocol.features import FeatureOptions
-from csdctl.workflows.data.deploy import cut_shards
 from csdctl.workflows.data.prepare import PreparationObserver, prepare_in
-from csdctl.workflows.train.plan import check_one_source, resolve_plan
-from csdctl.workflows.train.spec import build_spec, place_plan
-from csdctl.workflows.train.strategies.features import COMPUTING, FeatureRun, compute_features, find_features
+from csdctl.workflows.train.plan import resolve_plan
+from csdctl.workflows.train.spec import plan_reading
+from csdctl.workflows.train.strategies.features import FeatureRun, compute_features, find_features
+from csdctl.workflows.train.strategies.strategy import RunContext
+from csdctl.workflows.train.train import TrainRequest
 from csdctl.workflows.workspace.workspace import open_workspace
-
-
-@dataclass(frozen=True)
-class ExtractRequest:
-    """The request of one `csdctl extract`."""
-
-    job: Job
-    fleet: Fleet
-    directory: Path
-    features: FeatureOptions
-    plan_path: Path | None = None
-    """None: the plan that `tune` wrote for the job."""
-    batch_size: int | None = None
-    """Divide public samples equally instead of by a plan."""
-
-    def __post_init__(self) -> None:
-        """Raise InputError for a plan and a batch size at once."""
-        check_one_source(self.plan_path, self.batch_size)
 
 
 class ExtractObserver(PreparationObserver, Protocol):
@@ -42,7 +19,7 @@ class ExtractObserver(PreparationObserver, Protocol):
         """Files have reached `node`."""
 
 
-def extract(request: ExtractRequest, observer: ExtractObserver) -> FeatureRun:
+def extract(request: TrainRequest, observer: ExtractObserver) -> FeatureRun:
     """Compute the features that are missing, on the machines of the plan; raises InputError, PartialError."""
     job = request.job
     with open_workspace(
@@ -51,12 +28,6 @@ def extract(request: ExtractRequest, observer: ExtractObserver) -> FeatureRun:
         plan = resolve_plan(job, space, observer.say, path=request.plan_path, batch_size=request.batch_size)
         prepared = prepare_in(space, job, observer)
         find_features(prepared)
-        placed = place_plan(plan, prepared, job, space.fleet)
-        shards = cut_shards(placed, prepared.public, job, space.project)
-        run = space.project.new_scratch()
-        spec = build_spec(run, job, plan, placed, prepared, shards, space)
-        shutil.rmtree(run.path, ignore_errors=True)
-        with observer.preparing(COMPUTING, [rank.node for rank in spec.ranks]) as on_progress:
-            return compute_features(
-                spec, prepared, shards, space, request.features, observer.on_delivery, on_progress
-            )
+        spec, shards = plan_reading(plan, prepared, job, space)
+        context = RunContext(job, prepared, space, observer, observer.on_delivery)
+        return compute_features(spec, shards, context, request.options.features)

@@ -54,7 +54,8 @@ class TrainOptions:
             )
         check_strategy(self.strategy)
         check_cut(self.strategy, self.cut)
-        check_features(self.features)
+        _check_choice("feature-precision", self.features.precision, PRECISIONS)
+        _check_choice("feature-engine", self.features.engine, ENGINES)
         self._check_strategy_options()
         for callback in self.callbacks:
             if not callable(callback):
@@ -105,12 +106,6 @@ def check_cut(strategy: str, cut: str) -> None:
             f"--cut {cut} divides the model, which --strategy {strategy} does not",
             remedy="add --strategy split",
         )
-
-
-def check_features(options: FeatureOptions) -> None:
-    """Raise InputError unless features can be computed and stored so."""
-    _check_choice("feature-precision", options.precision, PRECISIONS)
-    _check_choice("feature-engine", options.engine, ENGINES)
 
 
 def _check_choice(option: str, chosen: str, known: Sequence[str]) -> None:

@@ -10,8 +10,15 @@ from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.fleet.names import format_node_names
 from csdctl.job.model import Job, describe_job, hash_own_files
 from csdctl.notify import Say
-from csdctl.tuning.plan import MAX_BATCH_SIZE, MAX_THREADS, Plan, RankPlan, load_plan
-from csdctl.tuning.plan_fingerprint import PlanFingerprint, list_changes
+from csdctl.tuning.plan import (
+    MAX_BATCH_SIZE,
+    MAX_THREADS,
+    Plan,
+    PlanFingerprint,
+    RankPlan,
+    list_changes,
+    load_plan,
+)
 from csdctl.worker.protocol.run_spec import Runtime
 from csdctl.workflows.workspace.workspace import Workspace
 

@@ -1,7 +1,6 @@
 """`train --resume`: continue a run from the RunSpec and manifest that it started with."""
 
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import asdict
 
 from csdctl.documents import check_values, load_json, save_json
@@ -9,16 +8,15 @@ from csdctl.errors import InputError
 from csdctl.fleet.model import Fleet
 from csdctl.job.model import Job
 from csdctl.launch.machine_lock import describe_holder
-from csdctl.launch.mpi_command import check_network
+from csdctl.launch.mpirun import check_network
 from csdctl.notify import Say
 from csdctl.placement.equation1 import steps_per_epoch
-from csdctl.reporting.summary import RunSummary
-from csdctl.runs.directory import NEW_RUN, ProjectDirectory, RunDirectory
-from csdctl.runs.manifest import DataFingerprints, Manifest
+from csdctl.reporting.results import RunSummary
+from csdctl.runs.directory import NEW_RUN, DataFingerprints, Manifest, ProjectDirectory, RunDirectory
 from csdctl.worker.protocol.events import EARLY_STOPPING, Event, Finished, Joined
 from csdctl.worker.protocol.json_codec import SCHEMA
 from csdctl.worker.protocol.recipe import Noise
-from csdctl.worker.protocol.run_spec import TRAIN_SPLIT, RankSpec, RunSpec, TaskSpec
+from csdctl.worker.protocol.run_spec import TRAIN_SPLIT, RunSpec, TaskSpec
 from csdctl.workflows.data.deploy import cut_shards, whole
 from csdctl.workflows.data.prepare import Prepared
 from csdctl.workflows.train.options import TrainOptions
@@ -82,7 +80,7 @@ def resume(
     _check_job(run, spec, job, prepared)
     if spec.code != prepared.model.user_code:
         observer.say(f"the job's own code has changed since run {run.run_id} began; the changed code is used")
-    placed = manifest.shards()
+    placed = manifest.placed
     if placed[-1].public_stop != prepared.public.num_samples:
         raise InputError(
             f"{run.manifest}: `placed` divides {placed[-1].public_stop} public samples, "
@@ -91,9 +89,8 @@ def resume(
         )
     save_json(run.process, describe_holder("train", space.project.root))
     shards = cut_shards(placed, prepared.public, job, space.project)
-    ranks = build_rank_specs(manifest.plan, placed, prepared, shards, job)
-    _check_ranks(run, spec.ranks, ranks)
-    # No path of spec.json is used: they follow from the project and the data as they are now.
+    ranks = build_rank_specs(manifest.plan.ranks, placed, prepared, shards, job)
+    # No rank and no path of spec.json is used: they follow from the project and the data as they are now.
     spec = dataclasses.replace(
         spec,
         recipe=prepared.recipe,
@@ -133,21 +130,6 @@ def load_spec(run: RunDirectory) -> RunSpec:
 
 def _load_manifest(run: RunDirectory) -> Manifest:
     return Manifest.model_validate(run.load_manifest())
-
-
-def _check_ranks(run: RunDirectory, before: Sequence[RankSpec], now: Sequence[RankSpec]) -> None:
-    """Raise InputError when spec.json has other ranks than manifest.json, the files that they read aside."""
-    if len(before) != len(now):
-        raise InputError(f"{run.spec} has {len(before)} `ranks`, manifest.json {len(now)}", remedy=NEW_RUN)
-    for old, new in zip(before, now, strict=True):
-        for field in dataclasses.fields(RankSpec):
-            found, expected = getattr(old, field.name), getattr(new, field.name)
-            if field.name not in ("private", "public") and found != expected:
-                raise InputError(
-                    f"{run.spec}: `{field.name}` of {new.node} is {found!r}, expected {expected!r} as in "
-                    "manifest.json and the job",
-                    remedy=NEW_RUN,
-                )
 
 
 def _check_data(run: RunDirectory, before: DataFingerprints, prepared: Prepared) -> None:

@@ -6,7 +6,7 @@ Whatever happens, no process of the run is left on any machine: processes with i
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -14,22 +14,21 @@ from typing import Protocol
 from csdctl.energy.sampler import PowerSampler
 from csdctl.fleet.model import HOST_NAME
 from csdctl.launch.leftovers import end_run
-from csdctl.launch.traffic import add_mpirun_traffic, add_rank_traffic
-from csdctl.reporting.summary import RunSummary, summarize_run
+from csdctl.launch.mpi_job import add_mpirun_traffic, add_rank_traffic
+from csdctl.reporting.results import RunSummary, summarize_run
 from csdctl.runs.directory import EventLog, RunDirectory
 from csdctl.runs.private import keep_step_file
 from csdctl.shipping.deliver import Delivery
 from csdctl.shipping.store import store_bytes
 from csdctl.supervision.event_callbacks import EventCallbacks
-from csdctl.supervision.rank_process import AttachRank
-from csdctl.supervision.rank_starter import RankStarter
-from csdctl.supervision.run_setup import Patience, RunSetup
+from csdctl.supervision.rank_processes import AttachRank
+from csdctl.supervision.run_setup import Patience, RankStarter, RunSetup
 from csdctl.supervision.supervisor import USER, Supervisor
 from csdctl.worker.protocol.events import Event, Joined, Traffic
 from csdctl.worker.protocol.json_codec import to_json
 from csdctl.worker.protocol.run_spec import RunSpec
 from csdctl.workflows.data.deploy import OnDelivery, common_files, deploy_files
-from csdctl.workflows.data.prepare import OnPrepareProgress, Prepared
+from csdctl.workflows.data.prepare import PreparationObserver, Prepared
 from csdctl.workflows.preflight.mpirun import find_obstacles, prepare_mpirun
 from csdctl.workflows.train.options import COLLECTIVES, MEASURED, TrainOptions
 from csdctl.workflows.train.spec import ShardFiles
@@ -141,19 +140,8 @@ def _choose_collective(inputs: RunInputs, options: TrainOptions) -> str:
     return ""
 
 
-class RunObserver(Protocol):
+class RunObserver(PreparationObserver, Protocol):
     """Called during the run by the thread that supervises it; a slow callback delays supervision."""
-
-    def say(self, line: str, /) -> None:
-        """Show one line."""
-
-    def preparing(
-        self, what: str = ..., expected: Sequence[str] = ..., /
-    ) -> AbstractContextManager[OnPrepareProgress]:
-        """Open a view of the progress of `what`, of which the names in `expected` report.
-
-        It is closed before anything else is shown but lines of text.
-        """
 
     def on_start(self, run: RunDirectory, spec: RunSpec, num_steps: int, /) -> None:
         """The run starts; an epoch has `num_steps` steps."""

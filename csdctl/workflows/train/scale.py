@@ -2,6 +2,9 @@
 
 A run is a point of a series when it is done, followed the very plan of the point, and has as many steps. So
 what was there before an interruption, or in the other series, is not trained again.
+
+Section V of the STANNIS paper, figures 6 and 7. Weak: every rank keeps its batch size. Strong: all ranks
+together keep the batch size of the whole plan, divided in proportion to the plan's batch sizes.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,16 +12,16 @@ from dataclasses import dataclass, replace
 
 from csdctl.errors import CsdctlError, InputError
 from csdctl.fleet.model import keep_nodes
-from csdctl.reporting.results import read_results
+from csdctl.reporting.results import read_results, summarize_run
 from csdctl.reporting.scaling import ScalingSeries, build_scaling
-from csdctl.reporting.summary import summarize_run
 from csdctl.runs.directory import ProjectDirectory, RunDirectory
-from csdctl.tuning.plan import Plan, load_plan, save_plan
-from csdctl.tuning.series import choose_counts, plan_point
+from csdctl.tuning.plan import Plan, RankPlan, load_plan, save_plan
 from csdctl.workflows.train.plan import build_equal_plan
 from csdctl.workflows.train.resume import load_spec
 from csdctl.workflows.train.train import TrainRequest, TrainResult
 from csdctl.workflows.workspace.workspace import open_workspace
+
+WEAK, STRONG = KINDS = ("weak", "strong")
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,7 @@ class ScaleRequest:
     training: TrainRequest
     """Of all nodes; each point has the first of them."""
     kinds: Sequence[str]
-    """Of `tuning.series.KINDS`."""
+    """Of KINDS."""
     node_counts: Sequence[int] = ()
     """Numbers of nodes; without any: 0, 1, 2, 4 … and all."""
 
@@ -74,7 +77,7 @@ def run_series(
         if run is None:
             run = train(point, _request_of(point, request.training, project)).directory
         runs.setdefault(point.kind, []).append(run)
-    return {kind: build_scaling([read_results(run, []) for run in found]) for kind, found in runs.items()}
+    return {kind: build_scaling([read_results(run) for run in found]) for kind, found in runs.items()}
 
 
 def _load_plan(request: TrainRequest) -> Plan:
@@ -111,3 +114,51 @@ def _find_run(project: ProjectDirectory, plan: Plan, training: TrainRequest) -> 
         except (CsdctlError, ValueError, KeyError, TypeError):
             continue  # a run that nothing can be read of is no point
     return None
+
+
+def choose_counts(most: int) -> tuple[int, ...]:
+    """Return the numbers of nodes of a series where none are asked for: 0, 1, 2, 4 … and `most`."""
+    powers = [1 << exponent for exponent in range(most.bit_length())]
+    return (0, *(count for count in powers if count < most), *([most] if most else []))
+
+
+def plan_point(plan: Plan, kind: str, num_nodes: int, most: int) -> Plan:
+    """Return the plan of one point of the series of `plan` that ends with `most` nodes.
+
+    Raises InputError where there are not so many, where nobody would train, and where a share does not fit in
+    memory.
+    """
+    host, *nodes = plan.ranks
+    if num_nodes > len(nodes):
+        raise InputError(
+            f"received {num_nodes} nodes, but the plan has {len(nodes)}",
+            remedy="give fewer with --nodes, or run `csdctl tune` for more",
+        )
+    if not num_nodes and not host.batch_size:
+        raise InputError(
+            "the host does not train in this plan: there is no run with 0 nodes",
+            remedy="leave 0 out of --nodes",
+        )
+    ranks = [host, *nodes[:num_nodes]]
+    if kind == STRONG:
+        ranks = _divide(sum(rank.batch_size for rank in plan.ranks[: most + 1]), ranks)
+    changed = {"ranks": ranks, "predicted": None, "strategies": [], "left_out": [], "trains_on_host": False}
+    return plan.model_copy(update=changed)
+
+
+def _divide(global_batch: int, ranks: Sequence[RankPlan]) -> list[RankPlan]:
+    """Divide `global_batch` among ranks in proportion to their batch sizes, by largest remainders."""
+    weights = [rank.batch_size for rank in ranks]
+    exact = [global_batch * weight / sum(weights) for weight in weights]
+    sizes = [int(share) for share in exact]
+    by_remainder = sorted(range(len(ranks)), key=lambda number: sizes[number] - exact[number])
+    for number in by_remainder[: global_batch - sum(sizes)]:
+        sizes[number] += 1
+    for rank, size in zip(ranks, sizes, strict=True):
+        if rank.max_batch_size and size > rank.max_batch_size:
+            raise InputError(
+                f"{rank.node} would take {size:,} of the {global_batch:,} samples of a step with "
+                f"{len(ranks) - 1} nodes, but at most {rank.max_batch_size:,} fit in its memory",
+                remedy="start the strong series with more nodes (--nodes), or with smaller batch sizes",
+            )
+    return [rank.model_copy(update={"batch_size": size}) for rank, size in zip(ranks, sizes, strict=True)]

@@ -5,6 +5,7 @@ manifest.
 """
 
 import dataclasses
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -16,14 +17,14 @@ from csdctl.errors import InputError
 from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.fleet.names import format_node_names
 from csdctl.job.model import Job
-from csdctl.launch.mpi_command import check_network
+from csdctl.launch.mpirun import check_network
 from csdctl.placement.equation1 import Placed, PlacementError, RankLoad, place_shards
 from csdctl.runs.directory import RunDirectory
 from csdctl.shipping.store import StoredFile
-from csdctl.tuning.plan import Plan
+from csdctl.tuning.plan import Plan, RankPlan
 from csdctl.tuning.strategies import DATA_PARALLEL, SPLIT
 from csdctl.worker.protocol.run_spec import DatasetSlice, RankSpec, RunSpec
-from csdctl.workflows.data.deploy import whole
+from csdctl.workflows.data.deploy import cut_shards, whole
 from csdctl.workflows.data.prepare import Prepared
 from csdctl.workflows.workspace.workspace import Workspace
 
@@ -36,32 +37,31 @@ def place_plan(plan: Plan, prepared: Prepared, job: Job, fleet: Fleet) -> list[P
 
     Raises InputError when the fleet or the data does not allow the plan.
     """
-    _check_nodes(plan, fleet)
-    check_network(fleet.network)
-    num_private = {name: info.num_samples for name, info in prepared.private.items()}
-    loads = [RankLoad(rank.node, rank.batch_size, num_private.get(rank.node, 0)) for rank in plan.ranks]
-    try:
-        return place_shards(loads, prepared.public.num_samples, is_repeating=job.is_repeating)
-    except PlacementError as error:
-        raise InputError(str(error), remedy="change the plan's batch sizes or the data") from None
-
-
-def _check_nodes(plan: Plan, fleet: Fleet) -> None:
-    """Raise InputError when a rank of the plan is on a machine outside the fleet."""
-    missing = [rank.node for rank in plan.ranks if rank.node not in fleet.machines]
-    if missing:
+    if missing := [rank.node for rank in plan.ranks if rank.node not in fleet.machines]:
         raise InputError(
             f"the plan needs {format_node_names(missing)}, not among the selected nodes of {fleet.path}",
             remedy="run `csdctl tune` again for these nodes",
         )
+    check_network(fleet.network)
+    try:
+        return place_ranks(plan.ranks, prepared, job)
+    except PlacementError as error:
+        raise InputError(str(error), remedy="change the plan's batch sizes or the data") from None
+
+
+def place_ranks(ranks: Sequence[RankPlan], prepared: Prepared, job: Job) -> list[Placed]:
+    """Divide the samples among `ranks`; raises PlacementError."""
+    private = prepared.num_private
+    loads = [RankLoad(rank.node, rank.batch_size, private.get(rank.node, 0)) for rank in ranks]
+    return place_shards(loads, prepared.public.num_samples, is_repeating=job.is_repeating)
 
 
 def build_rank_specs(
-    plan: Plan, placed: Sequence[Placed], prepared: Prepared, shards: ShardFiles, job: Job
+    ranks: Sequence[RankPlan], placed: Sequence[Placed], prepared: Prepared, shards: ShardFiles, job: Job
 ) -> tuple[RankSpec, ...]:
     """Return what every rank reads and how it computes, in order of rank."""
     specs = []
-    for number, (rank, shard) in enumerate(zip(plan.ranks, placed, strict=True)):
+    for number, (rank, shard) in enumerate(zip(ranks, placed, strict=True)):
         specs.append(
             RankSpec(
                 number,
@@ -106,7 +106,7 @@ MAX_REPORTS_PER_S = 100
 def build_spec(
     run: RunDirectory,
     job: Job,
-    plan: Plan,
+    ranks: Sequence[RankPlan],
     placed: Sequence[Placed],
     prepared: Prepared,
     shards: ShardFiles,
@@ -119,13 +119,26 @@ def build_spec(
         weights=prepared.model.weights.path,
         recipe=prepared.recipe,
         code=prepared.model.user_code,
-        ranks=build_rank_specs(plan, placed, prepared, shards, job),
+        ranks=build_rank_specs(ranks, placed, prepared, shards, job),
         public=whole(prepared.public),
         validation=whole(prepared.validation) if prepared.validation else None,
         output_directory=str(run.path.relative_to(space.project.root)),
-        progress_interval_s=progress_interval_s(len(plan.ranks)),
+        progress_interval_s=progress_interval_s(len(ranks)),
         noise=job.noise,
     )
+
+
+def plan_reading(plan: Plan, prepared: Prepared, job: Job, space: Workspace) -> tuple[RunSpec, ShardFiles]:
+    """Return what the ranks of `plan` read, as a run of which nothing is kept, and the shards cut for them.
+
+    Raises InputError when the fleet or the data does not allow the plan.
+    """
+    placed = place_plan(plan, prepared, job, space.fleet)
+    shards = cut_shards(placed, prepared.public, job, space.project)
+    run = space.project.new_scratch()
+    spec = build_spec(run, job, plan.ranks, placed, prepared, shards, space)
+    shutil.rmtree(run.path, ignore_errors=True)
+    return spec, shards
 
 
 def progress_interval_s(num_ranks: int) -> float:
@@ -153,10 +166,6 @@ def build_manifest(
         },
         "plan": plan.model_dump(),
         "placed": [asdict(shard) for shard in placed],
-        "placement": [
-            {"node": shard.name, "num_private": shard.num_private, "num_public": shard.num_public}
-            for shard in placed
-        ],
         "model": asdict(prepared.model.info),
         "worker_sha256": prepared.worker.sha256,
     }

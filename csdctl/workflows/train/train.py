@@ -13,16 +13,15 @@ from csdctl.errors import InputError
 from csdctl.fleet.model import Fleet
 from csdctl.job.model import Job
 from csdctl.launch.machine_lock import describe_holder
-from csdctl.launch.mpi_command import find_mpirun
+from csdctl.launch.mpirun import find_mpirun
 from csdctl.placement.equation1 import steps_per_epoch
 from csdctl.reporting.privacy import check_accountant
-from csdctl.reporting.summary import RunSummary
-from csdctl.runs.directory import RunDirectory
-from csdctl.runs.manifest import Manifest
+from csdctl.reporting.results import RunSummary
+from csdctl.runs.directory import Manifest, RunDirectory
 from csdctl.tuning.plan import Plan
 from csdctl.worker.protocol.json_codec import to_json
 from csdctl.workflows.data.deploy import cut_shards
-from csdctl.workflows.data.prepare import PreparationObserver, Prepared, prepare_in
+from csdctl.workflows.data.prepare import Prepared, prepare_in
 from csdctl.workflows.data.prepared_record import load_prepared
 from csdctl.workflows.preflight.doctor import DoctorOptions, Examination, examine_open
 from csdctl.workflows.reporting.report import report
@@ -83,7 +82,7 @@ class TrainResult:
     """Nothing was left to resume."""
 
 
-class TrainObserver(PreparationObserver, RunObserver, Protocol):
+class TrainObserver(RunObserver, Protocol):
     """Shows one `csdctl train` from its start to its end."""
 
     def on_preflight(self, examination: Examination, /) -> None:
@@ -183,7 +182,7 @@ def train(
     run.save_manifest(manifest | describe_strategy(plan, strategy.name, strategy.cut))
     shards = cut_shards(placed, prepared.public, job, space.project)
     spec = dataclasses.replace(
-        build_spec(run, job, plan, placed, prepared, shards, space),
+        build_spec(run, job, plan.ranks, placed, prepared, shards, space),
         step_file=str(space.project.step_file(run)),
         is_balanced=options.is_balanced,
         checkpoint_interval_s=options.checkpoint_interval_s,

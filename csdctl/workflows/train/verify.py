@@ -5,12 +5,10 @@ import math
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from csdctl.errors import InputError, RunError
-from csdctl.fleet.model import Fleet
 from csdctl.job.model import Job
-from csdctl.launch.mpi_command import find_mpirun
+from csdctl.launch.mpirun import find_mpirun
 from csdctl.tuning.plan import Plan
 from csdctl.worker.protocol.events import Event, Verified
 from csdctl.worker.protocol.features import Recomputed
@@ -20,11 +18,12 @@ from csdctl.workflows.data.prepare import PreparationObserver, Prepared, prepare
 from csdctl.workflows.train.options import (
     TrainOptions,
 )
-from csdctl.workflows.train.plan import build_equal_plan, check_one_source, load_checked_plan
+from csdctl.workflows.train.plan import build_equal_plan, load_checked_plan
 from csdctl.workflows.train.run import RunInputs, run_ranks
 from csdctl.workflows.train.spec import build_spec, place_plan
 from csdctl.workflows.train.strategies.choice import choose_strategy
 from csdctl.workflows.train.strategies.strategy import RunContext
+from csdctl.workflows.train.train import TrainRequest
 from csdctl.workflows.workspace.workspace import Workspace, open_workspace
 
 NEAR = 8.0
@@ -127,26 +126,7 @@ def _names(nodes: Sequence[str], positions: Sequence[int], at_most: int = 5) -> 
 FEATURE_TOLERANCE = 1e-5
 """Of the same sample in the same engine; of a whole batch again, there is none."""
 DEFAULT_BATCH_SIZE = 16
-"""The batch size of every rank without a plan."""
-
-
-@dataclass(frozen=True)
-class VerifyRequest:
-    """The request of one `csdctl verify`."""
-
-    job: Job
-    fleet: Fleet
-    directory: Path
-    plan_path: Path | None = None
-    """None: the job's own plan; without one, DEFAULT_BATCH_SIZE on every rank."""
-    batch_size: int | None = None
-    """Use this batch size on every rank instead of a plan."""
-    options: TrainOptions = field(default_factory=TrainOptions)
-    """The strategy to verify; with `features`, those of the runs whose stored features are checked."""
-
-    def __post_init__(self) -> None:
-        """Raise InputError for a plan and a batch size at once."""
-        check_one_source(self.plan_path, self.batch_size)
+"""The batch size of every rank without a plan of the job."""
 
 
 @dataclass(frozen=True)
@@ -169,8 +149,11 @@ class Verification:
                 )
 
 
-def run_verification(request: VerifyRequest, observer: PreparationObserver) -> Verification:
-    """Prepare what is missing and compare one step; raises InputError, RunError or DeadlineError."""
+def run_verification(request: TrainRequest, observer: PreparationObserver) -> Verification:
+    """Prepare what is missing and compare one step of the strategy in `request.options`.
+
+    Raises InputError, RunError or DeadlineError.
+    """
     find_mpirun()
     job = request.job
     with open_workspace(
@@ -185,7 +168,7 @@ def run_verification(request: VerifyRequest, observer: PreparationObserver) -> V
         return verify(job, plan, prepared, space, request, observer)
 
 
-def _choose_plan(request: VerifyRequest, space: Workspace) -> Plan:
+def _choose_plan(request: TrainRequest, space: Workspace) -> Plan:
     path = request.plan_path or space.project.plan(request.job.name)
     if not request.batch_size and (request.plan_path or path.exists()):
         return load_checked_plan(path, request.job, space)
@@ -207,7 +190,7 @@ def verify(
     plan: Plan,
     prepared: Prepared,
     space: Workspace,
-    request: VerifyRequest,
+    request: TrainRequest,
     observer: PreparationObserver,
 ) -> Verification:
     """Run one step of all ranks; return how it compares with one process.
@@ -217,7 +200,7 @@ def verify(
     placed = place_plan(plan, prepared, job, space.fleet)
     run = space.project.new_scratch()
     shards = cut_shards(placed, prepared.public, job, space.project)
-    spec = build_spec(run, job, plan, placed, prepared, shards, space)
+    spec = build_spec(run, job, plan.ranks, placed, prepared, shards, space)
     spec = dataclasses.replace(spec, validation=None, task=TaskSpec(VERIFY), num_checkpoints=0)
     inputs = RunInputs(run, spec, prepared, shards)
     strategy, context = choose_strategy(request.options, plan), RunContext(job, prepared, space, observer)

@@ -11,32 +11,32 @@ from dataclasses import dataclass, replace
 
 from csdctl.errors import OutOfMemoryError
 from csdctl.notify import Say
-from csdctl.tuning.fleet_model import FleetModel
-from csdctl.tuning.learning import (
-    learn_collectives,
-    learn_out_of_memory,
-    learn_overhead,
+from csdctl.perfmodel.prediction import calibrate_overhead
+from csdctl.tuning.fits import fit_collective
+from csdctl.tuning.fleet_model import (
+    FleetModel,
+    TriedPlan,
     learn_probes,
     learn_trial,
 )
-from csdctl.tuning.measurements import CollectiveMeasurement
-from csdctl.tuning.observations import TriedPlan
+from csdctl.tuning.measurements import CollectiveMeasurement, describe_runtime
 from csdctl.tuning.plan_choice import choose_equal_plan, choose_plan, plan_ranks, predict_samples_per_s
-from csdctl.tuning.probe_policy import limit_probes, next_probes
-from csdctl.tuning.search import BestPlan, Limits
-from csdctl.tuning.settings_policy import (
+from csdctl.tuning.probe_policy import (
     PROBES_PER_VARIANT,
     WARM_UP_PROBE_S,
     SettingsProbe,
     learn_settings,
+    limit_probes,
+    next_probes,
     next_settings,
     plan_settings_search,
     time_ratio,
 )
+from csdctl.tuning.search import BestPlan, Limits
 from csdctl.worker.protocol.orders import MAX_TIMED_SUM_S
 from csdctl.worker.protocol.probe import ProbeRequest
 from csdctl.workflows.tune.fleet_measurements import FleetMeasurements
-from csdctl.workflows.tune.measurer import Measurer
+from csdctl.workflows.tune.probing import FleetMeasurer
 
 SUM_BYTES = (1 << 16, 1 << 20, 1 << 23)
 """Sizes of the vectors whose sums are timed, besides the model's own."""
@@ -65,7 +65,7 @@ class TunedFleet:
 class FitTuner:
     """The rounds of a tuning run: each takes a model of the fleet, and returns the updated model."""
 
-    measurer: Measurer
+    measurer: FleetMeasurer
     measurements: FleetMeasurements
     limits: Limits
     say: Say
@@ -81,8 +81,11 @@ class FitTuner:
         model = self._measure_steps(model)
         if self.is_exploring:
             model = self._explore_settings(model)
-        model = learn_overhead(model, self.measurements.recall_trial(model.step_times()))
-        return self._confirm(model)
+        factor = 1.0
+        if recalled := self.measurements.recall_trial(model.step_times()):
+            ranks, step_s = recalled
+            factor = calibrate_overhead(ranks, step_s, model.sum_s(len(ranks)))
+        return self._confirm(replace(model, overhead_factor=factor))
 
     def _measure_collectives(self, model: FleetModel) -> FleetModel:
         num_ranks = len(model.machines) + (not model.is_host_training)
@@ -95,7 +98,7 @@ class FitTuner:
                 for size in sorted({*SUM_BYTES, model.vector_bytes})
             ]
             known = [*known, *self.measurements.store_collectives(self.measurer.time_sums(sizes))]
-        model = learn_collectives(model, known)
+        model = replace(model, collective_cost=fit_collective(known))
         self.say(
             f"a sum of the model's {model.vector_bytes / 1e6:.1f} MB over {num_ranks} ranks takes "
             f"{model.sum_s(num_ranks) * 1000:.1f} ms"
@@ -136,13 +139,7 @@ class FitTuner:
         A first probe, of one step where steps are long, shows which settings are hopeless. The second probe
         counts: the first step allocates memory and chooses kernels.
         """
-        self.measurer.switch_settings(
-            {name: probe.settings for name, probe in probes.items()},
-            {
-                name: max(model.classes[probe.class_name].peaks.values(), default=0)
-                for name, probe in probes.items()
-            },
-        )
+        self.measurer.switch({name: probe.settings for name, probe in probes.items()})
         requests = {
             name: ProbeRequest(probe.batch_size, min_steps=1, min_duration_s=WARM_UP_PROBE_S, warm_up_steps=0)
             for name, probe in probes.items()
@@ -160,7 +157,8 @@ class FitTuner:
             if outcome and step_time_s is not None:
                 self.measurements.store_class_probes(name, probe.settings, [outcome])
                 if ratio := time_ratio(probe, step_time_s):
-                    self.say(f"{name}: {probe.settings.name}: takes {1 - ratio:.0%} less time: selected")
+                    settings = describe_runtime(probe.settings)
+                    self.say(f"{name}: {settings}: takes {1 - ratio:.0%} less time: selected")
             model = learn_settings(model, probe, 1 + (name in promising), step_time_s)
         return model
 
@@ -216,10 +214,11 @@ class FitTuner:
         The failure is not stored as a measurement: another process on that machine may be the cause.
         """
         at_once = model.class_of(machine).limit_at_once(batch_size)
-        model = learn_out_of_memory(model, machine, batch_size)
+        known = model.class_of(machine).with_out_of_memory(batch_size)
+        model = model.with_class(model.class_name(machine), known)
         self.say(
             f"{machine}: {at_once} samples at once did not fit in memory beside the other ranks; "
-            f"planning for at most {model.class_of(machine).max_at_once}"
+            f"planning for at most {known.max_at_once}"
         )
         return model
 

@@ -17,22 +17,18 @@ from csdctl.job.model import Job
 from csdctl.job.reading import python_files
 from csdctl.perfmodel.step_time import StepTime
 from csdctl.runs.measurements import MeasurementStore
-from csdctl.tuning.class_model import ClassModel
-from csdctl.tuning.fleet_model import FleetModel
+from csdctl.tuning.fleet_model import ClassModel, FleetModel, ProbeOutcome, TriedPlan, rank_memory_bytes
 from csdctl.tuning.measurements import (
     CollectiveMeasurement,
     ModelProperties,
     ProbeMeasurement,
-    RuntimeSettings,
     TrialMeasurement,
     TrialRank,
 )
-from csdctl.tuning.memory import rank_memory_bytes
-from csdctl.tuning.observations import ProbeOutcome, TriedPlan
-from csdctl.tuning.recall import RecalledTrial, guess_class, recall_class, recall_trial
-from csdctl.tuning.transfer import MAX_DISTANCE
+from csdctl.tuning.recall import RecalledTrial, recall_class, recall_trial
 from csdctl.worker.protocol.datasets import DatasetInfo
 from csdctl.worker.protocol.events import CollectiveTimed
+from csdctl.worker.protocol.run_spec import Runtime
 from csdctl.workflows.train.plan import default_runtime
 
 
@@ -93,8 +89,7 @@ class FleetMeasurements:
                     memory_bytes=min(known, default=None),
                 )
                 continue
-            runtime = default_runtime(machine, self._fleet, self._facts)
-            settings = RuntimeSettings(runtime.threads, runtime.inter_threads, runtime.onednn)
+            settings = default_runtime(machine, self._fleet, self._facts)
             blank = ClassModel((machine,), settings, memory_bytes=memory_bytes)
             classes[name] = blank if self._is_fresh else self._recall_class(blank)
         return classes
@@ -140,9 +135,7 @@ class FleetMeasurements:
             ]
             self.store_class_probes(class_model.machines[0], class_model.settings, kept)
 
-    def store_class_probes(
-        self, machine: str, settings: RuntimeSettings, outcomes: Sequence[ProbeOutcome]
-    ) -> None:
+    def store_class_probes(self, machine: str, settings: Runtime, outcomes: Sequence[ProbeOutcome]) -> None:
         """Store probes of machines of the class of `machine`, all with these settings."""
         now = time.time()
         probes = [
@@ -178,7 +171,7 @@ class FleetMeasurements:
             TrialRank(
                 self._machine_classes[rank.node].key,
                 rank.batch_size,
-                settings.get(rank.node, RuntimeSettings(1)),
+                settings.get(rank.node, Runtime(1)),
             )
             for rank in tried.ranks
         )
@@ -198,15 +191,7 @@ class FleetMeasurements:
         key = self._machine_classes[machine].key
         threads = self._fleet.host.threads if machine == HOST_NAME else 0
         known = self._store.probes(self.features.hash, self._recipe, key)
-        recalled = recall_class(blank, known, threads)
-        if recalled.points:
-            return recalled
-        similar = [
-            (neighbour.model, neighbour.probes)
-            for neighbour in self._store.neighbours(self.features, self._recipe, key)
-            if neighbour.distance <= MAX_DISTANCE
-        ]
-        return guess_class(recalled, self.features, similar)
+        return recall_class(blank, known, threads)
 
     def _add_probes(self, machine: str, probes: Sequence[ProbeMeasurement]) -> None:
         self._store.add_probes(self.features, self._recipe, self._machine_classes[machine], probes)

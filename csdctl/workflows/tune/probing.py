@@ -11,24 +11,55 @@ from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
 from dataclasses import replace
 from threading import Event
-from typing import Any
+from typing import Any, Protocol
 
-from csdctl.errors import DeadlineError
+from csdctl.errors import DeadlineError, OutOfMemoryError
 from csdctl.fleet.model import Fleet
 from csdctl.job.model import Job
 from csdctl.notify import Say
 from csdctl.shipping.worker_calls import WorkerProgram, build_worker_command
-from csdctl.supervision.rank_process import AttachRank
+from csdctl.supervision.rank_processes import AttachRank
 from csdctl.transport.program import MAX_PRINTED_LINES, Nothing, Patience, ProgramEndedError
 from csdctl.transport.session import Conversation, Deadline, Session
-from csdctl.tuning.memory import predict_peak_bytes, rank_memory_bytes
+from csdctl.tuning.fleet_model import ProbeOutcome, TrialResult, predict_peak_bytes, rank_memory_bytes
+from csdctl.tuning.plan import RankPlan
+from csdctl.worker.protocol.events import CollectiveTimed
+from csdctl.worker.protocol.events import Event as RankEvent
 from csdctl.worker.protocol.json_codec import RESULT, to_json, to_tagged
 from csdctl.worker.protocol.probe import AttachRequest, ProbeRequest, ProbeResult, ProbeSpec
 from csdctl.worker.protocol.run_spec import Runtime
 from csdctl.workflows.data.prepare import Prepared
+from csdctl.workflows.preflight.mpi_check import measure_sums
 from csdctl.workflows.tune.options import PROBE_DEADLINE_S
-from csdctl.workflows.tune.watch import IDLE, LOADING, MEASURED, MEASURING, TOO_LARGE, TuneWatch
+from csdctl.workflows.tune.trial import run_trial
 from csdctl.workflows.workspace.workspace import Workspace
+
+LOADING, IDLE, SUMMING, MEASURING, MEASURED, TOO_LARGE = (
+    "loading",
+    "idle",
+    "timing sums",
+    "measuring",
+    "measured",
+    "out of memory",
+)
+"""What a machine does, or has found."""
+
+
+class TuneWatch(Protocol):
+    """Is told what the machines do; may be called from any thread."""
+
+    def on_machine(self, name: str, doing: str, batch_size: int = ..., samples_per_s: float = ..., /) -> None:
+        """Machine `name` does this now: one of the words above."""
+
+    def on_probes(self, results: Mapping[str, ProbeResult | None], /) -> None:
+        """A round of probes is over: results by machine."""
+
+    def on_trial(self, num_steps: int, batch_sizes: Mapping[str, int], /) -> None:
+        """All machines in `batch_sizes` take `num_steps` steps together."""
+
+    def on_event(self, event: RankEvent, /) -> None:
+        """A rank of the trial has reported this."""
+
 
 START_DEADLINE_S = 300.0
 ALIVE_INTERVAL_S = 10.0
@@ -56,8 +87,8 @@ def build_probe_command(name: str, job: Job, fleet: Fleet, prepared: Prepared, r
     )
 
 
-class ProbeRounds:
-    """Rounds of probes on all machines at once; a context manager that ends the sessions it starts.
+class FleetMeasurer:
+    """Measures the machines of a workspace: probes on all at once, sums, trials; a context manager.
 
     TensorFlow starts on the machines with the first request.
     """
@@ -71,22 +102,22 @@ class ProbeRounds:
         watch: TuneWatch,
         say: Say,
     ) -> None:
+        """`runtimes` of every machine that trains."""
         self._job, self._prepared, self._space = job, prepared, space
-        self._watch = watch
-        self._say = say
+        self._watch, self._say = watch, say
         self._stack = ExitStack()
         self.probers = {name: self._prober(name, runtime) for name, runtime in runtimes.items()}
         self._pool = self._stack.enter_context(ThreadPoolExecutor(len(self.probers)))
-        self._idle: dict[str, Prober] = {}
-        """Sessions with the usual settings, of machines that measure with others."""
         self._busy: dict[str, ProbeRequest] = {}
         """What a machine computes while others are measured."""
         self.num_probes = 0
+        """Probes so far, on all machines."""
         self.measuring_s = 0.0
+        """Seconds spent on probes, sums and trials so far."""
         self.start_s = 0.0
         """The longest time in which TensorFlow has started on the machines."""
 
-    def __enter__(self) -> "ProbeRounds":
+    def __enter__(self) -> "FleetMeasurer":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -95,7 +126,7 @@ class ProbeRounds:
 
     def end_sessions(self) -> None:
         """End all sessions; the next request starts them again."""
-        for prober in (*self.probers.values(), *self._idle.values()):
+        for prober in self.probers.values():
             prober.close()
 
     def _prober(self, name: str, runtime: Runtime) -> "Prober":
@@ -106,34 +137,68 @@ class ProbeRounds:
             self._space.facts[name].usable_memory_bytes,
         )
 
-    def switch(self, runtimes: Mapping[str, Runtime], peaks: Mapping[str, int]) -> None:
-        """Measure these machines with other settings from the next round on; they use at most `peaks` bytes.
+    def time_sums(self, sizes: Sequence[tuple[int, int]]) -> list[CollectiveTimed]:
+        """Time sums over (number of ranks, bytes of a rank's vector)."""
+        space = self._space
+        for name in space.fleet.machines:
+            self._watch.on_machine(name, SUMMING)
+        timed = measure_sums(space.fleet, space.facts, space.sessions, space.project, sizes)
+        for name in space.fleet.machines:
+            self._watch.on_machine(name, IDLE)
+        self.measuring_s += sum(timing.sum_s for timing in timed)
+        return timed
 
-        The current session of a machine stays idle where memory has room for both: it is likely to be needed
-        again, and is slow to start.
+    def probe(self, requests: Mapping[str, ProbeRequest]) -> dict[str, ProbeOutcome]:
+        """Run one round of probes; machines without a request take short steps meanwhile."""
+        outcomes = {}
+        for name, result in self.measure(requests, is_keeping_busy=True).items():
+            prober, size = self.probers[name], requests[name].batch_size
+            outcomes[name] = ProbeOutcome(
+                size,
+                result.step_time_s if result else None,
+                result.num_steps if result else 0,
+                dict(prober.peaks),
+                is_oom_kill=result is None and size in prober.oom_sizes,
+            )
+        return outcomes
+
+    def run_trial(self, ranks: Sequence[RankPlan], num_steps: int) -> TrialResult:
+        """Take steps with all ranks, in the processes that measured where their settings agree.
+
+        Raises OutOfMemoryError for a rank that was killed.
         """
+        # A host that does not train has a worker with fewer threads, which the trial starts.
+        attach = self.prepare_trial({rank.node: rank.runtime for rank in ranks if rank.batch_size})
+        self._say(f"trying the plan: {num_steps} steps of all {len(ranks)} ranks")
+        self._watch.on_trial(num_steps, {rank.node: rank.batch_size for rank in ranks})
+        try:
+            result = run_trial(
+                self._job,
+                ranks,
+                self._prepared,
+                self._space,
+                num_steps,
+                attach,
+                on_event=self._watch.on_event,
+            )
+        except OutOfMemoryError:
+            self.end_sessions()  # the other ranks ended with the one that was killed
+            raise
+        self.measuring_s += result.wall_s
+        return result
+
+    def switch(self, runtimes: Mapping[str, Runtime]) -> None:
+        """Measure these machines with these settings from the next round on."""
         for name, runtime in runtimes.items():
-            current = self.probers[name]
-            if name not in self._idle and current.leaves_room(peaks[name]):
-                self._idle[name] = current
-            else:
-                current.close()
-            self.probers[name] = self._prober(name, runtime)
+            if self.probers[name].runtime != runtime:
+                self.probers[name].close()
+                self.probers[name] = self._prober(name, runtime)
 
     def prepare_trial(self, runtimes: Mapping[str, Runtime]) -> dict[str, AttachRank]:
         """Keep one session with these settings per machine, and end all others; return how to attach each."""
-        for name, runtime in runtimes.items():
-            if self.probers[name].runtime == runtime:
-                continue
+        self.switch(runtimes)
+        for name in self.probers.keys() - runtimes.keys():
             self.probers[name].close()
-            idle = self._idle.pop(name, None)
-            self.probers[name] = idle if idle and idle.runtime == runtime else self._prober(name, runtime)
-        for prober in (
-            *self._idle.values(),
-            *(self.probers[name] for name in self.probers.keys() - runtimes.keys()),
-        ):
-            prober.close()
-        self._idle = {}
         self._start(runtimes)
         return {name: self.probers[name].attach for name in runtimes}
 
@@ -257,11 +322,6 @@ class Prober:
         """Start the worker, and wait until it is ready for requests; raises CsdctlError."""
         self._program = WorkerProgram(self._session, self._command, "measuring", PATIENCE)
         self._read({"ready": Nothing}, START_DEADLINE_S)
-
-    def leaves_room(self, num_bytes: int) -> bool:
-        """Return whether memory certainly has room for this session and `num_bytes` more."""
-        peak = max(self.peaks.values(), default=None)
-        return peak is not None and self.memory_bytes is not None and peak + num_bytes <= self.memory_bytes
 
     def attach(self, spec: str, rank: int) -> Conversation:
         """Make the running worker rank `rank` of the run in file `spec`, until that has finished."""

@@ -10,21 +10,16 @@ from csdctl.job.model import Job
 from csdctl.notify import Say
 from csdctl.reporting.numbers import format_seconds
 from csdctl.shipping.worker_calls import call_worker
-from csdctl.tuning.fleet_model import FleetModel
-from csdctl.tuning.model_parts import (
-    MEASURED_BATCH,
-    Shares,
-    measured_shares,
-    share_by_flops,
-    spread_cuts,
-)
-from csdctl.tuning.plan import Plan
+from csdctl.tuning.fleet_model import FleetModel, TrialResult
+from csdctl.tuning.plan import Plan, Predicted, RankPlan, StrategyPlan
 from csdctl.tuning.search import Limits
 from csdctl.tuning.strategies import (
     DATA_PARALLEL,
     FEATURES,
+    MEASURED_BATCH,
     SPLIT,
     Machines,
+    Shares,
     Strategy,
     StrategyForecast,
     Workload,
@@ -35,7 +30,10 @@ from csdctl.tuning.strategies import (
     forecast_features,
     forecast_on_host,
     forecast_split,
+    measured_shares,
+    share_by_flops,
     split_step_s,
+    spread_cuts,
 )
 from csdctl.worker.protocol.model_info import CutInfo
 from csdctl.worker.protocol.probe import PartsSpec, PartTimes
@@ -44,27 +42,56 @@ from csdctl.workflows.data.prepare import Prepared
 from csdctl.workflows.train.options import AUTO
 from csdctl.workflows.train.strategies.features import bytes_for_host, find_features
 from csdctl.workflows.train.strategies.split import check_job, find_cut
-from csdctl.workflows.tune.strategy_plans import list_strategies, node_memory, predicted_split
+from csdctl.workflows.tune.options import TuneOptions
+from csdctl.workflows.tune.probing import TuneWatch
 from csdctl.workflows.tune.trial import run_trial
-from csdctl.workflows.tune.watch import TuneWatch
 from csdctl.workflows.workspace.workspace import Workspace
+
+
+def list_strategies(
+    found: Sequence[StrategyForecast], impossible: Mapping[Strategy, str]
+) -> list[StrategyPlan]:
+    """Return the forecasts, then the strategies that are not possible, and why."""
+    strategies = []
+    for one in found:
+        rounded = {
+            name: round(value, 3) if isinstance(value, float) else value
+            for name, value in vars(one).items()
+            if name != "batch_sizes"
+        }
+        strategies.append(StrategyPlan.model_validate(rounded))
+    strategies += [StrategyPlan(strategy=strategy, why_not=why) for strategy, why in impossible.items()]
+    return strategies
+
+
+def node_memory(ranks: Sequence[RankPlan]) -> int | None:
+    """Return the largest peak memory of a node that was measured."""
+    known = (rank.peak_memory_bytes for rank in ranks if rank.node != HOST_NAME)
+    return max((peak for peak in known if peak), default=None)
+
+
+def predicted_split(ranks: Sequence[RankPlan], result: TrialResult) -> Predicted:
+    """Return the prediction of a split from its trial."""
+    compute_s = sum(result.compute_s) / (len(ranks) * result.step_s)
+    slowest = max(result.compute_s) / result.step_s
+    return Predicted(
+        global_batch=sum(rank.batch_size for rank in ranks),
+        batch_sizes=[rank.batch_size for rank in ranks],
+        step_s=round(result.step_s, 6),
+        samples_per_s=round(result.samples_per_s, 2),
+        compute_share=round(compute_s, 4),
+        imbalance_share=round(max(0.0, slowest - compute_s), 4),
+        communication_share=round(max(0.0, 1 - max(slowest, compute_s)), 4),
+        is_confirmed=True,
+    )
+
 
 MAX_CUTS = 5
 """Cuts whose parts are timed: those that FLOPs promise most of."""
 TRIAL_S, MIN_STEPS, MAX_STEPS = 8.0, 4, 200
 
 
-@dataclass(frozen=True)
-class StrategyRequest:
-    """Which strategies to compare."""
-
-    strategy: str = AUTO
-    """AUTO, or the only one."""
-    cut: str = ""
-    """With SPLIT: the only cut."""
-
-
-def check_possible(request: StrategyRequest, job: Job, prepared: Prepared) -> None:
+def check_possible(request: TuneOptions, job: Job, prepared: Prepared) -> None:
     """Raise InputError if only one strategy is asked for, and the job or the model does not allow it."""
     info = prepared.model.info
     if request.strategy == FEATURES:
@@ -77,8 +104,10 @@ def check_possible(request: StrategyRequest, job: Job, prepared: Prepared) -> No
 
 @dataclass(frozen=True)
 class StrategyChooser:
-    """Compares the strategies one job with the plan `plan` for whole models."""
+    """Compares the strategies for one job with the plan `plan` for whole models."""
 
+    request: TuneOptions
+    """Of which `strategy` and `cut` say what to compare; `check_possible` has passed them."""
     job: Job
     prepared: Prepared
     space: Workspace
@@ -92,26 +121,26 @@ class StrategyChooser:
     say: Say
     watch: TuneWatch
 
-    def choose(self, request: StrategyRequest) -> Plan:
+    def choose(self) -> Plan:
         """Return the plan with the strategy that takes the least time.
 
-        `request` is one that `check_possible` has passed. Raises InputError when no batch sizes are possible.
+        Raises InputError when no batch sizes are possible.
         """
-        if request.strategy == DATA_PARALLEL:
+        if self.request.strategy == DATA_PARALLEL:
             return self.plan
         impossible: dict[Strategy, str] = {}
         feature_layer = ""
         cuts: tuple[CutInfo, ...] = ()
-        if request.strategy in (AUTO, FEATURES):
+        if self.request.strategy in (AUTO, FEATURES):
             feature_layer = self._find_feature_layer(impossible)
-        if request.strategy in (AUTO, SPLIT):
-            cuts = self._find_cuts(request, impossible)
+        if self.request.strategy in (AUTO, SPLIT):
+            cuts = self._find_cuts(impossible)
         if not feature_layer and not cuts:
             return self._with_strategies(self.plan, [], impossible)
         try:
             times = self._time_parts(feature_layer, [cut.layer for cut in cuts])
         except CsdctlError as error:
-            if request.strategy != AUTO:
+            if self.request.strategy != AUTO:
                 raise
             self.say(f"{error.message}: the strategies are not compared")
             why_not: dict[Strategy, str] = {FEATURES: error.message, SPLIT: error.message}
@@ -119,9 +148,9 @@ class StrategyChooser:
         if times.why_not:
             impossible[SPLIT] = times.why_not
         found = self._forecast(times, feature_layer, cuts)
-        chosen = self._choose(found, request, impossible)
+        chosen = self._choose(found, impossible)
         if chosen.strategy == SPLIT:
-            return self._try_split(chosen, found, times, request, impossible)
+            return self._try_split(chosen, found, times, impossible)
         return self._with_strategies(self._follow(chosen), found, impossible)
 
     def _find_feature_layer(self, impossible: dict[Strategy, str]) -> str:
@@ -131,13 +160,13 @@ class StrategyChooser:
             impossible[FEATURES] = error.message
             return ""
 
-    def _find_cuts(self, request: StrategyRequest, impossible: dict[Strategy, str]) -> tuple[CutInfo, ...]:
+    def _find_cuts(self, impossible: dict[Strategy, str]) -> tuple[CutInfo, ...]:
         """Return the cuts to time: at most MAX_CUTS, of which FLOPs promise a gain."""
         info = self.prepared.model.info
         try:
             check_job(self.job)
-            if request.cut or not info.cuts:
-                return (find_cut(info, request.cut),)
+            if self.request.cut or not info.cuts:
+                return (find_cut(info, self.request.cut),)
         except InputError as error:
             impossible[SPLIT] = error.message
             return ()
@@ -150,12 +179,12 @@ class StrategyChooser:
         cuts = sorted(
             (cut for cut in info.cuts if cut.layer in promised), key=lambda cut: promised[cut.layer]
         )
-        if request.strategy == AUTO:
+        if self.request.strategy == AUTO:
             cuts = [cut for cut in cuts if promised[cut.layer] < whole.epoch_s]
         cuts = spread_cuts(cuts, info.num_operations)[:MAX_CUTS]
         if not cuts:
             impossible[SPLIT] = "no cut promises to take less time, by its FLOPs and bytes"
-            if request.strategy == SPLIT:
+            if self.request.strategy == SPLIT:
                 raise InputError(f"{info.name}: {impossible[SPLIT]}", remedy="name a cut: --cut LAYER")
         return tuple(cuts)
 
@@ -164,7 +193,7 @@ class StrategyChooser:
         prepared = self.prepared
         return Workload(
             prepared.public.num_samples,
-            {name: info.num_samples for name, info in prepared.private.items()},
+            prepared.num_private,
             prepared.validation.num_samples if prepared.validation else 0,
             prepared.recipe.epochs,
             self.job.is_repeating,
@@ -276,11 +305,11 @@ class StrategyChooser:
         return found
 
     def _choose(
-        self, found: Sequence[StrategyForecast], request: StrategyRequest, impossible: Mapping[Strategy, str]
+        self, found: Sequence[StrategyForecast], impossible: Mapping[Strategy, str]
     ) -> StrategyForecast:
-        if request.strategy == AUTO:
+        if self.request.strategy == AUTO:
             return choose_strategy(found)
-        asked_for = [one for one in found if one.strategy == request.strategy]
+        asked_for = [one for one in found if one.strategy == self.request.strategy]
         if not asked_for:
             raise InputError(
                 impossible.get(SPLIT) or "no batch sizes for a split satisfy the limits",
@@ -312,7 +341,6 @@ class StrategyChooser:
         chosen: StrategyForecast,
         found: list[StrategyForecast],
         times: PartTimes,
-        request: StrategyRequest,
         impossible: dict[Strategy, str],
     ) -> Plan:
         """Take steps with the split model; return the plan of the strategy that then takes the least time."""
@@ -333,7 +361,7 @@ class StrategyChooser:
                 on_event=self.watch.on_event,
             )
         except CsdctlError as error:
-            if request.strategy == SPLIT:
+            if self.request.strategy == SPLIT:
                 raise
             impossible[SPLIT] = f"the trial failed: {error.message}"
             rest = [one for one in found if one.strategy != SPLIT]
@@ -354,7 +382,7 @@ class StrategyChooser:
         others = [confirm_cut(one, ratio, machines, self._work) for one in found if one is not chosen]
         listed = sorted([*others, tried], key=lambda one: one.strategy != DATA_PARALLEL)
         rest = [one for one in listed if one.strategy != SPLIT]
-        final = tried if request.strategy == SPLIT else choose_strategy([*rest, tried])
+        final = tried if self.request.strategy == SPLIT else choose_strategy([*rest, tried])
         if final is not tried:
             return self._with_strategies(self._follow(final), listed, impossible)
         plan = plan.model_copy(update={"predicted": predicted_split(plan.ranks, result)})

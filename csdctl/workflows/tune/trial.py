@@ -5,26 +5,24 @@ for the sum. A trial uses the links, the collective and the processes of a train
 and keeps no output.
 """
 
-import dataclasses
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from csdctl.errors import RunError
 from csdctl.fleet.names import format_node_names
 from csdctl.job.model import Job
-from csdctl.placement.equation1 import RankLoad, place_shards
 from csdctl.runs.directory import RunDirectory
-from csdctl.supervision.rank_process import AttachRank
-from csdctl.tuning.observations import TrialResult
+from csdctl.supervision.rank_processes import AttachRank
+from csdctl.tuning.fleet_model import TrialResult
 from csdctl.tuning.plan import RankPlan
 from csdctl.worker.protocol.events import EpochEnd, Event, Finished, Joined, Progress
 from csdctl.worker.protocol.run_spec import (
     ELEMENT_SPEC,
     TRIAL,
     TRIAL_SPLIT,
-    RankSpec,
     RunSpec,
     SplitSpec,
     TaskSpec,
@@ -32,7 +30,7 @@ from csdctl.worker.protocol.run_spec import (
 from csdctl.workflows.data.prepare import Prepared
 from csdctl.workflows.train.options import TrainOptions
 from csdctl.workflows.train.run import RunInputs, run_ranks
-from csdctl.workflows.train.spec import progress_interval_s
+from csdctl.workflows.train.spec import build_spec, place_ranks
 from csdctl.workflows.workspace.workspace import Workspace
 
 SKIPPING_FROM = 10
@@ -76,7 +74,7 @@ def run_trial(
         raise KeyboardInterrupt
     result = read_trial(events, [rank.node for rank in ranks])
     steps_s = result.step_s * num_steps
-    return dataclasses.replace(result, fixed_s=max(0.0, time.monotonic() - started - steps_s))
+    return replace(result, fixed_s=max(0.0, time.monotonic() - started - steps_s))
 
 
 def _build_spec(
@@ -88,12 +86,30 @@ def _build_spec(
     num_steps: int,
     split: SplitSpec | None,
 ) -> RunSpec:
-    return RunSpec(
-        run_id=run.run_id,
-        architecture=prepared.model.architecture.path,
-        weights=prepared.model.weights.path,
+    """Return a run of random samples, as many of them private as in training."""
+    placed = place_ranks(ranks, prepared, job)
+    spec = build_spec(run, job, ranks, placed, prepared, {}, space)
+    specs = []
+    for rank, shard in zip(spec.ranks, placed, strict=True):
+        num_samples = rank.batch_size * num_steps
+        # Matters only with noise, when each private sample has a gradient of its own.
+        num_private = num_samples * shard.num_private // max(1, shard.num_samples)
+        specs.append(
+            replace(
+                rank,
+                private=None,
+                public=None,
+                num_private=num_private,
+                num_public=num_samples - num_private,
+                public_start=0,
+                num_repeated=0,
+                weight=1.0,
+            )
+        )
+    return replace(
+        spec,
         # Random labels teach nothing: a learning rate of 0 keeps the weights, and keeps them finite.
-        recipe=dataclasses.replace(
+        recipe=replace(
             prepared.recipe,
             epochs=1,
             learning_rate=0.0,
@@ -101,51 +117,16 @@ def _build_spec(
             early_stopping=None,
             reduce_on_plateau=None,
         ),
-        code=prepared.model.user_code,
-        ranks=_rank_specs(job, ranks, prepared, num_steps),
+        ranks=tuple(specs),
         public=None,
         validation=None,
-        output_directory=str(run.path.relative_to(space.project.root)),
         # As in a training run, rank 0 saves the state of every step, which takes time.
         step_file=str(space.project.step_file(run)),
         num_checkpoints=0,
         is_balanced=False,
-        progress_interval_s=progress_interval_s(len(ranks)),
-        noise=job.noise,
-        task=TaskSpec(
-            TRIAL_SPLIT if split else TRIAL,
-            {ELEMENT_SPEC: dataclasses.asdict(prepared.public.element_spec)},
-        ),
+        task=TaskSpec(TRIAL_SPLIT if split else TRIAL, {ELEMENT_SPEC: asdict(prepared.public.element_spec)}),
         split=split,
     )
-
-
-def _rank_specs(
-    job: Job, ranks: Sequence[RankPlan], prepared: Prepared, num_steps: int
-) -> tuple[RankSpec, ...]:
-    """Return ranks with the samples of the trial, with the private share of a training run."""
-    private = {name: info.num_samples for name, info in prepared.private.items()}
-    loads = [RankLoad(rank.node, rank.batch_size, private.get(rank.node, 0)) for rank in ranks]
-    placed = place_shards(loads, prepared.public.num_samples, is_repeating=job.is_repeating)
-    specs = []
-    for number, (rank, shard) in enumerate(zip(ranks, placed, strict=True)):
-        num_samples = rank.batch_size * num_steps
-        # Matters only with noise, when each private sample has a gradient of its own.
-        num_private = num_samples * shard.num_private // max(1, shard.num_samples)
-        specs.append(
-            RankSpec(
-                number,
-                rank.node,
-                rank.batch_size,
-                rank.runtime,
-                private=None,
-                public=None,
-                num_private=num_private,
-                num_public=num_samples - num_private,
-                micro_batch_size=rank.micro_batch_size,
-            )
-        )
-    return tuple(specs)
 
 
 def read_trial(events: Sequence[Event], nodes: Sequence[str]) -> TrialResult:
@@ -190,7 +171,7 @@ def _skip(whole: EpochEnd, first: Progress | None) -> EpochEnd:
     """Return what a rank did after its `first` progress event, when the steps before do not count."""
     if first is None or whole.steps < SKIPPING_FROM or first.steps == whole.steps:
         return whole
-    return dataclasses.replace(
+    return replace(
         whole,
         steps=whole.steps - first.steps,
         compute_s=whole.compute_s - first.compute_s,

@@ -6,29 +6,92 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from csdctl.errors import InputError
-from csdctl.fleet.facts import Facts
+from csdctl.errors import InputError, NodeError
 from csdctl.fleet.model import Fleet
 from csdctl.job.model import Job
-from csdctl.launch.mpi_command import find_mpirun
+from csdctl.launch.mpirun import find_mpirun
 from csdctl.notify import Say
 from csdctl.runs.measurements import open_measurements
-from csdctl.tuning.limits import default_limits
 from csdctl.tuning.measurements import describe_model
-from csdctl.tuning.plan import Plan, save_plan
+from csdctl.tuning.plan import Plan, RankPlan, save_plan
 from csdctl.tuning.plan_choice import confirmed_prediction, measured_ranks
-from csdctl.tuning.search import Limits
+from csdctl.tuning.search import default_limits
+from csdctl.tuning.stannis import TunedBatch, tune_stannis
+from csdctl.worker.protocol.probe import ProbeRequest
+from csdctl.worker.protocol.run_spec import Runtime
 from csdctl.workflows.data.deploy import common_files, deploy_files
 from csdctl.workflows.data.prepare import PreparationObserver, Prepared, prepare_in
-from csdctl.workflows.train.plan import build_fingerprint
+from csdctl.workflows.train.plan import build_fingerprint, default_runtime
 from csdctl.workflows.tune.fit_tuning import FitTuner
 from csdctl.workflows.tune.fleet_measurements import FleetMeasurements, hash_recipe
-from csdctl.workflows.tune.measurer import FleetMeasurer
 from csdctl.workflows.tune.options import FIT, STANNIS, TuneOptions
-from csdctl.workflows.tune.stannis import tune_by_algorithm_1
-from csdctl.workflows.tune.strategies import StrategyChooser, StrategyRequest, check_possible
-from csdctl.workflows.tune.watch import TuneWatch
+from csdctl.workflows.tune.probing import FleetMeasurer, TuneWatch
+from csdctl.workflows.tune.strategies import StrategyChooser, check_possible
 from csdctl.workflows.workspace.workspace import Workspace, open_workspace
+
+CONFIRM_DURATION_S = 3.0
+
+
+def tune_by_algorithm_1(
+    job: Job, prepared: Prepared, space: Workspace, options: TuneOptions, say: Say, watch: TuneWatch
+) -> Plan:
+    """Return the plan of Algorithm 1; raises TuningError, NodeError, and what probes raise."""
+    machines = space.fleet.machines
+    runtimes = {name: default_runtime(name, space.fleet, space.facts) for name in machines}
+    with FleetMeasurer(job, prepared, space, runtimes, watch, say) as rounds:
+
+        def step_times(sizes: Mapping[str, int], duration_s: float) -> dict[str, float | None]:
+            requests = {name: ProbeRequest(size, min_duration_s=duration_s) for name, size in sizes.items()}
+            results = rounds.measure(requests)
+            return {name: result.step_time_s if result else None for name, result in results.items()}
+
+        tuned = tune_stannis(
+            machines,
+            lambda sizes: step_times(sizes, options.probe_duration_s),
+            batch_sizes=options.batch_sizes,
+            step_divisor=options.step_divisor,
+            margin_scale=options.margin_scale,
+        )
+        # Again, for longer: a run's efficiency is computed from what the ranks reach alone.
+        say("confirming the chosen batch sizes")
+        confirmed = step_times({name: batch.batch_size for name, batch in tuned.items()}, CONFIRM_DURATION_S)
+        ranks = [
+            _rank_plan(name, batch, confirmed[name], runtimes[name], rounds.probers[name].peaks)
+            for name, batch in tuned.items()
+        ]
+    return Plan(
+        job=job.name,
+        job_fingerprint=job.fingerprint(),
+        method=STANNIS,
+        emulated=space.fleet.emulated,
+        method_arguments={
+            "batch_sizes": list(options.batch_sizes),
+            "C": options.step_divisor,
+            "E": options.margin_scale,
+        },
+        num_probes=rounds.num_probes,
+        measuring_s=round(rounds.measuring_s, 2),
+        ranks=ranks,
+    )
+
+
+def _rank_plan(
+    name: str, tuned: TunedBatch, step_time_s: float | None, runtime: Runtime, peaks: Mapping[int, int]
+) -> RankPlan:
+    if step_time_s is None:
+        raise NodeError(
+            f"batch size {tuned.batch_size} fitted in memory at first, but no longer when it was confirmed",
+            node=name,
+            remedy="check what else uses that machine's memory, or give smaller --batch-sizes",
+        )
+    return RankPlan(
+        node=name,
+        batch_size=tuned.batch_size,
+        threads=runtime.threads,
+        step_time_s=round(step_time_s, 6),
+        samples_per_s=round(tuned.batch_size / step_time_s, 2),
+        peak_memory_bytes=peaks.get(tuned.batch_size),
+    )
 
 
 class TuneObserver(PreparationObserver, Protocol):
@@ -72,19 +135,10 @@ def tune(
     """Return a plan for `job`; raises InputError, DeadlineError, NodeError, and what a trial raises."""
     if not options.is_host_training and (options.method == STANNIS or not space.fleet.nodes):
         raise InputError("--no-host needs at least one node, and --method fit")
-    check_possible(StrategyRequest(options.strategy, options.cut), job, prepared)
+    check_possible(options, job, prepared)
     tune_by_method = tune_by_algorithm_1 if options.method == STANNIS else tune_by_fit
-    return complete_plan(tune_by_method(job, prepared, space, options, say, watch), job, space.facts)
-
-
-def complete_plan(plan: Plan, job: Job, facts: Mapping[str, Facts]) -> Plan:
-    """Return `plan` with the job and machines it is for, and the batch sizes its prediction is for.
-
-    The prediction no longer applies once the user edits the batch sizes.
-    """
-    predicted = plan.predicted and plan.predicted.model_copy(update={"batch_sizes": plan.batch_sizes})
-    made_for = build_fingerprint(plan, job, facts)
-    return plan.model_copy(update={"made_for": made_for, "predicted": predicted})
+    plan = tune_by_method(job, prepared, space, options, say, watch)
+    return plan.model_copy(update={"made_for": build_fingerprint(plan, job, space.facts)})
 
 
 def tune_by_fit(
@@ -94,7 +148,9 @@ def tune_by_fit(
 
     Raises TuningError when no plan is possible, and what probes and a trial's ranks raise.
     """
-    limits = _limits(options.limits, job, prepared)
+    num_public, private = prepared.public.num_samples, prepared.num_private
+    num_samples = num_public + sum(private.values())
+    limits = default_limits(options.limits, job.recipe.reference_batch, num_samples, 1 + len(private))
     with open_measurements(space.project.measurements, say, is_optional=True) as store:
         measurements = FleetMeasurements(
             describe_model(prepared.model.info, prepared.model.architecture.sha256),
@@ -105,10 +161,10 @@ def tune_by_fit(
             is_fresh=options.is_fresh,
             is_host_training=options.is_host_training,
         )
-        model = measurements.recall_fleet(required=list(prepared.private))
-        model = replace(model, max_host_share=_public_share(prepared))
-        settings = {name: model.class_of(name).settings for name in model.machines}
-        with FleetMeasurer(job, prepared, space, settings, watch, say) as measurer:
+        model = measurements.recall_fleet(required=list(private))
+        model = replace(model, max_host_share=num_public / (num_samples or 1))
+        runtimes = {name: model.class_of(name).settings for name in model.machines}
+        with FleetMeasurer(job, prepared, space, runtimes, watch, say) as measurer:
             tuner = FitTuner(
                 measurer, measurements, limits, say, options.is_exploring, options.probe_duration_s
             )
@@ -128,17 +184,16 @@ def tune_by_fit(
     if not options.is_host_training or len(plan.ranks) == 1:
         return plan
     start_s = space.opening_s + prepared.again_s + measurer.start_s + tuned.tried.result.fixed_s
-    times = start_s, measurer.start_s
-    chooser = StrategyChooser(job, prepared, space, plan, tuned.model, limits, *times, say, watch)
-    return chooser.choose(StrategyRequest(options.strategy, options.cut))
-
-
-def _public_share(prepared: Prepared) -> float:
-    """Return the share of all samples that are public."""
-    num_private = sum(info.num_samples for info in prepared.private.values())
-    return prepared.public.num_samples / ((prepared.public.num_samples + num_private) or 1)
-
-
-def _limits(given: Limits, job: Job, prepared: Prepared) -> Limits:
-    num_samples = prepared.public.num_samples + sum(info.num_samples for info in prepared.private.values())
-    return default_limits(given, job.recipe.reference_batch, num_samples, 1 + len(prepared.private))
+    return StrategyChooser(
+        options,
+        job,
+        prepared,
+        space,
+        plan,
+        tuned.model,
+        limits,
+        start_s,
+        measurer.start_s,
+        say,
+        watch,
+    ).choose()

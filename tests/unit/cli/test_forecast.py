@@ -10,18 +10,14 @@ from typer.testing import CliRunner
 
 from csdctl.cli.app import app
 from csdctl.errors import InputError
-from csdctl.job.model import load_job
-from csdctl.perfmodel.energy import Power
 from csdctl.perfmodel.published import Network
 from csdctl.reporting.numbers import format_joules
-from csdctl.runs.directory import ProjectDirectory
 from csdctl.terminal.console import PrintableConsole
 from csdctl.terminal.forecast import forecast_document, render_forecast
 from csdctl.terminal.streams import format_json
-from csdctl.tuning.plan import Plan, RankPlan, save_plan
+from csdctl.tuning.scaling_curve import Power
 from csdctl.workflows.forecast.basis import published_basis
-from csdctl.workflows.forecast.forecast import forecast
-from csdctl.workflows.forecast.request import ForecastRequest
+from csdctl.workflows.forecast.forecast import ForecastRequest, forecast
 
 
 def shown(network: Network, request: ForecastRequest) -> str:
@@ -109,29 +105,6 @@ def test_command_needs_neither_fleet_nor_job(tmp_path: Path, monkeypatch: pytest
     assert done.exit_code == 0
     assert len(json.loads(done.stdout)["curve"]) == 24
     assert list(tmp_path.iterdir()) == []
-
-
-def test_command_reads_the_plan_of_tune(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "job.yaml").write_text(
-        "model: keras.applications:MobileNetV2\n"
-        "data: {public: {path: data}}\n"
-        "recipe: {epochs: 3, learning_rate: 0.1}\n"
-    )
-    (tmp_path / "data").mkdir()
-    ranks = [
-        RankPlan(node="host", batch_size=100, threads=2, step_time_s=1.0, samples_per_s=100.0),
-        RankPlan(node="csd0", batch_size=10, threads=1, step_time_s=1.0, samples_per_s=10.0),
-    ]
-    fingerprint = load_job(tmp_path / "job.yaml").fingerprint()
-    plan = Plan(job="job", job_fingerprint=fingerprint, method="fit", emulated=True, ranks=ranks)
-    save_plan(ProjectDirectory(tmp_path).plan("job"), plan)
-    done = invoke("--nodes", "10", "--samples", "1000")
-    assert done.exit_code == 0
-    assert "job (emulated figures)" in done.stdout
-    assert "job: 3,000 samples, epochs: 3" in done.stdout
-    assert "200" in done.stdout
-    assert "assumption: with more nodes than 1" in done.stdout
 
 
 def test_command_without_a_job_suggests_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

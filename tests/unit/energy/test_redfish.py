@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from csdctl.energy.redfish import read_redfish
+from csdctl.energy.sources import read_redfish
 from csdctl.fleet.model import PowerSource
 from tests.patience import scaled
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from csdctl.launch.diagnosis import find_cause
+from csdctl.launch.mpi_job import find_cause
 from csdctl.worker.protocol.events import Exited
 
 NODES = ["host", "csd0", "csd1"]
@@ -59,12 +59,3 @@ def test_daemon_that_never_connected_is_named_by_its_node() -> None:
     assert cause.node == "csd1"
     assert "did not connect to mpirun and exited with 213" in cause.message
     assert find_cause([line.replace("csd1", "other") for line in printed], [], NODES).node == ""
-
-
-def test_unknown_output_is_shown_as_it_is() -> None:
-    printed = ["-" * 70, "", "bind: Cannot assign requested address", "more"]
-    assert find_cause(printed, [], NODES).message == "bind: Cannot assign requested address"
-
-
-def test_missing_output_has_a_message() -> None:
-    assert find_cause([], [], NODES).message

@@ -98,13 +98,6 @@ def test_machine_that_another_csdctl_has_locked_is_not_relocked(
         other.kill()
 
 
-def test_machine_is_free_when_the_first_csdctl_has_ended(session: LocalSession, tmp_path: Path) -> None:
-    with lock(session, tmp_path):
-        pass
-    with lock(session, tmp_path):
-        pass
-
-
 @pytest.mark.fault(35)
 def test_lock_of_a_killed_csdctl_is_released(session: LocalSession, tmp_path: Path) -> None:
     command = [sys.executable, "-c", LOCK_UNTIL_KILLED, str(tmp_path)]

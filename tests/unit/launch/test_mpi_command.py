@@ -6,17 +6,12 @@ from pathlib import Path
 import pytest
 
 from csdctl.errors import InputError
-from csdctl.fleet.facts import Facts
 from csdctl.fleet.model import HOST_NAME
-from csdctl.fleet.network import parse_local_addresses
-from csdctl.launch.mpi_command import (
+from csdctl.launch.mpirun import (
     RankCommand,
     build_mpirun_command,
     check_addresses,
     check_network,
-    choose_prefix,
-    daemon_marker,
-    find_mpirun,
 )
 from csdctl.worker.protocol.events import Exited, event_from_line
 
@@ -60,34 +55,6 @@ def test_mpirun_command_matches_the_golden_file() -> None:
     )
 
 
-def test_each_rank_is_one_context_in_order() -> None:
-    hosts = [words[:4] for words in contexts(build())]
-    assert hosts == [
-        ["--host", "localhost:1", "-np", "1"],
-        ["--host", "rank1-csd0:1", "-np", "1"],
-        ["--host", "rank2-csd1:1", "-np", "1"],
-    ]
-
-
-def test_network_is_passed_to_ranks_and_daemons() -> None:
-    command = build("10.1.1.0/24")
-    assert after(command, "btl_tcp_if_include") == "10.1.1.0/24"
-    assert after(command, "prte_if_include") == "10.1.1.0/24"
-
-
-def test_mpi_chooses_interfaces_without_a_network() -> None:
-    command = build("")
-    assert "btl_tcp_if_include" not in command
-    assert "prte_if_include" not in command
-    assert "" not in command
-
-
-def test_loopback_is_not_passed_to_the_daemons() -> None:
-    command = build("127.0.0.0/8")
-    assert after(command, "btl_tcp_if_include") == "127.0.0.0/8"
-    assert "prte_if_include" not in command
-
-
 def run_context(words: list[str], home: Path) -> "subprocess.CompletedProcess[str]":
     """Run the arguments of a context as mpirun does, without a shell."""
     return subprocess.run(
@@ -128,58 +95,21 @@ def test_node_with_the_name_of_this_machine_is_not_taken_for_it() -> None:
     assert words[1] == f"rank7-{name}:1"
 
 
-def test_daemons_have_the_run_id_in_their_command_lines() -> None:
-    command = build_mpirun_command(
-        Path("/venv/bin/mpirun"), "/opt/venv", "agent", "", RANKS, run_id="20261121-1-2"
-    )
-    assert after(command, daemon_marker("20261121-1-2")) == "1"
-    assert not any("csdctl_run" in word for word in build())
-
-
-def test_this_environment_has_mpirun() -> None:
-    assert find_mpirun().name == "mpirun"
-
-
-def test_nodes_share_one_prefix_or_the_error_lists_them() -> None:
-    facts = {"csd0": Facts("csd0", prefix="/opt/a"), "csd1": Facts("csd1", prefix="/opt/b")}
-    assert choose_prefix(["csd0"], facts) == "/opt/a"
-    with pytest.raises(InputError, match="/opt/a, /opt/b"):
-        choose_prefix(["csd0", "csd1"], facts)
-
-
-# From /proc/net/fib_trie of a machine with two addresses on one interface.
-FIB_TRIE = """\
-Main:
-  +-- 0.0.0.0/0 3 0 4
-     |-- 0.0.0.0
-        /0 universe UNICAST
-     +-- 10.1.1.0/24 2 0 2
-        |-- 10.1.1.0
-           /24 link UNICAST
-Local:
-  +-- 0.0.0.0/0 2 0 2
-     +-- 10.1.1.0/24 2 0 2
-        |-- 10.1.1.1
-           /32 host LOCAL
-        |-- 10.1.1.255
-           /32 link BROADCAST
-     +-- 127.0.0.0/8 2 0 2
-        |-- 127.0.0.0
-           /8 host LOCAL
-        |-- 127.0.0.1
-           /32 host LOCAL
-        |-- 192.168.7.9
-           /32 host LOCAL
-"""
-
-
-def test_exactly_the_addresses_of_the_host_are_found() -> None:
-    assert parse_local_addresses(FIB_TRIE) == ["10.1.1.1", "127.0.0.1", "192.168.7.9"]
-
-
-def test_loopback_network_is_accepted() -> None:
-    check_network("127.0.0.0/8")
-    check_network("")
+@pytest.mark.parametrize(
+    ("network", "of_ranks", "of_daemons"),
+    [
+        ("10.1.1.0/24", "10.1.1.0/24", "10.1.1.0/24"),
+        ("", None, None),
+        ("127.0.0.0/8", "127.0.0.0/8", None),  # PRRTE never uses the loopback
+    ],
+)
+def test_network_is_passed_to_ranks_and_daemons(
+    network: str, of_ranks: str | None, of_daemons: str | None
+) -> None:
+    command = build(network)
+    assert after(command, "btl_tcp_if_include") == of_ranks
+    assert after(command, "prte_if_include") == of_daemons
+    assert "" not in command
 
 
 def test_network_without_an_address_of_this_host_is_rejected_with_its_addresses() -> None:

@@ -9,12 +9,10 @@ from pathlib import Path
 import pytest
 
 from csdctl.launch.mpi_job import MAX_LINE_BYTES, Deadlines, EndTimeouts, JobOutcome, MpiJob
-from csdctl.runs.capped_log import MAX_LOG_BYTES
 from csdctl.worker.protocol.events import (
     CollectiveTimed,
     Event,
     Exited,
-    Failed,
     Finished,
     Ready,
     event_to_line,
@@ -104,18 +102,6 @@ def all_have_ended(directory: Path) -> bool:
 
 
 class TestOutput:
-    def test_events_arrive_in_order_and_are_recorded_by_rank(self, job: Job) -> None:
-        outcome = job.print(event_lines(*READY, TIMED, *FINISHED))
-        assert job.events == [*READY, TIMED, *FINISHED]
-        assert outcome.ready == {0, 1}
-        assert outcome.finished == dict(enumerate(FINISHED))
-        assert (outcome.exit_code, outcome.failed, outcome.overdue) == (0, {}, "")
-
-    def test_other_lines_are_written_to_the_log_of_their_rank(self, job: Job) -> None:
-        job.print(tag(0, "hello") + tag(1, "there") + tag(0, "a warning", "stderr"))
-        assert (job.text(0), job.text(1)) == ("hello\na warning\n", "there\n")
-        assert job.events == []
-
     def test_events_are_separated_from_other_lines(self, job: Job) -> None:
         job.print(
             tag(0, "before")
@@ -167,45 +153,12 @@ class TestOutput:
         assert blame in job.text(1)
         assert job.text(None) == ""
 
-    def test_log_has_a_limit_and_says_so_once(self, job: Job) -> None:
-        outcome = job.run(
-            f"for _ in range(18 * 16):\n    sys.stdout.write({tag(1, 'x' * (1 << 16))!r})\n"
-            f"sys.stdout.write({event_lines(*FINISHED)!r})"
-        )
-        assert outcome.finished.keys() == {0, 1}
-        assert job.log(1).stat().st_size < MAX_LOG_BYTES + 200
-        assert job.text(1).endswith("\n… further output of csd1 is dropped after 16 MiB\n")
-
-    def test_last_line_without_a_newline_is_read(self, job: Job) -> None:
-        assert job.print(event_lines(*FINISHED).rstrip("\n")).finished.keys() == {0, 1}
-
     def test_control_codes_and_invalid_utf8_are_logged_as_escapes(self, job: Job) -> None:
         line = b"[1,0]<stdout>: \xff\x1b]52;c;QQ==\x07\x9b2J\n\x1b[2J of ssh\n"
         job.run(f"sys.stdout.buffer.write({line!r} + {event_lines(*READY).encode()!r})")
         assert job.events == READY
         assert job.log(0).read_text() == "\\xff\\x1b]52;c;QQ==\\x07\\x9b2J\n"
         assert job.log(None).read_text() == "\\x1b[2J of ssh\n"
-
-    @pytest.mark.parametrize("rank", [0, 1])
-    def test_first_failure_of_a_rank_is_kept(self, job: Job, rank: int) -> None:
-        first, second = (Failed(rank, f"csd{rank}", message, "", 2) for message in ("first", "second"))
-        assert job.print(event_lines(first, second), exit_code=2).failed == {rank: first}
-
-    def test_first_exit_of_each_rank_is_kept_in_order_of_arrival(self, job: Job) -> None:
-        killed, aborted = Exited(1, "csd1", 137), Exited(0, "csd0", 1)
-        again = Exited(1, "csd1", 143), Exited(0, "csd0", 143)
-        outcome = job.print(event_lines(killed, aborted, *again), exit_code=1)
-        assert list(outcome.exited.values()) == [killed, aborted]
-
-    def test_large_output_on_both_streams_is_drained(self, job: Job) -> None:
-        outcome = job.run(
-            "for _ in range(3000):\n"
-            f"    sys.stdout.write({tag(0, 'o' * 100)!r})\n"
-            f"    sys.stderr.write({tag(1, 'e' * 100, 'stderr')!r})\n"
-            f"sys.stdout.write({event_lines(*FINISHED)!r})"
-        )
-        assert outcome.finished.keys() == {0, 1}
-        assert (len(job.text(0)), len(job.text(1))) == (303_000, 303_000)
 
 
 class TestEnding:
@@ -220,18 +173,6 @@ class TestEnding:
         assert (outcome.overdue, outcome.ready) == ("start", {0})
         assert outcome.exit_code != 0
         assert all_have_ended(job.directory)
-
-    def test_silence_after_the_start_is_ended_and_nothing_is_left(self, job: Job) -> None:
-        program = f"{HANGING}\nsys.stdout.write({event_lines(*READY, TIMED)!r})\ntime.sleep(100_000)"
-        outcome = job.run(program, Deadlines(start_s=3600, silence_s=1))
-        assert outcome.overdue == "silence"
-        assert job.events == [*READY, TIMED]
-        assert all_have_ended(job.directory)
-
-    def test_job_that_sends_events_is_never_overdue(self, job: Job) -> None:
-        lines = event_lines(*READY, TIMED)
-        program = f"for _ in range(25):\n    sys.stdout.write({lines!r})\n    time.sleep({scaled(0.1)})"
-        assert job.run(program, Deadlines(start_s=3600, silence_s=scaled(2))).overdue == ""
 
     def test_job_that_ignores_interrupts_is_killed(self, job: Job) -> None:
         ignoring = f"signal.signal(signal.SIGINT, signal.SIG_IGN)\n{HANGING}"
@@ -249,12 +190,6 @@ class TestEnding:
             job.run(program, on_event=interrupted)
         assert all_have_ended(job.directory)
 
-    def test_child_that_outlives_mpirun_is_ended(self, job: Job) -> None:
-        program = f"{HANGING}\nsys.stdout.write({event_lines(*READY, *FINISHED)!r})"
-        outcome = job.run(program, Deadlines(start_s=3600, silence_s=1))
-        assert outcome.finished.keys() == {0, 1}
-        assert all_have_ended(job.directory)
-
     def test_child_in_its_own_process_group_is_ended_like_mpiruns_ssh(self, job: Job) -> None:
         program = "if os.fork() == 0:\n    os.setpgid(0, 0)\n    open('pid', 'w').write(str(os.getpid()))\n"
         job.run(f"{program}    time.sleep(100_000)\n{UNTIL_PID_IS_WRITTEN}")
@@ -267,9 +202,6 @@ class TestEnding:
         program += f"sys.stdout.write({event_lines(*READY)!r})\ntime.sleep(100_000)\n"
         job.run(program, Deadlines(3600, 1), timeouts=EndTimeouts(drain_s=0.2))
         os.kill(int((job.directory / "pid").read_text()), signal.SIGKILL)
-
-    def test_end_before_the_start_does_nothing(self, job: Job) -> None:
-        job.make("").end()
 
 
 def test_job_that_is_ended_before_its_start_leaves_nothing_running(job: Job) -> None:

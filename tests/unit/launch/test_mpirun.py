@@ -9,8 +9,7 @@ import pytest
 from csdctl.errors import InputError
 from csdctl.fleet.facts import Facts
 from csdctl.fleet.model import HOST_NAME, Fleet, Node
-from csdctl.launch.mpi_command import RankCommand, daemon_marker
-from csdctl.launch.mpirun import Mpirun
+from csdctl.launch.mpirun import Mpirun, RankCommand, daemon_marker
 from csdctl.runs.directory import ProjectDirectory, RunDirectory
 
 FLEET = Fleet((Node("csd0", "10.1.1.2"), Node("csd1", "10.1.1.3")), network="10.1.1.0/24")
@@ -49,8 +48,3 @@ def test_only_the_prefixes_of_the_given_ranks_must_agree(mpirun: Mpirun) -> None
     assert mixed.build_command(RANKS[:2])
     with pytest.raises(InputError, match="/opt/other, /opt/venv"):
         mixed.build_command(RANKS)
-
-
-def test_logs_are_in_the_run_directory(mpirun: Mpirun, run: RunDirectory) -> None:
-    assert mpirun.log_path(None) == run.mpirun_log
-    assert mpirun.log_path(2) == run.rank_log(2)

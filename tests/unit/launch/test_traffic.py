@@ -3,8 +3,7 @@
 import pytest
 
 from csdctl.fleet.model import Fleet, Node
-from csdctl.launch.mpi_job import JobOutcome
-from csdctl.launch.traffic import TRAFFIC_CLASSES, add_mpirun_traffic, add_rank_traffic
+from csdctl.launch.mpi_job import TRAFFIC_CLASSES, JobOutcome, add_mpirun_traffic, add_rank_traffic
 from csdctl.transport.meter import TrafficClass
 from csdctl.worker.protocol.events import ACTIVATIONS, SAMPLES, STATE, SUMS, SentBytes, Traffic
 

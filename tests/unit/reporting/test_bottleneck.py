@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from csdctl.reporting.bottleneck import find_bottleneck
-from csdctl.reporting.series import KINDS, RunSeries, SeriesBuilder
+from csdctl.reporting.series import KINDS, RunSeries, SeriesBuilder, find_bottleneck
 from csdctl.runs.stored_events import StoredEvents
 
 NODES = ("host", "csd0", "csd1")
@@ -106,17 +105,3 @@ def test_who_holds_the_others_back_now_is_not_who_did_before() -> None:
     assert before.rank == 1
     assert (now.rank, now.since_s) == (2, 30)
     assert "3.00 times" in now.why
-
-
-def test_nobody_is_blamed_now_for_what_is_over() -> None:
-    run = series(*([kind] * 30 + [EVEN] * 10 for kind in (QUICK, SLOW, QUICK)))
-    assert find_bottleneck(run) is not None
-    assert find_bottleneck(run, is_now=True) is None
-
-
-def test_small_differences_before_do_not_count_as_since() -> None:
-    uneven = {**EVEN, "wait": 0.02}
-    run = series([uneven] * 20 + [QUICK] * 20, [uneven] * 20 + [QUICK] * 20, [EVEN] * 20 + [SLOW] * 20)
-    bottleneck = find_bottleneck(run)
-    assert bottleneck is not None
-    assert (bottleneck.rank, bottleneck.since_s) == (2, 20)

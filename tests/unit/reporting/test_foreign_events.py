@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from csdctl.reporting.privacy import plan_privacy
-from csdctl.reporting.summary import summarize
+from csdctl.reporting.results import summarize
 from csdctl.terminal.report import render_report, report_document
 from csdctl.terminal.streams import format_json
 from csdctl.worker.protocol.events import Event, check_event, event_from_line, event_to_line
@@ -23,8 +23,10 @@ NODES = ("host", "csd0", "csd1")
 NOISE = {"l2_norm_clip": 1.0, "noise_multiplier": 8.0, "delta": 1e-5}
 MANIFEST: dict[str, Any] = {
     "plan": {"method": "stannis", "ranks": [{"node": node, "batch_size": 8} for node in NODES]},
-    "placement": [{"node": node, "num_private": 8, "num_public": 0} for node in NODES],
-    "placed": [{"name": node, "num_private": 8, "num_repeated": 0} for node in NODES],
+    "placed": [
+        {"name": node, "num_private": 8, "public_start": 0, "public_stop": 0, "num_repeated": 0}
+        for node in NODES
+    ],
     "noise": NOISE,
 }
 RANKS = tuple(RankSpec(rank, node, 8, Runtime(), None, None, 8, 0) for rank, node in enumerate(NODES))

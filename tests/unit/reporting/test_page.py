@@ -10,10 +10,8 @@ import pytest
 
 from csdctl.reporting.export import render_csv
 from csdctl.reporting.page import render_page
-from csdctl.reporting.privacy import Flow
-from csdctl.reporting.results import RunResults
+from csdctl.reporting.results import RunResults, summarize
 from csdctl.reporting.series import SeriesBuilder
-from csdctl.reporting.summary import summarize
 from csdctl.worker.protocol.events import EpochEnd, Event, Failed, Joined, Progress, Ready
 
 EVIL = "<script>alert(1)</script>\" onload='x' $x^2$ &amp; ]]>"
@@ -30,9 +28,9 @@ MANIFEST: dict[str, Any] = {
             {"node": EVIL, "batch_size": 10, "samples_per_s": 15.0},
         ],
     },
-    "placement": [
-        {"node": "host", "num_private": 0, "num_public": 600},
-        {"node": EVIL, "num_private": 40, "num_public": 60},
+    "placed": [
+        {"node": "host", "num_private": 0, "public_start": 0, "public_stop": 600},
+        {"node": EVIL, "num_private": 40, "public_start": 0, "public_stop": 60},
     ],
 }
 
@@ -51,8 +49,7 @@ def results(run_id: str = "20260101-000000-abcd") -> RunResults:
     builder = SeriesBuilder(NODES)
     for number, event in enumerate(events):
         builder.add(1e9 + number, event)
-    flows = [Flow(EVIL, "host", "gradient", 1 << 20), Flow("host", EVIL, "control", 1 << 10)]
-    return RunResults(summarize(run_id, MANIFEST, events), builder.build(), flows, MANIFEST)
+    return RunResults(summarize(run_id, MANIFEST, events), builder.build(), MANIFEST)
 
 
 class Page(HTMLParser):
@@ -95,7 +92,7 @@ def test_page_refers_to_itself_alone(text: str) -> None:
 def test_each_chart_has_a_text_and_its_data(text: str) -> None:
     page = Page(text)
     charts = page.tags.count("svg")
-    assert charts == 9  # loss, accuracy, two metrics; speed, lanes, batch sizes, speed-up, bytes
+    assert charts == 7  # loss, accuracy, two metrics; speed, lanes, batch sizes
     assert page.tags.count("figure") == page.tags.count("details") == charts
     assert len([1 for name, value in page.attributes if name == "aria-label" and value]) >= charts
 

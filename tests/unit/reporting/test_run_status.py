@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from csdctl.reporting.run_status import DONE, FAILED, INTERRUPTED, STOPPED, RunStatus, load_run_status
+from csdctl.reporting.results import DONE, FAILED, INTERRUPTED, STOPPED, RunStatus, load_run_status
 from csdctl.runs.directory import EventLog, ProjectDirectory
 from csdctl.worker.protocol.events import STOPPED as ASKED_TO_STOP
 from csdctl.worker.protocol.events import EpochEnd, Event, Failed, Finished, Progress

@@ -9,6 +9,7 @@ from csdctl.errors import InputError
 from csdctl.reporting.energy import MachineEnergy, RunEnergy
 from csdctl.reporting.export import render_scaling_csv
 from csdctl.reporting.page import render_scaling_page
+from csdctl.reporting.results import RankSummary
 from csdctl.reporting.scaling import (
     STRONG,
     TUNED,
@@ -16,9 +17,7 @@ from csdctl.reporting.scaling import (
     build_scaling,
     energy_by_nodes,
     scaling_document,
-    scaling_table,
 )
-from csdctl.reporting.summary import RankSummary
 from tests.unit.reporting.test_page import results
 
 HOST, NODE = 30.0, 3.0
@@ -75,17 +74,8 @@ class TestScaling:
         assert series.host_source == TUNED
         assert series.speedups == pytest.approx({0: 1.0, 4: 1.26, 24: 3.06})
 
-    def test_nothing_is_guessed_where_no_rank_was_measured_alone(self):
-        series = build_scaling([run(4, tuned=False), run(24, tuned=False)])
-        assert series.speedups == {}
-        assert {row[4] for row in scaling_table(series).rows} == {"–"}
-
     def test_constant_global_batch_is_strong_scaling(self):
         assert build_scaling([run(1, batch=60), run(3, batch=30)]).kind == STRONG
-
-    def test_several_runs_with_as_many_nodes_give_their_median(self):
-        series = build_scaling([run(0), run(4), run(4), run(4, joules=1.0)])
-        assert series.speedups == pytest.approx({0: 1.0, 4: 1.26})
 
     def test_energy_is_saved_as_in_table_2_of_the_paper(self):
         rows = energy_by_nodes(build_scaling([run(n, joules=e) for n, e in ENERGY.items()])).rows

@@ -13,7 +13,6 @@ from csdctl.reporting.series import (
     WAIT,
     RunSeries,
     SeriesBuilder,
-    Timeline,
 )
 from csdctl.worker.protocol.events import EpochEnd, Event, Failed, Joined, LinkLost, NodeLost, Progress, Ready
 
@@ -103,16 +102,3 @@ def test_long_run_keeps_few_points() -> None:
     assert run.num_intervals <= MAX_INTERVALS
     assert sum(run.samples[0]) == pytest.approx(500_000)
     assert run.num_more_faults == 3
-
-
-def test_intervals_double_and_keep_their_sums() -> None:
-    timeline = Timeline(1, 1, 0.0)
-    for second in range(1000):
-        timeline.add(0, second, second + 1, [2.0])
-    assert timeline.interval_s == 8
-    assert sum(timeline.amounts[0][0]) == pytest.approx(2000)
-    assert timeline.amounts[0][0][0] == pytest.approx(16)
-
-
-def test_run_without_events_has_no_series() -> None:
-    assert series().num_intervals == 0

@@ -28,7 +28,6 @@ def manifest_of(nodes: Sequence[str] = ("host", "csd0"), job: str = "job") -> di
             }
             for node, start in zip(nodes, starts, strict=True)
         ],
-        "placement": [{"node": node, "num_private": 0, "num_public": SAMPLES_OF_A_RANK} for node in nodes],
         "data": {"public": "f" * 32, "private": {}},
         "noise": None,
     }

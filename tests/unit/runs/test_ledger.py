@@ -5,9 +5,8 @@ from pathlib import Path
 import pytest
 
 from csdctl.errors import InputError
-from csdctl.reporting.privacy import REMARKS, Flow, add_flows
+from csdctl.reporting.privacy import Flow, add_flows
 from csdctl.runs.ledger import Ledger, LedgerEntry, read_ledger
-from csdctl.transport.meter import TrafficClass
 
 
 def test_commands_append_their_traffic_and_it_round_trips(tmp_path: Path) -> None:
@@ -23,14 +22,6 @@ def test_commands_append_their_traffic_and_it_round_trips(tmp_path: Path) -> Non
         for entry in read_ledger(path)
     ]
     assert found == [("prepare", "", "host", "csd0", "code", 6), ("train", "r1", "host", "csd0", "code", 71)]
-
-
-def test_saved_traffic_is_not_saved_again(tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path / "ledger.jsonl", "tune")
-    ledger.add({("host", "csd0", "code"): 1})
-    ledger.save()
-    ledger.save()
-    assert len(list(read_ledger(tmp_path / "ledger.jsonl"))) == 1
 
 
 def test_project_without_a_ledger_has_sent_nothing(tmp_path: Path) -> None:
@@ -52,7 +43,3 @@ def test_flows_are_sums_over_commands_of_one_run_or_of_all() -> None:
     ]
     assert add_flows(entries, "r1") == [Flow("host", "csd0", "gradient", 60), Flow("host", "csd0", "code", 6)]
     assert add_flows(entries)[-1] == Flow("host", "csd0", "code", 11)
-
-
-def test_every_traffic_class_has_a_description() -> None:
-    assert set(REMARKS) == set(TrafficClass)

@@ -21,10 +21,10 @@ from csdctl.tuning.measurements import (
     CollectiveMeasurement,
     ModelProperties,
     ProbeMeasurement,
-    RuntimeSettings,
     TrialMeasurement,
     TrialRank,
 )
+from csdctl.worker.protocol.run_spec import Runtime
 
 MODEL = ModelProperties("a" * 64, "keras.applications:MobileNetV2", 2_000_000, 1_900_000, 50_000_000, 12_288)
 OTHER = replace(MODEL, hash="b" * 64, name="/srv/mine.py:build", num_operations=100_000_000)
@@ -33,12 +33,12 @@ CSD = classify_machine(Facts("csd0", architecture="aarch64", num_cores=4, memory
 HOST = classify_machine(Facts("host", architecture="x86_64", num_cores=8, memory_bytes=32 << 30))
 FLEET = classify_fleet(HOST, [CSD, CSD], "10.1.1.0/24")
 SMALL_FLEET = classify_fleet(HOST, [HOST], "10.1.1.0/24")
-SETTINGS = RuntimeSettings(threads=4)
+SETTINGS = Runtime(threads=4)
 PROBES = [
     ProbeMeasurement(SETTINGS, 8, 1000.0, 0.5, 3, 300 << 20),
     ProbeMeasurement(SETTINGS, 16, 1001.0, 0.9, 3, None),
     ProbeMeasurement(SETTINGS, 512, 1002.0, None),
-    ProbeMeasurement(RuntimeSettings(2, 2, False, 8), 16, 1003.25, 1.1, 5, 1 << 40),
+    ProbeMeasurement(Runtime(2, 2, False), 16, 1003.25, 1.1, 5, 1 << 40),
 ]
 TRIAL = TrialMeasurement(
     (TrialRank(HOST.key, 64, SETTINGS), TrialRank(CSD.key, 8, SETTINGS)), 0.5, 144.0, 1010.0, 150.0
@@ -64,15 +64,6 @@ class TestProbes:
             assert other.probes(MODEL.hash, "recipe", CSD.key) == PROBES
             assert other.models() == [MODEL]
 
-    def test_probe_out_of_memory_is_stored(self, store: MeasurementStore) -> None:
-        store.add_probes(MODEL, "recipe", CSD, PROBES)
-        assert [probe.has_fitted for probe in store.probes(MODEL.hash, "recipe", CSD.key)] == [
-            True,
-            True,
-            False,
-            True,
-        ]
-
     def test_other_model_recipe_or_machine_is_not_mixed_in(self, store: MeasurementStore) -> None:
         store.add_probes(MODEL, "recipe", CSD, PROBES)
         assert store.probes(OTHER.hash, "recipe", CSD.key) == []
@@ -89,40 +80,6 @@ class TestProbes:
         store.add_probes(replace(MODEL, num_operations=0), "recipe", CSD, PROBES)
         store.add_probes(MODEL, "recipe", HOST, PROBES)
         assert store.models() == [MODEL]
-
-
-class TestNeighbours:
-    def test_nearest_neighbours_come_first_with_their_probes(self, store: MeasurementStore) -> None:
-        for model in (FAR, MODEL, OTHER):
-            store.add_probes(model, "recipe", CSD, PROBES)
-        found = store.neighbours(MODEL, "recipe", CSD.key)
-        assert [(neighbour.model, neighbour.recipe) for neighbour in found] == [
-            (OTHER, "recipe"),
-            (FAR, "recipe"),
-        ]
-        assert 0 < found[0].distance < found[1].distance
-        assert found[0].probes == tuple(PROBES)
-
-    def test_same_model_with_another_recipe_is_the_nearest(self, store: MeasurementStore) -> None:
-        store.add_probes(MODEL, "adam", CSD, PROBES)
-        store.add_probes(OTHER, "recipe", CSD, PROBES)
-        found = store.neighbours(MODEL, "recipe", CSD.key, limit=1)
-        assert [(neighbour.model, neighbour.recipe, neighbour.distance) for neighbour in found] == [
-            (MODEL, "adam", 0.0)
-        ]
-
-    def test_other_machines_and_models_that_never_fitted_are_not_neighbours(
-        self, store: MeasurementStore
-    ) -> None:
-        store.add_probes(OTHER, "recipe", HOST, PROBES)
-        store.add_probes(FAR, "recipe", CSD, [PROBES[2]])
-        assert store.neighbours(MODEL, "recipe", CSD.key) == []
-
-    def test_neighbours_at_the_same_distance_have_a_fixed_order(self, store: MeasurementStore) -> None:
-        for letter in "dcbe":
-            store.add_probes(replace(MODEL, hash=letter * 64), "recipe", CSD, PROBES)
-        found = store.neighbours(MODEL, "recipe", CSD.key, limit=4)
-        assert [neighbour.model.hash[0] for neighbour in found] == ["b", "c", "d", "e"]
 
 
 class TestCollectivesAndTrials:
@@ -259,8 +216,8 @@ def test_writes_of_two_processes_are_all_kept(path: Path) -> None:
 
 
 def test_write_that_fails_halfway_is_not_kept(store: MeasurementStore) -> None:
-    with pytest.raises(CsdctlError, match="CHECK constraint failed"):
-        store.add_probes(MODEL, "recipe", CSD, [PROBES[0], replace(PROBES[1], batch_size=0)])
+    with pytest.raises(CsdctlError, match="NOT NULL constraint failed"):
+        store.add_probes(MODEL, "recipe", CSD, [PROBES[0], replace(PROBES[1], measured_at=None)])
     assert store.models() == []
 
 

@@ -21,11 +21,6 @@ def test_directory_that_others_may_enter_is_narrowed(tmp_path: Path, mode: int) 
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700
 
 
-def test_missing_directory_is_not_created(tmp_path: Path) -> None:
-    check_private(tmp_path / ".csdctl")
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.fixture
 def memory(tmp_path: Path) -> Path:
     path = tmp_path / "memory"
@@ -60,13 +55,6 @@ def test_step_file_is_on_the_disk_before_the_one_in_memory_is_removed(
     keep_step_file(memory, kept)
     assert synced == [(len(b"state"), False, True)]
     assert kept.read_bytes() == b"state"
-
-
-def test_nothing_is_moved_when_there_is_no_step_file_or_it_is_on_disk(memory: Path, tmp_path: Path) -> None:
-    keep_step_file(tmp_path / "none", tmp_path / "kept")
-    assert not (tmp_path / "kept").exists()
-    keep_step_file(memory, memory)
-    assert memory.read_bytes() == b"state"
 
 
 def test_nothing_stays_in_memory_when_the_disk_takes_nothing(memory: Path, tmp_path: Path) -> None:

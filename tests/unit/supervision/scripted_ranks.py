@@ -15,7 +15,7 @@ import pytest
 
 from csdctl.errors import CsdctlError, NodeError, RunError, UnreachableError
 from csdctl.launch.mpi_job import EndTimeouts, MpiJob
-from csdctl.supervision.rank_process import OnMessage, ProcessEnded, RankMessage
+from csdctl.supervision.rank_processes import OnMessage, ProcessEnded, RankMessage
 from csdctl.supervision.run_setup import Links, Patience, RunSetup
 from csdctl.supervision.supervisor import Supervisor
 from csdctl.worker.protocol.events import (

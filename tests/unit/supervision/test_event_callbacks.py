@@ -1,7 +1,6 @@
 """Callbacks over events: whatever the user's function does, the run is not delayed and not broken."""
 
 import re
-import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -47,19 +46,6 @@ def test_function_cannot_change_what_others_see() -> None:
     Run(clear, received.append).send(STEP, STEP)
     assert [event["metrics"] for event in received] == [{"accuracy": 0.5}] * 2
     assert STEP.metrics == {"accuracy": 0.5}
-
-
-def test_functions_run_in_threads_of_their_own() -> None:
-    threads: set[int] = set()
-
-    def one(event: dict[str, Any]) -> None:
-        threads.add(threading.get_ident())
-
-    def other(event: dict[str, Any]) -> None:
-        threads.add(threading.get_ident())
-
-    Run(one, other).send(STEP)
-    assert len(threads - {threading.get_ident()}) == 2
 
 
 def test_failing_function_is_reported_once_and_gets_the_next_events() -> None:
@@ -114,21 +100,6 @@ def test_slow_function_misses_steps_and_keeps_the_rest() -> None:
     assert run.said == [f"callback wait is slower than the run: it missed {missed:,} events"]
 
 
-def test_queue_is_bounded_for_all_events() -> None:
-    may_go_on, received = threading.Event(), []
-
-    def wait(event: dict[str, Any]) -> None:
-        may_go_on.wait()
-        received.append(event)
-
-    run = Run(wait)
-    with run.callbacks:
-        for _ in range(2 * MAX_WAITING):
-            run.callbacks.put(0.0, EPOCH)
-        may_go_on.set()
-    assert len(received) <= MAX_WAITING + 1
-
-
 def test_function_that_hangs_is_left_behind() -> None:
     may_end, began = threading.Event(), threading.Event()
     received = []
@@ -152,20 +123,6 @@ def test_function_that_hangs_is_left_behind() -> None:
     may_end.set()
     thread.join()
     assert len(received) == 1  # it gets nothing more, once the run is over
-
-
-def test_process_ends_while_a_function_hangs() -> None:
-    program = """
-import threading
-from csdctl.supervision.event_callbacks import EventCallbacks
-from csdctl.worker.protocol.events import Ready
-
-with EventCallbacks([lambda event: threading.Event().wait()], "run", print, 0.1) as callbacks:
-    callbacks.put(0.0, Ready(0, "host", 100, 0.1))
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.endswith("csdctl no longer waits for it\n")
 
 
 def test_stop_is_asked_for_once() -> None:

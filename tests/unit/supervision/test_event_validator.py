@@ -5,12 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-from csdctl.supervision.event_validator import (
+from csdctl.supervision.rank_processes import (
     CHARS_PER_EVENT,
     EVENTS_PER_S,
     MAX_EVENTS_AT_ONCE,
     MAX_WAITING_AT_ONCE,
-    Allowance,
     EventValidator,
 )
 from csdctl.worker.protocol.events import (
@@ -159,12 +158,3 @@ def test_rank_may_send_much_at_once_and_then_a_limited_number_per_second() -> No
 def test_rank_that_says_all_the_time_that_it_waits_is_refused() -> None:
     story = [READY, FIRST, *[WAITING] * (MAX_WAITING_AT_ONCE + 1)]
     assert refusal(story) == "WaitingFor: expected at most 1 per second"
-
-
-def test_allowance_grows_with_time_up_to_its_burst() -> None:
-    allowance = Allowance(per_s=10.0, burst=20.0)
-    assert allowance.spend(20.0, now=100.0) == 0.0
-    assert allowance.spend(5.0, now=100.0) == pytest.approx(0.5)
-    assert allowance.spend(5.0, now=101.0) == 0.0
-    assert allowance.spend(20.0, now=10_000.0) == 0.0
-    assert allowance.spend(1.0, now=10_000.0) == pytest.approx(0.1)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from csdctl.errors import DeadlineError
-from csdctl.worker.protocol.events import Event, NodeLost, Progress
+from csdctl.worker.protocol.events import Event, Progress
 from csdctl.worker.protocol.orders import Ping
 from tests.patience import scaled
 from tests.unit.supervision.scripted_ranks import Fleet, ScriptedRank, orders_of
@@ -34,17 +34,6 @@ def test_hung_rank_is_lost_when_the_waiting_rank_cannot_name_it(fleet: Fleet, re
     fleet.run()
     assert fleet.groups == [(0, 1, 2), (0, 2)]
     assert "is stopped, or its machine hangs" in fleet.lost_messages()[0]
-
-
-def test_two_ranks_that_hang_at_once_are_both_left_out(fleet: Fleet) -> None:
-    def hang_both(fleet: Fleet) -> None:
-        fleet.rank(1).is_hung = fleet.rank(2).is_hung = True
-        fleet.rank(0).wait_for("csd0", "csd1")
-
-    fleet.scripts = {1: hang_both, 2: Fleet.finish}
-    fleet.run()
-    assert fleet.groups == [(0, 1, 2), (0,)]
-    assert sorted(fleet.nodes_of(NodeLost)) == ["csd0", "csd1"]
 
 
 def test_slow_rank_that_answers_stays(fleet: Fleet) -> None:
@@ -86,17 +75,6 @@ def test_run_in_which_rank_0_waits_for_all_others_fails_at_the_deadline(fleet: F
     fleet.set_patience(silence_s=scaled(0.6))
     fleet.scripts[1] = lambda fleet: fleet.rank(0).wait_for("csd0", "csd1")
     assert "no rank has completed a step" in fleet.run_to_error(DeadlineError).message
-
-
-def test_silence_deadline_restarts_with_every_group(fleet: Fleet) -> None:
-    def hang(fleet: Fleet) -> None:
-        fleet.rank(1).is_hung = fleet.rank(2).is_hung = True
-        fleet.rank(0).lose_link(1)
-
-    fleet.set_patience(silence_s=fleet.patience.answer_s)  # regrouping waits this long for two ranks
-    fleet.scripts = {1: hang, 2: Fleet.finish}
-    fleet.run()
-    assert fleet.groups == [(0, 1, 2), (0,)]
 
 
 @pytest.mark.parametrize("stop", [ScriptedRank.finish, ScriptedRank.pause])

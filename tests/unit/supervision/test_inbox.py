@@ -2,8 +2,7 @@
 
 import pytest
 
-from csdctl.supervision.rank_process import RankMessage
-from csdctl.supervision.rank_processes import Inbox, Restarted
+from csdctl.supervision.rank_processes import Inbox, RankMessage, Restarted
 from csdctl.worker.protocol.events import Pong
 
 

@@ -9,7 +9,7 @@ from csdctl.launch.mpi_job import JobOutcome
 from csdctl.supervision.run_setup import Links
 from csdctl.supervision.supervisor import CALLBACK, USER
 from csdctl.worker.protocol.events import Event, Finished, Joined, LinkLost, NodeBack, Progress, Ready
-from csdctl.worker.protocol.orders import FormGroup, Order, Ping, Stop
+from csdctl.worker.protocol.orders import Order, Ping, Stop
 from tests.unit.supervision.scripted_ranks import Fleet, ScriptedRank, orders_of, press_ctrl_c
 
 
@@ -100,18 +100,6 @@ def test_restarted_rank_0_receives_stop_again(fleet: Fleet) -> None:
     fleet.scripts = {1: lambda fleet: fleet.rank(0).step(), 2: stop}
     fleet.run()
     assert fleet.nodes_of(NodeBack) == ["host"]
-
-
-def test_interrupt_while_a_paused_group_is_replaced_ends_everything(fleet: Fleet) -> None:
-    def interrupt(rank: ScriptedRank, order: Order) -> None:
-        if isinstance(order, FormGroup) and order.generation == 3 and rank.rank == 0:
-            press_ctrl_c()
-
-    fleet.on_order = interrupt
-    fleet.reachable = {1}
-    fleet.scripts[1] = lambda fleet: fleet.rank(1).exit()
-    with pytest.raises(KeyboardInterrupt):
-        fleet.run()
 
 
 class InterruptedLinks(Links):

@@ -40,17 +40,6 @@ def test_host_continues_alone_when_all_nodes_are_lost_at_once(fleet: Fleet) -> N
     assert fleet.nodes_of(NodeLost) == ["csd0", "csd1"]
 
 
-def test_rank_lost_while_regrouping_is_left_out_as_well(fleet: Fleet) -> None:
-    def exit_when_pinged(rank: ScriptedRank, order: Order) -> None:
-        if rank.rank == 2 and isinstance(order, Ping):
-            rank.exit()
-
-    fleet.on_order = exit_when_pinged
-    fleet.scripts = {1: lambda fleet: fleet.rank(1).exit(), 2: Fleet.finish}
-    fleet.run()
-    assert fleet.groups == [(0, 1, 2), (0,)]
-
-
 def test_rank_that_fails_while_regrouping_is_left_out_with_its_message(fleet: Fleet) -> None:
     def fail_when_pinged(rank: ScriptedRank, order: Order) -> None:
         if rank.rank == 2 and isinstance(order, Ping):
@@ -176,14 +165,3 @@ def test_rank_that_can_no_longer_finish_with_the_others_fails_the_run(fleet: Fle
     fleet.scripts[1] = lambda fleet: fleet.rank(2).lose_link(1)
     assert "no completion record from csd1" in fleet.run_to_error().message
     assert fleet.groups == [(0, 1, 2)]
-
-
-def test_incomplete_run_names_the_node_without_a_completion_record(fleet: Fleet) -> None:
-    def lose_one_at_the_end(fleet: Fleet) -> None:
-        fleet.rank(0).finish()
-        fleet.rank(2).exit("killed by signal 7")
-
-    fleet.lose_rank_1_early()
-    fleet.scripts[2] = lose_one_at_the_end
-    error = fleet.run_to_error()
-    assert (error.node, error.message.splitlines()[0]) == ("csd1", "killed by signal 7")

@@ -6,7 +6,7 @@ import pytest
 
 from csdctl.errors import NodeError, RunError
 from csdctl.supervision.membership import GroupState, Membership
-from csdctl.supervision.rank_process import ProcessEnded
+from csdctl.supervision.rank_processes import ProcessEnded
 from csdctl.worker.protocol.events import (
     EpochEnd,
     Event,

@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from csdctl.errors import NodeError, UnreachableError
-from csdctl.supervision.rank_process import OnMessage, ProcessEnded
-from csdctl.supervision.rank_processes import MAX_WAITING, RankProcesses, Restarted
+from csdctl.supervision.rank_processes import MAX_WAITING, OnMessage, ProcessEnded, RankProcesses, Restarted
 from csdctl.worker.protocol.events import Pong
 from csdctl.worker.protocol.orders import Order, Ping
 from tests import patience

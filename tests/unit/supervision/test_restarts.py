@@ -20,23 +20,6 @@ def test_node_that_returns_joins_at_the_end_of_the_epoch(fleet: Fleet) -> None:
     assert len(orders_of(fleet.rank(0), PauseAtEpochEnd)) == 1
 
 
-def test_node_that_is_lost_repeatedly_stays_away(fleet: Fleet) -> None:
-    fleet.reachable = {1}
-
-    def lose_it_again(fleet: Fleet) -> None:
-        fleet.rank(0).step()
-        if 1 in fleet.groups[-1]:
-            fleet.rank(1).exit()
-        elif len(fleet.nodes_of(NodeLost)) > fleet.patience.max_restarts:
-            fleet.finish()
-
-    fleet.scripts = dict.fromkeys(range(1, 20), lose_it_again)
-    fleet.run()
-    assert fleet.nodes_of(NodeBack) == ["csd0"] * fleet.patience.max_restarts
-    assert fleet.nodes_of(NodeLost) == ["csd0"] * (fleet.patience.max_restarts + 1)
-    assert fleet.groups[-1] == (0, 2)
-
-
 def test_pause_is_requested_again_when_another_node_is_lost_first(fleet: Fleet) -> None:
     def lose_another(fleet: Fleet) -> None:
         fleet.has_short_epochs = True
@@ -158,31 +141,6 @@ def test_node_lost_while_rank_0_restarts_is_left_out(
     fleet.run()
     assert fleet.groups == [(0, 1, 2), (0, 2)]
     assert fleet.nodes_of(NodeLost) == ["host", "csd0"]
-
-
-def test_too_few_nodes_after_rank_0_restarted_fail_the_run(fleet: Fleet) -> None:
-    def start(rank: ScriptedRank) -> None:
-        if len(fleet.processes) > 3:
-            fleet.rank(1).exit()
-        rank.report_ready()
-
-    fleet.on_start = start
-    fleet.min_nodes = 2
-    restart_host_after_the_poll(fleet)
-    fleet.scripts[1] = lambda fleet: fleet.rank(0).exit()
-    assert "nodes left: 1" in fleet.run_to_error().message
-
-
-def test_rank_0_may_restart_as_often_as_a_node(fleet: Fleet) -> None:
-    def lose_host(fleet: Fleet) -> None:
-        fleet.rank(0).step()
-        fleet.rank(0).exit()
-
-    restart_host_after_the_poll(fleet)
-    fleet.scripts = dict.fromkeys(range(1, fleet.patience.max_restarts + 1), lose_host)
-    fleet.scripts[fleet.patience.max_restarts + 1] = Fleet.finish
-    fleet.run()
-    assert fleet.nodes_of(NodeBack) == ["host"] * fleet.patience.max_restarts
 
 
 def test_rank_0_lost_more_often_fails_the_run_at_once(fleet: Fleet) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from csdctl.errors import CsdctlError, NodeError
-from csdctl.supervision.rank_process import ProcessEnded, RankMessage
+from csdctl.supervision.rank_processes import ProcessEnded, RankMessage
 from csdctl.supervision.supervisor import ACTIONS, Phase, Supervisor
 from csdctl.worker.protocol.events import (
     EVENTS,

@@ -13,7 +13,7 @@ from csdctl.terminal.tune import TuningScreen, TuningView
 from csdctl.worker.protocol.datasets import PrepareProgress
 from csdctl.worker.protocol.events import Joined, NodeLost, Progress
 from csdctl.worker.protocol.probe import ProbeResult
-from csdctl.workflows.tune.watch import IDLE, LOADING, MEASURED, MEASURING
+from csdctl.workflows.tune.probing import IDLE, LOADING, MEASURED, MEASURING
 
 SIZES = [(80, 24), (120, 40), (200, 50)]
 

@@ -36,7 +36,7 @@ from csdctl.terminal.tune import render_plan, render_probes
 from csdctl.terminal.verify import render_verified
 from csdctl.transport.many import Outcome
 from csdctl.transport.meter import TrafficClass
-from csdctl.tuning.measurements import ModelProperties, RuntimeSettings, TrialMeasurement, TrialRank
+from csdctl.tuning.measurements import ModelProperties, TrialMeasurement, TrialRank
 from csdctl.tuning.plan import Plan, RankPlan, StrategyPlan
 from csdctl.worker.protocol.datasets import PrepareProgress
 from csdctl.worker.protocol.events import (
@@ -49,11 +49,11 @@ from csdctl.worker.protocol.events import (
     WaitingFor,
 )
 from csdctl.worker.protocol.probe import ProbeResult
+from csdctl.worker.protocol.run_spec import Runtime
 from csdctl.workflows.discovery.discover import DiscoverResult
 from csdctl.workflows.discovery.trust import KeyState, ShownKey
 from csdctl.workflows.forecast.basis import published_basis
-from csdctl.workflows.forecast.forecast import forecast
-from csdctl.workflows.forecast.request import ForecastRequest
+from csdctl.workflows.forecast.forecast import ForecastRequest, forecast
 from csdctl.workflows.preflight.doctor import Examination
 from csdctl.workflows.reporting.report import PrivacyReport
 from csdctl.workflows.train.verify import judge
@@ -136,7 +136,7 @@ def show_measurements(console: PrintableConsole) -> None:
     machine = replace(machine, architecture=HOSTILE, tensorflow=HOSTILE)
     fleet = classify_fleet(machine, [machine], HOSTILE)
     model = ModelProperties("a" * 64, HOSTILE, 7, 5, 9, 3)
-    settings = RuntimeSettings(4)
+    settings = Runtime(4)
     trial = TrialMeasurement((TrialRank(HOSTILE, 8, settings),), 0.5, 16.0, 1.0, 20.0)
     overview = Overview(
         [ProbeSummary(model, MARKUP, machine, settings, 1, 4, 4, None, 4, 8.0, 1.0)],

@@ -19,10 +19,10 @@ from csdctl.tuning.measurements import (
     CollectiveMeasurement,
     ModelProperties,
     ProbeMeasurement,
-    RuntimeSettings,
     TrialMeasurement,
     TrialRank,
 )
+from csdctl.worker.protocol.run_spec import Runtime
 from csdctl.workflows.reporting.measurements import forget_measurements, load_measurements
 from tests.emulated.running import csdctl
 from tests.json_page import check_document
@@ -35,7 +35,7 @@ FACTS = Facts(
 CSD = classify_machine(FACTS)
 HOST = classify_machine(replace(FACTS, cpu_model="Neoverse-N1", num_cores=64))
 FLEET = classify_fleet(HOST, [CSD, CSD], "10.1.1.0/24")
-ONE = RuntimeSettings(4)
+ONE = Runtime(4)
 TRIAL = TrialMeasurement(
     (TrialRank(HOST.key, 64, ONE), *[TrialRank(CSD.key, 8, ONE)] * 6), 0.5, 141.0, 1_700_000_000.0, 150.0
 )
@@ -52,7 +52,7 @@ def project(tmp_path: Path) -> ProjectDirectory:
             MODEL,
             "recipe-1",
             CSD,
-            [ProbeMeasurement(RuntimeSettings(2, 2, False, 8), 8, 1_700_000_000.0, 1.0)],
+            [ProbeMeasurement(Runtime(2, 2, False), 8, 1_700_000_000.0, 1.0)],
         )
         store.add_collectives(
             FLEET,

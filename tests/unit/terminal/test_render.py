@@ -16,7 +16,7 @@ from csdctl.reporting.numbers import (
     format_seconds,
     format_share,
 )
-from csdctl.reporting.summary import RankSummary, RunSummary
+from csdctl.reporting.results import RankSummary, RunSummary
 from csdctl.terminal.console import PrintableConsole
 from csdctl.terminal.report import render_report, report_document
 from csdctl.terminal.streams import format_json

@@ -40,12 +40,6 @@ def test_plan_file_explains_what_may_be_edited(path: Path) -> None:
     assert "null" not in path.read_text()
 
 
-def test_edited_batch_size_is_read(path: Path) -> None:
-    path.write_text(path.read_text().replace("batch_size: 25", "batch_size: 20"))
-    assert load_plan(path).ranks[1].batch_size == 20
-    assert load_plan(path).global_batch == 335
-
-
 @pytest.mark.parametrize(
     ("written", "edited", "message"),
     [
@@ -78,24 +72,19 @@ def test_bad_value_is_named_with_its_line(path: Path, written: str, edited: str,
         load_plan(path)
 
 
-def test_batch_that_does_not_fit_in_memory_is_refused(path: Path) -> None:
-    path.write_text(path.read_text().replace("batch_size: 25", "batch_size: 25\n  max_batch_size: 24"))
-    with pytest.raises(InputError, match="`ranks.1`: .* 25 is above max_batch_size 24"):
-        load_plan(path)
-
-
 @pytest.mark.parametrize(
     ("written", "edited", "message"),
     [
+        ("batch_size: 25", "batch_size: 25\n  max_batch_size: 24", "25 is above max_batch_size 24"),
         ("node: host", "node: csd1", "the first rank is not `host` but csd1"),
         ("node: csd0", "node: host", "host is listed more than once"),
     ],
 )
-def test_ranks_that_do_not_belong_together_are_refused(
+def test_values_that_do_not_belong_together_are_refused(
     path: Path, written: str, edited: str, message: str
 ) -> None:
     path.write_text(path.read_text().replace(written, edited))
-    with pytest.raises(InputError, match=f"`ranks`: .*{message}"):
+    with pytest.raises(InputError, match=message):
         load_plan(path)
 
 
@@ -103,12 +92,6 @@ def test_prediction_that_does_not_add_up_is_refused(path: Path) -> None:
     save_plan(path, predicted_for([315, 25]))
     path.write_text(path.read_text().replace("global_batch: 340", "global_batch: 341"))
     with pytest.raises(InputError, match="batch_sizes add up to 340, but global_batch is 341"):
-        load_plan(path)
-
-
-def test_plan_without_ranks_is_refused(path: Path) -> None:
-    path.write_text(path.read_text().partition("ranks:")[0] + "ranks: []\n")
-    with pytest.raises(InputError, match="`ranks`"):
         load_plan(path)
 
 
@@ -122,7 +105,7 @@ def test_predicted_rate_is_the_global_batch_over_the_slowest_step() -> None:
     assert PLAN.predicted_samples_per_s == pytest.approx(340 / 10.0)
 
 
-def predicted_for(batch_sizes: list[int] | None) -> Plan:
+def predicted_for(batch_sizes: list[int]) -> Plan:
     predicted = Predicted(
         global_batch=340,
         batch_sizes=batch_sizes,
@@ -136,13 +119,9 @@ def predicted_for(batch_sizes: list[int] | None) -> Plan:
     return PLAN.model_copy(update={"predicted": predicted})
 
 
-def test_prediction_holds_for_its_own_batch_sizes(path: Path) -> None:
-    save_plan(path, predicted_for([315, 25]))
-    assert load_plan(path).predicted_samples_per_s == 31.0
-
-
 def test_prediction_does_not_hold_after_moving_samples_between_ranks(path: Path) -> None:
     save_plan(path, predicted_for([315, 25]))
+    assert load_plan(path).predicted_samples_per_s == 31.0
     path.write_text(
         path.read_text()
         .replace("batch_size: 315", "batch_size: 300")
@@ -150,13 +129,6 @@ def test_prediction_does_not_hold_after_moving_samples_between_ranks(path: Path)
     )
     assert load_plan(path).global_batch == 340
     assert load_plan(path).prediction is None
-
-
-def test_prediction_of_an_older_plan_holds_for_its_global_batch() -> None:
-    plan = predicted_for(None)
-    assert plan.prediction == plan.predicted
-    ranks = [PLAN.ranks[0], PLAN.ranks[1].model_copy(update={"batch_size": 26})]
-    assert plan.model_copy(update={"ranks": ranks}).prediction is None
 
 
 def test_nothing_is_predicted_when_a_rank_was_not_measured() -> None:

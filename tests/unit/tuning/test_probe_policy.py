@@ -9,14 +9,11 @@ import pytest
 
 from csdctl.perfmodel.prediction import RankModel, predict
 from csdctl.perfmodel.step_time import StepTime
-from csdctl.tuning.class_model import MAX_PROBES, ClassModel
-from csdctl.tuning.fleet_model import FleetModel
-from csdctl.tuning.learning import learn_probes
-from csdctl.tuning.observations import ProbeOutcome
+from csdctl.tuning.fits import Point
+from csdctl.tuning.fleet_model import MAX_PROBES, ClassModel, FleetModel, ProbeOutcome, learn_probes
 from csdctl.tuning.probe_policy import ChooseSizes, next_sizes
-from csdctl.tuning.search import BestPlan, Limits, RankCandidate, find_best
+from csdctl.tuning.search import BestPlan, Limits, find_best
 from csdctl.tuning.stannis import Measure, TuningError
-from csdctl.tuning.step_time_fit import Point
 
 LIMITS = Limits(max_global_batch=1024)
 EQUAL_NODES = {"host": (StepTime(0.01, 0.003), 1), "a": (StepTime(0.03, 0.02), 4)}
@@ -61,8 +58,7 @@ class Machines:
 
     def best(self, step_times: Mapping[str, StepTime]) -> BestPlan:
         candidates = [
-            RankCandidate(name, step_times[key], is_required=key == "host")
-            for name, key in self.class_of.items()
+            RankModel(name, step_times[key], is_required=key == "host") for name, key in self.class_of.items()
         ]
         return find_best(candidates, LIMITS, lambda ranks: 0.01 * ranks)
 
@@ -188,19 +184,6 @@ def test_classes_with_earlier_probes_are_not_measured_again() -> None:
     assert machines.probed == []
 
 
-def test_probing_starts_at_the_guess_from_a_similar_model() -> None:
-    machines = Machines(EQUAL_NODES)
-    classes = {
-        key: replace(known, guess=EQUAL_NODES[key][0].scaled(1.3))
-        for key, known in machines.model().classes.items()
-    }
-    probed(replace(machines.model(), classes=classes), machines.measure, machines.choose)
-    planned = machines.choose({key: known for key, (known, _) in EQUAL_NODES.items()})
-    first = dict(machines.probed[:4])
-    assert 0.25 * planned["a"] < max(first[name] for name in ("a0", "a1", "a2")) < 2 * planned["a"]
-    assert machines.num_probes("host") <= 4
-
-
 @pytest.mark.parametrize("planned", [64, 65, 69, 129, 1])
 def test_probe_of_half_the_planned_size_predicts_it(planned: int) -> None:
     line = StepTime(0.01, 0.02)
@@ -212,7 +195,7 @@ def test_probe_of_half_the_planned_size_predicts_it(planned: int) -> None:
 
 
 def test_class_that_fits_in_none_of_its_probes_is_named() -> None:
-    known = ClassModel(("a",), max_new_probes=2, guess=StepTime(0.01, 0.0001))
+    known = ClassModel(("a",), max_new_probes=2)
     with pytest.raises(TuningError, match="a cannot train"):
         probed_class(known, dict.fromkeys, 4000)
 

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from csdctl.perfmodel.published import (
-    MARGIN_SCALE,
     NUM_NEWPORTS,
     NUM_PRIVATE,
     NUM_PUBLIC,
@@ -27,6 +26,8 @@ LIST = (5, 10, 15, 16, 20, 25, 30, 40, 50, 60)
 # "about 3 images per second for all batch sizes greater than 16" and 3.08 at 25: of the time of a batch of
 # 25, this share does not depend on its size.
 AT_16, AT_25 = 16 / 3.0, 25 / 3.08
+MARGIN_SCALE = 5.0
+"""Algorithm 1's E for the "fixed 20% margin" of section IV."""
 FIXED_SHARE = 1 - 25 * (AT_25 - AT_16) / 9 / AT_25
 
 
@@ -43,7 +44,7 @@ def tuned_sizes(row: PublishedNetwork, step_divisor: float) -> tuple[int, int]:
 
     def measure(sizes: Mapping[str, int]) -> dict[str, float | None]:
         return {
-            name: row.host.model.step_time.at(size) if name == "host" else newport_step_s(row, size)
+            name: row.host.step_time.at(size) if name == "host" else newport_step_s(row, size)
             for name, size in sizes.items()
         }
 
@@ -126,29 +127,6 @@ def test_page_shows_the_batch_sizes_that_are_computed(network: Network) -> None:
         difference = f"{host / row.host_batch_size - 1:+.1%}".replace("-", "−")
         cells.append(f"{host} / {newport} ({difference})")
     assert "| " + " | ".join(cells) + " |" in PAGE
-
-
-@pytest.mark.parametrize("network", Network)
-def test_shards_are_equation_1s(network: Network) -> None:
-    host, *newports = placed(TABLE_1[network])
-    for newport in newports:
-        of_the_host = newport.num_samples / newport.batch_size * host.batch_size
-        assert host.num_samples == pytest.approx(of_the_host, abs=host.batch_size / newport.batch_size)
-
-
-@pytest.mark.parametrize("network", Network)
-def test_private_images_stay_and_every_public_one_is_read_once(network: Network) -> None:
-    shards = placed(TABLE_1[network])
-    assert [shard.num_private for shard in shards] == [0] + [500] * 24
-    assert sum(shard.num_public for shard in shards) == 72_000
-    assert [shard.public_start for shard in shards[1:]] == [shard.public_stop for shard in shards[:-1]]
-    assert sum(shard.num_repeated for shard in shards) == 0
-
-
-@pytest.mark.parametrize("network", Network)
-def test_all_ranks_end_their_epoch_in_the_same_step(network: Network) -> None:
-    shards = placed(TABLE_1[network])
-    assert {shard.num_steps for shard in shards} == {steps_per_epoch(shards)}
 
 
 @pytest.mark.parametrize("network", Network)

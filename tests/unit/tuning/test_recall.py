@@ -3,19 +3,20 @@
 import pytest
 
 from csdctl.perfmodel.step_time import StepTime
-from csdctl.tuning.measurements import ProbeMeasurement, RuntimeSettings
+from csdctl.tuning.fits import Point
+from csdctl.tuning.measurements import ProbeMeasurement
 from csdctl.tuning.recall import points_with, recall_in_step, recall_points
-from csdctl.tuning.step_time_fit import Point
+from csdctl.worker.protocol.run_spec import Runtime
 
-TWO, ONE = RuntimeSettings(2), RuntimeSettings(1)
+TWO, ONE = Runtime(2), Runtime(1)
 LINE = StepTime(0.1, 0.01)
 
 
-def probed(settings: RuntimeSettings, *sizes: int, slower: float = 1.0) -> list[ProbeMeasurement]:
+def probed(settings: Runtime, *sizes: int, slower: float = 1.0) -> list[ProbeMeasurement]:
     return [ProbeMeasurement(settings, size, 1.0, LINE.at(size) * slower, 3, 1 << 20) for size in sizes]
 
 
-def tried(settings: RuntimeSettings, size: int, ratio: float, measured_at: float) -> ProbeMeasurement:
+def tried(settings: Runtime, size: int, ratio: float, measured_at: float) -> ProbeMeasurement:
     return ProbeMeasurement(settings, size, measured_at, LINE.at(size) * ratio, 3)
 
 

@@ -1,170 +1,249 @@
-"""The curve with the best batch sizes for every number of nodes."""
+"""The curve over the number of nodes, with fixed and with the best batch sizes, and the verdict on it."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from csdctl.perfmodel.collective import CollectiveCost
-from csdctl.perfmodel.energy import Power
-from csdctl.perfmodel.prediction import RankModel
-from csdctl.perfmodel.scaling import PlannedRank, predict_curve
-from csdctl.perfmodel.step_time import StepTime
-from csdctl.tuning.host_choice import find_best_ranks
-from csdctl.tuning.scaling_curve import (
+from csdctl.perfmodel.prediction import (
     MIN_OVERHEAD_FACTOR,
+    CollectiveCost,
+    RankModel,
+    RingCost,
+    SumCost,
+    calibrate_overhead,
+    predict,
+)
+from csdctl.perfmodel.step_time import StepTime
+from csdctl.tuning.scaling_curve import (
     Choice,
     Costs,
-    calibrate_overhead,
+    CurvePoint,
+    Power,
+    Reason,
+    Verdict,
     choose_best,
-    predict_best_curve,
+    judge,
+    predict_curve,
     size_ranks,
 )
-from csdctl.tuning.search import Limits, RankCandidate
+from csdctl.tuning.search import Limits, find_best_ranks
 from csdctl.tuning.stannis import TuningError
 
-HOST = RankModel("host", StepTime(0.02, 0.002))
-CSD = RankModel("csd0", StepTime(0.1, 0.02))
-DPU = RankModel("dpu0", StepTime(0.1, 0.01))
+FLAT_HOST = RankModel("host", StepTime(0.0, 0.01), batch_size=100)
+FLAT_NODE = RankModel("csd0", StepTime(0.0, 0.1), batch_size=10)
+HOST = RankModel("host", StepTime(0.02, 0.002), batch_size=100)
+CSD = RankModel("csd0", StepTime(0.1, 0.02), batch_size=5)
+DPU = RankModel("dpu0", StepTime(0.1, 0.01), batch_size=10)
+NODES = [CSD, DPU]
 SUMS = CollectiveCost(fixed_s=0.001, per_rank_s=0.002)
-COSTS = Costs(SUMS, 0)
+COSTS = Costs(SUMS)
+NOTHING = CollectiveCost()
+DEAR = Costs(CollectiveCost(per_rank_s=5.0), overhead_factor=1.5)
 WITHIN = Choice(lambda num_nodes: Limits(max_global_batch=512))
-PLANNED = [PlannedRank(HOST, 100), PlannedRank(CSD, 5), PlannedRank(DPU, 10)]
+LARGE = Limits(max_global_batch=512)
 
 
-def test_chosen_batch_sizes_are_no_slower_than_fixed_ones() -> None:
-    host, *nodes = PLANNED
-    chosen = predict_best_curve(host, nodes, range(6), WITHIN, COSTS)
-    kept = predict_curve(host, nodes, 5, SUMS)
-    for best, fixed in zip(chosen, kept, strict=True):
-        assert best.samples_per_s >= fixed.samples_per_s * 0.995
-        assert best.global_batch <= 512
+def curve(max_nodes: int, cost: SumCost = NOTHING, power: Power | None = None) -> list[CurvePoint]:
+    return predict_curve(FLAT_HOST, [FLAT_NODE], range(max_nodes + 1), Costs(cost), power=power)
 
 
-def test_only_the_planned_fleet_keeps_its_batch_sizes() -> None:
-    host, *nodes = PLANNED
-    planned = Choice(WITHIN.limits, is_planned=True)
-    points = predict_best_curve(host, nodes, [1, 2, 3], planned, COSTS)
-    assert points[1].global_batch == 115
-    kept = predict_curve(host, nodes, 2, SUMS)[2]
-    assert points[1] == replace(kept, speedup=points[1].speedup)
-    assert points[0].global_batch > 115
-    assert points[2].global_batch > 115
+def verdict(max_nodes: int, cost: SumCost = NOTHING, power: Power | None = None) -> Verdict:
+    return judge(curve(max_nodes, cost, power), [FLAT_NODE])
 
 
-def test_larger_fleet_repeats_the_nodes() -> None:
-    best = choose_best(HOST, [CSD, DPU], 5, WITHIN, COSTS)
-    assert list(best.batch_sizes) == ["host", "csd0", "dpu0", "csd0#1", "dpu0#1", "csd0#2"]
-    assert best.batch_sizes["csd0#1"] == best.batch_sizes["csd0"]
+planned = st.builds(
+    lambda fixed_s, per_sample_s, size: RankModel("csd", StepTime(fixed_s, per_sample_s), batch_size=size),
+    st.floats(0, 10),
+    st.floats(1e-4, 10),
+    st.integers(1, 500),
+)
 
 
-def test_host_alone_has_no_overhead() -> None:
-    slow = Costs(SUMS, 0, overhead_factor=2.0)
-    alone = choose_best(HOST, [CSD], 0, WITHIN, slow)
-    assert alone.prediction == choose_best(HOST, [CSD], 0, WITHIN, COSTS).prediction
-
-
-def test_host_without_useful_nodes_is_as_fast_as_alone() -> None:
-    dear = Costs(CollectiveCost(per_rank_s=5.0), 0, overhead_factor=1.5)
-    alone, pair = predict_best_curve(
-        PLANNED[0], PLANNED[1:], [0, 2], WITHIN, dear, Power(host_w=100.0, node_w=10.0)
+class TestFixedBatchSizes:
+    @given(
+        planned,
+        st.lists(planned, min_size=1, max_size=4),
+        st.builds(CollectiveCost, st.floats(0, 1), st.floats(0, 0.1), st.floats(0, 1e-6), st.floats(0, 1e-7)),
+        st.floats(1, 1.5),
+        st.integers(1, 9),
     )
-    assert pair.num_left_out == 2
-    assert pair.samples_per_s == pytest.approx(alone.samples_per_s)
-    assert pair.power_w == alone.power_w == 100.0
-    assert pair.sum_s == 0
+    def test_every_point_agrees_with_predict(
+        self, host: RankModel, nodes: list[RankModel], cost: CollectiveCost, overhead: float, num_nodes: int
+    ) -> None:
+        host = replace(host, node="host")
+        nodes = [replace(node, node=f"csd{number}") for number, node in enumerate(nodes)]
+        [point] = predict_curve(host, nodes, [num_nodes], Costs(cost, 1000, overhead))
+        ranks = [host, *(nodes[number % len(nodes)] for number in range(num_nodes))]
+        sizes = [rank.batch_size for rank in ranks]
+        predicted = predict(ranks, sizes, cost.at(1000, len(ranks)), overhead)
+        assert point.step_s == pytest.approx(predicted.step_s)
+        alone_s = host.step_s
+        assert point.speedup == pytest.approx(predicted.samples_per_s / (host.batch_size / alone_s))
+        assert point.efficiency == pytest.approx(predicted.samples_per_s / predicted.ceiling_samples_per_s)
+        assert point.global_batch == sum(sizes)
+
+    def test_host_alone_has_no_overhead_and_no_sum(self) -> None:
+        costs = Costs(CollectiveCost(fixed_s=1.0, per_rank_s=1.0), overhead_factor=1.5)
+        [alone] = predict_curve(FLAT_HOST, [FLAT_NODE], [0], costs)
+        assert (alone.samples_per_s, alone.speedup, alone.efficiency) == pytest.approx((100.0, 1.0, 1.0))
+
+    def test_balanced_nodes_add_their_whole_speed_and_a_larger_fleet_repeats_them(self) -> None:
+        assert [point.samples_per_s for point in curve(4)] == pytest.approx([100, 110, 120, 130, 140])
+        quick = RankModel("dpu", StepTime(0.0, 0.02), batch_size=50)
+        points = predict_curve(FLAT_HOST, [FLAT_NODE, quick], range(5), Costs(CollectiveCost()))
+        assert [point.global_batch for point in points] == [100, 110, 160, 170, 220]
+        with pytest.raises(ValueError, match="without one to repeat"):
+            predict_curve(FLAT_HOST, [], [1], COSTS)
+
+    def test_time_and_energy_of_a_job_follow_from_rate_and_power(self) -> None:
+        point = curve(10, power=Power(300, 10))[10]
+        assert (point.samples_per_s, point.power_w, point.joules_per_image) == pytest.approx((200, 400, 2))
+        assert (point.time_s(1000), point.energy_joules(1000)) == pytest.approx((5, 2000))
+        assert curve(10)[10].energy_joules(1000) is None
+
+    def test_ring_sends_at_most_two_vectors_for_any_number_of_ranks(self) -> None:
+        ring = RingCost(per_byte_s=1e-6)
+        sent = [ring.at(1000, ranks) for ranks in (1, 2, 4, 1000)]
+        assert sent == pytest.approx([0, 0.001, 0.0015, 0.002], rel=0.01)
 
 
-def test_host_with_all_nodes_left_out_draws_the_power_of_its_server() -> None:
-    dear = Costs(CollectiveCost(per_rank_s=5.0), 0)
-    power = Power(host_w=100.0, node_w=10.0, without_nodes_w=300.0)
-    alone, pair = predict_best_curve(PLANNED[0], PLANNED[1:], [0, 2], WITHIN, dear, power)
-    assert pair.num_left_out == 2
-    assert (alone.power_w, pair.power_w) == (300.0, 100.0)
-
-
-def test_required_nodes_are_kept_whatever_they_cost() -> None:
-    dear = Costs(CollectiveCost(per_rank_s=5.0), 0)
-    private = Choice(WITHIN.limits, is_required=True)
-    [point] = predict_best_curve(PLANNED[0], PLANNED[1:], [2], private, dear)
-    assert point.num_left_out == 0
-
-
-def test_limits_that_allow_no_plan_are_an_error() -> None:
-    with pytest.raises(TuningError, match="no plan for 3 ranks"):
-        choose_best(HOST, [CSD], 2, Choice(lambda _: Limits(max_global_batch=2), is_required=True), COSTS)
-
-
-def test_slow_host_sits_out_and_still_takes_part_in_the_sum() -> None:
-    slow = RankModel("host", StepTime(3.0, 1.0))
-    quick = RankModel("csd0", StepTime(0.01, 0.001))
-    host, node = PlannedRank(slow, 1), PlannedRank(quick, 50)
-    strict = Choice(lambda num_nodes: Limits(max_global_batch=64))
-    [point] = predict_best_curve(host, [node], [4], strict, COSTS)
-    assert not point.is_host_training
-    assert point.sum_s == pytest.approx(SUMS.at(0, 5))
-    assert point.num_left_out == 0
-
-
-def test_planned_host_may_sit_out() -> None:
-    host, *nodes = PLANNED
-    idle = Choice(WITHIN.limits, is_planned=True, idle=frozenset({"host"}))
-    [point] = predict_best_curve(host, nodes, [2], idle, COSTS)
-    assert (point.global_batch, point.is_host_training, point.num_left_out) == (15, False, 0)
-    assert point.sum_s == pytest.approx(SUMS.at(0, 3))
-    assert point.step_s == pytest.approx(DPU.step_time.at(10) + point.sum_s)
-
-
-def test_host_that_gains_a_little_by_sitting_out_trains() -> None:
-    nodes = [RankCandidate("csd0", StepTime(0.02, 0.002))]
-    host = RankCandidate("host", StepTime(0.02, 0.002), is_required=True)
-    best = find_best_ranks(host, nodes, Limits(max_global_batch=64), COSTS.sum_s)
-    assert set(best.batch_sizes) == {"host", "csd0"}
-
-
-def test_node_is_in_step_with_a_planned_host_that_sits_out() -> None:
-    host, node = PLANNED[:2]
-    idle = Choice(WITHIN.limits, is_planned=True, idle=frozenset({"host"}))
-    [point] = predict_best_curve(host, [node], [1], idle, replace(COSTS, overhead_factor=1.2))
-    assert point.step_s == pytest.approx(1.2 * CSD.step_time.at(5) + SUMS.at(0, 2))
-
-
-HOST_THERE = RankCandidate("host", HOST.step_time, is_required=True)
-
-
-def test_host_alone_is_compared_without_the_overhead_of_the_fleet() -> None:
-    """The nodes add a quarter; the overhead costs more."""
-    nodes = [RankCandidate(f"csd{number}", StepTime(0.0, 0.02)) for number in range(3)]
-    best = find_best_ranks(HOST_THERE, nodes, Limits(max_global_batch=512), COSTS.sum_s, overhead_factor=1.5)
-    assert set(best.batch_sizes) == {"host"}
-    assert best.left_out == ("csd0", "csd1", "csd2")
-    alone = find_best_ranks(HOST_THERE, [], Limits(max_global_batch=512), COSTS.sum_s)
-    assert best.prediction == alone.prediction
-
-
-def test_nodes_stay_when_the_host_alone_is_as_fast() -> None:
-    nodes = [RankCandidate("csd0", StepTime(0.0, 0.02))]
-    best = find_best_ranks(
-        HOST_THERE, nodes, Limits(max_global_batch=512), lambda _: 0.0, overhead_factor=1.1
+class TestVerdict:
+    @pytest.mark.parametrize(
+        ("num_nodes", "cost", "power", "reasons"),
+        [
+            (10, CollectiveCost(), None, ()),
+            (3, CollectiveCost(fixed_s=0.5), None, (Reason.SLOWER,)),
+            (1, CollectiveCost(fixed_s=0.06), None, (Reason.LITTLE_GAIN,)),
+            (10, CollectiveCost(), Power(100, 20), (Reason.NO_ENERGY_SAVED,)),
+            (10, CollectiveCost(), Power(100, 5), ()),
+        ],
     )
-    assert best.left_out == ()
+    def test_reasons_against_nodes(
+        self, num_nodes: int, cost: SumCost, power: Power | None, reasons: tuple[Reason, ...]
+    ) -> None:
+        judged = verdict(num_nodes, cost, power)
+        assert judged.reasons == reasons
+        assert judged.is_worth_it == (not reasons)
+
+    def test_first_node_may_cost_more_than_it_adds_and_later_ones_pay(self) -> None:
+        judged = verdict(20, CollectiveCost(fixed_s=0.5))
+        assert (judged.is_worth_it, judged.worth_from, judged.useful_nodes) == (True, 6, 20)
+
+    def test_verdict_names_the_number_beyond_which_the_sum_outweighs_a_node(self) -> None:
+        # Rates go towards 10 / 0.05 = 200 samples/s: each node adds less than the one before.
+        judged = verdict(200, CollectiveCost(per_rank_s=0.05))
+        points = curve(200, CollectiveCost(per_rank_s=0.05))
+        added = [after.samples_per_s - before.samples_per_s for before, after in itertools.pairwise(points)]
+        assert 0 < judged.useful_nodes < 200
+        assert added[judged.useful_nodes - 1] >= 1 > added[judged.useful_nodes]
+
+    def test_verdict_names_the_number_with_the_least_energy(self) -> None:
+        points = curve(200, CollectiveCost(per_rank_s=0.02), Power(300, 5))
+        energies = [point.joules_per_image or 0.0 for point in points]
+        least = judge(points, [FLAT_NODE]).least_energy_nodes
+        assert least == energies.index(min(energies))
+        assert 0 < least < 200
+        assert verdict(10).least_energy_nodes is None
+
+    def test_verdict_on_some_numbers_of_nodes_covers_those_in_between(self) -> None:
+        every = curve(60, CollectiveCost(per_rank_s=0.01), Power(100.0, 1.0))
+        whole = judge(every, [FLAT_NODE])
+        thinned = judge([every[number] for number in (*range(0, 60, 4), 60)], [FLAT_NODE])
+        assert thinned.reasons == whole.reasons
+        for name in ("useful_nodes", "worth_from", "least_energy_nodes"):
+            assert abs(getattr(thinned, name) - getattr(whole, name)) <= 4
 
 
-def test_host_alone_is_found_where_its_fleet_is_too_slow_for_the_limit() -> None:
-    nodes = [RankCandidate("csd0", StepTime(0.0, 0.02))]
-    limits = Limits(max_step_s=0.03, max_global_batch=512)
-    best = find_best_ranks(HOST_THERE, nodes, limits, COSTS.sum_s, overhead_factor=1.5)
-    assert set(best.batch_sizes) == {"host"}
+class TestChosenBatchSizes:
+    def test_chosen_batch_sizes_are_no_slower_than_fixed_ones(self) -> None:
+        chosen = predict_curve(HOST, NODES, range(6), COSTS, WITHIN)
+        kept = predict_curve(HOST, NODES, range(6), COSTS)
+        for best, fixed in zip(chosen, kept, strict=True):
+            assert best.samples_per_s >= fixed.samples_per_s * 0.995
+            assert best.global_batch <= 512
+
+    def test_only_the_planned_fleet_keeps_its_batch_sizes(self) -> None:
+        one, two, three = predict_curve(HOST, NODES, [1, 2, 3], COSTS, replace(WITHIN, is_planned=True))
+        [kept] = predict_curve(HOST, NODES, [2], COSTS)
+        assert two == replace(kept, speedup=two.speedup)
+        assert two.global_batch == 115 < min(one.global_batch, three.global_batch)
+
+    def test_larger_fleet_repeats_the_nodes(self) -> None:
+        best = choose_best(HOST, NODES, 5, WITHIN, COSTS)
+        assert list(best.batch_sizes) == ["host", "csd0", "dpu0", "csd0#1", "dpu0#1", "csd0#2"]
+        assert best.batch_sizes["csd0#1"] == best.batch_sizes["csd0"]
+
+    def test_host_without_useful_nodes_is_as_fast_as_alone(self) -> None:
+        alone, pair = predict_curve(HOST, NODES, [0, 2], DEAR, WITHIN, Power(host_w=100.0, node_w=10.0))
+        assert (pair.num_left_out, pair.sum_s) == (2, 0)
+        assert pair.samples_per_s == pytest.approx(alone.samples_per_s)
+        assert pair.power_w == alone.power_w == 100.0
+        power = Power(host_w=100.0, node_w=10.0, without_nodes_w=300.0)
+        alone, pair = predict_curve(HOST, NODES, [0, 2], DEAR, WITHIN, power)
+        assert (alone.power_w, pair.power_w) == (300.0, 100.0)
+
+    def test_required_nodes_are_kept_whatever_they_cost(self) -> None:
+        [point] = predict_curve(HOST, NODES, [2], DEAR, replace(WITHIN, is_required=True))
+        assert point.num_left_out == 0
+
+    def test_limits_that_allow_no_plan_are_an_error(self) -> None:
+        strict = Choice(lambda _: Limits(max_global_batch=2), is_required=True)
+        with pytest.raises(TuningError, match="no plan for 3 ranks"):
+            choose_best(HOST, [CSD], 2, strict, COSTS)
+
+    def test_slow_host_sits_out_and_still_takes_part_in_the_sum(self) -> None:
+        host = RankModel("host", StepTime(3.0, 1.0), batch_size=1)
+        node = RankModel("csd0", StepTime(0.01, 0.001), batch_size=50)
+        strict = Choice(lambda num_nodes: Limits(max_global_batch=64))
+        [point] = predict_curve(host, [node], [4], COSTS, strict)
+        assert not point.is_host_training
+        assert point.sum_s == pytest.approx(SUMS.at(0, 5))
+
+    def test_planned_host_may_sit_out(self) -> None:
+        idle = replace(WITHIN, is_planned=True, idle=frozenset({"host"}))
+        [point] = predict_curve(HOST, NODES, [2], COSTS, idle)
+        assert (point.global_batch, point.is_host_training, point.num_left_out) == (15, False, 0)
+        assert point.step_s == pytest.approx(DPU.step_s + SUMS.at(0, 3))
+        [single] = predict_curve(HOST, [CSD], [1], replace(COSTS, overhead_factor=1.2), idle)
+        assert single.step_s == pytest.approx(1.2 * CSD.step_s + SUMS.at(0, 2))
+
+
+class TestHostOrNot:
+    HOST = replace(HOST, is_required=True)
+
+    @pytest.mark.parametrize(
+        ("nodes", "limits", "overhead", "left_out"),
+        [
+            ([StepTime(0.02, 0.002)], Limits(max_global_batch=64), 1.0, 0),
+            ([StepTime(0.0, 0.02)] * 3, LARGE, 1.5, 3),  # they add a quarter; the overhead costs more
+            ([StepTime(0.0, 0.02)], LARGE, 1.1, 0),  # the host alone is as fast
+            ([StepTime(0.0, 0.02)], Limits(max_step_s=0.03, max_global_batch=512), 1.5, 1),
+        ],
+    )
+    def test_host_trains_with_the_nodes_that_pay(
+        self, nodes: list[StepTime], limits: Limits, overhead: float, left_out: int
+    ) -> None:
+        candidates = [RankModel(f"csd{number}", step_time) for number, step_time in enumerate(nodes)]
+        sum_s = (lambda _: 0.0) if overhead == 1.1 else COSTS.sum_s
+        best = find_best_ranks(self.HOST, candidates, limits, sum_s, overhead)
+        assert "host" in best.batch_sizes
+        assert len(best.left_out) == left_out
+        if left_out:
+            assert best.prediction == find_best_ranks(self.HOST, [], limits, sum_s).prediction
 
 
 def test_overhead_factor_makes_the_model_agree_with_a_trial() -> None:
     tried = [(HOST.step_time, 100), (CSD.step_time, 10)]
-    assert calibrate_overhead(tried, 0.3 * 1.25 + 0.01, 0.01) == pytest.approx(1.25)
-    assert calibrate_overhead(tried, 0.3 * 0.9 + 0.01, 0.01) == pytest.approx(0.9)
+    for factor in (1.25, 0.9):
+        assert calibrate_overhead(tried, 0.3 * factor + 0.01, 0.01) == pytest.approx(factor)
     assert calibrate_overhead(tried, 0.3, 0.5) == MIN_OVERHEAD_FACTOR
 
 
 def test_rank_without_a_batch_size_gets_as_much_as_the_others_time_allows() -> None:
-    sized = size_ranks([HOST, CSD, DPU], {"host": 190, "csd0": 10})
-    assert [rank.batch_size for rank in sized] == [190, 10, 30]
-    late = size_ranks([HOST, CSD, RankModel("slow", StepTime(9.0, 9.0))], {"host": 190, "csd0": 10})
-    assert late[2].batch_size == 1
+    sizes = {"host": 190, "csd0": 10}
+    assert [rank.batch_size for rank in size_ranks([HOST, CSD, DPU], sizes)] == [190, 10, 30]
+    slow = RankModel("slow", StepTime(9.0, 9.0))
+    assert [rank.batch_size for rank in size_ranks([HOST, CSD, slow], sizes)] == [190, 10, 1]

@@ -5,20 +5,19 @@ from dataclasses import replace
 import pytest
 
 from csdctl.perfmodel.step_time import StepTime
-from csdctl.tuning.class_model import MAX_PROBES, ClassModel
-from csdctl.tuning.fleet_model import FleetModel
-from csdctl.tuning.measurements import RuntimeSettings
-from csdctl.tuning.search import Limits
-from csdctl.tuning.settings_policy import (
+from csdctl.tuning.fits import Point
+from csdctl.tuning.fleet_model import MAX_PROBES, ClassModel, FleetModel
+from csdctl.tuning.probe_policy import (
     PROBES_PER_VARIANT,
     learn_settings,
     next_settings,
     plan_settings_search,
 )
-from csdctl.tuning.step_time_fit import Point
+from csdctl.tuning.search import Limits
+from csdctl.worker.protocol.run_spec import Runtime
 
 LINE = StepTime(0.05, 0.02)
-FOUR = RuntimeSettings(4)
+FOUR = Runtime(4)
 LIMITS = Limits(global_batch=64)
 
 
@@ -33,9 +32,9 @@ def test_variants_are_compared_at_the_smallest_comparable_size(model: FleetModel
     search = plan_settings_search(model, LIMITS)
     assert search.sizes == {"csd": 8}
     assert search.variants["csd"] == (
-        RuntimeSettings(4, is_onednn=False),
-        RuntimeSettings(2),
-        RuntimeSettings(4, inter_op_threads=2),
+        Runtime(4, onednn=False),
+        Runtime(2),
+        Runtime(4, inter_threads=2),
     )
 
 

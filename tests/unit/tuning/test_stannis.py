@@ -58,20 +58,6 @@ def test_slowest_is_the_one_with_the_least_samples_per_s_not_the_longest_step() 
     assert tuned["csd0"] == TunedBatch(4, times["csd0"](4))
 
 
-def test_equal_nodes_get_equal_sizes() -> None:
-    nodes = {f"csd{number}": linear(5 * factor, 0.2) for number, factor in enumerate((1, 1.01, 0.99, 1.0))}
-    tuned = Engines({"host": linear(60, 0.2), **nodes}).tune()
-    assert len({tuned[name].batch_size for name in nodes}) == 1
-
-
-def test_order_of_engines_is_kept_and_does_not_matter() -> None:
-    times = {"host": linear(60, 0.2), "csd0": linear(5, 0.2), "csd1": linear(9, 0.1)}
-    forward = Engines(times).tune()
-    backward = Engines(dict(reversed(times.items()))).tune()
-    assert list(forward) == list(times)
-    assert forward == backward
-
-
 @pytest.mark.parametrize("margin_scale", [5.0, 20.0])
 @pytest.mark.parametrize("speed", [7.0, 31.0, 400.0])
 def test_faster_engine_ends_at_the_final_time_or_one_step_beyond(speed: float, margin_scale: float) -> None:
@@ -79,45 +65,6 @@ def test_faster_engine_ends_at_the_final_time_or_one_step_beyond(speed: float, m
     final_time_s = tuned["csd0"].step_time_s * (1 + 1 / margin_scale)
     last_step = max(1, tuned["host"].batch_size / margin_scale / 2)
     assert final_time_s <= tuned["host"].step_time_s <= final_time_s + (last_step + 1) / speed
-
-
-@pytest.mark.parametrize(
-    ("host_speed", "node_speed", "node_size", "paper"), [(31.05, 3.08, 25, 315), (47.31, 2.80, 15, 325)]
-)
-def test_speeds_of_the_papers_table_give_its_batch_sizes(
-    host_speed: float, node_speed: float, node_size: int, paper: int
-) -> None:
-    engines = Engines(
-        {
-            "host": linear(host_speed),
-            "newport": lambda size: (size + max(0, size - node_size)) / node_speed + 0.001,
-        }
-    )
-    tuned = engines.tune(batch_sizes=(5, 10, 15, 20, 25, 30), margin_scale=5)
-    assert tuned["newport"].batch_size == node_size
-    least = node_size / node_speed * 1.2 * host_speed
-    one_step = 1 + 1 / 5 / 2  # the margin over C
-    assert least <= tuned["host"].batch_size <= least * one_step + 2
-    assert tuned["host"].batch_size == pytest.approx(paper, rel=0.1)
-
-
-def test_larger_divisor_ends_closer_and_takes_more_probes() -> None:
-    excess, probes = [], []
-    for step_divisor in (1.0, 2.0, 4.0, 8.0):
-        engines = Engines({"host": linear(50), "csd0": linear(5, 0.1)})
-        tuned = engines.tune(step_divisor=step_divisor, margin_scale=5)
-        excess.append(tuned["host"].step_time_s / (tuned["csd0"].step_time_s * 1.2) - 1)
-        probes.append(len(engines.rounds))
-    assert excess[-1] < excess[0]
-    assert all(over <= 1 / 5 / divisor + 0.01 for over, divisor in zip(excess, (1, 2, 4, 8), strict=True))
-    assert probes == sorted(set(probes))
-
-
-def test_all_engines_are_measured_at_once() -> None:
-    engines = Engines({"host": linear(60), "csd0": linear(5, 0.1), "csd1": linear(5, 0.1)})
-    tuned = engines.tune()
-    assert all(set(sizes) == {"host", "csd0", "csd1"} for sizes in engines.rounds)
-    assert engines.rounds[-1]["csd0"] == tuned["csd0"].batch_size
 
 
 def test_size_that_does_not_fit_is_the_upper_limit_from_then_on() -> None:
@@ -136,11 +83,6 @@ def test_size_out_of_memory_and_larger_ones_are_not_tried_again() -> None:
     assert max(engines.sizes_of("host")) == 40
 
 
-def test_slowest_engine_that_fits_only_small_sizes_gets_one_of_them() -> None:
-    tuned = Engines({"host": linear(50), "csd0": linear(5, 1.0)}, limits={"csd0": 8}).tune()
-    assert tuned["csd0"].batch_size == 8
-
-
 def test_engine_that_fits_at_no_size_is_named() -> None:
     engines = Engines({"host": linear(50), "csd7": linear(5)}, limits={"csd7": 3})
     with pytest.raises(
@@ -148,27 +90,6 @@ def test_engine_that_fits_at_no_size_is_named() -> None:
     ) as raised:
         engines.tune()
     assert raised.value.remedy == "give smaller --batch-sizes, or leave it out: --exclude csd7"
-
-
-def test_benchmark_stops_after_the_first_size_when_no_engine_fits() -> None:
-    engines = Engines({"host": linear(50), "csd0": linear(5)}, limits={"host": 0, "csd0": 0})
-    with pytest.raises(TuningError, match="host cannot") as raised:
-        engines.tune()
-    assert "exclude" not in raised.value.remedy  # it adds up and serves the others in any case
-    assert len(engines.rounds) == 1
-
-
-def test_single_engine_gets_its_best_size() -> None:
-    engines = Engines({"host": best_at(32, 50)})
-    assert engines.tune()["host"].batch_size == 32
-    assert len(engines.rounds) == len(LIST)
-
-
-def test_list_may_be_unsorted_with_duplicates() -> None:
-    engines = Engines({"host": linear(50), "csd0": linear(5, 0.1)})
-    engines.tune(batch_sizes=(16, 4, 16, 8))
-    assert engines.sizes_of("csd0")[:3] == [4, 8, 16]
-    assert engines.sizes_of("csd0").count(8) == 1
 
 
 @pytest.mark.parametrize("batch_sizes", [(), (0,), (4, -1)])
@@ -182,11 +103,6 @@ def test_bad_list_is_refused(batch_sizes: tuple[int, ...]) -> None:
 def test_bad_step_divisor_or_margin_scale_is_refused(name: str, shown: str, value: float) -> None:
     with pytest.raises(TuningError, match=f"^{shown} must be a positive number, received"):
         Engines({"host": linear(50)}).tune(**{name: value})
-
-
-def test_empty_fleet_is_refused() -> None:
-    with pytest.raises(TuningError, match="no engine"):
-        Engines({}).tune()
 
 
 def test_too_small_steps_are_refused_after_a_bounded_number_of_rounds() -> None:
@@ -226,12 +142,3 @@ def test_any_fleet_is_tuned_within_the_bound(
     for name, batch in tuned.items():
         assert 1 <= batch.batch_size <= allowed.get(name, batch.batch_size)
         assert batch.batch_size in engines.sizes_of(name)
-
-
-@given(st.randoms(use_true_random=False), st.lists(st.floats(0.5, 200), min_size=2, max_size=4))
-def test_loop_ends_with_twenty_percent_of_noise(random: object, speeds: list[float]) -> None:
-    times = {f"csd{number}": linear(speed, 0.1) for number, speed in enumerate(speeds)}
-    engines = Engines(times, noise=lambda: random.uniform(0.8, 1.2))  # type: ignore[attr-defined]
-    tuned = engines.tune(margin_scale=5)
-    assert len(engines.rounds) < len(LIST) + MAX_ROUNDS
-    assert all(batch.batch_size >= 1 for batch in tuned.values())

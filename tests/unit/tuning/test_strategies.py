@@ -10,13 +10,14 @@ from hypothesis import strategies as st
 
 from csdctl.perfmodel.step_time import StepTime
 from csdctl.placement.equation1 import Placed
-from csdctl.tuning.model_parts import MEASURED_BATCH, Shares, share_by_flops, spread_cuts
 from csdctl.tuning.search import Limits
 from csdctl.tuning.strategies import (
     DATA_PARALLEL,
     FEATURES,
+    MEASURED_BATCH,
     SPLIT,
     Machines,
+    Shares,
     Workload,
     choose_strategy,
     confirm,
@@ -25,7 +26,9 @@ from csdctl.tuning.strategies import (
     forecast_on_host,
     forecast_split,
     forecast_split_of,
+    share_by_flops,
     split_step_s,
+    spread_cuts,
     time_epoch,
 )
 from csdctl.worker.protocol.model_info import CutInfo
@@ -113,17 +116,6 @@ def test_split_gains_nothing_where_samples_are_spread_by_speed() -> None:
     compute = {name: fleet.step_times[name].at(size) for name, size in sizes.items()}
     whole = forecast_data_parallel(sizes, compute, 0.02, fleet, work, vector_bytes=4_000_000)
     split = forecast_split(SHARES, fleet, work, Limits(max_global_batch=sum(sizes.values())))
-    assert split is not None
-    assert choose_strategy([whole, split]) is whole
-
-
-def test_slow_link_decides_against_a_split() -> None:
-    slow = machines(byte_s=8 / 20e6)
-    sizes = {"host": 0, **dict.fromkeys(PRIVATE, 16)}
-    compute = {name: slow.step_times[name].at(size) for name, size in sizes.items()}
-    whole = forecast_data_parallel(sizes, compute, 0.02, slow, ALL_PRIVATE, vector_bytes=40_000)
-    wide = replace(SHARES, cut_bytes=400_000)
-    split = forecast_split(wide, slow, ALL_PRIVATE, Limits(max_global_batch=128))
     assert split is not None
     assert choose_strategy([whole, split]) is whole
 
@@ -231,8 +223,3 @@ def test_shares_by_flops_add_up_to_a_step() -> None:
     assert shares is not None
     assert shares.prefix + shares.head == pytest.approx(1)
     assert (shares.prefix, shares.vector_bytes) == (pytest.approx(0.4), 200)
-
-
-@pytest.mark.parametrize(("one", "whole"), [(cut("x", 0), 10), (cut("x", 5, 0), 10), (cut("x", 5), 0)])
-def test_no_shares_without_flops_or_a_known_size(one: CutInfo, whole: int) -> None:
-    assert share_by_flops(one, whole) is None

@@ -13,7 +13,7 @@ from csdctl.fleet.facts import Facts, save_facts
 from csdctl.fleet.hardware import FleetClass, MachineClass, classify_fleet, classify_machine
 from csdctl.fleet.model import HOST_NAME, Fleet, Node
 from csdctl.job.model import Job, load_job
-from csdctl.perfmodel.collective import CollectiveCost
+from csdctl.perfmodel.prediction import CollectiveCost
 from csdctl.perfmodel.step_time import StepTime
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.runs.measurements import open_measurements
@@ -23,7 +23,6 @@ from csdctl.tuning.measurements import (
     CollectiveMeasurement,
     ModelProperties,
     ProbeMeasurement,
-    RuntimeSettings,
     TrialMeasurement,
     TrialRank,
 )
@@ -31,6 +30,7 @@ from csdctl.worker.protocol.datasets import DatasetInfo
 from csdctl.worker.protocol.json_codec import RESULT, from_json, to_frame
 from csdctl.worker.protocol.model_info import BuildRequest, ModelInfo
 from csdctl.worker.protocol.recipe import Recipe
+from csdctl.worker.protocol.run_spec import Runtime
 from csdctl.workflows.data.model import describe_job_model, serialize_model
 from csdctl.workflows.data.prepared_record import save_prepared
 from csdctl.workflows.tune.fleet_measurements import hash_recipe
@@ -130,9 +130,9 @@ def build(job: Job, project: ProjectDirectory) -> None:
     serialize_model(job, worker, Builder(HOST_NAME), project)
 
 
-def settings_of(name: str) -> RuntimeSettings:
+def settings_of(name: str) -> Runtime:
     """All cores, as before the first trial."""
-    return RuntimeSettings(facts_of(name).num_threads)
+    return Runtime(facts_of(name).num_threads)
 
 
 def remember_probes(
@@ -187,7 +187,9 @@ def prepared(at: MeasuredProject) -> Any:
     """In place of `prepare.Prepared`, for code that only passes files on."""
     file = SimpleNamespace(path="file", sha256=at.features.hash)
     model = SimpleNamespace(info=MODEL, architecture=file, weights=file, user_code=None)
-    return SimpleNamespace(worker=file, model=model, public=PUBLIC, private={}, recipe=Recipe())
+    return SimpleNamespace(
+        worker=file, model=model, public=PUBLIC, validation=None, private={}, num_private={}, recipe=Recipe()
+    )
 
 
 def workspace(at: MeasuredProject, sessions: Mapping[str, FakeSession], memory_bytes: int = 32 << 30) -> Any:

@@ -7,7 +7,6 @@ the host trains the head alone: it then needs no sum, and the nodes no TensorFlo
 
 import hashlib
 import math
-import shutil
 import sys
 import tempfile
 import time
@@ -48,11 +47,11 @@ from csdctl.worker.protocol.features import (
 )
 from csdctl.worker.protocol.model_info import FeatureInfo
 from csdctl.worker.protocol.run_spec import DatasetSlice, HeadSpec, Prefix, RankSpec, RunSpec
-from csdctl.workflows.data.deploy import OnDelivery, cut_shards, deploy_files, whole
+from csdctl.workflows.data.deploy import deploy_files, whole
 from csdctl.workflows.data.model import BUILD_DEADLINE_S, HASHES, have_hashes
 from csdctl.workflows.data.prepare import OnPrepareProgress, PreparationObserver, Prepared, check_info
 from csdctl.workflows.train.run import RunInputs
-from csdctl.workflows.train.spec import ShardFiles, build_spec, place_plan
+from csdctl.workflows.train.spec import ShardFiles, plan_reading
 from csdctl.workflows.train.strategies.strategy import RunContext, Strategy
 from csdctl.workflows.workspace.workspace import Workspace
 
@@ -83,19 +82,10 @@ class Features(Strategy):
 
         Raises InputError if the model has no frozen part, and PartialError naming the machines that failed.
         """
-        spec, options, observer = inputs.spec, self._options, context.observer
-        with observer.preparing(COMPUTING, [rank.node for rank in spec.ranks]) as on_progress:
-            run = compute_features(
-                spec,
-                inputs.prepared,
-                inputs.shards,
-                context.space,
-                options,
-                context.on_delivery,
-                on_progress,
-            )
+        options = self._options
+        run = compute_features(inputs.spec, inputs.shards, context, options)
         if self._gathered is None:
-            observer.say(run.describe())
+            context.observer.say(run.describe())
         made = self._gathered or run
         content = {
             "layer": made.layer,
@@ -120,11 +110,9 @@ class Features(Strategy):
 
         Raises InputError if the model has no frozen part, and PartialError naming the machines that failed.
         """
-        spec, prepared, space = inputs.spec, inputs.prepared, context.space
-        divided = divide_for(spec, prepared, self._options, space)
-        made = _prepare_machines(
-            divided, spec, prepared, inputs.shards, space, lambda *_: None, lambda *_: None
-        )
+        space = context.space
+        divided = divide_for(inputs.spec, context.prepared, self._options, space)
+        made = _prepare_machines(divided, inputs.spec, inputs.shards, context, lambda *_: None)
         sessions = {name: space.sessions[name] for name in made}
         found = run_on_all(sessions, lambda session: made[session.name].recompute(CHECKED_ROWS))
         return values_or_raise(found, "computing stored features again")
@@ -186,28 +174,24 @@ def find_features(prepared: Prepared) -> FeatureInfo:
 
 
 def compute_features(
-    spec: RunSpec,
-    prepared: Prepared,
-    shards: ShardFiles,
-    space: Workspace,
-    options: FeatureOptions,
-    on_delivery: OnDelivery,
-    on_progress: OnPrepareProgress,
+    spec: RunSpec, shards: ShardFiles, context: RunContext, options: FeatureOptions
 ) -> FeatureRun:
     """Compute the features of all samples of `spec` where they are; return the run of the model's head.
 
     Raises InputError if the model has no frozen part, and PartialError naming the machines that failed.
     """
-    began = time.monotonic()
-    features = find_features(prepared)
-    divided = divide_for(spec, prepared, options, space)
-    made = _prepare_machines(divided, spec, prepared, shards, space, on_delivery, on_progress)
+    began, space = time.monotonic(), context.space
+    features = find_features(context.prepared)
+    with context.observer.preparing(COMPUTING, [rank.node for rank in spec.ranks]) as on_progress:
+        divided = divide_for(spec, context.prepared, options, space)
+        made = _prepare_machines(divided, spec, shards, context, on_progress)
 
-    def on_machine(session: Session) -> tuple[RankSpec, DatasetSlice | None]:
-        private, public, validation = made[session.name].extract()
-        return replace(made[session.name].rank, private=private, public=public), validation
+        def on_machine(session: Session) -> tuple[RankSpec, DatasetSlice | None]:
+            private, public, validation = made[session.name].extract()
+            return replace(made[session.name].rank, private=private, public=public), validation
 
-    found = values_or_raise(run_on_all({name: space.sessions[name] for name in made}, on_machine), COMPUTING)
+        sessions = {name: space.sessions[name] for name in made}
+        found = values_or_raise(run_on_all(sessions, on_machine), COMPUTING)
     ranks = tuple(found[rank.node][0] if rank.node in found else rank for rank in spec.ranks)
     return FeatureRun(
         replace(divided.spec, ranks=ranks, validation=found[HOST_NAME][1]),
@@ -224,16 +208,15 @@ def compute_features(
 def _prepare_machines(
     divided: "Divided",
     spec: RunSpec,
-    prepared: Prepared,
     shards: ShardFiles,
-    space: Workspace,
-    on_delivery: OnDelivery,
+    context: RunContext,
     on_progress: OnPrepareProgress,
 ) -> dict[str, "_Extraction"]:
     """Send each machine of `spec` what it needs to compute features."""
+    prepared, space = context.prepared, context.space
     machines = [rank.node for rank in spec.ranks if rank.node in space.fleet.machines]
     missing = {name: [*divided.files, *shards.get(name, ())] for name in machines if name != HOST_NAME}
-    deploy_files(missing, space.fleet, space.sessions, on_delivery)
+    deploy_files(missing, space.fleet, space.sessions, context.on_delivery)
     features = find_features(prepared)
     return {
         rank.node: _Extraction(rank, spec.validation, divided.prefix, features, prepared, space, on_progress)
@@ -439,16 +422,14 @@ def leave_to_host(plan: Plan, context: RunContext, options: FeatureOptions) -> t
         observer.say(f"all ranks train on their own features, not the host alone: there is {why_not}")
         return plan, None
     alone = plan.for_host_alone()
-    gatherer = _Gatherer(job, prepared, space, options, observer, context.on_delivery)
-    wanted = gatherer.build_spec(alone)
+    gatherer = _Gatherer(prepared, space, options, observer)
+    wanted, _ = plan_reading(alone, prepared, job, space)
     num_samples = prepared.public.num_samples
     if gatherer.gather(wanted, ()):
         observer.say(f"features of all {num_samples:,} public samples are on the host, which trains alone")
         return alone, None
-    spec = gatherer.build_spec(plan)
-    shards = cut_shards(place_plan(plan, prepared, job, space.fleet), prepared.public, job, space.project)
-    with observer.preparing(COMPUTING, [rank.node for rank in spec.ranks]) as on_progress:
-        run = compute_features(spec, prepared, shards, space, options, context.on_delivery, on_progress)
+    spec, shards = plan_reading(plan, prepared, job, space)
+    run = compute_features(spec, shards, context, options)
     observer.say(run.describe())
     began = time.monotonic()
     with tempfile.TemporaryDirectory(".gather", dir=space.project.state) as directory:
@@ -465,22 +446,10 @@ def leave_to_host(plan: Plan, context: RunContext, options: FeatureOptions) -> t
 class _Gatherer:
     """Brings the features of public samples to the host."""
 
-    job: Job
     prepared: Prepared
     space: Workspace
     options: FeatureOptions
     observer: PreparationObserver
-    on_delivery: OnDelivery
-
-    def build_spec(self, plan: Plan) -> RunSpec:
-        """Return what the ranks of `plan` read, as a run of which nothing is kept."""
-        job, prepared, space = self.job, self.prepared, self.space
-        placed = place_plan(plan, prepared, job, space.fleet)
-        shards = cut_shards(placed, prepared.public, job, space.project)
-        scratch = space.project.new_scratch()
-        spec = build_spec(scratch, job, plan, placed, prepared, shards, space)
-        shutil.rmtree(scratch.path, ignore_errors=True)
-        return spec
 
     def fetch(self, run: FeatureRun, directory: Path) -> tuple[tuple[GatheredPart, ...], int]:
         """Fetch the features of all nodes into `directory`; return all parts, and the bytes fetched."""

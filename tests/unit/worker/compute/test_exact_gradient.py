@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from csdctl.launch.mpi_command import ALLOW_ROOT
+from csdctl.launch.mpirun import ALLOW_ROOT
 from csdctl.worker.protocol.recipe import Recipe
 from tests.patience import run_command
 from tests.unit.worker.compute.built_models import carry, keras

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from csdctl.launch.mpi_command import EAGER_LIMIT_BYTES
+from csdctl.launch.mpirun import EAGER_LIMIT_BYTES
 from csdctl.worker.group.channel import Channel, Listener, socket_name
 from csdctl.worker.group.values import LinkLostError
 from csdctl.worker.protocol.orders import COLLECTIVE_NAMES

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from csdctl.fleet.checks import must_connect
-from csdctl.launch.mpi_command import ALLOW_ROOT, COMMON_OPTIONS
+from csdctl.launch.mpirun import ALLOW_ROOT, COMMON_OPTIONS
 from tests.patience import run_command
 
 NUM_RANKS = 7

@@ -1,114 +1,16 @@
-from pathlib import Path
-
 import pytest
 
 from csdctl.errors import InputError
-from csdctl.job.model import Job, load_job
-from csdctl.perfmodel.energy import Power
 from csdctl.perfmodel.published import TABLE_1, Network
-from csdctl.runs.directory import ProjectDirectory
-from csdctl.tuning.plan import Plan, RankPlan, save_plan
-from csdctl.workflows.forecast.basis import ForecastBasis, published_basis
-from csdctl.workflows.forecast.forecast import forecast
-from csdctl.workflows.forecast.request import MAX_NODES, ForecastRequest, given_power, parse_node_counts
-from csdctl.workflows.forecast.tuned_basis import tuned_basis
-
-RANKS = [
-    RankPlan(node="host", batch_size=100, threads=2, step_time_s=1.0, samples_per_s=100.0),
-    RankPlan(node="csd0", batch_size=10, threads=1, step_time_s=1.0, samples_per_s=10.0),
-    RankPlan(node="dpu0", batch_size=30, threads=1, step_time_s=1.0, samples_per_s=30.0),
-]
-
-
-@pytest.fixture
-def job(tmp_path: Path) -> Job:
-    (tmp_path / "job.yaml").write_text(
-        "model: keras.applications:MobileNetV2\n"
-        "data: {public: {path: data}}\n"
-        "recipe: {epochs: 3, learning_rate: 0.1}\n"
-    )
-    (tmp_path / "data").mkdir()
-    return load_job(tmp_path / "job.yaml")
-
-
-@pytest.fixture
-def project(tmp_path: Path) -> ProjectDirectory:
-    return ProjectDirectory(tmp_path)
-
-
-def tuned(project: ProjectDirectory, job: Job, **changes: object) -> None:
-    plan = Plan(job="job", job_fingerprint=job.fingerprint(), method="stannis", num_probes=9, ranks=RANKS)
-    save_plan(project.plan(job.name), plan.model_copy(update=changes))
-
-
-def plan_basis(project: ProjectDirectory, job: Job) -> ForecastBasis:
-    """A plan, without fleet and measurements."""
-    return tuned_basis(job, project, None, lambda line: None)
-
-
-class TestFromAPlan:
-    def test_curve_covers_the_nodes_of_the_plan_by_default(self, project: ProjectDirectory, job: Job) -> None:
-        tuned(project, job)
-        answer = forecast(plan_basis(project, job), ForecastRequest())
-        assert [point.samples_per_s for point in answer.points] == pytest.approx([100, 110, 140])
-        assert answer.basis.source == "measured"
-
-    def test_larger_fleet_repeats_the_plans_nodes(self, project: ProjectDirectory, job: Job) -> None:
-        tuned(project, job)
-        answer = forecast(plan_basis(project, job), ForecastRequest(node_counts=[1, 4]))
-        assert [point.samples_per_s for point in answer.points] == pytest.approx([110, 180])
-        assert answer.basis.origins["reach"].startswith("assumption: with more nodes than 2")
-
-    def test_emulated_plan_is_marked(self, project: ProjectDirectory, job: Job) -> None:
-        tuned(project, job, emulated=True)
-        basis = plan_basis(project, job)
-        assert basis.source == "emulated"
-        assert "not how fast a device is" in basis.origins["speeds"]
-
-    def test_sum_that_was_never_measured_is_marked(self, project: ProjectDirectory, job: Job) -> None:
-        tuned(project, job)
-        basis = plan_basis(project, job)
-        assert "counted as 0 s" in basis.origins["sum"]
-        slowed = forecast(basis, ForecastRequest(node_sum_s=0.1))
-        assert slowed.points[2].sum_s == pytest.approx(0.2)
-        assert slowed.basis.origins["sum"].startswith("assumption: 0.1 s for each node")
-
-    def test_epochs_are_the_jobs_and_samples_have_to_be_given(
-        self, project: ProjectDirectory, job: Job
-    ) -> None:
-        tuned(project, job)
-        basis = plan_basis(project, job)
-        assert forecast(basis, ForecastRequest()).num_samples is None
-        assert forecast(basis, ForecastRequest(num_samples=1000)).num_samples == 3000
-        assert forecast(basis, ForecastRequest(num_samples=1000, epochs=2)).num_samples == 2000
-
-    def test_edited_batch_size_keeps_the_measured_speed(self, project: ProjectDirectory, job: Job) -> None:
-        edited = RANKS[1].model_copy(update={"batch_size": 20})
-        tuned(project, job, ranks=[RANKS[0], edited])
-        [node] = plan_basis(project, job).nodes
-        assert (node.step_s, node.samples_per_s) == (2.0, 10.0)
-
-    def test_plan_of_another_job_is_rejected(self, project: ProjectDirectory, job: Job) -> None:
-        tuned(project, job, job_fingerprint="other")
-        with pytest.raises(InputError, match="changed since tuning"):
-            plan_basis(project, job)
-
-    def test_plan_without_measurements_is_rejected(self, project: ProjectDirectory, job: Job) -> None:
-        tuned(project, job, ranks=[RankPlan(node="host", batch_size=8, threads=1)])
-        with pytest.raises(InputError, match="no step time for host"):
-            plan_basis(project, job)
-
-    def test_plan_without_the_host_is_rejected(self, project: ProjectDirectory, job: Job) -> None:
-        tuned(project, job, ranks=RANKS[1:])
-        with pytest.raises(InputError, match="first rank is not `host`"):
-            plan_basis(project, job)
-
-    def test_plan_of_the_host_alone_cannot_forecast_nodes(self, project: ProjectDirectory, job: Job) -> None:
-        tuned(project, job, ranks=RANKS[:1])
-        basis = plan_basis(project, job)
-        assert forecast(basis, ForecastRequest()).verdict is None
-        with pytest.raises(InputError, match="the gain from nodes is unknown"):
-            forecast(basis, ForecastRequest(node_counts=[1]))
+from csdctl.tuning.scaling_curve import Power
+from csdctl.workflows.forecast.basis import published_basis
+from csdctl.workflows.forecast.forecast import (
+    MAX_NODES,
+    ForecastRequest,
+    forecast,
+    given_power,
+    parse_node_counts,
+)
 
 
 class TestPublished:
@@ -123,11 +25,6 @@ class TestPublished:
         assert basis.source == "published"
         assert set(basis.origins) == {"speeds", "sum", "power"}
         assert ("assumption" in basis.origins["sum"]) == (network is not Network.MOBILENETV2)
-
-    def test_24_csds_save_the_energy_that_the_paper_prints(self) -> None:
-        points = forecast(published_basis(Network.MOBILENETV2), ForecastRequest()).points
-        assert points[0].joules_per_image == pytest.approx(13.10)
-        assert 1 - (points[24].joules_per_image or 0) / 13.10 == pytest.approx(0.69, abs=0.005)
 
     def test_large_network_on_few_csds_is_not_worth_it(self) -> None:
         verdict = forecast(published_basis(Network.INCEPTIONV3), ForecastRequest(node_counts=[4])).verdict

@@ -60,9 +60,6 @@ def test_options_of_features_are_refused_with_another_strategy(strategy: str) ->
         TrainOptions(strategy=strategy, features=FeatureOptions("float16", "keras"))
     with pytest.raises(InputError, match=f"--feature-engine litert .* --strategy {strategy}"):
         TrainOptions(strategy=strategy, features=FeatureOptions("float32", "litert"))
-
-
-def test_micro_batches_are_refused_with_a_strategy_that_divides_no_model() -> None:
     with pytest.raises(InputError, match="--micro-batches 2 .* --strategy features"):
         TrainOptions(strategy="features", num_micro_batches=2)
 

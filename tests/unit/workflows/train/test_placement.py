@@ -64,7 +64,7 @@ def test_plan_without_any_sample_is_rejected(job: Job) -> None:
 
 def test_host_reads_its_part_of_all_samples_and_a_node_the_files_cut_for_it(job: Job) -> None:
     placed = place_plan(PLAN, PREPARED, job, FLEET)
-    host, csd0, csd1 = build_rank_specs(PLAN, placed, PREPARED, {"csd1": (FILE, FILE)}, job)
+    host, csd0, csd1 = build_rank_specs(PLAN.ranks, placed, PREPARED, {"csd1": (FILE, FILE)}, job)
     assert host.public == DatasetSlice("data/public/images.npy", "data/public/labels.npy", 0, 40, 7, **HASHES)
     assert csd0.public is None
     assert csd0.private == DatasetSlice("data/private/images.npy", "data/private/labels.npy", **HASHES)
@@ -72,13 +72,6 @@ def test_host_reads_its_part_of_all_samples_and_a_node_the_files_cut_for_it(job:
         FILE.path, FILE.path, images_sha256=FILE.sha256, labels_sha256=FILE.sha256
     )
     assert csd1.private is None
-
-
-def test_nodes_that_see_all_public_data_read_their_part_of_it(job: Job) -> None:
-    placed = place_plan(PLAN, PREPARED, job, FLEET)
-    specs = build_rank_specs(PLAN, placed, PREPARED, {}, replace(job, is_everywhere=True))
-    parts = [(spec.public.start, spec.public.stop) for spec in specs if spec.public]
-    assert parts == [(shard.public_start, shard.public_stop) for shard in placed]
 
 
 def test_ranks_compute_with_the_settings_that_the_plan_has_for_their_machine(job: Job) -> None:
@@ -89,7 +82,7 @@ def test_ranks_compute_with_the_settings_that_the_plan_has_for_their_machine(job
     ]
     plan = PLAN.model_copy(update={"ranks": ranks})
     placed = place_plan(plan, PREPARED, job, FLEET)
-    specs = build_rank_specs(plan, placed, PREPARED, {"csd1": (FILE, FILE)}, job)
+    specs = build_rank_specs(plan.ranks, placed, PREPARED, {"csd1": (FILE, FILE)}, job)
     assert [spec.runtime for spec in specs] == [
         Runtime(8, 2, True),
         Runtime(4, 1, False),
@@ -110,7 +103,7 @@ def test_node_with_few_private_samples_repeats_them_if_the_job_says_so(
     few = replace(PREPARED, private={"csd0": PRIVATE, "csd1": replace(PRIVATE, num_samples=5)})
     job = replace(job, is_repeating=True, is_weighted_by_data_set=is_weighted)
     placed = place_plan(PLAN, few, job, FLEET)
-    _, csd0, csd1 = build_rank_specs(PLAN, placed, few, {}, job)
+    _, csd0, csd1 = build_rank_specs(PLAN.ranks, placed, few, {}, job)
     assert (csd0.num_private, csd0.num_repeated, csd0.weight) == (20, 0, 1.0)
     assert (csd1.num_private, csd1.num_repeated) == (20, 15)
     assert csd1.weight == (1 - 15 / (20 + csd1.num_public) if is_weighted else 1.0)

@@ -11,8 +11,7 @@ import pytest
 from csdctl.errors import InputError
 from csdctl.fleet.model import Fleet, Node
 from csdctl.job.model import Job
-from csdctl.runs.directory import EventLog, ProjectDirectory, RunDirectory
-from csdctl.runs.manifest import Manifest
+from csdctl.runs.directory import EventLog, Manifest, ProjectDirectory, RunDirectory
 from csdctl.shipping.store import StoredFile
 from csdctl.transport.meter import TrafficClass
 from csdctl.worker.protocol.datasets import DatasetInfo
@@ -151,7 +150,7 @@ class TrainedRun:
         manifest["data"]["private"] = {"csd0": PRIVATE.fingerprint, "csd7": "d" * 32}
         run.save_manifest(manifest)
         placed = Manifest.model_validate(run.load_manifest())
-        ranks = build_rank_specs(placed.plan, placed.shards(), self.prepared, {}, self.job)
+        ranks = build_rank_specs(placed.plan.ranks, placed.placed, self.prepared, {}, self.job)
         self.spec = replace(spec_of(run), recipe=job.recipe, noise=NOISE, ranks=ranks)
 
     def with_recipe(self, **changes: Any) -> Prepared:
@@ -173,11 +172,6 @@ class TrainedRun:
             self.resume(job or self.job, prepared or self.prepared, TrainOptions())
         assert "start a new run" in raised.value.remedy
         return raised.value
-
-    def ranks_with(self, **changes: Any) -> tuple[RankSpec, ...]:
-        """The ranks with another one on csd0."""
-        host, csd0, csd7 = self.spec.ranks
-        return host, replace(csd0, **changes), csd7
 
 
 @pytest.fixture
@@ -218,25 +212,6 @@ def test_run_with_other_noise_is_refused(trained: TrainedRun, noise: Noise | Non
 
 def test_run_without_noise_does_not_go_on_with_noise(trained: TrainedRun) -> None:
     trained.assert_refused("data.private.noise of .* is {.*that of run .* absent", noise=None)
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [("node", "csd1"), ("num_private", 5), ("weight", 2.0), ("public_start", 0), ("max_batch_size", 10**6)],
-)
-def test_ranks_of_an_edited_spec_are_refused(trained: TrainedRun, field: str, value: Any) -> None:
-    problem = f"spec.json: `{field}` of csd0 is {value!r}, expected .* as in manifest.json and the job"
-    trained.assert_refused(problem, ranks=trained.ranks_with(**{field: value}))
-
-
-def test_other_number_of_ranks_is_refused(trained: TrainedRun) -> None:
-    trained.assert_refused("has 2 `ranks`, manifest.json 3", ranks=trained.spec.ranks[:2])
-
-
-def test_more_epochs_and_other_paths_are_no_change(trained: TrainedRun) -> None:
-    """The ranks are compared last: they are the only problem."""
-    ranks = trained.ranks_with(private=None, public=None, num_private=5)
-    trained.assert_refused("`num_private` of csd0", prepared=trained.with_recipe(epochs=30), ranks=ranks)
 
 
 def test_resumed_run_has_its_shards_and_noise_and_the_epochs_and_options_of_today(

@@ -9,6 +9,7 @@ from csdctl.workflows.train.spec import describe_strategy
 
 PREDICTED = Predicted(
     global_batch=8,
+    batch_sizes=[8],
     step_s=0.1,
     samples_per_s=80.0,
     compute_share=1.0,

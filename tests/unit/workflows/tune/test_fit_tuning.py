@@ -10,12 +10,12 @@ from csdctl.errors import OutOfMemoryError
 from csdctl.fleet.model import HOST_NAME
 from csdctl.perfmodel.step_time import StepTime
 from csdctl.runs.measurements import open_measurements
-from csdctl.tuning.measurements import RuntimeSettings
-from csdctl.tuning.observations import ProbeOutcome, TrialResult
+from csdctl.tuning.fleet_model import ProbeOutcome, TrialResult
 from csdctl.tuning.plan import RankPlan
 from csdctl.tuning.search import Limits
 from csdctl.worker.protocol.events import CollectiveTimed
 from csdctl.worker.protocol.probe import ProbeRequest
+from csdctl.worker.protocol.run_spec import Runtime
 from csdctl.workflows.tune.fit_tuning import MAX_OOM_RETRIES, SUM_BYTES, FitTuner, TunedFleet
 from csdctl.workflows.tune.fleet_measurements import FleetMeasurements, hash_recipe
 from tests.unit.workflows.measured_project import (
@@ -49,7 +49,7 @@ class ScriptedMeasurer:
     """Machines as functions; `trial` decides the result of a trial."""
 
     trial: Callable[[Sequence[RankPlan]], TrialResult] = trial_of
-    gain: Mapping[RuntimeSettings, float] = field(default_factory=dict)
+    gain: Mapping[Runtime, float] = field(default_factory=dict)
     """Settings that change the time of a step, by this factor."""
     num_probes: int = 0
     measuring_s: float = 0.0
@@ -59,7 +59,7 @@ class ScriptedMeasurer:
     sums: list[tuple[int, int]] = field(default_factory=list)
     rounds: list[Mapping[str, ProbeRequest]] = field(default_factory=list)
     trials: list[Sequence[RankPlan]] = field(default_factory=list)
-    settings: dict[str, RuntimeSettings] = field(default_factory=dict)
+    settings: dict[str, Runtime] = field(default_factory=dict)
 
     def time_sums(self, wanted: Sequence[tuple[int, int]]) -> list[CollectiveTimed]:
         self.sums += wanted
@@ -81,7 +81,7 @@ class ScriptedMeasurer:
     def share_work(self, machines: Sequence[str]) -> None:
         pass
 
-    def switch_settings(self, settings: Mapping[str, RuntimeSettings], peaks: Mapping[str, int]) -> None:
+    def switch(self, settings: Mapping[str, Runtime]) -> None:
         self.settings |= settings
 
     def run_trial(self, ranks: Sequence[RankPlan], num_steps: int) -> TrialResult:
@@ -144,7 +144,7 @@ def test_sums_of_a_slow_link_are_timed_once(at: MeasuredProject) -> None:
 
 
 def test_faster_settings_are_taken_and_used_in_the_trial(at: MeasuredProject) -> None:
-    without_onednn = RuntimeSettings(facts_of("csd0").num_threads, is_onednn=False)
+    without_onednn = Runtime(facts_of("csd0").num_threads, onednn=False)
     messages: list[str] = []
     measurer = ScriptedMeasurer(gain={without_onednn: 0.5})
     tuned = tune(at, measurer, messages, is_exploring=True)

@@ -7,8 +7,9 @@ import pytest
 from csdctl.fleet.model import HOST_NAME
 from csdctl.perfmodel.step_time import StepTime
 from csdctl.runs.measurements import open_measurements
-from csdctl.tuning.class_model import ClassModel
-from csdctl.tuning.measurements import ProbeMeasurement, RuntimeSettings
+from csdctl.tuning.fleet_model import ClassModel
+from csdctl.tuning.measurements import ProbeMeasurement
+from csdctl.worker.protocol.run_spec import Runtime
 from csdctl.workflows.tune.fleet_measurements import FleetMeasurements, hash_recipe
 from tests.unit.workflows.measured_project import (
     PUBLIC,
@@ -37,11 +38,11 @@ def recalled(at: MeasuredProject, threads: int = 0) -> ClassModel:
         return measurements.recall_classes()[HOST_NAME]
 
 
-def probed(size: int, settings: RuntimeSettings = EIGHT, peak: int = 1 << 30) -> ProbeMeasurement:
+def probed(size: int, settings: Runtime = EIGHT, peak: int = 1 << 30) -> ProbeMeasurement:
     return ProbeMeasurement(settings, size, 1.0, LINE.at(size), 3, peak)
 
 
-def tried(size: int, ratio: float, settings: RuntimeSettings = EIGHT) -> ProbeMeasurement:
+def tried(size: int, ratio: float, settings: Runtime = EIGHT) -> ProbeMeasurement:
     return ProbeMeasurement(settings, size, 2.0, LINE.at(size) * ratio, 3)
 
 
@@ -60,10 +61,10 @@ def test_tuning_that_was_interrupted_has_no_earlier_trial(at: MeasuredProject) -
 
 
 def test_settings_are_those_of_the_newest_trial_unless_the_user_has_set_threads(at: MeasuredProject) -> None:
-    four = RuntimeSettings(4, is_onednn=False)
+    four = Runtime(4, onednn=False)
     remember(at, *map(probed, (8, 16, 32)), probed(32, four), tried(64, 1.0, four))
     assert recalled(at).settings == four
-    assert recalled(at, threads=6).settings == RuntimeSettings(6)
+    assert recalled(at, threads=6).settings == Runtime(6)
 
 
 def test_size_that_did_not_fit_may_fit_later(at: MeasuredProject) -> None:

@@ -9,8 +9,7 @@ import pytest
 from csdctl.worker.protocol.json_codec import RESULT, to_frame
 from csdctl.worker.protocol.probe import READY, ProbeRequest, ProbeResult
 from csdctl.worker.protocol.run_spec import Runtime
-from csdctl.workflows.tune.probing import ProbeRounds
-from csdctl.workflows.tune.watch import IDLE, LOADING, MEASURED, MEASURING, TuneWatch
+from csdctl.workflows.tune.probing import IDLE, LOADING, MEASURED, MEASURING, FleetMeasurer, TuneWatch
 from tests.fake_session import FakeConversation, FakeSession
 from tests.unit.workflows.measured_project import make_project, prepared, workspace
 
@@ -41,21 +40,19 @@ class Watch(TuneWatch):
 
 
 class Fleet:
-    """A host and a node with workers that respond at once; memory has room for `num_sessions`."""
+    """A host and a node with workers that respond at once."""
 
-    def __init__(self, directory: Path, num_sessions: int) -> None:
+    def __init__(self, directory: Path) -> None:
         at = make_project(directory, num_nodes=1)
-        self.num_sessions = num_sessions
         self.watch = Watch()
         self.sessions = {
             name: FakeSession(name).on(stdout=f"a model prints\n{READY}\n", replies=answer)
             for name in at.fleet.machines
         }
-        memory_bytes = round(PEAK * num_sessions / 0.8)
-        self.rounds = ProbeRounds(
+        self.rounds = FleetMeasurer(
             at.job,
             prepared(at),
-            workspace(at, self.sessions, memory_bytes),
+            workspace(at, self.sessions, 2 * PEAK),
             dict.fromkeys(self.sessions, USUAL),
             self.watch,
             lambda _: None,
@@ -68,9 +65,9 @@ class Fleet:
         self.rounds.measure({name: ProbeRequest(8) for name in self.sessions})
 
 
-@pytest.fixture(params=[1, 2])
-def fleet(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Fleet]:
-    fleet = Fleet(tmp_path, request.param)
+@pytest.fixture
+def fleet(tmp_path: Path) -> Iterator[Fleet]:
+    fleet = Fleet(tmp_path)
     with fleet.rounds:
         yield fleet
     assert all(
@@ -93,31 +90,22 @@ def test_trial_takes_the_sessions_that_measured(fleet: Fleet) -> None:
 
 
 @pytest.mark.parametrize("taken", [USUAL, OTHER])
-def test_current_session_is_kept_if_memory_has_room_for_two(fleet: Fleet, taken: Runtime) -> None:
+def test_machine_has_one_session_with_the_settings_that_are_measured(fleet: Fleet, taken: Runtime) -> None:
     fleet.probe()
-    fleet.rounds.switch({"csd0": OTHER}, {"csd0": PEAK})
+    fleet.rounds.switch({"csd0": OTHER})
     fleet.probe()
-    has_room = fleet.num_sessions == 2
-    assert fleet.of_node()[0].is_closed == (not has_room)
+    assert fleet.of_node()[0].is_closed
     attach = fleet.rounds.prepare_trial({"csd0": taken})
     used = attach["csd0"]("spec.json", 0)
     still_open = [conversation for conversation in fleet.of_node() if not conversation.is_closed]
     assert still_open == [used]
-    assert len(fleet.of_node()) == (2 if taken == OTHER or has_room else 3)
+    assert len(fleet.of_node()) == (2 if taken == OTHER else 3)
 
 
 def test_machine_outside_the_trial_has_no_session(fleet: Fleet) -> None:
     fleet.probe()
     fleet.rounds.prepare_trial({"csd0": USUAL})
     assert all(conversation.is_closed for conversation in fleet.sessions["host"].conversations)
-
-
-def test_session_without_a_measured_peak_is_closed(tmp_path: Path) -> None:
-    fleet = Fleet(tmp_path, 100)
-    with fleet.rounds:
-        fleet.rounds.measure({"host": ProbeRequest(8)})
-        fleet.rounds.switch({"csd0": OTHER}, {"csd0": PEAK})
-        assert fleet.of_node()[0].is_closed
 
 
 def test_each_machine_is_shown_while_it_loads_and_measures(fleet: Fleet) -> None:

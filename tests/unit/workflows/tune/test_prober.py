@@ -1,6 +1,5 @@
 """One machine's probe session: memory, hanging machines, killed workers."""
 
-import json
 from contextlib import closing
 from dataclasses import replace
 
@@ -74,15 +73,6 @@ def test_worker_that_fails_otherwise_is_an_error_with_its_cause() -> None:
         with pytest.raises(RemoteCommandError, match="ImportError: no numpy") as raised:
             prober.measure(ProbeRequest(64))
     assert raised.value.node == "csd0"
-
-
-def test_request_has_batch_size_and_time() -> None:
-    fake = session(result(8))
-    with closing(Prober(fake, COMMAND, Runtime(), None)) as prober:
-        prober.start()
-        prober.measure(ProbeRequest(8, min_duration_s=2.5))
-    request = json.loads(fake.conversations[0].sent[-1])
-    assert (request["batch_size"], request["min_duration_s"]) == (8, 2.5)
 
 
 def test_micro_batch_counts_for_memory_not_the_whole_batch() -> None:

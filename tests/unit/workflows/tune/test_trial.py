@@ -85,7 +85,7 @@ def test_trial_adds_the_noise_of_the_job_to_its_private_share(
     at: MeasuredProject, noise: Noise | None
 ) -> None:
     data = prepared(at)
-    data.private = {"csd0": replace(PUBLIC, num_samples=3_000)}
+    data.private, data.num_private = {"csd0": PUBLIC}, {"csd0": 3_000}
     ranks = [RankPlan(node=name, batch_size=10, threads=1) for name in (HOST_NAME, "csd0")]
     space = workspace(at, {rank.node: FakeSession(rank.node) for rank in ranks})
     job, run = replace(at.job, noise=noise), at.project.new_scratch()

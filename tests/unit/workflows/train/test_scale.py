@@ -4,7 +4,7 @@ import pytest
 
 from csdctl.errors import InputError
 from csdctl.tuning.plan import Plan, RankPlan
-from csdctl.tuning.series import STRONG, WEAK, choose_counts, plan_point
+from csdctl.workflows.train.scale import STRONG, WEAK, choose_counts, plan_point
 
 
 def plan(*sizes, most=None):

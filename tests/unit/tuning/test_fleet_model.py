@@ -1,18 +1,62 @@
-"""What observations change in the model of the fleet."""
+"""What observations change in the model of the fleet, and the memory of batch sizes."""
 
 from dataclasses import replace
 
 import pytest
 
-from csdctl.perfmodel.collective import CollectiveCost
+from csdctl.perfmodel.prediction import CollectiveCost
 from csdctl.perfmodel.step_time import StepTime
-from csdctl.tuning.class_model import OOM_RETRY_SHARE, ClassModel
-from csdctl.tuning.fleet_model import FleetModel
-from csdctl.tuning.learning import learn_out_of_memory, learn_overhead, learn_probes, learn_trial
-from csdctl.tuning.observations import ProbeOutcome, TrialResult, TriedPlan
+from csdctl.tuning.fits import Point
+from csdctl.tuning.fleet_model import (
+    OOM_RETRY_SHARE,
+    ClassModel,
+    FleetModel,
+    ProbeOutcome,
+    TrialResult,
+    TriedPlan,
+    largest_within_memory,
+    learn_probes,
+    learn_trial,
+    predict_peak_bytes,
+)
 from csdctl.tuning.plan_choice import choose_plan, plan_ranks
 from csdctl.tuning.search import Limits
-from csdctl.tuning.step_time_fit import Point
+
+
+def test_measured_size_is_not_predicted() -> None:
+    assert predict_peak_bytes({8: 100}, 8) == 100
+    assert predict_peak_bytes({4: 90, 8: 100, 16: 130}, 8) == 100
+
+
+@pytest.mark.parametrize("peaks", [{}, {8: 100}])
+def test_one_measurement_predicts_nothing(peaks: dict[int, int]) -> None:
+    assert predict_peak_bytes(peaks, 16) is None
+
+
+def test_peak_is_extrapolated_from_the_largest_size_and_half_of_it() -> None:
+    assert predict_peak_bytes({4: 99, 16: 130, 8: 100}, 32) == 130 + 16 * 30 // 8
+
+
+def test_almost_equal_sizes_do_not_set_the_slope() -> None:
+    assert predict_peak_bytes({32: 100, 128: 196, 130: 298}, 260) == 298 + 130 * 198 // 98
+    assert predict_peak_bytes({100: 200, 110: 210}, 130) == 230
+
+
+def test_peak_of_a_process_does_not_fall() -> None:
+    assert predict_peak_bytes({8: 100, 16: 100}, 1000) == 100
+    assert predict_peak_bytes({8: 120, 16: 100}, 1000) == 100
+    assert predict_peak_bytes({8: 100, 16: 130}, 12) == 130
+
+
+@pytest.mark.parametrize("peaks", [{8: 100}, {8: 100, 16: 100}])
+def test_memory_grows_in_proportion_without_a_line(peaks: dict[int, int]) -> None:
+    assert largest_within_memory(peaks, 250) == max(peaks) * 250 // 100
+
+
+def test_largest_size_is_where_the_line_meets_the_memory() -> None:
+    assert largest_within_memory({8: 100, 16: 180}, 380) == 36
+    assert largest_within_memory({}, 380) is None
+
 
 HOST, NODE = StepTime(0.01, 0.002), StepTime(0.05, 0.02)
 NODES = ("csd0", "csd1", "csd2")
@@ -45,14 +89,6 @@ def tried(model: FleetModel, factors: dict[str, float], overhead_factor: float =
     return TriedPlan(best, plan_ranks(model, best), result)
 
 
-def test_learning_leaves_the_model_unchanged(model: FleetModel) -> None:
-    before = replace(model)
-    learn_probes(model, {"csd0": ProbeOutcome(64, 1.0, 3, {64: 1 << 30})})
-    learn_trial(model, tried(model, {"csd0": 2.0}))
-    learn_out_of_memory(model, "csd1", 100)
-    assert model == before
-
-
 def test_probe_counts_for_all_machines_of_its_class(model: FleetModel) -> None:
     learned = learn_probes(
         model, {"csd1": ProbeOutcome(64, NODE.at(64), 3, {64: 1 << 30}), "csd2": ProbeOutcome(256, None)}
@@ -80,22 +116,12 @@ def test_outlier_gets_a_step_time_of_its_own(model: FleetModel) -> None:
     assert sizes["csd1"] < sizes["csd0"]
 
 
-def test_outlier_that_recovers_is_none_any_more(model: FleetModel) -> None:
-    learned = learn_trial(model, tried(model, {"csd1": 1.5}))
-    again = learn_trial(learned, tried(model, {}))
-    assert again.outlier_factors["csd1"] == 1.0
-
-
 def test_overhead_of_a_step_is_that_of_the_trial(model: FleetModel) -> None:
     assert learn_trial(model, tried(model, {}, 1.3)).overhead_factor == pytest.approx(1.3)
 
 
-def test_overhead_without_an_earlier_trial_is_none(model: FleetModel) -> None:
-    assert learn_overhead(replace(model, overhead_factor=1.2), None).overhead_factor == 1.0
-
-
 def test_out_of_memory_limits_what_the_class_computes_at_once(model: FleetModel) -> None:
-    learned = learn_out_of_memory(model, "csd1", 100)
+    learned = model.with_class("csd", model.class_of("csd1").with_out_of_memory(100))
     assert learned.class_of("csd2").max_at_once == round(100 * OOM_RETRY_SHARE) - 1
     ranks = plan_ranks(learned, choose_plan(learned, Limits(global_batch=2000)))
     assert all((rank.micro_batch_size or 0) < 100 for rank in ranks if rank.node in NODES)
@@ -105,17 +131,12 @@ def test_out_of_memory_limits_what_the_class_computes_at_once(model: FleetModel)
 def test_each_out_of_memory_makes_micro_batches_smaller(model: FleetModel) -> None:
     """A rank that computes in micro-batches runs out of memory by their size, not by that of its batch."""
     sizes = [50]
-    model = learn_probes(model, {"csd1": ProbeOutcome(sizes[0] + 1, None)})
+    known = learn_probes(model, {"csd1": ProbeOutcome(sizes[0] + 1, None)}).class_of("csd1")
     for _ in range(3):
-        assert model.class_of("csd1").limit_at_once(1000) == sizes[-1]
-        model = learn_out_of_memory(model, "csd1", 1000)
-        sizes.append(model.class_of("csd1").limit_at_once(1000))
+        assert known.limit_at_once(1000) == sizes[-1]
+        known = known.with_out_of_memory(1000)
+        sizes.append(known.limit_at_once(1000))
     assert sizes == [50, 29, 16, 9]
-
-
-def test_out_of_memory_of_a_small_batch_limits_below_that_batch(model: FleetModel) -> None:
-    model = learn_probes(model, {"csd1": ProbeOutcome(200, None)})
-    assert learn_out_of_memory(model, "csd1", 40).class_of("csd1").max_at_once == 23
 
 
 def test_smaller_of_two_memory_limits_holds() -> None:
@@ -144,10 +165,6 @@ def test_limited_host_and_nodes_together_stay_within_the_global_batch(
     sizes = choose_plan(replace(model, max_host_share=share), Limits(max_global_batch=most)).batch_sizes
     assert sum(sizes.values()) <= most
     assert sizes.get("host", 0) <= share * sum(sizes.values())
-
-
-def test_host_without_a_sample_does_not_train(model: FleetModel) -> None:
-    assert "host" not in choose_plan(replace(model, max_host_share=0.0), Limits(global_batch=90)).batch_sizes
 
 
 def test_exact_global_batch_is_kept_with_a_limited_host(model: FleetModel) -> None:
