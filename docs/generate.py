@@ -32,9 +32,8 @@ from csdctl.fleet.model import Node, Problem
 from csdctl.launch.leftovers import Leftovers
 from csdctl.reporting.energy import RunEnergy
 from csdctl.reporting.privacy import Privacy
-from csdctl.reporting.run_status import RunStatus
+from csdctl.reporting.results import RankSummary, RunStatus, RunSummary
 from csdctl.reporting.scaling import ScalingPoint
-from csdctl.reporting.summary import RankSummary, RunSummary
 from csdctl.runs.measurements import CollectiveSummary, Forgotten, ProbeSummary
 from csdctl.shipping.deliver import Delivery
 from csdctl.supervision import event_callbacks
