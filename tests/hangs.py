@@ -50,6 +50,7 @@ class WatchedTest:
         self._settings = settings
         self._began_s = time.monotonic()
         self._idleness: Idleness | None = None
+        self._is_looking = False
 
     def start(self) -> None:
         """Start the timer."""
@@ -68,9 +69,14 @@ class WatchedTest:
         if time.monotonic() - self._began_s > self._settings.timeout:
             self.cancel()
             pytest_timeout.timeout_sigalrm(self._item, self._settings)
+        if self._is_looking:  # which takes seconds
+            return
+        self._is_looking = True
         if self._idleness is None:
             self._idleness = Idleness()
-        if self._idleness.look_s() > scaled(IDLE_S):
+        idle_s = self._idleness.look_s()
+        self._is_looking = False
+        if idle_s > scaled(IDLE_S):
             self._idleness = None  # what is left of the test may hang, too
             _print_stacks()
             pytest.fail(f"neither this process nor what it has started has worked for {scaled(IDLE_S):.0f} s")
