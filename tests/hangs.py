@@ -27,7 +27,7 @@ IN_PROCESS = (Path(__file__).parent / "unit",)
 FIRST_S = 5.0
 """The timer rings for the first time after this time, ..."""
 NEXT_S = 2.0
-"""... and again after this one."""
+"""... and again this long after each look."""
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -54,7 +54,7 @@ class WatchedTest:
     def start(self) -> None:
         """Start the timer."""
         signal.signal(signal.SIGALRM, self._ring)
-        signal.setitimer(signal.ITIMER_REAL, min(FIRST_S, self._settings.timeout), NEXT_S)
+        signal.setitimer(signal.ITIMER_REAL, min(FIRST_S, self._settings.timeout))
 
     def cancel(self) -> None:
         """Stop the timer."""
@@ -63,14 +63,14 @@ class WatchedTest:
 
     def _ring(self, _signal: int, _frame: FrameType | None) -> None:
         __tracebackhide__ = True
-        if pytest_timeout.is_debugging():
-            return
-        if time.monotonic() - self._began_s > self._settings.timeout:
+        if time.monotonic() - self._began_s > self._settings.timeout and not pytest_timeout.is_debugging():
             self.cancel()
             pytest_timeout.timeout_sigalrm(self._item, self._settings)
         if self._idleness is None:
             self._idleness = Idleness()
-        if self._idleness.look_s() > scaled(IDLE_S):
+        idle_s = self._idleness.look_s()
+        signal.setitimer(signal.ITIMER_REAL, NEXT_S)  # only now: a look may take seconds
+        if idle_s > scaled(IDLE_S) and not pytest_timeout.is_debugging():
             self._idleness = None  # what is left of the test may hang, too
             _print_stacks()
             pytest.fail(f"neither this process nor what it has started has worked for {scaled(IDLE_S):.0f} s")

@@ -177,6 +177,12 @@ def _find_lack_of_python_for_all() -> str:
     return done.stderr.strip()[-200:] if done.returncode else ""
 
 
+def _find_lack_of_seccomp() -> str:
+    from csdctl.worker.sandbox.system_calls import ARCHITECTURES, MACHINE
+
+    return "" if MACHINE in ARCHITECTURES else f"the filter knows no system calls of {MACHINE}"
+
+
 def _find_lack_of_shared_memory() -> str:
     return "" if os.access("/dev/shm", os.W_OK) else "/dev/shm is not writable"
 
@@ -253,6 +259,7 @@ NEEDS = {
     ),
     "packets": Need(_find_lack_of_packets, (), "run `make test` as root"),
     "socket filters": Need(_find_lack_of_socket_filters, (), "run `make test` as root"),
+    "seccomp": Need(_find_lack_of_seccomp, (), "run `make test` on x86_64 or aarch64"),
     "shared memory": Need(_find_lack_of_shared_memory, (), "mount -t tmpfs tmpfs /dev/shm"),
     "a Python for all users": Need(
         _find_lack_of_python_for_all, (), f"install Debian's python3: {SYSTEM_PYTHON}"

@@ -36,6 +36,8 @@ BUSY_SHARE = 0.05
 LOOK_S = 0.5
 RETRY_S = 5.0
 """What waits for the CPU is given this much more time, again and again."""
+READY_S = 3.0
+"""A process that shows anything is ready to run at least once in this time."""
 NUM_LAST_LINES = 40
 
 
@@ -76,10 +78,20 @@ def stays(condition: Callable[[], object], seconds: float) -> bool:
 
 
 def waits_for_cpu() -> bool:
-    """Return whether a process that these tests have started is ready to run, but has no CPU.
+    """Return whether a process that these tests have started is ready to run, within some seconds of looking.
 
-    Busy processes beside it leave almost nothing to one of low priority, such as `csdctl runs watch`.
+    Busy processes beside it leave almost nothing to one of low priority, such as `csdctl runs watch`, which
+    also sleeps between two pictures.
     """
+    end_s = time.monotonic() + READY_S
+    while not _is_one_ready():
+        if time.monotonic() > end_s:
+            return False
+        time.sleep(LOOK_S / 5)
+    return True
+
+
+def _is_one_ready() -> bool:
     names = (SESSION_VARIABLE, "PYTEST_XDIST_WORKER")  # all that a worker of xdist starts has both
     marks = {f"{name}={os.environ[name]}".encode() for name in names if name in os.environ}
     for entry in Path("/proc").glob("[0-9]*"):

@@ -17,6 +17,7 @@ from csdctl.documents import (
     save_text,
     write_atomically,
 )
+from tests.unit.worker.process.test_files import note_calls
 
 
 @contextmanager
@@ -45,14 +46,9 @@ class TestSaving:
     def test_content_is_on_the_disk_before_it_gets_its_name(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        calls = []
-        for name in ("fsync", "replace"):
-            real = getattr(os, name)
-            monkeypatch.setattr(
-                os, name, lambda *given, name=name, real=real: (calls.append(name), real(*given))
-            )
+        calls = note_calls(monkeypatch)
         save_bytes(tmp_path / "file", b"new")
-        assert calls[:2] == ["fsync", "replace"]
+        assert [name for name, _ in calls[:2]] == ["fsync", "replace"]
 
     def test_files_of_a_directory_are_on_the_disk_before_it_gets_its_name(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
