@@ -23,6 +23,9 @@ ARGS ?=
 WORKERS ?= $(shell cores=$$(nproc); echo $$((cores < 6 ? cores + 2 : 8)))
 IN_PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 PIP_INSTALL := -m pip --disable-pip-version-check --no-input install
+# A lock file is complete, so pip resolves nothing. Before 23.3, pip's resolver took the newest release of a package that another
+# one requires with an extra, and refused it for want of a hash: every set-up failed on the day of a new release.
+INSTALL_LOCK := $(PIP_INSTALL) --no-deps --require-hashes
 
 # The first of these that csdctl can run on; python3 if there is none, so that the error message names it.
 IS_USABLE := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
@@ -66,6 +69,7 @@ check: $(STAMP) ## check style, formatting, types, import rules, docs and licenc
 	echo "== mypy";                $(BIN)/mypy
 	echo "== lint-imports";        $(BIN)/lint-imports --no-logo --no-cache
 	echo "== tests are where one looks for them"; $(BIN)/python -m tests.places
+	echo "== requirements/dev.txt is complete"; $(BIN)/python -m pip check
 	echo "== docs, licences";      $(BIN)/pytest -q tests/unit/test_docs.py tests/unit/requirements/test_licences.py
 
 bench: $(STAMP) ## run the benchmarks; they print measurements and assert nothing about them
@@ -139,16 +143,17 @@ $(STAMP): requirements/dev.txt pyproject.toml
 	  "$$python" -m venv --clear $(VENV)
 	fi
 	pip=($(BIN)/python $(PIP_INSTALL))
+	install_lock=($(BIN)/python $(INSTALL_LOCK))
 	total=$$(grep -c '^[a-z].*==' requirements/dev.txt)
 	echo "Installing $$total locked packages (TensorFlow alone is 250 MB; this takes minutes the first time)"
 	if [ -t 1 ]; then
-	  "$${pip[@]}" --progress-bar off --require-hashes -r requirements/dev.txt | awk -v total="$$total" '
+	  "$${install_lock[@]}" --progress-bar off -r requirements/dev.txt | awk -v total="$$total" '
 	    /^(Collecting|Processing|Requirement already|Ignoring)/ { printf "\r\033[K  %d of %d", ++n, total }
 	    /^Installing collected/ { printf "\r\033[K  unpacking" }
 	    { fflush() }
 	    END { printf "\r\033[K" }'
 	else
-	  "$${pip[@]}" --quiet --require-hashes -r requirements/dev.txt
+	  "$${install_lock[@]}" --quiet -r requirements/dev.txt
 	fi
 	echo "Installing csdctl"
 	"$${pip[@]}" --quiet --no-deps --no-build-isolation -e .
@@ -157,23 +162,23 @@ $(STAMP): requirements/dev.txt pyproject.toml
 $(LOWEST)/.installed: requirements/lowest.txt
 	@echo "Installing the lowest versions in $(LOWEST)"
 	$(PYTHON) -m venv --clear $(LOWEST)
-	$(LOWEST)/bin/python $(PIP_INSTALL) --quiet --require-hashes -r requirements/lowest.txt
+	$(LOWEST)/bin/python $(INSTALL_LOCK) --quiet -r requirements/lowest.txt
 	$(LOWEST)/bin/python $(PIP_INSTALL) --quiet --no-deps --no-build-isolation -e .
 	touch $@
 
 $(DOCS)/.installed: requirements/docs.txt
 	@$(PYTHON) -m venv --clear $(DOCS)
-	$(DOCS)/bin/python $(PIP_INSTALL) --quiet --require-hashes -r requirements/docs.txt
+	$(DOCS)/bin/python $(INSTALL_LOCK) --quiet -r requirements/docs.txt
 	touch $@
 
 $(AUDIT)/.installed: requirements/audit.txt
 	@$(PYTHON) -m venv --clear $(AUDIT)
-	$(AUDIT)/bin/python $(PIP_INSTALL) --quiet --require-hashes -r requirements/audit.txt
+	$(AUDIT)/bin/python $(INSTALL_LOCK) --quiet -r requirements/audit.txt
 	touch $@
 
 $(PROVISION)/.installed: requirements/provision.txt
 	@$(PYTHON) -m venv --clear $(PROVISION)
-	$(PROVISION)/bin/python $(PIP_INSTALL) --quiet --require-hashes -r requirements/provision.txt
+	$(PROVISION)/bin/python $(INSTALL_LOCK) --quiet -r requirements/provision.txt
 	touch $@
 
 $(UV):
