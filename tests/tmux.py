@@ -26,5 +26,7 @@ class Tmux:
         """End the server, which has ended by itself if its last program has."""
         subprocess.run([*self._call, "kill-server"], capture_output=True, check=False, env=self._environment)
 
-    def screen(self) -> list[str]:
-        return [line.rstrip() for line in self.run("capture-pane", "-p").splitlines()]
+    def screen(self, *, with_scrollback: bool = False) -> list[str]:
+        """Return the lines on the screen, after those that scrolled off it if `with_scrollback`."""
+        start = ["-S", "-"] if with_scrollback else []
+        return [line.rstrip() for line in self.run("capture-pane", "-p", *start).splitlines()]

@@ -63,6 +63,12 @@ def test_killed_lab_ends_and_the_next_one_cleans_up(lab: Lab) -> None:
     process.kill()
     process.communicate()
     assert eventually(lambda: not any(network.list_processes(namespace) for namespace in namespaces))
-    assert name in remove_stale_labs()
-    assert network.list_namespaces(f"{name}-") == list_cgroups(f"{name}-") == []
-    assert not (PLACE / name).exists()
+    remove_stale_labs()
+
+    # The lab of another session on this machine may have been faster to begin with it.
+    def is_removed() -> bool:
+        return not (
+            network.list_namespaces(f"{name}-") or list_cgroups(f"{name}-") or (PLACE / name).exists()
+        )
+
+    assert eventually(is_removed)
