@@ -7,7 +7,7 @@ removes only its own lines.
 
 import hashlib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import yaml
@@ -87,13 +87,10 @@ def add_host_keys(path: Path, keys: Mapping[int, str], fleet_id: str) -> None:
     save_text(path, "".join(f"{line}\n" for line in (*kept, *added)))
 
 
-def remove_host_keys(path: Path, public_keys: Iterable[str], fleet_id: str) -> None:
-    """Remove the lines of a fleet, identified by their comment or, without it, by the key."""
+def remove_host_keys(path: Path, fleet_id: str) -> None:
+    """Remove the lines of a fleet, identified by their comment."""
     lines = _existing_lines(path)
-    bodies = {key.split()[1] for key in public_keys if len(key.split()) > 1}
-    kept = [
-        line for line in lines if not line.endswith(_comment(fleet_id)) and not bodies & set(line.split())
-    ]
+    kept = [line for line in lines if not line.endswith(_comment(fleet_id))]
     if kept == lines:
         return
     if kept:

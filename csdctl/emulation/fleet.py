@@ -8,7 +8,6 @@ import importlib
 import os
 import pwd
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -19,7 +18,7 @@ from pathlib import Path
 
 import csdctl
 from csdctl.documents import load_json, make_directory, save_bytes, save_text
-from csdctl.emulation.cleanup import StoppedFleet, remove_fleet
+from csdctl.emulation.cleanup import StoppedFleet, remove_fleet, stop_fleet
 from csdctl.emulation.files import add_host_keys, check_may_write, save_fleet_file
 from csdctl.emulation.limits import open_cpu_limit
 from csdctl.emulation.owner import find_owner
@@ -28,7 +27,6 @@ from csdctl.emulation.processes import (
     anonymous_bytes,
     is_running,
     list_descendants,
-    send_signal,
 )
 from csdctl.emulation.state import (
     CPU_MECHANISMS,
@@ -86,7 +84,7 @@ def start_fleet(
     owner = None if owner_pid is None else find_owner(owner_pid)
     paths = FleetPaths(directory)
     with locked(paths):
-        if paths.directory.exists() and not paths.is_ours and any(paths.directory.iterdir()):
+        if paths.is_foreign:
             raise InputError(
                 f"{paths.directory} contains other files; an emulated fleet needs a separate directory"
             )
@@ -126,19 +124,6 @@ def fleet_status(directory: Path) -> list[NodeStatus]:
     return [_status(state, node) for node in state.nodes]
 
 
-def stop_fleet(directory: Path) -> StoppedFleet:
-    """End the fleet and remove everything of it, even after a crash; do nothing without a fleet."""
-    paths = FleetPaths(directory)
-    if not paths.directory.parent.exists():  # removed manually; its processes may still run
-        return remove_fleet(paths)
-    with locked(paths):
-        if paths.directory.exists() and not paths.is_ours and any(paths.directory.iterdir()):
-            raise InputError(
-                f"{paths.directory} is not the directory of an emulated fleet; it is left unchanged"
-            )
-        return remove_fleet(paths)
-
-
 def _check_request(spec: EmulatedSpec, cpu_mechanism: str) -> None:
     check_spec(spec)
     if cpu_mechanism not in CPU_MECHANISMS:
@@ -164,10 +149,10 @@ def _check_same(
 
 
 def _change_owner(paths: FleetPaths, state: FleetState, owner: Owner | None) -> None:
-    """Give a running fleet another owner; its servers read the state again on SIGHUP."""
+    """Give a running fleet another owner."""
     if owner != state.owner:
         save_state(paths, replace(state, owner=owner))
-        send_signal([node.pid for node in state.nodes], signal.SIGHUP)
+        _launch(paths, "owner")
 
 
 def _start(paths: FleetPaths, state: FleetState, python: str) -> Path:
@@ -175,7 +160,7 @@ def _start(paths: FleetPaths, state: FleetState, python: str) -> Path:
     save_text(paths.marker, state.fleet_id + "\n")
     _create_nodes(paths, state)
     save_state(paths, state)
-    pids = _launch(paths)
+    pids = _launch(paths, "nodes")
     deadline = time.monotonic() + 30 + 2 * state.spec.num_nodes
     nodes = tuple(_wait_for(paths, name, pids[name], deadline) for name in state.node_names)
     state = replace(state, nodes=nodes)
@@ -215,9 +200,9 @@ def _create_short_tmp(paths: FleetPaths) -> Path | None:
     return short
 
 
-def _launch(paths: FleetPaths) -> dict[str, int]:
-    """Start the servers; return the pid of each."""
-    command = [sys.executable, "-P", "-m", "csdctl.emulation.server", str(paths.directory)]
+def _launch(paths: FleetPaths, part: str) -> dict[str, int]:
+    """Start what watches the owner, and with `part` "nodes" the servers; return the pid of each server."""
+    command = [sys.executable, "-P", "-m", "csdctl.emulation.server", str(paths.directory), part]
     environment = {
         "PATH": os.defpath,
         "LANG": "C.UTF-8",

@@ -4,7 +4,6 @@ A process is identified by its pid and start time, so that a reused pid is never
 counts as ended.
 """
 
-import asyncio
 import contextlib
 import os
 import signal
@@ -130,16 +129,6 @@ def send_signal(pids: Iterable[int], number: signal.Signals) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, number)
-
-
-async def wait_until_readable(handle: int) -> None:
-    """Return when the file descriptor `handle` can be read; that of a process: when it has ended."""
-    loop, readable = asyncio.get_running_loop(), asyncio.Event()
-    loop.add_reader(handle, readable.set)
-    try:
-        await readable.wait()
-    finally:
-        loop.remove_reader(handle)
 
 
 def _load(path: str) -> str:

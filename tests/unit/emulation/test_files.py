@@ -110,8 +110,9 @@ def test_host_keys_are_readable_and_replace_those_of_the_same_port(tmp_path: Pat
 def test_down_removes_only_its_own_host_keys(tmp_path: Path) -> None:
     path = tmp_path / "known_hosts"
     add_host_keys(path, {2200: KEY}, "mine")
-    remove_host_keys(path, [], "mine")
+    remove_host_keys(path, "mine")
     assert not path.exists()
-    path.write_text(FOREIGN + f"[127.0.0.1]:2200 {KEY}\n")  # another program dropped the comment
-    remove_host_keys(path, [KEY], "mine")
+    path.write_text(FOREIGN)
+    add_host_keys(path, {2200: KEY}, "mine")
+    remove_host_keys(path, "mine")
     assert path.read_text() == FOREIGN

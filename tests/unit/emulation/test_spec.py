@@ -33,7 +33,7 @@ def test_an_invalid_size_is_an_input_error(text: str) -> None:
     ],
 )
 def test_a_fleet_that_cannot_be_emulated_is_an_input_error(spec: EmulatedSpec) -> None:
-    with pytest.raises(InputError, match=r"received .* expected"):
+    with pytest.raises(InputError, match="emulated fleet: .*received"):
         check_spec(spec)
 
 
