@@ -2,13 +2,13 @@
 
 A small program on each machine holds a lock while its session lasts, so the lock of a csdctl that was killed
 is released. A node keeps the lock only when the host disappears without closing its connections (power cut).
-The next csdctl on that host detects that the holder is gone, and takes over the lock.
+The next csdctl on that host detects that the holder is gone, and ends its program (`leftovers`).
 """
 
 import contextlib
 import os
 import platform
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -147,19 +147,7 @@ class _Held:
 
 
 def _lock(session: Session, python: str, this_process: Holder) -> Program:
-    try:
-        return _request_lock(session, python, this_process)
-    except MachineLockedError as error:
-        holding_pid = error.holder.get("holding_pid")
-        if not is_gone(error.holder) or holding_pid is None:
-            raise
-        return _request_lock(session, python, this_process, [str(holding_pid)])
-
-
-def _request_lock(
-    session: Session, python: str, this_process: Holder, arguments: Sequence[str] = ()
-) -> Program:
-    command = build_program_command(python, "lock", arguments)
+    command = build_program_command(python, "lock")
     program = Program(session, command, "locking the machine", within(RESPONSE_DEADLINE_S))
     try:
         program.send(this_process)

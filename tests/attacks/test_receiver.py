@@ -156,17 +156,20 @@ def test_answer_about_pruning_is_typed(
         prune_store(session, hostile(f"print('@csdctl-result ' + {answer!r})"))
 
 
-SIZES = dict.fromkeys(("num_bytes", "features_bytes", "predictions_bytes"), 0)
-FOUND: dict[str, Any] = {"holder": None, "processes": [], "paths": [], **SIZES}
+FOUND: dict[str, Any] = {"num_processes": 0, "runs": [], "paths": [], "num_bytes": 0}
 LEFTOVERS = [
     *ANSWERS,
-    json.dumps({**FOUND, "holder": 5}),
-    json.dumps({**FOUND, "processes": 7}),
-    json.dumps({**FOUND, "processes": [{"pid": 1, "run": {}}]}),
-    json.dumps({**FOUND, "paths": [[1]]}),
-    json.dumps({**FOUND, "num_bytes": "x"}),
-    json.dumps({**FOUND, "num_bytes": -1}),
-    json.dumps({**FOUND, "paths": ["x" * 5_000_000]}),
+    json.dumps({"holder": 5, "left": FOUND}),
+    *(
+        json.dumps({"holder": None, "left": {**FOUND, **wrong}})
+        for wrong in (
+            {"num_processes": -1},
+            {"runs": [{}]},
+            {"paths": [[1]]},
+            {"num_bytes": "x"},
+            {"paths": ["x" * 5_000_000]},
+        )
+    ),
 ]
 
 
@@ -229,11 +232,7 @@ def test_process_that_a_lock_only_names_is_not_ended(
         try:
             attempt = ["flock", "-n", state / "lock", "true"]
             assert eventually(lambda: subprocess.run(attempt, check=False).returncode != 0)
-            with (
-                pytest.raises(CsdctlError, match="another csdctl is running here"),
-                lock_machines({"csd1": session}, {"csd1": sys.executable}, doing="tune", directory=tmp_path),
-            ):
-                pass
+            clean_machine(session, sys.executable, CleanupOptions())
             assert victim.poll() is None
         finally:
             victim.kill()

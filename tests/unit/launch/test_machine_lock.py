@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from csdctl.errors import ExitCode, RemoteCommandError
+from csdctl.launch.leftovers import CleanupOptions, clean_machine
 from csdctl.launch.machine_lock import (
     MachineLockedError,
     describe_holder,
@@ -72,9 +73,6 @@ def test_machine_that_is_still_locked_by_us_can_be_relocked(session: LocalSessio
         relock_machine(session, sys.executable, doing="train", directory=tmp_path),
     ):
         pass
-
-
-def test_machine_that_was_lost_is_locked_again(session: LocalSession, tmp_path: Path) -> None:
     with (
         relock_machine(session, sys.executable, doing="train", directory=tmp_path),
         pytest.raises(MachineLockedError),
@@ -124,6 +122,7 @@ def test_lock_of_a_holder_that_died_with_its_host_is_taken_over(
         holder = {**describe_holder("train", tmp_path), "boot": "an earlier one", "holding_pid": sleeper}
         lock_file.write_text(json.dumps(holder))
         holding.kill()  # only the sleeper still holds the lock
+        clean_machine(session, sys.executable, CleanupOptions())
         with lock(session, tmp_path):
             assert json.loads(lock_file.read_text())["command"] == "tune"
 

@@ -22,8 +22,6 @@ FILES = [
     ".csdctl/objects/0123.npy",
     ".csdctl/objects/89ab.npy.part",
     ".csdctl/trees/.part-77/file",
-    ".csdctl/manifests/4567",
-    ".csdctl/manifests/cdef.part",
     ".csdctl/features/a/images.npy",
     ".csdctl/predictions/b/images.npy",
     ".csdctl/data/x",
@@ -32,7 +30,6 @@ FILES = [
 UNFINISHED = {
     ".csdctl/objects/89ab.npy.part",
     ".csdctl/trees/.part-77",
-    ".csdctl/manifests/cdef.part",
 }
 
 
@@ -56,18 +53,14 @@ def left(home: Path) -> set[str]:
     return {str(path.relative_to(home)) for path in home.rglob("*") if path.is_file()}
 
 
-def test_dry_run_finds_what_is_unfinished_and_removes_nothing(session: LocalSession, home: Path) -> None:
+def test_what_is_unfinished_is_found_and_removed_on_request(session: LocalSession, home: Path) -> None:
     found = clean_machine(session, sys.executable, CleanupOptions(is_ending=False))
     assert {*found.paths} == UNFINISHED
-    assert (found.num_bytes, found.features_bytes, found.predictions_bytes) == (15, 5, 5)
+    assert (found.num_bytes, found.features_bytes, found.predictions_bytes) == (10, 5, 5)
     assert left(home) == {*FILES}
-
-
-def test_only_unfinished_files_are_removed(session: LocalSession, home: Path) -> None:
     removed = clean_machine(session, sys.executable, CleanupOptions(is_removing=True))
     assert {*removed.paths} == UNFINISHED
-    gone = {name for name in FILES if ".part" in name}
-    assert left(home) == {*FILES} - gone
+    assert left(home) == {name for name in FILES if ".part" not in name}
 
 
 def test_features_and_predictions_are_removed_on_request(session: LocalSession, home: Path) -> None:
@@ -76,7 +69,7 @@ def test_features_and_predictions_are_removed_on_request(session: LocalSession, 
     )
     assert {*removed.paths} == UNFINISHED | {".csdctl/features", ".csdctl/predictions"}
     assert (removed.features_bytes, removed.predictions_bytes) == (0, 0)
-    assert left(home) == {".csdctl/objects/0123.npy", ".csdctl/manifests/4567", ".csdctl/data/x", "own/file"}
+    assert left(home) == {".csdctl/objects/0123.npy", ".csdctl/data/x", "own/file"}
 
 
 def test_everything_of_csdctl_is_removed_with_the_links_to_its_trees(
