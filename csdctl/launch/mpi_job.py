@@ -14,9 +14,10 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO
 
 from csdctl.errors import InputError
 from csdctl.fleet.model import HOST_NAME, Fleet
@@ -277,13 +278,6 @@ class EndTimeouts:
     """After mpirun was killed, while a process that it started keeps its output open."""
 
 
-class Closable(Protocol):
-    """What ends with mpirun."""
-
-    def close(self) -> None:
-        """End it."""
-
-
 @dataclass
 class JobOutcome:
     """How a job ended."""
@@ -326,12 +320,12 @@ class MpiJob:
         timeouts: EndTimeouts = EndTimeouts(),
         *,
         first_line: str = "",
-        daemons: Callable[[], Closable] = contextlib.ExitStack,
+        daemons: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
     ) -> None:
         """Prepare to run `command` in `directory`; `nodes` are the machines of its ranks, in order.
 
         It gets `first_line` on its standard input, which stays open until it is to end: it also ends with
-        csdctl. `daemons` starts what serves mpirun while it runs.
+        csdctl. `daemons` is entered while it runs, and serves it.
         """
         self._command = list(command)
         self._num_ranks = len(nodes)
@@ -346,12 +340,12 @@ class MpiJob:
 
     def run(self, on_event: Callable[[Event], None], deadlines: Deadlines) -> JobOutcome:
         """Start mpirun, pass on every event, and return when all its local processes have ended."""
-        outcome = JobOutcome()
-        with contextlib.closing(self._daemons()):
-            self._run(outcome, on_event, deadlines)
-        return outcome
+        with self._daemons():
+            return self._run(JobOutcome(), on_event, deadlines)
 
-    def _run(self, outcome: JobOutcome, on_event: Callable[[Event], None], deadlines: Deadlines) -> None:
+    def _run(
+        self, outcome: JobOutcome, on_event: Callable[[Event], None], deadlines: Deadlines
+    ) -> JobOutcome:
         self._process = process = self._start()
         readers = [
             threading.Thread(target=self._output.read, args=(stream,), daemon=True)
@@ -370,6 +364,7 @@ class MpiJob:
             self._output.close()
         outcome.exit_code = process.returncode
         outcome.stderr_tail = self._output.tail
+        return outcome
 
     def _start(self) -> "subprocess.Popen[bytes]":
         process = subprocess.Popen(

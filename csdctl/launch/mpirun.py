@@ -76,17 +76,15 @@ def choose_prefix(nodes: Sequence[str], facts: Mapping[str, Facts]) -> str:
     return different.pop() or sys.prefix if different else sys.prefix
 
 
-def check_network(network: str) -> None:
-    """Raise InputError when MPI cannot run in `network` on this host ('' allows any).
+def check_network(network: str, addresses: Sequence[str] | None = None) -> None:
+    """Raise InputError when MPI cannot run in `network`, a CIDR, on this host ('' allows any).
 
-    IPv4 only; an IPv6 network is not checked.
+    `addresses` are the host's. IPv4 only; an IPv6 network is not checked.
     """
-    if network and is_checked(network):
-        check_addresses(network, parse_local_addresses(Path("/proc/net/fib_trie").read_text()))
-
-
-def check_addresses(network: str, addresses: Sequence[str]) -> None:
-    """Raise InputError when MPI cannot run in `network`, a CIDR, on a host with these addresses."""
+    if not network or not is_checked(network):
+        return
+    if addresses is None:
+        addresses = parse_local_addresses(Path("/proc/net/fib_trie").read_text())
     if not addresses_in(network, addresses):
         raise InputError(
             f"network {network}: this host has no address in it; its addresses: "
@@ -350,12 +348,15 @@ class Mpirun:
     link_key: str = ""
     """That of the ranks' spec."""
 
-    def build_command(self, ranks: Sequence[RankCommand]) -> list[str]:
-        """Return mpirun's argument list for `ranks`, in order of rank.
+    def build_job(self, ranks: Sequence[RankCommand]) -> MpiJob:
+        """Return the job over `ranks`, in order of rank, not yet started.
 
-        Raises CsdctlError without a usable mpirun, InputError when the nodes' Python prefixes differ.
+        Raises CsdctlError without a usable mpirun, InputError when the nodes' Python prefixes differ or the
+        host has no interface over which MPI's daemons can connect.
         """
-        return build_mpirun_command(
+        if any(not rank.is_local for rank in ranks):
+            check_network(self.fleet.network)
+        command = build_mpirun_command(
             find_mpirun(),
             choose_prefix([rank.node for rank in ranks if not rank.is_local], self.facts),
             AGENT,
@@ -363,15 +364,6 @@ class Mpirun:
             ranks,
             run_id=self.run.run_id,
         )
-
-    def build_job(self, ranks: Sequence[RankCommand]) -> MpiJob:
-        """Return the job over `ranks`, not yet started; raises what `build_command` raises.
-
-        Raises InputError too when the host has no interface over which MPI's daemons can connect.
-        """
-        if any(not rank.is_local for rank in ranks):
-            check_network(self.fleet.network)
-        command = self.build_command(ranks)
         key = "" if any(rank.node in self.obstacles for rank in ranks) else secrets.token_hex(32)
         remote = {rank.host: rank for rank in ranks if not rank.is_local}
         address = f"csdctl/{self.run.run_id}/daemons-{secrets.token_hex(4)}"
@@ -397,7 +389,7 @@ class Mpirun:
             self.directory,
             {**os.environ, **ALLOW_ROOT},
             first_line=to_json(policy),
-            daemons=lambda: DaemonStarter(address, start_daemon),
+            daemons=lambda: contextlib.closing(DaemonStarter(address, start_daemon)),
         )
 
     def log_path(self, rank: int | None) -> Path:

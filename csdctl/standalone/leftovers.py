@@ -66,7 +66,7 @@ def main() -> None:
     print("@csdctl-result " + json.dumps({"holder": holder, "left": left}), flush=True)
 
 
-def find_holder() -> "dict[str, object] | None":
+def find_holder() -> "dict[str, Any] | None":
     """Return the description of the lock's holder; {} if it is unreadable, None if there is no holder."""
     try:
         lock = os.fdopen(os.open(LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK))
@@ -82,14 +82,14 @@ def find_holder() -> "dict[str, object] | None":
             return {}
 
 
-def find_lock_processes(holder: "dict[str, object] | None") -> "list[int]":
+def find_lock_processes(holder: "dict[str, Any] | None") -> "list[int]":
     """Return the process that `holder` names, if it has the lock's file open."""
     pid = holder.get("holding_pid") if holder else None
     with contextlib.suppress(OSError):
         for name in os.listdir(f"/proc/{pid}/fd") if isinstance(pid, int) else []:
             with contextlib.suppress(OSError):  # closed meanwhile
                 if os.path.samefile(f"/proc/{pid}/fd/{name}", LOCK):
-                    return [int(pid)]
+                    return [pid]
     return []
 
 
