@@ -5,19 +5,18 @@ and, if the path of the directory is long, a short directory for the TMPDIRs.
 """
 
 import importlib
+import json
 import os
 import pwd
 import re
-import socket
 import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import csdctl
-from csdctl.documents import load_json, make_directory, save_bytes, save_text
+from csdctl.documents import make_directory, save_bytes, save_text
 from csdctl.emulation.cleanup import StoppedFleet, remove_fleet, stop_fleet
 from csdctl.emulation.files import add_host_keys, check_may_write, save_fleet_file
 from csdctl.emulation.limits import open_cpu_limit
@@ -160,9 +159,11 @@ def _start(paths: FleetPaths, state: FleetState, python: str) -> Path:
     save_text(paths.marker, state.fleet_id + "\n")
     _create_nodes(paths, state)
     save_state(paths, state)
-    pids = _launch(paths, "nodes")
-    deadline = time.monotonic() + 30 + 2 * state.spec.num_nodes
-    nodes = tuple(_wait_for(paths, name, pids[name], deadline) for name in state.node_names)
+    nodes = _launch(paths, "nodes", timeout_s=30 + 2 * state.spec.num_nodes)
+    for name in {*state.node_names} - {node.name for node in nodes}:
+        log = paths.node(name).log
+        lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+        raise CsdctlError(f"its server did not start: {lines[-1] if lines else 'no message'}", node=name)
     state = replace(state, nodes=nodes)
     keys = {node.port: paths.node(node.name).public_host_key.read_text() for node in nodes}
     add_host_keys(paths.known_hosts, keys, state.fleet_id)
@@ -200,8 +201,8 @@ def _create_short_tmp(paths: FleetPaths) -> Path | None:
     return short
 
 
-def _launch(paths: FleetPaths, part: str) -> dict[str, int]:
-    """Start what watches the owner, and with `part` "nodes" the servers; return the pid of each server."""
+def _launch(paths: FleetPaths, part: str, timeout_s: float = 30) -> tuple[NodeState, ...]:
+    """Start what watches the owner, and with `part` "nodes" the servers; return those that listen."""
     command = [sys.executable, "-P", "-m", "csdctl.emulation.server", str(paths.directory), part]
     environment = {
         "PATH": os.defpath,
@@ -211,30 +212,23 @@ def _launch(paths: FleetPaths, part: str) -> dict[str, int]:
         FLEET_VARIABLE: paths.fleet_id,
         "TMPDIR": tempfile.gettempdir(),  # where a server has to look for the short directory
     }
-    ended = subprocess.run(
-        command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, check=False
-    )
+    try:
+        ended = subprocess.run(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            check=False,
+            timeout=timeout_s,
+        )
+    except subprocess.TimeoutExpired:
+        raise DeadlineError(f"the emulated fleet did not start within {timeout_s:g} s") from None
     if ended.returncode != 0:
         raise CsdctlError(
             f"the emulated fleet did not start: {ended.stderr.decode(errors='replace').strip()}"
         )
-    return {name: int(pid) for name, pid in (line.split() for line in ended.stdout.decode().splitlines())}
-
-
-def _wait_for(paths: FleetPaths, name: str, pid: int, deadline: float) -> NodeState:
-    """Wait until a server listens and sends its banner."""
-    node = paths.node(name)
-    while not node.ready.exists():
-        if not Path(f"/proc/{pid}").exists() or time.monotonic() > deadline:
-            lines = node.log.read_text(errors="replace").splitlines() if node.log.exists() else []
-            raise CsdctlError(f"its server did not start: {lines[-1] if lines else 'no message'}", node=name)
-        time.sleep(0.02)
-    state = NodeState(**load_json(node.ready))
-    with socket.create_connection(("127.0.0.1", state.port), timeout=10) as connection:
-        connection.settimeout(10)
-        if not connection.recv(4).startswith(b"SSH-"):
-            raise DeadlineError("its server accepts connections but sends no SSH banner", node=name)
-    return state
+    nodes = [NodeState(**json.loads(line)) for line in ended.stdout.splitlines()]
+    return tuple(sorted(nodes, key=lambda node: int(node.name.removeprefix("csd"))))
 
 
 def _is_alive(state: FleetState) -> bool:

@@ -1,9 +1,9 @@
 """One node: an SSH server on 127.0.0.1 with its own home, TMPDIR and limits.
 
 Run as `python -m csdctl.emulation.server DIRECTORY nodes`: reads the fleet's state.json, forks one server for
-each node (so that imported modules are in memory once), prints `name pid` for each, and exits. A node's
-server adopts daemons (child subreaper), so every process started over SSH is its descendant and subject to
-its limits. A server ends on SIGTERM.
+each node (so that imported modules are in memory once), and exits. A server prints its NodeState once it
+listens, and ends on SIGTERM. It adopts daemons (child subreaper), so every process started over SSH is its
+descendant and subject to its limits.
 
 It also forks the process that watches the fleet's owner; nothing else with "owner" as second argument.
 """
@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import ctypes
 import functools
+import json
 import logging
 import os
 import signal
@@ -21,7 +22,6 @@ from pathlib import Path
 
 import asyncssh
 
-from csdctl.documents import save_json
 from csdctl.emulation.commands import Commands
 from csdctl.emulation.limits import open_cpu_limit, watch_memory
 from csdctl.emulation.owner import watch_owner
@@ -46,20 +46,6 @@ LIBC = ctypes.CDLL(None, use_errno=True)
 log = logging.getLogger(__name__)
 
 
-class _Authenticator(asyncssh.SSHServer):
-    """Accept one user with one key, and sessions only."""
-
-    def __init__(self, user: str, key: asyncssh.SSHKey) -> None:
-        self._user = user
-        self._key = key
-
-    def public_key_auth_supported(self) -> bool:
-        return True
-
-    def validate_public_key(self, username: str, key: asyncssh.SSHKey) -> bool:
-        return username == self._user and key.public_data == self._key.public_data
-
-
 def build_environment(state: FleetState, name: str, paths: NodePaths) -> dict[str, str]:
     """Return the complete environment of a node's processes, without the user's own variables."""
     return {
@@ -77,8 +63,8 @@ def build_environment(state: FleetState, name: str, paths: NodePaths) -> dict[st
     }
 
 
-async def serve_node(paths: FleetPaths, state: FleetState, name: str) -> None:
-    """Serve one node on a free port until SIGTERM."""
+async def serve_node(paths: FleetPaths, state: FleetState, name: str, report: int) -> None:
+    """Serve one node on a free port until SIGTERM; write its NodeState to `report` once it listens."""
     node = paths.node(name)
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -87,11 +73,10 @@ async def serve_node(paths: FleetPaths, state: FleetState, name: str) -> None:
     limit = open_cpu_limit(state.cpu_mechanism, state.fleet_id, name, state.spec.cpu)
     try:
         commands = Commands(limit, build_environment(state, name, node), node.home)
-        key = asyncssh.read_public_key(f"{paths.key}.pub")
         acceptor = await asyncssh.listen(
             "127.0.0.1",
             0,
-            server_factory=functools.partial(_Authenticator, state.user, key),
+            authorized_client_keys=f"{paths.key}.pub",
             server_host_keys=[str(node.host_key)],
             process_factory=commands.run,
             sftp_factory=True,
@@ -108,7 +93,8 @@ async def serve_node(paths: FleetPaths, state: FleetState, name: str) -> None:
         ]
         started = start_time(os.getpid()) or 0
         ready = NodeState(name, os.getpid(), started, acceptor.get_port(), limit.mechanism)
-        save_json(node.ready, vars(ready))
+        os.write(report, json.dumps(vars(ready)).encode() + b"\n")
+        os.close(report)
         log.info("%s listens on port %d, CPU limit by %s", name, ready.port, limit.mechanism)
         await stopping.wait()
         acceptor.close()
@@ -136,11 +122,10 @@ def _end_descendants() -> None:
             os.waitpid(-1, 0)
 
 
-def _fork(log_path: Path, name: str, run: Callable[[], None]) -> int:
-    """Run a function in a forked child that is detached from this process; return its id."""
-    sys.stdout.flush()
-    if pid := os.fork():
-        return pid
+def _fork(log_path: Path, name: str, run: Callable[[], None]) -> None:
+    """Run a function in a forked child that is detached from this process."""
+    if os.fork():
+        return
     code = 1
     try:
         os.setsid()
@@ -163,10 +148,10 @@ def _fork(log_path: Path, name: str, run: Callable[[], None]) -> int:
         os._exit(code)
 
 
-def _become_node(paths: FleetPaths, state: FleetState, name: str) -> None:
+def _become_node(paths: FleetPaths, state: FleetState, name: str, report: int) -> None:
     os.chdir(paths.node(name).home)  # relative SFTP paths start here
     LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    asyncio.run(serve_node(paths, state, name))
+    asyncio.run(serve_node(paths, state, name, report))
 
 
 def main(directory: str, part: str) -> int:
@@ -179,9 +164,9 @@ def main(directory: str, part: str) -> int:
     if state.owner:
         watch = functools.partial(watch_owner, paths, state.owner)
         _fork(paths.directory / "owner.log", "owner", watch)
+    report = os.dup(1)  # in the servers, 1 becomes their log
     for name in state.node_names if part == "nodes" else ():
-        run = functools.partial(_become_node, paths, state, name)
-        print(name, _fork(paths.node(name).log, name, run))
+        _fork(paths.node(name).log, name, functools.partial(_become_node, paths, state, name, report))
     return 0
 
 

@@ -97,8 +97,6 @@ class NodePaths:
         self.host_key = directory / "host_key"
         self.public_host_key = directory / "host_key.pub"
         self.log = directory / "server.log"
-        self.ready = directory / "node.json"
-        """Written by the node's server once it listens: a NodeState."""
 
 
 @dataclass(frozen=True)
