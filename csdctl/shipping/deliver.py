@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from csdctl.errors import CsdctlError, NodeError
-from csdctl.shipping.chunks import CHUNK_BYTES, changed, hash_source, read_chunk
-from csdctl.shipping.payload import Payload, StoreObject
+from csdctl.shipping.chunks import CHUNK_BYTES, StoreObject, changed, hash_source, read_chunk
+from csdctl.shipping.payload import Payload
 from csdctl.transport.commands import read_program
 from csdctl.transport.program import Nothing, Patience, Program, within
 from csdctl.transport.session import Session
@@ -155,7 +155,7 @@ BYTES_PER_S = 128 * 1024
 
 def patience_for(payload: Payload) -> Patience:
     """Return how long a machine may take to receive `payload`."""
-    num_bytes = sum(stored.source.size for stored in payload.objects)
+    num_bytes = sum(stored.size for stored in payload.objects)
     whole_s = WHOLE_S + num_bytes / BYTES_PER_S
     return Patience(RESPONSE_S, whole_s, whole_s)
 
@@ -232,7 +232,7 @@ class _Exchange:
     def serve(self) -> Delivery:
         """Serve the receiver's requests until it is done; raises ProtocolError."""
         objects = self._payload.objects
-        requested = RequestedObjects([one.source.size for one in objects], is_dry_run=self._dry_run)
+        requested = RequestedObjects([one.size for one in objects], is_dry_run=self._dry_run)
         while True:
             kind, answer = self._program.read(ANSWERS)
             if kind == "missing":
@@ -250,9 +250,9 @@ class _Exchange:
         """Send each object of `missing` from its byte on; in a dry run only count them."""
         self._sent |= missing.keys()
         if self._dry_run:
-            self._bytes_sent = sum(stored.source.size for stored in missing)
+            self._bytes_sent = sum(stored.size for stored in missing)
         else:
-            total = sum(stored.source.size - start for stored, start in missing.items())
+            total = sum(stored.size - start for stored, start in missing.items())
 
             def report(sent: int) -> None:
                 self._on_progress(DeliveryProgress(self._node, sent, total))
@@ -264,8 +264,8 @@ class _Exchange:
         """Yield the bytes of `missing`: large files in chunks, small files combined."""
         gathered = bytearray()
         for stored, begin in missing.items():
-            for start in range(begin - begin % CHUNK_BYTES, stored.source.size, CHUNK_BYTES):
-                chunk = read_chunk(stored.source, start)[max(0, begin - start) :]
+            for start in range(begin - begin % CHUNK_BYTES, stored.size, CHUNK_BYTES):
+                chunk = read_chunk(stored, start)[max(0, begin - start) :]
                 self._meter.record(stored.traffic_class, sent=len(chunk))
                 if len(gathered) + len(chunk) <= SEND_BYTES:
                     gathered += chunk
@@ -293,9 +293,9 @@ class _Exchange:
         if not numbers.issubset(range(len(objects))):
             raise ProtocolError("received a report of damage of objects that were not offered")
         for number in numbers:
-            source = objects[number].source
-            if hash_source(source.path).sha256 != source.sha256:
-                return changed(source.path)
+            stored = objects[number]
+            if hash_source(stored.path).sha256 != stored.sha256:
+                return changed(stored.path)
         return NodeError(
             f"{len(numbers)} of {len(objects)} files arrived damaged twice",
             node=self._node,

@@ -20,21 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from csdctl.errors import InputError
-from csdctl.shipping.chunks import SourceFile, hash_source, printable, unreadable
-from csdctl.transport.meter import TrafficClass
-
-PLAIN_MODE = 0o600
-"""The mode of a file without another one in its name; deployed trees keep the modes of their source."""
-
-
-@dataclass(frozen=True)
-class StoreObject:
-    """A file of the store; its name begins with its SHA-256."""
-
-    name: str
-    source: SourceFile
-    mode: int = PLAIN_MODE
-    traffic_class: TrafficClass = TrafficClass.FILES
+from csdctl.shipping.chunks import StoreObject, hash_source, printable, unreadable
 
 
 @dataclass(frozen=True)
@@ -51,7 +37,7 @@ class FileTree:
     @cached_property
     def num_bytes(self) -> int:
         """The sum of the sizes of all files."""
-        return sum(stored.source.size for _, stored in self.files)
+        return sum(stored.size for _, stored in self.files)
 
 
 @dataclass(frozen=True)
@@ -71,7 +57,7 @@ def pack_payload(objects: Sequence[StoreObject] = (), trees: Sequence[FileTree] 
         distinct |= {stored.name: stored for _, stored in tree.files if stored.name not in distinct}
     numbers = {name: number for number, name in enumerate(distinct)}
     manifest = {
-        "objects": [[stored.name, stored.source.size, stored.mode] for stored in distinct.values()],
+        "objects": [[stored.name, stored.size, stored.mode] for stored in distinct.values()],
         "trees": [_describe(tree, numbers) for tree in trees],
         "keep": sorted({numbers[stored.name] for stored in objects}),
     }
@@ -150,19 +136,13 @@ def read_tree(request: TreeRequest, ignored: Sequence[str] = DEFAULT_IGNORED) ->
         elif entry.is_dir():
             directories.append((name, entry.stat().st_mode & 0o777))
         elif entry.is_file():
-            files.append((name, as_object(hash_source(entry.path))))
+            files.append((name, hash_source(entry.path)))
         else:
             raise InputError(
                 f"{printable(entry.path)} is {_file_type(entry)} and cannot be deployed",
                 remedy=f"remove it, or exclude it: --ignore {printable(name)!r}",
             )
     return FileTree(request.destination, tuple(directories), tuple(files), tuple(links))
-
-
-def as_object(source: SourceFile, suffix: str = "") -> StoreObject:
-    """Return the store object of a file; its name depends on content and permissions."""
-    mode = "" if source.mode == PLAIN_MODE else f"-{source.mode:03o}"
-    return StoreObject(f"{source.sha256}{mode}", source, source.mode)
 
 
 def _walk(root: str, prefix: str, ignored: Sequence[str]) -> Iterator[tuple[str, os.DirEntry[str]]]:

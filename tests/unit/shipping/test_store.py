@@ -56,7 +56,7 @@ def test_unchanged_file_is_not_written_again(host: Path, tmp_path: Path) -> None
 def test_stored_file_becomes_an_object_with_its_name(host: Path) -> None:
     stored = store_bytes(b"abc", ".json", host)
     found = stored.as_object()
-    assert (f"{OBJECTS}/{found.name}", found.source.sha256, found.source.size) == (
+    assert (f"{OBJECTS}/{found.name}", found.sha256, found.size) == (
         stored.path,
         stored.sha256,
         3,
