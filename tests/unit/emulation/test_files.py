@@ -1,4 +1,3 @@
-import json
 from pathlib import Path
 
 import paramiko
@@ -44,18 +43,6 @@ def test_unusable_state_counts_as_lost(paths: FleetPaths, content: str) -> None:
     assert load_state(paths) is None
 
 
-def test_state_is_readable_json(paths: FleetPaths, state: FleetState) -> None:
-    save_state(paths, state)
-    content = json.loads(paths.state.read_text())
-    assert content["nodes"][0] == {
-        "name": "csd0",
-        "pid": 123,
-        "start_time": 456,
-        "port": 2200,
-        "cpu_mechanism": "duty",
-    }
-
-
 def test_the_fleet_id_is_derived_from_the_directory(tmp_path: Path) -> None:
     assert FleetPaths(tmp_path / "a" / ".." / "b").fleet_id == FleetPaths(tmp_path / "b").fleet_id
     assert FleetPaths(tmp_path / "a").fleet_id != FleetPaths(tmp_path / "b").fleet_id
@@ -75,25 +62,18 @@ def test_the_fleet_file_can_be_read_by_csdctl(paths: FleetPaths, state: FleetSta
     }
 
 
-def test_a_changed_fleet_file_is_kept(paths: FleetPaths, state: FleetState) -> None:
-    save_fleet_file(paths, state, "python3")
+def test_only_an_unchanged_fleet_file_is_removed_with_its_facts(paths: FleetPaths, state: FleetState) -> None:
     path = state.fleet_path
-    assert is_unchanged(path, paths.fleet_id)
+    save_fleet_file(paths, state, "python3")
     assert not is_unchanged(path, "another")
     path.write_text(path.read_text() + "# mine\n")
     assert not remove_fleet_file(path, paths.fleet_id)
-    assert path.exists()
     with pytest.raises(InputError, match="left unchanged"):
         check_may_write(path, paths.fleet_id)
-
-
-def test_a_fleet_file_is_removed_with_its_facts(paths: FleetPaths, state: FleetState) -> None:
     save_fleet_file(paths, state, "python3")
-    facts = state.fleet_path.with_name("fleet.facts.json")
-    facts.write_text("{}")
-    assert remove_fleet_file(state.fleet_path, paths.fleet_id)
-    assert not facts.exists()
-    assert not state.fleet_path.exists()
+    path.with_name("fleet.facts.json").write_text("{}")
+    assert remove_fleet_file(path, paths.fleet_id)
+    assert not [*path.parent.glob("fleet.*")]
 
 
 def test_host_keys_are_readable_and_replace_those_of_the_same_port(tmp_path: Path) -> None:

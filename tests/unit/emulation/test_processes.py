@@ -43,20 +43,17 @@ def test_a_process_is_found_by_its_marker(sleeper: "subprocess.Popen[bytes]") ->
     assert processes.list_marked("unit-test-flee") == []
 
 
-def test_a_zombie_is_not_running() -> None:
+def test_neither_a_zombie_nor_another_start_time_is_the_process() -> None:
     child = subprocess.Popen(["true"])
     started = processes.load_stat(child.pid)
     assert started is not None
     assert eventually(lambda: processes.start_time(child.pid) is None)
     assert not processes.is_running(child.pid, started.start_time)
     child.wait()
-
-
-def test_another_start_time_is_another_process() -> None:
-    started = processes.start_time(os.getpid())
-    assert started is not None
-    assert processes.is_running(os.getpid(), started)
-    assert not processes.is_running(os.getpid(), started - 1)
+    mine = processes.start_time(os.getpid())
+    assert mine is not None
+    assert processes.is_running(os.getpid(), mine)
+    assert not processes.is_running(os.getpid(), mine - 1)
 
 
 def test_cpu_time_is_what_the_process_itself_reports() -> None:

@@ -28,21 +28,21 @@ def note_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     return calls
 
 
-def test_text_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = note_calls(monkeypatch)
-    (tmp_path / "it").write_text("before")
-    save_atomically(tmp_path / "it", "after")
-    assert (tmp_path / "it").read_text() == "after"
-    assert calls == [("fsync", ".it.new"), ("replace", "it")]
-
-
-def test_text_that_only_this_process_may_lose_is_renamed_and_not_synced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("save", "expected"),
+    [(save_atomically, [("fsync", ".it.new"), ("replace", "it")]), (replace_text, [("replace", "it")])],
+)
+def test_text_gets_its_name_when_it_is_written(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    save: Callable[[Path, str], None],
+    expected: list[tuple[str, str]],
 ) -> None:
     calls = note_calls(monkeypatch)
-    replace_text(tmp_path / "it", "after")
+    (tmp_path / "it").write_text("before")
+    save(tmp_path / "it", "after")
     assert (tmp_path / "it").read_text() == "after"
-    assert calls == [("replace", "it")]
+    assert calls == expected
 
 
 def test_private_file_is_made_for_this_user_alone(tmp_path: Path) -> None:
