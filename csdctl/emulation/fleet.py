@@ -4,7 +4,7 @@ All files of a fleet are in its directory, except its lines in known_hosts, its 
 and, if the path of the directory is long, a short directory for the TMPDIRs.
 """
 
-import importlib
+import importlib.util
 import json
 import os
 import pwd
@@ -127,12 +127,10 @@ def _check_request(spec: EmulatedSpec, cpu_mechanism: str) -> None:
     check_spec(spec)
     if cpu_mechanism not in CPU_MECHANISMS:
         raise InputError(f"received {cpu_mechanism!r} as CPU mechanism, expected {', '.join(CPU_MECHANISMS)}")
-    try:
-        importlib.import_module("asyncssh")
-    except ImportError:
+    if importlib.util.find_spec("asyncssh") is None:
         raise InputError(
             "the emulator needs asyncssh, which is not installed", remedy="pip install 'csdctl[emulator]'"
-        ) from None
+        )
 
 
 def _check_same(

@@ -11,7 +11,7 @@ import json
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from csdctl.errors import CsdctlError, NodeError
@@ -209,32 +209,24 @@ def deliver(
             raise program.error(str(error)) from None
 
 
+@dataclass
 class _Exchange:
     """The host's side of a conversation with a receiver."""
 
-    def __init__(
-        self,
-        session: Session,
-        payload: Payload,
-        program: Program,
-        dry_run: bool,
-        on_progress: OnDeliveryProgress,
-    ) -> None:
-        self._node = session.name
-        self._meter = session.meter
-        self._payload = payload
-        self._program = program
-        self._dry_run = dry_run
-        self._on_progress = on_progress
-        self._sent: set[StoreObject] = set()
-        self._bytes_sent = 0
+    session: Session
+    payload: Payload
+    program: Program
+    is_dry_run: bool
+    on_progress: OnDeliveryProgress
+    sent: set[StoreObject] = field(default_factory=set)
+    bytes_sent: int = 0
 
     def serve(self) -> Delivery:
         """Serve the receiver's requests until it is done; raises ProtocolError."""
-        objects = self._payload.objects
-        requested = RequestedObjects([one.size for one in objects], is_dry_run=self._dry_run)
+        objects = self.payload.objects
+        requested = RequestedObjects([one.size for one in objects], is_dry_run=self.is_dry_run)
         while True:
-            kind, answer = self._program.read(ANSWERS)
+            kind, answer = self.program.read(ANSWERS)
             if kind == "missing":
                 self._send_missing(
                     {objects[number]: start for number, start in requested.add(answer).items()}
@@ -242,23 +234,23 @@ class _Exchange:
             elif kind == "damaged":
                 raise self._damaged(answer)
             elif kind == RESULT:
-                self._program.finish()
-                num_sent = len(self._sent)
-                return Delivery(num_sent, self._bytes_sent, len(objects) - num_sent)
+                self.program.finish()
+                num_sent = len(self.sent)
+                return Delivery(num_sent, self.bytes_sent, len(objects) - num_sent)
 
     def _send_missing(self, missing: dict[StoreObject, int]) -> None:
         """Send each object of `missing` from its byte on; in a dry run only count them."""
-        self._sent |= missing.keys()
-        if self._dry_run:
-            self._bytes_sent = sum(stored.size for stored in missing)
+        self.sent |= missing.keys()
+        if self.is_dry_run:
+            self.bytes_sent = sum(stored.size for stored in missing)
         else:
             total = sum(stored.size - start for stored, start in missing.items())
 
             def report(sent: int) -> None:
-                self._on_progress(DeliveryProgress(self._node, sent, total))
+                self.on_progress(DeliveryProgress(self.session.name, sent, total))
 
             report(0)
-            self._bytes_sent += self.send(self._content(missing), report)
+            self.bytes_sent += self.send(self._content(missing), report)
 
     def _content(self, missing: dict[StoreObject, int]) -> Iterator[bytes]:
         """Yield the bytes of `missing`: large files in chunks, small files combined."""
@@ -266,7 +258,7 @@ class _Exchange:
         for stored, begin in missing.items():
             for start in range(begin - begin % CHUNK_BYTES, stored.size, CHUNK_BYTES):
                 chunk = read_chunk(stored, start)[max(0, begin - start) :]
-                self._meter.record(stored.traffic_class, sent=len(chunk))
+                self.session.meter.record(stored.traffic_class, sent=len(chunk))
                 if len(gathered) + len(chunk) <= SEND_BYTES:
                     gathered += chunk
                     continue
@@ -281,15 +273,15 @@ class _Exchange:
         with suppress(EOFError):
             for chunk in content:
                 for start in range(0, len(chunk), SEND_BYTES):
-                    self._program.check_clock()
+                    self.program.check_clock()
                     part = chunk[start : start + SEND_BYTES]
-                    self._program.conversation.send_bytes(part)
+                    self.program.conversation.send_bytes(part)
                     sent += len(part)
                     report(sent)
         return sent
 
     def _damaged(self, damaged: Damaged) -> CsdctlError:
-        objects, numbers = self._payload.objects, set(damaged.numbers)
+        objects, numbers = self.payload.objects, set(damaged.numbers)
         if not numbers.issubset(range(len(objects))):
             raise ProtocolError("received a report of damage of objects that were not offered")
         for number in numbers:
@@ -298,6 +290,6 @@ class _Exchange:
                 return changed(stored.path)
         return NodeError(
             f"{len(numbers)} of {len(objects)} files arrived damaged twice",
-            node=self._node,
+            node=self.session.name,
             remedy="check that machine for failing disk or memory, then retry",
         )

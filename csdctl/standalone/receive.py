@@ -91,20 +91,14 @@ def respond(kind: str, **response: Any) -> None:
     sys.stdout.flush()
 
 
-class Heartbeat:
-    """Regular messages to the host during work, so that the host need not guess its duration."""
-
-    def __init__(self) -> None:
-        self._last_s = time.monotonic()
-
-    def beat(self) -> None:
-        """Send a heartbeat unless the last one is recent."""
-        if time.monotonic() - self._last_s > BUSY_S:
-            respond("progress")
-            self._last_s = time.monotonic()
+LAST_BEAT_S = [time.monotonic()]
 
 
-HEARTBEAT = Heartbeat()
+def beat() -> None:
+    """Send a heartbeat unless the last one is recent, so that the host need not guess how long work takes."""
+    if time.monotonic() - LAST_BEAT_S[0] > BUSY_S:
+        respond("progress")
+        LAST_BEAT_S[0] = time.monotonic()
 
 
 def encoded(name: str) -> bytes:
@@ -255,7 +249,7 @@ def hash_of(handle: int, num_bytes: int) -> Any:
             break
         digest.update(chunk)
         num_bytes -= len(chunk)
-        HEARTBEAT.beat()
+        beat()
     return digest
 
 
@@ -435,7 +429,7 @@ def sync(paths: list[bytes]) -> None:
             os.fsync(handle)
         finally:
             os.close(handle)
-        HEARTBEAT.beat()
+        beat()
 
 
 def sync_file_system() -> bool:
@@ -487,7 +481,7 @@ def fill_tree(tree: ManifestTree, directory: bytes) -> None:
             shutil.copyfile(expected.path, path)
             os.chmod(path, expected.mode)
             copies.append(path)
-        HEARTBEAT.beat()
+        beat()
     for name, target in tree.links:
         os.symlink(target, directory + b"/" + name)
     for name, mode in reversed(tree.directories):
@@ -527,7 +521,7 @@ def locked() -> Iterator[None]:
                         "another csdctl is deploying here and does not end", "wait for it"
                     ) from None
             time.sleep(0.05)
-            HEARTBEAT.beat()
+            beat()
         yield
 
 
