@@ -16,7 +16,8 @@ from typing import Any
 import asyncssh
 
 from csdctl.emulation.limits import CpuLimit
-from csdctl.emulation.processes import list_descendants, load_stat, send_signal
+from csdctl.emulation.processes import list_descendants, send_signal
+from csdctl.worker.protocol.processes import load_stat
 
 GRACE_S = 1.0
 """From SIGTERM to SIGKILL for a command after its client has disconnected."""

@@ -23,11 +23,11 @@ from csdctl.emulation.processes import (
     anonymous_bytes,
     cpu_time_s,
     list_descendants,
-    load_stat,
     process_name,
     send_signal,
 )
 from csdctl.errors import CsdctlError, InputError
+from csdctl.worker.protocol.processes import load_stat
 
 PERIOD_US = 6_000
 """A short period gives steady step times: at a quarter of a core, 1.5 ms of every 6 ms.

@@ -21,15 +21,13 @@ from csdctl.transport.many import Outcome, run_on_all, values_or_raise
 from csdctl.transport.program import Nothing, Program, within
 from csdctl.transport.session import Session
 from csdctl.worker.protocol.json_codec import ProtocolError, parse_json
+from csdctl.worker.protocol.processes import load_stat
 
 RESPONSE_DEADLINE_S = 30.0
 _TEXTS = ("command", "host", "machine", "boot", "started", "directory", "since")
 _PIDS = ("pid", "holding_pid")
 _MAX_TEXT = 200
 _PID_RANGE = range(2, 1 << 22)
-_STARTTIME = 19
-"""Index of starttime in /proc/PID/stat, counted from the state."""
-
 Holder = Mapping[str, object]
 
 
@@ -175,5 +173,5 @@ def _read(path: str) -> str:
 
 def _start_time(pid: int) -> str:
     """Return when the process began, in clock ticks; '' when it does not exist. Detects reused ids."""
-    fields = _read(f"/proc/{pid}/stat").rpartition(") ")[2].split()
-    return fields[_STARTTIME] if len(fields) > _STARTTIME else ""
+    stat = load_stat(pid)
+    return str(stat.start_time) if stat else ""

@@ -42,6 +42,7 @@ from csdctl.worker.protocol.events import (
     event_from_line,
 )
 from csdctl.worker.protocol.json_codec import ProtocolError
+from csdctl.worker.protocol.processes import load_all
 from csdctl.worker.protocol.tcp_counters import list_connections
 
 _RANK = re.compile(r"process rank (\d+)")
@@ -228,13 +229,8 @@ def kill_session(session_id: int) -> None:
 
 
 def list_session_pids(session_id: int) -> list[int]:
-    """Return the processes of a session (field 6 of /proc/PID/stat)."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            if int(stat.read_text(errors="replace").rpartition(")")[2].split()[3]) == session_id:
-                found.append(int(stat.parent.name))
-    return found
+    """Return the processes of a session."""
+    return [pid for pid, stat in load_all().items() if stat.session == session_id]
 
 
 def read_program_name(pid: int) -> str:

@@ -109,6 +109,8 @@ ALLOW_ROOT = {
 EAGER_LIMIT_BYTES = 4 << 20
 """A larger message needs three trips with both sides awake; a sleeping rank delays each of them."""
 
+AGENT = "agent"
+
 COMMON_OPTIONS = (
     "--map-by node",
     "--bind-to none",
@@ -149,7 +151,6 @@ class RankCommand:
 def build_mpirun_command(
     mpirun: Path,
     prefix: str,
-    agent: str,
     network: str,
     ranks: Sequence[RankCommand],
     *,
@@ -157,14 +158,14 @@ def build_mpirun_command(
 ) -> list[str]:
     """Return mpirun's argument list, with one application context per rank, in order of rank.
 
-    `agent` is a shell script in mpirun's working directory, which gets what ssh would get: a node, and a
+    AGENT is a shell script in mpirun's working directory, which gets what ssh would get: a node, and a
     command. `prefix` is the installation prefix of MPI on the nodes (their virtual environment), `network`
     the CIDR of the interfaces that MPI may use ('' lets MPI choose). With `run_id`, the daemons have its
     `daemon_marker` in their command lines.
     """
     options = [word for option in COMMON_OPTIONS for word in option.split()]
     options += ["--prefix", prefix]
-    options += ["--prtemca", "plm_ssh_agent", f"sh {agent}"]
+    options += ["--prtemca", "plm_ssh_agent", f"sh {AGENT}"]
     if network:
         options += ["--mca", "btl_tcp_if_include", network]
         # An interface of an IPv4 network may have IPv6 addresses that are not routed.
@@ -322,7 +323,6 @@ def _end(conversation: Conversation) -> None:
         conversation.close()
 
 
-AGENT = "agent"
 ANY_NETWORK, LOOPBACK = ("0.0.0.0/0", "::/0"), ("127.0.0.0/8", "::1/128")
 
 BuildWorkerCommand = Callable[[str, Sequence[str]], list[str]]
@@ -359,7 +359,6 @@ class Mpirun:
         command = build_mpirun_command(
             find_mpirun(),
             choose_prefix([rank.node for rank in ranks if not rank.is_local], self.facts),
-            AGENT,
             self.fleet.network,
             ranks,
             run_id=self.run.run_id,

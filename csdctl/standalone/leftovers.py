@@ -84,7 +84,7 @@ def find_holder() -> "dict[str, Any] | None":
 
 def find_lock_processes(holder: "dict[str, Any] | None") -> "list[int]":
     """Return the process that `holder` names, if it has the lock's file open."""
-    pid = holder.get("holding_pid") if holder else None
+    pid: Any = holder.get("holding_pid") if holder else None
     with contextlib.suppress(OSError):
         for name in os.listdir(f"/proc/{pid}/fd") if isinstance(pid, int) else []:
             with contextlib.suppress(OSError):  # closed meanwhile

@@ -33,13 +33,6 @@ def save_atomically(path: Path, text: str) -> None:
     os.replace(aside, path)
 
 
-def replace_text(path: Path, text: str) -> None:
-    """Write `text` to a temporary file beside `path`, rename it to `path`, and sync neither."""
-    aside = path.with_name(f".{path.name}.new")
-    aside.write_bytes(text.encode())
-    os.replace(aside, path)
-
-
 class BoundedFile(io.BufferedReader):
     """A file that is never asked for more than it has, whatever an archive in it says of its sizes."""
 

@@ -27,9 +27,7 @@ RANKS = (
 
 
 def build(network: str = "10.1.1.0/24", ranks: tuple[RankCommand, ...] = RANKS) -> list[str]:
-    return build_mpirun_command(
-        Path("/venv/bin/mpirun"), "/opt/venv", "agent", network, ranks, run_id="20260101"
-    )
+    return build_mpirun_command(Path("/venv/bin/mpirun"), "/opt/venv", network, ranks, run_id="20260101")
 
 
 def contexts(command: list[str]) -> list[list[str]]:
