@@ -13,7 +13,7 @@ from pathlib import Path
 import yaml
 
 from csdctl.documents import save_text
-from csdctl.emulation.state import FleetPaths, FleetState
+from csdctl.emulation.state import USER, FleetPaths, FleetState
 from csdctl.errors import InputError
 from csdctl.fleet.facts import facts_path
 from csdctl.fleet.model import Fleet
@@ -32,7 +32,7 @@ def save_fleet_file(paths: FleetPaths, state: FleetState, python: str) -> None:
     content = {
         "emulated": True,
         "network": NETWORK,
-        "defaults": {"user": state.user, "key": str(paths.key), "python": python, "group": GROUP},
+        "defaults": {"user": USER, "key": str(paths.key), "python": python, "group": GROUP},
         "nodes": [{"name": node.name, "address": "127.0.0.1", "port": node.port} for node in state.nodes],
     }
     body = yaml.safe_dump(content, sort_keys=False)

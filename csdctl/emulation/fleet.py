@@ -7,8 +7,6 @@ and, if the path of the directory is long, a short directory for the TMPDIRs.
 import importlib.util
 import json
 import os
-import pwd
-import re
 import subprocess
 import sys
 import tempfile
@@ -99,7 +97,7 @@ def start_fleet(
         remove_fleet(paths)
         if cpu_mechanism == "cgroup":
             open_cpu_limit(cpu_mechanism, paths.fleet_id, "trial", spec.cpu).close()
-        state = FleetState(paths.fleet_id, spec, cpu_mechanism, chosen, _user(), owner=owner)
+        state = FleetState(paths.fleet_id, spec, cpu_mechanism, chosen, owner=owner)
         try:
             return _start(paths, state, python)
         except BaseException:
@@ -247,11 +245,3 @@ def _status(state: FleetState, node: NodeState) -> NodeStatus:
         sum(map(anonymous_bytes, pids)),
         node.cpu_mechanism,
     )
-
-
-def _user() -> str:
-    try:
-        name = pwd.getpwuid(os.getuid()).pw_name
-    except KeyError:
-        return "csd"
-    return name if re.fullmatch(r"[A-Za-z_][A-Za-z0-9._-]{0,31}", name) else "csd"

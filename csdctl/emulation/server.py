@@ -33,7 +33,7 @@ from csdctl.emulation.processes import (
     send_signal,
     start_time,
 )
-from csdctl.emulation.state import FleetPaths, FleetState, NodePaths, NodeState, load_state
+from csdctl.emulation.state import USER, FleetPaths, FleetState, NodePaths, NodeState, load_state
 from csdctl.errors import CsdctlError
 
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -52,8 +52,8 @@ def build_environment(state: FleetState, name: str, paths: NodePaths) -> dict[st
         "HOME": str(paths.home),
         "TMPDIR": str(paths.tmp.resolve()),  # its short path, if it has one
         "PATH": PATH,
-        "USER": state.user,
-        "LOGNAME": state.user,
+        "USER": USER,
+        "LOGNAME": USER,
         "SHELL": "/bin/sh",
         "LANG": "C.UTF-8",
         FLEET_VARIABLE: state.fleet_id,

@@ -52,6 +52,8 @@ def parse_size(text: str) -> int:
 
 
 SCHEMA = 1
+USER = "csd"
+"""The name that the nodes' servers are asked for; they take any."""
 
 
 class FleetPaths:
@@ -127,7 +129,6 @@ class FleetState:
     cpu_mechanism: str
     """The requested mechanism: auto, cgroup or duty."""
     fleet_path: Path
-    user: str
     nodes: tuple[NodeState, ...] = ()
     owner: Owner | None = None
     """Without one, the fleet stays up until `down`."""

@@ -28,7 +28,7 @@ def paths(tmp_path: Path) -> FleetPaths:
 @pytest.fixture
 def state(paths: FleetPaths, tmp_path: Path) -> FleetState:
     nodes = (NodeState("csd0", 123, 456, 2200, "duty"), NodeState("csd1", 124, 457, 2201, "duty"))
-    return FleetState(paths.fleet_id, EmulatedSpec(2), "auto", tmp_path / "fleet.yaml", "root", nodes)
+    return FleetState(paths.fleet_id, EmulatedSpec(2), "auto", tmp_path / "fleet.yaml", nodes)
 
 
 def test_state_round_trips(paths: FleetPaths, state: FleetState) -> None:
@@ -58,7 +58,7 @@ def test_the_fleet_file_can_be_read_by_csdctl(paths: FleetPaths, state: FleetSta
         ("csd1", "127.0.0.1", 2201),
     ]
     assert {(node.user, node.key, node.python, node.groups) for node in fleet.nodes} == {
-        ("root", paths.key, "/opt/python", ("emulated",))
+        ("csd", paths.key, "/opt/python", ("emulated",))
     }
 
 

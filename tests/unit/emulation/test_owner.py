@@ -25,7 +25,7 @@ def fleet_of(directory: Path, owner: Owner | None) -> FleetPaths:
     paths.directory.mkdir(parents=True)
     save_state(
         paths,
-        FleetState(paths.fleet_id, EmulatedSpec(1), "auto", paths.default_fleet, "root", owner=owner),
+        FleetState(paths.fleet_id, EmulatedSpec(1), "auto", paths.default_fleet, owner=owner),
     )
     return paths
 
