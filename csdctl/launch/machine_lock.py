@@ -20,7 +20,7 @@ from csdctl.transport.commands import build_program_command
 from csdctl.transport.many import Outcome, run_on_all, values_or_raise
 from csdctl.transport.program import Nothing, Program, within
 from csdctl.transport.session import Session
-from csdctl.worker.protocol.json_codec import ProtocolError, parse_json
+from csdctl.worker.protocol.json_codec import ShortText
 from csdctl.worker.protocol.processes import load_stat
 
 RESPONSE_DEADLINE_S = 30.0
@@ -141,7 +141,7 @@ def read_holder(content: object) -> Holder:
 class _Held:
     """The content of the lock's file."""
 
-    holder: str
+    holder: dict[ShortText, Any]
 
 
 def _lock(session: Session, python: str, this_process: Holder) -> Program:
@@ -152,17 +152,10 @@ def _lock(session: Session, python: str, this_process: Holder) -> Program:
         kind, answer = program.read({"mine": Nothing, "held": _Held})
         if kind == "mine":
             return program
-        raise MachineLockedError(session.name, _parse_holder(answer.holder))
+        raise MachineLockedError(session.name, read_holder(answer.holder))
     except BaseException:
         program.close()
         raise
-
-
-def _parse_holder(text: str) -> Holder:
-    """Return the content of the lock file; {} while its owner is still writing it."""
-    with contextlib.suppress(ProtocolError):
-        return read_holder(parse_json(text))
-    return {}
 
 
 def _read(path: str) -> str:

@@ -25,8 +25,10 @@ def main() -> None:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        text = os.read(lock, 4096).decode(errors="replace")
-        print("@csdctl-held " + json.dumps({"holder": text}), flush=True)
+        holder = {}
+        with contextlib.suppress(ValueError, TypeError):  # its owner is still writing it
+            holder = dict(json.loads(os.read(lock, 4096)))
+        print("@csdctl-held " + json.dumps({"holder": holder}), flush=True)
         return
     os.ftruncate(lock, 0)
     os.pwrite(lock, json.dumps({**holder, "holding_pid": os.getpid()}).encode(), 0)
