@@ -1,7 +1,7 @@
 """Start, inspect and stop an emulated fleet; the interface of this package.
 
 All files of a fleet are in its directory, except its lines in known_hosts, its fleet.yaml, its control groups
-and, if the path of the directory is long, a short directory for the TMPDIRs.
+and a directory with a short path for the TMPDIRs.
 """
 
 import importlib.util
@@ -40,9 +40,6 @@ from csdctl.emulation.state import (
 from csdctl.errors import CsdctlError, DeadlineError, InputError
 
 __all__ = ["EmulatedSpec", "NodeStatus", "StoppedFleet", "fleet_status", "is_up", "start_fleet", "stop_fleet"]
-
-MAX_NODE_PATH_LENGTH = 40
-"""Open MPI creates unix sockets at paths 60 characters longer than TMPDIR; the limit is 108."""
 
 
 @dataclass(frozen=True)
@@ -177,24 +174,15 @@ def _create_nodes(paths: FleetPaths, state: FleetState) -> None:
         save_bytes(path.with_name(f"{path.name}.pub"), key.export_public_key())
 
     create_key(paths.key)
-    short = _create_short_tmp(paths)
+    # Open MPI creates Unix sockets at paths 60 characters longer than TMPDIR; the limit is 108.
+    short = Path(tempfile.mkdtemp(prefix=paths.short_tmp_prefix))
+    paths.short_tmp.symlink_to(short)
     for name in state.node_names:
         node = paths.node(name)
         make_directory(node.private)
         create_key(node.host_key)
-        if short is None:
-            node.tmp.mkdir(mode=0o700)
-        else:
-            (short / name).mkdir(mode=0o700)
-            node.tmp.symlink_to(short / name)
-
-
-def _create_short_tmp(paths: FleetPaths) -> Path | None:
-    if len(str(paths.node("csd0").tmp)) <= MAX_NODE_PATH_LENGTH:
-        return None
-    short = Path(tempfile.mkdtemp(prefix=paths.short_tmp_prefix))
-    paths.short_tmp.symlink_to(short)
-    return short
+        (short / name).mkdir(mode=0o700)
+        node.tmp.symlink_to(short / name)
 
 
 def _launch(paths: FleetPaths, part: str, timeout_s: float = 30) -> tuple[NodeState, ...]:

@@ -50,7 +50,7 @@ def build_environment(state: FleetState, name: str, paths: NodePaths) -> dict[st
     """Return the complete environment of a node's processes, without the user's own variables."""
     return {
         "HOME": str(paths.home),
-        "TMPDIR": str(paths.tmp.resolve()),  # its short path, if it has one
+        "TMPDIR": str(paths.tmp.resolve()),  # its short path
         "PATH": PATH,
         "USER": USER,
         "LOGNAME": USER,

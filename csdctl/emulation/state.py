@@ -68,7 +68,7 @@ class FleetPaths:
         self.key = self.directory / "id_ed25519"
         self.default_fleet = self.directory / "fleet.yaml"
         self.short_tmp = self.directory / "tmp"
-        """A link to the short directory for the nodes' TMPDIRs, if one is needed."""
+        """A link to the directory of the nodes' TMPDIRs."""
         self.short_tmp_prefix = f"csd-{self.fleet_id[:8]}-"
         """The name of that directory begins with this; the rest is random, so that nobody can take it."""
         self.known_hosts = self.directory.parent / "known_hosts"

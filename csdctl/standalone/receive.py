@@ -137,17 +137,9 @@ class ManifestTree:
         links = {encoded(name): encoded(target) for name, target in content["links"]}
         self.links = [(check_inside(name), check_link(name, target, links)) for name, target in links.items()]
 
-    def current(self) -> bytes:
-        """Return the directory that the destination links to; empty if csdctl did not create it."""
-        try:
-            target = os.readlink(self.destination)
-        except OSError:
-            return b""
-        return target if os.path.dirname(target) == os.path.realpath(TREES) else b""
-
     def is_complete(self) -> bool:
         """Return whether the destination contains exactly this tree, compared byte for byte."""
-        directory = self.current()
+        directory = tree_at(self.destination)
         if not os.path.basename(directory).startswith(self.id.encode()):
             return False
         return (
@@ -197,7 +189,8 @@ def check_destination(destination: bytes) -> bytes:
     state = os.path.realpath(STATE)
     if (os.path.realpath(os.path.dirname(destination) or b".") + b"/").startswith(state + b"/"):
         raise RefusedError(f"{printable(destination)} is inside another tree or csdctl's own directory")
-    if os.path.lexists(destination) and not is_ours(destination):
+    is_empty = os.path.isdir(destination) and not os.path.islink(destination) and not os.listdir(destination)
+    if os.path.lexists(destination) and not is_empty and not tree_at(destination):
         raise RefusedError(
             f"{printable(destination)} already exists and was not created by `csdctl deploy`",
             "move it away, or give another destination",
@@ -205,11 +198,10 @@ def check_destination(destination: bytes) -> bytes:
     return destination
 
 
-def is_ours(destination: bytes) -> bool:
-    """Return whether `destination` is a link that csdctl created, or an empty directory."""
-    if os.path.islink(destination):
-        return os.path.dirname(os.readlink(destination)) == os.path.realpath(TREES)
-    return os.path.isdir(destination) and not os.listdir(destination)
+def tree_at(destination: bytes) -> bytes:
+    """Return the directory that the destination links to; empty if csdctl did not create it."""
+    target = os.readlink(destination) if os.path.islink(destination) else b""
+    return target if os.path.dirname(target) == os.path.realpath(TREES) else b""
 
 
 def is_link_to(path: bytes, target: bytes) -> bool:
