@@ -24,7 +24,7 @@ GRACE_S = 1.0
 CHECK_INTERVAL_S = 1.0
 CHUNK_BYTES = 1 << 16
 LOGIN_UMASK = 0o022
-"""What a login usually has: a node does not inherit the stricter one of `csdctl emulate up`."""
+"""The usual umask of a login: a node does not inherit the stricter one of `csdctl emulate up`."""
 
 
 class Commands:

@@ -1,4 +1,4 @@
-"""What the emulator writes outside of the fleet's directory: fleet.yaml and lines of `.csdctl/known_hosts`.
+"""The emulator's files outside of the fleet's directory: fleet.yaml and lines of `.csdctl/known_hosts`.
 
 The first line of fleet.yaml names the writer, the fleet, and the hash of the rest: a file that the user has
 changed is not removed. Each line of known_hosts ends in a comment that names the fleet, so that `down`

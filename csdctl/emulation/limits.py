@@ -280,7 +280,7 @@ class DutyCycle:
 
 
 CpuLimit = CgroupLimit | DutyCycle
-"""What limits the processes of one node to a share of the CPU."""
+"""A limit of the processes of one node to a share of the CPU."""
 
 
 def cgroup_prefix(fleet_id: str) -> str:

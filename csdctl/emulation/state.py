@@ -131,7 +131,7 @@ class FleetState:
     fleet_path: Path
     nodes: tuple[NodeState, ...] = ()
     owner: Owner | None = None
-    """Without one, the fleet stays up until `down`."""
+    """The fleet's owner; without one, the fleet stays up until `down`."""
 
     @property
     def node_names(self) -> list[str]:

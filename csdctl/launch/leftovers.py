@@ -17,7 +17,7 @@ END_DEADLINE_S = 30.0
 
 @dataclass(frozen=True)
 class CleanupOptions:
-    """What to do with leftovers: end processes, remove unfinished files, remove all that csdctl wrote."""
+    """The treatment of leftovers: end processes, remove unfinished files, remove all that csdctl wrote."""
 
     is_ending: bool = True
     is_removing: bool = False
@@ -34,7 +34,7 @@ class CleanupOptions:
 
 @dataclass(frozen=True)
 class Leftovers:
-    """What was found on one machine; with `CleanupOptions.is_ending` and `is_removing`, what was removed."""
+    """Leftovers found on one machine; with `CleanupOptions.is_ending` and `is_removing`, what was removed."""
 
     num_processes: Count
     runs: tuple[ShortText, ...]
@@ -44,9 +44,9 @@ class Leftovers:
     num_unused: Count = 0
     """Unused files that were removed from the store, if that was requested."""
     features_bytes: Count = 0
-    """Of the features that stay there."""
+    """The size of the features that stay there."""
     predictions_bytes: Count = 0
-    """Of the predictions that stay there."""
+    """The size of the predictions that stay there."""
 
 
 @dataclass(frozen=True)

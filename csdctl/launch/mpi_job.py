@@ -59,7 +59,7 @@ _NOISE = ("All log messages before absl", "oneDNN custom operations are on", "re
 
 @dataclass(frozen=True)
 class Cause:
-    """What happened to which node; `node` is '' when that is unknown."""
+    """The cause of a loss, and its node; `node` is '' when that is unknown."""
 
     node: str
     message: str
@@ -135,7 +135,7 @@ class MpiOutput:
         self._nodes = nodes
         self._events: queue.Queue[Event | None] = queue.Queue(MAX_WAITING_EVENTS)
         self._reported: set[tuple[int, type[Event]]] = set()
-        """What each rank has reported: a rank other than 0 reports everything once."""
+        """The reports of each rank: a rank other than 0 reports everything once."""
         self._tail: deque[str] = deque(maxlen=MAX_TAIL_LINES)
         self._logs: dict[int | None, CappedLog] = {}
         self._lock = threading.Lock()
@@ -262,21 +262,21 @@ class Deadlines:
 
 @dataclass(frozen=True)
 class EndTimeouts:
-    """How long to wait while a job ends, in seconds."""
+    """The timeouts while a job ends, in seconds."""
 
     grace_s: float = 5.0
     """After the last completion record, for mpirun to end by itself."""
     sandbox_s: float = 2.0
-    """For the sandbox to kill its processes and remove its files."""
+    """The time for the sandbox to kill its processes and remove its files."""
     drain_s: float = 2.0
-    """For output still in the pipes after all processes have ended; an orphan may keep a stream open."""
+    """The time for output in the pipes after all processes have ended; an orphan may keep a stream open."""
     orphan_grace_s: float = 1.0
     """After mpirun was killed, while a process that it started keeps its output open."""
 
 
 @dataclass
 class JobOutcome:
-    """How a job ended."""
+    """The result of a job."""
 
     exit_code: int | None = None
     finished: dict[int, Finished] = field(default_factory=dict)

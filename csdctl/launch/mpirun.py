@@ -144,7 +144,7 @@ class RankCommand:
 
     @property
     def host(self) -> str:
-        """What mpirun calls the machine: never the name of a node alone, which may be the host's name too."""
+        """mpirun's name of the machine: never the name of a node alone, which may be the host's name too."""
         return "localhost" if self.is_local else f"rank{self.number}-{self.node}"
 
 
@@ -210,10 +210,10 @@ StartDaemon = Callable[[str, str], Conversation]
 
 MAX_REQUEST_BYTES = 1 << 16
 MAX_LINES = 1000
-"""Of a daemon's output that are passed on."""
+"""The limit of a daemon's lines that are passed on."""
 REQUEST_DEADLINE_S = 10.0
 CLOSE_S, END_DEADLINE_S = 1.0, 3.0
-"""For a sandbox to end its processes; what is left then is killed."""
+"""The time for a sandbox to end its processes; what is left then is killed."""
 _READ_S = 3600.0
 _PEER = struct.Struct("3i")
 
@@ -225,7 +225,7 @@ class DaemonStarter:
         self._start = start
         self._lock = threading.Lock()
         self._running: dict[str, Conversation] = {}
-        """By mpirun's name of the machine."""
+        """Daemons by mpirun's name of the machine."""
         self._is_closed = False
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.bind("\0" + address)
@@ -346,7 +346,7 @@ class Mpirun:
     obstacles: Mapping[str, str]
     """Machines that cannot run a sandbox, and why: there, MPI runs without."""
     link_key: str = ""
-    """That of the ranks' spec."""
+    """The link key of the ranks' spec."""
 
     def build_job(self, ranks: Sequence[RankCommand]) -> MpiJob:
         """Return the job over `ranks`, in order of rank, not yet started.

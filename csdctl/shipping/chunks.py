@@ -25,7 +25,7 @@ class StoreObject:
     name: str
     """Begins with its SHA-256."""
     path: str
-    """Of the source."""
+    """The path of the source."""
     size: int
     modified_ns: int
     mode: int = PLAIN_MODE
@@ -33,7 +33,7 @@ class StoreObject:
 
     @property
     def sha256(self) -> str:
-        """Of its content, in hex."""
+        """The SHA-256 of its content, in hex."""
         return self.name[:64]
 
 

@@ -44,7 +44,7 @@ class Missing:
     ranges: Annotated[tuple[tuple[Count, Count], ...], MaxLength(MAX_RANGES)]
     """First and last number of the objects, ascending."""
     resume: dict[ShortText, Count]
-    """By number of the object."""
+    """Bytes by number of the object."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Done:
 
 
 ANSWERS: dict[str, type] = {PROGRESS: Nothing, "missing": Missing, "damaged": Damaged, RESULT: Done}
-"""What a receiver may answer; `missing` requests objects."""
+"""The answers of a receiver; `missing` requests objects."""
 
 
 class RequestedObjects:
@@ -146,9 +146,9 @@ _REMEDY = (
 )
 
 RESPONSE_S = 60.0
-"""For one answer: the receiver sends a heartbeat every second, so this only detects one that hangs."""
+"""The deadline of one answer: a receiver sends a heartbeat every second, so this detects one that hangs."""
 WHOLE_S = 900.0
-"""For the whole delivery: more than the receiver waits for another deploy to end (LOCK_WAIT_S there)."""
+"""The deadline of a delivery: more than the receiver waits for another deploy to end (LOCK_WAIT_S there)."""
 BYTES_PER_S = 128 * 1024
 """Added to the whole: the time for all bytes at this rate, which is slower than a usable link or disk."""
 

@@ -29,10 +29,10 @@ LOCK = ".csdctl/lock"
 PARTS = (".csdctl/objects/*.part", ".csdctl/trees/.part-*")
 FEATURES, PREDICTIONS = ".csdctl/features", ".csdctl/predictions"
 SANDBOX_USER = 1_907_000_000
-"""Whom a sandbox that root has started runs as (worker/sandbox/files.py)."""
+"""The user of a sandbox that root has started (worker/sandbox/files.py)."""
 TREE_LINKS = ".csdctl/trees/*.link"
 RELEASE_S = 10.0
-"""How long the kernel may take to release the lock of a process that was ended."""
+"""The time that the kernel may take to release the lock of a process that was ended."""
 
 
 def main() -> None:

@@ -51,7 +51,7 @@ RESUME_BYTES = 1 << 20
 """A shorter part is sent again from the start."""
 
 SILENCE_S = 120.0
-"""How long the host may be silent before this command ends on its own."""
+"""The longest silence of the host before this command ends on its own."""
 
 BUSY_S = 1.0
 LOCK_WAIT_S = 600.0

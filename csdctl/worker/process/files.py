@@ -21,7 +21,7 @@ DAMAGED_ARCHIVE = (
     *(OSError, ValueError, LookupError, EOFError, RuntimeError, OverflowError),
     *(zipfile.BadZipFile, zlib.error, LZMAError, struct.error),
 )
-"""What zipfile and gzip raise for an archive that is damaged, encrypted, or compressed in another way."""
+"""The errors of zipfile and gzip for an archive that is damaged, encrypted, or compressed in another way."""
 
 
 def save_atomically(path: Path, text: str) -> None:

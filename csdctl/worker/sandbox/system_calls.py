@@ -64,7 +64,7 @@ _NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16
 """Offsets in struct seccomp_data."""
 
 Instruction = tuple[int, int, int, int]
-"""Of classic BPF: code, jump if true, jump if false, value."""
+"""An instruction of classic BPF: code, jump if true, jump if false, value."""
 
 
 def number_of(name: str) -> int | None:
