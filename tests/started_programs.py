@@ -16,6 +16,7 @@ from pathlib import Path
 import csdctl
 from csdctl.energy.sources import SCRIPTS, build_loop
 from csdctl.fleet.fleet_file import load_fleet
+from csdctl.shipping.deliver import build_receiver
 from csdctl.transport.commands import build_program_command
 from csdctl.transport.local import LocalSession
 from csdctl.transport.many import open_sessions
@@ -28,7 +29,7 @@ SOURCES = str(Path(csdctl.__file__).parents[1])
 COMMAND = [sys.executable, "-P", __file__]
 ENVIRONMENT = {"PYTHONPATH": SOURCES}
 LISTENING = {"name": "csd0", "token": "secret", "address": "127.0.0.1", "is_host": False}
-MANIFEST = {"digest": "0" * 64, "num_bytes": 1000}
+MANIFEST = {"objects": [["0" * 64, 1000, 0o600]], "trees": [], "keep": [0]}
 SANDBOX = ("/bin/sh", "-c", "setsid sleep 3000 & echo inside; sleep 3000")
 RANK = 'mkfifo .csdctl/never; echo begins; exec "$@" rank --rank 0 --spec .csdctl/never'
 """A rank that does not read its input yet: its spec never comes."""
@@ -37,22 +38,24 @@ RANK = 'mkfifo .csdctl/never; echo begins; exec "$@" rank --rank 0 --spec .csdct
 def start_all(session: Session, python: str) -> None:
     """Start each program, and take it to where it waits for csdctl, or would work for long."""
 
-    def start(command: Sequence[str], line: str, answer: str) -> None:
+    def start(command: Sequence[str], line: str, answer: str, first: bytes = b"") -> None:
         conversation = session.converse(command)
+        conversation.send_bytes(first)
         if line:
             conversation.send_line(line)
         if answer:
             found = conversation.read_line(deadline_s=ANSWER_S)
             assert found.startswith(answer), f"received {found!r}, expected {answer!r}"
 
-    def standalone(module: str, *arguments: str) -> list[str]:
-        return build_program_command(python, module, arguments)
+    def standalone(module: str) -> list[str]:
+        return build_program_command(python, module)
 
+    receiver, first = build_receiver(python, MANIFEST)
     worker = ["env", f"PYTHONPATH={SOURCES}", python, "-P", "-u", "-m", "csdctl.worker"]
     policy = SandboxPolicy(SANDBOX, False, "", (), (), (python,), (), {})
     start(standalone("lock"), "{}", "@csdctl-mine")
     start(standalone("reachability"), json.dumps(LISTENING), "@csdctl-result")
-    start(standalone("receive", json.dumps(MANIFEST)), "", "@csdctl-manifest")
+    start(receiver, "", "@csdctl-missing", first)
     start(standalone("leftovers"), "", "")
     start(build_loop(SCRIPTS["hwmon"], "/"), "", "@csdctl")
     start([*worker, "sandbox"], to_json(policy), "inside")

@@ -1,7 +1,7 @@
-"""Remove an emulated fleet in any state.
+"""Stop an emulated fleet, and remove it in any state.
 
-Its processes are found in three ways: the servers in its state, their descendants, and, when the state is
-lost or a server was killed, the marker in the environment and the names of control groups.
+Its processes are found even if its state is lost: by the marker in their environment, and by the names of
+control groups.
 """
 
 import os
@@ -15,16 +15,9 @@ from pathlib import Path
 
 from csdctl.emulation.files import is_unchanged, remove_fleet_file, remove_host_keys
 from csdctl.emulation.limits import cgroup_prefix, list_cgroups, list_members, remove_cgroup
-from csdctl.emulation.processes import (
-    is_running,
-    list_ancestors,
-    list_descendants,
-    list_marked,
-    send_signal,
-    start_time,
-)
-from csdctl.emulation.state import FleetPaths, FleetState, load_state
-from csdctl.errors import CsdctlError
+from csdctl.emulation.processes import list_ancestors, list_marked, send_signal, start_time
+from csdctl.emulation.state import FleetPaths, FleetState, Owner, load_state, locked
+from csdctl.errors import CsdctlError, InputError
 
 GRACE_S = 5.0
 DEADLINE_S = 10.0
@@ -39,15 +32,33 @@ class StoppedFleet:
     kept_fleet_path: Path | None = None
 
 
+def stop_fleet(directory: Path, owner: Owner | None = None) -> StoppedFleet:
+    """End the fleet and remove everything of it, even after a crash; do nothing without a fleet.
+
+    With `owner`, do nothing either if the fleet has another one.
+    """
+    paths = FleetPaths(directory)
+    if not paths.directory.parent.exists():  # removed manually; its processes may still run
+        return remove_fleet(paths)
+    with locked(paths):
+        state = load_state(paths)
+        if owner and state and state.owner != owner:
+            return StoppedFleet()
+        if paths.is_foreign:
+            raise InputError(
+                f"{paths.directory} is not the directory of an emulated fleet; it is left unchanged"
+            )
+        return remove_fleet(paths)
+
+
 def remove_fleet(paths: FleetPaths) -> StoppedFleet:
     """End every process of the fleet except this one, and remove its control groups and files."""
     state = load_state(paths)
-    ended = _end_processes(paths, state)
+    ended = _end_processes(paths)
     cgroups = list_cgroups(cgroup_prefix(paths.fleet_id))
     for cgroup in cgroups:
         remove_cgroup(cgroup)
-    keys = [node.public_host_key.read_text() for node in paths.nodes() if node.public_host_key.exists()]
-    remove_host_keys(paths.known_hosts, keys, paths.fleet_id)
+    remove_host_keys(paths.known_hosts, paths.fleet_id)
     kept = [path for path in _fleet_files(paths, state) if not remove_fleet_file(path, paths.fleet_id)]
     _remove_directory(paths)
     return StoppedFleet(len(ended), len(cgroups), kept[0] if kept else None)
@@ -61,32 +72,26 @@ def _fleet_files(paths: FleetPaths, state: FleetState | None) -> list[Path]:
     return [path for path in candidates if is_unchanged(path, paths.fleet_id)]
 
 
-def _end_processes(paths: FleetPaths, state: FleetState | None) -> set[int]:
-    """End the servers with SIGTERM, then kill the rest; return the pids of all processes found."""
-    nodes = state.nodes if state else ()
-    servers = [(node.pid, node.start_time) for node in nodes if node.pid != os.getpid()]
-    alive = [pid for pid, started in servers if is_running(pid, started)]
+def _end_processes(paths: FleetPaths) -> set[int]:
+    """End all processes with SIGTERM, then kill the rest; return the pids of all that were found."""
     own = set(list_ancestors(os.getpid()))
+    ended: set[int] = set()
 
     def remaining() -> set[int]:
-        found = {
-            pid
-            for server in alive
-            if is_running(server, dict(servers)[server])
-            for pid in (server, *list_descendants(server))
-        }
-        found |= set(list_marked(paths.fleet_id))
+        found = set(list_marked(paths.fleet_id))
         for cgroup in list_cgroups(cgroup_prefix(paths.fleet_id)):
             found |= set(list_members(cgroup))
-        return {pid for pid in found - own if start_time(pid) is not None}
+        found = {pid for pid in found - own if start_time(pid) is not None}
+        ended.update(found)
+        return found
 
-    ended = remaining()
-    send_signal(alive, signal.SIGTERM)
-    _wait_until(lambda: not any(is_running(pid, started) for pid, started in servers), GRACE_S)
+    pids = remaining()
+    send_signal(pids, signal.SIGTERM)
+    send_signal(pids, signal.SIGCONT)  # a server that was killed may have left them stopped
+    _wait_until(lambda: not remaining(), GRACE_S)
 
     def is_empty() -> bool:
         pids = remaining()
-        ended.update(pids)
         send_signal(pids, signal.SIGKILL)
         return not pids
 

@@ -8,21 +8,23 @@ leave processes behind, as with sshd; a daemon has left the group and survives i
 import asyncio
 import os
 import signal
-import subprocess
+from asyncio.subprocess import PIPE, Process
+from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import asyncssh
 
 from csdctl.emulation.limits import CpuLimit
-from csdctl.emulation.processes import list_descendants, load_stat, send_signal, wait_until_readable
+from csdctl.emulation.processes import list_descendants, send_signal
+from csdctl.worker.protocol.processes import load_stat
 
 GRACE_S = 1.0
 """From SIGTERM to SIGKILL for a command after its client has disconnected."""
 CHECK_INTERVAL_S = 1.0
 CHUNK_BYTES = 1 << 16
 LOGIN_UMASK = 0o022
-"""What a login usually has: a node does not inherit the stricter one of `csdctl emulate up`."""
+"""The usual umask of a login: a node does not inherit the stricter one of `csdctl emulate up`."""
 
 
 class Commands:
@@ -33,48 +35,54 @@ class Commands:
         self._environment = environment
         self._home = home
         self.pids: set[int] = set()
+        self.num_starting = 0
+        """Number of processes whose ids are not among `pids` yet."""
 
     async def run(self, process: "asyncssh.SSHServerProcess[bytes]") -> None:
         """Serve one exec or shell request to its end."""
-        child = self._start(process.command)
-        self.pids.add(child.pid)
+        child = await self._start(process.command)
         finished = False
         try:
             finished = await self._forward(process, child)
         finally:
+            self.pids.discard(child.pid)
             if not finished:
                 self._end_group(child.pid)
         if not finished:
             process.close()
-        elif child.returncode >= 0:
-            process.exit(child.returncode)
+        elif (code := await child.wait()) >= 0:
+            process.exit(code)
         else:
-            process.exit_with_signal(signal.Signals(-child.returncode).name.removeprefix("SIG"))
+            process.exit_with_signal(signal.Signals(-code).name.removeprefix("SIG"))
 
-    def _start(self, command: str | None) -> "subprocess.Popen[bytes]":
+    async def _start(self, command: str | None) -> Process:
         shell = ["/bin/sh"] if command is None else ["/bin/sh", "-c", command]
-        return subprocess.Popen(
-            self._limit.build_command(shell),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            bufsize=0,
-            cwd=self._home,
-            env=self._environment,
-            umask=LOGIN_UMASK,
-            start_new_session=True,
-        )
+        self.num_starting += 1
+        try:
+            child = await asyncio.create_subprocess_exec(
+                *self._limit.build_command(shell),
+                stdin=PIPE,
+                stdout=PIPE,
+                stderr=PIPE,
+                limit=CHUNK_BYTES,
+                cwd=self._home,
+                env=self._environment,
+                umask=LOGIN_UMASK,
+                start_new_session=True,
+            )
+            self.pids.add(child.pid)
+        finally:
+            self.num_starting -= 1
+        return child
 
-    async def _forward(
-        self, process: "asyncssh.SSHServerProcess[bytes]", child: "subprocess.Popen[bytes]"
-    ) -> bool:
+    async def _forward(self, process: "asyncssh.SSHServerProcess[bytes]", child: Process) -> bool:
         """Forward the streams until the command has ended; return False if the client disconnects first."""
         # Not `process.redirect`: asyncssh 2.24 loses the end of the output when the client is slow.
         stdin = asyncio.create_task(_forward_input(process, child))
         ended: asyncio.Future[Any] = asyncio.gather(
             _forward_output(child.stdout, process.stdout),
             _forward_output(child.stderr, process.stderr),
-            self._wait(child),
+            child.wait(),
         )
         try:
             while not ended.done() and not process.is_closing():
@@ -89,30 +97,15 @@ class Commands:
             stdin.cancel()
             ended.cancel()
 
-    async def _wait(self, child: "subprocess.Popen[bytes]") -> None:
-        """Wait for the command without a thread."""
-        handle = os.pidfd_open(child.pid)
-        try:
-            await wait_until_readable(handle)
-        finally:
-            os.close(handle)
-            child.poll()
-            self.pids.discard(child.pid)
-
     def _end_group(self, group: int) -> None:
         members = _members(group)
         send_signal(members, signal.SIGTERM)
         asyncio.get_running_loop().call_later(GRACE_S, lambda: send_signal(_members(group), signal.SIGKILL))
 
 
-async def _forward_input(
-    process: "asyncssh.SSHServerProcess[bytes]", child: "subprocess.Popen[bytes]"
-) -> None:
+async def _forward_input(process: "asyncssh.SSHServerProcess[bytes]", child: Process) -> None:
     """Forward client input to the command with backpressure; send signals to its process group."""
-    loop = asyncio.get_running_loop()
-    transport, protocol = await loop.connect_write_pipe(_pipe_protocol, child.stdin)
-    writer = asyncio.StreamWriter(transport, protocol, None, loop)
-    has_ended = False
+    assert child.stdin
     try:
         while True:
             try:
@@ -123,32 +116,19 @@ async def _forward_input(
                 continue
             if not content:
                 return
-            if not has_ended:
-                try:
-                    writer.write(content)
-                    await writer.drain()
-                except OSError:  # the command no longer reads; further input is dropped
-                    has_ended = True
+            with suppress(OSError):  # the command no longer reads; further input is dropped
+                child.stdin.write(content)
+                await child.stdin.drain()
     finally:
-        writer.close()
+        child.stdin.close()
 
 
-async def _forward_output(pipe: IO[bytes] | None, writer: "asyncssh.SSHWriter[bytes]") -> None:
+async def _forward_output(reader: asyncio.StreamReader | None, writer: "asyncssh.SSHWriter[bytes]") -> None:
     """Forward command output to the client with backpressure, until every writer has closed."""
-    reader = asyncio.StreamReader(limit=CHUNK_BYTES)
-    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
-        lambda: asyncio.StreamReaderProtocol(reader), pipe
-    )
-    try:
-        while content := await reader.read(CHUNK_BYTES):
-            writer.write(content)
-            await writer.drain()
-    finally:
-        transport.close()
-
-
-def _pipe_protocol() -> asyncio.StreamReaderProtocol:
-    return asyncio.StreamReaderProtocol(asyncio.StreamReader())
+    assert reader
+    while content := await reader.read(CHUNK_BYTES):
+        writer.write(content)
+        await writer.drain()
 
 
 def _members(group: int) -> list[int]:

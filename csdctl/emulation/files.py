@@ -1,4 +1,4 @@
-"""What the emulator writes outside of the fleet's directory: fleet.yaml and lines of `.csdctl/known_hosts`.
+"""The emulator's files outside of the fleet's directory: fleet.yaml and lines of `.csdctl/known_hosts`.
 
 The first line of fleet.yaml names the writer, the fleet, and the hash of the rest: a file that the user has
 changed is not removed. Each line of known_hosts ends in a comment that names the fleet, so that `down`
@@ -7,13 +7,13 @@ removes only its own lines.
 
 import hashlib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import yaml
 
 from csdctl.documents import save_text
-from csdctl.emulation.state import FleetPaths, FleetState
+from csdctl.emulation.state import USER, FleetPaths, FleetState
 from csdctl.errors import InputError
 from csdctl.fleet.facts import facts_path
 from csdctl.fleet.model import Fleet
@@ -32,7 +32,7 @@ def save_fleet_file(paths: FleetPaths, state: FleetState, python: str) -> None:
     content = {
         "emulated": True,
         "network": NETWORK,
-        "defaults": {"user": state.user, "key": str(paths.key), "python": python, "group": GROUP},
+        "defaults": {"user": USER, "key": str(paths.key), "python": python, "group": GROUP},
         "nodes": [{"name": node.name, "address": "127.0.0.1", "port": node.port} for node in state.nodes],
     }
     body = yaml.safe_dump(content, sort_keys=False)
@@ -87,13 +87,10 @@ def add_host_keys(path: Path, keys: Mapping[int, str], fleet_id: str) -> None:
     save_text(path, "".join(f"{line}\n" for line in (*kept, *added)))
 
 
-def remove_host_keys(path: Path, public_keys: Iterable[str], fleet_id: str) -> None:
-    """Remove the lines of a fleet, identified by their comment or, without it, by the key."""
+def remove_host_keys(path: Path, fleet_id: str) -> None:
+    """Remove the lines of a fleet, identified by their comment."""
     lines = _existing_lines(path)
-    bodies = {key.split()[1] for key in public_keys if len(key.split()) > 1}
-    kept = [
-        line for line in lines if not line.endswith(_comment(fleet_id)) and not bodies & set(line.split())
-    ]
+    kept = [line for line in lines if not line.endswith(_comment(fleet_id))]
     if kept == lines:
         return
     if kept:

@@ -1,25 +1,21 @@
 """Start, inspect and stop an emulated fleet; the interface of this package.
 
 All files of a fleet are in its directory, except its lines in known_hosts, its fleet.yaml, its control groups
-and, if the path of the directory is long, a short directory for the TMPDIRs.
+and a directory with a short path for the TMPDIRs.
 """
 
-import importlib
+import importlib.util
+import json
 import os
-import pwd
-import re
-import signal
-import socket
 import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import csdctl
-from csdctl.documents import load_json, make_directory, save_bytes, save_text
-from csdctl.emulation.cleanup import StoppedFleet, remove_fleet
+from csdctl.documents import make_directory, save_bytes, save_text
+from csdctl.emulation.cleanup import StoppedFleet, remove_fleet, stop_fleet
 from csdctl.emulation.files import add_host_keys, check_may_write, save_fleet_file
 from csdctl.emulation.limits import open_cpu_limit
 from csdctl.emulation.owner import find_owner
@@ -28,7 +24,6 @@ from csdctl.emulation.processes import (
     anonymous_bytes,
     is_running,
     list_descendants,
-    send_signal,
 )
 from csdctl.emulation.state import (
     CPU_MECHANISMS,
@@ -45,9 +40,6 @@ from csdctl.emulation.state import (
 from csdctl.errors import CsdctlError, DeadlineError, InputError
 
 __all__ = ["EmulatedSpec", "NodeStatus", "StoppedFleet", "fleet_status", "is_up", "start_fleet", "stop_fleet"]
-
-MAX_NODE_PATH_LENGTH = 40
-"""Open MPI creates unix sockets at paths 60 characters longer than TMPDIR; the limit is 108."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +78,7 @@ def start_fleet(
     owner = None if owner_pid is None else find_owner(owner_pid)
     paths = FleetPaths(directory)
     with locked(paths):
-        if paths.directory.exists() and not paths.is_ours and any(paths.directory.iterdir()):
+        if paths.is_foreign:
             raise InputError(
                 f"{paths.directory} contains other files; an emulated fleet needs a separate directory"
             )
@@ -102,7 +94,7 @@ def start_fleet(
         remove_fleet(paths)
         if cpu_mechanism == "cgroup":
             open_cpu_limit(cpu_mechanism, paths.fleet_id, "trial", spec.cpu).close()
-        state = FleetState(paths.fleet_id, spec, cpu_mechanism, chosen, _user(), owner=owner)
+        state = FleetState(paths.fleet_id, spec, cpu_mechanism, chosen, owner=owner)
         try:
             return _start(paths, state, python)
         except BaseException:
@@ -126,29 +118,14 @@ def fleet_status(directory: Path) -> list[NodeStatus]:
     return [_status(state, node) for node in state.nodes]
 
 
-def stop_fleet(directory: Path) -> StoppedFleet:
-    """End the fleet and remove everything of it, even after a crash; do nothing without a fleet."""
-    paths = FleetPaths(directory)
-    if not paths.directory.parent.exists():  # removed manually; its processes may still run
-        return remove_fleet(paths)
-    with locked(paths):
-        if paths.directory.exists() and not paths.is_ours and any(paths.directory.iterdir()):
-            raise InputError(
-                f"{paths.directory} is not the directory of an emulated fleet; it is left unchanged"
-            )
-        return remove_fleet(paths)
-
-
 def _check_request(spec: EmulatedSpec, cpu_mechanism: str) -> None:
     check_spec(spec)
     if cpu_mechanism not in CPU_MECHANISMS:
         raise InputError(f"received {cpu_mechanism!r} as CPU mechanism, expected {', '.join(CPU_MECHANISMS)}")
-    try:
-        importlib.import_module("asyncssh")
-    except ImportError:
+    if importlib.util.find_spec("asyncssh") is None:
         raise InputError(
             "the emulator needs asyncssh, which is not installed", remedy="pip install 'csdctl[emulator]'"
-        ) from None
+        )
 
 
 def _check_same(
@@ -164,10 +141,10 @@ def _check_same(
 
 
 def _change_owner(paths: FleetPaths, state: FleetState, owner: Owner | None) -> None:
-    """Give a running fleet another owner; its servers read the state again on SIGHUP."""
+    """Give a running fleet another owner."""
     if owner != state.owner:
         save_state(paths, replace(state, owner=owner))
-        send_signal([node.pid for node in state.nodes], signal.SIGHUP)
+        _launch(paths, "owner")
 
 
 def _start(paths: FleetPaths, state: FleetState, python: str) -> Path:
@@ -175,9 +152,11 @@ def _start(paths: FleetPaths, state: FleetState, python: str) -> Path:
     save_text(paths.marker, state.fleet_id + "\n")
     _create_nodes(paths, state)
     save_state(paths, state)
-    pids = _launch(paths)
-    deadline = time.monotonic() + 30 + 2 * state.spec.num_nodes
-    nodes = tuple(_wait_for(paths, name, pids[name], deadline) for name in state.node_names)
+    nodes = _launch(paths, "nodes", timeout_s=30 + 2 * state.spec.num_nodes)
+    for name in {*state.node_names} - {node.name for node in nodes}:
+        log = paths.node(name).log
+        lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+        raise CsdctlError(f"its server did not start: {lines[-1] if lines else 'no message'}", node=name)
     state = replace(state, nodes=nodes)
     keys = {node.port: paths.node(node.name).public_host_key.read_text() for node in nodes}
     add_host_keys(paths.known_hosts, keys, state.fleet_id)
@@ -195,29 +174,20 @@ def _create_nodes(paths: FleetPaths, state: FleetState) -> None:
         save_bytes(path.with_name(f"{path.name}.pub"), key.export_public_key())
 
     create_key(paths.key)
-    short = _create_short_tmp(paths)
+    # Open MPI creates Unix sockets at paths 60 characters longer than TMPDIR; the limit is 108.
+    short = Path(tempfile.mkdtemp(prefix=paths.short_tmp_prefix))
+    paths.short_tmp.symlink_to(short)
     for name in state.node_names:
         node = paths.node(name)
         make_directory(node.private)
         create_key(node.host_key)
-        if short is None:
-            node.tmp.mkdir(mode=0o700)
-        else:
-            (short / name).mkdir(mode=0o700)
-            node.tmp.symlink_to(short / name)
+        (short / name).mkdir(mode=0o700)
+        node.tmp.symlink_to(short / name)
 
 
-def _create_short_tmp(paths: FleetPaths) -> Path | None:
-    if len(str(paths.node("csd0").tmp)) <= MAX_NODE_PATH_LENGTH:
-        return None
-    short = Path(tempfile.mkdtemp(prefix=paths.short_tmp_prefix))
-    paths.short_tmp.symlink_to(short)
-    return short
-
-
-def _launch(paths: FleetPaths) -> dict[str, int]:
-    """Start the servers; return the pid of each."""
-    command = [sys.executable, "-P", "-m", "csdctl.emulation.server", str(paths.directory)]
+def _launch(paths: FleetPaths, part: str, timeout_s: float = 30) -> tuple[NodeState, ...]:
+    """Start what watches the owner, and with `part` "nodes" the servers; return those that listen."""
+    command = [sys.executable, "-P", "-m", "csdctl.emulation.server", str(paths.directory), part]
     environment = {
         "PATH": os.defpath,
         "LANG": "C.UTF-8",
@@ -226,30 +196,23 @@ def _launch(paths: FleetPaths) -> dict[str, int]:
         FLEET_VARIABLE: paths.fleet_id,
         "TMPDIR": tempfile.gettempdir(),  # where a server has to look for the short directory
     }
-    ended = subprocess.run(
-        command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, check=False
-    )
+    try:
+        ended = subprocess.run(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            check=False,
+            timeout=timeout_s,
+        )
+    except subprocess.TimeoutExpired:
+        raise DeadlineError(f"the emulated fleet did not start within {timeout_s:g} s") from None
     if ended.returncode != 0:
         raise CsdctlError(
             f"the emulated fleet did not start: {ended.stderr.decode(errors='replace').strip()}"
         )
-    return {name: int(pid) for name, pid in (line.split() for line in ended.stdout.decode().splitlines())}
-
-
-def _wait_for(paths: FleetPaths, name: str, pid: int, deadline: float) -> NodeState:
-    """Wait until a server listens and sends its banner."""
-    node = paths.node(name)
-    while not node.ready.exists():
-        if not Path(f"/proc/{pid}").exists() or time.monotonic() > deadline:
-            lines = node.log.read_text(errors="replace").splitlines() if node.log.exists() else []
-            raise CsdctlError(f"its server did not start: {lines[-1] if lines else 'no message'}", node=name)
-        time.sleep(0.02)
-    state = NodeState(**load_json(node.ready))
-    with socket.create_connection(("127.0.0.1", state.port), timeout=10) as connection:
-        connection.settimeout(10)
-        if not connection.recv(4).startswith(b"SSH-"):
-            raise DeadlineError("its server accepts connections but sends no SSH banner", node=name)
-    return state
+    nodes = [NodeState(**json.loads(line)) for line in ended.stdout.splitlines()]
+    return tuple(sorted(nodes, key=lambda node: int(node.name.removeprefix("csd"))))
 
 
 def _is_alive(state: FleetState) -> bool:
@@ -270,11 +233,3 @@ def _status(state: FleetState, node: NodeState) -> NodeStatus:
         sum(map(anonymous_bytes, pids)),
         node.cpu_mechanism,
     )
-
-
-def _user() -> str:
-    try:
-        name = pwd.getpwuid(os.getuid()).pw_name
-    except KeyError:
-        return "csd"
-    return name if re.fullmatch(r"[A-Za-z_][A-Za-z0-9._-]{0,31}", name) else "csd"

@@ -23,11 +23,11 @@ from csdctl.emulation.processes import (
     anonymous_bytes,
     cpu_time_s,
     list_descendants,
-    load_stat,
     process_name,
     send_signal,
 )
 from csdctl.errors import CsdctlError, InputError
+from csdctl.worker.protocol.processes import load_stat
 
 PERIOD_US = 6_000
 """A short period gives steady step times: at a quarter of a core, 1.5 ms of every 6 ms.
@@ -187,9 +187,9 @@ def _settings(path: Path, version: int, cpu: float) -> Iterator[tuple[Path, str]
 class DutyCycle:
     """Limit the descendants of process `root_pid` (this process) to `cpu` cores, in a thread, unprivileged.
 
-    Every period adds the node's share of CPU seconds to a bucket; the CPU time of the node's processes drains
-    it. Processes are stopped (SIGSTOP) only while the bucket is empty, and continued (SIGCONT) when a period
-    has refilled it, so that an idle node is never stopped.
+    Time adds the node's share of CPU seconds to a bucket; the CPU time of the node's processes drains it.
+    Processes are stopped (SIGSTOP) when the bucket is empty, and continued (SIGCONT) when it has the share of
+    a period again, so that an idle node is never stopped.
 
     A process that another process has stopped stays stopped, unless that happens while it is stopped here:
     then it is continued with the node.
@@ -200,10 +200,9 @@ class DutyCycle:
     def __init__(self, root_pid: int, cpu: float) -> None:
         self._root_pid = root_pid
         self._cpu = cpu
-        self._num_cores = os.cpu_count() or 1
         self._tokens_s = 0.0
         self._used_s = self._measure_used_s([])
-        self._period = 0
+        self._then = time.monotonic()
         self._stopped: set[int] = set()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="duty cycle", daemon=True)
@@ -233,35 +232,22 @@ class DutyCycle:
     def _step(self, now: float) -> float:
         """Check the node once; return the seconds until the next check."""
         pids = list_descendants(self._root_pid)
-        spent_s = self._spend(pids)
-        self._refill(int(now / PERIOD_S))
-        to_next_period_s = (self._period + 1) * PERIOD_S - now
+        # A process that is being reaped is missing for a moment: the sum never really decreases.
+        used_s = max(self._used_s, self._measure_used_s(pids))
+        spent_s, share_s = used_s - self._used_s, self._cpu * PERIOD_S
+        filled_s = min(1.5 * share_s, self._tokens_s + self._cpu * (now - self._then))
+        self._tokens_s = max(-MAX_STOP_S * self._cpu, filled_s - spent_s)
+        self._used_s, self._then = used_s, now
         if self._tokens_s <= 0:
             self._stop(pids)
-            return to_next_period_s
+            return (share_s - self._tokens_s) / self._cpu
         self._resume()
         if not pids:
             return IDLE_CHECK_S
         if not spent_s:
-            return to_next_period_s
+            return PERIOD_S
         # All cores may work for this node: check again when they could have used up the bucket.
-        return min(to_next_period_s, max(MIN_CHECK_S, self._tokens_s / self._num_cores))
-
-    def _refill(self, period: int) -> None:
-        """Add the share of the elapsed periods; the bucket holds at most one and a half."""
-        share_s = self._cpu * PERIOD_S
-        self._tokens_s = min(1.5 * share_s, self._tokens_s + (period - self._period) * share_s)
-        self._tokens_s = max(-MAX_STOP_S * self._cpu, self._tokens_s)
-        self._period = period
-
-    def _spend(self, pids: list[int]) -> float:
-        """Subtract the CPU seconds used since the last check from the bucket, and return them."""
-        used_s = self._measure_used_s(pids)
-        # A process that is being reaped is missing for a moment: the sum never really decreases.
-        spent_s = max(0.0, used_s - self._used_s)
-        self._used_s = max(used_s, self._used_s)
-        self._tokens_s -= spent_s
-        return spent_s
+        return min(PERIOD_S, max(MIN_CHECK_S, self._tokens_s / (os.cpu_count() or 1)))
 
     def _measure_used_s(self, pids: list[int]) -> float:
         """Return the CPU seconds of the node so far, of running and ended processes."""
@@ -294,7 +280,7 @@ class DutyCycle:
 
 
 CpuLimit = CgroupLimit | DutyCycle
-"""What limits the processes of one node to a share of the CPU."""
+"""A limit of the processes of one node to a share of the CPU."""
 
 
 def cgroup_prefix(fleet_id: str) -> str:

@@ -4,49 +4,17 @@ A process is identified by its pid and start time, so that a reused pid is never
 counts as ended.
 """
 
-import asyncio
 import contextlib
 import os
 import signal
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import cache
+
+from csdctl.worker.protocol.processes import find_descendants, load_all, load_stat
 
 FLEET_VARIABLE = "CSDCTL_EMULATED_FLEET"
 NODE_VARIABLE = "CSDCTL_EMULATED_NODE"
-
-_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-
-
-@dataclass(frozen=True)
-class ProcessStat:
-    """Fields of /proc/PID/stat; `start_time` in clock ticks since boot."""
-
-    state: str
-    parent: int
-    group: int
-    children_cpu_s: float
-    """CPU time of the children that were reaped."""
-    start_time: int
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether it is a zombie: ended, but not reaped."""
-        return self.state in "ZX"
-
-
-def parse_stat(text: str) -> ProcessStat:
-    """Parse the content of /proc/PID/stat; the process name may contain spaces and brackets."""
-    fields = text[text.rindex(")") + 2 :].split()
-    children_cpu_s = (int(fields[13]) + int(fields[14])) / _TICKS_PER_S
-    return ProcessStat(fields[0], int(fields[1]), int(fields[2]), children_cpu_s, int(fields[19]))
-
-
-def load_stat(pid: int) -> ProcessStat | None:
-    """Return the state of process `pid`, or None if it does not exist."""
-    text = _load(f"/proc/{pid}/stat")
-    return parse_stat(text) if text else None
 
 
 def start_time(pid: int) -> int | None:
@@ -63,7 +31,7 @@ def is_running(pid: int, started: int) -> bool:
 def list_children(pid: int) -> list[int]:
     """Return the pids of the children of `pid`, including zombies."""
     if not _has_children_files():
-        return [child for child, parent in _parents().items() if parent == pid]
+        return [child for child, stat in load_all().items() if stat.parent == pid]
     found: list[int] = []
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
@@ -74,7 +42,7 @@ def list_children(pid: int) -> list[int]:
 def list_descendants(pid: int) -> list[int]:
     """Return the pids of all descendants of `pid`, parents before children."""
     if not _has_children_files():
-        return _descendants_in(_parents(), pid)
+        return find_descendants(pid, load_all())
     found = list_children(pid)
     for child in found:  # grows during the iteration
         found += list_children(child)
@@ -85,10 +53,10 @@ def list_marked(fleet_id: str) -> list[int]:
     """Return the pids with the marker of the emulated fleet in their environment."""
     mark = f"{FLEET_VARIABLE}={fleet_id}".encode()
     found = []
-    for pid in _all_pids():
-        with contextlib.suppress(OSError), open(f"/proc/{pid}/environ", "rb") as file:
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError), open(f"/proc/{name}/environ", "rb") as file:
             if mark in file.read().split(b"\0"):
-                found.append(pid)
+                found.append(int(name))
     return found
 
 
@@ -132,16 +100,6 @@ def send_signal(pids: Iterable[int], number: signal.Signals) -> None:
             os.kill(pid, number)
 
 
-async def wait_until_readable(handle: int) -> None:
-    """Return when the file descriptor `handle` can be read; that of a process: when it has ended."""
-    loop, readable = asyncio.get_running_loop(), asyncio.Event()
-    loop.add_reader(handle, readable.set)
-    try:
-        await readable.wait()
-    finally:
-        loop.remove_reader(handle)
-
-
 def _load(path: str) -> str:
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
@@ -154,19 +112,3 @@ def _load(path: str) -> str:
 def _has_children_files() -> bool:
     """Return whether the kernel lists children (CONFIG_PROC_CHILDREN), far cheaper than reading /proc."""
     return os.path.exists(f"/proc/{os.getpid()}/task/{os.getpid()}/children")
-
-
-def _all_pids() -> list[int]:
-    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
-
-
-def _parents() -> dict[int, int]:
-    stats = {pid: load_stat(pid) for pid in _all_pids()}
-    return {pid: stat.parent for pid, stat in stats.items() if stat}
-
-
-def _descendants_in(parents: dict[int, int], pid: int) -> list[int]:
-    found = [child for child, parent in parents.items() if parent == pid]
-    for known in found:  # grows during the iteration
-        found += [child for child, parent in parents.items() if parent == known]
-    return found

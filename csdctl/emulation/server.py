@@ -1,30 +1,30 @@
 """One node: an SSH server on 127.0.0.1 with its own home, TMPDIR and limits.
 
-Run as `python -m csdctl.emulation.server DIRECTORY`: reads the fleet's state.json, forks one server for each
-node (so that imported modules are in memory once), prints `name pid` for each, and exits. A node's server
-adopts daemons (child subreaper), so every process started over SSH is its descendant and subject to its
-limits.
+Run as `python -m csdctl.emulation.server DIRECTORY nodes`: reads the fleet's state.json, forks one server for
+each node (so that imported modules are in memory once), and exits. A server prints its NodeState once it
+listens, and ends on SIGTERM. It adopts daemons (child subreaper), so every process started over SSH is its
+descendant and subject to its limits.
 
-A server ends on SIGTERM, or when the fleet's owner has ended; on SIGHUP it looks again who that is.
+It also forks the process that watches the fleet's owner; nothing else with "owner" as second argument.
 """
 
 import asyncio
 import contextlib
 import ctypes
 import functools
+import json
 import logging
 import os
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import asyncssh
 
-from csdctl.documents import save_json
-from csdctl.emulation.cleanup import remove_fleet
 from csdctl.emulation.commands import Commands
 from csdctl.emulation.limits import open_cpu_limit, watch_memory
-from csdctl.emulation.owner import OwnerWatch
+from csdctl.emulation.owner import watch_owner
 from csdctl.emulation.processes import (
     FLEET_VARIABLE,
     NODE_VARIABLE,
@@ -33,7 +33,7 @@ from csdctl.emulation.processes import (
     send_signal,
     start_time,
 )
-from csdctl.emulation.state import FleetPaths, FleetState, NodePaths, NodeState, load_state
+from csdctl.emulation.state import USER, FleetPaths, FleetState, NodePaths, NodeState, load_state
 from csdctl.errors import CsdctlError
 
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -42,31 +42,18 @@ REAP_INTERVAL_S = 0.25
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_SET_NAME = 15
 
+LIBC = ctypes.CDLL(None, use_errno=True)
 log = logging.getLogger(__name__)
-
-
-class _Authenticator(asyncssh.SSHServer):
-    """Accept one user with one key, and sessions only."""
-
-    def __init__(self, user: str, key: asyncssh.SSHKey) -> None:
-        self._user = user
-        self._key = key
-
-    def public_key_auth_supported(self) -> bool:
-        return True
-
-    def validate_public_key(self, username: str, key: asyncssh.SSHKey) -> bool:
-        return username == self._user and key.public_data == self._key.public_data
 
 
 def build_environment(state: FleetState, name: str, paths: NodePaths) -> dict[str, str]:
     """Return the complete environment of a node's processes, without the user's own variables."""
     return {
         "HOME": str(paths.home),
-        "TMPDIR": str(paths.tmp.resolve()),  # its short path, if it has one
+        "TMPDIR": str(paths.tmp.resolve()),  # its short path
         "PATH": PATH,
-        "USER": state.user,
-        "LOGNAME": state.user,
+        "USER": USER,
+        "LOGNAME": USER,
         "SHELL": "/bin/sh",
         "LANG": "C.UTF-8",
         FLEET_VARIABLE: state.fleet_id,
@@ -76,22 +63,20 @@ def build_environment(state: FleetState, name: str, paths: NodePaths) -> dict[st
     }
 
 
-async def serve_node(paths: FleetPaths, state: FleetState, name: str, owner: OwnerWatch) -> None:
-    """Serve one node on a free port until SIGTERM, or until the fleet's owner has ended."""
+async def serve_node(paths: FleetPaths, state: FleetState, name: str, report: int) -> None:
+    """Serve one node on a free port until SIGTERM; write its NodeState to `report` once it listens."""
     node = paths.node(name)
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
-    loop.add_signal_handler(signal.SIGHUP, owner.reread)
     limit = open_cpu_limit(state.cpu_mechanism, state.fleet_id, name, state.spec.cpu)
     try:
         commands = Commands(limit, build_environment(state, name, node), node.home)
-        key = asyncssh.read_public_key(f"{paths.key}.pub")
         acceptor = await asyncssh.listen(
             "127.0.0.1",
             0,
-            server_factory=functools.partial(_Authenticator, state.user, key),
+            authorized_client_keys=f"{paths.key}.pub",
             server_host_keys=[str(node.host_key)],
             process_factory=commands.run,
             sftp_factory=True,
@@ -105,11 +90,11 @@ async def serve_node(paths: FleetPaths, state: FleetState, name: str, owner: Own
         watching = [
             asyncio.create_task(watch_memory(state.spec.memory_bytes)),
             asyncio.create_task(_reap_adopted(commands)),
-            asyncio.create_task(_stop_with_owner(owner, stopping)),
         ]
         started = start_time(os.getpid()) or 0
         ready = NodeState(name, os.getpid(), started, acceptor.get_port(), limit.mechanism)
-        save_json(node.ready, vars(ready))
+        os.write(report, json.dumps(vars(ready)).encode() + b"\n")
+        os.close(report)
         log.info("%s listens on port %d, CPU limit by %s", name, ready.port, limit.mechanism)
         await stopping.wait()
         acceptor.close()
@@ -120,17 +105,12 @@ async def serve_node(paths: FleetPaths, state: FleetState, name: str, owner: Own
         limit.close()
 
 
-async def _stop_with_owner(owner: OwnerWatch, stopping: asyncio.Event) -> None:
-    await owner.wait()
-    stopping.set()
-
-
 async def _reap_adopted(commands: Commands) -> None:
     """Reap daemons that have ended: they are children of this process."""
     while True:
         await asyncio.sleep(REAP_INTERVAL_S)
         for pid in list_children(os.getpid()):
-            if pid not in commands.pids:
+            if pid not in commands.pids and not commands.num_starting:
                 with contextlib.suppress(ChildProcessError):
                     os.waitpid(pid, os.WNOHANG)
 
@@ -142,51 +122,53 @@ def _end_descendants() -> None:
             os.waitpid(-1, 0)
 
 
-def _become_node(paths: FleetPaths, state: FleetState, name: str) -> None:
-    """Detach the forked child from the launcher, and serve."""
-    node = paths.node(name)
-    os.setsid()
-    os.chdir(node.home)  # relative SFTP paths start here
-    with open(node.log, "ab") as file, open(os.devnull, "rb") as nothing:
-        os.dup2(nothing.fileno(), 0)
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
-    logging.getLogger("asyncssh").setLevel(logging.WARNING)
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    libc.prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
-    owner = OwnerWatch(paths, state.owner)
-    asyncio.run(serve_node(paths, state, name, owner))
-    if owner.is_removing:
-        remove_fleet(paths)
+def _fork(log_path: Path, name: str, run: Callable[[], None]) -> None:
+    """Run a function in a forked child that is detached from this process."""
+    if os.fork():
+        return
+    code = 1
+    try:
+        os.setsid()
+        with open(log_path, "ab") as file, open(os.devnull, "rb") as nothing:
+            os.dup2(nothing.fileno(), 0)
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
+        logging.getLogger("asyncssh").setLevel(logging.WARNING)
+        logging.getLogger("asyncio").setLevel(logging.ERROR)
+        LIBC.prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
+        run()
+        code = 0
+    except CsdctlError as error:
+        log.error("%s", error.message)
+    except Exception:
+        log.exception("%s ends", name)
+    finally:
+        logging.shutdown()
+        os._exit(code)
 
 
-def main(directory: str) -> int:
-    """Fork a server for every node of the fleet in `directory`; return the exit code of the launcher."""
+def _become_node(paths: FleetPaths, state: FleetState, name: str, report: int) -> None:
+    os.chdir(paths.node(name).home)  # relative SFTP paths start here
+    LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    asyncio.run(serve_node(paths, state, name, report))
+
+
+def main(directory: str, part: str) -> int:
+    """Fork what watches the owner of the fleet in `directory`, and with `part` "nodes" the nodes' servers."""
     paths = FleetPaths(Path(directory))
     state = load_state(paths)
     if state is None:
         print(f"{paths.state} cannot be read", file=sys.stderr)
         return 1
-    for name in state.node_names:
-        sys.stdout.flush()
-        pid = os.fork()
-        if pid == 0:
-            code = 1
-            try:
-                _become_node(paths, state, name)
-                code = 0
-            except CsdctlError as error:
-                log.error("%s", error.message)
-            except Exception:
-                log.exception("%s ends", name)
-            finally:
-                logging.shutdown()
-                os._exit(code)
-        print(name, pid)
+    if state.owner:
+        watch = functools.partial(watch_owner, paths, state.owner)
+        _fork(paths.directory / "owner.log", "owner", watch)
+    report = os.dup(1)  # in the servers, 1 becomes their log
+    for name in state.node_names if part == "nodes" else ():
+        _fork(paths.node(name).log, name, functools.partial(_become_node, paths, state, name, report))
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(main(*sys.argv[1:]))

@@ -34,25 +34,13 @@ class EmulatedSpec:
     """An emulated fleet: `cpu` in cores and `memory_bytes` apply to each node."""
 
     num_nodes: Annotated[int, Field(ge=1, le=MAX_NODES)]
-    cpu: float = 0.25
-    memory_bytes: int = 2 << 30
+    cpu: Annotated[float, Field(ge=MIN_CPU, le=os.cpu_count() or 1)] = 0.25
+    memory_bytes: Annotated[int, Field(ge=MIN_MEMORY_BYTES)] = 2 << 30
 
 
 def check_spec(spec: EmulatedSpec) -> None:
     """Raise InputError for a fleet that this machine cannot emulate."""
-    num_cores = os.cpu_count() or 1
-    if not 1 <= spec.num_nodes <= MAX_NODES:
-        raise InputError(f"received {spec.num_nodes} nodes, expected 1 to {MAX_NODES}")
-    if not MIN_CPU <= spec.cpu <= num_cores:
-        raise InputError(
-            f"received {spec.cpu:g} cores for each node, expected {MIN_CPU} to {num_cores}, "
-            "the number of cores of this machine"
-        )
-    if spec.memory_bytes < MIN_MEMORY_BYTES:
-        raise InputError(
-            f"received {spec.memory_bytes} bytes of memory for each node, "
-            f"expected at least {MIN_MEMORY_BYTES >> 20}M"
-        )
+    check_values(asdict(spec), EmulatedSpec, "emulated fleet", remedy="choose a value of this range")
 
 
 def parse_size(text: str) -> int:
@@ -64,6 +52,8 @@ def parse_size(text: str) -> int:
 
 
 SCHEMA = 1
+USER = "csd"
+"""The name that the nodes' servers are asked for; they take any."""
 
 
 class FleetPaths:
@@ -78,7 +68,7 @@ class FleetPaths:
         self.key = self.directory / "id_ed25519"
         self.default_fleet = self.directory / "fleet.yaml"
         self.short_tmp = self.directory / "tmp"
-        """A link to the short directory for the nodes' TMPDIRs, if one is needed."""
+        """A link to the directory of the nodes' TMPDIRs."""
         self.short_tmp_prefix = f"csd-{self.fleet_id[:8]}-"
         """The name of that directory begins with this; the rest is random, so that nobody can take it."""
         self.known_hosts = self.directory.parent / "known_hosts"
@@ -88,13 +78,14 @@ class FleetPaths:
         """Whether the directory was created for an emulated fleet."""
         return self.marker.exists() or self.state.exists()
 
+    @property
+    def is_foreign(self) -> bool:
+        """Whether the directory has files, and was not created for an emulated fleet."""
+        return self.directory.exists() and not self.is_ours and any(self.directory.iterdir())
+
     def node(self, name: str) -> "NodePaths":
         """Return the files of one node."""
         return NodePaths(self.directory / "nodes" / name)
-
-    def nodes(self) -> list["NodePaths"]:
-        """Return the files of every node that has a directory."""
-        return [NodePaths(path) for path in sorted((self.directory / "nodes").glob("*"))]
 
 
 class NodePaths:
@@ -108,8 +99,6 @@ class NodePaths:
         self.host_key = directory / "host_key"
         self.public_host_key = directory / "host_key.pub"
         self.log = directory / "server.log"
-        self.ready = directory / "node.json"
-        """Written by the node's server once it listens: a NodeState."""
 
 
 @dataclass(frozen=True)
@@ -140,10 +129,9 @@ class FleetState:
     cpu_mechanism: str
     """The requested mechanism: auto, cgroup or duty."""
     fleet_path: Path
-    user: str
     nodes: tuple[NodeState, ...] = ()
     owner: Owner | None = None
-    """Without one, the fleet stays up until `down`."""
+    """The fleet's owner; without one, the fleet stays up until `down`."""
 
     @property
     def node_names(self) -> list[str]:
@@ -177,21 +165,3 @@ def locked(paths: FleetPaths) -> Iterator[None]:
         yield
     finally:
         os.close(handle)
-
-
-def try_lock(paths: FleetPaths) -> int | None:
-    """Return a descriptor that holds the lock until it is closed; None while another process has the lock.
-
-    Where the parent directory was removed, the lock is one on what is left of its path.
-    """
-    place = next(directory for directory in paths.directory.parents if directory.exists())
-    try:
-        handle = os.open(place, os.O_RDONLY)
-    except FileNotFoundError:  # removed just now
-        return None
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(handle)
-        return None
-    return handle

@@ -17,7 +17,7 @@ END_DEADLINE_S = 30.0
 
 @dataclass(frozen=True)
 class CleanupOptions:
-    """What to do with leftovers: end processes, remove unfinished files, remove all that csdctl wrote."""
+    """The treatment of leftovers: end processes, remove unfinished files, remove all that csdctl wrote."""
 
     is_ending: bool = True
     is_removing: bool = False
@@ -34,27 +34,19 @@ class CleanupOptions:
 
 @dataclass(frozen=True)
 class Leftovers:
-    """What was found on one machine; with `CleanupOptions.is_ending` and `is_removing`, what was removed."""
+    """Leftovers found on one machine; with `CleanupOptions.is_ending` and `is_removing`, what was removed."""
 
-    num_processes: int
-    runs: tuple[str, ...]
+    num_processes: Count
+    runs: tuple[ShortText, ...]
     """Ids of the runs that the processes belonged to."""
-    paths: tuple[str, ...]
-    num_bytes: int
-    num_unused: int = 0
+    paths: tuple[Annotated[str, MaxLength(4096)], ...]
+    num_bytes: Count
+    num_unused: Count = 0
     """Unused files that were removed from the store, if that was requested."""
-    features_bytes: int = 0
-    """Of the features that stay there."""
-    predictions_bytes: int = 0
-    """Of the predictions that stay there."""
-
-
-@dataclass(frozen=True)
-class _Process:
-    """A running process of csdctl."""
-
-    pid: Count
-    run: ShortText
+    features_bytes: Count = 0
+    """The size of the features that stay there."""
+    predictions_bytes: Count = 0
+    """The size of the predictions that stay there."""
 
 
 @dataclass(frozen=True)
@@ -62,11 +54,7 @@ class _Found:
     """The answer of standalone/leftovers.py."""
 
     holder: dict[ShortText, Any] | None
-    processes: tuple[_Process, ...]
-    paths: tuple[Annotated[str, MaxLength(4096)], ...]
-    num_bytes: Count
-    features_bytes: Count
-    predictions_bytes: Count
+    left: Leftovers
 
 
 def clean_machine(
@@ -83,15 +71,7 @@ def clean_machine(
         if not is_gone(described):
             raise MachineLockedError(session.name, described)
         return clean_machine(session, python, replace(options, is_forced=True), deadline_s=deadline_s)
-    runs = [process.run for process in found.processes]
-    return Leftovers(
-        len(runs),
-        tuple(filter(None, dict.fromkeys(runs))),
-        found.paths,
-        found.num_bytes,
-        features_bytes=found.features_bytes,
-        predictions_bytes=found.predictions_bytes,
-    )
+    return found.left
 
 
 def end_run(run_id: str, sessions: Mapping[str, Session], pythons: Mapping[str, str]) -> list[str]:

@@ -2,13 +2,13 @@
 
 A small program on each machine holds a lock while its session lasts, so the lock of a csdctl that was killed
 is released. A node keeps the lock only when the host disappears without closing its connections (power cut).
-The next csdctl on that host detects that the holder is gone, and takes over the lock.
+The next csdctl on that host detects that the holder is gone, and ends its program (`leftovers`).
 """
 
 import contextlib
 import os
 import platform
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,16 +20,14 @@ from csdctl.transport.commands import build_program_command
 from csdctl.transport.many import Outcome, run_on_all, values_or_raise
 from csdctl.transport.program import Nothing, Program, within
 from csdctl.transport.session import Session
-from csdctl.worker.protocol.json_codec import ProtocolError, parse_json
+from csdctl.worker.protocol.json_codec import ShortText
+from csdctl.worker.protocol.processes import load_stat
 
 RESPONSE_DEADLINE_S = 30.0
 _TEXTS = ("command", "host", "machine", "boot", "started", "directory", "since")
 _PIDS = ("pid", "holding_pid")
 _MAX_TEXT = 200
 _PID_RANGE = range(2, 1 << 22)
-_STARTTIME = 19
-"""Index of starttime in /proc/PID/stat, counted from the state."""
-
 Holder = Mapping[str, object]
 
 
@@ -143,40 +141,21 @@ def read_holder(content: object) -> Holder:
 class _Held:
     """The content of the lock's file."""
 
-    holder: str
+    holder: dict[ShortText, Any]
 
 
 def _lock(session: Session, python: str, this_process: Holder) -> Program:
-    try:
-        return _request_lock(session, python, this_process)
-    except MachineLockedError as error:
-        holding_pid = error.holder.get("holding_pid")
-        if not is_gone(error.holder) or holding_pid is None:
-            raise
-        return _request_lock(session, python, this_process, [str(holding_pid)])
-
-
-def _request_lock(
-    session: Session, python: str, this_process: Holder, arguments: Sequence[str] = ()
-) -> Program:
-    command = build_program_command(python, "lock", arguments)
+    command = build_program_command(python, "lock")
     program = Program(session, command, "locking the machine", within(RESPONSE_DEADLINE_S))
     try:
         program.send(this_process)
         kind, answer = program.read({"mine": Nothing, "held": _Held})
         if kind == "mine":
             return program
-        raise MachineLockedError(session.name, _parse_holder(answer.holder))
+        raise MachineLockedError(session.name, read_holder(answer.holder))
     except BaseException:
         program.close()
         raise
-
-
-def _parse_holder(text: str) -> Holder:
-    """Return the content of the lock file; {} while its owner is still writing it."""
-    with contextlib.suppress(ProtocolError):
-        return read_holder(parse_json(text))
-    return {}
 
 
 def _read(path: str) -> str:
@@ -187,5 +166,5 @@ def _read(path: str) -> str:
 
 def _start_time(pid: int) -> str:
     """Return when the process began, in clock ticks; '' when it does not exist. Detects reused ids."""
-    fields = _read(f"/proc/{pid}/stat").rpartition(") ")[2].split()
-    return fields[_STARTTIME] if len(fields) > _STARTTIME else ""
+    stat = load_stat(pid)
+    return str(stat.start_time) if stat else ""

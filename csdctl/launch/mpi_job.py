@@ -14,9 +14,10 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO
 
 from csdctl.errors import InputError
 from csdctl.fleet.model import HOST_NAME, Fleet
@@ -41,6 +42,7 @@ from csdctl.worker.protocol.events import (
     event_from_line,
 )
 from csdctl.worker.protocol.json_codec import ProtocolError
+from csdctl.worker.protocol.processes import load_all
 from csdctl.worker.protocol.tcp_counters import list_connections
 
 _RANK = re.compile(r"process rank (\d+)")
@@ -57,7 +59,7 @@ _NOISE = ("All log messages before absl", "oneDNN custom operations are on", "re
 
 @dataclass(frozen=True)
 class Cause:
-    """What happened to which node; `node` is '' when that is unknown."""
+    """The cause of a loss, and its node; `node` is '' when that is unknown."""
 
     node: str
     message: str
@@ -133,7 +135,7 @@ class MpiOutput:
         self._nodes = nodes
         self._events: queue.Queue[Event | None] = queue.Queue(MAX_WAITING_EVENTS)
         self._reported: set[tuple[int, type[Event]]] = set()
-        """What each rank has reported: a rank other than 0 reports everything once."""
+        """The reports of each rank: a rank other than 0 reports everything once."""
         self._tail: deque[str] = deque(maxlen=MAX_TAIL_LINES)
         self._logs: dict[int | None, CappedLog] = {}
         self._lock = threading.Lock()
@@ -227,13 +229,8 @@ def kill_session(session_id: int) -> None:
 
 
 def list_session_pids(session_id: int) -> list[int]:
-    """Return the processes of a session (field 6 of /proc/PID/stat)."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            if int(stat.read_text(errors="replace").rpartition(")")[2].split()[3]) == session_id:
-                found.append(int(stat.parent.name))
-    return found
+    """Return the processes of a session."""
+    return [pid for pid, stat in load_all().items() if stat.session == session_id]
 
 
 def read_program_name(pid: int) -> str:
@@ -265,28 +262,21 @@ class Deadlines:
 
 @dataclass(frozen=True)
 class EndTimeouts:
-    """How long to wait while a job ends, in seconds."""
+    """The timeouts while a job ends, in seconds."""
 
     grace_s: float = 5.0
     """After the last completion record, for mpirun to end by itself."""
     sandbox_s: float = 2.0
-    """For the sandbox to kill its processes and remove its files."""
+    """The time for the sandbox to kill its processes and remove its files."""
     drain_s: float = 2.0
-    """For output still in the pipes after all processes have ended; an orphan may keep a stream open."""
+    """The time for output in the pipes after all processes have ended; an orphan may keep a stream open."""
     orphan_grace_s: float = 1.0
     """After mpirun was killed, while a process that it started keeps its output open."""
 
 
-class Closable(Protocol):
-    """What ends with mpirun."""
-
-    def close(self) -> None:
-        """End it."""
-
-
 @dataclass
 class JobOutcome:
-    """How a job ended."""
+    """The result of a job."""
 
     exit_code: int | None = None
     finished: dict[int, Finished] = field(default_factory=dict)
@@ -326,12 +316,12 @@ class MpiJob:
         timeouts: EndTimeouts = EndTimeouts(),
         *,
         first_line: str = "",
-        daemons: Callable[[], Closable] = contextlib.ExitStack,
+        daemons: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
     ) -> None:
         """Prepare to run `command` in `directory`; `nodes` are the machines of its ranks, in order.
 
         It gets `first_line` on its standard input, which stays open until it is to end: it also ends with
-        csdctl. `daemons` starts what serves mpirun while it runs.
+        csdctl. `daemons` is entered while it runs, and serves it.
         """
         self._command = list(command)
         self._num_ranks = len(nodes)
@@ -346,12 +336,12 @@ class MpiJob:
 
     def run(self, on_event: Callable[[Event], None], deadlines: Deadlines) -> JobOutcome:
         """Start mpirun, pass on every event, and return when all its local processes have ended."""
-        outcome = JobOutcome()
-        with contextlib.closing(self._daemons()):
-            self._run(outcome, on_event, deadlines)
-        return outcome
+        with self._daemons():
+            return self._run(JobOutcome(), on_event, deadlines)
 
-    def _run(self, outcome: JobOutcome, on_event: Callable[[Event], None], deadlines: Deadlines) -> None:
+    def _run(
+        self, outcome: JobOutcome, on_event: Callable[[Event], None], deadlines: Deadlines
+    ) -> JobOutcome:
         self._process = process = self._start()
         readers = [
             threading.Thread(target=self._output.read, args=(stream,), daemon=True)
@@ -370,6 +360,7 @@ class MpiJob:
             self._output.close()
         outcome.exit_code = process.returncode
         outcome.stderr_tail = self._output.tail
+        return outcome
 
     def _start(self) -> "subprocess.Popen[bytes]":
         process = subprocess.Popen(

@@ -76,17 +76,15 @@ def choose_prefix(nodes: Sequence[str], facts: Mapping[str, Facts]) -> str:
     return different.pop() or sys.prefix if different else sys.prefix
 
 
-def check_network(network: str) -> None:
-    """Raise InputError when MPI cannot run in `network` on this host ('' allows any).
+def check_network(network: str, addresses: Sequence[str] | None = None) -> None:
+    """Raise InputError when MPI cannot run in `network`, a CIDR, on this host ('' allows any).
 
-    IPv4 only; an IPv6 network is not checked.
+    `addresses` are the host's. IPv4 only; an IPv6 network is not checked.
     """
-    if network and is_checked(network):
-        check_addresses(network, parse_local_addresses(Path("/proc/net/fib_trie").read_text()))
-
-
-def check_addresses(network: str, addresses: Sequence[str]) -> None:
-    """Raise InputError when MPI cannot run in `network`, a CIDR, on a host with these addresses."""
+    if not network or not is_checked(network):
+        return
+    if addresses is None:
+        addresses = parse_local_addresses(Path("/proc/net/fib_trie").read_text())
     if not addresses_in(network, addresses):
         raise InputError(
             f"network {network}: this host has no address in it; its addresses: "
@@ -110,6 +108,8 @@ ALLOW_ROOT = {
 
 EAGER_LIMIT_BYTES = 4 << 20
 """A larger message needs three trips with both sides awake; a sleeping rank delays each of them."""
+
+AGENT = "agent"
 
 COMMON_OPTIONS = (
     "--map-by node",
@@ -144,14 +144,13 @@ class RankCommand:
 
     @property
     def host(self) -> str:
-        """What mpirun calls the machine: never the name of a node alone, which may be the host's name too."""
+        """mpirun's name of the machine: never the name of a node alone, which may be the host's name too."""
         return "localhost" if self.is_local else f"rank{self.number}-{self.node}"
 
 
 def build_mpirun_command(
     mpirun: Path,
     prefix: str,
-    agent: str,
     network: str,
     ranks: Sequence[RankCommand],
     *,
@@ -159,14 +158,14 @@ def build_mpirun_command(
 ) -> list[str]:
     """Return mpirun's argument list, with one application context per rank, in order of rank.
 
-    `agent` is a shell script in mpirun's working directory, which gets what ssh would get: a node, and a
+    AGENT is a shell script in mpirun's working directory, which gets what ssh would get: a node, and a
     command. `prefix` is the installation prefix of MPI on the nodes (their virtual environment), `network`
     the CIDR of the interfaces that MPI may use ('' lets MPI choose). With `run_id`, the daemons have its
     `daemon_marker` in their command lines.
     """
     options = [word for option in COMMON_OPTIONS for word in option.split()]
     options += ["--prefix", prefix]
-    options += ["--prtemca", "plm_ssh_agent", f"sh {agent}"]
+    options += ["--prtemca", "plm_ssh_agent", f"sh {AGENT}"]
     if network:
         options += ["--mca", "btl_tcp_if_include", network]
         # An interface of an IPv4 network may have IPv6 addresses that are not routed.
@@ -211,10 +210,10 @@ StartDaemon = Callable[[str, str], Conversation]
 
 MAX_REQUEST_BYTES = 1 << 16
 MAX_LINES = 1000
-"""Of a daemon's output that are passed on."""
+"""The limit of a daemon's lines that are passed on."""
 REQUEST_DEADLINE_S = 10.0
 CLOSE_S, END_DEADLINE_S = 1.0, 3.0
-"""For a sandbox to end its processes; what is left then is killed."""
+"""The time for a sandbox to end its processes; what is left then is killed."""
 _READ_S = 3600.0
 _PEER = struct.Struct("3i")
 
@@ -226,7 +225,7 @@ class DaemonStarter:
         self._start = start
         self._lock = threading.Lock()
         self._running: dict[str, Conversation] = {}
-        """By mpirun's name of the machine."""
+        """Daemons by mpirun's name of the machine."""
         self._is_closed = False
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.bind("\0" + address)
@@ -324,7 +323,6 @@ def _end(conversation: Conversation) -> None:
         conversation.close()
 
 
-AGENT = "agent"
 ANY_NETWORK, LOOPBACK = ("0.0.0.0/0", "::/0"), ("127.0.0.0/8", "::1/128")
 
 BuildWorkerCommand = Callable[[str, Sequence[str]], list[str]]
@@ -348,30 +346,23 @@ class Mpirun:
     obstacles: Mapping[str, str]
     """Machines that cannot run a sandbox, and why: there, MPI runs without."""
     link_key: str = ""
-    """That of the ranks' spec."""
+    """The link key of the ranks' spec."""
 
-    def build_command(self, ranks: Sequence[RankCommand]) -> list[str]:
-        """Return mpirun's argument list for `ranks`, in order of rank.
+    def build_job(self, ranks: Sequence[RankCommand]) -> MpiJob:
+        """Return the job over `ranks`, in order of rank, not yet started.
 
-        Raises CsdctlError without a usable mpirun, InputError when the nodes' Python prefixes differ.
+        Raises CsdctlError without a usable mpirun, InputError when the nodes' Python prefixes differ or the
+        host has no interface over which MPI's daemons can connect.
         """
-        return build_mpirun_command(
+        if any(not rank.is_local for rank in ranks):
+            check_network(self.fleet.network)
+        command = build_mpirun_command(
             find_mpirun(),
             choose_prefix([rank.node for rank in ranks if not rank.is_local], self.facts),
-            AGENT,
             self.fleet.network,
             ranks,
             run_id=self.run.run_id,
         )
-
-    def build_job(self, ranks: Sequence[RankCommand]) -> MpiJob:
-        """Return the job over `ranks`, not yet started; raises what `build_command` raises.
-
-        Raises InputError too when the host has no interface over which MPI's daemons can connect.
-        """
-        if any(not rank.is_local for rank in ranks):
-            check_network(self.fleet.network)
-        command = self.build_command(ranks)
         key = "" if any(rank.node in self.obstacles for rank in ranks) else secrets.token_hex(32)
         remote = {rank.host: rank for rank in ranks if not rank.is_local}
         address = f"csdctl/{self.run.run_id}/daemons-{secrets.token_hex(4)}"
@@ -397,7 +388,7 @@ class Mpirun:
             self.directory,
             {**os.environ, **ALLOW_ROOT},
             first_line=to_json(policy),
-            daemons=lambda: DaemonStarter(address, start_daemon),
+            daemons=lambda: contextlib.closing(DaemonStarter(address, start_daemon)),
         )
 
     def log_path(self, rank: int | None) -> Path:

@@ -9,23 +9,39 @@ import os
 from dataclasses import dataclass
 
 from csdctl.errors import InputError
+from csdctl.transport.meter import TrafficClass
 
 CHUNK_BYTES = 1 << 20
 
 
-@dataclass(frozen=True)
-class SourceFile:
-    """The state of a file when it was hashed."""
+PLAIN_MODE = 0o600
+"""The mode of a file without another one in its name; deployed trees keep the modes of their source."""
 
+
+@dataclass(frozen=True)
+class StoreObject:
+    """A file of the store, and the state of its source when that was hashed."""
+
+    name: str
+    """Begins with its SHA-256."""
     path: str
+    """The path of the source."""
     size: int
     modified_ns: int
-    mode: int
-    sha256: str
+    mode: int = PLAIN_MODE
+    traffic_class: TrafficClass = TrafficClass.FILES
+
+    @property
+    def sha256(self) -> str:
+        """The SHA-256 of its content, in hex."""
+        return self.name[:64]
 
 
-def hash_source(path: str) -> SourceFile:
-    """Read and hash a file; raises InputError when it cannot be read or changes meanwhile."""
+def hash_source(path: str) -> StoreObject:
+    """Read and hash a file; its name depends on content and permissions.
+
+    Raises InputError when it cannot be read or changes meanwhile.
+    """
     digest = hashlib.sha256()
     try:
         with open(path, "rb", buffering=0, opener=_open_regular) as file:
@@ -38,10 +54,11 @@ def hash_source(path: str) -> SourceFile:
     if (after.st_size, after.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
         raise changed(path)
     mode = after.st_mode & 0o777 | 0o400
-    return SourceFile(path, after.st_size, after.st_mtime_ns, mode, digest.hexdigest())
+    name = digest.hexdigest() + ("" if mode == PLAIN_MODE else f"-{mode:03o}")
+    return StoreObject(name, path, after.st_size, after.st_mtime_ns, mode)
 
 
-def read_chunk(source: SourceFile, start: int) -> bytes:
+def read_chunk(source: StoreObject, start: int) -> bytes:
     """Return the chunk at `start`, a multiple of CHUNK_BYTES; raises InputError for a changed file."""
     try:
         with open(source.path, "rb", buffering=0, opener=_open_regular) as file:

@@ -1,34 +1,28 @@
 """Deliver a payload to one machine: a command there reports missing objects and receives only those.
 
-If nothing is missing, this takes one round trip. The other end is `standalone/receive.py`; its source is part
-of the command line.
+If nothing is missing, this takes one round trip. The other end is `standalone/receive.py`; its source comes
+first on its standard input, then the request.
 
 An answer that breaks the rules ends the delivery to that machine: RemoteCommandError. They bound the number
-of answers too: a manifest is requested once, and every object at most MAX_ROUNDS times.
+of answers too: every object is requested at most MAX_ROUNDS times.
 """
 
-import ast
-import base64
-import errno
 import json
-import threading
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
-from dataclasses import dataclass
-from functools import cache
-from typing import Annotated
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass, field
+from typing import Annotated, Any
 
-from csdctl.errors import CsdctlError, NodeError, RemoteCommandError
-from csdctl.shipping.chunks import CHUNK_BYTES, changed, hash_source, read_chunk
-from csdctl.shipping.payload import Payload, StoreObject
+from csdctl.errors import CsdctlError, NodeError
+from csdctl.shipping.chunks import CHUNK_BYTES, StoreObject, changed, hash_source, read_chunk
+from csdctl.shipping.payload import Payload
 from csdctl.transport.commands import read_program
-from csdctl.transport.program import MAX_TEXT_LENGTH, Nothing, Patience, Program, within
+from csdctl.transport.program import Nothing, Patience, Program, within
 from csdctl.transport.session import Session
 from csdctl.worker.protocol.json_codec import (
     PROGRESS,
     RESULT,
-    Between,
     Count,
     MaxLength,
     ProtocolError,
@@ -39,29 +33,18 @@ from csdctl.worker.protocol.json_codec import (
 MAX_ROUNDS = 2
 """A receiver requests an object that arrived damaged once more (MAX_TRIES there)."""
 
-MAX_RANGES = 1000
+MAX_RANGES = 20_000
 MAX_DAMAGED = 100
 
 
 @dataclass(frozen=True)
 class Missing:
-    """Part of a request for objects: those of `ranges`, and the byte to start from if it is not the first."""
+    """A request for objects: those of `ranges`, and the byte to start from if it is not the first."""
 
     ranges: Annotated[tuple[tuple[Count, Count], ...], MaxLength(MAX_RANGES)]
     """First and last number of the objects, ascending."""
     resume: dict[ShortText, Count]
-    """By number of the object."""
-    more: bool
-    """Whether another part follows."""
-
-
-@dataclass(frozen=True)
-class SystemFailure:
-    """The receiver's machine failed to write."""
-
-    error_number: Annotated[int, Between(0, 1 << 16)]
-    words: str
-    path: str
+    """Bytes by number of the object."""
 
 
 @dataclass(frozen=True)
@@ -78,15 +61,8 @@ class Done:
     num_removed: Count = 0
 
 
-ANSWERS: dict[str, type] = {
-    PROGRESS: Nothing,
-    "manifest": Nothing,
-    "missing": Missing,
-    "failed": SystemFailure,
-    "damaged": Damaged,
-    RESULT: Done,
-}
-"""What a receiver may answer; `manifest` requests that, and `missing` objects."""
+ANSWERS: dict[str, type] = {PROGRESS: Nothing, "missing": Missing, "damaged": Damaged, RESULT: Done}
+"""The answers of a receiver; `missing` requests objects."""
 
 
 class RequestedObjects:
@@ -98,40 +74,29 @@ class RequestedObjects:
         self._rounds_left = 1 if is_dry_run else MAX_ROUNDS
         self._allowed = set(range(len(sizes)))
         """Numbers that may be requested in this round: those of the round before."""
-        self._requested: dict[int, int] = {}
 
-    def add(self, part: Missing) -> dict[int, int] | None:
-        """Add a part of a request; return the bytes to start from by number when the request is complete.
-
-        Raises ProtocolError.
-        """
+    def add(self, request: Missing) -> dict[int, int]:
+        """Return the bytes to start from by number of the object; raises ProtocolError."""
         if not self._rounds_left:
             raise ProtocolError("received another request for objects after the last one")
-        latest = max(self._requested, default=-1)
         numbers: list[int] = []
-        for first, last in part.ranges:
-            if not latest < first <= last < len(self._sizes):
+        for first, last in request.ranges:
+            least = numbers[-1] + 1 if numbers else 0
+            if not least <= first <= last < len(self._sizes):
                 raise ProtocolError(
                     f"received a request for objects {shorten(first)} to {shorten(last)}, expected ascending "
-                    f"numbers from {latest + 1} to {len(self._sizes) - 1}"
+                    f"numbers from {least} to {len(self._sizes) - 1}"
                 )
             numbers += range(first, last + 1)
-            latest = last
         if not self._allowed.issuperset(numbers):
             raise ProtocolError("received a second request for objects that were not sent")
-        resume = dict(part.resume)
+        resume = dict(request.resume)
         offsets = {number: resume.pop(str(number), 0) for number in numbers}
         if resume or any(offset and offset >= self._sizes[number] for number, offset in offsets.items()):
             raise ProtocolError("received an offset outside of a requested object")
-        self._requested |= offsets
-        if part.more:
-            if not numbers:
-                raise ProtocolError("received a part of a request that is empty")
-            return None
-        missing, self._requested = self._requested, {}
-        self._allowed = set(missing)
+        self._allowed = set(numbers)
         self._rounds_left -= 1
-        return missing
+        return offsets
 
 
 PRUNE_DEADLINE_S = 900.0
@@ -140,9 +105,24 @@ PRUNE_DEADLINE_S = 900.0
 _START = 'command -v -- "$1" >/dev/null 2>&1 || { shift; set -- python3 "$@"; }; exec "$@"'
 
 
-def build_receiver_command(python: str, request: str) -> list[str]:
-    """Return the argument list that serves `request` (JSON) on a machine."""
-    return ["sh", "-c", _START, "csdctl-receive", python, "-I", "-S", "-c", receiver_source(), request]
+_RUN_INPUT = (
+    "import os,sys,zlib\n"
+    "code,left=b'',int(sys.argv[1])\n"
+    "while left>len(code):code+=os.read(0,left-len(code))or sys.exit(1)\n"
+    "exec(zlib.decompress(code))"
+)
+
+
+def build_receiver(python: str, request: Mapping[str, Any]) -> tuple[list[str], bytes]:
+    """Return the argument list that serves `request` on a machine, and what it reads first.
+
+    That is the program itself, which need not fit into the command line: dropbear accepts 9000 bytes.
+    """
+    program = zlib.compress(read_program("receive").encode())
+    packed = zlib.compress(json.dumps(request, separators=(",", ":")).encode(), 1)
+    sizes = [str(len(program)), str(len(packed))]
+    command = ["sh", "-c", _START, "csdctl-receive", python, "-I", "-S", "-c", _RUN_INPUT, *sizes]
+    return command, program + packed
 
 
 def prune_store(session: Session, python: str) -> int:
@@ -150,35 +130,12 @@ def prune_store(session: Session, python: str) -> int:
 
     Raises RemoteCommandError on failure.
     """
-    command = build_receiver_command(python, json.dumps({"prune": True}))
+    command, first = build_receiver(python, {"prune": True})
     with closing(Program(session, command, "removing unused files", within(PRUNE_DEADLINE_S))) as program:
+        with suppress(EOFError):
+            program.conversation.send_bytes(first)
         done: Done = program.read({RESULT: Done})[1]
         return done.num_removed
-
-
-_PARSING = threading.Lock()
-"""Python 3.11 may fail with SystemError when several threads parse at a time."""
-
-
-def receiver_source() -> str:
-    """Return `standalone/receive.py` as one line of Python, without docstrings and comments; 7 kB."""
-    with _PARSING:
-        return _pack_source()
-
-
-@cache
-def _pack_source() -> str:
-    source = read_program("receive")
-    lines = source.splitlines()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            assert node.end_lineno
-            lines[node.lineno - 1 : node.end_lineno] = [""] * (node.end_lineno - node.lineno + 1)
-            lines[node.lineno - 1] = " " * node.col_offset + "pass" if node.col_offset else ""
-    kept = [line for line in lines if line.strip() and not line.lstrip().startswith("#")]
-    code = "\n".join(" " * ((len(line) - len(line.lstrip())) // 4) + line.lstrip() for line in kept)
-    packed = base64.b85encode(zlib.compress(code.encode(), 9)).decode()
-    return f'import base64,zlib;exec(zlib.decompress(base64.b85decode("{packed}")))'
 
 
 SEND_BYTES = 256 * 1024
@@ -188,27 +145,17 @@ _REMEDY = (
     "check its disk and its network, and its Python (3.8 or newer: `python:` in fleet.yaml), or --exclude it"
 )
 
-_REMEDIES = {
-    errno.ENOSPC: "free disk space there: `df -h`, `csdctl clean`",
-    errno.EDQUOT: "free space within the user's quota there",
-    errno.EROFS: "the file system is mounted read-only: check `mount` and `dmesg` there",
-    errno.EACCES: "fix the permissions there, or deploy as another user",
-    errno.EPERM: "fix the permissions there, or deploy as another user",
-    errno.EIO: "the disk there reports errors: check `dmesg`",
-}
-
-
 RESPONSE_S = 60.0
-"""For one answer: the receiver sends a heartbeat every second, so this only detects one that hangs."""
+"""The deadline of one answer: a receiver sends a heartbeat every second, so this detects one that hangs."""
 WHOLE_S = 900.0
-"""For the whole delivery: more than the receiver waits for another deploy to end (LOCK_WAIT_S there)."""
+"""The deadline of a delivery: more than the receiver waits for another deploy to end (LOCK_WAIT_S there)."""
 BYTES_PER_S = 128 * 1024
 """Added to the whole: the time for all bytes at this rate, which is slower than a usable link or disk."""
 
 
 def patience_for(payload: Payload) -> Patience:
     """Return how long a machine may take to receive `payload`."""
-    num_bytes = sum(stored.source.size for stored in payload.objects) + len(payload.packed)
+    num_bytes = sum(stored.size for stored in payload.objects)
     whole_s = WHOLE_S + num_bytes / BYTES_PER_S
     return Patience(RESPONSE_S, whole_s, whole_s)
 
@@ -252,76 +199,66 @@ def deliver(
     """
     if not payload.objects and not payload.trees:
         return Delivery(0, 0, 0)
-    command = build_receiver_command(python, payload.build_request(dry_run=dry_run))
+    command, first = build_receiver(python, {**payload.manifest, "dry_run": dry_run})
     with closing(Program(session, command, _DOING, patience or patience_for(payload), _REMEDY)) as program:
-        return _Exchange(session, payload, program, dry_run, on_progress).run()
+        exchange = _Exchange(session, payload, program, dry_run, on_progress)
+        exchange.send(iter([first]))
+        try:
+            return exchange.serve()
+        except ProtocolError as error:
+            raise program.error(str(error)) from None
 
 
+@dataclass
 class _Exchange:
     """The host's side of a conversation with a receiver."""
 
-    def __init__(
-        self,
-        session: Session,
-        payload: Payload,
-        program: Program,
-        dry_run: bool,
-        on_progress: OnDeliveryProgress,
-    ) -> None:
-        self._node = session.name
-        self._meter = session.meter
-        self._payload = payload
-        self._program = program
-        self._dry_run = dry_run
-        self._on_progress = on_progress
-        self._sent: set[StoreObject] = set()
-        self._bytes_sent = 0
+    session: Session
+    payload: Payload
+    program: Program
+    is_dry_run: bool
+    on_progress: OnDeliveryProgress
+    sent: set[StoreObject] = field(default_factory=set)
+    bytes_sent: int = 0
 
-    def run(self) -> Delivery:
-        """Serve the receiver's requests until it is done."""
-        try:
-            return self._serve()
-        except ProtocolError as error:
-            raise self._program.error(str(error)) from None
-
-    def _serve(self) -> Delivery:
-        objects, answers = self._payload.objects, dict(ANSWERS)
-        requested = RequestedObjects([one.source.size for one in objects], is_dry_run=self._dry_run)
-        if not self._payload.packed:
-            del answers["manifest"]
+    def serve(self) -> Delivery:
+        """Serve the receiver's requests until it is done; raises ProtocolError."""
+        objects = self.payload.objects
+        requested = RequestedObjects([one.size for one in objects], is_dry_run=self.is_dry_run)
         while True:
-            kind, answer = self._program.read(answers)
-            if kind == "manifest":
-                del answers["manifest"]
-                self._send(iter([self._payload.packed]))
-            elif kind == "missing" and (missing := requested.add(answer)) is not None:
-                answers.pop("manifest", None)
-                self._send_missing({objects[number]: start for number, start in missing.items()})
-            elif kind == "failed":
-                raise self._failure(answer)
+            kind, answer = self.program.read(ANSWERS)
+            if kind == "missing":
+                self._send_missing(
+                    {objects[number]: start for number, start in requested.add(answer).items()}
+                )
             elif kind == "damaged":
                 raise self._damaged(answer)
             elif kind == RESULT:
-                self._program.finish()
-                num_sent = len(self._sent)
-                return Delivery(num_sent, self._bytes_sent, len(objects) - num_sent)
+                self.program.finish()
+                num_sent = len(self.sent)
+                return Delivery(num_sent, self.bytes_sent, len(objects) - num_sent)
 
     def _send_missing(self, missing: dict[StoreObject, int]) -> None:
         """Send each object of `missing` from its byte on; in a dry run only count them."""
-        self._sent |= missing.keys()
-        if self._dry_run:
-            self._bytes_sent = sum(stored.source.size for stored in missing)
+        self.sent |= missing.keys()
+        if self.is_dry_run:
+            self.bytes_sent = sum(stored.size for stored in missing)
         else:
-            total = sum(stored.source.size - start for stored, start in missing.items())
-            self._send(self._content(missing), total)
+            total = sum(stored.size - start for stored, start in missing.items())
+
+            def report(sent: int) -> None:
+                self.on_progress(DeliveryProgress(self.session.name, sent, total))
+
+            report(0)
+            self.bytes_sent += self.send(self._content(missing), report)
 
     def _content(self, missing: dict[StoreObject, int]) -> Iterator[bytes]:
         """Yield the bytes of `missing`: large files in chunks, small files combined."""
         gathered = bytearray()
         for stored, begin in missing.items():
-            for start in range(begin - begin % CHUNK_BYTES, stored.source.size, CHUNK_BYTES):
-                chunk = read_chunk(stored.source, start)[max(0, begin - start) :]
-                self._meter.record(stored.traffic_class, sent=len(chunk))
+            for start in range(begin - begin % CHUNK_BYTES, stored.size, CHUNK_BYTES):
+                chunk = read_chunk(stored, start)[max(0, begin - start) :]
+                self.session.meter.record(stored.traffic_class, sent=len(chunk))
                 if len(gathered) + len(chunk) <= SEND_BYTES:
                     gathered += chunk
                     continue
@@ -330,41 +267,29 @@ class _Exchange:
                 yield chunk
         yield bytes(gathered)
 
-    def _send(self, content: Iterator[bytes], num_bytes: int = 0) -> None:
-        """Send `content`; a receiver that ends early reports why in its next response."""
+    def send(self, content: Iterator[bytes], report: Callable[[int], None] = lambda sent: None) -> int:
+        """Send `content`; return its bytes. A receiver that ends early says why in its next response."""
         sent = 0
-        self._on_progress(DeliveryProgress(self._node, 0, num_bytes))
-        for chunk in content:
-            try:
+        with suppress(EOFError):
+            for chunk in content:
                 for start in range(0, len(chunk), SEND_BYTES):
-                    self._program.check_clock()
+                    self.program.check_clock()
                     part = chunk[start : start + SEND_BYTES]
-                    self._program.conversation.send_bytes(part)
+                    self.program.conversation.send_bytes(part)
                     sent += len(part)
-                    self._on_progress(DeliveryProgress(self._node, sent, num_bytes))
-            except EOFError:
-                break
-        if num_bytes:
-            self._bytes_sent += sent
-
-    def _failure(self, failure: SystemFailure) -> RemoteCommandError:
-        where = f" at {failure.path[:MAX_TEXT_LENGTH]}" if failure.path else ""
-        return RemoteCommandError(
-            f"{_DOING} failed{where}: {failure.words[:MAX_TEXT_LENGTH]}",
-            node=self._node,
-            remedy=_REMEDIES.get(failure.error_number, "check the disk there: `df -h`, `mount`"),
-        )
+                    report(sent)
+        return sent
 
     def _damaged(self, damaged: Damaged) -> CsdctlError:
-        objects, numbers = self._payload.objects, set(damaged.numbers)
+        objects, numbers = self.payload.objects, set(damaged.numbers)
         if not numbers.issubset(range(len(objects))):
             raise ProtocolError("received a report of damage of objects that were not offered")
         for number in numbers:
-            source = objects[number].source
-            if hash_source(source.path).sha256 != source.sha256:
-                return changed(source.path)
+            stored = objects[number]
+            if hash_source(stored.path).sha256 != stored.sha256:
+                return changed(stored.path)
         return NodeError(
             f"{len(numbers)} of {len(objects)} files arrived damaged twice",
-            node=self._node,
+            node=self.session.name,
             remedy="check that machine for failing disk or memory, then retry",
         )

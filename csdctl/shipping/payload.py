@@ -1,7 +1,6 @@
 """The desired content of a machine as one message: objects of the store, and trees of them.
 
-The same payload goes to many machines. A long manifest is first identified by its digest, and only sent to
-machines that have no copy from an earlier deploy.
+The same payload goes to many machines.
 
 A tree is read from a directory of the host. It includes hidden files, empty directories, permissions, and
 symbolic links that stay inside. Anything that cannot be deployed is an error that names it, unless it is
@@ -13,7 +12,6 @@ import hashlib
 import json
 import os
 import stat
-import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -22,24 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from csdctl.errors import InputError
-from csdctl.shipping.chunks import SourceFile, hash_source, printable, unreadable
-from csdctl.transport.meter import TrafficClass
-
-MAX_INLINE_BYTES = 900
-"""Up to this size a manifest is sent in the command line; dropbear accepts 9000 bytes in all."""
-
-PLAIN_MODE = 0o600
-"""The mode of a file without another one in its name; deployed trees keep the modes of their source."""
-
-
-@dataclass(frozen=True)
-class StoreObject:
-    """A file of the store; its name begins with its SHA-256."""
-
-    name: str
-    source: SourceFile
-    mode: int = PLAIN_MODE
-    traffic_class: TrafficClass = TrafficClass.FILES
+from csdctl.shipping.chunks import StoreObject, hash_source, printable, unreadable
 
 
 @dataclass(frozen=True)
@@ -56,7 +37,7 @@ class FileTree:
     @cached_property
     def num_bytes(self) -> int:
         """The sum of the sizes of all files."""
-        return sum(stored.source.size for _, stored in self.files)
+        return sum(stored.size for _, stored in self.files)
 
 
 @dataclass(frozen=True)
@@ -66,22 +47,6 @@ class Payload:
     objects: tuple[StoreObject, ...]
     trees: tuple[FileTree, ...]
     manifest: dict[str, Any] = field(repr=False)
-    packed: bytes = field(repr=False)
-    """The compressed manifest; empty when it is sent in the command line."""
-
-    @property
-    def destinations(self) -> list[str]:
-        """The destinations of its trees."""
-        return [tree.destination for tree in self.trees]
-
-    def build_request(self, *, dry_run: bool = False) -> str:
-        """Return the argument of the receiver."""
-        request: dict[str, Any] = {"dry_run": True} if dry_run else {}
-        if self.packed:
-            request |= {"digest": hashlib.sha256(self.packed).hexdigest(), "num_bytes": len(self.packed)}
-        else:
-            request["manifest"] = self.manifest
-        return _as_json(request)
 
 
 def pack_payload(objects: Sequence[StoreObject] = (), trees: Sequence[FileTree] = ()) -> Payload:
@@ -92,16 +57,11 @@ def pack_payload(objects: Sequence[StoreObject] = (), trees: Sequence[FileTree] 
         distinct |= {stored.name: stored for _, stored in tree.files if stored.name not in distinct}
     numbers = {name: number for number, name in enumerate(distinct)}
     manifest = {
-        "objects": [
-            [stored.name, stored.source.sha256, stored.source.size, stored.mode]
-            for stored in distinct.values()
-        ],
+        "objects": [[stored.name, stored.size, stored.mode] for stored in distinct.values()],
         "trees": [_describe(tree, numbers) for tree in trees],
         "keep": sorted({numbers[stored.name] for stored in objects}),
     }
-    content = _as_json(manifest).encode()
-    packed = zlib.compress(content, 1) if len(content) > MAX_INLINE_BYTES else b""
-    return Payload(tuple(distinct.values()), tuple(trees), manifest, packed)
+    return Payload(tuple(distinct.values()), tuple(trees), manifest)
 
 
 def _describe(tree: FileTree, numbers: dict[str, int]) -> dict[str, Any]:
@@ -111,7 +71,7 @@ def _describe(tree: FileTree, numbers: dict[str, int]) -> dict[str, Any]:
         "links": tree.links,
     }
     named = [tree.directories, [(name, stored.name) for name, stored in tree.files], tree.links]
-    identity = hashlib.sha256(_as_json(named).encode()).hexdigest()[:32]
+    identity = hashlib.sha256(json.dumps(named).encode()).hexdigest()[:32]
     return {"id": identity, "destination": tree.destination, **content}
 
 
@@ -123,11 +83,6 @@ def _check_disjoint(destinations: Sequence[str]) -> None:
                 f"the trees for {printable(first[:-1])} and {printable(second[:-1])} overlap",
                 remedy="give each tree a separate destination",
             )
-
-
-def _as_json(content: object) -> str:
-    """Return ASCII JSON; bytes of names that are not UTF-8 become lone surrogates."""
-    return json.dumps(content, separators=(",", ":"))
 
 
 DEFAULT_IGNORED = (".git/", "__pycache__/", ".csdctl/")
@@ -181,19 +136,13 @@ def read_tree(request: TreeRequest, ignored: Sequence[str] = DEFAULT_IGNORED) ->
         elif entry.is_dir():
             directories.append((name, entry.stat().st_mode & 0o777))
         elif entry.is_file():
-            files.append((name, as_object(hash_source(entry.path))))
+            files.append((name, hash_source(entry.path)))
         else:
             raise InputError(
                 f"{printable(entry.path)} is {_file_type(entry)} and cannot be deployed",
                 remedy=f"remove it, or exclude it: --ignore {printable(name)!r}",
             )
     return FileTree(request.destination, tuple(directories), tuple(files), tuple(links))
-
-
-def as_object(source: SourceFile, suffix: str = "") -> StoreObject:
-    """Return the store object of a file; its name depends on content and permissions."""
-    mode = "" if source.mode == PLAIN_MODE else f"-{source.mode:03o}"
-    return StoreObject(f"{source.sha256}{mode}", source, source.mode)
 
 
 def _walk(root: str, prefix: str, ignored: Sequence[str]) -> Iterator[tuple[str, os.DirEntry[str]]]:

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from csdctl.documents import save_bytes, write_atomically
-from csdctl.shipping.chunks import CHUNK_BYTES, SourceFile, unreadable
-from csdctl.shipping.payload import PLAIN_MODE, StoreObject
+from csdctl.shipping.chunks import CHUNK_BYTES, StoreObject, unreadable
 from csdctl.transport.meter import TrafficClass
 
 OBJECTS = ".csdctl/objects"
@@ -38,8 +37,8 @@ class StoredFile:
             status = self.source.stat()
         except OSError as error:
             raise unreadable(str(self.source), error) from error
-        source = SourceFile(str(self.source), status.st_size, status.st_mtime_ns, PLAIN_MODE, self.sha256)
-        return StoreObject(f"{self.sha256}{self.suffix}", source, traffic_class=self.traffic_class)
+        path, name = str(self.source), f"{self.sha256}{self.suffix}"
+        return StoreObject(name, path, status.st_size, status.st_mtime_ns, traffic_class=self.traffic_class)
 
 
 def hash_file(path: Path) -> str:

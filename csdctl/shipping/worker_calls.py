@@ -21,7 +21,7 @@ ResponseT = TypeVar("ResponseT")
 
 PATIENCE = Patience()
 MIN_BLOCK_BYTES = 1000
-"""Of a file that a worker sends, on average."""
+"""The least size of the blocks of a file that a worker sends, on average."""
 
 # The file that was read is the file that runs, whatever its path leads to when more modules are imported.
 _RUN_CHECKED = (

@@ -1,4 +1,4 @@
-"""What mpirun runs in place of ssh: it asks csdctl, over a Unix socket, to start a daemon on a node.
+"""The program that mpirun runs in place of ssh: it asks csdctl, by a Unix socket, for a daemon on a node.
 
 mpirun's sandbox holds no keys; csdctl starts the daemon over its own connection. Every node has one of these
 while the run lasts, so it imports next to nothing. Arguments: the name of an abstract Unix address, the node,

@@ -6,9 +6,7 @@ the frame `@csdctl-result JSON`:
 
 - `holder`: the csdctl that currently holds the lock, else null; with a holder, nothing is changed
   unless forced
-- `processes`: running processes, each with its run's id
-- `paths` and `num_bytes`: files and directories that are no longer needed
-- `features_bytes` and `predictions_bytes`: what was computed here, and stays
+- `left`: the other fields of `Leftovers` (launch/leftovers.py)
 """
 
 import contextlib
@@ -21,17 +19,20 @@ import shutil
 import signal
 import sys
 import tempfile
+import time
 from typing import Any
 
 RANK_MARKER = "csdctl-run="
 DAEMON_MARKER = "csdctl_run_"
 STORED = ".csdctl/objects/"
 LOCK = ".csdctl/lock"
-PARTS = (".csdctl/objects/*.part", ".csdctl/trees/.part-*", ".csdctl/manifests/*.part")
+PARTS = (".csdctl/objects/*.part", ".csdctl/trees/.part-*")
 FEATURES, PREDICTIONS = ".csdctl/features", ".csdctl/predictions"
 SANDBOX_USER = 1_907_000_000
-"""Whom a sandbox that root has started runs as (worker/sandbox/files.py)."""
+"""The user of a sandbox that root has started (worker/sandbox/files.py)."""
 TREE_LINKS = ".csdctl/trees/*.link"
+RELEASE_S = 10.0
+"""The time that the kernel may take to release the lock of a process that was ended."""
 
 
 def main() -> None:
@@ -41,25 +42,31 @@ def main() -> None:
     run_id = request["run_id"]
     holder = None if run_id else find_holder()
     is_allowed = holder is None or request["is_forced"]
-    processes = find_processes(os.getcwd(), run_id, request["node"]) if is_allowed else []
+    processes = find_processes(os.getcwd(), run_id, request["node"]) if is_allowed else {}
     if is_allowed and request["is_ending"]:
-        end_all([*processes, *find_lock_processes(holder)])
-        for process in processes:
-            for path in filter(is_own, glob.glob(scratch_directories(process["pid"]))):
-                remove(path)
+        holding = find_lock_processes(holder)
+        end_all([*processes, *holding])
+        end_s = time.monotonic() + RELEASE_S
+        while holding and find_holder() is not None and time.monotonic() < end_s:
+            time.sleep(0.02)
+        for pid in processes:
+            remove(glob.glob(scratch_directories(pid)))
     paths = find_paths(request) if is_allowed and not run_id else []
-    num_bytes = sum(size_of(path) for path in paths)
+    left = {
+        "num_processes": len(processes),
+        "runs": [*dict.fromkeys(run for run in processes.values() if run)],
+        "paths": paths,
+        "num_bytes": sum(size_of(path) for path in paths),
+    }
     if is_allowed and request["is_removing"]:
-        for path in paths:
-            remove(path)
-        paths = [path for path in paths if not os.path.lexists(path)]
-    response = {"holder": holder, "processes": processes, "paths": paths, "num_bytes": num_bytes}
+        remove(paths)
+        left["paths"] = paths = [path for path in paths if not os.path.lexists(path)]
     for name, path in (("features_bytes", FEATURES), ("predictions_bytes", PREDICTIONS)):
-        response[name] = 0 if run_id or path in paths else size_of_directory(path)
-    print("@csdctl-result " + json.dumps(response), flush=True)
+        left[name] = size_of(path) if not run_id and path not in paths and os.path.isdir(path) else 0
+    print("@csdctl-result " + json.dumps({"holder": holder, "left": left}), flush=True)
 
 
-def find_holder() -> "dict[str, object] | None":
+def find_holder() -> "dict[str, Any] | None":
     """Return the description of the lock's holder; {} if it is unreadable, None if there is no holder."""
     try:
         lock = os.fdopen(os.open(LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK))
@@ -75,26 +82,26 @@ def find_holder() -> "dict[str, object] | None":
             return {}
 
 
-def find_lock_processes(holder: "dict[str, object] | None") -> "list[dict[str, Any]]":
+def find_lock_processes(holder: "dict[str, Any] | None") -> "list[int]":
     """Return the process that `holder` names, if it has the lock's file open."""
-    pid = holder.get("holding_pid") if holder else None
+    pid: Any = holder.get("holding_pid") if holder else None
     with contextlib.suppress(OSError):
         for name in os.listdir(f"/proc/{pid}/fd") if isinstance(pid, int) else []:
             with contextlib.suppress(OSError):  # closed meanwhile
                 if os.path.samefile(f"/proc/{pid}/fd/{name}", LOCK):
-                    return [{"pid": pid}]
+                    return [pid]
     return []
 
 
-def find_processes(home: str, run_id: str, node: str) -> "list[dict[str, Any]]":
-    """Return the processes of run `run_id`; without a run, all processes of csdctl started in `home`.
+def find_processes(home: str, run_id: str, node: str) -> "dict[int, str]":
+    """Return the processes of run `run_id`, or without one all of csdctl started in `home`, with their runs.
 
     With `node`, only the run's ranks and links of that node: other nodes may be on the same machine.
 
     Command lines identify them: ranks, MPI daemons and the ssh that starts them contain the run's id; other
     processes of csdctl run a file of its store.
     """
-    found: list[dict[str, Any]] = []
+    found = {}
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
             with open(f"/proc/{pid}/cmdline", "rb") as file:
@@ -102,9 +109,10 @@ def find_processes(home: str, run_id: str, node: str) -> "list[dict[str, Any]]":
             run = run_of(words)
             if node and f"{RANK_MARKER}{run_id}/{node}" not in words:
                 continue
-            is_ours = run == run_id if run_id else is_of_csdctl(words) and is_in(pid, home)
+            is_of_csdctl = run or any(word.startswith(STORED) for word in words)
+            is_ours = run == run_id if run_id else is_of_csdctl and os.path.samefile(f"/proc/{pid}/cwd", home)
             if is_ours:
-                found.append({"pid": int(pid), "run": run})
+                found[int(pid)] = run
         except OSError:  # it has ended, or belongs to another user
             continue
     return found
@@ -120,40 +128,18 @@ def run_of(words: "list[str]") -> str:
     return ""
 
 
-def is_of_csdctl(words: "list[str]") -> bool:
-    """Return whether csdctl started a process with this command line."""
-    return any(word.startswith((RANK_MARKER, DAEMON_MARKER, STORED)) for word in words)
-
-
-def is_in(pid: str, directory: str) -> bool:
-    """Return whether `directory` is the working directory of `pid`; raises OSError if it has ended."""
-    return os.path.samefile(f"/proc/{pid}/cwd", directory)
-
-
-def end_all(processes: "list[dict[str, Any]]") -> None:
+def end_all(pids: "list[int]") -> None:
     """Kill processes and their descendants."""
-    children = find_children()
-    for process in processes:
-        for pid in with_descendants(process["pid"], children):
-            end(pid)
-
-
-def find_children() -> "dict[int, list[int]]":
-    """Return the children of each process."""
     children: dict[int, list[int]] = {}
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{pid}/stat") as file:
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{name}/stat") as file:
             parent = int(file.read().rpartition(") ")[2].split()[1])
-            children.setdefault(parent, []).append(int(pid))
-    return children
-
-
-def with_descendants(pid: int, children: "dict[int, list[int]]") -> "list[int]":
-    """Return `pid` and all its descendants."""
-    found = [pid]
-    for parent in found:  # grows during the iteration
-        found += children.get(parent, [])
-    return found
+            children.setdefault(parent, []).append(int(name))
+    for pid in pids:  # grows during the iteration
+        pids += children.get(pid, [])
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def find_paths(request: "dict[str, Any]") -> "list[str]":
@@ -214,25 +200,14 @@ def size_of(path: str) -> int:
     return total
 
 
-def size_of_directory(path: str) -> int:
-    """Return the bytes of all files below a directory; 0 if there is none."""
-    return size_of(path) if os.path.isdir(path) and os.listdir(path) else 0
-
-
-def remove(path: str) -> None:
-    """Remove a file or a directory, ignoring errors."""
-    if os.path.isdir(path) and not os.path.islink(path):
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        with contextlib.suppress(OSError):
-            os.unlink(path)
-
-
-def end(pid: object) -> None:
-    """Kill one process."""
-    if isinstance(pid, int) and pid > 1:
-        with contextlib.suppress(OSError):
-            os.kill(pid, signal.SIGKILL)
+def remove(paths: "list[str]") -> None:
+    """Remove files and directories that are this user's, ignoring errors."""
+    for path in filter(is_own, paths):
+        if os.path.isdir(path) and not os.path.islink(path):
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
 
 
 if __name__ == "__main__":

@@ -3,24 +3,17 @@
 Sent as source, so it uses the standard library only. The first line of input describes the csdctl that wants
 the lock. The response is `mine`, and the lock is kept until the input ends, in whatever way that csdctl
 exits; or `held`, with a description of the current holder.
-
-An argument is the id of the process that holds the lock for a csdctl that is gone: it is ended first, if it
-really has the lock's file open.
 """
 
 import contextlib
 import fcntl
 import json
 import os
-import signal
 import stat
 import sys
-import time
 
 STATE = ".csdctl"
 LOCK = STATE + "/lock"
-RELEASE_S = 10.0
-"""How long the kernel may take to release the lock of a process that was ended."""
 
 
 def main() -> None:
@@ -29,10 +22,13 @@ def main() -> None:
     make_private(STATE)
     lock = open_lock()
     holder = json.loads(sys.stdin.readline())
-    is_ending = len(sys.argv) > 1 and end_holder(int(sys.argv[1]), lock)
-    if not take(lock, RELEASE_S if is_ending else 0.0):
-        text = os.read(lock, 4096).decode(errors="replace")
-        print("@csdctl-held " + json.dumps({"holder": text}), flush=True)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = {}
+        with contextlib.suppress(ValueError, TypeError):  # its owner is still writing it
+            holder = dict(json.loads(os.read(lock, 4096)))
+        print("@csdctl-held " + json.dumps({"holder": holder}), flush=True)
         return
     os.ftruncate(lock, 0)
     os.pwrite(lock, json.dumps({**holder, "holding_pid": os.getpid()}).encode(), 0)
@@ -63,30 +59,6 @@ def open_lock() -> int:
         sys.exit(f"{os.path.abspath(LOCK)} belongs to another user: remove it")
     os.fchmod(lock, 0o600)
     return lock
-
-
-def take(lock: int, wait_s: float) -> bool:
-    """Return whether the lock could be taken within `wait_s`."""
-    end_s = time.monotonic() + wait_s
-    while True:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            if time.monotonic() >= end_s:
-                return False
-        time.sleep(0.02)
-
-
-def end_holder(pid: int, lock: int) -> bool:
-    """End process `pid` if it has the lock's file open; return whether it had."""
-    with contextlib.suppress(OSError):
-        for name in os.listdir(f"/proc/{pid}/fd"):
-            with contextlib.suppress(OSError):  # closed meanwhile
-                if pid > 1 and os.path.samestat(os.stat(f"/proc/{pid}/fd/{name}"), os.fstat(lock)):
-                    os.kill(pid, signal.SIGKILL)
-                    return True
-    return False
 
 
 if __name__ == "__main__":

@@ -1,15 +1,15 @@
 """Receive files on a node, over standard input and output of one command.
 
-Started as `PYTHON -I -S -c SOURCE REQUEST`, so csdctl need not be installed: standard library only, Python
-3.8 or newer. REQUEST contains the manifest, or its digest when it is long; the node requests a manifest that
-it does not have. The node then lists its missing objects, receives exactly their bytes in that order, and
-reports when everything is in place. Responses are frames, lines of `@csdctl-KIND JSON`:
+csdctl need not be installed there: the host sends this source first on standard input (shipping/deliver.py),
+so it uses the standard library only, of Python 3.8 or newer. The request follows: compressed JSON with the
+manifest, of as many bytes as the second argument says. The node then lists its missing objects, receives
+exactly their bytes in that order, and reports when everything is in place. Responses are frames, lines of
+`@csdctl-KIND JSON`:
 
-    manifest {}                                                    send the packed manifest
-    missing {"ranges": [[first, last], …], "resume": {"7": 4096}, "more": false}
+    missing {"ranges": [[first, last], …], "resume": {"7": 4096}}
                                                                    send these, number 7 from byte 4096 on
     progress {}                                                    heartbeat; expects no reply
-    result {…}    error {…}    failed {…}    damaged {…}           the end
+    result {…}    error {…}    damaged {…}                         the end
 
 The manifest is not trusted: names that point outside the store or a tree are refused here too. Existing
 files are compared by content, never only by time or size.
@@ -18,7 +18,6 @@ files are compared by content, never only by time or size.
     .csdctl/objects/NAME.part       its received part; continued by the next deploy
     .csdctl/trees/ID-xxxxxxxx/      a tree, of hard links to objects; its destination is a link to it
     .csdctl/trees/ID-xxxxxxxx.link  its destination; the tree is in use while that links to it
-    .csdctl/manifests/DIGEST        a long manifest, so that it need not be sent again
 """
 
 from __future__ import annotations
@@ -42,7 +41,6 @@ from typing import Any
 STATE = b".csdctl"
 OBJECTS = STATE + b"/objects"
 TREES = STATE + b"/trees"
-MANIFESTS = STATE + b"/manifests"
 LOCK = STATE + b"/receive.lock"
 
 READ_BYTES = 1 << 20
@@ -53,13 +51,13 @@ RESUME_BYTES = 1 << 20
 """A shorter part is sent again from the start."""
 
 SILENCE_S = 120.0
-"""How long the host may be silent before this command ends on its own."""
+"""The longest silence of the host before this command ends on its own."""
 
 BUSY_S = 1.0
 LOCK_WAIT_S = 600.0
 MAX_TRIES = 2
-MAX_RANGES = 1000
-"""Per line: the host reads lines of at most a megabyte."""
+MAX_RANGES = 20_000
+"""The host reads lines of at most a megabyte."""
 
 MAX_STEPS = 4096
 """Maximum steps to resolve a symbolic link; links may form a cycle."""
@@ -69,6 +67,14 @@ MANY_FILES = 32
 
 NO_LINK = (errno.EMLINK, errno.EPERM, errno.EXDEV, errno.EOPNOTSUPP, errno.ENOSYS, errno.EACCES)
 FULL = (errno.ENOSPC, errno.EDQUOT)
+REMEDIES = {
+    errno.ENOSPC: "free disk space there: `df -h`, `csdctl clean`",
+    errno.EDQUOT: "free space within the user's quota there",
+    errno.EROFS: "the file system is mounted read-only: check `mount` and `dmesg` there",
+    errno.EACCES: "fix the permissions there, or deploy as another user",
+    errno.EPERM: "fix the permissions there, or deploy as another user",
+    errno.EIO: "the disk there reports errors: check `dmesg`",
+}
 
 
 class RefusedError(Exception):
@@ -79,30 +85,20 @@ class RefusedError(Exception):
         self.remedy = remedy
 
 
-class HostLostError(Exception):
-    """The host no longer sends; parts are kept for the next deploy."""
-
-
 def respond(kind: str, **response: Any) -> None:
     """Send one frame to the host."""
     sys.stdout.write("@csdctl-" + kind + " " + json.dumps(response) + "\n")
     sys.stdout.flush()
 
 
-class Heartbeat:
-    """Regular messages to the host during work, so that the host need not guess its duration."""
-
-    def __init__(self) -> None:
-        self._last_s = time.monotonic()
-
-    def beat(self) -> None:
-        """Send a heartbeat unless the last one is recent."""
-        if time.monotonic() - self._last_s > BUSY_S:
-            respond("progress")
-            self._last_s = time.monotonic()
+LAST_BEAT_S = [time.monotonic()]
 
 
-HEARTBEAT = Heartbeat()
+def beat() -> None:
+    """Send a heartbeat unless the last one is recent, so that the host need not guess how long work takes."""
+    if time.monotonic() - LAST_BEAT_S[0] > BUSY_S:
+        respond("progress")
+        LAST_BEAT_S[0] = time.monotonic()
 
 
 def encoded(name: str) -> bytes:
@@ -118,12 +114,12 @@ def printable(path: bytes) -> str:
 class ManifestObject:
     """An object of the manifest."""
 
-    def __init__(self, name: str, sha256: str, size: int, mode: int) -> None:
-        if not re.fullmatch(r"[0-9a-f]{64}[A-Za-z0-9._-]{0,40}", name) or not name.startswith(sha256):
+    def __init__(self, name: str, size: int, mode: int) -> None:
+        if not re.fullmatch(r"[0-9a-f]{64}[A-Za-z0-9._-]{0,40}", name):
             raise RefusedError(f"{name!r} is not a valid object name")
         self.path = OBJECTS + b"/" + name.encode()
         self.part = self.path + b".part"
-        self.sha256 = sha256
+        self.sha256 = name[:64]
         self.size = int(size)
         self.mode = int(mode) & 0o777
 
@@ -141,17 +137,9 @@ class ManifestTree:
         links = {encoded(name): encoded(target) for name, target in content["links"]}
         self.links = [(check_inside(name), check_link(name, target, links)) for name, target in links.items()]
 
-    def current(self) -> bytes:
-        """Return the directory that the destination links to; empty if csdctl did not create it."""
-        try:
-            target = os.readlink(self.destination)
-        except OSError:
-            return b""
-        return target if os.path.dirname(target) == os.path.realpath(TREES) else b""
-
     def is_complete(self) -> bool:
         """Return whether the destination contains exactly this tree, compared byte for byte."""
-        directory = self.current()
+        directory = tree_at(self.destination)
         if not os.path.basename(directory).startswith(self.id.encode()):
             return False
         return (
@@ -201,7 +189,8 @@ def check_destination(destination: bytes) -> bytes:
     state = os.path.realpath(STATE)
     if (os.path.realpath(os.path.dirname(destination) or b".") + b"/").startswith(state + b"/"):
         raise RefusedError(f"{printable(destination)} is inside another tree or csdctl's own directory")
-    if os.path.lexists(destination) and not is_ours(destination):
+    is_empty = os.path.isdir(destination) and not os.path.islink(destination) and not os.listdir(destination)
+    if os.path.lexists(destination) and not is_empty and not tree_at(destination):
         raise RefusedError(
             f"{printable(destination)} already exists and was not created by `csdctl deploy`",
             "move it away, or give another destination",
@@ -209,11 +198,10 @@ def check_destination(destination: bytes) -> bytes:
     return destination
 
 
-def is_ours(destination: bytes) -> bool:
-    """Return whether `destination` is a link that csdctl created, or an empty directory."""
-    if os.path.islink(destination):
-        return os.path.dirname(os.readlink(destination)) == os.path.realpath(TREES)
-    return os.path.isdir(destination) and not os.listdir(destination)
+def tree_at(destination: bytes) -> bytes:
+    """Return the directory that the destination links to; empty if csdctl did not create it."""
+    target = os.readlink(destination) if os.path.islink(destination) else b""
+    return target if os.path.dirname(target) == os.path.realpath(TREES) else b""
 
 
 def is_link_to(path: bytes, target: bytes) -> bool:
@@ -253,18 +241,20 @@ def hash_of(handle: int, num_bytes: int) -> Any:
             break
         digest.update(chunk)
         num_bytes -= len(chunk)
-        HEARTBEAT.beat()
+        beat()
     return digest
 
 
 def read_input(num_bytes: int) -> Iterator[bytes]:
-    """Yield the next `num_bytes` from the host in chunks; raises HostLostError."""
+    """Yield the next `num_bytes` from the host in chunks; raises BrokenPipeError when it no longer sends.
+
+    Parts are kept for the next deploy then.
+    """
     while num_bytes:
-        if not select.select([0], [], [], SILENCE_S)[0]:
-            raise HostLostError
-        chunk = os.read(0, min(num_bytes, INPUT_BYTES))
+        is_readable = select.select([0], [], [], SILENCE_S)[0]
+        chunk = os.read(0, min(num_bytes, INPUT_BYTES)) if is_readable else b""
         if not chunk:
-            raise HostLostError
+            raise BrokenPipeError
         num_bytes -= len(chunk)
         yield chunk
 
@@ -274,7 +264,7 @@ def check_store() -> None:
     around = os.stat(".").st_mode
     if around & stat.S_IWOTH and not around & stat.S_ISVTX:
         raise RefusedError(f"{os.getcwd()} can be changed by every user", "run `chmod o-w` on it")
-    for directory in (STATE, OBJECTS, TREES, MANIFESTS):
+    for directory in (STATE, OBJECTS, TREES):
         if os.path.lexists(directory):
             check_own(directory)
 
@@ -294,44 +284,6 @@ def make_private(directory: bytes) -> None:
     check_own(directory)
 
 
-def load_manifest(request: dict[str, Any]) -> dict[str, Any]:
-    """Return the manifest of `request`: inline, stored by an earlier deploy, or requested from the host."""
-    if "manifest" in request:
-        content: dict[str, Any] = request["manifest"]
-        return content
-    packed = stored_manifest(request["digest"])
-    if not packed:
-        respond("manifest")
-        packed = b"".join(read_input(int(request["num_bytes"])))
-        if hashlib.sha256(packed).hexdigest() != request["digest"]:
-            raise RefusedError("the manifest arrived damaged", "retry")
-        request["packed"] = packed
-    content = json.loads(zlib.decompress(packed))
-    return content
-
-
-def stored_manifest(digest: str) -> bytes:
-    """Return the packed manifest of an earlier deploy, or b''."""
-    if not re.fullmatch(r"[0-9a-f]{64}", digest):
-        raise RefusedError(f"{digest!r} is not a valid digest")
-    try:
-        with open(MANIFESTS + b"/" + digest.encode(), "rb") as file:
-            packed = file.read()
-    except OSError:
-        return b""
-    return packed if hashlib.sha256(packed).hexdigest() == digest else b""
-
-
-def store_manifest(request: dict[str, Any]) -> None:
-    """Store a received manifest, so that the next check takes one round trip."""
-    if "packed" in request:
-        make_private(MANIFESTS)
-        path = MANIFESTS + b"/" + request["digest"].encode()
-        with open(path + b".part", "wb") as file:
-            file.write(request["packed"])
-        os.replace(path + b".part", path)
-
-
 class Receiver:
     """One deploy: the content of the manifest, and its missing objects."""
 
@@ -340,23 +292,15 @@ class Receiver:
         self.trees = [ManifestTree(content, self.objects) for content in manifest["trees"]]
         self.keep = [self.objects[number] for number in manifest["keep"]]
         self.stale: list[ManifestTree] = []
-        self.found: set[bytes] = set()
-        """Paths in the store; a lookup here is faster than opening thousands of missing files."""
 
     def missing(self) -> list[int]:
         """Return the numbers of the objects that are needed and missing."""
         self.stale = [tree for tree in self.trees if not tree.is_complete()]
-        self.found = (
-            {OBJECTS + b"/" + name for name in list_names(OBJECTS)} if self.stale or self.keep else set()
-        )
-        needed = {id(expected) for expected in self.keep}
-        for tree in self.stale:
-            needed.update(id(expected) for _, expected in tree.files)
+        needed = {*self.keep, *(expected for tree in self.stale for _, expected in tree.files)}
         return [
             number
             for number, expected in enumerate(self.objects)
-            if id(expected) in needed
-            and not (expected.path in self.found and matches(expected.path, expected))
+            if expected in needed and not matches(expected.path, expected)
         ]
 
     def receive(self, missing: list[int]) -> None:
@@ -365,18 +309,20 @@ class Receiver:
         After a full disk, nothing of them remains; after a lost connection, their parts remain.
         """
         make_private(OBJECTS)
-        arrived = list(missing)
+        arrived = missing
         offsets = {number: self.resume_offset(self.objects[number]) for number in missing}
-        missing = [n for n in arrived if not offsets[n] or offsets[n] < self.objects[n].size]
+        missing = [n for n in missing if not offsets[n] or offsets[n] < self.objects[n].size]
         try:
             for _ in range(MAX_TRIES):
-                report_missing(missing, offsets)
-                missing = [n for n in missing if not receive_object(self.objects[n], offsets[n])]
+                requested = report_missing(missing, offsets)
+                arrived = sorted({*arrived, *requested})
+                missing = [n for n in requested if not receive_object(self.objects[n], offsets.get(n, 0))]
                 if not missing:
                     break
-                offsets = dict.fromkeys(missing, 0)
+                offsets = {}
             if missing:
-                report_damaged(missing)
+                respond("damaged", numbers=missing[:100])
+                raise SystemExit(1)
             sync([self.objects[number].part for number in arrived])
         except OSError as error:
             if error.errno in FULL:
@@ -389,11 +335,9 @@ class Receiver:
 
     def resume_offset(self, expected: ManifestObject) -> int:
         """Return the size of the part from an interrupted deploy; its hash is checked at the end."""
-        if expected.part not in self.found:
-            return 0
         try:
             handle = os.open(expected.part, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-        except OSError:  # a link, or nothing that can be read: it is replaced
+        except OSError:  # none, a link, or nothing that can be read: it is replaced
             return 0
         with open(handle, "rb") as file:
             found = os.fstat(file.fileno())
@@ -412,27 +356,19 @@ class Receiver:
             switch(tree.destination, directory)
 
 
-def report_missing(missing: list[int], offsets: dict[int, int]) -> None:
-    """Report the objects to send, as ranges of numbers in reading order."""
+def report_missing(missing: list[int], offsets: dict[int, int]) -> list[int]:
+    """Report the objects to send, as ranges of numbers in reading order; return their numbers.
+
+    The last of very many ranges includes what lies between: that is sent again.
+    """
     ranges: list[list[int]] = []
     for number in missing:
-        if ranges and ranges[-1][1] == number - 1:
+        if ranges and (ranges[-1][1] == number - 1 or len(ranges) == MAX_RANGES):
             ranges[-1][1] = number
         else:
             ranges.append([number, number])
-    while True:
-        now, ranges = ranges[:MAX_RANGES], ranges[MAX_RANGES:]
-        numbers = (number for first, last in now for number in range(first, last + 1))
-        resume = {str(number): offsets[number] for number in numbers if offsets[number]}
-        respond("missing", ranges=now, resume=resume, more=bool(ranges))
-        if not ranges:
-            return
-
-
-def report_damaged(missing: list[int]) -> None:
-    """Exit: these objects had a wrong hash after every retry."""
-    respond("damaged", numbers=missing[:100])
-    raise SystemExit(1)
+    respond("missing", ranges=ranges, resume={str(n): offsets[n] for n in missing if offsets.get(n)})
+    return [number for first, last in ranges for number in range(first, last + 1)]
 
 
 def receive_object(expected: ManifestObject, offset: int) -> bool:
@@ -485,7 +421,7 @@ def sync(paths: list[bytes]) -> None:
             os.fsync(handle)
         finally:
             os.close(handle)
-        HEARTBEAT.beat()
+        beat()
 
 
 def sync_file_system() -> bool:
@@ -537,7 +473,7 @@ def fill_tree(tree: ManifestTree, directory: bytes) -> None:
             shutil.copyfile(expected.path, path)
             os.chmod(path, expected.mode)
             copies.append(path)
-        HEARTBEAT.beat()
+        beat()
     for name, target in tree.links:
         os.symlink(target, directory + b"/" + name)
     for name, mode in reversed(tree.directories):
@@ -577,12 +513,12 @@ def locked() -> Iterator[None]:
                         "another csdctl is deploying here and does not end", "wait for it"
                     ) from None
             time.sleep(0.05)
-            HEARTBEAT.beat()
+            beat()
         yield
 
 
 def prune() -> int:
-    """Remove unused files: trees that no destination links to, objects of no tree, parts, manifests.
+    """Remove unused files: trees that no destination links to, objects of no tree, parts.
 
     Files sent for training (the worker, models, shards) are removed too: the next deploy sends them again.
     Return the number of removed names.
@@ -597,10 +533,9 @@ def prune() -> int:
             num_removed += 1
     unused = [OBJECTS + b"/" + name for name in list_names(OBJECTS)]
     unused = [path for path in unused if os.lstat(path).st_nlink == 1]
-    for path in unused + [MANIFESTS + b"/" + name for name in list_names(MANIFESTS)]:
+    for path in unused:
         os.unlink(path)
-        num_removed += 1
-    return num_removed
+    return num_removed + len(unused)
 
 
 def is_in_use(directory: bytes) -> bool:
@@ -626,39 +561,36 @@ def serve(request: dict[str, Any]) -> None:
         with locked():
             respond("result", num_removed=prune())
         return
-    receiver = Receiver(load_manifest(request))
+    receiver = Receiver(request)
     missing = receiver.missing()
     if request.get("dry_run"):
-        report_missing(missing, dict.fromkeys(missing, 0))
+        report_missing(missing, {})
     elif missing or receiver.stale:
         with locked():
             missing = receiver.missing()  # another deploy may have delivered it meanwhile
             if missing:
                 receiver.receive(missing)
             receiver.build_trees()
-            store_manifest(request)
     respond("result")
 
 
 def main() -> int:
-    """Serve the request on the command line; report errors as one line."""
+    """Serve the request that the host sends; report errors as one line."""
     os.umask(0o077)
     try:
         check_store()
-        serve(json.loads(sys.argv[1]))
+        serve(json.loads(zlib.decompress(b"".join(read_input(int(sys.argv[2]))))))
+        return 0
     except RefusedError as refused:
         respond("error", message=str(refused), remedy=refused.remedy, exit_code=2)
-        return 2
-    except HostLostError:
-        return 1
     except BrokenPipeError:
-        return 1
+        pass
     except OSError as error:
-        path = error.filename if isinstance(error.filename, bytes) else b""
-        words = error.strerror or str(error)
-        respond("failed", error_number=error.errno or 0, words=words, path=printable(path))
-        return 1
-    return 0
+        where = f" at {printable(error.filename)}" if isinstance(error.filename, bytes) else ""
+        remedy = REMEDIES.get(error.errno or 0, "check the disk there: `df -h`, `mount`")
+        message = f"receiving files failed{where}: {error.strerror or error}"
+        respond("error", message=message, remedy=remedy, exit_code=1)
+    return 1
 
 
 if __name__ == "__main__":

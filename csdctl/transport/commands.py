@@ -12,11 +12,13 @@ The programs of csdctl/standalone run on a machine before anything is installed 
 `-I -S` keeps the user's modules out and halves the start-up time.
 """
 
+import base64
 import math
 import re
 import secrets
 import shlex
 import sys
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -191,8 +193,13 @@ class MarkedOutput:
 
 
 def build_program_command(python: str, module: str, arguments: Sequence[str] = ()) -> list[str]:
-    """Return the argument list that runs csdctl/standalone/MODULE.py on its own."""
-    return [python, "-I", "-S", "-c", read_program(module), *arguments]
+    """Return the argument list that runs csdctl/standalone/MODULE.py on its own.
+
+    The source is packed, because dropbear accepts command lines of 9000 bytes.
+    """
+    packed = base64.b85encode(zlib.compress(read_program(module).encode())).decode()
+    program = f'import base64,zlib;exec(zlib.decompress(base64.b85decode("{packed}")))'
+    return [python, "-I", "-S", "-c", program, *arguments]
 
 
 def build_child_command(command: Sequence[str], parent: int) -> list[str]:

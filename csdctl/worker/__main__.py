@@ -113,7 +113,7 @@ ANSWERS = {
     "digest": _digest,
     "sandbox-check": _check_sandbox,
 }
-"""What answers a request that needs no samples."""
+"""The functions that answer a request that needs no samples."""
 
 
 def _read_request() -> str:
@@ -255,7 +255,7 @@ COMMANDS: dict[str, tuple[Any, *tuple[str, ...]]] = {
     "mpi-check": (_check_mpi, "rank", "size", "node", "sums", "marker"),
     "sandbox": (_run_sandbox, "marker"),
 }
-"""What runs each of the other commands, and its options."""
+"""The function of each other command, and its options."""
 
 
 def run() -> None:

@@ -209,7 +209,7 @@ class TestStore:
 
     @needs_root
     @pytest.mark.attack(7)
-    @pytest.mark.parametrize("name", ["objects", "trees", "manifests"])
+    @pytest.mark.parametrize("name", ["objects", "trees"])
     def test_part_of_the_store_that_belongs_to_another_user_is_refused(
         self, home: Path, stored: StoredFile, name: str
     ) -> None:

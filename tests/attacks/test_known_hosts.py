@@ -121,7 +121,7 @@ def test_comment_does_not_become_a_line_when_the_file_is_written_again(tmp_path:
     accept_keys([key], project)
     assert forget_keys([Node("csd2", "old")], project) == {"csd2": 1}
     add_host_keys(project.known_hosts, {2222: TRUSTED}, "fleet")
-    remove_host_keys(project.known_hosts, [TRUSTED.replace(BODY, "gone")], "fleet")
+    remove_host_keys(project.known_hosts, "fleet")
     assert found_by_openssh(project.known_hosts) == found_by_csdctl(project.known_hosts) == set()
     assert len(found_by_openssh(project.known_hosts, "10.0.0.2")) == 1
 

@@ -67,7 +67,7 @@ def test_down_leaves_nothing_though_the_node_is_busy(directory: Path, mechanism:
     fleet = start(directory, mechanism)
     keep_busy(fleet)
     stopped = stop_fleet(directory)
-    assert stopped.num_processes == 3
+    assert stopped.num_processes == 4  # two servers, what watches the owner, and the busy process
     assert_nothing_is_left(directory)
     assert stop_fleet(directory).num_processes == 0
 
@@ -222,6 +222,6 @@ def test_commands_start_show_and_stop_a_fleet(
     assert "csd0" in run("status")
     (tmp_path / "fleet.yaml").write_text("nodes: []\n")
     ended = json.loads(run("down", "--json"))
-    assert ended["num_processes"] == 1
+    assert ended["num_processes"] == 2  # the server, and what watches the owner
     assert ended["kept_fleet_path"] == str(tmp_path / "fleet.yaml")
     assert isinstance(runner.invoke(emulate.app, ["status"]).exception, InputError)

@@ -160,11 +160,9 @@ def _frames(content: bytes, directory: Path) -> None:
 FRAMES = b"""\
 a line of a library
 @csdctl-progress {}
-@csdctl-manifest {}
-@csdctl-missing {"ranges": [[0, 1]], "resume": {"1": 77}, "more": true}
-@csdctl-missing {"ranges": [[3, 3]], "resume": {}, "more": false}
+@csdctl-missing {"ranges": [[0, 1], [3, 3]], "resume": {"1": 77}}
+@csdctl-missing {"ranges": [[3, 3]], "resume": {}}
 @csdctl-damaged {"numbers": [0, 3]}
-@csdctl-failed {"error_number": 28, "words": "No space left on device", "path": "store"}
 @csdctl-error {"message": "it is locked", "remedy": "wait", "exit_code": 2}
 @csdctl-data YWJj
 @csdctl-result {"num_removed": 3}"""

@@ -1,1 +1,1 @@
-"""What a worker process needs from its machine: errors, output, files and memory."""
+"""The machine of a worker process: errors, output, files and memory."""

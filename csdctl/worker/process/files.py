@@ -21,7 +21,7 @@ DAMAGED_ARCHIVE = (
     *(OSError, ValueError, LookupError, EOFError, RuntimeError, OverflowError),
     *(zipfile.BadZipFile, zlib.error, LZMAError, struct.error),
 )
-"""What zipfile and gzip raise for an archive that is damaged, encrypted, or compressed in another way."""
+"""The errors of zipfile and gzip for an archive that is damaged, encrypted, or compressed in another way."""
 
 
 def save_atomically(path: Path, text: str) -> None:
@@ -30,13 +30,6 @@ def save_atomically(path: Path, text: str) -> None:
     with aside.open("wb") as file:
         file.write(text.encode())
         sync_file(file)
-    os.replace(aside, path)
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Write `text` to a temporary file beside `path`, rename it to `path`, and sync neither."""
-    aside = path.with_name(f".{path.name}.new")
-    aside.write_bytes(text.encode())
     os.replace(aside, path)
 
 

@@ -1,4 +1,4 @@
-"""What leaves this process: events, lines of private data, and its end when nobody reads them any more.
+"""The output of this process: events, lines of private data, and its end when nobody reads them any more.
 
 Libraries and user code print freely, even from C. In a process that reads private data, that output is
 discarded, or goes to a file on this machine: only lines written through `GuardedOutput` leave it.

@@ -1,1 +1,1 @@
-"""What csdctl and its worker exchange: run specs, tasks, events and orders, as plain dataclasses."""
+"""The messages between csdctl and its worker: run specs, tasks, events and orders, as plain dataclasses."""

@@ -64,7 +64,7 @@ class DatasetInfo:
     unusable_classes: tuple[str, ...] = ()
     """Classes that have files here, none of which is usable."""
     images_sha256: str = ""
-    """Of images.npy, as it was prepared."""
+    """The SHA-256 of images.npy, as it was prepared."""
     labels_sha256: str = ""
     label_dtype: str = ""
     """As `dtype`; several outputs, and weights of samples, are fields. '' in those of earlier versions."""
@@ -100,7 +100,7 @@ def parts_of(dtype: str, shape: Shape) -> Parts:
 
 @dataclass(frozen=True)
 class ImageRule:
-    """How images are converted: to uint8 of `shape`, (height, width, channels)."""
+    """The conversion of images: to uint8 of `shape`, (height, width, channels)."""
 
     shape: Shape | None = None
     """If None, or with a 0 in it: unknown; images cannot be prepared then, arrays can."""
@@ -133,7 +133,7 @@ class TableSchema:
 
 @dataclass(frozen=True)
 class PrepareSpec:
-    """What to `prepare` on one machine; the first line of its standard input."""
+    """A request to `prepare` data on one machine; the first line of its standard input."""
 
     source: str
     store: str
@@ -188,7 +188,7 @@ class PrepareProgress:
 
 @dataclass(frozen=True)
 class LookSpec:
-    """What to `look` at; the first line of standard input."""
+    """A request to `look` at data; the first line of standard input."""
 
     prepare: PrepareSpec
     """As `prepare` would get it; its store is not used."""
@@ -200,7 +200,7 @@ class LookSpec:
 
 @dataclass(frozen=True)
 class PictureSizes:
-    """Of the encoded pictures that were looked at, by their headers."""
+    """Formats and sizes of the encoded pictures that were looked at, by their headers."""
 
     formats: tuple[str, ...]
     """'png', 'jpeg', …, sorted."""
@@ -211,14 +211,14 @@ class PictureSizes:
 
 @dataclass(frozen=True)
 class DataLook:
-    """What a data set is like, from all or some of its samples."""
+    """The properties of a data set, from all or some of its samples."""
 
     format: str
     """As `worker.ingest.prepare` names it."""
     info: DatasetInfo
-    """Of the samples that were read; there is nothing at its path."""
+    """Description of the samples that were read; there is nothing at its path."""
     num_samples: Count
-    """Of the whole data set; 0 if unknown."""
+    """Number of samples of the whole data set; 0 if unknown."""
     is_whole: bool
     """Whether all samples were read."""
     pictures: PictureSizes | None = None

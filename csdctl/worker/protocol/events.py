@@ -46,9 +46,9 @@ class Compared:
 
     difference: Measured
     spread: Measured
-    """How far rank 0's own result moves when its weights move by the rounding of their type."""
+    """The change of rank 0's own result when its weights move by the rounding of their type."""
     one_sample: Measured
-    """How far it moves when one sample is another one."""
+    """The change of that result when one sample is another one."""
 
     @property
     def is_sharp(self) -> bool:
@@ -111,7 +111,7 @@ class CollectiveTimed(Event):
 
     num_ranks: Count
     num_bytes: Count
-    """Of one rank's vector."""
+    """The size of one rank's vector."""
     collective: CollectiveName
     sum_s: Seconds
 
@@ -140,14 +140,14 @@ class Progress(Event):
     accuracy: Measured | None = None
     metrics: dict[ShortText, Measured] = field(default_factory=dict)
     input_s: Seconds | None = None
-    """Of compute_s: reading samples."""
+    """The part of compute_s for reading samples."""
     others_s: Seconds | None = None
-    """Of wait_s: until the slowest rank had computed; the rest is communication. cpu_s: of the process."""
+    """The part of wait_s until the slowest rank had computed; the rest is communication."""
     cpu_s: Seconds | None = None
     memory_bytes: Count | None = None
-    """That the process holds now."""
+    """The memory that the process holds now."""
     temperature_c: Celsius | None = None
-    """Of the machine's CPU; None where no sensor tells it."""
+    """The temperature of the machine's CPU; None where no sensor tells it."""
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ class Joined(Event):
     steps_per_epoch: Count
     total_steps: Count
     batch_sizes: dict[ShortText, Count]
-    """Of the group's ranks, by rank number."""
+    """The batch sizes of the group's ranks, by rank number."""
     collective: CollectiveName
     sum_s: Measured
     num_lost: Count = 0
@@ -247,7 +247,7 @@ class Verified(Event):
     dtype: ShortText
     """The coarsest type that a layer computes in."""
     sum_difference: Measured
-    """Of the sum to the ranks' vectors added in float64: the largest of any element, relative to the sum of
+    """The largest difference between the sum and the ranks' vectors added in float64, relative to the sum of
     its terms' magnitudes."""
     sum_rounding: Measured
     """The largest `sum_difference` that rounding to float32 explains, in whatever order they are added."""
@@ -294,7 +294,7 @@ class EpochEnd(Event):
     num_lost: Count = 0
     """Private samples that were not trained on, because their node was lost."""
     stepped_samples: Count = 0
-    """Of all ranks in the `steps` of this event; `global_samples` includes steps before a loss."""
+    """Samples of all ranks in the `steps` of this event; `global_samples` includes steps before a loss."""
     input_s: Seconds | None = None
     others_s: Seconds | None = None
     cpu_s: Seconds | None = None
@@ -387,10 +387,10 @@ def _cut(text: str) -> str:
 
 
 FROM_RANK_0 = (Rebalanced, Traffic, Verified, Evaluating, CheckpointSaved, CollectiveTimed)
-"""What holds for all ranks, or is on the host."""
+"""Events that concern all ranks, or something on the host."""
 FROM_CSDCTL = (NodeLost, NodeBack)
 FROM_MPI = (Started, MpiChecked, CollectiveTimed, Exited)
-"""What ranks and shells that mpirun started report, and no rank of a training."""
+"""Events of ranks and shells that mpirun started, and of no rank of a training."""
 FIELDS_OF_RANK_0 = {
     Progress: ("global_samples", "loss", "accuracy", "metrics"),
     EpochEnd: (

@@ -13,18 +13,18 @@ PRECISIONS = (FLOAT32, FLOAT16)
 
 KERAS, LITERT = "keras", "litert"
 ENGINES = (KERAS, LITERT)
-"""What computes features: Keras, or LiteRT, which starts in a quarter of a second and takes 70 MB."""
+"""The engines for features: Keras, or LiteRT, which starts in a quarter of a second and takes 70 MB."""
 
 FEATURE_STORE, RESULT_STORE = ".csdctl/features", ".csdctl/predictions"
 """The directories, on each machine, of features and of results."""
 
 SOFTMAX, SIGMOID, VALUES = "softmax", "sigmoid", "values"
-"""What is kept of an output: class and probability, or all values."""
+"""The kinds of results of an output: class and probability, or all values."""
 
 
 @dataclass(frozen=True)
 class ResultRule:
-    """What is kept of one output of the model."""
+    """The results that are kept of one output of the model."""
 
     name: str
     """'' for the only one."""
@@ -42,7 +42,7 @@ class ResultRule:
 
 @dataclass(frozen=True)
 class FeatureOptions:
-    """How features are computed and stored."""
+    """The precision and the engine of features."""
 
     precision: str = FLOAT32
     engine: str = KERAS
@@ -76,7 +76,7 @@ class Augmented:
 
 @dataclass(frozen=True)
 class ExtractSpec:
-    """What to compute on one machine; the first line of its standard input."""
+    """A request to compute features or results on one machine; the first line of its standard input."""
 
     source: DatasetSlice
     """Prepared samples."""
@@ -86,13 +86,13 @@ class ExtractSpec:
     """The model, or its frozen part."""
     runtime: Runtime
     results: tuple[ResultRule, ...] = ()
-    """What is kept of the model's outputs; none: features, beside the samples' labels."""
+    """The results that are kept of the model's outputs; none: features, beside the samples' labels."""
     layer: str = ""
     """The layer whose output is taken in place of the model's; '' for none."""
     others: tuple[DatasetSlice, ...] = ()
     """Further samples: the model is loaded once for all."""
     augmented: Augmented | None = None
-    """What is computed of training samples in place of themselves."""
+    """The views that are computed of training samples in place of themselves."""
     num_checked: Count = 0
     """Compute nothing that is missing: compute so many of the stored rows again, and compare them; 0: no."""
     num_plain: Count = 0
@@ -111,7 +111,7 @@ class Recomputed:
 
 @dataclass(frozen=True)
 class Extracted:
-    """What was stored: for `source`, then for each of the `others`."""
+    """The stored data sets: that of `source`, then those of the `others`."""
 
     parts: tuple[DatasetInfo, ...]
     num_computed: Count
@@ -125,7 +125,7 @@ class SendSpec:
     """The results or the features to send to the host; the first line of standard input."""
 
     fingerprint: str
-    """Of what is in `store`: nothing else can be requested."""
+    """The fingerprint of data in `store`: nothing else can be requested."""
     sha256: str
     num_bytes: Annotated[int, Between(0, 1 << 50)]
     """The largest number of bytes that the host takes."""
@@ -149,7 +149,7 @@ class GatheredPart:
     path: str
     sha256: str
     start: Count
-    """Of rows[start:stop] of the samples' permutation."""
+    """The first of rows[start:stop] of the samples' permutation."""
     stop: Count
 
 
@@ -158,9 +158,9 @@ class GatherSpec:
     """Features of all samples of `wanted.source`, to be put together; the first line of standard input."""
 
     wanted: ExtractSpec
-    """What would compute them on the host alone."""
+    """The request that would compute them on the host alone."""
     shape: Shape
-    """Of one sample's features."""
+    """The shape of one sample's features."""
     parts: tuple[GatheredPart, ...] = ()
     """Together all samples; none: only look whether the features are stored."""
 

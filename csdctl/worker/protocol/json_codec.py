@@ -23,7 +23,7 @@ MAX_RANKS = 1 << 16
 
 @dataclass(frozen=True)
 class Bound:
-    """What a value of an annotation must be, in words and as a check."""
+    """A condition on a value, in words and as a check."""
 
     text: str
     allows: Callable[[Any], bool]
@@ -55,7 +55,7 @@ NumSteps = Annotated[int, Between(1, 1 << 53)]
 BatchSize = Annotated[int, Between(1, 1 << 31)]
 RankNumber = Annotated[int, Between(0, MAX_RANKS - 1)]
 Generation = Annotated[int, Between(0, 1 << 31)]
-"""Of a group of ranks, from 1; 0 where there is no group."""
+"""The number of a group of ranks, from 1; 0 where there is no group."""
 Epoch = Annotated[int, Between(0, 1 << 31)]
 """From 1; 0 before the first."""
 ExitCode = Annotated[int, Between(0, 255)]
@@ -69,7 +69,7 @@ Sha256 = Annotated[
 ShortText = Annotated[str, MaxLength(256)]
 """A name, a hash, a reason."""
 Shape = Annotated[tuple[Annotated[int, Between(0, 1 << 31)], ...], MaxLength(32)]
-"""Of an array; 0 for any size."""
+"""The shape of an array; 0 for any size."""
 
 
 SCHEMA = 2
@@ -88,7 +88,7 @@ MAX_DEPTH = 32
 """A more deeply nested text is not parsed: the standard parser would exhaust the stack."""
 MAX_STRING_CHARS = 1 << 16
 MAX_ITEMS = 1 << 18
-"""Of a tuple or a dict: the classes of a data set are the most of anything."""
+"""The limit of a tuple or a dict: the classes of a data set are the most of anything."""
 INTEGERS = range(-(1 << 63), 1 << 64)
 """Signed and unsigned, of 64 bits."""
 _TOKENS = re.compile(r'"(?:[^"\\]++|\\.?)*+"?|[\[{]|[\]}]', re.DOTALL)
@@ -98,7 +98,7 @@ _ABRIDGED.maxstring = _ABRIDGED.maxother = 80
 
 
 class ProtocolError(ValueError):
-    """What the other side sent does not match this version of the protocol."""
+    """The other side's message does not match this version of the protocol."""
 
 
 MessageT = TypeVar("MessageT")
@@ -324,7 +324,7 @@ _PLAIN: dict[Any, tuple[str, Callable[[Any], bool]]] = {
         lambda value: isinstance(value, dict) and len(value) <= MAX_ITEMS,
     ),
 }
-"""What JSON has for a type, in words and as a check, within the limits of all messages."""
+"""The values that JSON has for a type, in words and as a check, within the limits of all messages."""
 
 
 def _refusal(where: str, expected: str, value: Any) -> ProtocolError:

@@ -13,14 +13,14 @@ BUILDER = "csdctl_builder"
 
 @dataclass(frozen=True)
 class BuildSpec:
-    """What to `build`."""
+    """A request to `build` a model."""
 
     reference: str
     """`keras.applications:NAME`, `PATH.keras` or `PATH.py:FUNCTION`."""
     arguments: dict[str, Any]
     recipe: Recipe
     directory: str
-    """Of the job file."""
+    """The directory of the job file."""
     code_roots: tuple[str, ...] = ()
     """The user's Python files and packages, which are sent to the nodes when the model needs them."""
     sample_shapes: dict[str, tuple[str, Shape]] = field(default_factory=dict)
@@ -44,7 +44,7 @@ class OutputInfo:
     """'' for the only one."""
     shape: Shape
     activation: str
-    """Of its last layer: 'softmax', 'linear', …; '' if unknown."""
+    """The activation of its last layer: 'softmax', 'linear', …; '' if unknown."""
     loss: str
     """Keras' name, such as 'sparse_categorical_crossentropy'; '' if the output has none."""
     is_known: bool = True
@@ -57,12 +57,12 @@ class OutputInfo:
 
 @dataclass(frozen=True)
 class OwnCompile:
-    """What a model was compiled with, before the job's recipe; losses are those of its outputs."""
+    """The arguments of the model's `compile`, before the job's recipe; its losses are in its outputs."""
 
     optimizer: str
     """Keras' name, such as 'Adam'; '' for none."""
     learning_rate: float
-    """Of a schedule, the first; 0 without an optimizer."""
+    """The first one of a schedule; 0 without an optimizer."""
     schedule: str = ""
     """Keras' name, such as 'CosineDecay'; '' for none."""
     has_loss: bool = True
@@ -76,9 +76,9 @@ class CutInfo:
     layer: str
     """The last layer before it."""
     shape: Shape
-    """Of one sample's activations."""
+    """The shape of one sample's activations."""
     num_bytes: Count
-    """Of one sample's activations; 0 if the size varies."""
+    """The bytes of one sample's activations; 0 if the size varies."""
     num_operations: Count
     """FLOPs before it for one sample, as in `ModelInfo`."""
     num_parameters: Count
@@ -93,7 +93,7 @@ class FeatureInfo:
     layer: str
     """The last layer of the frozen part."""
     shape: Shape
-    """Of one sample's features."""
+    """The shape of one sample's features."""
     num_operations: Count
     """FLOPs of the frozen part for one sample, as in `ModelInfo`."""
     head_weights: tuple[Count, ...]
@@ -106,12 +106,12 @@ class ModelInfo:
 
     name: str
     input_shape: Shape
-    """Of the only input; () if there are several."""
+    """The shape of the only input; () if there are several."""
     output_shape: Shape
     num_parameters: Count
     num_trainable: Count
     output_activation: str
-    """Of the last layer: 'softmax', 'linear', …; '' if unknown."""
+    """The activation of the last layer: 'softmax', 'linear', …; '' if unknown."""
     inputs: dict[str, Shape] = field(default_factory=dict)
     """Shape of each input by name, if there are several."""
     num_operations: Count = 0
@@ -120,7 +120,7 @@ class ModelInfo:
     stateful_layers: tuple[str, ...] = ()
     """Layers that keep state of the samples they train on, such as batch norm."""
     outputs: tuple[OutputInfo, ...] = ()
-    """In the model's order."""
+    """The outputs in the model's order."""
     recipe: Recipe = field(default_factory=Recipe)
     """The job's recipe, with what the compiled model adds."""
     needs_code: bool = False
@@ -140,13 +140,13 @@ class ModelInfo:
 
 @dataclass(frozen=True)
 class AugmentTrial:
-    """What to try, in the same way as a rank runs it."""
+    """A request to try `data.augment`, in the same way as a rank runs it."""
 
     reference: str
     """`FILE.py:NAME`"""
     code: UserCode
     directory: str
-    """Of the prepared public data."""
+    """The directory of the prepared public data."""
     seed: int
 
 

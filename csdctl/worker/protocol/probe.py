@@ -24,7 +24,7 @@ PartSeconds = Annotated[float, Between(0, 1e6)]
 
 @dataclass(frozen=True)
 class PartsSpec:
-    """What to time, with random samples; one line of standard input."""
+    """A request to time a model's parts with random samples; one line of standard input."""
 
     architecture: str
     weights: str
@@ -39,7 +39,7 @@ class PartsSpec:
     """The frozen part whose output is computed ahead, if any."""
     code: UserCode | None = None
     min_duration_s: Seconds = 0.5
-    """Of each measurement."""
+    """The least duration of each measurement."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,9 @@ class CutTimes:
 
     layer: str
     forward_s: PartSeconds
-    """Of the prefix."""
+    """The seconds of the prefix."""
     backward_s: PartSeconds
-    """Of the prefix."""
+    """The seconds of the prefix."""
     head_s: PartSeconds
     """Forward and backward pass of the head."""
 
@@ -64,16 +64,16 @@ class PartTimes:
     evaluation_s: PartSeconds
     """Forward pass of the whole model, as for validation."""
     features_s: PartSeconds
-    """Of the frozen part, as features are computed; 0 if there is none."""
+    """The seconds of the frozen part, as features are computed; 0 if there is none."""
     cuts: tuple[CutTimes, ...]
-    """Of the cuts at which the model can be divided."""
+    """The times of the cuts at which the model can be divided."""
     why_not: str = ""
     """Why it cannot be divided at the others."""
 
 
 @dataclass(frozen=True)
 class ProbeSpec:
-    """What a probe session measures: a model, and how it is trained."""
+    """The subject of a probe session: a model, and how it is trained."""
 
     architecture: str
     weights: str
@@ -82,7 +82,7 @@ class ProbeSpec:
     data: DatasetInfo
     """The public data set: probes use random samples of its shape and type."""
     code: UserCode | None = None
-    """What the model needs to be rebuilt, beside Keras."""
+    """The code that the model needs to be rebuilt, beside Keras."""
     noise: Noise | None = None
     """The noise on the job's private samples."""
     is_private: bool = False

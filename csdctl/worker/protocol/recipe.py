@@ -56,7 +56,7 @@ class LossTerm:
     name: str
     args: dict[str, Argument] = field(default_factory=dict)
     weight: float = 1.0
-    """Of this output in the sum over all outputs."""
+    """The weight of this output in the sum over all outputs."""
 
 
 @dataclass(frozen=True)
@@ -69,14 +69,14 @@ class Recipe:
 
     epochs: int = 1
     optimizer: str = ""
-    """By its Keras name; '': the compiled model's, else sgd."""
+    """Keras' name of the optimizer; '': the compiled model's, else sgd."""
     optimizer_args: dict[str, Argument] = field(default_factory=dict)
     learning_rate: float | None = None
     """None: the compiled model's."""
     reference_batch: int = 256
     warmup_epochs: float = 0.0
     losses: dict[str, LossTerm] = field(default_factory=dict)
-    """By the name of the model's output, '' for a model with one; none: the compiled model's."""
+    """Losses by name of the model's output, '' for a model with one; none: the compiled model's."""
     from_logits: bool = False
     """Whether losses that distinguish it get logits."""
     class_weight: dict[str, float] = field(default_factory=dict)
@@ -94,12 +94,12 @@ class Recipe:
     max_learning_rate: float | None = None
     """Upper limit of the learning rate, however large the global batch is."""
     decay: str = "none"
-    """How the learning rate falls to zero from the end of the warm-up to the end of the last epoch: 'linear'
+    """The fall of the learning rate to zero from the end of the warm-up to that of the last epoch: 'linear'
     or 'cosine'; with 'none' it does not fall."""
     schedule: str = ""
     """A schedule of the learning rate by step, as Keras' JSON; it takes the place of `learning_rate`."""
     metrics: tuple[str, ...] = ()
-    """By their Keras names, or `FILE.py:NAME`; none: the compiled model's."""
+    """Keras' names of the metrics, or `FILE.py:NAME`; none: the compiled model's."""
     early_stopping: EarlyStopping | None = None
     reduce_on_plateau: ReduceOnPlateau | None = None
 

@@ -40,10 +40,10 @@ class DatasetSlice:
     stop: Count | None = None
     permutation_seed: int = 0
     images_sha256: str = ""
-    """Of the whole file, as it was prepared; a file with another hash is not read."""
+    """The SHA-256 of the whole file, as it was prepared; a file with another hash is not read."""
     labels_sha256: str = ""
     num_views: BatchSize = 1
-    """How often the file has each sample: all once, then all again; an epoch reads one of these in turn."""
+    """Number of times that the file has all samples, one after the other; an epoch reads one of them."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class RankSpec:
     max_batch_size: Count | None = None
     """The largest batch that fits into its memory, if known."""
     num_repeated: Count = 0
-    """How many of `num_private` are samples that are read again in the same epoch."""
+    """Number of samples among `num_private` that are read again in the same epoch."""
     weight: float = 1.0
     """The weight of each of its samples."""
     micro_batch_size: BatchSize | None = None
@@ -109,11 +109,11 @@ class Prefix:
 
 @dataclass(frozen=True)
 class HeadSpec:
-    """What a run that trains the head of a model knows of the rest; its samples are features."""
+    """The rest of the model of a run that trains only a head; the run's samples are features."""
 
     prefix: Prefix
     architecture: str
-    """Of the whole model, as `RunSpec.architecture`."""
+    """The architecture of the whole model, as `RunSpec.architecture`."""
     weights: str
     head_weights: tuple[Count, ...]
     """The place of each of the head's weights among those of the whole model."""
@@ -126,7 +126,7 @@ class SplitSpec:
     cut: str
     """The last layer before the cut."""
     num_micro_batches: BatchSize = 4
-    """Of each rank's batch: while some are with the host, the rank computes others."""
+    """Micro-batches of each rank's batch: while some are with the host, the rank computes others."""
 
 
 @dataclass(frozen=True)
@@ -158,9 +158,9 @@ class RunSpec:
     max_steps: Count | None = None
     """End after this many steps of the whole run, for measuring."""
     task: TaskSpec = field(default_factory=TaskSpec)
-    """What the ranks are asked to do."""
+    """The task of the ranks."""
     code: UserCode | None = None
-    """What the model needs to be rebuilt, beside Keras."""
+    """The code that the model needs to be rebuilt, beside Keras."""
     head: HeadSpec | None = None
     """If the model is the head of a larger one; samples and validation data are features, `public` is not."""
     split: SplitSpec | None = None

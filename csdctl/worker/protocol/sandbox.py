@@ -13,7 +13,7 @@ SOCKETS_VARIABLE = "CSDCTL_SOCKETS"
 
 @dataclass(frozen=True)
 class SandboxPolicy:
-    """What the sandbox may do; without `is_confined` the command runs with the same life, and no sandbox."""
+    """The rights of a sandbox; without `is_confined` the command lives as long, but is not confined."""
 
     command: tuple[str, ...]
     """An absolute path and its arguments."""
@@ -35,7 +35,7 @@ class SandboxPolicy:
 
 @dataclass(frozen=True)
 class SandboxRequest:
-    """What a `sandbox-check` is about."""
+    """The request of a `sandbox-check`."""
 
     peers: tuple[str, ...] = ()
     """The networks of the other machines, as CIDR."""
@@ -43,10 +43,10 @@ class SandboxRequest:
 
 @dataclass(frozen=True)
 class SandboxCheck:
-    """What a machine can do for a sandbox; '' for all of it."""
+    """The obstacles to a sandbox on a machine; '' for none."""
 
     obstacle: str
-    """What prevents a sandbox."""
+    """The reason why there can be no sandbox."""
     why_open: str = ""
     """Why its ports answer at addresses outside of the peers' networks too."""
 

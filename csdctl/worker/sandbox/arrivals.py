@@ -150,7 +150,7 @@ def build_source_filter(networks: Sequence[IpNetwork]) -> list[Instruction]:
 
 
 TOKEN_S = 2.0
-"""For the token of a connection, from when the peer connected."""
+"""The time for the token of a connection, from when the peer connected."""
 MAX_STRANGERS = 64
 """Closed in one call, which then reports that nobody is there; the kernel wakes the sandbox again."""
 MAX_LATE = 256

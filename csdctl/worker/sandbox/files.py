@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from csdctl.worker.sandbox.system_calls import LIBC, PR_SET_KEEPCAPS, system_call
 
 USER_ID = 1_907_000_000
-"""Whom root becomes: outside of all ranges that systems give to accounts, services and containers."""
+"""The user that root becomes: outside of all ranges that systems give to accounts and containers."""
 SYSTEM_PATHS = [
     "/usr",
     "/bin",

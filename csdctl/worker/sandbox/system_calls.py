@@ -7,8 +7,9 @@ import os
 import platform
 import signal
 import struct
-from collections.abc import Iterator
 from typing import Any
+
+from csdctl.worker.protocol.processes import find_descendants, load_all
 
 LIBC = ctypes.CDLL(None, use_errno=True)
 MACHINE = platform.machine()
@@ -63,7 +64,7 @@ _NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16
 """Offsets in struct seccomp_data."""
 
 Instruction = tuple[int, int, int, int]
-"""Of classic BPF: code, jump if true, jump if false, value."""
+"""An instruction of classic BPF: code, jump if true, jump if false, value."""
 
 
 def number_of(name: str) -> int | None:
@@ -135,18 +136,12 @@ def _build_rules(name: str) -> list[Instruction]:
 
 def list_descendants() -> list[int]:
     """Return the processes of the sandbox: orphans become children of this process."""
-    children: dict[int, list[int]] = {}
-    for pid, parent, _ in _list_processes():
-        children.setdefault(parent, []).append(pid)
-    found = [os.getpid()]
-    for parent in found:  # grows during the iteration
-        found += children.get(parent, [])
-    return found[1:]
+    return find_descendants(os.getpid(), load_all())
 
 
 def list_group(group: int) -> list[int]:
     """Return the processes of a process group."""
-    return [pid for pid, _, found in _list_processes() if found == group]
+    return [pid for pid, stat in load_all().items() if stat.group == group]
 
 
 def end_all() -> None:
@@ -157,11 +152,3 @@ def end_all() -> None:
                 os.kill(pid, signal.SIGKILL)
         with contextlib.suppress(ChildProcessError):
             os.waitpid(-1, 0)
-
-
-def _list_processes() -> Iterator[tuple[int, int, int]]:
-    """Yield the number, parent and group of every process."""
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{pid}/stat") as file:
-            fields = file.read().rpartition(") ")[2].split()
-            yield int(pid), int(fields[1]), int(fields[2])

@@ -1,4 +1,3 @@
-import json
 from pathlib import Path
 
 import paramiko
@@ -29,7 +28,7 @@ def paths(tmp_path: Path) -> FleetPaths:
 @pytest.fixture
 def state(paths: FleetPaths, tmp_path: Path) -> FleetState:
     nodes = (NodeState("csd0", 123, 456, 2200, "duty"), NodeState("csd1", 124, 457, 2201, "duty"))
-    return FleetState(paths.fleet_id, EmulatedSpec(2), "auto", tmp_path / "fleet.yaml", "root", nodes)
+    return FleetState(paths.fleet_id, EmulatedSpec(2), "auto", tmp_path / "fleet.yaml", nodes)
 
 
 def test_state_round_trips(paths: FleetPaths, state: FleetState) -> None:
@@ -42,18 +41,6 @@ def test_unusable_state_counts_as_lost(paths: FleetPaths, content: str) -> None:
     paths.directory.mkdir(parents=True)
     paths.state.write_text(content)
     assert load_state(paths) is None
-
-
-def test_state_is_readable_json(paths: FleetPaths, state: FleetState) -> None:
-    save_state(paths, state)
-    content = json.loads(paths.state.read_text())
-    assert content["nodes"][0] == {
-        "name": "csd0",
-        "pid": 123,
-        "start_time": 456,
-        "port": 2200,
-        "cpu_mechanism": "duty",
-    }
 
 
 def test_the_fleet_id_is_derived_from_the_directory(tmp_path: Path) -> None:
@@ -71,29 +58,22 @@ def test_the_fleet_file_can_be_read_by_csdctl(paths: FleetPaths, state: FleetSta
         ("csd1", "127.0.0.1", 2201),
     ]
     assert {(node.user, node.key, node.python, node.groups) for node in fleet.nodes} == {
-        ("root", paths.key, "/opt/python", ("emulated",))
+        ("csd", paths.key, "/opt/python", ("emulated",))
     }
 
 
-def test_a_changed_fleet_file_is_kept(paths: FleetPaths, state: FleetState) -> None:
-    save_fleet_file(paths, state, "python3")
+def test_only_an_unchanged_fleet_file_is_removed_with_its_facts(paths: FleetPaths, state: FleetState) -> None:
     path = state.fleet_path
-    assert is_unchanged(path, paths.fleet_id)
+    save_fleet_file(paths, state, "python3")
     assert not is_unchanged(path, "another")
     path.write_text(path.read_text() + "# mine\n")
     assert not remove_fleet_file(path, paths.fleet_id)
-    assert path.exists()
     with pytest.raises(InputError, match="left unchanged"):
         check_may_write(path, paths.fleet_id)
-
-
-def test_a_fleet_file_is_removed_with_its_facts(paths: FleetPaths, state: FleetState) -> None:
     save_fleet_file(paths, state, "python3")
-    facts = state.fleet_path.with_name("fleet.facts.json")
-    facts.write_text("{}")
-    assert remove_fleet_file(state.fleet_path, paths.fleet_id)
-    assert not facts.exists()
-    assert not state.fleet_path.exists()
+    path.with_name("fleet.facts.json").write_text("{}")
+    assert remove_fleet_file(path, paths.fleet_id)
+    assert not [*path.parent.glob("fleet.*")]
 
 
 def test_host_keys_are_readable_and_replace_those_of_the_same_port(tmp_path: Path) -> None:
@@ -110,8 +90,9 @@ def test_host_keys_are_readable_and_replace_those_of_the_same_port(tmp_path: Pat
 def test_down_removes_only_its_own_host_keys(tmp_path: Path) -> None:
     path = tmp_path / "known_hosts"
     add_host_keys(path, {2200: KEY}, "mine")
-    remove_host_keys(path, [], "mine")
+    remove_host_keys(path, "mine")
     assert not path.exists()
-    path.write_text(FOREIGN + f"[127.0.0.1]:2200 {KEY}\n")  # another program dropped the comment
-    remove_host_keys(path, [KEY], "mine")
+    path.write_text(FOREIGN)
+    add_host_keys(path, {2200: KEY}, "mine")
+    remove_host_keys(path, "mine")
     assert path.read_text() == FOREIGN

@@ -1,15 +1,15 @@
 """The process that a fleet belongs to, real ones."""
 
-import asyncio
 import os
 import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from csdctl.emulation.owner import OwnerWatch, find_owner
-from csdctl.emulation.state import FleetPaths, Owner, locked, try_lock
+from csdctl.emulation.owner import find_owner, watch_owner
+from csdctl.emulation.state import EmulatedSpec, FleetPaths, FleetState, Owner, save_state
 from csdctl.errors import InputError
 
 
@@ -20,28 +20,39 @@ def process() -> Iterator["subprocess.Popen[bytes]"]:
         process.kill()
 
 
-async def ends(watch: OwnerWatch) -> bool:
-    """Whether the watch has returned, and its server has to remove the fleet."""
-    await asyncio.wait_for(watch.wait(), 60)
-    return watch.is_removing
+def fleet_of(directory: Path, owner: Owner | None) -> FleetPaths:
+    paths = FleetPaths(directory / ".csdctl" / "fleet")
+    paths.directory.mkdir(parents=True)
+    save_state(
+        paths,
+        FleetState(paths.fleet_id, EmulatedSpec(1), "auto", paths.default_fleet, owner=owner),
+    )
+    return paths
 
 
-def test_server_ends_when_the_owner_is_killed(tmp_path: Path, process: "subprocess.Popen[bytes]") -> None:
-    async def watch_and_kill() -> bool:
-        watch = OwnerWatch(FleetPaths(tmp_path / "gone" / "fleet"), find_owner(process.pid))
-        waiting = asyncio.create_task(ends(watch))
-        await asyncio.sleep(0.05)
-        assert not waiting.done()
-        process.kill()
-        return await waiting
-
-    assert asyncio.run(watch_and_kill())
+def test_fleet_is_removed_when_its_owner_ends(tmp_path: Path, process: "subprocess.Popen[bytes]") -> None:
+    owner = find_owner(process.pid)
+    paths = fleet_of(tmp_path, owner)
+    watching = threading.Thread(target=watch_owner, args=(paths, owner))
+    watching.start()
+    watching.join(0.5)
+    assert watching.is_alive()
+    process.kill()  # it stays a zombie
+    watching.join(60)
+    assert not paths.directory.exists()
 
 
 def test_process_that_got_the_number_of_the_owner_is_not_taken_for_it(tmp_path: Path) -> None:
     owner = find_owner(os.getpid())
-    watch = OwnerWatch(FleetPaths(tmp_path / "fleet"), Owner(owner.pid, owner.start_time - 1))
-    assert asyncio.run(ends(watch))
+    earlier = Owner(owner.pid, owner.start_time - 1)
+    watch_owner(fleet_of(tmp_path, earlier), earlier)
+    assert not (tmp_path / ".csdctl" / "fleet").exists()
+
+
+def test_fleet_that_has_another_owner_stays(tmp_path: Path) -> None:
+    paths = fleet_of(tmp_path, find_owner(os.getpid()))
+    watch_owner(paths, Owner(os.getpid(), 1))
+    assert paths.state.exists()
 
 
 def test_zombie_is_no_owner(process: "subprocess.Popen[bytes]") -> None:
@@ -49,14 +60,3 @@ def test_zombie_is_no_owner(process: "subprocess.Popen[bytes]") -> None:
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     with pytest.raises(InputError, match=f"received {process.pid}"):
         find_owner(process.pid)
-
-
-def test_fleet_is_removed_by_one_server_at_a_time(tmp_path: Path) -> None:
-    for directory in (tmp_path / "fleet", tmp_path / "gone" / "too" / "fleet"):
-        paths = FleetPaths(directory)
-        handle = try_lock(paths)
-        assert handle is not None
-        assert try_lock(paths) is None
-        os.close(handle)
-    with locked(FleetPaths(tmp_path / "fleet")):
-        assert try_lock(FleetPaths(tmp_path / "fleet")) is None

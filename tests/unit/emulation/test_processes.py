@@ -8,6 +8,7 @@ import pytest
 
 from csdctl.emulation import processes
 from csdctl.emulation.limits import end_largest_above
+from csdctl.worker.protocol.processes import find_descendants, load_all, load_stat, parse_stat
 from tests.patience import eventually
 
 
@@ -25,7 +26,7 @@ def sleeper() -> Iterator["subprocess.Popen[bytes]"]:
 
 def test_a_name_with_brackets_does_not_shift_the_fields() -> None:
     text = "42 (a) b) S 7 40 40 0 -1 4194560 1 2 3 4 100 50 300 100 20 0 1 0 98765 1000 2 3\n"
-    stat = processes.parse_stat(text)
+    stat = parse_stat(text)
     assert (stat.state, stat.parent, stat.group, stat.start_time) == ("S", 7, 40, 98765)
     assert stat.children_cpu_s == pytest.approx(400 / os.sysconf("SC_CLK_TCK"))
 
@@ -33,7 +34,7 @@ def test_a_name_with_brackets_does_not_shift_the_fields() -> None:
 def test_descendants_are_found_with_and_without_children_files(sleeper: "subprocess.Popen[bytes]") -> None:
     found = processes.list_descendants(os.getpid())
     assert {sleeper.pid, *processes.list_descendants(sleeper.pid)} <= set(found)
-    assert set(found) >= set(processes._descendants_in(processes._parents(), sleeper.pid))
+    assert set(found) >= set(find_descendants(sleeper.pid, load_all()))
 
 
 def test_a_process_is_found_by_its_marker(sleeper: "subprocess.Popen[bytes]") -> None:
@@ -43,20 +44,17 @@ def test_a_process_is_found_by_its_marker(sleeper: "subprocess.Popen[bytes]") ->
     assert processes.list_marked("unit-test-flee") == []
 
 
-def test_a_zombie_is_not_running() -> None:
+def test_neither_a_zombie_nor_another_start_time_is_the_process() -> None:
     child = subprocess.Popen(["true"])
-    started = processes.load_stat(child.pid)
+    started = load_stat(child.pid)
     assert started is not None
     assert eventually(lambda: processes.start_time(child.pid) is None)
     assert not processes.is_running(child.pid, started.start_time)
     child.wait()
-
-
-def test_another_start_time_is_another_process() -> None:
-    started = processes.start_time(os.getpid())
-    assert started is not None
-    assert processes.is_running(os.getpid(), started)
-    assert not processes.is_running(os.getpid(), started - 1)
+    mine = processes.start_time(os.getpid())
+    assert mine is not None
+    assert processes.is_running(os.getpid(), mine)
+    assert not processes.is_running(os.getpid(), mine - 1)
 
 
 def test_cpu_time_is_what_the_process_itself_reports() -> None:

@@ -18,32 +18,26 @@ This is usually due to either a failure of the TCP network
 """.splitlines()
 
 
-def test_rank_that_was_killed_first_is_the_cause() -> None:
-    cause = find_cause(LOST_DAEMON, [Exited(2, "csd1", 137), Exited(0, "host", 1)], NODES)
-    assert cause.node == "csd1"
-    assert "rank 2 was killed by signal 9, most likely out of memory" in cause.message
+SIGNALLED = ["prterun noticed that process rank 1 with PID 0 on node csd0 exited on signal 11."]
 
 
-def test_rank_that_mpirun_itself_ended_is_not_the_cause() -> None:
-    exited = [Exited(0, "host", 128 + 15), Exited(1, "csd0", 139)]
-    assert find_cause([], exited, NODES).node == "csd0"
-
-
-def test_lost_daemon_is_named_by_its_node() -> None:
-    cause = find_cause(LOST_DAEMON, [], NODES)
-    assert cause.node == "csd1"
-    assert "lost" in cause.message
-
-
-def test_host_between_the_nodes_does_not_shift_the_daemon_numbers() -> None:
-    assert find_cause(LOST_DAEMON, [], ["csd7", "host", "csd8"]).node == "csd8"
-
-
-def test_rank_ended_by_a_signal_is_named_by_its_node() -> None:
-    printed = ["prterun noticed that process rank 1 with PID 0 on node csd0 exited on signal 11."]
-    cause = find_cause(printed, [], NODES)
-    assert cause.node == "csd0"
-    assert "signal 11" in cause.message
+@pytest.mark.parametrize(
+    ("printed", "exited", "nodes", "node", "message"),
+    [
+        (LOST_DAEMON, [Exited(2, "csd1", 137), Exited(0, "host", 1)], NODES, "csd1", "likely out of memory"),
+        ([], [Exited(0, "host", 128 + 15), Exited(1, "csd0", 139)], NODES, "csd0", "killed by signal 11"),
+        (LOST_DAEMON, [], NODES, "csd1", "lost"),
+        (LOST_DAEMON, [], ["csd7", "host", "csd8"], "csd8", "lost"),
+        (SIGNALLED, [], NODES, "csd0", "signal 11"),
+    ],
+    ids=["killed first", "mpirun ended the other", "daemon", "host between the nodes", "signal"],
+)
+def test_node_that_was_lost_first_is_the_cause(
+    printed: list[str], exited: list[Exited], nodes: list[str], node: str, message: str
+) -> None:
+    cause = find_cause(printed, exited, nodes)
+    assert cause.node == node
+    assert message in cause.message
 
 
 @pytest.mark.parametrize("number", [3, 99])

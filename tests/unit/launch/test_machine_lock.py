@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from csdctl.errors import ExitCode, RemoteCommandError
+from csdctl.launch.leftovers import CleanupOptions, clean_machine
 from csdctl.launch.machine_lock import (
     MachineLockedError,
     describe_holder,
@@ -72,9 +72,6 @@ def test_machine_that_is_still_locked_by_us_can_be_relocked(session: LocalSessio
         relock_machine(session, sys.executable, doing="train", directory=tmp_path),
     ):
         pass
-
-
-def test_machine_that_was_lost_is_locked_again(session: LocalSession, tmp_path: Path) -> None:
     with (
         relock_machine(session, sys.executable, doing="train", directory=tmp_path),
         pytest.raises(MachineLockedError),
@@ -83,7 +80,8 @@ def test_machine_that_was_lost_is_locked_again(session: LocalSession, tmp_path: 
         pass
 
 
-def test_machine_that_another_csdctl_has_locked_is_not_relocked(
+@pytest.mark.fault(35)
+def test_lock_of_another_csdctl_is_respected_until_that_is_killed(
     session: LocalSession, tmp_path: Path
 ) -> None:
     command = [sys.executable, "-c", LOCK_UNTIL_KILLED, str(tmp_path)]
@@ -96,15 +94,6 @@ def test_machine_that_another_csdctl_has_locked_is_not_relocked(
         ):
             pass
         other.kill()
-
-
-@pytest.mark.fault(35)
-def test_lock_of_a_killed_csdctl_is_released(session: LocalSession, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", LOCK_UNTIL_KILLED, str(tmp_path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as first:
-        assert first.stdout is not None
-        assert first.stdout.readline() == b"locked\n"
-        first.send_signal(signal.SIGKILL)
     assert eventually(lambda: is_free(tmp_path / ".csdctl" / "lock"))
     with lock(session, tmp_path):
         pass
@@ -124,6 +113,7 @@ def test_lock_of_a_holder_that_died_with_its_host_is_taken_over(
         holder = {**describe_holder("train", tmp_path), "boot": "an earlier one", "holding_pid": sleeper}
         lock_file.write_text(json.dumps(holder))
         holding.kill()  # only the sleeper still holds the lock
+        clean_machine(session, sys.executable, CleanupOptions())
         with lock(session, tmp_path):
             assert json.loads(lock_file.read_text())["command"] == "tune"
 

@@ -6,12 +6,13 @@ from pathlib import Path
 import pytest
 
 from csdctl.errors import InputError
+from csdctl.fleet.facts import Facts
 from csdctl.fleet.model import HOST_NAME
 from csdctl.launch.mpirun import (
     RankCommand,
     build_mpirun_command,
-    check_addresses,
     check_network,
+    choose_prefix,
 )
 from csdctl.worker.protocol.events import Exited, event_from_line
 
@@ -26,7 +27,7 @@ RANKS = (
 
 
 def build(network: str = "10.1.1.0/24", ranks: tuple[RankCommand, ...] = RANKS) -> list[str]:
-    return build_mpirun_command(Path("/venv/bin/mpirun"), "/opt/venv", "agent", network, ranks)
+    return build_mpirun_command(Path("/venv/bin/mpirun"), "/opt/venv", network, ranks, run_id="20260101")
 
 
 def contexts(command: list[str]) -> list[list[str]]:
@@ -119,6 +120,13 @@ def test_network_without_an_address_of_this_host_is_rejected_with_its_addresses(
 
 def test_host_with_nothing_but_a_loopback_is_rejected_with_a_command_that_helps() -> None:
     with pytest.raises(InputError, match="daemons need an interface besides the loopback") as caught:
-        check_addresses("127.0.0.0/8", ["127.0.0.1"])
+        check_network("127.0.0.0/8", ["127.0.0.1"])
     assert "ip link add" in caught.value.remedy
-    check_addresses("127.0.0.0/8", ["127.0.0.1", "192.0.2.1"])
+    check_network("127.0.0.0/8", ["127.0.0.1", "192.0.2.1"])
+
+
+def test_prefixes_of_the_given_nodes_must_agree() -> None:
+    facts = {name: Facts(name, prefix=f"/opt/{name}") for name in ("csd0", "csd1")}
+    assert choose_prefix(["csd0"], facts) == "/opt/csd0"
+    with pytest.raises(InputError, match="/opt/csd0, /opt/csd1"):
+        choose_prefix(["csd0", "csd1"], facts)

@@ -5,10 +5,7 @@ from pathlib import Path
 import pytest
 
 from csdctl.transport.local import LocalSession
-from tests.unit.shipping.delivering import (
-    Machine,
-    fill,
-)
+from tests.unit.shipping.delivering import Machine, fill
 from tests.unit.transport.conftest import machine, server, ssh  # noqa: F401
 
 

@@ -9,44 +9,26 @@ from pathlib import Path
 import pytest
 
 from csdctl.errors import InputError, RemoteCommandError
-from csdctl.shipping.deliver import Delivery, build_receiver_command, deliver
+from csdctl.shipping.deliver import Delivery, build_receiver, deliver, prune_store
 from csdctl.shipping.payload import TreeRequest, pack_payload, read_tree
-from csdctl.shipping.store import hash_file, store_bytes
+from csdctl.shipping.store import OBJECTS, hash_file, store_bytes
 from tests.fake_session import FakeSession
-from tests.unit.shipping.delivering import (
-    Machine,
-    content_of,
-    fill,
-    parts,
-    send,
-    send_tree,
-)
+from tests.unit.shipping.delivering import Machine, content_of, fill, parts, send, send_tree
 
 pytestmark = pytest.mark.first(2)
 
 
 class TestFiles:
-    def test_all_files_arrive_at_an_empty_machine(self, machine: Machine, host: Path) -> None:
+    def test_missing_files_arrive_and_others_are_not_sent(self, machine: Machine, host: Path) -> None:
         session, home = machine
-        files = [store_bytes(f"content {number}".encode(), ".bin", host) for number in range(3)]
-        assert send(session, *files) == Delivery(3, 27, 0)
-        assert [hash_file(home / file.path) for file in files] == [file.sha256 for file in files]
-        assert not parts(home)
-
-    def test_only_what_is_missing_is_sent(self, machine: Machine, host: Path) -> None:
-        session, home = machine
-        files = [store_bytes(f"content {number}".encode(), ".bin", host) for number in range(3)]
-        send(session, *files[:2])
+        files = [store_bytes(content, ".bin", host) for content in (b"content 0", b"content 1", b"")]
+        assert send(session, *files[:2]) == Delivery(2, 18, 0)
         before = (home / files[0].path).stat().st_ino
-        assert send(session, *files) == Delivery(1, 9, 2)
+        assert send(session, *files) == Delivery(1, 0, 2)
         assert send(session, *files) == Delivery(0, 0, 3)
+        assert [hash_file(home / file.path) for file in files] == [file.sha256 for file in files]
         assert (home / files[0].path).stat().st_ino == before
-
-    def test_empty_file_arrives(self, node: Machine, host: Path) -> None:
-        session, home = node
-        empty = store_bytes(b"", ".bin", host)
-        assert send(session, empty, store_bytes(b"x", "", host)) == Delivery(2, 1, 0)
-        assert (home / empty.path).read_bytes() == b""
+        assert not parts(home)
 
     @pytest.mark.fault(28)
     @pytest.mark.parametrize(
@@ -54,8 +36,6 @@ class TestFiles:
         [
             pytest.param(lambda path: path.write_bytes(b"CONTENT"), id="same size, other bytes"),
             pytest.param(lambda path: path.write_bytes(b"cont"), id="cut short"),
-            pytest.param(lambda path: path.write_bytes(b""), id="empty"),
-            pytest.param(lambda path: path.unlink(), id="gone"),
             pytest.param(lambda path: path.chmod(0o644), id="other permissions"),
             pytest.param(lambda path: (path.unlink(), path.symlink_to("/etc/passwd")), id="a link"),
         ],
@@ -71,16 +51,11 @@ class TestFiles:
         assert (home / stored.path).read_bytes() == b"content"
         assert not (home / stored.path).is_symlink()
 
-    def test_empty_delivery_sends_no_command(self) -> None:
-        session = FakeSession("csd0")
-        assert send(session) == Delivery(0, 0, 0)
-        assert session.commands == []
-
-    def test_unchanged_files_take_one_command_and_no_input(self, host: Path) -> None:
+    def test_unchanged_files_take_one_command_and_no_files_take_none(self, host: Path) -> None:
         session = FakeSession("csd0").on("sh", stdout="@csdctl-result {}")
+        assert send(session) == Delivery(0, 0, 0)
         send(session, store_bytes(b"x", "", host))
-        assert len(session.commands) == len(session.conversations) == 1
-        assert session.conversations[0].sent_bytes == b""
+        assert len(session.commands) == 1
         assert session.conversations[0].is_closed
 
     def test_missing_python_is_an_error_with_the_required_version(self, host: Path) -> None:
@@ -104,8 +79,7 @@ class TestTrees:
         (source / "secret").chmod(0o600)
         (source / "link").symlink_to("deep/b")
         (source / "deep" / "up").symlink_to("../a")
-        delivery = send_tree(session, source)
-        assert delivery.num_present == 0
+        assert send_tree(session, source).num_present == 0
         there = home / "there"
         assert content_of(there) == content_of(source)
         for name in ("a", "run", "secret", "deep", "empty/directory"):
@@ -114,25 +88,18 @@ class TestTrees:
         assert (there / "deep" / "up").read_bytes() == b"one"
         assert send_tree(session, source).num_sent == 0
 
-    def test_same_content_is_sent_once(self, node: Machine, source: Path) -> None:
-        assert send_tree(node[0], source) == Delivery(2, 6, 0)
-
-    def test_changed_tree_replaces_the_old_one_atomically(self, node: Machine, source: Path) -> None:
+    def test_only_a_changed_tree_is_built_again_beside_the_old_one(self, node: Machine, source: Path) -> None:
         session, home = node
-        send_tree(session, source)
+        assert send_tree(session, source) == Delivery(2, 6, 0), "equal files are sent once"
         before = os.readlink(home / "there")
+        (home / "there" / "cache").write_bytes(b"of the node")
+        assert send_tree(session, source).num_sent == 0
+        assert os.readlink(home / "there") == before
         (source / "a").write_bytes(b"changed")
         (source / "deep" / "b").unlink()
         assert send_tree(session, source) == Delivery(1, 7, 1)
         assert content_of(home / "there") == {"a": b"changed", "deep/c": b"one"}
-        assert content_of(Path(before)) == {"a": b"one", "deep/b": b"two", "deep/c": b"one"}
-
-    def test_unchanged_tree_is_not_built_again(self, node: Machine, source: Path) -> None:
-        session, home = node
-        send_tree(session, source)
-        before = os.readlink(home / "there")
-        send_tree(session, source)
-        assert os.readlink(home / "there") == before
+        assert content_of(Path(before))["a"] == b"one"
 
     @pytest.mark.fault(28)
     def test_changed_bytes_in_a_deployed_tree_are_repaired(self, node: Machine, source: Path) -> None:
@@ -142,17 +109,9 @@ class TestTrees:
         assert send_tree(session, source) == Delivery(1, 3, 1)
         assert (home / "there" / "deep" / "b").read_bytes() == b"two"
 
-    def test_file_added_on_the_node_is_not_a_change(self, node: Machine, source: Path) -> None:
-        session, home = node
-        send_tree(session, source)
-        (home / "there" / "cache").write_bytes(b"of the node")
-        assert send_tree(session, source).num_sent == 0
-        assert (home / "there" / "cache").exists()
-
     def test_reader_never_sees_a_partial_tree(self, node: Machine, source: Path) -> None:
         session, home = node
-        for name in "abcdefgh":
-            (source / name).write_bytes(b"old")
+        fill(source, **dict.fromkeys("abcdefgh", b"old"))
         send_tree(session, source)
         seen: set[frozenset[bytes]] = set()
         stopping = threading.Event()
@@ -165,30 +124,15 @@ class TestTrees:
         reader = threading.Thread(target=read)
         reader.start()
         for number in range(5):
-            for name in "abcdefgh":
-                (source / name).write_bytes(b"new %d" % number)
+            fill(source, **dict.fromkeys("abcdefgh", b"new %d" % number))
             send_tree(session, source)
         stopping.set()
         reader.join()
         assert all(len(contents) == 1 for contents in seen)
 
-    def test_long_manifest_is_sent_once(self, node: Machine, source: Path) -> None:
-        session, home = node
-        for number in range(60):
-            (source / f"file {number}").write_bytes(b"%d" % number)
-        assert send_tree(session, source).num_sent == 62
-        assert len(list((home / ".csdctl" / "manifests").iterdir())) == 1
-        assert send_tree(session, source) == Delivery(0, 0, 62)
-
-    def test_damaged_manifest_of_the_node_is_requested_again(self, node: Machine, source: Path) -> None:
-        session, home = node
-        for number in range(60):
-            (source / f"file {number}").write_bytes(b"%d" % number)
-        send_tree(session, source)
-        next((home / ".csdctl" / "manifests").iterdir()).write_bytes(b"nonsense")
-        assert send_tree(session, source).num_sent == 0
-
-    def test_two_trees_are_sent_together(self, node: Machine, source: Path, host: Path) -> None:
+    def test_two_trees_are_sent_together_unless_one_is_in_the_other(
+        self, node: Machine, source: Path, host: Path
+    ) -> None:
         session, home = node
         other = fill(host / "other", a=b"one", z=b"zzz")
         requests = [TreeRequest(source, "first"), TreeRequest(other, "deep/second")]
@@ -196,11 +140,10 @@ class TestTrees:
         assert deliver(session, payload) == Delivery(3, 9, 0)
         assert content_of(home / "first") == content_of(source)
         assert content_of(home / "deep" / "second") == content_of(other)
-
-    def test_overlapping_trees_are_refused(self, source: Path) -> None:
-        trees = [read_tree(TreeRequest(source, name)) for name in ("a/b", "a")]
         with pytest.raises(InputError, match="overlap"):
-            pack_payload(trees=trees)
+            pack_payload(trees=[read_tree(TreeRequest(source, name)) for name in ("a/b", "a")])
+        with pytest.raises(InputError, match="inside another tree"):
+            send_tree(session, source, "first/inside")
 
     def test_dry_run_reports_and_writes_nothing(self, machine: Machine, source: Path) -> None:
         session, home = machine
@@ -208,14 +151,12 @@ class TestTrees:
         assert send_tree(session, source, dry_run=True) == Delivery(2, 6, 0)
         assert set(home.rglob("*")) == before
 
-    def test_absolute_destination_is_accepted(self, node: Machine, source: Path, tmp_path: Path) -> None:
+    def test_destination_may_be_absolute_and_an_empty_directory(
+        self, node: Machine, source: Path, tmp_path: Path
+    ) -> None:
+        (tmp_path / "srv" / "data").mkdir(parents=True)
         send_tree(node[0], source, str(tmp_path / "srv" / "data"))
         assert content_of(tmp_path / "srv" / "data") == content_of(source)
-
-    def test_empty_directory_at_the_destination_is_replaced(self, node: Machine, source: Path) -> None:
-        (node[1] / "there").mkdir()
-        send_tree(node[0], source)
-        assert content_of(node[1] / "there") == content_of(source)
 
     @pytest.mark.parametrize("what", ["directory", "file", "link", "dangling link"])
     def test_foreign_destination_is_refused_and_unchanged(
@@ -236,24 +177,37 @@ class TestTrees:
         assert (there.lstat().st_ino, there.lstat().st_mtime_ns) == before
         assert not (home / ".csdctl").exists()
 
-    def test_tree_inside_a_deployed_tree_is_refused(self, node: Machine, source: Path) -> None:
-        send_tree(node[0], source)
-        with pytest.raises(InputError, match="inside another tree"):
-            send_tree(node[0], source, "there/inside")
-
     def test_file_system_without_hard_links_gets_copies(self, node: Machine, source: Path) -> None:
         session, home = node
-        request = pack_payload(trees=[read_tree(TreeRequest(source, "there"))])
         send_tree(session, source, "elsewhere")  # so that the objects are there
-        command = build_receiver_command(sys.executable, request.build_request())
+        payload = pack_payload(trees=[read_tree(TreeRequest(source, "there"))])
+        command, first = build_receiver(sys.executable, payload.manifest)
         position = command.index("-c", 5) + 1
         command[position] = (
             "import os,errno\ndef link(*_): raise OSError(errno.EMLINK,'')\nos.link=link\n"
             + (command[position])
         )
-        assert session.run(command).exit_code == 0
+        assert session.run(command, stdin=first).exit_code == 0
         assert content_of(home / "there") == content_of(source)
         assert (home / "there" / "a").stat().st_nlink == 1
+
+    def test_what_no_tree_uses_is_pruned(self, node: Machine, source: Path, host: Path) -> None:
+        session, home = node
+        send_tree(session, source)
+        (source / "a").write_bytes(b"changed")
+        send_tree(session, source)
+        stored = store_bytes(b"worker", ".pyz", host)
+        send(session, stored)
+        (home / f"{stored.path}.part").write_bytes(b"part")
+        assert prune_store(session, sys.executable) == 3
+        assert content_of(home / "there") == content_of(source)
+        assert send_tree(session, source).num_sent == 0
+        assert not (home / stored.path).exists()
+        assert not parts(home)
+        (home / "there").unlink()
+        for _ in range(2):  # first the tree, then its objects
+            prune_store(session, sys.executable)
+        assert not [*(home / ".csdctl" / "trees").iterdir(), *(home / OBJECTS).iterdir()]
 
     @pytest.mark.fault(32)
     def test_ten_thousand_small_files_arrive_and_are_recognized_afterwards(

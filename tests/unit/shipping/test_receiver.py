@@ -14,8 +14,8 @@ import pytest
 
 from csdctl.errors import UnreachableError
 from csdctl.fleet.model import Node
-from csdctl.shipping.deliver import build_receiver_command, deliver, receiver_source
-from csdctl.shipping.payload import MAX_INLINE_BYTES, TreeRequest, pack_payload, read_tree
+from csdctl.shipping.deliver import build_receiver, deliver
+from csdctl.shipping.payload import TreeRequest, pack_payload, read_tree
 from csdctl.shipping.store import hash_file
 from csdctl.transport.commands import build_wrapped_command
 from csdctl.transport.ssh import SshSession, connect
@@ -43,20 +43,11 @@ def test_receiver_is_python_3_8_and_imports_the_standard_library_only() -> None:
 
 
 def test_command_line_is_short_enough_for_dropbear() -> None:
-    command = build_receiver_command("/opt/csdctl/bin/python", "x" * (MAX_INLINE_BYTES + 50))
-    line = build_wrapped_command(command, deadline_s=None).command_line
-    assert len(line) < DROPBEAR_MAX_COMMAND_BYTES
-
-
-def test_receiver_source_runs_as_a_program(tmp_path: Path) -> None:
-    program = f"{receiver_source()}\n"
-    done = subprocess.run(
-        [sys.executable, "-I", "-S", "-c", program, '{"prune": true}'],
-        cwd=tmp_path,
-        capture_output=True,
-        check=True,
-    )
-    assert done.stdout == b'@csdctl-result {"num_removed": 0}\n'
+    requests: list[dict[str, object]] = [{"prune": True}, {"objects": ["x" * 64] * 10_000}]
+    for request in requests:
+        command, _ = build_receiver("/opt/csdctl/bin/python", request)
+        line = build_wrapped_command(command, deadline_s=None).command_line
+        assert len(line) < DROPBEAR_MAX_COMMAND_BYTES
 
 
 @pytest.fixture(params=["openssh", "dropbear"])

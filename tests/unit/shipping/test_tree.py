@@ -1,6 +1,8 @@
 """Reading directories as trees, and parsing trees of the command line."""
 
 import os
+import socket
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -32,12 +34,6 @@ def test_everything_except_ignored_files_is_included(source: Path) -> None:
     assert ".git/config" in names(read(source))
 
 
-def test_directories_come_before_their_content(source: Path) -> None:
-    (source / "deep" / "er" / "est").mkdir(parents=True)
-    found = [name for name, _ in read(source, *DEFAULT_IGNORED).directories]
-    assert found == ["deep", "deep/er", "deep/er/est"]
-
-
 @pytest.mark.parametrize(
     ("pattern", "name", "is_directory", "fits"),
     [
@@ -67,43 +63,37 @@ def test_symbolic_link_pointing_outside_is_refused_by_name(source: Path, target:
     assert "link" not in names(read(source, "link", "up"))
 
 
-@pytest.mark.fault(31)
-def test_symbolic_link_to_an_outside_directory_is_not_followed(source: Path, tmp_path: Path) -> None:
-    (tmp_path / "outside").mkdir()
-    (source / "deep" / "link").symlink_to(tmp_path / "outside")
-    with pytest.raises(InputError, match="points outside"):
-        read(source)
-
-
-def test_links_inside_stay_links(source: Path) -> None:
+def test_links_inside_stay_links_and_times_do_not_count(source: Path) -> None:
+    before = read(source).files
+    os.utime(source / "a", (0, 0))
+    assert [(name, stored.name) for name, stored in read(source).files] == [
+        (name, stored.name) for name, stored in before
+    ]
     (source / "deep" / "link").symlink_to("../a")
     (source / "dangling").symlink_to("not-there")
     assert read(source).links == (("dangling", "not-there"), ("deep/link", "../a"))
 
 
+def bind(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(path))
+
+
 @pytest.mark.parametrize(
     "make",
     [
+        bind,
         os.mkfifo,
         pytest.param(
             lambda path: os.mknod(path, 0o020666, os.makedev(1, 3)), marks=pytest.mark.needs("devices")
         ),
     ],
 )
-def test_special_files_are_refused_by_name(source: Path, make: object) -> None:
-    make(source / "special")  # type: ignore[operator]
-    with pytest.raises(InputError, match="source/special is a (pipe|device) and cannot be deployed"):
+def test_special_files_are_refused_by_name(source: Path, make: Callable[[Path], object]) -> None:
+    make(source / "special")
+    with pytest.raises(InputError, match="source/special is a (socket|pipe|device) and cannot be deployed"):
         read(source)
     assert "a" in names(read(source, "special"))
-
-
-def test_same_tree_has_the_same_content_whatever_its_times_are(source: Path) -> None:
-    before = read(source)
-    os.utime(source / "a", (0, 0))
-    after = read(source)
-    assert [(name, stored.name) for name, stored in before.files] == [
-        (name, stored.name) for name, stored in after.files
-    ]
 
 
 class TestWrittenTrees:
@@ -118,15 +108,6 @@ class TestWrittenTrees:
         assert parse_tree(f"{tree}:/srv/x") == TreeRequest(tree, "/srv/x")
         assert parse_tree(f"{odd}:") == TreeRequest(odd, "odd:name")
         assert parse_tree(f"{odd}:x") == TreeRequest(odd, "x")
-
-    def test_linked_directory_and_current_directory_are_accepted(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        (tmp_path / "tree").mkdir()
-        (tmp_path / "link").symlink_to("tree")
-        assert parse_tree(f"{tmp_path}/link") == TreeRequest(tmp_path / "tree", "tree")
-        monkeypatch.chdir(tmp_path / "tree")
-        assert parse_tree(".") == TreeRequest(tmp_path / "tree", "tree")
 
     @pytest.mark.parametrize(
         "written", ["", ":x", "{}/none", "{}/file", "{}:..", "{}:a/../b", "{}:.", "{}:~", "{}:/"]

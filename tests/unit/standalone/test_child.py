@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import csdctl
 from csdctl.emulation.processes import FLEET_VARIABLE, list_marked
 from csdctl.transport.commands import build_child_command
@@ -29,20 +31,16 @@ def test_program_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
     assert eventually(lambda: not list_marked(str(tmp_path)))
 
 
-def test_output_and_exit_code_are_those_of_the_program() -> None:
-    done = subprocess.run(
-        build_child_command(["sh", "-c", "echo out; echo err >&2; exit 7"], os.getpid()),
-        capture_output=True,
-        check=False,
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (7, b"out\n", b"err\n")
-
-
-def test_missing_program_is_named() -> None:
-    done = subprocess.run(build_child_command(["no-such"], os.getpid()), capture_output=True, check=False)
-    assert done.stderr == b"no-such cannot be run: No such file or directory\n"
-
-
-def test_program_is_not_started_for_a_parent_that_is_gone() -> None:
-    done = subprocess.run(build_child_command(["true"], 2**22 + 1), capture_output=True, check=False)
-    assert b"has ended" in done.stderr
+@pytest.mark.parametrize(
+    ("command", "parent", "code", "output", "error"),
+    [
+        (["sh", "-c", "echo out; echo err >&2; exit 7"], os.getpid(), 7, b"out\n", b"err\n"),
+        (["no-such"], os.getpid(), 1, b"", b"no-such cannot be run: No such file or directory\n"),
+        (["true"], 2**22 + 1, 1, b"", b"the process that started this program has ended\n"),
+    ],
+)
+def test_output_and_exit_code_are_those_of_the_program(
+    command: list[str], parent: int, code: int, output: bytes, error: bytes
+) -> None:
+    done = subprocess.run(build_child_command(command, parent), capture_output=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (code, output, error)

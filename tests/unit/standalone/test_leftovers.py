@@ -22,8 +22,6 @@ FILES = [
     ".csdctl/objects/0123.npy",
     ".csdctl/objects/89ab.npy.part",
     ".csdctl/trees/.part-77/file",
-    ".csdctl/manifests/4567",
-    ".csdctl/manifests/cdef.part",
     ".csdctl/features/a/images.npy",
     ".csdctl/predictions/b/images.npy",
     ".csdctl/data/x",
@@ -32,7 +30,6 @@ FILES = [
 UNFINISHED = {
     ".csdctl/objects/89ab.npy.part",
     ".csdctl/trees/.part-77",
-    ".csdctl/manifests/cdef.part",
 }
 
 
@@ -56,18 +53,14 @@ def left(home: Path) -> set[str]:
     return {str(path.relative_to(home)) for path in home.rglob("*") if path.is_file()}
 
 
-def test_dry_run_finds_what_is_unfinished_and_removes_nothing(session: LocalSession, home: Path) -> None:
+def test_what_is_unfinished_is_found_and_removed_on_request(session: LocalSession, home: Path) -> None:
     found = clean_machine(session, sys.executable, CleanupOptions(is_ending=False))
     assert {*found.paths} == UNFINISHED
-    assert (found.num_bytes, found.features_bytes, found.predictions_bytes) == (15, 5, 5)
+    assert (found.num_bytes, found.features_bytes, found.predictions_bytes) == (10, 5, 5)
     assert left(home) == {*FILES}
-
-
-def test_only_unfinished_files_are_removed(session: LocalSession, home: Path) -> None:
     removed = clean_machine(session, sys.executable, CleanupOptions(is_removing=True))
     assert {*removed.paths} == UNFINISHED
-    gone = {name for name in FILES if ".part" in name}
-    assert left(home) == {*FILES} - gone
+    assert left(home) == {name for name in FILES if ".part" not in name}
 
 
 def test_features_and_predictions_are_removed_on_request(session: LocalSession, home: Path) -> None:
@@ -76,7 +69,7 @@ def test_features_and_predictions_are_removed_on_request(session: LocalSession, 
     )
     assert {*removed.paths} == UNFINISHED | {".csdctl/features", ".csdctl/predictions"}
     assert (removed.features_bytes, removed.predictions_bytes) == (0, 0)
-    assert left(home) == {".csdctl/objects/0123.npy", ".csdctl/manifests/4567", ".csdctl/data/x", "own/file"}
+    assert left(home) == {".csdctl/objects/0123.npy", ".csdctl/data/x", "own/file"}
 
 
 def test_everything_of_csdctl_is_removed_with_the_links_to_its_trees(
@@ -111,15 +104,6 @@ def test_machine_that_another_csdctl_uses_is_left_alone_unless_forced(
         assert {*FILES} <= left(home)
         clean_machine(session, sys.executable, CleanupOptions(**options, is_forced=True))
     assert left(home) == {"own/file"}
-
-
-@pytest.mark.fault(35)
-def test_machine_whose_csdctl_is_gone_is_cleaned(session: LocalSession, home: Path) -> None:
-    with (home / ".csdctl" / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        lock.write(json.dumps({**describe_holder("train", home), "boot": "an earlier one"}))
-        lock.flush()
-        assert clean_machine(session, sys.executable, CleanupOptions(is_removing=True)).paths
 
 
 def start(directory: Path, *marks: str) -> "subprocess.Popen[bytes]":
@@ -173,36 +157,24 @@ def test_rank_of_one_node_is_ended_with_its_children_and_no_other(session: Local
         stop(mine, *others)
 
 
-def test_state_of_runs_of_this_directory_alone_is_removed(
+def test_state_of_runs_of_this_directory_and_files_of_killed_sandboxes_are_removed(
     session: LocalSession, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    gone = subprocess.Popen(["true"])
+    gone.wait()
     patterns = []
-    for directory in (home, home / "own"):
+    for directory, pid in ((home, gone.pid), (home / "own", os.getpid())):
         monkeypatch.chdir(directory)
-        patterns.append(Path(step_files().replace("*", "test")))
+        patterns += [
+            Path(pattern.replace("*", "test")) for pattern in (step_files(), scratch_directories(pid))
+        ]
     for path in patterns:
         path.parent.mkdir(mode=0o700, exist_ok=True)
         path.touch()
     try:
         removed = clean_machine(session, sys.executable, CleanupOptions(is_removing=True))
-        assert str(patterns[0]) in removed.paths
-        assert [path.exists() for path in patterns] == [False, True]
+        assert {*map(str, patterns[:2])} <= {*removed.paths}
+        assert [path.exists() for path in patterns] == [False, False, True, True]
     finally:
         for path in patterns:
             path.unlink(missing_ok=True)
-
-
-def test_directory_of_a_sandbox_that_was_killed_is_removed(session: LocalSession, tmp_path: Path) -> None:
-    gone = subprocess.Popen(["true"])
-    gone.wait()
-    paths = [Path(scratch_directories(pid).replace("*", "test")) for pid in (gone.pid, os.getpid())]
-    for path in paths:
-        path.mkdir()
-    try:
-        removed = clean_machine(session, sys.executable, CleanupOptions(is_removing=True))
-        assert str(paths[0]) in removed.paths
-        assert [path.exists() for path in paths] == [False, True]
-    finally:
-        for path in paths:
-            if path.exists():
-                path.rmdir()

@@ -62,27 +62,20 @@ def test_rank_gets_first_free_port_and_host_opens_one_more(host: Program) -> Non
     assert other.close() == 0
 
 
-def test_listener_is_distinguished_from_closed_port(host: Program) -> None:
-    other = Program("csd0", "127.0.0.2")
+@pytest.mark.parametrize(
+    ("name", "token", "expected"),
+    [
+        ("csd0", "secret", ["", "connection refused"]),
+        ("csd1", "secret", ["csd1 listens there", "connection refused"]),
+        ("csd0", "other", ["another program listens there", "connection refused"]),
+    ],
+)
+def test_only_the_listener_of_that_machine_and_check_is_accepted(
+    host: Program, name: str, token: str, expected: list[str]
+) -> None:
+    other = Program(name, "127.0.0.2", token=token)
     [port] = other.response["ports"]
-    assert host.connect(("csd0", "127.0.0.2", port), ("csd0", "127.0.0.3", port)) == [
-        "",
-        "connection refused",
-    ]
-    assert other.close() == 0
-
-
-def test_listener_of_another_machine_is_not_accepted(host: Program) -> None:
-    other = Program("csd1", "127.0.0.2")
-    [port] = other.response["ports"]
-    assert host.connect(("csd0", "127.0.0.2", port)) == ["csd1 listens there"]
-    assert other.close() == 0
-
-
-def test_listener_of_another_check_is_not_accepted(host: Program) -> None:
-    other = Program("csd0", "127.0.0.2", token="other")
-    [port] = other.response["ports"]
-    assert host.connect(("csd0", "127.0.0.2", port)) == ["another program listens there"]
+    assert host.connect(("csd0", "127.0.0.2", port), ("csd0", "127.0.0.3", port)) == expected
     assert other.close() == 0
 
 

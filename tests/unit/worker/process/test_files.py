@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from csdctl.worker.process.files import BoundedFile, open_private, replace_text, save_atomically
+from csdctl.worker.process.files import BoundedFile, open_private, save_atomically
 
 
 def note_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
@@ -34,15 +34,6 @@ def test_text_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch:
     save_atomically(tmp_path / "it", "after")
     assert (tmp_path / "it").read_text() == "after"
     assert calls == [("fsync", ".it.new"), ("replace", "it")]
-
-
-def test_text_that_only_this_process_may_lose_is_renamed_and_not_synced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls = note_calls(monkeypatch)
-    replace_text(tmp_path / "it", "after")
-    assert (tmp_path / "it").read_text() == "after"
-    assert calls == [("replace", "it")]
 
 
 def test_private_file_is_made_for_this_user_alone(tmp_path: Path) -> None:

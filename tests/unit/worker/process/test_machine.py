@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from csdctl.emulation.processes import FLEET_VARIABLE
-from csdctl.worker.process.machine import EMULATED, Thermometer, find_sensors
+from csdctl.worker.process.machine import EMULATED, Thermometer
 
 
 def write(path: Path, text: str) -> None:
@@ -28,26 +28,21 @@ def test_hottest_sensor_of_the_cpu_counts(tmp_path: Path) -> None:
     assert Thermometer(tmp_path).read_c() == 64.5
 
 
-def test_thermal_zones_of_boards_without_hwmon(tmp_path: Path) -> None:
-    zone(tmp_path, 0, "GPU-therm", "80000")
-    zone(tmp_path, 1, "CPU-therm", "55250")
-    assert Thermometer(tmp_path).read_c() == 55.25
-
-
-def test_any_zone_counts_if_none_is_named_after_the_cpu(tmp_path: Path) -> None:
-    zone(tmp_path, 0, "bcm2711", "48000")
-    assert Thermometer(tmp_path).read_c() == 48.0
-
-
-@pytest.mark.parametrize("text", ["0", "-274000", "4294967295000", "", "hot"])
-def test_broken_sensors_are_none(tmp_path: Path, text: str) -> None:
-    zone(tmp_path, 0, "cpu-thermal", text)
-    assert Thermometer(tmp_path).read_c() is None
-
-
-def test_no_sensor_is_none(tmp_path: Path) -> None:
-    assert find_sensors(tmp_path) == []
-    assert Thermometer(tmp_path).read_c() is None
+@pytest.mark.parametrize(
+    ("zones", "found"),
+    [
+        ([("GPU-therm", "80000"), ("CPU-therm", "55250")], 55.25),
+        ([("bcm2711", "48000")], 48.0),  # any zone, if none is named after the CPU
+        *(([("cpu-thermal", broken)], None) for broken in ("0", "-274000", "4294967295000", "", "hot")),
+        ([], None),
+    ],
+)
+def test_thermal_zones_of_boards_without_hwmon(
+    tmp_path: Path, zones: list[tuple[str, str]], found: float | None
+) -> None:
+    for number, (kind, thousandths) in enumerate(zones):
+        zone(tmp_path, number, kind, thousandths)
+    assert Thermometer(tmp_path).read_c() == found
 
 
 def test_sensor_is_read_now_and_then(tmp_path: Path) -> None:

@@ -1,13 +1,16 @@
+"""Messages between csdctl and its worker: read as they were written, and anything else is refused."""
+
 import dataclasses
 import json
 import math
+import typing
+from typing import Annotated, Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from csdctl.worker.protocol import events, orders, probe
-from csdctl.worker.protocol.datasets import DatasetInfo
+from csdctl.worker.protocol import datasets, events, json_codec, orders, probe
 from csdctl.worker.protocol.json_codec import SCHEMA, ProtocolError, from_json, to_json, to_tagged
 from csdctl.worker.protocol.model_info import ModelInfo
 from csdctl.worker.protocol.recipe import EarlyStopping, Noise, Recipe, ReduceOnPlateau
@@ -37,19 +40,15 @@ RUN = RunSpec(
     validation=PART,
     output_directory=".csdctl/runs/x",
 )
+INFO = datasets.DatasetInfo("/data", 10, (28, 28, 1), "uint8", (), 9, "abc", {"empty": 1}, {"cat": 5})
+RESULT = probe.ProbeResult(32, 0.25, 4, 1 << 30)
 VALUES = [
-    DatasetInfo("/data", 10, (28, 28, 1), "uint8", (), 9, "abc"),
+    INFO,
     ModelInfo("keras.applications:MobileNetV2", (0, 0, 3), (10,), 100, 90, "softmax"),
-    PART,
     RUN,
-    dataclasses.replace(RUN, validation=None, max_steps=3, recipe=Recipe(input_range=None)),
-    dataclasses.replace(RUN, noise=Noise(1.0, 8.0, 1e-5)),
-    RECIPE,
-    probe.ProbeSpec(
-        "a", "w", RECIPE, Runtime(4, 2, False), DatasetInfo("d", 7, (28, 28, 1), "uint8", (), 9, "f")
-    ),
-    probe.ProbeRequest(32, min_duration_s=0.5),
-    probe.ProbeResult(32, 0.25, 4, 1 << 30),
+    dataclasses.replace(RUN, validation=None, noise=Noise(1.0, 8.0, 1e-5), recipe=Recipe(input_range=None)),
+    probe.ProbeSpec("a", "w", RECIPE, Runtime(4, 2, False), INFO),
+    RESULT,
 ]
 PROGRESS = events.Progress(0, "host", 1, 2, 3, 96, 0.5, 0.25, 0.8, 128, 2.5, 0.1)
 VERIFIED = events.Verified(
@@ -85,69 +84,72 @@ EVENT_EXAMPLES = [
 ]
 
 
+NODES = ("host", "csd0", "csd1")
+MESSAGES: list[Any] = [
+    *events.EVENTS.values(),
+    *orders.ORDERS.values(),
+    *(datasets.DatasetInfo, datasets.DatasetDigest, datasets.PrepareProgress, datasets.PrepareSpec),
+    *(ModelInfo, RunSpec, probe.ProbeSpec, probe.ProbeRequest, probe.AttachRequest, probe.ProbeResult),
+]
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=12,
+)
+
+
 @pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
 def test_written_value_is_read_back_unchanged(value: object) -> None:
     text = to_json(value)
     assert "\n" not in text
     read = from_json(type(value), text)
-    assert read == value
-    assert hash(repr(read)) == hash(repr(value))  # tuples are tuples again, not lists
+    assert repr(read) == repr(value), "tuples are tuples again, not lists"
 
 
-@pytest.mark.parametrize(
-    "order",
-    [orders.FormGroup(2, (0, 2), "star"), orders.PauseAtEpochEnd(), orders.Stop(), orders.Ping(4)],
-    ids=repr,
-)
-def test_order_is_one_line_and_is_read_back_unchanged(order: orders.Order) -> None:
-    line = orders.order_to_line(order)
-    assert "\n" not in line
-    assert orders.order_from_line(line) == order
-
-
-@pytest.mark.parametrize("event", EVENT_EXAMPLES, ids=lambda event: type(event).__name__)
-def test_event_is_one_line_and_is_read_back_unchanged(event: events.Event) -> None:
-    line = events.event_to_line(event)
-    assert "\n" not in line
-    assert events.event_from_line(line) == event
-
-
-def test_every_event_is_covered_here() -> None:
+def test_orders_events_and_requests_are_lines_and_are_read_back_unchanged() -> None:
     assert {type(event).__name__ for event in EVENT_EXAMPLES} == set(events.EVENTS)
+    for event in EVENT_EXAMPLES:
+        line = events.event_to_line(event)
+        assert "\n" not in line
+        assert events.event_from_line(line) == event
+    for order in (orders.FormGroup(2, (0, 2), "star"), orders.PauseAtEpochEnd(), orders.Ping(4)):
+        line = orders.order_to_line(order)
+        assert "\n" not in line
+        assert orders.order_from_line(line) == order
+    for request in (probe.ProbeRequest(32), probe.AttachRequest('a"spec":.json', 1)):
+        assert probe.request_from_line(json.dumps(to_tagged("request", request))) == request
 
 
-@given(st.text(max_size=200), st.text(max_size=50))
-def test_any_message_of_a_failure_is_preserved(message: str, remedy: str) -> None:
-    event = events.Failed(3, "csd2", message, remedy)
-    line = events.event_to_line(event)
+@given(st.text(max_size=200), st.sampled_from([math.nan, math.inf, -math.inf]))
+def test_any_message_and_any_loss_are_preserved(message: str, loss: float) -> None:
+    failed = events.Failed(3, "csd2", message)
+    line = events.event_to_line(failed)
     assert line.isascii()
-    assert events.event_from_line(line) == event
-
-
-@pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
-def test_nan_and_infinite_loss_are_preserved(loss: float) -> None:
+    assert events.event_from_line(line) == failed
     read = events.event_from_line(events.event_to_line(dataclasses.replace(PROGRESS, loss=loss)))
     assert isinstance(read, events.Progress)
     assert repr(read.loss) == repr(loss)
 
 
-def test_other_schema_is_refused_naming_both() -> None:
-    text = to_json(dataclasses.replace(RUN, schema=SCHEMA + 1))
-    with pytest.raises(ProtocolError, match=f"RunSpec: received schema {SCHEMA + 1}, expected {SCHEMA}"):
-        from_json(RunSpec, text)
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"schema": SCHEMA + 1}, f"RunSpec: received schema {SCHEMA + 1}, expected {SCHEMA}"),
+        ({"colour": 1, "age": 2}, "RunSpec: unknown 'age, colour'"),
+        ({"output_directory": None}, r"RunSpec.output_directory"),
+    ],
+)
+def test_other_fields_than_this_version_knows_are_named(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ProtocolError, match=message):
+        from_json(RunSpec, json.dumps({**json.loads(to_json(RUN)), **change}))
 
 
-def test_unknown_fields_are_named() -> None:
-    content = {**json.loads(to_json(RUN)), "colour": 1, "age": 2}
-    with pytest.raises(ProtocolError, match="RunSpec: unknown 'age, colour'"):
-        from_json(RunSpec, json.dumps(content))
-
-
-def test_missing_field_is_named() -> None:
-    content = json.loads(to_json(RUN))
-    del content["output_directory"]
-    with pytest.raises(ProtocolError, match=r"RunSpec: .*output_directory"):
-        from_json(RunSpec, json.dumps(content))
+def test_fields_with_a_default_may_be_missing_and_no_others() -> None:
+    with pytest.raises(ProtocolError, match="ModelInfo: expected .*input_shape.*, received none"):
+        from_json(ModelInfo, "{}")
+    described = json.loads(to_json(ModelInfo("m", (4,), (3,), 7, 5, "softmax", num_operations=9)))
+    del described["num_operations"]
+    assert from_json(ModelInfo, json.dumps(described)).num_operations == 0
 
 
 @pytest.mark.parametrize("line", ["", "hello", "csdctl {}", " " + events.event_to_line(PROGRESS), "@csdctl"])
@@ -155,20 +157,221 @@ def test_line_without_an_event_is_distinguished_from_a_damaged_one(line: str) ->
     assert events.event_from_line(line) is None
 
 
-def test_model_described_by_an_older_csdctl_is_read() -> None:
-    described = json.loads(to_json(ModelInfo("m", (4,), (3,), 7, 5, "softmax", num_operations=9)))
-    del described["num_operations"]
-    assert from_json(ModelInfo, json.dumps(described)).num_operations == 0
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    count: int = 0
+    share: float = 0.0
+    flag: bool = False
+    name: str = ""
+    loss: Annotated[float, json_codec.AnyNumber] = 0.0
+    maybe: int | None = None
+    either: float | bool = 0.0
+    pair: tuple[int, int] = (0, 0)
+    many: tuple[int, ...] = ()
+    named: dict[str, int] = dataclasses.field(default_factory=dict)
+    small: Annotated[int, json_codec.Between(1, 9)] = 1
+    side: Annotated[str, json_codec.OneOf(("left", "right"))] = "left"
+    short: Annotated[str, json_codec.MaxLength(3)] = ""
 
 
-@pytest.mark.parametrize("request_", [probe.ProbeRequest(32), probe.AttachRequest('a"spec":.json', 1)])
-def test_requests_of_a_probe_session_are_read_as_they_were_written(request_: probe.Request) -> None:
-    assert probe.request_from_line(json.dumps(to_tagged("request", request_))) == request_
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: message.__name__)
+def test_every_field_has_an_annotation_that_is_checked(message: Any) -> None:
+    fields = typing.get_type_hints(message)
+    for field in fields:
+        with pytest.raises(ProtocolError):
+            json_codec.from_dict(message, {**dict.fromkeys(fields, None), field: object()})
 
 
 @pytest.mark.parametrize(
-    "line", ['{"batch_size":8}', '{"request":"Stop"}', '{"request":["ProbeRequest"]}', "[]"]
+    "valid",
+    [
+        {"count": -(1 << 63)},
+        {"count": (1 << 64) - 1},
+        {"share": 1},
+        {"loss": math.nan},
+        {"loss": -math.inf},
+        {"maybe": None},
+        {"either": True},
+        {"either": 0.5},
+        {"small": 9},
+        {"side": "right"},
+        {"short": "abc"},
+    ],
+    ids=str,
 )
-def test_request_without_a_known_type_is_refused(line: str) -> None:
-    with pytest.raises(ProtocolError, match="expected a request"):
-        probe.request_from_line(line)
+def test_value_within_its_bounds_is_read(valid: dict[str, Any]) -> None:
+    ((field, value),) = valid.items()
+    found = getattr(json_codec.from_dict(Sample, valid), field)
+    assert repr(found) == repr(value)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "expected"),
+    [
+        ("count", True, "an integer"),
+        ("count", 1.0, "an integer"),
+        ("count", 1 << 64, "an integer of at most 64 bits"),
+        ("count", -(1 << 63) - 1, "an integer of at most 64 bits"),
+        ("share", math.nan, "a finite number"),
+        ("share", math.inf, "a finite number"),
+        ("share", 10**400, "a finite number"),
+        ("flag", 1, "true or false"),
+        ("name", 5, "text"),
+        ("name", "x" * (json_codec.MAX_STRING_CHARS + 1), "text of at most 65,536 characters"),
+        ("loss", "nan", "a number"),
+        ("either", "yes", "true or false"),
+        ("pair", [1], "2 items"),
+        ("many", [1, "2"], "an integer"),
+        ("many", [0] * (json_codec.MAX_ITEMS + 1), "a list of at most 262,144 items"),
+        ("named", [["a", 1]], "an object"),
+        ("named", {"a": "1"}, "an integer"),
+        ("small", 0, "1 to 9"),
+        ("small", 10, "1 to 9"),
+        ("side", "up", "one of 'left', 'right'"),
+        ("short", "abcd", "a length of at most 3"),
+    ],
+)
+def test_value_of_another_type_or_out_of_range_is_refused(field: str, value: Any, expected: str) -> None:
+    with pytest.raises(ProtocolError) as caught:
+        json_codec.from_dict(Sample, {field: value})
+    message = str(caught.value)
+    assert message.startswith(f"Sample.{field}: expected {expected}")
+    assert "received" in message
+    assert len(message) < 500
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 100_000,
+        '{"a":' * 100_000,
+        "[" * (json_codec.MAX_DEPTH + 1) + "]" * (json_codec.MAX_DEPTH + 1),
+        '["\\"", ' * (json_codec.MAX_DEPTH + 1),
+        "9" * 5000,
+        " " * (json_codec.MAX_JSON_CHARS + 1),
+        '"' + '\\"' * 300_000 + "[" * 100,
+        '"\\',
+        "\x1b]52;c;aGk=\x07",
+    ],
+    ids=lambda text: text[:20],
+)
+def test_text_that_is_too_much_for_a_parser_is_refused(text: str) -> None:
+    with pytest.raises(ProtocolError) as caught:
+        json_codec.parse_json(text)
+    assert len(str(caught.value)) < 500
+    assert str(caught.value).isprintable()
+
+
+def test_brackets_in_strings_and_beside_each_other_are_not_depth() -> None:
+    assert json_codec.parse_json(json.dumps(["[" * 1000, '"[{' * 1000])) == ["[" * 1000, '"[{' * 1000]
+    assert len(json_codec.parse_json("[" + ",".join(["[[]]"] * 1000) + "]")) == 1000
+    nested = "[" * json_codec.MAX_DEPTH + "]" * json_codec.MAX_DEPTH
+    assert json_codec.parse_json(nested)
+
+
+@given(JSON_VALUES, st.sampled_from(sorted(events.EVENTS)))
+@settings(max_examples=300, deadline=None)
+def test_any_json_is_an_event_or_refused(value: Any, name: str) -> None:
+    fields = dict.fromkeys(typing.get_type_hints(events.EVENTS[name]), value)
+    for content in (value, {"event": name, **fields}, {"event": value}):
+        try:
+            event = events.event_from_line(events.EVENT_PREFIX + json.dumps(content))
+        except ProtocolError:
+            continue
+        assert isinstance(event, events.Event)
+        assert isinstance(events.event_from_line(events.event_to_line(event)), type(event))
+
+
+@given(st.text(max_size=100))
+@settings(deadline=None)
+def test_any_text_is_an_order_or_refused(text: str) -> None:
+    with pytest.raises(ProtocolError):
+        orders.order_from_line(text)
+
+
+def test_text_of_a_failure_is_cut_and_can_be_shown() -> None:
+    event = events.event_from_line(events.event_to_line(events.Failed(1, "csd0", "x" * 10_000, "y" * 4000)))
+    assert event == events.Failed(1, "csd0", "x" * (events.MAX_MESSAGE_CHARS - 1) + "…", "y" * 4000)
+    line = '{"event":"Failed","rank":1,"node":"csd0","message":"\\ud800 \\ud83d\\ude00"}'
+    assert events.event_from_line(events.EVENT_PREFIX + line) == events.Failed(1, "csd0", "? 😀")
+
+
+@pytest.mark.parametrize(
+    ("valid", "change"),
+    [
+        *((RESULT, {"step_time_s": time_s}) for time_s in (0, -0.1, math.nan, math.inf, 1e300, "0.1")),
+        (INFO, {"num_samples": -1}),
+        (INFO, {"num_samples": 10**18}),
+        (INFO, {"sample_shape": [-1]}),
+        (INFO, {"sample_shape": [1] * 33}),
+        (INFO, {"sample_shape": "28"}),
+        (INFO, {"max_label": -2}),
+        (INFO, {"num_skipped": {"empty": -1}}),
+        (INFO, {"class_counts": {"cat": 0.5}}),
+        (INFO, {"fingerprint": "x" * 300}),
+        (INFO, {"unusable_classes": "cat"}),
+    ],
+    ids=str,
+)
+def test_impossible_measurement_and_data_set_are_refused(valid: Any, change: dict[str, Any]) -> None:
+    with pytest.raises(ProtocolError, match=f"{type(valid).__name__}.{next(iter(change))}"):
+        from_json(type(valid), json.dumps({**dataclasses.asdict(valid), **change}))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"order":"FormGroup","generation":1,"ranks":[0,-1]}',
+        '{"order":"FormGroup","generation":1,"ranks":"01"}',
+        '{"order":"FormGroup","generation":1,"ranks":[0],"collective":"gossip"}',
+        '{"order":"Ping","number":"1"}',
+        '{"batch_size":8}',
+        '{"request":"Stop"}',
+        '{"request":["ProbeRequest"]}',
+        "[" * 100_000,
+    ],
+    ids=lambda line: line[:40],
+)
+def test_rank_and_probe_session_refuse_an_invalid_order(line: str) -> None:
+    for read in (orders.order_from_line, probe.request_from_line):
+        with pytest.raises(ProtocolError):
+            read(line)
+
+
+def test_event_must_be_of_a_rank_of_the_run_and_its_node() -> None:
+    ready = events.Ready(1, "csd0", 1, 0.1)
+    events.check_event(ready, NODES)
+    events.check_sender(ready, 1, NODES)
+    for wrong in (dataclasses.replace(ready, rank=3), dataclasses.replace(ready, node="csd1")):
+        with pytest.raises(ProtocolError, match="received rank"):
+            events.check_event(wrong, NODES)
+        with pytest.raises(ProtocolError, match="expected rank 1 on csd0"):
+            events.check_sender(wrong, 1, NODES)
+
+
+def test_verification_has_a_result_for_every_rank() -> None:
+    compared = events.Compared(0.0, 1e-7, 0.1)
+    sums, told = ("float32", 0.0, 1e-7, "float32"), (0.0, None, (), "", "star")
+    verified = events.Verified(0, "host", 24, (8, 8, 8), *sums, (compared,) * 3, *told)
+    events.check_event(verified, NODES)
+    fewer = {"batch_sizes": (8, 8), "of_ranks": (compared,) * 2}
+    for wrong in ({name: value} for name, value in fewer.items()):
+        with pytest.raises(ProtocolError, match="expected results of 3 ranks"):
+            events.check_event(dataclasses.replace(verified, **wrong), NODES)
+
+
+def test_rank_that_fails_before_it_knows_its_node_is_of_the_run() -> None:
+    events.check_event(events.Failed(1, events.UNKNOWN_NODE, "no spec"), NODES)
+    with pytest.raises(ProtocolError):
+        events.check_event(events.Ready(1, events.UNKNOWN_NODE, 1, 0.1), NODES)
+
+
+@pytest.mark.parametrize("field", ["global_samples", "loss", "accuracy", "metrics"])
+def test_only_rank_0_reports_for_all_ranks(field: str) -> None:
+    values: dict[str, Any] = {"global_samples": 1, "loss": 0.0, "accuracy": math.nan, "metrics": {"a": 1.0}}
+    own = events.Progress(1, "csd0", 1, 1, 1, 8, 0.1, 0.1, 0.2)
+    events.check_event(own, NODES)
+    changed = dataclasses.replace(own, **{field: values[field]})
+    events.check_event(dataclasses.replace(changed, rank=0, node="host"), NODES)
+    with pytest.raises(ProtocolError, match=f"Progress.{field}: expected from rank 0 alone"):
+        events.check_event(changed, NODES)
