@@ -1,28 +1,18 @@
 """`look`: what a data set is like, from some of its samples.
 
-Samples are read as `prepare` reads them, and nothing is kept: they are prepared below a directory for
-temporary files. Only for data of the host.
+Samples are read as `prepare` reads them, and nothing is kept. Only for data of the host.
 """
 
 import csv
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from csdctl.worker.ingest.partial_dataset import PartialDataset
-from csdctl.worker.ingest.prepare import describe_prepared, detect_format, fill, open_source
+from csdctl.worker.ingest.partial_dataset import add_block, empty_info
+from csdctl.worker.ingest.prepare import complete_info, detect_format
 from csdctl.worker.ingest.sources.images import read_header
-from csdctl.worker.ingest.sources.source import (
-    DEFAULT_LIMITS,
-    Block,
-    IngestLimits,
-    SampleSource,
-    Tree,
-    num_threads,
-    read_tree,
-)
+from csdctl.worker.ingest.sources.source import DEFAULT_LIMITS, Tree, conform, num_threads, read_tree
 from csdctl.worker.ingest.sources.table import is_table
 from csdctl.worker.ingest.sources.tfrecord import RecordFiles
 from csdctl.worker.process.errors import WorkerError
@@ -47,61 +37,42 @@ def look(
     spec: LookSpec, *, on_progress: Callable[[PrepareProgress], None] = lambda progress: None
 ) -> DataLook:
     """Return what the data at `spec.prepare.source` is like; raises WorkerError as `prepare` does."""
-    tree = read_tree(spec.prepare.source)
-    prepared = spec.prepare
-    source_format = detect_format(tree, prepared)
+    with tempfile.TemporaryDirectory(prefix="csdctl-look-") as scratch:
+        return _look(spec, replace(spec.prepare, store=scratch), on_progress)
+
+
+def _look(spec: LookSpec, prepared: PrepareSpec, on_progress: Callable[[PrepareProgress], None]) -> DataLook:
+    tree = read_tree(prepared.source)
+    source_format, open_source = detect_format(tree, prepared)
     if source_format == "csv" and prepared.table is None:
         prepared = replace(prepared, table=_choose_columns(tree, spec))
     if source_format == "tfrecord" and prepared.records is None:
         prepared = replace(prepared, records=_choose_features(tree, spec))
-    has_pictures = source_format in ("class folders", "tfrecord")
-    whole = open_source(source_format, tree, prepared, num_threads())
-    source = whole
-    if source_format == "class folders":
-        source = open_source(source_format, _thin(tree), prepared, num_threads())
-    part = _FirstPart(source, MAX_PICTURES if has_pictures else 0)
-    with tempfile.TemporaryDirectory(prefix="csdctl-look-") as scratch:
-        partial = PartialDataset(Path(scratch) / "data", "0" * 32, len(source.class_names or ()))
-        try:
-            fill(partial, part, prepared, DEFAULT_LIMITS, on_progress)
-        finally:
-            partial.close()
-        info = describe_prepared(partial.record, part, prepared, Path(scratch))
-    is_whole = part.is_at_end and source.num_samples == whole.num_samples
+    is_tree = source_format == "class folders"
+    whole = open_source(tree, prepared, num_threads())
+    source = open_source(_thin(tree), prepared, num_threads()) if is_tree else whole
+    max_samples = MAX_PICTURES if is_tree or source_format == "tfrecord" else source.num_samples
+    info, num_read, num_bytes = empty_info("0" * 32, source.class_names or ()), 0, 0
+    is_whole = source.num_samples == whole.num_samples
+    for block in source.blocks(0, DEFAULT_LIMITS):
+        if num_bytes >= MAX_BYTES or 0 < max_samples <= num_read:
+            is_whole = False
+            break
+        info = add_block(info, conform(block, prepared))
+        num_read, num_bytes = num_read + block.num_read, num_bytes + block.samples.nbytes
+        total = min(source.num_samples, max_samples)
+        on_progress(PrepareProgress(num_read, total, sum(info.num_skipped.values())))
     names = whole.class_names or ()
     return DataLook(
         source_format,
-        info,
-        partial.record.num_read if is_whole else whole.num_samples,
+        complete_info(info, source, prepared),
+        num_read if is_whole else whole.num_samples,
         is_whole,
-        _measure_pictures(_thin(tree)) if source_format == "class folders" else None,
+        _measure_pictures(_thin(tree)) if is_tree else None,
         dict(zip(names, whole.files_of_class, strict=True)) if whole.files_of_class else {},
         prepared.table if source_format == "csv" else None,
         prepared.records if source_format == "tfrecord" else None,
     )
-
-
-class _FirstPart(SampleSource):
-    """The first samples of a source, which ends after `max_samples` (0: any number) or MAX_BYTES."""
-
-    def __init__(self, source: SampleSource, max_samples: int) -> None:
-        self._source, self._max_samples = source, max_samples
-        self.num_samples = min(source.num_samples, max_samples) if max_samples else source.num_samples
-        self.sample_bytes, self.files_of_class = source.sample_bytes, source.files_of_class
-        self.class_names, self.padded = source.class_names, source.padded  # which the source adds to
-        self.is_at_end = False
-
-    def blocks(self, start: int, limits: IngestLimits) -> Iterator[Block]:
-        """Yield the samples from index `start` on."""
-        num_read = num_bytes = 0
-        for block in self._source.blocks(start, limits):
-            yield block
-            num_read += block.num_read
-            num_bytes += block.samples.nbytes
-            if num_bytes >= MAX_BYTES or 0 < self._max_samples <= num_read:
-                self.is_at_end = num_read == self._source.num_samples
-                return
-        self.is_at_end = True
 
 
 def _thin(tree: Tree) -> Tree:

@@ -26,7 +26,7 @@ class PredictRequest:
     """What to predict; `check_request` has checked it."""
 
     job: Job
-    """As written, whose data is read and whose plan divides public samples."""
+    """As written, whose data is read."""
     model: Path
     """The .keras file."""
     fleet: Fleet
@@ -36,8 +36,6 @@ class PredictRequest:
     """PUBLIC, VALIDATION, PRIVATE: in the order of the rows."""
     want: str
     layer: str = ""
-    plan_path: Path | None = None
-    batch_size: int | None = None
 
     @property
     def model_job(self) -> Job:
@@ -60,8 +58,6 @@ def check_request(
     want: str,
     layer: str,
     output: Path,
-    plan_path: Path | None,
-    batch_size: int | None,
 ) -> PredictRequest:
     """Return the request; raises InputError for whatever no machine is needed to find."""
     if want not in WANTED:
@@ -75,9 +71,7 @@ def check_request(
     check_output(output)
     file, job_path = find_model(model, job, ProjectDirectory(directory))
     loaded = load_job(job_path)
-    return PredictRequest(
-        loaded, file, fleet, directory, output, choose_data(on, loaded), want, layer, plan_path, batch_size
-    )
+    return PredictRequest(loaded, file, fleet, directory, output, choose_data(on, loaded), want, layer)
 
 
 def find_model(model: str, job: Path | None, project: ProjectDirectory) -> tuple[Path, Path]:

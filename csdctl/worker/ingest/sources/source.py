@@ -279,18 +279,21 @@ class StructureError(Exception):
         self.remedy = remedy
 
 
-def split(element: Any) -> tuple[Any, Any, Any]:
-    """Return samples, labels or None, and weights or None; raises StructureError.
+class ElementError(StructureError):
+    """An element is neither samples nor (samples, labels)."""
+
+
+def name_parts(element: Any, spec: PrepareSpec) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return inputs and outputs by their names in the model; raises StructureError.
 
     Without labels, for a model whose layers have the loss (add_loss), there are only samples: not a tuple.
     """
     if isinstance(element, Mapping) or getattr(element, "shape", ()) not in ((), None):
-        return element, None, None
-    if isinstance(element, tuple | list) and len(element) == 2:
-        return element[0], element[1], None
-    if isinstance(element, tuple | list) and len(element) == 3:
-        return element[0], element[1], element[2]
-    raise StructureError("yields something that is not (sample, label)")
+        element = (element, None)
+    if not (isinstance(element, tuple | list) and len(element) in (2, 3)):
+        raise ElementError("yields something that is not (sample, label)")
+    samples, labels, weights = (*element, None)[:3]
+    return _name_inputs(samples, spec), _name_outputs(labels, weights, spec)
 
 
 def no_labels(num_samples: tuple[int, ...]) -> Array:
@@ -298,9 +301,9 @@ def no_labels(num_samples: tuple[int, ...]) -> Array:
     return np.zeros((*num_samples, 0), np.float32)
 
 
-def name_inputs(samples: Any, spec: PrepareSpec) -> dict[str, Any]:
+def _name_inputs(samples: Any, spec: PrepareSpec) -> dict[str, Any]:
     """Return the parts of `samples` by the names of the model's inputs; '' if there is only one."""
-    parts = _name_parts(samples, INPUT)
+    parts = _parts_of(samples, INPUT)
     known = list(spec.inputs)
     if len(known) == len(parts) == 1 and "" in (*known, *parts):
         return {known[0]: next(iter(parts.values()))}
@@ -309,11 +312,11 @@ def name_inputs(samples: Any, spec: PrepareSpec) -> dict[str, Any]:
     return parts
 
 
-def name_outputs(labels: Any, weights: Any, spec: PrepareSpec) -> dict[str, Any]:
+def _name_outputs(labels: Any, weights: Any, spec: PrepareSpec) -> dict[str, Any]:
     """Return the parts of `labels` by the model's outputs, '' for the only one; the samples' weights last."""
     if labels is None:
         return {}
-    parts = _name_parts(labels, OUTPUT)
+    parts = _parts_of(labels, OUTPUT)
     if len(parts) == 1 and not (spec.outputs and set(parts) <= set(spec.outputs)):
         parts = {"": next(iter(parts.values()))}
     elif set(parts) <= set(spec.outputs):
@@ -322,7 +325,7 @@ def name_outputs(labels: Any, weights: Any, spec: PrepareSpec) -> dict[str, Any]
         raise StructureError(f"returned an output with the name {SAMPLE_WEIGHT}", "rename the output")
     if weights is None:
         return parts
-    weight_parts = _name_parts(weights, OUTPUT)
+    weight_parts = _parts_of(weights, OUTPUT)
     if len(weight_parts) > 1:
         raise StructureError(
             "returned weights for each output", "return one weight for each sample, or weigh losses instead"
@@ -332,7 +335,7 @@ def name_outputs(labels: Any, weights: Any, spec: PrepareSpec) -> dict[str, Any]
     return parts | {SAMPLE_WEIGHT: next(iter(weight_parts.values()))}
 
 
-def _name_parts(structure: Any, kind: str) -> dict[str, Any]:
+def _parts_of(structure: Any, kind: str) -> dict[str, Any]:
     if isinstance(structure, Mapping):
         parts = dict(structure)
         if bad := [name for name in parts if not _is_name(name)]:
@@ -411,18 +414,13 @@ def to_arrays(parts: Mapping[str, Any], num_axes: int) -> dict[str, Array]:
     return arrays
 
 
-def check_lengths(arrays: Mapping[str, Array], num_axes: int) -> None:
-    """Raise StructureError unless all arrays have the same number of samples."""
-    if len({array.shape[:num_axes] for array in arrays.values()}) != 1:
-        listed = ", ".join(f"{name} {array.shape[:1]}" for name, array in arrays.items())
-        raise StructureError(f"returned arrays of different lengths: {listed}")
-
-
 def to_records(arrays: Mapping[str, Array], num_axes: int) -> Array:
     """Return several arrays as the fields of one, and the only array as it is; raises StructureError."""
     if list(arrays) == [""]:
         return arrays[""]
-    check_lengths(arrays, num_axes)
+    if len({array.shape[:num_axes] for array in arrays.values()}) != 1:
+        listed = ", ".join(f"{name} {array.shape[:1]}" for name, array in arrays.items())
+        raise StructureError(f"returned arrays of different lengths: {listed}")
     dtype = np.dtype([(name, array.dtype, array.shape[num_axes:]) for name, array in arrays.items()])
     records = np.empty(next(iter(arrays.values())).shape[:num_axes], dtype)
     for name, array in arrays.items():

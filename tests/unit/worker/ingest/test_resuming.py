@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import io
 import os
 import shutil
 import signal
@@ -195,7 +196,7 @@ def test_disk_that_is_too_small_is_reported_before_the_work(spec: PrepareSpec) -
 
 
 def test_error_of_a_disk_that_fills_up_names_no_file(tmp_path: Path) -> None:
-    partial = PartialDataset(tmp_path / "part", "f", 0, SYNC_ALWAYS)
+    partial = PartialDataset(tmp_path / "part", "f", limits=SYNC_ALWAYS)
     partial._files[0] = FullDisk()  # type: ignore[call-overload]
     with pytest.raises(WorkerError, match="prepared data cannot be written: No space left") as raised:
         partial.append(Block(1, colours(1, 2, 2), np.zeros(1, np.int64)))
@@ -204,20 +205,11 @@ def test_error_of_a_disk_that_fills_up_names_no_file(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-class FullDisk:
+class FullDisk(io.BytesIO):
     """A file on a full disk."""
-
-    def seek(self, *_: int) -> int:
-        return 0
-
-    def truncate(self) -> int:
-        return 0
 
     def write(self, _: object) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    def close(self) -> None:
-        pass
 
 
 @settings(max_examples=50, deadline=None)
@@ -226,20 +218,19 @@ def test_file_has_all_blocks_however_often_it_is_reopened(
     tmp_path_factory: pytest.TempPathFactory, blocks: list[tuple[int, bool]]
 ) -> None:
     directory = tmp_path_factory.mktemp("store")
-    partial, expected = PartialDataset(directory / "part", "f", 3, SYNC_ALWAYS), []
+    partial, expected = PartialDataset(directory / "part", "f", "abc", SYNC_ALWAYS), []
     for number, (count, is_reopened) in enumerate(blocks):
         expected += [number % 3] * count
         labels = np.full(count, number % 3)
         partial.append(Block(count + 1, np.full((count, 2), number, np.float32), labels))
         if is_reopened:
             partial.close()
-            partial = PartialDataset(directory / "part", "f", 3, SYNC_ALWAYS)
-    record = partial.record
-    assert (record.num_samples, record.num_read) == (len(expected), len(expected) + len(blocks))
-    assert list(record.class_counts) == [expected.count(label) for label in range(3)]
+            partial = PartialDataset(directory / "part", "f", "abc", SYNC_ALWAYS)
+    counts = (partial.info.num_samples, partial.num_read)
+    assert counts == (len(expected), len(expected) + len(blocks))
+    assert list(partial.info.class_counts.values()) == [expected.count(label) for label in range(3)]
     if expected:
-        info = DatasetInfo(str(directory / "whole"), len(expected), (2,), "float32", (), 2, "f")
-        assert partial.finish(directory / "whole", info).images_sha256
+        assert partial.finish(directory / "whole").images_sha256
         assert np.load(directory / "whole" / "labels.npy").tolist() == expected
         assert np.load(directory / "whole" / "images.npy", mmap_mode="r").shape == (len(expected), 2)
     else:

@@ -27,8 +27,7 @@ def project(tmp_path: Path) -> Path:
 
 def request_of(project: Path, **changes: Any) -> PredictRequest:
     asked: dict[str, Any] = {"on": None, "want": "classes", "layer": "", "output": Path("a.csv")}
-    asked |= {"plan_path": None, "batch_size": None, **changes}
-    return check_request("trained.keras", project / "job.yaml", Fleet(()), project, **asked)
+    return check_request("trained.keras", project / "job.yaml", Fleet(()), project, **asked | changes)
 
 
 def test_trained_model_takes_the_place_of_the_jobs_own(project: Path) -> None:
