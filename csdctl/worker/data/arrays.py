@@ -1,6 +1,5 @@
-"""Arrays of samples and labels: their types, the memory maps of their files, random ones, and digests."""
+"""Arrays of samples and labels: their types, the memory maps of their files, and random ones."""
 
-import hashlib
 import json
 import math
 import os
@@ -15,7 +14,7 @@ import numpy as np
 from csdctl.worker.data.file_hash import hash_file, open_regular, state_of
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.process.files import sync_file
-from csdctl.worker.protocol.datasets import DatasetDigest, DatasetInfo
+from csdctl.worker.protocol.datasets import DatasetInfo
 
 Array = np.ndarray[Any, Any]
 
@@ -249,21 +248,3 @@ def random_batch(
         {"": info.max_label, **info.max_labels},
     )
     return samples, labels
-
-
-NUM_ROWS = 64
-"""Samples that are hashed, evenly spaced; labels are all hashed."""
-
-
-def compute_digest(directory: str) -> DatasetDigest:
-    """Return the digest of the data set in `directory`; raises WorkerError if it cannot be read."""
-    samples, labels = open_arrays(f"{directory}/images.npy", f"{directory}/labels.npy")
-    digest = hashlib.sha256(
-        repr(
-            (samples.shape, dtype_to_text(samples.dtype), labels.shape, dtype_to_text(labels.dtype))
-        ).encode()
-    )
-    digest.update(labels.tobytes())
-    for row in np.linspace(0, len(samples) - 1, min(NUM_ROWS, len(samples)), dtype=np.int64):
-        digest.update(samples[row].tobytes())
-    return DatasetDigest(len(samples), digest.hexdigest())

@@ -163,21 +163,6 @@ class PrepareSpec:
 
 
 @dataclass(frozen=True)
-class DirectorySpec:
-    """The directory of a prepared data set to `digest`; the first line of its input."""
-
-    directory: str
-
-
-@dataclass(frozen=True)
-class DatasetDigest:
-    """Digest of a prepared data set as a machine sees it; equal digests mean equal data."""
-
-    num_samples: Count
-    digest: ShortText
-
-
-@dataclass(frozen=True)
 class PrepareProgress:
     """Progress of `prepare`: samples processed, out of `num_total` (0 if unknown), and samples skipped."""
 

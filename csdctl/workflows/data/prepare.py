@@ -26,12 +26,9 @@ from csdctl.shipping.worker_calls import call_worker
 from csdctl.shipping.worker_zip import pack_code
 from csdctl.transport.many import run_on_all, values_or_raise
 from csdctl.transport.meter import TrafficClass
-from csdctl.transport.program import within
 from csdctl.transport.session import Session
 from csdctl.worker.protocol.datasets import (
-    DatasetDigest,
     DatasetInfo,
-    DirectorySpec,
     PrepareProgress,
     PrepareSpec,
 )
@@ -55,7 +52,6 @@ DATA_STORE = ".csdctl/data"
 SHARED_STORE = ".csdctl-data"
 """Beside public data on a shared file system: every node must see the prepared data too."""
 
-DIGEST_DEADLINE_S = 300.0
 _DOING = "preparing data"
 
 OnPrepareProgress = Callable[[str, PrepareProgress], None]
@@ -126,8 +122,6 @@ def prepare_job(
         say(f"code for the nodes: {describe_code(model.code, model.code_roots)}")
     check_nodes(job, model, fleet, sessions)
     check_augment(job, model, public, worker, sessions[HOST_NAME], project, say)
-    if job.is_everywhere:
-        preparing.check_shared(sessions, public)
     validation = None
     if job.validation_path:
         say(f"validation data: {job.validation_path}")
@@ -194,36 +188,6 @@ class _Preparing:
         path = self._job.public_path
         store = str(path.parent / SHARED_STORE) if self._job.is_everywhere else DATA_STORE
         return self.on_host("public", sessions, path, self._job.reading.public_function, store)
-
-    def check_shared(self, sessions: Mapping[str, Session], public: DatasetInfo) -> None:
-        """Raise InputError when a node reads different public data than the host."""
-        payload = pack_payload([self._worker.as_object()])
-
-        def on_node(session: Session) -> DatasetDigest:
-            python = self._fleet.python_of(session.name)
-            if session.name != HOST_NAME:
-                deliver(session, payload, python=python)
-            return call_worker(
-                session,
-                python,
-                self._worker.path,
-                "digest",
-                DirectorySpec(public.path),
-                DatasetDigest,
-                doing="reading the public data",
-                patience=within(DIGEST_DEADLINE_S),
-            )
-
-        names = self._fleet.machines
-        digests = values_or_raise(
-            run_on_all({name: sessions[name] for name in names}, on_node), "reading the public data"
-        )
-        differing = [name for name in names if digests[name] != digests[HOST_NAME]]
-        if differing:
-            raise InputError(
-                f"{', '.join(differing)} read different data at {public.path} than the host",
-                remedy="data.public.on: every-node needs a shared file system; otherwise use `on: host`",
-            )
 
     def on_host(
         self,

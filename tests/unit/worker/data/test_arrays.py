@@ -13,14 +13,13 @@ from csdctl.worker.data.arrays import (
     CheckedArray,
     as_labels,
     as_samples,
-    compute_digest,
     dtype_from_text,
     dtype_to_text,
     map_array,
     random_batch,
 )
 from csdctl.worker.process.errors import WorkerError
-from csdctl.worker.protocol.datasets import DatasetDigest, DatasetInfo
+from csdctl.worker.protocol.datasets import DatasetInfo
 from tests.unit.worker.ingest.prepared_data import sha256
 
 SAMPLES = np.arange(60, dtype=np.uint8).reshape(10, 2, 3)
@@ -126,25 +125,6 @@ class TestSwappedFile:
         np.save(tmp_path / "b.npy", SAMPLES + 1)
         (tmp_path / "b.npy").replace(path)
         assert np.array_equal(checked.array, SAMPLES)
-
-
-def test_equal_data_has_equal_digests_and_different_data_has_not(tmp_path: Path) -> None:
-    def digest(name: str, images: np.ndarray, labels: np.ndarray) -> DatasetDigest:
-        (tmp_path / name).mkdir()
-        np.save(tmp_path / name / "images.npy", images)
-        np.save(tmp_path / name / "labels.npy", labels)
-        return compute_digest(str(tmp_path / name))
-
-    images = np.random.default_rng(3).integers(0, 256, (200, 3, 3, 1), np.uint8)
-    labels = np.arange(200) % 5
-    first = digest("a", images, labels)
-    assert first.num_samples == 200
-    assert digest("b", images.copy(), labels) == first
-    other = images.copy()
-    other[-1] += 1
-    assert digest("c", other, labels) != first
-    assert digest("d", images, labels[::-1]) != first
-    assert digest("e", images[:100], labels[:100]) != first
 
 
 FIELDS = json.dumps([["kind", "int32", [4]], ["age", "float32", []], ["sample_weight", "float32", []]])

@@ -20,7 +20,6 @@ MESSAGES: list[Any] = [
     *orders.ORDERS.values(),
     *(
         datasets.DatasetInfo,
-        datasets.DatasetDigest,
         datasets.PrepareProgress,
         datasets.PrepareSpec,
         ModelInfo,
