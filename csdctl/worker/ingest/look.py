@@ -7,14 +7,12 @@ import csv
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 from csdctl.worker.ingest.partial_dataset import add_block, empty_info
 from csdctl.worker.ingest.prepare import complete_info, detect_format
 from csdctl.worker.ingest.sources.images import read_header
 from csdctl.worker.ingest.sources.source import DEFAULT_LIMITS, Tree, conform, num_threads, read_tree
 from csdctl.worker.ingest.sources.table import is_table
-from csdctl.worker.ingest.sources.tfrecord import RecordFiles
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.datasets import (
     DataLook,
@@ -22,7 +20,6 @@ from csdctl.worker.protocol.datasets import (
     PictureSizes,
     PrepareProgress,
     PrepareSpec,
-    RecordSchema,
     TableSchema,
 )
 
@@ -30,7 +27,7 @@ MAX_PICTURES = 512
 MAX_BYTES = 64 << 20
 """Of numbers."""
 LABELS = ("label", "labels", "target", "targets", "y", "class", "outcome", "category")
-"""What a column or feature with the label is called; a feature also ends so: image/class/label."""
+"""Names of a column with the label."""
 
 
 def look(
@@ -46,8 +43,6 @@ def _look(spec: LookSpec, prepared: PrepareSpec, on_progress: Callable[[PrepareP
     source_format, open_source = detect_format(tree, prepared)
     if source_format == "csv" and prepared.table is None:
         prepared = replace(prepared, table=_choose_columns(tree, spec))
-    if source_format == "tfrecord" and prepared.records is None:
-        prepared = replace(prepared, records=_choose_features(tree, spec))
     is_tree = source_format == "class folders"
     whole = open_source(tree, prepared, num_threads())
     source = open_source(_thin(tree), prepared, num_threads()) if is_tree else whole
@@ -71,7 +66,6 @@ def _look(spec: LookSpec, prepared: PrepareSpec, on_progress: Callable[[PrepareP
         _measure_pictures(_thin(tree)) if is_tree else None,
         dict(zip(names, whole.files_of_class, strict=True)) if whole.files_of_class else {},
         prepared.table if source_format == "csv" else None,
-        prepared.records if source_format == "tfrecord" else None,
     )
 
 
@@ -105,69 +99,21 @@ def _choose_columns(tree: Tree, spec: LookSpec) -> TableSchema:
             columns = [name.strip() for name in next(csv.reader(text), [])]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise WorkerError(f"data at {source} cannot be read: {type(error).__name__}", exit_code=2) from None
-    return TableSchema((_choose_label(columns, spec, "column"),), "", spec.dropped)
+    return TableSchema((_choose_label(columns, spec),), "", spec.dropped)
 
 
-def _choose_features(tree: Tree, spec: LookSpec) -> RecordSchema:
-    """Return image and label of the first example of TFRecord files.
-
-    Raises WorkerError, exit code 2, if it is not clear which they are.
-    """
-    source = spec.prepare.source
-    features = _first_features(tree, spec.prepare)
-    images = [name for name, feature in features.items() if _is_image(feature)]
-    numbers = [name for name, feature in features.items() if len(feature.int64_list.value) == 1]
-    if len(images) != 1:
-        found = ", ".join(f"{name} ({_kind(feature)})" for name, feature in features.items())
-        raise WorkerError(
-            f"the examples at {source} have {len(images)} features with an encoded image, expected one: "
-            f"{found or 'no features'}",
-            remedy="describe them in data.tfrecord of a job.yaml of your own: {image: FEATURE, "
-            "label: FEATURE, shape: …}",
-            exit_code=2,
-        )
-    return RecordSchema(images[0], _choose_label(numbers, spec, "feature"))
-
-
-def _first_features(tree: Tree, spec: PrepareSpec) -> dict[str, Any]:
-    schema = RecordSchema("image", "label", (1,), "float32")  # any: only the record itself is read
-    first = next(RecordFiles(tree, replace(spec, records=schema), 1).candidates(0), None)
-    from csdctl.worker.compute.backend import load_tensorflow
-
-    try:
-        example = load_tensorflow().train.Example.FromString(first.content if first else None)
-    except Exception:  # protobuf's own error, which TensorFlow does not export
-        raise WorkerError(
-            f"data at {spec.source} has no tf.train.Example", remedy="replace the damaged file", exit_code=2
-        ) from None
-    return dict(sorted(example.features.feature.items()))
-
-
-def _is_image(feature: Any) -> bool:
-    try:
-        values = feature.bytes_list.value
-        return len(values) == 1 and read_header(values[0]) is not None
-    except ValueError:
-        return False
-
-
-def _kind(feature: Any) -> str:
-    kind = feature.WhichOneof("kind") or "empty"
-    return f"{kind.removesuffix('_list')} × {len(getattr(feature, kind).value) if kind != 'empty' else 0}"
-
-
-def _choose_label(names: list[str], spec: LookSpec, kind: str) -> str:
-    """Return the one of `names` that is called as a label; raises WorkerError if that is not clear."""
+def _choose_label(names: list[str], spec: LookSpec) -> str:
+    """Return the column that is called as a label; raises WorkerError if that is not clear."""
     if spec.label:
         return spec.label  # whatever reads it reports one that does not exist
-    found = [name for name in names if name.lower().rpartition("/")[2] in LABELS]
+    found = [name for name in names if name.lower() in LABELS]
     if not found and len(names) == 1:
         found = names
     if len(found) == 1:
         return found[0]
     listed = ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
     raise WorkerError(
-        f"which {kind} of {spec.prepare.source} is the label? It has {listed or 'none of integers'}",
-        remedy=f"name it: --label {kind.upper()}",
+        f"which column of {spec.prepare.source} is the label? It has {listed or 'none'}",
+        remedy="name it: --label COLUMN",
         exit_code=2,
     )

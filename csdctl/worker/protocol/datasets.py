@@ -178,7 +178,7 @@ class LookSpec:
     prepare: PrepareSpec
     """As `prepare` would get it; its store is not used."""
     label: str = ""
-    """The column or feature with the label, of tables and TFRecord files; '': the one whose name says so."""
+    """The column of a table with the label; '': the one whose name says so."""
     dropped: tuple[str, ...] = ()
     """Columns of a table that are no features."""
 
@@ -212,5 +212,3 @@ class DataLook:
     """Files in each class folder of the whole data set."""
     table: TableSchema | None = None
     """The columns that were chosen."""
-    records: RecordSchema | None = None
-    """The features that were chosen."""

@@ -43,6 +43,7 @@ OPTIONS = {
     "add to job.yaml: code: ": "give each file or package: --code ",
     "data.csv.drop": "--drop",
     "data.csv in job.yaml": "--label and --drop",
+    "data.tfrecord in job.yaml": "data.tfrecord in a job.yaml of your own",
 }
 """Options of `init` in place of the keys of a job.yaml that does not exist yet."""
 
@@ -233,7 +234,7 @@ class _Looking:
         spec = follow(first_spec(job, model), public.info)
         if public.pictures:
             spec = replace(spec, picture=replace(spec.picture, shape=public.info.sample_shape))
-        spec = replace(spec, table=public.table, records=public.records)
+        spec = replace(spec, table=public.table)
         return self._look("validation", job, spec, str(job.validation_path))
 
     def _look(self, name: str, job: Job, spec: PrepareSpec, source: str) -> DataLook:

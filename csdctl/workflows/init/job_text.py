@@ -247,10 +247,7 @@ def _data(sources: Sources, looks: Looks) -> Iterator[tuple[str, str]]:
         dropped = {"drop": list(look.table.dropped)} if look.table.dropped else {}
         entry = {"label": look.table.labels[0]} | dropped
         yield f"csv: {_value(entry)}", "also drop: [COLUMN], weight: COLUMN"
-    if look.records:
-        records = {"image": look.records.image, "label": look.records.label}
-        yield f"tfrecord: {_value(records)}", "features of the first example"
-    if look.format in ("class folders", "tfrecord"):
+    if look.format == "class folders":
         if is_any_size(looks.model):
             shape = list(look.info.sample_shape)
             yield f"image: {{shape: {shape}}}", f"the model takes any size: {choose_size(look)[1]}"

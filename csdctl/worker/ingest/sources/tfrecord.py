@@ -1,5 +1,6 @@
 """TFRecord files, plain or gzip, of tf.train.Example with the features that the job names."""
 
+import itertools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -60,19 +61,11 @@ class RecordFiles(SampleSource):
 
     def blocks(self, start: int, limits: IngestLimits) -> Iterator[Block]:
         """Yield all examples from index `start` on."""
-        candidates = self.candidates(start)
+        records = itertools.chain.from_iterable(map(self._records, self._paths))
+        candidates = (EncodedSample(record, None) for record in itertools.islice(records, start, None))
         return decode_blocks(
             candidates, self._decode, limits, threads=self._threads, sample_bytes=self.sample_bytes
         )
-
-    def candidates(self, start: int) -> Iterator[EncodedSample]:
-        """Yield the records from index `start` on, as they are."""
-        number = 0
-        for path in self._paths:
-            for record in self._records(path):
-                if number >= start:
-                    yield EncodedSample(record, None)
-                number += 1
 
     def _records(self, path: Path) -> Iterator[bytes | None]:
         """Yield the records of a file, and None at the end if the rest of it cannot be read."""

@@ -7,7 +7,7 @@ import pytest
 
 from csdctl.documents import parse_document
 from csdctl.job.model import JobFile
-from csdctl.worker.protocol.datasets import DataLook, DatasetInfo, PictureSizes, RecordSchema, TableSchema
+from csdctl.worker.protocol.datasets import DataLook, DatasetInfo, PictureSizes, TableSchema
 from csdctl.worker.protocol.model_info import ModelInfo, OutputInfo, OwnCompile
 from csdctl.workflows.init.job_text import (
     Looks,
@@ -137,15 +137,11 @@ class TestData:
         assert written(looks, sources)[1].data.input_range == expected
         assert "input_range" not in written(replace(looks, public=data(dtype="float32")), sources)[0]
 
-    def test_columns_and_features_that_were_chosen_are_written(self) -> None:
+    def test_columns_that_were_chosen_are_written(self) -> None:
         table = replace(data(), format="csv", table=TableSchema(("target",), "", ("no. 1",)))
         job = written(Looks(model(), table))[1]
         assert job.data.csv is not None
         assert (job.data.csv.label, job.data.csv.drop) == ("target", ["no. 1"])
-        records = replace(data(), format="tfrecord", records=RecordSchema("image/encoded", "label"))
-        job = written(Looks(model(), records))[1]
-        assert job.data.tfrecord is not None
-        assert job.data.tfrecord.image == "image/encoded"
 
     def test_private_data_is_read_by_the_function_of_the_public_data(self) -> None:
         public = {"path": "train", "function": "data.py:load"}
