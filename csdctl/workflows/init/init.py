@@ -25,7 +25,7 @@ from csdctl.transport.local import LocalSession
 from csdctl.worker.protocol.datasets import DataLook, DatasetInfo, LookSpec, PrepareProgress, PrepareSpec
 from csdctl.worker.protocol.model_info import ModelInfo
 from csdctl.workflows.data.model import SerializedModel, serialize_model, shapes_of, store_worker
-from csdctl.workflows.data.prepare import first_spec, follow, store_function, with_function
+from csdctl.workflows.data.prepare import add_function, first_spec, follow
 from csdctl.workflows.init.job_text import (
     DEFAULT_SIZE,
     Looks,
@@ -240,7 +240,7 @@ class _Looking:
     def _look(self, name: str, job: Job, spec: PrepareSpec, source: str) -> DataLook:
         reading = job.reading
         function = reading.public_function if name == "public" else reading.validation_function
-        spec = with_function(spec, function, *store_function(job, function, self._project))
+        spec, _ = add_function(spec, job, function, self._project)
         return call_worker(
             self._host,
             sys.executable,

@@ -1,6 +1,7 @@
 """Tables: .csv files with a header, of numbers only. No error contains a value."""
 
 import csv
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -44,38 +45,27 @@ class TableFiles(SampleSource):
     def blocks(self, start: int, limits: IngestLimits) -> Iterator[Block]:
         """Yield all rows from index `start` on."""
         num_rows = max(1, min(limits.block_samples, limits.block_bytes // (8 * len(self._columns))))
-        rows: list[list[float]] = []
-        for number, row in enumerate(self._rows(self._used)):
-            if number >= start:
-                rows.append(row)
-            if len(rows) == num_rows:
-                yield self._block(rows)
-                rows = []
-        if rows:
-            yield self._block(rows)
+        found = itertools.islice(self._rows(self._used), start, None)
+        while rows := list(itertools.islice(found, num_rows)):
+            values = np.array(rows, np.float64)
+            column = {name: values[:, number] for number, name in enumerate(self._used)}
+            yield Block(len(rows), self._samples(values), self._labels(column))
 
     @property
     def _used(self) -> list[str]:
-        weight = [self._schema.weight] if self._schema.weight else []
-        return [*self._features, *self._schema.labels, *weight]
+        return [*self._features, *self._schema.labels, *self._weight]
 
-    def _block(self, rows: list[list[float]]) -> Block:
-        values = np.array(rows, np.float64)
-        column = {name: values[:, number] for number, name in enumerate(self._used)}
-        return Block(len(rows), self._samples(values), self._labels(column))
+    @property
+    def _weight(self) -> list[str]:
+        return [self._schema.weight] if self._schema.weight else []
 
     def _samples(self, values: Array) -> Array:
         features: Array = values[:, : len(self._features)].astype(np.float32)
         if not self._is_by_name:
             return features
         shapes = self._spec.inputs
-        return to_records(
-            {
-                name: features[:, number].reshape(-1, *shapes[name])
-                for number, name in enumerate(self._features)
-            },
-            1,
-        )
+        columns = enumerate(self._features)
+        return to_records({name: features[:, n].reshape(-1, *shapes[name]) for n, name in columns}, 1)
 
     def _labels(self, column: dict[str, Array]) -> Array:
         names = self._schema.labels
@@ -103,7 +93,7 @@ class TableFiles(SampleSource):
                 "has .csv files with different columns, or a column twice", "give all the same header"
             )
         schema = self._schema
-        named = [*schema.labels, *([schema.weight] if schema.weight else []), *schema.dropped]
+        named = [*schema.labels, *self._weight, *schema.dropped]
         if missing := [name for name in named if name not in columns]:
             others = "" if self._spec.is_private else f", but {_list(columns)}"
             raise self._error(f"has no column {_list(missing)}{others}", "fix data.csv in job.yaml")
