@@ -52,24 +52,15 @@ def test_array_is_mapped(tmp_path: Path) -> None:
     "text",
     [
         header(shape="(11, 2, 3)"),
-        header(shape="(9, 2, 3)"),
         header(shape="(-10, -2, 3)"),
-        header(shape="(True, 60)"),
-        header(shape="(10**9,)"),
         header(shape=f"({10**30},)"),
         header(shape="()"),
-        header(shape="60"),
         header(descr="'|O'", shape="(10,)"),
-        header(descr="'|V6'", shape="(10,)"),
         header(descr="'<M8[s]'", shape="(10,)"),
         header(descr="[('a', '|O')]", shape="(10,)"),
         header(descr="'no type'"),
-        header(order="5"),
-        "{'descr': '|u1'}\n",
         "__import__('os').abort()\n",
         "(" * (MAX_HEADER_BYTES - 10),
-        "-" * (MAX_HEADER_BYTES - 10) + "1",
-        "[0]" * 3000,
         "x" * (MAX_HEADER_BYTES + 10),
         "",
     ],
@@ -79,12 +70,6 @@ def test_header_that_lies_is_refused(tmp_path: Path, text: str, version: int) ->
     path = with_header(tmp_path / "a.npy", text, version=version)
     with pytest.raises(WorkerError, match="cannot be read: ValueError"):
         CheckedArray(str(path), sha256(path))
-
-
-def test_other_versions_are_refused(tmp_path: Path) -> None:
-    for version in (0, 3, 255):
-        with pytest.raises(ValueError, match="header cannot be read"):
-            map_array(with_header(tmp_path / "a.npy", header(), version=version))
 
 
 class TestSwappedFile:
@@ -100,11 +85,6 @@ class TestSwappedFile:
         )
         assert raised.value.remedy == "run `csdctl prepare`"
 
-    def test_file_without_a_recorded_hash_is_refused(self, tmp_path: Path) -> None:
-        np.save(tmp_path / "a.npy", SAMPLES)
-        with pytest.raises(WorkerError, match="is not what was prepared"):
-            CheckedArray(str(tmp_path / "a.npy"), "")
-
     def test_file_that_is_changed_while_it_is_mapped_is_noticed(self, tmp_path: Path) -> None:
         path = tmp_path / "a.npy"
         np.save(path, SAMPLES)
@@ -117,14 +97,6 @@ class TestSwappedFile:
         os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
         with pytest.raises(WorkerError, match="is not what was prepared"):
             checked.check()
-
-    def test_file_that_is_replaced_after_the_check_is_not_read(self, tmp_path: Path) -> None:
-        path = tmp_path / "a.npy"
-        np.save(path, SAMPLES)
-        checked = CheckedArray(str(path), sha256(path))
-        np.save(tmp_path / "b.npy", SAMPLES + 1)
-        (tmp_path / "b.npy").replace(path)
-        assert np.array_equal(checked.array, SAMPLES)
 
 
 FIELDS = json.dumps([["kind", "int32", [4]], ["age", "float32", []], ["sample_weight", "float32", []]])
@@ -156,18 +128,6 @@ def test_labels_of_several_outputs_are_in_range() -> None:
 def test_indices_are_in_range(dtype: str, largest: dict[str, int], highest: int) -> None:
     samples, _ = random(DatasetInfo("d", 9, (7,), dtype, (), 2, "f", max_values=largest))
     assert (samples.min(), samples.max(), str(samples.dtype)) == (0, highest, dtype)
-
-
-@pytest.mark.parametrize(("largest", "dtype"), [(6, "int32"), (-1, "float32")])
-def test_descriptions_of_earlier_versions_have_plain_labels(largest: int, dtype: str) -> None:
-    _, labels = random(DatasetInfo("d", 9, (2,), "uint8", (3,), largest, "f"))
-    assert (labels.shape, str(labels.dtype)) == ((500, 3), dtype)
-    assert labels.max() <= max(largest, 1)
-
-
-def test_negative_labels_of_integers_stay_integers() -> None:
-    _, labels = random(DatasetInfo("d", 9, (2,), "uint8", (), -1, "f", label_dtype="int32"))
-    assert (str(labels.dtype), labels.max()) == ("int32", 0)
 
 
 def test_types_of_fields_are_those_that_ranks_use() -> None:
