@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from csdctl.job.model import load_job
-from tests.emulated.running import csdctl, run_python
+from tests.emulated.running import csdctl
 
 pytestmark = pytest.mark.emulated
 
@@ -58,14 +58,6 @@ import numpy as np
 def load(path):
     x = np.random.default_rng(0).random((96, 12, 1), np.float32)
     return x, x.mean((1, 2))
-"""
-SAVED = """\
-import keras
-import numpy as np
-
-model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
-model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
-model.save("saved.keras")
 """
 
 
@@ -132,17 +124,6 @@ def test_compiled_model_with_own_layers_and_class_folders(project: Path) -> None
     assert job.code == (project / "own_layers.py",)
     assert (job.recipe.input_range, job.recipe.learning_rate, job.private_path) == (None, None, "~/private")
     train(project, "cnn")
-
-
-@pytest.mark.thorough
-def test_saved_model_and_npz(project: Path) -> None:
-    assert run_python(project, SAVED).returncode == 0
-    document = init(
-        project, "saved", "--model", "saved.keras", "--public", "train.npz", "--validation", "val.npz"
-    )
-    assert document["model"]["compiled"]["metrics"] == ["accuracy"]
-    assert document["public"]["num_samples"] == 96
-    train(project, "saved")
 
 
 @pytest.mark.thorough

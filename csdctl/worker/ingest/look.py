@@ -11,7 +11,14 @@ from dataclasses import replace
 from csdctl.worker.ingest.partial_dataset import add_block, empty_info
 from csdctl.worker.ingest.prepare import complete_info, detect_format
 from csdctl.worker.ingest.sources.images import read_header
-from csdctl.worker.ingest.sources.source import DEFAULT_LIMITS, Tree, conform, num_threads, read_tree
+from csdctl.worker.ingest.sources.source import (
+    DEFAULT_LIMITS,
+    Tree,
+    conform,
+    list_names,
+    num_threads,
+    read_tree,
+)
 from csdctl.worker.ingest.sources.table import is_table
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.datasets import (
@@ -111,9 +118,8 @@ def _choose_label(names: list[str], spec: LookSpec) -> str:
         found = names
     if len(found) == 1:
         return found[0]
-    listed = ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
     raise WorkerError(
-        f"which column of {spec.prepare.source} is the label? It has {listed or 'none'}",
+        f"which column of {spec.prepare.source} is the label? It has {list_names(names, 20) or 'none'}",
         remedy="name it: --label COLUMN",
         exit_code=2,
     )

@@ -139,9 +139,7 @@ def shapes_of(data: DatasetInfo) -> SampleShapes:
     def called_with(dtype: str) -> str:
         return "float32" if dtype == "uint8" or dtype.startswith("float") else dtype
 
-    if data.dtype.startswith("["):
-        return {name: (called_with(dtype), tuple(shape)) for name, dtype, shape in json.loads(data.dtype)}
-    return {"": (called_with(data.dtype), data.sample_shape)}
+    return {name: (called_with(dtype), shape) for name, (dtype, shape) in data.inputs.items()}
 
 
 def describe_code(code: StoredFile, roots: Sequence[Path]) -> str:

@@ -20,6 +20,7 @@ from csdctl.job.model import Job, JobFile, build_job
 from csdctl.job.reading import find_imported
 from csdctl.notify import Say
 from csdctl.runs.directory import ProjectDirectory
+from csdctl.shipping.store import StoredFile
 from csdctl.shipping.worker_calls import call_worker
 from csdctl.transport.local import LocalSession
 from csdctl.worker.protocol.datasets import DataLook, DatasetInfo, LookSpec, PrepareProgress, PrepareSpec
@@ -88,7 +89,8 @@ def init_job(request: InitRequest, directory: Path, say: Say, on_progress: OnPro
         )
     sources = parse_sources(request)
     with closing(LocalSession(HOST_NAME, directory)) as host:
-        looking = _Looking(request, host, ProjectDirectory(directory), say, on_progress)
+        project = ProjectDirectory(directory)
+        looking = _Looking(request, host, project, store_worker(project), say, on_progress)
         try:
             sources, looks = looking.look(sources)
         except InputError as error:
@@ -166,29 +168,25 @@ def _is_module(path: Path) -> bool:
     return path.suffix == ".py" or (path.is_dir() and path.name.isidentifier() and any(path.glob("*.py")))
 
 
+@dataclass(frozen=True)
 class _Looking:
     """Looks at the sources of one job, by worker programs on the host."""
 
-    def __init__(
-        self,
-        request: InitRequest,
-        host: LocalSession,
-        project: ProjectDirectory,
-        say: Say,
-        on_progress: OnProgress,
-    ) -> None:
-        self._request, self._host, self._project = request, host, project
-        self._say, self._on_progress = say, on_progress
-        self._worker = store_worker(project)
+    request: InitRequest
+    host: LocalSession
+    project: ProjectDirectory
+    worker: StoredFile
+    say: Say
+    on_progress: OnProgress
 
     def look(self, sources: Sources) -> tuple[Sources, Looks]:
         """Return what was seen, and the sources, completed by it; raises InputError."""
-        self._say(f"looking at the data: {sources.public['path']}")
+        self.say(f"looking at the data: {sources.public['path']}")
         if sources.is_application and not sources.model_args:  # its arguments depend on the data
             first = self._look_at_public(self._parse(render_draft(sources, DEFAULT_SIZE)), None)
             sources = replace(sources, model_args=choose_application_args(first))
         job = self._parse(render_draft(sources))
-        self._say(f"looking at the model: {sources.model}")
+        self.say(f"looking at the model: {sources.model}")
         model = self._serialize(job).info
         first = self._look_at_public(job, model)
         if not model.is_built:
@@ -207,14 +205,14 @@ class _Looking:
         return None
 
     def _parse(self, text: str) -> Job:
-        path = self._request.output.absolute()
-        return build_job(parse_document(text, JobFile, name=str(self._request.output)), path)
+        path = self.request.output.absolute()
+        return build_job(parse_document(text, JobFile, name=str(self.request.output)), path)
 
     def _serialize(self, job: Job, data: DatasetInfo | None = None) -> SerializedModel:
-        model = serialize_model(job, self._worker, self._host, self._project)
+        model = serialize_model(job, self.worker, self.host, self.project)
         if model.info.is_built or data is None:
             return model
-        return serialize_model(job, self._worker, self._host, self._project, shapes_of(data))
+        return serialize_model(job, self.worker, self.host, self.project, shapes_of(data))
 
     def _look_at_public(self, job: Job, model: ModelInfo | None) -> DataLook:
         spec = first_spec(job, model or ModelInfo(job.model, (), (), 0, 0, "", is_built=False))
@@ -240,15 +238,15 @@ class _Looking:
     def _look(self, name: str, job: Job, spec: PrepareSpec, source: str) -> DataLook:
         reading = job.reading
         function = reading.public_function if name == "public" else reading.validation_function
-        spec, _ = add_function(spec, job, function, self._project)
+        spec, _ = add_function(spec, job, function, self.project)
         return call_worker(
-            self._host,
+            self.host,
             sys.executable,
-            self._worker.path,
+            self.worker.path,
             "look",
-            LookSpec(replace(spec, source=source), self._request.label, self._request.dropped),
+            LookSpec(replace(spec, source=source), self.request.label, self.request.dropped),
             DataLook,
-            lambda progress: self._on_progress(name, progress),
+            lambda progress: self.on_progress(name, progress),
             doing="looking at the data",
         )
 

@@ -20,7 +20,7 @@ from csdctl.shipping.worker_calls import call_worker, fetch_results
 from csdctl.transport.many import Outcome, errors_of, run_on_all, values_or_raise
 from csdctl.transport.meter import TrafficClass
 from csdctl.worker.protocol.datasets import DatasetInfo, PrepareProgress
-from csdctl.worker.protocol.features import RESULT_STORE, VALUES, Extracted, ExtractSpec, ResultRule, SendSpec
+from csdctl.worker.protocol.features import RESULT_STORE, Extracted, ExtractSpec, ResultRule, SendSpec
 from csdctl.worker.protocol.run_spec import Prefix
 from csdctl.workflows.data.deploy import common_files, deploy_files, whole
 from csdctl.workflows.data.prepare import (
@@ -177,33 +177,29 @@ def _count(output: Path, found: list[Predicted]) -> PredictResult:
     return PredictResult(output, by_machine.total(), num_computed, dict(by_machine))
 
 
+@dataclass(frozen=True)
 class _Prediction:
     """The predictions of one call."""
 
-    def __init__(
-        self,
-        request: PredictRequest,
-        prepared: Prepared,
-        space: Workspace,
-        rules: tuple[ResultRule, ...],
-        directory: Path,
-        observer: PredictObserver,
-    ) -> None:
-        self._request, self._prepared, self._space = request, prepared, space
-        self._rules, self._directory, self._observer = rules, directory, observer
+    request: PredictRequest
+    prepared: Prepared
+    space: Workspace
+    rules: tuple[ResultRule, ...]
+    directory: Path
+    observer: PredictObserver
 
     def run(self, parts: list[Part]) -> tuple[list[Predicted], dict[str, CsdctlError]]:
         """Return the results in the order of `parts`, and the errors of nodes; raises that of the host."""
         by_machine: dict[str, list[Part]] = {}
         for part in parts:
             by_machine.setdefault(part.machine, []).append(part)
-        fleet, sessions = self._space.fleet, self._space.sessions
-        with self._observer.preparing(_DOING, [part.label for part in parts]) as on_progress:
+        fleet, sessions = self.space.fleet, self.space.sessions
+        with self.observer.preparing(_DOING, [part.label for part in parts]) as on_progress:
 
             def on_machine(name: str) -> list[Predicted]:
                 if name != HOST_NAME:
-                    files = {name: common_files(self._prepared)}
-                    deploy_files(files, fleet, sessions, self._observer.on_delivery)
+                    files = {name: common_files(self.prepared)}
+                    deploy_files(files, fleet, sessions, self.observer.on_delivery)
                 return [self._predict(part, on_progress) for part in by_machine[name]]
 
             outcomes = run_on_all({name: name for name in by_machine}, on_machine)
@@ -215,14 +211,14 @@ class _Prediction:
     def _predict(self, part: Part, on_progress: OnPrepareProgress) -> Predicted:
         import numpy as np
 
-        request, prepared, space = self._request, self._prepared, self._space
+        request, prepared, space = self.request, self.prepared, self.space
         session, python = space.sessions[part.machine], space.fleet.python_of(part.machine)
         model, worker = prepared.model, prepared.worker.path
         whole_model = Prefix(
             model.architecture.path, model.weights.path, prepared.recipe.input_range, code=model.user_code
         )
         runtime = default_runtime(part.machine, space.fleet, space.facts)
-        spec = ExtractSpec(whole(part.info), RESULT_STORE, whole_model, runtime, self._rules, request.layer)
+        spec = ExtractSpec(whole(part.info), RESULT_STORE, whole_model, runtime, self.rules, request.layer)
 
         def note(progress: PrepareProgress) -> None:
             on_progress(part.label, progress)
@@ -232,7 +228,7 @@ class _Prediction:
         (info,) = extracted.parts
         check_info(info, part.machine, _DOING, may_be_empty=True)
         dtype = self._check_dtype(info, part)
-        target = self._directory / f"{part.data}-{part.machine}.npy"
+        target = self.directory / f"{part.data}-{part.machine}.npy"
         num_bytes = part.info.num_samples * dtype.itemsize + MAX_HEADER_BYTES
         wanted = SendSpec(Path(info.path).name, info.images_sha256, num_bytes)
         traffic = TRAFFIC[request.want] if part.data == PRIVATE else TrafficClass.PUBLIC
@@ -250,23 +246,14 @@ class _Prediction:
 
         expected = {
             name: ("float32" if name.endswith(("value", "probability")) else "int32")
-            for rule in self._rules
+            for rule in self.rules
             for name in rule.fields
         }
         found = info.inputs
-        is_as_asked = {name: dtype for name, (dtype, _) in found.items()} == expected
-        are_scalars = all(
-            not found[name][1]
-            for rule in self._rules
-            if rule.kind != VALUES
-            for name in rule.fields
-            if name in found
+        is_as_asked = {name: dtype for name, (dtype, _) in found.items()} == expected and not any(
+            shape for name, (_, shape) in found.items() if not name.endswith("value")
         )
-        if (
-            info.num_samples != part.info.num_samples
-            or info.sample_shape
-            or not (is_as_asked and are_scalars)
-        ):
+        if info.num_samples != part.info.num_samples or info.sample_shape or not is_as_asked:
             raise _refusal(
                 part,
                 f"received {info.num_samples} rows of {', '.join(found)}, "

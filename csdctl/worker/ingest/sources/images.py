@@ -27,6 +27,7 @@ from csdctl.worker.ingest.sources.source import (
     Tree,
     UnusableError,
     decode_blocks,
+    list_names,
 )
 from csdctl.worker.process.errors import WorkerError, describe
 from csdctl.worker.protocol.datasets import ImageRule, PrepareSpec
@@ -249,7 +250,6 @@ BYTES_PER_PIXEL = 8
 """Upper limit of the file size of an image, per pixel: 16 bits in four channels."""
 
 _SPARE_BYTES = 1 << 20
-_MAX_NAMED_CLASSES = 5
 
 
 class ClassFolders(SampleSource):
@@ -317,10 +317,8 @@ def _check_folders(folders: Sequence[str], label_of: dict[str, int], source: str
         )
     unknown = [name for name in folders if _normalize(name) not in label_of]
     if unknown:
-        num_more = len(unknown) - _MAX_NAMED_CLASSES
-        named = ", ".join(unknown[:_MAX_NAMED_CLASSES]) + (f" and {num_more} more" if num_more > 0 else "")
         raise WorkerError(
-            f"data at {source} has {'classes' if len(unknown) > 1 else 'class'} {named}, "
+            f"data at {source} has {'classes' if len(unknown) > 1 else 'class'} {list_names(unknown)}, "
             f"not among the job's {len(label_of)} classes",
             remedy="add it to data.classes in job.yaml, or rename the folder",
             exit_code=2,

@@ -9,7 +9,7 @@ import hashlib
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -140,6 +140,12 @@ def _check_link(entry: os.DirEntry[str], within: str, source: str) -> None:
             remedy="replace the link with the directory itself, or remove it",
             exit_code=2,
         )
+
+
+def list_names(names: Sequence[str], most: int = 5) -> str:
+    """Return some of the names, for a message."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 class UnusableError(Exception):

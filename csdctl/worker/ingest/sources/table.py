@@ -10,11 +10,17 @@ import numpy as np
 
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.ingest.sources.arrays import empty_data_error
-from csdctl.worker.ingest.sources.source import Block, DataFile, IngestLimits, SampleSource, Tree, to_records
+from csdctl.worker.ingest.sources.source import (
+    Block,
+    DataFile,
+    IngestLimits,
+    SampleSource,
+    Tree,
+    list_names,
+    to_records,
+)
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.datasets import LABEL, SAMPLE_WEIGHT, PrepareSpec, TableSchema
-
-_MAX_LISTED = 5
 
 
 def is_table(file: DataFile, tree: Tree) -> bool:
@@ -95,8 +101,8 @@ class TableFiles(SampleSource):
         schema = self._schema
         named = [*schema.labels, *self._weight, *schema.dropped]
         if missing := [name for name in named if name not in columns]:
-            others = "" if self._spec.is_private else f", but {_list(columns)}"
-            raise self._error(f"has no column {_list(missing)}{others}", "fix data.csv in job.yaml")
+            others = "" if self._spec.is_private else f", but {list_names(columns)}"
+            raise self._error(f"has no column {list_names(missing)}{others}", "fix data.csv in job.yaml")
         return columns
 
     @property
@@ -110,7 +116,7 @@ class TableFiles(SampleSource):
         if self._is_by_name:
             if missing := [name for name in self._spec.inputs if name not in features]:
                 raise self._error(
-                    f"has no column {_list(missing)} for the model's inputs",
+                    f"has no column {list_names(missing)} for the model's inputs",
                     "name inputs after columns, or let the model have one input for all",
                 )
             features = list(self._spec.inputs)
@@ -164,8 +170,3 @@ class TableFiles(SampleSource):
 
     def _error(self, problem: str, remedy: str) -> WorkerError:
         return WorkerError(f"data at {self._spec.source} {problem}", remedy=remedy, exit_code=2)
-
-
-def _list(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
-    return ", ".join(names[:_MAX_LISTED]) + more

@@ -10,16 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from csdctl.job.model import Job
-from csdctl.placement.equation1 import RankLoad, place_shards
-from csdctl.runs.directory import ProjectDirectory
 from csdctl.worker.data.prepared import EpochReader, PreparedSamples, rows_of
 from csdctl.worker.data.schedule import OwnSamples, Share, Span, begin_epoch
 from csdctl.worker.process.errors import WorkerError
-from csdctl.worker.protocol.datasets import DatasetInfo
 from csdctl.worker.protocol.recipe import Recipe
 from csdctl.worker.protocol.run_spec import DatasetSlice, RankSpec, RunSpec, Runtime
-from csdctl.workflows.data.deploy import cut_shards
 from tests.unit.worker.ingest.prepared_data import slice_of
 
 
@@ -209,35 +204,6 @@ def test_fields_of_samples_and_labels_stay_together_wherever_they_are_read(tmp_p
         assert np.array_equal(labels["sample_weight"], samples["b"].astype(np.float32) / 8)
     assert len(host.read(share, packed)[0]) == 16
     assert len(packed) == 4 * (samples.dtype.itemsize + labels.dtype.itemsize)
-
-
-def test_shard_sent_to_a_node_is_what_the_host_would_read(tmp_path: Path) -> None:
-    part = write(tmp_path / "prepared", 50)
-    hashes = {"images_sha256": part.images_sha256, "labels_sha256": part.labels_sha256}
-    public = DatasetInfo("prepared", 50, (2, 2, 1), "uint8", (), 49, "fingerprint", **hashes)
-    placed = place_shards([RankLoad("host", 20), RankLoad("csd0", 4), RankLoad("csd1", 3, 40)], 50)
-    job = Job(tmp_path / "job.yaml", "model.keras", {}, tmp_path, None, None, Recipe(seed=9))
-    assert (
-        cut_shards(placed, public, dataclasses.replace(job, is_everywhere=True), ProjectDirectory(tmp_path))
-        == {}
-    )
-    cut = cut_shards(placed, public, job, ProjectDirectory(tmp_path))
-    assert set(cut) == {"csd0"}  # csd1 has private samples only, and gets no empty file
-    images, labels = (np.load(file.source) for file in cut["csd0"])
-    on_host = rows_from(part, placed[1].public_start, placed[1].public_stop, seed=9)
-    rows = rows_of(on_host, 50)
-    assert labels.tolist() == rows.tolist() == np.load(part.labels)[rows].tolist()
-    assert np.array_equal(images, np.load(part.images)[rows])
-    sent = DatasetSlice(
-        *(str(file.source) for file in cut["csd0"]),
-        images_sha256=cut["csd0"][0].sha256,
-        labels_sha256=cut["csd0"][1].sha256,
-    )
-    indices = np.arange(len(rows))
-    assert np.array_equal(PreparedSamples(sent).read(indices)[1], PreparedSamples(on_host).read(indices)[1])
-    assert sorted(
-        rows.tolist() + rows_of(rows_from(part, 0, placed[0].public_stop, seed=9), 50).tolist()
-    ) == list(range(50))
 
 
 @pytest.mark.parametrize("damage", ["missing", "empty", "short", "text", "pickle", "one number", "zip"])

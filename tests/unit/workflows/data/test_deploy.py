@@ -92,3 +92,10 @@ def test_shards_of_another_seed_are_other_rows(tmp_path: Path, public: DatasetIn
 def test_description_with_another_number_of_samples_is_refused(tmp_path: Path, public: DatasetInfo) -> None:
     with pytest.raises(InputError, match="has 40 rows, expected 41"):
         cut(tmp_path, replace(public, num_samples=41))
+
+
+def test_only_nodes_that_read_public_samples_get_a_shard(tmp_path: Path, public: DatasetInfo) -> None:
+    placed = place_shards([RankLoad("host", 20), RankLoad("csd0", 4), RankLoad("csd1", 3, 40)], 40)
+    job = Job(tmp_path / "job.yaml", "model.keras", {}, tmp_path, None, None, Recipe(seed=9))
+    assert set(cut_shards(placed, public, job, ProjectDirectory(tmp_path))) == {"csd0"}
+    assert not cut_shards(placed, public, replace(job, is_everywhere=True), ProjectDirectory(tmp_path))
