@@ -3,6 +3,7 @@
 It returns arrays, a tf.data.Dataset, batched or not, a keras.utils.PyDataset, or an iterator of samples.
 """
 
+import hashlib
 import itertools
 import re
 import sys
@@ -62,8 +63,10 @@ class UserFunction:
         TensorFlow is loaded first if the user's code does that: its threads must be set before it starts.
         Random numbers are the same in every call, so that the same data gives the same bytes.
         """
-        check_stored(str(self._path))
         source = self._path.read_bytes()
+        stated = re.match(r"[0-9a-f]{64}", self._path.name)  # the name of a file in the store
+        if stated and stated[0] != hashlib.sha256(source).hexdigest():
+            raise WorkerError(f"{self._path} has been changed since csdctl sent it", remedy="deploy again")
         sources = [source]
         if self._code:
             check_stored(self._code)
