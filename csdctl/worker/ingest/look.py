@@ -15,6 +15,7 @@ from csdctl.worker.ingest.sources.source import (
     DEFAULT_LIMITS,
     Tree,
     conform,
+    data_error,
     list_names,
     num_threads,
     read_tree,
@@ -105,7 +106,7 @@ def _choose_columns(tree: Tree, spec: LookSpec) -> TableSchema:
         with tree.path_of(file).open(newline="", encoding="utf-8-sig") as text:
             columns = [name.strip() for name in next(csv.reader(text), [])]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise WorkerError(f"data at {source} cannot be read: {type(error).__name__}", exit_code=2) from None
+        raise data_error(source, f"cannot be read: {type(error).__name__}") from None
     return TableSchema((_choose_label(columns, spec),), "", spec.dropped)
 
 

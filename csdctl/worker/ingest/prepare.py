@@ -42,6 +42,7 @@ from csdctl.worker.ingest.sources.source import (
     SampleSource,
     Tree,
     conform,
+    data_error,
     num_threads,
     read_tree,
     takes_grey,
@@ -89,11 +90,7 @@ def detect_format(tree: Tree, spec: PrepareSpec) -> tuple[str, Open]:
         return "tfrecord", RecordFiles
     if tree.folders:
         return "class folders", ClassFolders
-    raise WorkerError(
-        f"data at {spec.source} is not in a supported format",
-        remedy=f"expected {SUPPORTED_DATA}",
-        exit_code=2,
-    )
+    raise data_error(spec.source, "is not in a supported format", f"expected {SUPPORTED_DATA}")
 
 
 def fingerprint_settings(source_format: str, tree: Tree, spec: PrepareSpec) -> str:
@@ -211,12 +208,11 @@ def complete_info(info: DatasetInfo, source: SampleSource, spec: PrepareSpec) ->
     if not names or field not in info.labels or info.labels[field][1]:
         return replace(info, class_counts={})
     if not 0 <= info.max_label < len(names):
-        raise WorkerError(
-            f"data at {spec.source} has labels that are not classes: the job has {len(names)} classes, "
-            f"so labels must be integers from 0 to {len(names) - 1}",
-            remedy="fix the labels, or data.classes in job.yaml",
-            exit_code=2,
+        problem = (
+            f"has labels that are not classes: the job has {len(names)} classes, "
+            f"so labels must be integers from 0 to {len(names) - 1}"
         )
+        raise data_error(spec.source, problem, "fix the labels, or data.classes in job.yaml")
     counted = zip(names, info.class_counts.values(), source.files_of_class, strict=False)
     return replace(
         info,
@@ -228,13 +224,11 @@ def complete_info(info: DatasetInfo, source: SampleSource, spec: PrepareSpec) ->
 
 def _no_usable_samples(info: DatasetInfo, spec: PrepareSpec) -> WorkerError:
     reasons = ", ".join(f"{count} {reason.replace('_', ' ')}" for reason, count in info.num_skipped.items())
-    # Text, audio or arrays in class folders: nothing in job.yaml makes csdctl read them.
-    is_all_other = set(info.num_skipped) == {"other_format"}
-    return WorkerError(
-        f"data at {spec.source} has no usable samples" + (f": {reasons}" if reasons else ""),
-        remedy="its files are no PNG, JPEG, BMP or GIF: let a function of yours read them "
-        "(docs/how-to/prepare-data.md, `Your own function`)"
-        if is_all_other
-        else "fix the data, or data.image and data.tfrecord in job.yaml",
-        exit_code=2,
-    )
+    remedy = "fix the data, or data.image and data.tfrecord in job.yaml"
+    if set(info.num_skipped) == {"other_format"}:
+        # Text, audio or arrays in class folders: nothing in job.yaml makes csdctl read them.
+        remedy = (
+            "its files are no PNG, JPEG, BMP or GIF: let a function of yours read them "
+            "(docs/how-to/prepare-data.md, `Your own function`)"
+        )
+    return data_error(spec.source, "has no usable samples" + (f": {reasons}" if reasons else ""), remedy)

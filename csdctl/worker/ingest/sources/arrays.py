@@ -18,7 +18,7 @@ import numpy as np
 
 from csdctl.worker.data.arrays import Array, as_labels, as_samples, is_numeric, map_array, read_array_header
 from csdctl.worker.ingest.partial_dataset import convert_write_errors
-from csdctl.worker.ingest.sources.source import Block, IngestLimits, SampleSource, to_records
+from csdctl.worker.ingest.sources.source import Block, IngestLimits, SampleSource, data_error, to_records
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.process.files import DAMAGED_ARCHIVE, BoundedFile
 from csdctl.worker.protocol.datasets import LABEL, SAMPLE_WEIGHT, PrepareSpec
@@ -108,27 +108,22 @@ def check_arrays(inputs: Mapping[str, Array], outputs: Mapping[str, Array], sour
     """Raise WorkerError, exit code 2, unless they are samples and their labels."""
     arrays = [*inputs.values(), *outputs.values()]
     if not all(array.shape for array in arrays):
-        raise WorkerError(f"data at {source} is a single number, not an array of samples", exit_code=2)
+        raise data_error(source, "is a single number, not an array of samples")
     if any(0 in array.shape for array in inputs.values()):  # labels may have no values: of add_loss()
         raise empty_data_error(source)
     counts = [sorted({len(array) for array in part.values()}) for part in (inputs, outputs)]
     if len(counts[0]) > 1 or counts[0] != counts[1]:
         samples, labels = (" or ".join(map(str, found)) for found in counts)
-        raise WorkerError(f"data at {source} has {samples} samples but {labels} labels", exit_code=2)
+        raise data_error(source, f"has {samples} samples but {labels} labels")
     if not all(array.dtype.kind == "b" or is_numeric(array.dtype) for array in arrays):
         types = " and ".join(dict.fromkeys(str(array.dtype) for array in arrays))
-        raise WorkerError(
-            f"data at {source} is not numeric: {types}",
-            remedy="turn text into numbers, in a function of your own: data.public.function",
-            exit_code=2,
-        )
+        remedy = "turn text into numbers, in a function of your own: data.public.function"
+        raise data_error(source, f"is not numeric: {types}", remedy)
 
 
 def empty_data_error(source: str) -> WorkerError:
     """Return the error for data without any samples."""
-    return WorkerError(
-        f"data at {source} is empty", remedy="add samples or remove it from job.yaml", exit_code=2
-    )
+    return data_error(source, "is empty", "add samples or remove it from job.yaml")
 
 
 @contextlib.contextmanager
@@ -137,21 +132,14 @@ def convert_read_errors(source: str) -> Iterator[None]:
     try:
         yield
     except DAMAGED_ARCHIVE as error:
-        raise WorkerError(
-            f"data at {source} cannot be read: {type(error).__name__}",
-            remedy="replace the damaged file",
-            exit_code=2,
-        ) from None
+        problem = f"cannot be read: {type(error).__name__}"
+        raise data_error(source, problem, "replace the damaged file") from None
 
 
 def open_npy_files(root: Path, spec: PrepareSpec) -> ArraySource:
     """Map images.npy and labels.npy in `root`."""
     if not ((root / "images.npy").exists() and (root / "labels.npy").exists()):
-        raise WorkerError(
-            f"data at {spec.source} lacks one of images.npy and labels.npy",
-            remedy="add the missing file",
-            exit_code=2,
-        )
+        raise data_error(spec.source, "lacks one of images.npy and labels.npy", "add the missing file")
     with convert_read_errors(spec.source):
         samples, labels = map_array(root / "images.npy"), map_array(root / "labels.npy")
     return ArraySource({"": samples}, {"": labels}, spec)

@@ -24,7 +24,6 @@ from csdctl.worker.ingest.sources.images import ImageDecoder, known_shape
 from csdctl.worker.ingest.sources.source import (
     EXPECTED,
     Block,
-    ElementError,
     EncodedSample,
     IngestLimits,
     SampleSource,
@@ -298,13 +297,7 @@ def open_py_dataset(
 
 def _spec_parts(element_spec: Any, spec: PrepareSpec) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the specs of inputs and of outputs by name; raises StructureError."""
-    try:
-        inputs, outputs = name_parts(element_spec, spec)
-    except ElementError:
-        raise StructureError(
-            "returned a tf.data.Dataset whose elements are not samples or (samples, labels)",
-            "map() its elements to (samples, labels) or (samples, labels, weights)",
-        ) from None
+    inputs, outputs = name_parts(element_spec, spec)
     for name, part in (inputs | outputs).items():
         if getattr(part, "shape", None) is None or part.shape.rank is None:
             raise StructureError(
@@ -373,10 +366,7 @@ def _as_source(returned: Any, function: UserFunction, spec: PrepareSpec, threads
 def _open_arrays(returned: Any, spec: PrepareSpec) -> ArraySource:
     if isinstance(returned, tuple) and any(hasattr(part, "element_spec") for part in returned):
         raise StructureError("returned several data sets", "return one, and write a function for each")
-    try:
-        inputs, outputs = name_parts(returned, spec)
-    except ElementError:
-        raise StructureError(f"returned {len(returned)} values") from None
+    inputs, outputs = name_parts(returned, spec)
     arrays = [to_arrays(parts, 1) for parts in (inputs, outputs)]
     lengths = {array.shape[:1] for part in arrays for array in part.values()}
     if len(lengths) > 1 and isinstance(returned, tuple) and all(isinstance(part, tuple) for part in returned):

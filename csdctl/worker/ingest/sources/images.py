@@ -26,6 +26,7 @@ from csdctl.worker.ingest.sources.source import (
     SampleSource,
     Tree,
     UnusableError,
+    data_error,
     decode_blocks,
     list_names,
 )
@@ -258,11 +259,9 @@ class ClassFolders(SampleSource):
     def __init__(self, tree: Tree, spec: PrepareSpec, threads: int) -> None:
         """Raise WorkerError, exit code 2, for a folder that is not one of the job's classes."""
         if spec.classes is None and not spec.names_classes:
-            raise WorkerError(
-                f"data at {spec.source} consists of class folders, but the job does not list its classes",
-                remedy="list them as data.classes in job.yaml, or use public data of class folders",
-                exit_code=2,
-            )
+            problem = "consists of class folders, but the job does not list its classes"
+            remedy = "list them as data.classes in job.yaml, or use public data of class folders"
+            raise data_error(spec.source, problem, remedy)
         super().__init__(spec)
         names = spec.classes or tuple(sorted(_normalize(name) for name in tree.folders))
         self.class_names = names
@@ -310,16 +309,10 @@ def _normalize(folder: str) -> str:
 def _check_folders(folders: Sequence[str], label_of: dict[str, int], source: str) -> None:
     unprintable = [name for name in folders if not name.isprintable()]
     if unprintable:
-        raise WorkerError(
-            f"data at {source} has a class folder with an unprintable name, {unprintable[0]!a}",
-            remedy="rename the folder",
-            exit_code=2,
-        )
+        problem = f"has a class folder with an unprintable name, {unprintable[0]!a}"
+        raise data_error(source, problem, "rename the folder")
     unknown = [name for name in folders if _normalize(name) not in label_of]
     if unknown:
-        raise WorkerError(
-            f"data at {source} has {'classes' if len(unknown) > 1 else 'class'} {list_names(unknown)}, "
-            f"not among the job's {len(label_of)} classes",
-            remedy="add it to data.classes in job.yaml, or rename the folder",
-            exit_code=2,
-        )
+        named = f"{'classes' if len(unknown) > 1 else 'class'} {list_names(unknown)}"
+        problem = f"has {named}, not among the job's {len(label_of)} classes"
+        raise data_error(source, problem, "add it to data.classes in job.yaml, or rename the folder")

@@ -97,11 +97,8 @@ def read_tree(source: str) -> Tree:
         files = tuple(_walk(root, (), within, source))
         folders = tuple(entry.name for entry in _entries(root) if entry.is_dir(follow_symlinks=False))
     except OSError as error:
-        raise WorkerError(
-            f"data at {source} cannot be read: {error.strerror}",
-            remedy="fix its path or its permissions",
-            exit_code=2,
-        ) from None
+        problem = f"cannot be read: {error.strerror}"
+        raise data_error(source, problem, "fix its path or its permissions") from None
     return Tree(root, files, folders)
 
 
@@ -129,23 +126,22 @@ def _walk(directory: Path, parts: tuple[str, ...], within: str, source: str) -> 
 def _check_link(entry: os.DirEntry[str], within: str, source: str) -> None:
     """Raise WorkerError unless a link points to a file below the same root."""
     if not os.path.realpath(entry.path).startswith(within):
-        raise WorkerError(
-            f"data at {source} has a link that leads out of it",
-            remedy="replace the link with the file itself, or remove it",
-            exit_code=2,
-        )
+        remedy = "replace the link with the file itself, or remove it"
+        raise data_error(source, "has a link that leads out of it", remedy)
     if entry.is_dir():
-        raise WorkerError(
-            f"data at {source} has a link to a directory",
-            remedy="replace the link with the directory itself, or remove it",
-            exit_code=2,
-        )
+        remedy = "replace the link with the directory itself, or remove it"
+        raise data_error(source, "has a link to a directory", remedy)
 
 
 def list_names(names: Sequence[str], most: int = 5) -> str:
     """Return some of the names, for a message."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
+
+
+def data_error(source: str, problem: str, remedy: str = "") -> WorkerError:
+    """Return the error for data that cannot be used; it names no file below `source`."""
+    return WorkerError(f"data at {source} {problem}", remedy=remedy, exit_code=2)
 
 
 class UnusableError(Exception):
@@ -285,10 +281,6 @@ class StructureError(Exception):
         self.remedy = remedy
 
 
-class ElementError(StructureError):
-    """An element is neither samples nor (samples, labels)."""
-
-
 def name_parts(element: Any, spec: PrepareSpec) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return inputs and outputs by their names in the model; raises StructureError.
 
@@ -297,7 +289,7 @@ def name_parts(element: Any, spec: PrepareSpec) -> tuple[dict[str, Any], dict[st
     if isinstance(element, Mapping) or getattr(element, "shape", ()) not in ((), None):
         element = (element, None)
     if not (isinstance(element, tuple | list) and len(element) in (2, 3)):
-        raise ElementError("yields something that is not (sample, label)")
+        raise StructureError("gives something that is not (sample, label)")
     samples, labels, weights = (*element, None)[:3]
     return _name_inputs(samples, spec), _name_outputs(labels, weights, spec)
 

@@ -16,6 +16,7 @@ from csdctl.worker.ingest.sources.source import (
     IngestLimits,
     SampleSource,
     Tree,
+    data_error,
     list_names,
     to_records,
 )
@@ -34,11 +35,8 @@ class TableFiles(SampleSource):
     def __init__(self, tree: Tree, spec: PrepareSpec) -> None:
         """Raise WorkerError, exit code 2, for columns that are missing or have anything but numbers."""
         if spec.table is None:
-            raise WorkerError(
-                f"data at {spec.source} consists of .csv files, but the job does not describe them",
-                remedy="set data.csv in job.yaml: {label: COLUMN}",
-                exit_code=2,
-            )
+            problem = "consists of .csv files, but the job does not describe them"
+            raise data_error(spec.source, problem, "set data.csv in job.yaml: {label: COLUMN}")
         super().__init__(spec)
         self._schema: TableSchema = spec.table
         self._spec = spec
@@ -169,4 +167,4 @@ class TableFiles(SampleSource):
             raise self._error(f"cannot be read: {type(error).__name__}", "replace the damaged file") from None
 
     def _error(self, problem: str, remedy: str) -> WorkerError:
-        return WorkerError(f"data at {self._spec.source} {problem}", remedy=remedy, exit_code=2)
+        return data_error(self._spec.source, problem, remedy)

@@ -19,9 +19,9 @@ from csdctl.worker.ingest.sources.source import (
     SampleSource,
     Tree,
     UnusableError,
+    data_error,
     decode_blocks,
 )
-from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.datasets import PrepareSpec, RecordSchema
 
 _FILE_NAME = re.compile(r".+(\.tfrecords?|\.tfrec|-\d{5}-of-\d{5})(\.gz)?$")
@@ -38,11 +38,9 @@ class RecordFiles(SampleSource):
     def __init__(self, tree: Tree, spec: PrepareSpec, threads: int) -> None:
         """Raise WorkerError, exit code 2, if the job has no schema or an inconsistent one."""
         if spec.records is None:
-            raise WorkerError(
-                f"data at {spec.source} consists of TFRecord files, but the job does not describe them",
-                remedy="set data.tfrecord in job.yaml: {image: FEATURE, label: FEATURE}",
-                exit_code=2,
-            )
+            problem = "consists of TFRecord files, but the job does not describe them"
+            remedy = "set data.tfrecord in job.yaml: {image: FEATURE, label: FEATURE}"
+            raise data_error(spec.source, problem, remedy)
         super().__init__(spec)
         self._label_of = {name: label for label, name in enumerate(spec.classes or ())}
         self._schema: RecordSchema = spec.records
