@@ -57,8 +57,8 @@ def read_idx(path: Path, store: str) -> Array:
 
     Raises ValueError for another format, OSError or EOFError if the file cannot be read.
     """
-    opened: Any = gzip.open(path) if path.suffix == ".gz" else path.open("rb")
-    with opened as file:
+    open_file: Any = gzip.open if path.suffix == ".gz" else open
+    with open_file(path, "rb") as file:
         magic = file.read(4)
         if len(magic) < 4 or magic[:3] != b"\0\0\x08":
             raise ValueError("not an IDX file of bytes")
