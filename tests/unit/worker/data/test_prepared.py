@@ -206,21 +206,15 @@ def test_fields_of_samples_and_labels_stay_together_wherever_they_are_read(tmp_p
     assert len(packed) == 4 * (samples.dtype.itemsize + labels.dtype.itemsize)
 
 
-@pytest.mark.parametrize("damage", ["missing", "empty", "short", "text", "pickle", "one number", "zip"])
+@pytest.mark.parametrize("damage", ["missing", "short", "pickle"])
 def test_unreadable_file_is_an_error_that_names_no_file(tmp_path: Path, damage: str) -> None:
-    part = write(tmp_path, 50)
-    path = Path(part.labels)
+    path = Path(write(tmp_path, 50).labels)
     content = path.read_bytes()
     path.unlink()
     if damage == "pickle":
         np.save(path, np.array([{"a": 1}] * 50, dtype=object), allow_pickle=True)
-    elif damage == "one number":
-        np.save(path, np.float32(1))
-    elif damage == "zip":
-        with path.open("wb") as file:
-            np.savez(file, labels=np.zeros(50))
-    elif damage != "missing":
-        path.write_bytes({"empty": b"", "short": content[:-4], "text": b"1, 2, 3\n"}[damage])
+    elif damage == "short":
+        path.write_bytes(content[:-4])
     with pytest.raises(WorkerError, match="cannot be read") as raised:
         PreparedSamples(slice_of(tmp_path))
     assert str(tmp_path) not in raised.value.message

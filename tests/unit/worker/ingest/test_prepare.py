@@ -67,13 +67,12 @@ class TestFormats:
         assert (info.num_samples, info.sample_shape, info.dtype) == (6, (4, 5), "uint8")
         assert (info.label_shape, info.max_label) == ((), 9)
 
-    @pytest.mark.parametrize(("images", "labels"), [("x", "y"), ("images", "labels")])
-    @pytest.mark.parametrize("is_in_directory", [True, False])
+    @pytest.mark.parametrize(("images", "labels", "source"), [("x", "y", ""), ("images", "labels", NPZ)])
     def test_npz_file_or_directory_with_one(
-        self, root: Path, spec: PrepareSpec, images: str, labels: str, is_in_directory: bool
+        self, root: Path, spec: PrepareSpec, images: str, labels: str, source: str
     ) -> None:
         write_npz(root, **{images: COLOUR, labels: LABELS.astype(np.int64), "more": LABELS})
-        info = prepare(spec if is_in_directory else replace(spec, source=str(root / NPZ)))
+        info = prepare(replace(spec, source=str(root / source)))
         assert Path(info.path).parent == Path(spec.store)
         assert np.array_equal(arrays_of(info)[0], COLOUR)
         assert (arrays_of(info)[1].tolist(), arrays_of(info)[1].dtype) == (LABELS.tolist(), np.int32)
