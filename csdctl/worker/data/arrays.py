@@ -208,21 +208,14 @@ def random_samples(
 
     `largest` has the largest integer of each field, '' for the only one: integers may be indices.
     """
-    if dtype.names is None:
-        return _random(generator, shape, dtype, largest.get("", 127))
     samples = np.empty(shape, dtype)
-    for name in dtype.names:
-        field = dtype[name]
-        samples[name] = _random(generator, (*shape, *field.shape), field.base, largest.get(name, 127))
+    for name, field in fields_of(samples).items():
+        if field.dtype.kind in "iu":
+            highest = min(max(0, largest.get(name, 127)), _MAX_INTEGER)
+            field[...] = generator.integers(0, highest, field.shape, endpoint=True)
+        else:
+            field[...] = generator.random(field.shape)
     return samples
-
-
-def _random(
-    generator: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype[Any], largest: int
-) -> Array:
-    if dtype.kind not in "iu":
-        return generator.random(shape).astype(dtype)
-    return generator.integers(0, min(max(0, largest), _MAX_INTEGER), shape, endpoint=True).astype(dtype)
 
 
 def random_batch(

@@ -288,10 +288,7 @@ def _recompute(spec: ExtractSpec) -> Extracted:
 def _compare(spec: ExtractSpec, info: DatasetInfo, compute: Compute, num_batches: int) -> tuple[int, float]:
     """Return the number of rows that were computed again, and their largest relative difference."""
     samples = PreparedSamples(spec.source)
-    images, labels = (str(Path(info.path, f"{name}.npy")) for name in ("images", "labels"))
-    stored = PreparedSamples(
-        DatasetSlice(images, labels, images_sha256=info.images_sha256, labels_sha256=info.labels_sha256)
-    )
+    stored = CheckedArray(str(Path(info.path, "images.npy")), info.images_sha256).array
     augment = load_augmentation(spec)
     starts = range(0, len(samples), BATCH_SIZE)
     places = [(view, start) for view in range(num_views(spec.augmented)) for start in starts]
@@ -300,7 +297,7 @@ def _compare(spec: ExtractSpec, info: DatasetInfo, compute: Compute, num_batches
         view, start = places[place]
         rows = np.arange(start, min(len(samples), start + BATCH_SIZE))
         again, _ = compute(*augment(*samples.read(rows), view, start))
-        before = stored.read(rows + view * len(samples))[0].astype(np.float64)
+        before = stored[rows + view * len(samples)].astype(np.float64)
         largest = float(np.abs(before).max(initial=0)) or 1.0
         difference = max(
             difference, float(np.abs(again.astype(np.float64) - before).max(initial=0)) / largest

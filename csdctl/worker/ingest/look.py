@@ -3,7 +3,6 @@
 Samples are read as `prepare` reads them, and nothing is kept. Only for data of the host.
 """
 
-import csv
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,12 +14,11 @@ from csdctl.worker.ingest.sources.source import (
     DEFAULT_LIMITS,
     Tree,
     conform,
-    data_error,
     list_names,
     num_threads,
     read_tree,
 )
-from csdctl.worker.ingest.sources.table import is_table
+from csdctl.worker.ingest.sources.table import is_table, read_columns
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.datasets import (
     DataLook,
@@ -100,13 +98,8 @@ def _measure_pictures(tree: Tree) -> PictureSizes | None:
 
 def _choose_columns(tree: Tree, spec: LookSpec) -> TableSchema:
     """Return the label's column of a table; raises WorkerError, exit code 2, if it is not clear."""
-    source = spec.prepare.source
     file = next(file for file in tree.files if is_table(file, tree))
-    try:
-        with tree.path_of(file).open(newline="", encoding="utf-8-sig") as text:
-            columns = [name.strip() for name in next(csv.reader(text), [])]
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise data_error(source, f"cannot be read: {type(error).__name__}") from None
+    columns = read_columns(tree.path_of(file), spec.prepare.source)
     return TableSchema((_choose_label(columns, spec),), "", spec.dropped)
 
 

@@ -14,11 +14,10 @@ from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.job.model import Job
 from csdctl.placement.equation1 import Placed
 from csdctl.runs.directory import ProjectDirectory
-from csdctl.runs.ledger import record_traffic
-from csdctl.shipping.deliver import Delivery, OnDeliveryProgress, deliver
-from csdctl.shipping.payload import DEFAULT_IGNORED, Payload, TreeRequest, pack_payload, read_tree
+from csdctl.shipping.deliver import Delivery, deliver
+from csdctl.shipping.payload import pack_payload
 from csdctl.shipping.store import StoredFile, hash_file
-from csdctl.transport.many import Outcome, run_on_all, run_on_nodes, values_or_raise
+from csdctl.transport.many import Outcome, run_on_all, values_or_raise
 from csdctl.transport.meter import TrafficClass
 from csdctl.transport.session import Session
 from csdctl.worker.protocol.datasets import DatasetInfo
@@ -46,35 +45,6 @@ def deploy_files(
 
     targets = {name: sessions[name] for name in files if name != HOST_NAME}
     return values_or_raise(run_on_all(targets, send, on_done=on_done), "deploying")
-
-
-def pack_trees(requests: Sequence[TreeRequest], ignored: Sequence[str] = DEFAULT_IGNORED) -> Payload:
-    """Read the trees of `requests` from the host's disk; raises InputError for undeployable entries."""
-    return pack_payload(trees=[read_tree(request, ignored) for request in requests])
-
-
-def deploy_payload(
-    payload: Payload,
-    fleet: Fleet,
-    *,
-    directory: Path,
-    dry_run: bool = False,
-    before: Callable[[Session], None] = lambda session: None,
-    on_progress: OnDeliveryProgress = lambda progress: None,
-    on_done: Callable[[Outcome[Delivery]], None] = lambda outcome: None,
-) -> dict[str, Outcome[Delivery]]:
-    """Send `payload` to every node of `fleet`; a failure is an outcome and does not stop the others.
-
-    `before` is called for each node first, and may raise its error.
-    """
-
-    def send(session: Session) -> Delivery:
-        before(session)
-        python = fleet.node(session.name).python
-        return deliver(session, payload, python=python, dry_run=dry_run, on_progress=on_progress)
-
-    on_traffic = record_traffic(directory, "deploy")
-    return run_on_nodes(fleet, send, directory=directory, on_done=on_done, on_traffic=on_traffic)
 
 
 def common_files(prepared: Prepared) -> list[StoredFile]:

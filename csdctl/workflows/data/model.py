@@ -74,29 +74,22 @@ def store_worker(project: ProjectDirectory) -> StoredFile:
 
 def prepare_code(job: Job, directory: Path, say: Say) -> tuple[StoredFile, SerializedModel]:
     """Prepare only worker and model, in the host's store below `directory`; contact no node."""
-    say("model: " + job.model)
-    return _code(job, directory)
-
-
-def describe_job_model(job: Job, directory: Path, say: Say) -> ModelProperties:
-    """Return the features that identify the job's model in measurements; builds the model if needed."""
-    _, model = _code(job, directory, lambda: say(f"building {job.model} to determine its size"))
-    return describe_model(model.info, model.architecture.sha256)
-
-
-def _code(
-    job: Job, directory: Path, on_build: Callable[[], None] = lambda: None
-) -> tuple[StoredFile, SerializedModel]:
     project = ProjectDirectory(directory)
     worker = store_worker(project)
     with closing(LocalSession(HOST_NAME, directory)) as host:
-        model = serialize_model(job, worker, host, project, None, on_build)
+        model = serialize_model(job, worker, host, project, None, lambda: say(f"building {job.model}"))
     if not model.info.is_built:
         raise InputError(
             f"{job.model} returns a model that gets its weights from the data's shapes, which are not known",
             remedy="run `csdctl prepare` first",
         )
     return worker, model
+
+
+def describe_job_model(job: Job, directory: Path, say: Say) -> ModelProperties:
+    """Return the features that identify the job's model in measurements; builds the model if needed."""
+    _, model = prepare_code(job, directory, say)
+    return describe_model(model.info, model.architecture.sha256)
 
 
 def serialize_model(

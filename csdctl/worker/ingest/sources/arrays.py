@@ -4,6 +4,7 @@ Files are mapped, after decompression into a temporary file: memory use does not
 """
 
 import contextlib
+import csv
 import gzip
 import io
 import math
@@ -18,7 +19,14 @@ import numpy as np
 
 from csdctl.worker.data.arrays import Array, as_labels, as_samples, is_numeric, map_array, read_array_header
 from csdctl.worker.ingest.partial_dataset import convert_write_errors
-from csdctl.worker.ingest.sources.source import Block, IngestLimits, SampleSource, data_error, to_records
+from csdctl.worker.ingest.sources.source import (
+    Block,
+    IngestLimits,
+    SampleSource,
+    data_error,
+    list_names,
+    to_records,
+)
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.process.files import DAMAGED_ARCHIVE, BoundedFile
 from csdctl.worker.protocol.datasets import LABEL, SAMPLE_WEIGHT, PrepareSpec
@@ -132,7 +140,7 @@ def convert_read_errors(source: str) -> Iterator[None]:
     """Convert the errors of damaged files to a WorkerError, exit code 2, that names no file."""
     try:
         yield
-    except DAMAGED_ARCHIVE as error:
+    except (*DAMAGED_ARCHIVE, csv.Error) as error:
         problem = f"cannot be read: {type(error).__name__}"
         raise data_error(source, problem, "replace the damaged file") from None
 
@@ -144,10 +152,6 @@ def open_npy_files(root: Path, spec: PrepareSpec) -> ArraySource:
     with convert_read_errors(spec.source):
         samples, labels = map_array(root / "images.npy"), map_array(root / "labels.npy")
     return ArraySource({"": samples}, {"": labels}, spec)
-
-
-MAX_NAMED = 10
-"""Arrays of an .npz that a message lists."""
 
 
 def open_npz(path: Path, spec: PrepareSpec) -> ArraySource:
@@ -172,7 +176,7 @@ def open_npz(path: Path, spec: PrepareSpec) -> ArraySource:
                 outputs = {name or LABEL: array for name, array in outputs.items()}
                 outputs[SAMPLE_WEIGHT] = _check_weights(weights, spec)
             return ArraySource(inputs, outputs, spec)
-    found = "" if spec.is_private else f"; it has {', '.join(names[:MAX_NAMED]) or 'none'}"
+    found = "" if spec.is_private else f"; it has {list_names(names, 10) or 'none'}"
     raise WorkerError(
         f"the .npz at {spec.source} has no arrays x and y (or images and labels){found}",
         remedy="name a function that returns them, FILE.py:NAME; "

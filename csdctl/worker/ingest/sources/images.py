@@ -74,9 +74,9 @@ class Header:
 
 def read_header(content: bytes) -> Header | None:
     """Return the header of an encoded image, None for other formats; raises ValueError if it is damaged."""
-    if not has_image_format(content):
+    name = next((name for magic, name in _FORMATS.items() if content.startswith(magic)), "")
+    if not name:
         return None
-    name = next(name for magic, name in _FORMATS.items() if content.startswith(magic))
     opened = None
     try:
         if name == "png":  # Pillow refuses a PNG for damage that does not matter, as that of a comment
@@ -94,11 +94,6 @@ def read_header(content: bytes) -> Header | None:
     if width < 1 or height < 1:
         raise ValueError(f"{name} without pixels")
     return Header(name, width, height, opened)
-
-
-def has_image_format(content: bytes) -> bool:
-    """Return whether `content` begins as an image does that can be decoded."""
-    return content.startswith(tuple(_FORMATS))
 
 
 def _import_pillow() -> dict[str, Any]:

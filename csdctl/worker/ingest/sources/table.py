@@ -4,12 +4,12 @@ import csv
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 
 from csdctl.worker.data.arrays import Array
-from csdctl.worker.ingest.sources.arrays import empty_data_error
+from csdctl.worker.ingest.sources.arrays import convert_read_errors, empty_data_error
 from csdctl.worker.ingest.sources.source import (
     Block,
     DataFile,
@@ -27,6 +27,12 @@ from csdctl.worker.protocol.datasets import LABEL, SAMPLE_WEIGHT, PrepareSpec, T
 def is_table(file: DataFile, tree: Tree) -> bool:
     """Return whether a file has the name of a .csv file."""
     return tree.path_of(file).suffix.lower() == ".csv"
+
+
+def read_columns(path: Path, source: str) -> list[str]:
+    """Return the names of the columns of a .csv file; raises WorkerError, exit code 2."""
+    with convert_read_errors(source), path.open(newline="", encoding="utf-8-sig") as file:
+        return [name.strip() for name in next(csv.reader(file), [])]
 
 
 class TableFiles(SampleSource):
@@ -85,10 +91,7 @@ class TableFiles(SampleSource):
         return to_records(labels, 1)
 
     def _read_header(self) -> list[str]:
-        headers = []
-        for path in self._paths:
-            with self._reading(), path.open(newline="", encoding="utf-8-sig") as file:
-                headers.append([name.strip() for name in next(csv.reader(file), [])])
+        headers = [read_columns(path, self._spec.source) for path in self._paths]
         if not headers or not headers[0]:
             raise empty_data_error(self._spec.source)
         columns = headers[0]
@@ -138,7 +141,7 @@ class TableFiles(SampleSource):
         """Yield the numbers of some columns, row by row."""
         places = [self._columns.index(name) for name in names]
         for path in self._paths:
-            with self._reading(), path.open(newline="", encoding="utf-8-sig") as file:
+            with convert_read_errors(self._spec.source), path.open(newline="", encoding="utf-8-sig") as file:
                 reader = csv.reader(file)
                 next(reader, None)
                 for row in reader:
@@ -158,13 +161,6 @@ class TableFiles(SampleSource):
             f"has {found} in column {self._columns[place]}",
             "leave the column out (data.csv.drop), or turn it into numbers in a function of your own",
         )
-
-    @contextmanager
-    def _reading(self) -> Iterator[None]:
-        try:
-            yield
-        except (OSError, UnicodeDecodeError, csv.Error) as error:
-            raise self._error(f"cannot be read: {type(error).__name__}", "replace the damaged file") from None
 
     def _error(self, problem: str, remedy: str) -> WorkerError:
         return data_error(self._spec.source, problem, remedy)
