@@ -363,7 +363,7 @@ def _open(part: GatheredPart, spec: GatherSpec) -> Array:
 
 
 LINE_BYTES = 48 << 10
-"""Of the file in one line; 64 KiB in base64."""
+"""Bytes of the file in one line; 64 KiB in base64."""
 
 
 def send(spec: SendSpec, write: Callable[[str], None], *, home: Path = Path()) -> Sent:

@@ -31,7 +31,7 @@ from csdctl.worker.protocol.datasets import (
 
 MAX_PICTURES = 512
 MAX_BYTES = 64 << 20
-"""Of numbers."""
+"""Limit for the bytes of samples that are read."""
 LABELS = ("label", "labels", "target", "targets", "y", "class", "outcome", "category")
 """Names of a column with the label."""
 

@@ -108,7 +108,7 @@ _RECORD, _DESCRIPTION = "record.json", "dataset.json"
 _MAX_DESCRIPTION_BYTES = 16 << 20
 _ARRAYS = ("images.npy", "labels.npy")
 _SPARE_HEADER_BYTES = 1000
-"""Of a .npy header, for all but the fields."""
+"""Room in a .npy header for all but the fields."""
 
 
 @dataclass(frozen=True)

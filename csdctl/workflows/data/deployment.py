@@ -28,7 +28,7 @@ from csdctl.workflows.data.model import prepare_code
 
 @dataclass(frozen=True)
 class DeployRequest:
-    """What to deploy: the files of `job`, or `trees` instead, each as SOURCE[:DESTINATION]."""
+    """Request to deploy the files of `job`, or `trees` instead, each as SOURCE[:DESTINATION]."""
 
     job: Path
     trees: Sequence[str] = ()

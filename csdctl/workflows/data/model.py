@@ -33,7 +33,7 @@ from csdctl.worker.protocol.run_spec import UserCode
 
 MODEL_FILES = ("info.json", "architecture.json", "weights.npz")
 PART_FILES = ("prefix.json", "prefix.npz", "head.json", "head.npz")
-"""Of a model with a frozen part at its beginning."""
+"""Files of the two parts of a model whose first layers are frozen."""
 HASHES, SHAPES = "hashes.json", "shapes.json"
 BUILD_DEADLINE_S = 300.0
 
@@ -63,7 +63,7 @@ class SerializedModel:
 
     @property
     def files(self) -> list[StoredFile]:
-        """What every machine needs of the model."""
+        """Files of the model that every machine needs."""
         return [self.architecture, self.weights, *([self.code] if self.code else [])]
 
 

@@ -52,7 +52,7 @@ from csdctl.workflows.workspace.workspace import Workspace, open_workspace
 
 DATA_STORE = ".csdctl/data"
 SHARED_STORE = ".csdctl-data"
-"""Beside public data on a shared file system: every node must see the prepared data too."""
+"""Directory beside public data on a shared file system: every node must see the prepared data too."""
 
 _DOING = "preparing data"
 
@@ -72,7 +72,7 @@ class Prepared:
     public: DatasetInfo
     validation: DatasetInfo | None
     private: dict[str, DatasetInfo]
-    """By node; empty when the job has no private data."""
+    """Private data by node; empty when the job has none."""
     elapsed_s: float = 0.0
     """Seconds until all of this was there; most of them pass on machines that look at what they have."""
 
@@ -167,7 +167,7 @@ class _Preparing:
 
     job: Job
     spec: PrepareSpec
-    """What the data sets have in common."""
+    """Settings that all data sets have in common."""
     fleet: Fleet
     sessions: Mapping[str, Session]
     worker: StoredFile

@@ -28,8 +28,8 @@ class PreparedData:
     num_private: dict[str, int] = field(default_factory=dict)
     """Private samples by node."""
     digests: dict[str, str] = field(default_factory=dict)
-    """By 'public', 'validation' or node: the fingerprint of its data, and a hash of the description that was
-    received when the data was prepared, with the hashes of its files."""
+    """Digests by 'public', 'validation' or node: the fingerprint of its data, and a hash of the description
+    that was received when the data was prepared, with the hashes of its files."""
 
     @property
     def num_samples(self) -> int:

@@ -24,11 +24,11 @@ SPARSE, MSE = "sparse_categorical_crossentropy", "mean_squared_error"
 
 @dataclass(frozen=True)
 class Sources:
-    """What a job is made of; paths relative to the job file, or absolute."""
+    """Model, data and code of a job; paths relative to the job file, or absolute."""
 
     model: str
     public: dict[str, str]
-    """As in job.yaml: `path`, and `function`."""
+    """Entry of job.yaml: `path`, and `function`."""
     validation: dict[str, str] | None = None
     private: str = ""
     """A path on each node; '' for none."""
@@ -43,7 +43,7 @@ class Sources:
 
 @dataclass(frozen=True)
 class Looks:
-    """What was seen of a model and its data."""
+    """Descriptions of a model and its data."""
 
     model: ModelInfo
     public: DataLook

@@ -64,18 +64,18 @@ class PredictObserver(PreparationObserver, Protocol):
 
 @dataclass
 class PredictResult:
-    """What was predicted, and what is missing."""
+    """Number of rows that were predicted, and the rows that are missing."""
 
     output: Path
     num_rows: int = 0
     num_computed: int = 0
     """Rows that no earlier call had computed."""
     num_rows_of: dict[str, int] = field(default_factory=dict)
-    """By machine that computed them."""
+    """Rows by the machine that computed them."""
     missing: dict[str, CsdctlError] = field(default_factory=dict)
     """Nodes whose rows are missing, and why."""
     num_missing: dict[str, int] = field(default_factory=dict)
-    """By node, where the number is known."""
+    """Missing rows by node, where the number is known."""
     elapsed_s: float = 0.0
 
     def check(self) -> None:

@@ -23,10 +23,10 @@ LEARNING_RATE = 0.001
 
 @dataclass(frozen=True)
 class PredictRequest:
-    """What to predict; `check_request` has checked it."""
+    """Request of one prediction; `check_request` has checked it."""
 
     job: Job
-    """As written, whose data is read."""
+    """Job as written, whose data is read."""
     model: Path
     """The .keras file."""
     fleet: Fleet

@@ -1,4 +1,4 @@
-"""What is kept of each output of a model, and the layers that it may be asked for."""
+"""Rules for what is kept of each output of a model, and the layers whose output can be asked for."""
 
 import difflib
 import json

@@ -28,7 +28,7 @@ class Block:
     rows: Any
     """The number of each sample in its data set there, shape (n,), ascending."""
     fields: Mapping[str, Any]
-    """What was asked for by name, each of shape (n, …)."""
+    """Values that were asked for by name, each of shape (n, …)."""
 
     def __len__(self) -> int:
         return len(self.rows)

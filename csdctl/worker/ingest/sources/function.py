@@ -42,7 +42,7 @@ from csdctl.worker.protocol.datasets import PrepareSpec
 
 _END = object()
 SAMPLES, LABELS = "samples", "labels"
-"""How the only input and the only output are named in messages."""
+"""Names of the only input and the only output in messages."""
 
 Shape = tuple[int, ...]
 
@@ -242,7 +242,7 @@ def named_in_messages(inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> 
 
 
 SHUFFLE_SEED = 0
-"""Of what the user's code draws at random while data is prepared."""
+"""Seed of the random numbers of the user's code while data is prepared."""
 
 _END_IT = "leave out repeat(), or end the data set with take()"
 

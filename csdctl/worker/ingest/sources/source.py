@@ -32,7 +32,7 @@ class IngestLimits:
     sync_interval_s: float = 5.0
     """Upper limit of the work that is repeated after an interruption."""
     lock_deadline_s: float = 10.0
-    """How long to wait for a worker that has the lock; one whose csdctl was killed takes a moment to exit."""
+    """Seconds to wait for a worker that has the lock; one whose csdctl was killed takes a moment to exit."""
 
 
 DEFAULT_LIMITS = IngestLimits()
@@ -273,7 +273,7 @@ _MAX_NAME = 128
 
 
 class StructureError(Exception):
-    """What a function returned is not samples: a problem, such as 'returned an int', and a remedy."""
+    """The result of a function is not samples: a problem, such as 'returned an int', and a remedy."""
 
     def __init__(self, problem: str, remedy: str = EXPECTED) -> None:
         super().__init__(problem)
@@ -359,7 +359,7 @@ def _is_name(name: Any) -> bool:
 
 
 def _is_part(value: Any) -> bool:
-    """Whether an item of a tuple is an input or output; numbers make up a list of numbers."""
+    """Return whether an item of a tuple is an input or output; numbers make up a list of numbers."""
     return (hasattr(value, "shape") and not isinstance(value, np.generic)) or isinstance(value, Mapping)
 
 
