@@ -38,11 +38,10 @@ from csdctl.worker.data.prepared import PreparedSamples, rows_of
 from csdctl.worker.ingest.partial_dataset import (
     PartialDataset,
     check_free_space,
-    convert_write_errors,
     find_stored,
     make_store,
 )
-from csdctl.worker.ingest.sources.source import Block, IngestLimits
+from csdctl.worker.ingest.sources.source import Block, IngestLimits, convert_write_errors
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.datasets import DatasetInfo, PrepareProgress
 from csdctl.worker.protocol.features import (

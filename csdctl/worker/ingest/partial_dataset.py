@@ -6,7 +6,6 @@ states how much of them is valid. Anything written later is truncated on resume.
 
 Only its user may read it, or on a shared file system whoever may read the source."""
 
-import errno
 import fcntl
 import io
 import math
@@ -16,12 +15,12 @@ import shutil
 import stat
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Collection, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Self
+from typing import IO, Self
 
 import numpy as np
 
@@ -34,7 +33,13 @@ from csdctl.worker.data.arrays import (
     fields_of,
 )
 from csdctl.worker.data.file_hash import hash_file, open_regular
-from csdctl.worker.ingest.sources.source import DEFAULT_LIMITS, Block, IngestLimits, Tree
+from csdctl.worker.ingest.sources.source import (
+    DEFAULT_LIMITS,
+    Block,
+    IngestLimits,
+    Tree,
+    convert_write_errors,
+)
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.process.files import save_atomically, sync_directory, sync_file
 from csdctl.worker.protocol.datasets import LABEL, DatasetInfo
@@ -178,12 +183,23 @@ def take_types(info: DatasetInfo, samples: Array, labels: Array) -> DatasetInfo:
 def _headers(info: DatasetInfo) -> list[tuple[bytes, int]]:
     """Return the .npy header of samples and of labels, and the bytes of both files that are valid.
 
-    Raises ValueError if there can be no such arrays.
+    A header is as long for any number of rows: numpy pads it so that it can grow. Raises ValueError if there
+    can be no such arrays.
     """
     found = []
     for shape, text in ((info.sample_shape, info.dtype), (info.label_shape, info.label_dtype)):
         dtype = dtype_from_text(text)
-        header = _build_header((info.num_samples, *shape), dtype)
+        described = np.lib.format.dtype_to_descr(dtype)
+        if len(repr(described)) > MAX_HEADER_BYTES - _SPARE_HEADER_BYTES:
+            raise WorkerError(
+                f"the data has too many inputs or outputs: {len(dtype.names or ()):,}",
+                remedy="make one input of several: one vector in place of single numbers",
+                exit_code=2,
+            )
+        described = {"descr": described, "fortran_order": False, "shape": (info.num_samples, *shape)}
+        file = io.BytesIO()
+        np.lib.format.write_array_header_1_0(file, described)
+        header = file.getvalue()
         found.append((header, len(header) + dtype.itemsize * info.num_samples * math.prod(shape)))
     return found
 
@@ -325,19 +341,6 @@ def find_stored(
         return None
 
 
-@contextmanager
-def convert_write_errors() -> Iterator[None]:
-    """Convert errors of the disk to a WorkerError that names no file."""
-    try:
-        yield
-    except OSError as error:
-        reason = error.strerror or "not enough disk space"
-        remedy = "fix the disk or its permissions"
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, None):
-            remedy = "free disk space"
-        raise WorkerError(f"prepared data cannot be written: {reason}", remedy=remedy) from None
-
-
 def check_free_space(needed_bytes: int, store: str, what: str, remedy: str = "") -> None:
     """Raise WorkerError if the disk of `store` is too small for `what`, before hours of work are wasted."""
     free_bytes = shutil.disk_usage(store).free
@@ -389,20 +392,3 @@ def _load_record(directory: Path, fingerprint: str) -> IngestRecord | None:
         if record.info.fingerprint == fingerprint and all(map(operator.ge, found, sizes)):
             return record
     return None
-
-
-def _build_header(shape: tuple[int, ...], dtype: np.dtype[Any]) -> bytes:
-    """Return the .npy header, which is as long for any number of rows: numpy pads it so that it can grow.
-
-    Raises ValueError for a type that numpy does not know.
-    """
-    described = np.lib.format.dtype_to_descr(dtype)
-    if len(repr(described)) > MAX_HEADER_BYTES - _SPARE_HEADER_BYTES:
-        raise WorkerError(
-            f"the data has too many inputs or outputs: {len(dtype.names or ()):,}",
-            remedy="make one input of several: one vector in place of single numbers",
-            exit_code=2,
-        )
-    file = io.BytesIO()
-    np.lib.format.write_array_header_1_0(file, {"descr": described, "fortran_order": False, "shape": shape})
-    return file.getvalue()

@@ -140,7 +140,8 @@ def prepare_job(
     if job.noise:
         check_noise(job.noise, model.info, private)
     for name, info in datasets.items():
-        say_padded(name, info, say)
+        for part, shape in info.padded.items() if info else ():
+            say(f"{name}: different lengths were padded with 0: {part} to {'×'.join(map(str, shape))}")
     of_host = {"public": public} | ({"validation": validation} if validation else {})
     for name in find_changed(project, job, of_host | private):
         if not is_checked:
@@ -152,13 +153,6 @@ def prepare_job(
         say(f"{name}: the prepared data was changed since it was prepared; it was prepared again")
     save_prepared(project, job, of_host, private)
     return Prepared(worker, model, public, validation, private)
-
-
-def say_padded(name: str, info: DatasetInfo | None, say: Say) -> None:
-    """Say what was padded; a Keras layer that masks zeros (Embedding(mask_zero=True)) leaves it out."""
-    if info and info.padded:
-        sizes = ", ".join(f"{part} to {'×'.join(map(str, shape))}" for part, shape in info.padded.items())
-        say(f"{name}: different lengths were padded with 0: {sizes}")
 
 
 @dataclass

@@ -18,11 +18,11 @@ from typing import IO, Any
 import numpy as np
 
 from csdctl.worker.data.arrays import Array, as_labels, as_samples, is_numeric, map_array, read_array_header
-from csdctl.worker.ingest.partial_dataset import convert_write_errors
 from csdctl.worker.ingest.sources.source import (
     Block,
     IngestLimits,
     SampleSource,
+    convert_write_errors,
     data_error,
     list_names,
     to_records,

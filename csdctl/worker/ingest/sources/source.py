@@ -5,12 +5,14 @@ They are named as Keras' fit reads them: a dict names inputs and outputs, a tupl
 model's order. Several inputs or outputs become the fields of a structured array.
 """
 
+import errno
 import hashlib
 import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -142,6 +144,19 @@ def list_names(names: Sequence[str], most: int = 5) -> str:
 def data_error(source: str, problem: str, remedy: str = "") -> WorkerError:
     """Return the error for data that cannot be used; it names no file below `source`."""
     return WorkerError(f"data at {source} {problem}", remedy=remedy, exit_code=2)
+
+
+@contextmanager
+def convert_write_errors() -> Iterator[None]:
+    """Convert errors of the disk to a WorkerError that names no file."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or "not enough disk space"
+        remedy = "fix the disk or its permissions"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, None):
+            remedy = "free disk space"
+        raise WorkerError(f"prepared data cannot be written: {reason}", remedy=remedy) from None
 
 
 class UnusableError(Exception):
