@@ -196,9 +196,9 @@ def _headers(info: DatasetInfo) -> list[tuple[bytes, int]]:
                 remedy="make one input of several: one vector in place of single numbers",
                 exit_code=2,
             )
-        described = {"descr": described, "fortran_order": False, "shape": (info.num_samples, *shape)}
+        content = {"descr": described, "fortran_order": False, "shape": (info.num_samples, *shape)}
         file = io.BytesIO()
-        np.lib.format.write_array_header_1_0(file, described)
+        np.lib.format.write_array_header_1_0(file, content)
         header = file.getvalue()
         found.append((header, len(header) + dtype.itemsize * info.num_samples * math.prod(shape)))
     return found

@@ -14,7 +14,6 @@ from csdctl.shipping.deliver import Delivery, DeliveryProgress, deliver
 from csdctl.shipping.payload import (
     DEFAULT_IGNORED,
     FileTree,
-    Payload,
     TreeRequest,
     pack_payload,
     parse_tree,
@@ -61,7 +60,12 @@ def deploy_request(
     """
     needed: tuple[Needed, ...] = ()
     if request.trees:
-        payload = _pack_trees(request, observer)
+        defaults = () if request.is_everything else DEFAULT_IGNORED
+        packed = []
+        for tree in map(parse_tree, request.trees):
+            packed.append(read_tree(tree, [*request.ignored, *defaults]))
+            observer.packed(tree, packed[-1])
+        payload = pack_payload(trees=packed)
     else:
         job = load_job(request.job)
         worker, model = prepare_code(job, directory, say)
@@ -76,12 +80,3 @@ def deploy_request(
 
     on_traffic = record_traffic(directory, "deploy")
     return run_on_nodes(fleet, send, directory=directory, on_done=observer.finish, on_traffic=on_traffic)
-
-
-def _pack_trees(request: DeployRequest, observer: DeployObserver) -> Payload:
-    defaults = () if request.is_everything else DEFAULT_IGNORED
-    packed = []
-    for tree in map(parse_tree, request.trees):
-        packed.append(read_tree(tree, [*request.ignored, *defaults]))
-        observer.packed(tree, packed[-1])
-    return pack_payload(trees=packed)

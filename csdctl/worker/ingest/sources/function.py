@@ -30,7 +30,6 @@ from csdctl.worker.ingest.sources.source import (
     StructureError,
     Tree,
     decode_blocks,
-    is_ragged,
     name_parts,
     no_labels,
     skip_rows,
@@ -376,5 +375,7 @@ def _open_arrays(returned: Any, spec: PrepareSpec) -> ArraySource:
         )
     source = ArraySource(arrays[0], arrays[1] or {"": no_labels(next(iter(lengths)))}, spec)
     parts = zip(named_in_messages(inputs, outputs), named_in_messages(*arrays), strict=True)
-    source.padded = {name: array.shape[1:] for (name, part), (_, array) in parts if is_ragged(part)}
+    source.padded = {
+        name: array.shape[1:] for (name, part), (_, array) in parts if hasattr(part, "to_tensor")
+    }
     return source

@@ -403,11 +403,6 @@ def _of(name: str) -> str:
     return f" as {name}" if name else ""
 
 
-def is_ragged(part: Any) -> bool:
-    """Return whether `to_array` pads a part."""
-    return hasattr(part, "to_tensor")
-
-
 def to_arrays(parts: Mapping[str, Any], num_axes: int) -> dict[str, Array]:
     """Return the parts as arrays of numbers, with weights as float32; raises StructureError.
 
