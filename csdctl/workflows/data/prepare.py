@@ -17,6 +17,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from csdctl.errors import InputError, RemoteCommandError
 from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.job.compatibility import check_compatibility, check_noise, inputs_of
+from csdctl.job.imports import list_imports
 from csdctl.job.model import Job
 from csdctl.job.reading import find_imported
 from csdctl.notify import Say
@@ -39,7 +40,7 @@ from csdctl.worker.protocol.model_info import ModelInfo
 from csdctl.worker.protocol.recipe import Recipe
 from csdctl.worker.protocol.run_spec import UserCode
 from csdctl.workflows.data.augment import check_augment
-from csdctl.workflows.data.imports import check_host, check_nodes
+from csdctl.workflows.data.imports import check_machine, check_nodes
 from csdctl.workflows.data.model import (
     SerializedModel,
     describe_code,
@@ -111,7 +112,7 @@ def prepare_job(
     InputError when it is described differently than then. Without `needs_labels`, the labels may be any.
     """
     worker = store_worker(project)
-    check_host(job, sessions[HOST_NAME], fleet)
+    check_machine(sessions[HOST_NAME], fleet, list_imports(job, None).host)
     say("model: " + job.model)
     model = serialize_model(job, worker, sessions[HOST_NAME], project)
     spec = first_spec(job, model.info, is_checked=is_checked)

@@ -132,7 +132,7 @@ def predict(request: PredictRequest, observer: PredictObserver) -> PredictResult
             if result.missing and not result.num_rows:
                 outcomes = {name: Outcome[None](name, error=error) for name, error in result.missing.items()}
                 values_or_raise(outcomes, _DOING)
-            write_results(request.output, [one.block for one in found], list(prepared.public.class_counts))
+            write_results(request.output, found, list(prepared.public.class_counts))
             result.elapsed_s = time.monotonic() - began
             return result
 
@@ -152,14 +152,6 @@ class Part:
         return self.machine if self.data == PRIVATE else self.data
 
 
-@dataclass(frozen=True)
-class Predicted:
-    """The results of one part."""
-
-    block: Block
-    num_computed: int
-
-
 def list_parts(request: PredictRequest, prepared: Prepared) -> list[Part]:
     """Return the data sets in the order of the rows: those of the host before those of the nodes."""
     of_host = {PUBLIC: prepared.public, VALIDATION: prepared.validation}
@@ -169,10 +161,10 @@ def list_parts(request: PredictRequest, prepared: Prepared) -> list[Part]:
     ]
 
 
-def _count(output: Path, found: list[Predicted]) -> PredictResult:
+def _count(output: Path, found: list[Block]) -> PredictResult:
     by_machine: Counter[str] = Counter()
     for one in found:
-        by_machine[one.block.node] += len(one.block)
+        by_machine[one.node] += len(one)
     num_computed = sum(one.num_computed for one in found)
     return PredictResult(output, by_machine.total(), num_computed, dict(by_machine))
 
@@ -188,7 +180,7 @@ class _Prediction:
     directory: Path
     observer: PredictObserver
 
-    def run(self, parts: list[Part]) -> tuple[list[Predicted], dict[str, CsdctlError]]:
+    def run(self, parts: list[Part]) -> tuple[list[Block], dict[str, CsdctlError]]:
         """Return the results in the order of `parts`, and the errors of nodes; raises that of the host."""
         by_machine: dict[str, list[Part]] = {}
         for part in parts:
@@ -196,7 +188,7 @@ class _Prediction:
         fleet, sessions = self.space.fleet, self.space.sessions
         with self.observer.preparing(_DOING, [part.label for part in parts]) as on_progress:
 
-            def on_machine(name: str) -> list[Predicted]:
+            def on_machine(name: str) -> list[Block]:
                 if name != HOST_NAME:
                     files = {name: common_files(self.prepared)}
                     deploy_files(files, fleet, sessions, self.observer.on_delivery)
@@ -208,7 +200,7 @@ class _Prediction:
             raise failed[HOST_NAME]
         return [found for name in by_machine for found in outcomes[name].value or ()], failed
 
-    def _predict(self, part: Part, on_progress: OnPrepareProgress) -> Predicted:
+    def _predict(self, part: Part, on_progress: OnPrepareProgress) -> Block:
         import numpy as np
 
         request, prepared, space = self.request, self.prepared, self.space
@@ -236,9 +228,7 @@ class _Prediction:
             fetch_results(session, python, worker, wanted, file, traffic, doing=_DOING)
         records = _load(target, part, dtype)
         fields = {name: records[name] for name in records.dtype.names}
-        return Predicted(
-            Block(part.data, part.machine, np.arange(len(records)), fields), extracted.num_computed
-        )
+        return Block(part.data, part.machine, np.arange(len(records)), fields, extracted.num_computed)
 
     def _check_dtype(self, info: DatasetInfo, part: Part) -> Any:
         """Return the type of a row; raises RemoteCommandError if it is not what was asked for."""

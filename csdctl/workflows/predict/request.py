@@ -89,12 +89,10 @@ def find_model(model: str, job: Path | None, project: ProjectDirectory) -> tuple
             f"run {run.run_id} has no model.keras: it has not come to its end",
             remedy=f"continue it with `csdctl train --resume {run.run_id}`, or name another run",
         )
-    return run.model.resolve(), job or _job_of(run.load_manifest().get("job"), project)
-
-
-def _job_of(described: object, project: ProjectDirectory) -> Path:
+    described = run.load_manifest().get("job")
     path = described.get("path") if isinstance(described, dict) else None
-    return project.root / path if isinstance(path, str) else DEFAULT_JOB
+    of_run = project.root / path if isinstance(path, str) else DEFAULT_JOB
+    return run.model.resolve(), job or of_run
 
 
 def choose_data(on: str | None, job: Job) -> tuple[str, ...]:

@@ -29,6 +29,8 @@ class Block:
     """The number of each sample in its data set there, shape (n,), ascending."""
     fields: Mapping[str, Any]
     """Values that were asked for by name, each of shape (n, …)."""
+    num_computed: int = 0
+    """Rows that no earlier call had computed."""
 
     def __len__(self) -> int:
         return len(self.rows)

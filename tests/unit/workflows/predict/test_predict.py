@@ -27,8 +27,9 @@ from csdctl.worker.protocol.json_codec import RESULT, from_json, to_frame
 from csdctl.worker.protocol.model_info import ModelInfo
 from csdctl.workflows.data.model import SerializedModel
 from csdctl.workflows.data.prepare import Prepared
-from csdctl.workflows.predict.predict import Predicted, _Prediction, list_parts
+from csdctl.workflows.predict.predict import _Prediction, list_parts
 from csdctl.workflows.predict.request import CLASSES, PRIVATE, PUBLIC, VALIDATION, PredictRequest
+from csdctl.workflows.predict.writing import Block
 from tests.fake_session import FakeConversation, FakeSession, ScriptedResponse
 
 NUM_PUBLIC, NUM_VALIDATION, NUM_PRIVATE = 50, 11, 3
@@ -135,11 +136,11 @@ def request_of_all(tmp_path: Path) -> PredictRequest:
 @pytest.fixture
 def predict(
     request_of_all: PredictRequest, prepared: Prepared, monkeypatch: pytest.MonkeyPatch
-) -> Callable[[Lie], tuple[list[Predicted], dict[str, CsdctlError]]]:
+) -> Callable[[Lie], tuple[list[Block], dict[str, CsdctlError]]]:
     """Predict all data sets where csd1 lies."""
     monkeypatch.setattr("csdctl.workflows.predict.predict.deploy_files", lambda *_: None)
 
-    def run(lie: Lie) -> tuple[list[Predicted], dict[str, CsdctlError]]:
+    def run(lie: Lie) -> tuple[list[Block], dict[str, CsdctlError]]:
         request, root = request_of_all, request_of_all.directory
         sessions = {name: Machine(root, name) for name in (HOST_NAME, "csd0")}
         sessions["csd1"] = Machine(root, "csd1", lie)
@@ -157,9 +158,9 @@ COUNTS = [NUM_PUBLIC, NUM_VALIDATION, NUM_PRIVATE, NUM_PRIVATE]
 def test_each_row_comes_once_in_the_order_of_machines_and_data_sets(predict: Any) -> None:
     found, failed = predict(dict)
     assert failed == {}
-    assert [(one.block.data, one.block.node) for one in found] == SETS
+    assert [(one.data, one.node) for one in found] == SETS
     for one, count in zip(found, COUNTS, strict=True):
-        assert one.block.rows.tolist() == one.block.fields["class"].tolist() == list(range(count))
+        assert one.rows.tolist() == one.fields["class"].tolist() == list(range(count))
     assert [one.num_computed for one in found] == [count - 1 for count in COUNTS]
 
 
@@ -183,5 +184,5 @@ def test_each_row_comes_once_in_the_order_of_machines_and_data_sets(predict: Any
 )
 def test_false_answer_of_a_node_loses_its_rows_alone(predict: Any, lie: Lie, said: str) -> None:
     found, failed = predict(lie)
-    assert [(one.block.data, one.block.node) for one in found] == SETS[:-1]
+    assert [(one.data, one.node) for one in found] == SETS[:-1]
     assert re.search(said, failed["csd1"].message)
