@@ -90,7 +90,6 @@ def test_data_that_others_could_change_is_prepared_again(project: Path, name: st
     ("directory", "file", "expected"),
     [
         (0o755, 0o644, (0o755, 0o644)),
-        (0o755, 0o640, (0o750, 0o640)),
         (0o750, 0o644, (0o750, 0o640)),
         (0o755, 0o600, (0o700, 0o600)),
         (0o711, 0o644, (0o700, 0o600)),
