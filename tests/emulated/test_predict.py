@@ -65,15 +65,6 @@ def build(*first):
         layers.GlobalAveragePooling2D(name="pooled"),
         layers.Dense(4, activation="softmax", kernel_initializer=keras.initializers.RandomNormal(stddev=9.0)),
     ])
-
-
-def build_two():
-    inputs = keras.Input((12, 12, 3))
-    pooled = layers.GlobalAveragePooling2D()(inputs)
-    return keras.Model(
-        inputs,
-        [layers.Dense(4, activation="softmax", name="kind")(pooled), layers.Dense(1, name="size")(pooled)],
-    )
 """
 SAVE = """\
 import model, layer
@@ -81,9 +72,6 @@ compiled = {"optimizer": "sgd", "loss": "sparse_categorical_crossentropy"}
 for name, made in (("trained", model.build()), ("slow", model.build(layer.Slow()))):
     made.compile(**compiled)
     made.save(f"{name}.keras")
-two = model.build_two()
-two.compile(optimizer="sgd", loss=["sparse_categorical_crossentropy", "mse"])
-two.save("two.keras")
 import keras, sys, numpy as np
 trained = keras.models.load_model("trained.keras")
 pooled = keras.Model(trained.inputs, trained.get_layer("pooled").output)
@@ -202,13 +190,6 @@ def test_scores_and_embeddings_of_private_samples(project: Path) -> None:
     assert {"scores of private samples", "embeddings of private samples"} <= kinds
 
 
-def test_two_outputs_have_columns_of_their_own(project: Path) -> None:
-    predict(project, "two.keras", "--on", "validation", "--output", "two.csv")
-    rows = read_rows(project / "two.csv")
-    assert list(rows[0]) == ["data", "node", "row", "kind.class", "kind.probability", "size.value_0"]
-    assert len(rows) == NUM_SAMPLES
-
-
 def start_and_kill(project: Path, num_before: int) -> int:
     """Predict until csd1 has stored more than `num_before` rows, kill its worker; return how many it has."""
     command = [str(CSDCTL), "predict", "slow.keras", "--job", "slow.yaml", "--output", "slow.csv"]
@@ -250,7 +231,9 @@ def test_killed_node_loses_and_doubles_no_row(project: Path) -> None:
 
 
 def test_bad_input_is_one_sentence_with_a_remedy(project: Path) -> None:
-    plain = "data: {public: {path: public.npz}}\nmodel: two.keras\nrecipe: {epochs: 1, learning_rate: 0.01}\n"
+    plain = (
+        "data: {public: {path: public.npz}}\nmodel: trained.keras\nrecipe: {epochs: 1, learning_rate: 0.01}\n"
+    )
     (project / "plain.yaml").write_text(plain)
     done = csdctl(project, "predict", "slow.keras", "--job", "plain.yaml")
     assert done.returncode == 2, done.stderr

@@ -90,8 +90,8 @@ def find_model(model: str, job: Path | None, project: ProjectDirectory) -> tuple
             remedy=f"continue it with `csdctl train --resume {run.run_id}`, or name another run",
         )
     described = run.load_manifest().get("job")
-    path = described.get("path") if isinstance(described, dict) else None
-    of_run = project.root / path if isinstance(path, str) else DEFAULT_JOB
+    written = described.get("path") if isinstance(described, dict) else None
+    of_run = project.root / written if isinstance(written, str) else DEFAULT_JOB
     return run.model.resolve(), job or of_run
 
 

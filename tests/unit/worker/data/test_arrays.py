@@ -1,7 +1,6 @@
 """Arrays of prepared data: headers that lie, swapped files, random ones like them, digests."""
 
 import json
-import os
 import struct
 from pathlib import Path
 
@@ -72,31 +71,17 @@ def test_header_that_lies_is_refused(tmp_path: Path, text: str, version: int) ->
         CheckedArray(str(path), sha256(path))
 
 
-class TestSwappedFile:
-    def test_file_with_another_hash_is_refused_with_both_hashes(self, tmp_path: Path) -> None:
-        path = tmp_path / "a.npy"
-        np.save(path, SAMPLES)
-        before = sha256(path)
-        np.save(path, SAMPLES + 1)
-        with pytest.raises(WorkerError) as raised:
-            CheckedArray(str(path), before)
-        assert raised.value.message == (
-            f"{path} is not what was prepared: expected SHA-256 {before}, found {sha256(path)}"
-        )
-        assert raised.value.remedy == "run `csdctl prepare`"
-
-    def test_file_that_is_changed_while_it_is_mapped_is_noticed(self, tmp_path: Path) -> None:
-        path = tmp_path / "a.npy"
-        np.save(path, SAMPLES)
-        checked = CheckedArray(str(path), sha256(path))
-        status = path.stat()
-        checked.check()
-        with path.open("r+b") as file:
-            file.seek(-1, os.SEEK_END)
-            file.write(b"\xff")
-        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
-        with pytest.raises(WorkerError, match="is not what was prepared"):
-            checked.check()
+def test_file_with_another_hash_is_refused_with_both_hashes(tmp_path: Path) -> None:
+    path = tmp_path / "a.npy"
+    np.save(path, SAMPLES)
+    before = sha256(path)
+    np.save(path, SAMPLES + 1)
+    with pytest.raises(WorkerError) as raised:
+        CheckedArray(str(path), before)
+    assert raised.value.message == (
+        f"{path} is not what was prepared: expected SHA-256 {before}, found {sha256(path)}"
+    )
+    assert raised.value.remedy == "run `csdctl prepare`"
 
 
 FIELDS = json.dumps([["kind", "int32", [4]], ["age", "float32", []], ["sample_weight", "float32", []]])

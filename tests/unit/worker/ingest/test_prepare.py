@@ -2,8 +2,6 @@
 
 import gzip
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +13,6 @@ import pytest
 from csdctl.worker.ingest.prepare import prepare
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.datasets import PrepareSpec
-from csdctl.worker.protocol.json_codec import to_json
 from tests.unit.worker.ingest.prepared_data import SECRET, arrays_of, full_disk, refusal, spec_below
 
 GREY = np.arange(6 * 4 * 5).reshape(6, 4, 5).astype(np.uint8)
@@ -259,14 +256,3 @@ def test_full_disk_is_reported_and_leaves_no_files(root: Path, spec: PrepareSpec
         prepare(replace(spec, inputs={"": (64, 64, 1)}))
     assert raised.value.remedy == "free disk space"
     assert list(Path(spec.store).iterdir()) == []
-
-
-def test_command_prints_its_error_as_a_frame_and_returns_2(root: Path, spec: PrepareSpec) -> None:
-    UNREADABLE["truncated idx"](root)
-    command = [sys.executable, "-m", "csdctl.worker", "prepare"]
-    done = subprocess.run(command, input=to_json(spec) + "\n", capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (2, "")
-    *progress, error = done.stdout.splitlines()
-    assert error.startswith("@csdctl-error {")
-    assert all(line.startswith("@csdctl-progress {") for line in progress)
-    assert SECRET not in done.stdout

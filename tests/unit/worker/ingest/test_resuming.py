@@ -11,12 +11,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from csdctl.worker.ingest.partial_dataset import PartialDataset
 from csdctl.worker.ingest.prepare import prepare
-from csdctl.worker.ingest.sources.source import Block, IngestLimits
+from csdctl.worker.ingest.sources.source import IngestLimits
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.datasets import DatasetInfo, ImageRule, PrepareSpec
 from csdctl.worker.protocol.json_codec import to_json
@@ -167,31 +164,6 @@ def test_disk_that_is_too_small_is_reported_before_the_work(spec: PrepareSpec) -
         prepare(petabytes)
     assert (raised.value.exit_code, raised.value.remedy) == (1, "free disk space")
     assert partial_directories(spec) == []
-
-
-@settings(max_examples=50, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 5), st.booleans()), max_size=12))
-def test_file_has_all_blocks_however_often_it_is_reopened(
-    tmp_path_factory: pytest.TempPathFactory, blocks: list[tuple[int, bool]]
-) -> None:
-    directory = tmp_path_factory.mktemp("store")
-    partial, expected = PartialDataset(directory / "part", "f", "abc", SYNC_ALWAYS), []
-    for number, (count, is_reopened) in enumerate(blocks):
-        expected += [number % 3] * count
-        labels = np.full(count, number % 3)
-        partial.append(Block(count + 1, np.full((count, 2), number, np.float32), labels))
-        if is_reopened:
-            partial.close()
-            partial = PartialDataset(directory / "part", "f", "abc", SYNC_ALWAYS)
-    counts = (partial.info.num_samples, partial.num_read)
-    assert counts == (len(expected), len(expected) + len(blocks))
-    assert list(partial.info.class_counts.values()) == [expected.count(label) for label in range(3)]
-    if expected:
-        assert partial.finish(directory / "whole").images_sha256
-        assert np.load(directory / "whole" / "labels.npy").tolist() == expected
-        assert np.load(directory / "whole" / "images.npy", mmap_mode="r").shape == (len(expected), 2)
-    else:
-        partial.discard()
 
 
 def test_worker_exits_if_csdctl_is_gone(spec: PrepareSpec, tmp_path: Path) -> None:
