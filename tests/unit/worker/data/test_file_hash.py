@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from csdctl.worker.data.file_hash import MAX_ENTRIES, check_stored, hash_file, open_regular
+from csdctl.worker.data.file_hash import check_stored, hash_file, open_regular
 from csdctl.worker.process.errors import WorkerError
 
 CONTENT = b"a" * 5000
@@ -86,14 +86,6 @@ def test_hashes_that_others_could_have_written_are_not_believed(
     forge(path)
     change(remembered(path))
     assert hash_of(path) == hashlib.sha256(CONTENT).hexdigest()
-
-
-def test_few_hashes_are_remembered(path: Path) -> None:
-    many = {f"1:{number}": [1, 1, 1, "x"] for number in range(2 * MAX_ENTRIES)}
-    remembered(path).write_text(json.dumps(many))
-    remembered(path).chmod(0o600)
-    hash_of(path)
-    assert len(json.loads(remembered(path).read_text())) == MAX_ENTRIES
 
 
 def test_pipe_and_device_are_refused_without_waiting(path: Path) -> None:

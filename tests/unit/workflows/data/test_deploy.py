@@ -89,11 +89,6 @@ def test_shards_of_another_seed_are_other_rows(tmp_path: Path, public: DatasetIn
         assert shards[shard.name] == [rows, rows]
 
 
-def test_description_with_another_number_of_samples_is_refused(tmp_path: Path, public: DatasetInfo) -> None:
-    with pytest.raises(InputError, match="has 40 rows, expected 41"):
-        cut(tmp_path, replace(public, num_samples=41))
-
-
 def test_only_nodes_that_read_public_samples_get_a_shard(tmp_path: Path, public: DatasetInfo) -> None:
     placed = place_shards([RankLoad("host", 20), RankLoad("csd0", 4), RankLoad("csd1", 3, 40)], 40)
     job = Job(tmp_path / "job.yaml", "model.keras", {}, tmp_path, None, None, Recipe(seed=9))
