@@ -44,7 +44,6 @@ from csdctl.worker.protocol import events
 from csdctl.worker.protocol.datasets import DataLook, DatasetInfo
 from csdctl.worker.protocol.features import Recomputed
 from csdctl.worker.protocol.model_info import ModelInfo
-from csdctl.workflows.data.rehearsal import Rehearsal
 from csdctl.workflows.discovery.discover import DiscoverResult
 from csdctl.workflows.predict.predict import PredictResult
 from csdctl.workflows.provision.bundle import Bundle
@@ -273,7 +272,6 @@ DOCUMENTS = {
         layer=(str, "As `--layer`."),
         failed=FAILED,
     ),
-    "csdctl.prepare.dry-run/2": shown("`csdctl prepare --dry-run`", Rehearsal),
     "csdctl.prepare/1": shown(
         "`csdctl prepare`",
         public=(DatasetInfo, "The public data set."),

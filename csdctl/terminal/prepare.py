@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from rich.text import Text
 
@@ -25,12 +24,8 @@ from csdctl.terminal.fleet_view import (
     show_elapsed,
 )
 from csdctl.terminal.streams import Streams
-from csdctl.terminal.tables import build_table
 from csdctl.worker.protocol.datasets import DatasetInfo, PrepareProgress
 from csdctl.workflows.data.prepare import OnPrepareProgress, Prepared
-
-if TYPE_CHECKING:
-    from csdctl.workflows.data.rehearsal import Rehearsal  # loads numpy, which `prepare` alone needs
 
 SILENT_S = 20.0
 """Seconds without a new sample after which the row says so."""
@@ -279,17 +274,6 @@ def prepare_document(prepared: Prepared) -> dict[str, object]:
         },
         "model": prepared.model.info,
     }
-
-
-def show_rehearsal(streams: Streams, rehearsal: "Rehearsal") -> None:
-    """Print the data that `prepare` would read; raises InputError when some is not there."""
-    rows = [(one.machine, one.data, one.path, one.found) for one in rehearsal.sources]
-    styles = ["bold red" if one.found in ("missing", "unreadable") else "" for one in rehearsal.sources]
-    streams.console.print(build_table(("~machine", "~data", "~path", "~found"), rows, styles=styles))
-    streams.say(describe_samples(rehearsal.num_samples))
-    streams.say("dry run: nothing was prepared")
-    streams.result({"schema": "csdctl.prepare.dry-run/2", **vars(rehearsal)})
-    rehearsal.check()
 
 
 def describe_samples(num_samples: int | None) -> str:

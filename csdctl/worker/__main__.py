@@ -92,13 +92,6 @@ def _convert(request: str) -> object:
     return Converted(convert(spec.part, Path(spec.output), *load_backend()))
 
 
-def _digest(request: str) -> object:
-    from csdctl.worker.data.arrays import compute_digest
-    from csdctl.worker.protocol.datasets import DirectorySpec
-
-    return compute_digest(from_json(DirectorySpec, request).directory)
-
-
 def _check_sandbox(request: str) -> object:
     from csdctl.worker.protocol.sandbox import SandboxRequest
     from csdctl.worker.sandbox.program import check_sandbox
@@ -110,7 +103,6 @@ ANSWERS = {
     "build": _build,
     "augment": _augment,
     "convert": _convert,
-    "digest": _digest,
     "sandbox-check": _check_sandbox,
 }
 """The functions that answer a request that needs no samples."""

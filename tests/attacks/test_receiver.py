@@ -22,7 +22,7 @@ from csdctl.shipping.worker_calls import call_worker
 from csdctl.transport.many import run_on_all
 from csdctl.transport.program import Patience, Program, within
 from csdctl.transport.ssh import SshSession, connect
-from csdctl.worker.protocol.datasets import DatasetInfo, DirectorySpec, PrepareSpec
+from csdctl.worker.protocol.datasets import DatasetInfo, PrepareSpec
 from csdctl.worker.protocol.json_codec import to_frame
 from csdctl.worker.protocol.probe import ProbeRequest
 from csdctl.worker.protocol.run_spec import Runtime
@@ -302,9 +302,9 @@ def test_worker_that_prepares_for_ever_is_left(
 def test_worker_that_fails_with_an_object_as_its_message_fails_as_its_node(
     session: SshSession, hostile: Callable[[str], str]
 ) -> None:
-    python, request = hostile(PREPARING["an object as the error"]), DirectorySpec("data")
+    python, request = hostile(PREPARING["an object as the error"]), PrepareSpec("data", "store")
     with pytest.raises(NodeError, match="csd1: preparing data: invalid answer") as raised:
-        call_worker(session, python, "worker.pyz", "digest", request, DatasetInfo, doing="preparing data")
+        call_worker(session, python, "worker.pyz", "prepare", request, DatasetInfo, doing="preparing data")
     assert not isinstance(raised.value, InputError)
 
 

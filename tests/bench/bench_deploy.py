@@ -21,9 +21,10 @@ import pytest
 
 from csdctl.fleet.fleet_file import load_fleet
 from csdctl.fleet.model import Fleet
-from csdctl.shipping.payload import TreeRequest
-from csdctl.transport.many import values_or_raise
-from csdctl.workflows.data.deploy import deploy_payload, pack_trees
+from csdctl.shipping.deliver import Delivery, deliver
+from csdctl.shipping.payload import DEFAULT_IGNORED, TreeRequest, pack_payload, read_tree
+from csdctl.transport.many import run_on_nodes, values_or_raise
+from csdctl.transport.session import Session
 
 SSHD = "/usr/sbin/sshd"
 PORT = 2422
@@ -59,8 +60,13 @@ class Bench:
         subprocess.run(program, cwd=self.directory, stdout=subprocess.DEVNULL, check=True)
 
     def in_process(self, source: Path) -> None:
-        payload = pack_trees([TreeRequest(source, source.name)])
-        values_or_raise(deploy_payload(payload, self.fleet, directory=self.directory), "deploying")
+        tree = read_tree(TreeRequest(source, source.name), DEFAULT_IGNORED)
+        payload = pack_payload(trees=[tree])
+
+        def send(session: Session) -> Delivery:
+            return deliver(session, payload, python=self.fleet.python_of(session.name))
+
+        values_or_raise(run_on_nodes(self.fleet, send, directory=self.directory), "deploying")
 
     def to_all(self, build: Callable[[str], list[str]]) -> None:
         """Start one program for each node at once, and wait for all."""

@@ -187,15 +187,3 @@ def test_doctor_names_the_machines_that_lack_a_module(project: Path, on_host_alo
     # job.yaml is read without being named; its own modules are sent.
     document = json.loads(csdctl(project, "doctor", "--json").stdout)
     assert {check["status"] for check in document["checks"] if check["check"] == "imports"} == {"ok"}
-
-
-def test_import_that_reading_the_code_does_not_show_is_named_by_the_rank(
-    project: Path, on_host_alone: dict[str, str]
-) -> None:
-    lines = ["import importlib", "importlib.import_module('rare_' + 'module')", "def flip(*all):"]
-    (project / "hidden.py").write_text("\n".join([*lines, "    return all[:2]\n"]))
-    job = write_job(project, "hidden.yaml", **{"augment.py:flip": "hidden.py:flip"})
-    done = csdctl(project, *TRAIN, job, *ALONE, environment=on_host_alone)
-    assert done.returncode != 0
-    assert re.search(r"csd0: has no rare_module, which hidden.py imports", done.stderr)
-    assert "Traceback" not in done.stderr

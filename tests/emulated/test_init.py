@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from csdctl.job.model import load_job
-from tests.emulated.running import csdctl, run_python
+from tests.emulated.running import csdctl
 
 pytestmark = pytest.mark.emulated
 
@@ -44,28 +44,8 @@ def build():
     return model
 
 
-def series():
-    return keras.Sequential([keras.Input((12, 1)), layers.LSTM(4), layers.Dense(1)])
-
-
 def narrow():
     return keras.Sequential([keras.Input((5,)), layers.Dense(4)])
-"""
-DATA = """\
-import numpy as np
-
-
-def load(path):
-    x = np.random.default_rng(0).random((96, 12, 1), np.float32)
-    return x, x.mean((1, 2))
-"""
-SAVED = """\
-import keras
-import numpy as np
-
-model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
-model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
-model.save("saved.keras")
 """
 
 
@@ -81,7 +61,7 @@ def write_bmp(path: Path, grey: int) -> None:
 def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     directory = tmp_path_factory.mktemp("init")
     assert csdctl(directory, "emulate", "up", "--nodes", "1", "--cpu", "1").returncode == 0
-    for name, text in (("own_layers.py", LAYERS), ("models.py", MODELS), ("data.py", DATA)):
+    for name, text in (("own_layers.py", LAYERS), ("models.py", MODELS)):
         (directory / name).write_text(text)
     home = directory / ".csdctl" / "emulated" / "nodes" / "csd0" / "home"
     for part, number in (("pictures/train", 30), ("pictures/val", 6)):
@@ -90,9 +70,8 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
                 write_bmp(directory / part / name / f"{index}.bmp", 100 * label + index)
     shutil.copytree(directory / "pictures/val", home / "private", dirs_exist_ok=True)
     generator = np.random.default_rng(0)
-    for name, number in (("train", 96), ("val", 32)):
-        x = generator.random((number, 8), np.float32)
-        np.savez(directory / f"{name}.npz", x=x, y=x[:, :4].argmax(1))
+    x = generator.random((96, 8), np.float32)
+    np.savez(directory / "train.npz", x=x, y=x[:, :4].argmax(1))
     yield directory
     csdctl(directory, "emulate", "down")
 
@@ -132,25 +111,6 @@ def test_compiled_model_with_own_layers_and_class_folders(project: Path) -> None
     assert job.code == (project / "own_layers.py",)
     assert (job.recipe.input_range, job.recipe.learning_rate, job.private_path) == (None, None, "~/private")
     train(project, "cnn")
-
-
-@pytest.mark.thorough
-def test_saved_model_and_npz(project: Path) -> None:
-    assert run_python(project, SAVED).returncode == 0
-    document = init(
-        project, "saved", "--model", "saved.keras", "--public", "train.npz", "--validation", "val.npz"
-    )
-    assert document["model"]["compiled"]["metrics"] == ["accuracy"]
-    assert document["public"]["num_samples"] == 96
-    train(project, "saved")
-
-
-@pytest.mark.thorough
-def test_function_that_reads_data_for_a_model_that_is_not_compiled(project: Path) -> None:
-    document = init(project, "series", "--model", "models.py:series", "--public", "data.py:load")
-    assert document["model"]["compiled"] is None
-    assert "loss: mean_squared_error" in (project / "series.yaml").read_text()
-    train(project, "series")
 
 
 def test_what_does_not_fit_is_written_with_the_reason(project: Path) -> None:

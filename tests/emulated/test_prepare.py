@@ -112,18 +112,7 @@ def test_images_are_prepared_in_place_and_numbered_equally(project: Path) -> Non
 
 
 @pytest.mark.thorough
-def test_dry_run_names_the_data_that_is_there_and_writes_nothing(project: Path) -> None:
-    shutil.rmtree(private(project, "csd1"))
-    private(project, "csd1").mkdir()
-    before = sorted(path for path in project.rglob("*") if "ledger" not in path.name)
-    done = csdctl(project, "prepare", "--dry-run", "--json")
-    assert done.returncode == 2
-    assert "csd1: data at ~/private is empty" in done.stderr
-    document = json.loads(done.stdout)
-    assert document["sources"][0]["found"] == "directory"
-    assert [source["found"] for source in document["sources"][1:]] == ["directory", "empty"]
-    assert sorted(path for path in project.rglob("*") if "ledger" not in path.name) == before
-    assert holds_no_canary(project, done.stdout, done.stderr)
+def test_dry_run_of_train_plans_and_writes_nothing(project: Path) -> None:
     trained = csdctl(project, "train", "--batch-size", "2", "--dry-run", "--skip-doctor", "--json")
     assert trained.returncode == 0, trained.stderr
     plan = json.loads(trained.stdout)["plan"]

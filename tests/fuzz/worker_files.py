@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from csdctl.worker.compute.model import load_weights
-from csdctl.worker.data.arrays import compute_digest, is_numeric, map_array
+from csdctl.worker.data.arrays import is_numeric, map_array, open_arrays
 from csdctl.worker.data.schedule import OwnSamples, Segment, Span, begin_epoch
 from csdctl.worker.ingest.partial_dataset import PartialDataset, find_stored
 from csdctl.worker.ingest.sources.arrays import ArraySource, open_idx_pair, open_npz
@@ -40,7 +40,6 @@ from csdctl.worker.tasks.progress import (
 from tests.fuzz.target import Form, Target
 
 FINGERPRINT = "f" * 32
-SPEC = PrepareSpec("data", "store")
 OWN = [OwnSamples(5, 95), OwnSamples(20, 80)]
 POSITION = Position(
     2,
@@ -130,7 +129,7 @@ def _array(content: bytes, directory: Path) -> None:
         (directory / name).write_bytes(content)
     array = map_array(directory / "images.npy")
     is_numeric(array.dtype)
-    compute_digest(str(directory))
+    open_arrays(directory / "images.npy", directory / "labels.npy")
 
 
 def _array_header(content: bytes, directory: Path) -> None:
@@ -151,10 +150,14 @@ def _read(source: ArraySource) -> None:
         str(block.samples.shape)
 
 
+def _spec(directory: Path) -> PrepareSpec:
+    return PrepareSpec("data", str(directory))
+
+
 def _npz(content: bytes, directory: Path) -> None:
     path = directory / "data.npz"
     path.write_bytes(content)
-    _read(open_npz(path, SPEC))
+    _read(open_npz(path, _spec(directory)))
 
 
 def _npz_seeds() -> list[bytes]:
@@ -178,13 +181,13 @@ def _npz_header(content: bytes, directory: Path) -> None:
     with zipfile.ZipFile(directory / "data.npz", "w") as archive:
         archive.writestr("x.npy", content)
         archive.writestr("y.npy", content)
-    _read(open_npz(directory / "data.npz", SPEC))
+    _read(open_npz(directory / "data.npz", _spec(directory)))
 
 
 def _idx(content: bytes, directory: Path) -> None:
     for name in ("images", "labels"):
         (directory / name).write_bytes(content)
-    _read(open_idx_pair(directory / "images", directory / "labels", SPEC))
+    _read(open_idx_pair(directory / "images", directory / "labels", _spec(directory)))
 
 
 def _image_header(content: bytes, directory: Path) -> None:
@@ -223,7 +226,7 @@ def _info_seeds() -> list[bytes]:
 def _partial_files() -> dict[str, bytes]:
     """Return the files of a data set whose preparing was interrupted."""
     with tempfile.TemporaryDirectory() as directory:
-        partial = PartialDataset(Path(directory, "part"), FINGERPRINT, 2)
+        partial = PartialDataset(Path(directory, "part"), FINGERPRINT, ("a", "b"))
         partial.append(Block(3, np.ones((3, 2), np.uint8), np.arange(3)))
         partial.sync()
         partial.close()
@@ -237,7 +240,7 @@ def _resume(directory: Path, changed: str, content: bytes) -> None:
     files = {**_partial_files(), changed: content}
     for name, written in files.items():
         (place / name).write_bytes(written)
-    partial = PartialDataset(place, FINGERPRINT, 2)
+    partial = PartialDataset(place, FINGERPRINT, ("a", "b"))
     try:
         partial.append(Block(1, np.ones((1, 2), np.uint8), np.arange(1)))
     finally:

@@ -36,9 +36,7 @@ def init(
             "imports of --model are found.",
         ),
     ] = None,
-    label: Annotated[
-        str, typer.Option("--label", help="The label's column of .csv files, or feature of TFRecord files.")
-    ] = "",
+    label: Annotated[str, typer.Option("--label", help="The label's column of .csv files.")] = "",
     drop: Annotated[
         list[str] | None,
         typer.Option("--drop", help="A column of .csv files that is no feature."),

@@ -46,8 +46,6 @@ def predict(
     output: Annotated[
         Path, typer.Option("--output", metavar="FILE", help="Write to this file: .csv, .parquet or .npz.")
     ] = Path("predictions.csv"),
-    plan: options.PlanOption = None,
-    batch_size: options.BatchSizeOption = None,
     limit: options.LimitOption = None,
     exclude: options.ExcludeOption = None,
     json: options.JsonOption = False,
@@ -68,8 +66,6 @@ def predict(
         want=want,
         layer=layer,
         output=output,
-        plan_path=plan,
-        batch_size=batch_size,
     )
     screen = PreparationScreen(streams)
     found = run_prediction(request, screen)

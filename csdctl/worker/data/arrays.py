@@ -1,6 +1,5 @@
-"""Arrays of samples and labels: their types, the memory maps of their files, random ones, and digests."""
+"""Arrays of samples and labels: their types, the memory maps of their files, and random ones."""
 
-import hashlib
 import json
 import math
 import os
@@ -15,7 +14,7 @@ import numpy as np
 from csdctl.worker.data.file_hash import hash_file, open_regular, state_of
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.process.files import sync_file
-from csdctl.worker.protocol.datasets import DatasetDigest, DatasetInfo
+from csdctl.worker.protocol.datasets import DatasetInfo
 
 Array = np.ndarray[Any, Any]
 
@@ -209,21 +208,14 @@ def random_samples(
 
     `largest` has the largest integer of each field, '' for the only one: integers may be indices.
     """
-    if dtype.names is None:
-        return _random(generator, shape, dtype, largest.get("", 127))
     samples = np.empty(shape, dtype)
-    for name in dtype.names:
-        field = dtype[name]
-        samples[name] = _random(generator, (*shape, *field.shape), field.base, largest.get(name, 127))
+    for name, field in fields_of(samples).items():
+        if field.dtype.kind in "iu":
+            highest = min(max(0, largest.get(name, 127)), _MAX_INTEGER)
+            field[...] = generator.integers(0, highest, field.shape, endpoint=True)
+        else:
+            field[...] = generator.random(field.shape)
     return samples
-
-
-def _random(
-    generator: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype[Any], largest: int
-) -> Array:
-    if dtype.kind not in "iu":
-        return generator.random(shape).astype(dtype)
-    return generator.integers(0, min(max(0, largest), _MAX_INTEGER), shape, endpoint=True).astype(dtype)
 
 
 def random_batch(
@@ -249,21 +241,3 @@ def random_batch(
         {"": info.max_label, **info.max_labels},
     )
     return samples, labels
-
-
-NUM_ROWS = 64
-"""Samples that are hashed, evenly spaced; labels are all hashed."""
-
-
-def compute_digest(directory: str) -> DatasetDigest:
-    """Return the digest of the data set in `directory`; raises WorkerError if it cannot be read."""
-    samples, labels = open_arrays(f"{directory}/images.npy", f"{directory}/labels.npy")
-    digest = hashlib.sha256(
-        repr(
-            (samples.shape, dtype_to_text(samples.dtype), labels.shape, dtype_to_text(labels.dtype))
-        ).encode()
-    )
-    digest.update(labels.tobytes())
-    for row in np.linspace(0, len(samples) - 1, min(NUM_ROWS, len(samples)), dtype=np.int64):
-        digest.update(samples[row].tobytes())
-    return DatasetDigest(len(samples), digest.hexdigest())

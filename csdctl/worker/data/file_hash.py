@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from csdctl.worker.process.errors import WorkerError
+from csdctl.worker.process.files import open_private
 
 REMEMBERED = Path(".csdctl/hashes.json")
 """Relative to the session's home; nothing is remembered where csdctl has no directory."""
@@ -92,11 +93,7 @@ def _await_tick(status: os.stat_result) -> None:
 def _load(path: Path) -> dict[str, list[Any]]:
     """Return the remembered hashes; none if another user could have written them, or the file is damaged."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        with os.fdopen(descriptor, "rb") as file:
-            status = os.fstat(descriptor)
-            if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
-                return {}
+        with os.fdopen(open_private(path), "rb") as file:
             content = json.loads(file.read(MAX_BYTES))
     except (OSError, ValueError, RecursionError):
         return {}

@@ -38,12 +38,10 @@ from csdctl.worker.data.prepared import PreparedSamples, rows_of
 from csdctl.worker.ingest.partial_dataset import (
     PartialDataset,
     check_free_space,
-    convert_write_errors,
-    describe,
     find_stored,
     make_store,
 )
-from csdctl.worker.ingest.sources.source import Block, IngestLimits
+from csdctl.worker.ingest.sources.source import Block, IngestLimits, convert_write_errors
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.datasets import DatasetInfo, PrepareProgress
 from csdctl.worker.protocol.features import (
@@ -85,16 +83,15 @@ def extract(
     sources = of_sources(spec)
     sizes = [len(PreparedSamples(one.source)) * num_views(one.augmented) for one in sources]
     parts: list[DatasetInfo] = []
-    num_computed = 0
-    for number, one in enumerate(sources):
-        before, done = sum(sizes[:number]), list[int]()
+    num_computed = num_before = 0
+    for one, size in zip(sources, sizes, strict=True):
 
-        def note(progress: PrepareProgress, before: int = before, done: list[int] = done) -> None:
-            done.append(progress.num_done)
-            on_progress(PrepareProgress(before + progress.num_done, sum(sizes)))
+        def note(progress: PrepareProgress, num_before: int = num_before) -> None:
+            on_progress(PrepareProgress(num_before + progress.num_done, sum(sizes)))
 
-        parts.append(_extract(one, load, limits, note))
-        num_computed += done[-1] - done[0] if done else 0
+        info, num_new = _store_rows(one, functools.partial(_begin, one, load, limits), limits, note)
+        parts.append(info)
+        num_computed, num_before = num_computed + num_new, num_before + size
     return Extracted(tuple(parts), num_computed)
 
 
@@ -108,38 +105,71 @@ def of_sources(spec: ExtractSpec) -> list[ExtractSpec]:
     ]
 
 
-def _extract(
+Read = Callable[[int], Block]
+"""Returns the stored rows from this one on, some of them."""
+
+
+def _store_rows(
+    spec: ExtractSpec,
+    begin: Callable[[PartialDataset, PreparedSamples], Read],
+    limits: IngestLimits,
+    on_progress: Callable[[PrepareProgress], None],
+) -> tuple[DatasetInfo, int]:
+    """Store the rows of `spec.source` unless they are stored; return how many are new, too.
+
+    `begin` is called only if there are rows to store.
+    """
+    samples = PreparedSamples(spec.source)
+    num_rows = len(samples) * num_views(spec.augmented)
+    target = _target_of(spec)
+    with convert_write_errors():
+        make_store(target.parent, Path(spec.source.images), is_shared=False)
+    if done := find_stored(target):
+        return done, 0
+    directory = target.with_name(f".part-{target.name}")
+    with PartialDataset(directory, target.name, limits=limits) as partial:
+        if done := find_stored(target):  # by the process that held the lock
+            partial.discard()
+            return done, 0
+        num_before = partial.num_read
+        on_progress(PrepareProgress(num_before, num_rows))
+        read = begin(partial, samples)
+        while partial.num_read < num_rows:
+            partial.append(read(partial.num_read))
+            on_progress(PrepareProgress(partial.num_read, num_rows))
+        samples.check()
+        return partial.finish(target), num_rows - num_before
+
+
+def _target_of(spec: ExtractSpec) -> Path:
+    return Path(spec.store) / fingerprint_of(spec)
+
+
+def _begin(
     spec: ExtractSpec,
     load: Callable[[], Compute],
     limits: IngestLimits,
-    on_progress: Callable[[PrepareProgress], None],
-) -> DatasetInfo:
-    """Store what is kept of `spec.source`."""
-    samples = PreparedSamples(spec.source)
-    num_rows = len(samples) * num_views(spec.augmented)
-    fingerprint = fingerprint_of(spec)
-    store = Path(spec.store)
-    target = store / fingerprint
-    with convert_write_errors():
-        make_store(store, Path(spec.source.images), is_shared=False)
-    if done := find_done(target):
-        return done
-    with PartialDataset(store / f".part-{fingerprint}", fingerprint, 0, limits) as partial:
-        if done := find_done(target):  # by the process that held the lock
-            partial.discard()
-            return done
-        on_progress(PrepareProgress(partial.record.num_read, num_rows))
-        compute = load()
-        augment = load_augmentation(spec)
-        partial.declare(*compute(*samples.read(np.arange(0))))
-        _check_free_space(spec, partial, num_rows)
-        while partial.record.num_read < num_rows:
-            view, start = divmod(partial.record.num_read, len(samples))
-            rows = np.arange(start, min(len(samples), start + limits.block_samples))
-            partial.append(Block(len(rows), *compute(*augment(*samples.read(rows), view, start))))
-            on_progress(PrepareProgress(partial.record.num_read, num_rows))
-        samples.check()
-        return partial.finish(target, describe(partial.record, target))
+    partial: PartialDataset,
+    samples: PreparedSamples,
+) -> Read:
+    """Return what computes the rows of `spec.source`; raises WorkerError if they do not fit on the disk."""
+    compute, augment = load(), load_augmentation(spec)
+    partial.declare(*compute(*samples.read(np.arange(0))))
+    row_bytes = math.prod(partial.info.sample_shape) * dtype_from_text(partial.info.dtype).itemsize
+    what, other = (
+        ("results", "ask for classes only")
+        if spec.results
+        else ("features", "train without --strategy features")
+    )
+    num_left = len(samples) * num_views(spec.augmented) - partial.num_read
+    check_free_space(num_left * row_bytes, spec.store, what, other)
+
+    def read(row: int) -> Block:
+        view, start = divmod(row, len(samples))
+        rows = np.arange(start, min(len(samples), start + limits.block_samples))
+        return Block(len(rows), *compute(*augment(*samples.read(rows), view, start)))
+
+    return read
 
 
 def load_computation(spec: ExtractSpec) -> Compute:
@@ -238,29 +268,12 @@ def _version_of(*names: str) -> str:
     return ""
 
 
-def find_done(target: Path) -> DatasetInfo | None:
-    """Return the description of features that were computed before; None if they are missing or damaged."""
-    return find_stored(target, (target,), is_checked=True)
-
-
-def _check_free_space(spec: ExtractSpec, partial: PartialDataset, num_samples: int) -> None:
-    record = partial.record
-    row_bytes = math.prod(record.sample_shape) * dtype_from_text(record.dtype).itemsize
-    what, other = (
-        ("results", "ask for classes only")
-        if spec.results
-        else ("features", "train without --strategy features")
-    )
-    check_free_space((num_samples - record.num_read) * row_bytes, spec.store, what, other)
-
-
 def _recompute(spec: ExtractSpec) -> Extracted:
     """Compute about `spec.num_checked` stored rows of all sources again; raises WorkerError.
 
     Whole batches, as they were computed at first: in another batch, a kernel may round differently.
     """
-    found = [(one, Path(one.store) / fingerprint_of(one)) for one in of_sources(spec)]
-    stored = [(one, info) for one, target in found if (info := find_done(target))]
+    stored = [(one, info) for one in of_sources(spec) if (info := find_stored(_target_of(one)))]
     if not stored:
         return Extracted((), 0, Recomputed(0, 0.0))
     compute = load_computation(spec)
@@ -274,10 +287,7 @@ def _recompute(spec: ExtractSpec) -> Extracted:
 def _compare(spec: ExtractSpec, info: DatasetInfo, compute: Compute, num_batches: int) -> tuple[int, float]:
     """Return the number of rows that were computed again, and their largest relative difference."""
     samples = PreparedSamples(spec.source)
-    images, labels = (str(Path(info.path, f"{name}.npy")) for name in ("images", "labels"))
-    stored = PreparedSamples(
-        DatasetSlice(images, labels, images_sha256=info.images_sha256, labels_sha256=info.labels_sha256)
-    )
+    stored = CheckedArray(str(Path(info.path, "images.npy")), info.images_sha256).array
     augment = load_augmentation(spec)
     starts = range(0, len(samples), BATCH_SIZE)
     places = [(view, start) for view in range(num_views(spec.augmented)) for start in starts]
@@ -286,7 +296,7 @@ def _compare(spec: ExtractSpec, info: DatasetInfo, compute: Compute, num_batches
         view, start = places[place]
         rows = np.arange(start, min(len(samples), start + BATCH_SIZE))
         again, _ = compute(*augment(*samples.read(rows), view, start))
-        before = stored.read(rows + view * len(samples))[0].astype(np.float64)
+        before = stored[rows + view * len(samples)].astype(np.float64)
         largest = float(np.abs(before).max(initial=0)) or 1.0
         difference = max(
             difference, float(np.abs(again.astype(np.float64) - before).max(initial=0)) / largest
@@ -295,7 +305,7 @@ def _compare(spec: ExtractSpec, info: DatasetInfo, compute: Compute, num_batches
     return num_rows, difference
 
 
-BLOCK_SAMPLES = 4096
+GATHER_LIMITS = IngestLimits(block_samples=4096)
 
 
 def gather(
@@ -305,55 +315,38 @@ def gather(
 
     Raises WorkerError for parts that are not the features of all samples, or if the disk fails.
     """
-    wanted = spec.wanted
-    fingerprint = fingerprint_of(wanted)
-    store = Path(wanted.store)
-    with convert_write_errors():
-        make_store(store, Path(wanted.source.images), is_shared=False)
-    target = store / fingerprint
-    if find_done(target):
-        return Gathered(is_stored=True)
     if not spec.parts:
-        return Gathered(is_stored=False)
-    samples = PreparedSamples(wanted.source)
-    merged = _Merged(spec, len(samples))
-    with PartialDataset(store / f".part-{fingerprint}", fingerprint, 0) as partial:
-        while (start := partial.record.num_read) < len(samples):
-            rows = np.arange(start, min(len(samples), start + BLOCK_SAMPLES))
-            partial.append(Block(len(rows), merged.read(rows), samples.labels(rows)))
-            on_progress(PrepareProgress(partial.record.num_read, len(samples)))
-        samples.check()
-        partial.finish(target, describe(partial.record, target))
+        return Gathered(is_stored=find_stored(_target_of(spec.wanted)) is not None)
+    _store_rows(spec.wanted, functools.partial(_merge, spec), GATHER_LIMITS, on_progress)
     return Gathered(is_stored=True)
 
 
-class _Merged:
-    """The features of all samples, in the order of the samples."""
+def _merge(spec: GatherSpec, partial: PartialDataset, samples: PreparedSamples) -> Read:
+    """Return what reads the features of all samples, in the order of the samples; raises WorkerError."""
+    num_samples, seed = len(samples), spec.wanted.source.permutation_seed
+    parts = [_open(part, spec) for part in spec.parts]
+    owners, places = np.full(num_samples, -1), np.zeros(num_samples, np.int64)
+    for number, (part, features) in enumerate(zip(spec.parts, parts, strict=True)):
+        rows = rows_of(DatasetSlice("", "", part.start, part.stop, seed), num_samples)
+        if len(features) != len(rows):
+            raise WorkerError(f"{part.node} sent {len(features)} features, expected {len(rows)}")
+        owners[rows], places[rows] = number, np.arange(len(rows))
+    if missing := int((owners < 0).sum()):
+        raise WorkerError(f"the features of {missing} of {num_samples} samples are missing")
 
-    def __init__(self, spec: GatherSpec, num_samples: int) -> None:
-        self._parts = [_open(part, spec) for part in spec.parts]
-        self._owners = np.full(num_samples, -1)
-        self._places = np.zeros(num_samples, np.int64)
-        seed = spec.wanted.source.permutation_seed
-        for number, (part, features) in enumerate(zip(spec.parts, self._parts, strict=True)):
-            rows = rows_of(DatasetSlice("", "", part.start, part.stop, seed), num_samples)
-            if len(features) != len(rows):
-                raise WorkerError(f"{part.node} sent {len(features)} features, expected {len(rows)}")
-            self._owners[rows], self._places[rows] = number, np.arange(len(rows))
-        if missing := int((self._owners < 0).sum()):
-            raise WorkerError(f"the features of {missing} of {num_samples} samples are missing")
-        self._spec = spec
-
-    def read(self, rows: Array) -> Array:
-        """Return the features, shape (n, …), of `rows`, shape (n,)."""
-        found = np.empty((len(rows), *self._spec.shape), self._spec.wanted.prefix.precision)
-        for number, features in enumerate(self._parts):
-            is_here = self._owners[rows] == number
-            found[is_here] = features[self._places[rows[is_here]]]
+    def read(row: int) -> Block:
+        rows = np.arange(row, min(num_samples, row + GATHER_LIMITS.block_samples))
+        found = np.empty((len(rows), *spec.shape), spec.wanted.prefix.precision)
+        for number, (part, features) in enumerate(zip(spec.parts, parts, strict=True)):
+            is_here = owners[rows] == number
+            found[is_here] = features[places[rows[is_here]]]
             if not np.isfinite(found[is_here]).all():
-                node = self._spec.parts[number].node
-                raise WorkerError(f"{node} sent features that are not finite", remedy=f"examine {node}")
-        return found
+                raise WorkerError(
+                    f"{part.node} sent features that are not finite", remedy=f"examine {part.node}"
+                )
+        return Block(len(rows), found, samples.labels(rows))
+
+    return read
 
 
 def _open(part: GatheredPart, spec: GatherSpec) -> Array:
@@ -369,7 +362,7 @@ def _open(part: GatheredPart, spec: GatherSpec) -> Array:
 
 
 LINE_BYTES = 48 << 10
-"""Of the file in one line; 64 KiB in base64."""
+"""Bytes of the file in one line; 64 KiB in base64."""
 
 
 def send(spec: SendSpec, write: Callable[[str], None], *, home: Path = Path()) -> Sent:

@@ -1,30 +1,24 @@
 """`look`: what a data set is like, from some of its samples.
 
-Samples are read as `prepare` reads them, and nothing is kept: they are prepared below a directory for
-temporary files. Only for data of the host.
+Samples are read as `prepare` reads them, and nothing is kept. Only for data of the host.
 """
 
-import csv
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
-from csdctl.worker.ingest.partial_dataset import PartialDataset
-from csdctl.worker.ingest.prepare import describe_prepared, detect_format, fill, open_source
+from csdctl.worker.ingest.partial_dataset import add_block, empty_info
+from csdctl.worker.ingest.prepare import complete_info, detect_format
 from csdctl.worker.ingest.sources.images import read_header
 from csdctl.worker.ingest.sources.source import (
     DEFAULT_LIMITS,
-    Block,
-    IngestLimits,
-    SampleSource,
     Tree,
+    conform,
+    list_names,
     num_threads,
     read_tree,
 )
-from csdctl.worker.ingest.sources.table import is_table
-from csdctl.worker.ingest.sources.tfrecord import RecordFiles
+from csdctl.worker.ingest.sources.table import is_table, read_columns
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.datasets import (
     DataLook,
@@ -32,76 +26,53 @@ from csdctl.worker.protocol.datasets import (
     PictureSizes,
     PrepareProgress,
     PrepareSpec,
-    RecordSchema,
     TableSchema,
 )
 
 MAX_PICTURES = 512
 MAX_BYTES = 64 << 20
-"""Of numbers."""
+"""Limit for the bytes of samples that are read."""
 LABELS = ("label", "labels", "target", "targets", "y", "class", "outcome", "category")
-"""What a column or feature with the label is called; a feature also ends so: image/class/label."""
+"""Names of a column with the label."""
 
 
 def look(
     spec: LookSpec, *, on_progress: Callable[[PrepareProgress], None] = lambda progress: None
 ) -> DataLook:
     """Return what the data at `spec.prepare.source` is like; raises WorkerError as `prepare` does."""
-    tree = read_tree(spec.prepare.source)
-    prepared = spec.prepare
-    source_format = detect_format(tree, prepared)
+    with tempfile.TemporaryDirectory(prefix="csdctl-look-") as scratch:
+        return _look(spec, replace(spec.prepare, store=scratch), on_progress)
+
+
+def _look(spec: LookSpec, prepared: PrepareSpec, on_progress: Callable[[PrepareProgress], None]) -> DataLook:
+    tree = read_tree(prepared.source)
+    source_format, open_source = detect_format(tree, prepared)
     if source_format == "csv" and prepared.table is None:
         prepared = replace(prepared, table=_choose_columns(tree, spec))
-    if source_format == "tfrecord" and prepared.records is None:
-        prepared = replace(prepared, records=_choose_features(tree, spec))
-    has_pictures = source_format in ("class folders", "tfrecord")
-    whole = open_source(source_format, tree, prepared, num_threads())
-    source = whole
-    if source_format == "class folders":
-        source = open_source(source_format, _thin(tree), prepared, num_threads())
-    part = _FirstPart(source, MAX_PICTURES if has_pictures else 0)
-    with tempfile.TemporaryDirectory(prefix="csdctl-look-") as scratch:
-        partial = PartialDataset(Path(scratch) / "data", "0" * 32, len(source.class_names or ()))
-        try:
-            fill(partial, part, prepared, DEFAULT_LIMITS, on_progress)
-        finally:
-            partial.close()
-        info = describe_prepared(partial.record, part, prepared, Path(scratch))
-    is_whole = part.is_at_end and source.num_samples == whole.num_samples
+    is_tree = source_format == "class folders"
+    whole = open_source(tree, prepared, num_threads())
+    source = open_source(_thin(tree), prepared, num_threads()) if is_tree else whole
+    max_samples = MAX_PICTURES if is_tree or source_format == "tfrecord" else source.num_samples
+    info, num_read, num_bytes = empty_info("0" * 32, source.class_names or ()), 0, 0
+    is_whole = source.num_samples == whole.num_samples
+    for block in source.blocks(0, DEFAULT_LIMITS):
+        if num_bytes >= MAX_BYTES or 0 < max_samples <= num_read:
+            is_whole = False
+            break
+        info = add_block(info, conform(block, prepared))
+        num_read, num_bytes = num_read + block.num_read, num_bytes + block.samples.nbytes
+        total = min(source.num_samples, max_samples)
+        on_progress(PrepareProgress(num_read, total, sum(info.num_skipped.values())))
     names = whole.class_names or ()
     return DataLook(
         source_format,
-        info,
-        partial.record.num_read if is_whole else whole.num_samples,
+        complete_info(info, source, prepared),
+        num_read if is_whole else whole.num_samples,
         is_whole,
-        _measure_pictures(_thin(tree)) if source_format == "class folders" else None,
+        _measure_pictures(_thin(tree)) if is_tree else None,
         dict(zip(names, whole.files_of_class, strict=True)) if whole.files_of_class else {},
         prepared.table if source_format == "csv" else None,
-        prepared.records if source_format == "tfrecord" else None,
     )
-
-
-class _FirstPart(SampleSource):
-    """The first samples of a source, which ends after `max_samples` (0: any number) or MAX_BYTES."""
-
-    def __init__(self, source: SampleSource, max_samples: int) -> None:
-        self._source, self._max_samples = source, max_samples
-        self.num_samples = min(source.num_samples, max_samples) if max_samples else source.num_samples
-        self.sample_bytes, self.files_of_class = source.sample_bytes, source.files_of_class
-        self.class_names, self.padded = source.class_names, source.padded  # which the source adds to
-        self.is_at_end = False
-
-    def blocks(self, start: int, limits: IngestLimits) -> Iterator[Block]:
-        """Yield the samples from index `start` on."""
-        num_read = num_bytes = 0
-        for block in self._source.blocks(start, limits):
-            yield block
-            num_read += block.num_read
-            num_bytes += block.samples.nbytes
-            if num_bytes >= MAX_BYTES or 0 < self._max_samples <= num_read:
-                self.is_at_end = num_read == self._source.num_samples
-                return
-        self.is_at_end = True
 
 
 def _thin(tree: Tree) -> Tree:
@@ -127,76 +98,22 @@ def _measure_pictures(tree: Tree) -> PictureSizes | None:
 
 def _choose_columns(tree: Tree, spec: LookSpec) -> TableSchema:
     """Return the label's column of a table; raises WorkerError, exit code 2, if it is not clear."""
-    source = spec.prepare.source
     file = next(file for file in tree.files if is_table(file, tree))
-    try:
-        with tree.path_of(file).open(newline="", encoding="utf-8-sig") as text:
-            columns = [name.strip() for name in next(csv.reader(text), [])]
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise WorkerError(f"data at {source} cannot be read: {type(error).__name__}", exit_code=2) from None
-    return TableSchema((_choose_label(columns, spec, "column"),), "", spec.dropped)
+    columns = read_columns(tree.path_of(file), spec.prepare.source)
+    return TableSchema((_choose_label(columns, spec),), "", spec.dropped)
 
 
-def _choose_features(tree: Tree, spec: LookSpec) -> RecordSchema:
-    """Return image and label of the first example of TFRecord files.
-
-    Raises WorkerError, exit code 2, if it is not clear which they are.
-    """
-    source = spec.prepare.source
-    features = _first_features(tree, spec.prepare)
-    images = [name for name, feature in features.items() if _is_image(feature)]
-    numbers = [name for name, feature in features.items() if len(feature.int64_list.value) == 1]
-    if len(images) != 1:
-        found = ", ".join(f"{name} ({_kind(feature)})" for name, feature in features.items())
-        raise WorkerError(
-            f"the examples at {source} have {len(images)} features with an encoded image, expected one: "
-            f"{found or 'no features'}",
-            remedy="describe them in data.tfrecord of a job.yaml of your own: {image: FEATURE, "
-            "label: FEATURE, shape: …}",
-            exit_code=2,
-        )
-    return RecordSchema(images[0], _choose_label(numbers, spec, "feature"))
-
-
-def _first_features(tree: Tree, spec: PrepareSpec) -> dict[str, Any]:
-    schema = RecordSchema("image", "label", (1,), "float32")  # any: only the record itself is read
-    first = next(RecordFiles(tree, replace(spec, records=schema), 1).candidates(0), None)
-    from csdctl.worker.compute.backend import load_tensorflow
-
-    try:
-        example = load_tensorflow().train.Example.FromString(first.content if first else None)
-    except Exception:  # protobuf's own error, which TensorFlow does not export
-        raise WorkerError(
-            f"data at {spec.source} has no tf.train.Example", remedy="replace the damaged file", exit_code=2
-        ) from None
-    return dict(sorted(example.features.feature.items()))
-
-
-def _is_image(feature: Any) -> bool:
-    try:
-        values = feature.bytes_list.value
-        return len(values) == 1 and read_header(values[0]) is not None
-    except ValueError:
-        return False
-
-
-def _kind(feature: Any) -> str:
-    kind = feature.WhichOneof("kind") or "empty"
-    return f"{kind.removesuffix('_list')} × {len(getattr(feature, kind).value) if kind != 'empty' else 0}"
-
-
-def _choose_label(names: list[str], spec: LookSpec, kind: str) -> str:
-    """Return the one of `names` that is called as a label; raises WorkerError if that is not clear."""
+def _choose_label(names: list[str], spec: LookSpec) -> str:
+    """Return the column that is called as a label; raises WorkerError if that is not clear."""
     if spec.label:
         return spec.label  # whatever reads it reports one that does not exist
-    found = [name for name in names if name.lower().rpartition("/")[2] in LABELS]
+    found = [name for name in names if name.lower() in LABELS]
     if not found and len(names) == 1:
         found = names
     if len(found) == 1:
         return found[0]
-    listed = ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
     raise WorkerError(
-        f"which {kind} of {spec.prepare.source} is the label? It has {listed or 'none of integers'}",
-        remedy=f"name it: --label {kind.upper()}",
+        f"which column of {spec.prepare.source} is the label? It has {list_names(names, 20) or 'none'}",
+        remedy="name it: --label COLUMN",
         exit_code=2,
     )

@@ -6,7 +6,6 @@ states how much of them is valid. Anything written later is truncated on resume.
 
 Only its user may read it, or on a shared file system whoever may read the source."""
 
-import errno
 import fcntl
 import io
 import math
@@ -16,9 +15,9 @@ import shutil
 import stat
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
@@ -34,11 +33,17 @@ from csdctl.worker.data.arrays import (
     fields_of,
 )
 from csdctl.worker.data.file_hash import hash_file, open_regular
-from csdctl.worker.ingest.sources.source import DEFAULT_LIMITS, Block, IngestLimits, Tree
+from csdctl.worker.ingest.sources.source import (
+    DEFAULT_LIMITS,
+    Block,
+    IngestLimits,
+    Tree,
+    convert_write_errors,
+)
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.process.files import save_atomically, sync_directory, sync_file
 from csdctl.worker.protocol.datasets import LABEL, DatasetInfo
-from csdctl.worker.protocol.json_codec import Count, Shape, from_json, to_json
+from csdctl.worker.protocol.json_codec import Count, from_json, to_json
 
 PRIVATE_DIRECTORY, PRIVATE_FILE = 0o700, 0o600
 _GROUP_READS, _OTHERS_READ = 0o040, 0o004
@@ -70,12 +75,6 @@ def make_store(store: Path, source: Path, *, is_shared: bool) -> None:
             store.chmod(PRIVATE_DIRECTORY | readers)
     elif found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise WorkerError(f"other users can change {store}", remedy="remove it, or run `chmod go-w` on it")
-
-
-def is_open_to_change(directory: Path) -> bool:
-    """Return whether group or others could change a data set, as after a call under another umask."""
-    modes = [path.lstat().st_mode for path in (directory, *directory.iterdir())]
-    return any(mode & (stat.S_IWGRP | stat.S_IWOTH) and not stat.S_ISLNK(mode) for mode in modes)
 
 
 def set_access(directory: Path, tree: Tree, *, is_shared: bool) -> None:
@@ -114,48 +113,106 @@ _RECORD, _DESCRIPTION = "record.json", "dataset.json"
 _MAX_DESCRIPTION_BYTES = 16 << 20
 _ARRAYS = ("images.npy", "labels.npy")
 _SPARE_HEADER_BYTES = 1000
-"""Of a .npy header, for all but the fields."""
+"""Room in a .npy header for all but the fields."""
 
 
 @dataclass(frozen=True)
 class IngestRecord:
-    """Progress of a data set: `num_read` samples were processed, the files have `num_samples` of them."""
+    """Progress of a data set: `num_read` samples were processed; `info` describes what the files have."""
 
-    fingerprint: str
-    num_read: Count = 0
-    num_samples: Count = 0
-    sample_shape: Shape = ()
-    dtype: str = ""
-    label_shape: Shape = ()
-    label_dtype: str = ""
-    min_labels: dict[str, int] = field(default_factory=dict)
-    """Of each field of integers, '' for the only one; at most 0."""
-    max_labels: dict[str, int] = field(default_factory=dict)
-    max_values: dict[str, int] = field(default_factory=dict)
-    """The largest integer of each input, without uint8."""
-    num_skipped: dict[str, Count] = field(default_factory=dict)
-    class_counts: tuple[Count, ...] = ()
+    num_read: Count
+    info: DatasetInfo
 
-    def arrays(self) -> list[tuple[tuple[int, ...], str]]:
-        """Return shape and dtype of the samples, and of the labels."""
-        return [
-            ((self.num_samples, *self.sample_shape), self.dtype),
-            ((self.num_samples, *self.label_shape), self.label_dtype),
-        ]
 
-    def file_sizes(self) -> list[int]:
-        """Return how many bytes of each file are valid; raises ValueError if there can be no such arrays."""
-        return [
-            len(_build_header(shape, dtype)) + dtype_from_text(dtype).itemsize * math.prod(shape)
-            for shape, dtype in self.arrays()
-        ]
+def empty_info(fingerprint: str, class_names: Sequence[str] = ()) -> DatasetInfo:
+    """Return the description of a data set without samples."""
+    return DatasetInfo("", 0, (), "", (), -1, fingerprint, class_counts=dict.fromkeys(class_names, 0))
+
+
+def add_block(info: DatasetInfo, block: Block) -> DatasetInfo:
+    """Return `info` with the number of samples of one more block, and their shapes, types and ranges.
+
+    Raises WorkerError if its samples differ in shape or type from earlier ones.
+    """
+    skipped = dict(sorted((Counter(info.num_skipped) + block.skipped).items()))
+    if not len(block.samples):
+        return replace(info, num_skipped=skipped)
+    labels = as_labels(block.labels)
+    typed = take_types(info, block.samples, labels)
+    if info.num_samples and typed != info:
+        raise WorkerError(
+            "the data has samples or labels of different shapes or types",
+            remedy="give all samples the same shape and type",
+            exit_code=2,
+        )
+    max_labels, max_values, class_counts = dict(info.max_labels), dict(info.max_values), info.class_counts
+    for name, array in fields_of(labels).items():
+        if array.dtype.kind != "i" or not array.size:
+            continue
+        before = max_labels.get(name, 0)
+        max_labels[name] = max(before, int(array.max())) if min(before, int(array.min())) >= 0 else -1
+        if array.ndim == 1 and name in ("", LABEL) and max_labels[name] >= 0:
+            counts = np.bincount(array[array < len(class_counts)], minlength=len(class_counts))
+            added = zip(class_counts.items(), counts.tolist(), strict=True)
+            class_counts = {label: before + more for (label, before), more in added}
+    for name, array in fields_of(block.samples).items():
+        if array.dtype.kind in "iu" and array.dtype != np.uint8 and array.size:
+            max_values[name] = max(int(array.max()), max_values.get(name, -1))
+    return replace(
+        typed,
+        num_samples=info.num_samples + len(block.samples),
+        num_skipped=skipped,
+        max_label=max_labels.get(LABEL, max_labels.get("", -1)),
+        max_labels=max_labels,
+        max_values=max_values,
+        class_counts=class_counts,
+    )
+
+
+def take_types(info: DatasetInfo, samples: Array, labels: Array) -> DatasetInfo:
+    """Return `info` with the shapes and types of these samples (n, …) and labels (n, …)."""
+    return replace(
+        info,
+        sample_shape=samples.shape[1:],
+        dtype=dtype_to_text(samples.dtype),
+        label_shape=labels.shape[1:],
+        label_dtype=dtype_to_text(labels.dtype),
+    )
+
+
+def _headers(info: DatasetInfo) -> list[tuple[bytes, int]]:
+    """Return the .npy header of samples and of labels, and the bytes of both files that are valid.
+
+    A header is as long for any number of rows: numpy pads it so that it can grow. Raises ValueError if there
+    can be no such arrays.
+    """
+    found = []
+    for shape, text in ((info.sample_shape, info.dtype), (info.label_shape, info.label_dtype)):
+        dtype = dtype_from_text(text)
+        described = np.lib.format.dtype_to_descr(dtype)
+        if len(repr(described)) > MAX_HEADER_BYTES - _SPARE_HEADER_BYTES:
+            raise WorkerError(
+                f"the data has too many inputs or outputs: {len(dtype.names or ()):,}",
+                remedy="make one input of several: one vector in place of single numbers",
+                exit_code=2,
+            )
+        content = {"descr": described, "fortran_order": False, "shape": (info.num_samples, *shape)}
+        file = io.BytesIO()
+        np.lib.format.write_array_header_1_0(file, content)
+        header = file.getvalue()
+        found.append((header, len(header) + dtype.itemsize * info.num_samples * math.prod(shape)))
+    return found
 
 
 class PartialDataset:
     """The directory of an unfinished data set, locked by one process at a time."""
 
     def __init__(
-        self, directory: Path, fingerprint: str, num_classes: int, limits: IngestLimits = DEFAULT_LIMITS
+        self,
+        directory: Path,
+        fingerprint: str,
+        class_names: Sequence[str] = (),
+        limits: IngestLimits = DEFAULT_LIMITS,
     ) -> None:
         """Resume the work of an earlier call with the same `fingerprint`, or start from scratch.
 
@@ -163,15 +220,20 @@ class PartialDataset:
         """
         self._directory = directory
         self._sync_interval_s = limits.sync_interval_s
+        self._opened = ExitStack()
         with convert_write_errors():
-            self._lock = _lock_directory(directory, limits.lock_deadline_s)
-            self.record = _load_record(directory, fingerprint)
-            if self.record.num_read == 0:
-                self.record = IngestRecord(fingerprint, class_counts=(0,) * num_classes)
+            self._opened.callback(os.close, _lock_directory(directory, limits.lock_deadline_s))
+            record = _load_record(directory, fingerprint)
+            record = record or IngestRecord(0, empty_info(fingerprint, class_names))
+            self.num_read, self.info = record.num_read, record.info
             self._files: list[IO[bytes]] = [
-                open_private(directory / name, is_new=not self.record.num_samples) for name in _ARRAYS
+                self._opened.enter_context(open_private(directory / name, is_new=not self.info.num_samples))
+                for name in _ARRAYS
             ]
-            self._truncate_to_record()
+            if self.info.num_samples:  # drop what was written after the record
+                for file, (_, size) in zip(self._files, _headers(self.info), strict=True):
+                    file.truncate(size)
+                    file.seek(0, os.SEEK_END)
         self._synced_at = time.monotonic()
 
     def __enter__(self) -> Self:
@@ -183,40 +245,43 @@ class PartialDataset:
         """Discard the work after a WorkerError; keep it for the next call after any other exception."""
         if isinstance(error, WorkerError):
             self.discard()
-        elif error:
+        else:
             self.close()
 
     def append(self, block: Block) -> None:
         """Add a block; raises WorkerError if its samples differ in shape or type from earlier ones."""
+        info = add_block(self.info, block)
         with convert_write_errors():
             if len(block.samples):
-                labels = as_labels(block.labels)
-                self._check_shapes(block.samples, labels)
-                for file, array in zip(self._files, (block.samples, labels), strict=True):
+                if not self.info.num_samples:
+                    self._begin_files(take_types(self.info, block.samples, as_labels(block.labels)))
+                for file, array in zip(self._files, (block.samples, as_labels(block.labels)), strict=True):
                     file.write(np.ascontiguousarray(array).data)
-            self.record = count(self.record, block)
+            self.info, self.num_read = info, self.num_read + block.num_read
             if time.monotonic() - self._synced_at >= self._sync_interval_s:
                 self.sync()
 
     def declare(self, samples: Array, labels: Array) -> None:
         """Take shapes and types from samples (0, …) and labels (0, …), for a data set that may stay empty."""
-        with convert_write_errors():
-            self._check_shapes(samples, as_labels(labels))
+        if not self.info.num_samples:
+            with convert_write_errors():
+                self._begin_files(take_types(self.info, samples, as_labels(labels)))
 
     def sync(self) -> None:
         """Sync the files to disk, then the record that says how much of them is valid."""
         for file in self._files:
             sync_file(file)
-        save_atomically(self._directory / _RECORD, to_json(self.record))
+        save_atomically(self._directory / _RECORD, to_json(IngestRecord(self.num_read, self.info)))
         self._synced_at = time.monotonic()
 
-    def finish(self, target: Path, info: DatasetInfo) -> DatasetInfo:
-        """Rename the directory to `target`, with `info` as dataset.json; return `info` with the hashes."""
+    def finish(self, target: Path, info: DatasetInfo | None = None) -> DatasetInfo:
+        """Rename the directory to `target`, with `info` as dataset.json; return it with path and hashes."""
         with convert_write_errors():
-            self._write_headers()
-            for file in self._files:
+            for file, (header, _) in zip(self._files, _headers(self.info), strict=True):
+                file.seek(0)
+                file.write(header)
                 sync_file(file)
-            info = hash_arrays(info, self._directory)
+            info = hash_arrays(replace(info or self.info, path=str(target)), self._directory)
             save_atomically(self._directory / _DESCRIPTION, to_json(info))
             (self._directory / _RECORD).unlink(missing_ok=True)
             shutil.rmtree(target, ignore_errors=True)  # without a dataset.json: damaged, or not csdctl's
@@ -232,38 +297,16 @@ class PartialDataset:
 
     def close(self) -> None:
         """Release the lock and leave the directory to be resumed."""
-        for file in self._files:
-            with suppress(OSError):  # the disk is full, which was reported before
-                file.close()
-        os.close(self._lock)
+        with suppress(OSError):  # the disk is full, which was reported before
+            self._opened.close()
 
-    def _write_headers(self) -> None:
-        for file, (shape, dtype) in zip(self._files, self.record.arrays(), strict=True):
+    def _begin_files(self, info: DatasetInfo) -> None:
+        """Write only the headers: as long as those of any number of rows."""
+        self.info = info
+        for file, (header, _) in zip(self._files, _headers(info), strict=True):
             file.seek(0)
-            file.write(_build_header(shape, dtype))
-
-    def _truncate_to_record(self) -> None:
-        """Drop what was written after the record."""
-        if not self.record.num_samples:
-            return
-        for file, size in zip(self._files, self.record.file_sizes(), strict=True):
-            file.truncate(size)
-            file.seek(0, os.SEEK_END)
-
-    def _check_shapes(self, samples: Array, labels: Array) -> None:
-        """Take shapes and types from the first samples; raise WorkerError if later ones differ."""
-        before, self.record = self.record, take_types(self.record, samples, labels)
-        if before.num_samples == 0:
-            for file in self._files:
-                file.seek(0)
-                file.truncate()
-            self._write_headers()
-        elif self.record != before:
-            raise WorkerError(
-                "the data has samples or labels of different shapes or types",
-                remedy="give all samples the same shape and type",
-                exit_code=2,
-            )
+            file.truncate()
+            file.write(header)
 
 
 def hash_arrays(info: DatasetInfo, directory: Path) -> DatasetInfo:
@@ -275,95 +318,27 @@ def hash_arrays(info: DatasetInfo, directory: Path) -> DatasetInfo:
     return replace(info, images_sha256=hashes[0], labels_sha256=hashes[1])
 
 
-def take_types(record: IngestRecord, samples: Array, labels: Array) -> IngestRecord:
-    """Return `record` with the shapes and types of these samples (n, …) and labels (n, …)."""
-    return replace(
-        record,
-        sample_shape=samples.shape[1:],
-        dtype=dtype_to_text(samples.dtype),
-        label_shape=labels.shape[1:],
-        label_dtype=dtype_to_text(labels.dtype),
-    )
-
-
-def count(record: IngestRecord, block: Block) -> IngestRecord:
-    """Return `record` with one more block: its samples, the range of its labels and of integer inputs."""
-    lowest, highest, largest = dict(record.min_labels), dict(record.max_labels), dict(record.max_values)
-    counts = np.array(record.class_counts, np.int64)
-    for name, array in fields_of(as_labels(block.labels)).items() if len(block.samples) else ():
-        if array.dtype.kind != "i" or not array.size:
-            continue
-        lowest[name] = min(int(array.min()), lowest.get(name, 0))
-        highest[name] = max(int(array.max()), highest.get(name, -1))
-        if array.ndim == 1 and name in ("", LABEL) and lowest[name] >= 0:
-            counts += np.bincount(array[array < len(counts)], minlength=len(counts))
-    for name, array in fields_of(block.samples).items():
-        if array.dtype.kind in "iu" and array.dtype != np.uint8 and array.size:
-            largest[name] = max(int(array.max()), largest.get(name, -1))
-    skipped = Counter(record.num_skipped) + block.skipped
-    return replace(
-        record,
-        num_read=record.num_read + block.num_read,
-        num_samples=record.num_samples + len(block.samples),
-        num_skipped=dict(sorted(skipped.items())),
-        min_labels=lowest,
-        max_labels=highest,
-        max_values=largest,
-        class_counts=tuple(counts.tolist()),
-    )
-
-
-def describe(record: IngestRecord, path: Path) -> DatasetInfo:
-    """Return the description of a data set whose arrays are in `path`, without classes and hashes."""
-    largest = {
-        name: value if record.min_labels[name] >= 0 else -1 for name, value in record.max_labels.items()
-    }
-    return DatasetInfo(
-        path=str(path),
-        num_samples=record.num_samples,
-        sample_shape=record.sample_shape,
-        dtype=record.dtype,
-        label_shape=record.label_shape,
-        max_label=largest.get("", -1),
-        fingerprint=record.fingerprint,
-        num_skipped=record.num_skipped,
-        label_dtype=record.label_dtype,
-        max_labels=largest,
-        max_values=record.max_values,
-    )
-
-
-def find_stored(target: Path, places: Collection[Path], *, is_checked: bool) -> DatasetInfo | None:
+def find_stored(
+    target: Path, places: Collection[Path] = (), *, is_checked: bool = True
+) -> DatasetInfo | None:
     """Return the description of a data set that was stored before; None if it is missing, damaged or edited.
 
-    Its arrays must be in one of `places`; with `is_checked`, they are compared with their hashes. Data that
-    another user could change does not count.
+    Its arrays must be in `target` or one of `places`; with `is_checked`, they are compared with their hashes.
+    Data that another user could change does not count.
     """
     try:
-        if is_open_to_change(target):
+        modes = [path.lstat().st_mode for path in (target, *target.iterdir())]
+        if any(mode & (stat.S_IWGRP | stat.S_IWOTH) and not stat.S_ISLNK(mode) for mode in modes):
             return None
         with open_regular(target / _DESCRIPTION) as file:
             info = from_json(DatasetInfo, file.read(_MAX_DESCRIPTION_BYTES).decode())
         is_whole = info.images_sha256 and info.labels_sha256 and info.label_dtype
-        is_of_target = info.fingerprint == target.name and info.path in map(str, places)
+        is_of_target = info.fingerprint == target.name and info.path in map(str, (target, *places))
         if not is_whole or not is_of_target or (is_checked and hash_arrays(info, Path(info.path)) != info):
             return None
         return info
     except (OSError, ValueError, WorkerError):  # a ProtocolError is a ValueError
         return None
-
-
-@contextmanager
-def convert_write_errors() -> Iterator[None]:
-    """Convert errors of the disk to a WorkerError that names no file."""
-    try:
-        yield
-    except OSError as error:
-        reason = error.strerror or "not enough disk space"
-        remedy = "fix the disk or its permissions"
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, None):
-            remedy = "free disk space"
-        raise WorkerError(f"prepared data cannot be written: {reason}", remedy=remedy) from None
 
 
 def check_free_space(needed_bytes: int, store: str, what: str, remedy: str = "") -> None:
@@ -405,41 +380,15 @@ def _lock_directory(directory: Path, deadline_s: float) -> int:
         time.sleep(0.1)
 
 
-def _load_record(directory: Path, fingerprint: str) -> IngestRecord:
+def _load_record(directory: Path, fingerprint: str) -> IngestRecord | None:
     """Return the record of an earlier call.
 
-    It is empty if the data or the job has changed since, or the files do not hold what it states.
+    None if the data or the job has changed since, or the files do not hold what it states.
     """
-    with suppress(OSError, ValueError):  # a ProtocolError is a ValueError
+    with suppress(OSError, ValueError, WorkerError):  # a ProtocolError is a ValueError
         record = from_json(IngestRecord, (directory / _RECORD).read_text())
-        if record.fingerprint == fingerprint and _is_held(record, directory):
-            return record
-    return IngestRecord(fingerprint)
-
-
-def _is_held(record: IngestRecord, directory: Path) -> bool:
-    """Return whether the files in `directory` have what `record` states."""
-    if not record.num_samples:
-        return True
-    try:
         found = [(directory / name).stat().st_size for name in _ARRAYS]
-        return all(map(operator.ge, found, record.file_sizes()))
-    except (OSError, ValueError, WorkerError):
-        return False
-
-
-def _build_header(shape: tuple[int, ...], dtype: str) -> bytes:
-    """Return the .npy header, which is as long for any number of rows: numpy pads it so that it can grow.
-
-    Raises ValueError for a type that numpy does not know.
-    """
-    described = np.lib.format.dtype_to_descr(dtype_from_text(dtype))
-    if len(repr(described)) > MAX_HEADER_BYTES - _SPARE_HEADER_BYTES:
-        raise WorkerError(
-            f"the data has too many inputs or outputs: {len(dtype_from_text(dtype).names or ()):,}",
-            remedy="make one input of several: one vector in place of single numbers",
-            exit_code=2,
-        )
-    file = io.BytesIO()
-    np.lib.format.write_array_header_1_0(file, {"descr": described, "fortran_order": False, "shape": shape})
-    return file.getvalue()
+        sizes = [size for _, size in _headers(record.info)] if record.info.num_samples else [0, 0]
+        if record.info.fingerprint == fingerprint and all(map(operator.ge, found, sizes)):
+            return record
+    return None

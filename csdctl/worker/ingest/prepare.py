@@ -14,22 +14,17 @@ from dataclasses import asdict, replace
 from fnmatch import fnmatch
 from pathlib import Path
 
-import numpy as np
-
 from csdctl.worker.data.arrays import label_dtype
 from csdctl.worker.ingest.partial_dataset import (
     PRIVATE_DIRECTORY,
-    IngestRecord,
     PartialDataset,
+    add_block,
     check_free_space,
-    convert_write_errors,
-    count,
-    describe,
+    empty_info,
     find_stored,
     hash_arrays,
     make_store,
     set_access,
-    take_types,
 )
 from csdctl.worker.ingest.sources.arrays import (
     ArraySource,
@@ -42,12 +37,12 @@ from csdctl.worker.ingest.sources.function import call_function
 from csdctl.worker.ingest.sources.images import ClassFolders
 from csdctl.worker.ingest.sources.source import (
     DEFAULT_LIMITS,
-    Block,
-    DataFile,
     IngestLimits,
     SampleSource,
     Tree,
     conform,
+    convert_write_errors,
+    data_error,
     num_threads,
     read_tree,
     takes_grey,
@@ -63,37 +58,39 @@ SUPPORTED_DATA = (
     "folders named by class that contain PNG, JPEG, BMP or GIF images, TFRecord files, images.npy and "
     "labels.npy, an .npz file with x and y, a pair of IDX files, or .csv files"
 )
-FORMATS = ("function", "npy", "npz", "idx", "csv", "tfrecord", "class folders")
-"""Part of every fingerprint: renaming one prepares all data of that format again."""
 _IDX_PATTERNS = ("*images-idx*-ubyte*", "*labels-idx1-ubyte*")
 
+Open = Callable[[Tree, PrepareSpec, int], SampleSource]
+"""Opens the files of a tree, to be read by so many threads; raises WorkerError, exit code 2."""
 
-def detect_format(tree: Tree, spec: PrepareSpec) -> str:
-    """Return one of FORMATS; raises WorkerError, exit code 2, if the data is empty or not supported."""
+
+def detect_format(tree: Tree, spec: PrepareSpec) -> tuple[str, Open]:
+    """Return the name of the format and what opens it. Renaming one prepares its data again.
+
+    Raises WorkerError, exit code 2, if the data is empty or not supported.
+    """
     if spec.function:
-        return "function"
+        return "function", call_function
     if not tree.files and not tree.folders:
         raise empty_data_error(spec.source)
-    top = _top_level_files(tree)
-    names = {file.name for file in top if file.parts}
-    if names & {"images.npy", "labels.npy"}:
-        return "npy"
-    if len(_npz_files(top, tree)) == 1:
-        return "npz"
-    if all(len(found) == 1 for found in _idx_files(top)):
-        return "idx"
+    top = [file for file in tree.files if len(file.parts) < 2]
+    if {"images.npy", "labels.npy"} & {file.name for file in top if file.parts}:
+        return "npy", lambda tree, spec, _: open_npy_files(tree.root, spec)
+    npz = [path for path in map(tree.path_of, top) if path.suffix == ".npz"]
+    if len(npz) == 1:
+        return "npz", lambda _, spec, threads: open_npz(npz[0], spec)
+    named = [tree.path_of(file) for file in top if file.parts]
+    idx = [[path for path in named if fnmatch(path.name, pattern)] for pattern in _IDX_PATTERNS]
+    if all(len(found) == 1 for found in idx):
+        return "idx", lambda _, spec, threads: open_idx_pair(idx[0][0], idx[1][0], spec)
     if top and all(is_table(file, tree) for file in (tree.files if spec.table else top)):
-        return "csv"
+        return "csv", lambda tree, spec, _: TableFiles(tree, spec)
     record_files = [file for file in tree.files if is_record_file(file, tree)]
     if any(file in record_files for file in top) or (record_files and spec.records):
-        return "tfrecord"
+        return "tfrecord", RecordFiles
     if tree.folders:
-        return "class folders"
-    raise WorkerError(
-        f"data at {spec.source} is not in a supported format",
-        remedy=f"expected {SUPPORTED_DATA}",
-        exit_code=2,
-    )
+        return "class folders", ClassFolders
+    raise data_error(spec.source, "is not in a supported format", f"expected {SUPPORTED_DATA}")
 
 
 def fingerprint_settings(source_format: str, tree: Tree, spec: PrepareSpec) -> str:
@@ -117,34 +114,6 @@ def fingerprint_settings(source_format: str, tree: Tree, spec: PrepareSpec) -> s
     return json.dumps(settings, sort_keys=True)
 
 
-def open_source(source_format: str, tree: Tree, spec: PrepareSpec, threads: int) -> SampleSource:
-    """Return the source that reads `source_format`; raises WorkerError, exit code 2, if it cannot be used."""
-    top = _top_level_files(tree)
-    npz, idx = _npz_files(top, tree), _idx_files(top)
-    openers: dict[str, Callable[[], SampleSource]] = {
-        "function": lambda: call_function(tree, spec, threads),
-        "npy": lambda: open_npy_files(tree.root, spec),
-        "npz": lambda: open_npz(tree.path_of(npz[0]), spec),
-        "idx": lambda: open_idx_pair(tree.path_of(idx[0][0]), tree.path_of(idx[1][0]), spec),
-        "csv": lambda: TableFiles(tree, spec),
-        "tfrecord": lambda: RecordFiles(tree, spec, threads),
-        "class folders": lambda: ClassFolders(tree, spec, threads),
-    }
-    return openers[source_format]()
-
-
-def _top_level_files(tree: Tree) -> list[DataFile]:
-    return [file for file in tree.files if len(file.parts) < 2]
-
-
-def _npz_files(top: list[DataFile], tree: Tree) -> list[DataFile]:
-    return [file for file in top if tree.path_of(file).suffix == ".npz"]
-
-
-def _idx_files(top: list[DataFile]) -> list[list[DataFile]]:
-    return [[file for file in top if file.parts and fnmatch(file.name, pattern)] for pattern in _IDX_PATTERNS]
-
-
 def prepare(
     spec: PrepareSpec,
     *,
@@ -158,35 +127,44 @@ def prepare(
     source is missing, empty, in an unsupported format, or does not fit the job; 1 if the disk fails.
     """
     tree = read_tree(spec.source)
-    source_format = detect_format(tree, spec)
+    source_format, open_source = detect_format(tree, spec)
     fingerprint = tree.fingerprint(fingerprint_settings(source_format, tree, spec))
     target = Path(spec.store) / fingerprint
     with convert_write_errors():
         make_store(Path(spec.store), tree.root, is_shared=spec.is_shared)
-    find = functools.partial(find_stored, target, (target, tree.root), is_checked=spec.is_checked)
+    find = functools.partial(find_stored, target, (tree.root,), is_checked=spec.is_checked)
     if done := find():
         set_access(target, tree, is_shared=spec.is_shared)
         return done
-    source = open_source(source_format, tree, spec, threads or num_threads())
+    source = open_source(tree, spec, threads or num_threads())
     if source_format == "npy" and isinstance(source, ArraySource) and _is_as_stored(source, spec):
         return _use_in_place(tree, source, spec, target, limits)
-    directory = _partial_directory(tree, spec)
-    with PartialDataset(directory, fingerprint, len(source.class_names or ()), limits) as partial:
+    with PartialDataset(
+        _partial_directory(tree, spec), fingerprint, source.class_names or (), limits
+    ) as partial:
         if done := find():  # by the process that held the lock
             partial.discard()
             return done
-        num_left = source.num_samples - partial.record.num_read
+        num_left = source.num_samples - partial.num_read
         check_free_space(source.sample_bytes * num_left, spec.store, "prepared data")
-        fill(partial, source, spec, limits, on_progress)
-        finished = partial.finish(target, describe_prepared(partial.record, source, spec, target))
+
+        def report() -> None:
+            num_skipped = sum(partial.info.num_skipped.values())
+            on_progress(PrepareProgress(partial.num_read, source.num_samples, num_skipped))
+
+        report()
+        for block in source.blocks(partial.num_read, limits):
+            partial.append(conform(block, spec))
+            report()
+        finished = partial.finish(target, complete_info(partial.info, source, spec))
         set_access(target, tree, is_shared=spec.is_shared)
         return finished
 
 
 def _is_as_stored(source: ArraySource, spec: PrepareSpec) -> bool:
     """Return whether samples and labels need no conversion but that of labels when they are read."""
-    samples, labels = (np.empty((0, *rows.shape[1:]), rows.dtype) for rows in (source.samples, source.labels))
-    stored = conform(Block(0, samples, labels), spec)
+    samples, labels = source.inputs[""], source.outputs[""]
+    stored = conform(source.rows(0, 0), spec)
     is_same_type = bool(stored.samples.dtype == samples.dtype)
     has_same_fields = stored.labels.dtype == label_dtype(labels.dtype)
     return is_same_type and has_same_fields and stored.samples.shape[1:] == samples.shape[1:]
@@ -196,10 +174,10 @@ def _use_in_place(
     tree: Tree, source: ArraySource, spec: PrepareSpec, target: Path, limits: IngestLimits
 ) -> DatasetInfo:
     """Describe a source that can be read as it is; nothing is copied."""
-    record = IngestRecord(target.name, class_counts=(0,) * len(spec.classes or ()))
+    info = empty_info(target.name, spec.classes or ())
     for block in source.blocks(0, limits):
-        record = count(take_types(record, block.samples, block.labels), block)
-    info = hash_arrays(describe_prepared(record, source, spec, tree.root), tree.root)
+        info = add_block(info, block)
+    info = hash_arrays(replace(complete_info(info, source, spec), path=str(tree.root)), tree.root)
     aside = _partial_directory(tree, spec)
     with convert_write_errors():
         shutil.rmtree(aside, ignore_errors=True)
@@ -217,64 +195,40 @@ def _partial_directory(tree: Tree, spec: PrepareSpec) -> Path:
     return Path(spec.store) / f".part-{place}"
 
 
-def fill(
-    partial: PartialDataset,
-    source: SampleSource,
-    spec: PrepareSpec,
-    limits: IngestLimits,
-    on_progress: Callable[[PrepareProgress], None],
-) -> None:
-    """Append the samples of `source` that `partial` does not have yet."""
+def complete_info(info: DatasetInfo, source: SampleSource, spec: PrepareSpec) -> DatasetInfo:
+    """Return the description with what `source` knows of its classes and of padded arrays.
 
-    def report() -> None:
-        record = partial.record
-        num_skipped = sum(record.num_skipped.values())
-        on_progress(PrepareProgress(record.num_read, source.num_samples, num_skipped))
-
-    report()
-    for block in source.blocks(partial.record.num_read, limits):
-        partial.append(conform(block, spec))
-        report()
-
-
-def describe_prepared(
-    record: IngestRecord, source: SampleSource, spec: PrepareSpec, path: Path
-) -> DatasetInfo:
-    """Return the description; raises WorkerError, exit code 2, if it is empty or does not fit the classes."""
+    Raises WorkerError, exit code 2, if it is empty or does not fit the classes.
+    """
     names = source.class_names or ()
-    if record.num_samples == 0:
-        raise _no_usable_samples(record, spec)
-    info = describe(record, path)
+    if info.num_samples == 0:
+        raise _no_usable_samples(info, spec)
+    info = replace(info, padded=source.padded)
     field = LABEL if LABEL in info.labels else ""
     if not names or field not in info.labels or info.labels[field][1]:
-        return replace(info, max_label=info.max_labels.get(field, -1), padded=source.padded)
-    if not 0 <= info.max_labels.get(field, -1) < len(names):
-        raise WorkerError(
-            f"data at {spec.source} has labels that are not classes: the job has {len(names)} classes, "
-            f"so labels must be integers from 0 to {len(names) - 1}",
-            remedy="fix the labels, or data.classes in job.yaml",
-            exit_code=2,
+        return replace(info, class_counts={})
+    if not 0 <= info.max_label < len(names):
+        problem = (
+            f"has labels that are not classes: the job has {len(names)} classes, "
+            f"so labels must be integers from 0 to {len(names) - 1}"
         )
-    counted = zip(names, record.class_counts, source.files_of_class, strict=False)
+        raise data_error(spec.source, problem, "fix the labels, or data.classes in job.yaml")
+    counted = zip(names, info.class_counts.values(), source.files_of_class, strict=False)
     return replace(
         info,
         max_label=len(names) - 1,
         max_labels={**info.max_labels, field: len(names) - 1},
-        class_counts=dict(zip(names, record.class_counts, strict=True)),
         unusable_classes=tuple(name for name, usable, files in counted if files and not usable),
-        padded=source.padded,
     )
 
 
-def _no_usable_samples(record: IngestRecord, spec: PrepareSpec) -> WorkerError:
-    reasons = ", ".join(f"{count} {reason.replace('_', ' ')}" for reason, count in record.num_skipped.items())
-    # Text, audio or arrays in class folders: nothing in job.yaml makes csdctl read them.
-    is_all_other = set(record.num_skipped) == {"other_format"}
-    return WorkerError(
-        f"data at {spec.source} has no usable samples" + (f": {reasons}" if reasons else ""),
-        remedy="its files are no PNG, JPEG, BMP or GIF: let a function of yours read them "
-        "(docs/how-to/prepare-data.md, `Your own function`)"
-        if is_all_other
-        else "fix the data, or data.image and data.tfrecord in job.yaml",
-        exit_code=2,
-    )
+def _no_usable_samples(info: DatasetInfo, spec: PrepareSpec) -> WorkerError:
+    reasons = ", ".join(f"{count} {reason.replace('_', ' ')}" for reason, count in info.num_skipped.items())
+    remedy = "fix the data, or data.image and data.tfrecord in job.yaml"
+    if set(info.num_skipped) == {"other_format"}:
+        # Text, audio or arrays in class folders: nothing in job.yaml makes csdctl read them.
+        remedy = (
+            "its files are no PNG, JPEG, BMP or GIF: let a function of yours read them "
+            "(docs/how-to/prepare-data.md, `Your own function`)"
+        )
+    return data_error(spec.source, "has no usable samples" + (f": {reasons}" if reasons else ""), remedy)

@@ -163,21 +163,6 @@ class PrepareSpec:
 
 
 @dataclass(frozen=True)
-class DirectorySpec:
-    """The directory of a prepared data set to `digest`; the first line of its input."""
-
-    directory: str
-
-
-@dataclass(frozen=True)
-class DatasetDigest:
-    """Digest of a prepared data set as a machine sees it; equal digests mean equal data."""
-
-    num_samples: Count
-    digest: ShortText
-
-
-@dataclass(frozen=True)
 class PrepareProgress:
     """Progress of `prepare`: samples processed, out of `num_total` (0 if unknown), and samples skipped."""
 
@@ -193,7 +178,7 @@ class LookSpec:
     prepare: PrepareSpec
     """As `prepare` would get it; its store is not used."""
     label: str = ""
-    """The column or feature with the label, of tables and TFRecord files; '': the one whose name says so."""
+    """The column of a table with the label; '': the one whose name says so."""
     dropped: tuple[str, ...] = ()
     """Columns of a table that are no features."""
 
@@ -227,5 +212,3 @@ class DataLook:
     """Files in each class folder of the whole data set."""
     table: TableSchema | None = None
     """The columns that were chosen."""
-    records: RecordSchema | None = None
-    """The features that were chosen."""

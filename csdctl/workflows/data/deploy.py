@@ -14,11 +14,10 @@ from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.job.model import Job
 from csdctl.placement.equation1 import Placed
 from csdctl.runs.directory import ProjectDirectory
-from csdctl.runs.ledger import record_traffic
-from csdctl.shipping.deliver import Delivery, OnDeliveryProgress, deliver
-from csdctl.shipping.payload import DEFAULT_IGNORED, Payload, TreeRequest, pack_payload, read_tree
+from csdctl.shipping.deliver import Delivery, deliver
+from csdctl.shipping.payload import pack_payload
 from csdctl.shipping.store import StoredFile, hash_file
-from csdctl.transport.many import Outcome, run_on_all, run_on_nodes, values_or_raise
+from csdctl.transport.many import Outcome, run_on_all, values_or_raise
 from csdctl.transport.meter import TrafficClass
 from csdctl.transport.session import Session
 from csdctl.worker.protocol.datasets import DatasetInfo
@@ -48,35 +47,6 @@ def deploy_files(
     return values_or_raise(run_on_all(targets, send, on_done=on_done), "deploying")
 
 
-def pack_trees(requests: Sequence[TreeRequest], ignored: Sequence[str] = DEFAULT_IGNORED) -> Payload:
-    """Read the trees of `requests` from the host's disk; raises InputError for undeployable entries."""
-    return pack_payload(trees=[read_tree(request, ignored) for request in requests])
-
-
-def deploy_payload(
-    payload: Payload,
-    fleet: Fleet,
-    *,
-    directory: Path,
-    dry_run: bool = False,
-    before: Callable[[Session], None] = lambda session: None,
-    on_progress: OnDeliveryProgress = lambda progress: None,
-    on_done: Callable[[Outcome[Delivery]], None] = lambda outcome: None,
-) -> dict[str, Outcome[Delivery]]:
-    """Send `payload` to every node of `fleet`; a failure is an outcome and does not stop the others.
-
-    `before` is called for each node first, and may raise its error.
-    """
-
-    def send(session: Session) -> Delivery:
-        before(session)
-        python = fleet.node(session.name).python
-        return deliver(session, payload, python=python, dry_run=dry_run, on_progress=on_progress)
-
-    on_traffic = record_traffic(directory, "deploy")
-    return run_on_nodes(fleet, send, directory=directory, on_done=on_done, on_traffic=on_traffic)
-
-
 def common_files(prepared: Prepared) -> list[StoredFile]:
     """Return the files that every machine needs to train or measure."""
     return [prepared.worker, *prepared.model.files]
@@ -92,9 +62,9 @@ def cut_shards(
     """
     if job.is_everywhere:
         return {}
-    cutter = _Cutter(public, job.recipe.seed, project)
+    checked: list[str] = []
     return {
-        shard.name: cutter.cut(shard)
+        shard.name: _cut(shard, public, job.recipe.seed, project, checked)
         for shard in placed
         if shard.name != HOST_NAME and (shard.num_public or not shard.num_private)
     }
@@ -110,62 +80,50 @@ def _arrays(data: DatasetInfo) -> tuple[str, str]:
     return f"{data.path}/images.npy", f"{data.path}/labels.npy"
 
 
-class _Cutter:
-    """Cuts shards from the host's public data, and keeps them with their hashes for the next run."""
+def _cut(
+    shard: Placed, public: DatasetInfo, seed: int, project: ProjectDirectory, checked: list[str]
+) -> tuple[StoredFile, StoredFile]:
+    """Return samples and labels of `shard`, which are kept with their hashes for the next run.
 
-    def __init__(self, public: DatasetInfo, seed: int, project: ProjectDirectory) -> None:
-        self._public = public
-        self._seed = seed
-        self._project = project
-        self._is_checked = False
-
-    def cut(self, shard: Placed) -> tuple[StoredFile, StoredFile]:
-        """Return samples and labels of `shard`; raises InputError if the public data was changed."""
-        content = hashlib.sha256(f"{self._public.images_sha256}{self._public.labels_sha256}".encode())
-        name = f"{content.hexdigest()[:32]}-{self._seed}-{shard.public_start}-{shard.public_stop}"
-        targets = [self._project.shards / f"{name}.{part}.npy" for part in ("images", "labels")]
-        record = self._project.shards / f"{name}.json"
-        hashes = _load_hashes(record)
-        if len(hashes) != 2 or hashes != [hash_file(target) for target in targets if target.is_file()]:
-            self._check_public()
-            self._write(shard, targets)
-            hashes = [hash_file(target) for target in targets]
-            save_json(record, hashes)
-        images, labels = (
-            StoredFile(sha256, ".npy", target, TrafficClass.PUBLIC)
-            for sha256, target in zip(hashes, targets, strict=True)
-        )
-        return images, labels
-
-    def _check_public(self) -> None:
-        if self._is_checked:
-            return
-        expected = (self._public.images_sha256, self._public.labels_sha256)
-        for source, sha256 in zip(_arrays(self._public), expected, strict=True):
-            path = self._project.root / source
-            found = hash_file(path) if path.is_file() else "no file"
-            if found != sha256:
-                raise InputError(
-                    f"{source} is not what was prepared: expected SHA-256 {sha256}, found {found}",
-                    remedy="run `csdctl prepare`",
-                )
-        self._is_checked = True
-
-    def _write(self, shard: Placed, targets: Sequence[Path]) -> None:
+    Raises InputError if the public data was changed. Files in `checked` have been compared with their hashes.
+    """
+    content = hashlib.sha256(f"{public.images_sha256}{public.labels_sha256}".encode())
+    name = f"{content.hexdigest()[:32]}-{seed}-{shard.public_start}-{shard.public_stop}"
+    targets = [project.shards / f"{name}.{part}.npy" for part in ("images", "labels")]
+    record = project.shards / f"{name}.json"
+    hashes = _load_hashes(record)
+    if len(hashes) != 2 or hashes != [hash_file(target) for target in targets if target.is_file()]:
         import numpy as np
 
         # The same rows as for a slice start … stop on the host: worker.data.rows_of.
-        permutation = np.random.default_rng(self._seed).permutation(self._public.num_samples)
+        permutation = np.random.default_rng(seed).permutation(public.num_samples)
         rows = np.sort(permutation[shard.public_start : shard.public_stop])
-        for source, target in zip(_arrays(self._public), targets, strict=True):
-            array = np.load(self._project.root / source, mmap_mode="r", allow_pickle=False)
-            if len(array) != self._public.num_samples:
+        expected = (public.images_sha256, public.labels_sha256)
+        for source, sha256, target in zip(_arrays(public), expected, targets, strict=True):
+            path = project.root / source
+            if source not in checked:
+                found = hash_file(path) if path.is_file() else "no file"
+                if found != sha256:
+                    raise InputError(
+                        f"{source} is not what was prepared: expected SHA-256 {sha256}, found {found}",
+                        remedy="run `csdctl prepare`",
+                    )
+                checked.append(source)
+            array = np.load(path, mmap_mode="r", allow_pickle=False)
+            if len(array) != public.num_samples:
                 raise InputError(
-                    f"{source} has {len(array)} rows, expected {self._public.num_samples}",
+                    f"{source} has {len(array)} rows, expected {public.num_samples}",
                     remedy="run `csdctl prepare`",
                 )
             with write_atomically(target) as file:
                 np.save(file, array[rows])
+        hashes = [hash_file(target) for target in targets]
+        save_json(record, hashes)
+    images, labels = (
+        StoredFile(sha256, ".npy", target, TrafficClass.PUBLIC)
+        for sha256, target in zip(hashes, targets, strict=True)
+    )
+    return images, labels
 
 
 def _load_hashes(record: Path) -> list[str]:

@@ -9,17 +9,25 @@ from csdctl.fleet.model import Fleet
 from csdctl.job.imports import Needed, list_imports
 from csdctl.job.model import load_job
 from csdctl.notify import Say
-from csdctl.shipping.deliver import Delivery, DeliveryProgress
-from csdctl.shipping.payload import DEFAULT_IGNORED, FileTree, Payload, TreeRequest, pack_payload, parse_tree
-from csdctl.transport.many import Outcome
-from csdctl.workflows.data.deploy import deploy_payload, pack_trees
+from csdctl.runs.ledger import record_traffic
+from csdctl.shipping.deliver import Delivery, DeliveryProgress, deliver
+from csdctl.shipping.payload import (
+    DEFAULT_IGNORED,
+    FileTree,
+    TreeRequest,
+    pack_payload,
+    parse_tree,
+    read_tree,
+)
+from csdctl.transport.many import Outcome, run_on_nodes
+from csdctl.transport.session import Session
 from csdctl.workflows.data.imports import check_machine
 from csdctl.workflows.data.model import prepare_code
 
 
 @dataclass(frozen=True)
 class DeployRequest:
-    """What to deploy: the files of `job`, or `trees` instead, each as SOURCE[:DESTINATION]."""
+    """Request to deploy the files of `job`, or `trees` instead, each as SOURCE[:DESTINATION]."""
 
     job: Path
     trees: Sequence[str] = ()
@@ -52,27 +60,23 @@ def deploy_request(
     """
     needed: tuple[Needed, ...] = ()
     if request.trees:
-        payload = _pack_trees(request, observer)
+        defaults = () if request.is_everything else DEFAULT_IGNORED
+        packed = []
+        for tree in map(parse_tree, request.trees):
+            packed.append(read_tree(tree, [*request.ignored, *defaults]))
+            observer.packed(tree, packed[-1])
+        payload = pack_payload(trees=packed)
     else:
         job = load_job(request.job)
         worker, model = prepare_code(job, directory, say)
         payload = pack_payload([file.as_object() for file in (worker, *model.files)])
         needed = list_imports(job, model.info.needs_code).nodes
-    return deploy_payload(
-        payload,
-        fleet,
-        directory=directory,
-        dry_run=request.is_dry_run,
-        before=lambda session: check_machine(session, fleet, needed),
-        on_progress=observer.advance,
-        on_done=observer.finish,
-    )
 
+    def send(session: Session) -> Delivery:
+        check_machine(session, fleet, needed)
+        python = fleet.python_of(session.name)
+        dry_run = request.is_dry_run
+        return deliver(session, payload, python=python, dry_run=dry_run, on_progress=observer.advance)
 
-def _pack_trees(request: DeployRequest, observer: DeployObserver) -> Payload:
-    defaults = () if request.is_everything else DEFAULT_IGNORED
-    trees = [parse_tree(text) for text in request.trees]
-    payload = pack_trees(trees, [*request.ignored, *defaults])
-    for tree, packed in zip(trees, payload.trees, strict=True):
-        observer.packed(tree, packed)
-    return payload
+    on_traffic = record_traffic(directory, "deploy")
+    return run_on_nodes(fleet, send, directory=directory, on_done=observer.finish, on_traffic=on_traffic)

@@ -32,11 +32,6 @@ def read_imports(path: Path | None, directory: Path) -> JobImports | None:
     return list_imports(job, info.needs_code if info else None)
 
 
-def check_host(job: Job, host: Session, fleet: Fleet) -> None:
-    """Raise InputError if the host lacks a module that the job's code imports."""
-    check_machine(host, fleet, list_imports(job, None).host)
-
-
 def check_nodes(job: Job, model: SerializedModel, fleet: Fleet, sessions: Mapping[str, Session]) -> None:
     """Raise InputError, for all nodes that lack a module which the code imports that they get."""
     needed = list_imports(job, model.info.needs_code).nodes

@@ -33,7 +33,7 @@ from csdctl.worker.protocol.run_spec import UserCode
 
 MODEL_FILES = ("info.json", "architecture.json", "weights.npz")
 PART_FILES = ("prefix.json", "prefix.npz", "head.json", "head.npz")
-"""Of a model with a frozen part at its beginning."""
+"""Files of the two parts of a model whose first layers are frozen."""
 HASHES, SHAPES = "hashes.json", "shapes.json"
 BUILD_DEADLINE_S = 300.0
 
@@ -63,7 +63,7 @@ class SerializedModel:
 
     @property
     def files(self) -> list[StoredFile]:
-        """What every machine needs of the model."""
+        """Files of the model that every machine needs."""
         return [self.architecture, self.weights, *([self.code] if self.code else [])]
 
 
@@ -74,29 +74,22 @@ def store_worker(project: ProjectDirectory) -> StoredFile:
 
 def prepare_code(job: Job, directory: Path, say: Say) -> tuple[StoredFile, SerializedModel]:
     """Prepare only worker and model, in the host's store below `directory`; contact no node."""
-    say("model: " + job.model)
-    return _code(job, directory)
-
-
-def describe_job_model(job: Job, directory: Path, say: Say) -> ModelProperties:
-    """Return the features that identify the job's model in measurements; builds the model if needed."""
-    _, model = _code(job, directory, lambda: say(f"building {job.model} to determine its size"))
-    return describe_model(model.info, model.architecture.sha256)
-
-
-def _code(
-    job: Job, directory: Path, on_build: Callable[[], None] = lambda: None
-) -> tuple[StoredFile, SerializedModel]:
     project = ProjectDirectory(directory)
     worker = store_worker(project)
     with closing(LocalSession(HOST_NAME, directory)) as host:
-        model = serialize_model(job, worker, host, project, None, on_build)
+        model = serialize_model(job, worker, host, project, None, lambda: say(f"building {job.model}"))
     if not model.info.is_built:
         raise InputError(
             f"{job.model} returns a model that gets its weights from the data's shapes, which are not known",
             remedy="run `csdctl prepare` first",
         )
     return worker, model
+
+
+def describe_job_model(job: Job, directory: Path, say: Say) -> ModelProperties:
+    """Return the features that identify the job's model in measurements; builds the model if needed."""
+    _, model = prepare_code(job, directory, say)
+    return describe_model(model.info, model.architecture.sha256)
 
 
 def serialize_model(
@@ -139,9 +132,7 @@ def shapes_of(data: DatasetInfo) -> SampleShapes:
     def called_with(dtype: str) -> str:
         return "float32" if dtype == "uint8" or dtype.startswith("float") else dtype
 
-    if data.dtype.startswith("["):
-        return {name: (called_with(dtype), tuple(shape)) for name, dtype, shape in json.loads(data.dtype)}
-    return {"": (called_with(data.dtype), data.sample_shape)}
+    return {name: (called_with(dtype), shape) for name, (dtype, shape) in data.inputs.items()}
 
 
 def describe_code(code: StoredFile, roots: Sequence[Path]) -> str:

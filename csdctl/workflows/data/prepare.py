@@ -10,11 +10,14 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Annotated, Protocol
+
+from pydantic import Field, TypeAdapter, ValidationError
 
 from csdctl.errors import InputError, RemoteCommandError
 from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.job.compatibility import check_compatibility, check_noise, inputs_of
+from csdctl.job.imports import list_imports
 from csdctl.job.model import Job
 from csdctl.job.reading import find_imported
 from csdctl.notify import Say
@@ -26,21 +29,18 @@ from csdctl.shipping.worker_calls import call_worker
 from csdctl.shipping.worker_zip import pack_code
 from csdctl.transport.many import run_on_all, values_or_raise
 from csdctl.transport.meter import TrafficClass
-from csdctl.transport.program import within
 from csdctl.transport.session import Session
 from csdctl.worker.protocol.datasets import (
-    DatasetDigest,
     DatasetInfo,
-    DirectorySpec,
     PrepareProgress,
     PrepareSpec,
 )
-from csdctl.worker.protocol.json_codec import ProtocolError, parse_json, shorten
+from csdctl.worker.protocol.json_codec import shorten
 from csdctl.worker.protocol.model_info import ModelInfo
 from csdctl.worker.protocol.recipe import Recipe
 from csdctl.worker.protocol.run_spec import UserCode
 from csdctl.workflows.data.augment import check_augment
-from csdctl.workflows.data.imports import check_host, check_nodes
+from csdctl.workflows.data.imports import check_machine, check_nodes
 from csdctl.workflows.data.model import (
     SerializedModel,
     describe_code,
@@ -53,9 +53,8 @@ from csdctl.workflows.workspace.workspace import Workspace, open_workspace
 
 DATA_STORE = ".csdctl/data"
 SHARED_STORE = ".csdctl-data"
-"""Beside public data on a shared file system: every node must see the prepared data too."""
+"""Directory beside public data on a shared file system: every node must see the prepared data too."""
 
-DIGEST_DEADLINE_S = 300.0
 _DOING = "preparing data"
 
 OnPrepareProgress = Callable[[str, PrepareProgress], None]
@@ -74,7 +73,7 @@ class Prepared:
     public: DatasetInfo
     validation: DatasetInfo | None
     private: dict[str, DatasetInfo]
-    """By node; empty when the job has no private data."""
+    """Private data by node; empty when the job has none."""
     elapsed_s: float = 0.0
     """Seconds until all of this was there; most of them pass on machines that look at what they have."""
 
@@ -113,36 +112,37 @@ def prepare_job(
     InputError when it is described differently than then. Without `needs_labels`, the labels may be any.
     """
     worker = store_worker(project)
-    check_host(job, sessions[HOST_NAME], fleet)
+    check_machine(sessions[HOST_NAME], fleet, list_imports(job, None).host)
     say("model: " + job.model)
     model = serialize_model(job, worker, sessions[HOST_NAME], project)
-    preparing = _Preparing(job, model.info, fleet, worker, project, on_progress, is_checked=is_checked)
+    spec = first_spec(job, model.info, is_checked=is_checked)
+    preparing = _Preparing(job, spec, fleet, sessions, worker, project, on_progress)
     say(f"public data: {job.public_path}")
-    public = preparing.public(sessions)
-    preparing.follow(public)
+    store = str(job.public_path.parent / SHARED_STORE) if job.is_everywhere else DATA_STORE
+    public = preparing.on_host("public", job.public_path, job.reading.public_function, store)
+    preparing.spec = follow(spec, public)
     if not model.info.is_built:
         model = serialize_model(job, worker, sessions[HOST_NAME], project, shapes_of(public))
     if model.code:
         say(f"code for the nodes: {describe_code(model.code, model.code_roots)}")
     check_nodes(job, model, fleet, sessions)
     check_augment(job, model, public, worker, sessions[HOST_NAME], project, say)
-    if job.is_everywhere:
-        preparing.check_shared(sessions, public)
     validation = None
     if job.validation_path:
         say(f"validation data: {job.validation_path}")
         function = job.reading.validation_function
-        validation = preparing.on_host("validation", sessions, job.validation_path, function)
+        validation = preparing.on_host("validation", job.validation_path, function)
     private = {}
     if job.private_path:
         say(f"private data: {job.private_path} on {len(fleet.nodes)} nodes")
-        private = preparing.on_nodes(sessions, job.private_path)
+        private = preparing.on_nodes(job.private_path)
     datasets = {"public": public, "validation": validation, **private}
     check_compatibility(model.info.recipe, model.info, datasets, needs_labels=needs_labels)
     if job.noise:
         check_noise(job.noise, model.info, private)
     for name, info in datasets.items():
-        say_padded(name, info, say)
+        for part, shape in info.padded.items() if info else ():
+            say(f"{name}: different lengths were padded with 0: {part} to {'×'.join(map(str, shape))}")
     of_host = {"public": public} | ({"validation": validation} if validation else {})
     for name in find_changed(project, job, of_host | private):
         if not is_checked:
@@ -156,118 +156,53 @@ def prepare_job(
     return Prepared(worker, model, public, validation, private)
 
 
-def say_padded(name: str, info: DatasetInfo | None, say: Say) -> None:
-    """Say what was padded; a Keras layer that masks zeros (Embedding(mask_zero=True)) leaves it out."""
-    if info and info.padded:
-        sizes = ", ".join(f"{part} to {'×'.join(map(str, shape))}" for part, shape in info.padded.items())
-        say(f"{name}: different lengths were padded with 0: {sizes}")
-
-
+@dataclass
 class _Preparing:
     """Prepares the data sets of a job, each on its machine."""
 
-    def __init__(
-        self,
-        job: Job,
-        model: ModelInfo,
-        fleet: Fleet,
-        worker: StoredFile,
-        project: ProjectDirectory,
-        on_progress: OnPrepareProgress,
-        *,
-        is_checked: bool,
-    ) -> None:
-        self._job = job
-        self._spec = first_spec(job, model, is_checked=is_checked)
-        self._private_function = job.reading.private_function
-        self._fleet = fleet
-        self._worker = worker
-        self._project = project
-        self._on_progress = on_progress
+    job: Job
+    spec: PrepareSpec
+    """Settings that all data sets have in common."""
+    fleet: Fleet
+    sessions: Mapping[str, Session]
+    worker: StoredFile
+    project: ProjectDirectory
+    on_progress: OnPrepareProgress
 
-    def follow(self, public: DatasetInfo) -> None:
-        """From now on give the data sets classes, shapes and types as the public data has them."""
-        self._spec = follow(self._spec, public)
-
-    def public(self, sessions: Mapping[str, Session]) -> DatasetInfo:
-        """Prepare the public data: in the project, or beside the source if all nodes read it there."""
-        path = self._job.public_path
-        store = str(path.parent / SHARED_STORE) if self._job.is_everywhere else DATA_STORE
-        return self.on_host("public", sessions, path, self._job.reading.public_function, store)
-
-    def check_shared(self, sessions: Mapping[str, Session], public: DatasetInfo) -> None:
-        """Raise InputError when a node reads different public data than the host."""
-        payload = pack_payload([self._worker.as_object()])
-
-        def on_node(session: Session) -> DatasetDigest:
-            python = self._fleet.python_of(session.name)
-            if session.name != HOST_NAME:
-                deliver(session, payload, python=python)
-            return call_worker(
-                session,
-                python,
-                self._worker.path,
-                "digest",
-                DirectorySpec(public.path),
-                DatasetDigest,
-                doing="reading the public data",
-                patience=within(DIGEST_DEADLINE_S),
-            )
-
-        names = self._fleet.machines
-        digests = values_or_raise(
-            run_on_all({name: sessions[name] for name in names}, on_node), "reading the public data"
-        )
-        differing = [name for name in names if digests[name] != digests[HOST_NAME]]
-        if differing:
-            raise InputError(
-                f"{', '.join(differing)} read different data at {public.path} than the host",
-                remedy="data.public.on: every-node needs a shared file system; otherwise use `on: host`",
-            )
-
-    def on_host(
-        self,
-        name: str,
-        sessions: Mapping[str, Session],
-        path: Path,
-        function: str,
-        store: str = DATA_STORE,
-    ) -> DatasetInfo:
+    def on_host(self, name: str, path: Path, function: str, store: str = DATA_STORE) -> DatasetInfo:
         """Prepare a data set of the host; the user's function runs from the store, as on a node."""
-        stored, code = store_function(self._job, function, self._project)
+        spec, _ = add_function(self.spec, self.job, function, self.project)
         spec = replace(
-            with_function(self._spec, function, stored, code),
+            spec,
             source=str(path),
             store=store,
             names_classes=name == "public",
             is_shared=store != DATA_STORE,
         )
-        return self._prepare(name, sessions[HOST_NAME], spec)
+        return self._prepare(name, self.sessions[HOST_NAME], spec)
 
-    def on_nodes(self, sessions: Mapping[str, Session], path: str) -> dict[str, DatasetInfo]:
+    def on_nodes(self, path: str) -> dict[str, DatasetInfo]:
         """Prepare private data on each node; a node without data or with a failure is an error."""
-        stored, code = store_function(self._job, self._private_function, self._project)
-        spec = replace(
-            with_function(self._spec, self._private_function, stored, code), source=path, is_private=True
-        )
-        payload = pack_payload([file.as_object() for file in (self._worker, stored, code) if file])
+        spec, files = add_function(self.spec, self.job, self.job.reading.private_function, self.project)
+        spec = replace(spec, source=path, is_private=True)
+        payload = pack_payload([file.as_object() for file in (self.worker, *files)])
 
         def on_node(session: Session) -> DatasetInfo:
-            deliver(session, payload, python=self._fleet.python_of(session.name))
+            deliver(session, payload, python=self.fleet.python_of(session.name))
             return self._prepare(session.name, session, spec)
 
-        nodes = {node.name: sessions[node.name] for node in self._fleet.nodes}
+        nodes = {node.name: self.sessions[node.name] for node in self.fleet.nodes}
         return values_or_raise(run_on_all(nodes, on_node), "preparing private data")
 
     def _prepare(self, name: str, session: Session, spec: PrepareSpec) -> DatasetInfo:
         info = call_worker(
             session,
-            self._fleet.python_of(session.name),
-            self._worker.path,
+            self.fleet.python_of(session.name),
+            self.worker.path,
             "prepare",
             spec,
             DatasetInfo,
-            lambda progress: self._on_progress(name, progress),
+            lambda progress: self.on_progress(name, progress),
             doing=_DOING,
         )
         check_info(info, session.name, _DOING)
@@ -282,6 +217,19 @@ MAX_NAMES = 1000
 """Reasons to skip samples, and arrays of one sample, for a model with several inputs."""
 
 _NUMPY_TYPE = re.compile(r"[<>|=]?[a-z]{1,12}[0-9]{0,3}")
+_FIELDS = TypeAdapter(
+    Annotated[
+        list[
+            tuple[
+                str,
+                Annotated[str, Field(pattern=rf"^{_NUMPY_TYPE.pattern}\z")],
+                Annotated[list[Annotated[int, Field(ge=0, lt=MAX_LABEL)]], Field(max_length=MAX_DIMENSIONS)],
+            ]
+        ],
+        Field(max_length=MAX_NAMES),
+    ]
+)
+"""Name, type and shape of each array of a sample."""
 
 
 def check_info(info: DatasetInfo, node: str, doing: str, *, may_be_empty: bool = False) -> None:
@@ -310,21 +258,10 @@ def _is_dtype(text: str) -> bool:
     if not text.startswith("["):
         return bool(_NUMPY_TYPE.fullmatch(text))
     try:
-        fields = parse_json(text)
-        return len(fields) <= MAX_NAMES and all(map(_is_field, fields))
-    except ProtocolError:
+        _FIELDS.validate_json(text, strict=True)
+    except ValidationError:
         return False
-
-
-def _is_field(field: Any) -> bool:
-    """Return whether `field` is [name, type, shape]."""
-    if not (isinstance(field, list) and [type(value) for value in field] == [str, str, list]):
-        return False
-    _, dtype, sizes = field
-    is_shape = len(sizes) <= MAX_DIMENSIONS and all(
-        type(size) is int and 0 <= size < MAX_LABEL for size in sizes
-    )
-    return is_shape and bool(_NUMPY_TYPE.fullmatch(dtype))
+    return True
 
 
 def first_spec(job: Job, model: ModelInfo, *, is_checked: bool = False) -> PrepareSpec:
@@ -353,26 +290,18 @@ def follow(spec: PrepareSpec, public: DatasetInfo) -> PrepareSpec:
     return replace(spec, inputs=inputs, labels=public.labels)
 
 
-def store_function(
-    job: Job, function: str, project: ProjectDirectory
-) -> tuple[StoredFile | None, StoredFile | None]:
-    """Store the file of a user's function, and what it imports of the job's code; '' is no function."""
+def add_function(
+    spec: PrepareSpec, job: Job, function: str, project: ProjectDirectory
+) -> tuple[PrepareSpec, list[StoredFile]]:
+    """Return `spec` with a user's function, and its file and what it imports of the job's code, stored."""
     if not function:
-        return None, None
-    file = Path(function.rpartition(":")[0])
-    stored = store_file(file, project.root, TrafficClass.CODE)
-    imported = find_imported(file, job.code_roots)
-    if not imported:
-        return stored, None
-    return stored, store_bytes(pack_code(imported), ".zip", project.root, TrafficClass.CODE)
-
-
-def with_function(
-    spec: PrepareSpec, function: str, stored: StoredFile | None, code: StoredFile | None
-) -> PrepareSpec:
-    """Return `spec` with the user's function as it is stored on the worker's machine."""
-    name = f"{stored.path}:{function.rpartition(':')[2]}" if stored else ""
-    return replace(spec, function=name, code=UserCode(code.path, ()) if code else None)
+        return replace(spec, function="", code=None), []
+    path, _, name = function.rpartition(":")
+    stored = [store_file(Path(path), project.root, TrafficClass.CODE)]
+    if imported := find_imported(Path(path), job.code_roots):
+        stored.append(store_bytes(pack_code(imported), ".zip", project.root, TrafficClass.CODE))
+    code = UserCode(stored[1].path, ()) if imported else None
+    return replace(spec, function=f"{stored[0].path}:{name}", code=code), stored
 
 
 class PreparationObserver(Protocol):

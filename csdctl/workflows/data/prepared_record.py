@@ -28,8 +28,8 @@ class PreparedData:
     num_private: dict[str, int] = field(default_factory=dict)
     """Private samples by node."""
     digests: dict[str, str] = field(default_factory=dict)
-    """By 'public', 'validation' or node: the fingerprint of its data, and a hash of the description that was
-    received when the data was prepared, with the hashes of its files."""
+    """Digests by 'public', 'validation' or node: the fingerprint of its data, and a hash of the description
+    that was received when the data was prepared, with the hashes of its files."""
 
     @property
     def num_samples(self) -> int:
@@ -69,26 +69,24 @@ def _digest(info: DatasetInfo) -> str:
 
 
 def _load_digests(project: ProjectDirectory, job: Job) -> dict[str, str]:
-    try:
-        return _load(project, job).digests
-    except InputError:
-        return {}
+    record = _load(project, job)
+    return record.digests if record else {}
 
 
-def _load(project: ProjectDirectory, job: Job) -> PreparedData:
+def _load(project: ProjectDirectory, job: Job) -> PreparedData | None:
     path = project.prepared(job.name)
-    return check_values(load_json(path), PreparedData, str(path))
+    try:
+        return check_values(load_json(path), PreparedData, str(path))
+    except InputError:  # the next `prepare` writes it again
+        return None
 
 
 def load_prepared(project: ProjectDirectory, job: Job) -> PreparedData | None:
     """Return the record of `job`; None when its current data section was never prepared."""
-    try:
-        record = _load(project, job)
-    except InputError:  # the next `prepare` writes it again
+    record = _load(project, job)
+    if record is None or record.key != _key(job):
         return None
-    if min(record.public.num_samples, *record.num_private.values(), 0) < 0:
-        return None
-    return record if record.key == _key(job) else None
+    return record if min(record.public.num_samples, *record.num_private.values(), 0) >= 0 else None
 
 
 def _key(job: Job) -> str:

@@ -20,12 +20,13 @@ from csdctl.job.model import Job, JobFile, build_job
 from csdctl.job.reading import find_imported
 from csdctl.notify import Say
 from csdctl.runs.directory import ProjectDirectory
+from csdctl.shipping.store import StoredFile
 from csdctl.shipping.worker_calls import call_worker
 from csdctl.transport.local import LocalSession
 from csdctl.worker.protocol.datasets import DataLook, DatasetInfo, LookSpec, PrepareProgress, PrepareSpec
 from csdctl.worker.protocol.model_info import ModelInfo
 from csdctl.workflows.data.model import SerializedModel, serialize_model, shapes_of, store_worker
-from csdctl.workflows.data.prepare import first_spec, follow, store_function, with_function
+from csdctl.workflows.data.prepare import add_function, first_spec, follow
 from csdctl.workflows.init.job_text import (
     DEFAULT_SIZE,
     Looks,
@@ -43,6 +44,7 @@ OPTIONS = {
     "add to job.yaml: code: ": "give each file or package: --code ",
     "data.csv.drop": "--drop",
     "data.csv in job.yaml": "--label and --drop",
+    "data.tfrecord in job.yaml": "data.tfrecord in a job.yaml of your own",
 }
 """Options of `init` in place of the keys of a job.yaml that does not exist yet."""
 
@@ -87,7 +89,8 @@ def init_job(request: InitRequest, directory: Path, say: Say, on_progress: OnPro
         )
     sources = parse_sources(request)
     with closing(LocalSession(HOST_NAME, directory)) as host:
-        looking = _Looking(request, host, ProjectDirectory(directory), say, on_progress)
+        project = ProjectDirectory(directory)
+        looking = _Looking(request, host, project, store_worker(project), say, on_progress)
         try:
             sources, looks = looking.look(sources)
         except InputError as error:
@@ -165,29 +168,25 @@ def _is_module(path: Path) -> bool:
     return path.suffix == ".py" or (path.is_dir() and path.name.isidentifier() and any(path.glob("*.py")))
 
 
+@dataclass(frozen=True)
 class _Looking:
     """Looks at the sources of one job, by worker programs on the host."""
 
-    def __init__(
-        self,
-        request: InitRequest,
-        host: LocalSession,
-        project: ProjectDirectory,
-        say: Say,
-        on_progress: OnProgress,
-    ) -> None:
-        self._request, self._host, self._project = request, host, project
-        self._say, self._on_progress = say, on_progress
-        self._worker = store_worker(project)
+    request: InitRequest
+    host: LocalSession
+    project: ProjectDirectory
+    worker: StoredFile
+    say: Say
+    on_progress: OnProgress
 
     def look(self, sources: Sources) -> tuple[Sources, Looks]:
         """Return what was seen, and the sources, completed by it; raises InputError."""
-        self._say(f"looking at the data: {sources.public['path']}")
+        self.say(f"looking at the data: {sources.public['path']}")
         if sources.is_application and not sources.model_args:  # its arguments depend on the data
             first = self._look_at_public(self._parse(render_draft(sources, DEFAULT_SIZE)), None)
             sources = replace(sources, model_args=choose_application_args(first))
         job = self._parse(render_draft(sources))
-        self._say(f"looking at the model: {sources.model}")
+        self.say(f"looking at the model: {sources.model}")
         model = self._serialize(job).info
         first = self._look_at_public(job, model)
         if not model.is_built:
@@ -206,14 +205,14 @@ class _Looking:
         return None
 
     def _parse(self, text: str) -> Job:
-        path = self._request.output.absolute()
-        return build_job(parse_document(text, JobFile, name=str(self._request.output)), path)
+        path = self.request.output.absolute()
+        return build_job(parse_document(text, JobFile, name=str(self.request.output)), path)
 
     def _serialize(self, job: Job, data: DatasetInfo | None = None) -> SerializedModel:
-        model = serialize_model(job, self._worker, self._host, self._project)
+        model = serialize_model(job, self.worker, self.host, self.project)
         if model.info.is_built or data is None:
             return model
-        return serialize_model(job, self._worker, self._host, self._project, shapes_of(data))
+        return serialize_model(job, self.worker, self.host, self.project, shapes_of(data))
 
     def _look_at_public(self, job: Job, model: ModelInfo | None) -> DataLook:
         spec = first_spec(job, model or ModelInfo(job.model, (), (), 0, 0, "", is_built=False))
@@ -233,21 +232,21 @@ class _Looking:
         spec = follow(first_spec(job, model), public.info)
         if public.pictures:
             spec = replace(spec, picture=replace(spec.picture, shape=public.info.sample_shape))
-        spec = replace(spec, table=public.table, records=public.records)
+        spec = replace(spec, table=public.table)
         return self._look("validation", job, spec, str(job.validation_path))
 
     def _look(self, name: str, job: Job, spec: PrepareSpec, source: str) -> DataLook:
         reading = job.reading
         function = reading.public_function if name == "public" else reading.validation_function
-        spec = with_function(spec, function, *store_function(job, function, self._project))
+        spec, _ = add_function(spec, job, function, self.project)
         return call_worker(
-            self._host,
+            self.host,
             sys.executable,
-            self._worker.path,
+            self.worker.path,
             "look",
-            LookSpec(replace(spec, source=source), self._request.label, self._request.dropped),
+            LookSpec(replace(spec, source=source), self.request.label, self.request.dropped),
             DataLook,
-            lambda progress: self._on_progress(name, progress),
+            lambda progress: self.on_progress(name, progress),
             doing="looking at the data",
         )
 

@@ -24,11 +24,11 @@ SPARSE, MSE = "sparse_categorical_crossentropy", "mean_squared_error"
 
 @dataclass(frozen=True)
 class Sources:
-    """What a job is made of; paths relative to the job file, or absolute."""
+    """Model, data and code of a job; paths relative to the job file, or absolute."""
 
     model: str
     public: dict[str, str]
-    """As in job.yaml: `path`, and `function`."""
+    """Entry of job.yaml: `path`, and `function`."""
     validation: dict[str, str] | None = None
     private: str = ""
     """A path on each node; '' for none."""
@@ -43,7 +43,7 @@ class Sources:
 
 @dataclass(frozen=True)
 class Looks:
-    """What was seen of a model and its data."""
+    """Descriptions of a model and its data."""
 
     model: ModelInfo
     public: DataLook
@@ -247,10 +247,7 @@ def _data(sources: Sources, looks: Looks) -> Iterator[tuple[str, str]]:
         dropped = {"drop": list(look.table.dropped)} if look.table.dropped else {}
         entry = {"label": look.table.labels[0]} | dropped
         yield f"csv: {_value(entry)}", "also drop: [COLUMN], weight: COLUMN"
-    if look.records:
-        records = {"image": look.records.image, "label": look.records.label}
-        yield f"tfrecord: {_value(records)}", "features of the first example"
-    if look.format in ("class folders", "tfrecord"):
+    if look.format == "class folders":
         if is_any_size(looks.model):
             shape = list(look.info.sample_shape)
             yield f"image: {{shape: {shape}}}", f"the model takes any size: {choose_size(look)[1]}"

@@ -23,10 +23,10 @@ LEARNING_RATE = 0.001
 
 @dataclass(frozen=True)
 class PredictRequest:
-    """What to predict; `check_request` has checked it."""
+    """Request of one prediction; `check_request` has checked it."""
 
     job: Job
-    """As written, whose data is read and whose plan divides public samples."""
+    """Job as written, whose data is read."""
     model: Path
     """The .keras file."""
     fleet: Fleet
@@ -36,8 +36,6 @@ class PredictRequest:
     """PUBLIC, VALIDATION, PRIVATE: in the order of the rows."""
     want: str
     layer: str = ""
-    plan_path: Path | None = None
-    batch_size: int | None = None
 
     @property
     def model_job(self) -> Job:
@@ -60,8 +58,6 @@ def check_request(
     want: str,
     layer: str,
     output: Path,
-    plan_path: Path | None,
-    batch_size: int | None,
 ) -> PredictRequest:
     """Return the request; raises InputError for whatever no machine is needed to find."""
     if want not in WANTED:
@@ -75,9 +71,7 @@ def check_request(
     check_output(output)
     file, job_path = find_model(model, job, ProjectDirectory(directory))
     loaded = load_job(job_path)
-    return PredictRequest(
-        loaded, file, fleet, directory, output, choose_data(on, loaded), want, layer, plan_path, batch_size
-    )
+    return PredictRequest(loaded, file, fleet, directory, output, choose_data(on, loaded), want, layer)
 
 
 def find_model(model: str, job: Path | None, project: ProjectDirectory) -> tuple[Path, Path]:
@@ -95,12 +89,10 @@ def find_model(model: str, job: Path | None, project: ProjectDirectory) -> tuple
             f"run {run.run_id} has no model.keras: it has not come to its end",
             remedy=f"continue it with `csdctl train --resume {run.run_id}`, or name another run",
         )
-    return run.model.resolve(), job or _job_of(run.load_manifest().get("job"), project)
-
-
-def _job_of(described: object, project: ProjectDirectory) -> Path:
-    path = described.get("path") if isinstance(described, dict) else None
-    return project.root / path if isinstance(path, str) else DEFAULT_JOB
+    described = run.load_manifest().get("job")
+    written = described.get("path") if isinstance(described, dict) else None
+    of_run = project.root / written if isinstance(written, str) else DEFAULT_JOB
+    return run.model.resolve(), job or of_run
 
 
 def choose_data(on: str | None, job: Job) -> tuple[str, ...]:

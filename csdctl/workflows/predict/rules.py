@@ -1,8 +1,7 @@
-"""What is kept of each output of a model, and the layers that it may be asked for."""
+"""Rules for what is kept of each output of a model, and the layers whose output can be asked for."""
 
 import difflib
 import json
-from collections.abc import Iterator
 
 from csdctl.documents import load_text
 from csdctl.documents.text import MAX_JSON_BYTES
@@ -40,7 +39,8 @@ def _rule_of_classes(output: OutputInfo, info: ModelInfo) -> ResultRule:
 
 def check_layer(layer: str, model: SerializedModel) -> None:
     """Raise InputError unless the model's graph has this layer; the nodes are not asked."""
-    names = list(layer_names(load_text(model.architecture.source, max_bytes=MAX_JSON_BYTES)))
+    architecture = json.loads(load_text(model.architecture.source, max_bytes=MAX_JSON_BYTES))
+    names = [layer["config"]["name"] for layer in architecture.get("config", {}).get("layers", [])]
     if layer in names:
         return
     near = difflib.get_close_matches(layer, names, MAX_SHOWN) or names[-MAX_SHOWN:]
@@ -50,9 +50,3 @@ def check_layer(layer: str, model: SerializedModel) -> None:
         if near
         else "only models with a graph of layers, functional or sequential, have embeddings",
     )
-
-
-def layer_names(architecture: str) -> Iterator[str]:
-    """Yield the names of the layers in a model's JSON, without those inside of nested models."""
-    for layer in json.loads(architecture).get("config", {}).get("layers", []):
-        yield layer["config"]["name"]

@@ -28,7 +28,9 @@ class Block:
     rows: Any
     """The number of each sample in its data set there, shape (n,), ascending."""
     fields: Mapping[str, Any]
-    """What was asked for by name, each of shape (n, …)."""
+    """Values that were asked for by name, each of shape (n, …)."""
+    num_computed: int = 0
+    """Rows that no earlier call had computed."""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -61,19 +63,17 @@ def write_results(path: Path, blocks: Sequence[Block], names: Sequence[str]) -> 
 def _write_csv(file: BinaryIO, blocks: Sequence[Block], names: Sequence[str]) -> None:
     text = io.TextIOWrapper(file, encoding="utf-8", newline="")
     writer = csv.writer(text, lineterminator="\n")
-    has_header = False
-    for block in blocks:
-        for columns in _chunks(block, names):
-            if not has_header:
-                writer.writerow(columns)
-                has_header = True
-            writer.writerows(zip(*columns.values(), strict=True))
+    for number, columns in enumerate(_chunks(blocks, names)):
+        if not number:
+            writer.writerow(columns)
+        writer.writerows(zip(*columns.values(), strict=True))
     text.detach()
 
 
-def _chunks(block: Block, names: Sequence[str]) -> Iterator[dict[str, list[Any]]]:
+def _chunks(blocks: Sequence[Block], names: Sequence[str]) -> Iterator[dict[str, list[Any]]]:
     """Yield columns of plain values by name, some rows at a time; vectors have a column for each number."""
-    for start in range(0, max(1, len(block)), ROWS_AT_ONCE):
+    parts = ((block, start) for block in blocks for start in range(0, max(1, len(block)), ROWS_AT_ONCE))
+    for block, start in parts:
         part = slice(start, start + ROWS_AT_ONCE)
         rows = block.rows[part]
         columns: dict[str, list[Any]] = {
@@ -87,7 +87,9 @@ def _chunks(block: Block, names: Sequence[str]) -> Iterator[dict[str, list[Any]]
             if array.ndim == 1:
                 columns[name] = lists[0]
                 if names and name.rpartition(".")[2] == "class":
-                    columns[f"{name}_name"] = [_name_of(names, number) for number in lists[0]]
+                    # A model may have more classes than the data.
+                    named = dict(enumerate(names))
+                    columns[f"{name}_name"] = [named.get(number, "") for number in lists[0]]
             else:
                 columns |= {f"{name}_{number}": column for number, column in enumerate(lists)}
         yield columns
@@ -96,11 +98,6 @@ def _chunks(block: Block, names: Sequence[str]) -> Iterator[dict[str, list[Any]]
 def _shortest(value: Any) -> Any:
     """Return an int, or the shortest float that float32 reads as the same."""
     return int(value) if value.dtype.kind == "i" else float(str(value))
-
-
-def _name_of(names: Sequence[str], number: int) -> str:
-    """Return the name of a class; '' if the model has more classes than the data."""
-    return names[number] if number < len(names) else ""
 
 
 def _write_npz(file: BinaryIO, blocks: Sequence[Block], names: Sequence[str]) -> None:
@@ -122,11 +119,10 @@ def _write_parquet(file: BinaryIO, blocks: Sequence[Block], names: Sequence[str]
     from pyarrow import parquet
 
     writer = None
-    for block in blocks:
-        for columns in _chunks(block, names):
-            table = pyarrow.table(columns) if writer is None else pyarrow.table(columns, schema=writer.schema)
-            writer = writer or parquet.ParquetWriter(file, table.schema)
-            writer.write_table(table)
+    for columns in _chunks(blocks, names):
+        table = pyarrow.table(columns) if writer is None else pyarrow.table(columns, schema=writer.schema)
+        writer = writer or parquet.ParquetWriter(file, table.schema)
+        writer.write_table(table)
     if writer:
         writer.close()
 

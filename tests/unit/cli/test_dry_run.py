@@ -52,7 +52,6 @@ CHANGING = [
 ]
 """Commands that do something here; the tests run them without --dry-run, too."""
 LONG = [
-    ["prepare"],
     ["train", *PLANNED],
     ["train", *PLANNED, "--detach"],
     ["scale", *PLANNED, "--max-steps", "4", "--html", "scaling.html", "--csv", "scaling.csv"],

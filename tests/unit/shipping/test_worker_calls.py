@@ -17,7 +17,7 @@ from csdctl.shipping.worker_calls import build_worker_command, call_worker, fetc
 from csdctl.shipping.worker_zip import pack_worker
 from csdctl.transport.local import LocalSession
 from csdctl.transport.meter import TrafficClass
-from csdctl.worker.protocol.datasets import DatasetDigest, DirectorySpec
+from csdctl.worker.protocol.datasets import DatasetInfo, PrepareSpec
 from csdctl.worker.protocol.features import SendSpec, Sent
 from csdctl.worker.protocol.json_codec import from_json, to_frame
 from tests.fake_session import FakeSession
@@ -47,7 +47,7 @@ def test_lines_that_tensorflow_always_prints_are_no_cause() -> None:
     session = FakeSession("csd2").on("python3", exit_code=1, stderr=f"ImportError: libmpi.so\n{noise}")
     with pytest.raises(CsdctlError) as raised:
         call_worker(
-            session, "python3", "w.pyz", "digest", DirectorySpec("d"), DatasetDigest, doing="reading data"
+            session, "python3", "w.pyz", "prepare", PrepareSpec("d", "s"), DatasetInfo, doing="reading data"
         )
     assert raised.value.message == "reading data failed with exit code 1: ImportError: libmpi.so"
     assert "reinstall" in raised.value.remedy

@@ -1,142 +1,87 @@
 """Existing arrays: .npy pairs, .npz archives, pairs of IDX files. Their values stay unchanged.
 
-Files are read in chunks, compressed ones too: memory use does not grow with the data.
+Files are mapped, after decompression into a temporary file: memory use does not grow with the data.
 """
 
 import contextlib
+import csv
 import gzip
 import io
 import math
+import os
+import tempfile
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 
 from csdctl.worker.data.arrays import Array, as_labels, as_samples, is_numeric, map_array, read_array_header
-from csdctl.worker.ingest.sources.source import Block, IngestLimits, SampleSource, skip_rows
+from csdctl.worker.ingest.sources.source import (
+    Block,
+    IngestLimits,
+    SampleSource,
+    convert_write_errors,
+    data_error,
+    list_names,
+    to_records,
+)
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.process.files import DAMAGED_ARCHIVE, BoundedFile
 from csdctl.worker.protocol.datasets import LABEL, SAMPLE_WEIGHT, PrepareSpec
 
-_PIECE_BYTES = 64 << 20
-"""More than a block of rows has, unless a single row is larger."""
+_PIECE_BYTES = 1 << 20
 
 
-@dataclass(frozen=True)
-class Rows:
-    """An array on disk or in memory, read from its first row to its last."""
+def _unpack(
+    file: IO[bytes], shape: tuple[int, ...], dtype: np.dtype[Any], store: str, *, is_fortran: bool = False
+) -> Array:
+    """Map an array whose bytes are the rest of `file`, copied to a nameless file on the disk of `store`.
 
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-    chunks: Callable[[int], Iterator[Array]]
-    """Yields all rows, so many at a time; raises OSError, ValueError, EOFError for damaged files."""
-
-
-def rows_of(array: Array) -> Rows:
-    """Return the rows of an array in memory, or of a memory map."""
-
-    def chunks(num_rows: int) -> Iterator[Array]:
-        return (array[start : start + num_rows] for start in range(0, len(array), num_rows))
-
-    return Rows(array.shape, array.dtype, chunks)
-
-
-def _stream(
-    opened: contextlib.AbstractContextManager[IO[bytes]],
-    header_bytes: int,
-    shape: tuple[int, ...],
-    dtype: np.dtype[Any],
-    num_rows: int,
-) -> Iterator[Array]:
-    """Yield rows stored one after another in a file, after a header.
-
-    Raises EOFError for too few, ValueError for extra data.
+    Raises EOFError for too few bytes, ValueError for more, WorkerError if the disk is too small.
     """
-    row_bytes = dtype.itemsize * math.prod(shape[1:])
-    with opened as file:
-        file.read(header_bytes)
-        for start in range(0, shape[0], num_rows):
-            count = min(num_rows, shape[0] - start)
-            content = _read(file, count * row_bytes)
-            if len(content) != count * row_bytes:
-                raise EOFError("the array is truncated")
-            yield np.frombuffer(content, dtype).reshape(count, *shape[1:])
+    left = num_bytes = dtype.itemsize * math.prod(shape)
+    with tempfile.TemporaryFile(dir=store) as copy:
+        if num_bytes:
+            with convert_write_errors():
+                os.posix_fallocate(copy.fileno(), 0, num_bytes)
+        while left and (piece := file.read(min(left, _PIECE_BYTES))):
+            copy.write(piece)
+            left -= len(piece)
+        if left:
+            raise EOFError("the array is truncated")
         if file.read(1):  # reading to the end also makes an archive check its CRC
             raise ValueError("the array is longer than its header says")
+        copy.flush()
+        order: Any = "F" if is_fortran else "C"
+        if not num_bytes:  # an empty file cannot be mapped
+            return np.empty(shape, dtype, order)
+        return np.memmap(copy, dtype, "r", shape=shape, order=order)
 
 
-def _read(file: IO[bytes], num_bytes: int) -> bytes:
-    """Return up to `num_bytes`; reserves no memory for more than the file has, whatever its header says."""
-    pieces = []
-    while num_bytes and (piece := file.read(min(num_bytes, _PIECE_BYTES))):
-        pieces.append(piece)
-        num_bytes -= len(piece)
-    return b"".join(pieces)
-
-
-def read_idx(path: Path) -> Rows:
-    """Return the rows of an IDX file of bytes: magic 00 00 08 <dimensions>, big-endian sizes, data.
+def read_idx(path: Path, store: str) -> Array:
+    """Map an IDX file of bytes: magic 00 00 08 <dimensions>, big-endian sizes, data.
 
     Raises ValueError for another format, OSError or EOFError if the file cannot be read.
     """
-
-    def opened() -> Any:
-        return gzip.open(path) if path.suffix == ".gz" else path.open("rb")
-
-    with opened() as file:
+    open_file: Any = gzip.open if path.suffix == ".gz" else open
+    with open_file(path, "rb") as file:
         magic = file.read(4)
         if len(magic) < 4 or magic[:3] != b"\0\0\x08":
             raise ValueError("not an IDX file of bytes")
-        sizes = file.read(4 * magic[3])
-    form = 4 + len(sizes), tuple(np.frombuffer(sizes, ">u4", magic[3]).tolist()), np.dtype(np.uint8)
-    return Rows(*form[1:], lambda num_rows: _stream(opened(), *form, num_rows))
+        sizes = np.frombuffer(file.read(4 * magic[3]), ">u4", magic[3]).tolist()
+        return _unpack(file, tuple(sizes), np.dtype(np.uint8), store)
 
 
-def read_member(path: Path, name: str) -> Rows:
-    """Return the rows of one array of an .npz file, without ever unpickling.
+def read_member(archive: zipfile.ZipFile, name: str, store: str) -> Array:
+    """Map one array of an .npz file, without ever unpickling.
 
     Raises ValueError, OSError or an error of zipfile if it cannot be read.
     """
-
-    @contextlib.contextmanager
-    def opened() -> Iterator[IO[bytes]]:
-        with (
-            BoundedFile(io.FileIO(path)) as whole,
-            zipfile.ZipFile(whole) as archive,
-            archive.open(f"{name}.npy") as file,
-        ):
-            yield file
-
-    with opened() as file:
+    with archive.open(f"{name}.npy") as file:
         shape, is_fortran, dtype = read_array_header(file)
-        header_bytes = file.tell()
-        if is_fortran:  # rows are not contiguous: arrays of this rare layout are loaded as a whole
-            return rows_of(np.frombuffer(file.read(), dtype).reshape(shape, order="F"))
-    return Rows(shape, dtype, lambda num_rows: _stream(opened(), header_bytes, shape, dtype, num_rows))
-
-
-def join_rows(parts: Mapping[str, Rows]) -> Rows:
-    """Return rows of a structured array with the fields `parts`; of '', the only one, as they are.
-
-    Raises ValueError if the arrays differ in length.
-    """
-    if list(parts) == [""]:
-        return parts[""]
-    if len({rows.shape[:1] for rows in parts.values()}) != 1:
-        raise ValueError("arrays of different lengths")
-    dtype = np.dtype([(name, rows.dtype.newbyteorder("="), rows.shape[1:]) for name, rows in parts.items()])
-
-    def chunks(num_rows: int) -> Iterator[Array]:
-        for fields in zip(*(rows.chunks(num_rows) for rows in parts.values()), strict=True):
-            records = np.empty(len(fields[0]), dtype)
-            for name, field in zip(parts, fields, strict=True):
-                records[name] = field
-            yield records
-
-    return Rows(next(iter(parts.values())).shape[:1], dtype, chunks)
+        return _unpack(file, shape, dtype, store, is_fortran=is_fortran)
 
 
 PAIR_NAMES = (("x", "y"), ("images", "labels"))
@@ -144,49 +89,50 @@ LABEL_NAMES = ("y", "labels")
 
 
 class ArraySource(SampleSource):
-    """Rows of samples and rows of labels."""
+    """Arrays of inputs and of outputs by name, '' for the only one."""
 
-    def __init__(self, samples: Rows, labels: Rows, spec: PrepareSpec) -> None:
+    def __init__(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array], spec: PrepareSpec) -> None:
         """Raise WorkerError, exit code 2, unless they are samples and their labels."""
         super().__init__(spec)
-        check_arrays(samples, labels, spec.source)
-        self.num_samples = samples.shape[0]
-        self.sample_bytes = samples.dtype.itemsize * math.prod(samples.shape[1:])
-        self.samples, self.labels = samples, labels
-        self._source = spec.source
+        check_arrays(inputs, outputs, spec.source)
+        self.inputs, self.outputs = inputs, outputs
+        self.num_samples = len(next(iter(inputs.values())))
+        self.sample_bytes = sum(array.nbytes for array in inputs.values()) // self.num_samples
+
+    def rows(self, start: int, stop: int) -> Block:
+        """Return some of the samples."""
+        samples, labels = (
+            to_records({name: array[start:stop] for name, array in part.items()}, 1)
+            for part in (self.inputs, self.outputs)
+        )
+        return Block(len(samples), as_samples(samples), as_labels(labels))
 
     def blocks(self, start: int, limits: IngestLimits) -> Iterator[Block]:
         """Yield all rows from index `start` on."""
         num_rows = max(1, limits.block_bytes // max(1, self.sample_bytes))
-        with convert_read_errors(self._source):
-            chunks = zip(self.samples.chunks(num_rows), self.labels.chunks(num_rows), strict=True)
-            for block in skip_rows(chunks, start):
-                yield Block(block.num_read, as_samples(block.samples), as_labels(block.labels))
+        return (self.rows(row, row + num_rows) for row in range(start, self.num_samples, num_rows))
 
 
-def check_arrays(samples: Rows, labels: Rows, source: str) -> None:
+def check_arrays(inputs: Mapping[str, Array], outputs: Mapping[str, Array], source: str) -> None:
     """Raise WorkerError, exit code 2, unless they are samples and their labels."""
-    if not samples.shape or not labels.shape:
-        raise WorkerError(f"data at {source} is a single number, not an array of samples", exit_code=2)
-    if 0 in samples.shape:  # labels without values are those of a loss inside the model
+    arrays = [*inputs.values(), *outputs.values()]
+    if not all(array.shape for array in arrays):
+        raise data_error(source, "is a single number, not an array of samples")
+    if any(0 in array.shape for array in inputs.values()):  # labels may have no values: of add_loss()
         raise empty_data_error(source)
-    if samples.shape[0] != labels.shape[0]:
-        raise WorkerError(
-            f"data at {source} has {samples.shape[0]} samples but {labels.shape[0]} labels", exit_code=2
-        )
-    if not all(array.dtype.kind == "b" or is_numeric(array.dtype) for array in (samples, labels)):
-        raise WorkerError(
-            f"data at {source} is not numeric: {samples.dtype} and {labels.dtype}",
-            remedy="turn text into numbers, in a function of your own: data.public.function",
-            exit_code=2,
-        )
+    counts = [sorted({len(array) for array in part.values()}) for part in (inputs, outputs)]
+    if len(counts[0]) > 1 or counts[0] != counts[1]:
+        samples, labels = (" or ".join(map(str, found)) for found in counts)
+        raise data_error(source, f"has {samples} samples but {labels} labels")
+    if not all(array.dtype.kind == "b" or is_numeric(array.dtype) for array in arrays):
+        types = " and ".join(dict.fromkeys(str(array.dtype) for array in arrays))
+        remedy = "turn text into numbers, in a function of your own: data.public.function"
+        raise data_error(source, f"is not numeric: {types}", remedy)
 
 
 def empty_data_error(source: str) -> WorkerError:
     """Return the error for data without any samples."""
-    return WorkerError(
-        f"data at {source} is empty", remedy="add samples or remove it from job.yaml", exit_code=2
-    )
+    return data_error(source, "is empty", "add samples or remove it from job.yaml")
 
 
 @contextlib.contextmanager
@@ -194,29 +140,18 @@ def convert_read_errors(source: str) -> Iterator[None]:
     """Convert the errors of damaged files to a WorkerError, exit code 2, that names no file."""
     try:
         yield
-    except DAMAGED_ARCHIVE as error:
-        raise WorkerError(
-            f"data at {source} cannot be read: {type(error).__name__}",
-            remedy="replace the damaged file",
-            exit_code=2,
-        ) from None
+    except (*DAMAGED_ARCHIVE, csv.Error) as error:
+        problem = f"cannot be read: {type(error).__name__}"
+        raise data_error(source, problem, "replace the damaged file") from None
 
 
 def open_npy_files(root: Path, spec: PrepareSpec) -> ArraySource:
     """Map images.npy and labels.npy in `root`."""
     if not ((root / "images.npy").exists() and (root / "labels.npy").exists()):
-        raise WorkerError(
-            f"data at {spec.source} lacks one of images.npy and labels.npy",
-            remedy="add the missing file",
-            exit_code=2,
-        )
+        raise data_error(spec.source, "lacks one of images.npy and labels.npy", "add the missing file")
     with convert_read_errors(spec.source):
         samples, labels = map_array(root / "images.npy"), map_array(root / "labels.npy")
-    return ArraySource(rows_of(samples), rows_of(labels), spec)
-
-
-MAX_NAMED = 10
-"""Arrays of an .npz that a message lists."""
+    return ArraySource({"": samples}, {"": labels}, spec)
 
 
 def open_npz(path: Path, spec: PrepareSpec) -> ArraySource:
@@ -224,18 +159,24 @@ def open_npz(path: Path, spec: PrepareSpec) -> ArraySource:
 
     An array `sample_weight` has the weights. Instead of y, there may be an array for each of several outputs.
     """
-    with convert_read_errors(spec.source):
-        with zipfile.ZipFile(path) as archive:
-            names = [name.removesuffix(".npy") for name in archive.namelist() if name.endswith(".npy")]
-        inputs, outputs = _choose_arrays(names, spec)
-        if inputs and outputs:
-            labels = {name: read_member(path, member) for name, member in outputs.items()}
+    with (
+        convert_read_errors(spec.source),
+        BoundedFile(io.FileIO(path)) as whole,
+        zipfile.ZipFile(whole) as archive,
+    ):
+        names = [name.removesuffix(".npy") for name in archive.namelist() if name.endswith(".npy")]
+        chosen = _choose_arrays(names, spec)
+        if all(chosen):
+            inputs, outputs = (
+                {name: read_member(archive, member, spec.store) for name, member in part.items()}
+                for part in chosen
+            )
             if SAMPLE_WEIGHT in names:
-                labels = {name or LABEL: rows for name, rows in labels.items()}
-                labels[SAMPLE_WEIGHT] = _as_weights(read_member(path, SAMPLE_WEIGHT), spec)
-            samples = {name: read_member(path, member) for name, member in inputs.items()}
-            return ArraySource(join_rows(samples), join_rows(labels), spec)
-    found = "" if spec.is_private else f"; it has {', '.join(names[:MAX_NAMED]) or 'none'}"
+                weights = read_member(archive, SAMPLE_WEIGHT, spec.store)
+                outputs = {name or LABEL: array for name, array in outputs.items()}
+                outputs[SAMPLE_WEIGHT] = _check_weights(weights, spec)
+            return ArraySource(inputs, outputs, spec)
+    found = "" if spec.is_private else f"; it has {list_names(names, 10) or 'none'}"
     raise WorkerError(
         f"the .npz at {spec.source} has no arrays x and y (or images and labels){found}",
         remedy="name a function that returns them, FILE.py:NAME; "
@@ -257,17 +198,17 @@ def _choose_arrays(names: list[str], spec: PrepareSpec) -> tuple[dict[str, str],
     return {name: name for name in sorted(names) if name not in others}, outputs
 
 
-def _as_weights(rows: Rows, spec: PrepareSpec) -> Rows:
-    if len(rows.shape) != 1:
+def _check_weights(weights: Array, spec: PrepareSpec) -> Array:
+    if weights.ndim != 1:
         raise WorkerError(
-            f"the array {SAMPLE_WEIGHT} of the .npz at {spec.source} has shape {rows.shape}",
+            f"the array {SAMPLE_WEIGHT} of the .npz at {spec.source} has shape {weights.shape}",
             remedy="give it one number for each sample",
             exit_code=2,
         )
-    return rows
+    return weights
 
 
 def open_idx_pair(images: Path, labels: Path, spec: PrepareSpec) -> ArraySource:
     """Return an IDX file of images and one of labels as a source."""
     with convert_read_errors(spec.source):
-        return ArraySource(read_idx(images), read_idx(labels), spec)
+        return ArraySource({"": read_idx(images, spec.store)}, {"": read_idx(labels, spec.store)}, spec)

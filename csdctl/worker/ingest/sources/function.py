@@ -8,7 +8,7 @@ import itertools
 import re
 import sys
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -19,7 +19,7 @@ import numpy as np
 from csdctl.worker.compute.backend import load_tensorflow
 from csdctl.worker.data.arrays import Array, as_labels, as_samples
 from csdctl.worker.data.file_hash import check_stored
-from csdctl.worker.ingest.sources.arrays import ArraySource, join_rows, rows_of
+from csdctl.worker.ingest.sources.arrays import ArraySource
 from csdctl.worker.ingest.sources.images import ImageDecoder, known_shape
 from csdctl.worker.ingest.sources.source import (
     EXPECTED,
@@ -29,14 +29,10 @@ from csdctl.worker.ingest.sources.source import (
     SampleSource,
     StructureError,
     Tree,
-    check_lengths,
     decode_blocks,
-    is_ragged,
-    name_inputs,
-    name_outputs,
+    name_parts,
     no_labels,
     skip_rows,
-    split,
     to_arrays,
     to_records,
 )
@@ -45,10 +41,9 @@ from csdctl.worker.protocol.datasets import PrepareSpec
 
 _END = object()
 SAMPLES, LABELS = "samples", "labels"
-"""How the only input and the only output are named in messages."""
+"""Names of the only input and the only output in messages."""
 
 Shape = tuple[int, ...]
-Shapes = dict[str, Shape]
 
 
 class UserFunction:
@@ -112,69 +107,83 @@ class UserFunction:
         return WorkerError(f"the function {self._name} {problem}", remedy=remedy, exit_code=2)
 
 
-class Elements:
-    """What a function yields, as arrays: from an iterator, a tf.data.Dataset or a keras.utils.PyDataset."""
+class Elements(SampleSource):
+    """Samples that a function yields, from an iterator, a tf.data.Dataset or a keras.utils.PyDataset.
+
+    They come one by one or in batches of any size. Single uint8 images are converted to the job's shape;
+    all others stay unchanged, but for arrays that `pad_to_longest` pads.
+    """
 
     def __init__(
         self,
         function: UserFunction,
         begin: Callable[[], Iterator[Any]],
         spec: PrepareSpec,
+        threads: int,
         *,
-        is_batched: bool,
-        num_total: int = 0,
+        is_batched: bool = False,
+        num_samples: int = 0,
     ) -> None:
-        """`begin` starts the iteration; more than once only for `measure`."""
-        self.is_batched = is_batched
-        self.num_total = num_total
-        """Elements; 0 if unknown."""
-        self.padded: Shapes = {}
+        """`begin` starts the iteration; more than once only for `pad_to_longest`."""
+        super().__init__(spec)
+        self.num_samples = num_samples
         self._function = function
         self._begin = begin
         self._spec = spec
-        self._targets: Shapes = {}
+        self._threads = threads
+        self._axes = int(is_batched)
+        self._targets: dict[str, Shape] = {}
+        self._decoder: ImageDecoder | None = None
 
-    def pad_to_longest(self, names: Iterable[str]) -> None:
-        """Pad the inputs and outputs `names`, as in `_display_name`, with 0: all to one shape.
+    def blocks(self, start: int, limits: IngestLimits) -> Iterator[Block]:
+        """Yield all samples from index `start` on."""
+        if self._axes:
+            return skip_rows(self._records(), start)
+        candidates = itertools.islice(self._candidates(), start, None)
+        return decode_blocks(
+            candidates, self._decode, limits, threads=self._threads, sample_bytes=self.sample_bytes
+        )
+
+    def pad_to_longest(self, names: Collection[str]) -> None:
+        """Pad the inputs and outputs `names`, as in messages, with 0: all to one shape.
 
         It is the one that the model or the public data have; without one, all elements are read once more.
         """
-        known = {
-            **{_display_name(name, SAMPLES): shape for name, shape in self._spec.inputs.items()},
-            **{_display_name(name, LABELS): shape for name, (_, shape) in self._spec.labels.items()},
-        }
+        known = {name or SAMPLES: shape for name, shape in self._spec.inputs.items()}
+        known |= {name or LABELS: shape for name, (_, shape) in self._spec.labels.items()}
         self._targets = {name: known[name] for name in names if name in known and all(known[name])}
-        if missing := [name for name in names if name not in self._targets]:
-            self._targets |= self._measure(missing)
+        missing = [name for name in names if name not in self._targets]
+        for inputs, outputs in self._arrays() if missing else ():
+            for name, array in named_in_messages(inputs, outputs):
+                if name in missing:
+                    shape = array.shape[self._axes :]
+                    before = self._targets.setdefault(name, shape)
+                    if len(before) != len(shape):
+                        raise self._function.error("yields samples of different shapes or types")
+                    self._targets[name] = tuple(map(max, before, shape))
 
-    def __iter__(self) -> Iterator[tuple[Array, Array]]:
+    def _records(self) -> Iterator[tuple[Array, Array]]:
         """Yield samples and labels; raises WorkerError for whatever fails or does not fit."""
         for inputs, outputs in self._arrays():
+            padded = [
+                {name: self._pad(array, name or kind) for name, array in part.items()}
+                for part, kind in ((inputs, SAMPLES), (outputs, LABELS))
+            ]
             with self._checking():
-                records = self._to_records(self._pad(inputs, SAMPLES), self._pad(outputs, LABELS))
-            yield records
-
-    def _to_records(self, inputs: dict[str, Array], outputs: dict[str, Array]) -> tuple[Array, Array]:
-        axes = int(self.is_batched)
-        samples = to_records(inputs, axes)
-        labels = to_records(outputs, axes) if outputs else no_labels(samples.shape[:axes])
-        if axes and samples.shape[:1] != labels.shape[:1]:
-            raise StructureError(f"yields {len(samples)} samples with {len(labels)} labels")
-        return as_samples(samples), as_labels(labels)
+                samples = to_records(padded[0], self._axes)
+                num_samples = samples.shape[: self._axes]
+                labels = to_records(padded[1], self._axes) if outputs else no_labels(num_samples)
+                if num_samples != labels.shape[: self._axes]:
+                    raise StructureError(f"yields {len(samples)} samples with {len(labels)} labels")
+            yield as_samples(samples), as_labels(labels)
 
     def _arrays(self) -> Iterator[tuple[dict[str, Array], dict[str, Array]]]:
         iterator = self._function.guard(self._begin)
         while (element := self._function.guard(lambda: next(iterator, _END))) is not _END:
             with self._checking():
-                arrays = self._to_arrays(element)
+                inputs, outputs = name_parts(element, self._spec)
+                arrays = to_arrays(inputs, self._axes), to_arrays(outputs, self._axes)
             yield arrays
-
-    def _to_arrays(self, element: Any) -> tuple[dict[str, Array], dict[str, Array]]:
-        samples, labels, weights = split(element)
-        inputs = name_inputs(samples, self._spec)
-        outputs = name_outputs(labels, weights, self._spec)
-        axes = int(self.is_batched)
-        return to_arrays(inputs, axes), to_arrays(outputs, axes)
 
     @contextmanager
     def _checking(self) -> Iterator[None]:
@@ -183,26 +192,8 @@ class Elements:
         except StructureError as error:
             raise self._function.error(error.problem, error.remedy) from None
 
-    def _measure(self, names: list[str]) -> Shapes:
-        """Return the largest shape of a sample or label of each of `names`, by reading everything once."""
-        axes = int(self.is_batched)
-        largest: Shapes = {}
-        for inputs, outputs in self._arrays():
-            for name, _, array in describe_parts((inputs, outputs), (inputs, outputs)):
-                if name in names:
-                    shape = array.shape[axes:]
-                    before = largest.setdefault(name, shape)
-                    if len(before) != len(shape):
-                        raise self._function.error("yields samples of different shapes or types")
-                    largest[name] = tuple(map(max, before, shape))
-        return largest
-
-    def _pad(self, arrays: dict[str, Array], kind: str) -> dict[str, Array]:
-        return {name: self._pad_one(array, _display_name(name, kind)) for name, array in arrays.items()}
-
-    def _pad_one(self, array: Array, name: str) -> Array:
-        target, axes = self._targets.get(name), int(self.is_batched)
-        shape = array.shape[axes:]
+    def _pad(self, array: Array, name: str) -> Array:
+        target, shape = self._targets.get(name), array.shape[self._axes :]
         if target is None or shape == target or len(shape) != len(target):
             return array
         if any(size > most for size, most in zip(shape, target, strict=True)):
@@ -212,58 +203,21 @@ class Elements:
                 "such as padded_batch(…, padded_shapes=…) or to_tensor(shape=…)",
             )
         self.padded[name] = target
-        padded = np.zeros((*array.shape[:axes], *target), array.dtype)
+        padded = np.zeros((*array.shape[: self._axes], *target), array.dtype)
         padded[tuple(map(slice, array.shape))] = array
         return padded
 
-
-def _display_name(name: str, kind: str) -> str:
-    """Return the name of an input or output, or what the only one is called."""
-    return name or kind
-
-
-def describe_parts(
-    parts: Sequence[Mapping[str, Any]], arrays: Sequence[Mapping[str, Array]]
-) -> list[tuple[str, Any, Array]]:
-    """Return the name, the part and the array of each input and output; both have inputs and outputs."""
-    return [
-        (_display_name(name, kind), part, array[name])
-        for kind, found, array in zip((SAMPLES, LABELS), parts, arrays, strict=True)
-        for name, part in found.items()
-    ]
-
-
-class IteratedSamples(SampleSource):
-    """Samples one by one; uint8 images are converted to the job's shape, others stay unchanged."""
-
-    def __init__(self, function: UserFunction, elements: Elements, spec: PrepareSpec, threads: int) -> None:
-        super().__init__(spec)
-        self.num_samples = elements.num_total
-        self.padded = elements.padded
-        self._function = function
-        self._elements = elements
-        self._threads = threads
-        self._rule = spec.picture
-        self._decoder: ImageDecoder | None = None
-
-    def blocks(self, start: int, limits: IngestLimits) -> Iterator[Block]:
-        """Yield all samples from index `start` on."""
-        candidates: Iterable[EncodedSample] = itertools.islice(self._candidates(), start, None)
-        return decode_blocks(
-            candidates, self._decode, limits, threads=self._threads, sample_bytes=self.sample_bytes
-        )
-
     def _candidates(self) -> Iterator[EncodedSample]:
         expected = None
-        shape = known_shape(self._rule)
+        shape = known_shape(self._spec.picture)
         takes_images = shape is not None and shape[2] in (1, 3)
-        for yielded, label in self._elements:
+        for yielded, label in self._records():
             sample = yielded
             is_image = takes_images and sample.dtype == np.uint8 and sample.ndim in (2, 3)
             if is_image and sample.ndim == 2:
                 sample = sample[..., np.newaxis]
             if is_image and self._decoder is None:
-                self._decoder = ImageDecoder(self._rule, load_tensorflow())
+                self._decoder = ImageDecoder(self._spec.picture, load_tensorflow())
             found = (None if is_image else sample.shape, sample.dtype, label.shape, label.dtype)
             if expected is not None and found != expected:
                 raise self._function.error(
@@ -274,26 +228,20 @@ class IteratedSamples(SampleSource):
             yield EncodedSample(sample, label)
 
     def _decode(self, candidate: EncodedSample) -> tuple[Array, Any]:
-        if self._decoder:
-            return self._decoder.fit(candidate.content), candidate.label
-        return candidate.content, candidate.label
+        sample = self._decoder.fit(candidate.content) if self._decoder else candidate.content
+        return sample, candidate.label
 
 
-class BatchedSamples(SampleSource):
-    """Samples in batches of any size, which stay as they are."""
-
-    def __init__(self, elements: Elements, spec: PrepareSpec) -> None:
-        super().__init__(spec)
-        self.padded = elements.padded
-        self._elements = elements
-
-    def blocks(self, start: int, limits: IngestLimits) -> Iterator[Block]:
-        """Yield all samples from index `start` on."""
-        return skip_rows(self._elements, start)
+def named_in_messages(inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Return inputs and outputs with the names that they have in messages."""
+    return [
+        *((name or SAMPLES, part) for name, part in inputs.items()),
+        *((name or LABELS, part) for name, part in outputs.items()),
+    ]
 
 
 SHUFFLE_SEED = 0
-"""Of what the user's code draws at random while data is prepared."""
+"""Seed of the random numbers of the user's code while data is prepared."""
 
 _END_IT = "leave out repeat(), or end the data set with take()"
 
@@ -301,9 +249,7 @@ Sizes = tuple[int | None, ...]
 """A shape with None for any size."""
 
 
-def open_dataset(
-    returned: Any, function: UserFunction, spec: PrepareSpec, threads: int
-) -> SampleSource | None:
+def open_dataset(returned: Any, function: UserFunction, spec: PrepareSpec, threads: int) -> Elements | None:
     """Return a tf.data.Dataset as a source, None for anything else; raises StructureError or WorkerError."""
     tf = sys.modules.get("tensorflow")
     if tf is None or not isinstance(returned, tf.data.Dataset):
@@ -312,26 +258,26 @@ def open_dataset(
     if size == tf.data.INFINITE_CARDINALITY:
         raise StructureError("returned a tf.data.Dataset without an end", _END_IT)
     inputs, outputs = _spec_parts(returned.element_spec, spec)
-    shapes = [tuple(part.shape) for part in (*inputs.values(), *outputs.values())]
+    parts = named_in_messages(inputs, outputs)
+    shapes = [tuple(part.shape) for _, part in parts]
     is_batched = _is_batched({name: tuple(part.shape) for name, part in inputs.items()}, shapes, spec)
-    num_total = size if size > 0 and not is_batched else 0
-    elements = Elements(function, lambda: iter(returned), spec, is_batched=is_batched, num_total=num_total)
-    source = _source(elements, function, spec, threads)
-    is_image = not is_batched and list(inputs) == [""] and inputs[""].dtype == tf.uint8
-    elements.pad_to_longest(
-        [
-            _display_name(name, kind)
-            for parts, kind in ((inputs, SAMPLES), (outputs, LABELS))
-            for name, part in parts.items()
-            if None in part.shape[int(is_batched) :] and not (is_image and kind == SAMPLES)
-        ]
+    source = Elements(
+        function,
+        lambda: iter(returned),
+        spec,
+        threads,
+        is_batched=is_batched,
+        num_samples=0 if is_batched else max(0, size),
     )
+    if not is_batched and list(inputs) == [""] and inputs[""].dtype == tf.uint8:
+        del parts[0]  # images, which are converted to one shape
+    source.pad_to_longest([name for name, part in parts if None in part.shape[int(is_batched) :]])
     return source
 
 
 def open_py_dataset(
     returned: Any, function: UserFunction, spec: PrepareSpec, threads: int
-) -> SampleSource | None:
+) -> Elements | None:
     """Return a keras.utils.PyDataset as a source, None for anything else; raises as `open_dataset`."""
     keras = sys.modules.get("keras")
     if keras is None or not isinstance(returned, keras.utils.PyDataset):
@@ -343,29 +289,14 @@ def open_py_dataset(
     def begin() -> Iterator[Any]:
         return (returned[number] for number in range(num_batches))
 
-    elements = Elements(function, begin, spec, is_batched=True)
-    source = _source(elements, function, spec, threads)
-    open_shapes = [name for name, shape in spec.inputs.items() if 0 in shape]
-    elements.pad_to_longest([_display_name(name, SAMPLES) for name in open_shapes])
+    source = Elements(function, begin, spec, threads, is_batched=True)
+    source.pad_to_longest([name or SAMPLES for name, shape in spec.inputs.items() if 0 in shape])
     return source
-
-
-def _source(elements: Elements, function: UserFunction, spec: PrepareSpec, threads: int) -> SampleSource:
-    if elements.is_batched:
-        return BatchedSamples(elements, spec)
-    return IteratedSamples(function, elements, spec, threads)
 
 
 def _spec_parts(element_spec: Any, spec: PrepareSpec) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the specs of inputs and of outputs by name; raises StructureError."""
-    try:
-        samples, labels, weights = split(element_spec)
-    except StructureError:
-        raise StructureError(
-            "returned a tf.data.Dataset whose elements are not samples or (samples, labels)",
-            "map() its elements to (samples, labels) or (samples, labels, weights)",
-        ) from None
-    inputs, outputs = name_inputs(samples, spec), name_outputs(labels, weights, spec)
+    inputs, outputs = name_parts(element_spec, spec)
     for name, part in (inputs | outputs).items():
         if getattr(part, "shape", None) is None or part.shape.rank is None:
             raise StructureError(
@@ -428,18 +359,13 @@ def _as_source(returned: Any, function: UserFunction, spec: PrepareSpec, threads
         iterator = iter(returned)
     except TypeError:
         raise StructureError(f"returned a {type(returned).__name__}") from None
-    elements = Elements(function, lambda: iterator, spec, is_batched=False)
-    return IteratedSamples(function, elements, spec, threads)
+    return Elements(function, lambda: iterator, spec, threads)
 
 
 def _open_arrays(returned: Any, spec: PrepareSpec) -> ArraySource:
     if isinstance(returned, tuple) and any(hasattr(part, "element_spec") for part in returned):
         raise StructureError("returned several data sets", "return one, and write a function for each")
-    try:
-        samples, labels, weights = split(returned)
-    except StructureError:
-        raise StructureError(f"returned {len(returned)} values") from None
-    inputs, outputs = name_inputs(samples, spec), name_outputs(labels, weights, spec)
+    inputs, outputs = name_parts(returned, spec)
     arrays = [to_arrays(parts, 1) for parts in (inputs, outputs)]
     lengths = {array.shape[:1] for part in arrays for array in part.values()}
     if len(lengths) > 1 and isinstance(returned, tuple) and all(isinstance(part, tuple) for part in returned):
@@ -447,15 +373,9 @@ def _open_arrays(returned: Any, spec: PrepareSpec) -> ArraySource:
             "returned arrays of different lengths, as (train, test) of load_data() has",
             "return one pair, and write a function for each",
         )
-    if not outputs:
-        arrays[1] = {"": no_labels(next(iter(arrays[0].values())).shape[:1])}
-    for part in arrays:
-        check_lengths(part, 1)
-    rows = [join_rows({name: rows_of(array) for name, array in part.items()}) for part in arrays]
-    source = ArraySource(rows[0], rows[1], spec)
+    source = ArraySource(arrays[0], arrays[1] or {"": no_labels(next(iter(lengths)))}, spec)
+    parts = zip(named_in_messages(inputs, outputs), named_in_messages(*arrays), strict=True)
     source.padded = {
-        name: array.shape[1:]
-        for name, part, array in describe_parts((inputs, outputs), arrays)
-        if is_ragged(part)
+        name: array.shape[1:] for (name, part), (_, array) in parts if hasattr(part, "to_tensor")
     }
     return source

@@ -26,7 +26,9 @@ from csdctl.worker.ingest.sources.source import (
     SampleSource,
     Tree,
     UnusableError,
+    data_error,
     decode_blocks,
+    list_names,
 )
 from csdctl.worker.process.errors import WorkerError, describe
 from csdctl.worker.protocol.datasets import ImageRule, PrepareSpec
@@ -72,9 +74,9 @@ class Header:
 
 def read_header(content: bytes) -> Header | None:
     """Return the header of an encoded image, None for other formats; raises ValueError if it is damaged."""
-    if not has_image_format(content):
+    name = next((name for magic, name in _FORMATS.items() if content.startswith(magic)), "")
+    if not name:
         return None
-    name = next(name for magic, name in _FORMATS.items() if content.startswith(magic))
     opened = None
     try:
         if name == "png":  # Pillow refuses a PNG for damage that does not matter, as that of a comment
@@ -92,11 +94,6 @@ def read_header(content: bytes) -> Header | None:
     if width < 1 or height < 1:
         raise ValueError(f"{name} without pixels")
     return Header(name, width, height, opened)
-
-
-def has_image_format(content: bytes) -> bool:
-    """Return whether `content` begins as an image does that can be decoded."""
-    return content.startswith(tuple(_FORMATS))
 
 
 def _import_pillow() -> dict[str, Any]:
@@ -249,7 +246,6 @@ BYTES_PER_PIXEL = 8
 """Upper limit of the file size of an image, per pixel: 16 bits in four channels."""
 
 _SPARE_BYTES = 1 << 20
-_MAX_NAMED_CLASSES = 5
 
 
 class ClassFolders(SampleSource):
@@ -258,11 +254,9 @@ class ClassFolders(SampleSource):
     def __init__(self, tree: Tree, spec: PrepareSpec, threads: int) -> None:
         """Raise WorkerError, exit code 2, for a folder that is not one of the job's classes."""
         if spec.classes is None and not spec.names_classes:
-            raise WorkerError(
-                f"data at {spec.source} consists of class folders, but the job does not list its classes",
-                remedy="list them as data.classes in job.yaml, or use public data of class folders",
-                exit_code=2,
-            )
+            problem = "consists of class folders, but the job does not list its classes"
+            remedy = "list them as data.classes in job.yaml, or use public data of class folders"
+            raise data_error(spec.source, problem, remedy)
         super().__init__(spec)
         names = spec.classes or tuple(sorted(_normalize(name) for name in tree.folders))
         self.class_names = names
@@ -310,18 +304,10 @@ def _normalize(folder: str) -> str:
 def _check_folders(folders: Sequence[str], label_of: dict[str, int], source: str) -> None:
     unprintable = [name for name in folders if not name.isprintable()]
     if unprintable:
-        raise WorkerError(
-            f"data at {source} has a class folder with an unprintable name, {unprintable[0]!a}",
-            remedy="rename the folder",
-            exit_code=2,
-        )
+        problem = f"has a class folder with an unprintable name, {unprintable[0]!a}"
+        raise data_error(source, problem, "rename the folder")
     unknown = [name for name in folders if _normalize(name) not in label_of]
     if unknown:
-        num_more = len(unknown) - _MAX_NAMED_CLASSES
-        named = ", ".join(unknown[:_MAX_NAMED_CLASSES]) + (f" and {num_more} more" if num_more > 0 else "")
-        raise WorkerError(
-            f"data at {source} has {'classes' if len(unknown) > 1 else 'class'} {named}, "
-            f"not among the job's {len(label_of)} classes",
-            remedy="add it to data.classes in job.yaml, or rename the folder",
-            exit_code=2,
-        )
+        named = f"{'classes' if len(unknown) > 1 else 'class'} {list_names(unknown)}"
+        problem = f"has {named}, not among the job's {len(label_of)} classes"
+        raise data_error(source, problem, "add it to data.classes in job.yaml, or rename the folder")

@@ -5,12 +5,14 @@ They are named as Keras' fit reads them: a dict names inputs and outputs, a tupl
 model's order. Several inputs or outputs become the fields of a structured array.
 """
 
+import errno
 import hashlib
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +34,7 @@ class IngestLimits:
     sync_interval_s: float = 5.0
     """Upper limit of the work that is repeated after an interruption."""
     lock_deadline_s: float = 10.0
-    """How long to wait for a worker that has the lock; one whose csdctl was killed takes a moment to exit."""
+    """Seconds to wait for a worker that has the lock; one whose csdctl was killed takes a moment to exit."""
 
 
 DEFAULT_LIMITS = IngestLimits()
@@ -97,11 +99,8 @@ def read_tree(source: str) -> Tree:
         files = tuple(_walk(root, (), within, source))
         folders = tuple(entry.name for entry in _entries(root) if entry.is_dir(follow_symlinks=False))
     except OSError as error:
-        raise WorkerError(
-            f"data at {source} cannot be read: {error.strerror}",
-            remedy="fix its path or its permissions",
-            exit_code=2,
-        ) from None
+        problem = f"cannot be read: {error.strerror}"
+        raise data_error(source, problem, "fix its path or its permissions") from None
     return Tree(root, files, folders)
 
 
@@ -129,17 +128,35 @@ def _walk(directory: Path, parts: tuple[str, ...], within: str, source: str) -> 
 def _check_link(entry: os.DirEntry[str], within: str, source: str) -> None:
     """Raise WorkerError unless a link points to a file below the same root."""
     if not os.path.realpath(entry.path).startswith(within):
-        raise WorkerError(
-            f"data at {source} has a link that leads out of it",
-            remedy="replace the link with the file itself, or remove it",
-            exit_code=2,
-        )
+        remedy = "replace the link with the file itself, or remove it"
+        raise data_error(source, "has a link that leads out of it", remedy)
     if entry.is_dir():
-        raise WorkerError(
-            f"data at {source} has a link to a directory",
-            remedy="replace the link with the directory itself, or remove it",
-            exit_code=2,
-        )
+        remedy = "replace the link with the directory itself, or remove it"
+        raise data_error(source, "has a link to a directory", remedy)
+
+
+def list_names(names: Sequence[str], most: int = 5) -> str:
+    """Return some of the names, for a message."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+def data_error(source: str, problem: str, remedy: str = "") -> WorkerError:
+    """Return the error for data that cannot be used; it names no file below `source`."""
+    return WorkerError(f"data at {source} {problem}", remedy=remedy, exit_code=2)
+
+
+@contextmanager
+def convert_write_errors() -> Iterator[None]:
+    """Convert errors of the disk to a WorkerError that names no file."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or "not enough disk space"
+        remedy = "fix the disk or its permissions"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, None):
+            remedy = "free disk space"
+        raise WorkerError(f"prepared data cannot be written: {reason}", remedy=remedy) from None
 
 
 class UnusableError(Exception):
@@ -271,7 +288,7 @@ _MAX_NAME = 128
 
 
 class StructureError(Exception):
-    """What a function returned is not samples: a problem, such as 'returned an int', and a remedy."""
+    """The result of a function is not samples: a problem, such as 'returned an int', and a remedy."""
 
     def __init__(self, problem: str, remedy: str = EXPECTED) -> None:
         super().__init__(problem)
@@ -279,18 +296,17 @@ class StructureError(Exception):
         self.remedy = remedy
 
 
-def split(element: Any) -> tuple[Any, Any, Any]:
-    """Return samples, labels or None, and weights or None; raises StructureError.
+def name_parts(element: Any, spec: PrepareSpec) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return inputs and outputs by their names in the model; raises StructureError.
 
     Without labels, for a model whose layers have the loss (add_loss), there are only samples: not a tuple.
     """
     if isinstance(element, Mapping) or getattr(element, "shape", ()) not in ((), None):
-        return element, None, None
-    if isinstance(element, tuple | list) and len(element) == 2:
-        return element[0], element[1], None
-    if isinstance(element, tuple | list) and len(element) == 3:
-        return element[0], element[1], element[2]
-    raise StructureError("yields something that is not (sample, label)")
+        element = (element, None)
+    if not (isinstance(element, tuple | list) and len(element) in (2, 3)):
+        raise StructureError("gives something that is not (sample, label)")
+    samples, labels, weights = (*element, None)[:3]
+    return _name_inputs(samples, spec), _name_outputs(labels, weights, spec)
 
 
 def no_labels(num_samples: tuple[int, ...]) -> Array:
@@ -298,9 +314,9 @@ def no_labels(num_samples: tuple[int, ...]) -> Array:
     return np.zeros((*num_samples, 0), np.float32)
 
 
-def name_inputs(samples: Any, spec: PrepareSpec) -> dict[str, Any]:
+def _name_inputs(samples: Any, spec: PrepareSpec) -> dict[str, Any]:
     """Return the parts of `samples` by the names of the model's inputs; '' if there is only one."""
-    parts = _name_parts(samples, INPUT)
+    parts = _parts_of(samples, INPUT)
     known = list(spec.inputs)
     if len(known) == len(parts) == 1 and "" in (*known, *parts):
         return {known[0]: next(iter(parts.values()))}
@@ -309,11 +325,11 @@ def name_inputs(samples: Any, spec: PrepareSpec) -> dict[str, Any]:
     return parts
 
 
-def name_outputs(labels: Any, weights: Any, spec: PrepareSpec) -> dict[str, Any]:
+def _name_outputs(labels: Any, weights: Any, spec: PrepareSpec) -> dict[str, Any]:
     """Return the parts of `labels` by the model's outputs, '' for the only one; the samples' weights last."""
     if labels is None:
         return {}
-    parts = _name_parts(labels, OUTPUT)
+    parts = _parts_of(labels, OUTPUT)
     if len(parts) == 1 and not (spec.outputs and set(parts) <= set(spec.outputs)):
         parts = {"": next(iter(parts.values()))}
     elif set(parts) <= set(spec.outputs):
@@ -322,7 +338,7 @@ def name_outputs(labels: Any, weights: Any, spec: PrepareSpec) -> dict[str, Any]
         raise StructureError(f"returned an output with the name {SAMPLE_WEIGHT}", "rename the output")
     if weights is None:
         return parts
-    weight_parts = _name_parts(weights, OUTPUT)
+    weight_parts = _parts_of(weights, OUTPUT)
     if len(weight_parts) > 1:
         raise StructureError(
             "returned weights for each output", "return one weight for each sample, or weigh losses instead"
@@ -332,7 +348,7 @@ def name_outputs(labels: Any, weights: Any, spec: PrepareSpec) -> dict[str, Any]
     return parts | {SAMPLE_WEIGHT: next(iter(weight_parts.values()))}
 
 
-def _name_parts(structure: Any, kind: str) -> dict[str, Any]:
+def _parts_of(structure: Any, kind: str) -> dict[str, Any]:
     if isinstance(structure, Mapping):
         parts = dict(structure)
         if bad := [name for name in parts if not _is_name(name)]:
@@ -358,7 +374,7 @@ def _is_name(name: Any) -> bool:
 
 
 def _is_part(value: Any) -> bool:
-    """Whether an item of a tuple is an input or output; numbers make up a list of numbers."""
+    """Return whether an item of a tuple is an input or output; numbers make up a list of numbers."""
     return (hasattr(value, "shape") and not isinstance(value, np.generic)) or isinstance(value, Mapping)
 
 
@@ -387,11 +403,6 @@ def _of(name: str) -> str:
     return f" as {name}" if name else ""
 
 
-def is_ragged(part: Any) -> bool:
-    """Return whether `to_array` pads a part."""
-    return hasattr(part, "to_tensor")
-
-
 def to_arrays(parts: Mapping[str, Any], num_axes: int) -> dict[str, Array]:
     """Return the parts as arrays of numbers, with weights as float32; raises StructureError.
 
@@ -411,18 +422,13 @@ def to_arrays(parts: Mapping[str, Any], num_axes: int) -> dict[str, Array]:
     return arrays
 
 
-def check_lengths(arrays: Mapping[str, Array], num_axes: int) -> None:
-    """Raise StructureError unless all arrays have the same number of samples."""
-    if len({array.shape[:num_axes] for array in arrays.values()}) != 1:
-        listed = ", ".join(f"{name} {array.shape[:1]}" for name, array in arrays.items())
-        raise StructureError(f"returned arrays of different lengths: {listed}")
-
-
 def to_records(arrays: Mapping[str, Array], num_axes: int) -> Array:
     """Return several arrays as the fields of one, and the only array as it is; raises StructureError."""
     if list(arrays) == [""]:
         return arrays[""]
-    check_lengths(arrays, num_axes)
+    if len({array.shape[:num_axes] for array in arrays.values()}) != 1:
+        listed = ", ".join(f"{name} {array.shape[:1]}" for name, array in arrays.items())
+        raise StructureError(f"returned arrays of different lengths: {listed}")
     dtype = np.dtype([(name, array.dtype, array.shape[num_axes:]) for name, array in arrays.items()])
     records = np.empty(next(iter(arrays.values())).shape[:num_axes], dtype)
     for name, array in arrays.items():

@@ -1,24 +1,38 @@
 """Tables: .csv files with a header, of numbers only. No error contains a value."""
 
 import csv
+import itertools
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 
 from csdctl.worker.data.arrays import Array
-from csdctl.worker.ingest.sources.arrays import empty_data_error
-from csdctl.worker.ingest.sources.source import Block, DataFile, IngestLimits, SampleSource, Tree, to_records
+from csdctl.worker.ingest.sources.arrays import convert_read_errors, empty_data_error
+from csdctl.worker.ingest.sources.source import (
+    Block,
+    DataFile,
+    IngestLimits,
+    SampleSource,
+    Tree,
+    data_error,
+    list_names,
+    to_records,
+)
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.datasets import LABEL, SAMPLE_WEIGHT, PrepareSpec, TableSchema
-
-_MAX_LISTED = 5
 
 
 def is_table(file: DataFile, tree: Tree) -> bool:
     """Return whether a file has the name of a .csv file."""
     return tree.path_of(file).suffix.lower() == ".csv"
+
+
+def read_columns(path: Path, source: str) -> list[str]:
+    """Return the names of the columns of a .csv file; raises WorkerError, exit code 2."""
+    with convert_read_errors(source), path.open(newline="", encoding="utf-8-sig") as file:
+        return [name.strip() for name in next(csv.reader(file), [])]
 
 
 class TableFiles(SampleSource):
@@ -27,11 +41,8 @@ class TableFiles(SampleSource):
     def __init__(self, tree: Tree, spec: PrepareSpec) -> None:
         """Raise WorkerError, exit code 2, for columns that are missing or have anything but numbers."""
         if spec.table is None:
-            raise WorkerError(
-                f"data at {spec.source} consists of .csv files, but the job does not describe them",
-                remedy="set data.csv in job.yaml: {label: COLUMN}",
-                exit_code=2,
-            )
+            problem = "consists of .csv files, but the job does not describe them"
+            raise data_error(spec.source, problem, "set data.csv in job.yaml: {label: COLUMN}")
         super().__init__(spec)
         self._schema: TableSchema = spec.table
         self._spec = spec
@@ -44,38 +55,27 @@ class TableFiles(SampleSource):
     def blocks(self, start: int, limits: IngestLimits) -> Iterator[Block]:
         """Yield all rows from index `start` on."""
         num_rows = max(1, min(limits.block_samples, limits.block_bytes // (8 * len(self._columns))))
-        rows: list[list[float]] = []
-        for number, row in enumerate(self._rows(self._used)):
-            if number >= start:
-                rows.append(row)
-            if len(rows) == num_rows:
-                yield self._block(rows)
-                rows = []
-        if rows:
-            yield self._block(rows)
+        found = itertools.islice(self._rows(self._used), start, None)
+        while rows := list(itertools.islice(found, num_rows)):
+            values = np.array(rows, np.float64)
+            column = {name: values[:, number] for number, name in enumerate(self._used)}
+            yield Block(len(rows), self._samples(values), self._labels(column))
 
     @property
     def _used(self) -> list[str]:
-        weight = [self._schema.weight] if self._schema.weight else []
-        return [*self._features, *self._schema.labels, *weight]
+        return [*self._features, *self._schema.labels, *self._weight]
 
-    def _block(self, rows: list[list[float]]) -> Block:
-        values = np.array(rows, np.float64)
-        column = {name: values[:, number] for number, name in enumerate(self._used)}
-        return Block(len(rows), self._samples(values), self._labels(column))
+    @property
+    def _weight(self) -> list[str]:
+        return [self._schema.weight] if self._schema.weight else []
 
     def _samples(self, values: Array) -> Array:
         features: Array = values[:, : len(self._features)].astype(np.float32)
         if not self._is_by_name:
             return features
         shapes = self._spec.inputs
-        return to_records(
-            {
-                name: features[:, number].reshape(-1, *shapes[name])
-                for number, name in enumerate(self._features)
-            },
-            1,
-        )
+        columns = enumerate(self._features)
+        return to_records({name: features[:, n].reshape(-1, *shapes[name]) for n, name in columns}, 1)
 
     def _labels(self, column: dict[str, Array]) -> Array:
         names = self._schema.labels
@@ -91,10 +91,7 @@ class TableFiles(SampleSource):
         return to_records(labels, 1)
 
     def _read_header(self) -> list[str]:
-        headers = []
-        for path in self._paths:
-            with self._reading(), path.open(newline="", encoding="utf-8-sig") as file:
-                headers.append([name.strip() for name in next(csv.reader(file), [])])
+        headers = [read_columns(path, self._spec.source) for path in self._paths]
         if not headers or not headers[0]:
             raise empty_data_error(self._spec.source)
         columns = headers[0]
@@ -103,10 +100,10 @@ class TableFiles(SampleSource):
                 "has .csv files with different columns, or a column twice", "give all the same header"
             )
         schema = self._schema
-        named = [*schema.labels, *([schema.weight] if schema.weight else []), *schema.dropped]
+        named = [*schema.labels, *self._weight, *schema.dropped]
         if missing := [name for name in named if name not in columns]:
-            others = "" if self._spec.is_private else f", but {_list(columns)}"
-            raise self._error(f"has no column {_list(missing)}{others}", "fix data.csv in job.yaml")
+            others = "" if self._spec.is_private else f", but {list_names(columns)}"
+            raise self._error(f"has no column {list_names(missing)}{others}", "fix data.csv in job.yaml")
         return columns
 
     @property
@@ -120,7 +117,7 @@ class TableFiles(SampleSource):
         if self._is_by_name:
             if missing := [name for name in self._spec.inputs if name not in features]:
                 raise self._error(
-                    f"has no column {_list(missing)} for the model's inputs",
+                    f"has no column {list_names(missing)} for the model's inputs",
                     "name inputs after columns, or let the model have one input for all",
                 )
             features = list(self._spec.inputs)
@@ -144,7 +141,7 @@ class TableFiles(SampleSource):
         """Yield the numbers of some columns, row by row."""
         places = [self._columns.index(name) for name in names]
         for path in self._paths:
-            with self._reading(), path.open(newline="", encoding="utf-8-sig") as file:
+            with convert_read_errors(self._spec.source), path.open(newline="", encoding="utf-8-sig") as file:
                 reader = csv.reader(file)
                 next(reader, None)
                 for row in reader:
@@ -165,17 +162,5 @@ class TableFiles(SampleSource):
             "leave the column out (data.csv.drop), or turn it into numbers in a function of your own",
         )
 
-    @contextmanager
-    def _reading(self) -> Iterator[None]:
-        try:
-            yield
-        except (OSError, UnicodeDecodeError, csv.Error) as error:
-            raise self._error(f"cannot be read: {type(error).__name__}", "replace the damaged file") from None
-
     def _error(self, problem: str, remedy: str) -> WorkerError:
-        return WorkerError(f"data at {self._spec.source} {problem}", remedy=remedy, exit_code=2)
-
-
-def _list(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
-    return ", ".join(names[:_MAX_LISTED]) + more
+        return data_error(self._spec.source, problem, remedy)

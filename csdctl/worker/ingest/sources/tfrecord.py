@@ -1,5 +1,6 @@
 """TFRecord files, plain or gzip, of tf.train.Example with the features that the job names."""
 
+import itertools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,9 +19,9 @@ from csdctl.worker.ingest.sources.source import (
     SampleSource,
     Tree,
     UnusableError,
+    data_error,
     decode_blocks,
 )
-from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.datasets import PrepareSpec, RecordSchema
 
 _FILE_NAME = re.compile(r".+(\.tfrecords?|\.tfrec|-\d{5}-of-\d{5})(\.gz)?$")
@@ -37,11 +38,9 @@ class RecordFiles(SampleSource):
     def __init__(self, tree: Tree, spec: PrepareSpec, threads: int) -> None:
         """Raise WorkerError, exit code 2, if the job has no schema or an inconsistent one."""
         if spec.records is None:
-            raise WorkerError(
-                f"data at {spec.source} consists of TFRecord files, but the job does not describe them",
-                remedy="set data.tfrecord in job.yaml: {image: FEATURE, label: FEATURE}",
-                exit_code=2,
-            )
+            problem = "consists of TFRecord files, but the job does not describe them"
+            remedy = "set data.tfrecord in job.yaml: {image: FEATURE, label: FEATURE}"
+            raise data_error(spec.source, problem, remedy)
         super().__init__(spec)
         self._label_of = {name: label for label, name in enumerate(spec.classes or ())}
         self._schema: RecordSchema = spec.records
@@ -60,19 +59,11 @@ class RecordFiles(SampleSource):
 
     def blocks(self, start: int, limits: IngestLimits) -> Iterator[Block]:
         """Yield all examples from index `start` on."""
-        candidates = self.candidates(start)
+        records = itertools.chain.from_iterable(map(self._records, self._paths))
+        candidates = (EncodedSample(record, None) for record in itertools.islice(records, start, None))
         return decode_blocks(
             candidates, self._decode, limits, threads=self._threads, sample_bytes=self.sample_bytes
         )
-
-    def candidates(self, start: int) -> Iterator[EncodedSample]:
-        """Yield the records from index `start` on, as they are."""
-        number = 0
-        for path in self._paths:
-            for record in self._records(path):
-                if number >= start:
-                    yield EncodedSample(record, None)
-                number += 1
 
     def _records(self, path: Path) -> Iterator[bytes | None]:
         """Yield the records of a file, and None at the end if the rest of it cannot be read."""

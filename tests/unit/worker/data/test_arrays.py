@@ -1,7 +1,6 @@
 """Arrays of prepared data: headers that lie, swapped files, random ones like them, digests."""
 
 import json
-import os
 import struct
 from pathlib import Path
 
@@ -13,14 +12,13 @@ from csdctl.worker.data.arrays import (
     CheckedArray,
     as_labels,
     as_samples,
-    compute_digest,
     dtype_from_text,
     dtype_to_text,
     map_array,
     random_batch,
 )
 from csdctl.worker.process.errors import WorkerError
-from csdctl.worker.protocol.datasets import DatasetDigest, DatasetInfo
+from csdctl.worker.protocol.datasets import DatasetInfo
 from tests.unit.worker.ingest.prepared_data import sha256
 
 SAMPLES = np.arange(60, dtype=np.uint8).reshape(10, 2, 3)
@@ -53,24 +51,15 @@ def test_array_is_mapped(tmp_path: Path) -> None:
     "text",
     [
         header(shape="(11, 2, 3)"),
-        header(shape="(9, 2, 3)"),
         header(shape="(-10, -2, 3)"),
-        header(shape="(True, 60)"),
-        header(shape="(10**9,)"),
         header(shape=f"({10**30},)"),
         header(shape="()"),
-        header(shape="60"),
         header(descr="'|O'", shape="(10,)"),
-        header(descr="'|V6'", shape="(10,)"),
         header(descr="'<M8[s]'", shape="(10,)"),
         header(descr="[('a', '|O')]", shape="(10,)"),
         header(descr="'no type'"),
-        header(order="5"),
-        "{'descr': '|u1'}\n",
         "__import__('os').abort()\n",
         "(" * (MAX_HEADER_BYTES - 10),
-        "-" * (MAX_HEADER_BYTES - 10) + "1",
-        "[0]" * 3000,
         "x" * (MAX_HEADER_BYTES + 10),
         "",
     ],
@@ -82,69 +71,17 @@ def test_header_that_lies_is_refused(tmp_path: Path, text: str, version: int) ->
         CheckedArray(str(path), sha256(path))
 
 
-def test_other_versions_are_refused(tmp_path: Path) -> None:
-    for version in (0, 3, 255):
-        with pytest.raises(ValueError, match="header cannot be read"):
-            map_array(with_header(tmp_path / "a.npy", header(), version=version))
-
-
-class TestSwappedFile:
-    def test_file_with_another_hash_is_refused_with_both_hashes(self, tmp_path: Path) -> None:
-        path = tmp_path / "a.npy"
-        np.save(path, SAMPLES)
-        before = sha256(path)
-        np.save(path, SAMPLES + 1)
-        with pytest.raises(WorkerError) as raised:
-            CheckedArray(str(path), before)
-        assert raised.value.message == (
-            f"{path} is not what was prepared: expected SHA-256 {before}, found {sha256(path)}"
-        )
-        assert raised.value.remedy == "run `csdctl prepare`"
-
-    def test_file_without_a_recorded_hash_is_refused(self, tmp_path: Path) -> None:
-        np.save(tmp_path / "a.npy", SAMPLES)
-        with pytest.raises(WorkerError, match="is not what was prepared"):
-            CheckedArray(str(tmp_path / "a.npy"), "")
-
-    def test_file_that_is_changed_while_it_is_mapped_is_noticed(self, tmp_path: Path) -> None:
-        path = tmp_path / "a.npy"
-        np.save(path, SAMPLES)
-        checked = CheckedArray(str(path), sha256(path))
-        status = path.stat()
-        checked.check()
-        with path.open("r+b") as file:
-            file.seek(-1, os.SEEK_END)
-            file.write(b"\xff")
-        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
-        with pytest.raises(WorkerError, match="is not what was prepared"):
-            checked.check()
-
-    def test_file_that_is_replaced_after_the_check_is_not_read(self, tmp_path: Path) -> None:
-        path = tmp_path / "a.npy"
-        np.save(path, SAMPLES)
-        checked = CheckedArray(str(path), sha256(path))
-        np.save(tmp_path / "b.npy", SAMPLES + 1)
-        (tmp_path / "b.npy").replace(path)
-        assert np.array_equal(checked.array, SAMPLES)
-
-
-def test_equal_data_has_equal_digests_and_different_data_has_not(tmp_path: Path) -> None:
-    def digest(name: str, images: np.ndarray, labels: np.ndarray) -> DatasetDigest:
-        (tmp_path / name).mkdir()
-        np.save(tmp_path / name / "images.npy", images)
-        np.save(tmp_path / name / "labels.npy", labels)
-        return compute_digest(str(tmp_path / name))
-
-    images = np.random.default_rng(3).integers(0, 256, (200, 3, 3, 1), np.uint8)
-    labels = np.arange(200) % 5
-    first = digest("a", images, labels)
-    assert first.num_samples == 200
-    assert digest("b", images.copy(), labels) == first
-    other = images.copy()
-    other[-1] += 1
-    assert digest("c", other, labels) != first
-    assert digest("d", images, labels[::-1]) != first
-    assert digest("e", images[:100], labels[:100]) != first
+def test_file_with_another_hash_is_refused_with_both_hashes(tmp_path: Path) -> None:
+    path = tmp_path / "a.npy"
+    np.save(path, SAMPLES)
+    before = sha256(path)
+    np.save(path, SAMPLES + 1)
+    with pytest.raises(WorkerError) as raised:
+        CheckedArray(str(path), before)
+    assert raised.value.message == (
+        f"{path} is not what was prepared: expected SHA-256 {before}, found {sha256(path)}"
+    )
+    assert raised.value.remedy == "run `csdctl prepare`"
 
 
 FIELDS = json.dumps([["kind", "int32", [4]], ["age", "float32", []], ["sample_weight", "float32", []]])
@@ -176,18 +113,6 @@ def test_labels_of_several_outputs_are_in_range() -> None:
 def test_indices_are_in_range(dtype: str, largest: dict[str, int], highest: int) -> None:
     samples, _ = random(DatasetInfo("d", 9, (7,), dtype, (), 2, "f", max_values=largest))
     assert (samples.min(), samples.max(), str(samples.dtype)) == (0, highest, dtype)
-
-
-@pytest.mark.parametrize(("largest", "dtype"), [(6, "int32"), (-1, "float32")])
-def test_descriptions_of_earlier_versions_have_plain_labels(largest: int, dtype: str) -> None:
-    _, labels = random(DatasetInfo("d", 9, (2,), "uint8", (3,), largest, "f"))
-    assert (labels.shape, str(labels.dtype)) == ((500, 3), dtype)
-    assert labels.max() <= max(largest, 1)
-
-
-def test_negative_labels_of_integers_stay_integers() -> None:
-    _, labels = random(DatasetInfo("d", 9, (2,), "uint8", (), -1, "f", label_dtype="int32"))
-    assert (str(labels.dtype), labels.max()) == ("int32", 0)
 
 
 def test_types_of_fields_are_those_that_ranks_use() -> None:

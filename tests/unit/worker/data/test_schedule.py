@@ -12,7 +12,6 @@ from csdctl.worker.data.schedule import (
     Span,
     begin_epoch,
     change_segment,
-    slice_spans,
 )
 
 OWN = st.lists(st.builds(OwnSamples, st.integers(0, 60), st.integers(0, 200)), min_size=1, max_size=6)
@@ -109,12 +108,6 @@ def test_end_of_a_slow_ranks_public_samples_is_reassigned() -> None:
     assert (slow.public_start, slow.public_stop) == (20, 60)
     assert fast.reassigned == (Span(1, 60, 100),)
     assert changed.stop_step == 10
-
-
-def test_spans_are_sliced_across_their_boundaries() -> None:
-    spans = [Span(1, 10, 20), Span(2, 0, 5), Span(3, 7, 9)]
-    assert slice_spans(spans, 8, 16) == (Span(1, 18, 20), Span(2, 0, 5), Span(3, 7, 8))
-    assert slice_spans(spans, 3, 3) == ()
 
 
 def test_rank_with_batch_size_0_stays_without_samples_when_batch_sizes_change() -> None:

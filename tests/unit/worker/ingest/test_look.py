@@ -14,12 +14,10 @@ from csdctl.worker.protocol.datasets import (
     LookSpec,
     PictureSizes,
     PrepareSpec,
-    RecordSchema,
     TableSchema,
 )
 from csdctl.worker.protocol.json_codec import from_json, to_json
 from tests.unit.worker.ingest.sources.encoded_images import bmp, colours
-from tests.unit.worker.ingest.sources.test_tfrecord import example, write
 
 
 def look_at(path: Path, label: str = "", dropped: tuple[str, ...] = (), **settings: Any) -> DataLook:
@@ -62,11 +60,10 @@ class TestLook:
         assert found.info.num_skipped == {"undecodable": 1}
         assert not found.is_whole
 
-    @pytest.mark.parametrize("name", ["label", "Target", "y"])
-    def test_column_called_as_a_label_is_taken(self, tmp_path: Path, name: str) -> None:
-        (tmp_path / "t.csv").write_text(f"a,{name},b\n1,0,2\n3,1,4\n")
+    def test_column_called_as_a_label_is_taken(self, tmp_path: Path) -> None:
+        (tmp_path / "t.csv").write_text("a,Target,b\n1,0,2\n3,1,4\n")
         found = look_at(tmp_path / "t.csv")
-        assert found.table == TableSchema((name,))
+        assert found.table == TableSchema(("Target",))
         assert (found.info.sample_shape, found.info.max_label) == ((2,), 1)
 
     def test_unclear_label_is_asked_for(self, tmp_path: Path) -> None:
@@ -75,16 +72,3 @@ class TestLook:
             look_at(tmp_path / "t.csv")
         assert (caught.value.exit_code, caught.value.remedy) == (2, "name it: --label COLUMN")
         assert look_at(tmp_path / "t.csv", "b", ("c",)).info.sample_shape == (1,)
-
-    def test_features_of_records_are_found_by_their_content(self, tmp_path: Path) -> None:
-        file, picture = tmp_path / "x.tfrecord", bmp(colours(4, 4))
-        values = {"image/encoded": picture, "image/height": 4, "image/class/label": 2}
-        write(file, [example(**values)])
-        assert look_at(file).records == RecordSchema("image/encoded", "image/class/label")
-        write(file, [example(**values, **{"category/label": 2})])
-        with pytest.raises(WorkerError, match="which feature of .* is the label"):
-            look_at(file)
-        assert look_at(file, "image/height").info.max_label == 4
-        write(file, [b""])
-        with pytest.raises(WorkerError, match="have 0 features with an encoded image, .*: no features"):
-            look_at(file)

@@ -44,14 +44,6 @@ def content(shards: dict[str, tuple[StoredFile, StoredFile]]) -> dict[str, list[
     return {name: [np.load(file.source).tolist() for file in files] for name, files in shards.items()}
 
 
-def test_hash_of_a_shard_is_that_of_its_file(tmp_path: Path, public: DatasetInfo) -> None:
-    shards = cut(tmp_path, public)
-    assert set(shards) == {"csd0", "csd1"}
-    for files in shards.values():
-        assert [file.sha256 for file in files] == [hash_file(file.source) for file in files]
-    assert cut(tmp_path, public) == shards
-
-
 def test_shard_that_was_swapped_is_cut_again(tmp_path: Path, public: DatasetInfo) -> None:
     shards = cut(tmp_path, public)
     before = content(shards)
@@ -97,13 +89,8 @@ def test_shards_of_another_seed_are_other_rows(tmp_path: Path, public: DatasetIn
         assert shards[shard.name] == [rows, rows]
 
 
-def test_missing_and_special_files_are_refused(tmp_path: Path, public: DatasetInfo) -> None:
-    (tmp_path / "data" / "labels.npy").unlink()
-    (tmp_path / "data" / "labels.npy").symlink_to("/dev/zero")
-    with pytest.raises(InputError, match="found no file"):
-        cut(tmp_path, public)
-
-
-def test_description_with_another_number_of_samples_is_refused(tmp_path: Path, public: DatasetInfo) -> None:
-    with pytest.raises(InputError, match="has 40 rows, expected 41"):
-        cut(tmp_path, replace(public, num_samples=41))
+def test_only_nodes_that_read_public_samples_get_a_shard(tmp_path: Path, public: DatasetInfo) -> None:
+    placed = place_shards([RankLoad("host", 20), RankLoad("csd0", 4), RankLoad("csd1", 3, 40)], 40)
+    job = Job(tmp_path / "job.yaml", "model.keras", {}, tmp_path, None, None, Recipe(seed=9))
+    assert set(cut_shards(placed, public, job, ProjectDirectory(tmp_path))) == {"csd0"}
+    assert not cut_shards(placed, public, replace(job, is_everywhere=True), ProjectDirectory(tmp_path))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from csdctl.errors import InputError, UnreachableError
+from csdctl.errors import UnreachableError
 from csdctl.fleet.model import Fleet, Node
 from csdctl.shipping.deliver import Delivery, DeliveryProgress
 from csdctl.shipping.payload import FileTree, TreeRequest
@@ -72,8 +72,3 @@ def test_files_of_a_tree_and_the_node_that_fails(
     assert {name for name, _ in observer.trees[0].files} == names
     assert isinstance(outcomes["csd0"].error, UnreachableError)
     assert observer.finished == ["csd0"]
-
-
-def test_tree_that_does_not_exist_is_an_error(fleet: Fleet, tree: Path) -> None:
-    with pytest.raises(InputError, match="does not exist"):
-        deploy(fleet, DeployRequest(Path("job.yaml"), [str(tree / "absent")]))

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -77,78 +78,36 @@ def test_unchanged_model_is_not_built_again(built: tuple[Job, SerializedModel]) 
     assert find_built(job, job.path.parent) == model.info
 
 
-def with_arguments(job: Job) -> Job:
-    return replace(job, model_args={"units": 2})
-
-
-def with_another_recipe(job: Job) -> Job:
-    return replace(job, recipe=replace(job.recipe, learning_rate=0.5))
-
-
-def with_another_function(job: Job) -> Job:
-    return replace(job, model=job.model.replace(":build", ":build_large"))
-
-
-def with_another_file(job: Job) -> Job:
-    (job.path.parent / "model.py").write_text(MODEL.replace('"mse"', '"mae"'))
-    return job
-
-
-def with_another_module_beside_it(job: Job) -> Job:
-    (job.path.parent / "sizes.py").write_text(SIZES.replace("9", "8"))
-    return job
-
-
-def with_a_file_of_its_code(job: Job) -> Job:
-    (job.path.parent / "parts" / "deep" / "part.py").write_text("SIZE = 2\n")
-    return job
-
-
-def with_less_code(job: Job) -> Job:
-    return replace(job, code=())
-
-
-def with_damaged_architecture(job: Job) -> Job:
-    [architecture] = ProjectDirectory(job.path.parent).models.glob("*/architecture.json")
-    architecture.write_bytes(architecture.read_bytes() + b" ")
-    return job
-
-
-def with_damaged_weights(job: Job) -> Job:
-    [weights] = ProjectDirectory(job.path.parent).models.glob("*/weights.npz")
-    weights.write_bytes(b"damaged")
-    return job
-
-
 @pytest.mark.parametrize(
     "change",
     [
-        with_arguments,
-        with_another_recipe,
-        with_another_function,
-        with_another_file,
-        with_another_module_beside_it,
-        with_a_file_of_its_code,
-        with_less_code,
-        with_damaged_architecture,
-        with_damaged_weights,
+        {"model_args": {"units": 2}},
+        {"model": "model.py:build_large"},
+        {"code": ()},
+        "model.py",
+        "sizes.py",
+        "parts/deep/part.py",
+        ".csdctl/models/*/architecture.json",
+        ".csdctl/models/*/weights.npz",
     ],
+    ids=str,
 )
 def test_model_is_built_again_when_what_it_is_made_of_has_changed(
-    built: tuple[Job, SerializedModel], change: Callable[[Job], Job]
+    built: tuple[Job, SerializedModel], change: str | dict[str, Any]
 ) -> None:
     job, _ = built
-    files = [job.path.parent / name for name in ("model.py", "sizes.py", "parts/deep/part.py")]
-    files += ProjectDirectory(job.path.parent).models.glob("*/*.*")
-    before = [path.read_bytes() for path in files]
+    [path] = job.path.parent.glob(change) if isinstance(change, str) else [job.path]
+    before = path.read_bytes()
     try:
-        changed = change(job)
-        assert find_built(changed, job.path.parent) is None
+        if isinstance(change, str):
+            path.write_bytes(before + b" ")
+        else:
+            job = replace(job, **change)
+        assert find_built(job, job.path.parent) is None
         with pytest.raises(Building):
-            serialize(changed, fail)
+            serialize(job, fail)
     finally:
-        for path, content in zip(files, before, strict=True):
-            path.write_bytes(content)
+        path.write_bytes(before)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from csdctl.errors import CsdctlError, InputError
 from csdctl.fleet.model import HOST_NAME, Fleet, Node
 from csdctl.job.model import load_job
 from csdctl.runs.directory import ProjectDirectory
@@ -62,35 +61,8 @@ def private(path):
     return sequences(LENGTHS["private"]).batch(2)
 """
 
-FIXED = """\
-import numpy as np
-
-
-def public(path, *weight):
-    for number in range(7):
-        yield np.arange(1, 8), np.int32(number % 2), *weight
-"""
-"""Samples of one length, read without TensorFlow."""
-LONGER = """\
-def private(path):
-    import tensorflow as tf
-
-    rows = [list(range(1, 1 + length)) for length in range(1, 10)]
-    return tf.data.Dataset.from_tensor_slices((tf.ragged.constant(rows), np.arange(9) % 2)).batch(2)
-"""
-WEIGHTED = """\
-def private(path):
-    return public(path, 1.0)
-"""
 
 Prepare = Callable[[], Prepared]
-
-
-@pytest.fixture
-def prepare(tmp_path: Path) -> Prepare:
-    """A job without validation data, whose data.py is still to be written."""
-    write_job(tmp_path, "".join(line for line in JOB.splitlines(keepends=True) if "validation" not in line))
-    return preparing(tmp_path)
 
 
 @pytest.fixture(scope="module")
@@ -154,19 +126,3 @@ def test_changed_code_prepares_the_data_again(directory: Path, first: Prepared) 
     assert second.validation
     assert second.validation.num_samples == 4
     assert second.public.fingerprint != first.public.fingerprint
-
-
-@pytest.mark.thorough
-def test_longer_private_sequences_are_refused_with_their_node(prepare: Prepare, tmp_path: Path) -> None:
-    (tmp_path / "data.py").write_text(FIXED + LONGER)
-    with pytest.raises(CsdctlError, match=r"yields samples of shape \(8,\), longer than \(7,\)") as raised:
-        prepare()
-    assert "csd0" in str(raised.value)
-
-
-@pytest.mark.thorough
-def test_private_weights_need_public_ones(prepare: Prepare, tmp_path: Path) -> None:
-    (tmp_path / "data.py").write_text(FIXED + WEIGHTED)
-    with pytest.raises(InputError, match="labels of different types") as raised:
-        prepare()
-    assert "private data of csd0 label int32 1 and sample_weight float32" in raised.value.message

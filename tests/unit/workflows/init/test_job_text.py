@@ -7,7 +7,7 @@ import pytest
 
 from csdctl.documents import parse_document
 from csdctl.job.model import JobFile
-from csdctl.worker.protocol.datasets import DataLook, DatasetInfo, PictureSizes, RecordSchema, TableSchema
+from csdctl.worker.protocol.datasets import DataLook, DatasetInfo, PictureSizes, TableSchema
 from csdctl.worker.protocol.model_info import ModelInfo, OutputInfo, OwnCompile
 from csdctl.workflows.init.job_text import (
     Looks,
@@ -80,14 +80,11 @@ class TestRecipe:
         [
             ((10,), "softmax", ("int32", (), 9), (SPARSE, False)),
             ((10,), "linear", ("int32", (), 9), (SPARSE, True)),
-            ((10,), "", ("int32", (), 9), (SPARSE, None)),
             ((10,), "softmax", ("float32", (10,), -1), ("categorical_crossentropy", False)),
             ((1,), "sigmoid", ("int32", (), 1), ("binary_crossentropy", False)),
-            ((1,), "linear", ("int32", (), 1), ("binary_crossentropy", True)),
             ((1,), "linear", ("float32", (), -1), ("mean_squared_error", False)),
             ((1,), "linear", ("int32", (), 70), ("mean_squared_error", False)),
             ((8, 8, 3), "softmax", ("int32", (8, 8, 1), 2), (SPARSE, False)),
-            ((0, 0, 3), "softmax", ("int32", (8, 8), 2), (SPARSE, False)),
         ],
     )
     def test_loss_follows_from_labels_and_last_layer(
@@ -137,27 +134,15 @@ class TestData:
         assert written(looks, sources)[1].data.input_range == expected
         assert "input_range" not in written(replace(looks, public=data(dtype="float32")), sources)[0]
 
-    def test_columns_and_features_that_were_chosen_are_written(self) -> None:
+    def test_columns_that_were_chosen_are_written(self) -> None:
         table = replace(data(), format="csv", table=TableSchema(("target",), "", ("no. 1",)))
         job = written(Looks(model(), table))[1]
         assert job.data.csv is not None
         assert (job.data.csv.label, job.data.csv.drop) == ("target", ["no. 1"])
-        records = replace(data(), format="tfrecord", records=RecordSchema("image/encoded", "label"))
-        job = written(Looks(model(), records))[1]
-        assert job.data.tfrecord is not None
-        assert job.data.tfrecord.image == "image/encoded"
-
-    def test_private_data_is_read_by_the_function_of_the_public_data(self) -> None:
-        public = {"path": "train", "function": "data.py:load"}
-        job = written(Looks(model(), data()), replace(SOURCES, public=public, private="~/private"))[1]
-        assert job.data.private is not None
-        assert (job.data.private.path, job.data.private.function) == ("~/private", "data.py:load")
 
 
 class TestText:
-    @pytest.mark.parametrize(
-        "name", ["a b", "null", "true", "12", "1e5", ".5", "#x", "a: b", "a#b", "ä", '"', "-", "~"]
-    )
+    @pytest.mark.parametrize("name", ["a b", "null", "12", "1e5", "#x", "a: b", "ä", '"', "~"])
     def test_any_name_survives(self, name: str) -> None:
         sources = replace(SOURCES, public={"path": name}, model_args={name: [name, 1e-05, None, True]})
         for job in (written(Looks(model(), data()), sources)[1], parse(render_draft(sources))):
@@ -169,11 +154,6 @@ class TestText:
         text, job = written(Looks(replace(model(), scaling_layers=layers), data()))
         assert job.recipe.epochs == 10
         assert "\x1b" not in text
-
-    def test_misfit_is_said_at_the_top(self) -> None:
-        text = render_job(SOURCES, Looks(model(), data()), "model takes 28×28×1, the data has 32×32×3")
-        assert "# THIS DOES NOT FIT YET: model takes 28×28×1, the data has 32×32×3" in text
-        parse(text)
 
 
 def test_application_without_arguments_is_made_for_the_pictures() -> None:

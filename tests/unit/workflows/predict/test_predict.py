@@ -1,11 +1,12 @@
-"""Which rows come out of the parts that machines predict.
+"""Which rows come out of what machines predict.
 
 The worker is scripted: what it predicts of a sample is the sample's number.
 """
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -15,28 +16,28 @@ from typing import Any
 import numpy as np
 import pytest
 
+from csdctl.errors import CsdctlError
 from csdctl.fleet.model import HOST_NAME, Fleet, Node
 from csdctl.job.model import load_job
 from csdctl.shipping.store import hash_file, store_bytes
-from csdctl.worker.data.prepared import rows_of
 from csdctl.worker.ingest.extract import send
-from csdctl.worker.protocol.datasets import DatasetInfo, PrepareProgress
+from csdctl.worker.protocol.datasets import DatasetInfo
 from csdctl.worker.protocol.features import SOFTMAX, Extracted, ExtractSpec, ResultRule, SendSpec
-from csdctl.worker.protocol.json_codec import PROGRESS, RESULT, from_json, to_frame
+from csdctl.worker.protocol.json_codec import RESULT, from_json, to_frame
 from csdctl.worker.protocol.model_info import ModelInfo
-from csdctl.worker.protocol.run_spec import DatasetSlice, Runtime
-from csdctl.workflows.data.deploy import whole
 from csdctl.workflows.data.model import SerializedModel
 from csdctl.workflows.data.prepare import Prepared
-from csdctl.workflows.predict.division import Part, on_host
-from csdctl.workflows.predict.predict import PredictResult, _Prediction
+from csdctl.workflows.predict.predict import _Prediction, list_parts
 from csdctl.workflows.predict.request import CLASSES, PRIVATE, PUBLIC, VALIDATION, PredictRequest
 from csdctl.workflows.predict.writing import Block
 from tests.fake_session import FakeConversation, FakeSession, ScriptedResponse
 
-SEED = 7
-NUM_PUBLIC, NUM_VALIDATION = 50, 11
+NUM_PUBLIC, NUM_VALIDATION, NUM_PRIVATE = 50, 11, 3
 NODES = ("csd0", "csd1")
+
+
+Lie = Callable[..., dict[str, Any]]
+"""Makes the rows that a machine stores, and what it says of them."""
 
 
 class OneAnswer(FakeConversation):
@@ -47,12 +48,12 @@ class OneAnswer(FakeConversation):
         self.wait(deadline_s=0.0)
 
 
-class Host(FakeSession):
-    """The host, on which one row of each part was predicted before."""
+class Machine(FakeSession):
+    """A machine; its answer is changed by `lie`."""
 
-    def __init__(self, home: Path, name: str = HOST_NAME) -> None:
+    def __init__(self, home: Path, name: str, lie: Lie = dict) -> None:
         super().__init__(name)
-        self._home = home
+        self._home, self._lie = home, lie
 
     def converse(self, command: Sequence[str]) -> FakeConversation:
         replies = {"extract": self._extract, "send": self._send}[command[-1]]
@@ -61,23 +62,19 @@ class Host(FakeSession):
     def _extract(self, line: str) -> list[str]:
         spec = from_json(ExtractSpec, line)
         samples = np.load(spec.source.images)
-        samples = samples[rows_of(spec.source, len(samples))]
         results = np.zeros(len(samples), [("class", np.int32), ("probability", np.float32)])
         results["class"] = samples
         fingerprint = hashlib.sha256(line.encode()).hexdigest()
         path = self._home / spec.store / fingerprint / "images.npy"
         path.parent.mkdir(parents=True)
-        np.save(path, results)
-        info = replace(
-            describe(path.parent, len(samples)),
-            dtype=json.dumps([["class", "int32", []], ["probability", "float32", []]]),
-            fingerprint=fingerprint,
-        )
-        progress = PrepareProgress(1, len(samples))
-        return [
-            to_frame(PROGRESS, progress),
-            to_frame(RESULT, Extracted((info,), len(samples) - 1)),
-        ]
+        lie = self._lie(rows=results)
+        np.save(path, lie.pop("rows"), allow_pickle=True)
+        described = {
+            "dtype": json.dumps([["class", "int32", []], ["probability", "float32", []]]),
+            "fingerprint": fingerprint,
+        }
+        info = replace(describe(path.parent, len(samples)), **(described | lie))
+        return [to_frame(RESULT, Extracted((info,), len(samples) - 1))]
 
     def _send(self, line: str) -> list[str]:
         lines: list[str] = []
@@ -119,84 +116,73 @@ def prepared(tmp_path: Path) -> Prepared:
     file = store_bytes(b"worker and model", ".npz", tmp_path)
     model = SerializedModel(ModelInfo("model.keras", (), (60,), 1, 1, "softmax"), file, file)
     public, validation = write(tmp_path / "public", NUM_PUBLIC), write(tmp_path / "test", NUM_VALIDATION)
-    return Prepared(file, model, public, validation, {})
+    private = {node: write(tmp_path / node, NUM_PRIVATE) for node in NODES}
+    return Prepared(file, model, public, validation, private)
 
 
 @pytest.fixture
 def request_of_all(tmp_path: Path) -> PredictRequest:
     (tmp_path / "trained.keras").touch()
     (tmp_path / "job.yaml").write_text(
-        f"model: trained.keras\ndata: {{public: {{path: x}}}}\nrecipe: {{epochs: 1, seed: {SEED}}}\n"
+        "model: trained.keras\ndata: {public: {path: x}}\nrecipe: {epochs: 1}\n"
     )
     fleet = Fleet(tuple(Node(node, "10.0.0.1") for node in NODES))
-    job = load_job(tmp_path / "job.yaml")
-    on = (PUBLIC, VALIDATION)
+    job, model = load_job(tmp_path / "job.yaml"), tmp_path / "trained.keras"
     return PredictRequest(
-        job, tmp_path / "trained.keras", fleet, tmp_path, tmp_path / "a.csv", on, CLASSES, batch_size=8
+        job, model, fleet, tmp_path, tmp_path / "a.csv", (PUBLIC, VALIDATION, PRIVATE), CLASSES
     )
 
 
+@pytest.fixture
 def predict(
-    request: PredictRequest, prepared: Prepared, parts: list[Part]
-) -> tuple[list[Block], PredictResult]:
-    """Predict `parts` where both nodes fail."""
-    root = request.directory
-    sessions = {HOST_NAME: Host(root)} | {node: FakeSession(node) for node in NODES}
-    space: Any = SimpleNamespace(fleet=request.fleet, facts={}, sessions=sessions)
-    prediction = _Prediction(request, prepared, space, (ResultRule("", SOFTMAX),), root, Silent())
-    assert prediction.run(parts) == {}
-    return prediction.blocks(), prediction.count()
-
-
-def test_host_predicts_the_public_samples_of_all_nodes_that_fail_beside_its_own(
-    request_of_all: PredictRequest, prepared: Prepared
-) -> None:
-    """Each sample once, in order, and none of them as another one."""
-    assert prepared.validation
-    shard = DatasetSlice("shard.npy", "labels.npy")
-    spans = {HOST_NAME: (0, 20), "csd0": (20, 13), "csd1": (33, 17)}
-    own, *others = (
-        Part(PUBLIC, HOST_NAME, name, shard, count, Runtime(), start)
-        for name, (start, count) in spans.items()
-    )
-    own = on_host(own, prepared, request_of_all.job, Runtime())
-    validation = Part(VALIDATION, HOST_NAME, HOST_NAME, whole(prepared.validation), NUM_VALIDATION, Runtime())
-    blocks, result = predict(request_of_all, prepared, [own, *others, validation])
-    assert [(block.data, block.node) for block in blocks] == [(PUBLIC, HOST_NAME), (VALIDATION, HOST_NAME)]
-    for block, count in zip(blocks, (NUM_PUBLIC, NUM_VALIDATION), strict=True):
-        assert block.rows.tolist() == list(range(count))
-        assert block.fields["class"].tolist() == list(range(count))
-    num_rows = NUM_PUBLIC + NUM_VALIDATION
-    assert (result.num_rows, result.num_rows_of) == (num_rows, {HOST_NAME: num_rows})
-    assert result.num_computed == num_rows - 4
-
-
-def test_rows_come_by_machine_then_by_data_set_however_they_were_computed(
     request_of_all: PredictRequest, prepared: Prepared, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert prepared.validation
-    root = request_of_all.directory
-    request = replace(request_of_all, on=(PUBLIC, VALIDATION, PRIVATE))
+) -> Callable[[Lie], tuple[list[Block], dict[str, CsdctlError]]]:
+    """Predict all data sets where csd1 lies."""
     monkeypatch.setattr("csdctl.workflows.predict.predict.deploy_files", lambda *_: None)
-    private = {node: write(root / node, 3) for node in NODES}
-    parts = [Part(PRIVATE, node, node, whole(private[node]), 3, Runtime()) for node in reversed(NODES)]
-    parts.append(
-        Part(VALIDATION, HOST_NAME, HOST_NAME, whole(prepared.validation), NUM_VALIDATION, Runtime())
-    )
-    own = Part(PUBLIC, HOST_NAME, HOST_NAME, whole(prepared.public), NUM_PUBLIC, Runtime(), 0)
-    parts.append(on_host(own, prepared, request.job, Runtime()))
-    sessions = {name: Host(root, name) for name in (HOST_NAME, *NODES)}
-    space: Any = SimpleNamespace(fleet=request.fleet, facts={}, sessions=sessions)
-    prediction = _Prediction(request, prepared, space, (ResultRule("", SOFTMAX),), root, Silent())
-    assert prediction.run(parts) == {}
-    assert [(block.data, block.node) for block in prediction.blocks()] == [
-        (PUBLIC, HOST_NAME),
-        (VALIDATION, HOST_NAME),
-        (PRIVATE, "csd0"),
-        (PRIVATE, "csd1"),
-    ]
-    assert prediction.count().num_rows_of == {
-        HOST_NAME: NUM_PUBLIC + NUM_VALIDATION,
-        "csd0": 3,
-        "csd1": 3,
-    }
+
+    def run(lie: Lie) -> tuple[list[Block], dict[str, CsdctlError]]:
+        request, root = request_of_all, request_of_all.directory
+        sessions = {name: Machine(root, name) for name in (HOST_NAME, "csd0")}
+        sessions["csd1"] = Machine(root, "csd1", lie)
+        space: Any = SimpleNamespace(fleet=request.fleet, facts={}, sessions=sessions)
+        prediction = _Prediction(request, prepared, space, (ResultRule("", SOFTMAX),), root, Silent())
+        return prediction.run(list_parts(request, prepared))
+
+    return run
+
+
+SETS = [(PUBLIC, HOST_NAME), (VALIDATION, HOST_NAME), (PRIVATE, "csd0"), (PRIVATE, "csd1")]
+COUNTS = [NUM_PUBLIC, NUM_VALIDATION, NUM_PRIVATE, NUM_PRIVATE]
+
+
+def test_each_row_comes_once_in_the_order_of_machines_and_data_sets(predict: Any) -> None:
+    found, failed = predict(dict)
+    assert failed == {}
+    assert [(one.data, one.node) for one in found] == SETS
+    for one, count in zip(found, COUNTS, strict=True):
+        assert one.rows.tolist() == one.fields["class"].tolist() == list(range(count))
+    assert [one.num_computed for one in found] == [count - 1 for count in COUNTS]
+
+
+@pytest.mark.parametrize(
+    ("lie", "said"),
+    [
+        (lambda rows: {"rows": rows, "num_samples": 4}, "received 4 rows .* expected 3"),
+        (lambda rows: {"rows": rows, "sample_shape": (2,)}, "received 3 rows"),
+        (lambda rows: {"rows": rows, "dtype": "float32"}, "expected 3 of class, probability"),
+        (
+            lambda rows: {
+                "rows": rows,
+                "dtype": '[["class", "int32", [9]], ["probability", "float32", []]]',
+            },
+            "received 3 rows",
+        ),
+        (lambda rows: {"rows": rows[:2]}, r"of shape \(2,\)"),
+        (lambda rows: {"rows": rows["probability"]}, "received float32"),
+        (lambda rows: {"rows": np.array([{}] * 3, object)}, "cannot be read: ValueError"),
+    ],
+)
+def test_false_answer_of_a_node_loses_its_rows_alone(predict: Any, lie: Lie, said: str) -> None:
+    found, failed = predict(lie)
+    assert [(one.data, one.node) for one in found] == SETS[:-1]
+    assert re.search(said, failed["csd1"].message)

@@ -27,14 +27,7 @@ def project(tmp_path: Path) -> Path:
 
 def request_of(project: Path, **changes: Any) -> PredictRequest:
     asked: dict[str, Any] = {"on": None, "want": "classes", "layer": "", "output": Path("a.csv")}
-    asked |= {"plan_path": None, "batch_size": None, **changes}
-    return check_request("trained.keras", project / "job.yaml", Fleet(()), project, **asked)
-
-
-def test_trained_model_takes_the_place_of_the_jobs_own(project: Path) -> None:
-    job = request_of(project).model_job
-    assert job.model == str(project / "trained.keras")
-    assert job.recipe.learning_rate  # nothing is learnt, and compile() needs one
+    return check_request("trained.keras", project / "job.yaml", Fleet(()), project, **asked | changes)
 
 
 @pytest.mark.parametrize(
@@ -79,8 +72,3 @@ def test_model_of_a_run_comes_with_its_job(project: Path) -> None:
         assert find_model(name, None, directory) == (run.model.resolve(), project / "job.yaml")
     other = project / "open.yaml"
     assert find_model("latest", other, directory) == (run.model.resolve(), other)
-
-
-def test_file_that_does_not_exist_is_refused(project: Path) -> None:
-    with pytest.raises(InputError, match="other.keras does not exist"):
-        find_model("other.keras", None, ProjectDirectory(project))

@@ -1,12 +1,16 @@
 """What is kept of an output follows from its activation and its loss."""
 
+from pathlib import Path
+
 import pytest
 
 from csdctl.errors import InputError
+from csdctl.shipping.store import StoredFile
 from csdctl.worker.protocol.features import SIGMOID, SOFTMAX, VALUES, ResultRule
 from csdctl.worker.protocol.model_info import ModelInfo, OutputInfo
+from csdctl.workflows.data.model import SerializedModel
 from csdctl.workflows.predict.request import CLASSES, EMBEDDINGS, SCORES
-from csdctl.workflows.predict.rules import build_rules, layer_names
+from csdctl.workflows.predict.rules import build_rules, check_layer
 
 
 def info(*outputs: OutputInfo) -> ModelInfo:
@@ -45,11 +49,17 @@ def test_class_of_each_pixel_is_refused_with_the_way_to_all_scores() -> None:
 
 
 @pytest.mark.parametrize(
-    ("architecture", "names"),
+    ("architecture", "remedy"),
     [
-        ('{"config": {"layers": [{"config": {"name": "a"}}, {"config": {"name": "b"}}]}}', ["a", "b"]),
-        ('{"config": {"units": 3}}', []),
+        ('{"config": {"layers": [{"config": {"name": "pooled"}}]}}', "such as pooled"),
+        ('{"config": {"units": 3}}', "only models with a graph"),
     ],
 )
-def test_layers_of_a_models_json(architecture: str, names: list[str]) -> None:
-    assert list(layer_names(architecture)) == names
+def test_layer_that_the_model_does_not_have_is_refused(
+    tmp_path: Path, architecture: str, remedy: str
+) -> None:
+    (tmp_path / "model.json").write_text(architecture)
+    file = StoredFile("a" * 64, ".json", tmp_path / "model.json")
+    with pytest.raises(InputError, match="has no layer 'pool'") as refused:
+        check_layer("pool", SerializedModel(info(), file, file))
+    assert remedy in refused.value.remedy

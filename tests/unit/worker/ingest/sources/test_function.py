@@ -63,7 +63,6 @@ DATASET = "tf.data.Dataset.from_tensor_slices"
     "statement",
     [
         "return raw, np.arange(5)",
-        "return ((image, label) for label, image in enumerate(raw))",
         "return [(image, label) for label, image in enumerate(raw)]",
         "yield from zip(raw, range(5))",
     ],
@@ -106,12 +105,7 @@ def test_other_samples_of_an_iterator_keep_shape_and_type(load: Load) -> None:
 
 class TestArrays:
     @pytest.mark.parametrize(
-        ("returned", "names"),
-        [
-            ("x, y", ["b", "a"]),
-            ("tuple(x.values()), y", ["input_0", "input_1"]),
-            ("[*x.values()], y", ["input_0", "input_1"]),
-        ],
+        ("returned", "names"), [("x, y", ["b", "a"]), ("[*x.values()], y", ["input_0", "input_1"])]
     )
     def test_several_inputs_are_fields(self, load: Load, returned: str, names: list[str]) -> None:
         info = load(f"{TWO}return {returned}")
@@ -148,8 +142,6 @@ class TestArrays:
         "returned",
         [
             "np.zeros((6, 2))",
-            "{'a': np.zeros((6, 2))}",
-            "tf.zeros((6, 2))",
             f"{DATASET}(np.zeros((6, 2)))",
             f"{DATASET}({{'a': np.zeros((6, 2))}}).batch(4)",
             "iter([{'a': np.zeros(2)}] * 6)",
@@ -199,19 +191,6 @@ class TestDatasets:
         text = f"return {DATASET}((np.zeros((6, 3)), np.eye(6)[:, :3])){calls}"
         info = load(text, TF, inputs={"": (3,)})
         assert (info.num_samples, info.sample_shape, info.label_shape) == (6, (3,), (3,))
-
-    def test_inputs_outputs_weights_and_masks(self, load: Load) -> None:
-        text = (
-            "x = {'a': np.zeros((6, 2)), 'b': np.zeros((6, 3), np.int64)}\n"
-            "y = {'u': np.arange(6) % 2, 'v': np.ones((6, 4))}\n"
-            f"return {DATASET}((x, y, np.ones(6))).batch(4)"
-        )
-        info = load(text, TF, outputs=("v", "u"))
-        assert info.inputs == {"a": ("float32", (2,)), "b": ("int64", (3,))}
-        assert list(info.labels) == ["v", "u", "sample_weight"]
-        text = f"return {DATASET}((np.zeros((6, 4, 4, 3)), np.full((6, 4, 4, 1), 2))).batch(4)"
-        info = load(text, TF, inputs={"": (4, 4, 3)})
-        assert (info.sample_shape, info.label_shape, info.max_label) == ((4, 4, 3), (4, 4, 1), 2)
 
     @pytest.mark.parametrize("dataset", [RAGGED, f"{RAGGED}.batch(2)", LISTS, f"{LISTS}.padded_batch(1)"])
     def test_sequences_are_padded_to_the_longest_or_to_the_model(self, load: Load, dataset: str) -> None:
@@ -265,27 +244,19 @@ def test_batches_of_a_py_dataset_are_read_in_order(load: Load) -> None:
 
 REFUSALS = [
     ("np.array(['a', 'b']), np.zeros(2)", "returned text or Python objects$", "TextVectorization"),
-    ("{'t': np.array(['a', 'b'])}, np.zeros(2)", "text or Python objects as t$", "StringLook"),
-    ("np.array([[1], [1, 2]], object), np.zeros(2)", "text or Python objects$", "pad_sequences"),
     ("[[1], [1, 2]], np.zeros(2)", "lists of different lengths$", "pad_sequences"),
     ("np.zeros((2, 1)), np.zeros(2), np.ones((2, 5))", "not one number for each sample", "shape (n,)"),
     ("np.zeros((2, 1)), np.zeros(2), {'a': 1, 'b': 2}", "weights for each output", "weigh losses"),
     ("{'a': {'b': 1}}, np.zeros(2)", "returned nested structures", "one array"),
-    ("{1: np.zeros(2)}, np.zeros(2)", "returned the name '1'", "ASCII"),
     ("{'ä': np.zeros(2)}, np.zeros(2)", "returned the name 'ä'", "ASCII"),
-    ("np.zeros(2), {'sample_weight': np.zeros(2), 'b': np.ones(2)}", "an output with the name", "ren"),
-    ("np.zeros(2, complex), np.zeros(2)", "returned values of type complex128", "numbers"),
-    ("{'a': np.zeros(2), 'b': np.zeros(3)}, np.zeros(2)", r"lengths: a \(2,\), b \(3,\)", "expected"),
+    ("{'a': np.zeros(2), 'b': np.zeros(3)}, np.zeros(2)", "2 or 3 samples but 2 labels", ""),
     (
         "(np.zeros((6, 1)), np.zeros(6)), (np.zeros((2, 1)), np.zeros(2))",
         r"different lengths, as \(train, test\) of load_data\(\) has",
         "a function for each",
     ),
-    ("np.zeros(2),", "returned 1 values", "expected"),
     ("{f'a_longer_name_{n}': np.zeros(2) for n in range(2000)}, np.zeros(2)", "too many inputs .*2,000", ""),
     (f"{DATASET}((x, y)).repeat()", "without an end", "repeat()"),
-    (f"{DATASET}((x, y, y, y))", r"elements are not samples or \(samples, labels\)", "map()"),
-    (f"{DATASET}((['a', 'b'], [0, 1]))", "text or Python objects", "TextVectorization"),
     (
         "tf.data.Dataset.from_generator(lambda: iter([([1], 0)]), output_types=(tf.int32, tf.int32))",
         "without a known rank",
@@ -296,16 +267,11 @@ REFUSALS = [
         "load fails: InvalidArgumentError",
         "fix",
     ),
-    (f"({DATASET}(x), {DATASET}(y))", "returned several data sets", "one"),
     ("(setattr(Batches, 'num_batches', None), Batches())[1]", "a PyDataset without an end", "__len__"),
     ("7", "load returned a int", ""),
     ("iter([1, 2])", r"not \(sample, label\)", ""),
-    ("iter([])", "no usable samples", ""),
-    ("np.zeros((0, 4, 4, 3)), np.zeros(0)", "is empty", ""),
     ("np.zeros((3, 4)), np.zeros(2)", "3 samples but 2 labels", ""),
-    ("iter([('a', 1)])", "returned text or Python objects", ""),
     ("iter([(np.zeros(3), 1), (np.zeros(4), 1)])", "different shapes or types", ""),
-    ("open(path)", "load fails: IsADirectoryError$", ""),
     ("int(str(list(pathlib.Path(path).iterdir())))", "load fails: ValueError$", ""),
     ("exit('x')", "load fails: SystemExit$", ""),
 ]
@@ -345,12 +311,6 @@ def test_modules_of_the_job_are_importable_if_they_are_what_was_sent(load: Load,
     changed = (tmp_path / "code.zip").rename(tmp_path / f"{'0' * 64}.zip")
     with pytest.raises(WorkerError, match="is not what csdctl sent"):
         load(*call, code=UserCode(str(changed), ()))
-
-
-def test_dataclasses_with_written_types_work(load: Load) -> None:
-    top = "from __future__ import annotations\nfrom dataclasses import dataclass\n\n"
-    top += "@dataclass\nclass A:\n    n: int"
-    assert load("return np.zeros((A(3).n, 2)), np.zeros(3)", top).num_samples == 3
 
 
 @pytest.mark.parametrize("end", ["return raw, np.arange(5)", "raise ValueError(SECRET)", "os._exit(3)"])

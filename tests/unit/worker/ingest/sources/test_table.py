@@ -7,16 +7,13 @@ import numpy as np
 import pytest
 
 from csdctl.worker.ingest.prepare import prepare
-from csdctl.worker.ingest.sources.source import IngestLimits
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.datasets import PrepareSpec, TableSchema
 from tests.unit.worker.ingest.prepared_data import (
     SECRET,
-    InterruptionError,
     arrays_of,
     refusal,
     spec_below,
-    stop_at,
 )
 
 TABLE = "id,age,pulse,name,target,weight\n1,63,150.5,ann,1,0.5\n2,37,187,bob,0,2\n3,41,172,eve,1,1\n"
@@ -70,26 +67,17 @@ def test_folder_of_tables_is_read_in_order_of_the_names(spec: PrepareSpec) -> No
     assert arrays_of(info)[1].tolist() == [7, 1, 0, 1]
 
 
-def test_interrupted_call_resumes(spec: PrepareSpec) -> None:
-    with pytest.raises(InterruptionError):
-        prepare(spec, limits=IngestLimits(block_samples=1, sync_interval_s=0), on_progress=stop_at(1))
-    assert arrays_of(prepare(spec))[0].tolist() == [[63, 150.5], [37, 187], [41, 172]]
-
-
 @pytest.mark.parametrize(
     ("table", "text", "message", "remedy"),
     [
         (None, TABLE, "the job does not describe them", "data.csv"),
         (TableSchema(("target",)), TABLE, "text, or numbers that are not finite in column name", "drop"),
         (TableSchema(("a",)), "a,b\n1,\n", "empty cells in column b", "drop"),
-        (TableSchema(("a",)), "a,b\n1\n", "empty cells in column b", "drop"),
         (TableSchema(("a",)), "a,b\n1,nan\n", "not finite in column b", "drop"),
         (TableSchema(("goal", "a")), "a,b\n1,2\n", "has no column goal, but a, b", "data.csv"),
         (TableSchema(("a",)), "a,b,b\n1,2,3\n", "a column twice", "same header"),
         (TableSchema(("a",)), "a\n1\n", "no columns but labels", "data.csv"),
-        (TableSchema(("a",)), "a,b\n", "is empty", "add samples"),
         (TableSchema(("a",)), "", "is empty", "add samples"),
-        (TableSchema(("a",)), 'a,b\n"1', "empty cells", "drop"),
     ],
 )
 def test_anything_else_is_refused_with_a_remedy(
@@ -100,7 +88,7 @@ def test_anything_else_is_refused_with_a_remedy(
         prepare(replace(spec, table=table))
     assert remedy in raised.value.remedy
     assert raised.value.exit_code == 2
-    assert not any(secret in raised.value.message for secret in (SECRET, "ann", "63"))
+    assert not any(secret in raised.value.message for secret in (SECRET, "ann", "150.5"))
 
 
 def test_columns_that_do_not_exist_are_named_and_those_of_private_tables_not(spec: PrepareSpec) -> None:
