@@ -52,7 +52,9 @@ class TestFashionMnist:
         assert np.array_equal(np.load(parts[1] / "images.npy").ravel(), labels[1].astype(np.uint8))
         assert sample_data.write_fashion_mnist(tmp_path, parts[:2], seed=1) == [10, 700]
 
-    @pytest.mark.parametrize("content", [b"no gzip", gzip.compress(b"\0\0\x08\x01\0\0\0\x05abc", mtime=0), b""])
+    @pytest.mark.parametrize(
+        "content", [b"no gzip", gzip.compress(b"\0\0\x08\x01\0\0\0\x05abc", mtime=0), b""]
+    )
     def test_damaged_file_is_named(self, tmp_path: Path, content: bytes) -> None:
         (tmp_path / "a.gz").write_bytes(content)
         with pytest.raises(sample_data.SampleError, match=r"a\.gz"):

@@ -88,7 +88,7 @@ NODES = ("host", "csd0", "csd1")
 MESSAGES: list[Any] = [
     *events.EVENTS.values(),
     *orders.ORDERS.values(),
-    *(datasets.DatasetInfo, datasets.DatasetDigest, datasets.PrepareProgress, datasets.PrepareSpec),
+    *(datasets.DatasetInfo, datasets.PrepareProgress, datasets.PrepareSpec),
     *(ModelInfo, RunSpec, probe.ProbeSpec, probe.ProbeRequest, probe.AttachRequest, probe.ProbeResult),
 ]
 JSON_VALUES = st.recursive(
