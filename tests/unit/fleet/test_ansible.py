@@ -129,11 +129,11 @@ def described(**variables: Any) -> str:
         ('{"_meta": {}}', "key `hostvars` is missing"),
         ('{"_meta": {"hostvars": {}}, "a": {"hosts": {"csd0": {}}}}', "`a.hosts`"),
         ('{"_meta": {"hostvars": {}}}', "has no host"),
-        (described(ansible_host="{{ base }}.1"), "ansible_host of csd0 is a template"),
-        (described(ansible_user={"__ansible_vault": "$ANSIBLE_VAULT;1.1"}), "ansible_user of csd0 is a"),
-        (described(ansible_ssh_common_args="-Z"), "ansible_ssh_common_args '-Z' of csd0"),
+        (described(ansible_host="{{ base }}.1"), "csd0: ansible_host is a template"),
+        (described(ansible_user={"__ansible_vault": "$ANSIBLE_VAULT;1.1"}), "csd0: ansible_user is a"),
+        (described(ansible_ssh_common_args="-Z"), "csd0: its arguments of ssh cannot be read: option -Z"),
         (described(ansible_connection="local"), "has no host that is reached by SSH"),
-        ('{"_meta": {"hostvars": {"fd00::1": {}}}}', "'fd00::1' is not a valid node name"),
+        ('{"_meta": {"hostvars": {"fd00::1": {}}}}', "fd00::1 is not a valid node name"),
     ],
 )
 def test_invalid_inventory_is_reported(tmp_path: Path, text: str, message: str) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from csdctl.errors import InputError, NoNodeReachableError
-from csdctl.workflows.discovery.scan import MAX_ADDRESSES, check_interface, expand_addresses, scan
+from csdctl.workflows.discovery.scan import MAX_ADDRESSES, expand_addresses, scan
 from tests.patience import scaled
 
 
@@ -60,12 +60,6 @@ def test_scan_without_result_is_an_error() -> None:
         pytest.raises(NoNodeReachableError, match="none of 2 addresses"),
     ):
         scan(["127.0.9.0/30"], user="root", port=port, banner_timeout_s=0.2)
-
-
-def test_missing_interface_is_reported_with_the_available_ones() -> None:
-    with pytest.raises(InputError, match="no-such-if") as caught:
-        check_interface("no-such-if")
-    assert "lo" in caught.value.remedy or "root" in caught.value.remedy
 
 
 @pytest.mark.parametrize(
