@@ -100,41 +100,28 @@ def format_node_names(names: Iterable[str], *, at_most: int = 8) -> str:
     return ", ".join([*shown[:at_most], *([f"and {left} more"] if left > 0 else [])])
 
 
-def fold_ordered(columns: Sequence[tuple[str, ...]]) -> Iterator[tuple[int, int, tuple[str, ...]]]:
-    """Yield runs of rows that fold to one row of ranges, as (start, end, folded row).
+def fold_rows(rows: Sequence[tuple[str, ...]]) -> Iterator[tuple[str, ...]]:
+    """Yield `rows`, those whose columns all count up together as one row of ranges.
 
-    All columns of a run must count up together: (csd0, 10.1.1.2) and (csd1, 10.1.1.3) become
-    (csd[0-1], 10.1.1.[2-3]).
+    (csd0, 10.1.1.2) and (csd1, 10.1.1.3) become (csd[0-1], 10.1.1.[2-3]).
     """
     start = 0
-    while start < len(columns):
+    while start < len(rows):
         end = start + 1
-        while end < len(columns) and _folds(columns[start], columns[end], end - start):
+        while end < len(rows) and rows[end] == tuple(_add(name, end - start) for name in rows[start]):
             end += 1
-        yield start, end, tuple(map(_fold_ends, columns[start], columns[end - 1]))
+        if end == start + 1:
+            yield rows[start]
+        else:
+            ends = zip(map(_split, rows[start]), map(_split, rows[end - 1]), strict=True)
+            yield tuple(f"{head}[{first}-{last}]{tail}" for (head, tail, first), (_, _, last) in ends)
         start = end
 
 
-def _folds(first: tuple[str, ...], other: tuple[str, ...], distance: int) -> bool:
-    """Return whether every column of `other` is `first` plus `distance`."""
-    return all(
-        _add_to_number(value, distance) == expected for value, expected in zip(first, other, strict=True)
-    )
-
-
-def _add_to_number(name: str, distance: int) -> str | None:
+def _add(name: str, distance: int) -> str | None:
+    """Return `name` with its last number increased; None without a number."""
     head, tail, digits = _split(name)
-    if not digits:
-        return None
-    width = len(digits) if digits.startswith("0") else 0
-    return f"{head}{int(digits) + distance:0{width}d}{tail}"
-
-
-def _fold_ends(first: str, last: str) -> str:
-    if first == last:
-        return first
-    head, tail, digits = _split(first)
-    return f"{head}[{digits}-{_split(last)[2]}]{tail}"
+    return f"{head}{_padded(int(digits) + distance, digits)}{tail}" if digits else None
 
 
 def _split(name: str) -> tuple[str, str, str]:

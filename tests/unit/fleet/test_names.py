@@ -9,7 +9,7 @@ from csdctl.fleet.names import (
     count_range,
     expand_range,
     fold_names,
-    fold_ordered,
+    fold_rows,
     format_node_names,
     range_ends,
 )
@@ -46,7 +46,7 @@ def test_folded_names_expand_to_the_same_names(names: list[str]) -> None:
 def test_folded_rows_expand_to_the_same_rows_in_their_order(rows: list[tuple[str, str]]) -> None:
     expanded = [
         row
-        for _, _, (name, address) in fold_ordered(rows)
+        for name, address in fold_rows(rows)
         for row in zip(expand_range(name), expand_range(address), strict=True)
     ]
     assert expanded == rows
