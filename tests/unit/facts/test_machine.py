@@ -60,7 +60,7 @@ def test_busybox_without_python_gives_partial_facts() -> None:
     assert "`python:`" in facts.notes[0]
 
 
-def test_cortex_a53_is_named_from_its_part_number() -> None:
+def test_cortex_a53_is_named_by_lscpu() -> None:
     facts = parse("sample-cortex-a53")
     assert (facts.architecture, facts.cpu_model, facts.num_cores) == ("aarch64", "Cortex-A53", 4)
     assert "asimd" in facts.cpu_features
