@@ -16,7 +16,7 @@ def parse_architecture(output: str) -> FactValues:
 
 
 def parse_cpuinfo(output: str) -> FactValues:
-    """Parse /proc/cpuinfo of x86 (model name, flags) or ARM (Features), and `lscpu`, which names ARM cores."""
+    """Parse /proc/cpuinfo of x86 (model name, flags) or ARM (Features), and `lscpu`, which names cores."""
     lines = [line.partition(":") for line in output.splitlines()]
     entries = [(key.strip(), value.strip()) for key, colon, value in lines if colon]
     num_cores = sum(key == "processor" and value.isdigit() for key, value in entries)

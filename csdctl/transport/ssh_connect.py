@@ -86,9 +86,6 @@ def _known_hosts_type(algorithm: str) -> str:
     return "ssh-rsa" if algorithm.startswith("rsa-sha2-") else algorithm
 
 
-MAX_CONNECTING = 32
-"""Maximum number of nodes that connect through a jump host concurrently, limited by its CPU."""
-
 CAUSE_S = 1.0
 _PROHIBITED = 1
 """SSH_OPEN_ADMINISTRATIVELY_PROHIBITED, RFC 4254 section 5.1."""
@@ -102,25 +99,10 @@ class JumpHosts:
     def __init__(self, open_transport: OpenTransport) -> None:
         self._open_transport = open_transport
         self._locks: defaultdict[Node, threading.Lock] = defaultdict(threading.Lock)
-        self._slots: defaultdict[Node, threading.Semaphore] = defaultdict(
-            lambda: threading.Semaphore(MAX_CONNECTING)
-        )
         self._transports: dict[Node, StrictTransport] = {}
         self._errors: dict[Node, CsdctlError] = {}
         self.opened: list[tuple[Node, Meter]] = []
         """Every connection that was started, to jump hosts and to nodes, including failed ones."""
-
-    @contextlib.contextmanager
-    def slot(self, node: Node, deadline: Deadline) -> Iterator[None]:
-        """Wait for a slot to connect to `node` through its jump host."""
-        assert node.jump
-        slots = self._slots[node.jump]
-        if not slots.acquire(timeout=deadline.left_s):
-            raise _timed_out(node, node.jump, deadline)
-        try:
-            yield
-        finally:
-            slots.release()
 
     def open_channel(self, node: Node, deadline: Deadline) -> paramiko.Channel:
         """Open a channel from the jump host to the address of `node`, to be used as a socket.
@@ -226,7 +208,6 @@ def _timed_out(node: Node, jump: Node, deadline: Deadline) -> JumpHostError:
 MAX_TRIES = 3
 """Attempts to connect to a server that drops connections (sshd's MaxStartups)."""
 
-_OPENSSH_KEY = b"openssh-key-v1\0"
 _DEFAULT_KEYS = ("id_ed25519", "id_ecdsa", "id_rsa")
 
 # Without a handler, Python would print paramiko's errors; csdctl reports them as its own.
@@ -289,8 +270,7 @@ def _started(
     num_drops = 0
     while True:
         try:
-            with jumps.slot(node, deadline) if node.jump else contextlib.nullcontext():
-                transport = _start_transport(node, known_hosts, deadline, jumps)
+            transport = _start_transport(node, known_hosts, deadline, jumps)
             break
         except _ConnectionDropped as dropped:
             num_drops += 1
@@ -471,17 +451,12 @@ def _authenticate(
             remedy="set `key:` in fleet.yaml, or generate a key with ssh-keygen",
         )
     while keys and not deadline.has_passed:
-        key = keys[0]
-        try:
-            if transport.offer_key(node.user, key, max(0.1, deadline.left_s)):
+        with contextlib.suppress(*LOST):
+            if transport.offer_key(node.user, keys[0], max(0.1, deadline.left_s)):
                 return True
-            keys.pop(0)  # refused; or accepted, but the server wants a second factor: not supported
-            if not transport.is_active() and keys:
-                return False
-        except LOST:
-            keys.pop(0)
-            if not transport.is_active() and keys:
-                return False
+        keys.pop(0)  # refused; or accepted, but the server wants a second factor: not supported
+        if keys and not transport.is_active():
+            return False
     if violation := transport.packetizer.violation:
         raise _violation_error(node.name, violation)
     if deadline.has_passed:
@@ -510,7 +485,8 @@ def _load_key(node: Node, path: Path) -> paramiko.PKey:
     except (paramiko.PasswordRequiredException, TypeError):
         if key := _find_in_agent(path):
             return key
-        raise refused("has a passphrase, and csdctl never prompts", f"run `ssh-add {path}`") from None
+        remedy = f"run `ssh-add {path}`; {path}.pub must be there too"
+        raise refused("has a passphrase, and csdctl never prompts", remedy) from None
     except OSError as error:
         raise refused(f"cannot be read: {error.strerror}", "fix its permissions") from None
     except Exception as error:  # parsers of three libraries, each with its own exceptions
@@ -524,24 +500,8 @@ def _read_key(path: Path, mtime_ns: int, num_bytes: int) -> paramiko.PKey:
 
 
 def _find_in_agent(path: Path) -> paramiko.PKey | None:
-    """Return the agent's key that matches the private key at `path`, if the agent holds it."""
-    blob = _read_public_blob(path)
-    with contextlib.suppress(paramiko.SSHException, OSError):
+    """Return the agent's key for the private key at `path`, by its public key in KEY.pub."""
+    with contextlib.suppress(paramiko.SSHException, OSError, ValueError, IndexError):
+        blob = base64.b64decode(Path(f"{path}.pub").read_text(encoding="utf-8").split()[1])
         return next((key for key in paramiko.Agent().get_keys() if key.asbytes() == blob), None)
     return None
-
-
-def _read_public_blob(path: Path) -> bytes:
-    """Return the public part of a private key, from KEY.pub or the unencrypted header; b'' if unknown."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        return base64.b64decode(Path(f"{path}.pub").read_text(encoding="utf-8").split()[1])
-    with contextlib.suppress(OSError, ValueError):
-        lines = path.read_text(encoding="ascii").split("\n")
-        content = base64.b64decode("".join(line for line in lines if line and not line.startswith("-----")))
-        if content.startswith(_OPENSSH_KEY):
-            fields = paramiko.Message(content[len(_OPENSSH_KEY) :])
-            for _ in ("cipher", "kdf", "kdf options"):
-                fields.get_binary()
-            fields.get_int()  # the number of keys: always 1
-            return fields.get_binary()
-    return b""

@@ -8,7 +8,6 @@ import base64
 import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import Protocol
 
@@ -24,13 +23,6 @@ from csdctl.transport.meter import add_up
 CONNECT_DEADLINE_S = 10.0
 
 
-class KeyState(StrEnum):
-    """Whether the key of a machine is known."""
-
-    KNOWN = "known"
-    NEW = "new"
-
-
 @dataclass(frozen=True)
 class ShownKey:
     """The key presented by a machine, and whether it was known before."""
@@ -38,7 +30,7 @@ class ShownKey:
     node: Node
     type: str
     blob: bytes
-    state: KeyState
+    is_new: bool
 
     @property
     def fingerprint(self) -> str:
@@ -70,10 +62,10 @@ def fetch_keys(
 
     def fetch(node: Node) -> ShownKey:
         key_type, blob = fetch_host_key(node, known, jumps, connect_deadline_s=CONNECT_DEADLINE_S)
-        if not known.lookup(node.address, node.port):
-            return ShownKey(node, key_type, blob, KeyState.NEW)
-        known.check(node.name, node.address, node.port, key_type, blob)
-        return ShownKey(node, key_type, blob, KeyState.KNOWN)
+        is_new = not known.lookup(node.address, node.port)
+        if not is_new:
+            known.check(node.name, node.address, node.port, key_type, blob)
+        return ShownKey(node, key_type, blob, is_new)
 
     with contextlib.closing(make_jump_hosts(known)) as jumps:
         try:
@@ -166,7 +158,7 @@ def review_keys(
             reviewer.not_asked(left_out)
         outcomes = fetch_keys(fleet, machines, directory=project.root)
         shown = [outcome.value for outcome in outcomes.values() if outcome.value]
-        new = [key for key in shown if key.state is KeyState.NEW]
+        new = [key for key in shown if key.is_new]
         reviewer.show(outcomes, new)
         if is_dry_run:
             closed |= {key.node.name for key in new}

@@ -29,7 +29,7 @@ def deploy(c, name, count=1, force=False, paths=None):
     c.calls.append((name + SUFFIX, count, force, paths))
 
 @task(name="other-name")
-def other(c, **anything):
+def other(c, a_b=""):
     pass
 """
 
