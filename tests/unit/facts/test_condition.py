@@ -34,12 +34,6 @@ def test_directories_are_parsed_with_space_inodes_and_refusal() -> None:
     assert temporary.refusal == "I/O error"  # type: ignore[attr-defined]
 
 
-def test_unreadable_directory_is_unknown() -> None:
-    condition = parse_condition("csd0", "csdctl-fact:places\nsh: df: not found\n")
-    assert condition.home is None
-    assert condition.addresses is None
-
-
 @pytest.mark.parametrize(
     ("name", "answer", "field"),
     [

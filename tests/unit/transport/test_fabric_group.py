@@ -63,12 +63,6 @@ def test_failures_are_fabrics_and_do_not_hide_results(group: FleetGroup, server:
     assert group[0].run("exit 3", warn=True, hide=True).exited == 3
 
 
-def test_environment_quoting_and_directory_are_fabrics(group: FleetGroup) -> None:
-    node = group[0]
-    with node.cd("/"), node.prefix("export B='2 words'"):
-        assert node.run('echo "$A-$B"; pwd', env={"A": "1"}, hide=True).stdout == "1-2 words\n/\n"
-
-
 def test_deadline_ends_the_process_on_the_node(group: FleetGroup, server: Any) -> None:
     with pytest.raises(CommandTimedOut):
         group[1].run("echo $$ >pid; exec sleep 600", timeout=scaled(2), hide=True)
@@ -142,18 +136,6 @@ def test_connection_that_a_task_makes_itself_is_refused_too(server: Any, gate: A
         pytest.raises(HostKeyError, match="has changed"),
     ):
         own.run("true", hide=True)
-
-
-def test_task_cannot_connect_to_a_host_that_is_not_in_known_hosts(server: Any, gate: Any) -> None:
-    """Not even when the hosts of the fleet are."""
-    settings = {"key_filename": str(server.key), "look_for_keys": False, "allow_agent": False}
-    with (
-        known_hosts_only(KnownHosts.load([gate.known_hosts])),
-        fabric.Connection("127.0.0.1", "tester", server.port, connect_kwargs=settings) as own,
-        pytest.raises(HostKeyError, match="is unknown"),
-    ):
-        own.run("touch was-here", hide=True, in_stream=False)
-    assert not (server.home / "was-here").exists()
 
 
 def test_lost_connection_is_unreachable(group: FleetGroup, server: Any) -> None:

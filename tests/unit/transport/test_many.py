@@ -47,45 +47,6 @@ def test_one_failure_does_not_stop_the_others() -> None:
         outcomes["b"].get()
 
 
-def test_each_outcome_is_reported_in_the_calling_thread() -> None:
-    reported: list[tuple[str, int]] = []
-
-    def tell(outcome: Outcome[int]) -> None:
-        reported.append((outcome.name, threading.get_ident()))
-
-    run_on_all({str(number): number for number in range(20)}, lambda number: number, on_done=tell)
-    assert sorted(name for name, _ in reported) == sorted(map(str, range(20)))
-    assert {thread for _, thread in reported} == {threading.get_ident()}
-
-
-def test_no_more_workers_than_allowed() -> None:
-    lock, running, most = threading.Lock(), 0, 0
-
-    def work(_: int) -> None:
-        nonlocal running, most
-        with lock:
-            running += 1
-            most = max(most, running)
-        threading.Event().wait(0.01)
-        with lock:
-            running -= 1
-
-    run_on_all(dict.fromkeys(map(str, range(30)), 0), work, max_workers=3)
-    assert most <= 3
-
-
-def test_empty_work_returns_nothing() -> None:
-    assert run_on_all({}, lambda item: item) == {}
-
-
-def test_interruption_in_a_callback_is_raised() -> None:
-    def interrupt(outcome: Outcome[int]) -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        run_on_all({"a": 1, "b": 2}, lambda number: number, on_done=interrupt)
-
-
 def test_sessions_open_for_all_that_can_be_reached(server: Any, tmp_path: Path) -> None:
     unknown = Node("csd2", "localhost", server.port, "tester", server.key)
     fleet = Fleet((server.node(), server.node(name="csd1", port=1), unknown), path=tmp_path / "fleet.yaml")
@@ -104,17 +65,6 @@ def test_sessions_open_for_all_that_can_be_reached(server: Any, tmp_path: Path) 
         assert sessions.reachable["csd0"].run(["pwd"]).output == f"{server.home}\n"
     assert sorted(reported) == ["csd0", "csd1", "csd2"]
     with pytest.raises(CsdctlError):
-        sessions.reachable["csd0"].run(["true"])
-
-
-def test_sessions_are_closed_when_the_work_fails(server: Any, tmp_path: Path) -> None:
-    fleet = Fleet((server.node(),), path=tmp_path / "fleet.yaml")
-    with (
-        pytest.raises(ZeroDivisionError),
-        open_sessions(fleet, directory=tmp_path, known_hosts=[server.known_hosts]) as sessions,
-    ):
-        _ = 1 / 0
-    with pytest.raises(UnreachableError):
         sessions.reachable["csd0"].run(["true"])
 
 

@@ -1,7 +1,6 @@
 """SSH: failing and lost connections, and misbehaving servers."""
 
 import contextlib
-import os
 import shutil
 import socket
 import subprocess
@@ -18,7 +17,6 @@ from csdctl.errors import (
     CsdctlError,
     DeadlineError,
     HostKeyError,
-    InputError,
     RemoteCommandError,
     UnreachableError,
 )
@@ -98,29 +96,14 @@ def test_name_that_does_not_resolve_is_unreachable(server: Server) -> None:
 
 
 @pytest.mark.fault(3)
-def test_server_that_accepts_and_never_responds_meets_the_deadline(server: Server) -> None:
-    with (
-        answering(None) as port,
-        pytest.raises(UnreachableError, match="did not respond within") as caught,
-    ):
+@pytest.mark.parametrize("banner", [None, b"SSH-2.0-stuck\r\n"])
+def test_server_that_stops_meets_the_deadline(server: Server, banner: bytes | None) -> None:
+    with answering(banner) as port, pytest.raises(UnreachableError, match="did not respond") as caught:
         connect(server.node(port=port), [server.known_hosts], connect_deadline_s=0.5)
     assert caught.value.node == "csd0"
 
 
-@pytest.mark.fault(3)
-def test_server_that_stops_after_its_banner_is_bounded(server: Server) -> None:
-    with answering(b"SSH-2.0-stuck\r\n") as port, pytest.raises(UnreachableError, match="did not respond"):
-        connect(server.node(port=port), [server.known_hosts], connect_deadline_s=0.5)
-
-
-@pytest.mark.parametrize(
-    "garbage",
-    [
-        pytest.param(b"HTTP/1.1 400 Bad Request\r\n\r\n", id="of a web server"),
-        pytest.param(os.urandom(100), id="without sense"),
-        pytest.param(b"x" * 200_000, id="without end"),
-    ],
-)
+@pytest.mark.parametrize("garbage", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"x" * 200_000])
 def test_server_that_sends_garbage_is_unreachable(server: Server, garbage: bytes) -> None:
     with answering(garbage) as port, pytest.raises(UnreachableError):
         connect(server.node(port=port), [server.known_hosts], connect_deadline_s=1.0)
@@ -152,20 +135,11 @@ def test_key_known_as_another_type_counts_as_changed(server: Server) -> None:
         connect(server.node(), [server.known_hosts])
 
 
-def test_one_known_hosts_file_of_several_is_enough(server: Server, tmp_path: Path) -> None:
-    connect(server.node(), [tmp_path / "missing", server.known_hosts]).close()
-
-
 @pytest.mark.fault(6)
 def test_wrong_user_key_is_refused_without_a_prompt(server: Server, tmp_path: Path) -> None:
     with pytest.raises(AuthenticationError, match="none of the offered keys for user 'tester'") as caught:
         connect(server.node(key=make_key(tmp_path / "other")), [server.known_hosts])
     assert "ssh-copy-id" in caught.value.remedy
-
-
-def test_wrong_user_is_refused(server: Server) -> None:
-    with pytest.raises(AuthenticationError):
-        connect(server.node(user="nobody-here"), [server.known_hosts])
 
 
 @pytest.mark.fault(6)
@@ -213,15 +187,9 @@ def test_missing_and_damaged_key_files_are_named(server: Server, tmp_path: Path)
 
 
 @pytest.mark.fault(8)
-def test_dropped_connections_are_retried(server: Server) -> None:
+def test_dropped_connections_are_tried_three_times(server: Server) -> None:
     server.num_drops = 2
-    session = connect(server.node(), [server.known_hosts], connect_deadline_s=scaled(20))
-    assert session.run(["true"]).exit_code == 0
-    session.close()
-
-
-@pytest.mark.fault(8)
-def test_server_that_always_drops_is_unreachable_after_three_tries(server: Server) -> None:
+    connect(server.node(), [server.known_hosts], connect_deadline_s=scaled(20)).close()
     server.num_drops = 100
     with pytest.raises(UnreachableError, match="dropped the connection 3 times"):
         connect(server.node(), [server.known_hosts], connect_deadline_s=scaled(20))
@@ -290,18 +258,6 @@ def test_node_ends_the_command_after_a_lost_connection(server: Server, ssh: Any)
     assert eventually(lambda: not Path(f"/proc/{pid}").exists())
 
 
-def test_lost_connection_makes_later_calls_unreachable(server: Server, ssh: Any, tmp_path: Path) -> None:
-    assert ssh.run(["true"]).exit_code == 0
-    server.drop_connections()
-    (tmp_path / "source").write_bytes(b"x")
-    with pytest.raises(UnreachableError):
-        ssh.run(["sleep", "1000"], deadline_s=scaled(30))
-    with pytest.raises(UnreachableError):
-        ssh.converse(["cat"])
-    ssh.close()
-    ssh.close()
-
-
 @pytest.mark.fault(9)
 def test_more_commands_than_channels_wait_for_their_turn(server: Server, ssh: Any) -> None:
     codes: list[int] = []
@@ -317,12 +273,6 @@ def test_more_commands_than_channels_wait_for_their_turn(server: Server, ssh: An
         thread.join()
     assert codes == [0] * 3 * MAX_CHANNELS
     assert server.peak_open <= MAX_CHANNELS
-
-
-def test_too_long_command_line_is_refused_with_a_remedy(ssh: Any) -> None:
-    with pytest.raises(InputError, match="longer than") as caught:
-        ssh.run(["echo", "x" * 200_000])
-    assert "standard input" in caught.value.remedy
 
 
 def test_commands_go_on_while_keys_are_exchanged_again(server: Server) -> None:

@@ -138,13 +138,6 @@ def test_refusal_and_dry_run_store_nothing(project: ProjectDirectory, machines: 
     assert reviewer.left_out == ["gate", "csd0"], "only a machine with a new key leads to them"
 
 
-def test_machine_that_is_down_does_not_stop_the_others(project: ProjectDirectory, machines: Machines) -> None:
-    del machines.keys["csd1"]
-    reviewer = review(project)
-    assert list(reviewer.errors) == ["csd1"]
-    assert len(stored(project)) == 4
-
-
 @pytest.mark.fault(5)
 def test_changed_key_is_refused_and_the_stored_one_stays(
     project: ProjectDirectory, machines: Machines
