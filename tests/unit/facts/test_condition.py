@@ -50,13 +50,6 @@ def test_answer_out_of_range_is_unknown(name: str, answer: str, field: str) -> N
     assert getattr(condition, field) is None
 
 
-def test_long_refusal_is_shortened() -> None:
-    refused = "r" * 900_000
-    condition = parse_condition("csd0", f"csdctl-fact:places\nplace /\nrefused {refused}\nplace /\n")
-    assert condition.home is not None
-    assert condition.home.refusal.endswith("(900,000 characters)")
-
-
 def test_this_machine_has_a_condition(tmp_path: Path) -> None:
     session = LocalSession("host", tmp_path)
     facts, condition = collect_condition(session, sys.executable, deadline_s=scaled(60))

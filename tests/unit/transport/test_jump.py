@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from csdctl.errors import AuthenticationError, JumpHostError, UnreachableError
+from csdctl.errors import JumpHostError, UnreachableError
 from csdctl.fleet.model import Fleet, Node
 from csdctl.transport import ssh_connect
 from csdctl.transport.known_hosts import KnownHosts
@@ -89,11 +89,6 @@ def test_jump_host_with_an_unknown_key_is_refused(server: Server, gate: Server) 
     with pytest.raises(JumpHostError, match="jump host gate: host key of .* is unknown") as caught:
         connect(behind(server, gate), [server.known_hosts])
     assert "csdctl trust --limit gate" in caught.value.remedy
-
-
-def test_node_and_jump_host_use_their_own_keys(server: Server, gate: Server) -> None:
-    with pytest.raises(AuthenticationError, match="csd0"):
-        connect(behind(server, gate, key=gate.key), both_known(server, gate))
 
 
 def test_jump_host_that_forwards_nothing_is_named_with_its_setting(server: Server, gate: Server) -> None:

@@ -8,7 +8,7 @@ import pytest
 from csdctl.errors import CsdctlError, HostKeyError, NodeError, UnreachableError
 from csdctl.fleet.model import Fleet, Node
 from csdctl.transport.local import LocalSession
-from csdctl.transport.many import Outcome, fleet_known_hosts_paths, open_sessions, run_on_all, run_on_nodes
+from csdctl.transport.many import Outcome, open_sessions, run_on_all, run_on_nodes
 from csdctl.transport.ssh import connect
 from tests.patience import WAIT_S, eventually, scaled
 from tests.unit.transport.test_session_contract import is_alive
@@ -66,14 +66,6 @@ def test_sessions_open_for_all_that_can_be_reached(server: Any, tmp_path: Path) 
     assert sorted(reported) == ["csd0", "csd1", "csd2"]
     with pytest.raises(CsdctlError):
         sessions.reachable["csd0"].run(["true"])
-
-
-def test_known_hosts_of_project_fleet_and_emulated_fleet_are_used(tmp_path: Path) -> None:
-    fleet = Fleet((), path=tmp_path / "other" / ".csdctl" / "emulated" / "fleet.yaml")
-    paths = fleet_known_hosts_paths(fleet, tmp_path / "project")
-    assert paths[0] == tmp_path / "project" / ".csdctl" / "known_hosts"
-    assert tmp_path / "other" / ".csdctl" / "known_hosts" in paths
-    assert paths[-1] == Path.home() / ".ssh" / "known_hosts"
 
 
 def test_interruption_ends_what_runs_on_the_nodes_also_behind_a_jump_host(
