@@ -3,16 +3,8 @@
 import math
 import re
 
-from csdctl.facts.fact import Fact, FactValues
+from csdctl.facts.fact import Fact, FactValues, text_fact
 from csdctl.fleet.facts import MAX_SHOWN, Drive
-
-
-def parse_architecture(output: str) -> FactValues:
-    """Parse `uname -m`."""
-    architecture = output.strip()
-    if not re.fullmatch(r"\w+", architecture):
-        raise ValueError(f"`uname -m` printed {architecture[:80]!r}")
-    return {"architecture": architecture}
 
 
 def parse_cpuinfo(output: str) -> FactValues:
@@ -30,7 +22,7 @@ def parse_cpuinfo(output: str) -> FactValues:
     return {"num_cores": num_cores, "cpu_model": model, "cpu_features": tuple(sorted(features.split()))}
 
 
-ARCHITECTURE = Fact("architecture", "uname -m", parse_architecture)
+ARCHITECTURE = text_fact("architecture", "uname -m", "architecture")
 CPUINFO = Fact("CPU", "cat /proc/cpuinfo; lscpu", parse_cpuinfo)
 
 

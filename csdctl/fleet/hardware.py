@@ -49,12 +49,6 @@ class EqualMachines:
             (value for machine in self.machines if (value := getattr(machine, key)) is not None), default=None
         )
 
-    def most(self, key: str) -> float | None:
-        """Return the largest value of `key`, None if all are unknown."""
-        return max(
-            (value for machine in self.machines if (value := getattr(machine, key)) is not None), default=None
-        )
-
 
 def group_machines(machines: Iterable[Facts]) -> list[EqualMachines]:
     """Group the machines without a problem by equal hardware and software, in their order."""

@@ -33,7 +33,7 @@ import time
 from collections.abc import Callable
 from enum import IntEnum
 from select import POLLOUT, poll
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import paramiko
 from paramiko.common import MSG_NAMES
@@ -253,25 +253,10 @@ _STDERR = 1
 _HEADER_BYTES: dict[int, int] = {Kind.DATA: 8, Kind.EXTENDED_DATA: 12}
 
 
-class Connection(Protocol):
-    """What the rules ask about the connection."""
-
-    packetizer: GreedyPacketizer
-    channels_seen: dict[int, bool]
-    """The numbers of all channels that csdctl has opened."""
-    num_logins_requested: int
-
-    def is_authenticated(self) -> bool:
-        """Whether the login has succeeded."""
-
-    def find_channel(self, number: int) -> paramiko.Channel | None:
-        """Return the channel, None unless it is open."""
-
-
 class ServerRules:
     """Refuses messages that no honest server sends."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: "StrictTransport") -> None:
         self._connection = connection
         self._cost_left = MAX_IDLE_COST
         self._counted_s = time.monotonic()
@@ -357,6 +342,7 @@ class StrictTransport(paramiko.Transport):
     # Attributes of paramiko.Transport that its type stubs leave out.
     _channels: Any
     channels_seen: dict[int, bool]
+    """The numbers of all channels that csdctl has opened."""
     clear_to_send: threading.Event
     host_key: paramiko.PKey | None
 
