@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 from csdctl.documents import save_text
 from csdctl.errors import HostKeyError
@@ -30,7 +30,7 @@ class ShownKey:
     node: Node
     type: str
     blob: bytes
-    is_new: bool
+    state: Literal["known", "new"]
 
     @property
     def fingerprint(self) -> str:
@@ -65,7 +65,7 @@ def fetch_keys(
         is_new = not known.lookup(node.address, node.port)
         if not is_new:
             known.check(node.name, node.address, node.port, key_type, blob)
-        return ShownKey(node, key_type, blob, is_new)
+        return ShownKey(node, key_type, blob, "new" if is_new else "known")
 
     with contextlib.closing(make_jump_hosts(known)) as jumps:
         try:
@@ -158,7 +158,7 @@ def review_keys(
             reviewer.not_asked(left_out)
         outcomes = fetch_keys(fleet, machines, directory=project.root)
         shown = [outcome.value for outcome in outcomes.values() if outcome.value]
-        new = [key for key in shown if key.is_new]
+        new = [key for key in shown if key.state == "new"]
         reviewer.show(outcomes, new)
         if is_dry_run:
             closed |= {key.node.name for key in new}

@@ -170,7 +170,7 @@ def show_privacy(console: PrintableConsole) -> None:
 def show_keys(console: PrintableConsole) -> None:
     streams = Streams(stdout=console.file, stderr=io.StringIO())
     streams.__dict__["console"] = console
-    key = ShownKey(FLEET.nodes[0], HOSTILE, b"key", True)
+    key = ShownKey(FLEET.nodes[0], HOSTILE, b"key", "new")
     TrustScreen(streams, FLEET).show({HOSTILE: Outcome(HOSTILE, value=key), "csd1": FAILED}, [key])
 
 
