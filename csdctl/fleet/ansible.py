@@ -56,12 +56,6 @@ class _Group:
     children: Annotated[list[str], Field(max_length=MAX_GROUPS)] = Field(default_factory=list)
 
 
-_Groups = Annotated[dict[str, _Group], Field(max_length=MAX_GROUPS)]
-
-
-_Groups = Annotated[dict[str, _Group], Field(max_length=MAX_GROUPS)]
-
-
 @dataclass(frozen=True)
 class _Meta:
     """Its variables of all hosts."""
@@ -85,7 +79,9 @@ def load_inventory(path: Path) -> Inventory:
     if not isinstance(content, dict) or "_meta" not in content:
         raise InputError(f"{path} is not output of `ansible-inventory --list`", remedy=remedy)
     variables = check_values(content.pop("_meta"), _Meta, f"{path}: _meta", remedy=remedy).hostvars
-    groups = check_values(content, _Groups, str(path), remedy=remedy)
+    if len(content) > MAX_GROUPS:
+        raise InputError(f"{path}: {len(content):,} groups, expected at most {MAX_GROUPS:,}")
+    groups = check_values(content, dict[str, _Group], str(path), remedy=remedy)
     names = [name for group in groups.values() for name in group.hosts]
     found: dict[str, list[str]] = {name: [] for name in (*names, *variables)}
     members: dict[str, set[str]] = {}
@@ -243,7 +239,7 @@ def render_inventory(fleet: Fleet, ssh_options: Mapping[str, Sequence[str]]) -> 
         name: {key: value for key, value in variables.items() if key not in shared}
         for name, variables in hosts.items()
     }
-    groups = {
+    groups: Variables = {
         name: {"hosts": {node.name: {} for node in fleet.nodes if name in node.groups}}
         for name in dict.fromkeys(name for node in fleet.nodes for name in node.groups)
     }

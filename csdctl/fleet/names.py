@@ -68,27 +68,20 @@ def _padded(number: int, first: str) -> str:
     return f"{number:0{len(first) if first.startswith('0') else 0}d}"
 
 
-_NO_NUMBER = -2
-"""The number of a name without digits; not adjacent to 0, which would form a range."""
-
-
 def fold_names(names: Iterable[str]) -> list[str]:
     """Fold `names` to ranges: csd0, csd1, csd2, jetson become csd[0-2], jetson.
 
     Ranges are in the order of their first names. `expand_range` of the result gives the same names without
     duplicates.
     """
-    numbers: dict[tuple[str, str, int], list[int]] = defaultdict(list)
-    unique = dict.fromkeys(names)
-    padded = {(*_split(name)[:2], len(_split(name)[2])) for name in unique if _is_padded(_split(name)[2])}
-    for name in unique:
+    groups: dict[tuple[str, str], list[tuple[str, int]]] = defaultdict(list)
+    for name in dict.fromkeys(names):
         head, tail, digits = _split(name)
-        width = len(digits) if (head, tail, len(digits)) in padded else 0
-        numbers[head, tail, width].append(int(digits) if digits else _NO_NUMBER)
+        groups[head, tail].append((name, int(digits or -1)))
     return [
-        _show(head, tail, width, first, last)
-        for (head, tail, width), found in numbers.items()
-        for first, last in _runs(sorted(found))
+        folded
+        for group in groups.values()
+        for (folded,) in fold_rows([(name,) for name, _ in sorted(group, key=lambda pair: pair[1])])
     ]
 
 
@@ -133,23 +126,3 @@ def _split(name: str) -> tuple[str, str, str]:
     while start and "0" <= name[start - 1] <= "9":
         start -= 1
     return name[:start], name[end:], name[start:end]
-
-
-def _is_padded(digits: str) -> bool:
-    return len(digits) > 1 and digits.startswith("0")
-
-
-def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
-    start = 0
-    for index in range(1, len(numbers) + 1):
-        if index == len(numbers) or numbers[index] != numbers[index - 1] + 1:
-            yield numbers[start], numbers[index - 1]
-            start = index
-
-
-def _show(head: str, tail: str, width: int, first: int, last: int) -> str:
-    if first < 0:
-        return head + tail
-    if first == last:
-        return f"{head}{first:0{width}d}{tail}"
-    return f"{head}[{first:0{width}d}-{last:0{width}d}]{tail}"

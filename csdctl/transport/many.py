@@ -144,8 +144,7 @@ class _Connections:
 
         self._connect = ssh.connect
         paths = fleet_known_hosts_paths(fleet, directory) if known_hosts is None else known_hosts
-        self._known = KnownHosts.load(paths)
-        self._jumps = ssh_connect.make_jump_hosts(self._known)
+        self._jumps = ssh_connect.JumpHosts(KnownHosts.load(paths))
         self._connect_deadline_s = connect_deadline_s
         self._on_traffic = on_traffic
         self._open: set[Session] = set()
@@ -166,8 +165,7 @@ class _Connections:
 
     def connect(self, node: Node) -> Session:
         """Open a session to `node`; raises UnreachableError, HostKeyError or AuthenticationError."""
-        deadline_s = self._connect_deadline_s
-        return self.keep(self._connect(node, self._known, connect_deadline_s=deadline_s, jumps=self._jumps))
+        return self.keep(self._connect(node, self._jumps, connect_deadline_s=self._connect_deadline_s))
 
     def keep(self, session: Session) -> Session:
         """Close `session` at the end; raises UnreachableError when that has come."""

@@ -24,7 +24,7 @@ import socket
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -90,14 +90,15 @@ CAUSE_S = 1.0
 _PROHIBITED = 1
 """SSH_OPEN_ADMINISTRATIVELY_PROHIBITED, RFC 4254 section 5.1."""
 
-OpenTransport = Callable[[Node, Deadline], StrictTransport]
-
 
 class JumpHosts:
-    """The open connections to jump hosts of one command. The caller closes it."""
+    """The known host keys and open connections to jump hosts of one command. The caller closes it.
 
-    def __init__(self, open_transport: OpenTransport) -> None:
-        self._open_transport = open_transport
+    Jump hosts connect on first use; nested jump hosts share their connections too.
+    """
+
+    def __init__(self, known_hosts: KnownHosts) -> None:
+        self.known_hosts = known_hosts
         self._locks: defaultdict[Node, threading.Lock] = defaultdict(threading.Lock)
         self._transports: dict[Node, StrictTransport] = {}
         self._errors: dict[Node, CsdctlError] = {}
@@ -152,7 +153,7 @@ class JumpHosts:
                 raise _behind(node, jump, self._errors[jump])
             if jump not in self._transports:
                 try:
-                    self._transports[jump] = self._open_transport(jump, deadline)
+                    self._transports[jump] = open_transport(jump, deadline, self)
                 except CsdctlError as error:
                     self._errors[jump] = error
                     raise _behind(node, jump, error) from None
@@ -218,40 +219,27 @@ class _ConnectionDropped(Exception):
     """The server closed the connection before it was ready; a retry may succeed."""
 
 
-def make_jump_hosts(known_hosts: KnownHosts) -> JumpHosts:
-    """Return jump hosts that connect on first use; nested jump hosts share their connections too."""
-    jumps = JumpHosts(lambda node, deadline: open_transport(node, known_hosts, deadline, jumps))
-    return jumps
-
-
-def fetch_host_key(
-    node: Node, known_hosts: KnownHosts, jumps: JumpHosts, *, connect_deadline_s: float
-) -> tuple[str, bytes]:
+def fetch_host_key(node: Node, jumps: JumpHosts, *, connect_deadline_s: float) -> tuple[str, bytes]:
     """Return type and blob of the host key of `node`, unchecked; its jump host's key is checked.
 
     Raises UnreachableError.
     """
-    with _started(node, known_hosts, Deadline(connect_deadline_s), jumps) as transport:
+    with _started(node, Deadline(connect_deadline_s), jumps) as transport:
         key = transport.get_remote_server_key()
         transport.close()
         return key.get_name(), key.asbytes()
 
 
-def open_transport(
-    node: Node,
-    known_hosts: KnownHosts,
-    deadline: Deadline,
-    jumps: JumpHosts,
-) -> StrictTransport:
+def open_transport(node: Node, deadline: Deadline, jumps: JumpHosts) -> StrictTransport:
     """Return an authenticated connection to `node`, through its jump host if it has one.
 
     Raises UnreachableError, HostKeyError or AuthenticationError, within `deadline`.
     """
     keys: list[paramiko.PKey] | None = None
     while True:
-        with _started(node, known_hosts, deadline, jumps) as transport:
+        with _started(node, deadline, jumps) as transport:
             key = transport.get_remote_server_key()
-            known_hosts.check(node.name, node.address, node.port, key.get_name(), key.asbytes())
+            jumps.known_hosts.check(node.name, node.address, node.port, key.get_name(), key.asbytes())
             keys = load_keys(node) if keys is None else keys
             if _authenticate(node, transport, keys, deadline):
                 transport.packetizer.writes_end_s = math.inf
@@ -263,14 +251,12 @@ def open_transport(
 
 
 @contextlib.contextmanager
-def _started(
-    node: Node, known_hosts: KnownHosts, deadline: Deadline, jumps: JumpHosts
-) -> Iterator[StrictTransport]:
+def _started(node: Node, deadline: Deadline, jumps: JumpHosts) -> Iterator[StrictTransport]:
     """Yield a connection after key exchange, retried when dropped; closed when the body fails."""
     num_drops = 0
     while True:
         try:
-            transport = _start_transport(node, known_hosts, deadline, jumps)
+            transport = _start_transport(node, deadline, jumps)
             break
         except _ConnectionDropped as dropped:
             num_drops += 1
@@ -394,14 +380,12 @@ def load_keys(node: Node) -> list[paramiko.PKey]:
     return keys
 
 
-def _start_transport(
-    node: Node, known_hosts: KnownHosts, deadline: Deadline, jumps: JumpHosts
-) -> StrictTransport:
+def _start_transport(node: Node, deadline: Deadline, jumps: JumpHosts) -> StrictTransport:
     """Open a connection and exchange keys; raises _ConnectionDropped when a retry may succeed."""
     connection = jumps.open_channel(node, deadline) if node.jump else open_socket(node, deadline)
     transport = StrictTransport(connection)
     jumps.opened.append((node, transport.packetizer.meter))
-    known_types = {key.type for key in known_hosts.lookup(node.address, node.port)}
+    known_types = {key.type for key in jumps.known_hosts.lookup(node.address, node.port)}
     choose_algorithms(transport.get_security_options(), known_types)
     transport.packetizer.writes_end_s = time.monotonic() + deadline.left_s
     try:

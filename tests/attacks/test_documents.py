@@ -150,7 +150,7 @@ GROUPS = ", ".join(f'"g{n}": {{"children": ["g{n + 1}"], "hosts": ["h{n}"]}}' fo
 HOSTS = ", ".join(f'"h{n}"' for n in range(10_001))
 INVENTORIES = {
     "hosts.json: hosts": (NO_HOSTS + '"g": {"hosts": [' + HOSTS + "]}}", "10000 items"),
-    "hosts.json: groups": (NO_HOSTS + GROUPS + "}", "1000 items"),
+    "hosts.json: groups": (NO_HOSTS + GROUPS + "}", "1,000"),
     "hosts.json: brackets": ('{"_meta": {"hostvars": {"h": ' + "[" * 50_000, "cannot be read"),
     "hosts.json: values": ('{"_meta": {"hostvars": {"h": {"x": [' + "0," * 9_000_000, "16,777,216 bytes"),
     "hosts.ini: no JSON": ("a[0:99999]\n" * 500, "ansible-inventory -i hosts.ini --list"),

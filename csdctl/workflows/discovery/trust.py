@@ -56,18 +56,18 @@ def fetch_keys(
     directory: Path,
 ) -> dict[str, Outcome[ShownKey]]:
     """Return the key presented by each of `machines`; HostKeyError for a changed key."""
-    from csdctl.transport.ssh_connect import fetch_host_key, make_jump_hosts  # paramiko takes 0.1 s to load
+    from csdctl.transport.ssh_connect import JumpHosts, fetch_host_key  # paramiko takes 0.1 s to load
 
     known = KnownHosts.load(fleet_known_hosts_paths(fleet, directory))
 
     def fetch(node: Node) -> ShownKey:
-        key_type, blob = fetch_host_key(node, known, jumps, connect_deadline_s=CONNECT_DEADLINE_S)
+        key_type, blob = fetch_host_key(node, jumps, connect_deadline_s=CONNECT_DEADLINE_S)
         is_new = not known.lookup(node.address, node.port)
         if not is_new:
             known.check(node.name, node.address, node.port, key_type, blob)
         return ShownKey(node, key_type, blob, "new" if is_new else "known")
 
-    with contextlib.closing(make_jump_hosts(known)) as jumps:
+    with contextlib.closing(JumpHosts(known)) as jumps:
         try:
             return run_on_all(machines, fetch)
         finally:

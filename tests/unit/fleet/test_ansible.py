@@ -1,7 +1,6 @@
 """Hosts in the output of `ansible-inventory --list`, as ssh would reach them."""
 
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ import pytest
 from csdctl.errors import InputError
 from csdctl.fleet.ansible import list_targets, load_inventory
 from csdctl.fleet.openssh import Target
-from tests.needs import find_ansible
 
 INVENTORIES = Path(__file__).parent / "inventories"
 NAMES = ["ranges.ini", "tree.yml", "with_vars/hosts", "bare"]
@@ -47,19 +45,6 @@ def test_captured_output_names_hosts_groups_and_variables(name: str) -> None:
                 entry.get("hosts", ())
             )
     assert inventory.variables == variables
-
-
-@pytest.mark.needs("ansible")
-@pytest.mark.parametrize("name", NAMES)
-def test_captured_output_is_that_of_the_installed_ansible(name: str) -> None:
-    printed = subprocess.run(
-        [str(find_ansible("ansible-inventory")), "-i", str(INVENTORIES / name), "--list"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    captured = json.loads((INVENTORIES / f"{name}.list.json").read_text())
-    assert json.loads(printed.stdout)["_meta"]["hostvars"] == captured["_meta"]["hostvars"]
 
 
 def test_target_equals_the_ssh_call_of_ansible(tmp_path: Path) -> None:

@@ -13,8 +13,7 @@ from invoke.exceptions import CommandTimedOut, UnexpectedExit
 
 from csdctl.errors import HostKeyError, UnreachableError
 from csdctl.fleet.model import Fleet
-from csdctl.transport.fabric_group import FleetGroup, known_hosts_only, open_group
-from csdctl.transport.known_hosts import KnownHosts
+from csdctl.transport.fabric_group import FleetGroup, open_group
 from csdctl.transport.session import MAX_OUTPUT_BYTES
 from tests.patience import eventually, scaled
 from tests.unit.transport.test_session_contract import is_alive
@@ -120,22 +119,6 @@ def test_changed_host_key_is_refused(fleet: Fleet, server: Any, gate: Any) -> No
         assert isinstance(error, HostKeyError)
         assert "has changed" in error.message
     assert not (server.home / "was-here").exists()
-
-
-def test_connection_that_a_task_makes_itself_is_refused_too(server: Any, gate: Any) -> None:
-    known = KnownHosts.load([server.known_hosts])
-    settings = {"key_filename": str(server.key), "look_for_keys": False, "allow_agent": False}
-    with known_hosts_only(known):
-        with fabric.Connection("127.0.0.1", "tester", server.port, connect_kwargs=settings) as own:
-            assert own.run("echo ok", hide=True, in_stream=False).stdout == "ok\n"
-        server.trust(gate.public_key)
-        changed = KnownHosts.load([server.known_hosts])
-    with (
-        known_hosts_only(changed),
-        fabric.Connection("127.0.0.1", "tester", server.port, connect_kwargs=settings) as own,
-        pytest.raises(HostKeyError, match="has changed"),
-    ):
-        own.run("true", hide=True)
 
 
 def test_lost_connection_is_unreachable(group: FleetGroup, server: Any) -> None:

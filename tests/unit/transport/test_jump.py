@@ -131,8 +131,8 @@ def test_node_that_falls_silent_behind_a_jump_host_is_noticed(
 
 def test_responding_peer_stays_connected(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     known = KnownHosts.load([server.known_hosts])
-    jumps = ssh_connect.make_jump_hosts(known)
-    transport = ssh_connect.open_transport(server.node(), known, ssh_connect.Deadline(scaled(10)), jumps)
+    jumps = ssh_connect.JumpHosts(known)
+    transport = ssh_connect.open_transport(server.node(), ssh_connect.Deadline(scaled(10)), jumps)
     monkeypatch.setattr(ssh_connect, "KEEPALIVE_INTERVAL_S", 0.05)
     monkeypatch.setattr(ssh_connect, "DEAD_PEER_S", scaled(1.0))
     watch_peer(transport)

@@ -23,7 +23,7 @@ from csdctl.errors import (
 from csdctl.transport.known_hosts import KnownHosts
 from csdctl.transport.session import Deadline
 from csdctl.transport.ssh import SshSession, connect
-from csdctl.transport.ssh_connect import make_jump_hosts, open_transport
+from csdctl.transport.ssh_connect import JumpHosts, open_transport
 from tests.patience import eventually, scaled
 
 Server = Any
@@ -228,7 +228,7 @@ def test_node_ends_the_command_after_a_lost_connection(server: Server, ssh: Any)
 def test_commands_go_on_while_keys_are_exchanged_again(server: Server) -> None:
     """Channels close meanwhile, which the reading thread must answer; it must not wait for itself."""
     known = KnownHosts.load([server.known_hosts])
-    transport = open_transport(server.node(), known, Deadline(scaled(10)), make_jump_hosts(known))
+    transport = open_transport(server.node(), Deadline(scaled(10)), JumpHosts(known))
     transport.packetizer.REKEY_BYTES = 1 << 16
     session = SshSession(server.node(), transport)
     ended: list[int] = []

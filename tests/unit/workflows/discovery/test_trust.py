@@ -11,7 +11,6 @@ import pytest
 from csdctl.errors import HostKeyError, InputError, UnreachableError
 from csdctl.fleet.model import Fleet, Node
 from csdctl.runs.directory import ProjectDirectory
-from csdctl.transport.known_hosts import KnownHosts
 from csdctl.workflows.discovery.trust import (
     ShownKey,
     check_forgotten,
@@ -36,9 +35,7 @@ class Machines:
         self.keys = {"outer": 1, "gate": 2, "csd0": 3, "csd1": 4, "csd2": 5}
         self.asked: list[str] = []
 
-    def fetch(
-        self, node: Node, known: KnownHosts, jumps: object, *, connect_deadline_s: float
-    ) -> tuple[str, bytes]:
+    def fetch(self, node: Node, jumps: object, *, connect_deadline_s: float) -> tuple[str, bytes]:
         self.asked.append(node.name)
         if node.name not in self.keys:
             raise UnreachableError("is down", node=node.name)
