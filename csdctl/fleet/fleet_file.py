@@ -329,10 +329,7 @@ class _Jumps:
             node, own = found or (self._direct(hop), "")
             # As with ssh -J, only the first hop of a chain uses its own `jump`.
             before = replace(node, jump=before if number else self._chain(own, (*passed, hop.name)))
-        num_hops, hop_node = 0, before
-        while hop_node:
-            num_hops, hop_node = num_hops + 1, hop_node.jump
-        if num_hops > MAX_HOPS:
+        if before and len(before.jumps) >= MAX_HOPS:
             raise ValueError(f"{passed[0]} is behind more than {MAX_HOPS} jump hosts")
         self._found[jump] = before
         return before
@@ -394,17 +391,13 @@ def _name_jump_hosts(nodes: Sequence[Node]) -> dict[Node, str]:
     """Return a unique name of each jump host; one that is also a node has the name of the node."""
     names = {_as_jump_host(node): node.name for node in nodes}
     taken, jumps = {node.name for node in nodes}, {}
-    for node in nodes:
-        jump = node.jump
-        while jump:
-            known = _as_jump_host(jump)
-            if known not in names:
-                numbers, names[known] = itertools.count(2), jump.name
-                while names[known] in taken:
-                    names[known] = f"{jump.name}-{next(numbers)}"
-                taken.add(names[known])
-            jumps[known] = names[known]
-            jump = jump.jump
+    for jump in (_as_jump_host(jump) for node in nodes for jump in node.jumps):
+        if jump not in names:
+            numbers, names[jump] = itertools.count(2), jump.name
+            while names[jump] in taken:
+                names[jump] = f"{jump.name}-{next(numbers)}"
+            taken.add(names[jump])
+        jumps[jump] = names[jump]
     return jumps
 
 

@@ -51,6 +51,11 @@ class Node:
     power: PowerSource | None = None
     """None: its power is not read."""
 
+    @property
+    def jumps(self) -> "tuple[Node, ...]":
+        """The jump hosts of the connection, the last one first."""
+        return (self.jump, *self.jump.jumps) if self.jump else ()
+
 
 @dataclass(frozen=True)
 class Host:

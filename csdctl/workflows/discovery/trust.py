@@ -41,11 +41,8 @@ class ShownKey:
 def list_layers(fleet: Fleet) -> list[dict[str, Node]]:
     """Return the nodes of `fleet` and their jump hosts by name, grouped by number of jumps, ascending."""
     layers: dict[int, dict[str, Node]] = {}
-    for node in fleet.nodes:
-        machine: Node | None = node
-        while machine:
-            layers.setdefault(_num_jumps(machine), {})[machine.name] = machine
-            machine = machine.jump
+    for machine in (machine for node in fleet.nodes for machine in (node, *node.jumps)):
+        layers.setdefault(len(machine.jumps), {})[machine.name] = machine
     return [layers[depth] for depth in sorted(layers)]
 
 
@@ -111,10 +108,6 @@ def check_forgotten(fleet: Fleet, directory: Path) -> None:
                 node=node.name,
                 remedy=f"remove it there: ssh-keygen -R '{build_host_name(node.address, node.port)}'",
             )
-
-
-def _num_jumps(node: Node) -> int:
-    return 1 + _num_jumps(node.jump) if node.jump else 0
 
 
 def _own_lines(project: ProjectDirectory) -> Sequence[str]:

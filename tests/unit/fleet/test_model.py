@@ -108,11 +108,7 @@ class TestJumps:
         self, tmp_path: Path, jump: str, chain: list[tuple[str, str, int]]
     ) -> None:
         (node,) = load(tmp_path, f"nodes: [{{name: a, address: b, jump: '{jump}'}}]").nodes
-        found, hop = [], node.jump
-        while hop:
-            found.append((hop.address, hop.user, hop.port))
-            hop = hop.jump
-        assert found == chain
+        assert [(hop.address, hop.user, hop.port) for hop in node.jumps] == chain
 
     def test_jump_may_be_a_node(self, tmp_path: Path) -> None:
         text = "nodes: [{name: a, address: 10.0.0.1, user: x}, {name: b, address: b, jump: a}]"
