@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from csdctl.facts.machine import collect_condition, parse_condition, parse_places
+from csdctl.fleet.facts import DirectorySpace
 from csdctl.transport.local import LocalSession
 from tests.patience import scaled
 
@@ -23,15 +24,10 @@ inodes tmpfs          0     0     0     - /tmp
 
 
 def test_directories_are_parsed_with_space_inodes_and_refusal() -> None:
-    home, temporary = parse_places(PLACES).values()
-    assert (home.path, home.free_bytes, home.free_inodes, home.refusal) == (  # type: ignore[attr-defined]
-        "/root",
-        81509188 * 1024,
-        16329790,
-        "",
-    )
-    assert (temporary.free_bytes, temporary.free_inodes) == (0, None)  # type: ignore[attr-defined]
-    assert temporary.refusal == "I/O error"  # type: ignore[attr-defined]
+    assert parse_places(PLACES) == {
+        "home": DirectorySpace("/root", 81509188 * 1024, 16329790),
+        "temporary": DirectorySpace("/tmp", 0, None, "I/O error"),
+    }
 
 
 @pytest.mark.parametrize(

@@ -96,27 +96,20 @@ def test_server_that_sends_garbage_is_unreachable(server: Server, garbage: bytes
 @pytest.mark.fault(4)
 def test_unknown_host_key_is_refused_with_fingerprint_and_remedy(server: Server, tmp_path: Path) -> None:
     fingerprint = asyncssh.import_public_key(server.public_key).get_fingerprint()
-    with pytest.raises(HostKeyError) as caught:
+    with pytest.raises(HostKeyError, match="unknown") as caught:
         connect(server.node(), [tmp_path / "known_hosts"])
     assert fingerprint in caught.value.message
-    assert "unknown" in caught.value.message
     assert "csdctl trust --limit csd0" in caught.value.remedy
 
 
 @pytest.mark.fault(5)
-def test_changed_host_key_is_refused_with_file_and_line(server: Server) -> None:
-    other = asyncssh.generate_private_key("ssh-ed25519").export_public_key().decode()
+@pytest.mark.parametrize("key_type", ["ssh-ed25519", "ecdsa-sha2-nistp256"])
+def test_changed_host_key_is_refused_with_file_and_line(server: Server, key_type: str) -> None:
+    other = asyncssh.generate_private_key(key_type).export_public_key().decode()
     server.known_hosts.write_text(f"# ours\n[127.0.0.1]:{server.port} {other}")
     with pytest.raises(HostKeyError, match="has changed") as caught:
         connect(server.node(), [server.known_hosts])
     assert f"{server.known_hosts}:2" in caught.value.message
-
-
-def test_key_known_as_another_type_counts_as_changed(server: Server) -> None:
-    other = asyncssh.generate_private_key("ecdsa-sha2-nistp256").export_public_key().decode()
-    server.trust(other)
-    with pytest.raises(HostKeyError, match="has changed"):
-        connect(server.node(), [server.known_hosts])
 
 
 @pytest.mark.fault(6)

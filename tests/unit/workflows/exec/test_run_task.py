@@ -39,6 +39,7 @@ def directory(tmp_path: Path) -> Path:
     (tmp_path / "jobs").mkdir()
     (tmp_path / "jobs" / "my_tasks.py").write_text(TASKS)
     (tmp_path / "jobs" / "beside.py").write_text("SUFFIX = '!'\n")
+    (tmp_path / "jobs" / "old_tasks.py").write_text("from fabric.api import run\n")
     return tmp_path
 
 
@@ -59,6 +60,7 @@ def test_task_gets_its_arguments_and_its_neighbours(directory: Path) -> None:
     [
         ("deploy", [], "is not FILE.py:TASK"),
         ("none.py:deploy", [], "does not exist"),
+        ("jobs/old_tasks.py:deploy", [], "Fabric 1"),
         ("jobs/my_tasks.py:nope", [], "its tasks: deploy, first, last, other-name"),
         ("jobs/my_tasks.py:deploy", [], "needs name"),
         ("jobs/my_tasks.py:deploy", ["nmae=x"], "'nmae=x' is not an argument of deploy"),
@@ -70,12 +72,6 @@ def test_what_does_not_fit_is_bad_input(directory: Path, spec: str, words: list[
     with pytest.raises(InputError) as raised:
         load_task(spec, words, directory)
     assert message in str(raised.value)
-
-
-def test_file_for_fabric_1_says_so(tmp_path: Path) -> None:
-    (tmp_path / "old_tasks.py").write_text("from fabric.api import run\n")
-    with pytest.raises(InputError, match="Fabric 1"):
-        load_task("old_tasks.py:x", [], tmp_path)
 
 
 OWN = """\
