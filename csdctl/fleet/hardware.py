@@ -197,7 +197,7 @@ class FleetClass:
     nodes: tuple[MachineClass, ...]
     """Each class once, in the order of their keys."""
     network: str
-    """As in fleet.yaml: a CIDR, or '' if MPI chooses."""
+    """The network in fleet.yaml: a CIDR, or '' if MPI chooses."""
 
     @property
     def key(self) -> str:

@@ -27,7 +27,7 @@ MAX_COMMAND_LINE_BYTES = 120_000
 """Linux rejects a single argument above 128 KiB, and `sh -c` gets the line as one argument."""
 
 WATCHDOG_GRACE_S = 2
-"""How long after csdctl's deadline the node ends the command on its own."""
+"""Time after csdctl's deadline at which the node ends the command on its own."""
 
 _UMASK = "umask 077\n"
 
@@ -67,7 +67,7 @@ if [ -n "$csdctl_watchdog" ]; then kill -TERM "$csdctl_watchdog" 2>/dev/null; fi
 exit $csdctl_code"""
 
 _GROUP = re.compile(rb"(0|[1-9][0-9]{1,9}|[2-9])?")
-"""What follows the token: a process group's id, 0 where there is none, or nothing. 1 is never csdctl's."""
+"""The rest of the token's line: a process group's id, 0 if there is none, or nothing. 1 is never csdctl's."""
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ class TrafficClass(StrEnum):
     GRADIENT = "gradient"
     PUBLIC = "public samples"
     ACTIVATIONS = "activations"
-    """What passes the cut of a model: activations and labels of samples, gradients of activations."""
+    """Data that passes the cut of a model: activations and labels of samples, gradients of activations."""
     FEATURES = "features of public samples"
     FILES = "files"
     """Directory trees that the user deploys."""

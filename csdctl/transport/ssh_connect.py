@@ -45,7 +45,7 @@ from csdctl.transport.session import Deadline, bounded
 from csdctl.transport.strict_transport import LOST, MAX_PACKET_BYTES, StrictTransport
 
 MIN_RSA_BITS = 1024
-"""Of host keys; the default of OpenSSH's RequiredRSASize."""
+"""Minimum length of RSA host keys; the default of OpenSSH's RequiredRSASize."""
 
 # AES-GCM needs no separate MAC and is hardware-accelerated on both sides: large uploads take half the time.
 _CIPHERS = ("aes128-gcm@openssh.com", "aes256-gcm@openssh.com", "aes128-ctr", "aes192-ctr", "aes256-ctr")

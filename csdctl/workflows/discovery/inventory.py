@@ -162,7 +162,7 @@ class NodeSource:
     """A source of nodes."""
 
     name: str
-    """For messages."""
+    """The name in messages."""
     origin: str
     """The first line of the fleet file created from it."""
     find: Callable[[Path, Sequence[str], Sequence[str]], FoundNodes]

@@ -32,14 +32,6 @@ def expand_addresses(cidr: str) -> list[str]:
     return [str(address) for address in network.hosts()]
 
 
-def name_nodes(addresses: Sequence[str], *, user: str, key: Path | None, port: int) -> tuple[Node, ...]:
-    """Return the machines at `addresses` as nodes csd0, csd1, …, in that order."""
-    return tuple(
-        Node(name=f"csd{number}", address=address, port=port, user=user, key=key)
-        for number, address in enumerate(addresses)
-    )
-
-
 SCAN_CONNECT_S = 1.0
 SCAN_BANNER_S = 3.0
 SCAN_AT_ONCE = 128
@@ -71,7 +63,9 @@ def scan(
             f"none of {len(addresses)} addresses in {', '.join(cidrs)} has an SSH server at port {port}",
             remedy="check the range and --port, and that the machines are on",
         )
-    return name_nodes(found, user=user, key=key, port=port)
+    return tuple(
+        Node(f"csd{number}", address, port=port, user=user, key=key) for number, address in enumerate(found)
+    )
 
 
 def _has_ssh_banner(address: str, port: int, connect_timeout_s: float, banner_timeout_s: float) -> bool:

@@ -34,7 +34,7 @@ class ShownKey:
 
     @property
     def fingerprint(self) -> str:
-        """In the format of ssh."""
+        """The fingerprint in the format of ssh."""
         return fingerprint(self.blob)
 
 

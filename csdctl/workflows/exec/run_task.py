@@ -103,7 +103,7 @@ def _run(task: "LoadedTask", connection: FleetConnection) -> tuple[int, str]:
 
 
 class Printed(io.StringIO):
-    """What was printed, up to a limit."""
+    """Printed text, up to a limit."""
 
     def write(self, text: str) -> int:
         """Keep `text` while there is room."""
