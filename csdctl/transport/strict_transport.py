@@ -45,7 +45,7 @@ MAX_PACKET_BYTES = 256 * 1024
 """The same as OpenSSH's limit."""
 
 MAX_EARLY_PACKET_BYTES = 35_000
-"""Largest packet before login and message of a key exchange: everyone must accept it, RFC 4253 section 6.1."""
+"""Largest packet before login and message of a key exchange: RFC 4253 section 6.1 requires to accept it."""
 
 MAX_BANNER_LINE_BYTES = 8192
 """The same as OpenSSH's limit for the version and for each line before it; paramiko reads 100 lines."""
@@ -231,7 +231,7 @@ OF_COMMANDS = range(80, 128)
 OF_A_CHANNEL = range(91, 101)
 
 MAX_EXTENSIONS = 64
-"""Extensions in a message; OpenSSH has three. paramiko loops as often as the server says, up to 2^32 times."""
+"""Extensions in a message; OpenSSH has three. paramiko loops as often as the server says, up to 2^32."""
 
 MAX_IDLE_COST = 100_000.0
 """Cost allowed at once: a message costs 1, and 1 for each KiB. Receiving them takes some seconds of CPU."""
