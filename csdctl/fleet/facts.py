@@ -177,4 +177,4 @@ class Condition:
     open_files: NumBytes | None = None
     """Maximum number of open files of a process; None if unknown or unlimited."""
     missing_modules: Annotated[tuple[_Line, ...], Field(max_length=10_000)] | None = None
-    """Of those that a job's own code imports; None if unknown, or none was looked for."""
+    """Missing modules that a job's own code imports; None if unknown, or none was looked for."""

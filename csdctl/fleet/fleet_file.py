@@ -4,9 +4,10 @@
 """
 
 import ipaddress
+import itertools
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -25,11 +26,11 @@ from csdctl.fleet.names import (
     USER,
     count_range,
     expand_range,
-    fold_ordered,
+    fold_rows,
     range_ends,
 )
 from csdctl.fleet.network import find_ambiguous, means_host, own_names
-from csdctl.fleet.openssh import MAX_HOPS, NO_JUMP, Hop, parse_jump
+from csdctl.fleet.openssh import MAX_HOPS, Hop, parse_jump
 
 SourceName = Literal["rapl", "ipmi", "redfish", "hwmon", "csv", "constant"]
 Watts = Annotated[float, Field(ge=0, le=1_000_000)]
@@ -88,8 +89,10 @@ def _expand(value: object) -> object:
 Power = Annotated[PowerEntry, BeforeValidator(_expand)]
 
 
-def render_power(power: PowerSource) -> object:
-    """Return `power` as fleet.yaml has it."""
+def render_power(power: PowerSource | None) -> object:
+    """Return `power` as fleet.yaml has it; '' for none."""
+    if power is None:
+        return ""
     content = {key: value for key, value in vars(power).items() if value not in ("", None, False)}
     content |= {key: str(value) for key, value in content.items() if isinstance(value, Path)}
     return power.source if content == {"source": power.source} else content
@@ -311,30 +314,24 @@ class _Jumps:
 
     def resolve(self, node: Node, jump: str) -> Node:
         """Return `node` with the chain of `jump`; raises ValueError for a cycle or a long chain."""
-        resolved = replace(node, jump=self._chain(jump, (node.name,)))
-        hop, num_hops = resolved.jump, 0
-        while hop:
-            hop, num_hops = hop.jump, num_hops + 1
-        if num_hops > MAX_HOPS:
-            raise ValueError(f"{node.name} is behind more than {MAX_HOPS} jump hosts")
-        return resolved
+        return replace(node, jump=self._chain(jump, (node.name,)))
 
     def _chain(self, jump: str, passed: tuple[str, ...]) -> Node | None:
-        if jump not in self._found:
-            self._found[jump] = self._follow(jump, passed)
-        return self._found[jump]
-
-    def _follow(self, jump: str, passed: tuple[str, ...]) -> Node | None:
-        if len(passed) > MAX_HOPS:
-            raise ValueError(f"{passed[0]} is behind more than {MAX_HOPS} jump hosts")
+        if jump in self._found:
+            return self._found[jump]
         before: Node | None = None
         for number, hop in enumerate(parse_jump(jump)):
             if hop.name in passed:
                 raise ValueError(f"cyclic jumps: {' → '.join([*passed, hop.name])}")
+            if len(passed) > MAX_HOPS:
+                raise ValueError(f"{passed[0]} is behind more than {MAX_HOPS} jump hosts")
             found = self.machines.get(hop.address) if hop.user is None and hop.port is None else None
             node, own = found or (self._direct(hop), "")
             # As with ssh -J, only the first hop of a chain uses its own `jump`.
             before = replace(node, jump=before if number else self._chain(own, (*passed, hop.name)))
+        if before and len(before.jumps) >= MAX_HOPS:
+            raise ValueError(f"{passed[0]} is behind more than {MAX_HOPS} jump hosts")
+        self._found[jump] = before
         return before
 
     def _direct(self, hop: Hop) -> Node:
@@ -348,120 +345,83 @@ YamlMapping = dict[str, object]
 def render_fleet(fleet: Fleet, *, origin: str) -> str:
     """Return fleet.yaml for `fleet`; `origin` is written to its first line.
 
-    Raises InputError for a fleet without nodes.
+    Settings that all nodes have are in `defaults`. Raises InputError for a fleet without nodes.
     """
     if not fleet.nodes:
         raise InputError("a fleet needs at least one node")
-    jumps = _JumpNames(fleet.nodes)
-    machines = [*fleet.nodes, *jumps.hosts]
-    defaults = _defaults(fleet.nodes, machines, jumps)
-    content: YamlMapping = {}
-    host: YamlMapping = {"threads": fleet.host.threads} if fleet.host.threads else {}
-    if fleet.host.power:
-        host["power"] = render_power(fleet.host.power)
-    if host:
-        content["host"] = host
-    if fleet.network:
-        content["network"] = fleet.network
-    if fleet.emulated:
-        content["emulated"] = True
-    content["defaults"] = {key: value for key, value in defaults.items() if value not in ("", [])}
-    if jumps.hosts:
-        content["jump_hosts"] = [_jump_entry(node, defaults, jumps) for node in jumps.hosts]
-    content["nodes"] = list(_fold(fleet.nodes, [_node_entry(node, defaults, jumps) for node in fleet.nodes]))
-    text = yaml.safe_dump(content, sort_keys=False, allow_unicode=True, default_flow_style=None, width=200)
+    names = _name_jump_hosts(fleet.nodes)
+    own = {node.name for node in fleet.nodes}
+    nodes = [_settings(node, names) for node in fleet.nodes]
+    jump_hosts = [
+        {"name": name, "address": jump.address, **_settings(jump, names)}
+        for jump, name in names.items()
+        if name not in own
+    ]
+    keys = {str(entry["key"]) for entry in (*nodes, *jump_hosts)}
+    defaults = {
+        key: value
+        for key, value in nodes[0].items()
+        if all(entry[key] == value for entry in nodes) and (key != "key" or len(keys) == 1)
+    }
+    host: YamlMapping = {"threads": fleet.host.threads, "power": render_power(fleet.host.power)}
+    content: YamlMapping = {
+        "host": _without_empty(host),
+        "network": fleet.network,
+        "emulated": fleet.emulated,
+        "defaults": _without_empty(defaults),
+        "jump_hosts": [_without_empty(entry, {"python": ""}) for entry in jump_hosts],
+        "nodes": list(_fold(fleet.nodes, [_without_empty(entry, defaults) for entry in nodes])),
+    }
+    text = yaml.safe_dump(
+        _without_empty(content), sort_keys=False, allow_unicode=True, default_flow_style=None, width=200
+    )
     return f"# {' '.join(origin.split())}; change it as you like.\n{text}"
 
 
-class _JumpNames:
-    """The jump hosts of some nodes, with unique names; a jump host that is also a node keeps its name."""
-
-    def __init__(self, nodes: Sequence[Node]) -> None:
-        self._names = {_as_jump(node): node.name for node in nodes}
-        taken = {node.name for node in nodes}
-        self.hosts: list[Node] = []
-        for jump in _chain(nodes):
-            if jump not in self._names:
-                name = next(name for name in _candidates(jump.name) if name not in taken)
-                taken.add(name)
-                self._names[jump] = name
-                self.hosts.append(jump)
-
-    def name(self, jump: Node | None) -> str:
-        """Return the value of `jump:` for a node behind `jump`."""
-        return self._names[_as_jump(jump)] if jump else ""
-
-
-def _chain(nodes: Iterable[Node]) -> Iterable[Node]:
-    for node in nodes:
-        jump = node.jump
-        while jump:
-            yield _as_jump(jump)
-            jump = jump.jump
-
-
-def _candidates(name: str) -> Iterable[str]:
-    yield name
-    yield from (f"{name}-{number}" for number in range(2, 1 << 16))
-
-
-def _as_jump(node: Node) -> Node:
-    """Return `node` with only the fields that matter for a jump host."""
-    return replace(
-        node, python="python3", groups=(), power=None, jump=_as_jump(node.jump) if node.jump else None
-    )
-
-
-def _defaults(nodes: Sequence[Node], machines: Sequence[Node], jumps: _JumpNames) -> YamlMapping:
-    keys = {node.key for node in machines}
+def _without_empty(content: YamlMapping, defaults: Mapping[str, object] = {}) -> YamlMapping:
+    """Return `content` without what is empty or in `defaults`."""
     return {
-        "port": _most_common(node.port for node in nodes),
-        "user": _most_common(node.user for node in machines),
-        "key": str(nodes[0].key)
-        if len(keys) == 1 and nodes[0].key
-        else "",  # a missing key cannot be expressed
-        "python": _most_common(node.python for node in nodes),
-        "group": _show_groups(_most_common(node.groups for node in nodes)),
-        "jump": _most_common(jumps.name(node.jump) for node in nodes),
+        key: value
+        for key, value in content.items()
+        if key not in defaults and value not in ("", None, 0, [], {})
     }
 
 
-def _most_common(values: Iterable[object]) -> object:
-    return Counter(values).most_common(1)[0][0]
+def _name_jump_hosts(nodes: Sequence[Node]) -> dict[Node, str]:
+    """Return a unique name of each jump host; one that is also a node has the name of the node."""
+    names = {_as_jump_host(node): node.name for node in nodes}
+    taken, jumps = {node.name for node in nodes}, {}
+    for jump in (_as_jump_host(jump) for node in nodes for jump in node.jumps):
+        if jump not in names:
+            numbers, names[jump] = itertools.count(2), jump.name
+            while names[jump] in taken:
+                names[jump] = f"{jump.name}-{next(numbers)}"
+            taken.add(names[jump])
+        jumps[jump] = names[jump]
+    return jumps
 
 
-def _node_entry(node: Node, defaults: YamlMapping, jumps: _JumpNames) -> YamlMapping:
-    own: YamlMapping = {
+def _as_jump_host(node: Node) -> Node:
+    """Return `node` with only the fields that matter for a jump host."""
+    jump = _as_jump_host(node.jump) if node.jump else None
+    return Node(node.name, node.address, node.port, node.user, node.key, jump=jump)
+
+
+def _settings(node: Node, jump_names: Mapping[Node, str]) -> YamlMapping:
+    return {
         "port": node.port,
         "user": node.user,
         "key": str(node.key) if node.key else "",
         "python": node.python,
-        "group": _show_groups(node.groups),
-        "jump": jumps.name(node.jump) or (NO_JUMP if defaults["jump"] else ""),
+        "group": node.groups[0] if len(node.groups) == 1 else list(node.groups),
+        "jump": jump_names[_as_jump_host(node.jump)] if node.jump else "",
+        "power": render_power(node.power),
     }
-    entry = {key: value for key, value in own.items() if value != defaults[key]}
-    return entry | ({"power": render_power(node.power)} if node.power else {})
 
 
-def _jump_entry(node: Node, defaults: YamlMapping, jumps: _JumpNames) -> YamlMapping:
-    entry: YamlMapping = {"name": jumps.name(node), "address": node.address}
-    own = {"port": (node.port, 22), "user": (node.user, defaults["user"])}
-    own["key"] = (str(node.key) if node.key else "", defaults["key"])
-    own["jump"] = (jumps.name(node.jump), "")
-    return entry | {key: value for key, (value, default) in own.items() if value != default}
-
-
-def _show_groups(groups: object) -> object:
-    assert isinstance(groups, tuple)
-    return groups[0] if len(groups) == 1 else list(groups)
-
-
-def _fold(nodes: Sequence[Node], entries: Sequence[YamlMapping]) -> Iterable[YamlMapping]:
+def _fold(nodes: Sequence[Node], entries: Sequence[YamlMapping]) -> Iterator[YamlMapping]:
     """Yield one entry for consecutive nodes with the same settings and consecutive names and addresses."""
-    start = 0
-    for end in range(1, len(nodes) + 1):
-        if end == len(nodes) or entries[end] != entries[start]:
-            rows = [(node.name, node.address) for node in nodes[start:end]]
-            for _, _, (name, address) in fold_ordered(rows):
-                yield {"name": name, "address": address, **entries[start]}
-            start = end
+    for _, group in itertools.groupby(zip(nodes, entries, strict=True), key=lambda pair: pair[1]):
+        pairs = list(group)
+        for name, address in fold_rows([(node.name, node.address) for node, _ in pairs]):
+            yield {"name": name, "address": address, **pairs[0][1]}

@@ -49,12 +49,6 @@ class EqualMachines:
             (value for machine in self.machines if (value := getattr(machine, key)) is not None), default=None
         )
 
-    def most(self, key: str) -> float | None:
-        """Return the largest value of `key`, None if all are unknown."""
-        return max(
-            (value for machine in self.machines if (value := getattr(machine, key)) is not None), default=None
-        )
-
 
 def group_machines(machines: Iterable[Facts]) -> list[EqualMachines]:
     """Group the machines without a problem by equal hardware and software, in their order."""
@@ -203,7 +197,7 @@ class FleetClass:
     nodes: tuple[MachineClass, ...]
     """Each class once, in the order of their keys."""
     network: str
-    """As in fleet.yaml: a CIDR, or '' if MPI chooses."""
+    """The network in fleet.yaml: a CIDR, or '' if MPI chooses."""
 
     @property
     def key(self) -> str:

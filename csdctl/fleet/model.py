@@ -16,7 +16,7 @@ HOST_NAME = "host"
 
 @dataclass(frozen=True)
 class PowerSource:
-    """How the power of one machine is known; watts of the whole machine, or of what the source covers."""
+    """The source of the power of one machine; watts of the whole machine, or of the part that it covers."""
 
     source: str
     """One of `fleet_file.SourceName`."""
@@ -28,11 +28,11 @@ class PowerSource:
     certificate: Path | None = None
     """The certificate of `url`, where no authority has signed it."""
     watts: float | None = None
-    """Of a constant."""
+    """Power of a constant source."""
     idle_watts: float | None = None
-    """Of the machine when nothing is trained, as stated by the user."""
+    """Power of the machine when nothing is trained, as stated by the user."""
     includes_nodes: bool = False
-    """Of the host: the reading has the power of the nodes in its chassis."""
+    """Whether the reading of the host has the power of the nodes in its chassis."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,11 @@ class Node:
     """The jump host of the connection, which may have a jump host itself."""
     power: PowerSource | None = None
     """None: its power is not read."""
+
+    @property
+    def jumps(self) -> "tuple[Node, ...]":
+        """The jump hosts of the connection, the last one first."""
+        return (self.jump, *self.jump.jumps) if self.jump else ()
 
 
 @dataclass(frozen=True)
@@ -177,14 +182,11 @@ def fold_problems(failed: Mapping[str, CsdctlError], fleet: Fleet) -> list[Probl
         address = addresses.get(name)
         template = error.message.replace(address, _ADDRESS) if address else error.message
         grouped[type(error), template].append(name)
-    return [_problem(template, names, failed, addresses) for (_, template), names in grouped.items()]
-
-
-def _problem(
-    template: str, names: list[str], failed: Mapping[str, CsdctlError], addresses: Mapping[str, str]
-) -> Problem:
-    first = failed[names[0]]
-    remedies = {failed[name].remedy for name in names}
-    remedy = first.remedy if len(remedies) == 1 else f"{first.remedy} (shown for {names[0]})"
-    shown = format_node_names(addresses.get(name, "") for name in names)
-    return Problem(tuple(names), template.replace(_ADDRESS, shown), remedy)
+    problems = []
+    for (_, template), names in grouped.items():
+        remedy = failed[names[0]].remedy
+        if len({failed[name].remedy for name in names}) > 1:
+            remedy += f" (shown for {names[0]})"
+        shown = format_node_names(addresses.get(name, "") for name in names)
+        problems.append(Problem(tuple(names), template.replace(_ADDRESS, shown), remedy))
+    return problems

@@ -68,27 +68,20 @@ def _padded(number: int, first: str) -> str:
     return f"{number:0{len(first) if first.startswith('0') else 0}d}"
 
 
-_NO_NUMBER = -2
-"""The number of a name without digits; not adjacent to 0, which would form a range."""
-
-
 def fold_names(names: Iterable[str]) -> list[str]:
     """Fold `names` to ranges: csd0, csd1, csd2, jetson become csd[0-2], jetson.
 
     Ranges are in the order of their first names. `expand_range` of the result gives the same names without
     duplicates.
     """
-    numbers: dict[tuple[str, str, int], list[int]] = defaultdict(list)
-    unique = dict.fromkeys(names)
-    padded = {(*_split(name)[:2], len(_split(name)[2])) for name in unique if _is_padded(_split(name)[2])}
-    for name in unique:
+    groups: dict[tuple[str, str], list[tuple[str, int]]] = defaultdict(list)
+    for name in dict.fromkeys(names):
         head, tail, digits = _split(name)
-        width = len(digits) if (head, tail, len(digits)) in padded else 0
-        numbers[head, tail, width].append(int(digits) if digits else _NO_NUMBER)
+        groups[head, tail].append((name, int(digits or -1)))
     return [
-        _show(head, tail, width, first, last)
-        for (head, tail, width), found in numbers.items()
-        for first, last in _runs(sorted(found))
+        folded
+        for group in groups.values()
+        for (folded,) in fold_rows([(name,) for name, _ in sorted(group, key=lambda pair: pair[1])])
     ]
 
 
@@ -100,41 +93,28 @@ def format_node_names(names: Iterable[str], *, at_most: int = 8) -> str:
     return ", ".join([*shown[:at_most], *([f"and {left} more"] if left > 0 else [])])
 
 
-def fold_ordered(columns: Sequence[tuple[str, ...]]) -> Iterator[tuple[int, int, tuple[str, ...]]]:
-    """Yield runs of rows that fold to one row of ranges, as (start, end, folded row).
+def fold_rows(rows: Sequence[tuple[str, ...]]) -> Iterator[tuple[str, ...]]:
+    """Yield `rows`, those whose columns all count up together as one row of ranges.
 
-    All columns of a run must count up together: (csd0, 10.1.1.2) and (csd1, 10.1.1.3) become
-    (csd[0-1], 10.1.1.[2-3]).
+    (csd0, 10.1.1.2) and (csd1, 10.1.1.3) become (csd[0-1], 10.1.1.[2-3]).
     """
     start = 0
-    while start < len(columns):
+    while start < len(rows):
         end = start + 1
-        while end < len(columns) and _folds(columns[start], columns[end], end - start):
+        while end < len(rows) and rows[end] == tuple(_add(name, end - start) for name in rows[start]):
             end += 1
-        yield start, end, tuple(map(_fold_ends, columns[start], columns[end - 1]))
+        if end == start + 1:
+            yield rows[start]
+        else:
+            ends = zip(map(_split, rows[start]), map(_split, rows[end - 1]), strict=True)
+            yield tuple(f"{head}[{first}-{last}]{tail}" for (head, tail, first), (_, _, last) in ends)
         start = end
 
 
-def _folds(first: tuple[str, ...], other: tuple[str, ...], distance: int) -> bool:
-    """Return whether every column of `other` is `first` plus `distance`."""
-    return all(
-        _add_to_number(value, distance) == expected for value, expected in zip(first, other, strict=True)
-    )
-
-
-def _add_to_number(name: str, distance: int) -> str | None:
+def _add(name: str, distance: int) -> str | None:
+    """Return `name` with its last number increased; None without a number."""
     head, tail, digits = _split(name)
-    if not digits:
-        return None
-    width = len(digits) if digits.startswith("0") else 0
-    return f"{head}{int(digits) + distance:0{width}d}{tail}"
-
-
-def _fold_ends(first: str, last: str) -> str:
-    if first == last:
-        return first
-    head, tail, digits = _split(first)
-    return f"{head}[{digits}-{_split(last)[2]}]{tail}"
+    return f"{head}{_padded(int(digits) + distance, digits)}{tail}" if digits else None
 
 
 def _split(name: str) -> tuple[str, str, str]:
@@ -146,23 +126,3 @@ def _split(name: str) -> tuple[str, str, str]:
     while start and "0" <= name[start - 1] <= "9":
         start -= 1
     return name[:start], name[end:], name[start:end]
-
-
-def _is_padded(digits: str) -> bool:
-    return len(digits) > 1 and digits.startswith("0")
-
-
-def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
-    start = 0
-    for index in range(1, len(numbers) + 1):
-        if index == len(numbers) or numbers[index] != numbers[index - 1] + 1:
-            yield numbers[start], numbers[index - 1]
-            start = index
-
-
-def _show(head: str, tail: str, width: int, first: int, last: int) -> str:
-    if first < 0:
-        return head + tail
-    if first == last:
-        return f"{head}{first:0{width}d}{tail}"
-    return f"{head}[{first:0{width}d}-{last:0{width}d}]{tail}"

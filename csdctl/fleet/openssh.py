@@ -64,47 +64,40 @@ def _parse_hop(text: str) -> Hop:
     return Hop(address, found["user"], port)
 
 
-_MAX_DEPTH = 16
 _MAX_FILES = 200
-_LINE = re.compile(r"\s*(?P<keyword>[A-Za-z]+)(?:\s*=\s*|\s+)(?P<rest>.*\S)\s*")
+_LINE = re.compile(r"\s*(host|include)(?:\s*=\s*|\s+)(.*\S)\s*", re.IGNORECASE)
 
 
 def list_aliases(path: Path) -> list[str]:
-    """Return every literal name (no pattern) of the Host lines of `path`; raises InputError."""
-    aliases = dict.fromkeys(_aliases(path, []))
+    """Return every literal name (no pattern) of the Host lines of `path` and included files, in their order.
+
+    Raises InputError.
+    """
+    aliases: dict[str, None] = {}
+    pending, num_read = [path], 0
+    while pending:
+        file, num_read = pending.pop(0), num_read + 1
+        if num_read > _MAX_FILES:
+            raise InputError(f"{path}: more than {_MAX_FILES} included files")
+        text = load_text(file, remedy="give the file that ssh uses", errors="replace")
+        included: list[Path] = []
+        for number, line in enumerate(split_lines(text, str(file)), start=1):
+            if found := _LINE.fullmatch(line):
+                try:
+                    words = shlex.split(found[2], comments=True)
+                except ValueError as error:
+                    raise InputError(f"{file}:{number}: {error}") from None
+                if found[1].lower() == "host":
+                    aliases |= dict.fromkeys(word for word in words if not re.search(r"[*?!]", word))
+                else:
+                    included += _included(words)
+        pending = included + pending
     if not aliases:
         raise InputError(
             f"{path} has no Host line with a name",
             remedy="patterns such as `Host csd*` do not name a machine",
         )
     return list(aliases)
-
-
-def _aliases(path: Path, read: list[Path], depth: int = 0) -> Iterator[str]:
-    """Yield the names in `path` and the files that it includes; `read` are the files so far."""
-    if depth > _MAX_DEPTH:
-        raise InputError(f"{path}: includes are nested more than {_MAX_DEPTH} levels deep")
-    read.append(path)
-    if len(read) > _MAX_FILES:
-        raise InputError(f"{path}: more than {_MAX_FILES} included files")
-    lines = split_lines(load_text(path, remedy="give the file that ssh uses", errors="replace"), str(path))
-    for number, line in enumerate(lines, start=1):
-        found = _LINE.fullmatch(line)
-        keyword = found["keyword"].lower() if found else ""
-        if found and keyword in ("host", "include"):
-            words = _words(found["rest"], f"{path}:{number}")
-            if keyword == "host":
-                yield from (word for word in words if not re.search(r"[*?!]", word))
-            else:
-                for file in _included(words):
-                    yield from _aliases(file, read, depth + 1)
-
-
-def _words(text: str, where: str) -> list[str]:
-    try:
-        return shlex.split(text, comments=True)
-    except ValueError as error:
-        raise InputError(f"{where}: {error}") from None
 
 
 def _included(patterns: list[str]) -> Iterator[Path]:
@@ -117,33 +110,13 @@ _LETTERS = "1246ab:c:e:fgi:kl:m:no:p:qstvxAB:CD:E:F:GI:J:KL:MNO:P:Q:R:S:TVw:W:XY
 _KEPT = {"-4", "-6", "-b", "-B", "-c", "-F", "-I", "-i", "-J", "-l", "-m", "-o", "-p"}
 """Arguments that define how a machine is reached; the others define what to do there."""
 
-_SUPPORTED = {
-    "hostname",
-    "identitiesonly",
-    "identityfile",
-    "port",
-    "proxycommand",
-    "proxyjump",
-    "stricthostkeychecking",
-    "user",
+_READ = {"hostname", "identitiesonly", "identityfile", "port", "proxycommand", "proxyjump", "user"}
+_IGNORED = {
+    *("addressfamily", "bindaddress", "bindinterface", "certificatefile", "ciphers", "hostkeyalgorithms"),
+    *("hostkeyalias", "identityagent", "kexalgorithms", "knownhostscommand", "macs", "pkcs11provider"),
+    *("pubkeyacceptedalgorithms", "remotecommand"),
 }
-_UNSUPPORTED = {
-    "addressfamily": "AddressFamily",
-    "bindaddress": "BindAddress",
-    "bindinterface": "BindInterface",
-    "certificatefile": "CertificateFile",
-    "ciphers": "Ciphers",
-    "hostkeyalgorithms": "HostKeyAlgorithms",
-    "hostkeyalias": "HostKeyAlias",
-    "identityagent": "IdentityAgent",
-    "kexalgorithms": "KexAlgorithms",
-    "knownhostscommand": "KnownHostsCommand",
-    "macs": "MACs",
-    "pkcs11provider": "PKCS11Provider",
-    "pubkeyacceptedalgorithms": "PubkeyAcceptedAlgorithms",
-    "remotecommand": "RemoteCommand",
-    "userknownhostsfile": "UserKnownHostsFile",
-}
+"""Settings that csdctl warns about."""
 
 
 @dataclass(frozen=True)
@@ -157,42 +130,28 @@ class Target:
     python: str = ""
 
 
-@dataclass(frozen=True)
-class Arguments:
-    """A parsed command line of `ssh`: the arguments for reaching a machine, and the rest."""
-
-    kept: tuple[str, ...]
-    forwards_to: str
-    """The value of -W, or ''."""
-    words: tuple[str, ...]
-    """Host and command."""
-
-
 SshSettings = Mapping[str, Sequence[str]]
 """Output of `ssh -G`: values by lower-case keyword; IdentityFile may have several values."""
 
 
-def read_arguments(words: Sequence[str]) -> Arguments:
-    """Parse the arguments of `ssh`; raises ValueError for unknown options."""
+def read_arguments(words: Sequence[str]) -> tuple[tuple[str, ...], str, list[str]]:
+    """Return the arguments of `ssh` that define how a machine is reached, the value of -W, and the rest.
+
+    `Match exec`, which runs a program, is never among them. Raises ValueError for unknown options.
+    """
     try:
         options, rest = getopt.gnu_getopt(list(words), _LETTERS)
     except getopt.GetoptError as error:
         raise ValueError(error.msg) from None
     kept: list[str] = []
     for letter, value in options:
-        if letter == "-o" and not _is_read(value):
+        if letter == "-o" and re.split(r"[\s=]", value.strip())[0].lower() not in _READ | _IGNORED:
             continue
         if letter == "-i":
             kept += ["-o", f"IdentityFile={quote_value(value)}"]  # ssh drops an -i with a missing file
         elif letter in _KEPT:
             kept += [letter, value] if value else [letter]
-    return Arguments(tuple(kept), dict(options).get("-W", ""), tuple(rest))
-
-
-def _is_read(option: str) -> bool:
-    """Return whether the -o option `option` is used here; `Match exec`, which runs a program, never is."""
-    keyword = re.split(r"[\s=]", option.strip(), maxsplit=1)[0].lower()
-    return keyword in _SUPPORTED or keyword in _UNSUPPORTED
+    return tuple(kept), dict(options).get("-W", ""), rest
 
 
 def quote_value(text: str) -> str:
@@ -221,20 +180,21 @@ def parse_settings(output: str) -> SshSettings:
 def parse_proxy_command(command: str) -> tuple[str, tuple[str, ...]] | None:
     """Parse `ssh -W %h:%p [user@]gateway` to gateway and arguments; None for any other ProxyCommand."""
     try:
-        words = shlex.split(command.removeprefix("exec "))
-        arguments = read_arguments(words[1:])
+        program, *words = shlex.split(command.removeprefix("exec "))
+        kept, forwards_to, rest = read_arguments(words)
     except ValueError:
         return None
-    is_jump = words[:1] and Path(words[0]).name == "ssh" and arguments.forwards_to in ("%h:%p", "[%h]:%p")
-    if not is_jump or len(arguments.words) != 1:
+    if Path(program).name != "ssh" or forwards_to not in ("%h:%p", "[%h]:%p") or len(rest) != 1:
         return None
-    user, at, host = arguments.words[0].rpartition("@")
-    kept = tuple(word.replace("%%", "%") for word in arguments.kept)
-    return host, (*kept, *(("-l", user) if at else ()))
+    user, at, host = rest[0].rpartition("@")
+    return host, (*(word.replace("%%", "%") for word in kept), *(("-l", user) if at else ()))
 
 
-def build_node(target: Target, settings: SshSettings, jump: Node | None, home: Path) -> Node:
-    """Build the node of `target`; raises InputError for an address or user that a fleet file may not have."""
+def build_node(target: Target, settings: SshSettings, keys: Sequence[Path], jump: Node | None) -> Node:
+    """Build the node of `target`, with the first of `keys` that exists.
+
+    Raises InputError for an address or user that a fleet file may not have.
+    """
     address, user = settings["hostname"][0], settings["user"][0]
     for text, pattern, what in ((address, ADDRESS, "address"), (user, USER, "user name")):
         if not pattern.fullmatch(text):
@@ -244,62 +204,38 @@ def build_node(target: Target, settings: SshSettings, jump: Node | None, home: P
         address=address,
         port=int(settings["port"][0]),
         user=user,
-        key=next((path for path in _identities(settings, home) if os.path.isfile(path)), None),
+        key=next((path for path in keys if os.path.isfile(path)), None),
         python=target.python or "python3",
         groups=target.groups,
         jump=jump,
     )
 
 
-def list_notes(
-    settings: SshSettings, defaults: SshSettings, known_hosts: Sequence[Path], home: Path
-) -> list[str]:
+def list_notes(settings: SshSettings, defaults: SshSettings, keys: Sequence[Path]) -> list[str]:
     """List the `settings` that csdctl ignores, one line each; `defaults` are those of plain `ssh`."""
     notes = [
-        f"{name} {' '.join(settings[keyword])} is ignored"
-        for keyword, name in _UNSUPPORTED.items()
+        f"{keyword} {' '.join(settings[keyword])} is ignored"
+        for keyword in sorted(_IGNORED)
         if settings.get(keyword) and settings[keyword] != defaults.get(keyword)
-        if keyword != "userknownhostsfile" or _has_other_files(settings[keyword], known_hosts, home)
     ]
-    if settings.get("stricthostkeychecking", [""])[0] in ("no", "off", "false", "accept-new"):
-        notes.append("StrictHostKeyChecking is off; csdctl always checks host keys")
-    if settings.get("identityfile") != defaults.get("identityfile"):
-        paths = _identities(settings, home)
-        if paths and not any(map(os.path.isfile, paths)):
-            notes.append(f"IdentityFile {paths[0]} does not exist; the agent and the default keys are used")
+    if keys and not any(map(os.path.isfile, keys)):
+        notes.append(f"IdentityFile {keys[0]} does not exist; the agent and the default keys are used")
     return notes
 
 
-def written_identities(settings: SshSettings, defaults: SshSettings) -> SshSettings:
-    """Return `settings` without the default key files, which every ssh tries."""
+def list_keys(settings: SshSettings, defaults: SshSettings, home: Path) -> list[Path]:
+    """Return the key files of `settings`, without those of `defaults`, which every ssh tries.
+
+    `ssh -G` does not expand their tokens.
+    """
     if settings.get("identityfile") == defaults.get("identityfile"):
-        return {**settings, "identityfile": []}
-    return settings
-
-
-def _identities(settings: SshSettings, home: Path) -> list[Path]:
-    """Return the key files; `ssh -G` does not expand their tokens."""
-    tokens = {
-        "%d": str(home),
-        "%h": settings["hostname"][0],
-        "%r": settings["user"][0],
-        "%p": settings["port"][0],
-        "%n": settings.get("host", [""])[0],
-        "%%": "%",
-    }
+        return []
+    tokens = {"d": str(home), "h": settings["hostname"][0], "r": settings["user"][0], "%": "%"}
+    tokens |= {"p": settings["port"][0], "n": settings.get("host", [""])[0]}
     paths = []
     for text in settings.get("identityfile", ()):
         if text == "none":
             continue
-        parts = text.split("%%")
-        for token, value in tokens.items():
-            parts = [part.replace(token, value) for part in parts]
-        path = "%".join(parts)
+        path = re.sub("%(.)", lambda found: tokens.get(found[1], found[0]), text)
         paths.append(home / path[2:] if path.startswith("~/") else Path(path).absolute())
     return [path for path in paths if path.suffix != ".pub"]
-
-
-def _has_other_files(values: Sequence[str], known_hosts: Sequence[Path], home: Path) -> bool:
-    ours = {str(path) for path in known_hosts} | {str(home / ".ssh" / "known_hosts2")}
-    # `ssh -G` quotes nothing, whatever is in a name.
-    return not all(file in ours for value in values for file in value.split())

@@ -7,6 +7,7 @@ import platform
 import re
 import shlex
 import sys
+import traceback
 from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, requires, version
 
@@ -33,39 +34,23 @@ def build_repair_command(package: str) -> str:
     )
 
 
-def explain_import(error: BaseException) -> CsdctlError | None:
+def explain_import(error: ImportError) -> CsdctlError | None:
     """Return an error for a package of PACKAGES that is missing or cannot be loaded, or None for others."""
-    package = _find_package(error)
+    missing = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    package = missing if missing in PACKAGES else find_package("".join(traceback.format_exception(error)))
     if package is None:
         return None
-    is_missing = isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] == package
-    why = (
-        f"{package}, which this command needs, is not installed on this machine"
-        if is_missing
-        else f"{package}, which this command needs, cannot be loaded: {error}"
-    )
-    explained = CsdctlError(why, remedy=f"run: {build_repair_command(package)}")
+    why = "is not installed on this machine" if package == missing else f"cannot be loaded: {error}"
+    message = f"{package}, which this command needs, {why}"
+    explained = CsdctlError(message, remedy=f"run: {build_repair_command(package)}")
     explained.__cause__ = error
     return explained
-
-
-def _find_package(error: BaseException) -> str | None:
-    """Return the package that was imported: the one that is missing, or the outermost that failed to load."""
-    if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] in PACKAGES:
-        return (error.name or "").partition(".")[0]
-    trace = error.__traceback__
-    while trace:
-        module = str(trace.tb_frame.f_globals.get("__name__", "")).partition(".")[0]
-        if module in PACKAGES:
-            return module
-        trace = trace.tb_next
-    return None
 
 
 def find_package(trace: str) -> str | None:
     """Return the package of PACKAGES that a printed traceback says could not be loaded."""
     for line in trace.splitlines():
-        found = re.search(r"[/']site-packages/(\w+)/|No module named '(\w+)", line)
+        found = re.search(r"[/'](?:site|dist)-packages/(\w+)/|No module named '(\w+)", line)
         if found and (found[1] or found[2]) in PACKAGES:
             return found[1] or found[2]
     return None

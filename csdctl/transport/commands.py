@@ -29,7 +29,7 @@ MAX_COMMAND_LINE_BYTES = 120_000
 """Linux rejects a single argument above 128 KiB, and `sh -c` gets the line as one argument."""
 
 WATCHDOG_GRACE_S = 2
-"""How long after csdctl's deadline the node ends the command on its own."""
+"""Time after csdctl's deadline at which the node ends the command on its own."""
 
 _UMASK = "umask 077\n"
 
@@ -44,22 +44,8 @@ then exec setsid sh -c "csdctl_group=\\$\\$; $csdctl_inner" csdctl "$@"
 else csdctl_group=0; eval "$csdctl_inner"
 fi"""
 
-# `(exec "$@")` runs the program of that name, never a shell builtin. TERM is ignored only after the command
-# has ended, because children inherit ignored signals.
+# `(exec "$@")` runs the program of that name, never a shell builtin.
 _INNER = """\
-csdctl_token=$1 csdctl_seconds=$2; shift 2
-printf '%s\\n' "$csdctl_token"
-printf '%s %s\\n' "$csdctl_token" "$csdctl_group" >&2
-if [ "$csdctl_seconds" != 0 ] && [ "$csdctl_group" != 0 ]; then
-(exec </dev/null >/dev/null 2>&1; sleep "$csdctl_seconds"; kill -KILL "-$$") &
-fi
-(exec "$@")
-csdctl_code=$?
-if [ "$csdctl_group" != 0 ]; then trap '' TERM; kill -TERM "-$$" 2>/dev/null; fi
-exit $csdctl_code"""
-
-# The user's own command, as after a login: what it leaves in the background stays; the watchdog does not.
-_INNER_OF_USER = """\
 csdctl_token=$1 csdctl_seconds=$2 csdctl_watchdog=; shift 2
 printf '%s\\n' "$csdctl_token"
 printf '%s %s\\n' "$csdctl_token" "$csdctl_group" >&2
@@ -70,11 +56,20 @@ csdctl_watchdog=$!
 fi
 (exec "$@")
 csdctl_code=$?
+"""
+
+# TERM is ignored only after the command has ended, because children inherit ignored signals.
+_END = """\
+if [ "$csdctl_group" != 0 ]; then trap '' TERM; kill -TERM "-$$" 2>/dev/null; fi
+exit $csdctl_code"""
+
+# The user's own command, as after a login: what it leaves in the background stays; the watchdog does not.
+_END_OF_USER = """\
 if [ -n "$csdctl_watchdog" ]; then kill -TERM "$csdctl_watchdog" 2>/dev/null; fi
 exit $csdctl_code"""
 
 _GROUP = re.compile(rb"(0|[1-9][0-9]{1,9}|[2-9])?")
-"""What follows the token: a process group's id, 0 where there is none, or nothing. 1 is never csdctl's."""
+"""The rest of the token's line: a process group's id, 0 if there is none, or nothing. 1 is never csdctl's."""
 
 
 @dataclass(frozen=True)
@@ -114,8 +109,8 @@ def build_wrapped_command(
             raise InputError(f"an argument of `{command[0]}` contains a NUL byte: {argument!r}")
     token = f"csdctl-{secrets.token_hex(8)}"
     seconds = 0 if deadline_s is None else math.ceil(deadline_s) + WATCHDOG_GRACE_S
-    outer, inner = (_OUTER, _INNER_OF_USER) if is_users else (_UMASK + _OUTER, _INNER)
-    argv = ("sh", "-c", outer, "csdctl", inner, token, str(seconds), *command)
+    outer, end = (_OUTER, _END_OF_USER) if is_users else (_UMASK + _OUTER, _END)
+    argv = ("sh", "-c", outer, "csdctl", _INNER + end, token, str(seconds), *command)
     return WrappedCommand(tuple(command), argv, token)
 
 

@@ -25,7 +25,7 @@ from csdctl.transport.known_hosts import SSH_PORT, KnownHosts
 from csdctl.transport.many import check_open_files, fleet_known_hosts_paths, run_on_all
 from csdctl.transport.session import MAX_OUTPUT_BYTES, Deadline, bounded
 from csdctl.transport.ssh import channel_error, kill_group
-from csdctl.transport.ssh_connect import JumpHosts, lost_connection_error, make_jump_hosts, open_transport
+from csdctl.transport.ssh_connect import JumpHosts, lost_connection_error, open_transport
 from csdctl.transport.strict_transport import LOST, request_exec
 
 START_DEADLINE_S = 30.0
@@ -38,9 +38,8 @@ _LOGIN_SHELL = 'exec "${SHELL:-/bin/sh}" -c "$1"'
 
 @dataclass(frozen=True)
 class FleetLink:
-    """Host keys, connections to jump hosts, and deadlines, shared by the connections of a fleet."""
+    """Connections to jump hosts, and deadlines, shared by the connections of a fleet."""
 
-    known_hosts: KnownHosts
     jumps: JumpHosts
     connect_deadline_s: float
     command_deadline_s: float | None
@@ -80,9 +79,7 @@ class FleetConnection(fabric.Connection):  # type: ignore[misc]
         """Connect, unless connected; raises UnreachableError, HostKeyError, AuthenticationError."""
         if not self.is_connected:
             link = self._link
-            transport = open_transport(
-                self.node, link.known_hosts, Deadline(link.connect_deadline_s), link.jumps
-            )
+            transport = open_transport(self.node, Deadline(link.connect_deadline_s), link.jumps)
             transport.channel_timeout = START_DEADLINE_S
             self.transport = transport
             self.client = SimpleNamespace(
@@ -258,8 +255,8 @@ def open_group(
     Raises InputError when the system allows too few open files.
     """
     check_open_files(len(fleet.nodes))
-    known_hosts = KnownHosts.load(fleet_known_hosts_paths(fleet, directory))
-    link = FleetLink(known_hosts, make_jump_hosts(known_hosts), connect_deadline_s, command_deadline_s)
+    jumps = JumpHosts(KnownHosts.load(fleet_known_hosts_paths(fleet, directory)))
+    link = FleetLink(jumps, connect_deadline_s, command_deadline_s)
     group: FleetGroup = FleetGroup.from_connections(
         FleetConnection(node, link, folder, (printed or {}).get(node.name, {})) for node in fleet.nodes
     )

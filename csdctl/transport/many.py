@@ -4,16 +4,14 @@ A machine that fails never stops the others and never hides their results.
 """
 
 import contextlib
-import gc
 import queue
 import resource
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from csdctl.errors import (
     CsdctlError,
@@ -142,10 +140,11 @@ class _Connections:
         connect_deadline_s: float,
         on_traffic: OnTraffic,
     ) -> None:
-        self._connect, make_jump_hosts = _load_ssh()
+        from csdctl.transport import ssh, ssh_connect  # paramiko takes 0.1 s to load
+
+        self._connect = ssh.connect
         paths = fleet_known_hosts_paths(fleet, directory) if known_hosts is None else known_hosts
-        self._known = KnownHosts.load(paths)
-        self._jumps = make_jump_hosts(self._known)
+        self._jumps = ssh_connect.JumpHosts(KnownHosts.load(paths))
         self._connect_deadline_s = connect_deadline_s
         self._on_traffic = on_traffic
         self._open: set[Session] = set()
@@ -166,8 +165,7 @@ class _Connections:
 
     def connect(self, node: Node) -> Session:
         """Open a session to `node`; raises UnreachableError, HostKeyError or AuthenticationError."""
-        deadline_s = self._connect_deadline_s
-        return self.keep(self._connect(node, self._known, connect_deadline_s=deadline_s, jumps=self._jumps))
+        return self.keep(self._connect(node, self._jumps, connect_deadline_s=self._connect_deadline_s))
 
     def keep(self, session: Session) -> Session:
         """Close `session` at the end; raises UnreachableError when that has come."""
@@ -214,7 +212,7 @@ def run_on_nodes(
         finally:
             connections.close(session)
 
-    with connections, _longer_thread_slices():
+    with connections:
         workers = num_at_once + (host is not None)
         return run_on_all(machines | nodes, visit, max_workers=workers, on_done=on_done)
 
@@ -270,37 +268,6 @@ def fleet_known_hosts_paths(fleet: Fleet, directory: Path) -> tuple[Path, ...]:
     own = fleet.path.absolute().parent
     enclosing = [parent.parent for parent in (own, *own.parents) if parent.name == ".csdctl"]
     return known_hosts_paths(directory, own, *enclosing)
-
-
-def _load_ssh() -> tuple[Callable[..., Session], Callable[[KnownHosts], Any]]:
-    """Import `ssh.connect` and `ssh_connect.make_jump_hosts` lazily: paramiko takes 0.1 s to load.
-
-    Half of that time would be for invoke, which paramiko needs only for an ssh_config directive
-    (`Match exec`) that csdctl never passes to it.
-    """
-    hides_invoke = "invoke" not in sys.modules
-    if hides_invoke:
-        sys.modules["invoke"] = None  # type: ignore[assignment]
-    try:
-        from csdctl.transport.ssh import connect
-        from csdctl.transport.ssh_connect import make_jump_hosts
-    finally:
-        if hides_invoke:
-            del sys.modules["invoke"]
-    return connect, make_jump_hosts
-
-
-@contextlib.contextmanager
-def _longer_thread_slices() -> Iterator[None]:
-    """Switch threads less often: with hundreds of threads, switching is a sixth of the work."""
-    before_s = sys.getswitchinterval()
-    sys.setswitchinterval(0.1)
-    gc.freeze()  # keeps the garbage collector from scanning all loaded modules again and again
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-        sys.setswitchinterval(before_s)
 
 
 def _call(name: str, item: ItemT, function: Callable[[ItemT], ResultT]) -> Outcome[ResultT]:

@@ -21,7 +21,7 @@ class TrafficClass(StrEnum):
     GRADIENT = "gradient"
     PUBLIC = "public samples"
     ACTIVATIONS = "activations"
-    """What passes the cut of a model: activations and labels of samples, gradients of activations."""
+    """Data that passes the cut of a model: activations and labels of samples, gradients of activations."""
     FEATURES = "features of public samples"
     FILES = "files"
     """Directory trees that the user deploys."""
@@ -105,9 +105,5 @@ def add_up(opened: Iterable[tuple[Node, Meter]]) -> LinkBytes:
 
 def _links(node: Node) -> Iterator[tuple[str, str]]:
     """Yield the links on the way to `node`, the last link first."""
-    while True:
-        near = node.jump.name if node.jump else HOST_NAME
-        yield near, node.name
-        if not node.jump:
-            return
-        node = node.jump
+    for machine in (node, *node.jumps):
+        yield machine.jump.name if machine.jump else HOST_NAME, machine.name

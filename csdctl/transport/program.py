@@ -42,21 +42,21 @@ ResultT = TypeVar("ResultT")
 
 @dataclass(frozen=True)
 class Patience:
-    """How long a program may take and how much it may print; whatever it prints, it is then ended."""
+    """Limits of the time of a program and of what it prints; beyond them it is ended."""
 
     silence_s: float = 120.0
-    """Without a line: a program that works for long sends a heartbeat every second."""
+    """Maximum time without a line: a program that works for long sends a heartbeat every second."""
     standstill_s: float = 7200.0
-    """Without one more sample: what a listing of millions of files, the sync of a large disk, or a user's
-    function before its first sample may take."""
+    """Maximum time without one more sample: a listing of millions of files, the sync of a large disk, or a
+    user's function before its first sample may take it."""
     whole_s: float = 7 * 86_400.0
-    """For everything."""
+    """Maximum time for everything."""
     spare_lines: int = 1000
     """Lines, beside MAX_LINES_PER_S, that a program or a slow network may deliver together."""
 
 
 MAX_PRINTED_LINES = 20_000
-"""Of a model that is loaded, beside frames."""
+"""Lines that loading a model may print, beside frames."""
 
 
 def within(deadline_s: float) -> Patience:

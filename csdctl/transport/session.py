@@ -73,7 +73,7 @@ SLICE_BYTES = 256 * 1024
 """Maximum size of one write: paramiko's `sendall` is quadratic in the size of its argument."""
 
 LEFTOVER_OUTPUT_S = 1.0
-"""How long to wait for more output after the command has ended."""
+"""Maximum wait for more output after the command has ended."""
 
 
 class Process(Protocol):

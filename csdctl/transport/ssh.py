@@ -20,7 +20,6 @@ from csdctl.transport.session import Deadline, Running, Session, bounded
 from csdctl.transport.ssh_connect import (
     JumpHosts,
     lost_connection_error,
-    make_jump_hosts,
     open_transport,
 )
 from csdctl.transport.strict_transport import LOST, StrictTransport, request_exec
@@ -38,20 +37,15 @@ _SEND_POLL_S = 0.5
 
 
 def connect(
-    node: Node,
-    known_hosts: KnownHosts | Iterable[Path],
-    *,
-    connect_deadline_s: float = 10.0,
-    jumps: JumpHosts | None = None,
+    node: Node, known_hosts: JumpHosts | Iterable[Path], *, connect_deadline_s: float = 10.0
 ) -> "SshSession":
-    """Open a session to `node`; `known_hosts` are the files or their parsed content.
+    """Open a session to `node`.
 
-    `jumps` are the connections to jump hosts, shared with other nodes. Raises UnreachableError, HostKeyError
-    or AuthenticationError within the deadline.
+    `known_hosts` are files, or the connections to jump hosts that it shares with other nodes.
+    Raises UnreachableError, HostKeyError or AuthenticationError within the deadline.
     """
-    known = known_hosts if isinstance(known_hosts, KnownHosts) else KnownHosts.load(known_hosts)
-    jumps = jumps or make_jump_hosts(known)
-    return SshSession(node, open_transport(node, known, Deadline(connect_deadline_s), jumps))
+    jumps = known_hosts if isinstance(known_hosts, JumpHosts) else JumpHosts(KnownHosts.load(known_hosts))
+    return SshSession(node, open_transport(node, Deadline(connect_deadline_s), jumps))
 
 
 class SshSession(Session):

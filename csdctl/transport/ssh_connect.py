@@ -24,7 +24,7 @@ import socket
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ from csdctl.transport.session import Deadline, bounded
 from csdctl.transport.strict_transport import LOST, MAX_PACKET_BYTES, StrictTransport
 
 MIN_RSA_BITS = 1024
-"""Of host keys; the default of OpenSSH's RequiredRSASize."""
+"""Minimum length of RSA host keys; the default of OpenSSH's RequiredRSASize."""
 
 # AES-GCM needs no separate MAC and is hardware-accelerated on both sides: large uploads take half the time.
 _CIPHERS = ("aes128-gcm@openssh.com", "aes256-gcm@openssh.com", "aes128-ctr", "aes192-ctr", "aes256-ctr")
@@ -86,41 +86,24 @@ def _known_hosts_type(algorithm: str) -> str:
     return "ssh-rsa" if algorithm.startswith("rsa-sha2-") else algorithm
 
 
-MAX_CONNECTING = 32
-"""Maximum number of nodes that connect through a jump host concurrently, limited by its CPU."""
-
 CAUSE_S = 1.0
 _PROHIBITED = 1
 """SSH_OPEN_ADMINISTRATIVELY_PROHIBITED, RFC 4254 section 5.1."""
 
-OpenTransport = Callable[[Node, Deadline], StrictTransport]
-
 
 class JumpHosts:
-    """The open connections to jump hosts of one command. The caller closes it."""
+    """The known host keys and open connections to jump hosts of one command. The caller closes it.
 
-    def __init__(self, open_transport: OpenTransport) -> None:
-        self._open_transport = open_transport
+    Jump hosts connect on first use; nested jump hosts share their connections too.
+    """
+
+    def __init__(self, known_hosts: KnownHosts) -> None:
+        self.known_hosts = known_hosts
         self._locks: defaultdict[Node, threading.Lock] = defaultdict(threading.Lock)
-        self._slots: defaultdict[Node, threading.Semaphore] = defaultdict(
-            lambda: threading.Semaphore(MAX_CONNECTING)
-        )
         self._transports: dict[Node, StrictTransport] = {}
         self._errors: dict[Node, CsdctlError] = {}
         self.opened: list[tuple[Node, Meter]] = []
         """Every connection that was started, to jump hosts and to nodes, including failed ones."""
-
-    @contextlib.contextmanager
-    def slot(self, node: Node, deadline: Deadline) -> Iterator[None]:
-        """Wait for a slot to connect to `node` through its jump host."""
-        assert node.jump
-        slots = self._slots[node.jump]
-        if not slots.acquire(timeout=deadline.left_s):
-            raise _timed_out(node, node.jump, deadline)
-        try:
-            yield
-        finally:
-            slots.release()
 
     def open_channel(self, node: Node, deadline: Deadline) -> paramiko.Channel:
         """Open a channel from the jump host to the address of `node`, to be used as a socket.
@@ -170,7 +153,7 @@ class JumpHosts:
                 raise _behind(node, jump, self._errors[jump])
             if jump not in self._transports:
                 try:
-                    self._transports[jump] = self._open_transport(jump, deadline)
+                    self._transports[jump] = open_transport(jump, deadline, self)
                 except CsdctlError as error:
                     self._errors[jump] = error
                     raise _behind(node, jump, error) from None
@@ -226,7 +209,6 @@ def _timed_out(node: Node, jump: Node, deadline: Deadline) -> JumpHostError:
 MAX_TRIES = 3
 """Attempts to connect to a server that drops connections (sshd's MaxStartups)."""
 
-_OPENSSH_KEY = b"openssh-key-v1\0"
 _DEFAULT_KEYS = ("id_ed25519", "id_ecdsa", "id_rsa")
 
 # Without a handler, Python would print paramiko's errors; csdctl reports them as its own.
@@ -237,40 +219,27 @@ class _ConnectionDropped(Exception):
     """The server closed the connection before it was ready; a retry may succeed."""
 
 
-def make_jump_hosts(known_hosts: KnownHosts) -> JumpHosts:
-    """Return jump hosts that connect on first use; nested jump hosts share their connections too."""
-    jumps = JumpHosts(lambda node, deadline: open_transport(node, known_hosts, deadline, jumps))
-    return jumps
-
-
-def fetch_host_key(
-    node: Node, known_hosts: KnownHosts, jumps: JumpHosts, *, connect_deadline_s: float
-) -> tuple[str, bytes]:
+def fetch_host_key(node: Node, jumps: JumpHosts, *, connect_deadline_s: float) -> tuple[str, bytes]:
     """Return type and blob of the host key of `node`, unchecked; its jump host's key is checked.
 
     Raises UnreachableError.
     """
-    with _started(node, known_hosts, Deadline(connect_deadline_s), jumps) as transport:
+    with _started(node, Deadline(connect_deadline_s), jumps) as transport:
         key = transport.get_remote_server_key()
         transport.close()
         return key.get_name(), key.asbytes()
 
 
-def open_transport(
-    node: Node,
-    known_hosts: KnownHosts,
-    deadline: Deadline,
-    jumps: JumpHosts,
-) -> StrictTransport:
+def open_transport(node: Node, deadline: Deadline, jumps: JumpHosts) -> StrictTransport:
     """Return an authenticated connection to `node`, through its jump host if it has one.
 
     Raises UnreachableError, HostKeyError or AuthenticationError, within `deadline`.
     """
     keys: list[paramiko.PKey] | None = None
     while True:
-        with _started(node, known_hosts, deadline, jumps) as transport:
+        with _started(node, deadline, jumps) as transport:
             key = transport.get_remote_server_key()
-            known_hosts.check(node.name, node.address, node.port, key.get_name(), key.asbytes())
+            jumps.known_hosts.check(node.name, node.address, node.port, key.get_name(), key.asbytes())
             keys = load_keys(node) if keys is None else keys
             if _authenticate(node, transport, keys, deadline):
                 transport.packetizer.writes_end_s = math.inf
@@ -282,15 +251,12 @@ def open_transport(
 
 
 @contextlib.contextmanager
-def _started(
-    node: Node, known_hosts: KnownHosts, deadline: Deadline, jumps: JumpHosts
-) -> Iterator[StrictTransport]:
+def _started(node: Node, deadline: Deadline, jumps: JumpHosts) -> Iterator[StrictTransport]:
     """Yield a connection after key exchange, retried when dropped; closed when the body fails."""
     num_drops = 0
     while True:
         try:
-            with jumps.slot(node, deadline) if node.jump else contextlib.nullcontext():
-                transport = _start_transport(node, known_hosts, deadline, jumps)
+            transport = _start_transport(node, deadline, jumps)
             break
         except _ConnectionDropped as dropped:
             num_drops += 1
@@ -414,14 +380,12 @@ def load_keys(node: Node) -> list[paramiko.PKey]:
     return keys
 
 
-def _start_transport(
-    node: Node, known_hosts: KnownHosts, deadline: Deadline, jumps: JumpHosts
-) -> StrictTransport:
+def _start_transport(node: Node, deadline: Deadline, jumps: JumpHosts) -> StrictTransport:
     """Open a connection and exchange keys; raises _ConnectionDropped when a retry may succeed."""
     connection = jumps.open_channel(node, deadline) if node.jump else open_socket(node, deadline)
     transport = StrictTransport(connection)
     jumps.opened.append((node, transport.packetizer.meter))
-    known_types = {key.type for key in known_hosts.lookup(node.address, node.port)}
+    known_types = {key.type for key in jumps.known_hosts.lookup(node.address, node.port)}
     choose_algorithms(transport.get_security_options(), known_types)
     transport.packetizer.writes_end_s = time.monotonic() + deadline.left_s
     try:
@@ -471,17 +435,12 @@ def _authenticate(
             remedy="set `key:` in fleet.yaml, or generate a key with ssh-keygen",
         )
     while keys and not deadline.has_passed:
-        key = keys[0]
-        try:
-            if transport.offer_key(node.user, key, max(0.1, deadline.left_s)):
+        with contextlib.suppress(*LOST):
+            if transport.offer_key(node.user, keys[0], max(0.1, deadline.left_s)):
                 return True
-            keys.pop(0)  # refused; or accepted, but the server wants a second factor: not supported
-            if not transport.is_active() and keys:
-                return False
-        except LOST:
-            keys.pop(0)
-            if not transport.is_active() and keys:
-                return False
+        keys.pop(0)  # refused; or accepted, but the server wants a second factor: not supported
+        if keys and not transport.is_active():
+            return False
     if violation := transport.packetizer.violation:
         raise _violation_error(node.name, violation)
     if deadline.has_passed:
@@ -510,7 +469,8 @@ def _load_key(node: Node, path: Path) -> paramiko.PKey:
     except (paramiko.PasswordRequiredException, TypeError):
         if key := _find_in_agent(path):
             return key
-        raise refused("has a passphrase, and csdctl never prompts", f"run `ssh-add {path}`") from None
+        remedy = f"run `ssh-add {path}`; {path}.pub must be there too"
+        raise refused("has a passphrase, and csdctl never prompts", remedy) from None
     except OSError as error:
         raise refused(f"cannot be read: {error.strerror}", "fix its permissions") from None
     except Exception as error:  # parsers of three libraries, each with its own exceptions
@@ -524,24 +484,8 @@ def _read_key(path: Path, mtime_ns: int, num_bytes: int) -> paramiko.PKey:
 
 
 def _find_in_agent(path: Path) -> paramiko.PKey | None:
-    """Return the agent's key that matches the private key at `path`, if the agent holds it."""
-    blob = _read_public_blob(path)
-    with contextlib.suppress(paramiko.SSHException, OSError):
+    """Return the agent's key for the private key at `path`, by its public key in KEY.pub."""
+    with contextlib.suppress(paramiko.SSHException, OSError, ValueError, IndexError):
+        blob = base64.b64decode(Path(f"{path}.pub").read_text(encoding="utf-8").split()[1])
         return next((key for key in paramiko.Agent().get_keys() if key.asbytes() == blob), None)
     return None
-
-
-def _read_public_blob(path: Path) -> bytes:
-    """Return the public part of a private key, from KEY.pub or the unencrypted header; b'' if unknown."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        return base64.b64decode(Path(f"{path}.pub").read_text(encoding="utf-8").split()[1])
-    with contextlib.suppress(OSError, ValueError):
-        lines = path.read_text(encoding="ascii").split("\n")
-        content = base64.b64decode("".join(line for line in lines if line and not line.startswith("-----")))
-        if content.startswith(_OPENSSH_KEY):
-            fields = paramiko.Message(content[len(_OPENSSH_KEY) :])
-            for _ in ("cipher", "kdf", "kdf options"):
-                fields.get_binary()
-            fields.get_int()  # the number of keys: always 1
-            return fields.get_binary()
-    return b""

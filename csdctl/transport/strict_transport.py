@@ -33,7 +33,7 @@ import time
 from collections.abc import Callable
 from enum import IntEnum
 from select import POLLOUT, poll
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import paramiko
 from paramiko.common import MSG_NAMES
@@ -45,16 +45,16 @@ MAX_PACKET_BYTES = 256 * 1024
 """The same as OpenSSH's limit."""
 
 MAX_EARLY_PACKET_BYTES = 35_000
-"""Until login, and in key exchanges: what RFC 4253 section 6.1 requires everyone to accept."""
+"""Largest packet before login and message of a key exchange: RFC 4253 section 6.1 requires to accept it."""
 
 MAX_BANNER_LINE_BYTES = 8192
 """The same as OpenSSH's limit for the version and for each line before it; paramiko reads 100 lines."""
 
 WRITE_DEADLINE_S = 15.0
-"""How long a packet may take to leave: only a server that hardly reads exceeds it."""
+"""Maximum time to send a packet: only a server that hardly reads exceeds it."""
 
 LOST = (paramiko.SSHException, EOFError, OSError)
-"""What sending raises when the connection is lost."""
+"""Exceptions that sending raises when the connection is lost."""
 
 _RECEIVE_BYTES = 1 << 17
 
@@ -77,9 +77,9 @@ class GreedyPacketizer(Packetizer):
         self.meter = Meter()
         self.max_packet_bytes = MAX_EARLY_PACKET_BYTES
         self.writes_end_s = float("inf")
-        """When nothing may be written any more, by the monotonic clock: the end of the connect deadline."""
+        """End of the time for writing, by the monotonic clock: the end of the connect deadline."""
         self.violation = ""
-        """What the server did against the protocol, for which the connection was closed; '' if nothing."""
+        """The violation of the protocol for which the connection was closed; '' if there is none."""
         self.before_read: Callable[[], None] = lambda: None
         """Called before the next message is awaited."""
         self.check: Callable[[int, paramiko.Message], None] = lambda kind, message: None
@@ -231,20 +231,20 @@ OF_COMMANDS = range(80, 128)
 OF_A_CHANNEL = range(91, 101)
 
 MAX_EXTENSIONS = 64
-"""In one message; OpenSSH has three. paramiko loops as often as the server says, up to 2^32 times."""
+"""Extensions in a message; OpenSSH has three. paramiko loops as often as the server says, up to 2^32."""
 
 MAX_IDLE_COST = 100_000.0
-"""Allowed at once: a message costs 1, and 1 for each KiB. Receiving them takes some seconds of CPU time."""
+"""Cost allowed at once: a message costs 1, and 1 for each KiB. Receiving them takes some seconds of CPU."""
 
 IDLE_COST_PER_S = 1_000.0
-"""Allowed for ever: about a hundredth of a CPU."""
+"""Cost that is allowed for ever: about a hundredth of a CPU."""
 
 KEY_EXCHANGE_COST = 250.0
-"""For a key exchange that csdctl did not ask for: about 10 ms of CPU time. Data pays for it, 1 for each KiB,
+"""Cost of a key exchange that csdctl did not ask for: about 10 ms of CPU. Data pays for it, 1 for each KiB,
 in either direction: a server with a small RekeyLimit is honest."""
 
 DEBUG_BYTES_PER_COST = 32
-"""Of debug messages: paramiko escapes each byte by itself."""
+"""Bytes of a debug message per unit of cost: paramiko escapes each byte by itself."""
 
 SMALL_WINDOW_BYTES = 1024
 
@@ -253,25 +253,10 @@ _STDERR = 1
 _HEADER_BYTES: dict[int, int] = {Kind.DATA: 8, Kind.EXTENDED_DATA: 12}
 
 
-class Connection(Protocol):
-    """What the rules ask about the connection."""
-
-    packetizer: GreedyPacketizer
-    channels_seen: dict[int, bool]
-    """The numbers of all channels that csdctl has opened."""
-    num_logins_requested: int
-
-    def is_authenticated(self) -> bool:
-        """Whether the login has succeeded."""
-
-    def find_channel(self, number: int) -> paramiko.Channel | None:
-        """Return the channel, None unless it is open."""
-
-
 class ServerRules:
     """Refuses messages that no honest server sends."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: "StrictTransport") -> None:
         self._connection = connection
         self._cost_left = MAX_IDLE_COST
         self._counted_s = time.monotonic()
@@ -357,6 +342,7 @@ class StrictTransport(paramiko.Transport):
     # Attributes of paramiko.Transport that its type stubs leave out.
     _channels: Any
     channels_seen: dict[int, bool]
+    """The numbers of all channels that csdctl has opened."""
     clear_to_send: threading.Event
     host_key: paramiko.PKey | None
 

@@ -17,7 +17,7 @@ from csdctl.errors import HostKeyError
 from csdctl.fleet.model import Node
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.transport.known_hosts import KnownHosts, fingerprint
-from csdctl.workflows.discovery.trust import KeyState, ShownKey, accept_keys, forget_keys
+from csdctl.workflows.discovery.trust import ShownKey, accept_keys, forget_keys
 
 pytestmark = pytest.mark.first(1)
 
@@ -117,7 +117,7 @@ def test_comment_does_not_become_a_line_when_the_file_is_written_again(tmp_path:
     project = ProjectDirectory(tmp_path)
     project.known_hosts.parent.mkdir(parents=True)
     project.known_hosts.write_bytes(f"other {TRUSTED} by{mark}{ADDRESS} {EVIL}\nold {TRUSTED}\n".encode())
-    key = ShownKey(Node("csd1", "10.0.0.2"), "ssh-ed25519", base64.b64decode(BODY), KeyState.NEW)
+    key = ShownKey(Node("csd1", "10.0.0.2"), "ssh-ed25519", base64.b64decode(BODY), "new")
     accept_keys([key], project)
     assert forget_keys([Node("csd2", "old")], project) == {"csd2": 1}
     add_host_keys(project.known_hosts, {2222: TRUSTED}, "fleet")

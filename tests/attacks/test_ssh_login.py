@@ -22,7 +22,7 @@ from csdctl.fleet.model import Node
 from csdctl.transport.known_hosts import KnownHosts
 from csdctl.transport.many import run_on_all
 from csdctl.transport.ssh import connect
-from csdctl.transport.ssh_connect import fetch_host_key, make_jump_hosts
+from csdctl.transport.ssh_connect import JumpHosts, fetch_host_key
 from tests.attacks.hostile_ssh import (
     LOST,
     Attack,
@@ -304,9 +304,9 @@ def test_short_rsa_host_keys_are_refused_as_by_openssh(tmp_path: Path) -> None:
     with hostile_server(tmp_path / "evil", Attack(host_key=key)) as server:
         with pytest.raises(HostKeyError, match="RSA with 776 bits, but 1024 are the least"):
             log_in(server)
-        jumps = make_jump_hosts(KnownHosts())
+        jumps = JumpHosts(KnownHosts())
         with pytest.raises(HostKeyError, match="1024"):
-            fetch_host_key(server.node(), KnownHosts(), jumps, connect_deadline_s=scaled(10))
+            fetch_host_key(server.node(), jumps, connect_deadline_s=scaled(10))
 
 
 @pytest.mark.attack(5)

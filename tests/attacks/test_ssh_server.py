@@ -18,7 +18,7 @@ from csdctl.fleet.model import Node
 from csdctl.transport.known_hosts import KnownHosts
 from csdctl.transport.session import Deadline
 from csdctl.transport.ssh import SshSession, connect
-from csdctl.transport.ssh_connect import make_jump_hosts, open_transport
+from csdctl.transport.ssh_connect import JumpHosts, open_transport
 from csdctl.transport.strict_transport import StrictTransport
 from tests.attacks.hostile_ssh import (
     LOST,
@@ -69,7 +69,7 @@ def open_session(server: HostileServer) -> SshSession:
 
 def open_transport_of(server: HostileServer) -> StrictTransport:
     known = KnownHosts.load([server.known_hosts])
-    return open_transport(server.node(), known, Deadline(scaled(20)), make_jump_hosts(known))
+    return open_transport(server.node(), Deadline(scaled(20)), JumpHosts(known))
 
 
 def lose(transport: StrictTransport, session: SshSession) -> UnreachableError:

@@ -90,11 +90,9 @@ def _packet_seeds() -> list[bytes]:
 def _ssh_settings(content: bytes, directory: Path) -> None:
     always = "hostname 10.1.1.10\nuser root\nport 22\n"
     settings = openssh.parse_settings(always + content.decode(errors="replace"))
-    openssh.list_notes(settings, openssh.parse_settings(always), [directory / "known_hosts"], directory)
-    node = openssh.build_node(
-        openssh.Target("csd0", "csd0"), openssh.written_identities(settings, {}), None, directory
-    )
-    str(node)
+    keys = openssh.list_keys(settings, {}, directory)
+    openssh.list_notes(settings, openssh.parse_settings(always), keys)
+    str(openssh.build_node(openssh.Target("csd0", "csd0"), settings, keys, None))
     for command in settings.get("proxycommand", ()):
         openssh.parse_proxy_command(command)
     for jump in settings.get("proxyjump", ()):

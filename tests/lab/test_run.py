@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from csdctl.errors import CsdctlError, DeadlineError, UnreachableError
-from csdctl.transport.known_hosts import KnownHosts
 from csdctl.transport.ssh import SshSession, connect
 from csdctl.transport.ssh_connect import DEAD_PEER_S, KEEPALIVE_INTERVAL_S
 from tests.lab import network
@@ -48,7 +47,7 @@ def session_to(lab: Lab, node: LabNode) -> Iterator[SshSession]:
     known = lab.directory / f"known_hosts-{node.name}"
     known.write_text(node.known_hosts_line)
     with network.entered(lab.host.namespace):
-        session = connect(node.node, KnownHosts.load([known]))
+        session = connect(node.node, [known])
         try:
             yield session
         finally:

@@ -22,10 +22,6 @@ def discover(
             help="First scan this address range for machines, and write the fleet file.",
         ),
     ] = None,
-    interface: Annotated[
-        str,
-        typer.Option("--interface", help="Scan through this network interface; needs root or CAP_NET_RAW."),
-    ] = "",
     user: Annotated[
         str, typer.Option("--user", help="User on the machines that --cidr finds; default: root.")
     ] = "",
@@ -66,7 +62,7 @@ def discover(
     from csdctl.workflows.discovery.discover import discover
     from csdctl.workflows.discovery.inventory import import_fleet
 
-    source = _parse_source(cidr or [], interface, user, key, port, inventory, ssh_config)
+    source = _parse_source(cidr or [], user, key, port, inventory, ssh_config)
     if source:
         streams = Streams(is_json=json)
         found = import_fleet(
@@ -96,7 +92,6 @@ def discover(
 
 def _parse_source(
     cidrs: list[str],
-    interface: str,
     user: str,
     key: Path | None,
     port: int | None,
@@ -107,13 +102,13 @@ def _parse_source(
     from csdctl.workflows.discovery.inventory import address_ranges, ansible_inventory
     from csdctl.workflows.discovery.inventory import ssh_config as of_ssh_config
 
-    of_cidr = {"--interface": interface, "--user": user, "--key": key, "--port": port}
+    of_cidr = {"--user": user, "--key": key, "--port": port}
     given = [name for name, value in of_cidr.items() if value]
     if given and not cidrs:
         raise InputError(f"{given[0]} applies only to machines that --cidr finds", remedy="add --cidr RANGE")
     path = Path(os.path.abspath(key.expanduser())) if key else None
     sources: list[NodeSource] = []
-    sources += [address_ranges(cidrs, user or "root", path, port or 22, interface)] if cidrs else []
+    sources += [address_ranges(cidrs, user or "root", path, port or 22)] if cidrs else []
     sources += [ansible_inventory(inventory.expanduser())] if inventory else []
     sources += [of_ssh_config(ssh_config.expanduser())] if ssh_config else []
     if len(sources) > 1:

@@ -1,7 +1,5 @@
 """`discover`: collect facts of all machines of a fleet and save them beside fleet.yaml, with problems."""
 
-import contextlib
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -59,35 +57,30 @@ def discover(
     host_keys: dict[str, str] = {}
 
     def visit(session: Session) -> Facts:
-        host_keys[session.name] = session.host_key_fingerprint
-        return collect_machine_facts(session, fleet.node(session.name).python)
-
-    def report(outcome: Outcome[Facts]) -> None:
-        on_done(_facts_or_problem(outcome))
+        if session.host_key_fingerprint:
+            host_keys[session.name] = session.host_key_fingerprint
+        return collect_machine_facts(session, fleet.python_of(session.name))
 
     earlier, earlier_warnings = _earlier_facts(fleet)
-    with contextlib.closing(LocalSession(HOST_NAME, directory)) as host:
-        outcomes = _collect(fleet, {HOST_NAME: host}, on_done)
-    outcomes |= run_on_nodes(
+    outcomes = run_on_nodes(
         fleet,
         visit,
         directory=directory,
-        on_done=report,
+        on_done=lambda outcome: on_done(_facts_or_problem(outcome)),
         on_traffic=record_traffic(directory, "discover"),
+        host=LocalSession(HOST_NAME, directory),
     )
     warnings = (*earlier_warnings, *find_shared_addresses(fleet), *find_shared_host_keys(host_keys))
-    failed = errors_of(outcomes)
-    names = fleet.machines
-    facts = {name: _facts_or_problem(outcomes[name]) for name in names}
+    facts = {name: _facts_or_problem(outcome) for name, outcome in outcomes.items()}
     path = save_facts(fleet, {**earlier, **facts})
-    return DiscoverResult(
-        fleet, facts, {name: failed[name] for name in names if name in failed}, warnings, path
-    )
+    return DiscoverResult(fleet, facts, errors_of(outcomes), warnings, path)
 
 
 def collect_facts(fleet: Fleet, sessions: Mapping[str, Session]) -> dict[str, Facts]:
     """Return the facts of the machines of `sessions`; `problem` is set for machines that failed."""
-    outcomes = _collect(fleet, sessions, lambda facts: None)
+    outcomes = run_on_all(
+        sessions, lambda session: collect_machine_facts(session, fleet.python_of(session.name))
+    )
     return {name: _facts_or_problem(outcome) for name, outcome in outcomes.items()}
 
 
@@ -120,19 +113,8 @@ def _list_shared(values: Mapping[str, ValueT]) -> list[tuple[ValueT, list[str]]]
     return [(value, names) for value, names in names_by_value.items() if len(names) > 1]
 
 
-def _collect(fleet: Fleet, sessions: Mapping[str, Session], on_done: OnDone) -> dict[str, Outcome[Facts]]:
-    pythons = {HOST_NAME: sys.executable} | {node.name: node.python for node in fleet.nodes}
-    return run_on_all(
-        sessions,
-        lambda session: collect_machine_facts(session, pythons[session.name]),
-        on_done=lambda outcome: on_done(_facts_or_problem(outcome)),
-    )
-
-
 def _facts_or_problem(outcome: Outcome[Facts]) -> Facts:
-    if outcome.value is not None:
-        return outcome.value
-    return Facts(name=outcome.name, problem=outcome.error.message if outcome.error else "not contacted")
+    return Facts(outcome.name, problem=outcome.error.message) if outcome.error else outcome.get()
 
 
 def _earlier_facts(fleet: Fleet) -> tuple[dict[str, Facts], tuple[str, ...]]:

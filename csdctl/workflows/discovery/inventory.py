@@ -23,13 +23,12 @@ from csdctl.fleet.openssh import (
     build_node,
     build_query,
     list_aliases,
+    list_keys,
     list_notes,
     parse_jump,
     parse_proxy_command,
     parse_settings,
-    written_identities,
 )
-from csdctl.transport.known_hosts import known_hosts_paths
 from csdctl.transport.many import fleet_known_hosts_paths, run_on_all, values_or_raise
 from csdctl.transport.ssh_config import build_ssh_config, build_ssh_options
 from csdctl.workflows.discovery.scan import scan
@@ -38,14 +37,16 @@ QUERY_DEADLINE_S = 30.0
 """`Match exec` in an ssh_config runs commands, which may take time."""
 
 
-def resolve_targets(
-    targets: Sequence[Target], warnings: Mapping[str, list[str]], *, directory: Path
-) -> tuple[tuple[Node, ...], tuple[str, ...]]:
+FoundNodes = tuple[tuple[Node, ...], tuple[str, ...]]
+"""Nodes of a source, and warnings about settings that csdctl ignores."""
+
+
+def resolve_targets(targets: Sequence[Target], warnings: Mapping[str, list[str]]) -> FoundNodes:
     """Return the nodes for `targets`, and combined notes on where csdctl deviates from ssh.
 
     `warnings` are earlier notes. Raises InputError for unsupported settings.
     """
-    resolver = _Resolver(known_hosts_paths(directory))
+    resolver = _Resolver()
     resolver.notes.update(warnings)
     outcomes = run_on_all(
         {target.name: target for target in targets}, resolver.resolve, max_workers=os.cpu_count() or 1
@@ -65,7 +66,6 @@ def resolve_targets(
 class _Resolver:
     """Resolves targets and their jump hosts with `ssh -G`."""
 
-    known_hosts: Sequence[Path]
     notes: defaultdict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
     _defaults: SshSettings = field(init=False)
     _cache: dict[tuple[str, ...], SshSettings] = field(default_factory=dict)
@@ -82,11 +82,12 @@ class _Resolver:
         if not hops_left:
             raise InputError(f"{name}: more than {MAX_HOPS} jump hosts, or a cycle of jumps")
         settings = self._query(target)
-        for note in list_notes(settings, self._defaults, self.known_hosts, Path.home()):
+        keys = list_keys(settings, self._defaults, Path.home())
+        for note in list_notes(settings, self._defaults, keys):
             where = "" if target.name == name else f"jump host {target.name}: "
             self.notes[where + note].append(name)
         jump = before or self._jump(target, settings, hops_left - 1, name)
-        return build_node(target, written_identities(settings, self._defaults), jump, Path.home())
+        return build_node(target, settings, keys, jump)
 
     def _jump(self, target: Target, settings: SshSettings, hops_left: int, name: str) -> Node | None:
         command = settings.get("proxycommand", ["none"])[0]
@@ -157,42 +158,34 @@ class FoundFleet:
 
 
 @dataclass(frozen=True)
-class FoundNodes:
-    """Nodes of a source, and where csdctl deviates from the source."""
-
-    nodes: tuple[Node, ...]
-    warnings: tuple[str, ...] = ()
-    network: str = ""
-
-
-@dataclass(frozen=True)
 class NodeSource:
     """A source of nodes."""
 
     name: str
-    """For messages."""
+    """The name in messages."""
     origin: str
     """The first line of the fleet file created from it."""
     find: Callable[[Path, Sequence[str], Sequence[str]], FoundNodes]
-    """Returns the nodes that --limit and --exclude select, given csdctl's directory.
+    """Returns the nodes that --limit and --exclude select, given csdctl's directory, and warnings.
 
     Raises InputError or NoNodeReachableError.
     """
+    network: str = ""
 
 
 def address_ranges(
-    cidrs: Sequence[str], user: str = "root", key: Path | None = None, port: int = 22, interface: str = ""
+    cidrs: Sequence[str], user: str = "root", key: Path | None = None, port: int = 22
 ) -> NodeSource:
     """Machines with an SSH server in `cidrs`; a single range also becomes the network of the fleet."""
     name = ", ".join(cidrs)
 
     def find(_: Path, limit: Sequence[str], exclude: Sequence[str]) -> FoundNodes:
-        nodes = scan(cidrs, user=user, key=key, port=port, interface=interface)
-        chosen = select_nodes(Fleet(nodes, path=Path(name)), limit, exclude).nodes
-        return FoundNodes(chosen, network=cidrs[0] if len(cidrs) == 1 else "")
+        nodes = scan(cidrs, user=user, key=key, port=port)
+        return select_nodes(Fleet(nodes, path=Path(name)), limit, exclude).nodes, ()
 
     ranges = "".join(f" --cidr {cidr}" for cidr in cidrs)
-    return NodeSource(name, f"Found by `csdctl discover{ranges}`", find)
+    network = cidrs[0] if len(cidrs) == 1 else ""
+    return NodeSource(name, f"Found by `csdctl discover{ranges}`", find, network)
 
 
 def ansible_inventory(path: Path) -> NodeSource:
@@ -200,7 +193,7 @@ def ansible_inventory(path: Path) -> NodeSource:
 
     def find(directory: Path, limit: Sequence[str], exclude: Sequence[str]) -> FoundNodes:
         targets, warnings = list_targets(load_inventory(path), load_config(directory), limit, exclude)
-        return FoundNodes(*resolve_targets(targets, warnings, directory=directory))
+        return resolve_targets(targets, warnings)
 
     return NodeSource(str(path), f"Written by `csdctl discover --inventory {path}`", find)
 
@@ -221,7 +214,7 @@ def ssh_config(path: Path) -> NodeSource:
         arguments = () if path.resolve() == _user_config() else ("-F", str(path.absolute()))
         targets = [Target(alias, alias, arguments) for alias in usable]
         warnings = {"not a valid node name: skipped": skipped} if skipped else {}
-        return FoundNodes(*resolve_targets(targets, warnings, directory=directory))
+        return resolve_targets(targets, warnings)
 
     return NodeSource(str(path), f"Written by `csdctl discover --ssh-config {path}`", find)
 
@@ -229,15 +222,6 @@ def ssh_config(path: Path) -> NodeSource:
 def _user_config() -> Path:
     """Return the file that ssh reads without -F; ssh uses the user database, not $HOME."""
     return Path(pwd.getpwuid(os.getuid()).pw_dir, ".ssh", "config").resolve()
-
-
-def find_nodes(
-    source: NodeSource, path: Path, *, directory: Path, limit: Sequence[str] = (), exclude: Sequence[str] = ()
-) -> FoundFleet:
-    """Return the fleet for file `path`, not yet written; raises InputError or NoNodeReachableError."""
-    found = source.find(directory, limit, exclude)
-    fleet = Fleet(found.nodes, network=found.network, path=path)
-    return FoundFleet(fleet, render_fleet(fleet, origin=source.origin), found.warnings)
 
 
 def import_fleet(
@@ -259,10 +243,12 @@ def import_fleet(
         raise InputError(
             f"{path} already exists", remedy="give another file with --fleet, or overwrite it with --force"
         )
-    found = find_nodes(source, path, directory=directory, limit=limit, exclude=exclude)
+    nodes, warnings = source.find(directory, limit, exclude)
+    fleet = Fleet(nodes, network=source.network, path=path)
+    text = render_fleet(fleet, origin=source.origin)
     if not is_dry_run:
-        save_text(path, found.text)
-    return found
+        save_text(path, text)
+    return FoundFleet(fleet, text, warnings)
 
 
 def render_ansible(fleet: Fleet, directory: Path) -> str:

@@ -32,14 +32,6 @@ def expand_addresses(cidr: str) -> list[str]:
     return [str(address) for address in network.hosts()]
 
 
-def name_nodes(addresses: Sequence[str], *, user: str, key: Path | None, port: int) -> tuple[Node, ...]:
-    """Return the machines at `addresses` as nodes csd0, csd1, …, in that order."""
-    return tuple(
-        Node(name=f"csd{number}", address=address, port=port, user=user, key=key)
-        for number, address in enumerate(addresses)
-    )
-
-
 SCAN_CONNECT_S = 1.0
 SCAN_BANNER_S = 3.0
 SCAN_AT_ONCE = 128
@@ -52,20 +44,17 @@ def scan(
     user: str,
     key: Path | None = None,
     port: int = 22,
-    interface: str = "",
     connect_timeout_s: float = SCAN_CONNECT_S,
     banner_timeout_s: float = SCAN_BANNER_S,
 ) -> tuple[Node, ...]:
     """Return the machines of `cidrs` with an SSH server at `port`, except this one, as nodes csd0, csd1, ….
 
-    With `interface`, connect only through that network interface. Raises InputError for an invalid range or
-    interface, NoNodeReachableError when no server responds.
+    Raises InputError for an invalid range, NoNodeReachableError when no server responds.
     """
     addresses = list(dict.fromkeys(address for cidr in cidrs for address in expand_addresses(cidr)))
-    check_interface(interface)
     outcomes = run_on_all(
         {address: address for address in addresses},
-        lambda address: _has_ssh_banner(address, port, interface, connect_timeout_s, banner_timeout_s),
+        lambda address: _has_ssh_banner(address, port, connect_timeout_s, banner_timeout_s),
         max_workers=SCAN_AT_ONCE,
     )
     found = [address for address, outcome in outcomes.items() if outcome.value]
@@ -74,44 +63,18 @@ def scan(
             f"none of {len(addresses)} addresses in {', '.join(cidrs)} has an SSH server at port {port}",
             remedy="check the range and --port, and that the machines are on",
         )
-    return name_nodes(found, user=user, key=key, port=port)
+    return tuple(
+        Node(f"csd{number}", address, port=port, user=user, key=key) for number, address in enumerate(found)
+    )
 
 
-def check_interface(interface: str) -> None:
-    """Raise InputError when a socket cannot be bound to network interface `interface`."""
-    if not interface:
-        return
-    try:
-        with socket.socket() as trial:
-            _bind_to(trial, interface)
-    except PermissionError:
-        raise InputError(
-            f"no permission to bind to network interface {interface!r}",
-            remedy="run as root or with CAP_NET_RAW, or omit --interface: the range determines the route",
-        ) from None
-    except OSError as error:
-        names = ", ".join(name for _, name in socket.if_nameindex())
-        raise InputError(
-            f"network interface {interface!r} cannot be used ({error.strerror})",
-            remedy=f"available interfaces: {names}",
-        ) from None
-
-
-def _has_ssh_banner(
-    address: str, port: int, interface: str, connect_timeout_s: float, banner_timeout_s: float
-) -> bool:
+def _has_ssh_banner(address: str, port: int, connect_timeout_s: float, banner_timeout_s: float) -> bool:
     """Return whether another machine's SSH server sends its banner."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with contextlib.suppress(OSError), socket.socket(family) as connection:
-        if interface:
-            _bind_to(connection, interface)
         connection.settimeout(connect_timeout_s)
         connection.connect((address, port))
         connection.settimeout(banner_timeout_s)
         is_other = connection.getsockname()[0] != address
         return is_other and connection.recv(4).startswith(b"SSH-")
     return False
-
-
-def _bind_to(connection: socket.socket, interface: str) -> None:
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, interface.encode() + b"\0")

@@ -8,9 +8,8 @@ import base64
 import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 from csdctl.documents import save_text
 from csdctl.errors import HostKeyError
@@ -24,13 +23,6 @@ from csdctl.transport.meter import add_up
 CONNECT_DEADLINE_S = 10.0
 
 
-class KeyState(StrEnum):
-    """Whether the key of a machine is known."""
-
-    KNOWN = "known"
-    NEW = "new"
-
-
 @dataclass(frozen=True)
 class ShownKey:
     """The key presented by a machine, and whether it was known before."""
@@ -38,22 +30,19 @@ class ShownKey:
     node: Node
     type: str
     blob: bytes
-    state: KeyState
+    state: Literal["known", "new"]
 
     @property
     def fingerprint(self) -> str:
-        """In the format of ssh."""
+        """The fingerprint in the format of ssh."""
         return fingerprint(self.blob)
 
 
 def list_layers(fleet: Fleet) -> list[dict[str, Node]]:
     """Return the nodes of `fleet` and their jump hosts by name, grouped by number of jumps, ascending."""
     layers: dict[int, dict[str, Node]] = {}
-    for node in fleet.nodes:
-        machine: Node | None = node
-        while machine:
-            layers.setdefault(_num_jumps(machine), {})[machine.name] = machine
-            machine = machine.jump
+    for machine in (machine for node in fleet.nodes for machine in (node, *node.jumps)):
+        layers.setdefault(len(machine.jumps), {})[machine.name] = machine
     return [layers[depth] for depth in sorted(layers)]
 
 
@@ -64,18 +53,18 @@ def fetch_keys(
     directory: Path,
 ) -> dict[str, Outcome[ShownKey]]:
     """Return the key presented by each of `machines`; HostKeyError for a changed key."""
-    from csdctl.transport.ssh_connect import fetch_host_key, make_jump_hosts  # paramiko takes 0.1 s to load
+    from csdctl.transport.ssh_connect import JumpHosts, fetch_host_key  # paramiko takes 0.1 s to load
 
     known = KnownHosts.load(fleet_known_hosts_paths(fleet, directory))
 
     def fetch(node: Node) -> ShownKey:
-        key_type, blob = fetch_host_key(node, known, jumps, connect_deadline_s=CONNECT_DEADLINE_S)
-        if not known.lookup(node.address, node.port):
-            return ShownKey(node, key_type, blob, KeyState.NEW)
-        known.check(node.name, node.address, node.port, key_type, blob)
-        return ShownKey(node, key_type, blob, KeyState.KNOWN)
+        key_type, blob = fetch_host_key(node, jumps, connect_deadline_s=CONNECT_DEADLINE_S)
+        is_new = not known.lookup(node.address, node.port)
+        if not is_new:
+            known.check(node.name, node.address, node.port, key_type, blob)
+        return ShownKey(node, key_type, blob, "new" if is_new else "known")
 
-    with contextlib.closing(make_jump_hosts(known)) as jumps:
+    with contextlib.closing(JumpHosts(known)) as jumps:
         try:
             return run_on_all(machines, fetch)
         finally:
@@ -121,10 +110,6 @@ def check_forgotten(fleet: Fleet, directory: Path) -> None:
             )
 
 
-def _num_jumps(node: Node) -> int:
-    return 1 + _num_jumps(node.jump) if node.jump else 0
-
-
 def _own_lines(project: ProjectDirectory) -> Sequence[str]:
     if not project.known_hosts.exists():
         return ()
@@ -166,7 +151,7 @@ def review_keys(
             reviewer.not_asked(left_out)
         outcomes = fetch_keys(fleet, machines, directory=project.root)
         shown = [outcome.value for outcome in outcomes.values() if outcome.value]
-        new = [key for key in shown if key.state is KeyState.NEW]
+        new = [key for key in shown if key.state == "new"]
         reviewer.show(outcomes, new)
         if is_dry_run:
             closed |= {key.node.name for key in new}

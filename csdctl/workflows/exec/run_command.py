@@ -18,7 +18,7 @@ MAX_KEPT_BYTES = 64 * 1024
 
 @dataclass(frozen=True)
 class Answer:
-    """What one machine printed, and its exit code; `error` is what a task raised."""
+    """The output and exit code of one machine; `error` is what a task raised."""
 
     exit_code: int
     stdout: bytes

@@ -6,7 +6,6 @@ answer of its node. Imported only when a task was asked for: Fabric takes 0.1 s 
 
 import contextlib
 import importlib.util
-import inspect
 import io
 import sys
 import threading
@@ -32,8 +31,7 @@ from csdctl.transport.meter import add_up
 from csdctl.transport.session import MAX_OUTPUT_BYTES, bounded
 from csdctl.workflows.exec.run_command import Answer, ExecOptions, ExecResult, build_answer, build_result
 
-_TRUE = ("1", "yes", "true", "on")
-_FALSE = ("0", "no", "false", "off")
+_BOOLS = dict.fromkeys(("1", "yes", "true", "on"), True) | dict.fromkeys(("0", "no", "false", "off"), False)
 
 
 def run_task(
@@ -105,7 +103,7 @@ def _run(task: "LoadedTask", connection: FleetConnection) -> tuple[int, str]:
 
 
 class Printed(io.StringIO):
-    """What was printed, up to a limit."""
+    """Printed text, up to a limit."""
 
     def write(self, text: str) -> int:
         """Keep `text` while there is room."""
@@ -206,39 +204,23 @@ def _find(module: ModuleType, name: str, path: Path) -> Any:
 
 def _parse_arguments(task: Any, words: Sequence[str]) -> dict[str, Any]:
     """Return KEY=VALUE as the types of the task's default values; raises InputError."""
-    parameters = list(inspect.signature(task.body).parameters.values())[1:]
-    variable = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
-    defaults = {one.name: one.default for one in parameters if one.kind not in variable}
-    required = [name for name, default in defaults.items() if default is inspect.Parameter.empty]
-    takes_any = any(one.kind == one.VAR_KEYWORD for one in parameters)
-    arguments: dict[str, Any] = {name: [] for name in required if name in task.iterable}
+    options = {option.name.replace("-", "_"): option for option in task.get_arguments()}
     for word in words:
         key, equals, text = word.partition("=")
-        key = key.lstrip("-").replace("-", "_")
-        if not equals or (key not in defaults and not takes_any):
-            listed = ", ".join(defaults) or "none"
+        option = options.get(key.lstrip("-").replace("-", "_"))
+        if not equals or option is None:
+            listed = ", ".join(options) or "none"
             raise InputError(f"{word!r} is not an argument of {task.name}", remedy=f"KEY=VALUE of: {listed}")
-        if key in task.iterable:
-            arguments.setdefault(key, []).append(text)
-        else:
-            arguments[key] = _convert(word, text, defaults.get(key))
-    missing = [name for name in required if name not in arguments]
+        try:
+            option.set_value(_BOOLS[text.lower()] if option.kind is bool else text)
+        except KeyError:
+            raise InputError(f"{word!r}: expected yes or no") from None
+        except ValueError:
+            raise InputError(f"{word!r}: expected a number such as {option.default}") from None
+    missing = [name for name, option in options.items() if option.positional and option.value is None]
     if missing:
         raise InputError(
             f"task {task.name} needs {', '.join(missing)}",
             remedy=f"csdctl exec --task FILE.py:{task.name} {' '.join(f'{name}=…' for name in missing)}",
         )
-    return arguments
-
-
-def _convert(word: str, text: str, default: Any) -> Any:
-    if isinstance(default, bool):
-        if text.lower() not in (*_TRUE, *_FALSE):
-            raise InputError(f"{word!r}: expected yes or no")
-        return text.lower() in _TRUE
-    if isinstance(default, int | float):
-        try:
-            return type(default)(text)
-        except ValueError:
-            raise InputError(f"{word!r}: expected a number such as {default}") from None
-    return text
+    return {name: option.value for name, option in options.items()}

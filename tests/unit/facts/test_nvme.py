@@ -50,10 +50,6 @@ def test_drive_without_a_serial_is_skipped(tmp_path: Path) -> None:
     assert found_drives(tmp_path) == ()
 
 
-def test_machine_without_drives_has_none(tmp_path: Path) -> None:
-    assert found_drives(tmp_path) == ()
-
-
 def test_empty_probe_output_is_not_a_machine_without_drives() -> None:
     with pytest.raises(ValueError, match="no output"):
         parse_nvme("")

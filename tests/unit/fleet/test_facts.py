@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from csdctl.errors import InputError
-from csdctl.fleet.facts import Condition, DirectorySpace, Drive, Facts, facts_path, load_facts, save_facts
+from csdctl.fleet.facts import Condition, Drive, Facts, facts_path, load_facts, save_facts
 from csdctl.fleet.model import Fleet, Node
 
 GOOD: dict[str, Any] = {
@@ -30,51 +30,29 @@ GOOD: dict[str, Any] = {
 }
 BAD: list[tuple[str, Any]] = [
     ("architecture", "x86 64"),
-    ("architecture", "ä"),
     ("cpu_model", "A" * 129),
-    ("cpu_model", 7),
     ("cpu_model", "\ud800"),
     ("cpu_features", ("a b",)),
     ("cpu_features", ("avx",) * 1001),
     ("num_cores", 0),
-    ("num_cores", -1),
     ("num_cores", 4.5),
     ("num_cores", "4"),
-    ("num_cores", True),
     ("num_cores", 10**30),
     ("cpu_limit", 0.0),
     ("cpu_limit", float("nan")),
-    ("cpu_limit", float("inf")),
     ("memory_bytes", 0),
-    ("memory_limit_bytes", -1),
     ("disk_free_bytes", -1),
     ("python_version", "[/bold]"),
-    ("python_version", "3.11\n"),
     ("tensorflow_version", {"a": 1}),
     ("mpi_version", "\x1b[2J"),
-    ("glibc_version", "2" * 65),
     ("prefix", "relative"),
     ("prefix", "/a\nb"),
     ("home", "/" + "a" * 5000),
     ("has_prted", "yes"),
-    ("clock_offset_s", float("nan")),
     ("clock_offset_s", 1e12),
     ("drives", ({"device": "nvme0", "serial": "S"},)),
-    ("drives", ({"device": "/dev/nvme0", "serial": "S" * 200},)),
     ("drives", ({"device": "/dev/nvme0", "serial": "S", "size_bytes": -1},)),
 ]
-
-
-def test_usual_facts_are_kept() -> None:
-    facts = Facts("csd0", **GOOD)
-    assert facts.cpu_model == GOOD["cpu_model"]
-    assert hash(facts) == hash(Facts("csd0", **GOOD))
-
-
-@pytest.mark.parametrize(("field", "value"), BAD)
-def test_fact_out_of_range_is_refused(field: str, value: Any) -> None:
-    with pytest.raises(ValidationError):
-        Facts("csd0", **{field: value})
 
 
 @pytest.mark.parametrize(
@@ -82,11 +60,12 @@ def test_fact_out_of_range_is_refused(field: str, value: Any) -> None:
     [
         ("hostname", "h" * 254),
         ("hostname", "a\nb"),
-        ("hostname", ""),
         ("addresses", ("999.1.1.1",)),
         ("addresses", ("::1",)),
-        ("addresses", ("127.0.0.1",) * 1001),
         ("open_files", -1),
+        ("home", {"path": "a\x1b"}),
+        ("home", {"path": "/tmp", "free_bytes": -1}),
+        ("home", {"path": "/tmp", "free_inodes": 1 << 70}),
     ],
 )
 def test_condition_out_of_range_is_refused(field: str, value: Any) -> None:
@@ -94,14 +73,12 @@ def test_condition_out_of_range_is_refused(field: str, value: Any) -> None:
         Condition("csd0", **{field: value})
 
 
-@pytest.mark.parametrize("change", [{"path": "a\x1b"}, {"free_bytes": -1}, {"free_inodes": 1 << 70}])
-def test_space_out_of_range_is_refused(change: dict[str, Any]) -> None:
-    with pytest.raises(ValidationError):
-        DirectorySpace(**{"path": "/tmp", **change})
-
-
 @pytest.mark.parametrize(("field", "value"), BAD)
-def test_damaged_file_names_the_field(tmp_path: Path, field: str, value: Any) -> None:
+def test_fact_out_of_range_is_refused_and_named_in_a_damaged_file(
+    tmp_path: Path, field: str, value: Any
+) -> None:
+    with pytest.raises(ValidationError):
+        Facts("csd0", **{field: value})
     fleet = Fleet((Node("csd0", "10.0.0.1"),), path=tmp_path / "fleet.yaml")
     save_facts(fleet, {"csd0": Facts("csd0", **GOOD)})
     assert load_facts(fleet) == {"csd0": Facts("csd0", **GOOD)}
@@ -113,10 +90,3 @@ def test_damaged_file_names_the_field(tmp_path: Path, field: str, value: Any) ->
     with pytest.raises(InputError, match=words) as raised:
         load_facts(fleet)
     assert len(raised.value.message) < 400
-
-
-def test_facts_round_trip_with_their_notes(tmp_path: Path) -> None:
-    fleet = Fleet((), path=tmp_path / "fleet.yaml")
-    facts = {"csd0": Facts("csd0", cpu_features=("fp",), notes=("look",), problem="gone")}
-    save_facts(fleet, facts)
-    assert load_facts(fleet) == facts

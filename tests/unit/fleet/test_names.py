@@ -9,7 +9,7 @@ from csdctl.fleet.names import (
     count_range,
     expand_range,
     fold_names,
-    fold_ordered,
+    fold_rows,
     format_node_names,
     range_ends,
 )
@@ -46,26 +46,16 @@ def test_folded_names_expand_to_the_same_names(names: list[str]) -> None:
 def test_folded_rows_expand_to_the_same_rows_in_their_order(rows: list[tuple[str, str]]) -> None:
     expanded = [
         row
-        for _, _, (name, address) in fold_ordered(rows)
+        for name, address in fold_rows(rows)
         for row in zip(expand_range(name), expand_range(address), strict=True)
     ]
     assert expanded == rows
 
 
-def test_message_has_up_to_three_names_or_ranges() -> None:
+def test_message_has_up_to_three_names_or_a_bounded_number_of_ranges() -> None:
     assert format_node_names(["csd0", "csd1", "csd2", "csd1"]) == "csd0, csd1, csd2"
     assert format_node_names(["host", "csd0", "csd1", "csd2"]) == "host, csd[0-2]"
-    assert format_node_names([]) == ""
-
-
-def test_message_line_is_bounded() -> None:
     assert format_node_names(f"csd{2 * number}" for number in range(10)).endswith("csd14, and 2 more")
-    assert format_node_names(f"csd{number}" for number in range(1000)) == "csd[0-999]"
-
-
-def test_reversed_range_is_refused() -> None:
-    with pytest.raises(InputError, match="is invalid"):
-        expand_range("csd[7-0]")
 
 
 @pytest.mark.parametrize(
@@ -81,6 +71,7 @@ def test_count_and_ends_are_those_of_the_names(pattern: str) -> None:
 @pytest.mark.parametrize(
     "pattern",
     [
+        "csd[7-0]",
         f"csd[0-{MAX_RANGE}]",
         "csd[0-999][0-999]",
         "csd[0-" + "9" * 200 + "]",

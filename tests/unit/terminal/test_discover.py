@@ -128,7 +128,7 @@ class TestSources:
         ("arguments", "message"),
         [
             (["--cidr", "127.0.9.0/30", "--inventory", "x"], "one source, received 2"),
-            (["--interface", "lo"], "--interface applies only to machines that --cidr finds"),
+            (["--user", "me"], "--user applies only to machines that --cidr finds"),
             (["--port", "22", "--inventory", "hosts"], "--port applies only to machines that --cidr finds"),
             (["--dry-run"], "--cidr, --inventory or --ssh-config"),
             (["--force", "--inventory", "nowhere"], "nowhere does not exist"),

@@ -51,7 +51,7 @@ from csdctl.worker.protocol.events import (
 from csdctl.worker.protocol.probe import ProbeResult
 from csdctl.worker.protocol.run_spec import Runtime
 from csdctl.workflows.discovery.discover import DiscoverResult
-from csdctl.workflows.discovery.trust import KeyState, ShownKey
+from csdctl.workflows.discovery.trust import ShownKey
 from csdctl.workflows.forecast.basis import published_basis
 from csdctl.workflows.forecast.forecast import ForecastRequest, forecast
 from csdctl.workflows.preflight.doctor import Examination
@@ -170,7 +170,7 @@ def show_privacy(console: PrintableConsole) -> None:
 def show_keys(console: PrintableConsole) -> None:
     streams = Streams(stdout=console.file, stderr=io.StringIO())
     streams.__dict__["console"] = console
-    key = ShownKey(FLEET.nodes[0], HOSTILE, b"key", KeyState.NEW)
+    key = ShownKey(FLEET.nodes[0], HOSTILE, b"key", "new")
     TrustScreen(streams, FLEET).show({HOSTILE: Outcome(HOSTILE, value=key), "csd1": FAILED}, [key])
 
 

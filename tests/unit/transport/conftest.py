@@ -34,13 +34,9 @@ class SshServer:
     shell_prefix: str = ""
     """Shell text that runs before every command, like the start-up file of a login shell."""
     is_group_leader: bool = True
-    num_drops: int = 0
-    """Number of connections to drop right after accepting them."""
     refuse_exec: bool = False
     forwards: bool = True
     """Whether it serves as a jump host."""
-    num_open: int = 0
-    peak_open: int = 0
     connections: list[asyncssh.SSHServerConnection] = field(default_factory=list)
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.new_event_loop)
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
@@ -161,10 +157,6 @@ class _Gate(asyncssh.SSHServer):
         self._server = server
 
     def connection_made(self, connection: asyncssh.SSHServerConnection) -> None:
-        if self._server.num_drops > 0:
-            self._server.num_drops -= 1
-            connection.abort()
-            return
         self._server.connections.append(connection)
 
     def public_key_auth_supported(self) -> bool:
@@ -185,8 +177,6 @@ async def _run(server: SshServer, process: asyncssh.SSHServerProcess[bytes]) -> 
         process.stderr.write(b"This account is currently not available.\n")
         process.exit(1)
         return
-    server.num_open += 1
-    server.peak_open = max(server.peak_open, server.num_open)
     child = await asyncio.create_subprocess_exec(
         "/bin/sh",
         "-c",
@@ -214,7 +204,6 @@ async def _run(server: SshServer, process: asyncssh.SSHServerProcess[bytes]) -> 
         raise
     finally:
         child._transport.close()  # asyncio has no public way to let go of unread pipes
-        server.num_open -= 1
 
 
 async def _pump(source: Any, sink: Any) -> None:

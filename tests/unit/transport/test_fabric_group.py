@@ -13,8 +13,7 @@ from invoke.exceptions import CommandTimedOut, UnexpectedExit
 
 from csdctl.errors import HostKeyError, UnreachableError
 from csdctl.fleet.model import Fleet
-from csdctl.transport.fabric_group import FleetGroup, known_hosts_only, open_group
-from csdctl.transport.known_hosts import KnownHosts
+from csdctl.transport.fabric_group import FleetGroup, open_group
 from csdctl.transport.session import MAX_OUTPUT_BYTES
 from tests.patience import eventually, scaled
 from tests.unit.transport.test_session_contract import is_alive
@@ -61,12 +60,6 @@ def test_failures_are_fabrics_and_do_not_hide_results(group: FleetGroup, server:
     assert isinstance(failed, UnexpectedExit)
     assert done.ok
     assert group[0].run("exit 3", warn=True, hide=True).exited == 3
-
-
-def test_environment_quoting_and_directory_are_fabrics(group: FleetGroup) -> None:
-    node = group[0]
-    with node.cd("/"), node.prefix("export B='2 words'"):
-        assert node.run('echo "$A-$B"; pwd', env={"A": "1"}, hide=True).stdout == "1-2 words\n/\n"
 
 
 def test_deadline_ends_the_process_on_the_node(group: FleetGroup, server: Any) -> None:
@@ -125,34 +118,6 @@ def test_changed_host_key_is_refused(fleet: Fleet, server: Any, gate: Any) -> No
     for error in raised.value.result.values():
         assert isinstance(error, HostKeyError)
         assert "has changed" in error.message
-    assert not (server.home / "was-here").exists()
-
-
-def test_connection_that_a_task_makes_itself_is_refused_too(server: Any, gate: Any) -> None:
-    known = KnownHosts.load([server.known_hosts])
-    settings = {"key_filename": str(server.key), "look_for_keys": False, "allow_agent": False}
-    with known_hosts_only(known):
-        with fabric.Connection("127.0.0.1", "tester", server.port, connect_kwargs=settings) as own:
-            assert own.run("echo ok", hide=True, in_stream=False).stdout == "ok\n"
-        server.trust(gate.public_key)
-        changed = KnownHosts.load([server.known_hosts])
-    with (
-        known_hosts_only(changed),
-        fabric.Connection("127.0.0.1", "tester", server.port, connect_kwargs=settings) as own,
-        pytest.raises(HostKeyError, match="has changed"),
-    ):
-        own.run("true", hide=True)
-
-
-def test_task_cannot_connect_to_a_host_that_is_not_in_known_hosts(server: Any, gate: Any) -> None:
-    """Not even when the hosts of the fleet are."""
-    settings = {"key_filename": str(server.key), "look_for_keys": False, "allow_agent": False}
-    with (
-        known_hosts_only(KnownHosts.load([gate.known_hosts])),
-        fabric.Connection("127.0.0.1", "tester", server.port, connect_kwargs=settings) as own,
-        pytest.raises(HostKeyError, match="is unknown"),
-    ):
-        own.run("touch was-here", hide=True, in_stream=False)
     assert not (server.home / "was-here").exists()
 
 

@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from csdctl.errors import RemoteCommandError
-from csdctl.transport.session import Completed, Conversation, bounded, last_line
+from csdctl.transport.session import Conversation, bounded, last_line
 from tests.unit.transport.scripted_process import ScriptedProcess, start
 
 
@@ -25,10 +24,3 @@ def test_text_in_messages_is_bounded() -> None:
     assert last_line(b"first\nlast\v\x1b[2J \n\n") == "last\v\x1b[2J"
     assert last_line(b" \n") == ""
     assert len(last_line(b"x" * 1_000_000)) < 400
-
-
-def test_error_of_a_command_is_bounded() -> None:
-    completed = Completed(("x",), 1, b"", b"x" * 1_000_000, 0.0)
-    with pytest.raises(RemoteCommandError) as caught:
-        completed.check("csd0", doing="a test")
-    assert len(str(caught.value)) < 500

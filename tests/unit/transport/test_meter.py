@@ -24,10 +24,6 @@ def test_unrecorded_bytes_are_control() -> None:
     }
 
 
-def test_more_recorded_than_sent_leaves_no_control() -> None:
-    assert meter(50, 0, code=70).by_class() == {TrafficClass.CODE: ByteCount(70, 0)}
-
-
 def test_direct_node_has_one_link_and_connections_to_it_add_up() -> None:
     assert add_up([(DIRECT, meter(100, 40, code=70)), (DIRECT, meter(5, 6))]) == {
         ("host", "csd0", TrafficClass.CODE): 70,

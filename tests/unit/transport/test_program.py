@@ -60,10 +60,7 @@ def test_reported_error_is_raised(exit_code: int, expected: type[CsdctlError]) -
     error = failure(exit_code=exit_code, stdout=f"warning\n{error_frame(exit_code)}")
     assert type(error) is expected
     assert (error.message, error.remedy) == ("there is no data", "fix the path")
-
-
-def test_reported_text_is_cut() -> None:
-    assert len(failure(stdout=error_frame(1, "x" * 5000)).message) == MAX_TEXT_LENGTH
+    assert len(failure(stdout=error_frame(exit_code, "x" * 5000)).message) == MAX_TEXT_LENGTH
 
 
 @pytest.mark.parametrize(

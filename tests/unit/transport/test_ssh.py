@@ -1,7 +1,6 @@
 """SSH: failing and lost connections, and misbehaving servers."""
 
 import contextlib
-import os
 import shutil
 import socket
 import subprocess
@@ -18,14 +17,13 @@ from csdctl.errors import (
     CsdctlError,
     DeadlineError,
     HostKeyError,
-    InputError,
     RemoteCommandError,
     UnreachableError,
 )
 from csdctl.transport.known_hosts import KnownHosts
 from csdctl.transport.session import Deadline
-from csdctl.transport.ssh import MAX_CHANNELS, SshSession, connect
-from csdctl.transport.ssh_connect import make_jump_hosts, open_transport
+from csdctl.transport.ssh import SshSession, connect
+from csdctl.transport.ssh_connect import JumpHosts, open_transport
 from tests.patience import eventually, scaled
 
 Server = Any
@@ -74,22 +72,6 @@ def test_closed_port_is_unreachable_with_a_remedy(server: Server) -> None:
     assert "SSH server" in caught.value.remedy
 
 
-@pytest.mark.fault(2)
-def test_swallowed_packets_end_at_the_connect_deadline(server: Server) -> None:
-    # A full accept queue drops SYNs, as a firewall does.
-    with socket.socket() as listening, contextlib.ExitStack() as stack:
-        listening.bind(("127.0.0.1", 0))
-        listening.listen(0)
-        address = listening.getsockname()
-        for _ in range(4):
-            filler = stack.enter_context(socket.socket())
-            filler.setblocking(False)
-            with contextlib.suppress(BlockingIOError):
-                filler.connect(address)
-        with pytest.raises(UnreachableError, match="does not respond within"):
-            connect(server.node(port=address[1]), [server.known_hosts], connect_deadline_s=0.5)
-
-
 def test_name_that_does_not_resolve_is_unreachable(server: Server) -> None:
     with pytest.raises(UnreachableError, match="cannot be resolved"):
         connect(
@@ -98,29 +80,14 @@ def test_name_that_does_not_resolve_is_unreachable(server: Server) -> None:
 
 
 @pytest.mark.fault(3)
-def test_server_that_accepts_and_never_responds_meets_the_deadline(server: Server) -> None:
-    with (
-        answering(None) as port,
-        pytest.raises(UnreachableError, match="did not respond within") as caught,
-    ):
+@pytest.mark.parametrize("banner", [None, b"SSH-2.0-stuck\r\n"])
+def test_server_that_stops_meets_the_deadline(server: Server, banner: bytes | None) -> None:
+    with answering(banner) as port, pytest.raises(UnreachableError, match="did not respond") as caught:
         connect(server.node(port=port), [server.known_hosts], connect_deadline_s=0.5)
     assert caught.value.node == "csd0"
 
 
-@pytest.mark.fault(3)
-def test_server_that_stops_after_its_banner_is_bounded(server: Server) -> None:
-    with answering(b"SSH-2.0-stuck\r\n") as port, pytest.raises(UnreachableError, match="did not respond"):
-        connect(server.node(port=port), [server.known_hosts], connect_deadline_s=0.5)
-
-
-@pytest.mark.parametrize(
-    "garbage",
-    [
-        pytest.param(b"HTTP/1.1 400 Bad Request\r\n\r\n", id="of a web server"),
-        pytest.param(os.urandom(100), id="without sense"),
-        pytest.param(b"x" * 200_000, id="without end"),
-    ],
-)
+@pytest.mark.parametrize("garbage", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"x" * 200_000])
 def test_server_that_sends_garbage_is_unreachable(server: Server, garbage: bytes) -> None:
     with answering(garbage) as port, pytest.raises(UnreachableError):
         connect(server.node(port=port), [server.known_hosts], connect_deadline_s=1.0)
@@ -129,43 +96,20 @@ def test_server_that_sends_garbage_is_unreachable(server: Server, garbage: bytes
 @pytest.mark.fault(4)
 def test_unknown_host_key_is_refused_with_fingerprint_and_remedy(server: Server, tmp_path: Path) -> None:
     fingerprint = asyncssh.import_public_key(server.public_key).get_fingerprint()
-    with pytest.raises(HostKeyError) as caught:
+    with pytest.raises(HostKeyError, match="unknown") as caught:
         connect(server.node(), [tmp_path / "known_hosts"])
     assert fingerprint in caught.value.message
-    assert "unknown" in caught.value.message
     assert "csdctl trust --limit csd0" in caught.value.remedy
 
 
 @pytest.mark.fault(5)
-def test_changed_host_key_is_refused_with_file_and_line(server: Server) -> None:
-    other = asyncssh.generate_private_key("ssh-ed25519").export_public_key().decode()
+@pytest.mark.parametrize("key_type", ["ssh-ed25519", "ecdsa-sha2-nistp256"])
+def test_changed_host_key_is_refused_with_file_and_line(server: Server, key_type: str) -> None:
+    other = asyncssh.generate_private_key(key_type).export_public_key().decode()
     server.known_hosts.write_text(f"# ours\n[127.0.0.1]:{server.port} {other}")
     with pytest.raises(HostKeyError, match="has changed") as caught:
         connect(server.node(), [server.known_hosts])
     assert f"{server.known_hosts}:2" in caught.value.message
-
-
-def test_key_known_as_another_type_counts_as_changed(server: Server) -> None:
-    other = asyncssh.generate_private_key("ecdsa-sha2-nistp256").export_public_key().decode()
-    server.trust(other)
-    with pytest.raises(HostKeyError, match="has changed"):
-        connect(server.node(), [server.known_hosts])
-
-
-def test_one_known_hosts_file_of_several_is_enough(server: Server, tmp_path: Path) -> None:
-    connect(server.node(), [tmp_path / "missing", server.known_hosts]).close()
-
-
-@pytest.mark.fault(6)
-def test_wrong_user_key_is_refused_without_a_prompt(server: Server, tmp_path: Path) -> None:
-    with pytest.raises(AuthenticationError, match="none of the offered keys for user 'tester'") as caught:
-        connect(server.node(key=make_key(tmp_path / "other")), [server.known_hosts])
-    assert "ssh-copy-id" in caught.value.remedy
-
-
-def test_wrong_user_is_refused(server: Server) -> None:
-    with pytest.raises(AuthenticationError):
-        connect(server.node(user="nobody-here"), [server.known_hosts])
 
 
 @pytest.mark.fault(6)
@@ -176,16 +120,14 @@ def test_key_with_a_passphrase_is_refused_without_a_prompt(server: Server, tmp_p
     assert "ssh-add" in caught.value.remedy
 
 
-@pytest.mark.parametrize("has_public_file", [True, False])
 def test_key_with_a_passphrase_works_with_an_agent(
-    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_public_file: bool
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     locked = tmp_path / "locked"
     shutil.copy(server.key, locked)
     with _agent_holding([make_key(tmp_path / "other"), locked], tmp_path, monkeypatch):
         subprocess.run(["ssh-keygen", "-q", "-p", "-N", "secret", "-f", locked], check=True)
-        if has_public_file:
-            shutil.copy(f"{server.key}.pub", f"{locked}.pub")
+        shutil.copy(f"{server.key}.pub", f"{locked}.pub")
         session = connect(server.node(key=locked), [server.known_hosts])
         assert session.run(["true"]).exit_code == 0
         session.close()
@@ -212,22 +154,6 @@ def test_missing_and_damaged_key_files_are_named(server: Server, tmp_path: Path)
     (tmp_path / "damaged").write_text("-----BEGIN OPENSSH PRIVATE KEY-----\nAAAA\n")
     with pytest.raises(AuthenticationError, match="is not a private key"):
         connect(server.node(key=tmp_path / "damaged"), [server.known_hosts])
-
-
-@pytest.mark.fault(8)
-def test_dropped_connections_are_retried(server: Server) -> None:
-    server.num_drops = 2
-    session = connect(server.node(), [server.known_hosts], connect_deadline_s=scaled(20))
-    assert session.run(["true"]).exit_code == 0
-    session.close()
-
-
-@pytest.mark.fault(8)
-def test_server_that_always_drops_is_unreachable_after_three_tries(server: Server) -> None:
-    server.num_drops = 100
-    with pytest.raises(UnreachableError, match="dropped the connection 3 times"):
-        connect(server.node(), [server.known_hosts], connect_deadline_s=scaled(20))
-    assert server.num_drops == 97
 
 
 @pytest.mark.fault(12)
@@ -292,45 +218,10 @@ def test_node_ends_the_command_after_a_lost_connection(server: Server, ssh: Any)
     assert eventually(lambda: not Path(f"/proc/{pid}").exists())
 
 
-def test_lost_connection_makes_later_calls_unreachable(server: Server, ssh: Any, tmp_path: Path) -> None:
-    assert ssh.run(["true"]).exit_code == 0
-    server.drop_connections()
-    (tmp_path / "source").write_bytes(b"x")
-    with pytest.raises(UnreachableError):
-        ssh.run(["sleep", "1000"], deadline_s=scaled(30))
-    with pytest.raises(UnreachableError):
-        ssh.converse(["cat"])
-    ssh.close()
-    ssh.close()
-
-
-@pytest.mark.fault(9)
-def test_more_commands_than_channels_wait_for_their_turn(server: Server, ssh: Any) -> None:
-    codes: list[int] = []
-    threads = [
-        threading.Thread(
-            target=lambda: codes.append(ssh.run(["sleep", "0.2"], deadline_s=scaled(60)).exit_code)
-        )
-        for _ in range(3 * MAX_CHANNELS)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert codes == [0] * 3 * MAX_CHANNELS
-    assert server.peak_open <= MAX_CHANNELS
-
-
-def test_too_long_command_line_is_refused_with_a_remedy(ssh: Any) -> None:
-    with pytest.raises(InputError, match="longer than") as caught:
-        ssh.run(["echo", "x" * 200_000])
-    assert "standard input" in caught.value.remedy
-
-
 def test_commands_go_on_while_keys_are_exchanged_again(server: Server) -> None:
     """Channels close meanwhile, which the reading thread must answer; it must not wait for itself."""
     known = KnownHosts.load([server.known_hosts])
-    transport = open_transport(server.node(), known, Deadline(scaled(10)), make_jump_hosts(known))
+    transport = open_transport(server.node(), Deadline(scaled(10)), JumpHosts(known))
     transport.packetizer.REKEY_BYTES = 1 << 16
     session = SshSession(server.node(), transport)
     ended: list[int] = []

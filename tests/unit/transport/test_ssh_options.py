@@ -7,7 +7,6 @@ from pathlib import Path
 import asyncssh
 import pytest
 
-from csdctl.errors import InputError
 from csdctl.fleet.ansible import render_inventory
 from csdctl.fleet.model import Fleet, Node
 from csdctl.fleet.openssh import parse_proxy_command
@@ -25,14 +24,6 @@ def ssh(server: SshServer, node: Node) -> subprocess.CompletedProcess[str]:
 def test_openssh_connects_with_these_options(server: SshServer) -> None:
     ended = ssh(server, server.node())
     assert ended.stdout == f"{server.home}\n", ended.stderr
-
-
-@pytest.mark.fault(4)
-def test_unknown_host_key_is_refused(server: SshServer) -> None:
-    server.known_hosts.write_text("")
-    ended = ssh(server, server.node())
-    assert ended.returncode == 255
-    assert "Host key verification failed" in ended.stderr
 
 
 @pytest.mark.fault(5)
@@ -53,17 +44,12 @@ def test_jump_hosts_get_their_own_key_and_the_same_known_hosts(tmp_path: Path) -
     host, arguments = found
     assert host == "10.9.0.1"
     assert arguments[:4] == ("-p", "2200", "-l", "ops")
-    assert f'UserKnownHostsFile="{tmp_path}/known hosts"' in arguments
+    assert command.count(f'UserKnownHostsFile="{tmp_path}/known hosts"') == 2
     (inner,) = (word.removeprefix("ProxyCommand=") for word in arguments if word.startswith("ProxyCommand="))
     again = parse_proxy_command(inner)
     assert again is not None
     assert again[0] == "fd00::9"
     assert 'IdentityFile="/keys/100%% my id"' in again[1]
-
-
-def test_path_that_ssh_config_cannot_represent_is_refused() -> None:
-    with pytest.raises(InputError, match="cannot be written"):
-        build_ssh_options(Node("csd0", "10.0.0.1"), [Path('/a"b')])
 
 
 @pytest.mark.needs("ansible")

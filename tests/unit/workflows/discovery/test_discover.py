@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from csdctl.errors import UnreachableError
-from csdctl.fleet.facts import Drive, Facts, facts_path, load_facts, save_facts
+from csdctl.fleet.facts import Facts, facts_path, load_facts, save_facts
 from csdctl.fleet.model import Fleet, Node
 from csdctl.workflows.discovery.discover import (
     collect_facts,
@@ -62,10 +62,3 @@ def test_unreadable_facts_are_set_aside_with_a_warning(tmp_path: Path, content: 
     assert aside.read_text(encoding="latin-1") == content
     assert set(load_facts(fleet)) == {"host", "csd0"}
     assert [warning for warning in result.warnings if str(aside) in warning]
-
-
-def test_drives_are_saved_with_the_facts(tmp_path: Path) -> None:
-    fleet = Fleet((), path=tmp_path / "fleet.yaml")
-    facts = {"csd0": Facts("csd0", drives=(Drive("/dev/nvme0", "S0", "CSD", 512),))}
-    save_facts(fleet, facts)
-    assert load_facts(fleet) == facts

@@ -13,8 +13,6 @@ from csdctl.workflows.exec.run_command import (
     MAX_KEPT_BYTES,
     ExecOptions,
     ExecResult,
-    build_answer,
-    fold_answers,
     parse_command,
     run_command,
 )
@@ -70,12 +68,6 @@ def test_one_argument_is_a_line_for_the_shell_and_outputs_stay_apart(fleet: Flee
     assert error_of(result) is CsdctlError
 
 
-def test_missing_program_is_an_answer(fleet: Fleet) -> None:
-    ((answer, _),) = run(fleet, "no-such-program").rows
-    assert answer.exit_code == 127
-    assert b"no-such-program" in answer.stderr
-
-
 def test_deadline_of_every_node_is_the_deadline_exit_code(fleet: Fleet) -> None:
     result = run(fleet, "sleep", "60", timeout_s=0.3)
     assert all(isinstance(error, DeadlineError) for error in result.unanswered.values())
@@ -97,16 +89,6 @@ def test_output_is_bounded(fleet: Fleet) -> None:
     ((answer, _),) = run(fleet, "head -c 3000000 /dev/zero | tr '\\0' x").rows
     assert len(answer.stdout) == MAX_KEPT_BYTES
     assert answer.num_dropped > 0
-
-
-def test_answers_that_differ_in_one_output_or_the_exit_code_are_different_rows() -> None:
-    answers = {
-        "a": build_answer(0, b"x", b""),
-        "b": build_answer(0, b"", b"x"),
-        "c": build_answer(1, b"x", b""),
-        "d": build_answer(0, b"x", b""),
-    }
-    assert [names for _, names in fold_answers(answers)] == [["a", "d"], ["b"], ["c"]]
 
 
 def test_nothing_to_run_is_bad_input() -> None:

@@ -8,7 +8,7 @@ import pytest
 from csdctl.errors import DeadlineError, HostKeyError, InputError, NodeError
 from csdctl.fleet.model import Fleet
 from csdctl.workflows.exec.run_command import ExecOptions, ExecResult
-from csdctl.workflows.exec.run_task import Printed, load_task, run_task
+from csdctl.workflows.exec.run_task import load_task, run_task
 from tests.patience import scaled
 from tests.unit.transport.conftest import running_server
 
@@ -29,7 +29,7 @@ def deploy(c, name, count=1, force=False, paths=None):
     c.calls.append((name + SUFFIX, count, force, paths))
 
 @task(name="other-name")
-def other(c, **anything):
+def other(c, a_b=""):
     pass
 """
 
@@ -39,6 +39,7 @@ def directory(tmp_path: Path) -> Path:
     (tmp_path / "jobs").mkdir()
     (tmp_path / "jobs" / "my_tasks.py").write_text(TASKS)
     (tmp_path / "jobs" / "beside.py").write_text("SUFFIX = '!'\n")
+    (tmp_path / "jobs" / "old_tasks.py").write_text("from fabric.api import run\n")
     return tmp_path
 
 
@@ -59,6 +60,7 @@ def test_task_gets_its_arguments_and_its_neighbours(directory: Path) -> None:
     [
         ("deploy", [], "is not FILE.py:TASK"),
         ("none.py:deploy", [], "does not exist"),
+        ("jobs/old_tasks.py:deploy", [], "Fabric 1"),
         ("jobs/my_tasks.py:nope", [], "its tasks: deploy, first, last, other-name"),
         ("jobs/my_tasks.py:deploy", [], "needs name"),
         ("jobs/my_tasks.py:deploy", ["nmae=x"], "'nmae=x' is not an argument of deploy"),
@@ -70,18 +72,6 @@ def test_what_does_not_fit_is_bad_input(directory: Path, spec: str, words: list[
     with pytest.raises(InputError) as raised:
         load_task(spec, words, directory)
     assert message in str(raised.value)
-
-
-def test_file_for_fabric_1_says_so(tmp_path: Path) -> None:
-    (tmp_path / "old_tasks.py").write_text("from fabric.api import run\n")
-    with pytest.raises(InputError, match="Fabric 1"):
-        load_task("old_tasks.py:x", [], tmp_path)
-
-
-def test_printed_text_that_is_not_unicode_is_escaped() -> None:
-    printed = Printed()
-    printed.write("name: \ud83d")
-    assert printed.data == b"name: \\ud83d"
 
 
 OWN = """\
@@ -106,7 +96,7 @@ def behind(c):
 
 @task
 def ends(c, how):
-    print("printed", file=sys.stderr)
+    print("printed \\ud83d", file=sys.stderr)
     c.run("echo ran")
     c.local("echo here")
     if how == "exit":
@@ -158,6 +148,6 @@ def test_ends_of_a_task(fleet: Fleet, how: str, expected: Any) -> None:
     if isinstance(expected, tuple):
         answer = result.answers["csd0"]
         assert (answer.exit_code, answer.error) == expected
-        assert (answer.stdout, answer.stderr) == (b"ran\nhere\n", b"printed\n")
+        assert (answer.stdout, answer.stderr) == (b"ran\nhere\n", b"printed \\ud83d\n")
     else:
         assert type(result.unanswered["csd0"]) is expected
