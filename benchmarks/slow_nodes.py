@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.bench.running import EXAMPLES
+from benchmarks.running import EXAMPLES
 from tests.lab.machines import LabNode
 from tests.lab.project import Project
 
