@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.emulated.training import processes
 from tests.patience import eventually, run_command, scaled
 
 pytestmark = pytest.mark.emulated
@@ -83,12 +84,10 @@ def find_check(document: dict[str, Any], machine: str, check: str) -> dict[str, 
     return dict(result)
 
 
-def virtual_environment(path: Path, *, packages: bool) -> Path:
-    """Create a virtual environment, with the packages of this one or without any."""
+def virtual_environment(path: Path) -> Path:
+    """Create a virtual environment with the packages of this one, but without their programs."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(path)], check=True)
-    if packages:
-        own = path / SITE.relative_to(sys.prefix)
-        (own / "test_packages.pth").write_text(f"{SITE}\n")
+    (path / SITE.relative_to(sys.prefix) / "test_packages.pth").write_text(f"{SITE}\n")
     return path
 
 
@@ -96,19 +95,6 @@ def write_script(path: Path, text: str) -> Path:
     path.write_text(f"#!/bin/sh\n{text}\n")
     path.chmod(0o755)
     return path
-
-
-def command_lines_with(word: str) -> list[str]:
-    """Return the command lines of running processes that contain `word`."""
-    lines = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        except OSError:
-            continue
-        if word in line:
-            lines.append(line)
-    return lines
 
 
 def test_emulated_fleet_passes_all_checks_and_the_mpi_check(project: Path) -> None:
@@ -145,7 +131,7 @@ def test_node_with_a_full_tmpdir_fails(project: Path) -> None:
 def test_daemon_that_never_responds_is_named_in_time_and_nothing_is_left(
     project: Path, tmp_path: Path
 ) -> None:
-    environment = virtual_environment(tmp_path / "hang", packages=True)
+    environment = virtual_environment(tmp_path / "hang")
     prted = Path(sys.prefix) / "bin" / "prted"
     hang = '[ "$CSDCTL_EMULATED_NODE" = csd1 ] && while :; do sleep 0.2; done'
     write_script(environment / "bin" / "prted", f'{hang}\nexec {prted} "$@"')
@@ -156,7 +142,7 @@ def test_daemon_that_never_responds_is_named_in_time_and_nothing_is_left(
     assert failed_checks(document) == [("fleet", "allreduce"), ("csd1", "allreduce")]
     found = find_check(document, "fleet", "allreduce")["found"]
     assert f"no rank was started within {deadline_s} s" in found
-    assert eventually(lambda: not command_lines_with(str(environment)))
+    assert eventually(lambda: not processes(str(environment)))
 
 
 @pytest.mark.thorough
@@ -171,7 +157,7 @@ def test_rank_that_is_stopped_is_named_in_time_and_nothing_is_left(project: Path
     assert failed_checks(document) == [("fleet", "allreduce")]
     found = find_check(document, "fleet", "allreduce")["found"]
     assert found == f"csd1 never started a rank within {deadline_s} s"
-    assert eventually(lambda: not command_lines_with(str(python)))
+    assert eventually(lambda: not processes(str(python)))
 
 
 @pytest.mark.thorough
@@ -220,7 +206,7 @@ def test_network_without_machines_fails_and_nothing_is_started(project: Path) ->
 @pytest.mark.fault(49)
 def test_training_is_refused_before_anything_is_started(project: Path, tmp_path: Path) -> None:
     shutil.copytree(EXAMPLE, project, dirs_exist_ok=True)
-    python = virtual_environment(tmp_path / "half", packages=True) / "bin" / "python"
+    python = virtual_environment(tmp_path / "half") / "bin" / "python"
     fleet = fleet_with(project, "refused.yaml", all_nodes={"python": str(python)})
     done = csdctl(project, "train", "--fleet", fleet, "--batch-size", "4")
     assert done.returncode == 1

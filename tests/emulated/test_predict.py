@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import yaml
 
-from tests.emulated.running import CSDCTL, csdctl
+from tests.emulated.running import CSDCTL, csdctl, document, emulated, home_of
 from tests.emulated.training import of_fleet, processes
 from tests.patience import communicate, wait_for
 
@@ -66,14 +66,6 @@ def build(*first):
         layers.Dense(4, activation="softmax", kernel_initializer=keras.initializers.RandomNormal(stddev=9.0)),
     ])
 
-
-def build_two():
-    inputs = keras.Input((12, 12, 3))
-    pooled = layers.GlobalAveragePooling2D()(inputs)
-    return keras.Model(
-        inputs,
-        [layers.Dense(4, activation="softmax", name="kind")(pooled), layers.Dense(1, name="size")(pooled)],
-    )
 """
 SAVE = """\
 import model, layer
@@ -81,9 +73,6 @@ compiled = {"optimizer": "sgd", "loss": "sparse_categorical_crossentropy"}
 for name, made in (("trained", model.build()), ("slow", model.build(layer.Slow()))):
     made.compile(**compiled)
     made.save(f"{name}.keras")
-two = model.build_two()
-two.compile(optimizer="sgd", loss=["sparse_categorical_crossentropy", "mse"])
-two.save("two.keras")
 import keras, sys, numpy as np
 trained = keras.models.load_model("trained.keras")
 pooled = keras.Model(trained.inputs, trained.get_layer("pooled").output)
@@ -102,40 +91,23 @@ def write(path: Path, seed: int, count: int = NUM_SAMPLES) -> None:
     np.savez(path, x=pictures.astype(np.uint8), y=generator.integers(0, 4, count))
 
 
-def home(project: Path, node: str) -> Path:
-    return project / ".csdctl" / "emulated" / "nodes" / node / "home"
-
-
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    directory = tmp_path_factory.mktemp("predict")
-    assert csdctl(directory, "emulate", "up", "--nodes", "2", "--cpu", "1").returncode == 0
-    for name, text in (("job.yaml", JOB), ("layer.py", LAYER), ("model.py", MODEL)):
-        (directory / name).write_text(text)
-    (directory / "slow.yaml").write_text(JOB.replace("private.npz", "slow.npz"))
-    files = {"public": directory / "public.npz", "validation": directory / "validation.npz"}
-    files |= {node: home(directory, node) / "private.npz" for node in ("csd0", "csd1")}
-    for number, path in enumerate(files.values()):
-        write(path, number, NUM_PUBLIC if path.stem == "public" else NUM_SAMPLES)
-        write(path.with_name("slow.npz"), 10 + number, NUM_SLOW if path.parent.name == "home" else 1)
-    command = [
-        sys.executable,
-        "-c",
-        SAVE,
-        *map(str, files.values()),
-        str(home(directory, "csd1") / "slow.npz"),
-    ]
-    subprocess.run(command, cwd=directory, check=True, capture_output=True)
-    yield directory
-    csdctl(directory, "emulate", "down")
+    files = {"job.yaml": JOB, "layer.py": LAYER, "model.py": MODEL}
+    files["slow.yaml"] = JOB.replace("private.npz", "slow.npz")
+    with emulated(tmp_path_factory.mktemp("predict"), 2, files) as directory:
+        data = [directory / "public.npz", directory / "validation.npz"]
+        data += [home_of(directory, node) / "private.npz" for node in ("csd0", "csd1")]
+        for number, path in enumerate(data):
+            write(path, number, NUM_PUBLIC if path.stem == "public" else NUM_SAMPLES)
+            write(path.with_name("slow.npz"), 10 + number, NUM_SLOW if path.parent.name == "home" else 1)
+        words = map(str, [*data, home_of(directory, "csd1") / "slow.npz"])
+        subprocess.run([sys.executable, "-c", SAVE, *words], cwd=directory, check=True, capture_output=True)
+        yield directory
 
 
 def predict(project: Path, *arguments: str) -> dict[str, Any]:
-    """Return the document of a prediction that must succeed."""
-    done = csdctl(project, "predict", *arguments, "--json")
-    assert done.returncode == 0, done.stderr
-    document: dict[str, Any] = json.loads(done.stdout)
-    return document
+    return document(project, "predict", *arguments)
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
@@ -145,7 +117,7 @@ def read_rows(path: Path) -> list[dict[str, str]]:
 
 def expected_of(project: Path, data: str, prefix: str = "") -> Any:
     """Return what one process on the host computes for the samples of a data set."""
-    path = home(project, data) / "private.npz" if data.startswith("csd") else project / f"{data}.npz"
+    path = home_of(project, data) / "private.npz" if data.startswith("csd") else project / f"{data}.npz"
     with np.load(project / "expected.npz") as arrays:
         return arrays[f"{prefix}{path}"]
 
@@ -201,32 +173,6 @@ def test_scores_and_embeddings_of_private_samples(project: Path) -> None:
     assert {"scores of private samples", "embeddings of private samples"} <= kinds
 
 
-def test_two_outputs_have_columns_of_their_own(project: Path) -> None:
-    predict(project, "two.keras", "--on", "validation", "--output", "two.csv")
-    rows = read_rows(project / "two.csv")
-    assert list(rows[0]) == ["data", "node", "row", "kind.class", "kind.probability", "size.value_0"]
-    assert len(rows) == NUM_SAMPLES
-
-
-def test_run_is_predicted_with_its_own_job(project: Path) -> None:
-    trained = csdctl(
-        project, "train", "--batch-size", "8", "--max-steps", "2", "--skip-doctor", "--exclude=csd1", "--json"
-    )
-    assert trained.returncode == 0, trained.stderr
-    run = json.loads(trained.stdout.splitlines()[-1])["path"]
-    found = predict(project, Path(run).name[:4], "--on", "validation", "--output", "run.csv")
-    assert found["model"] == str((project / run / "model.keras").resolve())
-    program = (
-        "import keras, numpy as np, sys\n"
-        "samples = np.load('validation.npz')['x'] / np.float32(255)\n"
-        "print(keras.models.load_model(sys.argv[1]).predict(samples, verbose=0).argmax(axis=1).tolist())\n"
-    )
-    command = [sys.executable, "-c", program, found["model"]]
-    done = subprocess.run(command, cwd=project, check=True, capture_output=True, text=True)
-    expected = json.loads(done.stdout.splitlines()[-1])
-    assert [int(row["class"]) for row in read_rows(project / "run.csv")] == expected
-
-
 def start_and_kill(project: Path, num_before: int) -> int:
     """Predict until csd1 has stored more than `num_before` rows, kill its worker; return how many it has."""
     command = [str(CSDCTL), "predict", "slow.keras", "--job", "slow.yaml", "--output", "slow.csv"]
@@ -248,7 +194,7 @@ def start_and_kill(project: Path, num_before: int) -> int:
 
 def num_stored(project: Path) -> int:
     """Return how many rows the unfinished results of csd1 have, as its record says."""
-    for record in home(project, "csd1").glob(".csdctl/predictions/.part-*/recent.json"):
+    for record in home_of(project, "csd1").glob(".csdctl/predictions/.part-*/recent.json"):
         return int(json.loads(record.read_text())["record"]["num_read"])
     return 0
 
@@ -263,31 +209,5 @@ def test_killed_node_loses_and_doubles_no_row(project: Path) -> None:
     rows = [row for row in read_rows(project / "slow.csv") if row["node"] == "csd1"]
     assert [int(row["row"]) for row in rows] == list(range(NUM_SLOW))
     with np.load(project / "expected.npz") as arrays:
-        expected = arrays[str(home(project, "csd1") / "slow.npz")]
+        expected = arrays[str(home_of(project, "csd1") / "slow.npz")]
     assert [int(row["class"]) for row in rows] == expected.argmax(axis=1).tolist()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "reason"),
-    [
-        (("none.keras",), "none.keras does not exist"),
-        (("1999",), "no run '1999'"),
-        (("trained.keras", "--output", "x.txt"), "ends in '.txt'"),
-        (("trained.keras", "--want", "embeddings"), "--layer"),
-        (("trained.keras", "--want", "embeddings", "--layer", "pool"), "such as pooled"),
-        (("slow.keras", "--job", "plain.yaml"), "name the files of its own layers"),
-        (("trained.keras", "--job", "larger.yaml", "--on", "public"), "takes samples of shape 12×12×3"),
-    ],
-)
-def test_bad_input_is_one_sentence_with_a_remedy(
-    project: Path, arguments: tuple[str, ...], reason: str
-) -> None:
-    plain = "data: {public: {path: %s.npz}}\nmodel: two.keras\nrecipe: {epochs: 1, learning_rate: 0.01}\n"
-    (project / "plain.yaml").write_text(plain % "public")
-    (project / "larger.yaml").write_text(plain % "larger")
-    np.savez(project / "larger.npz", x=np.zeros((4, 14, 14, 3), np.uint8), y=np.zeros(4, np.int64))
-    done = csdctl(project, "predict", *arguments)
-    assert done.returncode == 2, done.stderr
-    assert reason in " ".join(done.stderr.split())
-    assert "→" in done.stderr
-    assert "Traceback" not in done.stderr
