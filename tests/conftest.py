@@ -40,7 +40,6 @@ LONGEST = [
         "emulated/test_tuned_strategies.py",
         "emulated/test_augment.py",
         "emulated/test_tune.py",
-        "emulated/test_split.py",
         "emulated/test_main_job.py",
         "lab/test_main_job.py",
         "lab/test_privacy.py",
