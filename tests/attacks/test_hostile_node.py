@@ -111,11 +111,13 @@ class Project:
         shutil.copy(self.directory / "fleet.facts.json", self.directory / "hostile.facts.json")
         return path
 
-    def train(self, *arguments: str, code: int = 0, collective: str = "star") -> tuple[RunDirectory, str]:
+    def train(
+        self, *arguments: str, job: str = "job.yaml", code: int = 0, collective: str = "star"
+    ) -> tuple[RunDirectory, str]:
         """Train; return the run and the output."""
         equal = () if "--resume" in arguments else ("--batch-size", "20")
         options = ("--skip-doctor", "--collective", collective, *equal, *arguments)
-        said = refuse(self.directory, "train", "job.yaml", *options, code=code)
+        said = refuse(self.directory, "train", job, *options, code=code)
         return self.latest, said
 
     def assert_others_finished(self, run: RunDirectory) -> None:
@@ -136,7 +138,8 @@ class Project:
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
-    with emulated(tmp_path_factory.mktemp("project"), 2, {"job.yaml": JOB, "model.py": MODEL}) as directory:
+    files = {"job.yaml": JOB, "model.py": MODEL, "long.yaml": JOB.replace("epochs: 4", "epochs: 1000")}
+    with emulated(tmp_path_factory.mktemp("project"), 2, files) as directory:
         yield Project(directory)
 
 
@@ -164,7 +167,8 @@ def test_others_train_on_without_a_node_that_spoils_a_sum(project: Project) -> N
 @pytest.mark.attack(9)
 @pytest.mark.attack(12)
 def test_node_that_floods_its_log_and_blames_another_is_lost_alone(project: Project) -> None:
-    run, _ = project.train("--fleet", str(project.make_hostile("rank", FLOODS)))
+    fleet = project.make_hostile("rank", FLOODS)
+    run, _ = project.train("--fleet", str(fleet), "--max-steps", "2000", job="long.yaml")
     project.assert_others_finished(run)
     why = events_of(run.path, "NodeLost")[0]["message"]
     assert "Failed: expected rank 2 on csd1, received rank 2 on 'csd0'" in why

@@ -12,17 +12,16 @@ from typing import Any
 
 import pytest
 
-from csdctl.errors import CsdctlError, DeadlineError, InputError, NodeError, RemoteCommandError
+from csdctl.errors import CsdctlError, DeadlineError, RemoteCommandError
 from csdctl.launch.leftovers import CleanupOptions, clean_machine
 from csdctl.launch.machine_lock import describe_holder, lock_machines
 from csdctl.shipping.deliver import deliver, prune_store
-from csdctl.shipping.payload import MAX_INLINE_BYTES, pack_payload
+from csdctl.shipping.payload import pack_payload
 from csdctl.shipping.store import store_bytes
 from csdctl.shipping.worker_calls import call_worker
-from csdctl.transport.many import run_on_all
 from csdctl.transport.program import Patience, Program, within
 from csdctl.transport.ssh import SshSession, connect
-from csdctl.worker.protocol.datasets import DatasetInfo, DirectorySpec, PrepareSpec
+from csdctl.worker.protocol.datasets import DatasetInfo, PrepareSpec
 from csdctl.worker.protocol.json_codec import to_frame
 from csdctl.worker.protocol.probe import ProbeRequest
 from csdctl.worker.protocol.run_spec import Runtime
@@ -42,36 +41,27 @@ PATIENT = Patience(silence_s=scaled(60), whole_s=scaled(60))
 
 FOR_EVER = {
     "progress": "while True: say('progress'); time.sleep(0.6)",
-    "progress without pause": "while True: say('progress')",
     "manifest": "while True: say('manifest'); sys.stdin.buffer.read1(1)",
     "more": "while True: say('missing', ranges=[[0, 0]], resume={}, more=True)",
-    "more of nothing": "while True: say('missing', ranges=[], resume={}, more=True)",
     "the same again": "while True: say('missing', ranges=[[0, 0]], resume={}, more=False); "
     "sys.stdin.buffer.read(9)",
-    "no frame": "while True: print('progress', flush=True)",
-    "a list": "while True: print('@csdctl-progress []', flush=True)",
     "a line without end": ENDLESS_LINE,
     "silence": "time.sleep(3600)",
     "no reading": "say('missing', ranges=[[0, 0]], resume={}, more=False); time.sleep(3600)",
 }
 WRONG = {
     "refused an object": "say('error', message={'a': 1})",
-    "remedy a list": "say('error', message='no', remedy=[1])",
     "an unknown kind": "say('mine')",
     "numbers that were not offered": "say('missing', ranges=[[0, 10**12]], resume={}, more=False)",
     "negative numbers": "say('missing', ranges=[[-1, 0]], resume={}, more=False)",
-    "numbers twice": "say('missing', ranges=[[0, 0], [0, 0]], resume={}, more=False)",
-    "texts for numbers": "say('missing', ranges=[['a', 'b']], resume={}, more=False)",
-    "true for a number": "say('missing', ranges=[[False, False]], resume={}, more=False)",
     "an offset before the start": "say('missing', ranges=[[0, 0]], resume={'0': -5}, more=False)",
-    "an offset behind the end": "say('missing', ranges=[[0, 0]], resume={'0': 999}, more=False)",
     "an offset of nothing": "say('missing', ranges=[], resume={'0': 1}, more=False)",
-    "not a number": "say('missing', ranges=[[0, 0]], resume={'0': float('nan')}, more=False)",
     "failed without numbers": "say('damaged')",
+    "numbers twice": "say('missing', ranges=[[0, 0], [0, 0]], resume={}, more=False)",
+    "true for a number": "say('missing', ranges=[[False, False]], resume={}, more=False)",
+    "an offset behind the end": "say('missing', ranges=[[0, 0]], resume={'0': 999}, more=False)",
     "damage of what was not offered": "say('damaged', numbers=[7])",
-    "failed without a reason": "say('failed')",
     "a bomb": BOMB,
-    "a huge number": "print('@csdctl-result ' + '9' * 100_000, flush=True); time.sleep(3600)",
 }
 
 
@@ -114,15 +104,6 @@ def test_answer_of_a_receiver_is_typed_and_in_range(
     assert len(raised.value.message) < 400
 
 
-def test_manifest_is_sent_once(session: SshSession, tmp_path: Path, hostile: Callable[[str], str]) -> None:
-    stored = [store_bytes(str(number).encode(), ".bin", tmp_path) for number in range(99)]
-    payload = pack_payload([file.as_object() for file in stored])
-    assert payload.packed, MAX_INLINE_BYTES
-    python = hostile("while True: say('manifest'); sys.stdin.buffer.read1(1)")
-    with pytest.raises(RemoteCommandError, match="received 'manifest', expected progress, missing"):
-        deliver(session, payload, python=python, patience=PATIENT)
-
-
 def test_receiver_that_reads_a_byte_a_second_is_left(
     session: SshSession, tmp_path: Path, hostile: Callable[[str], str]
 ) -> None:
@@ -142,24 +123,7 @@ def test_receiver_that_reads_a_byte_a_second_is_left(
     assert raised.value.node == "csd1"
 
 
-def test_refusal_of_one_node_is_not_that_of_the_others(
-    server: Any, tmp_path: Path, hostile: Callable[[str], str]
-) -> None:
-    """A refusal with an object as its text once ended the command for all nodes."""
-    pythons = {"csd0": sys.executable, "csd1": hostile("say('error', message={'a': 1})")}
-    payload = pack_payload([store_bytes(b"123456789", ".bin", tmp_path).as_object()])
-
-    def send_to(name: str) -> Any:
-        with closing(connect(server.node(name=name), [server.known_hosts])) as session:
-            return deliver(session, payload, python=pythons[name])
-
-    outcomes = run_on_all({name: name for name in pythons}, send_to)
-    assert outcomes["csd0"].value
-    assert isinstance(outcomes["csd1"].error, RemoteCommandError)
-    assert "ReportedError.message: expected text" in str(outcomes["csd1"].error)
-
-
-ANSWERS = ["", "5", "[]", "null", '"text"', "[" * 100_000, '{"num_removed": {}}', '{"num_removed": -1}']
+ANSWERS = ["", "5", "[" * 100_000, '{"num_removed": -1}']
 
 
 @pytest.mark.parametrize("answer", ANSWERS, ids=lambda answer: answer[:9])
@@ -174,11 +138,8 @@ SIZES = dict.fromkeys(("num_bytes", "features_bytes", "predictions_bytes"), 0)
 FOUND: dict[str, Any] = {"holder": None, "processes": [], "paths": [], **SIZES}
 LEFTOVERS = [
     *ANSWERS,
-    json.dumps({**FOUND, "holder": 5}),
-    json.dumps({**FOUND, "processes": 7}),
     json.dumps({**FOUND, "processes": [{"pid": 1, "run": {}}]}),
     json.dumps({**FOUND, "paths": [[1]]}),
-    json.dumps({**FOUND, "num_bytes": "x"}),
     json.dumps({**FOUND, "num_bytes": -1}),
     json.dumps({**FOUND, "paths": ["x" * 5_000_000]}),
 ]
@@ -195,13 +156,10 @@ def test_answer_about_leftovers_is_typed(
 
 
 LOCKS = [
-    "@csdctl-held",
     "@csdctl-held 5",
     '@csdctl-held {"holder": "' + "[" * 60_000 + '"}',
     "@csdctl-held " + "[" * 900_000,
-    "mine",
     "@csdctl-mined {}",
-    "",
     '@csdctl-held {"holder": {"command": {"a": 1}}}',
     '@csdctl-held {"holder": "' + "x" * 999_000,
 ]
@@ -222,23 +180,15 @@ def test_answer_about_the_lock_is_typed(
     assert len(str(raised.value)) < 900
 
 
-@pytest.mark.parametrize("as_text", [True, False])
 def test_process_that_a_lock_only_names_is_not_ended(
-    session: SshSession, server: Any, tmp_path: Path, as_text: bool
+    session: SshSession, server: Any, tmp_path: Path
 ) -> None:
     """The file of the lock says who holds it; a process is ended only if it has that file open."""
     victim = subprocess.Popen(["sleep", "100000"], start_new_session=True)
     state = server.home / ".csdctl"
     state.mkdir(mode=0o700)
-    (state / "lock").write_text(
-        json.dumps(
-            {
-                **describe_holder("train", tmp_path),
-                "boot": "an earlier one",
-                "holding_pid": str(victim.pid) if as_text else victim.pid,
-            }
-        )
-    )
+    false = {"boot": "an earlier one", "holding_pid": victim.pid}
+    (state / "lock").write_text(json.dumps(describe_holder("train", tmp_path) | false))
     with subprocess.Popen(["flock", state / "lock", "sleep", "100000"], start_new_session=True) as holding:
         try:
             attempt = ["flock", "-n", state / "lock", "true"]
@@ -259,7 +209,6 @@ REACHABILITY = [
     *ANSWERS,
     '{"ports": [22]}',
     '{"ports": [70000]}',
-    '{"ports": ["1024"]}',
     '{"ports": [1024, 1025, 1026]}',
 ]
 
@@ -285,12 +234,7 @@ PREPARING = {
     "no progress": f"while True: print({working()!r}, flush=True); time.sleep(0.3)",
     "progress backward": f"n = 9\nwhile True: n = max(0, n - 1); {TELL}",
     "progress without end": f"n = 0\nwhile True: n += 1; {TELL}",
-    "without pause": f"while True: print({working()!r})",
-    "noise": "while True: print('noise')",
-    "a text as a number": f"print({working(num_done='9')!r}); time.sleep(3600)",
     "a bomb": "print('@csdctl-progress ' + '[' * 900_000); time.sleep(3600)",
-    "a bomb as the answer": BOMB,
-    "a line without end": ENDLESS_LINE,
     "an object as the error": "say('error', message=[1], remedy={}, exit_code=2)",
 }
 
@@ -314,23 +258,10 @@ def test_worker_that_prepares_for_ever_is_left(
     assert len(raised.value.message) < 400
 
 
-def test_worker_that_fails_with_an_object_as_its_message_fails_as_its_node(
-    session: SshSession, hostile: Callable[[str], str]
-) -> None:
-    python, request = hostile(PREPARING["an object as the error"]), DirectorySpec("data")
-    with pytest.raises(NodeError, match="csd1: preparing data: invalid answer") as raised:
-        call_worker(session, python, "worker.pyz", "digest", request, DatasetInfo, doing="preparing data")
-    assert not isinstance(raised.value, InputError)
-
-
 PROBES = {
-    "noise before": "while True: print('noise')",
     "a bomb": f"say('ready'); {BOMB}",
     "a time that is negative": (-1.0, 5, 1000),
-    "a time of nothing": (0.0, 5, 1000),
     "not a number": (float("nan"), 5, 1000),
-    "a time without end": (float("inf"), 5, 1000),
-    "a text": ("1.0", 5, 1000),
     "no steps": (0.1, 0, 1000),
     "memory without end": (0.1, 5, 1 << 80),
 }
@@ -360,7 +291,7 @@ def test_measurement_of_a_node_is_typed_and_in_range(
 def test_attempts_to_connect_must_be_those_that_were_wanted(
     session: SshSession, hostile: Callable[[str], str]
 ) -> None:
-    for attempts in ("5", "[]", "[[1, 2, 3]]", '[["csd0", 1, ""]]', '[["csd0", 1025, {}]]', "[[[]]]"):
+    for attempts in ("5", "[[1, 2, 3]]", '[["csd0", 1, ""]]', '[["csd0", 1025, {}]]'):
         python = hostile(f"sys.stdin.readline(); say('result', attempts={attempts})")
         program = Program(session, [python], "connecting", within(scaled(20)))
         with closing(program), pytest.raises(RemoteCommandError):
