@@ -17,6 +17,7 @@ from csdctl.runs.capped_log import MAX_LOG_BYTES
 from csdctl.runs.directory import ProjectDirectory, RunDirectory
 from tests.attacks.hostile_link import RUN_COMMAND
 from tests.emulated.running import document, emulated, refuse, succeed
+from tests.emulated.small_jobs import dense_model
 from tests.emulated.training import events_of
 from tests.patience import scaled
 
@@ -28,13 +29,7 @@ data:
   public: {path: public.npz}
 recipe: {epochs: 4, learning_rate: 0.01, loss: mean_squared_error}
 """
-MODEL = """\
-import keras
-
-
-def build():
-    return keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-"""
+MODEL = dense_model(2, outputs=1, activation="linear")
 PYTHON = """\
 #!{python}
 import os, sys

@@ -5,12 +5,12 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 import yaml
 
 from tests.attacks.hostile_python import write_hostile_python
 from tests.emulated.running import emulated, home_of, refuse
+from tests.emulated.small_jobs import dense_model, save_arrays
 
 pytestmark = [pytest.mark.attack(13), pytest.mark.emulated]
 
@@ -19,14 +19,7 @@ model: model.py:build
 data: {public: {path: public}, private: {path: ~/private}}
 recipe: {epochs: 1, learning_rate: 0.05}
 """
-MODEL = """\
-import keras
-
-
-def build():
-    output = keras.layers.Dense(3, activation="softmax")
-    return keras.Sequential([keras.Input((4, 4, 1)), keras.layers.Flatten(), output])
-"""
+MODEL = dense_model(4, 4, 1)
 # What csdctl asks for is known from the text of the program that it sends.
 PYTHON = """\
 program = " ".join(sys.argv)
@@ -82,9 +75,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         content["nodes"][1]["python"] = str(directory / "python")
         (directory / "fleet.yaml").write_text(yaml.safe_dump(content))
         for place in (directory / "public", *(home_of(directory, node) / "private" for node in NODES)):
-            place.mkdir(exist_ok=True)
-            np.save(place / "images.npy", np.zeros((9, 4, 4), np.uint8))
-            np.save(place / "labels.npy", np.arange(9, dtype=np.int32) % 3)
+            save_arrays(place, 9, 4, 4)
         yield directory
 
 

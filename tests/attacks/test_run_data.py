@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.emulated.running import emulated, home_of, refuse, succeed
+from tests.emulated.small_jobs import dense_model
 from tests.emulated.training import hash_at_the_end
 from tests.unit.worker.ingest.sources.encoded_images import colours, png
 
@@ -28,14 +29,7 @@ data:
   private: {path: ~/private}
 recipe: {epochs: 2, learning_rate: 0.05}
 """
-MODEL = """\
-import keras
-
-
-def build():
-    layers = [keras.Input((8, 8, 3)), keras.layers.Flatten(), keras.layers.Dense(3, activation="softmax")]
-    return keras.Sequential(layers)
-"""
+MODEL = dense_model(8, 8, 3)
 
 
 def fill(root: Path, num_images: int) -> None:

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from tests.emulated.running import csdctl, document, emulated, home_of, refuse, succeed
+from tests.emulated.small_jobs import save_arrays
 
 pytestmark = [pytest.mark.emulated, pytest.mark.thorough]
 
@@ -60,20 +60,13 @@ ALONE = ("--exclude", "csd1")
 TRAIN = ("train", "--batch-size", "8", "--skip-doctor", "--no-rebalance", "--collective", "star", "--json")
 
 
-def save_samples(directory: Path, count: int) -> None:
-    generator = np.random.default_rng(count)
-    directory.mkdir(parents=True, exist_ok=True)
-    np.save(directory / "images.npy", generator.integers(0, 256, (count, 32, 32, 3), dtype=np.uint8))
-    np.save(directory / "labels.npy", (np.arange(count) % 3).astype(np.int32))
-
-
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     files = {"job.yaml": JOB, "model.py": MODEL, "augment.py": AUGMENT, "turning.py": TURNING}
     with emulated(tmp_path_factory.mktemp("augment"), 2, files) as directory:
-        save_samples(directory / "public", 40)
+        save_arrays(directory / "public", 40, 32, 32, 3)
         for number, node in enumerate(("csd0", "csd1")):
-            save_samples(home_of(directory, node) / "private", 12 + number)
+            save_arrays(home_of(directory, node) / "private", 12 + number, 32, 32, 3)
         yield directory
 
 

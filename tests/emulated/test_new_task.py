@@ -19,6 +19,7 @@ import pytest
 
 import csdctl as package
 from tests.emulated.running import emulated, home_of, succeed
+from tests.emulated.small_jobs import dense_model
 from tests.emulated.training import of_fleet, processes
 
 pytestmark = [pytest.mark.emulated, pytest.mark.thorough]
@@ -31,13 +32,7 @@ data:
   private: {path: ~/private.npz}
 recipe: {epochs: 1, learning_rate: 0.1, loss: mean_squared_error}
 """
-MODEL = """\
-import keras
-
-
-def build():
-    return keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-"""
+MODEL = dense_model(2, outputs=1, activation="linear")
 REGISTRATION = '    "count": "csdctl.worker.tasks.count:Count",\n'
 PROGRAM = """
 import dataclasses, json, sys

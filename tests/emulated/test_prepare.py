@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests.emulated.running import csdctl, document, emulated, home_of, refuse, succeed
+from tests.emulated.small_jobs import dense_model
 from tests.unit.worker.ingest.sources.encoded_images import colours, gif, huge_png, jpeg, png
 
 pytestmark = pytest.mark.emulated
@@ -22,14 +23,7 @@ data:
   private: {path: ~/private}
 recipe: {epochs: 1, learning_rate: 0.05}
 """
-MODEL = """\
-import keras
-
-
-def build():
-    layers = [keras.Input((8, 8, 3)), keras.layers.Flatten(), keras.layers.Dense(3, activation="softmax")]
-    return keras.Sequential(layers)
-"""
+MODEL = dense_model(8, 8, 3)
 LOAD = """\
 import pathlib
 

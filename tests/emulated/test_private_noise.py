@@ -1,7 +1,6 @@
 """Noise on private samples, trained over SSH and MPI on an emulated host and two nodes."""
 
 import json
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 from csdctl.reporting.privacy import compute_epsilon
 from csdctl.worker.protocol.recipe import Noise
 from tests.emulated.running import document, emulated, home_of, refuse, succeed
+from tests.emulated.small_jobs import save_arrays
 
 pytestmark = [pytest.mark.emulated, pytest.mark.thorough]
 
@@ -38,20 +38,12 @@ PASSES = {"csd0": 1, "csd1": 3}
 """csd1 repeats its 5 samples to get 12."""
 
 
-def save_samples(directory: Path, count: int) -> None:
-    generator = np.random.default_rng(count)
-    shutil.rmtree(directory, ignore_errors=True)
-    directory.mkdir(parents=True)
-    np.save(directory / "images.npy", generator.integers(0, 256, (count, 8, 8, 1), dtype=np.uint8))
-    np.save(directory / "labels.npy", (np.arange(count) % 3).astype(np.int32))
-
-
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with emulated(tmp_path_factory.mktemp("noise"), 2, {"model.py": MODEL, "job.yaml": JOB}) as directory:
-        save_samples(directory / "public", 21)
+        save_arrays(directory / "public", 21, 8, 8, 1)
         for node, count in NUM_PRIVATE.items():
-            save_samples(home_of(directory, node) / "private", count)
+            save_arrays(home_of(directory, node) / "private", count, 8, 8, 1)
         yield directory
 
 

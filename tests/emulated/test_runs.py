@@ -13,16 +13,10 @@ import numpy as np
 import pytest
 
 from tests.emulated.running import CSDCTL, csdctl, document, emulated, succeed
+from tests.emulated.small_jobs import dense_model
 from tests.patience import communicate, eventually, files_written, run_command
 
-MODEL = """\
-import keras
-
-
-def build():
-    inputs = keras.Input((8,))
-    return keras.Model(inputs, keras.layers.Dense(3, activation="softmax")(inputs))
-"""
+MODEL = dense_model(8)
 JOB = """\
 model: model.py:build
 data: {public: {path: public.npz}, input_range: null}

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tests.emulated.running import document, emulated, succeed
+from tests.emulated.small_jobs import dense_model
 
 pytestmark = pytest.mark.thorough
 
@@ -14,14 +15,7 @@ model: net.py:build
 data: {public: {path: train.npz, on: host}}
 recipe: {epochs: 1, optimizer: sgd, learning_rate: 0.05, loss: sparse_categorical_crossentropy, seed: 7}
 """
-MODEL = """\
-import keras
-
-
-def build():
-    layers = [keras.Input((8, 8, 1)), keras.layers.Flatten(), keras.layers.Dense(10, activation="softmax")]
-    return keras.Sequential(layers)
-"""
+MODEL = dense_model(8, 8, 1, outputs=10)
 SCALE = ("scale", "--batch-size", "16", "--max-steps", "4", "--skip-doctor")
 
 

@@ -5,11 +5,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import yaml
 
 from tests.emulated.running import document, emulated, succeed
+from tests.emulated.small_jobs import save_arrays
 
 pytestmark = [pytest.mark.emulated, pytest.mark.thorough]
 
@@ -35,10 +35,7 @@ def build():
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with emulated(tmp_path_factory.mktemp("tune"), 2, {"job.yaml": JOB, "model.py": MODEL}) as directory:
-        (directory / "public").mkdir()
-        generator = np.random.default_rng(3)
-        np.save(directory / "public/images.npy", generator.integers(0, 256, (4000, 16, 16, 1), np.uint8))
-        np.save(directory / "public/labels.npy", generator.integers(0, 10, 4000).astype(np.int32))
+        save_arrays(directory / "public", 4000, 16, 16, 1, num_classes=10)
         yield directory
 
 
