@@ -1,4 +1,4 @@
-"""What the sandbox costs a run: the same fleet with and without, alternating, in one sitting.
+"""Cost of the sandbox for a run: the same fleet with and without, alternating.
 
     make bench ARGS="-k confinement"
 

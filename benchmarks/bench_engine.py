@@ -29,7 +29,7 @@ from tests.lab.project import Project
 
 NUM_NODES = 4
 BATCH_SIZES = (384, 92)
-"""Of the host and of a node, before rebalancing."""
+"""Batch sizes of the host and of a node, before rebalancing."""
 MICRO_BATCH = 64
 HOROVOD_EQUAL = 32
 HOROVOD_S = 30

@@ -1,4 +1,4 @@
-"""How fast features are computed against the forward pass alone, and how soon and in how much memory.
+"""Speed of computing features against the forward pass alone, time until the first, and memory.
 
     make bench ARGS="-k bench_extraction"
 

@@ -23,7 +23,7 @@ from benchmarks.running import CLIENTS, PEERS
 NUM_NODES = 100
 NUM_ROUNDS = int(os.environ.get("CSDCTL_BENCH_ROUNDS", "5"))
 OUTPUT = "pong"
-"""What every client has each node print."""
+"""Word that every client has each node print."""
 PACKAGES = {name: name for name in ("asyncssh", "pyinfra", "parallel-ssh")} | {"ansible": "ansible-core"}
 
 

@@ -1,4 +1,4 @@
-"""How many images per second `csdctl prepare` converts to samples.
+"""Images per second that `csdctl prepare` converts to samples.
 
 The images are smooth with some noise, like photographs: a decoder takes several times as long for pure noise.
 """

@@ -1,4 +1,4 @@
-"""How fast a rank reads its shard against how fast it trains on it, and its memory as the shard grows.
+"""Speed of reading a shard against training on it, and memory of the rank as the shard grows.
 
     make bench ARGS="-k reading"
 

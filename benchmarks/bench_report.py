@@ -17,7 +17,7 @@ import pytest
 RECORDED = Path(__file__).parents[1] / "tests" / "unit" / "reporting" / "recorded"
 NUM_NODES, NUM_STEPS, STEPS_PER_EPOCH = 36, 100_000, 1000
 INTERVAL_S = (NUM_NODES + 1) / 20
-"""Of the reports of a rank (`progress_interval_s`)."""
+"""Interval of the reports of a rank (`progress_interval_s`)."""
 EVERY_STEP_S = 0.0
 STEP_S = 0.1
 

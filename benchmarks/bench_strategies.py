@@ -40,7 +40,7 @@ EPOCHS = 10
 HOST_BATCH, NODE_BATCH = 64, 14
 NUM_SAMPLES = NUM_PUBLIC + NUM_NODES * NUM_PRIVATE
 FULL_STEPS, SKIPPED_REPORTS = 16, 4
-"""Of a training whose time is extrapolated: a report is of about one step."""
+"""Steps of a training whose time is extrapolated; a report is about one step."""
 SPLIT_BATCH = 32
 NUM_ALONE = 2000
 CUT = "b4_add"
@@ -156,7 +156,7 @@ def test_features(project: Path) -> None:
 
 
 def test_features_of_public_samples(project: Path) -> None:
-    """As many pictures, all public: with all ranks, and on the host alone."""
+    """The same number of pictures, all public: with all ranks, and on the host alone."""
     with np.load(project / "public.npz") as public:
         pictures, labels = public["x"], public["y"]
     rows = np.arange(NUM_SAMPLES) % len(labels)  # the same work as of other pictures
@@ -193,7 +193,7 @@ def test_features_of_public_samples(project: Path) -> None:
 
 
 class Watch:
-    """What was computed when, of each machine."""
+    """Times at which each machine had computed how many samples."""
 
     def __init__(self) -> None:
         self.seen: dict[str, list[tuple[float, int]]] = {}

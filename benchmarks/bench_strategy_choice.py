@@ -61,10 +61,10 @@ class Setting:
     cpu: float
     model: str
     is_private: bool
-    """Whether all but a few samples are private."""
+    """True if all but a few samples are private."""
     epochs: int = 2
     link_mbit_s: int = 0
-    """Of all traffic together; 0: not limited."""
+    """Limit for all traffic together; 0: not limited."""
 
 
 LITE, FROZEN, SMALL = "efficientnet_lite0.py:build_trained", "efficientnet_lite0.py:build", "cnn.py:build"

@@ -37,7 +37,7 @@ CPUS = {
 """Fleets, and the share of a core of each node."""
 VISIT_S = 6.0
 FIT_VISITS = 4
-"""How often the fit's plan is measured between the points of the grid."""
+"""Number of times that the fit's plan is measured between the points of the grid."""
 FINALISTS, ROUNDS = 3, 2
 """The best of many noisy figures is biased: the best points run again, alternately with the fit's plan."""
 TRAIN_S = 30.0

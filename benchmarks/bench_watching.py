@@ -1,4 +1,4 @@
-"""What it costs a training that its view is drawn, and that somebody watches it from another terminal.
+"""Cost for a training of drawing its view, and of being watched from another terminal.
 
     make bench ARGS="-k watching"
 

@@ -1,4 +1,4 @@
-"""What benchmarks share: csdctl in a process of its own, emulated fleets, programs that print figures."""
+"""Shared by benchmarks: csdctl in a process of its own, emulated fleets, programs that print figures."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What some tests need of the machine, and what would give it to them.
+"""Needs of tests that a machine may not meet, and what provides them.
 
 A test says so with `@pytest.mark.needs("root", "chromium")`, a fixture by calling `require("lab")`. Where it
 is missing, the test is skipped, and the last lines of the session say what did not run and the command that
@@ -36,7 +36,7 @@ class Need:
     packages: tuple[str, ...] = ()
     """Debian packages that bring it."""
     remedy: str = ""
-    """What brings it, if no package does."""
+    """Command that provides it, if no package does."""
     is_required_in_ci: bool = True
 
 
@@ -193,7 +193,7 @@ USED = {
     "chromium": ("chromium",),
     "tmux": ("tmux",),
 }
-"""What tests use of each Debian package: programs, or a file below /usr/lib."""
+"""Programs that tests use of each Debian package, or a file below /usr/lib."""
 LAB_PACKAGES = (
     "openssh-server",
     "openssh-client",

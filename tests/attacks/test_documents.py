@@ -1,4 +1,4 @@
-"""Files from a stranger: they cost little to refuse, and the refusal is one sentence.
+"""Files that others wrote: they cost little to refuse, and the refusal is one sentence.
 
 Every attack runs `csdctl` with limits of memory and of CPU time that are far above what a refusal needs.
 """
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.first(1)
 
 MEMORY_BYTES = 2 << 30
 CPU_S = 60
-"""Of one command; a refusal takes about a second, nearly all of it for imports."""
+"""Limit for one command; a refusal takes about a second, nearly all of it for imports."""
 MAX_MESSAGE = 2500
 
 FLEET = "nodes:\n- {name: csd0, address: 192.0.2.1}\n"

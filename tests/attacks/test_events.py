@@ -211,7 +211,7 @@ def report_memory_kib(run: SmallRun, num_epochs: int) -> int:
 
 @pytest.mark.attack(12)
 def test_memory_of_a_report_does_not_grow_with_the_stored_events(tmp_path: Path) -> None:
-    """As objects, the 60,000 events of the long run take 40 MiB."""
+    """The 60,000 events of the long run would take 40 MiB as objects."""
     for name in ("short", "long"):
         (tmp_path / name).mkdir()
     short, long = SmallRun(tmp_path / "short"), SmallRun(tmp_path / "long")

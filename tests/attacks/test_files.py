@@ -306,7 +306,7 @@ class TestProject:
     @needs_root
     @pytest.mark.attack(15)
     def test_state_of_another_user_is_refused_by_any_command(self, tmp_path: Path) -> None:
-        """As in /tmp, where a neighbour may have prepared host keys, plans and runs."""
+        """Another user may have prepared host keys, plans and runs, such as in /tmp."""
         (tmp_path / ".csdctl").mkdir(mode=0o700)
         give(tmp_path / ".csdctl")
         done = self.call(tmp_path, "report")

@@ -41,7 +41,7 @@ def resident_mib(pid: int) -> int:
 
 
 def answers_to(group: Group, request: str) -> list[Any]:
-    """What rank 0 and the other honest rank answer when all ranks get `request`."""
+    """Send `request` to all ranks; return the answers of rank 0 and of the other honest rank."""
     for rank in range(SIZE):
         group.send(rank, request)
     return [group.answer(rank) for rank in HONEST]
@@ -71,7 +71,7 @@ def test_pickle_in_place_of_a_value_runs_nowhere_else(tmp_path: Path) -> None:
 
 @pytest.mark.attack(1)
 def test_pickles_sent_to_every_tag_run_nowhere(tmp_path: Path) -> None:
-    """As mpi4py's lowercase calls would expect them, on whatever tag csdctl listens."""
+    """The pickles have the form that mpi4py's lowercase calls expect."""
     marker = tmp_path / "marker"
     code = """
 for tag in range(1, 20):

@@ -43,7 +43,7 @@ sys.argv = arguments[arguments.index(worker):]
 from csdctl.worker.__main__ import run
 run()
 """
-"""In the place of a node's Python: the worker's link or rank, changed by `code`."""
+"""Program in the place of a node's Python, whose link or rank is changed by `code`."""
 
 SENDS_PICKLES = (
     RUN_COMMAND
@@ -80,7 +80,7 @@ output.emit = emit
 """Floods its log after the first report, and then says that another node has failed."""
 
 WITHOUT_OTHERS = ("--exclude", "csd0")
-"""Where the run ends: only the host and the hostile node."""
+"""Options of runs that end, with the host and the hostile node alone."""
 
 
 class Project:

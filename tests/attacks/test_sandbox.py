@@ -31,7 +31,7 @@ LOCAL_ONLY = ["10.255.255.0/30"]
 
 @dataclass(frozen=True)
 class User:
-    """Who runs the sandbox, and with which Python: an ordinary user cannot read one in root's home."""
+    """A user of the sandbox, and a Python that this user can run."""
 
     name: str
     prefix: tuple[str, ...]
@@ -171,7 +171,7 @@ NEED_MORE = {
     "use_rings",
     "read_memory",
 }
-"""What a machine may refuse without a sandbox too, and races that may be lost."""
+"""Attempts that a machine may refuse without a sandbox too, and races that may be lost."""
 
 
 @pytest.mark.attack(2)

@@ -39,7 +39,7 @@ MAX_PEAK_BYTES = 250 << 20
 """csdctl itself takes about 60 MiB."""
 
 MAX_ACCEPTED_BYTES = 64 << 20
-"""What a server gets rid of before it is disconnected, with all buffers of the system between."""
+"""Limit for what a server can send before it is disconnected, with all buffers of the system between."""
 
 BULK = b"x" * 30_000
 Channel = paramiko.Channel

@@ -56,7 +56,7 @@ def turn(samples, rng):
     return samples
 """
 ALONE = ("--exclude", "csd1")
-"""Where a second node proves nothing more."""
+"""Options of runs in which a second node proves nothing more."""
 TRAIN = ("train", "--batch-size", "8", "--skip-doctor", "--no-rebalance", "--collective", "star", "--json")
 
 

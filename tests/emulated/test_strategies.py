@@ -48,7 +48,7 @@ def build_trained():
     return build(trainable=True)
 """
 ACTIVATION_BYTES = 2 * NUM_SAMPLES * (8 * 100 * 4 + 4)
-"""Of a node in two epochs: 8 × 10 × 10 activations in float32 and a label of 4 bytes for each sample."""
+"""Bytes of a node in two epochs: 8 × 10 × 10 activations in float32 and a label for each sample."""
 
 
 @pytest.fixture(scope="module")

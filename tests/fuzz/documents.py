@@ -1,4 +1,4 @@
-"""What people write and csdctl itself wrote: job, fleet, plan, runs, facts, inventories."""
+"""Targets of fuzzing that people or csdctl write: job, fleet, plan, runs, facts, inventories."""
 
 import dataclasses
 import io

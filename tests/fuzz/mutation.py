@@ -10,7 +10,7 @@ import yaml
 from tests.fuzz.target import Form
 
 MAX_BYTES = 1 << 16
-"""Of a changed input; sizes have tests of their own."""
+"""Limit for a changed input; sizes have tests of their own."""
 NUMBERS = (
     *(0, -1, 1, 2, 127, 255, 256, 65535, 1 << 31, (1 << 31) - 1, 1 << 32, 1 << 53, 1 << 62, 1 << 63, 1 << 64),
     *(-(1 << 31), -(1 << 63), 10**18, 10**19, 10**30, 10**400, -(10**400)),

@@ -23,7 +23,7 @@ VALUES = st.recursive(
     max_leaves=8,
 )
 MAX_CORPUS_BYTES = 1 << 15
-"""Of one target; what is larger is made by a program."""
+"""Limit for the corpus of one target; larger inputs are made by a program."""
 
 
 def defects_of(tally: Tally) -> str:
