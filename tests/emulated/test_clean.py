@@ -15,7 +15,7 @@ from tests.patience import eventually
 pytestmark = pytest.mark.emulated
 
 RUN = f"20260101-000000-{os.getpid() % 1_000_000:06}"
-"""Id for this process alone: other tests may run on the same machine, and `num_running` counts theirs, too."""
+"""Id for this process alone: `num_running` counts the processes of other tests on this machine, too."""
 LEAVE_A_RANK = (
     "rm -f ~/left; "
     f"setsid sh -c 'echo $$ >~/left; sleep 100000; true' csdctl-run={RUN}/csd0 >/dev/null 2>&1 </dev/null & "

@@ -1,4 +1,4 @@
-"""Targets of fuzzing that nodes and ranks send: events, orders, answers, outputs of probes, values of a group."""
+"""Targets of fuzzing that nodes and ranks send: events, orders, answers, outputs of probes, values."""
 
 import contextlib
 import dataclasses

@@ -1,4 +1,4 @@
-"""A target of fuzzing: a function that takes bytes, the errors that it documents, and where the bytes begin."""
+"""A target of fuzzing: a function that takes bytes, the errors that it documents, and its seeds."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
