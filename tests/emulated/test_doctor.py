@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.emulated.running import CSDCTL, csdctl, emulated, refuse
 from tests.emulated.training import processes
 from tests.patience import eventually, run_command, scaled
 
 pytestmark = pytest.mark.emulated
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "fashion_mnist"
-PROGRAM = "from csdctl.cli.app import main; main()"
 SITE = Path(sys.prefix) / "lib" / f"python3.{sys.version_info.minor}" / "site-packages"
 NAMESPACE = f"csdctl-doctor-{os.getpid()}"
 NODES = ["csd0", "csd1"]
@@ -38,20 +38,10 @@ table inet csdctl {
 """
 
 
-def csdctl(
-    directory: Path, *arguments: str, prefix: tuple[str, ...] = ()
-) -> subprocess.CompletedProcess[str]:
-    return run_command([*prefix, sys.executable, "-c", PROGRAM, *arguments], cwd=directory)
-
-
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A project directory with a running fleet of two emulated nodes."""
-    directory = tmp_path_factory.mktemp("doctor")
-    done = csdctl(directory, "emulate", "up", "--nodes", str(len(NODES)), "--cpu", "0.5")
-    yield directory
-    csdctl(directory, "emulate", "down")
-    assert done.returncode == 0, done.stderr
+    with emulated(tmp_path_factory.mktemp("doctor"), len(NODES), cpu=0.5) as directory:
+        yield directory
 
 
 def fleet_with(
@@ -179,10 +169,11 @@ def test_firewall_between_machines_is_reported_before_anything_hangs(tmp_path: P
     try:
         for words in INTERFACES:
             subprocess.run([*inside, "ip", *words.split()], check=True)
-        assert csdctl(tmp_path, "emulate", "up", "--nodes", "2", prefix=inside).returncode == 0
+        call = [*inside, str(CSDCTL)]
+        assert run_command([*call, "emulate", "up", "--nodes", "2"], cwd=tmp_path).returncode == 0
         subprocess.run([*inside, "nft", "-f", "-"], input=FIREWALL, text=True, check=True)
-        done = csdctl(tmp_path, "doctor", "--json", prefix=inside)
-        csdctl(tmp_path, "emulate", "down", prefix=inside)
+        done = run_command([*call, "doctor", "--json"], cwd=tmp_path)
+        run_command([*call, "emulate", "down"], cwd=tmp_path)
     finally:
         subprocess.run(["ip", "netns", "delete", NAMESPACE], check=True)
     document = json.loads(done.stdout)
@@ -208,10 +199,9 @@ def test_training_is_refused_before_anything_is_started(project: Path, tmp_path:
     shutil.copytree(EXAMPLE, project, dirs_exist_ok=True)
     python = virtual_environment(tmp_path / "half") / "bin" / "python"
     fleet = fleet_with(project, "refused.yaml", all_nodes={"python": str(python)})
-    done = csdctl(project, "train", "--fleet", fleet, "--batch-size", "4")
-    assert done.returncode == 1
-    assert "the preflight found problems that would make the run fail" in done.stderr
-    assert "csd1: MPI:" in done.stderr
-    assert "prted is missing" in done.stderr
-    assert "--skip-doctor" in done.stderr
+    said = refuse(project, "train", "--fleet", fleet, "--batch-size", "4", code=1)
+    assert "the preflight found problems that would make the run fail" in said
+    assert "csd1: MPI:" in said
+    assert "prted is missing" in said
+    assert "--skip-doctor" in said
     assert not (project / ".csdctl" / "runs").exists()
