@@ -41,7 +41,7 @@ def prepare(directory: Path, umask: int = 0o022, **changes: object) -> Path:
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
     answer = done.stdout.splitlines()[-1]
     return directory / json.loads(answer[answer.index("{") :])["path"]
 
