@@ -67,17 +67,20 @@ collective.COLLECTIVES["star"] = Hostile
 """
 BLAMING = "@csdctl " + json.dumps({"event": "Failed", "rank": 2, "node": "csd0", "message": "disk full"})
 FLOODS = f"""
+import pathlib
 import csdctl.worker.process.output as output
-honest, reports = output.emit, []
+honest, marker = output.emit, pathlib.Path.home() / "flooded"
+if marker.exists():
+    sys.exit(3)
 def emit(event):
     honest(event)
-    if type(event).__name__ in ("Progress", "EpochEnd"):
-        reports.append(event)
-        for line in ["x" * 1000] * 18_000 + [{BLAMING!r}] if len(reports) == 1 else ():
+    if type(event).__name__ in ("Progress", "EpochEnd") and not marker.exists():
+        marker.touch()
+        for line in ["x" * 1000] * 18_000 + [{BLAMING!r}]:
             output._sink.write_line(line)
 output.emit = emit
 """
-"""Floods its log after the first report, and then says that another node has failed."""
+"""Floods its log after the first report, says that another node has failed, and never starts again."""
 
 WITHOUT_OTHERS = ("--exclude", "csd0")
 """Options of runs that end, with the host and the hostile node alone."""
@@ -163,7 +166,7 @@ def test_others_train_on_without_a_node_that_spoils_a_sum(project: Project) -> N
 @pytest.mark.attack(12)
 def test_node_that_floods_its_log_and_blames_another_is_lost_alone(project: Project) -> None:
     fleet = project.make_hostile("rank", FLOODS)
-    run, _ = project.train("--fleet", str(fleet), "--max-steps", "2000", job="long.yaml")
+    run, _ = project.train("--fleet", str(fleet), "--max-steps", "1000", job="long.yaml")
     project.assert_others_finished(run)
     why = events_of(run.path, "NodeLost")[0]["message"]
     assert "Failed: expected rank 2 on csd1, received rank 2 on 'csd0'" in why
