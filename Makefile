@@ -73,7 +73,7 @@ check: $(STAMP) ## check style, formatting, types, import rules, docs and licenc
 	echo "== docs, licences";      $(BIN)/pytest -q tests/unit/test_docs.py tests/unit/requirements/test_licences.py
 
 bench: $(STAMP) ## run the benchmarks; they print measurements and assert nothing about them
-	@$(BIN)/pytest -s -o python_files='bench_*.py' tests/bench $(ARGS)
+	@$(BIN)/pytest -s -o python_files='bench_*.py' benchmarks $(ARGS)
 
 coverage: $(STAMP) ## measure the coverage of the unit tests; HTML in build/coverage
 	@rm -f .coverage .coverage.* # those of killed processes may be damaged

@@ -1,4 +1,4 @@
-"""What holds for all tests: one session, limits that suit the machine, and a loud end."""
+"""Set-up of all tests: one session, limits that suit the machine, and a summary of what did not run."""
 
 import gc
 import os
@@ -40,7 +40,6 @@ LONGEST = [
         "emulated/test_tuned_strategies.py",
         "emulated/test_augment.py",
         "emulated/test_tune.py",
-        "emulated/test_split.py",
         "emulated/test_main_job.py",
         "lab/test_main_job.py",
         "lab/test_privacy.py",
@@ -174,7 +173,7 @@ def pytest_testnodedown(node: Any) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say loudly what did not run, and what makes it run."""
+    """Print what did not run, and what makes it run."""
     config = terminalreporter.config
     skipped = terminalreporter.stats.get("skipped", [])
     reasons = [

@@ -22,7 +22,7 @@ ANSWER_S = 120.0
 NUM_ELEMENTS = (1 << 18) + 5
 """The last ones are [n, stop, seconds of each rank]."""
 SAMPLES = 8
-"""What rank 0 expects as every rank's n in a `checked` sum."""
+"""Number of samples of every rank that rank 0 expects in a `checked` sum."""
 RANK = """
 import json, sys
 import numpy as np

@@ -1,4 +1,4 @@
-"""What some tests need of the machine, and what would give it to them.
+"""Needs of tests that a machine may not meet, and what provides them.
 
 A test says so with `@pytest.mark.needs("root", "chromium")`, a fixture by calling `require("lab")`. Where it
 is missing, the test is skipped, and the last lines of the session say what did not run and the command that
@@ -36,7 +36,7 @@ class Need:
     packages: tuple[str, ...] = ()
     """Debian packages that bring it."""
     remedy: str = ""
-    """What brings it, if no package does."""
+    """Command that provides it, if no package does."""
     is_required_in_ci: bool = True
 
 
@@ -91,34 +91,36 @@ def _lacks_packages(*packages: str) -> Callable[[], str]:
     return find
 
 
-@functools.cache
-def _find_lack_of_namespaces() -> str:
-    if os.geteuid() != 0:
-        return "root, for network namespaces"
-    # Root in a container may lack the permission; only a trial shows.
-    trial = ["unshare", "--net", "--mount", "--pid", "--fork", "true"]
+NEW_MOUNT = ("unshare", "--mount", "mount", "-t", "tmpfs", "tmpfs", "/mnt")
+
+
+def _why_it_fails(*command: str) -> str:
+    """Return what a command says when it fails, or ''; only a trial shows what root may do in a container."""
     try:
-        done = subprocess.run(trial, check=False, capture_output=True, text=True)
+        done = subprocess.run(command, check=False, capture_output=True, text=True, cwd="/")
     except OSError as error:
         return str(error)
-    return done.stderr.strip() if done.returncode else ""
+    return done.stderr.strip()[-200:] if done.returncode else ""
 
 
-def _find_lack_of_lab() -> str:
-    return _find_lack_of_namespaces() or _lacks_packages(*LAB_PACKAGES)()
+def _find_lack_of_root() -> str:
+    return "" if os.geteuid() == 0 else "this is an ordinary user"
 
 
-def _find_lack_of_firewall() -> str:
-    return _find_lack_of_namespaces() or _lacks_packages("iproute2", "nftables")()
+@functools.cache
+def _find_lack_of_namespaces() -> str:
+    return _find_lack_of_root() or _why_it_fails(*["unshare", "--net", "--mount", "--pid", "--fork", "true"])
 
 
 @functools.cache
 def _find_lack_of_mounts() -> str:
-    if os.geteuid() != 0:
-        return "this is an ordinary user"
-    trial = ["unshare", "--mount", "mount", "-t", "tmpfs", "tmpfs", "/mnt"]
-    done = subprocess.run(trial, check=False, capture_output=True, text=True)
-    return done.stderr.strip() if done.returncode else ""
+    return _find_lack_of_root() or _why_it_fails(*NEW_MOUNT)
+
+
+@functools.cache
+def _find_lack_of_python_for_all() -> str:
+    nobody = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups")
+    return _why_it_fails(*(nobody if os.geteuid() == 0 else ()), SYSTEM_PYTHON, "-c", "")
 
 
 @functools.cache
@@ -130,51 +132,34 @@ def _find_lack_of_cpu_cgroups() -> str:
     return ""
 
 
-def _find_nothing() -> str:
-    return ""  # only the test itself shows it, and calls `miss`
+def _without_permission(name: str, attempt: Callable[[], object]) -> Callable[[], str]:
+    """Return a function that says why `attempt` is not permitted; it tries once."""
 
-
-@functools.cache
-def _find_lack_of_devices() -> str:
-    with tempfile.TemporaryDirectory() as directory:
+    @functools.cache
+    def find() -> str:
         try:
-            os.mknod(f"{directory}/null", 0o020666, os.makedev(1, 3))
+            attempt()
         except PermissionError as error:
-            return f"mknod: {error.strerror}"
-    return ""
+            return f"{name}: {error.strerror}"
+        return ""
+
+    return find
 
 
-@functools.cache
-def _find_lack_of_packets() -> str:
-    try:
-        socket.socket(socket.AF_PACKET, socket.SOCK_DGRAM).close()
-    except PermissionError as error:
-        return f"AF_PACKET: {error.strerror}"
-    return ""
+def _make_device() -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        os.mknod(f"{directory}/null", 0o020666, os.makedev(1, 3))
 
 
-@functools.cache
-def _find_lack_of_socket_filters() -> str:
+def _open_packet_socket() -> None:
+    socket.socket(socket.AF_PACKET, socket.SOCK_DGRAM).close()
+
+
+def _attach_filter() -> None:
     from csdctl.worker.sandbox.system_calls import Program
 
-    accept_nothing = Program([(0x06, 0, 0, 0)])
     with socket.socket() as filtered:
-        try:
-            filtered.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, accept_nothing.header)
-        except PermissionError as error:
-            return f"SO_ATTACH_FILTER: {error.strerror}"
-    return ""
-
-
-@functools.cache
-def _find_lack_of_python_for_all() -> str:
-    nobody = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups")
-    trial = [*(nobody if os.geteuid() == 0 else ()), SYSTEM_PYTHON, "-c", ""]
-    try:
-        done = subprocess.run(trial, check=False, capture_output=True, text=True, cwd="/")
-    except OSError as error:
-        return str(error)
-    return done.stderr.strip()[-200:] if done.returncode else ""
+        filtered.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, Program([(0x06, 0, 0, 0)]).header)
 
 
 def _find_lack_of_seccomp() -> str:
@@ -183,33 +168,17 @@ def _find_lack_of_seccomp() -> str:
     return "" if MACHINE in ARCHITECTURES else f"the filter knows no system calls of {MACHINE}"
 
 
-def _find_lack_of_shared_memory() -> str:
-    return "" if os.access("/dev/shm", os.W_OK) else "/dev/shm is not writable"
-
-
-def _find_lack_of_apt() -> str:
-    return "" if shutil.which("apt-get") else "no apt-get"
-
-
-def _find_lack_of_ansible() -> str:
-    return "" if find_ansible("ansible") else "it is neither in this environment nor on the PATH"
-
-
 def find_ansible(program: str) -> str | None:
     """Return the path of a program of Ansible: that of this environment, or else on the PATH."""
     return shutil.which(program, path=f"{sys.prefix}/bin:{os.environ.get('PATH', '')}")
 
 
-def _find_lack_of_pip_audit() -> str:
-    return "" if PIP_AUDIT.exists() else f"{PIP_AUDIT} does not exist"
+def _unless(condition: Callable[[], object], lack: str) -> Callable[[], str]:
+    return lambda: "" if condition() else lack
 
 
-def _find_lack_of_root() -> str:
-    return "" if os.geteuid() == 0 else "this is an ordinary user"
-
-
-def _find_lack_of_ordinary_user() -> str:
-    return "" if os.geteuid() != 0 else "this is root"
+_SHOWN_BY_THE_TEST = _unless(lambda: True, "")
+"""Only the test itself shows it, and calls `miss`."""
 
 
 USED = {
@@ -224,7 +193,7 @@ USED = {
     "chromium": ("chromium",),
     "tmux": ("tmux",),
 }
-"""What tests use of each Debian package: programs, or a file below /usr/lib."""
+"""Programs that tests use of each Debian package, or a file below /usr/lib."""
 LAB_PACKAGES = (
     "openssh-server",
     "openssh-client",
@@ -240,39 +209,60 @@ PIP_AUDIT = Path(__file__).parents[1] / "build/audit/bin/pip-audit"
 SO_ATTACH_FILTER = 26
 AS_ROOT = "run `make test` as root on a machine where root may create namespaces"
 NEEDS = {
-    "lab": Need(_find_lack_of_lab, LAB_PACKAGES, AS_ROOT),
+    "lab": Need(
+        lambda: _find_lack_of_namespaces() or _lacks_packages(*LAB_PACKAGES)(), LAB_PACKAGES, AS_ROOT
+    ),
     "namespaces": Need(_find_lack_of_namespaces, (), AS_ROOT),
     "mounts": Need(_find_lack_of_mounts, (), "run `make test` as root on a machine where root may mount"),
     "root": Need(_find_lack_of_root, (), "run `make test` as root"),
-    "ordinary user": Need(_find_lack_of_ordinary_user, (), "run `make test` as an ordinary user", False),
+    "ordinary user": Need(
+        _unless(os.geteuid, "this is root"), (), "run `make test` as an ordinary user", False
+    ),
     "chromium": Need(_lacks_packages("chromium"), ("chromium",)),
     "tmux": Need(_lacks_packages("tmux"), ("tmux",)),
-    "firewall": Need(_find_lack_of_firewall, ("iproute2", "nftables"), AS_ROOT),
+    "firewall": Need(
+        lambda: _find_lack_of_namespaces() or _lacks_packages("iproute2", "nftables")(),
+        ("iproute2", "nftables"),
+        AS_ROOT,
+    ),
     "cpu cgroups": Need(
-        _find_lack_of_cpu_cgroups,
-        (),
-        "run `make test` where control groups are writable",
-        False,
+        _find_lack_of_cpu_cgroups, (), "run `make test` where control groups are writable", False
     ),
     "devices": Need(
-        _find_lack_of_devices, (), "run `make test` as root on a machine where root may make devices"
+        _without_permission("mknod", _make_device),
+        (),
+        "run `make test` as root on a machine where root may make devices",
     ),
-    "packets": Need(_find_lack_of_packets, (), "run `make test` as root"),
-    "socket filters": Need(_find_lack_of_socket_filters, (), "run `make test` as root"),
+    "packets": Need(_without_permission("AF_PACKET", _open_packet_socket), (), "run `make test` as root"),
+    "socket filters": Need(
+        _without_permission("SO_ATTACH_FILTER", _attach_filter), (), "run `make test` as root"
+    ),
     "seccomp": Need(_find_lack_of_seccomp, (), "run `make test` on x86_64 or aarch64"),
-    "shared memory": Need(_find_lack_of_shared_memory, (), "mount -t tmpfs tmpfs /dev/shm"),
+    "shared memory": Need(
+        _unless(lambda: os.access("/dev/shm", os.W_OK), "/dev/shm is not writable"),
+        (),
+        "mount -t tmpfs tmpfs /dev/shm",
+    ),
     "a Python for all users": Need(
         _find_lack_of_python_for_all, (), f"install Debian's python3: {SYSTEM_PYTHON}"
     ),
-    "csdctl for all users": Need(_find_nothing, (), "make the environment readable for all users"),
+    "csdctl for all users": Need(_SHOWN_BY_THE_TEST, (), "make the environment readable for all users"),
     "sshd": Need(_lacks_packages("openssh-server"), ("openssh-server",)),
     "dropbear": Need(_lacks_packages("dropbear-bin"), ("dropbear-bin",)),
-    "ansible": Need(_find_lack_of_ansible, (), "make setup", False),
-    "pip-audit": Need(_find_lack_of_pip_audit, (), "make audit", False),
-    "Debian's archive": Need(
-        _find_lack_of_apt, (), "run `make test` on Debian, with a network or a proxy for apt-get", False
+    "ansible": Need(
+        _unless(lambda: find_ansible("ansible"), "it is neither in this environment nor on the PATH"),
+        (),
+        "make setup",
+        False,
     ),
-    "PyPI": Need(_find_nothing, (), "run `make test` with a network or a proxy for pip", False),
+    "pip-audit": Need(_unless(PIP_AUDIT.exists, f"{PIP_AUDIT} does not exist"), (), "make audit", False),
+    "Debian's archive": Need(
+        _unless(lambda: shutil.which("apt-get"), "no apt-get"),
+        (),
+        "run `make test` on Debian, with a network or a proxy for apt-get",
+        False,
+    ),
+    "PyPI": Need(_SHOWN_BY_THE_TEST, (), "run `make test` with a network or a proxy for pip", False),
     "ssh": Need(_lacks_packages("openssh-client"), ("openssh-client",)),
 }
 

@@ -1,4 +1,4 @@
-"""How long tests wait.
+"""Waiting in tests.
 
 A test waits for an event, and fails when nothing moves any more, not when a clock says so. What counts as
 "nothing moves" grows with the time that this machine needs for one known piece of work, measured once at the
@@ -36,7 +36,7 @@ BUSY_SHARE = 0.05
 """A command whose processes use less than this share of a core waits for something."""
 LOOK_S = 0.5
 RETRY_S = 5.0
-"""What waits for the CPU is given this much more time, again and again."""
+"""Time by which the limit grows, again and again, while something waits for the CPU."""
 READY_S = 3.0
 """A process that shows anything is ready to run at least once in this time."""
 NUM_LAST_LINES = 40
@@ -126,7 +126,7 @@ class StalledError(AssertionError):
 
 
 class Activity:
-    """What shows that a command and what it started still work: output, files, CPU time.
+    """Signs that a command and what it started still work: output, files, CPU time.
 
     Files are those of csdctl's state in `directory`; processes are all that these tests have started, the
     nodes of a lab too, and those of the emulated fleet of `directory`.
@@ -167,7 +167,7 @@ class Activity:
 
 
 class Idleness:
-    """How long this process and all that it has started have used hardly any CPU time."""
+    """Measures for how long this process and all that it has started have used hardly any CPU time."""
 
     def __init__(self) -> None:
         self._cpu_s = _cpu_time_s()

@@ -1,4 +1,4 @@
-"""What csdctl starts on a machine, started by a process that a test then kills.
+"""The programs that csdctl starts on a machine, started by a process that a test then kills.
 
 `python tests/started_programs.py PROJECT [NODE]` starts it on a node of the project's fleet, or on this
 machine; prints `started`, and waits.

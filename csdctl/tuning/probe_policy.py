@@ -31,7 +31,7 @@ MEMORY_NEAR = 1.25
 """Near the memory limit, a larger size within this factor of a measured size is not probed."""
 MIN_SIZES = 2
 """Minimum number of different sizes of a class, including earlier probes. More hardly improve the plan,
-because the trial that follows corrects the level of the line (tests/bench/bench_planning.py, with noise)."""
+because the trial that follows corrects the level of the line (benchmarks/bench_planning.py, with noise)."""
 PLANNED_SHARES = (0.5, 0.3)
 """Shares of the planned size that the machines of a class probe."""
 

@@ -34,7 +34,7 @@ exec {python} "$@"
 
 @dataclass(frozen=True)
 class HostileMachine:
-    """What the machine answers, as files that a test may write at any time; and where it listens."""
+    """Answers of the machine, files that a test may write at any time, and its port."""
 
     home: Path
     port: int

@@ -23,21 +23,21 @@ from tests.patience import WAIT_S, run_command, scaled
 
 USER = "tester"
 LOST = (EOFError, OSError, paramiko.SSHException)
-"""What sending raises when the client has closed the connection."""
+"""Errors of sending when the client has closed the connection."""
 
 Command = Callable[["HostileTransport", paramiko.Channel, str], None]
 
 
 @dataclass
 class Attack:
-    """What the server does instead of its duty."""
+    """Behaviour of a hostile server."""
 
     on_command: Command = lambda transport, channel, line: None
-    """In a thread of its own, for every command."""
+    """Called in a thread of its own for every command."""
     on_login: Callable[["HostileTransport"], bool] = lambda transport: True
-    """In the thread of the connection, when a key is offered; returns whether it is accepted."""
+    """Called in the thread of the connection when a key is offered; returns whether it is accepted."""
     on_channel: Callable[["HostileTransport"], None] = lambda transport: None
-    """Before a channel is confirmed."""
+    """Called before a channel is confirmed."""
     host_key: paramiko.PKey | None = None
     changes: dict[str, Any] = field(default_factory=dict)
     """Attributes of paramiko's Transport, such as the algorithms to offer."""

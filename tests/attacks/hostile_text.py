@@ -1,4 +1,4 @@
-"""What an attacker writes into facts, names, messages and files, to be obeyed by a terminal or by Rich."""
+"""Text that attackers write into facts, names and files, for a terminal or Rich to obey."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""What a program in the sandbox tries; prints the name of each attempt that succeeded.
+"""Attempts of a program in the sandbox; prints the name of each that succeeded.
 
 Arguments: the pid, a port and two Unix sockets of processes outside, and a directory of their user's.
 """

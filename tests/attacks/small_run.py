@@ -44,7 +44,7 @@ MANIFEST = manifest_of(NODES) | {"noise": asdict(SPEC.noise) if SPEC.noise else 
 
 @dataclass(frozen=True)
 class Attack:
-    """What the hostile rank prints.
+    """Lines of the hostile rank, and when it prints them.
 
     `when` is 'start', 'group' (where it does not join) or 'training' (when all have joined).
     """

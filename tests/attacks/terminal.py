@@ -24,7 +24,7 @@ OWN = re.compile(
 
 @dataclass(frozen=True)
 class Shown:
-    """What csdctl wrote to its terminal, and its exit code."""
+    """Output of csdctl on its terminal, and its exit code."""
 
     code: int
     text: str
@@ -36,7 +36,7 @@ class Shown:
 
     @property
     def foreign(self) -> list[str]:
-        """What a terminal would obey, or not show, and csdctl's styling did not make."""
+        """Characters that a terminal would obey, or not show, and that are not csdctl's own styling."""
         return sorted({char for char in self.plain if not char.isprintable() and char not in "\n\t"})
 
 

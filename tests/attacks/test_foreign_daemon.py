@@ -206,15 +206,3 @@ def check_ports(
             assert result in ("closed", "ConnectionRefusedError"), (machine, port, target, result)
             answers.add(result)
     assert "closed" in answers, "no port was reached inside of the network"
-
-
-@pytest.mark.attack(3)
-def test_doctor_says_that_ports_are_open_where_no_network_is_set(project: Project) -> None:
-    nodes = project.lab.near[:2]
-    project.use(*nodes)
-    done = project.csdctl("doctor")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "listeners: no `network:`: MPI's ports answer at all addresses" in done.stdout
-    assert "set `network:` in the fleet file" in done.stdout
-    project.use(*nodes, network=NETWORK)
-    assert "listeners" not in project.csdctl("doctor").stdout

@@ -41,7 +41,7 @@ def resident_mib(pid: int) -> int:
 
 
 def answers_to(group: Group, request: str) -> list[Any]:
-    """What rank 0 and the other honest rank answer when all ranks get `request`."""
+    """Send `request` to all ranks; return the answers of rank 0 and of the other honest rank."""
     for rank in range(SIZE):
         group.send(rank, request)
     return [group.answer(rank) for rank in HONEST]
@@ -71,7 +71,7 @@ def test_pickle_in_place_of_a_value_runs_nowhere_else(tmp_path: Path) -> None:
 
 @pytest.mark.attack(1)
 def test_pickles_sent_to_every_tag_run_nowhere(tmp_path: Path) -> None:
-    """As mpi4py's lowercase calls would expect them, on whatever tag csdctl listens."""
+    """The pickles have the form that mpi4py's lowercase calls expect."""
     marker = tmp_path / "marker"
     code = """
 for tag in range(1, 20):
@@ -88,33 +88,15 @@ comm.allgather(Command())
 
 VALUES = {
     "not JSON": "b'rank 2'",
-    "nothing": "b''",
     "another type": "b'[1, 2]'",
-    "a text for a number": 'b\'{"rank": "2"}\'',
-    "true for a number": "b'{\"rank\": true}'",
     "not a number": "b'{\"rank\": NaN}'",
-    "infinite": "b'{\"rank\": -Infinity}'",
-    "too many digits": "b'{\"rank\": ' + b'9' * 100_000 + b'}'",
     "nested too deeply": "b'[' * 200_000",
-    "nested objects": "b'{\"rank\":' * 20_000",
-    "not UTF-8": "b'\\xff\\xfe{\"rank\": 2}'",
     "too long": f"b' ' * {MAX_VALUE_BYTES + 1}",
 }
-FURTHER_VALUES = (
-    *("nothing", "a text for a number", "true for a number", "infinite", "too many digits"),
-    *("nested objects", "not UTF-8"),
-)
-"""tests/unit/worker/group/test_values.py has them, too."""
 
 
 @pytest.mark.attack(1)
-@pytest.mark.parametrize(
-    "name",
-    [
-        *(name for name in VALUES if name not in FURTHER_VALUES),
-        *(pytest.param(name, marks=pytest.mark.thorough) for name in FURTHER_VALUES),
-    ],
-)
+@pytest.mark.parametrize("name", VALUES)
 def test_value_that_is_not_allowed_is_its_ranks_fault(name: str) -> None:
     with group_with(sends_value(VALUES[name])) as group:
         group.all("choose star")
@@ -140,22 +122,11 @@ comm.Isend(bytes(99), 0, tags._GATHER_TAG)
 comm.Isend(struct.pack('<q', 100), 0, tags._GATHER_SIZE_TAG)
 comm.Isend(bytes(101), 0, tags._GATHER_TAG)
 """,
-    "32 MB more than announced": """
-comm.Isend(struct.pack('<q', 100), 0, tags._GATHER_SIZE_TAG)
-pass_on(comm.Isend(bytes(32 << 20), 0, tags._GATHER_TAG))
-""",
 }
-FURTHER_MESSAGES = ("fewer bytes than none", "32 MB more than announced")
 
 
 @pytest.mark.attack(1)
-@pytest.mark.parametrize(
-    "name",
-    [
-        *(name for name in MESSAGES if name not in FURTHER_MESSAGES),
-        *(pytest.param(name, marks=pytest.mark.thorough) for name in FURTHER_MESSAGES),
-    ],
-)
+@pytest.mark.parametrize("name", MESSAGES)
 def test_message_of_a_wrong_size_is_its_ranks_fault_and_hangs_nobody(name: str) -> None:
     with group_with(ALIVE + sends_messages(MESSAGES[name])) as group:
         group.all("choose star")
@@ -176,11 +147,10 @@ def test_receiver_allocates_what_it_expects_and_not_what_is_announced() -> None:
 
 
 @pytest.mark.attack(1)
-@pytest.mark.parametrize("size", [1 << 20, 100])
-def test_messages_that_nobody_asks_for_do_not_fill_the_hosts_memory(size: int) -> None:
+def test_messages_that_nobody_asks_for_do_not_fill_the_hosts_memory() -> None:
     code = f"""
-for _ in range({MAX_FLOOD_BYTES} // {size}):
-    pass_on(comm.Isend(bytes({size}), 0, 99))
+for _ in range({MAX_FLOOD_BYTES} >> 20):
+    pass_on(comm.Isend(bytes(1 << 20), 0, 99))
 """
     with group_with(ALIVE + sends_messages(code)) as group:
         group.all("choose star")
@@ -202,15 +172,8 @@ VECTORS = {
     "a stop of all ranks": ("vector[-4] = 1", "asked all ranks to stop"),
     "a short chunk": ("comm.Isend(np.ones(5, np.float32), 0, 1)", "sent 20 bytes"),
     "a long chunk": ("comm.Isend(np.ones((1 << 18) + 1, np.float32), 0, 1)", "sent more than"),
-    "a chunk of 32 MB": ("pass_on(comm.Isend(np.ones(8 << 20, np.float32), 0, 1))", "sent more than"),
-    "no samples": ("vector[-5] = 0", "the gradient of 0 samples, expected 8"),
-    "samples that undo the others'": ("vector[-5] = -16", "the gradient of -16 samples, expected 8"),
     "samples that are no number": ("vector[-5] = math.nan", "the gradient of nan samples, expected 8"),
-    "a stop taken back": ("vector[-4] = -1", "asked all ranks to stop"),
     "no time": ("vector[-1] = math.nan", "as the time of its step"),
-    "a negative time": ("vector[-1] = -1e9", "as the time of its step"),
-    "a time of decades": ("vector[-1] = 1e9", "as the time of its step"),
-    "an infinite time": ("vector[-1] = math.inf", "as the time of its step"),
     "the time of another rank": ("vector[-2] = 30", "the time of another rank"),
 }
 

@@ -2,8 +2,6 @@
 
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,11 +9,11 @@ import pytest
 import yaml
 
 from tests.attacks.hostile_node import make_hostile_python
-from tests.patience import run_command, scaled
+from tests.emulated.running import csdctl, emulated
+from tests.patience import scaled
 
 pytestmark = [pytest.mark.emulated, pytest.mark.thorough]
 
-PROGRAM = "from csdctl.cli.app import main; main()"
 MEMBER = """
 import os, sys, traceback
 if "mpi-check" in sys.orig_argv:
@@ -40,21 +38,10 @@ sleep 1
 """
 
 
-def csdctl(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return run_command(
-        [sys.executable, "-c", PROGRAM, *arguments],
-        cwd=directory,
-        env={**os.environ, "SSH_AUTH_SOCK": "/run/agent"},
-    )
-
-
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    directory = tmp_path_factory.mktemp("spawn")
-    done = csdctl(directory, "emulate", "up", "--nodes", "2", "--cpu", "0.5")
-    yield directory
-    csdctl(directory, "emulate", "down")
-    assert done.returncode == 0, done.stderr
+    with emulated(tmp_path_factory.mktemp("spawn"), 2, cpu=0.5) as directory:
+        yield directory
 
 
 @pytest.mark.attack(2)
@@ -66,7 +53,8 @@ def test_commands_that_a_node_starts_on_all_machines_reach_nothing(project: Path
     content = yaml.safe_load((project / "fleet.yaml").read_text())
     content["nodes"][1]["python"] = str(hostile)
     (project / "hostile.yaml").write_text(yaml.safe_dump(content))
-    done = csdctl(project, "doctor", "--fleet", "hostile.yaml", "--mpi-deadline", f"{scaled(12):.0f}")
+    options = ("--fleet", "hostile.yaml", "--mpi-deadline", f"{scaled(12):.0f}")
+    done = csdctl(project, "doctor", *options, environment={**os.environ, "SSH_AUTH_SOCK": "/run/agent"})
     assert "Traceback" not in done.stderr
     printed = "".join(path.read_text() for path in (project / ".csdctl" / "scratch").rglob("*.log"))
     print(done.stdout, done.stderr, printed)

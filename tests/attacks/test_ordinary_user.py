@@ -6,10 +6,10 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from tests.attacks.ordinary_user import OrdinaryUser
+from tests.emulated.small_jobs import dense_model, save_arrays
 from tests.needs import miss
 
 pytestmark = [pytest.mark.emulated, pytest.mark.thorough]
@@ -19,14 +19,7 @@ model: model.py:build
 data: {public: {path: public}, private: {path: ~/private}}
 recipe: {epochs: 2, learning_rate: 0.01}
 """
-MODEL = """\
-import keras
-
-
-def build():
-    layers = [keras.Input((8, 8, 1)), keras.layers.Flatten(), keras.layers.Dense(3, activation="softmax")]
-    return keras.Sequential(layers)
-"""
+MODEL = dense_model(8, 8, 1)
 COMMANDS = {
     "discover": (),
     "doctor": (),
@@ -61,13 +54,14 @@ def write_private(user: OrdinaryUser, path: Path, content: str = "") -> Path:
     return user.own(path)
 
 
-def write_samples(user: OrdinaryUser, directory: Path, seed: int) -> None:
-    directory.mkdir(exist_ok=True)
+def write_samples(user: OrdinaryUser, directory: Path, count: int) -> None:
+    """Write samples that only the user may read."""
+    save_arrays(directory, count, 8, 8)
     directory.chmod(0o700)
+    for path in directory.iterdir():
+        path.chmod(0o600)
+        user.own(path)
     user.own(directory)
-    generator = np.random.default_rng(seed)
-    np.save(write_private(user, directory / "images.npy"), generator.integers(0, 256, (60, 8, 8), np.uint8))
-    np.save(write_private(user, directory / "labels.npy"), np.arange(60, dtype=np.int32) % 3)
 
 
 def wider_than_its_owner(directory: Path) -> list[str]:
@@ -86,8 +80,8 @@ def test_everything_from_discover_to_report_is_readable_by_its_user_alone(user: 
     write_private(user, user.home / "job.yaml", JOB)
     write_private(user, user.home / "model.py", MODEL)
     nodes = user.home / ".csdctl/emulated/nodes"
-    write_samples(user, user.home / "public", 0)
-    write_samples(user, nodes / "csd0/home/private", 1)
+    write_samples(user, user.home / "public", 60)
+    write_samples(user, nodes / "csd0/home/private", 61)
     for command, arguments in COMMANDS.items():
         done = user.csdctl(command, *arguments)
         assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"

@@ -12,14 +12,13 @@ from typing import Any
 
 import pytest
 
-from csdctl.errors import CsdctlError, DeadlineError, InputError, NodeError, RemoteCommandError
+from csdctl.errors import CsdctlError, DeadlineError, RemoteCommandError
 from csdctl.launch.leftovers import CleanupOptions, clean_machine
 from csdctl.launch.machine_lock import describe_holder, lock_machines
 from csdctl.shipping.deliver import deliver, prune_store
 from csdctl.shipping.payload import pack_payload
 from csdctl.shipping.store import store_bytes
 from csdctl.shipping.worker_calls import call_worker
-from csdctl.transport.many import run_on_all
 from csdctl.transport.program import Patience, Program, within
 from csdctl.transport.ssh import SshSession, connect
 from csdctl.worker.protocol.datasets import DatasetInfo, PrepareSpec
@@ -45,29 +44,23 @@ FOR_EVER = {
     "progress without pause": "while True: say('progress')",
     "more of nothing": "while True: say('missing', ranges=[], resume={})",
     "the same again": "while True: say('missing', ranges=[[0, 0]], resume={}); sys.stdin.buffer.read(9)",
-    "no frame": "while True: print('progress', flush=True)",
-    "a list": "while True: print('@csdctl-progress []', flush=True)",
     "a line without end": ENDLESS_LINE,
     "silence": "time.sleep(3600)",
     "no reading": "say('missing', ranges=[[0, 0]], resume={}); time.sleep(3600)",
 }
 WRONG = {
     "refused an object": "say('error', message={'a': 1})",
-    "remedy a list": "say('error', message='no', remedy=[1])",
     "an unknown kind": "say('mine')",
     "numbers that were not offered": "say('missing', ranges=[[0, 10**12]], resume={})",
     "negative numbers": "say('missing', ranges=[[-1, 0]], resume={})",
-    "numbers twice": "say('missing', ranges=[[0, 0], [0, 0]], resume={})",
-    "texts for numbers": "say('missing', ranges=[['a', 'b']], resume={})",
-    "true for a number": "say('missing', ranges=[[False, False]], resume={})",
     "an offset before the start": "say('missing', ranges=[[0, 0]], resume={'0': -5})",
-    "an offset behind the end": "say('missing', ranges=[[0, 0]], resume={'0': 999})",
     "an offset of nothing": "say('missing', ranges=[], resume={'0': 1})",
-    "not a number": "say('missing', ranges=[[0, 0]], resume={'0': float('nan')})",
     "failed without numbers": "say('damaged')",
+    "numbers twice": "say('missing', ranges=[[0, 0], [0, 0]], resume={})",
+    "true for a number": "say('missing', ranges=[[False, False]], resume={})",
+    "an offset behind the end": "say('missing', ranges=[[0, 0]], resume={'0': 999})",
     "damage of what was not offered": "say('damaged', numbers=[7])",
     "a bomb": BOMB,
-    "a huge number": "print('@csdctl-result ' + '9' * 100_000, flush=True); time.sleep(3600)",
 }
 
 
@@ -128,24 +121,7 @@ def test_receiver_that_reads_a_byte_a_second_is_left(
     assert raised.value.node == "csd1"
 
 
-def test_refusal_of_one_node_is_not_that_of_the_others(
-    server: Any, tmp_path: Path, hostile: Callable[[str], str]
-) -> None:
-    """A refusal with an object as its text once ended the command for all nodes."""
-    pythons = {"csd0": sys.executable, "csd1": hostile("say('error', message={'a': 1})")}
-    payload = pack_payload([store_bytes(b"123456789", ".bin", tmp_path).as_object()])
-
-    def send_to(name: str) -> Any:
-        with closing(connect(server.node(name=name), [server.known_hosts])) as session:
-            return deliver(session, payload, python=pythons[name])
-
-    outcomes = run_on_all({name: name for name in pythons}, send_to)
-    assert outcomes["csd0"].value
-    assert isinstance(outcomes["csd1"].error, RemoteCommandError)
-    assert "ReportedError.message: expected text" in str(outcomes["csd1"].error)
-
-
-ANSWERS = ["", "5", "[]", "null", '"text"', "[" * 100_000, '{"num_removed": {}}', '{"num_removed": -1}']
+ANSWERS = ["", "5", "[" * 100_000, '{"num_removed": -1}']
 
 
 @pytest.mark.parametrize("answer", ANSWERS, ids=lambda answer: answer[:9])
@@ -184,13 +160,10 @@ def test_answer_about_leftovers_is_typed(
 
 
 LOCKS = [
-    "@csdctl-held",
     "@csdctl-held 5",
     '@csdctl-held {"holder": "' + "[" * 60_000 + '"}',
     "@csdctl-held " + "[" * 900_000,
-    "mine",
     "@csdctl-mined {}",
-    "",
     '@csdctl-held {"holder": {"command": {"a": 1}}}',
     '@csdctl-held {"holder": "' + "x" * 999_000,
 ]
@@ -211,23 +184,15 @@ def test_answer_about_the_lock_is_typed(
     assert len(str(raised.value)) < 900
 
 
-@pytest.mark.parametrize("as_text", [True, False])
 def test_process_that_a_lock_only_names_is_not_ended(
-    session: SshSession, server: Any, tmp_path: Path, as_text: bool
+    session: SshSession, server: Any, tmp_path: Path
 ) -> None:
     """The file of the lock says who holds it; a process is ended only if it has that file open."""
     victim = subprocess.Popen(["sleep", "100000"], start_new_session=True)
     state = server.home / ".csdctl"
     state.mkdir(mode=0o700)
-    (state / "lock").write_text(
-        json.dumps(
-            {
-                **describe_holder("train", tmp_path),
-                "boot": "an earlier one",
-                "holding_pid": str(victim.pid) if as_text else victim.pid,
-            }
-        )
-    )
+    false = {"boot": "an earlier one", "holding_pid": victim.pid}
+    (state / "lock").write_text(json.dumps(describe_holder("train", tmp_path) | false))
     with subprocess.Popen(["flock", state / "lock", "sleep", "100000"], start_new_session=True) as holding:
         try:
             attempt = ["flock", "-n", state / "lock", "true"]
@@ -244,7 +209,6 @@ REACHABILITY = [
     *ANSWERS,
     '{"ports": [22]}',
     '{"ports": [70000]}',
-    '{"ports": ["1024"]}',
     '{"ports": [1024, 1025, 1026]}',
 ]
 
@@ -270,12 +234,7 @@ PREPARING = {
     "no progress": f"while True: print({working()!r}, flush=True); time.sleep(0.3)",
     "progress backward": f"n = 9\nwhile True: n = max(0, n - 1); {TELL}",
     "progress without end": f"n = 0\nwhile True: n += 1; {TELL}",
-    "without pause": f"while True: print({working()!r})",
-    "noise": "while True: print('noise')",
-    "a text as a number": f"print({working(num_done='9')!r}); time.sleep(3600)",
     "a bomb": "print('@csdctl-progress ' + '[' * 900_000); time.sleep(3600)",
-    "a bomb as the answer": BOMB,
-    "a line without end": ENDLESS_LINE,
     "an object as the error": "say('error', message=[1], remedy={}, exit_code=2)",
 }
 
@@ -299,23 +258,10 @@ def test_worker_that_prepares_for_ever_is_left(
     assert len(raised.value.message) < 400
 
 
-def test_worker_that_fails_with_an_object_as_its_message_fails_as_its_node(
-    session: SshSession, hostile: Callable[[str], str]
-) -> None:
-    python, request = hostile(PREPARING["an object as the error"]), PrepareSpec("data", "store")
-    with pytest.raises(NodeError, match="csd1: preparing data: invalid answer") as raised:
-        call_worker(session, python, "worker.pyz", "prepare", request, DatasetInfo, doing="preparing data")
-    assert not isinstance(raised.value, InputError)
-
-
 PROBES = {
-    "noise before": "while True: print('noise')",
     "a bomb": f"say('ready'); {BOMB}",
     "a time that is negative": (-1.0, 5, 1000),
-    "a time of nothing": (0.0, 5, 1000),
     "not a number": (float("nan"), 5, 1000),
-    "a time without end": (float("inf"), 5, 1000),
-    "a text": ("1.0", 5, 1000),
     "no steps": (0.1, 0, 1000),
     "memory without end": (0.1, 5, 1 << 80),
 }
@@ -345,7 +291,7 @@ def test_measurement_of_a_node_is_typed_and_in_range(
 def test_attempts_to_connect_must_be_those_that_were_wanted(
     session: SshSession, hostile: Callable[[str], str]
 ) -> None:
-    for attempts in ("5", "[]", "[[1, 2, 3]]", '[["csd0", 1, ""]]', '[["csd0", 1025, {}]]', "[[[]]]"):
+    for attempts in ("5", "[[1, 2, 3]]", '[["csd0", 1, ""]]', '[["csd0", 1025, {}]]'):
         python = hostile(f"sys.stdin.readline(); say('result', attempts={attempts})")
         program = Program(session, [python], "connecting", within(scaled(20)))
         with closing(program), pytest.raises(RemoteCommandError):

@@ -92,9 +92,7 @@ KEXINIT_HEAD = (1500).to_bytes(4, "big") + bytes([10, 20])
         pytest.param(
             once(VERSION + b"\x00\x00\x00\x00" * 2), "a damaged packet .Invalid packet", id="empty packet"
         ),
-        pytest.param(once(VERSION + b"\x00\x00\x00\x04" * 9), "of unknown kind 0", id="packet of padding"),
         pytest.param(trickled(b"", b"x"), "did not respond within 1 s", id="slow line"),
-        pytest.param(trickled(b"", b"x\n"), "did not respond within 1 s", id="slow lines"),
         pytest.param(
             trickled(VERSION, KEXINIT_HEAD + bytes(100)), "did not respond within 1 s", id="slow packet"
         ),
@@ -128,10 +126,9 @@ def test_greeting_without_end_takes_no_memory(tmp_path: Path) -> None:
 
 
 @pytest.mark.attack(10)
-@pytest.mark.parametrize("version", ["SSH-1.0-", "SSH-3.7-"])
-def test_text_of_the_server_is_short_in_messages(tmp_path: Path, version: str) -> None:
+def test_text_of_the_server_is_short_in_messages(tmp_path: Path) -> None:
     with (
-        raw_server(once(f"{version}{ESCAPES}{'x' * 8000}\r\n".encode())) as port,
+        raw_server(once(f"SSH-1.0-{ESCAPES}{'x' * 8000}\r\n".encode())) as port,
         pytest.raises(UnreachableError, match="no compatible SSH server") as caught,
     ):
         connect(Node("evil", "127.0.0.1", port), [tmp_path / "known_hosts"])
@@ -172,19 +169,15 @@ BULK = b"x" * 30_000
     [
         pytest.param(flood(BULK, b"", kind=53), "sends too much that is of no use", id="greetings"),
         pytest.param(flood(BULK, kind=2), "sends too much that is of no use", id="ignored messages"),
-        pytest.param(flood(True, BULK, b"", kind=4), "sends too much that is of no use", id="debug messages"),
         pytest.param(flood(b"x" * 36_000, kind=2), "a packet of more than 35000 bytes", id="long messages"),
         pytest.param(flood(0xFFFFFFFF, kind=7), "more than 64 extensions", id="4 billion extensions"),
         pytest.param(flood(0, BULK, kind=94), "before the login", id="data"),
-        pytest.param(flood(b"session", 0, 0, 0, kind=90), "before the login", id="channels"),
-        pytest.param(flood(b"x", True, kind=80), "before the login", id="global requests"),
         pytest.param(flood(b"ssh-userauth", kind=6), "that nobody asked for", id="logins to sign"),
         pytest.param(
             flood(b"", b"", b"", 0xFFFFFFFF, kind=60),
             "accepts none of the offered keys",
             id="4 billion prompts",
         ),
-        pytest.param(flood(b"publickey", True, kind=51), "accepts none of the offered keys", id="refusals"),
         pytest.param(stay_silent, "did not finish authentication within 1 s", id="silence"),
         pytest.param(drip, "did not finish authentication within 1 s", id="slowness"),
     ],
@@ -203,7 +196,7 @@ def test_login_ends_whatever_the_server_does(
 
 @pytest.mark.attack(5)
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(4))
 def test_random_bytes_after_the_version_are_errors_of_the_node(tmp_path: Path, seed: int) -> None:
     chance = random.Random(seed)
 
@@ -232,7 +225,7 @@ class _Mutator(HostileTransport):
 
 @pytest.mark.attack(5)
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(12))
 def test_damaged_messages_are_errors_of_the_node(tmp_path: Path, seed: int) -> None:
     attack = Attack(transport_class=_Mutator, changes={"chance": random.Random(seed)})
     with hostile_server(tmp_path / "evil", attack) as server:
@@ -267,7 +260,6 @@ class _Flooder(HostileTransport):
             _Flooder, {"advertise_strict_kex": False}, "sends too much that is of no use", id="flood"
         ),
         pytest.param(None, {"_preferred_compression": ("zlib",)}, "no acceptable compression", id="zlib"),
-        pytest.param(None, {"_preferred_macs": ("hmac-md5",)}, "no acceptable macs", id="md5"),
         pytest.param(None, {"_preferred_ciphers": ("aes128-cbc",)}, "no acceptable ciphers", id="cbc"),
     ],
 )

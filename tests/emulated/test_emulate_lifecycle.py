@@ -152,13 +152,6 @@ def test_last_up_decides_whom_the_fleet_belongs_to(
     assert_nothing_is_left(directory)
 
 
-def test_down_may_come_while_the_owner_ends(directory: Path, owners: "list[subprocess.Popen[bytes]]") -> None:
-    start(directory, "auto", owner_pid=owners[0].pid)
-    owners[0].kill()
-    stop_fleet(directory)
-    assert_nothing_is_left(directory)
-
-
 def test_owner_that_does_not_run_is_refused(directory: Path, owners: "list[subprocess.Popen[bytes]]") -> None:
     owners[0].kill()
     owners[0].wait()

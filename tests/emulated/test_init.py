@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from csdctl.job.model import load_job
-from tests.emulated.running import csdctl
+from tests.emulated.running import csdctl, document, emulated, home_of, succeed
 
 pytestmark = pytest.mark.emulated
 
@@ -59,58 +59,41 @@ def write_bmp(path: Path, grey: int) -> None:
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    directory = tmp_path_factory.mktemp("init")
-    assert csdctl(directory, "emulate", "up", "--nodes", "1", "--cpu", "1").returncode == 0
-    for name, text in (("own_layers.py", LAYERS), ("models.py", MODELS)):
-        (directory / name).write_text(text)
-    home = directory / ".csdctl" / "emulated" / "nodes" / "csd0" / "home"
-    for part, number in (("pictures/train", 30), ("pictures/val", 6)):
-        for label, name in enumerate(("black", "grey", "white")):
-            for index in range(number):
-                write_bmp(directory / part / name / f"{index}.bmp", 100 * label + index)
-    shutil.copytree(directory / "pictures/val", home / "private", dirs_exist_ok=True)
-    generator = np.random.default_rng(0)
-    x = generator.random((96, 8), np.float32)
-    np.savez(directory / "train.npz", x=x, y=x[:, :4].argmax(1))
-    yield directory
-    csdctl(directory, "emulate", "down")
+    files = {"own_layers.py": LAYERS, "models.py": MODELS}
+    with emulated(tmp_path_factory.mktemp("init"), 1, files) as directory:
+        for part, number in (("pictures/train", 30), ("pictures/val", 6)):
+            for label, name in enumerate(("black", "grey", "white")):
+                for index in range(number):
+                    write_bmp(directory / part / name / f"{index}.bmp", 100 * label + index)
+        private = home_of(directory, "csd0") / "private"
+        shutil.copytree(directory / "pictures/val", private, dirs_exist_ok=True)
+        generator = np.random.default_rng(0)
+        for name, number in (("train", 96), ("val", 32)):
+            x = generator.random((number, 8), np.float32)
+            np.savez(directory / f"{name}.npz", x=x, y=x[:, :4].argmax(1))
+        yield directory
 
 
 def init(project: Path, name: str, *options: str) -> dict[str, Any]:
-    done = csdctl(project, "init", "--output", f"{name}.yaml", "--json", *options)
-    assert done.returncode == 0, done.stderr
-    document: dict[str, Any] = json.loads(done.stdout)
-    assert (document["schema"], document["fits"], document["path"]) == ("csdctl.init/1", True, f"{name}.yaml")
-    assert document["next"] == [
-        "csdctl doctor",
-        *(f"csdctl {command} {name}.yaml" for command in ("prepare", "tune", "train")),
-    ]
-    return document
-
-
-def train(project: Path, name: str) -> dict[str, Any]:
-    """Prepare and train the job as it was written; return the last report."""
-    prepared = csdctl(project, "prepare", f"{name}.yaml")
-    assert prepared.returncode == 0, prepared.stderr
-    options = ("--batch-size", "8", "--max-steps", "3", "--skip-doctor", "--json")
-    trained = csdctl(project, "train", f"{name}.yaml", *options)
-    assert trained.returncode == 0, trained.stderr
-    done = csdctl(project, "report", "--json")
-    report: dict[str, Any] = json.loads(done.stdout)
-    assert report["steps"] == 3
-    return report
+    found = document(project, "init", "--output", f"{name}.yaml", *options)
+    assert (found["fits"], found["path"]) == (True, f"{name}.yaml")
+    commands = [f"csdctl {command} {name}.yaml" for command in ("prepare", "tune", "train")]
+    assert found["next"] == ["csdctl doctor", *commands]
+    return found
 
 
 @pytest.mark.thorough
-def test_compiled_model_with_own_layers_and_class_folders(project: Path) -> None:
+def test_compiled_model_with_own_layers_and_class_folders_is_trained_as_it_was_written(project: Path) -> None:
     options = ("--public", "pictures/train", "--validation", "pictures/val", "--private", "~/private")
-    document = init(project, "cnn", "--model", "models.py:build", *options)
-    assert document["model"]["compiled"]["learning_rate"] == 0.003
-    assert document["public"]["class_counts"] == {"black": 30, "grey": 30, "white": 30}
+    found = init(project, "cnn", "--model", "models.py:build", *options)
+    assert found["model"]["compiled"]["learning_rate"] == 0.003
+    assert found["public"]["class_counts"] == {"black": 30, "grey": 30, "white": 30}
     job = load_job(project / "cnn.yaml")
     assert job.code == (project / "own_layers.py",)
     assert (job.recipe.input_range, job.recipe.learning_rate, job.private_path) == (None, None, "~/private")
-    train(project, "cnn")
+    succeed(project, "prepare", "cnn.yaml")
+    report = document(project, "train", "cnn.yaml", "--batch-size", "8", "--max-steps", "3", "--skip-doctor")
+    assert report["steps"] == 3
 
 
 def test_what_does_not_fit_is_written_with_the_reason(project: Path) -> None:
@@ -130,10 +113,3 @@ def test_nothing_is_overwritten_without_force(project: Path) -> None:
     assert (done.returncode, (project / "job.yaml").read_text()) == (2, "mine")
     assert "job.yaml exists" in done.stderr
     assert "--force" in done.stderr
-
-
-def test_folders_that_are_data_sets_are_not_classes(project: Path) -> None:
-    done = csdctl(project, "init", "--model", "models.py:build", "--public", "pictures", "--output", "a.yaml")
-    assert done.returncode == 2
-    assert "has the folders train, val, which are data sets, not classes" in done.stderr
-    assert not (project / "a.yaml").exists()

@@ -6,7 +6,6 @@ processor. The same with Fashion-MNIST, as `csdctl demo` does it, is in test_dem
 
 import csv
 import json
-import shutil
 import signal
 import subprocess
 import sys
@@ -18,7 +17,10 @@ import numpy as np
 import pytest
 import yaml
 
-from tests.emulated.running import csdctl
+from csdctl.fleet.facts import load_facts
+from csdctl.fleet.fleet_file import load_fleet
+from tests.emulated import running
+from tests.emulated.running import document, emulated, refuse, succeed
 from tests.emulated.training import (
     events_of,
     hash_at_the_end,
@@ -36,6 +38,7 @@ from tests.patience import communicate, run_command
 pytestmark = pytest.mark.emulated
 
 NUM_NODES = 2
+CPU = 0.9
 NUM_PUBLIC, NUM_PRIVATE, NUM_VALIDATION = 600, 96, 100
 MAX_GLOBAL_BATCH = 24
 PLANNED = ("--no-rebalance", "--collective", "star")
@@ -91,12 +94,9 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A directory in which every command has run once; the fleet runs until the module ends."""
     directory = tmp_path_factory.mktemp("main") / "a name with spaces"
     directory.mkdir()
-    (directory / "job.yaml").write_text(JOB)
-    (directory / "small.py").write_text(MODEL)
-    write_samples(directory / "public.npz", NUM_PUBLIC, 0)
-    write_samples(directory / "validation.npz", NUM_VALIDATION, 1)
-    try:
-        run_command_of_a_user(directory, "emulate", "up", "--nodes", str(NUM_NODES), "--cpu", "0.9")
+    with emulated(directory, NUM_NODES, {"job.yaml": JOB, "small.py": MODEL}, cpu=CPU):
+        write_samples(directory / "public.npz", NUM_PUBLIC, 0)
+        write_samples(directory / "validation.npz", NUM_VALIDATION, 1)
         for number in range(NUM_NODES):
             write_samples(home_of(directory, number) / "private.npz", NUM_PRIVATE, 2 + number)
         for command in (
@@ -105,36 +105,35 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             ["tune", "--no-explore", "--probe-seconds", "0.1", "--max-global-batch", str(MAX_GLOBAL_BATCH)],
             ["train", *PLANNED],
         ):
-            run_command_of_a_user(directory, *command)
+            succeed(directory, *command)
         yield directory
-    finally:
-        csdctl(directory, "emulate", "down")
-
-
-def run_command_of_a_user(directory: Path, *command: str) -> None:
-    done = csdctl(directory, *command)
-    assert done.returncode == 0, f"csdctl {' '.join(command)}: {done.stdout[-2000:]}{done.stderr[-2000:]}"
-    assert "Traceback" not in done.stdout + done.stderr
 
 
 def home_of(directory: Path, number: int) -> Path:
-    return directory / ".csdctl/emulated/nodes" / f"csd{number}" / "home"
+    return running.home_of(directory, f"csd{number}")
 
 
-def report(directory: Path) -> dict[str, Any]:
-    done = csdctl(directory, "report", "--json")
-    assert done.returncode == 0, done.stderr
-    document: dict[str, Any] = json.loads(done.stdout)
-    return document
+def report(directory: Path, *run: str) -> dict[str, Any]:
+    return document(directory, "report", *run)
+
+
+def test_discover_finds_the_limits_of_the_nodes(project: Path) -> None:
+    saved = load_facts(load_fleet(project / "fleet.yaml"))
+    assert set(saved) == {"host", "csd0", "csd1"}
+    assert {saved[name].cpu_limit for name in ("csd0", "csd1")} == {CPU}
+    assert saved["csd0"].prefix == saved["host"].prefix == sys.prefix
+    found = document(project, "discover")
+    assert found["emulated"] is True
+    assert [machine["name"] for machine in found["machines"]] == ["host", "csd0", "csd1"]
 
 
 def test_report_of_a_trained_job_says_what_was_trained_and_learnt(project: Path) -> None:
-    document = report(project)
-    assert (document["state"], document["emulated"], document["epochs"]) == ("done", True, 8)
-    assert document["samples"] == 8 * (NUM_PUBLIC + NUM_NODES * NUM_PRIVATE)
-    assert sum(rank["num_public"] for rank in document["ranks"]) == NUM_PUBLIC
-    assert [rank["num_private"] for rank in document["ranks"]] == [0, NUM_PRIVATE, NUM_PRIVATE]
-    assert document["validation_accuracy"] > 0.5  # of four classes
+    found = report(project)
+    assert (found["state"], found["emulated"], found["epochs"]) == ("done", True, 8)
+    assert found["samples"] == 8 * (NUM_PUBLIC + NUM_NODES * NUM_PRIVATE)
+    assert sum(rank["num_public"] for rank in found["ranks"]) == NUM_PUBLIC
+    assert [rank["num_private"] for rank in found["ranks"]] == [0, NUM_PRIVATE, NUM_PRIVATE]
+    assert found["validation_accuracy"] > 0.5  # of four classes
 
 
 def job_with(directory: Path, name: str, **changes: str) -> Path:
@@ -149,29 +148,25 @@ def job_with(directory: Path, name: str, **changes: str) -> Path:
 
 
 def test_all_ranks_hold_identical_weights_at_every_epochs_end(project: Path) -> None:
-    document = report(project)
+    found = report(project)
     hashes: dict[int, set[str]] = {}
-    for line in (Path(document["path"]) / "events.jsonl").read_text().splitlines():
+    for line in (Path(found["path"]) / "events.jsonl").read_text().splitlines():
         event = json.loads(line)
         if event["event"] == "EpochEnd":
             hashes.setdefault(event["epoch"], set()).add((event["rank"], event["weights_hash"]))
-    assert sorted(hashes) == list(range(1, document["epochs"] + 1))
-    for found in hashes.values():
-        assert {rank for rank, _ in found} == {0, 1, 2}
-        assert len({digest for _, digest in found}) == 1
-    assert document["identical_weights"] is True
-
-
-def test_run_directory_has_checkpoints_and_the_best_model(project: Path) -> None:
-    run = Path(report(project)["path"])
+    assert sorted(hashes) == list(range(1, found["epochs"] + 1))
+    for of_epoch in hashes.values():
+        assert {rank for rank, _ in of_epoch} == {0, 1, 2}
+        assert len({digest for _, digest in of_epoch}) == 1
+    assert found["identical_weights"] is True
+    run = Path(found["path"])
     assert 3 <= len(list((run / "checkpoints").glob("*.npz"))) <= 4  # the newest, and the best
     assert (run / "best.keras").exists()
 
 
 def test_predictions_of_all_machines_are_those_of_keras_on_the_saved_model(project: Path) -> None:
-    done = csdctl(project, "predict", "latest", "--on", "all", "--batch-size", "8", "--json")
-    assert done.returncode == 0, done.stderr
-    document = report(project)
+    succeed(project, "predict", "latest", "--on", "all", "--batch-size", "8")
+    trained = report(project)
     program = (
         "import sys, json, keras, numpy as np\n"
         "from small import Pause\n"
@@ -183,11 +178,11 @@ def test_predictions_of_all_machines_are_those_of_keras_on_the_saved_model(proje
     )
     homes = [home_of(project, number) / "private.npz" for number in range(NUM_NODES)]
     files = [project / "public.npz", project / "validation.npz", *homes]
-    model = f"{document['path']}/model.keras"
+    model = f"{trained['path']}/model.keras"
     told = run_command([sys.executable, "-c", program, model, *map(str, files)], cwd=project)
     assert told.returncode == 0, told.stderr
     expected = [json.loads(line) for line in told.stdout.splitlines()]
-    assert expected[1][1] == pytest.approx(document["validation_accuracy"], abs=1e-3)
+    assert expected[1][1] == pytest.approx(trained["validation_accuracy"], abs=1e-3)
     with (project / "predictions.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     places = [("public", "host"), ("validation", "host"), ("private", "csd0"), ("private", "csd1")]
@@ -199,9 +194,7 @@ def test_predictions_of_all_machines_are_those_of_keras_on_the_saved_model(proje
 
 
 def test_second_deploy_sends_nothing(project: Path) -> None:
-    done = csdctl(project, "deploy", "--json")
-    assert done.returncode == 0, done.stderr
-    nodes = json.loads(done.stdout)["machines"]
+    nodes = document(project, "deploy")["machines"]
     assert set(nodes) == {"csd0", "csd1"}
     for delivery in nodes.values():
         assert delivery["num_sent"] == delivery["bytes_sent"] == 0
@@ -254,7 +247,7 @@ def test_run_that_breaks_three_times_and_is_stopped_resumes_bit_identically(
     stopped = {event["steps"] for event in events_of(run, "Finished")}
     assert len(stopped) == 1
     assert stopped.pop() < num_steps(project)
-    assert state_of(project, run) == "stopped"
+    assert report(project, run.name)["state"] == "stopped"
     resume_to_the_end(project, run, expected_hash)
 
 
@@ -273,9 +266,8 @@ def test_run_continues_without_a_killed_rank(project: Path, paused: None) -> Non
     assert len(resumed_from(run)["batch_sizes"]) == NUM_NODES
     assert len({event["steps"] for event in events_of(run, "Finished")}) == 1
     hash_at_the_end(run)
-    document = json.loads(csdctl(project, "report", run.name, "--json").stdout)
-    assert document["state"] == "done"
-    assert (document["epochs"], document["lost_nodes"]) == (8, ["csd1"])
+    found = report(project, run.name)
+    assert (found["state"], found["epochs"], found["lost_nodes"]) == ("done", 8, ["csd1"])
 
 
 @pytest.mark.thorough
@@ -288,7 +280,7 @@ def test_run_that_lost_too_many_nodes_ends_and_says_how_it_is_resumed(project: P
     assert f"--resume {run.name}" in output
     assert "Traceback" not in output
     assert nothing_is_left(project, run)
-    assert state_of(project, run) == "failed"
+    assert report(project, run.name)["state"] == "failed"
 
 
 @pytest.mark.thorough
@@ -306,7 +298,7 @@ def test_run_of_a_killed_csdctl_resumes_bit_identically(
 
 
 def resume_to_the_end(project: Path, run: Path, expected_hash: str) -> None:
-    run_command_of_a_user(project, "train", "--skip-doctor", *PLANNED, "--resume", run.name)
+    succeed(project, "train", "--skip-doctor", *PLANNED, "--resume", run.name)
     last = events_of(run, "Finished")[-NUM_NODES - 1 :]
     assert {event["steps"] for event in last} == {num_steps(project)}
     assert {event["weights_hash"] for event in last} == {expected_hash}
@@ -322,15 +314,8 @@ def num_steps(project: Path) -> int:
     return int(events_of(first, "Finished")[0]["steps"])
 
 
-def state_of(directory: Path, run: Path) -> str:
-    return str(json.loads(csdctl(directory, "report", run.name, "--json").stdout)["state"])
-
-
 def test_verify_proves_the_gradient_on_this_fleet(project: Path) -> None:
-    done = csdctl(project, "verify", "--json")
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert found["schema"] == "csdctl.verify/1"
+    found = document(project, "verify")
     assert found["by_parts"] <= 1e-6
     assert found["one_batch"]["difference"] <= 1e-6
     assert found["is_equal"]
@@ -342,48 +327,11 @@ def test_verify_proves_the_gradient_on_this_fleet(project: Path) -> None:
 @pytest.mark.fault(57)
 def test_nan_loss_ends_the_run_with_a_remedy(project: Path) -> None:
     job_with(project, "wild.yaml", learning_rate="1e12")
-    done = csdctl(project, "train", "wild.yaml", "--batch-size", "16", "--skip-doctor", "--exclude", "csd1")
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "recipe.learning_rate" in done.stderr
-    assert "epoch 1, step" in done.stderr
-    assert "Traceback" not in done.stdout + done.stderr
+    options = ("--batch-size", "16", "--skip-doctor", "--exclude", "csd1")
+    said = refuse(project, "train", "wild.yaml", *options, code=1)
+    assert "recipe.learning_rate" in said
+    assert "epoch 1, step" in said
     assert nothing_is_left(project, max((project / ".csdctl" / "runs").iterdir()))
-
-
-@pytest.mark.fault(37)
-def test_plan_is_refused_after_the_job_has_changed(project: Path) -> None:
-    job_with(project, "changed.yaml", learning_rate="0.5")
-    shutil.copy(project / ".csdctl/plans/job.yaml", project / ".csdctl/plans/changed.yaml")
-    done = csdctl(project, "train", "changed.yaml")
-    assert done.returncode == 2
-    assert "changed since tuning" in done.stderr
-
-
-def test_unknown_key_is_named_with_line_and_nearest_key(project: Path) -> None:
-    text = (project / "job.yaml").read_text().replace("warmup_epochs", "warmup_epoch")
-    (project / "typo.yaml").write_text(text)
-    line = 1 + text[: text.index("warmup_epoch")].count("\n")
-    done = csdctl(project, "train", "typo.yaml")
-    assert done.returncode == 2
-    assert (
-        f"typo.yaml:{line}: unknown key `recipe.warmup_epoch`, did you mean `warmup_epochs`?" in done.stderr
-    )
-
-
-def test_missing_model_file_is_named(project: Path) -> None:
-    job_with(project, "missing.yaml", model="nowhere.py:build")
-    done = csdctl(project, "tune", "missing.yaml")
-    assert done.returncode == 2
-    assert "nowhere.py does not exist" in done.stderr
-
-
-@pytest.mark.thorough
-def test_model_with_too_few_outputs_is_refused_before_anything_starts(project: Path) -> None:
-    (project / "five.py").write_text(MODEL.replace("Dense(4", "Dense(3"))
-    job_with(project, "five.yaml", model="five.py:build")
-    done = csdctl(project, "tune", "five.yaml")
-    assert done.returncode == 2
-    assert "has 3 outputs, the public data has labels up to 3" in done.stderr
 
 
 @pytest.mark.thorough
@@ -392,19 +340,10 @@ def test_node_that_is_down_is_named_and_can_be_excluded(project: Path) -> None:
     fleet["nodes"][1]["port"] = 1
     fleet["defaults"]["key"] = str((project / fleet["defaults"]["key"]).resolve())
     (project / "down.yaml").write_text(yaml.safe_dump(fleet))
-    found = csdctl(project, "discover", "--fleet", "down.yaml")
-    assert found.returncode == 3
-    refused = csdctl(project, "train", "--fleet", "down.yaml")
-    assert refused.returncode == 1
-    for output in (found.stderr + found.stdout, refused.stderr):
-        assert "csd1" in output
-    assert "--exclude csd1" in refused.stderr
-    options = ("--exclude", "csd1", "--batch-size", "16", "--max-steps", "3", "--skip-doctor", "--json")
-    done = csdctl(project, "train", "--fleet", "down.yaml", *options)
-    assert done.returncode == 0, done.stderr
-    lines = [json.loads(line) for line in done.stdout.splitlines()]
-    assert lines[-1]["schema"] == "csdctl.report/1"
-    assert lines[-1]["num_ranks"] == 2
+    assert "csd1" in refuse(project, "discover", "--fleet", "down.yaml", code=3)
+    assert "--exclude csd1" in refuse(project, "train", "--fleet", "down.yaml", code=1)
+    options = ("--exclude", "csd1", "--batch-size", "16", "--max-steps", "3", "--skip-doctor")
+    assert document(project, "train", "--fleet", "down.yaml", *options)["num_ranks"] == 2
 
 
 def test_fleet_with_no_node_reachable_has_an_exit_code_of_its_own(project: Path) -> None:
@@ -413,7 +352,7 @@ def test_fleet_with_no_node_reachable_has_an_exit_code_of_its_own(project: Path)
         node["port"] = 1
     (project / "gone.yaml").write_text(yaml.safe_dump(fleet))
     for command in (["discover"], ["tune"], ["train"]):
-        assert csdctl(project, *command, "--fleet", "gone.yaml").returncode == 4
+        refuse(project, *command, "--fleet", "gone.yaml", code=4)
 
 
 def test_private_samples_are_on_their_own_node_only(project: Path) -> None:

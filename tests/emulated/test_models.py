@@ -9,9 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from csdctl.job.model import load_job
-from csdctl.tuning.plan import Plan, RankPlan, save_plan
-from tests.emulated.running import csdctl
+from tests.emulated.running import document, emulated, home_of, succeed
 
 pytestmark = [pytest.mark.emulated, pytest.mark.thorough]
 
@@ -65,20 +63,15 @@ def write(path: Path, seed: int) -> None:
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    directory = tmp_path_factory.mktemp("models")
-    assert csdctl(directory, "emulate", "up", "--nodes", "1", "--cpu", "1").returncode == 0
-    (directory / "job.yaml").write_text(JOB)
-    (directory / "model.py").write_text(MODEL)
-    home = directory / ".csdctl" / "emulated" / "nodes" / "csd0" / "home"
-    for number, path in enumerate((directory / "public", directory / "validation", home / "private")):
-        write(path.with_suffix(".npz"), number)
-    yield directory
-    csdctl(directory, "emulate", "down")
+    with emulated(tmp_path_factory.mktemp("models"), 1, {"job.yaml": JOB, "model.py": MODEL}) as directory:
+        home = home_of(directory, "csd0")
+        for number, path in enumerate((directory / "public", directory / "validation", home / "private")):
+            write(path.with_suffix(".npz"), number)
+        yield directory
 
 
 def test_model_with_two_inputs_trains_and_own_metric_is_evaluated(project: Path) -> None:
-    done = csdctl(project, "train", "--batch-size", "8", "--skip-doctor", "--json")
-    assert done.returncode == 0, done.stderr
+    done = succeed(project, "train", "--batch-size", "8", "--skip-doctor", "--json")
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     assert lines[-1]["state"] == "done"
     assert lines[-1]["samples"] == 2 * 2 * NUM_SAMPLES
@@ -106,19 +99,13 @@ def test_model_with_two_inputs_trains_and_own_metric_is_evaluated(project: Path)
     assert mean_error == pytest.approx(found["mean_absolute_error"], rel=1e-4)
     assert far_off == pytest.approx(found["far_off"])
 
-
-def test_run_that_is_complete_is_not_started_again(project: Path) -> None:
-    done = csdctl(project, "train", "--resume", "latest", "--skip-doctor", "--json")
-    assert done.returncode == 0, done.stderr
-    assert "is complete: nothing to resume" in done.stderr
-    assert json.loads(done.stdout)["state"] == "done"
+    again = succeed(project, "train", "--resume", "latest", "--skip-doctor")
+    assert "is complete: nothing to resume" in again.stdout + again.stderr
 
 
 def test_verify_compares_random_layers_in_16_bits_with_the_random_states_of_every_rank(project: Path) -> None:
     (project / "random.yaml").write_text(JOB.replace(":build", ":build_random"))
-    done = csdctl(project, "verify", "random.yaml", "--json")
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    found = document(project, "verify", "random.yaml")
     assert (found["dtype"], found["compared_in"]) == ("bfloat16", "float32")
     assert found["is_equal"]
     assert found["ranks"]["csd0"]["difference"] <= 8 * found["ranks"]["csd0"]["spread"]
@@ -127,44 +114,3 @@ def test_verify_compares_random_layers_in_16_bits_with_the_random_states_of_ever
     assert found["not_one_batch"][0].startswith("random numbers in ")
     assert "drops" in found["not_one_batch"][0]
     assert "random_rotation" in found["not_one_batch"][0]
-
-
-@pytest.mark.thorough
-def test_verify_compares_a_model_with_two_inputs(project: Path) -> None:
-    """The other model has the same inputs."""
-    done = csdctl(project, "verify", "--json")
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["by_parts"] <= 1e-5
-
-
-def test_verify_refuses_a_plan_with_one_rank(project: Path) -> None:
-    job = load_job(project / "job.yaml")
-    ranks = [RankPlan(node="host", batch_size=8, threads=1)]
-    plan = Plan(
-        job="job",
-        job_fingerprint=job.fingerprint(),
-        method="equal",
-        emulated=True,
-        left_out=["csd0"],
-        ranks=ranks,
-    )
-    save_plan(project / "alone.yaml", plan)
-    done = csdctl(project, "verify", "--plan", "alone.yaml")
-    assert done.returncode == 2, done.stderr
-    assert "the plan has one rank (host), which would be compared with itself" in done.stderr
-
-
-def test_data_without_an_input_of_the_model_is_refused(project: Path) -> None:
-    with np.load(project / "validation.npz") as whole:
-        np.savez(project / "half.npz", picture=whole["picture"], y=whole["y"])
-    (project / "half.yaml").write_text(JOB.replace("validation.npz", "half.npz"))
-    done = csdctl(project, "prepare", "half.yaml")
-    assert done.returncode == 2, done.stderr
-    assert "takes picture, weather, the validation data has picture" in done.stderr
-
-
-def test_missing_metric_is_refused(project: Path) -> None:
-    (project / "metric.yaml").write_text(JOB.replace("far_off", "missing"))
-    done = csdctl(project, "prepare", "metric.yaml")
-    assert done.returncode == 2, done.stderr
-    assert "has no function 'missing'" in done.stderr

@@ -7,6 +7,7 @@ and runs this worker over real SSH and MPI.
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,7 +18,9 @@ import numpy as np
 import pytest
 
 import csdctl as package
-from tests.emulated.running import csdctl
+from tests.emulated.running import emulated, home_of, succeed
+from tests.emulated.small_jobs import dense_model
+from tests.emulated.training import of_fleet, processes
 
 pytestmark = [pytest.mark.emulated, pytest.mark.thorough]
 
@@ -29,13 +32,7 @@ data:
   private: {path: ~/private.npz}
 recipe: {epochs: 1, learning_rate: 0.1, loss: mean_squared_error}
 """
-MODEL = """\
-import keras
-
-
-def build():
-    return keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-"""
+MODEL = dense_model(2, outputs=1, activation="linear")
 REGISTRATION = '    "count": "csdctl.worker.tasks.count:Count",\n'
 PROGRAM = """
 import dataclasses, json, sys
@@ -75,17 +72,12 @@ def save_samples(path: Path, count: int) -> None:
 
 @pytest.fixture
 def project(tmp_path: Path) -> Iterator[Path]:
-    (tmp_path / "job.yaml").write_text(JOB)
-    (tmp_path / "model.py").write_text(MODEL)
-    save_samples(tmp_path / "public.npz", NUM_PUBLIC)
-    up = csdctl(tmp_path, "emulate", "up", "--nodes", "2", "--cpu", "1")
-    assert up.returncode == 0, up.stderr
-    for home in (tmp_path / ".csdctl/emulated/nodes").glob("*/home"):
-        save_samples(home / "private.npz", NUM_PRIVATE)
-    done = csdctl(tmp_path, "discover")
-    assert done.returncode == 0, done.stderr
-    yield tmp_path
-    csdctl(tmp_path, "emulate", "down")
+    with emulated(tmp_path, 2, {"job.yaml": JOB, "model.py": MODEL}):
+        save_samples(tmp_path / "public.npz", NUM_PUBLIC)
+        for node in ("csd0", "csd1"):
+            save_samples(home_of(tmp_path, node) / "private.npz", NUM_PRIVATE)
+        succeed(tmp_path, "discover")
+        yield tmp_path
 
 
 def add_task(site: Path) -> None:
@@ -97,19 +89,6 @@ def add_task(site: Path) -> None:
     before, opening, after = registry.read_text().partition("TASKS = {\n")
     assert opening, "the registry has no table of tasks"
     registry.write_text(before + opening + REGISTRATION + after)
-
-
-def kill_rank(project: Path, node: str) -> None:
-    """End the processes of the rank on an emulated node."""
-    for status in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            words = status.read_bytes().split(b"\0")
-            environment = (status.parent / "environ").read_bytes()
-        except OSError:
-            continue
-        is_rank = b"rank" in words and any(word.endswith(f"/{node}".encode()) for word in words)
-        if is_rank and str(project).encode() in environment:
-            os.kill(int(status.parent.name), 9)
 
 
 def test_new_task_runs_in_a_group_that_loses_a_node(
@@ -132,7 +111,8 @@ def test_new_task_runs_in_a_group_that_loses_a_node(
             events.append(json.loads(line.removeprefix("@csdctl ")))
             joined = [event for event in events if event["event"] == "Joined"]
             if len(joined) == 3 and events[-1]["event"] == "Joined":
-                kill_rank(project, "csd1")
+                (rank,) = of_fleet(processes("rank --spec", "/csd1"), project, "python", "csd1")
+                os.kill(rank, signal.SIGKILL)
         errors = running.stderr.read()
     assert running.returncode == 0, errors
     assert [event["node"] for event in events if event["event"] == "NodeLost"] == ["csd1"]

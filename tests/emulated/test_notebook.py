@@ -74,60 +74,42 @@ def text_of(outputs: list[Any]) -> str:
     return "".join(output.text for output in outputs if output.output_type == "stream")
 
 
-class TestNotebook:
-    def test_trained_model_is_as_good_as_that_of_fit(self, executed: Any) -> None:
-        shown = text_of(outputs_of(executed, "by_fit"))
-        found = re.search(r"accuracy: csdctl ([\d.]+), model.fit ([\d.]+)", shown)
-        assert found, shown
-        by_csdctl, by_fit = map(float, found.groups())
-        assert min(by_csdctl, by_fit) > 0.9
-        assert abs(by_csdctl - by_fit) < 0.06
+def test_notebook_trains_as_fit_does_and_shows_every_epoch(executed: Any) -> None:
+    shown = text_of(outputs_of(executed, "by_fit"))
+    found = re.search(r"accuracy: csdctl ([\d.]+), model.fit ([\d.]+)", shown)
+    assert found, shown
+    by_csdctl, by_fit = map(float, found.groups())
+    assert min(by_csdctl, by_fit) > 0.9
+    assert abs(by_csdctl - by_fit) < 0.06
+    outputs = outputs_of(executed, "run.history.items()")
+    lines = text_of(outputs).splitlines()[:4]
+    assert sorted(line.split()[0] for line in lines) == ["accuracy", "loss", "val_accuracy", "val_loss"]
+    assert [len(line.split()) for line in lines] == [5] * 4
+    counts = dict(re.findall(r"'(\w+)': (\d+)", outputs[-1].data["text/plain"]))
+    assert counts["EpochEnd"] == str(4 * int(counts["Finished"])), counts
 
-    def test_history_has_every_epoch(self, executed: Any) -> None:
-        shown = text_of(outputs_of(executed, "run.history.items()")).splitlines()
-        names = [line.split()[0] for line in shown[:4]]
-        assert sorted(names) == ["accuracy", "loss", "val_accuracy", "val_loss"]
-        assert [len(line.split()) for line in shown[:4]] == [5] * 4
 
-    def test_callback_has_had_the_events(self, executed: Any) -> None:
-        shown = outputs_of(executed, "run.history.items()")[-1].data["text/plain"]
-        counts = dict(re.findall(r"'(\w+)': (\d+)", shown))
-        assert counts["EpochEnd"] == str(4 * int(counts["Finished"])), shown
+def test_training_shows_one_table_and_ends_with_its_result(executed: Any) -> None:
+    outputs = outputs_of(executed, "run = csdctl.train(")
+    (table,) = (output.data for output in outputs if output.output_type == "display_data")
+    # Text that comes one after the other is one output; the table divides it.
+    assert len(outputs) <= 4, [output.output_type for output in outputs]
+    assert set(table) == {"text/html", "text/plain"}
+    assert "epoch 4/4" in table["text/plain"]
+    text = text_of(outputs)
+    assert "ipywidgets" not in text
+    assert "\x1b[?" not in text  # moves no cursor
+    assert re.search(r"^done: .* samples/s", text, re.MULTILINE)
+    assert len(text.splitlines()) < 60
+    before = outputs_of(executed, "csdctl.tune(")
+    assert {output.output_type for output in before} == {"stream"}
+    assert [output.text for output in (*before, *outputs) if output.get("name") == "stderr"] == []
 
-    def test_training_shows_one_table_and_ends_with_its_result(self, executed: Any) -> None:
-        outputs = outputs_of(executed, "run = csdctl.train(")
-        tables = [output for output in outputs if output.output_type == "display_data"]
-        assert len(tables) == 1
-        # Text that comes one after the other is one output; the table divides it.
-        assert len(outputs) <= 4, [output.output_type for output in outputs]
-        table = tables[0].data
-        assert set(table) == {"text/html", "text/plain"}
-        assert "epoch 4/4" in table["text/plain"]
-        assert re.search(r"host +done", table["text/plain"])
-        text = text_of(outputs)
-        assert "ipywidgets" not in text
-        assert "\x1b[?" not in text  # moves no cursor
-        assert [line for line in text.splitlines() if line.startswith("epoch ")][-1].startswith(
-            "epoch 4/4: loss"
-        )
-        assert re.search(r"^done: .* samples/s", text, re.MULTILINE)
-        assert len(text.splitlines()) < 60
 
-    def test_commands_before_training_are_plain_text(self, executed: Any) -> None:
-        outputs = outputs_of(executed, "csdctl.tune(")
-        assert {output.output_type for output in outputs} == {"stream"}
-        assert "samples/s" in text_of(outputs)
-
-    def test_run_is_shown_as_its_report(self, executed: Any) -> None:
-        [cell] = [cell for cell in executed.cells if cell.source == "run"]
-        html = cell.outputs[0].data["text/html"]
-        assert "(emulated fleet)" in html
-        assert "host" in html
-        assert outputs_of(executed, "report.state")[0].data["text/plain"] == "('done', True)"
-
-    def test_nothing_is_said_on_standard_error(self, executed: Any) -> None:
-        outputs = outputs_of(executed, "csdctl.tune(") + outputs_of(executed, "csdctl.train(")
-        assert [output.text for output in outputs if output.get("name") == "stderr"] == []
+def test_run_is_shown_as_its_report(executed: Any) -> None:
+    [cell] = [cell for cell in executed.cells if cell.source == "run"]
+    assert "(emulated fleet)" in cell.outputs[0].data["text/html"]
+    assert outputs_of(executed, "report.state")[0].data["text/plain"] == "('done', True)"
 
 
 def test_interrupted_cell_stops_the_run_in_order(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import yaml
 
-from tests.emulated.running import CSDCTL, csdctl
+from tests.emulated.running import CSDCTL, csdctl, document, emulated, home_of
 from tests.emulated.training import of_fleet, processes
 from tests.patience import communicate, wait_for
 
@@ -90,40 +90,23 @@ def write(path: Path, seed: int, count: int = NUM_SAMPLES) -> None:
     np.savez(path, x=pictures.astype(np.uint8), y=generator.integers(0, 4, count))
 
 
-def home(project: Path, node: str) -> Path:
-    return project / ".csdctl" / "emulated" / "nodes" / node / "home"
-
-
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    directory = tmp_path_factory.mktemp("predict")
-    assert csdctl(directory, "emulate", "up", "--nodes", "2", "--cpu", "1").returncode == 0
-    for name, text in (("job.yaml", JOB), ("layer.py", LAYER), ("model.py", MODEL)):
-        (directory / name).write_text(text)
-    (directory / "slow.yaml").write_text(JOB.replace("private.npz", "slow.npz"))
-    files = {"public": directory / "public.npz", "validation": directory / "validation.npz"}
-    files |= {node: home(directory, node) / "private.npz" for node in ("csd0", "csd1")}
-    for number, path in enumerate(files.values()):
-        write(path, number, NUM_PUBLIC if path.stem == "public" else NUM_SAMPLES)
-        write(path.with_name("slow.npz"), 10 + number, NUM_SLOW if path.parent.name == "home" else 1)
-    command = [
-        sys.executable,
-        "-c",
-        SAVE,
-        *map(str, files.values()),
-        str(home(directory, "csd1") / "slow.npz"),
-    ]
-    subprocess.run(command, cwd=directory, check=True, capture_output=True)
-    yield directory
-    csdctl(directory, "emulate", "down")
+    files = {"job.yaml": JOB, "layer.py": LAYER, "model.py": MODEL}
+    files["slow.yaml"] = JOB.replace("private.npz", "slow.npz")
+    with emulated(tmp_path_factory.mktemp("predict"), 2, files) as directory:
+        data = [directory / "public.npz", directory / "validation.npz"]
+        data += [home_of(directory, node) / "private.npz" for node in ("csd0", "csd1")]
+        for number, path in enumerate(data):
+            write(path, number, NUM_PUBLIC if path.stem == "public" else NUM_SAMPLES)
+            write(path.with_name("slow.npz"), 10 + number, NUM_SLOW if path.parent.name == "home" else 1)
+        words = map(str, [*data, home_of(directory, "csd1") / "slow.npz"])
+        subprocess.run([sys.executable, "-c", SAVE, *words], cwd=directory, check=True, capture_output=True)
+        yield directory
 
 
 def predict(project: Path, *arguments: str) -> dict[str, Any]:
-    """Return the document of a prediction that must succeed."""
-    done = csdctl(project, "predict", *arguments, "--json")
-    assert done.returncode == 0, done.stderr
-    document: dict[str, Any] = json.loads(done.stdout)
-    return document
+    return document(project, "predict", *arguments)
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
@@ -133,7 +116,7 @@ def read_rows(path: Path) -> list[dict[str, str]]:
 
 def expected_of(project: Path, data: str, prefix: str = "") -> Any:
     """Return what one process on the host computes for the samples of a data set."""
-    path = home(project, data) / "private.npz" if data.startswith("csd") else project / f"{data}.npz"
+    path = home_of(project, data) / "private.npz" if data.startswith("csd") else project / f"{data}.npz"
     with np.load(project / "expected.npz") as arrays:
         return arrays[f"{prefix}{path}"]
 
@@ -211,7 +194,7 @@ def start_and_kill(project: Path, num_before: int) -> int:
 
 def num_stored(project: Path) -> int:
     """Return how many rows the unfinished results of csd1 have, as its record says."""
-    for record in home(project, "csd1").glob(".csdctl/predictions/.part-*/record.json"):
+    for record in home_of(project, "csd1").glob(".csdctl/predictions/.part-*/record.json"):
         return int(json.loads(record.read_text())["num_read"])
     return 0
 
@@ -226,16 +209,5 @@ def test_killed_node_loses_and_doubles_no_row(project: Path) -> None:
     rows = [row for row in read_rows(project / "slow.csv") if row["node"] == "csd1"]
     assert [int(row["row"]) for row in rows] == list(range(NUM_SLOW))
     with np.load(project / "expected.npz") as arrays:
-        expected = arrays[str(home(project, "csd1") / "slow.npz")]
+        expected = arrays[str(home_of(project, "csd1") / "slow.npz")]
     assert [int(row["class"]) for row in rows] == expected.argmax(axis=1).tolist()
-
-
-def test_bad_input_is_one_sentence_with_a_remedy(project: Path) -> None:
-    plain = (
-        "data: {public: {path: public.npz}}\nmodel: trained.keras\nrecipe: {epochs: 1, learning_rate: 0.01}\n"
-    )
-    (project / "plain.yaml").write_text(plain)
-    done = csdctl(project, "predict", "slow.keras", "--job", "plain.yaml")
-    assert done.returncode == 2, done.stderr
-    assert "name the files of its own layers" in " ".join(done.stderr.split())
-    assert "Traceback" not in done.stderr

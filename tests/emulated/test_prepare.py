@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.emulated.running import csdctl
+from tests.emulated.running import csdctl, document, emulated, home_of, refuse, succeed
+from tests.emulated.small_jobs import dense_model
 from tests.unit.worker.ingest.sources.encoded_images import colours, gif, huge_png, jpeg, png
 
 pytestmark = pytest.mark.emulated
@@ -22,14 +23,7 @@ data:
   private: {path: ~/private}
 recipe: {epochs: 1, learning_rate: 0.05}
 """
-MODEL = """\
-import keras
-
-
-def build():
-    layers = [keras.Input((8, 8, 3)), keras.layers.Flatten(), keras.layers.Dense(3, activation="softmax")]
-    return keras.Sequential(layers)
-"""
+MODEL = dense_model(8, 8, 3)
 LOAD = """\
 import pathlib
 
@@ -52,10 +46,8 @@ def fill(root: Path, *classes: str, name: str = "a") -> None:
 
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    directory = tmp_path_factory.mktemp("prepare")
-    assert csdctl(directory, "emulate", "up", "--nodes", "2", "--cpu", "1").returncode == 0
-    yield directory
-    csdctl(directory, "emulate", "down")
+    with emulated(tmp_path_factory.mktemp("prepare"), 2) as directory:
+        yield directory
 
 
 @pytest.fixture
@@ -72,7 +64,7 @@ def project(fleet: Path) -> Path:
 
 
 def private(directory: Path, node: str) -> Path:
-    return directory / ".csdctl" / "emulated" / "nodes" / node / "home" / "private"
+    return home_of(directory, node) / "private"
 
 
 def holds_no_canary(project: Path, *texts: str) -> bool:
@@ -131,11 +123,10 @@ def test_dry_run_of_train_plans_and_writes_nothing(project: Path) -> None:
 def test_incompatible_data_on_a_node_is_refused_with_node_and_class(project: Path) -> None:
     (private(project, "csd0") / "wasp").mkdir()
     (private(project, "csd1") / "ant" / f"{CANARY}-link.png").symlink_to("/etc/hostname")
-    done = csdctl(project, "prepare")
-    assert done.returncode == 2
-    assert "csd0: data at ~/private has class wasp" in done.stderr
-    assert "csd1: data at ~/private has a link that leads out of it" in done.stderr
-    assert holds_no_canary(project, done.stdout, done.stderr)
+    said = refuse(project, "prepare")
+    assert "csd0: data at ~/private has class wasp" in said
+    assert "csd1: data at ~/private has a link that leads out of it" in said
+    assert holds_no_canary(project, said)
 
 
 @pytest.mark.thorough
@@ -144,34 +135,29 @@ def test_node_without_data_is_refused(project: Path) -> None:
     for node in ("csd0", "csd1"):
         shutil.rmtree(private(project, node))
     private(project, "csd0").mkdir()
-    done = csdctl(project, "prepare")
-    assert done.returncode == 2
-    assert "csd0: data at ~/private is empty" in done.stderr
-    assert "csd1: there is no data at ~/private" in done.stderr
+    said = refuse(project, "prepare")
+    assert "csd0: data at ~/private is empty" in said
+    assert "csd1: there is no data at ~/private" in said
 
 
 @pytest.mark.thorough
 def test_users_function_runs_on_the_node_and_cannot_reveal_its_data(project: Path) -> None:
     (project / "my_data.py").write_text(LOAD)
     (project / "job.yaml").write_text(JOB.replace("~/private}", "~/private, function: my_data.py:load}"))
-    done = csdctl(project, "prepare")
-    assert done.returncode == 0, done.stderr
+    done = succeed(project, "prepare")
     assert "6 private samples on 2 nodes" in done.stdout
     (project / "my_data.py").write_text(LOAD.replace("print(", "raise ValueError("))
-    failed = csdctl(project, "prepare")
-    assert failed.returncode == 2
-    assert "csd0: the function load fails: ValueError\n" in failed.stderr
-    assert holds_no_canary(project, done.stdout, done.stderr, failed.stdout, failed.stderr)
+    said = refuse(project, "prepare")
+    assert "csd0: the function load fails: ValueError" in said
+    assert holds_no_canary(project, done.stdout, done.stderr, said)
 
 
 @pytest.mark.thorough
 def test_shared_public_data_is_not_sent(project: Path) -> None:
     job = JOB.replace("{path: public}", f"{{path: {project}/public, on: every-node}}")
     (project / "job.yaml").write_text(job)
-    options = ("--batch-size", "2", "--exclude", "csd1", "--skip-doctor", "--no-rebalance", "--json")
-    done = csdctl(project, "train", *options)
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout.splitlines()[-1])
+    options = ("--batch-size", "2", "--exclude", "csd1", "--skip-doctor", "--no-rebalance")
+    report = document(project, "train", *options)
     assert report["samples"] == 7 + 2
     assert report["ranks"][1]["num_public"] > 0
     entries = [json.loads(line) for line in (project / ".csdctl/ledger.jsonl").read_text().splitlines()]

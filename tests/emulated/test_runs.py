@@ -12,17 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.emulated.running import CSDCTL, csdctl
+from tests.emulated.running import CSDCTL, csdctl, document, emulated, succeed
+from tests.emulated.small_jobs import dense_model
 from tests.patience import communicate, eventually, files_written, run_command
 
-MODEL = """\
-import keras
-
-
-def build():
-    inputs = keras.Input((8,))
-    return keras.Model(inputs, keras.layers.Dense(3, activation="softmax")(inputs))
-"""
+MODEL = dense_model(8)
 JOB = """\
 model: model.py:build
 data: {public: {path: public.npz}, input_range: null}
@@ -36,18 +30,12 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     generator = np.random.default_rng(0)
     labels = generator.integers(0, 3, 512, dtype=np.int32)
     np.savez(directory / "public.npz", x=generator.random((512, 8), np.float32), y=labels)
-    (directory / "model.py").write_text(MODEL)
-    (directory / "job.yaml").write_text(JOB)
-    assert csdctl(directory, "emulate", "up", "--nodes", "1", "--cpu", "0.5").returncode == 0
-    try:
+    with emulated(directory, 1, {"model.py": MODEL, "job.yaml": JOB}, cpu=0.5):
         yield directory
-    finally:
-        csdctl(directory, "emulate", "down")
 
 
 def runs(project: Path) -> dict[str, dict[str, Any]]:
-    listed = csdctl(project, "runs", "list", "--json")
-    return {run["run_id"]: run for run in json.loads(listed.stdout)["runs"]}
+    return {run["run_id"]: run for run in document(project, "runs", "list")["runs"]}
 
 
 def test_detached_run_outlives_its_terminal_and_is_found_watched_and_stopped(project: Path) -> None:
@@ -105,11 +93,9 @@ def test_hang_up_of_a_run_with_a_terminal_stops_it_in_order(project: Path) -> No
     (run_id,) = set(runs(project)) - before
     assert runs(project)[run_id]["state"] == "stopped"
     first = min(before)
-    compared = csdctl(project, "runs", "diff", first, run_id, "--json")
-    assert {
-        one["name"] for one in json.loads(compared.stdout)["differences"] if not one["is_result"]
-    } == set()
-    assert csdctl(project, "runs", "rm", first, "--yes").returncode == 0
+    compared = document(project, "runs", "diff", first, run_id)["differences"]
+    assert [one["name"] for one in compared if not one["is_result"]] == []
+    succeed(project, "runs", "rm", first, "--yes")
     assert set(runs(project)) == {run_id}
 
 

@@ -5,7 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from tests.emulated.running import csdctl
+from tests.emulated.running import document, emulated, succeed
+from tests.emulated.small_jobs import dense_model
 
 pytestmark = pytest.mark.thorough
 
@@ -14,37 +15,21 @@ model: net.py:build
 data: {public: {path: train.npz, on: host}}
 recipe: {epochs: 1, optimizer: sgd, learning_rate: 0.05, loss: sparse_categorical_crossentropy, seed: 7}
 """
-MODEL = """\
-import keras
-
-
-def build():
-    layers = [keras.Input((8, 8, 1)), keras.layers.Flatten(), keras.layers.Dense(10, activation="softmax")]
-    return keras.Sequential(layers)
-"""
+MODEL = dense_model(8, 8, 1, outputs=10)
 SCALE = ("scale", "--batch-size", "16", "--max-steps", "4", "--skip-doctor")
 
 
 def test_series_trains_what_is_missing_and_nothing_twice(tmp_path):
     generator = np.random.default_rng(0)
     np.savez(tmp_path / "train.npz", x=generator.random((256, 8, 8, 1)), y=generator.integers(0, 10, 256))
-    (tmp_path / "net.py").write_text(MODEL)
-    (tmp_path / "job.yaml").write_text(JOB)
-    try:
-        assert csdctl(tmp_path, "emulate", "up", "--nodes", "1").returncode == 0
-        planned = json.loads(csdctl(tmp_path, *SCALE, "--dry-run", "--json").stdout)
+    with emulated(tmp_path, 1, {"net.py": MODEL, "job.yaml": JOB}):
+        planned = document(tmp_path, *SCALE, "--dry-run")
         assert [point["batch_sizes"] for point in planned["points"]] == [[16], [16, 16], [32], [16, 16]]
-        first = csdctl(tmp_path, *SCALE, "--json", "--html", "scaling.html")
-        assert first.returncode == 0, first.stderr
+        first = succeed(tmp_path, *SCALE, "--json", "--html", "scaling.html")
         weak, strong = (json.loads(line) for line in first.stdout.splitlines()[-2:])
         assert [point["num_nodes"] for point in weak["points"]] == [0, 1]
         assert strong["points"][1]["run_id"] == weak["points"][1]["run_id"]
         assert weak["points"][0]["speedup"] == 1.0
         assert "Efficiency" not in (tmp_path / "scaling-weak.html").read_text()  # nothing was tuned
-        again = csdctl(tmp_path, *SCALE, "--json")
-        assert [json.loads(line)["points"] for line in again.stdout.splitlines()] == [
-            weak["points"],
-            strong["points"],
-        ]
-    finally:
-        csdctl(tmp_path, "emulate", "down")
+        again = succeed(tmp_path, *SCALE, "--json").stdout.splitlines()
+        assert [json.loads(line)["points"] for line in again] == [weak["points"], strong["points"]]

@@ -1,4 +1,4 @@
-"""What people write and csdctl itself wrote: job, fleet, plan, runs, facts, inventories."""
+"""Targets of fuzzing that people or csdctl write: job, fleet, plan, runs, facts, inventories."""
 
 import dataclasses
 import io
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from csdctl.emulation.state import EmulatedSpec, FleetPaths, FleetState, NodeState, load_state, save_state
-from csdctl.errors import CsdctlError, InputError
+from csdctl.errors import InputError
 from csdctl.fleet.ansible import list_targets, load_config, load_inventory
 from csdctl.fleet.facts import Facts, facts_path, load_facts, save_facts
 from csdctl.fleet.fleet_file import load_fleet, render_fleet
@@ -19,7 +19,7 @@ from csdctl.fleet.openssh import build_query, list_aliases
 from csdctl.job.model import describe_job, load_job
 from csdctl.reporting.privacy import add_flows, count_passes, measure_privacy
 from csdctl.reporting.results import summarize
-from csdctl.runs.directory import EventLog, Manifest, ProjectDirectory, RunDirectory
+from csdctl.runs.directory import EventLog, ProjectDirectory, RunDirectory
 from csdctl.runs.ledger import Ledger, read_ledger
 from csdctl.terminal.console import PrintableConsole
 from csdctl.terminal.report import render_report, report_document
@@ -101,15 +101,9 @@ def _plan_seeds() -> list[bytes]:
         {"node": "host", "batch_size": 64, "threads": 8, "step_time_s": 0.5, "peak_memory_bytes": 1 << 30},
         {"node": "csd0", "batch_size": 8, "threads": 4, "max_batch_size": 64, "micro_batch_size": 4},
     ]
+    shares = {"compute_share": 0.8, "imbalance_share": 0.1, "communication_share": 0.1}
     predicted = Predicted(
-        global_batch=72,
-        batch_sizes=[64, 8],
-        step_s=0.5,
-        samples_per_s=144.0,
-        gain=0.1,
-        compute_share=0.8,
-        imbalance_share=0.1,
-        communication_share=0.1,
+        global_batch=72, batch_sizes=[64, 8], step_s=0.5, samples_per_s=144.0, gain=0.1, **shares
     )
     plan = Plan(job="job", job_fingerprint="0" * 16, method="csdctl", ranks=ranks, predicted=predicted)
     return [_written(lambda path: save_plan(path, plan))]
@@ -127,9 +121,8 @@ def _manifest(content: bytes, directory: Path) -> None:
     run = RunDirectory(directory / "run")
     _in_file(content, run.manifest)
     manifest = run.load_manifest()
-    Manifest.model_validate(manifest)
     summarize("run", manifest, [])
-    measure_privacy(manifest, count_passes([], len(manifest["placed"])), lambda: False)
+    measure_privacy(manifest, count_passes([], len(manifest["placed"])))
 
 
 def _manifest_seeds() -> list[bytes]:
@@ -165,9 +158,8 @@ def _stored_events(content: bytes, directory: Path) -> None:
 
 
 def _event_seeds() -> list[bytes]:
-    def write(path: Path) -> None:
-        path.mkdir()
-        log = EventLog(RunDirectory(path))
+    with tempfile.TemporaryDirectory() as directory:
+        log = EventLog(run := RunDirectory(Path(directory)))
         for rank, node in enumerate(NODES):
             log.append(1000.5, Joined(rank, node, 1, 1, 0, 10, 0, {"0": 4, "1": 4, "2": 4}, "star", 0.1))
             log.append(1001, Progress(rank, node, 1, 2, 2, 8, 0.5, 0.1, 0.6))
@@ -177,11 +169,7 @@ def _event_seeds() -> list[bytes]:
         log.append(1005, Failed(1, "csd0", "out of memory", "use less"))
         log.append(1006, Finished(0, "host", 1, 10, "0" * 64, 1 << 30, "model.keras"))
         log.close()
-        (path / "events.jsonl").rename(path.with_name("events"))
-        path.rmdir()
-        path.with_name("events").rename(path)
-
-    return [_written(write)]
+        return [run.events.read_bytes()]
 
 
 def _ledger(content: bytes, directory: Path) -> None:
@@ -209,21 +197,10 @@ def _facts(content: bytes, directory: Path) -> None:
 
 
 def _facts_seeds() -> list[bytes]:
-    facts = Facts(
-        name="csd0",
-        architecture="aarch64",
-        num_cores=4,
-        memory_bytes=6 << 30,
-        python_version="3.11.2",
-        cpu_limit=1.5,
-        cpu_features=("neon",),
-        notes=("slow",),
-    )
-
-    def write(path: Path) -> None:
-        save_facts(Fleet((), path=path), {"csd0": facts}).rename(path)
-
-    return [_written(write)]
+    sizes: dict[str, Any] = {"num_cores": 4, "memory_bytes": 6 << 30, "cpu_limit": 1.5}
+    texts: dict[str, Any] = {"architecture": "aarch64", "python_version": "3.11.2", "notes": ("slow",)}
+    facts = Facts("csd0", cpu_features=("neon",), **sizes, **texts)
+    return [_written(lambda path: save_facts(Fleet((), path=path), {"csd0": facts}).rename(path))]
 
 
 def _prepared(content: bytes, directory: Path) -> None:
@@ -310,17 +287,16 @@ def _inventory_seeds() -> list[bytes]:
     return [path.read_bytes() for path in sorted(INVENTORIES.glob("*.json"))]
 
 
-def _json_of(value: Any) -> list[bytes]:
-    return [json.dumps(value).encode()]
+def _run_spec_seeds() -> list[bytes]:
+    return [json.dumps(dataclasses.asdict(run_spec())).encode()]
 
 
-HOST = (CsdctlError,)
 TARGETS = (
     Target("job", Form.YAML, _job, (InputError,), lambda: [JOB]),
     Target("fleet", Form.YAML, _fleet, (InputError,), lambda: [FLEET]),
     Target("plan", Form.YAML, _plan, (InputError,), _plan_seeds),
     Target("manifest", Form.JSON, _manifest, (InputError,), _manifest_seeds),
-    Target("run-spec", Form.JSON, _run_spec, (InputError,), lambda: _json_of(dataclasses.asdict(run_spec()))),
+    Target("run-spec", Form.JSON, _run_spec, (InputError,), _run_spec_seeds),
     Target("stored-events", Form.LINES, _stored_events, (InputError,), _event_seeds),
     Target("ledger", Form.LINES, _ledger, (InputError,), _ledger_seeds),
     Target("facts", Form.JSON, _facts, (InputError,), _facts_seeds),
@@ -328,11 +304,5 @@ TARGETS = (
     Target("emulated-fleet", Form.JSON, _emulation, (InputError,), _emulation_seeds),
     Target("inventory", Form.JSON, _inventory, (InputError,), _inventory_seeds),
     Target("ansible-config", Form.LINES, _ansible_config, (InputError,), lambda: [ANSIBLE_CONFIG]),
-    Target(
-        "ssh-config",
-        Form.LINES,
-        _ssh_config,
-        (InputError,),
-        lambda: [SSH_CONFIG],
-    ),
+    Target("ssh-config", Form.LINES, _ssh_config, (InputError,), lambda: [SSH_CONFIG]),
 )

@@ -18,7 +18,7 @@ LIMITS = Limits(cpu_s=10.0, endless_cpu_s=60.0)
 
 
 class DefectError(Exception):
-    """What libFuzzer stops at."""
+    """A defect, at which libFuzzer stops."""
 
 
 def main() -> None:

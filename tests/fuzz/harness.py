@@ -29,7 +29,7 @@ _WITHIN = "/csdctl/"
 
 @dataclass(frozen=True)
 class Limits:
-    """What one input may cost."""
+    """Limits of time and of text for one input."""
 
     cpu_s: float = scaled(2.0)
     endless_cpu_s: float = scaled(20.0)
@@ -46,11 +46,11 @@ class EndlessError(BaseException):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one input led to."""
+    """Result of one input."""
 
     is_accepted: bool
     place: str
-    """Where it was refused, or what is wrong; '' when it was accepted."""
+    """Line of csdctl that refused it, or the problem; '' when it was accepted."""
     defect: str = ""
     """The traceback, or the limit that was passed; '' for none."""
     cpu_s: float = 0.0

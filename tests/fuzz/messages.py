@@ -1,4 +1,4 @@
-"""What nodes and ranks send: events, orders, answers, outputs of probes, values of a group."""
+"""Targets of fuzzing that nodes and ranks send: events, orders, answers, outputs of probes, values."""
 
 import contextlib
 import dataclasses
@@ -250,49 +250,30 @@ def _mpi_seeds() -> list[bytes]:
     return ["\n".join([*lines, "[1,0]<stderr>: a warning", "prterun: something\n"]).encode()]
 
 
+def _order_seeds() -> list[bytes]:
+    orders = (FormGroup(1, (0, 1)), Ping(7), Stop(), Release())
+    requests = [json.dumps(to_tagged("request", ProbeRequest(8))).encode()]
+    requests.append(b'{"request": "AttachRequest", "spec": "spec.json", "rank": 1}')
+    return [*(order_to_line(order).encode() for order in orders), *requests]
+
+
+def _probe_seeds() -> list[bytes]:
+    return [path.read_bytes() + CONDITION.encode() for path in sorted(CAPTURES.glob("*.txt"))]
+
+
+MARKS = tuple(f"csdctl-fact:{fact.name}\n".encode() for fact in (*MACHINE_FACTS, *CONDITION_FACTS))
+INVALID = (ProtocolError,)
 TARGETS = (
-    Target("live-events", Form.LINES, _live_events, (ProtocolError,), _live_event_seeds),
+    Target("live-events", Form.LINES, _live_events, INVALID, _live_event_seeds),
+    Target("orders", Form.LINES, _orders, INVALID, _order_seeds),
+    Target("receiver-answers", Form.LINES, _frames, INVALID, lambda: [FRAMES, *FRAMES.split(b"\n")]),
+    Target("probe-outputs", Form.LINES, _probe_outputs, (RemoteCommandError,), _probe_seeds, MARKS),
     Target(
-        "orders",
-        Form.LINES,
-        _orders,
-        (ProtocolError,),
-        lambda: [
-            *(order_to_line(order).encode() for order in (FormGroup(1, (0, 1)), Ping(7), Stop(), Release())),
-            json.dumps(to_tagged("request", ProbeRequest(8))).encode(),
-            b'{"request": "AttachRequest", "spec": "spec.json", "rank": 1}',
-        ],
-    ),
-    Target(
-        "receiver-answers",
-        Form.LINES,
-        _frames,
-        (ProtocolError,),
-        lambda: [FRAMES, *FRAMES.split(b"\n")],
-    ),
-    Target(
-        "probe-outputs",
-        Form.LINES,
-        _probe_outputs,
-        (RemoteCommandError,),
-        lambda: [path.read_bytes() + CONDITION.encode() for path in sorted(CAPTURES.glob("*.txt"))],
-        tuple(f"csdctl-fact:{fact.name}\n".encode() for fact in (*MACHINE_FACTS, *CONDITION_FACTS)),
-    ),
-    Target(
-        "worker-answers",
-        Form.JSON,
-        _worker_answers,
-        (RemoteCommandError, ProtocolError),
+        *("worker-answers", Form.JSON, _worker_answers, (RemoteCommandError, ProtocolError)),
         lambda: [to_json(INFO).encode()],
     ),
     Target("specs", Form.JSON, _specs, (ProtocolError, UnicodeDecodeError), _spec_seeds),
-    Target(
-        "group-values",
-        Form.JSON,
-        _group_values,
-        (PeerFaultError,),
-        _value_seeds,
-    ),
+    Target("group-values", Form.JSON, _group_values, (PeerFaultError,), _value_seeds),
     Target("vector-tails", Form.BINARY, _tails, (PeerFaultError,), _tail_seeds),
     Target("mpirun-output", Form.LINES, _mpi_output, (), _mpi_seeds, (b"[1,0]<stdout>: @csdctl ",)),
 )

@@ -119,18 +119,11 @@ ciphers aes128-ctr
 
 TARGETS = (
     Target(
-        "known-hosts",
-        Form.LINES,
-        _known_hosts,
-        (HostKeyError,),
-        lambda: [KNOWN_HOSTS],
+        *("known-hosts", Form.LINES, _known_hosts, (HostKeyError,), lambda: [KNOWN_HOSTS]),
         (b"|1|", b"@revoked ", b"*?"),
     ),
     Target(
-        "ssh-packets",
-        Form.BINARY,
-        _ssh_packets,
-        (strict_transport.SshProtocolError, EOFError),
+        *("ssh-packets", Form.BINARY, _ssh_packets, (strict_transport.SshProtocolError, EOFError)),
         _packet_seeds,
         (_packet(b"\x14" + bytes(62)), _packet(b"\x5d" + bytes(8)), b"SSH-2.0-x\n"),
     ),

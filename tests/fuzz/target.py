@@ -1,4 +1,4 @@
-"""What is fuzzed: a function that takes bytes, the errors that it documents, and where the bytes begin."""
+"""A target of fuzzing: a function that takes bytes, the errors that it documents, and its seeds."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ CORPUS = Path(__file__).parent / "corpus"
 
 
 class Form(Enum):
-    """How inputs of a target are changed, besides single bytes."""
+    """Structure of a target's inputs, which decides how they are changed."""
 
     YAML = "yaml"
     JSON = "json"
@@ -27,11 +27,11 @@ class Target:
     take: Callable[[bytes, Path], None]
     """Reads the input, as csdctl does; a directory of its own is given, which is empty at first."""
     refusals: tuple[type[Exception], ...]
-    """What `take` documents for input that cannot be used; every other error is a defect."""
+    """Errors that `take` documents for input that cannot be used; every other error is a defect."""
     build_seeds: Callable[[], list[bytes]]
     """Valid inputs, as csdctl or the other side writes them."""
     words: tuple[bytes, ...] = field(default=())
-    """What only this format knows."""
+    """Words of this format."""
 
     @property
     def corpus(self) -> list[bytes]:

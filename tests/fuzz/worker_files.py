@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import json
 import os
 import shutil
 import struct
@@ -51,40 +50,12 @@ POSITION = Position(
     CallbackState(1.5, 1),
 )
 NPY_WORDS = (
-    *(
-        b"'descr': ",
-        b"'|u1'",
-        b"'<f8'",
-        b"'|V0'",
-        b"'|S0'",
-        b"'|O'",
-        b"'<M8[s]'",
-        b"'<U9999999'",
-        b"'<f2'",
-        b"None",
-    ),
-    *(
-        b"[('a', '<f4', (2,)), ('b', '<i8')]",
-        b"'fortran_order': True",
-        b"'shape': ()",
-        b"(0, 1180591620717411303424)",
-        b"(9223372036854775807, 0)",
-        b"(1099511627776, 0)",
-        b"(-1,)",
-    ),
-    *(b"(True,)", b"(0, 99999999999999999999999)", b"(1, 2, 3)", b"(0x10,)", b"(1e3,)", b"10000000000", b"L"),
-    *(
-        b"\x93NUMPY\x01\x00",
-        b"\x93NUMPY\x02\x00",
-        b"\x93NUMPY\x03\x00",
-        b"((((",
-        b"))))",
-        b"{",
-        b"}",
-        b"'" * 3,
-    ),
+    *b"'descr': ;'|u1';'<f8';'|V0';'|S0';'|O';'<M8[s]';'<U9999999';'<f2';None".split(b";"),
+    *b"[('a', '<f4', (2,)), ('b', '<i8')];'fortran_order': True;'shape': ()".split(b";"),
+    *b"(0, 1180591620717411303424);(9223372036854775807, 0);(1099511627776, 0);(-1,)".split(b";"),
+    *b"(True,);(0, 99999999999999999999999);(1, 2, 3);(0x10,);(1e3,);10000000000;L".split(b";"),
+    *b"\x93NUMPY\x01\x00;\x93NUMPY\x02\x00;\x93NUMPY\x03\x00;((((;))));{;};'''".split(b";"),
 )
-
 ZIP_WORDS = (b"PK\x01\x02", b"PK\x03\x04", b"PK\x05\x06", b"PK\x06\x06", b"PK\x06\x07")
 
 
@@ -100,11 +71,8 @@ class _Variable:
 
 @cache
 def _variables() -> list[Any]:
-    return [
-        _Variable(np.zeros((3, 4), np.float32)),
-        _Variable(np.int64(0)),
-        _Variable(np.zeros(50, np.float32)),
-    ]
+    values = np.zeros((3, 4), np.float32), np.int64(0), np.zeros(50, np.float32)
+    return [_Variable(value) for value in values]
 
 
 @cache
@@ -167,13 +135,15 @@ def _npz_seeds() -> list[bytes]:
         {"a": x, "b": x.astype(np.uint8), "y": y},
         {"x": np.asfortranarray(x), "y": y},
     )
-    made = []
-    for arrays in kinds:
-        for save in (np.savez, np.savez_compressed):
-            file = io.BytesIO()
-            save(file, **arrays)
-            made.append(file.getvalue())
-    return made
+    return [archive for arrays in kinds for archive in _archives(**arrays)]
+
+
+def _archives(**arrays: Any) -> list[bytes]:
+    """Return an archive of the arrays, uncompressed and compressed."""
+    files = io.BytesIO(), io.BytesIO()
+    np.savez(files[0], **arrays)
+    np.savez_compressed(files[1], **arrays)
+    return [file.getvalue() for file in files]
 
 
 def _npz_header(content: bytes, directory: Path) -> None:
@@ -254,12 +224,7 @@ def _checkpoint(content: bytes, directory: Path) -> None:
 
 
 def _checkpoint_seeds() -> list[bytes]:
-    made = []
-    for save in (np.savez, np.savez_compressed):
-        file = io.BytesIO()
-        save(file, state=np.frombuffer(_packed(), np.uint8))
-        made.append(file.getvalue())
-    return made
+    return _archives(state=np.frombuffer(_packed(), np.uint8))
 
 
 def _state(content: bytes, directory: Path) -> None:
@@ -315,69 +280,39 @@ def _weights(content: bytes, directory: Path) -> None:
     load_weights(path)
 
 
+IDX = [
+    b"\0\0\x08\x02" + struct.pack(">II", 3, 2) + bytes(6),
+    b"\0\0\x08\x01" + struct.pack(">I", 3) + bytes(3),
+]
+BEST = b'{"checkpoint": "step-00000000.npz"}'
+FILE_ERRORS = (OSError, ValueError, WorkerError)
+REFUSED = (WorkerError,)
+
+
+def _resumed(name: str, form: Form, words: tuple[bytes, ...] = ()) -> Target:
+    """Return the target of one file of a data set whose preparing was interrupted."""
+
+    def take(content: bytes, directory: Path) -> None:
+        _resume(directory, name, content)
+
+    target = "resume-record" if form == Form.JSON else "resume-array"
+    return Target(target, form, take, REFUSED, lambda: [_partial_files()[name]], words)
+
+
 TARGETS = (
-    Target("array", Form.BINARY, _array, (OSError, ValueError, WorkerError), _npy_seeds, NPY_WORDS),
-    Target(
-        "array-header",
-        Form.BINARY,
-        _array_header,
-        (OSError, ValueError, WorkerError),
-        lambda: [*HEADERS],
-        NPY_WORDS,
-    ),
-    Target(
-        "npz",
-        Form.BINARY,
-        _npz,
-        (WorkerError,),
-        _npz_seeds,
-        (*ZIP_WORDS, b"x.npy", b"y.npy"),
-    ),
-    Target("npz-member", Form.BINARY, _npz_header, (WorkerError,), _npy_seeds, NPY_WORDS),
-    Target(
-        "idx",
-        Form.BINARY,
-        _idx,
-        (WorkerError,),
-        lambda: [
-            b"\0\0\x08\x02" + struct.pack(">II", 3, 2) + bytes(6),
-            b"\0\0\x08\x01" + struct.pack(">I", 3) + bytes(3),
-        ],
-    ),
+    Target("array", Form.BINARY, _array, FILE_ERRORS, _npy_seeds, NPY_WORDS),
+    Target("array-header", Form.BINARY, _array_header, FILE_ERRORS, lambda: [*HEADERS], NPY_WORDS),
+    Target("npz", Form.BINARY, _npz, REFUSED, _npz_seeds, (*ZIP_WORDS, b"x.npy", b"y.npy")),
+    Target("npz-member", Form.BINARY, _npz_header, REFUSED, _npy_seeds, NPY_WORDS),
+    Target("idx", Form.BINARY, _idx, REFUSED, lambda: IDX),
     Target("image-header", Form.BINARY, _image_header, (ValueError, IndexError), _image_seeds),
     Target("prepared-info", Form.JSON, _prepared, (), _info_seeds),
-    Target(
-        "resume-record",
-        Form.JSON,
-        lambda content, directory: _resume(directory, "record.json", content),
-        (WorkerError,),
-        lambda: [_partial_files()["record.json"]],
-    ),
-    Target(
-        "resume-array",
-        Form.BINARY,
-        lambda content, directory: _resume(directory, "images.npy", content),
-        (WorkerError,),
-        lambda: [_partial_files()["images.npy"]],
-        NPY_WORDS,
-    ),
-    Target(
-        "checkpoint",
-        Form.BINARY,
-        _checkpoint,
-        (WorkerError,),
-        _checkpoint_seeds,
-        (*ZIP_WORDS, b"state.npy"),
-    ),
-    Target("state", Form.BINARY, _state, (WorkerError,), lambda: [_packed()]),
-    Target("position", Form.JSON, _position, (WorkerError,), lambda: [to_json(POSITION).encode()]),
-    Target("step-file", Form.BINARY, _step_file, (WorkerError,), _step_seeds),
-    Target(
-        "best-checkpoint",
-        Form.JSON,
-        _best,
-        (),
-        lambda: [json.dumps({"checkpoint": "step-00000000.npz"}).encode()],
-    ),
+    _resumed("record.json", Form.JSON),
+    _resumed("images.npy", Form.BINARY, NPY_WORDS),
+    Target("checkpoint", Form.BINARY, _checkpoint, REFUSED, _checkpoint_seeds, (*ZIP_WORDS, b"state.npy")),
+    Target("state", Form.BINARY, _state, REFUSED, lambda: [_packed()]),
+    Target("position", Form.JSON, _position, REFUSED, lambda: [to_json(POSITION).encode()]),
+    Target("step-file", Form.BINARY, _step_file, REFUSED, _step_seeds),
+    Target("best-checkpoint", Form.JSON, _best, (), lambda: [BEST]),
     Target("weights", Form.BINARY, _weights, DAMAGED_ARCHIVE, _npz_seeds, (*ZIP_WORDS, b"x.npy")),
 )

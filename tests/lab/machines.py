@@ -247,15 +247,6 @@ class LabNode:
         finally:
             self.restart(sshd=before)
 
-    @contextmanager
-    def limited_to(self, mbit_per_s: float) -> Iterator[None]:
-        """Limit the rate of its outgoing packets."""
-        network.limit_bandwidth(self.namespace, INTERFACE, mbit_per_s)
-        try:
-            yield
-        finally:
-            network.clear_link(self.namespace, INTERFACE)
-
     def _set_cable(self, state: str) -> None:
         run_ip(self.namespace, f"link set {INTERFACE} {state}")
         # A link loses its IPv6 addresses when it goes down.

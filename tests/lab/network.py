@@ -86,15 +86,8 @@ def limit_bandwidth(namespace: str, interface: str, mbit_per_s: float) -> None:
     run_command("tc", "-n", namespace, "qdisc", "replace", "dev", interface, "root", "tbf", *rate)
 
 
-def delay_packets(namespace: str, interface: str, delay_ms: float) -> None:
-    """Delay outgoing packets of `interface`; raises RuntimeError if the kernel has no netem."""
-    run_command(
-        "tc", "-n", namespace, "qdisc", "replace", "dev", interface, "root", "netem", "delay", f"{delay_ms}ms"
-    )
-
-
 def clear_link(namespace: str, interface: str) -> None:
-    """Undo `limit_bandwidth` and `delay_packets`."""
+    """Undo `limit_bandwidth`."""
     run_command("tc", "-n", namespace, "qdisc", "del", "dev", interface, "root")
 
 

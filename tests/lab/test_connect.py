@@ -185,22 +185,6 @@ def test_dropped_connections_are_retried(project: Project) -> None:
     assert process.returncode == 0, output
 
 
-@pytest.mark.fault(8)
-def test_server_that_always_drops_is_named_after_three_tries(project: Project) -> None:
-    node = project.lab.near[0]
-    project.use(node)
-    with (
-        node.with_sshd("MaxStartups 1:100:1"),
-        network.entered(project.lab.host.namespace),
-        socket.create_connection((node.node.address, 22)) as holder,
-    ):
-        holder.recv(4)
-        code, machines, _ = project.discover()
-    assert code == 4
-    assert "dropped the connection 3 times" in machines["csd0"]["problem"]
-    assert "MaxStartups" in machines["csd0"]["remedy"]
-
-
 @pytest.mark.fault(9)
 def test_more_commands_than_the_server_opens_channels_are_queued(lab: Lab) -> None:
     node = lab.near[0]

@@ -110,19 +110,6 @@ def test_task_runs_unchanged_also_behind_the_jump_host(fleet: Project, tmp_path:
     fleet.csdctl("exec", "rm -f /tmp/sampler.*  /tmp/new.conf")
 
 
-def test_task_is_refused_by_a_changed_host_key_behind_the_jump_host(fleet: Project, lab: Lab) -> None:
-    with lab.far[0].another_host_key():
-        done = fleet.csdctl("exec", "--json", "--task", "tasks.py:restart_daemon", "name=x")
-        assert done.returncode == 3, done.stderr
-        document = json.loads(done.stdout)
-        assert "has changed: received ssh-ed25519" in document["failed"]["far0"]["message"]
-        assert document["machines"][1]["exit_code"] is None
-    with lab.gate.another_host_key():
-        done = fleet.csdctl("exec", "--json", "--task", "tasks.py:restart_daemon", "name=x", "force=yes")
-        assert "jump host gate: host key of" in json.loads(done.stdout)["failed"]["far0"]["message"]
-    fleet.csdctl("exec", "rm -f /tmp/x.* /tmp/new.conf")
-
-
 def test_node_without_sftp_is_named_with_the_line_for_its_sshd(fleet: Project, lab: Lab) -> None:
     with lab.node("plain", 44, has_sftp=False) as node:
         fleet.use(node)

@@ -1,4 +1,4 @@
-"""What passes the cables when a model is trained by features, or split: all traffic captured.
+"""Traffic on the cables when a model is trained by features, or split, all of it captured.
 
 The model's first layer returns its input. So what it computes from a private sample is known, in bytes.
 """

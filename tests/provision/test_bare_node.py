@@ -1,4 +1,4 @@
-"""From a bare Debian without Python to a report, and back."""
+"""A bare Debian without Python is provisioned, trains, and is as before after uninstalling."""
 
 import json
 from pathlib import Path

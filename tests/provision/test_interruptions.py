@@ -1,4 +1,4 @@
-"""What stops provisioning is named in a sentence, and the second try finishes."""
+"""A problem that stops provisioning is named in a sentence, and the second try finishes."""
 
 import contextlib
 import json

@@ -1,10 +1,10 @@
-"""How fast features are computed against the forward pass alone, and how soon and in how much memory.
+"""Speed of computing features against the forward pass alone, time until the first, and memory.
 
     make bench ARGS="-k bench_extraction"
 
 EfficientNet-Lite0 up to its last layer, pictures of random numbers at 96×96, one thread; each engine in
 processes of its own. LiteRT takes part where the package ai-edge-litert is installed. CPU time is compared:
-other programs on the machine do not count. Downloads 17 MB. Prints figures, asserts no limits.
+other programs on the machine do not count. Downloads 17 MB.
 """
 
 import hashlib
@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.running import run_program
 from examples.transfer_learning import efficientnet_lite0
 
 NUM_SAMPLES = 1600
@@ -93,8 +94,6 @@ def stored(path: Path) -> str:
     return str(target)
 
 
-@pytest.mark.bench
-@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("engine", ["keras", "litert"])
 def test_extraction(source: Path, tmp_path: Path, engine: str) -> None:
     if engine == "litert" and importlib.util.find_spec("ai_edge_litert") is None:
@@ -112,9 +111,7 @@ def test_extraction(source: Path, tmp_path: Path, engine: str) -> None:
     shares = []
     for number in range(ROUNDS):
         spec = {"source": arrays | hashes, "store": str(tmp_path / str(number)), "prefix": prefix}
-        command = [sys.executable, "-c", MEASURE, json.dumps(spec | {"runtime": {"threads": 1}})]
-        done = subprocess.run(command, check=True, capture_output=True, text=True)
-        found = json.loads(done.stdout.splitlines()[-1])
+        found = run_program(MEASURE, json.dumps(spec | {"runtime": {"threads": 1}}))
         shares.append(found["forward_s"] / found["extract_s"])
         print(
             f"\n{engine}: first batch stored after {found['first_cpu_s']:.2f} s of CPU time "

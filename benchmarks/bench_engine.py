@@ -2,7 +2,7 @@
 
     make bench ARGS="-k engine"
 
-MobileNetV2, 64×64×3, 200 classes. Prints figures, asserts no limits. Horovod 0.28.1 is built once into a
+MobileNetV2, 64×64×3, 200 classes. Horovod 0.28.1 is built once into a
 separate environment below CSDCTL_BENCH_PEERS (about ten minutes, Debian's packages, root); without it, its
 comparison is skipped with a message.
 """
@@ -11,7 +11,6 @@ import json
 import os
 import statistics
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -21,22 +20,21 @@ from typing import Any
 
 import pytest
 
+from benchmarks.running import CLIENTS, CSDCTL, PEERS, run_program, write_plan
+from benchmarks.slow_nodes import CPU, MOBILENET, NETWORK, write_fleet, write_job
 from csdctl.emulation.limits import plan_quota
-from tests.bench.running import CSDCTL, write_plan
-from tests.bench.slow_nodes import CPU, MOBILENET, NETWORK, write_fleet, write_job
 from tests.lab.lab import Lab
 from tests.lab.machines import LabNode
 from tests.lab.project import Project
 
 NUM_NODES = 4
 BATCH_SIZES = (384, 92)
-"""Of the host and of a node, before rebalancing."""
+"""Batch sizes of the host and of a node, before rebalancing."""
 MICRO_BATCH = 64
 HOROVOD_EQUAL = 32
 HOROVOD_S = 30
 NUM_IMAGES = 12_000
 WATCH_STEPS = 20
-ROUND_TRIP = "round trip"
 
 
 @pytest.fixture(scope="module")
@@ -136,44 +134,6 @@ def rates(running: Running, since: float, until: float) -> tuple[float, float]:
     return together, apart
 
 
-def cpu_seconds(pids: list[int]) -> float:
-    total = 0.0
-    for pid in pids:
-        try:
-            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
-            total += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-        except OSError:
-            continue
-    return total
-
-
-def pids_of(run: str, node: str) -> list[int]:
-    """Return the processes of a rank and its link."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            words = (entry / "cmdline").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        if f"csdctl-run={run}/{node}".encode() in words and words[0] != b"sh":
-            found.append(int(entry.name))
-    return found
-
-
-def cpu_while_waiting(running: Running, nodes: Sequence[LabNode], frozen: LabNode) -> dict[str, float]:
-    """Return the share of a core that each machine's rank and link use while all wait for a frozen node."""
-    run = running.events_path.parent.name
-    with frozen.frozen():
-        time.sleep(1)
-        waiting = {
-            name: pids_of(run, name) for name in ["host", *(node.name for node in nodes if node != frozen)]
-        }
-        time.sleep(4)
-        before = {name: cpu_seconds(pids) for name, pids in waiting.items()}
-        time.sleep(10)
-        return {name: (cpu_seconds(pids) - before[name]) / 10 for name, pids in waiting.items()}
-
-
 def set_cpu(node: LabNode, cpu: float) -> None:
     assert node._cgroup
     quota, period = plan_quota(cpu)
@@ -184,8 +144,6 @@ def set_cpu(node: LabNode, cpu: float) -> None:
         (path / "cpu.cfs_quota_us").write_text(str(quota))
 
 
-@pytest.mark.bench
-@pytest.mark.timeout(3600)
 def test_engine_in_the_lab(project: Project, nodes: list[LabNode]) -> None:
     running = start(project)
     try:
@@ -217,10 +175,6 @@ def test_engine_in_the_lab(project: Project, nodes: list[LabNode]) -> None:
         print(f"first rebalanced after {first[0] - slowed:.1f} s" if first else "never rebalanced")
         set_cpu(node, CPU)
 
-        used = cpu_while_waiting(running, nodes, frozen=nodes[2])
-        print("a waiting rank uses " + ", ".join(f"{name} {share:.1%}" for name, share in used.items()))
-        running.wait_for_steps(3)
-
         killed = time.time()
         subprocess.run(["pkill", "-9", "-f", "^[^ ]*prterun|^[^ ]*mpirun"], check=False)
         print_gap(running, killed, "mpirun killed")
@@ -248,8 +202,6 @@ def print_gap(running: Running, killed: float, what: str) -> None:
     )
 
 
-@pytest.mark.bench
-@pytest.mark.timeout(3600)
 def test_engine_against_horovod(project: Project, nodes: list[LabNode], horovod: Path) -> None:
     ours: list[float] = []
     theirs: dict[str, list[float]] = {"equal": [], "our batch sizes": []}
@@ -281,9 +233,9 @@ def test_engine_against_horovod(project: Project, nodes: list[LabNode], horovod:
 @pytest.fixture(scope="module")
 def horovod() -> Path:
     """Return the Python of an environment with Horovod; build the environment if it is missing."""
-    environment = Path(os.environ.get("CSDCTL_BENCH_PEERS", "/var/tmp/csdctl-peers")) / "horovod"
+    environment = Path(os.environ.get(PEERS, "/var/tmp/csdctl-peers")) / "horovod"
     if not (environment / "done").exists():
-        build = Path(__file__).parent / "clients" / "build_horovod.sh"
+        build = CLIENTS / "build_horovod.sh"
         if subprocess.run(["bash", build, environment], check=False).returncode:
             pytest.skip("NOT MEASURED: Horovod could not be built")
     return environment / "bin" / "python"
@@ -304,7 +256,7 @@ def run_horovod(project: Project, nodes: list[LabNode], python: Path, sizes: lis
         *("--mca", "pml", "ob1", "--mca", "btl", "tcp,self", "--mca", "btl_tcp_if_include", NETWORK),
         *("--mca", "oob_tcp_if_include", NETWORK, "--mca", "plm_rsh_agent", f"ssh -F {config}"),
         *("--mca", "plm_rsh_no_tree_spawn", "1", "-x", "PATH"),
-        *(str(python), str(Path(__file__).parent / "clients" / "horovod_client.py"), str(HOROVOD_S)),
+        *(str(python), str(CLIENTS / "horovod_client.py"), str(HOROVOD_S)),
         ",".join(map(str, sizes)),
     ]
     done = project.lab.host.run(
@@ -318,7 +270,7 @@ def run_horovod(project: Project, nodes: list[LabNode], python: Path, sizes: lis
 
 
 ALONE = """
-import statistics, sys, time
+import json, statistics, time
 import numpy as np
 from csdctl.worker.compute.backend import load_backend
 tf, keras = load_backend()
@@ -361,14 +313,14 @@ for number in range(ROUNDS):
         times[name].append((time.perf_counter() - started) / STEPS)
     ratios.append(times["ours"][-1] / times["fit"][-1])
 fit_ms, our_ms = (statistics.median(times[name]) * 1000 for name in ("fit", "ours"))
-print(f"Keras fit {fit_ms:.1f} ms per step, csdctl {our_ms:.1f} ms; "
-      f"ratio {statistics.median(ratios):.3f} (rounds: {', '.join(f'{ratio:.2f}' for ratio in ratios)})")
+print(json.dumps({"fit_ms": fit_ms, "our_ms": our_ms, "ratios": ratios}))
 """
 
 
-@pytest.mark.bench
-@pytest.mark.timeout(900)
 def test_one_rank_against_keras_fit() -> None:
-    done = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    print("\n" + done.stdout.strip())
+    found = run_program(ALONE)
+    rounds = ", ".join(f"{ratio:.2f}" for ratio in found["ratios"])
+    print(
+        f"\nKeras fit {found['fit_ms']:.1f} ms per step, csdctl {found['our_ms']:.1f} ms; "
+        f"ratio {statistics.median(found['ratios']):.3f} (rounds: {rounds})"
+    )

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.running import CLIENTS
 from csdctl.tuning.plan import load_plan
 from tests.lab.project import Project
 
@@ -22,7 +23,7 @@ HOST_SHARES = (0.75, 0.5)
 NUM_SKIPPED = 1
 """Steps at the start of a visit that do not count: TensorFlow builds its kernels for new batch sizes."""
 MIN_STEPS = 2
-CLIENT = Path(__file__).parent / "clients" / "grid_client.py"
+CLIENT = CLIENTS / "grid_client.py"
 
 
 def grid_points(limit: int, num_nodes: int) -> list[Sizes]:

@@ -8,7 +8,6 @@ asserts no limits.
 """
 
 import contextlib
-import importlib.util
 import json
 import os
 import shutil
@@ -21,6 +20,7 @@ import numpy as np
 import pytest
 import yaml
 
+from benchmarks.running import csdctl, emulated_fleet, write_plan
 from csdctl.fleet.fleet_file import load_fleet
 from csdctl.fleet.model import keep_nodes
 from csdctl.job.model import load_job
@@ -33,15 +33,14 @@ from csdctl.workflows.train.options import TrainOptions
 from csdctl.workflows.train.train import TrainRequest
 from examples.sample_data import fetch_fashion_mnist
 from examples.transfer_learning import efficientnet_lite0
-from tests.bench.running import csdctl, write_plan
 
-NUM_NODES, CPU = 4, "0.22"
+NUM_NODES, CPU = 4, 0.22
 NUM_PUBLIC, NUM_PRIVATE, NUM_VALIDATION = 8000, 1000, 2000
 EPOCHS = 10
 HOST_BATCH, NODE_BATCH = 64, 14
 NUM_SAMPLES = NUM_PUBLIC + NUM_NODES * NUM_PRIVATE
 FULL_STEPS, SKIPPED_REPORTS = 16, 4
-"""Of a training whose time is extrapolated: a report is of about one step."""
+"""Steps of a training whose time is extrapolated; a report is about one step."""
 SPLIT_BATCH = 32
 NUM_ALONE = 2000
 CUT = "b4_add"
@@ -56,13 +55,6 @@ data:
 recipe:
   {{epochs: {epochs}, optimizer: sgd, momentum: 0.9, learning_rate: {rate}, metrics: [accuracy]}}
 """
-PUBLIC_JOB = """\
-model: efficientnet_lite0.py:build
-data:
-  public: {{path: {public}}}
-  input_range: null
-recipe: {{epochs: 1, optimizer: sgd, learning_rate: 0.01}}
-"""
 
 
 @pytest.fixture(scope="module")
@@ -70,15 +62,9 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     directory = tmp_path_factory.mktemp("strategies")
     shutil.copy(efficientnet_lite0.__file__, directory)
     efficientnet_lite0.fetch_weights(directory)
-    csdctl(directory, "emulate", "up", "--nodes", str(NUM_NODES), "--cpu", CPU)
-    fleet = yaml.safe_load((directory / "fleet.yaml").read_text())
-    fleet["host"] = {**fleet.get("host", {}), "threads": 1}
-    (directory / "fleet.yaml").write_text(yaml.safe_dump(fleet))
-    try:
+    with emulated_fleet(directory, NUM_NODES, CPU, host_threads=1):
         _write_pictures(directory)
         yield directory
-    finally:
-        csdctl(directory, "emulate", "down")
 
 
 def _write_pictures(directory: Path) -> None:
@@ -98,20 +84,23 @@ def _write_pictures(directory: Path) -> None:
         )
 
 
-def write_job(project: Path, name: str, build: str, *, rate: float = 0.01, epochs: int = EPOCHS) -> str:
-    file = f"{name}.yaml"
-    (project / file).write_text(JOB.format(build=build, rate=rate, epochs=epochs))
-    csdctl(project, "prepare", file)
-    nodes = [{"node": f"csd{number}", "batch_size": NODE_BATCH, "threads": 1} for number in range(NUM_NODES)]
-    write_plan(project, file, [{"node": "host", "batch_size": HOST_BATCH, "threads": 1}, *nodes])
-    return file
-
-
-def write_public_job(project: Path, name: str, rate: float, *, epochs: int) -> str:
-    """Write a job whose pictures are all public, and its plan."""
-    content = yaml.safe_load(JOB.format(build="build", rate=rate, epochs=epochs))
-    content["data"]["public"] = {"path": "all-public.npz"}
-    del content["data"]["private"]
+def write_job(
+    project: Path,
+    name: str,
+    build: str = "build",
+    *,
+    rate: float = 0.01,
+    epochs: int = EPOCHS,
+    public: str = "",
+    is_validated: bool = True,
+) -> str:
+    """Write a job and its plan; with `public`, a file, its pictures are all public."""
+    content = yaml.safe_load(JOB.format(build=build, rate=rate, epochs=epochs))
+    if public:
+        content["data"]["public"] = {"path": public}
+        del content["data"]["private"]
+    if not is_validated:
+        del content["data"]["validation"]
     (project / f"{name}.yaml").write_text(yaml.safe_dump(content))
     csdctl(project, "prepare", f"{name}.yaml")
     nodes = [{"node": f"csd{number}", "batch_size": NODE_BATCH, "threads": 1} for number in range(NUM_NODES)]
@@ -137,17 +126,16 @@ def steady_rate(project: Path, report: dict[str, Any]) -> float:
     return float(sum(count for _, count in points[1:]) / (points[-1][0] - points[0][0]))
 
 
-@pytest.mark.bench
-@pytest.mark.timeout(5400)
 def test_features(project: Path) -> None:
-    job = write_job(project, "frozen", "build")
-    first, first_s = train(project, job, "--strategy", "features")
-    second, second_s = train(
-        project, write_job(project, "faster", "build", rate=0.02), "--strategy", "features"
+    features = ("--strategy", "features", *LITERT)
+    first, first_s = train(project, write_job(project, "frozen"), *features)
+    second, second_s = train(project, write_job(project, "faster", rate=0.02), *features)
+    by_keras, keras_s = train(
+        project, write_job(project, "keras"), "--strategy", "features", "--feature-engine", "keras"
     )
-    once = write_job(project, "once", "build", epochs=1)
+    once = write_job(project, "once", epochs=1)
     whole, whole_s = train(project, once)
-    same, _ = train(project, once, "--strategy", "features")
+    same, _ = train(project, once, *features)
     trained = write_job(project, "trained", "build_trained", epochs=1)
     full, _ = train(project, trained, "--max-steps", str(FULL_STEPS))
     start_s = whole_s - whole["training_s"]
@@ -156,6 +144,7 @@ def test_features(project: Path) -> None:
     full_s = start_s + EPOCHS * NUM_SAMPLES / full_rate
     print(f"\nfeatures, {EPOCHS} epochs: {first_s:.0f} s, accuracy {first['validation_accuracy']:.4f}")
     print(f"again, another rate: {second_s:.0f} s, accuracy {second['validation_accuracy']:.4f}")
+    print(f"features by Keras: {keras_s:.0f} s, accuracy {by_keras['validation_accuracy']:.4f}")
     print(f"frozen, data-parallel: an epoch {whole['training_s']:.0f} s, {EPOCHS} epochs {frozen_s:.0f} s")
     print(f"all layers, data-parallel: {full_rate:.1f} samples/s, {full_s:.0f} s")
     print(f"features {frozen_s / first_s:.1f} and {full_s / first_s:.1f} times as fast as these")
@@ -166,10 +155,8 @@ def test_features(project: Path) -> None:
     )
 
 
-@pytest.mark.bench
-@pytest.mark.timeout(5400)
 def test_features_of_public_samples(project: Path) -> None:
-    """As many pictures, all public: with all ranks, and on the host alone."""
+    """The same number of pictures, all public: with all ranks, and on the host alone."""
     with np.load(project / "public.npz") as public:
         pictures, labels = public["x"], public["y"]
     rows = np.arange(NUM_SAMPLES) % len(labels)  # the same work as of other pictures
@@ -188,7 +175,8 @@ def test_features_of_public_samples(project: Path) -> None:
             ("frozen, data-parallel, an epoch", 0.01, None),
         )
     ):
-        job = write_public_job(project, f"open{number}", rate, epochs=1 if trains_on_host is None else EPOCHS)
+        epochs = 1 if trains_on_host is None else EPOCHS
+        job = write_job(project, f"open{number}", rate=rate, epochs=epochs, public="all-public.npz")
         if trains_on_host is not None:
             plan = yaml.safe_load((project / "plan.yaml").read_text())
             changed = {"strategy": "features", "trains_on_host": trains_on_host}
@@ -204,23 +192,8 @@ def test_features_of_public_samples(project: Path) -> None:
         print(f"{name}: {frozen_s / elapsed_s:.1f} times as fast")
 
 
-@pytest.mark.bench
-@pytest.mark.timeout(5400)
-def test_feature_engines(project: Path) -> None:
-    """LiteRT takes part where the package ai-edge-litert is installed."""
-    job = write_job(project, "engines", "build")
-    has_litert = importlib.util.find_spec("ai_edge_litert") is not None
-    for engine in ("litert", "keras") if has_litert else ("keras",):
-        report, elapsed_s = train(project, job, "--strategy", "features", "--feature-engine", engine)
-        manifest = json.loads((project / report["path"] / "manifest.json").read_text())
-        print(
-            f"\nfeatures by {engine}: {manifest['features']['elapsed_s']:.0f} s of {elapsed_s:.0f} s, "
-            f"accuracy {report['validation_accuracy']:.4f}"
-        )
-
-
 class Watch:
-    """What was computed when, of each machine."""
+    """Times at which each machine had computed how many samples."""
 
     def __init__(self) -> None:
         self.seen: dict[str, list[tuple[float, int]]] = {}
@@ -256,8 +229,7 @@ class Watch:
 
 def extract_on(project: Path, public: str, sizes: dict[str, int], engine: str) -> Watch:
     """Compute features of public samples, divided by the batch sizes of the machines."""
-    (project / "public-only.yaml").write_text(PUBLIC_JOB.format(public=public))
-    csdctl(project, "prepare", "public-only.yaml")
+    write_job(project, "public-only", epochs=1, public=public, is_validated=False)
     ranks = [{"node": node, "batch_size": size, "threads": 1} for node, size in sizes.items()]
     write_plan(project, "public-only.yaml", ranks)
     for directory in (project, *(project / ".csdctl" / "emulated" / "nodes").glob("*/home")):
@@ -276,8 +248,6 @@ def extract_on(project: Path, public: str, sizes: dict[str, int], engine: str) -
     return watch
 
 
-@pytest.mark.bench
-@pytest.mark.timeout(5400)
 def test_extraction_together(project: Path) -> None:
     """Nodes and host at the same time, against each alone."""
     some = np.load(project / "public.npz")
@@ -314,8 +284,6 @@ def separated(project: Path) -> Iterator[None]:
             os.sched_setaffinity(thread, cores)
 
 
-@pytest.mark.bench
-@pytest.mark.timeout(5400)
 def test_split(project: Path) -> None:
     """All data but a few samples is private: the host has nothing of its own to do."""
     job = write_job(project, "trained", "build_trained", epochs=1)

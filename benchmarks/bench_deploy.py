@@ -32,8 +32,6 @@ NUM_NODES = 4
 ROUNDS = 5
 
 pytestmark = [
-    pytest.mark.bench,
-    pytest.mark.timeout(1800),
     pytest.mark.skipif(
         os.geteuid() != 0 or not all(map(shutil.which, (SSHD, "scp", "rsync"))),
         reason="needs root, sshd, scp and rsync",

@@ -2,7 +2,7 @@
 
     make bench ARGS="-k bench_transfer"
 
-Downloads 150 MB. Each seed has a split of its own, the same for both. Prints figures, asserts no limits.
+Downloads 150 MB. Each seed has a split of its own, the same for both.
 """
 
 import shutil
@@ -10,35 +10,27 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
+from benchmarks.running import EXAMPLES, csdctl, emulated_fleet, place_sample
 from examples.transfer_learning.efficientnet_lite0 import fetch_weights
-from tests.bench.running import EXAMPLES, csdctl, place_sample
 
 SEEDS = (7, 8, 9)
 
 
-@pytest.mark.bench
-@pytest.mark.timeout(5400)
 def test_transfer_against_from_scratch(tmp_path: Path) -> None:
     shutil.copytree(EXAMPLES / "transfer_learning", tmp_path, dirs_exist_ok=True)
     fetch_weights(tmp_path)
-    csdctl(tmp_path, "emulate", "up", "--nodes", "3", "--cpu", "0.25")
     found: dict[str, list[float]] = {"transfer": [], "scratch": []}
-    try:
+    with emulated_fleet(tmp_path, 3, 0.25):
         for seed in SEEDS:
             for name, job, options in (
                 ("transfer", "job.yaml", ("--strategy", "features")),
                 ("scratch", "scratch.yaml", ()),
             ):
                 file = f"{name}-{seed}.yaml"
-                text = (
-                    (tmp_path / job)
-                    .read_text()
-                    .replace("data/", f"data-{seed}/")
-                    .replace("~/private", f"~/private-{seed}")
-                )
-                (tmp_path / file).write_text(text.replace("seed: 7", f"seed: {seed}"))
+                text = (tmp_path / job).read_text().replace("seed: 7", f"seed: {seed}")
+                text = text.replace("data/", f"data-{seed}/").replace("~/private", f"~/private-{seed}")
+                (tmp_path / file).write_text(text)
                 places = ("--data", f"data-{seed}", "--private", f"private-{seed}", "--seed", str(seed))
                 place_sample(tmp_path, "openclipart", *places)
                 csdctl(tmp_path, "prepare", file)
@@ -47,7 +39,5 @@ def test_transfer_against_from_scratch(tmp_path: Path) -> None:
                 )
                 found[name].append(lines[-1]["validation_accuracy"])
                 print(f"\n{name}, seed {seed}: {found[name][-1]:.4f}", flush=True)
-    finally:
-        csdctl(tmp_path, "emulate", "down")
     for name, accuracies in found.items():
         print(f"{name}: {np.round(accuracies, 4)}, mean {np.mean(accuracies):.4f}")

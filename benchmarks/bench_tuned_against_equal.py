@@ -2,7 +2,7 @@
 
     make bench ARGS="-k tuned_against_equal"
 
-Prints a table, asserts no limits. The peer is the fastest of the equal sizes tried; tuned and equal runs
+The peer is the fastest of the equal sizes tried; tuned and equal runs
 alternate, because machines are noisy.
 """
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.bench.running import EXAMPLES, csdctl, place_sample
+from benchmarks.running import EXAMPLES, csdctl, emulated_fleet, place_sample
 
 NUM_NODES = 3
 ROUNDS = 2
@@ -23,12 +23,10 @@ TUNED_STEPS = 80
 @pytest.fixture
 def fleet_directory(tmp_path: Path) -> Iterator[Path]:
     shutil.copytree(EXAMPLES / "fashion_mnist", tmp_path, dirs_exist_ok=True)
-    csdctl(tmp_path, "emulate", "up", "--nodes", str(NUM_NODES), "--cpu", "0.25")
-    yield tmp_path
-    csdctl(tmp_path, "emulate", "down")
+    with emulated_fleet(tmp_path, NUM_NODES, 0.25):
+        yield tmp_path
 
 
-@pytest.mark.timeout(1800)
 def test_tuned_against_equal(fleet_directory: Path) -> None:
     place_sample(fleet_directory, "fashion-mnist")
     csdctl(fleet_directory, "prepare")

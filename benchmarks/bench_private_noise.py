@@ -2,15 +2,12 @@
 
     make bench ARGS="-k private_noise"
 
-All samples of the step are private; one thread. Prints figures, asserts no limits.
+All samples of the step are private; one thread.
 """
 
-import json
-import os
-import subprocess
-import sys
-
 import pytest
+
+from benchmarks.running import run_program
 
 PROGRAM = """
 import json, sys, time
@@ -54,23 +51,10 @@ print(json.dumps({
 """
 
 
-def measure(name: str, count: int, mode: str) -> dict[str, float]:
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, name, str(count), mode],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return dict(json.loads(done.stdout.splitlines()[-1]))
-
-
-@pytest.mark.bench
 @pytest.mark.parametrize("count", [32, 128])
 @pytest.mark.parametrize("name", ["convolutions", "dense layer"])
 def test_step_with_noise_against_one_without(name: str, count: int) -> None:
-    rounds = [(measure(name, count, "without"), measure(name, count, "noise")) for _ in range(3)]
+    rounds = [[run_program(PROGRAM, name, count, mode) for mode in ("without", "noise")] for _ in range(3)]
     ratios = sorted(noisy["step_s"] / plain["step_s"] for plain, noisy in rounds)
     plain, noisy = rounds[-1]
     print(

@@ -4,7 +4,7 @@
 
 For each setting, `tune` chooses a strategy; then each one that it compared (of splits the two best) is
 planned for and trained. Prints the seconds of the whole training as forecast and as measured. A limited
-link is the loopback interface of a network namespace, which all machines share. Asserts no limits.
+link is the loopback interface of a network namespace, which all machines share.
 """
 
 import os
@@ -19,11 +19,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import yaml
 
+from benchmarks.running import csdctl, emulated_fleet
 from examples.sample_data import fetch_fashion_mnist
 from examples.transfer_learning import efficientnet_lite0
-from tests.bench.running import csdctl
 from tests.lab.network import entered, limit_bandwidth, run_ip
 
 NUM_PUBLIC, NUM_FEW, NUM_PRIVATE, NUM_VALIDATION = 1200, 64, 300, 200
@@ -59,27 +58,27 @@ def build():
 class Setting:
     name: str
     num_nodes: int
-    cpu: str
+    cpu: float
     model: str
     is_private: bool
-    """Whether all but a few samples are private."""
+    """True if all but a few samples are private."""
     epochs: int = 2
     link_mbit_s: int = 0
-    """Of all traffic together; 0: not limited."""
+    """Limit for all traffic together; 0: not limited."""
 
 
 LITE, FROZEN, SMALL = "efficientnet_lite0.py:build_trained", "efficientnet_lite0.py:build", "cnn.py:build"
 SETTINGS = [
-    Setting("lite0, private, 4 nodes at 22%", 4, "0.22", LITE, is_private=True),
-    Setting("lite0, 4 nodes at 22%", 4, "0.22", LITE, is_private=False, epochs=1),
-    Setting("frozen lite0, 4 nodes at 22%", 4, "0.22", FROZEN, is_private=False, epochs=10),
-    Setting("frozen lite0, one epoch, 4 nodes at 22%", 4, "0.22", FROZEN, is_private=False, epochs=1),
-    Setting("CNN, private, 4 nodes at 22%", 4, "0.22", SMALL, is_private=True, epochs=10),
-    Setting("CNN, 4 nodes at 22%", 4, "0.22", SMALL, is_private=False, epochs=10),
-    Setting("CNN, private, 2 nodes at 45%, 20 Mbit/s", 2, "0.45", SMALL, is_private=True, link_mbit_s=20),
-    Setting("frozen lite0, private, 2 nodes at 45%", 2, "0.45", FROZEN, is_private=True, epochs=10),
-    Setting("CNN, private, 2 nodes at 45%", 2, "0.45", SMALL, is_private=True, epochs=10),
-    Setting("CNN, private, 2 nodes at 15%, 100 Mbit/s", 2, "0.15", SMALL, is_private=True, link_mbit_s=100),
+    Setting("lite0, private, 4 nodes at 22%", 4, 0.22, LITE, is_private=True),
+    Setting("lite0, 4 nodes at 22%", 4, 0.22, LITE, is_private=False, epochs=1),
+    Setting("frozen lite0, 4 nodes at 22%", 4, 0.22, FROZEN, is_private=False, epochs=10),
+    Setting("frozen lite0, one epoch, 4 nodes at 22%", 4, 0.22, FROZEN, is_private=False, epochs=1),
+    Setting("CNN, private, 4 nodes at 22%", 4, 0.22, SMALL, is_private=True, epochs=10),
+    Setting("CNN, 4 nodes at 22%", 4, 0.22, SMALL, is_private=False, epochs=10),
+    Setting("CNN, private, 2 nodes at 45%, 20 Mbit/s", 2, 0.45, SMALL, is_private=True, link_mbit_s=20),
+    Setting("frozen lite0, private, 2 nodes at 45%", 2, 0.45, FROZEN, is_private=True, epochs=10),
+    Setting("CNN, private, 2 nodes at 45%", 2, 0.45, SMALL, is_private=True, epochs=10),
+    Setting("CNN, private, 2 nodes at 15%, 100 Mbit/s", 2, 0.15, SMALL, is_private=True, link_mbit_s=100),
 ]
 
 
@@ -137,31 +136,23 @@ def limited_link(mbit_s: int) -> Iterator[None]:
 @pytest.fixture
 def project(files: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[tuple[Path, Setting]]:
     setting: Setting = request.param
-    with limited_link(setting.link_mbit_s):
-        yield from start_project(files, tmp_path, setting)
-
-
-def start_project(files: Path, tmp_path: Path, setting: Setting) -> Iterator[tuple[Path, Setting]]:
     for name in ("efficientnet_lite0.py", "weights.npz", "cnn.py"):
         shutil.copy(files / name, tmp_path)
-    csdctl(tmp_path, "emulate", "up", "--nodes", str(setting.num_nodes), "--cpu", setting.cpu)
-    try:
-        fleet = yaml.safe_load((tmp_path / "fleet.yaml").read_text())
-        fleet["host"] = {**fleet.get("host", {}), "threads": 1}
-        (tmp_path / "fleet.yaml").write_text(yaml.safe_dump(fleet))
-        size = "28" if setting.model == SMALL else "96"
-        names = {"public": f"{'few' if setting.is_private else 'public'}-{size}.npz"}
-        names |= {"private": "private.npz", "validation": f"validation-{size}.npz"}
-        for name in (names["public"], names["validation"]):
-            shutil.copy(files / name, tmp_path)
+    size = "28" if setting.model == SMALL else "96"
+    names = {"public": f"{'few' if setting.is_private else 'public'}-{size}.npz"}
+    names |= {"private": "private.npz", "validation": f"validation-{size}.npz"}
+    for name in (names["public"], names["validation"]):
+        shutil.copy(files / name, tmp_path)
+    (tmp_path / "job.yaml").write_text(JOB.format(model=setting.model, epochs=setting.epochs, **names))
+    with (
+        limited_link(setting.link_mbit_s),
+        emulated_fleet(tmp_path, setting.num_nodes, setting.cpu, host_threads=1),
+    ):
         for number in range(setting.num_nodes):
             home = tmp_path / ".csdctl" / "emulated" / "nodes" / f"csd{number}" / "home"
             shutil.copy(files / f"private{number}-{size}.npz", home / "private.npz")
-        (tmp_path / "job.yaml").write_text(JOB.format(model=setting.model, epochs=setting.epochs, **names))
         csdctl(tmp_path, "prepare")
         yield tmp_path, setting
-    finally:
-        csdctl(tmp_path, "emulate", "down")
 
 
 def tune(project: Path, *arguments: str) -> dict[str, Any]:
@@ -189,8 +180,6 @@ def is_chosen(strategy: dict[str, Any], plan: dict[str, Any]) -> bool:
     )
 
 
-@pytest.mark.bench
-@pytest.mark.timeout(5400)
 @pytest.mark.parametrize("project", SETTINGS, indirect=True, ids=[setting.name for setting in SETTINGS])
 def test_strategy_choice(project: tuple[Path, Setting]) -> None:
     directory, setting = project

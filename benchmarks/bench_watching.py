@@ -1,10 +1,10 @@
-"""What it costs a training that its view is drawn, and that somebody watches it from another terminal.
+"""Cost for a training of drawing its view, and of being watched from another terminal.
 
     make bench ARGS="-k watching"
 
 An emulated node and a small model, so that a step is short. Terminals are those of tmux, 200×50. The
 watcher of one training is stopped and continued in turn, and trainings with the view and with -q alternate.
-Prints figures, asserts no limits.
+
 """
 
 import json
@@ -18,12 +18,11 @@ import numpy as np
 import psutil
 import pytest
 
+from benchmarks.running import CSDCTL, csdctl, emulated_fleet
 from csdctl.runs.directory import ProjectDirectory, RunDirectory
 from csdctl.worker.protocol.events import EpochEnd
-from tests.bench.running import CSDCTL, csdctl
 from tests.patience import eventually
 from tests.tmux import Tmux
-from tests.watched_run import write_run
 
 MODEL = """\
 import keras
@@ -40,7 +39,6 @@ recipe: {{epochs: {epochs}, optimizer: sgd, learning_rate: 0.001, metrics: [accu
 """
 NUM_WINDOWS, WINDOW_S = 30, 2.5
 """Windows of each kind, and their length."""
-STANDING_S = 20.0
 NUM_PAIRS, SHORT_EPOCHS = 4, 60
 TRAIN = ("train", "--batch-size", "64", "--skip-doctor")
 SIZE = ("-x", "200", "-y", "50")
@@ -53,11 +51,8 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     labels = generator.integers(0, 3, 4096, dtype=np.int32)
     np.savez(directory / "public.npz", x=generator.random((4096, 8), np.float32), y=labels)
     (directory / "model.py").write_text(MODEL)
-    csdctl(directory, "emulate", "up", "--nodes", "1", "--cpu", "0.5")
-    try:
+    with emulated_fleet(directory, 1, 0.5):
         yield directory
-    finally:
-        csdctl(directory, "emulate", "down")
 
 
 @pytest.fixture
@@ -143,18 +138,6 @@ with open(sys.argv[1] + ".part", "w") as file:
 os.rename(sys.argv[1] + ".part", sys.argv[1])
 """
 """Runs a command and writes its seconds of CPU, with those of the children that it waits for."""
-
-
-@pytest.mark.parametrize("num_ranks", [4, 37])
-def test_view_of_many_ranks(tmux: Tmux, tmp_path: Path, num_ranks: int) -> None:
-    write_run(tmp_path, num_ranks)
-    tmux.run("new-session", "-d", *SIZE, "-c", str(tmp_path), str(CSDCTL), "runs", "watch")
-    assert eventually(lambda: any("held the others back" in line for line in tmux.screen()))
-    watcher = psutil.Process(int(tmux.run("display-message", "-p", "#{pane_pid}")))
-    before, begun = cpu_s(watcher), time.monotonic()
-    time.sleep(STANDING_S)
-    used = (cpu_s(watcher) - before) / (time.monotonic() - begun) * 60
-    print(f"\ndrawing {num_ranks} ranks, without new events: {used:.2f} s of CPU a minute")
 
 
 def _show(ratios: list[float]) -> str:

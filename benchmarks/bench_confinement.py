@@ -1,29 +1,21 @@
-"""What the sandbox costs a run: the same fleet with and without, alternating, in one sitting.
+"""Cost of the sandbox for a run: the same fleet with and without, alternating.
 
     make bench ARGS="-k confinement"
 
-The lab of test_engine. Prints figures, asserts no limits.
+The lab of bench_engine.
 """
 
 import statistics
 import sys
 import time
-from pathlib import Path
+from collections.abc import Sequence
 
+import psutil
 import pytest
 
-from tests.bench.bench_engine import (
-    BATCH_SIZES,
-    NUM_IMAGES,
-    cpu_while_waiting,
-    nodes,
-    project,
-    rates,
-    start,
-    stop,
-)
-from tests.bench.running import CSDCTL
-from tests.bench.slow_nodes import SMALL, write_job
+from benchmarks.bench_engine import BATCH_SIZES, NUM_IMAGES, Running, nodes, project, rates, start, stop
+from benchmarks.running import CLIENTS, CSDCTL
+from benchmarks.slow_nodes import SMALL, write_job
 from tests.lab.machines import LabNode
 from tests.lab.project import Project
 
@@ -31,13 +23,32 @@ __all__ = ["nodes", "project"]
 
 PROGRAMS = {
     "confined": (str(CSDCTL),),
-    "unconfined": (sys.executable, str(Path(__file__).parent / "clients" / "unconfined.py")),
+    "unconfined": (sys.executable, str(CLIENTS / "unconfined.py")),
 }
 ROUNDS = 3
 
 
-@pytest.mark.bench
-@pytest.mark.timeout(5400)
+def cpu_while_waiting(running: Running, nodes: Sequence[LabNode], frozen: LabNode) -> float:
+    """Return the mean share of a core that a rank and its link use while all wait for a frozen node."""
+    names = ["host", *(node.name for node in nodes if node != frozen)]
+    marks = {f"csdctl-run={running.events_path.parent.name}/{name}" for name in names}
+    with frozen.frozen():
+        time.sleep(5)
+        before_s = cpu_seconds(marks)
+        time.sleep(10)
+        return (cpu_seconds(marks) - before_s) / 10 / len(names)
+
+
+def cpu_seconds(marks: set[str]) -> float:
+    """Return the CPU time of all processes with one of `marks` among their arguments."""
+    total_s = 0.0
+    for process in psutil.process_iter(["cmdline", "cpu_times"]):
+        words, times = process.info["cmdline"] or [""], process.info["cpu_times"]
+        if times and marks.intersection(words) and words[0] != "sh":
+            total_s += times.user + times.system
+    return total_s
+
+
 @pytest.mark.parametrize(
     ("job", "sizes", "steps"),
     [("small", (320, 64), 300), ("job", BATCH_SIZES, 20)],
@@ -60,8 +71,7 @@ def test_confinement(
                 running.wait_for_steps(steps)
                 together, apart = rates(running, started, time.time())
                 efficiencies[name].append(together / apart)
-                used = cpu_while_waiting(running, nodes, frozen=nodes[2])
-                shares[name].append(statistics.mean(used.values()))
+                shares[name].append(cpu_while_waiting(running, nodes, frozen=nodes[2]))
             finally:
                 stop(running)
             print(

@@ -18,17 +18,13 @@ from typing import Any
 
 import pytest
 
+from benchmarks.running import CLIENTS, PEERS
+
 NUM_NODES = 100
 NUM_ROUNDS = int(os.environ.get("CSDCTL_BENCH_ROUNDS", "5"))
-CLIENTS = Path(__file__).with_name("clients")
 OUTPUT = "pong"
-"""What every client has each node print."""
-PEERS = {
-    "asyncssh": "asyncssh",
-    "pyinfra": "pyinfra",
-    "parallel-ssh": "parallel-ssh",
-    "ansible": "ansible-core",
-}
+"""Word that every client has each node print."""
+PACKAGES = {name: name for name in ("asyncssh", "pyinfra", "parallel-ssh")} | {"ansible": "ansible-core"}
 
 
 @dataclass(frozen=True)
@@ -42,9 +38,9 @@ class Cost:
 @pytest.fixture(scope="session")
 def peers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Return the bin directories of the peers that could be installed."""
-    cache = Path(os.environ.get("CSDCTL_BENCH_PEERS") or tmp_path_factory.mktemp("peers"))
+    cache = Path(os.environ.get(PEERS) or tmp_path_factory.mktemp("peers"))
     found = {}
-    for peer, package in PEERS.items():
+    for peer, package in PACKAGES.items():
         environment = cache / package
         if not (environment / "done").exists():
             subprocess.run([sys.executable, "-m", "venv", environment], check=True)
@@ -57,7 +53,6 @@ def peers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return found
 
 
-@pytest.mark.bench
 @pytest.mark.parametrize("far", [False, True], ids=["near", "far"])
 def test_one_command_on_a_hundred_nodes(
     far: bool, many_nodes: Any, peers: dict[str, Path], tmp_path: Path
@@ -83,18 +78,7 @@ def build_commands(nodes: Any, peers: dict[str, Path], directory: Path, far: boo
         "asyncssh": ["python", f"{CLIENTS}/asyncssh_client.py", *arguments],
         "pyinfra": ["pyinfra", "-y", f"{directory}/inventory.py", "exec", "--", "echo", OUTPUT],
         "parallel-ssh": ["python", f"{CLIENTS}/parallel_ssh_client.py", *arguments],
-        "ansible": [
-            "ansible",
-            "all",
-            "-i",
-            "hosts",
-            "-m",
-            "raw",
-            "-a",
-            f"echo {OUTPUT}",
-            "-f",
-            str(NUM_NODES),
-        ],
+        "ansible": [*f"ansible all -i hosts -m raw -f {NUM_NODES} -a".split(), f"echo {OUTPUT}"],
     }
     return {
         name: command if name == "csdctl" else [str(peers[name] / command[0]), *command[1:]]
@@ -149,11 +133,10 @@ def print_table(costs: dict[str, list[Cost]]) -> None:
         print(f"{name:14}{cpu_s:8.2f}{cpu_ratio:8.2f}{wall_s:9.2f}{wall_ratio:8.2f}")
 
 
-@pytest.mark.bench
 @pytest.mark.parametrize("max_files", [256, 1024])
 def test_one_command_on_a_thousand_nodes(max_files: int, many_nodes: Any, tmp_path: Path) -> None:
     addresses = many_nodes.addresses(1000)
-    client = [sys.executable, f"{CLIENTS}/csdctl_progress_client.py", getpass.getuser(), str(many_nodes.port)]
+    client = [sys.executable, f"{CLIENTS}/csdctl_client.py", getpass.getuser(), str(many_nodes.port)]
     command = [*client, str(many_nodes.key), str(many_nodes.known_hosts), *addresses]
     limited = [*many_nodes.prefix(), "prlimit", f"--nofile={max_files}", *command]
     cost = measure(limited, tmp_path, num_nodes=1000)

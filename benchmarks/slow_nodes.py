@@ -6,13 +6,13 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.bench.running import EXAMPLES
+from benchmarks.running import EXAMPLES
 from tests.lab.machines import LabNode
 from tests.lab.project import Project
 
 DEMO_MODEL = (EXAMPLES / "fashion_mnist" / "fashion_cnn.py").read_text()
 CPU = 0.22
-"""Of a core, for a slow node."""
+"""Share of a core that a slow node has."""
 NETWORK = "10.77.0.0/23"
 
 
@@ -27,7 +27,7 @@ class Work:
     learning_rate: float
     reference_batch: int
     code: str = ""
-    """Of model.py."""
+    """Content of model.py."""
 
 
 MOBILENET = Work(

@@ -1,5 +1,7 @@
 """Fixtures of the benchmarks: the lab, and one sshd that listens at a thousand addresses.
 
+The session, its reaper and the needs of tests are those of tests/conftest.py.
+
 As root the sshd runs in a network namespace, and a second namespace reaches it with a round trip of 50 ms: a
 small router between two TUN devices delays every packet by 25 ms, including the handshake. (`tc netem` would
 do the same where the kernel has it.) Otherwise it serves the loopback addresses of this machine, without a
@@ -20,10 +22,19 @@ import pytest
 from tests.lab.lab import Lab, open_lab
 from tests.needs import require
 
+pytest_plugins = ["tests.conftest"]
+
+TIMEOUT_S = 5400
 ROUND_TRIP_S = 0.05
 NEAR = "127.7"
 FAR = "10.77"
 PORT = 2200
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give every benchmark the same timeout."""
+    for item in items:
+        item.add_marker(pytest.mark.timeout(TIMEOUT_S))
 
 
 @dataclass(frozen=True)
@@ -73,15 +84,9 @@ def many_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ManyNodes]:
                 _run("ip", "netns", "add", name)
                 _run("ip", "-n", name, "link", "set", "lo", "up")
             _run("ip", "-n", namespace, "route", "add", "local", f"{FAR}.0.0/16", "dev", "lo")
-            router = subprocess.Popen(
-                [
-                    sys.executable,
-                    Path(__file__).with_name("delay_router.py"),
-                    namespace,
-                    str(ROUND_TRIP_S / 2),
-                ],
-                stdout=subprocess.PIPE,
-            )
+            program = Path(__file__).with_name("delay_router.py")
+            command = [sys.executable, program, namespace, str(ROUND_TRIP_S / 2)]
+            router = subprocess.Popen(command, stdout=subprocess.PIPE)
             assert router.stdout
             assert router.stdout.readline()
         server = _start_sshd(nodes)

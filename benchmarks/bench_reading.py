@@ -1,17 +1,15 @@
-"""How fast a rank reads its shard against how fast it trains on it, and its memory as the shard grows.
+"""Speed of reading a shard against training on it, and memory of the rank as the shard grows.
 
     make bench ARGS="-k reading"
 
-MobileNetV2, 64×64×3, one thread. Prints figures, asserts no limits.
+MobileNetV2, 64×64×3, one thread.
 """
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
-import pytest
+
+from benchmarks.running import run_program
 
 NUM_ROWS = 20_000
 PROGRAM = """
@@ -52,19 +50,6 @@ print(json.dumps({"training": training, "reading": reading, "own_mib": own}))
 """
 
 
-def measure(directory: Path, num_rows: int) -> dict[str, float]:
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(directory), str(num_rows)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return dict(json.loads(done.stdout.splitlines()[-1]))
-
-
-@pytest.mark.bench
-@pytest.mark.timeout(900)
 def test_reading_against_training(tmp_path: Path) -> None:
     generator = np.random.default_rng(0)
     images = np.lib.format.open_memmap(
@@ -74,7 +59,7 @@ def test_reading_against_training(tmp_path: Path) -> None:
         images[start : start + 1000] = generator.integers(0, 256, (1000, 64, 64, 3), np.uint8)
     images.flush()
     np.save(tmp_path / "labels.npy", generator.integers(0, 200, NUM_ROWS).astype(np.int32))
-    small, large = (measure(tmp_path, count) for count in (NUM_ROWS // 10, NUM_ROWS))
+    small, large = (run_program(PROGRAM, tmp_path, count) for count in (NUM_ROWS // 10, NUM_ROWS))
     print(
         f"\ntraining {large['training']:.0f} samples/s, reading {large['reading']:,.0f}: "
         f"{large['reading'] / large['training']:.0f} ×\n"

@@ -7,18 +7,15 @@ weights and gets the same samples in the same steps, from the run's spec: only t
 figures, asserts no limits.
 """
 
-import json
 import shutil
 import statistics
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
 
-from tests.bench.running import EXAMPLES, csdctl, place_sample, write_plan
+from benchmarks.running import EXAMPLES, csdctl, emulated_fleet, place_sample, run_program, write_plan
 
 SEEDS = (1, 2, 3)
 EPOCHS, WARMUP_EPOCHS = 8, 1
@@ -68,9 +65,8 @@ print(json.dumps({"loss": loss, "accuracy": accuracy, "training_loss": done.hist
 @pytest.fixture
 def fleet_directory(tmp_path: Path) -> Iterator[Path]:
     shutil.copytree(EXAMPLES / "fashion_mnist", tmp_path, dirs_exist_ok=True)
-    csdctl(tmp_path, "emulate", "up", "--nodes", str(NUM_NODES), "--cpu", "0.15")
-    yield tmp_path
-    csdctl(tmp_path, "emulate", "down")
+    with emulated_fleet(tmp_path, NUM_NODES, 0.15):
+        yield tmp_path
 
 
 def write_job(directory: Path, seed: int) -> None:
@@ -85,15 +81,6 @@ def write_job(directory: Path, seed: int) -> None:
     write_plan(directory, "same.yaml", ranks)
 
 
-def train_with_keras(directory: Path, run: str) -> dict[str, float]:
-    done = subprocess.run(
-        [sys.executable, "-c", KERAS, run], cwd=directory, stdout=subprocess.PIPE, text=True, check=True
-    )
-    return dict(json.loads(done.stdout.splitlines()[-1]))
-
-
-@pytest.mark.bench
-@pytest.mark.timeout(3000)
 def test_same_learning_as_one_keras_process(fleet_directory: Path) -> None:
     of_seeds = []
     place_sample(fleet_directory, "fashion-mnist", "--private", "")
@@ -102,7 +89,7 @@ def test_same_learning_as_one_keras_process(fleet_directory: Path) -> None:
         csdctl(fleet_directory, "prepare", "same.yaml")
         options = ["--plan", "plan.yaml", "--skip-doctor"]
         report = csdctl(fleet_directory, "train", "same.yaml", *options)[-1]
-        peer = train_with_keras(fleet_directory, report["path"])
+        peer = run_program(KERAS, report["path"], cwd=fleet_directory)
         pairs = {
             "training loss": (report["loss"], peer["training_loss"]),
             "validation loss": (report["validation_loss"], peer["loss"]),

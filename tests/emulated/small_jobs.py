@@ -1,0 +1,25 @@
+"""Models and data of small jobs: TensorFlow starts for seconds, and they train for milliseconds."""
+
+from pathlib import Path
+
+import numpy as np
+
+
+def dense_model(*shape: int, outputs: int = 3, activation: str = "softmax") -> str:
+    """Return the text of model.py: one dense layer on samples of this shape."""
+    return f"""\
+import keras
+
+
+def build():
+    output = keras.layers.Dense({outputs}, activation={activation!r})
+    return keras.Sequential([keras.Input({shape}), keras.layers.Flatten(), output])
+"""
+
+
+def save_arrays(directory: Path, count: int, *shape: int, num_classes: int = 3) -> None:
+    """Write images.npy with random samples and labels.npy with as many of each class."""
+    generator = np.random.default_rng(count)
+    directory.mkdir(parents=True, exist_ok=True)
+    np.save(directory / "images.npy", generator.integers(0, 256, (count, *shape), dtype=np.uint8))
+    np.save(directory / "labels.npy", (np.arange(count) % num_classes).astype(np.int32))
