@@ -26,6 +26,7 @@ from csdctl.worker.compute.keras_internals import (
     seed_generators,
     topological_nodes,
 )
+from csdctl.worker.compute.statistics import Snapshot
 from csdctl.worker.protocol.model_info import CutInfo
 
 CALLS = ("PartitionedCall", "StatefulPartitionedCall")
@@ -312,10 +313,8 @@ def _is_constant(prefix: Any) -> bool:
     variables = [variable for layer in flatten_layers(prefix) for variable in own_state(layer)]
     generators = [global_seed_generator(), *(generator for _, generator in seed_generators(prefix))]
     variables += [generator.state for generator in generators]
-    before = [np.asarray(variable.value).copy() for variable in variables]
+    before = Snapshot(variables)
     outputs = [np.asarray(prefix(samples, training=training)) for training in (True, True, False)]
-    after = [np.asarray(variable.value).copy() for variable in variables]
-    for old, variable in zip(before, variables, strict=True):
-        variable.assign(old)
-    is_unchanged = all(map(np.array_equal, before, after))
+    is_unchanged = before.is_current()
+    before.restore()
     return is_unchanged and all(np.array_equal(outputs[0], other) for other in outputs[1:])

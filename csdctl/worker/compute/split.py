@@ -21,7 +21,7 @@ from csdctl.worker.compute.forward import feature_pass
 from csdctl.worker.compute.keras_internals import compile_arguments, find_smallest_embedding
 from csdctl.worker.compute.model import load
 from csdctl.worker.compute.objective import Objective, scale
-from csdctl.worker.compute.statistics import LayerStates
+from csdctl.worker.compute.statistics import LayerStates, Snapshot
 from csdctl.worker.compute.step import RankStep, Step, VectorLayout, size_of, unflatten
 from csdctl.worker.data.arrays import Array, random_batch
 from csdctl.worker.process.errors import WorkerError
@@ -246,7 +246,7 @@ class SplitStep(PrefixStep):
         self._head_graph = tf.function(self._head_pass, autograph=False, input_signature=signature)
         total = [tf.TensorSpec((self.layout.step_size,), tf.float32)]
         self._apply = tf.function(self._apply_both_graph, autograph=False, input_signature=total)
-        self._drawn: dict[int, list[Array]] = {}
+        self._drawn: dict[int, Snapshot] = {}
 
     def begin(self) -> None:
         """Begin a step: nothing is summed yet, and no rank has drawn random numbers."""
@@ -258,7 +258,7 @@ class SplitStep(PrefixStep):
         """Return what `compute` returns with the random states of `rank`, which go on where it left them."""
         step, _ = self.seeds.position
         if rank in self._drawn:
-            self.seeds.restore(self._drawn[rank])
+            self._drawn[rank].restore()
         else:
             self.seeds.set_step(step, rank)
         found = compute()

@@ -30,7 +30,7 @@ import numpy as np
 from csdctl.worker.compute.keras_internals import regularization_losses
 from csdctl.worker.compute.noise import NoisySums
 from csdctl.worker.compute.objective import BatchLoss, Objective
-from csdctl.worker.compute.statistics import LayerStates, Seeds
+from csdctl.worker.compute.statistics import LayerStates, Seeds, Snapshot
 from csdctl.worker.compute.user_code import Augmentation
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.process.errors import WorkerError
@@ -189,10 +189,9 @@ class RankStep:
         self._rehearse(lambda: self.apply(vector))
 
     def _rehearse(self, do: Callable[[], object]) -> None:
-        before = [np.asarray(variable.value).copy() for variable in self.state]
+        before = Snapshot(self.state)
         do()
-        for variable, value in zip(self.state, before, strict=True):
-            variable.assign(value)
+        before.restore()
 
     def _sums(self, tail: Array) -> Sums:
         loss, *states, count = (float(value) for value in tail)
@@ -236,7 +235,8 @@ class Step(RankStep):
         batch = self.objective.signature
         self._has_summed = False
         self._has_loss_count = self.has_noise or self.objective.counts_elements
-        self.retrace()
+        self._traced: Any = None
+        self._local = tf.function(self._local_graph, autograph=False, input_signature=batch)
         # What layers add to the loss, and what they write, is known by tracing them.
         self._check_writes(self._local.get_concrete_function().graph)
         self.layout = VectorLayout(
@@ -268,13 +268,6 @@ class Step(RankStep):
                     remedy="use a constraint (kernel_constraint) instead, or create it with trainable=False",
                     exit_code=2,
                 )
-
-    def retrace(self) -> None:
-        """Forget the graph of `local`: it is traced anew, with the types that layers compute in by then."""
-        self._traced: Any = None
-        self._local = self._tf.function(
-            self._local_graph, autograph=False, input_signature=self.objective.signature
-        )
 
     @property
     def has_loss_scaling(self) -> bool:
@@ -343,13 +336,12 @@ class Step(RankStep):
         if not getattr(getattr(self.optimizer, "inner_optimizer", self.optimizer), "use_ema", False):
             yield
             return
-        before = [np.asarray(variable.value).copy() for variable in self.model.trainable_variables]
+        before = Snapshot(self.model.trainable_variables)
         self.optimizer.finalize_variable_values(self.model.trainable_variables)
         try:
             yield
         finally:
-            for variable, value in zip(self.model.trainable_variables, before, strict=True):
-                variable.assign(value)
+            before.restore()
 
     def _sums(self, tail: Array) -> Sums:
         loss, *states, count = (float(value) for value in tail)

@@ -9,12 +9,12 @@ Every comparison comes with two measures of what it is worth, both from this mod
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
 from csdctl.worker.compute.keras_internals import flatten_layers
+from csdctl.worker.compute.statistics import Snapshot
 from csdctl.worker.compute.step import Step
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.protocol.events import Compared
@@ -47,35 +47,14 @@ def compute_type(model: Any) -> str:
     return coarsest(*(dtype for _, dtype in weights_by_type(model)))
 
 
-def types_to_compare_in(dtype: str) -> tuple[str, ...]:
-    """Return the types in which the gradient of a model that computes in `dtype` may be compared, in order.
+def widen(model: Any) -> None:
+    """Let layers that compute in 16 bits compute in float32 from now on; the weights keep their type.
 
     In 16 bits, kernels differ by as much as a sample: some add in 16 bits, others in 32.
     """
-    return ("float64",) if dtype == "float64" else ("float32", "float64")
-
-
-@contextmanager
-def computing_in(step: Step, dtype: str) -> Iterator[None]:
-    """Let layers that compute in a coarser type compute in `dtype`; the weights keep their type."""
-    model = step.model
-    coarser = [
-        (layer, layer.dtype_policy)
-        for layer in (model, *flatten_layers(model))
-        if layer.compute_dtype in ROUNDOFFS and coarsest(layer.compute_dtype, dtype) != dtype
-    ]
-    if not coarser:
-        yield
-        return
-    for layer, policy in coarser:
-        layer.dtype_policy = _make_policy(dtype, policy.variable_dtype)
-    step.retrace()
-    try:
-        yield
-    finally:
-        for layer, policy in coarser:
-            layer.dtype_policy = policy
-        step.retrace()
+    for layer in (model, *flatten_layers(model)):
+        if layer.compute_dtype in ("float16", "bfloat16"):
+            layer.dtype_policy = _make_policy("float32", layer.dtype_policy.variable_dtype)
 
 
 def _make_policy(dtype: str, variable_dtype: str) -> Any:
@@ -98,22 +77,8 @@ MAX_REASON_CHARS = 200
 LOSS_ROUNDING = 1e-5
 """What rounding in float32 explains between the loss of one batch and of its parts, relative."""
 COUPLED = "a layer or loss that compares samples of a batch: the loss of its parts is off by {:.0e}"
-COUPLED_ROWS = "a layer or loss that compares samples of a batch: in another batch, a sample is off by {:.0e}"
-ONE_NUMBER = "a loss that returns one number for a batch"
 SMALLEST = 2.0**-126
 """The smallest float32 that every processor adds; some take smaller ones for 0."""
-
-
-class Snapshot:
-    """The values of variables at one moment."""
-
-    def __init__(self, variables: Iterable[Any]) -> None:
-        self._values = [(variable, np.asarray(variable).copy()) for variable in variables]
-
-    def restore(self) -> None:
-        """Bring them back."""
-        for variable, value in self._values:
-            variable.assign(value)
 
 
 class ExactSum:
@@ -182,11 +147,6 @@ class Reference:
         """Why it has."""
 
     @property
-    def is_sharp(self) -> bool:
-        """Whether rounding and the effect of one sample can be told apart on every rank."""
-        return bool(self.of_ranks) and all(compared.is_sharp for compared in self.of_ranks)
-
-    @property
     def by_parts(self) -> float:
         """How far the gradient of all ranks is from that of their batches in turn."""
         return _relative(self.sent - self._own, self._own, self._step.layout.gradients)
@@ -242,25 +202,20 @@ class Reference:
         return self._compute(0, [np.concatenate([part[:-1] for part in column]) for column in columns])
 
     def _find_coupling(self) -> str:
-        """Return how the samples of a batch depend on each other, by what Keras computes of them; '' if not.
+        """Return how the samples of a batch depend on each other, by Keras' losses; '' if not.
 
-        Of a loss that is not divided by samples, the ranks' together would be by this program's own count:
-        there, each sample is compared with itself in another batch.
+        Of a loss that is not divided by samples nothing is known: csdctl itself counts what it is divided by.
         """
+        if self._step.objective.counts_elements:
+            return ""
         ranks = [number for number, size in enumerate(self._sizes) if size]
         batches = [[part[:-1] for part in self.samples(number)] for number in ranks]
         whole = [np.concatenate(column) for column in zip(*batches, strict=True)]
-        divided = self._from_start([whole, *batches])
-        if self._step.objective.counts_elements:
-            apart, reason = _compare_rows(self._step.objective.rows(divided), len(whole[0])), COUPLED_ROWS
-        else:
-            (mean, summed), *parts = self._step.objective.losses(divided)
-            shares = [self._sizes[number] / sum(self._sizes) for number in ranks]
-            together = sum(part[0] * share + part[1] for part, share in zip(parts, shares, strict=True))
-            apart, reason = abs(together - mean - summed) / max(abs(mean + summed), SMALLEST), COUPLED
-        if apart == np.inf:
-            return ONE_NUMBER
-        return reason.format(apart) if apart > LOSS_ROUNDING else ""
+        (mean, summed), *parts = self._step.objective.losses(self._from_start([whole, *batches]))
+        shares = [self._sizes[number] / sum(self._sizes) for number in ranks]
+        together = sum(part[0] * share + part[1] for part, share in zip(parts, shares, strict=True))
+        apart = abs(together - mean - summed) / max(abs(mean + summed), SMALLEST)
+        return COUPLED.format(apart) if apart > LOSS_ROUNDING else ""
 
     def _from_start(self, batches: Iterable[list[Array]]) -> Iterator[list[Array]]:
         """Yield batches, each with the weights of the beginning."""
@@ -302,19 +257,6 @@ class Reference:
             # Two roundings wide: half of the weights that are stored in this type become a neighbour.
             moves = generator.random(value.shape, np.float32) * np.float32(4) - np.float32(2)
             variable.assign(value * (1 + moves * np.float32(ROUNDOFFS[dtype])))
-
-
-def _compare_rows(batches: Sequence[Sequence[Array]], count: int) -> float:
-    """Return how far the `count` rows of the first batch are from those of the others, which are its parts.
-
-    Infinity if something has no row for each sample.
-    """
-    apart = 0.0
-    for whole, *parts in zip(*batches, strict=True):
-        if whole.shape[:1] != (count,):
-            return np.inf
-        apart = max(apart, _relative(np.concatenate(parts) - whole, whole, slice(None)))
-    return apart
 
 
 def _list_names(names: Sequence[str], at_most: int = 3) -> str:

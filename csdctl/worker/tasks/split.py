@@ -53,7 +53,7 @@ class Exchange:
             outputs = shared.forward(samples[part])
             content = outputs.tobytes() + labels[part].tobytes()
             began = time.perf_counter()
-            communicator.post(0, content, ACTIVATIONS)
+            communicator.send(0, content, ACTIVATIONS, is_waiting=False)
             self.waited_s += time.perf_counter() - began
         for number, size in enumerate(sizes):
             received = self._receive(0, awaited[number])
@@ -118,7 +118,7 @@ class Exchange:
         except Exception as error:  # such as a class that the model does not have
             raise PeerFaultError(index, f"sent what the model cannot take: {describe(error)}") from None
         content = _LOSS_COUNT.pack(loss_count) + gradient.tobytes()
-        self._communicator.post(index, content, ACTIVATIONS)
+        self._communicator.send(index, content, ACTIVATIONS, is_waiting=False)
 
     def _output_bytes(self, size: int) -> int:
         """Return the size of the prefix's output, or its gradient, of `size` samples."""
