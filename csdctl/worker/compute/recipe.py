@@ -178,26 +178,14 @@ def make_loss(term: LossTerm, from_logits: bool, keras: Any) -> Any:
 
 
 def _loss_class(name: str, keras: Any) -> Any:
-    classes = {
-        name.lower(): loss
-        for name, loss in vars(keras.losses).items()
-        if isinstance(loss, type) and issubclass(loss, keras.losses.Loss) and loss is not keras.losses.Loss
-    }
-    wanted = name.replace("_", "").lower()
-    wanted = _ABBREVIATIONS.get(wanted, wanted)
-    if wanted not in classes:
-        raise _Unsuitable("Keras has no such loss")
-    return classes[wanted]
-
-
-_ABBREVIATIONS = {
-    "mse": "meansquarederror",
-    "mae": "meanabsoluteerror",
-    "mape": "meanabsolutepercentageerror",
-    "msle": "meansquaredlogarithmicerror",
-    "kld": "kldivergence",
-    "bce": "binarycrossentropy",
-}
+    """Return the class of Keras' loss `name`; raises ValueError if Keras has none."""
+    found = keras.losses.get(name)
+    if isinstance(found, keras.losses.Loss):
+        return type(found)
+    wanted = found.__name__.replace("_", "")  # of a function, whatever abbreviation it was found by
+    return next(
+        kind for key, kind in vars(keras.losses).items() if isinstance(kind, type) and key.lower() == wanted
+    )
 
 
 def _check_reductions(losses: Any) -> None:

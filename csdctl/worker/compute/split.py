@@ -399,11 +399,22 @@ def _time_cut(step: Step, layer: str, spec: PartsSpec, batch: Batch, tf: Any, ke
 
 
 def _time(compute: Callable[[], object], min_duration_s: float) -> float:
-    """Return the mean seconds of `compute` over at least `min_duration_s`, after it has run once."""
-    compute()
+    return measure_time(compute, min_duration_s)[0]
+
+
+def measure_time(
+    compute: Callable[[], object], min_duration_s: float, *, num_warm_ups: int = 1, min_count: int = 2
+) -> tuple[float, int]:
+    """Return the mean seconds of `compute` over at least `min_duration_s`, and how often it ran.
+
+    The mean rather than the median: a machine limited to a share of a core works in bursts, where most steps
+    are fast and a few take all the time.
+    """
+    for _ in range(num_warm_ups):
+        compute()
     started, count, elapsed_s = time.perf_counter(), 0, 0.0
-    while count < 2 or elapsed_s < min_duration_s:
+    while count < min_count or elapsed_s < min_duration_s:
         compute()
         count += 1
         elapsed_s = time.perf_counter() - started
-    return elapsed_s / count
+    return elapsed_s / count, count
