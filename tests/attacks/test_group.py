@@ -104,7 +104,7 @@ FURTHER_VALUES = (
     *("nothing", "a text for a number", "true for a number", "infinite", "too many digits"),
     *("nested objects", "not UTF-8"),
 )
-"""tests/unit/worker/group/test_values.py has them, too."""
+"""They vary what others show."""
 
 
 @pytest.mark.attack(1)

@@ -22,29 +22,12 @@ from csdctl.worker.protocol.run_spec import RankSpec
 
 ROUNDOFFS = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 """The largest relative error of rounding to a type; the finest type first."""
-_TYPES = tuple(ROUNDOFFS)
-
-
-def coarsest(*types: str) -> str:
-    """Return the one of `types` that rounds most."""
-    return max(types, key=_TYPES.index)
-
-
-def weights_by_type(model: Any) -> list[tuple[Any, str]]:
-    """Return the weights that are floats, each with the type that its layer computes in."""
-    found = {id(weight): (weight, model.compute_dtype) for weight in model.weights}
-    for layer in flatten_layers(model):  # a layer comes before those that it contains
-        found |= {id(weight): (weight, layer.compute_dtype) for weight in layer.weights}
-    return [
-        (weight, dtype)
-        for weight, dtype in found.values()
-        if str(weight.dtype) in ROUNDOFFS and dtype in ROUNDOFFS
-    ]
 
 
 def compute_type(model: Any) -> str:
     """Return the coarsest type that a layer with weights computes in."""
-    return coarsest(*(dtype for _, dtype in weights_by_type(model)))
+    found = {layer.compute_dtype for layer in flatten_layers(model) if layer.weights} & set(ROUNDOFFS)
+    return max(found or {model.compute_dtype}, key=ROUNDOFFS.__getitem__)
 
 
 def widen(model: Any) -> None:
@@ -132,8 +115,9 @@ class Reference:
         self._ranks, self._sizes = ranks, sizes
         self._weight = weight
         self._start = Snapshot(step.model.variables)
-        self._weights = weights_by_type(step.model)
-        self._roundoff = ROUNDOFFS[coarsest("float32", *(str(weight.dtype) for weight, _ in self._weights))]
+        self._weights = [weight for weight in step.model.weights if str(weight.dtype) in ROUNDOFFS]
+        types = {"float32", *(str(weight.dtype) for weight in self._weights)}
+        self._roundoff = max(ROUNDOFFS[dtype] for dtype in types)
         """Of gradients, which have the type of their weights and are summed in float32."""
         self.drawing: list[str] = []
         """The layers that have drawn random numbers for the latest vector."""
@@ -252,11 +236,12 @@ class Reference:
         return vector * (rank.weight / self._weight)
 
     def _round_otherwise(self, generator: np.random.Generator) -> None:
-        for variable, dtype in self._weights:
+        roundoff = np.float32(ROUNDOFFS[compute_type(self._step.model)])
+        for variable in self._weights:
             value = np.asarray(variable).astype(np.float32)
             # Two roundings wide: half of the weights that are stored in this type become a neighbour.
             moves = generator.random(value.shape, np.float32) * np.float32(4) - np.float32(2)
-            variable.assign(value * (1 + moves * np.float32(ROUNDOFFS[dtype])))
+            variable.assign(value * (1 + moves * roundoff))
 
 
 def _list_names(names: Sequence[str], at_most: int = 3) -> str:

@@ -30,11 +30,8 @@ def test_vectors_as_expected_pass() -> None:
     ("changed", "words"),
     [
         (vector(0.5, 5), "the gradient of 0.5 samples, expected 0"),
-        (vector(math.nan, 5), "the gradient of nan samples"),
         (vector(0, 5, stop=1), "asked all ranks to stop"),
-        (vector(0, 5, stop=math.nan), "asked all ranks to stop"),
         (vector(0, 5, math.inf), "inf s as the time"),
-        (vector(0, 5, -0.1), "-0.1 s as the time"),
         (vector(0, 5) + vector(0, 4) - 0.0, "the time of another rank"),
     ],
 )

@@ -20,7 +20,6 @@ SEED = 5
 PIXELS = np.zeros((0, 16, 16, 3), np.uint8)
 CLASSES = np.zeros(0, np.int32)
 TOKENS = np.zeros((0, 12), np.int32)
-SERIES = np.zeros((0, 20, 2), np.float32)
 TABLE = np.zeros((0, 10), np.float32)
 NUMBERS = np.zeros((0, 1), np.float32)
 
@@ -78,30 +77,6 @@ def residual_with_batch_norm(keras: Any) -> Any:
     return keras.Model(inputs, layers.Dense(5, activation="softmax", dtype="float32")(x))
 
 
-def recurrent(keras: Any) -> Any:
-    layers = keras.layers
-    inner = [layers.Embedding(50, 8, mask_zero=True), layers.Bidirectional(layers.LSTM(6))]
-    last = layers.Dense(1, activation="sigmoid")
-    return keras.Sequential([keras.Input((12,), dtype="int32"), *inner, last])
-
-
-def attention_without_dropout(keras: Any) -> Any:
-    layers = keras.layers
-    inputs = keras.Input((20, 2))
-    x = layers.Dense(8)(inputs)
-    x = x + layers.MultiHeadAttention(2, 4)(x, x)
-    x = layers.Dense(8, activation="gelu")(layers.LayerNormalization()(x))
-    return keras.Model(inputs, layers.Dense(1)(layers.GlobalAveragePooling1D()(x)))
-
-
-def regularized(keras: Any) -> Any:
-    layers, regularizers = keras.layers, keras.regularizers
-    first = layers.Dense(16, activation="tanh", kernel_regularizer=regularizers.L1L2(0.01, 0.01))
-    inner = [first, layers.ActivityRegularization(l2=0.01)]
-    inner.append(layers.Dense(8, activation="relu", activity_regularizer="l1"))
-    return keras.Sequential([keras.Input((10,)), *inner, layers.Dense(1, bias_regularizer="l2")])
-
-
 def zero_weights(keras: Any) -> Any:
     dense = keras.layers.Dense(3, activation="softmax", kernel_initializer="zeros")
     return keras.Sequential([keras.Input((10,)), dense])
@@ -134,33 +109,6 @@ def coupled(keras: Any) -> Any:
     inputs = keras.Input((10,))
     x = keras.layers.Dense(8)(inputs)
     return keras.Model(inputs, keras.layers.Dense(1)(x - 0.5 * keras.ops.mean(x, axis=0, keepdims=True)))
-
-
-def segmented(keras: Any) -> Any:
-    """Its loss is of the whole batch: one process is near the ranks at first, and is not equal."""
-
-    def with_dice(targets: Any, predictions: Any) -> Any:
-        ops = keras.ops
-        both = ops.sum(targets * predictions) + 1.0
-        dice = 1.0 - 2.0 * both / (ops.sum(targets) + ops.sum(predictions) + 1.0)
-        return keras.losses.binary_crossentropy(targets, predictions) + dice
-
-    layers = keras.layers
-    conv = layers.Conv2D(8, 3, padding="same", activation="relu")
-    last = layers.Conv2D(1, 1, activation="sigmoid")
-    model = keras.Sequential([keras.Input((16, 16, 3)), layers.Rescaling(1 / 255), conv, last])
-    model.compile("sgd", with_dice)
-    return model
-
-
-def with_summed_loss(keras: Any) -> Any:
-    class Adding(keras.layers.Layer):
-        def call(self, inputs: Any) -> Any:
-            self.add_loss(keras.ops.mean(inputs**2, axis=-1))
-            return inputs
-
-    inputs = keras.Input((10,))
-    return keras.Model(inputs, keras.layers.Dense(1)(Adding()(keras.layers.Dense(8)(inputs))))
 
 
 def with_class_as_input(keras: Any) -> Any:
@@ -196,19 +144,13 @@ TWO = Recipe(
     losses={"kind": LossTerm("sparse_categorical_crossentropy"), "size": LossTerm("mse", {}, 0.3)},
     learning_rate=0.01,
 )
-COUPLED = ("compares samples of a batch",)
 ROWS = {
     "convolutions": Row(convolutions),
     "dropout": Row(with_dropout, reasons=("dropout", "spatial_dropout2d")),
     "batch norm": Row(residual_with_batch_norm, reasons=("batch_normalization",)),
-    "LSTM": Row(recurrent, TOKENS, NUMBERS, BINARY),
-    "attention": Row(attention_without_dropout, SERIES, NUMBERS, SQUARES),
-    "regularized": Row(regularized, TABLE, NUMBERS, SQUARES),
     "two outputs, weighted": Row(two_outputs, labels=KINDS_AND_SIZES, recipe=TWO),
     "masked time steps": Row(masked, TOKENS, TAGS),
-    "coupled samples": Row(coupled, TABLE, NUMBERS, SQUARES, reasons=COUPLED),
-    "loss of a whole batch": Row(segmented, labels=np.zeros((0, 16, 16, 1), np.float32), reasons=COUPLED),
-    "loss summed by fit": Row(with_summed_loss, TABLE, NUMBERS, SQUARES),
+    "coupled samples": Row(coupled, TABLE, NUMBERS, SQUARES, reasons=("compares samples of a batch",)),
     "a class as input": Row(with_class_as_input, TABLE_AND_KIND, NO_LABELS, ranges={"kind": ((0.0, 3.0),)}),
     "table, normalized": Row(normalized, TABLE, NUMBERS, BINARY, ranges={"": ((200.0, 280.0),) * 10}),
     "all weights 0": Row(zero_weights, TABLE),
