@@ -136,7 +136,7 @@ def _size(shape: Any) -> int:
 
 
 CHECKED_SAMPLES = 2
-"""Of the random samples by which a prefix is tried."""
+"""Number of random samples by which a prefix is tried."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ class Cut:
     tensor: Any
     """A KerasTensor, shape (n, …)."""
     num_parameters: int
-    """Of the prefix."""
+    """Number of parameters of the prefix."""
     num_trainable: int
     graph: Any
     """The functional model that the tensor is of, which shares its layers with the one that is cut."""

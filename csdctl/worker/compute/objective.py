@@ -85,14 +85,14 @@ def _flatten(name: str, value: Array) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class BatchLoss:
-    """Of one batch, as tensors."""
+    """Loss and metrics of one batch, as tensors."""
 
     mean: Any
     """With the penalties of layers, as in fit; a scalar."""
     summed: Any
-    """What layers add for each sample, summed as in fit; a scalar, or None."""
+    """Losses that layers add for each sample, summed as in fit; a scalar, or None."""
     loss_count: Any
-    """What the mean was divided by: samples, or unmasked elements."""
+    """Divisor of the mean: samples, or unmasked elements."""
     samples: Any
     """The number of samples, float32."""
     states: list[Any]

@@ -57,7 +57,7 @@ class LayerStates:
             for layer in layers
         ]
         self.variables = changing_state(model, keras)
-        """Of layers other than batch norm; restored after a forward pass."""
+        """State of layers other than batch norm; restored after a forward pass."""
         self._all = [one for _, mean, variance, _ in self._norms for one in (mean, variance)]
         self._all += self.variables
         self._sizes = [int(tf.size(variable)) for variable in self._all]

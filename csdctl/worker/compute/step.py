@@ -44,7 +44,7 @@ class VectorLayout:
     num_gradients: int
     num_statistics: int
     num_states: int
-    """Of the metrics."""
+    """Number of elements of the metrics' states."""
     has_loss_count: bool = False
     """Whether the loss is divided by a count of its own, which stands before n."""
     divides_gradients: bool = False
@@ -116,9 +116,9 @@ class Sums:
 
     loss: float
     states: tuple[float, ...]
-    """Of the metrics (objective.py)."""
+    """Summed states of the metrics (objective.py)."""
     count: float
-    """What the loss is divided by: samples, each counted with its weight, or unmasked elements."""
+    """Divisor of the loss: samples, each counted with its weight, or unmasked elements."""
 
     @property
     def mean_loss(self) -> float:
@@ -127,7 +127,7 @@ class Sums:
 
 
 class RankStep:
-    """What a rank does in a step whether it has the whole model or a part: all but computing its vector."""
+    """A rank's step without the computation of its vector, for the whole model or a part of it."""
 
     model: Any
     """The model, or the part of it that the rank has."""
@@ -227,7 +227,7 @@ class Step(RankStep):
         """Whether private samples are clipped and get noise."""
         self.objective = Objective(model, recipe, example, tf, keras, is_per_sample=self.has_noise)
         self.states = LayerStates(model, tf, keras)
-        """What the model's layers keep besides weights."""
+        """State that the model's layers keep besides weights."""
         self.micro_batch_size = micro_batch_size
         self._weight = weight
         # No graph depends on a tensor's value. AutoGraph would only leave a source file in the temporary

@@ -54,7 +54,7 @@ class Communicator:
 
     rank, size = 0, 1
     collective, sum_s = ALONE, 0.0
-    """How vectors are summed, and the seconds of one sum, as measured when the group was formed."""
+    """Name of the collective, and the seconds of one sum, as measured when the group was formed."""
 
     def __init__(self, local: Array) -> None:
         """`local`: the buffer where this rank's vector is best written; shape (n,), float32."""
@@ -104,7 +104,7 @@ class Communicator:
         """Leave at once."""
 
     def interrupt(self) -> None:
-        """From another thread: make the call that waits for other ranks raise LinkLostError."""
+        """Make the call that waits for other ranks raise LinkLostError; for other threads."""
 
 
 class LinkCommunicator(Communicator):

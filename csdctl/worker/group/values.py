@@ -1,4 +1,4 @@
-"""What the ranks of a group tell each other, and the checks before any of it is used.
+"""Values that the ranks of a group exchange, and the checks before any of it is used.
 
 Values are JSON. What another rank has sent is not trusted: it is read by an annotation that states its types
 and bounds (protocol/json_codec.py), and anything else is that rank's fault.
@@ -63,7 +63,7 @@ TOLERANCE = 1e-3
 
 @dataclass(frozen=True)
 class ExpectedTails:
-    """What the vectors of one sum must end with; of every rank of the group, rank 0 included."""
+    """Required ends of the vectors of one sum; of every rank of the group, rank 0 included."""
 
     start: Count
     """The index of n."""

@@ -16,11 +16,11 @@ class Window:
 
     min_steps: int
     min_duration_s: float
-    """Of the slowest rank: a machine limited to a share of a core works in bursts of 0.1 s."""
+    """Shortest time of the slowest rank: a machine limited to a share of a core works in bursts of 0.1 s."""
     tolerance: float
-    """How much longer than a balanced step the slowest rank may take, as a share of it."""
+    """Share of a balanced step by which the slowest rank may take longer."""
     num_in_a_row: int
-    """How many windows in a row must have the same slowest rank."""
+    """Number of windows in a row that must have the same slowest rank."""
 
 
 URGENT = Window(5, 4.0, 0.3, 1)

@@ -38,7 +38,7 @@ from csdctl.worker.tasks.progress import (
 )
 
 _ARCHIVE_BYTES = 1 << 16
-"""What an .npz archive with one array may have beyond the array."""
+"""Largest size of an .npz archive with one array beyond the array."""
 
 
 class StepFile:
@@ -140,7 +140,7 @@ MAX_COST_SHARE = 0.01
 """The share of the training time that the step file may cost when no other rank holds the state too."""
 LAST_MODEL, BEST_MODEL = "model.keras", "best.keras"
 KEPT_STEP_FILE = "step.state"
-"""In the run directory: the step file of a run that has failed, which csdctl has moved out of memory."""
+"""Name of the step file of a failed run, which csdctl has moved from memory to the run directory."""
 
 
 def save_model(model: Any, path: Path) -> Path:

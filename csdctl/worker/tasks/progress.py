@@ -40,9 +40,9 @@ class EpochTotals:
     samples: Count = 0
     loss: float = 0.0
     states: tuple[float, ...] = ()
-    """Of the metrics."""
+    """Summed states of the metrics."""
     weight: float = 0.0
-    """What the loss is divided by: the number of samples when all weights are 1."""
+    """Divisor of the loss: the number of samples when all weights are 1."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Position:
     segment: Segment | None
     """None between epochs."""
     batch_sizes: dict[str, Count]
-    """Of every rank that took part at any time, by its number."""
+    """Batch size of every rank that took part at any time, by its number."""
     totals: EpochTotals = EpochTotals()
     callbacks: CallbackState = CallbackState()
     schema: int = SCHEMA
@@ -278,13 +278,13 @@ class StepTotals:
     compute_s: float = 0.0
     wait_s: float = 0.0
     input_s: float = 0.0
-    """Of compute_s: reading samples."""
+    """Part of compute_s in which samples were read."""
     others_s: float | None = 0.0
-    """Of wait_s: until the slowest rank had computed; None where that is not known."""
+    """Part of wait_s until the slowest rank had computed; None where that is not known."""
     sums: Sums = field(default_factory=lambda: Sums(0.0, (), 0.0))
-    """Of all ranks."""
+    """Sums of all ranks."""
     global_samples: int = 0
-    """Of all ranks, whatever their weights."""
+    """Samples of all ranks, whatever their weights."""
     is_stopping: bool = False
     """Whether a stop was requested in the latest step."""
     started: float = field(default_factory=time.monotonic)

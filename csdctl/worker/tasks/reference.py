@@ -53,12 +53,12 @@ def _make_policy(dtype: str, variable_dtype: str) -> Any:
 
 
 NUM_DRAWS = 3
-"""Of the rounding of the weights; the spread is the largest of them."""
+"""Number of random roundings of the weights; the spread is their largest effect."""
 NEAR = 8.0
-"""Up to how many spreads from it, nothing has to be said of one batch of all samples."""
+"""Distance from one batch of all samples, in spreads, that needs no explanation."""
 MAX_REASON_CHARS = 200
 LOSS_ROUNDING = 1e-5
-"""What rounding in float32 explains between the loss of one batch and of its parts, relative."""
+"""Relative difference of the loss of one batch and of its parts that rounding in float32 explains."""
 COUPLED = "a layer or loss that compares samples of a batch: the loss of its parts is off by {:.0e}"
 SMALLEST = 2.0**-126
 """The smallest float32 that every processor adds; some take smaller ones for 0."""
@@ -118,7 +118,7 @@ class Reference:
         self._weights = [weight for weight in step.model.weights if str(weight.dtype) in ROUNDOFFS]
         types = {"float32", *(str(weight.dtype) for weight in self._weights)}
         self._roundoff = max(ROUNDOFFS[dtype] for dtype in types)
-        """Of gradients, which have the type of their weights and are summed in float32."""
+        """Rounding of gradients, which have the type of their weights and are summed in float32."""
         self.drawing: list[str] = []
         """The layers that have drawn random numbers for the latest vector."""
         self.sent, self._own = np.zeros(step.layout.step_size), np.zeros(step.layout.step_size)
@@ -126,13 +126,13 @@ class Reference:
         self.of_ranks: list[Compared] = []
         """The comparisons so far."""
         self.one_batch: Compared | None = None
-        """That with one batch of all samples; None where such a batch has another gradient."""
+        """Comparison with one batch of all samples; None where such a batch has another gradient."""
         self.not_one_batch: tuple[str, ...] = ()
         """Why it has."""
 
     @property
     def by_parts(self) -> float:
-        """How far the gradient of all ranks is from that of their batches in turn."""
+        """Relative difference of all ranks' gradient from that of their batches in turn."""
         return _relative(self.sent - self._own, self._own, self._step.layout.gradients)
 
     def samples(self, number: int) -> tuple[Array, Array]:

@@ -153,11 +153,11 @@ def _are_finite(values: Array) -> bool:
 
 
 class SplitParts(ModelTask):
-    """What the tasks have in common whose model is cut in two."""
+    """Methods that the tasks have in common whose model is cut in two."""
 
     @property
     def summed(self) -> Any:
-        """What the sum over ranks is of: the prefix."""
+        """The prefix, whose vectors the ranks sum."""
         return self._split
 
     @property

@@ -31,14 +31,14 @@ from csdctl.worker.tasks.split import SplitParts
 from csdctl.worker.tasks.task import Group, ModelTask
 
 MAX_SAMPLES = 16
-"""Per rank: enough for unequal batches, and few enough for rank 0 to compute for all ranks."""
+"""Largest number of samples of a rank: enough for unequal batches, few enough for rank 0 to compute all."""
 MAX_INTEGER = 128
 """Integers are drawn below this and below the size of every embedding, where nothing is known of the data."""
 MAX_COLUMNS = 1024
-"""Of a table, whose columns have ranges of their own."""
+"""Largest number of columns of a table whose columns have ranges of their own."""
 Column = tuple[float, float]
 Ranges = dict[str, Annotated[tuple[Column, ...], MaxLength(MAX_COLUMNS, 1)]]
-"""By field of the samples, '' without fields: the smallest and largest value of each column, or of all."""
+"""The smallest and largest value of each column, or of all, by field of the samples ('' without fields)."""
 
 
 def verified_sizes(batch_sizes: Sequence[int]) -> list[int]:
