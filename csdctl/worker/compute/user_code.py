@@ -270,8 +270,6 @@ def _type_of(value: Any) -> str:
 
 
 NUM_SAMPLES = 8
-STEPS = (0, 1, 2)
-Batch = tuple[Array, Array]
 
 
 def try_augment(spec: AugmentTrial) -> AugmentTried:
@@ -285,26 +283,19 @@ def try_augment(spec: AugmentTrial) -> AugmentTried:
     samples, labels = open_arrays(f"{spec.directory}/images.npy", f"{spec.directory}/labels.npy")
     samples, labels = samples[:NUM_SAMPLES], as_labels(labels[:NUM_SAMPLES])
     for size in dict.fromkeys((len(samples), 1)):
-        for step in STEPS:
-            _try_step(augmentation, (samples[:size], labels[:size]), step)
+        # Ranks compute the steps of a group in order, a rank that is restarted one of them alone.
+        batch = samples[:size], labels[:size]
+        first, _, again = (augmentation(*batch, step, 0) for step in (0, 1, 0))
+        if not all(map(_is_same, first, again)):
+            raise WorkerError(
+                f"{augmentation.name} returns something else when it is called again with the same rng: "
+                "a step could not be repeated",
+                remedy="draw all random numbers from rng; for TensorFlow, its stateless functions with "
+                "`seed=rng.integers(2**31, size=2)`",
+                exit_code=2,
+            )
     return AugmentTried(len(samples))
 
 
-def _try_step(augmentation: Augmentation, batch: Batch, step: int) -> None:
-    # Ranks compute the steps of a group in order, a rank that is restarted one of them alone.
-    first, _, again = (augmentation(*batch, one, 0) for one in (step, step + 1, step))
-    if not all(map(_is_same, first, again)):
-        raise WorkerError(
-            f"{augmentation.name} returns something else when it is called again with the same rng: "
-            "a step could not be repeated",
-            remedy="draw all random numbers from rng; for TensorFlow, its stateless functions with "
-            "`seed=rng.integers(2**31, size=2)`",
-            exit_code=2,
-        )
-
-
 def _is_same(first: Array, second: Array) -> bool:
-    return all(
-        np.array_equal(one, other)
-        for one, other in zip(fields_of(first).values(), fields_of(second).values(), strict=True)
-    )
+    return all(map(np.array_equal, fields_of(first).values(), fields_of(second).values()))

@@ -195,11 +195,6 @@ class RunProgress:
         """Samples of each rank of the group in the next step."""
         return self.segment.samples_by_rank(self.position.step)
 
-    @property
-    def global_samples(self) -> int:
-        """Samples of all ranks in the next step."""
-        return sum(self.step_samples)
-
     def weigh(self, samples: Sequence[int]) -> list[float]:
         """Return the sum of the weights of each rank's samples, given their numbers."""
         shares = self.segment.shares

@@ -27,7 +27,8 @@ ROUNDOFFS = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfl
 def compute_type(model: Any) -> str:
     """Return the coarsest type that a layer with weights computes in."""
     found = {layer.compute_dtype for layer in flatten_layers(model) if layer.weights} & set(ROUNDOFFS)
-    return max(found or {model.compute_dtype}, key=ROUNDOFFS.__getitem__)
+    coarsest: str = max(found or {model.compute_dtype}, key=ROUNDOFFS.__getitem__)
+    return coarsest
 
 
 def widen(model: Any) -> None:

@@ -217,7 +217,6 @@ class SplitParts(ModelTask):
             rank=me.rank,
             weight=me.weight,
         )
-        self._split.narrow_optimizer()
         return self._split
 
     def _warm_up(self) -> None:

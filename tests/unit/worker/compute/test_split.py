@@ -163,8 +163,6 @@ def test_parts_take_the_steps_of_the_whole_model(name: str) -> None:
         )
         for rank in range(1, len(PARTS))
     ]
-    for node in nodes:
-        node.narrow_optimizer()
     tolerance = 2e-2 if name == "bfloat16" else TOLERANCE
     for step in range(3):
         batches = [(part, labels_of(name, generator, len(part))) for part in samples]

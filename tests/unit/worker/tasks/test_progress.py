@@ -35,7 +35,7 @@ def run_steps(progress: RunProgress, count: int) -> list[float]:
     done = []
     for _ in range(count):
         done.append(progress.epochs_done)
-        num_samples = progress.global_samples
+        num_samples = sum(progress.step_samples)
         progress.end_step(Sums(2.0 * num_samples, (1.0,), float(num_samples)), num_samples)
     return done
 

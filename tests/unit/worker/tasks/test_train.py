@@ -93,7 +93,7 @@ class PlayedGroup:
 
     def sum(self, vector: np.ndarray, expected: Any = None) -> np.ndarray:
         total = np.array(vector)
-        total[self._layout.step] *= np.float32(self._progress.global_samples / vector[self._layout.count])
+        total[self._layout.step] *= np.float32(sum(self._progress.step_samples) / vector[self._layout.count])
         self._add(total, self._layout)
         return total
 
@@ -201,7 +201,7 @@ def test_learning_rate_follows_the_global_batch_when_a_node_is_lost() -> None:
     samples: list[int] = []
 
     def lose_csd1_in_the_last_step(rates: list[float]) -> None:
-        samples.append(task.progress.global_samples)
+        samples.append(sum(task.progress.step_samples))
         if len(rates) == 2:
             raise LinkLostError
 
