@@ -235,10 +235,10 @@ class Step(RankStep):
         batch = self.objective.signature
         self._has_summed = False
         self._has_loss_count = self.has_noise or self.objective.counts_elements
-        self._traced: Any = None
-        self._local = tf.function(self._local_graph, autograph=False, input_signature=batch)
+        local = tf.function(self._local_graph, autograph=False, input_signature=batch)
         # What layers add to the loss, and what they write, is known by tracing them.
-        self._check_writes(self._local.get_concrete_function().graph)
+        self._local = local.get_concrete_function()
+        self._check_writes(self._local.graph)
         self.layout = VectorLayout(
             num_gradients=size_of(model.trainable_variables),
             num_statistics=self.states.size,
@@ -297,23 +297,18 @@ class Step(RankStep):
     def _plain(self, images: Array, labels: Array, out: Array | None) -> Array:
         size = self.micro_batch_size or len(images)
         if out is None and 0 < len(images) <= size:
-            return np.asarray(self._run_local(images, labels))
+            return np.asarray(self._local(*self.objective.tensors(images, labels)))
         vector = np.zeros(self.layout.step_size, np.float32) if out is None else out
         if len(images) == 0:
             vector[:] = 0
         for start in range(0, len(images), max(1, size)):
             micro_batch = slice(start, start + size)
-            part = np.asarray(self._run_local(images[micro_batch], labels[micro_batch]))
+            part = np.asarray(self._local(*self.objective.tensors(images[micro_batch], labels[micro_batch])))
             if start:
                 np.add(vector, part, out=vector)
             else:
                 np.copyto(vector, part)
         return vector
-
-    def _run_local(self, images: Array, labels: Array) -> Any:
-        if self._traced is None:
-            self._traced = self._local.get_concrete_function()
-        return self._traced(*self.objective.tensors(images, labels))
 
     def alone(self, images: Array, labels: Array, *, private_copies: Array | None = None) -> Sums:
         """Run `local` and `apply` of a rank without other ranks, in one graph."""

@@ -105,17 +105,13 @@ def test_later_one_of_step_file_and_checkpoint_is_used(run: Run) -> None:
     run.assert_continues_after(20)
 
 
-@pytest.mark.parametrize("interval_s", [0.0, 3600.0])
-def test_state_is_kept_in_memory_after_every_step_and_on_disk_after_every_interval(
-    run: Run, interval_s: float
-) -> None:
-    run.spec = replace(run.spec, checkpoint_interval_s=interval_s)
+def test_state_is_kept_in_memory_after_every_step(run: Run) -> None:
     checkpointer, step = run.start()
     for number in (11, 12, 13):
         step.state = variables(number)
         checkpointer.after_step(replace(POSITION, total_steps=number), has_others=True)
         run.assert_continues_after(number)
-        assert run.checkpoint(number).exists() is (interval_s == 0.0)
+        assert not run.checkpoint(number).exists()
 
 
 def test_run_of_a_rebooted_host_continues_from_the_newest_checkpoint_or_not_at_all(run: Run) -> None:
@@ -131,20 +127,16 @@ def test_run_of_a_rebooted_host_continues_from_the_newest_checkpoint_or_not_at_a
         run.start()
 
 
-def test_last_good_model_is_that_of_the_newest_checkpoint(run: Run) -> None:
+def test_last_good_model_is_that_of_the_newest_checkpoint_if_there_is_one(run: Run) -> None:
     checkpointer, step = run.start()
+    checkpointer.save_last_good()
+    assert not list(run.output.iterdir())
     for number in (10, 20):
         step.state = variables(number)
         checkpointer.checkpoint(replace(POSITION, total_steps=number))
     step.state = variables(30)
     checkpointer.save_last_good()
     assert (run.output / LAST_MODEL).read_text() == "20"
-
-
-def test_without_a_checkpoint_no_model_is_called_good(run: Run) -> None:
-    checkpointer, _ = run.start()
-    checkpointer.save_last_good()
-    assert not list(run.output.iterdir())
 
 
 def test_model_is_saved_with_the_averaged_weights(run: Run) -> None:
