@@ -8,6 +8,7 @@ has the same samples. The host tries it before anything is sent.
 
 import importlib
 import importlib.util
+import itertools
 import random
 import sys
 import traceback
@@ -270,6 +271,8 @@ def _type_of(value: Any) -> str:
 
 
 NUM_SAMPLES = 8
+STEPS = (0, 1, 2)
+"""Steps that are tried: in one, random numbers of few samples may be equal by chance."""
 
 
 def try_augment(spec: AugmentTrial) -> AugmentTried:
@@ -282,10 +285,10 @@ def try_augment(spec: AugmentTrial) -> AugmentTried:
     augmentation = Augmentation(spec.reference, spec.seed, is_public=True)
     samples, labels = open_arrays(f"{spec.directory}/images.npy", f"{spec.directory}/labels.npy")
     samples, labels = samples[:NUM_SAMPLES], as_labels(labels[:NUM_SAMPLES])
-    for size in dict.fromkeys((len(samples), 1)):
+    for size, step in itertools.product(dict.fromkeys((len(samples), 1)), STEPS):
         # Ranks compute the steps of a group in order, a rank that is restarted one of them alone.
         batch = samples[:size], labels[:size]
-        first, _, again = (augmentation(*batch, step, 0) for step in (0, 1, 0))
+        first, _, again = (augmentation(*batch, one, 0) for one in (step, step + 1, step))
         if not all(map(_is_same, first, again)):
             raise WorkerError(
                 f"{augmentation.name} returns something else when it is called again with the same rng: "

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from csdctl.shipping.worker_zip import pack_code
+from csdctl.worker.compute.backend import load_backend
 from csdctl.worker.compute.user_code import Augmentation, try_augment
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.model_info import AugmentTrial
@@ -82,6 +83,7 @@ def test_function_may_change_what_it_gets_and_is_not_called_without_samples(make
     ],
 )
 def test_types_are_converted_where_no_value_changes(body: str, samples: np.ndarray, make: Make) -> None:
+    load_backend()  # before a function imports TensorFlow
     changed, labels = make(body)(samples, LABELS, 0, 0)
     assert (changed.dtype, labels.dtype) == (samples.dtype, np.int32)
     assert np.array_equal(labels, LABELS)
