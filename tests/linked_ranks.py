@@ -66,7 +66,8 @@ for request in sys.stdin:
             ranks.send(int(words[1]), np.full(5000, 7, np.uint8), "samples")
             print("1", flush=True)
         elif words[0] == "post":
-            ranks.post(int(words[1]), np.full(int(words[2]), 7, np.uint8), "samples")
+            content = np.full(int(words[2]), 7, np.uint8)
+            ranks.send(int(words[1]), content, "samples", is_waiting=False)
             print("1", flush=True)
         elif words[0] == "expect":
             ranks.expect(int(words[1]), int(words[2]))

@@ -31,7 +31,7 @@ class Count:
             vector = communicator.local
             vector[:] = progress.share_of(self._me.rank).num_samples
             total = float(communicator.sum(vector)[0])
-            progress.end_step(Sums(0.0, (), total), progress.global_samples)
+            progress.end_step(Sums(0.0, (), total), sum(progress.step_samples))
         return FINISHED
 
     def finish(self, reason: str) -> None:

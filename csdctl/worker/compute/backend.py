@@ -3,15 +3,12 @@
 import contextlib
 import gc
 import os
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from csdctl.worker.protocol.run_spec import Runtime
 
 DEFAULT = Runtime()
-FOR_PICTURES = ("matplotlib", "IPython")
-"""Packages that Keras imports where they are installed, to draw; a fifth of the CPU time of loading both."""
 
 
 def load_backend(runtime: Runtime = DEFAULT) -> tuple[Any, Any]:
@@ -34,25 +31,12 @@ def load_tensorflow(runtime: Runtime = DEFAULT) -> Any:
     os.environ.setdefault("OMP_NUM_THREADS", str(runtime.threads))
     if not runtime.onednn:
         os.environ["TF_ENABLE_ONEDNN_OPTS"] = "0"
-    with _collecting_no_garbage(), _without(FOR_PICTURES):
+    with _collecting_no_garbage():
         import tensorflow as tf
 
     tf.config.threading.set_intra_op_parallelism_threads(runtime.threads)
     tf.config.threading.set_inter_op_parallelism_threads(runtime.inter_threads)
     return tf
-
-
-@contextlib.contextmanager
-def _without(packages: Sequence[str]) -> Iterator[None]:
-    """Import as if `packages` were not installed, where they are not yet imported."""
-    hidden = [name for name in packages if name not in sys.modules]
-    for name in hidden:
-        sys.modules[name] = None  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        for name in hidden:
-            del sys.modules[name]
 
 
 @contextlib.contextmanager

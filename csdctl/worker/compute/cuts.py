@@ -26,6 +26,7 @@ from csdctl.worker.compute.keras_internals import (
     seed_generators,
     topological_nodes,
 )
+from csdctl.worker.compute.statistics import Snapshot
 from csdctl.worker.protocol.model_info import CutInfo
 
 CALLS = ("PartitionedCall", "StatefulPartitionedCall")
@@ -135,7 +136,7 @@ def _size(shape: Any) -> int:
 
 
 CHECKED_SAMPLES = 2
-"""Of the random samples by which a prefix is tried."""
+"""Number of random samples by which a prefix is tried."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +148,7 @@ class Cut:
     tensor: Any
     """A KerasTensor, shape (n, …)."""
     num_parameters: int
-    """Of the prefix."""
+    """Number of parameters of the prefix."""
     num_trainable: int
     graph: Any
     """The functional model that the tensor is of, which shares its layers with the one that is cut."""
@@ -312,10 +313,8 @@ def _is_constant(prefix: Any) -> bool:
     variables = [variable for layer in flatten_layers(prefix) for variable in own_state(layer)]
     generators = [global_seed_generator(), *(generator for _, generator in seed_generators(prefix))]
     variables += [generator.state for generator in generators]
-    before = [np.asarray(variable.value).copy() for variable in variables]
+    before = Snapshot(variables)
     outputs = [np.asarray(prefix(samples, training=training)) for training in (True, True, False)]
-    after = [np.asarray(variable.value).copy() for variable in variables]
-    for old, variable in zip(before, variables, strict=True):
-        variable.assign(old)
-    is_unchanged = all(map(np.array_equal, before, after))
+    is_unchanged = before.is_current()
+    before.restore()
     return is_unchanged and all(np.array_equal(outputs[0], other) for other in outputs[1:])

@@ -26,15 +26,16 @@ BATCH_SIZE = 32
 
 
 class BatchedPass:
-    """Runs a model over samples in batches of one size, the last one padded."""
+    """A model that is run over samples in batches of one size, the last one padded."""
 
-    def __init__(self, convert: Callable[[list[Array]], Array]) -> None:
-        """`convert` makes the stored rows of a batch's outputs."""
-        self._convert = convert
+    def __init__(
+        self, compute: Callable[[Array], list[Array]], convert: Callable[[list[Array]], Array]
+    ) -> None:
+        """`compute` returns the outputs of a batch, each of shape (BATCH_SIZE, …).
 
-    def compute(self, samples: Array) -> list[Array]:
-        """Return the outputs of one batch, each of shape (BATCH_SIZE, …)."""
-        raise NotImplementedError
+        `convert` makes the stored rows of them.
+        """
+        self._compute, self._convert = compute, convert
 
     def run(self, samples: Array) -> Array:
         """Return a row, shape (n, …), for each of `samples`, shape (n, …)."""
@@ -47,7 +48,7 @@ class BatchedPass:
     def _run_batch(self, samples: Array) -> Array:
         padded = np.zeros((BATCH_SIZE, *samples.shape[1:]), samples.dtype)
         padded[: len(samples)] = samples
-        outputs = self.compute(padded)
+        outputs = self._compute(padded)
         if any(output.shape[:1] != (BATCH_SIZE,) for output in outputs):
             raise WorkerError(
                 "the model does not compute one row for each sample",
@@ -57,30 +58,23 @@ class BatchedPass:
         return self._convert(outputs)[: len(samples)]
 
 
-class ForwardPass(BatchedPass):
-    """Runs a Keras model over samples with one thread pool, that of the process."""
+def forward_pass(
+    part: Prefix, convert: Callable[[list[Array]], Array], tf: Any, keras: Any, layer: str = ""
+) -> BatchedPass:
+    """Return what runs a Keras model with one thread pool, that of the process.
 
-    def __init__(
-        self, part: Prefix, convert: Callable[[list[Array]], Array], tf: Any, keras: Any, layer: str = ""
-    ) -> None:
-        """`convert` makes the stored rows of the model's outputs, or of the output of `layer`.
+    `convert` makes the stored rows of the model's outputs, or of the output of `layer`. Raises WorkerError if
+    the model cannot be built here, or has no such layer.
+    """
+    model = load(Path(part.architecture), Path(part.weights), keras, part.code)
+    computed = keras.Model(model.inputs, output_of(model, layer)) if layer else model
 
-        Raises WorkerError if the model cannot be built here, or has no such layer.
-        """
-        super().__init__(convert)
-        model = load(Path(part.architecture), Path(part.weights), keras, part.code)
-        computed = keras.Model(model.inputs, output_of(model, layer)) if layer else model
+    def forward(samples: Any) -> Any:
+        outputs = computed(inputs_of(model, samples, part.input_range, tf), training=False)
+        return keras.tree.flatten(outputs)
 
-        def forward(samples: Any) -> Any:
-            outputs = computed(inputs_of(model, samples, part.input_range, tf), training=False)
-            return keras.tree.flatten(outputs)
-
-        self._forward = tf.function(forward, autograph=False, reduce_retracing=True)
-        self._tf = tf
-
-    def compute(self, samples: Array) -> list[Array]:
-        """Return the outputs of one batch, each of shape (BATCH_SIZE, …)."""
-        return [np.asarray(output) for output in self._forward(as_tensors(samples, self._tf))]
+    graph = tf.function(forward, autograph=False, reduce_retracing=True)
+    return BatchedPass(lambda samples: list(map(np.asarray, graph(as_tensors(samples, tf)))), convert)
 
 
 def output_of(model: Any, layer: str) -> Any:
@@ -140,49 +134,44 @@ LITE_BATCH_SIZE = 8
 """Samples that LiteRT computes at a time: as fast as 32 for EfficientNet-Lite0 at 96×96, in 30 MB less."""
 
 
-class LitePass(BatchedPass):
-    """Runs the LiteRT model of `part` over samples."""
+def lite_pass(part: Prefix, convert: Callable[[list[Array]], Array], threads: int) -> BatchedPass:
+    """Return what runs the LiteRT model of `part`.
 
-    def __init__(self, part: Prefix, convert: Callable[[list[Array]], Array], threads: int) -> None:
-        """Raise WorkerError if LiteRT is missing here, or cannot run the model."""
-        super().__init__(convert)
-        check_stored(part.lite)
-        try:
-            from ai_edge_litert.interpreter import Interpreter
-        except ImportError as error:
-            raise WorkerError(
-                f"has no LiteRT: {describe(error)}",
-                remedy=f"install the package {PACKAGE} there, or use --feature-engine keras",
-                exit_code=2,
-            ) from None
-        try:
-            self._interpreter = Interpreter(model_path=part.lite, num_threads=threads)
-            (self._input,) = self._interpreter.get_input_details()
-            shape = [LITE_BATCH_SIZE, *self._input["shape"][1:].tolist()]
-            self._interpreter.resize_tensor_input(self._input["index"], shape, strict=True)
-            self._interpreter.allocate_tensors()
-        except (ValueError, RuntimeError) as error:
-            raise WorkerError(
-                f"LiteRT cannot run the model: {describe(error)}",
-                remedy="use --feature-engine keras",
-                exit_code=2,
-            ) from None
-        self._outputs = self._interpreter.get_output_details()
-        self._range = part.input_range
+    Raises WorkerError if LiteRT is missing here, or cannot run the model.
+    """
+    check_stored(part.lite)
+    try:
+        from ai_edge_litert.interpreter import Interpreter
+    except ImportError as error:
+        raise WorkerError(
+            f"has no LiteRT: {describe(error)}",
+            remedy=f"install the package {PACKAGE} there, or use --feature-engine keras",
+            exit_code=2,
+        ) from None
+    try:
+        interpreter = Interpreter(model_path=part.lite, num_threads=threads)
+        (source,) = interpreter.get_input_details()
+        shape = [LITE_BATCH_SIZE, *source["shape"][1:].tolist()]
+        interpreter.resize_tensor_input(source["index"], shape, strict=True)
+        interpreter.allocate_tensors()
+    except (ValueError, RuntimeError) as error:
+        raise WorkerError(
+            f"LiteRT cannot run the model: {describe(error)}",
+            remedy="use --feature-engine keras",
+            exit_code=2,
+        ) from None
+    outputs = interpreter.get_output_details()
 
-    def compute(self, samples: Array) -> list[Array]:
-        """Return the outputs of one batch, each of shape (BATCH_SIZE, …)."""
-        parts = [
-            self._invoke(samples[start : start + LITE_BATCH_SIZE])
-            for start in range(0, len(samples), LITE_BATCH_SIZE)
-        ]
-        return [np.concatenate(outputs) for outputs in zip(*parts, strict=True)]
+    def compute(samples: Array) -> list[Array]:
+        parts = []
+        for start in range(0, len(samples), LITE_BATCH_SIZE):
+            scaled = scale(samples[start : start + LITE_BATCH_SIZE], part.input_range, source["dtype"])
+            interpreter.set_tensor(source["index"], scaled)
+            interpreter.invoke()
+            parts.append([interpreter.get_tensor(output["index"]) for output in outputs])
+        return [np.concatenate(output) for output in zip(*parts, strict=True)]
 
-    def _invoke(self, samples: Array) -> list[Array]:
-        scaled = scale(samples, self._range, self._input["dtype"])
-        self._interpreter.set_tensor(self._input["index"], scaled)
-        self._interpreter.invoke()
-        return [self._interpreter.get_tensor(output["index"]) for output in self._outputs]
+    return BatchedPass(compute, convert)
 
 
 def scale(values: Array, input_range: tuple[float, float] | None, dtype: Any) -> Array:
@@ -224,8 +213,8 @@ def feature_pass(
         return outputs[0].astype(dtype)
 
     if prefix.lite and not is_keras:
-        return LitePass(prefix, as_features, threads)
-    return ForwardPass(prefix, as_features, *load_backend())
+        return lite_pass(prefix, as_features, threads)
+    return forward_pass(prefix, as_features, *load_backend())
 
 
 @functools.lru_cache(maxsize=1)  # to build it takes longer than to save it, and the best epochs do both

@@ -57,14 +57,6 @@ def compiled_loss(model: Any, targets: Any, predictions: Any, weights: Any) -> A
     return None if model._compile_loss is None else model._compile_loss(targets, predictions, weights)
 
 
-def compiled_losses(model: Any) -> list[Any]:
-    """Return the loss objects that compile() makes, once the model's loss was computed.
-
-    Their values before the mean say whether the loss of a sample depends on the others in the batch.
-    """
-    return [] if model._compile_loss is None else [loss for _, loss, _, _ in model._compile_loss._flat_losses]
-
-
 def compile_arguments(model: Any) -> dict[str, Any]:
     """Return what the model was compiled with, by the names of compile()'s arguments; {} if it was not.
 

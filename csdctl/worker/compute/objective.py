@@ -15,7 +15,6 @@ import numpy as np
 
 from csdctl.worker.compute.keras_internals import (
     compiled_loss,
-    compiled_losses,
     flatten_layers,
     keras_mask,
     loss_trackers,
@@ -86,14 +85,14 @@ def _flatten(name: str, value: Array) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class BatchLoss:
-    """Of one batch, as tensors."""
+    """Loss and metrics of one batch, as tensors."""
 
     mean: Any
     """With the penalties of layers, as in fit; a scalar."""
     summed: Any
-    """What layers add for each sample, summed as in fit; a scalar, or None."""
+    """Losses that layers add for each sample, summed as in fit; a scalar, or None."""
     loss_count: Any
-    """What the mean was divided by: samples, or unmasked elements."""
+    """Divisor of the mean: samples, or unmasked elements."""
     samples: Any
     """The number of samples, float32."""
     states: list[Any]
@@ -156,30 +155,6 @@ class Objective:
         traced = self._tf.function(run, autograph=False, input_signature=self.signature)
         found = (traced(*self.tensors(samples, labels)) for samples, labels in batches)
         return [(float(mean), float(summed)) for mean, summed in found]
-
-    def rows(self, batches: Iterable[Sequence[Array]]) -> list[list[Array]]:
-        """Return what each batch has by sample in training: the predictions, and the only loss of compile().
-
-        The loss is that before the mean; of a model with its own compute_loss, there is none.
-        """
-        model, losses = self._model, compiled_losses(self._model)
-        has_loss = len(losses) == 1 and type(model).compute_loss is self._keras.Model.compute_loss
-
-        def run(samples: Any, labels: Any) -> list[Any]:
-            predictions = model(self.inputs(samples), training=True)
-            targets, weights = self.targets(labels, predictions, training=True)
-            loss = [compiled_loss(model, targets, predictions, weights)] if has_loss else []
-            return [*self._tf.nest.flatten(predictions), *loss]
-
-        before = [loss.reduction for loss in losses]
-        try:
-            for loss in losses:
-                loss.reduction = "none"
-            traced = self._tf.function(run, autograph=False, input_signature=self.signature)
-            return [[np.asarray(part).copy() for part in traced(*self.tensors(*batch))] for batch in batches]
-        finally:
-            for loss, reduction in zip(losses, before, strict=True):
-                loss.reduction = reduction
 
     def loss(self, samples: Any, labels: Any) -> Any:
         """Return the loss of a batch in training, without its metrics; inside a graph."""

@@ -102,10 +102,6 @@ def _check_schedule(config: dict[str, Any]) -> None:
         )
 
 
-class _Unsuitable(Exception):
-    """What csdctl itself refuses."""
-
-
 @contextmanager
 def _making(what: str, key: str) -> Iterator[None]:
     """Turn whatever Keras or the user's code raises into a WorkerError that names what cannot be made."""
@@ -114,8 +110,9 @@ def _making(what: str, key: str) -> Iterator[None]:
     except WorkerError:
         raise
     except Exception as error:
-        problem = str(error) if isinstance(error, _Unsuitable) else describe(error)
-        raise WorkerError(f"{what}: {problem}", remedy=f"fix recipe.{key} in job.yaml", exit_code=2) from None
+        raise WorkerError(
+            f"{what}: {describe(error)}", remedy=f"fix recipe.{key} in job.yaml", exit_code=2
+        ) from None
 
 
 def make_optimizer(name: str, config: dict[str, Any], keras: Any) -> Any:
@@ -123,7 +120,7 @@ def make_optimizer(name: str, config: dict[str, Any], keras: Any) -> Any:
     with _making(f"optimizer {name!r} with {config} cannot be created", "optimizer"):
         optimizer = keras.optimizers.get({"class_name": name, "config": config})
         if type(optimizer) is keras.optimizers.Optimizer:
-            raise _Unsuitable("it is the base class of optimizers, not an optimizer")
+            raise ValueError("it is the base class of optimizers, not an optimizer")
         return optimizer
 
 
@@ -173,31 +170,19 @@ def make_loss(term: LossTerm, from_logits: bool, keras: Any) -> Any:
             _check_reductions(loss)
             return loss
         if term.args:
-            raise _Unsuitable("it is a function, which takes no arguments of the recipe")
+            raise ValueError("it is a function, which takes no arguments of the recipe")
         return kind
 
 
 def _loss_class(name: str, keras: Any) -> Any:
-    classes = {
-        name.lower(): loss
-        for name, loss in vars(keras.losses).items()
-        if isinstance(loss, type) and issubclass(loss, keras.losses.Loss) and loss is not keras.losses.Loss
-    }
-    wanted = name.replace("_", "").lower()
-    wanted = _ABBREVIATIONS.get(wanted, wanted)
-    if wanted not in classes:
-        raise _Unsuitable("Keras has no such loss")
-    return classes[wanted]
-
-
-_ABBREVIATIONS = {
-    "mse": "meansquarederror",
-    "mae": "meanabsoluteerror",
-    "mape": "meanabsolutepercentageerror",
-    "msle": "meansquaredlogarithmicerror",
-    "kld": "kldivergence",
-    "bce": "binarycrossentropy",
-}
+    """Return the class of Keras' loss `name`; raises ValueError if Keras has none."""
+    found = keras.losses.get(name)
+    if isinstance(found, keras.losses.Loss):
+        return type(found)
+    wanted = found.__name__.replace("_", "")  # of a function, whatever abbreviation it was found by
+    return next(
+        kind for key, kind in vars(keras.losses).items() if isinstance(kind, type) and key.lower() == wanted
+    )
 
 
 def _check_reductions(losses: Any) -> None:

@@ -21,7 +21,7 @@ from csdctl.worker.compute.forward import feature_pass
 from csdctl.worker.compute.keras_internals import compile_arguments, find_smallest_embedding
 from csdctl.worker.compute.model import load
 from csdctl.worker.compute.objective import Objective, scale
-from csdctl.worker.compute.statistics import LayerStates
+from csdctl.worker.compute.statistics import LayerStates, Snapshot
 from csdctl.worker.compute.step import RankStep, Step, VectorLayout, size_of, unflatten
 from csdctl.worker.data.arrays import Array, random_batch
 from csdctl.worker.process.errors import WorkerError
@@ -48,14 +48,11 @@ def find_cut(model: Any, layer: str) -> Cut:
 
 def check_divisible(model: Any) -> None:
     """Raise WorkerError, exit code 2, if optimizer or loss need the whole gradient in one place."""
-    optimizer = model.optimizer
-    if hasattr(optimizer, "inner_optimizer"):
-        what, instead = "scales the loss (mixed_float16)", "use mixed_bfloat16"
-    elif getattr(optimizer, "global_clipnorm", None):
-        what, instead = "clips by the norm of the whole gradient", "clip each variable's gradient (clipnorm)"
-    else:
-        return
-    raise split_error(f"optimizer {what}", f"{instead}, or ")
+    if hasattr(model.optimizer, "inner_optimizer"):
+        raise split_error("optimizer scales the loss (mixed_float16)", "use mixed_bfloat16, or ")
+    if getattr(model.optimizer, "global_clipnorm", None):
+        problem = "optimizer clips by the norm of the whole gradient"
+        raise split_error(problem, "clip each variable's gradient (clipnorm), or ")
 
 
 def split_error(problem: str, instead: str = "") -> WorkerError:
@@ -84,7 +81,7 @@ def micro_batch_size(num_samples: int, num_parts: int, limit: int | None = None)
 
 
 class PrefixStep(RankStep):
-    """The prefix on one rank: its part of the vector, and the step of its optimizer."""
+    """The prefix on one rank: its part of the vector, and the step of an optimizer for the prefix alone."""
 
     has_noise = False
     has_loss_scaling = False
@@ -111,6 +108,8 @@ class PrefixStep(RankStep):
         self.whole_model = model
         self.cut = find_cut(model, layer)
         self.model, head = split_at(self.cut, keras)
+        self.optimizer = type(model.optimizer).from_config(model.optimizer.get_config())
+        self.optimizer.build(self.model.trainable_variables)
         self.objective = objective or Objective(model, recipe, example, tf, keras)
         self.states = LayerStates(self.model, tf, keras)
         self.weight = weight
@@ -132,10 +131,6 @@ class PrefixStep(RankStep):
         total = [tf.TensorSpec((self.layout.step_size,), tf.float32)]
         self._apply = tf.function(self._apply_graph, autograph=False, input_signature=total)
         self._passes: list[tuple[Any, Any, Any, Any, int]] = []
-
-    def narrow_optimizer(self) -> None:
-        """Take an optimizer for the prefix alone in place of the whole model's."""
-        self.optimizer = same_optimizer(self.optimizer, self.model.trainable_variables)
 
     def forward(self, samples: Array) -> Array:
         """Return the prefix's output for a micro-batch, whose backward pass is to come."""
@@ -197,13 +192,6 @@ class PrefixStep(RankStep):
             self.optimizer.iterations.assign_add(1)
 
 
-def same_optimizer(optimizer: Any, variables: Sequence[Any]) -> Any:
-    """Return a new optimizer of the same kind and arguments, for `variables`."""
-    new = type(optimizer).from_config(optimizer.get_config())
-    new.build(variables)
-    return new
-
-
 def flatten(gradients: Sequence[Any], variables: Sequence[Any], tf: Any) -> Any:
     """Return gradients as one vector, float32; inside a graph."""
     flat = [
@@ -235,6 +223,7 @@ class SplitStep(PrefixStep):
         )
         self.whole = whole
         model = whole.model
+        self._own_optimizer, self.optimizer = self.optimizer, whole.optimizer
         self._head.compile(**compile_arguments(model))
         outputs = np.zeros((0, *self.cut.tensor.shape[1:]), self.activation_type)
         self._head_objective = Objective(self._head, recipe, (outputs, example[1]), tf, keras)
@@ -246,7 +235,7 @@ class SplitStep(PrefixStep):
         self._head_graph = tf.function(self._head_pass, autograph=False, input_signature=signature)
         total = [tf.TensorSpec((self.layout.step_size,), tf.float32)]
         self._apply = tf.function(self._apply_both_graph, autograph=False, input_signature=total)
-        self._drawn: dict[int, list[Array]] = {}
+        self._drawn: dict[int, Snapshot] = {}
 
     def begin(self) -> None:
         """Begin a step: nothing is summed yet, and no rank has drawn random numbers."""
@@ -258,7 +247,7 @@ class SplitStep(PrefixStep):
         """Return what `compute` returns with the random states of `rank`, which go on where it left them."""
         step, _ = self.seeds.position
         if rank in self._drawn:
-            self.seeds.restore(self._drawn[rank])
+            self._drawn[rank].restore()
         else:
             self.seeds.set_step(step, rank)
         found = compute()
@@ -301,15 +290,15 @@ class SplitStep(PrefixStep):
 
         Raises WorkerError, exit code 2, for an optimizer whose variables cannot be told apart.
         """
-        optimizer = same_optimizer(self.optimizer, self.model.trainable_variables)
         own = {variable.path: variable for variable in self.optimizer.variables}
-        missing = [variable.path for variable in optimizer.variables if variable.path not in own]
+        paths = [variable.path for variable in self._own_optimizer.variables]
+        missing = [path for path in paths if path not in own]
         if missing or len(own) != len(self.optimizer.variables):
             raise split_error(
                 f"optimizer has no variable {missing[:3]} for each weight",
                 "give all layers different names, or ",
             )
-        return [*self.model.weights, *(own[variable.path] for variable in optimizer.variables)]
+        return [*self.model.weights, *(own[path] for path in paths)]
 
     def _sums_of_head(self) -> dict[int, Any]:
         """Return the summed gradient of each variable of the head by its id."""
@@ -399,11 +388,22 @@ def _time_cut(step: Step, layer: str, spec: PartsSpec, batch: Batch, tf: Any, ke
 
 
 def _time(compute: Callable[[], object], min_duration_s: float) -> float:
-    """Return the mean seconds of `compute` over at least `min_duration_s`, after it has run once."""
-    compute()
+    return measure_time(compute, min_duration_s)[0]
+
+
+def measure_time(
+    compute: Callable[[], object], min_duration_s: float, *, num_warm_ups: int = 1, min_count: int = 2
+) -> tuple[float, int]:
+    """Return the mean seconds of `compute` over at least `min_duration_s`, and how often it ran.
+
+    The mean rather than the median: a machine limited to a share of a core works in bursts, where most steps
+    are fast and a few take all the time.
+    """
+    for _ in range(num_warm_ups):
+        compute()
     started, count, elapsed_s = time.perf_counter(), 0, 0.0
-    while count < 2 or elapsed_s < min_duration_s:
+    while count < min_count or elapsed_s < min_duration_s:
         compute()
         count += 1
         elapsed_s = time.perf_counter() - started
-    return elapsed_s / count
+    return elapsed_s / count, count

@@ -11,6 +11,7 @@ over all samples is exact for moving averages of batch means, and for state that
 """
 
 import zlib
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,22 @@ from csdctl.worker.compute.keras_internals import (
 )
 
 UNTRACKED = "a layer without a seed generator of its own"
+
+
+class Snapshot:
+    """The values of Keras' variables at one moment."""
+
+    def __init__(self, variables: Iterable[Any]) -> None:
+        self._values = [(variable, np.asarray(variable.value).copy()) for variable in variables]
+
+    def restore(self) -> None:
+        """Set the variables to these values again."""
+        for variable, value in self._values:
+            variable.assign(value)
+
+    def is_current(self) -> bool:
+        """Return whether the variables still have these values."""
+        return all(np.array_equal(value, np.asarray(variable.value)) for variable, value in self._values)
 
 
 class LayerStates:
@@ -40,7 +57,7 @@ class LayerStates:
             for layer in layers
         ]
         self.variables = changing_state(model, keras)
-        """Of layers other than batch norm; restored after a forward pass."""
+        """State of layers other than batch norm; restored after a forward pass."""
         self._all = [one for _, mean, variance, _ in self._norms for one in (mean, variance)]
         self._all += self.variables
         self._sizes = [int(tf.size(variable)) for variable in self._all]
@@ -142,14 +159,9 @@ class Seeds:
             state = np.array([key, _first_counter(step)], generator.state.dtype)
             generator.state.value.assign(state, read_value=False)
 
-    def save(self) -> list[Any]:
-        """Return the random states as they are, for `restore`."""
-        return [np.asarray(generator.state).copy() for _, generator in self._generators]
-
-    def restore(self, states: list[Any]) -> None:
-        """Set the random states to those that `save` returned."""
-        for (_, generator), state in zip(self._generators, states, strict=True):
-            generator.state.assign(state)
+    def save(self) -> Snapshot:
+        """Return the random states as they are, to be restored."""
+        return Snapshot(generator.state for _, generator in self._generators)
 
     def find_drawing(self, step: int) -> list[str]:
         """Return the names of the layers that have drawn random numbers since `set_step(step)`.

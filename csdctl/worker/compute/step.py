@@ -30,7 +30,7 @@ import numpy as np
 from csdctl.worker.compute.keras_internals import regularization_losses
 from csdctl.worker.compute.noise import NoisySums
 from csdctl.worker.compute.objective import BatchLoss, Objective
-from csdctl.worker.compute.statistics import LayerStates, Seeds
+from csdctl.worker.compute.statistics import LayerStates, Seeds, Snapshot
 from csdctl.worker.compute.user_code import Augmentation
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.process.errors import WorkerError
@@ -44,7 +44,7 @@ class VectorLayout:
     num_gradients: int
     num_statistics: int
     num_states: int
-    """Of the metrics."""
+    """Number of elements of the metrics' states."""
     has_loss_count: bool = False
     """Whether the loss is divided by a count of its own, which stands before n."""
     divides_gradients: bool = False
@@ -116,9 +116,9 @@ class Sums:
 
     loss: float
     states: tuple[float, ...]
-    """Of the metrics (objective.py)."""
+    """Summed states of the metrics (objective.py)."""
     count: float
-    """What the loss is divided by: samples, each counted with its weight, or unmasked elements."""
+    """Divisor of the loss: samples, each counted with its weight, or unmasked elements."""
 
     @property
     def mean_loss(self) -> float:
@@ -127,7 +127,7 @@ class Sums:
 
 
 class RankStep:
-    """What a rank does in a step whether it has the whole model or a part: all but computing its vector."""
+    """A rank's step without the computation of its vector, for the whole model or a part of it."""
 
     model: Any
     """The model, or the part of it that the rank has."""
@@ -189,10 +189,9 @@ class RankStep:
         self._rehearse(lambda: self.apply(vector))
 
     def _rehearse(self, do: Callable[[], object]) -> None:
-        before = [np.asarray(variable.value).copy() for variable in self.state]
+        before = Snapshot(self.state)
         do()
-        for variable, value in zip(self.state, before, strict=True):
-            variable.assign(value)
+        before.restore()
 
     def _sums(self, tail: Array) -> Sums:
         loss, *states, count = (float(value) for value in tail)
@@ -228,7 +227,7 @@ class Step(RankStep):
         """Whether private samples are clipped and get noise."""
         self.objective = Objective(model, recipe, example, tf, keras, is_per_sample=self.has_noise)
         self.states = LayerStates(model, tf, keras)
-        """What the model's layers keep besides weights."""
+        """State that the model's layers keep besides weights."""
         self.micro_batch_size = micro_batch_size
         self._weight = weight
         # No graph depends on a tensor's value. AutoGraph would only leave a source file in the temporary
@@ -236,9 +235,10 @@ class Step(RankStep):
         batch = self.objective.signature
         self._has_summed = False
         self._has_loss_count = self.has_noise or self.objective.counts_elements
-        self.retrace()
+        local = tf.function(self._local_graph, autograph=False, input_signature=batch)
         # What layers add to the loss, and what they write, is known by tracing them.
-        self._check_writes(self._local.get_concrete_function().graph)
+        self._local = local.get_concrete_function()
+        self._check_writes(self._local.graph)
         self.layout = VectorLayout(
             num_gradients=size_of(model.trainable_variables),
             num_statistics=self.states.size,
@@ -269,13 +269,6 @@ class Step(RankStep):
                     exit_code=2,
                 )
 
-    def retrace(self) -> None:
-        """Forget the graph of `local`: it is traced anew, with the types that layers compute in by then."""
-        self._traced: Any = None
-        self._local = self._tf.function(
-            self._local_graph, autograph=False, input_signature=self.objective.signature
-        )
-
     @property
     def has_loss_scaling(self) -> bool:
         """Whether the optimizer skips gradients that are not finite, and scales the loss (mixed_float16)."""
@@ -304,23 +297,18 @@ class Step(RankStep):
     def _plain(self, images: Array, labels: Array, out: Array | None) -> Array:
         size = self.micro_batch_size or len(images)
         if out is None and 0 < len(images) <= size:
-            return np.asarray(self._run_local(images, labels))
+            return np.asarray(self._local(*self.objective.tensors(images, labels)))
         vector = np.zeros(self.layout.step_size, np.float32) if out is None else out
         if len(images) == 0:
             vector[:] = 0
         for start in range(0, len(images), max(1, size)):
             micro_batch = slice(start, start + size)
-            part = np.asarray(self._run_local(images[micro_batch], labels[micro_batch]))
+            part = np.asarray(self._local(*self.objective.tensors(images[micro_batch], labels[micro_batch])))
             if start:
                 np.add(vector, part, out=vector)
             else:
                 np.copyto(vector, part)
         return vector
-
-    def _run_local(self, images: Array, labels: Array) -> Any:
-        if self._traced is None:
-            self._traced = self._local.get_concrete_function()
-        return self._traced(*self.objective.tensors(images, labels))
 
     def alone(self, images: Array, labels: Array, *, private_copies: Array | None = None) -> Sums:
         """Run `local` and `apply` of a rank without other ranks, in one graph."""
@@ -343,13 +331,12 @@ class Step(RankStep):
         if not getattr(getattr(self.optimizer, "inner_optimizer", self.optimizer), "use_ema", False):
             yield
             return
-        before = [np.asarray(variable.value).copy() for variable in self.model.trainable_variables]
+        before = Snapshot(self.model.trainable_variables)
         self.optimizer.finalize_variable_values(self.model.trainable_variables)
         try:
             yield
         finally:
-            for variable, value in zip(self.model.trainable_variables, before, strict=True):
-                variable.assign(value)
+            before.restore()
 
     def _sums(self, tail: Array) -> Sums:
         loss, *states, count = (float(value) for value in tail)

@@ -8,6 +8,7 @@ has the same samples. The host tries it before anything is sent.
 
 import importlib
 import importlib.util
+import itertools
 import random
 import sys
 import traceback
@@ -271,7 +272,7 @@ def _type_of(value: Any) -> str:
 
 NUM_SAMPLES = 8
 STEPS = (0, 1, 2)
-Batch = tuple[Array, Array]
+"""Steps that are tried: in one, random numbers of few samples may be equal by chance."""
 
 
 def try_augment(spec: AugmentTrial) -> AugmentTried:
@@ -284,27 +285,20 @@ def try_augment(spec: AugmentTrial) -> AugmentTried:
     augmentation = Augmentation(spec.reference, spec.seed, is_public=True)
     samples, labels = open_arrays(f"{spec.directory}/images.npy", f"{spec.directory}/labels.npy")
     samples, labels = samples[:NUM_SAMPLES], as_labels(labels[:NUM_SAMPLES])
-    for size in dict.fromkeys((len(samples), 1)):
-        for step in STEPS:
-            _try_step(augmentation, (samples[:size], labels[:size]), step)
+    for size, step in itertools.product(dict.fromkeys((len(samples), 1)), STEPS):
+        # Ranks compute the steps of a group in order, a rank that is restarted one of them alone.
+        batch = samples[:size], labels[:size]
+        first, _, again = (augmentation(*batch, one, 0) for one in (step, step + 1, step))
+        if not all(map(_is_same, first, again)):
+            raise WorkerError(
+                f"{augmentation.name} returns something else when it is called again with the same rng: "
+                "a step could not be repeated",
+                remedy="draw all random numbers from rng; for TensorFlow, its stateless functions with "
+                "`seed=rng.integers(2**31, size=2)`",
+                exit_code=2,
+            )
     return AugmentTried(len(samples))
 
 
-def _try_step(augmentation: Augmentation, batch: Batch, step: int) -> None:
-    # Ranks compute the steps of a group in order, a rank that is restarted one of them alone.
-    first, _, again = (augmentation(*batch, one, 0) for one in (step, step + 1, step))
-    if not all(map(_is_same, first, again)):
-        raise WorkerError(
-            f"{augmentation.name} returns something else when it is called again with the same rng: "
-            "a step could not be repeated",
-            remedy="draw all random numbers from rng; for TensorFlow, its stateless functions with "
-            "`seed=rng.integers(2**31, size=2)`",
-            exit_code=2,
-        )
-
-
 def _is_same(first: Array, second: Array) -> bool:
-    return all(
-        np.array_equal(one, other)
-        for one, other in zip(fields_of(first).values(), fields_of(second).values(), strict=True)
-    )
+    return all(map(np.array_equal, fields_of(first).values(), fields_of(second).values()))

@@ -1,4 +1,4 @@
-"""What a rank and its link share on their machine: a channel of messages, and the memory of two vectors.
+"""A rank and its link on one machine: their channel of messages, and the memory of two vectors.
 
 The channel is a Unix socket. A message is a letter, a length and that many bytes; the receiver limits the
 length. The rank sends requests, the link answers in order; while the link waits for other ranks it sends
@@ -24,11 +24,11 @@ CHOOSE, SUM, ALLGATHER, SEND, RECEIVE, CLOSE = b"O", b"S", b"G", b"P", b"R", b"C
 CONNECTIONS, NOT_FINITE, EXPECT = b"T", b"N", b"E"
 """Requests of the rank."""
 SEND_HEAD = struct.Struct("<q?")
-"""Of `SEND`: the receiving rank, and whether to answer only when all has left."""
+"""Head of a `SEND` request: the receiving rank, and whether to answer only when all has left."""
 DONE, WAITING, FAULT = b"D", b"W", b"F"
 """Answers of the link. `FAULT` is its last one: another rank has sent what no rank may send."""
 MAX_NOTE_BYTES = 1 << 16
-"""Of a greeting, `WAITING` or `FAULT`."""
+"""Largest size of a greeting, `WAITING` or `FAULT`."""
 _HEAD = struct.Struct("<cQ")
 _PEER = struct.Struct("3i")
 

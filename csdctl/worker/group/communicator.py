@@ -54,7 +54,7 @@ class Communicator:
 
     rank, size = 0, 1
     collective, sum_s = ALONE, 0.0
-    """How vectors are summed, and the seconds of one sum, as measured when the group was formed."""
+    """Name of the collective, and the seconds of one sum, as measured when the group was formed."""
 
     def __init__(self, local: Array) -> None:
         """`local`: the buffer where this rank's vector is best written; shape (n,), float32."""
@@ -78,12 +78,11 @@ class Communicator:
         """
         return decode_values(hint, [encode_value(value)])
 
-    def send(self, rank: int, content: Any, traffic_class: str) -> None:
-        """Send bytes to one rank, which must `receive` them; counted as traffic of `traffic_class`."""
-        raise ValueError("there is no other rank")
+    def send(self, rank: int, content: Any, traffic_class: str, *, is_waiting: bool = True) -> None:
+        """Send bytes to one rank, which must `receive` them; counted as traffic of `traffic_class`.
 
-    def post(self, rank: int, content: Any, traffic_class: str) -> None:
-        """Send without waiting until the bytes have left: they take memory of the link until then."""
+        Returns when they have left, unless `is_waiting` is False: they take memory of the link until then.
+        """
         raise ValueError("there is no other rank")
 
     def expect(self, rank: int, max_bytes: int) -> None:
@@ -105,7 +104,7 @@ class Communicator:
         """Leave at once."""
 
     def interrupt(self) -> None:
-        """From another thread: make the call that waits for other ranks raise LinkLostError."""
+        """Make the call that waits for other ranks raise LinkLostError; for other threads."""
 
 
 class LinkCommunicator(Communicator):
@@ -153,13 +152,11 @@ class LinkCommunicator(Communicator):
             raise LinkLostError from None
         return decode_values(hint, contents)
 
-    def send(self, rank: int, content: Any, traffic_class: str) -> None:
-        """Send, and wait until all has left."""
-        self._send(rank, content, traffic_class, is_waiting=True)
-
-    def post(self, rank: int, content: Any, traffic_class: str) -> None:
-        """Send without waiting."""
-        self._send(rank, content, traffic_class, is_waiting=False)
+    def send(self, rank: int, content: Any, traffic_class: str, *, is_waiting: bool = True) -> None:
+        """Send through the link."""
+        packed = memoryview(content).cast("B").tobytes()
+        self._messages[traffic_class, self.rank, rank] += len(packed)
+        self._request(SEND, SEND_HEAD.pack(rank, is_waiting) + packed)
 
     def expect(self, rank: int, max_bytes: int) -> None:
         """Announce a message to the link."""
@@ -190,11 +187,6 @@ class LinkCommunicator(Communicator):
     def interrupt(self) -> None:
         """End the channel for both sides."""
         self._channel.shut()
-
-    def _send(self, rank: int, content: Any, traffic_class: str, *, is_waiting: bool) -> None:
-        packed = memoryview(content).cast("B").tobytes()
-        self._messages[traffic_class, self.rank, rank] += len(packed)
-        self._request(SEND, SEND_HEAD.pack(rank, is_waiting) + packed)
 
     def _request(self, letter: bytes, content: bytes = b"", max_bytes: int = 0) -> bytearray:
         self._channel.send(letter, content)

@@ -45,9 +45,9 @@ from csdctl.worker.protocol.tcp_counters import list_connections
 
 WAITING_INTERVAL_S = 5.0
 PROGRESS_INTERVAL_S, SENDING_INTERVAL_S = 0.005, 0.0005
-"""How often rank 0's link checks for arrived vectors while its rank computes, and while a sum leaves."""
+"""Intervals of rank 0's link between checks for vectors, while its rank computes and while a sum leaves."""
 MESSAGE_INTERVAL_S = 0.02
-"""How often another rank's link checks a message that is on its way: each time costs a slow node."""
+"""Interval at which another rank's link checks a message that is on its way: each time costs a slow node."""
 MAX_REQUEST_BYTES = 1 << 40
 """The link takes what its rank asks it to send: the rank has made it, and runs on the same machine."""
 

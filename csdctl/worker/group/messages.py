@@ -16,7 +16,7 @@ from csdctl.worker.protocol.events import SUMS, TRAFFIC_NAMES, SentBytes
 from csdctl.worker.protocol.json_codec import Between, MaxLength, OneOf, RankNumber
 
 MAX_VALUE_BYTES = 1 << 18
-"""Of one rank's part of an `allgather`: the byte counters of a thousand connections fit several times."""
+"""Largest size of one rank's part of an `allgather`: several times that of a thousand byte counters."""
 _SIZE = struct.Struct("<q")
 _SIZE_TAG, _CONTENT_TAG, _GATHER_SIZE_TAG, _GATHER_TAG, _ALL_SIZES_TAG, _ALL_TAG = range(3, 9)
 """1 and 2 are those of the star (collective.py)."""
@@ -149,7 +149,7 @@ Message = tuple[Annotated[str, OneOf(TRAFFIC_NAMES[1:])], RankNumber, RankNumber
 Counters = tuple[tuple[Message, ...], ConnectionRows]
 """Messages that one rank has sent or received, and its connections."""
 DRAIN_S = 1.0
-"""How long bytes may be on their way: a peer that is gone acknowledges nothing."""
+"""Longest time that bytes may be on their way: a peer that is gone acknowledges nothing."""
 
 
 def gather_traffic(

@@ -19,7 +19,7 @@ FIRST_SLEEP_S = 0.0001
 SLEEP_GROWTH = 1.3
 SHORT_SLEEP_S, LONGEST_SLEEP_S = 0.002, 0.005
 SLEEP_SHARE = 0.05
-"""In a long wait, the share of the time waited after which a request is tested again: each wake-up costs a
+"""Share of the time waited after which a request is tested again: each wake-up costs a
 slow node more."""
 QUIET_S = 0.05
 """`on_wait` is not called in waits shorter than this."""
@@ -140,7 +140,7 @@ BASE_BYTES, PER_RANK_BYTES, NUM_VECTORS = 1 << 30, 32 << 20, 8
 
 
 class MemoryLimit:
-    """What this process may allocate from now on, for sums of vectors of `vector_bytes`.
+    """A limit to what this process may allocate from now on, for sums of vectors of `vector_bytes`.
 
     MPI keeps every message that nobody has asked for. Without a limit, a rank that sends on and on would fill
     the memory of another one's machine; with it, the process that receives ends, and its group is lost.

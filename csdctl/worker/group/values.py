@@ -1,4 +1,4 @@
-"""What the ranks of a group tell each other, and the checks before any of it is used.
+"""Values that the ranks of a group exchange, and the checks before any of it is used.
 
 Values are JSON. What another rank has sent is not trusted: it is read by an annotation that states its types
 and bounds (protocol/json_codec.py), and anything else is that rank's fault.
@@ -63,7 +63,7 @@ TOLERANCE = 1e-3
 
 @dataclass(frozen=True)
 class ExpectedTails:
-    """What the vectors of one sum must end with; of every rank of the group, rank 0 included."""
+    """Required ends of the vectors of one sum; of every rank of the group, rank 0 included."""
 
     start: Count
     """The index of n."""
@@ -74,35 +74,20 @@ class ExpectedTails:
 
     def check(self, vectors: Sequence[Any]) -> None:
         """Raise PeerFaultError unless the `vectors` of ranks 1, 2, … end as expected."""
-        import numpy as np
-
-        if not vectors:
-            return
-        tails = np.stack([vector[self.start :] for vector in vectors])
-        counts, seconds = np.array(self.counts[1:]), tails[:, 2:].copy()
-        own = np.arange(len(vectors)), np.array(self.ranks[1:])
-        own_s = seconds[own]
-        seconds[own] = 0
-        is_right = (
-            (abs(tails[:, 0] - counts) <= TOLERANCE * counts)
-            & (tails[:, 1] == 0)
-            & (own_s >= 0)
-            & (own_s <= MAX_STEP_S)
-            & ~seconds.any(axis=1)
-        )
-        if not is_right.all():
-            found = int(np.argmin(is_right))
-            raise PeerFaultError(found + 1, self._describe(found + 1, tails[found]))
+        for rank, vector in enumerate(vectors, start=1):
+            tail, expected = vector[self.start :], self.counts[rank]
+            count, stop, own_s = (float(tail[at]) for at in (0, 1, 2 + self.ranks[rank]))
+            if not abs(count - expected) <= TOLERANCE * expected:
+                problem = f"sent the gradient of {count:g} samples, expected {expected:g}"
+            elif stop != 0:
+                problem = "asked all ranks to stop, which only rank 0 may do"
+            elif not 0 <= own_s <= MAX_STEP_S or (tail[2:] != 0).sum() > (own_s != 0):
+                problem = f"sent {own_s:g} s as the time of its step, or the time of another rank"
+            else:
+                continue
+            raise PeerFaultError(rank, problem)
 
     def is_count_of(self, total: Any) -> bool:
         """Return whether the sum of all vectors has the sum of all counts."""
         count = sum(self.counts)
         return bool(abs(float(total[self.start]) - count) <= TOLERANCE * count)
-
-    def _describe(self, rank: int, tail: Any) -> str:
-        count, stop, *seconds = (float(number) for number in tail)
-        if not abs(count - self.counts[rank]) <= TOLERANCE * self.counts[rank]:
-            return f"sent the gradient of {count:g} samples, expected {self.counts[rank]:g}"
-        if stop != 0:
-            return "asked all ranks to stop, which only rank 0 may do"
-        return f"sent {seconds[self.ranks[rank]]:g} s as the time of its step, or the time of another rank"

@@ -27,8 +27,8 @@ from csdctl.worker.compute.forward import (
     BATCH_SIZE,
     LITE_BATCH_SIZE,
     PACKAGE,
-    ForwardPass,
     feature_pass,
+    forward_pass,
     to_results,
 )
 from csdctl.worker.compute.user_code import Augmentation, import_packed
@@ -175,7 +175,7 @@ def _begin(
 def load_computation(spec: ExtractSpec) -> Compute:
     """Return what computes the rows to store; raises WorkerError if the model cannot be built here."""
     if spec.results:
-        forward = ForwardPass(
+        forward = forward_pass(
             spec.prefix,
             lambda outputs: to_results(outputs, spec.results),
             *load_backend(spec.runtime),

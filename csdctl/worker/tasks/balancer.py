@@ -16,11 +16,11 @@ class Window:
 
     min_steps: int
     min_duration_s: float
-    """Of the slowest rank: a machine limited to a share of a core works in bursts of 0.1 s."""
+    """Shortest time of the slowest rank: a machine limited to a share of a core works in bursts of 0.1 s."""
     tolerance: float
-    """How much longer than a balanced step the slowest rank may take, as a share of it."""
+    """Share of a balanced step by which the slowest rank may take longer."""
     num_in_a_row: int
-    """How many windows in a row must have the same slowest rank."""
+    """Number of windows in a row that must have the same slowest rank."""
 
 
 URGENT = Window(5, 4.0, 0.3, 1)
@@ -68,21 +68,17 @@ class Balancer:
         A rank with batch size 0 keeps it.
         """
         training = {rank: size for rank, size in batch_sizes.items() if size}
-        proposed = self._propose(training)
-        return None if proposed is None else {**dict.fromkeys(batch_sizes, 0), **proposed}
-
-    def _propose(self, batch_sizes: Mapping[int, int]) -> dict[int, int] | None:
         for window, steps in self._times.items():
-            longest_s = max((sum(step[rank] for step in steps) for rank in batch_sizes), default=0.0)
+            longest_s = max((sum(step[rank] for step in steps) for rank in training), default=0.0)
             if len(steps) < window.min_steps or longest_s < window.min_duration_s:
                 continue
             step_s = {
-                rank: max(1e-9, mean_without_longest([step[rank] for step in steps])) for rank in batch_sizes
+                rank: max(1e-9, mean_without_longest([step[rank] for step in steps])) for rank in training
             }
             steps.clear()
-            sizes = self._better(window, batch_sizes, step_s)
+            sizes = self._better(window, training, step_s)
             if sizes is not None:
-                return sizes
+                return {**dict.fromkeys(batch_sizes, 0), **sizes}
         return None
 
     def _better(

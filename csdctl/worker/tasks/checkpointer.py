@@ -9,12 +9,9 @@ nothing: they take over rank 0's state, never the other way round (docs/decision
 import contextlib
 import io
 import json
-import mmap
 import os
-import struct
 import time
 import zipfile
-import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,84 +21,55 @@ import numpy as np
 
 from csdctl.worker.compute.forward import assemble
 from csdctl.worker.compute.step import Step
-from csdctl.worker.data.arrays import Array, save_arrays
+from csdctl.worker.data.arrays import Array, read_array_header, save_arrays
 from csdctl.worker.data.schedule import OwnSamples
 from csdctl.worker.process.errors import WorkerError, describe
 from csdctl.worker.process.files import DAMAGED_ARCHIVE, BoundedFile, open_private, sync_directory
 from csdctl.worker.protocol.events import CheckpointSaved
 from csdctl.worker.protocol.run_spec import RunSpec
-from csdctl.worker.tasks.progress import Position, Reporter, max_state_bytes, pack, position_of, unpack
+from csdctl.worker.tasks.progress import (
+    Position,
+    Reporter,
+    max_state_bytes,
+    pack,
+    parts_of,
+    position_of,
+    unpack,
+)
 
-_START = struct.Struct("<8sH")
-"""Of an .npy file: magic and version, and the length of the header that follows."""
 _ARCHIVE_BYTES = 1 << 16
-"""What an .npz archive with one array may have beyond the array."""
+"""Largest size of an .npz archive with one array beyond the array."""
 
 
 class StepFile:
-    """The state after the latest step, in two halves that are written alternately.
+    """The state after the latest step, in the machine's memory; the file exists from the first step on.
 
-    A process that dies while writing leaves the other half intact. The file is memory-mapped: the kernel
-    keeps what was written when the process dies. It exists from the first step on.
+    It is written aside and renamed: a process that dies while writing leaves the state of the step before.
     """
-
-    _MARK = struct.Struct("<qqI")
-    """Before each half: its step when it is complete, the bytes used, and the CRC-32 of their first 4 KiB."""
 
     def __init__(self, path: Path, variables: list[Any]) -> None:
         """`path`: of states of `variables`."""
-        self._path = path
-        whole_pages = -(-(self._MARK.size + max_state_bytes(variables)) // mmap.PAGESIZE)
-        self._half_bytes = whole_pages * mmap.PAGESIZE
-        self._bytes: Array | None = None
-        self._next = 0
+        self._path, self._aside = path, path.with_name(f"{path.name}.part")
+        self._max_bytes = max_state_bytes(variables)
 
     def write(self, variables: list[Any], position: Position) -> None:
-        """Write `variables`, the state at `position`; raises OSError when there can be no such file."""
-        if self._bytes is None:
-            self._bytes = self._open()
-        start = self._next * self._half_bytes
-        self._mark(self._bytes, start, -1, 0, 0)
-        body = start + self._MARK.size
-        packed = pack(variables, position, self._bytes[body : start + self._half_bytes])
-        self._mark(self._bytes, start, position.total_steps, len(packed), zlib.crc32(packed[:4096].tobytes()))
-        self._next = 1 - self._next
+        """Write `variables`, the state at `position`; raises OSError unless the file is this user's own."""
+        os.close(open_private(self._path, is_creating=True))
+        with os.fdopen(open_private(self._aside, is_creating=True), "wb") as file:
+            file.truncate(0)
+            file.writelines(parts_of(variables, position))
+        os.replace(self._aside, self._path)
 
     def read(self) -> Array | None:
-        """Return the latest complete state, or None; raises OSError unless the file is this user's own."""
+        """Return the latest state, or None; raises OSError unless the file is this user's own."""
         try:
             descriptor = open_private(self._path)
         except FileNotFoundError:
             return None
         with os.fdopen(descriptor, "rb") as file:
-            if os.fstat(descriptor).st_size != 2 * self._half_bytes:
+            if not 0 < os.fstat(descriptor).st_size <= self._max_bytes:
                 return None
-            content = np.fromfile(file, np.uint8, 2 * self._half_bytes)
-        found: tuple[int, Array] | None = None
-        for half, start in enumerate((0, self._half_bytes)):
-            body = start + self._MARK.size
-            step, used, check = self._MARK.unpack(content[start:body].tobytes())
-            packed = content[body : start + self._half_bytes][: max(0, used)]
-            is_whole = step >= 0 and used == len(packed) > 0 and zlib.crc32(packed[:4096].tobytes()) == check
-            if is_whole and (found is None or step > found[0]):
-                found = (step, packed)
-                self._next = 1 - half
-        return found[1] if found else None
-
-    def _open(self) -> Array:
-        size = 2 * self._half_bytes
-        descriptor = open_private(self._path, is_creating=True)
-        try:
-            if os.fstat(descriptor).st_size != size:
-                os.ftruncate(descriptor, 0)
-                os.posix_fallocate(descriptor, 0, size)
-            return np.frombuffer(mmap.mmap(descriptor, size), np.uint8)
-        finally:
-            os.close(descriptor)
-
-    def _mark(self, into: Array, start: int, *values: int) -> None:
-        mark = self._MARK.pack(*values)
-        into[start : start + len(mark)] = np.frombuffer(mark, np.uint8)
+            return np.frombuffer(file.read(), np.uint8)
 
 
 @dataclass
@@ -160,15 +128,10 @@ def _read_checkpoint(path: Path, max_bytes: int) -> Array:
             member = archive.getinfo("state.npy")
             if member.file_size > max_bytes + _ARCHIVE_BYTES:
                 raise ValueError("too large for this model")
-            content = archive.read(member)  # reading to the end checks the archive's CRC-32
-    start = _START.size + _START.unpack_from(content)[1]
-    state = np.frombuffer(content, np.uint8, offset=start)
-    # numpy would parse the header as Python. There is only one that can be right.
-    header = io.BytesIO()
-    np.lib.format.write_array_header_1_0(
-        header, {"descr": "|u1", "fortran_order": False, "shape": state.shape}
-    )
-    if content[:start] != header.getvalue():
+            content = io.BytesIO(archive.read(member))  # reading to the end checks the archive's CRC-32
+    shape, _, dtype = read_array_header(content)
+    state = np.frombuffer(content.read(), np.uint8)
+    if (shape, dtype) != (state.shape, state.dtype):
         raise ValueError("not one array of bytes")
     return state
 
@@ -177,7 +140,7 @@ MAX_COST_SHARE = 0.01
 """The share of the training time that the step file may cost when no other rank holds the state too."""
 LAST_MODEL, BEST_MODEL = "model.keras", "best.keras"
 KEPT_STEP_FILE = "step.state"
-"""In the run directory: the step file of a run that has failed, which csdctl has moved out of memory."""
+"""Name of the step file of a failed run, which csdctl has moved from memory to the run directory."""
 
 
 def save_model(model: Any, path: Path) -> Path:

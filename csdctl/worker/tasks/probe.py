@@ -6,7 +6,6 @@ trial. Samples are random: the time of a step does not depend on them.
 """
 
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import numpy as np
 
 from csdctl.worker.compute.keras_internals import find_smallest_embedding
 from csdctl.worker.compute.model import load
+from csdctl.worker.compute.split import measure_time
 from csdctl.worker.compute.step import Step
 from csdctl.worker.data.arrays import Array, random_batch
 from csdctl.worker.process.machine import peak_memory_bytes
@@ -78,17 +78,11 @@ def _take_part(request: AttachRequest, step: Step) -> None:
 def measure(
     step: Step, batch: tuple[Array, Array], request: ProbeRequest, copies: Array | None
 ) -> ProbeResult:
-    """Return the mean time of forward, backward and apply, without other ranks.
-
-    The mean rather than the median: a machine limited to a share of a core works in bursts, where most steps
-    are fast and a few take all the time. `copies` as in `Step.local`.
-    """
-    for _ in range(request.warm_up_steps):
-        step.apply(step.local(*batch, private_copies=copies))
-    num_steps, elapsed_s = 0, 0.0
-    started = time.perf_counter()
-    while num_steps < request.min_steps or elapsed_s < request.min_duration_s:
-        step.apply(step.local(*batch, private_copies=copies))
-        num_steps += 1
-        elapsed_s = time.perf_counter() - started
-    return ProbeResult(request.batch_size, elapsed_s / num_steps, num_steps, peak_memory_bytes())
+    """Return the mean time of a step without other ranks; `copies` as in `Step.local`."""
+    step_s, num_steps = measure_time(
+        lambda: step.apply(step.local(*batch, private_copies=copies)),
+        request.min_duration_s,
+        num_warm_ups=request.warm_up_steps,
+        min_count=request.min_steps,
+    )
+    return ProbeResult(request.batch_size, step_s, num_steps, peak_memory_bytes())

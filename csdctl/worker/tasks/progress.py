@@ -40,9 +40,9 @@ class EpochTotals:
     samples: Count = 0
     loss: float = 0.0
     states: tuple[float, ...] = ()
-    """Of the metrics."""
+    """Summed states of the metrics."""
     weight: float = 0.0
-    """What the loss is divided by: the number of samples when all weights are 1."""
+    """Divisor of the loss: the number of samples when all weights are 1."""
 
 
 @dataclass(frozen=True)
@@ -73,27 +73,24 @@ class Position:
     segment: Segment | None
     """None between epochs."""
     batch_sizes: dict[str, Count]
-    """Of every rank that took part at any time, by its number."""
+    """Batch size of every rank that took part at any time, by its number."""
     totals: EpochTotals = EpochTotals()
     callbacks: CallbackState = CallbackState()
     schema: int = SCHEMA
 
 
-def pack(variables: list[Any], position: Position, out: Array | None = None) -> Array:
-    """Return variables and position as one array of bytes, uint8; at the start of `out` when given."""
+def parts_of(variables: list[Any], position: Position) -> list[Any]:
+    """Return variables and position as buffers of bytes, which together are the packed state."""
     arrays = _arrays_of(variables)
     text = to_json(position).encode()
     size = _HEAD.size + len(text) + sum(array.nbytes for array in arrays)
-    packed = np.empty(size, np.uint8) if out is None else out[:size]
-    if len(packed) < size:
-        raise WorkerError(f"the state has {size} bytes, the buffer only {len(packed)}")
-    packed[: _HEAD.size] = np.frombuffer(_HEAD.pack(len(text), size, _hash_form(arrays)), np.uint8)
-    place = _HEAD.size + len(text)
-    packed[_HEAD.size : place] = np.frombuffer(text, np.uint8)
-    for array in arrays:
-        packed[place : place + array.nbytes] = array.reshape(-1).view(np.uint8)
-        place += array.nbytes
-    return packed
+    head = _HEAD.pack(len(text), size, _hash_form(arrays))
+    return [head, text, *(array.reshape(-1).view(np.uint8) for array in arrays)]
+
+
+def pack(variables: list[Any], position: Position) -> Array:
+    """Return variables and position as one array of bytes, uint8."""
+    return np.frombuffer(b"".join(parts_of(variables, position)), np.uint8)
 
 
 def max_state_bytes(variables: list[Any]) -> int:
@@ -115,11 +112,11 @@ def unpack(packed: Array, variables: list[Any], own: Sequence[OwnSamples]) -> Po
     `own`: the samples of each rank of the run.
     """
     position = position_of(packed, own)
-    length, total, form = _HEAD.unpack(packed[: _HEAD.size].tobytes())
+    length, _, form = _HEAD.unpack(packed[: _HEAD.size].tobytes())
     arrays = _arrays_of(variables)
     place = _HEAD.size + length
     expected = place + sum(array.nbytes for array in arrays)
-    if not total == expected == len(packed) or form != _hash_form(arrays):
+    if len(packed) != expected or form != _hash_form(arrays):
         raise WorkerError(
             f"the saved state has {len(packed)} bytes, expected {expected} for this model, "
             "with the shapes and types of its variables",
@@ -136,8 +133,8 @@ def position_of(packed: Array, own: Sequence[OwnSamples]) -> Position:
     """Return the position alone; raises WorkerError when it is damaged, or not possible in this run."""
     if len(packed) < _HEAD.size:
         raise WorkerError("the saved state is cut short", remedy=_REMEDY)
-    length, _, _ = _HEAD.unpack(packed[: _HEAD.size].tobytes())
-    if length > min(MAX_POSITION_BYTES, len(packed) - _HEAD.size):
+    length, total, _ = _HEAD.unpack(packed[: _HEAD.size].tobytes())
+    if total != len(packed) or length > min(MAX_POSITION_BYTES, total - _HEAD.size):
         raise WorkerError("the saved state is cut short", remedy=_REMEDY)
     try:
         position = from_json(Position, packed[_HEAD.size : _HEAD.size + length].tobytes().decode())
@@ -197,11 +194,6 @@ class RunProgress:
     def step_samples(self) -> list[int]:
         """Samples of each rank of the group in the next step."""
         return self.segment.samples_by_rank(self.position.step)
-
-    @property
-    def global_samples(self) -> int:
-        """Samples of all ranks in the next step."""
-        return sum(self.step_samples)
 
     def weigh(self, samples: Sequence[int]) -> list[float]:
         """Return the sum of the weights of each rank's samples, given their numbers."""
@@ -281,13 +273,13 @@ class StepTotals:
     compute_s: float = 0.0
     wait_s: float = 0.0
     input_s: float = 0.0
-    """Of compute_s: reading samples."""
+    """Part of compute_s in which samples were read."""
     others_s: float | None = 0.0
-    """Of wait_s: until the slowest rank had computed; None where that is not known."""
+    """Part of wait_s until the slowest rank had computed; None where that is not known."""
     sums: Sums = field(default_factory=lambda: Sums(0.0, (), 0.0))
-    """Of all ranks."""
+    """Sums of all ranks."""
     global_samples: int = 0
-    """Of all ranks, whatever their weights."""
+    """Samples of all ranks, whatever their weights."""
     is_stopping: bool = False
     """Whether a stop was requested in the latest step."""
     started: float = field(default_factory=time.monotonic)

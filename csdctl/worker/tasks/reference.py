@@ -9,12 +9,12 @@ Every comparison comes with two measures of what it is worth, both from this mod
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
 from csdctl.worker.compute.keras_internals import flatten_layers
+from csdctl.worker.compute.statistics import Snapshot
 from csdctl.worker.compute.step import Step
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.protocol.events import Compared
@@ -22,60 +22,23 @@ from csdctl.worker.protocol.run_spec import RankSpec
 
 ROUNDOFFS = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 """The largest relative error of rounding to a type; the finest type first."""
-_TYPES = tuple(ROUNDOFFS)
-
-
-def coarsest(*types: str) -> str:
-    """Return the one of `types` that rounds most."""
-    return max(types, key=_TYPES.index)
-
-
-def weights_by_type(model: Any) -> list[tuple[Any, str]]:
-    """Return the weights that are floats, each with the type that its layer computes in."""
-    found = {id(weight): (weight, model.compute_dtype) for weight in model.weights}
-    for layer in flatten_layers(model):  # a layer comes before those that it contains
-        found |= {id(weight): (weight, layer.compute_dtype) for weight in layer.weights}
-    return [
-        (weight, dtype)
-        for weight, dtype in found.values()
-        if str(weight.dtype) in ROUNDOFFS and dtype in ROUNDOFFS
-    ]
 
 
 def compute_type(model: Any) -> str:
     """Return the coarsest type that a layer with weights computes in."""
-    return coarsest(*(dtype for _, dtype in weights_by_type(model)))
+    found = {layer.compute_dtype for layer in flatten_layers(model) if layer.weights} & set(ROUNDOFFS)
+    coarsest: str = max(found or {model.compute_dtype}, key=ROUNDOFFS.__getitem__)
+    return coarsest
 
 
-def types_to_compare_in(dtype: str) -> tuple[str, ...]:
-    """Return the types in which the gradient of a model that computes in `dtype` may be compared, in order.
+def widen(model: Any) -> None:
+    """Let layers that compute in 16 bits compute in float32 from now on; the weights keep their type.
 
     In 16 bits, kernels differ by as much as a sample: some add in 16 bits, others in 32.
     """
-    return ("float64",) if dtype == "float64" else ("float32", "float64")
-
-
-@contextmanager
-def computing_in(step: Step, dtype: str) -> Iterator[None]:
-    """Let layers that compute in a coarser type compute in `dtype`; the weights keep their type."""
-    model = step.model
-    coarser = [
-        (layer, layer.dtype_policy)
-        for layer in (model, *flatten_layers(model))
-        if layer.compute_dtype in ROUNDOFFS and coarsest(layer.compute_dtype, dtype) != dtype
-    ]
-    if not coarser:
-        yield
-        return
-    for layer, policy in coarser:
-        layer.dtype_policy = _make_policy(dtype, policy.variable_dtype)
-    step.retrace()
-    try:
-        yield
-    finally:
-        for layer, policy in coarser:
-            layer.dtype_policy = policy
-        step.retrace()
+    for layer in (model, *flatten_layers(model)):
+        if layer.compute_dtype in ("float16", "bfloat16"):
+            layer.dtype_policy = _make_policy("float32", layer.dtype_policy.variable_dtype)
 
 
 def _make_policy(dtype: str, variable_dtype: str) -> Any:
@@ -91,29 +54,15 @@ def _make_policy(dtype: str, variable_dtype: str) -> Any:
 
 
 NUM_DRAWS = 3
-"""Of the rounding of the weights; the spread is the largest of them."""
+"""Number of random roundings of the weights; the spread is their largest effect."""
 NEAR = 8.0
-"""Up to how many spreads from it, nothing has to be said of one batch of all samples."""
+"""Distance from one batch of all samples, in spreads, that needs no explanation."""
 MAX_REASON_CHARS = 200
 LOSS_ROUNDING = 1e-5
-"""What rounding in float32 explains between the loss of one batch and of its parts, relative."""
+"""Relative difference of the loss of one batch and of its parts that rounding in float32 explains."""
 COUPLED = "a layer or loss that compares samples of a batch: the loss of its parts is off by {:.0e}"
-COUPLED_ROWS = "a layer or loss that compares samples of a batch: in another batch, a sample is off by {:.0e}"
-ONE_NUMBER = "a loss that returns one number for a batch"
 SMALLEST = 2.0**-126
 """The smallest float32 that every processor adds; some take smaller ones for 0."""
-
-
-class Snapshot:
-    """The values of variables at one moment."""
-
-    def __init__(self, variables: Iterable[Any]) -> None:
-        self._values = [(variable, np.asarray(variable).copy()) for variable in variables]
-
-    def restore(self) -> None:
-        """Bring them back."""
-        for variable, value in self._values:
-            variable.assign(value)
 
 
 class ExactSum:
@@ -167,9 +116,10 @@ class Reference:
         self._ranks, self._sizes = ranks, sizes
         self._weight = weight
         self._start = Snapshot(step.model.variables)
-        self._weights = weights_by_type(step.model)
-        self._roundoff = ROUNDOFFS[coarsest("float32", *(str(weight.dtype) for weight, _ in self._weights))]
-        """Of gradients, which have the type of their weights and are summed in float32."""
+        self._weights = [weight for weight in step.model.weights if str(weight.dtype) in ROUNDOFFS]
+        types = {"float32", *(str(weight.dtype) for weight in self._weights)}
+        self._roundoff = max(ROUNDOFFS[dtype] for dtype in types)
+        """Rounding of gradients, which have the type of their weights and are summed in float32."""
         self.drawing: list[str] = []
         """The layers that have drawn random numbers for the latest vector."""
         self.sent, self._own = np.zeros(step.layout.step_size), np.zeros(step.layout.step_size)
@@ -177,18 +127,13 @@ class Reference:
         self.of_ranks: list[Compared] = []
         """The comparisons so far."""
         self.one_batch: Compared | None = None
-        """That with one batch of all samples; None where such a batch has another gradient."""
+        """Comparison with one batch of all samples; None where such a batch has another gradient."""
         self.not_one_batch: tuple[str, ...] = ()
         """Why it has."""
 
     @property
-    def is_sharp(self) -> bool:
-        """Whether rounding and the effect of one sample can be told apart on every rank."""
-        return bool(self.of_ranks) and all(compared.is_sharp for compared in self.of_ranks)
-
-    @property
     def by_parts(self) -> float:
-        """How far the gradient of all ranks is from that of their batches in turn."""
+        """Relative difference of all ranks' gradient from that of their batches in turn."""
         return _relative(self.sent - self._own, self._own, self._step.layout.gradients)
 
     def samples(self, number: int) -> tuple[Array, Array]:
@@ -242,25 +187,20 @@ class Reference:
         return self._compute(0, [np.concatenate([part[:-1] for part in column]) for column in columns])
 
     def _find_coupling(self) -> str:
-        """Return how the samples of a batch depend on each other, by what Keras computes of them; '' if not.
+        """Return how the samples of a batch depend on each other, by Keras' losses; '' if not.
 
-        Of a loss that is not divided by samples, the ranks' together would be by this program's own count:
-        there, each sample is compared with itself in another batch.
+        Of a loss that is not divided by samples nothing is known: csdctl itself counts what it is divided by.
         """
+        if self._step.objective.counts_elements:
+            return ""
         ranks = [number for number, size in enumerate(self._sizes) if size]
         batches = [[part[:-1] for part in self.samples(number)] for number in ranks]
         whole = [np.concatenate(column) for column in zip(*batches, strict=True)]
-        divided = self._from_start([whole, *batches])
-        if self._step.objective.counts_elements:
-            apart, reason = _compare_rows(self._step.objective.rows(divided), len(whole[0])), COUPLED_ROWS
-        else:
-            (mean, summed), *parts = self._step.objective.losses(divided)
-            shares = [self._sizes[number] / sum(self._sizes) for number in ranks]
-            together = sum(part[0] * share + part[1] for part, share in zip(parts, shares, strict=True))
-            apart, reason = abs(together - mean - summed) / max(abs(mean + summed), SMALLEST), COUPLED
-        if apart == np.inf:
-            return ONE_NUMBER
-        return reason.format(apart) if apart > LOSS_ROUNDING else ""
+        (mean, summed), *parts = self._step.objective.losses(self._from_start([whole, *batches]))
+        shares = [self._sizes[number] / sum(self._sizes) for number in ranks]
+        together = sum(part[0] * share + part[1] for part, share in zip(parts, shares, strict=True))
+        apart = abs(together - mean - summed) / max(abs(mean + summed), SMALLEST)
+        return COUPLED.format(apart) if apart > LOSS_ROUNDING else ""
 
     def _from_start(self, batches: Iterable[list[Array]]) -> Iterator[list[Array]]:
         """Yield batches, each with the weights of the beginning."""
@@ -297,24 +237,12 @@ class Reference:
         return vector * (rank.weight / self._weight)
 
     def _round_otherwise(self, generator: np.random.Generator) -> None:
-        for variable, dtype in self._weights:
+        roundoff = np.float32(ROUNDOFFS[compute_type(self._step.model)])
+        for variable in self._weights:
             value = np.asarray(variable).astype(np.float32)
             # Two roundings wide: half of the weights that are stored in this type become a neighbour.
             moves = generator.random(value.shape, np.float32) * np.float32(4) - np.float32(2)
-            variable.assign(value * (1 + moves * np.float32(ROUNDOFFS[dtype])))
-
-
-def _compare_rows(batches: Sequence[Sequence[Array]], count: int) -> float:
-    """Return how far the `count` rows of the first batch are from those of the others, which are its parts.
-
-    Infinity if something has no row for each sample.
-    """
-    apart = 0.0
-    for whole, *parts in zip(*batches, strict=True):
-        if whole.shape[:1] != (count,):
-            return np.inf
-        apart = max(apart, _relative(np.concatenate(parts) - whole, whole, slice(None)))
-    return apart
+            variable.assign(value * (1 + moves * roundoff))
 
 
 def _list_names(names: Sequence[str], at_most: int = 3) -> str:

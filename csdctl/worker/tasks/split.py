@@ -53,7 +53,7 @@ class Exchange:
             outputs = shared.forward(samples[part])
             content = outputs.tobytes() + labels[part].tobytes()
             began = time.perf_counter()
-            communicator.post(0, content, ACTIVATIONS)
+            communicator.send(0, content, ACTIVATIONS, is_waiting=False)
             self.waited_s += time.perf_counter() - began
         for number, size in enumerate(sizes):
             received = self._receive(0, awaited[number])
@@ -118,7 +118,7 @@ class Exchange:
         except Exception as error:  # such as a class that the model does not have
             raise PeerFaultError(index, f"sent what the model cannot take: {describe(error)}") from None
         content = _LOSS_COUNT.pack(loss_count) + gradient.tobytes()
-        self._communicator.post(index, content, ACTIVATIONS)
+        self._communicator.send(index, content, ACTIVATIONS, is_waiting=False)
 
     def _output_bytes(self, size: int) -> int:
         """Return the size of the prefix's output, or its gradient, of `size` samples."""
@@ -153,11 +153,11 @@ def _are_finite(values: Array) -> bool:
 
 
 class SplitParts(ModelTask):
-    """What the tasks have in common whose model is cut in two."""
+    """Methods that the tasks have in common whose model is cut in two."""
 
     @property
     def summed(self) -> Any:
-        """What the sum over ranks is of: the prefix."""
+        """The prefix, whose vectors the ranks sum."""
         return self._split
 
     @property
@@ -217,7 +217,6 @@ class SplitParts(ModelTask):
             rank=me.rank,
             weight=me.weight,
         )
-        self._split.narrow_optimizer()
         return self._split
 
     def _warm_up(self) -> None:

@@ -98,12 +98,12 @@ class Group:
 
 
 FINISHED = ""
-"""What `Task.run` returns after the last epoch."""
+"""Value that `Task.run` returns after the last epoch."""
 
 
 @dataclass(frozen=True)
 class TaskContext:
-    """What a task gets from its session."""
+    """Objects that a task gets from its session."""
 
     spec: RunSpec
     me: RankSpec
@@ -115,7 +115,7 @@ class TaskContext:
 
 
 class Task(Protocol):
-    """What the ranks of a run do together."""
+    """Work that the ranks of a run do together."""
 
     def __init__(self, context: TaskContext) -> None: ...
 

@@ -3,8 +3,7 @@
 Two questions are answered apart from each other. Is the sum that the ranks apply the sum of what each of them
 computed? Each rank also sends its vector to rank 0, which adds them in float64. And has each rank computed
 what one process computes from the same samples? Rank 0 does that, with each rank's random states
-(reference.py). Where rounding hides a sample, all ranks compute the same step in a finer type, and are
-compared in that one.
+(reference.py). Layers that compute in 16 bits compute in float32 here: rounding to 16 bits hides a sample.
 
 The samples are random, drawn from (seed, rank) wherever they are needed: no private sample is sent, and rank
 0 can repeat the computation of all ranks.
@@ -18,34 +17,28 @@ import numpy as np
 
 from csdctl.worker.compute.keras_internals import find_smallest_embedding
 from csdctl.worker.compute.split import SplitStep, micro_batch_size
+from csdctl.worker.compute.statistics import Snapshot
 from csdctl.worker.data.arrays import Array, fields_of
 from csdctl.worker.group.communicator import Communicator
 from csdctl.worker.group.values import PeerFaultError
-from csdctl.worker.process.errors import WorkerError, describe
+from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.process.output import emit
 from csdctl.worker.protocol.datasets import SAMPLE_WEIGHT
 from csdctl.worker.protocol.events import STATE, VERIFIED, Verified
 from csdctl.worker.protocol.json_codec import MaxLength
-from csdctl.worker.tasks.reference import (
-    ExactSum,
-    Reference,
-    Snapshot,
-    compute_type,
-    computing_in,
-    types_to_compare_in,
-)
+from csdctl.worker.tasks.reference import ExactSum, Reference, compute_type, widen
 from csdctl.worker.tasks.split import SplitParts
 from csdctl.worker.tasks.task import Group, ModelTask
 
 MAX_SAMPLES = 16
-"""Per rank: enough for unequal batches, and few enough for rank 0 to compute for all ranks."""
+"""Largest number of samples of a rank: enough for unequal batches, few enough for rank 0 to compute all."""
 MAX_INTEGER = 128
 """Integers are drawn below this and below the size of every embedding, where nothing is known of the data."""
 MAX_COLUMNS = 1024
-"""Of a table, whose columns have ranges of their own."""
+"""Largest number of columns of a table whose columns have ranges of their own."""
 Column = tuple[float, float]
 Ranges = dict[str, Annotated[tuple[Column, ...], MaxLength(MAX_COLUMNS, 1)]]
-"""By field of the samples, '' without fields: the smallest and largest value of each column, or of all."""
+"""The smallest and largest value of each column, or of all, by field of the samples ('' without fields)."""
 
 
 def verified_sizes(batch_sizes: Sequence[int]) -> list[int]:
@@ -146,6 +139,8 @@ class Verify(ModelTask):
 
     is_resumable = False
     _weights_hash = ""
+    _dtype = ""
+    """The coarsest type that a layer of the user's model computes in."""
 
     def example(self, count: int) -> tuple[Array, Array]:
         """Return at most `count` samples; of the head of a model, features."""
@@ -178,13 +173,28 @@ class Verify(ModelTask):
                 remedy="examine it with `csdctl doctor`, or leave it out with --exclude",
             )
 
+    def load_model(self) -> Any:
+        """Return the run's model, whose layers compute in 32 bits at least, unless it is split."""
+        model = super().load_model()
+        self._dtype = compute_type(model)
+        if not self.spec.split:
+            widen(model)
+        return model
+
     def _take_step(self, communicator: Communicator) -> Verified | None:
         """Take the step; return what is found on rank 0, without the hash of the weights."""
         own = np.zeros_like(communicator.local)
         own[self.layout.step] = vector = self._compute()
         after = Snapshot(self.step.model.variables)
         total = np.array(communicator.sum(own)[self.layout.step])
-        verified = self._compare(communicator, vector, total)
+        self._start.restore()
+        reference = self._make_reference() if self.is_root else None
+        exact = ExactSum(total.size)
+        for sent in _gather(communicator, vector):
+            exact.add(sent)
+            if reference:
+                reference.compare(sent)
+        verified = self._describe(exact, total, reference, communicator.collective) if reference else None
         after.restore()
         self.step.apply(total)
         return verified
@@ -200,47 +210,16 @@ class Verify(ModelTask):
         return (self.to_features(samples) if self.spec.head else samples), labels
 
     def _compute(self) -> Array:
-        """Return this rank's vector, computed from the weights of the beginning."""
-        recipe, me, step = self.spec.recipe, self.me, self.step
-        self._start.restore()
-        step.set_step(0, recipe.learning_rate or 0.0)
-        step.micro_batch_size = me.micro_batch_size
-        return np.array(step.local(*self._draw(me.rank, self._sizes[me.rank])))
+        """Return this rank's vector."""
+        self.step.set_step(0, self.spec.recipe.learning_rate or 0.0)
+        return np.array(self.step.local(*self._draw(self.me.rank, self._sizes[self.me.rank])))
 
-    def _compare(self, communicator: Communicator, vector: Array, total: Array) -> Verified | None:
-        """Compare the sum of all ranks, and each rank's vector; returns the result on rank 0."""
-        exact = ExactSum(total.size)
-        for sent in _gather(communicator, vector):
-            exact.add(sent)
-        dtype, compared_in, reference = compute_type(self.step.model), "", None
-        for finer in types_to_compare_in(dtype):
-            with computing_in(self.step, finer):
-                problem = ""
-                if finer != dtype:
-                    vector, problem = self._try_to_compute(vector)
-                if not all(communicator.allgather(not problem, bool)):
-                    break
-                compared_in, reference = finer, self._compare_ranks(communicator, vector)
-            is_sharp = reference is None or reference.is_sharp
-            if communicator.allgather(is_sharp, bool)[0]:
-                break
-        if not compared_in:
-            raise WorkerError(
-                f"rounding in {dtype} hides a sample, and the model cannot be computed in float32: "
-                f"{problem or 'not on all ranks'}",
-                remedy="take types from `self.compute_dtype` in your layers",
-            )
-        if reference is None:
-            return None
-        return self._describe(exact, total, reference, (dtype, compared_in), communicator.collective)
-
-    def _describe(
-        self, exact: ExactSum, total: Array, reference: Reference, types: tuple[str, str], collective: str
-    ) -> Verified:
-        """Return the result; `types`: the one that the model computes in, and that of the comparison."""
-        dtype, compared_in = types
+    def _describe(self, exact: ExactSum, total: Array, reference: Reference, collective: str) -> Verified:
+        """Compare all ranks with one batch of all samples; return the result."""
+        reference.compare_one_batch()
+        compared_in = compute_type(self.step.model)
         return Verified(
-            *(self.me.rank, self.me.node, sum(self._sizes), tuple(self._sizes), dtype),
+            *(self.me.rank, self.me.node, sum(self._sizes), tuple(self._sizes), self._dtype or compared_in),
             exact.difference(total),
             exact.rounding,
             compared_in,
@@ -251,24 +230,6 @@ class Verify(ModelTask):
             "",
             collective,
         )
-
-    def _try_to_compute(self, otherwise: Array) -> tuple[Array, str]:
-        """Return this rank's vector and "", or `otherwise` and why layers cannot compute in this type."""
-        try:
-            return self._compute(), ""
-        except Exception as error:  # of any kind: layers of the user's own
-            return otherwise, describe(error)
-
-    def _compare_ranks(self, communicator: Communicator, vector: Array) -> Reference | None:
-        """Compare each rank's vector, on rank 0; `vector` is this rank's."""
-        self._start.restore()
-        reference = self._make_reference() if self.is_root else None
-        for sent in _gather(communicator, vector):
-            if reference:
-                reference.compare(sent)
-        if reference:
-            reference.compare_one_batch()
-        return reference
 
     def _make_reference(self) -> Reference:
         seed = self.spec.recipe.seed
@@ -310,9 +271,7 @@ class VerifySplit(SplitParts, Verify):
         verified = None
         if reference and isinstance(split, SplitStep):
             reference.sent = split.vector(total).astype(np.float64)
-            reference.compare_one_batch()
-            types = (compute_type(self.step.model),) * 2
-            verified = self._describe(exact, total[gradients], reference, types, communicator.collective)
+            verified = self._describe(exact, total[gradients], reference, communicator.collective)
         self._start.restore()
         split.apply(total)
         return verified

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from csdctl.shipping.worker_zip import pack_code
+from csdctl.worker.compute.backend import load_backend
 from csdctl.worker.compute.user_code import Augmentation, try_augment
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.model_info import AugmentTrial
@@ -31,7 +32,7 @@ def write(directory: Path, body: str) -> Path:
     """Write a module of its own name, because Python imports a name once."""
     path = directory / f"augment{next(COUNTER)}.py"
     lines = "".join(f"    {line}\n" for line in body.splitlines())
-    path.write_text(f"import random\nimport numpy as np\nSEEN = []\ndef own(samples, labels, rng):\n{lines}")
+    path.write_text(f"import random\nimport numpy as np\ndef own(samples, labels, rng):\n{lines}")
     return path
 
 
@@ -62,7 +63,7 @@ def test_global_generators_of_a_library_repeat_too(draw: str, make: Make) -> Non
     assert not np.array_equal(first, other)
 
 
-def test_function_may_change_what_it_gets(make: Make) -> None:
+def test_function_may_change_what_it_gets_and_is_not_called_without_samples(make: Make) -> None:
     before = PICTURES.copy()
     before.flags.writeable = False
     samples, labels = make(FLIP)(before, LABELS, 1, 0)
@@ -70,6 +71,7 @@ def test_function_may_change_what_it_gets(make: Make) -> None:
     assert samples.dtype == np.uint8
     assert not np.array_equal(samples, before)
     assert np.array_equal(labels, LABELS)
+    assert len(make("raise ValueError")(PICTURES[:0], LABELS[:0], 0, 0)[0]) == 0
 
 
 @pytest.mark.parametrize(
@@ -77,18 +79,13 @@ def test_function_may_change_what_it_gets(make: Make) -> None:
     [
         ("return samples.astype(np.float64) + 0.5, labels.astype(np.int64)", np.zeros((4, 2), np.float32)),
         ("return [samples.tolist(), labels.tolist()]", PICTURES),
-        ("return np.rint(samples * 0.5), labels", PICTURES),
+        ("import tensorflow as tf\nreturn tf.identity(samples), tf.identity(labels)", PICTURES),
     ],
 )
 def test_types_are_converted_where_no_value_changes(body: str, samples: np.ndarray, make: Make) -> None:
+    load_backend()  # before a function imports TensorFlow
     changed, labels = make(body)(samples, LABELS, 0, 0)
     assert (changed.dtype, labels.dtype) == (samples.dtype, np.int32)
-
-
-def test_tensors_are_taken(make: Make) -> None:
-    body = "import tensorflow as tf\nreturn tf.reverse(samples, [2]), tf.identity(labels)"
-    changed, labels = make(body)(PICTURES, LABELS, 0, 0)
-    assert np.array_equal(changed, PICTURES[:, :, ::-1])
     assert np.array_equal(labels, LABELS)
 
 
@@ -96,17 +93,12 @@ def test_tensors_are_taken(make: Make) -> None:
     ("body", "message"),
     [
         ("return samples", "returned a ndarray, expected (samples, labels)"),
-        ("return samples, labels, None", "returned 3 values, expected (samples, labels)"),
         ("pass", "returned a NoneType, expected (samples, labels)"),
         ("return samples[:3], labels", "returned samples of shape 3×3×3×1, expected 4×3×3×1"),
-        ("return samples[:, :2], labels", "returned samples of shape 4×2×3×1, expected 4×3×3×1"),
         ("return samples, labels[:, None]", "returned labels of shape 4×1, expected 4"),
         ("return samples / 255, labels", "returned samples of type float64, expected uint8"),
-        ("return samples.astype(int) - 300, labels", "returned samples of type int64, expected uint8"),
-        ("return samples, labels * 0.3", "returned labels of type float64, expected int32"),
         ("return samples, labels * np.nan", "returned labels of type float64, expected int32"),
         ("return samples.astype(str), labels", "returned samples that are no numbers but a ndarray"),
-        ("return [samples, 1], labels", "returned samples that are no numbers but a list"),
         ("return samples, {'y': labels}", "returned labels that are no numbers but a dict"),
     ],
 )
@@ -153,14 +145,7 @@ def test_first_samples_are_passed_one_by_one(make: Make) -> None:
     assert len(np.unique(all_of_4)) == 12
 
 
-def test_function_is_not_called_without_samples(make: Make) -> None:
-    samples, labels = make("raise ValueError")(PICTURES[:0], LABELS[:0], 0, 0)
-    assert len(samples) == len(labels) == 0
-    samples, _ = make("assert len(samples) == 1\nreturn samples, labels")(PICTURES, LABELS, 0, 0, 4)
-    assert len(samples) == 4
-
-
-@pytest.mark.parametrize("error", ["ValueError(samples)", "SystemExit(samples)", "KeyError(str(samples))"])
+@pytest.mark.parametrize("error", ["ValueError(samples)", "SystemExit(samples)"])
 def test_error_names_the_function_and_no_value_of_a_sample(error: str, make: Make) -> None:
     samples = np.full((2, 1), SECRET, np.float32)
     with pytest.raises(WorkerError) as caught:
@@ -187,15 +172,12 @@ def own_path(monkeypatch: pytest.MonkeyPatch) -> None:
 
 TRIALS: list[tuple[str, str]] = [
     ("raise ValueError('no such thing')", "fails with 4 samples: ValueError: no such thing"),
-    ("return samples.squeeze(), labels", "returned samples of shape 4×3×3, expected 4×3×3×1"),
-    ("return samples[:2], labels[:2]", "returned samples of shape 2×3×3×1"),
     ("if len(samples) < 2: raise IndexError\nreturn samples, labels", "fails with 1 samples: IndexError"),
     (
         "import tensorflow as tf\nturned = tf.random.uniform([len(samples)]) < 0.5\n"
         "return np.where(turned[:, None, None, None], samples[:, :, ::-1], samples), labels",
         "returns something else when it is called again with the same rng",
     ),
-    ("SEEN.append(0)\nreturn (samples + len(SEEN)).astype(np.uint8), labels", "called again with the same"),
     ("from os import urandom\nreturn samples ^ urandom(1)[0], labels", "called again with the same rng"),
 ]
 

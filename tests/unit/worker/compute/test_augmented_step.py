@@ -56,16 +56,13 @@ def test_gradient_is_that_of_the_augmented_batch_of_this_step(
     assert not np.allclose(vectors[0], plain.local(SAMPLES, LABELS))
 
 
-@pytest.mark.parametrize("micro_batch_size", [None, 3])
-def test_rank_without_others_trains_on_the_same_batch(micro_batch_size: int | None, reference: str) -> None:
-    plain, own = own_step(""), own_step(reference, micro_batch_size=micro_batch_size)
+def test_rank_without_others_trains_on_the_same_batch(reference: str) -> None:
+    plain, own = own_step(""), own_step(reference)
     for number in range(3):
         own.set_step(number, 0.5)
         plain.set_step(number, 0.5)
         loss = own.alone(SAMPLES, LABELS).mean_loss
         assert loss == pytest.approx(plain.alone(*augmented(reference, number)).mean_loss, rel=1e-5)
-    for weights, expected in zip(own.model.get_weights(), plain.model.get_weights(), strict=True):
-        assert np.allclose(weights, expected, atol=1e-6)
 
 
 def test_measured_step_includes_the_function(reference: str) -> None:
@@ -74,13 +71,9 @@ def test_measured_step_includes_the_function(reference: str) -> None:
     assert Path(reference.rpartition(":")[0] + ".sizes").read_text().split() == ["7"] * 7
 
 
-def test_evaluation_is_not_augmented(reference: str) -> None:
+def test_evaluation_is_not_augmented_and_rank_0_can_take_the_random_states_of_others(reference: str) -> None:
     plain, own = own_step(""), own_step(reference)
     assert own.evaluate(SAMPLES, LABELS) == plain.evaluate(SAMPLES, LABELS)
-
-
-def test_random_states_of_another_rank_include_its_augmentation(reference: str) -> None:
-    plain, own = own_step(""), own_step(reference)
     own.seeds.set_step(6, 0)
     expected = plain.local(*Augmentation(reference, 9)(SAMPLES, LABELS, 6, 0))
     assert np.allclose(own.local(SAMPLES, LABELS), expected, rtol=1e-5, atol=1e-6)

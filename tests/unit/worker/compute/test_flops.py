@@ -35,18 +35,12 @@ def two_inputs() -> Any:
     return Model([left, right], layers.Dense(3)(layers.Concatenate()([left, layers.Rescaling(1.0)(right)])))
 
 
-def shared() -> Any:
-    dense, start = layers.Dense(4), Input((4,))
-    return Model(start, dense(dense(start)))
-
-
 def in_place(**options: Any) -> Any:
     return layers.Conv2D(6, 3, padding="same", **options)
 
 
 MODELS: dict[str, tuple[Callable[[], Any], int]] = {
     "dense": (lambda: chain((4, 4, 1), layers.Flatten(), layers.Dense(3)), 16 * 3),
-    "convolution": (lambda: chain((8, 8, 4), in_place(strides=2)), 4 * 4 * 6 * 3 * 3 * 4),
     "channels in groups": (lambda: chain((8, 8, 4), in_place(groups=2)), 8 * 8 * 6 * 3 * 3 * 2),
     "separable": (
         lambda: chain((8, 8, 4), layers.SeparableConv2D(6, 3, padding="same")),
@@ -56,15 +50,12 @@ MODELS: dict[str, tuple[Callable[[], Any], int]] = {
         lambda: chain((8, 8, 4), layers.Conv2DTranspose(6, 3, strides=2, padding="same")),
         8 * 8 * 4 * 3 * 3 * 6,
     ),
-    "one dimension": (lambda: chain((10, 4), layers.Conv1D(6, 3)), 8 * 6 * 3 * 4),
     "three dimensions": (lambda: chain((5, 5, 5, 4), layers.Conv3D(6, 3)), 3**3 * 6 * 3**3 * 4),
     "recurrent": (lambda: chain((10, 4), layers.LSTM(6)), 10 * 4 * (4 + 6) * 6),
     "both ways": (lambda: chain((10, 4), layers.Bidirectional(layers.GRU(6))), 2 * 10 * 3 * (4 + 6) * 6),
     "einsum": (lambda: chain((10, 4), layers.EinsumDense("...x,xy->...y", output_shape=(7,))), 10 * 4 * 7),
     "attention": (attention, 4 * 10 * 8 * 8 + 2 * 10 * 10 * 8),
-    "words": (lambda: chain((10,), layers.Embedding(9, 8), layers.Flatten(), dtype="int32"), 0),
     "two inputs": (two_inputs, 9 * 3),
-    "shared": (shared, 2 * 4 * 4),
     "any size": (lambda: chain((None, None, 3), layers.Conv2D(4, 3)), 0),
     "broken": (Broken, 0),
 }

@@ -3,14 +3,11 @@
 import dataclasses
 import hashlib
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from csdctl.worker.compute import forward, objective
-from csdctl.worker.compute.backend import load_backend
 from csdctl.worker.compute.forward import convert, feature_pass
 from csdctl.worker.compute.model import save_weights
 from csdctl.worker.process.errors import WorkerError
@@ -44,24 +41,11 @@ def _store(path: Path) -> str:
     return str(target)
 
 
-@pytest.mark.parametrize("input_range", [(0.0, 1.0), (-1.0, 3.0)])
-def test_bytes_are_scaled_to_the_range_by_either_engine(input_range: tuple[float, float]) -> None:
-    tf, _ = load_backend()
-    low, high = input_range
-    samples = np.array([0, 51, 255], np.uint8)
-    expected = [low, low + 0.2 * (high - low), high]
-    assert forward.scale(samples, input_range, np.float32).tolist() == pytest.approx(expected)
-    found = objective.scale(tf.constant(samples), input_range, "float32", tf)
-    assert found.numpy().tolist() == pytest.approx(expected)
-    for unscaled, given in ((samples, None), (samples.astype(np.float32), input_range)):
-        assert forward.scale(unscaled, given, np.float32).tolist() == [0, 51, 255]
-        assert objective.scale(tf.constant(unscaled), given, "float32", tf).numpy().tolist() == [0, 51, 255]
-
-
-def test_features_are_those_of_keras(tmp_path: Path) -> None:
+@pytest.mark.parametrize("input_range", [(0.0, 1.0), (-1.0, 3.0), None])
+def test_features_are_those_of_keras(tmp_path: Path, input_range: tuple[float, float] | None) -> None:
     import tensorflow as tf
 
-    prefix = prefix_in(tmp_path)
+    prefix = dataclasses.replace(prefix_in(tmp_path), input_range=input_range)
     output = tmp_path / "prefix.tflite"
     assert convert(prefix, output, tf, keras()) == output.stat().st_size
     lite = dataclasses.replace(prefix, lite=_store(output))
@@ -71,20 +55,9 @@ def test_features_are_those_of_keras(tmp_path: Path) -> None:
     assert np.linalg.norm(found - expected) / np.linalg.norm(expected) < 1e-5
 
 
-@pytest.fixture
-def no_litert() -> Iterator[None]:
-    """Let imports of LiteRT fail, as where it is missing."""
-    names = ("ai_edge_litert", "ai_edge_litert.interpreter")
-    before = {name: sys.modules.pop(name) for name in names if name in sys.modules}
-    sys.modules.update(dict.fromkeys(names))  # type: ignore[arg-type]
-    yield
-    for name in names:
-        del sys.modules[name]
-    sys.modules.update(before)
-
-
-@pytest.mark.usefixtures("no_litert")
-def test_machine_without_litert_says_so(tmp_path: Path) -> None:
+def test_machine_without_litert_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("ai_edge_litert", "ai_edge_litert.interpreter"):
+        monkeypatch.setitem(sys.modules, name, None)
     (tmp_path / "model.tflite").write_bytes(b"any")
     lite = _store(tmp_path / "model.tflite")
     with pytest.raises(WorkerError, match="has no LiteRT") as error:

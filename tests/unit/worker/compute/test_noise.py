@@ -1,129 +1,165 @@
 """Clipping and noise of private samples, against a naive computation sample by sample."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
+import functools
+from typing import Any
 
 import numpy as np
 import pytest
 
-PROGRAM = Path(__file__).parent / "noise_program.py"
+from csdctl.worker.compute import noise
+from csdctl.worker.compute.noise import secret_normal
+from csdctl.worker.compute.step import Step
+from csdctl.worker.protocol.recipe import Noise, Recipe
+from tests.unit.worker.compute.built_models import keras, make_step
+
 NUM_SUMS = 5
 """Loss, accuracy, number of public samples, number of samples, at the end of a vector with noise."""
 TOLERANCE = 1e-5
 MULTIPLIER, CLIP, PENALTY = 3.0, 3.2, 0.01
-Out = dict[str, np.ndarray]
+NO_NOISE = 1e-12
+"""A multiplier so small that the clipped sum is unchanged."""
+Array = np.ndarray[Any, Any]
+GENERATOR = np.random.default_rng(5)
+IMAGES = GENERATOR.random((12, 6, 6, 1), np.float32)
+LABELS = GENERATOR.integers(0, 4, 12).astype(np.int32)
+EVERY = np.ones(12, np.int64)
 
 
-@pytest.fixture(scope="module")
-def program(tmp_path_factory: pytest.TempPathFactory) -> tuple[Out, dict[str, int]]:
-    directory = tmp_path_factory.mktemp("noise")
-    quiet = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [sys.executable, str(PROGRAM), str(directory)], capture_output=True, text=True, env=quiet, check=False
+def build_step(
+    multiplier: float | None,
+    *,
+    clip: float = CLIP,
+    penalty: float | None = None,
+    activity: float | None = None,
+    **options: Any,
+) -> Step:
+    """Return the step of a small model; `multiplier` None is without noise."""
+    layers, l2 = keras().layers, keras().regularizers.L2
+    keras().utils.set_random_seed(3)
+    model = keras().Sequential(
+        [
+            keras().Input((6, 6, 1)),
+            layers.Conv2D(5, 3, kernel_regularizer=l2(penalty) if penalty else None),
+            layers.Flatten(),
+            layers.Dense(4, activation="softmax", activity_regularizer=l2(activity) if activity else None),
+        ]
     )
-    assert done.returncode == 0, done.stderr[-3000:]
-    layers = {line.split(": ")[0]: int(line.split(": ")[1]) for line in done.stdout.splitlines()}
-    return dict(np.load(directory / "out.npz")), layers
+    wanted = None if multiplier is None else Noise(clip, multiplier, 1e-5)
+    return make_step(model, Recipe(learning_rate=0.1), IMAGES, LABELS, noise=wanted, **options)
 
 
-@pytest.fixture
-def out(program: tuple[Out, dict[str, int]]) -> Out:
-    return program[0]
+def private(step: Step, copies: Array = EVERY) -> Array:
+    """Return the vector of all samples, of which the first ones, as many as `copies`, are private."""
+    return np.array(step.local(IMAGES, LABELS, private_copies=copies))
 
 
-def is_near(found: np.ndarray, expected: np.ndarray) -> bool:
+@functools.cache
+def clipped(**model: float) -> Array:
+    return private(build_step(NO_NOISE, **model))
+
+
+@functools.cache
+def naive(count: int, **model: float) -> tuple[Array, list[float]]:
+    """Return the float64 sum of clipped gradients of single samples, and their norms, without noise.py."""
+    plain, total, norms = build_step(None, **model), np.zeros(()), []
+    for number in range(count):
+        one = slice(number, number + 1)
+        gradient = np.array(plain.local(IMAGES[one], LABELS[one]), np.float64)[: plain.layout.num_gradients]
+        norms.append(float(np.linalg.norm(gradient)))
+        total = total + gradient * min(1.0, CLIP / norms[-1])
+    return total, norms
+
+
+def is_near(found: Array, expected: Array) -> bool:
     return bool(np.linalg.norm(found - expected) <= TOLERANCE * np.linalg.norm(expected))
 
 
-def test_every_private_sample_is_clipped_separately_over_all_variables(out: Out) -> None:
-    assert out["norms"].min() < CLIP < out["norms"].max(), "the test needs samples above and below the limit"
-    assert is_near(out["clipped"][:-NUM_SUMS], out["naive"])
+@pytest.mark.parametrize("model", [{}, {"activity": 0.5}], ids=["plain", "with an activity loss"])
+def test_every_private_sample_is_clipped_separately_over_all_variables(model: dict[str, float]) -> None:
+    expected, norms = naive(12, **model)
+    assert min(norms) < CLIP < max(norms), "the test needs samples above and below the limit"
+    assert is_near(clipped(**model)[:-NUM_SUMS], expected)
 
 
-def test_activity_loss_of_a_sample_is_clipped_with_it(out: Out) -> None:
-    assert is_near(out["clipped_activity"][:-NUM_SUMS], out["naive_activity"])
+def test_weight_penalty_is_not_clipped_and_counts_for_every_sample() -> None:
+    step = build_step(NO_NOISE, penalty=PENALTY)
+    kernel = step.model.layers[0].kernel.numpy().ravel()
+    added = (private(step) - clipped())[: len(kernel)]
+    assert np.allclose(added, 12 * 2 * PENALTY * kernel, atol=1e-4)
 
 
-def test_weight_penalty_is_not_clipped_and_counts_for_every_sample(out: Out) -> None:
-    added = (out["clipped_penalty"] - out["clipped"])[: len(out["kernel"])]
-    assert np.allclose(added, 12 * 2 * PENALTY * out["kernel"], atol=1e-4)
+def test_loss_and_metrics_exclude_private_samples_and_micro_batches_and_weights_change_nothing() -> None:
+    copies = np.ones(7, np.int64)
+    mixed, of_5 = private(build_step(NO_NOISE), copies), build_step(None).local(IMAGES[7:], LABELS[7:])
+    assert tuple(mixed[-NUM_SUMS:-1]) == pytest.approx(tuple(of_5[-4:]))
+    assert mixed[-1] == 12
+    assert tuple(clipped()[-NUM_SUMS:]) == (0, 0, 0, 0, 12)
+    assert is_near(mixed[:-NUM_SUMS], naive(7)[0] + of_5[:-4])
+    assert is_near(private(build_step(NO_NOISE, micro_batch_size=2), copies), mixed)
+    assert is_near(private(build_step(NO_NOISE, weight=0.25), copies), 0.25 * mixed)
 
 
-def test_loss_and_metrics_exclude_private_samples(out: Out) -> None:
-    loss, right, of, num_public, count = out["mixed"][-NUM_SUMS:]
-    assert (loss, right, of, num_public) == pytest.approx(tuple(out["public_of_5"][-4:]))
-    assert count == 12
-    assert tuple(out["clipped"][-NUM_SUMS:]) == (0, 0, 0, 0, 12)
-    assert is_near(out["mixed"][:-NUM_SUMS], out["naive_of_7"] + out["public_of_5"][:-4])
+def test_rank_without_private_samples_computes_the_same_as_without_noise() -> None:
+    found, whole = (np.array(build_step(one).local(IMAGES, LABELS)) for one in (1.0, None))
+    assert np.array_equal(found[:-NUM_SUMS], whole[:-4])
+    assert found[-1] == found[-2] == whole[-1] == 12
 
 
-def test_micro_batches_and_weights_do_not_change_clipping(out: Out) -> None:
-    assert is_near(out["mixed_micro_batches"], out["mixed"])
-    assert is_near(out["mixed_weight"], 0.25 * out["mixed"])
+def test_sample_that_occurs_twice_in_a_batch_counts_once() -> None:
+    step, rows = build_step(NO_NOISE, clip=1e-3), np.tile(np.arange(4), 2)
+    twice = np.array(step.local(IMAGES[rows], LABELS[rows], private_copies=np.full(8, 2)))
+    once = step.local(IMAGES[:4], LABELS[:4], private_copies=np.ones(4, np.int64))
+    assert is_near(twice[:-NUM_SUMS], once[:-NUM_SUMS])
+    assert twice[-1] == 8
 
 
-def test_rank_without_private_samples_computes_the_same_as_without_noise(out: Out) -> None:
-    found = out["whole_of_a_rank_without_private"]
-    assert np.array_equal(found[:-NUM_SUMS], out["whole"][:-4])
-    assert found[-1] == found[-2] == out["whole"][-1] == 12
+def test_gradient_that_is_not_finite_counts_as_zero() -> None:
+    spoilt = IMAGES.copy()
+    spoilt[3] = np.inf
+    found = build_step(NO_NOISE).local(spoilt, LABELS, private_copies=EVERY)
+    assert np.isfinite(found).all()
+    assert 0 < np.linalg.norm((found - clipped())[:-NUM_SUMS]) <= CLIP * (1 + TOLERANCE)
 
 
-def test_sample_that_occurs_twice_in_a_batch_counts_once(out: Out) -> None:
-    assert is_near(out["twice"][:-NUM_SUMS], out["once"][:-NUM_SUMS])
-    assert out["twice"][-1] == 8
+def test_step_of_only_private_samples_is_applied_by_a_single_rank_too_and_has_no_loss() -> None:
+    moved = []
+    for is_alone in (False, True):
+        step = build_step(NO_NOISE)
+        before = np.concatenate([weights.ravel() for weights in step.model.get_weights()])
+        sums = step.alone(IMAGES, LABELS, private_copies=EVERY) if is_alone else step.apply(private(step))
+        assert (sums.loss, sums.count) == (0, 0)
+        moved.append(np.concatenate([weights.ravel() for weights in step.model.get_weights()]) - before)
+    assert np.allclose(moved[0], -0.1 * naive(12)[0] / 12, atol=1e-6)
+    assert np.allclose(*moved, atol=1e-6)
 
 
-def test_gradient_that_is_not_finite_counts_as_zero(out: Out) -> None:
-    assert np.isfinite(out["spoilt"]).all()
-    difference = out["spoilt"] - out["clipped"]
-    assert 0 < np.linalg.norm(difference[:-NUM_SUMS]) <= CLIP * (1 + TOLERANCE)
-
-
-def test_single_rank_takes_the_same_step(out: Out) -> None:
-    assert np.array_equal(out["alone"], out["summed"])
-
-
-def test_step_of_only_private_samples_is_applied_and_has_no_loss(out: Out) -> None:
-    assert tuple(out["sums_of_private_only"]) == (0, 0)
-    moved = out["weights_of_private_only"] - out["weights_before"]
-    assert np.allclose(moved, -0.1 * out["naive"] / 12, atol=1e-6)
-
-
-def test_noise_has_the_stated_standard_deviation_and_differs_in_every_step(out: Out) -> None:
+def test_noise_has_the_stated_standard_deviation_and_differs_in_every_step() -> None:
     # 400 steps × more than 300 elements: the estimate is within 0.2%, 2% is ten times that.
-    noise = out["noise"]
-    assert noise.size > 100_000
-    assert noise.std() == pytest.approx(MULTIPLIER * CLIP, rel=0.02)
-    assert abs(noise.mean()) < 0.03 * MULTIPLIER * CLIP
-    assert abs(np.corrcoef(noise[0], noise[1])[0, 1]) < 0.5
-    assert len(np.unique(noise[:, 0])) > 390
+    noisy = build_step(MULTIPLIER)
+    found = np.stack([(private(noisy) - clipped())[: noisy.layout.num_gradients] for _ in range(400)])
+    assert found.size > 100_000
+    assert found.std() == pytest.approx(MULTIPLIER * CLIP, rel=0.02)
+    assert abs(found.mean()) < 0.03 * MULTIPLIER * CLIP
+    assert abs(np.corrcoef(found[0], found[1])[0, 1]) < 0.5
+    assert len(np.unique(found[:, 0])) > 390
 
 
-def test_noise_has_the_weight_of_the_samples_and_is_drawn_once_for_a_step(out: Out) -> None:
-    noise = out["noise_of_weighted"]
-    assert noise.std() == pytest.approx(0.25 * MULTIPLIER * CLIP, rel=0.03)
-    assert noise.std(axis=0).min() > 0.1 * MULTIPLIER * CLIP
-    assert is_near(out["chunks"], out["clipped"])
+def test_noise_has_the_weight_of_the_samples_and_is_drawn_once_for_each_element_of_a_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(noise, "CHUNK", 100)  # the vector is longer
+    light = build_step(MULTIPLIER, weight=0.25, micro_batch_size=2)
+    of_samples = 0.25 * clipped()
+    found = np.stack([(private(light) - of_samples)[: light.layout.num_gradients] for _ in range(100)])
+    assert found.std() == pytest.approx(0.25 * MULTIPLIER * CLIP, rel=0.03)
+    assert found.std(axis=0).min() > 0.1 * MULTIPLIER * CLIP
 
 
-def test_secret_numbers_are_normal(out: Out) -> None:
-    normal = out["normal"]
+def test_secret_numbers_are_normal() -> None:
+    normal = secret_normal(1_000_001)
     assert len(normal) == 1_000_001
     assert np.isfinite(normal).all()
     assert (normal.mean(), normal.std()) == (pytest.approx(0, abs=0.01), pytest.approx(1, rel=0.01))
     for limit, share in ((1.0, 0.31731), (2.0, 0.04550), (3.0, 0.00270)):
         assert (np.abs(normal) > limit).mean() == pytest.approx(share, abs=0.002)
     assert (normal > 0).mean() == pytest.approx(0.5, abs=0.01)
-
-
-def test_stateful_layers_are_found(program: tuple[Out, dict[str, int]]) -> None:
-    assert program[1] == {
-        "batch norm": 1,
-        "nested": 1,
-        "spectral": 1,
-        "stateful": 1,
-        "frozen": 0,
-        "fixed": 0,
-    }

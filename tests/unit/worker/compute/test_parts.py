@@ -43,17 +43,17 @@ def test_parts_of_a_step_are_what_is_before_and_behind_the_cut(tmp_path: Path) -
     assert min(times.step_s, times.evaluation_s, times.features_s) > 0
 
 
-def test_model_that_cannot_be_divided_is_timed_as_a_whole(tmp_path: Path) -> None:
-    recipe = Recipe(learning_rate=0.01, optimizer_args={"global_clipnorm": 1.0})
-    times = time_parts(spec_for(tmp_path, recipe, "late"))
+@pytest.mark.parametrize(
+    ("arguments", "cut", "why_not"),
+    [
+        ({"global_clipnorm": 1.0}, "late", "clips by the norm of the whole gradient"),
+        ({}, "nowhere", "cannot be cut behind 'nowhere'"),
+    ],
+)
+def test_model_that_cannot_be_divided_is_timed_as_a_whole(
+    tmp_path: Path, arguments: dict[str, Any], cut: str, why_not: str
+) -> None:
+    times = time_parts(spec_for(tmp_path, Recipe(learning_rate=0.01, optimizer_args=arguments), cut))
     assert times.step_s > 0
     assert times.cuts == ()
-    assert "clips by the norm of the whole gradient" in times.why_not
-
-
-@pytest.mark.parametrize("cut", ["nowhere", ""])
-def test_cut_that_does_not_exist_is_said(tmp_path: Path, cut: str) -> None:
-    assert (
-        f"cannot be cut behind {cut!r}"
-        in time_parts(spec_for(tmp_path, Recipe(learning_rate=0.01), cut)).why_not
-    )
+    assert why_not in times.why_not

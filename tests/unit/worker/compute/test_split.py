@@ -3,6 +3,7 @@
 import queue
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -37,7 +38,7 @@ class QueueCommunicator:
     def __init__(self, rank: int, queues: dict[tuple[int, int], "queue.Queue[bytes]"]) -> None:
         self.rank, self._queues = rank, queues
 
-    def post(self, rank: int, content: Any, traffic_class: str) -> None:
+    def send(self, rank: int, content: Any, traffic_class: str, *, is_waiting: bool) -> None:
         self._queues[self.rank, rank].put(bytes(content))
 
     def receive(self, rank: int, max_bytes: int, traffic_class: str) -> bytes:
@@ -57,8 +58,8 @@ def pictures() -> Any:
     return keras().Model(inputs, layers.Dense(5, activation="softmax", kernel_regularizer="l2")(x))
 
 
-def nested(num_frozen: int = 0) -> Any:
-    """A base as a layer, called with training=False, as in transfer learning."""
+def nested() -> Any:
+    """A base as a layer, called with training=False, as in transfer learning; its first layers are frozen."""
     layers = keras().layers
     source = x = keras().Input((9, 9, 3))
     for number in range(3):
@@ -66,16 +67,12 @@ def nested(num_frozen: int = 0) -> Any:
         y = layers.ReLU()(layers.BatchNormalization()(y))
         x = layers.Add(name=f"add{number}")([x, y]) if number else y
     base = keras().Model(source, layers.Dropout(0.3)(x), name="base")
-    for layer in base.layers[:num_frozen]:
+    for layer in base.layers[:4]:
         layer.trainable = False
     inputs = keras().Input((9, 9, 3))
     x = layers.BatchNormalization()(base(layers.Rescaling(2.0)(inputs), training=False))
     x = layers.GlobalAveragePooling2D()(x)
     return keras().Model(inputs, layers.Dense(5, activation="softmax")(x))
-
-
-def nested_and_frozen() -> Any:
-    return nested(10)
 
 
 def two_outputs() -> Any:
@@ -96,37 +93,19 @@ def in_16_bits() -> Any:
 
 CLASSES = LossTerm("sparse_categorical_crossentropy")
 IGNORING = LossTerm("sparse_categorical_crossentropy", {"ignore_class": 0})
+SGD = Recipe(optimizer="sgd", optimizer_args={"momentum": 0.9}, learning_rate=0.1, losses={"": CLASSES})
+ADAM = Recipe(optimizer="adam", learning_rate=0.01, losses={"": CLASSES}, metrics=("accuracy",))
+TWO = Recipe(optimizer="adamw", learning_rate=0.01, losses={"kind": CLASSES, "size": LossTerm("mse")})
 CASES: dict[str, tuple[Any, str, Recipe]] = {
     "batch norm, dropout, penalties, an ignored class": (
         pictures,
         "join",
-        Recipe(optimizer="adam", learning_rate=0.01, losses={"": IGNORING}, metrics=("accuracy",)),
+        replace(ADAM, losses={"": IGNORING}),
     ),
-    "early cut": (
-        pictures,
-        "before",
-        Recipe(optimizer="sgd", optimizer_args={"momentum": 0.9}, learning_rate=0.1, losses={"": CLASSES}),
-    ),
-    "inside of a nested model": (
-        nested,
-        "add1",
-        Recipe(optimizer="adam", learning_rate=0.01, losses={"": CLASSES}, metrics=("accuracy",)),
-    ),
-    "in the frozen part of a nested model": (
-        nested_and_frozen,
-        "add1",
-        Recipe(optimizer="adam", learning_rate=0.01, losses={"": CLASSES}, metrics=("accuracy",)),
-    ),
-    "two outputs": (
-        two_outputs,
-        "cut",
-        Recipe(
-            optimizer="adamw",
-            learning_rate=0.01,
-            losses={"kind": CLASSES, "size": LossTerm("mse")},
-        ),
-    ),
-    "bfloat16": (in_16_bits, "cut", Recipe(optimizer="sgd", learning_rate=0.1, losses={"": CLASSES})),
+    "inside of a nested model, behind its frozen part": (nested, "add1", ADAM),
+    "two outputs": (two_outputs, "cut", TWO),
+    "early cut": (pictures, "before", SGD),
+    "bfloat16": (in_16_bits, "cut", SGD),
 }
 
 
@@ -184,8 +163,6 @@ def test_parts_take_the_steps_of_the_whole_model(name: str) -> None:
         )
         for rank in range(1, len(PARTS))
     ]
-    for node in nodes:
-        node.narrow_optimizer()
     tolerance = 2e-2 if name == "bfloat16" else TOLERANCE
     for step in range(3):
         batches = [(part, labels_of(name, generator, len(part))) for part in samples]
@@ -212,6 +189,9 @@ def test_parts_take_the_steps_of_the_whole_model(name: str) -> None:
                 assert np.array_equal(np.asarray(mine.value), np.asarray(theirs.value)), mine.path
 
 
+EXAMPLE = np.zeros((0, 9, 9, 3), np.float32), np.zeros(0, np.int32)
+
+
 class Sends:
     """A rank 1 that sends `content`, whatever is asked for."""
 
@@ -233,28 +213,21 @@ class Sends:
 def test_what_a_rank_sends_is_its_own_fault(value: float, label: int, size: int, reason: str) -> None:
     import tensorflow as tf
 
-    recipe = Recipe(optimizer="sgd", learning_rate=0.1, losses={"": CLASSES})
-    model = pictures()
-    compile_model(model, recipe, keras())
-    example = np.zeros((0, 9, 9, 3), np.float32), np.zeros(0, np.int32)
-    host = SplitStep(Step(model, recipe, example, tf, keras()), "join", recipe, example, tf, keras())
+    model = compiled(pictures, SGD)
+    host = SplitStep(Step(model, SGD, EXAMPLE, tf, keras()), "join", SGD, EXAMPLE, tf, keras())
     content = np.full((size, 7, 7, 8), value, np.float32).tobytes() + np.full(size, label, np.int32).tobytes()
-    exchange = Exchange(host, Sends(content), example[1])  # type: ignore[arg-type]
+    exchange = Exchange(host, Sends(content), EXAMPLE[1])  # type: ignore[arg-type]
     out = np.zeros(host.layout.step_size, np.float32)
     with pytest.raises(PeerFaultError, match=reason) as fault:
-        exchange.on_host(*example, [0, 1], [1.0, 1.0], [[], [2]], out)
+        exchange.on_host(*EXAMPLE, [0, 1], [1.0, 1.0], [[], [2]], out)
     assert fault.value.rank == 1
 
 
 def test_cut_that_does_not_exist_names_those_that_do() -> None:
     import tensorflow as tf
 
-    model = pictures()
-    recipe = Recipe(optimizer="sgd", learning_rate=0.1, losses={"": CLASSES})
-    compile_model(model, recipe, keras())
-    example = np.zeros((0, 9, 9, 3), np.float32), np.zeros(0, np.int32)
     with pytest.raises(WorkerError, match="cannot be cut behind 'nowhere'; its cuts: stem, "):
-        PrefixStep(model, "nowhere", recipe, example, tf, keras())
+        PrefixStep(compiled(pictures, SGD), "nowhere", SGD, EXAMPLE, tf, keras())
 
 
 @pytest.mark.parametrize(

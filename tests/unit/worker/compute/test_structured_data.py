@@ -91,11 +91,3 @@ def test_output_without_a_loss_needs_no_labels(named: bool) -> None:
         unused = np.zeros((COUNT, 4))
         expected = loss_of_keras(model, [INPUTS["a"], INPUTS["b"]], [unused, LABELS["kind"], LABELS["age"]])
     assert found == pytest.approx(expected, rel=1e-6)
-
-
-def test_weights_of_one_output() -> None:
-    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2, activation="softmax")])
-    model.compile("sgd", loss="sparse_categorical_crossentropy")
-    labels = records({"label": LABELS["kind"], "sample_weight": WEIGHTS})
-    expected = loss_of_keras(model, INPUTS["a"], LABELS["kind"])
-    assert loss_of(model, INPUTS["a"].astype(np.float32), labels) == pytest.approx(expected, rel=1e-6)

@@ -4,8 +4,6 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from csdctl.worker.group.values import ExpectedTails, PeerFaultError
 from csdctl.worker.protocol.json_codec import from_json, to_json
@@ -32,12 +30,8 @@ def test_vectors_as_expected_pass() -> None:
     ("changed", "words"),
     [
         (vector(0.5, 5), "the gradient of 0.5 samples, expected 0"),
-        (vector(-1, 5), "the gradient of -1 samples"),
-        (vector(math.nan, 5), "the gradient of nan samples"),
         (vector(0, 5, stop=1), "asked all ranks to stop"),
-        (vector(0, 5, stop=math.nan), "asked all ranks to stop"),
         (vector(0, 5, math.inf), "inf s as the time"),
-        (vector(0, 5, -0.1), "-0.1 s as the time"),
         (vector(0, 5) + vector(0, 4) - 0.0, "the time of another rank"),
     ],
 )
@@ -46,20 +40,6 @@ def test_vector_with_another_end_is_its_ranks_fault(changed: np.ndarray, words: 
         EXPECTED.check([vector(6, 2), changed])
     assert caught.value.rank == 2
     assert words in caught.value.message
-
-
-@given(st.lists(st.floats(width=32), min_size=8, max_size=8))
-def test_vector_passes_only_with_its_own_numbers(tail: list[float]) -> None:
-    changed = np.array([7, 7, 7, *tail], np.float32)
-    count, stop, *seconds = tail
-    own = seconds.pop(5)
-    is_right = count == 0 and stop == 0 and 0 <= own <= 3600 and not any(seconds)
-    try:
-        EXPECTED.check([vector(6, 2), changed])
-    except PeerFaultError:
-        assert not is_right
-    else:
-        assert is_right
 
 
 def test_expectation_is_sent_to_the_link_unchanged() -> None:

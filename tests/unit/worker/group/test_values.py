@@ -31,14 +31,6 @@ def test_value_survives_unless_it_has_a_number_that_json_lacks(value: Any) -> No
         assert decode_value(Any, encoded) == value
 
 
-@pytest.mark.parametrize(
-    "content", [b"NaN", b"Infinity", b"1e999", b"", b"\xff", b"[" * 10**5, b"9" * 10**5, b"{"]
-)
-def test_what_is_no_number_is_refused(content: bytes) -> None:
-    with pytest.raises(ValueError, match=r"."):
-        decode_value(float, content)
-
-
 @pytest.mark.parametrize("name", HINTS)
 @given(content=st.binary() | JSON.map(lambda value: json.dumps(value).encode()))
 def test_whatever_a_rank_sends_is_checked_or_its_fault(name: str, content: bytes) -> None:
@@ -58,11 +50,8 @@ def test_first_rank_at_fault_is_named_and_what_it_sent_is_shown_escaped_and_shor
     "value",
     [
         {},
-        {"callbacks": {}, "is_best": True},
         {"callbacks": {"rate_factor": "1"}, "is_best": True, "is_pausing": False},
-        {"callbacks": {"best_epoch": -1}, "is_best": True, "is_pausing": False},
         {"callbacks": {}, "is_best": 1, "is_pausing": False},
-        {"callbacks": {}, "is_best": True, "is_pausing": "no"},
         {"callbacks": {}, "is_best": True, "is_pausing": False, "more": 1},
     ],
 )
@@ -76,12 +65,10 @@ def test_minority_is_some_and_fewer_than_half() -> None:
     assert not is_minority([1], 2)
 
 
-@given(st.lists(st.binary()))
-def test_parts_are_split_as_they_were_joined(parts: list[bytes]) -> None:
+@given(st.lists(st.binary()), st.binary(), st.integers(0, 5))
+def test_parts_are_split_as_they_were_joined_and_other_bytes_refused(
+    parts: list[bytes], other: bytes, count: int
+) -> None:
     assert split_parts(join_parts(parts), len(parts)) == parts
-
-
-@given(st.binary(), st.integers(0, 5))
-def test_other_bytes_are_split_or_refused(joined: bytes, count: int) -> None:
     with contextlib.suppress(ValueError):
-        assert len(split_parts(joined, count)) == count
+        assert len(split_parts(other, count)) == count

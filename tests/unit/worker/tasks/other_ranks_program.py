@@ -13,9 +13,8 @@ import numpy as np
 
 from csdctl.worker.compute.backend import load_backend
 from csdctl.worker.protocol.run_spec import Runtime
-from csdctl.worker.tasks.reference import computing_in
 from csdctl.worker.tasks.verify import draw_samples
-from tests.unit.worker.tasks.verified_models import ROWS, SEED, SIZES, WRONG, make_step, passes_of
+from tests.unit.worker.tasks.verified_models import ROWS, SEED, SIZES, WRONG, make_step
 
 tf, keras = load_backend(Runtime(threads=2, onednn=False))
 
@@ -32,23 +31,17 @@ def save_vectors(name: str, path: Path) -> None:
         step.seeds.set_step(0, rank)
         return np.array(step.local(samples, labels))
 
-    saved = {}
     drawn = [
         draw_samples(SEED, rank, size, example, step.model, row.ranges) for rank, size in enumerate(SIZES)
     ]
     size = SIZES[WRONG]
     first_again = np.r_[0, 0, 2:size]
-    for dtype in set(passes_of(row)):
-        with computing_in(step, dtype):
-            found = {f"rank {rank}": vector(rank, *batch) for rank, batch in enumerate(drawn)}
-            found["one sample twice"] = vector(WRONG, *(column[first_again] for column in drawn[WRONG]))
-            found["one sample more"] = vector(WRONG, *(np.r_[column[:1], column] for column in drawn[WRONG]))
-            found["another rank's random states"] = vector(0, *drawn[WRONG])
-            found["stale"] = vector(
-                WRONG, *draw_samples(SEED + 1, WRONG, size, example, step.model, row.ranges)
-            )
-        saved |= {f"{dtype} {what}": value for what, value in found.items()}
-    np.savez(path, **saved)
+    found = {f"rank {rank}": vector(rank, *batch) for rank, batch in enumerate(drawn)}
+    found["one sample twice"] = vector(WRONG, *(column[first_again] for column in drawn[WRONG]))
+    found["one sample more"] = vector(WRONG, *(np.r_[column[:1], column] for column in drawn[WRONG]))
+    found["another rank's random states"] = vector(0, *drawn[WRONG])
+    found["stale"] = vector(WRONG, *draw_samples(SEED + 1, WRONG, size, example, step.model, row.ranges))
+    np.savez(path, **found)
 
 
 for name in sys.argv[2:]:

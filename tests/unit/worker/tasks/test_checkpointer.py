@@ -94,77 +94,49 @@ def run(tmp_path: Path) -> Run:
     return Run(tmp_path)
 
 
-def test_step_file_that_is_later_than_the_checkpoint_is_used(run: Run) -> None:
+def test_later_one_of_step_file_and_checkpoint_is_used(run: Run) -> None:
+    """Also a step file that csdctl has kept, and a checkpoint of a time without step files."""
     run.train([10, 11, 12], checkpoints=(10,))
     run.assert_continues_after(12)
-
-
-def test_checkpoint_that_is_later_than_the_step_file_is_used(run: Run) -> None:
-    """As when no step file could be written any more."""
-    run.train([10])
+    (run.memory / "step").rename(run.output / KEPT_STEP_FILE)
+    run.assert_continues_after(12)
     later = replace(POSITION, total_steps=20)
     Checkpoints(run.output / "checkpoints").save(pack(variables(20), later), later)
     run.assert_continues_after(20)
 
 
-def test_step_file_that_csdctl_has_kept_counts(run: Run) -> None:
-    run.train([10, 11], checkpoints=(10,))
-    (run.memory / "step").rename(run.output / KEPT_STEP_FILE)
-    run.assert_continues_after(11)
-
-
-@pytest.mark.parametrize("interval_s", [0.0, 3600.0])
-def test_state_is_kept_in_memory_after_every_step_and_on_disk_after_every_interval(
-    run: Run, interval_s: float
-) -> None:
-    run.spec = replace(run.spec, checkpoint_interval_s=interval_s)
+def test_state_is_kept_in_memory_after_every_step(run: Run) -> None:
     checkpointer, step = run.start()
     for number in (11, 12, 13):
         step.state = variables(number)
         checkpointer.after_step(replace(POSITION, total_steps=number), has_others=True)
         run.assert_continues_after(number)
-        assert run.checkpoint(number).exists() is (interval_s == 0.0)
+        assert not run.checkpoint(number).exists()
 
 
-def test_run_of_a_rebooted_host_continues_from_the_newest_checkpoint(run: Run) -> None:
+def test_run_of_a_rebooted_host_continues_from_the_newest_checkpoint_or_not_at_all(run: Run) -> None:
     run.train([10, 20, 25], checkpoints=(10, 20))
     run.reboot()
     run.assert_continues_after(20)
-
-
-def test_run_whose_checkpoints_are_all_damaged_does_not_begin_again(run: Run) -> None:
-    run.train([10, 20], checkpoints=(10, 20))
-    run.reboot()
-    for number in (10, 20):
-        run.checkpoint(number).write_bytes(b"damaged")
-    with pytest.raises(
-        WorkerError, match="no checkpoint of this run can be used: they are damaged"
-    ) as raised:
-        run.start()
-    assert raised.value.remedy == "start a new run"
-
-
-def test_run_whose_states_are_all_of_another_run_says_why(run: Run) -> None:
-    run.train([10], checkpoints=(10,))
     any_step: Any = StateStep()
     with pytest.raises(WorkerError, match="no checkpoint of this run can be used: .*cannot be read"):
         Checkpointer(run.spec, Reporter(ME), any_step, OWN[:1])
+    for number in (10, 20):
+        run.checkpoint(number).write_bytes(b"damaged")
+    with pytest.raises(WorkerError, match="no checkpoint of this run can be used: they are damaged"):
+        run.start()
 
 
-def test_last_good_model_is_that_of_the_newest_checkpoint(run: Run) -> None:
+def test_last_good_model_is_that_of_the_newest_checkpoint_if_there_is_one(run: Run) -> None:
     checkpointer, step = run.start()
+    checkpointer.save_last_good()
+    assert not list(run.output.iterdir())
     for number in (10, 20):
         step.state = variables(number)
         checkpointer.checkpoint(replace(POSITION, total_steps=number))
     step.state = variables(30)
     checkpointer.save_last_good()
     assert (run.output / LAST_MODEL).read_text() == "20"
-
-
-def test_without_a_checkpoint_no_model_is_called_good(run: Run) -> None:
-    checkpointer, _ = run.start()
-    checkpointer.save_last_good()
-    assert not list(run.output.iterdir())
 
 
 def test_model_is_saved_with_the_averaged_weights(run: Run) -> None:

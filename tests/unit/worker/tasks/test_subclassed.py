@@ -39,12 +39,3 @@ def test_its_weights_are_saved_where_keras_cannot_save_the_model(tmp_path: Path)
     again.load_weights(path)
     values = np.ones((2, 4), np.float32)
     assert np.array_equal(model(values), again(values))
-
-
-def test_a_model_with_a_configuration_is_saved_whole(tmp_path: Path) -> None:
-    model = keras().Sequential([keras().Input((4,)), keras().layers.Dense(2)])
-    path = save_model(model, tmp_path / "model.keras")
-    assert [path] == list(tmp_path.iterdir())
-    assert np.array_equal(
-        keras().models.load_model(path)(np.ones((1, 4))), model(np.ones((1, 4), np.float32))
-    )

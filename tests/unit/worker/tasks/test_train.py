@@ -93,7 +93,7 @@ class PlayedGroup:
 
     def sum(self, vector: np.ndarray, expected: Any = None) -> np.ndarray:
         total = np.array(vector)
-        total[self._layout.step] *= np.float32(self._progress.global_samples / vector[self._layout.count])
+        total[self._layout.step] *= np.float32(sum(self._progress.step_samples) / vector[self._layout.count])
         self._add(total, self._layout)
         return total
 
@@ -162,12 +162,16 @@ def run(task: Train, group: PlayedGroup) -> Any:
     return task.run(Group(1, ranks, played))
 
 
-def test_right_sums_are_applied() -> None:
+def test_right_sums_are_applied_and_weights_that_are_not_finite_end_the_run() -> None:
     task = load_task()
     before = weights_of(task)
     assert run(task, PlayedGroup(task)) == FINISHED
     assert task.progress.position.total_steps == NUM_STEPS
     assert not np.array_equal(before[0], weights_of(task)[0])
+    task.step.model.set_weights([np.full_like(weights, np.inf) for weights in before])
+    group: Any = PlayedGroup(load_task())
+    with pytest.raises(WorkerError, match="the weights are no longer finite after epoch 2"):
+        task.compare_weights(group)
 
 
 def rate_of(task: Train) -> float:
@@ -188,28 +192,25 @@ def rates_of(task: Train, then: Callable[[list[float]], None] = lambda rates: No
 
 
 def test_learning_rate_follows_the_global_batch_when_a_node_is_lost() -> None:
-    """Linear scaling: lr · N / B of the recipe, where N are the samples of the ranks that are left."""
-    task = load_task(learning_rate=0.01, reference_batch=3)
+    """Linear scaling: lr · N / B of the recipe, where N are the samples of the ranks that are left.
 
-    def lose_csd1_in_the_second_step(rates: list[float]) -> None:
-        if len(rates) == 2:
-            raise LinkLostError
-
-    assert rates_of(task, lose_csd1_in_the_second_step) == pytest.approx([0.01 * 9 / 3] * 2)
-    task.progress.regroup((0, 1))
-    rates = rates_of(task)
-    assert rates
-    assert rates == pytest.approx([0.01 * 6 / 3] * len(rates))
-
-
-def test_learning_rate_does_not_fall_in_a_last_step_that_has_fewer_samples() -> None:
-    """Such a step takes the mean of fewer samples, at the rate of the whole epoch."""
+    A last step with fewer samples takes their mean, at the rate of the whole epoch.
+    """
     task = load_task(learning_rate=0.01, reference_batch=3)
     task.progress.change_batch_sizes({0: 6, 1: 3, 2: 4})
     samples: list[int] = []
-    rates = rates_of(task, lambda _: samples.append(task.progress.global_samples))
+
+    def lose_csd1_in_the_last_step(rates: list[float]) -> None:
+        samples.append(sum(task.progress.step_samples))
+        if len(rates) == 2:
+            raise LinkLostError
+
+    assert rates_of(task, lose_csd1_in_the_last_step) == pytest.approx([0.01 * 13 / 3] * 2)
     assert samples == [13, 5]
-    assert rates == pytest.approx([0.01 * 13 / 3] * 2)
+    task.progress.regroup((0, 1))
+    rates = rates_of(task)
+    assert rates
+    assert rates == pytest.approx([0.01 * 9 / 3] * len(rates))
 
 
 def test_learning_rate_follows_a_schedule_over_the_steps_of_all_epochs() -> None:
@@ -227,14 +228,17 @@ def test_learning_rate_is_reduced_from_the_epoch_on_that_follows_a_plateau() -> 
     assert rates_of(task) == pytest.approx([0.01 * factor for factor in factors for _ in range(NUM_STEPS)])
 
 
-def test_epoch_is_not_ended_twice_when_a_run_continues_from_its_checkpoint(tmp_path: Path) -> None:
-    """Early stopping and plateaus count epochs."""
+@pytest.mark.parametrize("has_step_file", [False, True])
+def test_epoch_is_not_ended_twice_when_a_run_continues(tmp_path: Path, *, has_step_file: bool) -> None:
+    """Early stopping and plateaus count epochs. Checkpoint and step file have the same number of steps."""
+    step_file = tmp_path / "memory" / "step" if has_step_file else None
+    (tmp_path / "memory").mkdir(mode=0o700)
     plateau = ReduceOnPlateau("loss", patience=9, min_delta=1e9)
     whole = load_task(epochs=2, reduce_on_plateau=plateau)
     run(whole, PlayedGroup(whole))
-    first = load_task(directory=tmp_path, epochs=1, reduce_on_plateau=plateau)
+    first = load_task(0, tmp_path, step_file, epochs=1, reduce_on_plateau=plateau)
     run(first, PlayedGroup(first))
-    again = load_task(directory=tmp_path, epochs=2, reduce_on_plateau=plateau)
+    again = load_task(0, tmp_path, step_file, epochs=2, reduce_on_plateau=plateau)
     position = again.progress.position
     assert (position.epoch, position.step, position.total_steps) == (2, 0, NUM_STEPS)
     assert position.totals == EpochTotals()
@@ -252,16 +256,6 @@ def test_run_that_is_stopped_within_an_epoch_continues_from_there(tmp_path: Path
     assert again.progress.position == task.progress.position
     assert again.progress.position.step == 1
     assert all(map(np.array_equal, weights_of(again), weights_of(task)))
-
-
-def test_epoch_is_not_ended_twice_when_a_run_continues_from_its_step_file(tmp_path: Path) -> None:
-    """A checkpoint and the step file then have the same number of steps."""
-    step_file = tmp_path / "memory" / "step"
-    step_file.parent.mkdir(mode=0o700)
-    task = load_task(directory=tmp_path, step_file=step_file)
-    run(task, PlayedGroup(task))
-    position = load_task(directory=tmp_path, step_file=step_file, epochs=2).progress.position
-    assert (position.epoch, position.step, position.total_steps) == (2, 0, NUM_STEPS)
 
 
 def test_best_model_is_that_of_the_epoch_with_the_best_validation(
@@ -420,7 +414,6 @@ NOT_APPLIED: dict[str, tuple[Any, tuple[int, ...], type[Exception], str, str]] =
     "another count": (change_count, (), WorkerError, WRONG_SUM, "--collective star"),
     "a stop": (change_stop, (), WorkerError, WRONG_SUM, "--collective star"),
     "nan": (without_number(np.nan), (1,), PeerFaultError, NOT_FINITE, ""),
-    "infinity": (without_number(np.inf), (1,), PeerFaultError, NOT_FINITE, ""),
     "most ranks": (
         *(without_number(np.nan), (1, 2), WorkerError),
         "the gradient overflowed in epoch 1, step 1",
@@ -499,14 +492,6 @@ def test_rank_with_other_weights_is_at_fault_and_most_of_them_end_the_run(
         run(task, PlayedGroup(task, answer=with_other_weights(*ranks)))
     assert getattr(raised.value, "rank", 2) == 2
     assert task.progress.position.epoch == 1
-
-
-def test_weights_that_are_not_finite_end_the_run() -> None:
-    task = load_task()
-    task.step.model.set_weights([np.full_like(weights, np.inf) for weights in weights_of(task)])
-    group: Any = PlayedGroup(task)
-    with pytest.raises(WorkerError, match="the weights are no longer finite after epoch 1"):
-        task.compare_weights(group)
 
 
 class PrivateReader(RandomReader):

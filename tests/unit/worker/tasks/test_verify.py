@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 
 from csdctl.worker.compute.backend import load_backend
+from csdctl.worker.compute.statistics import Snapshot
 from csdctl.worker.compute.step import Step
 from csdctl.worker.group.values import decode_value, encode_value
-from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.events import Verified, event_from_line
 from csdctl.worker.protocol.run_spec import RankSpec, RunSpec, Runtime
 from csdctl.worker.tasks.progress import Reporter, RunProgress
-from csdctl.worker.tasks.reference import Reference, Snapshot, compute_type
+from csdctl.worker.tasks.reference import Reference
 from csdctl.worker.tasks.task import Group, TaskContext
 from csdctl.worker.tasks.verify import MAX_SAMPLES, Verify, draw_samples
 from csdctl.workflows.train.verify import Verdict, judge
@@ -28,11 +28,9 @@ from tests.unit.worker.tasks.verified_models import (
     ROWS,
     SEED,
     SIZES,
-    SQUARES,
     WRONG,
     Row,
     make_step,
-    passes_of,
 )
 
 pytestmark = [
@@ -119,35 +117,22 @@ class PlayedGroup:
 
     rank, size, collective = 0, len(SIZES), "star"
 
-    def __init__(self, engine: Engine, saved: Vectors, passes: list[str], num_elements: int) -> None:
+    def __init__(self, engine: Engine, saved: Vectors, num_elements: int) -> None:
         self.local = np.zeros(num_elements, np.float32)
-        self._engine, self._saved, self._passes = engine, saved, iter(passes)
+        self._engine, self._saved = engine, saved
+        self._sent = engine.send([saved[f"rank {rank}"] for rank in range(self.size)], saved)
 
     def sum(self, vector: np.ndarray) -> np.ndarray:
-        sent, saved = self._sent_in(next(self._passes))
-        sent[0] = vector[: len(sent[0])]
         total = np.zeros_like(vector)
-        total[: len(sent[0])] = self._engine.add(sent, saved)
-        self._sent = sent
+        self._sent[0] = vector[: len(self._sent[0])]
+        total[: len(self._sent[0])] = self._engine.add(self._sent, self._saved)
         return total
 
     def receive(self, rank: int, max_bytes: int, traffic_class: str) -> bytes:
-        content = self._sent[rank].tobytes()
-        if rank == self.size - 1 and (dtype := next(self._passes, "")):
-            self._sent, _ = self._sent_in(dtype)
-        return content
+        return self._sent[rank].tobytes()
 
     def allgather(self, value: Any, hint: Any) -> list[Any]:
         return [decode_value(hint, encode_value(value))] * self.size
-
-    def _sent_in(self, dtype: str) -> tuple[list[np.ndarray], Vectors]:
-        saved = {
-            what.removeprefix(f"{dtype} "): vector
-            for what, vector in self._saved.items()
-            if what.startswith(f"{dtype} ")
-        }
-        vectors = [saved[f"rank {rank}"] for rank in range(self.size)]
-        return self._engine.send(vectors, saved), saved
 
 
 class RowReader:
@@ -164,7 +149,7 @@ class RowReader:
 
 
 class RememberingReference(Reference):
-    """Measures only once, in each type: what rank 0 computes does not depend on what the others send."""
+    """Measures only once: what rank 0 computes does not depend on what the others send."""
 
     def __init__(self, known: dict[Any, Any], *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -188,8 +173,7 @@ class RowVerify(Verify):
     def __init__(self, context: TaskContext, row: Row) -> None:
         super().__init__(context)
         self._row = row
-        self._vectors: dict[str, Any] = {}
-        self._known: dict[str, Any] = {}
+        self._known: dict[Any, Any] = {}
 
     def open_reader(self) -> Any:
         return RowReader(self._row, self._step_of_probes.model)
@@ -198,14 +182,12 @@ class RowVerify(Verify):
         return self._row.ranges
 
     def _compute(self) -> Any:
-        dtype = compute_type(self.step.model)
-        if dtype not in self._vectors:
-            self._vectors[dtype] = super()._compute()
-        return self._vectors[dtype]
+        if "own" not in self._known:
+            self._known["own"] = super()._compute()
+        return self._known["own"]
 
     def _make_reference(self) -> Reference:
-        known = self._known.setdefault(compute_type(self.step.model), {})
-        return RememberingReference(known, self.step, SEED, self.spec.ranks, SIZES, self._draw, 1.0)
+        return RememberingReference(self._known, self.step, SEED, self.spec.ranks, SIZES, self._draw, 1.0)
 
 
 def load_task(row: Row, kind: type[Step] = Step) -> Verify:
@@ -224,10 +206,10 @@ def load_task(row: Row, kind: type[Step] = Step) -> Verify:
     return task
 
 
-def verify(task: Verify, engine: Engine, saved: Vectors, passes: list[str], capsys: Any) -> Verified:
+def verify(task: Verify, engine: Engine, saved: Vectors, capsys: Any) -> Verified:
     """Run the task with other ranks whose vectors are `saved`; return what it reports."""
     capsys.readouterr()
-    played: Any = PlayedGroup(engine, saved, passes, task.num_elements)
+    played: Any = PlayedGroup(engine, saved, task.num_elements)
     task.run(Group(1, tuple(range(len(SIZES))), played))
     verified = event_from_line(capsys.readouterr().out.strip())
     assert isinstance(verified, Verified)
@@ -246,64 +228,6 @@ def other_ranks(tmp_path_factory: pytest.TempPathFactory, request: pytest.Fixtur
     return directory
 
 
-def with_fixed_types(dtype: str) -> Callable[[Any], Any]:
-    """Return what builds a model with a layer that computes in `dtype` alone, whatever its policy says."""
-
-    def build(keras: Any) -> Any:
-        class Fixed(keras.layers.Layer):
-            def build(self, shape: Any) -> None:
-                self.kernel = self.add_weight(shape=(8, 8))
-
-            def call(self, inputs: Any) -> Any:
-                return tf.matmul(tf.cast(inputs, dtype), self.kernel.value)
-
-            def compute_output_shape(self, shape: Any) -> Any:
-                return shape
-
-        tf = load_backend()[0]
-        inputs = keras.Input((10,))
-        x = keras.ops.sin(1e3 * keras.ops.sin(1e3 * keras.layers.Dense(8)(inputs)))
-        return keras.Model(inputs, keras.layers.Dense(1, dtype="float32")(Fixed()(x)))
-
-    return build
-
-
-def vectors_of(task: Verify, dtype: str) -> Vectors:
-    """Return the vectors of all ranks, computed in this process in the model's own type."""
-    example, start = task.reader.empty_batch(), Snapshot(task.step.model.variables)
-    saved = {}
-    for rank, size in enumerate(SIZES):
-        task.step.seeds.set_step(0, rank)
-        samples = draw_samples(SEED, rank, size, example, task.step.model)
-        saved[f"{dtype} rank {rank}"] = np.array(task.step.local(*samples))
-        start.restore()
-    return saved
-
-
-def test_model_that_cannot_be_computed_in_a_finer_type_is_not_called_equal(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    task = load_task(
-        Row(with_fixed_types("float32"), *(ROWS["steep"].samples, ROWS["steep"].labels), SQUARES)
-    )
-    verified = verify(task, Engine(), vectors_of(task, "float32"), ["float32"] * 2, capsys)
-    verdict = judge(verified, NODES)
-    assert not verdict.is_equal
-    assert "nothing can be said about host, csd0, csd1: rounding in float32" in verdict.text
-
-
-def test_model_that_computes_in_16_bits_only_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    row = Row(
-        with_fixed_types("float16"), ROWS["steep"].samples, ROWS["steep"].labels, SQUARES, "mixed_float16"
-    )
-    task = load_task(row)
-    with pytest.raises(
-        WorkerError, match="hides a sample, and the model cannot be computed in float32"
-    ) as caught:
-        verify(task, Engine(), vectors_of(task, "float16"), ["float16"], capsys)
-    assert "self.compute_dtype" in caught.value.remedy
-
-
 class PlainMeanStep(Step):
     """Sends the gradient of its mean, times the same number on every rank."""
 
@@ -316,8 +240,14 @@ class PlainMeanStep(Step):
 def test_step_that_is_wrong_on_host_and_ranks_alike_is_not_taken_for_a_coupled_model(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    task = load_task(ROWS["attention"], PlainMeanStep)
-    verified = verify(task, Engine(), vectors_of(task, "float32"), ["float32"] * 2, capsys)
+    task = load_task(ROWS["convolutions"], PlainMeanStep)
+    example, start, saved = task.reader.empty_batch(), Snapshot(task.step.model.variables), {}
+    for rank, size in enumerate(SIZES):
+        task.step.seeds.set_step(0, rank)
+        samples = draw_samples(SEED, rank, size, example, task.step.model)
+        saved[f"rank {rank}"] = np.array(task.step.local(*samples))
+        start.restore()
+    verified = verify(task, Engine(), saved, capsys)
     verdict = judge(verified, NODES)
     assert not verdict.is_equal
     assert "one batch of all samples has another gradient" in verdict.text
@@ -333,7 +263,7 @@ def test_right_engine_passes_and_every_wrong_one_fails(
 
     def judged(engine: Engine) -> tuple[Verified, Verdict]:
         start.restore()
-        verified = verify(task, engine, saved, passes_of(row), capsys)
+        verified = verify(task, engine, saved, capsys)
         return verified, judge(verified, NODES)
 
     verified, verdict = judged(Engine())
@@ -344,6 +274,5 @@ def test_right_engine_passes_and_every_wrong_one_fails(
     print(f"{name}: {verdict.text}; {verified}")
     assert verdict.is_equal, verdict.text
     assert not missed
-    assert verified.compared_in == row.compared_in
     assert (verified.one_batch is None) == bool(row.reasons)
     assert all(any(part in reason for reason in verified.not_one_batch) for part in row.reasons)

@@ -9,7 +9,7 @@ import numpy as np
 from csdctl.worker.compute.recipe import compile_model
 from csdctl.worker.compute.step import Step
 from csdctl.worker.protocol.recipe import LossTerm, Recipe
-from csdctl.worker.tasks.reference import types_to_compare_in
+from csdctl.worker.tasks.reference import widen
 from csdctl.worker.tasks.verify import Ranges
 
 SIZES = (16, 12, 5)
@@ -20,7 +20,6 @@ SEED = 5
 PIXELS = np.zeros((0, 16, 16, 3), np.uint8)
 CLASSES = np.zeros(0, np.int32)
 TOKENS = np.zeros((0, 12), np.int32)
-SERIES = np.zeros((0, 20, 2), np.float32)
 TABLE = np.zeros((0, 10), np.float32)
 NUMBERS = np.zeros((0, 1), np.float32)
 
@@ -36,8 +35,6 @@ class Row:
     recipe: Recipe = field(default_factory=lambda: Recipe(learning_rate=0.01))
     policy: str = "float32"
     """Keras' dtype policy."""
-    compared_in: str = "float32"
-    """The type in which a sample can be told from rounding."""
     reasons: tuple[str, ...] = ()
     """Why it is not compared with one batch of all samples: parts of these sentences."""
     ranges: Ranges = field(default_factory=dict)
@@ -64,16 +61,6 @@ def with_dropout(keras: Any) -> Any:
     return keras.Model(inputs, layers.Dense(5, activation="softmax")(x))
 
 
-def with_augmentation(keras: Any) -> Any:
-    layers = keras.layers
-    changes = [layers.RandomFlip("horizontal"), layers.RandomRotation(0.1), layers.RandomZoom(0.2)]
-    changes += [layers.RandomContrast(0.2), layers.GaussianNoise(0.1)]
-    augmentation = keras.Sequential(changes, name="augmentation")
-    inputs = keras.Input((16, 16, 3))
-    x = layers.Conv2D(8, 3, strides=2, activation="relu")(augmentation(inputs))
-    return keras.Model(inputs, layers.Dense(5, activation="softmax")(layers.Flatten()(x)))
-
-
 def residual_with_batch_norm(keras: Any) -> Any:
     layers = keras.layers
     inputs = keras.Input((16, 16, 3))
@@ -90,67 +77,6 @@ def residual_with_batch_norm(keras: Any) -> Any:
     return keras.Model(inputs, layers.Dense(5, activation="softmax", dtype="float32")(x))
 
 
-def recurrent(keras: Any) -> Any:
-    layers = keras.layers
-    inner = [layers.Embedding(50, 8, mask_zero=True), layers.Bidirectional(layers.LSTM(6))]
-    last = layers.Dense(1, activation="sigmoid")
-    return keras.Sequential([keras.Input((12,), dtype="int32"), *inner, last])
-
-
-def recurrent_with_dropout(keras: Any) -> Any:
-    layers = keras.layers
-    first = layers.GRU(6, return_sequences=True, dropout=0.2, recurrent_dropout=0.2)
-    return keras.Sequential([keras.Input((20, 2)), first, layers.LSTM(6), layers.Dense(1)])
-
-
-def transformer(keras: Any) -> Any:
-    layers = keras.layers
-    inputs = keras.Input((12,), dtype="int32")
-    positions = keras.ops.arange(12)
-    x = layers.Embedding(100, 16)(inputs) + layers.Embedding(12, 16)(positions)
-    attended = layers.MultiHeadAttention(2, 8, dropout=0.1)(x, x, use_causal_mask=True)
-    x = layers.LayerNormalization()(x + attended)
-    fed = layers.EinsumDense("abc,cd->abd", output_shape=(None, 32), activation="gelu", bias_axes="d")(x)
-    x = layers.LayerNormalization()(x + layers.Dropout(0.1)(layers.Dense(16)(fed)))
-    x = layers.GlobalAveragePooling1D()(x)
-    return keras.Model(inputs, layers.Dense(4, activation="softmax", dtype="float32")(x))
-
-
-def attention_without_dropout(keras: Any) -> Any:
-    layers = keras.layers
-    inputs = keras.Input((20, 2))
-    x = layers.Dense(8)(inputs)
-    x = x + layers.MultiHeadAttention(2, 4)(x, x)
-    x = layers.Dense(8, activation="gelu")(layers.LayerNormalization()(x))
-    return keras.Model(inputs, layers.Dense(1)(layers.GlobalAveragePooling1D()(x)))
-
-
-def regularized(keras: Any) -> Any:
-    layers, regularizers = keras.layers, keras.regularizers
-    first = layers.Dense(16, activation="tanh", kernel_regularizer=regularizers.L1L2(0.01, 0.01))
-    inner = [first, layers.ActivityRegularization(l2=0.01)]
-    inner.append(layers.Dense(8, activation="relu", activity_regularizer="l1"))
-    return keras.Sequential([keras.Input((10,)), *inner, layers.Dense(1, bias_regularizer="l2")])
-
-
-def group_and_spectral_norm(keras: Any) -> Any:
-    layers = keras.layers
-    first = [layers.Conv2D(8, 3), layers.GroupNormalization(4), layers.ReLU(), layers.AveragePooling2D(2)]
-    inner = keras.Sequential(first, name="inner")
-    inputs = keras.Input((16, 16, 3))
-    x = layers.SpectralNormalization(layers.Conv2D(8, 3))(inner(inputs))
-    x = layers.LeakyReLU()(layers.UnitNormalization()(layers.GlobalMaxPooling2D()(x)))
-    return keras.Model(inputs, layers.Dense(5, activation="softmax")(x))
-
-
-def siamese(keras: Any) -> Any:
-    layers = keras.layers
-    tower = keras.Sequential([layers.Dense(12, activation="relu"), layers.Dense(6)], name="tower")
-    left, right = keras.Input((10,), name="left"), keras.Input((10,), name="right")
-    near = layers.Dot(1, normalize=True)([tower(left), tower(right)])
-    return keras.Model([left, right], layers.Dense(1, activation="sigmoid")(near))
-
-
 def zero_weights(keras: Any) -> Any:
     dense = keras.layers.Dense(3, activation="softmax", kernel_initializer="zeros")
     return keras.Sequential([keras.Input((10,)), dense])
@@ -161,20 +87,6 @@ def tiny_gradients(keras: Any) -> Any:
     shrink = layers.Rescaling(1e-12)
     inner = [layers.Dense(16, activation="relu"), layers.Dense(16, activation="relu")]
     return keras.Sequential([keras.Input((10,)), *inner, layers.Dense(1), shrink])
-
-
-def large_gradients(keras: Any) -> Any:
-    layers = keras.layers
-    inner = [layers.Dense(16, activation="relu"), layers.Dense(16, activation="relu")]
-    return keras.Sequential([keras.Input((10,)), layers.Rescaling(1e6), *inner, layers.Dense(1)])
-
-
-def steep(keras: Any) -> Any:
-    """Rounding in float32 moves the phase by a tenth."""
-    layers, ops = keras.layers, keras.ops
-    inputs = keras.Input((10,))
-    x = ops.sin(1e3 * ops.sin(1e3 * layers.Dense(8)(inputs)))
-    return keras.Model(inputs, layers.Dense(1)(x))
 
 
 def two_outputs(keras: Any) -> Any:
@@ -197,47 +109,6 @@ def coupled(keras: Any) -> Any:
     inputs = keras.Input((10,))
     x = keras.layers.Dense(8)(inputs)
     return keras.Model(inputs, keras.layers.Dense(1)(x - 0.5 * keras.ops.mean(x, axis=0, keepdims=True)))
-
-
-def coupled_and_masked(keras: Any) -> Any:
-    layers, ops = keras.layers, keras.ops
-
-    class Centred(layers.Layer):
-        supports_masking = True
-
-        def call(self, inputs: Any) -> Any:
-            return inputs - 0.5 * ops.mean(inputs, axis=0, keepdims=True)
-
-    inputs = keras.Input((12,), dtype="int32")
-    x = layers.LSTM(8, return_sequences=True)(layers.Embedding(40, 8, mask_zero=True)(inputs))
-    return keras.Model(inputs, layers.Dense(5, activation="softmax")(Centred()(x)))
-
-
-def segmented(keras: Any) -> Any:
-    """Its loss is of the whole batch: one process is near the ranks at first, and is not equal."""
-
-    def with_dice(targets: Any, predictions: Any) -> Any:
-        ops = keras.ops
-        both = ops.sum(targets * predictions) + 1.0
-        dice = 1.0 - 2.0 * both / (ops.sum(targets) + ops.sum(predictions) + 1.0)
-        return keras.losses.binary_crossentropy(targets, predictions) + dice
-
-    layers = keras.layers
-    conv = layers.Conv2D(8, 3, padding="same", activation="relu")
-    last = layers.Conv2D(1, 1, activation="sigmoid")
-    model = keras.Sequential([keras.Input((16, 16, 3)), layers.Rescaling(1 / 255), conv, last])
-    model.compile("sgd", with_dice)
-    return model
-
-
-def with_summed_loss(keras: Any) -> Any:
-    class Adding(keras.layers.Layer):
-        def call(self, inputs: Any) -> Any:
-            self.add_loss(keras.ops.mean(inputs**2, axis=-1))
-            return inputs
-
-    inputs = keras.Input((10,))
-    return keras.Model(inputs, keras.layers.Dense(1)(Adding()(keras.layers.Dense(8)(inputs))))
 
 
 def with_class_as_input(keras: Any) -> Any:
@@ -267,49 +138,25 @@ TABLE_AND_KIND = np.zeros(0, [("table", np.float32, (10,)), ("kind", np.int32, (
 NO_LABELS = np.zeros((0, 0), np.float32)
 KINDS_AND_SIZES = np.zeros(0, [("kind", np.int32), ("size", np.float32, (1,)), ("sample_weight", np.float32)])
 TAGS = np.zeros((0, 12), np.int32)
-PAIRS = np.zeros(0, [("left", np.float32, (10,)), ("right", np.float32, (10,))])
 SQUARES = Recipe(losses={"": LossTerm("mean_squared_error")}, learning_rate=0.01)
 BINARY = Recipe(losses={"": LossTerm("binary_crossentropy")}, learning_rate=0.01)
 TWO = Recipe(
     losses={"kind": LossTerm("sparse_categorical_crossentropy"), "size": LossTerm("mse", {}, 0.3)},
     learning_rate=0.01,
 )
-COUPLED = ("compares samples of a batch",)
-BF16, F16 = "mixed_bfloat16", "mixed_float16"
 ROWS = {
     "convolutions": Row(convolutions),
     "dropout": Row(with_dropout, reasons=("dropout", "spatial_dropout2d")),
-    "augmentation": Row(with_augmentation, reasons=("random numbers in", "random_zoom")),
     "batch norm": Row(residual_with_batch_norm, reasons=("batch_normalization",)),
-    "LSTM": Row(recurrent, TOKENS, NUMBERS, BINARY),
-    "GRU with dropout": Row(recurrent_with_dropout, SERIES, NUMBERS, SQUARES, reasons=("gru",)),
-    "transformer": Row(transformer, TOKENS, reasons=("dropout",)),
-    "attention": Row(attention_without_dropout, SERIES, NUMBERS, SQUARES),
-    "regularized": Row(regularized, TABLE, NUMBERS, SQUARES),
-    "group and spectral norm": Row(group_and_spectral_norm),
     "two outputs, weighted": Row(two_outputs, labels=KINDS_AND_SIZES, recipe=TWO),
     "masked time steps": Row(masked, TOKENS, TAGS),
-    "coupled samples": Row(coupled, TABLE, NUMBERS, SQUARES, reasons=COUPLED),
-    "coupled samples, masked": Row(coupled_and_masked, TOKENS, TAGS, reasons=COUPLED),
-    "loss of a whole batch": Row(segmented, labels=np.zeros((0, 16, 16, 1), np.float32), reasons=COUPLED),
-    "loss summed by fit": Row(with_summed_loss, TABLE, NUMBERS, SQUARES),
+    "coupled samples": Row(coupled, TABLE, NUMBERS, SQUARES, reasons=("compares samples of a batch",)),
     "a class as input": Row(with_class_as_input, TABLE_AND_KIND, NO_LABELS, ranges={"kind": ((0.0, 3.0),)}),
     "table, normalized": Row(normalized, TABLE, NUMBERS, BINARY, ranges={"": ((200.0, 280.0),) * 10}),
-    "siamese": Row(siamese, PAIRS, NUMBERS, BINARY),
     "all weights 0": Row(zero_weights, TABLE),
     "tiny gradients": Row(tiny_gradients, TABLE, NUMBERS, SQUARES),
-    "large gradients": Row(large_gradients, TABLE, NUMBERS, SQUARES),
-    "steep": Row(steep, TABLE, NUMBERS, SQUARES, compared_in="float64"),
-    "bfloat16 convolutions": Row(convolutions, policy=BF16),
-    "float16 convolutions": Row(convolutions, policy=F16),
+    "bfloat16 convolutions": Row(convolutions, policy="mixed_bfloat16"),
 }
-
-
-def passes_of(row: Row) -> list[str]:
-    """Return the types that a rank's vector is computed in, one after another, until it has been compared."""
-    own = row.policy.removeprefix("mixed_")
-    types = list(types_to_compare_in(own))
-    return [own, *types[: types.index(row.compared_in) + 1]]
 
 
 def make_step(row: Row, tf: Any, keras: Any, kind: type[Step] = Step) -> Step:
@@ -321,6 +168,7 @@ def make_step(row: Row, tf: Any, keras: Any, kind: type[Step] = Step) -> Step:
     try:
         model = row.build(keras)
         recipe = compile_model(model, replace(row.recipe, seed=SEED), keras)
+        widen(model)
     finally:
         keras.config.set_dtype_policy(before)
     return kind(model, recipe, (row.samples, row.labels), tf, keras)
