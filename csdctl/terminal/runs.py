@@ -19,8 +19,6 @@ STYLES = {RUNNING: "green", FAILED: "red", INTERRUPTED: "red", STOPPED: "yellow"
 WIDE = 100
 """Columns of a terminal from which on all values of a run are shown."""
 SECOND = len("20261123-081803")
-WATCHED_PER_S = 1
-"""A watcher draws half as often as the terminal that trains: it must not cost the training anything."""
 RESUMABLE = (STOPPED, FAILED, INTERRUPTED)
 
 
@@ -68,12 +66,7 @@ def watch_run(streams: Streams, followed: Followed) -> bool:
     run = followed.run
     clock = _EventClock()
     view = TrainingView(
-        streams.views,
-        followed.spec,
-        followed.num_steps,
-        emulated=followed.emulated,
-        clock=clock,
-        per_second=WATCHED_PER_S,
+        streams.views, followed.spec, followed.num_steps, emulated=followed.emulated, clock=clock
     )
     try:
         with view:

@@ -24,20 +24,21 @@ from csdctl.reporting.series import Bottleneck, SeriesBuilder, find_bottleneck
 from csdctl.runs.directory import ProjectDirectory, RunDirectory
 from csdctl.terminal.console import PrintableConsole
 from csdctl.terminal.fleet_view import (
+    BACK,
     DONE,
+    FAILED,
+    LOST,
     READY,
     STARTING,
     TRAINING,
+    WAITING,
     WIDE,
     WIDER,
-    Column,
+    Columns,
     FleetView,
     RankRow,
     draw_curve,
-    draw_waiting,
-    mean,
     show_elapsed,
-    span,
 )
 from csdctl.terminal.prepare import PreparationScreen, describe_samples
 from csdctl.terminal.report import REACHABLE, format_epsilon, report_document
@@ -74,9 +75,9 @@ figures of a long run change slowly, and a new watcher reads all of its events."
 SILENT_S = 10.0
 """Seconds without news of any step after which the headline says so."""
 MAX_POINTS = 2000
-STATES: dict[type[Event], str] = {Ready: READY, NodeBack: "back", Finished: DONE}
+STATES: dict[type[Event], str] = {Ready: READY, NodeBack: BACK, Finished: DONE}
 """State of a rank after an event about it."""
-STANDSTILLS: dict[type[Event], str] = {LinkLost: "waiting for others", NodeLost: "lost", Failed: "failed"}
+STANDSTILLS: dict[type[Event], str] = {LinkLost: WAITING, NodeLost: LOST, Failed: FAILED}
 """State of a rank after an event about it, where it takes no steps."""
 
 
@@ -175,16 +176,12 @@ class TrainingView(FleetView[RankRow]):
         *,
         emulated: bool,
         clock: Callable[[], float] = time.monotonic,
-        per_second: float = 2,
     ) -> None:
-        """`clock`: seconds, in which the times of the events that are shown are measured.
-
-        `per_second`: how often the view is drawn.
-        """
+        """`clock`: seconds, in which the times of the events that are shown are measured."""
         self._spec = spec
         self._steps_per_epoch = steps_per_epoch
         self._first_step: int | None = None
-        self._rows = {rank.rank: RankRow(rank.rank, rank.node, rank.batch_size) for rank in spec.ranks}
+        self._rows = {rank.rank: RankRow(rank.node, batch_size=rank.batch_size) for rank in spec.ranks}
         self._curves: dict[str, list[float]] = {"loss": []}
         self._last: Progress | EpochEnd | None = None
         self._last_step = 0
@@ -193,7 +190,7 @@ class TrainingView(FleetView[RankRow]):
         self._step_at = clock()
         self._bottleneck = BottleneckLine([rank.node for rank in spec.ranks])
         title = f"run {spec.run_id}" + (" (emulated fleet)" if emulated else "")
-        super().__init__(console, title, clock=clock, per_second=per_second)
+        super().__init__(console, title, clock=clock)
 
     def show(self, event: Event) -> None:
         """Show one event."""
@@ -337,49 +334,22 @@ class TrainingView(FleetView[RankRow]):
         parts = [f"{name} {draw_curve(points, room)} {points[-1]:.4g}" for name, points in shown.items()]
         return [Text("   ".join(parts), no_wrap=True)] if parts else []
 
-    def _columns(self, width: int) -> list[Column[RankRow]]:
-        bar_width = 20 if width >= WIDE else 12
-        columns: list[Column[RankRow]] = [
-            Column("batch", lambda row: span([rank.batch_size for rank in row.members])),
-            Column("samples/s", lambda row: format_rate(mean([rank.rate for rank in row.members])), 9),
-            Column("waiting", lambda row: draw_waiting(row, bar_width), bar_width + 5, is_right=False),
-        ]
-        if width >= WIDER:
-            columns += self._machine_columns()
-        if width >= WIDE:
-            columns += [
-                Column("compute", lambda row: _seconds([rank.compute_s for rank in row.members]), 8),
-                Column("wait", lambda row: _seconds([rank.held_s for rank in row.members]), 8),
-                Column("sum", lambda row: _seconds([rank.sum_s for rank in row.members]), 8),
-            ]
-        return columns
-
-    def _machine_columns(self) -> list[Column[RankRow]]:
-        """Return memory, and temperature where there is a sensor."""
-        columns: list[Column[RankRow]] = []
+    def _columns(self, width: int) -> Columns[RankRow]:
         rows = self._list_rows()
-        if any(row.memory_bytes for row in rows):
-            columns.append(
-                Column(
-                    "memory", lambda row: format_bytes(_largest([one.memory_bytes for one in row.members]))
-                )
-            )
-        if any(row.temperature_c for row in rows):
-            columns.append(Column("°C", lambda row: _degrees([one.temperature_c for one in row.members])))
+        columns: dict[str, Callable[[RankRow], str | Text]] = {
+            ">batch": lambda row: str(row.batch_size or "–"),
+            ">samples/s": lambda row: format_rate(row.rate),
+            "waiting": lambda row: row.draw_waiting(20 if width >= WIDE else 12),
+        }
+        if width >= WIDER and any(row.memory_bytes for row in rows):
+            columns[">memory"] = lambda row: format_bytes(row.memory_bytes)
+        if width >= WIDER and any(row.temperature_c for row in rows):  # where there is a sensor
+            columns[">°C"] = lambda row: "–" if row.temperature_c is None else f"{row.temperature_c:.0f}"
+        if width >= WIDE:
+            columns[">compute"] = lambda row: format_seconds(row.compute_s or None)
+            columns[">wait"] = lambda row: format_seconds(row.held_s or None)
+            columns[">sum"] = lambda row: format_seconds(row.sum_s or None)
         return columns
-
-
-def _largest(values: Sequence[float | None]) -> float | None:
-    return max((value for value in values if value is not None), default=None)
-
-
-def _degrees(values: Sequence[float | None]) -> str:
-    hottest = _largest(values)
-    return "–" if hottest is None else f"{hottest:.0f}"
-
-
-def _seconds(values: Sequence[float]) -> str:
-    return format_seconds(mean(values) or None)
 
 
 def _format_epoch(event: EpochEnd, epochs: int) -> str:
