@@ -19,8 +19,9 @@ from csdctl.reporting.numbers import (
     format_share,
     name_metrics,
 )
-from csdctl.reporting.privacy import Privacy, plan_privacy
+from csdctl.reporting.privacy import Privacy, describe_privacy, plan_privacy
 from csdctl.reporting.series import Bottleneck, SeriesBuilder, find_bottleneck
+from csdctl.reporting.tables import REACHABLE
 from csdctl.runs.directory import ProjectDirectory, RunDirectory
 from csdctl.terminal.console import PrintableConsole
 from csdctl.terminal.fleet_view import (
@@ -41,7 +42,7 @@ from csdctl.terminal.fleet_view import (
     show_elapsed,
 )
 from csdctl.terminal.prepare import PreparationScreen, describe_samples
-from csdctl.terminal.report import REACHABLE, format_epsilon, report_document
+from csdctl.terminal.report import report_document
 from csdctl.terminal.streams import Streams
 from csdctl.terminal.tune import plan_document, render_plan
 from csdctl.worker.protocol.events import (
@@ -458,7 +459,7 @@ class TrainingScreen(PreparationScreen):
         self.say(f"to resume: csdctl train --resume {run_id}")
 
     def _show_privacy(self, privacy: Privacy, when: str) -> None:
-        for line in format_epsilon(privacy):
+        for line in describe_privacy(privacy):
             self.say(when + line)
 
 

@@ -22,18 +22,15 @@ WIDTHS = (400, 800, 1400)
 PROBE = """<script>
 addEventListener("securitypolicyviolation", e => console.log("PROBE violation " + e.violatedDirective));
 addEventListener("load", () => {
-  const root = document.documentElement, style = getComputedStyle(document.body);
+  const root = document.documentElement;
   document.querySelectorAll("details").forEach(details => details.open = true);
   const charts = [...document.querySelectorAll("figure")].map(figure => ({
-    marks: figure.querySelectorAll("svg path, svg use").length,
-    width: figure.querySelector("svg").getBoundingClientRect().width,
+    width: figure.querySelector("img").getBoundingClientRect().width,
+    drawn: figure.querySelector("img").naturalWidth,
     rows: figure.querySelectorAll("details tbody tr").length,
-    broken: [...figure.querySelectorAll("svg use")].filter(use =>
-      !document.getElementById(use.getAttribute("xlink:href").slice(1))).length,
   }));
   const requests = performance.getEntriesByType("resource").length;
-  console.log("PROBE " + JSON.stringify({charts, requests, page: root.scrollWidth, window: innerWidth,
-    paper: style.backgroundColor, ink: style.color}));
+  console.log("PROBE " + JSON.stringify({charts, requests, page: root.scrollWidth, window: innerWidth}));
 });
 </script>"""
 """Added to a copy of the page, whose policy is loosened for it."""
@@ -65,7 +62,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, lis
     server.server_close()
 
 
-def browse(address: str, profile: Path, width: int, *, is_dark: bool) -> list[str]:
+def browse(address: str, profile: Path, width: int) -> list[str]:
     """Open a page; returns the lines of its console."""
     require("chromium")
     command = [
@@ -76,37 +73,30 @@ def browse(address: str, profile: Path, width: int, *, is_dark: bool) -> list[st
             f"--timeout={scaled(20_000):.0f}",
             "--dump-dom",
         ),
-        *(["--blink-settings=preferredColorScheme=0"] if is_dark else []),
         address,
     ]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return re.findall(r'CONSOLE[^"]*"(.*)", source', done.stderr)
 
 
-@pytest.mark.parametrize("is_dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("width", WIDTHS)
-def test_page_in_a_browser(
-    address: tuple[str, list[str]], tmp_path: Path, width: int, *, is_dark: bool
-) -> None:
+def test_page_in_a_browser(address: tuple[str, list[str]], tmp_path: Path, width: int) -> None:
     url, _ = address
-    (line,) = browse(f"{url}/probed.html", tmp_path, width, is_dark=is_dark)
+    (line,) = browse(f"{url}/probed.html", tmp_path, width)
     found = json.loads(line.removeprefix("PROBE ").replace('\\"', '"'))
     assert len(found["charts"]) > 8
     for chart in found["charts"]:
-        assert chart["marks"] > 3
+        assert chart["drawn"] > 0
         assert chart["rows"] >= 1
-        assert chart["broken"] == 0
         assert chart["width"] > min(250, width / 2)
     assert found["requests"] == 0
     assert found["page"] <= found["window"]  # tables scroll, the page does not
-    dark, light = "rgb(18, 23, 29)", "rgb(255, 255, 255)"
-    assert found["paper"] == (dark if is_dark else light)
 
 
 def test_page_as_it_is_asks_for_nothing_and_complains_of_nothing(
     address: tuple[str, list[str]], tmp_path: Path
 ) -> None:
     url, asked = address
-    assert browse(f"{url}/report.html", tmp_path, 800, is_dark=False) == []
+    assert browse(f"{url}/report.html", tmp_path, 800) == []
     assert "/report.html" in asked
     assert set(asked) <= {"/report.html", "/probed.html", "/favicon.ico"}  # which browsers ask for
