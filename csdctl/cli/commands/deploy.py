@@ -13,17 +13,12 @@ def deploy(
     tree: Annotated[
         list[str] | None,
         typer.Option(
-            "--tree",
             metavar="SOURCE[:DESTINATION]",
             help="Copy a directory instead of a job's files; DESTINATION is relative to each node's home.",
         ),
     ] = None,
     ignore: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--ignore",
-            help="Exclude matching files from trees; same syntax as .gitignore.",
-        ),
+        list[str] | None, typer.Option(help="Exclude matching files from trees; same syntax as .gitignore.")
     ] = None,
     everything: Annotated[
         bool, typer.Option("--everything", help="Also copy .git, __pycache__ and .csdctl of trees.")

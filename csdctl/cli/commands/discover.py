@@ -17,38 +17,23 @@ def discover(
     fleet: options.FleetOption = options.DEFAULT_FLEET,
     cidr: Annotated[
         list[str] | None,
-        typer.Option(
-            "--cidr",
-            help="First scan this address range for machines, and write the fleet file.",
-        ),
+        typer.Option(help="First scan this address range for machines, and write the fleet file."),
     ] = None,
     interface: Annotated[
-        str,
-        typer.Option("--interface", help="Scan through this network interface; needs root or CAP_NET_RAW."),
+        str, typer.Option(help="Scan through this network interface; needs root or CAP_NET_RAW.")
     ] = "",
-    user: Annotated[
-        str, typer.Option("--user", help="User on the machines that --cidr finds; default: root.")
-    ] = "",
-    key: Annotated[
-        Path | None,
-        typer.Option("--key", help="Private key for the machines that --cidr finds."),
-    ] = None,
+    user: Annotated[str, typer.Option(help="User on the machines that --cidr finds; default: root.")] = "",
+    key: Annotated[Path | None, typer.Option(help="Private key for the machines that --cidr finds.")] = None,
     port: Annotated[
-        int | None,
-        typer.Option("--port", min=1, max=65535, help="SSH port that --cidr scans; default: 22."),
+        int | None, typer.Option(min=1, max=65535, help="SSH port that --cidr scans; default: 22.")
     ] = None,
     inventory: Annotated[
         Path | None,
-        typer.Option(
-            "--inventory", help="First write the fleet file from this output of `ansible-inventory --list`."
-        ),
+        typer.Option(help="First write the fleet file from this output of `ansible-inventory --list`."),
     ] = None,
     ssh_config: Annotated[
         Path | None,
-        typer.Option(
-            "--ssh-config",
-            help="First write the fleet file from the aliases in this file, such as ~/.ssh/config.",
-        ),
+        typer.Option(help="First write the fleet file from the aliases in this file, such as ~/.ssh/config."),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite an existing fleet file.")] = False,
     dry_run: Annotated[

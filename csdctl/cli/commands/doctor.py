@@ -24,18 +24,14 @@ def doctor(
     context: typer.Context,
     fleet: options.FleetOption = options.DEFAULT_FLEET,
     deadline: Annotated[
-        float, typer.Option("--deadline", envvar="CSDCTL_DEADLINE", help="Seconds for all checks together.")
+        float, typer.Option(envvar="CSDCTL_DEADLINE", help="Seconds for all checks together.")
     ] = 180.0,
     connect_deadline: Annotated[
-        float,
-        typer.Option(
-            "--connect-deadline", envvar="CSDCTL_CONNECT_DEADLINE", help="Seconds to connect to a node."
-        ),
+        float, typer.Option(envvar="CSDCTL_CONNECT_DEADLINE", help="Seconds to connect to a node.")
     ] = 10.0,
     mpi_deadline: Annotated[
         float,
         typer.Option(
-            "--mpi-deadline",
             envvar="CSDCTL_MPI_DEADLINE",
             help="Seconds for all machines to start MPI together, and again for their allreduce.",
         ),
@@ -46,9 +42,8 @@ def doctor(
     job: Annotated[
         Path | None,
         typer.Option(
-            "--job",
             help="Also look for what the own code of this job imports; by default of job.yaml, "
-            "if there is one.",
+            "if there is one."
         ),
     ] = None,
     json: options.JsonOption = False,

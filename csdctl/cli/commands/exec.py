@@ -21,23 +21,15 @@ def exec(
     task: Annotated[
         str | None,
         typer.Option(
-            "--task",
-            metavar="FILE.py:TASK",
-            help="Run this Fabric task instead, on a connection to each node.",
+            metavar="FILE.py:TASK", help="Run this Fabric task instead, on a connection to each node."
         ),
     ] = None,
     timeout: Annotated[
         float | None,
-        typer.Option(
-            "--timeout",
-            help="Seconds after which a command is ended; default: 60, of a task's commands 600.",
-        ),
+        typer.Option(help="Seconds after which a command is ended; default: 60, of a task's commands 600."),
     ] = None,
     connect_deadline: Annotated[
-        float,
-        typer.Option(
-            "--connect-deadline", envvar="CSDCTL_CONNECT_DEADLINE", help="Seconds to connect to a node."
-        ),
+        float, typer.Option(envvar="CSDCTL_CONNECT_DEADLINE", help="Seconds to connect to a node.")
     ] = 10.0,
     limit: options.LimitOption = None,
     exclude: options.ExcludeOption = None,

@@ -11,7 +11,7 @@ from csdctl.terminal.streams import Streams
 
 
 def export(
-    to: Annotated[str, typer.Option("--to", metavar="FORMAT", help="tensorboard, mlflow or csv.")],
+    to: Annotated[str, typer.Option(metavar="FORMAT", help="tensorboard, mlflow or csv.")],
     run: Annotated[
         str | None,
         typer.Argument(
@@ -23,16 +23,11 @@ def export(
     output: Annotated[
         Path | None,
         typer.Option(
-            "--output",
-            metavar="PATH",
-            help="The file to write, of tensorboard the directory; default: RUN.csv, …",
+            metavar="PATH", help="The file to write, of tensorboard the directory; default: RUN.csv, …"
         ),
     ] = None,
     tracking_uri: Annotated[
-        str | None,
-        typer.Option(
-            "--tracking-uri", metavar="URI", help="MLflow's server or directory; default: MLflow's own."
-        ),
+        str | None, typer.Option(metavar="URI", help="MLflow's server or directory; default: MLflow's own.")
     ] = None,
     json: options.JsonOption = False,
 ) -> None:

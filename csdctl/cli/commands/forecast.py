@@ -14,64 +14,37 @@ def forecast(
     fleet: options.FleetOption = options.DEFAULT_FLEET,
     published: Annotated[
         Network | None,
-        typer.Option(
-            "--published",
-            help="Forecast this network from the STANNIS paper, on Newport CSDs, instead of a job.",
-        ),
+        typer.Option(help="Forecast this network from the STANNIS paper, on Newport CSDs, instead of a job."),
     ] = None,
     nodes: Annotated[
         str | None,
         typer.Option(
-            "--nodes",
-            metavar="NUMBERS",
-            help="Numbers of nodes: 24, 1..36, or 4,8,16; default: 0 to all nodes.",
+            metavar="NUMBERS", help="Numbers of nodes: 24, 1..36, or 4,8,16; default: 0 to all nodes."
         ),
     ] = None,
-    epochs: Annotated[
-        int | None,
-        typer.Option("--epochs", min=1, help="Number of epochs; default: the job's."),
-    ] = None,
+    epochs: Annotated[int | None, typer.Option(min=1, help="Number of epochs; default: the job's.")] = None,
     samples: Annotated[
-        int | None,
-        typer.Option(
-            "--samples",
-            min=1,
-            help="Samples per epoch, public and private, for time and energy.",
-        ),
+        int | None, typer.Option(min=1, help="Samples per epoch, public and private, for time and energy.")
     ] = None,
     max_global_batch: Annotated[
         int | None,
         typer.Option(
-            "--max-global-batch",
-            min=1,
-            help="Largest global batch size; default: the limit that the plan was tuned with.",
+            min=1, help="Largest global batch size; default: the limit that the plan was tuned with."
         ),
     ] = None,
     host_watts: Annotated[
         float | None,
-        typer.Option(
-            "--host-watts",
-            help="Power in watts that does not depend on the number of training nodes.",
-        ),
+        typer.Option(help="Power in watts that does not depend on the number of training nodes."),
     ] = None,
     node_watts: Annotated[
-        float | None,
-        typer.Option("--node-watts", help="Power in watts that each training node adds."),
+        float | None, typer.Option(help="Power in watts that each training node adds.")
     ] = None,
     alone_watts: Annotated[
         float | None,
-        typer.Option(
-            "--alone-watts",
-            help="Power in watts of the host alone, with ordinary drives; default: --host-watts.",
-        ),
+        typer.Option(help="Power in watts of the host alone, with ordinary drives; default: --host-watts."),
     ] = None,
     sum_seconds: Annotated[
-        float | None,
-        typer.Option(
-            "--sum-seconds",
-            min=0,
-            help="Seconds that each node adds to the sum over the ranks.",
-        ),
+        float | None, typer.Option(min=0, help="Seconds that each node adds to the sum over the ranks.")
     ] = None,
     limit: options.LimitOption = None,
     exclude: options.ExcludeOption = None,

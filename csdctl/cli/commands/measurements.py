@@ -12,7 +12,6 @@ def measurements(
     forget: Annotated[
         str | None,
         typer.Option(
-            "--forget",
             metavar="MODEL|all",
             help="Delete the measurements of a model (its name or hash), or all measurements.",
         ),

@@ -18,14 +18,12 @@ def predict(
         ),
     ],
     job: Annotated[
-        Path | None,
-        typer.Option("--job", help="The job whose data is used; default: the run's, else job.yaml."),
+        Path | None, typer.Option(help="The job whose data is used; default: the run's, else job.yaml.")
     ] = None,
     fleet: options.FleetOption = options.DEFAULT_FLEET,
     on: Annotated[
         str | None,
         typer.Option(
-            "--on",
             metavar="DATA",
             help="private, public, validation or all; default: private if the job has it, else public.",
         ),
@@ -33,18 +31,16 @@ def predict(
     want: Annotated[
         str,
         typer.Option(
-            "--want",
             metavar="WHAT",
             help="classes (with probability; of a regression its value), scores (all outputs), or "
             "embeddings: sent with the sample's node and row, without a file name.",
         ),
     ] = "classes",
     layer: Annotated[
-        str,
-        typer.Option("--layer", metavar="NAME", help="The layer whose output the embeddings are."),
+        str, typer.Option(metavar="NAME", help="The layer whose output the embeddings are.")
     ] = "",
     output: Annotated[
-        Path, typer.Option("--output", metavar="FILE", help="Write to this file: .csv, .parquet or .npz.")
+        Path, typer.Option(metavar="FILE", help="Write to this file: .csv, .parquet or .npz.")
     ] = Path("predictions.csv"),
     plan: options.PlanOption = None,
     batch_size: options.BatchSizeOption = None,

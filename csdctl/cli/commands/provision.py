@@ -30,22 +30,18 @@ def provision(
     kind: Annotated[
         list[str] | None,
         typer.Option(
-            "--kind",
             metavar="ARCHITECTURE[:PYTHON]",
             help="With --collect: collect for this kind without asking nodes; aarch64 or x86_64:3.12.",
         ),
     ] = None,
     prefix: Annotated[
-        str,
-        typer.Option("--prefix", help="Directory of everything that is installed, the same on all nodes."),
+        str, typer.Option(help="Directory of everything that is installed, the same on all nodes.")
     ] = "/opt/csdctl",
     bundles: Annotated[
-        Path | None,
-        typer.Option("--bundles", help="Directory of what is collected.  [default: .csdctl/provision]"),
+        Path | None, typer.Option(help="Directory of what is collected.  [default: .csdctl/provision]")
     ] = None,
     lock: Annotated[
-        Path | None,
-        typer.Option("--lock", help="Another lock file of Python packages, with hashes."),
+        Path | None, typer.Option(help="Another lock file of Python packages, with hashes.")
     ] = None,
     set_: Annotated[
         list[str] | None,
@@ -56,8 +52,7 @@ def provision(
         ),
     ] = None,
     tags: Annotated[
-        str,
-        typer.Option("--tags", help="Run only tasks with these tags: user, sshd, wheels, limits, …"),
+        str, typer.Option(help="Run only tasks with these tags: user, sshd, wheels, limits, …")
     ] = "",
     dry_run: Annotated[
         bool,

@@ -11,13 +11,9 @@ from csdctl.terminal.streams import Streams
 
 HtmlOption = Annotated[
     Path | None,
-    typer.Option(
-        "--html", metavar="FILE", help="Write charts and tables as one HTML file, which loads nothing."
-    ),
+    typer.Option(metavar="FILE", help="Write charts and tables as one HTML file, which loads nothing."),
 ]
-CsvOption = Annotated[
-    Path | None, typer.Option("--csv", metavar="FILE", help="Write a row for each run and epoch.")
-]
+CsvOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a row for each run and epoch.")]
 
 
 def report(

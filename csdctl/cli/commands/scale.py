@@ -16,7 +16,6 @@ def scale(
     nodes: Annotated[
         str | None,
         typer.Option(
-            "--nodes",
             metavar="NUMBERS",
             help="Numbers of nodes: 0,1,2 or 0..36; 0 is the host alone. Default: 0, 1, 2, 4 … and all.",
         ),

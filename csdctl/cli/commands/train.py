@@ -25,15 +25,13 @@ def train(
     resume: Annotated[
         str | None,
         typer.Option(
-            "--resume",
             metavar="RUN",
             help="Resume this run from its last completed step (`latest` works).",
             autocompletion=complete_runs,
         ),
     ] = None,
     min_nodes: Annotated[
-        int,
-        typer.Option("--min-nodes", help="Continue without lost nodes while at least this many are left."),
+        int, typer.Option(help="Continue without lost nodes while at least this many are left.")
     ] = 1,
     rebalance: Annotated[
         bool,
@@ -42,9 +40,7 @@ def train(
     collective: Annotated[
         str,
         typer.Option(
-            "--collective",
-            metavar="NAME",
-            help=f"How gradients are summed: {', '.join(COLLECTIVE_NAMES)} or auto.",
+            metavar="NAME", help=f"How gradients are summed: {', '.join(COLLECTIVE_NAMES)} or auto."
         ),
     ] = "auto",
     strategy: options.StrategyOption = "auto",
@@ -53,23 +49,18 @@ def train(
     cut: options.CutOption = "",
     micro_batches: options.MicroBatchesOption = 4,
     checkpoint_seconds: Annotated[
-        float,
-        typer.Option(
-            "--checkpoint-seconds",
-            help="Write a checkpoint after each epoch, and at this interval in seconds.",
-        ),
+        float, typer.Option(help="Write a checkpoint after each epoch, and at this interval in seconds.")
     ] = 600.0,
-    keep: Annotated[int, typer.Option("--keep", help="Number of checkpoints to keep, besides the best.")] = 3,
+    keep: Annotated[int, typer.Option(help="Number of checkpoints to keep, besides the best.")] = 3,
     start_deadline: Annotated[
-        float, typer.Option("--start-deadline", help="Seconds within which every rank must be ready.")
+        float, typer.Option(help="Seconds within which every rank must be ready.")
     ] = 300.0,
     silence_deadline: Annotated[
-        float, typer.Option("--silence-deadline", help="Stop the run after this many seconds without a step.")
+        float, typer.Option(help="Stop the run after this many seconds without a step.")
     ] = 300.0,
     callback: Annotated[
         list[str] | None,
         typer.Option(
-            "--callback",
             metavar="FILE.py:NAME",
             help="Call this function of yours with every event of the run, in a thread of its own.",
         ),
@@ -85,7 +76,6 @@ def train(
     notify: Annotated[
         str | None,
         typer.Option(
-            "--notify",
             metavar="COMMAND",
             help="Run this when the run has ended; CSDCTL_RUN, CSDCTL_STATE and CSDCTL_EXIT_CODE are set.",
         ),

@@ -16,23 +16,19 @@ def tune(
     job: options.JobArgument = options.DEFAULT_JOB,
     fleet: options.FleetOption = options.DEFAULT_FLEET,
     method: Annotated[
-        str,
-        typer.Option("--method", help="fit: a model fitted to few probes; stannis: the paper's Algorithm 1."),
+        str, typer.Option(help="fit: a model fitted to few probes; stannis: the paper's Algorithm 1.")
     ] = "fit",
     max_global_batch: Annotated[
         int | None,
         typer.Option(
-            "--max-global-batch",
             min=1,
             help="fit: the largest global batch size; default: 4 × recipe.reference_batch, and at most a "
             "tenth of an epoch's samples.",
         ),
     ] = None,
-    global_batch: Annotated[
-        int | None, typer.Option("--global-batch", min=1, help="fit: the exact global batch size.")
-    ] = None,
+    global_batch: Annotated[int | None, typer.Option(min=1, help="fit: the exact global batch size.")] = None,
     max_step_seconds: Annotated[
-        float | None, typer.Option("--max-step-seconds", help="fit: the longest step time in seconds.")
+        float | None, typer.Option(help="fit: the longest step time in seconds.")
     ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="fit: ignore earlier measurements.")] = False,
     explore: Annotated[
@@ -52,22 +48,16 @@ def tune(
     strategy: Annotated[
         str,
         typer.Option(
-            "--strategy",
             metavar="STRATEGY",
             help="fit: compare the strategies (auto), or plan for one: data-parallel, features or split.",
         ),
     ] = "auto",
     cut: Annotated[
-        str,
-        typer.Option(
-            "--cut", metavar="LAYER", help="fit: the last layer of the nodes, for --strategy split."
-        ),
+        str, typer.Option(metavar="LAYER", help="fit: the last layer of the nodes, for --strategy split.")
     ] = "",
-    probe_seconds: Annotated[
-        float, typer.Option("--probe-seconds", help="Minimum duration of a probe.")
-    ] = 1.0,
+    probe_seconds: Annotated[float, typer.Option(help="Minimum duration of a probe.")] = 1.0,
     batch_sizes: Annotated[
-        str, typer.Option("--batch-sizes", help="stannis: the batch sizes to probe.")
+        str, typer.Option(help="stannis: the batch sizes to probe.")
     ] = DEFAULT_BATCH_SIZE_LIST,
     step_divisor: Annotated[
         float,

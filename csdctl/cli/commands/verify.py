@@ -14,9 +14,7 @@ def verify(
     fleet: options.FleetOption = options.DEFAULT_FLEET,
     plan: Annotated[
         Path | None,
-        typer.Option(
-            "--plan", help="Plan to use; default: the one `tune` wrote, or batch size 16 on all ranks."
-        ),
+        typer.Option(help="Plan to use; default: the one `tune` wrote, or batch size 16 on all ranks."),
     ] = None,
     batch_size: options.BatchSizeOption = None,
     strategy: options.StrategyOption = "auto",
