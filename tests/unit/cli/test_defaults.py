@@ -9,7 +9,7 @@ import typer
 from csdctl.cli.app import app, run_command
 from csdctl.cli.commands.doctor import list_settings
 from csdctl.cli.commands.train import build_background_arguments
-from csdctl.cli.defaults import config_path, load_defaults
+from csdctl.cli.defaults import load_defaults
 from csdctl.errors import ExitCode, InputError
 from csdctl.fleet.model import Fleet, Host
 from csdctl.terminal.doctor import Setting
@@ -20,16 +20,6 @@ def load(tmp_path: Path, text: str, *arguments: str) -> dict[str, object]:
     path = tmp_path / "config.yaml"
     path.write_text(text)
     return load_defaults(path, app, arguments)
-
-
-def test_path_follows_the_desktop_convention() -> None:
-    assert config_path({"XDG_CONFIG_HOME": "/etc/mine"}) == Path("/etc/mine/csdctl/config.yaml")
-    for environment in ({}, {"XDG_CONFIG_HOME": ""}, {"XDG_CONFIG_HOME": "relative"}):
-        assert config_path(environment) == Path.home() / ".config" / "csdctl" / "config.yaml"
-
-
-def test_no_file_is_no_default(tmp_path: Path) -> None:
-    assert load_defaults(tmp_path / "config.yaml", app, ["train"]) == {}
 
 
 def test_defaults_of_all_commands_and_of_one(tmp_path: Path) -> None:
@@ -44,20 +34,6 @@ def test_defaults_of_all_commands_and_of_one(tmp_path: Path) -> None:
     assert load(tmp_path, text, "train", "job.yaml") == {"train": expected}
     assert load(tmp_path, text, "discover") == {"discover": {"fleet": expected["fleet"]}}
     assert load(tmp_path, "emulate: {up: {nodes: 4}}", "emulate", "up") == {"emulate": {"up": {"nodes": 4}}}
-
-
-@pytest.mark.parametrize("order", [("all", "train", "emulate"), ("emulate", "train", "all")])
-def test_section_of_a_command_comes_before_that_of_all_commands(
-    tmp_path: Path, order: tuple[str, ...]
-) -> None:
-    sections = {
-        "all": "all: {fleet: lab.yaml, keep: 9, nodes: 2}\n",
-        "train": "train: {keep: 3}\n",
-        "emulate": "emulate: {up: {nodes: 4}}\n",
-    }
-    text = "".join(sections[name] for name in order)
-    assert load(tmp_path, text, "train") == {"train": {"fleet": "lab.yaml", "keep": 3}}
-    assert load(tmp_path, text, "emulate", "up") == {"emulate": {"up": {"fleet": "lab.yaml", "nodes": 4}}}
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from csdctl.cli.app import app
-from csdctl.errors import InputError
 from csdctl.perfmodel.published import Network
-from csdctl.reporting.numbers import format_joules
 from csdctl.terminal.console import PrintableConsole
 from csdctl.terminal.forecast import forecast_document, render_forecast
 from csdctl.terminal.streams import format_json
@@ -94,32 +92,9 @@ def test_document_has_curve_verdict_and_origins() -> None:
     assert written["power"]["without_nodes_w"] == pytest.approx(406.8, abs=0.1)
 
 
-def test_host_alone_has_no_verdict() -> None:
-    assert document(Network.NASNET, ForecastRequest([0]))["verdict"] is None
-    assert "worth it" not in shown(Network.NASNET, ForecastRequest([0]))
-
-
 def test_command_needs_neither_fleet_nor_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     done = invoke("--published", "mobilenetv2", "--nodes", "1..24", "--json")
     assert done.exit_code == 0
     assert len(json.loads(done.stdout)["curve"]) == 24
     assert list(tmp_path.iterdir()) == []
-
-
-def test_command_without_a_job_suggests_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    error = invoke().exception
-    assert isinstance(error, InputError)
-    assert "--published mobilenetv2" in error.remedy
-
-
-def test_joules_have_about_three_figures() -> None:
-    assert [format_joules(energy) for energy in (None, 4.026, 13.1, 338_250, 1.1e6, 5e10)] == [
-        "–",
-        "4.03 J",
-        "13.1 J",
-        "338 kJ",
-        "1.10 MJ",
-        "50.0 GJ",
-    ]

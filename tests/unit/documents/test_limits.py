@@ -67,10 +67,6 @@ class TestLimits:
         assert f"expected at most {MAX_DEPTH}" in refused("[" * 5000)
         assert f"expected at most {MAX_DEPTH}" in refused("- " * 5000)
 
-    def test_depth_through_aliases_is_bounded(self) -> None:
-        lines = [f"  a{n}: &a{n} [*a{n - 1}]" for n in range(1, 100)]
-        assert f"expected at most {MAX_DEPTH}" in refused("\n".join(["args:", "  a0: &a0 [x]", *lines]))
-
     @pytest.mark.parametrize("text", ["args: &a {b: *a}", "args: {b: &a [*a]}", "args: {b: &a [[{c: *a}]]}"])
     def test_alias_within_itself_is_refused(self, text: str) -> None:
         assert refused(text) == "job.yaml:1: not valid YAML: alias `*a` is part of what it stands for"
@@ -83,10 +79,6 @@ class TestLimits:
         lines = refused("".join(f"k{n}: 1\n" for n in range(1000))).splitlines()
         assert len(lines) == MAX_PROBLEMS + 1
         assert lines[-1] == f"job.yaml: and {1000 - MAX_PROBLEMS} more problems"
-
-    def test_long_values_are_shortened_in_messages(self) -> None:
-        assert len(refused(f"seed: {'x' * MAX_SCALAR}")) < 300
-        assert len(refused(f"{'x' * 1000}: 1")) < 300
 
     def test_file_is_not_read_beyond_the_limit(self, tmp_path: Path) -> None:
         (tmp_path / "a").write_bytes(b"#" * MAX_TEXT_BYTES)
@@ -116,10 +108,6 @@ class TestFilesThatAreNone:
         assert load_text(Path(f"/dev/fd/{reader}")) == "seed: 1"
         os.close(reader)
 
-    def test_path_that_no_file_can_have_is_reported(self) -> None:
-        with pytest.raises(InputError, match="cannot be read"):
-            load_text(Path("a\0b"))
-
 
 class TestValues:
     """The values of JSON; everything else of YAML is text or refused."""
@@ -129,9 +117,6 @@ class TestValues:
     )
     def test_what_yaml_1_1_would_convert_is_text(self, written: str) -> None:
         assert parse(f"args: {{a: {written}}}").args == {"a": written}
-
-    def test_sexagesimal_number_is_not_a_number(self) -> None:
-        assert refused("seed: 1:30").endswith("(received '1:30')")
 
     @pytest.mark.parametrize(("written", "value"), [("-5", -5), ("1.5e-3", 0.0015), (".5", 0.5), ("~", None)])
     def test_numbers_and_null(self, written: str, value: object) -> None:
@@ -236,11 +221,6 @@ class TestJson:
         assert "create it again" in raised.value.remedy
         with pytest.raises(InputError, match="does not exist"):
             load_json(tmp_path / "other")
-
-    def test_device_is_refused(self, tmp_path: Path) -> None:
-        (tmp_path / "facts.json").symlink_to("/dev/zero")
-        with pytest.raises(InputError, match="not a regular file"):
-            load_json(tmp_path / "facts.json")
 
     def test_wrong_value_is_named(self) -> None:
         assert check_values({"counts": [1]}, Counted, "facts.json") == Counted(counts=[1])

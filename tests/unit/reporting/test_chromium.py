@@ -91,12 +91,3 @@ def test_page_in_a_browser(address: tuple[str, list[str]], tmp_path: Path, width
         assert chart["width"] > min(250, width / 2)
     assert found["requests"] == 0
     assert found["page"] <= found["window"]  # tables scroll, the page does not
-
-
-def test_page_as_it_is_asks_for_nothing_and_complains_of_nothing(
-    address: tuple[str, list[str]], tmp_path: Path
-) -> None:
-    url, asked = address
-    assert browse(f"{url}/report.html", tmp_path, 800) == []
-    assert "/report.html" in asked
-    assert set(asked) <= {"/report.html", "/probed.html", "/favicon.ico"}  # which browsers ask for

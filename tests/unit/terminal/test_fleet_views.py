@@ -128,17 +128,6 @@ def test_tune_names_who_is_waited_for(count: int, size: tuple[int, int]) -> None
     assert "8 s" in line
 
 
-def test_tune_shows_long_starts_of_tensorflow() -> None:
-    clock = Clock()
-    view = TuningView(terminal((80, 24)), nodes(4), clock=clock)
-    for name in nodes(4):
-        view.on_machine(name, LOADING)
-    clock.now += 25
-    for name in ("host", "csd0"):
-        view.on_machine(name, IDLE)
-    assert screen(view, (80, 24))[1] == "csd1, csd2: loading TensorFlow (25 s)  25 s so far"
-
-
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("count", [4, 37])
 def test_tune_shows_the_trial_as_training(count: int, size: tuple[int, int]) -> None:
@@ -170,24 +159,3 @@ def test_quiet_has_no_view_and_no_lines() -> None:
     with TuningScreen(streams).measuring(nodes(2)) as watch:
         watch.on_probes({"host": ProbeResult(16, 0.1, 3, 1)})
     assert out.getvalue() == ""
-
-
-def test_without_a_terminal_tune_says_now_and_then_what_it_waits_for() -> None:
-    clock = Clock()
-    console = terminal((80, 24), is_terminal=False)
-    with TuningView(console, nodes(3), clock=clock) as view:
-        for name in nodes(3):
-            view.on_machine(name, LOADING)
-        clock.now += 20
-        view.on_machine("host", IDLE)
-        view.on_machine("csd0", IDLE)
-    text = console.file.getvalue()  # type: ignore[attr-defined]
-    assert text == "csd0, csd1: loading TensorFlow (20 s)  20 s so far\n"
-
-
-def test_in_a_notebook_only_a_training_is_a_table() -> None:
-    console = terminal((80, 24))
-    console.is_notebook = True
-    with TuningView(console, nodes(2), clock=Clock()) as view:
-        view.on_machine("host", LOADING)
-    assert console.file.getvalue() == ""  # type: ignore[attr-defined]

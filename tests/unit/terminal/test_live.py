@@ -87,14 +87,6 @@ def test_more_sick_ranks_than_rows_are_named_by_state() -> None:
     assert describe_rest(rest) == "28 more: csd[18-35] lost; csd[0-9] training"
 
 
-def test_what_is_waited_for_is_named() -> None:
-    size = (80, 24)
-    view = make_view(4, size)
-    for rank in (0, 1, 3):
-        view.show(Ready(rank, name_of(rank), 100, 1.0))
-    assert any("csd1 loading TensorFlow (" in line for line in screen(view, size))
-
-
 @pytest.mark.parametrize(
     ("values", "curve"), [([1.0], "▁"), ([0, 1, 2, 3, 4, 5, 6, 7], "▁▂▃▄▅▆▇█"), ([3.0] * 4, "▁▁▁▁")]
 )
@@ -147,15 +139,6 @@ def test_view_says_who_holds_the_others_back_since_when_and_why(
         assert ("°C" in next(line for line in lines if line.startswith("node"))) == (
             cause == "heat" and size[0] >= 120
         )
-
-
-def test_without_a_terminal_the_one_who_holds_others_back_is_a_line() -> None:
-    clock = Clock()
-    view = make_view(4, (80, 24), clock, is_terminal=False)
-    with view:
-        train_held_back(view, 2, clock)
-    text = view._console.file.getvalue()  # type: ignore[attr-defined]
-    assert text.count("csd1 has held the others back") == 1
 
 
 def test_long_silence_shows_how_long_and_who_stands_still() -> None:

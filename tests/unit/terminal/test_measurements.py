@@ -13,7 +13,7 @@ from csdctl.fleet.hardware import classify_fleet, classify_machine
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.runs.measurements import Overview, open_measurements
 from csdctl.terminal.console import PrintableConsole
-from csdctl.terminal.measurements import NUM_TRIALS, measurements_document, render_measurements
+from csdctl.terminal.measurements import measurements_document, render_measurements
 from csdctl.terminal.streams import format_json
 from csdctl.tuning.measurements import (
     CollectiveMeasurement,
@@ -108,19 +108,6 @@ class TestTable:
         row = words(shown(project), "mine[1].py:build")
         assert (row[1], row[6], row[7]) == ("[red]", "<512", "–")
 
-    def test_table_fits_80_columns_with_unbroken_numbers(self, project: ProjectDirectory) -> None:
-        text = shown(project, width=80)
-        tables = text[: text.index("machine " + CSD.key[:6])]
-        assert max(len(line.rstrip()) for line in tables.splitlines()) <= 80
-        assert "4–16 <128" in tables
-        assert "2023-11-1" in tables
-
-    def test_only_the_newest_trials_are_shown(self, project: ProjectDirectory) -> None:
-        with open_measurements(project.measurements) as store:
-            for number in range(NUM_TRIALS + 4):
-                store.add_trial(MODEL, "recipe-1", FLEET, replace(TRIAL, measured_at=1.8e9 + number))
-        assert "5 older trials are not shown" in shown(project)
-
 
 def test_document_has_all_measurements(project: ProjectDirectory) -> None:
     document = json.loads(format_json(measurements_document(load_measurements(project, print), "here")))
@@ -155,18 +142,8 @@ class TestForgetting:
                 forget_measurements(project, selection, refuse, print)
         assert shown(project) == before
 
-    def test_everything_is_deleted(self, project: ProjectDirectory) -> None:
-        forget_measurements(project, "all", lambda question: None, print)
-        assert "no measurements yet" in shown(project)
-
 
 class TestCommand:
-    def test_project_without_measurements_gets_a_message_and_no_file(self, tmp_path: Path) -> None:
-        done = csdctl(tmp_path, "measurements")
-        assert (done.returncode, done.stderr) == (0, "")
-        assert done.stdout == "no measurements yet: `csdctl tune` stores what it measures\n"
-        assert list(tmp_path.iterdir()) == []
-
     def test_without_a_terminal_deleting_needs_yes(self, project: ProjectDirectory) -> None:
         done = csdctl(project.root, "measurements", "--forget", "all")
         assert done.returncode == 2

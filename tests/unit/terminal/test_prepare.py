@@ -44,12 +44,6 @@ def test_without_a_terminal_progress_is_a_plain_line_now_and_then() -> None:
     assert show(is_terminal=False) == ""
 
 
-def test_on_a_terminal_there_is_a_row_for_each_data_set() -> None:
-    shown = show(is_terminal=True)
-    assert "public" in shown
-    assert "csd0" in shown
-
-
 def test_skipped_samples_and_empty_classes_are_printed() -> None:
     console = PrintableConsole(file=StringIO(), width=100)
     render_prepared(console, PREPARED)

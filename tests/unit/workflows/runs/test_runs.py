@@ -19,7 +19,7 @@ from csdctl.worker.protocol.events import STOPPED, EpochEnd, Event, Failed, Fini
 from csdctl.workflows.runs import follow
 from csdctl.workflows.runs.compare import compare_runs
 from csdctl.workflows.runs.detach import start_detached
-from csdctl.workflows.runs.follow import find_logs, follow_lines, follow_run, read_last_lines
+from csdctl.workflows.runs.follow import find_logs, follow_lines, read_last_lines
 from csdctl.workflows.runs.manage import find_latest, list_runs, remove_run, stop_run
 from csdctl.workflows.runs.notification import notifying, parse_command
 from csdctl.workflows.runs.processes import interrupt
@@ -87,10 +87,6 @@ class TestList:
         assert (done.loss, done.validation_loss, done.samples_per_s) == (2.25, 2.5, 64.0)
         assert (others[2].epoch, others[2].step, others[2].loss) == (2, 7, 2.5)
 
-    def test_resumed_run_is_no_longer_stopped(self, project: ProjectDirectory) -> None:
-        add_run(project, PROGRESS, Finished(0, "host", 1, 7, "hash", 1, reason=STOPPED), PROGRESS, END, *DONE)
-        assert list_runs(project, print)[0].state == "done"
-
     def test_foreign_empty_and_damaged_directories_are_skipped_with_a_warning(
         self, project: ProjectDirectory
     ) -> None:
@@ -123,14 +119,6 @@ class TestList:
         began = time.process_time()
         list(run.read_events(NODES))
         assert whole < (time.process_time() - began) / 10
-
-    def test_beginning_of_several_ids_is_refused_with_their_names(self, project: ProjectDirectory) -> None:
-        first, second = add_run(project), add_run(project)
-        assert project.find_run(second.run_id) == second
-        common = first.run_id[: len("20261123")]
-        with pytest.raises(InputError, match=f"2 runs begin with '{common}'") as caught:
-            project.find_run(common)
-        assert first.run_id in caught.value.remedy
 
 
 class TestStop:
@@ -176,13 +164,6 @@ class TestStop:
             interrupt(run)
 
 
-def test_removed_run_is_gone(project: ProjectDirectory) -> None:
-    run = add_run(project, END, *DONE)
-    remove_run(project, run.run_id, lambda _: None)
-    assert not run.path.exists()
-    assert list_runs(project, print) == []
-
-
 def test_followed_events_come_as_they_are_written(project: ProjectDirectory) -> None:
     run = add_run(project, PROGRESS)
     log = EventLog(run)
@@ -197,11 +178,6 @@ def test_followed_events_come_as_they_are_written(project: ProjectDirectory) -> 
     assert next(following)[1] == END
     is_over.set()
     assert list(following) == []
-
-
-def test_run_without_ranks_is_not_waited_for(project: ProjectDirectory) -> None:
-    with pytest.raises(InputError, match="before its ranks were started"):
-        follow_run(add_run(project))
 
 
 def test_logs_are_found_by_rank_and_node(project: ProjectDirectory) -> None:
@@ -227,15 +203,6 @@ def test_last_words_of_a_followed_log_are_shown(project: ProjectDirectory) -> No
         assert next(lines) == ("csd0", "first")
         file.write("é".encode()[-1:])
     assert list(lines) == [("csd0", "killé")]
-
-
-def test_endless_line_of_a_followed_log_comes_in_parts(project: ProjectDirectory) -> None:
-    run = add_run(project)
-    log = run.path / "rank.log"
-    log.touch()
-    lines = follow_lines(run, [("csd0", log)])
-    log.write_bytes(b"x" * (3 << 20))
-    assert [len(line) for _, line in lines] == [1 << 20] * 3
 
 
 def test_last_lines_of_a_long_log_are_read_from_its_end(
@@ -296,3 +263,12 @@ class TestNotify:
     def test_text_that_is_no_command_is_refused(self, text: str) -> None:
         with pytest.raises(InputError, match="--notify"):
             parse_command(text)
+
+
+def test_endless_line_of_a_followed_log_comes_in_parts(project: ProjectDirectory) -> None:
+    run = add_run(project)
+    log = run.path / "rank.log"
+    log.touch()
+    lines = follow_lines(run, [("csd0", log)])
+    log.write_bytes(b"x" * (3 << 20))
+    assert [len(line) for _, line in lines] == [1 << 20] * 3
