@@ -97,7 +97,7 @@ class TestTable:
         assert text.count("aarch64 Cortex-A53, 4 cores") == 1
         assert f"machine {CSD.key[:6]}: aarch64 Cortex-A53, 4 cores (Python ?, TensorFlow 2.21.0" in text
         wide = " ".join(shown(project, width=200).split())
-        assert "2 threads, 2 inter-op, no oneDNN, micro-batches of 8" in wide
+        assert "2 threads, 2 inter-op, no oneDNN" in wide
 
     def test_emulated_machines_are_marked_and_names_are_no_markup(self, project: ProjectDirectory) -> None:
         assert "emulated" not in shown(project)
