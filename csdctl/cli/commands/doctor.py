@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from csdctl.cli import options
+from csdctl.cli.call import Call, on_fleet
 
 if TYPE_CHECKING:
     from csdctl.fleet.model import Fleet
@@ -20,9 +20,10 @@ _SOURCES = {
 }
 
 
+@on_fleet
 def doctor(
+    call: Call,
     context: typer.Context,
-    fleet: options.FleetOption = options.DEFAULT_FLEET,
     deadline: Annotated[
         float, typer.Option(envvar="CSDCTL_DEADLINE", help="Seconds for all checks together.")
     ] = 180.0,
@@ -36,9 +37,6 @@ def doctor(
             help="Seconds for all machines to start MPI together, and again for their allreduce.",
         ),
     ] = 60.0,
-    limit: options.LimitOption = None,
-    exclude: options.ExcludeOption = None,
-    failed_from: options.FailedFromOption = None,
     job: Annotated[
         Path | None,
         typer.Option(
@@ -46,21 +44,18 @@ def doctor(
             "if there is one."
         ),
     ] = None,
-    json: options.JsonOption = False,
 ) -> None:
     """Check that the machines can train together, and report how to fix what fails."""
-    from csdctl.cli.invocation import Invocation
     from csdctl.terminal.doctor import ExaminationView, doctor_document
     from csdctl.workflows.data.imports import read_imports
     from csdctl.workflows.preflight.doctor import DoctorOptions, examine
 
     deadlines = DoctorOptions(deadline, connect_deadline, mpi_deadline)
-    call = Invocation.start("doctor", fleet, limit, exclude, failed_from, json=json)
     streams = call.streams
     settings = list_settings(context, call.fleet)
-    imports = read_imports(job, streams.directory)
+    imports = read_imports(job, call.directory)
     with ExaminationView(streams.console, call.fleet, settings, is_verbose=streams.is_verbose) as view:
-        examination = examine(call.fleet, streams.directory, deadlines, view.show, imports)
+        examination = examine(call.fleet, call.directory, deadlines, view.show, imports)
     view.finish(examination)
     streams.result(doctor_document(examination, settings))
     examination.check()

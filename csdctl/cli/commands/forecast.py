@@ -4,14 +4,13 @@ from typing import Annotated
 
 import typer
 
-from csdctl.cli import options
+from csdctl.cli.call import Call, on_job
 from csdctl.perfmodel.published import Network
-from csdctl.terminal.streams import Streams
 
 
+@on_job
 def forecast(
-    job: options.JobArgument = options.DEFAULT_JOB,
-    fleet: options.FleetOption = options.DEFAULT_FLEET,
+    call: Call,
     published: Annotated[
         Network | None,
         typer.Option(help="Forecast this network from the STANNIS paper, on Newport CSDs, instead of a job."),
@@ -46,9 +45,6 @@ def forecast(
     sum_seconds: Annotated[
         float | None, typer.Option(min=0, help="Seconds that each node adds to the sum over the ranks.")
     ] = None,
-    limit: options.LimitOption = None,
-    exclude: options.ExcludeOption = None,
-    json: options.JsonOption = False,
 ) -> None:
     """Forecast throughput, time and energy for any number of nodes."""
     from csdctl.terminal.forecast import forecast_document, render_forecast
@@ -60,7 +56,7 @@ def forecast(
         parse_node_counts,
     )
 
-    streams = Streams(is_json=json)
+    streams = call.streams
     request = ForecastRequest(
         parse_node_counts(nodes) if nodes is not None else None,
         epochs,
@@ -68,9 +64,9 @@ def forecast(
         given_power(host_watts, node_watts, alone_watts),
         sum_seconds,
     )
-    subject = published or JobOnFleet(job, fleet, limit, exclude)
-    result = forecast_subject(subject, request, streams.directory, streams.say, max_global_batch)
-    if json:
+    subject = published or JobOnFleet(call.job_path, call.fleet_path, call.limit, call.exclude)
+    result = forecast_subject(subject, request, call.directory, streams.say, max_global_batch)
+    if streams.is_json:
         streams.result(forecast_document(result))
     else:
         render_forecast(streams.console, result)

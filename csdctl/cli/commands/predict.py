@@ -6,10 +6,12 @@ from typing import Annotated
 import typer
 
 from csdctl.cli import options
-from csdctl.terminal.streams import Streams
+from csdctl.cli.call import Call, on_job
 
 
+@on_job
 def predict(
+    call: Call,
     model: Annotated[
         str,
         typer.Argument(
@@ -20,7 +22,6 @@ def predict(
     job: Annotated[
         Path | None, typer.Option(help="The job whose data is used; default: the run's, else job.yaml.")
     ] = None,
-    fleet: options.FleetOption = options.DEFAULT_FLEET,
     on: Annotated[
         str | None,
         typer.Option(
@@ -44,22 +45,18 @@ def predict(
     ] = Path("predictions.csv"),
     plan: options.PlanOption = None,
     batch_size: options.BatchSizeOption = None,
-    limit: options.LimitOption = None,
-    exclude: options.ExcludeOption = None,
-    json: options.JsonOption = False,
 ) -> None:
     """Run a trained model over samples where they are stored; only its answers are sent."""
     from csdctl.terminal.prepare import PreparationScreen
     from csdctl.workflows.predict.predict import predict as run_prediction
     from csdctl.workflows.predict.request import check_request
-    from csdctl.workflows.workspace.partial_failure import choose_fleet
 
-    streams = Streams(is_json=json)
+    streams = call.streams
     request = check_request(
         model,
         job,
-        choose_fleet(fleet, limit, exclude),
-        streams.directory,
+        call.fleet,
+        call.directory,
         on=on,
         want=want,
         layer=layer,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from csdctl.cli import options
+from csdctl.cli.call import Call, on_job
 from csdctl.cli.completion import complete_runs
 from csdctl.terminal.streams import Streams
 from csdctl.worker.protocol.orders import COLLECTIVE_NAMES
@@ -15,9 +16,9 @@ if TYPE_CHECKING:
     from csdctl.workflows.train.train import TrainRequest
 
 
+@on_job
 def train(
-    job: options.JobArgument = options.DEFAULT_JOB,
-    fleet: options.FleetOption = options.DEFAULT_FLEET,
+    call: Call,
     plan: options.PlanOption = None,
     batch_size: options.BatchSizeOption = None,
     max_steps: options.MaxStepsOption = None,
@@ -80,20 +81,15 @@ def train(
             help="Run this when the run has ended; CSDCTL_RUN, CSDCTL_STATE and CSDCTL_EXIT_CODE are set.",
         ),
     ] = None,
-    limit: options.LimitOption = None,
-    exclude: options.ExcludeOption = None,
-    json: options.JsonOption = False,
 ) -> None:
     """Train synchronously on the host and all nodes, each with its own batch size."""
     from csdctl.cli.callback_files import load_callback
-    from csdctl.job.model import load_job
     from csdctl.launch.mpi_job import Deadlines
     from csdctl.worker.protocol.features import FeatureOptions
     from csdctl.workflows.train.options import TrainOptions
     from csdctl.workflows.train.train import TrainRequest
-    from csdctl.workflows.workspace.partial_failure import choose_fleet
 
-    streams = Streams(is_json=json)
+    streams = call.streams
     if detach and not dry_run:
         start_detached(streams)
         return
@@ -111,8 +107,9 @@ def train(
         cut,
         micro_batches,
     )
-    loaded, chosen = load_job(job), choose_fleet(fleet, limit, exclude, may_be_empty=True)
-    request = TrainRequest(loaded, chosen, streams.directory, wanted, plan, batch_size, resume, skip_doctor)
+    request = TrainRequest(
+        call.job, call.fleet, call.directory, wanted, plan, batch_size, resume, skip_doctor
+    )
     _train(streams, request, notify, is_dry_run=dry_run)
 
 

@@ -4,17 +4,16 @@ from typing import Annotated
 
 import typer
 
-from csdctl.cli import options
+from csdctl.cli.call import Call, on_job
 from csdctl.errors import InputError
-from csdctl.terminal.streams import Streams
 from csdctl.tuning.stannis import DEFAULT_BATCH_SIZES, DEFAULT_MARGIN_SCALE, DEFAULT_STEP_DIVISOR
 
 DEFAULT_BATCH_SIZE_LIST = ",".join(map(str, DEFAULT_BATCH_SIZES))
 
 
+@on_job
 def tune(
-    job: options.JobArgument = options.DEFAULT_JOB,
-    fleet: options.FleetOption = options.DEFAULT_FLEET,
+    call: Call,
     method: Annotated[
         str, typer.Option(help="fit: a model fitted to few probes; stannis: the paper's Algorithm 1.")
     ] = "fit",
@@ -75,19 +74,14 @@ def tune(
             help="stannis: E; 20 leaves a margin of 5%, the paper's value 5 leaves 20%.",
         ),
     ] = DEFAULT_MARGIN_SCALE,
-    limit: options.LimitOption = None,
-    exclude: options.ExcludeOption = None,
-    json: options.JsonOption = False,
 ) -> None:
     """Measure the machines and write the plan with the highest throughput."""
-    from csdctl.job.model import load_job
     from csdctl.terminal.tune import TuningScreen, plan_document, render_plan
     from csdctl.tuning.search import Limits
     from csdctl.workflows.tune.options import TuneOptions
     from csdctl.workflows.tune.tune import tune_job
-    from csdctl.workflows.workspace.partial_failure import choose_fleet
 
-    streams = Streams(is_json=json)
+    streams = call.streams
     tune_options = TuneOptions(
         method=method,
         limits=Limits(max_global_batch, global_batch, max_step_seconds),
@@ -101,9 +95,8 @@ def tune(
         strategy=strategy,
         cut=cut,
     )
-    chosen = choose_fleet(fleet, limit, exclude)
-    saved = tune_job(load_job(job), chosen, streams.directory, tune_options, TuningScreen(streams))
-    render_plan(streams.console, saved.plan, str(saved.path.relative_to(streams.directory)))
+    saved = tune_job(call.job, call.fleet, call.directory, tune_options, TuningScreen(streams))
+    render_plan(streams.console, saved.plan, str(saved.path.relative_to(call.directory)))
     streams.result(plan_document(saved.plan, str(saved.path)))
 
 
