@@ -47,22 +47,15 @@ def _add_options(command: Command, names: list[str]) -> Command:
     """Return `command` with those parameters of `_shared` that it lacks, in place of the Call."""
     own = dict(list(inspect.signature(command).parameters.items())[1:])
     added = [name for name in names if name not in own]
-    parameters = (
-        {name: SHARED[name] for name in names[:2] if name in added}
-        | own
-        | {name: SHARED[name] for name in added}
-    )
+    first = [name for name in ("job", "fleet") if name in added]
+    shown = {name: SHARED[name] for name in first} | own | {name: SHARED[name] for name in added}
 
     @functools.wraps(command)
     def run(**values: Any) -> None:
         command(Call(command.__name__, **{name: values.pop(name) for name in added}), **values)
 
-    run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [
-            each.replace(kind=inspect.Parameter.KEYWORD_ONLY)
-            for each in [*first.values(), *own.values(), *last.values()]
-        ]
-    )
+    parameters = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in shown.values()]
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return run
 
 
