@@ -37,23 +37,16 @@ MEANING = (
 )
 
 
-def show_report(streams: Streams, run: RunDirectory, summary: RunSummary) -> None:
-    """Print the report of `run`."""
-    if streams.is_json:
-        streams.result(report_document(summary, str(run.path)))
-        return
-    render_report(streams.console, summary)
-    streams.say(f"run directory: {run.path}")
-
-
 def show_reports(streams: Streams, reports: Sequence[tuple[RunDirectory, RunSummary]]) -> None:
-    """Print the reports of several runs."""
+    """Print the reports of runs."""
     if streams.is_json:
         documents = [report_document(summary, str(run.path)) for run, summary in reports]
-        streams.result({"schema": "csdctl.reports/1", "runs": documents})
+        single, *others = documents
+        streams.result({"schema": "csdctl.reports/1", "runs": documents} if others else single)
         return
-    for _, summary in reports:
+    for run, summary in reports:
         render_report(streams.console, summary)
+        streams.say(f"run directory: {run.path}")
 
 
 def show_files(streams: Streams, paths: Sequence[Path]) -> None:

@@ -55,7 +55,5 @@ def report(
         render.show_privacy(streams, reporting.privacy(project, ids[0] if ids else None))
     elif html or csv:
         render.show_files(streams, reporting.write_files(project, ids, html, csv))
-    elif len(ids) > 1:
-        render.show_reports(streams, [reporting.report(project, run_id) for run_id in ids])
     else:
-        render.show_report(streams, *reporting.report(project, ids[0] if ids else None))
+        render.show_reports(streams, [reporting.report(project, run_id) for run_id in ids or (None,)])
