@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from statistics import fmean
-from types import TracebackType
 from typing import Generic, TypeVar
 
 from rich.console import Group, RenderableType
@@ -40,7 +39,6 @@ WIDE, WIDER = 100, 120
 NUM_AROUND = 6
 """Title, headline, bar, names of the columns, and two lines that stay free below."""
 PLAIN_INTERVAL_S = 5.0
-LINES_INTERVAL_S = 1.0
 MIN_NAME = 10
 
 
@@ -200,8 +198,6 @@ class FleetView(View, ABC, Generic[RowT]):
         self._title = title
         self._start = self._printed_at = self._clock()
         is_left_out = console.is_notebook and not self.is_in_notebooks
-        self._pending: list[str] = []
-        self._flushed_at = -math.inf
         self._live = None if is_left_out else live_on(console, self._render)
         super().__init__(self._live)
 
@@ -229,30 +225,8 @@ class FleetView(View, ABC, Generic[RowT]):
     def _elapsed_s(self) -> float:
         return self._clock() - self._start
 
-    def __exit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._flush()
-        super().__exit__(error_type, error, trace)
-
     def _print(self, line: str) -> None:
-        self._pending.append(line)
-        self._flush()
-
-    def _print_soon(self, line: str) -> None:
-        """Print one of many lines: together with others, as every printing draws the view again."""
-        self._pending.append(line)
-        self._flush_if_due()
-
-    def _flush_if_due(self) -> None:
-        if self._live is None or time.monotonic() - self._flushed_at >= LINES_INTERVAL_S:
-            self._flush()
-
-    def _flush(self) -> None:
-        if self._pending:
-            self._console.print("\n".join(self._pending), soft_wrap=True)
-            self._pending.clear()
-            self._flushed_at = time.monotonic()
+        self._console.print(line, soft_wrap=True)
 
     def _print_headline_if_due(self) -> None:
         if self._live is None and self._clock() - self._printed_at >= PLAIN_INTERVAL_S:

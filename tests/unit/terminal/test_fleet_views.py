@@ -80,16 +80,6 @@ def test_machine_that_is_silent_is_never_in_a_row_of_others(size: tuple[int, int
     assert "silent for 25 s" in line
 
 
-def test_extract_names_the_machines_that_have_not_started() -> None:
-    clock = Clock()
-    view = PreparingView(terminal((80, 24)), expected=nodes(4), clock=clock)
-    clock.now += 12
-    assert screen(view, (80, 24))[1] == "waiting for host, csd[0-2] to start (12 s)"
-    for name in nodes(4)[:3]:
-        view.show(name, PrepareProgress(0, 1000))
-    assert screen(view, (80, 24))[1].endswith("waiting for csd2")
-
-
 def test_samples_that_were_found_do_not_make_a_rate() -> None:
     clock = Clock()
     view = PreparingView(terminal((80, 24)), expected=["host"], clock=clock)

@@ -7,7 +7,7 @@ import pytest
 
 from csdctl.terminal.fleet_view import TRAINING, RankRow, choose_rows, describe_rest, draw_curve
 from csdctl.terminal.train import TrainingView
-from csdctl.worker.protocol.events import Evaluating, Joined, LinkLost, NodeLost, Progress, Ready
+from csdctl.worker.protocol.events import Joined, LinkLost, NodeLost, Progress, Ready
 from csdctl.worker.protocol.recipe import Recipe
 from csdctl.worker.protocol.run_spec import RankSpec, RunSpec, Runtime
 from tests.unit.terminal.test_fleet_views import SIZES, Clock, screen, terminal
@@ -155,12 +155,3 @@ def test_long_silence_shows_how_long_and_who_stands_still() -> None:
     assert next(line for line in lines if line.startswith("csd1 ")).split() == [
         *("csd1", "waiting", "for", "others", "8", "–"),
     ]
-
-
-def test_evaluation_is_shown_while_it_lasts() -> None:
-    clock = Clock()
-    view = make_view(4, (80, 24), clock)
-    train(view, 4)
-    clock.now += 12
-    view.show(Evaluating(0, "host", 300, 1000))
-    assert screen(view, (80, 24))[1].startswith("evaluating 300/1,000 samples  epoch 1/1")

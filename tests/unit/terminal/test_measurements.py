@@ -144,14 +144,6 @@ class TestForgetting:
 
 
 class TestCommand:
-    def test_without_a_terminal_deleting_needs_yes(self, project: ProjectDirectory) -> None:
-        done = csdctl(project.root, "measurements", "--forget", "all")
-        assert done.returncode == 2
-        assert "confirm with --yes" in done.stderr
-        done = csdctl(project.root, "measurements", "--forget", "all", "--yes", "--json")
-        expected = {"num_probes": 4, "num_trials": 1, "num_collectives": 3}
-        assert json.loads(done.stdout)["forgotten"] == expected
-
     @pytest.mark.fault(36)
     def test_damaged_file_is_set_aside(self, project: ProjectDirectory) -> None:
         project.measurements.write_bytes(b"no database")

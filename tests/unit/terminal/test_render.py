@@ -13,8 +13,6 @@ from csdctl.terminal.console import PrintableConsole
 from csdctl.terminal.report import render_report, report_document
 from csdctl.terminal.streams import format_json
 from csdctl.terminal.train import TrainingView
-from csdctl.terminal.tune import render_plan
-from csdctl.tuning.plan import Plan, RankPlan, StrategyPlan
 from csdctl.worker.protocol.events import (
     CheckpointSaved,
     EpochEnd,
@@ -181,31 +179,3 @@ class TestViewWithoutATerminal:
         assert lines_of(replace(EPOCH_END, rank=1, node="csd0", loss=None)) == []
         assert "validation" not in "".join(lines_of(EPOCH_END))
         assert len(lines_of(*READY, *[PROGRESS] * 100)) <= 2
-
-
-class TestTuning:
-    def test_strategies_to_train_are_compared_and_the_chosen_one_is_said(self) -> None:
-        rank = RankPlan(node="host", batch_size=8, threads=1)
-        strategies = [
-            StrategyPlan(
-                strategy="data-parallel", first_run_s=520.0, next_run_s=520.0, epoch_s=48.9, is_confirmed=True
-            ),
-            StrategyPlan(strategy="split", cut="block_4", first_run_s=301.0, next_run_s=301.0, epoch_s=27.0),
-            StrategyPlan(strategy="features", why_not="no frozen layers"),
-        ]
-        plan = Plan(
-            job="job",
-            job_fingerprint="f",
-            method="fit",
-            ranks=[rank],
-            strategy="split",
-            cut="block_4",
-            strategies=strategies,
-        )
-        to, file = console()
-        render_plan(to, plan, "plan.yaml")
-        assert row(file.getvalue(), "data-parallel")[1:] == ["8:40", "8:40", "48.9", "s", "–"]
-        assert "tried: data-parallel; forecast: the others" in file.getvalue()
-        assert row(file.getvalue(), "block_4")[:3] == ["split", "block_4", "5:01"]
-        assert "strategy: split behind block_4; a node sends activations and labels" in file.getvalue()
-        assert "not compared: features" in file.getvalue()

@@ -10,15 +10,12 @@ from typing import Any
 
 import pytest
 
-import csdctl
 from csdctl.documents import save_json
 from csdctl.errors import DeadlineError, InputError, RunError
 from csdctl.launch.machine_lock import describe_holder
 from csdctl.runs.directory import EventLog, ProjectDirectory, RunDirectory
 from csdctl.worker.protocol.events import STOPPED, EpochEnd, Event, Failed, Finished, Progress
-from csdctl.workflows.runs import follow
 from csdctl.workflows.runs.compare import compare_runs
-from csdctl.workflows.runs.detach import start_detached
 from csdctl.workflows.runs.follow import find_logs, follow_lines, read_last_lines
 from csdctl.workflows.runs.manage import find_latest, list_runs, remove_run, stop_run
 from csdctl.workflows.runs.notification import notifying, parse_command
@@ -148,14 +145,6 @@ class TestStop:
         assert process.poll() is None
         process.kill()
 
-    def test_run_of_another_machine_is_named(self, project: ProjectDirectory) -> None:
-        run = add_run(project, PROGRESS)
-        holder = describe_holder("train", project.root)
-        save_json(run.process, {**holder, "machine": "other", "host": "store7"})
-        with pytest.raises(InputError, match="on store7") as caught:
-            interrupt(run)
-        assert "on that machine" in caught.value.remedy
-
     @pytest.mark.parametrize("content", ["", "[]", '{"pid": -1}', '{"pid": 1, "started": "x"}'])
     def test_damaged_description_is_of_no_process(self, project: ProjectDirectory, content: str) -> None:
         run = add_run(project, PROGRESS)
@@ -205,26 +194,6 @@ def test_last_words_of_a_followed_log_are_shown(project: ProjectDirectory) -> No
     assert list(lines) == [("csd0", "killé")]
 
 
-def test_last_lines_of_a_long_log_are_read_from_its_end(
-    project: ProjectDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(follow, "MAX_LAST_BYTES", 10)
-    log = add_run(project).path / "rank.log"
-    log.write_bytes(b"")
-    assert read_last_lines(log, 5) == []
-    log.write_bytes(b"x" * 100 + b"\nfirst\n\nnext")
-    assert read_last_lines(log, 5) == ["irst", "", "next"]
-    assert read_last_lines(log, 1) == ["next"]
-    assert read_last_lines(log, 0) == []
-
-
-def test_detached_command_without_anything_to_train_is_no_error(project: ProjectDirectory) -> None:
-    said: list[str] = []
-    assert start_detached(project, ["--version"], said.append) is None
-    assert said == [f"csdctl {csdctl.__version__}"]
-    assert not list(project.state.glob("detached-*"))
-
-
 def test_differences_of_two_runs(project: ProjectDirectory) -> None:
     first = add_run(project, END, *DONE)
     other = manifest_of(NODES)
@@ -246,18 +215,6 @@ class TestNotify:
         lines = dict(line.split("=", 1) for line in (tmp_path / "result").read_text().splitlines())
         assert lines["CSDCTL_EXIT_CODE"] == "1"
         assert (lines["CSDCTL_RUN"], lines["CSDCTL_STATE"]) == (run.run_id, "done")
-
-    @pytest.mark.parametrize(
-        ("command", "said"), [("false", "exited with 1"), ("/no/such", "could not be run")]
-    )
-    def test_failure_is_said_and_changes_nothing(
-        self, project: ProjectDirectory, command: str, said: str
-    ) -> None:
-        run = add_run(project, END, *DONE)
-        lines: list[str] = []
-        with notifying(parse_command(command), lambda: run, lines.append):
-            pass
-        assert said in lines[0]
 
     @pytest.mark.parametrize("text", ["'open", " "])
     def test_text_that_is_no_command_is_refused(self, text: str) -> None:
