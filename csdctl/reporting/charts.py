@@ -178,7 +178,7 @@ WIDTH_IN, HEIGHT_IN, LANE_IN = 5.2, 3.0, 0.2
 LEGEND_CHARS, LABEL_CHARS = 80, 24
 INK, GRID = "#1d2733", "#d5dbe1"
 SERIES = ("#0b63b5", "#c2570c", "#d9a400", "#7a3ea1", "#8a96a3", "#0f8a6a", "#c0246a", "#5c4b37")
-STYLE: dict[str, Any] = {
+STYLE: Any = {
     "svg.fonttype": "none",
     "text.parse_math": False,  # a name with two dollar signs is no formula
     "font.family": "sans-serif",

@@ -217,12 +217,11 @@ def _render_strategies(console: PrintableConsole, plan: Plan) -> None:
             )
             for strategy in compared
         ]
-        cuts = [strategy.cut if strategy.strategy == SPLIT else "" for strategy in compared]
-        chosen = [
-            (strategy.strategy, cut) == (plan.strategy, plan.cut)
-            for strategy, cut in zip(compared, cuts, strict=True)
+        chosen = plan.strategy, plan.cut
+        cuts = [one.cut if one.strategy == SPLIT else "" for one in compared]
+        styles = [
+            "bold" if (one.strategy, cut) == chosen else "" for one, cut in zip(compared, cuts, strict=True)
         ]
-        styles = ["bold" if is_chosen else "" for is_chosen in chosen]
         columns = ("strategy", "~cut", ">first run", ">next", ">epoch", ">sent")
         console.print(build_table(columns, rows, title="strategies", styles=styles))
         tried = [_describe_trial(strategy) for strategy in compared if strategy.is_confirmed]

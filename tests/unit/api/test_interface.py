@@ -83,24 +83,6 @@ def from_model(directory: Path, **recipe: object) -> csdctl.Job:
     return csdctl.Job.from_model(SavedModel(), (x, y), directory=directory, **recipe)
 
 
-class TestFleet:
-    def test_nodes_are_selected(self, tmp_path: Path) -> None:
-        path = tmp_path / "fleet.yaml"
-        path.write_text('nodes:\n  - {name: "csd[0-3]", address: "10.1.1.[2-5]"}\n')
-        assert csdctl.load_fleet(path, exclude=["csd[1-3]"]).machines == ("host", "csd0")
-
-
-class TestRuns:
-    def test_run_without_a_model(self, tmp_path: Path) -> None:
-        (tmp_path / ".csdctl" / "runs" / "20261122-100000-000000").mkdir(parents=True)
-        run = csdctl.load_run("latest", tmp_path)
-        assert run.id == "20261122-100000-000000"
-        with pytest.raises(InputError, match="has no model.keras"):
-            run.model()
-        with pytest.raises(InputError, match="has no best.keras"):
-            run.model(best=True)
-
-
 def test_what_is_no_function_is_refused_as_callback() -> None:
     with pytest.raises(InputError, match="received a EarlyStopping as callback") as caught:
         csdctl.TrainOptions(callbacks=(csdctl.EarlyStopping(),))  # type: ignore[arg-type]

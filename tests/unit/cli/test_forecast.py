@@ -2,13 +2,10 @@
 
 import json
 from io import StringIO
-from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from csdctl.cli.app import app
 from csdctl.perfmodel.published import Network
 from csdctl.terminal.console import PrintableConsole
 from csdctl.terminal.forecast import forecast_document, render_forecast
@@ -28,10 +25,6 @@ def document(network: Network, request: ForecastRequest) -> Any:
     return json.loads(format_json(forecast_document(forecast(published_basis(network), request))))
 
 
-def invoke(*arguments: str) -> Any:
-    return CliRunner().invoke(app, ["forecast", *arguments])
-
-
 @pytest.mark.parametrize(
     ("network", "request_", "sentences"),
     [
@@ -49,7 +42,6 @@ def invoke(*arguments: str) -> Any:
                 "fewer nodes are not worth it either",
             ],
         ),
-        (Network.NASNET, ForecastRequest([4]), ["3.7% faster"]),
         (
             Network.MOBILENETV2,
             ForecastRequest([24], power=Power(300, 40)),
@@ -60,7 +52,6 @@ def invoke(*arguments: str) -> Any:
             ForecastRequest([100], node_sum_s=0.5),
             ["each further node adds less than 10% of its own speed"],
         ),
-        (Network.MOBILENETV2, ForecastRequest([3], node_sum_s=2.0), ["no node adds 10% of its own speed"]),
     ],
 )
 def test_verdict_and_its_reasons(network: Network, request_: ForecastRequest, sentences: list[str]) -> None:
@@ -90,11 +81,3 @@ def test_document_has_curve_verdict_and_origins() -> None:
     assert written["verdict"]["is_worth_it"] is False
     assert [reason["code"] for reason in written["verdict"]["reasons"]] == ["little_gain"]
     assert written["power"]["without_nodes_w"] == pytest.approx(406.8, abs=0.1)
-
-
-def test_command_needs_neither_fleet_nor_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    done = invoke("--published", "mobilenetv2", "--nodes", "1..24", "--json")
-    assert done.exit_code == 0
-    assert len(json.loads(done.stdout)["curve"]) == 24
-    assert list(tmp_path.iterdir()) == []

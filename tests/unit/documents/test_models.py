@@ -1,9 +1,7 @@
-from pathlib import Path
-
 import pytest
 from pydantic import Field
 
-from csdctl.documents import Document, load_document, parse_document
+from csdctl.documents import Document, parse_document
 from csdctl.errors import InputError
 
 
@@ -33,17 +31,6 @@ def refused(text: str) -> str:
     with pytest.raises(InputError) as raised:
         parse(text)
     return raised.value.message
-
-
-class TestAcceptedDocuments:
-    def test_file_is_parsed_into_the_model(self, tmp_path: Path) -> None:
-        (tmp_path / "job.yaml").write_text("model: größe\npublic: {path: /data}\nnodes:\n- {name: csd0}\n")
-        settings = load_document(tmp_path / "job.yaml", Settings)
-        assert (settings.model, settings.public, settings.nodes) == (
-            "größe",
-            Data(path="/data"),
-            [Entry(name="csd0")],
-        )
 
 
 class TestRefusedDocuments:

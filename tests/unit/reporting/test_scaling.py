@@ -10,7 +10,6 @@ from csdctl.reporting.export import render_scaling_csv
 from csdctl.reporting.page import render_scaling_page
 from csdctl.reporting.results import RankSummary
 from csdctl.reporting.scaling import (
-    TUNED,
     WEAK,
     build_scaling,
     energy_by_nodes,
@@ -65,11 +64,6 @@ class TestScaling:
         assert [round(point.speedup, 3) for point in series.points] == [1.0, 1.26, 3.06]
         assert [round(point.efficiency, 3) for point in series.points] == [1.0, 0.9, 0.9]
         assert (series.host_source, series.kind) == ("runs without nodes", WEAK)
-
-    def test_host_in_tuning_stands_for_a_run_without_nodes(self):
-        series = build_scaling([run(4), run(24)])
-        assert series.host_source == TUNED
-        assert series.speedups == pytest.approx({0: 1.0, 4: 1.26, 24: 3.06})
 
     def test_energy_is_saved_as_in_table_2_of_the_paper(self):
         rows = energy_by_nodes(build_scaling([run(n, joules=e) for n, e in ENERGY.items()])).rows

@@ -7,7 +7,7 @@ import pytest
 
 from csdctl.terminal.fleet_view import TRAINING, RankRow, choose_rows, describe_rest, draw_curve
 from csdctl.terminal.train import TrainingView
-from csdctl.worker.protocol.events import Joined, LinkLost, NodeLost, Progress, Ready
+from csdctl.worker.protocol.events import Joined, LinkLost, Progress, Ready
 from csdctl.worker.protocol.recipe import Recipe
 from csdctl.worker.protocol.run_spec import RankSpec, RunSpec, Runtime
 from tests.unit.terminal.test_fleet_views import SIZES, Clock, screen, terminal
@@ -65,18 +65,6 @@ def test_view_fits_and_names_the_slowest_first(num_ranks: int, size: tuple[int, 
         first = next(index for index, line in enumerate(lines) if line.startswith("host"))
         assert lines[first + 1].startswith("csd2 ")
     assert text.count("training") >= min(num_ranks, 10)
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_sick_ranks_are_never_in_a_row_of_well_ones(size: tuple[int, int]) -> None:
-    view = make_view(37, size)
-    train(view, 37)
-    view.show(NodeLost(30, "csd29", "no answer for 30 s"))
-    view.show(LinkLost(12, "csd11", 1, 1, 39))
-    lines = screen(view, size)
-    for node, state in (("csd29", "lost"), ("csd11", "waiting for others")):
-        (line,) = [line for line in lines if line.startswith(f"{node} ")]
-        assert state in line
 
 
 def test_more_sick_ranks_than_rows_are_named_by_state() -> None:
