@@ -19,8 +19,7 @@ from csdctl.terminal.view import render_bundle
 from csdctl.worker.protocol.events import EpochEnd
 from csdctl.workflows.train.options import TrainOptions
 from csdctl.workflows.train.resume import LATEST
-from csdctl.workflows.train.run import RunStopped
-from csdctl.workflows.train.train import TrainRequest, run_training
+from csdctl.workflows.train.train import TrainRequest
 
 REPORT_COLUMNS = 110
 
@@ -110,11 +109,5 @@ def train(
         if batch_size is None and resume is None and not has_plan:
             tune(job, chosen)
         request = TrainRequest(loaded, chosen, streams.directory, chosen_options, None, batch_size, resume)
-        with TrainingScreen(streams, emulated=chosen.emulated) as screen:
-            try:
-                result = run_training(request, screen)
-            except RunStopped as stopped:
-                screen.stopped(stopped)
-                raise
-            screen.finish(result)
+        result = TrainingScreen(streams, emulated=chosen.emulated).train(request)
     return Run(result.directory)

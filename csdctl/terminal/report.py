@@ -62,7 +62,7 @@ def check_options(run_ids: Sequence[str], *, is_privacy: bool, is_scaling: bool,
     if is_privacy and (has_files or len(run_ids) > 1):
         raise InputError(
             "--privacy shows one run in the terminal; received more runs, --html or --csv",
-            remedy="leave out --privacy: the HTML report has bytes by class too",
+            remedy="give one run, without --html and --csv",
         )
     if is_privacy and is_scaling:
         raise InputError("--scaling and --privacy exclude each other", remedy="give one of them")

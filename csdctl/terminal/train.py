@@ -4,7 +4,6 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from types import TracebackType
 
 from rich.text import Text
 
@@ -20,6 +19,7 @@ from csdctl.reporting.numbers import (
     name_metrics,
 )
 from csdctl.reporting.privacy import Privacy, describe_privacy, plan_privacy
+from csdctl.reporting.results import STOPPED, RunSummary
 from csdctl.reporting.series import Bottleneck, SeriesBuilder, find_bottleneck
 from csdctl.reporting.tables import REACHABLE
 from csdctl.runs.directory import ProjectDirectory, RunDirectory
@@ -366,7 +366,7 @@ def _format_epoch(event: EpochEnd, epochs: int) -> str:
 
 
 class TrainingScreen(PreparationScreen):
-    """Shows one `csdctl train`; a context manager that closes the live view, which opens with the run."""
+    """Shows one `csdctl train`; the live view opens with the run."""
 
     def __init__(self, streams: Streams, *, emulated: bool) -> None:
         super().__init__(streams)
@@ -376,13 +376,24 @@ class TrainingScreen(PreparationScreen):
         self.run: RunDirectory | None = None
         """The run; None before it has started."""
 
-    def __enter__(self) -> "TrainingScreen":
-        return self
-
-    def __exit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stack.close()
+    def train(self, request: TrainRequest) -> TrainResult:
+        """Train, and show the results; raises what `run_training` raises."""
+        with self._stack:
+            try:
+                result = run_training(request, self)
+            except RunStopped as stopped:
+                assert self.run is not None
+                line = "stopped; the state of the last completed step is kept"
+                self._show_end(line, "released so far", stopped.summary, self.run, is_stopped=True)
+                raise
+        summary, run = result.summary, result.directory
+        if result.was_complete:
+            self.say(f"run {summary.run_id} is complete: nothing to resume")
+            self._streams.result_line(report_document(summary, str(run.path)))
+        else:  # a callback may have stopped it
+            is_stopped = summary.state == STOPPED
+            self._show_end(_describe_results(summary), "released", summary, run, is_stopped=is_stopped)
+        return result
 
     def on_preflight(self, examination: Examination) -> None:
         """Show a line for each amber check, and the MPI check unless something is red."""
@@ -417,70 +428,50 @@ class TrainingScreen(PreparationScreen):
         if self._view:
             self._view.show(event)
 
-    def finish(self, result: TrainResult) -> None:
-        """Show the results in a few lines; `csdctl report` shows all of them."""
+    def _show_end(
+        self, line: str, released: str, summary: RunSummary, run: RunDirectory, *, is_stopped: bool
+    ) -> None:
+        """Show what a run has come to, below its live view, and how to resume one that was stopped."""
         self._stack.close()
-        summary, path = result.summary, str(result.directory.path)
-        if result.was_complete:
-            self.say(f"run {summary.run_id} is complete: nothing to resume")
-            self._streams.result_line(report_document(summary, path))
-            return
-        efficiency = (
-            ""
-            if summary.efficiency is None or summary.strategy not in REACHABLE
-            else f" ({format_share(summary.efficiency)} of what {REACHABLE[summary.strategy]})"
-        )
-        validation = format_metrics(summary.validation_accuracy, summary.validation_metrics)
-        reached = validation.replace(", ", ", validation ", 1) or f", loss {format_loss(summary.loss)}"
-        self.say(
-            f"done: {format_rate(summary.samples_per_s)} samples/s{efficiency}{reached}; "
-            "`csdctl report` shows more"
-        )
+        self.say(line)
         if summary.privacy:
-            self._show_privacy(summary.privacy, "released: ")
-        self.say(f"run directory: {path}")
-        if summary.state == "stopped":  # by a callback
-            self._say_resume(summary.run_id)
-        self._streams.result_line(report_document(summary, path))
-
-    def stopped(self, stopped: RunStopped) -> None:
-        """Show that the run has stopped, and how to resume it."""
-        self._stack.close()
-        assert self.run is not None
-        self.say("stopped; the state of the last completed step is kept")
-        if stopped.summary.privacy:
-            self._show_privacy(stopped.summary.privacy, "released so far: ")
-        self.say(f"run directory: {self.run.path}")
-        self._say_resume(stopped.run_id)
-        self._streams.result_line(report_document(stopped.summary, str(self.run.path)))
-
-    def _say_resume(self, run_id: str) -> None:
-        self.say(f"to resume: csdctl train --resume {run_id}")
+            self._show_privacy(summary.privacy, f"{released}: ")
+        self.say(f"run directory: {run.path}")
+        if is_stopped:
+            self.say(f"to resume: csdctl train --resume {summary.run_id}")
+        self._streams.result_line(report_document(summary, str(run.path)))
 
     def _show_privacy(self, privacy: Privacy, when: str) -> None:
         for line in describe_privacy(privacy):
             self.say(when + line)
 
 
+def _describe_results(summary: RunSummary) -> str:
+    """Return the results in a line; `csdctl report` shows all of them."""
+    efficiency = (
+        ""
+        if summary.efficiency is None or summary.strategy not in REACHABLE
+        else f" ({format_share(summary.efficiency)} of what {REACHABLE[summary.strategy]})"
+    )
+    validation = format_metrics(summary.validation_accuracy, summary.validation_metrics)
+    reached = validation.replace(", ", ", validation ", 1) or f", loss {format_loss(summary.loss)}"
+    rate = format_rate(summary.samples_per_s)
+    return f"done: {rate} samples/s{efficiency}{reached}; `csdctl report` shows more"
+
+
 def train_point(streams: Streams, point: Point, request: TrainRequest) -> TrainResult:
     """Train one point as `train` does, with its live view; raises what `train` raises."""
     streams.say(f"{point.kind} scaling, nodes: {point.num_nodes}, global batch {point.plan.global_batch:,}")
-    screen = TrainingScreen(streams, emulated=request.fleet.emulated)
-    with screen:
-        try:
-            result = run_training(request, screen)
-        except RunStopped as stopped:
-            screen.stopped(stopped)
-            streams.say("the same command trains the points that are missing")
-            raise
-        screen.finish(result)
-        return result
+    try:
+        return TrainingScreen(streams, emulated=request.fleet.emulated).train(request)
+    except RunStopped:
+        streams.say("the same command trains the points that are missing")
+        raise
 
 
 def show_training_rehearsal(streams: Streams, request: TrainRequest) -> None:
     """Examine the machines and print the plan that `train` would follow; raises CsdctlError as it does."""
-    with TrainingScreen(streams, emulated=request.fleet.emulated) as screen:
-        found = rehearse_training(request, screen)
+    found = rehearse_training(request, TrainingScreen(streams, emulated=request.fleet.emulated))
     if request.batch_size:
         path = "none: --batch-size"
     else:

@@ -117,19 +117,13 @@ def _train(streams: Streams, request: "TrainRequest", notify: str | None, *, is_
     """Train, and tell another program of the end; or show what would be trained."""
     from csdctl.terminal.train import TrainingScreen, show_training_rehearsal
     from csdctl.workflows.runs.notification import notifying, parse_command
-    from csdctl.workflows.train.run import RunStopped
-    from csdctl.workflows.train.train import run_training
 
     if is_dry_run:
         show_training_rehearsal(streams, request)
         return
     screen = TrainingScreen(streams, emulated=request.fleet.emulated)
-    with notifying(parse_command(notify), lambda: screen.run, streams.say), screen:
-        try:
-            screen.finish(run_training(request, screen))
-        except RunStopped as stopped:
-            screen.stopped(stopped)
-            raise
+    with notifying(parse_command(notify), lambda: screen.run, streams.say):
+        screen.train(request)
 
 
 def start_detached(streams: Streams) -> None:

@@ -37,7 +37,7 @@ def test_rank_that_became_slow_is_blamed_since_then() -> None:
     assert bottleneck is not None
     assert bottleneck.rank == 2
     assert "3.00 times" in bottleneck.text
-    hot = find_bottleneck(replace(run, temperatures_c={2: (50.0, 91.0)}))
+    hot = find_bottleneck(replace(run, hottest_c={2: 91.0}))
     assert hot is not None
     assert hot.cause == "heat"
 
