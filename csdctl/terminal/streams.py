@@ -128,15 +128,11 @@ class Streams:
             self.stdout.write(format_json(document, indent=2) + "\n")
             self.stdout.flush()
 
-    def result_line(self, document: object) -> None:
-        """Write one JSON line to standard output; nothing without --json."""
-        if self.is_json:
-            self.json_line(document)
-
-    def json_line(self, document: object) -> None:
-        """Write one JSON line to standard output."""
-        self.stdout.write(format_json(document) + "\n")
-        self.stdout.flush()
+    def result_line(self, document: object, *, is_json: bool = False) -> None:
+        """Write one JSON line to standard output; nothing without --json, unless `is_json`."""
+        if self.is_json or is_json:
+            self.stdout.write(format_json(document) + "\n")
+            self.stdout.flush()
 
 
 def format_json(document: object, *, indent: int | None = None) -> str:

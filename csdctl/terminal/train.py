@@ -20,7 +20,7 @@ from csdctl.reporting.numbers import (
 )
 from csdctl.reporting.privacy import Privacy, describe_privacy, plan_privacy
 from csdctl.reporting.results import STOPPED, RunSummary
-from csdctl.reporting.series import Bottleneck, SeriesBuilder, find_bottleneck
+from csdctl.reporting.series import Bottleneck, SeriesBuilder, Thinned, find_bottleneck
 from csdctl.reporting.tables import REACHABLE
 from csdctl.runs.directory import ProjectDirectory, RunDirectory
 from csdctl.terminal.console import PrintableConsole
@@ -75,7 +75,6 @@ INTERVAL_S, INTERVAL_SHARE = 5.0, 1 / 64
 figures of a long run change slowly, and a new watcher reads all of its events."""
 SILENT_S = 10.0
 """Seconds without news of any step after which the headline says so."""
-MAX_POINTS = 2000
 STATES: dict[type[Event], str] = {Ready: READY, NodeBack: BACK, Finished: DONE}
 """State of a rank after an event about it."""
 STANDSTILLS: dict[type[Event], str] = {LinkLost: WAITING, NodeLost: LOST, Failed: FAILED}
@@ -183,7 +182,7 @@ class TrainingView(FleetView[RankRow]):
         self._steps_per_epoch = steps_per_epoch
         self._first_step: int | None = None
         self._rows = {rank.rank: RankRow(rank.node, batch_size=rank.batch_size) for rank in spec.ranks}
-        self._curves: dict[str, list[float]] = {"loss": []}
+        self._curves: dict[str, Thinned[float]] = {}
         self._last: Progress | EpochEnd | None = None
         self._last_step = 0
         self._rate: float | None = None
@@ -281,10 +280,7 @@ class TrainingView(FleetView[RankRow]):
         metrics = list(name_metrics(event.accuracy, event.metrics).items())
         for name, value in (("loss", event.loss), *metrics[:1]):
             if value is not None and math.isfinite(value):
-                points = self._curves.setdefault(name, [])
-                points.append(value)
-                if len(points) > MAX_POINTS:  # as many again fit, at half of the resolution
-                    points[:] = points[::2]
+                self._curves.setdefault(name, Thinned()).append(value)
 
     def _done_steps(self) -> int:
         return self._count_steps(self._last.epoch, self._last_step) if self._last else 0
@@ -329,7 +325,8 @@ class TrainingView(FleetView[RankRow]):
         return [*self._render_curves(width), *([Text(line, style="yellow")] if line else [])]
 
     def _render_curves(self, width: int) -> list[Text]:
-        shown = {name: points for name, points in self._curves.items() if len(points) > 1}
+        curves = {name: curve.all() for name, curve in self._curves.items()}
+        shown = {name: points for name, points in curves.items() if len(points) > 1}
         room = max(10, min(60, width // max(1, len(shown)) - 22))
         parts = [f"{name} {draw_curve(points, room)} {points[-1]:.4g}" for name, points in shown.items()]
         return [Text("   ".join(parts), no_wrap=True)] if parts else []
