@@ -105,7 +105,7 @@ def train(
     chosen_options = options or TrainOptions()
     chosen_options = replace(chosen_options, callbacks=(*chosen_options.callbacks, *callbacks))
     with open_session() as streams:
-        has_plan = ProjectDirectory(streams.directory).plan(loaded.name).exists()
+        has_plan = streams.project.plan(loaded.name).exists()
         if batch_size is None and resume is None and not has_plan:
             tune(job, chosen)
         request = TrainRequest(loaded, chosen, streams.directory, chosen_options, None, batch_size, resume)

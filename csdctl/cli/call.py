@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from csdctl.errors import CsdctlError
     from csdctl.fleet.model import Fleet
     from csdctl.job.model import Job
-    from csdctl.runs.directory import ProjectDirectory
     from csdctl.transport.many import Outcome
 
 Command = Callable[..., None]
@@ -96,13 +95,6 @@ class Call:
             self.fleet_path, self.limit, self.exclude, self.failed_from, may_be_empty=is_training
         )
 
-    @property
-    def project(self) -> "ProjectDirectory":
-        """The project directory that the command was called in."""
-        from csdctl.runs.directory import ProjectDirectory
-
-        return ProjectDirectory(self.directory)
-
     def finish(
         self, outcomes: "Mapping[str, Outcome[Any]]", document: object = None, *, is_dry: bool = False
     ) -> None:
@@ -137,4 +129,4 @@ class Call:
 
         self.streams.result(document)
         if failed or not is_dry:
-            conclude(self.project, self.command, machines, failed, arguments)
+            conclude(self.streams.project, self.command, machines, failed, arguments)

@@ -15,7 +15,6 @@ from csdctl.fleet.model import Fleet
 from csdctl.fleet.names import fold_names, format_node_names
 from csdctl.launch.leftovers import Leftovers
 from csdctl.reporting.numbers import format_bytes, format_count
-from csdctl.runs.directory import ProjectDirectory
 from csdctl.terminal.console import PrintableConsole
 from csdctl.terminal.nodes import CountView
 from csdctl.terminal.streams import Streams
@@ -219,7 +218,7 @@ class TrustScreen:
 
     def accepted(self, new: Sequence[ShownKey]) -> None:
         """Print where the new keys are stored."""
-        path = ProjectDirectory(self._streams.directory).known_hosts
+        path = self._streams.project.known_hosts
         self._streams.say(f"{len(new)} keys accepted: {path}")
 
     def not_asked(self, machines: Sequence[str]) -> None:

@@ -16,6 +16,7 @@ from csdctl.errors import CsdctlError, InputError
 from csdctl.notify import make_printable
 
 if TYPE_CHECKING:
+    from csdctl.runs.directory import ProjectDirectory
     from csdctl.terminal.console import PrintableConsole
 
 VERBOSE = ("-v", "-vv")
@@ -102,6 +103,13 @@ class Streams:
         from csdctl.terminal.console import PrintableConsole
 
         return PrintableConsole(file=io.StringIO(), quiet=True) if self.is_quiet else self.console
+
+    @cached_property
+    def project(self) -> "ProjectDirectory":
+        """The project in the directory of the invocation."""
+        from csdctl.runs.directory import ProjectDirectory
+
+        return ProjectDirectory(self.directory)
 
     def say(self, line: str) -> None:
         """Print one human-readable line, unless the user wants results alone."""

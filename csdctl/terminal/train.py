@@ -22,7 +22,7 @@ from csdctl.reporting.privacy import Privacy, describe_privacy, plan_privacy
 from csdctl.reporting.results import STOPPED, RunSummary
 from csdctl.reporting.series import Bottleneck, SeriesBuilder, Thinned, find_bottleneck
 from csdctl.reporting.tables import REACHABLE
-from csdctl.runs.directory import ProjectDirectory, RunDirectory
+from csdctl.runs.directory import RunDirectory
 from csdctl.terminal.console import PrintableConsole
 from csdctl.terminal.fleet_view import (
     BACK,
@@ -472,8 +472,8 @@ def show_training_rehearsal(streams: Streams, request: TrainRequest) -> None:
     if request.batch_size:
         path = "none: --batch-size"
     else:
-        project = ProjectDirectory(streams.directory)
-        path = str(found.run.manifest if found.run else request.plan_path or project.plan(request.job.name))
+        plan_path = request.plan_path or streams.project.plan(request.job.name)
+        path = str(found.run.manifest if found.run else plan_path)
     render_plan(streams.console, found.plan, path)
     behind = f" behind {found.cut}" if found.cut else ""
     streams.say(f"would train: {found.strategy}{behind}, collective {request.options.collective}")

@@ -32,11 +32,10 @@ def export(
     json: options.JsonOption = False,
 ) -> None:
     """Write a run for TensorBoard, MLflow or a spreadsheet."""
-    from csdctl.runs.directory import ProjectDirectory
     from csdctl.workflows.reporting.report import export as export_run
 
     streams = Streams(is_json=json)
-    written = export_run(ProjectDirectory(streams.directory), run, to, output, tracking_uri)
+    written = export_run(streams.project, run, to, output, tracking_uri)
     if streams.is_json:
         streams.result({"schema": "csdctl.export/1", "format": to, "written": written})
     streams.say(f"wrote {written}")

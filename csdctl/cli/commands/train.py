@@ -128,12 +128,11 @@ def _train(streams: Streams, request: "TrainRequest", notify: str | None, *, is_
 
 def start_detached(streams: Streams) -> None:
     """Start this command line again in the background; return once its run trains."""
-    from csdctl.runs.directory import ProjectDirectory
     from csdctl.workflows.runs import detach
     from csdctl.workflows.runs.processes import process_of
 
     arguments = build_background_arguments(sys.argv[1:])
-    run = detach.start_detached(ProjectDirectory(streams.directory), arguments, streams.say)
+    run = detach.start_detached(streams.project, arguments, streams.say)
     if run is None:
         streams.say("nothing was left to train: no run goes on in the background")
         streams.result({"schema": "csdctl.train/1", "detached": False})

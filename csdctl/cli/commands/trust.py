@@ -26,11 +26,11 @@ def trust(
 
     screen = TrustScreen(call.streams, call.fleet, yes=yes, is_dry_run=dry_run)
     if forget:
-        screen.show_forgotten(forget_keys(call.fleet.nodes, call.project, is_dry_run=dry_run))
+        screen.show_forgotten(forget_keys(call.fleet.nodes, call.streams.project, is_dry_run=dry_run))
         if not dry_run:
             check_forgotten(call.fleet, call.directory)
         return
-    review_keys(call.fleet, call.project, screen, is_dry_run=dry_run)
+    review_keys(call.fleet, call.streams.project, screen, is_dry_run=dry_run)
     if dry_run:
         call.streams.say("dry run: no key was accepted")
     call.conclude(screen.document(), screen.machines, screen.failed, is_dry=dry_run)
