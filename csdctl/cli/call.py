@@ -96,16 +96,21 @@ class Call:
         )
 
     def finish(
-        self, outcomes: "Mapping[str, Outcome[Any]]", document: object = None, *, is_dry: bool = False
+        self,
+        outcomes: "Mapping[str, Outcome[Any]]",
+        document: object = None,
+        *,
+        schema: str = "",
+        is_dry: bool = False,
     ) -> None:
-        """Report the machines that failed, then `conclude`, with a document of the results by default."""
+        """Report the machines that failed, then `conclude`; `schema` is of a document of the results."""
         from csdctl.terminal.tables import render_failed
         from csdctl.transport.many import errors_of
 
         failed = errors_of(outcomes)
         render_failed(self.streams.console, failed, self.fleet)
         document = document or {
-            "schema": f"csdctl.{self.command}/1",
+            "schema": schema,
             "is_dry_run": is_dry,
             "machines": {name: each.value for name, each in outcomes.items() if each.value is not None},
             "failed": failed,

@@ -58,4 +58,4 @@ def clean(
         is_pruning=unused and not dry_run,
         on_done=lambda outcome: render_cleaned(call.streams.console, outcome, is_dry=dry_run),
     )
-    call.finish(outcomes, is_dry=dry_run)
+    call.finish(outcomes, schema="csdctl.clean/1", is_dry=dry_run)

@@ -39,4 +39,4 @@ def deploy(
         )
     if console.is_terminal:
         render_deliveries(console, outcomes, dry_run=dry_run)
-    call.finish(outcomes, is_dry=dry_run)
+    call.finish(outcomes, schema="csdctl.deploy/1", is_dry=dry_run)
