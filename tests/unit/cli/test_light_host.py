@@ -91,18 +91,6 @@ def test_looking_after_a_fleet_needs_none_of_it(light: Path, project: Path, word
     assert done.returncode == 0, done.stderr
 
 
-def test_doctor_says_what_is_missing_on_the_host_and_the_command(light: Path, project: Path) -> None:
-    done = run(light, project, "doctor", "--json")
-    assert done.returncode == ExitCode.FAILED
-    checks = {(one["machine"], one["check"]): one for one in json.loads(done.stdout)["checks"]}
-    assert checks["host", "packages"]["found"] == "tensorflow, keras, numpy missing"
-    remedy = checks["host", "packages"]["remedy"]
-    assert remedy.startswith(f"run: {light} -m pip install ")
-    assert "numpy" in remedy
-    assert f"{light} -m pip install" in checks["host", "mpirun"]["remedy"]
-    assert "None" not in done.stdout
-
-
 @pytest.mark.parametrize(
     ("words", "package"),
     [

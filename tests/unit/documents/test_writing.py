@@ -32,11 +32,6 @@ def file_size_limited_to(num_bytes: int) -> Iterator[None]:
 
 
 class TestSaving:
-    def test_old_content_is_replaced_without_temporary_files(self, tmp_path: Path) -> None:
-        save_bytes(tmp_path / "file", b"a long old content")
-        save_bytes(tmp_path / "file", b"new")
-        assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"file": b"new"}
-
     def test_content_is_on_the_disk_before_it_gets_its_name(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
