@@ -64,7 +64,7 @@ def check_values(content: object, expected: type[ValueT], name: str, *, remedy: 
         return checked
     except ValidationError as error:
         problem = error.errors()[0]
-        raise InputError(f"{name}{_describe(problem, None, BaseModel)}", remedy=remedy) from None
+        raise InputError(f"{name}{_describe(problem, None, None)}", remedy=remedy) from None
 
 
 @functools.cache
@@ -72,13 +72,14 @@ def _adapter(expected: Any) -> TypeAdapter[Any]:
     return TypeAdapter(expected)
 
 
-def _describe(problem: Any, tree: yaml.Node | None, model: type[BaseModel]) -> str:
+def _describe(problem: Any, tree: yaml.Node | None, model: type[BaseModel] | None) -> str:
     location: tuple[str | int, ...] = problem["loc"]
     line = _line_of(tree, location)
     key = _shorten(".".join(str(part) for part in location))
     where = f":{line}: " if line else ": "
     if problem["type"] == "extra_forbidden":
-        nearest = difflib.get_close_matches(str(location[-1])[:MAX_SHOWN], _known_keys(model), n=1)
+        known = _known_keys(model) if model else ()
+        nearest = difflib.get_close_matches(str(location[-1])[:MAX_SHOWN], known, n=1)
         hint = f", did you mean `{nearest[0]}`?" if nearest else ""
         return f"{where}unknown key `{key}`{hint}"
     if problem["type"] == "missing":
