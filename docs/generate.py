@@ -572,8 +572,7 @@ def _call(name: str, function: Any) -> str:
 
 def _class(title: str, found: type) -> str:
     parts = [f"### {title}", _docstring(found)]
-    described = found if "__post_init__" not in vars(found) else found.__mro__[-2]
-    [definition] = ast.parse(textwrap.dedent(inspect.getsource(described))).body
+    [definition] = ast.parse(textwrap.dedent(inspect.getsource(found))).body
     assert isinstance(definition, ast.ClassDef)
     hints = get_type_hints(found)
     rows = [

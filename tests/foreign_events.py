@@ -2,13 +2,14 @@
 
 import dataclasses
 import math
+import re
 import typing
 from typing import Annotated, Any
 
 from hypothesis import strategies as st
 
 from csdctl.worker.protocol.events import EVENTS, Event
-from csdctl.worker.protocol.json_codec import AnyNumber, Between, MaxLength, OneOf
+from csdctl.worker.protocol.json_codec import AnyNumber
 
 
 def events() -> st.SearchStrategy[Event]:
@@ -45,11 +46,12 @@ def _within(hint: Any, bounds: tuple[Any, ...]) -> st.SearchStrategy[Any]:
     if AnyNumber in bounds:
         return st.floats() | st.sampled_from([math.nan, math.inf, 0.0])
     for bound in bounds:
-        if isinstance(bound, OneOf):
-            return st.sampled_from(bound.values)
-        if isinstance(bound, Between):
-            low, high = hint(bound.minimum), hint(bound.maximum)
+        numbers = re.findall(r"-?[\d,]+(?:\.\d+)?", bound.text)
+        if bound.text.startswith("one of "):
+            return st.sampled_from(re.findall("'([^']*)'", bound.text))
+        if bound.text.startswith("a length ") and hint is str:
+            return st.sampled_from(["host", "csd0", "csd1", "verified", "x" * int(numbers[-1])])
+        if " to " in bound.text and hint in (int, float):
+            low, high = (hint(number.replace(",", "")) for number in numbers)
             return st.sampled_from([low, hint(low + 1), high]) | values(hint).filter(bound.allows)
-        if isinstance(bound, MaxLength):
-            return st.sampled_from(["host", "csd0", "csd1", "verified", "x" * bound.length])
     return values(hint)

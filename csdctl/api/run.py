@@ -8,7 +8,6 @@ from typing import Any
 
 from csdctl.api.before_training import tune
 from csdctl.api.job import Job
-from csdctl.api.options import TrainOptions
 from csdctl.api.session import FleetOrPath, as_fleet, open_session
 from csdctl.api.trained_model import load_model
 from csdctl.reporting.results import RunSummary, summarize_run
@@ -18,9 +17,9 @@ from csdctl.terminal.report import report_of
 from csdctl.terminal.train import TrainingScreen
 from csdctl.terminal.view import render_bundle
 from csdctl.worker.protocol.events import EpochEnd
+from csdctl.workflows.train.options import TrainOptions
 from csdctl.workflows.train.resume import LATEST
-from csdctl.workflows.train.run import RunStopped
-from csdctl.workflows.train.train import TrainRequest, run_training
+from csdctl.workflows.train.train import TrainRequest
 
 REPORT_COLUMNS = 110
 
@@ -106,15 +105,9 @@ def train(
     chosen_options = options or TrainOptions()
     chosen_options = replace(chosen_options, callbacks=(*chosen_options.callbacks, *callbacks))
     with open_session() as streams:
-        has_plan = ProjectDirectory(streams.directory).plan(loaded.name).exists()
+        has_plan = streams.project.plan(loaded.name).exists()
         if batch_size is None and resume is None and not has_plan:
             tune(job, chosen)
         request = TrainRequest(loaded, chosen, streams.directory, chosen_options, None, batch_size, resume)
-        with TrainingScreen(streams, emulated=chosen.emulated) as screen:
-            try:
-                result = run_training(request, screen)
-            except RunStopped as stopped:
-                screen.stopped(stopped)
-                raise
-            screen.finish(result)
+        result = TrainingScreen(streams, emulated=chosen.emulated).train(request)
     return Run(result.directory)

@@ -1,11 +1,12 @@
 """The trained model of a run: from its .keras file, or its weights in a model built by the job."""
 
 import importlib
-import importlib.util
 import json
 import os
+import runpy
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -72,9 +73,4 @@ def _import_file(path: Path) -> Any:
         sys.path.insert(0, str(path.parent))
     if loaded is None:
         return importlib.import_module(path.stem)
-    specification = importlib.util.spec_from_file_location(path.stem, path)  # beside a library of that name
-    if specification is None or specification.loader is None:
-        raise ImportError(f"{path} cannot be imported")
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    return module
+    return SimpleNamespace(**runpy.run_path(str(path)))  # beside a library of that name

@@ -231,7 +231,7 @@ def _write_error(streams: Streams, arguments: Sequence[str], error: CsdctlError)
         "remedy": error.remedy,
         "exit_code": int(error.exit_code),
     }
-    streams.json_line(document)
+    streams.result_line(document, is_json=True)
 
 
 def _show_bug(streams: Streams, error: Exception) -> None:

@@ -1,6 +1,6 @@
 """Callbacks of the command line: the function that `FILE.py:NAME` names, from the user's own file."""
 
-import importlib.util
+import runpy
 import sys
 import traceback
 from pathlib import Path
@@ -32,19 +32,13 @@ def load_callback(reference: str) -> Callback:
 
 def _run(path: Path, reference: str) -> dict[str, object]:
     """Run a file as a module, and return what it defines."""
-    specification = importlib.util.spec_from_file_location(f"csdctl_callback_{path.stem}", path)
-    assert specification
-    assert specification.loader
-    module = importlib.util.module_from_spec(specification)
-    sys.modules[module.__name__] = module  # dataclasses, among others, look there
     sys.path.append(str(path.resolve().parent))
     try:
-        specification.loader.exec_module(module)
+        return runpy.run_path(str(path))
     except (Exception, SystemExit) as error:
         line = next((f" in line {at.lineno}" for at in _frames(error, path)), "")
         what = shorten(f"{type(error).__name__}: {error}", MAX_ERROR_CHARS)
         raise InputError(f"the file of callback {reference} failed{line}: {what}") from error
-    return vars(module)
 
 
 def _frames(error: BaseException, path: Path) -> list[traceback.FrameSummary]:

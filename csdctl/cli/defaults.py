@@ -72,13 +72,13 @@ def _of_command(command: Any, of_all: dict[str, Any], own: dict[str, Any], where
         raise InputError(f"{where} has no option {unknown[0]!r}", remedy=f"one of {', '.join(sorted(names))}")
     given = {option: value for option, value in of_all.items() if option in names} | own
     return {
-        names[option].name: _check_value(command, names[option], value, f"{where}: {option}")
+        names[option].name: _check_value(names[option], value, f"{where}: {option}")
         for option, value in given.items()
     }
 
 
-def _check_value(command: Any, parameter: Any, value: object, where: str) -> object:
-    """Return `value` with `~` expanded; raises InputError for what the option does not take."""
+def _check_value(parameter: Any, value: object, where: str) -> object:
+    """Return `value` with `~` expanded; raises InputError for a list, or none, where the option differs."""
     if isinstance(value, list) != parameter.multiple:
         expected = "a list" if parameter.multiple else "one value"
         raise InputError(f"{where}: received {value!r}, expected {expected}")
@@ -87,11 +87,4 @@ def _check_value(command: Any, parameter: Any, value: object, where: str) -> obj
         str(Path(one).expanduser()) if isinstance(one, str) and one.startswith("~/") else one
         for one in values
     ]
-    given = expanded if parameter.multiple else expanded[0]
-    try:
-        parameter.process_value(command.context_class(command), given)
-    except Exception as error:
-        if not hasattr(error, "format_message"):  # what typer's own parser raises for a wrong value
-            raise
-        raise InputError(f"{where}: received {value!r}: {error}") from error
-    return given
+    return expanded if parameter.multiple else expanded[0]

@@ -10,29 +10,23 @@ from csdctl.cli.completion import complete_nodes
 DEFAULT_FLEET = Path("fleet.yaml")
 DEFAULT_JOB = Path("job.yaml")
 
-FleetOption = Annotated[Path, typer.Option("--fleet", envvar="CSDCTL_FLEET", help="Path of the fleet file.")]
+FleetOption = Annotated[Path, typer.Option(envvar="CSDCTL_FLEET", help="Path of the fleet file.")]
 JobArgument = Annotated[Path, typer.Argument(help="Path of the job file.")]
 LimitOption = Annotated[
     list[str] | None,
     typer.Option(
-        "--limit",
         help="Select only these nodes: names, ranges such as csd[0-7], or groups.",
         autocompletion=complete_nodes,
     ),
 ]
 ExcludeOption = Annotated[
     list[str] | None,
-    typer.Option(
-        "--exclude",
-        help="Leave out these nodes; same syntax as --limit.",
-        autocompletion=complete_nodes,
-    ),
+    typer.Option(help="Leave out these nodes; same syntax as --limit.", autocompletion=complete_nodes),
 ]
 FailedFromOption = Annotated[
     Path | None,
     typer.Option(
-        "--failed-from",
-        help="Select only the nodes that an earlier command failed on: .csdctl/failed.json or --json output.",
+        help="Select only the nodes that an earlier command failed on: .csdctl/failed.json or --json output."
     ),
 ]
 JsonOption = Annotated[
@@ -41,48 +35,39 @@ JsonOption = Annotated[
 DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Show what would be done, without doing it.")]
 YesOption = Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")]
 PlanOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--plan",
-        help="Plan to use; default: the one `tune` wrote for the job.",
-    ),
+    Path | None, typer.Option(help="Plan to use; default: the one `tune` wrote for the job.")
 ]
 BatchSizeOption = Annotated[
-    int | None,
-    typer.Option("--batch-size", min=1, help="Use this batch size on every rank instead of a plan."),
+    int | None, typer.Option(min=1, help="Use this batch size on every rank instead of a plan.")
 ]
 MaxStepsOption = Annotated[
-    int | None, typer.Option("--max-steps", min=1, help="Stop after this many steps, for benchmarks.")
+    int | None, typer.Option(min=1, help="Stop after this many steps, for benchmarks.")
 ]
 StrategyOption = Annotated[
     str,
     typer.Option(
-        "--strategy",
         metavar="STRATEGY",
         help="data-parallel; features: compute the model's frozen part once for each sample, then train its "
         "head; split: nodes compute the layers up to --cut, the host the rest; auto: as the plan says.",
     ),
 ]
 CutOption = Annotated[
-    str,
-    typer.Option("--cut", metavar="LAYER", help="The last layer that nodes compute, for --strategy split."),
+    str, typer.Option(metavar="LAYER", help="The last layer that nodes compute, for --strategy split.")
 ]
 MicroBatchesOption = Annotated[
     int,
     typer.Option(
-        "--micro-batches",
         min=1,
         help="Micro-batches of each rank's batch, for --strategy split: nodes compute some while the host "
         "computes others.",
     ),
 ]
 FeaturePrecisionOption = Annotated[
-    str, typer.Option("--feature-precision", metavar="TYPE", help="Store features in float32 or float16.")
+    str, typer.Option(metavar="TYPE", help="Store features in float32 or float16.")
 ]
 FeatureEngineOption = Annotated[
     str,
     typer.Option(
-        "--feature-engine",
         metavar="ENGINE",
         help="Compute features by keras, or by litert, which needs the package ai-edge-litert on all "
         "machines.",

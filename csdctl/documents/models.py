@@ -64,7 +64,7 @@ def check_values(content: object, expected: type[ValueT], name: str, *, remedy: 
         return checked
     except ValidationError as error:
         problem = error.errors()[0]
-        raise InputError(f"{name}{_describe(problem, None, BaseModel)}", remedy=remedy) from None
+        raise InputError(f"{name}{_describe(problem, None, None)}", remedy=remedy) from None
 
 
 @functools.cache
@@ -72,13 +72,13 @@ def _adapter(expected: Any) -> TypeAdapter[Any]:
     return TypeAdapter(expected)
 
 
-def _describe(problem: Any, tree: yaml.Node | None, model: type[BaseModel]) -> str:
+def _describe(problem: Any, tree: yaml.Node | None, model: type[BaseModel] | None) -> str:
     location: tuple[str | int, ...] = problem["loc"]
     line = _line_of(tree, location)
     key = _shorten(".".join(str(part) for part in location))
     where = f":{line}: " if line else ": "
     if problem["type"] == "extra_forbidden":
-        known = _known_keys(model, location[:-1])
+        known = _known_keys(model) if model else ()
         nearest = difflib.get_close_matches(str(location[-1])[:MAX_SHOWN], known, n=1)
         hint = f", did you mean `{nearest[0]}`?" if nearest else ""
         return f"{where}unknown key `{key}`{hint}"
@@ -113,29 +113,8 @@ def _line_of(node: yaml.Node | None, location: Sequence[str | int]) -> int | Non
     return line
 
 
-def _known_keys(model: type[BaseModel], location: Sequence[str | int]) -> list[str]:
-    """Return the keys allowed at `location`, following nested models, lists and optional types."""
-    current: Any = model
-    for part in location:
-        if isinstance(part, int):
-            continue
-        field = current.model_fields.get(part) if _is_model(current) else None
-        if field is None:
-            return []
-        current = _inner_model(field.annotation)
-    return list(current.model_fields) if _is_model(current) else []
-
-
-def _is_model(candidate: Any) -> bool:
-    return isinstance(candidate, type) and issubclass(candidate, BaseModel)
-
-
-def _inner_model(annotation: Any) -> Any:
-    """Return the pydantic model inside `X | None`, `list[X]`, `dict[str, X]`, …"""
-    if _is_model(annotation):
-        return annotation
-    for argument in getattr(annotation, "__args__", ()):
-        inner = _inner_model(argument)
-        if inner is not None:
-            return inner
-    return None
+def _known_keys(model: type[BaseModel]) -> set[str]:
+    """Return the keys of a document, at all its levels."""
+    schema = model.model_json_schema()
+    parts = [schema, *schema.get("$defs", {}).values()]
+    return {name for part in parts for name in part.get("properties", {})}

@@ -1,7 +1,7 @@
 """The charts of a report, each with the data that it shows as a table."""
 
+import base64
 import io
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -11,6 +11,7 @@ from csdctl.errors import InputError
 from csdctl.reporting.numbers import format_rate, format_seconds, format_share
 from csdctl.reporting.results import RunResults
 from csdctl.reporting.series import COMMUNICATION, COMPUTE, INPUT, KINDS, OTHER, WAIT, RunSeries
+from csdctl.reporting.tables import DataTable
 
 MAX_LINES = 16
 """Lines of a chart; the table has all."""
@@ -24,14 +25,6 @@ SHOWN_KINDS = {
 
 
 @dataclass(frozen=True)
-class DataTable:
-    """Rows of text under a header."""
-
-    header: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-
-
-@dataclass(frozen=True)
 class Chart:
     """A drawing, in words too."""
 
@@ -41,7 +34,7 @@ class Chart:
     origin: str
     """Measured, predicted or emulated."""
     draw: Callable[[], str]
-    """Returns the SVG."""
+    """Returns the address of the picture, which has it whole."""
     data: DataTable
 
 
@@ -133,11 +126,14 @@ def lanes_chart(run: RunResults) -> Chart:
     )
 
 
-def sizes_chart(run: RunResults) -> Chart | None:
-    """Return the batch sizes over time; None when there were none."""
+def run_charts(run: RunResults) -> list[Chart]:
+    """Return the charts of one run by itself."""
+    return [lanes_chart(run), *([sizes_chart(run)] if run.series.batch_sizes else [])]
+
+
+def sizes_chart(run: RunResults) -> Chart:
+    """Return the batch sizes over time; there must be some."""
     series, changes = run.series, run.series.batch_sizes
-    if not changes:
-        return None
     lines: dict[str, tuple[list[float], list[float]]] = {}
     for rank, node in enumerate(series.nodes[:MAX_LINES]):
         x = [change.time_s - series.start_s for change in changes]
@@ -177,14 +173,12 @@ def _origin(runs: Sequence[RunResults]) -> str:
     return ", ".join(sorted({run.measured for run in runs}))
 
 
-# Drawings are SVG by matplotlib: no script, no request, text stays text. Colours are variables of the page
-# (`var(--series-0)`), so that one drawing serves light, dark and print.
+# Pictures are SVG by matplotlib, with text, in the page's own bytes: no script, no request.
 WIDTH_IN, HEIGHT_IN, LANE_IN = 5.2, 3.0, 0.2
 LEGEND_CHARS, LABEL_CHARS = 80, 24
-INK, GRID = "#010301", "#010302"
-SERIES = tuple(f"#0104{number:02x}" for number in range(8))
-"""Placeholders: matplotlib writes them as they are, and `_finish` replaces them by variables."""
-STYLE: dict[str, Any] = {
+INK, GRID = "#1d2733", "#d5dbe1"
+SERIES = ("#0b63b5", "#c2570c", "#d9a400", "#7a3ea1", "#8a96a3", "#0f8a6a", "#c0246a", "#5c4b37")
+STYLE: Any = {
     "svg.fonttype": "none",
     "text.parse_math": False,  # a name with two dollar signs is no formula
     "font.family": "sans-serif",
@@ -202,6 +196,7 @@ STYLE: dict[str, Any] = {
     "legend.frameon": False,
     "lines.linewidth": 1.8,
     "savefig.transparent": True,
+    "svg.hashsalt": "csdctl",  # the same ids in every report
 }
 DASHES = ("-", "--", ":", "-.")
 MISSING = "the HTML report needs matplotlib"
@@ -279,25 +274,9 @@ def _drawn(draw: Callable[[Any], None], height_in: float) -> str:
         from matplotlib.figure import Figure  # not pyplot, which keeps figures and looks for a display
     except ModuleNotFoundError as error:
         raise InputError(MISSING, remedy=REMEDY) from error
-    settings: Any = {**STYLE, "svg.hashsalt": "csdctl"}  # the same ids in every report
-    with matplotlib.rc_context(settings):
+    with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(WIDTH_IN, height_in), layout="constrained")
         draw(figure.add_subplot())
-        text = io.StringIO()
+        text = io.BytesIO()
         figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
-    return _finish(text.getvalue())
-
-
-def _finish(svg: str) -> str:
-    """Return the drawing as part of a page: without prologue and metadata, in the page's colours."""
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    svg = re.sub(r'<g id="[^"]*"', "<g", svg)  # the same in every drawing; ids of a page are unique
-    svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg, count=1)
-    svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1)
-    svg = re.sub(
-        r"<defs>\s*<style.*?</style>\s*</defs>", "", svg, flags=re.DOTALL
-    )  # it would hold for the page
-    svg = re.sub(r" font-family: [^;]*;", "", svg)
-    svg = svg.replace(INK, "var(--ink)").replace(GRID, "var(--grid)")
-    return re.sub(r"#0104([0-9a-f]{2})", lambda found: f"var(--series-{int(found[1], 16)})", svg)
+    return f"data:image/svg+xml;base64,{base64.b64encode(text.getvalue()).decode()}"

@@ -154,12 +154,13 @@ def energy_document(energy: RunEnergy) -> dict[str, Any]:
 def describe_energy(energy: RunEnergy) -> list[str]:
     """Return the energy in lines: of all if it is known, else of each machine."""
     if energy.whole:
-        return [_line(energy.whole)]
-    lines = [f"{machine.machine}: {_line(machine)}" for machine in energy.machines]
+        return [describe_machine(energy.whole)]
+    lines = [f"{machine.machine}: {describe_machine(machine)}" for machine in energy.machines]
     return [*lines, f"not known of {format_node_names(energy.missing)}, so not of all"]
 
 
-def _line(machine: MachineEnergy) -> str:
+def describe_machine(machine: MachineEnergy) -> str:
+    """Return the energy of one machine, or of all, in a line."""
     if not machine.seconds:
         return f"unknown ({machine.source}){f': {machine.error}' if machine.error else ''}"
     parts = [f"{machine.joules:,.0f} J {machine.origin} ({machine.source})"]

@@ -12,13 +12,14 @@ amplification.
 
 import importlib.util
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
 from typing import Any
 
 from csdctl.errors import InputError
+from csdctl.fleet.names import format_node_names
 from csdctl.runs.ledger import LedgerEntry
 from csdctl.transport.meter import TrafficClass
 from csdctl.worker.protocol.events import (
@@ -282,3 +283,19 @@ def _privacy(
             epsilon = compute_epsilon(noise, num_releases) if has_accountant() else None
             nodes.append(NodePrivacy(node, different, num_releases, epsilon))
     return Privacy(noise.l2_norm_clip, noise.noise_multiplier, noise.delta, tuple(nodes))
+
+
+def describe_privacy(privacy: Privacy) -> list[str]:
+    """Return one line for each group of nodes with the same ε and the same number of noisy sums."""
+    groups: defaultdict[tuple[int, float | None], list[NodePrivacy]] = defaultdict(list)
+    for node in privacy.nodes:
+        groups[node.num_releases, node.epsilon].append(node)
+    noise = f"noise multiplier {privacy.noise_multiplier:g}, clipped at {privacy.l2_norm_clip:g}"
+    lines = []
+    for (num_releases, epsilon), nodes in groups.items():
+        shown = f"unknown: {INSTALL}" if epsilon is None else f"{epsilon:.3g} at δ = {privacy.delta:g}"
+        lines.append(
+            f"private samples of {format_node_names(node.node for node in nodes)}: ε = {shown}, "
+            f"each in at most {num_releases:,} noisy sums ({noise})"
+        )
+    return lines

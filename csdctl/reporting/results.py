@@ -134,7 +134,7 @@ def summarize(run_id: str, manifest: dict[str, Any], events: Iterable[Event]) ->
     last = run.last
     return RunSummary(
         run_id=run_id,
-        state=run.members.state,
+        state=run.state,
         emulated=bool(plan.get("emulated")),
         method=plan["method"],
         num_ranks=len(ranks),
@@ -154,7 +154,7 @@ def summarize(run_id: str, manifest: dict[str, Any], events: Iterable[Event]) ->
         validation_accuracy=last.validation_accuracy if last else None,
         metrics=last.metrics if last else {},
         validation_metrics=last.validation_metrics if last else {},
-        identical_weights=run.weights.are_identical,
+        identical_weights=run.has_identical_weights,
         failures=run.failures,
         lost_nodes=tuple(run.lost_nodes),
         num_private_unread=run.num_private_unread,
@@ -200,8 +200,6 @@ class _Run:
 
     def __init__(self, num_ranks: int) -> None:
         self.ranks = [_RankTotals() for _ in range(num_ranks)]
-        self.members = _Members(num_ranks)
-        self.weights = _Weights()
         self.passes = PassCounter(num_ranks)
         self.last: EpochEnd | None = None
         """The latest end of an epoch of rank 0, which has the results of all ranks."""
@@ -209,6 +207,27 @@ class _Run:
         self.lost_nodes: dict[str, None] = {}
         self._failures: list[str] = []
         self._num_failures = 0
+        self._members = frozenset(range(num_ranks))
+        """The ranks of the latest group."""
+        self._finished: dict[int, bool] = {}
+        """Whether the user stopped it, of each rank that has finished."""
+        self._open: dict[int, dict[int, str]] = {}
+        """Epochs that did not end with the same weights on all ranks of the group: the hash of each rank."""
+        self._has_lost_epochs = False
+        """Whether more epochs were open than there can be in a run."""
+
+    @property
+    def state(self) -> str:
+        """As in `RunSummary.state`."""
+        if self._members - self._finished.keys():
+            return FAILED
+        return STOPPED if any(self._finished.values()) else DONE
+
+    @property
+    def has_identical_weights(self) -> bool:
+        """As in `RunSummary.identical_weights`."""
+        has_ended = any(rank.epochs for rank in self.ranks)
+        return has_ended and not self._has_lost_epochs and not self._open
 
     @property
     def failures(self) -> tuple[str, ...]:
@@ -217,11 +236,15 @@ class _Run:
         return (*self._failures, *([f"and {more} more"] if more else []))
 
     def add(self, event: Event) -> None:
-        self.members.add(event)
         self.passes.add(event)
-        if isinstance(event, EpochEnd):
+        if isinstance(event, Joined):
+            self._members = frozenset(map(int, event.batch_sizes))
+            self._finished.pop(event.rank, None)  # the run was resumed
+        elif isinstance(event, Finished):
+            self._finished[event.rank] = event.reason == ASKED_TO_STOP
+        elif isinstance(event, EpochEnd):
             self.ranks[event.rank].add(event)
-            self.weights.add(event, self.members.ranks)
+            self._compare_weights(event)
             if event.rank == 0:
                 self._add_whole(event)
         elif isinstance(event, Failed):
@@ -241,63 +264,16 @@ class _Run:
         self.timed += event.stepped_samples or event.global_samples
         self.num_private_unread += event.num_lost
 
-
-class _Members:
-    """The ranks of the latest group, and which of them have finished."""
-
-    def __init__(self, num_ranks: int) -> None:
-        self.ranks = frozenset(range(num_ranks))
-        self._finished: dict[int, bool] = {}
-        """Whether the user stopped it, of each rank that has finished."""
-
-    def add(self, event: Event) -> None:
-        if isinstance(event, Joined):
-            self.ranks = frozenset(map(int, event.batch_sizes))
-            self._finished.pop(event.rank, None)  # the run was resumed
-        elif isinstance(event, Finished):
-            self._finished[event.rank] = event.reason == ASKED_TO_STOP
-
-    @property
-    def state(self) -> str:
-        """As in `RunSummary.state`."""
-        if self.ranks - self._finished.keys():
-            return FAILED
-        return STOPPED if any(self._finished.values()) else DONE
-
-
-class _Weights:
-    """Whether at the end of every epoch all ranks of the group reported the same weights.
-
-    An epoch is forgotten once they all did: only those that lack a report, or differ, take memory.
-    """
-
-    def __init__(self) -> None:
-        self._open: dict[int, tuple[frozenset[int], dict[int, str]]] = {}
-        """By epoch: the ranks of its group, and the hash that each has reported."""
-        self._is_known = False
-        """Whether any epoch has ended."""
-        self._is_lost = False
-        """Whether more epochs were open than there can be in a run."""
-
-    def add(self, event: EpochEnd, members: frozenset[int]) -> None:
-        self._is_known = True
-        hashes = self._open.get(event.epoch, (members, {}))[1]
+    def _compare_weights(self, event: EpochEnd) -> None:
+        """Note the hash that a rank reports; an epoch is forgotten once all ranks of its group agree."""
+        hashes = self._open.pop(event.epoch, {})
         hashes[event.rank] = event.weights_hash
-        if _agree(members, hashes):
-            self._open.pop(event.epoch, None)
-        elif len(self._open) < MAX_OPEN_EPOCHS:
-            self._open[event.epoch] = members, hashes
+        if self._members <= hashes.keys() and len(set(hashes.values())) == 1:
+            return
+        if len(self._open) < MAX_OPEN_EPOCHS:
+            self._open[event.epoch] = hashes
         else:
-            self._is_lost = True
-
-    @property
-    def are_identical(self) -> bool:
-        """As in `RunSummary.identical_weights`."""
-        return self._is_known and not self._is_lost and not self._open
-
-
-def _agree(members: frozenset[int], hashes: dict[int, str]) -> bool:
-    return members <= hashes.keys() and len(set(hashes.values())) == 1
+            self._has_lost_epochs = True
 
 
 def _rank(number: int, rank: dict[str, Any], placed: dict[str, Any], totals: _RankTotals) -> RankSummary:

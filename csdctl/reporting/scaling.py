@@ -14,10 +14,11 @@ from typing import Any
 from csdctl.errors import InputError
 from csdctl.fleet.model import HOST_NAME
 from csdctl.fleet.names import format_node_names
-from csdctl.reporting.charts import Chart, DataTable, draw_lines
+from csdctl.reporting.charts import Chart, draw_lines
 from csdctl.reporting.energy import MachineEnergy
 from csdctl.reporting.numbers import format_rate, format_share
 from csdctl.reporting.results import RunResults
+from csdctl.reporting.tables import DataTable
 from csdctl.runs.ledger import MEASURED
 
 STRONG, WEAK = "strong scaling: the global batch stays", "weak scaling: the global batch grows with the ranks"

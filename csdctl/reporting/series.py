@@ -130,8 +130,8 @@ class RunSeries:
     is_wait_divided: bool
     """Whether the ranks told waiting from communication, and input from computing; else both count as the
     first."""
-    temperatures_c: dict[int, tuple[float, ...]] = field(default_factory=dict)
-    """By rank, in time order, of the machines that have a sensor."""
+    hottest_c: dict[int, float] = field(default_factory=dict)
+    """Highest temperature by rank, of the machines that have a sensor."""
 
     @property
     def num_intervals(self) -> int:
@@ -199,7 +199,7 @@ class SeriesBuilder:
         self._peaks: dict[int, int] = {}
         self._cpu: dict[int, float] = {}
         self._is_divided = True
-        self._temperatures: dict[int, Thinned[float]] = {}
+        self._hottest_c: dict[int, float] = {}
 
     def add(self, time_s: float, event: Event) -> None:
         """Add an event that arrived at `time_s`, in Unix time."""
@@ -239,7 +239,7 @@ class SeriesBuilder:
             self._peaks,
             self._cpu,
             self._is_divided,
-            {rank: points.all() for rank, points in self._temperatures.items()},
+            dict(self._hottest_c),
         )
 
     def add_spent(self, progress: Spent) -> None:
@@ -255,7 +255,7 @@ class SeriesBuilder:
             spent.cpu_s += cpu_s
             self._cpu[rank] = self._cpu.get(rank, 0.0) + cpu_s
         if celsius is not None:
-            self._temperatures.setdefault(rank, Thinned()).append(celsius)
+            self._hottest_c[rank] = max(celsius, self._hottest_c.get(rank, celsius))
 
     def _open_timeline(self, time_s: float) -> Timeline:
         """Return the timeline, which begins with the first event."""
@@ -449,7 +449,7 @@ def _cause(
         return BY_INPUT, f"reading samples took {input_s / (input_s + compute_s):.0%} of its own time"
     slowdown = _slowdown(series, rank)
     grew = f"its time per sample became {slowdown:.2f} times that of the beginning"
-    hottest = max(series.temperatures_c.get(rank, ()), default=0.0)
+    hottest = series.hottest_c.get(rank, 0.0)
     if slowdown >= SLOWER and hottest >= HOT_C:
         return BY_HEAT, f"{grew}, at up to {hottest:.0f} °C"
     if memory_shares.get(rank, 0.0) >= FULL:

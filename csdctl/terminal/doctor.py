@@ -8,6 +8,7 @@ from rich.text import Text
 
 from csdctl.fleet.checks import FLEET_NAME, Check, Status, fold
 from csdctl.fleet.model import Fleet
+from csdctl.fleet.names import format_node_names
 from csdctl.reporting.numbers import format_count
 from csdctl.terminal.console import PrintableConsole
 from csdctl.terminal.tables import build_table
@@ -28,7 +29,7 @@ COLUMNS = {
 }
 """The columns of the table, and the checks that each one covers."""
 
-_CELLS = {Status.OK: Text("ok"), Status.WARN: Text("amber", "yellow"), Status.FAIL: Text("red", "bold red")}
+_COLORS = {Status.OK: Text("ok"), Status.WARN: Text("amber", "yellow"), Status.FAIL: Text("red", "bold red")}
 _SEVERITY = list(Status)
 
 
@@ -65,7 +66,7 @@ class ExaminationView(View):
         """Add one check."""
         self._checks.append(check)
         if self._live is None and check.status != Status.OK:
-            self._print(f"{_color_of(check.status)}: {check.machine}: {describe(check)}")
+            self._print(f"{_COLORS[check.status]}: {check.machine}: {describe(check)}")
 
     def finish(self, examination: Examination) -> None:
         """Print the settings, the table, and every check that is not ok with its remedy."""
@@ -74,9 +75,8 @@ class ExaminationView(View):
         shown = [check for check in self._checks if self._is_verbose or check.status != Status.OK]
         shown += [check for check in self._checks if check.check == "allreduce" and check not in shown]
         for check, machines in fold(sorted(shown, key=lambda check: _SEVERITY.index(check.status))):
-            style = {Status.FAIL: "bold red", Status.WARN: "yellow"}.get(check.status)
-            self._console.print(f"{_color_of(check.status)}:", style=style, end=" ")
-            self._print(f"{_names(machines)}: {describe(check)}")
+            self._console.print(_COLORS[check.status], end=": ")
+            self._print(f"{format_node_names(machines)}: {describe(check)}")
             if check.remedy:
                 self._print(f"  → {check.remedy}")
         if not examination.red and not examination.overdue:
@@ -99,7 +99,7 @@ class ExaminationView(View):
             row[column] = max(row.get(column, Status.OK), check.status, key=_SEVERITY.index)
         rows = {name: row for name, row in worst.items() if len(worst) <= MAX_ROWS or not _is_green(row)}
         cells = [
-            (name, *(_CELLS[row[column]] if column in row else "–" for column in COLUMNS))
+            (name, *(_COLORS[row[column]] if column in row else "–" for column in COLUMNS))
             for name, row in rows.items()
         ]
         table = build_table(("machine", *COLUMNS), cells, title=self._title)
@@ -124,14 +124,5 @@ def doctor_document(examination: Examination, settings: Sequence[Setting]) -> di
     }
 
 
-def _color_of(status: Status) -> str:
-    return {Status.OK: "ok", Status.WARN: "amber", Status.FAIL: "red"}[status]
-
-
 def _is_green(row: dict[str, Status]) -> bool:
     return bool(row) and all(status == Status.OK for status in row.values())
-
-
-def _names(machines: Sequence[str]) -> str:
-    """Return all names, or the first names and the number of the others."""
-    return ", ".join(machines[:6]) + (f" and {len(machines) - 6} more" if len(machines) > 6 else "")

@@ -14,8 +14,7 @@ from csdctl.fleet.hardware import EqualMachines, find_differences, group_machine
 from csdctl.fleet.model import Fleet
 from csdctl.fleet.names import fold_names, format_node_names
 from csdctl.launch.leftovers import Leftovers
-from csdctl.reporting.numbers import format_bytes, format_count, format_seconds
-from csdctl.runs.directory import ProjectDirectory
+from csdctl.reporting.numbers import format_bytes, format_count
 from csdctl.terminal.console import PrintableConsole
 from csdctl.terminal.nodes import CountView
 from csdctl.terminal.streams import Streams
@@ -51,9 +50,7 @@ class DiscoverView(CountView):
 
     def take(self, facts: Facts) -> None:
         """Show one machine."""
-        self.count(has_failed=facts.problem is not None)
-        if not self._console.is_terminal:
-            self._console.print(f"{facts.name}: {_describe_facts(facts)}", soft_wrap=True)
+        self.count(f"{facts.name}: {_describe_facts(facts)}", has_failed=facts.problem is not None)
 
 
 def _describe_facts(facts: Facts) -> str:
@@ -69,8 +66,6 @@ def render_fleet(console: PrintableConsole, result: DiscoverResult, *, verbose: 
     groups = group_machines(result.facts.values())
     rows = [EqualMachines((facts,)) for group in groups for facts in group.machines] if verbose else groups
     console.print(_tabulate_facts(title, rows))
-    if verbose:
-        console.print(_build_details(result.facts))
     render_problems(console, result.problems)
     lines = [f"differs: {format_node_names(group.names)}: {how}" for group, how in find_differences(groups)]
     lines += [
@@ -175,25 +170,6 @@ def _fold_notes(machines: Mapping[str, Facts]) -> dict[str, list[str]]:
     return names
 
 
-def _build_details(machines: Mapping[str, Facts]) -> Table:
-    rows = [
-        (
-            facts.name,
-            facts.architecture or _UNKNOWN,
-            facts.glibc_version or _UNKNOWN,
-            facts.mpi4py_version or _MISSING,
-            format_seconds(facts.round_trip_s),
-            _UNKNOWN if facts.clock_offset_s is None else f"{facts.clock_offset_s:+.3f} s",
-            facts.prefix or _UNKNOWN,
-            facts.home or _UNKNOWN,
-        )
-        for facts in machines.values()
-        if not facts.problem
-    ]
-    columns = ("machine", "architecture", "glibc", "mpi4py", "round trip", "clock", "~Python prefix", "~home")
-    return build_table(columns, rows, title="details")
-
-
 def _format_cores(facts: Facts) -> str:
     cores = _UNKNOWN if facts.num_cores is None else str(facts.num_cores)
     return f"{facts.cpu_limit:g} of {cores}" if facts.cpu_limit else cores
@@ -242,7 +218,7 @@ class TrustScreen:
 
     def accepted(self, new: Sequence[ShownKey]) -> None:
         """Print where the new keys are stored."""
-        path = ProjectDirectory(self._streams.directory).known_hosts
+        path = self._streams.project.known_hosts
         self._streams.say(f"{len(new)} keys accepted: {path}")
 
     def not_asked(self, machines: Sequence[str]) -> None:

@@ -1,22 +1,19 @@
 """The base of live views of many machines: progress, time left, and a row for each machine.
 
-All machines have a row where there is room. Otherwise the sick and the slowest have rows, and the others
-share one. No row hides a sick machine: those are listed first, by name. Columns are as wide as their
-values; names are cut.
+Where the terminal has no room for all, machines that fail have rows first, then the slowest. One line names
+the others by state, so that no failing machine is counted among the rest.
 """
 
 import math
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from statistics import fmean
-from types import TracebackType
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
-from rich.cells import cell_len, set_cell_size
 from rich.console import Group, RenderableType
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -26,14 +23,15 @@ from csdctl.fleet.names import fold_names
 from csdctl.notify import make_printable
 from csdctl.reporting.numbers import format_seconds, format_share
 from csdctl.terminal.console import PrintableConsole
+from csdctl.terminal.tables import NUMBER
 from csdctl.terminal.view import View, live_on
 from csdctl.worker.protocol.events import EpochEnd, Progress
 
 STARTING, READY, TRAINING, DONE = "starting", "ready", "training", "done"
-WELL = (STARTING, READY, TRAINING, DONE)
+LOST, FAILED, BACK, WAITING, SILENT = "lost", "failed", "back", "waiting for others", "silent"
+SICK = (LOST, FAILED, BACK, WAITING, SILENT)
+"""States, or their beginnings, of machines that do not do what they should."""
 BLOCKS = "▁▂▃▄▅▆▇█"
-MIN_SLOWEST = 3
-"""Number of slowest machines that have rows of their own where not all fit."""
 NUM_GRADES = 20
 """Grades of slowness: rows of one grade keep their order, so that the view does not flicker."""
 WIDE, WIDER = 100, 120
@@ -41,41 +39,40 @@ WIDE, WIDER = 100, 120
 NUM_AROUND = 6
 """Title, headline, bar, names of the columns, and two lines that stay free below."""
 PLAIN_INTERVAL_S = 5.0
-LINES_INTERVAL_S = 1.0
-STATE_STYLES = {"lost": "red", "failed": "red"}
 MIN_NAME = 10
 
 
-class Row(Protocol):
+@dataclass
+class Row:
     """What one machine does."""
 
     node: str
-    state: str
+    state: str = STARTING
 
     @property
     def is_sick(self) -> bool:
         """Whether the machine does not do what it should."""
+        return self.state.startswith(SICK)
 
     @property
     def slowness(self) -> float:
         """Slowness, 0…1; rows are ordered by it, the slowest first."""
+        return 0.0
 
-    @property
-    def kind(self) -> Hashable:
-        """Machines of one kind can be one row."""
+    def show_state(self) -> Text:
+        """Return the state, coloured if it is not well."""
+        style = "red" if self.state in (LOST, FAILED) else "yellow" if self.is_sick else "none"
+        return Text(self.state, style)
 
 
 RowT = TypeVar("RowT", bound=Row)
 
 
 @dataclass
-class RankRow:
+class RankRow(Row):
     """What one rank does."""
 
-    rank: int
-    node: str
     batch_size: int = 0
-    state: str = STARTING
     compute_s: float = 0.0
     """Seconds of computing in a step."""
     wait_s: float = 0.0
@@ -113,96 +110,44 @@ class RankRow:
         return self.wait_s - self.held_s
 
     @property
-    def busy_share(self) -> float:
-        """Compute time as a share of a step, 0…1."""
+    def slowness(self) -> float:
+        """Compute time as a share of a step: the rank that waits least is the slowest."""
         step_s = self.compute_s + self.wait_s
         return self.compute_s / step_s if step_s else 0.0
 
-    @property
-    def is_sick(self) -> bool:
-        """Whether the rank does not train."""
-        return self.state not in WELL
+    def draw_waiting(self, width: int) -> Text:
+        """Return a bar of computing, waiting for others and the sum, and the share of the last two.
 
-    @property
-    def slowness(self) -> float:
-        """Slowness, 0…1: the rank that waits least is the slowest."""
-        return self.busy_share
-
-    @property
-    def kind(self) -> Hashable:
-        """Ranks with one batch size are alike."""
-        return self.state, self.batch_size
+        Empty before the first step.
+        """
+        step_s = self.compute_s + self.wait_s
+        if step_s <= 0:
+            return Text()
+        shares = self.compute_s / step_s, self.held_s / step_s
+        return draw_bar(shares, width, f" {format_share(1 - shares[0])}", ("green", "yellow"))
 
 
-RankRowT = TypeVar("RankRowT", bound=RankRow)
-
-
-@dataclass(frozen=True)
-class ShownRow(Generic[RowT]):
-    """A row of the view: one machine, or several that are alike."""
-
-    name: str
-    state: str
-    members: Sequence[RowT]
-
-
-def choose_rows(rows: Sequence[RowT], capacity: int, *, is_first_on_top: bool = True) -> list[ShownRow[RowT]]:
-    """Return at most `capacity` rows, but as many as there are kinds of sick machines."""
-    top, others = (rows[:1], rows[1:]) if is_first_on_top else ((), rows)
-    sick: dict[str, list[RowT]] = defaultdict(list)
-    for row in others:
-        if row.is_sick:
-            sick[row.state].append(row)
-    well = sorted(
-        (row for row in others if not row.is_sick), key=lambda row: -round(row.slowness * NUM_GRADES)
+def choose_rows(
+    rows: Sequence[RowT], capacity: int, *, is_first_on_top: bool = True
+) -> tuple[list[RowT], list[RowT]]:
+    """Return the rows to show, of which there are fewer than `capacity` unless all fit, and the others."""
+    top = rows[:1] if is_first_on_top else ()
+    others = sorted(
+        rows[len(top) :],
+        key=lambda row: (0, 0) if row.is_sick else (1, -round(row.slowness * NUM_GRADES)),
     )
-    num_sick = sum(len(found) for found in sick.values())
-    is_whole = len(rows) <= capacity
-    are_listed = is_whole or num_sick + 2 + MIN_SLOWEST <= capacity
-    shown = [fold([row]) for row in top]
-    for found in sick.values():
-        shown += [fold([row]) for row in found] if are_listed else [fold(found)]
-    if is_whole:
-        return shown + [fold([row]) for row in well]
-    room = max(0, capacity - len(shown) - 1)
-    shown += [fold([row]) for row in well[:room]]
-    rest: dict[Hashable, list[RowT]] = defaultdict(list)
-    for row in well[room:]:
-        rest[row.kind].append(row)
-    if len(shown) + len(rest) <= capacity:
-        return [*shown, *(fold(alike) for alike in rest.values())]
-    return [*shown, fold(well[room:])] if well[room:] else shown
+    ordered = [*top, *others]
+    num_shown = len(rows) if len(rows) <= capacity else capacity - 1
+    return ordered[:num_shown], ordered[num_shown:]
 
 
-def fold(members: Sequence[RowT]) -> ShownRow[RowT]:
-    """Return one row for `members`: names as ranges, all states."""
-    names = ",".join(fold_names(sorted((row.node for row in members), key=_by_number)))
-    return ShownRow(
-        names if len(members) == 1 else f"{len(members)} more: {names}",
-        ", ".join(dict.fromkeys(row.state for row in members)),
-        tuple(members),
-    )
-
-
-def _by_number(name: str) -> tuple[str, int, str]:
-    """Order csd2 before csd10."""
-    letters = name.rstrip("0123456789")
-    return letters, int(name[len(letters) :] or 0), name
-
-
-def span(values: Sequence[int]) -> str:
-    """Return whole numbers as one or as a range; a dash for 0 alone."""
-    return (
-        "–"
-        if not max(values)
-        else "–".join(str(value) for value in dict.fromkeys((min(values), max(values))))
-    )
-
-
-def mean(values: Sequence[float | None]) -> float | None:
-    """Return the mean of what is known; None where nothing is."""
-    known = [value for value in values if value is not None]
-    return fmean(known) if known else None
+def describe_rest(rest: Sequence[Row]) -> str:
+    """Return the number and names of machines by state, the sick ones first; '' for none."""
+    by_state: dict[str, list[str]] = defaultdict(list)
+    for row in sorted(rest, key=lambda row: not row.is_sick):
+        by_state[row.state].append(row.node)
+    states = (f"{','.join(fold_names(names))} {state}" for state, names in by_state.items())
+    return f"{len(rest)} more: {'; '.join(states)}" if rest else ""
 
 
 def draw_curve(values: Sequence[float], width: int) -> str:
@@ -215,21 +160,26 @@ def draw_curve(values: Sequence[float], width: int) -> str:
     return "".join(BLOCKS[round((value - low) / step * (len(BLOCKS) - 1))] for value in values)
 
 
-def draw_shares(shares: Sequence[float], width: int) -> list[int]:
-    """Return the characters of each part of a bar of `width`; what `shares` leave of 1 is the last part."""
-    ends = [round(min(1.0, sum(shares[: number + 1])) * width) for number in range(len(shares))]
-    return [stop - start for start, stop in pairwise([0, *ends, width])]
+def draw_bar(
+    shares: Sequence[float], width: int, after: str = "", styles: Sequence[str] = ("green",)
+) -> Text:
+    """Return a bar of `width`: its parts in `styles`, what is left of 1 dimmed, and the text `after` it.
+
+    Parts differ without colours, too.
+    """
+    ends = [round(min(1.0, share) * width) for share in accumulate(shares)]
+    parts = [stop - start for start, stop in pairwise([0, *ends])]
+    drawn = [(mark * count, style) for mark, count, style in zip("█▒", parts, styles, strict=False)]
+    return Text.assemble(*drawn, ("░" * (width - ends[-1]), "dim"), after)
 
 
-@dataclass(frozen=True)
-class Column(Generic[RowT]):
-    """One value of every row."""
+def show_elapsed(seconds: float) -> str:
+    """Return a time that is still running, in whole seconds."""
+    return format_seconds(seconds) if seconds >= 100 else f"{math.floor(seconds)} s"
 
-    name: str
-    cell: Callable[[ShownRow[RowT]], str | Text]
-    width: int = 0
-    """Minimum width; 0: as wide as its values."""
-    is_right: bool = True
+
+Columns = Mapping[str, Callable[[RowT], str | Text]]
+"""What the rows show after node and state, by the name of the column; numbers as in `build_table`."""
 
 
 class FleetView(View, ABC, Generic[RowT]):
@@ -240,22 +190,15 @@ class FleetView(View, ABC, Generic[RowT]):
     """Whether the view is drawn in a notebook, where it stays; elsewhere it is removed at the end."""
 
     def __init__(
-        self,
-        console: PrintableConsole,
-        title: str,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        per_second: float = 2,
+        self, console: PrintableConsole, title: str, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`clock`: seconds, in which all that is shown is measured; `per_second`: how often it is drawn."""
+        """`clock`: seconds, in which all that is shown is measured."""
         self._clock = clock
         self._console = console
         self._title = title
         self._start = self._printed_at = self._clock()
         is_left_out = console.is_notebook and not self.is_in_notebooks
-        self._pending: list[str] = []
-        self._flushed_at = -math.inf
-        self._live = None if is_left_out else live_on(console, self._render, per_second=per_second)
+        self._live = None if is_left_out else live_on(console, self._render)
         super().__init__(self._live)
 
     @abstractmethod
@@ -271,8 +214,8 @@ class FleetView(View, ABC, Generic[RowT]):
         """Return how much is done, and of how much; None: unknown."""
 
     @abstractmethod
-    def _columns(self, width: int) -> list[Column[RowT]]:
-        """Return the columns after name and state, for a terminal of `width`."""
+    def _columns(self, width: int) -> Columns[RowT]:
+        """Return the columns after node and state, for a terminal of `width`."""
 
     def _details(self, width: int) -> list[Text]:
         """Return lines between the bar and the rows."""
@@ -282,32 +225,8 @@ class FleetView(View, ABC, Generic[RowT]):
     def _elapsed_s(self) -> float:
         return self._clock() - self._start
 
-    def __exit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._flush()
-        super().__exit__(error_type, error, trace)
-
     def _print(self, line: str) -> None:
-        self._pending.append(line)
-        self._flush()
-
-    def _print_soon(self, line: str) -> None:
-        """Print one of many lines: together with others, as every printing draws the view again."""
-        self._pending.append(line)
-        self._flush_if_due()
-
-    def _flush_if_due(self) -> None:
-        if self._live is None or time.monotonic() - self._flushed_at >= LINES_INTERVAL_S:
-            self._flush()
-
-    def _flush(self) -> None:
-        if not self._pending:
-            return
-        target = self._live.console if self._live else self._console
-        target.print("\n".join(self._pending), soft_wrap=True)
-        self._pending.clear()
-        self._flushed_at = time.monotonic()
+        self._console.print(line, soft_wrap=True)
 
     def _print_headline_if_due(self) -> None:
         if self._live is None and self._clock() - self._printed_at >= PLAIN_INTERVAL_S:
@@ -322,90 +241,27 @@ class FleetView(View, ABC, Generic[RowT]):
         details = self._details(width)
         num_lines = sum(max(1, math.ceil(line.cell_len / width)) for line in details)
         capacity = max(3, height - NUM_AROUND - num_lines)
-        rows = choose_rows(self._list_rows(), capacity, is_first_on_top=self.is_first_on_top)
-        return Group(
-            Text(self._title, style="bold", no_wrap=True, overflow="ellipsis"),
-            Text(self._headline(), no_wrap=True, overflow="ellipsis"),
-            bar,
-            *details,
-            *(_tabulate(rows, self._columns(width), width) if rows else []),
-        )
+        rows, rest = choose_rows(self._list_rows(), capacity, is_first_on_top=self.is_first_on_top)
+        lines = [self._title, self._headline(), describe_rest(rest)]
+        title, headline, others = (Text(line, no_wrap=True, overflow="ellipsis") for line in lines)
+        title.stylize("bold")
+        table = _tabulate(rows, self._columns(width), width) if rows else []
+        return Group(title, headline, bar, *details, *table, *([others] if rest else []))
 
 
-def _tabulate(rows: Sequence[ShownRow[RowT]], columns: Sequence[Column[RowT]], width: int) -> list[Text]:
-    """Return the names of the columns and the rows, a line each: Rich's own table takes six times as long."""
-    cells = [[_text(column.cell(row)) for column in columns] for row in rows]
-    states = [Text(row.state, style=_style(row)) for row in rows]
-    names = [make_printable(row.name) for row in rows]
-    widths = [
-        max(column.width, len(column.name), *(cell.cell_len for cell in found))
-        for column, found in zip(columns, zip(*cells, strict=True), strict=True)
-    ]
-    state_width = max(len("state"), *(state.cell_len for state in states))
-    room = width - sum(widths) - state_width - len(widths) - 1
-    name_width = min(max(len("node"), *map(cell_len, names)), max(MIN_NAME, room))
-    are_right = [False, False, *(column.is_right for column in columns)]
-    sizes = [name_width, state_width, *widths]
-    header = [Text("node"), Text("state"), *(Text(column.name) for column in columns)]
-    lines = [_join(header, sizes, are_right)]
+def _tabulate(rows: Sequence[RowT], columns: Columns[RowT], width: int) -> list[Text]:
+    """Return the names of the columns and the rows, a line each; Rich's table takes four times as long."""
+    table = [[Text(name.lstrip(NUMBER)) for name in ("node", "state", *columns)]]
+    for row in rows:
+        cells = [cell(row) for cell in columns.values()]
+        shown = [cell if isinstance(cell, Text) else Text(cell) for cell in cells]
+        table.append([Text(make_printable(row.node)), row.show_state(), *shown])
+    widths = [max(cell.cell_len for cell in column) for column in zip(*table, strict=True)]
+    widths[0] = min(widths[0], max(MIN_NAME, width - sum(widths[1:]) - len(widths)))
+    for line in table:
+        for name, cell, size in zip(("", "", *columns), line, widths, strict=True):
+            cell.truncate(size, overflow="ellipsis")
+            cell.align("right" if name.startswith(NUMBER) else "left", size)
+    lines = [Text(" ", no_wrap=True).join(line) for line in table]
     lines[0].stylize("dim")
-    for name, state, found in zip(names, states, cells, strict=True):
-        lines.append(_join([_cut(name, name_width), state, *found], sizes, are_right))
     return lines
-
-
-def _join(cells: Sequence[Text], sizes: Sequence[int], are_right: Sequence[bool]) -> Text:
-    """Return cells as one line, each as wide as its column."""
-    line = Text(no_wrap=True)
-    for cell, size, is_right in zip(cells, sizes, are_right, strict=True):
-        space = " " * (size - cell.cell_len)
-        line.append_text(Text(space) if is_right else cell)
-        line.append_text(cell if is_right else Text(space))
-        line.append(" ")
-    return line
-
-
-def _cut(name: str, width: int) -> Text:
-    return Text(name if cell_len(name) <= width else set_cell_size(name, width - 1) + "…")
-
-
-def _style(row: ShownRow[RowT]) -> str:
-    is_sick = any(member.is_sick for member in row.members)
-    return STATE_STYLES.get(row.state, "yellow" if is_sick else "none")
-
-
-def _text(cell: str | Text) -> Text:
-    return cell if isinstance(cell, Text) else Text(cell)
-
-
-def show_elapsed(seconds: float) -> str:
-    """Return a time that is still running, in whole seconds."""
-    return format_seconds(seconds) if seconds >= 100 else f"{math.floor(seconds)} s"
-
-
-def draw_bar(
-    shares: Sequence[float], width: int, after: str = "", styles: Sequence[str] = ("green",)
-) -> Text:
-    """Return a bar of `width`: its parts in `styles`, what is left of 1 dimmed, and the text `after` it.
-
-    Parts differ without colours, too.
-    """
-    *parts, rest = draw_shares(shares, width)
-    drawn = [(mark * count, style) for mark, count, style in zip("█▒", parts, styles, strict=False)]
-    return Text.assemble(*drawn, ("░" * rest, "dim"), after)
-
-
-def draw_waiting(row: ShownRow[RankRowT], width: int) -> Text:
-    """Return a bar of computing, waiting for others and the sum, and the share of the last two.
-
-    Empty before the first step.
-    """
-    compute_s, held_s, sum_s = (
-        mean(values) or 0.0
-        for values in zip(*((rank.compute_s, rank.held_s, rank.sum_s) for rank in row.members), strict=True)
-    )
-    step_s = compute_s + held_s + sum_s
-    if step_s <= 0:
-        return Text()
-    shares = compute_s / step_s, held_s / step_s
-    return draw_bar(shares, width, f" {format_share(1 - shares[0])}", ("green", "yellow"))

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TimeElapsedColumn
 from rich.text import Text
 
 from csdctl.fleet.names import fold_names, format_node_names
@@ -26,22 +26,24 @@ MAX_ANSWERS = 5 * MAX_LINES
 
 
 class CountView(View):
-    """Counts the machines that have answered, on a terminal; a context manager."""
+    """Counts machines that are done, on a terminal; elsewhere prints a line of each; a context manager."""
 
     def __init__(self, console: PrintableConsole, doing: str, num_machines: int) -> None:
         self._console = console
         self._num_failed = 0
-        problems = text_column("{task.fields[failed]}", style="red")
         bar = (text_column("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        self._progress = new_progress(console, *bar, problems)
+        notes = text_column("{task.fields[size]}"), text_column("{task.fields[failed]}", style="red")
+        self._progress = new_progress(console, *bar, *notes)
         super().__init__(self._progress)
-        self._task = self._progress.add_task(doing, total=num_machines, failed="")
+        self._task = self._progress.add_task(doing, total=num_machines, failed="", size="")
 
-    def count(self, *, has_failed: bool) -> None:
-        """Count one machine."""
+    def count(self, line: str = "", *, has_failed: bool = False) -> None:
+        """Count one machine; print `line` where there is no terminal."""
         self._num_failed += has_failed
         failed = f"{self._num_failed} failed" if self._num_failed else ""
         self._progress.update(self._task, advance=1, failed=failed)
+        if line and not self._console.is_terminal:
+            self._console.print(line, soft_wrap=True)
 
     def show(self, outcome: Outcome[tuple[Answer, float]]) -> None:
         """Count a machine that has run a command."""
@@ -110,39 +112,20 @@ def exec_document(result: ExecResult, command: Sequence[str], task: str | None =
     }
 
 
-class TransferView(View):
-    """The bytes sent to all nodes as one bar on a terminal, a line for each node elsewhere."""
+class TransferView(CountView):
+    """The nodes that have their files, and the bytes sent to all of them; a context manager."""
 
     def __init__(self, console: PrintableConsole, num_nodes: int, *, is_dry_run: bool = False) -> None:
-        self._console = console
-        self._num_nodes, self._num_done = num_nodes, 0
+        super().__init__(console, "sending", num_nodes)
         self._is_dry_run = is_dry_run
         self._bytes: dict[str, DeliveryProgress] = {}
-        columns = (text_column("{task.description}"), BarColumn(), DownloadColumn(True))
-        self._progress = new_progress(console, *columns)
-        super().__init__(self._progress)
-        self._bar = self._progress.add_task("looking at the nodes", total=None)
 
     def advance(self, progress: DeliveryProgress) -> None:
         """Show the bytes that were sent; may be called from any thread."""
         self._bytes[progress.node] = progress
-        self._draw()
-
-    def _draw(self) -> None:
         known = list(self._bytes.values())
-        self._progress.update(
-            self._bar,
-            description=f"sending: {self._num_done} of {self._num_nodes} nodes",
-            completed=sum(one.bytes_sent for one in known),
-            total=sum(one.bytes_total for one in known) or None,
-        )
-
-    def _count(self, line: str) -> None:
-        """Count a node that is done, or failed; print `line` where there is no terminal."""
-        self._num_done += 1
-        self._draw()
-        if line and not self._console.is_terminal:
-            self._console.print(line, soft_wrap=True)
+        sent, total = sum(one.bytes_sent for one in known), sum(one.bytes_total for one in known)
+        self._progress.update(self._task, size=f"{format_bytes(sent)} of {format_bytes(total)}")
 
     def packed(self, request: TreeRequest, tree: FileTree) -> None:
         """Print the size of a tree that was read."""
@@ -155,18 +138,19 @@ class TransferView(View):
         if done := outcome.value:
             sent = f"{done.num_sent:,} files {'would be sent' if self._is_dry_run else 'sent'}"
             size = format_bytes(done.bytes_sent)
-            self._count(f"{outcome.name}: {sent} ({size}), {done.num_present:,} already there")
+            self.count(f"{outcome.name}: {sent} ({size}), {done.num_present:,} already there")
         else:
-            self._count(f"{outcome.name}: failed")
+            self.count(f"{outcome.name}: failed", has_failed=True)
 
     def sent(self, outcome: Outcome[Sent]) -> None:
         """Count a node that has its bundle."""
-        self._count(f"{outcome.name}: {describe_sent(outcome.value)}" if outcome.value else "")
+        line = f"{outcome.name}: {describe_sent(outcome.value)}" if outcome.value else ""
+        self.count(line, has_failed=not outcome.value)
 
     def task(self, result: TaskResult) -> None:
         """Show the task that runs; print those that change something where there is no terminal."""
         if self._console.is_terminal:
-            self._progress.update(self._bar, description=f"{result.task}: {result.node}", total=None)
+            self._progress.update(self._task, description=f"{result.task}: {result.node}", total=None)
         elif result.state not in ("ok", "skipped"):
             self._console.print(f"{result.node}: {result.state}: {result.task}", soft_wrap=True)
 

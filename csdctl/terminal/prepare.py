@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -14,13 +14,13 @@ from csdctl.shipping.deliver import Delivery
 from csdctl.terminal.console import PrintableConsole
 from csdctl.terminal.fleet_view import (
     DONE,
+    SILENT,
     STARTING,
     WIDE,
-    Column,
+    Columns,
     FleetView,
-    ShownRow,
+    Row,
     draw_bar,
-    mean,
     show_elapsed,
 )
 from csdctl.terminal.streams import Streams
@@ -29,19 +29,17 @@ from csdctl.workflows.data.prepare import OnPrepareProgress, Prepared
 
 SILENT_S = 20.0
 """Seconds without a new sample after which the row says so."""
-WORKING, SILENT = "working", "silent"
+WORKING = "working"
 
 _SHOWN_CLASSES = 5
 
 
 @dataclass
-class WorkRow:
+class WorkRow(Row):
     """The samples of one data set, or of one machine."""
 
-    node: str
-    changed_s: float
+    changed_s: float = 0.0
     """When the number of samples last changed."""
-    state: str = STARTING
     num_done: int = 0
     num_total: int = 0
     """Number of samples; 0: unknown."""
@@ -54,11 +52,6 @@ class WorkRow:
     """Time and number of samples when the first ones were done: the rate leaves out the start before."""
 
     @property
-    def is_sick(self) -> bool:
-        """Whether nothing happens there."""
-        return self.state.startswith(SILENT)
-
-    @property
     def share(self) -> float:
         """Share of the samples that are done, 0…1."""
         return min(1.0, self.num_done / self.num_total) if self.num_total else float(self.state == DONE)
@@ -67,11 +60,6 @@ class WorkRow:
     def slowness(self) -> float:
         """Slowness, 0…1: the share that is left, as all began together."""
         return 1.0 - self.share
-
-    @property
-    def kind(self) -> Hashable:
-        """Rows in the same state are alike."""
-        return self.state
 
     @property
     def rate(self) -> float | None:
@@ -101,6 +89,22 @@ class WorkRow:
         if self.num_total and self.num_done >= self.num_total:
             self.state = DONE
 
+    def draw_done(self, width: int) -> Text:
+        """Return a bar of the samples that are done; empty as long as their number is unknown."""
+        if not self.num_total:
+            return Text()
+        return draw_bar([self.share], width, f" {format_share(math.floor(self.share * 100) / 100)}")
+
+    def count(self, *, is_whole: bool) -> str:
+        """Return the number of samples that are done, and with `is_whole` of how many."""
+        if not self.num_total and not self.num_done:
+            return ""
+        return (
+            f"{self.num_done:,} of {self.num_total:,}"
+            if is_whole and self.num_total
+            else f"{self.num_done:,}"
+        )
+
     def look(self, now: float) -> None:
         """Notice a long silence."""
         silent_s = now - self.changed_s
@@ -122,13 +126,13 @@ class PreparingView(FleetView[WorkRow]):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`expected`: names that have a row before they report."""
-        self._rows = {name: WorkRow(name, clock()) for name in expected}
+        self._rows = {name: WorkRow(name, changed_s=clock()) for name in expected}
         super().__init__(console, what, clock=clock)
 
     def show(self, data: str, progress: PrepareProgress) -> None:
         """Show the progress of the data set or machine `data`; may be called from any thread."""
         now = self._clock()
-        row = self._rows.setdefault(data, WorkRow(data, now))
+        row = self._rows.setdefault(data, WorkRow(data, changed_s=now))
         row.take(progress, now)
         self._print_headline_if_due()
 
@@ -163,44 +167,18 @@ class PreparingView(FleetView[WorkRow]):
             parts.append(f"waiting for {format_node_names(starting, at_most=2)}")
         return "  ".join(parts)
 
-    def _columns(self, width: int) -> list[Column[WorkRow]]:
-        bar_width = 20 if width >= WIDE else 12
-        columns: list[Column[WorkRow]] = [
-            Column("done", lambda row: _draw_done(row, bar_width), bar_width + 5, is_right=False),
-            Column("samples", lambda row: _count(row, is_whole=width >= WIDE)),
-            Column("samples/s", lambda row: format_rate(mean([one.rate for one in row.members])), 9),
-            Column("left", lambda row: _left(row.members)),
-        ]
+    def _columns(self, width: int) -> Columns[WorkRow]:
+        columns: dict[str, Callable[[WorkRow], str | Text]] = {
+            "done": lambda row: row.draw_done(20 if width >= WIDE else 12),
+            ">samples": lambda row: row.count(is_whole=width >= WIDE),
+            ">samples/s": lambda row: format_rate(row.rate),
+            ">left": lambda row: "" if row.left_s == 0 else format_seconds(row.left_s),
+        }
         if any(row.num_skipped for row in list(self._rows.values())):
-            columns.append(Column("", lambda row: Text(_skipped(row.members), "yellow"), is_right=False))
+            columns[""] = lambda row: Text(
+                f"{row.num_skipped:,} left out" if row.num_skipped else "", "yellow"
+            )
         return columns
-
-
-def _draw_done(row: ShownRow[WorkRow], width: int) -> Text:
-    if not any(one.num_total for one in row.members):
-        return Text()
-    share = mean([one.share for one in row.members]) or 0.0
-    return draw_bar([share], width, f" {format_share(math.floor(share * 100) / 100)}")
-
-
-def _count(row: ShownRow[WorkRow], *, is_whole: bool) -> str:
-    done, total = sum(one.num_done for one in row.members), sum(one.num_total for one in row.members)
-    if not total and not done:
-        return ""
-    return f"{done:,} of {total:,}" if is_whole and total else f"{done:,}"
-
-
-def _left(rows: Sequence[WorkRow]) -> str:
-    left = [row.left_s for row in rows]
-    known = [value for value in left if value is not None]
-    if len(known) < len(left):
-        return "–"
-    return format_seconds(max(known)) if max(known) else ""
-
-
-def _skipped(rows: Sequence[WorkRow]) -> str:
-    count = sum(row.num_skipped for row in rows)
-    return f"{count:,} left out" if count else ""
 
 
 class PreparationScreen:

@@ -1,6 +1,5 @@
 """The reports of runs: results, bytes that were sent, and scaling, as tables and as JSON."""
 
-from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,25 +8,9 @@ from rich.console import Group
 from rich.table import Table
 
 from csdctl.errors import InputError
-from csdctl.fleet.names import format_node_names
-from csdctl.reporting.charts import DataTable
-from csdctl.reporting.energy import describe_energy, energy_document
-from csdctl.reporting.numbers import (
-    format_bytes,
-    format_loss,
-    format_rate,
-    format_seconds,
-    format_share,
-    name_metrics,
-)
-from csdctl.reporting.privacy import (
-    BATCH_NORM,
-    INSTALL,
-    PROMISE,
-    NodePrivacy,
-    Privacy,
-    remarks_on,
-)
+from csdctl.reporting.energy import energy_document
+from csdctl.reporting.numbers import format_bytes
+from csdctl.reporting.privacy import BATCH_NORM, PROMISE, describe_privacy, remarks_on
 from csdctl.reporting.results import RunSummary
 from csdctl.reporting.scaling import (
     ScalingSeries,
@@ -36,15 +19,16 @@ from csdctl.reporting.scaling import (
     scaling_document,
     scaling_table,
 )
+from csdctl.reporting.tables import DataTable, describe_run, tabulate_ranks
 from csdctl.runs.directory import RunDirectory
 from csdctl.terminal.console import PrintableConsole
 from csdctl.terminal.streams import Streams
 from csdctl.terminal.tables import build_pairs, build_table
-from csdctl.tuning.strategies import DATA_PARALLEL, SPLIT
 from csdctl.workflows.reporting.report import PrivacyReport
 from csdctl.workflows.train.scale import Point
 
-MAX_NAMED = 8
+TEXTS = ("batch sizes", "node", "remark", "run", "series", "source")
+"""Columns that are no numbers."""
 MEANING = (
     "Anyone who sees everything a node sent during this run, as the host does, and knows all other samples "
     "can distinguish a sample on that node from any replacement only as well as ε and δ allow. Not "
@@ -53,27 +37,16 @@ MEANING = (
 )
 
 
-REACHABLE = {DATA_PARALLEL: "the ranks reach alone", SPLIT: "the busiest rank reaches without waiting"}
-IDENTICAL = "identical on all ranks at the end of every epoch"
-
-
-def show_report(streams: Streams, run: RunDirectory, summary: RunSummary) -> None:
-    """Print the report of `run`."""
-    if streams.is_json:
-        streams.result(report_document(summary, str(run.path)))
-        return
-    render_report(streams.console, summary)
-    streams.say(f"run directory: {run.path}")
-
-
 def show_reports(streams: Streams, reports: Sequence[tuple[RunDirectory, RunSummary]]) -> None:
-    """Print the reports of several runs."""
+    """Print the reports of runs."""
     if streams.is_json:
         documents = [report_document(summary, str(run.path)) for run, summary in reports]
-        streams.result({"schema": "csdctl.reports/1", "runs": documents})
+        single, *others = documents
+        streams.result({"schema": "csdctl.reports/1", "runs": documents} if others else single)
         return
-    for _, summary in reports:
+    for run, summary in reports:
         render_report(streams.console, summary)
+        streams.say(f"run directory: {run.path}")
 
 
 def show_files(streams: Streams, paths: Sequence[Path]) -> None:
@@ -89,7 +62,7 @@ def check_options(run_ids: Sequence[str], *, is_privacy: bool, is_scaling: bool,
     if is_privacy and (has_files or len(run_ids) > 1):
         raise InputError(
             "--privacy shows one run in the terminal; received more runs, --html or --csv",
-            remedy="leave out --privacy: the HTML report has bytes by class too",
+            remedy="give one run, without --html and --csv",
         )
     if is_privacy and is_scaling:
         raise InputError("--scaling and --privacy exclude each other", remedy="give one of them")
@@ -110,80 +83,7 @@ def render_report(console: PrintableConsole, summary: RunSummary) -> None:
 def report_of(summary: RunSummary) -> Group:
     """Return the tables of a report."""
     title = f"run {summary.run_id}: {summary.state}" + (" (emulated fleet)" if summary.emulated else "")
-    rows = [
-        (
-            str(rank.rank),
-            rank.node,
-            str(rank.batch_size),
-            f"{rank.num_private:,}",
-            f"{rank.num_public:,}",
-            format_rate(rank.samples_per_s),
-            format_rate(rank.alone_samples_per_s),
-            format_share(rank.waiting),
-        )
-        for rank in summary.ranks
-    ]
-    numbers = (">batch size", ">private", ">public", ">samples/s", ">alone", ">waiting")
-    table = build_table((">rank", "~node", *numbers), rows, title=title)
-    return Group(table, build_pairs(_totals(summary)))
-
-
-def _totals(summary: RunSummary) -> list[tuple[str, str]]:
-    training = name_metrics(summary.accuracy, summary.metrics)
-    validation = name_metrics(summary.validation_accuracy, summary.validation_metrics)
-    metrics = [
-        (name, f"{format_loss(validation.get(name))} validation, {format_loss(training.get(name))} training")
-        for name in {**training, **validation}
-    ]
-    rows = [
-        ("samples/s", _speed(summary)),
-        ("efficiency", _efficiency(summary)),
-        *metrics,
-        ("loss", f"{format_loss(summary.validation_loss)} validation, {format_loss(summary.loss)} training"),
-        (
-            "trained",
-            f"{summary.epochs} epochs, {summary.steps:,} steps of {summary.global_batch}, "
-            f"{summary.samples:,} samples in {format_seconds(summary.training_s)}",
-        ),
-        ("weights", IDENTICAL if summary.identical_weights else "NOT compared"),
-    ]
-    if summary.energy:
-        rows += [("energy", line) for line in describe_energy(summary.energy)]
-    if summary.privacy:
-        rows += [("privacy", line) for line in format_epsilon(summary.privacy)]
-    if summary.lost_nodes:
-        unread = (
-            f"; {summary.num_private_unread:,} private samples were not read"
-            if summary.num_private_unread
-            else ""
-        )
-        rows.append(
-            ("lost", f"{format_node_names(summary.lost_nodes)}; training continued without them{unread}")
-        )
-    if summary.num_unreadable:
-        rows.append(("events", f"{summary.num_unreadable:,} lines could not be read, and are left out"))
-    if summary.num_rebalanced:
-        rows.append(("balance", f"batch sizes changed {summary.num_rebalanced} times"))
-    return rows
-
-
-def _speed(summary: RunSummary) -> str:
-    speed = f"{format_rate(summary.samples_per_s)}, {format_rate(summary.step_samples_per_s)} while stepping"
-    if summary.predicted_samples_per_s is None:
-        return speed
-    return f"{speed}; predicted {format_rate(summary.predicted_samples_per_s)}"
-
-
-def _efficiency(summary: RunSummary) -> str:
-    if summary.efficiency is None or summary.strategy not in REACHABLE:
-        why = (
-            "no rank was measured alone"
-            if summary.strategy == DATA_PARALLEL
-            else f"strategy {summary.strategy}"
-        )
-        return f"unknown: {why} (method {summary.method})"
-    alone = format_rate(summary.alone_samples_per_s)
-    return f"{format_share(summary.efficiency)} of the {alone} samples/s that {REACHABLE[summary.strategy]}"
+    return Group(_table(title, tabulate_ranks(summary)), build_pairs(describe_run(summary)))
 
 
 def report_document(summary: RunSummary, run_path: str) -> dict[str, Any]:
@@ -224,25 +124,9 @@ def render_privacy(console: PrintableConsole, found: PrivacyReport) -> None:
     if found.privacy is None:
         console.print(BATCH_NORM)
         return
-    for line in format_epsilon(found.privacy):
+    for line in describe_privacy(found.privacy):
         console.print(line)
     console.print(MEANING)
-
-
-def format_epsilon(privacy: Privacy) -> list[str]:
-    """Return one line for each group of nodes with the same ε and the same number of noisy sums."""
-    groups: defaultdict[tuple[int, float | None], list[NodePrivacy]] = defaultdict(list)
-    for node in privacy.nodes:
-        groups[node.num_releases, node.epsilon].append(node)
-    noise = f"noise multiplier {privacy.noise_multiplier:g}, clipped at {privacy.l2_norm_clip:g}"
-    lines = []
-    for (num_releases, epsilon), nodes in groups.items():
-        shown = f"unknown: {INSTALL}" if epsilon is None else f"{epsilon:.3g} at δ = {privacy.delta:g}"
-        lines.append(
-            f"private samples of {format_node_names(node.node for node in nodes)}: ε = {shown}, "
-            f"each in at most {num_releases:,} noisy sums ({noise})"
-        )
-    return lines
 
 
 def privacy_document(found: PrivacyReport) -> dict[str, object]:
@@ -311,6 +195,5 @@ def _show_tables(streams: Streams, series: ScalingSeries, files: Sequence[Path])
 
 
 def _table(title: str, data: DataTable) -> Table:
-    *names, last = data.header
-    columns = [name if name == "run" else f">{name}" for name in names]
-    return build_table([*columns, f"~{last}"], data.rows, title=title, gap=2)
+    columns = [f"~{name}" if name in TEXTS else f">{name}" for name in data.header]
+    return build_table(columns, data.rows, title=title)

@@ -16,11 +16,7 @@ from csdctl.workflows.runs.follow import Followed, follow_lines, read_last_lines
 from csdctl.workflows.runs.manage import RUNNING, look_at
 
 STYLES = {RUNNING: "green", FAILED: "red", INTERRUPTED: "red", STOPPED: "yellow"}
-WIDE = 100
-"""Columns of a terminal from which on all values of a run are shown."""
 SECOND = len("20261123-081803")
-WATCHED_PER_S = 1
-"""A watcher draws half as often as the terminal that trains: it must not cost the training anything."""
 RESUMABLE = (STOPPED, FAILED, INTERRUPTED)
 
 
@@ -32,25 +28,21 @@ def show_runs(streams: Streams, runs: Sequence[RunStatus]) -> None:
     if not runs:
         streams.say("no runs yet; `csdctl train` starts one")
         return
-    is_wide = streams.console.width >= WIDE
     rows = [
         (
             _shorten(run.run_id, runs),
             run.state,
-            *((run.strategy,) if is_wide else ()),
             f"{run.epoch}/{run.epochs}",
             format_rate(run.samples_per_s),
             format_loss(run.loss if run.validation_loss is None else run.validation_loss),
             format_accuracy(run.accuracy if run.validation_accuracy is None else run.validation_accuracy),
             _ago(run.last_event_s),
-            *((str(run.num_ranks or "–"),) if is_wide else ()),
         )
         for run in runs
     ]
-    numbers = (">epoch", ">samples/s", ">loss", ">accuracy", ">last event", *((">ranks",) * is_wide))
-    columns = ("run", "state", *(("strategy",) * is_wide), *numbers)
+    columns = ("run", "state", ">epoch", ">samples/s", ">loss", ">accuracy", ">last event")
     styles = [STYLES.get(run.state, "none") for run in runs]
-    streams.console.print(build_table(columns, rows, styles=styles, gap=1 + is_wide))
+    streams.console.print(build_table(columns, rows, styles=styles, gap=1))
 
 
 def _shorten(run_id: str, runs: Sequence[RunStatus]) -> str:
@@ -68,12 +60,7 @@ def watch_run(streams: Streams, followed: Followed) -> bool:
     run = followed.run
     clock = _EventClock()
     view = TrainingView(
-        streams.views,
-        followed.spec,
-        followed.num_steps,
-        emulated=followed.emulated,
-        clock=clock,
-        per_second=WATCHED_PER_S,
+        streams.views, followed.spec, followed.num_steps, emulated=followed.emulated, clock=clock
     )
     try:
         with view:

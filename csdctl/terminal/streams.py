@@ -16,6 +16,7 @@ from csdctl.errors import CsdctlError, InputError
 from csdctl.notify import make_printable
 
 if TYPE_CHECKING:
+    from csdctl.runs.directory import ProjectDirectory
     from csdctl.terminal.console import PrintableConsole
 
 VERBOSE = ("-v", "-vv")
@@ -103,6 +104,13 @@ class Streams:
 
         return PrintableConsole(file=io.StringIO(), quiet=True) if self.is_quiet else self.console
 
+    @cached_property
+    def project(self) -> "ProjectDirectory":
+        """The project in the directory of the invocation."""
+        from csdctl.runs.directory import ProjectDirectory
+
+        return ProjectDirectory(self.directory)
+
     def say(self, line: str) -> None:
         """Print one human-readable line, unless the user wants results alone."""
         if not self.is_quiet:
@@ -128,15 +136,11 @@ class Streams:
             self.stdout.write(format_json(document, indent=2) + "\n")
             self.stdout.flush()
 
-    def result_line(self, document: object) -> None:
-        """Write one JSON line to standard output; nothing without --json."""
-        if self.is_json:
-            self.json_line(document)
-
-    def json_line(self, document: object) -> None:
-        """Write one JSON line to standard output."""
-        self.stdout.write(format_json(document) + "\n")
-        self.stdout.flush()
+    def result_line(self, document: object, *, is_json: bool = False) -> None:
+        """Write one JSON line to standard output; nothing without --json, unless `is_json`."""
+        if self.is_json or is_json:
+            self.stdout.write(format_json(document) + "\n")
+            self.stdout.flush()
 
 
 def format_json(document: object, *, indent: int | None = None) -> str:

@@ -4,7 +4,6 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from types import TracebackType
 
 from rich.text import Text
 
@@ -19,28 +18,31 @@ from csdctl.reporting.numbers import (
     format_share,
     name_metrics,
 )
-from csdctl.reporting.privacy import Privacy, plan_privacy
-from csdctl.reporting.series import Bottleneck, SeriesBuilder, find_bottleneck
-from csdctl.runs.directory import ProjectDirectory, RunDirectory
+from csdctl.reporting.privacy import Privacy, describe_privacy, plan_privacy
+from csdctl.reporting.results import STOPPED, RunSummary
+from csdctl.reporting.series import Bottleneck, SeriesBuilder, Thinned, find_bottleneck
+from csdctl.reporting.tables import REACHABLE
+from csdctl.runs.directory import RunDirectory
 from csdctl.terminal.console import PrintableConsole
 from csdctl.terminal.fleet_view import (
+    BACK,
     DONE,
+    FAILED,
+    LOST,
     READY,
     STARTING,
     TRAINING,
+    WAITING,
     WIDE,
     WIDER,
-    Column,
+    Columns,
     FleetView,
     RankRow,
     draw_curve,
-    draw_waiting,
-    mean,
     show_elapsed,
-    span,
 )
 from csdctl.terminal.prepare import PreparationScreen, describe_samples
-from csdctl.terminal.report import REACHABLE, format_epsilon, report_document
+from csdctl.terminal.report import report_document
 from csdctl.terminal.streams import Streams
 from csdctl.terminal.tune import plan_document, render_plan
 from csdctl.worker.protocol.events import (
@@ -73,10 +75,9 @@ INTERVAL_S, INTERVAL_SHARE = 5.0, 1 / 64
 figures of a long run change slowly, and a new watcher reads all of its events."""
 SILENT_S = 10.0
 """Seconds without news of any step after which the headline says so."""
-MAX_POINTS = 2000
-STATES: dict[type[Event], str] = {Ready: READY, NodeBack: "back", Finished: DONE}
+STATES: dict[type[Event], str] = {Ready: READY, NodeBack: BACK, Finished: DONE}
 """State of a rank after an event about it."""
-STANDSTILLS: dict[type[Event], str] = {LinkLost: "waiting for others", NodeLost: "lost", Failed: "failed"}
+STANDSTILLS: dict[type[Event], str] = {LinkLost: WAITING, NodeLost: LOST, Failed: FAILED}
 """State of a rank after an event about it, where it takes no steps."""
 
 
@@ -175,17 +176,13 @@ class TrainingView(FleetView[RankRow]):
         *,
         emulated: bool,
         clock: Callable[[], float] = time.monotonic,
-        per_second: float = 2,
     ) -> None:
-        """`clock`: seconds, in which the times of the events that are shown are measured.
-
-        `per_second`: how often the view is drawn.
-        """
+        """`clock`: seconds, in which the times of the events that are shown are measured."""
         self._spec = spec
         self._steps_per_epoch = steps_per_epoch
         self._first_step: int | None = None
-        self._rows = {rank.rank: RankRow(rank.rank, rank.node, rank.batch_size) for rank in spec.ranks}
-        self._curves: dict[str, list[float]] = {"loss": []}
+        self._rows = {rank.rank: RankRow(rank.node, batch_size=rank.batch_size) for rank in spec.ranks}
+        self._curves: dict[str, Thinned[float]] = {}
         self._last: Progress | EpochEnd | None = None
         self._last_step = 0
         self._rate: float | None = None
@@ -193,11 +190,10 @@ class TrainingView(FleetView[RankRow]):
         self._step_at = clock()
         self._bottleneck = BottleneckLine([rank.node for rank in spec.ranks])
         title = f"run {spec.run_id}" + (" (emulated fleet)" if emulated else "")
-        super().__init__(console, title, clock=clock, per_second=per_second)
+        super().__init__(console, title, clock=clock)
 
     def show(self, event: Event) -> None:
         """Show one event."""
-        self._flush_if_due()
         row = self._rows[event.rank]
         if (line := self._bottleneck.add(self._clock(), event)) and self._live is None:
             self._print(line)
@@ -276,7 +272,7 @@ class TrainingView(FleetView[RankRow]):
         self._rate = event.global_samples / event.wall_s if event.wall_s else None
         self._add_points(event)
         if isinstance(event, EpochEnd):
-            self._print_soon(_format_epoch(event, self._spec.recipe.epochs))
+            self._print(_format_epoch(event, self._spec.recipe.epochs))
         else:
             self._print_headline_if_due()
 
@@ -284,10 +280,7 @@ class TrainingView(FleetView[RankRow]):
         metrics = list(name_metrics(event.accuracy, event.metrics).items())
         for name, value in (("loss", event.loss), *metrics[:1]):
             if value is not None and math.isfinite(value):
-                points = self._curves.setdefault(name, [])
-                points.append(value)
-                if len(points) > MAX_POINTS:  # as many again fit, at half of the resolution
-                    points[:] = points[::2]
+                self._curves.setdefault(name, Thinned()).append(value)
 
     def _done_steps(self) -> int:
         return self._count_steps(self._last.epoch, self._last_step) if self._last else 0
@@ -332,54 +325,28 @@ class TrainingView(FleetView[RankRow]):
         return [*self._render_curves(width), *([Text(line, style="yellow")] if line else [])]
 
     def _render_curves(self, width: int) -> list[Text]:
-        shown = {name: points for name, points in self._curves.items() if len(points) > 1}
+        curves = {name: curve.all() for name, curve in self._curves.items()}
+        shown = {name: points for name, points in curves.items() if len(points) > 1}
         room = max(10, min(60, width // max(1, len(shown)) - 22))
         parts = [f"{name} {draw_curve(points, room)} {points[-1]:.4g}" for name, points in shown.items()]
         return [Text("   ".join(parts), no_wrap=True)] if parts else []
 
-    def _columns(self, width: int) -> list[Column[RankRow]]:
-        bar_width = 20 if width >= WIDE else 12
-        columns: list[Column[RankRow]] = [
-            Column("batch", lambda row: span([rank.batch_size for rank in row.members])),
-            Column("samples/s", lambda row: format_rate(mean([rank.rate for rank in row.members])), 9),
-            Column("waiting", lambda row: draw_waiting(row, bar_width), bar_width + 5, is_right=False),
-        ]
-        if width >= WIDER:
-            columns += self._machine_columns()
-        if width >= WIDE:
-            columns += [
-                Column("compute", lambda row: _seconds([rank.compute_s for rank in row.members]), 8),
-                Column("wait", lambda row: _seconds([rank.held_s for rank in row.members]), 8),
-                Column("sum", lambda row: _seconds([rank.sum_s for rank in row.members]), 8),
-            ]
-        return columns
-
-    def _machine_columns(self) -> list[Column[RankRow]]:
-        """Return memory, and temperature where there is a sensor."""
-        columns: list[Column[RankRow]] = []
+    def _columns(self, width: int) -> Columns[RankRow]:
         rows = self._list_rows()
-        if any(row.memory_bytes for row in rows):
-            columns.append(
-                Column(
-                    "memory", lambda row: format_bytes(_largest([one.memory_bytes for one in row.members]))
-                )
-            )
-        if any(row.temperature_c for row in rows):
-            columns.append(Column("°C", lambda row: _degrees([one.temperature_c for one in row.members])))
+        columns: dict[str, Callable[[RankRow], str | Text]] = {
+            ">batch": lambda row: str(row.batch_size or "–"),
+            ">samples/s": lambda row: format_rate(row.rate),
+            "waiting": lambda row: row.draw_waiting(20 if width >= WIDE else 12),
+        }
+        if width >= WIDER and any(row.memory_bytes for row in rows):
+            columns[">memory"] = lambda row: format_bytes(row.memory_bytes)
+        if width >= WIDER and any(row.temperature_c for row in rows):  # where there is a sensor
+            columns[">°C"] = lambda row: "–" if row.temperature_c is None else f"{row.temperature_c:.0f}"
+        if width >= WIDE:
+            columns[">compute"] = lambda row: format_seconds(row.compute_s or None)
+            columns[">wait"] = lambda row: format_seconds(row.held_s or None)
+            columns[">sum"] = lambda row: format_seconds(row.sum_s or None)
         return columns
-
-
-def _largest(values: Sequence[float | None]) -> float | None:
-    return max((value for value in values if value is not None), default=None)
-
-
-def _degrees(values: Sequence[float | None]) -> str:
-    hottest = _largest(values)
-    return "–" if hottest is None else f"{hottest:.0f}"
-
-
-def _seconds(values: Sequence[float]) -> str:
-    return format_seconds(mean(values) or None)
 
 
 def _format_epoch(event: EpochEnd, epochs: int) -> str:
@@ -396,7 +363,7 @@ def _format_epoch(event: EpochEnd, epochs: int) -> str:
 
 
 class TrainingScreen(PreparationScreen):
-    """Shows one `csdctl train`; a context manager that closes the live view, which opens with the run."""
+    """Shows one `csdctl train`; the live view opens with the run."""
 
     def __init__(self, streams: Streams, *, emulated: bool) -> None:
         super().__init__(streams)
@@ -406,13 +373,24 @@ class TrainingScreen(PreparationScreen):
         self.run: RunDirectory | None = None
         """The run; None before it has started."""
 
-    def __enter__(self) -> "TrainingScreen":
-        return self
-
-    def __exit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stack.close()
+    def train(self, request: TrainRequest) -> TrainResult:
+        """Train, and show the results; raises what `run_training` raises."""
+        with self._stack:
+            try:
+                result = run_training(request, self)
+            except RunStopped as stopped:
+                assert self.run is not None
+                line = "stopped; the state of the last completed step is kept"
+                self._show_end(line, "released so far", stopped.summary, self.run, is_stopped=True)
+                raise
+        summary, run = result.summary, result.directory
+        if result.was_complete:
+            self.say(f"run {summary.run_id} is complete: nothing to resume")
+            self._streams.result_line(report_document(summary, str(run.path)))
+        else:  # a callback may have stopped it
+            is_stopped = summary.state == STOPPED
+            self._show_end(_describe_results(summary), "released", summary, run, is_stopped=is_stopped)
+        return result
 
     def on_preflight(self, examination: Examination) -> None:
         """Show a line for each amber check, and the MPI check unless something is red."""
@@ -447,75 +425,55 @@ class TrainingScreen(PreparationScreen):
         if self._view:
             self._view.show(event)
 
-    def finish(self, result: TrainResult) -> None:
-        """Show the results in a few lines; `csdctl report` shows all of them."""
+    def _show_end(
+        self, line: str, released: str, summary: RunSummary, run: RunDirectory, *, is_stopped: bool
+    ) -> None:
+        """Show what a run has come to, below its live view, and how to resume one that was stopped."""
         self._stack.close()
-        summary, path = result.summary, str(result.directory.path)
-        if result.was_complete:
-            self.say(f"run {summary.run_id} is complete: nothing to resume")
-            self._streams.result_line(report_document(summary, path))
-            return
-        efficiency = (
-            ""
-            if summary.efficiency is None or summary.strategy not in REACHABLE
-            else f" ({format_share(summary.efficiency)} of what {REACHABLE[summary.strategy]})"
-        )
-        validation = format_metrics(summary.validation_accuracy, summary.validation_metrics)
-        reached = validation.replace(", ", ", validation ", 1) or f", loss {format_loss(summary.loss)}"
-        self.say(
-            f"done: {format_rate(summary.samples_per_s)} samples/s{efficiency}{reached}; "
-            "`csdctl report` shows more"
-        )
+        self.say(line)
         if summary.privacy:
-            self._show_privacy(summary.privacy, "released: ")
-        self.say(f"run directory: {path}")
-        if summary.state == "stopped":  # by a callback
-            self._say_resume(summary.run_id)
-        self._streams.result_line(report_document(summary, path))
-
-    def stopped(self, stopped: RunStopped) -> None:
-        """Show that the run has stopped, and how to resume it."""
-        self._stack.close()
-        assert self.run is not None
-        self.say("stopped; the state of the last completed step is kept")
-        if stopped.summary.privacy:
-            self._show_privacy(stopped.summary.privacy, "released so far: ")
-        self.say(f"run directory: {self.run.path}")
-        self._say_resume(stopped.run_id)
-        self._streams.result_line(report_document(stopped.summary, str(self.run.path)))
-
-    def _say_resume(self, run_id: str) -> None:
-        self.say(f"to resume: csdctl train --resume {run_id}")
+            self._show_privacy(summary.privacy, f"{released}: ")
+        self.say(f"run directory: {run.path}")
+        if is_stopped:
+            self.say(f"to resume: csdctl train --resume {summary.run_id}")
+        self._streams.result_line(report_document(summary, str(run.path)))
 
     def _show_privacy(self, privacy: Privacy, when: str) -> None:
-        for line in format_epsilon(privacy):
+        for line in describe_privacy(privacy):
             self.say(when + line)
+
+
+def _describe_results(summary: RunSummary) -> str:
+    """Return the results in a line; `csdctl report` shows all of them."""
+    efficiency = (
+        ""
+        if summary.efficiency is None or summary.strategy not in REACHABLE
+        else f" ({format_share(summary.efficiency)} of what {REACHABLE[summary.strategy]})"
+    )
+    validation = format_metrics(summary.validation_accuracy, summary.validation_metrics)
+    reached = validation.replace(", ", ", validation ", 1) or f", loss {format_loss(summary.loss)}"
+    rate = format_rate(summary.samples_per_s)
+    return f"done: {rate} samples/s{efficiency}{reached}; `csdctl report` shows more"
 
 
 def train_point(streams: Streams, point: Point, request: TrainRequest) -> TrainResult:
     """Train one point as `train` does, with its live view; raises what `train` raises."""
     streams.say(f"{point.kind} scaling, nodes: {point.num_nodes}, global batch {point.plan.global_batch:,}")
-    screen = TrainingScreen(streams, emulated=request.fleet.emulated)
-    with screen:
-        try:
-            result = run_training(request, screen)
-        except RunStopped as stopped:
-            screen.stopped(stopped)
-            streams.say("the same command trains the points that are missing")
-            raise
-        screen.finish(result)
-        return result
+    try:
+        return TrainingScreen(streams, emulated=request.fleet.emulated).train(request)
+    except RunStopped:
+        streams.say("the same command trains the points that are missing")
+        raise
 
 
 def show_training_rehearsal(streams: Streams, request: TrainRequest) -> None:
     """Examine the machines and print the plan that `train` would follow; raises CsdctlError as it does."""
-    with TrainingScreen(streams, emulated=request.fleet.emulated) as screen:
-        found = rehearse_training(request, screen)
+    found = rehearse_training(request, TrainingScreen(streams, emulated=request.fleet.emulated))
     if request.batch_size:
         path = "none: --batch-size"
     else:
-        project = ProjectDirectory(streams.directory)
-        path = str(found.run.manifest if found.run else request.plan_path or project.plan(request.job.name))
+        plan_path = request.plan_path or streams.project.plan(request.job.name)
+        path = str(found.run.manifest if found.run else plan_path)
     render_plan(streams.console, found.plan, path)
     behind = f" behind {found.cut}" if found.cut else ""
     streams.say(f"would train: {found.strategy}{behind}, collective {request.options.collective}")

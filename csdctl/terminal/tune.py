@@ -6,20 +6,21 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
+from rich.text import Text
+
 from csdctl.fleet.names import format_node_names
 from csdctl.reporting.numbers import format_bytes, format_rate, format_seconds, format_share
 from csdctl.terminal.console import PrintableConsole
 from csdctl.terminal.fleet_view import (
     DONE,
+    FAILED,
+    LOST,
     TRAINING,
     WIDE,
-    Column,
+    Columns,
     FleetView,
     RankRow,
-    draw_waiting,
-    mean,
     show_elapsed,
-    span,
 )
 from csdctl.terminal.prepare import PreparationScreen
 from csdctl.terminal.tables import build_table
@@ -47,14 +48,9 @@ class TuneRow(RankRow):
     """When the machine entered its state."""
 
     @property
-    def is_sick(self) -> bool:
-        """Whether the machine has left the trial."""
-        return self.state in ("lost", "failed")
-
-    @property
     def slowness(self) -> float:
         """Slowness, 0…1: 1 where the others wait for the machine; in the trial, the share of computing."""
-        return 1.0 if self.state in WAITED_FOR else self.busy_share
+        return 1.0 if self.state in WAITED_FOR else super().slowness
 
 
 class TuningView(FleetView[TuneRow]):
@@ -68,9 +64,7 @@ class TuningView(FleetView[TuneRow]):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         now = clock()
-        self._rows = {
-            name: TuneRow(number, name, state=IDLE, since_s=now) for number, name in enumerate(machines)
-        }
+        self._rows = {name: TuneRow(name, IDLE, since_s=now) for name in machines}
         self._num_probes = self._num_rounds = 0
         self._num_active = len(machines)
         self._trial: Mapping[str, int] = {}
@@ -119,7 +113,7 @@ class TuningView(FleetView[TuneRow]):
         elif isinstance(event, Finished):
             row.state = DONE
         elif isinstance(event, NodeLost | Failed):
-            row.state = "lost" if isinstance(event, NodeLost) else "failed"
+            row.state = LOST if isinstance(event, NodeLost) else FAILED
         self._print_headline_if_due()
 
     def _list_rows(self) -> Sequence[TuneRow]:
@@ -153,17 +147,15 @@ class TuningView(FleetView[TuneRow]):
         parts.append(f"{show_elapsed(self._elapsed_s)} so far")
         return "  ".join(parts)
 
-    def _columns(self, width: int) -> list[Column[TuneRow]]:
-        bar_width, now = (20 if width >= WIDE else 12), self._clock()
-        columns: list[Column[TuneRow]] = [
-            Column("for", lambda row: show_elapsed(now - min(one.since_s for one in row.members)), 6),
-            Column("batch", lambda row: span([one.batch_size for one in row.members])),
-            Column("samples/s", lambda row: format_rate(mean([one.rate for one in row.members])), 9),
-        ]
+    def _columns(self, width: int) -> Columns[TuneRow]:
+        now = self._clock()
+        columns: dict[str, Callable[[TuneRow], str | Text]] = {
+            ">for": lambda row: show_elapsed(now - row.since_s),
+            ">batch": lambda row: str(row.batch_size or "–"),
+            ">samples/s": lambda row: format_rate(row.rate),
+        }
         if self._trial:
-            columns.append(
-                Column("waiting", lambda row: draw_waiting(row, bar_width), bar_width + 5, is_right=False)
-            )
+            columns["waiting"] = lambda row: row.draw_waiting(20 if width >= WIDE else 12)
         return columns
 
 
@@ -225,12 +217,11 @@ def _render_strategies(console: PrintableConsole, plan: Plan) -> None:
             )
             for strategy in compared
         ]
-        cuts = [strategy.cut if strategy.strategy == SPLIT else "" for strategy in compared]
-        chosen = [
-            (strategy.strategy, cut) == (plan.strategy, plan.cut)
-            for strategy, cut in zip(compared, cuts, strict=True)
+        chosen = plan.strategy, plan.cut
+        cuts = [one.cut if one.strategy == SPLIT else "" for one in compared]
+        styles = [
+            "bold" if (one.strategy, cut) == chosen else "" for one, cut in zip(compared, cuts, strict=True)
         ]
-        styles = ["bold" if is_chosen else "" for is_chosen in chosen]
         columns = ("strategy", "~cut", ">first run", ">next", ">epoch", ">sent")
         console.print(build_table(columns, rows, title="strategies", styles=styles))
         tried = [_describe_trial(strategy) for strategy in compared if strategy.is_confirmed]

@@ -110,12 +110,10 @@ def text_column(text_format: str, *, style: str = "none") -> TextColumn:
     return TextColumn(text_format, style=style, markup=False)
 
 
-def live_on(
-    console: PrintableConsole, render: Callable[[], RenderableType], *, per_second: float = 2
-) -> Live | NotebookLive | None:
-    """Draw what `render` returns `per_second` times a second on a terminal, or in a notebook; else None.
+def live_on(console: PrintableConsole, render: Callable[[], RenderableType]) -> Live | NotebookLive | None:
+    """Draw what `render` returns once a second on a terminal, or in a notebook; else None.
 
-    The default is as often as a rank reports.
+    A view, or a watcher of a run, must not cost the training anything.
     """
     if console.is_notebook:
         return NotebookLive(console, render)
@@ -124,7 +122,7 @@ def live_on(
     return Live(
         get_renderable=render,
         console=console,
-        refresh_per_second=per_second,
+        refresh_per_second=1,
         transient=True,
         redirect_stdout=False,
         redirect_stderr=False,

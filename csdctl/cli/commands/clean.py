@@ -5,10 +5,12 @@ from typing import Annotated
 import typer
 
 from csdctl.cli import options
+from csdctl.cli.call import Call, on_fleet
 
 
+@on_fleet
 def clean(
-    fleet: options.FleetOption = options.DEFAULT_FLEET,
+    call: Call,
     everything: Annotated[
         bool,
         typer.Option(
@@ -32,20 +34,14 @@ def clean(
     force: Annotated[
         bool, typer.Option("--force", help="Also stop a csdctl that is running there now, from any host.")
     ] = False,
-    limit: options.LimitOption = None,
-    exclude: options.ExcludeOption = None,
-    failed_from: options.FailedFromOption = None,
     dry_run: options.DryRunOption = False,
     yes: options.YesOption = False,
-    json: options.JsonOption = False,
 ) -> None:
     """Stop processes and remove files that earlier csdctl commands left on the machines."""
-    from csdctl.cli.invocation import Invocation, outcomes_document
     from csdctl.launch.leftovers import CleanupOptions
     from csdctl.terminal.fleet import render_cleaned
     from csdctl.workflows.maintenance.clean import clean
 
-    call = Invocation.start("clean", fleet, limit, exclude, failed_from, json=json)
     if everything and not dry_run:
         num_nodes = len(call.fleet.nodes)
         call.streams.confirm(f"Remove everything csdctl wrote on {num_nodes} nodes?", yes=yes)
@@ -58,8 +54,8 @@ def clean(
             is_removing_computed=computed,
             is_forced=force,
         ),
-        directory=call.streams.directory,
+        directory=call.directory,
         is_pruning=unused and not dry_run,
         on_done=lambda outcome: render_cleaned(call.streams.console, outcome, is_dry=dry_run),
     )
-    call.finish(outcomes_document("csdctl.clean/1", outcomes, is_dry=dry_run), outcomes, is_dry=dry_run)
+    call.finish(outcomes, schema="csdctl.clean/1", is_dry=dry_run)

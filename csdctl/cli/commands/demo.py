@@ -13,11 +13,9 @@ SCRIPT = Path(__file__).parents[3] / "examples" / "demo.py"
 
 
 def demo(
-    directory: Annotated[Path, typer.Option("--directory", help="Working directory of the demo.")] = Path(
-        "demo"
-    ),
-    nodes: Annotated[int, typer.Option("--nodes", min=1, max=64, help="Number of emulated nodes.")] = 3,
-    cpu: Annotated[float, typer.Option("--cpu", help="CPU share of each node, in cores.")] = 0.25,
+    directory: Annotated[Path, typer.Option(help="Working directory of the demo.")] = Path("demo"),
+    nodes: Annotated[int, typer.Option(min=1, max=64, help="Number of emulated nodes.")] = 3,
+    cpu: Annotated[float, typer.Option(help="CPU share of each node, in cores.")] = 0.25,
     transfer: Annotated[
         bool,
         typer.Option(

@@ -6,86 +6,65 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from csdctl.cli import options
+from csdctl.cli.call import Call, on_fleet
 from csdctl.errors import InputError
 
 if TYPE_CHECKING:
     from csdctl.workflows.discovery.inventory import NodeSource
 
 
+@on_fleet
 def discover(
-    fleet: options.FleetOption = options.DEFAULT_FLEET,
+    call: Call,
     cidr: Annotated[
         list[str] | None,
-        typer.Option(
-            "--cidr",
-            help="First scan this address range for machines, and write the fleet file.",
-        ),
+        typer.Option(help="First scan this address range for machines, and write the fleet file."),
     ] = None,
-    user: Annotated[
-        str, typer.Option("--user", help="User on the machines that --cidr finds; default: root.")
-    ] = "",
-    key: Annotated[
-        Path | None,
-        typer.Option("--key", help="Private key for the machines that --cidr finds."),
-    ] = None,
+    user: Annotated[str, typer.Option(help="User on the machines that --cidr finds; default: root.")] = "",
+    key: Annotated[Path | None, typer.Option(help="Private key for the machines that --cidr finds.")] = None,
     port: Annotated[
-        int | None,
-        typer.Option("--port", min=1, max=65535, help="SSH port that --cidr scans; default: 22."),
+        int | None, typer.Option(min=1, max=65535, help="SSH port that --cidr scans; default: 22.")
     ] = None,
     inventory: Annotated[
         Path | None,
-        typer.Option(
-            "--inventory", help="First write the fleet file from this output of `ansible-inventory --list`."
-        ),
+        typer.Option(help="First write the fleet file from this output of `ansible-inventory --list`."),
     ] = None,
     ssh_config: Annotated[
         Path | None,
-        typer.Option(
-            "--ssh-config",
-            help="First write the fleet file from the aliases in this file, such as ~/.ssh/config.",
-        ),
+        typer.Option(help="First write the fleet file from the aliases in this file, such as ~/.ssh/config."),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite an existing fleet file.")] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the fleet file that would be written, and stop.")
     ] = False,
-    limit: options.LimitOption = None,
-    exclude: options.ExcludeOption = None,
-    failed_from: options.FailedFromOption = None,
-    json: options.JsonOption = False,
 ) -> None:
     """Find the machines of a fleet, and record their hardware and software."""
-    from csdctl.cli.invocation import Invocation
     from csdctl.terminal.fleet import DiscoverView, discover_document, render_fleet, show_imported
-    from csdctl.terminal.streams import Streams
     from csdctl.workflows.discovery.discover import discover
     from csdctl.workflows.discovery.inventory import import_fleet
 
     source = _parse_source(cidr or [], user, key, port, inventory, ssh_config)
     if source:
-        streams = Streams(is_json=json)
         found = import_fleet(
             source,
-            fleet,
-            directory=streams.directory,
-            limit=limit or (),
-            exclude=exclude or (),
+            call.fleet_path,
+            directory=call.directory,
+            limit=call.limit or (),
+            exclude=call.exclude or (),
             force=force,
             is_dry_run=dry_run,
         )
-        show_imported(streams, found, source.name, is_dry_run=dry_run)
+        show_imported(call.streams, found, source.name, is_dry_run=dry_run)
         if dry_run:
             return
-        limit, exclude = None, None  # the file lists only the nodes that they select
+        call.limit = call.exclude = None  # the file lists only the nodes that they select
     elif dry_run or force:
         raise InputError(
             "--dry-run and --force apply only when the fleet file is written",
             remedy="add the source to write it from: --cidr, --inventory or --ssh-config",
         )
-    call = Invocation.start("discover", fleet, limit, exclude, failed_from, json=json)
     with DiscoverView(call.streams.console, len(call.fleet.machines)) as view:
-        result = discover(call.fleet, directory=call.streams.directory, on_done=view.take)
+        result = discover(call.fleet, directory=call.directory, on_done=view.take)
     render_fleet(call.streams.console, result, verbose=call.streams.is_verbose)
     call.conclude(discover_document(result), list(result.facts), result.failed)
 

@@ -5,10 +5,12 @@ from typing import Annotated
 
 import typer
 
-from csdctl.cli import options
+from csdctl.cli.call import Call, on_fleet
 
 
+@on_fleet
 def exec(
+    call: Call,
     command: Annotated[
         list[str] | None,
         typer.Argument(
@@ -16,36 +18,22 @@ def exec(
             help="After `--`: a command with its arguments, or one quoted shell line; of a task, KEY=VALUE.",
         ),
     ] = None,
-    fleet: options.FleetOption = options.DEFAULT_FLEET,
     host: Annotated[bool, typer.Option("--host", help="Run it on the host too, in this directory.")] = False,
     task: Annotated[
         str | None,
         typer.Option(
-            "--task",
-            metavar="FILE.py:TASK",
-            help="Run this Fabric task instead, on a connection to each node.",
+            metavar="FILE.py:TASK", help="Run this Fabric task instead, on a connection to each node."
         ),
     ] = None,
     timeout: Annotated[
         float | None,
-        typer.Option(
-            "--timeout",
-            help="Seconds after which a command is ended; default: 60, of a task's commands 600.",
-        ),
+        typer.Option(help="Seconds after which a command is ended; default: 60, of a task's commands 600."),
     ] = None,
     connect_deadline: Annotated[
-        float,
-        typer.Option(
-            "--connect-deadline", envvar="CSDCTL_CONNECT_DEADLINE", help="Seconds to connect to a node."
-        ),
+        float, typer.Option(envvar="CSDCTL_CONNECT_DEADLINE", help="Seconds to connect to a node.")
     ] = 10.0,
-    limit: options.LimitOption = None,
-    exclude: options.ExcludeOption = None,
-    failed_from: options.FailedFromOption = None,
-    json: options.JsonOption = False,
 ) -> None:
     """Run a command, or a Fabric task, on all nodes at once; equal answers are one row."""
-    from csdctl.cli.invocation import Invocation
     from csdctl.terminal.nodes import CountView, exec_document, render_answers
     from csdctl.workflows.exec.run_command import ExecOptions, parse_command, run_command
 
@@ -53,8 +41,7 @@ def exec(
     chosen = ExecOptions((600.0 if task else 60.0) if timeout is None else timeout, connect_deadline, host)
     if task is None:
         parse_command(words)
-    call = Invocation.start("exec", fleet, limit, exclude, failed_from, json=json)
-    directory = call.streams.directory
+    directory = call.directory
     with CountView(call.streams.console, "running", len(call.fleet.nodes) + host) as view:
         if task is None:
             result = run_command(call.fleet, words, directory=directory, options=chosen, on_done=view.show)

@@ -11,7 +11,7 @@ from csdctl.terminal.streams import Streams
 
 
 def export(
-    to: Annotated[str, typer.Option("--to", metavar="FORMAT", help="tensorboard, mlflow or csv.")],
+    to: Annotated[str, typer.Option(metavar="FORMAT", help="tensorboard, mlflow or csv.")],
     run: Annotated[
         str | None,
         typer.Argument(
@@ -23,25 +23,19 @@ def export(
     output: Annotated[
         Path | None,
         typer.Option(
-            "--output",
-            metavar="PATH",
-            help="The file to write, of tensorboard the directory; default: RUN.csv, …",
+            metavar="PATH", help="The file to write, of tensorboard the directory; default: RUN.csv, …"
         ),
     ] = None,
     tracking_uri: Annotated[
-        str | None,
-        typer.Option(
-            "--tracking-uri", metavar="URI", help="MLflow's server or directory; default: MLflow's own."
-        ),
+        str | None, typer.Option(metavar="URI", help="MLflow's server or directory; default: MLflow's own.")
     ] = None,
     json: options.JsonOption = False,
 ) -> None:
     """Write a run for TensorBoard, MLflow or a spreadsheet."""
-    from csdctl.runs.directory import ProjectDirectory
     from csdctl.workflows.reporting.report import export as export_run
 
     streams = Streams(is_json=json)
-    written = export_run(ProjectDirectory(streams.directory), run, to, output, tracking_uri)
+    written = export_run(streams.project, run, to, output, tracking_uri)
     if streams.is_json:
         streams.result({"schema": "csdctl.export/1", "format": to, "written": written})
     streams.say(f"wrote {written}")

@@ -4,78 +4,47 @@ from typing import Annotated
 
 import typer
 
-from csdctl.cli import options
+from csdctl.cli.call import Call, on_job
 from csdctl.perfmodel.published import Network
-from csdctl.terminal.streams import Streams
 
 
+@on_job
 def forecast(
-    job: options.JobArgument = options.DEFAULT_JOB,
-    fleet: options.FleetOption = options.DEFAULT_FLEET,
+    call: Call,
     published: Annotated[
         Network | None,
-        typer.Option(
-            "--published",
-            help="Forecast this network from the STANNIS paper, on Newport CSDs, instead of a job.",
-        ),
+        typer.Option(help="Forecast this network from the STANNIS paper, on Newport CSDs, instead of a job."),
     ] = None,
     nodes: Annotated[
         str | None,
         typer.Option(
-            "--nodes",
-            metavar="NUMBERS",
-            help="Numbers of nodes: 24, 1..36, or 4,8,16; default: 0 to all nodes.",
+            metavar="NUMBERS", help="Numbers of nodes: 24, 1..36, or 4,8,16; default: 0 to all nodes."
         ),
     ] = None,
-    epochs: Annotated[
-        int | None,
-        typer.Option("--epochs", min=1, help="Number of epochs; default: the job's."),
-    ] = None,
+    epochs: Annotated[int | None, typer.Option(min=1, help="Number of epochs; default: the job's.")] = None,
     samples: Annotated[
-        int | None,
-        typer.Option(
-            "--samples",
-            min=1,
-            help="Samples per epoch, public and private, for time and energy.",
-        ),
+        int | None, typer.Option(min=1, help="Samples per epoch, public and private, for time and energy.")
     ] = None,
     max_global_batch: Annotated[
         int | None,
         typer.Option(
-            "--max-global-batch",
-            min=1,
-            help="Largest global batch size; default: the limit that the plan was tuned with.",
+            min=1, help="Largest global batch size; default: the limit that the plan was tuned with."
         ),
     ] = None,
     host_watts: Annotated[
         float | None,
-        typer.Option(
-            "--host-watts",
-            help="Power in watts that does not depend on the number of training nodes.",
-        ),
+        typer.Option(help="Power in watts that does not depend on the number of training nodes."),
     ] = None,
     node_watts: Annotated[
-        float | None,
-        typer.Option("--node-watts", help="Power in watts that each training node adds."),
+        float | None, typer.Option(help="Power in watts that each training node adds.")
     ] = None,
     alone_watts: Annotated[
         float | None,
-        typer.Option(
-            "--alone-watts",
-            help="Power in watts of the host alone, with ordinary drives; default: --host-watts.",
-        ),
+        typer.Option(help="Power in watts of the host alone, with ordinary drives; default: --host-watts."),
     ] = None,
     sum_seconds: Annotated[
-        float | None,
-        typer.Option(
-            "--sum-seconds",
-            min=0,
-            help="Seconds that each node adds to the sum over the ranks.",
-        ),
+        float | None, typer.Option(min=0, help="Seconds that each node adds to the sum over the ranks.")
     ] = None,
-    limit: options.LimitOption = None,
-    exclude: options.ExcludeOption = None,
-    json: options.JsonOption = False,
 ) -> None:
     """Forecast throughput, time and energy for any number of nodes."""
     from csdctl.terminal.forecast import forecast_document, render_forecast
@@ -87,7 +56,7 @@ def forecast(
         parse_node_counts,
     )
 
-    streams = Streams(is_json=json)
+    streams = call.streams
     request = ForecastRequest(
         parse_node_counts(nodes) if nodes is not None else None,
         epochs,
@@ -95,9 +64,9 @@ def forecast(
         given_power(host_watts, node_watts, alone_watts),
         sum_seconds,
     )
-    subject = published or JobOnFleet(job, fleet, limit, exclude)
-    result = forecast_subject(subject, request, streams.directory, streams.say, max_global_batch)
-    if json:
+    subject = published or JobOnFleet(call.job_path, call.fleet_path, call.limit, call.exclude)
+    result = forecast_subject(subject, request, call.directory, streams.say, max_global_batch)
+    if streams.is_json:
         streams.result(forecast_document(result))
     else:
         render_forecast(streams.console, result)

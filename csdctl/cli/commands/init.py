@@ -14,36 +14,27 @@ if TYPE_CHECKING:
 
 
 def init(
-    model: Annotated[
-        str, typer.Option("--model", help="FILE.py:FUNCTION, FILE.keras or keras.applications:NAME.")
-    ],
+    model: Annotated[str, typer.Option(help="FILE.py:FUNCTION, FILE.keras or keras.applications:NAME.")],
     public: Annotated[
-        str,
-        typer.Option("--public", help="Training data: a path, FILE.py:FUNCTION or FILE.py:FUNCTION:PATH."),
+        str, typer.Option(help="Training data: a path, FILE.py:FUNCTION or FILE.py:FUNCTION:PATH.")
     ],
-    validation: Annotated[str, typer.Option("--validation", help="The validation data, as --public.")] = "",
+    validation: Annotated[str, typer.Option(help="The validation data, as --public.")] = "",
     private: Annotated[
-        str, typer.Option("--private", help="Path of private data on each node; it is not looked at.")
+        str, typer.Option(help="Path of private data on each node; it is not looked at.")
     ] = "",
     model_args: Annotated[
-        str, typer.Option("--model-args", help="Arguments of the function, as in job.yaml: '{width: 64}'.")
+        str, typer.Option(help="Arguments of the function, as in job.yaml: '{width: 64}'.")
     ] = "",
     code: Annotated[
         list[Path] | None,
         typer.Option(
-            "--code",
             help="File or package with the model's own layers, losses and metrics; "
-            "imports of --model are found.",
+            "imports of --model are found."
         ),
     ] = None,
-    label: Annotated[str, typer.Option("--label", help="The label's column of .csv files.")] = "",
-    drop: Annotated[
-        list[str] | None,
-        typer.Option("--drop", help="A column of .csv files that is no feature."),
-    ] = None,
-    output: Annotated[
-        Path, typer.Option("--output", help="Path of the job file to write.")
-    ] = options.DEFAULT_JOB,
+    label: Annotated[str, typer.Option(help="The label's column of .csv files.")] = "",
+    drop: Annotated[list[str] | None, typer.Option(help="A column of .csv files that is no feature.")] = None,
+    output: Annotated[Path, typer.Option(help="Path of the job file to write.")] = options.DEFAULT_JOB,
     force: Annotated[bool, typer.Option("--force", help="Overwrite an existing job file.")] = False,
     json: options.JsonOption = False,
 ) -> None:

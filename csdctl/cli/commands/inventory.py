@@ -24,10 +24,7 @@ def inventory(
         Format,
         typer.Option("--format", help="ansible: for ansible-playbook -i; ssh-config: for ssh -F; or json."),
     ] = Format.ANSIBLE,
-    output: Annotated[
-        Path | None,
-        typer.Option("--output", help="Write to this file instead of stdout."),
-    ] = None,
+    output: Annotated[Path | None, typer.Option(help="Write to this file instead of stdout.")] = None,
     limit: options.LimitOption = None,
     exclude: options.ExcludeOption = None,
 ) -> None:

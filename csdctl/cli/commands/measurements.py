@@ -12,7 +12,6 @@ def measurements(
     forget: Annotated[
         str | None,
         typer.Option(
-            "--forget",
             metavar="MODEL|all",
             help="Delete the measurements of a model (its name or hash), or all measurements.",
         ),
@@ -21,7 +20,6 @@ def measurements(
     json: JsonOption = False,
 ) -> None:
     """Show earlier measurements and how well they predicted each trial, or delete them."""
-    from csdctl.runs.directory import ProjectDirectory
     from csdctl.terminal.measurements import (
         forgotten_document,
         measurements_document,
@@ -31,16 +29,15 @@ def measurements(
     from csdctl.workflows.reporting.measurements import forget_measurements, load_measurements
 
     streams = Streams(is_json=json)
-    project = ProjectDirectory(streams.directory)
     if forget is not None:
         forgotten = forget_measurements(
-            project, forget, lambda question: streams.confirm(question, yes=yes), streams.say
+            streams.project, forget, lambda question: streams.confirm(question, yes=yes), streams.say
         )
         render_forgotten(streams.console, forgotten)
         streams.result(forgotten_document(forgotten))
         return
-    overview = load_measurements(project, streams.say)
-    path = str(project.measurements.relative_to(streams.directory))
+    overview = load_measurements(streams.project, streams.say)
+    path = str(streams.project.measurements.relative_to(streams.directory))
     if json:
         streams.result(measurements_document(overview, path))
     else:

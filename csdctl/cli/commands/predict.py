@@ -5,11 +5,12 @@ from typing import Annotated
 
 import typer
 
-from csdctl.cli import options
-from csdctl.terminal.streams import Streams
+from csdctl.cli.call import Call, on_job
 
 
+@on_job
 def predict(
+    call: Call,
     model: Annotated[
         str,
         typer.Argument(
@@ -18,14 +19,11 @@ def predict(
         ),
     ],
     job: Annotated[
-        Path | None,
-        typer.Option("--job", help="The job whose data is used; default: the run's, else job.yaml."),
+        Path | None, typer.Option(help="The job whose data is used; default: the run's, else job.yaml.")
     ] = None,
-    fleet: options.FleetOption = options.DEFAULT_FLEET,
     on: Annotated[
         str | None,
         typer.Option(
-            "--on",
             metavar="DATA",
             help="private, public, validation or all; default: private if the job has it, else public.",
         ),
@@ -33,35 +31,29 @@ def predict(
     want: Annotated[
         str,
         typer.Option(
-            "--want",
             metavar="WHAT",
             help="classes (with probability; of a regression its value), scores (all outputs), or "
             "embeddings: sent with the sample's node and row, without a file name.",
         ),
     ] = "classes",
     layer: Annotated[
-        str,
-        typer.Option("--layer", metavar="NAME", help="The layer whose output the embeddings are."),
+        str, typer.Option(metavar="NAME", help="The layer whose output the embeddings are.")
     ] = "",
     output: Annotated[
-        Path, typer.Option("--output", metavar="FILE", help="Write to this file: .csv, .parquet or .npz.")
+        Path, typer.Option(metavar="FILE", help="Write to this file: .csv, .parquet or .npz.")
     ] = Path("predictions.csv"),
-    limit: options.LimitOption = None,
-    exclude: options.ExcludeOption = None,
-    json: options.JsonOption = False,
 ) -> None:
     """Run a trained model over samples where they are stored; only its answers are sent."""
     from csdctl.terminal.prepare import PreparationScreen
     from csdctl.workflows.predict.predict import predict as run_prediction
     from csdctl.workflows.predict.request import check_request
-    from csdctl.workflows.workspace.partial_failure import choose_fleet
 
-    streams = Streams(is_json=json)
+    streams = call.streams
     request = check_request(
         model,
         job,
-        choose_fleet(fleet, limit, exclude),
-        streams.directory,
+        call.fleet,
+        call.directory,
         on=on,
         want=want,
         layer=layer,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from csdctl.cli import options
+from csdctl.cli.call import Call, on_fleet
 from csdctl.errors import InputError
 from csdctl.fleet.names import format_node_names
 
@@ -15,8 +16,9 @@ if TYPE_CHECKING:
     from csdctl.workflows.provision.provision import ProvisionRequest
 
 
+@on_fleet
 def provision(
-    fleet: options.FleetOption = options.DEFAULT_FLEET,
+    call: Call,
     collect: Annotated[
         bool, typer.Option("--collect", help="Only collect what the nodes need, on this host.")
     ] = False,
@@ -30,22 +32,18 @@ def provision(
     kind: Annotated[
         list[str] | None,
         typer.Option(
-            "--kind",
             metavar="ARCHITECTURE[:PYTHON]",
             help="With --collect: collect for this kind without asking nodes; aarch64 or x86_64:3.12.",
         ),
     ] = None,
     prefix: Annotated[
-        str,
-        typer.Option("--prefix", help="Directory of everything that is installed, the same on all nodes."),
+        str, typer.Option(help="Directory of everything that is installed, the same on all nodes.")
     ] = "/opt/csdctl",
     bundles: Annotated[
-        Path | None,
-        typer.Option("--bundles", help="Directory of what is collected.  [default: .csdctl/provision]"),
+        Path | None, typer.Option(help="Directory of what is collected.  [default: .csdctl/provision]")
     ] = None,
     lock: Annotated[
-        Path | None,
-        typer.Option("--lock", help="Another lock file of Python packages, with hashes."),
+        Path | None, typer.Option(help="Another lock file of Python packages, with hashes.")
     ] = None,
     set_: Annotated[
         list[str] | None,
@@ -56,40 +54,32 @@ def provision(
         ),
     ] = None,
     tags: Annotated[
-        str,
-        typer.Option("--tags", help="Run only tasks with these tags: user, sshd, wheels, limits, …"),
+        str, typer.Option(help="Run only tasks with these tags: user, sshd, wheels, limits, …")
     ] = "",
     dry_run: Annotated[
         bool,
         typer.Option("--dry-run", "--check", help="Show what would be sent and changed, without doing it."),
     ] = False,
-    limit: options.LimitOption = None,
-    exclude: options.ExcludeOption = None,
-    failed_from: options.FailedFromOption = None,
     yes: options.YesOption = False,
-    json: options.JsonOption = False,
 ) -> None:
     """Install Python, the packages for training and MPI on bare nodes."""
-    from csdctl.cli.invocation import Invocation
     from csdctl.terminal.nodes import (
         TransferView,
         collected_document,
         provision_document,
         render_provisioned,
     )
-    from csdctl.terminal.streams import Streams
     from csdctl.workflows.provision import provision as workflow
 
-    streams = Streams(is_json=json)
-    request = _build_request(streams.directory, bundles, prefix, lock, set_, tags, dry_run=dry_run, send=send)
+    streams = call.streams
+    request = _build_request(call.directory, bundles, prefix, lock, set_, tags, dry_run=dry_run, send=send)
     if collect and kind:
         found = [workflow.collect_kind(request, one, streams.say) for one in _parse_kinds(kind)]
         streams.result(collected_document(found))
         return
-    call = Invocation.start("provision", fleet, limit, exclude, failed_from, json=json)
     if collect:
         streams.result(
-            collected_document(workflow.collect_fleet(request, call.fleet, streams.directory, streams.say))
+            collected_document(workflow.collect_fleet(request, call.fleet, call.directory, streams.say))
         )
         return
     if uninstall and not dry_run:
@@ -97,19 +87,19 @@ def provision(
         call.streams.confirm(f"Remove {prefix} and ~/.csdctl, with prepared data, from {names}?", yes=yes)
     with TransferView(call.streams.console, len(call.fleet.nodes)) as view:
         if uninstall:
-            outcomes = workflow.uninstall(request, call.fleet, directory=streams.directory, on_task=view.task)
+            outcomes = workflow.uninstall(request, call.fleet, directory=call.directory, on_task=view.task)
         else:
             outcomes = workflow.provision(
                 request,
                 call.fleet,
-                directory=streams.directory,
+                directory=call.directory,
                 say=call.streams.say,
                 on_progress=view.advance,
                 on_sent=view.sent,
                 on_task=view.task,
             )
     render_provisioned(call.streams.console, outcomes, request)
-    call.finish(provision_document(outcomes, request), outcomes, is_dry=dry_run)
+    call.finish(outcomes, provision_document(outcomes, request), is_dry=dry_run)
 
 
 def _build_request(

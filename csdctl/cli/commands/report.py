@@ -11,13 +11,9 @@ from csdctl.terminal.streams import Streams
 
 HtmlOption = Annotated[
     Path | None,
-    typer.Option(
-        "--html", metavar="FILE", help="Write charts and tables as one HTML file, which loads nothing."
-    ),
+    typer.Option(metavar="FILE", help="Write charts and tables as one HTML file, which loads nothing."),
 ]
-CsvOption = Annotated[
-    Path | None, typer.Option("--csv", metavar="FILE", help="Write a row for each run and epoch.")
-]
+CsvOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a row for each run and epoch.")]
 
 
 def report(
@@ -45,21 +41,17 @@ def report(
     json: options.JsonOption = False,
 ) -> None:
     """Show the results of a run, or of several side by side."""
-    from csdctl.runs.directory import ProjectDirectory
     from csdctl.terminal import report as render
     from csdctl.workflows.reporting import report as reporting
 
     streams, ids = Streams(is_json=json), runs or []
     render.check_options(ids, is_privacy=privacy, is_scaling=scaling, has_files=bool(html or csv))
-    project = ProjectDirectory(streams.directory)
     if scaling:
-        series = reporting.scaling(project, ids)
+        series = reporting.scaling(streams.project, ids)
         render.show_scaling(streams, series, reporting.write_scaling(series, html, csv))
     elif privacy:
-        render.show_privacy(streams, reporting.privacy(project, ids[0] if ids else None))
+        render.show_privacy(streams, reporting.privacy(streams.project, ids[0] if ids else None))
     elif html or csv:
-        render.show_files(streams, reporting.write_files(project, ids, html, csv))
-    elif len(ids) > 1:
-        render.show_reports(streams, [reporting.report(project, run_id) for run_id in ids])
+        render.show_files(streams, reporting.write_files(streams.project, ids, html, csv))
     else:
-        render.show_report(streams, *reporting.report(project, ids[0] if ids else None))
+        render.show_reports(streams, [reporting.report(streams.project, run_id) for run_id in ids or (None,)])

@@ -33,12 +33,11 @@ GivenRunArgument = Annotated[
 @app.command("list")
 def list_runs(json: options.JsonOption = False) -> None:
     """List all runs, the latest last."""
-    from csdctl.runs.directory import ProjectDirectory
     from csdctl.terminal.runs import show_runs
     from csdctl.workflows.runs import manage
 
     streams = Streams(is_json=json)
-    show_runs(streams, manage.list_runs(ProjectDirectory(streams.directory), streams.say))
+    show_runs(streams, manage.list_runs(streams.project, streams.say))
 
 
 @app.command()
@@ -55,13 +54,12 @@ def watch(run: RunArgument = None, json: options.JsonOption = False) -> None:
 
     Exits with 1 when the run has failed.
     """
-    from csdctl.runs.directory import ProjectDirectory
     from csdctl.terminal.runs import watch_run
     from csdctl.workflows.runs.follow import follow_run
 
     os.nice(WATCHER_NICE)
     streams = Streams(is_json=json)
-    followed = follow_run(ProjectDirectory(streams.directory).find_run(run))
+    followed = follow_run(streams.project.find_run(run))
     if not watch_run(streams, followed):
         raise typer.Exit(ExitCode.FAILED)
 
@@ -81,12 +79,11 @@ def logs(
     lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="Lines from the end of each log.")] = 200,
 ) -> None:
     """Print the logs of a run's ranks and of mpirun."""
-    from csdctl.runs.directory import ProjectDirectory
     from csdctl.terminal.runs import show_logs
     from csdctl.workflows.runs.follow import find_logs
 
     streams = Streams()
-    found = ProjectDirectory(streams.directory).find_run(run)
+    found = streams.project.find_run(run)
     show_logs(streams, found, find_logs(found, which), lines, is_following=follow)
 
 
@@ -106,23 +103,20 @@ def stop(
 
     A second `stop` ends the ranks at once.
     """
-    from csdctl.runs.directory import ProjectDirectory
     from csdctl.terminal.runs import show_stopped
     from csdctl.workflows.runs.manage import stop_run
 
     streams = Streams(is_json=json)
-    show_stopped(streams, stop_run(ProjectDirectory(streams.directory), run, timeout))
+    show_stopped(streams, stop_run(streams.project, run, timeout))
 
 
 @app.command()
 def rm(run: GivenRunArgument, yes: options.YesOption = False, json: options.JsonOption = False) -> None:
     """Remove a run: its model, checkpoints, events and logs."""
-    from csdctl.runs.directory import ProjectDirectory
     from csdctl.workflows.runs.manage import remove_run
 
     streams = Streams(is_json=json)
-    project = ProjectDirectory(streams.directory)
-    removed = remove_run(project, run, lambda question: streams.confirm(question, yes=yes))
+    removed = remove_run(streams.project, run, lambda question: streams.confirm(question, yes=yes))
     streams.say(f"removed run {removed.run_id}")
     streams.result({"schema": "csdctl.runs.rm/1", "run": removed.run_id})
 
@@ -130,9 +124,8 @@ def rm(run: GivenRunArgument, yes: options.YesOption = False, json: options.Json
 @app.command()
 def diff(first: GivenRunArgument, second: GivenRunArgument, json: options.JsonOption = False) -> None:
     """Show in which settings and results two runs differ."""
-    from csdctl.runs.directory import ProjectDirectory
     from csdctl.terminal.runs import show_differences
     from csdctl.workflows.runs.compare import compare_runs
 
     streams = Streams(is_json=json)
-    show_differences(streams, *compare_runs(ProjectDirectory(streams.directory), first, second))
+    show_differences(streams, *compare_runs(streams.project, first, second))

@@ -6,17 +6,16 @@ from typing import Annotated
 import typer
 
 from csdctl.cli import options
+from csdctl.cli.call import Call, on_job
 from csdctl.cli.commands.report import CsvOption, HtmlOption
-from csdctl.terminal.streams import Streams
 
 
+@on_job
 def scale(
-    job: options.JobArgument = options.DEFAULT_JOB,
-    fleet: options.FleetOption = options.DEFAULT_FLEET,
+    call: Call,
     nodes: Annotated[
         str | None,
         typer.Option(
-            "--nodes",
             metavar="NUMBERS",
             help="Numbers of nodes: 0,1,2 or 0..36; 0 is the host alone. Default: 0, 1, 2, 4 … and all.",
         ),
@@ -34,12 +33,8 @@ def scale(
     html: HtmlOption = None,
     csv: CsvOption = None,
     dry_run: options.DryRunOption = False,
-    limit: options.LimitOption = None,
-    exclude: options.ExcludeOption = None,
-    json: options.JsonOption = False,
 ) -> None:
     """Train with 0, 1, 2 … nodes, and show speed-up, efficiency and energy."""
-    from csdctl.job.model import load_job
     from csdctl.terminal.report import show_points, show_series
     from csdctl.terminal.train import train_point
     from csdctl.workflows.forecast.forecast import parse_node_counts
@@ -47,16 +42,15 @@ def scale(
     from csdctl.workflows.train.options import TrainOptions
     from csdctl.workflows.train.scale import KINDS, STRONG, WEAK, ScaleRequest, plan_points, run_series
     from csdctl.workflows.train.train import TrainRequest
-    from csdctl.workflows.workspace.partial_failure import choose_fleet
 
-    streams = Streams(is_json=json)
+    streams = call.streams
     kinds = [kind for kind, is_asked in ((WEAK, weak), (STRONG, strong)) if is_asked] or list(KINDS)
     # Batch sizes that moved during a run would be another plan than that of its point.
     wanted = TrainOptions(max_steps=max_steps, is_balanced=False)
     training = TrainRequest(
-        load_job(job),
-        choose_fleet(fleet, limit, exclude),
-        streams.directory,
+        call.job,
+        call.fleet,
+        call.directory,
         wanted,
         plan,
         batch_size,

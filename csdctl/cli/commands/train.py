@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from csdctl.cli import options
+from csdctl.cli.call import Call, on_job
 from csdctl.cli.completion import complete_runs
 from csdctl.terminal.streams import Streams
 from csdctl.worker.protocol.orders import COLLECTIVE_NAMES
@@ -15,9 +16,9 @@ if TYPE_CHECKING:
     from csdctl.workflows.train.train import TrainRequest
 
 
+@on_job
 def train(
-    job: options.JobArgument = options.DEFAULT_JOB,
-    fleet: options.FleetOption = options.DEFAULT_FLEET,
+    call: Call,
     plan: options.PlanOption = None,
     batch_size: options.BatchSizeOption = None,
     max_steps: options.MaxStepsOption = None,
@@ -25,15 +26,13 @@ def train(
     resume: Annotated[
         str | None,
         typer.Option(
-            "--resume",
             metavar="RUN",
             help="Resume this run from its last completed step (`latest` works).",
             autocompletion=complete_runs,
         ),
     ] = None,
     min_nodes: Annotated[
-        int,
-        typer.Option("--min-nodes", help="Continue without lost nodes while at least this many are left."),
+        int, typer.Option(help="Continue without lost nodes while at least this many are left.")
     ] = 1,
     rebalance: Annotated[
         bool,
@@ -42,9 +41,7 @@ def train(
     collective: Annotated[
         str,
         typer.Option(
-            "--collective",
-            metavar="NAME",
-            help=f"How gradients are summed: {', '.join(COLLECTIVE_NAMES)} or auto.",
+            metavar="NAME", help=f"How gradients are summed: {', '.join(COLLECTIVE_NAMES)} or auto."
         ),
     ] = "auto",
     strategy: options.StrategyOption = "auto",
@@ -53,23 +50,18 @@ def train(
     cut: options.CutOption = "",
     micro_batches: options.MicroBatchesOption = 4,
     checkpoint_seconds: Annotated[
-        float,
-        typer.Option(
-            "--checkpoint-seconds",
-            help="Write a checkpoint after each epoch, and at this interval in seconds.",
-        ),
+        float, typer.Option(help="Write a checkpoint after each epoch, and at this interval in seconds.")
     ] = 600.0,
-    keep: Annotated[int, typer.Option("--keep", help="Number of checkpoints to keep, besides the best.")] = 3,
+    keep: Annotated[int, typer.Option(help="Number of checkpoints to keep, besides the best.")] = 3,
     start_deadline: Annotated[
-        float, typer.Option("--start-deadline", help="Seconds within which every rank must be ready.")
+        float, typer.Option(help="Seconds within which every rank must be ready.")
     ] = 300.0,
     silence_deadline: Annotated[
-        float, typer.Option("--silence-deadline", help="Stop the run after this many seconds without a step.")
+        float, typer.Option(help="Stop the run after this many seconds without a step.")
     ] = 300.0,
     callback: Annotated[
         list[str] | None,
         typer.Option(
-            "--callback",
             metavar="FILE.py:NAME",
             help="Call this function of yours with every event of the run, in a thread of its own.",
         ),
@@ -85,25 +77,19 @@ def train(
     notify: Annotated[
         str | None,
         typer.Option(
-            "--notify",
             metavar="COMMAND",
             help="Run this when the run has ended; CSDCTL_RUN, CSDCTL_STATE and CSDCTL_EXIT_CODE are set.",
         ),
     ] = None,
-    limit: options.LimitOption = None,
-    exclude: options.ExcludeOption = None,
-    json: options.JsonOption = False,
 ) -> None:
     """Train synchronously on the host and all nodes, each with its own batch size."""
     from csdctl.cli.callback_files import load_callback
-    from csdctl.job.model import load_job
     from csdctl.launch.mpi_job import Deadlines
     from csdctl.worker.protocol.features import FeatureOptions
     from csdctl.workflows.train.options import TrainOptions
     from csdctl.workflows.train.train import TrainRequest
-    from csdctl.workflows.workspace.partial_failure import choose_fleet
 
-    streams = Streams(is_json=json)
+    streams = call.streams
     if detach and not dry_run:
         start_detached(streams)
         return
@@ -121,8 +107,9 @@ def train(
         cut,
         micro_batches,
     )
-    loaded, chosen = load_job(job), choose_fleet(fleet, limit, exclude, may_be_empty=True)
-    request = TrainRequest(loaded, chosen, streams.directory, wanted, plan, batch_size, resume, skip_doctor)
+    request = TrainRequest(
+        call.job, call.fleet, call.directory, wanted, plan, batch_size, resume, skip_doctor
+    )
     _train(streams, request, notify, is_dry_run=dry_run)
 
 
@@ -130,29 +117,22 @@ def _train(streams: Streams, request: "TrainRequest", notify: str | None, *, is_
     """Train, and tell another program of the end; or show what would be trained."""
     from csdctl.terminal.train import TrainingScreen, show_training_rehearsal
     from csdctl.workflows.runs.notification import notifying, parse_command
-    from csdctl.workflows.train.run import RunStopped
-    from csdctl.workflows.train.train import run_training
 
     if is_dry_run:
         show_training_rehearsal(streams, request)
         return
     screen = TrainingScreen(streams, emulated=request.fleet.emulated)
-    with notifying(parse_command(notify), lambda: screen.run, streams.say), screen:
-        try:
-            screen.finish(run_training(request, screen))
-        except RunStopped as stopped:
-            screen.stopped(stopped)
-            raise
+    with notifying(parse_command(notify), lambda: screen.run, streams.say):
+        screen.train(request)
 
 
 def start_detached(streams: Streams) -> None:
     """Start this command line again in the background; return once its run trains."""
-    from csdctl.runs.directory import ProjectDirectory
     from csdctl.workflows.runs import detach
     from csdctl.workflows.runs.processes import process_of
 
     arguments = build_background_arguments(sys.argv[1:])
-    run = detach.start_detached(ProjectDirectory(streams.directory), arguments, streams.say)
+    run = detach.start_detached(streams.project, arguments, streams.say)
     if run is None:
         streams.say("nothing was left to train: no run goes on in the background")
         streams.result({"schema": "csdctl.train/1", "detached": False})

@@ -4,35 +4,30 @@ from typing import Annotated
 
 import typer
 
-from csdctl.cli import options
+from csdctl.cli.call import Call, on_job
 from csdctl.errors import InputError
-from csdctl.terminal.streams import Streams
 from csdctl.tuning.stannis import DEFAULT_BATCH_SIZES, DEFAULT_MARGIN_SCALE, DEFAULT_STEP_DIVISOR
 
 DEFAULT_BATCH_SIZE_LIST = ",".join(map(str, DEFAULT_BATCH_SIZES))
 
 
+@on_job
 def tune(
-    job: options.JobArgument = options.DEFAULT_JOB,
-    fleet: options.FleetOption = options.DEFAULT_FLEET,
+    call: Call,
     method: Annotated[
-        str,
-        typer.Option("--method", help="fit: a model fitted to few probes; stannis: the paper's Algorithm 1."),
+        str, typer.Option(help="fit: a model fitted to few probes; stannis: the paper's Algorithm 1.")
     ] = "fit",
     max_global_batch: Annotated[
         int | None,
         typer.Option(
-            "--max-global-batch",
             min=1,
             help="fit: the largest global batch size; default: 4 × recipe.reference_batch, and at most a "
             "tenth of an epoch's samples.",
         ),
     ] = None,
-    global_batch: Annotated[
-        int | None, typer.Option("--global-batch", min=1, help="fit: the exact global batch size.")
-    ] = None,
+    global_batch: Annotated[int | None, typer.Option(min=1, help="fit: the exact global batch size.")] = None,
     max_step_seconds: Annotated[
-        float | None, typer.Option("--max-step-seconds", help="fit: the longest step time in seconds.")
+        float | None, typer.Option(help="fit: the longest step time in seconds.")
     ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="fit: ignore earlier measurements.")] = False,
     explore: Annotated[
@@ -52,22 +47,16 @@ def tune(
     strategy: Annotated[
         str,
         typer.Option(
-            "--strategy",
             metavar="STRATEGY",
             help="fit: compare the strategies (auto), or plan for one: data-parallel, features or split.",
         ),
     ] = "auto",
     cut: Annotated[
-        str,
-        typer.Option(
-            "--cut", metavar="LAYER", help="fit: the last layer of the nodes, for --strategy split."
-        ),
+        str, typer.Option(metavar="LAYER", help="fit: the last layer of the nodes, for --strategy split.")
     ] = "",
-    probe_seconds: Annotated[
-        float, typer.Option("--probe-seconds", help="Minimum duration of a probe.")
-    ] = 1.0,
+    probe_seconds: Annotated[float, typer.Option(help="Minimum duration of a probe.")] = 1.0,
     batch_sizes: Annotated[
-        str, typer.Option("--batch-sizes", help="stannis: the batch sizes to probe.")
+        str, typer.Option(help="stannis: the batch sizes to probe.")
     ] = DEFAULT_BATCH_SIZE_LIST,
     step_divisor: Annotated[
         float,
@@ -85,19 +74,14 @@ def tune(
             help="stannis: E; 20 leaves a margin of 5%, the paper's value 5 leaves 20%.",
         ),
     ] = DEFAULT_MARGIN_SCALE,
-    limit: options.LimitOption = None,
-    exclude: options.ExcludeOption = None,
-    json: options.JsonOption = False,
 ) -> None:
     """Measure the machines and write the plan with the highest throughput."""
-    from csdctl.job.model import load_job
     from csdctl.terminal.tune import TuningScreen, plan_document, render_plan
     from csdctl.tuning.search import Limits
     from csdctl.workflows.tune.options import TuneOptions
     from csdctl.workflows.tune.tune import tune_job
-    from csdctl.workflows.workspace.partial_failure import choose_fleet
 
-    streams = Streams(is_json=json)
+    streams = call.streams
     tune_options = TuneOptions(
         method=method,
         limits=Limits(max_global_batch, global_batch, max_step_seconds),
@@ -111,9 +95,8 @@ def tune(
         strategy=strategy,
         cut=cut,
     )
-    chosen = choose_fleet(fleet, limit, exclude)
-    saved = tune_job(load_job(job), chosen, streams.directory, tune_options, TuningScreen(streams))
-    render_plan(streams.console, saved.plan, str(saved.path.relative_to(streams.directory)))
+    saved = tune_job(call.job, call.fleet, call.directory, tune_options, TuningScreen(streams))
+    render_plan(streams.console, saved.plan, str(saved.path.relative_to(call.directory)))
     streams.result(plan_document(saved.plan, str(saved.path)))
 
 

@@ -21,7 +21,6 @@ from csdctl.runs.directory import ProjectDirectory, RunDirectory
 from csdctl.runs.ledger import read_ledger
 
 TENSORBOARD, MLFLOW, CSV = FORMATS = ("tensorboard", "mlflow", "csv")
-Write = Callable[[RunResults, Path], None]
 
 
 def report(project: ProjectDirectory, run_id: str | None) -> tuple[RunDirectory, RunSummary]:
@@ -103,14 +102,9 @@ def export(
     (run,) = results(project, [run_id] if run_id else [])
     if to == MLFLOW:
         return f"run {write_mlflow(run, tracking_uri)} of MLflow"
-    suffix, write = WRITERS[to]
-    path = output or Path(f"{run.summary.run_id}{suffix}")
-    write(run, path)
+    path = output or Path(f"{run.summary.run_id}{'.csv' if to == CSV else '-tensorboard'}")
+    if to == CSV:
+        save_text(path, render_csv([run]))
+    else:
+        write_tensorboard(run, path)
     return str(path)
-
-
-WRITERS: dict[str, tuple[str, Write]] = {
-    TENSORBOARD: ("-tensorboard", write_tensorboard),
-    CSV: (".csv", lambda run, path: save_text(path, render_csv([run]))),
-}
-"""By format: what follows the run's id in the name of the file, and what writes it."""

@@ -1,7 +1,7 @@
 """Compare two runs: what they were given, and what came of it."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from csdctl.reporting.results import summarize_run
@@ -54,24 +54,26 @@ def compare_runs(
 ) -> tuple[RunDirectory, RunDirectory, list[Difference]]:
     """Return two runs and the values in which they differ, settings before results; raises InputError."""
     runs = project.find_run(first), project.find_run(second)
-    settings = [dict(_settings(run.load_manifest())) for run in runs]
-    results = [dict(_results(run)) for run in runs]
-    return (
-        *runs,
-        [*_differences(*settings, is_result=False), *_differences(*results, is_result=True)],
-    )
+    found = []
+    for read in (_settings, _results):
+        one, other = (read(run) for run in runs)
+        found += [
+            Difference(name, one.get(name), other.get(name), read is _results)
+            for name in dict.fromkeys([*one, *other])
+            if one.get(name) != other.get(name)
+        ]
+    return *runs, found
 
 
-def _settings(manifest: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
-    for name, value in _flatten({key: manifest.get(key) for key in SETTINGS}):
-        if not name.startswith(NO_SETTINGS):
-            yield name, value
+def _settings(run: RunDirectory) -> dict[str, object]:
+    manifest: Mapping[str, Any] = run.load_manifest()
+    values = _flatten({key: manifest.get(key) for key in SETTINGS})
+    return {name: value for name, value in values if not name.startswith(NO_SETTINGS)}
 
 
-def _results(run: RunDirectory) -> Iterator[tuple[str, object]]:
-    if run.events.exists():
-        summary = asdict(summarize_run(run))
-        yield from ((name, summary[name]) for name in RESULTS)
+def _results(run: RunDirectory) -> dict[str, object]:
+    summary = summarize_run(run) if run.events.exists() else None
+    return {name: getattr(summary, name) for name in RESULTS} if summary else {}
 
 
 def _flatten(value: object, name: str = "") -> Iterator[tuple[str, object]]:
@@ -84,11 +86,3 @@ def _flatten(value: object, name: str = "") -> Iterator[tuple[str, object]]:
             yield from _flatten(inner, f"{name}.{inner['node']}")
     else:
         yield name, value
-
-
-def _differences(
-    first: Mapping[str, object], second: Mapping[str, object], *, is_result: bool
-) -> Iterator[Difference]:
-    for name in dict.fromkeys([*first, *second]):
-        if first.get(name) != second.get(name):
-            yield Difference(name, first.get(name), second.get(name), is_result)

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 import csdctl
-from csdctl.worker.compute.backend import load_backend
 from csdctl.worker.protocol.events import EpochEnd, Event, Ready, event_document
 
 PAGE = Path(__file__).parents[3] / "docs" / "how-to" / "follow-a-run.md"
@@ -47,15 +46,6 @@ def test_epochs_as_csv(directory: Path) -> None:
         to_csv(document(event))
     with (directory / "epochs.csv").open(newline="") as file:
         assert list(csv.reader(file)) == [["20261122-100000", "2", "0.5", "0.25"]]
-
-
-def test_epochs_in_tensorboard(directory: Path) -> None:
-    load_backend()  # the user's function starts TensorFlow
-    to_board = shown("to_board")
-    for event in (Ready(0, "host", 100, 0.1), END):
-        to_board(document(event))
-    [file] = (directory / "board" / "20261122-100000").iterdir()
-    assert b"validation_loss" in file.read_bytes()
 
 
 def test_run_is_stopped_when_it_is_good_enough() -> None:

@@ -5,14 +5,12 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 import csdctl
 from csdctl import api
-from csdctl.api.options import python_errors
 from csdctl.errors import InputError
 
 ROOT = Path(__file__).parents[3]
@@ -71,11 +69,6 @@ class TestJob:
         made = from_model(tmp_path)
         assert csdctl.Job(str(made.path)) == csdctl.Job(made.path) == made
 
-    def test_missing_file(self, tmp_path: Path) -> None:
-        with pytest.raises(csdctl.CsdctlError) as caught:
-            csdctl.Job(tmp_path / "job.yaml")
-        assert (caught.value.exit_code, "job.yaml" in caught.value.message) == (2, True)
-
     def test_early_stopping_with_the_name_that_keras_uses(self, tmp_path: Path) -> None:
         made = from_model(tmp_path, early_stopping=csdctl.EarlyStopping("val_accuracy", patience=np.int64(2)))
         assert made.load().recipe.early_stopping == csdctl.EarlyStopping("validation_accuracy", 2, 0.0)
@@ -90,57 +83,7 @@ def from_model(directory: Path, **recipe: object) -> csdctl.Job:
     return csdctl.Job.from_model(SavedModel(), (x, y), directory=directory, **recipe)
 
 
-class TestFleet:
-    def test_nodes_are_selected(self, tmp_path: Path) -> None:
-        path = tmp_path / "fleet.yaml"
-        path.write_text('nodes:\n  - {name: "csd[0-3]", address: "10.1.1.[2-5]"}\n')
-        assert csdctl.load_fleet(path, exclude=["csd[1-3]"]).machines == ("host", "csd0")
-
-    def test_missing_file(self, tmp_path: Path) -> None:
-        with pytest.raises(InputError, match="fleet.yaml"):
-            csdctl.load_fleet(tmp_path / "fleet.yaml")
-
-
-class TestRuns:
-    def test_no_run_yet(self, tmp_path: Path) -> None:
-        with pytest.raises(InputError, match="no runs in"):
-            csdctl.load_run(directory=tmp_path)
-
-    def test_run_without_a_model(self, tmp_path: Path) -> None:
-        (tmp_path / ".csdctl" / "runs" / "20261122-100000-000000").mkdir(parents=True)
-        run = csdctl.load_run("latest", tmp_path)
-        assert run.id == "20261122-100000-000000"
-        with pytest.raises(InputError, match="has no model.keras"):
-            run.model()
-        with pytest.raises(InputError, match="has no best.keras"):
-            run.model(best=True)
-
-
 def test_what_is_no_function_is_refused_as_callback() -> None:
     with pytest.raises(InputError, match="received a EarlyStopping as callback") as caught:
         csdctl.TrainOptions(callbacks=(csdctl.EarlyStopping(),))  # type: ignore[arg-type]
     assert "recipe" in caught.value.remedy
-
-
-@pytest.mark.parametrize(
-    ("options", "given", "message"),
-    [
-        (csdctl.TrainOptions, {"min_nodes": -1}, "min_nodes must be at least 0, received -1"),
-        (csdctl.TrainOptions, {"num_checkpoints": 0}, "num_checkpoints must be at least 1, received 0"),
-        (csdctl.TrainOptions, {"cut": "a"}, "cut a divides the model, which strategy auto does not"),
-        (csdctl.TuneOptions, {"probe_duration_s": -1.0}, "probe_duration_s must be at least 0"),
-        (csdctl.TuneOptions, {"method": "fit", "step_divisor": 1.0}, "fit does not take batch_sizes"),
-    ],
-)
-def test_errors_name_arguments(options: Any, given: dict[str, Any], message: str) -> None:
-    with pytest.raises(InputError) as raised:
-        options(**given)
-    assert raised.value.message.startswith(message)
-    assert "--" not in raised.value.message + raised.value.remedy.partition("`")[0]
-
-
-def test_commands_in_errors_stay_command_lines() -> None:
-    with pytest.raises(InputError) as raised, python_errors():
-        raise InputError("run `csdctl tune --host`, not --keep", remedy="csdctl trust --forget; --limit x")
-    assert raised.value.message == "run `csdctl tune --host`, not num_checkpoints"
-    assert raised.value.remedy == "csdctl trust --forget; limit x"

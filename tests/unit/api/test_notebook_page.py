@@ -37,7 +37,3 @@ def test_page_has_all_cells_under_one_title(hook: ModuleType) -> None:
     shown = show(hook, "tutorials/notebook.md")
     assert all("".join(cell["source"]) in shown for cell in CODE)
     assert [line for line in shown.splitlines() if line.startswith("# ")] == ["# A notebook"]
-
-
-def test_other_pages_stay_as_they_are(hook: ModuleType) -> None:
-    assert show(hook, "README.md") == "# A notebook\n"

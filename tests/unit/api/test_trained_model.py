@@ -82,11 +82,3 @@ def test_what_is_missing_is_said_with_a_remedy(tmp_path: Path) -> None:
         run.model()
     assert "model.load_weights(" in caught.value.remedy
     assert "model.weights.h5" in caught.value.remedy
-
-
-def test_other_weights_than_the_function_builds_are_refused(tmp_path: Path) -> None:
-    run, _ = train_once(tmp_path, "tower_that_grows")
-    path = tmp_path / ".csdctl" / "objects" / "architecture.json"
-    path.write_text(path.read_text().replace('"width": 4', '"width": 6'))
-    with pytest.raises(InputError, match="cannot be built again"):
-        run.model()

@@ -22,23 +22,10 @@ def test_function_is_loaded_and_imports_what_lies_beside_it(tmp_path: Path) -> N
     assert load_callback(f"{path}:log")(21) == 42  # type: ignore[arg-type]
 
 
-def test_file_may_define_dataclasses(tmp_path: Path) -> None:
-    text = (
-        "from __future__ import annotations\nfrom dataclasses import dataclass\n"
-        "@dataclass\nclass Log:\n    n: int = 0\n    def __call__(self, event): return self.n\nlog = Log(3)\n"
-    )
-    assert load_callback(f"{write(tmp_path, text)}:log")({}) == 3
-
-
 @pytest.mark.parametrize("reference", ["log.py", "log:log", "log.py:", "log.py:no name", ":log", ""])
 def test_other_references_are_refused(reference: str) -> None:
     with pytest.raises(InputError, match="expected FILE.py:NAME"):
         load_callback(reference)
-
-
-def test_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="log.py:log does not exist"):
-        load_callback(f"{tmp_path}/log.py:log")
 
 
 @pytest.mark.parametrize(

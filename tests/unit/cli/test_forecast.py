@@ -2,16 +2,11 @@
 
 import json
 from io import StringIO
-from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from csdctl.cli.app import app
-from csdctl.errors import InputError
 from csdctl.perfmodel.published import Network
-from csdctl.reporting.numbers import format_joules
 from csdctl.terminal.console import PrintableConsole
 from csdctl.terminal.forecast import forecast_document, render_forecast
 from csdctl.terminal.streams import format_json
@@ -28,10 +23,6 @@ def shown(network: Network, request: ForecastRequest) -> str:
 
 def document(network: Network, request: ForecastRequest) -> Any:
     return json.loads(format_json(forecast_document(forecast(published_basis(network), request))))
-
-
-def invoke(*arguments: str) -> Any:
-    return CliRunner().invoke(app, ["forecast", *arguments])
 
 
 @pytest.mark.parametrize(
@@ -51,7 +42,6 @@ def invoke(*arguments: str) -> Any:
                 "fewer nodes are not worth it either",
             ],
         ),
-        (Network.NASNET, ForecastRequest([4]), ["3.7% faster"]),
         (
             Network.MOBILENETV2,
             ForecastRequest([24], power=Power(300, 40)),
@@ -62,7 +52,6 @@ def invoke(*arguments: str) -> Any:
             ForecastRequest([100], node_sum_s=0.5),
             ["each further node adds less than 10% of its own speed"],
         ),
-        (Network.MOBILENETV2, ForecastRequest([3], node_sum_s=2.0), ["no node adds 10% of its own speed"]),
     ],
 )
 def test_verdict_and_its_reasons(network: Network, request_: ForecastRequest, sentences: list[str]) -> None:
@@ -92,34 +81,3 @@ def test_document_has_curve_verdict_and_origins() -> None:
     assert written["verdict"]["is_worth_it"] is False
     assert [reason["code"] for reason in written["verdict"]["reasons"]] == ["little_gain"]
     assert written["power"]["without_nodes_w"] == pytest.approx(406.8, abs=0.1)
-
-
-def test_host_alone_has_no_verdict() -> None:
-    assert document(Network.NASNET, ForecastRequest([0]))["verdict"] is None
-    assert "worth it" not in shown(Network.NASNET, ForecastRequest([0]))
-
-
-def test_command_needs_neither_fleet_nor_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    done = invoke("--published", "mobilenetv2", "--nodes", "1..24", "--json")
-    assert done.exit_code == 0
-    assert len(json.loads(done.stdout)["curve"]) == 24
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_command_without_a_job_suggests_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    error = invoke().exception
-    assert isinstance(error, InputError)
-    assert "--published mobilenetv2" in error.remedy
-
-
-def test_joules_have_about_three_figures() -> None:
-    assert [format_joules(energy) for energy in (None, 4.026, 13.1, 338_250, 1.1e6, 5e10)] == [
-        "–",
-        "4.03 J",
-        "13.1 J",
-        "338 kJ",
-        "1.10 MJ",
-        "50.0 GJ",
-    ]

@@ -91,18 +91,6 @@ def test_looking_after_a_fleet_needs_none_of_it(light: Path, project: Path, word
     assert done.returncode == 0, done.stderr
 
 
-def test_doctor_says_what_is_missing_on_the_host_and_the_command(light: Path, project: Path) -> None:
-    done = run(light, project, "doctor", "--json")
-    assert done.returncode == ExitCode.FAILED
-    checks = {(one["machine"], one["check"]): one for one in json.loads(done.stdout)["checks"]}
-    assert checks["host", "packages"]["found"] == "tensorflow, keras, numpy missing"
-    remedy = checks["host", "packages"]["remedy"]
-    assert remedy.startswith(f"run: {light} -m pip install ")
-    assert "numpy" in remedy
-    assert f"{light} -m pip install" in checks["host", "mpirun"]["remedy"]
-    assert "None" not in done.stdout
-
-
 @pytest.mark.parametrize(
     ("words", "package"),
     [
@@ -121,15 +109,3 @@ def test_what_needs_it_says_so_with_the_command(
     assert done.returncode in (ExitCode.FAILED, ExitCode.BAD_INPUT)
     assert package in done.stderr.partition("→")[0]
     assert f"→ run: {light} -m pip install" in done.stderr
-
-
-def test_broken_package_is_reinstalled_in_its_release(light: Path, project: Path, tmp_path: Path) -> None:
-    broken = light.parent.parent / "lib" / f"python3.{sys.version_info[1]}" / "site-packages"
-    (broken / "numpy").mkdir()
-    (broken / "numpy" / "__init__.py").write_text('raise ImportError("libopenblas.so.0: cannot open")\n')
-    (broken / "numpy-2.4.1.dist-info").mkdir()
-    (broken / "numpy-2.4.1.dist-info" / "METADATA").write_text("Name: numpy\nVersion: 2.4.1\n")
-    done = run(light, project, "tune")
-    assert "numpy, which this command needs, cannot be loaded: libopenblas.so.0" in done.stderr
-    assert "pip install --force-reinstall --no-deps numpy==2.4.1" in done.stderr
-    assert run(light, project, "exec", "--", "true").returncode == 0

@@ -11,9 +11,7 @@ import pytest
 
 from csdctl.documents import (
     build_atomically,
-    load_json,
     save_bytes,
-    save_json,
     save_text,
     write_atomically,
 )
@@ -34,15 +32,6 @@ def file_size_limited_to(num_bytes: int) -> Iterator[None]:
 
 
 class TestSaving:
-    def test_missing_directories_are_created(self, tmp_path: Path) -> None:
-        save_text(tmp_path / "a" / "b" / "file", "größe")
-        assert (tmp_path / "a" / "b" / "file").read_text(encoding="utf-8") == "größe"
-
-    def test_old_content_is_replaced_without_temporary_files(self, tmp_path: Path) -> None:
-        save_bytes(tmp_path / "file", b"a long old content")
-        save_bytes(tmp_path / "file", b"new")
-        assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"file": b"new"}
-
     def test_content_is_on_the_disk_before_it_gets_its_name(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -79,12 +68,6 @@ class TestSaving:
             save_bytes(tmp_path / "file", bytes(100_000))
         assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"file": b"old"}
 
-    def test_failed_rename_leaves_no_temporary_file(self, tmp_path: Path) -> None:
-        (tmp_path / "file").mkdir()
-        with pytest.raises(IsADirectoryError):
-            save_text(tmp_path / "file", "new")
-        assert [path.name for path in tmp_path.iterdir()] == ["file"]
-
     def test_interrupted_write_leaves_only_the_old_file(self, tmp_path: Path) -> None:
         save_bytes(tmp_path / "file", b"old")
         with contextlib.suppress(KeyboardInterrupt), write_atomically(tmp_path / "file") as file:
@@ -102,10 +85,3 @@ class TestSaving:
                 (temporary / "file").write_bytes(content)
             assert [path.name for path in tmp_path.iterdir()] == ["model"]
             assert (tmp_path / "model" / "file").read_bytes() == content
-
-    def test_value_that_is_not_json_leaves_the_old_file(self, tmp_path: Path) -> None:
-        save_json(tmp_path / "file", {"a": 1})
-        with pytest.raises(TypeError):
-            save_json(tmp_path / "file", {"a": object()})
-        assert load_json(tmp_path / "file") == {"a": 1}
-        assert len(list(tmp_path.iterdir())) == 1

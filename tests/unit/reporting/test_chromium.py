@@ -3,12 +3,9 @@
 Needs Debian's chromium; where it is missing, the tests of this file alone are skipped.
 """
 
-import http.server
 import json
 import re
 import subprocess
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,95 +15,42 @@ from tests.needs import require
 from tests.patience import scaled
 from tests.unit.reporting.test_page import results
 
-WIDTHS = (400, 800, 1400)
 PROBE = """<script>
 addEventListener("securitypolicyviolation", e => console.log("PROBE violation " + e.violatedDirective));
 addEventListener("load", () => {
-  const root = document.documentElement, style = getComputedStyle(document.body);
   document.querySelectorAll("details").forEach(details => details.open = true);
   const charts = [...document.querySelectorAll("figure")].map(figure => ({
-    marks: figure.querySelectorAll("svg path, svg use").length,
-    width: figure.querySelector("svg").getBoundingClientRect().width,
+    width: figure.querySelector("img").getBoundingClientRect().width,
+    drawn: figure.querySelector("img").naturalWidth,
     rows: figure.querySelectorAll("details tbody tr").length,
-    broken: [...figure.querySelectorAll("svg use")].filter(use =>
-      !document.getElementById(use.getAttribute("xlink:href").slice(1))).length,
   }));
   const requests = performance.getEntriesByType("resource").length;
-  console.log("PROBE " + JSON.stringify({charts, requests, page: root.scrollWidth, window: innerWidth,
-    paper: style.backgroundColor, ink: style.color}));
+  const page = document.documentElement.scrollWidth;
+  console.log("PROBE " + JSON.stringify({charts, requests, page, window: innerWidth}));
 });
 </script>"""
 """Added to a copy of the page, whose policy is loosened for it."""
 
 
-@pytest.fixture(scope="module")
-def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, list[str]]]:
-    """The page and its probed copy, from a server that records what is asked of it."""
-    directory = tmp_path_factory.mktemp("page")
-    text = render_page([results(), results("20260102-000000-beef")])
-    (directory / "report.html").write_text(text)
-    loosened = text.replace("default-src", "script-src &#x27;unsafe-inline&#x27;; default-src", 1)
-    (directory / "probed.html").write_text(loosened.replace("</head>", PROBE + "</head>", 1))
-    asked: list[str] = []
-
-    class Handler(http.server.SimpleHTTPRequestHandler):
-        def log_message(self, format: str, *arguments: object) -> None:
-            asked.append(str(arguments[0]).split()[1] if arguments else format)
-
-    def handler(*arguments: object) -> Handler:
-        return Handler(*arguments, directory=str(directory))  # type: ignore[arg-type]
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)  # type: ignore[arg-type]
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_address[1]}", asked
-    server.shutdown()
-    thread.join()
-    server.server_close()
-
-
-def browse(address: str, profile: Path, width: int, *, is_dark: bool) -> list[str]:
-    """Open a page; returns the lines of its console."""
+@pytest.mark.parametrize("width", [400, 800, 1400])
+def test_page_in_a_browser(tmp_path: Path, width: int) -> None:
     require("chromium")
+    page = tmp_path / "report.html"
+    text = render_page([results(), results("20260102-000000-beef")])
+    loosened = text.replace("default-src", "script-src &#x27;unsafe-inline&#x27;; default-src", 1)
+    page.write_text(loosened.replace("</head>", PROBE + "</head>", 1))
     command = [
         *("chromium", "--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"),
-        *(
-            f"--user-data-dir={profile}",
-            f"--window-size={width},1000",
-            f"--timeout={scaled(20_000):.0f}",
-            "--dump-dom",
-        ),
-        *(["--blink-settings=preferredColorScheme=0"] if is_dark else []),
-        address,
+        *(f"--user-data-dir={tmp_path}", f"--window-size={width},1000", f"--timeout={scaled(20_000):.0f}"),
+        *("--dump-dom", page.as_uri()),
     ]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return re.findall(r'CONSOLE[^"]*"(.*)", source', done.stderr)
-
-
-@pytest.mark.parametrize("is_dark", [False, True], ids=["light", "dark"])
-@pytest.mark.parametrize("width", WIDTHS)
-def test_page_in_a_browser(
-    address: tuple[str, list[str]], tmp_path: Path, width: int, *, is_dark: bool
-) -> None:
-    url, _ = address
-    (line,) = browse(f"{url}/probed.html", tmp_path, width, is_dark=is_dark)
+    (line,) = re.findall(r'CONSOLE[^"]*"(.*)", source', done.stderr)
     found = json.loads(line.removeprefix("PROBE ").replace('\\"', '"'))
     assert len(found["charts"]) > 8
     for chart in found["charts"]:
-        assert chart["marks"] > 3
+        assert chart["drawn"] > 0
         assert chart["rows"] >= 1
-        assert chart["broken"] == 0
         assert chart["width"] > min(250, width / 2)
     assert found["requests"] == 0
     assert found["page"] <= found["window"]  # tables scroll, the page does not
-    dark, light = "rgb(18, 23, 29)", "rgb(255, 255, 255)"
-    assert found["paper"] == (dark if is_dark else light)
-
-
-def test_page_as_it_is_asks_for_nothing_and_complains_of_nothing(
-    address: tuple[str, list[str]], tmp_path: Path
-) -> None:
-    url, asked = address
-    assert browse(f"{url}/report.html", tmp_path, 800, is_dark=False) == []
-    assert "/report.html" in asked
-    assert set(asked) <= {"/report.html", "/probed.html", "/favicon.ico"}  # which browsers ask for

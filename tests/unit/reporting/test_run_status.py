@@ -54,13 +54,6 @@ def test_run_that_goes_on_has_its_epoch_step_and_rate(tmp_path: Path) -> None:
     assert found.last_event_s == 1_001.0
 
 
-def test_epoch_that_has_ended_has_no_step_and_its_results(tmp_path: Path) -> None:
-    found = status(tmp_path, PROGRESS, EPOCH_END, replace(PROGRESS, rank=1, node="csd0", epoch=3))
-    assert (found.epoch, found.step, found.samples_per_s) == (2, 0, 80.0)
-    assert (found.loss, found.accuracy) == (1.5, 0.5)
-    assert (found.validation_loss, found.validation_accuracy) == (1.25, 0.625)
-
-
 def test_run_without_a_manifest_has_its_state_alone(tmp_path: Path) -> None:
     run = ProjectDirectory(tmp_path).new_run()
     assert load_run_status(run) == RunStatus(run.run_id, INTERRUPTED)

@@ -1,7 +1,6 @@
 """Runs with different numbers of nodes: what is compared, with what, and what is not known."""
 
 import dataclasses
-import json
 
 import pytest
 
@@ -11,12 +10,9 @@ from csdctl.reporting.export import render_scaling_csv
 from csdctl.reporting.page import render_scaling_page
 from csdctl.reporting.results import RankSummary
 from csdctl.reporting.scaling import (
-    STRONG,
-    TUNED,
     WEAK,
     build_scaling,
     energy_by_nodes,
-    scaling_document,
 )
 from tests.unit.reporting.test_page import results
 
@@ -69,28 +65,12 @@ class TestScaling:
         assert [round(point.efficiency, 3) for point in series.points] == [1.0, 0.9, 0.9]
         assert (series.host_source, series.kind) == ("runs without nodes", WEAK)
 
-    def test_host_in_tuning_stands_for_a_run_without_nodes(self):
-        series = build_scaling([run(4), run(24)])
-        assert series.host_source == TUNED
-        assert series.speedups == pytest.approx({0: 1.0, 4: 1.26, 24: 3.06})
-
-    def test_constant_global_batch_is_strong_scaling(self):
-        assert build_scaling([run(1, batch=60), run(3, batch=30)]).kind == STRONG
-
     def test_energy_is_saved_as_in_table_2_of_the_paper(self):
         rows = energy_by_nodes(build_scaling([run(n, joules=e) for n, e in ENERGY.items()])).rows
         assert [(row[0], row[2], row[3]) for row in rows] == [
             ("0", "13.1", "0%"),
             ("4", "8.3", "37%"),
             ("24", "4.02", "69%"),
-        ]
-
-    def test_document_is_json_without_what_is_not_known(self):
-        document = json.loads(json.dumps(scaling_document(build_scaling([run(0), run(4, joules=8.3)]))))
-        assert document["schema"] == "csdctl.scaling/1"
-        assert [point["joules_per_sample"] for point in document["points"]] == [
-            None,
-            pytest.approx(8.3, rel=1e-3),
         ]
 
     @pytest.mark.parametrize(

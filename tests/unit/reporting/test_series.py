@@ -66,14 +66,6 @@ def test_report_that_arrived_late_counts_when_it_was_made() -> None:
     assert run.samples[1] == pytest.approx([50, 50, 0])
 
 
-def test_waiting_that_is_not_divided_is_said_to_be() -> None:
-    old = Progress(1, "csd0", 1, 5, 5, 50, 0.5, 0.4, 1.0)
-    run = series((100.0, Ready(1, "csd0", 10, 1.0)), (101.0, old))
-    assert not run.is_wait_divided
-    assert sum(run.spent_s[1][WAIT]) == pytest.approx(0.4)
-    assert run.cpu_s == {}
-
-
 def test_lost_node_costs_the_time_until_the_ranks_train_again() -> None:
     run = series(
         (100.0, joined(0, {"0": 4, "1": 2})),

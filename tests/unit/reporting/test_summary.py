@@ -8,19 +8,17 @@ from typing import Any
 
 import pytest
 
-from csdctl.reporting.results import MAX_FAILURES, RunSummary, summarize
+from csdctl.reporting.results import RunSummary, summarize
 from csdctl.worker.protocol.events import (
     STOPPED,
     CheckpointSaved,
     EpochEnd,
     Event,
-    Failed,
     Finished,
     Joined,
     NodeLost,
     Progress,
     Ready,
-    Rebalanced,
 )
 
 NODES = ("host", "csd0", "csd1")
@@ -127,11 +125,6 @@ def test_run_without_one_completion_record_has_failed(rank: int) -> None:
     assert summary(without(Finished, rank)).state == "failed"
 
 
-def test_failures_are_listed_with_their_node() -> None:
-    found = summary([*WHOLE[:6], Failed(1, "csd0", "the loss became nan", "lower the rate")])
-    assert (found.state, found.failures) == ("failed", ("csd0: the loss became nan",))
-
-
 def test_different_weights_after_one_epoch_are_not_identical() -> None:
     events = [epoch_end(1, 1, "other") if event == epoch_end(1, 1) else event for event in WHOLE]
     assert not summary(events).identical_weights
@@ -184,11 +177,6 @@ def test_stopped_run_is_stopped_and_done_after_it_was_resumed() -> None:
     assert summary([*resumed, *(finished(rank) for rank in range(3))]).state == "done"
 
 
-def test_unread_samples_of_all_epochs_are_added() -> None:
-    ends = [replace(epoch_end(0, epoch), num_lost=40 * epoch) for epoch in (1, 2)]
-    assert summary([*WHOLE[:3], *ends]).num_private_unread == 120
-
-
 def test_rate_covers_the_steps_of_its_time_alone() -> None:
     """Rank 0 joined the first epoch after 200 of its 800 samples: no event has the time of those."""
     ends = [replace(epoch_end(0, 1), stepped_samples=600), epoch_end(0, 2)]
@@ -196,39 +184,6 @@ def test_rate_covers_the_steps_of_its_time_alone() -> None:
     assert found.samples == 1600
     assert found.samples_per_s == pytest.approx(1400 / 20)
     assert found.step_samples_per_s == pytest.approx(1400 / 18)
-
-
-def test_changes_of_batch_sizes_and_lost_nodes_are_counted() -> None:
-    changes = [Rebalanced(0, "host", 1, step, "csd0", 2.0, {"0": 64, "1": 8, "2": 8}) for step in (3, 7)]
-    losses = [NodeLost(rank, NODES[rank], "no longer answers") for rank in (2, 1, 2)]
-    found = summary([*WHOLE, *changes, *losses])
-    assert found.num_rebalanced == 2
-    assert found.lost_nodes == ("csd1", "csd0")
-
-
-def test_machine_that_does_not_train_is_no_part_of_what_the_ranks_reach_alone() -> None:
-    host, *nodes = MANIFEST["plan"]["ranks"]
-    ranks = [{**host, "batch_size": 0, "samples_per_s": None}, *nodes]
-    found = summary(manifest={**MANIFEST, "plan": {**MANIFEST["plan"], "ranks": ranks}})
-    assert (found.alone_samples_per_s, found.global_batch) == (pytest.approx(30.0), 20)
-
-
-def test_many_failures_are_counted() -> None:
-    failures = [Failed(1, "csd0", f"failure {number}") for number in range(MAX_FAILURES + 7)]
-    found = summary([*WHOLE, *failures]).failures
-    assert (found[0], found[-2:]) == (
-        "csd0: failure 0",
-        (f"csd0: failure {MAX_FAILURES - 1}", "and 7 more"),
-    )
-
-
-def test_metrics_are_those_of_the_last_epoch() -> None:
-    ends = [
-        replace(epoch_end(0, epoch), metrics={"auc": 0.1 * epoch}, validation_metrics={"auc": 0.2 * epoch})
-        for epoch in (1, 2)
-    ]
-    found = summary([*WHOLE[:3], *ends])
-    assert (found.metrics["auc"], found.validation_metrics["auc"]) == pytest.approx((0.2, 0.4))
 
 
 def test_guarantee_is_that_of_the_epochs_of_the_run() -> None:
@@ -246,3 +201,10 @@ def test_guarantee_is_that_of_the_epochs_of_the_run() -> None:
     assert [(node.node, node.num_releases) for node in found.nodes] == [("csd0", 2), ("csd1", 4)]
     assert (found.noise_multiplier, found.delta) == (8.0, 1e-5)
     assert summary().privacy is None
+
+
+def test_machine_that_does_not_train_is_no_part_of_what_the_ranks_reach_alone() -> None:
+    host, *nodes = MANIFEST["plan"]["ranks"]
+    ranks = [{**host, "batch_size": 0, "samples_per_s": None}, *nodes]
+    found = summary(manifest={**MANIFEST, "plan": {**MANIFEST["plan"], "ranks": ranks}})
+    assert (found.alone_samples_per_s, found.global_batch) == (pytest.approx(30.0), 20)

@@ -38,6 +38,7 @@ def test_program_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
         (["no-such"], os.getpid(), 1, b"", b"no-such cannot be run: No such file or directory\n"),
         (["true"], 2**22 + 1, 1, b"", b"the process that started this program has ended\n"),
     ],
+    ids=["its own", "not found", "no parent"],
 )
 def test_output_and_exit_code_are_those_of_the_program(
     command: list[str], parent: int, code: int, output: bytes, error: bytes

@@ -129,10 +129,8 @@ class TestSources:
         [
             (["--cidr", "127.0.9.0/30", "--inventory", "x"], "one source, received 2"),
             (["--user", "me"], "--user applies only to machines that --cidr finds"),
-            (["--port", "22", "--inventory", "hosts"], "--port applies only to machines that --cidr finds"),
             (["--dry-run"], "--cidr, --inventory or --ssh-config"),
             (["--force", "--inventory", "nowhere"], "nowhere does not exist"),
-            (["--force", "--ssh-config", "nowhere"], "nowhere does not exist"),
             (["--force", "--inventory", "hosts", "--limit", "nobody"], "matches no node of hosts"),
             (["--inventory", "hosts"], "fleet.yaml already exists"),
         ],

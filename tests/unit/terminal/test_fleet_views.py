@@ -80,16 +80,6 @@ def test_machine_that_is_silent_is_never_in_a_row_of_others(size: tuple[int, int
     assert "silent for 25 s" in line
 
 
-def test_extract_names_the_machines_that_have_not_started() -> None:
-    clock = Clock()
-    view = PreparingView(terminal((80, 24)), expected=nodes(4), clock=clock)
-    clock.now += 12
-    assert screen(view, (80, 24))[1] == "waiting for host, csd[0-2] to start (12 s)"
-    for name in nodes(4)[:3]:
-        view.show(name, PrepareProgress(0, 1000))
-    assert screen(view, (80, 24))[1].endswith("waiting for csd2")
-
-
 def test_samples_that_were_found_do_not_make_a_rate() -> None:
     clock = Clock()
     view = PreparingView(terminal((80, 24)), expected=["host"], clock=clock)
@@ -128,17 +118,6 @@ def test_tune_names_who_is_waited_for(count: int, size: tuple[int, int]) -> None
     assert "8 s" in line
 
 
-def test_tune_shows_long_starts_of_tensorflow() -> None:
-    clock = Clock()
-    view = TuningView(terminal((80, 24)), nodes(4), clock=clock)
-    for name in nodes(4):
-        view.on_machine(name, LOADING)
-    clock.now += 25
-    for name in ("host", "csd0"):
-        view.on_machine(name, IDLE)
-    assert screen(view, (80, 24))[1] == "csd1, csd2: loading TensorFlow (25 s)  25 s so far"
-
-
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("count", [4, 37])
 def test_tune_shows_the_trial_as_training(count: int, size: tuple[int, int]) -> None:
@@ -170,24 +149,3 @@ def test_quiet_has_no_view_and_no_lines() -> None:
     with TuningScreen(streams).measuring(nodes(2)) as watch:
         watch.on_probes({"host": ProbeResult(16, 0.1, 3, 1)})
     assert out.getvalue() == ""
-
-
-def test_without_a_terminal_tune_says_now_and_then_what_it_waits_for() -> None:
-    clock = Clock()
-    console = terminal((80, 24), is_terminal=False)
-    with TuningView(console, nodes(3), clock=clock) as view:
-        for name in nodes(3):
-            view.on_machine(name, LOADING)
-        clock.now += 20
-        view.on_machine("host", IDLE)
-        view.on_machine("csd0", IDLE)
-    text = console.file.getvalue()  # type: ignore[attr-defined]
-    assert text == "csd0, csd1: loading TensorFlow (20 s)  20 s so far\n"
-
-
-def test_in_a_notebook_only_a_training_is_a_table() -> None:
-    console = terminal((80, 24))
-    console.is_notebook = True
-    with TuningView(console, nodes(2), clock=Clock()) as view:
-        view.on_machine("host", LOADING)
-    assert console.file.getvalue() == ""  # type: ignore[attr-defined]

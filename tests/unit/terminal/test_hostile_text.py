@@ -216,9 +216,9 @@ def test_text_of_others_is_shown_as_text(show: Callable[[PrintableConsole], None
 
 def test_messages_of_training_are_shown_as_text() -> None:
     streams = Streams(stdout=io.StringIO(), stderr=io.StringIO())
-    with TrainingScreen(streams, emulated=False) as screen:
-        screen.on_delivery(HOSTILE, Delivery(1, 1, 0))
-        screen.say(HOSTILE)
+    screen = TrainingScreen(streams, emulated=False)
+    screen.on_delivery(HOSTILE, Delivery(1, 1, 0))
+    screen.say(HOSTILE)
     assert foreign(streams.stdout.getvalue()) == set()  # type: ignore[attr-defined]
 
 

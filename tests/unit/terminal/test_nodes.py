@@ -1,22 +1,18 @@
 """The output of `deploy` and `exec`, with and without a terminal and as JSON."""
 
-import json
 from io import StringIO
 from pathlib import Path
 
-from csdctl.cli.invocation import outcomes_document
 from csdctl.errors import RemoteCommandError, UnreachableError
 from csdctl.fleet.model import Fleet, Node
 from csdctl.shipping.deliver import Delivery, DeliveryProgress
 from csdctl.terminal.console import PrintableConsole
 from csdctl.terminal.nodes import (
-    MAX_SHOWN_LINES,
     TransferView,
     exec_document,
     render_answers,
-    render_deliveries,
 )
-from csdctl.terminal.streams import Streams, format_json
+from csdctl.terminal.streams import Streams
 from csdctl.transport.many import Outcome
 from csdctl.workflows.exec.run_command import ExecResult, build_answer
 
@@ -42,30 +38,6 @@ def test_without_a_terminal_there_is_one_plain_line_for_each_node() -> None:
     assert "1,234 files would be sent" in show(is_terminal=False, dry_run=True)
 
 
-def test_on_a_terminal_there_is_a_bar_and_no_line() -> None:
-    shown = show(is_terminal=True)
-    assert "2 of 2 nodes" in shown
-    assert "files sent" not in shown
-
-
-def test_table_has_a_row_for_each_node_and_marks_failures() -> None:
-    console = PrintableConsole(file=StringIO(), width=100)
-    render_deliveries(console, {"csd0": GOOD, "csd1": BAD}, dry_run=False)
-    rows = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
-    assert any("csd0" in row and "1,234" in row and "3.0 MiB" in row for row in rows)
-    assert any("csd1" in row and "failed" in row for row in rows)
-
-
-def test_document_has_deliveries_and_failures() -> None:
-    document = outcomes_document("csdctl.deploy/1", {"csd0": GOOD, "csd1": BAD}, is_dry=True)
-    assert json.loads(format_json(document)) == {
-        "schema": "csdctl.deploy/1",
-        "is_dry_run": True,
-        "machines": {"csd0": {"num_sent": 1234, "bytes_sent": 3 << 20, "num_present": 5}},
-        "failed": {"csd1": {"message": "no room", "remedy": "make some"}},
-    }
-
-
 def result_of(stdout: bytes = b"ok\n") -> ExecResult:
     names = [f"csd{number}" for number in range(10)]
     answers = {name: build_answer(0, stdout, b"") for name in names[:8]}
@@ -88,12 +60,6 @@ def test_equal_answers_are_one_row_and_errors_are_apart() -> None:
     assert "problem: csd9: 10.0.0.9 port 22 does not respond" in output
     assert "csd8, standard error\n  df: /x: " in errors
     assert "\x1b" not in errors
-
-
-def test_long_output_says_how_much_is_missing() -> None:
-    output, _ = shown(result_of(b"line\n" * (MAX_SHOWN_LINES + 5)))
-    assert output.count("  line\n") == MAX_SHOWN_LINES
-    assert "… and 5 more lines; --json has them" in output
 
 
 def test_document_has_rows_machines_and_what_to_retry() -> None:

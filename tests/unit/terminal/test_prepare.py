@@ -6,8 +6,8 @@ from pathlib import Path
 
 from csdctl.shipping.store import StoredFile
 from csdctl.terminal.console import PrintableConsole
-from csdctl.terminal.prepare import PreparingView, prepare_document, render_prepared
-from csdctl.worker.protocol.datasets import DatasetInfo, PrepareProgress
+from csdctl.terminal.prepare import prepare_document, render_prepared
+from csdctl.worker.protocol.datasets import DatasetInfo
 from csdctl.worker.protocol.model_info import ModelInfo
 from csdctl.workflows.data.model import SerializedModel
 from csdctl.workflows.data.prepare import Prepared
@@ -26,28 +26,6 @@ PRIVATE = replace(
 FILE = StoredFile("0" * 64, ".json", Path("x"))
 MODEL = SerializedModel(ModelInfo("m", (8, 8, 3), (3,), 7, 7, "softmax"), FILE, FILE)
 PREPARED = Prepared(FILE, MODEL, PUBLIC, None, {"csd0": PRIVATE})
-
-
-def show(*, is_terminal: bool, elapsed_s: float = 0.0) -> str:
-    console = PrintableConsole(file=StringIO(), force_terminal=is_terminal, width=100)
-    times = iter(range(1000))
-    with PreparingView(console, clock=lambda: elapsed_s * next(times)) as view:
-        for done in (0, 500, 1000):
-            view.show("public", PrepareProgress(done, 1000, done // 500))
-        view.show("csd0", PrepareProgress(256, 0, 0))
-    return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
-
-
-def test_without_a_terminal_progress_is_a_plain_line_now_and_then() -> None:
-    lines = show(is_terminal=False, elapsed_s=6.0).splitlines()
-    assert any(line.startswith("500 of 1,000 samples") for line in lines)
-    assert show(is_terminal=False) == ""
-
-
-def test_on_a_terminal_there_is_a_row_for_each_data_set() -> None:
-    shown = show(is_terminal=True)
-    assert "public" in shown
-    assert "csd0" in shown
 
 
 def test_skipped_samples_and_empty_classes_are_printed() -> None:

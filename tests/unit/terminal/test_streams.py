@@ -33,10 +33,6 @@ def test_anything_but_yes_is_a_no(monkeypatch: pytest.MonkeyPatch, answer: str) 
         confirm(monkeypatch, answer)
 
 
-def test_with_yes_nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    confirm(monkeypatch, "n\n", yes=True)
-
-
 @pytest.mark.parametrize(("stdin", "stderr"), [(StringIO("y\n"), Terminal()), (Terminal("y\n"), StringIO())])
 def test_without_a_terminal_the_option_is_named(
     monkeypatch: pytest.MonkeyPatch, stdin: StringIO, stderr: StringIO
@@ -66,11 +62,3 @@ def test_with_json_only_the_document_is_on_stdout(is_json: bool) -> None:
         "host": {"threads": 2, "power": None},
     }
     assert stdout.getvalue()[end:] == '\n{"line": 1}\n'
-
-
-def test_quiet_says_nothing_but_results() -> None:
-    stdout = StringIO()
-    streams = Streams(stdout, StringIO(), is_quiet=True)
-    streams.say("a line for people")
-    streams.views.print("progress")
-    assert stdout.getvalue() == ""

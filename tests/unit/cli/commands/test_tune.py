@@ -38,11 +38,6 @@ def test_invalid_step_time_is_bad_input(job: Path, seconds: str) -> None:
     assert error.remedy == "change or omit --max-step-seconds"
 
 
-def test_algorithm_1_takes_no_limits(job: Path) -> None:
-    error = refused(str(job), "--method", "stannis", "--max-global-batch", "512")
-    assert "stannis takes no limits, received max_global_batch" in error.message
-
-
 @pytest.mark.parametrize("sizes", ["", "4,x", "0,4"])
 def test_invalid_list_of_batch_sizes_is_bad_input(job: Path, sizes: str) -> None:
     assert f"invalid --batch-sizes {sizes!r}" in refused(str(job), "--batch-sizes", sizes).message

@@ -1,0 +1,137 @@
+"""The options that commands on a fleet share, what they select, and the end of such a command."""
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from csdctl.cli import options
+from csdctl.terminal.streams import Streams
+
+if TYPE_CHECKING:
+    from csdctl.errors import CsdctlError
+    from csdctl.fleet.model import Fleet
+    from csdctl.job.model import Job
+    from csdctl.transport.many import Outcome
+
+Command = Callable[..., None]
+
+
+def on_fleet(command: Command) -> Command:
+    """Add the options of a command that visits all nodes of a fleet; it gets them as a Call."""
+    return _add_options(command, ["fleet", "limit", "exclude", "failed_from", "json"])
+
+
+def on_job(command: Command) -> Command:
+    """Add the options of a command for a job on a fleet; it gets them as a Call."""
+    return _add_options(command, ["job", "fleet", "limit", "exclude", "json"])
+
+
+def _shared(
+    job: options.JobArgument = options.DEFAULT_JOB,
+    fleet: options.FleetOption = options.DEFAULT_FLEET,
+    limit: options.LimitOption = None,
+    exclude: options.ExcludeOption = None,
+    failed_from: options.FailedFromOption = None,
+    json: options.JsonOption = False,
+) -> None: ...
+
+
+SHARED = inspect.signature(_shared).parameters
+
+
+def _add_options(command: Command, names: list[str]) -> Command:
+    """Return `command` with those parameters of `_shared` that it lacks, in place of the Call."""
+    own = dict(list(inspect.signature(command).parameters.items())[1:])
+    added = [name for name in names if name not in own]
+    first = [name for name in ("job", "fleet") if name in added]
+    shown = {name: SHARED[name] for name in first} | own | {name: SHARED[name] for name in added}
+
+    @functools.wraps(command)
+    def run(**values: Any) -> None:
+        command(Call(command.__name__, **{name: values.pop(name) for name in added}), **values)
+
+    parameters = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in shown.values()]
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return run
+
+
+class Call:
+    """One call of a command: its name, its streams, and the job and the fleet that its options select."""
+
+    def __init__(
+        self,
+        command: str,
+        *,
+        fleet: Path,
+        limit: list[str] | None,
+        exclude: list[str] | None,
+        json: bool,
+        failed_from: Path | None = None,
+        job: Path = options.DEFAULT_JOB,
+    ) -> None:
+        self.command = command
+        self.fleet_path, self.job_path = fleet, job
+        self.limit, self.exclude, self.failed_from = limit, exclude, failed_from
+        self.streams = Streams(is_json=json)
+        self.directory = self.streams.directory
+
+    @cached_property
+    def job(self) -> "Job":
+        """The job; raises InputError."""
+        from csdctl.job.model import load_job
+
+        return load_job(self.job_path)
+
+    @cached_property
+    def fleet(self) -> "Fleet":
+        """The fleet with the selected nodes; only training may be without any. Raises InputError."""
+        from csdctl.workflows.workspace.partial_failure import choose_fleet
+
+        is_training = self.command == "train"
+        return choose_fleet(
+            self.fleet_path, self.limit, self.exclude, self.failed_from, may_be_empty=is_training
+        )
+
+    def finish(
+        self,
+        outcomes: "Mapping[str, Outcome[Any]]",
+        document: object = None,
+        *,
+        schema: str = "",
+        is_dry: bool = False,
+    ) -> None:
+        """Report the machines that failed, then `conclude`; `schema` is of a document of the results."""
+        from csdctl.terminal.tables import render_failed
+        from csdctl.transport.many import errors_of
+
+        failed = errors_of(outcomes)
+        render_failed(self.streams.console, failed, self.fleet)
+        document = document or {
+            "schema": schema,
+            "is_dry_run": is_dry,
+            "machines": {name: each.value for name, each in outcomes.items() if each.value is not None},
+            "failed": failed,
+        }
+        self.conclude(document, list(outcomes), failed, is_dry=is_dry)
+
+    def conclude(
+        self,
+        document: object,
+        machines: Sequence[str],
+        failed: "Mapping[str, CsdctlError]",
+        arguments: str = "",
+        *,
+        is_dry: bool = False,
+    ) -> None:
+        """Print the JSON document, record which of `machines` failed, and raise one error for them.
+
+        A dry run on which no machine failed leaves what an earlier command has recorded.
+        """
+        from csdctl.workflows.workspace.partial_failure import conclude
+
+        self.streams.result(document)
+        if failed or not is_dry:
+            conclude(self.streams.project, self.command, machines, failed, arguments)
