@@ -3,15 +3,14 @@
 from csdctl.api.before_training import discover, prepare, tune, verify
 from csdctl.api.fleet import Fleet
 from csdctl.api.job import Job
+from csdctl.api.options import TrainOptions, TuneOptions
 from csdctl.api.run import Run, load_run, train
 from csdctl.api.session import load_fleet
 from csdctl.errors import CsdctlError
 from csdctl.supervision.event_callbacks import STOP
 from csdctl.tuning.plan import Plan
 from csdctl.worker.protocol.recipe import EarlyStopping, ReduceOnPlateau
-from csdctl.workflows.train.options import TrainOptions
 from csdctl.workflows.train.run import RunStopped
-from csdctl.workflows.tune.options import TuneOptions
 
 __all__ = [
     "STOP",

@@ -1,6 +1,7 @@
 """What comes before training, from Python: discover, prepare, tune, verify."""
 
 from csdctl.api.job import Job
+from csdctl.api.options import TuneOptions
 from csdctl.api.session import FleetOrPath, as_fleet, open_session
 from csdctl.errors import RunError
 from csdctl.terminal.fleet import DiscoverView, render_fleet
@@ -14,7 +15,6 @@ from csdctl.workflows.discovery.discover import discover as discover_machines
 from csdctl.workflows.train.options import TrainOptions
 from csdctl.workflows.train.train import TrainRequest
 from csdctl.workflows.train.verify import Verification, judge, run_verification
-from csdctl.workflows.tune.options import TuneOptions
 from csdctl.workflows.tune.tune import tune_job
 
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
+from csdctl.api.options import python_errors
 from csdctl.fleet import model
 from csdctl.workflows.workspace.partial_failure import choose_fleet
 
@@ -27,7 +28,8 @@ class Fleet(model.Fleet):
         `limit` and `exclude` are lists of node names, ranges such as "csd[0-7]", or groups.
         Raises InputError.
         """
-        return cls(**vars(choose_fleet(Path(path), limit, exclude)))
+        with python_errors():
+            return cls(**vars(choose_fleet(Path(path), limit, exclude)))
 
     def connections(
         self, *, command_deadline_s: float | None = 600.0, connect_deadline_s: float = 10.0

@@ -8,6 +8,7 @@ from typing import Any
 
 from csdctl.api.before_training import tune
 from csdctl.api.job import Job
+from csdctl.api.options import TrainOptions
 from csdctl.api.session import FleetOrPath, as_fleet, open_session
 from csdctl.api.trained_model import load_model
 from csdctl.reporting.results import RunSummary, summarize_run
@@ -17,7 +18,6 @@ from csdctl.terminal.report import report_of
 from csdctl.terminal.train import TrainingScreen
 from csdctl.terminal.view import render_bundle
 from csdctl.worker.protocol.events import EpochEnd
-from csdctl.workflows.train.options import TrainOptions
 from csdctl.workflows.train.resume import LATEST
 from csdctl.workflows.train.train import TrainRequest
 

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from csdctl.api.fleet import Fleet
+from csdctl.api.options import python_errors
 from csdctl.fleet import model
 from csdctl.runs.private import STATE_DIRECTORY, check_private
 from csdctl.terminal.streams import Streams
@@ -24,7 +25,8 @@ def open_session() -> Iterator[Streams]:
     try:
         streams = Streams(is_verbose=False, is_debugging=False)  # not by the arguments of a user's program
         check_private(streams.directory / STATE_DIRECTORY)
-        yield streams
+        with python_errors():
+            yield streams
     finally:
         os.umask(before)
 

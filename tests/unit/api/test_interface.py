@@ -5,12 +5,14 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 import csdctl
 from csdctl import api
+from csdctl.api.options import python_errors
 from csdctl.errors import InputError
 
 ROOT = Path(__file__).parents[3]
@@ -87,3 +89,27 @@ def test_what_is_no_function_is_refused_as_callback() -> None:
     with pytest.raises(InputError, match="received a EarlyStopping as callback") as caught:
         csdctl.TrainOptions(callbacks=(csdctl.EarlyStopping(),))  # type: ignore[arg-type]
     assert "recipe" in caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("options", "given", "message"),
+    [
+        (csdctl.TrainOptions, {"min_nodes": -1}, "min_nodes must be at least 0, received -1"),
+        (csdctl.TrainOptions, {"num_checkpoints": 0}, "num_checkpoints must be at least 1, received 0"),
+        (csdctl.TrainOptions, {"cut": "a"}, "cut a divides the model, which strategy auto does not"),
+        (csdctl.TuneOptions, {"probe_duration_s": -1.0}, "probe_duration_s must be at least 0"),
+        (csdctl.TuneOptions, {"method": "fit", "step_divisor": 1.0}, "fit does not take batch_sizes"),
+    ],
+)
+def test_errors_name_arguments(options: Any, given: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError) as raised:
+        options(**given)
+    assert raised.value.message.startswith(message)
+    assert "--" not in raised.value.message + raised.value.remedy.partition("`")[0]
+
+
+def test_commands_in_errors_stay_command_lines() -> None:
+    with pytest.raises(InputError) as raised, python_errors():
+        raise InputError("run `csdctl tune --host`, not --keep", remedy="csdctl trust --forget; --limit x")
+    assert raised.value.message == "run `csdctl tune --host`, not num_checkpoints"
+    assert raised.value.remedy == "csdctl trust --forget; limit x"
