@@ -9,9 +9,12 @@ nothing: they take over rank 0's state, never the other way round (docs/decision
 import contextlib
 import io
 import json
+import mmap
 import os
+import struct
 import time
 import zipfile
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +35,6 @@ from csdctl.worker.tasks.progress import (
     Reporter,
     max_state_bytes,
     pack,
-    parts_of,
     position_of,
     unpack,
 )
@@ -42,34 +44,69 @@ _ARCHIVE_BYTES = 1 << 16
 
 
 class StepFile:
-    """The state after the latest step, in the machine's memory; the file exists from the first step on.
+    """The state after the latest step, in two halves that are written alternately.
 
-    It is written aside and renamed: a process that dies while writing leaves the state of the step before.
+    A process that dies while writing leaves the other half intact. The file is memory-mapped: the kernel
+    keeps what was written when the process dies. It exists from the first step on.
     """
+
+    _MARK = struct.Struct("<qqI")
+    """Written before each half: its step if complete, the bytes used, the CRC-32 of their first 4 KiB."""
 
     def __init__(self, path: Path, variables: list[Any]) -> None:
         """`path`: of states of `variables`."""
-        self._path, self._aside = path, path.with_name(f"{path.name}.part")
-        self._max_bytes = max_state_bytes(variables)
+        self._path = path
+        whole_pages = -(-(self._MARK.size + max_state_bytes(variables)) // mmap.PAGESIZE)
+        self._half_bytes = whole_pages * mmap.PAGESIZE
+        self._bytes: Array | None = None
+        self._next = 0
 
     def write(self, variables: list[Any], position: Position) -> None:
-        """Write `variables`, the state at `position`; raises OSError unless the file is this user's own."""
-        os.close(open_private(self._path, is_creating=True))
-        with os.fdopen(open_private(self._aside, is_creating=True), "wb") as file:
-            file.truncate(0)
-            file.writelines(parts_of(variables, position))
-        os.replace(self._aside, self._path)
+        """Write `variables`, the state at `position`; raises OSError when there can be no such file."""
+        if self._bytes is None:
+            self._bytes = self._open()
+        start = self._next * self._half_bytes
+        self._mark(self._bytes, start, -1, 0, 0)
+        body = start + self._MARK.size
+        packed = pack(variables, position, self._bytes[body : start + self._half_bytes])
+        self._mark(self._bytes, start, position.total_steps, len(packed), zlib.crc32(packed[:4096].tobytes()))
+        self._next = 1 - self._next
 
     def read(self) -> Array | None:
-        """Return the latest state, or None; raises OSError unless the file is this user's own."""
+        """Return the latest complete state, or None; raises OSError unless the file is this user's own."""
         try:
             descriptor = open_private(self._path)
         except FileNotFoundError:
             return None
         with os.fdopen(descriptor, "rb") as file:
-            if not 0 < os.fstat(descriptor).st_size <= self._max_bytes:
+            if os.fstat(descriptor).st_size != 2 * self._half_bytes:
                 return None
-            return np.frombuffer(file.read(), np.uint8)
+            content = np.fromfile(file, np.uint8, 2 * self._half_bytes)
+        found: tuple[int, Array] | None = None
+        for half, start in enumerate((0, self._half_bytes)):
+            body = start + self._MARK.size
+            step, used, check = self._MARK.unpack(content[start:body].tobytes())
+            packed = content[body : start + self._half_bytes][: max(0, used)]
+            is_whole = step >= 0 and used == len(packed) > 0 and zlib.crc32(packed[:4096].tobytes()) == check
+            if is_whole and (found is None or step > found[0]):
+                found = (step, packed)
+                self._next = 1 - half
+        return found[1] if found else None
+
+    def _open(self) -> Array:
+        size = 2 * self._half_bytes
+        descriptor = open_private(self._path, is_creating=True)
+        try:
+            if os.fstat(descriptor).st_size != size:
+                os.ftruncate(descriptor, 0)
+                os.posix_fallocate(descriptor, 0, size)
+            return np.frombuffer(mmap.mmap(descriptor, size), np.uint8)
+        finally:
+            os.close(descriptor)
+
+    def _mark(self, into: Array, start: int, *values: int) -> None:
+        mark = self._MARK.pack(*values)
+        into[start : start + len(mark)] = np.frombuffer(mark, np.uint8)
 
 
 @dataclass

@@ -79,18 +79,21 @@ class Position:
     schema: int = SCHEMA
 
 
-def parts_of(variables: list[Any], position: Position) -> list[Any]:
-    """Return variables and position as buffers of bytes, which together are the packed state."""
+def pack(variables: list[Any], position: Position, out: Array | None = None) -> Array:
+    """Return variables and position as one array of bytes, uint8; at the start of `out` when given."""
     arrays = _arrays_of(variables)
     text = to_json(position).encode()
     size = _HEAD.size + len(text) + sum(array.nbytes for array in arrays)
-    head = _HEAD.pack(len(text), size, _hash_form(arrays))
-    return [head, text, *(array.reshape(-1).view(np.uint8) for array in arrays)]
-
-
-def pack(variables: list[Any], position: Position) -> Array:
-    """Return variables and position as one array of bytes, uint8."""
-    return np.frombuffer(b"".join(parts_of(variables, position)), np.uint8)
+    packed = np.empty(size, np.uint8) if out is None else out[:size]
+    if len(packed) < size:
+        raise WorkerError(f"the state has {size} bytes, the buffer only {len(packed)}")
+    packed[: _HEAD.size] = np.frombuffer(_HEAD.pack(len(text), size, _hash_form(arrays)), np.uint8)
+    place = _HEAD.size + len(text)
+    packed[_HEAD.size : place] = np.frombuffer(text, np.uint8)
+    for array in arrays:
+        packed[place : place + array.nbytes] = array.reshape(-1).view(np.uint8)
+        place += array.nbytes
+    return packed
 
 
 def max_state_bytes(variables: list[Any]) -> int:

@@ -7,7 +7,6 @@ import signal
 import struct
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -65,17 +64,23 @@ def test_state_is_restored_bit_by_bit() -> None:
     assert [np.asarray(one.value).dtype for one in into] == [np.float32, np.int64, np.float32]
 
 
+def test_state_of_another_model_is_refused() -> None:
+    with pytest.raises(WorkerError, match=r"expected \d+ for this model"):
+        unpack(pack(variables(), POSITION), variables()[:2], OWN)
+
+
 @pytest.mark.parametrize(
     "others",
     [
-        pytest.param([np.zeros((3, 4), np.float32)], id="fewer variables"),
         pytest.param([np.zeros((4, 3), np.float32), np.int64(0)], id="other shape"),
         pytest.param([np.zeros((3, 4), np.int32), np.int64(0)], id="other type"),
     ],
 )
-def test_state_of_another_model_is_refused(others: list[Any]) -> None:
-    with pytest.raises(WorkerError, match=r"expected \d+ for this model, with the shapes and types"):
-        unpack(pack(variables()[:2], POSITION), [Variable(array) for array in others], OWN)
+def test_state_of_the_same_size_and_another_form_is_refused(others: list[Any]) -> None:
+    packed = pack(variables()[:2], POSITION)
+    into = [Variable(array) for array in others]
+    with pytest.raises(WorkerError, match="shapes and types"):
+        unpack(packed, into, OWN)
 
 
 def changed_share(**changes: Any) -> Position:
@@ -86,14 +91,22 @@ def changed_share(**changes: Any) -> Position:
 IMPOSSIBLE = {
     "epoch 0": replace(POSITION, epoch=0),
     "epoch as text": replace(POSITION, epoch="2"),
+    "step below 0": replace(POSITION, step=-1),
     "more steps than in the run": replace(POSITION, total_steps=2),
+    "steps beyond counting": replace(POSITION, total_steps=10**30),
+    "batch size below 0": replace(POSITION, batch_sizes={"0": -1, "1": 7}),
     "batch sizes of other ranks": replace(POSITION, batch_sizes={"0": 1, "7": 7}),
+    "batch sizes as list": replace(POSITION, batch_sizes=[1, 2]),
     "segment in the future": replace(POSITION, segment=replace(SEGMENT, start_step=4)),
     "share of no rank": changed_share(rank=2),
     "private samples that do not exist": changed_share(private_stop=6),
     "public samples that do not exist": changed_share(public_stop=96),
+    "samples before the first": changed_share(public_start=-1),
+    "span of no rank": changed_share(reassigned=(Span(5, 0, 1),)),
     "span beyond the samples": changed_share(reassigned=(Span(1, 0, 81),)),
     "loss that is no number": replace(POSITION, totals=EpochTotals(3, 51, float("nan"))),
+    "metric as text": replace(POSITION, totals=EpochTotals(3, 51, 1.0, ("x",))),
+    "infinite rate": replace(POSITION, callbacks=CallbackState(rate_factor=float("inf"))),
     "stop as number": replace(POSITION, callbacks=CallbackState(is_stopping=1)),
 }
 
@@ -129,43 +142,78 @@ def test_hash_of_a_state_depends_on_variables_and_position() -> None:
     assert hash_state(variables(1), POSITION) == hash_state(variables(1), POSITION)
 
 
-def steps_in(path: Path) -> int:
-    """Return the steps of the state in a step file, which are also the values of all its variables."""
-    packed = StepFile(path, variables()).read()
+def test_step_file_returns_the_latest_state(tmp_path: Path) -> None:
+    file = StepFile(tmp_path / "state", variables())
+    for step in range(1, 6):
+        file.write(variables(step), replace(POSITION, total_steps=step))
+    packed = StepFile(tmp_path / "state", variables()).read()
     assert packed is not None
     into = variables()
-    step = unpack(packed, into, OWN).total_steps
-    assert all((np.asarray(one.value) == step).all() for one in into)
-    return step
+    assert unpack(packed, into, OWN).total_steps == 5
+    assert into[1].value == 5
 
 
-def test_step_file_exists_from_the_first_step_on_and_has_the_latest_state(tmp_path: Path) -> None:
+def test_step_file_exists_from_the_first_step_on(tmp_path: Path) -> None:
     file = StepFile(tmp_path / "state", variables())
     assert file.read() is None
     assert not (tmp_path / "state").exists()
+    file.write(variables(), POSITION)
+    assert file.read() is not None
+    assert (tmp_path / "state").stat().st_mode & 0o777 == 0o600
+
+
+def test_restarted_writer_overwrites_the_older_state_first(tmp_path: Path) -> None:
+    file = StepFile(tmp_path / "state", variables())
     for step in (45, 46, 47):
         file.write(variables(step), replace(POSITION, total_steps=step))
-        assert steps_in(tmp_path / "state") == step
-    assert (tmp_path / "state").stat().st_mode & 0o777 == 0o600
+    again = StepFile(tmp_path / "state", variables())
+    again.read()
+    again.write(variables(48), replace(POSITION, total_steps=48))
+    content = (tmp_path / "state").read_bytes()
+    half = len(content) // 2
+    steps = {StepFile._MARK.unpack(content[start : start + StepFile._MARK.size])[0] for start in (0, half)}
+    assert steps == {47, 48}
 
 
 def test_state_that_cannot_be_written_to_its_end_leaves_the_one_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = StepFile(tmp_path / "state", variables())
-    file.write(variables(46), replace(POSITION, total_steps=46))
+    for step in (45, 46):
+        file.write(variables(step), replace(POSITION, total_steps=step))
 
-    def write_half(variables: Any, position: Position) -> Iterator[bytes]:
-        yield bytes(1 << 20)
+    def write_half(variables: Any, position: Position, out: Array) -> Array:
+        out[: len(out) // 2] = 7
         raise InterruptedError
 
-    with monkeypatch.context() as patch:
-        patch.setattr(checkpointer, "parts_of", write_half)
-        with pytest.raises(InterruptedError):
-            file.write(variables(47), replace(POSITION, total_steps=47))
-    assert steps_in(tmp_path / "state") == 46
-    file.write(variables(48), replace(POSITION, total_steps=48))
-    assert steps_in(tmp_path / "state") == 48
+    monkeypatch.setattr(checkpointer, "pack", write_half)
+    with pytest.raises(InterruptedError):
+        file.write(variables(47), replace(POSITION, total_steps=47))
+    packed = StepFile(tmp_path / "state", variables()).read()
+    assert packed is not None
+    assert unpack(packed, variables(), OWN).total_steps == 46
+
+
+@pytest.mark.parametrize("half", [0, 1])
+@pytest.mark.parametrize("place", [12, 17, StepFile._MARK.size + 60])
+def test_half_of_a_step_file_that_is_damaged_is_left_out(tmp_path: Path, half: int, place: int) -> None:
+    """In its mark, size or checksum; or in what the checksum covers."""
+    file = StepFile(tmp_path / "state", variables())
+    for step in (45, 46):
+        file.write(variables(step), replace(POSITION, total_steps=step))
+    content = bytearray((tmp_path / "state").read_bytes())
+    content[half * (len(content) // 2) + place] ^= 0x80
+    (tmp_path / "state").write_bytes(content)
+    packed = StepFile(tmp_path / "state", variables()).read()
+    assert packed is not None
+    assert unpack(packed, variables(), OWN).total_steps == (46 if half == 0 else 45)
+
+
+def test_step_file_of_another_size_is_not_read(tmp_path: Path) -> None:
+    StepFile(tmp_path / "state", variables()).write(variables(1), POSITION)
+    with (tmp_path / "state").open("ab") as file:
+        file.write(b"more")
+    assert StepFile(tmp_path / "state", variables()).read() is None
 
 
 WRITER = """
@@ -194,7 +242,12 @@ def test_writer_killed_at_any_moment_leaves_a_complete_state(tmp_path: Path) -> 
         assert process.stdout.readline() == b"writing\n"
         process.send_signal(signal.SIGKILL)
         process.wait()
-        assert steps_in(tmp_path / "state") >= 49
+        packed = StepFile(tmp_path / "state", variables()).read()
+        assert packed is not None
+        into = variables()
+        step = unpack(packed, into, OWN).total_steps
+        assert step >= 49
+        assert all((np.asarray(one.value) == step).all() for one in into)
 
 
 def load_newest(checkpoints: Checkpoints) -> Array | None:
@@ -262,3 +315,7 @@ class TestCheckpoints:
         state = load_newest(checkpoints)
         assert state is not None
         assert unpack(state, variables(), OWN).total_steps == 10
+
+    def test_without_checkpoints_there_is_no_state(self, tmp_path: Path) -> None:
+        assert load_newest(Checkpoints(tmp_path / "none")) is None
+        assert not Checkpoints(tmp_path / "none").exist()
