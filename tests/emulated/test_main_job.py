@@ -165,7 +165,7 @@ def test_all_ranks_hold_identical_weights_at_every_epochs_end(project: Path) -> 
 
 
 def test_predictions_of_all_machines_are_those_of_keras_on_the_saved_model(project: Path) -> None:
-    succeed(project, "predict", "latest", "--on", "all", "--batch-size", "8")
+    succeed(project, "predict", "latest", "--on", "all")
     trained = report(project)
     program = (
         "import sys, json, keras, numpy as np\n"

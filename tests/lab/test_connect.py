@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from csdctl.transport.known_hosts import KnownHosts
 from csdctl.transport.ssh import connect
 from tests.lab import network
 from tests.lab.lab import GATE_NUMBER, Lab
@@ -188,9 +187,9 @@ def test_dropped_connections_are_retried(project: Project) -> None:
 @pytest.mark.fault(9)
 def test_more_commands_than_the_server_opens_channels_are_queued(lab: Lab) -> None:
     node = lab.near[0]
-    known = KnownHosts.load([_known_hosts(lab, node.known_hosts_line)])
+    known = _known_hosts(lab, node.known_hosts_line)
     with node.with_sshd("MaxSessions 2"), network.entered(lab.host.namespace):
-        session = connect(node.node, known)
+        session = connect(node.node, [known])
         outputs: list[str] = []
         script = ["sh", "-c", "sleep 0.2; echo done"]
         threads = [
