@@ -16,7 +16,6 @@ ARGUMENTS = {
     "--global-batch": "limits.global_batch",
     "--keep": "num_checkpoints",
     "--max-global-batch": "limits.max_global_batch",
-    "--max-step-seconds": "limits.max_step_s",
     "--micro-batches": "num_micro_batches",
     "--no-host": "is_host_training=False",
     "--probe-seconds": "probe_duration_s",

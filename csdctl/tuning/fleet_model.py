@@ -139,11 +139,8 @@ class ClassModel:
     trial_sizes: tuple[int, ...] = ()
     """The batch sizes of the trials from which `in_step_factor` was computed."""
     num_new_probes: int = 0
-    max_new_probes: int = MAX_PROBES
     max_size: int | None = None
     """The largest batch size that a plan may give a machine."""
-    has_earlier_trial: bool = False
-    """Whether an earlier tuning reached its trial, and thus already explored other settings."""
     too_large: int | None = None
     """The smallest batch size that did not fit in memory."""
     peaks: Mapping[int, int] = field(default_factory=dict)
@@ -215,11 +212,6 @@ class ClassModel:
             too_large=too_large,
             num_new_probes=self.num_new_probes + len(outcomes),
         )
-
-    def with_settings(self, settings: Runtime, time_ratio: float) -> "ClassModel":
-        """Return the model with other settings; step times are multiplied by `time_ratio`."""
-        points = tuple(Point(point.batch_size, point.step_time_s * time_ratio) for point in self.points)
-        return replace(self, settings=settings, points=points)
 
     def with_trial(self, size: int, ratio: float) -> "ClassModel":
         """Return the model updated with a trial: steps of `size` took `ratio` times as long as modelled.

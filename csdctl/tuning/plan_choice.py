@@ -32,17 +32,17 @@ def choose_plan(
 def _limit_host(model: FleetModel, limits: Limits, candidates: Sequence[RankModel]) -> BestPlan:
     """Return the best plan in which the host has no more than its share of the samples, maybe none."""
     host, *nodes = candidates
-    share, most = model.max_host_share, limits.largest_global_batch
-    host_limit = None if most is None else int(share * most)
+    share = model.max_host_share
+    host_limit = int(share * limits.largest_global_batch)
     best = find_best(
         nodes,
-        limits.without(host_limit or 0),
+        limits.without(host_limit),
         lambda num_nodes: model.sum_s(num_nodes + 1),
         model.overhead_factor,
     )
-    size = int(share / (1 - share) * sum(best.batch_sizes.values()))
-    if host_limit is not None:
-        size = host_limit if limits.global_batch else min(size, host_limit)
+    size = min(host_limit, int(share / (1 - share) * sum(best.batch_sizes.values())))
+    if limits.global_batch:
+        size = host_limit
     if not size:
         return best
     sizes = {host.node: size, **best.batch_sizes}

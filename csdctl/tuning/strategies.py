@@ -269,8 +269,7 @@ def forecast_split(
         found = forecast_split_of(
             sizes, shares, machines, work, overhead=overhead, evaluation_share=evaluation_share
         )
-        is_short = not limits.max_step_s or split_step_s(sizes, shares, machines) <= limits.max_step_s
-        if is_short and (best is None or found.epoch_s < best.epoch_s):
+        if best is None or found.epoch_s < best.epoch_s:
             best = found
     return best
 
@@ -366,8 +365,7 @@ def _split_sizes(
     shares: Shares, machines: Machines, limits: Limits, host_share: float
 ) -> dict[str, int] | None:
     """Return batch sizes with which all nodes take as long, or None where the limits allow none."""
-    most = limits.largest_global_batch
-    host_size = round(most * host_share) if most else 0
+    host_size = round(limits.largest_global_batch * host_share)
     if host_share and not host_size:
         return None
     scaled = {name: machines.step_times[name].scaled(shares.prefix) for name in machines.nodes}

@@ -31,7 +31,7 @@ COMMANDS = {
     "discover": (),
     "doctor": (),
     "prepare": (),
-    "tune": ("--max-global-batch=12", "--probe-seconds=0.1", "--no-explore"),
+    "tune": ("--max-global-batch=12", "--probe-seconds=0.1"),
     "train": ("--skip-doctor", "--json"),
     "report": ("--json",),
     "inventory": ("--output", "hosts.ini"),

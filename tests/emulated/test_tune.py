@@ -104,7 +104,7 @@ def test_second_tune_probes_nothing_and_confirms_with_one_trial(
 def test_fresh_tune_without_the_host_plans_an_exact_global_batch_which_is_trained(
     project: Path, first: tuple[dict[str, Any], str]
 ) -> None:
-    options = ("--no-host", "--global-batch=100", "--fresh", "--no-explore", "--probe-seconds=0.1")
+    options = ("--no-host", "--global-batch=100", "--fresh", "--probe-seconds=0.1")
     plan, stderr = tune(project, *options)
     assert plan["num_probes"] > 0
     assert "timing sums" in stderr
@@ -121,9 +121,9 @@ def test_fresh_tune_without_the_host_plans_an_exact_global_batch_which_is_traine
 def test_impossible_limit_is_refused_before_training(
     project: Path, first: tuple[dict[str, Any], str]
 ) -> None:
-    done = csdctl(project, "tune", "--max-step-seconds", "0.0001")
+    done = csdctl(project, "tune", "--global-batch", "4001")
     assert done.returncode == 2
-    assert "no plan for 3 ranks satisfies" in done.stderr
+    assert "a global batch of 4,001 samples exceeds an epoch of 4,000 samples" in done.stderr
     assert "trying the plan" not in done.stderr
 
 

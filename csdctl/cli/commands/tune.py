@@ -31,16 +31,7 @@ def tune(
     global_batch: Annotated[
         int | None, typer.Option("--global-batch", min=1, help="fit: the exact global batch size.")
     ] = None,
-    max_step_seconds: Annotated[
-        float | None, typer.Option("--max-step-seconds", help="fit: the longest step time in seconds.")
-    ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="fit: ignore earlier measurements.")] = False,
-    explore: Annotated[
-        bool,
-        typer.Option(
-            "--explore/--no-explore", help="fit: also probe threads and oneDNN, and use the faster settings."
-        ),
-    ] = True,
     host: Annotated[
         bool,
         typer.Option(
@@ -100,9 +91,8 @@ def tune(
     streams = Streams(is_json=json)
     tune_options = TuneOptions(
         method=method,
-        limits=Limits(max_global_batch, global_batch, max_step_seconds),
+        limits=Limits(max_global_batch, global_batch),
         is_fresh=fresh,
-        is_exploring=explore,
         is_host_training=host,
         batch_sizes=_parse_sizes(batch_sizes),
         step_divisor=step_divisor,

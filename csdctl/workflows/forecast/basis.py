@@ -257,14 +257,8 @@ def _overhead_factor(plan: Plan | None, known: Recalled, sum_cost: CollectiveCos
 
 def _describe_choice(choice: Choice, num_nodes: int) -> str:
     limits = choice.limits(num_nodes)
-    within = []
-    if limits.global_batch:
-        within.append(f"a global batch of {limits.global_batch:,}")
-    elif limits.max_global_batch:
-        within.append(f"a global batch of at most {limits.max_global_batch:,}")
-    if limits.max_step_s:
-        within.append(f"steps of at most {limits.max_step_s:g} s")
-    best = f"the best with {' and '.join(within)}"
+    at_most = "" if limits.global_batch else "at most "
+    best = f"the best with a global batch of {at_most}{limits.largest_global_batch:,}"
     if choice.is_planned:
         return f"for {num_nodes} nodes those of the plan, for others {best}"
     return f"for each number of nodes {best}"

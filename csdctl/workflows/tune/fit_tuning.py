@@ -5,7 +5,6 @@ measurements in the measurements file, and continues with the model updated from
 starts from the file: it needs no probe, and one trial confirms its plan.
 """
 
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -19,19 +18,9 @@ from csdctl.tuning.fleet_model import (
     learn_probes,
     learn_trial,
 )
-from csdctl.tuning.measurements import CollectiveMeasurement, describe_runtime
+from csdctl.tuning.measurements import CollectiveMeasurement
 from csdctl.tuning.plan_choice import choose_equal_plan, choose_plan, plan_ranks, predict_samples_per_s
-from csdctl.tuning.probe_policy import (
-    PROBES_PER_VARIANT,
-    WARM_UP_PROBE_S,
-    SettingsProbe,
-    learn_settings,
-    limit_probes,
-    next_probes,
-    next_settings,
-    plan_settings_search,
-    time_ratio,
-)
+from csdctl.tuning.probe_policy import limit_sizes, next_probes
 from csdctl.tuning.search import BestPlan, Limits
 from csdctl.worker.protocol.orders import MAX_TIMED_SUM_S
 from csdctl.worker.protocol.probe import ProbeRequest
@@ -69,7 +58,6 @@ class FitTuner:
     measurements: FleetMeasurements
     limits: Limits
     say: Say
-    is_exploring: bool = True
     probe_duration_s: float = 1.0
 
     def tune(self, model: FleetModel) -> TunedFleet:
@@ -79,8 +67,6 @@ class FitTuner:
         """
         model = self._measure_collectives(model)
         model = self._measure_steps(model)
-        if self.is_exploring:
-            model = self._explore_settings(model)
         factor = 1.0
         if recalled := self.measurements.recall_trial(model.step_times()):
             ranks, step_s = recalled
@@ -107,7 +93,7 @@ class FitTuner:
 
     def _measure_steps(self, model: FleetModel) -> FleetModel:
         """Probe until the step time of every class is known where it matters."""
-        model = limit_probes(model, self.limits, PROBES_PER_VARIANT if self.is_exploring else 0)
+        model = limit_sizes(model, self.limits)
         while sizes := next_probes(model, self.limits):
             # A new size costs one step to allocate memory and choose kernels; the next one shows its time.
             outcomes = self.measurer.probe(
@@ -122,44 +108,6 @@ class FitTuner:
             model = learn_probes(model, outcomes)
             for class_model in model.classes.values():
                 self.measurer.share_work(class_model.machines)
-        return model
-
-    def _explore_settings(self, model: FleetModel) -> FleetModel:
-        """Probe other runtime settings of new classes, and select those that are faster."""
-        search = plan_settings_search(model, self.limits)
-        round_number = 0
-        while probes := next_settings(model, search, round_number):
-            model = self._probe_settings(model, {probe.machine: probe for probe in probes})
-            round_number += 1
-        return model
-
-    def _probe_settings(self, model: FleetModel, probes: Mapping[str, SettingsProbe]) -> FleetModel:
-        """Measure machines with other settings, while the other machines compute as before.
-
-        A first probe, of one step where steps are long, shows which settings are hopeless. The second probe
-        counts: the first step allocates memory and chooses kernels.
-        """
-        self.measurer.switch({name: probe.settings for name, probe in probes.items()})
-        requests = {
-            name: ProbeRequest(probe.batch_size, min_steps=1, min_duration_s=WARM_UP_PROBE_S, warm_up_steps=0)
-            for name, probe in probes.items()
-        }
-        warm_up = self.measurer.probe(requests)
-        promising = {
-            name: replace(requests[name], min_duration_s=self.probe_duration_s)
-            for name, outcome in warm_up.items()
-            if outcome.step_time_s is not None and probes[name].is_promising(outcome.step_time_s)
-        }
-        measured = self.measurer.probe(promising) if promising else {}
-        for name, probe in probes.items():
-            outcome = measured.get(name)
-            step_time_s = outcome.step_time_s if outcome else None
-            if outcome and step_time_s is not None:
-                self.measurements.store_class_probes(name, probe.settings, [outcome])
-                if ratio := time_ratio(probe, step_time_s):
-                    settings = describe_runtime(probe.settings)
-                    self.say(f"{name}: {settings}: takes {1 - ratio:.0%} less time: selected")
-            model = learn_settings(model, probe, 1 + (name in promising), step_time_s)
         return model
 
     def _confirm(self, model: FleetModel) -> TunedFleet:

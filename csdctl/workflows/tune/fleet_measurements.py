@@ -187,11 +187,8 @@ class FleetMeasurements:
         return HOST_NAME if machine == HOST_NAME else self._machine_classes[machine].key
 
     def _recall_class(self, blank: ClassModel) -> ClassModel:
-        machine = blank.machines[0]
-        key = self._machine_classes[machine].key
-        threads = self._fleet.host.threads if machine == HOST_NAME else 0
-        known = self._store.probes(self.features.hash, self._recipe, key)
-        return recall_class(blank, known, threads)
+        key = self._machine_classes[blank.machines[0]].key
+        return recall_class(blank, self._store.probes(self.features.hash, self._recipe, key))
 
     def _add_probes(self, machine: str, probes: Sequence[ProbeMeasurement]) -> None:
         self._store.add_probes(self.features, self._recipe, self._machine_classes[machine], probes)

@@ -106,7 +106,14 @@ class FleetMeasurer:
         self._job, self._prepared, self._space = job, prepared, space
         self._watch, self._say = watch, say
         self._stack = ExitStack()
-        self.probers = {name: self._prober(name, runtime) for name, runtime in runtimes.items()}
+        self.probers = {
+            name: Prober(
+                space.sessions[name],
+                build_probe_command(name, job, space.fleet, prepared, runtime),
+                space.facts[name].usable_memory_bytes,
+            )
+            for name, runtime in runtimes.items()
+        }
         self._pool = self._stack.enter_context(ThreadPoolExecutor(len(self.probers)))
         self._busy: dict[str, ProbeRequest] = {}
         """What a machine computes while others are measured."""
@@ -128,14 +135,6 @@ class FleetMeasurer:
         """End all sessions; the next request starts them again."""
         for prober in self.probers.values():
             prober.close()
-
-    def _prober(self, name: str, runtime: Runtime) -> "Prober":
-        return Prober(
-            self._space.sessions[name],
-            build_probe_command(name, self._job, self._space.fleet, self._prepared, runtime),
-            runtime,
-            self._space.facts[name].usable_memory_bytes,
-        )
 
     def time_sums(self, sizes: Sequence[tuple[int, int]]) -> list[CollectiveTimed]:
         """Time sums over (number of ranks, bytes of a rank's vector)."""
@@ -163,12 +162,12 @@ class FleetMeasurer:
         return outcomes
 
     def run_trial(self, ranks: Sequence[RankPlan], num_steps: int) -> TrialResult:
-        """Take steps with all ranks, in the processes that measured where their settings agree.
+        """Take steps with all ranks, in the processes that measured.
 
         Raises OutOfMemoryError for a rank that was killed.
         """
         # A host that does not train has a worker with fewer threads, which the trial starts.
-        attach = self.prepare_trial({rank.node: rank.runtime for rank in ranks if rank.batch_size})
+        attach = self.prepare_trial([rank.node for rank in ranks if rank.batch_size])
         self._say(f"trying the plan: {num_steps} steps of all {len(ranks)} ranks")
         self._watch.on_trial(num_steps, {rank.node: rank.batch_size for rank in ranks})
         try:
@@ -187,20 +186,12 @@ class FleetMeasurer:
         self.measuring_s += result.wall_s
         return result
 
-    def switch(self, runtimes: Mapping[str, Runtime]) -> None:
-        """Measure these machines with these settings from the next round on."""
-        for name, runtime in runtimes.items():
-            if self.probers[name].runtime != runtime:
-                self.probers[name].close()
-                self.probers[name] = self._prober(name, runtime)
-
-    def prepare_trial(self, runtimes: Mapping[str, Runtime]) -> dict[str, AttachRank]:
-        """Keep one session with these settings per machine, and end all others; return how to attach each."""
-        self.switch(runtimes)
-        for name in self.probers.keys() - runtimes.keys():
+    def prepare_trial(self, machines: Sequence[str]) -> dict[str, AttachRank]:
+        """Keep the sessions of these machines, and end all others; return how to attach each."""
+        for name in self.probers.keys() - {*machines}:
             self.probers[name].close()
-        self._start(runtimes)
-        return {name: self.probers[name].attach for name in runtimes}
+        self._start(machines)
+        return {name: self.probers[name].attach for name in machines}
 
     def measure(
         self, requests: Mapping[str, ProbeRequest], *, is_keeping_busy: bool = False
@@ -288,19 +279,13 @@ def _short_steps(request: ProbeRequest, result: ProbeResult) -> ProbeRequest:
 class Prober:
     """One machine's probe session; restarts the worker after it was killed for memory."""
 
-    def __init__(
-        self,
-        session: Session,
-        command: Sequence[str],
-        runtime: Runtime,
-        usable_bytes: int | None,
-    ) -> None:
-        """`command` starts the worker with `runtime`."""
+    def __init__(self, session: Session, command: Sequence[str], usable_bytes: int | None) -> None:
+        """`command` starts the worker."""
         self.name = session.name
-        self.runtime = runtime
         self._session = session
         self._command = command
-        self._usable_bytes = usable_bytes
+        self._memory_bytes = rank_memory_bytes(usable_bytes)
+        """Memory that a rank may fill; None: unknown."""
         self._program: WorkerProgram | None = None
         self.peaks: dict[int, int] = {}
         """Peak memory of the worker in bytes, by batch size, for sizes larger than all before."""
@@ -329,17 +314,12 @@ class Prober:
         self._program.send(to_tagged("request", AttachRequest(spec, rank)))
         return self._program.conversation
 
-    @property
-    def memory_bytes(self) -> int | None:
-        """The memory a rank may fill; None: unknown."""
-        return rank_memory_bytes(self._usable_bytes)
-
     def measure(self, request: ProbeRequest) -> ProbeResult | None:
         """Measure one batch size; None when it is predicted or found not to fit in memory."""
         at_once = min(request.batch_size, request.micro_batch_size or request.batch_size)
-        if self.memory_bytes and at_once > max(self.peaks, default=0):
+        if self._memory_bytes and at_once > max(self.peaks, default=0):
             predicted = predict_peak_bytes(self.peaks, at_once)
-            if predicted and predicted > self.memory_bytes:
+            if predicted and predicted > self._memory_bytes:
                 return None
         if self._program is None:
             self.start()

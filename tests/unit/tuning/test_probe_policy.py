@@ -195,8 +195,8 @@ def test_probe_of_half_the_planned_size_predicts_it(planned: int) -> None:
 
 
 def test_class_that_fits_in_none_of_its_probes_is_named() -> None:
-    known = ClassModel(("a",), max_new_probes=2)
-    with pytest.raises(TuningError, match="a cannot train"):
+    known = ClassModel(("a",), too_large=1 << 20)
+    with pytest.raises(TuningError, match="a cannot train 16 samples"):
         probed_class(known, dict.fromkeys, 4000)
 
 

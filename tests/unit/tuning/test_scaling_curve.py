@@ -220,7 +220,6 @@ class TestHostOrNot:
             ([StepTime(0.02, 0.002)], Limits(max_global_batch=64), 1.0, 0),
             ([StepTime(0.0, 0.02)] * 3, LARGE, 1.5, 3),  # they add a quarter; the overhead costs more
             ([StepTime(0.0, 0.02)], LARGE, 1.1, 0),  # the host alone is as fast
-            ([StepTime(0.0, 0.02)], Limits(max_step_s=0.03, max_global_batch=512), 1.5, 1),
         ],
     )
     def test_host_trains_with_the_nodes_that_pay(

@@ -191,13 +191,6 @@ def test_exact_global_batch_is_kept() -> None:
     assert sum(split.batch_sizes.values()) == 100
 
 
-def test_longest_step_is_kept() -> None:
-    limits = Limits(max_global_batch=512, max_step_s=0.9)
-    split = forecast_split(SHARES, machines(), ALL_PRIVATE, limits)
-    assert split is not None
-    assert split_step_s(split.batch_sizes, SHARES, machines()) <= 0.9
-
-
 def test_trial_corrects_a_forecast() -> None:
     fleet = machines()
     sizes = {"host": 0, **dict.fromkeys(PRIVATE, 16)}

@@ -15,7 +15,6 @@ from csdctl.tuning.plan import RankPlan
 from csdctl.tuning.search import Limits
 from csdctl.worker.protocol.events import CollectiveTimed
 from csdctl.worker.protocol.probe import ProbeRequest
-from csdctl.worker.protocol.run_spec import Runtime
 from csdctl.workflows.tune.fit_tuning import MAX_OOM_RETRIES, SUM_BYTES, FitTuner, TunedFleet
 from csdctl.workflows.tune.fleet_measurements import FleetMeasurements, hash_recipe
 from tests.unit.workflows.measured_project import (
@@ -49,8 +48,6 @@ class ScriptedMeasurer:
     """Machines as functions; `trial` decides the result of a trial."""
 
     trial: Callable[[Sequence[RankPlan]], TrialResult] = trial_of
-    gain: Mapping[Runtime, float] = field(default_factory=dict)
-    """Settings that change the time of a step, by this factor."""
     num_probes: int = 0
     measuring_s: float = 0.0
     max_sum_bytes: int = 1 << 40
@@ -59,7 +56,6 @@ class ScriptedMeasurer:
     sums: list[tuple[int, int]] = field(default_factory=list)
     rounds: list[Mapping[str, ProbeRequest]] = field(default_factory=list)
     trials: list[Sequence[RankPlan]] = field(default_factory=list)
-    settings: dict[str, Runtime] = field(default_factory=dict)
 
     def time_sums(self, wanted: Sequence[tuple[int, int]]) -> list[CollectiveTimed]:
         self.sums += wanted
@@ -72,17 +68,14 @@ class ScriptedMeasurer:
     def probe(self, requests: Mapping[str, ProbeRequest]) -> dict[str, ProbeOutcome]:
         self.num_probes += len(requests)
         self.rounds.append(requests)
-        return {name: self._outcome(name, request.batch_size) for name, request in requests.items()}
-
-    def _outcome(self, name: str, size: int) -> ProbeOutcome:
-        factor = self.gain.get(self.settings[name], 1.0) if name in self.settings else 1.0
-        return ProbeOutcome(size, step_time_of(name).at(size) * factor, 3, {size: size << 20})
+        sizes = {name: request.batch_size for name, request in requests.items()}
+        return {
+            name: ProbeOutcome(size, step_time_of(name).at(size), 3, {size: size << 20})
+            for name, size in sizes.items()
+        }
 
     def share_work(self, machines: Sequence[str]) -> None:
         pass
-
-    def switch(self, settings: Mapping[str, Runtime]) -> None:
-        self.settings |= settings
 
     def run_trial(self, ranks: Sequence[RankPlan], num_steps: int) -> TrialResult:
         self.trials.append(ranks)
@@ -100,13 +93,11 @@ def tune(
     at: MeasuredProject,
     measurer: ScriptedMeasurer,
     messages: list[str] | None = None,
-    *,
-    is_exploring: bool = False,
     limits: Limits = LIMITS,
 ) -> TunedFleet:
     with measurements_of(at) as measurements:
         lines: list[str] = [] if messages is None else messages
-        tuner = FitTuner(measurer, measurements, limits, lines.append, is_exploring)
+        tuner = FitTuner(measurer, measurements, limits, lines.append)
         return tuner.tune(measurements.recall_fleet())
 
 
@@ -141,20 +132,6 @@ def test_sums_of_a_slow_link_are_timed_once(at: MeasuredProject) -> None:
     again = ScriptedMeasurer()
     tune(at, again)
     assert again.sums == []
-
-
-def test_faster_settings_are_taken_and_used_in_the_trial(at: MeasuredProject) -> None:
-    without_onednn = Runtime(facts_of("csd0").num_threads, onednn=False)
-    messages: list[str] = []
-    measurer = ScriptedMeasurer(gain={without_onednn: 0.5})
-    tuned = tune(at, measurer, messages, is_exploring=True)
-    host, *nodes = tuned.tried.ranks
-    assert host.onednn
-    assert not any(rank.onednn for rank in nodes)
-    assert [line for line in messages if "takes 50% less time: selected" in line]
-    with measurements_of(at) as measurements:
-        recalled = measurements.recall_fleet()
-    assert recalled.class_of("csd1").settings == without_onednn
 
 
 @pytest.mark.parametrize("better", [0, 1])
