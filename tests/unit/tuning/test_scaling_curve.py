@@ -4,8 +4,6 @@ import itertools
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from csdctl.perfmodel.prediction import (
     MIN_OVERHEAD_FACTOR,
@@ -14,7 +12,6 @@ from csdctl.perfmodel.prediction import (
     RingCost,
     SumCost,
     calibrate_overhead,
-    predict,
 )
 from csdctl.perfmodel.step_time import StepTime
 from csdctl.tuning.scaling_curve import (
@@ -54,37 +51,7 @@ def verdict(max_nodes: int, cost: SumCost = NOTHING, power: Power | None = None)
     return judge(curve(max_nodes, cost, power), [FLAT_NODE])
 
 
-planned = st.builds(
-    lambda fixed_s, per_sample_s, size: RankModel("csd", StepTime(fixed_s, per_sample_s), batch_size=size),
-    st.floats(0, 10),
-    st.floats(1e-4, 10),
-    st.integers(1, 500),
-)
-
-
 class TestFixedBatchSizes:
-    @given(
-        planned,
-        st.lists(planned, min_size=1, max_size=4),
-        st.builds(CollectiveCost, st.floats(0, 1), st.floats(0, 0.1), st.floats(0, 1e-6), st.floats(0, 1e-7)),
-        st.floats(1, 1.5),
-        st.integers(1, 9),
-    )
-    def test_every_point_agrees_with_predict(
-        self, host: RankModel, nodes: list[RankModel], cost: CollectiveCost, overhead: float, num_nodes: int
-    ) -> None:
-        host = replace(host, node="host")
-        nodes = [replace(node, node=f"csd{number}") for number, node in enumerate(nodes)]
-        [point] = predict_curve(host, nodes, [num_nodes], Costs(cost, 1000, overhead))
-        ranks = [host, *(nodes[number % len(nodes)] for number in range(num_nodes))]
-        sizes = [rank.batch_size for rank in ranks]
-        predicted = predict(ranks, sizes, cost.at(1000, len(ranks)), overhead)
-        assert point.step_s == pytest.approx(predicted.step_s)
-        alone_s = host.step_s
-        assert point.speedup == pytest.approx(predicted.samples_per_s / (host.batch_size / alone_s))
-        assert point.efficiency == pytest.approx(predicted.samples_per_s / predicted.ceiling_samples_per_s)
-        assert point.global_batch == sum(sizes)
-
     def test_host_alone_has_no_overhead_and_no_sum(self) -> None:
         costs = Costs(CollectiveCost(fixed_s=1.0, per_rank_s=1.0), overhead_factor=1.5)
         [alone] = predict_curve(FLAT_HOST, [FLAT_NODE], [0], costs)
@@ -147,14 +114,6 @@ class TestVerdict:
         assert least == energies.index(min(energies))
         assert 0 < least < 200
         assert verdict(10).least_energy_nodes is None
-
-    def test_verdict_on_some_numbers_of_nodes_covers_those_in_between(self) -> None:
-        every = curve(60, CollectiveCost(per_rank_s=0.01), Power(100.0, 1.0))
-        whole = judge(every, [FLAT_NODE])
-        thinned = judge([every[number] for number in (*range(0, 60, 4), 60)], [FLAT_NODE])
-        assert thinned.reasons == whole.reasons
-        for name in ("useful_nodes", "worth_from", "least_energy_nodes"):
-            assert abs(getattr(thinned, name) - getattr(whole, name)) <= 4
 
 
 class TestChosenBatchSizes:

@@ -75,14 +75,6 @@ def test_size_that_does_not_fit_is_the_upper_limit_from_then_on() -> None:
     assert failed == sorted(failed, reverse=True)
 
 
-def test_size_out_of_memory_and_larger_ones_are_not_tried_again() -> None:
-    engines = Engines({"host": linear(1000), "csd0": linear(5, 0.1)}, limits={"host": 36})
-    tuned = engines.tune(batch_sizes=(16, 32, 40, 48, 64))
-    assert tuned["host"].batch_size == 36
-    assert engines.sizes_of("host").count(40) == 1
-    assert max(engines.sizes_of("host")) == 40
-
-
 def test_engine_that_fits_at_no_size_is_named() -> None:
     engines = Engines({"host": linear(50), "csd7": linear(5)}, limits={"csd7": 3})
     with pytest.raises(

@@ -13,7 +13,6 @@ from csdctl.runs.directory import ProjectDirectory
 from csdctl.runs.ledger import Ledger
 from csdctl.tuning.plan import Plan, RankPlan, load_plan, save_plan
 from csdctl.workflows.train.plan import (
-    MAX_SHOWN,
     build_equal_plan,
     build_fingerprint,
     check_plan,
@@ -124,17 +123,6 @@ def test_changed_machine_is_named_with_the_difference(plan: Plan, job: Job) -> N
 
 def test_machine_without_facts_is_not_a_change(plan: Plan, job: Job) -> None:
     check_plan(plan, job, FLEET, {"host": FACTS["host"]})
-
-
-def test_long_list_is_truncated(plan: Plan, job: Job, tmp_path: Path) -> None:
-    recipe = (
-        "epochs: 4, learning_rate: 0.2, reference_batch: 8, warmup_epochs: 1, optimizer: adam, seed: 3, "
-        "loss: mse, from_logits: true, decay: cosine, max_learning_rate: 1.0"
-    )
-    changed = written(tmp_path, JOB.replace("epochs: 3, learning_rate: 0.1", recipe))
-    lines = refusal(plan, changed).splitlines()
-    assert len(lines) == 1 + MAX_SHOWN + 1
-    assert lines[-1] == "  and 3 more"
 
 
 def test_manually_written_plan_is_judged_by_its_job_fingerprint(plan: Plan, job: Job, tmp_path: Path) -> None:

@@ -28,15 +28,6 @@ def session(*replies: str, exit_code: int = 0, stderr: str = "") -> FakeSession:
     )
 
 
-def test_result_is_read_and_its_peak_kept() -> None:
-    with closing(Prober(session(result(8, 700)), COMMAND, None)) as prober:
-        prober.start()
-        measured = prober.measure(ProbeRequest(8))
-        assert measured is not None
-        assert measured.batch_size == 8
-        assert prober.peaks[8] == 700
-
-
 def test_size_that_is_predicted_not_to_fit_is_not_tried() -> None:
     fake = session(result(8, 700), result(16, 900))
     with closing(Prober(fake, COMMAND, usable_bytes=1200)) as prober:
@@ -52,12 +43,6 @@ def test_peak_of_the_process_is_not_recorded_for_a_smaller_size() -> None:
         for size in (8, 16, 8):
             prober.measure(ProbeRequest(size))
         assert prober.peaks[8] == 700
-
-
-def test_worker_killed_for_memory_is_a_result() -> None:
-    with closing(Prober(session(exit_code=137), COMMAND, None)) as prober:
-        prober.start()
-        assert prober.measure(ProbeRequest(64)) is None
 
 
 def test_worker_that_fails_otherwise_is_an_error_with_its_cause() -> None:
@@ -89,7 +74,7 @@ def test_size_below_one_that_fitted_is_always_measured() -> None:
 def test_size_that_killed_the_worker_is_recorded() -> None:
     with closing(Prober(session(exit_code=137), COMMAND, None)) as prober:
         prober.start()
-        prober.measure(ProbeRequest(64))
+        assert prober.measure(ProbeRequest(64)) is None
         assert prober.oom_sizes == {64}
 
 
