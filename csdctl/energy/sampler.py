@@ -19,7 +19,6 @@ from csdctl.energy.sources import (
     ReadingLines,
     Spent,
     build_loop,
-    parse_meter,
     read_redfish,
 )
 from csdctl.errors import CsdctlError, DeadlineError
@@ -55,7 +54,7 @@ class PowerSampler:
     def __enter__(self) -> Self:
         self._start_s = time.time()
         for name, power in self._powers.items():
-            if power.source not in ("constant", "csv"):
+            if power.source != "constant":
                 thread = threading.Thread(target=self._sample, args=(name, power), daemon=True)
                 thread.start()
                 self._threads.append(thread)
@@ -75,8 +74,6 @@ class PowerSampler:
             if power.source == "constant":
                 seconds = end_s - self._start_s
                 self._write(_Recorder(name, power), end_s, Spent(seconds, (power.watts or 0.0) * seconds))
-            elif power.source == "csv":
-                self._guard(_Recorder(name, power), self._import_meter)
         self._log.close()
 
     def _sample(self, name: str, power: PowerSource) -> None:
@@ -92,7 +89,7 @@ class PowerSampler:
         try:
             sample(recorder)
         except (CsdctlError, OSError, ValueError, EOFError, RuntimeError) as error:
-            if not self._stopped.is_set() or power.source == "csv":
+            if not self._stopped.is_set():
                 recorder.num_failures = min(recorder.num_failures + 1, MAX_FAILURES)
                 text = shorten(make_printable(str(error) or type(error).__name__), MAX_ERROR_CHARS)
                 if recorder.num_failures == 1:
@@ -123,14 +120,6 @@ class PowerSampler:
         while not self._stopped.is_set():
             self._take(recorder, time.monotonic(), read_redfish(recorder.power, deadline_s=PATIENCE_S))
             self._stopped.wait(1.0)
-
-    def _import_meter(self, recorder: "_Recorder") -> None:
-        """Take the rows of the meter that were written during the run."""
-        with open(recorder.power.path, encoding="utf-8", errors="replace", newline="") as file:
-            for time_s, watts in parse_meter(file):
-                is_ours = self._start_s - 1 <= time_s <= time.time()
-                if is_ours and (spent := recorder.meter.add(time_s, Reading(watts))):
-                    self._write(recorder, time_s, spent)
 
     def _take(self, recorder: "_Recorder", machine_time_s: float, reading: Reading) -> None:
         recorder.until_s = time.time()

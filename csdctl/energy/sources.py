@@ -1,7 +1,6 @@
 """Power sources: the script that a machine runs, the parser of its output, and energy between readings."""
 
 import base64
-import csv
 import http.client
 import json
 import math
@@ -9,9 +8,8 @@ import re
 import ssl
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Any
 
 from csdctl.errors import InputError
@@ -140,13 +138,7 @@ def parse_redfish(text: str) -> Reading:
         return Reading(_watts(controls[0].get("PowerConsumedWatts"), "PowerConsumedWatts"))
     if isinstance(sensor := content.get("PowerWatts"), dict):
         return Reading(_watts(sensor.get("Reading"), "PowerWatts.Reading"))
-    if "InputPowerWatts" in content:
-        raise ValueError("these are the metrics of one power supply: use EnvironmentMetrics of the chassis")
-    if "PowerSupplies" in content and "PowerControl" not in content:
-        raise ValueError("expected PowerControl, received power supplies alone: use EnvironmentMetrics")
-    if "Allocation" in content or "CapacityWatts" in content:
-        raise ValueError("PowerSubsystem says what is allocated, not what is used: use EnvironmentMetrics")
-    raise ValueError("expected PowerControl or PowerWatts")
+    raise ValueError("expected PowerControl or PowerWatts: use Power or EnvironmentMetrics of the chassis")
 
 
 def _watts(value: object, what: str) -> float:
@@ -301,46 +293,6 @@ def parse_dcmi(output: str) -> Reading:
     return Reading(parse_machine_watts(found[1]))
 
 
-# The CSV file of a power meter on the host: a header with `time` and `watts`, and a row for each reading.
-# Times are Unix seconds, or ISO 8601 as in 2026-01-31T12:00:00+00:00; without an offset they are UTC.
-
-CSV_REMEDY = "the first line is `time,watts`, a row `1769860800.0,212.5` or `2026-01-31T12:00:00Z,212.5`"
-
-
-def parse_meter(lines: Iterable[str]) -> Iterator[tuple[float, float]]:
-    """Yield Unix time and watts of each row, in order; raises ValueError with the line.
-
-    The meter may be writing the last line: it is left out when it is no row.
-    """
-    rows = csv.reader(lines)
-    header = [cell.strip().lower() for cell in next(rows, [])]
-    if "time" not in header or "watts" not in header:
-        raise ValueError(f"expected columns `time` and `watts`, received {', '.join(header)[:100]!r}")
-    time_column, watts_column = header.index("time"), header.index("watts")
-    failed = ""
-    for row in rows:
-        if failed:
-            raise ValueError(failed)
-        if not row:
-            continue
-        try:
-            yield _parse_time(row[time_column].strip()), parse_watts(row[watts_column].strip())
-        except (ValueError, IndexError) as error:
-            failed = f"line {rows.line_num}: {error}"
-
-
-def _parse_time(text: str) -> float:
-    try:
-        return parse_number(text, "a time")
-    except ValueError:
-        pass
-    try:
-        found = datetime.fromisoformat(text)
-    except ValueError:
-        raise ValueError(f"expected a time, received {text[:40]!r}") from None
-    return (found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp()
-
-
 @dataclass(frozen=True)
 class ScriptSource:
     """A source that a shell script on the machine reads, with `argument` as $1; `parse` raises ValueError."""
@@ -356,10 +308,7 @@ SCRIPTS: dict[str, ScriptSource] = {
     "hwmon": ScriptSource(HWMON_SCRIPT, parse_hwmon, HWMON_REMEDY, lambda power: power.path),
     "ipmi": ScriptSource(IPMI_SCRIPT, parse_dcmi, IPMI_REMEDY),
 }
-REMEDIES = {name: source.remedy for name, source in SCRIPTS.items()} | {
-    "redfish": REDFISH_REMEDY,
-    "csv": CSV_REMEDY,
-}
+REMEDIES = {**{name: source.remedy for name, source in SCRIPTS.items()}, "redfish": REDFISH_REMEDY}
 
 
 def build_loop(source: ScriptSource, argument: str) -> list[str]:

@@ -23,7 +23,6 @@ from csdctl.worker.protocol.run_spec import Runtime
 from csdctl.workflows.workspace.workspace import Workspace
 
 RETUNE = "run `csdctl tune` again"
-MAX_SHOWN = 8
 UNKNOWN_CHANGE = "job, model or recipe changed since tuning"
 """The change to report for a plan without a fingerprint."""
 
@@ -72,10 +71,7 @@ def check_plan(plan: Plan, job: Job, fleet: Fleet, facts: Mapping[str, Facts]) -
 def _list_changes(changes: Sequence[str]) -> str:
     if list(changes) == [UNKNOWN_CHANGE]:
         return UNKNOWN_CHANGE
-    shown = [*changes[:MAX_SHOWN]]
-    if len(changes) > MAX_SHOWN:
-        shown.append(f"and {len(changes) - MAX_SHOWN} more")
-    return "".join(["changed since tuning:", *(f"\n  {change}" for change in shown)])
+    return "\n  ".join(["changed since tuning:", *changes])
 
 
 GIVE_ONE = "give one of them"

@@ -27,7 +27,7 @@ from csdctl.workflows.train.strategies.strategy import RunContext
 from csdctl.workflows.workspace.workspace import Workspace
 
 LATEST = "latest"
-MAX_CHECKPOINTS = 1_000_000
+MAX_CHECKPOINTS, MAX_INTERVAL_S = 1_000_000, 1e9
 
 
 def find_resumable(project: ProjectDirectory, run_id: str, job: Job, fleet: Fleet, say: Say) -> RunDirectory:
@@ -116,12 +116,13 @@ def load_spec(run: RunDirectory) -> RunSpec:
     """Read spec.json; raises InputError for values that no run started with."""
     content = load_json(run.spec, remedy=NEW_RUN)
     spec = check_values(content, RunSpec, str(run.spec), remedy=NEW_RUN)
+    interval_s = spec.checkpoint_interval_s
     for name, found, expected in (
         ("schema", spec.schema, SCHEMA),
         ("run_id", spec.run_id, run.run_id),
         ("task", spec.task, TaskSpec(TRAIN_SPLIT) if spec.split else TaskSpec()),
         ("num_checkpoints", spec.num_checkpoints, min(max(spec.num_checkpoints, 1), MAX_CHECKPOINTS)),
-        ("checkpoint_interval_s", spec.checkpoint_interval_s, max(spec.checkpoint_interval_s, 1.0)),
+        ("checkpoint_interval_s", interval_s, min(max(interval_s, 1.0), MAX_INTERVAL_S)),
     ):
         if found != expected:
             raise InputError(f"{run.spec}: `{name}` is {found!r}, expected {expected!r}", remedy=NEW_RUN)

@@ -106,8 +106,6 @@ class FitTuner:
             )
             self.measurements.store_probes(model, outcomes)
             model = learn_probes(model, outcomes)
-            for class_model in model.classes.values():
-                self.measurer.share_work(class_model.machines)
         return model
 
     def _confirm(self, model: FleetModel) -> TunedFleet:

@@ -74,9 +74,6 @@ class ScriptedMeasurer:
             for name, size in sizes.items()
         }
 
-    def share_work(self, machines: Sequence[str]) -> None:
-        pass
-
     def run_trial(self, ranks: Sequence[RankPlan], num_steps: int) -> TrialResult:
         self.trials.append(ranks)
         return self.trial(ranks)

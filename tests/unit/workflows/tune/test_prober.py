@@ -56,14 +56,6 @@ def test_worker_that_fails_otherwise_is_an_error_with_its_cause() -> None:
     assert raised.value.node == "csd0"
 
 
-def test_micro_batch_counts_for_memory_not_the_whole_batch() -> None:
-    fake = session(result(8, 700), result(16, 900), result(256, 900))
-    with closing(Prober(fake, COMMAND, usable_bytes=1200)) as prober:
-        for request in (ProbeRequest(8), ProbeRequest(16), ProbeRequest(256, micro_batch_size=16)):
-            assert prober.measure(request)
-        assert prober.peaks == {8: 700, 16: 900}
-
-
 def test_size_below_one_that_fitted_is_always_measured() -> None:
     with closing(Prober(session(result(32, 1190), result(16, 1190)), COMMAND, usable_bytes=1200)) as prober:
         prober.start()
