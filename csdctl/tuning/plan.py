@@ -113,6 +113,14 @@ class RankPlan(Document):
         """TensorFlow's runtime settings."""
         return Runtime(self.threads, self.inter_threads, self.onednn)
 
+    def with_step(self, batch_size: int, step_time_s: float) -> "RankPlan":
+        """Return the rank with this batch size, and the measured or modelled time of its step."""
+        rate = round(batch_size / step_time_s, 2) if batch_size else None
+        seconds = round(step_time_s, 6) if batch_size else None
+        return self.model_copy(
+            update={"batch_size": batch_size, "step_time_s": seconds, "samples_per_s": rate}
+        )
+
 
 def _check_ranks(ranks: list[RankPlan]) -> list[RankPlan]:
     if ranks[0].node != HOST_NAME:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from csdctl.fleet.model import HOST_NAME
 from csdctl.perfmodel.prediction import RankModel, predict
 from csdctl.perfmodel.step_time import StepTime
-from csdctl.tuning.fleet_model import FleetModel, TriedPlan
+from csdctl.tuning.fleet_model import FleetModel, TrialResult, TriedPlan
 from csdctl.tuning.plan import Predicted, RankPlan
 from csdctl.tuning.search import BestPlan, Limits, best_equal, find_best, find_best_ranks
 
@@ -97,8 +97,7 @@ def plan_ranks(model: FleetModel, best: BestPlan) -> tuple[RankPlan, ...]:
 def _plan_rank(model: FleetModel, machine: str, batch_size: int, step_time: StepTime) -> RankPlan:
     known = model.class_of(machine)
     at_once = known.max_at_once
-    step_time_s = step_time.at(batch_size)
-    return RankPlan(
+    rank = RankPlan(
         node=machine,
         batch_size=batch_size,
         threads=known.settings.threads,
@@ -106,47 +105,35 @@ def _plan_rank(model: FleetModel, machine: str, batch_size: int, step_time: Step
         onednn=known.settings.onednn,
         # Set even when this batch fits, because it may grow during a run.
         micro_batch_size=at_once if at_once is not None and at_once < 2 * batch_size else None,
-        step_time_s=round(step_time_s, 6),
-        samples_per_s=round(batch_size / step_time_s, 2),
         peak_memory_bytes=known.predict_peak_bytes(batch_size),
     )
+    return rank.with_step(batch_size, step_time.at(batch_size))
 
 
 def measured_ranks(tried: TriedPlan) -> list[RankPlan]:
     """Return the ranks of a plan with the step times of its trial."""
     compute_s = tried.compute_s
-    return [
-        rank
-        if not rank.batch_size
-        else rank.model_copy(
-            update={
-                "step_time_s": round(compute_s[rank.node], 6),
-                "samples_per_s": round(rank.batch_size / compute_s[rank.node], 2),
-            }
-        )
-        for rank in tried.ranks
-    ]
+    return [rank.with_step(rank.batch_size, compute_s[rank.node]) for rank in tried.ranks]
 
 
-def confirmed_prediction(tried: TriedPlan, gain: float | None) -> Predicted:
+def confirmed_prediction(
+    ranks: Sequence[RankPlan], result: TrialResult, gain: float | None = None
+) -> Predicted:
     """Return the prediction from a plan's trial; `gain` is relative to the best equal batch size."""
-    result, compute_s = tried.result, tried.compute_s
-    training = [rank for rank in tried.ranks if rank.batch_size]
-    models = [
-        RankModel(rank.node, StepTime(0.0, compute_s[rank.node] / rank.batch_size)) for rank in training
-    ]
-    sizes = [rank.batch_size for rank in training]
-    # The trial's time beyond the slowest rank's compute time is communication, even beyond the sum itself.
-    communication_s = max(0.0, result.step_s - max(result.compute_s))
-    shares = predict(models, sizes, communication_s)
+    computing = [seconds for seconds in result.compute_s if seconds]
+    slowest_s = max(computing)
+    # What a step takes beyond the compute time of the slowest rank is communication.
+    whole_s = max(result.step_s, slowest_s)
+    compute_share = sum(computing) / (len(computing) * whole_s)
+    communication_share = 1 - slowest_s / whole_s
     return Predicted(
-        global_batch=sum(sizes),
-        batch_sizes=[rank.batch_size for rank in tried.ranks],
+        global_batch=sum(rank.batch_size for rank in ranks),
+        batch_sizes=[rank.batch_size for rank in ranks],
         step_s=round(result.step_s, 6),
         samples_per_s=round(result.samples_per_s, 2),
-        compute_share=round(shares.compute_share, 4),
-        imbalance_share=round(shares.imbalance_share, 4),
-        communication_share=round(shares.communication_share, 4),
+        compute_share=round(compute_share, 4),
+        imbalance_share=round(max(0.0, 1 - compute_share - communication_share), 4),
+        communication_share=round(communication_share, 4),
         gain=None if gain is None else round(gain, 3),
         is_confirmed=True,
     )

@@ -254,21 +254,15 @@ def forecast_split(
     work: Workload,
     limits: Limits,
     *,
-    overhead: float = 1.0,
     evaluation_share: float = 0.0,
 ) -> StrategyForecast | None:
-    """Forecast the split of the model with the batch sizes that take the least time; None if none is allowed.
-
-    `overhead`: the time of a step in a trial relative to this model.
-    """
+    """Forecast the split of the model with the batch sizes that take the least time; None without any."""
     best = None
     for share in HOST_SHARES if work.num_public else HOST_SHARES[:1]:
         sizes = _split_sizes(shares, machines, limits, share)
         if sizes is None:
             continue
-        found = forecast_split_of(
-            sizes, shares, machines, work, overhead=overhead, evaluation_share=evaluation_share
-        )
+        found = forecast_split_of(sizes, shares, machines, work, evaluation_share=evaluation_share)
         if best is None or found.epoch_s < best.epoch_s:
             best = found
     return best
@@ -280,14 +274,13 @@ def forecast_split_of(
     machines: Machines,
     work: Workload,
     *,
-    overhead: float = 1.0,
     evaluation_share: float = 0.0,
 ) -> StrategyForecast:
     """Forecast the split of the model with these batch sizes."""
     placed = _place(sizes, work)
 
     def step_s(active: Collection[str]) -> float:
-        return overhead * split_step_s({name: sizes[name] for name in active}, shares, machines)
+        return split_step_s({name: sizes[name] for name in active}, shares, machines)
 
     evaluation_s = work.num_validation * evaluation_share * _sample_s(machines.step_times[HOST_NAME])
     found = _forecast(SPLIT, shares.layer, sizes, time_epoch(placed, step_s) + evaluation_s, machines, work)

@@ -10,8 +10,9 @@ from csdctl.job.model import Job
 from csdctl.notify import Say
 from csdctl.reporting.numbers import format_seconds
 from csdctl.shipping.worker_calls import call_worker
-from csdctl.tuning.fleet_model import FleetModel, TrialResult
-from csdctl.tuning.plan import Plan, Predicted, RankPlan, StrategyPlan
+from csdctl.tuning.fleet_model import FleetModel
+from csdctl.tuning.plan import Plan, RankPlan, StrategyPlan
+from csdctl.tuning.plan_choice import confirmed_prediction
 from csdctl.tuning.search import Limits
 from csdctl.tuning.strategies import (
     DATA_PARALLEL,
@@ -68,22 +69,6 @@ def node_memory(ranks: Sequence[RankPlan]) -> int | None:
     """Return the largest peak memory of a node that was measured."""
     known = (rank.peak_memory_bytes for rank in ranks if rank.node != HOST_NAME)
     return max((peak for peak in known if peak), default=None)
-
-
-def predicted_split(ranks: Sequence[RankPlan], result: TrialResult) -> Predicted:
-    """Return the prediction of a split from its trial."""
-    compute_s = sum(result.compute_s) / (len(ranks) * result.step_s)
-    slowest = max(result.compute_s) / result.step_s
-    return Predicted(
-        global_batch=sum(rank.batch_size for rank in ranks),
-        batch_sizes=[rank.batch_size for rank in ranks],
-        step_s=round(result.step_s, 6),
-        samples_per_s=round(result.samples_per_s, 2),
-        compute_share=round(compute_s, 4),
-        imbalance_share=round(max(0.0, slowest - compute_s), 4),
-        communication_share=round(max(0.0, 1 - max(slowest, compute_s)), 4),
-        is_confirmed=True,
-    )
 
 
 MAX_CUTS = 5
@@ -325,14 +310,7 @@ class StrategyChooser:
         times = self._machines.step_times
         by_name = {rank.node: rank for rank in self.plan.ranks}
         ranks = [
-            by_name[name].model_copy(
-                update={
-                    "batch_size": size,
-                    "step_time_s": round(times[name].at(size), 6) if size else None,
-                    "samples_per_s": round(size / times[name].at(size), 2) if size else None,
-                }
-            )
-            for name, size in chosen.batch_sizes.items()
+            by_name[name].with_step(size, times[name].at(size)) for name, size in chosen.batch_sizes.items()
         ]
         return self.plan.model_copy(update={"strategy": SPLIT, "cut": chosen.cut, "ranks": ranks})
 
@@ -385,7 +363,7 @@ class StrategyChooser:
         final = tried if self.request.strategy == SPLIT else choose_strategy([*rest, tried])
         if final is not tried:
             return self._with_strategies(self._follow(final), listed, impossible)
-        plan = plan.model_copy(update={"predicted": predicted_split(plan.ranks, result)})
+        plan = plan.model_copy(update={"predicted": confirmed_prediction(plan.ranks, result)})
         return self._with_strategies(plan, listed, impossible)
 
     def _with_strategies(
