@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from csdctl.errors import CsdctlError, InputError
+from csdctl.errors import CsdctlError
 from csdctl.fleet.facts import Facts
 from csdctl.fleet.hardware import classify_fleet, classify_machine
 from csdctl.runs import measurements
@@ -61,7 +61,6 @@ class TestProbes:
         store.add_probes(MODEL, "recipe", CSD, PROBES[2:])
         with open_measurements(path) as other:
             assert other.probes(MODEL.hash, "recipe", CSD.key) == PROBES
-            assert other.models() == [MODEL]
 
     def test_other_model_recipe_or_machine_is_not_mixed_in(self, store: MeasurementStore) -> None:
         store.add_probes(MODEL, "recipe", CSD, PROBES)
@@ -140,42 +139,6 @@ class TestOverview:
         ]
 
 
-class TestForgetting:
-    def test_one_model_is_deleted_and_the_others_stay(self, store: MeasurementStore) -> None:
-        store.add_probes(MODEL, "recipe", CSD, PROBES)
-        store.add_probes(OTHER, "recipe", CSD, PROBES)
-        store.add_trial(MODEL, "recipe", FLEET, TRIAL)
-        store.add_collectives(FLEET, [CollectiveMeasurement("star", 5, 1, 0.1, 1.0)])
-        gone = store.forget(store.find_models("MobileNetV2"))
-        assert (gone.num_probes, gone.num_trials, gone.num_collectives) == (4, 1, 0)
-        assert store.models() == [OTHER]
-        assert store.collectives(FLEET.key)
-
-    def test_everything_is_deleted(self, path: Path, store: MeasurementStore) -> None:
-        store.add_probes(MODEL, "recipe", CSD, PROBES)
-        store.add_collectives(FLEET, [CollectiveMeasurement("star", 5, 1, 0.1, 1.0)])
-        assert store.forget(None).num_collectives == 1
-        assert store.models() == []
-        assert b"MobileNetV2" not in path.read_bytes()
-
-    @pytest.mark.parametrize("wanted", ["MobileNetV2", MODEL.name, "aaaaaaaa"])
-    def test_model_is_found_by_short_name_full_name_or_hash(
-        self, store: MeasurementStore, wanted: str
-    ) -> None:
-        store.add_probes(MODEL, "recipe", CSD, PROBES)
-        store.add_probes(OTHER, "recipe", CSD, PROBES)
-        assert store.find_models(wanted) == [MODEL]
-
-    @pytest.mark.parametrize("wanted", ["aaa", "mobilenetv2", "%", ""])
-    def test_unknown_model_is_an_error_that_names_the_known_ones(
-        self, store: MeasurementStore, wanted: str
-    ) -> None:
-        store.add_probes(OTHER, "recipe", CSD, PROBES)
-        with pytest.raises(InputError, match="no measurements of model") as raised:
-            store.find_models(wanted)
-        assert "mine.py:build" in raised.value.remedy
-
-
 WRITER = """
 import sys
 from pathlib import Path
@@ -206,7 +169,7 @@ def test_writes_of_two_processes_are_all_kept(path: Path) -> None:
 def test_write_that_fails_halfway_is_not_kept(store: MeasurementStore) -> None:
     with pytest.raises(CsdctlError, match="NOT NULL constraint failed"):
         store.add_probes(MODEL, "recipe", CSD, [PROBES[0], replace(PROBES[1], measured_at=None)])
-    assert store.models() == []
+    assert store.probes(MODEL.hash, "recipe", CSD.key) == []
 
 
 def test_waiting_for_another_writer_has_a_deadline(
@@ -215,7 +178,7 @@ def test_waiting_for_another_writer_has_a_deadline(
     monkeypatch.setattr(measurements, "BUSY_DEADLINE_S", 0.05)
     with contextlib.closing(sqlite3.connect(path)) as other, open_measurements(path) as waiting:
         other.execute("BEGIN IMMEDIATE")
-        assert waiting.models() == []
+        assert waiting.probes(MODEL.hash, "recipe", CSD.key) == []
         with pytest.raises(CsdctlError, match="database is locked") as raised:
             waiting.add_probes(MODEL, "recipe", CSD, PROBES)
     assert "wait until no other csdctl measures" in raised.value.remedy
