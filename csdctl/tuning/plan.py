@@ -51,12 +51,7 @@ def _changed_files(then: Mapping[str, str], now: Mapping[str, str]) -> Iterator[
 
 def _changed_machines(then: Mapping[str, str], now: Mapping[str, str]) -> Iterator[str]:
     for name, machine in now.items():
-        parts, earlier = machine.split(", "), then.get(name, machine).split(", ")
-        new = ", ".join(part for part in parts if part not in earlier)
-        gone = ", ".join(part for part in earlier if part not in parts)
-        if new and gone:
-            yield f"{name}: {new}, was {gone}"
-        elif new or gone:
+        if then.get(name, machine) != machine:
             yield f"{name}: {machine}, was {then[name]}"
 
 

@@ -41,13 +41,6 @@ def test_postponed_messages_come_first_and_arrive_once() -> None:
     assert source.arrived == [message(1), message(2), message(3)]
 
 
-def test_restart_arrives_but_is_not_a_message_to_handle() -> None:
-    source = Source(Restarted(1), message(1))
-    inbox = source.inbox()
-    assert [inbox.next(0.0), inbox.next(0.0)] == [None, message(1)]
-    assert source.arrived == [Restarted(1), message(1)]
-
-
 def test_message_interrupted_on_arrival_is_handled_before_all_others() -> None:
     source = Source(message(1), message(2), message(3))
     inbox = source.inbox()
@@ -60,14 +53,6 @@ def test_message_interrupted_on_arrival_is_handled_before_all_others() -> None:
     source.is_interrupted = False
     inbox.requeue_unhandled()
     assert [inbox.next(0.0) for _ in range(3)] == [message(2), message(1), message(3)]
-
-
-def test_handled_message_is_not_handled_again() -> None:
-    inbox = Source(message(1), message(2)).inbox()
-    inbox.next(0.0)
-    inbox.mark_handled()
-    inbox.requeue_unhandled()
-    assert inbox.next(0.0) == message(2)
 
 
 def test_postponed_messages_of_a_discarded_rank_are_dropped() -> None:

@@ -40,17 +40,6 @@ def test_step_resets_the_count_of_failed_groups(fleet: Fleet) -> None:
     assert len(fleet.groups) == 6
 
 
-def test_short_epoch_resets_the_count_of_failed_groups(fleet: Fleet) -> None:
-    def end_epoch_and_break(fleet: Fleet) -> None:
-        fleet.end_epoch()  # with too few steps for a Progress event
-        fleet.rank(0).lose_link(len(fleet.groups))
-
-    fleet.scripts = dict.fromkeys(range(1, 6), end_epoch_and_break)
-    fleet.scripts[6] = Fleet.finish
-    fleet.run()
-    assert len(fleet.groups) == 6
-
-
 def test_node_that_mpirun_blames_repeatedly_is_left_out(fleet: Fleet) -> None:
     fleet.mpirun = dict.fromkeys((1, 2, 3), mpirun_blaming(1, "csd0"))
     fleet.scripts[4] = Fleet.finish
