@@ -33,11 +33,8 @@ RECORD_S = 5.0
 PATIENCE_S = 5.0
 """Until a machine that says nothing is asked whether the run has ended."""
 MAX_ERROR_CHARS = 200
-RETRY_S, MAX_RETRY_S = 5.0, 60.0
-"""The pause after a failure, twice as long after each further one, and at most."""
-MAX_FAILURES = 10
-"""Counted, for the pause."""
-NOTHING, FAILURE, RECOVERY = "nothing", "failure", "recovery"
+RETRY_S = 15.0
+"""The pause after a failure."""
 
 
 class PowerSampler:
@@ -81,7 +78,7 @@ class PowerSampler:
         sample = self._poll_redfish if power.source == "redfish" else self._follow_loop
         while not self._stopped.is_set():
             self._guard(recorder, sample)
-            self._stopped.wait(min(RETRY_S * 2 ** max(0, recorder.num_failures - 1), MAX_RETRY_S))
+            self._stopped.wait(RETRY_S)
 
     def _guard(self, recorder: "_Recorder", sample: "_Sample") -> None:
         """Call `sample`; record why it ended, if it is not the end of the run, and say so once."""
@@ -90,12 +87,12 @@ class PowerSampler:
             sample(recorder)
         except (CsdctlError, OSError, ValueError, EOFError, RuntimeError) as error:
             if not self._stopped.is_set():
-                recorder.num_failures = min(recorder.num_failures + 1, MAX_FAILURES)
                 text = shorten(make_printable(str(error) or type(error).__name__), MAX_ERROR_CHARS)
-                if recorder.num_failures == 1:
+                if not recorder.has_failed:
                     self._write(recorder, time.time(), Spent(0.0, None), text)
-                if recorder.said == NOTHING:
-                    recorder.said = FAILURE
+                recorder.has_failed = True
+                if not recorder.was_failure_said:
+                    recorder.was_failure_said = True
                     self._say(f"{recorder.name}: power cannot be read ({power.source}): {text}")
                     self._say(f"  {REMEDIES[power.source]}")
         self._write_rest(recorder)
@@ -123,10 +120,10 @@ class PowerSampler:
 
     def _take(self, recorder: "_Recorder", machine_time_s: float, reading: Reading) -> None:
         recorder.until_s = time.time()
-        recorder.num_failures = 0
-        if recorder.said == FAILURE:
-            recorder.said = RECOVERY
+        if recorder.has_failed and not recorder.was_recovery_said:
+            recorder.was_recovery_said = True
             self._say(f"{recorder.name}: power is read again ({recorder.power.source})")
+        recorder.has_failed = False
         spent = recorder.meter.add(machine_time_s, reading)
         if spent is None:
             return
@@ -173,9 +170,9 @@ class _Recorder:
         self.seconds = self.joules = 0.0
         self.until_s = 0.0
         """When the latest reading arrived, in Unix time."""
-        self.num_failures = 0
-        """Since the latest reading."""
-        self.said = NOTHING
+        self.has_failed = False
+        """Whether it has failed since the latest reading."""
+        self.was_failure_said = self.was_recovery_said = False
 
 
 _Sample = Callable[[_Recorder], None]

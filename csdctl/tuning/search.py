@@ -172,20 +172,27 @@ def _best_of(
     most = limits.largest_global_batch
     if most < len(members):
         return None
-    counts = _count_step_times(members)
+    counts = Counter(member.step_time for member in members)
 
     def total(time_s: float) -> int:
         return sum(step_time.largest_within(time_s) * count for step_time, count in counts.items())
 
     least_s = max(step_time.at(1) for step_time in counts)
     most_s = _longest_time(limits, least_s, total)
+
+    def sizes_at(time_s: float) -> list[int]:
+        """Return the largest batch of each member within `time_s`, and at most `most` together."""
+        within = {step_time: step_time.largest_within(time_s) for step_time in counts}
+        sizes = [within[member.step_time] for member in members]
+        return _cut_to(sizes, members, most) if sum(sizes) > most else sizes
+
     # A rate only needs the distinct step times; the sizes of all members are computed for the best plan only.
     rates: list[tuple[float, float]] = []
     for time_s in _times(least_s, most_s, 1 if limits.global_batch else num_times):
         within = {step_time: step_time.largest_within(time_s) for step_time in counts}
         num_samples = total(time_s)
         if num_samples > most:
-            sizes = _sizes_at(time_s, members, most)
+            sizes = sizes_at(time_s)
             num_samples = sum(sizes)
             slowest_s = max(member.step_time.at(size) for member, size in zip(members, sizes, strict=True))
         else:
@@ -198,28 +205,9 @@ def _best_of(
     fastest = max(rate for rate, _ in rates)
     # In order of T, and thus of the global batch: the first that is almost as fast as the fastest.
     time_s = next(time_s for rate, time_s in rates if rate >= fastest * (1 - SLACK))
-    sizes = _sizes_at(time_s, members, most)
+    sizes = sizes_at(time_s)
     prediction = predict(members, sizes, collective_s, overhead_factor)
     return BestPlan({member.node: size for member, size in zip(members, sizes, strict=True)}, prediction)
-
-
-def _count_step_times(members: Sequence[RankModel]) -> dict[StepTime, int]:
-    """Count the members by step time; first by object identity, which is faster as most share an object."""
-    counts: dict[StepTime, int] = {}
-    objects = {id(member.step_time): member.step_time for member in members}
-    for key, count in Counter(id(member.step_time) for member in members).items():
-        counts[objects[key]] = counts.get(objects[key], 0) + count
-    return counts
-
-
-def _sizes_at(time_s: float, members: Sequence[RankModel], most: int) -> list[int]:
-    """Return the largest batch of each member within `time_s`, and at most `most` together."""
-    within: dict[int, int] = {}
-    for member in members:
-        if id(member.step_time) not in within:
-            within[id(member.step_time)] = member.step_time.largest_within(time_s)
-    sizes = [within[id(member.step_time)] for member in members]
-    return _cut_to(sizes, members, most) if sum(sizes) > most else sizes
 
 
 def _longest_time(limits: Limits, least_s: float, total: Callable[[float], int]) -> float:

@@ -61,10 +61,11 @@ class Examination:
     overdue: str = ""
     """The part that was not finished when the deadline passed; '' when it did not pass."""
 
-    def add(self, check: Check) -> None:
-        """Record one check and pass it on."""
-        self.checks.append(check)
-        self.on_check(check)
+    def add(self, *checks: Check) -> None:
+        """Record checks and pass them on."""
+        for check in checks:
+            self.checks.append(check)
+            self.on_check(check)
 
     @property
     def red(self) -> list[str]:
@@ -234,17 +235,15 @@ def _examine_machines(
     conditions = {name: condition for name, (_, condition) in found.items()}
     facts = {name: machine_facts for name, (machine_facts, _) in found.items()}
     if not fleet.emulated:
-        for check in judge_hostnames(conditions.values()):
-            examination.add(check)
-    for check in judge_prefixes(facts[name] for name in _fit(examination, conditions) if name != HOST_NAME):
-        examination.add(check)
+        examination.add(*judge_hostnames(conditions.values()))
+    fit_nodes = [facts[name] for name in _fit(examination, conditions) if name != HOST_NAME]
+    examination.add(*judge_prefixes(fit_nodes))
     fit = _fit(examination, conditions)
     if len(fit) > 1 and is_checked(fleet.network):
         _check_clock(clock, "checking which machines can connect")
         deadline_s = min(REACHABILITY_DEADLINE_S, clock.left_s)
         fit_sessions = {name: sessions[name] for name in fit}
-        for check in check_reachability(fleet, fit_sessions, conditions, deadline_s):
-            examination.add(check)
+        examination.add(*check_reachability(fleet, fit_sessions, conditions, deadline_s))
     if not fleet.nodes:
         return  # the host trains alone
     fit = _fit(examination, conditions)
@@ -309,8 +308,7 @@ def _measure(
 
 def _judge(examination: Examination, facts: Facts, condition: Condition, *, host: Facts) -> None:
     python = examination.fleet.python_of(facts.name)
-    for check in judge_machine(facts, condition, host, python=python):
-        examination.add(check)
+    examination.add(*judge_machine(facts, condition, host, python=python))
     if examination.imports and facts.python_version and not examination.imports.problem:
         needed, perhaps = needs_of(facts.name, examination.imports)
         missing = condition.missing_modules if needed or perhaps else ()

@@ -57,32 +57,28 @@ def check_mpi(
     sessions: Mapping[str, Session],
     project: ProjectDirectory,
     deadline_s: float,
-    on_check: Callable[[Check], None],
+    on_check: Callable[..., None],
 ) -> None:
-    """Start a rank on the host and on every node of `fleet`, sum, and report the resulting checks.
+    """Start a rank on the host and on every node of `fleet`, sum, and pass the checks to `on_check`.
 
     `deadline_s` limits MPI_Init, and again the sums. No process is left running.
     """
     worker = store_bytes(pack_worker(), ".pyz", project.root, TrafficClass.CODE)
     nodes = [node.name for node in fleet.nodes]
     failed = _deliver(worker, fleet, {name: sessions[name] for name in nodes})
-    for check in failed:
-        on_check(check)
     if failed:
+        on_check(*failed)
         return
     sandboxes = check_sandboxes(fleet, {name: sessions[name] for name in fleet.machines}, worker.path)
-    for name in fleet.machines:
-        on_check(judge_sandbox(name, sandboxes[name]))
-    for check in judge_listeners(fleet, sandboxes):
-        on_check(check)
+    on_check(*(judge_sandbox(name, sandboxes[name]) for name in fleet.machines))
+    on_check(*judge_listeners(fleet, sandboxes))
     obstacles = {name: found.obstacle for name, found in sandboxes.items() if found.obstacle}
     runner = _MpiRunner(fleet, facts, sessions, project, worker, obstacles, command="doctor")
     check, has_started = _check_machines(runner, fleet.machines, deadline_s)
     on_check(check)
     if not has_started and len(nodes) > 1:
         # mpirun starts no rank before every daemon has connected, and does not name the missing one.
-        for check in _check_each_node(runner, min(deadline_s, SINGLE_DEADLINE_S)):
-            on_check(check)
+        on_check(*_check_each_node(runner, min(deadline_s, SINGLE_DEADLINE_S)))
 
 
 def measure_sums(

@@ -8,7 +8,7 @@ import hashlib
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 from csdctl.fleet.facts import Facts
 from csdctl.fleet.hardware import classify_fleet, classify_machine
@@ -76,23 +76,11 @@ class FleetMeasurements:
 
     def recall_classes(self) -> dict[str, ClassModel]:
         """Return the classes of the machines that train: the host's as 'host', a node's by its key."""
-        classes: dict[str, ClassModel] = {}
+        by_class: dict[str, list[str]] = {}
         for machine in self._machines:
-            name = self._class_name(machine)
-            memory_bytes = rank_memory_bytes(self._facts[machine].usable_memory_bytes)
-            if name in classes:
-                class_model = classes[name]
-                known = [size for size in (class_model.memory_bytes, memory_bytes) if size]
-                classes[name] = replace(
-                    class_model,
-                    machines=(*class_model.machines, machine),
-                    memory_bytes=min(known, default=None),
-                )
-                continue
-            settings = default_runtime(machine, self._fleet, self._facts)
-            blank = ClassModel((machine,), settings, memory_bytes=memory_bytes)
-            classes[name] = blank if self._is_fresh else self._recall_class(blank)
-        return classes
+            name = HOST_NAME if machine == HOST_NAME else self._machine_classes[machine].key
+            by_class.setdefault(name, []).append(machine)
+        return {name: self._recall_class(machines) for name, machines in by_class.items()}
 
     def recall_trial(self, step_times: Mapping[str, StepTime]) -> RecalledTrial | None:
         """Return the newest trial of this model on such a fleet; `step_times` by class name.
@@ -183,11 +171,14 @@ class FleetMeasurements:
             probe = ProbeMeasurement(settings[machine], size, now, step_time_s, result.num_steps)
             self._add_probes(machine, [probe])
 
-    def _class_name(self, machine: str) -> str:
-        return HOST_NAME if machine == HOST_NAME else self._machine_classes[machine].key
-
-    def _recall_class(self, blank: ClassModel) -> ClassModel:
-        key = self._machine_classes[blank.machines[0]].key
+    def _recall_class(self, machines: Sequence[str]) -> ClassModel:
+        known = (rank_memory_bytes(self._facts[machine].usable_memory_bytes) for machine in machines)
+        settings = default_runtime(machines[0], self._fleet, self._facts)
+        memory_bytes = min(filter(None, known), default=None)
+        blank = ClassModel(tuple(machines), settings, memory_bytes=memory_bytes)
+        if self._is_fresh:
+            return blank
+        key = self._machine_classes[machines[0]].key
         return recall_class(blank, self._store.probes(self.features.hash, self._recipe, key))
 
     def _add_probes(self, machine: str, probes: Sequence[ProbeMeasurement]) -> None:
