@@ -106,39 +106,6 @@ class TestCollectivesAndTrials:
         assert len(store.trials(MODEL.hash, "adam", FLEET.key)) == 1
 
 
-class TestOverview:
-    def test_probes_are_summed_up_by_model_recipe_machine_and_settings(self, store: MeasurementStore) -> None:
-        store.add_probes(MODEL, "recipe", CSD, PROBES)
-        store.add_probes(MODEL, "adam", CSD, PROBES[:1])
-        store.add_probes(OTHER, "recipe", HOST, [PROBES[2]])
-        found = {(one.model.hash[0], one.recipe, one.settings): one for one in store.overview().probed}
-        assert len(found) == len(store.overview().probed) == 4
-        probed = found["a", "recipe", SETTINGS]
-        assert (probed.num_probes, probed.smallest, probed.largest, probed.too_large) == (3, 8, 16, 512)
-        assert (probed.best_batch_size, probed.best_samples_per_s) == (16, pytest.approx(16 / 0.9))
-        assert (probed.machine_class, probed.measured_at) == (CSD, 1002.0)
-        without = found["b", "recipe", SETTINGS]
-        assert (without.machine_class, without.smallest, without.best_samples_per_s) == (HOST, None, None)
-        assert without.too_large == 512
-
-    def test_sums_and_trials_are_those_of_their_fleet(self, store: MeasurementStore) -> None:
-        times = [
-            CollectiveMeasurement("star", 5, 8, seconds, at) for at, seconds in enumerate((0.1, 0.9, 0.2))
-        ]
-        store.add_collectives(FLEET, times)
-        store.add_collectives(SMALL_FLEET, [replace(times[0], num_ranks=2)])
-        store.add_trial(MODEL, "recipe", FLEET, TRIAL)
-        store.add_trial(OTHER, "adam", SMALL_FLEET, replace(TRIAL, measured_at=1.0))
-        found = store.overview()
-        summed = {one.fleet_class.key: one for one in found.summed}
-        assert (summed[FLEET.key].num_measured, summed[FLEET.key].median_s) == (3, 0.2)
-        assert (summed[FLEET.key].measured_at, summed[SMALL_FLEET.key].num_ranks) == (2.0, 2)
-        assert [(one.model, one.recipe, one.fleet_class, one.trial.measured_at) for one in found.tried] == [
-            (OTHER, "adam", SMALL_FLEET, 1.0),
-            (MODEL, "recipe", FLEET, 1010.0),
-        ]
-
-
 WRITER = """
 import sys
 from pathlib import Path

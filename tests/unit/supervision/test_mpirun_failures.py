@@ -57,15 +57,6 @@ def test_failed_run_does_not_blame_a_node_lost_long_ago(fleet: Fleet) -> None:
     assert error.node == ""
 
 
-def test_node_that_mpirun_blames_is_left_out_although_another_was_lost_long_ago(fleet: Fleet) -> None:
-    fleet.lose_rank_1_early()
-    fleet.scripts[2] = lambda fleet: fleet.rank(0).step()
-    fleet.mpirun = dict.fromkeys((2, 3, 4), mpirun_blaming(1, "csd1"))
-    fleet.scripts[5] = Fleet.finish
-    fleet.run()
-    assert fleet.groups == [(0, 1, 2), (0, 2), (0, 2), (0, 2), (0,)]
-
-
 def test_restarting_rank_is_not_dropped_for_its_earlier_loss(fleet: Fleet) -> None:
     def lose_link(fleet: Fleet) -> None:
         fleet.rank(0).lose_link(len(fleet.groups))
