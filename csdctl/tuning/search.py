@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from heapq import heapify, heappop, heappush
 from math import ceil
+from operator import mul
 
 from csdctl.perfmodel.prediction import Prediction, RankModel, predict
 from csdctl.perfmodel.step_time import StepTime
@@ -172,32 +173,38 @@ def _best_of(
     most = limits.largest_global_batch
     if most < len(members):
         return None
+    # Of many members, most have the same step time: each different one is looked at once.
     counts = Counter(member.step_time for member in members)
+    places = {step_time: place for place, step_time in enumerate(counts)}
+    of_members = [places[member.step_time] for member in members]
+
+    def within(time_s: float) -> list[int]:
+        """Return the largest batch within `time_s` for each step time in `counts`."""
+        return [step_time.largest_within(time_s) for step_time in counts]
 
     def total(time_s: float) -> int:
-        return sum(step_time.largest_within(time_s) * count for step_time, count in counts.items())
+        return sum(map(mul, within(time_s), counts.values()))
+
+    def sizes_at(time_s: float) -> list[int]:
+        """Return the largest batch of each member within `time_s`, and at most `most` together."""
+        largest = within(time_s)
+        sizes = [largest[place] for place in of_members]
+        return _cut_to(sizes, members, most) if sum(sizes) > most else sizes
 
     least_s = max(step_time.at(1) for step_time in counts)
     most_s = _longest_time(limits, least_s, total)
 
-    def sizes_at(time_s: float) -> list[int]:
-        """Return the largest batch of each member within `time_s`, and at most `most` together."""
-        within = {step_time: step_time.largest_within(time_s) for step_time in counts}
-        sizes = [within[member.step_time] for member in members]
-        return _cut_to(sizes, members, most) if sum(sizes) > most else sizes
-
-    # A rate only needs the distinct step times; the sizes of all members are computed for the best plan only.
     rates: list[tuple[float, float]] = []
     for time_s in _times(least_s, most_s, 1 if limits.global_batch else num_times):
-        within = {step_time: step_time.largest_within(time_s) for step_time in counts}
-        num_samples = total(time_s)
+        largest = within(time_s)
+        num_samples = sum(map(mul, largest, counts.values()))
         if num_samples > most:
             sizes = sizes_at(time_s)
             num_samples = sum(sizes)
             slowest_s = max(member.step_time.at(size) for member, size in zip(members, sizes, strict=True))
         else:
-            slowest_s = max(step_time.at(size) for step_time, size in within.items())
-        if min(within.values()) < 1 or num_samples != (limits.global_batch or num_samples):
+            slowest_s = max(map(StepTime.at, counts, largest))
+        if min(largest) < 1 or num_samples != (limits.global_batch or num_samples):
             continue
         rates.append((num_samples / (slowest_s * overhead_factor + collective_s), time_s))
     if not rates:
