@@ -31,7 +31,7 @@ from csdctl.transport.session import Session
 RECORD_S = 5.0
 """Energy of at least so long is one record, so that a day of 36 nodes is no gigabyte."""
 PATIENCE_S = 5.0
-"""Until a machine that says nothing is asked whether the run has ended."""
+"""Maximum wait for a reading before the sampler checks whether the run has ended."""
 MAX_ERROR_CHARS = 200
 RETRY_S = 15.0
 """The pause after a failure."""
@@ -162,7 +162,7 @@ class PowerSampler:
 
 
 class _Recorder:
-    """What one machine has spent since its latest record."""
+    """The energy of one machine since its latest record."""
 
     def __init__(self, name: str, power: PowerSource) -> None:
         self.name, self.power = name, power

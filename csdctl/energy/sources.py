@@ -18,7 +18,7 @@ from csdctl.fleet.model import PowerSource
 MAX_WATTS = 20_000.0
 """More than any machine takes: a larger power is a damaged reading, or a counter that has started again."""
 MAX_POWER_GAP_S = 10.0
-"""Between two readings of a power that are further apart, nobody knows what it was."""
+"""Maximum time between two readings of a power; if it is longer, the energy is unknown."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def _count(before: Mapping[str, Counter] | None, now: Mapping[str, Counter], sec
 
 
 MAX_WATTS_OF_A_COUNTER = 1000.0
-"""Of one package or memory channel; bounds how long a counter with a range may go unread."""
+"""Maximum power of one package or memory channel; limits how long its counter may go unread."""
 
 
 MAX_BYTES = 1 << 20

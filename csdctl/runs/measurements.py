@@ -56,7 +56,7 @@ CREATE INDEX of_a_class ON measurements (kind, class, model, recipe, repeated_by
 
 _MODEL: TypeAdapter[ModelProperties] = TypeAdapter(ModelProperties)
 NO_MODEL = ModelProperties("", "")
-"""That of a sum."""
+"""The model of a sum, which has none."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class ProbeSummary:
     settings: Runtime
     num_probes: int
     smallest: int | None
-    """Of the batch sizes that fitted in memory; None: none did."""
+    """The smallest batch size that fitted in memory; None: none did."""
     largest: int | None
     too_large: int | None
     """The smallest batch size that did not fit; None: all did."""

@@ -44,7 +44,7 @@ LATE_REPORTS = 5
 
 
 class Phase(Enum):
-    """What a run is doing."""
+    """The phases of a run."""
 
     STARTING = "starting"
     """The processes of all ranks start. Every failure ends the run."""
@@ -83,7 +83,7 @@ class Supervisor:
         self.stopped_by = ""
         """USER or CALLBACK, who has asked for the end of the run; '' if nobody has."""
         self.outcomes: list[JobOutcome] = []
-        """How each mpirun ended."""
+        """The outcome of each mpirun."""
 
     def run(self) -> None:
         """Train to the end; raise RunError, DeadlineError or InputError.

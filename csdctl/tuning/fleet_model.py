@@ -102,7 +102,7 @@ class TrialResult:
     fixed_s: float = 0.0
     """Seconds of the whole trial besides its steps: starting or taking processes, linking them, ending."""
     peak_memory_bytes: tuple[int, ...] = ()
-    """Of each rank's process; () when one did not report it."""
+    """Peak memory of each rank's process; () when one did not report it."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ OOM_RETRY_SHARE = 0.6
 
 @dataclass(frozen=True)
 class ClassModel:
-    """What is known about the machines of one class, with one set of runtime settings."""
+    """The measured properties of the machines of one class, with one set of runtime settings."""
 
     machines: tuple[str, ...]
     settings: Runtime = field(default_factory=lambda: Runtime(1))
@@ -234,7 +234,7 @@ class FleetModel:
     machines: tuple[str, ...]
     """The machines that train, in the order of the fleet; the host first unless it does not train."""
     classes: Mapping[str, ClassModel]
-    """By name: 'host', or the key of the machine class for nodes."""
+    """Machine classes by name: 'host', or the key of the class of nodes."""
     vector_bytes: int = 0
     """Bytes that each rank contributes to a sum."""
     required: frozenset[str] = frozenset()

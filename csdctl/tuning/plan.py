@@ -168,7 +168,7 @@ class StrategyPlan(Document):
     next_run_s: float | None = None
     epoch_s: float | None = None
     sample_bytes: float | None = None
-    """What a node sends and receives in an epoch for each of its samples."""
+    """Bytes that a node sends and receives in an epoch for each of its samples."""
     node_memory_bytes: Annotated[int, Field(ge=0)] | None = None
     """The largest peak memory of a node's process; None: not measured."""
     is_confirmed: bool = False
@@ -191,13 +191,13 @@ class Plan(Document):
     measuring_s: Annotated[float, Field(ge=0)] = 0.0
     predicted: Predicted | None = None
     strategy: Strategy = DATA_PARALLEL
-    """What is computed where (docs/how-to/tune-a-job.md)."""
+    """The way in which machines share the computation (docs/how-to/tune-a-job.md)."""
     cut: str = ""
     """For `split`: the last layer that nodes compute."""
     trains_on_host: bool = False
     """For `features`, of public samples alone: all machines compute them, the host trains on all of them."""
     strategies: list[StrategyPlan] = []
-    """What the choice of the strategy was made from."""
+    """The strategies that were compared."""
     left_out: list[str] = []
     """Nodes that would cost more time than they save."""
     made_for: PlanFingerprint | None = None

@@ -25,7 +25,7 @@ TIME_TOLERANCE = 1e-5
 NUM_CUTS = 12
 """Sets of ranks to try, each without some of the slowest nodes."""
 SLACK = 0.005
-"""Of plans within this share of the best, the smallest global batch wins: it takes more optimizer steps."""
+"""Share below the best rate at which the smallest global batch wins: it takes more optimizer steps."""
 MIN_GAIN_WITHOUT_NODES = 0.02
 """Nodes are left out when the fleet is faster by at least this share without them."""
 

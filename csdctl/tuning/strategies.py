@@ -23,9 +23,9 @@ from csdctl.worker.protocol.run_spec import SplitSpec
 MEASURED_BATCH = 32
 """The batch size at which parts are timed."""
 MIN_DISTANCE = 0.03
-"""Between two cuts to time, in shares of the model's FLOPs: FLOPs tell neighbours apart no better."""
+"""Minimum distance of two cuts to time, as a share of the model's FLOPs: they are no more precise."""
 BACKWARD_SHARE = 2 / 3
-"""Of the FLOPs of forward and backward pass."""
+"""Share of the backward pass in the FLOPs of both passes."""
 
 
 @dataclass(frozen=True)
@@ -34,14 +34,14 @@ class Shares:
 
     layer: str
     forward: float
-    """Of the prefix."""
+    """Forward pass of the prefix."""
     backward: float
-    """Of the prefix."""
+    """Backward pass of the prefix."""
     head: float
     cut_bytes: int = 0
-    """Of one sample's activations."""
+    """Bytes of one sample's activations."""
     vector_bytes: int = 0
-    """Of the prefix's part of the vector that is summed."""
+    """Bytes of the prefix's part of the vector that is summed."""
 
     @property
     def prefix(self) -> float:
@@ -106,7 +106,7 @@ HOST_SHARES = (0.0, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5)
 
 @dataclass(frozen=True)
 class Workload:
-    """What a training goes through."""
+    """The samples and epochs of a training."""
 
     num_public: int
     num_private: Mapping[str, int]
@@ -126,9 +126,9 @@ class Machines:
     byte_s: float
     """Seconds of one byte between a node and the host, one way, with all nodes sending."""
     start_s: float
-    """What a training takes besides its epochs: connecting, starting TensorFlow, linking the ranks."""
+    """Seconds of a training besides its epochs: connecting, starting TensorFlow, linking the ranks."""
     process_s: float = 0.0
-    """Of these, until TensorFlow has started on all machines."""
+    """The part of `start_s` until TensorFlow has started on all machines."""
     required: Collection[str] = ()
     """Nodes with private data."""
 
@@ -140,7 +140,7 @@ class Machines:
 
 @dataclass(frozen=True)
 class StrategyForecast:
-    """What a strategy is forecast to take."""
+    """The forecast of one strategy."""
 
     strategy: Strategy
     cut: str
@@ -149,9 +149,9 @@ class StrategyForecast:
     epoch_s: float
     first_run_s: float
     next_run_s: float
-    """Of a further training with other settings of what is learnt."""
+    """Seconds of another training with the same frozen layers."""
     sample_bytes: float = 0.0
-    """What a node sends and receives in an epoch for each of its samples."""
+    """Bytes that a node sends and receives in an epoch for each of its samples."""
     is_confirmed: bool = False
     """Whether the time of a step is from a trial."""
     node_memory_bytes: int | None = None

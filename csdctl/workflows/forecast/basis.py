@@ -62,13 +62,13 @@ class ForecastBasis:
     nodes: tuple[RankModel, ...]
     """The fleet's nodes in order; a larger fleet repeats them."""
     num_nodes: int
-    """Of the fleet."""
+    """Number of nodes of the fleet."""
     costs: Costs
     origins: Mapping[str, str]
     """The origins of `speeds`, `sum`, `power` and more, as sentences; assumptions are marked as such."""
     power: Power | None = None
     num_samples: int | None = None
-    """Of an epoch; None: unknown."""
+    """Samples of an epoch; None: unknown."""
     epochs: int = 1
     choice: Choice | None = None
     """How batch sizes are chosen for other numbers of nodes; None: they are fixed."""
@@ -114,7 +114,7 @@ class Recalled:
     speeds: str
     """Where the step times come from, as a sentence."""
     vector_bytes: int
-    """What each rank contributes to a sum."""
+    """Bytes that each rank contributes to a sum."""
     sums: Sequence[CollectiveMeasurement]
     trial: RecalledTrial | None
     """The newest."""

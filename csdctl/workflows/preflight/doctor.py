@@ -56,7 +56,7 @@ class Examination:
     fleet: Fleet
     on_check: OnCheck
     imports: JobImports | None = None
-    """Of the job's own code, when there is a job."""
+    """Imports of the job's own code, when there is a job."""
     checks: list[Check] = field(default_factory=list)
     overdue: str = ""
     """The part that was not finished when the deadline passed; '' when it did not pass."""

@@ -54,7 +54,7 @@ done
 
 @dataclass(frozen=True)
 class Kind:
-    """What the wheels of a node depend on. Nodes of one kind get the same files."""
+    """The properties of a node that its wheels depend on. Nodes of one kind get the same files."""
 
     architecture: str
     """As `uname -m` prints it."""
@@ -90,7 +90,7 @@ class BareMachine:
     arrived_bytes: int = 0
     """Wheels that are there already."""
     unfinished_bytes: int = 0
-    """What an interrupted installation left below the prefix."""
+    """Bytes that an interrupted installation left below the prefix."""
 
 
 def build_probe(prefix: str) -> list[str]:

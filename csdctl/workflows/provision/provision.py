@@ -75,7 +75,7 @@ mv .csdctl/provisioned.json.part .csdctl/provisioned.json
 
 @dataclass(frozen=True)
 class Sent:
-    """What one node was sent, or would be."""
+    """The files that one node was sent, or would be."""
 
     python: str
     """The path of the Python on which the packages are installed."""
@@ -88,7 +88,7 @@ class Sent:
 
 @dataclass(frozen=True)
 class ProvisionRequest:
-    """What to do, and from what."""
+    """The request of one `csdctl provision`."""
 
     bundles: Path
     """The directory of the bundles on the host."""
@@ -111,7 +111,7 @@ class ProvisionRequest:
 
 @dataclass(frozen=True)
 class Provisioned:
-    """What was done on one node, or would be."""
+    """The result of provisioning one node, or of a dry run."""
 
     machine: BareMachine | None = None
     sent: Sent | None = None

@@ -105,7 +105,7 @@ def run_training(request: TrainRequest, observer: TrainObserver) -> TrainResult:
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What one `csdctl train` would do."""
+    """The plan and strategy that `csdctl train` would use."""
 
     plan: Plan
     strategy: str
@@ -113,7 +113,7 @@ class Rehearsal:
     run: RunDirectory | None = None
     """The run that would be resumed."""
     num_samples: int | None = None
-    """Of an epoch, as the job was last prepared; None: it would be prepared first."""
+    """Samples of an epoch, as the job was last prepared; None: it would be prepared first."""
 
 
 def rehearse_training(request: TrainRequest, observer: TrainObserver) -> Rehearsal:

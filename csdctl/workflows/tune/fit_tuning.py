@@ -31,7 +31,7 @@ SUM_BYTES = (1 << 16, 1 << 20, 1 << 23)
 """Sizes of the vectors whose sums are timed, besides the model's own."""
 TRIAL_S = 5.0
 MIN_STEPS, MAX_STEPS = 2, 1000
-"""Of a trial."""
+"""Limits of the number of steps of a trial."""
 MAX_TRIALS = 2
 MAX_OOM_RETRIES = 3
 """Trials in which a rank runs out of memory before tuning fails."""

@@ -38,7 +38,7 @@ LOADING, IDLE, SUMMING, MEASURING, MEASURED, TOO_LARGE = (
     "measured",
     "out of memory",
 )
-"""What a machine does, or has found."""
+"""States of a machine while it is measured."""
 
 
 class TuneWatch(Protocol):

@@ -92,7 +92,7 @@ class StrategyChooser:
     """Compares the strategies for one job with the plan `plan` for whole models."""
 
     request: TuneOptions
-    """Of which `strategy` and `cut` say what to compare; `check_possible` has passed them."""
+    """Its `strategy` and `cut` say what to compare; `check_possible` has accepted them."""
     job: Job
     prepared: Prepared
     space: Workspace
@@ -100,9 +100,9 @@ class StrategyChooser:
     model: FleetModel
     limits: Limits
     start_s: float
-    """What a training takes besides its epochs."""
+    """Seconds of a training besides its epochs."""
     process_s: float
-    """Of these, until TensorFlow has started on all machines."""
+    """The part of `start_s` until TensorFlow has started on all machines."""
     say: Say
     watch: TuneWatch
 

@@ -128,7 +128,7 @@ class FeatureRun:
     layer: str
     """The last layer of the frozen part."""
     shape: tuple[int, ...]
-    """Of one sample's features."""
+    """Shape of one sample's features."""
     precision: str
     num_samples: int
     num_computed: int
@@ -234,7 +234,7 @@ class Divided:
     """With the head in place of the whole model."""
     prefix: Prefix
     files: tuple[StoredFile, ...]
-    """What a machine needs to compute features."""
+    """Files that a machine needs to compute features."""
 
 
 def divide_for(spec: RunSpec, prepared: Prepared, options: FeatureOptions, space: Workspace) -> Divided:
@@ -291,7 +291,7 @@ class _Extraction:
 
     rank: RankSpec
     validation: DatasetSlice | None
-    """Of the run; the host computes its features."""
+    """Validation data of the run; the host computes its features."""
     prefix: Prefix
     features: FeatureInfo
     prepared: Prepared
