@@ -72,7 +72,7 @@ def test_plan_respects_its_limit_and_reports_its_prediction(first: tuple[dict[st
 
 def test_trial_reuses_the_measuring_processes(first: tuple[dict[str, Any], str]) -> None:
     _, stderr = first
-    assert stderr.count("starting TensorFlow on 3 machines") == 1  # and once more for other settings
+    assert stderr.count("starting TensorFlow on 3 machines") == 1
 
 
 def test_no_class_of_machines_is_probed_more_than_eight_times(

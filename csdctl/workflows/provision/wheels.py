@@ -89,7 +89,7 @@ def run_to_end(
         ) from None
 
 
-def select_locked(lock: str, kind: Kind, unused: Sequence[str] = UNUSED_PACKAGES) -> list[str]:
+def select_locked(lock: str, kind: Kind) -> list[str]:
     """Return the lines of a lock file that apply to `kind`, without markers; pure.
 
     Raises InputError for a line without a hash.
@@ -118,7 +118,7 @@ def select_locked(lock: str, kind: Kind, unused: Sequence[str] = UNUSED_PACKAGES
                 remedy="write it with `uv pip compile --generate-hashes` or `pip-compile --generate-hashes`",
             )
         is_applied = requirement.marker is None or requirement.marker.evaluate(environment)
-        if is_applied and requirement.name not in unused:
+        if is_applied and requirement.name not in UNUSED_PACKAGES:
             selected.append(f"{requirement.name}{requirement.specifier} --hash={' '.join(hashes.split())}")
     return selected
 

@@ -1,7 +1,6 @@
 """Probing machines that are functions: exact, short of memory, measured before."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 import pytest
 
@@ -126,22 +125,6 @@ def test_class_that_fits_at_no_size_is_an_error() -> None:
     machines = Machines(EQUAL_NODES, memory={"a": 0})
     with pytest.raises(TuningError, match="a0 cannot train even 1 sample"):
         probed(machines.model(), machines.measure, machines.choose)
-
-
-def test_classes_with_earlier_probes_are_not_measured_again() -> None:
-    machines = Machines(FOUR_CLASSES)
-    first = probed(machines.model(), machines.measure, machines.choose)
-    machines.probed.clear()
-    recalled = replace(
-        machines.model(),
-        classes={
-            key: replace(known, points=first.classes[key].points)
-            for key, known in machines.model().classes.items()
-        },
-    )
-    again = probed(recalled, machines.measure, machines.choose)
-    assert again.step_times() == first.step_times()
-    assert machines.probed == []
 
 
 @pytest.mark.parametrize("planned", [64, 65, 69, 129, 1])
