@@ -149,15 +149,6 @@ class TestFromPlanAndMeasurements:
         assert more.global_batch > 122
         assert more.samples_per_s > planned.samples_per_s
 
-    def test_edited_batch_sizes_count(self, measured: MeasuredProject) -> None:
-        plan = plan_of(measured)
-        edited = [rank.model_copy(update={"batch_size": 8}) for rank in plan.ranks]
-        save_plan(measured.project.plan("job"), plan.model_copy(update={"ranks": edited}))
-        point = ask(measured).points[2]
-        assert point.global_batch == 24
-        step_s = STEPS["csd"].at(8) * OVERHEAD_FACTOR + SUMS.at(measured.features.vector_bytes, 3)
-        assert point.step_s == pytest.approx(step_s)
-
     def test_node_that_the_plan_leaves_out_stays_idle(self, measured: MeasuredProject) -> None:
         plan = plan_of(measured)
         save_plan(
