@@ -5,6 +5,7 @@ is open anyway. A source that fails is reported once, its machine has no energy 
 goes on.
 """
 
+import csv
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -19,6 +20,7 @@ from csdctl.energy.sources import (
     ReadingLines,
     Spent,
     build_loop,
+    parse_meter,
     read_redfish,
 )
 from csdctl.errors import CsdctlError, DeadlineError
@@ -51,7 +53,7 @@ class PowerSampler:
     def __enter__(self) -> Self:
         self._start_s = time.time()
         for name, power in self._powers.items():
-            if power.source != "constant":
+            if power.source not in ("constant", "csv"):
                 thread = threading.Thread(target=self._sample, args=(name, power), daemon=True)
                 thread.start()
                 self._threads.append(thread)
@@ -63,6 +65,9 @@ class PowerSampler:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        for name, power in self._powers.items():
+            if power.source == "csv":
+                self._guard(_Recorder(name, power), self._import_meter)
         self._stopped.set()
         for thread in self._threads:
             thread.join(2 * PATIENCE_S)
@@ -85,7 +90,7 @@ class PowerSampler:
         power = recorder.power
         try:
             sample(recorder)
-        except (CsdctlError, OSError, ValueError, EOFError, RuntimeError) as error:
+        except (CsdctlError, OSError, ValueError, EOFError, RuntimeError, csv.Error) as error:
             if not self._stopped.is_set():
                 text = shorten(make_printable(str(error) or type(error).__name__), MAX_ERROR_CHARS)
                 if not recorder.has_failed:
@@ -117,6 +122,14 @@ class PowerSampler:
         while not self._stopped.is_set():
             self._take(recorder, time.monotonic(), read_redfish(recorder.power, deadline_s=PATIENCE_S))
             self._stopped.wait(1.0)
+
+    def _import_meter(self, recorder: "_Recorder") -> None:
+        """Record the rows that a power meter has written during the run."""
+        with open(recorder.power.path, encoding="utf-8", errors="replace", newline="") as file:
+            for time_s, watts in parse_meter(file):
+                is_ours = self._start_s - 1 <= time_s <= time.time()
+                if is_ours and (spent := recorder.meter.add(time_s, Reading(watts))):
+                    self._write(recorder, time_s, spent)
 
     def _take(self, recorder: "_Recorder", machine_time_s: float, reading: Reading) -> None:
         recorder.until_s = time.time()

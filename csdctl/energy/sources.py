@@ -1,6 +1,7 @@
 """Power sources: the script that a machine runs, the parser of its output, and energy between readings."""
 
 import base64
+import csv
 import http.client
 import json
 import math
@@ -8,8 +9,9 @@ import re
 import ssl
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any
 
 from csdctl.errors import InputError
@@ -293,6 +295,37 @@ def parse_dcmi(output: str) -> Reading:
     return Reading(parse_machine_watts(found[1]))
 
 
+CSV_REMEDY = "the first line is `time,watts`, a row `1769860800.0,212.5` or `2026-01-31T12:00:00Z,212.5`"
+
+
+def parse_meter(lines: Iterable[str]) -> Iterator[tuple[float, float]]:
+    """Yield Unix time and watts of each row of a meter's CSV file; raises ValueError with the line.
+
+    The meter may be writing the last line: it is left out when it is no row.
+    """
+    rows = csv.DictReader(lines, restval="")
+    rows.fieldnames = [name.strip().lower() for name in rows.fieldnames or ()]
+    if not {"time", "watts"} <= {*rows.fieldnames}:
+        raise ValueError(f"expected columns `time` and `watts`, received {','.join(rows.fieldnames)[:100]!r}")
+    failed = ""
+    for row in rows:
+        if failed:
+            raise ValueError(failed)
+        try:
+            yield _parse_time(row["time"].strip()), parse_watts(row["watts"])
+        except ValueError as error:
+            failed = f"line {rows.line_num}: {error}"
+
+
+def _parse_time(text: str) -> float:
+    """Return the Unix time of a number or an ISO 8601 time, which is UTC without an offset."""
+    try:
+        return parse_number(text, "a time")
+    except ValueError:
+        found = datetime.fromisoformat(text)
+        return (found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp()
+
+
 @dataclass(frozen=True)
 class ScriptSource:
     """A source that a shell script on the machine reads, with `argument` as $1; `parse` raises ValueError."""
@@ -308,7 +341,10 @@ SCRIPTS: dict[str, ScriptSource] = {
     "hwmon": ScriptSource(HWMON_SCRIPT, parse_hwmon, HWMON_REMEDY, lambda power: power.path),
     "ipmi": ScriptSource(IPMI_SCRIPT, parse_dcmi, IPMI_REMEDY),
 }
-REMEDIES = {**{name: source.remedy for name, source in SCRIPTS.items()}, "redfish": REDFISH_REMEDY}
+REMEDIES = {name: source.remedy for name, source in SCRIPTS.items()} | {
+    "redfish": REDFISH_REMEDY,
+    "csv": CSV_REMEDY,
+}
 
 
 def build_loop(source: ScriptSource, argument: str) -> list[str]:

@@ -31,14 +31,15 @@ from csdctl.fleet.names import (
 from csdctl.fleet.network import find_ambiguous, means_host, own_names
 from csdctl.fleet.openssh import MAX_HOPS, NO_JUMP, Hop, parse_jump
 
-SourceName = Literal["rapl", "ipmi", "redfish", "hwmon", "constant"]
+SourceName = Literal["rapl", "ipmi", "redfish", "hwmon", "csv", "constant"]
 Watts = Annotated[float, Field(ge=0, le=1_000_000)]
 OneLine = Annotated[str, Field(pattern=r"^[^\x00-\x1f]*$", max_length=500)]
-NEEDED = {"redfish": "url", "hwmon": "path", "constant": "watts"}
+NEEDED = {"redfish": "url", "hwmon": "path", "csv": "path", "constant": "watts"}
 """The key that a source cannot do without."""
 ALLOWED = {
     "redfish": {"url", "credentials", "certificate"},
     "hwmon": {"path"},
+    "csv": {"path"},
     "constant": {"watts"},
 }
 
@@ -71,6 +72,8 @@ class PowerEntry(Document):
         for key in ("credentials", "certificate"):
             if values[key] is not None:
                 values[key] = directory / values[key]
+        if self.source == "csv":
+            values["path"] = str(directory / self.path)
         return PowerSource(**values)
 
 

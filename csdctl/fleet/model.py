@@ -21,7 +21,7 @@ class PowerSource:
     source: str
     """One of `fleet_file.SourceName`."""
     path: str = ""
-    """hwmon: a pattern of files on the machine."""
+    """hwmon: a pattern of files on the machine. csv: a file on the host."""
     url: str = ""
     credentials: Path | None = None
     """A file with `user:password` for `url`."""

@@ -15,6 +15,7 @@ from csdctl.energy.sources import (
     Reading,
     parse_dcmi,
     parse_hwmon,
+    parse_meter,
     parse_rapl,
     parse_redfish,
 )
@@ -161,6 +162,18 @@ class TestRedfish:
     def test_what_is_no_measurement_is_refused(self, text, said):
         with pytest.raises(ValueError, match=said):
             parse_redfish(text)
+
+
+class TestMeter:
+    def test_rows_have_unix_or_iso_times(self):
+        lines = ["Time, volts,watts", "1769860800.5,230,212.5", "2026-01-31T12:00:01Z,230,213"]
+        assert list(parse_meter(lines)) == [(1769860800.5, 212.5), (1769860801.0, 213.0)]
+
+    def test_row_being_written_is_left_out_and_another_is_refused(self):
+        assert list(parse_meter(["time,watts", "1,200", "2,"])) == [(1.0, 200.0)]
+        for damaged in ("2,", "2", "noon,5", "3,99999"):
+            with pytest.raises(ValueError, match="line 2"):
+                list(parse_meter(["time,watts", damaged, "3,200"]))
 
 
 class TestEnergyMeter:
