@@ -1,19 +1,25 @@
-"""Which batch sizes to probe next: few, where they are most informative; pure.
+"""Which batch sizes and runtime settings to probe next: few, where they are most informative; pure.
 
 Machines of one class may probe different batch sizes in a round. The first round uses small sizes, which are
 quick. Then the fits give the batch sizes of the best plan, and the next rounds probe at most half of those,
 until every class was measured there: large steps take long, and the trial measures them.
+
+Other settings are compared at a batch size that was measured with the usual settings.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import zip_longest
 from math import ceil
+from statistics import median
 
 from csdctl.perfmodel.step_time import StepTime
+from csdctl.tuning.fits import Point
 from csdctl.tuning.fleet_model import MAX_PROBES, ClassModel, FleetModel
 from csdctl.tuning.plan_choice import choose_class_sizes
 from csdctl.tuning.search import Limits
 from csdctl.tuning.stannis import TuningError
+from csdctl.worker.protocol.run_spec import Runtime
 
 FIRST_SIZES = {1: (32,), 2: (8, 32), 3: (4, 12, 32)}
 """Batch sizes of the first round, by number of machines that measure."""
@@ -110,3 +116,61 @@ def _first_sizes(known: ClassModel, count: int) -> list[int]:
         return [max(1, known.too_large // MAX_GROWTH)]
     sizes = FIRST_SIZES[min(count, max(FIRST_SIZES))]
     return list(dict.fromkeys(known.cap(size) for size in sizes))
+
+
+MIN_SETTINGS_GAIN = 0.15
+"""Other settings are used when a step takes at least this share less time; less may be noise."""
+COMPARABLE_FACTOR = 4
+"""Other settings are probed with at least 1/COMPARABLE_FACTOR of the planned batch, where one was measured:
+with few samples, different settings may be faster."""
+MANY_THREADS = 4
+
+SettingsSearch = Mapping[str, tuple[int, Sequence[Runtime]]]
+"""What to compare, by class: the batch size, and the settings, most promising first."""
+
+
+def plan_settings_search(model: FleetModel, limits: Limits) -> SettingsSearch:
+    """Return what to compare for classes without an earlier trial; raises what `choose_plan` raises."""
+    planned = choose_class_sizes(model, limits, model.step_times())
+    search = {}
+    for name, known in model.classes.items():
+        measured = [size for size in known.sizes if size <= planned.get(name, 0)]
+        if measured and not known.trial_sizes:
+            comparable = [size for size in measured if size * COMPARABLE_FACTOR >= planned[name]]
+            search[name] = min(comparable, default=max(measured)), _variants(known.settings)
+    return search
+
+
+def next_settings(
+    model: FleetModel, search: SettingsSearch, round_number: int
+) -> dict[str, tuple[Runtime, int]]:
+    """Return settings and batch size of each machine in a round, counted from 0; empty after the last.
+
+    Machines without other settings to probe compute too: machines may share cores.
+    """
+    probes: dict[str, tuple[Runtime, int]] = {}
+    is_over = True
+    for name, (size, variants) in search.items():
+        known = model.classes[name]
+        count = len(known.machines)
+        others = variants[round_number * count : (round_number + 1) * count]
+        is_over = is_over and not others
+        for machine, settings in zip_longest(known.machines, others, fillvalue=known.settings):
+            probes[machine] = settings, size
+    return {} if is_over else probes
+
+
+def settings_gain(known: ClassModel, probed: Point) -> float | None:
+    """Return the share of a step's time that a probe with other settings took less; None: not enough."""
+    usual_s = median(point.step_time_s for point in known.points if point.batch_size == probed.batch_size)
+    gain = 1 - probed.step_time_s / usual_s
+    return gain if gain > MIN_SETTINGS_GAIN else None
+
+
+def _variants(settings: Runtime) -> list[Runtime]:
+    variants = [replace(settings, onednn=not settings.onednn)]
+    if settings.threads >= MANY_THREADS:  # two hardware threads share the units of one core
+        variants.append(replace(settings, threads=settings.threads // 2))
+    if settings.threads > 1:
+        variants.append(replace(settings, inter_threads=2))
+    return variants

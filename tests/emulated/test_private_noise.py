@@ -119,7 +119,7 @@ def test_model_with_sample_statistics_is_refused_before_training(project: Path) 
 
 
 def test_tuning_measures_private_nodes_with_noise_and_verify_reports_no_noise(project: Path) -> None:
-    tuned = csdctl(project, "tune", "--exclude", "csd1", "--probe-seconds", "0.1")
+    tuned = csdctl(project, "tune", "--exclude", "csd1", "--no-explore", "--probe-seconds", "0.1")
     assert tuned.returncode == 0, tuned.stderr
     verified = csdctl(project, "verify", "--exclude", "csd1")
     assert verified.returncode == 0, verified.stderr

@@ -13,7 +13,7 @@ from tests.emulated.test_features import JOB, MODEL, write
 
 pytestmark = [pytest.mark.emulated, pytest.mark.thorough]
 
-QUICK = ("--probe-seconds", "0.1", "--max-global-batch", "24")
+QUICK = ("--no-explore", "--probe-seconds", "0.1", "--max-global-batch", "24")
 
 
 @pytest.fixture(scope="module")

@@ -32,6 +32,12 @@ def tune(
         int | None, typer.Option("--global-batch", min=1, help="fit: the exact global batch size.")
     ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="fit: ignore earlier measurements.")] = False,
+    explore: Annotated[
+        bool,
+        typer.Option(
+            "--explore/--no-explore", help="fit: also probe threads and oneDNN, and use the faster settings."
+        ),
+    ] = True,
     host: Annotated[
         bool,
         typer.Option(
@@ -93,6 +99,7 @@ def tune(
         method=method,
         limits=Limits(max_global_batch, global_batch),
         is_fresh=fresh,
+        is_exploring=explore,
         is_host_training=host,
         batch_sizes=_parse_sizes(batch_sizes),
         step_divisor=step_divisor,

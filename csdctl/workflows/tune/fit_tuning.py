@@ -5,25 +5,34 @@ measurements in the measurements file, and continues with the model updated from
 starts from the file: it needs no probe, and one trial confirms its plan.
 """
 
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from csdctl.errors import OutOfMemoryError
 from csdctl.notify import Say
 from csdctl.perfmodel.prediction import calibrate_overhead
-from csdctl.tuning.fits import fit_collective
+from csdctl.tuning.fits import Point, fit_collective
 from csdctl.tuning.fleet_model import (
     FleetModel,
+    ProbeOutcome,
     TriedPlan,
     learn_probes,
     learn_trial,
 )
-from csdctl.tuning.measurements import CollectiveMeasurement
+from csdctl.tuning.measurements import CollectiveMeasurement, describe_runtime
 from csdctl.tuning.plan_choice import choose_equal_plan, choose_plan, plan_ranks, predict_samples_per_s
-from csdctl.tuning.probe_policy import limit_sizes, next_probes
+from csdctl.tuning.probe_policy import (
+    limit_sizes,
+    next_probes,
+    next_settings,
+    plan_settings_search,
+    settings_gain,
+)
 from csdctl.tuning.search import BestPlan, Limits
 from csdctl.worker.protocol.orders import MAX_TIMED_SUM_S
 from csdctl.worker.protocol.probe import ProbeRequest
+from csdctl.worker.protocol.run_spec import Runtime
 from csdctl.workflows.tune.fleet_measurements import FleetMeasurements
 from csdctl.workflows.tune.probing import FleetMeasurer
 
@@ -58,6 +67,7 @@ class FitTuner:
     measurements: FleetMeasurements
     limits: Limits
     say: Say
+    is_exploring: bool = True
     probe_duration_s: float = 1.0
 
     def tune(self, model: FleetModel) -> TunedFleet:
@@ -66,7 +76,9 @@ class FitTuner:
         Raises TuningError when no plan is within the limits, and what probes and the ranks of a trial raise.
         """
         model = self._measure_collectives(model)
-        model = self._measure_steps(model)
+        model = self._measure_steps(limit_sizes(model, self.limits))
+        if self.is_exploring:
+            model = self._measure_steps(self._explore_settings(model))
         factor = 1.0
         if recalled := self.measurements.recall_trial(model.step_times()):
             ranks, step_s = recalled
@@ -93,20 +105,54 @@ class FitTuner:
 
     def _measure_steps(self, model: FleetModel) -> FleetModel:
         """Probe until the step time of every class is known where it matters."""
-        model = limit_sizes(model, self.limits)
         while sizes := next_probes(model, self.limits):
-            # A new size costs one step to allocate memory and choose kernels; the next one shows its time.
-            outcomes = self.measurer.probe(
-                {
-                    name: ProbeRequest(
-                        size, min_steps=1, min_duration_s=self.probe_duration_s, warm_up_steps=1
-                    )
-                    for name, size in sizes.items()
-                }
+            outcomes = self._probe(
+                {name: (model.class_of(name).settings, sizes.get(name)) for name in model.machines}
             )
             self.measurements.store_probes(model, outcomes)
             model = learn_probes(model, outcomes)
         return model
+
+    def _probe(self, probes: Mapping[str, tuple[Runtime, int | None]]) -> dict[str, ProbeOutcome]:
+        """Start machines with the settings, and measure those with a batch size."""
+        self.measurer.switch({name: settings for name, (settings, _) in probes.items()})
+        # A new size costs one step to allocate memory and choose kernels; the next one shows its time.
+        return self.measurer.probe(
+            {
+                name: ProbeRequest(size, min_steps=1, min_duration_s=self.probe_duration_s, warm_up_steps=1)
+                for name, (_, size) in probes.items()
+                if size
+            }
+        )
+
+    def _explore_settings(self, model: FleetModel) -> FleetModel:
+        """Probe other runtime settings of new classes, and select those that are clearly faster."""
+        search = plan_settings_search(model, self.limits)
+        round_number = 0
+        while probes := next_settings(model, search, round_number):
+            outcomes = self._probe(probes)
+            others = [name for name in probes if probes[name][0] != model.class_of(name).settings]
+            usual = {name: outcome for name, outcome in outcomes.items() if name not in others}
+            self.measurements.store_probes(model, usual)
+            model = learn_probes(model, usual)
+            for name in others:
+                model = self._compare_settings(model, name, probes[name][0], outcomes[name])
+            round_number += 1
+        return model
+
+    def _compare_settings(
+        self, model: FleetModel, machine: str, settings: Runtime, outcome: ProbeOutcome
+    ) -> FleetModel:
+        """Return the model after a probe with other settings, which the class takes if they are faster."""
+        if outcome.step_time_s is None:
+            return model
+        self.measurements.store_class_probes(machine, settings, [outcome])
+        known, probed = model.class_of(machine), Point(outcome.batch_size, outcome.step_time_s)
+        gain = settings_gain(known, probed)
+        if gain is None:
+            return model
+        self.say(f"{machine}: {describe_runtime(settings)}: takes {gain:.0%} less time: selected")
+        return model.with_class(model.class_name(machine), known.with_settings(settings, probed))
 
     def _confirm(self, model: FleetModel) -> TunedFleet:
         """Try the best plan, and another plan when the trial predicts a gain; return the better one."""

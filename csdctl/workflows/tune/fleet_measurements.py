@@ -179,7 +179,8 @@ class FleetMeasurements:
         if self._is_fresh:
             return blank
         key = self._machine_classes[machines[0]].key
-        return recall_class(blank, self._store.probes(self.features.hash, self._recipe, key))
+        threads = self._fleet.host.threads if machines[0] == HOST_NAME else 0
+        return recall_class(blank, self._store.probes(self.features.hash, self._recipe, key), threads)
 
     def _add_probes(self, machine: str, probes: Sequence[ProbeMeasurement]) -> None:
         self._store.add_probes(self.features, self._recipe, self._machine_classes[machine], probes)

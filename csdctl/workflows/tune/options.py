@@ -27,6 +27,8 @@ class TuneOptions:
     limits: Limits = field(default_factory=Limits)
     is_fresh: bool = False
     """Ignore earlier measurements."""
+    is_exploring: bool = True
+    """Probe other runtime settings too."""
     is_host_training: bool = True
     """False: the host only sums gradients and serves data to the nodes."""
     batch_sizes: tuple[int, ...] = DEFAULT_BATCH_SIZES

@@ -99,14 +99,9 @@ class FleetMeasurer:
         """`runtimes` of every machine that trains."""
         self._job, self._prepared, self._space = job, prepared, space
         self._watch, self._say = watch, say
-        self.probers = {
-            name: Prober(
-                space.sessions[name],
-                build_probe_command(name, job, space.fleet, prepared, runtime),
-                space.facts[name].usable_memory_bytes,
-            )
-            for name, runtime in runtimes.items()
-        }
+        self.probers: dict[str, Prober] = {}
+        self._runtimes: dict[str, Runtime] = {}
+        self.switch(runtimes)
         self._pool = ThreadPoolExecutor(len(self.probers))
         self.num_probes = 0
         """Probes so far, on all machines."""
@@ -126,6 +121,17 @@ class FleetMeasurer:
         """End all sessions; the next request starts them again."""
         for prober in self.probers.values():
             prober.close()
+
+    def switch(self, runtimes: Mapping[str, Runtime]) -> None:
+        """Measure these machines with these settings from the next round on."""
+        for name, runtime in runtimes.items():
+            if self._runtimes.get(name) != runtime:
+                if name in self.probers:
+                    self.probers[name].close()
+                command = build_probe_command(name, self._job, self._space.fleet, self._prepared, runtime)
+                usable_bytes = self._space.facts[name].usable_memory_bytes
+                self.probers[name] = Prober(self._space.sessions[name], command, usable_bytes)
+                self._runtimes[name] = runtime
 
     def time_sums(self, sizes: Sequence[tuple[int, int]]) -> list[CollectiveTimed]:
         """Time sums over (number of ranks, bytes of a rank's vector)."""
@@ -153,12 +159,12 @@ class FleetMeasurer:
         return outcomes
 
     def run_trial(self, ranks: Sequence[RankPlan], num_steps: int) -> TrialResult:
-        """Take steps with all ranks, in the processes that measured.
+        """Take steps with all ranks, in the processes that measured where their settings agree.
 
         Raises OutOfMemoryError for a rank that was killed.
         """
         # A host that does not train has a worker with fewer threads, which the trial starts.
-        attach = self.prepare_trial([rank.node for rank in ranks if rank.batch_size])
+        attach = self.prepare_trial({rank.node: rank.runtime for rank in ranks if rank.batch_size})
         self._say(f"trying the plan: {num_steps} steps of all {len(ranks)} ranks")
         self._watch.on_trial(num_steps, {rank.node: rank.batch_size for rank in ranks})
         try:
@@ -177,12 +183,13 @@ class FleetMeasurer:
         self.measuring_s += result.wall_s
         return result
 
-    def prepare_trial(self, machines: Sequence[str]) -> dict[str, AttachRank]:
-        """Keep the sessions of these machines, and end all others; return how to attach each."""
-        for name in self.probers.keys() - {*machines}:
+    def prepare_trial(self, runtimes: Mapping[str, Runtime]) -> dict[str, AttachRank]:
+        """Keep one session with these settings per machine, and end all others; return how to attach each."""
+        self.switch(runtimes)
+        for name in self.probers.keys() - runtimes.keys():
             self.probers[name].close()
-        self._start(machines)
-        return {name: self.probers[name].attach for name in machines}
+        self._start(runtimes)
+        return {name: self.probers[name].attach for name in runtimes}
 
     def measure(self, requests: Mapping[str, ProbeRequest]) -> dict[str, ProbeResult | None]:
         """Measure one round, all machines at once; None where the batch did not fit in memory."""

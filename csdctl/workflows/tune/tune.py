@@ -160,7 +160,10 @@ def tune_by_fit(
         model = replace(model, max_host_share=num_public / (num_samples or 1))
         runtimes = {name: model.class_of(name).settings for name in model.machines}
         with FleetMeasurer(job, prepared, space, runtimes, watch, say) as measurer:
-            tuned = FitTuner(measurer, measurements, limits, say, options.probe_duration_s).tune(model)
+            tuner = FitTuner(
+                measurer, measurements, limits, say, options.is_exploring, options.probe_duration_s
+            )
+            tuned = tuner.tune(model)
     plan = Plan(
         job=job.name,
         job_fingerprint=job.fingerprint(),

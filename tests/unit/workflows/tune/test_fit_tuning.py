@@ -15,6 +15,7 @@ from csdctl.tuning.plan import RankPlan
 from csdctl.tuning.search import Limits
 from csdctl.worker.protocol.events import CollectiveTimed
 from csdctl.worker.protocol.probe import ProbeRequest
+from csdctl.worker.protocol.run_spec import Runtime
 from csdctl.workflows.tune.fit_tuning import MAX_OOM_RETRIES, SUM_BYTES, FitTuner, TunedFleet
 from csdctl.workflows.tune.fleet_measurements import FleetMeasurements, hash_recipe
 from tests.unit.workflows.measured_project import (
@@ -48,6 +49,8 @@ class ScriptedMeasurer:
     """Machines as functions; `trial` decides the result of a trial."""
 
     trial: Callable[[Sequence[RankPlan]], TrialResult] = trial_of
+    gain: Mapping[Runtime, float] = field(default_factory=dict)
+    """Settings that change the time of a step, by this factor."""
     num_probes: int = 0
     measuring_s: float = 0.0
     max_sum_bytes: int = 1 << 40
@@ -56,6 +59,7 @@ class ScriptedMeasurer:
     sums: list[tuple[int, int]] = field(default_factory=list)
     rounds: list[Mapping[str, ProbeRequest]] = field(default_factory=list)
     trials: list[Sequence[RankPlan]] = field(default_factory=list)
+    settings: dict[str, Runtime] = field(default_factory=dict)
 
     def time_sums(self, wanted: Sequence[tuple[int, int]]) -> list[CollectiveTimed]:
         self.sums += wanted
@@ -68,11 +72,14 @@ class ScriptedMeasurer:
     def probe(self, requests: Mapping[str, ProbeRequest]) -> dict[str, ProbeOutcome]:
         self.num_probes += len(requests)
         self.rounds.append(requests)
-        sizes = {name: request.batch_size for name, request in requests.items()}
-        return {
-            name: ProbeOutcome(size, step_time_of(name).at(size), 3, {size: size << 20})
-            for name, size in sizes.items()
-        }
+        return {name: self._outcome(name, request.batch_size) for name, request in requests.items()}
+
+    def _outcome(self, name: str, size: int) -> ProbeOutcome:
+        step_s = step_time_of(name).at(size) * self.gain.get(self.settings[name], 1.0)
+        return ProbeOutcome(size, step_s, 3, {size: size << 20})
+
+    def switch(self, settings: Mapping[str, Runtime]) -> None:
+        self.settings |= settings
 
     def run_trial(self, ranks: Sequence[RankPlan], num_steps: int) -> TrialResult:
         self.trials.append(ranks)
@@ -90,11 +97,13 @@ def tune(
     at: MeasuredProject,
     measurer: ScriptedMeasurer,
     messages: list[str] | None = None,
+    *,
+    is_exploring: bool = False,
     limits: Limits = LIMITS,
 ) -> TunedFleet:
     with measurements_of(at) as measurements:
         lines: list[str] = [] if messages is None else messages
-        tuner = FitTuner(measurer, measurements, limits, lines.append)
+        tuner = FitTuner(measurer, measurements, limits, lines.append, is_exploring)
         return tuner.tune(measurements.recall_fleet())
 
 
@@ -129,6 +138,25 @@ def test_sums_of_a_slow_link_are_timed_once(at: MeasuredProject) -> None:
     again = ScriptedMeasurer()
     tune(at, again)
     assert again.sums == []
+
+
+@pytest.mark.parametrize("factor", [0.5, 0.9])
+def test_clearly_faster_settings_are_taken_and_kept(at: MeasuredProject, factor: float) -> None:
+    usual = Runtime(facts_of("csd0").num_threads)
+    expected = replace(usual, onednn=False) if factor == 0.5 else usual
+    messages: list[str] = []
+    measurer = ScriptedMeasurer(gain={replace(usual, onednn=False): factor})
+    host, *nodes = tune(at, measurer, messages, is_exploring=True).tried.ranks
+    assert host.onednn
+    assert [rank.runtime for rank in nodes] == [expected] * 2
+    assert any("takes 50% less time: selected" in line for line in messages) == (expected != usual)
+    with measurements_of(at) as measurements:
+        known = measurements.recall_fleet().class_of("csd1")
+    assert known.settings == expected
+    assert len(known.sizes) > 1
+    again = ScriptedMeasurer(gain=measurer.gain)
+    tune(at, again, is_exploring=True)
+    assert again.num_probes == 0
 
 
 @pytest.mark.parametrize("better", [0, 1])

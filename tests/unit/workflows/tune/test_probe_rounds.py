@@ -1,4 +1,4 @@
-"""The sessions of all machines: which are kept for a trial, and which start."""
+"""The sessions of all machines: which are kept for other settings and for a trial, and which start."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -13,6 +13,7 @@ from csdctl.workflows.tune.probing import IDLE, LOADING, MEASURED, MEASURING, Fl
 from tests.fake_session import FakeConversation, FakeSession
 from tests.unit.workflows.measured_project import make_project, prepared, workspace
 
+USUAL, OTHER = Runtime(4), Runtime(4, onednn=False)
 PEAK = 1 << 30
 
 
@@ -52,7 +53,7 @@ class Fleet:
             at.job,
             prepared(at),
             workspace(at, self.sessions, 2 * PEAK),
-            dict.fromkeys(self.sessions, Runtime(4)),
+            dict.fromkeys(self.sessions, USUAL),
             self.watch,
             lambda _: None,
         )
@@ -78,7 +79,7 @@ def fleet(tmp_path: Path) -> Iterator[Fleet]:
 
 def test_trial_takes_the_sessions_that_measured(fleet: Fleet) -> None:
     fleet.probe()
-    attach = fleet.rounds.prepare_trial(["host", "csd0"])
+    attach = fleet.rounds.prepare_trial({"host": USUAL, "csd0": USUAL})
     assert attach["csd0"]("spec.json", 1) is fleet.of_node()[0]
     assert json.loads(fleet.of_node()[0].sent[-1]) == {
         "request": "AttachRequest",
@@ -88,9 +89,22 @@ def test_trial_takes_the_sessions_that_measured(fleet: Fleet) -> None:
     assert len(fleet.of_node()) == 1
 
 
+@pytest.mark.parametrize("taken", [USUAL, OTHER])
+def test_machine_has_one_session_with_the_settings_that_are_measured(fleet: Fleet, taken: Runtime) -> None:
+    fleet.probe()
+    fleet.rounds.switch({"csd0": OTHER})
+    fleet.probe()
+    assert fleet.of_node()[0].is_closed
+    attach = fleet.rounds.prepare_trial({"csd0": taken})
+    used = attach["csd0"]("spec.json", 0)
+    still_open = [conversation for conversation in fleet.of_node() if not conversation.is_closed]
+    assert still_open == [used]
+    assert len(fleet.of_node()) == (2 if taken == OTHER else 3)
+
+
 def test_machine_outside_the_trial_has_no_session(fleet: Fleet) -> None:
     fleet.probe()
-    fleet.rounds.prepare_trial(["csd0"])
+    fleet.rounds.prepare_trial({"csd0": USUAL})
     assert all(conversation.is_closed for conversation in fleet.sessions["host"].conversations)
 
 

@@ -1,0 +1,39 @@
+"""Which other runtime settings are probed, and when they are taken."""
+
+from dataclasses import replace
+
+import pytest
+
+from csdctl.perfmodel.step_time import StepTime
+from csdctl.tuning.fits import Point
+from csdctl.tuning.fleet_model import ClassModel, FleetModel
+from csdctl.tuning.probe_policy import next_settings, plan_settings_search
+from csdctl.tuning.search import Limits
+from csdctl.worker.protocol.run_spec import Runtime
+
+LINE = StepTime(0.05, 0.02)
+USUAL = Runtime(4)
+LIMITS = Limits(global_batch=64)
+
+
+@pytest.fixture
+def model() -> FleetModel:
+    """Two equal nodes, planned at 32 samples each, which were probed at 4, 8 and 16."""
+    points = tuple(Point(size, LINE.at(size)) for size in (4, 8, 16))
+    return FleetModel(("a", "b"), {"csd": ClassModel(("a", "b"), USUAL, points)})
+
+
+def test_settings_are_compared_on_different_machines_at_the_smallest_comparable_size(
+    model: FleetModel,
+) -> None:
+    search = plan_settings_search(model, LIMITS)
+    assert [next_settings(model, search, number) for number in range(3)] == [
+        {"a": (Runtime(4, onednn=False), 8), "b": (Runtime(2), 8)},
+        {"a": (Runtime(4, inter_threads=2), 8), "b": (USUAL, 8)},
+        {},
+    ]
+
+
+def test_class_with_an_earlier_trial_is_not_explored(model: FleetModel) -> None:
+    known = model.with_class("csd", replace(model.classes["csd"], trial_sizes=(32,)))
+    assert next_settings(known, plan_settings_search(known, LIMITS), 0) == {}
