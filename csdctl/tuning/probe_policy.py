@@ -9,7 +9,6 @@ Other settings are compared at a batch size that was measured with the usual set
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import zip_longest
 from math import ceil
 from statistics import median
 
@@ -155,7 +154,8 @@ def next_settings(
         count = len(known.machines)
         others = variants[round_number * count : (round_number + 1) * count]
         is_over = is_over and not others
-        for machine, settings in zip_longest(known.machines, others, fillvalue=known.settings):
+        usual = [known.settings] * (count - len(others))
+        for machine, settings in zip(known.machines, [*others, *usual], strict=True):
             probes[machine] = settings, size
     return {} if is_over else probes
 
