@@ -5,6 +5,7 @@ and an MPI check over all machines that are fit so far. Later checks skip a mach
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -175,10 +176,12 @@ def examine(
     options: DoctorOptions,
     on_check: OnCheck = lambda check: None,
     imports: JobImports | None = None,
+    sessions: Mapping[str, Session] | None = None,
 ) -> Examination:
     """Examine the host and all nodes of `fleet`; red checks are in the result, not raised.
 
-    `imports`: what the own code of a job needs on them.
+    `imports`: what the own code of a job needs on them. `sessions` that are open to all of them; None: they
+    are opened, which is a check too.
     """
     examination = Examination(fleet, on_check, imports)
     clock = Deadline(options.deadline_s)
@@ -192,31 +195,17 @@ def examine(
         _check_clock(clock, "connecting")
 
     try:
-        with open_sessions(
-            fleet,
-            directory=directory,
-            connect_deadline_s=min(options.connect_deadline_s, clock.left_s),
-            on_done=on_connected,
-            on_traffic=record_traffic(directory, "doctor"),
-        ) as sessions:
-            _examine_machines(examination, sessions.reachable, directory, options, clock)
-    except DeadlineError as error:
-        examination.overdue = error.message
-    return examination
-
-
-def examine_open(
-    fleet: Fleet,
-    sessions: Mapping[str, Session],
-    directory: Path,
-    options: DoctorOptions,
-    on_check: OnCheck = lambda check: None,
-) -> Examination:
-    """Do the same as `examine` over open `sessions` to the host and to every node of `fleet`."""
-    examination = Examination(fleet, on_check)
-    _examine_host(examination)
-    try:
-        _examine_machines(examination, sessions, directory, options, Deadline(options.deadline_s))
+        with ExitStack() as stack:
+            if sessions is None:
+                opened = open_sessions(
+                    fleet,
+                    directory=directory,
+                    connect_deadline_s=min(options.connect_deadline_s, clock.left_s),
+                    on_done=on_connected,
+                    on_traffic=record_traffic(directory, "doctor"),
+                )
+                sessions = stack.enter_context(opened).reachable
+            _examine_machines(examination, sessions, directory, options, clock)
     except DeadlineError as error:
         examination.overdue = error.message
     return examination
