@@ -3,6 +3,7 @@
 import http.server
 import os
 import threading
+import time
 
 import pytest
 
@@ -91,6 +92,20 @@ class TestSampler:
         (record,) = sample(run, PowerSource("constant", watts=10.0), print, until)
         assert record.origin == "stated"
         assert record.joules == pytest.approx(10 * record.seconds, rel=0.1, abs=0.01)
+
+    def test_file_of_a_meter_counts_from_the_start_of_the_run(self, run):
+        until, now_s = threading.Event(), time.time()
+        until.set()
+        meter = run.path / "meter.csv"
+        rows = [(now_s - 60.0, 500), (now_s - 0.4, 10), (now_s, 20)]
+        meter.write_text("time,watts\n" + "".join(f"{time_s},{watts}\n" for time_s, watts in rows))
+        (record,) = sample(run, PowerSource("csv", path=str(meter)), print, until)
+        assert (record.origin, record.joules) == ("measured", pytest.approx(6.0, abs=0.01))
+        meter.write_text("watt\n")
+        said = []
+        *_, record = sample(run, PowerSource("csv", path=str(meter)), said.append, until)
+        assert "expected columns" in record.error
+        assert "`time,watts`" in said[1]
 
     def test_management_controller_that_redirects_gets_no_password(self, run):
         asked, done, said = [], threading.Event(), []

@@ -5,13 +5,11 @@ from typing import Any
 import pytest
 
 from csdctl.errors import NodeError
-from csdctl.supervision.membership import GroupState, Membership
+from csdctl.supervision.membership import Membership
 from csdctl.worker.protocol.events import (
     EpochEnd,
     Event,
-    LinkLost,
     NodeBack,
-    Pong,
     Progress,
     Ready,
 )
@@ -88,16 +86,6 @@ def test_rank_that_is_back_is_no_longer_lost(fleet: Fleet) -> None:
     assert fleet.membership.latest_loss([0, 1, 2]) is None
 
 
-def test_latest_loss_of_the_given_ranks_is_the_cause(fleet: Fleet) -> None:
-    fleet.lose(1, "first")
-    fleet.bring_back(1)
-    fleet.lose(2, "second")
-    fleet.lose(1, "third")
-    found = [fleet.membership.latest_loss(ranks) for ranks in ([0, 1, 2], [0, 2])]
-    assert [error.message for error in found if error] == ["third", "second"]
-    assert [error.message for error in fleet.membership.losses] == ["second", "third"]
-
-
 def lose_often(fleet: Fleet, rank: int) -> None:
     """Use all restarts of a rank but the last loss, after which it would stay away."""
     for _ in range(MAX_RESTARTS):
@@ -124,30 +112,3 @@ def test_rank_0_renews_its_restarts_with_a_step_after_the_one_at_which_it_was_lo
     fleet.membership.record_progress(report, [0, 1, 2])
     fleet.lose(0)
     assert fleet.membership.is_exhausted(0) is is_exhausted
-
-
-class TestGroupState:
-    def test_progress_is_that_of_rank_0_alone(self) -> None:
-        """Another rank could report for ever."""
-        group = GroupState(1, (0, 1), 10.0, awaited={1})
-        group.record_arrival(Progress(1, "csd0", 1, 1, 1, 8, 0.1, 0.1, 0.2), 20.0)
-        assert (group.last_progress, group.awaited) == (10.0, {1})
-        group.record_arrival(step(1, 1), 30.0)
-        assert (group.last_progress, group.awaited) == (30.0, set())
-
-    def test_link_lost_in_an_earlier_group_does_not_count(self) -> None:
-        group = GroupState(2, (0, 1, 2), 0.0)
-        group.record_arrival(LinkLost(1, "csd0", 1, 1, 3), 1.0)
-        assert (group.unlinked, group.first_unlinked) == (set(), None)
-        for rank in (2, 1):
-            group.record_arrival(LinkLost(rank, NODES[rank], 2, 1, 3), 1.0)
-        assert (group.unlinked, group.first_unlinked) == ({1, 2}, 2)
-
-    def test_ping_stays_until_it_is_answered(self) -> None:
-        group = GroupState(1, (0, 1, 2), 0.0, pinged={1: 5.0, 2: 5.0})
-        group.record_arrival(Pong(1, "csd0", 1), 4.0)  # to an earlier ping
-        group.record_arrival(Pong(2, "csd1", 1), 6.0)
-        group.drop_answered_pings()
-        assert group.pinged == {1: 5.0}
-        assert group.answer_delays_s(5.0) == [1.0]
-        assert (group.last_message(1), group.last_message(0)) == (4.0, 0.0)

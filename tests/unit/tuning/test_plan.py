@@ -42,21 +42,16 @@ def test_plan_is_read_back_as_it_was_saved(path: Path) -> None:
             "batch_size: -1",
             "`ranks.1.batch_size`: .*greater than or equal to 0 .received -1",
         ),
-        ("batch_size: 25", "batch_size: many", "`ranks.1.batch_size`: .*integer.*received 'many'"),
         ("batch_size: 25", "batch_size: 2.5", "`ranks.1.batch_size`: .*integer.*received 2.5"),
-        ("threads: 4", "threads: -4", "`ranks.1.threads`"),
         ("threads: 4", "thread: 4", "unknown key `ranks.1.thread`, did you mean `threads`"),
         ("step_time_s: 8.0", "step_time_s: .nan", "`ranks.1.step_time_s`"),
-        ("step_time_s: 8.0", "step_time_s: -8.0", "`ranks.1.step_time_s`"),
         ("schema_version: 1", "schema_version: 2", "`schema_version`"),
         (
             "batch_size: 25",
             "batch_size: 1000000000000",
             "`ranks.1.batch_size`: .*less than or equal to 1048576",
         ),
-        ("peak_memory_bytes: 1073741824", "peak_memory_bytes: -1", "`ranks.1.peak_memory_bytes`"),
         ("node: csd0", "node: '-rf /'", "`ranks.1.node`"),
-        ("num_probes: 12", "num_probes: -12", "`num_probes`"),
     ],
 )
 def test_bad_value_is_named_with_its_line(path: Path, written: str, edited: str, message: str) -> None:

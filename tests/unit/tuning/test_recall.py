@@ -3,10 +3,9 @@
 import pytest
 
 from csdctl.perfmodel.step_time import StepTime
-from csdctl.tuning.fits import Point
 from csdctl.tuning.fleet_model import ClassModel
 from csdctl.tuning.measurements import ProbeMeasurement
-from csdctl.tuning.recall import points_of, recall_class, recall_in_step
+from csdctl.tuning.recall import recall_class, recall_in_step
 from csdctl.worker.protocol.run_spec import Runtime
 
 SETTINGS = Runtime(2)
@@ -19,11 +18,6 @@ def probed(*sizes: int, settings: Runtime = SETTINGS) -> list[ProbeMeasurement]:
 
 def tried(size: int, ratio: float, measured_at: float) -> ProbeMeasurement:
     return ProbeMeasurement(SETTINGS, size, measured_at, LINE.at(size) * ratio, 3)
-
-
-def test_points_are_the_probes_that_fitted_in_memory() -> None:
-    known = [*probed(8, 16), ProbeMeasurement(SETTINGS, 64, 1.0, None), tried(32, 1.3, 2.0)]
-    assert points_of(known) == [Point(8, LINE.at(8)), Point(16, LINE.at(16))]
 
 
 @pytest.mark.parametrize(("threads", "settings", "sizes"), [(0, SETTINGS, {8, 16}), (1, Runtime(1), {64})])

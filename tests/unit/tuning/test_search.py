@@ -79,11 +79,6 @@ def test_node_with_private_data_is_never_left_out() -> None:
     assert found.batch_sizes["slow"] >= 1
 
 
-def test_nodes_are_left_out_when_the_sum_costs_more_than_they_bring() -> None:
-    found = find_best(FLEET, Limits(max_global_batch=64), lambda ranks: 0.5 * (ranks - 1))
-    assert len(found.left_out) == len(NODES)
-
-
 def test_impossible_limits_are_an_error_that_names_them() -> None:
     required = [HOST, RankModel("csd0", StepTime(1.0, 1.0), is_required=True)]
     with pytest.raises(TuningError, match="no plan for 2 ranks satisfies max global batch 1") as raised:

@@ -39,17 +39,6 @@ def linear(samples_per_s: float, overhead_s: float = 0.0) -> Callable[[int], flo
     return lambda size: overhead_s + size / samples_per_s
 
 
-def best_at(best_size: int, samples_per_s: float) -> Callable[[int], float]:
-    """An engine that is slower beyond `best_size`: its cache, or its memory, is full."""
-    return lambda size: (size + 0.2 * max(0, size - best_size)) / samples_per_s + 0.01
-
-
-def test_slowest_engine_gets_its_best_size_of_the_list() -> None:
-    tuned = Engines({"host": linear(100, 0.1), "csd0": best_at(16, 5)}).tune()
-    assert tuned["csd0"].batch_size == 16
-    assert tuned["csd0"].step_time_s == pytest.approx(16 / 5 + 0.01)
-
-
 def test_slowest_is_the_one_with_the_least_samples_per_s_not_the_longest_step() -> None:
     # Every step of csd0 takes longer at size 4 already; it makes up for it at 64.
     times = {"host": linear(2), "csd0": linear(50, 3.0)}
