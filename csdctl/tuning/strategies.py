@@ -113,6 +113,8 @@ class Workload:
     num_validation: int
     epochs: int
     is_repeating: bool = False
+    evaluation_share: float = 0.0
+    """The time of a forward pass of a sample relative to its share of a step."""
 
 
 @dataclass(frozen=True)
@@ -168,18 +170,14 @@ def forecast_data_parallel(
     work: Workload,
     *,
     vector_bytes: int,
-    evaluation_share: float = 0.0,
 ) -> StrategyForecast:
-    """Forecast training as in the trial of a plan: `compute_s` of each rank in a step, and the rest of it.
-
-    `evaluation_share`: a forward pass of a sample relative to a step's time for it.
-    """
+    """Forecast training as in the trial of a plan: `compute_s` of each rank in a step, and the rest of it."""
     placed = _place(batch_sizes, work)
 
     def step_s(active: Collection[str]) -> float:
         return max(compute_s[name] for name in active) + communication_s
 
-    evaluation_s = work.num_validation * evaluation_share * _sample_s(machines.step_times[HOST_NAME])
+    evaluation_s = work.num_validation * work.evaluation_share * _sample_s(machines.step_times[HOST_NAME])
     found = _forecast(
         DATA_PARALLEL, "", batch_sizes, time_epoch(placed, step_s) + evaluation_s, machines, work
     )
@@ -249,12 +247,7 @@ def forecast_on_host(
 
 
 def forecast_split(
-    shares: Shares,
-    machines: Machines,
-    work: Workload,
-    limits: Limits,
-    *,
-    evaluation_share: float = 0.0,
+    shares: Shares, machines: Machines, work: Workload, limits: Limits
 ) -> StrategyForecast | None:
     """Forecast the split of the model with the batch sizes that take the least time; None without any."""
     best = None
@@ -262,19 +255,14 @@ def forecast_split(
         sizes = _split_sizes(shares, machines, limits, share)
         if sizes is None:
             continue
-        found = forecast_split_of(sizes, shares, machines, work, evaluation_share=evaluation_share)
+        found = forecast_split_of(sizes, shares, machines, work)
         if best is None or found.epoch_s < best.epoch_s:
             best = found
     return best
 
 
 def forecast_split_of(
-    sizes: Mapping[str, int],
-    shares: Shares,
-    machines: Machines,
-    work: Workload,
-    *,
-    evaluation_share: float = 0.0,
+    sizes: Mapping[str, int], shares: Shares, machines: Machines, work: Workload
 ) -> StrategyForecast:
     """Forecast the split of the model with these batch sizes."""
     placed = _place(sizes, work)
@@ -282,7 +270,7 @@ def forecast_split_of(
     def step_s(active: Collection[str]) -> float:
         return split_step_s({name: sizes[name] for name in active}, shares, machines)
 
-    evaluation_s = work.num_validation * evaluation_share * _sample_s(machines.step_times[HOST_NAME])
+    evaluation_s = work.num_validation * work.evaluation_share * _sample_s(machines.step_times[HOST_NAME])
     found = _forecast(SPLIT, shares.layer, sizes, time_epoch(placed, step_s) + evaluation_s, machines, work)
     num_bytes = _bytes_per_sample(placed, 2 * shares.vector_bytes) + 2 * shares.cut_bytes
     return replace(found, sample_bytes=num_bytes)

@@ -155,11 +155,11 @@ class StrategyChooser:
         except InputError as error:
             impossible[SPLIT] = error.message
             return ()
-        whole = self._forecast_whole(0.0)
+        whole = self._forecast_whole(self._work)
         promised = {}
         for cut in info.cuts:
             shares = share_by_flops(cut, info.num_operations)
-            if shares and (found := self._forecast_split(shares)):
+            if shares and (found := self._forecast_split(shares, self._work)):
                 promised[cut.layer] = found.epoch_s
         cuts = sorted(
             (cut for cut in info.cuts if cut.layer in promised), key=lambda cut: promised[cut.layer]
@@ -213,7 +213,7 @@ class StrategyChooser:
             return self.model
         return self.model.with_class(HOST_NAME, replace(known, in_step_factor=1.0))
 
-    def _forecast_whole(self, evaluation_share: float) -> StrategyForecast:
+    def _forecast_whole(self, work: Workload) -> StrategyForecast:
         predicted = self.plan.predicted
         assert predicted is not None
         compute_s = {rank.node: rank.step_time_s or 0.0 for rank in self.plan.ranks}
@@ -223,16 +223,13 @@ class StrategyChooser:
             compute_s,
             communication_s,
             self._machines,
-            self._work,
+            work,
             vector_bytes=self.model.vector_bytes,
-            evaluation_share=evaluation_share,
         )
         return replace(found, node_memory_bytes=node_memory(self.plan.ranks))
 
-    def _forecast_split(self, shares: Shares, evaluation_share: float = 0.0) -> StrategyForecast | None:
-        return forecast_split(
-            shares, self._machines, self._work, self.limits, evaluation_share=evaluation_share
-        )
+    def _forecast_split(self, shares: Shares, work: Workload) -> StrategyForecast | None:
+        return forecast_split(shares, self._machines, work, self.limits)
 
     def _time_parts(self, feature_layer: str, cuts: Sequence[str]) -> PartTimes:
         prepared, model = self.prepared, self.prepared.model
@@ -270,22 +267,22 @@ class StrategyChooser:
         self, times: PartTimes, feature_layer: str, cuts: Sequence[CutInfo]
     ) -> list[StrategyForecast]:
         """Return the forecasts of all strategies, whole models first."""
-        evaluation = times.evaluation_s / times.step_s
-        whole = self._forecast_whole(evaluation)
+        work = replace(self._work, evaluation_share=times.evaluation_s / times.step_s)
+        whole = self._forecast_whole(work)
         found = [whole]
         shares = measured_shares(times, self.prepared.model.info.cuts)
         if feature_layer:
             share = times.features_s / times.step_s * max(1, self.prepared.recipe.views)
             of_frozen = shares.get(feature_layer) or Shares(feature_layer, share, 0.0, max(0.0, 1 - share))
             of_head = replace(of_frozen, vector_bytes=self.model.vector_bytes)
-            machines, work = self._machines, self._work
+            machines = self._machines
             by_features = forecast_features(whole, of_head, share, machines, work)
             if num_bytes := bytes_for_host(self.job, self.prepared):
                 by_features = forecast_on_host(by_features, of_head, num_bytes, machines, work)
             found.append(by_features)
         for cut in cuts:
             measured = shares.get(cut.layer)
-            if measured and (split := self._forecast_split(measured, evaluation)):
+            if measured and (split := self._forecast_split(measured, work)):
                 found.append(split)
         return found
 
