@@ -2,7 +2,8 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path, PurePath
 from typing import Annotated, Any, Literal, Self
 
@@ -30,29 +31,23 @@ class PlanFingerprint(Document):
 
 def list_changes(then: PlanFingerprint, now: PlanFingerprint) -> list[str]:
     """List the differences, one line each; a machine that only one of them has is not a change."""
+    values = {name: (then.job.get(name), now.job.get(name)) for name in {**now.job, **then.job}}
     return [
-        *_changed_values(then.job, now.job),
-        *_changed_files(then.files, now.files),
-        *_changed_machines(then.machines, now.machines),
+        *(
+            f"{name}: {_show(value)}, was {_show(before)} when tuned"
+            for name, (before, value) in values.items()
+            if before != value
+        ),
+        *(f"{PurePath(path).name} has changed" for path in _changed(then.files, now.files)),
+        *(
+            f"{name}: {now.machines[name]}, was {then.machines[name]}"
+            for name in _changed(then.machines, now.machines)
+        ),
     ]
 
 
-def _changed_values(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    for name in dict.fromkeys((*now, *then)):
-        if then.get(name) != now.get(name):
-            yield f"{name}: {_show(now.get(name))}, was {_show(then.get(name))} when tuned"
-
-
-def _changed_files(then: Mapping[str, str], now: Mapping[str, str]) -> Iterator[str]:
-    for path, digest in now.items():
-        if then.get(path, digest) != digest:
-            yield f"{PurePath(path).name} has changed"
-
-
-def _changed_machines(then: Mapping[str, str], now: Mapping[str, str]) -> Iterator[str]:
-    for name, machine in now.items():
-        if then.get(name, machine) != machine:
-            yield f"{name}: {machine}, was {then[name]}"
+def _changed(then: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    return [name for name in now if then.get(name, now[name]) != now[name]]
 
 
 def _show(value: Any) -> str:
@@ -217,13 +212,7 @@ class Plan(Document):
     def for_host_alone(self) -> "Plan":
         """Return the plan whose only rank is the host's, with the same global batch."""
         host = self.ranks[0]
-        alone = RankPlan(
-            node=host.node,
-            batch_size=self.global_batch,
-            threads=host.threads,
-            inter_threads=host.inter_threads,
-            onednn=host.onednn,
-        )
+        alone = RankPlan(node=host.node, batch_size=self.global_batch, **asdict(host.runtime))
         return self.model_copy(update={"ranks": [alone], "predicted": None})
 
     @property

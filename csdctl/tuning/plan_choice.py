@@ -1,6 +1,7 @@
 """The best plan for a modelled fleet, and the ranks of the plan file; pure."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 
 from csdctl.fleet.model import HOST_NAME
 from csdctl.perfmodel.prediction import RankModel, predict
@@ -100,9 +101,7 @@ def _plan_rank(model: FleetModel, machine: str, batch_size: int, step_time: Step
     rank = RankPlan(
         node=machine,
         batch_size=batch_size,
-        threads=known.settings.threads,
-        inter_threads=known.settings.inter_threads,
-        onednn=known.settings.onednn,
+        **asdict(known.settings),
         # Set even when this batch fits, because it may grow during a run.
         micro_batch_size=at_once if at_once is not None and at_once < 2 * batch_size else None,
         peak_memory_bytes=known.predict_peak_bytes(batch_size),

@@ -135,8 +135,6 @@ class FleetMeasurements:
                 outcome.num_steps,
                 outcome.peak_memory_bytes,
             )
-            if outcome.step_time_s is not None
-            else ProbeMeasurement(settings, outcome.batch_size, now, None)
             for outcome in outcomes
         ]
         if probes:
@@ -144,32 +142,23 @@ class FleetMeasurements:
 
     def store_trial(self, model: FleetModel, tried: TriedPlan) -> None:
         """Store a trial that `model` includes; outliers are stored with the step time of their class."""
-        now, result, sizes = time.time(), tried.result, tried.best.batch_sizes
+        now, result = time.time(), tried.result
         num_ranks, vector_bytes = len(tried.ranks), self.features.vector_bytes
         if num_ranks > 1:
             summed = CollectiveMeasurement(result.collective, num_ranks, vector_bytes, result.sum_s, now)
             self._store.add_collectives(self._fleet_class, [summed])
-        # A host that does not train belongs to no class.
-        settings = {
-            machine: class_model.settings
-            for class_model in model.classes.values()
-            for machine in class_model.machines
-        }
         ranks = tuple(
-            TrialRank(
-                self._machine_classes[rank.node].key,
-                rank.batch_size,
-                settings.get(rank.node, Runtime(1)),
-            )
+            TrialRank(self._machine_classes[rank.node].key, rank.batch_size, rank.runtime)
             for rank in tried.ranks
         )
         predicted = tried.best.prediction.samples_per_s
         trial = TrialMeasurement(ranks, result.step_s, result.samples_per_s, now, predicted)
         self._store.add_trial(self.features, self._recipe, self._fleet_class, trial)
-        for machine, size in sizes.items():
-            step_time_s = tried.compute_s[machine] / model.outlier_factors.get(machine, 1.0)
-            probe = ProbeMeasurement(settings[machine], size, now, step_time_s, result.num_steps)
-            self._add_probes(machine, [probe])
+        for rank in tried.ranks:
+            if rank.batch_size:
+                step_time_s = tried.compute_s[rank.node] / model.outlier_factors.get(rank.node, 1.0)
+                probe = ProbeMeasurement(rank.runtime, rank.batch_size, now, step_time_s, result.num_steps)
+                self._add_probes(rank.node, [probe])
 
     def _recall_class(self, machines: Sequence[str]) -> ClassModel:
         known = (rank_memory_bytes(self._facts[machine].usable_memory_bytes) for machine in machines)

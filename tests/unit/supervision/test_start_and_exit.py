@@ -79,6 +79,13 @@ def test_failure_before_all_ranks_are_ready_keeps_its_error_type(
     assert error.exit_code == exit_code
 
 
+def test_rank_that_exits_before_it_is_ready_fails_the_run(fleet: Fleet) -> None:
+    fleet.on_start = lambda rank: rank.exit("no memory") if rank.rank == 1 else rank.report_ready()
+    error = fleet.run_to_error()
+    assert (error.node, error.message) == ("csd0", "no memory")
+    assert fleet.groups == []
+
+
 def test_rank_that_exits_before_the_first_group_has_joined_fails_the_run(fleet: Fleet) -> None:
     fleet.never_join = {2}
     fleet.scripts[1] = lambda fleet: fleet.rank(2).exit()

@@ -132,7 +132,7 @@ def test_manually_written_plan_is_judged_by_its_job_fingerprint(plan: Plan, job:
     slower = {name: replace(facts, num_cores=1) for name, facts in FACTS.items()}
     check_plan(manual, job, FLEET, slower)
     changed = written(tmp_path, JOB.replace("epochs: 3", "epochs: 5"))
-    assert refusal(manual, changed).endswith("job, model or recipe changed since tuning")
+    assert refusal(manual, changed).endswith("changed since tuning:\n  job, model or recipe")
 
 
 def test_node_missing_from_the_plan_is_named(plan: Plan, job: Job) -> None:
