@@ -213,10 +213,6 @@ class ClassModel:
             num_new_probes=self.num_new_probes + len(outcomes),
         )
 
-    def with_settings(self, settings: Runtime, probed: Point) -> "ClassModel":
-        """Return the model with other settings, with which only `probed` was measured."""
-        return replace(self, settings=settings, points=(probed,), num_new_probes=1)
-
     def with_trial(self, size: int, ratio: float) -> "ClassModel":
         """Return the model updated with a trial: steps of `size` took `ratio` times as long as modelled.
 

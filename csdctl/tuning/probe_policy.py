@@ -141,23 +141,23 @@ def plan_settings_search(model: FleetModel, limits: Limits) -> SettingsSearch:
 
 
 def next_settings(
-    model: FleetModel, search: SettingsSearch, round_number: int
-) -> dict[str, tuple[Runtime, int]]:
-    """Return settings and batch size of each machine in a round, counted from 0; empty after the last.
+    model: FleetModel, search: SettingsSearch
+) -> tuple[dict[str, tuple[Runtime, int]], SettingsSearch]:
+    """Return settings and batch size of the machines of one round, and what is left to compare after it.
 
-    Machines without other settings to probe compute too: machines may share cores.
+    As many probes are left for each class as it needs to be known with other settings.
     """
     probes: dict[str, tuple[Runtime, int]] = {}
-    is_over = True
+    left: dict[str, tuple[int, Sequence[Runtime]]] = {}
     for name, (size, variants) in search.items():
         known = model.classes[name]
-        count = len(known.machines)
-        others = variants[round_number * count : (round_number + 1) * count]
-        is_over = is_over and not others
-        usual = [known.settings] * (count - len(others))
-        for machine, settings in zip(known.machines, [*others, *usual], strict=True):
-            probes[machine] = settings, size
-    return {} if is_over else probes
+        count = max(0, min(len(known.machines), MAX_PROBES - MIN_SIZES - known.num_new_probes))
+        if others := variants[:count]:
+            left[name] = size, variants[count:]
+            usual = [known.settings] * (count - len(others))
+            for machine, settings in zip(known.machines[:count], [*others, *usual], strict=True):
+                probes[machine] = settings, size
+    return probes, left
 
 
 def settings_gain(known: ClassModel, probed: Point) -> float | None:

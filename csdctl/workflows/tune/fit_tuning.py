@@ -128,8 +128,10 @@ class FitTuner:
     def _explore_settings(self, model: FleetModel) -> FleetModel:
         """Probe other runtime settings of new classes, and select those that are clearly faster."""
         search = plan_settings_search(model, self.limits)
-        round_number = 0
-        while probes := next_settings(model, search, round_number):
+        while True:
+            probes, search = next_settings(model, search)
+            if not probes:
+                return model
             outcomes = self._probe(probes)
             others = [name for name in probes if probes[name][0] != model.class_of(name).settings]
             usual = {name: outcome for name, outcome in outcomes.items() if name not in others}
@@ -137,22 +139,20 @@ class FitTuner:
             model = learn_probes(model, usual)
             for name in others:
                 model = self._compare_settings(model, name, probes[name][0], outcomes[name])
-            round_number += 1
-        return model
 
     def _compare_settings(
         self, model: FleetModel, machine: str, settings: Runtime, outcome: ProbeOutcome
     ) -> FleetModel:
         """Return the model after a probe with other settings, which the class takes if they are faster."""
-        if outcome.step_time_s is None:
-            return model
-        self.measurements.store_class_probes(machine, settings, [outcome])
-        known, probed = model.class_of(machine), Point(outcome.batch_size, outcome.step_time_s)
-        gain = settings_gain(known, probed)
-        if gain is None:
-            return model
-        self.say(f"{machine}: {describe_runtime(settings)}: takes {gain:.0%} less time: selected")
-        return model.with_class(model.class_name(machine), known.with_settings(settings, probed))
+        known = model.class_of(machine)
+        known = replace(known, num_new_probes=known.num_new_probes + 1)
+        if outcome.step_time_s is not None:
+            self.measurements.store_class_probes(machine, settings, [outcome])
+            probed = Point(outcome.batch_size, outcome.step_time_s)
+            if gain := settings_gain(known, probed):
+                self.say(f"{machine}: {describe_runtime(settings)}: takes {gain:.0%} less time: selected")
+                known = replace(known, settings=settings, points=(probed,))
+        return model.with_class(model.class_name(machine), known)
 
     def _confirm(self, model: FleetModel) -> TunedFleet:
         """Try the best plan, and another plan when the trial predicts a gain; return the better one."""

@@ -26,14 +26,20 @@ def model() -> FleetModel:
 def test_settings_are_compared_on_different_machines_at_the_smallest_comparable_size(
     model: FleetModel,
 ) -> None:
-    search = plan_settings_search(model, LIMITS)
-    assert [next_settings(model, search, number) for number in range(3)] == [
-        {"a": (Runtime(4, onednn=False), 8), "b": (Runtime(2), 8)},
-        {"a": (Runtime(4, inter_threads=2), 8), "b": (USUAL, 8)},
-        {},
-    ]
+    first, left = next_settings(model, plan_settings_search(model, LIMITS))
+    second, left = next_settings(model, left)
+    assert first == {"a": (Runtime(4, onednn=False), 8), "b": (Runtime(2), 8)}
+    assert second == {"a": (Runtime(4, inter_threads=2), 8), "b": (USUAL, 8)}
+    assert next_settings(model, left) == ({}, {})
+
+
+@pytest.mark.parametrize(("num_probes", "num_machines"), [(5, 1), (6, 0), (8, 0)])
+def test_probes_are_left_for_the_new_settings(model: FleetModel, num_probes: int, num_machines: int) -> None:
+    known = model.with_class("csd", replace(model.classes["csd"], num_new_probes=num_probes))
+    probes, _ = next_settings(known, plan_settings_search(known, LIMITS))
+    assert len(probes) == num_machines
 
 
 def test_class_with_an_earlier_trial_is_not_explored(model: FleetModel) -> None:
     known = model.with_class("csd", replace(model.classes["csd"], trial_sizes=(32,)))
-    assert next_settings(known, plan_settings_search(known, LIMITS), 0) == {}
+    assert plan_settings_search(known, LIMITS) == {}
