@@ -34,7 +34,7 @@ from csdctl.reporting.energy import RunEnergy
 from csdctl.reporting.privacy import Privacy
 from csdctl.reporting.results import RankSummary, RunStatus, RunSummary
 from csdctl.reporting.scaling import ScalingPoint
-from csdctl.runs.measurements import CollectiveSummary, Forgotten, ProbeSummary
+from csdctl.runs.measurements import CollectiveSummary, ProbeSummary
 from csdctl.shipping.deliver import Delivery
 from csdctl.supervision import event_callbacks
 from csdctl.terminal.doctor import Setting
@@ -253,14 +253,12 @@ DOCUMENTS = {
         nodes=(list[Node], "The nodes as the fleet file lists them."),
     ),
     "csdctl.measurements/1": shown(
-        "`csdctl measurements`; with `--forget` it has `forgotten` alone",
+        "`csdctl measurements`",
         path=Path,
         machine_classes=(dict[str, MachineClass], "Machines that were measured, by key."),
         probes=(list[ProbeSummary], "Batch sizes that were measured."),
         collectives=(list[CollectiveSummary], "Sums that were measured."),
         trials=(list, "Trials of all ranks: model, recipe, fleet, ranks, predicted and achieved samples/s."),
-        forgotten=(Forgotten, "What was deleted."),
-        optional=["path", "machine_classes", "probes", "collectives", "trials", "forgotten"],
     ),
     "csdctl.predict/1": shown(
         "`csdctl predict`",

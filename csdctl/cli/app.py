@@ -39,7 +39,7 @@ COMMANDS: Mapping[str, Mapping[str, str]] = {
     "Before training": {
         "tune": "Measure the machines and write the plan with the highest throughput.",
         "forecast": "Forecast throughput, time and energy for any number of nodes.",
-        "measurements": "Show earlier measurements and how well they predicted each trial, or delete them.",
+        "measurements": "Show earlier measurements and how well they predicted each trial.",
         "verify": "Check that your fleet computes the same gradient of your model as one process.",
     },
     "Training": {

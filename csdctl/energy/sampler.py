@@ -5,6 +5,7 @@ is open anyway. A source that fails is reported once, its machine has no energy 
 goes on.
 """
 
+import csv
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -32,13 +33,10 @@ from csdctl.transport.session import Session
 RECORD_S = 5.0
 """Energy of at least so long is one record, so that a day of 36 nodes is no gigabyte."""
 PATIENCE_S = 5.0
-"""Until a machine that says nothing is asked whether the run has ended."""
+"""Maximum wait for a reading before the sampler checks whether the run has ended."""
 MAX_ERROR_CHARS = 200
-RETRY_S, MAX_RETRY_S = 5.0, 60.0
-"""The pause after a failure, twice as long after each further one, and at most."""
-MAX_FAILURES = 10
-"""Counted, for the pause."""
-NOTHING, FAILURE, RECOVERY = "nothing", "failure", "recovery"
+RETRY_S = 15.0
+"""The pause after a failure."""
 
 
 class PowerSampler:
@@ -67,6 +65,9 @@ class PowerSampler:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        for name, power in self._powers.items():
+            if power.source == "csv":
+                self._guard(_Recorder(name, power), self._import_meter)
         self._stopped.set()
         for thread in self._threads:
             thread.join(2 * PATIENCE_S)
@@ -75,8 +76,6 @@ class PowerSampler:
             if power.source == "constant":
                 seconds = end_s - self._start_s
                 self._write(_Recorder(name, power), end_s, Spent(seconds, (power.watts or 0.0) * seconds))
-            elif power.source == "csv":
-                self._guard(_Recorder(name, power), self._import_meter)
         self._log.close()
 
     def _sample(self, name: str, power: PowerSource) -> None:
@@ -84,21 +83,21 @@ class PowerSampler:
         sample = self._poll_redfish if power.source == "redfish" else self._follow_loop
         while not self._stopped.is_set():
             self._guard(recorder, sample)
-            self._stopped.wait(min(RETRY_S * 2 ** max(0, recorder.num_failures - 1), MAX_RETRY_S))
+            self._stopped.wait(RETRY_S)
 
     def _guard(self, recorder: "_Recorder", sample: "_Sample") -> None:
         """Call `sample`; record why it ended, if it is not the end of the run, and say so once."""
         power = recorder.power
         try:
             sample(recorder)
-        except (CsdctlError, OSError, ValueError, EOFError, RuntimeError) as error:
-            if not self._stopped.is_set() or power.source == "csv":
-                recorder.num_failures = min(recorder.num_failures + 1, MAX_FAILURES)
+        except (CsdctlError, OSError, ValueError, EOFError, RuntimeError, csv.Error) as error:
+            if not self._stopped.is_set():
                 text = shorten(make_printable(str(error) or type(error).__name__), MAX_ERROR_CHARS)
-                if recorder.num_failures == 1:
+                if not recorder.has_failed:
                     self._write(recorder, time.time(), Spent(0.0, None), text)
-                if recorder.said == NOTHING:
-                    recorder.said = FAILURE
+                recorder.has_failed = True
+                if not recorder.was_failure_said:
+                    recorder.was_failure_said = True
                     self._say(f"{recorder.name}: power cannot be read ({power.source}): {text}")
                     self._say(f"  {REMEDIES[power.source]}")
         self._write_rest(recorder)
@@ -125,7 +124,7 @@ class PowerSampler:
             self._stopped.wait(1.0)
 
     def _import_meter(self, recorder: "_Recorder") -> None:
-        """Take the rows of the meter that were written during the run."""
+        """Record the rows that a power meter has written during the run."""
         with open(recorder.power.path, encoding="utf-8", errors="replace", newline="") as file:
             for time_s, watts in parse_meter(file):
                 is_ours = self._start_s - 1 <= time_s <= time.time()
@@ -134,10 +133,10 @@ class PowerSampler:
 
     def _take(self, recorder: "_Recorder", machine_time_s: float, reading: Reading) -> None:
         recorder.until_s = time.time()
-        recorder.num_failures = 0
-        if recorder.said == FAILURE:
-            recorder.said = RECOVERY
+        if recorder.has_failed and not recorder.was_recovery_said:
+            recorder.was_recovery_said = True
             self._say(f"{recorder.name}: power is read again ({recorder.power.source})")
+        recorder.has_failed = False
         spent = recorder.meter.add(machine_time_s, reading)
         if spent is None:
             return
@@ -176,7 +175,7 @@ class PowerSampler:
 
 
 class _Recorder:
-    """What one machine has spent since its latest record."""
+    """The energy of one machine since its latest record."""
 
     def __init__(self, name: str, power: PowerSource) -> None:
         self.name, self.power = name, power
@@ -184,9 +183,9 @@ class _Recorder:
         self.seconds = self.joules = 0.0
         self.until_s = 0.0
         """When the latest reading arrived, in Unix time."""
-        self.num_failures = 0
-        """Since the latest reading."""
-        self.said = NOTHING
+        self.has_failed = False
+        """Whether it has failed since the latest reading."""
+        self.was_failure_said = self.was_recovery_said = False
 
 
 _Sample = Callable[[_Recorder], None]

@@ -20,7 +20,7 @@ from csdctl.fleet.model import PowerSource
 MAX_WATTS = 20_000.0
 """More than any machine takes: a larger power is a damaged reading, or a counter that has started again."""
 MAX_POWER_GAP_S = 10.0
-"""Between two readings of a power that are further apart, nobody knows what it was."""
+"""Maximum time between two readings of a power; if it is longer, the energy is unknown."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def _count(before: Mapping[str, Counter] | None, now: Mapping[str, Counter], sec
 
 
 MAX_WATTS_OF_A_COUNTER = 1000.0
-"""Of one package or memory channel; bounds how long a counter with a range may go unread."""
+"""Maximum power of one package or memory channel; limits how long its counter may go unread."""
 
 
 MAX_BYTES = 1 << 20
@@ -140,13 +140,7 @@ def parse_redfish(text: str) -> Reading:
         return Reading(_watts(controls[0].get("PowerConsumedWatts"), "PowerConsumedWatts"))
     if isinstance(sensor := content.get("PowerWatts"), dict):
         return Reading(_watts(sensor.get("Reading"), "PowerWatts.Reading"))
-    if "InputPowerWatts" in content:
-        raise ValueError("these are the metrics of one power supply: use EnvironmentMetrics of the chassis")
-    if "PowerSupplies" in content and "PowerControl" not in content:
-        raise ValueError("expected PowerControl, received power supplies alone: use EnvironmentMetrics")
-    if "Allocation" in content or "CapacityWatts" in content:
-        raise ValueError("PowerSubsystem says what is allocated, not what is used: use EnvironmentMetrics")
-    raise ValueError("expected PowerControl or PowerWatts")
+    raise ValueError("expected PowerControl or PowerWatts: use Power or EnvironmentMetrics of the chassis")
 
 
 def _watts(value: object, what: str) -> float:
@@ -301,44 +295,35 @@ def parse_dcmi(output: str) -> Reading:
     return Reading(parse_machine_watts(found[1]))
 
 
-# The CSV file of a power meter on the host: a header with `time` and `watts`, and a row for each reading.
-# Times are Unix seconds, or ISO 8601 as in 2026-01-31T12:00:00+00:00; without an offset they are UTC.
-
 CSV_REMEDY = "the first line is `time,watts`, a row `1769860800.0,212.5` or `2026-01-31T12:00:00Z,212.5`"
 
 
 def parse_meter(lines: Iterable[str]) -> Iterator[tuple[float, float]]:
-    """Yield Unix time and watts of each row, in order; raises ValueError with the line.
+    """Yield Unix time and watts of each row of a meter's CSV file; raises ValueError with the line.
 
     The meter may be writing the last line: it is left out when it is no row.
     """
-    rows = csv.reader(lines)
-    header = [cell.strip().lower() for cell in next(rows, [])]
-    if "time" not in header or "watts" not in header:
-        raise ValueError(f"expected columns `time` and `watts`, received {', '.join(header)[:100]!r}")
-    time_column, watts_column = header.index("time"), header.index("watts")
+    rows = csv.DictReader(lines, restval="")
+    rows.fieldnames = [name.strip().lower() for name in rows.fieldnames or ()]
+    if not {"time", "watts"} <= {*rows.fieldnames}:
+        raise ValueError(f"expected columns `time` and `watts`, received {','.join(rows.fieldnames)[:100]!r}")
     failed = ""
     for row in rows:
         if failed:
             raise ValueError(failed)
-        if not row:
-            continue
         try:
-            yield _parse_time(row[time_column].strip()), parse_watts(row[watts_column].strip())
-        except (ValueError, IndexError) as error:
+            yield _parse_time(row["time"].strip()), parse_watts(row["watts"])
+        except ValueError as error:
             failed = f"line {rows.line_num}: {error}"
 
 
 def _parse_time(text: str) -> float:
+    """Return the Unix time of a number or an ISO 8601 time, which is UTC without an offset."""
     try:
         return parse_number(text, "a time")
     except ValueError:
-        pass
-    try:
         found = datetime.fromisoformat(text)
-    except ValueError:
-        raise ValueError(f"expected a time, received {text[:40]!r}") from None
-    return (found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp()
+        return (found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp()
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ imported for type checking alone, in a program's main part, or where its absence
 import ast
 import shlex
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -113,13 +113,13 @@ def describe_missing(missing: Sequence[Needed]) -> str:
     return "has " + ", and ".join(f"no {need.module}, which {need.importer} imports" for need in missing)
 
 
-def remedy_of(missing: Sequence[Needed], python: str, packages: Mapping[str, str] = WELL_KNOWN) -> str:
+def remedy_of(missing: Sequence[Needed], python: str) -> str:
     """Return what to install on the machine, or to name in the job."""
     parts = []
     if beside := [need.module for need in missing if need.is_beside]:
         parts.append(f"add {', '.join(beside)} to `code` in job.yaml")
     if others := [need.module for need in missing if not need.is_beside]:
-        names = " ".join(shlex.quote(packages.get(module, module)) for module in others)
+        names = " ".join(shlex.quote(WELL_KNOWN.get(module, module)) for module in others)
         parts.append(f"install it there: `{shlex.quote(python)} -m pip install {names}`")
     return "; ".join(parts)
 

@@ -99,23 +99,8 @@ class Job:
 
     def fingerprint(self) -> str:
         """Return a hash of all inputs of a plan: model (with its file's content), data paths, recipe."""
-        digest = hashlib.sha256(
-            repr(
-                (
-                    self.model,
-                    sorted(self.model_args.items()),
-                    self.public_path,
-                    self.private_path,
-                    self.recipe,
-                    self.reading,
-                )
-            ).encode()
-        )
-        if self.noise:
-            digest.update(repr(self.noise).encode())
-        for file in self.own_files:
-            digest.update(file.read_bytes())
-        return digest.hexdigest()[:16]
+        inputs = [describe_job(self), self.model_args, hash_own_files(self)]
+        return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:16]
 
 
 class PublicData(Document):
@@ -350,6 +335,7 @@ def describe_job(job: Job) -> dict[str, Any]:
             "image": reading["picture"],
             "classes": reading["classes"],
             "tfrecord": reading["records"],
+            "csv": reading["table"],
         },
         "recipe": recipe,
     }

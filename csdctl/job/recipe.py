@@ -138,26 +138,23 @@ class RecipeEntry(Document):
         return self
 
 
+SAME = {
+    *("epochs", "optimizer", "learning_rate", "reference_batch", "warmup_epochs", "from_logits"),
+    *("class_weight", "views", "seed", "max_learning_rate", "decay"),
+}
+"""Keys that a rank gets as they are written."""
+
+
 def build_recipe(
     entry: RecipeEntry, input_range: tuple[float, float] | None, own: Callable[[str], str]
 ) -> Recipe:
     """Return the recipe; `own` completes the paths of the user's own losses and metrics."""
     return Recipe(
-        epochs=entry.epochs,
-        optimizer=entry.optimizer,
+        **entry.model_dump(include=SAME),
         optimizer_args=_optimizer_args(entry),
-        learning_rate=entry.learning_rate,
-        reference_batch=entry.reference_batch,
-        warmup_epochs=entry.warmup_epochs,
         losses={name: _loss_term(loss, own) for name, loss in _losses_of(entry).items()},
-        from_logits=entry.from_logits,
-        class_weight=entry.class_weight,
         input_range=input_range,
         freeze_until=entry.freeze.until if entry.freeze else "",
-        views=entry.views,
-        seed=entry.seed,
-        max_learning_rate=entry.max_learning_rate,
-        decay=entry.decay,
         schedule=_schedule(entry.schedule),
         metrics=tuple(own(metric) for metric in entry.metrics),
         early_stopping=values_of(EarlyStopping, entry.early_stopping),

@@ -70,7 +70,7 @@ class RankModel:
     is_required: bool = False
     """Whether it must be in a plan: the host, or a node with private data."""
     batch_size: int = 0
-    """Of a plan; 0: none is chosen yet."""
+    """Batch size in a plan; 0: none is chosen yet."""
 
     @property
     def step_s(self) -> float:

@@ -83,6 +83,17 @@ def check_links(directory: Path) -> None:
 NEW_RUN = "start a new run"
 
 
+class _Below:
+    """A path below a project's `.csdctl/`, or below the directory of a run."""
+
+    def __init__(self, *parts: str) -> None:
+        self._parts = parts
+
+    def __get__(self, owner: "ProjectDirectory | RunDirectory", _: type) -> Path:
+        below = owner.state if isinstance(owner, ProjectDirectory) else owner.path
+        return below.joinpath(*self._parts)
+
+
 @dataclass(frozen=True)
 class ProjectDirectory:
     """The working directory of csdctl; it writes all its files below `.csdctl/`."""
@@ -94,50 +105,24 @@ class ProjectDirectory:
         """The directory of all files that csdctl writes."""
         return self.root / STATE_DIRECTORY
 
-    @property
-    def known_hosts(self) -> Path:
-        """csdctl's own known_hosts."""
-        return self.state / "known_hosts"
-
-    @property
-    def ledger(self) -> Path:
-        """All bytes sent, by command, link and traffic class."""
-        return self.state / "ledger.jsonl"
-
-    @property
-    def measurements(self) -> Path:
-        """Measurements, reused by the next tune."""
-        return self.state / "measurements.sqlite"
-
-    @property
-    def failed(self) -> Path:
-        """The nodes on which the latest command failed."""
-        return self.state / "failed.json"
-
-    @property
-    def runs(self) -> Path:
-        """All runs."""
-        return self.state / "runs"
-
-    @property
-    def emulated(self) -> Path:
-        """The emulated fleet."""
-        return self.state / "emulated"
-
-    @property
-    def shards(self) -> Path:
-        """Shards for the nodes, before they are stored."""
-        return self.state / "shards"
-
-    @property
-    def models(self) -> Path:
-        """Models written by the worker's `build`."""
-        return self.state / "models"
-
-    @property
-    def scratch(self) -> Path:
-        """Files of `doctor`: a directory for each failed MPI check."""
-        return self.state / "scratch"
+    known_hosts = _Below("known_hosts")
+    """csdctl's own known_hosts."""
+    ledger = _Below("ledger.jsonl")
+    """All bytes sent, by command, link and traffic class."""
+    measurements = _Below("measurements.sqlite")
+    """Measurements, reused by the next tune."""
+    failed = _Below("failed.json")
+    """The nodes on which the latest command failed."""
+    runs = _Below("runs")
+    """All runs."""
+    emulated = _Below("emulated")
+    """The emulated fleet."""
+    shards = _Below("shards")
+    """Shards for the nodes, before they are stored."""
+    models = _Below("models")
+    """Models written by the worker's `build`."""
+    scratch = _Below("scratch")
+    """Files of `doctor`: a directory for each failed MPI check."""
 
     def plan(self, job_name: str) -> Path:
         """Return the path of the plan that `tune` writes for a job."""
@@ -205,64 +190,32 @@ class RunDirectory:
         """The run's id, which all its processes carry."""
         return self.path.name
 
-    @property
-    def manifest(self) -> Path:
-        """Job, plan, fleet, versions, hashes."""
-        return self.path / "manifest.json"
-
-    @property
-    def spec(self) -> Path:
-        """The specification sent to the ranks; `train --resume` sends the same."""
-        return self.path / "spec.json"
-
-    @property
-    def events(self) -> Path:
-        """All events of all ranks, in order of arrival, as JSON lines."""
-        return self.path / "events.jsonl"
-
-    @property
-    def process(self) -> Path:
-        """The csdctl that trains the run, or the last one that did."""
-        return self.path / "process.json"
-
-    @property
-    def power(self) -> Path:
-        """Readings of the machines' power, as JSON lines."""
-        return self.path / "power.jsonl"
-
-    @property
-    def kept_step_file(self) -> Path:
-        """The step file of a run that has not finished; rank 0 reads it when the run is resumed."""
-        return self.path / "step.state"
-
-    @property
-    def logs(self) -> Path:
-        """Output of the ranks and mpirun."""
-        return self.path / "logs"
-
-    @property
-    def model(self) -> Path:
-        """The trained model."""
-        return self.path / "model.keras"
-
-    @property
-    def best_model(self) -> Path:
-        """The model of the best epoch, of a run with validation data."""
-        return self.path / "best.keras"
+    manifest = _Below("manifest.json")
+    """Job, plan, fleet, versions, hashes."""
+    spec = _Below("spec.json")
+    """The specification sent to the ranks; `train --resume` sends the same."""
+    events = _Below("events.jsonl")
+    """All events of all ranks, in order of arrival, as JSON lines."""
+    process = _Below("process.json")
+    """The csdctl that trains the run, or the last one that did."""
+    power = _Below("power.jsonl")
+    """Readings of the machines' power, as JSON lines."""
+    kept_step_file = _Below("step.state")
+    """The step file of a run that has not finished; rank 0 reads it when the run is resumed."""
+    logs = _Below("logs")
+    """Output of the ranks and mpirun."""
+    own_log = _Below("logs", "csdctl.log")
+    """Output of csdctl itself, of a run that was detached from its terminal."""
+    mpirun_log = _Below("logs", "mpirun.log")
+    """Output of mpirun and its daemons."""
+    model = _Below("model.keras")
+    """The trained model."""
+    best_model = _Below("best.keras")
+    """The model of the best epoch, of a run with validation data."""
 
     def rank_log(self, rank: int) -> Path:
         """Return the path of the log of one rank."""
         return self.logs / f"rank-{rank}.log"
-
-    @property
-    def own_log(self) -> Path:
-        """Output of csdctl itself, of a run that was detached from its terminal."""
-        return self.logs / "csdctl.log"
-
-    @property
-    def mpirun_log(self) -> Path:
-        """Output of mpirun and its daemons."""
-        return self.logs / "mpirun.log"
 
     def save_manifest(self, content: dict[str, object]) -> None:
         """Write manifest.json atomically."""

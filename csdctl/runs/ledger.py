@@ -107,7 +107,7 @@ class PowerRecord:
     seconds: Seconds
     joules: Seconds | None = None
     idle_watts: Seconds | None = None
-    """Of the machine when nothing is trained, as stated in fleet.yaml."""
+    """Power of the machine when nothing is trained, as stated in fleet.yaml."""
     includes_nodes: bool = False
     error: ShortText = ""
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from csdctl.errors import CsdctlError, InputError
+from csdctl.errors import CsdctlError
 from csdctl.fleet.hardware import FleetClass, MachineClass
 from csdctl.notify import Say
 from csdctl.tuning.measurements import (
@@ -36,7 +36,6 @@ APPLICATION_ID = 0x63736463
 BUSY_DEADLINE_S = 10.0
 NUM_KEPT = 50
 """Repeated measurements that are kept, the newest: the file stays small."""
-MIN_HASH_LENGTH = 6
 REMEDY = "wait until no other csdctl measures, free some disk space, or fix permissions"
 
 _TABLES = """
@@ -57,7 +56,7 @@ CREATE INDEX of_a_class ON measurements (kind, class, model, recipe, repeated_by
 
 _MODEL: TypeAdapter[ModelProperties] = TypeAdapter(ModelProperties)
 NO_MODEL = ModelProperties("", "")
-"""That of a sum."""
+"""The model of a sum, which has none."""
 
 
 @dataclass(frozen=True)
@@ -96,15 +95,6 @@ class _Stored:
 
 
 @dataclass(frozen=True)
-class Forgotten:
-    """The numbers of deleted measurements."""
-
-    num_probes: int = 0
-    num_trials: int = 0
-    num_collectives: int = 0
-
-
-@dataclass(frozen=True)
 class ProbeSummary:
     """All probes of one model with one recipe, machine class and settings."""
 
@@ -114,7 +104,7 @@ class ProbeSummary:
     settings: Runtime
     num_probes: int
     smallest: int | None
-    """Of the batch sizes that fitted in memory; None: none did."""
+    """The smallest batch size that fitted in memory; None: none did."""
     largest: int | None
     too_large: int | None
     """The smallest batch size that did not fit; None: all did."""
@@ -199,43 +189,6 @@ class MeasurementStore:
         """Return the trials on a fleet class (its key), with any number of ranks, oldest first."""
         found = self._select(TRIAL, model=model_hash, recipe=recipe, of=fleet_class)
         return [stored.value for stored in found]
-
-    def models(self) -> list[ModelProperties]:
-        """Return all models with measurements, by name."""
-        found = {stored.model for stored in (*self._select(PROBE), *self._select(TRIAL))}
-        return sorted(found, key=lambda model: (model.name, model.hash))
-
-    def find_models(self, name: str) -> list[ModelProperties]:
-        """Return the models with this name (short or full) or hash prefix; raises InputError for none."""
-        known = self.models()
-        is_hash = len(name) >= MIN_HASH_LENGTH
-        found = [
-            model
-            for model in known
-            if name in (model.name, model.short_name) or (is_hash and model.hash.startswith(name))
-        ]
-        if not found:
-            names = ", ".join(dict.fromkeys(model.short_name for model in known))
-            raise InputError(
-                f"no measurements of model {name!r}",
-                remedy=f"known models: {names}" if names else "there are no measurements",
-            )
-        return found
-
-    def forget(self, models: Sequence[ModelProperties] | None) -> Forgotten:
-        """Remove the measurements of `models`; None: all measurements, including sums."""
-        counts = dict.fromkeys((PROBE.name, TRIAL.name, COLLECTIVE.name), 0)
-        with self._transaction("measurements are not deleted"):
-            for (model,) in self._connection.execute("SELECT DISTINCT model FROM measurements").fetchall():
-                if models is None or model in {one.hash for one in models}:
-                    deleted = "DELETE FROM measurements WHERE model = ? RETURNING kind"
-                    for (kind,) in self._connection.execute(deleted, (model,)).fetchall():
-                        counts[kind] += 1
-            used = "SELECT model FROM measurements UNION SELECT class FROM measurements"
-            self._connection.execute(f"DELETE FROM subjects WHERE key NOT IN ({used})")
-        with contextlib.suppress(sqlite3.OperationalError):  # on a full disk, the file keeps its size
-            self._connection.execute("VACUUM")
-        return Forgotten(*counts.values())
 
     def overview(self) -> Overview:
         """Summarize all measurements: counts and extremes rather than every measurement."""

@@ -21,7 +21,7 @@ from csdctl.worker.protocol.events import Event, event_document
 MAX_WAITING = 1024
 """Events that may wait for a function. Half of the places are for events other than FREQUENT ones."""
 END_WAIT_S = 10.0
-"""How long the functions may still run once the run has ended."""
+"""Maximum time that functions may still run after the run has ended."""
 MAX_ERROR_CHARS = 500
 
 

@@ -141,7 +141,7 @@ class Membership:
         self._position = self._position_at_loss = (0, 0)
         """Epoch and step that rank 0 reported last, and had reported when it was lost last."""
         self._late_failures: dict[int, CsdctlError] = {}
-        """What went wrong in ranks after they had reported completion."""
+        """Errors of ranks after they had reported completion."""
 
     @property
     def losses(self) -> list[CsdctlError]:

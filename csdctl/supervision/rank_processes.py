@@ -181,14 +181,14 @@ def _violation(event: Event, expected: str, received: object = None) -> Protocol
 _READ_S = 3600.0
 """A read without a line is repeated after this long: the supervisor decides how long a rank may be silent."""
 _EXIT_CODE_S = 5.0
-"""How long to wait for the exit code after the output has ended."""
+"""Maximum wait for the exit code after the output has ended."""
 _SIGNAL = 128
 _NO_CODE = 255
 """SSH returned no exit code."""
 _LOG_BYTES_PER_S = 1 << 20
 """A rank that prints more waits, once it has printed MAX_LOG_BYTES: its output must not occupy the host."""
 _LINE_BYTES = 100
-"""What a line costs besides its length."""
+"""Cost of a line besides its length."""
 
 
 @dataclass(frozen=True)

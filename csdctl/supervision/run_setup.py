@@ -23,10 +23,10 @@ from csdctl.worker.protocol.run_spec import JOINING, RunSpec
 
 @dataclass(frozen=True)
 class Patience:
-    """How long supervision waits, and how often it retries."""
+    """Deadlines and numbers of retries of supervision."""
 
     start_s: float = 300.0
-    """Until all ranks are ready; also until rank 0 is ready again after a loss."""
+    """Maximum time until all ranks are ready, and until rank 0 is ready again after a loss."""
     start_poll_s: float = 1.0
     """The start deadline is checked at this interval while no message arrives."""
     silence_s: float = 300.0
@@ -51,7 +51,7 @@ class Patience:
     mpirun_exit_s: float = 15.0
     """For the ranks to report why mpirun exited, when it exited with 0."""
     restart_interval_s: float = 10.0
-    """Between two attempts to restart a lost rank."""
+    """Pause between two attempts to restart a lost rank."""
     max_restarts: int = 3
     """Restarts of one rank without progress in between."""
     max_attempts: int = 3

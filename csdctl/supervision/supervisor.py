@@ -44,7 +44,7 @@ LATE_REPORTS = 5
 
 
 class Phase(Enum):
-    """What a run is doing."""
+    """The phases of a run."""
 
     STARTING = "starting"
     """The processes of all ranks start. Every failure ends the run."""
@@ -83,7 +83,7 @@ class Supervisor:
         self.stopped_by = ""
         """USER or CALLBACK, who has asked for the end of the run; '' if nobody has."""
         self.outcomes: list[JobOutcome] = []
-        """How each mpirun ended."""
+        """The outcome of each mpirun."""
 
     def run(self) -> None:
         """Train to the end; raise RunError, DeadlineError or InputError.
@@ -254,7 +254,8 @@ class Supervisor:
     def _drop_misbehaving(self, message: Misbehaved) -> None:
         if message.culprit in self._group.ranks and (node := self._membership.handle_misbehaved(message)):
             self._num_failed = 0  # the next group is another one
-            self._regroup(f"{node} sent what it must not")
+            if self._phase is Phase.TRAINING:
+                self._regroup(f"{node} sent what it must not")
 
     def _ping_awaited(self, message: WaitingFor) -> None:
         ranks = [self._setup.nodes.index(node) for node in message.nodes]
@@ -262,10 +263,11 @@ class Supervisor:
             self._group.awaited = set(ranks) & set(self._group.ranks)
         self._ping(ranks or self._group.ranks)
 
-    def _readmit_at_epoch_end(self, ready: Ready) -> None:
+    def _readmit(self, ready: Ready) -> None:
+        """Let a lost rank that is ready again join at the end of the epoch, or the next group."""
         if ready.rank in self._membership.restarting:
             self._membership.readmit(ready)
-            if self._group.have_all_joined:
+            if self._phase is Phase.TRAINING and self._group.have_all_joined:
                 self._request_pause()
 
     def _request_pause(self) -> None:
@@ -454,14 +456,6 @@ class Supervisor:
             self._membership.note_late_failure(failed.rank, as_loss(failed))
         self._membership.mark_lost(failed.rank, as_loss(failed))
 
-    def _leave_out_misbehaving(self, message: Misbehaved) -> None:
-        if self._membership.handle_misbehaved(message):
-            self._num_failed = 0
-
-    def _readmit(self, ready: Ready) -> None:
-        if ready.rank in self._membership.restarting:
-            self._membership.readmit(ready)
-
     def _drop(self, suspects: Iterable[int], cause: CsdctlError | None) -> None:
         """Mark the ranks as lost with which groups fail although they answer."""
         for rank in sorted(self._membership.present(suspects)):
@@ -539,7 +533,7 @@ ACTIONS: Mapping[Phase, Mapping[type[RankMessage], Action]] = {
     Phase.TRAINING: {
         ProcessEnded: Supervisor._lose_exited,
         Failed: Supervisor._lose_failed,
-        Ready: Supervisor._readmit_at_epoch_end,
+        Ready: Supervisor._readmit,
         Joined: Supervisor._join,
         LinkLost: Supervisor._lose_link,
         Progress: Supervisor._note_progress,
@@ -553,7 +547,7 @@ ACTIONS: Mapping[Phase, Mapping[type[RankMessage], Action]] = {
         ProcessEnded: lambda run, ended: run._membership.handle_exit(ended),
         Failed: Supervisor._leave_out_failed,
         Ready: Supervisor._readmit,
-        Misbehaved: Supervisor._leave_out_misbehaving,
+        Misbehaved: Supervisor._drop_misbehaving,
         Finished: lambda run, finished: run._membership.mark_finished(finished.rank),
     },
     Phase.EXITING: {

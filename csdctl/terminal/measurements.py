@@ -8,7 +8,7 @@ from rich.table import Table
 
 from csdctl.fleet.hardware import FleetClass, MachineClass
 from csdctl.reporting.numbers import format_bytes, format_date, format_rate, format_seconds, format_share
-from csdctl.runs.measurements import CollectiveSummary, Forgotten, Overview, ProbeSummary, TrialSummary
+from csdctl.runs.measurements import CollectiveSummary, Overview, ProbeSummary, TrialSummary
 from csdctl.terminal.console import PrintableConsole
 from csdctl.terminal.tables import build_table
 from csdctl.tuning.measurements import ModelProperties, TrialMeasurement, describe_runtime
@@ -39,14 +39,6 @@ def render_measurements(console: PrintableConsole, overview: Overview, path: str
     console.print(f"measurements: {path}", soft_wrap=True)
 
 
-def render_forgotten(console: PrintableConsole, forgotten: Forgotten) -> None:
-    """Print how many measurements were deleted."""
-    console.print(
-        f"deleted: {forgotten.num_probes} probes, {forgotten.num_trials} trials, "
-        f"{forgotten.num_collectives} collectives",
-    )
-
-
 def measurements_document(overview: Overview, path: str) -> dict[str, Any]:
     """Return the `csdctl.measurements/1` document; times are Unix times."""
     machines = {one.key: {**vars(one), "name": one.name} for one in _list_machines(overview)}
@@ -75,11 +67,6 @@ def measurements_document(overview: Overview, path: str) -> dict[str, Any]:
             for summary in overview.tried
         ],
     }
-
-
-def forgotten_document(forgotten: Forgotten) -> dict[str, Any]:
-    """Return the `csdctl.measurements/1` document after --forget."""
-    return {"schema": SCHEMA, "forgotten": forgotten}
 
 
 def _build_probed(probed: Sequence[ProbeSummary]) -> Table:

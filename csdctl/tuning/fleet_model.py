@@ -102,7 +102,7 @@ class TrialResult:
     fixed_s: float = 0.0
     """Seconds of the whole trial besides its steps: starting or taking processes, linking them, ending."""
     peak_memory_bytes: tuple[int, ...] = ()
-    """Of each rank's process; () when one did not report it."""
+    """Peak memory of each rank's process; () when one did not report it."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ OOM_RETRY_SHARE = 0.6
 
 @dataclass(frozen=True)
 class ClassModel:
-    """What is known about the machines of one class, with one set of runtime settings."""
+    """The measured properties of the machines of one class, with one set of runtime settings."""
 
     machines: tuple[str, ...]
     settings: Runtime = field(default_factory=lambda: Runtime(1))
@@ -139,11 +139,8 @@ class ClassModel:
     trial_sizes: tuple[int, ...] = ()
     """The batch sizes of the trials from which `in_step_factor` was computed."""
     num_new_probes: int = 0
-    max_new_probes: int = MAX_PROBES
     max_size: int | None = None
     """The largest batch size that a plan may give a machine."""
-    has_earlier_trial: bool = False
-    """Whether an earlier tuning reached its trial, and thus already explored other settings."""
     too_large: int | None = None
     """The smallest batch size that did not fit in memory."""
     peaks: Mapping[int, int] = field(default_factory=dict)
@@ -216,11 +213,6 @@ class ClassModel:
             num_new_probes=self.num_new_probes + len(outcomes),
         )
 
-    def with_settings(self, settings: Runtime, time_ratio: float) -> "ClassModel":
-        """Return the model with other settings; step times are multiplied by `time_ratio`."""
-        points = tuple(Point(point.batch_size, point.step_time_s * time_ratio) for point in self.points)
-        return replace(self, settings=settings, points=points)
-
     def with_trial(self, size: int, ratio: float) -> "ClassModel":
         """Return the model updated with a trial: steps of `size` took `ratio` times as long as modelled.
 
@@ -242,7 +234,7 @@ class FleetModel:
     machines: tuple[str, ...]
     """The machines that train, in the order of the fleet; the host first unless it does not train."""
     classes: Mapping[str, ClassModel]
-    """By name: 'host', or the key of the machine class for nodes."""
+    """Machine classes by name: 'host', or the key of the class of nodes."""
     vector_bytes: int = 0
     """Bytes that each rank contributes to a sum."""
     required: frozenset[str] = frozenset()

@@ -81,7 +81,7 @@ class CollectiveMeasurement:
     """One timed sum over the ranks of a fleet."""
 
     name: str
-    """Of the collective, as in `protocol.orders.COLLECTIVE_NAMES`."""
+    """Name of the collective, as in `protocol.orders.COLLECTIVE_NAMES`."""
     num_ranks: int
     num_bytes: int
     """Size of one rank's vector."""

@@ -2,7 +2,8 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path, PurePath
 from typing import Annotated, Any, Literal, Self
 
@@ -30,34 +31,23 @@ class PlanFingerprint(Document):
 
 def list_changes(then: PlanFingerprint, now: PlanFingerprint) -> list[str]:
     """List the differences, one line each; a machine that only one of them has is not a change."""
+    values = {name: (then.job.get(name), now.job.get(name)) for name in {**now.job, **then.job}}
     return [
-        *_changed_values(then.job, now.job),
-        *_changed_files(then.files, now.files),
-        *_changed_machines(then.machines, now.machines),
+        *(
+            f"{name}: {_show(value)}, was {_show(before)} when tuned"
+            for name, (before, value) in values.items()
+            if before != value
+        ),
+        *(f"{PurePath(path).name} has changed" for path in _changed(then.files, now.files)),
+        *(
+            f"{name}: {now.machines[name]}, was {then.machines[name]}"
+            for name in _changed(then.machines, now.machines)
+        ),
     ]
 
 
-def _changed_values(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    for name in dict.fromkeys((*now, *then)):
-        if then.get(name) != now.get(name):
-            yield f"{name}: {_show(now.get(name))}, was {_show(then.get(name))} when tuned"
-
-
-def _changed_files(then: Mapping[str, str], now: Mapping[str, str]) -> Iterator[str]:
-    for path, digest in now.items():
-        if then.get(path, digest) != digest:
-            yield f"{PurePath(path).name} has changed"
-
-
-def _changed_machines(then: Mapping[str, str], now: Mapping[str, str]) -> Iterator[str]:
-    for name, machine in now.items():
-        parts, earlier = machine.split(", "), then.get(name, machine).split(", ")
-        new = ", ".join(part for part in parts if part not in earlier)
-        gone = ", ".join(part for part in earlier if part not in parts)
-        if new and gone:
-            yield f"{name}: {new}, was {gone}"
-        elif new or gone:
-            yield f"{name}: {machine}, was {then[name]}"
+def _changed(then: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    return [name for name in now if then.get(name, now[name]) != now[name]]
 
 
 def _show(value: Any) -> str:
@@ -113,6 +103,14 @@ class RankPlan(Document):
         """TensorFlow's runtime settings."""
         return Runtime(self.threads, self.inter_threads, self.onednn)
 
+    def with_step(self, batch_size: int, step_time_s: float) -> "RankPlan":
+        """Return the rank with this batch size, and the measured or modelled time of its step."""
+        rate = round(batch_size / step_time_s, 2) if batch_size else None
+        seconds = round(step_time_s, 6) if batch_size else None
+        return self.model_copy(
+            update={"batch_size": batch_size, "step_time_s": seconds, "samples_per_s": rate}
+        )
+
 
 def _check_ranks(ranks: list[RankPlan]) -> list[RankPlan]:
     if ranks[0].node != HOST_NAME:
@@ -165,7 +163,7 @@ class StrategyPlan(Document):
     next_run_s: float | None = None
     epoch_s: float | None = None
     sample_bytes: float | None = None
-    """What a node sends and receives in an epoch for each of its samples."""
+    """Bytes that a node sends and receives in an epoch for each of its samples."""
     node_memory_bytes: Annotated[int, Field(ge=0)] | None = None
     """The largest peak memory of a node's process; None: not measured."""
     is_confirmed: bool = False
@@ -188,13 +186,13 @@ class Plan(Document):
     measuring_s: Annotated[float, Field(ge=0)] = 0.0
     predicted: Predicted | None = None
     strategy: Strategy = DATA_PARALLEL
-    """What is computed where (docs/how-to/tune-a-job.md)."""
+    """The way in which machines share the computation (docs/how-to/tune-a-job.md)."""
     cut: str = ""
     """For `split`: the last layer that nodes compute."""
     trains_on_host: bool = False
     """For `features`, of public samples alone: all machines compute them, the host trains on all of them."""
     strategies: list[StrategyPlan] = []
-    """What the choice of the strategy was made from."""
+    """The strategies that were compared."""
     left_out: list[str] = []
     """Nodes that would cost more time than they save."""
     made_for: PlanFingerprint | None = None
@@ -214,13 +212,7 @@ class Plan(Document):
     def for_host_alone(self) -> "Plan":
         """Return the plan whose only rank is the host's, with the same global batch."""
         host = self.ranks[0]
-        alone = RankPlan(
-            node=host.node,
-            batch_size=self.global_batch,
-            threads=host.threads,
-            inter_threads=host.inter_threads,
-            onednn=host.onednn,
-        )
+        alone = RankPlan(node=host.node, batch_size=self.global_batch, **asdict(host.runtime))
         return self.model_copy(update={"ranks": [alone], "predicted": None})
 
     @property

@@ -1,11 +1,12 @@
 """The best plan for a modelled fleet, and the ranks of the plan file; pure."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 
 from csdctl.fleet.model import HOST_NAME
 from csdctl.perfmodel.prediction import RankModel, predict
 from csdctl.perfmodel.step_time import StepTime
-from csdctl.tuning.fleet_model import FleetModel, TriedPlan
+from csdctl.tuning.fleet_model import FleetModel, TrialResult, TriedPlan
 from csdctl.tuning.plan import Predicted, RankPlan
 from csdctl.tuning.search import BestPlan, Limits, best_equal, find_best, find_best_ranks
 
@@ -32,17 +33,17 @@ def choose_plan(
 def _limit_host(model: FleetModel, limits: Limits, candidates: Sequence[RankModel]) -> BestPlan:
     """Return the best plan in which the host has no more than its share of the samples, maybe none."""
     host, *nodes = candidates
-    share, most = model.max_host_share, limits.largest_global_batch
-    host_limit = None if most is None else int(share * most)
+    share = model.max_host_share
+    host_limit = int(share * limits.largest_global_batch)
     best = find_best(
         nodes,
-        limits.without(host_limit or 0),
+        limits.without(host_limit),
         lambda num_nodes: model.sum_s(num_nodes + 1),
         model.overhead_factor,
     )
-    size = int(share / (1 - share) * sum(best.batch_sizes.values()))
-    if host_limit is not None:
-        size = host_limit if limits.global_batch else min(size, host_limit)
+    size = min(host_limit, int(share / (1 - share) * sum(best.batch_sizes.values())))
+    if limits.global_batch:
+        size = host_limit
     if not size:
         return best
     sizes = {host.node: size, **best.batch_sizes}
@@ -97,56 +98,41 @@ def plan_ranks(model: FleetModel, best: BestPlan) -> tuple[RankPlan, ...]:
 def _plan_rank(model: FleetModel, machine: str, batch_size: int, step_time: StepTime) -> RankPlan:
     known = model.class_of(machine)
     at_once = known.max_at_once
-    step_time_s = step_time.at(batch_size)
-    return RankPlan(
+    rank = RankPlan(
         node=machine,
         batch_size=batch_size,
-        threads=known.settings.threads,
-        inter_threads=known.settings.inter_threads,
-        onednn=known.settings.onednn,
+        **asdict(known.settings),
         # Set even when this batch fits, because it may grow during a run.
         micro_batch_size=at_once if at_once is not None and at_once < 2 * batch_size else None,
-        step_time_s=round(step_time_s, 6),
-        samples_per_s=round(batch_size / step_time_s, 2),
         peak_memory_bytes=known.predict_peak_bytes(batch_size),
     )
+    return rank.with_step(batch_size, step_time.at(batch_size))
 
 
 def measured_ranks(tried: TriedPlan) -> list[RankPlan]:
     """Return the ranks of a plan with the step times of its trial."""
     compute_s = tried.compute_s
-    return [
-        rank
-        if not rank.batch_size
-        else rank.model_copy(
-            update={
-                "step_time_s": round(compute_s[rank.node], 6),
-                "samples_per_s": round(rank.batch_size / compute_s[rank.node], 2),
-            }
-        )
-        for rank in tried.ranks
-    ]
+    return [rank.with_step(rank.batch_size, compute_s[rank.node]) for rank in tried.ranks]
 
 
-def confirmed_prediction(tried: TriedPlan, gain: float | None) -> Predicted:
+def confirmed_prediction(
+    ranks: Sequence[RankPlan], result: TrialResult, gain: float | None = None
+) -> Predicted:
     """Return the prediction from a plan's trial; `gain` is relative to the best equal batch size."""
-    result, compute_s = tried.result, tried.compute_s
-    training = [rank for rank in tried.ranks if rank.batch_size]
-    models = [
-        RankModel(rank.node, StepTime(0.0, compute_s[rank.node] / rank.batch_size)) for rank in training
-    ]
-    sizes = [rank.batch_size for rank in training]
-    # The trial's time beyond the slowest rank's compute time is communication, even beyond the sum itself.
-    communication_s = max(0.0, result.step_s - max(result.compute_s))
-    shares = predict(models, sizes, communication_s)
+    computing = [seconds for seconds in result.compute_s if seconds]
+    slowest_s = max(computing)
+    # What a step takes beyond the compute time of the slowest rank is communication.
+    whole_s = max(result.step_s, slowest_s)
+    compute_share = sum(computing) / (len(computing) * whole_s)
+    communication_share = 1 - slowest_s / whole_s
     return Predicted(
-        global_batch=sum(sizes),
-        batch_sizes=[rank.batch_size for rank in tried.ranks],
+        global_batch=sum(rank.batch_size for rank in ranks),
+        batch_sizes=[rank.batch_size for rank in ranks],
         step_s=round(result.step_s, 6),
         samples_per_s=round(result.samples_per_s, 2),
-        compute_share=round(shares.compute_share, 4),
-        imbalance_share=round(shares.imbalance_share, 4),
-        communication_share=round(shares.communication_share, 4),
+        compute_share=round(compute_share, 4),
+        imbalance_share=round(max(0.0, 1 - compute_share - communication_share), 4),
+        communication_share=round(communication_share, 4),
         gain=None if gain is None else round(gain, 3),
         is_confirmed=True,
     )

@@ -4,16 +4,16 @@ Machines of one class may probe different batch sizes in a round. The first roun
 quick. Then the fits give the batch sizes of the best plan, and the next rounds probe at most half of those,
 until every class was measured there: large steps take long, and the trial measures them.
 
-Other settings are measured at a batch size that was measured with the default settings, on one machine of a
-class, in two probes: a short first probe, and a second probe unless the first was much slower.
+Other settings are compared at a batch size that was measured with the usual settings.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from math import ceil
 from statistics import median
 
 from csdctl.perfmodel.step_time import StepTime
+from csdctl.tuning.fits import Point
 from csdctl.tuning.fleet_model import MAX_PROBES, ClassModel, FleetModel
 from csdctl.tuning.plan_choice import choose_class_sizes
 from csdctl.tuning.search import Limits
@@ -39,14 +39,10 @@ ChooseSizes = Callable[[Mapping[str, StepTime]], Mapping[str, int]]
 """Returns each class's batch size in the best plan, given all step times; no entry for a class left out."""
 
 
-def limit_probes(model: FleetModel, limits: Limits, num_reserved: int = 0) -> FleetModel:
-    """Return the model with the largest batch of any plan, and `num_reserved` fewer probes per class."""
-    largest = limits.largest_global_batch
-    max_size = max(1, largest - len(model.machines) + 1) if largest else None
-    classes = {
-        name: replace(known, max_size=max_size, max_new_probes=known.max_new_probes - num_reserved)
-        for name, known in model.classes.items()
-    }
+def limit_sizes(model: FleetModel, limits: Limits) -> FleetModel:
+    """Return the model with the largest batch that a plan can give a machine."""
+    max_size = max(1, limits.largest_global_batch - len(model.machines) + 1)
+    classes = {name: replace(known, max_size=max_size) for name, known in model.classes.items()}
     return replace(model, classes=classes)
 
 
@@ -83,7 +79,7 @@ def _check_memory(known: ClassModel) -> None:
     """Raise TuningError when the probes of this tuning show that a class cannot train any batch."""
     if known.points or not known.num_new_probes:
         return
-    if known.too_large == 1 or known.num_new_probes >= known.max_new_probes:
+    if known.too_large == 1 or known.num_new_probes >= MAX_PROBES:
         samples = "even 1 sample" if known.too_large == 1 else f"{known.too_large} samples"
         raise TuningError(
             f"{known.machines[0]} cannot train {samples} at a time: out of memory",
@@ -93,7 +89,7 @@ def _check_memory(known: ClassModel) -> None:
 
 def _next_class_sizes(known: ClassModel, planned: int | None) -> list[int]:
     """Return the sizes to probe next, at most one for each machine; empty when the class is known."""
-    count = min(known.max_new_probes - known.num_new_probes, len(known.machines))
+    count = min(MAX_PROBES - known.num_new_probes, len(known.machines))
     if count < 1:
         return []
     if not known.points:
@@ -122,99 +118,59 @@ def _first_sizes(known: ClassModel, count: int) -> list[int]:
 
 
 MIN_SETTINGS_GAIN = 0.15
-"""Other settings are used when a probe takes at least this share less time; less may be noise."""
+"""Other settings are used when a step takes at least this share less time; less may be noise."""
 COMPARABLE_FACTOR = 4
 """Other settings are probed with at least 1/COMPARABLE_FACTOR of the planned batch, where one was measured:
 with few samples, different settings may be faster."""
-PROBES_PER_VARIANT = 2
-"""Maximum number of probes per variant. As many are reserved per class; more variants use leftover probes."""
-WARM_UP_PROBE_S = 0.5
-MAX_WARM_UP_RATIO = 1.5
-"""Settings whose first probe takes more than this multiple of the usual step get no second probe."""
 MANY_THREADS = 4
 
-
-@dataclass(frozen=True)
-class SettingsSearch:
-    """The comparisons by class: the batch size, and the settings, most promising first."""
-
-    sizes: Mapping[str, int]
-    variants: Mapping[str, tuple[Runtime, ...]]
-
-
-@dataclass(frozen=True)
-class SettingsProbe:
-    """A probe with other settings on one machine."""
-
-    machine: str
-    class_name: str
-    settings: Runtime
-    batch_size: int
-    usual_step_s: float
-    """Seconds of a step with the current settings of the class."""
-
-    def is_promising(self, warm_up_s: float) -> bool:
-        """Return whether a second probe is worthwhile after a first step of `warm_up_s` seconds."""
-        return warm_up_s < self.usual_step_s * MAX_WARM_UP_RATIO
+SettingsSearch = Mapping[str, tuple[int, Sequence[Runtime]]]
+"""What to compare, by class: the batch size, and the settings, most promising first."""
 
 
 def plan_settings_search(model: FleetModel, limits: Limits) -> SettingsSearch:
-    """Return what to compare: settings of classes without an earlier trial, at a measured size.
-
-    Raises TuningError when no plan satisfies the limits.
-    """
+    """Return what to compare for classes without an earlier trial; raises what `choose_plan` raises."""
     planned = choose_class_sizes(model, limits, model.step_times())
-    sizes: dict[str, int] = {}
+    search = {}
     for name, known in model.classes.items():
         measured = [size for size in known.sizes if size <= planned.get(name, 0)]
-        if measured and not known.has_earlier_trial:
+        if measured and not known.trial_sizes:
             comparable = [size for size in measured if size * COMPARABLE_FACTOR >= planned[name]]
-            sizes[name] = min(comparable, default=max(measured))
-    return SettingsSearch(sizes, {name: _variants(model.classes[name].settings) for name in sizes})
+            search[name] = min(comparable, default=max(measured)), _variants(known.settings)
+    return search
 
 
-def next_settings(model: FleetModel, search: SettingsSearch, round_number: int) -> list[SettingsProbe]:
-    """Return the probes of round `round_number`, counted from 0; empty when the search is over."""
-    probes = []
-    for name, variants in search.variants.items():
-        known = model.classes[name]
-        if round_number < len(variants) and known.num_new_probes + PROBES_PER_VARIANT <= MAX_PROBES:
-            machine = known.machines[round_number % len(known.machines)]
-            size = search.sizes[name]
-            settings = variants[round_number]
-            probes.append(SettingsProbe(machine, name, settings, size, _usual_step_s(known, size)))
-    return probes
+def next_settings(
+    model: FleetModel, search: SettingsSearch
+) -> tuple[dict[str, tuple[Runtime, int]], SettingsSearch]:
+    """Return settings and batch size of the machines of one round, and what is left to compare after it.
 
-
-def time_ratio(probe: SettingsProbe, step_time_s: float) -> float | None:
-    """Return the time of the other settings relative to the usual time; None: the gain is too small."""
-    ratio = step_time_s / probe.usual_step_s
-    return ratio if ratio < 1 - MIN_SETTINGS_GAIN else None
-
-
-def learn_settings(
-    model: FleetModel, probe: SettingsProbe, num_probes: int, step_time_s: float | None
-) -> FleetModel:
-    """Return the model after `num_probes` with other settings, which it adopts when they are clearly faster.
-
-    `step_time_s` is that of the second probe; None: no second probe, or the batch did not fit in memory. The
-    latter is not recorded, because the process with the usual settings may have held the memory.
+    As many probes are left for each class as it needs to be known with other settings.
     """
-    known = model.classes[probe.class_name]
-    ratio = None if step_time_s is None else time_ratio(probe, step_time_s)
-    changed = known if ratio is None else known.with_settings(probe.settings, ratio)
-    changed = replace(changed, num_new_probes=known.num_new_probes + num_probes)
-    return model.with_class(probe.class_name, changed)
+    probes: dict[str, tuple[Runtime, int]] = {}
+    left: dict[str, tuple[int, Sequence[Runtime]]] = {}
+    for name, (size, variants) in search.items():
+        known = model.classes[name]
+        count = max(0, min(len(known.machines), MAX_PROBES - MIN_SIZES - known.num_new_probes))
+        if others := variants[:count]:
+            left[name] = size, variants[count:]
+            usual = [known.settings] * (count - len(others))
+            for machine, settings in zip(known.machines[:count], [*others, *usual], strict=True):
+                probes[machine] = settings, size
+    return probes, left
 
 
-def _usual_step_s(known: ClassModel, size: int) -> float:
-    return median(point.step_time_s for point in known.points if point.batch_size == size)
+def settings_gain(known: ClassModel, probed: Point) -> float | None:
+    """Return the share of a step's time that a probe with other settings took less; None: not enough."""
+    usual_s = median(point.step_time_s for point in known.points if point.batch_size == probed.batch_size)
+    gain = 1 - probed.step_time_s / usual_s
+    return gain if gain > MIN_SETTINGS_GAIN else None
 
 
-def _variants(settings: Runtime) -> tuple[Runtime, ...]:
+def _variants(settings: Runtime) -> list[Runtime]:
     variants = [replace(settings, onednn=not settings.onednn)]
     if settings.threads >= MANY_THREADS:  # two hardware threads share the units of one core
         variants.append(replace(settings, threads=settings.threads // 2))
     if settings.threads > 1:
         variants.append(replace(settings, inter_threads=2))
-    return tuple(variants)
+    return variants

@@ -9,7 +9,6 @@ from csdctl.perfmodel.step_time import StepTime
 from csdctl.tuning.fits import Point, fit_step_time
 from csdctl.tuning.fleet_model import ClassModel, merge_peaks
 from csdctl.tuning.measurements import ProbeMeasurement, TrialMeasurement
-from csdctl.worker.protocol.run_spec import Runtime
 
 RecalledTrial = tuple[Sequence[tuple[StepTime, int]], float]
 """Step time and batch size of each rank, the host first, and the seconds of a step."""
@@ -18,19 +17,17 @@ RecalledTrial = tuple[Sequence[tuple[StepTime, int]], float]
 def recall_class(blank: ClassModel, known: Sequence[ProbeMeasurement], threads: int = 0) -> ClassModel:
     """Return `blank` with the `known` probes of this model, recipe and machine class, oldest first.
 
-    Settings are those of the newest trial, or of the newest trial with `threads` if the user set that (0: not
-    set).
+    Settings are those of the newest trial, with `threads` if the user set that (0: not set). Probes with
+    other settings do not count.
     """
     tried = [probe for probe in known if probe.is_from_trial and threads in (0, probe.settings.threads)]
-    settings = tried[-1].settings if tried else blank.settings
-    too_large, peaks = _recall_memory([probe for probe in known if probe.settings == settings])
-    points = recall_points(known, settings)
-    recalled = replace(blank, settings=settings, too_large=too_large, peaks=peaks, points=tuple(points))
-    if not points:
-        return recalled
+    blank = replace(blank, settings=tried[-1].settings) if tried else blank
+    known = [probe for probe in known if probe.settings == blank.settings]
+    too_large, peaks = _recall_memory(known)
+    points = points_of(known)
+    recalled = replace(blank, too_large=too_large, peaks=peaks, points=tuple(points))
     # An interrupted tuning has probes but no trial.
-    recalled = replace(recalled, has_earlier_trial=bool(tried))
-    shown = recall_in_step(known, settings, fit_step_time(points))
+    shown = recall_in_step(known, fit_step_time(points)) if points else None
     return recalled.with_trial(*shown) if shown else recalled
 
 
@@ -53,38 +50,18 @@ def recall_trial(
     return [(step_times.get(name, any_step_time), size) for name, size in ranks], of_several[-1].step_s
 
 
-def points_with(probes: Sequence[ProbeMeasurement], settings: Runtime) -> list[Point]:
-    """Return the probes with `settings` that fitted in memory, without steps from trials."""
+def points_of(probes: Sequence[ProbeMeasurement]) -> list[Point]:
+    """Return the probes that fitted in memory, without steps from trials."""
     return [
         Point(probe.batch_size, probe.step_time_s)
         for probe in probes
-        if probe.step_time_s is not None and probe.settings == settings and not probe.is_from_trial
+        if probe.step_time_s is not None and not probe.is_from_trial
     ]
 
 
-def recall_points(known: Sequence[ProbeMeasurement], settings: Runtime) -> list[Point]:
-    """Return the probes with `settings`; if there are few, also scaled probes with other settings.
-
-    Settings that were chosen after the batch sizes had been probed have few probes.
-    """
-    own = points_with(known, settings)
-    others = [points_with(known, other) for other in {probe.settings for probe in known} - {settings}]
-    most = max(others, key=_num_sizes, default=[])
-    if not own or _num_sizes(most) <= _num_sizes(own):
-        return own
-    fitted = fit_step_time(most)
-    ratio = median(point.step_time_s / fitted.at(point.batch_size) for point in own)
-    return [*(Point(probe.batch_size, probe.step_time_s * ratio) for probe in most), *own]
-
-
-def recall_in_step(
-    known: Sequence[ProbeMeasurement], settings: Runtime, step_time: StepTime
-) -> tuple[int, float] | None:
-    """Return a batch size of the newest trial with `settings`, and its step time relative to `step_time`.
-
-    None without a trial with these settings.
-    """
-    tried = [probe for probe in known if probe.is_from_trial and probe.settings == settings]
+def recall_in_step(known: Sequence[ProbeMeasurement], step_time: StepTime) -> tuple[int, float] | None:
+    """Return a batch size of the newest trial and its time relative to `step_time`; None without a trial."""
+    tried = [probe for probe in known if probe.is_from_trial]
     if not tried:
         return None
     newest = max(probe.measured_at for probe in tried)
@@ -107,7 +84,3 @@ def _recall_memory(known: Sequence[ProbeMeasurement]) -> tuple[int | None, dict[
             if too_large and probe.batch_size >= too_large:
                 too_large = None  # another process had used the memory at that time
     return too_large, peaks
-
-
-def _num_sizes(points: Sequence[Point]) -> int:
-    return len({point.batch_size for point in points})

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from heapq import heapify, heappop, heappush
-from math import ceil, inf, isfinite
+from math import ceil
+from operator import mul
 
 from csdctl.perfmodel.prediction import Prediction, RankModel, predict
 from csdctl.perfmodel.step_time import StepTime
@@ -24,51 +25,46 @@ TIME_TOLERANCE = 1e-5
 NUM_CUTS = 12
 """Sets of ranks to try, each without some of the slowest nodes."""
 SLACK = 0.005
-"""Of plans within this share of the best, the smallest global batch wins: it takes more optimizer steps."""
+"""Share below the best rate at which the smallest global batch wins: it takes more optimizer steps."""
 MIN_GAIN_WITHOUT_NODES = 0.02
 """Nodes are left out when the fleet is faster by at least this share without them."""
 
-OPTIONS = {
-    "max_global_batch": "--max-global-batch",
-    "global_batch": "--global-batch",
-    "max_step_s": "--max-step-seconds",
-}
+OPTIONS = {"max_global_batch": "--max-global-batch", "global_batch": "--global-batch"}
 """Options of `csdctl tune`, by the limit that they set."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits of a plan. None: no limit; without any limit there is no best plan."""
+    """The limits of a plan. None: no limit; without any limit there is no best plan (`default_limits`)."""
 
     max_global_batch: int | None = None
     global_batch: int | None = None
     """The exact global batch."""
-    max_step_s: float | None = None
 
     def __post_init__(self) -> None:
         for name, value in self.given.items():
-            if not (isfinite(value) and value > 0):
+            if value < 1:
                 raise TuningError(
-                    f"{name.replace('_', ' ')} must be a number above 0, received {value}",
+                    f"{name.replace('_', ' ')} must be at least 1, received {value}",
                     remedy=f"change or omit {OPTIONS[name]}",
                 )
 
     @property
-    def given(self) -> dict[str, float]:
+    def given(self) -> dict[str, int]:
         """The limits that are set, by name."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
     @property
-    def largest_global_batch(self) -> int | None:
-        """The largest global batch within the limits; None: no limit."""
-        return self.global_batch or self.max_global_batch
+    def largest_global_batch(self) -> int:
+        """The largest global batch within the limits, of which there must be one."""
+        largest = self.global_batch or self.max_global_batch
+        assert largest is not None
+        return largest
 
     def without(self, num_samples: int) -> "Limits":
         """Return the limits that are left for the others, when some ranks take `num_samples` of each step."""
-        if self.global_batch:
-            return replace(self, global_batch=self.global_batch - num_samples, max_global_batch=None)
-        most = self.max_global_batch
-        return replace(self, max_global_batch=None if most is None else most - num_samples)
+        left = self.largest_global_batch - num_samples
+        return Limits(global_batch=left) if self.global_batch else Limits(left)
 
 
 @dataclass(frozen=True)
@@ -105,7 +101,12 @@ def find_best(
         size: found for size, members in fleets.items() if (found := best_of(members, NUM_TIMES_COARSE))
     }
     if not compared:
-        raise TuningError(_describe_failure(candidates, limits), remedy=_suggest_limits(limits))
+        given = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in limits.given.items())
+        options = " or ".join(f"another {OPTIONS[name]}" for name in limits.given)
+        raise TuningError(
+            f"no plan for {len(candidates)} ranks satisfies {given}",
+            remedy=f"tune with {options}, or with fewer nodes",
+        )
     fastest = max(compared, key=lambda size: compared[size].prediction.samples_per_s)
     best = best_of(fleets[fastest], NUM_TIMES) or compared[fastest]
     if fastest < len(candidates) and len(candidates) in compared:
@@ -127,17 +128,11 @@ def best_equal(
     Its global batch is at most an exact one in `limits`, which the number of ranks need not divide.
     """
     sum_s = collective_s(len(candidates))
-    most_s = inf if limits.max_step_s is None else limits.max_step_s
-    if limits.largest_global_batch is None:
-        largest = min(
-            candidate.step_time.largest_within((most_s - sum_s) / overhead_factor) for candidate in candidates
-        )
-    else:
-        largest = limits.largest_global_batch // len(candidates)
+    largest = limits.largest_global_batch // len(candidates)
     speeds: list[tuple[float, int]] = []
     for size in sorted({max(1, round(largest * share / NUM_TIMES)) for share in range(1, NUM_TIMES + 1)}):
         step_s = max(candidate.step_time.at(size) for candidate in candidates) * overhead_factor + sum_s
-        if size <= largest and step_s <= most_s:
+        if size <= largest:
             speeds.append((size * len(candidates) / step_s, size))
     if not speeds:
         return None
@@ -176,29 +171,40 @@ def _best_of(
 ) -> BestPlan | None:
     """Return the best plan in which all `members` train; None when the limits allow none."""
     most = limits.largest_global_batch
-    if most is not None and most < len(members):
+    if most < len(members):
         return None
-    counts = _count_step_times(members)
+    # Of many members, most have the same step time: each different one is looked at once.
+    counts = Counter(member.step_time for member in members)
+    places = {step_time: place for place, step_time in enumerate(counts)}
+    of_members = [places[member.step_time] for member in members]
+
+    def within(time_s: float) -> list[int]:
+        """Return the largest batch within `time_s` for each step time in `counts`."""
+        return [step_time.largest_within(time_s) for step_time in counts]
 
     def total(time_s: float) -> int:
-        return sum(step_time.largest_within(time_s) * count for step_time, count in counts.items())
+        return sum(map(mul, within(time_s), counts.values()))
+
+    def sizes_at(time_s: float) -> list[int]:
+        """Return the largest batch of each member within `time_s`, and at most `most` together."""
+        largest = within(time_s)
+        sizes = [largest[place] for place in of_members]
+        return _cut_to(sizes, members, most) if sum(sizes) > most else sizes
 
     least_s = max(step_time.at(1) for step_time in counts)
-    most_s = _longest_time(limits, collective_s, overhead_factor, least_s, total)
-    if most_s < least_s:
-        return None
-    # A rate only needs the distinct step times; the sizes of all members are computed for the best plan only.
+    most_s = _longest_time(limits, least_s, total)
+
     rates: list[tuple[float, float]] = []
     for time_s in _times(least_s, most_s, 1 if limits.global_batch else num_times):
-        within = {step_time: step_time.largest_within(time_s) for step_time in counts}
-        num_samples = total(time_s)
-        if most is not None and num_samples > most:
-            sizes = _sizes_at(time_s, members, most)
+        largest = within(time_s)
+        num_samples = sum(map(mul, largest, counts.values()))
+        if num_samples > most:
+            sizes = sizes_at(time_s)
             num_samples = sum(sizes)
             slowest_s = max(member.step_time.at(size) for member, size in zip(members, sizes, strict=True))
         else:
-            slowest_s = max(step_time.at(size) for step_time, size in within.items())
-        if min(within.values()) < 1 or num_samples != (limits.global_batch or num_samples):
+            slowest_s = max(map(StepTime.at, counts, largest))
+        if min(largest) < 1 or num_samples != (limits.global_batch or num_samples):
             continue
         rates.append((num_samples / (slowest_s * overhead_factor + collective_s), time_s))
     if not rates:
@@ -206,48 +212,17 @@ def _best_of(
     fastest = max(rate for rate, _ in rates)
     # In order of T, and thus of the global batch: the first that is almost as fast as the fastest.
     time_s = next(time_s for rate, time_s in rates if rate >= fastest * (1 - SLACK))
-    sizes = _sizes_at(time_s, members, most)
+    sizes = sizes_at(time_s)
     prediction = predict(members, sizes, collective_s, overhead_factor)
     return BestPlan({member.node: size for member, size in zip(members, sizes, strict=True)}, prediction)
 
 
-def _count_step_times(members: Sequence[RankModel]) -> dict[StepTime, int]:
-    """Count the members by step time; first by object identity, which is faster as most share an object."""
-    counts: dict[StepTime, int] = {}
-    objects = {id(member.step_time): member.step_time for member in members}
-    for key, count in Counter(id(member.step_time) for member in members).items():
-        counts[objects[key]] = counts.get(objects[key], 0) + count
-    return counts
-
-
-def _sizes_at(time_s: float, members: Sequence[RankModel], most: int | None) -> list[int]:
-    """Return the largest batch of each member within `time_s`, and at most `most` together."""
-    within: dict[int, int] = {}
-    for member in members:
-        if id(member.step_time) not in within:
-            within[id(member.step_time)] = member.step_time.largest_within(time_s)
-    sizes = [within[id(member.step_time)] for member in members]
-    return _cut_to(sizes, members, most) if most is not None and sum(sizes) > most else sizes
-
-
-def _longest_time(
-    limits: Limits,
-    collective_s: float,
-    overhead_factor: float,
-    least_s: float,
-    total: Callable[[float], int],
-) -> float:
-    """Return the longest T that the limits allow, by bisection; at least one limit is set."""
-    most_s = inf
-    if limits.max_step_s is not None:
-        most_s = (limits.max_step_s - collective_s) / overhead_factor
+def _longest_time(limits: Limits, least_s: float, total: Callable[[float], int]) -> float:
+    """Return the longest T that the limits allow, by bisection from `least_s`."""
     most = limits.largest_global_batch
-    if most is None:
-        return most_s
     low, high = least_s, least_s
-    while total(high) < most and high < most_s:
+    while total(high) < most:
         low, high = high, high * 2
-    high = min(high, most_s)
     if total(high) <= most and limits.global_batch is None:
         return high
     while high - low > TIME_TOLERANCE * high:
@@ -255,10 +230,8 @@ def _longest_time(
         # An exact global batch is cut from the shortest T that reaches it; a limit allows a T below that.
         is_enough = total(middle) >= most if limits.global_batch else total(middle) > most
         low, high = (low, middle) if is_enough else (middle, high)
-    if limits.global_batch:
-        return high if total(high) >= most else 0.0
     # With the shortest T in which all ranks train, fast ranks may have too many samples, which are cut.
-    return low
+    return high if limits.global_batch else low
 
 
 def _times(least_s: float, most_s: float, count: int) -> list[float]:
@@ -284,20 +257,6 @@ def _cut_to(sizes: Sequence[int], members: Sequence[RankModel], wanted: int) -> 
         if cut[place] > 1:
             heappush(longest, (-members[place].step_time.at(cut[place]), -place))
     return cut
-
-
-def _describe_failure(candidates: Sequence[RankModel], limits: Limits) -> str:
-    given = [f"{name.replace('_', ' ')} {value:g}" for name, value in limits.given.items()]
-    slowest = max(candidates, key=lambda candidate: candidate.step_time.at(1))
-    return (
-        f"no plan for {len(candidates)} ranks satisfies {', '.join(given)}; "
-        f"one sample takes {slowest.node} {slowest.step_time.at(1):.3g} s"
-    )
-
-
-def _suggest_limits(limits: Limits) -> str:
-    other = " or ".join(f"another {OPTIONS[name]}" for name in limits.given)
-    return f"tune with {other}, or with fewer nodes"
 
 
 MIN_GAIN_WITHOUT_HOST = 0.05
@@ -346,16 +305,15 @@ def default_limits(given: Limits, reference_batch: int, num_samples: int | None,
         )
     if given.max_global_batch and num_samples is not None:
         return replace(given, max_global_batch=min(given.max_global_batch, num_samples))
-    if given.largest_global_batch:
+    if given.given:
         return given
     largest = LINEAR_SCALING * reference_batch
     if num_samples is not None:
         largest = min(largest, num_samples // STEPS_PER_EPOCH)
-    return replace(given, max_global_batch=max(num_required, largest))
+    return Limits(max_global_batch=max(num_required, largest))
 
 
 def read_limits(written: Mapping[str, float | list[int]]) -> Limits:
     """Parse the limits in a plan's `method_arguments`, written from `Limits.given`; Algorithm 1 has none."""
     given = {name: value for name, value in written.items() if name in OPTIONS and isinstance(value, float)}
-    step_s = given.pop("max_step_s", None)
-    return Limits(**{name: round(value) for name, value in given.items()}, max_step_s=step_s)
+    return Limits(**{name: round(value) for name, value in given.items()})

@@ -23,9 +23,9 @@ from csdctl.worker.protocol.run_spec import SplitSpec
 MEASURED_BATCH = 32
 """The batch size at which parts are timed."""
 MIN_DISTANCE = 0.03
-"""Between two cuts to time, in shares of the model's FLOPs: FLOPs tell neighbours apart no better."""
+"""Minimum distance of two cuts to time, as a share of the model's FLOPs: they are no more precise."""
 BACKWARD_SHARE = 2 / 3
-"""Of the FLOPs of forward and backward pass."""
+"""Share of the backward pass in the FLOPs of both passes."""
 
 
 @dataclass(frozen=True)
@@ -34,14 +34,14 @@ class Shares:
 
     layer: str
     forward: float
-    """Of the prefix."""
+    """Forward pass of the prefix."""
     backward: float
-    """Of the prefix."""
+    """Backward pass of the prefix."""
     head: float
     cut_bytes: int = 0
-    """Of one sample's activations."""
+    """Bytes of one sample's activations."""
     vector_bytes: int = 0
-    """Of the prefix's part of the vector that is summed."""
+    """Bytes of the prefix's part of the vector that is summed."""
 
     @property
     def prefix(self) -> float:
@@ -106,13 +106,15 @@ HOST_SHARES = (0.0, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5)
 
 @dataclass(frozen=True)
 class Workload:
-    """What a training goes through."""
+    """The samples and epochs of a training."""
 
     num_public: int
     num_private: Mapping[str, int]
     num_validation: int
     epochs: int
     is_repeating: bool = False
+    evaluation_share: float = 0.0
+    """The time of a forward pass of a sample relative to its share of a step."""
 
 
 @dataclass(frozen=True)
@@ -126,9 +128,9 @@ class Machines:
     byte_s: float
     """Seconds of one byte between a node and the host, one way, with all nodes sending."""
     start_s: float
-    """What a training takes besides its epochs: connecting, starting TensorFlow, linking the ranks."""
+    """Seconds of a training besides its epochs: connecting, starting TensorFlow, linking the ranks."""
     process_s: float = 0.0
-    """Of these, until TensorFlow has started on all machines."""
+    """The part of `start_s` until TensorFlow has started on all machines."""
     required: Collection[str] = ()
     """Nodes with private data."""
 
@@ -140,7 +142,7 @@ class Machines:
 
 @dataclass(frozen=True)
 class StrategyForecast:
-    """What a strategy is forecast to take."""
+    """The forecast of one strategy."""
 
     strategy: Strategy
     cut: str
@@ -149,9 +151,9 @@ class StrategyForecast:
     epoch_s: float
     first_run_s: float
     next_run_s: float
-    """Of a further training with other settings of what is learnt."""
+    """Seconds of another training with the same frozen layers."""
     sample_bytes: float = 0.0
-    """What a node sends and receives in an epoch for each of its samples."""
+    """Bytes that a node sends and receives in an epoch for each of its samples."""
     is_confirmed: bool = False
     """Whether the time of a step is from a trial."""
     node_memory_bytes: int | None = None
@@ -168,18 +170,14 @@ def forecast_data_parallel(
     work: Workload,
     *,
     vector_bytes: int,
-    evaluation_share: float = 0.0,
 ) -> StrategyForecast:
-    """Forecast training as in the trial of a plan: `compute_s` of each rank in a step, and the rest of it.
-
-    `evaluation_share`: a forward pass of a sample relative to a step's time for it.
-    """
+    """Forecast training as in the trial of a plan: `compute_s` of each rank in a step, and the rest of it."""
     placed = _place(batch_sizes, work)
 
     def step_s(active: Collection[str]) -> float:
         return max(compute_s[name] for name in active) + communication_s
 
-    evaluation_s = work.num_validation * evaluation_share * _sample_s(machines.step_times[HOST_NAME])
+    evaluation_s = work.num_validation * work.evaluation_share * _sample_s(machines.step_times[HOST_NAME])
     found = _forecast(
         DATA_PARALLEL, "", batch_sizes, time_epoch(placed, step_s) + evaluation_s, machines, work
     )
@@ -249,48 +247,30 @@ def forecast_on_host(
 
 
 def forecast_split(
-    shares: Shares,
-    machines: Machines,
-    work: Workload,
-    limits: Limits,
-    *,
-    overhead: float = 1.0,
-    evaluation_share: float = 0.0,
+    shares: Shares, machines: Machines, work: Workload, limits: Limits
 ) -> StrategyForecast | None:
-    """Forecast the split of the model with the batch sizes that take the least time; None if none is allowed.
-
-    `overhead`: the time of a step in a trial relative to this model.
-    """
+    """Forecast the split of the model with the batch sizes that take the least time; None without any."""
     best = None
     for share in HOST_SHARES if work.num_public else HOST_SHARES[:1]:
         sizes = _split_sizes(shares, machines, limits, share)
         if sizes is None:
             continue
-        found = forecast_split_of(
-            sizes, shares, machines, work, overhead=overhead, evaluation_share=evaluation_share
-        )
-        is_short = not limits.max_step_s or split_step_s(sizes, shares, machines) <= limits.max_step_s
-        if is_short and (best is None or found.epoch_s < best.epoch_s):
+        found = forecast_split_of(sizes, shares, machines, work)
+        if best is None or found.epoch_s < best.epoch_s:
             best = found
     return best
 
 
 def forecast_split_of(
-    sizes: Mapping[str, int],
-    shares: Shares,
-    machines: Machines,
-    work: Workload,
-    *,
-    overhead: float = 1.0,
-    evaluation_share: float = 0.0,
+    sizes: Mapping[str, int], shares: Shares, machines: Machines, work: Workload
 ) -> StrategyForecast:
     """Forecast the split of the model with these batch sizes."""
     placed = _place(sizes, work)
 
     def step_s(active: Collection[str]) -> float:
-        return overhead * split_step_s({name: sizes[name] for name in active}, shares, machines)
+        return split_step_s({name: sizes[name] for name in active}, shares, machines)
 
-    evaluation_s = work.num_validation * evaluation_share * _sample_s(machines.step_times[HOST_NAME])
+    evaluation_s = work.num_validation * work.evaluation_share * _sample_s(machines.step_times[HOST_NAME])
     found = _forecast(SPLIT, shares.layer, sizes, time_epoch(placed, step_s) + evaluation_s, machines, work)
     num_bytes = _bytes_per_sample(placed, 2 * shares.vector_bytes) + 2 * shares.cut_bytes
     return replace(found, sample_bytes=num_bytes)
@@ -366,8 +346,7 @@ def _split_sizes(
     shares: Shares, machines: Machines, limits: Limits, host_share: float
 ) -> dict[str, int] | None:
     """Return batch sizes with which all nodes take as long, or None where the limits allow none."""
-    most = limits.largest_global_batch
-    host_size = round(most * host_share) if most else 0
+    host_size = round(limits.largest_global_batch * host_share)
     if host_share and not host_size:
         return None
     scaled = {name: machines.step_times[name].scaled(shares.prefix) for name in machines.nodes}

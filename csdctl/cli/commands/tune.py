@@ -26,9 +26,6 @@ def tune(
         ),
     ] = None,
     global_batch: Annotated[int | None, typer.Option(min=1, help="fit: the exact global batch size.")] = None,
-    max_step_seconds: Annotated[
-        float | None, typer.Option(help="fit: the longest step time in seconds.")
-    ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="fit: ignore earlier measurements.")] = False,
     explore: Annotated[
         bool,
@@ -84,7 +81,7 @@ def tune(
     streams = call.streams
     tune_options = TuneOptions(
         method=method,
-        limits=Limits(max_global_batch, global_batch, max_step_seconds),
+        limits=Limits(max_global_batch, global_batch),
         is_fresh=fresh,
         is_exploring=explore,
         is_host_training=host,

@@ -99,8 +99,6 @@ class ProbeRequest:
     min_duration_s: Seconds = 1.0
     warm_up_steps: Count = 2
     """Steps before the measurement: the first step of a size allocates memory and selects kernels."""
-    micro_batch_size: BatchSize | None = None
-    """A larger batch is computed in micro-batches of this size."""
 
 
 @dataclass(frozen=True)

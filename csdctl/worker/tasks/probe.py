@@ -48,7 +48,7 @@ def serve_probes(spec: ProbeSpec, tf: Any, keras: Any) -> None:
             _take_part(request, step)
             _print_ready()
             continue
-        step.micro_batch_size = request.micro_batch_size
+        step.micro_batch_size = None
         batch = random_batch(generator, spec.data, request.batch_size, num_indices)
         copies = _copies(step, spec, request.batch_size)
         print(f"\n{to_frame(RESULT, measure(step, batch, request, copies))}", flush=True)

@@ -62,13 +62,13 @@ class ForecastBasis:
     nodes: tuple[RankModel, ...]
     """The fleet's nodes in order; a larger fleet repeats them."""
     num_nodes: int
-    """Of the fleet."""
+    """Number of nodes of the fleet."""
     costs: Costs
     origins: Mapping[str, str]
     """The origins of `speeds`, `sum`, `power` and more, as sentences; assumptions are marked as such."""
     power: Power | None = None
     num_samples: int | None = None
-    """Of an epoch; None: unknown."""
+    """Samples of an epoch; None: unknown."""
     epochs: int = 1
     choice: Choice | None = None
     """How batch sizes are chosen for other numbers of nodes; None: they are fixed."""
@@ -114,7 +114,7 @@ class Recalled:
     speeds: str
     """Where the step times come from, as a sentence."""
     vector_bytes: int
-    """What each rank contributes to a sum."""
+    """Bytes that each rank contributes to a sum."""
     sums: Sequence[CollectiveMeasurement]
     trial: RecalledTrial | None
     """The newest."""
@@ -257,14 +257,8 @@ def _overhead_factor(plan: Plan | None, known: Recalled, sum_cost: CollectiveCos
 
 def _describe_choice(choice: Choice, num_nodes: int) -> str:
     limits = choice.limits(num_nodes)
-    within = []
-    if limits.global_batch:
-        within.append(f"a global batch of {limits.global_batch:,}")
-    elif limits.max_global_batch:
-        within.append(f"a global batch of at most {limits.max_global_batch:,}")
-    if limits.max_step_s:
-        within.append(f"steps of at most {limits.max_step_s:g} s")
-    best = f"the best with {' and '.join(within)}"
+    at_most = "" if limits.global_batch else "at most "
+    best = f"the best with a global batch of {at_most}{limits.largest_global_batch:,}"
     if choice.is_planned:
         return f"for {num_nodes} nodes those of the plan, for others {best}"
     return f"for each number of nodes {best}"

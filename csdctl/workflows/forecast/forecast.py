@@ -32,7 +32,7 @@ class ForecastRequest:
     """None: 0 to all nodes of the basis."""
     epochs: int | None = None
     num_samples: int | None = None
-    """Of an epoch."""
+    """Samples of an epoch."""
     power: Power | None = None
     node_sum_s: float | None = None
     """Seconds that each node adds to the sum over the ranks."""

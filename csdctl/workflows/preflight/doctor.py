@@ -5,6 +5,7 @@ and an MPI check over all machines that are fit so far. Later checks skip a mach
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -56,15 +57,16 @@ class Examination:
     fleet: Fleet
     on_check: OnCheck
     imports: JobImports | None = None
-    """Of the job's own code, when there is a job."""
+    """Imports of the job's own code, when there is a job."""
     checks: list[Check] = field(default_factory=list)
     overdue: str = ""
     """The part that was not finished when the deadline passed; '' when it did not pass."""
 
-    def add(self, check: Check) -> None:
-        """Record one check and pass it on."""
-        self.checks.append(check)
-        self.on_check(check)
+    def add(self, *checks: Check) -> None:
+        """Record checks and pass them on."""
+        for check in checks:
+            self.checks.append(check)
+            self.on_check(check)
 
     @property
     def red(self) -> list[str]:
@@ -174,10 +176,12 @@ def examine(
     options: DoctorOptions,
     on_check: OnCheck = lambda check: None,
     imports: JobImports | None = None,
+    sessions: Mapping[str, Session] | None = None,
 ) -> Examination:
     """Examine the host and all nodes of `fleet`; red checks are in the result, not raised.
 
-    `imports`: what the own code of a job needs on them.
+    `imports`: what the own code of a job needs on them. `sessions` that are open to all of them; None: they
+    are opened, which is a check too.
     """
     examination = Examination(fleet, on_check, imports)
     clock = Deadline(options.deadline_s)
@@ -191,31 +195,17 @@ def examine(
         _check_clock(clock, "connecting")
 
     try:
-        with open_sessions(
-            fleet,
-            directory=directory,
-            connect_deadline_s=min(options.connect_deadline_s, clock.left_s),
-            on_done=on_connected,
-            on_traffic=record_traffic(directory, "doctor"),
-        ) as sessions:
-            _examine_machines(examination, sessions.reachable, directory, options, clock)
-    except DeadlineError as error:
-        examination.overdue = error.message
-    return examination
-
-
-def examine_open(
-    fleet: Fleet,
-    sessions: Mapping[str, Session],
-    directory: Path,
-    options: DoctorOptions,
-    on_check: OnCheck = lambda check: None,
-) -> Examination:
-    """Do the same as `examine` over open `sessions` to the host and to every node of `fleet`."""
-    examination = Examination(fleet, on_check)
-    _examine_host(examination)
-    try:
-        _examine_machines(examination, sessions, directory, options, Deadline(options.deadline_s))
+        with ExitStack() as stack:
+            if sessions is None:
+                opened = open_sessions(
+                    fleet,
+                    directory=directory,
+                    connect_deadline_s=min(options.connect_deadline_s, clock.left_s),
+                    on_done=on_connected,
+                    on_traffic=record_traffic(directory, "doctor"),
+                )
+                sessions = stack.enter_context(opened).reachable
+            _examine_machines(examination, sessions, directory, options, clock)
     except DeadlineError as error:
         examination.overdue = error.message
     return examination
@@ -234,17 +224,15 @@ def _examine_machines(
     conditions = {name: condition for name, (_, condition) in found.items()}
     facts = {name: machine_facts for name, (machine_facts, _) in found.items()}
     if not fleet.emulated:
-        for check in judge_hostnames(conditions.values()):
-            examination.add(check)
-    for check in judge_prefixes(facts[name] for name in _fit(examination, conditions) if name != HOST_NAME):
-        examination.add(check)
+        examination.add(*judge_hostnames(conditions.values()))
+    fit_nodes = [facts[name] for name in _fit(examination, conditions) if name != HOST_NAME]
+    examination.add(*judge_prefixes(fit_nodes))
     fit = _fit(examination, conditions)
     if len(fit) > 1 and is_checked(fleet.network):
         _check_clock(clock, "checking which machines can connect")
         deadline_s = min(REACHABILITY_DEADLINE_S, clock.left_s)
         fit_sessions = {name: sessions[name] for name in fit}
-        for check in check_reachability(fleet, fit_sessions, conditions, deadline_s):
-            examination.add(check)
+        examination.add(*check_reachability(fleet, fit_sessions, conditions, deadline_s))
     if not fleet.nodes:
         return  # the host trains alone
     fit = _fit(examination, conditions)
@@ -309,8 +297,7 @@ def _measure(
 
 def _judge(examination: Examination, facts: Facts, condition: Condition, *, host: Facts) -> None:
     python = examination.fleet.python_of(facts.name)
-    for check in judge_machine(facts, condition, host, python=python):
-        examination.add(check)
+    examination.add(*judge_machine(facts, condition, host, python=python))
     if examination.imports and facts.python_version and not examination.imports.problem:
         needed, perhaps = needs_of(facts.name, examination.imports)
         missing = condition.missing_modules if needed or perhaps else ()

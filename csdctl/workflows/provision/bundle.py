@@ -27,7 +27,7 @@ from csdctl.workflows.provision.wheels import (
     TRIM_VERSION,
     download_wheels,
     find_program,
-    run_to_end,
+    run_program,
     select_locked,
     trim_wheel,
 )
@@ -65,14 +65,11 @@ ARCHIVE_VERSION = 2
 
 @dataclass(frozen=True)
 class BundleFile:
-    """A file of a bundle; for a wheel, `origin_*` describe it as it was downloaded."""
+    """A file of a bundle."""
 
     name: str
     sha256: str
     num_bytes: int
-    origin_sha256: str = ""
-    origin_bytes: int = 0
-    unpacked_before: int = 0
     unpacked_bytes: int = 0
 
 
@@ -87,19 +84,22 @@ class Bundle:
     wheels: tuple[BundleFile, ...]
     python: BundleFile | None = None
     python_id: str = ""
-    packages: tuple[tuple[str, str], ...] = ()
-    """Debian's packages in the archive of Python: file name and SHA-256."""
+
+    @property
+    def files(self) -> tuple[BundleFile, ...]:
+        """The wheels, and the archive of Python."""
+        return (*self.wheels, self.python) if self.python else self.wheels
 
     @property
     def id(self) -> str:
         """A short name of its content."""
-        files = [file.sha256 for file in (*self.wheels, *([self.python] if self.python else []))]
-        return hashlib.sha256(" ".join([self.recipe, *files]).encode()).hexdigest()[:12]
+        content = " ".join([self.recipe, *(file.sha256 for file in self.files)])
+        return hashlib.sha256(content.encode()).hexdigest()[:12]
 
     @property
     def num_bytes(self) -> int:
         """The bytes that are sent to a node that has nothing yet."""
-        return sum(file.num_bytes for file in (*self.wheels, *([self.python] if self.python else [])))
+        return sum(file.num_bytes for file in self.files)
 
     @property
     def wheel_bytes(self) -> int:
@@ -109,8 +109,7 @@ class Bundle:
     @property
     def unpacked_bytes(self) -> int:
         """The space that a node needs below the prefix."""
-        python_bytes = self.python.unpacked_bytes if self.python else 0
-        return int(_SPARE * (sum(file.unpacked_bytes for file in self.wheels) + python_bytes))
+        return int(_SPARE * sum(file.unpacked_bytes for file in self.files))
 
     @property
     def needed_bytes(self) -> int:
@@ -137,12 +136,8 @@ def collect_bundle(kind: Kind, *, lock: Path, prefix: str, directory: Path, say:
         bundle = _build(kind, recipe, lock, prefix, new)
         content = {name: value for name, value in asdict(bundle).items() if name != "directory"}
         save_json(new / "bundle.json", {"schema": SCHEMA, **content})
-    before = sum(file.unpacked_before for file in bundle.wheels)
-    after = sum(file.unpacked_bytes for file in bundle.wheels)
-    say(
-        f"{kind.name}: {format_bytes(bundle.num_bytes)} to send, "
-        f"{format_bytes(after)} unpacked (untrimmed {format_bytes(before)})"
-    )
+    unpacked_bytes = sum(file.unpacked_bytes for file in bundle.files)
+    say(f"{kind.name}: {format_bytes(bundle.num_bytes)} to send, {format_bytes(unpacked_bytes)} unpacked")
     return load_bundle(target)
 
 
@@ -151,7 +146,10 @@ def load_bundle(directory: Path) -> Bundle:
     path = directory / "bundle.json"
     content = load_json(path)
     if not isinstance(content, dict) or content.pop("schema", "") != SCHEMA:
-        raise _damaged(path)
+        raise InputError(
+            f"{printable(str(path))} is not as it was collected",
+            remedy=f"remove {printable(str(path.parent))} and run `csdctl provision --collect` again",
+        )
     return check_values({"directory": str(directory), **content}, Bundle, str(path))
 
 
@@ -159,33 +157,22 @@ def _build(kind: Kind, recipe: str, lock: Path, prefix: str, new: Path) -> Bundl
     wheels = new / "wheels"
     wheels.mkdir()
     with tempfile.TemporaryDirectory(dir=new.parent, prefix=".collecting-") as temporary:
-        files = [_trim(path, wheels / path.name) for path in download_wheels(lock, kind, Path(temporary))]
+        downloaded = download_wheels(lock, kind, Path(temporary))
+        files = [_describe(wheels / path.name, trim_wheel(path, wheels / path.name)) for path in downloaded]
         save_text(wheels / "requirements.txt", _pin(files))
         (wheels / "requirements.txt").chmod(0o600)
         bundle = Bundle(new, kind, recipe, tuple(files))
         if not kind.sends_python:
             return bundle
         archive = new / "python.tar.gz"
-        python_id, packages, unpacked_bytes = build_python(
+        python_id, unpacked_bytes = build_python(
             kind.architecture, prefix, Path(temporary) / "python", archive
         )
-    python = BundleFile(
-        archive.name, hash_file(archive), archive.stat().st_size, unpacked_bytes=unpacked_bytes
-    )
-    return replace(bundle, python=python, python_id=python_id, packages=tuple(sorted(packages.items())))
+    return replace(bundle, python=_describe(archive, unpacked_bytes), python_id=python_id)
 
 
-def _trim(source: Path, target: Path) -> BundleFile:
-    before_bytes, after_bytes = trim_wheel(source, target)
-    return BundleFile(
-        target.name,
-        hash_file(target),
-        target.stat().st_size,
-        hash_file(source),
-        source.stat().st_size,
-        before_bytes,
-        after_bytes,
-    )
+def _describe(path: Path, unpacked_bytes: int) -> BundleFile:
+    return BundleFile(path.name, hash_file(path), path.stat().st_size, unpacked_bytes)
 
 
 def _pin(files: Sequence[BundleFile]) -> str:
@@ -203,29 +190,20 @@ def _recipe(kind: Kind, locked: Sequence[str], prefix: str) -> str:
     return hashlib.sha256(json.dumps(made_from).encode()).hexdigest()
 
 
-def _damaged(path: Path) -> InputError:
-    return InputError(
-        f"{printable(str(path))} is not as it was collected",
-        remedy=f"remove {printable(str(path.parent))} and run `csdctl provision --collect` again",
-    )
-
-
 def python_directory(prefix: str, archive_id: str) -> str:
     """Return where the archive is unpacked on a node."""
     return f"{prefix}/python-{archive_id}"
 
 
-def build_python(
-    architecture: str, prefix: str, work: Path, archive: Path
-) -> tuple[str, dict[str, str], int]:
+def build_python(architecture: str, prefix: str, work: Path, archive: Path) -> tuple[str, int]:
     """Collect Python for nodes of `architecture` that install below `prefix`, as `archive`.
 
     It consists of Debian's packages of the node's architecture. apt downloads and verifies them in `work`,
     without root and without changing this host. The archive has its own C library and loader, so that it runs
     whatever the glibc of the node is. Its path is fixed: the loader's path is written into the program.
 
-    Return its id, the SHA-256 of each package by file name, and the bytes of the unpacked files. Raises
-    CsdctlError when a program is missing on this host, or apt fails.
+    Return its id and the bytes of the unpacked files. Raises CsdctlError when a program is missing on this
+    host, or apt fails.
     """
     for program, package in (("apt-get", "apt"), ("dpkg-deb", "dpkg"), ("patchelf", "patchelf")):
         if not find_program(program):
@@ -238,10 +216,10 @@ def build_python(
     digest = hashlib.sha256(made_from.encode()).hexdigest()[:12]
     tree = work / "tree"
     for name in packages:
-        _run(["dpkg-deb", "--extract", str(work / "debs" / name), str(tree)], "unpacking")
+        _run(["dpkg-deb", "--extract", str(work / "debs" / name), str(tree)], "unpacking Python")
     _strip_tree(tree)
     _bind_to(tree, architecture, python_directory(prefix, digest))
-    return digest, packages, _pack(tree, archive)
+    return digest, _pack(tree, archive)
 
 
 def _download(architecture: str, work: Path) -> dict[str, str]:
@@ -321,9 +299,4 @@ def _pack(tree: Path, archive: Path) -> int:
 
 
 def _run(command: Sequence[str], doing: str, cwd: Path | None = None) -> None:
-    done = run_to_end(command, doing, APT_DEADLINE_S, cwd)
-    if done.returncode:
-        cause = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        raise CsdctlError(
-            f"{doing} failed while collecting Python: {cause}", remedy="check the network of this host"
-        )
+    run_program(command, doing, APT_DEADLINE_S, "check the network of this host", cwd)

@@ -54,7 +54,7 @@ done
 
 @dataclass(frozen=True)
 class Kind:
-    """What the wheels of a node depend on. Nodes of one kind get the same files."""
+    """The properties of a node that its wheels depend on. Nodes of one kind get the same files."""
 
     architecture: str
     """As `uname -m` prints it."""
@@ -90,7 +90,7 @@ class BareMachine:
     arrived_bytes: int = 0
     """Wheels that are there already."""
     unfinished_bytes: int = 0
-    """What an interrupted installation left below the prefix."""
+    """Bytes that an interrupted installation left below the prefix."""
 
 
 def build_probe(prefix: str) -> list[str]:
@@ -115,7 +115,7 @@ def parse_machine(name: str, completed: Completed) -> BareMachine:
         )
     _check_architecture(name, first("architecture"), first("bits"))
     _check_glibc(name, first("glibc"))
-    found = dict(reversed([_split(text) for text in values.get("python", [])]))
+    found = dict(reversed([(*text.partition(" ")[::2],) for text in values.get("python", [])]))
     version = next((python for python in PYTHONS if python in found), "")
     kind = Kind(first("architecture"), version or SENT_PYTHON, sends_python=not version)
     return BareMachine(
@@ -204,8 +204,3 @@ def _check_glibc(name: str, answer: str) -> None:
             node=name,
             remedy="install a newer system there (Debian 10, RHEL 8), or leave it out: --exclude",
         )
-
-
-def _split(text: str) -> tuple[str, str]:
-    version, _, path = text.partition(" ")
-    return version, path

@@ -36,7 +36,7 @@ class TaskResult:
 
 @dataclass(frozen=True)
 class NodeSummary:
-    """What a playbook did on one node."""
+    """Number of tasks of a playbook on one node, by result."""
 
     ok: int
     changed: int

@@ -75,7 +75,7 @@ mv .csdctl/provisioned.json.part .csdctl/provisioned.json
 
 @dataclass(frozen=True)
 class Sent:
-    """What one node was sent, or would be."""
+    """The files that one node was sent, or would be."""
 
     python: str
     """The path of the Python on which the packages are installed."""
@@ -88,7 +88,7 @@ class Sent:
 
 @dataclass(frozen=True)
 class ProvisionRequest:
-    """What to do, and from what."""
+    """The request of one `csdctl provision`."""
 
     bundles: Path
     """The directory of the bundles on the host."""
@@ -111,7 +111,7 @@ class ProvisionRequest:
 
 @dataclass(frozen=True)
 class Provisioned:
-    """What was done on one node, or would be."""
+    """The result of provisioning one node, or of a dry run."""
 
     machine: BareMachine | None = None
     sent: Sent | None = None
@@ -263,8 +263,7 @@ class BundleSender:
         self._bundles = bundles
         self._prefix = prefix
         self._lock = threading.Lock()
-        self._parcels: dict[Kind, Payload] = {}
-        self._archives: dict[Kind, bytes] = {}
+        self._contents: dict[Kind, tuple[Payload, bytes]] = {}
 
     def send(
         self,
@@ -287,7 +286,7 @@ class BundleSender:
         python_bytes = self._send_python(session, machine, bundle, dry_run=dry_run)
         if dry_run and python_bytes:  # without Python, nothing can compare files there
             return Sent(python, bundle.id, len(bundle.wheels) + 1, bundle.num_bytes, is_installed=False)
-        payload = self._payload(machine.kind)
+        payload, _ = self._read(machine.kind)
         delivery = deliver(session, payload, python=python, dry_run=dry_run, on_progress=on_progress)
         if not dry_run:
             _record(session, python, bundle)
@@ -311,23 +310,20 @@ class BundleSender:
             as_root = [] if machine.is_root else ["sudo", "-n"]
             done = session.run(
                 [*as_root, "sh", "-c", _UNPACK, *arguments],
-                stdin=self._archive(machine.kind),
+                stdin=self._read(machine.kind)[1],
                 deadline_s=UNPACK_DEADLINE_S,
             )
             done.check(session.name, doing="unpacking Python", remedy="check its disk: `df -h`, `mount`")
         return bundle.python.num_bytes
 
-    def _payload(self, kind: Kind) -> Payload:
+    def _read(self, kind: Kind) -> tuple[Payload, bytes]:
+        """Return the wheels and the archive of Python, if there is one."""
         with self._lock:
-            if kind not in self._parcels:
-                self._parcels[kind] = self._bundles[kind].pack()
-            return self._parcels[kind]
-
-    def _archive(self, kind: Kind) -> bytes:
-        with self._lock:
-            if kind not in self._archives:
-                self._archives[kind] = (self._bundles[kind].directory / "python.tar.gz").read_bytes()
-            return self._archives[kind]
+            if kind not in self._contents:
+                bundle = self._bundles[kind]
+                archive = (bundle.directory / "python.tar.gz").read_bytes() if bundle.python else b""
+                self._contents[kind] = bundle.pack(), archive
+            return self._contents[kind]
 
 
 def _record(session: Session, python: str, bundle: Bundle) -> None:

@@ -66,15 +66,15 @@ def find_program(name: str) -> str:
     return str(beside) if beside.exists() else shutil.which(name) or ""
 
 
-def run_to_end(
-    command: Sequence[str], doing: str, deadline_s: float, cwd: Path | None = None
-) -> "subprocess.CompletedProcess[str]":
-    """Run a program of the host, which ends with csdctl, and return its output.
+def run_program(
+    command: Sequence[str], doing: str, deadline_s: float, remedy: str, cwd: Path | None = None
+) -> None:
+    """Run a program of the host, which ends with csdctl.
 
-    Raises CsdctlError after the deadline.
+    Raises CsdctlError after the deadline, and with the program's own message when it fails.
     """
     try:
-        return subprocess.run(
+        done = subprocess.run(
             build_child_command(command, os.getpid()),
             cwd=cwd,
             capture_output=True,
@@ -84,12 +84,14 @@ def run_to_end(
             check=False,
         )
     except subprocess.TimeoutExpired:
-        raise CsdctlError(
-            f"{doing} did not finish in {deadline_s:.0f} s", remedy="check the network"
-        ) from None
+        raise CsdctlError(f"{doing} did not finish in {deadline_s:.0f} s", remedy=remedy) from None
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or ["no message"]
+        cause = ([line for line in lines if line.startswith("ERROR:")] or lines)[-1]
+        raise CsdctlError(f"{doing} failed: {cause}", remedy=remedy)
 
 
-def select_locked(lock: str, kind: Kind, unused: Sequence[str] = UNUSED_PACKAGES) -> list[str]:
+def select_locked(lock: str, kind: Kind) -> list[str]:
     """Return the lines of a lock file that apply to `kind`, without markers; pure.
 
     Raises InputError for a line without a hash.
@@ -118,7 +120,7 @@ def select_locked(lock: str, kind: Kind, unused: Sequence[str] = UNUSED_PACKAGES
                 remedy="write it with `uv pip compile --generate-hashes` or `pip-compile --generate-hashes`",
             )
         is_applied = requirement.marker is None or requirement.marker.evaluate(environment)
-        if is_applied and requirement.name not in unused:
+        if is_applied and requirement.name not in UNUSED_PACKAGES:
             selected.append(f"{requirement.name}{requirement.specifier} --hash={' '.join(hashes.split())}")
     return selected
 
@@ -144,14 +146,9 @@ def download_wheels(lock: Path, kind: Kind, directory: Path) -> list[Path]:
     requirements = directory / "requirements.txt"
     save_text(requirements, "\n".join(select_locked(load_text(lock), kind)) + "\n")
     command = build_download_command(requirements, kind, directory)
-    done = run_to_end(command, "pip", DOWNLOAD_DEADLINE_S)
-    if done.returncode:
-        errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR:")]
-        cause = (errors or done.stderr.strip().splitlines() or ["no message"])[-1]
-        raise CsdctlError(
-            f"pip cannot download the wheels for {kind.architecture} and Python {kind.python}: {cause}",
-            remedy="check that this host reaches the package index; or collect elsewhere, and copy --bundles",
-        )
+    doing = f"downloading the wheels for {kind.architecture} and Python {kind.python}"
+    remedy = "check that this host reaches the package index; or collect elsewhere, and copy --bundles"
+    run_program(command, doing, DOWNLOAD_DEADLINE_S, remedy)
     return sorted(directory.glob("*.whl"))
 
 
@@ -160,12 +157,9 @@ def is_removed(name: str) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in _REMOVED)
 
 
-def trim_wheel(source: Path, target: Path) -> tuple[int, int]:
-    """Write the wheel `source` to `target` without files that no rank reads.
-
-    Return the bytes of the unpacked files before and after.
-    """
-    before = after = 0
+def trim_wheel(source: Path, target: Path) -> int:
+    """Write the wheel `source` to `target` without files that no rank reads; return the unpacked bytes."""
+    num_bytes = 0
     changed: dict[str, bytes] = {}
     with (
         zipfile.ZipFile(source) as wheel,
@@ -173,7 +167,6 @@ def trim_wheel(source: Path, target: Path) -> tuple[int, int]:
     ):
         entries = wheel.infolist()
         for entry in sorted(entries, key=lambda one: one.filename.endswith(_RECORD)):
-            before += entry.file_size
             if is_removed(entry.filename):
                 continue
             original = content = wheel.read(entry)
@@ -187,8 +180,8 @@ def trim_wheel(source: Path, target: Path) -> tuple[int, int]:
             copied.external_attr = entry.external_attr
             copied.compress_type = zipfile.ZIP_DEFLATED
             out.writestr(copied, content)
-            after += len(content)
-    return before, after
+            num_bytes += len(content)
+    return num_bytes
 
 
 def strip_elf(content: bytes) -> bytes:

@@ -31,7 +31,7 @@ class TrainOptions:
     is_balanced: bool = True
     """Whether batch sizes are adjusted when a node's speed changes."""
     checkpoint_interval_s: float = 600.0
-    """Between two checkpoints; there is also one after each epoch."""
+    """Time between two checkpoints; there is also one after each epoch."""
     num_checkpoints: int = 3
     """Checkpoints to keep, besides the best."""
     collective: str = MEASURED
@@ -39,7 +39,7 @@ class TrainOptions:
     callbacks: tuple[Callback, ...] = ()
     """Called with every event of the run, in threads of their own."""
     strategy: str = AUTO
-    """What is computed where: one of STRATEGIES, or AUTO."""
+    """The way in which machines share the computation: one of STRATEGIES, or AUTO."""
     features: FeatureOptions = field(default_factory=FeatureOptions)
     """For `features`."""
     cut: str = ""

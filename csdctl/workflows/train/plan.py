@@ -1,6 +1,6 @@
 """The plan that a run follows: the one on disk, if it still fits job and machines, or equal batch sizes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from csdctl.errors import InputError
@@ -23,8 +23,7 @@ from csdctl.worker.protocol.run_spec import Runtime
 from csdctl.workflows.workspace.workspace import Workspace
 
 RETUNE = "run `csdctl tune` again"
-MAX_SHOWN = 8
-UNKNOWN_CHANGE = "job, model or recipe changed since tuning"
+UNKNOWN_CHANGE = "job, model or recipe"
 """The change to report for a plan without a fingerprint."""
 
 
@@ -66,16 +65,10 @@ def check_plan(plan: Plan, job: Job, fleet: Fleet, facts: Mapping[str, Facts]) -
             remedy=f"{RETUNE}, or train with --exclude {','.join(new)}",
         )
     if changes := find_changes(plan, job, facts):
-        raise InputError(f"the plan does not fit {job.path}: {_list_changes(changes)}", remedy=RETUNE)
-
-
-def _list_changes(changes: Sequence[str]) -> str:
-    if list(changes) == [UNKNOWN_CHANGE]:
-        return UNKNOWN_CHANGE
-    shown = [*changes[:MAX_SHOWN]]
-    if len(changes) > MAX_SHOWN:
-        shown.append(f"and {len(changes) - MAX_SHOWN} more")
-    return "".join(["changed since tuning:", *(f"\n  {change}" for change in shown)])
+        listed = "\n  ".join(changes)
+        raise InputError(
+            f"the plan does not fit {job.path}: changed since tuning:\n  {listed}", remedy=RETUNE
+        )
 
 
 GIVE_ONE = "give one of them"

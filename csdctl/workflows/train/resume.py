@@ -17,17 +17,17 @@ from csdctl.worker.protocol.events import EARLY_STOPPING, Event, Finished, Joine
 from csdctl.worker.protocol.json_codec import SCHEMA
 from csdctl.worker.protocol.recipe import Noise
 from csdctl.worker.protocol.run_spec import TRAIN_SPLIT, RunSpec, TaskSpec
-from csdctl.workflows.data.deploy import cut_shards, whole
+from csdctl.workflows.data.deploy import cut_shards
 from csdctl.workflows.data.prepare import Prepared
 from csdctl.workflows.train.options import TrainOptions
 from csdctl.workflows.train.run import RunInputs, RunObserver, run_to_end
-from csdctl.workflows.train.spec import build_rank_specs, fingerprint_data, progress_interval_s
+from csdctl.workflows.train.spec import build_spec, fingerprint_data
 from csdctl.workflows.train.strategies.choice import strategy_of
 from csdctl.workflows.train.strategies.strategy import RunContext
 from csdctl.workflows.workspace.workspace import Workspace
 
 LATEST = "latest"
-MAX_CHECKPOINTS = 1_000_000
+MAX_CHECKPOINTS, MAX_INTERVAL_S = 1_000_000, 1e9
 
 
 def find_resumable(project: ProjectDirectory, run_id: str, job: Job, fleet: Fleet, say: Say) -> RunDirectory:
@@ -89,26 +89,17 @@ def resume(
         )
     save_json(run.process, describe_holder("train", space.project.root))
     shards = cut_shards(placed, prepared.public, job, space.project)
-    ranks = build_rank_specs(manifest.plan.ranks, placed, prepared, shards, job)
     # No rank and no path of spec.json is used: they follow from the project and the data as they are now.
-    spec = dataclasses.replace(
-        spec,
-        recipe=prepared.recipe,
-        code=prepared.model.user_code,
-        ranks=ranks,
-        architecture=prepared.model.architecture.path,
-        weights=prepared.model.weights.path,
-        public=whole(prepared.public),
-        validation=whole(prepared.validation) if prepared.validation else None,
-        output_directory=str(run.path.relative_to(space.project.root)),
+    continued = dataclasses.replace(
+        build_spec(run, job, manifest.plan.ranks, placed, prepared, shards, space),
         step_file=str(space.project.step_file(run)),
-        progress_interval_s=progress_interval_s(len(ranks)),
         is_balanced=options.is_balanced,
+        checkpoint_interval_s=spec.checkpoint_interval_s,
+        num_checkpoints=spec.num_checkpoints,
         max_steps=options.max_steps,
     )
-    strategy, context = strategy_of(spec), RunContext(job, prepared, space, observer, observer.on_delivery)
-    inputs = RunInputs(run, dataclasses.replace(spec, head=None), prepared, shards)
-    inputs = strategy.build_inputs(inputs, context)
+    context = RunContext(job, prepared, space, observer, observer.on_delivery)
+    inputs = strategy_of(spec).build_inputs(RunInputs(run, continued, prepared, shards), context)
     return run_to_end(inputs, steps_per_epoch(placed), space, options, observer)
 
 
@@ -116,12 +107,13 @@ def load_spec(run: RunDirectory) -> RunSpec:
     """Read spec.json; raises InputError for values that no run started with."""
     content = load_json(run.spec, remedy=NEW_RUN)
     spec = check_values(content, RunSpec, str(run.spec), remedy=NEW_RUN)
+    interval_s = spec.checkpoint_interval_s
     for name, found, expected in (
         ("schema", spec.schema, SCHEMA),
         ("run_id", spec.run_id, run.run_id),
         ("task", spec.task, TaskSpec(TRAIN_SPLIT) if spec.split else TaskSpec()),
         ("num_checkpoints", spec.num_checkpoints, min(max(spec.num_checkpoints, 1), MAX_CHECKPOINTS)),
-        ("checkpoint_interval_s", spec.checkpoint_interval_s, max(spec.checkpoint_interval_s, 1.0)),
+        ("checkpoint_interval_s", interval_s, min(max(interval_s, 1.0), MAX_INTERVAL_S)),
     ):
         if found != expected:
             raise InputError(f"{run.spec}: `{name}` is {found!r}, expected {expected!r}", remedy=NEW_RUN)

@@ -39,7 +39,7 @@ OnEvent = Callable[[Event], None]
 
 @dataclass(frozen=True)
 class RunInputs:
-    """What the ranks of one run need: the spec, and the files it names."""
+    """The spec of one run, and the files it names."""
 
     directory: RunDirectory
     spec: RunSpec

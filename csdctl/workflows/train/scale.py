@@ -29,9 +29,9 @@ class ScaleRequest:
     """The request of one `csdctl scale`."""
 
     training: TrainRequest
-    """Of all nodes; each point has the first of them."""
+    """The training of all nodes; each point has the first of them."""
     kinds: Sequence[str]
-    """Of KINDS."""
+    """One or more of KINDS."""
     node_counts: Sequence[int] = ()
     """Numbers of nodes; without any: 0, 1, 2, 4 … and all."""
 

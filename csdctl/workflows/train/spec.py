@@ -29,7 +29,7 @@ from csdctl.workflows.data.prepare import Prepared
 from csdctl.workflows.workspace.workspace import Workspace
 
 ShardFiles = Mapping[str, tuple[StoredFile, ...]]
-"""By node: the samples and labels that were cut for it on the host."""
+"""The samples and labels that were cut on the host for each node, by name."""
 
 
 def place_plan(plan: Plan, prepared: Prepared, job: Job, fleet: Fleet) -> list[Placed]:

@@ -124,7 +124,7 @@ def _names(nodes: Sequence[str], positions: Sequence[int], at_most: int = 5) -> 
 
 
 FEATURE_TOLERANCE = 1e-5
-"""Of the same sample in the same engine; of a whole batch again, there is none."""
+"""Maximum difference of the features of one sample, computed twice by the same engine."""
 DEFAULT_BATCH_SIZE = 16
 """The batch size of every rank without a plan of the job."""
 
@@ -136,7 +136,7 @@ class Verification:
     nodes: tuple[str, ...]
     result: Verified
     features: Mapping[str, Recomputed] = field(default_factory=dict)
-    """By machine: its stored features, compared with what it computes now."""
+    """Stored features compared with features computed now, by machine."""
 
     def check_features(self) -> None:
         """Raise RunError, naming the machine, if stored features are others than it computes now."""

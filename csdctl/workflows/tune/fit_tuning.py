@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 from csdctl.errors import OutOfMemoryError
 from csdctl.notify import Say
 from csdctl.perfmodel.prediction import calibrate_overhead
-from csdctl.tuning.fits import fit_collective
+from csdctl.tuning.fits import Point, fit_collective
 from csdctl.tuning.fleet_model import (
     FleetModel,
+    ProbeOutcome,
     TriedPlan,
     learn_probes,
     learn_trial,
@@ -22,19 +23,16 @@ from csdctl.tuning.fleet_model import (
 from csdctl.tuning.measurements import CollectiveMeasurement, describe_runtime
 from csdctl.tuning.plan_choice import choose_equal_plan, choose_plan, plan_ranks, predict_samples_per_s
 from csdctl.tuning.probe_policy import (
-    PROBES_PER_VARIANT,
-    WARM_UP_PROBE_S,
-    SettingsProbe,
-    learn_settings,
-    limit_probes,
+    limit_sizes,
     next_probes,
     next_settings,
     plan_settings_search,
-    time_ratio,
+    settings_gain,
 )
 from csdctl.tuning.search import BestPlan, Limits
 from csdctl.worker.protocol.orders import MAX_TIMED_SUM_S
 from csdctl.worker.protocol.probe import ProbeRequest
+from csdctl.worker.protocol.run_spec import Runtime
 from csdctl.workflows.tune.fleet_measurements import FleetMeasurements
 from csdctl.workflows.tune.probing import FleetMeasurer
 
@@ -42,7 +40,7 @@ SUM_BYTES = (1 << 16, 1 << 20, 1 << 23)
 """Sizes of the vectors whose sums are timed, besides the model's own."""
 TRIAL_S = 5.0
 MIN_STEPS, MAX_STEPS = 2, 1000
-"""Of a trial."""
+"""Limits of the number of steps of a trial."""
 MAX_TRIALS = 2
 MAX_OOM_RETRIES = 3
 """Trials in which a rank runs out of memory before tuning fails."""
@@ -78,9 +76,9 @@ class FitTuner:
         Raises TuningError when no plan is within the limits, and what probes and the ranks of a trial raise.
         """
         model = self._measure_collectives(model)
-        model = self._measure_steps(model)
+        model = self._measure_steps(limit_sizes(model, self.limits))
         if self.is_exploring:
-            model = self._explore_settings(model)
+            model = self._measure_steps(self._explore_settings(model))
         factor = 1.0
         if recalled := self.measurements.recall_trial(model.step_times()):
             ranks, step_s = recalled
@@ -107,60 +105,54 @@ class FitTuner:
 
     def _measure_steps(self, model: FleetModel) -> FleetModel:
         """Probe until the step time of every class is known where it matters."""
-        model = limit_probes(model, self.limits, PROBES_PER_VARIANT if self.is_exploring else 0)
         while sizes := next_probes(model, self.limits):
-            # A new size costs one step to allocate memory and choose kernels; the next one shows its time.
-            outcomes = self.measurer.probe(
-                {
-                    name: ProbeRequest(
-                        size, min_steps=1, min_duration_s=self.probe_duration_s, warm_up_steps=1
-                    )
-                    for name, size in sizes.items()
-                }
+            outcomes = self._probe(
+                {name: (model.class_of(name).settings, sizes.get(name)) for name in model.machines}
             )
             self.measurements.store_probes(model, outcomes)
             model = learn_probes(model, outcomes)
-            for class_model in model.classes.values():
-                self.measurer.share_work(class_model.machines)
         return model
+
+    def _probe(self, probes: Mapping[str, tuple[Runtime, int | None]]) -> dict[str, ProbeOutcome]:
+        """Start machines with the settings, and measure those with a batch size."""
+        self.measurer.switch({name: settings for name, (settings, _) in probes.items()})
+        # A new size costs one step to allocate memory and choose kernels; the next one shows its time.
+        return self.measurer.probe(
+            {
+                name: ProbeRequest(size, min_steps=1, min_duration_s=self.probe_duration_s, warm_up_steps=1)
+                for name, (_, size) in probes.items()
+                if size
+            }
+        )
 
     def _explore_settings(self, model: FleetModel) -> FleetModel:
-        """Probe other runtime settings of new classes, and select those that are faster."""
+        """Probe other runtime settings of new classes, and select those that are clearly faster."""
         search = plan_settings_search(model, self.limits)
-        round_number = 0
-        while probes := next_settings(model, search, round_number):
-            model = self._probe_settings(model, {probe.machine: probe for probe in probes})
-            round_number += 1
-        return model
+        while True:
+            probes, search = next_settings(model, search)
+            if not probes:
+                return model
+            outcomes = self._probe(probes)
+            others = [name for name in probes if probes[name][0] != model.class_of(name).settings]
+            usual = {name: outcome for name, outcome in outcomes.items() if name not in others}
+            self.measurements.store_probes(model, usual)
+            model = learn_probes(model, usual)
+            for name in others:
+                model = self._compare_settings(model, name, probes[name][0], outcomes[name])
 
-    def _probe_settings(self, model: FleetModel, probes: Mapping[str, SettingsProbe]) -> FleetModel:
-        """Measure machines with other settings, while the other machines compute as before.
-
-        A first probe, of one step where steps are long, shows which settings are hopeless. The second probe
-        counts: the first step allocates memory and chooses kernels.
-        """
-        self.measurer.switch({name: probe.settings for name, probe in probes.items()})
-        requests = {
-            name: ProbeRequest(probe.batch_size, min_steps=1, min_duration_s=WARM_UP_PROBE_S, warm_up_steps=0)
-            for name, probe in probes.items()
-        }
-        warm_up = self.measurer.probe(requests)
-        promising = {
-            name: replace(requests[name], min_duration_s=self.probe_duration_s)
-            for name, outcome in warm_up.items()
-            if outcome.step_time_s is not None and probes[name].is_promising(outcome.step_time_s)
-        }
-        measured = self.measurer.probe(promising) if promising else {}
-        for name, probe in probes.items():
-            outcome = measured.get(name)
-            step_time_s = outcome.step_time_s if outcome else None
-            if outcome and step_time_s is not None:
-                self.measurements.store_class_probes(name, probe.settings, [outcome])
-                if ratio := time_ratio(probe, step_time_s):
-                    settings = describe_runtime(probe.settings)
-                    self.say(f"{name}: {settings}: takes {1 - ratio:.0%} less time: selected")
-            model = learn_settings(model, probe, 1 + (name in promising), step_time_s)
-        return model
+    def _compare_settings(
+        self, model: FleetModel, machine: str, settings: Runtime, outcome: ProbeOutcome
+    ) -> FleetModel:
+        """Return the model after a probe with other settings, which the class takes if they are faster."""
+        known = model.class_of(machine)
+        known = replace(known, num_new_probes=known.num_new_probes + 1)
+        if outcome.step_time_s is not None:
+            self.measurements.store_class_probes(machine, settings, [outcome])
+            probed = Point(outcome.batch_size, outcome.step_time_s)
+            if gain := settings_gain(known, probed):
+                self.say(f"{machine}: {describe_runtime(settings)}: takes {gain:.0%} less time: selected")
+                known = replace(known, settings=settings, points=(probed,))
+        return model.with_class(model.class_name(machine), known)
 
     def _confirm(self, model: FleetModel) -> TunedFleet:
         """Try the best plan, and another plan when the trial predicts a gain; return the better one."""

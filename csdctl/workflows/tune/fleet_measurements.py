@@ -8,7 +8,7 @@ import hashlib
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 from csdctl.fleet.facts import Facts
 from csdctl.fleet.hardware import classify_fleet, classify_machine
@@ -76,23 +76,11 @@ class FleetMeasurements:
 
     def recall_classes(self) -> dict[str, ClassModel]:
         """Return the classes of the machines that train: the host's as 'host', a node's by its key."""
-        classes: dict[str, ClassModel] = {}
+        by_class: dict[str, list[str]] = {}
         for machine in self._machines:
-            name = self._class_name(machine)
-            memory_bytes = rank_memory_bytes(self._facts[machine].usable_memory_bytes)
-            if name in classes:
-                class_model = classes[name]
-                known = [size for size in (class_model.memory_bytes, memory_bytes) if size]
-                classes[name] = replace(
-                    class_model,
-                    machines=(*class_model.machines, machine),
-                    memory_bytes=min(known, default=None),
-                )
-                continue
-            settings = default_runtime(machine, self._fleet, self._facts)
-            blank = ClassModel((machine,), settings, memory_bytes=memory_bytes)
-            classes[name] = blank if self._is_fresh else self._recall_class(blank)
-        return classes
+            name = HOST_NAME if machine == HOST_NAME else self._machine_classes[machine].key
+            by_class.setdefault(name, []).append(machine)
+        return {name: self._recall_class(machines) for name, machines in by_class.items()}
 
     def recall_trial(self, step_times: Mapping[str, StepTime]) -> RecalledTrial | None:
         """Return the newest trial of this model on such a fleet; `step_times` by class name.
@@ -147,8 +135,6 @@ class FleetMeasurements:
                 outcome.num_steps,
                 outcome.peak_memory_bytes,
             )
-            if outcome.step_time_s is not None
-            else ProbeMeasurement(settings, outcome.batch_size, now, None)
             for outcome in outcomes
         ]
         if probes:
@@ -156,42 +142,34 @@ class FleetMeasurements:
 
     def store_trial(self, model: FleetModel, tried: TriedPlan) -> None:
         """Store a trial that `model` includes; outliers are stored with the step time of their class."""
-        now, result, sizes = time.time(), tried.result, tried.best.batch_sizes
+        now, result = time.time(), tried.result
         num_ranks, vector_bytes = len(tried.ranks), self.features.vector_bytes
         if num_ranks > 1:
             summed = CollectiveMeasurement(result.collective, num_ranks, vector_bytes, result.sum_s, now)
             self._store.add_collectives(self._fleet_class, [summed])
-        # A host that does not train belongs to no class.
-        settings = {
-            machine: class_model.settings
-            for class_model in model.classes.values()
-            for machine in class_model.machines
-        }
         ranks = tuple(
-            TrialRank(
-                self._machine_classes[rank.node].key,
-                rank.batch_size,
-                settings.get(rank.node, Runtime(1)),
-            )
+            TrialRank(self._machine_classes[rank.node].key, rank.batch_size, rank.runtime)
             for rank in tried.ranks
         )
         predicted = tried.best.prediction.samples_per_s
         trial = TrialMeasurement(ranks, result.step_s, result.samples_per_s, now, predicted)
         self._store.add_trial(self.features, self._recipe, self._fleet_class, trial)
-        for machine, size in sizes.items():
-            step_time_s = tried.compute_s[machine] / model.outlier_factors.get(machine, 1.0)
-            probe = ProbeMeasurement(settings[machine], size, now, step_time_s, result.num_steps)
-            self._add_probes(machine, [probe])
+        for rank in tried.ranks:
+            if rank.batch_size:
+                step_time_s = tried.compute_s[rank.node] / model.outlier_factors.get(rank.node, 1.0)
+                probe = ProbeMeasurement(rank.runtime, rank.batch_size, now, step_time_s, result.num_steps)
+                self._add_probes(rank.node, [probe])
 
-    def _class_name(self, machine: str) -> str:
-        return HOST_NAME if machine == HOST_NAME else self._machine_classes[machine].key
-
-    def _recall_class(self, blank: ClassModel) -> ClassModel:
-        machine = blank.machines[0]
-        key = self._machine_classes[machine].key
-        threads = self._fleet.host.threads if machine == HOST_NAME else 0
-        known = self._store.probes(self.features.hash, self._recipe, key)
-        return recall_class(blank, known, threads)
+    def _recall_class(self, machines: Sequence[str]) -> ClassModel:
+        known = (rank_memory_bytes(self._facts[machine].usable_memory_bytes) for machine in machines)
+        settings = default_runtime(machines[0], self._fleet, self._facts)
+        memory_bytes = min(filter(None, known), default=None)
+        blank = ClassModel(tuple(machines), settings, memory_bytes=memory_bytes)
+        if self._is_fresh:
+            return blank
+        key = self._machine_classes[machines[0]].key
+        threads = self._fleet.host.threads if machines[0] == HOST_NAME else 0
+        return recall_class(blank, self._store.probes(self.features.hash, self._recipe, key), threads)
 
     def _add_probes(self, machine: str, probes: Sequence[ProbeMeasurement]) -> None:
         self._store.add_probes(self.features, self._recipe, self._machine_classes[machine], probes)

@@ -7,10 +7,7 @@ power limit) then shows in the measurement.
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from contextlib import ExitStack
-from dataclasses import replace
-from threading import Event
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 from csdctl.errors import DeadlineError, OutOfMemoryError
@@ -23,8 +20,7 @@ from csdctl.transport.program import MAX_PRINTED_LINES, Nothing, Patience, Progr
 from csdctl.transport.session import Conversation, Deadline, Session
 from csdctl.tuning.fleet_model import ProbeOutcome, TrialResult, predict_peak_bytes, rank_memory_bytes
 from csdctl.tuning.plan import RankPlan
-from csdctl.worker.protocol.events import CollectiveTimed
-from csdctl.worker.protocol.events import Event as RankEvent
+from csdctl.worker.protocol.events import CollectiveTimed, Event
 from csdctl.worker.protocol.json_codec import RESULT, to_json, to_tagged
 from csdctl.worker.protocol.probe import AttachRequest, ProbeRequest, ProbeResult, ProbeSpec
 from csdctl.worker.protocol.run_spec import Runtime
@@ -42,7 +38,7 @@ LOADING, IDLE, SUMMING, MEASURING, MEASURED, TOO_LARGE = (
     "measured",
     "out of memory",
 )
-"""What a machine does, or has found."""
+"""States of a machine while it is measured."""
 
 
 class TuneWatch(Protocol):
@@ -57,7 +53,7 @@ class TuneWatch(Protocol):
     def on_trial(self, num_steps: int, batch_sizes: Mapping[str, int], /) -> None:
         """All machines in `batch_sizes` take `num_steps` steps together."""
 
-    def on_event(self, event: RankEvent, /) -> None:
+    def on_event(self, event: Event, /) -> None:
         """A rank of the trial has reported this."""
 
 
@@ -66,8 +62,6 @@ ALIVE_INTERVAL_S = 10.0
 OUT_OF_MEMORY_CODE = 137
 PATIENCE = Patience(ALIVE_INTERVAL_S, math.inf, math.inf, MAX_PRINTED_LINES)
 MAX_MEMORY_BYTES = 1 << 50
-BUSY_STEP_S = 0.5
-"""About the time of a step of machines that only keep busy: a round ends when the last of them is done."""
 
 
 def build_probe_command(name: str, job: Job, fleet: Fleet, prepared: Prepared, runtime: Runtime) -> list[str]:
@@ -105,11 +99,10 @@ class FleetMeasurer:
         """`runtimes` of every machine that trains."""
         self._job, self._prepared, self._space = job, prepared, space
         self._watch, self._say = watch, say
-        self._stack = ExitStack()
-        self.probers = {name: self._prober(name, runtime) for name, runtime in runtimes.items()}
-        self._pool = self._stack.enter_context(ThreadPoolExecutor(len(self.probers)))
-        self._busy: dict[str, ProbeRequest] = {}
-        """What a machine computes while others are measured."""
+        self.probers: dict[str, Prober] = {}
+        self._runtimes: dict[str, Runtime] = {}
+        self.switch(runtimes)
+        self._pool = ThreadPoolExecutor(len(self.probers))
         self.num_probes = 0
         """Probes so far, on all machines."""
         self.measuring_s = 0.0
@@ -122,20 +115,23 @@ class FleetMeasurer:
 
     def __exit__(self, *_: object) -> None:
         self.end_sessions()
-        self._stack.close()
+        self._pool.shutdown()
 
     def end_sessions(self) -> None:
         """End all sessions; the next request starts them again."""
         for prober in self.probers.values():
             prober.close()
 
-    def _prober(self, name: str, runtime: Runtime) -> "Prober":
-        return Prober(
-            self._space.sessions[name],
-            build_probe_command(name, self._job, self._space.fleet, self._prepared, runtime),
-            runtime,
-            self._space.facts[name].usable_memory_bytes,
-        )
+    def switch(self, runtimes: Mapping[str, Runtime]) -> None:
+        """Measure these machines with these settings from the next round on."""
+        for name, runtime in runtimes.items():
+            if self._runtimes.get(name) != runtime:
+                if name in self.probers:
+                    self.probers[name].close()
+                command = build_probe_command(name, self._job, self._space.fleet, self._prepared, runtime)
+                usable_bytes = self._space.facts[name].usable_memory_bytes
+                self.probers[name] = Prober(self._space.sessions[name], command, usable_bytes)
+                self._runtimes[name] = runtime
 
     def time_sums(self, sizes: Sequence[tuple[int, int]]) -> list[CollectiveTimed]:
         """Time sums over (number of ranks, bytes of a rank's vector)."""
@@ -149,9 +145,9 @@ class FleetMeasurer:
         return timed
 
     def probe(self, requests: Mapping[str, ProbeRequest]) -> dict[str, ProbeOutcome]:
-        """Run one round of probes; machines without a request take short steps meanwhile."""
+        """Run one round of probes."""
         outcomes = {}
-        for name, result in self.measure(requests, is_keeping_busy=True).items():
+        for name, result in self.measure(requests).items():
             prober, size = self.probers[name], requests[name].batch_size
             outcomes[name] = ProbeOutcome(
                 size,
@@ -187,13 +183,6 @@ class FleetMeasurer:
         self.measuring_s += result.wall_s
         return result
 
-    def switch(self, runtimes: Mapping[str, Runtime]) -> None:
-        """Measure these machines with these settings from the next round on."""
-        for name, runtime in runtimes.items():
-            if self.probers[name].runtime != runtime:
-                self.probers[name].close()
-                self.probers[name] = self._prober(name, runtime)
-
     def prepare_trial(self, runtimes: Mapping[str, Runtime]) -> dict[str, AttachRank]:
         """Keep one session with these settings per machine, and end all others; return how to attach each."""
         self.switch(runtimes)
@@ -202,42 +191,13 @@ class FleetMeasurer:
         self._start(runtimes)
         return {name: self.probers[name].attach for name in runtimes}
 
-    def measure(
-        self, requests: Mapping[str, ProbeRequest], *, is_keeping_busy: bool = False
-    ) -> dict[str, ProbeResult | None]:
-        """Measure one round; None where the batch did not fit in memory.
-
-        With `is_keeping_busy`, machines without a request, and those that are done, take short steps that do
-        not count until all are done. Shared resources are then loaded as in training.
-        """
+    def measure(self, requests: Mapping[str, ProbeRequest]) -> dict[str, ProbeResult | None]:
+        """Measure one round, all machines at once; None where the batch did not fit in memory."""
         self._start(self.probers)
         started = time.monotonic()
-        is_over = Event()
-        measuring = {
-            self._pool.submit(self._measure, name, request): name for name, request in requests.items()
-        }
-        busy: list[Future[None]] = []
-        results: dict[str, ProbeResult | None] = {}
-
-        def keep_busy(name: str) -> None:
-            if is_keeping_busy and name in self._busy:
-                busy.append(self._pool.submit(self._keep_busy, name, is_over))
-
-        try:
-            for name in self.probers.keys() - requests.keys():
-                keep_busy(name)
-            for done in as_completed(measuring):
-                name, result = measuring[done], done.result()
-                results[name] = result
-                if result:
-                    self._busy[name] = _short_steps(requests[name], result)
-                    keep_busy(name)
-        finally:
-            is_over.set()
-        for future in busy:
-            future.result()
+        found = self._pool.map(self._measure, requests, requests.values())
+        results = dict(zip(requests, found, strict=True))
         self.measuring_s += time.monotonic() - started
-        results = {name: results[name] for name in requests}
         self.num_probes += len(results)
         self._watch.on_probes(results)
         return results
@@ -250,18 +210,6 @@ class FleetMeasurer:
         else:
             self._watch.on_machine(name, TOO_LARGE, request.batch_size)
         return result
-
-    def _keep_busy(self, name: str, is_over: Event) -> None:
-        while not is_over.is_set():
-            if self.probers[name].measure(self._busy[name]) is None:
-                return
-
-    def share_work(self, machines: Sequence[str]) -> None:
-        """Have the unprobed of `machines`, all of one class, keep busy with the steps of a probed machine."""
-        known = next((self._busy[name] for name in machines if name in self._busy), None)
-        if known:
-            for name in machines:
-                self._busy.setdefault(name, known)
 
     def _start(self, names: Iterable[str]) -> None:
         waiting = [prober for name in names if not (prober := self.probers[name]).is_running]
@@ -278,29 +226,16 @@ class FleetMeasurer:
         self._watch.on_machine(prober.name, IDLE)
 
 
-def _short_steps(request: ProbeRequest, result: ProbeResult) -> ProbeRequest:
-    """Return a request for a step of about BUSY_STEP_S, with at most the batch that was measured."""
-    share = min(1.0, BUSY_STEP_S / result.step_time_s)
-    size = max(1, int(request.batch_size * share))
-    return replace(request, batch_size=size, min_steps=1, min_duration_s=0.0, warm_up_steps=0)
-
-
 class Prober:
     """One machine's probe session; restarts the worker after it was killed for memory."""
 
-    def __init__(
-        self,
-        session: Session,
-        command: Sequence[str],
-        runtime: Runtime,
-        usable_bytes: int | None,
-    ) -> None:
-        """`command` starts the worker with `runtime`."""
+    def __init__(self, session: Session, command: Sequence[str], usable_bytes: int | None) -> None:
+        """`command` starts the worker."""
         self.name = session.name
-        self.runtime = runtime
         self._session = session
         self._command = command
-        self._usable_bytes = usable_bytes
+        self._memory_bytes = rank_memory_bytes(usable_bytes)
+        """Memory that a rank may fill; None: unknown."""
         self._program: WorkerProgram | None = None
         self.peaks: dict[int, int] = {}
         """Peak memory of the worker in bytes, by batch size, for sizes larger than all before."""
@@ -329,17 +264,12 @@ class Prober:
         self._program.send(to_tagged("request", AttachRequest(spec, rank)))
         return self._program.conversation
 
-    @property
-    def memory_bytes(self) -> int | None:
-        """The memory a rank may fill; None: unknown."""
-        return rank_memory_bytes(self._usable_bytes)
-
     def measure(self, request: ProbeRequest) -> ProbeResult | None:
         """Measure one batch size; None when it is predicted or found not to fit in memory."""
-        at_once = min(request.batch_size, request.micro_batch_size or request.batch_size)
-        if self.memory_bytes and at_once > max(self.peaks, default=0):
-            predicted = predict_peak_bytes(self.peaks, at_once)
-            if predicted and predicted > self.memory_bytes:
+        size = request.batch_size
+        if self._memory_bytes and size > max(self.peaks, default=0):
+            predicted = predict_peak_bytes(self.peaks, size)
+            if predicted and predicted > self._memory_bytes:
                 return None
         if self._program is None:
             self.start()
@@ -349,20 +279,20 @@ class Prober:
             result: ProbeResult = self._read({RESULT: ProbeResult}, PROBE_DEADLINE_S)
         except ProgramEndedError as ended:
             if ended.done.exit_code == OUT_OF_MEMORY_CODE or b"OOM when allocating" in ended.done.stderr:
-                self.oom_sizes.add(request.batch_size)
+                self.oom_sizes.add(size)
                 self.close()
                 return None
             raise
         if (
-            result.batch_size != request.batch_size
+            result.batch_size != size
             or result.step_time_s > PROBE_DEADLINE_S
             or result.peak_memory_bytes > MAX_MEMORY_BYTES
         ):
-            problem = f"received {str(result)[:200]} for batch size {request.batch_size}"
+            problem = f"received {str(result)[:200]} for batch size {size}"
             raise self._program.error(problem)
         # The peak of a process never falls: only a size larger than all before shows its own.
-        if at_once > max(self.peaks, default=0):
-            self.peaks[at_once] = result.peak_memory_bytes
+        if size > max(self.peaks, default=0):
+            self.peaks[size] = result.peak_memory_bytes
         return result
 
     def _read(self, messages: Mapping[str, type], deadline_s: float) -> Any:

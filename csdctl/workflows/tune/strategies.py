@@ -10,8 +10,9 @@ from csdctl.job.model import Job
 from csdctl.notify import Say
 from csdctl.reporting.numbers import format_seconds
 from csdctl.shipping.worker_calls import call_worker
-from csdctl.tuning.fleet_model import FleetModel, TrialResult
-from csdctl.tuning.plan import Plan, Predicted, RankPlan, StrategyPlan
+from csdctl.tuning.fleet_model import FleetModel
+from csdctl.tuning.plan import Plan, RankPlan, StrategyPlan
+from csdctl.tuning.plan_choice import confirmed_prediction
 from csdctl.tuning.search import Limits
 from csdctl.tuning.strategies import (
     DATA_PARALLEL,
@@ -70,22 +71,6 @@ def node_memory(ranks: Sequence[RankPlan]) -> int | None:
     return max((peak for peak in known if peak), default=None)
 
 
-def predicted_split(ranks: Sequence[RankPlan], result: TrialResult) -> Predicted:
-    """Return the prediction of a split from its trial."""
-    compute_s = sum(result.compute_s) / (len(ranks) * result.step_s)
-    slowest = max(result.compute_s) / result.step_s
-    return Predicted(
-        global_batch=sum(rank.batch_size for rank in ranks),
-        batch_sizes=[rank.batch_size for rank in ranks],
-        step_s=round(result.step_s, 6),
-        samples_per_s=round(result.samples_per_s, 2),
-        compute_share=round(compute_s, 4),
-        imbalance_share=round(max(0.0, slowest - compute_s), 4),
-        communication_share=round(max(0.0, 1 - max(slowest, compute_s)), 4),
-        is_confirmed=True,
-    )
-
-
 MAX_CUTS = 5
 """Cuts whose parts are timed: those that FLOPs promise most of."""
 TRIAL_S, MIN_STEPS, MAX_STEPS = 8.0, 4, 200
@@ -107,7 +92,7 @@ class StrategyChooser:
     """Compares the strategies for one job with the plan `plan` for whole models."""
 
     request: TuneOptions
-    """Of which `strategy` and `cut` say what to compare; `check_possible` has passed them."""
+    """Its `strategy` and `cut` say what to compare; `check_possible` has accepted them."""
     job: Job
     prepared: Prepared
     space: Workspace
@@ -115,9 +100,9 @@ class StrategyChooser:
     model: FleetModel
     limits: Limits
     start_s: float
-    """What a training takes besides its epochs."""
+    """Seconds of a training besides its epochs."""
     process_s: float
-    """Of these, until TensorFlow has started on all machines."""
+    """The part of `start_s` until TensorFlow has started on all machines."""
     say: Say
     watch: TuneWatch
 
@@ -170,11 +155,11 @@ class StrategyChooser:
         except InputError as error:
             impossible[SPLIT] = error.message
             return ()
-        whole = self._forecast_whole(0.0)
+        whole = self._forecast_whole(self._work)
         promised = {}
         for cut in info.cuts:
             shares = share_by_flops(cut, info.num_operations)
-            if shares and (found := self._forecast_split(shares)):
+            if shares and (found := self._forecast_split(shares, self._work)):
                 promised[cut.layer] = found.epoch_s
         cuts = sorted(
             (cut for cut in info.cuts if cut.layer in promised), key=lambda cut: promised[cut.layer]
@@ -228,7 +213,7 @@ class StrategyChooser:
             return self.model
         return self.model.with_class(HOST_NAME, replace(known, in_step_factor=1.0))
 
-    def _forecast_whole(self, evaluation_share: float) -> StrategyForecast:
+    def _forecast_whole(self, work: Workload) -> StrategyForecast:
         predicted = self.plan.predicted
         assert predicted is not None
         compute_s = {rank.node: rank.step_time_s or 0.0 for rank in self.plan.ranks}
@@ -238,16 +223,13 @@ class StrategyChooser:
             compute_s,
             communication_s,
             self._machines,
-            self._work,
+            work,
             vector_bytes=self.model.vector_bytes,
-            evaluation_share=evaluation_share,
         )
         return replace(found, node_memory_bytes=node_memory(self.plan.ranks))
 
-    def _forecast_split(self, shares: Shares, evaluation_share: float = 0.0) -> StrategyForecast | None:
-        return forecast_split(
-            shares, self._machines, self._work, self.limits, evaluation_share=evaluation_share
-        )
+    def _forecast_split(self, shares: Shares, work: Workload) -> StrategyForecast | None:
+        return forecast_split(shares, self._machines, work, self.limits)
 
     def _time_parts(self, feature_layer: str, cuts: Sequence[str]) -> PartTimes:
         prepared, model = self.prepared, self.prepared.model
@@ -285,22 +267,22 @@ class StrategyChooser:
         self, times: PartTimes, feature_layer: str, cuts: Sequence[CutInfo]
     ) -> list[StrategyForecast]:
         """Return the forecasts of all strategies, whole models first."""
-        evaluation = times.evaluation_s / times.step_s
-        whole = self._forecast_whole(evaluation)
+        work = replace(self._work, evaluation_share=times.evaluation_s / times.step_s)
+        whole = self._forecast_whole(work)
         found = [whole]
         shares = measured_shares(times, self.prepared.model.info.cuts)
         if feature_layer:
             share = times.features_s / times.step_s * max(1, self.prepared.recipe.views)
             of_frozen = shares.get(feature_layer) or Shares(feature_layer, share, 0.0, max(0.0, 1 - share))
             of_head = replace(of_frozen, vector_bytes=self.model.vector_bytes)
-            machines, work = self._machines, self._work
+            machines = self._machines
             by_features = forecast_features(whole, of_head, share, machines, work)
             if num_bytes := bytes_for_host(self.job, self.prepared):
                 by_features = forecast_on_host(by_features, of_head, num_bytes, machines, work)
             found.append(by_features)
         for cut in cuts:
             measured = shares.get(cut.layer)
-            if measured and (split := self._forecast_split(measured, evaluation)):
+            if measured and (split := self._forecast_split(measured, work)):
                 found.append(split)
         return found
 
@@ -325,14 +307,7 @@ class StrategyChooser:
         times = self._machines.step_times
         by_name = {rank.node: rank for rank in self.plan.ranks}
         ranks = [
-            by_name[name].model_copy(
-                update={
-                    "batch_size": size,
-                    "step_time_s": round(times[name].at(size), 6) if size else None,
-                    "samples_per_s": round(size / times[name].at(size), 2) if size else None,
-                }
-            )
-            for name, size in chosen.batch_sizes.items()
+            by_name[name].with_step(size, times[name].at(size)) for name, size in chosen.batch_sizes.items()
         ]
         return self.plan.model_copy(update={"strategy": SPLIT, "cut": chosen.cut, "ranks": ranks})
 
@@ -385,7 +360,7 @@ class StrategyChooser:
         final = tried if self.request.strategy == SPLIT else choose_strategy([*rest, tried])
         if final is not tried:
             return self._with_strategies(self._follow(final), listed, impossible)
-        plan = plan.model_copy(update={"predicted": predicted_split(plan.ranks, result)})
+        plan = plan.model_copy(update={"predicted": confirmed_prediction(plan.ranks, result)})
         return self._with_strategies(plan, listed, impossible)
 
     def _with_strategies(

@@ -84,14 +84,9 @@ def _rank_plan(
             node=name,
             remedy="check what else uses that machine's memory, or give smaller --batch-sizes",
         )
-    return RankPlan(
-        node=name,
-        batch_size=tuned.batch_size,
-        threads=runtime.threads,
-        step_time_s=round(step_time_s, 6),
-        samples_per_s=round(tuned.batch_size / step_time_s, 2),
-        peak_memory_bytes=peaks.get(tuned.batch_size),
-    )
+    size = tuned.batch_size
+    rank = RankPlan(node=name, batch_size=size, threads=runtime.threads, peak_memory_bytes=peaks.get(size))
+    return rank.with_step(size, step_time_s)
 
 
 class TuneObserver(PreparationObserver, Protocol):
@@ -177,7 +172,7 @@ def tune_by_fit(
         method_arguments={**limits.given},
         num_probes=measurer.num_probes,
         measuring_s=round(measurer.measuring_s, 2),
-        predicted=confirmed_prediction(tuned.tried, tuned.gain),
+        predicted=confirmed_prediction(tuned.tried.ranks, tuned.tried.result, tuned.gain),
         left_out=list(tuned.tried.best.left_out),
         ranks=measured_ranks(tuned.tried),
     )

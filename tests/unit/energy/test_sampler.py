@@ -1,9 +1,9 @@
 """The sampler over a real session: a shell loop that reads files, and what it writes."""
 
-import dataclasses
 import http.server
 import os
 import threading
+import time
 
 import pytest
 
@@ -11,8 +11,8 @@ from csdctl.energy import sampler
 from csdctl.energy.sampler import PowerSampler
 from csdctl.errors import InputError
 from csdctl.fleet.fleet_file import load_fleet, render_fleet
-from csdctl.fleet.model import Fleet, Host, Node, PowerSource
-from csdctl.reporting.energy import add_up_energy, describe_energy
+from csdctl.fleet.model import Fleet, Host, PowerSource
+from csdctl.reporting.energy import add_up_energy
 from csdctl.runs.directory import RunDirectory
 from csdctl.runs.ledger import PowerRecord, read_power
 from csdctl.transport.local import LocalSession
@@ -92,6 +92,20 @@ class TestSampler:
         (record,) = sample(run, PowerSource("constant", watts=10.0), print, until)
         assert record.origin == "stated"
         assert record.joules == pytest.approx(10 * record.seconds, rel=0.1, abs=0.01)
+
+    def test_file_of_a_meter_counts_from_the_start_of_the_run(self, run):
+        until, now_s = threading.Event(), time.time()
+        until.set()
+        meter = run.path / "meter.csv"
+        rows = [(now_s - 60.0, 500), (now_s - 0.4, 10), (now_s, 20)]
+        meter.write_text("time,watts\n" + "".join(f"{time_s},{watts}\n" for time_s, watts in rows))
+        (record,) = sample(run, PowerSource("csv", path=str(meter)), print, until)
+        assert (record.origin, record.joules) == ("measured", pytest.approx(6.0, abs=0.01))
+        meter.write_text("watt\n")
+        said = []
+        *_, record = sample(run, PowerSource("csv", path=str(meter)), said.append, until)
+        assert "expected columns" in record.error
+        assert "`time,watts`" in said[1]
 
     def test_management_controller_that_redirects_gets_no_password(self, run):
         asked, done, said = [], threading.Event(), []
@@ -176,33 +190,6 @@ class TestSums:
             assert energy.machines[0].joules_per_sample == expected
             assert (energy.whole is None) == (expected is None)
 
-    def test_whole_is_above_the_idle_power_of_all_and_as_well_known_as_the_least_known(self):
-        idle = {"host": 60.0, "csd0": 5.0}
-        records = [
-            PowerRecord(20.0, n, "rapl", "measured", 20.0, 2000.0, idle_watts=w) for n, w in idle.items()
-        ]
-        records[1] = dataclasses.replace(records[1], seconds=19.8, joules=150.0)
-        whole = add_up_energy(records, ["host", "csd0"], {"host": 10, "csd0": 5}, 0.0, 20.0).whole
-        assert (whole.joules, whole.seconds) == pytest.approx((2150.0, 19.8))
-        assert (whole.idle_watts, whole.samples) == (65.0, 15)
-        assert whole.above_idle_joules == pytest.approx(2150 - 65 * 19.8)
-        assert whole.mean_watts == pytest.approx(2150 / 19.8)
-
-    def test_other_source_begins_anew_and_other_machines_are_left_out(self):
-        records = [
-            self.RECORDS[0],
-            PowerRecord(20.0, "host", "ipmi", "measured", 10.0, 700.0),
-            self.RECORDS[2],
-        ]
-        (host,) = add_up_energy(records, ["host"], {}, 0.0, 20.0).machines
-        assert (host.source, host.joules, host.seconds) == ("ipmi", 700.0, 10.0)
-
-    def test_error_of_a_machine_without_energy_is_told(self):
-        records = [PowerRecord(9.0, "host", "rapl", "measured", 0.0, error="no such file"), self.RECORDS[2]]
-        energy = add_up_energy(records, ["host", "csd0"], {}, 0.0, 20.0)
-        assert describe_energy(energy)[0] == "host: unknown (rapl): no such file"
-        assert describe_energy(energy)[-1] == "not known of host, so not of all"
-
 
 class TestFleetFile:
     def test_power_of_host_and_nodes_is_read_and_written(self, tmp_path):
@@ -241,9 +228,3 @@ class TestFleetFile:
         path.write_text(f"nodes:\n  - {{name: a, address: 10.0.0.1, power: {power}}}\n")
         with pytest.raises(InputError, match=said):
             load_fleet(path)
-
-
-def test_fleet_without_power_samples_nothing(run):
-    with PowerSampler(run, Fleet((Node("a", "10.0.0.1"),)), {}, print):
-        pass
-    assert not run.power.exists()

@@ -97,11 +97,6 @@ class TestRapl:
         meter.add(0.0, Reading(counters={"package-0": Counter(10.0, 262143.0)}))
         assert meter.add(400.0, Reading(counters={"package-0": Counter(20.0, 262143.0)})).joules is None
 
-    def test_counter_with_a_range_bridges_a_minute_without_readings(self):
-        meter = EnergyMeter()
-        meter.add(0.0, Reading(counters={"package-0": Counter(10.0, 262143.0)}))
-        assert meter.add(60.0, Reading(counters={"package-0": Counter(6010.0, 262143.0)})).joules == 6000.0
-
 
 class TestHwmon:
     def test_powers_are_microwatts_and_add_up(self, tmp_path):
@@ -156,16 +151,11 @@ class TestRedfish:
     @pytest.mark.parametrize(
         ("text", "said"),
         [
-            (SUBSYSTEM, "allocated"),
+            (SUBSYSTEM, "expected PowerControl or PowerWatts"),
             ("<html>", "expected JSON"),
             ('{"PowerControl": [{"PowerConsumedWatts": null}]}', "expected a number"),
             ('{"PowerWatts": {"Reading": -3}}', "expected PowerWatts"),
             ('{"PowerControl": [{"PowerConsumedWatts": 0}]}', "received 0 watts"),
-            (
-                '{"InputPowerWatts": {"Reading": 912}, "OutputPowerWatts": {"Reading": 877}}',
-                "one power supply",
-            ),
-            ('{"PowerSupplies": [{"PowerInputWatts": 750}]}', "power supplies alone"),
             ("[" * 100_000, "expected JSON"),
         ],
     )
@@ -176,13 +166,14 @@ class TestRedfish:
 
 class TestMeter:
     def test_rows_have_unix_or_iso_times(self):
-        lines = ["time,volts,watts", "1769860800.5,230,212.5", "2026-01-31T12:00:01Z,230,213"]
+        lines = ["Time, volts,watts", "1769860800.5,230,212.5", "2026-01-31T12:00:01Z,230,213"]
         assert list(parse_meter(lines)) == [(1769860800.5, 212.5), (1769860801.0, 213.0)]
 
     def test_row_being_written_is_left_out_and_another_is_refused(self):
         assert list(parse_meter(["time,watts", "1,200", "2,"])) == [(1.0, 200.0)]
-        with pytest.raises(ValueError, match="line 2"):
-            list(parse_meter(["time,watts", "2,", "3,200"]))
+        for damaged in ("2,", "2", "noon,5", "3,99999"):
+            with pytest.raises(ValueError, match="line 2"):
+                list(parse_meter(["time,watts", damaged, "3,200"]))
 
 
 class TestEnergyMeter:
@@ -198,25 +189,6 @@ class TestEnergyMeter:
         meter.add(1000.0, Reading(10.0))
         assert meter.add(5.0, Reading(10.0)) is None
         assert meter.add(6.0, Reading(10.0)).joules == 10.0
-
-    def test_two_sources_of_one_machine_agree(self):
-        """A counter that starts again twice, and a power, of the same 20 minutes between 60 and 240 W."""
-        counter, power = EnergyMeter(), EnergyMeter()
-        true = by_counter = by_power = 0.0
-        for second in range(1200):
-            watts = 60.0 + 180.0 * (second % 300) / 299
-            true += watts
-            count = Counter(true % 65712.999613, 65712.999613)
-            if second % 7:  # some readings are missing
-                for meter, reading in ((counter, Reading(counters={"0": count})), (power, Reading(watts))):
-                    spent = meter.add(float(second), reading)
-                    if meter is counter:
-                        by_counter += spent.joules if spent else 0.0
-                    else:
-                        by_power += spent.joules if spent else 0.0
-        assert true > 2 * 65712
-        assert by_counter == pytest.approx(by_power, rel=0.01)
-        assert by_counter == pytest.approx(true, rel=0.01)
 
 
 @pytest.mark.parametrize(

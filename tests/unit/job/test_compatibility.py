@@ -137,7 +137,6 @@ REFUSED: list[tuple[Recipe, ModelInfo, DatasetInfo, str, str]] = [
     ),
     (SPARSE, MODEL, replace(DATA, max_label=10), "labels up to 10", "at least 11 outputs"),
     (SPARSE, MODEL, NUMBERS, "needs integer labels from 0", ""),
-    (SPARSE, MODEL, replace(DATA, max_label=-1), "needs integer labels from 0", ""),
     *(
         (
             *(Recipe(losses={"": LossTerm(loss)}), MODEL, ONE_HOT),
@@ -163,21 +162,12 @@ REFUSED: list[tuple[Recipe, ModelInfo, DatasetInfo, str, str]] = [
     ),
     *(
         (
-            *(SPARSE, one_output(shape, SPARSE_LOSS), replace(DATA, label_shape=labels, max_label=10)),
-            "labels up to 10",
-            "",
-        )
-        for shape, labels in STEPS
-    ),
-    *(
-        (
             *(SPARSE, one_output((3, 4), loss), replace(NUMBERS, label_shape=(4, 3))),
             f"{NAME} has outputs of shape 3×4, the public data has labels of shape 4×3",
             "change the model's last layer, the labels or recipe.loss",
         )
         for loss in LOSSES
     ),
-    (SPARSE, NEXT, replace(DATA, label_shape=(7,), max_label=12), "labels up to 12", ""),
     (
         *(SPARSE, SEVERAL, labelled(NAMED, kind=12)),
         f"{NAME} has 10 outputs in kind, the public data has labels of kind up to 12",
@@ -189,18 +179,8 @@ REFUSED: list[tuple[Recipe, ModelInfo, DatasetInfo, str, str]] = [
         "",
     ),
     (
-        *(SPARSE, SEVERAL, labelled("int32")),
-        "outputs kind, age with a loss, the public data has labels for one",
-        DICT,
-    ),
-    (
         *(SPARSE, SEVERAL, labelled(fields(kind=("int32", []), ages=("f", [])))),
         "kind, age with a loss, the public data has labels kind, ages",
-        DICT,
-    ),
-    (
-        *(SPARSE, SEVERAL, labelled(fields(output_0=("int32", []), output_1=("f", [])))),
-        "has labels output_0, output_1",
         DICT,
     ),
     (
@@ -208,7 +188,6 @@ REFUSED: list[tuple[Recipe, ModelInfo, DatasetInfo, str, str]] = [
         "has one output, the public data has labels age, kind",
         "",
     ),
-    (SPARSE, MODEL, labelled(WEIGHTED, label=12), "labels up to 12", ""),
     *((SPARSE, model, ALONE, HAS_NONE, "") for model in (MODEL, SEVERAL, one_output((3,), "my_loss"))),
     (LOGITS, MODEL, DATA, "ends in a softmax layer", "recipe.from_logits: false"),
     (SPARSE, LINEAR, DATA, "ends in a linear layer", "recipe.from_logits: true"),
@@ -232,7 +211,6 @@ def test_what_does_not_fit_is_refused_with_a_remedy(
 OTHER_TYPES: list[tuple[dict[str, Any], str]] = [
     ({"dtype": "float32"}, "samples of different types: public data uint8 28×28×1, private data of csd0 f"),
     ({"label_dtype": "float32"}, "labels of different types: public data int32 1, private data of csd0 fl"),
-    ({"sample_shape": (28, 28)}, "private data of csd0 uint8 28×28"),
     ({"label_dtype": WEIGHTED}, "sample_weight float32"),
 ]
 

@@ -119,14 +119,3 @@ def test_sentence_and_remedy_name_module_file_and_package() -> None:
         "add helper to `code` in job.yaml; "
         "install it there: `'/opt/py thon' -m pip install opencv-python-headless scipy`"
     )
-
-
-def test_augmentation_is_part_of_code_fingerprint_and_recipe(job_path: Path) -> None:
-    job = load_job(job_path)
-    augment, package = job_path.parent / "augment.py", job_path.parent / "package"
-    assert job.recipe.augment == f"{augment}:flip"
-    assert job.augment_roots == (augment, package)
-    assert augment in job.own_files
-    before = job.fingerprint()
-    augment.write_text("def flip(samples, labels, rng): return samples, labels")
-    assert load_job(job_path).fingerprint() != before

@@ -74,11 +74,6 @@ class TestModelReferences:
         job = load_job(write((MODEL, f'"{file}{function}"')))
         assert (job.model, job.model_file) == (f"{path}{function}", path)
 
-    @pytest.mark.parametrize("name", ["model.keras", "my_model.py:build"])
-    def test_missing_file_is_named_in_full(self, write: Write, tmp_path: Path, name: str) -> None:
-        with pytest.raises(InputError, match=str(tmp_path / name.partition(":")[0])):
-            load_job(write((MODEL, name)))
-
     @pytest.mark.parametrize(
         "name",
         [
@@ -136,15 +131,6 @@ class TestFingerprint:
         assert before.fingerprint() == again.fingerprint() != after.fingerprint()
         assert describe_job(before) == describe_job(again) != describe_job(after)
 
-    def test_fingerprint_changes_with_the_content_of_the_model_file(
-        self, write: Write, tmp_path: Path
-    ) -> None:
-        (tmp_path / "m.py").write_text("def build(): return 1")
-        job = load_job(write((MODEL, "m.py:build")))
-        before = job.fingerprint()
-        (tmp_path / "m.py").write_text("def build(): return 2")
-        assert job.fingerprint() != before
-
     def test_fingerprint_changes_with_the_content_of_other_code(self, write: Write, tmp_path: Path) -> None:
         (tmp_path / "parts").mkdir()
         for name in ("parts/part.py", "loss.py"):
@@ -167,9 +153,6 @@ class TestRecipe:
         assert (recipe.losses, recipe.from_logits, recipe.seed) == ({}, False, 0)
         assert recipe.input_range == (0.0, 1.0)
 
-    def test_input_range_may_be_switched_off(self, write: Write) -> None:
-        assert load_job(write(("data:\n", "data:\n  input_range: null\n"))).recipe.input_range is None
-
     @pytest.mark.parametrize(
         ("key", "value"),
         [
@@ -185,23 +168,21 @@ class TestRecipe:
             with_recipe(write, f"{key}: {value}")
 
     @pytest.mark.parametrize(
-        ("line", "written", "values"),
+        ("written", "changed", "said"),
         [
-            (9, "learning_rate: 0.1", ["0", "-0.1", ".nan", ".inf", "-.inf", "fast"]),
-            (8, "epochs: 10", ["0", "-1", "1.5", ".nan", "many"]),
+            *(
+                ("rate: 0.1", f"rate: {value}", "9: `recipe.learning_rate`")
+                for value in ("0", ".nan", ".inf")
+            ),
+            *(("epochs: 10", f"epochs: {value}", "8: `recipe.epochs`") for value in ("0", "1.5", "many")),
+            ("  epochs: 10\n", "", "`recipe.epochs` is missing"),
         ],
     )
     def test_impossible_rate_or_number_of_epochs_is_refused(
-        self, write: Write, line: int, written: str, values: list[str]
+        self, write: Write, written: str, changed: str, said: str
     ) -> None:
-        key = written.partition(":")[0]
-        for value in values:
-            with pytest.raises(InputError, match=rf"job\.yaml:{line}: `recipe\.{key}`"):
-                load_job(write((written, f"{key}: {value}")))
-
-    def test_epochs_are_required(self, write: Write) -> None:
-        with pytest.raises(InputError, match="`recipe.epochs` is missing"):
-            load_job(write(("  epochs: 10\n", "")))
+        with pytest.raises(InputError, match=said):
+            load_job(write((written, changed)))
 
     def test_loss_is_a_name_or_has_arguments_or_is_given_by_output(self, write: Write) -> None:
         assert with_recipe(write, "loss: mse").recipe.losses == {"": LossTerm("mse")}
@@ -229,11 +210,6 @@ class TestRecipe:
             with_recipe(write, line)
         recipe = load_job(write(("learning_rate: 0.1", line))).recipe
         assert json.loads(recipe.schedule)["config"] == {"initial_learning_rate": 0.1, "decay_steps": 100}
-
-
-def test_public_data_at_another_location_is_refused(write: Write) -> None:
-    with pytest.raises(InputError, match=r"job\.yaml:4: `data\.public\.on`: .*received 'everywhere'"):
-        load_job(write(("on: host", "on: everywhere")))
 
 
 @pytest.mark.parametrize("written", ["model:", "private: {path:"])

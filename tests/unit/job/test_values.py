@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from csdctl.job.model import Job, describe_job, hash_own_files, load_job
+from csdctl.job.model import Job, describe_job, load_job
 
 PLAIN = """\
 model: keras.applications:MobileNetV2
@@ -32,13 +32,3 @@ def test_values_have_the_names_of_the_job_file(tmp_path: Path) -> None:
     assert values["recipe.optimizer_args.momentum"] == 0.9
     assert values["recipe.early_stopping.patience"] == 4
     assert values["recipe.from_logits"] is False
-
-
-def test_content_of_the_users_files_is_hashed(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text("def build(): ...\n")
-    text = PLAIN.replace("keras.applications:MobileNetV2", "mine.py:build")
-    before = hash_own_files(written(tmp_path, text))
-    assert list(before) == [str(tmp_path / "mine.py")]
-    (tmp_path / "mine.py").write_text("def build(): return 1\n")
-    assert hash_own_files(written(tmp_path, text)) != before
-    assert hash_own_files(written(tmp_path, PLAIN)) == {}

@@ -113,14 +113,6 @@ def test_repeating_reads_every_private_sample_at_least_once(ranks: list[RankLoad
         assert (shard.num_private == 0) == (rank.num_private == 0)
 
 
-@given(loads_of(st.integers(1, 5000)))
-def test_nodes_that_repeat_have_equal_steps_without_any_public_sample(ranks: list[RankLoad]) -> None:
-    placed = place_shards(ranks, 0, is_repeating=True)
-    per_batch = [shard.num_private / shard.batch_size for shard in placed]
-    for shard, ratio in zip(placed, per_batch, strict=True):
-        assert max(per_batch) - 1 / shard.batch_size <= ratio <= max(per_batch)
-
-
 def test_repeating_node_reads_its_samples_until_it_has_enough() -> None:
     ranks = [
         RankLoad("host", 100),

@@ -24,10 +24,6 @@ def test_commands_append_their_traffic_and_it_round_trips(tmp_path: Path) -> Non
     assert found == [("prepare", "", "host", "csd0", "code", 6), ("train", "r1", "host", "csd0", "code", 71)]
 
 
-def test_project_without_a_ledger_has_sent_nothing(tmp_path: Path) -> None:
-    assert list(read_ledger(tmp_path / "ledger.jsonl")) == []
-
-
 def test_damaged_line_is_named(tmp_path: Path) -> None:
     (tmp_path / "ledger.jsonl").write_text('{"time": 1}\n')
     with pytest.raises(InputError, match="ledger.jsonl:1 is not a valid ledger entry"):

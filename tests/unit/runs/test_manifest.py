@@ -53,10 +53,10 @@ class TestManifest:
             ("placed.0.public_stop", -1, "public_stop of host is -1, expected 0"),
             ("placed.0.name", "../../etc/passwd", "name of host is ../../etc/passwd"),
             ("placed", [], "different numbers of ranks"),
-            ("placed.1.public_stop", 10**30, "a number of 31 digits"),
+            ("placed.1.public_stop", 10**30, "public_stop of csd0 is 10{30}, expected 10{15}"),
             ("noise", {"l2_norm_clip": 0, "noise_multiplier": 1, "delta": 0.1}, "`noise.l2_norm_clip`"),
             ("predicted_samples_per_s", -1.0, "`predicted_samples_per_s`"),
-            ("predicted_samples_per_s", float("nan"), "NaN is not a finite number"),
+            ("predicted_samples_per_s", float("nan"), "`predicted_samples_per_s`"),
             ("data.private", {"csd0": 5}, "`data.private.csd0`"),
         ],
     )

@@ -1,17 +1,7 @@
 """Losses and failures as errors: type, node, message and remedy."""
 
-import pytest
-
-from csdctl.errors import CsdctlError, InputError, NodeError, OutOfMemoryError, RunError
-from csdctl.supervision.membership import as_run_error, as_run_failure
-from csdctl.worker.protocol.events import Failed
-
-
-@pytest.mark.parametrize(("exit_code", "error_type"), [(1, RunError), (2, InputError)])
-def test_failure_of_the_run_keeps_its_exit_code(exit_code: int, error_type: type[CsdctlError]) -> None:
-    error = as_run_failure(Failed(1, "csd0", "disk full", "make room", exit_code))
-    assert type(error) is error_type
-    assert (error.node, error.message, error.remedy) == ("csd0", "disk full", "make room")
+from csdctl.errors import NodeError, OutOfMemoryError, RunError
+from csdctl.supervision.membership import as_run_error
 
 
 def test_loss_that_ends_the_run_is_a_run_error() -> None:

@@ -41,14 +41,6 @@ def test_node_that_is_done_before_rank_0_loses_its_link_is_lost_alone(fleet: Fle
     assert EARLY in fleet.lost_messages()[0]
 
 
-def test_other_node_that_loses_its_link_first_is_not_lost(fleet: Fleet) -> None:
-    fleet.scripts = {1: finish_early, 2: Fleet.finish}
-    after(fleet, Finished, 1, lambda: fleet.rank(2).lose_link(1), lambda: fleet.rank(0).lose_link(1))
-    fleet.run()
-    assert fleet.groups == [(0, 1, 2), (0, 2)]
-    assert fleet.nodes_of(NodeLost) == ["csd0"]
-
-
 def test_rank_0_that_goes_on_training_shows_that_a_node_was_done_too_early(fleet: Fleet) -> None:
     """Two nodes together: one is done too early, the other says that its link is lost."""
 
@@ -88,13 +80,6 @@ def test_failure_of_a_node_after_its_completion_waits_for_that_of_rank_0(
     after(fleet, Finished, 1, finish_others)
     assert fleet.run_to_error().node == "csd0"
     assert fleet.nodes_of(NodeLost) == []
-
-
-def test_node_that_pauses_without_an_order_is_lost_alone(fleet: Fleet) -> None:
-    fleet.scripts = {1: lambda fleet: fleet.rank(1).pause(), 2: Fleet.finish}
-    fleet.run()
-    assert fleet.groups == [(0, 1, 2), (0, 2)]
-    assert "left the group without an order" in fleet.lost_messages()[0]
 
 
 def test_node_that_says_again_and_again_that_its_link_is_lost_is_left_out(fleet: Fleet) -> None:
@@ -140,14 +125,6 @@ def test_progress_that_only_a_node_reports_does_not_keep_failing_groups_alive(fl
 def accuse(fleet: Fleet, culprit: int, reporter: int = 0) -> None:
     rank = fleet.rank(reporter)
     rank.report(Misbehaved(reporter, rank.node, culprit, "sent 20 bytes, expected 100"))
-
-
-def test_others_continue_without_a_rank_that_rank_0_reports(fleet: Fleet) -> None:
-    fleet.scripts = {1: lambda fleet: accuse(fleet, 2), 2: Fleet.finish}
-    fleet.run()
-    assert fleet.groups == [(0, 1, 2), (0, 1)]
-    assert fleet.nodes_of(NodeLost) == ["csd1"]
-    assert "csd1: sent 20 bytes, expected 100" in fleet.lost_messages()[0]
 
 
 def test_report_that_comes_after_the_others_lost_their_links_counts(fleet: Fleet) -> None:

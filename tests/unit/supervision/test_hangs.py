@@ -11,31 +11,6 @@ from tests.patience import scaled
 from tests.unit.supervision.scripted_ranks import Fleet, ScriptedRank, orders_of
 
 
-def test_rank_that_does_not_answer_while_others_wait_is_lost(fleet: Fleet) -> None:
-    def hang(fleet: Fleet) -> None:
-        fleet.rank(2).is_hung = True
-        fleet.rank(0).wait_for("csd0", "csd1")
-
-    fleet.scripts = {1: hang, 2: Fleet.finish}
-    fleet.run()
-    assert fleet.groups == [(0, 1, 2), (0, 1)]
-    assert "is stopped, or its machine hangs" in fleet.lost_messages()[0]
-    assert len(orders_of(fleet.rank(1), Ping)) == 2  # as others wait for it, and while regrouping
-
-
-@pytest.mark.parametrize("reporter", [0, 2])
-def test_hung_rank_is_lost_when_the_waiting_rank_cannot_name_it(fleet: Fleet, reporter: int) -> None:
-    def hang(fleet: Fleet) -> None:
-        fleet.rank(1).is_hung = True
-        fleet.rank(reporter).wait_for()
-
-    fleet.scripts[1] = hang
-    fleet.scripts[2] = Fleet.finish
-    fleet.run()
-    assert fleet.groups == [(0, 1, 2), (0, 2)]
-    assert "is stopped, or its machine hangs" in fleet.lost_messages()[0]
-
-
 def test_slow_rank_that_answers_stays(fleet: Fleet) -> None:
     def finish_after_a_step(event: Event) -> None:
         if isinstance(event, Progress):

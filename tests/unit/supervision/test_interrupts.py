@@ -13,9 +13,14 @@ from csdctl.worker.protocol.orders import Order, Ping, Stop
 from tests.unit.supervision.scripted_ranks import Fleet, ScriptedRank, orders_of, press_ctrl_c
 
 
-def test_first_interrupt_lets_the_ranks_finish_their_step(fleet: Fleet) -> None:
+@pytest.mark.parametrize("stopped_by", [USER, CALLBACK])
+def test_first_interrupt_or_a_callback_lets_the_ranks_finish_their_step(
+    fleet: Fleet, stopped_by: str
+) -> None:
     def interrupt(event: Event) -> None:
-        if isinstance(event, Progress):
+        if stopped_by == CALLBACK:
+            fleet.should_stop = True  # from the first event on: long before there is a step to finish
+        elif isinstance(event, Progress):
             press_ctrl_c()
 
     def finish_when_told(rank: ScriptedRank, order: Order) -> None:
@@ -26,23 +31,7 @@ def test_first_interrupt_lets_the_ranks_finish_their_step(fleet: Fleet) -> None:
     fleet.scripts[1] = lambda fleet: fleet.rank(0).step()
     supervisor = fleet.supervise()
     supervisor.run()
-    assert supervisor.stopped_by == USER
-    assert len(orders_of(fleet.rank(0), Stop)) == 1
-    assert not orders_of(fleet.rank(1), Stop)
-
-
-def test_callback_lets_the_ranks_finish_their_step(fleet: Fleet) -> None:
-    def ask(event: Event) -> None:
-        fleet.should_stop = True  # from the first event on: long before there is a step to finish
-
-    def finish_when_told(rank: ScriptedRank, order: Order) -> None:
-        if isinstance(order, Stop):
-            fleet.finish()
-
-    fleet.on_event, fleet.on_order = ask, finish_when_told
-    supervisor = fleet.supervise()
-    supervisor.run()
-    assert supervisor.stopped_by == CALLBACK
+    assert supervisor.stopped_by == stopped_by
     assert len(orders_of(fleet.rank(0), Stop)) == 1
     assert not orders_of(fleet.rank(1), Stop)
 

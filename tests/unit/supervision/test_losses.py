@@ -1,21 +1,50 @@
 """Ranks that are lost during training: the others form a new group without them."""
 
-from csdctl.worker.protocol.events import Event, Finished, LinkLost, NodeLost, Paused
+import pytest
+
+from csdctl.worker.protocol.events import Event, Finished, LinkLost, Misbehaved, NodeLost, Paused
 from csdctl.worker.protocol.orders import FormGroup, Order, Ping
 from tests.patience import scaled
-from tests.unit.supervision.scripted_ranks import Fleet, ScriptedRank, orders_of, shell
+from tests.unit.supervision.scripted_ranks import Fleet, Script, ScriptedRank, orders_of, shell
 
 
-def test_others_continue_without_a_rank_that_exits(fleet: Fleet) -> None:
-    fleet.scripts = {1: lambda fleet: fleet.rank(1).exit(), 2: Fleet.finish}
+def hang(fleet: Fleet) -> None:
+    fleet.rank(1).is_hung = True
+    fleet.rank(0).lose_link(1)
+
+
+def hang_while_others_wait(fleet: Fleet, reporter: int, *nodes: str) -> None:
+    fleet.rank(1).is_hung = True
+    fleet.rank(reporter).wait_for(*nodes)
+
+
+def accuse(fleet: Fleet) -> None:
+    fleet.rank(0).report(Misbehaved(0, "host", 1, "sent 20 bytes, expected 100"))
+
+
+HANGS = "is stopped, or its machine hangs"
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        (lambda fleet: fleet.rank(1).exit(), "rank 1 was killed by signal 15"),
+        (hang, "no longer answers"),
+        (lambda fleet: hang_while_others_wait(fleet, 0, "csd0", "csd1"), HANGS),
+        (lambda fleet: hang_while_others_wait(fleet, 0), HANGS),
+        (lambda fleet: hang_while_others_wait(fleet, 2), HANGS),
+        (lambda fleet: fleet.rank(1).pause(), "left the group without an order"),
+        (accuse, "csd0: sent 20 bytes, expected 100"),
+    ],
+)
+def test_others_continue_without_a_rank_that_is_lost(fleet: Fleet, script: Script, reason: str) -> None:
+    fleet.scripts = {1: script, 2: Fleet.finish}
     fleet.run()
     assert fleet.groups == fleet.linked == [(0, 1, 2), (0, 2)]
     assert fleet.nodes_of(NodeLost) == ["csd0"]
-    assert "killed by signal 15" in fleet.lost_messages()[0]
-    group = orders_of(fleet.rank(2), FormGroup)[-1]
-    assert isinstance(group, FormGroup)
-    assert group.generation == 2
-    assert [type(order) for order in fleet.rank(0).orders] == [FormGroup, Ping, FormGroup]
+    assert reason in fleet.lost_messages()[0]
+    assert [group.generation for group in orders_of(fleet.rank(2), FormGroup)] == [1, 2]  # type: ignore[attr-defined]
+    assert next(process for process in fleet.processes if process.rank == 1).is_closed
 
 
 def test_group_of_the_same_ranks_keeps_its_collective(fleet: Fleet) -> None:
@@ -61,18 +90,6 @@ def test_failure_of_rank_0_while_regrouping_fails_the_run(fleet: Fleet) -> None:
     fleet.scripts[1] = lambda fleet: fleet.rank(1).exit()
     error = fleet.run_to_error()
     assert (error.node, error.message) == ("host", "disk full")
-
-
-def test_rank_that_does_not_answer_is_left_out(fleet: Fleet) -> None:
-    def hang(fleet: Fleet) -> None:
-        fleet.rank(1).is_hung = True
-        fleet.rank(0).lose_link(1)
-
-    fleet.scripts = {1: hang, 2: Fleet.finish}
-    fleet.run()
-    assert fleet.groups == [(0, 1, 2), (0, 2)]
-    assert "no longer answers" in fleet.lost_messages()[0]
-    assert next(process for process in fleet.processes if process.rank == 1).is_closed
 
 
 def test_run_with_fewer_nodes_left_than_min_nodes_fails(fleet: Fleet) -> None:

@@ -4,17 +4,12 @@ from typing import Any
 
 import pytest
 
-from csdctl.errors import NodeError, RunError
-from csdctl.supervision.membership import GroupState, Membership
-from csdctl.supervision.rank_processes import ProcessEnded
+from csdctl.errors import NodeError
+from csdctl.supervision.membership import Membership
 from csdctl.worker.protocol.events import (
     EpochEnd,
     Event,
-    LinkLost,
-    Misbehaved,
     NodeBack,
-    NodeLost,
-    Pong,
     Progress,
     Ready,
 )
@@ -76,16 +71,6 @@ def step(epoch: int, number: int) -> Progress:
     return Progress(0, "host", epoch, number, 1, 8, 0.1, 0.1, 0.2)
 
 
-def test_lost_rank_has_no_process_and_no_messages_and_is_restarted(fleet: Fleet) -> None:
-    fleet.lose(1)
-    assert fleet.membership.present() == {0, 2}
-    assert fleet.membership.present([1, 2]) == {2}
-    assert (fleet.processes.ranks, fleet.processes.restarted, fleet.discarded) == ({0, 2}, [1], [1])
-    assert fleet.membership.ready == {0, 2}
-    assert [(event.rank, event.node) for event in fleet.events] == [(1, "csd0")]
-    assert isinstance(fleet.events[0], NodeLost)
-
-
 def test_rank_that_is_back_is_no_longer_lost(fleet: Fleet) -> None:
     """What is said of lost nodes, and why a group was lost, is of ranks that are lost now."""
     fleet.lose(1, "first")
@@ -101,51 +86,11 @@ def test_rank_that_is_back_is_no_longer_lost(fleet: Fleet) -> None:
     assert fleet.membership.latest_loss([0, 1, 2]) is None
 
 
-def test_latest_loss_of_the_given_ranks_is_the_cause(fleet: Fleet) -> None:
-    fleet.lose(1, "first")
-    fleet.bring_back(1)
-    fleet.lose(2, "second")
-    fleet.lose(1, "third")
-    found = [fleet.membership.latest_loss(ranks) for ranks in ([0, 1, 2], [0, 2])]
-    assert [error.message for error in found if error] == ["third", "second"]
-    assert [error.message for error in fleet.membership.losses] == ["second", "third"]
-
-
-def test_rank_that_is_lost_already_is_not_lost_again(fleet: Fleet) -> None:
-    fleet.lose(1)
-    fleet.lose(1)
-    assert (len(fleet.events), fleet.processes.restarted) == (1, [1])
-
-
-def test_rank_that_returns_has_not_renewed_its_restarts(fleet: Fleet) -> None:
-    for number in range(MAX_RESTARTS + 1):
-        assert not fleet.membership.is_exhausted(1)
-        fleet.lose(1)
-        if number < MAX_RESTARTS:
-            fleet.bring_back(1)
-            fleet.membership.record_progress(step(1, number + 1), [0, 1, 2])
-    assert fleet.membership.is_exhausted(1)
-    assert fleet.processes.restarted == [1] * MAX_RESTARTS
-    assert not fleet.membership.is_exhausted(2)
-
-
 def lose_often(fleet: Fleet, rank: int) -> None:
     """Use all restarts of a rank but the last loss, after which it would stay away."""
     for _ in range(MAX_RESTARTS):
         fleet.lose(rank)
         fleet.bring_back(rank)
-
-
-@pytest.mark.parametrize(
-    ("members", "is_exhausted"), [([0, 1, 2], False), ([0, 2], True)], ids=["in the group", "absent"]
-)
-def test_end_of_an_epoch_renews_the_restarts_of_the_ranks_in_the_group(
-    fleet: Fleet, members: list[int], *, is_exhausted: bool
-) -> None:
-    lose_often(fleet, 1)
-    fleet.membership.record_progress(ended(1), members)
-    fleet.lose(1)
-    assert fleet.membership.is_exhausted(1) is is_exhausted
 
 
 @pytest.mark.parametrize(
@@ -167,80 +112,3 @@ def test_rank_0_renews_its_restarts_with_a_step_after_the_one_at_which_it_was_lo
     fleet.membership.record_progress(report, [0, 1, 2])
     fleet.lose(0)
     assert fleet.membership.is_exhausted(0) is is_exhausted
-
-
-def test_loss_before_any_training_ends_the_run(fleet: Fleet) -> None:
-    fleet.membership.has_trained = False
-    with pytest.raises(RunError, match="killed"):
-        fleet.lose(1)
-    assert fleet.processes.restarted == []
-
-
-def test_rank_that_exits_after_it_finished_is_not_lost(fleet: Fleet) -> None:
-    fleet.membership.mark_finished(1)
-    fleet.lose(1)
-    fleet.membership.handle_exit(ProcessEnded(1, "csd0", NodeError("exited", node="csd0"), is_clean=True))
-    assert fleet.events == []
-    assert fleet.processes.ranks == {0, 2}
-
-
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_crash_after_the_completion_of_all_fails_the_run(fleet: Fleet, order: tuple[int, ...]) -> None:
-    """As long as rank 0 has not finished, the others may have had something left to do."""
-    ended = ProcessEnded(1, "csd0", NodeError("killed by signal 11", node="csd0"), is_clean=False)
-
-    def finish() -> None:
-        for rank in order:
-            fleet.membership.mark_finished(rank)
-            if rank == 1:
-                fleet.membership.handle_exit(ended)
-
-    with pytest.raises(RunError, match="killed by signal 11"):
-        finish()
-
-
-@pytest.mark.parametrize(("sender", "culprit"), [(1, 2), (0, 0), (0, 3), (0, -1)])
-def test_only_rank_0_is_believed_about_others_and_only_about_nodes(
-    fleet: Fleet, sender: int, culprit: int
-) -> None:
-    report = Misbehaved(sender, NODES[sender], culprit, "sent nonsense")
-    assert fleet.membership.handle_misbehaved(report) == ""
-    assert fleet.events == []
-    assert fleet.membership.handle_misbehaved(Misbehaved(0, "host", 2, "sent nonsense")) == "csd1"
-    assert fleet.membership.present() == {0, 1}
-
-
-class TestGroupState:
-    def test_progress_is_that_of_rank_0_alone(self) -> None:
-        """Another rank could report for ever."""
-        group = GroupState(1, (0, 1), 10.0, awaited={1})
-        group.record_arrival(Progress(1, "csd0", 1, 1, 1, 8, 0.1, 0.1, 0.2), 20.0)
-        assert (group.last_progress, group.awaited) == (10.0, {1})
-        group.record_arrival(step(1, 1), 30.0)
-        assert (group.last_progress, group.awaited) == (30.0, set())
-
-    def test_link_lost_in_an_earlier_group_does_not_count(self) -> None:
-        group = GroupState(2, (0, 1, 2), 0.0)
-        group.record_arrival(LinkLost(1, "csd0", 1, 1, 3), 1.0)
-        assert (group.unlinked, group.first_unlinked) == (set(), None)
-        for rank in (2, 1):
-            group.record_arrival(LinkLost(rank, NODES[rank], 2, 1, 3), 1.0)
-        assert (group.unlinked, group.first_unlinked) == ({1, 2}, 2)
-
-    def test_ping_stays_until_it_is_answered(self) -> None:
-        group = GroupState(1, (0, 1, 2), 0.0, pinged={1: 5.0, 2: 5.0})
-        group.record_arrival(Pong(1, "csd0", 1), 4.0)  # to an earlier ping
-        group.record_arrival(Pong(2, "csd1", 1), 6.0)
-        group.drop_answered_pings()
-        assert group.pinged == {1: 5.0}
-        assert group.answer_delays_s(5.0) == [1.0]
-        assert (group.last_message(1), group.last_message(0)) == (4.0, 0.0)
-
-    def test_group_is_complete_with_all_of_its_ranks(self) -> None:
-        group = GroupState(1, (0, 2), 0.0, joined={0}, paused={2})
-        assert not group.have_all_joined
-        assert not group.have_all_paused
-        group.joined.add(2)
-        group.paused.add(0)
-        assert group.have_all_joined
-        assert group.have_all_paused

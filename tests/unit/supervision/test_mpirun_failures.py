@@ -40,17 +40,6 @@ def test_step_resets_the_count_of_failed_groups(fleet: Fleet) -> None:
     assert len(fleet.groups) == 6
 
 
-def test_short_epoch_resets_the_count_of_failed_groups(fleet: Fleet) -> None:
-    def end_epoch_and_break(fleet: Fleet) -> None:
-        fleet.end_epoch()  # with too few steps for a Progress event
-        fleet.rank(0).lose_link(len(fleet.groups))
-
-    fleet.scripts = dict.fromkeys(range(1, 6), end_epoch_and_break)
-    fleet.scripts[6] = Fleet.finish
-    fleet.run()
-    assert len(fleet.groups) == 6
-
-
 def test_node_that_mpirun_blames_repeatedly_is_left_out(fleet: Fleet) -> None:
     fleet.mpirun = dict.fromkeys((1, 2, 3), mpirun_blaming(1, "csd0"))
     fleet.scripts[4] = Fleet.finish
@@ -66,15 +55,6 @@ def test_failed_run_does_not_blame_a_node_lost_long_ago(fleet: Fleet) -> None:
     error = fleet.run_to_error()
     assert "no route" in error.message
     assert error.node == ""
-
-
-def test_node_that_mpirun_blames_is_left_out_although_another_was_lost_long_ago(fleet: Fleet) -> None:
-    fleet.lose_rank_1_early()
-    fleet.scripts[2] = lambda fleet: fleet.rank(0).step()
-    fleet.mpirun = dict.fromkeys((2, 3, 4), mpirun_blaming(1, "csd1"))
-    fleet.scripts[5] = Fleet.finish
-    fleet.run()
-    assert fleet.groups == [(0, 1, 2), (0, 2), (0, 2), (0, 2), (0,)]
 
 
 def test_restarting_rank_is_not_dropped_for_its_earlier_loss(fleet: Fleet) -> None:

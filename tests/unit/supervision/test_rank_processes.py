@@ -8,7 +8,7 @@ import pytest
 from csdctl.errors import NodeError, UnreachableError
 from csdctl.supervision.rank_processes import MAX_WAITING, OnMessage, ProcessEnded, RankProcesses, Restarted
 from csdctl.worker.protocol.events import Pong
-from csdctl.worker.protocol.orders import Order, Ping
+from csdctl.worker.protocol.orders import Order
 from tests import patience
 from tests.patience import eventually, scaled
 
@@ -64,14 +64,6 @@ def processes(machine: Machine) -> Iterator[RankProcesses]:
     assert all(process.closed.is_set() for process in machine.started)
 
 
-def test_messages_of_a_process_arrive_in_order(processes: RankProcesses, machine: Machine) -> None:
-    processes.start(1)
-    machine.started[0].answer(1)
-    machine.started[0].answer(2)
-    assert [processes.next(0.0), processes.next(0.0)] == [Pong(1, "csd0", 1), Pong(1, "csd0", 2)]
-    assert processes.next(0.0) is None
-
-
 def test_process_waits_while_too_many_of_its_messages_are_not_handled(
     processes: RankProcesses, machine: Machine
 ) -> None:
@@ -94,13 +86,6 @@ def test_process_waits_while_too_many_of_its_messages_are_not_handled(
     reader.join()
 
 
-def test_order_to_a_rank_without_a_process_is_ignored(processes: RankProcesses, machine: Machine) -> None:
-    processes.start(1)
-    processes.send(1, Ping(7))
-    processes.send(2, Ping(7))
-    assert machine.started[0].orders == [Ping(7)]
-
-
 def test_no_message_of_a_dropped_process_arrives(processes: RankProcesses, machine: Machine) -> None:
     processes.start(1)
     machine.started[0].answer(1)
@@ -119,15 +104,6 @@ def test_late_end_of_a_dropped_process_does_not_end_the_restarted_process(
     machine.started[0].exit()
     assert processes.next(0.0) is None
     assert processes.ranks == {1}
-
-
-def test_restart_arrives_before_the_end_of_a_process_that_exits_at_once(
-    processes: RankProcesses, machine: Machine
-) -> None:
-    machine.on_start = FakeProcess.exit
-    processes.restart(1)
-    assert processes.next(WAIT_S) == Restarted(1)
-    assert isinstance(processes.next(WAIT_S), ProcessEnded)
 
 
 @pytest.mark.parametrize("failure", [UnreachableError("down"), OSError("broken pipe"), ValueError("?")])

@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import pytest
 
-from csdctl.worker.protocol.events import Event, NodeBack, NodeLost, Paused
-from csdctl.worker.protocol.orders import Order, PauseAtEpochEnd, Ping
+from csdctl.worker.protocol.events import NodeBack, NodeLost, Paused
+from csdctl.worker.protocol.orders import Order, PauseAtEpochEnd
 from tests.patience import scaled
 from tests.unit.supervision.scripted_ranks import Fleet, ScriptedRank, orders_of
 
@@ -18,35 +18,6 @@ def test_node_that_returns_joins_at_the_end_of_the_epoch(fleet: Fleet) -> None:
     assert fleet.nodes_of(NodeBack) == ["csd0"]
     assert fleet.nodes_of(Paused) == ["host", "csd1"]
     assert len(orders_of(fleet.rank(0), PauseAtEpochEnd)) == 1
-
-
-def test_pause_is_requested_again_when_another_node_is_lost_first(fleet: Fleet) -> None:
-    def lose_another(fleet: Fleet) -> None:
-        fleet.has_short_epochs = True
-        fleet.rank(2).exit()
-
-    fleet.has_short_epochs = False
-    fleet.reachable = {1}
-    fleet.on_event = lambda event: lose_another(fleet) if isinstance(event, NodeBack) else None
-    fleet.scripts = {1: lambda fleet: fleet.rank(1).exit(), 4: Fleet.finish}
-    fleet.run()
-    assert fleet.groups == [(0, 1, 2), (0, 2), (0,), (0, 1)]
-
-
-def test_node_that_returns_while_others_regroup_joins_at_the_end_of_the_epoch(fleet: Fleet) -> None:
-    def return_late(rank: ScriptedRank, order: Order) -> None:
-        if isinstance(order, Ping) and rank.rank == 0 and len(fleet.groups) == 2:
-            fleet.rank(1).report_ready()
-
-    def lose_another(event: Event) -> None:
-        if isinstance(event, NodeLost) and event.rank == 1:
-            fleet.on_start = lambda rank: fleet.rank(2).exit()  # rank 1 has a process, and is not ready yet
-
-    fleet.on_order, fleet.on_event = return_late, lose_another
-    fleet.reachable = {1}
-    fleet.scripts = {1: lambda fleet: fleet.rank(1).exit(), 4: Fleet.finish}
-    fleet.run()
-    assert fleet.groups == [(0, 1, 2), (0, 2), (0,), (0, 1)]
 
 
 def test_node_lost_during_a_pause_is_left_out_and_the_returned_node_joins(fleet: Fleet) -> None:

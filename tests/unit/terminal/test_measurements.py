@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from csdctl.errors import InputError
 from csdctl.fleet.facts import Facts
 from csdctl.fleet.hardware import classify_fleet, classify_machine
 from csdctl.runs.directory import ProjectDirectory
@@ -23,7 +22,7 @@ from csdctl.tuning.measurements import (
     TrialRank,
 )
 from csdctl.worker.protocol.run_spec import Runtime
-from csdctl.workflows.reporting.measurements import forget_measurements, load_measurements
+from csdctl.workflows.reporting.measurements import load_measurements
 from tests.emulated.running import csdctl
 from tests.json_page import check_document
 
@@ -124,26 +123,13 @@ def test_document_has_all_measurements(project: ProjectDirectory) -> None:
     assert measurements_document(Overview(), "here").keys() == document.keys()
 
 
-class TestForgetting:
-    def test_model_is_deleted_after_confirmation(self, project: ProjectDirectory) -> None:
-        questions: list[str] = []
-        forgotten = forget_measurements(project, "MobileNetV2", questions.append, print)
-        assert questions == ["Delete the measurements of MobileNetV2 (aaaaaaaa)?"]
-        assert (forgotten.num_probes, forgotten.num_trials) == (4, 1)
-        assert "star" in shown(project)
-
-    def test_nothing_is_deleted_without_confirmation(self, project: ProjectDirectory) -> None:
-        def refuse(question: str) -> None:
-            raise InputError(question)
-
-        before = shown(project)
-        for selection in ("MobileNetV2", "all"):
-            with pytest.raises(InputError, match="Delete"):
-                forget_measurements(project, selection, refuse, print)
-        assert shown(project) == before
-
-
 class TestCommand:
+    def test_project_without_measurements_gets_a_message_and_no_file(self, tmp_path: Path) -> None:
+        done = csdctl(tmp_path, "measurements")
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout == "no measurements yet: `csdctl tune` stores what it measures\n"
+        assert list(tmp_path.iterdir()) == []
+
     @pytest.mark.fault(36)
     def test_damaged_file_is_set_aside(self, project: ProjectDirectory) -> None:
         project.measurements.write_bytes(b"no database")

@@ -43,11 +43,6 @@ def test_steps_that_get_shorter_with_the_batch_still_give_a_step_time() -> None:
     assert found.per_sample_s > 0
 
 
-def test_fit_without_probes_is_an_error() -> None:
-    with pytest.raises(ValueError, match="no probe"):
-        fit_step_time([])
-
-
 PLACES = [(ranks, size) for ranks in (2, 5) for size in (1 << 16, 1 << 20, 1 << 23)]
 
 
@@ -72,24 +67,23 @@ def test_cost_is_found_from_exact_sums(
         assert found.at(size, ranks) == pytest.approx(cost.at(size, ranks), rel=0.02)
 
 
-def test_faster_of_two_collectives_counts() -> None:
-    cost = CollectiveCost(0.001, 0.0, 1e-9, 1e-9)
-    found = fit_collective([*timed(cost, "allreduce", 3.0), *timed(cost)])
-    assert found.at(1 << 20, 5) == pytest.approx(cost.at(1 << 20, 5), rel=0.01)
+COST = CollectiveCost(0.001, 0.0, 1e-9, 1e-9)
+NEWER = [replace(measurement, measured_at=1.0) for measurement in timed(COST)]
+ALONE = CollectiveMeasurement("star", 1, 1 << 20, 0.0, 0.0)
 
 
-def test_single_lucky_sum_does_not_set_the_cost() -> None:
-    cost = CollectiveCost(0.001, 0.0, 1e-9, 1e-9)
-    found = fit_collective([*timed(cost), *timed(cost, factor=0.2), *timed(cost)])
-    assert found.at(1 << 20, 5) == pytest.approx(cost.at(1 << 20, 5), rel=0.01)
-
-
-def test_newest_sums_show_a_slower_network() -> None:
-    cost = CollectiveCost(0.001, 0.0, 1e-9, 1e-9)
-    before = timed(cost, factor=0.2) * 20
-    now = [replace(measurement, measured_at=1.0) for measurement in timed(cost)] * 5
-    found = fit_collective([*now, *before])
-    assert found.at(1 << 20, 5) == pytest.approx(cost.at(1 << 20, 5), rel=0.01)
+@pytest.mark.parametrize(
+    "measured",
+    [
+        [*timed(COST, "allreduce", 3.0), *timed(COST)],  # the faster of two collectives counts
+        [*timed(COST), *timed(COST, factor=0.2), *timed(COST)],  # one lucky sum does not
+        [*(NEWER * 5), *(timed(COST, factor=0.2) * 20)],  # the network has become slower
+        [*timed(COST), ALONE],
+    ],
+)
+def test_sums_that_count(measured: list[CollectiveMeasurement]) -> None:
+    found = fit_collective(measured)
+    assert found.at(1 << 20, 5) == pytest.approx(COST.at(1 << 20, 5), rel=0.01)
 
 
 def test_noise_gives_no_negative_time() -> None:
@@ -99,14 +93,6 @@ def test_noise_gives_no_negative_time() -> None:
     ]
     found = fit_collective(noisy)
     assert min(found.at(1 << 10, 2), found.at(1 << 26, 40)) >= 0
-
-
-def test_sums_of_one_rank_are_ignored() -> None:
-    cost = CollectiveCost(0.001, 0.0, 1e-9, 1e-9)
-    alone = CollectiveMeasurement("star", 1, 1 << 20, 0.0, 0.0)
-    assert fit_collective([*timed(cost), alone]).at(1 << 20, 5) == pytest.approx(
-        cost.at(1 << 20, 5), rel=0.01
-    )
 
 
 def test_cost_without_sums_is_zero() -> None:

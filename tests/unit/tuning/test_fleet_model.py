@@ -23,29 +23,19 @@ from csdctl.tuning.plan_choice import choose_plan, plan_ranks
 from csdctl.tuning.search import Limits
 
 
-def test_measured_size_is_not_predicted() -> None:
-    assert predict_peak_bytes({8: 100}, 8) == 100
-    assert predict_peak_bytes({4: 90, 8: 100, 16: 130}, 8) == 100
-
-
-@pytest.mark.parametrize("peaks", [{}, {8: 100}])
-def test_one_measurement_predicts_nothing(peaks: dict[int, int]) -> None:
-    assert predict_peak_bytes(peaks, 16) is None
-
-
-def test_peak_is_extrapolated_from_the_largest_size_and_half_of_it() -> None:
-    assert predict_peak_bytes({4: 99, 16: 130, 8: 100}, 32) == 130 + 16 * 30 // 8
-
-
-def test_almost_equal_sizes_do_not_set_the_slope() -> None:
-    assert predict_peak_bytes({32: 100, 128: 196, 130: 298}, 260) == 298 + 130 * 198 // 98
-    assert predict_peak_bytes({100: 200, 110: 210}, 130) == 230
-
-
-def test_peak_of_a_process_does_not_fall() -> None:
-    assert predict_peak_bytes({8: 100, 16: 100}, 1000) == 100
-    assert predict_peak_bytes({8: 120, 16: 100}, 1000) == 100
-    assert predict_peak_bytes({8: 100, 16: 130}, 12) == 130
+@pytest.mark.parametrize(
+    ("peaks", "size", "expected"),
+    [
+        ({4: 90, 8: 100, 16: 130}, 8, 100),  # measured
+        ({8: 100}, 16, None),
+        ({4: 99, 16: 130, 8: 100}, 32, 130 + 16 * 30 // 8),  # from the largest size and half of it
+        ({32: 100, 128: 196, 130: 298}, 260, 298 + 130 * 198 // 98),  # not from almost equal sizes
+        ({8: 120, 16: 100}, 1000, 100),  # the peak of a process does not fall
+        ({8: 100, 16: 130}, 12, 130),
+    ],
+)
+def test_peak_is_extrapolated(peaks: dict[int, int], size: int, expected: int | None) -> None:
+    assert predict_peak_bytes(peaks, size) == expected
 
 
 @pytest.mark.parametrize("peaks", [{8: 100}, {8: 100, 16: 100}])
@@ -145,16 +135,6 @@ def test_smaller_of_two_memory_limits_holds() -> None:
     assert known.max_at_once == 200
     assert replace(known, too_large=150).max_at_once == 149
     assert replace(known, too_large=250).max_at_once == 200
-
-
-def test_host_has_no_larger_share_of_a_step_than_of_the_samples(model: FleetModel) -> None:
-    """What lies on the nodes stays there: a larger batch of the host would be empty in most steps."""
-    limits = Limits(max_global_batch=200)
-    assert choose_plan(model, limits).batch_sizes["host"] > 0.1 * 200
-    limited = choose_plan(replace(model, max_host_share=0.1), limits).batch_sizes
-    assert 0 < limited["host"] <= 0.1 * sum(limited.values())
-    assert sum(limited.values()) <= 200
-    assert min(limited[name] for name in NODES) > choose_plan(model, limits).batch_sizes["csd0"]
 
 
 @pytest.mark.parametrize("share", [0.05, 0.1, 0.2, 0.3, 0.4])

@@ -1,8 +1,7 @@
 """The properties of a model and the rate of a probe."""
 
-from csdctl.tuning.measurements import ModelProperties, ProbeMeasurement, describe_model
+from csdctl.tuning.measurements import ModelProperties, describe_model
 from csdctl.worker.protocol.model_info import ModelInfo
-from csdctl.worker.protocol.run_spec import Runtime
 
 
 class TestFeatures:
@@ -17,7 +16,3 @@ class TestFeatures:
     def test_inputs_are_counted_unless_their_size_is_unknown(self) -> None:
         info = ModelInfo("a", (), (1,), 1, 1, "", inputs={"left": (2, 3), "right": (4,), "text": (0,)})
         assert describe_model(info, "hash").input_elements == 10
-
-    def test_probe_that_did_not_fit_has_no_rate(self) -> None:
-        assert ProbeMeasurement(Runtime(1), 8, 0.0, 0.5).samples_per_s == 16
-        assert ProbeMeasurement(Runtime(1), 8, 0.0, None).samples_per_s is None

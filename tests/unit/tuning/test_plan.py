@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from csdctl.errors import InputError
-from csdctl.tuning.plan import HEADER, Plan, Predicted, RankPlan, load_plan, save_plan
+from csdctl.tuning.plan import Plan, Predicted, RankPlan, load_plan, save_plan
 
 PLAN = Plan(
     job="job",
@@ -34,12 +34,6 @@ def test_plan_is_read_back_as_it_was_saved(path: Path) -> None:
     assert load_plan(path) == PLAN
 
 
-def test_plan_file_explains_what_may_be_edited(path: Path) -> None:
-    assert path.read_text().startswith(HEADER)
-    assert "batch_size: 25" in path.read_text()
-    assert "null" not in path.read_text()
-
-
 @pytest.mark.parametrize(
     ("written", "edited", "message"),
     [
@@ -48,21 +42,16 @@ def test_plan_file_explains_what_may_be_edited(path: Path) -> None:
             "batch_size: -1",
             "`ranks.1.batch_size`: .*greater than or equal to 0 .received -1",
         ),
-        ("batch_size: 25", "batch_size: many", "`ranks.1.batch_size`: .*integer.*received 'many'"),
         ("batch_size: 25", "batch_size: 2.5", "`ranks.1.batch_size`: .*integer.*received 2.5"),
-        ("threads: 4", "threads: -4", "`ranks.1.threads`"),
         ("threads: 4", "thread: 4", "unknown key `ranks.1.thread`, did you mean `threads`"),
         ("step_time_s: 8.0", "step_time_s: .nan", "`ranks.1.step_time_s`"),
-        ("step_time_s: 8.0", "step_time_s: -8.0", "`ranks.1.step_time_s`"),
         ("schema_version: 1", "schema_version: 2", "`schema_version`"),
         (
             "batch_size: 25",
             "batch_size: 1000000000000",
             "`ranks.1.batch_size`: .*less than or equal to 1048576",
         ),
-        ("peak_memory_bytes: 1073741824", "peak_memory_bytes: -1", "`ranks.1.peak_memory_bytes`"),
         ("node: csd0", "node: '-rf /'", "`ranks.1.node`"),
-        ("num_probes: 12", "num_probes: -12", "`num_probes`"),
     ],
 )
 def test_bad_value_is_named_with_its_line(path: Path, written: str, edited: str, message: str) -> None:
@@ -101,10 +90,6 @@ def test_missing_plan_is_an_error_with_a_remedy(tmp_path: Path) -> None:
     assert str(tmp_path / "plan.yaml") in raised.value.message
 
 
-def test_predicted_rate_is_the_global_batch_over_the_slowest_step() -> None:
-    assert PLAN.predicted_samples_per_s == pytest.approx(340 / 10.0)
-
-
 def predicted_for(batch_sizes: list[int]) -> Plan:
     predicted = Predicted(
         global_batch=340,
@@ -131,7 +116,8 @@ def test_prediction_does_not_hold_after_moving_samples_between_ranks(path: Path)
     assert load_plan(path).prediction is None
 
 
-def test_nothing_is_predicted_when_a_rank_was_not_measured() -> None:
+def test_rate_follows_from_the_slowest_step_if_all_ranks_were_measured() -> None:
+    assert PLAN.predicted_samples_per_s == pytest.approx(340 / 10.0)
     ranks = [PLAN.ranks[0], RankPlan(node="csd0", batch_size=25, threads=4)]
     assert PLAN.model_copy(update={"ranks": ranks}).predicted_samples_per_s is None
 

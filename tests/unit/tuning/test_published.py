@@ -63,59 +63,12 @@ def least_size(row: PublishedNetwork) -> float:
     return row.node.step_s * (1 + 1 / MARGIN_SCALE) * row.host_samples_per_s
 
 
-def resolution(row: PublishedNetwork, step_divisor: float) -> float:
-    """How far the last step may go beyond the smallest size: margin / C of it, and rounding."""
-    return least_size(row) / MARGIN_SCALE / step_divisor + 1
-
-
 def placed(row: PublishedNetwork) -> list[Placed]:
     newports = [
         RankLoad(f"csd{number}", row.node_batch_size, NUM_PRIVATE // NUM_NEWPORTS)
         for number in range(NUM_NEWPORTS)
     ]
     return place_shards([RankLoad("host", row.host_batch_size), *newports], NUM_PUBLIC)
-
-
-def test_newports_curve_matches_the_paper_for_mobilenet() -> None:
-    row = TABLE_1[Network.MOBILENETV2]
-    speeds = [size / newport_step_s(row, size) for size in (5, 16, 25, 60)]
-    assert speeds[1:] == pytest.approx([3.0, 3.08, 3.08], abs=0.005)
-    assert speeds[0] < 2.6
-    assert pytest.approx(0.047, abs=0.001) == FIXED_SHARE
-
-
-@pytest.mark.parametrize("network", Network)
-def test_batch_sizes_are_the_papers_within_the_resolution_of_c(network: Network) -> None:
-    row = TABLE_1[network]
-    host, newport = tuned_sizes(row, step_divisor=1)
-    assert newport == row.node_batch_size
-    assert abs(host - row.host_batch_size) <= resolution(row, 1)
-    assert host == pytest.approx(row.host_batch_size, rel=0.09)
-
-
-@pytest.mark.parametrize("step_divisor", [1.0, 2.0, 4.0, 8.0])
-@pytest.mark.parametrize("network", Network)
-def test_resolution_is_the_margin_over_c(network: Network, step_divisor: float) -> None:
-    row = TABLE_1[network]
-    host, _ = tuned_sizes(row, step_divisor)
-    assert 0 <= host - least_size(row) <= resolution(row, step_divisor)
-
-
-@pytest.mark.parametrize("network", Network)
-def test_papers_sizes_are_where_the_loop_may_end_with_c_1(network: Network) -> None:
-    row = TABLE_1[network]
-    assert 0 <= row.host_batch_size - least_size(row) <= resolution(row, 1)
-
-
-def test_with_c_2_only_inception_is_beyond_the_last_step() -> None:
-    beyond = {
-        network
-        for network, row in TABLE_1.items()
-        if row.host_batch_size - least_size(row) > resolution(row, 2)
-    }
-    assert beyond == {Network.INCEPTIONV3}
-    row = TABLE_1[Network.INCEPTIONV3]
-    assert row.host_batch_size / least_size(row) - 1 == pytest.approx(0.157, abs=0.001)
 
 
 @pytest.mark.parametrize("network", Network)

@@ -4,8 +4,6 @@ import itertools
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from csdctl.perfmodel.prediction import (
     MIN_OVERHEAD_FACTOR,
@@ -14,7 +12,6 @@ from csdctl.perfmodel.prediction import (
     RingCost,
     SumCost,
     calibrate_overhead,
-    predict,
 )
 from csdctl.perfmodel.step_time import StepTime
 from csdctl.tuning.scaling_curve import (
@@ -24,13 +21,11 @@ from csdctl.tuning.scaling_curve import (
     Power,
     Reason,
     Verdict,
-    choose_best,
     judge,
     predict_curve,
     size_ranks,
 )
 from csdctl.tuning.search import Limits, find_best_ranks
-from csdctl.tuning.stannis import TuningError
 
 FLAT_HOST = RankModel("host", StepTime(0.0, 0.01), batch_size=100)
 FLAT_NODE = RankModel("csd0", StepTime(0.0, 0.1), batch_size=10)
@@ -54,37 +49,7 @@ def verdict(max_nodes: int, cost: SumCost = NOTHING, power: Power | None = None)
     return judge(curve(max_nodes, cost, power), [FLAT_NODE])
 
 
-planned = st.builds(
-    lambda fixed_s, per_sample_s, size: RankModel("csd", StepTime(fixed_s, per_sample_s), batch_size=size),
-    st.floats(0, 10),
-    st.floats(1e-4, 10),
-    st.integers(1, 500),
-)
-
-
 class TestFixedBatchSizes:
-    @given(
-        planned,
-        st.lists(planned, min_size=1, max_size=4),
-        st.builds(CollectiveCost, st.floats(0, 1), st.floats(0, 0.1), st.floats(0, 1e-6), st.floats(0, 1e-7)),
-        st.floats(1, 1.5),
-        st.integers(1, 9),
-    )
-    def test_every_point_agrees_with_predict(
-        self, host: RankModel, nodes: list[RankModel], cost: CollectiveCost, overhead: float, num_nodes: int
-    ) -> None:
-        host = replace(host, node="host")
-        nodes = [replace(node, node=f"csd{number}") for number, node in enumerate(nodes)]
-        [point] = predict_curve(host, nodes, [num_nodes], Costs(cost, 1000, overhead))
-        ranks = [host, *(nodes[number % len(nodes)] for number in range(num_nodes))]
-        sizes = [rank.batch_size for rank in ranks]
-        predicted = predict(ranks, sizes, cost.at(1000, len(ranks)), overhead)
-        assert point.step_s == pytest.approx(predicted.step_s)
-        alone_s = host.step_s
-        assert point.speedup == pytest.approx(predicted.samples_per_s / (host.batch_size / alone_s))
-        assert point.efficiency == pytest.approx(predicted.samples_per_s / predicted.ceiling_samples_per_s)
-        assert point.global_batch == sum(sizes)
-
     def test_host_alone_has_no_overhead_and_no_sum(self) -> None:
         costs = Costs(CollectiveCost(fixed_s=1.0, per_rank_s=1.0), overhead_factor=1.5)
         [alone] = predict_curve(FLAT_HOST, [FLAT_NODE], [0], costs)
@@ -148,14 +113,6 @@ class TestVerdict:
         assert 0 < least < 200
         assert verdict(10).least_energy_nodes is None
 
-    def test_verdict_on_some_numbers_of_nodes_covers_those_in_between(self) -> None:
-        every = curve(60, CollectiveCost(per_rank_s=0.01), Power(100.0, 1.0))
-        whole = judge(every, [FLAT_NODE])
-        thinned = judge([every[number] for number in (*range(0, 60, 4), 60)], [FLAT_NODE])
-        assert thinned.reasons == whole.reasons
-        for name in ("useful_nodes", "worth_from", "least_energy_nodes"):
-            assert abs(getattr(thinned, name) - getattr(whole, name)) <= 4
-
 
 class TestChosenBatchSizes:
     def test_chosen_batch_sizes_are_no_slower_than_fixed_ones(self) -> None:
@@ -171,11 +128,6 @@ class TestChosenBatchSizes:
         assert two == replace(kept, speedup=two.speedup)
         assert two.global_batch == 115 < min(one.global_batch, three.global_batch)
 
-    def test_larger_fleet_repeats_the_nodes(self) -> None:
-        best = choose_best(HOST, NODES, 5, WITHIN, COSTS)
-        assert list(best.batch_sizes) == ["host", "csd0", "dpu0", "csd0#1", "dpu0#1", "csd0#2"]
-        assert best.batch_sizes["csd0#1"] == best.batch_sizes["csd0"]
-
     def test_host_without_useful_nodes_is_as_fast_as_alone(self) -> None:
         alone, pair = predict_curve(HOST, NODES, [0, 2], DEAR, WITHIN, Power(host_w=100.0, node_w=10.0))
         assert (pair.num_left_out, pair.sum_s) == (2, 0)
@@ -188,11 +140,6 @@ class TestChosenBatchSizes:
     def test_required_nodes_are_kept_whatever_they_cost(self) -> None:
         [point] = predict_curve(HOST, NODES, [2], DEAR, replace(WITHIN, is_required=True))
         assert point.num_left_out == 0
-
-    def test_limits_that_allow_no_plan_are_an_error(self) -> None:
-        strict = Choice(lambda _: Limits(max_global_batch=2), is_required=True)
-        with pytest.raises(TuningError, match="no plan for 3 ranks"):
-            choose_best(HOST, [CSD], 2, strict, COSTS)
 
     def test_slow_host_sits_out_and_still_takes_part_in_the_sum(self) -> None:
         host = RankModel("host", StepTime(3.0, 1.0), batch_size=1)
@@ -220,7 +167,6 @@ class TestHostOrNot:
             ([StepTime(0.02, 0.002)], Limits(max_global_batch=64), 1.0, 0),
             ([StepTime(0.0, 0.02)] * 3, LARGE, 1.5, 3),  # they add a quarter; the overhead costs more
             ([StepTime(0.0, 0.02)], LARGE, 1.1, 0),  # the host alone is as fast
-            ([StepTime(0.0, 0.02)], Limits(max_step_s=0.03, max_global_batch=512), 1.5, 1),
         ],
     )
     def test_host_trains_with_the_nodes_that_pay(

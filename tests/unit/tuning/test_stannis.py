@@ -39,17 +39,6 @@ def linear(samples_per_s: float, overhead_s: float = 0.0) -> Callable[[int], flo
     return lambda size: overhead_s + size / samples_per_s
 
 
-def best_at(best_size: int, samples_per_s: float) -> Callable[[int], float]:
-    """An engine that is slower beyond `best_size`: its cache, or its memory, is full."""
-    return lambda size: (size + 0.2 * max(0, size - best_size)) / samples_per_s + 0.01
-
-
-def test_slowest_engine_gets_its_best_size_of_the_list() -> None:
-    tuned = Engines({"host": linear(100, 0.1), "csd0": best_at(16, 5)}).tune()
-    assert tuned["csd0"].batch_size == 16
-    assert tuned["csd0"].step_time_s == pytest.approx(16 / 5 + 0.01)
-
-
 def test_slowest_is_the_one_with_the_least_samples_per_s_not_the_longest_step() -> None:
     # Every step of csd0 takes longer at size 4 already; it makes up for it at 64.
     times = {"host": linear(2), "csd0": linear(50, 3.0)}
@@ -73,14 +62,6 @@ def test_size_that_does_not_fit_is_the_upper_limit_from_then_on() -> None:
     assert tuned["host"].batch_size == 100
     failed = [size for size in engines.sizes_of("host") if size > 100]
     assert failed == sorted(failed, reverse=True)
-
-
-def test_size_out_of_memory_and_larger_ones_are_not_tried_again() -> None:
-    engines = Engines({"host": linear(1000), "csd0": linear(5, 0.1)}, limits={"host": 36})
-    tuned = engines.tune(batch_sizes=(16, 32, 40, 48, 64))
-    assert tuned["host"].batch_size == 36
-    assert engines.sizes_of("host").count(40) == 1
-    assert max(engines.sizes_of("host")) == 40
 
 
 def test_engine_that_fits_at_no_size_is_named() -> None:

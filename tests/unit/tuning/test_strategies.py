@@ -18,6 +18,7 @@ from csdctl.tuning.strategies import (
     SPLIT,
     Machines,
     Shares,
+    StrategyForecast,
     Workload,
     choose_strategy,
     confirm,
@@ -44,6 +45,12 @@ ALL_PRIVATE = Workload(0, PRIVATE, 0, epochs=2)
 def machines(host: StepTime = HOST, node: StepTime = NODE, byte_s: float = 1e-9) -> Machines:
     times = {"host": host, **dict.fromkeys(PRIVATE, node)}
     return Machines(times, lambda num_bytes: 0.01 + num_bytes * 1e-9, byte_s, 20.0, 15.0, tuple(PRIVATE))
+
+
+def forecast_whole(sizes: Mapping[str, int], fleet: Machines, work: Workload) -> StrategyForecast:
+    """The forecast of whole models with these batch sizes."""
+    compute = {name: fleet.step_times[name].at(size) for name, size in sizes.items()}
+    return forecast_data_parallel(sizes, compute, 0.02, fleet, work, vector_bytes=50_000)
 
 
 def simulate_split(sizes: Mapping[str, int], shares: Shares, fleet: Machines) -> float:
@@ -98,8 +105,7 @@ def test_epoch_goes_on_with_the_ranks_that_have_samples_left() -> None:
 def test_split_wins_where_all_samples_lie_on_slow_nodes() -> None:
     fleet = machines()
     sizes = {"host": 0, **dict.fromkeys(PRIVATE, 16)}
-    compute = {name: fleet.step_times[name].at(size) for name, size in sizes.items()}
-    whole = forecast_data_parallel(sizes, compute, 0.02, fleet, ALL_PRIVATE, vector_bytes=4_000_000)
+    whole = forecast_whole(sizes, fleet, ALL_PRIVATE)
     split = forecast_split(SHARES, fleet, ALL_PRIVATE, Limits(max_global_batch=128))
     assert split is not None
     assert split.epoch_s < 0.7 * whole.epoch_s
@@ -113,8 +119,7 @@ def test_split_gains_nothing_where_samples_are_spread_by_speed() -> None:
     fleet = machines()
     work = Workload(20_000, {}, 0, epochs=2)
     sizes = {"host": 60, **dict.fromkeys(PRIVATE, 60 * 25 // 110)}
-    compute = {name: fleet.step_times[name].at(size) for name, size in sizes.items()}
-    whole = forecast_data_parallel(sizes, compute, 0.02, fleet, work, vector_bytes=4_000_000)
+    whole = forecast_whole(sizes, fleet, work)
     split = forecast_split(SHARES, fleet, work, Limits(max_global_batch=sum(sizes.values())))
     assert split is not None
     assert choose_strategy([whole, split]) is whole
@@ -123,12 +128,11 @@ def test_split_gains_nothing_where_samples_are_spread_by_speed() -> None:
 def test_features_pay_from_the_second_epoch_on() -> None:
     fleet = machines()
     sizes = {"host": 60, **dict.fromkeys(PRIVATE, 13)}
-    compute = {name: fleet.step_times[name].at(size) for name, size in sizes.items()}
     of_head = replace(SHARES, head=0.01, vector_bytes=50_000)
 
     def chosen(epochs: int) -> str:
         work = Workload(4000, PRIVATE, 0, epochs)
-        whole = forecast_data_parallel(sizes, compute, 0.02, fleet, work, vector_bytes=50_000)
+        whole = forecast_whole(sizes, fleet, work)
         features = forecast_features(whole, of_head, 0.9, fleet, work)
         assert features.next_run_s < features.first_run_s - fleet.process_s
         return choose_strategy([whole, features]).strategy
@@ -141,8 +145,7 @@ def test_repeated_samples_have_their_features_computed_once() -> None:
     fleet = machines()
     work = Workload(0, {"csd0": 1000, "csd1": 10}, 0, epochs=1, is_repeating=True)
     sizes = {"host": 0, "csd0": 16, "csd1": 16}
-    compute = {name: fleet.step_times[name].at(size) for name, size in sizes.items()}
-    whole = forecast_data_parallel(sizes, compute, 0.0, fleet, work, vector_bytes=0)
+    whole = forecast_whole(sizes, fleet, work)
     features = forecast_features(whole, replace(SHARES, head=0.0), 1.0, fleet, work)
     extraction_s = features.first_run_s - features.next_run_s - fleet.process_s
     assert extraction_s == pytest.approx(1000 * NODE.at(MEASURED_BATCH) / MEASURED_BATCH)
@@ -154,8 +157,7 @@ def on_host(num_public: int, byte_s: float, host_s: float = 0.001) -> bool:
     fleet = replace(fleet, sum_s=lambda num_bytes: 0.06)
     work = Workload(num_public, {}, 0, epochs=10)
     sizes = {"host": 32, "csd0": 16, "csd1": 16}
-    compute = {name: fleet.step_times[name].at(size) for name, size in sizes.items()}
-    whole = forecast_data_parallel(sizes, compute, 0.02, fleet, work, vector_bytes=50_000)
+    whole = forecast_whole(sizes, fleet, work)
     of_head = replace(SHARES, head=0.01)
     by_all = forecast_features(whole, of_head, 0.9, fleet, work)
     found = forecast_on_host(by_all, of_head, 5_000, fleet, work)
@@ -189,13 +191,6 @@ def test_exact_global_batch_is_kept() -> None:
     split = forecast_split(SHARES, machines(), work, Limits(global_batch=100))
     assert split is not None
     assert sum(split.batch_sizes.values()) == 100
-
-
-def test_longest_step_is_kept() -> None:
-    limits = Limits(max_global_batch=512, max_step_s=0.9)
-    split = forecast_split(SHARES, machines(), ALL_PRIVATE, limits)
-    assert split is not None
-    assert split_step_s(split.batch_sizes, SHARES, machines()) <= 0.9
 
 
 def test_trial_corrects_a_forecast() -> None:

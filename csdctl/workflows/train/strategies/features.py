@@ -128,7 +128,7 @@ class FeatureRun:
     layer: str
     """The last layer of the frozen part."""
     shape: tuple[int, ...]
-    """Of one sample's features."""
+    """Shape of one sample's features."""
     precision: str
     num_samples: int
     num_computed: int
@@ -234,27 +234,26 @@ class Divided:
     """With the head in place of the whole model."""
     prefix: Prefix
     files: tuple[StoredFile, ...]
-    """What a machine needs to compute features."""
+    """Files that a machine needs to compute features."""
 
 
-def divide(spec: RunSpec, prepared: Prepared, precision: str) -> Divided:
-    """Return the run of the model's head; raises InputError if the model has no frozen part."""
+def divide_for(spec: RunSpec, prepared: Prepared, options: FeatureOptions, space: Workspace) -> Divided:
+    """Return the run of the model's head, with its frozen part as the engine in `options` takes it.
+
+    Raises InputError if the model has no frozen part.
+    """
     features, whole_model = find_features(prepared), prepared.model
     architecture, weights, head_architecture, head_weights = whole_model.parts
     input_range, code = prepared.recipe.input_range, whole_model.user_code
-    prefix = Prefix(architecture.path, weights.path, input_range, precision, code)
+    prefix = Prefix(architecture.path, weights.path, input_range, options.precision, code)
     head = HeadSpec(prefix, whole_model.architecture.path, whole_model.weights.path, features.head_weights)
-    return Divided(
+    divided = Divided(
         replace(spec, architecture=head_architecture.path, weights=head_weights.path, head=head),
         replace(prepared, model=replace(whole_model, architecture=head_architecture, weights=head_weights)),
         prefix,
         (prepared.worker, architecture, weights, *([whole_model.code] if whole_model.code else [])),
     )
 
-
-def divide_for(spec: RunSpec, prepared: Prepared, options: FeatureOptions, space: Workspace) -> Divided:
-    """Return the run of the model's head, with its frozen part as the engine in `options` takes it."""
-    divided = divide(spec, prepared, options.precision)
     return _convert(divided, space) if options.engine == LITERT else divided
 
 
@@ -292,7 +291,7 @@ class _Extraction:
 
     rank: RankSpec
     validation: DatasetSlice | None
-    """Of the run; the host computes its features."""
+    """Validation data of the run; the host computes its features."""
     prefix: Prefix
     features: FeatureInfo
     prepared: Prepared

@@ -16,7 +16,7 @@ from csdctl.workflows.workspace.workspace import Workspace
 
 @dataclass(frozen=True)
 class RunContext:
-    """What a strategy works with."""
+    """Job, data and machines that a strategy works with."""
 
     job: Job
     prepared: Prepared

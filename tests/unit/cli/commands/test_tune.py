@@ -31,11 +31,9 @@ def refused(*arguments: str) -> InputError:
     return error
 
 
-@pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf"])
-def test_invalid_step_time_is_bad_input(job: Path, seconds: str) -> None:
-    error = refused(str(job), "--max-step-seconds", seconds)
-    assert "must be a number above 0" in error.message
-    assert error.remedy == "change or omit --max-step-seconds"
+def test_algorithm_1_takes_no_limits(job: Path) -> None:
+    error = refused(str(job), "--method", "stannis", "--max-global-batch", "512")
+    assert "stannis takes no limits, received max_global_batch" in error.message
 
 
 @pytest.mark.parametrize("sizes", ["", "4,x", "0,4"])

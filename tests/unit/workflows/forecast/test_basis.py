@@ -93,14 +93,6 @@ class TestFromMeasurementsAlone:
         assert answer.basis.costs.overhead_factor == pytest.approx(OVERHEAD_FACTOR)
         assert answer.basis.source == "measured"
 
-    def test_speed_up_is_over_the_host_alone_at_its_own_best_batch_size(
-        self, measured: MeasuredProject
-    ) -> None:
-        alone, pair = ask(measured, node_counts=[0, 1]).points
-        assert alone.speedup == pytest.approx(1.0)
-        assert alone.samples_per_s == pytest.approx(1024 / STEPS[HOST_NAME].at(1024), rel=0.01)
-        assert pair.speedup == pytest.approx(pair.samples_per_s / alone.samples_per_s)
-
     def test_every_figure_has_an_origin(self, measured: MeasuredProject) -> None:
         origins = basis_of(measured).origins
         assert origins["speeds"] == "measured: 10 probes and trials of MobileNetV2 on machines like these"
@@ -157,23 +149,6 @@ class TestFromPlanAndMeasurements:
         assert more.global_batch > 122
         assert more.samples_per_s > planned.samples_per_s
 
-    def test_origins_distinguish_the_plan_from_the_measurements(self, measured: MeasuredProject) -> None:
-        plan_of(measured)
-        origins = basis_of(measured).origins
-        assert origins["batch_sizes"] == (
-            "for 2 nodes those of the plan, for others the best with a global batch of at most 500"
-        )
-        assert "by the plan's trial" in origins["in_step"]
-
-    def test_edited_batch_sizes_count(self, measured: MeasuredProject) -> None:
-        plan = plan_of(measured)
-        edited = [rank.model_copy(update={"batch_size": 8}) for rank in plan.ranks]
-        save_plan(measured.project.plan("job"), plan.model_copy(update={"ranks": edited}))
-        point = ask(measured).points[2]
-        assert point.global_batch == 24
-        step_s = STEPS["csd"].at(8) * OVERHEAD_FACTOR + SUMS.at(measured.features.vector_bytes, 3)
-        assert point.step_s == pytest.approx(step_s)
-
     def test_node_that_the_plan_leaves_out_stays_idle(self, measured: MeasuredProject) -> None:
         plan = plan_of(measured)
         save_plan(
@@ -217,17 +192,6 @@ class TestWithoutAnything:
         with pytest.raises(InputError, match="the facts of csd1 are unknown") as raised:
             basis_of(measured)
         assert "csdctl discover" in raised.value.remedy
-
-    def test_damaged_measurements_are_set_aside(self, at: MeasuredProject) -> None:
-        at.project.measurements.write_text("no database at all, but long enough to look like one")
-        messages: list[str] = []
-        with pytest.raises(InputError, match="was not measured"):
-            tuned_basis(at.job, at.project, at.fleet, messages.append)
-        assert "kept as measurements.sqlite.bak" in messages[0]
-
-    def test_measurements_without_a_fleet_file_are_not_used(self, measured: MeasuredProject) -> None:
-        with pytest.raises(InputError, match="there is no fleet file"):
-            tuned_basis(measured.job, measured.project, None, lambda line: None)
 
 
 class TestCommand:

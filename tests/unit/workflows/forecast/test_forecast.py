@@ -1,7 +1,7 @@
 import pytest
 
 from csdctl.errors import InputError
-from csdctl.perfmodel.published import TABLE_1, Network
+from csdctl.perfmodel.published import Network
 from csdctl.tuning.scaling_curve import Power
 from csdctl.workflows.forecast.basis import published_basis
 from csdctl.workflows.forecast.forecast import (
@@ -14,11 +14,6 @@ from csdctl.workflows.forecast.forecast import (
 
 
 class TestPublished:
-    @pytest.mark.parametrize("network", Network)
-    def test_host_alone_reaches_the_rate_of_table_1(self, network: Network) -> None:
-        alone = forecast(published_basis(network), ForecastRequest()).points[0]
-        assert alone.samples_per_s == pytest.approx(TABLE_1[network].host_samples_per_s)
-
     @pytest.mark.parametrize("network", Network)
     def test_every_figure_has_an_origin(self, network: Network) -> None:
         basis = published_basis(network)

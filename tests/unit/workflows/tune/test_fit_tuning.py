@@ -75,11 +75,8 @@ class ScriptedMeasurer:
         return {name: self._outcome(name, request.batch_size) for name, request in requests.items()}
 
     def _outcome(self, name: str, size: int) -> ProbeOutcome:
-        factor = self.gain.get(self.settings[name], 1.0) if name in self.settings else 1.0
-        return ProbeOutcome(size, step_time_of(name).at(size) * factor, 3, {size: size << 20})
-
-    def share_work(self, machines: Sequence[str]) -> None:
-        pass
+        step_s = step_time_of(name).at(size) * self.gain.get(self.settings[name], 1.0)
+        return ProbeOutcome(size, step_s, 3, {size: size << 20})
 
     def switch(self, settings: Mapping[str, Runtime]) -> None:
         self.settings |= settings
@@ -143,18 +140,23 @@ def test_sums_of_a_slow_link_are_timed_once(at: MeasuredProject) -> None:
     assert again.sums == []
 
 
-def test_faster_settings_are_taken_and_used_in_the_trial(at: MeasuredProject) -> None:
-    without_onednn = Runtime(facts_of("csd0").num_threads, onednn=False)
+@pytest.mark.parametrize("factor", [0.5, 0.9])
+def test_clearly_faster_settings_are_taken_and_kept(at: MeasuredProject, factor: float) -> None:
+    usual = Runtime(facts_of("csd0").num_threads)
+    expected = replace(usual, onednn=False) if factor == 0.5 else usual
     messages: list[str] = []
-    measurer = ScriptedMeasurer(gain={without_onednn: 0.5})
-    tuned = tune(at, measurer, messages, is_exploring=True)
-    host, *nodes = tuned.tried.ranks
+    measurer = ScriptedMeasurer(gain={replace(usual, onednn=False): factor})
+    host, *nodes = tune(at, measurer, messages, is_exploring=True).tried.ranks
     assert host.onednn
-    assert not any(rank.onednn for rank in nodes)
-    assert [line for line in messages if "takes 50% less time: selected" in line]
+    assert [rank.runtime for rank in nodes] == [expected] * 2
+    assert any("takes 50% less time: selected" in line for line in messages) == (expected != usual)
     with measurements_of(at) as measurements:
-        recalled = measurements.recall_fleet()
-    assert recalled.class_of("csd1").settings == without_onednn
+        known = measurements.recall_fleet().class_of("csd1")
+    assert known.settings == expected
+    assert len(known.sizes) > 1
+    again = ScriptedMeasurer(gain=measurer.gain)
+    tune(at, again, is_exploring=True)
+    assert again.num_probes == 0
 
 
 @pytest.mark.parametrize("better", [0, 1])

@@ -9,7 +9,6 @@ from csdctl.perfmodel.step_time import StepTime
 from csdctl.runs.measurements import open_measurements
 from csdctl.tuning.fleet_model import ClassModel
 from csdctl.tuning.measurements import ProbeMeasurement
-from csdctl.worker.protocol.run_spec import Runtime
 from csdctl.workflows.tune.fleet_measurements import FleetMeasurements, hash_recipe
 from tests.unit.workflows.measured_project import (
     PUBLIC,
@@ -29,42 +28,27 @@ def remember(at: MeasuredProject, *probes: ProbeMeasurement) -> None:
         store.add_probes(at.features, hash_recipe(at.job, PUBLIC), class_of(HOST_NAME), probes)
 
 
-def recalled(at: MeasuredProject, threads: int = 0) -> ClassModel:
+def recalled(at: MeasuredProject) -> ClassModel:
     """The host's class, as it is known now."""
-    fleet = replace(at.fleet, host=replace(at.fleet.host, threads=threads))
-    facts = {name: replace(facts_of(name), memory_available_bytes=32 << 30) for name in fleet.machines}
+    facts = {name: replace(facts_of(name), memory_available_bytes=32 << 30) for name in at.fleet.machines}
     with open_measurements(at.project.measurements) as store:
-        measurements = FleetMeasurements(at.features, hash_recipe(at.job, PUBLIC), fleet, facts, store)
+        measurements = FleetMeasurements(at.features, hash_recipe(at.job, PUBLIC), at.fleet, facts, store)
         return measurements.recall_classes()[HOST_NAME]
 
 
-def probed(size: int, settings: Runtime = EIGHT, peak: int = 1 << 30) -> ProbeMeasurement:
-    return ProbeMeasurement(settings, size, 1.0, LINE.at(size), 3, peak)
+def probed(size: int, peak: int = 1 << 30) -> ProbeMeasurement:
+    return ProbeMeasurement(EIGHT, size, 1.0, LINE.at(size), 3, peak)
 
 
-def tried(size: int, ratio: float, settings: Runtime = EIGHT) -> ProbeMeasurement:
-    return ProbeMeasurement(settings, size, 2.0, LINE.at(size) * ratio, 3)
+def tried(size: int, ratio: float) -> ProbeMeasurement:
+    return ProbeMeasurement(EIGHT, size, 2.0, LINE.at(size) * ratio, 3)
 
 
 def test_trial_scales_the_probed_step_times(at: MeasuredProject) -> None:
     remember(at, *map(probed, (8, 16, 32)), tried(64, 1.3))
     known = recalled(at)
-    assert known.has_earlier_trial
     assert known.sizes == {8, 16, 32}
     assert known.step_time().at(20) == pytest.approx(LINE.at(20) * 1.3)
-
-
-def test_tuning_that_was_interrupted_has_no_earlier_trial(at: MeasuredProject) -> None:
-    remember(at, *map(probed, (8, 16, 32)))
-    assert recalled(at).sizes == {8, 16, 32}
-    assert not recalled(at).has_earlier_trial
-
-
-def test_settings_are_those_of_the_newest_trial_unless_the_user_has_set_threads(at: MeasuredProject) -> None:
-    four = Runtime(4, onednn=False)
-    remember(at, *map(probed, (8, 16, 32)), probed(32, four), tried(64, 1.0, four))
-    assert recalled(at).settings == four
-    assert recalled(at, threads=6).settings == Runtime(6)
 
 
 def test_size_that_did_not_fit_may_fit_later(at: MeasuredProject) -> None:

@@ -28,18 +28,9 @@ def session(*replies: str, exit_code: int = 0, stderr: str = "") -> FakeSession:
     )
 
 
-def test_result_is_read_and_its_peak_kept() -> None:
-    with closing(Prober(session(result(8, 700)), COMMAND, Runtime(), None)) as prober:
-        prober.start()
-        measured = prober.measure(ProbeRequest(8))
-        assert measured is not None
-        assert measured.batch_size == 8
-        assert prober.peaks[8] == 700
-
-
 def test_size_that_is_predicted_not_to_fit_is_not_tried() -> None:
     fake = session(result(8, 700), result(16, 900))
-    with closing(Prober(fake, COMMAND, Runtime(), usable_bytes=1200)) as prober:
+    with closing(Prober(fake, COMMAND, usable_bytes=1200)) as prober:
         prober.start()
         assert prober.measure(ProbeRequest(8))
         assert prober.measure(ProbeRequest(16))
@@ -47,27 +38,17 @@ def test_size_that_is_predicted_not_to_fit_is_not_tried() -> None:
 
 
 def test_peak_of_the_process_is_not_recorded_for_a_smaller_size() -> None:
-    with closing(
-        Prober(session(result(8, 700), result(16, 900), result(8, 900)), COMMAND, Runtime(), None)
-    ) as prober:
+    with closing(Prober(session(result(8, 700), result(16, 900), result(8, 900)), COMMAND, None)) as prober:
         prober.start()
         for size in (8, 16, 8):
             prober.measure(ProbeRequest(size))
         assert prober.peaks[8] == 700
 
 
-def test_worker_killed_for_memory_is_a_result() -> None:
-    with closing(Prober(session(exit_code=137), COMMAND, Runtime(), None)) as prober:
-        prober.start()
-        assert prober.measure(ProbeRequest(64)) is None
-
-
 def test_worker_that_fails_otherwise_is_an_error_with_its_cause() -> None:
     noise = "I0000 00:00:1 port.cc] oneDNN custom operations are on\n"
     with closing(
-        Prober(
-            session(exit_code=1, stderr=f"{noise}ImportError: no numpy\n{noise}"), COMMAND, Runtime(), None
-        )
+        Prober(session(exit_code=1, stderr=f"{noise}ImportError: no numpy\n{noise}"), COMMAND, None)
     ) as prober:
         prober.start()
         with pytest.raises(RemoteCommandError, match="ImportError: no numpy") as raised:
@@ -75,27 +56,17 @@ def test_worker_that_fails_otherwise_is_an_error_with_its_cause() -> None:
     assert raised.value.node == "csd0"
 
 
-def test_micro_batch_counts_for_memory_not_the_whole_batch() -> None:
-    fake = session(result(8, 700), result(16, 900), result(256, 900))
-    with closing(Prober(fake, COMMAND, Runtime(), usable_bytes=1200)) as prober:
-        for request in (ProbeRequest(8), ProbeRequest(16), ProbeRequest(256, micro_batch_size=16)):
-            assert prober.measure(request)
-        assert prober.peaks == {8: 700, 16: 900}
-
-
 def test_size_below_one_that_fitted_is_always_measured() -> None:
-    with closing(
-        Prober(session(result(32, 1190), result(16, 1190)), COMMAND, Runtime(), usable_bytes=1200)
-    ) as prober:
+    with closing(Prober(session(result(32, 1190), result(16, 1190)), COMMAND, usable_bytes=1200)) as prober:
         prober.start()
         assert prober.measure(ProbeRequest(32))  # above 90% of the memory, and yet it fitted
         assert prober.measure(ProbeRequest(16))
 
 
 def test_size_that_killed_the_worker_is_recorded() -> None:
-    with closing(Prober(session(exit_code=137), COMMAND, Runtime(), None)) as prober:
+    with closing(Prober(session(exit_code=137), COMMAND, None)) as prober:
         prober.start()
-        prober.measure(ProbeRequest(64))
+        assert prober.measure(ProbeRequest(64)) is None
         assert prober.oom_sizes == {64}
 
 
