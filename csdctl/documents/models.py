@@ -14,7 +14,7 @@ from csdctl.documents.yaml_text import build, compose
 from csdctl.errors import InputError
 
 MAX_PROBLEMS = 20
-"""That are reported of one document."""
+"""Number of problems that are reported of one document."""
 MAX_SHOWN = 60
 """Characters of a key or a value in a message."""
 
@@ -87,7 +87,8 @@ def _describe(problem: Any, tree: yaml.Node | None, model: type[BaseModel] | Non
     received = problem["input"]
     shown = f" (received {_shorten(repr(received))})" if isinstance(received, str | int | float) else ""
     what = f"`{key}`: " if key else ""
-    return f"{where}{what}{_shorten(problem['msg'], 5 * MAX_SHOWN)}{shown}"
+    message = problem["msg"].removeprefix("Value error, ")  # pydantic's, before what a validator raised
+    return f"{where}{what}{_shorten(message, 5 * MAX_SHOWN)}{shown}"
 
 
 def _shorten(text: str, most: int = MAX_SHOWN) -> str:

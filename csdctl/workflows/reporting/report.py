@@ -69,7 +69,7 @@ class PrivacyReport:
     run_id: str
     of_run: list[Flow]
     of_all: list[Flow]
-    """Of all commands so far."""
+    """What all commands so far have sent."""
     privacy: Privacy | None
 
 

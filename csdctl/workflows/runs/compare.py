@@ -20,7 +20,7 @@ SETTINGS = (
     "features",
     "plan",
 )
-"""Of manifest.json; what follows from them is left out."""
+"""Keys of manifest.json that are compared; what follows from them is left out."""
 NO_SETTINGS = ("plan.made_for", "plan.strategies", "plan.predicted", "plan.measuring_s", "plan.num_probes")
 RESULTS = (
     "state",

@@ -17,9 +17,9 @@ from csdctl.workflows.train.resume import load_spec
 MPIRUN, OWN = "mpirun", "csdctl"
 EVENTS_POLL_S = 0.5
 MAX_LAST_BYTES = 16 << 20
-"""Of a log of which the last lines are asked for."""
+"""Bytes read of a log whose last lines are requested."""
 MAX_LINE_BYTES = 64 * 1024
-"""Of a log that is followed: a rank that writes no end of a line must not fill the memory."""
+"""Longest line of a followed log: a rank that writes no newline must not fill the memory."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Followed:
     run: RunDirectory
     spec: RunSpec
     num_steps: int
-    """Of an epoch."""
+    """Steps of an epoch."""
     emulated: bool
 
     def events(self) -> Iterator[tuple[float, Event]]:
