@@ -54,6 +54,8 @@ class UserFunction:
         self._path = Path(path)
         self._is_private = spec.is_private
         self._code = spec.code.archive if spec.code else ""
+        self._words: set[str] = set()
+        """The words of the code, which the host has too."""
 
     def call(self, root: Path) -> Any:
         """Return what the function returns for the data at `root`; raises WorkerError.
@@ -72,6 +74,7 @@ class UserFunction:
             sys.path.insert(0, archive)
             with zipfile.ZipFile(archive) as packed:
                 sources += [packed.read(name) for name in packed.namelist()]
+        self._words = set(re.findall(r"\w+", b" ".join(sources).decode(errors="replace")))
         if any(map(_USES_TENSORFLOW.search, sources)):
             load_tensorflow()
             import keras
@@ -98,6 +101,8 @@ class UserFunction:
             remedy = "fix its file"
             if isinstance(error, ModuleNotFoundError):
                 remedy = "install the module on this machine; name your own modules in `code` of job.yaml"
+                if self._is_private and error.name in self._words:
+                    reason += f" for {error.name}"
             raise WorkerError(
                 f"the function {self._name} fails: {reason}", remedy=remedy, exit_code=2
             ) from None
