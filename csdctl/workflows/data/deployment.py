@@ -66,7 +66,7 @@ def deploy_request(
     else:
         job = load_job(request.job)
         worker, model = prepare_code(job, directory, say)
-        payload = pack_payload([file.as_object() for file in (worker, *model.files)])
+        payload = pack_payload([worker, *model.files])
 
     def send(session: Session) -> Delivery:
         python = fleet.python_of(session.name)

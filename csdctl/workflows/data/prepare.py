@@ -181,7 +181,7 @@ class _Preparing:
         """Prepare private data on each node; a node without data or with a failure is an error."""
         spec, files = add_function(self.spec, self.job, self.job.reading.private_function, self.project)
         spec = replace(spec, source=path, is_private=True)
-        payload = pack_payload([file.as_object() for file in (self.worker, *files)])
+        payload = pack_payload([self.worker, *files])
 
         def on_node(session: Session) -> DatasetInfo:
             deliver(session, payload, python=self.fleet.python_of(session.name))
