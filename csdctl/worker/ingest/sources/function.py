@@ -222,7 +222,7 @@ class Elements(SampleSource):
             if is_image and sample.ndim == 2:
                 sample = sample[..., np.newaxis]
             if is_image and self._decoder is None:
-                self._decoder = ImageDecoder(self._spec.picture, load_tensorflow())
+                self._decoder = ImageDecoder(self._spec.picture)
             found = (None if is_image else sample.shape, sample.dtype, label.shape, label.dtype)
             if expected is not None and found != expected:
                 raise self._function.error(
