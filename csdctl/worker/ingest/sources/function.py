@@ -37,7 +37,7 @@ from csdctl.worker.ingest.sources.source import (
     to_records,
 )
 from csdctl.worker.process.errors import WorkerError, describe
-from csdctl.worker.protocol.datasets import PrepareSpec
+from csdctl.worker.protocol.datasets import PrepareSpec, takes
 
 _END = object()
 SAMPLES, LABELS = "samples", "labels"
@@ -317,23 +317,12 @@ def _is_batched(inputs: dict[str, Sizes], shapes: list[Sizes], spec: PrepareSpec
         return False
     if set(inputs) == set(spec.inputs):
         fits = [
-            all(_fits(spec.inputs[name], shape[axes:]) for name, shape in inputs.items()) for axes in (0, 1)
+            all(takes(spec.inputs[name], shape[axes:]) for name, shape in inputs.items()) for axes in (0, 1)
         ]
         if fits[0] != fits[1]:
             return fits[1]
     sizes = {shape[0] for shape in shapes}
     return len(sizes) == 1 and (None in sizes or len(shapes) > 1)
-
-
-def _fits(expected: tuple[int, ...], shape: Sizes) -> bool:
-    """Return whether an input takes a sample; Keras adds and removes a last axis of size 1."""
-    if len(shape) == len(expected) - 1 and expected[-1] == 1:
-        shape = (*shape, 1)
-    elif len(shape) == len(expected) + 1 and shape[-1] == 1:
-        shape = shape[:-1]
-    return len(shape) == len(expected) and all(
-        size is None or most in (0, size) for most, size in zip(expected, shape, strict=True)
-    )
 
 
 _MODULE = "csdctl_users_data"
