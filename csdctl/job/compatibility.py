@@ -3,7 +3,16 @@
 from collections.abc import Mapping
 
 from csdctl.errors import InputError
-from csdctl.worker.protocol.datasets import INPUT, OUTPUT, SAMPLE_WEIGHT, DatasetInfo, Parts, is_position
+from csdctl.worker.protocol.datasets import (
+    INPUT,
+    OUTPUT,
+    SAMPLE_WEIGHT,
+    DatasetInfo,
+    Parts,
+    equals,
+    is_position,
+    takes,
+)
 from csdctl.worker.protocol.model_info import ModelInfo, OutputInfo
 from csdctl.worker.protocol.recipe import Noise, Recipe
 
@@ -147,7 +156,7 @@ def _check_inputs(model: ModelInfo, data: DatasetInfo, which: str) -> None:
             )
         found = dict(zip(expected, found.values(), strict=True))
     for name, shape in expected.items():
-        if not _takes(shape, found[name][1]):
+        if not takes(shape, found[name][1]):
             taker = f"input {name} of model {model.name}" if name else f"model {model.name}"
             raise InputError(
                 f"{taker} takes samples of shape {_shape(shape)}, the {which} has {_shape(found[name][1])}",
@@ -157,22 +166,6 @@ def _check_inputs(model: ModelInfo, data: DatasetInfo, which: str) -> None:
 
 def _names(parts: Mapping[str, object]) -> str:
     return ", ".join(sorted(name for name in parts if name))
-
-
-def _takes(expected: Shape, shape: Shape) -> bool:
-    """Return whether an input takes samples of `shape`; Keras adds or removes a last axis of size 1."""
-    if len(shape) == len(expected) - 1 and expected[-1] == 1:
-        shape = (*shape, 1)
-    elif len(shape) == len(expected) + 1 and shape[-1] == 1 and len(expected):
-        shape = shape[:-1]
-    return _equals(expected, shape)
-
-
-def _equals(expected: Shape, shape: Shape) -> bool:
-    """Return whether shapes are equal; 0 is any size."""
-    return len(expected) == len(shape) and all(
-        a == b or 0 in (a, b) for a, b in zip(expected, shape, strict=True)
-    )
 
 
 def _match(
@@ -211,7 +204,7 @@ def _check_labels(model: ModelInfo, output: OutputInfo, data: DatasetInfo, field
     of = f" of {field}" if field and output.name else ""
     if _plain(output.loss) in _SPARSE:
         _check_classes(model, output, data, field, which)
-    elif _plain(output.loss) in _SAME_SHAPE and not _takes(tuple(output.shape), shape):
+    elif _plain(output.loss) in _SAME_SHAPE and not takes(tuple(output.shape), shape):
         name = f"output {output.name} of model {model.name}" if output.name else f"model {model.name}"
         has_classes = "categorical" in output.loss and len(shape) == len(output.shape) - 1
         raise InputError(
@@ -229,12 +222,12 @@ def _check_classes(model: ModelInfo, output: OutputInfo, data: DatasetInfo, fiel
     largest = data.max_labels.get(field, data.max_label)
     of = f" of {field}" if field and output.name else ""
     expected = tuple(output.shape[:-1])
-    if not _equals(expected, tuple(shape)) and not _equals((*expected, 1), tuple(shape)):
+    if not equals(expected, tuple(shape)) and not equals((*expected, 1), tuple(shape)):
         one = f"integer labels of shape {_shape(expected)}" if expected else "one integer label per sample"
         raise InputError(
             f"loss {output.loss} needs {one}, the {which} has labels{of} of shape {_shape(shape)}",
             remedy="use recipe.loss: categorical_crossentropy for one-hot labels"
-            if _equals(tuple(output.shape), tuple(shape))
+            if equals(tuple(output.shape), tuple(shape))
             else "change the model's last layer, the labels or recipe.loss",
         )
     if output.ignores_class:

@@ -107,22 +107,18 @@ def python_files(roots: Iterable[Path]) -> tuple[Path, ...]:
 
 
 def _imports_of(file: Path) -> set[str]:
-    """Return the top-level names that a Python file imports."""
+    """Return the top-level names that a Python file imports; none if it cannot be parsed."""
     names: set[str] = set()
-    for node in ast.walk(ast.Module(statements_of(file), [])):
+    try:
+        module = ast.parse(file.read_bytes())
+    except (OSError, SyntaxError, ValueError, RecursionError):
+        return names
+    for node in ast.walk(module):
         if isinstance(node, ast.Import):
             names |= {alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             names.add(node.module.partition(".")[0])
     return names
-
-
-def statements_of(file: Path) -> list[ast.stmt]:
-    """Return the statements of a Python file; none if it cannot be parsed."""
-    try:
-        return ast.parse(file.read_bytes()).body
-    except (OSError, SyntaxError, ValueError, RecursionError):
-        return []
 
 
 def check_private_path(private: str, public: dict[str, tuple[Path, Path]], job_path: Path) -> None:

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from csdctl.errors import CsdctlError, NodeError
-from csdctl.shipping.chunks import CHUNK_BYTES, StoreObject, changed, hash_source, read_chunk
 from csdctl.shipping.payload import Payload
+from csdctl.shipping.store import CHUNK_BYTES, StoredFile, changed, hash_source, read_chunk
 from csdctl.transport.commands import read_program
 from csdctl.transport.program import Nothing, Patience, Program, within
 from csdctl.transport.session import Session
@@ -218,7 +218,7 @@ class _Exchange:
     program: Program
     is_dry_run: bool
     on_progress: OnDeliveryProgress
-    sent: set[StoreObject] = field(default_factory=set)
+    sent: set[StoredFile] = field(default_factory=set)
     bytes_sent: int = 0
 
     def serve(self) -> Delivery:
@@ -238,7 +238,7 @@ class _Exchange:
                 num_sent = len(self.sent)
                 return Delivery(num_sent, self.bytes_sent, len(objects) - num_sent)
 
-    def _send_missing(self, missing: dict[StoreObject, int]) -> None:
+    def _send_missing(self, missing: dict[StoredFile, int]) -> None:
         """Send each object of `missing` from its byte on; in a dry run only count them."""
         self.sent |= missing.keys()
         if self.is_dry_run:
@@ -252,7 +252,7 @@ class _Exchange:
             report(0)
             self.bytes_sent += self.send(self._content(missing), report)
 
-    def _content(self, missing: dict[StoreObject, int]) -> Iterator[bytes]:
+    def _content(self, missing: dict[StoredFile, int]) -> Iterator[bytes]:
         """Yield the bytes of `missing`: large files in chunks, small files combined."""
         gathered = bytearray()
         for stored, begin in missing.items():
@@ -286,8 +286,8 @@ class _Exchange:
             raise ProtocolError("received a report of damage of objects that were not offered")
         for number in numbers:
             stored = objects[number]
-            if hash_source(stored.path).sha256 != stored.sha256:
-                return changed(stored.path)
+            if hash_source(stored.source).sha256 != stored.sha256:
+                return changed(stored.source)
         return NodeError(
             f"{len(numbers)} of {len(objects)} files arrived damaged twice",
             node=self.session.name,

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from csdctl.errors import InputError
-from csdctl.shipping.chunks import StoreObject, hash_source, printable, unreadable
+from csdctl.shipping.store import StoredFile, hash_source, printable, unreadable
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class FileTree:
     destination: str
     directories: tuple[tuple[str, int], ...] = ()
     """Name and mode, parents first."""
-    files: tuple[tuple[str, StoreObject], ...] = ()
+    files: tuple[tuple[str, StoredFile], ...] = ()
     links: tuple[tuple[str, str], ...] = ()
     """Name and target of each symbolic link."""
 
@@ -44,12 +44,12 @@ class FileTree:
 class Payload:
     """Objects in sending order, and the manifest that describes them."""
 
-    objects: tuple[StoreObject, ...]
+    objects: tuple[StoredFile, ...]
     trees: tuple[FileTree, ...]
     manifest: dict[str, Any] = field(repr=False)
 
 
-def pack_payload(objects: Sequence[StoreObject] = (), trees: Sequence[FileTree] = ()) -> Payload:
+def pack_payload(objects: Sequence[StoredFile] = (), trees: Sequence[FileTree] = ()) -> Payload:
     """Pack `objects` and `trees`; raises InputError for trees with overlapping destinations."""
     _check_disjoint([tree.destination for tree in trees])
     distinct = {stored.name: stored for stored in objects}
@@ -128,7 +128,7 @@ def read_tree(request: TreeRequest, ignored: Sequence[str] = DEFAULT_IGNORED) ->
     """
     root = str(request.source)
     directories: list[tuple[str, int]] = []
-    files: list[tuple[str, StoreObject]] = []
+    files: list[tuple[str, StoredFile]] = []
     links: list[tuple[str, str]] = []
     for name, entry in _walk(root, "", ignored):
         if entry.is_symlink():
@@ -136,7 +136,7 @@ def read_tree(request: TreeRequest, ignored: Sequence[str] = DEFAULT_IGNORED) ->
         elif entry.is_dir():
             directories.append((name, entry.stat().st_mode & 0o777))
         elif entry.is_file():
-            files.append((name, hash_source(entry.path)))
+            files.append((name, hash_source(Path(entry.path))))
         else:
             raise InputError(
                 f"{printable(entry.path)} is {_file_type(entry)} and cannot be deployed",

@@ -1,44 +1,48 @@
-"""The host's content-addressed store.
+"""The host's content-addressed store, and files that are hashed once, then read in chunks for every node.
 
-A stored file has the path `.csdctl/objects/<sha256><suffix>`, relative to a session's home, on the host and
-on the nodes. A file with the right name and wrong content is replaced. `deliver` sends files to the nodes.
+A stored file has the path `.csdctl/objects/NAME`, relative to a session's home, on the host and on the nodes.
+A file with the right name and wrong content is replaced. `deliver` sends files to the nodes: all get them in
+the same order, so a chunk that was read for one node is in the page cache for the others.
 """
 
 import hashlib
+import os
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from csdctl.documents import save_bytes, write_atomically
-from csdctl.shipping.chunks import CHUNK_BYTES, StoreObject, unreadable
+from csdctl.errors import InputError
 from csdctl.transport.meter import TrafficClass
 
 OBJECTS = ".csdctl/objects"
+CHUNK_BYTES = 1 << 20
+PLAIN_MODE = 0o600
+"""The mode of a file without another one in its name; deployed trees keep the modes of their source."""
 
 
 @dataclass(frozen=True)
 class StoredFile:
-    """A file of the store; `source` is its path on the host."""
+    """A file of the store, and the state of its source on the host when that was hashed."""
 
-    sha256: str
-    suffix: str
+    name: str
+    """Begins with its SHA-256."""
     source: Path
+    size: int
+    modified_ns: int = field(compare=False)
+    mode: int = PLAIN_MODE
     traffic_class: TrafficClass = TrafficClass.CONTROL
     """The traffic class in the ledger."""
 
     @property
+    def sha256(self) -> str:
+        """The SHA-256 of its content, in hex."""
+        return self.name[:64]
+
+    @property
     def path(self) -> str:
         """The path on every machine, relative to the session's home."""
-        return f"{OBJECTS}/{self.sha256}{self.suffix}"
-
-    def as_object(self) -> StoreObject:
-        """Return its object for a payload; raises InputError when the file is gone."""
-        try:
-            status = self.source.stat()
-        except OSError as error:
-            raise unreadable(str(self.source), error) from error
-        path, name = str(self.source), f"{self.sha256}{self.suffix}"
-        return StoreObject(name, path, status.st_size, status.st_mtime_ns, traffic_class=self.traffic_class)
+        return f"{OBJECTS}/{self.name}"
 
 
 def hash_file(path: Path) -> str:
@@ -54,7 +58,7 @@ def store_file(path: Path, project: Path, traffic_class: TrafficClass = TrafficC
     if not (target.exists() and hash_file(target) == digest):
         with write_atomically(target) as file, path.open("rb") as source:
             shutil.copyfileobj(source, file, CHUNK_BYTES)
-    return StoredFile(digest, path.suffix, target, traffic_class)
+    return stored_as(target.name, target, traffic_class)
 
 
 def store_bytes(
@@ -65,4 +69,77 @@ def store_bytes(
     target = project / OBJECTS / f"{digest}{suffix}"
     if not (target.exists() and hash_file(target) == digest):
         save_bytes(target, content)
-    return StoredFile(digest, suffix, target, traffic_class)
+    return stored_as(target.name, target, traffic_class)
+
+
+def stored_as(name: str, source: Path, traffic_class: TrafficClass) -> StoredFile:
+    """Return the file at `source`, whose SHA-256 is known, under its name in the store."""
+    status = source.stat()
+    return StoredFile(name, source, status.st_size, status.st_mtime_ns, traffic_class=traffic_class)
+
+
+def hash_source(path: Path) -> StoredFile:
+    """Read and hash a file of a tree; its name depends on content and permissions.
+
+    Raises InputError when it cannot be read or changes meanwhile.
+    """
+    digest = hashlib.sha256()
+    try:
+        with open(path, "rb", buffering=0, opener=_open_regular) as file:
+            before = os.fstat(file.fileno())
+            for start in range(0, before.st_size, CHUNK_BYTES):
+                digest.update(_read_exactly(file.fileno(), min(CHUNK_BYTES, before.st_size - start), path))
+            after = os.fstat(file.fileno())
+    except OSError as error:
+        raise unreadable(path, error) from error
+    if (after.st_size, after.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
+        raise changed(path)
+    mode = after.st_mode & 0o777 | 0o400
+    name = digest.hexdigest() + ("" if mode == PLAIN_MODE else f"-{mode:03o}")
+    return StoredFile(name, path, after.st_size, after.st_mtime_ns, mode, TrafficClass.FILES)
+
+
+def read_chunk(stored: StoredFile, start: int) -> bytes:
+    """Return the chunk at `start`, a multiple of CHUNK_BYTES; raises InputError for a changed file."""
+    path = stored.source
+    try:
+        with open(path, "rb", buffering=0, opener=_open_regular) as file:
+            now = os.fstat(file.fileno())
+            if (now.st_size, now.st_mtime_ns) != (stored.size, stored.modified_ns):
+                raise changed(path)
+            file.seek(start)
+            return _read_exactly(file.fileno(), min(CHUNK_BYTES, stored.size - start), path)
+    except OSError as error:
+        raise unreadable(path, error) from error
+
+
+def changed(path: Path) -> InputError:
+    """Return the error for a source that changed after it was hashed."""
+    return InputError(
+        f"{printable(path)} changed while it was being deployed",
+        remedy="wait until no process writes there, then deploy again; the old files are still in place",
+    )
+
+
+def unreadable(path: str | Path, error: OSError) -> InputError:
+    """Return the error for a source that cannot be read."""
+    return InputError(f"{printable(path)} cannot be read: {error.strerror or error}")
+
+
+def printable(path: str | Path) -> str:
+    """Return a file name in printable form, whatever its bytes are."""
+    return os.fsencode(path).decode("utf-8", "backslashreplace")
+
+
+def _open_regular(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
+
+
+def _read_exactly(handle: int, num_bytes: int, path: Path) -> bytes:
+    chunk = os.read(handle, num_bytes)
+    while len(chunk) < num_bytes:
+        more = os.read(handle, num_bytes - len(chunk))
+        if not more:
+            raise changed(path)
+        chunk += more
+    return chunk

@@ -20,7 +20,7 @@ MAX_ROWS = 40
 
 COLUMNS = {
     "reach": ("reach", "probe", "deploy"),
-    "software": ("Python", "packages", "MPI", "mpirun", "prefix", "glibc", "imports"),
+    "software": ("Python", "packages", "MPI", "mpirun", "prefix", "glibc"),
     "system": ("processor", "memory", "clock", "hostname", "open files"),
     "disk": ("disk", "TMPDIR"),
     "network": ("network", "ports", "listeners"),

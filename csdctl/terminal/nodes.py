@@ -7,9 +7,9 @@ from rich.text import Text
 
 from csdctl.fleet.names import fold_names, format_node_names
 from csdctl.reporting.numbers import format_bytes
-from csdctl.shipping.chunks import printable
 from csdctl.shipping.deliver import Delivery, DeliveryProgress
 from csdctl.shipping.payload import FileTree, TreeRequest
+from csdctl.shipping.store import printable
 from csdctl.terminal.console import PrintableConsole
 from csdctl.terminal.streams import Streams
 from csdctl.terminal.tables import MAX_LINES, build_table, render_failed

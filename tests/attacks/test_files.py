@@ -57,7 +57,7 @@ def stored(tmp_path: Path) -> StoredFile:
 
 def send(home: Path, stored: StoredFile) -> Delivery:
     with closing(LocalSession("csd0", home)) as session:
-        return deliver(session, pack_payload([stored.as_object()]))
+        return deliver(session, pack_payload([stored]))
 
 
 def lock(home: Path) -> None:

@@ -78,7 +78,7 @@ def hostile(tmp_path: Path) -> Callable[[str], str]:
 
 def send(session: SshSession, directory: Path, python: str, patience: Patience = QUICK) -> Any:
     stored = store_bytes(b"123456789", ".bin", directory)
-    payload = pack_payload([stored.as_object()])
+    payload = pack_payload([stored])
     return deliver(session, payload, python=python, patience=patience)
 
 
@@ -114,7 +114,7 @@ def test_receiver_that_reads_a_byte_a_second_is_left(
     with pytest.raises(DeadlineError) as raised:
         deliver(
             session,
-            pack_payload([stored.as_object()]),
+            pack_payload([stored]),
             python=hostile(body),
             patience=patience,
         )

@@ -1,6 +1,5 @@
 """`csdctl doctor`."""
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -11,7 +10,7 @@ if TYPE_CHECKING:
     from csdctl.fleet.model import Fleet
     from csdctl.terminal.doctor import Setting
 
-_SETTINGS = ("fleet", "deadline", "connect_deadline", "mpi_deadline", "limit", "exclude", "job")
+_SETTINGS = ("fleet", "deadline", "connect_deadline", "mpi_deadline", "limit", "exclude")
 _SOURCES = {
     "COMMANDLINE": "flag",
     "ENVIRONMENT": "environment",
@@ -37,25 +36,16 @@ def doctor(
             help="Seconds for all machines to start MPI together, and again for their allreduce.",
         ),
     ] = 60.0,
-    job: Annotated[
-        Path | None,
-        typer.Option(
-            help="Also look for what the own code of this job imports; by default of job.yaml, "
-            "if there is one."
-        ),
-    ] = None,
 ) -> None:
     """Check that the machines can train together, and report how to fix what fails."""
     from csdctl.terminal.doctor import ExaminationView, doctor_document
-    from csdctl.workflows.data.imports import read_imports
     from csdctl.workflows.preflight.doctor import DoctorOptions, examine
 
     deadlines = DoctorOptions(deadline, connect_deadline, mpi_deadline)
     streams = call.streams
     settings = list_settings(context, call.fleet)
-    imports = read_imports(job, call.directory)
     with ExaminationView(streams.console, call.fleet, settings, is_verbose=streams.is_verbose) as view:
-        examination = examine(call.fleet, call.directory, deadlines, view.show, imports)
+        examination = examine(call.fleet, call.directory, deadlines, view.show)
     view.finish(examination)
     streams.result(doctor_document(examination, settings))
     examination.check()

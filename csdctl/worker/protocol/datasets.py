@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -89,6 +89,22 @@ class DatasetInfo:
     def element_spec(self) -> "DatasetInfo":
         """Shapes and types, which is what computing needs, without classes and skipped samples."""
         return dataclasses.replace(self, num_skipped={}, class_counts={}, unusable_classes=(), padded={})
+
+
+def equals(expected: Sequence[int], shape: Sequence[int | None]) -> bool:
+    """Return whether shapes are equal; 0 and None are any size."""
+    return len(expected) == len(shape) and all(
+        a == b or not a or not b for a, b in zip(expected, shape, strict=True)
+    )
+
+
+def takes(expected: Sequence[int], shape: Sequence[int | None]) -> bool:
+    """Return whether an input takes samples of `shape`; Keras adds or removes a last axis of size 1."""
+    if len(shape) == len(expected) - 1 and expected[-1] == 1:
+        shape = (*shape, 1)
+    elif len(shape) == len(expected) + 1 and shape[-1] == 1 and len(expected):
+        shape = shape[:-1]
+    return equals(expected, shape)
 
 
 def parts_of(dtype: str, shape: Shape) -> Parts:

@@ -16,7 +16,7 @@ from csdctl.placement.equation1 import Placed
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.shipping.deliver import Delivery, deliver
 from csdctl.shipping.payload import pack_payload
-from csdctl.shipping.store import StoredFile, hash_file
+from csdctl.shipping.store import StoredFile, hash_file, stored_as
 from csdctl.transport.many import Outcome, run_on_all, values_or_raise
 from csdctl.transport.meter import TrafficClass
 from csdctl.transport.session import Session
@@ -40,7 +40,7 @@ def deploy_files(
             on_delivery(outcome.name, outcome.value)
 
     def send(session: Session) -> Delivery:
-        payload = pack_payload([file.as_object() for file in files[session.name]])
+        payload = pack_payload(files[session.name])
         return deliver(session, payload, python=fleet.python_of(session.name))
 
     targets = {name: sessions[name] for name in files if name != HOST_NAME}
@@ -120,7 +120,7 @@ def _cut(
         hashes = [hash_file(target) for target in targets]
         save_json(record, hashes)
     images, labels = (
-        StoredFile(sha256, ".npy", target, TrafficClass.PUBLIC)
+        stored_as(f"{sha256}.npy", target, TrafficClass.PUBLIC)
         for sha256, target in zip(hashes, targets, strict=True)
     )
     return images, labels

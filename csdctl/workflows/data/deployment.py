@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Protocol
 
 from csdctl.fleet.model import Fleet
-from csdctl.job.imports import Needed, list_imports
 from csdctl.job.model import load_job
 from csdctl.notify import Say
 from csdctl.runs.ledger import record_traffic
@@ -21,7 +20,6 @@ from csdctl.shipping.payload import (
 )
 from csdctl.transport.many import Outcome, run_on_nodes
 from csdctl.transport.session import Session
-from csdctl.workflows.data.imports import check_machine
 from csdctl.workflows.data.model import prepare_code
 
 
@@ -58,7 +56,6 @@ def deploy_request(
 
     Raises InputError when the job, or a tree, cannot be read.
     """
-    needed: tuple[Needed, ...] = ()
     if request.trees:
         defaults = () if request.is_everything else DEFAULT_IGNORED
         packed = []
@@ -69,11 +66,9 @@ def deploy_request(
     else:
         job = load_job(request.job)
         worker, model = prepare_code(job, directory, say)
-        payload = pack_payload([file.as_object() for file in (worker, *model.files)])
-        needed = list_imports(job, model.info.needs_code).nodes
+        payload = pack_payload([worker, *model.files])
 
     def send(session: Session) -> Delivery:
-        check_machine(session, fleet, needed)
         python = fleet.python_of(session.name)
         dry_run = request.is_dry_run
         return deliver(session, payload, python=python, dry_run=dry_run, on_progress=observer.advance)

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 
 from csdctl.documents import build_atomically, check_values, load_json, load_text, save_json, save_text
@@ -27,7 +27,7 @@ from csdctl.transport.program import within
 from csdctl.transport.session import Session
 from csdctl.tuning.measurements import ModelProperties, describe_model
 from csdctl.worker.protocol.datasets import DatasetInfo
-from csdctl.worker.protocol.json_codec import ProtocolError, from_json, to_json
+from csdctl.worker.protocol.json_codec import from_json, to_json
 from csdctl.worker.protocol.model_info import BuildRequest, BuildSpec, ModelInfo
 from csdctl.worker.protocol.run_spec import UserCode
 
@@ -139,19 +139,6 @@ def describe_code(code: StoredFile, roots: Sequence[Path]) -> str:
     """Return in words what is sent: the files, their number and a hash."""
     names = ", ".join(f"{root.name}/" if root.is_dir() else root.name for root in roots)
     return f"{names} ({format_count(python_files(roots), 'file')}, {code.sha256[:12]})"
-
-
-def find_built(job: Job, directory: Path) -> ModelInfo | None:
-    """Return the description of the job's model if it was built before and can be sent; builds nothing."""
-    project = ProjectDirectory(directory)
-    try:
-        built = project.models / _model_key(job, store_worker(project))
-        if not have_hashes(built, _files_of(built)):
-            return None
-        info = from_json(ModelInfo, load_text(built / "info.json", max_bytes=MAX_JSON_BYTES))
-    except (InputError, OSError, ProtocolError, PackageNotFoundError):  # built with a Keras that is gone
-        return None
-    return info if info.is_built else None
 
 
 def _build(job: Job, worker: StoredFile, host: Session, directory: Path, shapes: SampleShapes | None) -> None:

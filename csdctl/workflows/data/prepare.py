@@ -17,7 +17,6 @@ from pydantic import Field, TypeAdapter, ValidationError
 from csdctl.errors import InputError, RemoteCommandError
 from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.job.compatibility import check_compatibility, check_noise, inputs_of
-from csdctl.job.imports import list_imports
 from csdctl.job.model import Job
 from csdctl.job.reading import find_imported
 from csdctl.notify import Say
@@ -40,7 +39,6 @@ from csdctl.worker.protocol.model_info import ModelInfo
 from csdctl.worker.protocol.recipe import Recipe
 from csdctl.worker.protocol.run_spec import UserCode
 from csdctl.workflows.data.augment import check_augment
-from csdctl.workflows.data.imports import check_machine, check_nodes
 from csdctl.workflows.data.model import (
     SerializedModel,
     describe_code,
@@ -112,7 +110,6 @@ def prepare_job(
     InputError when it is described differently than then. Without `needs_labels`, the labels may be any.
     """
     worker = store_worker(project)
-    check_machine(sessions[HOST_NAME], fleet, list_imports(job, None).host)
     say("model: " + job.model)
     model = serialize_model(job, worker, sessions[HOST_NAME], project)
     spec = first_spec(job, model.info, is_checked=is_checked)
@@ -125,7 +122,6 @@ def prepare_job(
         model = serialize_model(job, worker, sessions[HOST_NAME], project, shapes_of(public))
     if model.code:
         say(f"code for the nodes: {describe_code(model.code, model.code_roots)}")
-    check_nodes(job, model, fleet, sessions)
     check_augment(job, model, public, worker, sessions[HOST_NAME], project, say)
     validation = None
     if job.validation_path:
@@ -185,7 +181,7 @@ class _Preparing:
         """Prepare private data on each node; a node without data or with a failure is an error."""
         spec, files = add_function(self.spec, self.job, self.job.reading.private_function, self.project)
         spec = replace(spec, source=path, is_private=True)
-        payload = pack_payload([file.as_object() for file in (self.worker, *files)])
+        payload = pack_payload([self.worker, *files])
 
         def on_node(session: Session) -> DatasetInfo:
             deliver(session, payload, python=self.fleet.python_of(session.name))

@@ -10,7 +10,7 @@ import yaml
 
 from csdctl.job.compatibility import LOGITS
 from csdctl.notify import make_printable
-from csdctl.worker.protocol.datasets import SAMPLE_WEIGHT, DataLook, DatasetInfo
+from csdctl.worker.protocol.datasets import SAMPLE_WEIGHT, DataLook, DatasetInfo, equals
 from csdctl.worker.protocol.model_info import ModelInfo, OutputInfo
 
 DEFAULT_SIZE = (224, 224)
@@ -128,7 +128,7 @@ def _guess(output: OutputInfo, data: DatasetInfo, name: str) -> LossChoice:
         return LossChoice(SPARSE if largest >= 0 else MSE, None, f"a guess: {seen}, the outputs are unknown")
     classes, places = (output.shape or (0,))[-1], tuple(output.shape[:-1])
     choice = MSE
-    if largest >= 0 and classes > 1 and any(_equals(one, tuple(shape)) for one in (places, (*places, 1))):
+    if largest >= 0 and classes > 1 and any(equals(one, tuple(shape)) for one in (places, (*places, 1))):
         choice = SPARSE
     elif output.activation == "softmax" and tuple(shape) == output.shape:
         choice = "categorical_crossentropy"
@@ -139,13 +139,6 @@ def _guess(output: OutputInfo, data: DatasetInfo, name: str) -> LossChoice:
     if choice == MSE or output.activation == LOGITS[_plain(choice)]:
         return LossChoice(choice, False, reason)
     return LossChoice(choice, True if output.activation == "linear" else None, reason)
-
-
-def _equals(expected: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-    """Return whether shapes are equal; 0 is any size."""
-    return len(expected) == len(shape) and all(
-        a == b or 0 in (a, b) for a, b in zip(expected, shape, strict=True)
-    )
 
 
 def _plain(loss: str) -> str:

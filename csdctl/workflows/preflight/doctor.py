@@ -4,10 +4,9 @@ In order: the host, the connection to every node, the state of each machine, the
 and an MPI check over all machines that are fit so far. Later checks skip a machine that failed one.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from itertools import chain
 from pathlib import Path
 
 from csdctl.errors import (
@@ -34,7 +33,6 @@ from csdctl.fleet.checks import (
 from csdctl.fleet.facts import Condition, Facts
 from csdctl.fleet.model import HOST_NAME, Fleet, keep_nodes
 from csdctl.fleet.network import is_checked
-from csdctl.job.imports import JobImports, Needed, describe_missing, remedy_of
 from csdctl.launch.mpirun import find_mpirun, mpi_version
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.runs.ledger import record_traffic
@@ -56,8 +54,6 @@ class Examination:
 
     fleet: Fleet
     on_check: OnCheck
-    imports: JobImports | None = None
-    """Imports of the job's own code, when there is a job."""
     checks: list[Check] = field(default_factory=list)
     overdue: str = ""
     """The part that was not finished when the deadline passed; '' when it did not pass."""
@@ -123,35 +119,6 @@ def describe(check: Check) -> str:
     return f"{check.check}: {check.found}" + (f" (expected {check.expected})" if check.expected else "")
 
 
-def needs_of(name: str, imports: JobImports | None) -> tuple[tuple[Needed, ...], tuple[Needed, ...]]:
-    """Return what one machine needs, and what it may need."""
-    if imports is None:
-        return (), ()
-    return (imports.host, ()) if name == HOST_NAME else (imports.nodes, imports.perhaps)
-
-
-def judge_imports(
-    name: str,
-    missing: Collection[str] | None,
-    needed: Sequence[Needed],
-    perhaps: Sequence[Needed],
-    python: str,
-) -> Check:
-    """Return the check of one machine; `missing`: what its Python does not find, None if unknown."""
-    if missing is None:
-        return Check(name, "imports", Status.WARN, "unknown", "", "see the other checks of this machine")
-    lacking, lacking_perhaps = (
-        [need for need in needs if need.module in missing] for needs in (needed, perhaps)
-    )
-    if lacking:
-        return Check(name, "imports", Status.FAIL, describe_missing(lacking), "", remedy_of(lacking, python))
-    if lacking_perhaps:
-        remedy = f"{remedy_of(lacking_perhaps, python)}; `csdctl prepare` finds out whether nodes need it"
-        return Check(name, "imports", Status.WARN, describe_missing(lacking_perhaps), "", remedy)
-    found = ", ".join(need.module for need in (*needed, *perhaps))
-    return Check(name, "imports", Status.OK, found or "none besides the packages")
-
-
 @dataclass(frozen=True)
 class DoctorOptions:
     """Deadlines in seconds: of the whole examination, of one connection, and of the MPI check."""
@@ -175,19 +142,14 @@ def examine(
     directory: Path,
     options: DoctorOptions,
     on_check: OnCheck = lambda check: None,
-    imports: JobImports | None = None,
     sessions: Mapping[str, Session] | None = None,
 ) -> Examination:
     """Examine the host and all nodes of `fleet`; red checks are in the result, not raised.
 
-    `imports`: what the own code of a job needs on them. `sessions` that are open to all of them; None: they
-    are opened, which is a check too.
+    `sessions` that are open to all of them; None: they are opened, which is a check too.
     """
-    examination = Examination(fleet, on_check, imports)
+    examination = Examination(fleet, on_check)
     clock = Deadline(options.deadline_s)
-    if imports and imports.problem:
-        found = f"not checked: {imports.problem}"
-        examination.add(Check(FLEET_NAME, "imports", Status.WARN, found, remedy="name the job with --job"))
     _examine_host(examination)
 
     def on_connected(outcome: Outcome[Session]) -> None:
@@ -277,8 +239,7 @@ def _measure(
     def measure(session: Session) -> tuple[Facts, Condition]:
         python = fleet.python_of(session.name)
         deadline_s = min(PROBE_DEADLINE_S, clock.left_s)
-        modules = [need.module for need in chain(*needs_of(session.name, examination.imports))]
-        return collect_condition(session, python, deadline_s=deadline_s, modules=modules)
+        return collect_condition(session, python, deadline_s=deadline_s)
 
     def on_measured(outcome: Outcome[tuple[Facts, Condition]]) -> None:
         if outcome.value:
@@ -298,10 +259,6 @@ def _measure(
 def _judge(examination: Examination, facts: Facts, condition: Condition, *, host: Facts) -> None:
     python = examination.fleet.python_of(facts.name)
     examination.add(*judge_machine(facts, condition, host, python=python))
-    if examination.imports and facts.python_version and not examination.imports.problem:
-        needed, perhaps = needs_of(facts.name, examination.imports)
-        missing = condition.missing_modules if needed or perhaps else ()
-        examination.add(judge_imports(facts.name, missing, needed, perhaps, python))
     if facts.name == HOST_NAME:
         num_nodes = len(examination.fleet.nodes)
         examination.add(judge_open_files(HOST_NAME, condition.open_files, num_nodes))

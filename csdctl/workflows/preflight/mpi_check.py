@@ -104,7 +104,7 @@ def measure_sums(
 
 def _deliver(worker: StoredFile, fleet: Fleet, sessions: Mapping[str, Session]) -> list[Check]:
     """Send the worker to all nodes; return a failed check for each node that did not receive it."""
-    payload = pack_payload([worker.as_object()])
+    payload = pack_payload([worker])
 
     def send(session: Session) -> Delivery:
         return deliver(session, payload, python=fleet.python_of(session.name))

@@ -19,9 +19,8 @@ from csdctl.documents import build_atomically, check_values, load_json, load_tex
 from csdctl.errors import CsdctlError, InputError
 from csdctl.notify import Say
 from csdctl.reporting.numbers import format_bytes
-from csdctl.shipping.chunks import printable
 from csdctl.shipping.payload import Payload, TreeRequest, pack_payload, read_tree
-from csdctl.shipping.store import hash_file
+from csdctl.shipping.store import hash_file, printable
 from csdctl.workflows.provision.machine import ARCHITECTURES, SENT_PYTHON, Kind
 from csdctl.workflows.provision.wheels import (
     TRIM_VERSION,

@@ -15,7 +15,7 @@ Machine = tuple[Any, Path]
 
 
 def send(session: Any, *files: StoredFile, **options: Any) -> Delivery:
-    return deliver(session, pack_payload([file.as_object() for file in files]), **options)
+    return deliver(session, pack_payload(files), **options)
 
 
 def send_tree(session: Any, source: Path, destination: str = "there", **options: Any) -> Delivery:

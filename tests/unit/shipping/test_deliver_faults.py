@@ -155,7 +155,7 @@ class TestFaults:
         self, node: Machine, host: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         stored = store_bytes(b"right", ".bin", host)
-        payload = pack_payload([stored.as_object()])
+        payload = pack_payload([stored])
         monkeypatch.setattr("csdctl.shipping.deliver.read_chunk", lambda source, start: b"wrong")
         with pytest.raises(NodeError, match="1 of 1 files arrived damaged") as raised:
             deliver(node[0], payload)

@@ -37,7 +37,7 @@ from csdctl.worker.ingest.sources.source import (
     to_records,
 )
 from csdctl.worker.process.errors import WorkerError, describe
-from csdctl.worker.protocol.datasets import PrepareSpec
+from csdctl.worker.protocol.datasets import PrepareSpec, takes
 
 _END = object()
 SAMPLES, LABELS = "samples", "labels"
@@ -54,6 +54,8 @@ class UserFunction:
         self._path = Path(path)
         self._is_private = spec.is_private
         self._code = spec.code.archive if spec.code else ""
+        self._words: set[str] = set()
+        """The words of the code, which the host has too."""
 
     def call(self, root: Path) -> Any:
         """Return what the function returns for the data at `root`; raises WorkerError.
@@ -72,6 +74,7 @@ class UserFunction:
             sys.path.insert(0, archive)
             with zipfile.ZipFile(archive) as packed:
                 sources += [packed.read(name) for name in packed.namelist()]
+        self._words = set(re.findall(r"\w+", b" ".join(sources).decode(errors="replace")))
         if any(map(_USES_TENSORFLOW.search, sources)):
             load_tensorflow()
             import keras
@@ -98,6 +101,8 @@ class UserFunction:
             remedy = "fix its file"
             if isinstance(error, ModuleNotFoundError):
                 remedy = "install the module on this machine; name your own modules in `code` of job.yaml"
+                if self._is_private and error.name in self._words:
+                    reason += f" for {error.name}"
             raise WorkerError(
                 f"the function {self._name} fails: {reason}", remedy=remedy, exit_code=2
             ) from None
@@ -217,7 +222,7 @@ class Elements(SampleSource):
             if is_image and sample.ndim == 2:
                 sample = sample[..., np.newaxis]
             if is_image and self._decoder is None:
-                self._decoder = ImageDecoder(self._spec.picture, load_tensorflow())
+                self._decoder = ImageDecoder(self._spec.picture)
             found = (None if is_image else sample.shape, sample.dtype, label.shape, label.dtype)
             if expected is not None and found != expected:
                 raise self._function.error(
@@ -312,23 +317,12 @@ def _is_batched(inputs: dict[str, Sizes], shapes: list[Sizes], spec: PrepareSpec
         return False
     if set(inputs) == set(spec.inputs):
         fits = [
-            all(_fits(spec.inputs[name], shape[axes:]) for name, shape in inputs.items()) for axes in (0, 1)
+            all(takes(spec.inputs[name], shape[axes:]) for name, shape in inputs.items()) for axes in (0, 1)
         ]
         if fits[0] != fits[1]:
             return fits[1]
     sizes = {shape[0] for shape in shapes}
     return len(sizes) == 1 and (None in sizes or len(shapes) > 1)
-
-
-def _fits(expected: tuple[int, ...], shape: Sizes) -> bool:
-    """Return whether an input takes a sample; Keras adds and removes a last axis of size 1."""
-    if len(shape) == len(expected) - 1 and expected[-1] == 1:
-        shape = (*shape, 1)
-    elif len(shape) == len(expected) + 1 and shape[-1] == 1:
-        shape = shape[:-1]
-    return len(shape) == len(expected) and all(
-        size is None or most in (0, size) for most, size in zip(expected, shape, strict=True)
-    )
 
 
 _MODULE = "csdctl_users_data"

@@ -1,7 +1,8 @@
 """Images: folders by class, and conversion to uint8 of a fixed shape (docs/how-to/prepare-data.md).
 
-Pillow reads sizes from headers before anything is decoded, and decodes GIF and BMP. TensorFlow decodes PNG
-and JPEG. Both read bytes, never a path, so that none of their errors or messages can name a file.
+Pillow reads sizes from headers before anything is decoded, decodes GIF and BMP, and resizes all images, with
+the same result on every machine. TensorFlow decodes PNG and JPEG. Both read bytes, never a path, so that none
+of their errors or messages can name a file.
 """
 
 import io
@@ -39,10 +40,6 @@ LARGE_PIXELS = 16_000_000
 SPARE_SCALE = 2
 """Images are first reduced by an integer factor, to no less than this multiple of the final size."""
 
-_STRIP_PIXELS = 1 << 16
-"""Small enough for intermediate results to fit a processor's cache."""
-
-_WHITE = 255
 _FORMATS = {
     b"\x89PNG\r\n\x1a\n": "png",
     b"\xff\xd8\xff": "jpeg",
@@ -85,7 +82,13 @@ def read_header(content: bytes) -> Header | None:
                 raise ValueError
         else:
             # Not Image.open: its limit of pixels is not the one of the job.
-            opened = _import_pillow()[name](io.BytesIO(content))
+            pillow = _import_pillow()
+            readers = {
+                "jpeg": pillow.JpegImagePlugin.JpegImageFile,
+                "gif": pillow.GifImagePlugin.GifImageFile,
+                "bmp": pillow.BmpImagePlugin.BmpImageFile,
+            }
+            opened = readers[name](io.BytesIO(content))
             width, height = opened.size
     except WorkerError:
         raise
@@ -96,27 +99,24 @@ def read_header(content: bytes) -> Header | None:
     return Header(name, width, height, opened)
 
 
-def _import_pillow() -> dict[str, Any]:
+def _import_pillow() -> Any:
     try:
-        from PIL import BmpImagePlugin, GifImagePlugin, JpegImagePlugin
+        import PIL
+        from PIL import BmpImagePlugin, GifImagePlugin, Image, JpegImagePlugin  # noqa: F401
     except ImportError as error:
         raise WorkerError(
             f"has no Pillow, which reads images: {describe(error)}",
             remedy="install the package pillow there",
             exit_code=2,
         ) from None
-    return {
-        "jpeg": JpegImagePlugin.JpegImageFile,
-        "gif": GifImagePlugin.GifImageFile,
-        "bmp": BmpImagePlugin.BmpImageFile,
-    }
+    return PIL
 
 
 class ImageDecoder:
     """Decodes images and fits them to the shape of a rule; thread-safe."""
 
-    def __init__(self, rule: ImageRule, tf: Any) -> None:
-        """Raise WorkerError, exit code 2, for a shape that images cannot have."""
+    def __init__(self, rule: ImageRule, tf: Any = None) -> None:
+        """Raise WorkerError, exit code 2, for a shape that images cannot have; `fit` needs no `tf`."""
         shape = known_shape(rule)
         if shape is None or shape[2] not in (1, 3):
             raise WorkerError(
@@ -124,7 +124,7 @@ class ImageDecoder:
                 remedy="set data.image.shape in job.yaml: [height, width, 1 or 3]",
                 exit_code=2,
             )
-        _import_pillow()
+        self._pillow = _import_pillow()
         self._height, self._width, self._channels = shape
         self._rule = rule
         self._tf = tf
@@ -155,20 +155,9 @@ class ImageDecoder:
             raise UnusableError("undecodable")
         if image.shape == (self._height, self._width, self._channels):
             return image
-        if self._rule.fit == "crop":
-            image = self._crop(image)
-        height, width = self._height, self._width
-        if self._rule.fit == "pad":
-            scale = min(height / image.shape[0], width / image.shape[1])
-            height = max(1, min(height, round(image.shape[0] * scale)))
-            width = max(1, min(width, round(image.shape[1] * scale)))
-        resized = self._resize(_reduce(image, height, width, self._channels), height, width)
-        if resized.shape[:2] == (self._height, self._width):
-            return resized
-        padded = np.full((self._height, self._width, self._channels), _WHITE, np.uint8)
-        top, left = (self._height - height) // 2, (self._width - width) // 2
-        padded[top : top + height, left : left + width] = resized
-        return padded
+        resize = {"stretch": self._stretch, "crop": self._crop, "pad": self._pad}[self._rule.fit]
+        fitted = resize(self._to_channels(image), (self._width, self._height))
+        return np.asarray(fitted).reshape(self._height, self._width, self._channels)
 
     def _decode_format(self, content: bytes, header: Header) -> Array:
         if header.format == "png":
@@ -184,62 +173,31 @@ class ImageDecoder:
         left, top, right, bottom = header.opened.tile[0][1]  # the first frame, within the screen
         return np.asarray(header.opened.convert("RGBA"))[top:bottom, left:right]
 
-    def _crop(self, image: Array) -> Array:
-        """Return the largest centred part with the aspect ratio of the final shape."""
-        height, width = image.shape[:2]
-        cropped_width = max(1, min(width, round(height * self._width / self._height)))
-        cropped_height = max(1, min(height, round(width * self._height / self._width)))
-        top, left = (height - cropped_height) // 2, (width - cropped_width) // 2
-        return image[top : top + cropped_height, left : left + cropped_width]
+    def _to_channels(self, image: Array) -> Any:
+        """Return a picture in the final channels, with white in place of what is transparent."""
+        picture = self._pillow.Image.fromarray(image[..., 0] if image.shape[2] == 1 else image)
+        if image.shape[2] in (2, 4):
+            opaque = self._pillow.Image.new("RGB", picture.size, "white")
+            opaque.paste(picture.convert("RGB"), mask=picture.getchannel("A"))
+            picture = opaque
+        return picture.convert("L" if self._channels == 1 else "RGB")
 
-    def _resize(self, image: Array, height: int, width: int) -> Array:
-        if image.shape[:2] == (height, width):
-            return image
-        resized = self._tf.image.resize(image, (height, width), method="bilinear", antialias=True)
-        rounded: Array = np.clip(np.rint(np.asarray(resized)), 0, 255).astype(np.uint8)
-        return rounded
+    def _stretch(self, picture: Any, size: tuple[int, int]) -> Any:
+        return picture.resize(size, self._pillow.Image.Resampling.BILINEAR, reducing_gap=SPARE_SCALE)
 
+    def _crop(self, picture: Any, size: tuple[int, int]) -> Any:
+        scale = min(picture.width / size[0], picture.height / size[1])
+        width, height = (max(1, round(side * scale)) for side in size)
+        left, top = (picture.width - width) // 2, (picture.height - height) // 2
+        return self._stretch(picture.crop((left, top, left + width, top + height)), size)
 
-def _reduce(image: Array, height: int, width: int, channels: int) -> Array:
-    """Return `image` in the final channels, reduced by the largest integer factor that leaves SPARE_SCALE.
-
-    Each square of pixels becomes its mean. Works in strips of rows, so that a large image needs no memory
-    beyond its own. What remains at the right and lower edges is less than half a pixel of the final image.
-    """
-    factor = max(1, min(image.shape[0] // height, image.shape[1] // width) // SPARE_SCALE)
-    num_rows, num_columns = image.shape[0] // factor, image.shape[1] // factor
-    reduced = np.empty((num_rows, num_columns, channels), np.uint8)
-    strip_rows = max(1, _STRIP_PIXELS // (image.shape[1] * factor))
-    for start in range(0, num_rows, strip_rows):
-        stop = min(num_rows, start + strip_rows)
-        strip = _to_channels(image[start * factor : stop * factor, : num_columns * factor], channels)
-        reduced[start:stop] = _mean_of_squares(strip, factor) if factor > 1 else strip
-    return reduced
-
-
-def _mean_of_squares(strip: Array, factor: int) -> Array:
-    height, width, channels = strip.shape
-    rows = strip.reshape(height // factor, factor, width * channels).sum(axis=1, dtype=np.uint32)
-    squares = rows.reshape(height // factor, width // factor, factor, channels).sum(axis=2, dtype=np.uint32)
-    mean: Array = (squares + factor * factor // 2) // (factor * factor)
-    return mean
-
-
-def _to_channels(strip: Array, channels: int) -> Array:
-    """Convert grayscale or RGB, with or without alpha, to grayscale or RGB on a white background."""
-    if strip.shape[2] in (2, 4):
-        alpha = strip[..., -1:].astype(np.uint16)
-        blended = strip[..., :-1] * alpha
-        blended += _WHITE * (255 - alpha) + 128
-        blended += blended >> 8  # this and the next line divide by 255 with rounding, without a division
-        blended >>= 8
-        strip = blended.astype(np.uint8)
-    if strip.shape[2] == channels:
-        return strip
-    if channels == 3:
-        return np.repeat(strip, 3, axis=2)
-    weights = np.array([299, 587, 114], np.uint32)  # ITU-R BT.601
-    return ((strip @ weights + 500) // 1000).astype(np.uint8)[..., np.newaxis]
+    def _pad(self, picture: Any, size: tuple[int, int]) -> Any:
+        scale = min(size[0] / picture.width, size[1] / picture.height)
+        width, height = (max(1, round(side * scale)) for side in picture.size)
+        padded = self._pillow.Image.new(picture.mode, size, "white")
+        corner = (size[0] - width) // 2, (size[1] - height) // 2
+        padded.paste(self._stretch(picture, (width, height)), corner)
+        return padded
 
 
 BYTES_PER_PIXEL = 8

@@ -73,7 +73,7 @@ class Tree:
 
     def fingerprint(self, settings: str) -> str:
         """Return a hash that changes with `settings` and whenever a file is added, removed or modified."""
-        digest = hashlib.sha256(f"4\0{settings}\0".encode() + os.fsencode(self.root.resolve()))
+        digest = hashlib.sha256(f"5\0{settings}\0".encode() + os.fsencode(self.root.resolve()))
         for file in self.files:
             digest.update(b"\0".join(os.fsencode(part) for part in file.parts))
             digest.update(f"\0\0{file.size}\0{file.mtime_ns}\n".encode())

@@ -123,7 +123,7 @@ def test_text_that_is_no_spec_is_refused(run: RunDirectory, text: str) -> None:
 
 
 NOISE = Noise(1.0, 1.1, 1e-5)
-FILE = StoredFile("ab" * 32, ".npy", Path("file"), TrafficClass.PUBLIC)
+FILE = StoredFile("ab" * 32 + ".npy", Path("file"), 0, 0, traffic_class=TrafficClass.PUBLIC)
 PUBLIC = DatasetInfo("data/public", 300, (4, 4, 1), "uint8", (), 9, "f" * 32)
 PRIVATE = DatasetInfo("data/private", 20, (4, 4, 1), "uint8", (), 9, "e" * 32)
 

@@ -274,6 +274,8 @@ REFUSALS = [
     ("iter([(np.zeros(3), 1), (np.zeros(4), 1)])", "different shapes or types", ""),
     ("int(str(list(pathlib.Path(path).iterdir())))", "load fails: ValueError$", ""),
     ("exit('x')", "load fails: SystemExit$", ""),
+    ("__import__('no_such_module')", "ModuleNotFoundError for no_such_module$", "install"),
+    ("__import__('secret'[::-1])", "load fails: ModuleNotFoundError$", "install"),
 ]
 
 
