@@ -1,7 +1,7 @@
 """Start, inspect and stop an emulated fleet; the interface of this package.
 
-All files of a fleet are in its directory, except its lines in known_hosts, its fleet.yaml, its control groups
-and a directory with a short path for the TMPDIRs.
+All files of a fleet are in its directory, except its fleet.yaml, its control groups and a directory with a
+short path for the TMPDIRs.
 """
 
 import importlib.util
@@ -16,7 +16,7 @@ from pathlib import Path
 import csdctl
 from csdctl.documents import make_directory, save_bytes, save_text
 from csdctl.emulation.cleanup import StoppedFleet, remove_fleet, stop_fleet
-from csdctl.emulation.files import add_host_keys, check_may_write, save_fleet_file
+from csdctl.emulation.files import check_may_write, save_fleet_file
 from csdctl.emulation.limits import open_cpu_limit
 from csdctl.emulation.owner import find_owner
 from csdctl.emulation.processes import (
@@ -159,7 +159,7 @@ def _start(paths: FleetPaths, state: FleetState, python: str) -> Path:
         raise CsdctlError(f"its server did not start: {lines[-1] if lines else 'no message'}", node=name)
     state = replace(state, nodes=nodes)
     keys = {node.port: paths.node(node.name).public_host_key.read_text() for node in nodes}
-    add_host_keys(paths.known_hosts, keys, state.fleet_id)
+    save_text(paths.known_hosts, "".join(f"[127.0.0.1]:{port} {key.strip()}\n" for port, key in keys.items()))
     save_fleet_file(paths, state, python)
     save_state(paths, state)
     return state.fleet_path
