@@ -5,13 +5,11 @@ is that rate over the sum of what the ranks reach alone, so that 100% loses noth
 communication.
 """
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from csdctl.errors import InputError
 from csdctl.fleet.model import HOST_NAME
 from csdctl.fleet.names import format_node_names
 from csdctl.reporting.charts import Chart, draw_lines
@@ -21,7 +19,10 @@ from csdctl.reporting.results import RunResults
 from csdctl.reporting.tables import DataTable
 from csdctl.runs.ledger import MEASURED
 
-STRONG, WEAK = "strong scaling: the global batch stays", "weak scaling: the global batch grows with the ranks"
+KINDS = {
+    "weak": "weak scaling: the global batch grows with the ranks",
+    "strong": "strong scaling: the global batch stays",
+}
 TUNED = "the host's rate in tuning"
 
 
@@ -50,7 +51,7 @@ class ScalingSeries:
 
     points: tuple[ScalingPoint, ...]
     kind: str
-    """STRONG or WEAK; '' where the batch sizes follow neither."""
+    """One of the texts of KINDS."""
     host_samples_per_s: float | None
     host_source: str
     """What `host_samples_per_s` is from: runs without nodes, or TUNED."""
@@ -71,29 +72,15 @@ class ScalingSeries:
         return {num_nodes: median(of) for num_nodes, of in sorted(found.items())}
 
 
-def build_scaling(runs: Sequence[RunResults]) -> ScalingSeries:
-    """Put runs in order; raises InputError for runs of different models, or with one number of nodes only."""
-    models = {str((run.manifest.get("job") or {}).get("model", "")) for run in runs}
-    if len(models) > 1:
-        raise InputError(
-            f"--scaling compares runs of one model; received {len(models)}: {', '.join(sorted(models))}",
-            remedy="give the runs of one job; `csdctl report RUN RUN` shows others side by side",
-        )
-    if len({_num_nodes(run) for run in runs}) < 2:
-        raise InputError(
-            "--scaling needs runs with at least two numbers of nodes; all of these have the same",
-            remedy="train with fewer (--limit); `csdctl tune` measures what the host reaches alone",
-        )
+def build_scaling(runs: Sequence[RunResults], kind: str) -> ScalingSeries:
+    """Put runs of one job, with different numbers of nodes, in order; `kind` is one of KINDS."""
     without = [run.summary.step_samples_per_s for run in runs if _num_nodes(run) == 0]
     tuned = [rate for run in runs if (rate := _host_alone(run))]
     host = median(without or tuned) if without or tuned else None
     points = tuple(sorted((_point(run, host) for run in runs), key=lambda p: (p.num_nodes, p.run_id)))
-    batches = {point.num_nodes: point.global_batch for point in points}
-    sizes = [batches[number] for number in sorted(batches)]
-    is_growing = all(small < large for small, large in itertools.pairwise(sizes))
     return ScalingSeries(
         points,
-        STRONG if len(set(sizes)) == 1 else WEAK if is_growing else "",
+        KINDS[kind],
         host,
         "runs without nodes" if without else TUNED if tuned else "",
         ", ".join(sorted({run.measured for run in runs})),
@@ -129,8 +116,8 @@ def _point(run: RunResults, host: float | None) -> ScalingPoint:
 def describe_series(series: ScalingSeries) -> str:
     """Return what the series is, in a sentence."""
     host = f"; the host alone: {format_rate(series.host_samples_per_s)} samples/s, by {series.host_source}"
-    kind = f"; {series.kind}" if series.kind else ""
-    return f"{len(series.points)} runs, {series.origin}{kind}{host if series.host_samples_per_s else ''}"
+    known = host if series.host_samples_per_s else ""
+    return f"{len(series.points)} runs, {series.origin}; {series.kind}{known}"
 
 
 def scaling_charts(series: ScalingSeries) -> list[Chart]:

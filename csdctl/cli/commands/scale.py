@@ -35,12 +35,13 @@ def scale(
     dry_run: options.DryRunOption = False,
 ) -> None:
     """Train with 0, 1, 2 … nodes, and show speed-up, efficiency and energy."""
+    from csdctl.reporting.scaling import KINDS
     from csdctl.terminal.report import show_points, show_series
     from csdctl.terminal.train import train_point
     from csdctl.workflows.forecast.forecast import parse_node_counts
     from csdctl.workflows.reporting.report import write_scaling
     from csdctl.workflows.train.options import TrainOptions
-    from csdctl.workflows.train.scale import KINDS, STRONG, WEAK, ScaleRequest, plan_points, run_series
+    from csdctl.workflows.train.scale import STRONG, WEAK, ScaleRequest, plan_points, run_series
     from csdctl.workflows.train.train import TrainRequest
 
     streams = call.streams

@@ -16,7 +16,7 @@ from csdctl.reporting.export import (
 from csdctl.reporting.page import render_page, render_scaling_page
 from csdctl.reporting.privacy import Flow, Privacy, add_flows, count_passes, measure_privacy
 from csdctl.reporting.results import RunResults, RunSummary, read_results, summarize_run
-from csdctl.reporting.scaling import ScalingSeries, build_scaling
+from csdctl.reporting.scaling import ScalingSeries
 from csdctl.runs.directory import ProjectDirectory, RunDirectory
 from csdctl.runs.ledger import read_ledger
 
@@ -42,11 +42,6 @@ def write_files(
     """Write the report of the runs to the files that are asked for; returns them."""
     found = results(project, run_ids)
     return _write({html: lambda: render_page(found), csv: lambda: render_csv(found)})
-
-
-def scaling(project: ProjectDirectory, run_ids: Sequence[str]) -> ScalingSeries:
-    """Compare runs with different numbers of nodes; raises InputError where they cannot be."""
-    return build_scaling([read_results(project.find_run(run_id)) for run_id in run_ids])
 
 
 def write_scaling(series: ScalingSeries, html: Path | None, csv: Path | None) -> list[Path]:
