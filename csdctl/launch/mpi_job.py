@@ -311,30 +311,30 @@ class MpiJob:
 
         `deadline_s` limits the time until all ranks are ready, and any silence after that.
         """
-        with self._daemons():
-            return self._run(deadline_s)
-
-    def _run(self, deadline_s: float) -> JobOutcome:
-        self._process = process = self._start()
-        outcome = JobOutcome(self._output.events)
-        readers = [
-            threading.Thread(target=self._output.read, args=(stream,), daemon=True)
-            for stream in (process.stdout, process.stderr)
-        ]
-        for reader in readers:
-            reader.start()
-        try:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._daemons())
+            self._process = process = self._start()
+            outcome = JobOutcome(self._output.events)
+            readers = [
+                threading.Thread(target=self._output.read, args=(stream,), daemon=True)
+                for stream in (process.stdout, process.stderr)
+            ]
+            stack.callback(self._drain, readers)
+            stack.callback(self.end)
+            for reader in readers:
+                reader.start()
             if not self._is_ended:  # `end` may have been called before the process was started
                 self._watch(process, readers, outcome, deadline_s)
-        finally:
-            self.end()
-            drained_by = time.monotonic() + self._timeouts.drain_s
-            for reader in readers:
-                reader.join(timeout=max(0.0, drained_by - time.monotonic()))
-            self._output.close()
         outcome.exit_code = process.returncode
         outcome.stderr_tail = self._output.tail
         return outcome
+
+    def _drain(self, readers: Sequence[threading.Thread]) -> None:
+        """Read what is left in the pipes, and close the logs."""
+        drained_by = time.monotonic() + self._timeouts.drain_s
+        for reader in readers:
+            reader.join(timeout=max(0.0, drained_by - time.monotonic()))
+        self._output.close()
 
     def _start(self) -> "subprocess.Popen[bytes]":
         process = subprocess.Popen(
