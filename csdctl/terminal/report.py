@@ -128,9 +128,9 @@ def privacy_document(found: PrivacyReport) -> dict[str, object]:
     return {"schema": "csdctl.privacy/1", **vars(found), "promise": PROMISE, "remarks": remarks}
 
 
-def show_series(streams: Streams, kind: str, series: ScalingSeries, files: Sequence[Path]) -> None:
-    """Print one series of `scale`, as tables or as one line of JSON, and which files have it."""
-    streams.result_line({**scaling_document(series), "files": files})
+def show_series(streams: Streams, kind: str, series: ScalingSeries, page: Path | None) -> None:
+    """Print one series of `scale`, as tables or as one line of JSON, and the file that has its charts."""
+    streams.result_line({**scaling_document(series), "files": [page] if page else []})
     streams.say(f"\n{kind} scaling")
     runs = scaling_table(series)
     if not any(row[-1] for row in runs.rows):  # no remarks
@@ -142,8 +142,8 @@ def show_series(streams: Streams, kind: str, series: ScalingSeries, files: Seque
         streams.console.print(
             _table("energy per image", DataTable((energy.header[0], *energy.header[2:]), without))
         )
-    for path in files:
-        streams.say(f"wrote {path} ({format_bytes(path.stat().st_size)})")
+    if page:
+        streams.say(f"wrote {page} ({format_bytes(page.stat().st_size)})")
 
 
 def show_points(streams: Streams, points: Sequence[Point]) -> None:

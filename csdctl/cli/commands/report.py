@@ -13,7 +13,6 @@ HtmlOption = Annotated[
     Path | None,
     typer.Option(metavar="FILE", help="Write charts and tables as one HTML file, which loads nothing."),
 ]
-CsvOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a row for each run and epoch.")]
 
 
 def report(
@@ -33,7 +32,9 @@ def report(
         ),
     ] = False,
     html: HtmlOption = None,
-    csv: CsvOption = None,
+    csv: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a row for each run and epoch.")
+    ] = None,
     json: options.JsonOption = False,
 ) -> None:
     """Show the results of a run, or of several side by side."""

@@ -1,22 +1,16 @@
 """`report` and `export`: a run from its events and the ledger, as numbers or for other tools."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from csdctl.documents import save_text
 from csdctl.errors import InputError
-from csdctl.reporting.export import (
-    render_csv,
-    render_scaling_csv,
-    write_mlflow,
-    write_tensorboard,
-)
-from csdctl.reporting.page import render_page, render_scaling_page
+from csdctl.reporting.export import render_csv, write_mlflow, write_tensorboard
+from csdctl.reporting.page import render_page
 from csdctl.reporting.privacy import Flow, Privacy, add_flows, count_passes, measure_privacy
 from csdctl.reporting.results import RunResults, RunSummary, read_results, summarize_run
-from csdctl.reporting.scaling import ScalingSeries
 from csdctl.runs.directory import ProjectDirectory, RunDirectory
 from csdctl.runs.ledger import read_ledger
 
@@ -41,16 +35,7 @@ def write_files(
 ) -> list[Path]:
     """Write the report of the runs to the files that are asked for; returns them."""
     found = results(project, run_ids)
-    return _write({html: lambda: render_page(found), csv: lambda: render_csv(found)})
-
-
-def write_scaling(series: ScalingSeries, html: Path | None, csv: Path | None) -> list[Path]:
-    """Write a series to the files that are asked for; returns them."""
-    return _write({html: lambda: render_scaling_page(series), csv: lambda: render_scaling_csv(series)})
-
-
-def _write(renderers: dict[Path | None, Callable[[], str]]) -> list[Path]:
-    """Render all files that have a path, then write them; returns their paths."""
+    renderers = {html: lambda: render_page(found), csv: lambda: render_csv(found)}
     texts = {path: render() for path, render in renderers.items() if path}
     for path, text in texts.items():
         save_text(path, text)

@@ -3,7 +3,6 @@
 import dataclasses
 
 from csdctl.reporting.energy import MachineEnergy, RunEnergy
-from csdctl.reporting.export import render_scaling_csv
 from csdctl.reporting.page import render_scaling_page
 from csdctl.reporting.results import RankSummary
 from csdctl.reporting.scaling import KINDS, build_scaling, energy_by_nodes
@@ -65,12 +64,6 @@ class TestScaling:
             ("4", "8.3", "37%"),
             ("24", "4.02", "69%"),
         ]
-
-
-def test_csv_has_plain_numbers_and_text_that_is_no_formula():
-    header, first, *_ = render_scaling_csv(build_scaling([run(0), run(24)], "weak")).splitlines()
-    assert header.startswith("run_id,num_nodes,is_host_training,global_batch,samples_per_s,speedup")
-    assert first.startswith("20260101-000000-0,0,True,100,30.0,1.0,1.0,")
 
 
 def test_page_has_the_charts_and_escapes_what_nodes_say():
