@@ -137,11 +137,7 @@ def show_series(streams: Streams, kind: str, series: ScalingSeries, page: Path |
         runs = DataTable(runs.header[:-1], tuple(row[:-1] for row in runs.rows))
     streams.console.print(_table(describe_series(series), runs))
     if any(point.energy for point in series.points):
-        energy = energy_by_nodes(series)  # its rows are those of the table above, whose runs are not repeated
-        without = tuple((row[0], *row[2:]) for row in energy.rows)
-        streams.console.print(
-            _table("energy per image", DataTable((energy.header[0], *energy.header[2:]), without))
-        )
+        streams.console.print(_table("energy per image", energy_by_nodes(series)))
     if page:
         streams.say(f"wrote {page} ({format_bytes(page.stat().st_size)})")
 
