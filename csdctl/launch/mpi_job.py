@@ -211,21 +211,10 @@ class MpiOutput:
 
 def kill_session(session_id: int) -> None:
     """Kill every process of a session."""
-    for pid in list_session_pids(session_id):
-        with contextlib.suppress(OSError):
-            os.kill(pid, signal.SIGKILL)
-
-
-def list_session_pids(session_id: int) -> list[int]:
-    """Return the processes of a session."""
-    return [pid for pid, stat in load_all().items() if stat.session == session_id]
-
-
-def read_program_name(pid: int) -> str:
-    """Return the name of the program that process `pid` runs; '' when the process has ended."""
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/comm").read_text().strip()
-    return ""
+    for pid, stat in load_all().items():
+        if stat.session == session_id:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
 
 
 POLL_INTERVAL_S = 0.2
@@ -406,8 +395,9 @@ class MpiJob:
 
 def _sample_connections(session_id: int, outcome: JobOutcome) -> None:
     """Record the bytes on the connections of mpirun; the kernel drops them when it ends."""
-    for pid in list_session_pids(session_id):
-        for tcp in list_connections(pid) if read_program_name(pid) in DAEMONS else ():
+    for pid, stat in load_all().items():
+        is_daemon = stat.session == session_id and stat.name in DAEMONS
+        for tcp in list_connections(pid) if is_daemon else ():
             outcome.connection_bytes[tcp.local, tcp.peer] = tcp.num_sent, tcp.num_received
 
 

@@ -91,7 +91,7 @@ def write_tensorboard(run: RunResults, directory: Path) -> None:
     except ModuleNotFoundError as error:
         raise InputError(
             "TensorBoard's event files need tensorboardX",
-            remedy="pip install 'csdctl[tensorboard]'; `--to csv` needs nothing",
+            remedy="pip install 'csdctl[tensorboard]'; `csdctl report --csv FILE` needs nothing",
         ) from error
     with SummaryWriter(str(directory)) as writer:
         rows = "\n".join(f"{name}: {value}" for name, value in parameters_of(run).items())

@@ -14,7 +14,7 @@ from csdctl.reporting.results import RunResults, RunSummary, read_results, summa
 from csdctl.runs.directory import ProjectDirectory, RunDirectory
 from csdctl.runs.ledger import read_ledger
 
-TENSORBOARD, MLFLOW, CSV = FORMATS = ("tensorboard", "mlflow", "csv")
+TENSORBOARD, MLFLOW = FORMATS = ("tensorboard", "mlflow")
 
 
 def report(project: ProjectDirectory, run_id: str | None) -> tuple[RunDirectory, RunSummary]:
@@ -35,8 +35,8 @@ def write_files(
 ) -> list[Path]:
     """Write the report of the runs to the files that are asked for; returns them."""
     found = results(project, run_ids)
-    renderers = {html: lambda: render_page(found), csv: lambda: render_csv(found)}
-    texts = {path: render() for path, render in renderers.items() if path}
+    wanted = ((html, render_page), (csv, render_csv))
+    texts = {path: render(found) for path, render in wanted if path}
     for path, text in texts.items():
         save_text(path, text)
     return list(texts)
@@ -78,13 +78,10 @@ def export(
     if to not in FORMATS:
         raise InputError(f"--to is {to!r}, expected {', '.join(FORMATS)}")
     if (tracking_uri and to != MLFLOW) or (output and to == MLFLOW):
-        raise InputError("--tracking-uri is for mlflow, --output for the other formats")
+        raise InputError("--tracking-uri is for mlflow, --output for tensorboard")
     (run,) = results(project, [run_id] if run_id else [])
     if to == MLFLOW:
         return f"run {write_mlflow(run, tracking_uri)} of MLflow"
-    path = output or Path(f"{run.summary.run_id}{'.csv' if to == CSV else '-tensorboard'}")
-    if to == CSV:
-        save_text(path, render_csv([run]))
-    else:
-        write_tensorboard(run, path)
+    path = output or Path(f"{run.summary.run_id}-tensorboard")
+    write_tensorboard(run, path)
     return str(path)
