@@ -190,7 +190,7 @@ class MpiOutput:
             self._log(rank, line.encode(errors="replace"))
             event = Failed(rank, self._nodes[rank], f"sent an invalid event: {error}", CHECK_WORKER)
         is_new = (rank, type(event)) not in self._reported
-        if is_new or (rank == 0 and len(self.events) < MAX_EVENTS):
+        if not self._is_closed and (is_new or (rank == 0 and len(self.events) < MAX_EVENTS)):
             self.events.append(event)
             self.last_event_s = time.monotonic()
             self._reported.add((rank, type(event)))
@@ -321,7 +321,7 @@ class MpiJob:
     def _drain(self, readers: Sequence[threading.Thread]) -> None:
         """Read what is left in the pipes, and close the logs."""
         drained_by = time.monotonic() + self._timeouts.drain_s
-        for reader in readers:
+        for reader in filter(threading.Thread.is_alive, readers):
             reader.join(timeout=max(0.0, drained_by - time.monotonic()))
         self._output.close()
 
