@@ -311,9 +311,9 @@ DOCUMENTS = {
         ),
     ),
     "csdctl.scaling/1": shown(
-        "`csdctl report --scaling`, and `csdctl scale` as one line for each series, after its trainings",
+        "`csdctl scale`, one line for each series, after its trainings",
         origin=(str, "Whether measured, and on what kind of fleet."),
-        kind=(str, "strong or weak scaling; empty if neither."),
+        kind=(str, "Strong or weak scaling."),
         host_samples_per_s=(float | None, "The rate of the host alone."),
         host_source=(str, "Where that is from."),
         points=(list[ScalingPoint], "Each run; energy in joules per sample and samples per joule."),

@@ -48,7 +48,7 @@ COMMANDS: Mapping[str, Mapping[str, str]] = {
         "runs": "List, watch, stop, compare and remove runs.",
         "scale": "Train with 0, 1, 2 … nodes, and show speed-up, efficiency and energy.",
         "report": "Show the results of a run, or of several side by side.",
-        "export": "Write a run for TensorBoard, MLflow or a spreadsheet.",
+        "export": "Write a run for TensorBoard or MLflow.",
         "clean": "Stop processes and remove files that earlier csdctl commands left on the machines.",
     },
     "A fleet without hardware": {

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from csdctl.emulation.files import is_unchanged, remove_fleet_file, remove_host_keys
+from csdctl.emulation.files import is_unchanged, remove_fleet_file
 from csdctl.emulation.limits import cgroup_prefix, list_cgroups, list_members, remove_cgroup
 from csdctl.emulation.processes import list_ancestors, list_marked, send_signal, start_time
 from csdctl.emulation.state import FleetPaths, FleetState, Owner, load_state, locked
@@ -58,7 +58,6 @@ def remove_fleet(paths: FleetPaths) -> StoppedFleet:
     cgroups = list_cgroups(cgroup_prefix(paths.fleet_id))
     for cgroup in cgroups:
         remove_cgroup(cgroup)
-    remove_host_keys(paths.known_hosts, paths.fleet_id)
     kept = [path for path in _fleet_files(paths, state) if not remove_fleet_file(path, paths.fleet_id)]
     _remove_directory(paths)
     return StoppedFleet(len(ended), len(cgroups), kept[0] if kept else None)

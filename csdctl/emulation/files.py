@@ -1,13 +1,11 @@
-"""The emulator's files outside of the fleet's directory: fleet.yaml and lines of `.csdctl/known_hosts`.
+"""The fleet.yaml of an emulated fleet, which may be outside of the fleet's directory.
 
-The first line of fleet.yaml names the writer, the fleet, and the hash of the rest: a file that the user has
-changed is not removed. Each line of known_hosts ends in a comment that names the fleet, so that `down`
-removes only its own lines.
+Its first line names the writer, the fleet, and the hash of the rest: a file that the user has changed is not
+removed.
 """
 
 import hashlib
 import re
-from collections.abc import Mapping
 from pathlib import Path
 
 import yaml
@@ -17,7 +15,6 @@ from csdctl.emulation.state import USER, FleetPaths, FleetState
 from csdctl.errors import InputError
 from csdctl.fleet.facts import facts_path
 from csdctl.fleet.model import Fleet
-from csdctl.transport.known_hosts import load_lines
 
 GROUP = "emulated"
 NETWORK = "127.0.0.0/8"
@@ -75,37 +72,3 @@ def remove_fleet_file(path: Path, fleet_id: str) -> bool:
 
 def _hash(body: str) -> str:
     return hashlib.sha256(body.encode()).hexdigest()[:16]
-
-
-def add_host_keys(path: Path, keys: Mapping[int, str], fleet_id: str) -> None:
-    """Write the host key (`ssh-ed25519 AAAA…`) of every port; remove older keys of the same ports."""
-    ports = {f"[127.0.0.1]:{port}" for port in keys}
-    kept = [line for line in _existing_lines(path) if not ports & set(_first_word(line).split(","))]
-    added = [
-        f"[127.0.0.1]:{port} {' '.join(key.split()[:2])} {_comment(fleet_id)}" for port, key in keys.items()
-    ]
-    save_text(path, "".join(f"{line}\n" for line in (*kept, *added)))
-
-
-def remove_host_keys(path: Path, fleet_id: str) -> None:
-    """Remove the lines of a fleet, identified by their comment."""
-    lines = _existing_lines(path)
-    kept = [line for line in lines if not line.endswith(_comment(fleet_id))]
-    if kept == lines:
-        return
-    if kept:
-        save_text(path, "".join(f"{line}\n" for line in kept))
-    else:
-        path.unlink(missing_ok=True)
-
-
-def _comment(fleet_id: str) -> str:
-    return f"csdctl-emulated-{fleet_id}"
-
-
-def _first_word(line: str) -> str:
-    return line.split(maxsplit=1)[0] if line.split() else ""
-
-
-def _existing_lines(path: Path) -> list[str]:
-    return load_lines(path) if path.exists() else []

@@ -1,7 +1,7 @@
 """Start, inspect and stop an emulated fleet; the interface of this package.
 
-All files of a fleet are in its directory, except its lines in known_hosts, its fleet.yaml, its control groups
-and a directory with a short path for the TMPDIRs.
+All files of a fleet are in its directory, except its fleet.yaml, its control groups and a directory with a
+short path for the TMPDIRs.
 """
 
 import importlib.util
@@ -16,7 +16,7 @@ from pathlib import Path
 import csdctl
 from csdctl.documents import make_directory, save_bytes, save_text
 from csdctl.emulation.cleanup import StoppedFleet, remove_fleet, stop_fleet
-from csdctl.emulation.files import add_host_keys, check_may_write, save_fleet_file
+from csdctl.emulation.files import check_may_write, save_fleet_file
 from csdctl.emulation.limits import open_cpu_limit
 from csdctl.emulation.owner import find_owner
 from csdctl.emulation.processes import (
@@ -62,7 +62,6 @@ def start_fleet(
     spec: EmulatedSpec,
     *,
     fleet_path: Path | None = None,
-    python: str = sys.executable,
     cpu_mechanism: str = "auto",
     owner_pid: int | None = None,
 ) -> Path:
@@ -70,9 +69,8 @@ def start_fleet(
 
     The fleet is taken down when process `owner_pid` ends; without one, it stays up. A running fleet with the
     same spec is left as it is, except that it gets the owner of this call, or none; a crashed fleet is
-    removed first. `python` is the nodes' interpreter in fleet.yaml. Raises InputError when another fleet is
-    running there, when fleet.yaml was not written by the emulator, when no process has the id `owner_pid`, or
-    when asyncssh is not installed.
+    removed first. Raises InputError when another fleet is running there, when fleet.yaml was not written by
+    the emulator, when no process has the id `owner_pid`, or when asyncssh is not installed.
     """
     _check_request(spec, cpu_mechanism)
     owner = None if owner_pid is None else find_owner(owner_pid)
@@ -86,7 +84,7 @@ def start_fleet(
         if state is not None and _is_alive(state):
             _check_same(paths, state, spec, fleet_path, cpu_mechanism)
             if not state.fleet_path.exists():
-                save_fleet_file(paths, state, python)
+                save_fleet_file(paths, state, sys.executable)
             _change_owner(paths, state, owner)
             return state.fleet_path
         chosen = (fleet_path or paths.default_fleet).absolute()
@@ -96,7 +94,7 @@ def start_fleet(
             open_cpu_limit(cpu_mechanism, paths.fleet_id, "trial", spec.cpu).close()
         state = FleetState(paths.fleet_id, spec, cpu_mechanism, chosen, owner=owner)
         try:
-            return _start(paths, state, python)
+            return _start(paths, state)
         except BaseException:
             remove_fleet(paths)
             raise
@@ -147,7 +145,7 @@ def _change_owner(paths: FleetPaths, state: FleetState, owner: Owner | None) -> 
         _launch(paths, "owner")
 
 
-def _start(paths: FleetPaths, state: FleetState, python: str) -> Path:
+def _start(paths: FleetPaths, state: FleetState) -> Path:
     paths.directory.mkdir(mode=0o700, exist_ok=True)
     save_text(paths.marker, state.fleet_id + "\n")
     _create_nodes(paths, state)
@@ -159,8 +157,8 @@ def _start(paths: FleetPaths, state: FleetState, python: str) -> Path:
         raise CsdctlError(f"its server did not start: {lines[-1] if lines else 'no message'}", node=name)
     state = replace(state, nodes=nodes)
     keys = {node.port: paths.node(node.name).public_host_key.read_text() for node in nodes}
-    add_host_keys(paths.known_hosts, keys, state.fleet_id)
-    save_fleet_file(paths, state, python)
+    save_text(paths.known_hosts, "".join(f"[127.0.0.1]:{port} {key.strip()}\n" for port, key in keys.items()))
+    save_fleet_file(paths, state, sys.executable)
     save_state(paths, state)
     return state.fleet_path
 

@@ -23,7 +23,6 @@ from csdctl.emulation.processes import (
     anonymous_bytes,
     cpu_time_s,
     list_descendants,
-    process_name,
     send_signal,
 )
 from csdctl.errors import CsdctlError, InputError
@@ -320,9 +319,10 @@ def end_largest_above(limit_bytes: int, used_bytes: dict[int, int]) -> int | Non
     if total_bytes <= limit_bytes:
         return None
     largest = max(used_bytes, key=lambda pid: used_bytes[pid])
+    stat = load_stat(largest)
     log.warning(
         "out of memory: killed %s (pid %d, %d MiB); the node uses %d of %d MiB",
-        process_name(largest),
+        stat.name if stat else "",
         largest,
         used_bytes[largest] >> 20,
         total_bytes >> 20,

@@ -88,11 +88,6 @@ def anonymous_bytes(pid: int) -> int:
     )
 
 
-def process_name(pid: int) -> str:
-    """Return the short name of `pid`, or '' if it has ended."""
-    return _load(f"/proc/{pid}/comm").strip()
-
-
 def send_signal(pids: Iterable[int], number: signal.Signals) -> None:
     """Send a signal to those of `pids` that exist and belong to this user."""
     for pid in pids:

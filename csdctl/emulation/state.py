@@ -71,7 +71,7 @@ class FleetPaths:
         """A link to the directory of the nodes' TMPDIRs."""
         self.short_tmp_prefix = f"csd-{self.fleet_id[:8]}-"
         """The name of that directory begins with this; the rest is random, so that nobody can take it."""
-        self.known_hosts = self.directory.parent / "known_hosts"
+        self.known_hosts = self.directory / "known_hosts"
 
     @property
     def is_ours(self) -> bool:

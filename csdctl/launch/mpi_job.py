@@ -1,12 +1,12 @@
-"""A running mpirun: start it, read what the ranks print, watch its deadlines, end it.
+"""A running mpirun: start it, read what the ranks print, watch its deadline, end it.
 
-Events of the ranks go to a queue, all other lines to the log files. Completion records decide whether a job
+Events of the ranks are kept, all other lines go to the log files. Completion records decide whether a job
 succeeded. mpirun's exit code does not: it exits with 0 when a node is lost.
 """
 
 import contextlib
+import math
 import os
-import queue
 import re
 import signal
 import subprocess
@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
+from typing import IO, TypeVar
 
-from csdctl.errors import InputError
+from csdctl.errors import RunError
 from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.runs.capped_log import CappedLog
 from csdctl.transport.meter import LinkBytes, TrafficClass
@@ -51,19 +51,11 @@ _DAEMON = re.compile(r"Remote daemon: *\[[^,\]]*,(\d+)\]")
 _UNCONNECTED_DAEMON = re.compile(r"Remote host: *rank\d+-(\S+)")
 _DAEMON_STATUS = re.compile(r"Daemon exit status: *(\d+)")
 _BANNER = re.compile(r"^[-*=\s]*$")
+CHECK_NODE = "check the node and train again"
 MEMORY_REMEDY = "choose a smaller batch size: `csdctl tune --max-global-batch N`, or edit the plan"
 _ENDED_BY_MPIRUN = (signal.SIGTERM, signal.SIGINT)
 _NO_CAUSE = ("Abort is in progress", "Killed")
 _NOISE = ("All log messages before absl", "oneDNN custom operations are on", "rebuild TensorFlow with")
-
-
-@dataclass(frozen=True)
-class Cause:
-    """The cause of a loss, and its node; `node` is '' when that is unknown."""
-
-    node: str
-    message: str
-    remedy: str = "check the node and train again"
 
 
 def is_noise(line: str) -> bool:
@@ -71,46 +63,47 @@ def is_noise(line: str) -> bool:
     return any(noise in line for noise in _NOISE)
 
 
-def find_cause(stderr_tail: Sequence[str], exited: Sequence[Exited], rank_nodes: Sequence[str]) -> Cause:
-    """Return why mpirun ended.
+def find_cause(stderr_tail: Sequence[str], events: Iterable[Event], rank_nodes: Sequence[str]) -> RunError:
+    """Return why mpirun ended, and the node that is the cause, '' if that is unknown.
 
-    `stderr_tail` are its last lines, `exited` the ranks that ended badly, in order of arrival; `rank_nodes`
-    the machine of every rank. mpirun numbers its daemons from 1, in the order of the nodes in its command
-    line; 0 is mpirun itself.
+    `stderr_tail` are its last lines, `events` those of the ranks in order of arrival; `rank_nodes` the
+    machine of every rank. mpirun numbers its daemons from 1, in the order of the nodes in its command line; 0
+    is mpirun itself.
     """
-    if killed := _find_killed_rank(exited):
-        return killed
+    for event in events:
+        number = event.code - 128 if isinstance(event, Exited) else 0
+        if number > 0 and number not in _ENDED_BY_MPIRUN:
+            message = f"rank {event.rank} was killed by signal {number}"
+            if number == signal.SIGKILL:
+                return RunError(
+                    f"{message}, most likely out of memory", node=event.node, remedy=MEMORY_REMEDY
+                )
+            return RunError(message, node=event.node, remedy=CHECK_NODE)
+    node, message = _read_cause(stderr_tail, rank_nodes)
+    return RunError(message, node=node, remedy=CHECK_NODE)
+
+
+def _read_cause(stderr_tail: Sequence[str], rank_nodes: Sequence[str]) -> tuple[str, str]:
+    """Return the node and the cause that mpirun's messages name."""
     text = "\n".join(stderr_tail)
     remote = [node for node in rank_nodes if node != HOST_NAME]
     if found := _DAEMON.search(text):
         number = int(found[1])
         node = remote[number - 1] if 0 < number <= len(remote) else ""
-        return Cause(node, "lost: its MPI daemon no longer answers (node down, link cut, or prted killed)")
+        return node, "lost: its MPI daemon no longer answers (node down, link cut, or prted killed)"
     if found := _RANK.search(text):
         rank = int(found[1])
         node = rank_nodes[rank] if rank < len(rank_nodes) else ""
         if by_signal := _SIGNAL.search(text):
-            return Cause(node, f"rank {rank} was ended by signal {by_signal[1]}")
-        return Cause(node, f"rank {rank} was lost, or exited because another rank was lost")
+            return node, f"rank {rank} was ended by signal {by_signal[1]}"
+        return node, f"rank {rank} was lost, or exited because another rank was lost"
     if status := _DAEMON_STATUS.search(text):
         found = _UNCONNECTED_DAEMON.search(text)
         node = found[1] if found and found[1] in remote else ""
         whose = "its MPI daemon" if node else "the MPI daemon of a node that mpirun does not name"
-        return Cause(node, f"{whose} (prted) did not connect to mpirun and exited with {status[1]}")
+        return node, f"{whose} (prted) did not connect to mpirun and exited with {status[1]}"
     lines = [line for line in stderr_tail if not _BANNER.match(line) and not line.startswith(_NO_CAUSE)]
-    return Cause("", lines[0] if lines else "mpirun printed no message")
-
-
-def _find_killed_rank(exited: Sequence[Exited]) -> Cause | None:
-    """Return the first rank that was killed by a signal that mpirun did not send."""
-    for event in exited:
-        number = event.code - 128
-        if number > 0 and number not in _ENDED_BY_MPIRUN:
-            message = f"rank {event.rank} was killed by signal {number}"
-            if number == signal.SIGKILL:
-                return Cause(event.node, f"{message}, most likely out of memory", MEMORY_REMEDY)
-            return Cause(event.node, message)
-    return None
+    return "", lines[0] if lines else "mpirun printed no message"
 
 
 LogPath = Callable[[int | None], Path]
@@ -118,7 +111,8 @@ LogPath = Callable[[int | None], Path]
 
 MAX_LINE_BYTES = 1 << 20
 MAX_TAIL_LINES, MAX_TAIL_LINE_BYTES = 60, 1 << 12
-MAX_WAITING_EVENTS = 1000
+MAX_EVENTS = 1000
+"""Later reports of rank 0 of a type that it has reported before are dropped."""
 EXPECTED = (*FROM_MPI, Ready, Traffic, Misbehaved, Finished, Failed)
 """The events of an MPI check; a link sends none but `Exited`."""
 CHECK_WORKER = "check that machine: what runs there is damaged, or is not csdctl's worker"
@@ -133,9 +127,10 @@ class MpiOutput:
         """`nodes` are the machines of mpirun's ranks, in order."""
         self._log_path = log_path
         self._nodes = nodes
-        self._events: queue.Queue[Event | None] = queue.Queue(MAX_WAITING_EVENTS)
+        self.events: list[Event] = []
+        """Events in order of arrival: a rank other than 0 reports everything once."""
+        self.last_event_s = time.monotonic()
         self._reported: set[tuple[int, type[Event]]] = set()
-        """The reports of each rank: a rank other than 0 reports everything once."""
         self._tail: deque[str] = deque(maxlen=MAX_TAIL_LINES)
         self._logs: dict[int | None, CappedLog] = {}
         self._lock = threading.Lock()
@@ -146,25 +141,22 @@ class MpiOutput:
         """The last lines that mpirun and its daemons printed."""
         return list(self._tail)
 
-    def next_event(self, timeout_s: float) -> Event | None:
-        """Return the next event, or None at the end of a stream; raises queue.Empty after `timeout_s`."""
-        return self._events.get(timeout=timeout_s)
+    def ranks_with(self, kind: type[Event]) -> set[int]:
+        """Return the ranks that have sent an event of type `kind`."""
+        return {rank for rank, reported in list(self._reported) if reported is kind}
 
     def read(self, stream: IO[bytes] | None) -> None:
         """Read one stream to its end, even when a log cannot be written: a full pipe would stop the run."""
         assert stream is not None
         # Only this thread closes the stream: close() waits for readers, and an orphan may keep the pipe open.
-        try:
-            with stream:
-                rank, is_whole = None, True
-                while line := stream.readline(MAX_LINE_BYTES):
-                    if is_whole:
-                        rank = self._handle_line(line)
-                    else:  # the rest of a long line, which has no tag of its own
-                        self._log(rank, line)
-                    is_whole = line.endswith(b"\n")
-        finally:
-            self._put(None)
+        with stream:
+            rank, is_whole = None, True
+            while line := stream.readline(MAX_LINE_BYTES):
+                if is_whole:
+                    rank = self._handle_line(line)
+                else:  # the rest of a long line, which has no tag of its own
+                    self._log(rank, line)
+                is_whole = line.endswith(b"\n")
 
     def close(self) -> None:
         """Close the logs; lines that an orphan of mpirun prints later are dropped."""
@@ -187,7 +179,7 @@ class MpiOutput:
         return rank
 
     def _handle_event(self, rank: int, line: str) -> None:
-        """Pass on the event in `line`; an invalid one means that the rank has failed."""
+        """Keep the event in `line`; an invalid one means that the rank has failed."""
         try:
             event = event_from_line(line)
             if not isinstance(event, EXPECTED):
@@ -197,15 +189,11 @@ class MpiOutput:
         except ProtocolError as error:
             self._log(rank, line.encode(errors="replace"))
             event = Failed(rank, self._nodes[rank], f"sent an invalid event: {error}", CHECK_WORKER)
-        if rank == 0 or (rank, type(event)) not in self._reported:
+        is_new = (rank, type(event)) not in self._reported
+        if not self._is_closed and (is_new or (rank == 0 and len(self.events) < MAX_EVENTS)):
+            self.events.append(event)
+            self.last_event_s = time.monotonic()
             self._reported.add((rank, type(event)))
-            self._put(event)
-
-    def _put(self, event: Event | None) -> None:
-        """Queue an event; mpirun waits while too many are queued."""
-        while not self._is_closed:
-            with contextlib.suppress(queue.Full):
-                return self._events.put(event, timeout=0.2)
 
     def _log(self, rank: int | None, text: bytes) -> None:
         if not text.strip() or is_noise(text.decode(errors="replace")):
@@ -223,21 +211,10 @@ class MpiOutput:
 
 def kill_session(session_id: int) -> None:
     """Kill every process of a session."""
-    for pid in list_session_pids(session_id):
-        with contextlib.suppress(OSError):
-            os.kill(pid, signal.SIGKILL)
-
-
-def list_session_pids(session_id: int) -> list[int]:
-    """Return the processes of a session."""
-    return [pid for pid, stat in load_all().items() if stat.session == session_id]
-
-
-def read_program_name(pid: int) -> str:
-    """Return the name of the program that process `pid` runs; '' when the process has ended."""
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/comm").read_text().strip()
-    return ""
+    for pid, stat in load_all().items():
+        if stat.session == session_id:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
 
 
 POLL_INTERVAL_S = 0.2
@@ -245,19 +222,6 @@ DAEMONS = ("mpirun", "prterun")
 """The programs that connect to the daemons on nodes. Ranks report their own traffic."""
 MAX_SAMPLE_INTERVAL_S, SAMPLE_INTERVAL_SHARE = 2.0, 0.1
 """Connections are sampled each time another tenth of the elapsed time has passed, at least this often."""
-
-
-@dataclass(frozen=True)
-class Deadlines:
-    """The longest silence allowed, in seconds: until all ranks are ready, and after that."""
-
-    start_s: float = 300.0
-    silence_s: float = 300.0
-
-    def __post_init__(self) -> None:
-        for name, value in (("start", self.start_s), ("silence", self.silence_s)):
-            if not value >= 1:
-                raise InputError(f"the {name} deadline must be at least 1 second, received {value:g}")
 
 
 @dataclass(frozen=True)
@@ -274,33 +238,30 @@ class EndTimeouts:
     """After mpirun was killed, while a process that it started keeps its output open."""
 
 
+EventT = TypeVar("EventT", bound=Event)
+
+
 @dataclass
 class JobOutcome:
     """The result of a job."""
 
+    events: list[Event]
+    """The events of the ranks, in order of arrival."""
     exit_code: int | None = None
-    finished: dict[int, Finished] = field(default_factory=dict)
-    failed: dict[int, Failed] = field(default_factory=dict)
-    exited: dict[int, Exited] = field(default_factory=dict)
-    """Ranks with a non-zero exit code, in order of arrival."""
-    ready: set[int] = field(default_factory=set)
-    overdue: str = ""
-    """The deadline that ended the job: '', 'start' or 'silence'."""
+    is_overdue: bool = False
+    """Whether the deadline ended the job."""
     connection_bytes: dict[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
     """Bytes sent and received on each TCP connection of mpirun, by local and peer address."""
     stderr_tail: list[str] = field(default_factory=list)
     """The last lines that mpirun and its daemons printed, on either stream."""
 
-    def add(self, event: Event) -> None:
-        """Record the state of the rank that sent `event`; the first failure and exit of a rank are kept."""
-        if isinstance(event, Ready):
-            self.ready.add(event.rank)
-        elif isinstance(event, Finished):
-            self.finished[event.rank] = event
-        elif isinstance(event, Failed):
-            self.failed.setdefault(event.rank, event)
-        elif isinstance(event, Exited):
-            self.exited.setdefault(event.rank, event)
+    def of_type(self, kind: type[EventT]) -> dict[int, EventT]:
+        """Return the first event of type `kind` of each rank, in order of arrival."""
+        found: dict[int, EventT] = {}
+        for event in self.events:
+            if isinstance(event, kind):
+                found.setdefault(event.rank, event)
+        return found
 
 
 class MpiJob:
@@ -334,33 +295,35 @@ class MpiJob:
         self._is_ended = False
         self._process: subprocess.Popen[bytes] | None = None
 
-    def run(self, on_event: Callable[[Event], None], deadlines: Deadlines) -> JobOutcome:
-        """Start mpirun, pass on every event, and return when all its local processes have ended."""
-        with self._daemons():
-            return self._run(JobOutcome(), on_event, deadlines)
+    def run(self, deadline_s: float = math.inf) -> JobOutcome:
+        """Start mpirun, and return when all its local processes have ended.
 
-    def _run(
-        self, outcome: JobOutcome, on_event: Callable[[Event], None], deadlines: Deadlines
-    ) -> JobOutcome:
-        self._process = process = self._start()
-        readers = [
-            threading.Thread(target=self._output.read, args=(stream,), daemon=True)
-            for stream in (process.stdout, process.stderr)
-        ]
-        for reader in readers:
-            reader.start()
-        try:
-            if not self._is_ended:  # `end` may have been called before the process was started
-                self._watch(process, outcome, on_event, deadlines)
-        finally:
-            self.end()
-            drained_by = time.monotonic() + self._timeouts.drain_s
+        `deadline_s` limits the time until all ranks are ready, and any silence after that.
+        """
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._daemons())
+            self._process = process = self._start()
+            outcome = JobOutcome(self._output.events)
+            readers = [
+                threading.Thread(target=self._output.read, args=(stream,), daemon=True)
+                for stream in (process.stdout, process.stderr)
+            ]
+            stack.callback(self._drain, readers)
+            stack.callback(self.end)
             for reader in readers:
-                reader.join(timeout=max(0.0, drained_by - time.monotonic()))
-            self._output.close()
+                reader.start()
+            if not self._is_ended:  # `end` may have been called before the process was started
+                self._watch(process, readers, outcome, deadline_s)
         outcome.exit_code = process.returncode
         outcome.stderr_tail = self._output.tail
         return outcome
+
+    def _drain(self, readers: Sequence[threading.Thread]) -> None:
+        """Read what is left in the pipes, and close the logs."""
+        drained_by = time.monotonic() + self._timeouts.drain_s
+        for reader in filter(threading.Thread.is_alive, readers):
+            reader.join(timeout=max(0.0, drained_by - time.monotonic()))
+        self._output.close()
 
     def _start(self) -> "subprocess.Popen[bytes]":
         process = subprocess.Popen(
@@ -381,23 +344,16 @@ class MpiJob:
     def _watch(
         self,
         process: "subprocess.Popen[bytes]",
+        readers: Sequence[threading.Thread],
         outcome: JobOutcome,
-        on_event: Callable[[Event], None],
-        deadlines: Deadlines,
+        deadline_s: float,
     ) -> None:
-        """Pass on events until both streams have ended, a deadline passes, or only an orphan is left."""
-        started = last_event = last_sample = time.monotonic()
+        """Wait until both streams have ended, the deadline passes, or only an orphan is left."""
+        output = self._output
+        started = last_sample = time.monotonic()
         exited: float | None = None
-        num_streams = 2
-        while num_streams:
-            with contextlib.suppress(queue.Empty):
-                event = self._output.next_event(POLL_INTERVAL_S)
-                if event is None:
-                    num_streams -= 1
-                else:
-                    last_event = time.monotonic()
-                    outcome.add(event)
-                    on_event(event)
+        while reading := [reader for reader in readers if reader.is_alive()]:
+            reading[0].join(POLL_INTERVAL_S)
             now = time.monotonic()
             if now - last_sample > min(MAX_SAMPLE_INTERVAL_S, SAMPLE_INTERVAL_SHARE * (now - started)):
                 last_sample = now
@@ -406,21 +362,15 @@ class MpiJob:
                 exited = exited or now
                 if now - exited > self._timeouts.orphan_grace_s:
                     return  # mpirun was killed, and a process it started keeps its output open
-            if len(outcome.finished) == self._num_ranks and now - last_event > self._timeouts.grace_s:
+            silent_s = now - output.last_event_s
+            if len(output.ranks_with(Finished)) == self._num_ranks and silent_s > self._timeouts.grace_s:
                 return  # a process that a rank left behind keeps mpirun's output open
-            outcome.overdue = self._find_overdue(outcome, deadlines, now - started, now - last_event)
-            if outcome.overdue:
+            is_ready = len(output.ranks_with(Ready)) == self._num_ranks
+            if (silent_s if is_ready else now - started) > deadline_s:
+                outcome.is_overdue = True
                 return
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(timeout=POLL_INTERVAL_S)  # its output ends just before the process does
-
-    def _find_overdue(
-        self, outcome: JobOutcome, deadlines: Deadlines, elapsed_s: float, silent_s: float
-    ) -> str:
-        """Return the deadline that has passed: 'start', 'silence', or '' for none."""
-        if len(outcome.ready) < self._num_ranks:
-            return "start" if elapsed_s > deadlines.start_s else ""
-        return "silence" if silent_s > deadlines.silence_s else ""
 
     def end(self) -> None:
         """End mpirun's sandbox, and with it all that mpirun has started; kill it when it does not end.
@@ -445,8 +395,9 @@ class MpiJob:
 
 def _sample_connections(session_id: int, outcome: JobOutcome) -> None:
     """Record the bytes on the connections of mpirun; the kernel drops them when it ends."""
-    for pid in list_session_pids(session_id):
-        for tcp in list_connections(pid) if read_program_name(pid) in DAEMONS else ():
+    for pid, stat in load_all().items():
+        is_daemon = stat.session == session_id and stat.name in DAEMONS
+        for tcp in list_connections(pid) if is_daemon else ():
             outcome.connection_bytes[tcp.local, tcp.peer] = tcp.num_sent, tcp.num_received
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from csdctl.errors import InputError
 from csdctl.reporting.results import RunResults
-from csdctl.reporting.scaling import ScalingSeries, scaling_document
 
 
 def render_csv(runs: Sequence[RunResults]) -> str:
@@ -24,18 +23,6 @@ def render_csv(runs: Sequence[RunResults]) -> str:
             fixed = [run.summary.run_id, run.summary.state, run.measured, point.epoch, f"{point.time_s:.3f}"]
             results = [point.results.get(name, "") for name in names]
             writer.writerow([*fixed, f"{point.samples_per_s:.3f}", rate, *results])
-    return text.getvalue()
-
-
-def render_scaling_csv(series: ScalingSeries) -> str:
-    """Return a header and a row of plain numbers for each run; what is not known is empty."""
-    text = io.StringIO()
-    points = scaling_document(series)["points"]
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow([*points[0], "source"])
-    for point in points:
-        cells = [" ".join(cell) if isinstance(cell, tuple) else cell for cell in point.values()]
-        writer.writerow([*("" if cell is None else cell for cell in cells), series.origin])
     return text.getvalue()
 
 
@@ -104,7 +91,7 @@ def write_tensorboard(run: RunResults, directory: Path) -> None:
     except ModuleNotFoundError as error:
         raise InputError(
             "TensorBoard's event files need tensorboardX",
-            remedy="pip install 'csdctl[tensorboard]'; `--to csv` needs nothing",
+            remedy="pip install 'csdctl[tensorboard]'; `csdctl report --csv FILE` needs nothing",
         ) from error
     with SummaryWriter(str(directory)) as writer:
         rows = "\n".join(f"{name}: {value}" for name, value in parameters_of(run).items())

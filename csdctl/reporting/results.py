@@ -25,6 +25,8 @@ from csdctl.worker.protocol.events import (
 
 DONE, STOPPED, FAILED, INTERRUPTED = "done", "stopped", "failed", "interrupted"
 """States of a run."""
+RESULTS = ("loss", "accuracy", "validation_loss", "validation_accuracy", "metrics", "validation_metrics")
+"""Results of an epoch."""
 MAX_FAILURES = 100
 """Failures that are listed; the others are counted."""
 MAX_OPEN_EPOCHS = 1000
@@ -127,11 +129,8 @@ def summarize(run_id: str, manifest: dict[str, Any], events: Iterable[Event]) ->
     speed = run.timed / whole.wall_s if whole.wall_s else 0.0
     steps_s = whole.compute_s + whole.wait_s
     strategy, step_speed = manifest.get("strategy", DATA_PARALLEL), run.timed / steps_s if steps_s else 0.0
-    all_alone, reached = (
-        _reachable(strategy, ranks, steps_s, step_speed),
-        step_speed if strategy == SPLIT else speed,
-    )
-    last = run.last
+    all_alone = _reachable(strategy, ranks, steps_s, step_speed)
+    reached = step_speed if strategy == SPLIT else speed
     return RunSummary(
         run_id=run_id,
         state=run.state,
@@ -148,12 +147,7 @@ def summarize(run_id: str, manifest: dict[str, Any], events: Iterable[Event]) ->
         predicted_samples_per_s=manifest.get("predicted_samples_per_s"),
         alone_samples_per_s=all_alone,
         efficiency=reached / all_alone if all_alone and reached else None,
-        loss=last.loss if last else None,
-        accuracy=last.accuracy if last else None,
-        validation_loss=last.validation_loss if last else None,
-        validation_accuracy=last.validation_accuracy if last else None,
-        metrics=last.metrics if last else {},
-        validation_metrics=last.validation_metrics if last else {},
+        **{name: getattr(run.last, name) for name in RESULTS},
         identical_weights=run.has_identical_weights,
         failures=run.failures,
         lost_nodes=tuple(run.lost_nodes),
@@ -188,11 +182,8 @@ class _RankTotals:
 
     def add(self, event: EpochEnd) -> None:
         self.epochs += 1
-        self.steps += event.steps
-        self.samples += event.samples
-        self.compute_s += event.compute_s
-        self.wait_s += event.wait_s
-        self.wall_s += event.wall_s
+        for name in ("steps", "samples", "compute_s", "wait_s", "wall_s"):
+            setattr(self, name, getattr(self, name) + getattr(event, name))
 
 
 class _Run:
@@ -201,8 +192,8 @@ class _Run:
     def __init__(self, num_ranks: int) -> None:
         self.ranks = [_RankTotals() for _ in range(num_ranks)]
         self.passes = PassCounter(num_ranks)
-        self.last: EpochEnd | None = None
-        """The latest end of an epoch of rank 0, which has the results of all ranks."""
+        self.last = EpochEnd(0, "", 0, 0, 0, 0.0, 0.0, 0.0, "")
+        """The latest end of an epoch of rank 0, which has the results of all ranks; none at first."""
         self.samples = self.timed = self.num_private_unread = self.num_rebalanced = 0
         self.lost_nodes: dict[str, None] = {}
         self._failures: list[str] = []
@@ -246,7 +237,11 @@ class _Run:
             self.ranks[event.rank].add(event)
             self._compare_weights(event)
             if event.rank == 0:
-                self._add_whole(event)
+                self.last = event
+                self.samples += event.global_samples
+                # No event covers the time before a loss or a resumption.
+                self.timed += event.stepped_samples or event.global_samples
+                self.num_private_unread += event.num_lost
         elif isinstance(event, Failed):
             self._num_failures += 1
             if self._num_failures <= MAX_FAILURES:
@@ -255,14 +250,6 @@ class _Run:
             self.lost_nodes[event.node] = None
         elif isinstance(event, Rebalanced):
             self.num_rebalanced += 1
-
-    def _add_whole(self, event: EpochEnd) -> None:
-        """Add what rank 0 reports for all ranks."""
-        self.last = event
-        self.samples += event.global_samples
-        # No event covers the time before a loss or a resumption.
-        self.timed += event.stepped_samples or event.global_samples
-        self.num_private_unread += event.num_lost
 
     def _compare_weights(self, event: EpochEnd) -> None:
         """Note the hash that a rank reports; an epoch is forgotten once all ranks of its group agree."""

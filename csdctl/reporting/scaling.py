@@ -5,13 +5,10 @@ is that rate over the sum of what the ranks reach alone, so that 100% loses noth
 communication.
 """
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
 from typing import Any
 
-from csdctl.errors import InputError
 from csdctl.fleet.model import HOST_NAME
 from csdctl.fleet.names import format_node_names
 from csdctl.reporting.charts import Chart, draw_lines
@@ -21,7 +18,10 @@ from csdctl.reporting.results import RunResults
 from csdctl.reporting.tables import DataTable
 from csdctl.runs.ledger import MEASURED
 
-STRONG, WEAK = "strong scaling: the global batch stays", "weak scaling: the global batch grows with the ranks"
+KINDS = {
+    "weak": "weak scaling: the global batch grows with the ranks",
+    "strong": "strong scaling: the global batch stays",
+}
 TUNED = "the host's rate in tuning"
 
 
@@ -50,7 +50,7 @@ class ScalingSeries:
 
     points: tuple[ScalingPoint, ...]
     kind: str
-    """STRONG or WEAK; '' where the batch sizes follow neither."""
+    """One of the texts of KINDS."""
     host_samples_per_s: float | None
     host_source: str
     """What `host_samples_per_s` is from: runs without nodes, or TUNED."""
@@ -63,49 +63,28 @@ class ScalingSeries:
         return {0: 1.0, **found} if found else {}
 
     def by_nodes(self, values: Sequence[float | None]) -> dict[int, float]:
-        """Return the median of `values`, one for each point, at each number of nodes."""
-        found: dict[int, list[float]] = {}
-        for point, value in zip(self.points, values, strict=True):
-            if value is not None:
-                found.setdefault(point.num_nodes, []).append(value)
-        return {num_nodes: median(of) for num_nodes, of in sorted(found.items())}
+        """Return those of `values` that are known, one for each point, by the number of nodes."""
+        pairs = zip(self.points, values, strict=True)
+        return {point.num_nodes: value for point, value in pairs if value is not None}
 
 
-def build_scaling(runs: Sequence[RunResults]) -> ScalingSeries:
-    """Put runs in order; raises InputError for runs of different models, or with one number of nodes only."""
-    models = {str((run.manifest.get("job") or {}).get("model", "")) for run in runs}
-    if len(models) > 1:
-        raise InputError(
-            f"--scaling compares runs of one model; received {len(models)}: {', '.join(sorted(models))}",
-            remedy="give the runs of one job; `csdctl report RUN RUN` shows others side by side",
-        )
-    if len({_num_nodes(run) for run in runs}) < 2:
-        raise InputError(
-            "--scaling needs runs with at least two numbers of nodes; all of these have the same",
-            remedy="train with fewer (--limit); `csdctl tune` measures what the host reaches alone",
-        )
+def build_scaling(runs: Sequence[RunResults], kind: str) -> ScalingSeries:
+    """Put runs of one job, each with another number of nodes, in order; `kind` is one of KINDS."""
     without = [run.summary.step_samples_per_s for run in runs if _num_nodes(run) == 0]
-    tuned = [rate for run in runs if (rate := _host_alone(run))]
-    host = median(without or tuned) if without or tuned else None
-    points = tuple(sorted((_point(run, host) for run in runs), key=lambda p: (p.num_nodes, p.run_id)))
-    batches = {point.num_nodes: point.global_batch for point in points}
-    sizes = [batches[number] for number in sorted(batches)]
-    is_growing = all(small < large for small, large in itertools.pairwise(sizes))
+    tuned = [rank.alone_samples_per_s for run in runs for rank in run.summary.ranks if rank.node == HOST_NAME]
+    host = next(filter(None, [*without, *tuned]), None)
+    points = tuple(sorted((_point(run, host) for run in runs), key=lambda point: point.num_nodes))
     return ScalingSeries(
         points,
-        STRONG if len(set(sizes)) == 1 else WEAK if is_growing else "",
+        KINDS[kind],
         host,
-        "runs without nodes" if without else TUNED if tuned else "",
+        "runs without nodes" if without else TUNED if host else "",
         ", ".join(sorted({run.measured for run in runs})),
     )
 
 
 def _num_nodes(run: RunResults) -> int:
     return sum(rank.node != HOST_NAME and rank.batch_size > 0 for rank in run.summary.ranks)
-
-
-def _host_alone(run: RunResults) -> float | None:
-    return next((r.alone_samples_per_s for r in run.summary.ranks if r.node == HOST_NAME), None)
 
 
 def _point(run: RunResults, host: float | None) -> ScalingPoint:
@@ -129,8 +108,8 @@ def _point(run: RunResults, host: float | None) -> ScalingPoint:
 def describe_series(series: ScalingSeries) -> str:
     """Return what the series is, in a sentence."""
     host = f"; the host alone: {format_rate(series.host_samples_per_s)} samples/s, by {series.host_source}"
-    kind = f"; {series.kind}" if series.kind else ""
-    return f"{len(series.points)} runs, {series.origin}{kind}{host if series.host_samples_per_s else ''}"
+    known = host if series.host_samples_per_s else ""
+    return f"{len(series.points)} runs, {series.origin}; {series.kind}{known}"
 
 
 def scaling_charts(series: ScalingSeries) -> list[Chart]:
@@ -141,8 +120,7 @@ def scaling_charts(series: ScalingSeries) -> list[Chart]:
         ("Efficiency", "share of the ranks alone", series.by_nodes([p.efficiency for p in series.points])),
         ("Energy per image", "J", series.by_nodes(energy)),
     )
-    charts = [_chart(series, title, unit, values) for title, unit, values in found if values]
-    return charts
+    return [_chart(series, title, unit, values) for title, unit, values in found if values]
 
 
 def _chart(series: ScalingSeries, title: str, unit: str, by_nodes: dict[int, float]) -> Chart:
@@ -151,7 +129,7 @@ def _chart(series: ScalingSeries, title: str, unit: str, by_nodes: dict[int, flo
     rows = [(str(number), f"{value:.4g}") for number, value in by_nodes.items()]
     return Chart(
         title,
-        f"{by_nodes[last]:.3g} ({unit}) with {last} nodes; the median where several runs have as many.",
+        f"{by_nodes[last]:.3g} ({unit}) with {last} nodes.",
         series.origin,
         lambda: draw_lines({title: (nodes, values)}, "nodes", unit, from_zero=True),
         DataTable(("nodes", unit), tuple(rows)),
@@ -178,30 +156,28 @@ def scaling_table(series: ScalingSeries) -> DataTable:
 
 def energy_by_nodes(series: ScalingSeries) -> DataTable:
     """Return energy per image by the number of nodes, and what is saved against none: Table II."""
-    without = series.by_nodes(
-        [p.energy.joules_per_sample if p.energy and not p.num_nodes else None for p in series.points]
-    ).get(0)
-    rows = []
-    for point in series.points:
+    joules = [point.energy.joules_per_sample if point.energy else None for point in series.points]
+    without = series.by_nodes(joules).get(0)
+    rows: list[tuple[str, ...]] = []
+    for point, each in zip(series.points, joules, strict=True):
         energy = point.energy
-        each = energy.joules_per_sample if energy else None
         if energy is None or each is None:
-            rows.append((str(point.num_nodes), point.run_id, *["–"] * 5, "not known"))
+            rows.append((str(point.num_nodes), *["–"] * 5, "not known"))
             continue
+        above_idle = energy.above_idle_joules
         rows.append(
             (
                 str(point.num_nodes),
-                point.run_id,
                 f"{each:.4g}",
                 "–" if not without else format_share(1 - each / without),
                 f"{1 / each:.4g}",
                 f"{energy.mean_watts:.1f} W" if energy.mean_watts else "–",
-                _above_idle(energy.above_idle_joules, energy.samples),
+                "–" if above_idle is None else f"{above_idle / energy.samples:.4g}",
                 series.origin if energy.origin == MEASURED else energy.origin,
             )
         )
-    header = ("nodes", "run", "J/image", "saved", "images/J", "power", "J/image above idle")
-    return DataTable((*header, "source"), tuple(rows))
+    header = ("nodes", "J/image", "saved", "images/J", "power", "J/image above idle", "source")
+    return DataTable(header, tuple(rows))
 
 
 def scaling_document(series: ScalingSeries) -> dict[str, Any]:
@@ -222,10 +198,6 @@ def scaling_document(series: ScalingSeries) -> dict[str, Any]:
         "host_source": series.host_source,
         "points": points,
     }
-
-
-def _above_idle(joules: float | None, samples: int) -> str:
-    return "–" if joules is None or not samples else f"{joules / samples:.4g}"
 
 
 def _remark(point: ScalingPoint) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.launch.leftovers import end_rank
 from csdctl.launch.machine_lock import relock_machine
-from csdctl.launch.mpi_job import Deadlines, JobOutcome, MpiJob
+from csdctl.launch.mpi_job import JobOutcome, MpiJob
 from csdctl.launch.mpirun import Mpirun, RankCommand, rank_marker
 from csdctl.runs.capped_log import CappedLog
 from csdctl.shipping.worker_calls import build_worker_command
@@ -58,10 +58,6 @@ class Patience:
     """Groups in a row that fail without progress before the run fails."""
 
 
-NO_DEADLINES = Deadlines(start_s=10**9, silence_s=10**9)
-"""Links print no events: the ranks report over SSH."""
-
-
 class Links:
     """One mpirun, from its start to its end."""
 
@@ -75,7 +71,7 @@ class Links:
         self._thread.start()
 
     def _watch(self) -> None:
-        self._outcome = self._job.run(lambda event: None, NO_DEADLINES)
+        self._outcome = self._job.run()  # without a deadline: the ranks report over SSH, not the links
 
     def has_failed(self, grace_s: float) -> bool:
         """Return whether mpirun has exited although the ranks still need it.

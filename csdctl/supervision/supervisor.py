@@ -475,7 +475,7 @@ class Supervisor:
         if outcome is None:
             return None
         nodes = [self._setup.nodes[rank] for rank in self._group.ranks]
-        found = find_cause(outcome.stderr_tail, list(outcome.exited.values()), nodes)
+        found = find_cause(outcome.stderr_tail, outcome.events, nodes)
         return RunError(found.message, node=found.node, remedy=f"{found.remedy}; {self._logs}")
 
     def _await_host(self) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from statistics import fmean
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from rich.console import Group, RenderableType
 from rich.progress_bar import ProgressBar
@@ -185,6 +185,8 @@ Columns = Mapping[str, Callable[[RowT], str | Text]]
 class FleetView(View, ABC, Generic[RowT]):
     """A live table on a terminal, plain lines elsewhere; a context manager."""
 
+    _rows: Mapping[Any, RowT]
+    """The machines, by what their reports name them by."""
     is_first_on_top = True
     is_in_notebooks = False
     """Whether the view is drawn in a notebook, where it stays; elsewhere it is removed at the end."""
@@ -201,9 +203,9 @@ class FleetView(View, ABC, Generic[RowT]):
         self._live = None if is_left_out else live_on(console, self._render)
         super().__init__(self._live)
 
-    @abstractmethod
     def _list_rows(self) -> Sequence[RowT]:
-        """Return all machines, in order."""
+        """Return all machines, in order; other threads may add some."""
+        return list(self._rows.values())
 
     @abstractmethod
     def _headline(self) -> str:

@@ -126,7 +126,7 @@ class PreparingView(FleetView[WorkRow]):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`expected`: names that have a row before they report."""
-        self._rows = {name: WorkRow(name, changed_s=clock()) for name in expected}
+        self._rows: dict[str, WorkRow] = {name: WorkRow(name, changed_s=clock()) for name in expected}
         super().__init__(console, what, clock=clock)
 
     def show(self, data: str, progress: PrepareProgress) -> None:
@@ -137,13 +137,13 @@ class PreparingView(FleetView[WorkRow]):
         self._print_headline_if_due()
 
     def _list_rows(self) -> Sequence[WorkRow]:
-        rows, now = list(self._rows.values()), self._clock()
+        rows, now = super()._list_rows(), self._clock()
         for row in rows:
             row.look(now)
         return rows
 
     def _done(self) -> tuple[float, float | None]:
-        rows = list(self._rows.values())
+        rows = self._list_rows()
         is_known = all(row.num_total or row.state == STARTING for row in rows)
         total = sum(row.num_total for row in rows)
         return sum(row.num_done for row in rows), (total if is_known and total else None)
@@ -174,7 +174,7 @@ class PreparingView(FleetView[WorkRow]):
             ">samples/s": lambda row: format_rate(row.rate),
             ">left": lambda row: "" if row.left_s == 0 else format_seconds(row.left_s),
         }
-        if any(row.num_skipped for row in list(self._rows.values())):
+        if any(row.num_skipped for row in self._list_rows()):
             columns[""] = lambda row: Text(
                 f"{row.num_skipped:,} left out" if row.num_skipped else "", "yellow"
             )

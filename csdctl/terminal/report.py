@@ -57,19 +57,12 @@ def show_files(streams: Streams, paths: Sequence[Path]) -> None:
         streams.say(f"wrote {path} ({format_bytes(path.stat().st_size)})")
 
 
-def check_options(run_ids: Sequence[str], *, is_privacy: bool, is_scaling: bool, has_files: bool) -> None:
-    """Raise InputError for options that exclude each other."""
-    if is_privacy and (has_files or len(run_ids) > 1):
+def check_privacy_options(run_ids: Sequence[str], *, has_files: bool) -> None:
+    """Raise InputError for options that exclude `--privacy`."""
+    if has_files or len(run_ids) > 1:
         raise InputError(
             "--privacy shows one run in the terminal; received more runs, --html or --csv",
             remedy="give one run, without --html and --csv",
-        )
-    if is_privacy and is_scaling:
-        raise InputError("--scaling and --privacy exclude each other", remedy="give one of them")
-    if is_scaling and len(run_ids) < 2:
-        raise InputError(
-            f"--scaling compares runs; received {len(run_ids)}",
-            remedy="csdctl report --scaling RUN RUN …, one for each number of nodes",
         )
 
 
@@ -135,19 +128,18 @@ def privacy_document(found: PrivacyReport) -> dict[str, object]:
     return {"schema": "csdctl.privacy/1", **vars(found), "promise": PROMISE, "remarks": remarks}
 
 
-def show_scaling(streams: Streams, series: ScalingSeries, files: Sequence[Path]) -> None:
-    """Print a series, and which files have it."""
-    if streams.is_json:
-        streams.result(_document(series, files))
-    else:
-        _show_tables(streams, series, files)
-
-
-def show_series(streams: Streams, kind: str, series: ScalingSeries, files: Sequence[Path]) -> None:
-    """Print one series of `scale`, as tables or as one line of JSON, and which files have it."""
-    streams.result_line(_document(series, files))
+def show_series(streams: Streams, kind: str, series: ScalingSeries, page: Path | None) -> None:
+    """Print one series of `scale`, as tables or as one line of JSON, and the file that has its charts."""
+    streams.result_line({**scaling_document(series), "files": [page] if page else []})
     streams.say(f"\n{kind} scaling")
-    _show_tables(streams, series, files)
+    runs = scaling_table(series)
+    if not any(row[-1] for row in runs.rows):  # no remarks
+        runs = DataTable(runs.header[:-1], tuple(row[:-1] for row in runs.rows))
+    streams.console.print(_table(describe_series(series), runs))
+    if any(point.energy for point in series.points):
+        streams.console.print(_table("energy per image", energy_by_nodes(series)))
+    if page:
+        streams.say(f"wrote {page} ({format_bytes(page.stat().st_size)})")
 
 
 def show_points(streams: Streams, points: Sequence[Point]) -> None:
@@ -173,25 +165,6 @@ def show_points(streams: Streams, points: Sequence[Point]) -> None:
     ]
     data = DataTable(("nodes", "series", "batch sizes", "run"), tuple(rows))
     streams.console.print(_table("scaling series", data))
-
-
-def _document(series: ScalingSeries, files: Sequence[Path]) -> dict[str, Any]:
-    return {**scaling_document(series), "files": files}
-
-
-def _show_tables(streams: Streams, series: ScalingSeries, files: Sequence[Path]) -> None:
-    runs = scaling_table(series)
-    if not any(row[-1] for row in runs.rows):  # no remarks
-        runs = DataTable(runs.header[:-1], tuple(row[:-1] for row in runs.rows))
-    streams.console.print(_table(describe_series(series), runs))
-    if any(point.energy for point in series.points):
-        energy = energy_by_nodes(series)  # its rows are those of the table above, whose runs are not repeated
-        without = tuple((row[0], *row[2:]) for row in energy.rows)
-        streams.console.print(
-            _table("energy per image", DataTable((energy.header[0], *energy.header[2:]), without))
-        )
-    for path in files:
-        streams.say(f"wrote {path} ({format_bytes(path.stat().st_size)})")
 
 
 def _table(title: str, data: DataTable) -> Table:

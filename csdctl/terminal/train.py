@@ -314,9 +314,6 @@ class TrainingView(FleetView[RankRow]):
         names = f" ({format_node_names(standing, at_most=2)})" if standing else ""
         return f"no step for {show_elapsed(silent_s)}{names}  "
 
-    def _list_rows(self) -> Sequence[RankRow]:
-        return list(self._rows.values())
-
     def _done(self) -> tuple[float, float]:
         return self._done_steps(), self._steps_per_epoch * self._spec.recipe.epochs
 

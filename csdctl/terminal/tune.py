@@ -93,7 +93,7 @@ class TuningView(FleetView[TuneRow]):
         """Show the steps that all machines take together."""
         self._trial, self._num_steps, self._step = batch_sizes, num_steps, 0
         self._stepping_since = now = self._clock()
-        for row in list(self._rows.values()):
+        for row in self._list_rows():
             row.state, row.since_s = ("joining" if row.node in batch_sizes else IDLE), now
             row.batch_size, row.rate = batch_sizes.get(row.node, 0), None
 
@@ -116,11 +116,8 @@ class TuningView(FleetView[TuneRow]):
             row.state = LOST if isinstance(event, NodeLost) else FAILED
         self._print_headline_if_due()
 
-    def _list_rows(self) -> Sequence[TuneRow]:
-        return list(self._rows.values())
-
     def _waited_for(self) -> list[TuneRow]:
-        return [row for row in list(self._rows.values()) if row.state in WAITED_FOR]
+        return [row for row in self._list_rows() if row.state in WAITED_FOR]
 
     def _done(self) -> tuple[float, float | None]:
         if self._trial:

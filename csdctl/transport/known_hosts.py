@@ -112,8 +112,9 @@ class KnownHosts:
 
 
 def known_hosts_paths(*directories: Path) -> tuple[Path, ...]:
-    """Return csdctl's own known_hosts in each of `directories`, then the user's."""
-    own = [directory.absolute() / ".csdctl" / "known_hosts" for directory in directories]
+    """Return csdctl's own known_hosts in each of `directories`, those of emulated fleets, then the user's."""
+    states = [directory.absolute() / ".csdctl" for directory in directories]
+    own = [path / "known_hosts" for state in states for path in (state, state / "emulated")]
     return tuple(dict.fromkeys([*own, Path.home() / ".ssh" / "known_hosts"]))
 
 

@@ -263,7 +263,7 @@ def open_session(
 def fleet_known_hosts_paths(fleet: Fleet, directory: Path) -> tuple[Path, ...]:
     """Return the known_hosts files for `fleet`, in order; mpirun's ssh must use the same files.
 
-    The fleet file of an emulated fleet is inside a .csdctl directory, whose known_hosts is then used too.
+    The fleet file of an emulated fleet may be inside a .csdctl directory, whose known_hosts is then used too.
     """
     own = fleet.path.absolute().parent
     enclosing = [parent.parent for parent in (own, *own.parents) if parent.name == ".csdctl"]

@@ -43,7 +43,7 @@ class Running:
 
 
 def write_ssh_config(directory: Path, path: Path) -> Path:
-    lines = [f"UserKnownHostsFile {directory.parent / 'known_hosts'}", "BatchMode yes", "ConnectTimeout 10"]
+    lines = [f"UserKnownHostsFile {directory / 'known_hosts'}", "BatchMode yes", "ConnectTimeout 10"]
     for node in load_fleet(directory / "fleet.yaml").nodes:
         lines += [f"Host {node.name}", f"HostName {node.address}", f"Port {node.port}"]
         lines += [f"User {node.user}", f"IdentityFile {node.key}"]

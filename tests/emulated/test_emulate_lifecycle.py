@@ -47,7 +47,6 @@ def assert_nothing_is_left(directory: Path) -> None:
     assert list_marked(paths.fleet_id) == []
     assert list_cgroups(f"csdctl-{paths.fleet_id}") == []
     assert not directory.exists()
-    assert not paths.known_hosts.exists()
     assert not list(Path(tempfile.gettempdir()).glob(f"{paths.short_tmp_prefix}*"))
 
 

@@ -11,7 +11,7 @@ from csdctl.terminal.streams import Streams
 
 
 def export(
-    to: Annotated[str, typer.Option(metavar="FORMAT", help="tensorboard, mlflow or csv.")],
+    to: Annotated[str, typer.Option(metavar="FORMAT", help="tensorboard or mlflow.")],
     run: Annotated[
         str | None,
         typer.Argument(
@@ -22,16 +22,14 @@ def export(
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option(
-            metavar="PATH", help="The file to write, of tensorboard the directory; default: RUN.csv, …"
-        ),
+        typer.Option(metavar="PATH", help="TensorBoard's directory; default: RUN-tensorboard."),
     ] = None,
     tracking_uri: Annotated[
         str | None, typer.Option(metavar="URI", help="MLflow's server or directory; default: MLflow's own.")
     ] = None,
     json: options.JsonOption = False,
 ) -> None:
-    """Write a run for TensorBoard, MLflow or a spreadsheet."""
+    """Write a run for TensorBoard or MLflow."""
     from csdctl.workflows.reporting.report import export as export_run
 
     streams = Streams(is_json=json)

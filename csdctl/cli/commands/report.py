@@ -13,7 +13,6 @@ HtmlOption = Annotated[
     Path | None,
     typer.Option(metavar="FILE", help="Write charts and tables as one HTML file, which loads nothing."),
 ]
-CsvOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a row for each run and epoch.")]
 
 
 def report(
@@ -33,11 +32,9 @@ def report(
         ),
     ] = False,
     html: HtmlOption = None,
-    csv: CsvOption = None,
-    scaling: Annotated[
-        bool,
-        typer.Option("--scaling", help="Compare runs with 0, 1, 2 … nodes: speed-up, efficiency, energy."),
-    ] = False,
+    csv: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a row for each run and epoch.")
+    ] = None,
     json: options.JsonOption = False,
 ) -> None:
     """Show the results of a run, or of several side by side."""
@@ -45,11 +42,8 @@ def report(
     from csdctl.workflows.reporting import report as reporting
 
     streams, ids = Streams(is_json=json), runs or []
-    render.check_options(ids, is_privacy=privacy, is_scaling=scaling, has_files=bool(html or csv))
-    if scaling:
-        series = reporting.scaling(streams.project, ids)
-        render.show_scaling(streams, series, reporting.write_scaling(series, html, csv))
-    elif privacy:
+    if privacy:
+        render.check_privacy_options(ids, has_files=bool(html or csv))
         render.show_privacy(streams, reporting.privacy(streams.project, ids[0] if ids else None))
     elif html or csv:
         render.show_files(streams, reporting.write_files(streams.project, ids, html, csv))

@@ -1,13 +1,12 @@
 """`csdctl scale`."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from csdctl.cli import options
 from csdctl.cli.call import Call, on_job
-from csdctl.cli.commands.report import CsvOption, HtmlOption
+from csdctl.cli.commands.report import HtmlOption
 
 
 @on_job
@@ -31,16 +30,17 @@ def scale(
     max_steps: options.MaxStepsOption = None,
     skip_doctor: options.SkipDoctorOption = False,
     html: HtmlOption = None,
-    csv: CsvOption = None,
     dry_run: options.DryRunOption = False,
 ) -> None:
     """Train with 0, 1, 2 … nodes, and show speed-up, efficiency and energy."""
+    from csdctl.documents import save_text
+    from csdctl.reporting.page import render_scaling_page
+    from csdctl.reporting.scaling import KINDS
     from csdctl.terminal.report import show_points, show_series
     from csdctl.terminal.train import train_point
     from csdctl.workflows.forecast.forecast import parse_node_counts
-    from csdctl.workflows.reporting.report import write_scaling
     from csdctl.workflows.train.options import TrainOptions
-    from csdctl.workflows.train.scale import KINDS, STRONG, WEAK, ScaleRequest, plan_points, run_series
+    from csdctl.workflows.train.scale import STRONG, WEAK, ScaleRequest, plan_points, run_series
     from csdctl.workflows.train.train import TrainRequest
 
     streams = call.streams
@@ -62,10 +62,7 @@ def scale(
         return
     found = run_series(request, lambda point, of: train_point(streams, point, of))
     for kind, series in found.items():
-        paths = [_path_of(path, kind, len(found)) for path in (html, csv)]
-        show_series(streams, kind, series, write_scaling(series, *paths))
-
-
-def _path_of(path: Path | None, kind: str, num_kinds: int) -> Path | None:
-    """Return `path`, with the kind in its name if there are two."""
-    return path.with_stem(f"{path.stem}-{kind}") if path and num_kinds > 1 else path
+        path = html.with_stem(f"{html.stem}-{kind}") if html and len(found) > 1 else html
+        if path:
+            save_text(path, render_scaling_page(series))
+        show_series(streams, kind, series, path)

@@ -84,9 +84,8 @@ def train(
 ) -> None:
     """Train synchronously on the host and all nodes, each with its own batch size."""
     from csdctl.cli.callback_files import load_callback
-    from csdctl.launch.mpi_job import Deadlines
     from csdctl.worker.protocol.features import FeatureOptions
-    from csdctl.workflows.train.options import TrainOptions
+    from csdctl.workflows.train.options import Deadlines, TrainOptions
     from csdctl.workflows.train.train import TrainRequest
 
     streams = call.streams

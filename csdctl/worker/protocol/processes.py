@@ -12,6 +12,8 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 class ProcessStat:
     """Fields of /proc/PID/stat; `start_time` in clock ticks since boot."""
 
+    name: str
+    """The short name of the program."""
     state: str
     parent: int
     group: int
@@ -31,7 +33,8 @@ def parse_stat(text: str) -> ProcessStat:
     fields = text[text.rindex(")") + 2 :].split()
     children_cpu_s = (int(fields[13]) + int(fields[14])) / _TICKS_PER_S
     parent, group, session = map(int, fields[1:4])
-    return ProcessStat(fields[0], parent, group, session, children_cpu_s, int(fields[19]))
+    name = text[text.index("(") + 1 : text.rindex(")")]
+    return ProcessStat(name, fields[0], parent, group, session, children_cpu_s, int(fields[19]))
 
 
 def load_stat(pid: int) -> ProcessStat | None:

@@ -11,7 +11,7 @@ from csdctl.fleet.facts import Facts
 from csdctl.fleet.model import Fleet
 from csdctl.fleet.names import format_node_names
 from csdctl.launch.leftovers import end_run
-from csdctl.launch.mpi_job import Deadlines, JobOutcome, add_mpirun_traffic, add_rank_traffic, find_cause
+from csdctl.launch.mpi_job import JobOutcome, add_mpirun_traffic, add_rank_traffic, find_cause
 from csdctl.launch.mpirun import RankCommand, rank_marker
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.runs.ledger import Ledger
@@ -27,8 +27,11 @@ from csdctl.worker.protocol.events import (
     SUMS,
     CollectiveTimed,
     Event,
+    Failed,
+    Finished,
     Misbehaved,
     MpiChecked,
+    Ready,
     Started,
     Traffic,
 )
@@ -140,16 +143,15 @@ class _MpiRunner:
             self.fleet, self.facts, self.project, scratch, sessions, self.worker.path, self.obstacles
         )
         job = mpirun.build_job(self._rank_commands(machines, scratch.run_id, arguments))
-        events: list[Event] = []
         try:
-            outcome = job.run(events.append, Deadlines(start_s=deadline_s, silence_s=deadline_s))
-            self._save_traffic(machines, events, outcome)
+            outcome = job.run(deadline_s)
+            self._save_traffic(machines, outcome)
         finally:
             end_run(scratch.run_id, sessions, {name: self.fleet.python_of(name) for name in sessions})
-        check = judge_mpi_check(machines, events, outcome, deadline_s, scratch.logs)
+        check = judge_mpi_check(machines, outcome, deadline_s, scratch.logs)
         if check.status == Status.OK:
             shutil.rmtree(scratch.path, ignore_errors=True)
-        return check, events
+        return check, outcome.events
 
     def _rank_commands(
         self, machines: Sequence[str], run_id: str, arguments: Sequence[str]
@@ -164,9 +166,9 @@ class _MpiRunner:
             )
         return commands
 
-    def _save_traffic(self, machines: Sequence[str], events: Sequence[Event], outcome: JobOutcome) -> None:
+    def _save_traffic(self, machines: Sequence[str], outcome: JobOutcome) -> None:
         ledger = Ledger(self.project.ledger, self.command)
-        traffic = [event for event in events if isinstance(event, Traffic)]
+        traffic = [event for event in outcome.events if isinstance(event, Traffic)]
         ledger.add(add_rank_traffic(traffic, machines, {SUMS: TrafficClass.CONTROL}))
         ledger.add(add_mpirun_traffic([outcome], self.fleet))
         ledger.save()
@@ -195,15 +197,14 @@ def _check_each_node(runner: _MpiRunner, deadline_s: float) -> list[Check]:
     ]
 
 
-def judge_mpi_check(
-    machines: Sequence[str], events: Sequence[Event], outcome: JobOutcome, deadline_s: float, logs: Path
-) -> Check:
+def judge_mpi_check(machines: Sequence[str], outcome: JobOutcome, deadline_s: float, logs: Path) -> Check:
     """Return the check of the fleet that follows from one MPI check; `machines` in order of rank."""
-    results = [event for event in events if isinstance(event, MpiChecked)]
-    if len(outcome.finished) == len(results) == len(machines) and not outcome.failed:
+    results = [event for event in outcome.events if isinstance(event, MpiChecked)]
+    is_whole = len(outcome.of_type(Finished)) == len(results) == len(machines)
+    if is_whole and not outcome.of_type(Failed):
         return _judge_results(results)
     expected = f"a response over MPI from {len(machines)} machines within {deadline_s:g} s"
-    found, remedy = _find_failure(machines, events, outcome, deadline_s)
+    found, remedy = _find_failure(machines, outcome, deadline_s)
     remedy = f"{remedy}; logs: {logs}"
     return Check(FLEET_NAME, "allreduce", Status.FAIL, found, expected, remedy)
 
@@ -220,34 +221,34 @@ def _judge_results(results: Sequence[MpiChecked]) -> Check:
     return Check(FLEET_NAME, "allreduce", Status.OK, found)
 
 
-def _find_failure(
-    machines: Sequence[str], events: Sequence[Event], outcome: JobOutcome, deadline_s: float
-) -> tuple[str, str]:
+def _find_failure(machines: Sequence[str], outcome: JobOutcome, deadline_s: float) -> tuple[str, str]:
     """Return what went wrong, and the remedy."""
-    for event in events:
+
+    def without(kind: type[Event]) -> list[str]:
+        """Return the machines of which no event of this type has come."""
+        found = outcome.of_type(kind)
+        return [name for rank, name in enumerate(machines) if rank not in found]
+
+    for event in outcome.events:
         if isinstance(event, Misbehaved) and event.rank == 0 and 0 < event.culprit < len(machines):
             return f"{machines[event.culprit]}: {event.message}", CHECK_CULPRIT
-    if outcome.failed:
-        first = next(iter(outcome.failed.values()))
-        return f"{first.node}: {first.message}", first.remedy
-    summed = {event.node for event in events if isinstance(event, MpiChecked)}
-    finished = {event.node for event in outcome.finished.values()}
-    if silent := [name for name in machines if name in finished - summed]:
+    for failed in outcome.of_type(Failed).values():
+        return f"{failed.node}: {failed.message}", failed.remedy
+    unfinished = without(Finished)
+    if silent := [name for name in without(MpiChecked) if name not in unfinished]:
         return f"{', '.join(silent)} ended the check without the result of its sum", CHECK_WORKER
-    started = {event.node for event in events if isinstance(event, Started)}
-    missing = [name for name in machines if name not in started]
-    if outcome.overdue and not started:
+    missing = without(Started)
+    if outcome.is_overdue and len(missing) == len(machines):
         found = f"no rank was started within {deadline_s:g} s: the MPI daemon (prted) of a node is missing"
         return found, TRY_PRTED
-    if outcome.overdue and missing:
+    if outcome.is_overdue and missing:
         return f"{format_node_names(missing)} never started a rank within {deadline_s:g} s", TRY_PRTED
-    if outcome.overdue == "start":
-        stuck = [name for rank, name in enumerate(machines) if rank not in outcome.ready]
+    if outcome.is_overdue and (stuck := without(Ready)):
         found = f"{', '.join(stuck)} started but did not complete MPI_Init within {deadline_s:g} s"
         return found, CHECK_NETWORK
-    if outcome.overdue:
+    if outcome.is_overdue:
         return f"all ranks completed MPI_Init, but their sum hung for {deadline_s:g} s", CHECK_NETWORK
-    cause = find_cause(outcome.stderr_tail, list(outcome.exited.values()), machines)
+    cause = find_cause(outcome.stderr_tail, outcome.events, machines)
     where = f"{cause.node}: " if cause.node else ""
     never_started = f" ({format_node_names(missing)} never started a rank)" if missing else ""
     return f"{where}{cause.message}{never_started}", CHECK_NETWORK

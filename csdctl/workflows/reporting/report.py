@@ -1,26 +1,20 @@
 """`report` and `export`: a run from its events and the ledger, as numbers or for other tools."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from csdctl.documents import save_text
 from csdctl.errors import InputError
-from csdctl.reporting.export import (
-    render_csv,
-    render_scaling_csv,
-    write_mlflow,
-    write_tensorboard,
-)
-from csdctl.reporting.page import render_page, render_scaling_page
+from csdctl.reporting.export import render_csv, write_mlflow, write_tensorboard
+from csdctl.reporting.page import render_page
 from csdctl.reporting.privacy import Flow, Privacy, add_flows, count_passes, measure_privacy
 from csdctl.reporting.results import RunResults, RunSummary, read_results, summarize_run
-from csdctl.reporting.scaling import ScalingSeries, build_scaling
 from csdctl.runs.directory import ProjectDirectory, RunDirectory
 from csdctl.runs.ledger import read_ledger
 
-TENSORBOARD, MLFLOW, CSV = FORMATS = ("tensorboard", "mlflow", "csv")
+TENSORBOARD, MLFLOW = FORMATS = ("tensorboard", "mlflow")
 
 
 def report(project: ProjectDirectory, run_id: str | None) -> tuple[RunDirectory, RunSummary]:
@@ -41,22 +35,8 @@ def write_files(
 ) -> list[Path]:
     """Write the report of the runs to the files that are asked for; returns them."""
     found = results(project, run_ids)
-    return _write({html: lambda: render_page(found), csv: lambda: render_csv(found)})
-
-
-def scaling(project: ProjectDirectory, run_ids: Sequence[str]) -> ScalingSeries:
-    """Compare runs with different numbers of nodes; raises InputError where they cannot be."""
-    return build_scaling([read_results(project.find_run(run_id)) for run_id in run_ids])
-
-
-def write_scaling(series: ScalingSeries, html: Path | None, csv: Path | None) -> list[Path]:
-    """Write a series to the files that are asked for; returns them."""
-    return _write({html: lambda: render_scaling_page(series), csv: lambda: render_scaling_csv(series)})
-
-
-def _write(renderers: dict[Path | None, Callable[[], str]]) -> list[Path]:
-    """Render all files that have a path, then write them; returns their paths."""
-    texts = {path: render() for path, render in renderers.items() if path}
+    wanted = ((html, render_page), (csv, render_csv))
+    texts = {path: render(found) for path, render in wanted if path}
     for path, text in texts.items():
         save_text(path, text)
     return list(texts)
@@ -98,13 +78,10 @@ def export(
     if to not in FORMATS:
         raise InputError(f"--to is {to!r}, expected {', '.join(FORMATS)}")
     if (tracking_uri and to != MLFLOW) or (output and to == MLFLOW):
-        raise InputError("--tracking-uri is for mlflow, --output for the other formats")
+        raise InputError("--tracking-uri is for mlflow, --output for tensorboard")
     (run,) = results(project, [run_id] if run_id else [])
     if to == MLFLOW:
         return f"run {write_mlflow(run, tracking_uri)} of MLflow"
-    path = output or Path(f"{run.summary.run_id}{'.csv' if to == CSV else '-tensorboard'}")
-    if to == CSV:
-        save_text(path, render_csv([run]))
-    else:
-        write_tensorboard(run, path)
+    path = output or Path(f"{run.summary.run_id}-tensorboard")
+    write_tensorboard(run, path)
     return str(path)

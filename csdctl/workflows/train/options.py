@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from csdctl.errors import InputError
-from csdctl.launch.mpi_job import Deadlines
 from csdctl.supervision.event_callbacks import Callback
 from csdctl.tuning.plan import Plan
 from csdctl.tuning.strategies import FEATURES, SPLIT, STRATEGIES
@@ -17,6 +16,19 @@ MEASURED = "auto"
 COLLECTIVES = (MEASURED, *COLLECTIVE_NAMES)
 AUTO = "auto"
 """The strategy that the plan names: `tune` has compared them."""
+
+
+@dataclass(frozen=True)
+class Deadlines:
+    """The longest silence allowed, in seconds: until all ranks are ready, and after that."""
+
+    start_s: float = 300.0
+    silence_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        for name, value in (("start", self.start_s), ("silence", self.silence_s)):
+            if not value >= 1:
+                raise InputError(f"the {name} deadline must be at least 1 second, received {value:g}")
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from csdctl.errors import CsdctlError, InputError
 from csdctl.fleet.model import keep_nodes
 from csdctl.reporting.results import read_results, summarize_run
-from csdctl.reporting.scaling import ScalingSeries, build_scaling
+from csdctl.reporting.scaling import KINDS, ScalingSeries, build_scaling
 from csdctl.runs.directory import ProjectDirectory, RunDirectory
 from csdctl.tuning.plan import Plan, RankPlan, load_plan, save_plan
 from csdctl.workflows.train.plan import build_equal_plan
@@ -21,7 +21,7 @@ from csdctl.workflows.train.resume import load_spec
 from csdctl.workflows.train.train import TrainRequest, TrainResult
 from csdctl.workflows.workspace.workspace import open_workspace
 
-WEAK, STRONG = KINDS = ("weak", "strong")
+WEAK, STRONG = KINDS
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def run_series(
         if run is None:
             run = train(point, _request_of(point, request.training, project)).directory
         runs.setdefault(point.kind, []).append(run)
-    return {kind: build_scaling([read_results(run) for run in found]) for kind, found in runs.items()}
+    return {kind: build_scaling([read_results(run) for run in found], kind) for kind, found in runs.items()}
 
 
 def _load_plan(request: TrainRequest) -> Plan:

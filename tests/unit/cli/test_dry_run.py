@@ -54,7 +54,7 @@ CHANGING = [
 LONG = [
     ["train", *PLANNED],
     ["train", *PLANNED, "--detach"],
-    ["scale", *PLANNED, "--max-steps", "4", "--html", "scaling.html", "--csv", "scaling.csv"],
+    ["scale", *PLANNED, "--max-steps", "4", "--html", "scaling.html"],
 ]
 """Commands that would start workers, or download something."""
 PLAYBOOK = """\

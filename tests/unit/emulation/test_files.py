@@ -1,23 +1,11 @@
 from pathlib import Path
 
-import paramiko
 import pytest
 
-from csdctl.emulation.files import (
-    add_host_keys,
-    check_may_write,
-    is_unchanged,
-    remove_fleet_file,
-    remove_host_keys,
-    save_fleet_file,
-)
+from csdctl.emulation.files import check_may_write, is_unchanged, remove_fleet_file, save_fleet_file
 from csdctl.emulation.state import EmulatedSpec, FleetPaths, FleetState, NodeState, load_state, save_state
 from csdctl.errors import InputError
 from csdctl.fleet.fleet_file import load_fleet
-
-KEY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIP4gQz16wCSBnkkB1kHtEl1Saiy1vZ4Jpp1hBDxD2KmO"
-OTHER_KEY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIDNrV2QZ/iz/ccK1hpSVAUYhSHWoaOp3qQXOp008UhgQ"
-FOREIGN = "csd7.example ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIJYUtJpZeL8stBawUxg3yWk4XNWjw+hURbbC3qlJHgwX\n"
 
 
 @pytest.fixture
@@ -74,25 +62,3 @@ def test_only_an_unchanged_fleet_file_is_removed_with_its_facts(paths: FleetPath
     path.with_name("fleet.facts.json").write_text("{}")
     assert remove_fleet_file(path, paths.fleet_id)
     assert not [*path.parent.glob("fleet.*")]
-
-
-def test_host_keys_are_readable_and_replace_those_of_the_same_port(tmp_path: Path) -> None:
-    path = tmp_path / "known_hosts"
-    path.write_text(FOREIGN)
-    add_host_keys(path, {2200: OTHER_KEY, 2201: OTHER_KEY}, "older")
-    add_host_keys(path, {2200: f"{KEY} a comment"}, "newer")
-    known = paramiko.HostKeys(str(path))
-    assert known.lookup("[127.0.0.1]:2200")["ssh-ed25519"].get_base64() == KEY.split()[1]  # type: ignore[index]
-    assert path.read_text().count("[127.0.0.1]:2200 ") == 1
-    assert "csd7.example" in known
-
-
-def test_down_removes_only_its_own_host_keys(tmp_path: Path) -> None:
-    path = tmp_path / "known_hosts"
-    add_host_keys(path, {2200: KEY}, "mine")
-    remove_host_keys(path, "mine")
-    assert not path.exists()
-    path.write_text(FOREIGN)
-    add_host_keys(path, {2200: KEY}, "mine")
-    remove_host_keys(path, "mine")
-    assert path.read_text() == FOREIGN

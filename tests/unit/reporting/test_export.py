@@ -26,7 +26,8 @@ def test_tensorboard_reads_every_number(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("to", "output", "uri"), [("excel", None, None), ("csv", None, "http://x"), ("mlflow", Path("a"), None)]
+    ("to", "output", "uri"),
+    [("excel", None, None), ("tensorboard", None, "http://x"), ("mlflow", Path("a"), None)],
 )
 def test_options_that_do_not_fit_are_refused(
     tmp_path: Path, to: str, output: Path | None, uri: str | None

@@ -2,18 +2,10 @@
 
 import dataclasses
 
-import pytest
-
-from csdctl.errors import InputError
 from csdctl.reporting.energy import MachineEnergy, RunEnergy
-from csdctl.reporting.export import render_scaling_csv
 from csdctl.reporting.page import render_scaling_page
 from csdctl.reporting.results import RankSummary
-from csdctl.reporting.scaling import (
-    WEAK,
-    build_scaling,
-    energy_by_nodes,
-)
+from csdctl.reporting.scaling import KINDS, build_scaling, energy_by_nodes
 from tests.unit.reporting.test_page import results
 
 HOST, NODE = 30.0, 3.0
@@ -22,7 +14,7 @@ ENERGY = {0: 13.1, 4: 8.3, 24: 4.02}
 """Joules per image of Table II."""
 
 
-def run(num_nodes, *, batch=None, tuned=True, joules=None, model="m"):
+def run(num_nodes, *, batch=None, tuned=True, joules=None):
     """A run whose ranks reach 90% of what they reach alone, as soon as there are nodes."""
     alone = [HOST] + [NODE] * num_nodes
     rate = sum(alone) * (0.9 if num_nodes else 1.0)
@@ -54,47 +46,30 @@ def run(num_nodes, *, batch=None, tuned=True, joules=None, model="m"):
         energy=energy,
         lost_nodes=(),
     )
-    return dataclasses.replace(base, summary=summary, manifest={**base.manifest, "job": {"model": model}})
+    return dataclasses.replace(base, summary=summary)
 
 
 class TestScaling:
     def test_speedup_is_over_the_run_without_nodes(self):
-        series = build_scaling([run(24), run(0), run(4)])
+        series = build_scaling([run(24), run(0), run(4)], "weak")
         assert [point.num_nodes for point in series.points] == [0, 4, 24]
         assert [round(point.speedup, 3) for point in series.points] == [1.0, 1.26, 3.06]
         assert [round(point.efficiency, 3) for point in series.points] == [1.0, 0.9, 0.9]
-        assert (series.host_source, series.kind) == ("runs without nodes", WEAK)
+        assert (series.host_source, series.kind) == ("runs without nodes", KINDS["weak"])
 
     def test_energy_is_saved_as_in_table_2_of_the_paper(self):
-        rows = energy_by_nodes(build_scaling([run(n, joules=e) for n, e in ENERGY.items()])).rows
-        assert [(row[0], row[2], row[3]) for row in rows] == [
+        rows = energy_by_nodes(build_scaling([run(n, joules=e) for n, e in ENERGY.items()], "weak")).rows
+        assert [row[:3] for row in rows] == [
             ("0", "13.1", "0%"),
             ("4", "8.3", "37%"),
             ("24", "4.02", "69%"),
         ]
 
-    @pytest.mark.parametrize(
-        ("runs", "said"),
-        [
-            ([run(4), run(24, model="other")], "runs of one model"),
-            ([run(4), run(4)], "at least two numbers of nodes"),
-        ],
-    )
-    def test_runs_that_do_not_belong_together_are_refused(self, runs, said):
-        with pytest.raises(InputError, match=said):
-            build_scaling(runs)
-
-
-def test_csv_has_plain_numbers_and_text_that_is_no_formula():
-    header, first, *_ = render_scaling_csv(build_scaling([run(0), run(24)])).splitlines()
-    assert header.startswith("run_id,num_nodes,is_host_training,global_batch,samples_per_s,speedup")
-    assert first.startswith("20260101-000000-0,0,True,100,30.0,1.0,1.0,")
-
 
 def test_page_has_the_charts_and_escapes_what_nodes_say():
     runs = [run(0, joules=13.1), run(4, joules=8.3)]
     lost = dataclasses.replace(runs[1].summary, lost_nodes=("<script>alert(1)</script>",))
-    page = render_scaling_page(build_scaling([runs[0], dataclasses.replace(runs[1], summary=lost)]))
+    page = render_scaling_page(build_scaling([runs[0], dataclasses.replace(runs[1], summary=lost)], "weak"))
     assert page.count("<figure") == 3
     assert "<script" not in page
     assert "&lt;script&gt;alert(1)" in page

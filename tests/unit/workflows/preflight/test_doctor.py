@@ -59,13 +59,8 @@ def test_deadline_must_be_at_least_one_second(seconds: float) -> None:
         DoctorOptions(mpi_deadline_s=seconds)
 
 
-def judge(events: list[Event], outcome: JobOutcome) -> Check:
-    for event in events:
-        if isinstance(event, Ready):
-            outcome.ready.add(event.rank)
-        if isinstance(event, Finished):
-            outcome.finished[event.rank] = event
-    return judge_mpi_check(MACHINES, events, outcome, 60, Path("logs"))
+def judge(events: list[Event], *, is_overdue: bool = False) -> Check:
+    return judge_mpi_check(MACHINES, JobOutcome(events, is_overdue=is_overdue), 60, Path("logs"))
 
 
 def of_all(*types: type[Event], library: str = "Open MPI v5.0.11") -> list[Event]:
@@ -80,7 +75,7 @@ def of_all(*types: type[Event], library: str = "Open MPI v5.0.11") -> list[Event
 
 
 def test_successful_check_shows_mpi_and_the_time_of_a_sum() -> None:
-    check = judge(of_all(Started, Ready, MpiChecked, Finished), JobOutcome())
+    check = judge(of_all(Started, Ready, MpiChecked, Finished))
     assert check.status == Status.OK
     assert check.found == "3 ranks, Open MPI v5.0.11, a sum of 1 MiB in 3.0 ms"
 
@@ -89,7 +84,7 @@ def test_successful_check_shows_mpi_and_the_time_of_a_sum() -> None:
 def test_two_versions_of_mpi_are_red_even_when_they_communicate() -> None:
     events = of_all(Started, Ready, MpiChecked, Finished)
     events[6] = MpiChecked(0, "host", "Open MPI v5.0.10", 1 << 20, 0.003)
-    check = judge(events, JobOutcome())
+    check = judge(events)
     assert check.status == Status.FAIL
     assert "host uses Open MPI v5.0.10; csd0 uses Open MPI v5.0.11" in check.found
 
@@ -97,24 +92,24 @@ def test_two_versions_of_mpi_are_red_even_when_they_communicate() -> None:
 @pytest.mark.fault(50)
 def test_ranks_that_hang_in_mpi_init_are_named() -> None:
     events = of_all(Started)
-    check = judge([*events, Ready(0, "host", 0, 1.0)], JobOutcome(overdue="start"))
+    check = judge([*events, Ready(0, "host", 0, 1.0)], is_overdue=True)
     assert check.found == "csd0, csd1 started but did not complete MPI_Init within 60 s"
     assert "network:" in check.remedy
 
 
 def test_machines_that_never_started_a_rank_are_named() -> None:
-    check = judge([Started(0, "host", "server")], JobOutcome(overdue="start"))
+    check = judge([Started(0, "host", "server")], is_overdue=True)
     assert check.found == "csd0, csd1 never started a rank within 60 s"
     assert "prted" in check.remedy
 
 
 def test_failed_rank_is_reported_with_its_own_message() -> None:
     failed = Failed(1, "csd0", "MPI cannot be entered: ImportError: no libmpi", "reinstall mpi4py")
-    check = judge(of_all(Started), JobOutcome(failed={1: failed}))
+    check = judge([*of_all(Started), failed])
     assert check.found == "csd0: MPI cannot be entered: ImportError: no libmpi"
     assert check.remedy.startswith("reinstall mpi4py")
 
 
 def test_rank_that_was_killed_is_named() -> None:
-    check = judge(of_all(Started), JobOutcome(exit_code=137, exited={2: Exited(2, "csd1", 139)}))
+    check = judge([*of_all(Started), Exited(2, "csd1", 139)])
     assert check.found == "csd1: rank 2 was killed by signal 11"
