@@ -163,16 +163,15 @@ class DirectorySpace:
     refusal: Annotated[str, Field(max_length=500)] = ""
 
 
-@dataclass(frozen=True)
-class Condition:
-    """The hostname, addresses and writable directories of a machine."""
+@dataclass(frozen=True, config=FINITE)
+class Condition(Facts):
+    """The facts of one machine, with those of the moment that only `doctor` needs."""
 
-    name: str
     hostname: _Hostname | None = None
     addresses: Annotated[tuple[_Address, ...], Field(max_length=1000)] | None = None
     """The IPv4 addresses of all interfaces."""
-    home: DirectorySpace | None = None
-    temporary: DirectorySpace | None = None
+    home_space: DirectorySpace | None = None
+    temporary_space: DirectorySpace | None = None
     """TMPDIR, the directory for temporary files of MPI and Python."""
     open_files: NumBytes | None = None
     """Maximum number of open files of a process; None if unknown or unlimited."""

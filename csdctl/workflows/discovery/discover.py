@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from csdctl.errors import CsdctlError, InputError
-from csdctl.facts.machine import collect_machine_facts
+from csdctl.facts.machine import collect_facts
 from csdctl.fleet.facts import Drive, Facts, back_up_facts, facts_path, load_facts, save_facts
 from csdctl.fleet.hardware import match_drives
 from csdctl.fleet.model import HOST_NAME, Fleet, Problem, fold_problems
@@ -59,7 +59,7 @@ def discover(
     def visit(session: Session) -> Facts:
         if session.host_key_fingerprint:
             host_keys[session.name] = session.host_key_fingerprint
-        return collect_machine_facts(session, fleet.python_of(session.name))
+        return collect_facts(session, fleet.python_of(session.name))
 
     earlier, earlier_warnings = _earlier_facts(fleet)
     outcomes = run_on_nodes(
@@ -76,11 +76,9 @@ def discover(
     return DiscoverResult(fleet, facts, errors_of(outcomes), warnings, path)
 
 
-def collect_facts(fleet: Fleet, sessions: Mapping[str, Session]) -> dict[str, Facts]:
+def collect_all_facts(fleet: Fleet, sessions: Mapping[str, Session]) -> dict[str, Facts]:
     """Return the facts of the machines of `sessions`; `problem` is set for machines that failed."""
-    outcomes = run_on_all(
-        sessions, lambda session: collect_machine_facts(session, fleet.python_of(session.name))
-    )
+    outcomes = run_on_all(sessions, lambda session: collect_facts(session, fleet.python_of(session.name)))
     return {name: _facts_or_problem(outcome) for name, outcome in outcomes.items()}
 
 

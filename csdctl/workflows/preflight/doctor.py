@@ -4,7 +4,7 @@ In order: the host, the connection to every node, the state of each machine, the
 and an MPI check over all machines that are fit so far. Later checks skip a machine that failed one.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -26,11 +26,9 @@ from csdctl.fleet.checks import (
     judge_error,
     judge_hostnames,
     judge_machine,
-    judge_network,
-    judge_open_files,
     judge_prefixes,
 )
-from csdctl.fleet.facts import Condition, Facts
+from csdctl.fleet.facts import Condition
 from csdctl.fleet.model import HOST_NAME, Fleet, keep_nodes
 from csdctl.fleet.network import is_checked
 from csdctl.job.imports import JobImports, Needed, describe_missing, remedy_of
@@ -128,26 +126,25 @@ def needs_of(name: str, imports: JobImports | None) -> tuple[tuple[Needed, ...],
     return (imports.host, ()) if name == HOST_NAME else (imports.nodes, imports.perhaps)
 
 
-def judge_imports(
-    name: str,
-    missing: Collection[str] | None,
-    needed: Sequence[Needed],
-    perhaps: Sequence[Needed],
-    python: str,
-) -> Check:
-    """Return the check of one machine; `missing`: what its Python does not find, None if unknown."""
+def judge_imports(facts: Condition, imports: JobImports, python: str) -> Check:
+    """Return the check of what the Python of one machine does not find."""
+    needed, perhaps = needs_of(facts.name, imports)
+    missing = facts.missing_modules if needed or perhaps else ()
     if missing is None:
-        return Check(name, "imports", Status.WARN, "unknown", "", "see the other checks of this machine")
+        return Check(
+            facts.name, "imports", Status.WARN, "unknown", "", "see the other checks of this machine"
+        )
     lacking, lacking_perhaps = (
         [need for need in needs if need.module in missing] for needs in (needed, perhaps)
     )
     if lacking:
-        return Check(name, "imports", Status.FAIL, describe_missing(lacking), "", remedy_of(lacking, python))
+        remedy = remedy_of(lacking, python)
+        return Check(facts.name, "imports", Status.FAIL, describe_missing(lacking), "", remedy)
     if lacking_perhaps:
         remedy = f"{remedy_of(lacking_perhaps, python)}; `csdctl prepare` finds out whether nodes need it"
-        return Check(name, "imports", Status.WARN, describe_missing(lacking_perhaps), "", remedy)
+        return Check(facts.name, "imports", Status.WARN, describe_missing(lacking_perhaps), "", remedy)
     found = ", ".join(need.module for need in (*needed, *perhaps))
-    return Check(name, "imports", Status.OK, found or "none besides the packages")
+    return Check(facts.name, "imports", Status.OK, found or "none besides the packages")
 
 
 @dataclass(frozen=True)
@@ -230,15 +227,14 @@ def _examine_machines(
 ) -> None:
     """Examine each machine, then pairs, then all; raises DeadlineError that names the unfinished part."""
     fleet = examination.fleet
-    found = _measure(examination, sessions, clock)
-    conditions = {name: condition for name, (_, condition) in found.items()}
-    facts = {name: machine_facts for name, (machine_facts, _) in found.items()}
+    conditions = _measure(examination, sessions, clock)
     if not fleet.emulated:
         for check in judge_hostnames(conditions.values()):
             examination.add(check)
-    for check in judge_prefixes(facts[name] for name in _fit(examination, conditions) if name != HOST_NAME):
+    nodes = [facts for name, facts in conditions.items() if name not in {HOST_NAME, *examination.red}]
+    for check in judge_prefixes(nodes):
         examination.add(check)
-    fit = _fit(examination, conditions)
+    fit = [name for name in conditions if name not in examination.red]
     if len(fit) > 1 and is_checked(fleet.network):
         _check_clock(clock, "checking which machines can connect")
         deadline_s = min(REACHABILITY_DEADLINE_S, clock.left_s)
@@ -247,7 +243,7 @@ def _examine_machines(
             examination.add(check)
     if not fleet.nodes:
         return  # the host trains alone
-    fit = _fit(examination, conditions)
+    fit = [name for name in fit if name not in examination.red]
     if HOST_NAME not in fit or len(fit) == 1:
         why = "not tried: " + ("the host is red" if HOST_NAME not in fit else "no node is fit")
         examination.add(Check(FLEET_NAME, "allreduce", Status.WARN, why, remedy=REPAIR))
@@ -255,7 +251,7 @@ def _examine_machines(
     _check_clock(clock, "starting the MPI check")
     check_mpi(
         keep_nodes(fleet, fit),
-        facts,
+        conditions,
         sessions,
         ProjectDirectory(directory),
         max(1.0, min(options.mpi_deadline_s, clock.left_s)),
@@ -280,19 +276,19 @@ def _judge_connection(outcome: Outcome[Session]) -> Check:
 
 def _measure(
     examination: Examination, sessions: Mapping[str, Session], clock: Deadline
-) -> dict[str, tuple[Facts, Condition]]:
-    """Return facts and condition of every machine that responds; judge them once the host has responded."""
-    fleet = examination.fleet
-    found: dict[str, tuple[Facts, Condition]] = {}
+) -> dict[str, Condition]:
+    """Return the condition of every machine that responds; judge them once the host has responded."""
+    fleet, imports = examination.fleet, examination.imports
+    found: dict[str, Condition] = {}
     judged: set[str] = set()
 
-    def measure(session: Session) -> tuple[Facts, Condition]:
+    def measure(session: Session) -> Condition:
         python = fleet.python_of(session.name)
         deadline_s = min(PROBE_DEADLINE_S, clock.left_s)
-        modules = [need.module for need in chain(*needs_of(session.name, examination.imports))]
+        modules = [need.module for need in chain(*needs_of(session.name, imports))]
         return collect_condition(session, python, deadline_s=deadline_s, modules=modules)
 
-    def on_measured(outcome: Outcome[tuple[Facts, Condition]]) -> None:
+    def on_measured(outcome: Outcome[Condition]) -> None:
         if outcome.value:
             found[outcome.name] = outcome.value
         elif outcome.error:
@@ -300,30 +296,14 @@ def _measure(
         if HOST_NAME in found:
             for name in [name for name in found if name not in judged]:
                 judged.add(name)
-                _judge(examination, *found[name], host=found[HOST_NAME][0])
+                for check in judge_machine(found[name], found[HOST_NAME], fleet):
+                    examination.add(check)
+                if imports and found[name].python_version and not imports.problem:
+                    examination.add(judge_imports(found[name], imports, fleet.python_of(name)))
         _check_clock(clock, "probing the machines")
 
     run_on_all(sessions, measure, on_done=on_measured)
     return {name: found[name] for name in sessions if name in found}
-
-
-def _judge(examination: Examination, facts: Facts, condition: Condition, *, host: Facts) -> None:
-    python = examination.fleet.python_of(facts.name)
-    for check in judge_machine(facts, condition, host, python=python):
-        examination.add(check)
-    if examination.imports and facts.python_version and not examination.imports.problem:
-        needed, perhaps = needs_of(facts.name, examination.imports)
-        missing = condition.missing_modules if needed or perhaps else ()
-        examination.add(judge_imports(facts.name, missing, needed, perhaps, python))
-    if facts.name == HOST_NAME:
-        num_nodes = len(examination.fleet.nodes)
-        examination.add(judge_open_files(HOST_NAME, condition.open_files, num_nodes))
-    examination.add(judge_network(facts.name, condition.addresses, examination.fleet.network))
-
-
-def _fit(examination: Examination, conditions: Mapping[str, Condition]) -> list[str]:
-    """Return the machines without a red check, in order."""
-    return [name for name in conditions if name not in examination.red]
 
 
 def _check_clock(clock: Deadline, doing: str) -> None:

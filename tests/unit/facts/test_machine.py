@@ -12,7 +12,7 @@ from csdctl.facts.fact import build_command
 from csdctl.facts.machine import (
     MACHINE_FACTS,
     ClockTrip,
-    collect_machine_facts,
+    collect_facts,
     parse_facts,
 )
 from csdctl.fleet.facts import Facts
@@ -22,8 +22,12 @@ CAPTURES = Path(__file__).parent / "captures"
 TRIPS = [ClockTrip(1000.0, 0.5, "1000.900000000\n"), ClockTrip(1000.0, 0.2, "1000.600000000\n")]
 
 
+def parse_output(output: str, trips: list[ClockTrip] = TRIPS) -> Facts:
+    return parse_facts("csd0", output, trips, MACHINE_FACTS, Facts)
+
+
 def parse(capture: str) -> Facts:
-    return parse_facts("csd0", (CAPTURES / f"{capture}.txt").read_text(), TRIPS)
+    return parse_output((CAPTURES / f"{capture}.txt").read_text())
 
 
 def test_x86_server_is_parsed() -> None:
@@ -85,25 +89,25 @@ def test_limits_missing_packages_and_musl_are_parsed() -> None:
 def test_clock_is_measured_at_the_middle_of_the_fastest_round_trip(
     trips: list[ClockTrip], offset_s: float | None, note: str
 ) -> None:
-    facts = parse_facts("csd0", (CAPTURES / "sample-cortex-a53.txt").read_text(), trips)
+    facts = parse_output((CAPTURES / "sample-cortex-a53.txt").read_text(), trips)
     assert facts.clock_offset_s == (None if offset_s is None else pytest.approx(offset_s))
     assert not note or any(note in shown and len(shown) < 200 for shown in facts.notes)
 
 
 def test_foreign_output_is_an_error() -> None:
     with pytest.raises(RemoteCommandError, match="instead of facts"):
-        parse_facts("csd0", "This system is for authorised use only.\n", TRIPS)
+        parse_output("This system is for authorised use only.\n")
 
 
 def test_only_what_follows_a_marker_line_is_a_fact() -> None:
     text = (CAPTURES / "sample-cortex-a53.txt").read_text()
-    expected = parse_facts("csd0", text, TRIPS)
+    expected = parse_output(text)
     login = "Welcome! csdctl-fact:architecture\nx86_64\n"
-    assert parse_facts("csd0", login + text, TRIPS) == expected
+    assert parse_output(login + text) == expected
 
 
 def test_this_machine_has_facts(tmp_path: Path) -> None:
-    facts = collect_machine_facts(LocalSession("host", tmp_path), sys.executable)
+    facts = collect_facts(LocalSession("host", tmp_path), sys.executable)
     assert facts.python_version == ".".join(map(str, sys.version_info[:3]))
     assert facts.prefix == sys.prefix
     assert facts.num_cores == os.cpu_count()
@@ -119,13 +123,13 @@ def test_limits_come_from_the_environment_of_the_machine(tmp_path: Path) -> None
     printed = subprocess.run(
         command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=True
     ).stdout
-    facts = parse_facts("csd0", printed, TRIPS)
+    facts = parse_output(printed)
     assert (facts.cpu_limit, facts.memory_limit_bytes, facts.num_threads) == (0.22, 1000000, 1)
 
 
 @pytest.mark.parametrize("python", ["no-such-python", "/bin/false", "$(touch pwned)"])
 def test_wrong_python_is_noted_and_other_facts_are_kept(tmp_path: Path, python: str) -> None:
-    facts = collect_machine_facts(LocalSession("host", tmp_path), python)
+    facts = collect_facts(LocalSession("host", tmp_path), python)
     assert facts.python_version is None
     assert any(note.startswith("Python unknown") for note in facts.notes)
     assert facts.num_cores
@@ -158,7 +162,7 @@ def test_answer_out_of_range_is_noted_and_other_facts_are_kept(
     text = (CAPTURES / "sample-cortex-a53.txt").read_text()
     before, _, rest = text.partition(f"csdctl-fact:{name}\n")
     _, marker, after = rest.partition("csdctl-fact:")
-    facts = parse_facts("csd0", f"{before}csdctl-fact:{name}\n{answer}\n{marker}{after}", TRIPS)
+    facts = parse_output(f"{before}csdctl-fact:{name}\n{answer}\n{marker}{after}")
     assert not getattr(facts, field)
     assert facts.architecture == "aarch64" or name == "architecture"
     assert any(note in shown for shown in facts.notes)

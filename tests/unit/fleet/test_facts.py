@@ -63,9 +63,9 @@ BAD: list[tuple[str, Any]] = [
         ("addresses", ("999.1.1.1",)),
         ("addresses", ("::1",)),
         ("open_files", -1),
-        ("home", {"path": "a\x1b"}),
-        ("home", {"path": "/tmp", "free_bytes": -1}),
-        ("home", {"path": "/tmp", "free_inodes": 1 << 70}),
+        ("home_space", {"path": "a\x1b"}),
+        ("home_space", {"path": "/tmp", "free_bytes": -1}),
+        ("home_space", {"path": "/tmp", "free_inodes": 1 << 70}),
     ],
 )
 def test_condition_out_of_range_is_refused(field: str, value: Any) -> None:
