@@ -193,8 +193,17 @@ class TrustScreen:
         """All machines visited so far."""
         return [*self._keys, *self.failed]
 
-    def show(self, outcomes: Mapping[str, Outcome[ShownKey]], new: Sequence[ShownKey]) -> None:
-        """Print a table of the keys that are new, and the machines that failed."""
+    def show(
+        self, outcomes: Mapping[str, Outcome[ShownKey]], new: Sequence[ShownKey], closed: Sequence[str]
+    ) -> None:
+        """Print the keys that are new and the machines that failed, and ask whether to accept the keys.
+
+        `closed` are the machines that a dry run cannot ask. Raises InputError unless the answer is yes.
+        """
+        if closed:
+            self._streams.say(
+                f"{', '.join(closed)}: not asked, as the key of the jump host is not accepted yet"
+            )
         shown = {name: outcome.value for name, outcome in outcomes.items() if outcome.value}
         failed = errors_of(outcomes)
         self._keys |= shown
@@ -211,21 +220,8 @@ class TrustScreen:
         for warning in find_shared_host_keys({name: key.fingerprint for name, key in shown.items()}):
             self._streams.say(f"warning: {warning}")
         render_failed(self._streams.console, failed, self._fleet)
-
-    def confirm(self, new: Sequence[ShownKey]) -> None:
-        """Ask for confirmation; raises InputError unless the answer is yes."""
-        self._streams.confirm(f"Accept {len(new)} new keys?", yes=self._yes)
-
-    def accepted(self, new: Sequence[ShownKey]) -> None:
-        """Print where the new keys are stored."""
-        path = self._streams.project.known_hosts
-        self._streams.say(f"{len(new)} keys accepted: {path}")
-
-    def not_asked(self, machines: Sequence[str]) -> None:
-        """Print which machines a dry run cannot ask."""
-        self._streams.say(
-            f"{', '.join(machines)}: not asked, as the key of the jump host is not accepted yet"
-        )
+        if new and not self._is_dry_run:
+            self._streams.confirm(f"Accept {len(new)} new keys?", yes=self._yes)
 
     def show_forgotten(self, removed: Mapping[str, int]) -> None:
         """Print how many keys of each machine were deleted."""
