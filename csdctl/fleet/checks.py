@@ -8,13 +8,13 @@ import re
 import shlex
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from csdctl.errors import CsdctlError, NodeError
 from csdctl.fleet.facts import Condition, DirectorySpace, Facts
 from csdctl.fleet.model import HOST_NAME, Fleet
-from csdctl.fleet.names import format_node_names
+from csdctl.fleet.names import format_node_names, names_by_value
 from csdctl.fleet.network import NO_INTERFACE_REMEDY, addresses_in, has_no_interface, is_checked
 from csdctl.fleet.requirements import build_install_command
 
@@ -110,10 +110,7 @@ def _judge_open_files(limit: int | None, num_nodes: int) -> Judgement:
 
 def judge_hostnames(conditions: Iterable[Condition]) -> list[Check]:
     """Warn about machines with the same hostname: MPI treats them as one machine."""
-    names: dict[str, list[str]] = {}
-    for condition in conditions:
-        if condition.hostname:
-            names.setdefault(condition.hostname, []).append(condition.name)
+    names = names_by_value((one.name, one.hostname) for one in conditions if one.hostname)
     remedy = "give each machine a unique name: `hostnamectl hostname NAME`"
     return [
         Check(
@@ -159,11 +156,8 @@ def failed_machines(checks: Iterable[Check]) -> list[str]:
 
 def fold(checks: Iterable[Check]) -> Iterator[tuple[Check, list[str]]]:
     """Combine equal checks of several machines; yield each with the names of the machines."""
-    machines: dict[Check, list[str]] = {}
-    for check in checks:
-        shared = Check("", check.check, check.status, check.found, check.expected, check.remedy)
-        machines.setdefault(shared, []).append(check.machine)
-    yield from machines.items()
+    shared = names_by_value((check.machine, replace(check, machine="")) for check in checks)
+    yield from shared.items()
 
 
 def _judge_python(version: str, host_version: str) -> Judgement:

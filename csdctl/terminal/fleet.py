@@ -12,7 +12,7 @@ from csdctl.errors import CsdctlError
 from csdctl.fleet.facts import Facts
 from csdctl.fleet.hardware import EqualMachines, find_differences, group_machines
 from csdctl.fleet.model import Fleet
-from csdctl.fleet.names import fold_names, format_node_names
+from csdctl.fleet.names import fold_names, format_node_names, names_by_value
 from csdctl.launch.leftovers import Leftovers
 from csdctl.reporting.numbers import format_bytes, format_count
 from csdctl.terminal.console import PrintableConsole
@@ -73,7 +73,10 @@ def render_fleet(console: PrintableConsole, result: DiscoverResult, *, verbose: 
         for name, drive in result.drives.items()
     ]
     lines += [
-        f"note: {format_node_names(names)}: {note}" for note, names in _fold_notes(result.facts).items()
+        f"note: {format_node_names(names)}: {note}"
+        for note, names in names_by_value(
+            (name, note) for name, facts in result.facts.items() for note in facts.notes
+        ).items()
     ]
     lines += [f"warning: {warning}" for warning in result.warnings]
     for line in bounded(console, lines, "notes"):
@@ -159,15 +162,6 @@ def _format_size(size: float | None) -> str:
 def _format_machines(group: EqualMachines) -> str:
     number = len(group.names)
     return format_node_names(group.names) + (f" ({number})" if number > 1 else "")
-
-
-def _fold_notes(machines: Mapping[str, Facts]) -> dict[str, list[str]]:
-    """Return the machines that each note applies to."""
-    names: dict[str, list[str]] = {}
-    for facts in machines.values():
-        for note in facts.notes:
-            names.setdefault(note, []).append(facts.name)
-    return names
 
 
 def _format_cores(facts: Facts) -> str:

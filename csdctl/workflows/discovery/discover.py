@@ -1,23 +1,20 @@
 """`discover`: collect facts of all machines of a fleet and save them beside fleet.yaml, with problems."""
 
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 from csdctl.errors import CsdctlError, InputError
 from csdctl.facts.machine import collect_facts
 from csdctl.fleet.facts import Drive, Facts, back_up_facts, facts_path, load_facts, save_facts
 from csdctl.fleet.hardware import match_drives
 from csdctl.fleet.model import HOST_NAME, Fleet, Problem, fold_problems
-from csdctl.fleet.names import format_node_names
+from csdctl.fleet.names import format_node_names, names_by_value
 from csdctl.runs.ledger import record_traffic
 from csdctl.transport.local import LocalSession
 from csdctl.transport.many import Outcome, errors_of, run_on_all, run_on_nodes
 from csdctl.transport.session import Session
 
-ValueT = TypeVar("ValueT")
 OnDone = Callable[[Facts], None]
 """Called with the facts of each machine as it finishes; `problem` is set if it failed."""
 
@@ -87,7 +84,8 @@ def find_shared_addresses(fleet: Fleet) -> tuple[str, ...]:
     shared = {node.name: (node.address.lower(), node.port, node.jump) for node in fleet.nodes}
     return tuple(
         f"{format_node_names(names)} have the same address {address} port {port}: one machine listed twice"
-        for (address, port, _), names in _list_shared(shared)
+        for (address, port, _), names in names_by_value(shared.items()).items()
+        if len(names) > 1
     )
 
 
@@ -99,16 +97,9 @@ def find_shared_host_keys(fingerprints: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(
         f"{format_node_names(names)} have the same host key {key}: "
         "one machine listed twice, or a copied disk image"
-        for key, names in _list_shared(fingerprints)
+        for key, names in names_by_value(fingerprints.items()).items()
+        if len(names) > 1
     )
-
-
-def _list_shared(values: Mapping[str, ValueT]) -> list[tuple[ValueT, list[str]]]:
-    """Return the values that several names have, with these names."""
-    names_by_value: dict[ValueT, list[str]] = defaultdict(list)
-    for name, value in values.items():
-        names_by_value[value].append(name)
-    return [(value, names) for value, names in names_by_value.items() if len(names) > 1]
 
 
 def _facts_or_problem(outcome: Outcome[Facts]) -> Facts:
