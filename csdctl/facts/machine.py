@@ -12,25 +12,15 @@ from typing import TypeVar
 from pydantic import ValidationError
 
 from csdctl.errors import RemoteCommandError
-from csdctl.facts import hardware, software
 from csdctl.facts.fact import MAX_NOTE, Fact, FactValues, build_command, parse_outputs, text_fact
-from csdctl.facts.software import imports_fact
+from csdctl.facts.hardware import HARDWARE_FACTS
+from csdctl.facts.software import SOFTWARE_FACTS, imports_fact
 from csdctl.fleet.facts import MAX_SHOWN, Condition, DirectorySpace, Facts, list_invalid
 from csdctl.fleet.network import parse_local_addresses
 from csdctl.notify import shorten
 from csdctl.transport.session import Session
 
-MACHINE_FACTS = (
-    hardware.ARCHITECTURE,
-    hardware.CPUINFO,
-    hardware.MEMORY,
-    hardware.LIMITS,
-    hardware.DISK,
-    software.PYTHON,
-    software.GLIBC,
-    software.HOME,
-    hardware.NVME,
-)
+MACHINE_FACTS = (*HARDWARE_FACTS, *SOFTWARE_FACTS)
 
 FACTS_DEADLINE_S = 60.0
 NUM_CLOCK_TRIPS = 3

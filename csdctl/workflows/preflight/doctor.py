@@ -4,6 +4,7 @@ In order: the host, the connection to every node, the state of each machine, the
 and an MPI check over all machines that are fit so far. Later checks skip a machine that failed one.
 """
 
+import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
@@ -171,10 +172,11 @@ def examine(
     options: DoctorOptions,
     on_check: OnCheck = lambda check: None,
     imports: JobImports | None = None,
+    sessions: Mapping[str, Session] | None = None,
 ) -> Examination:
     """Examine the host and all nodes of `fleet`; red checks are in the result, not raised.
 
-    `imports`: what the own code of a job needs on them.
+    `imports`: what the own code of a job needs on them. `sessions`: open ones to all of them.
     """
     examination = Examination(fleet, on_check, imports)
     clock = Deadline(options.deadline_s)
@@ -188,31 +190,17 @@ def examine(
         _check_clock(clock, "connecting")
 
     try:
-        with open_sessions(
-            fleet,
-            directory=directory,
-            connect_deadline_s=min(options.connect_deadline_s, clock.left_s),
-            on_done=on_connected,
-            on_traffic=record_traffic(directory, "doctor"),
-        ) as sessions:
-            _examine_machines(examination, sessions.reachable, directory, options, clock)
-    except DeadlineError as error:
-        examination.overdue = error.message
-    return examination
-
-
-def examine_open(
-    fleet: Fleet,
-    sessions: Mapping[str, Session],
-    directory: Path,
-    options: DoctorOptions,
-    on_check: OnCheck = lambda check: None,
-) -> Examination:
-    """Do the same as `examine` over open `sessions` to the host and to every node of `fleet`."""
-    examination = Examination(fleet, on_check)
-    _examine_host(examination)
-    try:
-        _examine_machines(examination, sessions, directory, options, Deadline(options.deadline_s))
+        with contextlib.ExitStack() as stack:
+            if sessions is None:
+                connections = open_sessions(
+                    fleet,
+                    directory=directory,
+                    connect_deadline_s=min(options.connect_deadline_s, clock.left_s),
+                    on_done=on_connected,
+                    on_traffic=record_traffic(directory, "doctor"),
+                )
+                sessions = stack.enter_context(connections).reachable
+            _examine_machines(examination, sessions, directory, options, clock)
     except DeadlineError as error:
         examination.overdue = error.message
     return examination

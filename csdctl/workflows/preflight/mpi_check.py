@@ -2,7 +2,7 @@
 
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from csdctl.errors import CsdctlError, RunError
@@ -13,7 +13,7 @@ from csdctl.fleet.names import format_node_names
 from csdctl.launch.leftovers import end_run
 from csdctl.launch.mpi_job import Deadlines, JobOutcome, add_mpirun_traffic, add_rank_traffic, find_cause
 from csdctl.launch.mpirun import RankCommand, rank_marker
-from csdctl.runs.directory import ProjectDirectory, RunDirectory
+from csdctl.runs.directory import ProjectDirectory
 from csdctl.runs.ledger import Ledger
 from csdctl.shipping.deliver import Delivery, deliver
 from csdctl.shipping.payload import pack_payload
@@ -100,11 +100,10 @@ def measure_sums(
     obstacles = find_obstacles(fleet, {name: sessions[name] for name in fleet.machines}, worker.path)
     runner = _MpiRunner(fleet, facts, sessions, project, worker, obstacles, command="tune")
     sums = ",".join(f"{num_ranks}:{num_bytes}" for num_ranks, num_bytes in sizes)
-    result = runner.run(fleet.machines, SUMS_DEADLINE_S, [f"--sums={sums}"])
-    check = result.judge()
+    check, events = runner.run(fleet.machines, SUMS_DEADLINE_S, [f"--sums={sums}"])
     if check.status != Status.OK:
         raise RunError(f"sums over the ranks could not be measured: {check.found}", remedy=check.remedy)
-    return [event for event in result.events if isinstance(event, CollectiveTimed)]
+    return [event for event in events if isinstance(event, CollectiveTimed)]
 
 
 def _deliver(worker: StoredFile, fleet: Fleet, sessions: Mapping[str, Session]) -> list[Check]:
@@ -116,27 +115,6 @@ def _deliver(worker: StoredFile, fleet: Fleet, sessions: Mapping[str, Session]) 
 
     outcomes = run_on_all(sessions, send)
     return [judge_error(name, "deploy", outcome.error) for name, outcome in outcomes.items() if outcome.error]
-
-
-@dataclass(frozen=True)
-class _MpiResult:
-    """One mpirun that has ended."""
-
-    machines: Sequence[str]
-    """In order of rank."""
-    deadline_s: float
-    directory: RunDirectory
-    outcome: JobOutcome
-    events: list[Event] = field(default_factory=list)
-
-    def judge(self) -> Check:
-        """Return the resulting check; the logs stay when it is not OK."""
-        check = judge_mpi_check(
-            self.machines, self.events, self.outcome, self.deadline_s, self.directory.logs
-        )
-        if check.status == Status.OK:
-            shutil.rmtree(self.directory.path, ignore_errors=True)
-        return check
 
 
 @dataclass(frozen=True)
@@ -153,34 +131,35 @@ class _MpiRunner:
     command: str
     """The csdctl command that this is part of, for the ledger."""
 
-    def run(self, machines: Sequence[str], deadline_s: float, arguments: Sequence[str] = ()) -> _MpiResult:
-        """Run the check to its end, and leave no process running on any machine; raises CsdctlError."""
+    def run(
+        self, machines: Sequence[str], deadline_s: float, arguments: Sequence[str] = ()
+    ) -> tuple[Check, list[Event]]:
+        """Run the check over `machines`, in order of rank, and return its result and all events.
+
+        No process is left running on any machine; logs stay when the result is not OK. Raises CsdctlError.
+        """
         scratch = self.project.new_scratch()
         sessions = {name: self.sessions[name] for name in machines}
         mpirun = prepare_mpirun(
             self.fleet, self.facts, self.project, scratch, sessions, self.worker.path, self.obstacles
         )
-        job = mpirun.build_job(self._rank_commands(machines, scratch.run_id, arguments))
+        commands = []
+        for rank, name in enumerate(machines):
+            command = ["mpi-check", "--rank", str(rank), "--size", str(len(machines)), "--node", name]
+            command += [*arguments, "--marker", rank_marker(scratch.run_id, name)]
+            worker = build_worker_command(self.fleet.python_of(name), self.worker.path, command)
+            commands.append(RankCommand(rank, name, tuple(worker)))
+        job = mpirun.build_job(commands)
         events: list[Event] = []
         try:
             outcome = job.run(events.append, Deadlines(start_s=deadline_s, silence_s=deadline_s))
             self._save_traffic(machines, events, outcome)
-            return _MpiResult(machines, deadline_s, scratch, outcome, events)
         finally:
             end_run(scratch.run_id, sessions, {name: self.fleet.python_of(name) for name in sessions})
-
-    def _rank_commands(
-        self, machines: Sequence[str], run_id: str, arguments: Sequence[str]
-    ) -> list[RankCommand]:
-        commands = []
-        for rank, name in enumerate(machines):
-            command = ["mpi-check", "--rank", str(rank), "--size", str(len(machines)), "--node", name]
-            command += [*arguments, "--marker", rank_marker(run_id, name)]
-            python = self.fleet.python_of(name)
-            commands.append(
-                RankCommand(rank, name, tuple(build_worker_command(python, self.worker.path, command)))
-            )
-        return commands
+        check = judge_mpi_check(machines, events, outcome, deadline_s, scratch.logs)
+        if check.status == Status.OK:
+            shutil.rmtree(scratch.path, ignore_errors=True)
+        return check, events
 
     def _save_traffic(self, machines: Sequence[str], events: Sequence[Event], outcome: JobOutcome) -> None:
         ledger = Ledger(self.project.ledger, self.command)
@@ -193,10 +172,10 @@ class _MpiRunner:
 def _check_machines(runner: _MpiRunner, machines: Sequence[str], deadline_s: float) -> tuple[Check, bool]:
     """Run mpirun over `machines`; return the check, and False when mpirun ran without starting a rank."""
     try:
-        result = runner.run(machines, deadline_s)
+        check, events = runner.run(machines, deadline_s)
     except CsdctlError as error:
         return judge_error(FLEET_NAME, "allreduce", error), True
-    return result.judge(), bool(result.events)
+    return check, bool(events)
 
 
 def _check_each_node(runner: _MpiRunner, deadline_s: float) -> list[Check]:

@@ -23,7 +23,7 @@ from csdctl.worker.protocol.json_codec import to_json
 from csdctl.workflows.data.deploy import cut_shards
 from csdctl.workflows.data.prepare import Prepared, prepare_in
 from csdctl.workflows.data.prepared_record import load_prepared
-from csdctl.workflows.preflight.doctor import DoctorOptions, Examination, examine_open
+from csdctl.workflows.preflight.doctor import DoctorOptions, Examination, examine
 from csdctl.workflows.reporting.report import report
 from csdctl.workflows.train.options import AUTO, TrainOptions
 from csdctl.workflows.train.plan import GIVE_ONE, check_one_source, resolve_plan
@@ -159,7 +159,7 @@ def _examine_and_prepare(request: TrainRequest, space: Workspace, observer: Trai
 
 def _examine(request: TrainRequest, space: Workspace, observer: TrainObserver) -> None:
     if not request.is_preflight_skipped:
-        examination = examine_open(space.fleet, space.sessions, space.project.root, DoctorOptions())
+        examination = examine(space.fleet, space.project.root, DoctorOptions(), sessions=space.sessions)
         observer.on_preflight(examination)
         examination.check_before_training()
 
