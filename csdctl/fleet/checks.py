@@ -73,14 +73,14 @@ def judge_machine(facts: Condition, host: Facts, fleet: Fleet) -> list[Check]:
         "disk": _judge_space(facts.home_space, minimum=64 * MIB, ample=1024 * MIB),
         "TMPDIR": _judge_space(facts.temporary_space, minimum=16 * MIB, ample=128 * MIB),
         "clock": _judge_clock(facts.clock_offset_s),
-        "network": _judge_network(facts.addresses, fleet.network),
+        "network": judge_network(facts.addresses, fleet.network),
     }
     if facts.name == HOST_NAME:
         judgements["open files"] = _judge_open_files(facts.open_files, len(fleet.nodes))
     return [Check(facts.name, name, *judgement) for name, judgement in judgements.items()]
 
 
-def _judge_network(addresses: Sequence[str] | None, network: str) -> Judgement:
+def judge_network(addresses: Sequence[str] | None, network: str) -> Judgement:
     """Check whether a machine has an address in `network`; '' lets MPI choose."""
     if addresses is None or not is_checked(network):
         return Status.WARN, "addresses unknown", "an IPv4 network", ""

@@ -12,7 +12,7 @@ from typing import Annotated
 from pydantic import AfterValidator, ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass
 
-from csdctl.documents import load_json, save_json
+from csdctl.documents import check_values, load_json, save_json
 from csdctl.errors import InputError
 from csdctl.fleet.model import Fleet
 from csdctl.notify import shorten
@@ -116,14 +116,9 @@ def load_facts(fleet: Fleet) -> dict[str, Facts]:
     """Read the facts saved by `discover`; raises InputError if there are none."""
     path = facts_path(fleet)
     content = load_json(path, remedy=DISCOVER)
-    try:
-        if content["schema"] != SCHEMA:
-            raise InputError(f"{path} has schema {content['schema']!r}, expected {SCHEMA}", remedy=DISCOVER)
-        return {name: Facts(**values) for name, values in content["machines"].items()}
-    except ValidationError as error:
-        raise InputError(f"{path}: {next(iter(list_invalid(error).values()))}", remedy=DISCOVER) from None
-    except (KeyError, TypeError, AttributeError):
-        raise InputError(f"{path} was not written by `csdctl discover`", remedy=DISCOVER) from None
+    if not isinstance(content, dict) or content.get("schema") != SCHEMA:
+        raise InputError(f"{path} has not schema {SCHEMA} of `csdctl discover`", remedy=DISCOVER)
+    return check_values(content.get("machines"), dict[str, Facts], str(path), remedy=DISCOVER)
 
 
 def list_invalid(error: ValidationError) -> dict[str, str]:

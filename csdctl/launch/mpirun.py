@@ -19,15 +19,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from csdctl.errors import CsdctlError, DeadlineError, InputError
+from csdctl.fleet.checks import Status, judge_network
 from csdctl.fleet.facts import Facts
 from csdctl.fleet.model import HOST_NAME, Fleet
-from csdctl.fleet.network import (
-    NO_INTERFACE_REMEDY,
-    addresses_in,
-    has_no_interface,
-    is_checked,
-    parse_local_addresses,
-)
+from csdctl.fleet.network import parse_local_addresses
 from csdctl.fleet.requirements import build_repair_command
 from csdctl.launch.mpi_job import MpiJob
 from csdctl.runs.directory import RunDirectory
@@ -81,21 +76,13 @@ def check_network(network: str, addresses: Sequence[str] | None = None) -> None:
 
     `addresses` are the host's. IPv4 only; an IPv6 network is not checked.
     """
-    if not network or not is_checked(network):
+    if not network:
         return
     if addresses is None:
         addresses = parse_local_addresses(Path("/proc/net/fib_trie").read_text())
-    if not addresses_in(network, addresses):
-        raise InputError(
-            f"network {network}: this host has no address in it; its addresses: "
-            f"{', '.join(addresses) or 'none'}",
-            remedy="correct `network:` in the fleet file, or bring the tunnel's interface up",
-        )
-    if has_no_interface(network, addresses):
-        raise InputError(
-            f"network {network}: MPI's daemons need an interface besides the loopback, this host has none",
-            remedy=NO_INTERFACE_REMEDY,
-        )
+    status, found, expected, remedy = judge_network(addresses, network)
+    if status == Status.FAIL:
+        raise InputError(f"network {network} on this host: {found}, expected {expected}", remedy=remedy)
 
 
 ALLOW_ROOT = {

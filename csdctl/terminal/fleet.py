@@ -10,15 +10,15 @@ from rich.table import Table
 from csdctl.emulation.fleet import NodeStatus, StoppedFleet
 from csdctl.errors import CsdctlError
 from csdctl.fleet.facts import Facts
-from csdctl.fleet.hardware import EqualMachines, find_differences, group_machines
-from csdctl.fleet.model import Fleet
+from csdctl.fleet.hardware import EqualMachines, classify_machine, find_differences, group_machines
+from csdctl.fleet.model import Fleet, fold_problems
 from csdctl.fleet.names import fold_names, format_node_names, names_by_value
 from csdctl.launch.leftovers import Leftovers
 from csdctl.reporting.numbers import format_bytes, format_count
 from csdctl.terminal.console import PrintableConsole
 from csdctl.terminal.nodes import CountView
 from csdctl.terminal.streams import Streams
-from csdctl.terminal.tables import bounded, build_table, render_failed, render_problems
+from csdctl.terminal.tables import bounded, build_table, render_failed
 from csdctl.transport.many import Outcome, errors_of
 from csdctl.workflows.discovery.discover import DiscoverResult, find_shared_host_keys
 from csdctl.workflows.discovery.inventory import FoundFleet
@@ -50,14 +50,8 @@ class DiscoverView(CountView):
 
     def take(self, facts: Facts) -> None:
         """Show one machine."""
-        self.count(f"{facts.name}: {_describe_facts(facts)}", has_failed=facts.problem is not None)
-
-
-def _describe_facts(facts: Facts) -> str:
-    if facts.problem:
-        return facts.problem
-    cores = f"{facts.num_cores} cores" if facts.num_cores else ""
-    return ", ".join(filter(None, [facts.architecture, facts.cpu_model, cores]))
+        found = facts.problem or classify_machine(facts).name
+        self.count(f"{facts.name}: {found}", has_failed=facts.problem is not None)
 
 
 def render_fleet(console: PrintableConsole, result: DiscoverResult, *, verbose: bool = False) -> None:
@@ -66,7 +60,7 @@ def render_fleet(console: PrintableConsole, result: DiscoverResult, *, verbose: 
     groups = group_machines(result.facts.values())
     rows = [EqualMachines((facts,)) for group in groups for facts in group.machines] if verbose else groups
     console.print(_tabulate_facts(title, rows))
-    render_problems(console, result.problems)
+    render_failed(console, result.failed, result.fleet)
     lines = [f"differs: {format_node_names(group.names)}: {how}" for group, how in find_differences(groups)]
     lines += [
         f"drive: {name} is {drive.device} ({drive.model}, serial {drive.serial})"
@@ -100,7 +94,7 @@ def discover_document(result: DiscoverResult) -> dict[str, object]:
             {"machines": group.names, "ranges": fold_names(group.names), "differs": differences.get(group)}
             for group in groups
         ],
-        "problems": result.problems,
+        "problems": fold_problems(result.failed, result.fleet),
         "drives": result.drives,
         "warnings": result.warnings,
         "failed": result.failed,

@@ -8,7 +8,7 @@ from csdctl.errors import CsdctlError, InputError
 from csdctl.facts.machine import collect_facts
 from csdctl.fleet.facts import Drive, Facts, back_up_facts, facts_path, load_facts, save_facts
 from csdctl.fleet.hardware import match_drives
-from csdctl.fleet.model import HOST_NAME, Fleet, Problem, fold_problems
+from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.fleet.names import format_node_names, names_by_value
 from csdctl.runs.ledger import record_traffic
 from csdctl.transport.local import LocalSession
@@ -28,11 +28,6 @@ class DiscoverResult:
     failed: dict[str, CsdctlError]
     warnings: tuple[str, ...]
     path: Path
-
-    @property
-    def problems(self) -> list[Problem]:
-        """Why machines failed, grouped by cause."""
-        return fold_problems(self.failed, self.fleet)
 
     @property
     def drives(self) -> dict[str, Drive]:
