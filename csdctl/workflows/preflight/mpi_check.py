@@ -20,7 +20,7 @@ from csdctl.shipping.payload import pack_payload
 from csdctl.shipping.store import StoredFile, store_bytes
 from csdctl.shipping.worker_calls import build_worker_command
 from csdctl.shipping.worker_zip import pack_worker
-from csdctl.transport.many import run_on_all
+from csdctl.transport.many import errors_of, run_on_all
 from csdctl.transport.meter import TrafficClass
 from csdctl.transport.session import Session
 from csdctl.worker.protocol.events import (
@@ -113,8 +113,8 @@ def _deliver(worker: StoredFile, fleet: Fleet, sessions: Mapping[str, Session]) 
     def send(session: Session) -> Delivery:
         return deliver(session, payload, python=fleet.python_of(session.name))
 
-    outcomes = run_on_all(sessions, send)
-    return [judge_error(name, "deploy", outcome.error) for name, outcome in outcomes.items() if outcome.error]
+    errors = errors_of(run_on_all(sessions, send))
+    return [judge_error(name, "deploy", error) for name, error in errors.items()]
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ A small program runs on each machine, on all at once, over one conversation each
 import contextlib
 import secrets
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -15,7 +15,7 @@ from csdctl.fleet.facts import Condition
 from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.fleet.network import addresses_in
 from csdctl.transport.commands import build_program_command
-from csdctl.transport.many import Outcome, run_on_all
+from csdctl.transport.many import errors_of, run_on_all
 from csdctl.transport.program import MAX_TEXT_LENGTH, Patience, Program
 from csdctl.transport.session import Session
 from csdctl.worker.protocol.json_codec import Between, MaxLength, ShortText
@@ -52,6 +52,10 @@ class PortListener:
     address: str
     ports: tuple[int, ...]
 
+    def close(self) -> None:
+        """End the conversation; the program then exits."""
+        self.program.close()
+
 
 def check_reachability(
     fleet: Fleet, sessions: Mapping[str, Session], conditions: Mapping[str, Condition], deadline_s: float
@@ -63,25 +67,24 @@ def check_reachability(
         address = _listen_address(session.name, fleet, conditions)
         return _start_listener(session, fleet.python_of(session.name), address, token, deadline_s)
 
-    with _closing(run_on_all(sessions, start)) as outcomes:
-        checks = [
-            judge_error(name, "ports", outcome.error) for name, outcome in outcomes.items() if outcome.error
-        ]
-        listeners = {name: outcome.value for name, outcome in outcomes.items() if outcome.value}
-        servers = pairs_to_try(list(listeners))
+    outcomes = run_on_all(sessions, start)
+    listeners = {name: outcome.value for name, outcome in outcomes.items() if outcome.value}
+    servers = pairs_to_try(list(listeners))
 
-        def connect_to_others(name: str) -> list[ConnectAttempt]:
-            others = {server: listeners[server] for server in servers[name]}
-            return _connect(name, listeners[name], others, deadline_s)
+    def connect_to_others(name: str) -> list[ConnectAttempt]:
+        others = {server: listeners[server] for server in servers[name]}
+        return _connect(name, listeners[name], others, deadline_s)
 
+    try:
         tried = run_on_all({name: name for name in listeners}, connect_to_others)
-        checks += [
-            judge_error(name, "ports", outcome.error) for name, outcome in tried.items() if outcome.error
-        ]
-        attempts = [attempt for outcome in tried.values() for attempt in outcome.value or ()]
+    finally:
+        run_on_all(listeners, PortListener.close)
+    errors = errors_of(outcomes) | errors_of(tried)
+    attempts = [attempt for outcome in tried.values() for attempt in outcome.value or ()]
     judged = judge_attempts(list(listeners), attempts)
-    failed = {check.machine for check in checks}
-    return checks + [check for check in judged if check.machine not in failed or check.status != Status.OK]
+    return [judge_error(name, "ports", error) for name, error in errors.items()] + [
+        check for check in judged if check.machine not in errors or check.status != Status.OK
+    ]
 
 
 def _start_listener(
@@ -136,14 +139,3 @@ def _resolve(address: str) -> str:
     with contextlib.suppress(OSError):
         return socket.gethostbyname(address)
     return ""
-
-
-@contextlib.contextmanager
-def _closing(outcomes: dict[str, Outcome[PortListener]]) -> Iterator[dict[str, Outcome[PortListener]]]:
-    """Close all conversations at the end; the programs then exit."""
-    try:
-        yield outcomes
-    finally:
-        opened = {name: outcome.value for name, outcome in outcomes.items() if outcome.value}
-        close: Callable[[PortListener], None] = lambda listener: listener.program.close()  # noqa: E731
-        run_on_all(opened, close)
