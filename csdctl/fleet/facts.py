@@ -134,12 +134,6 @@ def list_invalid(error: ValidationError) -> dict[str, str]:
     return described
 
 
-def back_up_facts(fleet: Fleet) -> Path:
-    """Rename the unreadable facts file to *.bak, replacing an older backup."""
-    path = facts_path(fleet)
-    return path.replace(path.with_name(path.name + ".bak"))
-
-
 _Line = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f-\x9f]+$", max_length=4096)]
 _Hostname = Annotated[str, Field(pattern=r"^[\x21-\x7e]+$", max_length=253)]
 _Address = Annotated[str, AfterValidator(lambda text: str(IPv4Address(text)))]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from csdctl.errors import CsdctlError, InputError
 from csdctl.facts.machine import collect_facts
-from csdctl.fleet.facts import Drive, Facts, back_up_facts, facts_path, load_facts, save_facts
+from csdctl.fleet.facts import Drive, Facts, facts_path, load_facts, save_facts
 from csdctl.fleet.hardware import match_drives
 from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.fleet.names import format_node_names, names_by_value
@@ -108,5 +108,6 @@ def _earlier_facts(fleet: Fleet) -> tuple[dict[str, Facts], tuple[str, ...]]:
     try:
         return load_facts(fleet), ()
     except InputError as error:
-        aside = back_up_facts(fleet)
+        path = facts_path(fleet)
+        aside = path.replace(path.with_name(path.name + ".bak"))
         return {}, (f"{error.message}: it is kept as {aside}, and all facts are collected again",)
