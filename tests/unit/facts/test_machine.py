@@ -10,16 +10,39 @@ import pytest
 from csdctl.errors import RemoteCommandError
 from csdctl.facts.fact import build_command
 from csdctl.facts.machine import (
+    CONDITION_FACTS,
     MACHINE_FACTS,
     ClockTrip,
+    collect_condition,
     collect_facts,
     parse_facts,
+    parse_places,
 )
-from csdctl.fleet.facts import Facts
+from csdctl.fleet.facts import Condition, DirectorySpace, Facts
 from csdctl.transport.local import LocalSession
+from tests.patience import scaled
 
 CAPTURES = Path(__file__).parent / "captures"
 TRIPS = [ClockTrip(1000.0, 0.5, "1000.900000000\n"), ClockTrip(1000.0, 0.2, "1000.600000000\n")]
+
+
+# df of GNU coreutils, as the script prints it; the second place is a full tmpfs.
+PLACES = """\
+place /root
+space /dev/vda         264212084 24881724  81509188      24% /
+inodes /dev/vda       16777216 447426 16329790    3% /
+place /tmp
+refused sh: 4: printf: printf: I/O error
+space tmpfs                   64    64         0     100% /tmp
+inodes tmpfs          0     0     0     - /tmp
+"""
+
+
+def test_directories_are_parsed_with_space_inodes_and_refusal() -> None:
+    assert parse_places(PLACES) == {
+        "home_space": DirectorySpace("/root", 81509188 * 1024, 16329790),
+        "temporary_space": DirectorySpace("/tmp", 0, None, "I/O error"),
+    }
 
 
 def parse_output(output: str, trips: list[ClockTrip] = TRIPS) -> Facts:
@@ -106,15 +129,32 @@ def test_only_what_follows_a_marker_line_is_a_fact() -> None:
     assert parse_output(login + text) == expected
 
 
-def test_this_machine_has_facts(tmp_path: Path) -> None:
-    facts = collect_facts(LocalSession("host", tmp_path), sys.executable)
-    assert facts.python_version == ".".join(map(str, sys.version_info[:3]))
-    assert facts.prefix == sys.prefix
-    assert facts.num_cores == os.cpu_count()
-    assert facts.home == str(tmp_path)
-    assert facts.disk_free_bytes
-    assert abs(facts.clock_offset_s or 99) < 5
-    assert facts.problem is None
+def test_this_machine_has_facts_and_a_condition(tmp_path: Path) -> None:
+    session = LocalSession("host", tmp_path)
+    condition = collect_condition(session, sys.executable, deadline_s=scaled(60))
+    session.close()
+    assert condition.python_version == sys.version.split()[0]
+    assert (condition.prefix, condition.num_cores) == (sys.prefix, os.cpu_count())
+    assert condition.home == str(tmp_path)
+    assert condition.keras_version
+    assert condition.disk_free_bytes
+    assert abs(condition.clock_offset_s or 99) < 5
+    assert condition.has_prted is True
+    assert condition.hostname == os.uname().nodename
+    assert "127.0.0.1" in (condition.addresses or ())
+    assert condition.home_space is not None
+    assert condition.home_space.path == str(tmp_path)
+    assert condition.home_space.refusal == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.fault(26)
+def test_unwritable_home_is_reported() -> None:
+    session = LocalSession("host", Path("/proc"))
+    condition = collect_condition(session, sys.executable, deadline_s=scaled(60))
+    session.close()
+    assert condition.home_space is not None
+    assert condition.home_space.refusal
 
 
 def test_limits_come_from_the_environment_of_the_machine(tmp_path: Path) -> None:
@@ -154,6 +194,12 @@ def test_wrong_python_is_noted_and_other_facts_are_kept(tmp_path: Path, python: 
         ("glibc", "1" * 900_000, "glibc_version", "glibc unknown"),
         ("home", "/a\x1b[2J", "home", "home is '/a"),
         ("NVMe drives", "begin\ncontroller \x1b[2J\nserial S", "drives", "NVMe drives unknown: device is"),
+        ("hostname", "h" * 900_000, "hostname", "hostname is 'hhh"),
+        ("hostname", "a\x1b[2J", "hostname", "hostname is 'a"),
+        ("addresses", " |-- 999.1.1.1\n /32 host LOCAL", "addresses", "addresses is"),
+        ("open files", "9" * 4000, "open_files", "open files is 999"),
+        ("places", f"place /\nplace /\nspace x 1 1 {'9' * 400} 1% /", "home_space", "places unknown"),
+        ("places", "place a\x1b\nplace /", "home_space", "places unknown"),
     ],
 )
 def test_answer_out_of_range_is_noted_and_other_facts_are_kept(
@@ -162,7 +208,8 @@ def test_answer_out_of_range_is_noted_and_other_facts_are_kept(
     text = (CAPTURES / "sample-cortex-a53.txt").read_text()
     before, _, rest = text.partition(f"csdctl-fact:{name}\n")
     _, marker, after = rest.partition("csdctl-fact:")
-    facts = parse_output(f"{before}csdctl-fact:{name}\n{answer}\n{marker}{after}")
+    output = f"{before}csdctl-fact:{name}\n{answer}\n{marker}{after}"
+    facts = parse_facts("csd0", output, TRIPS, CONDITION_FACTS, Condition)
     assert not getattr(facts, field)
     assert facts.architecture == "aarch64" or name == "architecture"
     assert any(note in shown for shown in facts.notes)
