@@ -60,10 +60,11 @@ class Examination:
     overdue: str = ""
     """The part that was not finished when the deadline passed; '' when it did not pass."""
 
-    def add(self, check: Check) -> None:
-        """Record one check and pass it on."""
-        self.checks.append(check)
-        self.on_check(check)
+    def add(self, *checks: Check) -> None:
+        """Record checks and pass each of them on."""
+        for check in checks:
+            self.checks.append(check)
+            self.on_check(check)
 
     @property
     def red(self) -> list[str]:
@@ -217,18 +218,15 @@ def _examine_machines(
     fleet = examination.fleet
     conditions = _measure(examination, sessions, clock)
     if not fleet.emulated:
-        for check in judge_hostnames(conditions.values()):
-            examination.add(check)
+        examination.add(*judge_hostnames(conditions.values()))
     nodes = [facts for name, facts in conditions.items() if name not in {HOST_NAME, *examination.red}]
-    for check in judge_prefixes(nodes):
-        examination.add(check)
+    examination.add(*judge_prefixes(nodes))
     fit = [name for name in conditions if name not in examination.red]
     if len(fit) > 1 and is_checked(fleet.network):
         _check_clock(clock, "checking which machines can connect")
         deadline_s = min(REACHABILITY_DEADLINE_S, clock.left_s)
         fit_sessions = {name: sessions[name] for name in fit}
-        for check in check_reachability(fleet, fit_sessions, conditions, deadline_s):
-            examination.add(check)
+        examination.add(*check_reachability(fleet, fit_sessions, conditions, deadline_s))
     if not fleet.nodes:
         return  # the host trains alone
     fit = [name for name in fit if name not in examination.red]
@@ -237,14 +235,10 @@ def _examine_machines(
         examination.add(Check(FLEET_NAME, "allreduce", Status.WARN, why, remedy=REPAIR))
         return
     _check_clock(clock, "starting the MPI check")
-    check_mpi(
-        keep_nodes(fleet, fit),
-        conditions,
-        sessions,
-        ProjectDirectory(directory),
-        max(1.0, min(options.mpi_deadline_s, clock.left_s)),
-        examination.add,
-    )
+    deadline_s = max(1.0, min(options.mpi_deadline_s, clock.left_s))
+    project = ProjectDirectory(directory)
+    for check in check_mpi(keep_nodes(fleet, fit), conditions, sessions, project, deadline_s):
+        examination.add(check)
 
 
 def _examine_host(examination: Examination) -> None:
@@ -284,8 +278,7 @@ def _measure(
         if HOST_NAME in found:
             for name in [name for name in found if name not in judged]:
                 judged.add(name)
-                for check in judge_machine(found[name], found[HOST_NAME], fleet):
-                    examination.add(check)
+                examination.add(*judge_machine(found[name], found[HOST_NAME], fleet))
                 if imports and found[name].python_version and not imports.problem:
                     examination.add(judge_imports(found[name], imports, fleet.python_of(name)))
         _check_clock(clock, "probing the machines")

@@ -1,7 +1,7 @@
 """The MPI check: a real mpirun, with the options of training, over ranks that only call MPI_Init and sum."""
 
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -57,32 +57,28 @@ def check_mpi(
     sessions: Mapping[str, Session],
     project: ProjectDirectory,
     deadline_s: float,
-    on_check: Callable[[Check], None],
-) -> None:
-    """Start a rank on the host and on every node of `fleet`, sum, and report the resulting checks.
+) -> Iterator[Check]:
+    """Start a rank on the host and on every node of `fleet`, sum, and yield the resulting checks.
 
     `deadline_s` limits MPI_Init, and again the sums. No process is left running.
     """
     worker = store_bytes(pack_worker(), ".pyz", project.root, TrafficClass.CODE)
     nodes = [node.name for node in fleet.nodes]
     failed = _deliver(worker, fleet, {name: sessions[name] for name in nodes})
-    for check in failed:
-        on_check(check)
+    yield from failed
     if failed:
         return
     sandboxes = check_sandboxes(fleet, {name: sessions[name] for name in fleet.machines}, worker.path)
     for name in fleet.machines:
-        on_check(judge_sandbox(name, sandboxes[name]))
-    for check in judge_listeners(fleet, sandboxes):
-        on_check(check)
+        yield judge_sandbox(name, sandboxes[name])
+    yield from judge_listeners(fleet, sandboxes)
     obstacles = {name: found.obstacle for name, found in sandboxes.items() if found.obstacle}
     runner = _MpiRunner(fleet, facts, sessions, project, worker, obstacles, command="doctor")
     check, has_started = _check_machines(runner, fleet.machines, deadline_s)
-    on_check(check)
+    yield check
     if not has_started and len(nodes) > 1:
         # mpirun starts no rank before every daemon has connected, and does not name the missing one.
-        for check in _check_each_node(runner, min(deadline_s, SINGLE_DEADLINE_S)):
-            on_check(check)
+        yield from _check_each_node(runner, min(deadline_s, SINGLE_DEADLINE_S))
 
 
 def measure_sums(
