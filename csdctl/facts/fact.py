@@ -7,7 +7,6 @@ marker line precedes the output of each.
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 from pydantic import ValidationError
 
@@ -22,8 +21,6 @@ MAX_NOTE = 300
 
 FactValues = Mapping[str, object]
 """Values for fields of `Facts`, by name."""
-
-ModelT = TypeVar("ModelT")
 
 
 @dataclass(frozen=True)
@@ -82,15 +79,3 @@ def parse_outputs(facts: Sequence[Fact], output: str, machine: str) -> tuple[dic
         except (ValueError, ArithmeticError, RecursionError) as error:
             notes.append(shorten(f"{fact.name} unknown: {error}", MAX_NOTE))
     return values, notes
-
-
-def build_known(
-    model: Callable[..., ModelT], name: str, values: Mapping[str, object]
-) -> tuple[ModelT, list[str]]:
-    """Return a `model` of machine `name` without the values that it does not allow, and a note for each."""
-    try:
-        return model(name=name, **values), []
-    except ValidationError as error:
-        invalid = list_invalid(error)
-        known = {key: value for key, value in values.items() if key not in invalid}
-        return model(name=name, **known), [f"ignored: {reason}" for reason in invalid.values()]

@@ -22,10 +22,6 @@ def parse_cpuinfo(output: str) -> FactValues:
     return {"num_cores": num_cores, "cpu_model": model, "cpu_features": tuple(sorted(features.split()))}
 
 
-ARCHITECTURE = text_fact("architecture", "uname -m", "architecture")
-CPUINFO = Fact("CPU", "cat /proc/cpuinfo; lscpu", parse_cpuinfo)
-
-
 _UNLIMITED_BYTES = 1 << 60
 """cgroup v1 represents "no limit" as a number near 2⁶³."""
 
@@ -129,16 +125,11 @@ def _num_in_ranges(ranges: str) -> int:
     return sum(int(end[-1]) - int(end[0]) + 1 for end in ends)
 
 
-MEMORY = Fact("memory", "cat /proc/meminfo", parse_meminfo)
-DISK = Fact("disk", "df -Pk .", parse_disk_free)
-LIMITS = Fact("limits", _LIMITS_SCRIPT, parse_limits)
-
-
 SECTOR_BYTES = 512
 """The unit of /sys, whatever the drive's sector size is."""
 
 # With multipath, a controller has nvme0c1n1, and the block device nvme0n1 belongs to the subsystem.
-_SCRIPT = """\
+NVME_SCRIPT = """\
 echo begin
 for controller in /sys/class/nvme/nvme*; do
   [ -r "$controller/serial" ] || continue
@@ -174,4 +165,11 @@ def parse_nvme(output: str) -> FactValues:
     return {"drives": tuple(sorted(drives, key=lambda drive: (len(drive.device), drive.device)))}
 
 
-NVME = Fact("NVMe drives", _SCRIPT, parse_nvme)
+HARDWARE_FACTS = (
+    text_fact("architecture", "uname -m", "architecture"),
+    Fact("CPU", "cat /proc/cpuinfo; lscpu", parse_cpuinfo),
+    Fact("memory", "cat /proc/meminfo", parse_meminfo),
+    Fact("limits", _LIMITS_SCRIPT, parse_limits),
+    Fact("disk", "df -Pk .", parse_disk_free),
+    Fact("NVMe drives", NVME_SCRIPT, parse_nvme),
+)

@@ -7,32 +7,28 @@ import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from pydantic import ValidationError
 
 from csdctl.errors import RemoteCommandError
-from csdctl.facts import hardware, software
-from csdctl.facts.fact import MAX_NOTE, Fact, FactValues, build_command, build_known, parse_outputs, text_fact
-from csdctl.fleet.facts import MAX_SHOWN, Condition, DirectorySpace, Facts
+from csdctl.facts.fact import MAX_NOTE, Fact, FactValues, build_command, parse_outputs, text_fact
+from csdctl.facts.hardware import HARDWARE_FACTS
+from csdctl.facts.software import SOFTWARE_FACTS
+from csdctl.fleet.facts import MAX_SHOWN, Condition, DirectorySpace, Facts, list_invalid
 from csdctl.fleet.network import parse_local_addresses
 from csdctl.notify import shorten
 from csdctl.transport.session import Session
 
-MACHINE_FACTS = (
-    hardware.ARCHITECTURE,
-    hardware.CPUINFO,
-    hardware.MEMORY,
-    hardware.LIMITS,
-    hardware.DISK,
-    software.PYTHON,
-    software.GLIBC,
-    software.HOME,
-    hardware.NVME,
-)
+MACHINE_FACTS = (*HARDWARE_FACTS, *SOFTWARE_FACTS)
 
 FACTS_DEADLINE_S = 60.0
 NUM_CLOCK_TRIPS = 3
 MAX_CLOCK_OUTPUT = 40
 MAX_CLOCK_OFFSET_S = 60.0
 """A larger offset gets a note: logs cannot be correlated, certificates may be rejected."""
+
+FactsT = TypeVar("FactsT", bound=Facts)
 
 CLOCK_COMMAND = ("date", "+%s.%N")
 
@@ -46,20 +42,36 @@ class ClockTrip:
     output: str
 
 
-def collect_machine_facts(session: Session, python: str) -> Facts:
+def collect_facts(session: Session, python: str) -> Facts:
     """Return the facts of the machine of `session`.
 
     Raises RemoteCommandError, DeadlineError or UnreachableError.
     """
-    completed = session.run(build_command(MACHINE_FACTS, python), deadline_s=FACTS_DEADLINE_S)
+    return _collect(session, python, MACHINE_FACTS, Facts, FACTS_DEADLINE_S)
+
+
+def collect_condition(session: Session, python: str, *, deadline_s: float) -> Condition:
+    """Return the condition of the machine of `session`; raises what `collect_facts` raises."""
+    return _collect(session, python, CONDITION_FACTS, Condition, deadline_s)
+
+
+def _collect(
+    session: Session, python: str, facts: Sequence[Fact], kind: type[FactsT], deadline_s: float
+) -> FactsT:
+    completed = session.run(build_command(facts, python), deadline_s=deadline_s)
     completed.check(session.name, doing="probing", remedy="run `sh -c true` there manually")
-    trips = [measure_clock_trip(session, FACTS_DEADLINE_S) for _ in range(NUM_CLOCK_TRIPS)]
-    return parse_facts(session.name, completed.output, trips)
+    trips = [measure_clock_trip(session, deadline_s) for _ in range(NUM_CLOCK_TRIPS)]
+    return parse_facts(session.name, completed.output, trips, facts, kind)
 
 
-def parse_facts(name: str, output: str, trips: Sequence[ClockTrip]) -> Facts:
-    """Parse the facts of machine `name` from the output of its facts; pure."""
-    values, notes = parse_outputs(MACHINE_FACTS, output, name)
+def parse_facts(
+    name: str, output: str, trips: Sequence[ClockTrip], facts: Sequence[Fact], kind: type[FactsT]
+) -> FactsT:
+    """Parse machine `name` from the output of `facts`, without the values that `kind` does not allow; pure.
+
+    What is unknown or ignored has a note.
+    """
+    values, notes = parse_outputs(facts, output, name)
     notes += values.pop("notes", ())  # type: ignore[arg-type]
     cores, limit = values.get("num_cores"), values.get("cpu_limit")
     if isinstance(cores, int) and isinstance(limit, float) and limit >= cores:
@@ -72,8 +84,13 @@ def parse_facts(name: str, output: str, trips: Sequence[ClockTrip]) -> Facts:
             notes.append(f"its clock differs from the host by {offset_s:+.0f} s: set it")
     except ValueError as error:
         notes.append(f"clock unknown: {error}")
-    facts, ignored = build_known(Facts, name, values)
-    return replace(facts, notes=(*notes, *ignored))
+    try:
+        known = kind(name, **values)  # type: ignore[arg-type]
+    except ValidationError as error:
+        invalid = list_invalid(error)
+        notes += [f"ignored: {reason}" for reason in invalid.values()]
+        known = kind(name, **{key: value for key, value in values.items() if key not in invalid})  # type: ignore[arg-type]
+    return replace(known, notes=tuple(notes))
 
 
 def parse_clock_offset(trip: ClockTrip) -> float:
@@ -117,25 +134,6 @@ done"""
 _COUNTS = re.compile(r"\s(\d+)\s+\d+\s+(\d+)\s+(?:\d+%|-)\s")
 
 
-def collect_condition(session: Session, python: str, *, deadline_s: float) -> tuple[Facts, Condition]:
-    """Measure facts and condition of the machine of `session`.
-
-    Raises RemoteCommandError, DeadlineError or UnreachableError.
-    """
-    completed = session.run(build_command((*MACHINE_FACTS, *CONDITION_FACTS), python), deadline_s=deadline_s)
-    completed.check(session.name, doing="probing", remedy="run `sh -c true` there manually")
-    trips = [measure_clock_trip(session, deadline_s) for _ in range(NUM_CLOCK_TRIPS)]
-    facts = parse_facts(session.name, completed.output, trips)
-    return facts, parse_condition(session.name, completed.output)
-
-
-def parse_condition(name: str, output: str) -> Condition:
-    """Parse the condition of machine `name` from the output of its facts; pure."""
-    values, _ = parse_outputs(CONDITION_FACTS, output, name)
-    condition, _ = build_known(Condition, name, values)
-    return condition
-
-
 def parse_addresses(output: str) -> FactValues:
     """Parse /proc/net/fib_trie."""
     if "LOCAL" not in output:
@@ -154,7 +152,7 @@ def parse_places(output: str) -> FactValues:
     if len(texts) != 2:
         raise ValueError(f"expected two directories, received {output[:80]!r}")
     home, temporary = map(_parse_space, texts)
-    return {"home": home, "temporary": temporary}
+    return {"home_space": home, "temporary_space": temporary}
 
 
 def _parse_space(text: str) -> DirectorySpace:
@@ -171,6 +169,7 @@ def _parse_space(text: str) -> DirectorySpace:
 
 
 CONDITION_FACTS = (
+    *MACHINE_FACTS,
     text_fact("hostname", "cat /proc/sys/kernel/hostname", "hostname"),
     Fact("addresses", "cat /proc/net/fib_trie", parse_addresses),
     Fact("open files", "ulimit -H -n", parse_open_files),

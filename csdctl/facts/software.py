@@ -29,8 +29,6 @@ print(json.dumps({
     "packages": dict((name, find(name)) for name in names),
 }))"""
 
-_GLIBC_SCRIPT = "getconf GNU_LIBC_VERSION || ldd --version 2>&1"
-
 
 def parse_python(output: str) -> FactValues:
     """Parse the output of the Python program above."""
@@ -77,6 +75,8 @@ def _package_notes(packages: dict[str, str | None]) -> tuple[str, ...]:
     return tuple(notes)
 
 
-PYTHON = Fact("Python", f"\"$1\" -c '{_PYTHON_PROGRAM}'", parse_python)
-GLIBC = Fact("glibc", _GLIBC_SCRIPT, parse_glibc)
-HOME = text_fact("home", "pwd", "home")
+SOFTWARE_FACTS = (
+    Fact("Python", f"\"$1\" -c '{_PYTHON_PROGRAM}'", parse_python),
+    Fact("glibc", "getconf GNU_LIBC_VERSION || ldd --version 2>&1", parse_glibc),
+    text_fact("home", "pwd", "home"),
+)

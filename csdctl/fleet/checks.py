@@ -8,13 +8,13 @@ import re
 import shlex
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from csdctl.errors import CsdctlError, NodeError
 from csdctl.fleet.facts import Condition, DirectorySpace, Facts
 from csdctl.fleet.model import HOST_NAME, Fleet
-from csdctl.fleet.names import format_node_names
+from csdctl.fleet.names import format_node_names, names_by_value
 from csdctl.fleet.network import NO_INTERFACE_REMEDY, addresses_in, has_no_interface, is_checked
 from csdctl.fleet.requirements import build_install_command
 
@@ -54,11 +54,11 @@ Judgement = tuple[Status, str, str, str]
 """Status, found, expected, remedy."""
 
 
-def judge_machine(facts: Facts, condition: Condition, host: Facts, *, python: str) -> list[Check]:
-    """Check a machine's facts and condition, compared with the facts of the `host`."""
+def judge_machine(facts: Condition, host: Facts, fleet: Fleet) -> list[Check]:
+    """Check the condition of one machine of `fleet`, compared with the facts of the `host`."""
     if not facts.python_version:
-        missing = (Status.FAIL, f"{python!r} is not a working Python", "Python 3.11 or newer", INSTALL)
-        software = {"Python": missing}
+        found = f"{fleet.python_of(facts.name)!r} is not a working Python"
+        software = {"Python": (Status.FAIL, found, "Python 3.11 or newer", INSTALL)}
     else:
         software = {
             "Python": _judge_python(facts.python_version, host.python_version or ""),
@@ -70,48 +70,47 @@ def judge_machine(facts: Facts, condition: Condition, host: Facts, *, python: st
         "processor": _judge_processor(facts),
         "glibc": _judge_glibc(facts.glibc_version),
         "memory": _judge_memory(facts.usable_memory_bytes),
-        "disk": _judge_space(condition.home, minimum=64 * MIB, ample=1024 * MIB),
-        "TMPDIR": _judge_space(condition.temporary, minimum=16 * MIB, ample=128 * MIB),
+        "disk": _judge_space(facts.home_space, minimum=64 * MIB, ample=1024 * MIB),
+        "TMPDIR": _judge_space(facts.temporary_space, minimum=16 * MIB, ample=128 * MIB),
         "clock": _judge_clock(facts.clock_offset_s),
+        "network": judge_network(facts.addresses, fleet.network),
     }
+    if facts.name == HOST_NAME:
+        judgements["open files"] = _judge_open_files(facts.open_files, len(fleet.nodes))
     return [Check(facts.name, name, *judgement) for name, judgement in judgements.items()]
 
 
-def judge_network(name: str, addresses: Sequence[str] | None, network: str) -> Check:
-    """Check whether the machine has an address in `network`; '' lets MPI choose."""
+def judge_network(addresses: Sequence[str] | None, network: str) -> Judgement:
+    """Check whether a machine has an address in `network`; '' lets MPI choose."""
     if addresses is None or not is_checked(network):
-        return Check(name, "network", Status.WARN, "addresses unknown", "an IPv4 network")
+        return Status.WARN, "addresses unknown", "an IPv4 network", ""
     inside = addresses_in(network, addresses)
     if network and not inside:
         found = f"no address in {network}, it has {', '.join(addresses) or 'none'}"
         remedy = "fix `network:` in the fleet file, or bring the tunnel's interface up"
-        return Check(name, "network", Status.FAIL, found, f"an address in {network}", remedy)
+        return Status.FAIL, found, f"an address in {network}", remedy
     if has_no_interface(network, addresses):
         expected = "another interface, which MPI's daemons need"
-        return Check(name, "network", Status.FAIL, "only the loopback", expected, NO_INTERFACE_REMEDY)
+        return Status.FAIL, "only the loopback", expected, NO_INTERFACE_REMEDY
     if len(inside) > 1:
         found = f"several addresses that MPI may use: {', '.join(inside)}"
         remedy = "set `network:` in the fleet file to the network that all machines share"
-        return Check(name, "network", Status.WARN, found, "one address", remedy)
-    return Check(name, "network", Status.OK, ", ".join(inside) or "only loopback")
+        return Status.WARN, found, "one address", remedy
+    return Status.OK, ", ".join(inside) or "only loopback", "", ""
 
 
-def judge_open_files(name: str, limit: int | None, num_nodes: int) -> Check:
+def _judge_open_files(limit: int | None, num_nodes: int) -> Judgement:
     """Check the host's limit of open files: csdctl's connections, and mpirun with one ssh per node."""
     needed = FILES_EACH_NODE * num_nodes + FILES_SPARE
     if limit is None or limit >= needed:
-        found = "no limit" if limit is None else f"{limit}"
-        return Check(name, "open files", Status.OK, found)
+        return Status.OK, "no limit" if limit is None else f"{limit}", "", ""
     remedy = f"raise it: `ulimit -Hn {needed}` as root, or `nofile` in /etc/security/limits.conf"
-    return Check(name, "open files", Status.FAIL, f"{limit}", f"{needed} for {num_nodes} nodes", remedy)
+    return Status.FAIL, f"{limit}", f"{needed} for {num_nodes} nodes", remedy
 
 
 def judge_hostnames(conditions: Iterable[Condition]) -> list[Check]:
     """Warn about machines with the same hostname: MPI treats them as one machine."""
-    names: dict[str, list[str]] = {}
-    for condition in conditions:
-        if condition.hostname:
-            names.setdefault(condition.hostname, []).append(condition.name)
+    names = names_by_value((one.name, one.hostname) for one in conditions if one.hostname)
     remedy = "give each machine a unique name: `hostnamectl hostname NAME`"
     return [
         Check(
@@ -157,11 +156,8 @@ def failed_machines(checks: Iterable[Check]) -> list[str]:
 
 def fold(checks: Iterable[Check]) -> Iterator[tuple[Check, list[str]]]:
     """Combine equal checks of several machines; yield each with the names of the machines."""
-    machines: dict[Check, list[str]] = {}
-    for check in checks:
-        shared = Check("", check.check, check.status, check.found, check.expected, check.remedy)
-        machines.setdefault(shared, []).append(check.machine)
-    yield from machines.items()
+    shared = names_by_value((check.machine, replace(check, machine="")) for check in checks)
+    yield from shared.items()
 
 
 def _judge_python(version: str, host_version: str) -> Judgement:

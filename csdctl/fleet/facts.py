@@ -12,7 +12,7 @@ from typing import Annotated
 from pydantic import AfterValidator, ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass
 
-from csdctl.documents import load_json, save_json
+from csdctl.documents import check_values, load_json, save_json
 from csdctl.errors import InputError
 from csdctl.fleet.model import Fleet
 from csdctl.notify import shorten
@@ -116,14 +116,9 @@ def load_facts(fleet: Fleet) -> dict[str, Facts]:
     """Read the facts saved by `discover`; raises InputError if there are none."""
     path = facts_path(fleet)
     content = load_json(path, remedy=DISCOVER)
-    try:
-        if content["schema"] != SCHEMA:
-            raise InputError(f"{path} has schema {content['schema']!r}, expected {SCHEMA}", remedy=DISCOVER)
-        return {name: Facts(**values) for name, values in content["machines"].items()}
-    except ValidationError as error:
-        raise InputError(f"{path}: {next(iter(list_invalid(error).values()))}", remedy=DISCOVER) from None
-    except (KeyError, TypeError, AttributeError):
-        raise InputError(f"{path} was not written by `csdctl discover`", remedy=DISCOVER) from None
+    if not isinstance(content, dict) or content.get("schema") != SCHEMA:
+        raise InputError(f"{path} has not schema {SCHEMA} of `csdctl discover`", remedy=DISCOVER)
+    return check_values(content.get("machines"), dict[str, Facts], str(path), remedy=DISCOVER)
 
 
 def list_invalid(error: ValidationError) -> dict[str, str]:
@@ -137,12 +132,6 @@ def list_invalid(error: ValidationError) -> dict[str, str]:
             received = "a huge number"
         described.setdefault(field, f"{field.replace('_', ' ')} is {received}: {problem['msg']}")
     return described
-
-
-def back_up_facts(fleet: Fleet) -> Path:
-    """Rename the unreadable facts file to *.bak, replacing an older backup."""
-    path = facts_path(fleet)
-    return path.replace(path.with_name(path.name + ".bak"))
 
 
 _Line = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f-\x9f]+$", max_length=4096)]
@@ -163,16 +152,15 @@ class DirectorySpace:
     refusal: Annotated[str, Field(max_length=500)] = ""
 
 
-@dataclass(frozen=True)
-class Condition:
-    """The hostname, addresses and writable directories of a machine."""
+@dataclass(frozen=True, config=FINITE)
+class Condition(Facts):
+    """The facts of one machine, with those of the moment that only `doctor` needs."""
 
-    name: str
     hostname: _Hostname | None = None
     addresses: Annotated[tuple[_Address, ...], Field(max_length=1000)] | None = None
     """The IPv4 addresses of all interfaces."""
-    home: DirectorySpace | None = None
-    temporary: DirectorySpace | None = None
+    home_space: DirectorySpace | None = None
+    temporary_space: DirectorySpace | None = None
     """TMPDIR, the directory for temporary files of MPI and Python."""
     open_files: NumBytes | None = None
     """Maximum number of open files of a process; None if unknown or unlimited."""

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Self
 
 import yaml
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
@@ -32,51 +32,6 @@ from csdctl.fleet.names import (
 from csdctl.fleet.network import find_ambiguous, means_host, own_names
 from csdctl.fleet.openssh import MAX_HOPS, Hop, parse_jump
 
-SourceName = Literal["rapl", "ipmi", "redfish", "hwmon", "csv", "constant"]
-Watts = Annotated[float, Field(ge=0, le=1_000_000)]
-OneLine = Annotated[str, Field(pattern=r"^[^\x00-\x1f]*$", max_length=500)]
-NEEDED = {"redfish": "url", "hwmon": "path", "csv": "path", "constant": "watts"}
-"""The key that a source cannot do without."""
-ALLOWED = {
-    "redfish": {"url", "credentials", "certificate"},
-    "hwmon": {"path"},
-    "csv": {"path"},
-    "constant": {"watts"},
-}
-
-
-class PowerEntry(Document):
-    """`power` in fleet.yaml: a source with its settings. A name alone is a source, a number a constant."""
-
-    source: SourceName
-    path: OneLine = ""
-    url: Annotated[str, Field(pattern=r"^(https?://[^\s\x00-\x1f]+)?$", max_length=500)] = ""
-    credentials: Path | None = None
-    certificate: Path | None = None
-    watts: Watts | None = None
-    idle_watts: Watts | None = None
-    includes_nodes: bool = False
-
-    @model_validator(mode="after")
-    def _has_what_its_source_needs(self) -> Self:
-        needed = NEEDED.get(self.source, "")
-        if needed and getattr(self, needed) in ("", None):
-            raise ValueError(f"source {self.source} needs `{needed}`")
-        given = {key for key in ("path", "url", "credentials", "certificate", "watts") if getattr(self, key)}
-        if others := sorted(given - ALLOWED.get(self.source, set())):
-            raise ValueError(f"source {self.source} does not use `{others[0]}`")
-        return self
-
-    def resolve(self, directory: Path) -> PowerSource:
-        """Return the source; paths of files on the host are relative to `directory`, that of fleet.yaml."""
-        values: dict[str, Any] = self.model_dump()
-        for key in ("credentials", "certificate"):
-            if values[key] is not None:
-                values[key] = directory / values[key]
-        if self.source == "csv":
-            values["path"] = str(directory / self.path)
-        return PowerSource(**values)
-
 
 def _expand(value: object) -> object:
     if isinstance(value, str):
@@ -86,7 +41,17 @@ def _expand(value: object) -> object:
     return value
 
 
-Power = Annotated[PowerEntry, BeforeValidator(_expand)]
+Power = Annotated[PowerSource, BeforeValidator(_expand)]
+"""A source with its settings. A name alone is a source, a number a constant."""
+
+
+def _resolve_power(power: PowerSource | None, directory: Path) -> PowerSource | None:
+    """Return `power` with paths of files on the host relative to `directory`, that of fleet.yaml."""
+    if power is None:
+        return None
+    keys = ("credentials", "certificate", *(["path"] if power.source == "csv" else []))
+    files = {key: directory / value for key in keys if (value := getattr(power, key))}
+    return power.model_copy(update=files | ({"path": str(files["path"])} if "path" in files else {}))
 
 
 def render_power(power: PowerSource | None) -> object:
@@ -155,30 +120,28 @@ def _as_key(value: Path) -> Path:
 Key = Annotated[Path, AfterValidator(_as_key)]
 
 
-class NodeDefaults(Document):
-    """Default settings of all nodes."""
+class Connection(Document):
+    """Settings of the connection to a machine."""
 
     port: Port = 22
     user: User = "root"
     key: Key | None = None
+    jump: Jump = ""
+
+
+class NodeSettings(Connection):
+    """Settings of a node, in `defaults` of all nodes."""
+
     python: Python = "python3"
     group: Groups = []
-    jump: Jump = ""
     power: Power | None = None
 
 
-class NodeEntry(Document):
+class NodeEntry(NodeSettings):
     """An entry of `nodes` in fleet.yaml; `csd[0-35]` with as many addresses is a range of nodes."""
 
     name: Names
     address: Addresses
-    port: Port | None = None
-    user: User | None = None
-    key: Key | None = None
-    python: Python | None = None
-    group: Groups | None = None
-    jump: Jump | None = None
-    power: Power | None = None
 
     @model_validator(mode="after")
     def _have_equal_lengths(self) -> Self:
@@ -191,15 +154,11 @@ class NodeEntry(Document):
         return self
 
 
-class JumpHostEntry(Document):
+class JumpHostEntry(Connection):
     """A jump host that does not train."""
 
     name: Name
     address: Address
-    port: Port = 22
-    user: User | None = None
-    key: Key | None = None
-    jump: Jump = ""
 
 
 class HostEntry(Document):
@@ -215,7 +174,7 @@ class FleetFile(Document):
     host: HostEntry = HostEntry()
     network: Network = ""
     emulated: bool = False
-    defaults: NodeDefaults = NodeDefaults()
+    defaults: NodeSettings = NodeSettings()
     jump_hosts: list[JumpHostEntry] = []
     nodes: list[NodeEntry]
 
@@ -234,49 +193,47 @@ def load_fleet(path: Path) -> Fleet:
         raise InputError(
             f"{path}: the fleet is empty", remedy="add nodes, or find them with `csdctl discover --cidr`"
         )
-    machines = {entry.name: _jump_host(entry, file.defaults, path.parent) for entry in file.jump_hosts}
-    nodes = [_nodes(entry, file.defaults, path.parent) for entry in file.nodes]
-    flat = [(node, jump) for entry, jump in nodes for node in entry]
-    _check_names(path, [entry.name for entry in file.jump_hosts], [node.name for node, _ in flat])
-    machines |= {node.name: (node, jump) for node, jump in flat}
-    resolver = _Jumps(machines, user=file.defaults.user, key=_key(None, file.defaults, path.parent))
+    directory = path.parent
+    of_jump_hosts = NodeSettings(user=file.defaults.user, key=file.defaults.key)
+    jump_hosts = [_nodes(entry, of_jump_hosts, directory)[0] for entry in file.jump_hosts]
+    nodes = [node for entry in file.nodes for node in _nodes(entry, file.defaults, directory)]
+    _check_names(path, [node.name for node, _ in jump_hosts], [node.name for node, _ in nodes])
+    machines = {node.name: (node, jump) for node, jump in (*jump_hosts, *nodes)}
+    resolver = _Jumps(machines, file.defaults.user, _resolve_key(file.defaults, directory))
     try:
-        resolved = tuple(resolver.resolve(node, jump) for node, jump in flat)
+        resolved = tuple(resolver.resolve(node, jump) for node, jump in nodes)
     except ValueError as error:
         raise InputError(f"{path}: {error}", remedy=f"fix `jump` in {path}") from None
-    power = file.host.power.resolve(path.parent) if file.host.power else None
+    power = _resolve_power(file.host.power, directory)
     return Fleet(resolved, Host(file.host.threads, power), file.network, file.emulated, path)
 
 
-def _nodes(entry: NodeEntry, defaults: NodeDefaults, directory: Path) -> tuple[list[Node], str]:
-    """Return the nodes of `entry` without their jump hosts, and the value of its `jump`."""
-    groups = tuple(dict.fromkeys(defaults.group if entry.group is None else entry.group))
-    power = entry.power or defaults.power
-    nodes = [
-        Node(
-            name=name,
-            address=address,
-            port=entry.port or defaults.port,
-            user=entry.user or defaults.user,
-            key=_key(entry.key, defaults, directory),
-            python=entry.python or defaults.python,
-            groups=groups,
-            power=power.resolve(directory) if power else None,
+def _nodes(
+    entry: NodeEntry | JumpHostEntry, defaults: NodeSettings, directory: Path
+) -> list[tuple[Node, str]]:
+    """Return the nodes of `entry` without their jump hosts, each with the value of its `jump`."""
+    own = {key: value for key in entry.model_fields_set if (value := getattr(entry, key)) is not None}
+    settings = defaults.model_copy(update=own)
+    return [
+        (
+            Node(
+                name=name,
+                address=address,
+                port=settings.port,
+                user=settings.user,
+                key=_resolve_key(settings, directory),
+                python=settings.python,
+                groups=tuple(dict.fromkeys(settings.group)),
+                power=_resolve_power(settings.power, directory),
+            ),
+            settings.jump,
         )
         for name, address in zip(expand_range(entry.name), expand_range(entry.address), strict=True)
     ]
-    return nodes, defaults.jump if entry.jump is None else entry.jump
 
 
-def _jump_host(entry: JumpHostEntry, defaults: NodeDefaults, directory: Path) -> tuple[Node, str]:
-    key = _key(entry.key, defaults, directory)
-    user = entry.user or defaults.user
-    return Node(name=entry.name, address=entry.address, port=entry.port, user=user, key=key), entry.jump
-
-
-def _key(key: Path | None, defaults: NodeDefaults, directory: Path) -> Path | None:
-    chosen = key or defaults.key
-    return directory / chosen if chosen else None
+def _resolve_key(settings: NodeSettings, directory: Path) -> Path | None:
+    return directory / settings.key if settings.key else None
 
 
 def _check_names(path: Path, jump_hosts: Sequence[str], nodes: Sequence[str]) -> None:

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 
 from csdctl.fleet.facts import Drive, Facts
 from csdctl.fleet.model import HOST_NAME
+from csdctl.fleet.names import names_by_value
 
 _KEYS: Mapping[str, str] = {
     "architecture": "architecture",
@@ -55,7 +56,7 @@ def group_machines(machines: Iterable[Facts]) -> list[EqualMachines]:
     groups: dict[tuple[object, ...], list[Facts]] = defaultdict(list)
     for facts in machines:
         if not facts.problem:
-            groups[_identity(facts)].append(facts)
+            groups[facts.name == HOST_NAME, *_describe(facts).values()].append(facts)
     return [EqualMachines(tuple(group)) for group in groups.values()]
 
 
@@ -65,32 +66,30 @@ def find_differences(groups: Sequence[EqualMachines]) -> list[tuple[EqualMachine
     Return an empty list when no group has more than half of the nodes.
     """
     nodes = [group for group in groups if HOST_NAME not in group.names]
-    usual = max(nodes, key=lambda group: len(group.names), default=None)
-    if usual is None or 2 * len(usual.names) <= sum(len(group.names) for group in nodes):
+    most = max(nodes, key=lambda group: len(group.names), default=None)
+    if most is None or 2 * len(most.names) <= sum(len(group.names) for group in nodes):
         return []
-    return [(group, _compare(group.first, usual.first)) for group in nodes if group is not usual]
-
-
-def _compare(odd: Facts, usual: Facts) -> str:
-    different = [
-        f"{label} {getattr(odd, key) or 'missing'} instead of {getattr(usual, key) or 'missing'}"
-        for key, label in _KEYS.items()
-        if getattr(odd, key) != getattr(usual, key)
+    usual = _describe(most.first)
+    return [
+        (
+            group,
+            ", ".join(
+                f"{name} {value} instead of {usual[name]}"
+                for name, value in _describe(group.first).items()
+                if value != usual[name]
+            ),
+        )
+        for group in nodes
+        if group is not most
     ]
-    if _memory_bytes(odd) != _memory_bytes(usual):
-        sizes = [f"{_memory_bytes(facts) / 2**30:.1f} GiB" for facts in (odd, usual)]
-        different.append(f"memory {sizes[0]} instead of {sizes[1]}")
-    return ", ".join(different)
 
 
-def _identity(facts: Facts) -> tuple[object, ...]:
-    return (facts.name == HOST_NAME, _memory_bytes(facts), *(getattr(facts, key) for key in _KEYS))
-
-
-def _memory_bytes(facts: Facts) -> int:
-    """Return the memory that a rank may use at most: equal machines report slightly different amounts."""
+def _describe(facts: Facts) -> dict[str, str]:
+    """Return what equal machines have in common; they report slightly different amounts of memory."""
     size = facts.memory_limit_bytes or facts.memory_bytes
-    return round_memory_up(size) if size else 0
+    memory = f"{round_memory_up(size) / 2**30:g} GiB" if size else None
+    values = {name: getattr(facts, key) for key, name in _KEYS.items()} | {"memory": memory}
+    return {name: str(value or "missing") for name, value in values.items()}
 
 
 def match_drives(facts: Mapping[str, Facts]) -> dict[str, Drive]:
@@ -99,30 +98,24 @@ def match_drives(facts: Mapping[str, Facts]) -> dict[str, Drive]:
     A serial number that is empty, reported by two nodes, or shared by two drives of the host is ignored. So
     is a node that reports several of the host's drives: it sees the host's own devices.
     """
-    own = {(drive.serial, drive.model): drive for drive in reversed(facts[HOST_NAME].drives)}
-    shown: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for name, machine in facts.items():
-        if name != HOST_NAME:
-            for identity in _common(machine, own):
-                shown[identity].append(name)
-    serials = [serial for serial, _ in own]
-    matches = {
-        names[0]: own[identity]
-        for identity, names in shown.items()
-        if len(names) == 1 and serials.count(identity[0]) == 1 and len(_common(facts[names[0]], own)) == 1
+    own = {
+        (drive.serial, drive.model): drive
+        for drive in reversed(facts[HOST_NAME].drives)
+        if len(set(drive.serial.strip())) > 1  # placeholders are blanks or one repeated character
     }
-    return {name: matches[name] for name in facts if name in matches}
-
-
-def _common(machine: Facts, own: Mapping[tuple[str, str], Drive]) -> set[tuple[str, str]]:
-    """Return serial number and model of those drives of the host that `machine` also reports."""
-    identities = {(drive.serial, drive.model) for drive in machine.drives}
-    return {identity for identity in identities & own.keys() if _is_distinctive(identity[0])}
-
-
-def _is_distinctive(serial: str) -> bool:
-    """Return whether `serial` is usable; placeholders are blanks or one repeated character."""
-    return len(set(serial.strip())) > 1
+    serials = [serial for serial, _ in own]
+    common = {
+        name: own.keys() & {(drive.serial, drive.model) for drive in machine.drives}
+        for name, machine in facts.items()
+        if name != HOST_NAME
+    }
+    nodes = names_by_value((name, identity) for name, found in common.items() for identity in found)
+    return {
+        name: own[identity]
+        for name, found in common.items()
+        for identity in found
+        if len(found) == len(nodes[identity]) == serials.count(identity[0]) == 1
+    }
 
 
 KEY_LENGTH = 12

@@ -7,32 +7,52 @@ from collections import defaultdict
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Annotated, Literal, Self
 
+from pydantic import Field, model_validator
+
+from csdctl.documents import Document
 from csdctl.errors import CsdctlError, InputError
 from csdctl.fleet.names import expand_range, format_node_names
 
 HOST_NAME = "host"
 
 
-@dataclass(frozen=True)
-class PowerSource:
+Watts = Annotated[float, Field(ge=0, le=1_000_000)]
+OneLine = Annotated[str, Field(pattern=r"^[^\x00-\x1f]*$", max_length=500)]
+NEEDED = {"redfish": "url", "hwmon": "path", "csv": "path", "constant": "watts"}
+"""The key that a source cannot do without."""
+REDFISH_KEYS = {"url", "credentials", "certificate"}
+ALLOWED = {source: {key} for source, key in NEEDED.items()} | {"redfish": REDFISH_KEYS}
+
+
+class PowerSource(Document):
     """The source of the power of one machine; watts of the whole machine, or of the part that it covers."""
 
-    source: str
-    """One of `fleet_file.SourceName`."""
-    path: str = ""
+    source: Literal["rapl", "ipmi", "redfish", "hwmon", "csv", "constant"]
+    path: OneLine = ""
     """hwmon: a pattern of files on the machine. csv: a file on the host."""
-    url: str = ""
+    url: Annotated[str, Field(pattern=r"^(https?://[^\s\x00-\x1f]+)?$", max_length=500)] = ""
     credentials: Path | None = None
     """A file with `user:password` for `url`."""
     certificate: Path | None = None
     """The certificate of `url`, where no authority has signed it."""
-    watts: float | None = None
+    watts: Watts | None = None
     """Power of a constant source."""
-    idle_watts: float | None = None
+    idle_watts: Watts | None = None
     """Power of the machine when nothing is trained, as stated by the user."""
     includes_nodes: bool = False
     """Whether the reading of the host has the power of the nodes in its chassis."""
+
+    @model_validator(mode="after")
+    def _has_what_its_source_needs(self) -> Self:
+        needed = NEEDED.get(self.source, "")
+        if needed and getattr(self, needed) in ("", None):
+            raise ValueError(f"source {self.source} needs `{needed}`")
+        given = {key for key in ("path", "url", "credentials", "certificate", "watts") if getattr(self, key)}
+        if others := sorted(given - ALLOWED.get(self.source, set())):
+            raise ValueError(f"source {self.source} does not use `{others[0]}`")
+        return self
 
 
 @dataclass(frozen=True)

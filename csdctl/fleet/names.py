@@ -6,7 +6,8 @@ width: `dpu[08-10]` is dpu08, dpu09, dpu10.
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from typing import TypeVar
 
 from csdctl.errors import InputError
 
@@ -15,6 +16,8 @@ ADDRESS = re.compile(r"[A-Za-z0-9:][A-Za-z0-9.:%_-]{0,253}")
 USER = re.compile(r"[A-Za-z_][A-Za-z0-9._-]{0,31}")
 GROUP = re.compile(r"[^\s,\[\]\x00-\x1f-][^\s,\[\]\x00-\x1f]{0,99}")
 
+
+ValueT = TypeVar("ValueT", bound=Hashable)
 
 MAX_RANGE = 100_000
 
@@ -66,6 +69,14 @@ def range_ends(pattern: str) -> tuple[str, str]:
 
 def _padded(number: int, first: str) -> str:
     return f"{number:0{len(first) if first.startswith('0') else 0}d}"
+
+
+def names_by_value(values: Iterable[tuple[str, ValueT]]) -> dict[ValueT, list[str]]:
+    """Return the names that have each value, in their order."""
+    names: dict[ValueT, list[str]] = {}
+    for name, value in values:
+        names.setdefault(value, []).append(name)
+    return names
 
 
 def fold_names(names: Iterable[str]) -> list[str]:

@@ -22,7 +22,7 @@ from csdctl.errors import CsdctlError, DeadlineError, InputError
 from csdctl.fleet.checks import Status, judge_network
 from csdctl.fleet.facts import Facts
 from csdctl.fleet.model import HOST_NAME, Fleet
-from csdctl.fleet.network import is_checked, parse_local_addresses
+from csdctl.fleet.network import parse_local_addresses
 from csdctl.fleet.requirements import build_repair_command
 from csdctl.launch.mpi_job import MpiJob
 from csdctl.runs.directory import RunDirectory
@@ -76,15 +76,13 @@ def check_network(network: str, addresses: Sequence[str] | None = None) -> None:
 
     `addresses` are the host's. IPv4 only; an IPv6 network is not checked.
     """
-    if not network or not is_checked(network):
+    if not network:
         return
     if addresses is None:
         addresses = parse_local_addresses(Path("/proc/net/fib_trie").read_text())
-    check = judge_network(HOST_NAME, addresses, network)
-    if check.status == Status.FAIL:
-        raise InputError(
-            f"network {network}: this host has {check.found}; expected {check.expected}", remedy=check.remedy
-        )
+    status, found, expected, remedy = judge_network(addresses, network)
+    if status == Status.FAIL:
+        raise InputError(f"network {network} on this host: {found}, expected {expected}", remedy=remedy)
 
 
 ALLOW_ROOT = {

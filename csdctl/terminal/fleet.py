@@ -10,15 +10,15 @@ from rich.table import Table
 from csdctl.emulation.fleet import NodeStatus, StoppedFleet
 from csdctl.errors import CsdctlError
 from csdctl.fleet.facts import Facts
-from csdctl.fleet.hardware import EqualMachines, find_differences, group_machines
-from csdctl.fleet.model import Fleet
-from csdctl.fleet.names import fold_names, format_node_names
+from csdctl.fleet.hardware import EqualMachines, classify_machine, find_differences, group_machines
+from csdctl.fleet.model import Fleet, fold_problems
+from csdctl.fleet.names import fold_names, format_node_names, names_by_value
 from csdctl.launch.leftovers import Leftovers
 from csdctl.reporting.numbers import format_bytes, format_count
 from csdctl.terminal.console import PrintableConsole
 from csdctl.terminal.nodes import CountView
 from csdctl.terminal.streams import Streams
-from csdctl.terminal.tables import bounded, build_table, render_failed, render_problems
+from csdctl.terminal.tables import bounded, build_table, render_failed
 from csdctl.transport.many import Outcome, errors_of
 from csdctl.workflows.discovery.discover import DiscoverResult, find_shared_host_keys
 from csdctl.workflows.discovery.inventory import FoundFleet
@@ -50,14 +50,8 @@ class DiscoverView(CountView):
 
     def take(self, facts: Facts) -> None:
         """Show one machine."""
-        self.count(f"{facts.name}: {_describe_facts(facts)}", has_failed=facts.problem is not None)
-
-
-def _describe_facts(facts: Facts) -> str:
-    if facts.problem:
-        return facts.problem
-    cores = f"{facts.num_cores} cores" if facts.num_cores else ""
-    return ", ".join(filter(None, [facts.architecture, facts.cpu_model, cores]))
+        found = facts.problem or classify_machine(facts).name
+        self.count(f"{facts.name}: {found}", has_failed=facts.problem is not None)
 
 
 def render_fleet(console: PrintableConsole, result: DiscoverResult, *, verbose: bool = False) -> None:
@@ -66,14 +60,17 @@ def render_fleet(console: PrintableConsole, result: DiscoverResult, *, verbose: 
     groups = group_machines(result.facts.values())
     rows = [EqualMachines((facts,)) for group in groups for facts in group.machines] if verbose else groups
     console.print(_tabulate_facts(title, rows))
-    render_problems(console, result.problems)
+    render_failed(console, result.failed, result.fleet)
     lines = [f"differs: {format_node_names(group.names)}: {how}" for group, how in find_differences(groups)]
     lines += [
         f"drive: {name} is {drive.device} ({drive.model}, serial {drive.serial})"
         for name, drive in result.drives.items()
     ]
     lines += [
-        f"note: {format_node_names(names)}: {note}" for note, names in _fold_notes(result.facts).items()
+        f"note: {format_node_names(names)}: {note}"
+        for note, names in names_by_value(
+            (name, note) for name, facts in result.facts.items() for note in facts.notes
+        ).items()
     ]
     lines += [f"warning: {warning}" for warning in result.warnings]
     for line in bounded(console, lines, "notes"):
@@ -97,7 +94,7 @@ def discover_document(result: DiscoverResult) -> dict[str, object]:
             {"machines": group.names, "ranges": fold_names(group.names), "differs": differences.get(group)}
             for group in groups
         ],
-        "problems": result.problems,
+        "problems": fold_problems(result.failed, result.fleet),
         "drives": result.drives,
         "warnings": result.warnings,
         "failed": result.failed,
@@ -161,15 +158,6 @@ def _format_machines(group: EqualMachines) -> str:
     return format_node_names(group.names) + (f" ({number})" if number > 1 else "")
 
 
-def _fold_notes(machines: Mapping[str, Facts]) -> dict[str, list[str]]:
-    """Return the machines that each note applies to."""
-    names: dict[str, list[str]] = {}
-    for facts in machines.values():
-        for note in facts.notes:
-            names.setdefault(note, []).append(facts.name)
-    return names
-
-
 def _format_cores(facts: Facts) -> str:
     cores = _UNKNOWN if facts.num_cores is None else str(facts.num_cores)
     return f"{facts.cpu_limit:g} of {cores}" if facts.cpu_limit else cores
@@ -193,8 +181,17 @@ class TrustScreen:
         """All machines visited so far."""
         return [*self._keys, *self.failed]
 
-    def show(self, outcomes: Mapping[str, Outcome[ShownKey]], new: Sequence[ShownKey]) -> None:
-        """Print a table of the keys that are new, and the machines that failed."""
+    def show(
+        self, outcomes: Mapping[str, Outcome[ShownKey]], new: Sequence[ShownKey], closed: Sequence[str]
+    ) -> None:
+        """Print the keys that are new and the machines that failed, and ask whether to accept the keys.
+
+        `closed` are the machines that a dry run cannot ask. Raises InputError unless the answer is yes.
+        """
+        if closed:
+            self._streams.say(
+                f"{', '.join(closed)}: not asked, as the key of the jump host is not accepted yet"
+            )
         shown = {name: outcome.value for name, outcome in outcomes.items() if outcome.value}
         failed = errors_of(outcomes)
         self._keys |= shown
@@ -211,21 +208,8 @@ class TrustScreen:
         for warning in find_shared_host_keys({name: key.fingerprint for name, key in shown.items()}):
             self._streams.say(f"warning: {warning}")
         render_failed(self._streams.console, failed, self._fleet)
-
-    def confirm(self, new: Sequence[ShownKey]) -> None:
-        """Ask for confirmation; raises InputError unless the answer is yes."""
-        self._streams.confirm(f"Accept {len(new)} new keys?", yes=self._yes)
-
-    def accepted(self, new: Sequence[ShownKey]) -> None:
-        """Print where the new keys are stored."""
-        path = self._streams.project.known_hosts
-        self._streams.say(f"{len(new)} keys accepted: {path}")
-
-    def not_asked(self, machines: Sequence[str]) -> None:
-        """Print which machines a dry run cannot ask."""
-        self._streams.say(
-            f"{', '.join(machines)}: not asked, as the key of the jump host is not accepted yet"
-        )
+        if new and not self._is_dry_run:
+            self._streams.confirm(f"Accept {len(new)} new keys?", yes=self._yes)
 
     def show_forgotten(self, removed: Mapping[str, int]) -> None:
         """Print how many keys of each machine were deleted."""

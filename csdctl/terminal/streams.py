@@ -158,6 +158,10 @@ def _as_json(value: object) -> object:
         return {"message": value.message, "remedy": value.remedy}
     if isinstance(value, PurePath):
         return str(value)
+    from pydantic import BaseModel  # it is slow to load
+
+    if isinstance(value, BaseModel):
+        return dict(value)
     raise TypeError(f"JSON has no {type(value).__name__}")
 
 

@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from csdctl.errors import CsdctlError
-from csdctl.fleet.model import Fleet, Problem, fold_problems
+from csdctl.fleet.model import Fleet, fold_problems
 from csdctl.fleet.names import format_node_names
 from csdctl.terminal.console import PrintableConsole
 
@@ -63,12 +63,7 @@ def build_pairs(pairs: Iterable[tuple[str, str]]) -> Table:
 
 def render_failed(console: PrintableConsole, failed: Mapping[str, CsdctlError], fleet: Fleet) -> None:
     """Print why machines failed, and the remedies; the same cause on many machines is one problem."""
-    render_problems(console, fold_problems(failed, fleet))
-
-
-def render_problems(console: PrintableConsole, problems: Sequence[Problem]) -> None:
-    """Print each problem, and its remedy on the next line."""
-    for problem in bounded(console, problems, "problems"):
+    for problem in bounded(console, fold_problems(failed, fleet), "problems"):
         console.print("problem:", style="bold red", end=" ")
         console.print(f"{format_node_names(problem.names)}: {problem.message}", soft_wrap=True)
         if problem.remedy:

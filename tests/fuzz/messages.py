@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from csdctl.errors import RemoteCommandError
-from csdctl.facts.machine import CONDITION_FACTS, MACHINE_FACTS, ClockTrip, parse_condition, parse_facts
+from csdctl.facts.machine import CONDITION_FACTS, ClockTrip, parse_facts
+from csdctl.fleet.facts import Condition
 from csdctl.launch.mpi_job import MpiOutput
 from csdctl.shipping.deliver import ANSWERS, RequestedObjects
 from csdctl.supervision.rank_processes import EventValidator
@@ -171,9 +172,9 @@ a line of a library
 def _probe_outputs(content: bytes, directory: Path) -> None:
     text = content.decode(errors="replace")
     trips = [ClockTrip(1000.0, 0.1, text[-30:]), ClockTrip(1000.0, 0.2, "1000.5")]
-    facts = parse_facts("csd0", text, trips)
+    facts = parse_facts("csd0", text, trips, CONDITION_FACTS, Condition)
     json.dumps(dataclasses.asdict(facts), default=str)
-    str((facts.num_threads, facts.usable_memory_bytes, parse_condition("csd0", text)))
+    str((facts.num_threads, facts.usable_memory_bytes))
 
 
 def _worker_answers(content: bytes, directory: Path) -> None:
@@ -261,7 +262,7 @@ def _probe_seeds() -> list[bytes]:
     return [path.read_bytes() + CONDITION.encode() for path in sorted(CAPTURES.glob("*.txt"))]
 
 
-MARKS = tuple(f"csdctl-fact:{fact.name}\n".encode() for fact in (*MACHINE_FACTS, *CONDITION_FACTS))
+MARKS = tuple(f"csdctl-fact:{fact.name}\n".encode() for fact in CONDITION_FACTS)
 INVALID = (ProtocolError,)
 TARGETS = (
     Target("live-events", Form.LINES, _live_events, INVALID, _live_event_seeds),

@@ -30,7 +30,9 @@ def trust(
         if not dry_run:
             check_forgotten(call.fleet, call.directory)
         return
-    review_keys(call.fleet, call.streams.project, screen, is_dry_run=dry_run)
+    num_accepted = review_keys(call.fleet, call.streams.project, screen.show, is_dry_run=dry_run)
     if dry_run:
         call.streams.say("dry run: no key was accepted")
+    elif num_accepted:
+        call.streams.say(f"{num_accepted} keys accepted: {call.streams.project.known_hosts}")
     call.conclude(screen.document(), screen.machines, screen.failed, is_dry=dry_run)

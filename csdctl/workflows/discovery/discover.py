@@ -1,23 +1,20 @@
 """`discover`: collect facts of all machines of a fleet and save them beside fleet.yaml, with problems."""
 
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 from csdctl.errors import CsdctlError, InputError
-from csdctl.facts.machine import collect_machine_facts
-from csdctl.fleet.facts import Drive, Facts, back_up_facts, facts_path, load_facts, save_facts
+from csdctl.facts.machine import collect_facts
+from csdctl.fleet.facts import Drive, Facts, facts_path, load_facts, save_facts
 from csdctl.fleet.hardware import match_drives
-from csdctl.fleet.model import HOST_NAME, Fleet, Problem, fold_problems
-from csdctl.fleet.names import format_node_names
+from csdctl.fleet.model import HOST_NAME, Fleet
+from csdctl.fleet.names import format_node_names, names_by_value
 from csdctl.runs.ledger import record_traffic
 from csdctl.transport.local import LocalSession
 from csdctl.transport.many import Outcome, errors_of, run_on_all, run_on_nodes
 from csdctl.transport.session import Session
 
-ValueT = TypeVar("ValueT")
 OnDone = Callable[[Facts], None]
 """Called with the facts of each machine as it finishes; `problem` is set if it failed."""
 
@@ -31,11 +28,6 @@ class DiscoverResult:
     failed: dict[str, CsdctlError]
     warnings: tuple[str, ...]
     path: Path
-
-    @property
-    def problems(self) -> list[Problem]:
-        """Why machines failed, grouped by cause."""
-        return fold_problems(self.failed, self.fleet)
 
     @property
     def drives(self) -> dict[str, Drive]:
@@ -59,7 +51,7 @@ def discover(
     def visit(session: Session) -> Facts:
         if session.host_key_fingerprint:
             host_keys[session.name] = session.host_key_fingerprint
-        return collect_machine_facts(session, fleet.python_of(session.name))
+        return collect_facts(session, fleet.python_of(session.name))
 
     earlier, earlier_warnings = _earlier_facts(fleet)
     outcomes = run_on_nodes(
@@ -76,11 +68,9 @@ def discover(
     return DiscoverResult(fleet, facts, errors_of(outcomes), warnings, path)
 
 
-def collect_facts(fleet: Fleet, sessions: Mapping[str, Session]) -> dict[str, Facts]:
+def collect_all_facts(fleet: Fleet, sessions: Mapping[str, Session]) -> dict[str, Facts]:
     """Return the facts of the machines of `sessions`; `problem` is set for machines that failed."""
-    outcomes = run_on_all(
-        sessions, lambda session: collect_machine_facts(session, fleet.python_of(session.name))
-    )
+    outcomes = run_on_all(sessions, lambda session: collect_facts(session, fleet.python_of(session.name)))
     return {name: _facts_or_problem(outcome) for name, outcome in outcomes.items()}
 
 
@@ -89,7 +79,8 @@ def find_shared_addresses(fleet: Fleet) -> tuple[str, ...]:
     shared = {node.name: (node.address.lower(), node.port, node.jump) for node in fleet.nodes}
     return tuple(
         f"{format_node_names(names)} have the same address {address} port {port}: one machine listed twice"
-        for (address, port, _), names in _list_shared(shared)
+        for (address, port, _), names in names_by_value(shared.items()).items()
+        if len(names) > 1
     )
 
 
@@ -101,16 +92,9 @@ def find_shared_host_keys(fingerprints: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(
         f"{format_node_names(names)} have the same host key {key}: "
         "one machine listed twice, or a copied disk image"
-        for key, names in _list_shared(fingerprints)
+        for key, names in names_by_value(fingerprints.items()).items()
+        if len(names) > 1
     )
-
-
-def _list_shared(values: Mapping[str, ValueT]) -> list[tuple[ValueT, list[str]]]:
-    """Return the values that several names have, with these names."""
-    names_by_value: dict[ValueT, list[str]] = defaultdict(list)
-    for name, value in values.items():
-        names_by_value[value].append(name)
-    return [(value, names) for value, names in names_by_value.items() if len(names) > 1]
 
 
 def _facts_or_problem(outcome: Outcome[Facts]) -> Facts:
@@ -124,5 +108,6 @@ def _earlier_facts(fleet: Fleet) -> tuple[dict[str, Facts], tuple[str, ...]]:
     try:
         return load_facts(fleet), ()
     except InputError as error:
-        aside = back_up_facts(fleet)
+        path = facts_path(fleet)
+        aside = path.replace(path.with_name(path.name + ".bak"))
         return {}, (f"{error.message}: it is kept as {aside}, and all facts are collected again",)

@@ -6,10 +6,10 @@ must first remove it, by name. Machines behind a jump host are contacted through
 
 import base64
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 from csdctl.documents import save_text
 from csdctl.errors import HostKeyError
@@ -116,46 +116,33 @@ def _own_lines(project: ProjectDirectory) -> Sequence[str]:
     return load_lines(project.known_hosts)
 
 
-class KeyReviewer(Protocol):
-    """Lets the user decide which host keys are accepted."""
+OnLayer = Callable[[Mapping[str, Outcome[ShownKey]], Sequence[ShownKey], Sequence[str]], None]
+"""Called with the keys of one layer of machines, the new ones, and the machines that cannot be asked.
 
-    def show(self, outcomes: Mapping[str, Outcome[ShownKey]], new: Sequence[ShownKey]) -> None:
-        """Show the keys of one layer of machines, and which of them are new."""
-
-    def confirm(self, new: Sequence[ShownKey]) -> None:
-        """Raise InputError unless the new keys may be accepted."""
-
-    def accepted(self, new: Sequence[ShownKey]) -> None:
-        """Report that the new keys were accepted."""
-
-    def not_asked(self, machines: Sequence[str]) -> None:
-        """Report machines that only a machine with a new key leads to."""
+Raises InputError unless the new keys may be accepted.
+"""
 
 
 def review_keys(
-    fleet: Fleet, project: ProjectDirectory, reviewer: KeyReviewer, *, is_dry_run: bool = False
-) -> None:
-    """Let `reviewer` accept the new host keys of `fleet`, layer by layer.
+    fleet: Fleet, project: ProjectDirectory, on_layer: OnLayer, *, is_dry_run: bool = False
+) -> int:
+    """Accept the new host keys of `fleet`, layer by layer, and return their number.
 
     A machine behind a jump host is reached only after the key of the jump host is accepted, so jump hosts
     come first. Machines that fail are shown, not raised. A dry run accepts none, so it asks no machine behind
     one with a new key.
     """
     closed: set[str] = set()
+    num_accepted = 0
     for layer in list_layers(fleet):
-        machines = {
-            name: node for name, node in layer.items() if not (node.jump and node.jump.name in closed)
-        }
-        if left_out := [name for name in layer if name not in machines]:
-            closed |= {*left_out}
-            reviewer.not_asked(left_out)
+        closed |= {name for name, node in layer.items() if node.jump and node.jump.name in closed}
+        machines = {name: node for name, node in layer.items() if name not in closed}
         outcomes = fetch_keys(fleet, machines, directory=project.root)
-        shown = [outcome.value for outcome in outcomes.values() if outcome.value]
-        new = [key for key in shown if key.state == "new"]
-        reviewer.show(outcomes, new)
+        new = [key for outcome in outcomes.values() if (key := outcome.value) and key.state == "new"]
+        on_layer(outcomes, new, [name for name in layer if name in closed])
         if is_dry_run:
             closed |= {key.node.name for key in new}
         elif new:
-            reviewer.confirm(new)
             accept_keys(new, project)
-            reviewer.accepted(new)
+            num_accepted += len(new)
+    return num_accepted

@@ -4,8 +4,8 @@ In order: the host, the connection to every node, the state of each machine, the
 and an MPI check over all machines that are fit so far. Later checks skip a machine that failed one.
 """
 
+import contextlib
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,11 +26,9 @@ from csdctl.fleet.checks import (
     judge_error,
     judge_hostnames,
     judge_machine,
-    judge_network,
-    judge_open_files,
     judge_prefixes,
 )
-from csdctl.fleet.facts import Condition, Facts
+from csdctl.fleet.facts import Condition
 from csdctl.fleet.model import HOST_NAME, Fleet, keep_nodes
 from csdctl.fleet.network import is_checked
 from csdctl.launch.mpirun import find_mpirun, mpi_version
@@ -59,7 +57,7 @@ class Examination:
     """The part that was not finished when the deadline passed; '' when it did not pass."""
 
     def add(self, *checks: Check) -> None:
-        """Record checks and pass them on."""
+        """Record checks and pass each of them on."""
         for check in checks:
             self.checks.append(check)
             self.on_check(check)
@@ -157,16 +155,16 @@ def examine(
         _check_clock(clock, "connecting")
 
     try:
-        with ExitStack() as stack:
+        with contextlib.ExitStack() as stack:
             if sessions is None:
-                opened = open_sessions(
+                connections = open_sessions(
                     fleet,
                     directory=directory,
                     connect_deadline_s=min(options.connect_deadline_s, clock.left_s),
                     on_done=on_connected,
                     on_traffic=record_traffic(directory, "doctor"),
                 )
-                sessions = stack.enter_context(opened).reachable
+                sessions = stack.enter_context(connections).reachable
             _examine_machines(examination, sessions, directory, options, clock)
     except DeadlineError as error:
         examination.overdue = error.message
@@ -182,14 +180,12 @@ def _examine_machines(
 ) -> None:
     """Examine each machine, then pairs, then all; raises DeadlineError that names the unfinished part."""
     fleet = examination.fleet
-    found = _measure(examination, sessions, clock)
-    conditions = {name: condition for name, (_, condition) in found.items()}
-    facts = {name: machine_facts for name, (machine_facts, _) in found.items()}
+    conditions = _measure(examination, sessions, clock)
     if not fleet.emulated:
         examination.add(*judge_hostnames(conditions.values()))
-    fit_nodes = [facts[name] for name in _fit(examination, conditions) if name != HOST_NAME]
-    examination.add(*judge_prefixes(fit_nodes))
-    fit = _fit(examination, conditions)
+    nodes = [facts for name, facts in conditions.items() if name not in {HOST_NAME, *examination.red}]
+    examination.add(*judge_prefixes(nodes))
+    fit = [name for name in conditions if name not in examination.red]
     if len(fit) > 1 and is_checked(fleet.network):
         _check_clock(clock, "checking which machines can connect")
         deadline_s = min(REACHABILITY_DEADLINE_S, clock.left_s)
@@ -197,20 +193,16 @@ def _examine_machines(
         examination.add(*check_reachability(fleet, fit_sessions, conditions, deadline_s))
     if not fleet.nodes:
         return  # the host trains alone
-    fit = _fit(examination, conditions)
+    fit = [name for name in fit if name not in examination.red]
     if HOST_NAME not in fit or len(fit) == 1:
         why = "not tried: " + ("the host is red" if HOST_NAME not in fit else "no node is fit")
         examination.add(Check(FLEET_NAME, "allreduce", Status.WARN, why, remedy=REPAIR))
         return
     _check_clock(clock, "starting the MPI check")
-    check_mpi(
-        keep_nodes(fleet, fit),
-        facts,
-        sessions,
-        ProjectDirectory(directory),
-        max(1.0, min(options.mpi_deadline_s, clock.left_s)),
-        examination.add,
-    )
+    deadline_s = max(1.0, min(options.mpi_deadline_s, clock.left_s))
+    project = ProjectDirectory(directory)
+    for check in check_mpi(keep_nodes(fleet, fit), conditions, sessions, project, deadline_s):
+        examination.add(check)
 
 
 def _examine_host(examination: Examination) -> None:
@@ -230,18 +222,18 @@ def _judge_connection(outcome: Outcome[Session]) -> Check:
 
 def _measure(
     examination: Examination, sessions: Mapping[str, Session], clock: Deadline
-) -> dict[str, tuple[Facts, Condition]]:
-    """Return facts and condition of every machine that responds; judge them once the host has responded."""
+) -> dict[str, Condition]:
+    """Return the condition of every machine that responds; judge them once the host has responded."""
     fleet = examination.fleet
-    found: dict[str, tuple[Facts, Condition]] = {}
+    found: dict[str, Condition] = {}
     judged: set[str] = set()
 
-    def measure(session: Session) -> tuple[Facts, Condition]:
+    def measure(session: Session) -> Condition:
         python = fleet.python_of(session.name)
         deadline_s = min(PROBE_DEADLINE_S, clock.left_s)
         return collect_condition(session, python, deadline_s=deadline_s)
 
-    def on_measured(outcome: Outcome[tuple[Facts, Condition]]) -> None:
+    def on_measured(outcome: Outcome[Condition]) -> None:
         if outcome.value:
             found[outcome.name] = outcome.value
         elif outcome.error:
@@ -249,25 +241,11 @@ def _measure(
         if HOST_NAME in found:
             for name in [name for name in found if name not in judged]:
                 judged.add(name)
-                _judge(examination, *found[name], host=found[HOST_NAME][0])
+                examination.add(*judge_machine(found[name], found[HOST_NAME], fleet))
         _check_clock(clock, "probing the machines")
 
     run_on_all(sessions, measure, on_done=on_measured)
     return {name: found[name] for name in sessions if name in found}
-
-
-def _judge(examination: Examination, facts: Facts, condition: Condition, *, host: Facts) -> None:
-    python = examination.fleet.python_of(facts.name)
-    examination.add(*judge_machine(facts, condition, host, python=python))
-    if facts.name == HOST_NAME:
-        num_nodes = len(examination.fleet.nodes)
-        examination.add(judge_open_files(HOST_NAME, condition.open_files, num_nodes))
-    examination.add(judge_network(facts.name, condition.addresses, examination.fleet.network))
-
-
-def _fit(examination: Examination, conditions: Mapping[str, Condition]) -> list[str]:
-    """Return the machines without a red check, in order."""
-    return [name for name in conditions if name not in examination.red]
 
 
 def _check_clock(clock: Deadline, doing: str) -> None:

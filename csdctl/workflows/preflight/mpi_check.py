@@ -1,7 +1,7 @@
 """The MPI check: a real mpirun, with the options of training, over ranks that only call MPI_Init and sum."""
 
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from csdctl.shipping.payload import pack_payload
 from csdctl.shipping.store import StoredFile, store_bytes
 from csdctl.shipping.worker_calls import build_worker_command
 from csdctl.shipping.worker_zip import pack_worker
-from csdctl.transport.many import run_on_all
+from csdctl.transport.many import errors_of, run_on_all
 from csdctl.transport.meter import TrafficClass
 from csdctl.transport.session import Session
 from csdctl.worker.protocol.events import (
@@ -60,28 +60,28 @@ def check_mpi(
     sessions: Mapping[str, Session],
     project: ProjectDirectory,
     deadline_s: float,
-    on_check: Callable[..., None],
-) -> None:
-    """Start a rank on the host and on every node of `fleet`, sum, and pass the checks to `on_check`.
+) -> Iterator[Check]:
+    """Start a rank on the host and on every node of `fleet`, sum, and yield the resulting checks.
 
     `deadline_s` limits MPI_Init, and again the sums. No process is left running.
     """
     worker = store_bytes(pack_worker(), ".pyz", project.root, TrafficClass.CODE)
     nodes = [node.name for node in fleet.nodes]
     failed = _deliver(worker, fleet, {name: sessions[name] for name in nodes})
+    yield from failed
     if failed:
-        on_check(*failed)
         return
     sandboxes = check_sandboxes(fleet, {name: sessions[name] for name in fleet.machines}, worker.path)
-    on_check(*(judge_sandbox(name, sandboxes[name]) for name in fleet.machines))
-    on_check(*judge_listeners(fleet, sandboxes))
+    for name in fleet.machines:
+        yield judge_sandbox(name, sandboxes[name])
+    yield from judge_listeners(fleet, sandboxes)
     obstacles = {name: found.obstacle for name, found in sandboxes.items() if found.obstacle}
     runner = _MpiRunner(fleet, facts, sessions, project, worker, obstacles, command="doctor")
     check, has_started = _check_machines(runner, fleet.machines, deadline_s)
-    on_check(check)
+    yield check
     if not has_started and len(nodes) > 1:
         # mpirun starts no rank before every daemon has connected, and does not name the missing one.
-        on_check(*_check_each_node(runner, min(deadline_s, SINGLE_DEADLINE_S)))
+        yield from _check_each_node(runner, min(deadline_s, SINGLE_DEADLINE_S))
 
 
 def measure_sums(
@@ -112,8 +112,8 @@ def _deliver(worker: StoredFile, fleet: Fleet, sessions: Mapping[str, Session]) 
     def send(session: Session) -> Delivery:
         return deliver(session, payload, python=fleet.python_of(session.name))
 
-    outcomes = run_on_all(sessions, send)
-    return [judge_error(name, "deploy", outcome.error) for name, outcome in outcomes.items() if outcome.error]
+    errors = errors_of(run_on_all(sessions, send))
+    return [judge_error(name, "deploy", error) for name, error in errors.items()]
 
 
 @dataclass(frozen=True)
@@ -133,16 +133,22 @@ class _MpiRunner:
     def run(
         self, machines: Sequence[str], deadline_s: float, arguments: Sequence[str] = ()
     ) -> tuple[Check, list[Event]]:
-        """Run the check to its end, and leave no process running on any machine; raises CsdctlError.
+        """Run the check over `machines`, in order of rank, and return its result and all events.
 
-        The logs stay when the resulting check is not OK.
+        No process is left running on any machine; logs stay when the result is not OK. Raises CsdctlError.
         """
         scratch = self.project.new_scratch()
         sessions = {name: self.sessions[name] for name in machines}
         mpirun = prepare_mpirun(
             self.fleet, self.facts, self.project, scratch, sessions, self.worker.path, self.obstacles
         )
-        job = mpirun.build_job(self._rank_commands(machines, scratch.run_id, arguments))
+        commands = []
+        for rank, name in enumerate(machines):
+            command = ["mpi-check", "--rank", str(rank), "--size", str(len(machines)), "--node", name]
+            command += [*arguments, "--marker", rank_marker(scratch.run_id, name)]
+            worker = build_worker_command(self.fleet.python_of(name), self.worker.path, command)
+            commands.append(RankCommand(rank, name, tuple(worker)))
+        job = mpirun.build_job(commands)
         try:
             outcome = job.run(deadline_s)
             self._save_traffic(machines, outcome)
@@ -152,19 +158,6 @@ class _MpiRunner:
         if check.status == Status.OK:
             shutil.rmtree(scratch.path, ignore_errors=True)
         return check, outcome.events
-
-    def _rank_commands(
-        self, machines: Sequence[str], run_id: str, arguments: Sequence[str]
-    ) -> list[RankCommand]:
-        commands = []
-        for rank, name in enumerate(machines):
-            command = ["mpi-check", "--rank", str(rank), "--size", str(len(machines)), "--node", name]
-            command += [*arguments, "--marker", rank_marker(run_id, name)]
-            python = self.fleet.python_of(name)
-            commands.append(
-                RankCommand(rank, name, tuple(build_worker_command(python, self.worker.path, command)))
-            )
-        return commands
 
     def _save_traffic(self, machines: Sequence[str], outcome: JobOutcome) -> None:
         ledger = Ledger(self.project.ledger, self.command)

@@ -52,6 +52,10 @@ class PortListener:
     address: str
     ports: tuple[int, ...]
 
+    def close(self) -> None:
+        """End the conversation; the program then exits."""
+        self.program.close()
+
 
 def check_reachability(
     fleet: Fleet, sessions: Mapping[str, Session], conditions: Mapping[str, Condition], deadline_s: float
@@ -65,21 +69,22 @@ def check_reachability(
 
     outcomes = run_on_all(sessions, start)
     listeners = {name: outcome.value for name, outcome in outcomes.items() if outcome.value}
+    servers = pairs_to_try(list(listeners))
+
+    def connect_to_others(name: str) -> list[ConnectAttempt]:
+        others = {server: listeners[server] for server in servers[name]}
+        return _connect(name, listeners[name], others, deadline_s)
+
     try:
-        servers = pairs_to_try(list(listeners))
-
-        def connect_to_others(name: str) -> list[ConnectAttempt]:
-            others = {server: listeners[server] for server in servers[name]}
-            return _connect(name, listeners[name], others, deadline_s)
-
         tried = run_on_all({name: name for name in listeners}, connect_to_others)
     finally:
-        run_on_all(listeners, _close)  # the programs then exit
+        run_on_all(listeners, PortListener.close)
+    errors = errors_of(outcomes) | errors_of(tried)
     attempts = [attempt for outcome in tried.values() for attempt in outcome.value or ()]
-    failed = errors_of(outcomes) | errors_of(tried)
-    checks = [judge_error(name, "ports", error) for name, error in failed.items()]
     judged = judge_attempts(list(listeners), attempts)
-    return checks + [check for check in judged if check.machine not in failed or check.status != Status.OK]
+    return [judge_error(name, "ports", error) for name, error in errors.items()] + [
+        check for check in judged if check.machine not in errors or check.status != Status.OK
+    ]
 
 
 def _start_listener(
@@ -134,7 +139,3 @@ def _resolve(address: str) -> str:
     with contextlib.suppress(OSError):
         return socket.gethostbyname(address)
     return ""
-
-
-def _close(listener: PortListener) -> None:
-    listener.program.close()

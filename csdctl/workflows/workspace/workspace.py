@@ -97,9 +97,9 @@ def _load_or_collect_facts(fleet: Fleet, sessions: dict[str, Session]) -> dict[s
         facts = {}
     missing = [name for name in sessions if name not in facts or not is_ready(facts[name])]
     if missing:
-        from csdctl.workflows.discovery.discover import collect_facts
+        from csdctl.workflows.discovery.discover import collect_all_facts
 
-        facts |= collect_facts(fleet, {name: sessions[name] for name in missing})
+        facts |= collect_all_facts(fleet, {name: sessions[name] for name in missing})
     check_machines(fleet, [facts[name] for name in sessions])
     return facts
 

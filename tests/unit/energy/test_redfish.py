@@ -30,7 +30,9 @@ def test_damaged_http_answer_is_a_value_error(answer: bytes) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         controller = threading.Thread(target=answer_once, args=(server, answer))
         controller.start()
-        power = PowerSource("redfish", url=f"http://127.0.0.1:{server.getsockname()[1]}/redfish/v1/Chassis/1")
+        power = PowerSource(
+            source="redfish", url=f"http://127.0.0.1:{server.getsockname()[1]}/redfish/v1/Chassis/1"
+        )
         with pytest.raises(ValueError, match="expected an HTTP answer, received a damaged one"):
             read_redfish(power, deadline_s=scaled(10))
         controller.join()

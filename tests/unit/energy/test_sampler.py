@@ -43,7 +43,7 @@ class TestSampler:
             if "`path` names" in line:
                 failed.set()
 
-        (record,) = sample(run, PowerSource("hwmon", path=f"{run.path}/power1_input"), say, failed)
+        (record,) = sample(run, PowerSource(source="hwmon", path=f"{run.path}/power1_input"), say, failed)
         assert "power1_input cannot be read" in said[0]
         assert len(said) == 2
         assert record.joules is None
@@ -61,7 +61,7 @@ class TestSampler:
             if "read again" in line:
                 recovered.set()
 
-        records = sample(run, PowerSource("hwmon", path=str(sensor)), say, recovered)
+        records = sample(run, PowerSource(source="hwmon", path=str(sensor)), say, recovered)
         assert said[-1] == "host: power is read again (hwmon)"
         assert records[0].error
         assert sum(bool(record.error) for record in records) == 1
@@ -79,7 +79,7 @@ class TestSampler:
             done.set()
 
         threading.Thread(target=feed, daemon=True).start()
-        power = PowerSource("hwmon", path=f"{run.path}/power*_input", idle_watts=2.0)
+        power = PowerSource(source="hwmon", path=f"{run.path}/power*_input", idle_watts=2.0)
         records = sample(run, power, print, done)
         assert sum(r.joules for r in records) == pytest.approx(
             7.5 * sum(r.seconds for r in records), rel=1e-3
@@ -89,7 +89,7 @@ class TestSampler:
     def test_constant_is_stated_and_never_measured(self, run):
         until = threading.Event()
         until.set()
-        (record,) = sample(run, PowerSource("constant", watts=10.0), print, until)
+        (record,) = sample(run, PowerSource(source="constant", watts=10.0), print, until)
         assert record.origin == "stated"
         assert record.joules == pytest.approx(10 * record.seconds, rel=0.1, abs=0.01)
 
@@ -128,12 +128,12 @@ class TestSampler:
         with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Controller) as server:
             threading.Thread(target=server.serve_forever, daemon=True).start()
             url = f"http://127.0.0.1:{server.server_port}/redfish/v1/Chassis/1/Power"
-            sample(run, PowerSource("redfish", url=url), say, done)
+            sample(run, PowerSource(source="redfish", url=url), say, done)
             secret = run.path / "secret"
             secret.write_text("root:calvin")
             done.clear()
             said.clear()
-            sample(run, PowerSource("redfish", url=url, credentials=secret), say, done)
+            sample(run, PowerSource(source="redfish", url=url, credentials=secret), say, done)
             server.shutdown()
         assert asked == ["/redfish/v1/Chassis/1/Power"]
         assert "over https only" in said[0]
@@ -203,9 +203,9 @@ class TestFleetFile:
         fleet = load_fleet(path)
         assert fleet.host.power.credentials == tmp_path / "bmc"
         assert [node.power for node in fleet.nodes] == [
-            PowerSource("constant", watts=7.5),
-            PowerSource("constant", watts=7.5),
-            PowerSource("rapl"),
+            PowerSource(source="constant", watts=7.5),
+            PowerSource(source="constant", watts=7.5),
+            PowerSource(source="rapl"),
         ]
         path.write_text(render_fleet(fleet, origin="test"))
         again = load_fleet(path)

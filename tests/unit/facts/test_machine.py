@@ -10,20 +10,47 @@ import pytest
 from csdctl.errors import RemoteCommandError
 from csdctl.facts.fact import build_command
 from csdctl.facts.machine import (
+    CONDITION_FACTS,
     MACHINE_FACTS,
     ClockTrip,
-    collect_machine_facts,
+    collect_condition,
+    collect_facts,
     parse_facts,
+    parse_places,
 )
-from csdctl.fleet.facts import Facts
+from csdctl.fleet.facts import Condition, DirectorySpace, Facts
 from csdctl.transport.local import LocalSession
+from tests.patience import scaled
 
 CAPTURES = Path(__file__).parent / "captures"
 TRIPS = [ClockTrip(1000.0, 0.5, "1000.900000000\n"), ClockTrip(1000.0, 0.2, "1000.600000000\n")]
 
 
+# df of GNU coreutils, as the script prints it; the second place is a full tmpfs.
+PLACES = """\
+place /root
+space /dev/vda         264212084 24881724  81509188      24% /
+inodes /dev/vda       16777216 447426 16329790    3% /
+place /tmp
+refused sh: 4: printf: printf: I/O error
+space tmpfs                   64    64         0     100% /tmp
+inodes tmpfs          0     0     0     - /tmp
+"""
+
+
+def test_directories_are_parsed_with_space_inodes_and_refusal() -> None:
+    assert parse_places(PLACES) == {
+        "home_space": DirectorySpace("/root", 81509188 * 1024, 16329790),
+        "temporary_space": DirectorySpace("/tmp", 0, None, "I/O error"),
+    }
+
+
+def parse_output(output: str, trips: list[ClockTrip] = TRIPS) -> Facts:
+    return parse_facts("csd0", output, trips, MACHINE_FACTS, Facts)
+
+
 def parse(capture: str) -> Facts:
-    return parse_facts("csd0", (CAPTURES / f"{capture}.txt").read_text(), TRIPS)
+    return parse_output((CAPTURES / f"{capture}.txt").read_text())
 
 
 def test_x86_server_is_parsed() -> None:
@@ -85,32 +112,49 @@ def test_limits_missing_packages_and_musl_are_parsed() -> None:
 def test_clock_is_measured_at_the_middle_of_the_fastest_round_trip(
     trips: list[ClockTrip], offset_s: float | None, note: str
 ) -> None:
-    facts = parse_facts("csd0", (CAPTURES / "sample-cortex-a53.txt").read_text(), trips)
+    facts = parse_output((CAPTURES / "sample-cortex-a53.txt").read_text(), trips)
     assert facts.clock_offset_s == (None if offset_s is None else pytest.approx(offset_s))
     assert not note or any(note in shown and len(shown) < 200 for shown in facts.notes)
 
 
 def test_foreign_output_is_an_error() -> None:
     with pytest.raises(RemoteCommandError, match="instead of facts"):
-        parse_facts("csd0", "This system is for authorised use only.\n", TRIPS)
+        parse_output("This system is for authorised use only.\n")
 
 
 def test_only_what_follows_a_marker_line_is_a_fact() -> None:
     text = (CAPTURES / "sample-cortex-a53.txt").read_text()
-    expected = parse_facts("csd0", text, TRIPS)
+    expected = parse_output(text)
     login = "Welcome! csdctl-fact:architecture\nx86_64\n"
-    assert parse_facts("csd0", login + text, TRIPS) == expected
+    assert parse_output(login + text) == expected
 
 
-def test_this_machine_has_facts(tmp_path: Path) -> None:
-    facts = collect_machine_facts(LocalSession("host", tmp_path), sys.executable)
-    assert facts.python_version == ".".join(map(str, sys.version_info[:3]))
-    assert facts.prefix == sys.prefix
-    assert facts.num_cores == os.cpu_count()
-    assert facts.home == str(tmp_path)
-    assert facts.disk_free_bytes
-    assert abs(facts.clock_offset_s or 99) < 5
-    assert facts.problem is None
+def test_this_machine_has_facts_and_a_condition(tmp_path: Path) -> None:
+    session = LocalSession("host", tmp_path)
+    condition = collect_condition(session, sys.executable, deadline_s=scaled(60))
+    session.close()
+    assert condition.python_version == sys.version.split()[0]
+    assert (condition.prefix, condition.num_cores) == (sys.prefix, os.cpu_count())
+    assert condition.home == str(tmp_path)
+    assert condition.keras_version
+    assert condition.disk_free_bytes
+    assert abs(condition.clock_offset_s or 99) < 5
+    assert condition.has_prted is True
+    assert condition.hostname == os.uname().nodename
+    assert "127.0.0.1" in (condition.addresses or ())
+    assert condition.home_space is not None
+    assert condition.home_space.path == str(tmp_path)
+    assert condition.home_space.refusal == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.fault(26)
+def test_unwritable_home_is_reported() -> None:
+    session = LocalSession("host", Path("/proc"))
+    condition = collect_condition(session, sys.executable, deadline_s=scaled(60))
+    session.close()
+    assert condition.home_space is not None
+    assert condition.home_space.refusal
 
 
 def test_limits_come_from_the_environment_of_the_machine(tmp_path: Path) -> None:
@@ -119,13 +163,13 @@ def test_limits_come_from_the_environment_of_the_machine(tmp_path: Path) -> None
     printed = subprocess.run(
         command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=True
     ).stdout
-    facts = parse_facts("csd0", printed, TRIPS)
+    facts = parse_output(printed)
     assert (facts.cpu_limit, facts.memory_limit_bytes, facts.num_threads) == (0.22, 1000000, 1)
 
 
 @pytest.mark.parametrize("python", ["no-such-python", "/bin/false", "$(touch pwned)"])
 def test_wrong_python_is_noted_and_other_facts_are_kept(tmp_path: Path, python: str) -> None:
-    facts = collect_machine_facts(LocalSession("host", tmp_path), python)
+    facts = collect_facts(LocalSession("host", tmp_path), python)
     assert facts.python_version is None
     assert any(note.startswith("Python unknown") for note in facts.notes)
     assert facts.num_cores
@@ -150,6 +194,12 @@ def test_wrong_python_is_noted_and_other_facts_are_kept(tmp_path: Path, python: 
         ("glibc", "1" * 900_000, "glibc_version", "glibc unknown"),
         ("home", "/a\x1b[2J", "home", "home is '/a"),
         ("NVMe drives", "begin\ncontroller \x1b[2J\nserial S", "drives", "NVMe drives unknown: device is"),
+        ("hostname", "h" * 900_000, "hostname", "hostname is 'hhh"),
+        ("hostname", "a\x1b[2J", "hostname", "hostname is 'a"),
+        ("addresses", " |-- 999.1.1.1\n /32 host LOCAL", "addresses", "addresses is"),
+        ("open files", "9" * 4000, "open_files", "open files is 999"),
+        ("places", f"place /\nplace /\nspace x 1 1 {'9' * 400} 1% /", "home_space", "places unknown"),
+        ("places", "place a\x1b\nplace /", "home_space", "places unknown"),
     ],
 )
 def test_answer_out_of_range_is_noted_and_other_facts_are_kept(
@@ -158,7 +208,8 @@ def test_answer_out_of_range_is_noted_and_other_facts_are_kept(
     text = (CAPTURES / "sample-cortex-a53.txt").read_text()
     before, _, rest = text.partition(f"csdctl-fact:{name}\n")
     _, marker, after = rest.partition("csdctl-fact:")
-    facts = parse_facts("csd0", f"{before}csdctl-fact:{name}\n{answer}\n{marker}{after}", TRIPS)
+    output = f"{before}csdctl-fact:{name}\n{answer}\n{marker}{after}"
+    facts = parse_facts("csd0", output, TRIPS, CONDITION_FACTS, Condition)
     assert not getattr(facts, field)
     assert facts.architecture == "aarch64" or name == "architecture"
     assert any(note in shown for shown in facts.notes)

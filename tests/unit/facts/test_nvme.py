@@ -5,15 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from csdctl.facts.hardware import NVME, parse_nvme
+from csdctl.facts.hardware import NVME_SCRIPT, parse_nvme
 from csdctl.fleet.facts import Drive
 
 
 def found_drives(sys: Path) -> tuple[Drive, ...]:
-    script = NVME.script.replace("/sys/", f"{sys}/")
+    script = NVME_SCRIPT.replace("/sys/", f"{sys}/")
     printed = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True)
     assert printed.stderr == ""
-    return NVME.parse(printed.stdout)["drives"]  # type: ignore[return-value]
+    return parse_nvme(printed.stdout)["drives"]  # type: ignore[return-value]
 
 
 def add_drive(sys: Path, controller: str, serial: str, model: str, **sectors: int) -> None:

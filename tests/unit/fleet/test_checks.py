@@ -15,8 +15,6 @@ from csdctl.fleet.checks import (
     judge_attempts,
     judge_hostnames,
     judge_machine,
-    judge_network,
-    judge_open_files,
     judge_prefixes,
     pairs_to_try,
 )
@@ -24,7 +22,8 @@ from csdctl.fleet.facts import Condition, DirectorySpace, Facts
 from csdctl.fleet.model import Fleet, Node
 
 GIB = 1 << 30
-HOST = Facts(
+PLACE = DirectorySpace("/tmp", free_bytes=10 * GIB, free_inodes=10**6)
+HOST = Condition(
     "host",
     architecture="x86_64",
     cpu_features=("avx", "avx2"),
@@ -39,26 +38,27 @@ HOST = Facts(
     prefix="/opt/csdctl",
     has_prted=True,
     clock_offset_s=0.01,
+    addresses=("127.0.0.1", "10.1.1.2"),
+    home_space=PLACE,
+    temporary_space=PLACE,
 )
 NODE = replace(HOST, name="csd1", architecture="aarch64", cpu_features=("asimd",))
-PLACE = DirectorySpace("/tmp", free_bytes=10 * GIB, free_inodes=10**6)
-CONDITION = Condition("csd1", "csd1", ("127.0.0.1", "10.1.1.2"), PLACE, PLACE)
+FLEET = Fleet((Node("csd0", "10.0.0.1", python="/opt/bin/python"), Node("csd1", "10.0.0.2")))
 
 
-def judge(condition: Condition = CONDITION, **changes: object) -> dict[str, Check]:
-    """Return the checks of a good node with these `changes`, by name."""
-    facts = replace(NODE, **changes)  # type: ignore[arg-type]
-    return {one.check: one for one in judge_machine(facts, condition, HOST, python="/opt/bin/python")}
+def judge(fleet: Fleet = FLEET, of: Condition = NODE, **changes: object) -> dict[str, Check]:
+    """Return the checks of a good machine with these `changes`, by name."""
+    facts = replace(of, **changes)  # type: ignore[arg-type]
+    return {one.check: one for one in judge_machine(facts, HOST, fleet)}
 
 
 def test_good_node_and_host_pass_all_checks() -> None:
-    checks = [*judge().values(), *judge_machine(HOST, CONDITION, HOST, python="python")]
-    assert {check.status for check in checks} == {Status.OK}
+    assert {check.status for check in (*judge().values(), *judge(of=HOST).values())} == {Status.OK}
 
 
 @pytest.mark.fault(21)
 def test_node_without_python_fails_without_package_checks() -> None:
-    checks = judge(python_version=None, tensorflow_version=None, mpi_version=None)
+    checks = judge(name="csd0", python_version=None, tensorflow_version=None, mpi_version=None)
     assert checks["Python"].status == Status.FAIL
     assert "'/opt/bin/python' is not a working Python" in checks["Python"].found
     assert not {"packages", "MPI"} & checks.keys()
@@ -142,7 +142,7 @@ def test_full_or_read_only_directory_fails(
     changes: dict[str, object], of_home: Status, of_tmpdir: Status, found: str
 ) -> None:
     space = replace(PLACE, **changes)  # type: ignore[arg-type]
-    checks = judge(replace(CONDITION, home=space, temporary=space))
+    checks = judge(home_space=space, temporary_space=space)
     assert (checks["disk"].status, checks["TMPDIR"].status) == (of_home, of_tmpdir)
     assert found in checks["TMPDIR"].found
 
@@ -161,13 +161,16 @@ def test_full_or_read_only_directory_fails(
 def test_machine_needs_one_address_in_the_network(
     network: str, addresses: tuple[str, ...], verdict: Status
 ) -> None:
-    check = judge_network("csd1", addresses, network)
+    check = judge(replace(FLEET, network=network), addresses=addresses)["network"]
     assert check.status == verdict
     assert verdict == Status.OK or addresses[-1] in check.found
 
 
 def test_machines_with_the_same_hostname_are_a_warning() -> None:
-    conditions = [Condition("csd0", "node"), Condition("csd1", "node"), Condition("host", "server")]
+    conditions = [
+        Condition(name, hostname=own)
+        for name, own in (("csd0", "node"), ("csd1", "node"), ("host", "server"))
+    ]
     checks = judge_hostnames(conditions)
     assert [check.machine for check in checks] == ["csd0", "csd1"]
     assert checks[0].found == "node, same as csd1"
@@ -185,7 +188,8 @@ def test_node_with_another_prefix_than_the_first_fails() -> None:
     [(256, 1000, Status.FAIL), (256, 8, Status.OK), (None, 1000, Status.OK), (8192, 1000, Status.OK)],
 )
 def test_host_may_open_enough_files_for_its_fleet(limit: int | None, num_nodes: int, verdict: Status) -> None:
-    assert judge_open_files("host", limit, num_nodes).status == verdict
+    fleet = Fleet(tuple(Node(f"csd{number}", "10.0.0.1") for number in range(num_nodes)))
+    assert judge(fleet, HOST, open_files=limit)["open files"].status == verdict
 
 
 MACHINES = ["host", *(f"csd{number}" for number in range(7))]
@@ -240,7 +244,6 @@ READY = {
     "mpi_version": "5.0.11",
     "mpi4py_version": "4.1.2",
 }
-FLEET = Fleet((Node("csd0", "10.0.0.1", python="/opt/bin/python"), Node("csd1", "10.0.0.2")))
 
 
 @pytest.mark.fault(21)

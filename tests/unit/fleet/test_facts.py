@@ -63,9 +63,9 @@ BAD: list[tuple[str, Any]] = [
         ("addresses", ("999.1.1.1",)),
         ("addresses", ("::1",)),
         ("open_files", -1),
-        ("home", {"path": "a\x1b"}),
-        ("home", {"path": "/tmp", "free_bytes": -1}),
-        ("home", {"path": "/tmp", "free_inodes": 1 << 70}),
+        ("home_space", {"path": "a\x1b"}),
+        ("home_space", {"path": "/tmp", "free_bytes": -1}),
+        ("home_space", {"path": "/tmp", "free_inodes": 1 << 70}),
     ],
 )
 def test_condition_out_of_range_is_refused(field: str, value: Any) -> None:
@@ -86,7 +86,7 @@ def test_fact_out_of_range_is_refused_and_named_in_a_damaged_file(
     content["machines"]["csd0"][field] = value
     facts_path(fleet).write_text(json.dumps(content))
     # No document may have NaN, or numbers of many digits: those are refused before the field is known.
-    words = f"{field.replace('_', ' ')}|not a finite number|a number of 31 digits"
+    words = f"csd0.{field}|not a finite number|a number of 31 digits"
     with pytest.raises(InputError, match=words) as raised:
         load_facts(fleet)
     assert len(raised.value.message) < 400

@@ -44,7 +44,7 @@ class TestGroups:
         found = [(group.names, text) for group, text in find_differences(group_machines(machines))]
         assert found == [
             (("csd7",), "TensorFlow missing instead of 2.21.0"),
-            (("csd8",), "memory 4.0 GiB instead of 6.0 GiB"),
+            (("csd8",), "memory 4 GiB instead of 6 GiB"),
         ]
 
 

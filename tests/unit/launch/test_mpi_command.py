@@ -119,7 +119,7 @@ def test_network_without_an_address_of_this_host_is_rejected_with_its_addresses(
 
 
 def test_host_with_nothing_but_a_loopback_is_rejected_with_a_command_that_helps() -> None:
-    with pytest.raises(InputError, match="only the loopback; expected another interface") as caught:
+    with pytest.raises(InputError, match="only the loopback, expected another interface") as caught:
         check_network("127.0.0.0/8", ["127.0.0.1"])
     assert "ip link add" in caught.value.remedy
     check_network("127.0.0.0/8", ["127.0.0.1", "192.0.2.1"])

@@ -109,7 +109,7 @@ def test_machines_are_lines_or_a_bar_that_counts(is_terminal: bool) -> None:
         assert "2/3" in file.getvalue()
         assert "1 failed" in file.getvalue()
     else:
-        assert file.getvalue() == "csd0: aarch64, Cortex-A53, 4 cores\ncsd1: port 22 is closed\n"
+        assert file.getvalue() == "csd0: aarch64 Cortex-A53, 4 cores, 6 GiB\ncsd1: port 22 is closed\n"
 
 
 def csdctl(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

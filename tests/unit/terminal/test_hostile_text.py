@@ -171,7 +171,8 @@ def show_keys(console: PrintableConsole) -> None:
     streams = Streams(stdout=console.file, stderr=io.StringIO())
     streams.__dict__["console"] = console
     key = ShownKey(FLEET.nodes[0], HOSTILE, b"key", "new")
-    TrustScreen(streams, FLEET).show({HOSTILE: Outcome(HOSTILE, value=key), "csd1": FAILED}, [key])
+    screen = TrustScreen(streams, FLEET, is_dry_run=True)
+    screen.show({HOSTILE: Outcome(HOSTILE, value=key), "csd1": FAILED}, [key], [HOSTILE])
 
 
 def show_verified(console: PrintableConsole) -> None:

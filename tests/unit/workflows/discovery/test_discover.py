@@ -8,7 +8,7 @@ from csdctl.errors import UnreachableError
 from csdctl.fleet.facts import Facts, facts_path, load_facts, save_facts
 from csdctl.fleet.model import Fleet, Node
 from csdctl.workflows.discovery.discover import (
-    collect_facts,
+    collect_all_facts,
     discover,
     find_shared_addresses,
     find_shared_host_keys,
@@ -33,7 +33,7 @@ def test_unreachable_nodes_are_kept_with_their_problem_and_others_remain_known(t
 
 def test_machine_that_cannot_be_probed_has_a_problem_and_does_not_stop_others() -> None:
     fleet = Fleet((Node("csd0", "10.0.0.1"),))
-    facts = collect_facts(fleet, {"csd0": FakeSession("csd0")})
+    facts = collect_all_facts(fleet, {"csd0": FakeSession("csd0")})
     assert "probing failed" in (facts["csd0"].problem or "")
 
 
