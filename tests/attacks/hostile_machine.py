@@ -14,6 +14,7 @@ import asyncssh
 import yaml
 
 from csdctl.emulation.commands import Commands
+from tests.attacks.hostile_ssh import raw_server
 from tests.patience import WAIT_S, scaled
 
 # The facts are found by `sh -c SCRIPT csdctl-facts PYTHON`; everything else reaches the real shell.
@@ -115,26 +116,16 @@ def hostile_machine(directory: Path, banner: str = "") -> Iterator[HostileMachin
         thread.join()
 
 
-@contextlib.contextmanager
-def greeting(sent: bytes) -> Iterator[int]:
-    """Answer every connection with `sent` in place of SSH's greeting; yield the port."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
+def greeting(sent: bytes) -> contextlib.AbstractContextManager[int]:
+    """Answer every connection with `sent` in place of SSH's greeting; the context is the port."""
 
-        def serve() -> None:
-            with contextlib.suppress(OSError):
-                while True:
-                    connection, _ = listener.accept()
-                    with connection, contextlib.suppress(OSError):
-                        connection.sendall(sent)
-                        connection.shutdown(socket.SHUT_WR)
-                        while connection.recv(1 << 16):
-                            pass
+    def talk(connection: socket.socket, _: threading.Event) -> None:
+        connection.sendall(sent)
+        connection.shutdown(socket.SHUT_WR)
+        while connection.recv(1 << 16):
+            pass
 
-        thread = threading.Thread(target=serve, daemon=True)
-        thread.start()
-        yield listener.getsockname()[1]
-        listener.shutdown(socket.SHUT_RDWR)
-        thread.join()
+    return raw_server(talk)
 
 
 def write_project(directory: Path, nodes: Mapping[str, HostileMachine | int]) -> Path:
