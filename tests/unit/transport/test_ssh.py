@@ -76,31 +76,25 @@ def test_missing_and_damaged_key_files_are_named(server: Server, tmp_path: Path)
         connect(server.node(key=tmp_path / "damaged"), [server.known_hosts])
 
 
-def test_login_shell_that_never_starts_the_command_is_quoted(server: Server) -> None:
+def test_login_shell_that_never_starts_the_command_is_quoted(server: Server, ssh: SshSession) -> None:
     server.refuse_exec = True
-    session = connect(server.node(), [server.known_hosts])
     with pytest.raises(RemoteCommandError, match="not available"):
-        session.run(["true"])
-    session.close()
+        ssh.run(["true"])
 
 
-def test_login_shell_that_hangs_meets_the_deadline(server: Server) -> None:
+def test_login_shell_that_hangs_meets_the_deadline(server: Server, ssh: SshSession) -> None:
     server.shell_prefix = "sleep 30"
-    session = connect(server.node(), [server.known_hosts])
     with pytest.raises(DeadlineError, match="login shell"):
-        session.run(["true"], deadline_s=0.5)
-    session.close()
+        ssh.run(["true"], deadline_s=0.5)
 
 
-def test_process_group_is_made_where_the_server_makes_none(server: Server) -> None:
+def test_process_group_is_made_where_the_server_makes_none(server: Server, ssh: SshSession) -> None:
     server.is_group_leader = False
-    session = connect(server.node(), [server.known_hosts])
     with pytest.raises(DeadlineError, match="it was ended"):
-        session.run(["sh", "-c", "echo $$ >pid; sleep 1000 & wait"], deadline_s=scaled(2))
+        ssh.run(["sh", "-c", "echo $$ >pid; sleep 1000 & wait"], deadline_s=scaled(2))
     pid = int((server.home / "pid").read_text())
     assert eventually(lambda: not Path(f"/proc/{pid}").exists())
-    assert session.run(["sh", "-c", "exit 9"]).exit_code == 9
-    session.close()
+    assert ssh.run(["sh", "-c", "exit 9"]).exit_code == 9
 
 
 def test_commands_go_on_while_keys_are_exchanged_again(server: Server) -> None:

@@ -46,20 +46,6 @@ def test_first_rank_at_fault_is_named_and_what_it_sent_is_shown_escaped_and_shor
     assert len(caught.value.message) < 200
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        {},
-        {"callbacks": {"rate_factor": "1"}, "is_best": True, "is_pausing": False},
-        {"callbacks": {}, "is_best": 1, "is_pausing": False},
-        {"callbacks": {}, "is_best": True, "is_pausing": False, "more": 1},
-    ],
-)
-def test_decision_with_other_fields_or_types_is_refused(value: Any) -> None:
-    with pytest.raises(PeerFaultError, match="is not allowed"):
-        decode_values(Decision | None, [encode_value(value)])
-
-
 def test_minority_is_some_and_fewer_than_half() -> None:
     assert [is_minority([1] * count, 5) for count in range(5)] == [False, True, True, False, False]
     assert not is_minority([1], 2)
