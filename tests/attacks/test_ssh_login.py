@@ -194,23 +194,6 @@ def test_login_ends_whatever_the_server_does(
     assert len(str(caught.value)) < MAX_MESSAGE_CHARS
 
 
-@pytest.mark.attack(5)
-@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
-@pytest.mark.parametrize("seed", range(4))
-def test_random_bytes_after_the_version_are_errors_of_the_node(tmp_path: Path, seed: int) -> None:
-    chance = random.Random(seed)
-
-    def talk(connection: socket.socket, stopping: threading.Event) -> None:
-        packets = [chance.randbytes(chance.choice((1, 20, 200))) for _ in range(50)]
-        content = b"".join((len(packet) + 1).to_bytes(4, "big") + b"\4" + packet for packet in packets)
-        connection.sendall(VERSION + (content if seed % 2 else chance.randbytes(5000)))
-        connection.close()
-
-    with raw_server(talk) as port, pytest.raises(UnreachableError) as caught:
-        connect(Node("evil", "127.0.0.1", port), [tmp_path / "known_hosts"], connect_deadline_s=2)
-    assert len(str(caught.value)) < MAX_MESSAGE_CHARS
-
-
 class _Mutator(HostileTransport):
     """Damages what it sends, sometimes, before it is encrypted."""
 

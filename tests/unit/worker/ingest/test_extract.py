@@ -38,6 +38,7 @@ from tests.unit.worker.ingest.prepared_data import (
     full_disk,
     sha256,
     stored,
+    swap,
 )
 
 NUM_VIEWS = 3
@@ -50,12 +51,6 @@ def recomputed(spec: ExtractSpec, num_rows: int = 1000) -> Recomputed:
     assert found.parts == ()
     assert found.checked is not None
     return found.checked
-
-
-def change_byte(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
 
 
 def of_another_model(rows: Path, spec: ExtractSpec) -> None:
@@ -71,8 +66,8 @@ def of_another_model(rows: Path, spec: ExtractSpec) -> None:
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda rows, _: change_byte(rows / "images.npy"),
-        lambda rows, _: change_byte(rows / "labels.npy"),
+        lambda rows, _: swap(rows / "images.npy"),
+        lambda rows, _: swap(rows / "labels.npy"),
         lambda rows, _: (rows / "dataset.json").unlink(),
         of_another_model,
     ],
@@ -105,7 +100,7 @@ REFUSALS: dict[str, tuple[Callable[[ExtractSpec], ExtractSpec], str, str]] = {
         "run `csdc",
     ),
     "other samples": (
-        lambda spec: edited(spec, spec.source.images, change_byte),
+        lambda spec: edited(spec, spec.source.images, swap),
         "is not what was prepared",
         "run `csdctl prepare`",
     ),

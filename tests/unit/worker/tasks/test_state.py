@@ -1,6 +1,5 @@
 """The state of a training, saved and restored, also after its writer died while writing."""
 
-import contextlib
 import os
 import subprocess
 import sys
@@ -10,8 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.data.schedule import OwnSamples, Span, begin_epoch
@@ -114,15 +111,6 @@ def test_impossible_position_is_refused_before_any_variable_changes(name: str) -
     with pytest.raises(WorkerError, match="saved state cannot be read"):
         unpack(pack(variables(7), IMPOSSIBLE[name]), into, OWN)
     assert all((np.asarray(one.value) == 0).all() for one in into)
-
-
-@given(st.data())
-def test_damaged_state_is_refused_or_read_and_never_a_defect(data: st.DataObject) -> None:
-    packed = pack(variables()[:2], POSITION).copy()
-    for _ in range(data.draw(st.integers(1, 8))):
-        packed[data.draw(st.integers(0, len(packed) - 1))] = data.draw(st.integers(0, 255))
-    with contextlib.suppress(WorkerError):
-        unpack(packed[: data.draw(st.integers(0, len(packed)))], variables()[:2], OWN)
 
 
 def test_hash_of_a_state_depends_on_variables_and_position() -> None:
