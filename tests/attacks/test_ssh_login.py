@@ -30,8 +30,6 @@ from tests.attacks.hostile_ssh import (
     HostileTransport,
     hostile_server,
     raw_server,
-    run_csdctl,
-    write_project,
 )
 from tests.patience import scaled
 
@@ -103,26 +101,6 @@ def test_server_that_never_gets_to_the_point_is_left(tmp_path: Path, talk: Talk,
     with raw_server(talk) as port, pytest.raises(UnreachableError, match=said) as caught:
         connect(Node("evil", "127.0.0.1", port), [tmp_path / "known_hosts"], connect_deadline_s=deadline_s)
     assert len(str(caught.value)) < MAX_MESSAGE_CHARS
-
-
-@pytest.mark.attack(5)
-def test_greeting_without_end_takes_no_memory(tmp_path: Path) -> None:
-    accepted: list[int] = []
-
-    def talk(connection: socket.socket, stopping: threading.Event) -> None:
-        num_sent = 0
-        with contextlib.suppress(OSError):
-            while not stopping.is_set():
-                num_sent += connection.send(b"x" * 65536)
-        accepted.append(num_sent)
-
-    with raw_server(talk) as port:
-        project = write_project(tmp_path / "project", [Node("evil", "127.0.0.1", port, "root", tmp_path)], [])
-        ended = run_csdctl(project, "trust")
-    assert ended.code == 4, ended.shown
-    assert "a line of more than 8192 bytes" in ended.shown
-    assert ended.peak_bytes < 250 << 20
-    assert sum(accepted) < MAX_ACCEPTED_BYTES
 
 
 @pytest.mark.attack(10)
