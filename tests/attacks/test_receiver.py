@@ -27,11 +27,15 @@ from csdctl.worker.protocol.probe import ProbeRequest
 from csdctl.worker.protocol.run_spec import Runtime
 from csdctl.workflows.preflight.reachability import PortListener, _connect, _start_listener
 from csdctl.workflows.tune.probing import Prober
-from tests.attacks.hostile_python import write_hostile_python
 from tests.patience import eventually, scaled
 
 pytestmark = [pytest.mark.attack(13), pytest.mark.first(1)]
 
+HEAD = """\
+import json, sys, time
+def say(kind, **content):
+    print("@csdctl-" + kind, json.dumps(content), flush=True)
+"""
 BOMB = "print('@csdctl-result ' + '[' * 900_000, flush=True); time.sleep(3600)"
 ENDLESS_LINE = "while True: sys.stdout.write('x' * 65536)"
 QUICK = Patience(silence_s=5.0, whole_s=3.0)
@@ -73,7 +77,15 @@ def session(server: Any) -> Iterator[SshSession]:
 
 @pytest.fixture
 def hostile(tmp_path: Path) -> Callable[[str], str]:
-    return lambda body: write_hostile_python(tmp_path / "python", body)
+    """Write a program in the place of Python: whatever csdctl asks it to run, it answers as it likes."""
+
+    def write(body: str) -> str:
+        path = tmp_path / "python"
+        path.write_text(f"#!{sys.executable} -IS\n{HEAD}{body}\n")
+        path.chmod(0o755)
+        return str(path)
+
+    return write
 
 
 @contextmanager

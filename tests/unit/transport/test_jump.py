@@ -32,8 +32,10 @@ def both_known(server: Server, gate: Server) -> list[Path]:
     return [server.known_hosts, gate.known_hosts]
 
 
-def run_true_on(nodes: list[Node], known: list[Path], directory: Path) -> dict[str, Any]:
-    """Return the exit code of `true` on each node; all connections are open at the same time."""
+def test_nodes_behind_one_jump_host_share_one_connection_to_it(
+    server: Server, gate: Server, tmp_path: Path
+) -> None:
+    nodes = [behind(server, gate, name=f"csd{number}") for number in range(12)]
     all_done = threading.Barrier(len(nodes))
 
     def visit(session: Session) -> int:
@@ -42,20 +44,8 @@ def run_true_on(nodes: list[Node], known: list[Path], directory: Path) -> dict[s
         all_done.wait(timeout=scaled(60))
         return code
 
-    return run_on_nodes(Fleet(tuple(nodes)), visit, directory=directory, known_hosts=known)
-
-
-def test_node_is_reached_through_its_jump_host(server: Server, gate: Server) -> None:
-    with contextlib.closing(connect(behind(server, gate), both_known(server, gate))) as session:
-        assert session.run(["pwd"]).output.strip() == str(server.home)
-    assert len(gate.connections) == 1
-
-
-def test_nodes_behind_one_jump_host_share_one_connection_to_it(
-    server: Server, gate: Server, tmp_path: Path
-) -> None:
-    nodes = [behind(server, gate, name=f"csd{number}") for number in range(12)]
-    outcomes = run_true_on(nodes, both_known(server, gate), tmp_path)
+    known = both_known(server, gate)
+    outcomes = run_on_nodes(Fleet(tuple(nodes)), visit, directory=tmp_path, known_hosts=known)
     assert [outcome.get() for outcome in outcomes.values()] == [0] * 12
     assert len(gate.connections) == 1
     assert len(server.connections) == 12
