@@ -211,14 +211,10 @@ def test_process_that_a_lock_only_names_is_not_ended(
             os.killpg(holding.pid, signal.SIGKILL)
 
 
-def working(**numbers: object) -> str:
-    return to_frame("progress", {"num_done": 0, "num_total": 9, "num_skipped": 0, **numbers})
-
-
 STEADY = Patience(silence_s=5.0, standstill_s=2.0, whole_s=4.0)
 TELL = "say('progress', num_done=n, num_total=0, num_skipped=0); time.sleep(0.3)"
 PREPARING = {
-    "no progress": f"while True: print({working()!r}, flush=True); time.sleep(0.3)",
+    "no progress": f"n = 0\nwhile True: {TELL}",
     "progress backward": f"n = 9\nwhile True: n = max(0, n - 1); {TELL}",
     "progress without end": f"n = 0\nwhile True: n += 1; {TELL}",
     "a bomb": "print('@csdctl-progress ' + '[' * 900_000); time.sleep(3600)",

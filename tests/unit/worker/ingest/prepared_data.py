@@ -62,7 +62,7 @@ def refusal(spec: PrepareSpec, message: str, **options: Any) -> str:
 
 
 @contextmanager
-def full_disk(num_bytes: int = 1000) -> Iterator[None]:
+def full_disk(num_bytes: int) -> Iterator[None]:
     """Let no file become larger."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

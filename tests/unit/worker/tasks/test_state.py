@@ -187,13 +187,6 @@ def test_half_of_a_step_file_that_is_damaged_is_left_out(path: Path, half: int, 
     assert read_step(path) == (46 if half == 0 else 45)
 
 
-def test_step_file_of_another_size_is_not_read(path: Path) -> None:
-    write_steps(path, 45)
-    with path.open("ab") as file:
-        file.write(b"more")
-    assert StepFile(path, variables()).read() is None
-
-
 WRITER = """
 import sys
 from pathlib import Path
