@@ -76,16 +76,6 @@ def attacked(
         session.close()
 
 
-def lose(transport: StrictTransport, session: SshSession) -> UnreachableError:
-    """Start a command; when the connection is closed, return the error of the next."""
-    with contextlib.suppress(CsdctlError):
-        session.run(["true"], deadline_s=100)
-    assert eventually(lambda: not transport.is_active())
-    with pytest.raises(UnreachableError) as caught:
-        session.run(["true"])
-    return caught.value
-
-
 def run_beside(honest: SshServer, attack: Attack, directory: Path) -> str:
     """Let csdctl discover a hostile and an honest node; return what it says about the hostile one."""
     with hostile_server(directory / "evil", attack) as evil:
@@ -187,7 +177,12 @@ VIOLATIONS = {
 def test_server_that_breaks_the_protocol_is_disconnected(tmp_path: Path, name: str) -> None:
     attack, violation = VIOLATIONS[name]
     with attacked(tmp_path, attack) as (session, transport):
-        error = lose(transport, session)
+        with contextlib.suppress(CsdctlError):
+            session.run(["true"], deadline_s=100)
+        assert eventually(lambda: not transport.is_active())
+        with pytest.raises(UnreachableError) as caught:
+            session.run(["true"])
+    error = caught.value
     assert re.search(f"because its SSH server .*{violation}", error.message), error
     assert error.node == "evil"
 
