@@ -20,8 +20,8 @@ import paramiko
 
 from csdctl.fleet.model import Node
 from tests.patience import WAIT_S, run_command, scaled
+from tests.unit.transport.conftest import ServerFiles
 
-USER = "tester"
 LOST = (EOFError, OSError, paramiko.SSHException)
 """Errors of sending when the client has closed the connection."""
 
@@ -133,27 +133,16 @@ class _Host(paramiko.ServerInterface):
 
 
 @dataclass
-class HostileServer:
+class HostileServer(ServerFiles):
     """A listening hostile server; its files are in `directory`."""
 
-    directory: Path
-    attack: Attack
-    port: int = 0
+    attack: Attack = field(default_factory=Attack)
     transports: list[HostileTransport] = field(default_factory=list)
     num_connections: int = 0
     stopping: threading.Event = field(default_factory=threading.Event)
 
-    @property
-    def known_hosts(self) -> Path:
-        return self.directory / "known_hosts"
-
-    @property
-    def key(self) -> Path:
-        return self.directory / "id_user"
-
     def node(self, **changes: Any) -> Node:
-        values = {"name": "evil", "address": "127.0.0.1", "port": self.port, "user": USER, "key": self.key}
-        return Node(**{**values, **changes})
+        return super().node(**{"name": "evil", **changes})
 
     def serve(self, listening: socket.socket, host_key: paramiko.PKey) -> None:
         with contextlib.suppress(OSError):
@@ -173,14 +162,12 @@ class HostileServer:
 def hostile_server(directory: Path, attack: Attack) -> Iterator[HostileServer]:
     """Run a server that makes `attack`; its host key is known and it accepts every user's key."""
     directory.mkdir()
-    server = HostileServer(directory, attack)
+    server = HostileServer(directory, attack=attack)
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", server.key], check=True)
     host_key = attack.host_key or paramiko.ECDSAKey.generate()
     with socket.create_server(("127.0.0.1", 0), backlog=64) as listening:
         server.port = listening.getsockname()[1]
-        server.known_hosts.write_text(
-            f"[127.0.0.1]:{server.port} {host_key.get_name()} {host_key.get_base64()}\n"
-        )
+        server.trust(f"{host_key.get_name()} {host_key.get_base64()}\n")
         thread = threading.Thread(target=server.serve, args=(listening, host_key), daemon=True)
         thread.start()
         try:

@@ -3,6 +3,7 @@
 Arguments: the pid, a port and two Unix sockets of processes outside, and a directory of their user's.
 """
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -15,9 +16,9 @@ from pathlib import Path
 
 PID, PORT, ABSTRACT, PATH = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
 DIRECTORY = Path(sys.argv[5])
+PRIVATE, OWNED = DIRECTORY / "private", f"/tmp/csdctl-owned-{os.getpid()}"
 LIBC = ctypes.CDLL(None, use_errno=True)
 IS_X86 = os.uname().machine == "x86_64"
-PR_SET_DUMPABLE = 4
 CLONE_NEWUSER = 0x10000000
 MSG_FASTOPEN = 0x20000000
 PTRACE_SEIZE = 0x4206
@@ -28,43 +29,14 @@ def call(number: int, *arguments: object) -> None:
         raise OSError(ctypes.get_errno(), "refused")
 
 
-def read_file() -> None:
-    (DIRECTORY / "private").read_text()
-
-
-def read_key_by_link() -> None:
-    link = Path("link")
-    link.symlink_to(DIRECTORY / "private")
-    link.read_text()
-
-
-def list_directory() -> None:
-    os.listdir(DIRECTORY)
-
-
-def write_file() -> None:
-    (DIRECTORY / "new").write_text("owned")
+def read_by_link() -> None:
+    Path("link").symlink_to(PRIVATE)
+    Path("link").read_text()
 
 
 def write_to_tmp() -> None:
-    Path(f"/tmp/csdctl-owned-{os.getpid()}").write_text("owned")
-    os.unlink(f"/tmp/csdctl-owned-{os.getpid()}")
-
-
-def open_modes_to_others() -> None:
-    os.chmod(DIRECTORY / "private", 0o644)
-
-
-def change_times() -> None:
-    os.utime(DIRECTORY / "private")
-
-
-def cut_file() -> None:
-    os.truncate(DIRECTORY / "private", 1)
-
-
-def remove_file() -> None:
-    os.unlink(DIRECTORY / "private")
+    Path(OWNED).write_text("owned")
+    os.unlink(OWNED)
 
 
 def read_environment() -> None:
@@ -78,59 +50,37 @@ def read_memory() -> None:
         assert memory.read(1)
 
 
-def open_files_of_others() -> None:
-    os.readlink(f"/proc/{PID}/fd/0")
+def connect(
+    address: object, family: int = socket.AF_INET, *, timeout_s: float = 3, is_fast: bool = False
+) -> None:
+    """Connect to an address; `is_fast` sends data with it, a timeout of 0 does not wait for the answer."""
+    with socket.socket(family) as connecting, contextlib.suppress(BlockingIOError):
+        connecting.settimeout(timeout_s)
+        if is_fast:
+            connecting.sendto(b"x", MSG_FASTOPEN, address)  # type: ignore[call-overload]
+        else:
+            connecting.connect(address)  # type: ignore[arg-type]
 
 
-def trace() -> None:
-    call(101 if IS_X86 else 117, PTRACE_SEIZE, PID, 0, 0)
+def connect_while(change: Callable[[], object], attempt: Callable[[], bool]) -> None:
+    """Attempt again and again, while another thread changes what is checked."""
+    is_done = threading.Event()
 
+    def go_on() -> None:
+        while not is_done.is_set():
+            change()
 
-def get_descriptor() -> None:
-    process = os.pidfd_open(PID)
-    call(438, process, 0, 0)
-
-
-def signal_process() -> None:
-    os.kill(PID, signal.SIGURG)
-
-
-def signal_through_descriptor() -> None:
-    signal.pidfd_send_signal(os.pidfd_open(PID), signal.SIGURG)
-
-
-def connect_to_service() -> None:
-    socket.create_connection(("127.0.0.1", PORT), timeout=3).close()
-
-
-def connect_to_any_address() -> None:
-    with socket.socket() as connecting:
-        connecting.settimeout(3)
-        connecting.connect(("0.0.0.0", PORT))
-
-
-def connect_as_ipv6() -> None:
-    with socket.socket(socket.AF_INET6) as connecting:
-        connecting.settimeout(3)
-        connecting.connect(("::ffff:127.0.0.1", PORT))
-
-
-def connect_with_data() -> None:
-    with socket.socket() as connecting:
-        connecting.settimeout(3)
-        try:
-            connecting.sendto(b"x", MSG_FASTOPEN, ("127.0.0.1", PORT))
-        except BlockingIOError:
-            return
-
-
-def connect_without_blocking() -> None:
-    with socket.socket() as connecting:
-        connecting.setblocking(False)
-        try:
-            connecting.connect(("127.0.0.1", PORT))
-        except BlockingIOError:
-            return
+    changing = threading.Thread(target=go_on)
+    changing.start()
+    try:
+        for _ in range(50):
+            with contextlib.suppress(OSError):
+                if attempt():
+                    return
+        raise OSError("never connected")
+    finally:
+        is_done.set()
+        changing.join()
 
 
 def connect_while_the_address_changes() -> None:
@@ -141,28 +91,13 @@ def connect_while_the_address_changes() -> None:
     ports = [allowed.getsockname()[1], PORT]
     address = ctypes.create_string_buffer(struct.pack("=H", socket.AF_INET) + bytes(14), 16)
     struct.pack_into(">H4s", address, 2, ports[0], socket.inet_aton("127.0.0.1"))
-    is_done = threading.Event()
 
-    def change() -> None:
-        while not is_done.is_set():
-            for port in ports:
-                struct.pack_into(">H", address, 2, port)
+    def attempt() -> bool:
+        with socket.socket() as connecting:
+            LIBC.connect(connecting.fileno(), address, 16)
+            return bool(connecting.getpeername()[1] == PORT)
 
-    changing = threading.Thread(target=change)
-    changing.start()
-    try:
-        for _ in range(50):
-            with socket.socket() as connecting:
-                LIBC.connect(connecting.fileno(), address, 16)
-                try:
-                    if connecting.getpeername()[1] == PORT:
-                        return
-                except OSError:
-                    continue
-        raise OSError("never connected")
-    finally:
-        is_done.set()
-        changing.join()
+    connect_while(lambda: [struct.pack_into(">H", address, 2, port) for port in ports], attempt)
 
 
 def connect_while_the_socket_changes() -> None:
@@ -170,37 +105,12 @@ def connect_while_the_socket_changes() -> None:
     inet, netlink = socket.socket(), socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0)
     place = os.dup(netlink.fileno())
     address = struct.pack("=H", socket.AF_INET) + struct.pack(">H4s8x", PORT, socket.inet_aton("127.0.0.1"))
-    is_done = threading.Event()
 
-    def change() -> None:
-        while not is_done.is_set():
-            os.dup2(inet.fileno(), place)
-            os.dup2(netlink.fileno(), place)
+    def attempt() -> bool:
+        LIBC.connect(place, address, 16)
+        return bool(inet.getpeername())
 
-    changing = threading.Thread(target=change)
-    changing.start()
-    try:
-        for _ in range(50):
-            LIBC.connect(place, address, 16)
-            try:
-                inet.getpeername()
-                return
-            except OSError:
-                continue
-        raise OSError("never connected")
-    finally:
-        is_done.set()
-        changing.join()
-
-
-def connect_to_abstract_socket() -> None:
-    with socket.socket(socket.AF_UNIX) as connecting:
-        connecting.connect("\0" + ABSTRACT)
-
-
-def connect_to_socket() -> None:
-    with socket.socket(socket.AF_UNIX) as connecting:
-        connecting.connect(PATH)
+    connect_while(lambda: [os.dup2(one.fileno(), place) for one in (inet, netlink)], attempt)
 
 
 def send_datagram() -> None:
@@ -217,36 +127,47 @@ def use_other_protocols() -> None:
         (socket.AF_UNIX, socket.SOCK_SEQPACKET, 0),
         (socket.AF_NETLINK, socket.SOCK_RAW, 9),  # audit
     ):
-        try:
+        with contextlib.suppress(OSError):
             socket.socket(family, kind, protocol).close()
-        except OSError:
-            continue
-        return
+            return
     raise OSError("none")
 
 
-def enter_user_namespace() -> None:
-    call(272 if IS_X86 else 97, CLONE_NEWUSER)
-
-
-def use_rings() -> None:
-    call(425, 8, ctypes.create_string_buffer(120))
-
-
-def share_memory() -> None:
-    call(29 if IS_X86 else 194, 0, 4096, 0o1600)
-
-
-ATTEMPTS: list[Callable[[], None]] = [
-    value
-    for value in list(globals().values())
-    if callable(value) and getattr(value, "__module__", "") == __name__
-]
-for attempt in ATTEMPTS:
-    if attempt is call:
-        continue
+ATTEMPTS: dict[str, Callable[[], object]] = {
+    "read_file": PRIVATE.read_text,
+    "read_by_link": read_by_link,
+    "list_directory": lambda: os.listdir(DIRECTORY),
+    "write_file": lambda: (DIRECTORY / "new").write_text("owned"),
+    "write_to_tmp": write_to_tmp,
+    "open_modes_to_others": lambda: PRIVATE.chmod(0o644),
+    "change_times": lambda: os.utime(PRIVATE),
+    "cut_file": lambda: os.truncate(PRIVATE, 1),
+    "remove_file": PRIVATE.unlink,
+    "read_environment": read_environment,
+    "read_memory": read_memory,
+    "open_files_of_others": lambda: os.readlink(f"/proc/{PID}/fd/0"),
+    "trace": lambda: call(101 if IS_X86 else 117, PTRACE_SEIZE, PID, 0, 0),
+    "get_descriptor": lambda: call(438, os.pidfd_open(PID), 0, 0),
+    "signal_process": lambda: os.kill(PID, signal.SIGURG),
+    "signal_through_descriptor": lambda: signal.pidfd_send_signal(os.pidfd_open(PID), signal.SIGURG),
+    "connect_to_service": lambda: connect(("127.0.0.1", PORT)),
+    "connect_to_any_address": lambda: connect(("0.0.0.0", PORT)),
+    "connect_as_ipv6": lambda: connect(("::ffff:127.0.0.1", PORT), socket.AF_INET6),
+    "connect_with_data": lambda: connect(("127.0.0.1", PORT), is_fast=True),
+    "connect_without_blocking": lambda: connect(("127.0.0.1", PORT), timeout_s=0),
+    "connect_while_the_address_changes": connect_while_the_address_changes,
+    "connect_while_the_socket_changes": connect_while_the_socket_changes,
+    "connect_to_abstract_socket": lambda: connect("\0" + ABSTRACT, socket.AF_UNIX),
+    "connect_to_socket": lambda: connect(PATH, socket.AF_UNIX),
+    "send_datagram": send_datagram,
+    "use_other_protocols": use_other_protocols,
+    "enter_user_namespace": lambda: call(272 if IS_X86 else 97, CLONE_NEWUSER),
+    "use_rings": lambda: call(425, 8, ctypes.create_string_buffer(120)),
+    "share_memory": lambda: call(29 if IS_X86 else 194, 0, 4096, 0o1600),
+}
+for name, attempt in ATTEMPTS.items():
     try:
         attempt()
-        print(f"succeeded: {attempt.__name__}", flush=True)
+        print(f"succeeded: {name}", flush=True)
     except (OSError, AssertionError) as error:
-        print(f"refused: {attempt.__name__}: {error}", flush=True)
+        print(f"refused: {name}: {error}", flush=True)

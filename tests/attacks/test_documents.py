@@ -63,117 +63,102 @@ def bomb(first: str, levels: int, use: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-JOBS = {
-    "aliases in a free part": (
-        JOB + "model_args:\n" + bomb("[x, x, x, x, x, x, x, x, x]", 10, "[{}]"),
-        "aliases",
-    ),
-    "merge keys": (JOB + "model_args:\n" + bomb("{k: 1}", 9, "{{<<: [{}]}}"), "aliases"),
-    "alias of itself": (JOB + "model_args: {x: &a [*a]}\n", "`*a` is part of what it stands for"),
-    "20 MB of text": (JOB.replace("data}", "x" * 20_000_000 + "}"), "2,097,152 bytes"),
-    "30,000 unknown keys": (JOB + "".join(f"k{n}: 1\n" for n in range(30_000)), "29,980 more problems"),
-    "tag of Python": (JOB + "model_args: {a: !!python/object/apply:os.abort []}\n", "python/object/apply"),
-    "escape of a terminal": (JOB.replace("data}", '"\\e]52;c;eA==\\a"}'), "U+001B"),
-}
-
-
-@pytest.mark.attack(16)
-@pytest.mark.parametrize("attack", JOBS)
-def test_job_that_is_a_bomb_is_refused_in_one_sentence(tmp_path: Path, attack: str) -> None:
-    text, word = JOBS[attack]
-    (tmp_path / "job.yaml").write_text(text)
-    (tmp_path / "fleet.yaml").write_text(FLEET)
-    assert_refused(run_limited(tmp_path, "train"), "job.yaml", word)
-
-
-@pytest.mark.attack(16)
-def test_job_that_is_no_text_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "job.yaml").write_bytes(JOB.encode("utf-16"))
-    (tmp_path / "fleet.yaml").write_text(FLEET)
-    assert_refused(run_limited(tmp_path, "train"), "job.yaml")
-
-
-@pytest.mark.attack(16)
-def test_link_to_a_device_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "job.yaml").symlink_to("/dev/zero")
-    assert_refused(run_limited(tmp_path, "train"), "job.yaml", "not a regular file")
-
-
-FLEETS = {
-    "ranges": ("nodes:\n" + '- {name: "a[0-99999]", address: "b[0-99999]"}\n' * 500, "50,000,000 nodes"),
-    "jump hosts behind each other": (
-        "jump_hosts:\n"
-        + "".join(f"- {{name: j{n}, address: x, jump: j{n + 1}}}\n" for n in range(3000))
-        + "nodes: [{name: a, address: b, jump: j0}]\n",
-        "more than 8 jump hosts",
-    ),
-    "program that is an option": ("nodes: [{name: a, address: b, python: -c}]\n", "nodes.0.python"),
-}
-
-
-@pytest.mark.attack(16)
-@pytest.mark.parametrize("attack", FLEETS)
-def test_fleet_that_is_a_bomb_is_refused_in_one_sentence(tmp_path: Path, attack: str) -> None:
-    text, word = FLEETS[attack]
-    (tmp_path / "fleet.yaml").write_text(text)
-    assert_refused(run_limited(tmp_path, "inventory"), "fleet.yaml", word)
-
-
 NO_HOSTS = '{"_meta": {"hostvars": {}}, '
 GROUPS = ", ".join(f'"g{n}": {{"children": ["g{n + 1}"], "hosts": ["h{n}"]}}' for n in range(3000))
 HOSTS = ", ".join(f'"h{n}"' for n in range(10_001))
-INVENTORIES = {
-    "hosts.json: hosts": (NO_HOSTS + '"g": {"hosts": [' + HOSTS + "]}}", "10000 items"),
-    "hosts.json: groups": (NO_HOSTS + GROUPS + "}", "1,000"),
-    "hosts.json: values": ('{"_meta": {"hostvars": {"h": {"x": [' + "0," * 9_000_000, "16,777,216 bytes"),
-}
-
-
-@pytest.mark.attack(16)
-@pytest.mark.parametrize("attack", INVENTORIES)
-def test_inventory_that_is_a_bomb_is_refused_in_one_sentence(tmp_path: Path, attack: str) -> None:
-    name = attack.partition(":")[0]
-    (tmp_path / name).write_text(INVENTORIES[attack][0])
-    assert_refused(run_limited(tmp_path, "discover", "--inventory", name), INVENTORIES[attack][1])
-
-
-@pytest.mark.attack(16)
-@pytest.mark.parametrize(
-    ("text", "word"),
-    [
-        ("Include /dev/zero\n", "not a regular file"),
-        ("Include config\n" * 4, "200 included files"),
-        ("H" * 50_000, "10,000"),
-    ],
-)
-def test_ssh_config_that_is_a_bomb_is_refused_in_one_sentence(tmp_path: Path, text: str, word: str) -> None:
-    (tmp_path / "config").write_text(text.replace("config", str(tmp_path / "config")) + "Host a\n")
-    assert_refused(run_limited(tmp_path, "discover", "--ssh-config", "config"), word)
-
-
+JUMPS = "".join(f"- {{name: j{n}, address: x, jump: j{n + 1}}}\n" for n in range(3000))
 KERAS = "keras.applications:MobileNetV2"
+COMMANDS = {
+    "job.yaml": ("train",),
+    "fleet.yaml": ("inventory",),
+    "hosts.json": ("discover", "--inventory", "hosts.json"),
+    "config": ("discover", "--ssh-config", "config"),
+}
+REFUSED: dict[str, tuple[str, str | bytes | Path, str]] = {
+    "aliases in a free part": (
+        "job.yaml",
+        JOB + "model_args:\n" + bomb("[x, x, x, x, x, x, x, x, x]", 10, "[{}]"),
+        "aliases",
+    ),
+    "no text": ("job.yaml", JOB.encode("utf-16"), "job.yaml"),
+    "a device": ("job.yaml", Path("/dev/zero"), "not a regular file"),
+    "a model that is a link": ("job.yaml", JOB.replace(KERAS, "link.keras"), "is a link to"),
+    "ranges": (
+        "fleet.yaml",
+        "nodes:\n" + '- {name: "a[0-99999]", address: "b[0-99999]"}\n' * 500,
+        "50,000,000 nodes",
+    ),
+    "hosts": ("hosts.json", NO_HOSTS + '"g": {"hosts": [' + HOSTS + "]}}", "10000 items"),
+    "a device that is included": ("config", "Include /dev/zero\nHost a\n", "not a regular file"),
+    "merge keys": ("job.yaml", JOB + "model_args:\n" + bomb("{k: 1}", 9, "{{<<: [{}]}}"), "aliases"),
+    "alias of itself": ("job.yaml", JOB + "model_args: {x: &a [*a]}\n", "`*a` is part of what it stands for"),
+    "20 MB of text": ("job.yaml", JOB.replace("data}", "x" * 20_000_000 + "}"), "2,097,152 bytes"),
+    "30,000 unknown keys": (
+        "job.yaml",
+        JOB + "".join(f"k{n}: 1\n" for n in range(30_000)),
+        "29,980 more problems",
+    ),
+    "tag of Python": (
+        "job.yaml",
+        JOB + "model_args: {a: !!python/object/apply:os.abort []}\n",
+        "python/object/apply",
+    ),
+    "escape of a terminal": ("job.yaml", JOB.replace("data}", '"\\e]52;c;eA==\\a"}'), "U+001B"),
+    "a private name": (
+        "job.yaml",
+        JOB.replace(KERAS, "keras.applications:__class__"),
+        "not a valid reference",
+    ),
+    "a model that is an option": ("job.yaml", JOB.replace(KERAS, "-m.keras"), "-m.keras does not exist"),
+    "a function in a link": (
+        "job.yaml",
+        JOB.replace("data}", "data, function: link.py:load}"),
+        "is a link to",
+    ),
+    "a function elsewhere": (
+        "job.yaml",
+        JOB.replace("data}", "data, function: ../../etc/passwd:load}"),
+        "was not found",
+    ),
+    "a metric in a link": ("job.yaml", JOB.replace("0.1", "0.1, metrics: [link.py:load]"), "is a link to"),
+    "jump hosts behind each other": (
+        "fleet.yaml",
+        f"jump_hosts:\n{JUMPS}nodes: [{{name: a, address: b, jump: j0}}]\n",
+        "more than 8 jump hosts",
+    ),
+    "program that is an option": (
+        "fleet.yaml",
+        "nodes: [{name: a, address: b, python: -c}]\n",
+        "nodes.0.python",
+    ),
+    "groups": ("hosts.json", NO_HOSTS + GROUPS + "}", "1,000"),
+    "values": ("hosts.json", '{"_meta": {"hostvars": {"h": {"x": [' + "0," * 9_000_000, "16,777,216 bytes"),
+    "included files": ("config", "Include DIRECTORY/config\n" * 4 + "Host a\n", "200 included files"),
+    "a long line": ("config", "H" * 50_000 + "Host a\n", "10,000"),
+}
+"""Name → file, content or target of a link, words of the refusal. `first` runs one of each kind."""
 
 
 @pytest.mark.attack(16)
-@pytest.mark.parametrize(
-    ("job", "problem"),
-    [
-        (JOB.replace(KERAS, "link.keras"), "is a link to"),
-        (JOB.replace(KERAS, "keras.applications:__class__"), "not a valid reference"),
-        (JOB.replace(KERAS, "-m.keras"), "-m.keras does not exist"),
-        (JOB.replace("data}", "data, function: link.py:load}"), "is a link to"),
-        (JOB.replace("data}", "data, function: ../../etc/passwd:load}"), "was not found"),
-        (JOB.replace("0.1", "0.1, metrics: [link.py:load]"), "is a link to"),
-    ],
-)
-def test_reference_that_leads_elsewhere_is_refused(tmp_path: Path, job: str, problem: str) -> None:
+@pytest.mark.first(7)
+@pytest.mark.parametrize(("name", "content", "word"), REFUSED.values(), ids=REFUSED)
+def test_file_that_is_a_bomb_or_leads_elsewhere_is_refused_in_one_sentence(
+    tmp_path: Path, name: str, content: str | bytes | Path, word: str
+) -> None:
     """A link of the job's author would send any file of the user, such as a key, to every node."""
     (tmp_path / "id_ed25519").write_text("a key of the user")
-    for name in ("link.keras", "link.py"):
-        (tmp_path / name).symlink_to(tmp_path / "id_ed25519")
-    (tmp_path / "job.yaml").write_text(job)
-    (tmp_path / "fleet.yaml").write_text(FLEET)
-    assert_refused(run_limited(tmp_path, "train"), problem)
+    for link in ("link.keras", "link.py"):
+        (tmp_path / link).symlink_to(tmp_path / "id_ed25519")
+    if name == "job.yaml":
+        (tmp_path / "fleet.yaml").write_text(FLEET)
+    if isinstance(content, Path):
+        (tmp_path / name).symlink_to(content)
+    elif isinstance(content, bytes):
+        (tmp_path / name).write_bytes(content)
+    else:
+        (tmp_path / name).write_text(content.replace("DIRECTORY", str(tmp_path)))
+    named = name if name.endswith(".yaml") else ""
+    assert_refused(run_limited(tmp_path, *COMMANDS[name]), named, word)
 
 
 @pytest.mark.attack(17)

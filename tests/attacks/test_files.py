@@ -2,7 +2,6 @@
 
 import os
 import re
-import stat
 import subprocess
 import sys
 from collections.abc import Callable
@@ -27,22 +26,11 @@ from csdctl.shipping.worker_zip import pack_worker
 from csdctl.transport.local import LocalSession
 from csdctl.worker.protocol.datasets import PrepareSpec
 from csdctl.worker.protocol.json_codec import to_json
+from tests.attacks.other_user import give, mode_of, needs_root
 
 pytestmark = pytest.mark.first(1)
 
-OTHER_USER = 65534
-needs_root = pytest.mark.needs("root")  # to give a file to another user
 PROGRAM = "from csdctl.cli.app import main; main()"
-
-
-def mode_of(path: Path) -> int:
-    return stat.S_IMODE(path.lstat().st_mode)
-
-
-def give(path: Path) -> Path:
-    """Let `path` belong to another user."""
-    os.chown(path, OTHER_USER, OTHER_USER, follow_symlinks=False)
-    return path
 
 
 @pytest.fixture

@@ -54,26 +54,19 @@ def hashed(name: str) -> str:
     return f"|1|{base64.b64encode(salt).decode()}|{base64.b64encode(digest).decode()}"
 
 
+MARKED = {
+    "in a comment": (f"other {TRUSTED} by·{ADDRESS} {EVIL}\n", ""),
+    "between fields": (f"{ADDRESS}·{EVIL}\n{ADDRESS} {EVIL.replace(' ', '·')}\n", "\xa0\u3000"),
+    "before the name": (f"·{ADDRESS} {EVIL}\n", "\xa0\ufeff"),
+    "in the key": (f"{ADDRESS} ssh-ed25519 {BODY[:9]}·{BODY[9:]}\n", "\xa0"),
+    "in a revoked key": (f"@revoked * ssh-ed25519 {BODY[:9]}·{BODY[9:]}\n", ""),
+}
+"""Place of a line break of Python, ·, or of more characters → text."""
 CRAFTED = {
     **{
-        f"U+{ord(mark):04X} in a comment": f"other {TRUSTED} by{mark}{ADDRESS} {EVIL}\n"
-        for mark in LINE_BREAKS_OF_PYTHON
-    },
-    **{
-        f"U+{ord(mark):04X} between fields": f"{ADDRESS}{mark}{EVIL}\n{ADDRESS} {EVIL.replace(' ', mark)}\n"
-        for mark in LINE_BREAKS_OF_PYTHON + "\xa0\u3000"
-    },
-    **{
-        f"U+{ord(mark):04X} before the name": f"{mark}{ADDRESS} {EVIL}\n"
-        for mark in LINE_BREAKS_OF_PYTHON + "\xa0\ufeff"
-    },
-    **{
-        f"U+{ord(mark):04X} in the key": f"{ADDRESS} ssh-ed25519 {BODY[:9]}{mark}{BODY[9:]}\n"
-        for mark in LINE_BREAKS_OF_PYTHON + "\xa0"
-    },
-    **{
-        f"U+{ord(mark):04X} in a revoked key": f"@revoked * ssh-ed25519 {BODY[:9]}{mark}{BODY[9:]}\n"
-        for mark in LINE_BREAKS_OF_PYTHON
+        f"U+{ord(mark):04X} {place}": text.replace("·", mark)
+        for place, (text, more) in MARKED.items()
+        for mark in LINE_BREAKS_OF_PYTHON + more
     },
     "lines of Windows": f"{ADDRESS} {TRUSTED}\r\nother {EVIL}\r\n",
     "tabs": f"\t {ADDRESS}\t \tssh-ed25519\t{BODY}\tcomment\n",

@@ -1,19 +1,47 @@
-"""A compromised node uses what MPI gives every member of a job: it starts commands on the other machines."""
+"""A compromised node uses what MPI gives every member of a job: it starts commands on the other machines.
+
+Whoever controls a node controls its Python. It follows the protocol, with one exception: code of the
+attacker's choice runs in its MPI processes, as that of their link, a member of the job like any other.
+"""
 
 import os
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
 
-from tests.attacks.hostile_node import make_hostile_python
 from tests.emulated.running import csdctl, emulated
 from tests.patience import scaled
 
 pytestmark = [pytest.mark.emulated, pytest.mark.thorough]
 
+SANDBOX = """
+import dataclasses, sys
+worker = next(place for place, word in enumerate(sys.argv) if word.endswith(".pyz"))
+sys.argv = sys.argv[worker:]
+sys.path.insert(0, sys.argv[0])
+from csdctl.worker.protocol.json_codec import from_json, to_json
+from csdctl.worker.protocol.sandbox import SandboxPolicy
+from csdctl.worker.sandbox import program
+policy = from_json(SandboxPolicy, program._read_line())
+paths = program.python_paths
+program.python_paths = lambda: [*paths(), {directory!r}]
+shell, option, command = policy.command
+command = "PYTHONPATH={directory}/site; export PYTHONPATH; " + command
+policy = dataclasses.replace(policy, command=(shell, option, command))
+program._read_line = lambda: to_json(policy)
+sys.exit(program.run_sandbox())
+"""
+PYTHON = """#!/bin/sh
+case "$*" in
+  *" sandbox "*) shift; exec {python} {directory}/sandbox.py "$@" ;;
+  *" link "*|*" mpi-check "*) PYTHONPATH={directory}/site exec {python} "$@" ;;
+  *) exec {python} "$@" ;;
+esac
+"""
 MEMBER = """
 import os, sys, traceback
 if "mpi-check" in sys.orig_argv:
@@ -36,6 +64,17 @@ kill -0 {pid} && echo signalled
 echo agent=$SSH_AUTH_SOCK
 sleep 1
 """
+
+
+def make_hostile_python(directory: Path, code: str) -> Path:
+    """Return a Python that runs `code` at the start of every MPI process, for `python:` in fleet.yaml."""
+    (directory / "site").mkdir(parents=True)
+    (directory / "site" / "sitecustomize.py").write_text(code)
+    (directory / "sandbox.py").write_text(SANDBOX.format(directory=str(directory)))
+    python = directory / "python"
+    python.write_text(PYTHON.format(python=sys.executable, directory=directory))
+    python.chmod(0o755)
+    return python
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -16,15 +15,9 @@ from csdctl.shipping.worker_calls import build_worker_command
 from csdctl.shipping.worker_zip import pack_worker
 from csdctl.worker.protocol.datasets import PrepareSpec
 from csdctl.worker.protocol.json_codec import to_json
+from tests.attacks.other_user import give, mode_of, needs_root
 
 pytestmark = [pytest.mark.attack(7), pytest.mark.first(1)]
-
-OTHER_USER = 65534
-needs_root = pytest.mark.needs("root")  # to give a file to another user
-
-
-def mode_of(path: Path) -> int:
-    return stat.S_IMODE(path.lstat().st_mode)
 
 
 def prepare(directory: Path, umask: int = 0o022, **changes: object) -> Path:
@@ -109,7 +102,7 @@ def test_shared_data_is_never_wider_than_its_source(
 @needs_root
 def test_shared_store_of_a_neighbour_is_not_used(project: Path) -> None:
     (project / "store").mkdir()
-    os.chown(project / "store", OTHER_USER, OTHER_USER)
+    give(project / "store")
     with pytest.raises(AssertionError, match="belongs to another user"):
         prepare(project, store=str(project / "store"), is_shared=True)
 
@@ -123,7 +116,7 @@ def part_of(project: Path) -> Path:
 @needs_root
 def test_unfinished_data_of_a_neighbour_is_refused(project: Path) -> None:
     part_of(project).mkdir(parents=True)
-    os.chown(part_of(project), OTHER_USER, OTHER_USER)
+    give(part_of(project))
     with pytest.raises(AssertionError, match="belongs to another user"):
         prepare(project)
 

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -76,68 +76,62 @@ def hostile(tmp_path: Path) -> Callable[[str], str]:
     return lambda body: write_hostile_python(tmp_path / "python", body)
 
 
-def send(session: SshSession, directory: Path, python: str, patience: Patience = QUICK) -> Any:
-    stored = store_bytes(b"123456789", ".bin", directory)
-    payload = pack_payload([stored])
-    return deliver(session, payload, python=python, patience=patience)
+@contextmanager
+def refused(*kinds: type[CsdctlError]) -> Iterator[pytest.ExceptionInfo[CsdctlError]]:
+    """Expect a short error that names the node."""
+    with pytest.raises(kinds or RemoteCommandError) as raised:
+        yield raised
+    assert raised.value.node == "csd1"
+    assert len(raised.value.message) < 400
+
+
+def send(
+    session: SshSession, directory: Path, python: str, patience: Patience = QUICK, num_bytes: int = 9
+) -> None:
+    stored = store_bytes(bytes(num_bytes), ".bin", directory)
+    deliver(session, pack_payload([stored]), python=python, patience=patience)
 
 
 @pytest.mark.parametrize("name", FOR_EVER)
 def test_receiver_that_goes_on_for_ever_is_left(
     session: SshSession, tmp_path: Path, hostile: Callable[[str], str], name: str
 ) -> None:
-    with pytest.raises((RemoteCommandError, DeadlineError)) as raised:
+    with refused(RemoteCommandError, DeadlineError):
         send(session, tmp_path, hostile(FOR_EVER[name]))
-    assert raised.value.node == "csd1"
-    assert len(raised.value.message) < 400
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_answer_of_a_receiver_is_typed_and_in_range(
     session: SshSession, tmp_path: Path, hostile: Callable[[str], str], name: str
 ) -> None:
-    with pytest.raises(RemoteCommandError) as raised:
+    with refused() as raised:
         send(session, tmp_path, hostile(WRONG[name]), PATIENT)
-    assert raised.value.node == "csd1"
     assert raised.value.message.startswith("receiving files")
-    assert len(raised.value.message) < 400
 
 
 def test_receiver_that_reads_a_byte_a_second_is_left(
     session: SshSession, tmp_path: Path, hostile: Callable[[str], str]
 ) -> None:
-    stored = store_bytes(bytes(8 << 20), ".bin", tmp_path)
-    patience = Patience(silence_s=5.0, whole_s=2.0)
     body = (
         "say('missing', ranges=[[0, 0]], resume={})\nwhile True: sys.stdin.buffer.read1(1); time.sleep(0.1)"
     )
-    with pytest.raises(DeadlineError) as raised:
-        deliver(
-            session,
-            pack_payload([stored]),
-            python=hostile(body),
-            patience=patience,
-        )
-    assert raised.value.node == "csd1"
+    with refused(DeadlineError):
+        send(session, tmp_path, hostile(body), Patience(silence_s=5.0, whole_s=2.0), 8 << 20)
 
 
-ANSWERS = ["", "5", "[" * 100_000, '{"num_removed": -1}']
-
-
-@pytest.mark.parametrize("answer", ANSWERS, ids=lambda answer: answer[:9])
-def test_answer_about_pruning_is_typed(
-    session: SshSession, hostile: Callable[[str], str], answer: str
-) -> None:
-    with pytest.raises(RemoteCommandError):
-        prune_store(session, hostile(f"print('@csdctl-result ' + {answer!r})"))
-
-
+ANY_ANSWER = ["", "5", "[" * 100_000]
 FOUND: dict[str, Any] = {"num_processes": 0, "runs": [], "paths": [], "num_bytes": 0}
-LEFTOVERS = [
-    *ANSWERS,
-    json.dumps({"holder": 5, "left": FOUND}),
+ASK: dict[str, Callable[[SshSession, str], object]] = {
+    "pruning": prune_store,
+    "leftovers": lambda session, python: clean_machine(session, python, CleanupOptions()),
+    "listeners": lambda session, python: _start_listener(session, python, "127.0.0.1", "token", scaled(20)),
+}
+ANSWERS = [
+    *((what, answer) for answer in ANY_ANSWER for what in ASK),
+    ("pruning", '{"num_removed": -1}'),
+    ("leftovers", json.dumps({"holder": 5, "left": FOUND})),
     *(
-        json.dumps({"holder": None, "left": {**FOUND, **wrong}})
+        ("leftovers", json.dumps({"holder": None, "left": {**FOUND, **wrong}}))
         for wrong in (
             {"num_processes": -1},
             {"runs": [{}]},
@@ -146,17 +140,17 @@ LEFTOVERS = [
             {"paths": ["x" * 5_000_000]},
         )
     ),
+    *(("listeners", f'{{"ports": [{ports}]}}') for ports in ("22", "70000", "1024, 1025, 1026")),
 ]
 
 
-@pytest.mark.parametrize("answer", LEFTOVERS, ids=range(len(LEFTOVERS)))
-def test_answer_about_leftovers_is_typed(
-    session: SshSession, hostile: Callable[[str], str], answer: str
+@pytest.mark.first(3)
+@pytest.mark.parametrize(("what", "answer"), ANSWERS, ids=lambda text: text[:20])
+def test_answer_of_a_program_is_typed_and_in_range(
+    session: SshSession, hostile: Callable[[str], str], what: str, answer: str
 ) -> None:
-    with pytest.raises(RemoteCommandError) as raised:
-        clean_machine(session, hostile(f"print('@csdctl-result ' + {answer!r})"), CleanupOptions())
-    assert raised.value.node == "csd1"
-    assert len(raised.value.message) < 400
+    with refused():
+        ASK[what](session, hostile(f"print('@csdctl-result ' + {answer!r})"))
 
 
 LOCKS = [
@@ -205,33 +199,10 @@ def test_process_that_a_lock_only_names_is_not_ended(
             os.killpg(holding.pid, signal.SIGKILL)
 
 
-REACHABILITY = [
-    *ANSWERS,
-    '{"ports": [22]}',
-    '{"ports": [70000]}',
-    '{"ports": [1024, 1025, 1026]}',
-]
-
-
-@pytest.mark.parametrize("answer", REACHABILITY, ids=range(len(REACHABILITY)))
-def test_answer_about_listeners_is_typed(
-    session: SshSession, hostile: Callable[[str], str], answer: str
-) -> None:
-    with pytest.raises(RemoteCommandError) as raised:
-        _start_listener(
-            session, hostile(f"print('@csdctl-result ' + {answer!r})"), "127.0.0.1", "token", scaled(20)
-        )
-    assert raised.value.node == "csd1"
-
-
-def working(**numbers: object) -> str:
-    return to_frame("progress", {"num_done": 0, "num_total": 9, "num_skipped": 0, **numbers})
-
-
 STEADY = Patience(silence_s=5.0, standstill_s=2.0, whole_s=4.0)
 TELL = "say('progress', num_done=n, num_total=0, num_skipped=0); time.sleep(0.3)"
 PREPARING = {
-    "no progress": f"while True: print({working()!r}, flush=True); time.sleep(0.3)",
+    "no progress": f"n = 0\nwhile True: {TELL}",
     "progress backward": f"n = 9\nwhile True: n = max(0, n - 1); {TELL}",
     "progress without end": f"n = 0\nwhile True: n += 1; {TELL}",
     "a bomb": "print('@csdctl-progress ' + '[' * 900_000); time.sleep(3600)",
@@ -243,7 +214,7 @@ PREPARING = {
 def test_worker_that_prepares_for_ever_is_left(
     session: SshSession, hostile: Callable[[str], str], name: str
 ) -> None:
-    with pytest.raises((RemoteCommandError, DeadlineError)) as raised:
+    with refused(RemoteCommandError, DeadlineError):
         call_worker(
             session,
             hostile(PREPARING[name]),
@@ -254,16 +225,19 @@ def test_worker_that_prepares_for_ever_is_left(
             doing="preparing data",
             patience=STEADY,
         )
-    assert raised.value.node == "csd1"
-    assert len(raised.value.message) < 400
+
+
+def measured(**wrong: float) -> str:
+    content = {"batch_size": 8, "step_time_s": 0.1, "num_steps": 5, "peak_memory_bytes": 1000, **wrong}
+    return f"say('ready'); sys.stdin.readline(); print({to_frame('result', content)!r}, flush=True)"
 
 
 PROBES = {
     "a bomb": f"say('ready'); {BOMB}",
-    "a time that is negative": (-1.0, 5, 1000),
-    "not a number": (float("nan"), 5, 1000),
-    "no steps": (0.1, 0, 1000),
-    "memory without end": (0.1, 5, 1 << 80),
+    "a time that is negative": measured(step_time_s=-1.0),
+    "not a number": measured(step_time_s=float("nan")),
+    "no steps": measured(num_steps=0),
+    "memory without end": measured(peak_memory_bytes=1 << 80),
 }
 
 
@@ -271,21 +245,9 @@ PROBES = {
 def test_measurement_of_a_node_is_typed_and_in_range(
     session: SshSession, hostile: Callable[[str], str], name: str
 ) -> None:
-    body = PROBES[name]
-    if isinstance(body, tuple):
-        step_time_s, num_steps, peak = body
-        content = {
-            "batch_size": 8,
-            "step_time_s": step_time_s,
-            "num_steps": num_steps,
-            "peak_memory_bytes": peak,
-        }
-        body = f"say('ready'); sys.stdin.readline(); print({to_frame('result', content)!r}, flush=True)"
-    prober = Prober(session, [hostile(body), "probe"], Runtime(), None)
-    with closing(prober), pytest.raises(RemoteCommandError) as raised:
+    prober = Prober(session, [hostile(PROBES[name]), "probe"], Runtime(), None)
+    with closing(prober), refused():
         prober.measure(ProbeRequest(8))
-    assert raised.value.node == "csd1"
-    assert len(raised.value.message) < 400
 
 
 def test_attempts_to_connect_must_be_those_that_were_wanted(

@@ -3,9 +3,7 @@
 Every swap keeps size and mtime; the next `csdctl train` must not train on it.
 """
 
-import hashlib
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +14,7 @@ import pytest
 from tests.emulated.running import emulated, home_of, refuse, succeed
 from tests.emulated.small_jobs import dense_model
 from tests.emulated.training import hash_at_the_end
+from tests.unit.worker.ingest.prepared_data import sha256, swap
 from tests.unit.worker.ingest.sources.encoded_images import colours, png
 
 pytestmark = [pytest.mark.emulated, pytest.mark.thorough, pytest.mark.attack(17)]
@@ -70,43 +69,29 @@ def edit_json(path: Path, edit: Callable[[dict[str, Any]], object]) -> None:
     path.write_text(json.dumps(content))
 
 
-def swap(path: Path) -> None:
-    """Put other samples or labels into a file, with its size and mtime as before."""
-    status = path.stat()
-    content = bytearray(path.read_bytes())
-    content[128:] = bytes(len(content) - 128)
-    path.write_bytes(content)
-    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
-    assert (path.stat().st_size, path.stat().st_mtime_ns) == (status.st_size, status.st_mtime_ns)
-
-
-def sha256_of(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
 def test_swapped_data_is_not_trained_on_until_it_is_prepared_again(project: Path) -> None:
     [directory] = (home_of(project, "csd0") / ".csdctl" / "data").iterdir()
     path = directory / "images.npy"
-    before = sha256_of(path)
+    before = sha256(path)
     swap(path)
     said = refuse(project, *TRAIN, code=1)
     for words in (
         "csd0:",
         f".csdctl/data/{directory.name}/images.npy",
         before,
-        sha256_of(path),
+        sha256(path),
         "csdctl prepare",
     ):
         assert words in said
     assert "epoch 1/2" not in said
     succeed(project, "prepare")
-    assert sha256_of(path) == before
+    assert sha256(path) == before
 
 
 def test_swapped_data_with_its_own_description_is_refused_by_the_host(project: Path) -> None:
     [directory] = (home_of(project, "csd0") / ".csdctl" / "data").iterdir()
     swap(directory / "images.npy")
-    found = sha256_of(directory / "images.npy")
+    found = sha256(directory / "images.npy")
     edit_json(directory / "dataset.json", lambda info: info.update(images_sha256=found))
     said = refuse(project, *TRAIN)
     for words in ("csd0", "described differently", "csdctl prepare"):
@@ -119,11 +104,11 @@ def test_swapped_shard_and_model_are_made_again(project: Path) -> None:
     """They are also compared on the node, where the name of a file begins with its hash."""
     [shard] = (project / ".csdctl" / "shards").glob("*.images.npy")
     [weights] = (project / ".csdctl" / "models").glob("*/weights.npz")
-    before = sha256_of(shard), sha256_of(weights)
+    before = sha256(shard), sha256(weights)
     swap(shard)
     swap(weights)
     succeed(project, *TRAIN, "--max-steps", "3")
-    assert (sha256_of(shard), sha256_of(weights)) == before
+    assert (sha256(shard), sha256(weights)) == before
     runs = sorted((project / ".csdctl" / "runs").iterdir())
     assert hash_at_the_end(runs[-1]) == hash_at_the_end(first_run(project))
 

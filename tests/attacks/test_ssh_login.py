@@ -11,7 +11,6 @@ import socket
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import paramiko
 import pytest
@@ -30,8 +29,6 @@ from tests.attacks.hostile_ssh import (
     HostileTransport,
     hostile_server,
     raw_server,
-    run_csdctl,
-    write_project,
 )
 from tests.patience import scaled
 
@@ -78,9 +75,16 @@ KEXINIT_HEAD = (1500).to_bytes(4, "big") + bytes([10, 20])
 
 
 @pytest.mark.attack(5)
+@pytest.mark.first(2)
 @pytest.mark.parametrize(
     ("talk", "said"),
     [
+        pytest.param(
+            once(f"SSH-1.0-{ESCAPES}{'x' * 8000}\r\n".encode()),
+            "no compatible SSH server",
+            id="long text",
+            marks=pytest.mark.attack(10),
+        ),
         pytest.param(
             always(b"x" * 65536), "a line of more than 8192 bytes before the SSH version", id="no line end"
         ),
@@ -102,36 +106,6 @@ def test_server_that_never_gets_to_the_point_is_left(tmp_path: Path, talk: Talk,
     deadline_s = 1 if "within 1 s" in said else scaled(20)
     with raw_server(talk) as port, pytest.raises(UnreachableError, match=said) as caught:
         connect(Node("evil", "127.0.0.1", port), [tmp_path / "known_hosts"], connect_deadline_s=deadline_s)
-    assert len(str(caught.value)) < MAX_MESSAGE_CHARS
-
-
-@pytest.mark.attack(5)
-def test_greeting_without_end_takes_no_memory(tmp_path: Path) -> None:
-    accepted: list[int] = []
-
-    def talk(connection: socket.socket, stopping: threading.Event) -> None:
-        num_sent = 0
-        with contextlib.suppress(OSError):
-            while not stopping.is_set():
-                num_sent += connection.send(b"x" * 65536)
-        accepted.append(num_sent)
-
-    with raw_server(talk) as port:
-        project = write_project(tmp_path / "project", [Node("evil", "127.0.0.1", port, "root", tmp_path)], [])
-        ended = run_csdctl(project, "trust")
-    assert ended.code == 4, ended.shown
-    assert "a line of more than 8192 bytes" in ended.shown
-    assert ended.peak_bytes < 250 << 20
-    assert sum(accepted) < MAX_ACCEPTED_BYTES
-
-
-@pytest.mark.attack(10)
-def test_text_of_the_server_is_short_in_messages(tmp_path: Path) -> None:
-    with (
-        raw_server(once(f"SSH-1.0-{ESCAPES}{'x' * 8000}\r\n".encode())) as port,
-        pytest.raises(UnreachableError, match="no compatible SSH server") as caught,
-    ):
-        connect(Node("evil", "127.0.0.1", port), [tmp_path / "known_hosts"])
     assert len(str(caught.value)) < MAX_MESSAGE_CHARS
 
 
@@ -194,23 +168,6 @@ def test_login_ends_whatever_the_server_does(
     assert len(str(caught.value)) < MAX_MESSAGE_CHARS
 
 
-@pytest.mark.attack(5)
-@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
-@pytest.mark.parametrize("seed", range(4))
-def test_random_bytes_after_the_version_are_errors_of_the_node(tmp_path: Path, seed: int) -> None:
-    chance = random.Random(seed)
-
-    def talk(connection: socket.socket, stopping: threading.Event) -> None:
-        packets = [chance.randbytes(chance.choice((1, 20, 200))) for _ in range(50)]
-        content = b"".join((len(packet) + 1).to_bytes(4, "big") + b"\4" + packet for packet in packets)
-        connection.sendall(VERSION + (content if seed % 2 else chance.randbytes(5000)))
-        connection.close()
-
-    with raw_server(talk) as port, pytest.raises(UnreachableError) as caught:
-        connect(Node("evil", "127.0.0.1", port), [tmp_path / "known_hosts"], connect_deadline_s=2)
-    assert len(str(caught.value)) < MAX_MESSAGE_CHARS
-
-
 class _Mutator(HostileTransport):
     """Damages what it sends, sometimes, before it is encrypted."""
 
@@ -251,26 +208,30 @@ class _Flooder(HostileTransport):
         self.send_endlessly(BULK, kind=2)
 
 
+def offer_old_key(algorithm: str) -> Attack:
+    key = paramiko.RSAKey.generate(1024)
+    return Attack(
+        host_key=key, changes={"_preferred_keys": (algorithm,), "server_key_dict": {algorithm: key}}
+    )
+
+
+FLOOD = {"advertise_strict_kex": False}
+KEY_EXCHANGES: dict[str, tuple[Callable[[], Attack], str]] = {
+    "strict": (lambda: Attack(transport_class=_StrictBreaker), "strict-kex mode"),
+    "ssh-rsa": (lambda: offer_old_key("ssh-rsa"), "no acceptable host key"),
+    "ssh-dss": (lambda: offer_old_key("ssh-dss"), "no acceptable host key"),
+    "flood": (lambda: Attack(transport_class=_Flooder, changes=FLOOD), "sends too much that is of no use"),
+    "zlib": (lambda: Attack(changes={"_preferred_compression": ("zlib",)}), "no acceptable compression"),
+    "cbc": (lambda: Attack(changes={"_preferred_ciphers": ("aes128-cbc",)}), "no acceptable ciphers"),
+}
+
+
 @pytest.mark.attack(5)
-@pytest.mark.parametrize(
-    ("breaker", "changes", "said"),
-    [
-        pytest.param(_StrictBreaker, {}, "strict-kex mode", id="strict"),
-        pytest.param(
-            _Flooder, {"advertise_strict_kex": False}, "sends too much that is of no use", id="flood"
-        ),
-        pytest.param(None, {"_preferred_compression": ("zlib",)}, "no acceptable compression", id="zlib"),
-        pytest.param(None, {"_preferred_ciphers": ("aes128-cbc",)}, "no acceptable ciphers", id="cbc"),
-    ],
-)
-def test_key_exchange_keeps_to_the_protocol(
-    tmp_path: Path, breaker: type[HostileTransport] | None, changes: dict[str, Any], said: str
-) -> None:
-    attack = Attack(transport_class=breaker, changes=changes)
-    with (
-        hostile_server(tmp_path / "evil", attack) as server,
-        pytest.raises(UnreachableError, match=said),
-    ):
+@pytest.mark.first(2)
+@pytest.mark.parametrize(("make", "said"), KEY_EXCHANGES.values(), ids=KEY_EXCHANGES)
+def test_key_exchange_keeps_to_the_protocol(tmp_path: Path, make: Callable[[], Attack], said: str) -> None:
+    """Host keys of old algorithms are refused as by OpenSSH."""
+    with hostile_server(tmp_path / "evil", make()) as server, pytest.raises(NodeError, match=said):
         log_in(server)
 
 
@@ -299,17 +260,3 @@ def test_short_rsa_host_keys_are_refused_as_by_openssh(tmp_path: Path) -> None:
         jumps = JumpHosts(KnownHosts())
         with pytest.raises(HostKeyError, match="1024"):
             fetch_host_key(server.node(), jumps, connect_deadline_s=scaled(10))
-
-
-@pytest.mark.attack(5)
-@pytest.mark.parametrize("algorithm", ["ssh-rsa", "ssh-dss"])
-def test_host_keys_of_old_algorithms_are_refused_as_by_openssh(tmp_path: Path, algorithm: str) -> None:
-    key = paramiko.RSAKey.generate(1024)
-    attack = Attack(
-        host_key=key, changes={"_preferred_keys": (algorithm,), "server_key_dict": {algorithm: key}}
-    )
-    with (
-        hostile_server(tmp_path / "evil", attack) as server,
-        pytest.raises(NodeError, match="no acceptable host key"),
-    ):
-        log_in(server)

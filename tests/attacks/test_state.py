@@ -18,9 +18,10 @@ from csdctl.worker.data.schedule import OwnSamples
 from csdctl.worker.tasks.checkpointer import Checkpoints, StepFile
 from csdctl.worker.tasks.progress import Position, max_state_bytes, pack, unpack
 from tests.attacks.holding_ranks import held, hold
+from tests.attacks.other_user import give, needs_root
+from tests.unit.worker.tasks.test_state import Variable
 
 HOST = (1.0, 40)
-NOBODY = 65534
 
 
 @pytest.mark.attack(8)
@@ -64,16 +65,6 @@ def test_node_that_sends_no_hash_is_left_out(answer: str) -> None:
     assert report["message"].startswith("sent what is not allowed: value: expected ")
 
 
-@dataclasses.dataclass
-class Variable:
-    """A variable as the state uses it."""
-
-    value: Any
-
-    def assign(self, value: Any) -> None:
-        self.value = value
-
-
 def variables(fill: float) -> list[Any]:
     return [Variable(np.full(1000, fill, np.float32))]
 
@@ -90,10 +81,6 @@ def write_state(path: Path, fill: float = 666.0) -> Path:
     return path
 
 
-def give_away(path: Path) -> None:
-    os.chown(path, NOBODY, NOBODY)
-
-
 def replace_by_symlink(path: Path) -> None:
     path.symlink_to(path.rename(path.with_name("elsewhere")))
 
@@ -104,21 +91,22 @@ def replace_by_fifo(path: Path) -> None:
 
 
 @pytest.mark.attack(14)
-@pytest.mark.needs("root")
 @pytest.mark.parametrize(
     "plant",
     [
-        pytest.param(give_away, id="another user's"),
-        pytest.param(lambda path: path.chmod(0o666), id="writable by all"),
+        pytest.param(give, id="another user's", marks=needs_root),
+        pytest.param(lambda path: path.chmod(0o602), id="writable by others"),
+        pytest.param(lambda path: path.chmod(0o640), id="readable by its group"),
         pytest.param(lambda path: os.link(path, path.with_name("another")), id="with another name"),
         pytest.param(replace_by_symlink, id="symbolic link"),
         pytest.param(replace_by_fifo, id="pipe"),
-        pytest.param(lambda path: give_away(path.parent), id="in another user's directory"),
-        pytest.param(lambda path: path.parent.chmod(0o1777), id="in a directory of all"),
+        pytest.param(lambda path: give(path.parent), id="in another user's directory", marks=needs_root),
+        pytest.param(lambda path: path.parent.chmod(0o702), id="in a directory of others"),
+        pytest.param(lambda path: path.parent.chmod(0o770), id="in a directory of its group"),
     ],
 )
 def test_step_file_that_another_user_may_have_written_is_neither_read_nor_written(
-    tmp_path: Path, plant: Callable[[Path], None]
+    tmp_path: Path, plant: Callable[[Path], object]
 ) -> None:
     path = write_state(tmp_path / "memory" / "state")
     assert StepFile(path, variables(0)).read() is not None
@@ -149,7 +137,7 @@ def test_directory_of_another_user_is_not_used_for_step_files(tmp_path: Path) ->
     own.unlink()
     if os.geteuid() == 0:
         own.mkdir(0o700)
-        give_away(own)
+        give(own)
         assert private_memory(tmp_path) is None
     assert private_memory(tmp_path / "none") is None
 

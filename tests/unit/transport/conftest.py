@@ -26,11 +26,34 @@ USER = "tester"
 
 
 @dataclass
-class SshServer:
-    """The configuration of the server; fields may be changed while it runs."""
+class ServerFiles:
+    """The port of a server, its user's key and its known host key."""
 
     directory: Path
     port: int = 0
+
+    @property
+    def key(self) -> Path:
+        return self.directory / "id_user"
+
+    @property
+    def known_hosts(self) -> Path:
+        return self.directory / "known_hosts"
+
+    def node(self, **changes: Any) -> Node:
+        values = {"name": "csd0", "address": "127.0.0.1", "port": self.port, "user": USER, "key": self.key}
+        return Node(**{**values, **changes})
+
+    def trust(self, public_key: str) -> None:
+        self.known_hosts.write_text(f"[127.0.0.1]:{self.port} {public_key}")
+
+
+@dataclass
+class SshServer(ServerFiles):
+    """The configuration of the server; fields may be changed while it runs."""
+
+    banner: str = ""
+    """Text that is sent before the login."""
     shell_prefix: str = ""
     """Shell text that runs before every command, like the start-up file of a login shell."""
     is_group_leader: bool = True
@@ -46,23 +69,8 @@ class SshServer:
         return self.directory / "home"
 
     @property
-    def key(self) -> Path:
-        return self.directory / "id_user"
-
-    @property
-    def known_hosts(self) -> Path:
-        return self.directory / "known_hosts"
-
-    @property
     def public_key(self) -> str:
         return (self.directory / "host_key.pub").read_text()
-
-    def node(self, **changes: Any) -> Node:
-        values = {"name": "csd0", "address": "127.0.0.1", "port": self.port, "user": USER, "key": self.key}
-        return Node(**{**values, **changes})
-
-    def trust(self, public_key: str) -> None:
-        self.known_hosts.write_text(f"[127.0.0.1]:{self.port} {public_key}")
 
     def drop_connections(self) -> None:
         """Abort every connection with a reset."""
@@ -158,6 +166,11 @@ class _Gate(asyncssh.SSHServer):
 
     def connection_made(self, connection: asyncssh.SSHServerConnection) -> None:
         self._server.connections.append(connection)
+
+    def begin_auth(self, username: str) -> bool:
+        if self._server.banner:
+            self._server.connections[-1].send_auth_banner(self._server.banner)
+        return True
 
     def public_key_auth_supported(self) -> bool:
         return True

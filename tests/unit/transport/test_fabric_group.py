@@ -35,9 +35,8 @@ def fleet(server: Any, gate: Any, tmp_path: Path) -> Fleet:
 
 @pytest.fixture
 def group(fleet: Fleet) -> Iterator[FleetGroup]:
-    with open_group(
-        fleet, directory=fleet.path.parent, connect_deadline_s=scaled(10), command_deadline_s=scaled(30)
-    ) as opened:
+    deadlines = {"connect_deadline_s": scaled(10), "command_deadline_s": scaled(30)}
+    with open_group(fleet, directory=fleet.path.parent, **deadlines) as opened:
         yield opened
 
 
@@ -105,16 +104,13 @@ def test_what_a_command_leaves_in_the_background_stays(group: FleetGroup, server
         group[0].run(f"kill {pid}")
 
 
-def test_changed_host_key_is_refused(fleet: Fleet, server: Any, gate: Any) -> None:
+def test_changed_host_key_is_refused(
+    fleet: Fleet, server: Any, gate: Any, request: pytest.FixtureRequest
+) -> None:
     server.trust(gate.public_key)
     trust(fleet.path.parent, server, gate)
-    with (
-        open_group(
-            fleet, directory=fleet.path.parent, connect_deadline_s=scaled(10), command_deadline_s=scaled(30)
-        ) as group,
-        pytest.raises(GroupException) as raised,
-    ):
-        group.run("touch was-here", hide=True)
+    with pytest.raises(GroupException) as raised:
+        request.getfixturevalue("group").run("touch was-here", hide=True)
     for error in raised.value.result.values():
         assert isinstance(error, HostKeyError)
         assert "has changed" in error.message

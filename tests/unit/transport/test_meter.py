@@ -1,7 +1,7 @@
 """Byte counts by link and traffic class, also through jump hosts."""
 
 from csdctl.fleet.model import Node
-from csdctl.transport.meter import ByteCount, Meter, TrafficClass, add_up
+from csdctl.transport.meter import Meter, TrafficClass, add_up
 
 GATE = Node("gate", "10.0.0.1")
 INNER = Node("inner", "10.1.0.1", jump=GATE)
@@ -15,13 +15,6 @@ def meter(sent: int, received: int, **noted: int) -> Meter:
     for kind, count in noted.items():
         meter.record(TrafficClass(kind), sent=count)
     return meter
-
-
-def test_unrecorded_bytes_are_control() -> None:
-    assert meter(100, 40, code=70).by_class() == {
-        TrafficClass.CODE: ByteCount(70, 0),
-        TrafficClass.CONTROL: ByteCount(30, 40),
-    }
 
 
 def test_direct_node_has_one_link_and_connections_to_it_add_up() -> None:

@@ -109,38 +109,7 @@ def test_key_exchanges_are_paid_for_by_data() -> None:
             rules.check(Kind.DATA, message(3, data=bytes(8192)))
 
 
-def test_each_login_is_signed_once() -> None:
-    rules = rules_of(Connection(has_logged_in=False))
-    rules.check(Kind.SERVICE_ACCEPT, message(data=b"ssh-userauth"))
-    with pytest.raises(SshProtocolError, match="that nobody asked for"):
-        rules.check(Kind.SERVICE_ACCEPT, message(data=b"ssh-userauth"))
-
-
-@pytest.mark.parametrize(
-    ("kind", "content"),
-    [(Kind.DATA, message(3, data=b"x")), (90, message(data=b"x11")), (80, message(data=b"x"))],
-)
-def test_commands_come_after_the_login(kind: int, content: paramiko.Message) -> None:
-    with pytest.raises(SshProtocolError, match="before the login"):
-        rules_of(Connection(has_logged_in=False)).check(kind, content)
-
-
 @pytest.mark.parametrize("kind", range(91, 101))
 def test_channels_must_exist(kind: int) -> None:
     with pytest.raises(SshProtocolError, match="for a channel that does not exist"):
         rules_of(Connection()).check(kind, message(5, 0, 0, 0))
-
-
-@pytest.mark.parametrize(
-    ("kind", "content", "said"),
-    [
-        (Kind.DATA, message(3, data=bytes(1_300_000)), "receive window"),
-        (Kind.EXTENDED_DATA, message(3, 1, data=bytes(1_300_000)), "receive window"),
-        (Kind.DATA, message(3, 100), "another length"),
-        (Kind.WINDOW_ADJUST, message(3, 0xFFFFFFFF), "beyond"),
-        (Kind.EXT_INFO, message(65), "extensions"),
-    ],
-)
-def test_bounds_of_a_channel_and_of_lists(kind: int, content: paramiko.Message, said: str) -> None:
-    with pytest.raises(SshProtocolError, match=said):
-        rules_of(Connection()).check(kind, content)

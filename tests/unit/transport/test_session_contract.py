@@ -16,6 +16,16 @@ from tests.unit.transport.names import NASTY_NAMES
 Machine = tuple[Any, Path]
 
 
+@pytest.fixture
+def session(machine: Machine) -> Any:
+    return machine[0]
+
+
+@pytest.fixture
+def home(machine: Machine) -> Path:
+    return machine[1]
+
+
 def is_alive(pid: int) -> bool:
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
@@ -35,56 +45,48 @@ def wait_for_pid(path: Path) -> int:
     return int(path.read_text())
 
 
-def test_command_returns_exit_code_and_both_outputs(machine: Machine) -> None:
-    session, _ = machine
+def test_command_returns_exit_code_and_both_outputs(session: Any) -> None:
     completed = session.run(["sh", "-c", "echo out; echo err >&2; exit 3"])
     assert (completed.exit_code, completed.stdout, completed.stderr) == (3, b"out\n", b"err\n")
     assert completed.command == ("sh", "-c", "echo out; echo err >&2; exit 3")
 
 
-def test_command_starts_in_the_home_of_the_session(machine: Machine) -> None:
-    session, home = machine
+def test_command_starts_in_the_home_of_the_session(session: Any, home: Path) -> None:
     assert session.run(["pwd"]).output == f"{home}\n"
 
 
 @pytest.mark.parametrize("argument", [*NASTY_NAMES, "plain", "$HOME", ""])
-def test_arguments_arrive_unchanged(machine: Machine, argument: str) -> None:
-    session, home = machine
+def test_arguments_arrive_unchanged(session: Any, home: Path, argument: str) -> None:
     completed = session.run(["printf", "%s|", "first", argument, "last"])
     assert completed.stdout == f"first|{argument}|last|".encode()
     assert not (home / "pwned").exists()
 
 
-def test_programs_are_run_and_not_shell_builtins(machine: Machine) -> None:
-    session, _ = machine
+def test_programs_are_run_and_not_shell_builtins(session: Any) -> None:
     assert session.run(["echo", "a\\tb"]).stdout == b"a\\tb\n"
     assert session.run(["cd", "/"]).exit_code == 127
 
 
 @pytest.mark.fault(22)
-def test_killed_command_counts_as_137(machine: Machine) -> None:
-    session, _ = machine
+def test_killed_command_counts_as_137(session: Any) -> None:
     completed = session.run(["sh", "-c", "kill -KILL $$"])
     assert completed.exit_code == 137
     with pytest.raises(RemoteCommandError, match="out of memory"):
         completed.check(session.name, doing="a test")
 
 
-def test_input_reaches_the_command_and_ends(machine: Machine) -> None:
-    session, _ = machine
+def test_input_reaches_the_command_and_ends(session: Any) -> None:
     content = os.urandom(1_000_000)
     assert session.run(["cat"], stdin=content).stdout == content
     assert session.run(["cat"]).stdout == b""
 
 
-def test_command_that_does_not_read_its_input_ends(machine: Machine) -> None:
-    session, _ = machine
+def test_command_that_does_not_read_its_input_ends(session: Any) -> None:
     assert session.run(["sh", "-c", "exit 4"], stdin=b"x" * 3_000_000, deadline_s=scaled(30)).exit_code == 4
 
 
 @pytest.mark.fault(18)
-def test_the_beginning_of_output_and_the_end_of_errors_are_kept(machine: Machine) -> None:
-    session, _ = machine
+def test_the_beginning_of_output_and_the_end_of_errors_are_kept(session: Any) -> None:
     completed = session.run(["sh", "-c", "seq 300000 >&2; seq 300000"])
     assert completed.stdout.startswith(b"1\n2\n")
     assert completed.stderr.endswith(b"\n300000\n")
@@ -92,23 +94,20 @@ def test_the_beginning_of_output_and_the_end_of_errors_are_kept(machine: Machine
 
 
 @pytest.mark.fault(19)
-def test_full_error_pipe_does_not_block_output(machine: Machine) -> None:
-    session, _ = machine
+def test_full_error_pipe_does_not_block_output(session: Any) -> None:
     completed = session.run(["sh", "-c", "head -c 6000000 /dev/zero >&2; echo done"], deadline_s=scaled(60))
     assert completed.stdout == b"done\n"
 
 
 @pytest.mark.fault(18)
-def test_broken_utf8_is_kept_and_shown_replaced(machine: Machine) -> None:
-    session, _ = machine
+def test_broken_utf8_is_kept_and_shown_replaced(session: Any) -> None:
     completed = session.run(["printf", r"\377\376caf\303"])
     assert completed.stdout == b"\xff\xfecaf\xc3"
     assert completed.output == "��caf�"
 
 
 @pytest.mark.fault(16)
-def test_hanging_command_is_ended_at_the_deadline_with_all_its_processes(machine: Machine) -> None:
-    session, home = machine
+def test_hanging_command_is_ended_at_the_deadline_with_all_its_processes(session: Any, home: Path) -> None:
     script = "trap '' TERM INT HUP; echo $$ >parent; sleep 1000 & echo $! >child; wait"
     deadline_s = round(scaled(2))
     with pytest.raises(DeadlineError, match=f"did not finish within {deadline_s} s") as caught:
@@ -119,14 +118,12 @@ def test_hanging_command_is_ended_at_the_deadline_with_all_its_processes(machine
     assert session.run(["true"]).exit_code == 0
 
 
-def test_processes_left_in_the_background_end_with_the_command(machine: Machine) -> None:
-    session, home = machine
+def test_processes_left_in_the_background_end_with_the_command(session: Any, home: Path) -> None:
     assert session.run(["sh", "-c", "sleep 1000 & echo $! >pid"], deadline_s=scaled(30)).exit_code == 0
     assert ends(wait_for_pid(home / "pid"))
 
 
-def test_closing_the_session_ends_running_commands(machine: Machine) -> None:
-    session, home = machine
+def test_closing_the_session_ends_running_commands(session: Any, home: Path) -> None:
     outcome: list[object] = []
 
     def run() -> None:
@@ -145,14 +142,12 @@ def test_closing_the_session_ends_running_commands(machine: Machine) -> None:
 
 
 @pytest.mark.parametrize("command", [[], [""], ["-x"], ["echo", "a\0b"]])
-def test_impossible_commands_are_refused(machine: Machine, command: list[str]) -> None:
-    session, _ = machine
+def test_impossible_commands_are_refused(session: Any, command: list[str]) -> None:
     with pytest.raises(InputError):
         session.run(command)
 
 
-def test_conversation_goes_line_by_line(machine: Machine) -> None:
-    session, _ = machine
+def test_conversation_goes_line_by_line(session: Any) -> None:
     talk = session.converse(["sh", "-c", 'while read -r line; do echo "got $line"; done; echo bye'])
     for line in ("one", "two words", "$(x)"):
         talk.send_line(line)
@@ -162,8 +157,7 @@ def test_conversation_goes_line_by_line(machine: Machine) -> None:
     talk.close()
 
 
-def test_conversation_takes_bytes_at_the_pace_that_they_are_read(machine: Machine) -> None:
-    session, _ = machine
+def test_conversation_takes_bytes_at_the_pace_that_they_are_read(session: Any) -> None:
     content = os.urandom(1000) * 5000
     talk = session.converse(
         ["sh", "-c", "sleep 0.2; head -c 5000000 | sha256sum; exec 0<&-; echo closed; sleep 1000"]
@@ -174,8 +168,7 @@ def test_conversation_takes_bytes_at_the_pace_that_they_are_read(machine: Machin
     talk.close()
 
 
-def test_bytes_for_a_command_that_has_ended_are_refused(machine: Machine) -> None:
-    session, _ = machine
+def test_bytes_for_a_command_that_has_ended_are_refused(session: Any) -> None:
     talk = session.converse(["sh", "-c", "echo bye; exit 3"])
     with pytest.raises(EOFError, match="has ended"):
         talk.send_bytes(bytes(20_000_000))
@@ -184,8 +177,7 @@ def test_bytes_for_a_command_that_has_ended_are_refused(machine: Machine) -> Non
     talk.close()
 
 
-def test_conversation_has_deadlines_and_continues_after_one(machine: Machine) -> None:
-    session, _ = machine
+def test_conversation_has_deadlines_and_continues_after_one(session: Any) -> None:
     talk = session.converse(["cat"])
     with pytest.raises(DeadlineError, match="did not respond"):
         talk.read_line(deadline_s=0.2)
@@ -194,8 +186,7 @@ def test_conversation_has_deadlines_and_continues_after_one(machine: Machine) ->
     talk.close()
 
 
-def test_conversation_raises_when_the_command_has_ended(machine: Machine) -> None:
-    session, _ = machine
+def test_conversation_raises_when_the_command_has_ended(session: Any) -> None:
     talk = session.converse(["sh", "-c", "printf unfinished; echo why >&2; exit 5"])
     assert talk.read_line(deadline_s=scaled(30)) == "unfinished"
     with pytest.raises(EOFError):
@@ -207,16 +198,14 @@ def test_conversation_raises_when_the_command_has_ended(machine: Machine) -> Non
     talk.close()
 
 
-def test_endless_line_is_an_error_and_not_endless_memory(machine: Machine) -> None:
-    session, _ = machine
+def test_endless_line_is_an_error_and_not_endless_memory(session: Any) -> None:
     talk = session.converse(["cat", "/dev/zero"])
     with pytest.raises(RemoteCommandError, match="a line of more than"):
         talk.read_line(deadline_s=scaled(60))
     talk.close()
 
 
-def test_closing_a_conversation_ends_the_process_group(machine: Machine) -> None:
-    session, home = machine
+def test_closing_a_conversation_ends_the_process_group(session: Any, home: Path) -> None:
     talk = session.converse(["sh", "-c", "sleep 1000 & echo $! >child; echo $$; wait"])
     parent = int(talk.read_line(deadline_s=scaled(30)))
     child = wait_for_pid(home / "child")

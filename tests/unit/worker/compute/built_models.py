@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from csdctl.worker.compute.backend import load_backend
 from csdctl.worker.compute.model import save_weights
 from csdctl.worker.compute.recipe import compile_model
@@ -18,6 +20,17 @@ def make_step(model: Any, recipe: Recipe, samples: Any, labels: Any, **options: 
     """Return the step of `model`, compiled here, for samples and labels of this form."""
     compile_model(model, recipe, keras())
     return Step(model, recipe, (samples[:0], labels[:0]), *load_backend(), **options)
+
+
+def as_records(fields: dict[str, Any], weights: Any = None) -> np.ndarray[Any, Any]:
+    """Return arrays, such as labels of several outputs, as prepared data has them."""
+    arrays = fields if weights is None else {**fields, "sample_weight": weights}
+    types = {name: "i4" if array.dtype.kind == "i" else "f4" for name, array in arrays.items()}
+    kinds = [(name, types[name], array.shape[1:]) for name, array in arrays.items()]
+    records = np.empty(len(next(iter(arrays.values()))), kinds)
+    for name, array in arrays.items():
+        records[name] = array
+    return records
 
 
 def carry(model: Any, directory: Path, recipe: Recipe | None = None) -> tuple[str, str]:

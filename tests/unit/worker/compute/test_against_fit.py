@@ -16,7 +16,7 @@ from csdctl.worker.protocol.recipe import LossTerm, Recipe
 from csdctl.worker.protocol.run_spec import RankSpec, Runtime
 from csdctl.worker.tasks.progress import Reporter
 from csdctl.worker.tasks.train import EVALUATION_BATCH, evaluate
-from tests.unit.worker.compute.built_models import keras, make_step
+from tests.unit.worker.compute.built_models import as_records, keras, make_step
 from tests.unit.worker.ingest.prepared_data import slice_of
 
 pytestmark = pytest.mark.first(6)
@@ -128,18 +128,10 @@ def with_all_of_these() -> Any:
     return model
 
 
-def as_records(labels: Any, weights: Array | None) -> Array:
-    """Return labels as prepared data has them."""
-    if not isinstance(labels, dict) and weights is None:
-        return np.asarray(labels)
-    fields: dict[str, Array] = dict(labels) if isinstance(labels, dict) else {"label": labels}
-    if weights is not None:
-        fields["sample_weight"] = weights
-    size = len(next(iter(fields.values())))
-    records = np.empty(size, [(name, values.dtype, values.shape[1:]) for name, values in fields.items()])
-    for name, values in fields.items():
-        records[name] = values
-    return records
+def records_of(labels: Any, weights: Array | None) -> Array:
+    if isinstance(labels, dict):
+        return as_records(labels, weights)
+    return labels if weights is None else as_records({"label": labels}, weights)
 
 
 def rows(labels: Any, part: slice) -> Any:
@@ -214,7 +206,7 @@ def test_unequal_batches_take_the_steps_of_fit(case: str) -> None:
     ours.set_weights(theirs.get_weights())
     rate = compile_model(theirs, recipe, keras()).learning_rate
     assert rate is not None
-    records = as_records(labels, weights)
+    records = records_of(labels, weights)
     step = make_step(ours, recipe, samples, records, micro_batch_size=one.micro_batch_size)
     class_weight = {int(number): weight for number, weight in recipe.class_weight.items()} or None
     for number in range(NUM_STEPS):
@@ -283,7 +275,7 @@ def test_validation_is_that_of_keras_evaluate(tmp_path: Path, *, is_weighted: bo
     expected = model.evaluate(
         samples, labels, sample_weight=weights, batch_size=count, return_dict=True, verbose=0
     )
-    records = as_records(labels, weights)
+    records = records_of(labels, weights)
     np.save(tmp_path / "images.npy", samples)
     np.save(tmp_path / "labels.npy", records)
     part, step = slice_of(tmp_path), make_step(model, recipe, samples, records)
@@ -307,7 +299,7 @@ def test_class_weights_multiply_those_of_samples_and_count_in_training_alone(*, 
         model.test_on_batch(samples, labels, sample_weight=one, return_dict=True)["loss"]
         for one in (weights * of_class, weights)
     )
-    records = as_records(labels, weights)
+    records = records_of(labels, weights)
     step = make_step(model, recipe, samples, records)
     assert step.evaluate(samples, records).mean_loss == pytest.approx(float(in_validation), rel=TOLERANCE)
     trained = step.read_sums(np.array(step.local(samples, records)))

@@ -1,7 +1,6 @@
 """Features by LiteRT are those of Keras but for rounding; where LiteRT is missing, that is said."""
 
 import dataclasses
-import hashlib
 import sys
 from pathlib import Path
 
@@ -9,10 +8,10 @@ import numpy as np
 import pytest
 
 from csdctl.worker.compute.forward import convert, feature_pass
-from csdctl.worker.compute.model import save_weights
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.run_spec import Prefix
 from tests.unit.worker.compute.built_models import keras
+from tests.unit.worker.ingest.prepared_data import store, store_prefix
 
 
 def prefix_in(directory: Path) -> Prefix:
@@ -28,17 +27,7 @@ def prefix_in(directory: Path) -> Prefix:
             layers.GlobalAveragePooling2D(),
         ]
     )
-    (directory / "prefix.json").write_text(model.to_json())
-    save_weights(directory / "prefix.npz", model.get_weights())
-    stored = [_store(directory / name) for name in ("prefix.json", "prefix.npz")]
-    return Prefix(*stored, (0.0, 1.0))
-
-
-def _store(path: Path) -> str:
-    """Rename a file as the store does: by its content."""
-    target = path.with_name(hashlib.sha256(path.read_bytes()).hexdigest() + path.suffix)
-    path.rename(target)
-    return str(target)
+    return store_prefix(directory, model)
 
 
 @pytest.mark.parametrize("input_range", [(0.0, 1.0), (-1.0, 3.0), None])
@@ -48,7 +37,7 @@ def test_features_are_those_of_keras(tmp_path: Path, input_range: tuple[float, f
     prefix = dataclasses.replace(prefix_in(tmp_path), input_range=input_range)
     output = tmp_path / "prefix.tflite"
     assert convert(prefix, output, tf, keras()) == output.stat().st_size
-    lite = dataclasses.replace(prefix, lite=_store(output))
+    lite = dataclasses.replace(prefix, lite=store(output))
     samples = np.random.default_rng(0).integers(0, 256, (70, 12, 12, 3)).astype(np.uint8)
     expected, found = (feature_pass(one, lambda: (tf, keras()), 1).run(samples) for one in (prefix, lite))
     assert found.shape == expected.shape == (70, 8)
@@ -59,7 +48,7 @@ def test_machine_without_litert_says_so(tmp_path: Path, monkeypatch: pytest.Monk
     for name in ("ai_edge_litert", "ai_edge_litert.interpreter"):
         monkeypatch.setitem(sys.modules, name, None)
     (tmp_path / "model.tflite").write_bytes(b"any")
-    lite = _store(tmp_path / "model.tflite")
+    lite = store(tmp_path / "model.tflite")
     with pytest.raises(WorkerError, match="has no LiteRT") as error:
         feature_pass(Prefix("", "", None, lite=lite), pytest.fail, 1)
     assert "ai-edge-litert" in error.value.remedy

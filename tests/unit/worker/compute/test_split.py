@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from csdctl.worker.compute.backend import load_backend
 from csdctl.worker.compute.recipe import compile_model
 from csdctl.worker.compute.split import PrefixStep, SplitStep, micro_batch_size, micro_batch_sizes
 from csdctl.worker.compute.step import Step
@@ -150,16 +151,16 @@ def compiled(build: Callable[[], Any], recipe: Recipe) -> Any:
 @pytest.mark.parametrize("name", CASES)
 def test_parts_take_the_steps_of_the_whole_model(name: str) -> None:
     build, layer, recipe = CASES[name]
-    import tensorflow as tf
-
     generator = np.random.default_rng(0)
     samples = [generator.random((size, 9, 9, 3), np.float32) for size in PARTS]
     example = samples[0][:0], labels_of(name, generator, 0)
-    whole, single = (Step(compiled(build, recipe), recipe, example, tf, keras()) for _ in range(2))
-    host = SplitStep(whole, layer, recipe, example, tf, keras(), weight=WEIGHTS[0])
+    whole, single = (Step(compiled(build, recipe), recipe, example, *load_backend()) for _ in range(2))
+    host = SplitStep(whole, layer, recipe, example, *load_backend(), weight=WEIGHTS[0])
     nodes = [
         PrefixStep(
-            *(compiled(build, recipe), layer, recipe, example, tf, keras()), rank=rank, weight=WEIGHTS[rank]
+            *(compiled(build, recipe), layer, recipe, example, *load_backend()),
+            rank=rank,
+            weight=WEIGHTS[rank],
         )
         for rank in range(1, len(PARTS))
     ]
@@ -211,10 +212,8 @@ class Sends:
     ],
 )
 def test_what_a_rank_sends_is_its_own_fault(value: float, label: int, size: int, reason: str) -> None:
-    import tensorflow as tf
-
     model = compiled(pictures, SGD)
-    host = SplitStep(Step(model, SGD, EXAMPLE, tf, keras()), "join", SGD, EXAMPLE, tf, keras())
+    host = SplitStep(Step(model, SGD, EXAMPLE, *load_backend()), "join", SGD, EXAMPLE, *load_backend())
     content = np.full((size, 7, 7, 8), value, np.float32).tobytes() + np.full(size, label, np.int32).tobytes()
     exchange = Exchange(host, Sends(content), EXAMPLE[1])  # type: ignore[arg-type]
     out = np.zeros(host.layout.step_size, np.float32)
@@ -224,10 +223,8 @@ def test_what_a_rank_sends_is_its_own_fault(value: float, label: int, size: int,
 
 
 def test_cut_that_does_not_exist_names_those_that_do() -> None:
-    import tensorflow as tf
-
     with pytest.raises(WorkerError, match="cannot be cut behind 'nowhere'; its cuts: stem, "):
-        PrefixStep(compiled(pictures, SGD), "nowhere", SGD, EXAMPLE, tf, keras())
+        PrefixStep(compiled(pictures, SGD), "nowhere", SGD, EXAMPLE, *load_backend())
 
 
 @pytest.mark.parametrize(

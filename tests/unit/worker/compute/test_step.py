@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from csdctl.worker.compute.step import Step, Sums, add_sums
+from csdctl.worker.compute.step import Step
 from csdctl.worker.protocol.recipe import Recipe
 from tests.unit.worker.compute.built_models import keras, make_step
 
@@ -84,17 +84,3 @@ def test_rank_alone_counts_its_samples_with_their_weight() -> None:
     assert expected.count == pytest.approx(0.25 * len(SAMPLES))
     for one, other in zip(state_of(apart), state_of(alone), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-5)
-
-
-def test_learning_rate_and_random_states_are_those_that_are_set() -> None:
-    step = own_step()
-    step.set_step(3, 0.025)
-    assert float(step.optimizer.learning_rate) == pytest.approx(0.025)
-    assert step.seeds.position == (3, 0)
-
-
-def test_sums_add_losses_states_and_counts() -> None:
-    """Of nothing, as a new epoch begins, there are no states yet."""
-    found = add_sums([Sums(0.0, (), 0.0), Sums(2.0, (1.0, 4.0), 4.0), Sums(3.0, (0.5, 6.0), 1.0)])
-    assert found == Sums(5.0, (1.5, 10.0), 5.0)
-    assert found.mean_loss == 1.0

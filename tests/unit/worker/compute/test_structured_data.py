@@ -8,6 +8,7 @@ import pytest
 from csdctl.worker.compute.backend import load_backend
 from csdctl.worker.compute.step import Step
 from csdctl.worker.protocol.recipe import Recipe
+from tests.unit.worker.compute.built_models import as_records
 
 tf, keras = load_backend()
 
@@ -17,14 +18,6 @@ INPUTS = {"b": GENERATOR.random((COUNT, 1)), "a": GENERATOR.random((COUNT, 3))}
 LABELS = {"kind": np.arange(COUNT) % 2, "age": GENERATOR.random(COUNT)}
 WEIGHTS = np.linspace(0, 2, COUNT)
 LOSSES = {"kind": "sparse_categorical_crossentropy", "age": "mse"}
-
-
-def records(arrays: dict[str, Any]) -> np.ndarray:
-    types = {name: "i4" if array.dtype.kind == "i" else "f4" for name, array in arrays.items()}
-    made = np.zeros(COUNT, [(name, types[name], array.shape[1:]) for name, array in arrays.items()])
-    for name, array in arrays.items():
-        made[name] = array
-    return made
 
 
 def build(*, named: bool, normalized: bool = False, features: bool = False) -> Any:
@@ -62,29 +55,29 @@ def test_dicts_are_taken_by_name_in_any_order(normalized: bool) -> None:
     model = build(named=True, normalized=normalized)
     expected = loss_of_keras(model, INPUTS, LABELS)
     for order in (list, lambda names: list(reversed(list(names)))):
-        samples = records({name: INPUTS[name] for name in order(INPUTS)})
-        labels = records({name: LABELS[name] for name in order(LABELS)} | {"sample_weight": WEIGHTS})
+        samples = as_records({name: INPUTS[name] for name in order(INPUTS)})
+        labels = as_records({name: LABELS[name] for name in order(LABELS)}, WEIGHTS)
         assert loss_of(model, samples, labels) == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("named", [False, True])
 def test_tuples_are_taken_in_order(named: bool) -> None:
     model = build(named=named)
-    samples = records({"input_0": INPUTS["a"], "input_1": INPUTS["b"]})
-    labels = {"output_0": LABELS["kind"], "output_1": LABELS["age"], "sample_weight": WEIGHTS}
+    samples = as_records({"input_0": INPUTS["a"], "input_1": INPUTS["b"]})
+    labels = as_records({"output_0": LABELS["kind"], "output_1": LABELS["age"]}, WEIGHTS)
     expected = loss_of_keras(
         model,
         INPUTS if named else [INPUTS["a"], INPUTS["b"]],
         LABELS if named else [LABELS["kind"], LABELS["age"]],
     )
-    assert loss_of(model, samples, records(labels)) == pytest.approx(expected, rel=1e-6)
+    assert loss_of(model, samples, labels) == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("named", [False, True])
 def test_output_without_a_loss_needs_no_labels(named: bool) -> None:
     model = build(named=named, features=True)
-    labels = records({**LABELS, "sample_weight": WEIGHTS})
-    found = loss_of(model, records(INPUTS), labels)
+    labels = as_records(LABELS, WEIGHTS)
+    found = loss_of(model, as_records(INPUTS), labels)
     if named:
         expected = loss_of_keras(model, INPUTS, LABELS)
     else:

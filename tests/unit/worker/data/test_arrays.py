@@ -87,8 +87,8 @@ def test_file_with_another_hash_is_refused_with_both_hashes(tmp_path: Path) -> N
 FIELDS = json.dumps([["kind", "int32", [4]], ["age", "float32", []], ["sample_weight", "float32", []]])
 
 
-def random(info: DatasetInfo, count: int = 500) -> tuple[np.ndarray, np.ndarray]:
-    return random_batch(np.random.default_rng(0), info, count)
+def random(info: DatasetInfo, **options: int) -> tuple[np.ndarray, np.ndarray]:
+    return random_batch(np.random.default_rng(0), info, 500, **options)
 
 
 def test_labels_of_several_outputs_are_in_range() -> None:
@@ -101,17 +101,22 @@ def test_labels_of_several_outputs_are_in_range() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "largest", "highest"),
+    ("dtype", "largest", "options", "highest"),
     [
-        ("int64", {"": 5}, 5),
-        ("int32", {"": 0}, 0),
-        ("int16", {"": -1}, 0),
-        ("uint8", {}, 127),
-        ("int64", {}, 127),
+        ("int64", {"": 5}, {}, 5),
+        ("int32", {"": 0}, {}, 0),
+        ("int16", {"": -1}, {}, 0),
+        ("uint8", {}, {}, 127),
+        ("int64", {}, {}, 127),
+        *(("int64", largest, {"num_indices": 40}, 39) for largest in ({"": 119}, {})),
+        ("int64", {"": 5}, {"num_indices": 40}, 5),
     ],
 )
-def test_indices_are_in_range(dtype: str, largest: dict[str, int], highest: int) -> None:
-    samples, _ = random(DatasetInfo("d", 9, (7,), dtype, (), 2, "f", max_values=largest))
+def test_indices_are_in_range(
+    dtype: str, largest: dict[str, int], options: dict[str, int], highest: int
+) -> None:
+    """Columns of one input may be indices of several embeddings."""
+    samples, _ = random(DatasetInfo("d", 9, (7,), dtype, (), 2, "f", max_values=largest), **options)
     assert (samples.min(), samples.max(), str(samples.dtype)) == (0, highest, dtype)
 
 
@@ -122,12 +127,3 @@ def test_types_of_fields_are_those_that_ranks_use() -> None:
     assert dtype_to_text(as_samples(records).dtype) == f'[["a", "uint8", [2]], {floats}'
     plain = np.zeros(3, np.float16)
     assert as_samples(plain) is plain
-
-
-@pytest.mark.parametrize(("largest", "highest"), [({"": 119}, 39), ({"": 5}, 5), ({}, 39)])
-def test_columns_of_one_input_may_be_indices_of_several_embeddings(
-    largest: dict[str, int], highest: int
-) -> None:
-    info = DatasetInfo("d", 9, (2,), "int64", (), 1, "f", max_values=largest)
-    samples, _ = random_batch(np.random.default_rng(0), info, 500, num_indices=40)
-    assert (samples.min(), samples.max()) == (0, highest)

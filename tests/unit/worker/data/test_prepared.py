@@ -52,6 +52,13 @@ def one_rank(private: DatasetSlice | None, public: DatasetSlice | None, sizes: t
     return run_of(rank, public=public)
 
 
+def repeating(private: DatasetSlice, public: DatasetSlice, num_repeated: int) -> RunSpec:
+    """Return a run of one rank that reads so many of its 20 private samples again."""
+    sizes = (20 + num_repeated, 60)
+    rank = RankSpec(0, "host", 8, Runtime(1), private, public, *sizes, num_repeated=num_repeated)
+    return run_of(rank, public=public)
+
+
 def epoch_of(spec: RunSpec, batch_size: int, epoch: int = 1, rank: int = 0) -> list[list[int]]:
     """Return the labels of every batch of an epoch."""
     me = spec.ranks[rank]
@@ -233,9 +240,7 @@ def test_different_numbers_of_samples_and_labels_are_refused_and_named(tmp_path:
 def test_repeated_private_samples_are_read_equally_often(
     part: DatasetSlice, other: DatasetSlice, num_repeated: int, batch_size: int, epoch: int
 ) -> None:
-    spec = one_rank(other, part, (20 + num_repeated, 60))
-    rank = dataclasses.replace(spec.ranks[0], num_repeated=num_repeated)
-    read = list(chain(*epoch_of(dataclasses.replace(spec, ranks=(rank,)), batch_size, epoch)))
+    read = list(chain(*epoch_of(repeating(other, part, num_repeated), batch_size, epoch)))
     private = [label for label in read if label >= 100]
     times = [private.count(label) for label in range(100, 120)]
     assert sum(times) == 20 + num_repeated
@@ -248,9 +253,7 @@ def test_repeated_private_samples_are_read_equally_often(
 def test_private_samples_come_first_in_a_batch_and_their_copies_are_counted(
     part: DatasetSlice, other: DatasetSlice, num_repeated: int, batch_size: int
 ) -> None:
-    spec = one_rank(other, part, (20 + num_repeated, 60))
-    rank = dataclasses.replace(spec.ranks[0], num_repeated=num_repeated)
-    reader = EpochReader(dataclasses.replace(spec, ranks=(rank,)), 0)
+    reader = EpochReader(repeating(other, part, num_repeated), 0)
     reader.set_epoch(1)
     segment = begin_epoch([OwnSamples(20 + num_repeated, 60)], {0: batch_size})
     for step in range(segment.stop_step):

@@ -62,14 +62,6 @@ def test_every_rank_notices_at_once_that_one_is_lost(group: Group) -> None:
     assert [group.answer(0), group.answer(1)] == ["lost", "lost"]
 
 
-@pytest.mark.fault(48)
-def test_every_rank_notices_that_mpirun_is_lost(group: Group) -> None:
-    group.all("choose star")
-    group.send(1, "sum")
-    group.mpirun.kill()
-    assert group.answer(1) == "lost"
-
-
 def test_rank_reports_the_ranks_that_it_waits_for(group: Group) -> None:
     group.all("choose star")
     group.send(0, "sum")

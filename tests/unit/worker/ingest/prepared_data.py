@@ -1,6 +1,7 @@
 """What the tests of `prepare` and `extract` share: data, models, stores, interruptions, refusals."""
 
 import hashlib
+import os
 import resource
 import signal
 from collections.abc import Callable, Iterator
@@ -61,7 +62,7 @@ def refusal(spec: PrepareSpec, message: str, **options: Any) -> str:
 
 
 @contextmanager
-def full_disk(num_bytes: int = 1000) -> Iterator[None]:
+def full_disk(num_bytes: int) -> Iterator[None]:
     """Let no file become larger."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -77,11 +78,32 @@ def sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
+def swap(path: Path) -> None:
+    """Change the content of a file, with its size and time as before."""
+    status = path.stat()
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
 def slice_of(directory: Path | str, **settings: Any) -> DatasetSlice:
     """Return the samples and labels in a directory, as they are now; a file may be missing."""
     paths = [Path(directory, f"{name}.npy") for name in ("images", "labels")]
     hashes = [sha256(path) if path.exists() else "" for path in paths]
     return DatasetSlice(*map(str, paths), images_sha256=hashes[0], labels_sha256=hashes[1], **settings)
+
+
+def store(path: Path) -> str:
+    """Rename a file as the store does: by its content."""
+    return str(path.rename(path.with_name(f"{sha256(path)}{path.suffix}")))
+
+
+def store_prefix(directory: Path, model: Any, weights: list[Any] | None = None) -> Prefix:
+    """Write a model as nodes receive it."""
+    (directory / "model.json").write_text(model.to_json())
+    save_weights(directory / "model.npz", model.get_weights() if weights is None else weights)
+    return Prefix(*(store(directory / f"model.{suffix}") for suffix in ("json", "npz")), None)
 
 
 def extract_spec(directory: Path, *layers: Any, weights: list[Any] | None = None) -> ExtractSpec:
@@ -92,11 +114,7 @@ def extract_spec(directory: Path, *layers: Any, weights: list[Any] | None = None
     model = keras().Sequential([keras().Input((6,)), *(layers or [keras().layers.Dense(5, name="dense")])])
     if weights is None:
         weights = model.get_weights() if layers else [np.ones((6, 5), np.float32), np.zeros(5, np.float32)]
-    (directory / "model.json").write_text(model.to_json())
-    save_weights(directory / "model.npz", weights)
-    named = directory / f"{sha256(directory / 'model.npz')}.npz"
-    (directory / "model.npz").rename(named)
-    prefix = Prefix(str(directory / "model.json"), str(named), None)
+    prefix = store_prefix(directory, model, weights)
     return ExtractSpec(slice_of(directory), str(directory / "store"), prefix, Runtime())
 
 

@@ -1,7 +1,6 @@
 """Data that was prepared before: it is described as it was, or prepared again."""
 
 import json
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +10,7 @@ import pytest
 
 from csdctl.worker.ingest.prepare import prepare
 from csdctl.worker.protocol.datasets import DatasetInfo, PrepareSpec
-from tests.unit.worker.ingest.prepared_data import sha256, spec_below
+from tests.unit.worker.ingest.prepared_data import sha256, spec_below, swap
 
 
 @pytest.fixture(params=["copied", "in place"])
@@ -30,15 +29,6 @@ def files_of(info: DatasetInfo) -> list[Path]:
 
 def hashes_of(info: DatasetInfo) -> list[str]:
     return list(map(sha256, files_of(info)))
-
-
-def swap(path: Path) -> None:
-    """Change the content of a file, with its size and time as before."""
-    status = path.stat()
-    content = bytearray(path.read_bytes())
-    content[-4:] = b"\x01\x02\x03\x04"
-    path.write_bytes(content)
-    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
 def description_of(spec: PrepareSpec, info: DatasetInfo) -> Path:

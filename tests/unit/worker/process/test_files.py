@@ -1,7 +1,6 @@
 """Files that survive a crash, and files that no other user can have made or read."""
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,44 +41,6 @@ def test_private_file_is_made_for_this_user_alone(tmp_path: Path) -> None:
     for is_creating in (True, False):
         os.close(open_private(tmp_path / "it", is_creating=is_creating))
         assert (tmp_path / "it").stat().st_mode & 0o777 == 0o600
-
-
-def link(path: Path) -> None:
-    path.rename(path.with_name("other"))
-    path.symlink_to(path.with_name("other"))
-
-
-def second_name(path: Path) -> None:
-    path.with_name("other").hardlink_to(path)
-
-
-def pipe(path: Path) -> None:
-    path.unlink()
-    os.mkfifo(path, 0o600)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        link,
-        second_name,
-        pipe,
-        lambda path: path.chmod(0o640),
-        lambda path: path.chmod(0o602),
-        lambda path: path.parent.chmod(0o770),
-        lambda path: path.parent.chmod(0o702),
-    ],
-    ids=["link", "second name", "pipe", "group reads", "others write", "group's folder", "others' folder"],
-)
-@pytest.mark.parametrize("is_creating", [True, False])
-def test_file_that_another_user_could_have_made_is_refused(
-    tmp_path: Path, change: Callable[[Path], Any], *, is_creating: bool
-) -> None:
-    path = tmp_path / "it"
-    os.close(open_private(path, is_creating=True))
-    change(path)
-    with pytest.raises(OSError, match="expected a|Too many levels"):
-        open_private(path, is_creating=is_creating)
 
 
 def test_no_more_is_asked_of_a_file_than_it_has(tmp_path: Path) -> None:

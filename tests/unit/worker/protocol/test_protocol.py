@@ -7,7 +7,7 @@ import typing
 from typing import Annotated, Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from csdctl.worker.protocol import datasets, events, json_codec, orders, probe
@@ -91,11 +91,6 @@ MESSAGES: list[Any] = [
     *(datasets.DatasetInfo, datasets.PrepareProgress, datasets.PrepareSpec),
     *(ModelInfo, RunSpec, probe.ProbeSpec, probe.ProbeRequest, probe.AttachRequest, probe.ProbeResult),
 ]
-JSON_VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
-    max_leaves=12,
-)
 
 
 @pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
@@ -267,26 +262,6 @@ def test_brackets_in_strings_and_beside_each_other_are_not_depth() -> None:
     assert len(json_codec.parse_json("[" + ",".join(["[[]]"] * 1000) + "]")) == 1000
     nested = "[" * json_codec.MAX_DEPTH + "]" * json_codec.MAX_DEPTH
     assert json_codec.parse_json(nested)
-
-
-@given(JSON_VALUES, st.sampled_from(sorted(events.EVENTS)))
-@settings(max_examples=300, deadline=None)
-def test_any_json_is_an_event_or_refused(value: Any, name: str) -> None:
-    fields = dict.fromkeys(typing.get_type_hints(events.EVENTS[name]), value)
-    for content in (value, {"event": name, **fields}, {"event": value}):
-        try:
-            event = events.event_from_line(events.EVENT_PREFIX + json.dumps(content))
-        except ProtocolError:
-            continue
-        assert isinstance(event, events.Event)
-        assert isinstance(events.event_from_line(events.event_to_line(event)), type(event))
-
-
-@given(st.text(max_size=100))
-@settings(deadline=None)
-def test_any_text_is_an_order_or_refused(text: str) -> None:
-    with pytest.raises(ProtocolError):
-        orders.order_from_line(text)
 
 
 def test_text_of_a_failure_is_cut_and_can_be_shown() -> None:

@@ -31,12 +31,6 @@ def test_best_epoch_has_the_smallest_loss_which_is_that_of_training_without_vali
     assert found[-1][0].best_epoch == 6
 
 
-def test_larger_accuracy_is_better() -> None:
-    recipe = Recipe(early_stopping=EarlyStopping("validation_accuracy", patience=2))
-    found = run(recipe, [0.5, 0.7, 0.6, 0.69], "validation_accuracy")
-    assert [one.is_stopping for one, _ in found] == [False, False, False, True]
-
-
 def test_plateau_lowers_the_learning_rate_down_to_its_minimum() -> None:
     recipe = Recipe(reduce_on_plateau=ReduceOnPlateau(patience=2, factor=0.1, min_factor=0.05))
     found = run(recipe, [1.0, 1.0, 1.0, 1.0, 1.0, 0.5])

@@ -1,6 +1,5 @@
 """The session of a rank, in a process of its own that receives orders on its standard input."""
 
-import dataclasses
 import os
 import subprocess
 import sys
@@ -46,21 +45,10 @@ os._exit(0)
 """
 
 
-SPEC = RunSpec(
-    run_id="session-test",
-    architecture="",
-    weights="",
-    recipe=Recipe(),
-    ranks=(RankSpec(0, "host", 8, Runtime(), None, None, 0, 80),),
-    public=None,
-    validation=None,
-    output_directory="",
-    task=TaskSpec("connects"),
-)
-
-
 def test_links_are_accepted_until_the_task_has_finished() -> None:
-    spec = dataclasses.replace(SPEC, run_id=f"session-test-{os.getpid()}")
+    ranks = (RankSpec(0, "host", 8, Runtime(), None, None, 0, 80),)
+    run_id, task = f"session-test-{os.getpid()}", TaskSpec("connects")
+    spec = RunSpec(run_id, "", "", Recipe(), ranks, None, None, "", task=task)
     with subprocess.Popen(
         [sys.executable, "-c", PROGRAM, to_json(spec)],
         stdin=subprocess.PIPE,

@@ -1,10 +1,6 @@
 """The state of a training, saved and restored, also after its writer died while writing."""
 
-import contextlib
-import io
 import os
-import signal
-import struct
 import subprocess
 import sys
 from dataclasses import dataclass, replace
@@ -13,8 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.data.schedule import OwnSamples, Span, begin_epoch
@@ -119,22 +113,6 @@ def test_impossible_position_is_refused_before_any_variable_changes(name: str) -
     assert all((np.asarray(one.value) == 0).all() for one in into)
 
 
-def test_position_nested_too_deeply_is_refused() -> None:
-    text = b"[" * 100_000
-    bomb = np.frombuffer(struct.pack("<QQ32s", len(text), 48 + len(text), b"") + text, np.uint8)
-    with pytest.raises(WorkerError, match="expected JSON of at most"):
-        unpack(bomb, variables(), OWN)
-
-
-@given(st.data())
-def test_damaged_state_is_refused_or_read_and_never_a_defect(data: st.DataObject) -> None:
-    packed = pack(variables()[:2], POSITION).copy()
-    for _ in range(data.draw(st.integers(1, 8))):
-        packed[data.draw(st.integers(0, len(packed) - 1))] = data.draw(st.integers(0, 255))
-    with contextlib.suppress(WorkerError):
-        unpack(packed[: data.draw(st.integers(0, len(packed)))], variables()[:2], OWN)
-
-
 def test_hash_of_a_state_depends_on_variables_and_position() -> None:
     positions = [replace(POSITION, total_steps=steps) for steps in (8, 9)]
     hashes = {hash_state(variables(fill), position) for fill in (1, 2) for position in positions}
@@ -142,123 +120,99 @@ def test_hash_of_a_state_depends_on_variables_and_position() -> None:
     assert hash_state(variables(1), POSITION) == hash_state(variables(1), POSITION)
 
 
-def test_step_file_returns_the_latest_state(tmp_path: Path) -> None:
-    file = StepFile(tmp_path / "state", variables())
-    for step in range(1, 6):
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "state"
+
+
+def write_steps(path: Path, *steps: int) -> StepFile:
+    """Write a state after each step, full of the number of the step."""
+    file = StepFile(path, variables())
+    file.read()
+    for step in steps:
         file.write(variables(step), replace(POSITION, total_steps=step))
-    packed = StepFile(tmp_path / "state", variables()).read()
+    return file
+
+
+def step_of(packed: Array | None) -> int:
+    """Return the steps of a state, which is full of this number."""
     assert packed is not None
     into = variables()
-    assert unpack(packed, into, OWN).total_steps == 5
-    assert into[1].value == 5
+    steps = unpack(packed, into, OWN).total_steps
+    assert all((np.asarray(one.value) == steps).all() for one in into)
+    return steps
 
 
-def test_step_file_exists_from_the_first_step_on(tmp_path: Path) -> None:
-    file = StepFile(tmp_path / "state", variables())
+def read_step(path: Path) -> int:
+    return step_of(StepFile(path, variables()).read())
+
+
+def test_step_file_exists_from_the_first_step_on_and_returns_the_latest_state(path: Path) -> None:
+    file = write_steps(path)
     assert file.read() is None
-    assert not (tmp_path / "state").exists()
-    file.write(variables(), POSITION)
-    assert file.read() is not None
-    assert (tmp_path / "state").stat().st_mode & 0o777 == 0o600
-
-
-def test_restarted_writer_overwrites_the_older_state_first(tmp_path: Path) -> None:
-    file = StepFile(tmp_path / "state", variables())
-    for step in (45, 46, 47):
-        file.write(variables(step), replace(POSITION, total_steps=step))
-    again = StepFile(tmp_path / "state", variables())
-    again.read()
-    again.write(variables(48), replace(POSITION, total_steps=48))
-    content = (tmp_path / "state").read_bytes()
-    half = len(content) // 2
-    steps = {StepFile._MARK.unpack(content[start : start + StepFile._MARK.size])[0] for start in (0, half)}
-    assert steps == {47, 48}
+    assert not path.exists()
+    for steps in ((45,), (46, 47), (48, 49)):
+        write_steps(path, *steps)
+        assert read_step(path) == steps[-1]
+    assert path.stat().st_mode & 0o777 == 0o600
 
 
 def test_state_that_cannot_be_written_to_its_end_leaves_the_one_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = StepFile(tmp_path / "state", variables())
-    for step in (45, 46):
-        file.write(variables(step), replace(POSITION, total_steps=step))
+    """Also by a process that was started again: it writes over the older state first."""
 
     def write_half(variables: Any, position: Position, out: Array) -> Array:
         out[: len(out) // 2] = 7
         raise InterruptedError
 
-    monkeypatch.setattr(checkpointer, "pack", write_half)
-    with pytest.raises(InterruptedError):
-        file.write(variables(47), replace(POSITION, total_steps=47))
-    packed = StepFile(tmp_path / "state", variables()).read()
-    assert packed is not None
-    assert unpack(packed, variables(), OWN).total_steps == 46
+    for steps in ((45, 46), (47,)):
+        write_steps(path, *steps)
+        started_again = write_steps(path)
+        with monkeypatch.context() as patch:
+            patch.setattr(checkpointer, "pack", write_half)
+            with pytest.raises(InterruptedError):
+                started_again.write(variables(), POSITION)
+        assert read_step(path) == steps[-1]
 
 
 @pytest.mark.parametrize("half", [0, 1])
 @pytest.mark.parametrize("place", [12, 17, StepFile._MARK.size + 60])
-def test_half_of_a_step_file_that_is_damaged_is_left_out(tmp_path: Path, half: int, place: int) -> None:
+def test_half_of_a_step_file_that_is_damaged_is_left_out(path: Path, half: int, place: int) -> None:
     """In its mark, size or checksum; or in what the checksum covers."""
-    file = StepFile(tmp_path / "state", variables())
-    for step in (45, 46):
-        file.write(variables(step), replace(POSITION, total_steps=step))
-    content = bytearray((tmp_path / "state").read_bytes())
+    write_steps(path, 45, 46)
+    content = bytearray(path.read_bytes())
     content[half * (len(content) // 2) + place] ^= 0x80
-    (tmp_path / "state").write_bytes(content)
-    packed = StepFile(tmp_path / "state", variables()).read()
-    assert packed is not None
-    assert unpack(packed, variables(), OWN).total_steps == (46 if half == 0 else 45)
-
-
-def test_step_file_of_another_size_is_not_read(tmp_path: Path) -> None:
-    StepFile(tmp_path / "state", variables()).write(variables(1), POSITION)
-    with (tmp_path / "state").open("ab") as file:
-        file.write(b"more")
-    assert StepFile(tmp_path / "state", variables()).read() is None
+    path.write_bytes(content)
+    assert read_step(path) == (46 if half == 0 else 45)
 
 
 WRITER = """
 import sys
 from pathlib import Path
-from dataclasses import replace
-from tests.unit.worker.tasks.test_state import POSITION, StepFile, variables
-file = StepFile(Path(sys.argv[1]), variables())
-step = 0
-while True:
-    step += 1
-    file.write(variables(step), replace(POSITION, total_steps=step))
-    if step == 50:
-        print("writing", flush=True)
+from tests.unit.worker.tasks.test_state import write_steps
+write_steps(Path(sys.argv[1]), *range(45, 95))
+print("writing", flush=True)
+write_steps(Path(sys.argv[1]), *range(95, 1_000_000))
 """
 
 
-def test_writer_killed_at_any_moment_leaves_a_complete_state(tmp_path: Path) -> None:
+def test_writer_killed_at_any_moment_leaves_a_complete_state(path: Path) -> None:
     for _ in range(5):
-        process = subprocess.Popen(
-            [sys.executable, "-c", WRITER, str(tmp_path / "state")],
+        path.unlink(missing_ok=True)
+        with subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(path)],
             stdout=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
-        )
-        assert process.stdout
-        assert process.stdout.readline() == b"writing\n"
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        packed = StepFile(tmp_path / "state", variables()).read()
-        assert packed is not None
-        into = variables()
-        step = unpack(packed, into, OWN).total_steps
-        assert step >= 49
-        assert all((np.asarray(one.value) == step).all() for one in into)
+        ) as process:
+            assert process.stdout
+            assert process.stdout.readline() == b"writing\n"
+            process.kill()
+        assert read_step(path) >= 94
 
 
 def load_newest(checkpoints: Checkpoints) -> Array | None:
     return next(checkpoints.newest_first(max_state_bytes(variables())), None)
-
-
-def archive_of(array: Array) -> bytes:
-    """Return a compressed archive with an array in place of a state."""
-    file = io.BytesIO()
-    np.savez_compressed(file, state=array)
-    return file.getvalue()
 
 
 class TestCheckpoints:
@@ -288,7 +242,7 @@ class TestCheckpoints:
         assert os.listdir(tmp_path) == ["step-00000010.npz"]
 
     @pytest.mark.fault(53)
-    @pytest.mark.parametrize("damage", ["cut", "empty", "wrong byte", "text", "numbers", "huge"])
+    @pytest.mark.parametrize("damage", ["cut", "empty", "wrong byte", "text"])
     def test_damaged_checkpoint_is_skipped_for_the_one_before(self, tmp_path: Path, damage: str) -> None:
         checkpoints = self.save(tmp_path, [10, 20])
         newest = tmp_path / "step-00000020.npz"
@@ -300,21 +254,15 @@ class TestCheckpoints:
                 "empty": b"",
                 "wrong byte": content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :],
                 "text": b"not a checkpoint",
-                "numbers": archive_of(np.zeros(50, np.float32)),
-                "huge": archive_of(np.zeros(max_state_bytes(variables()) + (1 << 17), np.uint8)),
             }[damage]
         )
-        state = load_newest(checkpoints)
-        assert state is not None
-        assert unpack(state, variables(), OWN).total_steps == 10
+        assert step_of(load_newest(checkpoints)) == 10
 
     @pytest.mark.fault(52)
     def test_half_written_checkpoint_is_ignored(self, tmp_path: Path) -> None:
         checkpoints = self.save(tmp_path, [10])
         (tmp_path / ".part-step-00000020.npz").write_bytes(b"half")
-        state = load_newest(checkpoints)
-        assert state is not None
-        assert unpack(state, variables(), OWN).total_steps == 10
+        assert step_of(load_newest(checkpoints)) == 10
 
     def test_without_checkpoints_there_is_no_state(self, tmp_path: Path) -> None:
         assert load_newest(Checkpoints(tmp_path / "none")) is None

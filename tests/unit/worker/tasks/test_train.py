@@ -34,6 +34,7 @@ SIZES = (4, 2, 3)
 """The batch sizes of the ranks; an epoch is of two steps."""
 NUM_STEPS = 2
 NO_ORDERS: Any = SimpleNamespace(is_stopping=False, is_pausing=False)
+STOPPING: Any = SimpleNamespace(is_stopping=True, is_pausing=False)
 
 
 class RandomReader:
@@ -84,21 +85,30 @@ class PlayedGroup:
     ) -> None:
         self.rank = rank
         self.size = len(task.progress.segment.shares)
-        self.local = np.zeros(task.num_elements, np.float32)
+        self.local = np.full(task.num_elements, 9.0, np.float32)  # of an earlier sum
         self._progress = task.progress
         self._layout, self._add, self._answer = task.layout, add, answer
         self._not_finite = list(not_finite)
         self.asked: list[Any] = []
         """What this rank has given to the others."""
+        self.given: list[tuple[Any, Any]] = []
+        """What it has given to each sum, and what it expects of the others."""
+        self.messages: list[tuple[int, Any, str]] = []
+        """Messages that it sends and expects."""
 
     def sum(self, vector: np.ndarray, expected: Any = None) -> np.ndarray:
+        self.given.append((np.array(vector), expected))
         total = np.array(vector)
         total[self._layout.step] *= np.float32(sum(self._progress.step_samples) / vector[self._layout.count])
         self._add(total, self._layout)
         return total
 
     def send(self, rank: int, content: Any, traffic_class: str) -> None:
-        pass
+        self.messages.append((rank, content, traffic_class))
+
+    def receive(self, rank: int, max_bytes: int, traffic_class: str) -> bytes:
+        self.messages.append((rank, max_bytes, traffic_class))
+        return b""
 
     def find_not_finite(self) -> list[int]:
         return self._not_finite
@@ -249,8 +259,7 @@ def test_epoch_is_not_ended_twice_when_a_run_continues(tmp_path: Path, *, has_st
 
 def test_run_that_is_stopped_within_an_epoch_continues_from_there(tmp_path: Path) -> None:
     task = load_task(directory=tmp_path)
-    stopping: Any = SimpleNamespace(is_stopping=True, is_pausing=False)
-    task.orders = stopping
+    task.orders = STOPPING
     assert run(task, PlayedGroup(task)) == STOPPED
     again = load_task(directory=tmp_path)
     assert again.progress.position == task.progress.position
@@ -290,35 +299,13 @@ def test_run_ends_after_the_steps_that_it_may_take_in_all_epochs() -> None:
     assert task.progress.position.total_steps == NUM_STEPS + 1
 
 
-class NotingGroup(PlayedGroup):
-    """Notes what a rank gives to a sum, and which messages it sends and expects."""
-
-    def __init__(self, task: Train, rank: int = 0, **options: Any) -> None:
-        super().__init__(task, rank, **options)
-        self.local[:] = 9.0  # of an earlier sum
-        self.given: list[tuple[Any, Any]] = []
-        self.messages: list[tuple[int, Any, str]] = []
-
-    def sum(self, vector: np.ndarray, expected: Any = None) -> np.ndarray:
-        self.given.append((np.array(vector), expected))
-        return super().sum(vector, expected)
-
-    def send(self, rank: int, content: Any, traffic_class: str) -> None:
-        self.messages.append((rank, content, traffic_class))
-
-    def receive(self, rank: int, max_bytes: int, traffic_class: str) -> bytes:
-        self.messages.append((rank, max_bytes, traffic_class))
-        return b""
-
-
 def test_rank_gives_its_own_samples_and_seconds_and_asks_nobody_to_stop() -> None:
     """Rank 2 of the run, which is the second of a group without rank 1; only rank 0 may stop all."""
     task = load_task(rank=2)
-    stopping: Any = SimpleNamespace(is_stopping=True, is_pausing=False)
-    task.orders = stopping
+    task.orders = STOPPING
     task.progress.regroup((0, 2))
     num_steps = task.progress.segment.stop_step
-    group = NotingGroup(task, rank=1)
+    group = PlayedGroup(task, rank=1)
     with pytest.raises(PeerFaultError, match="rank 0 sent no decision"):
         run(task, group)  # at the end of the epoch
     layout = task.layout
@@ -334,7 +321,7 @@ def test_rank_0_expects_of_each_rank_of_the_group_its_weighted_samples() -> None
     task = load_task()
     task.progress._weights = [1.0, 0.5, 2.0]
     task.progress.regroup((0, 2))
-    group = NotingGroup(task)
+    group = PlayedGroup(task)
     with pytest.raises(WorkerError, match="expected 10"):
         run(task, group)
     (_, expected), *_ = group.given
@@ -354,7 +341,7 @@ def test_samples_of_a_rank_that_is_lost_go_from_rank_0_to_those_that_read_them_n
         if share.reassigned:
             expected.append((share.reassigned, share.num_reassigned * (10 + 1) * 4))
     host.reader.pack_reassigned = lambda spans: repr(tuple(spans)).encode()  # type: ignore[method-assign]
-    sending, receiving = NotingGroup(host), NotingGroup(csd1, rank=1)
+    sending, receiving = PlayedGroup(host), PlayedGroup(csd1, rank=1)
     run(host, sending)
     with pytest.raises(PeerFaultError, match="rank 0 sent no decision"):
         run(csd1, receiving)
