@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -153,8 +154,7 @@ def test_public_data_that_a_node_cannot_read_is_refused(project: Project, job: P
     project.use(*nodes, network=NETWORK)
     everywhere = job.with_name("everywhere.yaml")
     everywhere.write_text(job.read_text().replace("path: public}", "path: public, on: every-node}"))
-    done = project.csdctl("prepare", str(everywhere))
+    done = project.csdctl("train", str(everywhere), "--batch-size", "8", "--max-steps", "1", "--skip-doctor")
     assert done.returncode != 0
-    assert "csd0" in done.stderr
-    assert "csd1" in done.stderr
-    assert "reading the public data" in done.stderr
+    assert re.search("csd[01]: the data set cannot be read: No such file", done.stderr), done.stderr
+    assert "`on: every-node` must be at the same path" in " ".join(done.stderr.split())

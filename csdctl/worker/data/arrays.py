@@ -20,7 +20,7 @@ Array = np.ndarray[Any, Any]
 
 MAX_HEADER_BYTES = 60_000
 """Room for about a thousand fields; a header of the first version can have 65,535."""
-PREPARE = "run `csdctl prepare`"
+PREPARE = "run `csdctl prepare`; public data `on: every-node` must be at the same path on this node"
 
 
 def as_labels(labels: Array) -> Array:
@@ -64,6 +64,12 @@ def fields_of(array: Array) -> dict[str, Array]:
     return {name: array[name] for name in array.dtype.names}
 
 
+def _unreadable(error: Exception) -> WorkerError:
+    """Return the error of a data set that cannot be read. It names no file, for a name can be private."""
+    why = (isinstance(error, OSError) and error.strerror) or type(error).__name__
+    return WorkerError(f"the data set cannot be read: {why}", remedy=PREPARE)
+
+
 def is_numeric(dtype: np.dtype[Any]) -> bool:
     """Return whether `dtype` consists of integers and floats only."""
     fields = [dtype] if dtype.names is None else [dtype[name].base for name in dtype.names]
@@ -84,10 +90,7 @@ class CheckedArray:
             if not is_numeric(self.array.dtype):
                 raise ValueError(f"its type is {self.array.dtype}, expected numbers")
         except (OSError, ValueError) as error:
-            # It names no file, as ever where a file of the user's cannot be read.
-            raise WorkerError(
-                f"the data set cannot be read: {type(error).__name__}", remedy=PREPARE
-            ) from None
+            raise _unreadable(error) from None
 
     def check(self) -> None:
         """Raise WorkerError if the file is not the one that was prepared; fast if nobody touched it."""
@@ -166,7 +169,7 @@ def open_arrays(images_path: str | Path, labels_path: str | Path) -> tuple[Array
     try:
         samples, labels = map_array(images_path), map_array(labels_path)
     except (OSError, ValueError) as error:
-        raise WorkerError(f"the data set cannot be read: {type(error).__name__}", remedy=PREPARE) from None
+        raise _unreadable(error) from None
     check_lengths(samples, labels)
     return samples, labels
 
