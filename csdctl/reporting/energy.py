@@ -28,13 +28,13 @@ class MachineEnergy:
     """From the first step to the end of the last epoch."""
     joules: float = 0.0
     seconds: float = 0.0
-    """Of the window, in which the energy is known."""
+    """The part of the window in which the energy is known."""
     idle_watts: float | None = None
     includes_nodes: bool = False
     samples: int = 0
     error: str = ""
     idle_unknown: tuple[str, ...] = ()
-    """Of all together: the machines whose idle power is not stated, so that none is subtracted."""
+    """In the sum of all machines: those whose idle power is not stated, so that none is subtracted."""
 
     @property
     def coverage(self) -> float:

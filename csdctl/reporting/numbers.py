@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sized
 from datetime import datetime
 
 MAX_METRICS = 3
-"""Of a model, in a line."""
+"""Number of metrics of a model that one line shows."""
 
 
 def format_rate(samples_per_s: float | None) -> str:

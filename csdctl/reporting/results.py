@@ -85,7 +85,7 @@ class RunSummary:
     validation_loss: float | None
     validation_accuracy: float | None
     metrics: Mapping[str, float]
-    """Of the last epoch, other than the accuracy; `validation_metrics` on the validation data."""
+    """Metrics of the last epoch, other than the accuracy; `validation_metrics` on the validation data."""
     validation_metrics: Mapping[str, float]
     identical_weights: bool
     failures: tuple[str, ...]
@@ -340,7 +340,7 @@ class RunStatus:
     strategy: str = DATA_PARALLEL
     num_ranks: int = 0
     epochs: int = 0
-    """That are to be trained."""
+    """Planned number of epochs."""
     epoch: int = 0
     """The one that was trained last, from 1."""
     step: int = 0

@@ -31,15 +31,15 @@ class ScalingPoint:
 
     run_id: str
     num_nodes: int
-    """That train: a node with batch size 0 does not."""
+    """Number of nodes that train: a node with batch size 0 does not."""
     is_host_training: bool
     global_batch: int
     samples_per_s: float
-    """Of the steps."""
+    """Throughput while stepping."""
     speedup: float | None
     efficiency: float | None
     energy: MachineEnergy | None
-    """Of all machines; None where it is not known."""
+    """Energy of all machines; None where it is not known."""
     lost: tuple[str, ...]
     """Nodes that were lost on the way: the run had fewer for a part of it."""
 

@@ -102,7 +102,7 @@ class Fault:
     node: str
     what: str
     stopped_s: float | None = None
-    """Until the ranks trained again; None where none stopped, or they never did."""
+    """Seconds until the ranks trained again; None where none stopped, or they never did."""
 
 
 @dataclass(frozen=True)
@@ -110,21 +110,21 @@ class RunSeries:
     """A run over time."""
 
     nodes: tuple[str, ...]
-    """Of the ranks, in order."""
+    """Node of each rank, in order of rank."""
     start_s: float
     """Unix time of the first event."""
     end_s: float
     interval_s: float
     spent_s: tuple[dict[str, list[float]], ...]
-    """By rank and kind: seconds in each interval."""
+    """Seconds in each interval, by rank and kind."""
     samples: tuple[list[float], ...]
-    """By rank: in each interval."""
+    """Samples in each interval, by rank."""
     epochs: tuple[EpochPoint, ...]
     batch_sizes: tuple[BatchSizes, ...]
     faults: tuple[Fault, ...]
     num_more_faults: int
     peak_memory_bytes: dict[int, int]
-    """By rank, of those that finished."""
+    """Peak memory of the ranks that finished, by rank."""
     cpu_s: dict[int, float]
     """CPU seconds of each rank's process, of the ranks that reported them."""
     is_wait_divided: bool
@@ -347,15 +347,15 @@ def _results(event: EpochEnd) -> dict[str, float]:
 
 
 MIN_SHARE = 0.05
-"""Of all time that ranks spent; less waiting than that is nobody's fault."""
+"""Share of the time of all ranks; less waiting than that has no bottleneck."""
 MOSTLY = 0.5
 LATEST, MIN_LATEST = 0.25, 4
-"""Of the run's intervals: the share that is now, and at least so many."""
+"""Share of the run's intervals that counts as now, and the least number of them."""
 SLOWER = 1.15
 """Compute time per sample over its own at the beginning."""
 HOT_C = 80.0
 FULL = 0.95
-"""Of the memory that a machine may use."""
+"""Share of a machine's memory limit."""
 BY_COMPUTE, BY_INPUT, BY_LINK, BY_MEMORY, BY_HEAT = "compute", "input", "link", "memory", "heat"
 
 
