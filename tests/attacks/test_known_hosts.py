@@ -12,7 +12,6 @@ from pathlib import Path
 import asyncssh
 import pytest
 
-from csdctl.emulation.files import add_host_keys, remove_host_keys
 from csdctl.errors import HostKeyError
 from csdctl.fleet.model import Node
 from csdctl.runs.directory import ProjectDirectory
@@ -100,8 +99,6 @@ def test_comment_does_not_become_a_line_when_the_file_is_written_again(tmp_path:
     key = ShownKey(Node("csd1", "10.0.0.2"), "ssh-ed25519", base64.b64decode(BODY), "new")
     accept_keys([key], project)
     assert forget_keys([Node("csd2", "old")], project) == {"csd2": 1}
-    add_host_keys(project.known_hosts, {2222: TRUSTED}, "fleet")
-    remove_host_keys(project.known_hosts, "fleet")
     assert found_by_openssh(project.known_hosts) == found_by_csdctl(project.known_hosts) == set()
     with pytest.raises(HostKeyError, match="is unknown"):
         KnownHosts.load([project.known_hosts]).check(

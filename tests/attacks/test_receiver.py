@@ -24,7 +24,6 @@ from csdctl.transport.ssh import SshSession, connect
 from csdctl.worker.protocol.datasets import DatasetInfo, PrepareSpec
 from csdctl.worker.protocol.json_codec import to_frame
 from csdctl.worker.protocol.probe import ProbeRequest
-from csdctl.worker.protocol.run_spec import Runtime
 from csdctl.workflows.preflight.reachability import PortListener, _connect, _start_listener
 from csdctl.workflows.tune.probing import Prober
 from tests.attacks.hostile_python import write_hostile_python
@@ -245,7 +244,7 @@ PROBES = {
 def test_measurement_of_a_node_is_typed_and_in_range(
     session: SshSession, hostile: Callable[[str], str], name: str
 ) -> None:
-    prober = Prober(session, [hostile(PROBES[name]), "probe"], Runtime(), None)
+    prober = Prober(session, [hostile(PROBES[name]), "probe"], None)
     with closing(prober), refused():
         prober.measure(ProbeRequest(8))
 
