@@ -20,7 +20,7 @@ Array = np.ndarray[Any, Any]
 
 MAX_HEADER_BYTES = 60_000
 """Room for about a thousand fields; a header of the first version can have 65,535."""
-PREPARE = "run `csdctl prepare`; public data `on: every-node` must be at the same path on this node"
+PREPARE = "run `csdctl prepare`"
 
 
 def as_labels(labels: Array) -> Array:
@@ -67,7 +67,8 @@ def fields_of(array: Array) -> dict[str, Array]:
 def _unreadable(error: Exception) -> WorkerError:
     """Return the error of a data set that cannot be read. It names no file, for a name can be private."""
     why = (isinstance(error, OSError) and error.strerror) or type(error).__name__
-    return WorkerError(f"the data set cannot be read: {why}", remedy=PREPARE)
+    remedy = f"{PREPARE}; public data `on: every-node` must be at the same path on this node"
+    return WorkerError(f"the data set cannot be read: {why}", remedy=remedy)
 
 
 def is_numeric(dtype: np.dtype[Any]) -> bool:
