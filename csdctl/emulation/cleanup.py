@@ -25,10 +25,9 @@ DEADLINE_S = 10.0
 
 @dataclass(frozen=True)
 class StoppedFleet:
-    """Counts of ended processes and removed groups; `kept_fleet_path` is a fleet.yaml changed by the user."""
+    """Number of ended processes; `kept_fleet_path` is a fleet.yaml changed by the user."""
 
     num_processes: int = 0
-    num_cgroups: int = 0
     kept_fleet_path: Path | None = None
 
 
@@ -55,12 +54,11 @@ def remove_fleet(paths: FleetPaths) -> StoppedFleet:
     """End every process of the fleet except this one, and remove its control groups and files."""
     state = load_state(paths)
     ended = _end_processes(paths)
-    cgroups = list_cgroups(cgroup_prefix(paths.fleet_id))
-    for cgroup in cgroups:
+    for cgroup in list_cgroups(cgroup_prefix(paths.fleet_id)):
         remove_cgroup(cgroup)
     kept = [path for path in _fleet_files(paths, state) if not remove_fleet_file(path, paths.fleet_id)]
     _remove_directory(paths)
-    return StoppedFleet(len(ended), len(cgroups), kept[0] if kept else None)
+    return StoppedFleet(len(ended), kept[0] if kept else None)
 
 
 def _fleet_files(paths: FleetPaths, state: FleetState | None) -> list[Path]:

@@ -31,9 +31,11 @@ def export(
 ) -> None:
     """Write a run for TensorBoard or MLflow."""
     from csdctl.workflows.reporting.report import export as export_run
+    from csdctl.workflows.runs.manage import find_latest
 
     streams = Streams(is_json=json)
-    written = export_run(streams.project, run, to, output, tracking_uri)
+    run_id = run or find_latest(streams.project, streams.say).run_id
+    written = export_run(streams.project, run_id, to, output, tracking_uri)
     if streams.is_json:
         streams.result({"schema": "csdctl.export/1", "format": to, "written": written})
     streams.say(f"wrote {written}")

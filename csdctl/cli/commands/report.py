@@ -40,12 +40,14 @@ def report(
     """Show the results of a run, or of several side by side."""
     from csdctl.terminal import report as render
     from csdctl.workflows.reporting import report as reporting
+    from csdctl.workflows.runs.manage import find_latest
 
-    streams, ids = Streams(is_json=json), runs or []
+    streams = Streams(is_json=json)
+    ids = runs or [find_latest(streams.project, streams.say).run_id]
     if privacy:
         render.check_privacy_options(ids, has_files=bool(html or csv))
-        render.show_privacy(streams, reporting.privacy(streams.project, ids[0] if ids else None))
+        render.show_privacy(streams, reporting.privacy(streams.project, ids[0]))
     elif html or csv:
         render.show_files(streams, reporting.write_files(streams.project, ids, html, csv))
     else:
-        render.show_reports(streams, [reporting.report(streams.project, run_id) for run_id in ids or (None,)])
+        render.show_reports(streams, [reporting.report(streams.project, run_id) for run_id in ids])

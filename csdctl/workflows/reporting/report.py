@@ -17,8 +17,8 @@ from csdctl.runs.ledger import read_ledger
 TENSORBOARD, MLFLOW = FORMATS = ("tensorboard", "mlflow")
 
 
-def report(project: ProjectDirectory, run_id: str | None) -> tuple[RunDirectory, RunSummary]:
-    """Add up run `run_id`, or the latest run; raises InputError when it does not exist."""
+def report(project: ProjectDirectory, run_id: str) -> tuple[RunDirectory, RunSummary]:
+    """Add up run `run_id`; raises InputError when it does not exist."""
     run = project.find_run(run_id)
     if run.power.exists():  # energy is of a time, which takes a longer look at the events
         return run, read_results(run).summary
@@ -26,8 +26,8 @@ def report(project: ProjectDirectory, run_id: str | None) -> tuple[RunDirectory,
 
 
 def results(project: ProjectDirectory, run_ids: Sequence[str]) -> list[RunResults]:
-    """Read these runs, or the latest; raises InputError when one does not exist."""
-    return [read_results(project.find_run(run_id)) for run_id in (run_ids or (None,))]
+    """Read these runs; raises InputError when one does not exist."""
+    return [read_results(project.find_run(run_id)) for run_id in run_ids]
 
 
 def write_files(
@@ -53,8 +53,8 @@ class PrivacyReport:
     privacy: Privacy | None
 
 
-def privacy(project: ProjectDirectory, run_id: str | None) -> PrivacyReport:
-    """Report on run `run_id`, or the latest run; raises InputError when it does not exist."""
+def privacy(project: ProjectDirectory, run_id: str) -> PrivacyReport:
+    """Report on run `run_id`; raises InputError when it does not exist."""
     run = project.find_run(run_id)
     entries = list(read_ledger(project.ledger))
     manifest: Any = run.load_manifest()
@@ -69,9 +69,9 @@ def privacy(project: ProjectDirectory, run_id: str | None) -> PrivacyReport:
 
 
 def export(
-    project: ProjectDirectory, run_id: str | None, to: str, output: Path | None, tracking_uri: str | None
+    project: ProjectDirectory, run_id: str, to: str, output: Path | None, tracking_uri: str | None
 ) -> str:
-    """Write run `run_id`, or the latest; returns where it is.
+    """Write run `run_id`; returns where it is.
 
     Raises InputError for an unknown format, a run that does not exist, or a package that is missing.
     """
@@ -79,7 +79,7 @@ def export(
         raise InputError(f"--to is {to!r}, expected {', '.join(FORMATS)}")
     if (tracking_uri and to != MLFLOW) or (output and to == MLFLOW):
         raise InputError("--tracking-uri is for mlflow, --output for tensorboard")
-    (run,) = results(project, [run_id] if run_id else [])
+    run = read_results(project.find_run(run_id))
     if to == MLFLOW:
         return f"run {write_mlflow(run, tracking_uri)} of MLflow"
     path = output or Path(f"{run.summary.run_id}-tensorboard")

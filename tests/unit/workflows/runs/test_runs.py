@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
+from csdctl.cli.app import run_command
 from csdctl.documents import save_json
 from csdctl.errors import DeadlineError, InputError, RunError
 from csdctl.launch.machine_lock import describe_holder
 from csdctl.runs.directory import EventLog, ProjectDirectory, RunDirectory
+from csdctl.terminal.streams import Streams
 from csdctl.worker.protocol.events import EpochEnd, Event, Finished, Progress
 from csdctl.workflows.runs.compare import compare_runs
 from csdctl.workflows.runs.follow import find_logs, follow_lines, read_last_lines
@@ -28,6 +30,7 @@ END = EpochEnd(0, "host", 2, 10, 96, 0.5, 0.25, 2.0, "hash", 128, 2.25, 0.5, 2.5
 DONE = [Finished(rank, node, 2, 20, "hash", 1 << 20) for rank, node in enumerate(NODES)]
 TRAINS = """
 import os, pathlib, signal, sys, time
+from csdctl.cli.app import run_command
 from csdctl.documents import save_json
 from csdctl.launch.machine_lock import describe_holder
 signal.signal(signal.SIGTERM, lambda *_: (time.sleep(float(sys.argv[2])), os._exit(130)))
@@ -71,7 +74,10 @@ class TestList:
         assert [run.state for run in list_runs(project, print)] == ["done", "interrupted", "running"]
 
     def test_foreign_empty_and_damaged_directories_are_skipped_with_a_warning(
-        self, project: ProjectDirectory
+        self,
+        project: ProjectDirectory,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
     ) -> None:
         add_run(project, END, *DONE)
         latest = add_run(project, END)
@@ -91,6 +97,12 @@ class TestList:
         warnings.clear()
         assert find_latest(project, warnings.append) == latest
         assert len(warnings) == len(skipped)
+        latest.events.write_text("")
+        monkeypatch.chdir(project.root)
+        assert run_command(["report", "--json"], Streams()) == 0
+        stdout, stderr = capsys.readouterr()
+        assert json.loads(stdout)["run_id"] == latest.run_id
+        assert stderr.count(" is skipped: ") == len(skipped)
 
 
 class TestStop:
