@@ -39,7 +39,7 @@ from csdctl.worker.group.values import (
     encode_value,
 )
 from csdctl.worker.protocol.events import SentBytes
-from csdctl.worker.protocol.json_codec import OneOf, RankNumber, to_json
+from csdctl.worker.protocol.json_codec import OneOf, RankNumber
 from csdctl.worker.protocol.orders import ALONE, COLLECTIVE_NAMES
 
 MAX_FAULT_CHARACTERS = 300
@@ -135,7 +135,7 @@ class LinkCommunicator(Communicator):
         """Sum in the memory that is shared with the link."""
         if vector is not self.local:
             self.local[:] = vector
-        self._request(SUM, to_json(expected).encode() if expected else b"")
+        self._request(SUM, expected.pack() if expected else b"")
         total: Array = self._vectors.total
         return total
 

@@ -40,7 +40,7 @@ from csdctl.worker.group.messages import DRAIN_S, Arrival, Departure, allgather,
 from csdctl.worker.group.mpi import FindMissing, MemoryLimit, World, init_mpi, wait_sleeping
 from csdctl.worker.group.values import ExpectedTails, LinkLostError, PeerFaultError
 from csdctl.worker.process.errors import WorkerError, describe
-from csdctl.worker.protocol.json_codec import from_json, to_json
+from csdctl.worker.protocol.json_codec import to_json
 from csdctl.worker.protocol.tcp_counters import list_connections
 
 WAITING_INTERVAL_S = 5.0
@@ -162,7 +162,7 @@ class _Link:
     def _sum(self, content: bytearray) -> bytes:
         if self._collective is None:
             raise LinkLostError
-        expected = from_json(ExpectedTails, content.decode()) if content else None
+        expected = ExpectedTails.unpack(content) if content else None
         self._collective.sum(self._on_wait, expected)
         return b""
 

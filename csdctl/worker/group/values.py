@@ -9,11 +9,12 @@ from the schedule, only rank 0 may ask to stop, and a rank knows its own seconds
 """
 
 import json
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from csdctl.worker.protocol.json_codec import Count, RankNumber, parse_json, read_as
+from csdctl.worker.protocol.json_codec import parse_json, read_as
 
 
 class LinkLostError(Exception):
@@ -65,12 +66,24 @@ TOLERANCE = 1e-3
 class ExpectedTails:
     """Required ends of the vectors of one sum; of every rank of the group, rank 0 included."""
 
-    start: Count
+    start: int
     """The index of n."""
-    ranks: tuple[RankNumber, ...]
+    ranks: tuple[int, ...]
     """The run's rank of each rank of the group: its place among the seconds."""
     counts: tuple[float, ...]
     """n of each rank of the group."""
+
+    def pack(self) -> bytes:
+        """Return this as bytes: it goes from rank 0 to its link before every sum."""
+        size = len(self.ranks)
+        return struct.pack(f"<qq{size}q{size}d", self.start, size, *self.ranks, *self.counts)
+
+    @classmethod
+    def unpack(cls, content: bytes | bytearray) -> "ExpectedTails":
+        """Return what `pack` packed."""
+        start, size = struct.unpack_from("<qq", content)
+        numbers = struct.unpack_from(f"<{size}q{size}d", content, 16)
+        return cls(start, numbers[:size], numbers[size:])
 
     def check(self, vectors: Sequence[Any]) -> None:
         """Raise PeerFaultError unless the `vectors` of ranks 1, 2, … end as expected."""

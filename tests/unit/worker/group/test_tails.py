@@ -5,7 +5,6 @@ import math
 import numpy as np
 
 from csdctl.worker.group.values import ExpectedTails
-from csdctl.worker.protocol.json_codec import from_json, to_json
 
 EXPECTED = ExpectedTails(3, (0, 2, 5), (8.0, 6.0, 0.0))
 """A run of six ranks, three of which are in the group; vectors have three elements before n."""
@@ -26,7 +25,7 @@ def test_vectors_as_expected_pass() -> None:
 
 
 def test_expectation_is_sent_to_the_link_unchanged() -> None:
-    assert from_json(ExpectedTails, to_json(EXPECTED)) == EXPECTED
+    assert ExpectedTails.unpack(EXPECTED.pack()) == EXPECTED
 
 
 def test_sum_is_that_of_all_samples() -> None:
