@@ -14,10 +14,14 @@ if TYPE_CHECKING:
 
 
 def init(
-    model: Annotated[str, typer.Option(help="FILE.py:FUNCTION, FILE.keras or keras.applications:NAME.")],
+    script: Annotated[
+        Path | None,
+        typer.Argument(help="Keras training script, or give --model and --public.", metavar="[SCRIPT]"),
+    ] = None,
+    model: Annotated[str, typer.Option(help="FILE.py:FUNCTION, FILE.keras or keras.applications:NAME.")] = "",
     public: Annotated[
         str, typer.Option(help="Training data: a path, FILE.py:FUNCTION or FILE.py:FUNCTION:PATH.")
-    ],
+    ] = "",
     validation: Annotated[str, typer.Option(help="The validation data, as --public.")] = "",
     private: Annotated[
         str, typer.Option(help="Path of private data on each node; it is not looked at.")
@@ -38,17 +42,21 @@ def init(
     force: Annotated[bool, typer.Option("--force", help="Overwrite an existing job file.")] = False,
     json: options.JsonOption = False,
 ) -> None:
-    """Write a commented job.yaml, after a look at your model and data."""
+    """Write a commented job.yaml from a training script, or from a model and its data."""
     from csdctl.documents import parse_document
     from csdctl.job.model import ModelArguments
     from csdctl.terminal.prepare import PreparingView
     from csdctl.workflows.init.init import InitRequest, init_job
 
+    if script and (model or public or validation):
+        raise typer.BadParameter("SCRIPT replaces --model, --public and --validation: give one or the other")
+    if not script and not (model and public):
+        raise typer.BadParameter("give a training SCRIPT, or both --model and --public")
     streams = Streams(is_json=json)
     arguments = parse_document(f"model_args: {model_args or '{}'}", ModelArguments, name="--model-args")
     files, dropped = tuple(code or ()), tuple(drop or ())
     request = InitRequest(
-        output, model, public, validation, private, arguments.model_args, files, label, dropped, force
+        output, model, public, validation, private, arguments.model_args, files, label, dropped, force, script
     )
     with PreparingView(streams.views) as view:
         written = init_job(request, streams.directory, streams.say, view.show)
@@ -66,6 +74,8 @@ def _show(streams: Streams, written: "Written") -> None:
     streams.say(f"public data: {describe_data(looks.public)}")
     if looks.validation:
         streams.say(f"validation data: {describe_data(looks.validation)}")
+    for line, text in written.notes:
+        streams.say(f"not taken over, line {line}: {text}")
     streams.say(f"{written.path} written: read its comments, which name placeholders and guesses")
     named = "" if written.path == options.DEFAULT_JOB else f" {written.path}"
     commands = ["csdctl doctor", *(f"csdctl {command}{named}" for command in ("prepare", "tune", "train"))]
@@ -77,6 +87,7 @@ def _show(streams: Streams, written: "Written") -> None:
         "model": looks.model,
         "public": _look_document(looks.public),
         "validation": _look_document(looks.validation) if looks.validation else None,
+        "notes": [{"line": line, "text": text} for line, text in written.notes],
         "fits": misfit is None,
         "next": commands,
         "problem": misfit,

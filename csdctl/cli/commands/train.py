@@ -66,6 +66,10 @@ def train(
             help="Call this function of yours with every event of the run, in a thread of its own.",
         ),
     ] = None,
+    metrics: Annotated[
+        str,
+        typer.Option(metavar="[HOST:]PORT", help="Serve figures of the run over HTTP, for Prometheus."),
+    ] = "",
     skip_doctor: options.SkipDoctorOption = False,
     detach: Annotated[
         bool,
@@ -84,6 +88,7 @@ def train(
 ) -> None:
     """Train synchronously on the host and all nodes, each with its own batch size."""
     from csdctl.cli.callback_files import load_callback
+    from csdctl.reporting.live_metrics import serve_metrics
     from csdctl.worker.protocol.features import FeatureOptions
     from csdctl.workflows.train.options import Deadlines, TrainOptions
     from csdctl.workflows.train.train import TrainRequest
@@ -92,6 +97,8 @@ def train(
     if detach and not dry_run:
         start_detached(streams)
         return
+    callbacks = [load_callback(reference) for reference in callback or ()]
+    callbacks += [serve_metrics(metrics)] if metrics and not dry_run else []
     wanted = TrainOptions(
         Deadlines(start_deadline, silence_deadline),
         max_steps,
@@ -100,7 +107,7 @@ def train(
         checkpoint_seconds,
         keep,
         collective,
-        tuple(load_callback(reference) for reference in callback or ()),
+        tuple(callbacks),
         strategy,
         FeatureOptions(feature_precision, feature_engine),
         cut,

@@ -37,6 +37,7 @@ from csdctl.workflows.init.job_text import (
     render_draft,
     render_job,
 )
+from csdctl.workflows.init.script import LiftedScript, lift_script, trains_on_import
 
 PARTS = {"train", "training", "val", "valid", "validation", "test", "testing"}
 """Folders that are parts of a data set, not classes."""
@@ -56,8 +57,8 @@ class InitRequest:
     """The options; '' and () for those that were not given."""
 
     output: Path
-    model: str
-    public: str
+    model: str = ""
+    public: str = ""
     validation: str = ""
     private: str = ""
     model_args: dict[str, Any] | None = None
@@ -65,6 +66,14 @@ class InitRequest:
     label: str = ""
     dropped: tuple[str, ...] = ()
     is_overwriting: bool = False
+    script: Path | None = None
+    """A training script, in place of `model`, `public` and `validation`."""
+
+    @property
+    def functions(self) -> Path:
+        """The file of the functions that are written from `script`."""
+        assert self.script
+        return self.output.parent / f"{self.script.stem}_functions.py"
 
 
 @dataclass(frozen=True)
@@ -73,6 +82,8 @@ class Written:
 
     path: Path
     looks: Looks
+    notes: tuple[tuple[int, str], ...]
+    """What of the script was not taken over, by line."""
     misfit: InputError | None
     """Why model and data do not fit together; None if they do."""
 
@@ -83,11 +94,14 @@ def init_job(request: InitRequest, directory: Path, say: Say, on_progress: OnPro
     If model and data do not fit together, the file is written all the same, for the user to mend, and the
     problem is in the result.
     """
-    if request.output.exists() and not request.is_overwriting:
-        raise InputError(
-            f"{request.output} exists", remedy="overwrite it with --force, or choose another --output"
-        )
-    sources = parse_sources(request)
+    for path in (request.output, *([request.functions] if request.script else [])):
+        if path.exists() and not request.is_overwriting:
+            raise InputError(f"{path} exists", remedy="overwrite it with --force, or choose another --output")
+    lifted = lift_script(request.script) if request.script else None
+    if lifted:
+        save_text(request.functions, lifted.text)
+        request = _request_of(request, lifted)
+    sources = replace(parse_sources(request), recipe=lifted.recipe if lifted else {})
     with closing(LocalSession(HOST_NAME, directory)) as host:
         project = ProjectDirectory(directory)
         looking = _Looking(request, host, project, store_worker(project), say, on_progress)
@@ -100,7 +114,16 @@ def init_job(request: InitRequest, directory: Path, say: Say, on_progress: OnPro
             raise InputError(error.message, remedy=remedy) from None
         misfit = looking.check(sources, looks)
     save_text(request.output, render_job(sources, looks, misfit.message if misfit else ""))
-    return Written(request.output, looks, misfit)
+    return Written(request.output, looks, lifted.notes if lifted else (), misfit)
+
+
+def _request_of(request: InitRequest, lifted: LiftedScript) -> InitRequest:
+    """Return the request with the functions of a script."""
+    names = ("build", "training_data", "validation_data")
+    model, public, validation = (f"{request.functions}:{name}" for name in names)
+    return replace(
+        request, model=model, public=public, validation=validation if lifted.has_validation else ""
+    )
 
 
 def parse_sources(request: InitRequest) -> Sources:
@@ -125,6 +148,10 @@ def _parse_model(text: str, base: Path) -> str:
         raise InputError(
             f"--model {text!r} is not a valid reference",
             remedy="expected keras.applications:NAME, PATH.keras or PATH.py:FUNCTION",
+        )
+    if file.endswith(".py") and trains_on_import(Path(file)):
+        raise InputError(
+            f"--model: {file} trains a model when it is imported", remedy=f"run csdctl init {file}"
         )
     return f"{_written_from(base, file, '--model')}{separator}{function}"
 

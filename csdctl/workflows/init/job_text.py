@@ -34,6 +34,8 @@ class Sources:
     """A path on each node; '' for none."""
     model_args: dict[str, Any] = field(default_factory=dict)
     code: tuple[str, ...] = ()
+    recipe: dict[str, Any] = field(default_factory=dict)
+    """Keys of the recipe from the arguments of `fit` in a script; {} without a script."""
 
     @property
     def is_application(self) -> bool:
@@ -87,6 +89,8 @@ def choose_input_range(sources: Sources, looks: Looks) -> tuple[str, str] | None
     """Return the value of `data.input_range` and why, None for data that it does not apply to."""
     if not any(dtype == "uint8" for dtype, _ in looks.public.info.inputs.values()):
         return None
+    if sources.recipe:
+        return "null", "the data is what the script passes to fit"
     if looks.model.scaling_layers:
         return "null", f"the model scales its inputs itself: {', '.join(looks.model.scaling_layers[:3])}"
     name = sources.model.partition(":")[2]
@@ -217,7 +221,7 @@ def render_job(sources: Sources, looks: Looks, misfit: str = "") -> str:
     lines += ["data:"]
     lines += [line for text, why in _data(sources, looks) for line in _line(text, why, 2)]
     lines += ["recipe:"]
-    lines += [line for text, why in _recipe(looks) for line in _line(text, why, 2)]
+    lines += [line for text, why in _recipe(sources.recipe, looks) for line in _line(text, why, 2)]
     return "\n".join(lines) + "\n"
 
 
@@ -249,10 +253,13 @@ def _data(sources: Sources, looks: Looks) -> Iterator[tuple[str, str]]:
             yield "# image: {fit: stretch}", f"pictures are stretched to the model's {size}; or crop, or pad"
 
 
-def _recipe(looks: Looks) -> Iterator[tuple[str, str]]:
+def _recipe(lifted: Mapping[str, Any], looks: Looks) -> Iterator[tuple[str, str]]:
     """Yield the entries of the recipe, and why."""
     compiled, outputs = looks.model.compiled, looks.model.outputs
-    yield "epochs: 10", "a placeholder: as many as you give to fit()"
+    for key, value in lifted.items():
+        yield f"{key}: {_value(value)}", "from fit"
+    if "epochs" not in lifted:
+        yield "epochs: 10", "a placeholder: as many as you give to fit()"
     if compiled and compiled.optimizer:
         schedule = f"{compiled.schedule} from " if compiled.schedule else ""
         rate = f"{schedule}{compiled.learning_rate:g}"
@@ -260,11 +267,12 @@ def _recipe(looks: Looks) -> Iterator[tuple[str, str]]:
     else:
         yield "learning_rate: 0.001", "a placeholder: the model is not compiled with an optimizer"
         yield "optimizer: adam", "a placeholder; any optimizer of Keras"
-    yield (
-        "# reference_batch: 256",
-        "the batch size that the learning rate is for, such as fit's batch_size (32 unless given): at global "
-        "batch size N the rate is learning_rate · N / reference_batch",
-    )
+    if "reference_batch" not in lifted:
+        yield (
+            "# reference_batch: 256",
+            "the batch size that the learning rate is for, such as fit's batch_size (32 unless given): at "
+            "global batch size N the rate is learning_rate · N / reference_batch",
+        )
     losses = choose_losses(looks)
     if "" in losses:
         choice = losses[""]
@@ -282,6 +290,8 @@ def _recipe(looks: Looks) -> Iterator[tuple[str, str]]:
         yield f"# loss: {_value(named if len(outputs) > 1 else next(iter(named.values())))}", "of compile()"
     metrics = list(compiled.metrics) if compiled and compiled.metrics else ["accuracy"]
     yield f"# metrics: {_value(metrics)}", "of compile()" if compiled and compiled.metrics else "or others"
+    if lifted:
+        return
     yield '# class_weight: {"0": 1.0, "1": 5.0}', "as fit's class_weight"
     watched = "the validation loss" if looks.validation else "the training loss, without data.validation"
     yield "# early_stopping: {patience: 5}", f"like keras.callbacks.EarlyStopping; watches {watched}"

@@ -1,0 +1,91 @@
+"""Figures of a run while it trains, served over HTTP for Prometheus (https://prometheus.io/docs/instrumenting)."""
+
+from collections.abc import Callable
+from typing import Any
+
+from csdctl.errors import InputError
+
+DEFAULT_ADDRESS = "127.0.0.1"
+
+
+def serve_metrics(address: str) -> Callable[[dict[str, Any]], None]:
+    """Serve http://ADDRESS/metrics; return the callback of events that updates the figures.
+
+    `address`: PORT, or HOST:PORT; without a host, only this machine can connect. The server ends with the
+    process. Raises InputError if the package is missing, or the address cannot be used.
+    """
+    try:
+        from prometheus_client import CollectorRegistry, start_http_server
+    except ImportError:
+        raise InputError(
+            "--metrics needs the package prometheus-client", remedy="pip install 'csdctl[metrics]'"
+        ) from None
+    host, _, port = address.rpartition(":")
+    if not (port.isdecimal() and 0 < int(port) < 65536):
+        raise InputError(f"received --metrics {address!r}", remedy="expected PORT or HOST:PORT")
+    registry = CollectorRegistry()
+    try:
+        start_http_server(int(port), host.strip("[]") or DEFAULT_ADDRESS, registry)
+    except OSError as error:
+        raise InputError(
+            f"cannot serve metrics at {address}: {error.strerror}", remedy="choose another port"
+        ) from error
+    return _Figures(registry)
+
+
+class _Figures:
+    """Counters and gauges of one run; a callback of its events."""
+
+    def __init__(self, registry: Any) -> None:
+        from prometheus_client import Counter, Gauge, Info
+
+        def counter(name: str, text: str) -> Any:
+            return Counter(f"csdctl_{name}", text, ["node"], registry=registry)
+
+        def gauge(name: str, text: str, labels: tuple[str, ...] = ()) -> Any:
+            return Gauge(f"csdctl_{name}", text, labels, registry=registry)
+
+        self._run = Info("csdctl_run", "The run.", registry=registry)
+        self._samples = counter("samples", "Samples that the rank of a node has trained on.")
+        self._seconds = {
+            "compute_s": counter("compute_seconds", "Seconds in which the rank computed."),
+            "wait_s": counter("wait_seconds", "Seconds in which the rank waited or communicated."),
+            "cpu_s": counter("cpu_seconds", "CPU seconds of the rank's process."),
+        }
+        self._losses = counter("rank_losses", "Times that the rank left its group unplanned.")
+        self._memory = gauge("memory_bytes", "Memory of the rank's process.", ("node",))
+        self._temperature = gauge("cpu_temperature_celsius", "CPU temperature of the machine.", ("node",))
+        self._batch_size = gauge("batch_size", "Batch size of the rank with this number.", ("rank",))
+        self._progress = {
+            "epoch": gauge("epoch", "Current epoch, from 1."),
+            "step": gauge("step", "Current step of the epoch."),
+            "loss": gauge("loss", "Training loss over all ranks."),
+            "accuracy": gauge("accuracy", "Training accuracy over all ranks."),
+            "validation_loss": gauge("validation_loss", "Validation loss after the last epoch."),
+            "validation_accuracy": gauge("validation_accuracy", "Validation accuracy after the last epoch."),
+            "learning_rate": gauge("learning_rate", "Learning rate."),
+        }
+
+    def __call__(self, event: dict[str, Any]) -> None:
+        self._run.info({"run": event["run"]})
+        kind, is_first = event["event"], event["rank"] == 0
+        if kind == "Progress":
+            self._add_progress(event)
+        elif kind == "LinkLost":
+            self._losses.labels(event["node"]).inc()
+        elif kind in ("Joined", "Rebalanced") and is_first:
+            for rank, size in event["batch_sizes"].items():
+                self._batch_size.labels(rank).set(size)
+        if is_first:
+            for name, gauge in self._progress.items():
+                if event.get(name) is not None:
+                    gauge.set(event[name])
+
+    def _add_progress(self, event: dict[str, Any]) -> None:
+        node = event["node"]
+        self._samples.labels(node).inc(event["samples"])
+        for name, counter in self._seconds.items():
+            counter.labels(node).inc(event[name] or 0.0)
+        for name, gauge in (("memory_bytes", self._memory), ("temperature_c", self._temperature)):
+            if event[name] is not None:
+                gauge.labels(node).set(event[name])

@@ -1,0 +1,579 @@
+"""Divides a Keras training script into functions of a job: one builds the model, others return the data.
+
+The script is parsed, never run. Of the statements before its call of `fit`, each function gets those that its
+result depends on. Imports, constants, functions and classes stay at the top level of the new module. What
+cannot be taken over is named by line.
+"""
+
+import ast
+import builtins
+import operator
+import symtable
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from csdctl.errors import InputError
+
+FIT_ARGUMENTS = (
+    *("x", "y", "batch_size", "epochs", "verbose", "callbacks", "validation_split", "validation_data"),
+    *("shuffle", "class_weight", "sample_weight"),
+)
+"""The first arguments of `keras.Model.fit`, in order of position."""
+TELLING = {"batch_size", "epochs", "callbacks", "validation_data", "validation_split", "steps_per_epoch"}
+"""Arguments that `fit` of a scaler, a tokenizer or a clustering does not take."""
+UNSUPPORTED = {
+    "initial_epoch": "a run starts at epoch 0; `csdctl train --resume` continues one",
+    "steps_per_epoch": "an epoch reads all samples once; `csdctl train --max-steps` ends a run early",
+    "validation_freq": "the validation data is evaluated after every epoch",
+    "validation_steps": "all of the validation data is evaluated",
+}
+BUILT_IN = {"ModelCheckpoint", "BackupAndRestore", "TerminateOnNaN", "History", "CSVLogger", "ProgbarLogger"}
+"""Callbacks whose work csdctl always does."""
+CALLBACKS = {
+    "EarlyStopping": (
+        "early_stopping",
+        0,
+        ("monitor", "patience", "min_delta", "mode", "baseline", "start_from_epoch"),
+    ),
+    "ReduceLROnPlateau": (
+        "reduce_on_plateau",
+        10,
+        ("monitor", "patience", "factor", "min_delta", "mode", "cooldown"),
+    ),
+}
+"""What replaces a callback: a key of the recipe, with Keras' default patience and the arguments it takes."""
+OUTPUT = {"print", "pprint", "display", "summary", "plot_model", "evaluate", "predict", "show", "save"}
+"""Functions that are called for what they show or write."""
+PLOTTING = {"matplotlib", "seaborn", "plotly", "IPython", "pylab"}
+CHANGING = {"adapt", "fit_transform", "fit_on_texts", "pop"}
+"""Methods that change their object also where their result is used."""
+SETTING = ("set_", "enable_", "seed")
+"""Beginnings of the names of functions that set a state of their module: seeds, policies."""
+OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+}
+UNKNOWN = object()
+SPLIT = """\
+    data = {data}
+    end = int(len(keras.tree.flatten(data)[0]) * (1 - {share}))
+    training, validation = [
+        keras.tree.map_structure(lambda values: values[part], data)
+        for part in (slice(end), slice(end, None))
+    ]
+    return training, validation"""
+
+
+@dataclass(frozen=True)
+class LiftedScript:
+    """The functions of a job, as the text of a module, and the arguments of `fit` as keys of a recipe."""
+
+    text: str
+    recipe: dict[str, Any]
+    has_validation: bool
+    notes: tuple[tuple[int, str], ...]
+    """What was not taken over, by line."""
+
+
+def lift_script(path: Path) -> LiftedScript:
+    """Return model and data functions of a training script.
+
+    Raises InputError, with the line, for a script without a call of `fit` whose model and data can be found.
+    """
+    try:
+        source = path.read_text()
+        module = ast.parse(source)
+    except (OSError, SyntaxError, ValueError) as error:
+        raise InputError(f"cannot read {path} as Python: {error}", remedy="pass a Python script") from None
+    return _Script(path, source, module).lift()
+
+
+def trains_on_import(path: Path) -> bool:
+    """Return whether a Python file calls `fit` when it is imported."""
+    try:
+        body = ast.parse(path.read_bytes()).body
+    except (OSError, SyntaxError, ValueError):
+        return False
+    plain = [stmt for stmt in body if not isinstance(stmt, ast.FunctionDef | ast.ClassDef | ast.If)]
+    return any(_is_fit(node) for stmt in plain for node in ast.walk(stmt))
+
+
+@dataclass
+class _Statement:
+    """A statement with the names that it binds, reads and changes."""
+
+    node: ast.stmt
+    modules: Mapping[str, str]
+    """Names of imported modules and of what is imported from them, with their package."""
+
+    @cached_property
+    def _table(self) -> symtable.SymbolTable:
+        return symtable.symtable(ast.unparse(self.node), "script", "exec")
+
+    @property
+    def is_definition(self) -> bool:
+        return isinstance(self.node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+
+    @cached_property
+    def is_import(self) -> bool:
+        return any(isinstance(node, ast.Import | ast.ImportFrom) for node in self._nodes)
+
+    @cached_property
+    def binds(self) -> set[str]:
+        symbols = self._table.get_symbols()
+        return {one.get_name() for one in symbols if one.is_assigned() or one.is_imported()}
+
+    @cached_property
+    def late(self) -> set[str]:
+        """Global names that the functions defined here read when they are called."""
+        return set(_globals_of(self._table)) if self.is_definition else set()
+
+    @cached_property
+    def reads(self) -> set[str]:
+        """Global names that are read when the statement runs."""
+        found = {one.get_name() for one in self._table.get_symbols() if one.is_referenced()}
+        return found if self.is_definition else found | set(_globals_of(self._table))
+
+    @cached_property
+    def changes(self) -> set[str]:
+        """Names of objects that the statement may change without binding them."""
+        found: set[str] = set()
+        for node in self._nodes:
+            if isinstance(node, ast.Attribute | ast.Subscript) and not isinstance(node.ctx, ast.Load):
+                found.add(_root(node))
+            elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+                root = _root(node.value.func)
+                is_method = isinstance(node.value.func, ast.Attribute) and root not in self.modules
+                found |= {root} if is_method else {_root(argument) for argument in node.value.args}
+            elif isinstance(node, ast.Call) and _name_of(node) in CHANGING:
+                found.add(_root(node.func))
+        return found - set(self.modules)
+
+    @cached_property
+    def is_output(self) -> bool:
+        """Whether it only prints, plots, saves, evaluates, or trains."""
+        if isinstance(self.node, ast.Expr) and not isinstance(self.node.value, ast.Call):
+            return True
+        if self.is_definition or self.is_import:
+            return False
+        calls = [node for node in self._nodes if isinstance(node, ast.Call)]
+        if any(self.modules.get(_root(call.func)) in PLOTTING or _is_fit(call) for call in calls):
+            return True
+        return isinstance(self.node, ast.Expr | ast.Assign) and _name_of(self.node.value) in OUTPUT
+
+    @cached_property
+    def is_setting(self) -> bool:
+        """Whether it sets a seed, a policy or the like of a module."""
+        value = self.node.value if isinstance(self.node, ast.Expr) else None
+        return (
+            isinstance(value, ast.Call) and self._is_of_module(value) and _name_of(value).startswith(SETTING)
+        )
+
+    @cached_property
+    def is_environment(self) -> bool:
+        return isinstance(self.node, ast.Assign) and "os.environ[" in ast.unparse(self.node.targets[0])
+
+    @cached_property
+    def has_effect(self) -> bool:
+        """Whether it calls a function of a module for its effect: a download, a new directory."""
+        effects = [node.value for node in self._nodes if isinstance(node, ast.Expr)]
+        return any(isinstance(value, ast.Call) and self._is_of_module(value) for value in effects)
+
+    def _is_of_module(self, call: ast.Call) -> bool:
+        return _root(call.func) in self.modules
+
+    @cached_property
+    def _nodes(self) -> list[ast.AST]:
+        """The nodes that run with the statement, without the bodies of functions."""
+        waiting: list[ast.AST] = [self.node]
+        found: list[ast.AST] = []
+        while waiting:
+            found.append(node := waiting.pop())
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
+                waiting += ast.iter_child_nodes(node)
+        return found
+
+
+@dataclass
+class _Script:
+    """The script on its way to functions of a job."""
+
+    path: Path
+    source: str
+    module: ast.Module
+    notes: list[tuple[int, str]] = field(default_factory=list)
+    statements: list[_Statement] = field(default_factory=list)
+    """Those that run before `fit`."""
+    constants: dict[str, Any] = field(default_factory=dict)
+
+    def lift(self) -> LiftedScript:
+        """Return the functions; raises InputError."""
+        fit = self._find_fit()
+        modules = dict(_modules_in(self.module))
+        self.statements = [_Statement(node, modules) for node in self._flatten(fit)]
+        self._find_constants()
+        arguments = self._arguments_of(fit)
+        if "x" not in arguments:
+            raise self._error(fit, "fit gets no data", "pass the data to fit")
+        assert isinstance(fit.func, ast.Attribute)
+        model, validation = fit.func.value, arguments.get("validation_data")
+        data = [arguments[name] for name in ("x", "y", "sample_weight") if name in arguments]
+        share = self._constant(arguments, "validation_split") if validation is None else None
+        building = self._select([model])
+        loading = self._select([*data, *([validation] if validation else [])], with_effects=True)
+        if not any("compile(" in ast.unparse(one.node) for one in building):
+            raise self._error(fit, "the model is not compiled before fit", "call model.compile before fit")
+        recipe = self._recipe(arguments, loading)
+        whole = ast.unparse(data[0] if len(data) == 1 else ast.Tuple(data, ast.Load()))
+        other = ast.unparse(validation) if validation else "None"
+        result = SPLIT.format(data=whole, share=share) if share else f"    return {whole}, {other}"
+        has_validation = bool(validation or share)
+        text = self._render(ast.unparse(model), result, building, loading, has_validation=has_validation)
+        return LiftedScript(text, recipe, has_validation, tuple(sorted(self.notes)))
+
+    def _error(self, node: ast.AST, message: str, remedy: str) -> InputError:
+        return InputError(f"{self.path}, line {getattr(node, 'lineno', 1)}: {message}", remedy=remedy)
+
+    def _note(self, node: ast.AST, text: str) -> None:
+        self.notes.append((getattr(node, "lineno", 1), text))
+
+    def _find_fit(self) -> ast.Call:
+        calls = [node for node in ast.walk(self.module) if isinstance(node, ast.Call) and _is_fit(node)]
+        if not calls:
+            raise self._error(
+                self.module,
+                "no call of model.fit",
+                "name a function that returns the compiled model with --model",
+            )
+        first, *others = sorted(calls, key=lambda call: call.lineno)
+        for other in others:
+            self._note(other, "another call of fit; only the first one is used")
+        return first
+
+    def _flatten(self, fit: ast.Call) -> list[ast.stmt]:
+        """Return the statements that run before `fit`, with the functions that lead to it inlined."""
+        goals: list[tuple[ast.Call, ast.FunctionDef | None]] = []
+        goal: ast.Call | None = fit
+        while goal:
+            function = self._function_around(goal)
+            goals.append((goal, function))
+            goal = self._call_of(function, goal) if function and len(goals) < 10 else None
+        statements: list[ast.stmt] = []
+        caller: ast.Call | None = None
+        for goal, function in reversed(goals):
+            if function and caller:
+                statements += self._bindings(function, caller)
+            statements += self._before(function.body if function else self.module.body, goal)
+            caller = goal
+        return [self._without_options(one) for one in statements]
+
+    def _function_around(self, node: ast.AST) -> ast.FunctionDef | None:
+        """Return the outermost function around a node; raises InputError for a method."""
+        around = [one for one in ast.walk(self.module) if node in ast.walk(one)]
+        for one in around:
+            if isinstance(one, ast.ClassDef):
+                raise self._error(node, f"fit is called in a method of {one.name}", "call it in a function")
+        return next((one for one in around if isinstance(one, ast.FunctionDef)), None)
+
+    def _call_of(self, function: ast.FunctionDef, goal: ast.Call) -> ast.Call:
+        """Return the first call of a function; raises InputError where there is none."""
+        inside = set(ast.walk(function))
+        calls = [
+            node
+            for node in ast.walk(self.module)
+            if isinstance(node, ast.Call) and _root(node.func) == function.name and node not in inside
+        ]
+        if not calls:
+            raise self._error(
+                goal,
+                f"fit is called in {function.name}(), which the script never calls",
+                "call it at the top level of the script, or under `if __name__`",
+            )
+        first, *others = sorted(calls, key=lambda call: call.lineno)
+        for other in others:
+            self._note(other, f"another call of {function.name}(); only the first one is used")
+        return first
+
+    def _before(self, body: Sequence[ast.stmt], goal: ast.AST) -> Iterator[ast.stmt]:
+        """Yield the statements of a block that run before `goal`; blocks around it are opened."""
+        for statement in body:
+            holds_goal = goal in ast.walk(statement)
+            if isinstance(statement, ast.If) and "__name__" in ast.unparse(statement.test):
+                yield from self._before(statement.body, goal)
+            elif isinstance(statement, ast.With) and _name_of(statement.items[0].context_expr) == "scope":
+                self._note(
+                    statement, "the distribution strategy is left out: csdctl distributes the training"
+                )
+                yield from self._before(statement.body, goal)
+            elif holds_goal and isinstance(statement, ast.For | ast.While):
+                remedy = "call fit once, with the number of epochs"
+                raise self._error(statement, "fit is called in a loop", remedy)
+            elif holds_goal and isinstance(statement, ast.If | ast.With | ast.Try):
+                if isinstance(statement, ast.If):
+                    self._note(statement, f"taken as true: {ast.unparse(statement.test)}")
+                yield from self._before(statement.body, goal)
+            elif not holds_goal:
+                yield statement
+            if holds_goal:
+                return
+
+    def _bindings(self, function: ast.FunctionDef, call: ast.Call) -> Iterator[ast.stmt]:
+        """Yield assignments of a call's arguments to the parameters of its function."""
+        parameters = function.args
+        if parameters.vararg or parameters.kwarg or any(one.arg is None for one in call.keywords):
+            raise self._error(call, f"{function.name}() takes * or **", "pass its arguments by name")
+        names = [one.arg for one in (*parameters.posonlyargs, *parameters.args)]
+        values: dict[str, ast.expr | None] = dict(
+            zip(reversed(names), reversed(parameters.defaults), strict=False)
+        )
+        values |= {
+            one.arg: value for one, value in zip(parameters.kwonlyargs, parameters.kw_defaults, strict=True)
+        }
+        values |= dict(zip(names, call.args, strict=False))
+        values |= {one.arg: one.value for one in call.keywords if one.arg}
+        for name, value in values.items():
+            if value and not (isinstance(value, ast.Name) and value.id == name):
+                target = ast.Name(name, ast.Store())
+                yield ast.fix_missing_locations(ast.copy_location(ast.Assign([target], value), call))
+
+    def _without_options(self, statement: ast.stmt) -> ast.stmt:
+        """Return a statement in which an argument parser takes its defaults."""
+        for node in ast.walk(statement):
+            if isinstance(node, ast.Call) and _name_of(node) == "parse_args" and not node.args:
+                self._note(node, "the defaults of the script's options are used")
+                node.args = [ast.copy_location(ast.List([], ast.Load()), node)]
+        return statement
+
+    def _find_constants(self) -> None:
+        """Find the names that are bound once, to a value that follows from the text alone."""
+        bound = [name for one in self.statements for name in (*one.binds, *one.changes)]
+        for one in self.statements:
+            node = one.node
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+                value = _evaluate(node.value, self.constants)
+                if len(one.binds) == 1 and bound.count(node.targets[0].id) == 1 and value is not UNKNOWN:
+                    self.constants[node.targets[0].id] = value
+
+    def _arguments_of(self, fit: ast.Call) -> dict[str, ast.expr]:
+        """Return the arguments of `fit` but those that are None."""
+        found = dict(zip(FIT_ARGUMENTS, fit.args, strict=False))
+        for keyword in fit.keywords:
+            if keyword.arg is None:
+                self._note(fit, f"**{ast.unparse(keyword.value)} of fit")
+            else:
+                found[keyword.arg] = keyword.value
+        for name, reason in UNSUPPORTED.items():
+            if name in found:
+                self._note(found[name], f"{name}: {reason}")
+        return {name: value for name, value in found.items() if self._last_value(value) is not None}
+
+    def _constant(self, arguments: Mapping[str, ast.expr], name: str) -> Any:
+        """Return a constant argument of `fit`, None for one that is missing or computed."""
+        value = _evaluate(arguments[name], self.constants) if name in arguments else None
+        if value is UNKNOWN:
+            self._note(arguments[name], f"{name} is computed: {ast.unparse(arguments[name])}")
+            return None
+        return value
+
+    def _select(self, results: Sequence[ast.expr], *, with_effects: bool = False) -> list[_Statement]:
+        """Return the statements that these expressions depend on."""
+        needed = {node.id for one in results for node in ast.walk(one) if isinstance(node, ast.Name)}
+        candidates = [one for one in self.statements if not (one.is_output or one.is_import)]
+        chosen = [one for one in candidates if one.is_setting or (with_effects and one.has_effect)]
+        while True:
+            for one in chosen:
+                needed |= one.reads | one.late
+            more = [one for one in candidates if one not in chosen and needed & (one.binds | one.changes)]
+            if not more:
+                return sorted(chosen, key=self.statements.index)
+            chosen += more
+
+    def _recipe(self, arguments: Mapping[str, ast.expr], loading: Sequence[_Statement]) -> dict[str, Any]:
+        """Return the arguments of `fit` as keys of the recipe."""
+        size = self._constant(arguments, "batch_size") or self._batch_size(loading) or 32
+        found: dict[str, Any] = {
+            "epochs": self._constant(arguments, "epochs") or 1,
+            "reference_batch": size,
+        }
+        if "class_weight" in arguments:
+            weights = _evaluate(self._last_value(arguments["class_weight"]), self.constants)
+            if isinstance(weights, dict):
+                found["class_weight"] = {str(name): float(weight) for name, weight in weights.items()}
+            else:
+                self._note(
+                    arguments["class_weight"], "class_weight is computed: write it to recipe.class_weight"
+                )
+        callbacks = self._last_value(arguments.get("callbacks"))
+        for callback in callbacks.elts if isinstance(callbacks, ast.List | ast.Tuple) else [callbacks]:
+            if callback is not None:
+                found |= self._callback(callback)
+        return found
+
+    def _batch_size(self, loading: Sequence[_Statement]) -> int | None:
+        """Return the batch size of data sets that make batches themselves."""
+        for node in (node for one in loading for node in ast.walk(one.node) if isinstance(node, ast.Call)):
+            values = [keyword.value for keyword in node.keywords if keyword.arg == "batch_size"]
+            for value in values + node.args[: _name_of(node) == "batch"]:
+                size = _evaluate(value, self.constants)
+                if isinstance(size, int):
+                    return size
+        return None
+
+    def _last_value(self, node: ast.expr | None) -> ast.expr | None:
+        """Return what a name was bound to last, None for None."""
+        if isinstance(node, ast.Name):
+            for one in reversed(self.statements):
+                target = one.node.targets[0] if isinstance(one.node, ast.Assign) else None
+                if isinstance(target, ast.Name) and target.id == node.id and isinstance(one.node, ast.Assign):
+                    return self._last_value(one.node.value)
+        return None if isinstance(node, ast.Constant) and node.value is None else node
+
+    def _callback(self, written: ast.expr) -> dict[str, Any]:
+        """Return the entry of the recipe for a callback."""
+        call = self._last_value(written)
+        name = _name_of(call)
+        if name in BUILT_IN:
+            return {}
+        if name not in CALLBACKS or not isinstance(call, ast.Call):
+            self._note(written, f"callback {ast.unparse(written)}: write a callback of csdctl")
+            return {}
+        key, patience, arguments = CALLBACKS[name]
+        values = {one.arg: _evaluate(one.value, self.constants) for one in call.keywords}
+        if call.args:
+            values["monitor"] = _evaluate(call.args[0], self.constants)
+        for argument, value in values.items():
+            if value is UNKNOWN or argument == "min_lr":
+                self._note(call, f"{argument} of {name}")
+        kept = {one: values[one] for one in arguments if values.get(one, UNKNOWN) not in (UNKNOWN, None)}
+        return {key: {"patience": patience} | kept}
+
+    def _render(
+        self,
+        model: str,
+        result: str,
+        building: Sequence[_Statement],
+        loading: Sequence[_Statement],
+        *,
+        has_validation: bool,
+    ) -> str:
+        top = self._top_level([*building, *loading])
+        late = {name for one in top for name in one.late}
+        lines = [f'"""Model and data of {self.path.name}, written by `csdctl init`."""', ""]
+        if not any("keras" in one.binds for one in top):
+            lines.append("import keras")
+        lines += [self._text(one) for one in top]
+        for signature, doc, body, end in (
+            ("build()", "Return the compiled model.", building, f"    return {model}"),
+            ("load()", "Return the training data and the validation data.", loading, result),
+        ):
+            inner = [one for one in body if one not in top]
+            shared = {name for one in inner for name in one.binds} & (
+                late | {name for one in inner for name in one.late}
+            )
+            lines += ["", "", f"def {signature}:", f'    """{doc}"""']
+            lines += [f"    global {', '.join(sorted(shared))}"] if shared else []
+            lines += [*(textwrap.indent(self._text(one), "    ") for one in inner), end]
+        for index, name in enumerate(("training_data", "validation_data")[: 1 + has_validation]):
+            lines += ["", "", f"def {name}(path):", f"    return load()[{index}]"]
+        return "\n".join(lines) + "\n"
+
+    def _top_level(self, used: Sequence[_Statement]) -> list[_Statement]:
+        """Return the statements that stay at the top level: they need nothing that a function computes."""
+        available, found = {*dir(builtins), "__file__"}, []
+        for one in self.statements:
+            if one.is_environment:
+                is_kept = "KERAS_BACKEND" not in ast.unparse(one.node)
+                if not is_kept and "tensorflow" not in ast.unparse(one.node):
+                    self._note(one.node, "csdctl trains with the TensorFlow backend of Keras")
+            elif one.is_import:
+                is_kept = not all(one.modules.get(name) in PLOTTING for name in one.binds)
+            else:
+                is_constant = one.binds <= set(self.constants) and isinstance(one.node, ast.Assign)
+                is_kept = one in used and (is_constant or one.is_definition)
+                is_kept = is_kept and one.reads - one.binds <= available
+            if is_kept:
+                found.append(one)
+                available |= one.binds
+        return found
+
+    def _text(self, one: _Statement) -> str:
+        """Return a statement as it was written, or where its lines cannot be moved, from its tree."""
+        node = one.node
+        first = min([node.lineno, *(part.lineno for part in getattr(node, "decorator_list", ()))])
+        written = "\n".join(self.source.splitlines()[first - 1 : node.end_lineno])
+        if one.is_definition and not node.col_offset:
+            return f"\n\n{written}"
+        text = textwrap.dedent(written)
+        try:
+            is_same = ast.dump(ast.parse(text)) == ast.dump(ast.Module([node], []))
+        except SyntaxError:
+            is_same = False
+        return text if is_same and '"""' not in text else ast.unparse(node)
+
+
+def _is_fit(node: ast.AST) -> bool:
+    if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "fit"):
+        return False
+    return any(keyword.arg in TELLING for keyword in node.keywords)
+
+
+def _root(node: ast.AST) -> str:
+    """Return the first name of `a.b[0].c`, '' if it starts with something else."""
+    while isinstance(node, ast.Attribute | ast.Subscript | ast.Starred):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def _name_of(node: ast.AST | None) -> str:
+    """Return the last name of a called function: `fit` of `model.fit(x)`, '' for anything else."""
+    function = node.func if isinstance(node, ast.Call) else None
+    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+
+
+def _globals_of(table: symtable.SymbolTable) -> Iterator[str]:
+    for child in table.get_children():
+        yield from (one.get_name() for one in child.get_symbols() if one.is_global() and one.is_referenced())
+        yield from _globals_of(child)
+
+
+def _modules_in(module: ast.Module) -> Iterator[tuple[str, str]]:
+    for node in ast.walk(module):
+        if isinstance(node, ast.Import):
+            for one in node.names:
+                package = one.name.partition(".")[0]
+                yield one.asname or package, package
+        elif isinstance(node, ast.ImportFrom):
+            yield from ((one.asname or one.name, (node.module or "").partition(".")[0]) for one in node.names)
+
+
+def _evaluate(node: ast.expr | None, names: Mapping[str, Any]) -> Any:
+    """Return the value of an expression of constants, UNKNOWN for any other."""
+    if isinstance(node, ast.Name):
+        return names.get(node.id, UNKNOWN)
+    if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
+        sides = _evaluate(node.left, names), _evaluate(node.right, names)
+        try:
+            if all(isinstance(side, int | float) and abs(side) < 1e6 for side in sides):
+                return OPERATORS[type(node.op)](*sides)
+        except (ArithmeticError, ValueError):
+            pass
+        return UNKNOWN
+    if isinstance(node, ast.Tuple | ast.List):
+        values = [_evaluate(one, names) for one in node.elts]
+        return UNKNOWN if UNKNOWN in values else values
+    if isinstance(node, ast.Dict) and None not in node.keys:
+        keys, values = ([_evaluate(one, names) for one in part] for part in (node.keys, node.values))
+        return UNKNOWN if UNKNOWN in keys + values else dict(zip(keys, values, strict=True))
+    try:
+        return ast.literal_eval(node) if node else UNKNOWN
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        return UNKNOWN
