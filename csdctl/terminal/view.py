@@ -94,7 +94,7 @@ class View:
 
 def new_progress(console: PrintableConsole, *columns: ProgressColumn) -> Progress:
     """Return a progress display with `columns`, drawn only on a terminal and removed when it stops."""
-    return Progress(
+    progress = Progress(
         *columns,
         console=console,
         transient=True,
@@ -103,6 +103,8 @@ def new_progress(console: PrintableConsole, *columns: ProgressColumn) -> Progres
         redirect_stdout=False,
         redirect_stderr=False,
     )
+    progress.live._lock = console.lock
+    return progress
 
 
 def text_column(text_format: str, *, style: str = "none") -> TextColumn:
@@ -119,7 +121,7 @@ def live_on(console: PrintableConsole, render: Callable[[], RenderableType]) -> 
         return NotebookLive(console, render)
     if not console.is_terminal:
         return None
-    return Live(
+    live = Live(
         get_renderable=render,
         console=console,
         refresh_per_second=1,
@@ -127,3 +129,5 @@ def live_on(console: PrintableConsole, render: Callable[[], RenderableType]) -> 
         redirect_stdout=False,
         redirect_stderr=False,
     )
+    live._lock = console.lock
+    return live
