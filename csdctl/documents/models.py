@@ -77,7 +77,7 @@ def _describe(problem: Any, tree: yaml.Node | None, model: type[BaseModel] | Non
     line = _line_of(tree, location)
     key = _shorten(".".join(str(part) for part in location))
     where = f":{line}: " if line else ": "
-    if problem["type"] == "extra_forbidden":
+    if problem["type"] in ("extra_forbidden", "unexpected_keyword_argument"):  # of a dataclass
         known = _known_keys(model) if model else ()
         nearest = difflib.get_close_matches(str(location[-1])[:MAX_SHOWN], known, n=1)
         hint = f", did you mean `{nearest[0]}`?" if nearest else ""

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from csdctl.worker.protocol.json_codec import Between, Count, Shape, ShortText
+from csdctl.worker.protocol.json_codec import Between, Count, MaxLength, OneOf, Shape, ShortText
 from csdctl.worker.protocol.run_spec import UserCode
 
 INPUT, OUTPUT = "input", "output"
@@ -126,15 +126,20 @@ class ImageRule:
     """Images with more pixels are skipped without decoding."""
 
 
+Name = Annotated[str, MaxLength(1 << 16, 1)]
+
+
 @dataclass(frozen=True)
 class RecordSchema:
     """Features of a TFRecord example that hold a sample."""
 
-    image: str
-    label: str
-    shape: Shape | None = None
+    image: Name
+    label: Name
+    shape: Annotated[tuple[Annotated[int, Between(1, 1 << 16)], ...], MaxLength(8, 1)] | None = None
     """None if the image is encoded, otherwise the shape of its raw values."""
-    dtype: str = "uint8"
+    dtype: Annotated[str, OneOf(("uint8", "int8", "uint16", "int16", "int32", "float16", "float32"))] = (
+        "uint8"
+    )
 
 
 @dataclass(frozen=True)

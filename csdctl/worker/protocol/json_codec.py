@@ -28,6 +28,16 @@ class Bound:
     text: str
     allows: Callable[[Any], bool]
 
+    def __get_pydantic_core_schema__(self, source: Any, handler: Callable[[Any], Any]) -> dict[str, Any]:
+        """Return the schema by which pydantic checks the condition too, in job.yaml and files of csdctl."""
+        check = {"type": "no-info", "function": self._checked}
+        return {"type": "function-after", "function": check, "schema": handler(source)}
+
+    def _checked(self, value: Any) -> Any:
+        if not self.allows(value):
+            raise ValueError(f"expected {self.text}")
+        return value
+
 
 def Between(minimum: float, maximum: float) -> Bound:
     """Return the bound of a number from `minimum` to `maximum`, both included."""
@@ -52,6 +62,8 @@ class AnyNumber:
 Count = Annotated[int, Between(0, 1 << 53)]
 """A number of things; exact as a float too."""
 NumSteps = Annotated[int, Between(1, 1 << 53)]
+Positive = Annotated[float, Bound("a number above 0", lambda value: value > 0)]
+Fraction = Annotated[float, Bound("a number above 0 and below 1", lambda value: 0 < value < 1)]
 BatchSize = Annotated[int, Between(1, 1 << 31)]
 RankNumber = Annotated[int, Between(0, MAX_RANKS - 1)]
 Generation = Annotated[int, Between(0, 1 << 31)]

@@ -13,8 +13,7 @@ from csdctl.documents import build_atomically, check_values, load_json, load_tex
 from csdctl.documents.text import MAX_JSON_BYTES
 from csdctl.errors import InputError
 from csdctl.fleet.model import HOST_NAME
-from csdctl.job.model import Job
-from csdctl.job.reading import python_files
+from csdctl.job.model import Job, python_files
 from csdctl.notify import Say
 from csdctl.reporting.numbers import format_count
 from csdctl.runs.directory import ProjectDirectory
