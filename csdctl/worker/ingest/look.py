@@ -14,7 +14,6 @@ from csdctl.worker.ingest.sources.source import (
     DEFAULT_LIMITS,
     Tree,
     conform,
-    list_names,
     num_threads,
     read_tree,
 )
@@ -27,6 +26,7 @@ from csdctl.worker.protocol.datasets import (
     PrepareProgress,
     PrepareSpec,
     TableSchema,
+    list_names,
 )
 
 MAX_PICTURES = 512
@@ -53,21 +53,21 @@ def _look(spec: LookSpec, prepared: PrepareSpec, on_progress: Callable[[PrepareP
     whole = open_source(tree, prepared, num_threads())
     source = open_source(_thin(tree), prepared, num_threads()) if is_tree else whole
     max_samples = MAX_PICTURES if is_tree or source_format == "tfrecord" else source.num_samples
-    info, num_read, num_bytes = empty_info("0" * 32, source.class_names or ()), 0, 0
+    info, num_bytes = empty_info("0" * 32, source.class_names or ()), 0
     is_whole = source.num_samples == whole.num_samples
     for block in source.blocks(0, DEFAULT_LIMITS):
-        if num_bytes >= MAX_BYTES or 0 < max_samples <= num_read:
+        if num_bytes >= MAX_BYTES or 0 < max_samples <= info.num_read:
             is_whole = False
             break
         info = add_block(info, conform(block, prepared))
-        num_read, num_bytes = num_read + block.num_read, num_bytes + block.samples.nbytes
+        num_bytes += block.samples.nbytes
         total = min(source.num_samples, max_samples)
-        on_progress(PrepareProgress(num_read, total, sum(info.num_skipped.values())))
+        on_progress(PrepareProgress(info.num_read, total, info.num_read - info.num_samples))
     names = whole.class_names or ()
     return DataLook(
         source_format,
         complete_info(info, source, prepared),
-        num_read if is_whole else whole.num_samples,
+        info.num_read if is_whole else whole.num_samples,
         is_whole,
         _measure_pictures(_thin(tree)) if is_tree else None,
         dict(zip(names, whole.files_of_class, strict=True)) if whole.files_of_class else {},

@@ -17,7 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
@@ -43,7 +43,7 @@ from csdctl.worker.ingest.sources.source import (
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.process.files import save_atomically, sync_directory, sync_file
 from csdctl.worker.protocol.datasets import LABEL, DatasetInfo
-from csdctl.worker.protocol.json_codec import Count, from_json, to_json
+from csdctl.worker.protocol.json_codec import from_json, to_json
 
 PRIVATE_DIRECTORY, PRIVATE_FILE = 0o700, 0o600
 _GROUP_READS, _OTHERS_READ = 0o040, 0o004
@@ -114,14 +114,6 @@ _MAX_DESCRIPTION_BYTES = 16 << 20
 _ARRAYS = ("images.npy", "labels.npy")
 _SPARE_HEADER_BYTES = 1000
 """Room in a .npy header for all but the fields."""
-
-
-@dataclass(frozen=True)
-class IngestRecord:
-    """Progress of a data set: `num_read` samples were processed; `info` describes what the files have."""
-
-    num_read: Count
-    info: DatasetInfo
 
 
 def empty_info(fingerprint: str, class_names: Sequence[str] = ()) -> DatasetInfo:
@@ -223,9 +215,7 @@ class PartialDataset:
         self._opened = ExitStack()
         with convert_write_errors():
             self._opened.callback(os.close, _lock_directory(directory, limits.lock_deadline_s))
-            record = _load_record(directory, fingerprint)
-            record = record or IngestRecord(0, empty_info(fingerprint, class_names))
-            self.num_read, self.info = record.num_read, record.info
+            self.info = _load_record(directory, fingerprint) or empty_info(fingerprint, class_names)
             self._files: list[IO[bytes]] = [
                 self._opened.enter_context(open_private(directory / name, is_new=not self.info.num_samples))
                 for name in _ARRAYS
@@ -257,7 +247,7 @@ class PartialDataset:
                     self._begin_files(take_types(self.info, block.samples, as_labels(block.labels)))
                 for file, array in zip(self._files, (block.samples, as_labels(block.labels)), strict=True):
                     file.write(np.ascontiguousarray(array).data)
-            self.info, self.num_read = info, self.num_read + block.num_read
+            self.info = info
             if time.monotonic() - self._synced_at >= self._sync_interval_s:
                 self.sync()
 
@@ -271,7 +261,7 @@ class PartialDataset:
         """Sync the files to disk, then the record that says how much of them is valid."""
         for file in self._files:
             sync_file(file)
-        save_atomically(self._directory / _RECORD, to_json(IngestRecord(self.num_read, self.info)))
+        save_atomically(self._directory / _RECORD, to_json(self.info))
         self._synced_at = time.monotonic()
 
     def finish(self, target: Path, info: DatasetInfo | None = None) -> DatasetInfo:
@@ -380,15 +370,15 @@ def _lock_directory(directory: Path, deadline_s: float) -> int:
         time.sleep(0.1)
 
 
-def _load_record(directory: Path, fingerprint: str) -> IngestRecord | None:
-    """Return the record of an earlier call.
+def _load_record(directory: Path, fingerprint: str) -> DatasetInfo | None:
+    """Return the record of an earlier call: the description of the samples that were processed.
 
     None if the data or the job has changed since, or the files do not hold what it states.
     """
     with suppress(OSError, ValueError, WorkerError):  # a ProtocolError is a ValueError
-        record = from_json(IngestRecord, (directory / _RECORD).read_text())
+        info = from_json(DatasetInfo, (directory / _RECORD).read_text())
         found = [(directory / name).stat().st_size for name in _ARRAYS]
-        sizes = [size for _, size in _headers(record.info)] if record.info.num_samples else [0, 0]
-        if record.info.fingerprint == fingerprint and all(map(operator.ge, found, sizes)):
-            return record
+        sizes = [size for _, size in _headers(info)] if info.num_samples else [0, 0]
+        if info.fingerprint == fingerprint and all(map(operator.ge, found, sizes)):
+            return info
     return None

@@ -145,15 +145,15 @@ def prepare(
         if done := find():  # by the process that held the lock
             partial.discard()
             return done
-        num_left = source.num_samples - partial.num_read
+        num_left = source.num_samples - partial.info.num_read
         check_free_space(source.sample_bytes * num_left, spec.store, "prepared data")
 
         def report() -> None:
-            num_skipped = sum(partial.info.num_skipped.values())
-            on_progress(PrepareProgress(partial.num_read, source.num_samples, num_skipped))
+            num_read = partial.info.num_read
+            on_progress(PrepareProgress(num_read, source.num_samples, num_read - partial.info.num_samples))
 
         report()
-        for block in source.blocks(partial.num_read, limits):
+        for block in source.blocks(partial.info.num_read, limits):
             partial.append(conform(block, spec))
             report()
         finished = partial.finish(target, complete_info(partial.info, source, spec))

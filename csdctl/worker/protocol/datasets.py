@@ -35,6 +35,12 @@ def as_inputs(parts: Mapping[str, Any]) -> Any:
     return list(parts.values()) if all(is_position(name, INPUT) for name in parts) else dict(parts)
 
 
+def list_names(names: Sequence[str], most: int = 5) -> str:
+    """Return some of the names, for a message."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
 Largest = Annotated[int, Between(-1, 1 << 64)]
 """The largest of several integers from 0; -1 if there are others among them."""
 Parts = dict[str, tuple[str, Shape]]
@@ -74,6 +80,11 @@ class DatasetInfo:
     """The largest value of each input of integers, which may be indices; without uint8."""
     padded: dict[str, Shape] = field(default_factory=dict)
     """Inputs and outputs whose values had different shapes, and the shape that they were padded to with 0."""
+
+    @property
+    def num_read(self) -> int:
+        """Samples that were processed: usable ones, and those that were skipped."""
+        return self.num_samples + sum(self.num_skipped.values())
 
     @property
     def inputs(self) -> Parts:

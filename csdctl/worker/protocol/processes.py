@@ -1,10 +1,14 @@
 """The processes of this machine, as /proc describes them."""
 
 import contextlib
+import ctypes
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+_PIDFD_GETFD = 438
+"""System call number of pidfd_getfd(2) on every architecture; Linux 5.6 or newer."""
+_LIBC = ctypes.CDLL(None, use_errno=True)
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
@@ -48,6 +52,16 @@ def load_all() -> dict[int, ProcessStat]:
     """Return the state of every process by its id."""
     stats = {int(name): load_stat(int(name)) for name in os.listdir("/proc") if name.isdigit()}
     return {pid: stat for pid, stat in stats.items() if stat}
+
+
+def duplicate_descriptor(process: int, descriptor: int) -> int:
+    """Duplicate a file descriptor of the process with the pidfd `process` into this one; raises OSError."""
+    duplicate: int = _LIBC.syscall(
+        ctypes.c_long(_PIDFD_GETFD), ctypes.c_int(process), ctypes.c_int(descriptor), ctypes.c_uint(0)
+    )
+    if duplicate < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return duplicate
 
 
 def find_descendants(pid: int, stats: Mapping[int, ProcessStat]) -> list[int]:

@@ -1,7 +1,6 @@
 """Byte counters that the kernel keeps for the TCP connections of a process."""
 
 import contextlib
-import ctypes
 import fcntl
 import os
 import socket
@@ -11,8 +10,8 @@ import termios
 import time
 from typing import NamedTuple
 
-_PIDFD_GETFD = 438
-"""System call number of pidfd_getfd(2) on every architecture; Linux 5.6 or newer."""
+from csdctl.worker.protocol.processes import duplicate_descriptor
+
 _COUNTERS = struct.Struct("=QQ")
 _COUNTERS_OFFSET = 120
 """Offset of tcpi_bytes_acked and tcpi_bytes_received in struct tcp_info, unchanged since Linux 4.1."""
@@ -50,12 +49,9 @@ def _duplicate(pid: int, descriptor: int) -> int:
         return os.dup(descriptor)
     process = os.pidfd_open(pid)
     try:
-        duplicate: int = ctypes.CDLL(None, use_errno=True).syscall(_PIDFD_GETFD, process, descriptor, 0)
+        return duplicate_descriptor(process, descriptor)
     finally:
         os.close(process)
-    if duplicate < 0:
-        raise OSError(ctypes.get_errno(), "pidfd_getfd")
-    return duplicate
 
 
 def _read_connection(descriptor: int, drain_end_s: float) -> Connection | None:

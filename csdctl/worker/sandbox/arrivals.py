@@ -33,12 +33,9 @@ _SOURCE = {4: 12, 6: 8}
 _LOAD_BYTE, _LOAD_WORD, _SHIFT_RIGHT, _AND, _IF_EQUAL, _RETURN = 0x30, 0x20, 0x74, 0x54, 0x15, 0x06
 
 
-class Refused(Exception):
-    """The call fails with this error number."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.number = number
+def refusal(number: int) -> OSError:
+    """Return the error with which a call fails."""
+    return OSError(number, os.strerror(number))
 
 
 def to_ip(host: str) -> IpAddress:
@@ -48,7 +45,7 @@ def to_ip(host: str) -> IpAddress:
 
 
 def unpack_address(content: bytes) -> tuple[Any, ...]:
-    """Return a `struct sockaddr_in` or `sockaddr_in6` as the socket module wants it; raises Refused."""
+    """Return a `struct sockaddr_in` or `sockaddr_in6` as the socket module wants it; raises OSError."""
     if len(content) >= 8:
         (family,) = struct.unpack_from("=H", content)
         if family == socket.AF_INET:
@@ -58,7 +55,7 @@ def unpack_address(content: bytes) -> tuple[Any, ...]:
             port, flow = struct.unpack_from(">HI", content, 2)
             scope = struct.unpack_from("=I", content, 24)[0] if len(content) >= 28 else 0
             return socket.inet_ntop(family, content[8:24]), port, flow, scope
-    raise Refused(errno.EAFNOSUPPORT)
+    raise refusal(errno.EAFNOSUPPORT)
 
 
 def pack_address(family: int, address: tuple[Any, ...]) -> bytes:

@@ -13,21 +13,21 @@ import os
 import socket
 import struct
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 
+from csdctl.worker.protocol.processes import duplicate_descriptor
 from csdctl.worker.sandbox.arrivals import (
     TOKEN_S,
     Arrivals,
-    Refused,
     Tokens,
     close_to_others,
     narrow,
     pack_address,
+    refusal,
     to_ip,
     unpack_address,
 )
-from csdctl.worker.sandbox.system_calls import ASKED, list_descendants, list_group, number_of, system_call
+from csdctl.worker.sandbox.system_calls import ASKED, list_descendants, list_group, number_of
 
 _RECEIVE, _SEND, _IS_VALID, _ADD_DESCRIPTOR = 0xC0502100, 0xC0182101, 0x40082102, 0x40182103
 """SECCOMP_IOCTL_NOTIF_*."""
@@ -37,27 +37,30 @@ _NOTIFICATION, _ANSWER, _DESCRIPTOR = (
     struct.Struct("=QIIII"),
 )
 _CONTINUE = 1
-_PIDFD_GETFD = 438
 
 
-@dataclass(frozen=True)
-class Notification:
-    """A system call that waits for an answer; `listener` is the filter's descriptor."""
+class Call:
+    """A system call that waits for an answer; while `opened`, its caller can be read and written."""
 
-    listener: int
-    id: int
-    thread: int
-    number: int
-    arguments: tuple[int, ...]
+    def __init__(self, listener: int) -> None:
+        """Receive the next call from the filter's descriptor; raises OSError when its caller was killed."""
+        content = bytearray(_NOTIFICATION.size)
+        fcntl.ioctl(listener, _RECEIVE, content)
+        self._listener = listener
+        self._id, self._thread, _, self.number, _, _, *self.arguments = _NOTIFICATION.unpack(content)
 
-    @property
-    def is_waiting(self) -> bool:
-        """Whether the caller still waits: killed, its number may be given to another process."""
-        try:
-            fcntl.ioctl(self.listener, _IS_VALID, struct.pack("=Q", self.id))
-        except OSError:
-            return False
-        return True
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[None]:
+        """Open the process and the memory of the caller; raises OSError when it has ended."""
+        self.process = process_of_thread(self._thread)
+        with contextlib.ExitStack() as descriptors:
+            self._pidfd = os.pidfd_open(self.process)
+            descriptors.callback(os.close, self._pidfd)
+            self._memory = os.open(f"/proc/{self._thread}/mem", os.O_RDWR | os.O_CLOEXEC)
+            descriptors.callback(os.close, self._memory)
+            # A caller that was killed: its number may have been given to another process.
+            fcntl.ioctl(self._listener, _IS_VALID, struct.pack("=Q", self._id))
+            yield
 
     def let_continue(self) -> None:
         """Let the kernel perform the call; only for calls whose arguments are all numbers."""
@@ -70,66 +73,32 @@ class Notification:
     def answer_with(self, descriptor: int, *, is_inherited: bool) -> None:
         """Return a copy of `descriptor`; raises OSError."""
         flags = 0 if is_inherited else os.O_CLOEXEC
-        request = bytearray(_DESCRIPTOR.pack(self.id, 0, descriptor, 0, flags))
-        self.answer(fcntl.ioctl(self.listener, _ADD_DESCRIPTOR, request))
+        request = bytearray(_DESCRIPTOR.pack(self._id, 0, descriptor, 0, flags))
+        self.answer(fcntl.ioctl(self._listener, _ADD_DESCRIPTOR, request))
 
     def _send(self, result: int, error: int, flags: int) -> None:
         with contextlib.suppress(OSError):
-            fcntl.ioctl(self.listener, _SEND, _ANSWER.pack(self.id, result, error, flags))
-
-
-def receive_notification(listener: int) -> Notification | None:
-    """Return the next notification; None when its caller was killed."""
-    content = bytearray(_NOTIFICATION.size)
-    try:
-        fcntl.ioctl(listener, _RECEIVE, content)
-    except OSError:
-        return None
-    number_in_filter, thread, _, number, _, _, *arguments = _NOTIFICATION.unpack(content)
-    return Notification(listener, number_in_filter, thread, number, tuple(arguments))
-
-
-class Caller:
-    """The process that made a call. Close it."""
-
-    def __init__(self, notification: Notification) -> None:
-        """Raises Refused when the process has ended."""
-        try:
-            self.process = process_of_thread(notification.thread)
-            self._pidfd = os.pidfd_open(self.process)
-        except OSError:
-            raise Refused(errno.EINTR) from None
-        try:
-            self._memory = os.open(f"/proc/{notification.thread}/mem", os.O_RDWR | os.O_CLOEXEC)
-        except OSError:
-            os.close(self._pidfd)
-            raise Refused(errno.EPERM) from None
-        if not notification.is_waiting:
-            self.close()
-            raise Refused(errno.EINTR)
-
-    def close(self) -> None:
-        """Close its memory."""
-        os.close(self._pidfd)
-        os.close(self._memory)
+            fcntl.ioctl(self._listener, _SEND, _ANSWER.pack(self._id, result, error, flags))
 
     def read(self, address: int, size: int) -> bytes:
-        """Return bytes of its memory; raises OSError."""
+        """Return bytes of the caller's memory; raises OSError."""
         return os.pread(self._memory, size, address)
 
     def write(self, address: int, content: bytes) -> None:
-        """Write bytes to its memory; raises OSError."""
+        """Write bytes to the caller's memory; raises OSError."""
         os.pwrite(self._memory, content, address)
 
-    def socket(self, descriptor: int) -> socket.socket:
-        """Return its socket: the same one, not a copy, and not what the descriptor may stand for later."""
-        arguments = ctypes.c_int(self._pidfd), ctypes.c_int(descriptor & 0xFFFFFFFF), ctypes.c_uint(0)
-        found = system_call(_PIDFD_GETFD, *arguments)
+    def socket(self) -> socket.socket:
+        """Return the caller's socket that is the first argument; raises OSError.
+
+        It is the same one, not a copy, and not what the descriptor may stand for later.
+        """
+        found = duplicate_descriptor(self._pidfd, self.arguments[0] & 0xFFFFFFFF)
         try:
             return socket.socket(fileno=found)
         except OSError:
             os.close(found)
-            raise Refused(errno.ENOTSOCK) from None
+            raise refusal(errno.ENOTSOCK) from None
 
 
 def process_of_thread(thread: int) -> int:
@@ -160,7 +129,7 @@ class SeccompSupervisor:
         self._sockets = {b"\0" + name.encode() for name in sockets}
         self._ports: set[int] = set()
         """Ports that the sandbox has bound."""
-        answers: dict[str, Callable[[Notification, Caller], None]] = {
+        answers: dict[str, Callable[[Call], None]] = {
             "socket": self._socket,
             "bind": self._bind,
             "connect": self._connect,
@@ -174,47 +143,44 @@ class SeccompSupervisor:
 
     def serve_one(self) -> None:
         """Answer the next notification, in a thread of its own as that may take time."""
-        notification = receive_notification(self._listener)
-        if notification:
-            threading.Thread(target=self._serve, args=(notification,), daemon=True).start()
+        with contextlib.suppress(OSError):  # the caller was killed
+            threading.Thread(target=self._serve, args=(Call(self._listener),), daemon=True).start()
 
-    def _serve(self, notification: Notification) -> None:
+    def _serve(self, call: Call) -> None:
         try:
-            with contextlib.closing(Caller(notification)) as caller:
-                self._answers[notification.number](notification, caller)
-        except Refused as refused:
-            notification.answer(error=refused.number)
+            with call.opened():
+                self._answers[call.number](call)
         except OSError as error:
-            notification.answer(error=error.errno or errno.EIO)
+            call.answer(error=error.errno or errno.EIO)
         except Exception:
-            notification.answer(error=errno.EINVAL)
+            call.answer(error=errno.EINVAL)
 
-    def _socket(self, notification: Notification, _: Caller) -> None:
-        family, kind, protocol = (argument & 0xFFFFFFFF for argument in notification.arguments[:3])
+    def _socket(self, call: Call) -> None:
+        family, kind, protocol = (argument & 0xFFFFFFFF for argument in call.arguments[:3])
         is_stream = kind & 0xF == socket.SOCK_STREAM
         if family in _INET and kind & 0xF == socket.SOCK_DGRAM:
             # Libraries ask such a socket for the machine's interfaces; it could also send to anyone.
             with socket.socket(family, socket.SOCK_STREAM) as instead:
-                notification.answer_with(instead.fileno(), is_inherited=not kind & socket.SOCK_CLOEXEC)
+                call.answer_with(instead.fileno(), is_inherited=not kind & socket.SOCK_CLOEXEC)
         elif (
             (family in _INET and is_stream and protocol in (0, socket.IPPROTO_TCP))
             or (family == socket.AF_UNIX and is_stream)
             or (family == socket.AF_NETLINK and protocol == socket.NETLINK_ROUTE)
         ):
-            notification.let_continue()
+            call.let_continue()
         else:
-            raise Refused(errno.EAFNOSUPPORT)
+            raise refusal(errno.EAFNOSUPPORT)
 
-    def _bind(self, notification: Notification, caller: Caller) -> None:
-        descriptor, address, size = notification.arguments[:3]
-        with caller.socket(descriptor) as bound:
+    def _bind(self, call: Call) -> None:
+        _, address, size = call.arguments[:3]
+        with call.socket() as bound:
             if bound.family == socket.AF_NETLINK:
                 bound.bind((0, 0))
             elif bound.family in _INET:
-                self._bind_port(bound, caller.read(address, min(size, _MAX_ADDRESS_BYTES)))
+                self._bind_port(bound, call.read(address, min(size, _MAX_ADDRESS_BYTES)))
             else:
-                raise Refused(errno.EACCES)
-        notification.answer()
+                raise refusal(errno.EACCES)
+        call.answer()
 
     def _bind_port(self, bound: socket.socket, content: bytes) -> None:
         host, *rest = unpack_address(content)
@@ -226,31 +192,31 @@ class SeccompSupervisor:
             close_to_others(bound, self._peers)
         self._ports.add(bound.getsockname()[1])
 
-    def _connect(self, notification: Notification, caller: Caller) -> None:
-        descriptor, address, size = notification.arguments[:3]
-        content = caller.read(address, min(size, _MAX_ADDRESS_BYTES))
-        with caller.socket(descriptor) as connecting:
+    def _connect(self, call: Call) -> None:
+        _, address, size = call.arguments[:3]
+        content = call.read(address, min(size, _MAX_ADDRESS_BYTES))
+        with call.socket() as connecting:
             if connecting.family == socket.AF_UNIX:
                 self._connect_to_socket(connecting, content[2:])
             elif connecting.family in _INET:
                 self._connect_to_peer(connecting, content)
             else:
-                raise Refused(errno.EACCES)
-        notification.answer()
+                raise refusal(errno.EACCES)
+        call.answer()
 
     def _connect_to_socket(self, connecting: socket.socket, name: bytes) -> None:
         if name not in self._sockets:
-            raise Refused(errno.ECONNREFUSED)
+            raise refusal(errno.ECONNREFUSED)
         connecting.connect(name)
         _, user, _ = struct.unpack("3i", connecting.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         if user != os.getuid():  # abstract names belong to whoever binds them first
             connecting.shutdown(socket.SHUT_RDWR)
-            raise Refused(errno.ECONNREFUSED)
+            raise refusal(errno.ECONNREFUSED)
 
     def _connect_to_peer(self, connecting: socket.socket, content: bytes) -> None:
         address = unpack_address(content)
         if not self._is_peer(address[0], address[1]):
-            raise Refused(errno.ECONNREFUSED)
+            raise refusal(errno.ECONNREFUSED)
         # The mode is one of the socket, which is the caller's: it is restored.
         is_blocking = os.get_blocking(connecting.fileno())
         connecting.settimeout(CONNECT_S)
@@ -259,7 +225,7 @@ class SeccompSupervisor:
             if self._tokens:
                 connecting.sendall(self._tokens.make(connecting.getpeername()))
         except TimeoutError:
-            raise Refused(errno.ETIMEDOUT) from None
+            raise refusal(errno.ETIMEDOUT) from None
         finally:
             os.set_blocking(connecting.fileno(), is_blocking)
 
@@ -272,32 +238,32 @@ class SeccompSupervisor:
             found = [peer for peer in found if peer.is_loopback]
         return port >= MIN_PORT and bool(found)
 
-    def _accept(self, notification: Notification, caller: Caller) -> None:
-        descriptor, address, size = notification.arguments[:3]
-        flags = notification.arguments[3] if notification.number == number_of("accept4") else 0
-        with caller.socket(descriptor) as listening:
+    def _accept(self, call: Call) -> None:
+        _, address, size = call.arguments[:3]
+        flags = call.arguments[3] if call.number == number_of("accept4") else 0
+        with call.socket() as listening:
             # As the listener is set: it waits, or raises BlockingIOError.
             accepted, peer = self._arrivals.accept(listening) if self._arrivals else listening.accept()
         with accepted:
             if address:
                 packed = pack_address(accepted.family, peer)
-                (space,) = struct.unpack("=I", caller.read(size, 4))
-                caller.write(address, packed[:space])
-                caller.write(size, struct.pack("=I", len(packed)))
+                (space,) = struct.unpack("=I", call.read(size, 4))
+                call.write(address, packed[:space])
+                call.write(size, struct.pack("=I", len(packed)))
             os.set_blocking(accepted.fileno(), not flags & socket.SOCK_NONBLOCK)
-            notification.answer_with(accepted.fileno(), is_inherited=not flags & socket.SOCK_CLOEXEC)
+            call.answer_with(accepted.fileno(), is_inherited=not flags & socket.SOCK_CLOEXEC)
 
-    def _kill(self, notification: Notification, caller: Caller) -> None:
+    def _kill(self, call: Call) -> None:
         """Let a signal through to processes of the sandbox: one, or all of a group."""
-        target = ctypes.c_int32(notification.arguments[0] & 0xFFFFFFFF).value
+        target = ctypes.c_int32(call.arguments[0] & 0xFFFFFFFF).value
         if target == 0:
-            target = -os.getpgid(caller.process)
+            target = -os.getpgid(call.process)
         targets = [target] if target > 0 else list_group(-target)
         if target == -1 or not set(targets) <= set(list_descendants()):
-            raise Refused(errno.EPERM)
-        notification.let_continue()
+            raise refusal(errno.EPERM)
+        call.let_continue()
 
-    def _kill_thread(self, notification: Notification, _: Caller) -> None:
-        if process_of_thread(notification.arguments[0] & 0xFFFFFFFF) not in list_descendants():
-            raise Refused(errno.EPERM)
-        notification.let_continue()
+    def _kill_thread(self, call: Call) -> None:
+        if process_of_thread(call.arguments[0] & 0xFFFFFFFF) not in list_descendants():
+            raise refusal(errno.EPERM)
+        call.let_continue()

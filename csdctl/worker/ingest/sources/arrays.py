@@ -24,12 +24,11 @@ from csdctl.worker.ingest.sources.source import (
     SampleSource,
     convert_write_errors,
     data_error,
-    list_names,
     to_records,
 )
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.process.files import DAMAGED_ARCHIVE, BoundedFile
-from csdctl.worker.protocol.datasets import LABEL, SAMPLE_WEIGHT, PrepareSpec
+from csdctl.worker.protocol.datasets import LABEL, SAMPLE_WEIGHT, PrepareSpec, list_names
 
 _PIECE_BYTES = 1 << 20
 
@@ -105,7 +104,7 @@ class ArraySource(SampleSource):
             to_records({name: array[start:stop] for name, array in part.items()}, 1)
             for part in (self.inputs, self.outputs)
         )
-        return Block(len(samples), as_samples(samples), as_labels(labels))
+        return Block(as_samples(samples), as_labels(labels))
 
     def blocks(self, start: int, limits: IngestLimits) -> Iterator[Block]:
         """Yield all rows from index `start` on."""

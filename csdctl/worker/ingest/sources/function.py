@@ -22,7 +22,6 @@ from csdctl.worker.data.file_hash import check_stored
 from csdctl.worker.ingest.sources.arrays import ArraySource
 from csdctl.worker.ingest.sources.images import ImageDecoder, known_shape
 from csdctl.worker.ingest.sources.source import (
-    EXPECTED,
     Block,
     EncodedSample,
     IngestLimits,
@@ -107,9 +106,15 @@ class UserFunction:
                 f"the function {self._name} fails: {reason}", remedy=remedy, exit_code=2
             ) from None
 
-    def error(self, problem: str, remedy: str = EXPECTED) -> WorkerError:
-        """Return the error for a result that is not samples."""
-        return WorkerError(f"the function {self._name} {problem}", remedy=remedy, exit_code=2)
+    @contextmanager
+    def checking(self) -> Iterator[None]:
+        """Convert the error of a result that is not samples to a WorkerError, which names the function."""
+        try:
+            yield
+        except StructureError as error:
+            raise WorkerError(
+                f"the function {self._name} {error}", remedy=error.remedy, exit_code=2
+            ) from None
 
 
 class Elements(SampleSource):
@@ -141,13 +146,15 @@ class Elements(SampleSource):
         self._decoder: ImageDecoder | None = None
 
     def blocks(self, start: int, limits: IngestLimits) -> Iterator[Block]:
-        """Yield all samples from index `start` on."""
-        if self._axes:
-            return skip_rows(self._records(), start)
-        candidates = itertools.islice(self._candidates(), start, None)
-        return decode_blocks(
-            candidates, self._decode, limits, threads=self._threads, sample_bytes=self.sample_bytes
-        )
+        """Yield all samples from index `start` on; raises WorkerError for whatever fails or does not fit."""
+        with self._function.checking():
+            if self._axes:
+                yield from skip_rows(self._records(), start)
+            else:
+                candidates = itertools.islice(self._candidates(), start, None)
+                yield from decode_blocks(
+                    candidates, self._decode, limits, threads=self._threads, sample_bytes=self.sample_bytes
+                )
 
     def pad_to_longest(self, names: Collection[str]) -> None:
         """Pad the inputs and outputs `names`, as in messages, with 0: all to one shape.
@@ -164,45 +171,35 @@ class Elements(SampleSource):
                     shape = array.shape[self._axes :]
                     before = self._targets.setdefault(name, shape)
                     if len(before) != len(shape):
-                        raise self._function.error("yields samples of different shapes or types")
+                        raise StructureError("yields samples of different shapes or types")
                     self._targets[name] = tuple(map(max, before, shape))
 
     def _records(self) -> Iterator[tuple[Array, Array]]:
-        """Yield samples and labels; raises WorkerError for whatever fails or does not fit."""
+        """Yield samples and labels; raises StructureError, and WorkerError for whatever fails."""
         for inputs, outputs in self._arrays():
             padded = [
                 {name: self._pad(array, name or kind) for name, array in part.items()}
                 for part, kind in ((inputs, SAMPLES), (outputs, LABELS))
             ]
-            with self._checking():
-                samples = to_records(padded[0], self._axes)
-                num_samples = samples.shape[: self._axes]
-                labels = to_records(padded[1], self._axes) if outputs else no_labels(num_samples)
-                if num_samples != labels.shape[: self._axes]:
-                    raise StructureError(f"yields {len(samples)} samples with {len(labels)} labels")
+            samples = to_records(padded[0], self._axes)
+            num_samples = samples.shape[: self._axes]
+            labels = to_records(padded[1], self._axes) if outputs else no_labels(num_samples)
+            if num_samples != labels.shape[: self._axes]:
+                raise StructureError(f"yields {len(samples)} samples with {len(labels)} labels")
             yield as_samples(samples), as_labels(labels)
 
     def _arrays(self) -> Iterator[tuple[dict[str, Array], dict[str, Array]]]:
         iterator = self._function.guard(self._begin)
         while (element := self._function.guard(lambda: next(iterator, _END))) is not _END:
-            with self._checking():
-                inputs, outputs = name_parts(element, self._spec)
-                arrays = to_arrays(inputs, self._axes), to_arrays(outputs, self._axes)
-            yield arrays
-
-    @contextmanager
-    def _checking(self) -> Iterator[None]:
-        try:
-            yield
-        except StructureError as error:
-            raise self._function.error(error.problem, error.remedy) from None
+            inputs, outputs = name_parts(element, self._spec)
+            yield to_arrays(inputs, self._axes), to_arrays(outputs, self._axes)
 
     def _pad(self, array: Array, name: str) -> Array:
         target, shape = self._targets.get(name), array.shape[self._axes :]
         if target is None or shape == target or len(shape) != len(target):
             return array
         if any(size > most for size, most in zip(shape, target, strict=True)):
-            raise self._function.error(
+            raise StructureError(
                 f"yields {name} of shape {shape}, longer than {target} of the model or the public data",
                 "pad or cut all data to one length in the function, "
                 "such as padded_batch(…, padded_shapes=…) or to_tensor(shape=…)",
@@ -225,7 +222,7 @@ class Elements(SampleSource):
                 self._decoder = ImageDecoder(self._spec.picture)
             found = (None if is_image else sample.shape, sample.dtype, label.shape, label.dtype)
             if expected is not None and found != expected:
-                raise self._function.error(
+                raise StructureError(
                     "yields samples of different shapes or types",
                     "give all samples one shape and type, or return a tf.data.Dataset, which is padded",
                 )
@@ -336,10 +333,8 @@ def call_function(tree: Tree, spec: PrepareSpec, threads: int) -> SampleSource:
     """
     function = UserFunction(spec)
     returned = function.call(tree.root)
-    try:
+    with function.checking():
         return _as_source(returned, function, spec, threads)
-    except StructureError as error:
-        raise function.error(error.problem, error.remedy) from None
 
 
 def _as_source(returned: Any, function: UserFunction, spec: PrepareSpec, threads: int) -> SampleSource:

@@ -29,10 +29,9 @@ from csdctl.worker.ingest.sources.source import (
     UnusableError,
     data_error,
     decode_blocks,
-    list_names,
 )
 from csdctl.worker.process.errors import WorkerError, describe
-from csdctl.worker.protocol.datasets import ImageRule, PrepareSpec
+from csdctl.worker.protocol.datasets import ImageRule, PrepareSpec, list_names
 
 LARGE_PIXELS = 16_000_000
 """Images with more pixels are decoded one at a time, whatever the number of threads, to save memory."""

@@ -10,7 +10,7 @@ import hashlib
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -135,12 +135,6 @@ def _check_link(entry: os.DirEntry[str], within: str, source: str) -> None:
         raise data_error(source, "has a link to a directory", remedy)
 
 
-def list_names(names: Sequence[str], most: int = 5) -> str:
-    """Return some of the names, for a message."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
-
-
 def data_error(source: str, problem: str, remedy: str = "") -> WorkerError:
     """Return the error for data that cannot be used; it names no file below `source`."""
     return WorkerError(f"data at {source} {problem}", remedy=remedy, exit_code=2)
@@ -169,9 +163,8 @@ class UnusableError(Exception):
 
 @dataclass(frozen=True)
 class Block:
-    """Consecutive samples: of `num_read` processed ones, samples (n, …) and labels (n, …) are usable."""
+    """Consecutive samples (n, …) and their labels (n, …), and how many among them were skipped, by reason."""
 
-    num_read: int
     samples: Array
     labels: Array
     skipped: Counter[str] = field(default_factory=Counter)
@@ -204,7 +197,7 @@ def skip_rows(batches: Iterable[tuple[Array, Array]], start: int) -> Iterator[Bl
         num_skipped = min(len(samples), max(0, start - position))
         position += len(samples)
         if num_skipped < len(samples):
-            yield Block(len(samples) - num_skipped, samples[num_skipped:], labels[num_skipped:])
+            yield Block(samples[num_skipped:], labels[num_skipped:])
 
 
 @dataclass(frozen=True)
@@ -256,9 +249,9 @@ def _as_block(outcomes: list[tuple[Array, Any] | str]) -> Block:
     usable = [outcome for outcome in outcomes if not isinstance(outcome, str)]
     skipped = Counter(outcome for outcome in outcomes if isinstance(outcome, str))
     if not usable:
-        return Block(len(outcomes), np.zeros((0,)), np.zeros((0,)), skipped)
+        return Block(np.zeros((0,)), np.zeros((0,)), skipped)
     samples, labels = zip(*usable, strict=True)
-    return Block(len(outcomes), np.stack(samples), np.stack(labels), skipped)
+    return Block(np.stack(samples), np.stack(labels), skipped)
 
 
 def _groups(
@@ -292,7 +285,6 @@ class StructureError(Exception):
 
     def __init__(self, problem: str, remedy: str = EXPECTED) -> None:
         super().__init__(problem)
-        self.problem = problem
         self.remedy = remedy
 
 

@@ -17,11 +17,10 @@ from csdctl.worker.ingest.sources.source import (
     SampleSource,
     Tree,
     data_error,
-    list_names,
     to_records,
 )
 from csdctl.worker.process.errors import WorkerError
-from csdctl.worker.protocol.datasets import LABEL, SAMPLE_WEIGHT, PrepareSpec, TableSchema
+from csdctl.worker.protocol.datasets import LABEL, SAMPLE_WEIGHT, PrepareSpec, TableSchema, list_names
 
 
 def is_table(file: DataFile, tree: Tree) -> bool:
@@ -59,7 +58,7 @@ class TableFiles(SampleSource):
         while rows := list(itertools.islice(found, num_rows)):
             values = np.array(rows, np.float64)
             column = {name: values[:, number] for number, name in enumerate(self._used)}
-            yield Block(len(rows), self._samples(values), self._labels(column))
+            yield Block(self._samples(values), self._labels(column))
 
     @property
     def _used(self) -> list[str]:
