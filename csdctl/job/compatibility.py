@@ -133,8 +133,9 @@ def _check_logits(model: ModelInfo, output: OutputInfo) -> None:
     wrong = probabilities if output.from_logits else "linear"
     if probabilities and output.activation == wrong:
         current, other = str(output.from_logits).lower(), str(not output.from_logits).lower()
+        name = _part(model, OUTPUT, output.name)
         raise InputError(
-            f"{_part(model, OUTPUT, output.name)} ends in a {wrong} layer, but recipe.from_logits is {current}",
+            f"{name} ends in a {wrong} layer, but recipe.from_logits is {current}",
             remedy=f"set recipe.from_logits: {other} (or from_logits of the loss in compile()), "
             "or change the model's last layer",
         )
@@ -200,7 +201,7 @@ def _match(
 
 
 def _check_labels(model: ModelInfo, output: OutputInfo, data: DatasetInfo, field: str, which: str) -> None:
-    """Check labels of a sparse loss, integers from 0 for each vector of the output, and of a known dense one."""
+    """Check labels of losses that are known: of a sparse one, integers for each vector of the output."""
     dtype, shape = data.labels[field]
     found = f"the {which} has labels" + (f" of {field}" if field and output.name else "")
     is_sparse = _plain(output.loss) == _SPARSE

@@ -238,11 +238,14 @@ class PartialDataset:
         else:
             self.close()
 
-    def append(self, block: Block) -> None:
-        """Add a block; raises WorkerError if its samples differ in shape or type from earlier ones."""
+    def append(self, block: Block, *, is_copied: bool = True) -> None:
+        """Add a block; raises WorkerError if its samples differ in shape or type from earlier ones.
+
+        Without `is_copied`, the files of the source are used: the block is only described.
+        """
         info = add_block(self.info, block)
         with convert_write_errors():
-            if len(block.samples):
+            if len(block.samples) and is_copied:
                 if not self.info.num_samples:
                     self._begin_files(take_types(self.info, block.samples, as_labels(block.labels)))
                 for file, array in zip(self._files, (block.samples, as_labels(block.labels)), strict=True):
@@ -264,14 +267,24 @@ class PartialDataset:
         save_atomically(self._directory / _RECORD, to_json(self.info))
         self._synced_at = time.monotonic()
 
-    def finish(self, target: Path, info: DatasetInfo | None = None) -> DatasetInfo:
-        """Rename the directory to `target`, with `info` as dataset.json; return it with path and hashes."""
+    def finish(
+        self, target: Path, info: DatasetInfo | None = None, source: Path | None = None
+    ) -> DatasetInfo:
+        """Rename the directory to `target`, with `info` as dataset.json; return it with path and hashes.
+
+        `source` is the directory of the arrays if they were not copied.
+        """
         with convert_write_errors():
-            for file, (header, _) in zip(self._files, _headers(self.info), strict=True):
+            for name, file, (header, _) in zip(_ARRAYS, self._files, _headers(self.info), strict=True):
+                if source:
+                    (self._directory / name).unlink()
+                    continue
                 file.seek(0)
                 file.write(header)
                 sync_file(file)
-            info = hash_arrays(replace(info or self.info, path=str(target)), self._directory)
+            info = hash_arrays(
+                replace(info or self.info, path=str(source or target)), source or self._directory
+            )
             save_atomically(self._directory / _DESCRIPTION, to_json(info))
             (self._directory / _RECORD).unlink(missing_ok=True)
             shutil.rmtree(target, ignore_errors=True)  # without a dataset.json: damaged, or not csdctl's

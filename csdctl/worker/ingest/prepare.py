@@ -8,7 +8,6 @@ import functools
 import hashlib
 import json
 import os
-import shutil
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from fnmatch import fnmatch
@@ -16,13 +15,9 @@ from pathlib import Path
 
 from csdctl.worker.data.arrays import label_dtype
 from csdctl.worker.ingest.partial_dataset import (
-    PRIVATE_DIRECTORY,
     PartialDataset,
-    add_block,
     check_free_space,
-    empty_info,
     find_stored,
-    hash_arrays,
     make_store,
     set_access,
 )
@@ -50,9 +45,7 @@ from csdctl.worker.ingest.sources.source import (
 from csdctl.worker.ingest.sources.table import TableFiles, is_table
 from csdctl.worker.ingest.sources.tfrecord import RecordFiles, is_record_file
 from csdctl.worker.process.errors import WorkerError
-from csdctl.worker.process.files import save_atomically
 from csdctl.worker.protocol.datasets import LABEL, DatasetInfo, PrepareProgress, PrepareSpec
-from csdctl.worker.protocol.json_codec import to_json
 
 SUPPORTED_DATA = (
     "folders named by class that contain PNG, JPEG, BMP or GIF images, TFRecord files, images.npy and "
@@ -137,15 +130,14 @@ def prepare(
         set_access(target, tree, is_shared=spec.is_shared)
         return done
     source = open_source(tree, spec, threads or num_threads())
-    if source_format == "npy" and isinstance(source, ArraySource) and _is_as_stored(source, spec):
-        return _use_in_place(tree, source, spec, target, limits)
+    is_in_place = source_format == "npy" and isinstance(source, ArraySource) and _is_as_stored(source, spec)
     with PartialDataset(
         _partial_directory(tree, spec), fingerprint, source.class_names or (), limits
     ) as partial:
         if done := find():  # by the process that held the lock
             partial.discard()
             return done
-        num_left = source.num_samples - partial.info.num_read
+        num_left = 0 if is_in_place else source.num_samples - partial.info.num_read
         check_free_space(source.sample_bytes * num_left, spec.store, "prepared data")
 
         def report() -> None:
@@ -154,9 +146,10 @@ def prepare(
 
         report()
         for block in source.blocks(partial.info.num_read, limits):
-            partial.append(conform(block, spec))
+            partial.append(conform(block, spec), is_copied=not is_in_place)
             report()
-        finished = partial.finish(target, complete_info(partial.info, source, spec))
+        info = complete_info(partial.info, source, spec)
+        finished = partial.finish(target, info, tree.root if is_in_place else None)
         set_access(target, tree, is_shared=spec.is_shared)
         return finished
 
@@ -168,25 +161,6 @@ def _is_as_stored(source: ArraySource, spec: PrepareSpec) -> bool:
     is_same_type = bool(stored.samples.dtype == samples.dtype)
     has_same_fields = stored.labels.dtype == label_dtype(labels.dtype)
     return is_same_type and has_same_fields and stored.samples.shape[1:] == samples.shape[1:]
-
-
-def _use_in_place(
-    tree: Tree, source: ArraySource, spec: PrepareSpec, target: Path, limits: IngestLimits
-) -> DatasetInfo:
-    """Describe a source that can be read as it is; nothing is copied."""
-    info = empty_info(target.name, spec.classes or ())
-    for block in source.blocks(0, limits):
-        info = add_block(info, block)
-    info = hash_arrays(replace(complete_info(info, source, spec), path=str(tree.root)), tree.root)
-    aside = _partial_directory(tree, spec)
-    with convert_write_errors():
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(mode=PRIVATE_DIRECTORY)
-        save_atomically(aside / "dataset.json", to_json(info))
-        shutil.rmtree(target, ignore_errors=True)
-        aside.rename(target)
-        set_access(target, tree, is_shared=spec.is_shared)
-    return info
 
 
 def _partial_directory(tree: Tree, spec: PrepareSpec) -> Path:

@@ -4,7 +4,6 @@ It returns arrays, a tf.data.Dataset, batched or not, a keras.utils.PyDataset, o
 """
 
 import hashlib
-import itertools
 import re
 import sys
 import zipfile
@@ -23,12 +22,12 @@ from csdctl.worker.ingest.sources.arrays import ArraySource
 from csdctl.worker.ingest.sources.images import ImageDecoder, known_shape
 from csdctl.worker.ingest.sources.source import (
     Block,
+    DecodedSource,
     EncodedSample,
     IngestLimits,
     SampleSource,
     StructureError,
     Tree,
-    decode_blocks,
     name_parts,
     no_labels,
     skip_rows,
@@ -117,7 +116,7 @@ class UserFunction:
             ) from None
 
 
-class Elements(SampleSource):
+class Elements(DecodedSource):
     """Samples that a function yields, from an iterator, a tf.data.Dataset or a keras.utils.PyDataset.
 
     They come one by one or in batches of any size. Single uint8 images are converted to the job's shape;
@@ -135,12 +134,11 @@ class Elements(SampleSource):
         num_samples: int = 0,
     ) -> None:
         """`begin` starts the iteration; more than once only for `pad_to_longest`."""
-        super().__init__(spec)
+        super().__init__(spec, threads)
         self.num_samples = num_samples
         self._function = function
         self._begin = begin
         self._spec = spec
-        self._threads = threads
         self._axes = int(is_batched)
         self._targets: dict[str, Shape] = {}
         self._decoder: ImageDecoder | None = None
@@ -148,13 +146,7 @@ class Elements(SampleSource):
     def blocks(self, start: int, limits: IngestLimits) -> Iterator[Block]:
         """Yield all samples from index `start` on; raises WorkerError for whatever fails or does not fit."""
         with self._function.checking():
-            if self._axes:
-                yield from skip_rows(self._records(), start)
-            else:
-                candidates = itertools.islice(self._candidates(), start, None)
-                yield from decode_blocks(
-                    candidates, self._decode, limits, threads=self._threads, sample_bytes=self.sample_bytes
-                )
+            yield from skip_rows(self._records(), start) if self._axes else super().blocks(start, limits)
 
     def pad_to_longest(self, names: Collection[str]) -> None:
         """Pad the inputs and outputs `names`, as in messages, with 0: all to one shape.
@@ -209,7 +201,8 @@ class Elements(SampleSource):
         padded[tuple(map(slice, array.shape))] = array
         return padded
 
-    def _candidates(self) -> Iterator[EncodedSample]:
+    def candidates(self) -> Iterator[EncodedSample]:
+        """Yield all samples; raises StructureError if they differ in shape or type."""
         expected = None
         shape = known_shape(self._spec.picture)
         takes_images = shape is not None and shape[2] in (1, 3)
@@ -229,7 +222,8 @@ class Elements(SampleSource):
             expected = found
             yield EncodedSample(sample, label)
 
-    def _decode(self, candidate: EncodedSample) -> tuple[Array, Any]:
+    def decode(self, candidate: EncodedSample) -> tuple[Array, Any]:
+        """Return the sample in its final shape, and its label; raises UnusableError."""
         sample = self._decoder.fit(candidate.content) if self._decoder else candidate.content
         return sample, candidate.label
 

@@ -20,15 +20,12 @@ import numpy as np
 from csdctl.worker.compute.backend import load_tensorflow
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.ingest.sources.source import (
-    Block,
     DataFile,
+    DecodedSource,
     EncodedSample,
-    IngestLimits,
-    SampleSource,
     Tree,
     UnusableError,
     data_error,
-    decode_blocks,
 )
 from csdctl.worker.process.errors import WorkerError, describe
 from csdctl.worker.protocol.datasets import ImageRule, PrepareSpec, list_names
@@ -205,7 +202,7 @@ BYTES_PER_PIXEL = 8
 _SPARE_BYTES = 1 << 20
 
 
-class ClassFolders(SampleSource):
+class ClassFolders(DecodedSource):
     """Images in class folders, class by class and sorted by path."""
 
     def __init__(self, tree: Tree, spec: PrepareSpec, threads: int) -> None:
@@ -214,13 +211,12 @@ class ClassFolders(SampleSource):
             problem = "consists of class folders, but the job does not list its classes"
             remedy = "list them as data.classes in job.yaml, or use public data of class folders"
             raise data_error(spec.source, problem, remedy)
-        super().__init__(spec)
+        super().__init__(spec, threads)
         names = spec.classes or tuple(sorted(_normalize(name) for name in tree.folders))
         self.class_names = names
         self._label_of = {_normalize(name): label for label, name in enumerate(names)}
         _check_folders(tree.folders, self._label_of, spec.source)
         self._tree = tree
-        self._threads = threads
         self._rule = spec.picture
         self._files = sorted(tree.files, key=self._label)  # stable: sorted by path within a class
         counts = Counter(map(self._label, self._files))
@@ -229,18 +225,16 @@ class ClassFolders(SampleSource):
         self._decoder = ImageDecoder(spec.picture, load_tensorflow())
         self.sample_bytes = self._decoder.sample_bytes
 
-    def blocks(self, start: int, limits: IngestLimits) -> Iterator[Block]:
-        """Yield all images from index `start` on."""
-        candidates = (EncodedSample(file, self._label(file)) for file in self._files[start:])
-        return decode_blocks(
-            candidates, self._decode, limits, threads=self._threads, sample_bytes=self.sample_bytes
-        )
+    def candidates(self) -> Iterator[EncodedSample]:
+        """Yield all files."""
+        return (EncodedSample(file, self._label(file)) for file in self._files)
 
     def _label(self, file: DataFile) -> int:
         """Return the index of the file's class; files beside the class folders come last."""
         return self._label_of[_normalize(file.parts[0])] if len(file.parts) > 1 else len(self._label_of)
 
-    def _decode(self, candidate: EncodedSample) -> tuple[Array, Any]:
+    def decode(self, candidate: EncodedSample) -> tuple[Array, Any]:
+        """Return the picture and its class; raises UnusableError."""
         file: DataFile = candidate.content
         if len(file.parts) == 1:
             raise UnusableError("no_class")

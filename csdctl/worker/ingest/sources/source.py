@@ -7,10 +7,11 @@ model's order. Several inputs or outputs become the fields of a structured array
 
 import errno
 import hashlib
+import itertools
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -220,29 +221,37 @@ def num_threads() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def decode_blocks(
-    candidates: Iterable[EncodedSample],
-    decode: Callable[[EncodedSample], tuple[Array, Any]],
-    limits: IngestLimits,
-    *,
-    threads: int,
-    sample_bytes: int,
-) -> Iterator[Block]:
-    """Decode with `threads` threads; samples that raise UnusableError are counted and skipped.
+class DecodedSource(SampleSource):
+    """Samples that are decoded one by one; those that raise UnusableError are counted and skipped.
 
     Samples and their order do not depend on the number of threads.
     """
 
-    def decode_or_reason(candidate: EncodedSample) -> tuple[Array, Any] | str:
+    def __init__(self, spec: PrepareSpec, threads: int) -> None:
+        super().__init__(spec)
+        self._threads = threads
+
+    def candidates(self) -> Iterator[EncodedSample]:
+        """Yield all samples."""
+        raise NotImplementedError
+
+    def decode(self, candidate: EncodedSample) -> tuple[Array, Any]:
+        """Return sample and label; raises UnusableError."""
+        raise NotImplementedError
+
+    def blocks(self, start: int, limits: IngestLimits) -> Iterator[Block]:
+        """Yield all samples from index `start` on."""
+        max_samples = max(1, min(limits.block_samples, limits.block_bytes // max(1, self.sample_bytes)))
+        candidates = itertools.islice(self.candidates(), start, None)
+        with ThreadPoolExecutor(self._threads, thread_name_prefix="decode") as pool:
+            for group in _groups(candidates, max_samples, limits.block_bytes):
+                yield _as_block(list(pool.map(self._decode_or_reason, group)))
+
+    def _decode_or_reason(self, candidate: EncodedSample) -> tuple[Array, Any] | str:
         try:
-            return decode(candidate)
+            return self.decode(candidate)
         except UnusableError as error:
             return error.reason
-
-    max_samples = max(1, min(limits.block_samples, limits.block_bytes // max(1, sample_bytes)))
-    with ThreadPoolExecutor(threads, thread_name_prefix="decode") as pool:
-        for group in _groups(candidates, max_samples, limits.block_bytes):
-            yield _as_block(list(pool.map(decode_or_reason, group)))
 
 
 def _as_block(outcomes: list[tuple[Array, Any] | str]) -> Block:
