@@ -4,16 +4,19 @@ Everything that csdctl reads from a file is read here first. Files may come from
 number of values and number of reported problems are bounded.
 """
 
-from csdctl.documents.models import Document, check_values, load_document, parse_document
-from csdctl.documents.text import load_json, load_text, parse_json_document, split_lines
-from csdctl.documents.writing import (
+from csdctl.documents.files import (
     build_atomically,
+    load_json,
+    load_text,
     make_directory,
+    parse_json_document,
     save_bytes,
     save_json,
     save_text,
+    split_lines,
     write_atomically,
 )
+from csdctl.documents.models import Document, check_values, load_document, parse_document
 
 __all__ = [
     "Document",

@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 import yaml
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
-from csdctl.documents.text import AGAIN, load_text
+from csdctl.documents.files import AGAIN, load_text
 from csdctl.documents.yaml_text import build, compose
 from csdctl.errors import InputError
 

@@ -10,7 +10,7 @@ from typing import Any, NoReturn, TypeVar
 
 import yaml
 
-from csdctl.documents.text import MAX_DIGITS
+from csdctl.documents.files import MAX_DIGITS
 from csdctl.errors import InputError
 
 MAX_SIZE = 4 << 20

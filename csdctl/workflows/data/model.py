@@ -10,7 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from csdctl.documents import build_atomically, check_values, load_json, load_text, save_json, save_text
-from csdctl.documents.text import MAX_JSON_BYTES
+from csdctl.documents.files import MAX_JSON_BYTES
 from csdctl.errors import InputError
 from csdctl.fleet.model import HOST_NAME
 from csdctl.job.model import Job, python_files
