@@ -160,8 +160,7 @@ def _compute_rows(
     check_free_space((num_rows - partial.info.num_samples) * row_bytes, spec.store, what, other)
     while partial.info.num_samples < num_rows:
         view, start = divmod(partial.info.num_samples, len(samples))
-        rows = np.arange(start, min(len(samples), start + limits.block_samples))
-        yield Block(*compute(*augment(*samples.read(rows), view, start)))
+        yield Block(*compute(*augment(*samples.span(start, limits.block_samples), view, start)))
 
 
 def load_computation(spec: ExtractSpec) -> Compute:
@@ -284,14 +283,12 @@ def _compare(spec: ExtractSpec, info: DatasetInfo, compute: Compute, num_batches
     num_rows, difference = 0, 0.0
     for place in np.unique(np.linspace(0, len(places) - 1, num_batches, dtype=int)) if places else ():
         view, start = places[place]
-        rows = np.arange(start, min(len(samples), start + BATCH_SIZE))
-        again, _ = compute(*augment(*samples.read(rows), view, start))
-        before = stored[rows + view * len(samples)].astype(np.float64)
-        largest = float(np.abs(before).max(initial=0)) or 1.0
-        difference = max(
-            difference, float(np.abs(again.astype(np.float64) - before).max(initial=0)) / largest
-        )
-        num_rows += len(rows)
+        again, _ = compute(*augment(*samples.span(start, BATCH_SIZE), view, start))
+        first = view * len(samples) + start
+        before = stored[first : first + len(again)].astype(np.float64)
+        largest = np.abs(before).max(initial=0) or 1.0
+        difference = max(difference, float(np.abs(again - before).max(initial=0) / largest))
+        num_rows += len(again)
     return num_rows, difference
 
 
