@@ -246,19 +246,27 @@ class PartialDataset:
         info = add_block(self.info, block)
         with convert_write_errors():
             if len(block.samples) and is_copied:
-                if not self.info.num_samples:
-                    self._begin_files(take_types(self.info, block.samples, as_labels(block.labels)))
-                for file, array in zip(self._files, (block.samples, as_labels(block.labels)), strict=True):
+                labels = as_labels(block.labels)
+                self.declare(block.samples, labels)
+                for file, array in zip(self._files, (block.samples, labels), strict=True):
                     file.write(np.ascontiguousarray(array).data)
             self.info = info
             if time.monotonic() - self._synced_at >= self._sync_interval_s:
                 self.sync()
 
     def declare(self, samples: Array, labels: Array) -> None:
-        """Take shapes and types from samples (0, …) and labels (0, …), for a data set that may stay empty."""
-        if not self.info.num_samples:
-            with convert_write_errors():
-                self._begin_files(take_types(self.info, samples, as_labels(labels)))
+        """Take shapes and types from samples (n, …) and labels (n, …), unless there are some.
+
+        Only headers are written, as long as those of any number of rows: the data set may stay empty.
+        """
+        if self.info.num_samples:
+            return
+        self.info = take_types(self.info, samples, as_labels(labels))
+        with convert_write_errors():
+            for file, (header, _) in zip(self._files, _headers(self.info), strict=True):
+                file.seek(0)
+                file.truncate()
+                file.write(header)
 
     def sync(self) -> None:
         """Sync the files to disk, then the record that says how much of them is valid."""
@@ -302,14 +310,6 @@ class PartialDataset:
         """Release the lock and leave the directory to be resumed."""
         with suppress(OSError):  # the disk is full, which was reported before
             self._opened.close()
-
-    def _begin_files(self, info: DatasetInfo) -> None:
-        """Write only the headers: as long as those of any number of rows."""
-        self.info = info
-        for file, (header, _) in zip(self._files, _headers(info), strict=True):
-            file.seek(0)
-            file.truncate()
-            file.write(header)
 
 
 def hash_arrays(info: DatasetInfo, directory: Path) -> DatasetInfo:

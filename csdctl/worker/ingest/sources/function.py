@@ -22,8 +22,8 @@ from csdctl.worker.ingest.sources.arrays import ArraySource
 from csdctl.worker.ingest.sources.images import ImageDecoder, known_shape
 from csdctl.worker.ingest.sources.source import (
     Block,
+    Candidate,
     DecodedSource,
-    EncodedSample,
     IngestLimits,
     SampleSource,
     StructureError,
@@ -201,7 +201,7 @@ class Elements(DecodedSource):
         padded[tuple(map(slice, array.shape))] = array
         return padded
 
-    def candidates(self) -> Iterator[EncodedSample]:
+    def candidates(self) -> Iterator[Candidate]:
         """Yield all samples; raises StructureError if they differ in shape or type."""
         expected = None
         shape = known_shape(self._spec.picture)
@@ -220,12 +220,11 @@ class Elements(DecodedSource):
                     "give all samples one shape and type, or return a tf.data.Dataset, which is padded",
                 )
             expected = found
-            yield EncodedSample(sample, label)
+            yield sample, label
 
-    def decode(self, candidate: EncodedSample) -> tuple[Array, Any]:
+    def decode(self, content: Array, label: Any) -> tuple[Array, Any]:
         """Return the sample in its final shape, and its label; raises UnusableError."""
-        sample = self._decoder.fit(candidate.content) if self._decoder else candidate.content
-        return sample, candidate.label
+        return self._decoder.fit(content) if self._decoder else content, label
 
 
 def named_in_messages(inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> list[tuple[str, Any]]:

@@ -20,9 +20,9 @@ import numpy as np
 from csdctl.worker.compute.backend import load_tensorflow
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.ingest.sources.source import (
+    Candidate,
     DataFile,
     DecodedSource,
-    EncodedSample,
     Tree,
     UnusableError,
     data_error,
@@ -225,17 +225,16 @@ class ClassFolders(DecodedSource):
         self._decoder = ImageDecoder(spec.picture, load_tensorflow())
         self.sample_bytes = self._decoder.sample_bytes
 
-    def candidates(self) -> Iterator[EncodedSample]:
+    def candidates(self) -> Iterator[Candidate]:
         """Yield all files."""
-        return (EncodedSample(file, self._label(file)) for file in self._files)
+        return ((file, self._label(file)) for file in self._files)
 
     def _label(self, file: DataFile) -> int:
         """Return the index of the file's class; files beside the class folders come last."""
         return self._label_of[_normalize(file.parts[0])] if len(file.parts) > 1 else len(self._label_of)
 
-    def decode(self, candidate: EncodedSample) -> tuple[Array, Any]:
+    def decode(self, file: DataFile, label: int) -> tuple[Array, Any]:
         """Return the picture and its class; raises UnusableError."""
-        file: DataFile = candidate.content
         if len(file.parts) == 1:
             raise UnusableError("no_class")
         if file.size > BYTES_PER_PIXEL * self._rule.max_pixels + _SPARE_BYTES:
@@ -244,7 +243,7 @@ class ClassFolders(DecodedSource):
             content = self._tree.path_of(file).read_bytes()
         except OSError:
             raise UnusableError("unreadable") from None
-        return self._decoder.decode(content), candidate.label
+        return self._decoder.decode(content), label
 
 
 def _normalize(folder: str) -> str:

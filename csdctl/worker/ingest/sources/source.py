@@ -155,11 +155,7 @@ def convert_write_errors() -> Iterator[None]:
 
 
 class UnusableError(Exception):
-    """A sample cannot be used; it is skipped and counted under `reason`."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
+    """A sample cannot be used; it is skipped and counted under this reason."""
 
 
 @dataclass(frozen=True)
@@ -201,19 +197,8 @@ def skip_rows(batches: Iterable[tuple[Array, Array]], start: int) -> Iterator[Bl
             yield Block(samples[num_skipped:], labels[num_skipped:])
 
 
-@dataclass(frozen=True)
-class EncodedSample:
-    """A sample before decoding: a file, bytes, an array, or None if it could not be read."""
-
-    content: Any
-    label: Any
-
-    @property
-    def held_bytes(self) -> int:
-        """Memory that the encoded sample takes."""
-        return getattr(self.content, "nbytes", 0) or (
-            len(self.content) if isinstance(self.content, bytes) else 0
-        )
+Candidate = tuple[Any, Any]
+"""A sample before decoding (a file, bytes, an array, or None if it could not be read), and its label."""
 
 
 def num_threads() -> int:
@@ -231,11 +216,11 @@ class DecodedSource(SampleSource):
         super().__init__(spec)
         self._threads = threads
 
-    def candidates(self) -> Iterator[EncodedSample]:
+    def candidates(self) -> Iterator[Candidate]:
         """Yield all samples."""
         raise NotImplementedError
 
-    def decode(self, candidate: EncodedSample) -> tuple[Array, Any]:
+    def decode(self, content: Any, label: Any) -> tuple[Array, Any]:
         """Return sample and label; raises UnusableError."""
         raise NotImplementedError
 
@@ -247,11 +232,11 @@ class DecodedSource(SampleSource):
             for group in _groups(candidates, max_samples, limits.block_bytes):
                 yield _as_block(list(pool.map(self._decode_or_reason, group)))
 
-    def _decode_or_reason(self, candidate: EncodedSample) -> tuple[Array, Any] | str:
+    def _decode_or_reason(self, candidate: Candidate) -> tuple[Array, Any] | str:
         try:
-            return self.decode(candidate)
+            return self.decode(*candidate)
         except UnusableError as error:
-            return error.reason
+            return str(error)
 
 
 def _as_block(outcomes: list[tuple[Array, Any] | str]) -> Block:
@@ -263,14 +248,13 @@ def _as_block(outcomes: list[tuple[Array, Any] | str]) -> Block:
     return Block(np.stack(samples), np.stack(labels), skipped)
 
 
-def _groups(
-    candidates: Iterable[EncodedSample], max_samples: int, max_bytes: int
-) -> Iterator[list[EncodedSample]]:
-    group: list[EncodedSample] = []
+def _groups(candidates: Iterable[Candidate], max_samples: int, max_bytes: int) -> Iterator[list[Candidate]]:
+    group: list[Candidate] = []
     held_bytes = 0
     for candidate in candidates:
         group.append(candidate)
-        held_bytes += candidate.held_bytes
+        content = candidate[0]
+        held_bytes += len(content) if isinstance(content, bytes) else getattr(content, "nbytes", 0)
         if len(group) >= max_samples or held_bytes >= max_bytes:
             yield group
             group, held_bytes = [], 0

@@ -11,9 +11,9 @@ from csdctl.worker.compute.backend import load_tensorflow
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.ingest.sources.images import ImageDecoder, known_shape
 from csdctl.worker.ingest.sources.source import (
+    Candidate,
     DataFile,
     DecodedSource,
-    EncodedSample,
     Tree,
     UnusableError,
     data_error,
@@ -52,9 +52,9 @@ class RecordFiles(DecodedSource):
             else int(np.prod(self._schema.shape or ())) * np.dtype(self._schema.dtype).itemsize
         )
 
-    def candidates(self) -> Iterator[EncodedSample]:
+    def candidates(self) -> Iterator[Candidate]:
         """Yield all examples."""
-        return (EncodedSample(record, None) for path in self._paths for record in self._records(path))
+        return ((record, None) for path in self._paths for record in self._records(path))
 
     def _records(self, path: Path) -> Iterator[bytes | None]:
         """Yield the records of a file, and None at the end if the rest of it cannot be read."""
@@ -75,12 +75,12 @@ class RecordFiles(DecodedSource):
             return "GZIP"
         return ""
 
-    def decode(self, candidate: EncodedSample) -> tuple[Array, Any]:
+    def decode(self, content: bytes | None, label: None) -> tuple[Array, Any]:
         """Return sample and label of an example; raises UnusableError."""
-        if candidate.content is None:
+        if content is None:
             raise UnusableError("damaged_file")
         try:
-            example = self._tf.train.Example.FromString(candidate.content)
+            example = self._tf.train.Example.FromString(content)
         except Exception:  # protobuf's own error, which TensorFlow does not export
             raise UnusableError("undecodable") from None
         features = example.features.feature
