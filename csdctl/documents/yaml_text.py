@@ -10,12 +10,13 @@ from typing import Any, NoReturn, TypeVar
 
 import yaml
 
-from csdctl.documents.files import MAX_DIGITS
 from csdctl.errors import InputError
 
 MAX_SIZE = 4 << 20
 """Characters of all keys and values of a document, aliases expanded; each counts as `VALUE_SIZE` more."""
 VALUE_SIZE = 40
+MAX_DIGITS = 18
+"""Digits of an integer: it fits in 64 bits, as in other languages that read JSON."""
 MAX_SCALAR = 4096
 """Characters of one key or value; no path may be longer."""
 MAX_DEPTH = 40
