@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Annotated, Literal, Self, TypeVar
 
 from pydantic import AfterValidator, ConfigDict, Field, model_validator
@@ -96,47 +96,36 @@ class RecipeEntry(Document):
         return self
 
 
-SAME = {
-    *("epochs", "optimizer", "learning_rate", "reference_batch", "warmup_epochs", "from_logits"),
-    *("class_weight", "views", "seed", "max_learning_rate", "decay"),
-}
-"""Keys that a rank gets as they are written."""
-
-
 def build_recipe(
     entry: RecipeEntry, input_range: tuple[float, float] | None, own: Callable[[str], str]
 ) -> Recipe:
     """Return the recipe; `own` completes the paths of the user's own losses and metrics."""
-    return Recipe(
-        **entry.model_dump(include=SAME),
+    names = {field.name for field in fields(Recipe)} & RecipeEntry.model_fields.keys()
+    return replace(
+        Recipe(**{name: getattr(entry, name) for name in names}),
         optimizer_args=_optimizer_args(entry),
         losses={name: _loss_term(loss, own) for name, loss in _losses_of(entry).items()},
         input_range=input_range,
         freeze_until=entry.freeze.until if entry.freeze else "",
         schedule=_schedule(entry.schedule),
         metrics=tuple(own(metric) for metric in entry.metrics),
-        early_stopping=entry.early_stopping,
-        reduce_on_plateau=entry.reduce_on_plateau,
     )
 
 
 def _optimizer_args(entry: RecipeEntry) -> dict[str, Argument]:
     """Return the optimizer's keyword arguments, by Keras' names."""
-    arguments: dict[str, Argument] = dict(entry.optimizer_args)
-    if entry.momentum is not None:
-        arguments["momentum"] = entry.momentum
-    if entry.clip:
-        names = {"global_norm": "global_clipnorm", "norm": "clipnorm", "value": "clipvalue"}
-        arguments |= {
-            names[name]: limit for name, limit in entry.clip.model_dump().items() if limit is not None
-        }
-    if entry.weight_decay is not None:
-        arguments["weight_decay"] = entry.weight_decay
-    if entry.ema is not None:
-        arguments |= {"use_ema": True, "ema_momentum": entry.ema}
-    if entry.accumulation_steps > 1:
-        arguments["gradient_accumulation_steps"] = entry.accumulation_steps
-    return arguments
+    steps, clip = entry.accumulation_steps, entry.clip
+    named = {
+        "momentum": entry.momentum,
+        "global_clipnorm": clip and clip.global_norm,
+        "clipnorm": clip and clip.norm,
+        "clipvalue": clip and clip.value,
+        "weight_decay": entry.weight_decay,
+        "use_ema": True if entry.ema else None,
+        "ema_momentum": entry.ema,
+        "gradient_accumulation_steps": steps if steps > 1 else None,
+    }
+    return {**entry.optimizer_args, **{name: value for name, value in named.items() if value is not None}}
 
 
 def _losses_of(entry: RecipeEntry) -> Mapping[str, str | LossEntry]:

@@ -300,7 +300,7 @@ def _is_number(value: Any) -> bool:
     return type(value) is float or _is_integer(value)
 
 
-def _is_at_most(expected: type, most: int) -> Callable[[Any], bool]:
+def _is_at_most(expected: Any, most: int) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, expected) and len(value) <= most
 
 
