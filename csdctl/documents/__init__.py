@@ -24,7 +24,7 @@ from typing import Any, BinaryIO, TypeVar, cast
 import yaml
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
-from csdctl.documents.yaml_text import build, compose
+from csdctl.documents.yaml_text import parse_yaml
 from csdctl.errors import InputError
 
 MAX_TEXT_BYTES = 2 << 20
@@ -192,8 +192,7 @@ def load_document(path: Path, model: type[DocumentT]) -> DocumentT:
 
 def parse_document(text: str, model: type[DocumentT], *, name: str) -> DocumentT:
     """Parse YAML `text` as `model`; `name` identifies it in error messages."""
-    tree = compose(text, name)
-    content = build(tree, name)
+    tree, content = parse_yaml(text, name)
     if not isinstance(content, dict):
         raise InputError(
             f"{name}: expected keys such as {', '.join(list(model.model_fields)[:3])}, "

@@ -40,10 +40,6 @@ class PreparedSamples:
         )
         self._samples, self._labels = (file.array for file in self._files)
         check_lengths(self._samples, self._labels)
-        if len(self._samples) % part.num_views:
-            raise WorkerError(
-                f"the data set is damaged: {len(self._samples)} rows cannot be {part.num_views} views"
-            )
         self._num_distinct, self._num_views = len(self._samples) // part.num_views, part.num_views
         self._rows = rows_of(part, self._num_distinct)
         self._first_row = 0

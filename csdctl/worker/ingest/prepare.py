@@ -234,38 +234,35 @@ def look(
 ) -> DataLook:
     """Return what the data at `spec.prepare.source` is like; raises WorkerError as `prepare` does."""
     with tempfile.TemporaryDirectory(prefix="csdctl-look-") as scratch:
-        return _look(spec, replace(spec.prepare, store=scratch), on_progress)
-
-
-def _look(spec: LookSpec, prepared: PrepareSpec, on_progress: Callable[[PrepareProgress], None]) -> DataLook:
-    tree = read_tree(prepared.source)
-    source_format, open_source = detect_format(tree, prepared)
-    if source_format == "csv" and prepared.table is None:
-        prepared = replace(prepared, table=_choose_columns(tree, spec))
-    is_tree = source_format == "class folders"
-    whole = open_source(tree, prepared, num_threads())
-    source = open_source(_thin(tree), prepared, num_threads()) if is_tree else whole
-    max_samples = MAX_PICTURES if is_tree or source_format == "tfrecord" else source.num_samples
-    info, num_bytes = empty_info("0" * 32, source.class_names or ()), 0
-    is_whole = source.num_samples == whole.num_samples
-    for block in source.blocks(0, DEFAULT_LIMITS):
-        if num_bytes >= MAX_BYTES or 0 < max_samples <= info.num_read:
-            is_whole = False
-            break
-        info = add_block(info, conform(block, prepared))
-        num_bytes += block.samples.nbytes
-        total = min(source.num_samples, max_samples)
-        on_progress(PrepareProgress(info.num_read, total, info.num_read - info.num_samples))
-    names = whole.class_names or ()
-    return DataLook(
-        source_format,
-        complete_info(info, source, prepared),
-        info.num_read if is_whole else whole.num_samples,
-        is_whole,
-        _measure_pictures(_thin(tree)) if is_tree else None,
-        dict(zip(names, whole.files_of_class, strict=True)) if whole.files_of_class else {},
-        prepared.table if source_format == "csv" else None,
-    )
+        prepared = replace(spec.prepare, store=scratch)
+        tree = read_tree(prepared.source)
+        source_format, open_source = detect_format(tree, prepared)
+        if source_format == "csv" and prepared.table is None:
+            prepared = replace(prepared, table=TableSchema((_choose_label(tree, spec),), "", spec.dropped))
+        is_tree = source_format == "class folders"
+        whole = open_source(tree, prepared, num_threads())
+        source = open_source(_thin(tree), prepared, num_threads()) if is_tree else whole
+        max_samples = MAX_PICTURES if is_tree or source_format == "tfrecord" else source.num_samples
+        info, num_bytes = empty_info("0" * 32, source.class_names or ()), 0
+        is_whole = source.num_samples == whole.num_samples
+        for block in source.blocks(0, DEFAULT_LIMITS):
+            if num_bytes >= MAX_BYTES or 0 < max_samples <= info.num_read:
+                is_whole = False
+                break
+            info = add_block(info, conform(block, prepared))
+            num_bytes += block.samples.nbytes
+            total = min(source.num_samples, max_samples)
+            on_progress(PrepareProgress(info.num_read, total, info.num_read - info.num_samples))
+        names = whole.class_names or ()
+        return DataLook(
+            source_format,
+            complete_info(info, source, prepared),
+            info.num_read if is_whole else whole.num_samples,
+            is_whole,
+            _measure_pictures(_thin(tree)) if is_tree else None,
+            dict(zip(names, whole.files_of_class, strict=True)) if whole.files_of_class else {},
+            prepared.table if source_format == "csv" else None,
+        )
 
 
 def _thin(tree: Tree) -> Tree:
@@ -289,17 +286,12 @@ def _measure_pictures(tree: Tree) -> PictureSizes | None:
     return PictureSizes(formats, by_size[0][1:], by_size[-1][1:])
 
 
-def _choose_columns(tree: Tree, spec: LookSpec) -> TableSchema:
-    """Return the label's column of a table; raises WorkerError, exit code 2, if it is not clear."""
-    file = next(file for file in tree.files if is_table(file, tree))
-    columns = read_columns(tree.path_of(file), spec.prepare.source)
-    return TableSchema((_choose_label(columns, spec),), "", spec.dropped)
-
-
-def _choose_label(names: list[str], spec: LookSpec) -> str:
-    """Return the column that is called as a label; raises WorkerError if that is not clear."""
+def _choose_label(tree: Tree, spec: LookSpec) -> str:
+    """Return the column of a table that is called as a label; raises WorkerError if that is not clear."""
     if spec.label:
         return spec.label  # whatever reads it reports one that does not exist
+    file = next(file for file in tree.files if is_table(file, tree))
+    names = read_columns(tree.path_of(file), spec.prepare.source)
     found = [name for name in names if name.lower() in LABELS]
     if not found and len(names) == 1:
         found = names
