@@ -22,8 +22,7 @@ from collections.abc import Iterable, Sequence
 from csdctl.worker.process.errors import WorkerError, describe
 from csdctl.worker.protocol.json_codec import from_json
 from csdctl.worker.protocol.sandbox import SOCKETS_VARIABLE, USER_VARIABLE, SandboxCheck, SandboxPolicy
-from csdctl.worker.sandbox.arrivals import why_open
-from csdctl.worker.sandbox.seccomp_supervisor import SeccompSupervisor
+from csdctl.worker.sandbox.seccomp_supervisor import SeccompSupervisor, why_open
 from csdctl.worker.sandbox.system_calls import (
     ARCHITECTURES,
     LIBC,

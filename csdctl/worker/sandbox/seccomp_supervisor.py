@@ -2,32 +2,272 @@
 
 The sandbox's sockets stay its own; the supervisor acts on the same sockets, through pidfd_getfd(2), so that
 another thread of the sandbox cannot change what was checked.
+
+Members of the group may connect to the sandbox, everybody else is closed. Nothing that a stranger sends, or
+does not send, makes a member wait. The kernel reports a connection when its token has arrived
+(TCP_DEFER_ACCEPT), so a token is never waited for in `accept`. Only when very many connections are half open,
+the kernel reports all of them at once (SYN cookies): then a thread waits for the token, and wakes the sandbox
+by a connection of its own.
 """
 
 import contextlib
 import ctypes
 import errno
 import fcntl
+import hashlib
+import hmac
 import ipaddress
+import itertools
 import os
 import socket
 import struct
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from csdctl.worker.protocol.processes import duplicate_descriptor
-from csdctl.worker.sandbox.arrivals import (
-    TOKEN_S,
-    Arrivals,
-    Tokens,
-    close_to_others,
-    narrow,
-    pack_address,
-    refusal,
-    to_ip,
-    unpack_address,
+from csdctl.worker.sandbox.system_calls import (
+    ASKED,
+    Instruction,
+    Program,
+    list_descendants,
+    list_group,
+    number_of,
 )
-from csdctl.worker.sandbox.system_calls import ASKED, list_descendants, list_group, number_of
+
+IpNetwork = ipaddress.IPv4Network | ipaddress.IPv6Network
+IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+_SO_ATTACH_FILTER, _SO_LOCK_FILTER = 26, 44
+_IP_HEADER = 0xFFF00000
+"""SKF_NET_OFF: offsets of a socket filter from here on count from the IP header."""
+_SOURCE = {4: 12, 6: 8}
+"""Offset of the source address in the header, by version of IP."""
+_LOAD_BYTE, _LOAD_WORD, _SHIFT_RIGHT, _AND, _IF_EQUAL, _RETURN = 0x30, 0x20, 0x74, 0x54, 0x15, 0x06
+
+
+def refusal(number: int) -> OSError:
+    """Return the error with which a call fails."""
+    return OSError(number, os.strerror(number))
+
+
+def to_ip(host: str) -> IpAddress:
+    """Return the address of a socket; an IPv4 address written as one of IPv6 is one of IPv4."""
+    address = ipaddress.ip_address(host.partition("%")[0])
+    return getattr(address, "ipv4_mapped", None) or address
+
+
+def unpack_address(content: bytes) -> tuple[Any, ...]:
+    """Return a `struct sockaddr_in` or `sockaddr_in6` as the socket module wants it; raises OSError."""
+    if len(content) >= 8:
+        (family,) = struct.unpack_from("=H", content)
+        if family == socket.AF_INET:
+            (port,) = struct.unpack_from(">H", content, 2)
+            return socket.inet_ntop(family, content[4:8]), port
+        if family == socket.AF_INET6 and len(content) >= 24:
+            port, flow = struct.unpack_from(">HI", content, 2)
+            scope = struct.unpack_from("=I", content, 24)[0] if len(content) >= 28 else 0
+            return socket.inet_ntop(family, content[8:24]), port, flow, scope
+    raise refusal(errno.EAFNOSUPPORT)
+
+
+def pack_address(family: int, address: tuple[Any, ...]) -> bytes:
+    """Return a peer's address as the kernel writes it."""
+    packed = socket.inet_pton(family, address[0].partition("%")[0])
+    if family == socket.AF_INET:
+        return struct.pack("=H", family) + struct.pack(">H4s8x", address[1], packed)
+    head = struct.pack("=H", family) + struct.pack(">HI16s", address[1], address[2], packed)
+    return head + struct.pack("=I", address[3])
+
+
+def list_own_addresses() -> list[IpAddress]:
+    """Return the addresses of this machine's interfaces."""
+    found: list[IpAddress] = []
+    address = ""
+    with contextlib.suppress(OSError), open("/proc/net/fib_trie") as tree:
+        for line in tree:
+            if line.lstrip().startswith("|--"):
+                address = line.split()[1]
+            elif "/32 host LOCAL" in line:
+                found.append(ipaddress.IPv4Address(address))
+    with contextlib.suppress(OSError), open("/proc/net/if_inet6") as table:
+        found += [ipaddress.IPv6Address(bytes.fromhex(line.split()[0])) for line in table]
+    return list(dict.fromkeys(found))
+
+
+def narrow(host: str, networks: Sequence[IpNetwork]) -> str:
+    """Return the address to listen at instead of all addresses: this machine's only one in `networks`.
+
+    A socket of the other version of IP listens at the loopback. Several addresses: `host` itself.
+    """
+    address = ipaddress.ip_address(host.partition("%")[0])
+    if not address.is_unspecified or not all(network.prefixlen for network in networks):
+        return host
+    same = [network for network in networks if network.version == address.version]
+    if not same:
+        return "127.0.0.1" if address.version == 4 else "::1"
+    own = [one for one in list_own_addresses() if any(one in network for network in same)]
+    return str(own[0]) if len(own) == 1 else host
+
+
+def close_to_others(bound: socket.socket, networks: Sequence[IpNetwork]) -> None:
+    """Let the kernel drop packets from outside of `networks`: for others, the port does not exist.
+
+    Kernels may refuse that to users without privileges; then the token alone keeps others out.
+    """
+    with contextlib.suppress(PermissionError):
+        _attach_filter(bound, networks)
+
+
+def _attach_filter(bound: socket.socket, networks: Sequence[IpNetwork]) -> None:
+    """Raises PermissionError."""
+    program = Program(build_source_filter(networks))
+    bound.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program.header)
+    bound.setsockopt(socket.SOL_SOCKET, _SO_LOCK_FILTER, 1)
+
+
+def why_open(networks: Sequence[IpNetwork]) -> str:
+    """Return why ports would answer at addresses outside of `networks` too; '' when they are closed there."""
+    if not all(network.prefixlen for network in networks):
+        return "any network may connect"
+    if all(narrow(host, networks) != host for host in ("0.0.0.0", "::")):
+        return ""
+    try:
+        with socket.socket() as bound:
+            _attach_filter(bound, networks)
+    except PermissionError:
+        return "several addresses are in the network, and the kernel lets root alone filter sockets"
+    return ""
+
+
+def build_source_filter(networks: Sequence[IpNetwork]) -> list[Instruction]:
+    """Return a socket filter that keeps the packets that come from `networks`."""
+    code: list[Instruction] = []
+    for network in networks:
+        words = struct.unpack(f">{network.max_prefixlen // 32}I", network.network_address.packed)
+        masks = struct.unpack(f">{len(words)}I", network.netmask.packed)
+        code += [(_LOAD_BYTE, 0, 0, _IP_HEADER), (_SHIFT_RIGHT, 0, 0, 4)]
+        code.append((_IF_EQUAL, 0, 3 * len(words) + 1, network.version))
+        for number, (word, mask) in enumerate(zip(words, masks, strict=True)):
+            to_next_network = 3 * (len(words) - number - 1) + 1
+            code += [
+                (_LOAD_WORD, 0, 0, _IP_HEADER + _SOURCE[network.version] + 4 * number),
+                (_AND, 0, 0, mask),
+                (_IF_EQUAL, 0, to_next_network, word),
+            ]
+        code.append((_RETURN, 0, 0, 0xFFFFFFFF))
+    return [*code, (_RETURN, 0, 0, 0)]
+
+
+TOKEN_S = 2.0
+"""The time for the token of a connection, from when the peer connected."""
+MAX_STRANGERS = 64
+"""Closed in one call, which then reports that nobody is there; the kernel wakes the sandbox again."""
+MAX_LATE = 256
+"""Connections whose token is waited for; the oldest has to go."""
+_RING_S = 1.0
+_NONCE_BYTES, TOKEN_BYTES = 16, 32
+
+Peer = tuple[socket.socket, Any]
+"""A connection, and the address that it comes from."""
+
+
+class Tokens:
+    """The tokens of one run: random bytes, and their HMAC with the address that was connected to."""
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+        self._seen: set[bytes] = set()
+        self._lock = threading.Lock()
+
+    def make(self, address: tuple[Any, ...]) -> bytes:
+        """Return a token for a connection to `address`."""
+        nonce = os.urandom(_NONCE_BYTES)
+        return nonce + self._sign(nonce, address)
+
+    def is_valid(self, token: bytes, address: tuple[Any, ...]) -> bool:
+        """Return whether a member has made `token` to connect to `address`; a token is valid once.
+
+        So who has watched the network can use it neither here nor at another port or machine.
+        """
+        nonce = token[:_NONCE_BYTES]
+        if not hmac.compare_digest(token[_NONCE_BYTES:], self._sign(nonce, address)):
+            return False
+        with self._lock:
+            is_new = nonce not in self._seen
+            self._seen.add(nonce)
+        return is_new
+
+    def _sign(self, nonce: bytes, address: tuple[Any, ...]) -> bytes:
+        place = to_ip(address[0]).packed + address[1].to_bytes(2, "big")
+        return hmac.digest(self._key, nonce + place, hashlib.sha256)[: TOKEN_BYTES - _NONCE_BYTES]
+
+
+class Arrivals:
+    """Accepts for the sandbox's listening sockets."""
+
+    def __init__(self, tokens: Tokens, peers: Sequence[IpNetwork]) -> None:
+        self._tokens = tokens
+        self._peers = peers
+        self._late: dict[tuple[Any, ...], deque[Peer]] = {}
+        """Members whose token came late, by the address that they connected to."""
+        self._waiting: deque[socket.socket] = deque()
+
+    def accept(self, listening: socket.socket) -> Peer:
+        """Return the next member's connection; raises OSError. It waits if the socket is set to."""
+        late = self._late.setdefault(listening.getsockname(), deque())
+        for number in itertools.count(1):
+            with contextlib.suppress(IndexError):
+                return late.popleft()
+            if number > MAX_STRANGERS and not os.get_blocking(listening.fileno()):
+                break
+            accepted, peer = listening.accept()
+            try:
+                token = accepted.recv(TOKEN_BYTES, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                arguments = accepted, peer, late, listening.getsockname()
+                threading.Thread(target=self._await_token, args=arguments, daemon=True).start()
+                continue
+            except OSError:
+                token = b""
+            if self._tokens.is_valid(token, accepted.getsockname()):
+                return accepted, peer
+            accepted.close()
+        raise BlockingIOError(errno.EAGAIN, "only strangers have connected")
+
+    def _await_token(
+        self, accepted: socket.socket, peer: Any, late: deque[Peer], listening: tuple[Any, ...]
+    ) -> None:
+        self._waiting.append(accepted)
+        if len(self._waiting) > MAX_LATE:
+            with contextlib.suppress(OSError, IndexError):
+                self._waiting.popleft().shutdown(socket.SHUT_RDWR)  # ends the wait of its thread
+        token = b""
+        with contextlib.suppress(OSError):
+            accepted.settimeout(TOKEN_S)
+            token = accepted.recv(TOKEN_BYTES)
+        with contextlib.suppress(ValueError):
+            self._waiting.remove(accepted)
+        if self._tokens.is_valid(token, accepted.getsockname()):
+            late.append((accepted, peer))
+            self._ring(listening)
+        else:
+            accepted.close()
+
+    def _ring(self, listening: tuple[Any, ...]) -> None:
+        """Connect to the sandbox's port, so that it asks for connections again."""
+        host, port, *_ = listening
+        if to_ip(host).is_unspecified:
+            version = ipaddress.ip_address(host).version
+            own = [one for one in list_own_addresses() if one.version == version]
+            peers = [peer for peer in self._peers if peer.version == version]
+            # A filter may drop what comes from elsewhere (`close_to_others`).
+            host = str(next((one for one in own if any(one in peer for peer in peers)), own[0]))
+        # A queue that is full wakes the sandbox too.
+        with contextlib.suppress(OSError), socket.create_connection((host, port), _RING_S) as ringing:
+            ringing.sendall(b"\0")
+
 
 _RECEIVE, _SEND, _IS_VALID, _ADD_DESCRIPTOR = 0xC0502100, 0xC0182101, 0x40082102, 0x40182103
 """SECCOMP_IOCTL_NOTIF_*."""

@@ -171,9 +171,14 @@ def open_npz(path: Path, spec: PrepareSpec) -> ArraySource:
                 for part in chosen
             )
             if SAMPLE_WEIGHT in names:
-                weights = read_member(archive, SAMPLE_WEIGHT, spec.store)
                 outputs = {name or LABEL: array for name, array in outputs.items()}
-                outputs[SAMPLE_WEIGHT] = _check_weights(weights, spec)
+                weights = outputs[SAMPLE_WEIGHT] = read_member(archive, SAMPLE_WEIGHT, spec.store)
+                if weights.ndim != 1:
+                    problem = (
+                        f"the array {SAMPLE_WEIGHT} of the .npz at {spec.source} has shape {weights.shape}"
+                    )
+                    remedy = "give it one number for each sample"
+                    raise WorkerError(problem, remedy=remedy, exit_code=2)
             return ArraySource(inputs, outputs, spec)
     found = "" if spec.is_private else f"; it has {list_names(names, 10) or 'none'}"
     raise WorkerError(
@@ -195,16 +200,6 @@ def _choose_arrays(names: list[str], spec: PrepareSpec) -> tuple[dict[str, str],
         outputs = {name: name for name in spec.outputs}
     others = {SAMPLE_WEIGHT, *outputs.values()}
     return {name: name for name in sorted(names) if name not in others}, outputs
-
-
-def _check_weights(weights: Array, spec: PrepareSpec) -> Array:
-    if weights.ndim != 1:
-        raise WorkerError(
-            f"the array {SAMPLE_WEIGHT} of the .npz at {spec.source} has shape {weights.shape}",
-            remedy="give it one number for each sample",
-            exit_code=2,
-        )
-    return weights
 
 
 def open_idx_pair(images: Path, labels: Path, spec: PrepareSpec) -> ArraySource:
