@@ -102,23 +102,17 @@ def list_connections(pid: int = 0, *, drain_s: float = 0.0) -> list[Connection]:
     """
     found, end_s = [], time.monotonic() + drain_s
     directory = f"/proc/{pid or 'self'}/fd"
-    with contextlib.suppress(OSError):
-        for name in os.listdir(directory):
+    with contextlib.suppress(OSError), contextlib.ExitStack() as opened:
+        if pid:
+            process = os.pidfd_open(pid)
+            opened.callback(os.close, process)
+        for number in map(int, os.listdir(directory)):
             with contextlib.suppress(OSError):
-                if os.readlink(f"{directory}/{name}").startswith("socket:"):
-                    found.append(_read_connection(_duplicate(pid, int(name)), end_s))
+                if os.readlink(f"{directory}/{number}").startswith("socket:"):
+                    # Not pidfd_getfd for this process: a sandbox does not permit it.
+                    copy = duplicate_descriptor(process, number) if pid else os.dup(number)
+                    found.append(_read_connection(copy, end_s))
     return [connection for connection in found if connection]
-
-
-def _duplicate(pid: int, descriptor: int) -> int:
-    """Duplicate file descriptor `descriptor` of process `pid` into this process; raises OSError."""
-    if not pid:
-        return os.dup(descriptor)
-    process = os.pidfd_open(pid)
-    try:
-        return duplicate_descriptor(process, descriptor)
-    finally:
-        os.close(process)
 
 
 def _read_connection(descriptor: int, drain_end_s: float) -> Connection | None:

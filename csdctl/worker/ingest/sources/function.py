@@ -244,11 +244,9 @@ Sizes = tuple[int | None, ...]
 """A shape with None for any size."""
 
 
-def open_dataset(returned: Any, function: UserFunction, spec: PrepareSpec, threads: int) -> Elements | None:
-    """Return a tf.data.Dataset as a source, None for anything else; raises StructureError or WorkerError."""
-    tf = sys.modules.get("tensorflow")
-    if tf is None or not isinstance(returned, tf.data.Dataset):
-        return None
+def open_dataset(returned: Any, function: UserFunction, spec: PrepareSpec, threads: int) -> Elements:
+    """Return a tf.data.Dataset as a source; raises StructureError or WorkerError."""
+    tf = sys.modules["tensorflow"]
     size = int(returned.cardinality())
     if size == tf.data.INFINITE_CARDINALITY:
         raise StructureError("returned a tf.data.Dataset without an end", _END_IT)
@@ -270,13 +268,8 @@ def open_dataset(returned: Any, function: UserFunction, spec: PrepareSpec, threa
     return source
 
 
-def open_py_dataset(
-    returned: Any, function: UserFunction, spec: PrepareSpec, threads: int
-) -> Elements | None:
-    """Return a keras.utils.PyDataset as a source, None for anything else; raises as `open_dataset`."""
-    keras = sys.modules.get("keras")
-    if keras is None or not isinstance(returned, keras.utils.PyDataset):
-        return None
+def open_py_dataset(returned: Any, function: UserFunction, spec: PrepareSpec, threads: int) -> Elements:
+    """Return a keras.utils.PyDataset as a source; raises as `open_dataset`."""
     num_batches = function.guard(lambda: returned.num_batches)
     if num_batches is None:
         raise StructureError("returned a PyDataset without an end", "give it a length: def __len__(self)")
@@ -332,9 +325,11 @@ def call_function(tree: Tree, spec: PrepareSpec, threads: int) -> SampleSource:
 
 def _as_source(returned: Any, function: UserFunction, spec: PrepareSpec, threads: int) -> SampleSource:
     """Return what a function returned as a source; raises StructureError or WorkerError."""
-    for open_elements in (open_dataset, open_py_dataset):
-        if (source := open_elements(returned, function, spec, threads)) is not None:
-            return source
+    tf, keras = sys.modules.get("tensorflow"), sys.modules.get("keras")
+    if tf and isinstance(returned, tf.data.Dataset):
+        return open_dataset(returned, function, spec, threads)
+    if keras and isinstance(returned, keras.utils.PyDataset):
+        return open_py_dataset(returned, function, spec, threads)
     if isinstance(returned, tuple | Mapping) or hasattr(returned, "shape"):
         return _open_arrays(returned, spec)
     try:
