@@ -220,9 +220,7 @@ def check_values(content: object, expected: type[ValueT], name: str, *, remedy: 
         raise InputError(f"{name}{_describe(problem, None, None)}", remedy=remedy) from None
 
 
-@functools.cache
-def _adapter(expected: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(expected)
+_adapter = functools.cache(TypeAdapter)
 
 
 def _describe(problem: Any, tree: yaml.Node | None, model: type[BaseModel] | None) -> str:

@@ -114,12 +114,12 @@ def build_recipe(
 
 def _optimizer_args(entry: RecipeEntry) -> dict[str, Argument]:
     """Return the optimizer's keyword arguments, by Keras' names."""
-    steps, clip = entry.accumulation_steps, entry.clip
+    steps, clip = entry.accumulation_steps, entry.clip or ClipEntry.model_construct()
     named = {
         "momentum": entry.momentum,
-        "global_clipnorm": clip and clip.global_norm,
-        "clipnorm": clip and clip.norm,
-        "clipvalue": clip and clip.value,
+        "global_clipnorm": clip.global_norm,
+        "clipnorm": clip.norm,
+        "clipvalue": clip.value,
         "weight_decay": entry.weight_decay,
         "use_ema": True if entry.ema else None,
         "ema_momentum": entry.ema,

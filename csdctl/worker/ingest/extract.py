@@ -50,7 +50,6 @@ from csdctl.worker.protocol.features import (
     Extracted,
     ExtractSpec,
     Gathered,
-    GatheredPart,
     GatherSpec,
     Recomputed,
     SendSpec,
@@ -311,12 +310,17 @@ def gather(
 def _merge(spec: GatherSpec, partial: PartialDataset, samples: PreparedSamples) -> Iterator[Block]:
     """Yield the features of all samples, in the order of the samples; raises WorkerError."""
     num_samples, seed = len(samples), spec.wanted.source.permutation_seed
-    parts = [_open(part, spec) for part in spec.parts]
+    parts = [CheckedArray(part.path, part.sha256).array for part in spec.parts]
     owners, places = np.full(num_samples, -1), np.zeros(num_samples, np.int64)
     for number, (part, features) in enumerate(zip(spec.parts, parts, strict=True)):
         rows = rows_of(DatasetSlice("", "", part.start, part.stop, seed), num_samples)
-        if len(features) != len(rows):
-            raise WorkerError(f"{part.node} sent {len(features)} features, expected {len(rows)}")
+        dtype, expected = spec.wanted.prefix.precision, (len(rows), *spec.shape)
+        if (features.dtype.name, features.shape) != (dtype, expected):
+            raise WorkerError(
+                f"{part.node} sent {features.dtype} of shape {features.shape}, "
+                f"expected {dtype} of {expected}",
+                remedy=f"examine {part.node}",
+            )
         owners[rows], places[rows] = number, np.arange(len(rows))
     if missing := int((owners < 0).sum()):
         raise WorkerError(f"the features of {missing} of {num_samples} samples are missing")
@@ -331,18 +335,6 @@ def _merge(spec: GatherSpec, partial: PartialDataset, samples: PreparedSamples) 
                     f"{part.node} sent features that are not finite", remedy=f"examine {part.node}"
                 )
         yield Block(found, samples.labels(rows))
-
-
-def _open(part: GatheredPart, spec: GatherSpec) -> Array:
-    features = CheckedArray(part.path, part.sha256).array
-    expected = spec.wanted.prefix.precision, spec.shape
-    if (features.dtype.name, features.shape[1:]) != expected:
-        raise WorkerError(
-            f"{part.node} sent {features.dtype.name} of shape {features.shape[1:]}, "
-            f"expected {expected[0]} of {expected[1]}",
-            remedy=f"examine {part.node}",
-        )
-    return features
 
 
 LINE_BYTES = 48 << 10

@@ -174,18 +174,15 @@ def open_npz(path: Path, spec: PrepareSpec) -> ArraySource:
                 outputs = {name or LABEL: array for name, array in outputs.items()}
                 weights = outputs[SAMPLE_WEIGHT] = read_member(archive, SAMPLE_WEIGHT, spec.store)
                 if weights.ndim != 1:
-                    problem = (
-                        f"the array {SAMPLE_WEIGHT} of the .npz at {spec.source} has shape {weights.shape}"
-                    )
-                    remedy = "give it one number for each sample"
-                    raise WorkerError(problem, remedy=remedy, exit_code=2)
+                    problem = f"has {SAMPLE_WEIGHT} of shape {weights.shape}"
+                    raise data_error(spec.source, problem, "give it one number for each sample")
             return ArraySource(inputs, outputs, spec)
     found = "" if spec.is_private else f"; it has {list_names(names, 10) or 'none'}"
-    raise WorkerError(
-        f"the .npz at {spec.source} has no arrays x and y (or images and labels){found}",
-        remedy="name a function that returns them, FILE.py:NAME; "
+    raise data_error(
+        spec.source,
+        f"has no arrays x and y (or images and labels){found}",
+        "name a function that returns them, FILE.py:NAME; "
         "for a model with several inputs: y, and an array for each input under its name",
-        exit_code=2,
     )
 
 
