@@ -272,7 +272,11 @@ def load_job(path: Path) -> Job:
 def build_job(file: JobFile, path: Path) -> Job:
     """Return the job of a job.yaml that was read from `path`, or will be written there; raises InputError."""
     data, private = file.data, file.data.private
-    recipe = build_recipe(file.recipe, data.input_range, lambda written: _own(written, path))
+
+    def own(written: str) -> str:
+        return _function(written, path) if files_of([written]) else written
+
+    recipe = build_recipe(file.recipe, data.input_range, own)
     job = Job(
         path=path,
         model=_model_reference(file.model, path),
@@ -365,11 +369,6 @@ def _resolve(written: Path, job_path: Path) -> Path:
             f"{job_path}: path {str(written)!r} cannot be used: {error}",
             remedy="fix the path in the job file",
         ) from None
-
-
-def _own(written: str, job_path: Path) -> str:
-    """Return the Keras name of a loss or metric, or the user's `FILE.py:NAME` with an absolute path."""
-    return _function(written, job_path) if files_of([written]) else written
 
 
 def _code_root(written: Path, job_path: Path) -> Path:

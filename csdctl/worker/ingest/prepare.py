@@ -172,9 +172,8 @@ def _is_as_stored(source: ArraySource, spec: PrepareSpec) -> bool:
     """Return whether samples and labels need no conversion but that of labels when they are read."""
     samples, labels = source.inputs[""], source.outputs[""]
     stored = conform(source.rows(0, 0), spec)
-    is_same_type = bool(stored.samples.dtype == samples.dtype)
-    has_same_fields = stored.labels.dtype == label_dtype(labels.dtype)
-    return is_same_type and has_same_fields and stored.samples.shape[1:] == samples.shape[1:]
+    found = (stored.samples.dtype, stored.samples.shape[1:], stored.labels.dtype)
+    return found == (samples.dtype, samples.shape[1:], label_dtype(labels.dtype))
 
 
 def _partial_directory(tree: Tree, spec: PrepareSpec) -> Path:

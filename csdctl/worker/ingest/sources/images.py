@@ -6,6 +6,7 @@ of their errors or messages can name a file.
 """
 
 import io
+import math
 import struct
 import threading
 import unicodedata
@@ -122,6 +123,8 @@ class ImageDecoder:
             )
         self._pillow = _import_pillow()
         self._height, self._width, self._channels = shape
+        self.sample_bytes = math.prod(shape)
+        """Bytes of one converted image."""
         self._rule = rule
         self._tf = tf
         self._large_image = threading.Lock()
@@ -139,11 +142,6 @@ class ImageDecoder:
                 return self.fit(self._decode_format(content, header))
         except (self._tf.errors.OpError, *_DECODER_ERRORS):
             raise UnusableError("undecodable") from None
-
-    @property
-    def sample_bytes(self) -> int:
-        """Bytes of one converted image."""
-        return self._height * self._width * self._channels
 
     def fit(self, image: Array) -> Array:
         """Return uint8 (h, w, c) as uint8 of the rule's shape; raises UnusableError unless c is 1 to 4."""

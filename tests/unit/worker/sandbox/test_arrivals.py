@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from csdctl.worker.sandbox import arrivals
+from csdctl.worker.sandbox import seccomp_supervisor as arrivals
 from csdctl.worker.sandbox.seccomp_supervisor import Arrivals, Tokens
 from tests.patience import WAIT_S, scaled
 
