@@ -81,12 +81,12 @@ def detect_format(tree: Tree, spec: PrepareSpec) -> tuple[str, Open]:
     if not tree.files and not tree.folders:
         raise empty_data_error(spec.source)
     top = [file for file in tree.files if len(file.parts) < 2]
-    if {"images.npy", "labels.npy"} & {file.name for file in top if file.parts}:
+    named = [tree.path_of(file) for file in top if file.parts]
+    if {"images.npy", "labels.npy"} & {path.name for path in named}:
         return "npy", lambda tree, spec, _: open_npy_files(tree.root, spec)
     npz = [path for path in map(tree.path_of, top) if path.suffix == ".npz"]
     if len(npz) == 1:
         return "npz", lambda _, spec, threads: open_npz(npz[0], spec)
-    named = [tree.path_of(file) for file in top if file.parts]
     idx = [[path for path in named if fnmatch(path.name, pattern)] for pattern in _IDX_PATTERNS]
     if all(len(found) == 1 for found in idx):
         return "idx", lambda _, spec, threads: open_idx_pair(idx[0][0], idx[1][0], spec)

@@ -53,11 +53,6 @@ class DataFile:
     size: int
     mtime_ns: int
 
-    @property
-    def name(self) -> str:
-        """The last part of its path."""
-        return self.parts[-1]
-
 
 @dataclass(frozen=True)
 class Tree:

@@ -25,7 +25,7 @@ _FILE_NAME = re.compile(r".+(\.tfrecords?|\.tfrec|-\d{5}-of-\d{5})(\.gz)?$")
 
 def is_record_file(file: DataFile, tree: Tree) -> bool:
     """Return whether a file has the name of a TFRecord file: x.tfrecord, x-00000-of-00010, …"""
-    return bool(_FILE_NAME.match(file.name if file.parts else tree.root.name))
+    return bool(_FILE_NAME.match(tree.path_of(file).name))
 
 
 class RecordFiles(DecodedSource):
