@@ -42,8 +42,7 @@ from csdctl.worker.protocol.events import (
     event_from_line,
 )
 from csdctl.worker.protocol.json_codec import ProtocolError
-from csdctl.worker.protocol.processes import load_all
-from csdctl.worker.protocol.tcp_counters import list_connections
+from csdctl.worker.protocol.processes import list_connections, load_all
 
 _RANK = re.compile(r"process rank (\d+)")
 _SIGNAL = re.compile(r"exited on signal (\d+)")

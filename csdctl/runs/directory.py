@@ -13,13 +13,13 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from csdctl.documents import check_values, load_json, make_directory, save_json
 from csdctl.errors import InputError
-from csdctl.job.model import NoiseEntry
 from csdctl.placement.equation1 import Placed
 from csdctl.runs.capped_log import CappedLog
 from csdctl.runs.private import STATE_DIRECTORY, private_memory
 from csdctl.runs.stored_events import StoredEvents
 from csdctl.tuning.plan import Plan
 from csdctl.worker.protocol.events import Event, Progress, WaitingFor, event_document
+from csdctl.worker.protocol.recipe import Noise
 
 MAX_SAMPLES = 10**15
 
@@ -45,7 +45,7 @@ class Manifest(_Part):
     placed: list[Placed]
     """In order of rank."""
     data: DataFingerprints
-    noise: NoiseEntry | None = None
+    noise: Noise | None = None
     predicted_samples_per_s: Annotated[float, Field(gt=0)] | None = None
 
     @model_validator(mode="after")

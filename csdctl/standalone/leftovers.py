@@ -29,7 +29,7 @@ LOCK = ".csdctl/lock"
 PARTS = (".csdctl/objects/*.part", ".csdctl/trees/.part-*")
 FEATURES, PREDICTIONS = ".csdctl/features", ".csdctl/predictions"
 SANDBOX_USER = 1_907_000_000
-"""The user of a sandbox that root has started (worker/sandbox/files.py)."""
+"""The user of a sandbox that root has started (worker/sandbox/program.py)."""
 TREE_LINKS = ".csdctl/trees/*.link"
 RELEASE_S = 10.0
 """The time that the kernel may take to release the lock of a process that was ended."""

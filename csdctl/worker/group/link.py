@@ -41,7 +41,7 @@ from csdctl.worker.group.mpi import FindMissing, MemoryLimit, World, init_mpi, w
 from csdctl.worker.group.values import ExpectedTails, LinkLostError, PeerFaultError
 from csdctl.worker.process.errors import WorkerError, describe
 from csdctl.worker.protocol.json_codec import to_json
-from csdctl.worker.protocol.tcp_counters import list_connections
+from csdctl.worker.protocol.processes import list_connections
 
 WAITING_INTERVAL_S = 5.0
 PROGRESS_INTERVAL_S, SENDING_INTERVAL_S = 0.005, 0.0005

@@ -26,7 +26,7 @@ from csdctl.worker.protocol.events import (
     Traffic,
 )
 from csdctl.worker.protocol.orders import MAX_TIMED_SUM_S
-from csdctl.worker.protocol.tcp_counters import list_connections
+from csdctl.worker.protocol.processes import list_connections
 
 NUM_ELEMENTS = 1 << 18
 """1 MiB of float32."""

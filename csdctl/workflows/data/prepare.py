@@ -17,8 +17,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from csdctl.errors import InputError, RemoteCommandError
 from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.job.compatibility import check_compatibility, check_noise, inputs_of
-from csdctl.job.model import Job
-from csdctl.job.reading import find_imported
+from csdctl.job.model import Job, find_imported
 from csdctl.notify import Say
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.shipping.deliver import deliver

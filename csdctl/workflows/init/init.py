@@ -16,8 +16,7 @@ from csdctl.documents import parse_document, save_text
 from csdctl.errors import InputError
 from csdctl.fleet.model import HOST_NAME
 from csdctl.job.compatibility import check_compatibility
-from csdctl.job.model import Job, JobFile, build_job
-from csdctl.job.reading import find_imported
+from csdctl.job.model import Job, JobFile, build_job, find_imported
 from csdctl.notify import Say
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.shipping.store import StoredFile

@@ -3,8 +3,7 @@
 import difflib
 import json
 
-from csdctl.documents import load_text
-from csdctl.documents.text import MAX_JSON_BYTES
+from csdctl.documents import MAX_JSON_BYTES, load_text
 from csdctl.errors import InputError
 from csdctl.job.compatibility import LOGITS
 from csdctl.worker.protocol.features import SIGMOID, SOFTMAX, VALUES, ResultRule

@@ -13,8 +13,7 @@ from dataclasses import asdict
 from csdctl.fleet.facts import Facts
 from csdctl.fleet.hardware import classify_fleet, classify_machine
 from csdctl.fleet.model import HOST_NAME, Fleet
-from csdctl.job.model import Job
-from csdctl.job.reading import python_files
+from csdctl.job.model import Job, python_files
 from csdctl.perfmodel.step_time import StepTime
 from csdctl.runs.measurements import MeasurementStore
 from csdctl.tuning.fleet_model import ClassModel, FleetModel, ProbeOutcome, TriedPlan, rank_memory_bytes
