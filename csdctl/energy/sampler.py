@@ -21,7 +21,6 @@ from csdctl.energy.sources import (
     Spent,
     build_loop,
     parse_meter,
-    read_redfish,
 )
 from csdctl.errors import CsdctlError, DeadlineError
 from csdctl.fleet.model import Fleet, PowerSource
@@ -80,9 +79,8 @@ class PowerSampler:
 
     def _sample(self, name: str, power: PowerSource) -> None:
         recorder = _Recorder(name, power)
-        sample = self._poll_redfish if power.source == "redfish" else self._follow_loop
         while not self._stopped.is_set():
-            self._guard(recorder, sample)
+            self._guard(recorder, self._follow_loop)
             self._stopped.wait(RETRY_S)
 
     def _guard(self, recorder: "_Recorder", sample: "_Sample") -> None:
@@ -117,11 +115,6 @@ class PowerSampler:
                     self._take(recorder, *reading)
         finally:
             conversation.close()
-
-    def _poll_redfish(self, recorder: "_Recorder") -> None:
-        while not self._stopped.is_set():
-            self._take(recorder, time.monotonic(), read_redfish(recorder.power, deadline_s=PATIENCE_S))
-            self._stopped.wait(1.0)
 
     def _import_meter(self, recorder: "_Recorder") -> None:
         """Record the rows that a power meter has written during the run."""

@@ -46,12 +46,10 @@ Power = Annotated[PowerSource, BeforeValidator(_expand)]
 
 
 def _resolve_power(power: PowerSource | None, directory: Path) -> PowerSource | None:
-    """Return `power` with paths of files on the host relative to `directory`, that of fleet.yaml."""
-    if power is None:
-        return None
-    keys = ("credentials", "certificate", *(["path"] if power.source == "csv" else []))
-    files = {key: directory / value for key in keys if (value := getattr(power, key))}
-    return power.model_copy(update=files | ({"path": str(files["path"])} if "path" in files else {}))
+    """Return `power` with the path of a file on the host relative to `directory`, that of fleet.yaml."""
+    if power is None or power.source != "csv":
+        return power
+    return power.model_copy(update={"path": str(directory / power.path)})
 
 
 def render_power(power: PowerSource | None) -> object:
@@ -59,7 +57,6 @@ def render_power(power: PowerSource | None) -> object:
     if power is None:
         return ""
     content = {key: value for key, value in vars(power).items() if value not in ("", None, False)}
-    content |= {key: str(value) for key, value in content.items() if isinstance(value, Path)}
     return power.source if content == {"source": power.source} else content
 
 
