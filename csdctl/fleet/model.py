@@ -37,6 +37,16 @@ class PowerSource(Document):
     includes_nodes: bool = False
     """Whether the reading of the host has the power of the nodes in its chassis."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _expand(cls, value: object) -> object:
+        """Take a name alone for a source, a number for a constant."""
+        if isinstance(value, str):
+            return {"source": value}
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return {"source": "constant", "watts": value}
+        return value
+
     @model_validator(mode="after")
     def _has_what_its_source_needs(self) -> Self:
         for key in ("path", "watts"):
@@ -68,11 +78,10 @@ class Node:
         return (self.jump, *self.jump.jumps) if self.jump else ()
 
 
-@dataclass(frozen=True)
-class Host:
+class Host(Document):
     """The machine that csdctl runs on, as a rank; `threads` 0 means all cores."""
 
-    threads: int = 0
+    threads: Annotated[int, Field(ge=0, le=1024)] = 0
     power: PowerSource | None = None
 
 
