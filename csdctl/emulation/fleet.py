@@ -15,10 +15,8 @@ from pathlib import Path
 
 import csdctl
 from csdctl.documents import make_directory, save_bytes, save_text
-from csdctl.emulation.cleanup import StoppedFleet, remove_fleet, stop_fleet
-from csdctl.emulation.files import check_may_write, save_fleet_file
+from csdctl.emulation.cleanup import StoppedFleet, find_owner, remove_fleet, stop_fleet
 from csdctl.emulation.limits import open_cpu_limit
-from csdctl.emulation.owner import find_owner
 from csdctl.emulation.processes import (
     FLEET_VARIABLE,
     anonymous_bytes,
@@ -32,9 +30,11 @@ from csdctl.emulation.state import (
     FleetState,
     NodeState,
     Owner,
+    check_may_write,
     check_spec,
     load_state,
     locked,
+    save_fleet_file,
     save_state,
 )
 from csdctl.errors import CsdctlError, DeadlineError, InputError

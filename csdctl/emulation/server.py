@@ -22,9 +22,9 @@ from pathlib import Path
 
 import asyncssh
 
+from csdctl.emulation.cleanup import watch_owner
 from csdctl.emulation.commands import Commands
 from csdctl.emulation.limits import open_cpu_limit, watch_memory
-from csdctl.emulation.owner import watch_owner
 from csdctl.emulation.processes import (
     FLEET_VARIABLE,
     NODE_VARIABLE,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from csdctl.emulation.owner import find_owner, watch_owner
+from csdctl.emulation.cleanup import find_owner, watch_owner
 from csdctl.emulation.state import EmulatedSpec, FleetPaths, FleetState, Owner, save_state
 from csdctl.errors import InputError
 
