@@ -45,18 +45,12 @@ class StoppedFleet:
     kept_fleet_path: Path | None = None
 
 
-def stop_fleet(directory: Path, owner: Owner | None = None) -> StoppedFleet:
-    """End the fleet and remove everything of it, even after a crash; do nothing without a fleet.
-
-    With `owner`, do nothing either if the fleet has another one.
-    """
+def stop_fleet(directory: Path) -> StoppedFleet:
+    """End the fleet and remove everything of it, even after a crash; do nothing without a fleet."""
     paths = FleetPaths(directory)
     if not paths.directory.parent.exists():  # removed manually; its processes may still run
         return remove_fleet(paths)
     with locked(paths):
-        state = load_state(paths)
-        if owner and state and state.owner != owner:
-            return StoppedFleet()
         if paths.is_foreign:
             raise InputError(
                 f"{paths.directory} is not the directory of an emulated fleet; it is left unchanged"
@@ -172,7 +166,7 @@ def find_owner(pid: int) -> Owner:
 
 
 def watch_owner(paths: FleetPaths, owner: Owner) -> None:
-    """Stop the fleet when `owner` ends, unless it has got another owner meanwhile."""
+    """Stop the fleet when `owner` ends."""
     while is_running(owner.pid, owner.start_time):
         time.sleep(CHECK_INTERVAL_S)
-    stop_fleet(paths.directory, owner)
+    stop_fleet(paths.directory)

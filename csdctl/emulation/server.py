@@ -1,11 +1,11 @@
 """One node: an SSH server on 127.0.0.1 with its own home, TMPDIR and limits.
 
-Run as `python -m csdctl.emulation.server DIRECTORY nodes`: reads the fleet's state.json, forks one server for
+Run as `python -m csdctl.emulation.server DIRECTORY`: reads the fleet's state.json, forks one server for
 each node (so that imported modules are in memory once), and exits. A server prints its NodeState once it
 listens, and ends on SIGTERM. It adopts daemons (child subreaper), so every process started over SSH is its
 descendant and subject to its limits.
 
-It also forks the process that watches the fleet's owner; nothing else with "owner" as second argument.
+It also forks the process that watches the fleet's owner.
 """
 
 import asyncio
@@ -154,8 +154,8 @@ def _become_node(paths: FleetPaths, state: FleetState, name: str, report: int) -
     asyncio.run(serve_node(paths, state, name, report))
 
 
-def main(directory: str, part: str) -> int:
-    """Fork what watches the owner of the fleet in `directory`, and with `part` "nodes" the nodes' servers."""
+def main(directory: str) -> int:
+    """Fork what watches the owner of the fleet in `directory`, and the nodes' servers."""
     paths = FleetPaths(Path(directory))
     state = load_state(paths)
     if state is None:
@@ -165,7 +165,7 @@ def main(directory: str, part: str) -> int:
         watch = functools.partial(watch_owner, paths, state.owner)
         _fork(paths.directory / "owner.log", "owner", watch)
     report = os.dup(1)  # in the servers, 1 becomes their log
-    for name in state.node_names if part == "nodes" else ():
+    for name in state.node_names:
         _fork(paths.node(name).log, name, functools.partial(_become_node, paths, state, name, report))
     return 0
 

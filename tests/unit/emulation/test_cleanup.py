@@ -49,12 +49,6 @@ def test_process_that_got_the_number_of_the_owner_is_not_taken_for_it(tmp_path: 
     assert not (tmp_path / ".csdctl" / "fleet").exists()
 
 
-def test_fleet_that_has_another_owner_stays(tmp_path: Path) -> None:
-    paths = fleet_of(tmp_path, find_owner(os.getpid()))
-    watch_owner(paths, Owner(os.getpid(), 1))
-    assert paths.state.exists()
-
-
 def test_zombie_is_no_owner(process: "subprocess.Popen[bytes]") -> None:
     process.kill()
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
