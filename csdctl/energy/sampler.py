@@ -9,7 +9,7 @@ import csv
 import threading
 import time
 from collections.abc import Callable, Mapping
-from types import TracebackType
+from contextlib import closing
 from typing import Self
 
 from csdctl.energy.sources import (
@@ -58,12 +58,7 @@ class PowerSampler:
                 self._threads.append(thread)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for name, power in self._powers.items():
             if power.source == "csv":
                 self._guard(_Recorder(name, power), self._import_meter)
@@ -103,9 +98,8 @@ class PowerSampler:
     def _follow_loop(self, recorder: "_Recorder") -> None:
         source = SCRIPTS[recorder.power.source]
         command = build_loop(source, source.argument(recorder.power))
-        conversation = self._sessions[recorder.name].converse(command)
         lines = ReadingLines(source.parse)
-        try:
+        with closing(self._sessions[recorder.name].converse(command)) as conversation:
             while not self._stopped.is_set():
                 try:
                     line = conversation.read_line(deadline_s=PATIENCE_S)
@@ -113,8 +107,6 @@ class PowerSampler:
                     continue
                 if reading := lines.add(line):
                     self._take(recorder, *reading)
-        finally:
-            conversation.close()
 
     def _import_meter(self, recorder: "_Recorder") -> None:
         """Record the rows that a power meter has written during the run."""
