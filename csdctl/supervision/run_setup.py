@@ -167,16 +167,11 @@ class RankStarter:
     def start_links(self, group: Sequence[int], generation: int) -> Links:
         """Start mpirun with the links of the ranks in `group`; raises CsdctlError."""
         arguments = ["link", "--run", self.spec.run_id, "--generation", str(generation)]
-        return Links(
-            self.mpirun.build_job(
-                [
-                    RankCommand(
-                        rank, self.spec.ranks[rank].node, tuple(self._build_worker_command(rank, arguments))
-                    )
-                    for rank in group
-                ]
-            )
-        )
+        commands = [
+            RankCommand(rank, self.spec.ranks[rank].node, tuple(self._build_worker_command(rank, arguments)))
+            for rank in group
+        ]
+        return Links(self.mpirun.build_job(commands))
 
     def _start_process(self, rank: int, session: Session) -> RankProcess:
         command = self._build_worker_command(rank, ["rank", "--spec", self.spec_path])
@@ -185,12 +180,7 @@ class RankStarter:
         return self._watch(rank, session, conversation, is_attached=False)
 
     def _watch(
-        self,
-        rank: int,
-        session: Session,
-        conversation: Conversation,
-        *,
-        is_attached: bool,
+        self, rank: int, session: Session, conversation: Conversation, *, is_attached: bool
     ) -> RankProcess:
         nodes = [other.node for other in self.spec.ranks]
         validator = EventValidator(
