@@ -199,9 +199,10 @@ def prune() -> int:
 
     Files sent for training (the worker, models, shards) are removed too: the next deploy sends them again.
     """
-    if not os.path.isdir(os.path.dirname(RECEIVE_LOCK)):
+    if not is_own(".csdctl"):  # another user could lead elsewhere
         return 0
-    with open(RECEIVE_LOCK, "a") as lock:
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+    with os.fdopen(os.open(RECEIVE_LOCK, flags, 0o600), "r+") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         used = find_linked_trees()
         trees = [path for path in glob.glob(TREES) if not path.endswith(".link") and path not in used]
