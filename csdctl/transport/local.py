@@ -5,14 +5,13 @@ import os
 import select
 import signal
 import subprocess
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 
 from csdctl.errors import InputError
 from csdctl.transport.commands import WrappedCommand
 from csdctl.transport.meter import Meter
-from csdctl.transport.session import Deadline, Running, Session
+from csdctl.transport.session import Deadline, Session
 
 _POLL_S = 0.5
 _READ_BYTES = 1 << 16
@@ -24,26 +23,12 @@ class LocalSession(Session):
     def __init__(self, name: str, directory: Path) -> None:
         super().__init__(name, Meter())
         self._directory = directory
-        self._lock = threading.Lock()
-        """Held while a command starts, which `close` in another thread must not miss."""
 
-    def close(self) -> None:
-        """End all running commands."""
-        with self._lock:
-            still_running = list(self._running)
-        for running in still_running:
-            running.kill()
-
-    def _start(self, wrapped: WrappedCommand, deadline: Deadline) -> Running:
-        with self._lock:
-            try:
-                running = Running(self.name, wrapped, PipedProcess(wrapped.argv, self._directory))
-            except OSError as error:
-                raise InputError(
-                    f"`{wrapped.command[0]}` cannot be started: {error}", node=self.name
-                ) from error
-            self._running.add(running)
-            return running
+    def _start_process(self, wrapped: WrappedCommand, deadline: Deadline) -> "PipedProcess":
+        try:
+            return PipedProcess(wrapped.argv, self._directory)
+        except OSError as error:
+            raise InputError(f"`{wrapped.command[0]}` cannot be started: {error}", node=self.name) from error
 
 
 class PipedProcess:

@@ -9,6 +9,7 @@ Commands start in the session's home directory: the login directory of a node, o
 host. A relative path such as `.csdctl/objects/…` thus has the same meaning on every machine.
 """
 
+import contextlib
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -17,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from csdctl.errors import CsdctlError, DeadlineError, RemoteCommandError
+from csdctl.errors import CsdctlError, DeadlineError, RemoteCommandError, UnreachableError
 from csdctl.transport.commands import MarkedOutput, WrappedCommand, build_wrapped_command
 from csdctl.transport.meter import Meter
 
@@ -74,6 +75,8 @@ SLICE_BYTES = 256 * 1024
 
 EXIT_POLL_S = 0.25
 """A command whose output stays open is checked for its end at this interval."""
+
+KILL_DEADLINE_S = 5.0
 
 LEFTOVER_OUTPUT_S = 1.0
 """Maximum wait for more output after the command has ended."""
@@ -346,6 +349,9 @@ class Session(ABC):
         self.meter = meter
         self.host_key_fingerprint = host_key_fingerprint
         self._running: set[Running] = set()
+        self._starting = threading.Condition()
+        self._num_starting = 0
+        self._is_closed = False
 
     def run(
         self,
@@ -375,13 +381,36 @@ class Session(ABC):
         running = self._start(wrapped, Deadline(Conversation.SEND_DEADLINE_S))
         return Conversation(running, lambda: self._forget(running))
 
-    @abstractmethod
     def close(self) -> None:
-        """End running commands, and close the connection."""
+        """End running commands, and close the connection.
+
+        A command that another thread is starting is waited for and ended too: its machine may already run it.
+        """
+        with self._starting:
+            self._is_closed = True
+            self._starting.wait_for(lambda: self._num_starting == 0, KILL_DEADLINE_S)
+        for running in list(self._running):
+            with contextlib.suppress(CsdctlError):
+                running.kill()
+
+    def _start(self, wrapped: WrappedCommand, deadline: Deadline) -> Running:
+        """Start a command, and remember it; raises UnreachableError when the session is closed."""
+        with self._starting:
+            if self._is_closed:
+                raise UnreachableError("the connection was closed", node=self.name)
+            self._num_starting += 1
+        try:
+            running = Running(self.name, wrapped, self._start_process(wrapped, deadline))
+            self._running.add(running)
+            return running
+        finally:
+            with self._starting:
+                self._num_starting -= 1
+                self._starting.notify_all()
 
     @abstractmethod
-    def _start(self, wrapped: WrappedCommand, deadline: Deadline) -> Running:
-        """Start a command, and remember it in `_running`."""
+    def _start_process(self, wrapped: WrappedCommand, deadline: Deadline) -> Process:
+        """Start a command on the machine."""
 
     def _forget(self, running: Running) -> None:
         self._running.discard(running)

@@ -7,16 +7,16 @@ SFTP (`shipping.deliver`), so servers without SFTP (dropbear) work.
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import paramiko
 
-from csdctl.errors import CsdctlError, DeadlineError, RemoteCommandError, UnreachableError
+from csdctl.errors import CsdctlError, DeadlineError, RemoteCommandError
 from csdctl.fleet.model import Node
 from csdctl.transport.commands import WrappedCommand, build_kill_command_line
 from csdctl.transport.known_hosts import KnownHosts, fingerprint
-from csdctl.transport.session import Deadline, Running, Session, bounded
+from csdctl.transport.session import KILL_DEADLINE_S, Deadline, Running, Session, bounded
 from csdctl.transport.ssh_connect import (
     JumpHosts,
     lost_connection_error,
@@ -26,8 +26,6 @@ from csdctl.transport.strict_transport import LOST, StrictTransport, request_exe
 
 MAX_CHANNELS = 8
 """Concurrent commands on one connection: sshd allows 10 (MaxSessions), one is reserved for kills."""
-
-KILL_DEADLINE_S = 5.0
 
 _READ_BYTES = 1 << 16
 _GOING_DOWN_S = 0.5
@@ -55,25 +53,13 @@ class SshSession(Session):
         super().__init__(node.name, transport.packetizer.meter, key)
         self._transport = transport
         self._free_channels = threading.BoundedSemaphore(MAX_CHANNELS)
-        self._starting = threading.Condition()
-        self._num_starting = 0
-        self._is_closed = False
 
     def close(self) -> None:
-        """End running commands on the node and close the connection.
-
-        A command that another thread is starting is waited for, and ended too: its server may already run it.
-        """
-        with self._starting:
-            self._is_closed = True
-            self._starting.wait_for(lambda: self._num_starting == 0, KILL_DEADLINE_S)
-        for running in list(self._running):
-            with contextlib.suppress(CsdctlError):
-                running.kill()
+        """End running commands on the node and close the connection."""
+        super().close()
         self._transport.close()
 
     def _start(self, wrapped: WrappedCommand, deadline: Deadline) -> Running:
-        command_line = wrapped.command_line
         if not self._free_channels.acquire(timeout=deadline.left_s):
             raise DeadlineError(
                 f"`{wrapped.command[0]}` could not start within {deadline.seconds:g} s: "
@@ -81,28 +67,14 @@ class SshSession(Session):
                 node=self.name,
             )
         try:
-            with self._counted_as_starting():
-                channel = _open_channel(self.name, self._transport, command_line, deadline)
-                running = Running(self.name, wrapped, ChannelProcess(self.name, self._transport, channel))
-                self._running.add(running)
+            return super()._start(wrapped, deadline)
         except BaseException:
             self._free_channels.release()
             raise
-        return running
 
-    @contextlib.contextmanager
-    def _counted_as_starting(self) -> Iterator[None]:
-        """Let `close` wait for the block; raises UnreachableError when the session is closed."""
-        with self._starting:
-            if self._is_closed:
-                raise UnreachableError("the connection was closed", node=self.name)
-            self._num_starting += 1
-        try:
-            yield
-        finally:
-            with self._starting:
-                self._num_starting -= 1
-                self._starting.notify_all()
+    def _start_process(self, wrapped: WrappedCommand, deadline: Deadline) -> "ChannelProcess":
+        channel = _open_channel(self.name, self._transport, wrapped.command_line, deadline)
+        return ChannelProcess(self.name, self._transport, channel)
 
     def _forget(self, running: Running) -> None:
         super()._forget(running)
