@@ -166,7 +166,7 @@ a line of a library
 @csdctl-damaged {"numbers": [0, 3]}
 @csdctl-error {"message": "it is locked", "remedy": "wait", "exit_code": 2}
 @csdctl-data YWJj
-@csdctl-result {"num_removed": 3}"""
+@csdctl-result {}"""
 
 
 def _probe_outputs(content: bytes, directory: Path) -> None:

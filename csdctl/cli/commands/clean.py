@@ -52,10 +52,10 @@ def clean(
             is_removing=not dry_run,
             is_removing_all=everything,
             is_removing_computed=computed,
+            is_pruning=unused and not dry_run,
             is_forced=force,
         ),
         directory=call.directory,
-        is_pruning=unused and not dry_run,
         on_done=lambda outcome: render_cleaned(call.streams.console, outcome, is_dry=dry_run),
     )
     call.finish(outcomes, schema="csdctl.clean/1", is_dry=dry_run)

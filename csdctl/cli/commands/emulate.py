@@ -48,7 +48,9 @@ def up(
     spec = EmulatedSpec(nodes, cpu, parse_size(memory))
     was_up = is_up(directory)
     path = start_fleet(directory, spec, fleet_path=fleet, cpu_mechanism=cpu_mechanism, owner_pid=pid)
-    show_started(streams, EmulatedFleet(path, tuple(fleet_status(directory)), was_up, pid))
+    show_started(
+        streams, EmulatedFleet(path, tuple(fleet_status(directory)), was_up, None if was_up else pid)
+    )
 
 
 @app.command()

@@ -22,6 +22,8 @@ from csdctl.fleet.openssh import (
     Target,
     build_node,
     build_query,
+    build_ssh_config,
+    build_ssh_options,
     list_aliases,
     list_keys,
     list_notes,
@@ -30,7 +32,6 @@ from csdctl.fleet.openssh import (
     parse_settings,
 )
 from csdctl.transport.many import fleet_known_hosts_paths, run_on_all, values_or_raise
-from csdctl.transport.ssh_config import build_ssh_config, build_ssh_options
 from csdctl.workflows.discovery.scan import scan
 
 QUERY_DEADLINE_S = 30.0

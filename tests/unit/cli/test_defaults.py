@@ -91,7 +91,7 @@ def test_doctor_says_where_each_setting_comes_from(tmp_path: Path, monkeypatch: 
     doctor = typer.main.get_command(app).commands["doctor"]  # type: ignore[attr-defined]
     words = ["--deadline", "7", "--limit", "a", "--limit", "b"]
     context = doctor.make_context("doctor", words, default_map=defaults["doctor"])
-    settings = list_settings(context, Fleet((), Host(3), path=Path("lab.yaml")))
+    settings = list_settings(context, Fleet((), Host(threads=3), path=Path("lab.yaml")))
     assert settings == [
         Setting("fleet", "fleet.yaml", "default"),
         Setting("deadline", "7.0", "flag --deadline"),

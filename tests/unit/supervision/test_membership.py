@@ -38,15 +38,10 @@ class Fleet:
 
     def __init__(self) -> None:
         self.events: list[Event] = []
-        self.discarded: list[int] = []
         self.processes: Any = Processes()
-        inbox: Any = self
-        self.membership = Membership(NODES, self.processes, inbox, self.events.append, MAX_RESTARTS)
+        self.membership = Membership(NODES, self.processes, self.events.append, MAX_RESTARTS)
         self.membership.ready = set(range(len(NODES)))
         self.membership.has_trained = True
-
-    def discard(self, rank: int) -> None:
-        self.discarded.append(rank)
 
     def lose(self, rank: int, reason: str = "killed") -> None:
         self.membership.mark_lost(rank, NodeError(reason, node=NODES[rank]))
