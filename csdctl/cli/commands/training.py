@@ -1,14 +1,14 @@
-"""`csdctl train`."""
+"""Commands that use a model: train, predict, scale."""
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from csdctl.cli import options
 from csdctl.cli.call import Call, on_job
-from csdctl.cli.completion import complete_runs
 from csdctl.terminal.streams import Streams
 from csdctl.worker.protocol.orders import COLLECTIVE_NAMES
 
@@ -28,7 +28,7 @@ def train(
         typer.Option(
             metavar="RUN",
             help="Resume this run from its last completed step (`latest` works).",
-            autocompletion=complete_runs,
+            autocompletion=options.complete_runs,
         ),
     ] = None,
     min_nodes: Annotated[
@@ -147,3 +147,127 @@ def build_background_arguments(words: Sequence[str]) -> list[str]:
     # Without it, `detach` in the user's config.yaml would make that process start another one, without end.
     behind = kept.index("train") + 1
     return [*kept[:behind], "--no-detach", *kept[behind:]]
+
+
+@on_job
+def predict(
+    call: Call,
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN|MODEL.keras",
+            help="A run, by its id or how that begins (`latest` works), or a .keras file.",
+        ),
+    ],
+    job: Annotated[
+        Path | None, typer.Option(help="The job whose data is used; default: the run's, else job.yaml.")
+    ] = None,
+    on: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DATA",
+            help="private, public, validation or all; default: private if the job has it, else public.",
+        ),
+    ] = None,
+    want: Annotated[
+        str,
+        typer.Option(
+            metavar="WHAT",
+            help="classes (with probability; of a regression its value), scores (all outputs), or "
+            "embeddings: sent with the sample's node and row, without a file name.",
+        ),
+    ] = "classes",
+    layer: Annotated[
+        str, typer.Option(metavar="NAME", help="The layer whose output the embeddings are.")
+    ] = "",
+    output: Annotated[
+        Path, typer.Option(metavar="FILE", help="Write to this file: .csv, .parquet or .npz.")
+    ] = Path("predictions.csv"),
+) -> None:
+    """Run a trained model over samples where they are stored; only its answers are sent."""
+    from csdctl.terminal.prepare import PreparationScreen
+    from csdctl.workflows.predict.predict import predict as run_prediction
+    from csdctl.workflows.predict.request import check_request
+
+    streams = call.streams
+    request = check_request(
+        model,
+        job,
+        call.fleet,
+        call.directory,
+        on=on,
+        want=want,
+        layer=layer,
+        output=output,
+    )
+    screen = PreparationScreen(streams)
+    found = run_prediction(request, screen)
+    by_machine = ", ".join(f"{name} {count:,}" for name, count in found.num_rows_of.items())
+    earlier = found.num_rows - found.num_computed
+    screen.say(
+        f"{found.output}: {found.num_rows:,} rows ({by_machine}); {found.num_computed:,} computed, "
+        f"{earlier:,} found, in {found.elapsed_s:.1f} s"
+    )
+    asked = {"model": request.model, "on": request.on, "want": request.want, "layer": request.layer}
+    answers = {name: value for name, value in vars(found).items() if name != "missing"}
+    streams.result({"schema": "csdctl.predict/1", **asked, **answers, "failed": found.missing})
+    found.check()
+
+
+@on_job
+def scale(
+    call: Call,
+    nodes: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NUMBERS",
+            help="Numbers of nodes: 0,1,2 or 0..36; 0 is the host alone. Default: 0, 1, 2, 4 … and all.",
+        ),
+    ] = None,
+    weak: Annotated[
+        bool, typer.Option("--weak", help="Only the weak series: every rank keeps its batch size.")
+    ] = False,
+    strong: Annotated[
+        bool, typer.Option("--strong", help="Only the strong series: the global batch size stays.")
+    ] = False,
+    plan: options.PlanOption = None,
+    batch_size: options.BatchSizeOption = None,
+    max_steps: options.MaxStepsOption = None,
+    skip_doctor: options.SkipDoctorOption = False,
+    html: options.HtmlOption = None,
+    dry_run: options.DryRunOption = False,
+) -> None:
+    """Train with 0, 1, 2 … nodes, and show speed-up, efficiency and energy."""
+    from csdctl.documents import save_text
+    from csdctl.reporting.page import render_scaling_page
+    from csdctl.reporting.scaling import KINDS
+    from csdctl.terminal.report import show_points, show_series
+    from csdctl.terminal.train import train_point
+    from csdctl.workflows.forecast.forecast import parse_node_counts
+    from csdctl.workflows.train.options import TrainOptions
+    from csdctl.workflows.train.scale import STRONG, WEAK, ScaleRequest, plan_points, run_series
+    from csdctl.workflows.train.train import TrainRequest
+
+    streams = call.streams
+    kinds = [kind for kind, is_asked in ((WEAK, weak), (STRONG, strong)) if is_asked] or list(KINDS)
+    # Batch sizes that moved during a run would be another plan than that of its point.
+    wanted = TrainOptions(max_steps=max_steps, is_balanced=False)
+    training = TrainRequest(
+        call.job,
+        call.fleet,
+        call.directory,
+        wanted,
+        plan,
+        batch_size,
+        is_preflight_skipped=skip_doctor,
+    )
+    request = ScaleRequest(training, kinds, parse_node_counts(nodes) if nodes is not None else ())
+    if dry_run:
+        show_points(streams, plan_points(request))
+        return
+    found = run_series(request, lambda point, of: train_point(streams, point, of))
+    for kind, series in found.items():
+        path = html.with_stem(f"{html.stem}-{kind}") if html and len(found) > 1 else html
+        if path:
+            save_text(path, render_scaling_page(series))
+        show_series(streams, kind, series, path)
