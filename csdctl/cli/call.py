@@ -104,7 +104,7 @@ class Call:
         is_dry: bool = False,
     ) -> None:
         """Report the machines that failed, then `conclude`; `schema` is of a document of the results."""
-        from csdctl.terminal.tables import render_failed
+        from csdctl.terminal.nodes import render_failed
         from csdctl.transport.many import errors_of
 
         failed = errors_of(outcomes)

@@ -10,8 +10,7 @@ from csdctl.fleet.checks import FLEET_NAME, Check, Status, fold
 from csdctl.fleet.model import Fleet
 from csdctl.fleet.names import format_node_names
 from csdctl.reporting.numbers import format_count
-from csdctl.terminal.console import PrintableConsole
-from csdctl.terminal.tables import build_table
+from csdctl.terminal.console import PrintableConsole, build_table
 from csdctl.terminal.view import View, live_on
 from csdctl.workflows.preflight.doctor import Examination, describe
 

@@ -15,10 +15,9 @@ from csdctl.fleet.model import Fleet, fold_problems
 from csdctl.fleet.names import fold_names, format_node_names, names_by_value
 from csdctl.launch.leftovers import Leftovers
 from csdctl.reporting.numbers import format_bytes, format_count
-from csdctl.terminal.console import PrintableConsole
-from csdctl.terminal.nodes import CountView
+from csdctl.terminal.console import PrintableConsole, build_table
+from csdctl.terminal.nodes import CountView, bounded, render_failed
 from csdctl.terminal.streams import Streams
-from csdctl.terminal.tables import bounded, build_table, render_failed
 from csdctl.transport.many import Outcome, errors_of
 from csdctl.workflows.discovery.discover import DiscoverResult, find_shared_host_keys
 from csdctl.workflows.discovery.inventory import FoundFleet

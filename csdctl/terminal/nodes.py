@@ -1,18 +1,20 @@
-"""Work on all nodes at once while it goes on, and its results: exec, deploy and provision."""
+"""Work on all nodes at once: its progress, its results, and why nodes failed; exec, deploy and provision."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TypeVar
 
 from rich.progress import BarColumn, MofNCompleteColumn, TimeElapsedColumn
 from rich.text import Text
 
+from csdctl.errors import CsdctlError
+from csdctl.fleet.model import Fleet, fold_problems
 from csdctl.fleet.names import fold_names, format_node_names
 from csdctl.reporting.numbers import format_bytes
 from csdctl.shipping.deliver import Delivery, DeliveryProgress
 from csdctl.shipping.payload import FileTree, TreeRequest
 from csdctl.shipping.store import printable
-from csdctl.terminal.console import PrintableConsole
+from csdctl.terminal.console import PrintableConsole, build_table
 from csdctl.terminal.streams import Streams
-from csdctl.terminal.tables import MAX_LINES, build_table, render_failed
 from csdctl.terminal.view import View, new_progress, text_column
 from csdctl.transport.many import Outcome, errors_of
 from csdctl.workflows.exec.run_command import Answer, ExecResult
@@ -20,9 +22,12 @@ from csdctl.workflows.provision.bundle import Bundle
 from csdctl.workflows.provision.playbook import TaskResult
 from csdctl.workflows.provision.provision import Provisioned, ProvisionRequest, Sent
 
+MAX_LINES = 20
+"""The most problems, and the most notes, to print: a thousand nodes must not scroll the rest away."""
 MAX_SHOWN_LINES = 200
 """Lines of one output of one row; --json has up to 64 KiB."""
 MAX_ANSWERS = 5 * MAX_LINES
+ItemT = TypeVar("ItemT")
 
 
 class CountView(View):
@@ -48,6 +53,22 @@ class CountView(View):
     def show(self, outcome: Outcome[tuple[Answer, float]]) -> None:
         """Count a machine that has run a command."""
         self.count(has_failed=outcome.value is None or outcome.value[0].has_failed)
+
+
+def render_failed(console: PrintableConsole, failed: Mapping[str, CsdctlError], fleet: Fleet) -> None:
+    """Print why machines failed, and the remedies; the same cause on many machines is one problem."""
+    for problem in bounded(console, fold_problems(failed, fleet), "problems"):
+        console.print("problem:", style="bold red", end=" ")
+        console.print(f"{format_node_names(problem.names)}: {problem.message}", soft_wrap=True)
+        if problem.remedy:
+            console.print(f"  → {problem.remedy}", soft_wrap=True)
+
+
+def bounded(console: PrintableConsole, items: Sequence[ItemT], what: str) -> Iterator[ItemT]:
+    """Yield the first of `items`, then print a line that counts the rest."""
+    yield from items[:MAX_LINES]
+    if len(items) > MAX_LINES:
+        console.print(f"… and {len(items) - MAX_LINES} more {what}; --json lists them all")
 
 
 def render_answers(streams: Streams, result: ExecResult) -> None:

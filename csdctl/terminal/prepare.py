@@ -12,7 +12,8 @@ from csdctl.fleet.names import format_node_names
 from csdctl.reporting.numbers import format_bytes, format_rate, format_seconds, format_share
 from csdctl.shipping.deliver import Delivery
 from csdctl.terminal.console import PrintableConsole
-from csdctl.terminal.fleet_view import (
+from csdctl.terminal.streams import Streams
+from csdctl.terminal.view import (
     DONE,
     SILENT,
     STARTING,
@@ -23,7 +24,6 @@ from csdctl.terminal.fleet_view import (
     draw_bar,
     show_elapsed,
 )
-from csdctl.terminal.streams import Streams
 from csdctl.worker.protocol.datasets import DatasetInfo, PrepareProgress
 from csdctl.workflows.data.prepare import OnPrepareProgress, Prepared
 

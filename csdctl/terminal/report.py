@@ -21,9 +21,8 @@ from csdctl.reporting.scaling import (
 )
 from csdctl.reporting.tables import DataTable, describe_run, tabulate_ranks
 from csdctl.runs.directory import RunDirectory
-from csdctl.terminal.console import PrintableConsole
+from csdctl.terminal.console import PrintableConsole, build_pairs, build_table
 from csdctl.terminal.streams import Streams
-from csdctl.terminal.tables import build_pairs, build_table
 from csdctl.workflows.reporting.report import PrivacyReport
 from csdctl.workflows.train.scale import Point
 

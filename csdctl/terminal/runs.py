@@ -7,8 +7,8 @@ from pathlib import Path
 from csdctl.reporting.numbers import format_accuracy, format_loss, format_rate, format_seconds
 from csdctl.reporting.results import FAILED, INTERRUPTED, STOPPED, RunStatus
 from csdctl.runs.directory import RunDirectory
+from csdctl.terminal.console import build_table
 from csdctl.terminal.streams import Streams
-from csdctl.terminal.tables import build_table
 from csdctl.terminal.train import TrainingView
 from csdctl.worker.protocol.events import event_document
 from csdctl.workflows.runs.compare import Difference

@@ -10,23 +10,18 @@ from rich.text import Text
 
 from csdctl.fleet.names import format_node_names
 from csdctl.reporting.numbers import format_bytes, format_rate, format_seconds, format_share
-from csdctl.terminal.console import PrintableConsole
-from csdctl.terminal.fleet_view import (
-    DONE,
-    FAILED,
-    LOST,
-    TRAINING,
+from csdctl.terminal.console import PrintableConsole, build_table
+from csdctl.terminal.prepare import PreparationScreen
+from csdctl.terminal.view import (
     WIDE,
     Columns,
     FleetView,
     RankRow,
     show_elapsed,
 )
-from csdctl.terminal.prepare import PreparationScreen
-from csdctl.terminal.tables import build_table
 from csdctl.tuning.plan import Plan, RankPlan, StrategyPlan
 from csdctl.tuning.strategies import DATA_PARALLEL, FEATURES, SPLIT
-from csdctl.worker.protocol.events import EpochEnd, Event, Failed, Finished, Joined, NodeLost, Progress
+from csdctl.worker.protocol.events import EpochEnd, Event, Joined, Progress
 from csdctl.worker.protocol.probe import ProbeResult
 from csdctl.workflows.tune.probing import IDLE, LOADING, MEASURING, SUMMING, TuneWatch
 
@@ -102,18 +97,11 @@ class TuningView(FleetView[TuneRow]):
         row = self._rows.get(event.node)
         if row is None:
             return
-        if isinstance(event, Joined):
-            row.state = TRAINING
-            if event.rank == 0:
-                self._stepping_since = self._clock()
-        elif isinstance(event, Progress | EpochEnd):
-            row.take(event)
-            if event.rank == 0:
-                self._step = event.step if isinstance(event, Progress) else self._num_steps
-        elif isinstance(event, Finished):
-            row.state = DONE
-        elif isinstance(event, NodeLost | Failed):
-            row.state = LOST if isinstance(event, NodeLost) else FAILED
+        row.take(event)
+        if event.rank == 0 and isinstance(event, Joined):
+            self._stepping_since = self._clock()
+        elif event.rank == 0 and isinstance(event, Progress | EpochEnd):
+            self._step = event.step if isinstance(event, Progress) else self._num_steps
         self._print_headline_if_due()
 
     def _waited_for(self) -> list[TuneRow]:

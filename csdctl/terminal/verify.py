@@ -3,8 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from csdctl.terminal.console import PrintableConsole
-from csdctl.terminal.tables import build_pairs
+from csdctl.terminal.console import PrintableConsole, build_pairs
 from csdctl.worker.protocol.events import Verified
 from csdctl.worker.protocol.features import Recomputed
 from csdctl.workflows.train.verify import Verdict

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from csdctl.terminal.doctor import Setting
     from csdctl.workflows.discovery.inventory import NodeSource
     from csdctl.workflows.provision.machine import Kind
-    from csdctl.workflows.provision.provision import ProvisionRequest
 
 
 @on_fleet
@@ -263,22 +262,30 @@ def provision(
         render_provisioned,
     )
     from csdctl.workflows.provision import provision as workflow
+    from csdctl.workflows.provision.wheels import LOCK
 
     streams = call.streams
-    request = _build_request(call.directory, bundles, prefix, lock, set_, tags, dry_run=dry_run, send=send)
-    if collect and kind:
-        found = [workflow.collect_kind(request, one, streams.say) for one in _parse_kinds(kind)]
-        streams.result(collected_document(found))
-        return
+    request = workflow.ProvisionRequest(
+        (bundles or streams.project.state / "provision").absolute(),
+        prefix.rstrip("/"),
+        lock or LOCK,
+        is_dry_run=dry_run,
+        sends_only=send,
+        values=_parse_values(set_ or ()),
+        tags=tags,
+    )
     if collect:
-        streams.result(
-            collected_document(workflow.collect_fleet(request, call.fleet, call.directory, streams.say))
+        found = (
+            [workflow.collect_kind(request, one, streams.say) for one in _parse_kinds(kind)]
+            if kind
+            else workflow.collect_fleet(request, call.fleet, call.directory, streams.say)
         )
+        streams.result(collected_document(found))
         return
     if uninstall and not dry_run:
         names = format_node_names(node.name for node in call.fleet.nodes)
-        call.streams.confirm(f"Remove {prefix} and ~/.csdctl, with prepared data, from {names}?", yes=yes)
-    with TransferView(call.streams.console, len(call.fleet.nodes)) as view:
+        streams.confirm(f"Remove {prefix} and ~/.csdctl, with prepared data, from {names}?", yes=yes)
+    with TransferView(streams.console, len(call.fleet.nodes)) as view:
         if uninstall:
             outcomes = workflow.uninstall(request, call.fleet, directory=call.directory, on_task=view.task)
         else:
@@ -286,48 +293,26 @@ def provision(
                 request,
                 call.fleet,
                 directory=call.directory,
-                say=call.streams.say,
+                say=streams.say,
                 on_progress=view.advance,
                 on_sent=view.sent,
                 on_task=view.task,
             )
-    render_provisioned(call.streams.console, outcomes, request)
+    render_provisioned(streams.console, outcomes, request)
     call.finish(outcomes, provision_document(outcomes, request), is_dry=dry_run)
 
 
-def _build_request(
-    directory: Path,
-    bundles: Path | None,
-    prefix: str,
-    lock: Path | None,
-    values: Sequence[str] | None,
-    tags: str,
-    *,
-    dry_run: bool,
-    send: bool,
-) -> "ProvisionRequest":
-    """Return the request; raises InputError for an unusable value."""
-    from csdctl.runs.directory import ProjectDirectory
-    from csdctl.workflows.provision.provision import ProvisionRequest
-    from csdctl.workflows.provision.wheels import LOCK
-
+def _parse_values(texts: Sequence[str]) -> dict[str, str]:
+    """Return the variables of `--set` by name; raises InputError for an unusable one."""
     parsed = {}
-    for text in values or ():
+    for text in texts:
         name, equals, value = text.partition("=")
         if not equals or not name.isidentifier():
             raise InputError(
                 f"--set {text!r} is not NAME=VALUE", remedy="for example --set node_firewall=true"
             )
         parsed[name] = value
-    return ProvisionRequest(
-        (bundles or ProjectDirectory(directory).state / "provision").absolute(),
-        prefix.rstrip("/"),
-        lock or LOCK,
-        is_dry_run=dry_run,
-        sends_only=send,
-        values=parsed,
-        tags=tags,
-    )
+    return parsed
 
 
 def _parse_kinds(texts: Sequence[str]) -> "list[Kind]":

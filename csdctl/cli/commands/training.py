@@ -1,6 +1,8 @@
 """Commands that use a model: train, predict, scale."""
 
+import runpy
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -9,11 +11,15 @@ import typer
 
 from csdctl.cli import options
 from csdctl.cli.call import Call, on_job
+from csdctl.errors import InputError
+from csdctl.notify import shorten
 from csdctl.terminal.streams import Streams
 from csdctl.worker.protocol.orders import COLLECTIVE_NAMES
 
 if TYPE_CHECKING:
+    from csdctl.supervision.event_callbacks import Callback
     from csdctl.workflows.train.train import TrainRequest
+MAX_CALLBACK_ERROR_CHARS = 500
 
 
 @on_job
@@ -83,7 +89,6 @@ def train(
     ] = None,
 ) -> None:
     """Train synchronously on the host and all nodes, each with its own batch size."""
-    from csdctl.cli.callback_files import load_callback
     from csdctl.worker.protocol.features import FeatureOptions
     from csdctl.workflows.train.options import Deadlines, TrainOptions
     from csdctl.workflows.train.train import TrainRequest
@@ -110,6 +115,36 @@ def train(
         call.job, call.fleet, call.directory, wanted, plan, batch_size, resume, skip_doctor
     )
     _train(streams, request, notify, is_dry_run=dry_run)
+
+
+def load_callback(reference: str) -> "Callback":
+    """Run the user's file of `FILE.py:NAME` and return its function NAME; raises InputError.
+
+    What lies beside the file can be imported, after what is installed.
+    """
+    written, _, name = reference.rpartition(":")
+    path = Path(written).expanduser()
+    if path.suffix != ".py" or not name.isidentifier():
+        raise InputError(f"received callback {reference!r}", remedy="expected FILE.py:NAME")
+    if not path.is_file():
+        raise InputError(f"the file of callback {reference} does not exist")
+    found = _run_file(path, reference).get(name)
+    if not callable(found):
+        what = "is not a function" if found is not None else "does not exist"
+        raise InputError(f"{name} {what} in {path}", remedy=f"define it: def {name}(event): …")
+    return found
+
+
+def _run_file(path: Path, reference: str) -> dict[str, object]:
+    """Run a file as a module, and return what it defines."""
+    sys.path.append(str(path.resolve().parent))
+    try:
+        return runpy.run_path(str(path))
+    except (Exception, SystemExit) as error:
+        frames = reversed(traceback.extract_tb(error.__traceback__))  # the innermost place first
+        line = next((f" in line {at.lineno}" for at in frames if at.filename == str(path)), "")
+        what = shorten(f"{type(error).__name__}: {error}", MAX_CALLBACK_ERROR_CHARS)
+        raise InputError(f"the file of callback {reference} failed{line}: {what}") from error
 
 
 def _train(streams: Streams, request: "TrainRequest", notify: str | None, *, is_dry_run: bool) -> None:

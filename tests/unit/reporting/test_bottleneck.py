@@ -16,7 +16,7 @@ def series(*ranks: list[Spent], samples: float = 100.0) -> RunSeries:
     """A run with an interval of 1 s for each item of a rank."""
     spent = tuple({kind: [second[kind] for second in rank] for kind in KINDS} for rank in ranks)
     counts = tuple([samples] * len(rank) for rank in ranks)
-    return RunSeries(NODES, 0.0, 40.0, 1.0, spent, counts, (), (), (), 0, {}, {}, is_wait_divided=True)
+    return RunSeries(NODES, 0.0, 40.0, 1.0, spent, counts)
 
 
 EVEN = {**SLOW, "wait": 0.01}

@@ -20,7 +20,7 @@ from csdctl.fleet.model import Fleet, Node
 from csdctl.launch.leftovers import Leftovers
 from csdctl.perfmodel.published import Network
 from csdctl.reporting.privacy import Flow
-from csdctl.runs.measurements import CollectiveSummary, Overview, ProbeSummary, TrialSummary
+from csdctl.runs.measurements import CollectiveSummary, Overview, ProbeSummary, Stored
 from csdctl.shipping.deliver import Delivery, DeliveryProgress
 from csdctl.terminal.console import PrintableConsole
 from csdctl.terminal.doctor import ExaminationView, Setting
@@ -141,7 +141,7 @@ def show_measurements(console: PrintableConsole) -> None:
     overview = Overview(
         [ProbeSummary(model, MARKUP, machine, settings, 1, 4, 4, None, 4, 8.0, 1.0)],
         [CollectiveSummary(fleet, HOSTILE, 2, 1 << 20, 1, 0.1, 1.0)],
-        [TrialSummary(model, HOSTILE, fleet, trial)],
+        [Stored(model, HOSTILE, fleet, trial)],
     )
     render_measurements(console, overview, HOSTILE)
 
