@@ -351,7 +351,13 @@ def load_run_status(run: RunDirectory) -> RunStatus:
         last_s = time_s
         if isinstance(event, Progress | EpochEnd) and event.rank == 0:
             failed, finished = False, {}  # a resumed run goes on after its end
-            found |= _totals(event)
+            found |= {"epoch": event.epoch, "loss": event.loss, "accuracy": event.accuracy}
+            found["step"] = event.step if isinstance(event, Progress) else 0
+            if event.wall_s:
+                found["samples_per_s"] = event.global_samples / event.wall_s
+            if isinstance(event, EpochEnd):
+                found["validation_loss"] = event.validation_loss
+                found["validation_accuracy"] = event.validation_accuracy
         elif isinstance(event, Finished):
             finished[event.rank] = event
         elif isinstance(event, Failed):
@@ -359,30 +365,16 @@ def load_run_status(run: RunDirectory) -> RunStatus:
     state = FAILED if failed else INTERRUPTED
     if 0 in finished:
         state = STOPPED if finished[0].reason == ASKED_TO_STOP else DONE
-    recipe, job = manifest.get("recipe"), manifest.get("job")
+    recipe, job = manifest.get("recipe"), manifest.get("job")  # both may have been edited
+    epochs = recipe.get("epochs") if isinstance(recipe, dict) else 0
     return RunStatus(
         run.run_id,
         state,
         job=str(job.get("path", "")) if isinstance(job, dict) else "",
         strategy=str(manifest.get("strategy", DATA_PARALLEL)),
         num_ranks=len(nodes),
-        epochs=_count(recipe.get("epochs")) if isinstance(recipe, dict) else 0,
+        epochs=epochs if type(epochs) is int else 0,
         last_event_s=last_s,
         emulated=bool(manifest["plan"].get("emulated")),
         **found,
     )
-
-
-def _totals(event: Progress | EpochEnd) -> dict[str, Any]:
-    found: dict[str, Any] = {"epoch": event.epoch, "loss": event.loss, "accuracy": event.accuracy}
-    found["step"] = event.step if isinstance(event, Progress) else 0
-    if event.wall_s:
-        found["samples_per_s"] = event.global_samples / event.wall_s
-    if isinstance(event, EpochEnd):
-        found["validation_loss"] = event.validation_loss
-        found["validation_accuracy"] = event.validation_accuracy
-    return found
-
-
-def _count(value: object) -> int:
-    return value if type(value) is int else 0

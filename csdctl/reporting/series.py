@@ -5,7 +5,7 @@ most MAX_POINTS of everything else.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Generic, TypeVar
@@ -338,9 +338,7 @@ LATEST, MIN_LATEST = 0.25, 4
 SLOWER = 1.15
 """Compute time per sample over its own at the beginning."""
 HOT_C = 80.0
-FULL = 0.95
-"""Share of a machine's memory limit."""
-BY_COMPUTE, BY_INPUT, BY_LINK, BY_MEMORY, BY_HEAT = "compute", "input", "link", "memory", "heat"
+BY_COMPUTE, BY_INPUT, BY_LINK, BY_HEAT = "compute", "input", "link", "heat"
 
 
 @dataclass(frozen=True)
@@ -359,13 +357,10 @@ class Bottleneck:
     """What shows the cause."""
 
 
-def find_bottleneck(
-    series: RunSeries, memory_shares: Mapping[int, float] | None = None, *, is_now: bool = False
-) -> Bottleneck | None:
+def find_bottleneck(series: RunSeries, *, is_now: bool = False) -> Bottleneck | None:
     """Return the rank that held the others back most; None where none did, or it was not recorded.
 
-    `memory_shares`: by rank, of what the machine may use, at most. With `is_now`, only the latest part of the
-    run counts: who holds the others back now, and since when.
+    With `is_now`, only the latest part of the run counts: who holds the others back now, and since when.
     """
     if not series.is_wait_divided or len(series.nodes) < 2 or not series.num_intervals:
         return None
@@ -386,7 +381,7 @@ def find_bottleneck(
         why = f"communication took {shared_s:.1f} s of each rank, more than waiting for any other rank"
         return Bottleneck(None, BY_LINK, 0.0, shared_s, why, why)
     start = _since([lost if holder == rank else 0.0 for holder, lost in holders], first)
-    cause, why = _cause(series, rank, start, memory_shares or {})
+    cause, why = _cause(series, rank, start)
     text = f"{series.nodes[rank]} (rank {rank}) held the others back for {lost_s[rank]:.1f} s: {why}"
     return Bottleneck(rank, cause, start * series.interval_s, lost_s[rank], text, why)
 
@@ -420,12 +415,7 @@ def _since(lost_s: Sequence[float], first: int) -> int:
     return start
 
 
-def _cause(
-    series: RunSeries,
-    rank: int,
-    start: int,
-    memory_shares: Mapping[int, float],
-) -> tuple[str, str]:
+def _cause(series: RunSeries, rank: int, start: int) -> tuple[str, str]:
     """Return the cause, and what shows it."""
     spent = series.spent_s[rank]
     input_s, compute_s = sum(spent[INPUT][start:]), sum(spent[COMPUTE][start:])
@@ -436,8 +426,6 @@ def _cause(
     hottest = series.hottest_c.get(rank, 0.0)
     if slowdown >= SLOWER and hottest >= HOT_C:
         return BY_HEAT, f"{grew}, at up to {hottest:.0f} °C"
-    if memory_shares.get(rank, 0.0) >= FULL:
-        return BY_MEMORY, f"it used {memory_shares[rank]:.0%} of its memory"
     if slowdown >= SLOWER:
         return BY_COMPUTE, grew
     return BY_COMPUTE, "its batch takes longer than those of the others; a smaller one would balance them"

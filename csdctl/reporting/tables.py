@@ -136,15 +136,7 @@ def tabulate_faults(run: RunResults) -> DataTable:
 
 def tabulate_bottleneck(run: RunResults) -> DataTable:
     """Return the rank that held the others back, since when and why; no row if none did."""
-    facts = _facts(run)
-    shares = {}
-    for rank, peak in run.series.peak_memory_bytes.items():
-        known = facts.get(run.series.nodes[rank], {})
-        sizes = [known.get("memory_limit_bytes"), known.get("memory_bytes")]
-        limits = [size for size in sizes if isinstance(size, int | float) and size > 0]
-        if limits:
-            shares[rank] = peak / min(limits)
-    bottleneck = find_bottleneck(run.series, memory_shares=shares)
+    bottleneck = find_bottleneck(run.series)
     if bottleneck is None:
         return DataTable((), ())
     row = (f"{bottleneck.since_s:.0f} s", bottleneck.cause, bottleneck.text)

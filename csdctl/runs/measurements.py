@@ -208,7 +208,7 @@ class MeasurementStore:
         summed: dict[tuple[FleetClass, str, int, int], list[CollectiveMeasurement]] = defaultdict(list)
         for one in self._select(COLLECTIVE):
             summed[one.of, one.value.name, one.value.num_ranks, one.value.num_bytes].append(one.value)
-        summaries = [_summarize_probes(*key, probes) for key, probes in probed.items()]
+        summaries = [_summarize_probes(key, probes) for key, probes in probed.items()]
         sums = [
             CollectiveSummary(
                 *key, len(times), median(timed.seconds for timed in times), times[-1].measured_at
@@ -321,20 +321,13 @@ def _order(one: ProbeSummary) -> tuple[Any, ...]:
 
 
 def _summarize_probes(
-    model: ModelProperties,
-    recipe: str,
-    machine_class: MachineClass,
-    settings: Runtime,
-    probes: Sequence[ProbeMeasurement],
+    subject: tuple[ModelProperties, str, MachineClass, Runtime], probes: Sequence[ProbeMeasurement]
 ) -> ProbeSummary:
     fitting = [probe for probe in probes if probe.has_fitted]
     sizes = [probe.batch_size for probe in fitting]
     best = max(fitting, key=lambda probe: probe.samples_per_s or 0.0, default=None)
     return ProbeSummary(
-        model,
-        recipe,
-        machine_class,
-        settings,
+        *subject,
         num_probes=len(probes),
         smallest=min(sizes, default=None),
         largest=max(sizes, default=None),

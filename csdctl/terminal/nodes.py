@@ -155,13 +155,14 @@ class TransferView(CountView):
         self._console.print(line, soft_wrap=True)
 
     def finish(self, outcome: Outcome[Delivery]) -> None:
-        """Show that a node has its files, or failed."""
+        """Print what a node got, or that it failed."""
+        line = f"{outcome.name}: failed"
         if done := outcome.value:
             sent = f"{done.num_sent:,} files {'would be sent' if self._is_dry_run else 'sent'}"
             size = format_bytes(done.bytes_sent)
-            self.count(f"{outcome.name}: {sent} ({size}), {done.num_present:,} already there")
-        else:
-            self.count(f"{outcome.name}: failed", has_failed=True)
+            line = f"{outcome.name}: {sent} ({size}), {done.num_present:,} already there"
+        self._console.print(line, soft_wrap=True)
+        self.count(has_failed=not outcome.value)
 
     def sent(self, outcome: Outcome[Sent]) -> None:
         """Count a node that has its bundle."""
@@ -174,20 +175,6 @@ class TransferView(CountView):
             self._progress.update(self._task, description=f"{result.task}: {result.node}", total=None)
         elif result.state not in ("ok", "skipped"):
             self._console.print(f"{result.node}: {result.state}: {result.task}", soft_wrap=True)
-
-
-def render_deliveries(
-    console: PrintableConsole, outcomes: Mapping[str, Outcome[Delivery]], *, dry_run: bool
-) -> None:
-    """Print a row for each node: what was sent to it, or would be."""
-    rows = [
-        (name, f"{done.num_sent:,}", format_bytes(done.bytes_sent), f"{done.num_present:,}")
-        if (done := outcome.value)
-        else (name, Text("failed", "red"), "", "")
-        for name, outcome in outcomes.items()
-    ]
-    sent = ">would be sent" if dry_run else ">sent"
-    console.print(build_table(("node", sent, ">bytes", ">already there"), rows))
 
 
 def describe_sent(sent: Sent) -> str:

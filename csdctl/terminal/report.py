@@ -8,17 +8,12 @@ from rich.console import Group
 from rich.table import Table
 
 from csdctl.errors import InputError
+from csdctl.reporting import scaling
 from csdctl.reporting.energy import energy_document
 from csdctl.reporting.numbers import format_bytes
 from csdctl.reporting.privacy import BATCH_NORM, PROMISE, describe_privacy, remarks_on
 from csdctl.reporting.results import RunSummary
-from csdctl.reporting.scaling import (
-    ScalingSeries,
-    describe_series,
-    energy_by_nodes,
-    scaling_document,
-    scaling_table,
-)
+from csdctl.reporting.scaling import ScalingSeries
 from csdctl.reporting.tables import DataTable, describe_run, tabulate_ranks
 from csdctl.runs.directory import RunDirectory
 from csdctl.terminal.console import PrintableConsole, build_pairs, build_table
@@ -129,14 +124,14 @@ def privacy_document(found: PrivacyReport) -> dict[str, object]:
 
 def show_series(streams: Streams, kind: str, series: ScalingSeries, page: Path | None) -> None:
     """Print one series of `scale`, as tables or as one line of JSON, and the file that has its charts."""
-    streams.result_line({**scaling_document(series), "files": [page] if page else []})
+    streams.result_line({**scaling.scaling_document(series), "files": [page] if page else []})
     streams.say(f"\n{kind} scaling")
-    runs = scaling_table(series)
+    runs = scaling.scaling_table(series)
     if not any(row[-1] for row in runs.rows):  # no remarks
         runs = DataTable(runs.header[:-1], tuple(row[:-1] for row in runs.rows))
-    streams.console.print(_table(describe_series(series), runs))
+    streams.console.print(_table(scaling.describe_series(series), runs))
     if any(point.energy for point in series.points):
-        streams.console.print(_table("energy per image", energy_by_nodes(series)))
+        streams.console.print(_table("energy per image", scaling.energy_by_nodes(series)))
     if page:
         streams.say(f"wrote {page} ({format_bytes(page.stat().st_size)})")
 

@@ -154,7 +154,7 @@ def deploy(
     dry_run: options.DryRunOption = False,
 ) -> None:
     """Copy a job's files, or directory trees, to every node; send only what is missing there."""
-    from csdctl.terminal.nodes import TransferView, render_deliveries
+    from csdctl.terminal.nodes import TransferView
     from csdctl.workflows.data.deployment import DeployRequest, deploy_request
 
     request = DeployRequest(job, tuple(tree or ()), tuple(ignore or ()), everything, dry_run)
@@ -163,6 +163,4 @@ def deploy(
         outcomes = deploy_request(
             request, call.fleet, directory=call.directory, say=call.streams.say, observer=view
         )
-    if console.is_terminal:
-        render_deliveries(console, outcomes, dry_run=dry_run)
     call.finish(outcomes, schema="csdctl.deploy/1", is_dry=dry_run)

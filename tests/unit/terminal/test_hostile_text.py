@@ -27,7 +27,7 @@ from csdctl.terminal.doctor import ExaminationView, Setting
 from csdctl.terminal.fleet import DiscoverView, TrustScreen, render_cleaned, render_fleet, render_nodes
 from csdctl.terminal.forecast import render_forecast
 from csdctl.terminal.measurements import render_measurements
-from csdctl.terminal.nodes import TransferView, render_deliveries
+from csdctl.terminal.nodes import TransferView
 from csdctl.terminal.prepare import PreparingView, render_prepared
 from csdctl.terminal.report import render_privacy, render_report
 from csdctl.terminal.streams import Streams
@@ -119,8 +119,6 @@ def show_deploy(console: PrintableConsole) -> None:
         view.advance(DeliveryProgress(HOSTILE, 1, 2))
         view.finish(FAILED)
         view.finish(Outcome(HOSTILE, value=Delivery(1, 1, 1)))
-    outcomes = {HOSTILE: FAILED, f"{HOSTILE}2": Outcome(HOSTILE, value=Delivery(1, 1, 1))}
-    render_deliveries(console, outcomes, dry_run=False)
 
 
 def show_prepare(console: PrintableConsole) -> None:
