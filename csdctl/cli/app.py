@@ -175,13 +175,15 @@ def run_command(arguments: Sequence[str], streams: Streams) -> int:
     except OSError as error:
         return _report(streams, arguments, _wrap_os_error(error))
     except Exception as error:
-        if _is_usage_error(error):
-            error.show()  # type: ignore[attr-defined]
+        if hasattr(error, "show") and hasattr(error, "exit_code"):  # typer's parser refuses the command line
+            error.show()
             _write_error(streams, arguments, InputError(error.format_message()))  # type: ignore[attr-defined]
             return ExitCode.BAD_INPUT
         if isinstance(error, ImportError) and (explained := explain_import(error)):
             return _report(streams, arguments, explained)
-        _show_bug(streams, error)
+        streams.errors.print(f"csdctl failed: {type(error).__name__}: {error}", style="bold red")
+        streams.errors.print("  → this is a bug in csdctl; run it again with -vv and report the output")
+        _show_traceback(streams, error)
         return ExitCode.FAILED
     if code == ExitCode.INTERRUPTED:  # how typer reports a KeyboardInterrupt
         streams.errors.print("interrupted: all processes that csdctl started were stopped", style="bold red")
@@ -220,11 +222,6 @@ def _interrupt(_signal: int, _frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def _is_usage_error(error: Exception) -> bool:
-    """Whether typer's own parser rejected the command line."""
-    return hasattr(error, "show") and hasattr(error, "exit_code")
-
-
 def _wrap_os_error(error: OSError) -> CsdctlError:
     where = f" {error.filename}" if error.filename else ""
     wrapped = CsdctlError(
@@ -261,12 +258,6 @@ def _write_error(streams: Streams, arguments: Sequence[str], error: CsdctlError)
         "exit_code": int(error.exit_code),
     }
     streams.result_line(document, is_json=True)
-
-
-def _show_bug(streams: Streams, error: Exception) -> None:
-    streams.errors.print(f"csdctl failed: {type(error).__name__}: {error}", style="bold red")
-    streams.errors.print("  → this is a bug in csdctl; run it again with -vv and report the output")
-    _show_traceback(streams, error)
 
 
 def _show_traceback(streams: Streams, error: Exception) -> None:

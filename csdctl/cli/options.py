@@ -1,6 +1,5 @@
 """Options that several commands share, each defined once, and what the shell completes besides files."""
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -18,7 +17,7 @@ def complete_nodes(context: typer.Context, incomplete: str) -> list[str]:
         nodes = load_fleet(Path(context.params.get("fleet") or "fleet.yaml")).nodes
     except (CsdctlError, OSError):
         return []
-    return _begun((node.name for node in nodes), incomplete)
+    return [node.name for node in nodes if node.name.startswith(incomplete)]
 
 
 def complete_runs(incomplete: str) -> list[str]:
@@ -27,11 +26,7 @@ def complete_runs(incomplete: str) -> list[str]:
         paths = sorted(Path(STATE_DIRECTORY, "runs").iterdir(), reverse=True)
     except OSError:
         return []
-    return _begun((path.name for path in paths), incomplete)
-
-
-def _begun(names: Iterable[str], incomplete: str) -> list[str]:
-    return [name for name in names if name.startswith(incomplete)]
+    return [path.name for path in paths if path.name.startswith(incomplete)]
 
 
 DEFAULT_FLEET = Path("fleet.yaml")

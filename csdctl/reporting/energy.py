@@ -107,10 +107,6 @@ def add_up_energy(
         if inside_s > 0:
             machine.seconds += inside_s
             machine.joules += record.joules * min(inside_s / record.seconds, 1.0)
-    return _total(found, nodes, samples)
-
-
-def _total(found: dict[str, MachineEnergy], nodes: Sequence[str], samples: Mapping[str, int]) -> RunEnergy:
     host = found.get(HOST_NAME)
     covers_all = bool(host and host.includes_nodes)
     needed = (HOST_NAME,) if covers_all else tuple(nodes)

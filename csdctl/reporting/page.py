@@ -88,21 +88,19 @@ def _figure(chart: Chart) -> str:
     )
 
 
-def _table(table: DataTable, name: str) -> str:
+def _table(table: DataTable, title: str) -> str:
     """Return a table that scrolls by keyboard where it is too wide."""
     if not table.rows:
         return "<p>None.</p>"
     header = "".join(f'<th scope="col">{_text(cell)}</th>' for cell in table.header)
-    rows = "".join(map(_row, table.rows))
+    rows = "".join(
+        f'<tr><th scope="row">{_text(name)}</th>{"".join(f"<td>{_text(cell)}</td>" for cell in cells)}</tr>'
+        for name, *cells in table.rows
+    )
     return (
-        f'<div class=scroll role="region" tabindex="0" aria-label="{_text(name)}"><table>'
+        f'<div class=scroll role="region" tabindex="0" aria-label="{_text(title)}"><table>'
         f"<thead><tr>{header}</tr></thead><tbody>{rows}</tbody></table></div>"
     )
-
-
-def _row(row: Sequence[str]) -> str:
-    cells = "".join(f"<td>{_text(cell)}</td>" for cell in row[1:])
-    return f'<tr><th scope="row">{_text(row[0])}</th>{cells}</tr>'
 
 
 def _text(text: object) -> str:

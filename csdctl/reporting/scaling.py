@@ -188,20 +188,12 @@ def scaling_document(series: ScalingSeries) -> dict[str, Any]:
     """Return the `csdctl.scaling/1` document."""
     points = []
     for point in series.points:
-        content = {key: value for key, value in vars(point).items() if key != "energy"}
-        energy = point.energy
+        energy, content = point.energy, {k: v for k, v in vars(point).items() if k != "energy"}
         content["joules_per_sample"] = point.joules_per_sample
         content["samples_per_joule"] = energy.samples_per_joule if energy else None
         content["energy_origin"] = energy.origin if energy else None
         points.append(content)
-    return {
-        "schema": "csdctl.scaling/1",
-        "origin": series.origin,
-        "kind": series.kind,
-        "host_samples_per_s": series.host_samples_per_s,
-        "host_source": series.host_source,
-        "points": points,
-    }
+    return {"schema": "csdctl.scaling/1", **vars(series), "points": points}
 
 
 def _remark(point: ScalingPoint) -> str:

@@ -352,8 +352,7 @@ class Bottleneck:
     """Seconds after the start of the run."""
     lost_s: float
     """Time that each of the others lost, in the median."""
-    text: str
-    why: str = ""
+    why: str
     """What shows the cause."""
 
 
@@ -379,11 +378,10 @@ def find_bottleneck(series: RunSeries, *, is_now: bool = False) -> Bottleneck | 
         return None
     if shared_s > lost_s[rank]:
         why = f"communication took {shared_s:.1f} s of each rank, more than waiting for any other rank"
-        return Bottleneck(None, BY_LINK, 0.0, shared_s, why, why)
+        return Bottleneck(None, BY_LINK, 0.0, shared_s, why)
     start = _since([lost if holder == rank else 0.0 for holder, lost in holders], first)
     cause, why = _cause(series, rank, start)
-    text = f"{series.nodes[rank]} (rank {rank}) held the others back for {lost_s[rank]:.1f} s: {why}"
-    return Bottleneck(rank, cause, start * series.interval_s, lost_s[rank], text, why)
+    return Bottleneck(rank, cause, start * series.interval_s, lost_s[rank], why)
 
 
 def _holder(series: RunSeries, number: int) -> tuple[int | None, float]:

@@ -139,7 +139,11 @@ def tabulate_bottleneck(run: RunResults) -> DataTable:
     bottleneck = find_bottleneck(run.series)
     if bottleneck is None:
         return DataTable((), ())
-    row = (f"{bottleneck.since_s:.0f} s", bottleneck.cause, bottleneck.text)
+    rank, text = bottleneck.rank, bottleneck.why
+    if rank is not None:
+        held = f"held the others back for {bottleneck.lost_s:.1f} s"
+        text = f"{run.series.nodes[rank]} (rank {rank}) {held}: {text}"
+    row = (f"{bottleneck.since_s:.0f} s", bottleneck.cause, text)
     return DataTable(("since", "cause", f"what shows it ({run.measured})"), (row,))
 
 

@@ -96,7 +96,11 @@ class ExaminationView(View):
         for check in self._checks:
             row, column = worst.setdefault(check.machine, {}), column_of.get(check.check, "system")
             row[column] = max(row.get(column, Status.OK), check.status, key=_SEVERITY.index)
-        rows = {name: row for name, row in worst.items() if len(worst) <= MAX_ROWS or not _is_green(row)}
+        rows = {
+            name: row
+            for name, row in worst.items()
+            if len(worst) <= MAX_ROWS or {*row.values()} != {Status.OK}
+        }
         cells = [
             (name, *(_COLORS[row[column]] if column in row else "–" for column in COLUMNS))
             for name, row in rows.items()
@@ -121,7 +125,3 @@ def doctor_document(examination: Examination, settings: Sequence[Setting]) -> di
         "checks": examination.checks,
         "settings": settings,
     }
-
-
-def _is_green(row: dict[str, Status]) -> bool:
-    return bool(row) and all(status == Status.OK for status in row.values())

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeVar
 
-from rich.progress import BarColumn, MofNCompleteColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from csdctl.errors import CsdctlError
@@ -15,7 +15,7 @@ from csdctl.shipping.payload import FileTree, TreeRequest
 from csdctl.shipping.store import printable
 from csdctl.terminal.console import PrintableConsole, build_table
 from csdctl.terminal.streams import Streams
-from csdctl.terminal.view import View, new_progress, text_column
+from csdctl.terminal.view import View
 from csdctl.transport.many import Outcome, errors_of
 from csdctl.workflows.exec.run_command import Answer, ExecResult
 from csdctl.workflows.provision.bundle import Bundle
@@ -36,9 +36,18 @@ class CountView(View):
     def __init__(self, console: PrintableConsole, doing: str, num_machines: int) -> None:
         self._console = console
         self._num_failed = 0
-        bar = (text_column("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        notes = text_column("{task.fields[size]}"), text_column("{task.fields[failed]}", style="red")
-        self._progress = new_progress(console, *bar, *notes)
+        self._progress = Progress(
+            TextColumn("{task.description}", markup=False),
+            *(BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()),
+            TextColumn("{task.fields[size]}", markup=False),
+            TextColumn("{task.fields[failed]}", style="red", markup=False),
+            console=console,
+            transient=True,
+            refresh_per_second=4,
+            disable=not console.is_terminal,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
         super().__init__(self._progress)
         self._task = self._progress.add_task(doing, total=num_machines, failed="", size="")
 
@@ -166,7 +175,11 @@ class TransferView(CountView):
 
     def sent(self, outcome: Outcome[Sent]) -> None:
         """Count a node that has its bundle."""
-        line = f"{outcome.name}: {describe_sent(outcome.value)}" if outcome.value else ""
+        line = ""
+        if sent := outcome.value:
+            files = f"{sent.num_files:,} files ({format_bytes(sent.num_bytes)}) missing there"
+            left = " is installed: nothing to send" if sent.is_installed else f": {files}"
+            line = f"{outcome.name}: bundle {sent.bundle_id}{left}"
         self.count(line, has_failed=not outcome.value)
 
     def task(self, result: TaskResult) -> None:
@@ -175,13 +188,6 @@ class TransferView(CountView):
             self._progress.update(self._task, description=f"{result.task}: {result.node}", total=None)
         elif result.state not in ("ok", "skipped"):
             self._console.print(f"{result.node}: {result.state}: {result.task}", soft_wrap=True)
-
-
-def describe_sent(sent: Sent) -> str:
-    """Return what was sent to a node, in words."""
-    if sent.is_installed:
-        return f"bundle {sent.bundle_id} is installed: nothing to send"
-    return f"bundle {sent.bundle_id}: {sent.num_files:,} files ({format_bytes(sent.num_bytes)}) missing there"
 
 
 def render_provisioned(

@@ -97,13 +97,8 @@ class WorkRow(Row):
 
     def count(self, *, is_whole: bool) -> str:
         """Return the number of samples that are done, and with `is_whole` of how many."""
-        if not self.num_total and not self.num_done:
-            return ""
-        return (
-            f"{self.num_done:,} of {self.num_total:,}"
-            if is_whole and self.num_total
-            else f"{self.num_done:,}"
-        )
+        done = f"{self.num_done:,}" if self.num_total or self.num_done else ""
+        return f"{done} of {self.num_total:,}" if is_whole and self.num_total else done
 
     def look(self, now: float) -> None:
         """Notice a long silence."""

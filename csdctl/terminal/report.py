@@ -21,6 +21,7 @@ from csdctl.terminal.streams import Streams
 from csdctl.workflows.reporting.report import PrivacyReport
 from csdctl.workflows.train.scale import Point
 
+MISSING = "would be trained"
 TEXTS = ("batch sizes", "node", "remark", "run", "series", "source")
 """Columns that are no numbers."""
 MEANING = (
@@ -45,8 +46,7 @@ def show_reports(streams: Streams, reports: Sequence[tuple[RunDirectory, RunSumm
 
 def show_files(streams: Streams, paths: Sequence[Path]) -> None:
     """Say which files were written."""
-    if streams.is_json:
-        streams.result({"schema": "csdctl.report-files/1", "files": paths})
+    streams.result({"schema": "csdctl.report-files/1", "files": paths})
     for path in paths:
         streams.say(f"wrote {path} ({format_bytes(path.stat().st_size)})")
 
@@ -138,7 +138,7 @@ def show_series(streams: Streams, kind: str, series: ScalingSeries, page: Path |
 
 def show_points(streams: Streams, points: Sequence[Point]) -> None:
     """Print what `scale` would train."""
-    described = [
+    described: list[dict[str, Any]] = [
         {
             "kind": point.kind,
             "num_nodes": point.num_nodes,
@@ -150,12 +150,12 @@ def show_points(streams: Streams, points: Sequence[Point]) -> None:
     streams.result_line({"schema": "csdctl.scale/1", "points": described})
     rows = [
         (
-            str(point.num_nodes),
-            point.kind,
-            ", ".join(map(str, point.plan.batch_sizes)),
-            point.run.run_id if point.run else "would be trained",
+            str(one["num_nodes"]),
+            one["kind"],
+            ", ".join(map(str, one["batch_sizes"])),
+            one["run"] or "would be trained",
         )
-        for point in points
+        for one in described
     ]
     data = DataTable(("nodes", "series", "batch sizes", "run"), tuple(rows))
     streams.console.print(_table("scaling series", data))

@@ -116,14 +116,13 @@ class BottleneckLine:
         """`nodes` of the ranks, in order."""
         self._nodes = nodes
         self._series = SeriesBuilder(nodes)
-        self._start_s: float | None = None
-        self._looked_at = 0.0
+        self._start_s = self._looked_at = math.nan
         self._bottleneck: Bottleneck | None = None
         self._said: tuple[int | None, str] | None = None
 
     def add(self, now: float, event: Event) -> str:
         """Add an event at `now`, in seconds; return a line if another rank, or another cause, is found."""
-        if self._start_s is None:
+        if math.isnan(self._start_s):
             self._start_s = self._looked_at = now
         self._series.add(now, event)
         if now - self._looked_at < max(INTERVAL_S, INTERVAL_SHARE * (now - self._start_s)):
@@ -139,7 +138,7 @@ class BottleneckLine:
     def describe(self, now: float) -> str:
         """Return who holds the others back, as a line; nothing where nobody does."""
         bottleneck = self._bottleneck
-        if bottleneck is None or self._start_s is None:
+        if bottleneck is None:
             return ""
         if bottleneck.rank is None:
             return f"link: {bottleneck.why}"

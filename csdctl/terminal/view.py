@@ -22,9 +22,9 @@ from statistics import fmean
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
-from rich import progress
 from rich.console import Group, RenderableType
 from rich.live import Live
+from rich.progress import Progress as RichProgress
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
@@ -105,7 +105,7 @@ class NotebookLive:
 class View:
     """A context manager around a live display; None where there is neither terminal nor notebook."""
 
-    def __init__(self, display: Live | NotebookLive | progress.Progress | None) -> None:
+    def __init__(self, display: Live | NotebookLive | RichProgress | None) -> None:
         self.__display = display
 
     def __enter__(self) -> Self:
@@ -118,24 +118,6 @@ class View:
     ) -> None:
         if self.__display:
             self.__display.stop()
-
-
-def new_progress(console: PrintableConsole, *columns: progress.ProgressColumn) -> progress.Progress:
-    """Return a progress display with `columns`, drawn only on a terminal and removed when it stops."""
-    return progress.Progress(
-        *columns,
-        console=console,
-        transient=True,
-        refresh_per_second=4,
-        disable=not console.is_terminal,
-        redirect_stdout=False,
-        redirect_stderr=False,
-    )
-
-
-def text_column(text_format: str, *, style: str = "none") -> progress.TextColumn:
-    """Return a column of a progress display whose text is not markup."""
-    return progress.TextColumn(text_format, style=style, markup=False)
 
 
 def live_on(console: PrintableConsole, render: Callable[[], RenderableType]) -> Live | NotebookLive | None:

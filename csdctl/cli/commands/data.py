@@ -158,8 +158,7 @@ def deploy(
     from csdctl.workflows.data.deployment import DeployRequest, deploy_request
 
     request = DeployRequest(job, tuple(tree or ()), tuple(ignore or ()), everything, dry_run)
-    console = call.streams.console
-    with TransferView(console, len(call.fleet.nodes), is_dry_run=dry_run) as view:
+    with TransferView(call.streams.console, len(call.fleet.nodes), is_dry_run=dry_run) as view:
         outcomes = deploy_request(
             request, call.fleet, directory=call.directory, say=call.streams.say, observer=view
         )

@@ -3,9 +3,8 @@
 import os
 import shlex
 from collections.abc import Sequence
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -377,20 +376,12 @@ def exec(
     call.conclude(exec_document(result, words, task), result.machines, result.failed, f" {retry}")
 
 
-class Format(StrEnum):
-    """Formats of the inventory."""
-
-    ANSIBLE = "ansible"
-    JSON = "json"
-    SSH_CONFIG = "ssh-config"
-
-
 def inventory(
     fleet: options.FleetOption = options.DEFAULT_FLEET,
     form: Annotated[
-        Format,
+        Literal["ansible", "json", "ssh-config"],
         typer.Option("--format", help="ansible: for ansible-playbook -i; ssh-config: for ssh -F; or json."),
-    ] = Format.ANSIBLE,
+    ] = "ansible",
     output: Annotated[Path | None, typer.Option(help="Write to this file instead of stdout.")] = None,
     limit: options.LimitOption = None,
     exclude: options.ExcludeOption = None,
@@ -404,7 +395,7 @@ def inventory(
 
     streams = Streams()
     chosen = choose_fleet(fleet, limit, exclude)
-    if form is Format.JSON:
+    if form == "json":
         text = format_json(fleet_document(chosen), indent=2) + "\n"
     else:
         text = TEXT_FORMATS[form](chosen, streams.directory)

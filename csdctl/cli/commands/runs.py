@@ -193,6 +193,5 @@ def export(
     streams = Streams(is_json=json)
     run_id = run or find_latest(streams.project, streams.say).run_id
     written = export_run(streams.project, run_id, to, output, tracking_uri)
-    if streams.is_json:
-        streams.result({"schema": "csdctl.export/1", "format": to, "written": written})
+    streams.result({"schema": "csdctl.export/1", "format": to, "written": written})
     streams.say(f"wrote {written}")

@@ -209,7 +209,7 @@ def verify(
     """Check that your fleet computes the same gradient of your model as one process."""
     from csdctl.errors import RunError
     from csdctl.terminal.prepare import PreparationScreen
-    from csdctl.terminal.verify import describe_features, render_verified, verify_document
+    from csdctl.terminal.tune import describe_features, render_verified, verify_document
     from csdctl.worker.protocol.features import FeatureOptions
     from csdctl.workflows.train.options import TrainOptions
     from csdctl.workflows.train.train import TrainRequest

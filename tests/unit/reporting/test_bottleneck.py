@@ -27,7 +27,7 @@ def test_rank_that_is_slow_from_the_beginning_has_too_large_a_batch() -> None:
     assert bottleneck is not None
     assert (bottleneck.rank, bottleneck.cause, bottleneck.since_s) == (2, "compute", 0)
     assert bottleneck.lost_s == pytest.approx(24)
-    assert "smaller one" in bottleneck.text
+    assert "smaller one" in bottleneck.why
 
 
 def test_rank_that_became_slow_is_blamed_since_then() -> None:
@@ -36,7 +36,7 @@ def test_rank_that_became_slow_is_blamed_since_then() -> None:
     bottleneck = find_bottleneck(run)
     assert bottleneck is not None
     assert bottleneck.rank == 2
-    assert "3.00 times" in bottleneck.text
+    assert "3.00 times" in bottleneck.why
     hot = find_bottleneck(replace(run, hottest_c={2: 91.0}))
     assert hot is not None
     assert hot.cause == "heat"

@@ -32,8 +32,7 @@ from csdctl.terminal.prepare import PreparingView, render_prepared
 from csdctl.terminal.report import render_privacy, render_report
 from csdctl.terminal.streams import Streams
 from csdctl.terminal.train import TrainingScreen, TrainingView
-from csdctl.terminal.tune import render_plan, render_probes
-from csdctl.terminal.verify import render_verified
+from csdctl.terminal.tune import render_plan, render_probes, render_verified
 from csdctl.transport.many import Outcome
 from csdctl.transport.meter import TrafficClass
 from csdctl.tuning.measurements import ModelProperties, TrialMeasurement, TrialRank
