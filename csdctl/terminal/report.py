@@ -21,7 +21,6 @@ from csdctl.terminal.streams import Streams
 from csdctl.workflows.reporting.report import PrivacyReport
 from csdctl.workflows.train.scale import Point
 
-MISSING = "would be trained"
 TEXTS = ("batch sizes", "node", "remark", "run", "series", "source")
 """Columns that are no numbers."""
 MEANING = (
