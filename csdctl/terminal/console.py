@@ -5,6 +5,7 @@ more, for Text objects that were not built from a string here; Rich's own contro
 another kind, and colours are added later.
 """
 
+import threading
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -31,6 +32,12 @@ class PrintableConsole(Console):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(markup=False, emoji=False, highlight=False, **settings)
+        self.lock = threading.RLock()
+        """Held while a line is printed or a live view is drawn.
+
+        Rich computes how far to move the cursor before it draws: a line that another thread prints in between
+        would be overwritten.
+        """
         self.is_notebook = self.is_jupyter
         self.is_jupyter = False  # lines are text of the cell; Rich makes an output of each
 
@@ -44,7 +51,8 @@ class PrintableConsole(Console):
 
         So text of others cannot pass for a line of csdctl.
         """
-        super().print(*(_as_text(one) if isinstance(one, str) else one for one in objects), **options)
+        with self.lock:
+            super().print(*(_as_text(one) if isinstance(one, str) else one for one in objects), **options)
 
     def render_str(self, text: str, **options: Any) -> Text:
         """Convert a string inside of a renderable, whatever `options` say about markup."""

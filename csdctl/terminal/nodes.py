@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeVar
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from csdctl.errors import CsdctlError
@@ -15,7 +15,7 @@ from csdctl.shipping.payload import FileTree, TreeRequest
 from csdctl.shipping.store import printable
 from csdctl.terminal.console import PrintableConsole, build_table
 from csdctl.terminal.streams import Streams
-from csdctl.terminal.view import View
+from csdctl.terminal.view import View, new_progress
 from csdctl.transport.many import Outcome, errors_of
 from csdctl.workflows.exec.run_command import Answer, ExecResult
 from csdctl.workflows.provision.bundle import Bundle
@@ -36,17 +36,12 @@ class CountView(View):
     def __init__(self, console: PrintableConsole, doing: str, num_machines: int) -> None:
         self._console = console
         self._num_failed = 0
-        self._progress = Progress(
+        self._progress = new_progress(
+            console,
             TextColumn("{task.description}", markup=False),
             *(BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()),
             TextColumn("{task.fields[size]}", markup=False),
             TextColumn("{task.fields[failed]}", style="red", markup=False),
-            console=console,
-            transient=True,
-            refresh_per_second=4,
-            disable=not console.is_terminal,
-            redirect_stdout=False,
-            redirect_stderr=False,
         )
         super().__init__(self._progress)
         self._task = self._progress.add_task(doing, total=num_machines, failed="", size="")

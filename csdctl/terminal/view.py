@@ -25,6 +25,7 @@ from typing import Any, Generic, Self, TypeVar
 from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.progress import Progress as RichProgress
+from rich.progress import ProgressColumn
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
@@ -120,6 +121,21 @@ class View:
             self.__display.stop()
 
 
+def new_progress(console: PrintableConsole, *columns: ProgressColumn) -> RichProgress:
+    """Return a progress display with `columns`, drawn only on a terminal and removed when it stops."""
+    progress = RichProgress(
+        *columns,
+        console=console,
+        transient=True,
+        refresh_per_second=4,
+        disable=not console.is_terminal,
+        redirect_stdout=False,
+        redirect_stderr=False,
+    )
+    progress.live._lock = console.lock
+    return progress
+
+
 def live_on(console: PrintableConsole, render: Callable[[], RenderableType]) -> Live | NotebookLive | None:
     """Draw what `render` returns once a second on a terminal, or in a notebook; else None.
 
@@ -129,7 +145,7 @@ def live_on(console: PrintableConsole, render: Callable[[], RenderableType]) -> 
         return NotebookLive(console, render)
     if not console.is_terminal:
         return None
-    return Live(
+    live = Live(
         get_renderable=render,
         console=console,
         refresh_per_second=1,
@@ -137,6 +153,8 @@ def live_on(console: PrintableConsole, render: Callable[[], RenderableType]) -> 
         redirect_stdout=False,
         redirect_stderr=False,
     )
+    live._lock = console.lock
+    return live
 
 
 STARTING, READY, TRAINING, DONE = "starting", "ready", "training", "done"
