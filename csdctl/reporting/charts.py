@@ -128,11 +128,6 @@ def lanes_chart(run: RunResults) -> Chart:
     )
 
 
-def run_charts(run: RunResults) -> list[Chart]:
-    """Return the charts of one run by itself."""
-    return [lanes_chart(run), *([sizes_chart(run)] if run.series.batch_sizes else [])]
-
-
 def sizes_chart(run: RunResults) -> Chart:
     """Return the batch sizes over time; there must be some."""
     series, changes = run.series, run.series.batch_sizes

@@ -28,8 +28,11 @@ def render_page(runs: Sequence[RunResults]) -> str:
     ]
     for run in runs:
         name = f"{run.summary.run_id}: " if len(runs) > 1 else ""
+        sizes = [charts.sizes_chart(run)] if run.series.batch_sizes else []
         sections += [
-            _section(f"{name}Ranks and links", tables.tabulate_ranks(run.summary), *charts.run_charts(run)),
+            _section(
+                f"{name}Ranks and links", tables.tabulate_ranks(run.summary), charts.lanes_chart(run), *sizes
+            ),
             _section(f"{name}What held the ranks back", tables.tabulate_bottleneck(run)),
             _section(f"{name}Faults and what they cost", tables.tabulate_faults(run)),
             _section(f"{name}Energy while training", tables.tabulate_energy(run)),

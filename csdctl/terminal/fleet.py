@@ -173,11 +173,6 @@ class TrustScreen:
     keys: dict[str, ShownKey] = field(default_factory=dict)
     failed: dict[str, CsdctlError] = field(default_factory=dict)
 
-    @property
-    def machines(self) -> list[str]:
-        """All machines visited so far."""
-        return [*self.keys, *self.failed]
-
     def show(
         self, outcomes: Mapping[str, Outcome[ShownKey]], new: Sequence[ShownKey], closed: Sequence[str]
     ) -> None:

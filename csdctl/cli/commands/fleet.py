@@ -133,7 +133,7 @@ def trust(
         call.streams.say("dry run: no key was accepted")
     elif num_accepted:
         call.streams.say(f"{num_accepted} keys accepted: {call.streams.project.known_hosts}")
-    call.conclude(screen.document(), screen.machines, screen.failed, is_dry=dry_run)
+    call.conclude(screen.document(), [*screen.keys, *screen.failed], screen.failed, is_dry=dry_run)
 
 
 _SETTINGS = ("fleet", "deadline", "connect_deadline", "mpi_deadline", "limit", "exclude")
