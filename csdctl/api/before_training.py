@@ -6,8 +6,7 @@ from csdctl.api.session import FleetOrPath, as_fleet, open_session
 from csdctl.errors import RunError
 from csdctl.terminal.fleet import DiscoverView, render_fleet
 from csdctl.terminal.prepare import PreparationScreen, PreparingView, render_prepared
-from csdctl.terminal.tune import TuningScreen, render_plan
-from csdctl.terminal.verify import render_verified
+from csdctl.terminal.tune import TuningScreen, render_plan, render_verified
 from csdctl.tuning.plan import Plan
 from csdctl.workflows.data.prepare import Prepared, prepare_fleet
 from csdctl.workflows.discovery.discover import DiscoverResult

@@ -21,7 +21,7 @@ from typing import IO, TypeVar
 
 from csdctl.errors import RunError
 from csdctl.fleet.model import HOST_NAME, Fleet
-from csdctl.runs.capped_log import CappedLog
+from csdctl.runs.directory import CappedLog
 from csdctl.transport.meter import LinkBytes, TrafficClass
 from csdctl.worker.protocol.events import (
     ACTIVATIONS,

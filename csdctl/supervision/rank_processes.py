@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from csdctl.errors import CsdctlError, DeadlineError, NodeError, OutOfMemoryError
 from csdctl.launch.mpi_job import CHECK_WORKER, MEMORY_REMEDY, is_noise
-from csdctl.runs.capped_log import MAX_LOG_BYTES, CappedLog
+from csdctl.runs.directory import MAX_LOG_BYTES, CappedLog
 from csdctl.transport.meter import TrafficClass
 from csdctl.transport.session import Completed, Conversation, Session
 from csdctl.worker.protocol.events import (

@@ -12,7 +12,7 @@ from csdctl.launch.leftovers import end_rank
 from csdctl.launch.machine_lock import relock_machine
 from csdctl.launch.mpi_job import JobOutcome, MpiJob
 from csdctl.launch.mpirun import Mpirun, RankCommand, rank_marker
-from csdctl.runs.capped_log import CappedLog
+from csdctl.runs.directory import CappedLog
 from csdctl.shipping.worker_calls import build_worker_command
 from csdctl.supervision.rank_processes import AttachRank, EventValidator, RankProcess, StartRank
 from csdctl.transport.many import open_session

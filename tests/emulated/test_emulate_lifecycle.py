@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from csdctl.cli.commands import emulate
+from csdctl.cli.commands.emulation import emulate
 from csdctl.emulation.fleet import EmulatedSpec, fleet_status, is_up, start_fleet, stop_fleet
 from csdctl.emulation.limits import list_cgroups
 from csdctl.emulation.processes import list_marked
@@ -177,7 +177,7 @@ def test_commands_start_show_and_stop_a_fleet(
     runner = CliRunner()
 
     def run(*arguments: str) -> str:
-        result = runner.invoke(emulate.app, arguments)
+        result = runner.invoke(emulate, arguments)
         assert result.exit_code == 0, result.output
         return result.stdout
 
@@ -193,4 +193,4 @@ def test_commands_start_show_and_stop_a_fleet(
     ended = json.loads(run("down", "--json"))
     assert ended["num_processes"] == 2  # the server, and what watches the owner
     assert ended["kept_fleet_path"] == str(tmp_path / "fleet.yaml")
-    assert isinstance(runner.invoke(emulate.app, ["status"]).exception, InputError)
+    assert isinstance(runner.invoke(emulate, ["status"]).exception, InputError)

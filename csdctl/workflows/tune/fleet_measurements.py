@@ -15,7 +15,7 @@ from csdctl.fleet.hardware import classify_fleet, classify_machine
 from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.job.model import Job, python_files
 from csdctl.perfmodel.step_time import StepTime
-from csdctl.runs.measurements import MeasurementStore
+from csdctl.runs.measurements import COLLECTIVE, PROBE, TRIAL, MeasurementStore
 from csdctl.tuning.fleet_model import ClassModel, FleetModel, ProbeOutcome, TriedPlan, rank_memory_bytes
 from csdctl.tuning.measurements import (
     CollectiveMeasurement,
@@ -88,12 +88,12 @@ class FleetMeasurements:
         """
         if self._is_fresh:
             return None
-        trials = self._store.trials(self.features.hash, self._recipe, self._fleet_class.key)
+        trials = self._store.find(TRIAL, self._fleet_class.key, self.features.hash, self._recipe)
         return recall_trial(trials, step_times)
 
     def collectives(self) -> list[CollectiveMeasurement]:
         """Return the sums that were timed on such a fleet before."""
-        return [] if self._is_fresh else self._store.collectives(self._fleet_class.key)
+        return [] if self._is_fresh else self._store.find(COLLECTIVE, self._fleet_class.key)
 
     def store_collectives(self, timed: Sequence[CollectiveTimed]) -> list[CollectiveMeasurement]:
         """Store new timings of sums, and return them as measurements."""
@@ -102,7 +102,7 @@ class FleetMeasurements:
             CollectiveMeasurement(timing.collective, timing.num_ranks, timing.num_bytes, timing.sum_s, now)
             for timing in timed
         ]
-        self._store.add_collectives(self._fleet_class, kept)
+        self._store.add(COLLECTIVE, self._fleet_class, kept)
         return kept
 
     def store_probes(self, model: FleetModel, outcomes: Mapping[str, ProbeOutcome]) -> None:
@@ -145,14 +145,14 @@ class FleetMeasurements:
         num_ranks, vector_bytes = len(tried.ranks), self.features.vector_bytes
         if num_ranks > 1:
             summed = CollectiveMeasurement(result.collective, num_ranks, vector_bytes, result.sum_s, now)
-            self._store.add_collectives(self._fleet_class, [summed])
+            self._store.add(COLLECTIVE, self._fleet_class, [summed])
         ranks = tuple(
             TrialRank(self._machine_classes[rank.node].key, rank.batch_size, rank.runtime)
             for rank in tried.ranks
         )
         predicted = tried.best.prediction.samples_per_s
         trial = TrialMeasurement(ranks, result.step_s, result.samples_per_s, now, predicted)
-        self._store.add_trial(self.features, self._recipe, self._fleet_class, trial)
+        self._store.add(TRIAL, self._fleet_class, [trial], self.features, self._recipe)
         for rank in tried.ranks:
             if rank.batch_size:
                 step_time_s = tried.compute_s[rank.node] / model.outlier_factors.get(rank.node, 1.0)
@@ -168,10 +168,10 @@ class FleetMeasurements:
             return blank
         key = self._machine_classes[machines[0]].key
         threads = self._fleet.host.threads if machines[0] == HOST_NAME else 0
-        return recall_class(blank, self._store.probes(self.features.hash, self._recipe, key), threads)
+        return recall_class(blank, self._store.find(PROBE, key, self.features.hash, self._recipe), threads)
 
     def _add_probes(self, machine: str, probes: Sequence[ProbeMeasurement]) -> None:
-        self._store.add_probes(self.features, self._recipe, self._machine_classes[machine], probes)
+        self._store.add(PROBE, self._machine_classes[machine], probes, self.features, self._recipe)
 
 
 def hash_recipe(job: Job, public: DatasetInfo) -> str:

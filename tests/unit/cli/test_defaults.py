@@ -7,8 +7,8 @@ import pytest
 import typer
 
 from csdctl.cli.app import app, run_command
-from csdctl.cli.commands.doctor import list_settings
-from csdctl.cli.commands.train import build_background_arguments
+from csdctl.cli.commands.fleet import list_settings
+from csdctl.cli.commands.training import build_background_arguments
 from csdctl.cli.defaults import load_defaults
 from csdctl.errors import ExitCode, InputError
 from csdctl.fleet.model import Fleet, Host

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from csdctl.runs.capped_log import CappedLog
+from csdctl.runs.directory import CappedLog
 from csdctl.supervision.rank_processes import EventValidator, ProcessEnded, RankMessage, RankProcess
 from csdctl.worker.protocol.events import Finished, event_to_line
 from csdctl.worker.protocol.orders import FormGroup, Order, Ping, Stop, order_to_line

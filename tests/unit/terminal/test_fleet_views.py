@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from csdctl.terminal.console import PrintableConsole
-from csdctl.terminal.fleet_view import FleetView
 from csdctl.terminal.prepare import SILENT_S, PreparationScreen, PreparingView
 from csdctl.terminal.streams import Streams
 from csdctl.terminal.tune import TuningScreen, TuningView
+from csdctl.terminal.view import FleetView
 from csdctl.worker.protocol.datasets import PrepareProgress
 from csdctl.worker.protocol.events import Joined, NodeLost, Progress
 from csdctl.worker.protocol.probe import ProbeResult

@@ -20,20 +20,19 @@ from csdctl.fleet.model import Fleet, Node
 from csdctl.launch.leftovers import Leftovers
 from csdctl.perfmodel.published import Network
 from csdctl.reporting.privacy import Flow
-from csdctl.runs.measurements import CollectiveSummary, Overview, ProbeSummary, TrialSummary
+from csdctl.runs.measurements import CollectiveSummary, Overview, ProbeSummary, Stored
 from csdctl.shipping.deliver import Delivery, DeliveryProgress
 from csdctl.terminal.console import PrintableConsole
 from csdctl.terminal.doctor import ExaminationView, Setting
 from csdctl.terminal.fleet import DiscoverView, TrustScreen, render_cleaned, render_fleet, render_nodes
 from csdctl.terminal.forecast import render_forecast
 from csdctl.terminal.measurements import render_measurements
-from csdctl.terminal.nodes import TransferView, render_deliveries
+from csdctl.terminal.nodes import TransferView
 from csdctl.terminal.prepare import PreparingView, render_prepared
 from csdctl.terminal.report import render_privacy, render_report
 from csdctl.terminal.streams import Streams
 from csdctl.terminal.train import TrainingScreen, TrainingView
-from csdctl.terminal.tune import render_plan, render_probes
-from csdctl.terminal.verify import render_verified
+from csdctl.terminal.tune import render_plan, render_probes, render_verified
 from csdctl.transport.many import Outcome
 from csdctl.transport.meter import TrafficClass
 from csdctl.tuning.measurements import ModelProperties, TrialMeasurement, TrialRank
@@ -119,8 +118,6 @@ def show_deploy(console: PrintableConsole) -> None:
         view.advance(DeliveryProgress(HOSTILE, 1, 2))
         view.finish(FAILED)
         view.finish(Outcome(HOSTILE, value=Delivery(1, 1, 1)))
-    outcomes = {HOSTILE: FAILED, f"{HOSTILE}2": Outcome(HOSTILE, value=Delivery(1, 1, 1))}
-    render_deliveries(console, outcomes, dry_run=False)
 
 
 def show_prepare(console: PrintableConsole) -> None:
@@ -141,7 +138,7 @@ def show_measurements(console: PrintableConsole) -> None:
     overview = Overview(
         [ProbeSummary(model, MARKUP, machine, settings, 1, 4, 4, None, 4, 8.0, 1.0)],
         [CollectiveSummary(fleet, HOSTILE, 2, 1 << 20, 1, 0.1, 1.0)],
-        [TrialSummary(model, HOSTILE, fleet, trial)],
+        [Stored(model, HOSTILE, fleet, trial)],
     )
     render_measurements(console, overview, HOSTILE)
 

@@ -16,7 +16,7 @@ from csdctl.job.model import Job, load_job
 from csdctl.perfmodel.prediction import CollectiveCost
 from csdctl.perfmodel.step_time import StepTime
 from csdctl.runs.directory import ProjectDirectory
-from csdctl.runs.measurements import open_measurements
+from csdctl.runs.measurements import COLLECTIVE, PROBE, TRIAL, open_measurements
 from csdctl.shipping.store import store_bytes
 from csdctl.shipping.worker_zip import pack_worker
 from csdctl.tuning.measurements import (
@@ -148,7 +148,7 @@ def remember_probes(
                 ProbeMeasurement(settings_of(name), size, 1000.0, step_time.at(size), 3, 0) for size in SIZES
             ]
             recipe = hash_recipe(at.job, PUBLIC)
-            store.add_probes(features or at.features, recipe, class_of(name), probes)
+            store.add(PROBE, class_of(name), probes, features or at.features, recipe)
 
 
 def remember_sums(at: MeasuredProject) -> None:
@@ -159,7 +159,7 @@ def remember_sums(at: MeasuredProject) -> None:
         for size in (1 << 16, 1 << 20, at.features.vector_bytes)
     ]
     with open_measurements(at.project.measurements) as store:
-        store.add_collectives(fleet_class(), sums)
+        store.add(COLLECTIVE, fleet_class(), sums)
 
 
 def remember_trial(at: MeasuredProject, sizes: Sequence[int] = (128, 16, 16)) -> None:
@@ -173,7 +173,7 @@ def remember_trial(at: MeasuredProject, sizes: Sequence[int] = (128, 16, 16)) ->
     recipe = hash_recipe(at.job, PUBLIC)
     with open_measurements(at.project.measurements) as store:
         trial = TrialMeasurement(ranks, step_s, sum(sizes) / step_s, 1001.0)
-        store.add_trial(at.features, recipe, fleet_class(), trial)
+        store.add(TRIAL, fleet_class(), [trial], at.features, recipe)
 
 
 def remember_all(at: MeasuredProject) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from csdctl.fleet.model import HOST_NAME
 from csdctl.perfmodel.step_time import StepTime
-from csdctl.runs.measurements import open_measurements
+from csdctl.runs.measurements import PROBE, open_measurements
 from csdctl.tuning.fleet_model import ClassModel
 from csdctl.tuning.measurements import ProbeMeasurement
 from csdctl.workflows.tune.fleet_measurements import FleetMeasurements, hash_recipe
@@ -25,7 +25,7 @@ EIGHT = settings_of(HOST_NAME)
 
 def remember(at: MeasuredProject, *probes: ProbeMeasurement) -> None:
     with open_measurements(at.project.measurements) as store:
-        store.add_probes(at.features, hash_recipe(at.job, PUBLIC), class_of(HOST_NAME), probes)
+        store.add(PROBE, class_of(HOST_NAME), probes, at.features, hash_recipe(at.job, PUBLIC))
 
 
 def recalled(at: MeasuredProject) -> ClassModel:
