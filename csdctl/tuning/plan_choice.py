@@ -4,8 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
 from csdctl.fleet.model import HOST_NAME
-from csdctl.perfmodel.prediction import RankModel, predict
-from csdctl.perfmodel.step_time import StepTime
+from csdctl.perfmodel.prediction import RankModel, StepTime, predict
 from csdctl.tuning.fleet_model import FleetModel, TrialResult, TriedPlan
 from csdctl.tuning.plan import Predicted, RankPlan
 from csdctl.tuning.search import BestPlan, Limits, best_equal, find_best, find_best_ranks

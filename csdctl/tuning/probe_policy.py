@@ -12,7 +12,7 @@ from dataclasses import replace
 from math import ceil
 from statistics import median
 
-from csdctl.perfmodel.step_time import StepTime
+from csdctl.perfmodel.prediction import StepTime
 from csdctl.tuning.fits import Point
 from csdctl.tuning.fleet_model import MAX_PROBES, ClassModel, FleetModel
 from csdctl.tuning.plan_choice import choose_class_sizes

@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from csdctl.fleet.model import HOST_NAME
-from csdctl.perfmodel.prediction import RankModel
-from csdctl.perfmodel.step_time import StepTime
+from csdctl.perfmodel.prediction import RankModel, StepTime
 from csdctl.placement.equation1 import Placed, RankLoad, place_shards, steps_per_epoch
 from csdctl.tuning.measurements import NUMBER_BYTES
 from csdctl.tuning.search import Limits, find_best

@@ -29,7 +29,7 @@ def deploy(
 ) -> None:
     """Copy a job's files, or directory trees, to every node; send only what is missing there."""
     from csdctl.terminal.nodes import TransferView, render_deliveries
-    from csdctl.workflows.data.deployment import DeployRequest, deploy_request
+    from csdctl.workflows.data.deploy import DeployRequest, deploy_request
 
     request = DeployRequest(job, tuple(tree or ()), tuple(ignore or ()), everything, dry_run)
     console = call.streams.console

@@ -15,9 +15,9 @@ def extract(
     """Compute the output of the model's frozen layers for all samples, where they are stored."""
     from csdctl.terminal.prepare import PreparationScreen
     from csdctl.worker.protocol.features import FeatureOptions
-    from csdctl.workflows.train.extract import extract as run_extraction
     from csdctl.workflows.train.options import TrainOptions
     from csdctl.workflows.train.train import TrainRequest
+    from csdctl.workflows.train.train import extract as run_extraction
 
     streams = call.streams
     wanted = TrainOptions(features=FeatureOptions(feature_precision, feature_engine))

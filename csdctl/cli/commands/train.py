@@ -128,7 +128,7 @@ def _train(streams: Streams, request: "TrainRequest", notify: str | None, *, is_
 def start_detached(streams: Streams) -> None:
     """Start this command line again in the background; return once its run trains."""
     from csdctl.workflows.runs import detach
-    from csdctl.workflows.runs.processes import process_of
+    from csdctl.workflows.runs.manage import process_of
 
     arguments = build_background_arguments(sys.argv[1:])
     run = detach.start_detached(streams.project, arguments, streams.say)

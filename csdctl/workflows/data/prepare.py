@@ -4,7 +4,9 @@ A worker process on the host handles public data and the model, the worker of ea
 controller process opens neither. Results are stored by content, so a repeated call is fast.
 """
 
+import hashlib
 import re
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -14,6 +16,7 @@ from typing import Annotated, Protocol
 
 from pydantic import Field, TypeAdapter, ValidationError
 
+from csdctl.documents import save_json
 from csdctl.errors import InputError, RemoteCommandError
 from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.job.compatibility import check_compatibility, check_noise, inputs_of
@@ -28,17 +31,13 @@ from csdctl.shipping.worker_calls import call_worker
 from csdctl.shipping.worker_zip import pack_code
 from csdctl.transport.many import run_on_all, values_or_raise
 from csdctl.transport.meter import TrafficClass
+from csdctl.transport.program import within
 from csdctl.transport.session import Session
-from csdctl.worker.protocol.datasets import (
-    DatasetInfo,
-    PrepareProgress,
-    PrepareSpec,
-)
-from csdctl.worker.protocol.json_codec import shorten
-from csdctl.worker.protocol.model_info import ModelInfo
+from csdctl.worker.protocol.datasets import DatasetInfo, PrepareProgress, PrepareSpec
+from csdctl.worker.protocol.json_codec import shorten, to_json
+from csdctl.worker.protocol.model_info import AugmentTrial, AugmentTried, ModelInfo
 from csdctl.worker.protocol.recipe import Recipe
 from csdctl.worker.protocol.run_spec import UserCode
-from csdctl.workflows.data.augment import check_augment
 from csdctl.workflows.data.model import (
     SerializedModel,
     describe_code,
@@ -48,6 +47,43 @@ from csdctl.workflows.data.model import (
 )
 from csdctl.workflows.data.prepared_record import find_changed, save_prepared
 from csdctl.workflows.workspace.workspace import Workspace, open_workspace
+
+DEADLINE_S = 300.0
+
+
+def check_augment(
+    job: Job,
+    model: SerializedModel,
+    public: DatasetInfo,
+    worker: StoredFile,
+    host: Session,
+    project: ProjectDirectory,
+    say: Say,
+) -> None:
+    """Raise InputError if the job's augmentation does not return what a rank can train on."""
+    code = model.user_code
+    if not job.recipe.augment or code is None:
+        return
+    trial = AugmentTrial(job.recipe.augment, code, public.path, job.recipe.seed)
+    content = f"{to_json(trial)} {worker.sha256} {public.images_sha256} {public.labels_sha256}"
+    tried = project.models / f"augment-{hashlib.sha256(content.encode()).hexdigest()[:32]}.json"
+    if tried.is_file():
+        return
+    found = call_worker(
+        host,
+        sys.executable,
+        worker.path,
+        "augment",
+        trial,
+        AugmentTried,
+        doing="trying data.augment",
+        patience=within(DEADLINE_S),
+    )
+    say(
+        f"augmentation of training batches: {job.recipe.augment}, tried on {found.num_samples} public samples"
+    )
+    save_json(tried, {"num_samples": found.num_samples})
+
 
 DATA_STORE = ".csdctl/data"
 SHARED_STORE = ".csdctl-data"

@@ -33,9 +33,9 @@ from csdctl.reporting.numbers import format_seconds
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.runs.measurements import open_measurements
 from csdctl.tuning.fits import fit_collective
+from csdctl.tuning.fleet_model import RecalledTrial
 from csdctl.tuning.measurements import CollectiveMeasurement
 from csdctl.tuning.plan import Plan, load_plan
-from csdctl.tuning.recall import RecalledTrial
 from csdctl.tuning.scaling_curve import Choice, Costs, Power, choose_best, size_ranks
 from csdctl.tuning.search import Limits, default_limits, read_limits
 from csdctl.tuning.strategies import DATA_PARALLEL, SPLIT

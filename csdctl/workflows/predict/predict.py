@@ -39,8 +39,9 @@ from csdctl.workflows.predict.request import (
     SCORES,
     VALIDATION,
     PredictRequest,
+    build_rules,
+    check_layer,
 )
-from csdctl.workflows.predict.rules import build_rules, check_layer
 from csdctl.workflows.predict.writing import Block, write_results
 from csdctl.workflows.train.plan import default_runtime
 from csdctl.workflows.train.strategies.features import check_parts

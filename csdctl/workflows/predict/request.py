@@ -1,14 +1,22 @@
-"""The request of one `csdctl predict`: which model, which samples, and what comes back."""
+"""The request of one `csdctl predict`: which model, which samples, and what is kept of the outputs."""
 
+import difflib
+import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from csdctl.documents import load_text
+from csdctl.documents.text import MAX_JSON_BYTES
 from csdctl.errors import InputError
 from csdctl.fleet.model import Fleet
+from csdctl.job.compatibility import LOGITS
 from csdctl.job.model import Job, load_job
 from csdctl.runs.directory import ProjectDirectory
+from csdctl.worker.protocol.features import SIGMOID, SOFTMAX, VALUES, ResultRule
+from csdctl.worker.protocol.model_info import ModelInfo, OutputInfo
+from csdctl.workflows.data.model import SerializedModel
 from csdctl.workflows.predict.writing import check_output
 
 CLASSES, SCORES, EMBEDDINGS = "classes", "scores", "embeddings"
@@ -110,3 +118,43 @@ def choose_data(on: str | None, job: Job) -> tuple[str, ...]:
                 f"{job.path} has no {on} data", remedy=f"add data.{on} to it, or choose other data with --on"
             )
     return tuple(name for name in wanted if present[name])
+
+
+_SPARSE = "sparsecategoricalcrossentropy"
+MAX_SHOWN = 5
+
+
+def build_rules(info: ModelInfo, want: str) -> tuple[ResultRule, ...]:
+    """Return what is kept of each output; raises InputError where there is no class to keep."""
+    if want == EMBEDDINGS:
+        return (ResultRule("", VALUES),)
+    if want != CLASSES:
+        return tuple(ResultRule(output.name, VALUES) for output in info.outputs)
+    return tuple(_rule_of_classes(output, info) for output in info.outputs)
+
+
+def _rule_of_classes(output: OutputInfo, info: ModelInfo) -> ResultRule:
+    kind = output.activation if output.activation in (SOFTMAX, SIGMOID) else ""
+    kind = kind or LOGITS.get(output.loss.replace("_", "").lower(), VALUES)
+    if kind != VALUES and output.is_known and len(output.shape) > 1:
+        size = "×".join(str(size) if size else "any" for size in output.shape)
+        raise InputError(
+            f"{output.name or info.name} has outputs of shape {size}, not one class for each sample",
+            remedy="ask for all of them with --want scores",
+        )
+    return ResultRule(output.name, kind, output.from_logits and kind != VALUES)
+
+
+def check_layer(layer: str, model: SerializedModel) -> None:
+    """Raise InputError unless the model's graph has this layer; the nodes are not asked."""
+    architecture = json.loads(load_text(model.architecture.source, max_bytes=MAX_JSON_BYTES))
+    names = [layer["config"]["name"] for layer in architecture.get("config", {}).get("layers", [])]
+    if layer in names:
+        return
+    near = difflib.get_close_matches(layer, names, MAX_SHOWN) or names[-MAX_SHOWN:]
+    raise InputError(
+        f"{model.info.name} has no layer {layer!r} in its graph",
+        remedy=f"one of its layers, such as {', '.join(near)}"
+        if near
+        else "only models with a graph of layers, functional or sequential, have embeddings",
+    )

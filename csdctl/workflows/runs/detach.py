@@ -12,7 +12,7 @@ from csdctl.errors import ExitCode, RunError
 from csdctl.notify import Say
 from csdctl.runs.directory import ProjectDirectory, RunDirectory
 from csdctl.workflows.runs.follow import GrowingLog
-from csdctl.workflows.runs.processes import POLL_S, process_of
+from csdctl.workflows.runs.manage import POLL_S, process_of
 
 
 def start_detached(project: ProjectDirectory, arguments: Sequence[str], say: Say) -> RunDirectory | None:

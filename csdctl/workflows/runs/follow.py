@@ -11,7 +11,7 @@ from csdctl.placement.equation1 import steps_per_epoch
 from csdctl.runs.directory import Manifest, RunDirectory
 from csdctl.worker.protocol.events import Event
 from csdctl.worker.protocol.run_spec import RunSpec
-from csdctl.workflows.runs.processes import POLL_S, process_of
+from csdctl.workflows.runs.manage import POLL_S, process_of
 from csdctl.workflows.train.resume import load_spec
 
 MPIRUN, OWN = "mpirun", "csdctl"

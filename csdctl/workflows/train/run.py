@@ -29,7 +29,7 @@ from csdctl.worker.protocol.json_codec import to_json
 from csdctl.worker.protocol.run_spec import RunSpec
 from csdctl.workflows.data.deploy import OnDelivery, common_files, deploy_files
 from csdctl.workflows.data.prepare import PreparationObserver, Prepared
-from csdctl.workflows.preflight.mpirun import find_obstacles, prepare_mpirun
+from csdctl.workflows.preflight.mpi_check import find_obstacles, prepare_mpirun
 from csdctl.workflows.train.options import COLLECTIVES, MEASURED, TrainOptions
 from csdctl.workflows.train.spec import ShardFiles
 from csdctl.workflows.workspace.workspace import Workspace

@@ -1,6 +1,7 @@
 """`train`: choose plan or run, examine the machines, prepare, then train a new run or resume one.
 
-A run succeeds when every rank that takes part has sent a completion record.
+A run succeeds when every rank that takes part has sent a completion record. `extract` computes the features
+of a job's samples ahead of training.
 """
 
 import dataclasses
@@ -18,10 +19,11 @@ from csdctl.placement.equation1 import steps_per_epoch
 from csdctl.reporting.privacy import check_accountant
 from csdctl.reporting.results import RunSummary
 from csdctl.runs.directory import Manifest, RunDirectory
+from csdctl.shipping.deliver import Delivery
 from csdctl.tuning.plan import Plan
 from csdctl.worker.protocol.json_codec import to_json
 from csdctl.workflows.data.deploy import cut_shards
-from csdctl.workflows.data.prepare import Prepared, prepare_in
+from csdctl.workflows.data.prepare import PreparationObserver, Prepared, prepare_in
 from csdctl.workflows.data.prepared_record import load_prepared
 from csdctl.workflows.preflight.doctor import DoctorOptions, Examination, examine
 from csdctl.workflows.reporting.report import report
@@ -29,8 +31,15 @@ from csdctl.workflows.train.options import AUTO, TrainOptions
 from csdctl.workflows.train.plan import GIVE_ONE, check_one_source, resolve_plan
 from csdctl.workflows.train.resume import find_resumable, is_complete, load_spec, resume
 from csdctl.workflows.train.run import RunInputs, RunObserver, run_to_end
-from csdctl.workflows.train.spec import build_manifest, build_spec, describe_strategy, place_plan
+from csdctl.workflows.train.spec import (
+    build_manifest,
+    build_spec,
+    describe_strategy,
+    place_plan,
+    plan_reading,
+)
 from csdctl.workflows.train.strategies.choice import choose_strategy, strategy_of
+from csdctl.workflows.train.strategies.features import FeatureRun, compute_features, find_features
 from csdctl.workflows.train.strategies.strategy import RunContext
 from csdctl.workflows.workspace.workspace import Workspace, open_workspace
 
@@ -192,3 +201,24 @@ def train(
     inputs = strategy.build_inputs(RunInputs(run, spec, prepared, shards), context)
     save_text(run.spec, to_json(inputs.spec))
     return run_to_end(inputs, steps_per_epoch(placed), space, options, observer)
+
+
+class ExtractObserver(PreparationObserver, Protocol):
+    """Shows one `csdctl extract`."""
+
+    def on_delivery(self, node: str, delivery: Delivery, /) -> None:
+        """Files have reached `node`."""
+
+
+def extract(request: TrainRequest, observer: ExtractObserver) -> FeatureRun:
+    """Compute the features that are missing, on the machines of the plan; raises InputError, PartialError."""
+    job = request.job
+    with open_workspace(
+        request.directory, request.fleet, "extract", is_locking=True, say=observer.say
+    ) as space:
+        plan = resolve_plan(job, space, observer.say, path=request.plan_path, batch_size=request.batch_size)
+        prepared = prepare_in(space, job, observer)
+        find_features(prepared)
+        spec, shards = plan_reading(plan, prepared, job, space)
+        context = RunContext(job, prepared, space, observer, observer.on_delivery)
+        return compute_features(spec, shards, context, request.options.features)

@@ -15,9 +15,18 @@ from csdctl.fleet.hardware import classify_fleet, classify_machine
 from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.job.model import Job
 from csdctl.job.reading import python_files
-from csdctl.perfmodel.step_time import StepTime
+from csdctl.perfmodel.prediction import StepTime
 from csdctl.runs.measurements import MeasurementStore
-from csdctl.tuning.fleet_model import ClassModel, FleetModel, ProbeOutcome, TriedPlan, rank_memory_bytes
+from csdctl.tuning.fleet_model import (
+    ClassModel,
+    FleetModel,
+    ProbeOutcome,
+    RecalledTrial,
+    TriedPlan,
+    rank_memory_bytes,
+    recall_class,
+    recall_trial,
+)
 from csdctl.tuning.measurements import (
     CollectiveMeasurement,
     ModelProperties,
@@ -25,7 +34,6 @@ from csdctl.tuning.measurements import (
     TrialMeasurement,
     TrialRank,
 )
-from csdctl.tuning.recall import RecalledTrial, recall_class, recall_trial
 from csdctl.worker.protocol.datasets import DatasetInfo
 from csdctl.worker.protocol.events import CollectiveTimed
 from csdctl.worker.protocol.run_spec import Runtime

@@ -42,7 +42,7 @@ from csdctl.worker.protocol.run_spec import Prefix, SplitSpec
 from csdctl.workflows.data.prepare import Prepared
 from csdctl.workflows.train.options import AUTO
 from csdctl.workflows.train.strategies.features import bytes_for_host, find_features
-from csdctl.workflows.train.strategies.split import check_job, find_cut
+from csdctl.workflows.train.strategies.strategy import check_job, find_cut
 from csdctl.workflows.tune.options import TuneOptions
 from csdctl.workflows.tune.probing import TuneWatch
 from csdctl.workflows.tune.trial import run_trial

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from csdctl.perfmodel.step_time import StepTime
+from csdctl.perfmodel.prediction import StepTime
 from csdctl.tuning.fits import Point
 from csdctl.tuning.fleet_model import ClassModel, FleetModel
 from csdctl.tuning.probe_policy import next_settings, plan_settings_search

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from csdctl.perfmodel.step_time import StepTime
+from csdctl.perfmodel.prediction import StepTime
 from csdctl.placement.equation1 import Placed
 from csdctl.tuning.search import Limits
 from csdctl.tuning.strategies import (

@@ -6,8 +6,7 @@ from csdctl.worker.protocol.features import KERAS, LITERT, FeatureOptions
 from csdctl.worker.protocol.run_spec import RunSpec
 from csdctl.workflows.train.options import TrainOptions, choose_planned_strategy
 from csdctl.workflows.train.strategies.features import Features
-from csdctl.workflows.train.strategies.split import Split
-from csdctl.workflows.train.strategies.strategy import Strategy
+from csdctl.workflows.train.strategies.strategy import Split, Strategy
 
 
 def choose_strategy(options: TrainOptions, plan: Plan) -> Strategy:

@@ -8,7 +8,7 @@ import pytest
 
 from csdctl.errors import OutOfMemoryError
 from csdctl.fleet.model import HOST_NAME
-from csdctl.perfmodel.step_time import StepTime
+from csdctl.perfmodel.prediction import StepTime
 from csdctl.runs.measurements import open_measurements
 from csdctl.tuning.fleet_model import ProbeOutcome, TrialResult
 from csdctl.tuning.plan import RankPlan

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from csdctl.fleet.model import HOST_NAME
-from csdctl.perfmodel.step_time import StepTime
+from csdctl.perfmodel.prediction import StepTime
 from csdctl.runs.measurements import open_measurements
 from csdctl.tuning.fleet_model import ClassModel
 from csdctl.tuning.measurements import ProbeMeasurement
