@@ -80,6 +80,11 @@ class ProbeOutcome:
     """Whether the process was killed at this size; False without a step time: it was predicted not to fit."""
 
     @property
+    def samples_per_s(self) -> float | None:
+        """Samples per second; None when the batch did not fit in memory."""
+        return self.batch_size / self.step_time_s if self.step_time_s else None
+
+    @property
     def peak_memory_bytes(self) -> int:
         """The peak at this batch size; 0: an earlier, larger size had set it."""
         return self.peaks.get(self.batch_size, 0)

@@ -59,7 +59,7 @@ def init(
 
 def _show(streams: Streams, written: "Written") -> None:
     """Print what was seen, and the commands that come next."""
-    from csdctl.workflows.init.job_text import describe_data, describe_model
+    from csdctl.workflows.init.init import describe_data, describe_model
 
     looks, misfit = written.looks, written.misfit
     streams.say(f"model: {describe_model(looks.model)}")

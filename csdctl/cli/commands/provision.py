@@ -115,8 +115,8 @@ def _build_request(
 ) -> "ProvisionRequest":
     """Return the request; raises InputError for an unusable value."""
     from csdctl.runs.directory import ProjectDirectory
+    from csdctl.workflows.provision.bundle import LOCK
     from csdctl.workflows.provision.provision import ProvisionRequest
-    from csdctl.workflows.provision.wheels import LOCK
 
     parsed = {}
     for text in values or ():

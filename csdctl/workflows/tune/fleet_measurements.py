@@ -74,21 +74,17 @@ class FleetMeasurements:
         self._fleet_class = classify_fleet(host, nodes, fleet.network)
 
     def recall_fleet(self, required: Sequence[str] = ()) -> FleetModel:
-        """Return the fleet as earlier measurements describe it; no plan leaves out the `required` nodes."""
-        return FleetModel(
-            tuple(self._machines),
-            self.recall_classes(),
-            self.features.vector_bytes,
-            frozenset({HOST_NAME, *required}),
-        )
+        """Return the fleet as earlier measurements describe it; no plan leaves out the `required` nodes.
 
-    def recall_classes(self) -> dict[str, ClassModel]:
-        """Return the classes of the machines that train: the host's as 'host', a node's by its key."""
+        The host's class is named 'host', one of nodes by its key.
+        """
         by_class: dict[str, list[str]] = {}
         for machine in self._machines:
             name = HOST_NAME if machine == HOST_NAME else self._machine_classes[machine].key
             by_class.setdefault(name, []).append(machine)
-        return {name: self._recall_class(machines) for name, machines in by_class.items()}
+        classes = {name: self._recall_class(machines) for name, machines in by_class.items()}
+        must_train = frozenset({HOST_NAME, *required})
+        return FleetModel(tuple(self._machines), classes, self.features.vector_bytes, must_train)
 
     def recall_trial(self, step_times: Mapping[str, StepTime]) -> RecalledTrial | None:
         """Return the newest trial of this model on such a fleet; `step_times` by class name.

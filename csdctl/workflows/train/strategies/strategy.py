@@ -6,26 +6,11 @@ from typing import ClassVar
 
 from csdctl.errors import InputError
 from csdctl.job.model import Job
-from csdctl.tuning.plan import Plan
-from csdctl.tuning.strategies import DATA_PARALLEL, SPLIT
+from csdctl.tuning.plan import DATA_PARALLEL, SPLIT, Plan
 from csdctl.worker.protocol.features import Recomputed
 from csdctl.worker.protocol.model_info import CutInfo, ModelInfo
 from csdctl.worker.protocol.run_spec import TRAIN_SPLIT, VERIFY_SPLIT, SplitSpec, TaskSpec
-from csdctl.workflows.data.deploy import OnDelivery
-from csdctl.workflows.data.prepare import PreparationObserver, Prepared
-from csdctl.workflows.train.run import RunInputs
-from csdctl.workflows.workspace.workspace import Workspace
-
-
-@dataclass(frozen=True)
-class RunContext:
-    """Job, data and machines that a strategy works with."""
-
-    job: Job
-    prepared: Prepared
-    space: Workspace
-    observer: PreparationObserver
-    on_delivery: OnDelivery = lambda *_: None
+from csdctl.workflows.train.spec import RunContext, RunInputs
 
 
 class Strategy:
