@@ -11,7 +11,7 @@ from csdctl.reporting.privacy import PassCounter, Privacy, measure_privacy
 from csdctl.reporting.series import RunSeries, SeriesBuilder
 from csdctl.runs.directory import RunDirectory
 from csdctl.runs.ledger import MEASURED, read_power
-from csdctl.tuning.strategies import DATA_PARALLEL, SPLIT
+from csdctl.tuning.plan import DATA_PARALLEL, SPLIT
 from csdctl.worker.protocol.events import STOPPED as ASKED_TO_STOP
 from csdctl.worker.protocol.events import (
     EpochEnd,

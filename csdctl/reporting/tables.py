@@ -17,7 +17,7 @@ from csdctl.reporting.numbers import (
 from csdctl.reporting.privacy import describe_privacy
 from csdctl.reporting.results import RunResults, RunSummary
 from csdctl.reporting.series import find_bottleneck
-from csdctl.tuning.strategies import DATA_PARALLEL, SPLIT
+from csdctl.tuning.plan import DATA_PARALLEL, SPLIT
 
 REACHABLE = {DATA_PARALLEL: "the ranks reach alone", SPLIT: "the busiest rank reaches without waiting"}
 IDENTICAL = "identical on all ranks at the end of every epoch"

@@ -54,9 +54,9 @@ class CountView(View):
         if line and not self._console.is_terminal:
             self._console.print(line, soft_wrap=True)
 
-    def show(self, outcome: Outcome[tuple[Answer, float]]) -> None:
+    def show(self, outcome: Outcome[Answer]) -> None:
         """Count a machine that has run a command."""
-        self.count(has_failed=outcome.value is None or outcome.value[0].has_failed)
+        self.count(has_failed=outcome.value is None or outcome.value.has_failed)
 
 
 def render_failed(console: PrintableConsole, failed: Mapping[str, CsdctlError], fleet: Fleet) -> None:
@@ -106,6 +106,7 @@ def _print_output(console: PrintableConsole, output: bytes) -> None:
 
 def exec_document(result: ExecResult, command: Sequence[str], task: str | None = None) -> dict[str, object]:
     """Return the `csdctl.exec/1` document; bytes that are not UTF-8 are replaced."""
+    answers = result.answers
     row_of = {name: number for number, (_, names) in enumerate(result.rows) for name in names}
     return {
         "schema": "csdctl.exec/1",
@@ -127,9 +128,9 @@ def exec_document(result: ExecResult, command: Sequence[str], task: str | None =
         "machines": [
             {
                 "name": name,
-                "exit_code": result.answers[name].exit_code if name in result.answers else None,
+                "exit_code": answers[name].exit_code if name in answers else None,
                 "row": row_of.get(name),
-                "duration_s": result.durations_s.get(name),
+                "duration_s": answers[name].duration_s if name in answers else None,
             }
             for name in result.machines
         ],

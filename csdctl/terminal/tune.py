@@ -19,11 +19,16 @@ from csdctl.terminal.view import (
     RankRow,
     show_elapsed,
 )
-from csdctl.tuning.plan import Plan, RankPlan, StrategyPlan
-from csdctl.tuning.strategies import DATA_PARALLEL, FEATURES, SPLIT
-from csdctl.worker.protocol.events import EpochEnd, Event, Joined, Progress, Verified
+from csdctl.tuning.fleet_model import ProbeOutcome
+from csdctl.tuning.plan import DATA_PARALLEL, FEATURES, SPLIT, Plan, RankPlan, StrategyPlan
+from csdctl.worker.protocol.events import (
+    EpochEnd,
+    Event,
+    Joined,
+    Progress,
+    Verified,
+)
 from csdctl.worker.protocol.features import Recomputed
-from csdctl.worker.protocol.probe import ProbeResult
 from csdctl.workflows.train.verify import Verdict
 from csdctl.workflows.tune.probing import IDLE, LOADING, MEASURING, SUMMING, TuneWatch
 
@@ -79,12 +84,12 @@ class TuningView(FleetView[TuneRow]):
         self._num_active = max(self._num_active, len(self._waited_for()))
         self._print_headline_if_due()
 
-    def on_probes(self, results: Mapping[str, ProbeResult | None]) -> None:
-        """Print the results of one round of probes, and count it."""
-        self._num_probes += len(results)
+    def on_probes(self, outcomes: Mapping[str, ProbeOutcome]) -> None:
+        """Print the outcomes of one round of probes, and count it."""
+        self._num_probes += len(outcomes)
         self._num_rounds += 1
         self._num_active = 0
-        render_probes(self._console, results)
+        render_probes(self._console, outcomes)
 
     def on_trial(self, num_steps: int, batch_sizes: Mapping[str, int]) -> None:
         """Show the steps that all machines take together."""
@@ -154,14 +159,14 @@ class TuningScreen(PreparationScreen):
         return TuningView(self._streams.views, machines)
 
 
-def render_probes(console: PrintableConsole, results: Mapping[str, ProbeResult | None]) -> None:
+def render_probes(console: PrintableConsole, outcomes: Mapping[str, ProbeOutcome]) -> None:
     """Print one line for one round of probes on all machines."""
     shown = [
-        f"{name} {result.batch_size}: {format_seconds(result.step_time_s)}, "
-        f"{format_rate(result.samples_per_s)}/s"
-        if result
+        f"{name} {outcome.batch_size}: {format_seconds(outcome.step_time_s)}, "
+        f"{format_rate(outcome.samples_per_s)}/s"
+        if outcome.step_time_s
         else f"{name}: does not fit in memory"
-        for name, result in results.items()
+        for name, outcome in outcomes.items()
     ]
     console.print("  " + "  |  ".join(shown), soft_wrap=True)
 

@@ -29,7 +29,7 @@ from csdctl.worker.protocol.datasets import DatasetInfo
 from csdctl.worker.protocol.events import EpochEnd, Failed, Finished, Joined, NodeLost, Progress, Traffic
 from csdctl.worker.protocol.recipe import Noise, Recipe
 from csdctl.worker.protocol.run_spec import DatasetSlice, RankSpec, RunSpec, Runtime
-from csdctl.workflows.data.prepared_record import load_prepared, save_prepared
+from csdctl.workflows.data.prepare import load_prepared, save_prepared
 from csdctl.workflows.train.resume import load_spec
 from tests.fuzz.target import Form, Target
 from tests.unit.runs.manifests import manifest_of

@@ -60,7 +60,7 @@ def init(
 
 def _show_written(streams: Streams, written: "Written") -> None:
     """Print what was seen, and the commands that come next."""
-    from csdctl.workflows.init.job_text import describe_data, describe_model
+    from csdctl.workflows.init.init import describe_data, describe_model
 
     looks, misfit = written.looks, written.misfit
     streams.say(f"model: {describe_model(looks.model)}")
@@ -120,9 +120,9 @@ def extract(
     """Compute the output of the model's frozen layers for all samples, where they are stored."""
     from csdctl.terminal.prepare import PreparationScreen
     from csdctl.worker.protocol.features import FeatureOptions
-    from csdctl.workflows.train.extract import extract as run_extraction
     from csdctl.workflows.train.options import TrainOptions
     from csdctl.workflows.train.train import TrainRequest
+    from csdctl.workflows.train.train import extract as run_extraction
 
     streams = call.streams
     wanted = TrainOptions(features=FeatureOptions(feature_precision, feature_engine))
@@ -155,7 +155,7 @@ def deploy(
 ) -> None:
     """Copy a job's files, or directory trees, to every node; send only what is missing there."""
     from csdctl.terminal.nodes import TransferView
-    from csdctl.workflows.data.deployment import DeployRequest, deploy_request
+    from csdctl.workflows.data.deploy import DeployRequest, deploy_request
 
     request = DeployRequest(job, tuple(tree or ()), tuple(ignore or ()), everything, dry_run)
     with TransferView(call.streams.console, len(call.fleet.nodes), is_dry_run=dry_run) as view:

@@ -261,7 +261,7 @@ def provision(
         render_provisioned,
     )
     from csdctl.workflows.provision import provision as workflow
-    from csdctl.workflows.provision.wheels import LOCK
+    from csdctl.workflows.provision.bundle import LOCK
 
     streams = call.streams
     request = workflow.ProvisionRequest(

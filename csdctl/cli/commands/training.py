@@ -89,8 +89,9 @@ def train(
     ] = None,
 ) -> None:
     """Train synchronously on the host and all nodes, each with its own batch size."""
+    from csdctl.supervision.run_setup import Patience
     from csdctl.worker.protocol.features import FeatureOptions
-    from csdctl.workflows.train.options import Deadlines, TrainOptions
+    from csdctl.workflows.train.options import TrainOptions
     from csdctl.workflows.train.train import TrainRequest
 
     streams = call.streams
@@ -98,7 +99,7 @@ def train(
         start_detached(streams)
         return
     wanted = TrainOptions(
-        Deadlines(start_deadline, silence_deadline),
+        Patience(start_s=start_deadline, silence_s=silence_deadline),
         max_steps,
         min_nodes,
         rebalance,
@@ -162,11 +163,11 @@ def _train(streams: Streams, request: "TrainRequest", notify: str | None, *, is_
 
 def start_detached(streams: Streams) -> None:
     """Start this command line again in the background; return once its run trains."""
-    from csdctl.workflows.runs import detach
-    from csdctl.workflows.runs.processes import process_of
+    from csdctl.workflows.runs import follow
+    from csdctl.workflows.runs.manage import process_of
 
     arguments = build_background_arguments(sys.argv[1:])
-    run = detach.start_detached(streams.project, arguments, streams.say)
+    run = follow.start_detached(streams.project, arguments, streams.say)
     if run is None:
         streams.say("nothing was left to train: no run goes on in the background")
         streams.result({"schema": "csdctl.train/1", "detached": False})

@@ -181,7 +181,7 @@ def forecast(
 def measurements(json: options.JsonOption = False) -> None:
     """Show earlier measurements and how well they predicted each trial."""
     from csdctl.terminal.measurements import measurements_document, render_measurements
-    from csdctl.workflows.reporting.measurements import load_measurements
+    from csdctl.workflows.reporting.report import load_measurements
 
     streams = Streams(is_json=json)
     overview = load_measurements(streams.project, streams.say)

@@ -14,9 +14,18 @@ from csdctl.fleet.facts import Facts
 from csdctl.fleet.hardware import classify_fleet, classify_machine
 from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.job.model import Job, python_files
-from csdctl.perfmodel.step_time import StepTime
+from csdctl.perfmodel.prediction import StepTime
 from csdctl.runs.measurements import COLLECTIVE, PROBE, TRIAL, MeasurementStore
-from csdctl.tuning.fleet_model import ClassModel, FleetModel, ProbeOutcome, TriedPlan, rank_memory_bytes
+from csdctl.tuning.fleet_model import (
+    ClassModel,
+    FleetModel,
+    ProbeOutcome,
+    RecalledTrial,
+    TriedPlan,
+    rank_memory_bytes,
+    recall_class,
+    recall_trial,
+)
 from csdctl.tuning.measurements import (
     CollectiveMeasurement,
     ModelProperties,
@@ -24,7 +33,6 @@ from csdctl.tuning.measurements import (
     TrialMeasurement,
     TrialRank,
 )
-from csdctl.tuning.recall import RecalledTrial, recall_class, recall_trial
 from csdctl.worker.protocol.datasets import DatasetInfo
 from csdctl.worker.protocol.events import CollectiveTimed
 from csdctl.worker.protocol.run_spec import Runtime
@@ -65,21 +73,17 @@ class FleetMeasurements:
         self._fleet_class = classify_fleet(host, nodes, fleet.network)
 
     def recall_fleet(self, required: Sequence[str] = ()) -> FleetModel:
-        """Return the fleet as earlier measurements describe it; no plan leaves out the `required` nodes."""
-        return FleetModel(
-            tuple(self._machines),
-            self.recall_classes(),
-            self.features.vector_bytes,
-            frozenset({HOST_NAME, *required}),
-        )
+        """Return the fleet as earlier measurements describe it; no plan leaves out the `required` nodes.
 
-    def recall_classes(self) -> dict[str, ClassModel]:
-        """Return the classes of the machines that train: the host's as 'host', a node's by its key."""
+        The host's class is named 'host', one of nodes by its key.
+        """
         by_class: dict[str, list[str]] = {}
         for machine in self._machines:
             name = HOST_NAME if machine == HOST_NAME else self._machine_classes[machine].key
             by_class.setdefault(name, []).append(machine)
-        return {name: self._recall_class(machines) for name, machines in by_class.items()}
+        classes = {name: self._recall_class(machines) for name, machines in by_class.items()}
+        must_train = frozenset({HOST_NAME, *required})
+        return FleetModel(tuple(self._machines), classes, self.features.vector_bytes, must_train)
 
     def recall_trial(self, step_times: Mapping[str, StepTime]) -> RecalledTrial | None:
         """Return the newest trial of this model on such a fleet; `step_times` by class name.

@@ -35,6 +35,7 @@ from csdctl.terminal.train import TrainingScreen, TrainingView
 from csdctl.terminal.tune import render_plan, render_probes, render_verified
 from csdctl.transport.many import Outcome
 from csdctl.transport.meter import TrafficClass
+from csdctl.tuning.fleet_model import ProbeOutcome
 from csdctl.tuning.measurements import ModelProperties, TrialMeasurement, TrialRank
 from csdctl.tuning.plan import Plan, RankPlan, StrategyPlan
 from csdctl.worker.protocol.datasets import PrepareProgress
@@ -47,12 +48,10 @@ from csdctl.worker.protocol.events import (
     Verified,
     WaitingFor,
 )
-from csdctl.worker.protocol.probe import ProbeResult
 from csdctl.worker.protocol.run_spec import Runtime
 from csdctl.workflows.discovery.discover import DiscoverResult
 from csdctl.workflows.discovery.trust import ShownKey
-from csdctl.workflows.forecast.basis import published_basis
-from csdctl.workflows.forecast.forecast import ForecastRequest, forecast
+from csdctl.workflows.forecast.forecast import ForecastRequest, forecast, published_basis
 from csdctl.workflows.preflight.doctor import Examination
 from csdctl.workflows.reporting.report import PrivacyReport
 from csdctl.workflows.train.verify import judge
@@ -155,7 +154,7 @@ def show_plan(console: PrintableConsole) -> None:
         "strategies": [*strategies, StrategyPlan(strategy="features", why_not=HOSTILE)],
     }
     render_plan(console, plan.model_copy(update=changes), HOSTILE)
-    render_probes(console, {HOSTILE: ProbeResult(32, 0.25, 4, 1 << 30), f"{HOSTILE}2": None})
+    render_probes(console, {HOSTILE: ProbeOutcome(32, 0.25, 4), f"{HOSTILE}2": ProbeOutcome(64, None)})
 
 
 def show_privacy(console: PrintableConsole) -> None:

@@ -22,7 +22,7 @@ from csdctl.tuning.measurements import (
     TrialRank,
 )
 from csdctl.worker.protocol.run_spec import Runtime
-from csdctl.workflows.reporting.measurements import load_measurements
+from csdctl.workflows.reporting.report import load_measurements
 from tests.emulated.running import csdctl
 from tests.json_page import check_document
 

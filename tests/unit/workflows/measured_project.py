@@ -13,8 +13,7 @@ from csdctl.fleet.facts import Facts, save_facts
 from csdctl.fleet.hardware import FleetClass, MachineClass, classify_fleet, classify_machine
 from csdctl.fleet.model import HOST_NAME, Fleet, Node
 from csdctl.job.model import Job, load_job
-from csdctl.perfmodel.prediction import CollectiveCost
-from csdctl.perfmodel.step_time import StepTime
+from csdctl.perfmodel.prediction import CollectiveCost, StepTime
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.runs.measurements import COLLECTIVE, PROBE, TRIAL, open_measurements
 from csdctl.shipping.store import store_bytes
@@ -32,7 +31,8 @@ from csdctl.worker.protocol.model_info import BuildRequest, ModelInfo
 from csdctl.worker.protocol.recipe import Recipe
 from csdctl.worker.protocol.run_spec import Runtime
 from csdctl.workflows.data.model import describe_job_model, serialize_model
-from csdctl.workflows.data.prepared_record import save_prepared
+from csdctl.workflows.data.prepare import save_prepared
+from csdctl.workflows.train.spec import RunContext
 from csdctl.workflows.tune.fleet_measurements import hash_recipe
 from tests.fake_session import FakeConversation, FakeSession, ScriptedResponse
 
@@ -196,6 +196,12 @@ def workspace(at: MeasuredProject, sessions: Mapping[str, FakeSession], memory_b
     """In place of an open `Workspace`; `memory_bytes` are free on each machine."""
     facts = {name: replace(facts_of(name), memory_available_bytes=memory_bytes) for name in sessions}
     return SimpleNamespace(fleet=at.fleet, project=at.project, facts=facts, sessions=sessions)
+
+
+def run_context(at: MeasuredProject, space: Any, data: Any = None) -> RunContext:
+    """Return the context of a run on `space` that says nothing; `data`: in place of what is prepared."""
+    observer: Any = SimpleNamespace(say=lambda line: None)
+    return RunContext(at.job, data or prepared(at), space, observer)
 
 
 def trial_step_s(sizes: Sequence[int], vector_bytes: int) -> float:
