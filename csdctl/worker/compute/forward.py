@@ -12,13 +12,14 @@ from typing import Any
 
 import numpy as np
 
+from csdctl.worker.compute.backend import load_backend
 from csdctl.worker.compute.keras_internals import topological_nodes
 from csdctl.worker.compute.model import load
 from csdctl.worker.compute.objective import as_tensors, inputs_of
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.data.file_hash import check_stored
 from csdctl.worker.process.errors import WorkerError, describe
-from csdctl.worker.protocol.features import SIGMOID, SOFTMAX, ResultRule
+from csdctl.worker.protocol.features import SIGMOID, SOFTMAX, Converted, ConvertSpec, ResultRule
 from csdctl.worker.protocol.run_spec import HeadSpec, Prefix
 
 BATCH_SIZE = 32
@@ -182,11 +183,13 @@ def scale(values: Array, input_range: tuple[float, float] | None, dtype: Any) ->
     return values.astype(dtype)
 
 
-def convert(part: Prefix, output: Path, tf: Any, keras: Any) -> int:
-    """Write `part` as a LiteRT model in float32; returns the number of bytes.
+def convert(spec: ConvertSpec) -> Converted:
+    """Write a part of a model as a LiteRT model in float32; returns the number of bytes.
 
     Raises WorkerError, exit code 2, for a model that has operations which LiteRT does not have.
     """
+    tf, keras = load_backend()
+    part = spec.part
     model = load(Path(part.architecture), Path(part.weights), keras, part.code)
     try:
         content = tf.lite.TFLiteConverter.from_keras_model(model).convert()
@@ -196,12 +199,12 @@ def convert(part: Prefix, output: Path, tf: Any, keras: Any) -> int:
             remedy="use --feature-engine keras",
             exit_code=2,
         ) from None
-    output.write_bytes(content)
-    return len(content)
+    Path(spec.output).write_bytes(content)
+    return Converted(len(content))
 
 
 def feature_pass(
-    prefix: Prefix, load_backend: Callable[[], tuple[Any, Any]], threads: int, *, is_keras: bool = False
+    prefix: Prefix, make_backend: Callable[[], tuple[Any, Any]], threads: int, *, is_keras: bool = False
 ) -> BatchedPass:
     """Return what computes features: LiteRT where the prefix is there for it, unless `is_keras`.
 
@@ -214,7 +217,7 @@ def feature_pass(
 
     if prefix.lite and not is_keras:
         return lite_pass(prefix, as_features, threads)
-    return forward_pass(prefix, as_features, *load_backend())
+    return forward_pass(prefix, as_features, *make_backend())
 
 
 @functools.lru_cache(maxsize=1)  # to build it takes longer than to save it, and the best epochs do both

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from csdctl.worker.compute.backend import load_backend
 from csdctl.worker.compute.cuts import NoCutError, count_flops, describe_cuts, frozen_cut, split_at
 from csdctl.worker.compute.keras_internals import (
     compile_arguments,
@@ -28,7 +29,6 @@ from csdctl.worker.compute.user_code import (
     import_roots,
     imported_beside,
     load_function,
-    missing_packages,
     run_user_code,
 )
 from csdctl.worker.data.arrays import save_arrays
@@ -36,19 +36,28 @@ from csdctl.worker.data.file_hash import check_stored
 from csdctl.worker.process.errors import WorkerError, describe
 from csdctl.worker.protocol.datasets import as_inputs
 from csdctl.worker.protocol.json_codec import from_dict, to_json
-from csdctl.worker.protocol.model_info import BUILDER, BuildSpec, FeatureInfo, ModelInfo, OutputInfo
+from csdctl.worker.protocol.model_info import (
+    BUILDER,
+    BuildRequest,
+    BuildSpec,
+    FeatureInfo,
+    ModelInfo,
+    OutputInfo,
+)
 from csdctl.worker.protocol.run_spec import UserCode
 
 COMPILED = ("optimizer", "loss", "loss_weights", "metrics", "weighted_metrics")
 """The arguments of compile() that training depends on."""
 
 
-def build(spec: BuildSpec, output: Path, keras: Any) -> ModelInfo:
-    """Build and compile a model; write architecture.json and weights.npz to `output`.
+def build(request: BuildRequest) -> ModelInfo:
+    """Build and compile a model; write architecture.json and weights.npz to the request's `output`.
 
     Raises WorkerError with exit code 2 if the model cannot be found, built, compiled or transferred.
     """
+    spec, output = request.spec, Path(request.output)
     reference, recipe = spec.reference, spec.recipe
+    _, keras = load_backend()
     keras.utils.set_random_seed(recipe.seed)  # for what files draw when they are imported
     import_roots(spec.code_roots)
     keras.utils.set_random_seed(recipe.seed)
@@ -151,15 +160,10 @@ def load(architecture: Path, weights: Path, keras: Any, code: UserCode | None = 
     except OSError as error:
         raise WorkerError(f"the model cannot be read: {error}", remedy="run `csdctl deploy` again") from None
     except Exception as error:
-        if missing := missing_packages(json.loads(text)):
-            raise WorkerError(
-                f"has no {', '.join(missing)}, which the model is made of",
-                remedy="install it on all machines; if it is your own, name it in `code` of job.yaml",
-                exit_code=2,
-            ) from None
         raise WorkerError(
             f"the model cannot be built here: {describe(error).partition(' Full object config:')[0]}",
-            remedy="use the same Keras version on all machines, and name the model's own code in job.yaml",
+            remedy="install the same Keras and all packages of the model on all machines, and name its own "
+            "code in job.yaml",
             exit_code=2,
         ) from None
     return model

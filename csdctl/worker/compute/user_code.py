@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from csdctl.worker.compute.backend import load_backend
 from csdctl.worker.data.arrays import Array, as_labels, fields_of, open_arrays
 from csdctl.worker.process.errors import WorkerError, describe
 from csdctl.worker.protocol.model_info import AugmentTrial, AugmentTried
@@ -90,32 +91,11 @@ def import_packed(archive: str, modules: Sequence[str]) -> dict[str, Any]:
             _PACKED[name] = importlib.import_module(name)
         except BaseException as error:
             raise WorkerError(
-                _missing_module(error, archive)
-                or f"the job's code cannot be imported here: {name}: {describe(error)}",
+                f"the job's code cannot be imported here: {name}: {describe(error)}",
                 remedy="install what it imports, or add the user's own modules to `code` in job.yaml",
                 exit_code=2,
             ) from None
     return find_objects(lambda file: file.startswith(archive))
-
-
-def _missing_module(error: BaseException, archive: str) -> str:
-    """Return, in words that follow the machine's name, which module it lacks; '' for any other error."""
-    if not isinstance(error, ModuleNotFoundError) or not error.name:
-        return ""
-    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
-    importers = [file.removeprefix(f"{archive}/") for file in files if file.startswith(f"{archive}/")]
-    return f"has no {error.name.partition('.')[0]}, which {importers[-1]} imports" if importers else ""
-
-
-def missing_packages(content: Any) -> list[str]:
-    """Return the packages that a model's configuration names, and that cannot be imported here."""
-    if isinstance(content, list):
-        return sorted({name for part in content for name in missing_packages(part)})
-    if not isinstance(content, dict):
-        return []
-    package = str(content.get("module") or "").partition(".")[0]
-    is_missing = package.isidentifier() and importlib.util.find_spec(package) is None
-    return sorted({*missing_packages(list(content.values())), *([package] if is_missing else [])})
 
 
 def find_objects(is_users: Callable[[str], bool]) -> dict[str, Any]:
@@ -231,28 +211,21 @@ class Augmentation:
             array = np.asarray(returned)
         except Exception:
             array = np.asarray(None)
-        if array.dtype.kind not in "biuf" and str(array.dtype) != "bfloat16":
-            raise self._error(
-                f"returned {what} that are no numbers but {_type_of(returned)}", "return arrays or tensors"
-            )
-        if array.shape != expected.shape:
-            raise self._error(
-                f"returned {what} of shape {_shape(array)}, expected {_shape(expected)}",
-                "return as many samples as it gets, each of the same shape",
-            )
-        with np.errstate(invalid="ignore", over="ignore"):
-            converted = array.astype(expected.dtype, copy=False)
+        is_number = array.dtype.kind in "biuf" or str(array.dtype) == "bfloat16"
         is_float = expected.dtype.kind == "f"
-        if array.dtype != expected.dtype and not (is_float or np.array_equal(converted, array)):
-            raise self._error(
-                f"returned {what} of type {array.dtype}, expected {expected.dtype}",
-                "convert the result back: `np.clip(np.rint(x), 0, 255).astype(np.uint8)` for pictures"
-                if expected.dtype == np.uint8
-                else f"convert the result back to {expected.dtype}",
-            )
-        if is_float and not np.isfinite(converted).all() and np.isfinite(expected).all():
-            raise self._error(f"returned {what} that are not finite", "return finite numbers")
-        return converted
+        if is_number and array.shape == expected.shape:
+            with np.errstate(invalid="ignore", over="ignore"):
+                converted = array.astype(expected.dtype, copy=False)
+            if is_float and not np.isfinite(converted).all() and np.isfinite(expected).all():
+                raise self._error(f"returned {what} that are not finite", "return finite numbers")
+            if is_float or array.dtype == expected.dtype or np.array_equal(converted, array):
+                return converted
+        found = _form(array) if is_number else _type_of(returned)
+        raise self._error(
+            f"returned {what} as {found}, expected {_form(expected)}",
+            "return as many samples as it gets, of the same shape and type; for pictures, "
+            "`np.clip(np.rint(x), 0, 255).astype(np.uint8)`",
+        )
 
 
 def _unpack(array: Array) -> Parts:
@@ -262,8 +235,8 @@ def _unpack(array: Array) -> Parts:
     return {name: np.array(part) for name, part in fields_of(array).items()}
 
 
-def _shape(array: Array) -> str:
-    return "×".join(map(str, array.shape)) or "one number"
+def _form(array: Array) -> str:
+    return "×".join(map(str, array.shape)) + f" {array.dtype}"
 
 
 def _type_of(value: Any) -> str:
@@ -281,6 +254,7 @@ def try_augment(spec: AugmentTrial) -> AugmentTried:
     Raises WorkerError, exit code 2, if it cannot be imported, fails, returns something else than samples and
     labels of the same form, or other ones when a step is repeated.
     """
+    load_backend()  # whose threads cannot be set any more once the user's code has imported it
     import_packed(spec.code.archive, spec.code.modules)
     augmentation = Augmentation(spec.reference, spec.seed, is_public=True)
     samples, labels = open_arrays(f"{spec.directory}/images.npy", f"{spec.directory}/labels.npy")

@@ -4,15 +4,15 @@ import re
 import socket
 import time
 from collections.abc import Sequence
+from functools import partial
 from operator import itemgetter
-from typing import Any
 
 import numpy as np
 
-from csdctl.worker.group.collective import Star, choose_collective, gather_seconds
-from csdctl.worker.group.messages import DRAIN_S, allgather, gather_traffic
+from csdctl.worker.group.collective import Star, choose_collective, find_slowest_s
+from csdctl.worker.group.messages import DRAIN_S, gather_traffic, gather_values
 from csdctl.worker.group.mpi import MemoryLimit, World, init_mpi, wait_sleeping
-from csdctl.worker.group.values import PeerFaultError, decode_values, encode_value
+from csdctl.worker.group.values import PeerFaultError
 from csdctl.worker.process.errors import WorkerError, describe
 from csdctl.worker.process.output import emit
 from csdctl.worker.protocol.events import (
@@ -71,10 +71,8 @@ def _check_group(world: World, node: str, sums: str, began: float) -> None:
     emit(_check_sum(world, node))
     _time_sums(world, node, timed)
 
-    def gather(value: Any, hint: Any) -> list[Any]:
-        return decode_values(hint, allgather(world, encode_value(value)))
-
-    sent = gather_traffic(gather, [], tuple(list_connections(drain_s=DRAIN_S)))
+    connections = tuple(list_connections(drain_s=DRAIN_S))
+    sent = gather_traffic(partial(gather_values, world), [], connections)
     if world.rank == 0:
         emit(Traffic(world.rank, node, 0, tuple(sent)))
     emit(Finished(world.rank, node, 0, NUM_SUMS, "", 0))
@@ -121,6 +119,6 @@ def _time_sum(world: World, node: str, num_ranks: int, num_bytes: int) -> float:
         _, name, seconds = choose_collective(group, local, total)
         if world.rank == 0:
             emit(CollectiveTimed(world.rank, node, num_ranks, num_bytes, name, seconds))
-    agreed_s = max(gather_seconds(world, seconds))
+    agreed_s = find_slowest_s(world, seconds)
     group.free()
     return agreed_s

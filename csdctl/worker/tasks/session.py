@@ -9,6 +9,7 @@ task defines what the ranks then do.
 import contextlib
 import queue
 import time
+from importlib import import_module
 
 import numpy as np
 
@@ -20,13 +21,30 @@ from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.events import STATE, Joined, LinkLost, Misbehaved, Paused, Pong, Ready, WaitingFor
 from csdctl.worker.protocol.json_codec import Sha256
 from csdctl.worker.protocol.orders import FormGroup
-from csdctl.worker.protocol.run_spec import RunSpec
+from csdctl.worker.protocol.run_spec import (
+    TRAIN,
+    TRAIN_SPLIT,
+    TRIAL,
+    TRIAL_SPLIT,
+    VERIFY,
+    VERIFY_SPLIT,
+    RunSpec,
+)
 from csdctl.worker.tasks.progress import Reporter, RunProgress, hash_state, max_state_bytes, pack, unpack
-from csdctl.worker.tasks.registry import make_task
-from csdctl.worker.tasks.task import Group, Orders, TaskContext
+from csdctl.worker.tasks.task import Group, Orders, Task, TaskContext
 
 ORPHAN_S = 600.0
 """A rank without a group that receives no order for this long exits."""
+
+TASKS = {
+    TRAIN_SPLIT: "csdctl.worker.tasks.split:Split",
+    TRIAL_SPLIT: "csdctl.worker.tasks.split:SplitTrial",
+    TRAIN: "csdctl.worker.tasks.train:Train",
+    TRIAL: "csdctl.worker.tasks.train:Trial",
+    VERIFY: "csdctl.worker.tasks.verify:Verify",
+    VERIFY_SPLIT: "csdctl.worker.tasks.verify:VerifySplit",
+}
+"""Name → module:class. A task's module is imported only when the task is requested."""
 
 
 class RankSession:
@@ -39,9 +57,9 @@ class RankSession:
         self._reporter = Reporter(self._me)
         self._orders = Orders(lambda number: self._reporter.emit(Pong, number))
         self._progress = RunProgress(spec)
-        self._task = make_task(
-            TaskContext(spec, self._me, self._progress, self._reporter, self._orders, step)
-        )
+        module, _, name = TASKS[spec.task.name].partition(":")
+        context = TaskContext(spec, self._me, self._progress, self._reporter, self._orders, step)
+        self._task: Task = getattr(import_module(module), name)(context)
 
     def run(self) -> None:
         """Run the task to its end; raises WorkerError."""

@@ -1,6 +1,6 @@
 """The interface between a task and the session that runs it, and what tasks with a model have in common.
 
-A new task is a class that implements `Task`, in a file of its own, and a line in registry.py.
+A new task is a class that implements `Task`, in a file of its own, and a line in `TASKS` (session.py).
 """
 
 import os
