@@ -16,8 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from csdctl.worker.process.errors import WorkerError
-from csdctl.worker.process.output import GuardedOutput, exit_with_failure, set_event_sink
-from csdctl.worker.protocol.events import UNKNOWN_NODE
+from csdctl.worker.process.output import (
+    GuardedOutput,
+    emit,
+    end_without_reader,
+    exit_with_failure,
+    set_event_sink,
+)
+from csdctl.worker.protocol.events import UNKNOWN_NODE, Misbehaved
 from csdctl.worker.protocol.json_codec import (
     DATA,
     ERROR,
@@ -175,12 +181,17 @@ def _link(run: str, rank: str, generation: str, marker: str = "") -> int:
 
 
 def _check_mpi(rank: str, size: str, node: str, sums: str = "", marker: str = "") -> int:
+    from csdctl.worker.group.values import PeerFaultError
     from csdctl.worker.tasks.mpi_check import check_mpi
 
-    code = check_mpi(int(rank), int(size), node, sums)
-    if code:  # a rank that fails must not wait for the others in MPI_Finalize
-        os._exit(code)
-    return code
+    try:
+        check_mpi(int(rank), int(size), node, sums)
+    except PeerFaultError as fault:
+        emit(Misbehaved(int(rank), node, fault.rank, fault.message))
+        os._exit(1)
+    except BaseException as error:  # a rank that fails must not wait for the others in MPI_Finalize
+        exit_with_failure(int(rank), node, error)
+    return 0
 
 
 def _run_sandbox(marker: str = "") -> int:
@@ -215,8 +226,6 @@ def run() -> None:
     """Run the command of sys.argv and exit with its code."""
     os.umask(0o077)  # whatever a worker writes may hold data: for this user alone
     if not {*sys.argv[1:2]} & {*OF_MPI}:
-        from csdctl.worker.process.output import end_without_reader
-
         end_without_reader()
     code = 1
 

@@ -30,27 +30,28 @@ class BatchedPass:
     """A model that is run over samples in batches of one size, the last one padded."""
 
     def __init__(
-        self, compute: Callable[[Array], list[Array]], convert: Callable[[list[Array]], Array]
+        self,
+        compute: Callable[[Array], list[Array]],
+        convert: Callable[[list[Array]], Array],
+        batch_size: int = BATCH_SIZE,
     ) -> None:
-        """`compute` returns the outputs of a batch, each of shape (BATCH_SIZE, …).
+        """`compute` returns the outputs of a batch, each of shape (batch_size, …).
 
         `convert` makes the stored rows of them.
         """
-        self._compute, self._convert = compute, convert
+        self._compute, self._convert, self._batch_size = compute, convert, batch_size
 
     def run(self, samples: Array) -> Array:
         """Return a row, shape (n, …), for each of `samples`, shape (n, …)."""
-        parts = [
-            self._run_batch(samples[start : start + BATCH_SIZE])
-            for start in range(0, len(samples), BATCH_SIZE)
-        ]
+        size = self._batch_size
+        parts = [self._run_batch(samples[start : start + size]) for start in range(0, len(samples), size)]
         return np.concatenate(parts) if parts else self._run_batch(samples)
 
     def _run_batch(self, samples: Array) -> Array:
-        padded = np.zeros((BATCH_SIZE, *samples.shape[1:]), samples.dtype)
+        padded = np.zeros((self._batch_size, *samples.shape[1:]), samples.dtype)
         padded[: len(samples)] = samples
         outputs = self._compute(padded)
-        if any(output.shape[:1] != (BATCH_SIZE,) for output in outputs):
+        if any(output.shape[:1] != (self._batch_size,) for output in outputs):
             raise WorkerError(
                 "the model does not compute one row for each sample",
                 remedy="use a model whose outputs have one row for each sample of the batch",
@@ -164,15 +165,11 @@ def lite_pass(part: Prefix, convert: Callable[[list[Array]], Array], threads: in
     outputs = interpreter.get_output_details()
 
     def compute(samples: Array) -> list[Array]:
-        parts = []
-        for start in range(0, len(samples), LITE_BATCH_SIZE):
-            scaled = scale(samples[start : start + LITE_BATCH_SIZE], part.input_range, source["dtype"])
-            interpreter.set_tensor(source["index"], scaled)
-            interpreter.invoke()
-            parts.append([interpreter.get_tensor(output["index"]) for output in outputs])
-        return [np.concatenate(output) for output in zip(*parts, strict=True)]
+        interpreter.set_tensor(source["index"], scale(samples, part.input_range, source["dtype"]))
+        interpreter.invoke()
+        return [interpreter.get_tensor(output["index"]) for output in outputs]
 
-    return BatchedPass(compute, convert)
+    return BatchedPass(compute, convert, LITE_BATCH_SIZE)
 
 
 def scale(values: Array, input_range: tuple[float, float] | None, dtype: Any) -> Array:

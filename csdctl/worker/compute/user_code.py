@@ -13,6 +13,7 @@ import random
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -38,16 +39,14 @@ def load_function(reference: str) -> Any:
     return function
 
 
-def run_user_code(description: str, code: Callable[[], Any]) -> Any:
+def run_user_code(
+    description: str, code: Callable[[], Any], remedy: str = "fix the model's code, or model_args"
+) -> Any:
     """Return what `code` returns; whatever it raises, even SystemExit, becomes a WorkerError."""
     try:
         return code()
     except BaseException as error:
-        raise WorkerError(
-            f"{description} fails: {describe(error)}",
-            remedy="fix the model's code, or model_args",
-            exit_code=2,
-        ) from None
+        raise WorkerError(f"{description} fails: {describe(error)}", remedy=remedy, exit_code=2) from None
 
 
 def import_file(path: Path) -> Any:
@@ -75,7 +74,7 @@ def import_roots(roots: Sequence[str]) -> None:
             import_file(root)
         else:
             sys.path.insert(0, str(root.parent))
-            run_user_code(str(root), lambda name=root.name: importlib.import_module(name))  # type: ignore[misc]
+            run_user_code(str(root), partial(importlib.import_module, root.name))
 
 
 def import_packed(archive: str, modules: Sequence[str]) -> dict[str, Any]:
@@ -86,15 +85,10 @@ def import_packed(archive: str, modules: Sequence[str]) -> dict[str, Any]:
     if not archive:
         return {}
     sys.path.insert(0, archive)
+    remedy = "install what it imports, or add the user's own modules to `code` in job.yaml"
     for name in modules:
-        try:
-            _PACKED[name] = importlib.import_module(name)
-        except BaseException as error:
-            raise WorkerError(
-                f"the job's code cannot be imported here: {name}: {describe(error)}",
-                remedy="install what it imports, or add the user's own modules to `code` in job.yaml",
-                exit_code=2,
-            ) from None
+        load = partial(importlib.import_module, name)
+        _PACKED[name] = run_user_code(f"importing {name} of the job's code", load, remedy)
     return find_objects(lambda file: file.startswith(archive))
 
 
@@ -119,7 +113,6 @@ def imported_beside(directory: Path) -> list[Path]:
 
 _AUGMENT = 2
 """The last element of the seed: it keeps these numbers apart from the order of samples (prepared.py)."""
-TRY_IT = "fix the function, and try it with `csdctl prepare`"
 _MAX_GLOBAL_SEED = 1 << 32
 
 Parts = Array | dict[str, Array]
@@ -148,8 +141,12 @@ class Augmentation:
         Raises WorkerError if the function fails or returns something else; it names no value of a private
         sample.
         """
+        seed = [self._seed, step, rank, _AUGMENT]
+        parts = [slice(number, number + 1) for number in range(num_single)]
         try:
-            return self._apply(samples, labels, step, rank, num_single)
+            changed = [self._call(samples[one], labels[one], [*seed, one.start]) for one in parts]
+            if num_single < len(samples) or not changed:
+                changed.append(self._call(samples[num_single:], labels[num_single:], seed))
         except WorkerError:
             raise
         except BaseException as error:
@@ -158,16 +155,7 @@ class Augmentation:
             else:
                 traceback.print_exc()  # to the rank's log: the message may contain values of samples
                 problem = f"fails: {type(error).__name__}; its message is in the rank's log"
-            raise self._error(problem, TRY_IT) from None
-
-    def _apply(
-        self, samples: Array, labels: Array, step: int, rank: int, num_single: int
-    ) -> tuple[Array, Array]:
-        seed = [self._seed, step, rank, _AUGMENT]
-        parts = [slice(number, number + 1) for number in range(num_single)]
-        changed = [self._call(samples[one], labels[one], [*seed, number]) for number, one in enumerate(parts)]
-        if num_single < len(samples) or not changed:
-            changed.append(self._call(samples[num_single:], labels[num_single:], seed))
+            raise self._error(problem, "fix the function, and try it with `csdctl prepare`") from None
         if len(changed) == 1:
             return changed[0]
         all_samples, all_labels = zip(*changed, strict=True)

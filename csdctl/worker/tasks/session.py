@@ -7,7 +7,6 @@ task defines what the ranks then do.
 """
 
 import contextlib
-import queue
 import time
 from importlib import import_module
 
@@ -17,7 +16,6 @@ from csdctl.worker.compute.step import Step
 from csdctl.worker.group.channel import Listener, SharedVectors
 from csdctl.worker.group.communicator import Communicator, LinkCommunicator
 from csdctl.worker.group.values import LinkLostError, PeerFaultError
-from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.events import STATE, Joined, LinkLost, Misbehaved, Paused, Pong, Ready, WaitingFor
 from csdctl.worker.protocol.json_codec import Sha256
 from csdctl.worker.protocol.orders import FormGroup
@@ -32,9 +30,6 @@ from csdctl.worker.protocol.run_spec import (
 )
 from csdctl.worker.tasks.progress import Reporter, RunProgress, hash_state, max_state_bytes, pack, unpack
 from csdctl.worker.tasks.task import Group, Orders, Task, TaskContext
-
-ORPHAN_S = 600.0
-"""A rank without a group that receives no order for this long exits."""
 
 TASKS = {
     TRAIN_SPLIT: "csdctl.worker.tasks.split:Split",
@@ -70,7 +65,7 @@ class RankSession:
         with contextlib.closing(Listener(spec.run_id, self._me.rank, spec.link_key)) as listener:
             num_samples = self._me.num_private + self._me.num_public
             self._reporter.emit(Ready, num_samples, round(time.monotonic() - started, 3))
-            while (reason := self._run_in_group(self._next_group(), listener)) is None:
+            while (reason := self._run_in_group(self._orders.next_group(), listener)) is None:
                 pass
             # A link that comes late waits here, as saving a model may take long; refused, mpirun would fail.
             self._task.finish(reason)
@@ -80,14 +75,6 @@ class RankSession:
         self._orders.await_release()
         self._orders.on_group = lambda: None  # frees the communicator, and through it the shared memory
         self._vectors.close()
-
-    def _next_group(self) -> FormGroup:
-        try:
-            return self._orders.next_group(ORPHAN_S)
-        except queue.Empty:
-            raise WorkerError(
-                f"received no order for {ORPHAN_S:g} s: csdctl has exited or is disconnected"
-            ) from None
 
     def _run_in_group(self, order: FormGroup, listener: Listener) -> str | None:
         """Join the group and run the task in it; None when the group is lost or left, else why it ends."""

@@ -199,5 +199,5 @@ def test_trial_names_a_module_that_the_job_does_not_name(tmp_path: Path) -> None
     path = Path(trial.reference.rpartition(":")[0])
     path.write_text("import no_helper_in_code\n" + path.read_text())
     Path(trial.code.archive).write_bytes(pack_code([path]))
-    with pytest.raises(WorkerError, match=rf"{path.stem}: .*No module named 'no_helper_in_code'"):
+    with pytest.raises(WorkerError, match=rf"importing {path.stem} .*No module named 'no_helper_in_code'"):
         try_augment(trial)
