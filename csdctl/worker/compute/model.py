@@ -29,6 +29,7 @@ from csdctl.worker.compute.user_code import (
     import_roots,
     imported_beside,
     load_function,
+    missing_packages,
     run_user_code,
 )
 from csdctl.worker.data.arrays import save_arrays
@@ -160,10 +161,15 @@ def load(architecture: Path, weights: Path, keras: Any, code: UserCode | None = 
     except OSError as error:
         raise WorkerError(f"the model cannot be read: {error}", remedy="run `csdctl deploy` again") from None
     except Exception as error:
+        if missing := missing_packages(json.loads(text)):
+            raise WorkerError(
+                f"has no {', '.join(missing)}, which the model is made of",
+                remedy="install it on all machines; if it is your own, name it in `code` of job.yaml",
+                exit_code=2,
+            ) from None
         raise WorkerError(
             f"the model cannot be built here: {describe(error).partition(' Full object config:')[0]}",
-            remedy="install the same Keras and all packages of the model on all machines, and name its own "
-            "code in job.yaml",
+            remedy="use the same Keras version on all machines, and name the model's own code in job.yaml",
             exit_code=2,
         ) from None
     return model

@@ -81,12 +81,9 @@ class NoisySums:
         return tf.add_n([tf.cast(one, tf.float32) for one in penalties]) if penalties else None
 
     def _gradients(self, tape: Any, objective: Any) -> list[Any]:
-        tf = self._tf
-        gradients = tape.gradient(objective, [variable.value for variable in self._variables])
-        return [
-            tf.zeros(variable.shape) if gradient is None else tf.convert_to_tensor(gradient)
-            for gradient, variable in zip(gradients, self._variables, strict=True)
-        ]
+        values, zero = [variable.value for variable in self._variables], self._tf.UnconnectedGradients.ZERO
+        gradients = tape.gradient(objective, values, unconnected_gradients=zero)
+        return list(map(self._tf.convert_to_tensor, gradients))
 
 
 def secret_normal(count: int) -> Array:

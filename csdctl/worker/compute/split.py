@@ -118,8 +118,7 @@ class PrefixStep(RankStep):
         self.layout = self._lay_out()
         samples, _ = self.objective.signature
         self._forward = tf.function(self._forward_graph, autograph=False, input_signature=[samples])
-        variables = self.model.trainable_variables
-        self._flatten = tf.function(lambda gradients: flatten(gradients, variables, tf), autograph=False)
+        self._flatten = tf.function(lambda gradients: flatten(gradients, tf), autograph=False)
         self._passes: list[tuple[Any, Any, Any, Any, int]] = []
 
     def forward(self, samples: Array) -> Array:
@@ -140,7 +139,10 @@ class PrefixStep(RankStep):
         variables = [variable.value for variable in self.model.trainable_variables]
         if variables:
             towards = [tf.cast(gradient, output.dtype), tf.constant(loss_count, tf.float32)]
-            gradients = tape.gradient([output, penalty], variables, output_gradients=towards)
+            zero = tf.UnconnectedGradients.ZERO
+            gradients = tape.gradient(
+                [output, penalty], variables, output_gradients=towards, unconnected_gradients=zero
+            )
             out[layout.gradients] += np.asarray(self._flatten(gradients)) * self.weight
         out[layout.statistics] += np.asarray(changes) * self.weight
         out[layout.sums.start] += float(penalty) * loss_count * self.weight
@@ -166,14 +168,9 @@ class PrefixStep(RankStep):
         return output, tf.add_n(penalties), tf.concat([tf.zeros((0,)), *changes], axis=0)
 
 
-def flatten(gradients: Sequence[Any], variables: Sequence[Any], tf: Any) -> Any:
+def flatten(gradients: Sequence[Any], tf: Any) -> Any:
     """Return gradients as one vector, float32; inside a graph."""
-    flat = [
-        tf.zeros((math.prod(variable.shape),))
-        if gradient is None
-        else tf.reshape(tf.cast(tf.convert_to_tensor(gradient), tf.float32), [-1])
-        for gradient, variable in zip(gradients, variables, strict=True)
-    ]
+    flat = [tf.reshape(tf.cast(tf.convert_to_tensor(one), tf.float32), [-1]) for one in gradients]
     return tf.concat([tf.zeros((0,)), *flat], axis=0)
 
 

@@ -351,15 +351,9 @@ class Step(RankStep):
             parts = [batch.mean] if batch.summed is None else [batch.mean, batch.summed]
             objectives = [self.optimizer.scale_loss(one) if self.has_loss_scaling else one for one in parts]
         self._has_summed = batch.summed is not None
-        means, *summed = (
-            [
-                tf.zeros(variable.shape) if gradient is None else tf.cast(gradient, tf.float32)
-                for gradient, variable in zip(
-                    tape.gradient(objective, [v.value for v in variables]), variables, strict=True
-                )
-            ]
-            for objective in objectives
-        )
+        values, zero = [variable.value for variable in variables], tf.UnconnectedGradients.ZERO
+        gradients = (tape.gradient(one, values, unconnected_gradients=zero) for one in objectives)
+        means, *summed = ([tf.cast(one, tf.float32) for one in found] for found in gradients)
         return means, summed[0] if summed else [], batch
 
     def _local_graph(self, samples: Any, labels: Any) -> Any:

@@ -92,6 +92,17 @@ def import_packed(archive: str, modules: Sequence[str]) -> dict[str, Any]:
     return find_objects(lambda file: file.startswith(archive))
 
 
+def missing_packages(content: Any) -> list[str]:
+    """Return the packages that a model's configuration names, and that cannot be imported here."""
+    if isinstance(content, list):
+        return sorted({name for part in content for name in missing_packages(part)})
+    if not isinstance(content, dict):
+        return []
+    package = str(content.get("module") or "").partition(".")[0]
+    is_missing = package.isidentifier() and importlib.util.find_spec(package) is None
+    return sorted({*missing_packages(list(content.values())), *([package] if is_missing else [])})
+
+
 def find_objects(is_users: Callable[[str], bool]) -> dict[str, Any]:
     """Return classes and functions of the imported modules whose file `is_users`, by name."""
     found: dict[str, Any] = {}
