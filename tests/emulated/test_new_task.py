@@ -1,7 +1,7 @@
 """A new task is one file and its registration: a task that counts samples, in a group that loses a node.
 
-The package is copied, the task's file added and one line written into the registry; csdctl then packs, ships
-and runs this worker over real SSH and MPI.
+The package is copied, the task's file added and one line written into the table of tasks; csdctl then
+packs, ships and runs this worker over real SSH and MPI.
 """
 
 import json
@@ -82,9 +82,9 @@ def add_task(site: Path) -> None:
     shutil.copytree(Path(package.__file__).parent, site / "csdctl")
     tasks = site / "csdctl" / "worker" / "tasks"
     shutil.copy(Path(__file__).with_name("count_task.py"), tasks / "count.py")
-    registry = tasks / "registry.py"
+    registry = tasks / "session.py"
     before, opening, after = registry.read_text().partition("TASKS = {\n")
-    assert opening, "the registry has no table of tasks"
+    assert opening, "session.py has no table of tasks"
     registry.write_text(before + opening + REGISTRATION + after)
 
 

@@ -17,11 +17,17 @@ import socket
 import struct
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from csdctl.worker.process.errors import WorkerError, describe
 from csdctl.worker.protocol.json_codec import from_json
-from csdctl.worker.protocol.sandbox import SOCKETS_VARIABLE, USER_VARIABLE, SandboxCheck, SandboxPolicy
+from csdctl.worker.protocol.sandbox import (
+    SOCKETS_VARIABLE,
+    USER_VARIABLE,
+    SandboxCheck,
+    SandboxPolicy,
+    SandboxRequest,
+)
 from csdctl.worker.sandbox.seccomp_supervisor import SeccompSupervisor, why_open
 from csdctl.worker.sandbox.system_calls import (
     ARCHITECTURES,
@@ -169,8 +175,8 @@ _KEPT, _KEPT_PREFIXES = (
 _ALLOW_ROOT = {"PRTE_ALLOW_RUN_AS_ROOT": "1", "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 
-def check_sandbox(peers: Sequence[str] = ()) -> SandboxCheck:
-    """Return whether this machine can run a sandbox, and close its ports to all but `peers`, by trying."""
+def check_sandbox(request: SandboxRequest) -> SandboxCheck:
+    """Return whether this machine can run a sandbox, and close its ports to all but its peers, by trying."""
     if MACHINE not in ARCHITECTURES:
         return SandboxCheck(f"the system calls of {MACHINE} are not known")
     if not landlock_version():
@@ -193,7 +199,7 @@ def check_sandbox(peers: Sequence[str] = ()) -> SandboxCheck:
         return SandboxCheck("the kernel or a container refuses seccomp filters with notifications")
     if not has_worked:
         return SandboxCheck("a process may not watch its children (kernel.yama.ptrace_scope)")
-    return SandboxCheck("", why_open([ipaddress.ip_network(peer) for peer in peers]))
+    return SandboxCheck("", why_open([ipaddress.ip_network(peer) for peer in request.peers]))
 
 
 def run_sandbox() -> int:
