@@ -26,16 +26,17 @@ ROUNDS = 3
 NODE_CPU = 0.22
 
 BUILD = """\
-import keras, pathlib, tensorflow as tf
+import keras, pathlib
 import efficientnet_lite0
 from csdctl.worker.compute.forward import convert
 from csdctl.worker.compute.model import save_weights
+from csdctl.worker.protocol.features import ConvertSpec
 from csdctl.worker.protocol.run_spec import Prefix
 whole = efficientnet_lite0.build()
 prefix = keras.Model(whole.input, whole.get_layer("avg_pool").output)
 pathlib.Path("prefix.json").write_text(prefix.to_json())
 save_weights(pathlib.Path("prefix.npz"), prefix.get_weights())
-convert(Prefix("prefix.json", "prefix.npz", None), pathlib.Path("prefix.tflite"), tf, keras)
+convert(ConvertSpec(Prefix("prefix.json", "prefix.npz", None), "prefix.tflite"))
 """
 MEASURE = """\
 import json, pathlib, sys, time

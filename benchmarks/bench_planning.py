@@ -10,8 +10,7 @@ from random import Random
 
 import pytest
 
-from csdctl.perfmodel.prediction import RankModel
-from csdctl.perfmodel.step_time import StepTime
+from csdctl.perfmodel.prediction import RankModel, StepTime
 from csdctl.tuning.search import Limits, find_best
 from tests.unit.tuning.test_probe_policy import EQUAL_NODES, FOUR_CLASSES, Machines, probed
 

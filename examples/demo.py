@@ -9,11 +9,11 @@ import time
 from pathlib import Path
 
 from csdctl.cli.app import run_command
-from csdctl.cli.commands.emulate import STATE
 from csdctl.emulation.fleet import stop_fleet
 from csdctl.errors import InputError, RunError
 from csdctl.launch.mpirun import find_mpirun
 from csdctl.reporting.numbers import format_seconds
+from csdctl.runs.directory import ProjectDirectory
 from csdctl.terminal.streams import Streams
 
 EXAMPLES = Path(__file__).parent.absolute()
@@ -44,7 +44,7 @@ def run_demo(directory: Path, nodes: int, cpu: float, *, is_transfer: bool, is_k
     find_mpirun()
     copy_example("transfer_learning" if is_transfer else "fashion_mnist", directory)
     os.chdir(directory)
-    emulated = Path.cwd() / STATE
+    emulated = ProjectDirectory(Path.cwd()).emulated
     stop_fleet(emulated)
     streams.say(
         f"The demo runs in {Path.cwd()}. The fleet is emulated: its timings say nothing about real nodes."

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from csdctl.errors import CsdctlError, DeadlineError, InputError
 from csdctl.transport.commands import WrappedCommand
 from csdctl.transport.meter import Meter
-from csdctl.transport.session import MAX_OUTPUT_BYTES, Completed, Conversation, Deadline, Running, Session
+from csdctl.transport.session import MAX_OUTPUT_BYTES, Completed, Conversation, Deadline, Process, Session
 
 Replies = Callable[[str], Iterable[str]]
 
@@ -84,7 +84,7 @@ class FakeSession(Session):
         """Record the call in `is_closed`."""
         self.is_closed = True
 
-    def _start(self, wrapped: WrappedCommand, deadline: Deadline) -> Running:
+    def _start_process(self, wrapped: WrappedCommand, deadline: Deadline) -> Process:
         raise AssertionError("run and converse start nothing here")
 
     def _response(self, command: Sequence[str]) -> ScriptedResponse:

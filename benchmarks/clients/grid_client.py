@@ -23,7 +23,8 @@ from csdctl.shipping.worker_zip import pack_worker
 from csdctl.transport.meter import TrafficClass
 from csdctl.tuning.plan import load_plan
 from csdctl.workflows.data.prepare import prepare_job
-from csdctl.workflows.tune.trial import run_trial
+from csdctl.workflows.train.spec import RunContext
+from csdctl.workflows.tune.probing import run_trial
 from csdctl.workflows.workspace.workspace import open_workspace
 
 SYNTHETIC = "csdctl/worker/data/prepared.py"
@@ -73,9 +74,10 @@ def main() -> None:
     num_steps = sum(counts) + 1
     packed = pack_visiting_worker([*visits, (visits[-1][0], 1)], times)
     with open_workspace(Path.cwd(), load_fleet(Path("fleet.yaml")), "tune", is_locking=True) as space:
-        prepared = prepare_job(job, space.fleet, space.sessions, space.project, lambda line: None)
+        prepared = prepare_job(job, space, lambda line: None)
         worker = store_bytes(packed, ".pyz", space.project.root, TrafficClass.CODE)
-        run_trial(job, plan.ranks, replace(prepared, worker=worker), space, num_steps)
+        context = RunContext(job, replace(prepared, worker=worker), space, None)  # type: ignore[arg-type]
+        run_trial(plan.ranks, context, num_steps)
     seconds = [after - before for before, after in pairwise(map(float, times.read_text().split()))]
     print(json.dumps([[seconds.pop(0) for _ in range(count)] for count in counts]))
 

@@ -1,11 +1,9 @@
 """The Python interface: the workflows of the command line, for scripts and notebooks."""
 
-from csdctl.api.before_training import discover, prepare, tune, verify
-from csdctl.api.fleet import Fleet
+from csdctl.api.fleet import Fleet, load_fleet
 from csdctl.api.job import Job
 from csdctl.api.options import TrainOptions, TuneOptions
-from csdctl.api.run import Run, load_run, train
-from csdctl.api.session import load_fleet
+from csdctl.api.run import Run, discover, load_run, prepare, train, tune, verify
 from csdctl.errors import CsdctlError
 from csdctl.supervision.event_callbacks import STOP
 from csdctl.tuning.plan import Plan

@@ -3,6 +3,7 @@
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,6 +41,8 @@ def _shared(
 
 
 SHARED = inspect.signature(_shared).parameters
+FIELDS = {"job": "job_path", "fleet": "fleet_path", "json": "is_json"}
+"""Parameters that are other fields of a Call."""
 
 
 def _add_options(command: Command, names: list[str]) -> Command:
@@ -51,31 +54,28 @@ def _add_options(command: Command, names: list[str]) -> Command:
 
     @functools.wraps(command)
     def run(**values: Any) -> None:
-        command(Call(command.__name__, **{name: values.pop(name) for name in added}), **values)
+        shared = {FIELDS.get(name, name): values.pop(name) for name in added}
+        command(Call(command.__name__, **shared), **values)
 
     parameters = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in shown.values()]
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return run
 
 
+@dataclass
 class Call:
     """One call of a command: its name, its streams, and the job and the fleet that its options select."""
 
-    def __init__(
-        self,
-        command: str,
-        *,
-        fleet: Path,
-        limit: list[str] | None,
-        exclude: list[str] | None,
-        json: bool,
-        failed_from: Path | None = None,
-        job: Path = options.DEFAULT_JOB,
-    ) -> None:
-        self.command = command
-        self.fleet_path, self.job_path = fleet, job
-        self.limit, self.exclude, self.failed_from = limit, exclude, failed_from
-        self.streams = Streams(is_json=json)
+    command: str
+    is_json: bool
+    fleet_path: Path
+    limit: list[str] | None
+    exclude: list[str] | None
+    failed_from: Path | None = None
+    job_path: Path = options.DEFAULT_JOB
+
+    def __post_init__(self) -> None:
+        self.streams = Streams(is_json=self.is_json)
         self.directory = self.streams.directory
 
     @cached_property
@@ -104,7 +104,7 @@ class Call:
         is_dry: bool = False,
     ) -> None:
         """Report the machines that failed, then `conclude`; `schema` is of a document of the results."""
-        from csdctl.terminal.tables import render_failed
+        from csdctl.terminal.nodes import render_failed
         from csdctl.transport.many import errors_of
 
         failed = errors_of(outcomes)

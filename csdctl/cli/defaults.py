@@ -33,9 +33,9 @@ def load_defaults(path: Path, app: typer.Typer, arguments: Sequence[str]) -> dic
     if not path.is_file():
         return {}
     from csdctl.documents import load_text
-    from csdctl.documents.yaml_text import build, compose
+    from csdctl.documents.yaml_text import parse_yaml
 
-    content = build(compose(load_text(path), str(path)), str(path))
+    _, content = parse_yaml(load_text(path), str(path))
     if not isinstance(content, dict):
         raise InputError(f"{path}: expected commands with their options, such as `train: {{keep: 5}}`")
     root: Any = typer.main.get_command(app)

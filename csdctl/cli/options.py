@@ -1,11 +1,33 @@
-"""Options that several commands share, each defined once."""
+"""Options that several commands share, each defined once, and what the shell completes besides files."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from csdctl.cli.completion import complete_nodes
+from csdctl.errors import CsdctlError
+from csdctl.runs.private import STATE_DIRECTORY
+
+
+def complete_nodes(context: typer.Context, incomplete: str) -> list[str]:
+    """Return the names of nodes in the fleet file of the command line; none where it cannot be read."""
+    from csdctl.fleet.fleet_file import load_fleet
+
+    try:
+        nodes = load_fleet(Path(context.params.get("fleet") or "fleet.yaml")).nodes
+    except (CsdctlError, OSError):
+        return []
+    return [node.name for node in nodes if node.name.startswith(incomplete)]
+
+
+def complete_runs(incomplete: str) -> list[str]:
+    """Return the ids of this project's runs, the latest first."""
+    try:
+        paths = sorted(Path(STATE_DIRECTORY, "runs").iterdir(), reverse=True)
+    except OSError:
+        return []
+    return [path.name for path in paths if path.name.startswith(incomplete)]
+
 
 DEFAULT_FLEET = Path("fleet.yaml")
 DEFAULT_JOB = Path("job.yaml")
@@ -75,4 +97,8 @@ FeatureEngineOption = Annotated[
 ]
 SkipDoctorOption = Annotated[
     bool, typer.Option("--skip-doctor", help="Start without checking the machines first.")
+]
+HtmlOption = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Write charts and tables as one HTML file, which loads nothing."),
 ]

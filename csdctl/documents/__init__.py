@@ -1,33 +1,272 @@
 """Files of YAML and JSON: read within limits and checked, written atomically.
 
 Everything that csdctl reads from a file is read here first. Files may come from strangers: their size, depth,
-number of values and number of reported problems are bounded.
+number of values and number of reported problems are bounded, and a file may be a device, a link to one, or
+larger than memory. Documents are pydantic models: every problem is reported with its line and, for an unknown
+key, the nearest one.
+
+A file is written to a temporary file or directory, synced and renamed: a reader never sees a part of it, and
+a crash leaves the old one.
 """
 
-from csdctl.documents.models import Document, check_values, load_document, parse_document
-from csdctl.documents.text import load_json, load_text, parse_json_document, split_lines
-from csdctl.documents.writing import (
-    build_atomically,
-    make_directory,
-    save_bytes,
-    save_json,
-    save_text,
-    write_atomically,
-)
+import contextlib
+import difflib
+import functools
+import json
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Hashable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar, cast
 
-__all__ = [
-    "Document",
-    "build_atomically",
-    "check_values",
-    "load_document",
-    "load_json",
-    "load_text",
-    "make_directory",
-    "parse_document",
-    "parse_json_document",
-    "save_bytes",
-    "save_json",
-    "save_text",
-    "split_lines",
-    "write_atomically",
-]
+import yaml
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+
+from csdctl.documents.yaml_text import parse_yaml
+from csdctl.errors import InputError
+
+MAX_TEXT_BYTES = 2 << 20
+"""Size of a file written by people; the plan of 4,000 ranks has a third of it."""
+MAX_LINE = 10_000
+"""Characters in a line of a file whose format has lines."""
+MAX_JSON_BYTES = 16 << 20
+"""Size of a JSON file written by csdctl; the facts of 1,000 machines have a third of it."""
+
+AGAIN = "remove it, and create it again"
+_DESCRIPTORS = ("/dev/fd/", "/dev/stdin", "/proc/self/fd/")
+"""Where the shell puts the output of `<(command)`."""
+
+
+def load_text(
+    path: Path, *, max_bytes: int = MAX_TEXT_BYTES, remedy: str = "", errors: str = "strict"
+) -> str:
+    """Read a UTF-8 text file; raises InputError if it is missing, no regular file, too large or no text.
+
+    `errors` as in `bytes.decode`.
+    """
+    try:
+        content = _read(path, max_bytes + 1)
+    except FileNotFoundError:
+        raise InputError(f"{path} does not exist", remedy=remedy) from None
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path} cannot be read: {error}", remedy=remedy) from None
+    if len(content) > max_bytes:
+        raise InputError(
+            f"{path} has more than {max_bytes:,} bytes, the most that csdctl reads of such a file"
+        )
+    try:
+        return content.decode("utf-8-sig", errors)
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"{path} cannot be read: byte {error.start} is not UTF-8 text", remedy="save it as UTF-8"
+        ) from None
+
+
+def split_lines(text: str, name: str) -> list[str]:
+    """Return the lines of `text`, which end at line feeds alone; raises InputError for a very long line.
+
+    `name` identifies the text in messages.
+    """
+    lines = text.split("\n")
+    for number, line in enumerate(lines, start=1):
+        if len(line) > MAX_LINE:
+            raise InputError(f"{name}:{number}: {len(line):,} characters, expected at most {MAX_LINE:,}")
+    return lines
+
+
+def _read(path: Path, num_bytes: int) -> bytes:
+    is_pipe_allowed = str(path).startswith(_DESCRIPTORS)
+    # Without O_NONBLOCK, opening a named pipe waits for its writer.
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | (0 if is_pipe_allowed else os.O_NONBLOCK))
+    with os.fdopen(descriptor, "rb") as file:
+        if not (is_pipe_allowed or stat.S_ISREG(os.fstat(descriptor).st_mode)):
+            raise ValueError("it is not a regular file")
+        return file.read(num_bytes)
+
+
+def load_json(path: Path, *, remedy: str = AGAIN) -> Any:
+    """Read a JSON file written by csdctl; raises InputError when it is missing, damaged or too large."""
+    return parse_json_document(
+        load_text(path, max_bytes=MAX_JSON_BYTES, remedy=remedy), str(path), remedy=remedy
+    )
+
+
+def parse_json_document(text: str, name: str, *, remedy: str = AGAIN) -> Any:
+    """Parse JSON `text`; `name` identifies it in the InputError for text that is damaged."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        problem = "nested too deeply" if isinstance(error, RecursionError) else error
+        raise InputError(f"{name} cannot be read: {problem}", remedy=remedy) from None
+
+
+def save_text(path: Path, text: str) -> None:
+    """Write `text` to `path` atomically and sync it."""
+    save_bytes(path, text.encode())
+
+
+def save_bytes(path: Path, content: bytes) -> None:
+    """Write `content` to `path` atomically and sync it."""
+    with write_atomically(path) as file:
+        file.write(content)
+
+
+@contextlib.contextmanager
+def write_atomically(path: Path) -> Iterator[BinaryIO]:
+    """Yield a temporary file, synced and renamed to `path` on exit; after an error `path` is unchanged."""
+    make_directory(path.parent)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def make_directory(directory: Path) -> None:
+    """Create `directory` and its missing parents, for this user alone, whatever the umask is."""
+    if not directory.is_dir():
+        make_directory(directory.parent)
+        directory.mkdir(mode=0o700, exist_ok=True)
+
+
+@contextlib.contextmanager
+def build_atomically(directory: Path) -> Iterator[Path]:
+    """Yield an empty directory whose files are synced and which replaces `directory` on exit.
+
+    After an error `directory` is unchanged.
+    """
+    make_directory(directory.parent)
+    temporary = Path(tempfile.mkdtemp(dir=directory.parent, prefix=f".{directory.name}."))
+    try:
+        yield temporary
+        for file in temporary.rglob("*"):
+            _sync(file)
+        shutil.rmtree(directory, ignore_errors=True)
+        temporary.rename(directory)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def save_json(path: Path, content: object) -> None:
+    """Write `content` as indented JSON, atomically."""
+    save_text(path, json.dumps(content, indent=2, sort_keys=True) + "\n")
+
+
+MAX_PROBLEMS = 20
+"""Number of problems that are reported of one document."""
+MAX_SHOWN = 60
+"""Characters of a key or a value in a message."""
+
+
+class Document(BaseModel):
+    """Base of every file written by the user: unknown keys are errors, numbers finite, values immutable."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+DocumentT = TypeVar("DocumentT", bound=BaseModel)
+ValueT = TypeVar("ValueT")
+
+
+def load_document(path: Path, model: type[DocumentT]) -> DocumentT:
+    """Read the YAML file `path` as `model`; raises InputError with file, line and remedy."""
+    return parse_document(
+        load_text(path, remedy=f"create {path} or give another file"), model, name=str(path)
+    )
+
+
+def parse_document(text: str, model: type[DocumentT], *, name: str) -> DocumentT:
+    """Parse YAML `text` as `model`; `name` identifies it in error messages."""
+    tree, content = parse_yaml(text, name)
+    if not isinstance(content, dict):
+        raise InputError(
+            f"{name}: expected keys such as {', '.join(list(model.model_fields)[:3])}, "
+            f"found {'nothing' if content is None else type(content).__name__}"
+        )
+    try:
+        return model.model_validate(content)
+    except ValidationError as error:
+        problems = [f"{name}{_describe(problem, tree, model)}" for problem in error.errors()[:MAX_PROBLEMS]]
+        if error.error_count() > MAX_PROBLEMS:
+            problems.append(f"{name}: and {error.error_count() - MAX_PROBLEMS:,} more problems")
+    raise InputError("\n".join(problems), remedy=f"fix {name}")
+
+
+def check_values(content: object, expected: type[ValueT], name: str, *, remedy: str = AGAIN) -> ValueT:
+    """Return parsed JSON as `expected`, a dataclass or model; raises InputError naming the first wrong value.
+
+    `name` identifies the content in messages.
+    """
+    try:
+        checked: ValueT = _adapter(cast(Hashable, expected)).validate_python(content)
+        return checked
+    except ValidationError as error:
+        problem = error.errors()[0]
+        raise InputError(f"{name}{_describe(problem, None, None)}", remedy=remedy) from None
+
+
+_adapter = functools.cache(TypeAdapter)
+
+
+def _describe(problem: Any, tree: yaml.Node | None, model: type[BaseModel] | None) -> str:
+    location: tuple[str | int, ...] = problem["loc"]
+    line = _line_of(tree, location)
+    key = _shorten(".".join(str(part) for part in location))
+    where = f":{line}: " if line else ": "
+    if problem["type"] in ("extra_forbidden", "unexpected_keyword_argument"):  # of a dataclass
+        known = _known_keys(model) if model else ()
+        nearest = difflib.get_close_matches(str(location[-1])[:MAX_SHOWN], known, n=1)
+        hint = f", did you mean `{nearest[0]}`?" if nearest else ""
+        return f"{where}unknown key `{key}`{hint}"
+    if problem["type"] == "missing":
+        return f"{where}key `{key}` is missing"
+    received = problem["input"]
+    shown = f" (received {_shorten(repr(received))})" if isinstance(received, str | int | float) else ""
+    what = f"`{key}`: " if key else ""
+    message = problem["msg"].removeprefix("Value error, ")  # pydantic's, before what a validator raised
+    return f"{where}{what}{_shorten(message, 5 * MAX_SHOWN)}{shown}"
+
+
+def _shorten(text: str, most: int = MAX_SHOWN) -> str:
+    return text if len(text) <= most else f"{text[:most]}…"
+
+
+def _line_of(node: yaml.Node | None, location: Sequence[str | int]) -> int | None:
+    """Return the line (from 1) of the deepest existing part of `location`."""
+    line = None
+    for part in location:
+        if isinstance(node, yaml.MappingNode):
+            for key, value in node.value:
+                if key.value == str(part):
+                    line, node = key.start_mark.line + 1, value
+                    break
+            else:
+                break
+        elif isinstance(node, yaml.SequenceNode) and isinstance(part, int) and part < len(node.value):
+            node = node.value[part]
+            line = node.start_mark.line + 1
+        else:
+            break
+    return line
+
+
+def _known_keys(model: type[BaseModel]) -> set[str]:
+    """Return the keys of a document, at all its levels."""
+    schema = model.model_json_schema()
+    parts = [schema, *schema.get("$defs", {}).values()]
+    return {name for part in parts for name in part.get("properties", {})}

@@ -5,24 +5,23 @@ and hexadecimal numbers, and YAML 1.1's `yes` and `on`, are text. Other tags and
 """
 
 import re
-from collections.abc import Callable
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import yaml
 
-from csdctl.documents.text import MAX_DIGITS
 from csdctl.errors import InputError
 
 MAX_SIZE = 4 << 20
 """Characters of all keys and values of a document, aliases expanded; each counts as `VALUE_SIZE` more."""
 VALUE_SIZE = 40
+MAX_DIGITS = 18
+"""Digits of an integer: it fits in 64 bits, as in other languages that read JSON."""
 MAX_SCALAR = 4096
 """Characters of one key or value; no path may be longer."""
 MAX_DEPTH = 40
 """Levels of nesting, aliases expanded."""
 
 _TAG = "tag:yaml.org,2002:"
-_ResultT = TypeVar("_ResultT")
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
@@ -103,22 +102,15 @@ for _name, _pattern, _first in (
     _Loader.add_implicit_resolver(_TAG + _name, re.compile(_pattern), _first)
 
 
-def compose(text: str, name: str) -> yaml.Node | None:
-    """Return the nodes of a YAML document, None if it is empty; raises InputError with the line.
+def parse_yaml(text: str, name: str) -> tuple[yaml.Node | None, Any]:
+    """Return nodes and value of a YAML document, None if it is empty; raises InputError with the line.
 
     `name` identifies the text in messages.
     """
-    return _convert_errors(lambda: _Loader(text).get_single_node(), text, name)
-
-
-def build(node: yaml.Node | None, name: str) -> Any:
-    """Return the value of a node; raises InputError with the line of a part that JSON cannot express."""
-    return None if node is None else _convert_errors(lambda: _Loader("").construct_document(node), "", name)
-
-
-def _convert_errors(run: Callable[[], _ResultT], text: str, name: str) -> _ResultT:
     try:
-        return run()
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        return node, None if node is None else loader.construct_document(node)
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else None
         problem = str(error.problem)[:300]

@@ -1,7 +1,7 @@
 """Stop an emulated fleet, and remove it in any state.
 
 Its processes are found even if its state is lost: by the marker in their environment, and by the names of
-control groups.
+control groups. A fleet may belong to a process: one of its own processes watches that, and then stops it.
 """
 
 import os
@@ -13,14 +13,28 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from csdctl.emulation.files import is_unchanged, remove_fleet_file
 from csdctl.emulation.limits import cgroup_prefix, list_cgroups, list_members, remove_cgroup
-from csdctl.emulation.processes import list_ancestors, list_marked, send_signal, start_time
-from csdctl.emulation.state import FleetPaths, FleetState, Owner, load_state, locked
+from csdctl.emulation.processes import (
+    is_running,
+    list_ancestors,
+    list_marked,
+    send_signal,
+    start_time,
+)
+from csdctl.emulation.state import (
+    FleetPaths,
+    FleetState,
+    Owner,
+    is_unchanged,
+    load_state,
+    locked,
+    remove_fleet_file,
+)
 from csdctl.errors import CsdctlError, InputError
 
 GRACE_S = 5.0
 DEADLINE_S = 10.0
+CHECK_INTERVAL_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -31,18 +45,12 @@ class StoppedFleet:
     kept_fleet_path: Path | None = None
 
 
-def stop_fleet(directory: Path, owner: Owner | None = None) -> StoppedFleet:
-    """End the fleet and remove everything of it, even after a crash; do nothing without a fleet.
-
-    With `owner`, do nothing either if the fleet has another one.
-    """
+def stop_fleet(directory: Path) -> StoppedFleet:
+    """End the fleet and remove everything of it, even after a crash; do nothing without a fleet."""
     paths = FleetPaths(directory)
     if not paths.directory.parent.exists():  # removed manually; its processes may still run
         return remove_fleet(paths)
     with locked(paths):
-        state = load_state(paths)
-        if owner and state and state.owner != owner:
-            return StoppedFleet()
         if paths.is_foreign:
             raise InputError(
                 f"{paths.directory} is not the directory of an emulated fleet; it is left unchanged"
@@ -143,3 +151,22 @@ def _remove_tree(path: Path) -> None:
         shutil.rmtree(path, onerror=retry)
     else:
         path.unlink(missing_ok=True)
+
+
+def find_owner(pid: int) -> Owner:
+    """Return the running process `pid` as an owner; raises InputError if there is none."""
+    started = start_time(pid) if pid > 0 else None
+    if started is None:
+        raise InputError(
+            f"received {pid} as the process that the emulated fleet ends with, "
+            "expected the id of a running process",
+            remedy="give one, such as --pid $$ for the shell, or leave it out: the fleet then stays up",
+        )
+    return Owner(pid, started)
+
+
+def watch_owner(paths: FleetPaths, owner: Owner) -> None:
+    """Stop the fleet when `owner` ends."""
+    while is_running(owner.pid, owner.start_time):
+        time.sleep(CHECK_INTERVAL_S)
+    stop_fleet(paths.directory)

@@ -14,10 +14,8 @@ from pathlib import Path
 
 import csdctl
 from csdctl.documents import make_directory, save_bytes, save_text
-from csdctl.emulation.cleanup import StoppedFleet, remove_fleet, stop_fleet
-from csdctl.emulation.files import check_may_write, save_fleet_file
+from csdctl.emulation.cleanup import StoppedFleet, find_owner, remove_fleet, stop_fleet
 from csdctl.emulation.limits import open_cpu_limit
-from csdctl.emulation.owner import find_owner
 from csdctl.emulation.processes import (
     FLEET_VARIABLE,
     anonymous_bytes,
@@ -30,10 +28,11 @@ from csdctl.emulation.state import (
     FleetPaths,
     FleetState,
     NodeState,
-    Owner,
+    check_may_write,
     check_spec,
     load_state,
     locked,
+    save_fleet_file,
     save_state,
 )
 from csdctl.errors import CsdctlError, DeadlineError, InputError
@@ -67,9 +66,9 @@ def start_fleet(
     """Start the servers, detached, and return the path of the fleet.yaml that describes them.
 
     The fleet is taken down when process `owner_pid` ends; without one, it stays up. A running fleet with the
-    same spec is left as it is, except that it gets the owner of this call, or none; a crashed fleet is
-    removed first. Raises InputError when another fleet is running there, when fleet.yaml was not written by
-    the emulator, when no process has the id `owner_pid`, or when asyncssh is not installed.
+    same spec is left as it is, with its owner; a crashed fleet is removed first. Raises InputError when
+    another fleet is running there, when fleet.yaml was not written by the emulator, when no process has the
+    id `owner_pid`, or when asyncssh is not installed.
     """
     _check_request(spec, cpu_mechanism)
     owner = None if owner_pid is None else find_owner(owner_pid)
@@ -84,7 +83,6 @@ def start_fleet(
             _check_same(paths, state, spec, fleet_path, cpu_mechanism)
             if not state.fleet_path.exists():
                 save_fleet_file(paths, state, sys.executable)
-            _change_owner(paths, state, owner)
             return state.fleet_path
         chosen = (fleet_path or paths.default_fleet).absolute()
         check_may_write(chosen, paths.fleet_id)
@@ -133,19 +131,12 @@ def _check_same(
         )
 
 
-def _change_owner(paths: FleetPaths, state: FleetState, owner: Owner | None) -> None:
-    """Give a running fleet another owner."""
-    if owner != state.owner:
-        save_state(paths, replace(state, owner=owner))
-        _launch(paths, "owner")
-
-
 def _start(paths: FleetPaths, state: FleetState) -> Path:
     paths.directory.mkdir(mode=0o700, exist_ok=True)
     save_text(paths.marker, state.fleet_id + "\n")
     _create_nodes(paths, state)
     save_state(paths, state)
-    nodes = _launch(paths, "nodes", timeout_s=30 + 2 * state.spec.num_nodes)
+    nodes = _launch(paths, timeout_s=30 + 2 * state.spec.num_nodes)
     for name in {*state.node_names} - {node.name for node in nodes}:
         log = paths.node(name).log
         lines = log.read_text(errors="replace").splitlines() if log.exists() else []
@@ -178,9 +169,9 @@ def _create_nodes(paths: FleetPaths, state: FleetState) -> None:
         node.tmp.symlink_to(short / name)
 
 
-def _launch(paths: FleetPaths, part: str, timeout_s: float = 30) -> tuple[NodeState, ...]:
-    """Start what watches the owner, and with `part` "nodes" the servers; return those that listen."""
-    command = [sys.executable, "-P", "-m", "csdctl.emulation.server", str(paths.directory), part]
+def _launch(paths: FleetPaths, timeout_s: float) -> tuple[NodeState, ...]:
+    """Start the servers and what watches the owner; return the servers that listen."""
+    command = [sys.executable, "-P", "-m", "csdctl.emulation.server", str(paths.directory)]
     environment = {
         "PATH": os.defpath,
         "LANG": "C.UTF-8",

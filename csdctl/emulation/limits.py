@@ -16,7 +16,6 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from csdctl.emulation.processes import (
@@ -49,15 +48,6 @@ MEMORY_INTERVAL_S = 0.25
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class CpuHierarchy:
-    """The mount point of the kernel's CPU controller, and the group of this process."""
-
-    version: int
-    mount: Path
-    own: Path
-
-
 class CgroupLimit:
     """One node's control group. Created by `open_cgroup`; `close` ends its processes and removes it."""
 
@@ -82,51 +72,39 @@ def plan_quota(cpu: float) -> tuple[int, int]:
 
 def open_cgroup(name: str, cpu: float) -> CgroupLimit | None:
     """Create a control group limited to `cpu` cores; return None if that is impossible."""
-    for hierarchy in find_hierarchies():
-        # The own group first: parents may belong to another user.
-        for parent in (hierarchy.own, *hierarchy.own.parents):
-            if not parent.is_relative_to(hierarchy.mount):
-                break
-            if _create(parent / name, hierarchy.version, cpu):
-                return CgroupLimit(parent / name, hierarchy.version)
+    if not (hierarchy := find_hierarchy()):
+        return None
+    version, root = hierarchy
+    own = Path(root, parse_own_group(Path("/proc/self/cgroup").read_text(), version))
+    # The own group first: parents may belong to another user. A container may hide groups above its own.
+    for parent in (own, *own.parents):
+        if parent.is_relative_to(root) and _create(parent / name, version, cpu):
+            return CgroupLimit(parent / name, version)
     return None
 
 
-def find_hierarchies() -> list[CpuHierarchy]:
-    """Return the mounted hierarchies that may have a CPU controller, version 1 first."""
-    try:
-        return parse_hierarchies(
-            Path("/proc/self/mountinfo").read_text(), Path("/proc/self/cgroup").read_text()
-        )
-    except OSError:
-        return []
+def find_hierarchy() -> tuple[int, Path] | None:
+    """Return version and root of the control groups with the CPU controller, at their usual mount point."""
+    usual = ((2, "/sys/fs/cgroup", "cgroup.controllers"), (1, "/sys/fs/cgroup/cpu", "cgroup.procs"))
+    return next(((version, Path(root)) for version, root, file in usual if Path(root, file).exists()), None)
 
 
-def parse_hierarchies(mountinfo: str, own_cgroups: str) -> list[CpuHierarchy]:
-    """Parse /proc/self/mountinfo and /proc/self/cgroup."""
-    own = {}
+def parse_own_group(own_cgroups: str, version: int) -> str:
+    """Return the path of the own group below the root, from /proc/self/cgroup."""
     for line in own_cgroups.splitlines():
         _, controllers, path = line.split(":", 2)
-        own.update(dict.fromkeys(controllers.split(","), path))
-    found = []
-    for line in mountinfo.splitlines():
-        left, _, right = line.partition(" - ")
-        (root, mount), (fs_type, _, options) = left.split()[3:5], right.split(maxsplit=2)
-        is_v1 = fs_type == "cgroup" and "cpu" in options.split(",")
-        if is_v1 or fs_type == "cgroup2":
-            path = os.path.relpath(own.get("cpu" if is_v1 else "", "/"), root)
-            place = Path(mount) if path.startswith("..") else Path(mount, path)
-            found.append(CpuHierarchy(1 if is_v1 else 2, Path(mount), place))
-    return sorted(found, key=lambda hierarchy: hierarchy.version)
+        if "cpu" in controllers.split(",") if version == 1 else not controllers:
+            return path.lstrip("/")
+    return ""
 
 
 def list_cgroups(prefix: str) -> list[Path]:
-    """Return all control groups in the CPU hierarchies with a name that starts with `prefix`."""
-    found = []
-    for hierarchy in find_hierarchies():
-        for directory, children, _ in os.walk(hierarchy.mount):
-            found += [Path(directory, child) for child in children if child.startswith(prefix)]
-    return found
+    """Return all control groups of the CPU controller with a name that starts with `prefix`."""
+    hierarchy = find_hierarchy()
+    walked = os.walk(hierarchy[1]) if hierarchy else ()
+    return [
+        Path(place, child) for place, children, _ in walked for child in children if child.startswith(prefix)
+    ]
 
 
 def list_members(path: Path) -> list[int]:

@@ -1,11 +1,15 @@
 """One node: an SSH server on 127.0.0.1 with its own home, TMPDIR and limits.
 
-Run as `python -m csdctl.emulation.server DIRECTORY nodes`: reads the fleet's state.json, forks one server for
+Run as `python -m csdctl.emulation.server DIRECTORY`: reads the fleet's state.json, forks one server for
 each node (so that imported modules are in memory once), and exits. A server prints its NodeState once it
 listens, and ends on SIGTERM. It adopts daemons (child subreaper), so every process started over SSH is its
 descendant and subject to its limits.
 
-It also forks the process that watches the fleet's owner; nothing else with "owner" as second argument.
+It also forks the process that watches the fleet's owner.
+
+A command runs with `/bin/sh -c` in the node's home, in its own session, as sshd starts it. When the client
+disconnects before the command has ended, its process group is ended too (sshd would leave it). A command that
+has ended may leave processes behind, as with sshd; a daemon has left the group and survives in any case.
 """
 
 import asyncio
@@ -17,14 +21,15 @@ import logging
 import os
 import signal
 import sys
+from asyncio.subprocess import PIPE, Process
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import asyncssh
 
-from csdctl.emulation.commands import Commands
-from csdctl.emulation.limits import open_cpu_limit, watch_memory
-from csdctl.emulation.owner import watch_owner
+from csdctl.emulation.cleanup import watch_owner
+from csdctl.emulation.limits import CpuLimit, open_cpu_limit, watch_memory
 from csdctl.emulation.processes import (
     FLEET_VARIABLE,
     NODE_VARIABLE,
@@ -35,15 +40,132 @@ from csdctl.emulation.processes import (
 )
 from csdctl.emulation.state import USER, FleetPaths, FleetState, NodePaths, NodeState, load_state
 from csdctl.errors import CsdctlError
+from csdctl.worker.protocol.processes import load_stat
 
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 REAP_INTERVAL_S = 0.25
+GRACE_S = 1.0
+"""From SIGTERM to SIGKILL for a command after its client has disconnected."""
+CHECK_INTERVAL_S = 1.0
+CHUNK_BYTES = 1 << 16
+LOGIN_UMASK = 0o022
+"""The usual umask of a login: a node does not inherit the stricter one of `csdctl emulate up`."""
 
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_SET_NAME = 15
 
 LIBC = ctypes.CDLL(None, use_errno=True)
 log = logging.getLogger(__name__)
+
+
+class Commands:
+    """Run the commands of one node; `pids` are the processes that are waited for here."""
+
+    def __init__(self, limit: CpuLimit, environment: dict[str, str], home: Path) -> None:
+        self._limit = limit
+        self._environment = environment
+        self._home = home
+        self.pids: set[int] = set()
+        self.num_starting = 0
+        """Number of processes whose ids are not among `pids` yet."""
+
+    async def run(self, process: "asyncssh.SSHServerProcess[bytes]") -> None:
+        """Serve one exec or shell request to its end."""
+        child = await self._start(process.command)
+        finished = False
+        try:
+            finished = await self._forward(process, child)
+        finally:
+            self.pids.discard(child.pid)
+            if not finished:
+                self._end_group(child.pid)
+        if not finished:
+            process.close()
+        elif (code := await child.wait()) >= 0:
+            process.exit(code)
+        else:
+            process.exit_with_signal(signal.Signals(-code).name.removeprefix("SIG"))
+
+    async def _start(self, command: str | None) -> Process:
+        shell = ["/bin/sh"] if command is None else ["/bin/sh", "-c", command]
+        self.num_starting += 1
+        try:
+            child = await asyncio.create_subprocess_exec(
+                *self._limit.build_command(shell),
+                stdin=PIPE,
+                stdout=PIPE,
+                stderr=PIPE,
+                limit=CHUNK_BYTES,
+                cwd=self._home,
+                env=self._environment,
+                umask=LOGIN_UMASK,
+                start_new_session=True,
+            )
+            self.pids.add(child.pid)
+        finally:
+            self.num_starting -= 1
+        return child
+
+    async def _forward(self, process: "asyncssh.SSHServerProcess[bytes]", child: Process) -> bool:
+        """Forward the streams until the command has ended; return False if the client disconnects first."""
+        # Not `process.redirect`: asyncssh 2.24 loses the end of the output when the client is slow.
+        stdin = asyncio.create_task(_forward_input(process, child))
+        ended: asyncio.Future[Any] = asyncio.gather(
+            _forward_output(child.stdout, process.stdout),
+            _forward_output(child.stderr, process.stderr),
+            child.wait(),
+        )
+        try:
+            while not ended.done() and not process.is_closing():
+                lost: asyncio.Future[Any] = asyncio.ensure_future(process.wait_closed())
+                # With a timeout, because unread input delays the close notification.
+                await asyncio.wait(
+                    {ended, lost}, timeout=CHECK_INTERVAL_S, return_when=asyncio.FIRST_COMPLETED
+                )
+                lost.cancel()
+            return ended.done() and ended.exception() is None
+        finally:
+            stdin.cancel()
+            ended.cancel()
+
+    def _end_group(self, group: int) -> None:
+        members = _members(group)
+        send_signal(members, signal.SIGTERM)
+        asyncio.get_running_loop().call_later(GRACE_S, lambda: send_signal(_members(group), signal.SIGKILL))
+
+
+async def _forward_input(process: "asyncssh.SSHServerProcess[bytes]", child: Process) -> None:
+    """Forward client input to the command with backpressure; send signals to its process group."""
+    assert child.stdin
+    try:
+        while True:
+            try:
+                content = await process.stdin.read(CHUNK_BYTES)
+            except asyncssh.SignalReceived as received:
+                number = getattr(signal, f"SIG{received.signal}", None)
+                send_signal(_members(child.pid), number) if number else None
+                continue
+            if not content:
+                return
+            with contextlib.suppress(OSError):  # the command no longer reads; further input is dropped
+                child.stdin.write(content)
+                await child.stdin.drain()
+    finally:
+        child.stdin.close()
+
+
+async def _forward_output(reader: asyncio.StreamReader | None, writer: "asyncssh.SSHWriter[bytes]") -> None:
+    """Forward command output to the client with backpressure, until every writer has closed."""
+    assert reader
+    while content := await reader.read(CHUNK_BYTES):
+        writer.write(content)
+        await writer.drain()
+
+
+def _members(group: int) -> list[int]:
+    """Return the processes of this node in process group `group`."""
+    stats = {pid: load_stat(pid) for pid in list_descendants(os.getpid())}
+    return [pid for pid, stat in stats.items() if stat and stat.group == group]
 
 
 def build_environment(state: FleetState, name: str, paths: NodePaths) -> dict[str, str]:
@@ -154,8 +276,8 @@ def _become_node(paths: FleetPaths, state: FleetState, name: str, report: int) -
     asyncio.run(serve_node(paths, state, name, report))
 
 
-def main(directory: str, part: str) -> int:
-    """Fork what watches the owner of the fleet in `directory`, and with `part` "nodes" the nodes' servers."""
+def main(directory: str) -> int:
+    """Fork what watches the owner of the fleet in `directory`, and the nodes' servers."""
     paths = FleetPaths(Path(directory))
     state = load_state(paths)
     if state is None:
@@ -165,7 +287,7 @@ def main(directory: str, part: str) -> int:
         watch = functools.partial(watch_owner, paths, state.owner)
         _fork(paths.directory / "owner.log", "owner", watch)
     report = os.dup(1)  # in the servers, 1 becomes their log
-    for name in state.node_names if part == "nodes" else ():
+    for name in state.node_names:
         _fork(paths.node(name).log, name, functools.partial(_become_node, paths, state, name, report))
     return 0
 

@@ -9,7 +9,7 @@ import csv
 import threading
 import time
 from collections.abc import Callable, Mapping
-from types import TracebackType
+from contextlib import closing
 from typing import Self
 
 from csdctl.energy.sources import (
@@ -21,7 +21,6 @@ from csdctl.energy.sources import (
     Spent,
     build_loop,
     parse_meter,
-    read_redfish,
 )
 from csdctl.errors import CsdctlError, DeadlineError
 from csdctl.fleet.model import Fleet, PowerSource
@@ -59,12 +58,7 @@ class PowerSampler:
                 self._threads.append(thread)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for name, power in self._powers.items():
             if power.source == "csv":
                 self._guard(_Recorder(name, power), self._import_meter)
@@ -80,9 +74,8 @@ class PowerSampler:
 
     def _sample(self, name: str, power: PowerSource) -> None:
         recorder = _Recorder(name, power)
-        sample = self._poll_redfish if power.source == "redfish" else self._follow_loop
         while not self._stopped.is_set():
-            self._guard(recorder, sample)
+            self._guard(recorder, self._follow_loop)
             self._stopped.wait(RETRY_S)
 
     def _guard(self, recorder: "_Recorder", sample: "_Sample") -> None:
@@ -105,9 +98,8 @@ class PowerSampler:
     def _follow_loop(self, recorder: "_Recorder") -> None:
         source = SCRIPTS[recorder.power.source]
         command = build_loop(source, source.argument(recorder.power))
-        conversation = self._sessions[recorder.name].converse(command)
         lines = ReadingLines(source.parse)
-        try:
+        with closing(self._sessions[recorder.name].converse(command)) as conversation:
             while not self._stopped.is_set():
                 try:
                     line = conversation.read_line(deadline_s=PATIENCE_S)
@@ -115,13 +107,6 @@ class PowerSampler:
                     continue
                 if reading := lines.add(line):
                     self._take(recorder, *reading)
-        finally:
-            conversation.close()
-
-    def _poll_redfish(self, recorder: "_Recorder") -> None:
-        while not self._stopped.is_set():
-            self._take(recorder, time.monotonic(), read_redfish(recorder.power, deadline_s=PATIENCE_S))
-            self._stopped.wait(1.0)
 
     def _import_meter(self, recorder: "_Recorder") -> None:
         """Record the rows that a power meter has written during the run."""

@@ -1,20 +1,12 @@
 """Power sources: the script that a machine runs, the parser of its output, and energy between readings."""
 
-import base64
 import csv
-import http.client
-import json
 import math
 import re
-import ssl
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
 
-from csdctl.errors import InputError
 from csdctl.fleet.model import PowerSource
 
 MAX_WATTS = 20_000.0
@@ -59,22 +51,11 @@ def parse_number(text: str, what: str) -> float:
     return number
 
 
-def parse_watts(text: str, what: str = "watts") -> float:
+def parse_watts(text: str) -> float:
     """Return a power; raises ValueError for one that no machine has."""
-    watts = parse_number(text, what)
+    watts = parse_number(text, "watts")
     if watts > MAX_WATTS:
-        raise ValueError(f"expected {what} up to {MAX_WATTS:,.0f}, received {text[:40]!r}")
-    return watts
-
-
-def parse_machine_watts(text: str, what: str = "watts") -> float:
-    """Return the power of a whole machine; raises ValueError for none at all, which no machine runs on.
-
-    Controllers without a power meter, or that have just started, report 0.
-    """
-    watts = parse_watts(text, what)
-    if not watts:
-        raise ValueError(f"expected {what} of a machine that runs, received 0 watts")
+        raise ValueError(f"expected watts up to {MAX_WATTS:,.0f}, received {text[:40]!r}")
     return watts
 
 
@@ -118,76 +99,6 @@ def _count(before: Mapping[str, Counter] | None, now: Mapping[str, Counter], sec
 
 MAX_WATTS_OF_A_COUNTER = 1000.0
 """Maximum power of one package or memory channel; limits how long its counter may go unread."""
-
-
-MAX_BYTES = 1 << 20
-REDFISH_REMEDY = (
-    "try `curl --user USER URL`; `url` is that of Power or EnvironmentMetrics below /redfish/v1/Chassis/ID"
-)
-
-
-def parse_redfish(text: str) -> Reading:
-    """Return the power that a Redfish document has; raises ValueError for one that has none."""
-    try:
-        content: Any = json.loads(text)
-    except (ValueError, RecursionError):
-        raise ValueError(f"expected JSON, received {text[:60]!r}") from None
-    if not isinstance(content, dict):
-        raise ValueError("expected a Redfish resource")
-    controls = content.get("PowerControl")
-    if isinstance(controls, list) and controls and isinstance(controls[0], dict):
-        # Further members are parts of the first, such as processors and memory.
-        return Reading(_watts(controls[0].get("PowerConsumedWatts"), "PowerConsumedWatts"))
-    if isinstance(sensor := content.get("PowerWatts"), dict):
-        return Reading(_watts(sensor.get("Reading"), "PowerWatts.Reading"))
-    raise ValueError("expected PowerControl or PowerWatts: use Power or EnvironmentMetrics of the chassis")
-
-
-def _watts(value: object, what: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"expected a number as {what}, received {str(value)[:40]!r}")
-    return parse_machine_watts(str(value), what)
-
-
-def read_redfish(power: PowerSource, *, deadline_s: float) -> Reading:
-    """Get the document; raises ValueError, OSError, or InputError for the files that fleet.yaml names."""
-    request = urllib.request.Request(power.url, headers={"Accept": "application/json"})
-    if power.credentials:
-        try:
-            secret = power.credentials.read_text(encoding="utf-8").strip()
-        except (OSError, ValueError) as error:
-            raise InputError(f"the credentials of {power.url} cannot be read: {error}") from None
-        if request.type != "https":
-            raise InputError(f"{power.url}: a password is sent over https only")
-        encoded = base64.b64encode(secret.encode()).decode()
-        request.add_unredirected_header("Authorization", f"Basic {encoded}")
-    context = _tls(power) if request.type == "https" else None
-    opener = urllib.request.build_opener(
-        urllib.request.ProxyHandler({}), _NoRedirect(), urllib.request.HTTPSHandler(context=context)
-    )
-    try:
-        with opener.open(request, timeout=deadline_s) as response:
-            body = response.read(MAX_BYTES)
-    except http.client.HTTPException as error:  # no OSError, although the other side is at fault
-        raise ValueError(f"expected an HTTP answer, received a damaged one: {str(error)[:100]!r}") from None
-    return parse_redfish(body.decode(errors="replace"))
-
-
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """A management controller answers where it was asked; the password goes nowhere else."""
-
-    def redirect_request(self, *args: Any, **keywords: Any) -> None:
-        """Follow nothing: the answer becomes an HTTPError."""
-
-
-def _tls(power: PowerSource) -> ssl.SSLContext:
-    try:
-        context = ssl.create_default_context(cafile=power.certificate)
-    except OSError as error:
-        raise InputError(f"the certificate {power.certificate} cannot be read: {error}") from None
-    # The certificate itself is trusted, whatever name the maker has put into it.
-    context.check_hostname = power.certificate is None
-    return context
 
 
 SYSFS = "/sys"
@@ -292,7 +203,10 @@ def parse_dcmi(output: str) -> Reading:
         raise ValueError(f"expected `Instantaneous power reading`, received {first[:100]!r}")
     if state and state[1] != "activated":
         raise ValueError(f"the power reading is {state[1][:40]}")
-    return Reading(parse_machine_watts(found[1]))
+    watts = parse_watts(found[1])
+    if not watts:  # of a controller without a power meter, or that has just started
+        raise ValueError("expected watts of a machine that runs, received 0 watts")
+    return Reading(watts)
 
 
 CSV_REMEDY = "the first line is `time,watts`, a row `1769860800.0,212.5` or `2026-01-31T12:00:00Z,212.5`"
@@ -341,10 +255,7 @@ SCRIPTS: dict[str, ScriptSource] = {
     "hwmon": ScriptSource(HWMON_SCRIPT, parse_hwmon, HWMON_REMEDY, lambda power: power.path),
     "ipmi": ScriptSource(IPMI_SCRIPT, parse_dcmi, IPMI_REMEDY),
 }
-REMEDIES = {name: source.remedy for name, source in SCRIPTS.items()} | {
-    "redfish": REDFISH_REMEDY,
-    "csv": CSV_REMEDY,
-}
+REMEDIES = {name: source.remedy for name, source in SCRIPTS.items()} | {"csv": CSV_REMEDY}
 
 
 def build_loop(source: ScriptSource, argument: str) -> list[str]:

@@ -33,25 +33,11 @@ from csdctl.fleet.network import find_ambiguous, means_host, own_names
 from csdctl.fleet.openssh import MAX_HOPS, Hop, parse_jump
 
 
-def _expand(value: object) -> object:
-    if isinstance(value, str):
-        return {"source": value}
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return {"source": "constant", "watts": value}
-    return value
-
-
-Power = Annotated[PowerSource, BeforeValidator(_expand)]
-"""A source with its settings. A name alone is a source, a number a constant."""
-
-
 def _resolve_power(power: PowerSource | None, directory: Path) -> PowerSource | None:
-    """Return `power` with paths of files on the host relative to `directory`, that of fleet.yaml."""
-    if power is None:
-        return None
-    keys = ("credentials", "certificate", *(["path"] if power.source == "csv" else []))
-    files = {key: directory / value for key in keys if (value := getattr(power, key))}
-    return power.model_copy(update=files | ({"path": str(files["path"])} if "path" in files else {}))
+    """Return `power` with the path of a file on the host relative to `directory`, that of fleet.yaml."""
+    if power is None or power.source != "csv":
+        return power
+    return power.model_copy(update={"path": str(directory / power.path)})
 
 
 def render_power(power: PowerSource | None) -> object:
@@ -59,7 +45,6 @@ def render_power(power: PowerSource | None) -> object:
     if power is None:
         return ""
     content = {key: value for key, value in vars(power).items() if value not in ("", None, False)}
-    content |= {key: str(value) for key, value in content.items() if isinstance(value, Path)}
     return power.source if content == {"source": power.source} else content
 
 
@@ -134,7 +119,7 @@ class NodeSettings(Connection):
 
     python: Python = "python3"
     group: Groups = []
-    power: Power | None = None
+    power: PowerSource | None = None
 
 
 class NodeEntry(NodeSettings):
@@ -161,17 +146,10 @@ class JumpHostEntry(Connection):
     address: Address
 
 
-class HostEntry(Document):
-    """The `host` section of fleet.yaml."""
-
-    threads: Annotated[int, Field(ge=0, le=1024)] = 0
-    power: Power | None = None
-
-
 class FleetFile(Document):
     """The content of fleet.yaml."""
 
-    host: HostEntry = HostEntry()
+    host: Host = Host()
     network: Network = ""
     emulated: bool = False
     defaults: NodeSettings = NodeSettings()
@@ -204,8 +182,8 @@ def load_fleet(path: Path) -> Fleet:
         resolved = tuple(resolver.resolve(node, jump) for node, jump in nodes)
     except ValueError as error:
         raise InputError(f"{path}: {error}", remedy=f"fix `jump` in {path}") from None
-    power = _resolve_power(file.host.power, directory)
-    return Fleet(resolved, Host(file.host.threads, power), file.network, file.emulated, path)
+    host = file.host.model_copy(update={"power": _resolve_power(file.host.power, directory)})
+    return Fleet(resolved, host, file.network, file.emulated, path)
 
 
 def _nodes(

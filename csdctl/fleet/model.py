@@ -20,23 +20,16 @@ HOST_NAME = "host"
 
 Watts = Annotated[float, Field(ge=0, le=1_000_000)]
 OneLine = Annotated[str, Field(pattern=r"^[^\x00-\x1f]*$", max_length=500)]
-NEEDED = {"redfish": "url", "hwmon": "path", "csv": "path", "constant": "watts"}
-"""The key that a source cannot do without."""
-REDFISH_KEYS = {"url", "credentials", "certificate"}
-ALLOWED = {source: {key} for source, key in NEEDED.items()} | {"redfish": REDFISH_KEYS}
+NEEDED = {"hwmon": "path", "csv": "path", "constant": "watts"}
+"""The key that a source cannot do without, and that no other source uses."""
 
 
 class PowerSource(Document):
     """The source of the power of one machine; watts of the whole machine, or of the part that it covers."""
 
-    source: Literal["rapl", "ipmi", "redfish", "hwmon", "csv", "constant"]
+    source: Literal["rapl", "ipmi", "hwmon", "csv", "constant"]
     path: OneLine = ""
     """hwmon: a pattern of files on the machine. csv: a file on the host."""
-    url: Annotated[str, Field(pattern=r"^(https?://[^\s\x00-\x1f]+)?$", max_length=500)] = ""
-    credentials: Path | None = None
-    """A file with `user:password` for `url`."""
-    certificate: Path | None = None
-    """The certificate of `url`, where no authority has signed it."""
     watts: Watts | None = None
     """Power of a constant source."""
     idle_watts: Watts | None = None
@@ -44,14 +37,22 @@ class PowerSource(Document):
     includes_nodes: bool = False
     """Whether the reading of the host has the power of the nodes in its chassis."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _expand(cls, value: object) -> object:
+        """Take a name alone for a source, a number for a constant."""
+        if isinstance(value, str):
+            return {"source": value}
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return {"source": "constant", "watts": value}
+        return value
+
     @model_validator(mode="after")
     def _has_what_its_source_needs(self) -> Self:
-        needed = NEEDED.get(self.source, "")
-        if needed and getattr(self, needed) in ("", None):
-            raise ValueError(f"source {self.source} needs `{needed}`")
-        given = {key for key in ("path", "url", "credentials", "certificate", "watts") if getattr(self, key)}
-        if others := sorted(given - ALLOWED.get(self.source, set())):
-            raise ValueError(f"source {self.source} does not use `{others[0]}`")
+        for key in ("path", "watts"):
+            is_given, is_needed = getattr(self, key) not in ("", None), NEEDED.get(self.source) == key
+            if is_given != is_needed:
+                raise ValueError(f"source {self.source} {'needs' if is_needed else 'does not use'} `{key}`")
         return self
 
 
@@ -77,11 +78,10 @@ class Node:
         return (self.jump, *self.jump.jumps) if self.jump else ()
 
 
-@dataclass(frozen=True)
-class Host:
+class Host(Document):
     """The machine that csdctl runs on, as a rank; `threads` 0 means all cores."""
 
-    threads: int = 0
+    threads: Annotated[int, Field(ge=0, le=1024)] = 0
     power: PowerSource | None = None
 
 

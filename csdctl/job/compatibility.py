@@ -11,12 +11,13 @@ from csdctl.worker.protocol.datasets import (
     Parts,
     equals,
     is_position,
+    list_names,
     takes,
 )
 from csdctl.worker.protocol.model_info import ModelInfo, OutputInfo
 from csdctl.worker.protocol.recipe import Noise, Recipe
 
-_SPARSE = ("sparsecategoricalcrossentropy",)
+_SPARSE = "sparsecategoricalcrossentropy"
 LOGITS = {
     "sparsecategoricalcrossentropy": "softmax",
     "categoricalcrossentropy": "softmax",
@@ -27,7 +28,7 @@ LOGITS = {
 """Losses that take probabilities or logits, and the activation that gives probabilities."""
 
 _SAME_SHAPE = {
-    *LOGITS.keys() - set(_SPARSE),
+    *LOGITS.keys() - {_SPARSE},
     *("meansquarederror", "meanabsoluteerror", "meanabsolutepercentageerror", "meansquaredlogarithmicerror"),
     *("mse", "mae", "mape", "msle", "kld", "bce"),
     *("huber", "logcosh", "poisson", "kldivergence", "hinge", "squaredhinge", "categoricalhinge"),
@@ -89,7 +90,7 @@ def check_noise(noise: Noise, model: ModelInfo, private: Mapping[str, DatasetInf
     if model.stateful_layers:
         raise InputError(
             f"model {model.name} stores statistics of its samples, which data.private.noise does not cover: "
-            f"{_list_names(model.stateful_layers)}",
+            f"{list_names(model.stateful_layers, 4)}",
             remedy="use LayerNormalization or GroupNormalization, freeze the layers (trainable=False), "
             "or train without data.private.noise",
         )
@@ -101,11 +102,6 @@ def check_noise(noise: Noise, model: ModelInfo, private: Mapping[str, DatasetInf
                 remedy=f"expected far less than 1 / {data.num_samples}, for example "
                 f"{0.01 / data.num_samples:.0e}",
             )
-
-
-def _list_names(names: tuple[str, ...], at_most: int = 4) -> str:
-    more = f" and {len(names) - at_most} more" if len(names) > at_most else ""
-    return ", ".join(names[:at_most]) + more
 
 
 def _check_alike(datasets: Mapping[str, DatasetInfo]) -> None:
@@ -126,13 +122,18 @@ def _describe(parts: Parts) -> str:
     return " and ".join(f"{name} {dtype} {_shape(shape)}".strip() for name, (dtype, shape) in parts.items())
 
 
+def _part(model: ModelInfo, kind: str, name: str) -> str:
+    """Return an input or output as messages name it; the only one is the model itself."""
+    return f"{kind} {name} of model {model.name}" if name else f"model {model.name}"
+
+
 def _check_logits(model: ModelInfo, output: OutputInfo) -> None:
     """Check the last activation, if it is known, against `from_logits` of the loss."""
     probabilities = LOGITS.get(_plain(output.loss))
     wrong = probabilities if output.from_logits else "linear"
     if probabilities and output.activation == wrong:
         current, other = str(output.from_logits).lower(), str(not output.from_logits).lower()
-        name = f"output {output.name} of model {model.name}" if output.name else f"model {model.name}"
+        name = _part(model, OUTPUT, output.name)
         raise InputError(
             f"{name} ends in a {wrong} layer, but recipe.from_logits is {current}",
             remedy=f"set recipe.from_logits: {other} (or from_logits of the loss in compile()), "
@@ -157,9 +158,9 @@ def _check_inputs(model: ModelInfo, data: DatasetInfo, which: str) -> None:
         found = dict(zip(expected, found.values(), strict=True))
     for name, shape in expected.items():
         if not takes(shape, found[name][1]):
-            taker = f"input {name} of model {model.name}" if name else f"model {model.name}"
             raise InputError(
-                f"{taker} takes samples of shape {_shape(shape)}, the {which} has {_shape(found[name][1])}",
+                f"{_part(model, INPUT, name)} takes samples of shape {_shape(shape)}, "
+                f"the {which} has {_shape(found[name][1])}",
                 remedy="change the model's input or the data",
             )
 
@@ -200,48 +201,38 @@ def _match(
 
 
 def _check_labels(model: ModelInfo, output: OutputInfo, data: DatasetInfo, field: str, which: str) -> None:
-    shape = tuple(data.labels[field][1])
-    of = f" of {field}" if field and output.name else ""
-    if _plain(output.loss) in _SPARSE:
-        _check_classes(model, output, data, field, which)
-    elif _plain(output.loss) in _SAME_SHAPE and not takes(tuple(output.shape), shape):
-        name = f"output {output.name} of model {model.name}" if output.name else f"model {model.name}"
-        has_classes = "categorical" in output.loss and len(shape) == len(output.shape) - 1
-        raise InputError(
-            f"{name} has outputs of shape {_shape(output.shape)}, "
-            f"the {which} has labels{of} of shape {_shape(shape)}",
-            remedy="use recipe.loss: sparse_categorical_crossentropy for integer labels"
-            if has_classes
-            else "change the model's last layer, the labels or recipe.loss",
-        )
-
-
-def _check_classes(model: ModelInfo, output: OutputInfo, data: DatasetInfo, field: str, which: str) -> None:
-    """Check labels of a sparse loss: integers from 0, one for each vector of the output."""
+    """Check labels of losses that are known: of a sparse one, integers for each vector of the output."""
     dtype, shape = data.labels[field]
-    largest = data.max_labels.get(field, data.max_label)
-    of = f" of {field}" if field and output.name else ""
-    expected = tuple(output.shape[:-1])
-    if not equals(expected, tuple(shape)) and not equals((*expected, 1), tuple(shape)):
+    found = f"the {which} has labels" + (f" of {field}" if field and output.name else "")
+    is_sparse = _plain(output.loss) == _SPARSE
+    expected = output.shape[:-1] if is_sparse else output.shape
+    remedy = "change the model's last layer, the labels or recipe.loss"
+    if is_sparse and not equals(expected, shape) and not equals((*expected, 1), shape):
         one = f"integer labels of shape {_shape(expected)}" if expected else "one integer label per sample"
+        if equals(output.shape, shape):
+            remedy = "use recipe.loss: categorical_crossentropy for one-hot labels"
+        raise InputError(f"loss {output.loss} needs {one}, {found} of shape {_shape(shape)}", remedy=remedy)
+    if _plain(output.loss) in _SAME_SHAPE and not takes(expected, shape):
+        if "categorical" in output.loss and len(shape) == len(expected) - 1:
+            remedy = "use recipe.loss: sparse_categorical_crossentropy for integer labels"
+        name = _part(model, OUTPUT, output.name)
         raise InputError(
-            f"loss {output.loss} needs {one}, the {which} has labels{of} of shape {_shape(shape)}",
-            remedy="use recipe.loss: categorical_crossentropy for one-hot labels"
-            if equals(tuple(output.shape), tuple(shape))
-            else "change the model's last layer, the labels or recipe.loss",
+            f"{name} has outputs of shape {_shape(expected)}, {found} of shape {_shape(shape)}", remedy=remedy
         )
-    if output.ignores_class:
-        return
+    if is_sparse and not output.ignores_class:
+        _check_classes(model, output, data.max_labels.get(field, data.max_label), dtype, found)
+
+
+def _check_classes(model: ModelInfo, output: OutputInfo, largest: int, dtype: str, found: str) -> None:
     if largest < 0 or dtype.startswith("float"):
         raise InputError(
-            f"loss {output.loss} needs integer labels from 0, the {which} has other labels{of}",
+            f"loss {output.loss} needs integer labels from 0, {found} with other values",
             remedy="number the classes from 0, or choose another recipe.loss",
         )
-    where = f" in {output.name}" if output.name else ""
     if not output.shape or 0 < output.shape[-1] <= largest:
+        where = f" in {output.name}" if output.name else ""
         raise InputError(
-            f"model {model.name} has {_shape(output.shape)} outputs{where}, "
-            f"the {which} has labels{of} up to {largest}",
+            f"model {model.name} has {_shape(output.shape)} outputs{where}, {found} up to {largest}",
             remedy=f"give the model at least {largest + 1} outputs",
         )
 

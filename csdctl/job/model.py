@@ -1,35 +1,42 @@
 """The job as a frozen dataclass and as flat named values, and the pydantic models of job.yaml."""
 
+import ast
 import hashlib
 import json
 import os
 import re
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, field_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from csdctl.documents import Document, load_document
 from csdctl.errors import InputError
-from csdctl.job.reading import (
-    ImageEntry,
-    Name,
-    Reading,
-    RecordEntry,
-    TableEntry,
-    check_private_path,
-    files_of,
-    find_imported,
-    python_files,
-)
-from csdctl.job.recipe import RecipeEntry, build_recipe, values_of
+from csdctl.job.recipe import RecipeEntry, build_recipe
 from csdctl.worker.protocol.datasets import ImageRule, RecordSchema, TableSchema
 from csdctl.worker.protocol.recipe import Noise, Recipe
 
 _APPLICATION = re.compile(r"keras\.applications:[A-Za-z]\w*", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How the data of a job is read. Functions are `FILE.py:NAME`, with an absolute path; '' for none."""
+
+    picture: ImageRule = field(default_factory=ImageRule)
+    classes: tuple[str, ...] | None = None
+    records: RecordSchema | None = None
+    public_function: str = ""
+    validation_function: str = ""
+    private_function: str = ""
+    table: TableSchema | None = None
+
+    @property
+    def function_files(self) -> tuple[Path, ...]:
+        """The files of the user's functions, each once."""
+        return files_of((self.public_function, self.validation_function, self.private_function))
 
 
 @dataclass(frozen=True)
@@ -103,6 +110,81 @@ class Job:
         return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:16]
 
 
+MAX_PIXELS = 1 << 27
+"""TensorFlow's limit for a PNG with four channels."""
+
+Size = Annotated[int, Field(ge=1, le=1 << 16)]
+Name = Annotated[str, Field(min_length=1, pattern=r"^[^\x00-\x1f\x7f/]+$")]
+
+
+class ImageEntry(Document):
+    """How images are converted."""
+
+    shape: tuple[Size, Size, Literal[1, 3]] | None = None
+    fit: Literal["stretch", "crop", "pad"] = "stretch"
+    max_pixels: Annotated[int, Field(ge=1, le=MAX_PIXELS)] = ImageRule.max_pixels
+
+
+class TableEntry(Document):
+    """The columns of .csv files that are not features."""
+
+    label: Annotated[str, Field(min_length=1)] | Annotated[list[str], Field(min_length=1)]
+    weight: str = ""
+    drop: list[str] = []
+
+    @property
+    def labels(self) -> list[str]:
+        """The columns with labels."""
+        return [self.label] if isinstance(self.label, str) else self.label
+
+    @model_validator(mode="after")
+    def _check_once(self) -> Self:
+        named = [*self.labels, *([self.weight] if self.weight else []), *self.drop]
+        if len(set(named)) != len(named):
+            raise ValueError("names a column twice")
+        return self
+
+
+def files_of(references: Iterable[str]) -> tuple[Path, ...]:
+    """Return the files of those `references` that are user functions, `FILE.py:NAME`, each once."""
+    files = (reference.rpartition(":")[0] for reference in references)
+    return tuple(dict.fromkeys(Path(file) for file in files if file.endswith(".py")))
+
+
+def find_imported(file: Path, roots: Sequence[Path]) -> tuple[Path, ...]:
+    """Return those of the job's files and packages `roots` that a Python file imports, or they."""
+    by_name = {root.stem: root for root in roots if root != file}
+    found: dict[Path, None] = {}
+    waiting = [file]
+    while waiting:
+        for name in _imports_of(waiting.pop()):
+            root = by_name.get(name)
+            if root and root not in found:
+                found[root] = None
+                waiting += python_files([root])
+    return tuple(found)
+
+
+def python_files(roots: Iterable[Path]) -> tuple[Path, ...]:
+    """Return all Python files of files and packages."""
+    return tuple(file for root in roots for file in (sorted(root.rglob("*.py")) if root.is_dir() else [root]))
+
+
+def _imports_of(file: Path) -> set[str]:
+    """Return the top-level names that a Python file imports; none if it cannot be parsed."""
+    names: set[str] = set()
+    try:
+        module = ast.parse(file.read_bytes())
+    except (OSError, SyntaxError, ValueError, RecursionError):
+        return names
+    for node in ast.walk(module):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names.add(node.module.partition(".")[0])
+    return names
+
+
 class PublicData(Document):
     """Data that any rank may read."""
 
@@ -111,21 +193,13 @@ class PublicData(Document):
     function: str = ""
 
 
-class NoiseEntry(Document):
-    """Differential privacy of private samples, with the parameters of DP-SGD."""
-
-    l2_norm_clip: Annotated[float, Field(gt=0, allow_inf_nan=False)]
-    noise_multiplier: Annotated[float, Field(gt=0, allow_inf_nan=False)]
-    delta: Annotated[float, Field(gt=0, lt=1)]
-
-
 class PrivateData(Document):
     """Data that only its own node may read: a path on each node."""
 
     path: Annotated[str, Field(min_length=1, pattern=r"^[^\x00-\x1f]+$")]
     function: str = ""
     unequal: Literal["top-up", "repeat"] = "top-up"
-    noise: NoiseEntry | None = None
+    noise: Noise | None = None
     activations: Literal["stay", "may-leave"] = "stay"
 
 
@@ -146,7 +220,7 @@ class DataEntry(Document):
     input_range: tuple[float, float] | None = (0.0, 1.0)
     image: ImageEntry = ImageEntry()
     classes: Annotated[list[Name], Field(min_length=1)] | None = None
-    tfrecord: RecordEntry | None = None
+    tfrecord: RecordSchema | None = None
     csv: TableEntry | None = None
     weights: Literal["sample", "data-set"] = "sample"
     augment: str = ""
@@ -154,17 +228,20 @@ class DataEntry(Document):
     @field_validator("classes")
     @classmethod
     def _no_duplicates(cls, value: list[str] | None) -> list[str] | None:
-        duplicates = sorted(name for name, count in Counter(value or ()).items() if count > 1)
-        if duplicates:
-            raise ValueError(f"duplicate {', '.join(duplicates)}")
+        if value and len(set(value)) < len(value):
+            raise ValueError("names a class twice")
+        return value
+
+    @field_validator("tfrecord")
+    @classmethod
+    def _check_raw_shape(cls, value: RecordSchema | None) -> RecordSchema | None:
+        if value and value.shape is None and value.dtype != "uint8":
+            raise ValueError("dtype applies to raw numbers, which need a shape")
         return value
 
 
 def _check_json(value: dict[str, Any]) -> dict[str, Any]:
-    try:
-        json.dumps(value, allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"must be JSON values: {error}") from None
+    json.dumps(value, allow_nan=False)  # raises ValueError, which pydantic reports
     return value
 
 
@@ -195,7 +272,11 @@ def load_job(path: Path) -> Job:
 def build_job(file: JobFile, path: Path) -> Job:
     """Return the job of a job.yaml that was read from `path`, or will be written there; raises InputError."""
     data, private = file.data, file.data.private
-    recipe = build_recipe(file.recipe, data.input_range, lambda written: _own(written, path))
+
+    def own(written: str) -> str:
+        return _function(written, path) if files_of([written]) else written
+
+    recipe = build_recipe(file.recipe, data.input_range, own)
     job = Job(
         path=path,
         model=_model_reference(file.model, path),
@@ -207,7 +288,7 @@ def build_job(file: JobFile, path: Path) -> Job:
         is_repeating=private is not None and private.unequal == "repeat",
         is_weighted_by_data_set=data.weights == "data-set",
         may_activations_leave=private is not None and private.activations == "may-leave",
-        noise=values_of(Noise, private.noise) if private else None,
+        noise=private.noise if private else None,
         recipe=replace(recipe, augment=_function(data.augment, path)),
         code=tuple(_code_root(written, path) for written in file.code),
         reading=_reading(data, path),
@@ -217,15 +298,11 @@ def build_job(file: JobFile, path: Path) -> Job:
 
 
 def _reading(data: DataEntry, job_path: Path) -> Reading:
-    records, table = data.tfrecord, data.csv
+    table = data.csv
     return Reading(
-        picture=ImageRule(data.image.shape, data.image.fit, data.image.max_pixels),
+        picture=ImageRule(**data.image.model_dump()),
         classes=tuple(data.classes) if data.classes else None,
-        records=RecordSchema(
-            records.image, records.label, tuple(records.shape) if records.shape else None, records.dtype
-        )
-        if records
-        else None,
+        records=data.tfrecord,
         public_function=_function(data.public.function, job_path),
         validation_function=_function(data.validation.function, job_path) if data.validation else "",
         private_function=_function(data.private.function, job_path) if data.private else "",
@@ -234,12 +311,38 @@ def _reading(data: DataEntry, job_path: Path) -> Reading:
 
 
 def _check_private(job: Job, data: DataEntry) -> None:
-    if job.private_path is None:
+    """Raise InputError when the private path contains `..`, or overlaps with other data.
+
+    It is compared as written, because only the node itself can resolve its links.
+    """
+    private = job.private_path
+    if private is None:
         return
+    if ".." in Path(private).parts:
+        raise InputError(
+            f"{job.path}: data.private.path {private} contains `..`",
+            remedy="write the path without `..`",
+        )
     others = {"public": (data.public.path, job.public_path)}
     if data.validation and job.validation_path:
         others["validation"] = (data.validation.path, job.validation_path)
-    check_private_path(job.private_path, others, job.path)
+    for name, paths in others.items():
+        if any(
+            _overlap(os.path.normpath(path), os.path.normpath(other))
+            for path in (private, os.path.expanduser(private))
+            for other in paths
+        ):
+            raise InputError(
+                f"{job.path}: data.private.path {private} and data.{name}.path {paths[0]} overlap",
+                remedy="private data must not be readable as other data: use separate directories",
+            )
+
+
+def _overlap(first: str, second: str) -> bool:
+    """Return whether two paths are equal or nested; a relative and an absolute path never overlap."""
+    if os.path.isabs(first) != os.path.isabs(second):
+        return False
+    return os.path.commonpath([first, second]) in (first, second)
 
 
 def _function(written: str, job_path: Path) -> str:
@@ -266,11 +369,6 @@ def _resolve(written: Path, job_path: Path) -> Path:
             f"{job_path}: path {str(written)!r} cannot be used: {error}",
             remedy="fix the path in the job file",
         ) from None
-
-
-def _own(written: str, job_path: Path) -> str:
-    """Return the Keras name of a loss or metric, or the user's `FILE.py:NAME` with an absolute path."""
-    return _function(written, job_path) if files_of([written]) else written
 
 
 def _code_root(written: Path, job_path: Path) -> Path:

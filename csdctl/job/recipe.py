@@ -1,50 +1,23 @@
 """The recipe of job.yaml: pydantic models, and the Recipe that the ranks get."""
 
 import json
-import math
 from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
 from typing import Annotated, Literal, Self, TypeVar
 
-from pydantic import AfterValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
 from csdctl.documents import Document
 from csdctl.worker.protocol.recipe import Argument, EarlyStopping, LossTerm, Recipe, ReduceOnPlateau
 
-ValueT = TypeVar("ValueT")
-Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Weight = Annotated[float, Field(ge=0)]
+MonitorT = TypeVar("MonitorT", EarlyStopping, ReduceOnPlateau)
 
 
-def _own_name(monitor: str) -> str:
-    """Return the name of a metric; Keras calls that of the validation data val_accuracy."""
-    return f"validation_{monitor.removeprefix('val_')}" if monitor.startswith("val_") else monitor
-
-
-Monitor = Annotated[str, AfterValidator(_own_name)]
-Mode = Literal["auto", "min", "max"]
-NumEpochs = Annotated[int, Field(ge=0, le=1_000_000)]
-
-
-class EarlyStoppingEntry(Document):
-    """End the run when the metric stops improving."""
-
-    monitor: Monitor = "validation_loss"
-    patience: NumEpochs = 5
-    min_delta: Annotated[float, Field(ge=0)] = 0.0
-    mode: Mode = "auto"
-    baseline: Annotated[float, Field(allow_inf_nan=False)] | None = None
-    start_from_epoch: NumEpochs = 0
-
-
-class ReduceOnPlateauEntry(Document):
-    """Lower the learning rate when the metric stops improving."""
-
-    monitor: Monitor = "validation_loss"
-    patience: NumEpochs = 3
-    factor: Annotated[float, Field(gt=0, lt=1)] = 0.1
-    min_delta: Annotated[float, Field(ge=0)] = 0.0001
-    min_factor: Annotated[float, Field(gt=0, le=1)] = 0.0001
-    mode: Mode = "auto"
-    cooldown: NumEpochs = 0
+def _own_name(entry: MonitorT) -> MonitorT:
+    """Return `entry` with our name of its metric; Keras calls that of the validation data val_accuracy."""
+    keras, metric = entry.monitor[:4], entry.monitor[4:]
+    return replace(entry, monitor=f"validation_{metric}") if keras == "val_" else entry
 
 
 class LossEntry(Document):
@@ -69,9 +42,9 @@ class ScheduleEntry(Document):
 class ClipEntry(Document):
     """A limit of the mean gradient over all ranks: of its norm, of each variable's norm, or of each value."""
 
-    global_norm: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    norm: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    value: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    global_norm: Annotated[float, Field(gt=0)] | None = None
+    norm: Annotated[float, Field(gt=0)] | None = None
+    value: Annotated[float, Field(gt=0)] | None = None
 
     @model_validator(mode="after")
     def _one(self) -> Self:
@@ -113,23 +86,8 @@ class RecipeEntry(Document):
     max_learning_rate: Annotated[float, Field(gt=0)] | None = None
     decay: Literal["none", "linear", "cosine"] = "none"
     metrics: list[Annotated[str, Field(min_length=1)]] = []
-    early_stopping: EarlyStoppingEntry | None = None
-    reduce_on_plateau: ReduceOnPlateauEntry | None = None
-
-    @field_validator("optimizer_args")
-    @classmethod
-    def _finite_arguments(cls, value: dict[str, float | bool]) -> dict[str, float | bool]:
-        for name, argument in value.items():
-            if not math.isfinite(argument):
-                raise ValueError(f"{name} must be a finite number")
-        return value
-
-    @field_validator("learning_rate", "warmup_epochs")
-    @classmethod
-    def _finite(cls, value: float | None) -> float | None:
-        if value is not None and not math.isfinite(value):
-            raise ValueError("must be a finite number")
-        return value
+    early_stopping: Annotated[EarlyStopping, AfterValidator(_own_name)] | None = None
+    reduce_on_plateau: Annotated[ReduceOnPlateau, AfterValidator(_own_name)] | None = None
 
     @model_validator(mode="after")
     def _one_rate(self) -> Self:
@@ -138,47 +96,36 @@ class RecipeEntry(Document):
         return self
 
 
-SAME = {
-    *("epochs", "optimizer", "learning_rate", "reference_batch", "warmup_epochs", "from_logits"),
-    *("class_weight", "views", "seed", "max_learning_rate", "decay"),
-}
-"""Keys that a rank gets as they are written."""
-
-
 def build_recipe(
     entry: RecipeEntry, input_range: tuple[float, float] | None, own: Callable[[str], str]
 ) -> Recipe:
     """Return the recipe; `own` completes the paths of the user's own losses and metrics."""
-    return Recipe(
-        **entry.model_dump(include=SAME),
+    names = {field.name for field in fields(Recipe)} & RecipeEntry.model_fields.keys()
+    return replace(
+        Recipe(**{name: getattr(entry, name) for name in names}),
         optimizer_args=_optimizer_args(entry),
         losses={name: _loss_term(loss, own) for name, loss in _losses_of(entry).items()},
         input_range=input_range,
         freeze_until=entry.freeze.until if entry.freeze else "",
         schedule=_schedule(entry.schedule),
         metrics=tuple(own(metric) for metric in entry.metrics),
-        early_stopping=values_of(EarlyStopping, entry.early_stopping),
-        reduce_on_plateau=values_of(ReduceOnPlateau, entry.reduce_on_plateau),
     )
 
 
 def _optimizer_args(entry: RecipeEntry) -> dict[str, Argument]:
     """Return the optimizer's keyword arguments, by Keras' names."""
-    arguments: dict[str, Argument] = dict(entry.optimizer_args)
-    if entry.momentum is not None:
-        arguments["momentum"] = entry.momentum
-    if entry.clip:
-        names = {"global_norm": "global_clipnorm", "norm": "clipnorm", "value": "clipvalue"}
-        arguments |= {
-            names[name]: limit for name, limit in entry.clip.model_dump().items() if limit is not None
-        }
-    if entry.weight_decay is not None:
-        arguments["weight_decay"] = entry.weight_decay
-    if entry.ema is not None:
-        arguments |= {"use_ema": True, "ema_momentum": entry.ema}
-    if entry.accumulation_steps > 1:
-        arguments["gradient_accumulation_steps"] = entry.accumulation_steps
-    return arguments
+    steps, clip = entry.accumulation_steps, entry.clip or ClipEntry.model_construct()
+    named = {
+        "momentum": entry.momentum,
+        "global_clipnorm": clip.global_norm,
+        "clipnorm": clip.norm,
+        "clipvalue": clip.value,
+        "weight_decay": entry.weight_decay,
+        "use_ema": True if entry.ema else None,
+        "ema_momentum": entry.ema,
+        "gradient_accumulation_steps": steps if steps > 1 else None,
+    }
+    return {**entry.optimizer_args, **{name: value for name, value in named.items() if value is not None}}
 
 
 def _losses_of(entry: RecipeEntry) -> Mapping[str, str | LossEntry]:
@@ -199,8 +146,3 @@ def _schedule(entry: ScheduleEntry | None) -> str:
         return ""
     config = {"class_name": entry.name, "config": dict(entry.model_extra or {})}
     return json.dumps(config, sort_keys=True)
-
-
-def values_of(target: type[ValueT], entry: Document | None) -> ValueT | None:
-    """Return `entry` as the dataclass `target` with the same fields; None without one."""
-    return None if entry is None else target(**entry.model_dump())

@@ -24,6 +24,8 @@ class CleanupOptions:
     is_removing_all: bool = False
     is_removing_computed: bool = False
     """Also features and predictions, which are computed again when they are needed."""
+    is_pruning: bool = False
+    """Also stored files that no deployed tree uses."""
     is_forced: bool = False
     """Clean also a machine that another csdctl has locked, and end that csdctl."""
     run_id: str = ""

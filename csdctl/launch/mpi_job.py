@@ -21,7 +21,7 @@ from typing import IO, TypeVar
 
 from csdctl.errors import RunError
 from csdctl.fleet.model import HOST_NAME, Fleet
-from csdctl.runs.capped_log import CappedLog
+from csdctl.runs.directory import CappedLog
 from csdctl.transport.meter import LinkBytes, TrafficClass
 from csdctl.worker.protocol.events import (
     ACTIVATIONS,
@@ -42,8 +42,7 @@ from csdctl.worker.protocol.events import (
     event_from_line,
 )
 from csdctl.worker.protocol.json_codec import ProtocolError
-from csdctl.worker.protocol.processes import load_all
-from csdctl.worker.protocol.tcp_counters import list_connections
+from csdctl.worker.protocol.processes import list_connections, load_all
 
 _RANK = re.compile(r"process rank (\d+)")
 _SIGNAL = re.compile(r"exited on signal (\d+)")

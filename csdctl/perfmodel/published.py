@@ -7,8 +7,7 @@ Storage Devices*. Which figures are consistent, and which are not: docs/explanat
 from dataclasses import dataclass
 from enum import StrEnum
 
-from csdctl.perfmodel.prediction import RankModel, RingCost
-from csdctl.perfmodel.step_time import StepTime
+from csdctl.perfmodel.prediction import RankModel, RingCost, StepTime
 
 SOURCE = "STANNIS paper (HeydariGorji et al.)"
 BYTES_PER_PARAMETER = 4

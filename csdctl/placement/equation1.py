@@ -71,17 +71,13 @@ def place_shards(ranks: Sequence[RankLoad], num_public: int, *, is_repeating: bo
     """Assign every public sample to exactly one rank, and private samples to their own; in order of `ranks`.
 
     `is_repeating`: ranks with few private samples repeat them instead of getting more public samples. Raises
-    PlacementError for a negative batch size, for batch size 0 with private samples, when no rank trains, or
-    when there are no samples.
+    PlacementError for batch size 0 with private samples, when no rank trains, or when there are no samples.
     """
     if not any(rank.batch_size for rank in ranks):
         raise PlacementError("no rank trains: all batch sizes are 0")
     for rank in ranks:
-        if rank.batch_size < (1 if rank.num_private else 0):
-            least = "at least 1, for its private samples" if rank.num_private else "0 or more"
-            raise PlacementError(f"{rank.name}: batch size must be {least}, received {rank.batch_size}")
-        if rank.num_private < 0 or num_public < 0:
-            raise PlacementError(f"{rank.name}: a number of samples cannot be negative")
+        if rank.num_private and not rank.batch_size:
+            raise PlacementError(f"{rank.name}: batch size must be at least 1, for its private samples")
     if num_public + sum(rank.num_private for rank in ranks) == 0:
         raise PlacementError("there are no samples to train on")
     private = [rank.num_private for rank in ranks]

@@ -10,7 +10,7 @@ from typing import Any
 from csdctl.errors import InputError
 from csdctl.reporting.numbers import format_rate, format_seconds, format_share
 from csdctl.reporting.results import RunResults
-from csdctl.reporting.series import COMMUNICATION, COMPUTE, INPUT, KINDS, OTHER, WAIT, RunSeries
+from csdctl.reporting.series import COMMUNICATION, COMPUTE, INPUT, KINDS, OTHER, WAIT
 from csdctl.reporting.tables import DataTable
 
 MAX_LINES = 16
@@ -69,10 +69,12 @@ def _epoch_chart(runs: Sequence[RunResults], name: str) -> Chart:
 
 def speed_chart(runs: Sequence[RunResults]) -> Chart:
     """Return the samples/s of all ranks over time."""
-    lines = {
-        run.summary.run_id if len(runs) > 1 else "all ranks": (_times(run.series), _rates(run.series))
-        for run in runs
-    }
+    lines: dict[str, tuple[list[float], list[float]]] = {}
+    for run in runs:
+        series, name = run.series, run.summary.run_id if len(runs) > 1 else "all ranks"
+        middles = [(number + 0.5) * series.interval_s for number in range(series.num_intervals)]
+        rates = [sum(samples) / series.interval_s for samples in zip(*series.samples, strict=True)]
+        lines[name] = middles, rates
     rows = [
         (name, f"{x:.0f}", format_rate(y))
         for name, (xs, ys) in lines.items()
@@ -126,11 +128,6 @@ def lanes_chart(run: RunResults) -> Chart:
     )
 
 
-def run_charts(run: RunResults) -> list[Chart]:
-    """Return the charts of one run by itself."""
-    return [lanes_chart(run), *([sizes_chart(run)] if run.series.batch_sizes else [])]
-
-
 def sizes_chart(run: RunResults) -> Chart:
     """Return the batch sizes over time; there must be some."""
     series, changes = run.series, run.series.batch_sizes
@@ -158,15 +155,6 @@ def sizes_chart(run: RunResults) -> Chart:
         ),
         DataTable(("second", *series.nodes), tuple(rows)),
     )
-
-
-def _times(series: RunSeries) -> list[float]:
-    """Return the middle of each interval, in seconds since the start."""
-    return [(number + 0.5) * series.interval_s for number in range(series.num_intervals)]
-
-
-def _rates(series: RunSeries) -> list[float]:
-    return [sum(rates) / series.interval_s for rates in zip(*series.samples, strict=True)]
 
 
 def _origin(runs: Sequence[RunResults]) -> str:

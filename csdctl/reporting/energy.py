@@ -107,10 +107,6 @@ def add_up_energy(
         if inside_s > 0:
             machine.seconds += inside_s
             machine.joules += record.joules * min(inside_s / record.seconds, 1.0)
-    return _total(found, nodes, samples)
-
-
-def _total(found: dict[str, MachineEnergy], nodes: Sequence[str], samples: Mapping[str, int]) -> RunEnergy:
     host = found.get(HOST_NAME)
     covers_all = bool(host and host.includes_nodes)
     needed = (HOST_NAME,) if covers_all else tuple(nodes)
@@ -167,15 +163,10 @@ def describe_machine(machine: MachineEnergy) -> str:
     if machine.above_idle_joules is not None:
         parts.append(f"{machine.above_idle_joules:,.0f} J above stated idle power")
     else:
-        parts.append(_not_subtracted(machine))
+        of = f" of {', '.join(machine.idle_unknown)}" if machine.idle_unknown else ""
+        parts.append(f"idle power included: idle_watts{of} is not in fleet.yaml")
     if machine.joules_per_sample and machine.samples_per_joule:
         parts.append(f"{machine.joules_per_sample:.3g} J/image, {machine.samples_per_joule:.3g} images/J")
     else:
         parts.append(f"known for {format_share(machine.coverage)} of the training")
     return ", ".join(parts)
-
-
-def _not_subtracted(machine: MachineEnergy) -> str:
-    """Return that the energy includes that of idle machines, and of which nobody has stated it."""
-    of = f" of {', '.join(machine.idle_unknown)}" if machine.idle_unknown else ""
-    return f"idle power included: idle_watts{of} is not in fleet.yaml"

@@ -74,13 +74,8 @@ def format_joules(energy_joules: float | None) -> str:
 
 
 def format_loss(loss: float | None) -> str:
-    """Format a loss."""
+    """Format a loss, or an accuracy 0…1."""
     return "–" if loss is None else f"{_float(loss):.4f}"
-
-
-def format_accuracy(accuracy: float | None) -> str:
-    """Format an accuracy 0…1."""
-    return "–" if accuracy is None else f"{_float(accuracy):.4f}"
 
 
 def name_metrics(accuracy: float | None, metrics: Mapping[str, float]) -> dict[str, float]:

@@ -9,24 +9,11 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from csdctl.reporting.charts import Chart, epoch_charts, run_charts, speed_chart
+from csdctl.reporting import charts, scaling, tables
+from csdctl.reporting.charts import Chart
 from csdctl.reporting.results import RunResults
-from csdctl.reporting.scaling import (
-    ScalingSeries,
-    describe_series,
-    energy_by_nodes,
-    scaling_charts,
-    scaling_table,
-)
-from csdctl.reporting.tables import (
-    DataTable,
-    compare_results,
-    tabulate_bottleneck,
-    tabulate_energy,
-    tabulate_faults,
-    tabulate_machines,
-    tabulate_ranks,
-)
+from csdctl.reporting.scaling import ScalingSeries
+from csdctl.reporting.tables import DataTable
 
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 MAX_CELL_CHARS = 500
@@ -36,17 +23,20 @@ def render_page(runs: Sequence[RunResults]) -> str:
     """Return the page of one run, or of several side by side; raises InputError without matplotlib."""
     title = "Run " + runs[0].summary.run_id if len(runs) == 1 else f"{len(runs)} runs"
     sections = [
-        _section("Numbers", compare_results(runs)),
-        _section("Learning and speed", *epoch_charts(runs), speed_chart(runs)),
+        _section("Numbers", tables.compare_results(runs)),
+        _section("Learning and speed", *charts.epoch_charts(runs), charts.speed_chart(runs)),
     ]
     for run in runs:
         name = f"{run.summary.run_id}: " if len(runs) > 1 else ""
+        sizes = [charts.sizes_chart(run)] if run.series.batch_sizes else []
         sections += [
-            _section(f"{name}Ranks and links", tabulate_ranks(run.summary), *run_charts(run)),
-            _section(f"{name}What held the ranks back", tabulate_bottleneck(run)),
-            _section(f"{name}Faults and what they cost", tabulate_faults(run)),
-            _section(f"{name}Energy while training", tabulate_energy(run)),
-            _section(f"{name}Software and hardware", tabulate_machines(run)),
+            _section(
+                f"{name}Ranks and links", tables.tabulate_ranks(run.summary), charts.lanes_chart(run), *sizes
+            ),
+            _section(f"{name}What held the ranks back", tables.tabulate_bottleneck(run)),
+            _section(f"{name}Faults and what they cost", tables.tabulate_faults(run)),
+            _section(f"{name}Energy while training", tables.tabulate_energy(run)),
+            _section(f"{name}Software and hardware", tables.tabulate_machines(run)),
         ]
     return _document(title, [_headline(run) for run in runs], sections)
 
@@ -54,11 +44,11 @@ def render_page(runs: Sequence[RunResults]) -> str:
 def render_scaling_page(series: ScalingSeries) -> str:
     """Return the page of runs with different numbers of nodes; raises InputError without matplotlib."""
     sections = [
-        _section("Speed-up and efficiency", *scaling_charts(series)),
-        _section("Numbers", scaling_table(series)),
-        _section("Energy per image", energy_by_nodes(series)),
+        _section("Speed-up and efficiency", *scaling.scaling_charts(series)),
+        _section("Numbers", scaling.scaling_table(series)),
+        _section("Energy per image", scaling.energy_by_nodes(series)),
     ]
-    return _document("Scaling", [describe_series(series)], sections)
+    return _document("Scaling", [scaling.describe_series(series)], sections)
 
 
 def _document(title: str, lines: Sequence[str], sections: Sequence[str]) -> str:
@@ -101,21 +91,19 @@ def _figure(chart: Chart) -> str:
     )
 
 
-def _table(table: DataTable, name: str) -> str:
+def _table(table: DataTable, title: str) -> str:
     """Return a table that scrolls by keyboard where it is too wide."""
     if not table.rows:
         return "<p>None.</p>"
     header = "".join(f'<th scope="col">{_text(cell)}</th>' for cell in table.header)
-    rows = "".join(map(_row, table.rows))
+    rows = "".join(
+        f'<tr><th scope="row">{_text(name)}</th>{"".join(f"<td>{_text(cell)}</td>" for cell in cells)}</tr>'
+        for name, *cells in table.rows
+    )
     return (
-        f'<div class=scroll role="region" tabindex="0" aria-label="{_text(name)}"><table>'
+        f'<div class=scroll role="region" tabindex="0" aria-label="{_text(title)}"><table>'
         f"<thead><tr>{header}</tr></thead><tbody>{rows}</tbody></table></div>"
     )
-
-
-def _row(row: Sequence[str]) -> str:
-    cells = "".join(f"<td>{_text(cell)}</td>" for cell in row[1:])
-    return f'<tr><th scope="row">{_text(row[0])}</th>{cells}</tr>'
 
 
 def _text(text: object) -> str:

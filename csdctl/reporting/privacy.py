@@ -172,14 +172,9 @@ def plan_privacy(spec: RunSpec, events: Iterable[Event]) -> Privacy | None:
     """Return the guarantee at the end of a run that has sent `events` so far; None without noise."""
     if spec.noise is None:
         return None
-    counter = PassCounter(len(spec.ranks))
-    done = 0
-    for event in events:
-        counter.add(event)
-        if isinstance(event, EpochEnd) and event.rank == 0:
-            done = max(done, event.epoch)
+    counter = count_passes(events, len(spec.ranks))
     # At least one, whatever the stored events say.
-    passes = [max(1, count + max(0, spec.recipe.epochs - done)) for count in counter.finish()]
+    passes = [max(1, count + max(0, spec.recipe.epochs - counter.num_ended)) for count in counter.finish()]
     samples = [(rank.node, rank.num_private, rank.num_repeated) for rank in spec.ranks]
     return _privacy(spec.noise, samples, passes)
 
@@ -219,6 +214,8 @@ class PassCounter:
         self._unreported_groups = [0] * num_ranks
         """Groups that a rank has joined according to its own events but not to those of rank 0."""
         self._members: set[int] = set()
+        self.num_ended = 0
+        """Epochs that have ended."""
         self._epoch = 0
         """The latest epoch that counts."""
         self._is_between = False
@@ -235,6 +232,7 @@ class PassCounter:
         elif isinstance(event, EpochEnd):
             self._count_begun()
             self._epoch, self._is_between = event.epoch, True
+            self.num_ended = max(self.num_ended, event.epoch)
         elif isinstance(event, EPOCH_ENTERED) or (isinstance(event, Finished) and event.reason == STOPPED):
             self._epoch += self._is_between
             self._count_begun()

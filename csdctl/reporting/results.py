@@ -1,5 +1,6 @@
 """The results of a run, from its events and its manifest, and its state without reading all."""
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,8 +10,8 @@ from csdctl.reporting.energy import RunEnergy, add_up_energy
 from csdctl.reporting.privacy import PassCounter, Privacy, measure_privacy
 from csdctl.reporting.series import RunSeries, SeriesBuilder
 from csdctl.runs.directory import RunDirectory
-from csdctl.runs.ledger import read_power
-from csdctl.tuning.strategies import DATA_PARALLEL, SPLIT
+from csdctl.runs.ledger import MEASURED, read_power
+from csdctl.tuning.plan import DATA_PARALLEL, SPLIT
 from csdctl.worker.protocol.events import STOPPED as ASKED_TO_STOP
 from csdctl.worker.protocol.events import (
     EpochEnd,
@@ -122,12 +123,24 @@ def summarize(run_id: str, manifest: dict[str, Any], events: Iterable[Event]) ->
     for event in events:
         run.add(event)
     ranks = tuple(
-        _rank(number, rank, manifest["placed"][number], run.ranks[number])
-        for number, rank in enumerate(plan["ranks"])
+        RankSummary(
+            number,
+            rank["node"],
+            rank["batch_size"],
+            num_private=placed["num_private"],
+            num_public=placed["public_stop"] - placed["public_start"],
+            samples_per_s=totals["samples"] / totals["wall_s"] if totals["wall_s"] else 0.0,
+            alone_samples_per_s=rank.get("samples_per_s"),
+            compute_s=totals["compute_s"],
+            wait_s=totals["wait_s"],
+        )
+        for number, (rank, placed, totals) in enumerate(
+            zip(plan["ranks"], manifest["placed"], run.ranks, strict=True)
+        )
     )
     whole = run.ranks[0]
-    speed = run.timed / whole.wall_s if whole.wall_s else 0.0
-    steps_s = whole.compute_s + whole.wait_s
+    speed = run.timed / whole["wall_s"] if whole["wall_s"] else 0.0
+    steps_s = whole["compute_s"] + whole["wait_s"]
     strategy, step_speed = manifest.get("strategy", DATA_PARALLEL), run.timed / steps_s if steps_s else 0.0
     all_alone = _reachable(strategy, ranks, steps_s, step_speed)
     reached = step_speed if strategy == SPLIT else speed
@@ -138,10 +151,10 @@ def summarize(run_id: str, manifest: dict[str, Any], events: Iterable[Event]) ->
         method=plan["method"],
         num_ranks=len(ranks),
         global_batch=sum(rank.batch_size for rank in ranks),
-        epochs=whole.epochs,
-        steps=whole.steps,
+        epochs=whole["epochs"],
+        steps=whole["steps"],
         samples=run.samples,
-        training_s=whole.wall_s,
+        training_s=whole["wall_s"],
         samples_per_s=speed,
         step_samples_per_s=step_speed,
         predicted_samples_per_s=manifest.get("predicted_samples_per_s"),
@@ -169,28 +182,15 @@ def _reachable(strategy: str, ranks: Sequence[RankSummary], steps_s: float, spee
     return sum(rate for rate in alone if rate) if strategy == DATA_PARALLEL and all(alone) else None
 
 
-@dataclass
-class _RankTotals:
-    """The ends of epochs of one rank, added up."""
-
-    epochs: int = 0
-    steps: int = 0
-    samples: int = 0
-    compute_s: float = 0.0
-    wait_s: float = 0.0
-    wall_s: float = 0.0
-
-    def add(self, event: EpochEnd) -> None:
-        self.epochs += 1
-        for name in ("steps", "samples", "compute_s", "wait_s", "wall_s"):
-            setattr(self, name, getattr(self, name) + getattr(event, name))
+SUMMED = ("steps", "samples", "compute_s", "wait_s", "wall_s")
+"""What the ends of epochs of a rank are added up to, besides their number."""
 
 
 class _Run:
     """Adds up the events of a run, in order, and keeps none of them."""
 
     def __init__(self, num_ranks: int) -> None:
-        self.ranks = [_RankTotals() for _ in range(num_ranks)]
+        self.ranks: list[Counter[str]] = [Counter() for _ in range(num_ranks)]
         self.passes = PassCounter(num_ranks)
         self.last = EpochEnd(0, "", 0, 0, 0, 0.0, 0.0, 0.0, "")
         """The latest end of an epoch of rank 0, which has the results of all ranks; none at first."""
@@ -217,8 +217,7 @@ class _Run:
     @property
     def has_identical_weights(self) -> bool:
         """As in `RunSummary.identical_weights`."""
-        has_ended = any(rank.epochs for rank in self.ranks)
-        return has_ended and not self._has_lost_epochs and not self._open
+        return any(self.ranks) and not self._has_lost_epochs and not self._open
 
     @property
     def failures(self) -> tuple[str, ...]:
@@ -234,7 +233,8 @@ class _Run:
         elif isinstance(event, Finished):
             self._finished[event.rank] = event.reason == ASKED_TO_STOP
         elif isinstance(event, EpochEnd):
-            self.ranks[event.rank].add(event)
+            amounts: dict[str, Any] = {name: getattr(event, name) for name in SUMMED}
+            self.ranks[event.rank].update(epochs=1, **amounts)
             self._compare_weights(event)
             if event.rank == 0:
                 self.last = event
@@ -263,24 +263,6 @@ class _Run:
             self._has_lost_epochs = True
 
 
-def _rank(number: int, rank: dict[str, Any], placed: dict[str, Any], totals: _RankTotals) -> RankSummary:
-    return RankSummary(
-        rank=number,
-        node=rank["node"],
-        batch_size=rank["batch_size"],
-        num_private=placed["num_private"],
-        num_public=placed["public_stop"] - placed["public_start"],
-        samples_per_s=totals.samples / totals.wall_s if totals.wall_s else 0.0,
-        alone_samples_per_s=rank.get("samples_per_s"),
-        compute_s=totals.compute_s,
-        wait_s=totals.wait_s,
-    )
-
-
-MEASURED, PREDICTED, EMULATED, STATED = "measured", "predicted", "measured, emulated fleet", "stated"
-"""Where a number is from."""
-
-
 @dataclass(frozen=True)
 class RunResults:
     """One run."""
@@ -292,7 +274,7 @@ class RunResults:
     @property
     def measured(self) -> str:
         """What a measurement of this run is called."""
-        return EMULATED if self.is_emulated else MEASURED
+        return f"{MEASURED}, emulated fleet" if self.is_emulated else MEASURED
 
     @property
     def is_emulated(self) -> bool:
@@ -369,7 +351,13 @@ def load_run_status(run: RunDirectory) -> RunStatus:
         last_s = time_s
         if isinstance(event, Progress | EpochEnd) and event.rank == 0:
             failed, finished = False, {}  # a resumed run goes on after its end
-            found |= _totals(event)
+            found |= {"epoch": event.epoch, "loss": event.loss, "accuracy": event.accuracy}
+            found["step"] = event.step if isinstance(event, Progress) else 0
+            if event.wall_s:
+                found["samples_per_s"] = event.global_samples / event.wall_s
+            if isinstance(event, EpochEnd):
+                found["validation_loss"] = event.validation_loss
+                found["validation_accuracy"] = event.validation_accuracy
         elif isinstance(event, Finished):
             finished[event.rank] = event
         elif isinstance(event, Failed):
@@ -377,30 +365,16 @@ def load_run_status(run: RunDirectory) -> RunStatus:
     state = FAILED if failed else INTERRUPTED
     if 0 in finished:
         state = STOPPED if finished[0].reason == ASKED_TO_STOP else DONE
-    recipe, job = manifest.get("recipe"), manifest.get("job")
+    recipe, job = manifest.get("recipe"), manifest.get("job")  # both may have been edited
+    epochs = recipe.get("epochs") if isinstance(recipe, dict) else 0
     return RunStatus(
         run.run_id,
         state,
         job=str(job.get("path", "")) if isinstance(job, dict) else "",
         strategy=str(manifest.get("strategy", DATA_PARALLEL)),
         num_ranks=len(nodes),
-        epochs=_count(recipe.get("epochs")) if isinstance(recipe, dict) else 0,
+        epochs=epochs if type(epochs) is int else 0,
         last_event_s=last_s,
         emulated=bool(manifest["plan"].get("emulated")),
         **found,
     )
-
-
-def _totals(event: Progress | EpochEnd) -> dict[str, Any]:
-    found: dict[str, Any] = {"epoch": event.epoch, "loss": event.loss, "accuracy": event.accuracy}
-    found["step"] = event.step if isinstance(event, Progress) else 0
-    if event.wall_s:
-        found["samples_per_s"] = event.global_samples / event.wall_s
-    if isinstance(event, EpochEnd):
-        found["validation_loss"] = event.validation_loss
-        found["validation_accuracy"] = event.validation_accuracy
-    return found
-
-
-def _count(value: object) -> int:
-    return value if type(value) is int else 0

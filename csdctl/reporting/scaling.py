@@ -43,6 +43,11 @@ class ScalingPoint:
     lost: tuple[str, ...]
     """Nodes that were lost on the way: the run had fewer for a part of it."""
 
+    @property
+    def joules_per_sample(self) -> float | None:
+        """Energy of all machines for each sample."""
+        return self.energy.joules_per_sample if self.energy else None
+
 
 @dataclass(frozen=True)
 class ScalingSeries:
@@ -114,7 +119,7 @@ def describe_series(series: ScalingSeries) -> str:
 
 def scaling_charts(series: ScalingSeries) -> list[Chart]:
     """Return the charts of what is known: speed-up, efficiency, energy per image."""
-    energy = [point.energy.joules_per_sample if point.energy else None for point in series.points]
+    energy = [point.joules_per_sample for point in series.points]
     found = (
         ("Speed-up over the host alone", "times the host alone", series.speedups),
         ("Efficiency", "share of the ranks alone", series.by_nodes([p.efficiency for p in series.points])),
@@ -156,11 +161,10 @@ def scaling_table(series: ScalingSeries) -> DataTable:
 
 def energy_by_nodes(series: ScalingSeries) -> DataTable:
     """Return energy per image by the number of nodes, and what is saved against none: Table II."""
-    joules = [point.energy.joules_per_sample if point.energy else None for point in series.points]
-    without = series.by_nodes(joules).get(0)
+    without = series.by_nodes([point.joules_per_sample for point in series.points]).get(0)
     rows: list[tuple[str, ...]] = []
-    for point, each in zip(series.points, joules, strict=True):
-        energy = point.energy
+    for point in series.points:
+        energy, each = point.energy, point.joules_per_sample
         if energy is None or each is None:
             rows.append((str(point.num_nodes), *["–"] * 5, "not known"))
             continue
@@ -184,20 +188,12 @@ def scaling_document(series: ScalingSeries) -> dict[str, Any]:
     """Return the `csdctl.scaling/1` document."""
     points = []
     for point in series.points:
-        content = {key: value for key, value in vars(point).items() if key != "energy"}
-        energy = point.energy
-        content["joules_per_sample"] = energy.joules_per_sample if energy else None
+        energy, content = point.energy, {k: v for k, v in vars(point).items() if k != "energy"}
+        content["joules_per_sample"] = point.joules_per_sample
         content["samples_per_joule"] = energy.samples_per_joule if energy else None
         content["energy_origin"] = energy.origin if energy else None
         points.append(content)
-    return {
-        "schema": "csdctl.scaling/1",
-        "origin": series.origin,
-        "kind": series.kind,
-        "host_samples_per_s": series.host_samples_per_s,
-        "host_source": series.host_source,
-        "points": points,
-    }
+    return {"schema": "csdctl.scaling/1", **vars(series), "points": points}
 
 
 def _remark(point: ScalingPoint) -> str:

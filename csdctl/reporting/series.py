@@ -5,7 +5,7 @@ most MAX_POINTS of everything else.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Generic, TypeVar
@@ -105,29 +105,29 @@ class Fault:
     """Seconds until the ranks trained again; None where none stopped, or they never did."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class RunSeries:
     """A run over time."""
 
     nodes: tuple[str, ...]
     """Node of each rank, in order of rank."""
-    start_s: float
+    start_s: float = 0.0
     """Unix time of the first event."""
-    end_s: float
-    interval_s: float
-    spent_s: tuple[dict[str, list[float]], ...]
+    end_s: float = 0.0
+    interval_s: float = FIRST_INTERVAL_S
+    spent_s: tuple[dict[str, list[float]], ...] = ()
     """Seconds in each interval, by rank and kind."""
-    samples: tuple[list[float], ...]
+    samples: tuple[list[float], ...] = ()
     """Samples in each interval, by rank."""
-    epochs: tuple[EpochPoint, ...]
-    batch_sizes: tuple[BatchSizes, ...]
-    faults: tuple[Fault, ...]
-    num_more_faults: int
-    peak_memory_bytes: dict[int, int]
+    epochs: tuple[EpochPoint, ...] = ()
+    batch_sizes: tuple[BatchSizes, ...] = ()
+    faults: list[Fault] = field(default_factory=list)
+    num_more_faults: int = 0
+    peak_memory_bytes: dict[int, int] = field(default_factory=dict)
     """Peak memory of the ranks that finished, by rank."""
-    cpu_s: dict[int, float]
+    cpu_s: dict[int, float] = field(default_factory=dict)
     """CPU seconds of each rank's process, of the ranks that reported them."""
-    is_wait_divided: bool
+    is_wait_divided: bool = True
     """Whether the ranks told waiting from communication, and input from computing; else both count as the
     first."""
     hottest_c: dict[int, float] = field(default_factory=dict)
@@ -186,20 +186,13 @@ class SeriesBuilder:
     """Takes the events of a run in order of arrival, and keeps none of them."""
 
     def __init__(self, nodes: Sequence[str]) -> None:
-        self._nodes = tuple(nodes)
+        self._series = RunSeries(tuple(nodes))
         self._timeline: Timeline | None = None
-        self._end_s = 0.0
         self._spent = [_Spent() for _ in nodes]
         self._epochs: Thinned[EpochPoint] = Thinned()
         self._sizes: Thinned[BatchSizes] = Thinned()
-        self._faults: list[Fault] = []
-        self._num_more = 0
         self._stopped_at: float | None = None
         self._since_stop: list[Fault] = []
-        self._peaks: dict[int, int] = {}
-        self._cpu: dict[int, float] = {}
-        self._is_divided = True
-        self._hottest_c: dict[int, float] = {}
 
     def add(self, time_s: float, event: Event) -> None:
         """Add an event that arrived at `time_s`, in Unix time."""
@@ -217,30 +210,19 @@ class SeriesBuilder:
         elif isinstance(event, Rebalanced):
             self._add_sizes(time_s, event)
         elif isinstance(event, Finished):
-            self._peaks[event.rank] = event.peak_memory_bytes
+            self._series.peak_memory_bytes[event.rank] = event.peak_memory_bytes
         else:
             self._add_fault(time_s, event)
 
     def build(self) -> RunSeries:
         """Return the series of all events so far."""
-        line = self._timeline or Timeline(len(self._nodes), len(KINDS) + 1, 0.0)
+        series, line = self._series, self._timeline or Timeline(len(self._spent), len(KINDS) + 1, 0.0)
         amounts = line.amounts[:, :, : line.num_intervals].tolist()
-        return RunSeries(
-            self._nodes,
-            line.start_s,
-            max(self._end_s, line.start_s),
-            line.interval_s,
-            tuple(dict(zip(KINDS, rows, strict=False)) for rows in amounts),
-            tuple(rows[-1] for rows in amounts),
-            self._epochs.all(),
-            self._sizes.all(),
-            tuple(self._faults),
-            self._num_more,
-            self._peaks,
-            self._cpu,
-            self._is_divided,
-            dict(self._hottest_c),
-        )
+        series.start_s, series.interval_s = line.start_s, line.interval_s
+        series.spent_s = tuple(dict(zip(KINDS, rows, strict=False)) for rows in amounts)
+        series.samples = tuple(rows[-1] for rows in amounts)
+        series.epochs, series.batch_sizes = self._epochs.all(), self._sizes.all()
+        return series
 
     def add_spent(self, progress: Spent) -> None:
         """Add the progress of a rank: millions in a run of days, so this makes no event of it."""
@@ -251,17 +233,16 @@ class SeriesBuilder:
         timeline.add(rank, end_s - wall_s, end_s, amounts)
         spent.amounts = [a + b for a, b in zip(spent.amounts, amounts, strict=True)]
         spent.wall_s += wall_s
-        if cpu_s is not None:
-            spent.cpu_s += cpu_s
-            self._cpu[rank] = self._cpu.get(rank, 0.0) + cpu_s
+        spent.cpu_s += self._add_cpu(rank, cpu_s)
         if celsius is not None:
-            self._hottest_c[rank] = max(celsius, self._hottest_c.get(rank, celsius))
+            hottest = self._series.hottest_c
+            hottest[rank] = max(celsius, hottest.get(rank, celsius))
 
     def _open_timeline(self, time_s: float) -> Timeline:
         """Return the timeline, which begins with the first event."""
         if self._timeline is None:
-            self._timeline = Timeline(len(self._nodes), len(KINDS) + 1, time_s)
-        self._end_s = max(self._end_s, time_s)
+            self._timeline = Timeline(len(self._spent), len(KINDS) + 1, time_s)
+        self._series.end_s = max(self._series.end_s, time_s)
         return self._timeline
 
     def _add_epoch_end(self, timeline: Timeline, time_s: float, event: EpochEnd) -> None:
@@ -273,7 +254,8 @@ class SeriesBuilder:
         rest_s = max(event.wall_s - spent.wall_s, 0.0)
         end_s = spent.end_of(time_s, rest_s)
         timeline.add(event.rank, end_s - rest_s, end_s, rest)
-        self._add_cpu(event, spent)
+        if event.cpu_s is not None:
+            self._add_cpu(event.rank, max(event.cpu_s - spent.cpu_s, 0.0))
         self._spent[event.rank] = _Spent()
         if event.rank == 0:
             rate = (event.stepped_samples or event.global_samples) / event.wall_s if event.wall_s else 0.0
@@ -290,15 +272,17 @@ class SeriesBuilder:
     ) -> list[float]:
         """Return the seconds of each kind, and the samples."""
         if others_s is None or input_s is None:
-            self._is_divided = False
+            self._series.is_wait_divided = False
             others_s, input_s = wait_s if others_s is None else others_s, input_s or 0.0
         waited, other_s = min(others_s, wait_s), max(wall_s - compute_s - wait_s, 0.0)
         return [max(compute_s - input_s, 0.0), input_s, waited, wait_s - waited, other_s, samples]
 
-    def _add_cpu(self, event: EpochEnd, spent: _Spent) -> None:
-        """Add what is more than the progress of the epoch has said."""
-        if event.cpu_s is not None:
-            self._cpu[event.rank] = self._cpu.get(event.rank, 0.0) + max(event.cpu_s - spent.cpu_s, 0.0)
+    def _add_cpu(self, rank: int, cpu_s: float | None) -> float:
+        """Add CPU time of a rank, if it is known; return it."""
+        if cpu_s is None:
+            return 0.0
+        self._series.cpu_s[rank] = self._series.cpu_s.get(rank, 0.0) + cpu_s
+        return cpu_s
 
     def _add_sizes(self, time_s: float, event: Joined | Rebalanced) -> None:
         self._sizes.append(BatchSizes(time_s, {int(rank): size for rank, size in event.batch_sizes.items()}))
@@ -317,11 +301,11 @@ class SeriesBuilder:
             what = f"reports rank {event.culprit}: {event.message}"
         else:
             return
-        if len(self._faults) >= MAX_FAULTS:
-            self._num_more += 1
+        if len(self._series.faults) >= MAX_FAULTS:
+            self._series.num_more_faults += 1
             return
         fault = Fault(time_s, event.node, what)
-        self._faults.append(fault)
+        self._series.faults.append(fault)
         if not isinstance(event, NodeBack):
             self._since_stop.append(fault)
             self._stopped_at = time_s if self._stopped_at is None else self._stopped_at
@@ -354,9 +338,7 @@ LATEST, MIN_LATEST = 0.25, 4
 SLOWER = 1.15
 """Compute time per sample over its own at the beginning."""
 HOT_C = 80.0
-FULL = 0.95
-"""Share of a machine's memory limit."""
-BY_COMPUTE, BY_INPUT, BY_LINK, BY_MEMORY, BY_HEAT = "compute", "input", "link", "memory", "heat"
+BY_COMPUTE, BY_INPUT, BY_LINK, BY_HEAT = "compute", "input", "link", "heat"
 
 
 @dataclass(frozen=True)
@@ -370,18 +352,14 @@ class Bottleneck:
     """Seconds after the start of the run."""
     lost_s: float
     """Time that each of the others lost, in the median."""
-    text: str
-    why: str = ""
+    why: str
     """What shows the cause."""
 
 
-def find_bottleneck(
-    series: RunSeries, memory_shares: Mapping[int, float] | None = None, *, is_now: bool = False
-) -> Bottleneck | None:
+def find_bottleneck(series: RunSeries, *, is_now: bool = False) -> Bottleneck | None:
     """Return the rank that held the others back most; None where none did, or it was not recorded.
 
-    `memory_shares`: by rank, of what the machine may use, at most. With `is_now`, only the latest part of the
-    run counts: who holds the others back now, and since when.
+    With `is_now`, only the latest part of the run counts: who holds the others back now, and since when.
     """
     if not series.is_wait_divided or len(series.nodes) < 2 or not series.num_intervals:
         return None
@@ -400,11 +378,10 @@ def find_bottleneck(
         return None
     if shared_s > lost_s[rank]:
         why = f"communication took {shared_s:.1f} s of each rank, more than waiting for any other rank"
-        return Bottleneck(None, BY_LINK, 0.0, shared_s, why, why)
+        return Bottleneck(None, BY_LINK, 0.0, shared_s, why)
     start = _since([lost if holder == rank else 0.0 for holder, lost in holders], first)
-    cause, why = _cause(series, rank, start, memory_shares or {})
-    text = f"{series.nodes[rank]} (rank {rank}) held the others back for {lost_s[rank]:.1f} s: {why}"
-    return Bottleneck(rank, cause, start * series.interval_s, lost_s[rank], text, why)
+    cause, why = _cause(series, rank, start)
+    return Bottleneck(rank, cause, start * series.interval_s, lost_s[rank], why)
 
 
 def _holder(series: RunSeries, number: int) -> tuple[int | None, float]:
@@ -436,12 +413,7 @@ def _since(lost_s: Sequence[float], first: int) -> int:
     return start
 
 
-def _cause(
-    series: RunSeries,
-    rank: int,
-    start: int,
-    memory_shares: Mapping[int, float],
-) -> tuple[str, str]:
+def _cause(series: RunSeries, rank: int, start: int) -> tuple[str, str]:
     """Return the cause, and what shows it."""
     spent = series.spent_s[rank]
     input_s, compute_s = sum(spent[INPUT][start:]), sum(spent[COMPUTE][start:])
@@ -452,8 +424,6 @@ def _cause(
     hottest = series.hottest_c.get(rank, 0.0)
     if slowdown >= SLOWER and hottest >= HOT_C:
         return BY_HEAT, f"{grew}, at up to {hottest:.0f} °C"
-    if memory_shares.get(rank, 0.0) >= FULL:
-        return BY_MEMORY, f"it used {memory_shares[rank]:.0%} of its memory"
     if slowdown >= SLOWER:
         return BY_COMPUTE, grew
     return BY_COMPUTE, "its batch takes longer than those of the others; a smaller one would balance them"

@@ -17,7 +17,7 @@ from csdctl.reporting.numbers import (
 from csdctl.reporting.privacy import describe_privacy
 from csdctl.reporting.results import RunResults, RunSummary
 from csdctl.reporting.series import find_bottleneck
-from csdctl.tuning.strategies import DATA_PARALLEL, SPLIT
+from csdctl.tuning.plan import DATA_PARALLEL, SPLIT
 
 REACHABLE = {DATA_PARALLEL: "the ranks reach alone", SPLIT: "the busiest rank reaches without waiting"}
 IDENTICAL = "identical on all ranks at the end of every epoch"
@@ -136,18 +136,14 @@ def tabulate_faults(run: RunResults) -> DataTable:
 
 def tabulate_bottleneck(run: RunResults) -> DataTable:
     """Return the rank that held the others back, since when and why; no row if none did."""
-    facts = _facts(run)
-    shares = {}
-    for rank, peak in run.series.peak_memory_bytes.items():
-        known = facts.get(run.series.nodes[rank], {})
-        sizes = [known.get("memory_limit_bytes"), known.get("memory_bytes")]
-        limits = [size for size in sizes if isinstance(size, int | float) and size > 0]
-        if limits:
-            shares[rank] = peak / min(limits)
-    bottleneck = find_bottleneck(run.series, memory_shares=shares)
+    bottleneck = find_bottleneck(run.series)
     if bottleneck is None:
         return DataTable((), ())
-    row = (f"{bottleneck.since_s:.0f} s", bottleneck.cause, bottleneck.text)
+    rank, text = bottleneck.rank, bottleneck.why
+    if rank is not None:
+        held = f"held the others back for {bottleneck.lost_s:.1f} s"
+        text = f"{run.series.nodes[rank]} (rank {rank}) {held}: {text}"
+    row = (f"{bottleneck.since_s:.0f} s", bottleneck.cause, text)
     return DataTable(("since", "cause", f"what shows it ({run.measured})"), (row,))
 
 

@@ -1,5 +1,6 @@
-"""The paths of all files of a run and of the project's `.csdctl/`; defined nowhere else."""
+"""The paths of all files of a run and of the project's `.csdctl/`, defined nowhere else, and a run's logs."""
 
+import contextlib
 import hashlib
 import json
 import os
@@ -13,13 +14,13 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from csdctl.documents import check_values, load_json, make_directory, save_json
 from csdctl.errors import InputError
-from csdctl.job.model import NoiseEntry
+from csdctl.notify import make_printable
 from csdctl.placement.equation1 import Placed
-from csdctl.runs.capped_log import CappedLog
 from csdctl.runs.private import STATE_DIRECTORY, private_memory
 from csdctl.runs.stored_events import StoredEvents
 from csdctl.tuning.plan import Plan
 from csdctl.worker.protocol.events import Event, Progress, WaitingFor, event_document
+from csdctl.worker.protocol.recipe import Noise
 
 MAX_SAMPLES = 10**15
 
@@ -45,7 +46,7 @@ class Manifest(_Part):
     placed: list[Placed]
     """In order of rank."""
     data: DataFingerprints
-    noise: NoiseEntry | None = None
+    noise: Noise | None = None
     predicted_samples_per_s: Annotated[float, Field(gt=0)] | None = None
 
     @model_validator(mode="after")
@@ -239,6 +240,44 @@ def _new_directory(parent: Path) -> RunDirectory:
     run = RunDirectory(parent / f"{datetime.now(UTC):%Y%m%d-%H%M%S-%f}")
     make_directory(run.logs)
     return run
+
+
+MAX_LOG_BYTES = 16 << 20
+MAX_LINE_BYTES = 1 << 16
+
+
+class CappedLog:
+    """Appends lines to a file until it has `max_bytes`, then says so once, as its last line.
+
+    Several writers of one file share the limit. A full disk must not end a run: what cannot be written is
+    dropped.
+    """
+
+    def __init__(self, path: Path, name: str, max_bytes: int = MAX_LOG_BYTES) -> None:
+        """Open `path` for the output of `name`."""
+        self._max_bytes = max_bytes
+        self._last_line = f"… further output of {name} is dropped after {max_bytes >> 20} MiB\n".encode()
+        self._file = None
+        with contextlib.suppress(OSError):
+            self._file = path.open("ab", buffering=0)
+
+    def write(self, line: bytes) -> None:
+        """Write one line, printable; its end is added. Users read logs with `tail -f`."""
+        if self._file is None:
+            return
+        with contextlib.suppress(OSError):
+            left = self._max_bytes - os.fstat(self._file.fileno()).st_size
+            kept = line[:MAX_LINE_BYTES].replace(b"\0", b"").rstrip(b"\r\n")
+            text = make_printable(kept.decode(errors="backslashreplace")).encode()[:MAX_LINE_BYTES] + b"\n"
+            if left >= len(text):
+                self._file.write(text)
+            elif left > 0:  # with this, the file has more than the limit: nobody writes again
+                self._file.write(text[: left - 1] + b"\n" + self._last_line)
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
 
 
 MAX_EVENTS_BYTES = 1 << 30

@@ -5,13 +5,14 @@ bytes that csdctl and MPI have sent: TCP payload, including encryption, without 
 `power.jsonl` has the energy of each machine in short intervals.
 """
 
-import itertools
+import contextlib
 import json
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, TextIO
 
@@ -81,17 +82,17 @@ def record_traffic(directory: Path, command: str) -> Callable[[Mapping[tuple[str
 
 def read_ledger(path: Path) -> Iterator[LedgerEntry]:
     """Yield all entries in order; raises InputError for a damaged line."""
-    if not path.exists():
-        return
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for number in itertools.count(1):
-            line = file.readline(MAX_LINE_CHARS)
-            if not line:
-                return
-            try:
-                yield from_json(LedgerEntry, line)
-            except ProtocolError as error:
-                raise InputError(f"{path}:{number} is not a valid ledger entry: {error}") from None
+    for number, line in _lines(path):
+        try:
+            yield from_json(LedgerEntry, line)
+        except ProtocolError as error:
+            raise InputError(f"{path}:{number} is not a valid ledger entry: {error}") from None
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield the lines of a file with their numbers, in parts if they are too long; none without the file."""
+    with contextlib.suppress(FileNotFoundError), path.open(encoding="utf-8", errors="replace") as file:
+        yield from enumerate(iter(partial(file.readline, MAX_LINE_CHARS), ""), 1)
 
 
 @dataclass(frozen=True)
@@ -143,13 +144,6 @@ class PowerLog:
 
 def read_power(run: RunDirectory) -> Iterator[PowerRecord]:
     """Yield the records of a run; lines that are none, such as one cut off, are left out."""
-    try:
-        file = run.power.open(encoding="utf-8", errors="replace")
-    except FileNotFoundError:
-        return
-    with file:
-        while line := file.readline(MAX_LINE_CHARS):
-            try:
-                yield from_json(PowerRecord, line)
-            except ProtocolError:
-                continue
+    for _, line in _lines(run.power):
+        with contextlib.suppress(ProtocolError):
+            yield from_json(PowerRecord, line)

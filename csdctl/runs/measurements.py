@@ -14,7 +14,7 @@ from dataclasses import astuple, dataclass
 from functools import cache
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from pydantic import TypeAdapter
 
@@ -54,44 +54,46 @@ CREATE INDEX of_a_class ON measurements (kind, class, model, recipe, repeated_by
 """
 """Subjects are models, machine classes and fleet classes, by their hashes."""
 
-_MODEL: TypeAdapter[ModelProperties] = TypeAdapter(ModelProperties)
+ValueT = TypeVar("ValueT", bound=ProbeMeasurement | CollectiveMeasurement | TrialMeasurement)
+ClassT = TypeVar("ClassT", bound=MachineClass | FleetClass)
+_MODEL = TypeAdapter(ModelProperties)
 NO_MODEL = ModelProperties("", "")
 """The model of a sum, which has none."""
 
 
 @dataclass(frozen=True)
-class _Kind:
+class Kind(Generic[ValueT, ClassT]):
     """A kind of measurement: the types of its values and classes, and what it is repeated by."""
 
     name: str
-    values: TypeAdapter[Any]
-    classes: TypeAdapter[Any]
-    repeated_by: Callable[[Any], tuple[Any, ...]]
+    values: TypeAdapter[ValueT]
+    classes: TypeAdapter[ClassT]
+    repeated_by: Callable[[ValueT], tuple[Any, ...]]
 
 
-PROBE = _Kind(
+PROBE = Kind(
     "probe",
     TypeAdapter(ProbeMeasurement),
     TypeAdapter(MachineClass),
     lambda probe: (probe.settings, probe.batch_size),
 )
-COLLECTIVE = _Kind(
+COLLECTIVE = Kind(
     "collective",
     TypeAdapter(CollectiveMeasurement),
     TypeAdapter(FleetClass),
     lambda sums: (sums.name, sums.num_ranks, sums.num_bytes),
 )
-TRIAL = _Kind("trial", TypeAdapter(TrialMeasurement), TypeAdapter(FleetClass), lambda trial: ())
+TRIAL = Kind("trial", TypeAdapter(TrialMeasurement), TypeAdapter(FleetClass), lambda trial: ())
 
 
 @dataclass(frozen=True)
-class _Stored:
+class Stored(Generic[ValueT, ClassT]):
     """A measurement, and what was measured: a model on a machine class or fleet class."""
 
     model: ModelProperties
     recipe: str
-    of: Any
-    value: Any
+    of: ClassT
+    value: ValueT
 
 
 @dataclass(frozen=True)
@@ -129,22 +131,12 @@ class CollectiveSummary:
 
 
 @dataclass(frozen=True)
-class TrialSummary:
-    """One trial of a plan."""
-
-    model: ModelProperties
-    recipe: str
-    fleet_class: FleetClass
-    trial: TrialMeasurement
-
-
-@dataclass(frozen=True)
 class Overview:
     """Everything: probes by model, sums by fleet, trials oldest first."""
 
     probed: tuple[ProbeSummary, ...] = ()
     summed: tuple[CollectiveSummary, ...] = ()
-    tried: tuple[TrialSummary, ...] = ()
+    tried: tuple[Stored[TrialMeasurement, FleetClass], ...] = ()
 
 
 class MeasurementStore:
@@ -156,73 +148,18 @@ class MeasurementStore:
     def __init__(self, connection: sqlite3.Connection, on_error: Say | None = None) -> None:
         self._connection, self._on_error = connection, on_error
 
-    def add_probes(
+    def add(
         self,
-        model: ModelProperties,
-        recipe: str,
-        machine_class: MachineClass,
-        probes: Sequence[ProbeMeasurement],
+        kind: Kind[ValueT, ClassT],
+        of: ClassT,
+        values: Sequence[ValueT],
+        model: ModelProperties = NO_MODEL,
+        recipe: str = "",
     ) -> None:
-        """Store probes of one machine class; `recipe` is a hash of what else a step's time depends on."""
-        self._add(PROBE, model, recipe, machine_class, probes)
+        """Store measurements of one class, and delete old ones that were repeated.
 
-    def add_collectives(self, fleet_class: FleetClass, collectives: Sequence[CollectiveMeasurement]) -> None:
-        """Store the times of sums over the ranks of a fleet."""
-        self._add(COLLECTIVE, NO_MODEL, "", fleet_class, collectives)
-
-    def add_trial(
-        self, model: ModelProperties, recipe: str, fleet_class: FleetClass, trial: TrialMeasurement
-    ) -> None:
-        """Store the result of a trial."""
-        self._add(TRIAL, model, recipe, fleet_class, [trial])
-
-    def probes(self, model_hash: str, recipe: str, machine_class: str) -> list[ProbeMeasurement]:
-        """Return the probes of a model on a machine class (its key), with any settings, oldest first."""
-        found = self._select(PROBE, model=model_hash, recipe=recipe, of=machine_class)
-        return [stored.value for stored in found]
-
-    def collectives(self, fleet_class: str) -> list[CollectiveMeasurement]:
-        """Return the sums on a fleet class (its key), by any collective, oldest first."""
-        return [stored.value for stored in self._select(COLLECTIVE, of=fleet_class)]
-
-    def trials(self, model_hash: str, recipe: str, fleet_class: str) -> list[TrialMeasurement]:
-        """Return the trials on a fleet class (its key), with any number of ranks, oldest first."""
-        found = self._select(TRIAL, model=model_hash, recipe=recipe, of=fleet_class)
-        return [stored.value for stored in found]
-
-    def overview(self) -> Overview:
-        """Summarize all measurements: counts and extremes rather than every measurement."""
-        probed: dict[tuple[ModelProperties, str, MachineClass, Runtime], list[ProbeMeasurement]] = (
-            defaultdict(list)
-        )
-        for one in self._select(PROBE):
-            probed[one.model, one.recipe, one.of, one.value.settings].append(one.value)
-        summed: dict[tuple[FleetClass, str, int, int], list[CollectiveMeasurement]] = defaultdict(list)
-        for one in self._select(COLLECTIVE):
-            summed[one.of, one.value.name, one.value.num_ranks, one.value.num_bytes].append(one.value)
-        return Overview(
-            tuple(
-                _summarize_probes(*key, probes)
-                for key, probes in sorted(probed.items(), key=lambda item: _order(*item[0]))
-            ),
-            tuple(
-                CollectiveSummary(
-                    *key, len(sums), median(timed.seconds for timed in sums), sums[-1].measured_at
-                )
-                for key, sums in sorted(summed.items(), key=lambda item: (item[0][0].key, *item[0][1:]))
-            ),
-            tuple(TrialSummary(one.model, one.recipe, one.of, one.value) for one in self._select(TRIAL)),
-        )
-
-    def _add(
-        self,
-        kind: _Kind,
-        model: ModelProperties,
-        recipe: str,
-        of: MachineClass | FleetClass,
-        values: Sequence[ProbeMeasurement | CollectiveMeasurement | TrialMeasurement],
-    ) -> None:
-        """Add measurements and what they are of, and delete old ones that were repeated."""
+        `recipe` is a hash of what else than the model a step's time depends on.
+        """
         subjects = [
             (model.hash, _MODEL.dump_json(model).decode()),
             (of.key, kind.classes.dump_json(of).decode()),
@@ -234,50 +171,77 @@ class MeasurementStore:
             )
             for value in values
         ]
-        with self._transaction("measurements are not stored"):
-            self._connection.executemany(
-                "INSERT INTO subjects VALUES (?, ?) ON CONFLICT DO UPDATE SET content = excluded.content",
-                subjects,
-            )
-            self._connection.executemany(
-                "INSERT INTO measurements (kind, model, recipe, class, repeated_by, content, measured_at)"
-                " VALUES (?, ?, ?, ?, ?, ?, ?)",
-                rows,
-            )
-            self._connection.execute(
-                "DELETE FROM measurements WHERE id IN (SELECT id FROM (SELECT id, row_number() OVER"
-                " (PARTITION BY kind, model, recipe, class, repeated_by ORDER BY measured_at DESC, id DESC)"
-                f" AS age FROM measurements) WHERE age > {NUM_KEPT})"
-            )
+        try:
+            with self._connection as connection:  # all or nothing; other writers wait
+                connection.execute("BEGIN IMMEDIATE")
+                connection.executemany(
+                    "INSERT INTO subjects VALUES (?, ?) ON CONFLICT DO UPDATE SET content = excluded.content",
+                    subjects,
+                )
+                connection.executemany(
+                    "INSERT INTO measurements (kind, model, recipe, class, repeated_by, content, measured_at)"
+                    " VALUES (?, ?, ?, ?, ?, ?, ?)",
+                    rows,
+                )
+                connection.execute(
+                    "DELETE FROM measurements WHERE id IN (SELECT id FROM (SELECT id, row_number() OVER"
+                    " (PARTITION BY kind, model, recipe, class, repeated_by ORDER BY measured_at DESC,"
+                    f" id DESC) AS age FROM measurements) WHERE age > {NUM_KEPT})"
+                )
+        except sqlite3.DatabaseError as error:
+            self._fail("measurements are not stored", error)
 
-    def _select(self, kind: _Kind, **key: str) -> list[_Stored]:
-        """Return the measurements of a kind with these values of `model`, `recipe` and `of`, oldest first."""
-        where = "".join(f" AND {'class' if name == 'of' else name} = ?" for name in key)
+    def find(
+        self, kind: Kind[ValueT, ClassT], class_key: str, model_hash: str = NO_MODEL.hash, recipe: str = ""
+    ) -> list[ValueT]:
+        """Return the measurements of a kind on one class, of one model with one recipe, oldest first."""
+        where = "AND class = ? AND model = ? AND recipe = ?"
+        return [stored.value for stored in self._select(kind, where, class_key, model_hash, recipe)]
+
+    def overview(self) -> Overview:
+        """Summarize all measurements: counts and extremes rather than every measurement."""
+        probed: dict[tuple[ModelProperties, str, MachineClass, Runtime], list[ProbeMeasurement]] = (
+            defaultdict(list)
+        )
+        for probe in self._select(PROBE):
+            probed[probe.model, probe.recipe, probe.of, probe.value.settings].append(probe.value)
+        summed: dict[tuple[FleetClass, str, int, int], list[CollectiveMeasurement]] = defaultdict(list)
+        for one in self._select(COLLECTIVE):
+            summed[one.of, one.value.name, one.value.num_ranks, one.value.num_bytes].append(one.value)
+        summaries = [_summarize_probes(key, probes) for key, probes in probed.items()]
+        sums = [
+            CollectiveSummary(
+                *key, len(times), median(timed.seconds for timed in times), times[-1].measured_at
+            )
+            for key, times in summed.items()
+        ]
+        return Overview(
+            tuple(sorted(summaries, key=_order)),
+            tuple(
+                sorted(sums, key=lambda one: (one.fleet_class.key, one.name, one.num_ranks, one.num_bytes))
+            ),
+            tuple(self._select(TRIAL)),
+        )
+
+    def _select(
+        self, kind: Kind[ValueT, ClassT], where: str = "", *values: str
+    ) -> list[Stored[ValueT, ClassT]]:
+        """Return the measurements of a kind for which `where` holds, oldest first."""
         query = (
             "SELECT models.content, recipe, classes.content, measurements.content FROM measurements"
             " JOIN subjects AS models ON models.key = model JOIN subjects AS classes ON classes.key = class"
-            f" WHERE kind = ?{where} ORDER BY measured_at, id"
+            f" WHERE kind = ? {where} ORDER BY measured_at, id"
         )
         try:
-            rows = self._connection.execute(query, (kind.name, *key.values())).fetchall()
+            rows = self._connection.execute(query, (kind.name, *values)).fetchall()
         except sqlite3.DatabaseError as error:
             self._fail("earlier measurements are not used", error)
             return []
         parse_model, parse_class = cache(_MODEL.validate_json), cache(kind.classes.validate_json)
         return [
-            _Stored(parse_model(model), recipe, parse_class(of), kind.values.validate_json(value))
+            Stored(parse_model(model), recipe, parse_class(of), kind.values.validate_json(value))
             for model, recipe, of, value in rows
         ]
-
-    @contextlib.contextmanager
-    def _transaction(self, failure: str) -> Iterator[None]:
-        """Do everything in the block, or nothing; other writers wait."""
-        try:
-            with self._connection:
-                self._connection.execute("BEGIN IMMEDIATE")
-                yield
-        except sqlite3.DatabaseError as error:
-            self._fail(failure, error)
 
     def _fail(self, failure: str, error: sqlite3.DatabaseError) -> None:
         if self._on_error is None:
@@ -352,27 +316,18 @@ def _connect(path: Path | str) -> sqlite3.Connection:
     return connection
 
 
-def _order(
-    model: ModelProperties, recipe: str, machine_class: MachineClass, settings: Runtime
-) -> tuple[Any, ...]:
-    return model.name, model.hash, recipe, machine_class.key, astuple(settings)
+def _order(one: ProbeSummary) -> tuple[Any, ...]:
+    return one.model.name, one.model.hash, one.recipe, one.machine_class.key, astuple(one.settings)
 
 
 def _summarize_probes(
-    model: ModelProperties,
-    recipe: str,
-    machine_class: MachineClass,
-    settings: Runtime,
-    probes: Sequence[ProbeMeasurement],
+    subject: tuple[ModelProperties, str, MachineClass, Runtime], probes: Sequence[ProbeMeasurement]
 ) -> ProbeSummary:
     fitting = [probe for probe in probes if probe.has_fitted]
     sizes = [probe.batch_size for probe in fitting]
     best = max(fitting, key=lambda probe: probe.samples_per_s or 0.0, default=None)
     return ProbeSummary(
-        model,
-        recipe,
-        machine_class,
-        settings,
+        *subject,
         num_probes=len(probes),
         smallest=min(sizes, default=None),
         largest=max(sizes, default=None),

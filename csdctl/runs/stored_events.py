@@ -4,6 +4,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -61,7 +62,7 @@ class StoredEvents:
                 f"run {self._path.parent.name} has no events", remedy="the run ended before training started"
             ) from None
         with file:
-            yield from self._read(file, on_spent)
+            yield from self._read(_parts(file), on_spent)
 
     def last(self, max_bytes: int) -> Iterator[tuple[float, Event]]:
         """Yield as `with_times`, only of the end of the file; nothing when there is no file."""
@@ -71,34 +72,32 @@ class StoredEvents:
             file.seek(max(0, size - max_bytes))
             if size > max_bytes:
                 file.readline()  # the rest of a line
-            yield from self._read(file)
+            yield from self._read(_parts(file))
 
     def follow(self, is_over: Callable[[], bool], interval_s: float = 0.25) -> Iterator[tuple[float, Event]]:
         """Yield all events, and those that are added, until `is_over`; waits for a file that is not there."""
-        pending, position = b"", 0
+        return self._read(self._added(is_over, interval_s))
+
+    def _added(self, is_over: Callable[[], bool], interval_s: float) -> Iterator[bytes]:
+        """Yield the content of the file and what is added to it, in parts, until `is_over`."""
+        position = 0
         while True:
-            was_over = is_over()
-            chunk = b""
+            was_over, part = is_over(), b""
             with contextlib.suppress(FileNotFoundError), self._path.open("rb") as file:
                 file.seek(position)
-                chunk = file.read(MAX_LINE_BYTES)
-                position += len(chunk)
-            *lines, pending = (pending + chunk).split(b"\n")
-            for line in lines:
-                with contextlib.suppress(ProtocolError):
-                    time_s, content = _parse(line)
-                    yield time_s, self._event(content)
-            if not chunk:
-                if was_over:
-                    return
+                part = file.read(CHUNK_BYTES)
+            position += len(part)
+            if part:
+                yield part
+            elif was_over:
+                return
+            else:
                 time.sleep(interval_s)
-            if len(pending) > MAX_LINE_BYTES:
-                pending = b""
 
     def _read(
-        self, file: BinaryIO, on_spent: Callable[[Spent], None] | None = None
+        self, parts: Iterator[bytes], on_spent: Callable[[Spent], None] | None = None
     ) -> Iterator[tuple[float, Event]]:
-        for line in _lines(file):
+        for line in _lines(parts):
             try:
                 time_s, content = _parse(line)
                 if on_spent and (spent := self._spent(time_s, content)):
@@ -153,10 +152,14 @@ def _parse(line: bytes) -> tuple[float, dict[str, Any]]:
     return time_s, content
 
 
-def _lines(file: BinaryIO) -> Iterator[bytes]:
+def _parts(file: BinaryIO) -> Iterator[bytes]:
+    return iter(partial(file.read, CHUNK_BYTES), b"")
+
+
+def _lines(parts: Iterator[bytes]) -> Iterator[bytes]:
     """Yield the lines, without their ends; an empty one for each that is longer than MAX_LINE_BYTES."""
     pending, is_too_long = b"", False
-    while chunk := file.read(CHUNK_BYTES):
+    for chunk in parts:
         *lines, rest = (pending + chunk).split(b"\n")
         if is_too_long and lines:
             lines[0], is_too_long = b"", False

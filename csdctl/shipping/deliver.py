@@ -18,7 +18,7 @@ from csdctl.errors import CsdctlError, NodeError
 from csdctl.shipping.payload import Payload
 from csdctl.shipping.store import CHUNK_BYTES, StoredFile, changed, hash_source, read_chunk
 from csdctl.transport.commands import read_program
-from csdctl.transport.program import Nothing, Patience, Program, within
+from csdctl.transport.program import Nothing, Patience, Program
 from csdctl.transport.session import Session
 from csdctl.worker.protocol.json_codec import (
     PROGRESS,
@@ -54,14 +54,7 @@ class Damaged:
     numbers: Annotated[tuple[Count, ...], MaxLength(MAX_DAMAGED)]
 
 
-@dataclass(frozen=True)
-class Done:
-    """Everything is in place; of a request to prune, the number of removed names."""
-
-    num_removed: Count = 0
-
-
-ANSWERS: dict[str, type] = {PROGRESS: Nothing, "missing": Missing, "damaged": Damaged, RESULT: Done}
+ANSWERS: dict[str, type] = {PROGRESS: Nothing, "missing": Missing, "damaged": Damaged, RESULT: Nothing}
 """The answers of a receiver; `missing` requests objects."""
 
 
@@ -99,8 +92,6 @@ class RequestedObjects:
         return offsets
 
 
-PRUNE_DEADLINE_S = 900.0
-
 # A node gets its first files before its own Python is installed; until then python3 is used.
 _START = 'command -v -- "$1" >/dev/null 2>&1 || { shift; set -- python3 "$@"; }; exec "$@"'
 
@@ -123,19 +114,6 @@ def build_receiver(python: str, request: Mapping[str, Any]) -> tuple[list[str], 
     sizes = [str(len(program)), str(len(packed))]
     command = ["sh", "-c", _START, "csdctl-receive", python, "-I", "-S", "-c", _RUN_INPUT, *sizes]
     return command, program + packed
-
-
-def prune_store(session: Session, python: str) -> int:
-    """Remove unused objects and trees from the machine's store; return the number of removed names.
-
-    Raises RemoteCommandError on failure.
-    """
-    command, first = build_receiver(python, {"prune": True})
-    with closing(Program(session, command, "removing unused files", within(PRUNE_DEADLINE_S))) as program:
-        with suppress(EOFError):
-            program.conversation.send_bytes(first)
-        done: Done = program.read({RESULT: Done})[1]
-        return done.num_removed
 
 
 SEND_BYTES = 256 * 1024

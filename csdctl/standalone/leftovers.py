@@ -1,8 +1,7 @@
 """Find processes and files that an earlier csdctl left on a machine; end and remove them on request.
 
 Sent as source, so it uses the standard library only. Runs in the session's home directory. Reads one JSON
-object (run_id, node, is_ending, is_removing, is_removing_all, is_removing_computed, is_forced), writes one as
-the frame `@csdctl-result JSON`:
+object, the fields of `CleanupOptions` (launch/leftovers.py), writes one as the frame `@csdctl-result JSON`:
 
 - `holder`: the csdctl that currently holds the lock, else null; with a holder, nothing is changed
   unless forced
@@ -29,8 +28,10 @@ LOCK = ".csdctl/lock"
 PARTS = (".csdctl/objects/*.part", ".csdctl/trees/.part-*")
 FEATURES, PREDICTIONS = ".csdctl/features", ".csdctl/predictions"
 SANDBOX_USER = 1_907_000_000
-"""The user of a sandbox that root has started (worker/sandbox/files.py)."""
-TREE_LINKS = ".csdctl/trees/*.link"
+"""The user of a sandbox that root has started (worker/sandbox/program.py)."""
+TREES, OBJECTS = ".csdctl/trees/*", ".csdctl/objects/*"
+RECEIVE_LOCK = ".csdctl/receive.lock"
+"""Held while files arrive (receive.py)."""
 RELEASE_S = 10.0
 """The time that the kernel may take to release the lock of a process that was ended."""
 
@@ -61,6 +62,8 @@ def main() -> None:
     if is_allowed and request["is_removing"]:
         remove(paths)
         left["paths"] = paths = [path for path in paths if not os.path.lexists(path)]
+    if is_allowed and request["is_pruning"]:
+        left["num_unused"] = prune()
     for name, path in (("features_bytes", FEATURES), ("predictions_bytes", PREDICTIONS)):
         left[name] = size_of(path) if not run_id and path not in paths and os.path.isdir(path) else 0
     print("@csdctl-result " + json.dumps({"holder": holder, "left": left}), flush=True)
@@ -145,7 +148,7 @@ def end_all(pids: "list[int]") -> None:
 def find_paths(request: "dict[str, Any]") -> "list[str]":
     """Return the paths to remove: what is unfinished, what was computed, or all that csdctl wrote here."""
     paths = (
-        [*find_tree_links(), ".csdctl"]
+        [*find_linked_trees().values(), ".csdctl"]
         if request["is_removing_all"]
         else [path for pattern in PARTS for path in glob.glob(pattern)]
     )
@@ -179,15 +182,34 @@ def step_files() -> str:
     return f"/dev/shm/csdctl-{os.geteuid()}/{place}-*"
 
 
-def find_tree_links() -> "list[str]":
-    """Return the destinations that still link to deployed trees, and not what the user put in their place."""
-    found = []
-    for path in glob.glob(TREE_LINKS):
+def find_linked_trees() -> "dict[str, str]":
+    """Return deployed trees with the destinations that link to them; the user may have put others there."""
+    found = {}
+    for path in glob.glob(TREES + ".link"):
+        tree = path[: -len(".link")]
         with open(path, "rb") as file, contextlib.suppress(OSError):
             destination = os.fsdecode(file.read())
-            if os.path.realpath(os.readlink(destination)) == os.path.realpath(path[: -len(".link")]):
-                found.append(destination)
+            if os.path.realpath(os.readlink(destination)) == os.path.realpath(tree):
+                found[tree] = destination
     return found
+
+
+def prune() -> int:
+    """Remove trees that no destination links to, and objects of no tree; return the number of removed names.
+
+    Files sent for training (the worker, models, shards) are removed too: the next deploy sends them again.
+    """
+    if not is_own(".csdctl"):  # another user could lead elsewhere
+        return 0
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+    with os.fdopen(os.open(RECEIVE_LOCK, flags, 0o600), "r+") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        used = find_linked_trees()
+        trees = [path for path in glob.glob(TREES) if not path.endswith(".link") and path not in used]
+        remove([*trees, *(f"{path}.link" for path in trees)])
+        objects = [path for path in glob.glob(OBJECTS) if os.lstat(path).st_nlink == 1]
+        remove(objects)
+        return len(trees) + len(objects)
 
 
 def size_of(path: str) -> int:

@@ -517,50 +517,8 @@ def locked() -> Iterator[None]:
         yield
 
 
-def prune() -> int:
-    """Remove unused files: trees that no destination links to, objects of no tree, parts.
-
-    Files sent for training (the worker, models, shards) are removed too: the next deploy sends them again.
-    Return the number of removed names.
-    """
-    num_removed = 0
-    for name in list_names(TREES):
-        path = os.path.realpath(TREES) + b"/" + name
-        if name.startswith(b".part-") or (not name.endswith(b".link") and not is_in_use(path)):
-            shutil.rmtree(path, ignore_errors=True)
-            with contextlib.suppress(OSError):
-                os.unlink(path + b".link")
-            num_removed += 1
-    unused = [OBJECTS + b"/" + name for name in list_names(OBJECTS)]
-    unused = [path for path in unused if os.lstat(path).st_nlink == 1]
-    for path in unused:
-        os.unlink(path)
-    return num_removed + len(unused)
-
-
-def is_in_use(directory: bytes) -> bool:
-    """Return whether the destination of a tree still links to it."""
-    try:
-        with open(directory + b".link", "rb") as file:
-            return is_link_to(file.read(), directory)
-    except OSError:
-        return False
-
-
-def list_names(directory: bytes) -> list[bytes]:
-    """Return the names in `directory`; an empty list if it does not exist."""
-    try:
-        return os.listdir(directory)
-    except FileNotFoundError:
-        return []
-
-
 def serve(request: dict[str, Any]) -> None:
     """Serve `request`."""
-    if request.get("prune"):
-        with locked():
-            respond("result", num_removed=prune())
-        return
     receiver = Receiver(request)
     missing = receiver.missing()
     if request.get("dry_run"):

@@ -11,7 +11,6 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, Self
 
 from csdctl.notify import Say, shorten
@@ -62,9 +61,7 @@ class EventCallbacks:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Wait until the functions have had all events, for `end_wait_s` at most."""
         deadline = time.monotonic() + self._end_wait_s
         for callback in self._callbacks:

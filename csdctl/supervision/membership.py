@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from csdctl.errors import CsdctlError, InputError, NodeError, RunError
 from csdctl.launch.mpi_job import CHECK_WORKER
-from csdctl.supervision.rank_processes import Inbox, ProcessEnded, RankProcesses
+from csdctl.supervision.rank_processes import ProcessEnded, RankProcesses
 from csdctl.worker.protocol.events import (
     EpochEnd,
     Evaluating,
@@ -118,7 +118,6 @@ class Membership:
         self,
         nodes: Sequence[str],
         processes: RankProcesses,
-        inbox: Inbox,
         record: Callable[[Event], None],
         max_restarts: int,
     ) -> None:
@@ -131,7 +130,6 @@ class Membership:
         self.has_trained = False
         """Whether all ranks of a group have joined it once; until then every loss ends the run."""
         self._processes = processes
-        self._inbox = inbox
         self._record = record
         self._max_restarts = max_restarts
         self._losses: dict[int, CsdctlError] = {}
@@ -210,7 +208,6 @@ class Membership:
 
     def _lose(self, rank: int, error: CsdctlError) -> None:
         self._processes.drop(rank)
-        self._inbox.discard(rank)
         self.ready.discard(rank)
         self.restarting.discard(rank)
         self._losses.pop(rank, None)  # keep the latest loss last

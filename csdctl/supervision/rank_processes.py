@@ -1,8 +1,8 @@
 """The processes of a run's ranks, at most one for each rank: start, receive, drop, restart, close.
 
 One thread calls all methods. Restarts run in separate threads, since a lost machine may respond slowly; a
-restarted process arrives as a message, before anything it sends. `Inbox` makes one sequence of all messages,
-in which one whose handling is interrupted is not lost.
+restarted process arrives as a message, before anything it sends. All messages make one sequence, in which one
+whose handling is interrupted is not lost.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from csdctl.errors import CsdctlError, DeadlineError, NodeError, OutOfMemoryError
 from csdctl.launch.mpi_job import CHECK_WORKER, MEMORY_REMEDY, is_noise
-from csdctl.runs.capped_log import MAX_LOG_BYTES, CappedLog
+from csdctl.runs.directory import MAX_LOG_BYTES, CappedLog
 from csdctl.transport.meter import TrafficClass
 from csdctl.transport.session import Completed, Conversation, Session
 from csdctl.worker.protocol.events import (
@@ -217,20 +217,17 @@ class RankProcess:
         conversation: Conversation,
         validator: EventValidator,
         log: CappedLog,
-        on_message: OnMessage,
         *,
         is_attached: bool = False,
     ) -> None:
-        """Communicate with the process through `conversation`, which `session` opened.
+        """Communicate with the process through `conversation`, which `session` opened; call `listen` once.
 
-        `validator` judges its events, `log` gets its other output. One thread calls `on_message` with every
-        event, in order, and with the end of the process. A process that `is_attached` ends as a rank when it
-        has finished, and its conversation stays open.
+        `validator` judges its events, `log` gets its other output. A process that `is_attached` ends as a
+        rank when it has finished, and its conversation stays open.
         """
         self.rank = rank
         self.node = session.name
         self._meter = session.meter
-        self._on_message = on_message
         self._validator = validator
         self._log = log
         self._log_allowance = Allowance(_LOG_BYTES_PER_S, MAX_LOG_BYTES)
@@ -240,8 +237,11 @@ class RankProcess:
         """Whether the process no longer reads its lines as orders to a rank."""
         self._send_lock = threading.Lock()
         self._conversation = conversation
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
+
+    def listen(self, on_message: OnMessage) -> None:
+        """Call `on_message` in one thread with every event, in order, and with the end of the process."""
+        self._on_message = on_message
+        threading.Thread(target=self._read, daemon=True).start()
 
     def send(self, order: Order) -> None:
         """Send an order; a process that has ended ignores it, as its end is reported anyway."""
@@ -343,8 +343,8 @@ def explain_exit(rank: int, node: str, done: Completed) -> CsdctlError:
     )
 
 
-StartRank = Callable[[int, OnMessage], RankProcess]
-"""Start a rank, and pass all its messages to the callable. May raise CsdctlError."""
+StartRank = Callable[[int], RankProcess]
+"""Start a rank. May raise CsdctlError."""
 
 
 @dataclass(frozen=True)
@@ -358,13 +358,14 @@ MAX_WAITING = 256
 """Messages of one process that may wait to be handled; before more are read, its reader waits."""
 
 
-class _MessageBuffer:
-    """The messages of one process, held back until `release`: its owner must know the process first."""
+class _Source:
+    """The messages of one process."""
 
-    def __init__(self, deliver: "Callable[[_MessageBuffer, RankMessage], None]") -> None:
-        self._deliver = deliver
-        self._lock = threading.Lock()
-        self._held: list[RankMessage] | None = []
+    def __init__(
+        self, process: RankProcess, messages: "queue.Queue[tuple[_Source, RankMessage | None]]"
+    ) -> None:
+        self.process = process
+        self._messages = messages
         self._room = threading.Semaphore(MAX_WAITING)
         self._is_dropped = False
 
@@ -372,129 +373,68 @@ class _MessageBuffer:
         self._room.acquire()
         if self._is_dropped:
             self._room.release()  # for the next message, which is dropped too
-            return
-        with self._lock:
-            if self._held is None:
-                self._deliver(self, message)
-            else:
-                self._held.append(message)
-
-    def release(self) -> None:
-        with self._lock:
-            for message in self._held or ():
-                self._deliver(self, message)
-            self._held = None
+        else:
+            self._messages.put((self, message))
 
     def take(self) -> None:
         """Make room for another message: one was taken out."""
         self._room.release()
 
     def drop(self) -> None:
-        """Ignore all further messages; `put` waits no longer."""
+        """Close the process and ignore all further messages; `put` waits no longer."""
         self._is_dropped = True
         self._room.release()
+        self.process.close()
 
 
 class RankProcesses:
-    """The processes of all ranks of one run; `close` ends them, whatever happened."""
+    """The processes of all ranks of one run; `close` ends them, whatever happened.
 
-    def __init__(self, start: StartRank, restart: StartRank, restart_interval_s: float) -> None:
+    Messages to handle are postponed messages first, then new ones as they arrive.
+    """
+
+    def __init__(
+        self,
+        start: StartRank,
+        restart: StartRank,
+        restart_interval_s: float,
+        on_arrival: Callable[[RankMessage | Restarted], None],
+    ) -> None:
+        """`on_arrival` is called once with every new message."""
         self._start = start
         self._restart = restart
         self._restart_interval_s = restart_interval_s
-        self._messages: queue.Queue[tuple[_MessageBuffer, RankMessage | RankProcess]] = queue.Queue()
-        self._processes: dict[int, RankProcess] = {}
-        self._buffers: dict[int, _MessageBuffer] = {}
+        self._on_arrival = on_arrival
+        self._messages: queue.Queue[tuple[_Source, RankMessage | None]] = queue.Queue()
+        """What arrives; None: the process itself, after a restart."""
+        self._sources: dict[int, _Source] = {}
+        self._postponed: deque[RankMessage] = deque()
+        self._unhandled: RankMessage | None = None
         self._is_over = threading.Event()
         self._lock = threading.Lock()
 
     @property
     def ranks(self) -> set[int]:
         """The ranks that have a process."""
-        return set(self._processes)
+        return set(self._sources)
 
     def start(self, rank: int) -> None:
         """Start a rank; raise CsdctlError if that fails."""
-        buffer = _MessageBuffer(self._deliver)
-        self._processes[rank] = self._start(rank, buffer.put)
-        self._buffers[rank] = buffer
-        buffer.release()
+        source = self._sources[rank] = _Source(self._start(rank), self._messages)
+        source.process.listen(source.put)
 
-    def _deliver(self, buffer: _MessageBuffer, message: RankMessage | RankProcess) -> None:
-        self._messages.put((buffer, message))
-
-    def next(self, timeout_s: float) -> Event | ProcessEnded | Restarted | None:
-        """Return the next message; None if none arrives in time, or if its process was dropped."""
+    def receive(self, timeout_s: float) -> RankMessage | Restarted | None:
+        """Return what arrives next; None if nothing arrives in time, or if its process was dropped."""
         try:
-            buffer, message = self._messages.get(timeout=timeout_s)
+            source, message = self._messages.get(timeout=timeout_s)
         except queue.Empty:
             return None
-        if not isinstance(message, Event | ProcessEnded):
-            self._processes[message.rank] = message
-            self._buffers[message.rank] = buffer
-            return Restarted(message.rank)
-        buffer.take()
-        return message if self._buffers.get(message.rank) is buffer else None
-
-    def send(self, rank: int, order: Order) -> None:
-        """Send an order to a rank; do nothing if the rank has no process."""
-        if process := self._processes.get(rank):
-            process.send(order)
-
-    def drop(self, rank: int) -> None:
-        """Close the rank's process and ignore all its messages from now on."""
-        if buffer := self._buffers.pop(rank, None):
-            buffer.drop()
-        if process := self._processes.pop(rank, None):
-            process.close()
-
-    def restart(self, rank: int) -> None:
-        """Try to restart a dropped rank until it succeeds or the run is over; return at once."""
-        name = f"restart rank {rank}"
-        threading.Thread(target=self._keep_restarting, args=(rank,), name=name, daemon=True).start()
-
-    def _keep_restarting(self, rank: int) -> None:
-        while not self._is_over.is_set():
-            buffer = _MessageBuffer(self._deliver)
-            try:
-                process = self._restart(rank, buffer.put)
-            except Exception:  # whatever the cause, the next attempt may succeed
-                self._is_over.wait(self._restart_interval_s)
-                continue
-            with self._lock:
-                if not self._is_over.is_set():
-                    self._messages.put((buffer, process))
-                    buffer.release()
-                    return
-            buffer.drop()
-            process.close()
-            return
-
-    def close(self) -> None:
-        """End all processes, including restarted ones that `next` has not returned yet."""
-        with self._lock:
-            self._is_over.set()
-        while not self._messages.empty():
-            self.next(0.0)
-        for buffer in self._buffers.values():
-            buffer.drop()
-        for process in self._processes.values():
-            process.close()
-
-
-class Inbox:
-    """Messages to handle: postponed messages first, then new ones as they arrive."""
-
-    def __init__(
-        self,
-        receive: Callable[[float], RankMessage | Restarted | None],
-        on_arrival: Callable[[RankMessage | Restarted], None],
-    ) -> None:
-        """`receive` waits up to the given seconds; `on_arrival` is called once with every new message."""
-        self._receive = receive
-        self._on_arrival = on_arrival
-        self._postponed: deque[RankMessage] = deque()
-        self._unhandled: RankMessage | None = None
+        rank = source.process.rank
+        if message is None:
+            self._sources[rank] = source
+            return Restarted(rank)
+        source.take()
+        return message if self._sources.get(rank) is source else None
 
     def next(self, timeout_s: float) -> RankMessage | None:
         """Return the next message to handle, None when none is available in time."""
@@ -505,7 +445,7 @@ class Inbox:
 
     def next_new(self, timeout_s: float) -> RankMessage | None:
         """Return the next message that arrives, None when none arrives in time."""
-        message = self._receive(timeout_s)
+        message = self.receive(timeout_s)
         if isinstance(message, Restarted):
             self._on_arrival(message)
             return None
@@ -530,6 +470,42 @@ class Inbox:
         if self._unhandled:
             self._postponed.appendleft(self._unhandled)
 
-    def discard(self, rank: int) -> None:
-        """Forget the postponed messages of `rank`."""
+    def send(self, rank: int, order: Order) -> None:
+        """Send an order to a rank; do nothing if the rank has no process."""
+        if source := self._sources.get(rank):
+            source.process.send(order)
+
+    def drop(self, rank: int) -> None:
+        """Close the rank's process and ignore all its messages from now on, postponed ones too."""
         self._postponed = deque(message for message in self._postponed if message.rank != rank)
+        if source := self._sources.pop(rank, None):
+            source.drop()
+
+    def restart(self, rank: int) -> None:
+        """Try to restart a dropped rank until it succeeds or the run is over; return at once."""
+        name = f"restart rank {rank}"
+        threading.Thread(target=self._keep_restarting, args=(rank,), name=name, daemon=True).start()
+
+    def _keep_restarting(self, rank: int) -> None:
+        while not self._is_over.is_set():
+            try:
+                source = _Source(self._restart(rank), self._messages)
+            except Exception:  # whatever the cause, the next attempt may succeed
+                self._is_over.wait(self._restart_interval_s)
+                continue
+            with self._lock:
+                if not self._is_over.is_set():
+                    self._messages.put((source, None))
+                else:
+                    source.drop()
+            source.process.listen(source.put)
+            return
+
+    def close(self) -> None:
+        """End all processes, including restarted ones that `receive` has not returned yet."""
+        with self._lock:
+            self._is_over.set()
+        while not self._messages.empty():
+            self.receive(0.0)
+        for source in self._sources.values():
+            source.drop()

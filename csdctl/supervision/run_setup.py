@@ -12,9 +12,9 @@ from csdctl.launch.leftovers import end_rank
 from csdctl.launch.machine_lock import relock_machine
 from csdctl.launch.mpi_job import JobOutcome, MpiJob
 from csdctl.launch.mpirun import Mpirun, RankCommand, rank_marker
-from csdctl.runs.capped_log import CappedLog
+from csdctl.runs.directory import CappedLog
 from csdctl.shipping.worker_calls import build_worker_command
-from csdctl.supervision.rank_processes import AttachRank, EventValidator, OnMessage, RankProcess, StartRank
+from csdctl.supervision.rank_processes import AttachRank, EventValidator, RankProcess, StartRank
 from csdctl.transport.many import open_session
 from csdctl.transport.meter import LinkBytes
 from csdctl.transport.session import Conversation, Session
@@ -138,16 +138,16 @@ class RankStarter:
     """Machines on which no process is started: the process running there is attached."""
     on_traffic: Callable[[LinkBytes], None]
 
-    def start(self, rank: int, on_message: OnMessage) -> RankProcess:
+    def start(self, rank: int) -> RankProcess:
         """Start a rank, or attach the process that is already running on its machine; raises CsdctlError."""
         node = self.spec.ranks[rank].node
         session = self.sessions[node]
         if node not in self.attached:
-            return self._start_process(rank, session, on_message)
+            return self._start_process(rank, session)
         conversation = self.attached[node](self.spec_path, rank)
-        return self._watch(rank, session, conversation, on_message, is_attached=True)
+        return self._watch(rank, session, conversation, is_attached=True)
 
-    def restart(self, rank: int, on_message: OnMessage) -> RankProcess:
+    def restart(self, rank: int) -> RankProcess:
         """Start a rank on a machine that was lost: over a new connection, after ending its old processes."""
         node = self.spec.ranks[rank].node
         python = self.fleet.python_of(node)
@@ -159,7 +159,7 @@ class RankStarter:
                 )
             opened.enter_context(relock_machine(session, python, doing="train", directory=self.directory))
             end_rank(self.spec.run_id, session, python)
-            process = self._start_process(rank, session, on_message)
+            process = self._start_process(rank, session)
             self.sessions[node] = session
             self.stack.enter_context(opened.pop_all())
             return process
@@ -167,38 +167,27 @@ class RankStarter:
     def start_links(self, group: Sequence[int], generation: int) -> Links:
         """Start mpirun with the links of the ranks in `group`; raises CsdctlError."""
         arguments = ["link", "--run", self.spec.run_id, "--generation", str(generation)]
-        return Links(
-            self.mpirun.build_job(
-                [
-                    RankCommand(
-                        rank, self.spec.ranks[rank].node, tuple(self._build_worker_command(rank, arguments))
-                    )
-                    for rank in group
-                ]
-            )
-        )
+        commands = [
+            RankCommand(rank, self.spec.ranks[rank].node, tuple(self._build_worker_command(rank, arguments)))
+            for rank in group
+        ]
+        return Links(self.mpirun.build_job(commands))
 
-    def _start_process(self, rank: int, session: Session, on_message: OnMessage) -> RankProcess:
+    def _start_process(self, rank: int, session: Session) -> RankProcess:
         command = self._build_worker_command(rank, ["rank", "--spec", self.spec_path])
         # Merge both streams, in the order in which they are written.
         conversation = session.converse(["sh", "-c", 'exec "$@" 2>&1', "csdctl", *command])
-        return self._watch(rank, session, conversation, on_message, is_attached=False)
+        return self._watch(rank, session, conversation, is_attached=False)
 
     def _watch(
-        self,
-        rank: int,
-        session: Session,
-        conversation: Conversation,
-        on_message: OnMessage,
-        *,
-        is_attached: bool,
+        self, rank: int, session: Session, conversation: Conversation, *, is_attached: bool
     ) -> RankProcess:
         nodes = [other.node for other in self.spec.ranks]
         validator = EventValidator(
             rank, nodes, num_epochs=self.spec.recipe.epochs, must_join=self.spec.task.name in JOINING
         )
         log = CappedLog(self.mpirun.log_path(rank), nodes[rank])
-        return RankProcess(rank, session, conversation, validator, log, on_message, is_attached=is_attached)
+        return RankProcess(rank, session, conversation, validator, log, is_attached=is_attached)
 
     def _build_worker_command(self, rank: int, arguments: Sequence[str]) -> list[str]:
         node = self.spec.ranks[rank].node

@@ -17,7 +17,7 @@ from csdctl.fleet.model import HOST_NAME
 from csdctl.fleet.names import format_node_names
 from csdctl.launch.mpi_job import CHECK_WORKER, JobOutcome, find_cause
 from csdctl.supervision.membership import GroupState, Membership, as_loss, as_run_error, as_run_failure
-from csdctl.supervision.rank_processes import Inbox, ProcessEnded, RankMessage, RankProcesses, Restarted
+from csdctl.supervision.rank_processes import ProcessEnded, RankMessage, RankProcesses, Restarted
 from csdctl.supervision.run_setup import Links, RunSetup
 from csdctl.worker.protocol.events import (
     EpochEnd,
@@ -66,12 +66,9 @@ class Supervisor:
         self._record = record
         self._phase = Phase.STARTING
         self._processes = RankProcesses(
-            setup.start_rank, setup.restart_rank, setup.patience.restart_interval_s
+            setup.start_rank, setup.restart_rank, setup.patience.restart_interval_s, self._record_arrival
         )
-        self._inbox = Inbox(self._processes.next, self._record_arrival)
-        self._membership = Membership(
-            setup.nodes, self._processes, self._inbox, record, setup.patience.max_restarts
-        )
+        self._membership = Membership(setup.nodes, self._processes, record, setup.patience.max_restarts)
         self._group = GroupState(0, (), time.monotonic())
         self._links: Links | None = None
         self._collectives: dict[tuple[int, ...], str] = {}
@@ -108,7 +105,7 @@ class Supervisor:
             if self.stopped_by or not self._membership.has_trained or self._is_ungrouped:
                 raise
             self._phase, self.stopped_by = Phase.TRAINING, USER
-            self._inbox.requeue_unhandled()
+            self._processes.requeue_unhandled()
             self._processes.send(0, Stop())
 
     def _stop_if_asked(self) -> None:
@@ -149,7 +146,7 @@ class Supervisor:
                 self._processes.start(rank)
         deadline = time.monotonic() + self._patience.start_s
         while self._membership.ready < self._processes.ranks:
-            self._act(self._inbox.next(self._patience.start_poll_s))
+            self._act(self._processes.next(self._patience.start_poll_s))
             if time.monotonic() > deadline:
                 late = self._nodes_of(self._processes.ranks - self._membership.ready)
                 raise DeadlineError(
@@ -178,8 +175,8 @@ class Supervisor:
     def _take_turn(self) -> None:
         """Handle one message, and check whether the group is still alive."""
         self._stop_if_asked()
-        self._act(self._inbox.next(self._patience.poll_s))
-        self._inbox.mark_handled()
+        self._act(self._processes.next(self._patience.poll_s))
+        self._processes.mark_handled()
         if self._links and not self._membership.finished and not self._group.paused:
             self._check_links(self._links)
         self._ping_late_ranks()
@@ -215,11 +212,11 @@ class Supervisor:
         # All ranks see the same sums: if they are the cause, rank 0 fails too.
         deadline = time.monotonic() + self._patience.settle_s
         while (left_s := deadline - time.monotonic()) > 0:
-            message = self._inbox.next_new(left_s)
+            message = self._processes.next_new(left_s)
             if isinstance(message, Failed) and message.rank == 0:
                 raise as_run_failure(message)
             if message:
-                self._inbox.postpone(message)
+                self._processes.postpone(message)
         self._membership.mark_lost(failed.rank, as_loss(failed))
         self._regroup(f"{failed.node} failed")
 
@@ -398,7 +395,7 @@ class Supervisor:
         deadline = time.monotonic() + self._patience.mpirun_exit_s
         num_steps = 0
         while self._membership.finished and self._is_undecided() and time.monotonic() < deadline:
-            message = self._inbox.next(self._patience.poll_s)
+            message = self._processes.next(self._patience.poll_s)
             self._act(message)
             num_steps += isinstance(message, Progress) and message.rank == 0
             if num_steps == LATE_REPORTS:
@@ -444,7 +441,7 @@ class Supervisor:
                 least_s = max(self._patience.min_answer_s, SLOWEST_FACTOR * slowest_s)
                 limit_s = min(self._patience.answer_s, least_s)
             left_s = start + (limit_s if waiting else self._patience.settle_s) - time.monotonic()
-            self._act(self._inbox.next(max(0.0, left_s)))
+            self._act(self._processes.next(max(0.0, left_s)))
         for rank in waiting:
             gone = f"lost: rank {rank} no longer answers (node down, link cut, or process stopped)"
             membership.lose(rank, gone, "check the node")
@@ -482,7 +479,7 @@ class Supervisor:
         """Wait until rank 0 has restarted on this machine: no group can train without it."""
         deadline = time.monotonic() + self._patience.start_s
         while 0 not in self._membership.ready:
-            self._act(self._inbox.next(self._patience.poll_s))
+            self._act(self._processes.next(self._patience.poll_s))
             if time.monotonic() > deadline or self._membership.is_exhausted(0):
                 loss = self._membership.latest_loss([0])
                 raise as_run_error(loss or RunError("rank 0 cannot be restarted"))
@@ -510,7 +507,7 @@ class Supervisor:
         self._phase = Phase.EXITING
         deadline = time.monotonic() + self._patience.exit_s
         while left := set(self._group.ranks) & self._processes.ranks:
-            self._act(self._inbox.next(self._patience.poll_s))
+            self._act(self._processes.next(self._patience.poll_s))
             if time.monotonic() > deadline:
                 names = format_node_names(self._nodes_of(left))
                 raise RunError(f"{names} finished but did not exit", remedy=self._logs)

@@ -1,15 +1,18 @@
-"""The console of csdctl: text that is printed on it is only text, and the control codes are its own.
+"""The console of csdctl and its tables: text that is printed is only text, and the control codes are its own.
 
 Strings are never markup, and are made printable before they are laid out. Segments are made printable once
 more, for Text objects that were not built from a string here; Rich's own control codes are segments of
 another kind, and colours are added later.
 """
 
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
+from rich.table import Table
 from rich.text import Text
 
 from csdctl.notify import make_printable, shorten
@@ -18,6 +21,7 @@ MAX_PRINTED = 20_000
 """Characters of one printed string: enough for the names of a thousand machines."""
 MAX_CELL = 500
 """Characters of a string inside of something, such as the cell or the title of a table."""
+NUMBER, TEXT = ">", "~"
 
 
 class PrintableConsole(Console):
@@ -28,6 +32,12 @@ class PrintableConsole(Console):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(markup=False, emoji=False, highlight=False, **settings)
+        self.lock = threading.RLock()
+        """Held while a line is printed or a live view is drawn.
+
+        Rich computes how far to move the cursor before it draws: a line that another thread prints in between
+        would be overwritten.
+        """
         self.is_notebook = self.is_jupyter
         self.is_jupyter = False  # lines are text of the cell; Rich makes an output of each
 
@@ -41,7 +51,8 @@ class PrintableConsole(Console):
 
         So text of others cannot pass for a line of csdctl.
         """
-        super().print(*(_as_text(one) if isinstance(one, str) else one for one in objects), **options)
+        with self.lock:
+            super().print(*(_as_text(one) if isinstance(one, str) else one for one in objects), **options)
 
     def render_str(self, text: str, **options: Any) -> Text:
         """Convert a string inside of a renderable, whatever `options` say about markup."""
@@ -56,3 +67,45 @@ class PrintableConsole(Console):
 
 def _as_text(text: str) -> Text:
     return Text(make_printable(shorten(text, MAX_PRINTED)).replace("\n", "\n  "))
+
+
+def build_table(
+    columns: Iterable[str],
+    rows: Iterable[Sequence[str | Text]],
+    *,
+    title: str = "",
+    styles: Sequence[str] = (),
+    gap: int = 0,
+) -> Table:
+    """Return a table; `styles` are those of its rows. With a `gap` between columns, it has no lines.
+
+    A name of a column that begins with NUMBER is right-justified, one that begins with TEXT wraps.
+    """
+    table = Table(
+        title=title or None,
+        title_justify="left",
+        title_style="bold",
+        box=None if gap else SIMPLE_HEAD,
+        padding=(0, gap or 1, 0, 0),
+        header_style="dim" if gap else "bold",
+        pad_edge=not gap,
+    )
+    for column in columns:
+        wraps = column.startswith(TEXT)
+        table.add_column(
+            column.lstrip(NUMBER + TEXT),
+            justify="right" if column.startswith(NUMBER) else "left",
+            no_wrap=not wraps,
+            overflow="fold" if wraps else "ellipsis",
+        )
+    for number, row in enumerate(rows):
+        table.add_row(*row, style=styles[number] if styles else None)
+    return table
+
+
+def build_pairs(pairs: Iterable[tuple[str, str]]) -> Table:
+    """Return a table of names and values without a header."""
+    table = Table.grid(padding=(0, 2))
+    for name, value in pairs:
+        table.add_row(name, value)
+    return table

@@ -10,8 +10,7 @@ from csdctl.fleet.checks import FLEET_NAME, Check, Status, fold
 from csdctl.fleet.model import Fleet
 from csdctl.fleet.names import format_node_names
 from csdctl.reporting.numbers import format_count
-from csdctl.terminal.console import PrintableConsole
-from csdctl.terminal.tables import build_table
+from csdctl.terminal.console import PrintableConsole, build_table
 from csdctl.terminal.view import View, live_on
 from csdctl.workflows.preflight.doctor import Examination, describe
 
@@ -97,7 +96,11 @@ class ExaminationView(View):
         for check in self._checks:
             row, column = worst.setdefault(check.machine, {}), column_of.get(check.check, "system")
             row[column] = max(row.get(column, Status.OK), check.status, key=_SEVERITY.index)
-        rows = {name: row for name, row in worst.items() if len(worst) <= MAX_ROWS or not _is_green(row)}
+        rows = {
+            name: row
+            for name, row in worst.items()
+            if len(worst) <= MAX_ROWS or {*row.values()} != {Status.OK}
+        }
         cells = [
             (name, *(_COLORS[row[column]] if column in row else "–" for column in COLUMNS))
             for name, row in rows.items()
@@ -122,7 +125,3 @@ def doctor_document(examination: Examination, settings: Sequence[Setting]) -> di
         "checks": examination.checks,
         "settings": settings,
     }
-
-
-def _is_green(row: dict[str, Status]) -> bool:
-    return bool(row) and all(status == Status.OK for status in row.values())

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rich.table import Table
@@ -15,10 +15,9 @@ from csdctl.fleet.model import Fleet, fold_problems
 from csdctl.fleet.names import fold_names, format_node_names, names_by_value
 from csdctl.launch.leftovers import Leftovers
 from csdctl.reporting.numbers import format_bytes, format_count
-from csdctl.terminal.console import PrintableConsole
-from csdctl.terminal.nodes import CountView
+from csdctl.terminal.console import PrintableConsole, build_table
+from csdctl.terminal.nodes import CountView, bounded, render_failed
 from csdctl.terminal.streams import Streams
-from csdctl.terminal.tables import bounded, build_table, render_failed
 from csdctl.transport.many import Outcome, errors_of
 from csdctl.workflows.discovery.discover import DiscoverResult, find_shared_host_keys
 from csdctl.workflows.discovery.inventory import FoundFleet
@@ -163,23 +162,16 @@ def _format_cores(facts: Facts) -> str:
     return f"{facts.cpu_limit:g} of {cores}" if facts.cpu_limit else cores
 
 
+@dataclass
 class TrustScreen:
     """Shows the keys of each layer of machines in turn, asks for confirmation, and collects them all."""
 
-    def __init__(
-        self, streams: Streams, fleet: Fleet, *, yes: bool = False, is_dry_run: bool = False
-    ) -> None:
-        self._streams = streams
-        self._fleet = fleet
-        self._yes = yes
-        self._is_dry_run = is_dry_run
-        self._keys: dict[str, ShownKey] = {}
-        self.failed: dict[str, CsdctlError] = {}
-
-    @property
-    def machines(self) -> list[str]:
-        """All machines visited so far."""
-        return [*self._keys, *self.failed]
+    streams: Streams
+    fleet: Fleet
+    yes: bool = False
+    is_dry_run: bool = False
+    keys: dict[str, ShownKey] = field(default_factory=dict)
+    failed: dict[str, CsdctlError] = field(default_factory=dict)
 
     def show(
         self, outcomes: Mapping[str, Outcome[ShownKey]], new: Sequence[ShownKey], closed: Sequence[str]
@@ -189,12 +181,12 @@ class TrustScreen:
         `closed` are the machines that a dry run cannot ask. Raises InputError unless the answer is yes.
         """
         if closed:
-            self._streams.say(
+            self.streams.say(
                 f"{', '.join(closed)}: not asked, as the key of the jump host is not accepted yet"
             )
         shown = {name: outcome.value for name, outcome in outcomes.items() if outcome.value}
         failed = errors_of(outcomes)
-        self._keys |= shown
+        self.keys |= shown
         self.failed |= failed
         if new:
             rows = [
@@ -202,23 +194,21 @@ class TrustScreen:
                 for key in new
             ]
             columns = ("machine", "address", "type", "~fingerprint")
-            self._streams.console.print(build_table(columns, rows, title="new host keys"))
+            self.streams.console.print(build_table(columns, rows, title="new host keys"))
         if num_known := len(shown) - len(new):
-            self._streams.say(f"{num_known} keys are already accepted")
+            self.streams.say(f"{num_known} keys are already accepted")
         for warning in find_shared_host_keys({name: key.fingerprint for name, key in shown.items()}):
-            self._streams.say(f"warning: {warning}")
-        render_failed(self._streams.console, failed, self._fleet)
-        if new and not self._is_dry_run:
-            self._streams.confirm(f"Accept {len(new)} new keys?", yes=self._yes)
+            self.streams.say(f"warning: {warning}")
+        render_failed(self.streams.console, failed, self.fleet)
+        if new and not self.is_dry_run:
+            self.streams.confirm(f"Accept {len(new)} new keys?", yes=self.yes)
 
     def show_forgotten(self, removed: Mapping[str, int]) -> None:
         """Print how many keys of each machine were deleted."""
-        done = "would be deleted" if self._is_dry_run else "deleted"
+        done = "would be deleted" if self.is_dry_run else "deleted"
         for name, number in removed.items():
-            self._streams.say(f"{name}: {number} keys {done}" if number else f"{name}: no key was stored")
-        self._streams.result(
-            {"schema": "csdctl.trust/1", "is_dry_run": self._is_dry_run, "forgotten": removed}
-        )
+            self.streams.say(f"{name}: {number} keys {done}" if number else f"{name}: no key was stored")
+        self.streams.result({"schema": "csdctl.trust/1", "is_dry_run": self.is_dry_run, "forgotten": removed})
 
     def document(self) -> dict[str, object]:
         """Return the `csdctl.trust/1` document."""
@@ -227,11 +217,11 @@ class TrustScreen:
                 **{field: getattr(key.node, field) for field in ("address", "port")},
                 **{field: getattr(key, field) for field in ("type", "fingerprint", "state")},
             }
-            for name, key in self._keys.items()
+            for name, key in self.keys.items()
         }
         return {
             "schema": "csdctl.trust/1",
-            "is_dry_run": self._is_dry_run,
+            "is_dry_run": self.is_dry_run,
             "machines": keys,
             "failed": self.failed,
         }

@@ -3,8 +3,7 @@
 from typing import Any
 
 from csdctl.reporting.numbers import format_joules, format_rate, format_seconds, format_share
-from csdctl.terminal.console import PrintableConsole
-from csdctl.terminal.tables import build_table
+from csdctl.terminal.console import PrintableConsole, build_table
 from csdctl.tuning.scaling_curve import MIN_GAIN, MIN_SHARE_OF_NODE, CurvePoint, Reason, Verdict
 from csdctl.workflows.forecast.forecast import Forecast, pick_evenly
 

@@ -1,16 +1,13 @@
 """Stored measurements, as tables and as JSON."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
-from rich.table import Table
-
 from csdctl.fleet.hardware import FleetClass, MachineClass
 from csdctl.reporting.numbers import format_bytes, format_date, format_rate, format_seconds, format_share
-from csdctl.runs.measurements import CollectiveSummary, Overview, ProbeSummary, TrialSummary
-from csdctl.terminal.console import PrintableConsole
-from csdctl.terminal.tables import build_table
+from csdctl.runs.measurements import Overview, ProbeSummary
+from csdctl.terminal.console import PrintableConsole, build_table
 from csdctl.tuning.measurements import ModelProperties, TrialMeasurement, describe_runtime
 
 SCHEMA = "csdctl.measurements/1"
@@ -25,14 +22,11 @@ def render_measurements(console: PrintableConsole, overview: Overview, path: str
     if overview == Overview():
         console.print("no measurements yet: `csdctl tune` stores what it measures")
         return
-    if overview.probed:
-        console.print(_build_probed(overview.probed))
-    if overview.summed:
-        console.print(_build_summed(overview.summed))
-    if overview.tried:
-        console.print(_build_tried(overview.tried[-NUM_TRIALS:]))
-        if (num_older := len(overview.tried) - NUM_TRIALS) > 0:
-            console.print(f"{num_older} older trials are not shown")
+    for title, columns, rows in _list_tables(overview):
+        if rows:
+            console.print(build_table(columns, rows, title=title))
+    if (num_older := len(overview.tried) - NUM_TRIALS) > 0:
+        console.print(f"{num_older} older trials are not shown")
     for machine in _list_machines(overview):
         line = f"machine {machine.key[:SHOWN_LENGTH]}: {machine.name} ({machine.software})"
         console.print(line, soft_wrap=True)
@@ -59,18 +53,20 @@ def measurements_document(overview: Overview, path: str) -> dict[str, Any]:
         "collectives": [{**vars(one), **_fleet_document(one.fleet_class)} for one in overview.summed],
         "trials": [
             {
-                "model": _model_document(summary.model),
-                "recipe": summary.recipe,
-                **_fleet_document(summary.fleet_class),
-                **vars(summary.trial),
+                "model": _model_document(tried.model),
+                "recipe": tried.recipe,
+                **_fleet_document(tried.of),
+                **vars(tried.value),
             }
-            for summary in overview.tried
+            for tried in overview.tried
         ],
     }
 
 
-def _build_probed(probed: Sequence[ProbeSummary]) -> Table:
-    rows = [
+def _list_tables(overview: Overview) -> Iterator[tuple[str, Sequence[str], Sequence[Sequence[str]]]]:
+    """Yield the title, the columns and the rows of each table."""
+    columns = ("~model", "~recipe", "machine", "~settings", ">probes", ">batch sizes", ">samples/s", ">when")
+    probed = [
         (
             summary.model.short_name,
             summary.recipe[:SHOWN_LENGTH],
@@ -81,51 +77,42 @@ def _build_probed(probed: Sequence[ProbeSummary]) -> Table:
             format_rate(summary.best_samples_per_s),
             format_date(summary.measured_at),
         )
-        for summary in probed
+        for summary in overview.probed
     ]
-    columns = ("~model", "~recipe", "machine", "~settings", ">probes", ">batch sizes", ">samples/s", ">when")
-    return build_table(columns, rows, title="probes")
-
-
-def _build_summed(summed: Sequence[CollectiveSummary]) -> Table:
-    rows = [
+    yield "probes", columns, probed
+    summed = [
         (
-            summary.name,
-            _show_fleet(summary.fleet_class),
-            str(summary.num_ranks),
-            format_bytes(summary.num_bytes),
-            str(summary.num_measured),
-            format_seconds(summary.median_s),
-            format_date(summary.measured_at),
+            sums.name,
+            _show_fleet(sums.fleet_class),
+            str(sums.num_ranks),
+            format_bytes(sums.num_bytes),
+            str(sums.num_measured),
+            format_seconds(sums.median_s),
+            format_date(sums.measured_at),
         )
-        for summary in summed
+        for sums in overview.summed
     ]
-    columns = ("collective", "~fleet", ">ranks", ">vector", ">count", ">median", ">when")
-    return build_table(columns, rows, title="collectives")
-
-
-def _build_tried(tried: Sequence[TrialSummary]) -> Table:
-    rows = [
+    yield "collectives", ("collective", "~fleet", ">ranks", ">vector", ">count", ">median", ">when"), summed
+    tried = [
         (
-            summary.model.short_name,
-            _show_fleet(summary.fleet_class),
-            _show_batch_sizes(summary.trial),
-            format_rate(summary.trial.predicted_samples_per_s),
-            format_rate(summary.trial.samples_per_s),
-            format_share(_achieved_share(summary.trial)),
-            format_date(summary.trial.measured_at),
+            one.model.short_name,
+            _show_fleet(one.of),
+            _show_batch_sizes(one.value),
+            format_rate(one.value.predicted_samples_per_s),
+            format_rate(one.value.samples_per_s),
+            format_share(_achieved_share(one.value)),
+            format_date(one.value.measured_at),
         )
-        for summary in tried
+        for one in overview.tried[-NUM_TRIALS:]
     ]
     rates = (">predicted\nsamples/s", ">achieved\nsamples/s")
-    columns = ("~model", "~fleet", "~batch sizes", *rates, ">share", ">when")
-    return build_table(columns, rows, title="trials of plans")
+    yield "trials of plans", ("~model", "~fleet", "~batch sizes", *rates, ">share", ">when"), tried
 
 
 def _list_machines(overview: Overview) -> list[MachineClass]:
     """Return each class once, in order of first use."""
     fleets = [sums.fleet_class for sums in overview.summed]
-    fleets += [trial.fleet_class for trial in overview.tried]
+    fleets += [trial.of for trial in overview.tried]
     of_fleets = [machine for fleet in fleets for machine in (fleet.host, *fleet.nodes)]
     return list(dict.fromkeys([*(summary.machine_class for summary in overview.probed), *of_fleets]))
 

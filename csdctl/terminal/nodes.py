@@ -1,28 +1,33 @@
-"""Work on all nodes at once while it goes on, and its results: exec, deploy and provision."""
+"""Work on all nodes at once: its progress, its results, and why nodes failed; exec, deploy and provision."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TypeVar
 
-from rich.progress import BarColumn, MofNCompleteColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+from csdctl.errors import CsdctlError
+from csdctl.fleet.model import Fleet, fold_problems
 from csdctl.fleet.names import fold_names, format_node_names
 from csdctl.reporting.numbers import format_bytes
 from csdctl.shipping.deliver import Delivery, DeliveryProgress
 from csdctl.shipping.payload import FileTree, TreeRequest
 from csdctl.shipping.store import printable
-from csdctl.terminal.console import PrintableConsole
+from csdctl.terminal.console import PrintableConsole, build_table
 from csdctl.terminal.streams import Streams
-from csdctl.terminal.tables import MAX_LINES, build_table, render_failed
-from csdctl.terminal.view import View, new_progress, text_column
+from csdctl.terminal.view import View, new_progress
 from csdctl.transport.many import Outcome, errors_of
 from csdctl.workflows.exec.run_command import Answer, ExecResult
 from csdctl.workflows.provision.bundle import Bundle
 from csdctl.workflows.provision.playbook import TaskResult
 from csdctl.workflows.provision.provision import Provisioned, ProvisionRequest, Sent
 
+MAX_LINES = 20
+"""The most problems, and the most notes, to print: a thousand nodes must not scroll the rest away."""
 MAX_SHOWN_LINES = 200
 """Lines of one output of one row; --json has up to 64 KiB."""
 MAX_ANSWERS = 5 * MAX_LINES
+ItemT = TypeVar("ItemT")
 
 
 class CountView(View):
@@ -31,9 +36,13 @@ class CountView(View):
     def __init__(self, console: PrintableConsole, doing: str, num_machines: int) -> None:
         self._console = console
         self._num_failed = 0
-        bar = (text_column("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        notes = text_column("{task.fields[size]}"), text_column("{task.fields[failed]}", style="red")
-        self._progress = new_progress(console, *bar, *notes)
+        self._progress = new_progress(
+            console,
+            TextColumn("{task.description}", markup=False),
+            *(BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()),
+            TextColumn("{task.fields[size]}", markup=False),
+            TextColumn("{task.fields[failed]}", style="red", markup=False),
+        )
         super().__init__(self._progress)
         self._task = self._progress.add_task(doing, total=num_machines, failed="", size="")
 
@@ -45,9 +54,25 @@ class CountView(View):
         if line and not self._console.is_terminal:
             self._console.print(line, soft_wrap=True)
 
-    def show(self, outcome: Outcome[tuple[Answer, float]]) -> None:
+    def show(self, outcome: Outcome[Answer]) -> None:
         """Count a machine that has run a command."""
-        self.count(has_failed=outcome.value is None or outcome.value[0].has_failed)
+        self.count(has_failed=outcome.value is None or outcome.value.has_failed)
+
+
+def render_failed(console: PrintableConsole, failed: Mapping[str, CsdctlError], fleet: Fleet) -> None:
+    """Print why machines failed, and the remedies; the same cause on many machines is one problem."""
+    for problem in bounded(console, fold_problems(failed, fleet), "problems"):
+        console.print("problem:", style="bold red", end=" ")
+        console.print(f"{format_node_names(problem.names)}: {problem.message}", soft_wrap=True)
+        if problem.remedy:
+            console.print(f"  → {problem.remedy}", soft_wrap=True)
+
+
+def bounded(console: PrintableConsole, items: Sequence[ItemT], what: str) -> Iterator[ItemT]:
+    """Yield the first of `items`, then print a line that counts the rest."""
+    yield from items[:MAX_LINES]
+    if len(items) > MAX_LINES:
+        console.print(f"… and {len(items) - MAX_LINES} more {what}; --json lists them all")
 
 
 def render_answers(streams: Streams, result: ExecResult) -> None:
@@ -81,6 +106,7 @@ def _print_output(console: PrintableConsole, output: bytes) -> None:
 
 def exec_document(result: ExecResult, command: Sequence[str], task: str | None = None) -> dict[str, object]:
     """Return the `csdctl.exec/1` document; bytes that are not UTF-8 are replaced."""
+    answers = result.answers
     row_of = {name: number for number, (_, names) in enumerate(result.rows) for name in names}
     return {
         "schema": "csdctl.exec/1",
@@ -102,9 +128,9 @@ def exec_document(result: ExecResult, command: Sequence[str], task: str | None =
         "machines": [
             {
                 "name": name,
-                "exit_code": result.answers[name].exit_code if name in result.answers else None,
+                "exit_code": answers[name].exit_code if name in answers else None,
                 "row": row_of.get(name),
-                "duration_s": result.durations_s.get(name),
+                "duration_s": answers[name].duration_s if name in answers else None,
             }
             for name in result.machines
         ],
@@ -134,17 +160,22 @@ class TransferView(CountView):
         self._console.print(line, soft_wrap=True)
 
     def finish(self, outcome: Outcome[Delivery]) -> None:
-        """Show that a node has its files, or failed."""
+        """Print what a node got, or that it failed."""
+        line = f"{outcome.name}: failed"
         if done := outcome.value:
             sent = f"{done.num_sent:,} files {'would be sent' if self._is_dry_run else 'sent'}"
             size = format_bytes(done.bytes_sent)
-            self.count(f"{outcome.name}: {sent} ({size}), {done.num_present:,} already there")
-        else:
-            self.count(f"{outcome.name}: failed", has_failed=True)
+            line = f"{outcome.name}: {sent} ({size}), {done.num_present:,} already there"
+        self._console.print(line, soft_wrap=True)
+        self.count(has_failed=not outcome.value)
 
     def sent(self, outcome: Outcome[Sent]) -> None:
         """Count a node that has its bundle."""
-        line = f"{outcome.name}: {describe_sent(outcome.value)}" if outcome.value else ""
+        line = ""
+        if sent := outcome.value:
+            files = f"{sent.num_files:,} files ({format_bytes(sent.num_bytes)}) missing there"
+            left = " is installed: nothing to send" if sent.is_installed else f": {files}"
+            line = f"{outcome.name}: bundle {sent.bundle_id}{left}"
         self.count(line, has_failed=not outcome.value)
 
     def task(self, result: TaskResult) -> None:
@@ -153,27 +184,6 @@ class TransferView(CountView):
             self._progress.update(self._task, description=f"{result.task}: {result.node}", total=None)
         elif result.state not in ("ok", "skipped"):
             self._console.print(f"{result.node}: {result.state}: {result.task}", soft_wrap=True)
-
-
-def render_deliveries(
-    console: PrintableConsole, outcomes: Mapping[str, Outcome[Delivery]], *, dry_run: bool
-) -> None:
-    """Print a row for each node: what was sent to it, or would be."""
-    rows = [
-        (name, f"{done.num_sent:,}", format_bytes(done.bytes_sent), f"{done.num_present:,}")
-        if (done := outcome.value)
-        else (name, Text("failed", "red"), "", "")
-        for name, outcome in outcomes.items()
-    ]
-    sent = ">would be sent" if dry_run else ">sent"
-    console.print(build_table(("node", sent, ">bytes", ">already there"), rows))
-
-
-def describe_sent(sent: Sent) -> str:
-    """Return what was sent to a node, in words."""
-    if sent.is_installed:
-        return f"bundle {sent.bundle_id} is installed: nothing to send"
-    return f"bundle {sent.bundle_id}: {sent.num_files:,} files ({format_bytes(sent.num_bytes)}) missing there"
 
 
 def render_provisioned(

@@ -12,7 +12,8 @@ from csdctl.fleet.names import format_node_names
 from csdctl.reporting.numbers import format_bytes, format_rate, format_seconds, format_share
 from csdctl.shipping.deliver import Delivery
 from csdctl.terminal.console import PrintableConsole
-from csdctl.terminal.fleet_view import (
+from csdctl.terminal.streams import Streams
+from csdctl.terminal.view import (
     DONE,
     SILENT,
     STARTING,
@@ -23,7 +24,6 @@ from csdctl.terminal.fleet_view import (
     draw_bar,
     show_elapsed,
 )
-from csdctl.terminal.streams import Streams
 from csdctl.worker.protocol.datasets import DatasetInfo, PrepareProgress
 from csdctl.workflows.data.prepare import OnPrepareProgress, Prepared
 
@@ -97,13 +97,8 @@ class WorkRow(Row):
 
     def count(self, *, is_whole: bool) -> str:
         """Return the number of samples that are done, and with `is_whole` of how many."""
-        if not self.num_total and not self.num_done:
-            return ""
-        return (
-            f"{self.num_done:,} of {self.num_total:,}"
-            if is_whole and self.num_total
-            else f"{self.num_done:,}"
-        )
+        done = f"{self.num_done:,}" if self.num_total or self.num_done else ""
+        return f"{done} of {self.num_total:,}" if is_whole and self.num_total else done
 
     def look(self, now: float) -> None:
         """Notice a long silence."""

@@ -8,22 +8,16 @@ from rich.console import Group
 from rich.table import Table
 
 from csdctl.errors import InputError
+from csdctl.reporting import scaling
 from csdctl.reporting.energy import energy_document
 from csdctl.reporting.numbers import format_bytes
 from csdctl.reporting.privacy import BATCH_NORM, PROMISE, describe_privacy, remarks_on
 from csdctl.reporting.results import RunSummary
-from csdctl.reporting.scaling import (
-    ScalingSeries,
-    describe_series,
-    energy_by_nodes,
-    scaling_document,
-    scaling_table,
-)
+from csdctl.reporting.scaling import ScalingSeries
 from csdctl.reporting.tables import DataTable, describe_run, tabulate_ranks
 from csdctl.runs.directory import RunDirectory
-from csdctl.terminal.console import PrintableConsole
+from csdctl.terminal.console import PrintableConsole, build_pairs, build_table
 from csdctl.terminal.streams import Streams
-from csdctl.terminal.tables import build_pairs, build_table
 from csdctl.workflows.reporting.report import PrivacyReport
 from csdctl.workflows.train.scale import Point
 
@@ -51,8 +45,7 @@ def show_reports(streams: Streams, reports: Sequence[tuple[RunDirectory, RunSumm
 
 def show_files(streams: Streams, paths: Sequence[Path]) -> None:
     """Say which files were written."""
-    if streams.is_json:
-        streams.result({"schema": "csdctl.report-files/1", "files": paths})
+    streams.result({"schema": "csdctl.report-files/1", "files": paths})
     for path in paths:
         streams.say(f"wrote {path} ({format_bytes(path.stat().st_size)})")
 
@@ -130,21 +123,21 @@ def privacy_document(found: PrivacyReport) -> dict[str, object]:
 
 def show_series(streams: Streams, kind: str, series: ScalingSeries, page: Path | None) -> None:
     """Print one series of `scale`, as tables or as one line of JSON, and the file that has its charts."""
-    streams.result_line({**scaling_document(series), "files": [page] if page else []})
+    streams.result_line({**scaling.scaling_document(series), "files": [page] if page else []})
     streams.say(f"\n{kind} scaling")
-    runs = scaling_table(series)
+    runs = scaling.scaling_table(series)
     if not any(row[-1] for row in runs.rows):  # no remarks
         runs = DataTable(runs.header[:-1], tuple(row[:-1] for row in runs.rows))
-    streams.console.print(_table(describe_series(series), runs))
+    streams.console.print(_table(scaling.describe_series(series), runs))
     if any(point.energy for point in series.points):
-        streams.console.print(_table("energy per image", energy_by_nodes(series)))
+        streams.console.print(_table("energy per image", scaling.energy_by_nodes(series)))
     if page:
         streams.say(f"wrote {page} ({format_bytes(page.stat().st_size)})")
 
 
 def show_points(streams: Streams, points: Sequence[Point]) -> None:
     """Print what `scale` would train."""
-    described = [
+    described: list[dict[str, Any]] = [
         {
             "kind": point.kind,
             "num_nodes": point.num_nodes,
@@ -156,12 +149,12 @@ def show_points(streams: Streams, points: Sequence[Point]) -> None:
     streams.result_line({"schema": "csdctl.scale/1", "points": described})
     rows = [
         (
-            str(point.num_nodes),
-            point.kind,
-            ", ".join(map(str, point.plan.batch_sizes)),
-            point.run.run_id if point.run else "would be trained",
+            str(one["num_nodes"]),
+            one["kind"],
+            ", ".join(map(str, one["batch_sizes"])),
+            one["run"] or "would be trained",
         )
-        for point in points
+        for one in described
     ]
     data = DataTable(("nodes", "series", "batch sizes", "run"), tuple(rows))
     streams.console.print(_table("scaling series", data))

@@ -4,11 +4,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from csdctl.reporting.numbers import format_accuracy, format_loss, format_rate, format_seconds
+from csdctl.reporting.numbers import format_loss, format_rate, format_seconds
 from csdctl.reporting.results import FAILED, INTERRUPTED, STOPPED, RunStatus
 from csdctl.runs.directory import RunDirectory
+from csdctl.terminal.console import build_table
 from csdctl.terminal.streams import Streams
-from csdctl.terminal.tables import build_table
 from csdctl.terminal.train import TrainingView
 from csdctl.worker.protocol.events import event_document
 from csdctl.workflows.runs.compare import Difference
@@ -35,7 +35,7 @@ def show_runs(streams: Streams, runs: Sequence[RunStatus]) -> None:
             f"{run.epoch}/{run.epochs}",
             format_rate(run.samples_per_s),
             format_loss(run.loss if run.validation_loss is None else run.validation_loss),
-            format_accuracy(run.accuracy if run.validation_accuracy is None else run.validation_accuracy),
+            format_loss(run.accuracy if run.validation_accuracy is None else run.validation_accuracy),
             _ago(run.last_event_s),
         )
         for run in runs

@@ -86,23 +86,17 @@ class Streams:
     @cached_property
     def errors(self) -> "PrintableConsole":
         """Standard error."""
-        from csdctl.terminal.console import PrintableConsole  # with Rich, a sixth of the time of --help
-
-        return PrintableConsole(file=_terminal_of(self.stderr), stderr=True, soft_wrap=True)
+        return _open_console(_terminal_of(self.stderr), stderr=True, soft_wrap=True)
 
     @cached_property
     def console(self) -> "PrintableConsole":
         """Where tables and messages go: standard output, or standard error with --json."""
-        from csdctl.terminal.console import PrintableConsole
-
-        return self.errors if self.is_json else PrintableConsole(file=_terminal_of(self.stdout))
+        return self.errors if self.is_json else _open_console(_terminal_of(self.stdout))
 
     @cached_property
     def views(self) -> "PrintableConsole":
         """Where live views and their lines go: the console; nowhere if the user wants results alone."""
-        from csdctl.terminal.console import PrintableConsole
-
-        return PrintableConsole(file=io.StringIO(), quiet=True) if self.is_quiet else self.console
+        return _open_console(io.StringIO(), quiet=True) if self.is_quiet else self.console
 
     @cached_property
     def project(self) -> "ProjectDirectory":
@@ -163,6 +157,12 @@ def _as_json(value: object) -> object:
     if isinstance(value, BaseModel):
         return dict(value)
     raise TypeError(f"JSON has no {type(value).__name__}")
+
+
+def _open_console(file: TextIO, **settings: Any) -> "PrintableConsole":
+    from csdctl.terminal.console import PrintableConsole  # with Rich, a sixth of the time of --help
+
+    return PrintableConsole(file=file, **settings)
 
 
 def _terminal_of(stream: TextIO) -> TextIO:

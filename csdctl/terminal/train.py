@@ -24,15 +24,12 @@ from csdctl.reporting.series import Bottleneck, SeriesBuilder, Thinned, find_bot
 from csdctl.reporting.tables import REACHABLE
 from csdctl.runs.directory import RunDirectory
 from csdctl.terminal.console import PrintableConsole
-from csdctl.terminal.fleet_view import (
-    BACK,
-    DONE,
-    FAILED,
-    LOST,
-    READY,
+from csdctl.terminal.prepare import PreparationScreen, describe_samples
+from csdctl.terminal.report import report_document
+from csdctl.terminal.streams import Streams
+from csdctl.terminal.tune import plan_document, render_plan
+from csdctl.terminal.view import (
     STARTING,
-    TRAINING,
-    WAITING,
     WIDE,
     WIDER,
     Columns,
@@ -41,24 +38,17 @@ from csdctl.terminal.fleet_view import (
     draw_curve,
     show_elapsed,
 )
-from csdctl.terminal.prepare import PreparationScreen, describe_samples
-from csdctl.terminal.report import report_document
-from csdctl.terminal.streams import Streams
-from csdctl.terminal.tune import plan_document, render_plan
 from csdctl.worker.protocol.events import (
     EARLY_STOPPING,
     CheckpointSaved,
     EpochEnd,
     Evaluating,
     Event,
-    Failed,
     Finished,
     Joined,
-    LinkLost,
     NodeBack,
     NodeLost,
     Progress,
-    Ready,
     Rebalanced,
     WaitingFor,
     event_document,
@@ -75,10 +65,6 @@ INTERVAL_S, INTERVAL_SHARE = 5.0, 1 / 64
 figures of a long run change slowly, and a new watcher reads all of its events."""
 SILENT_S = 10.0
 """Seconds without news of any step after which the headline says so."""
-STATES: dict[type[Event], str] = {Ready: READY, NodeBack: BACK, Finished: DONE}
-"""State of a rank after an event about it."""
-STANDSTILLS: dict[type[Event], str] = {LinkLost: WAITING, NodeLost: LOST, Failed: FAILED}
-"""State of a rank after an event about it, where it takes no steps."""
 
 
 def format_shards(spec: RunSpec) -> list[str]:
@@ -130,14 +116,13 @@ class BottleneckLine:
         """`nodes` of the ranks, in order."""
         self._nodes = nodes
         self._series = SeriesBuilder(nodes)
-        self._start_s: float | None = None
-        self._looked_at = 0.0
+        self._start_s = self._looked_at = math.nan
         self._bottleneck: Bottleneck | None = None
         self._said: tuple[int | None, str] | None = None
 
     def add(self, now: float, event: Event) -> str:
         """Add an event at `now`, in seconds; return a line if another rank, or another cause, is found."""
-        if self._start_s is None:
+        if math.isnan(self._start_s):
             self._start_s = self._looked_at = now
         self._series.add(now, event)
         if now - self._looked_at < max(INTERVAL_S, INTERVAL_SHARE * (now - self._start_s)):
@@ -153,7 +138,7 @@ class BottleneckLine:
     def describe(self, now: float) -> str:
         """Return who holds the others back, as a line; nothing where nobody does."""
         bottleneck = self._bottleneck
-        if bottleneck is None or self._start_s is None:
+        if bottleneck is None:
             return ""
         if bottleneck.rank is None:
             return f"link: {bottleneck.why}"
@@ -197,13 +182,11 @@ class TrainingView(FleetView[RankRow]):
         row = self._rows[event.rank]
         if (line := self._bottleneck.add(self._clock(), event)) and self._live is None:
             self._print(line)
-        row.state = STATES.get(type(event), row.state)
-        if state := STANDSTILLS.get(type(event)):
-            row.stand_still(state)
+        row.take(event)
         if isinstance(event, Joined):
             self._show_joined(event)
         elif isinstance(event, Progress | EpochEnd):
-            self._show_totals(event, row)
+            self._show_totals(event)
         elif isinstance(event, Rebalanced):
             self._set_batch_sizes(event.batch_sizes)
         elif isinstance(event, Evaluating):
@@ -230,7 +213,6 @@ class TrainingView(FleetView[RankRow]):
 
     def _show_joined(self, event: Joined) -> None:
         """Show that a group of ranks has formed; rank 0 reports for the group."""
-        self._rows[event.rank].state = TRAINING
         self._set_batch_sizes(event.batch_sizes)
         self._steps_per_epoch = max(1, event.steps_per_epoch)
         if event.rank != 0:
@@ -261,9 +243,8 @@ class TrainingView(FleetView[RankRow]):
     def _count_steps(self, epoch: int, step: int) -> int:
         return (epoch - 1) * self._steps_per_epoch + step
 
-    def _show_totals(self, event: Progress | EpochEnd, row: RankRow) -> None:
+    def _show_totals(self, event: Progress | EpochEnd) -> None:
         """Show what a rank has done; a short epoch has only its end."""
-        row.take(event)
         self._evaluating, self._step_at = "", self._clock()
         if event.rank != 0:
             return

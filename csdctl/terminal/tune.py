@@ -1,4 +1,4 @@
-"""Measuring as it goes on, and the plan as a table and as JSON."""
+"""Before training: measuring as it goes on, the plan, and the result of `verify`, as tables and as JSON."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,24 +10,26 @@ from rich.text import Text
 
 from csdctl.fleet.names import format_node_names
 from csdctl.reporting.numbers import format_bytes, format_rate, format_seconds, format_share
-from csdctl.terminal.console import PrintableConsole
-from csdctl.terminal.fleet_view import (
-    DONE,
-    FAILED,
-    LOST,
-    TRAINING,
+from csdctl.terminal.console import PrintableConsole, build_pairs, build_table
+from csdctl.terminal.prepare import PreparationScreen
+from csdctl.terminal.view import (
     WIDE,
     Columns,
     FleetView,
     RankRow,
     show_elapsed,
 )
-from csdctl.terminal.prepare import PreparationScreen
-from csdctl.terminal.tables import build_table
-from csdctl.tuning.plan import Plan, RankPlan, StrategyPlan
-from csdctl.tuning.strategies import DATA_PARALLEL, FEATURES, SPLIT
-from csdctl.worker.protocol.events import EpochEnd, Event, Failed, Finished, Joined, NodeLost, Progress
-from csdctl.worker.protocol.probe import ProbeResult
+from csdctl.tuning.fleet_model import ProbeOutcome
+from csdctl.tuning.plan import DATA_PARALLEL, FEATURES, SPLIT, Plan, RankPlan, StrategyPlan
+from csdctl.worker.protocol.events import (
+    EpochEnd,
+    Event,
+    Joined,
+    Progress,
+    Verified,
+)
+from csdctl.worker.protocol.features import Recomputed
+from csdctl.workflows.train.verify import Verdict
 from csdctl.workflows.tune.probing import IDLE, LOADING, MEASURING, SUMMING, TuneWatch
 
 WAITED_FOR = {LOADING: "loading TensorFlow", SUMMING: "timing sums", MEASURING: "measuring batch sizes"}
@@ -82,12 +84,12 @@ class TuningView(FleetView[TuneRow]):
         self._num_active = max(self._num_active, len(self._waited_for()))
         self._print_headline_if_due()
 
-    def on_probes(self, results: Mapping[str, ProbeResult | None]) -> None:
-        """Print the results of one round of probes, and count it."""
-        self._num_probes += len(results)
+    def on_probes(self, outcomes: Mapping[str, ProbeOutcome]) -> None:
+        """Print the outcomes of one round of probes, and count it."""
+        self._num_probes += len(outcomes)
         self._num_rounds += 1
         self._num_active = 0
-        render_probes(self._console, results)
+        render_probes(self._console, outcomes)
 
     def on_trial(self, num_steps: int, batch_sizes: Mapping[str, int]) -> None:
         """Show the steps that all machines take together."""
@@ -102,18 +104,11 @@ class TuningView(FleetView[TuneRow]):
         row = self._rows.get(event.node)
         if row is None:
             return
-        if isinstance(event, Joined):
-            row.state = TRAINING
-            if event.rank == 0:
-                self._stepping_since = self._clock()
-        elif isinstance(event, Progress | EpochEnd):
-            row.take(event)
-            if event.rank == 0:
-                self._step = event.step if isinstance(event, Progress) else self._num_steps
-        elif isinstance(event, Finished):
-            row.state = DONE
-        elif isinstance(event, NodeLost | Failed):
-            row.state = LOST if isinstance(event, NodeLost) else FAILED
+        row.take(event)
+        if event.rank == 0 and isinstance(event, Joined):
+            self._stepping_since = self._clock()
+        elif event.rank == 0 and isinstance(event, Progress | EpochEnd):
+            self._step = event.step if isinstance(event, Progress) else self._num_steps
         self._print_headline_if_due()
 
     def _waited_for(self) -> list[TuneRow]:
@@ -164,14 +159,14 @@ class TuningScreen(PreparationScreen):
         return TuningView(self._streams.views, machines)
 
 
-def render_probes(console: PrintableConsole, results: Mapping[str, ProbeResult | None]) -> None:
+def render_probes(console: PrintableConsole, outcomes: Mapping[str, ProbeOutcome]) -> None:
     """Print one line for one round of probes on all machines."""
     shown = [
-        f"{name} {result.batch_size}: {format_seconds(result.step_time_s)}, "
-        f"{format_rate(result.samples_per_s)}/s"
-        if result
+        f"{name} {outcome.batch_size}: {format_seconds(outcome.step_time_s)}, "
+        f"{format_rate(outcome.samples_per_s)}/s"
+        if outcome.step_time_s
         else f"{name}: does not fit in memory"
-        for name, result in results.items()
+        for name, outcome in outcomes.items()
     ]
     console.print("  " + "  |  ".join(shown), soft_wrap=True)
 
@@ -279,3 +274,68 @@ def _lines(plan: Plan) -> Iterator[str]:
         yield f"compared with the best equal batch size: {predicted.gain:+.0%} samples/s"
     if plan.left_out:
         yield f"left out, because training is faster without them: {format_node_names(plan.left_out)}"
+
+
+def render_verified(
+    console: PrintableConsole, verified: Verified, verdict: Verdict, nodes: Sequence[str], *, emulated: bool
+) -> None:
+    """Print how much sum, gradients and weights differ, and how far one process is from itself."""
+    sizes = ", ".join(f"{node} {size}" for node, size in zip(nodes, verified.batch_sizes, strict=True))
+    fleet = " (emulated fleet)" if emulated else ""
+    pairs = [("samples", f"{verified.global_batch}: {sizes}{fleet}")]
+    sums = (
+        f"differs by {verified.sum_difference:.1e} from the ranks' gradients added in float64; "
+        f"rounding explains {verified.sum_rounding:.1e}"
+    )
+    pairs.append(("sum", sums))
+    most = max(range(len(nodes)), key=lambda rank: verified.of_ranks[rank].difference)
+    found = verified.of_ranks[most]
+    if found.difference == 0:
+        told = "of every rank bit-identical with that of one process"
+    else:
+        told = f"of {nodes[most]} differs most from that of one process, by {found.difference:.1e}"
+    pairs.append(("gradient", told))
+    spread = max(rank.spread for rank in verified.of_ranks)
+    one_sample = min(rank.one_sample for rank in verified.of_ranks)
+    pairs.append(("", f"one process differs from itself by {spread:.1e}; one sample makes {one_sample:.1e}"))
+    if verified.compared_in != verified.dtype:
+        pairs.append(("", f"compared in {verified.compared_in}: rounding in {verified.dtype} hides a sample"))
+    one_batch = f"not compared with one batch of all samples: {'; '.join(verified.not_one_batch)}"
+    if verified.one_batch:
+        one_batch = f"of all samples in one process differs by {verified.one_batch.difference:.1e}"
+    pairs.append(("one batch", one_batch))
+    pairs.append(("weights", f"bit-identical on all ranks ({verified.weights_hash[:16]}…)"))
+    pairs.append(("collective", verified.collective))
+    if verdict.is_equal:
+        pairs.append(("result", verdict.text))
+    console.print(build_pairs(pairs))
+
+
+def verify_document(
+    verified: Verified, verdict: Verdict, nodes: Sequence[str], *, emulated: bool
+) -> dict[str, Any]:
+    """Return the `csdctl.verify/1` document."""
+    left_out = ("rank", "node", "of_ranks", "batch_sizes")  # "ranks" has them by name
+    return {
+        "schema": "csdctl.verify/1",
+        "emulated": emulated,
+        "is_equal": verdict.is_equal,
+        "verdict": verdict.text,
+        **{name: value for name, value in vars(verified).items() if name not in left_out},
+        "ranks": {
+            node: {"batch_size": size, **vars(rank)}
+            for node, size, rank in zip(nodes, verified.batch_sizes, verified.of_ranks, strict=True)
+        },
+    }
+
+
+def describe_features(found: Mapping[str, Recomputed]) -> str:
+    """Return how stored features compare with those that their machine computes now."""
+    num_rows = sum(one.num_rows for one in found.values())
+    if not num_rows:
+        return "none to compare; train with --strategy features first"
+    most = max(found, key=lambda node: found[node].difference)
+    told = f"differ by {found[most].difference:.1e} at most ({most})"
+    if not found[most].difference:
+        told = "are bit-identical"
+    return f"{num_rows:,} rows on {len(found)} machines, computed again, {told}"

@@ -1,4 +1,8 @@
-"""The base of all live views: drawn while an operation runs, and removed afterwards except in a notebook.
+"""Live views: drawn while an operation runs, and removed afterwards except in a notebook.
+
+The base of views of many machines has progress, time left, and a row for each machine. Where the terminal has
+no room for all, machines that fail have rows first, then the slowest. One line names the others by state, so
+that no failing machine is counted among the rest.
 
 Rich must not redirect the standard streams meanwhile: it would keep colours and links of what others write.
 Rich's own display in notebooks needs ipywidgets, and adds an output to the cell for every printed line. Here
@@ -6,17 +10,42 @@ lines are plain text of the cell, and the view is one output with an id, which i
 """
 
 import io
+import math
 import threading
 import time
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from statistics import fmean
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Generic, Self, TypeVar
 
-from rich.console import RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
-from rich.progress import Progress, ProgressColumn, TextColumn
+from rich.progress import Progress as RichProgress
+from rich.progress import ProgressColumn
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
 
-from csdctl.terminal.console import PrintableConsole
+from csdctl.fleet.names import fold_names
+from csdctl.notify import make_printable
+from csdctl.reporting.numbers import format_seconds, format_share
+from csdctl.terminal.console import NUMBER, PrintableConsole
+from csdctl.worker.protocol.events import (
+    EpochEnd,
+    Event,
+    Failed,
+    Finished,
+    Joined,
+    LinkLost,
+    NodeBack,
+    NodeLost,
+    Progress,
+    Ready,
+)
 
 MIN_INTERVAL_S, MAX_INTERVAL_S = 0.5, 10.0
 """Bounds of the interval between two updates of a notebook, which is a hundredth of the time so far: a server
@@ -77,7 +106,7 @@ class NotebookLive:
 class View:
     """A context manager around a live display; None where there is neither terminal nor notebook."""
 
-    def __init__(self, display: Live | NotebookLive | Progress | None) -> None:
+    def __init__(self, display: Live | NotebookLive | RichProgress | None) -> None:
         self.__display = display
 
     def __enter__(self) -> Self:
@@ -92,9 +121,9 @@ class View:
             self.__display.stop()
 
 
-def new_progress(console: PrintableConsole, *columns: ProgressColumn) -> Progress:
+def new_progress(console: PrintableConsole, *columns: ProgressColumn) -> RichProgress:
     """Return a progress display with `columns`, drawn only on a terminal and removed when it stops."""
-    return Progress(
+    progress = RichProgress(
         *columns,
         console=console,
         transient=True,
@@ -103,11 +132,8 @@ def new_progress(console: PrintableConsole, *columns: ProgressColumn) -> Progres
         redirect_stdout=False,
         redirect_stderr=False,
     )
-
-
-def text_column(text_format: str, *, style: str = "none") -> TextColumn:
-    """Return a column of a progress display whose text is not markup."""
-    return TextColumn(text_format, style=style, markup=False)
+    progress.live._lock = console.lock
+    return progress
 
 
 def live_on(console: PrintableConsole, render: Callable[[], RenderableType]) -> Live | NotebookLive | None:
@@ -119,7 +145,7 @@ def live_on(console: PrintableConsole, render: Callable[[], RenderableType]) -> 
         return NotebookLive(console, render)
     if not console.is_terminal:
         return None
-    return Live(
+    live = Live(
         get_renderable=render,
         console=console,
         refresh_per_second=1,
@@ -127,3 +153,260 @@ def live_on(console: PrintableConsole, render: Callable[[], RenderableType]) -> 
         redirect_stdout=False,
         redirect_stderr=False,
     )
+    live._lock = console.lock
+    return live
+
+
+STARTING, READY, TRAINING, DONE = "starting", "ready", "training", "done"
+LOST, FAILED, BACK, WAITING, SILENT = "lost", "failed", "back", "waiting for others", "silent"
+STANDSTILLS = (LOST, FAILED, WAITING)
+"""States of a rank in which it takes no steps."""
+STATES: dict[type[Event], str] = {
+    Ready: READY,
+    Joined: TRAINING,
+    Progress: TRAINING,
+    EpochEnd: TRAINING,
+    Finished: DONE,
+    LinkLost: WAITING,
+    NodeLost: LOST,
+    Failed: FAILED,
+    NodeBack: BACK,
+}
+"""State of a rank after an event about it."""
+SICK = (LOST, FAILED, BACK, WAITING, SILENT)
+"""States, or their beginnings, of machines that do not do what they should."""
+BLOCKS = "▁▂▃▄▅▆▇█"
+NUM_GRADES = 20
+"""Grades of slowness: rows of one grade keep their order, so that the view does not flicker."""
+WIDE, WIDER = 100, 120
+"""Columns of a terminal from which on rows have more values."""
+NUM_AROUND = 6
+"""Title, headline, bar, names of the columns, and two lines that stay free below."""
+PLAIN_INTERVAL_S = 5.0
+MIN_NAME = 10
+
+
+@dataclass
+class Row:
+    """What one machine does."""
+
+    node: str
+    state: str = STARTING
+
+    @property
+    def is_sick(self) -> bool:
+        """Whether the machine does not do what it should."""
+        return self.state.startswith(SICK)
+
+    @property
+    def slowness(self) -> float:
+        """Slowness, 0…1; rows are ordered by it, the slowest first."""
+        return 0.0
+
+    def show_state(self) -> Text:
+        """Return the state, coloured if it is not well."""
+        style = "red" if self.state in (LOST, FAILED) else "yellow" if self.is_sick else "none"
+        return Text(self.state, style)
+
+
+RowT = TypeVar("RowT", bound=Row)
+
+
+@dataclass
+class RankRow(Row):
+    """What one rank does."""
+
+    batch_size: int = 0
+    compute_s: float = 0.0
+    """Seconds of computing in a step."""
+    wait_s: float = 0.0
+    """Seconds of waiting in a step, communication included."""
+    others_s: float | None = None
+    """The part of wait_s until the slowest rank had computed; None: unknown."""
+    rate: float | None = None
+    """Rate in samples/s."""
+    memory_bytes: int | None = None
+    temperature_c: float | None = None
+
+    def take(self, event: Event) -> None:
+        """Take what an event about the rank says."""
+        self.state = STATES.get(type(event), self.state)
+        if self.state in STANDSTILLS:
+            self.rate, self.compute_s, self.wait_s = None, 0.0, 0.0
+        if not isinstance(event, Progress | EpochEnd):
+            return
+        if event.steps:
+            self.compute_s, self.wait_s = event.compute_s / event.steps, event.wait_s / event.steps
+            self.others_s = None if event.others_s is None else event.others_s / event.steps
+        self.rate = event.samples / event.wall_s if event.wall_s else None
+        if isinstance(event, Progress):
+            self.memory_bytes, self.temperature_c = event.memory_bytes, event.temperature_c
+
+    @property
+    def held_s(self) -> float:
+        """Seconds of a step spent waiting for the slowest rank; all of wait_s where the part is unknown."""
+        return self.wait_s if self.others_s is None else min(self.others_s, self.wait_s)
+
+    @property
+    def sum_s(self) -> float:
+        """Seconds of a step spent in communication."""
+        return self.wait_s - self.held_s
+
+    @property
+    def slowness(self) -> float:
+        """Compute time as a share of a step: the rank that waits least is the slowest."""
+        step_s = self.compute_s + self.wait_s
+        return self.compute_s / step_s if step_s else 0.0
+
+    def draw_waiting(self, width: int) -> Text:
+        """Return a bar of computing, waiting for others and the sum, and the share of the last two.
+
+        Empty before the first step.
+        """
+        step_s = self.compute_s + self.wait_s
+        if step_s <= 0:
+            return Text()
+        shares = self.compute_s / step_s, self.held_s / step_s
+        return draw_bar(shares, width, f" {format_share(1 - shares[0])}", ("green", "yellow"))
+
+
+def choose_rows(
+    rows: Sequence[RowT], capacity: int, *, is_first_on_top: bool = True
+) -> tuple[list[RowT], list[RowT]]:
+    """Return the rows to show, of which there are fewer than `capacity` unless all fit, and the others."""
+    top = rows[:1] if is_first_on_top else ()
+    others = sorted(
+        rows[len(top) :],
+        key=lambda row: (0, 0) if row.is_sick else (1, -round(row.slowness * NUM_GRADES)),
+    )
+    ordered = [*top, *others]
+    num_shown = len(rows) if len(rows) <= capacity else capacity - 1
+    return ordered[:num_shown], ordered[num_shown:]
+
+
+def describe_rest(rest: Sequence[Row]) -> str:
+    """Return the number and names of machines by state, the sick ones first; '' for none."""
+    by_state: dict[str, list[str]] = defaultdict(list)
+    for row in sorted(rest, key=lambda row: not row.is_sick):
+        by_state[row.state].append(row.node)
+    states = (f"{','.join(fold_names(names))} {state}" for state, names in by_state.items())
+    return f"{len(rest)} more: {'; '.join(states)}" if rest else ""
+
+
+def draw_curve(values: Sequence[float], width: int) -> str:
+    """Return values as a curve of `width` characters at most; the latest are at the right."""
+    if len(values) > width:  # means of as many values each
+        bounds = [round(index * len(values) / width) for index in range(width + 1)]
+        values = [fmean(values[start:stop]) for start, stop in pairwise(bounds)]
+    low, high = min(values), max(values)
+    step = high - low or 1.0
+    return "".join(BLOCKS[round((value - low) / step * (len(BLOCKS) - 1))] for value in values)
+
+
+def draw_bar(
+    shares: Sequence[float], width: int, after: str = "", styles: Sequence[str] = ("green",)
+) -> Text:
+    """Return a bar of `width`: its parts in `styles`, what is left of 1 dimmed, and the text `after` it.
+
+    Parts differ without colours, too.
+    """
+    ends = [round(min(1.0, share) * width) for share in accumulate(shares)]
+    parts = [stop - start for start, stop in pairwise([0, *ends])]
+    drawn = [(mark * count, style) for mark, count, style in zip("█▒", parts, styles, strict=False)]
+    return Text.assemble(*drawn, ("░" * (width - ends[-1]), "dim"), after)
+
+
+def show_elapsed(seconds: float) -> str:
+    """Return a time that is still running, in whole seconds."""
+    return format_seconds(seconds) if seconds >= 100 else f"{math.floor(seconds)} s"
+
+
+Columns = Mapping[str, Callable[[RowT], str | Text]]
+"""What the rows show after node and state, by the name of the column; numbers as in `build_table`."""
+
+
+class FleetView(View, ABC, Generic[RowT]):
+    """A live table on a terminal, plain lines elsewhere; a context manager."""
+
+    _rows: Mapping[Any, RowT]
+    """The machines, by what their reports name them by."""
+    is_first_on_top = True
+    is_in_notebooks = False
+    """Whether the view is drawn in a notebook, where it stays; elsewhere it is removed at the end."""
+
+    def __init__(
+        self, console: PrintableConsole, title: str, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`clock`: seconds, in which all that is shown is measured."""
+        self._clock = clock
+        self._console = console
+        self._title = title
+        self._start = self._printed_at = self._clock()
+        is_left_out = console.is_notebook and not self.is_in_notebooks
+        self._live = None if is_left_out else live_on(console, self._render)
+        super().__init__(self._live)
+
+    def _list_rows(self) -> Sequence[RowT]:
+        """Return all machines, in order; other threads may add some."""
+        return list(self._rows.values())
+
+    @abstractmethod
+    def _headline(self) -> str:
+        """Return what is being done, and the time left."""
+
+    @abstractmethod
+    def _done(self) -> tuple[float, float | None]:
+        """Return how much is done, and of how much; None: unknown."""
+
+    @abstractmethod
+    def _columns(self, width: int) -> Columns[RowT]:
+        """Return the columns after node and state, for a terminal of `width`."""
+
+    def _details(self, width: int) -> list[Text]:
+        """Return lines between the bar and the rows."""
+        return []
+
+    @property
+    def _elapsed_s(self) -> float:
+        return self._clock() - self._start
+
+    def _print(self, line: str) -> None:
+        self._console.print(line, soft_wrap=True)
+
+    def _print_headline_if_due(self) -> None:
+        if self._live is None and self._clock() - self._printed_at >= PLAIN_INTERVAL_S:
+            self._printed_at = self._clock()
+            self._print(self._headline())
+
+    def _render(self) -> RenderableType:
+        width, height = self._console.size
+        completed, total = self._done()
+        bar = Table.grid()
+        bar.add_row(ProgressBar(total=total, completed=completed, width=min(width, 100), pulse=total is None))
+        details = self._details(width)
+        num_lines = sum(max(1, math.ceil(line.cell_len / width)) for line in details)
+        capacity = max(3, height - NUM_AROUND - num_lines)
+        rows, rest = choose_rows(self._list_rows(), capacity, is_first_on_top=self.is_first_on_top)
+        lines = [self._title, self._headline(), describe_rest(rest)]
+        title, headline, others = (Text(line, no_wrap=True, overflow="ellipsis") for line in lines)
+        title.stylize("bold")
+        table = _tabulate(rows, self._columns(width), width) if rows else []
+        return Group(title, headline, bar, *details, *table, *([others] if rest else []))
+
+
+def _tabulate(rows: Sequence[RowT], columns: Columns[RowT], width: int) -> list[Text]:
+    """Return the names of the columns and the rows, a line each; Rich's table takes four times as long."""
+    table = [[Text(name.lstrip(NUMBER)) for name in ("node", "state", *columns)]]
+    for row in rows:
+        cells = [cell(row) for cell in columns.values()]
+        shown = [cell if isinstance(cell, Text) else Text(cell) for cell in cells]
+        table.append([Text(make_printable(row.node)), row.show_state(), *shown])
+    widths = [max(cell.cell_len for cell in column) for column in zip(*table, strict=True)]
+    widths[0] = min(widths[0], max(MIN_NAME, width - sum(widths[1:]) - len(widths)))
+    for line in table:
+        for name, cell, size in zip(("", "", *columns), line, widths, strict=True):
+            cell.truncate(size, overflow="ellipsis")
+            cell.align("right" if name.startswith(NUMBER) else "left", size)
+    lines = [Text(" ", no_wrap=True).join(line) for line in table]
+    lines[0].stylize("dim")
+    return lines

@@ -5,16 +5,15 @@ import os
 import select
 import signal
 import subprocess
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from csdctl.errors import InputError
 from csdctl.transport.commands import WrappedCommand
 from csdctl.transport.meter import Meter
-from csdctl.transport.session import Deadline, Running, Session
+from csdctl.transport.session import Deadline, Session
 
-_POLL_S = 0.25
+_POLL_S = 0.5
 _READ_BYTES = 1 << 16
 
 
@@ -24,26 +23,12 @@ class LocalSession(Session):
     def __init__(self, name: str, directory: Path) -> None:
         super().__init__(name, Meter())
         self._directory = directory
-        self._lock = threading.Lock()
-        """Held while a command starts, which `close` in another thread must not miss."""
 
-    def close(self) -> None:
-        """End all running commands."""
-        with self._lock:
-            still_running = list(self._running)
-        for running in still_running:
-            running.kill()
-
-    def _start(self, wrapped: WrappedCommand, deadline: Deadline) -> Running:
-        with self._lock:
-            try:
-                running = Running(self.name, wrapped, PipedProcess(wrapped.argv, self._directory))
-            except OSError as error:
-                raise InputError(
-                    f"`{wrapped.command[0]}` cannot be started: {error}", node=self.name
-                ) from error
-            self._running.add(running)
-            return running
+    def _start_process(self, wrapped: WrappedCommand, deadline: Deadline) -> "PipedProcess":
+        try:
+            return PipedProcess(wrapped.argv, self._directory)
+        except OSError as error:
+            raise InputError(f"`{wrapped.command[0]}` cannot be started: {error}", node=self.name) from error
 
 
 class PipedProcess:
@@ -66,30 +51,22 @@ class PipedProcess:
         os.set_blocking(self._stdin.fileno(), False)
         self._is_released = False
 
-    def read_stdout(self, timeout_s: float, *, wakes_at_exit: bool = False) -> bytes:
+    def read_stdout(self, timeout_s: float) -> bytes:
         """Return the next bytes, b'' at the end; raises TimeoutError."""
-        _wait_for(
-            self._stdout.fileno(), select.POLLIN, min(_POLL_S, timeout_s) if wakes_at_exit else timeout_s
-        )
+        _wait_for(self._stdout.fileno(), select.POLLIN, timeout_s)
         return os.read(self._stdout.fileno(), _READ_BYTES)
 
-    def start_stderr(self, take: Callable[[bytes], object]) -> None:
-        """Pass standard error to `take`, in a separate thread."""
-        self._stderr_thread = threading.Thread(target=self._drain_stderr, args=(take,), daemon=True)
-        self._stderr_thread.start()
-
-    def finish_stderr(self, timeout_s: float) -> None:
-        """Wait for its end at most `timeout_s`."""
-        self._stderr_thread.join(timeout_s)
-
-    def _drain_stderr(self, take: Callable[[bytes], object]) -> None:
+    def read_stderr(self) -> bytes:
+        """Wait for the next bytes of standard error and return them, b'' at the end."""
+        chunk = b""
         while not self._is_released:
             with contextlib.suppress(TimeoutError):
-                _wait_for(self._stderr.fileno(), select.POLLIN, 0.5)
-                if not (chunk := os.read(self._stderr.fileno(), _READ_BYTES)):
-                    break
-                take(chunk)
-        self._stderr.close()
+                _wait_for(self._stderr.fileno(), select.POLLIN, _POLL_S)
+                chunk = os.read(self._stderr.fileno(), _READ_BYTES)
+                break
+        if not chunk:
+            self._stderr.close()
+        return chunk
 
     def write_stdin(self, data: bytes, timeout_s: float) -> None:
         """Write all of `data`; raises TimeoutError, or OSError when the command no longer reads."""
@@ -122,7 +99,7 @@ class PipedProcess:
         return self._popen.returncode is not None
 
     def release(self) -> None:
-        """Close the pipes; the thread that reads standard error closes that."""
+        """Close the pipes; whoever reads standard error closes that."""
         self._is_released = True
         for pipe in (self._stdin, self._stdout):
             with contextlib.suppress(OSError):

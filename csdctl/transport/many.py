@@ -34,7 +34,7 @@ OnTraffic = Callable[[LinkBytes], None]
 
 MAX_WORKERS = 128
 """Concurrent threads. They wait for machines, so there may be far more than cores; a connection has two
-threads and takes 0.2 MB."""
+threads, one more for each command, and takes 0.2 MB."""
 
 _SPARE_FILES = 64
 

@@ -9,6 +9,7 @@ Commands start in the session's home directory: the login directory of a node, o
 host. A relative path such as `.csdctl/objects/…` thus has the same meaning on every machine.
 """
 
+import contextlib
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -17,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from csdctl.errors import CsdctlError, DeadlineError, RemoteCommandError
+from csdctl.errors import CsdctlError, DeadlineError, RemoteCommandError, UnreachableError
 from csdctl.transport.commands import MarkedOutput, WrappedCommand, build_wrapped_command
 from csdctl.transport.meter import Meter
 
@@ -72,6 +73,11 @@ class Completed:
 SLICE_BYTES = 256 * 1024
 """Maximum size of one write: paramiko's `sendall` is quadratic in the size of its argument."""
 
+EXIT_POLL_S = 0.25
+"""A command whose output stays open is checked for its end at this interval."""
+
+KILL_DEADLINE_S = 5.0
+
 LEFTOVER_OUTPUT_S = 1.0
 """Maximum wait for more output after the command has ended."""
 
@@ -79,17 +85,11 @@ LEFTOVER_OUTPUT_S = 1.0
 class Process(Protocol):
     """A started command, as a transport sees it."""
 
-    def read_stdout(self, timeout_s: float, *, wakes_at_exit: bool = False) -> bytes:
-        """Return the next bytes, b'' at the end; raises TimeoutError.
+    def read_stdout(self, timeout_s: float) -> bytes:
+        """Return the next bytes, b'' at the end; raises TimeoutError."""
 
-        With `wakes_at_exit`, TimeoutError is also raised shortly after the command ends with its output open.
-        """
-
-    def start_stderr(self, take: Callable[[bytes], object]) -> None:
-        """Pass standard error to `take`, from any thread, at the latest while stdout is read."""
-
-    def finish_stderr(self, timeout_s: float) -> None:
-        """Pass the rest of standard error to `take`; wait for its end at most `timeout_s`."""
+    def read_stderr(self) -> bytes:
+        """Wait for the next bytes of standard error and return them, b'' at the end."""
 
     def write_stdin(self, data: bytes, timeout_s: float) -> None:
         """Write all of `data`; raises TimeoutError, or OSError when the command no longer reads."""
@@ -135,7 +135,8 @@ class Running:
         self.stdout = MarkedOutput(wrapped.token, max_bytes=MAX_OUTPUT_BYTES)
         self.stderr = MarkedOutput(wrapped.token, max_bytes=MAX_OUTPUT_BYTES, keep_end=True)
         self._started_s = time.monotonic()
-        process.start_stderr(self.stderr.feed)
+        self._stderr_reader = threading.Thread(target=self._read_stderr, daemon=True)
+        self._stderr_reader.start()
 
     def run_to_end(self, stdin: bytes, deadline: Deadline) -> Completed:
         """Write `stdin`, drain both outputs and return the result; end the command on any exception."""
@@ -167,7 +168,7 @@ class Running:
 
     def completed(self, exit_code: int) -> Completed:
         """Return the result, given the exit code; raises RemoteCommandError when it never started."""
-        self.process.finish_stderr(LEFTOVER_OUTPUT_S)
+        self._stderr_reader.join(LEFTOVER_OUTPUT_S)
         if not self.stdout.has_started:
             raise self._never_started(exit_code)
         duration_s = time.monotonic() - self._started_s
@@ -176,9 +177,8 @@ class Running:
     def kill(self) -> bool:
         """End the command's process group, if its id is known; return whether that worked."""
         deadline = Deadline(LEFTOVER_OUTPUT_S)
-        self.process.finish_stderr(0.0)
-        while not self.stderr.has_started and not deadline.has_passed:  # the id arrives when it starts
-            self.process.finish_stderr(0.02)
+        while not self.stderr.has_started and self._stderr_reader.is_alive() and not deadline.has_passed:
+            self._stderr_reader.join(0.02)  # the id arrives when the command starts
         return bool(self.stderr.group) and self.process.kill_group(self.stderr.group)
 
     def deadline_error(self, deadline: Deadline, ending: str) -> DeadlineError:
@@ -197,9 +197,8 @@ class Running:
         while True:
             if ended is None and self.has_exited():
                 ended = Deadline(LEFTOVER_OUTPUT_S)
-            left_s = min(deadline.left_s, ended.left_s) if ended else deadline.left_s
             try:
-                return self.process.read_stdout(left_s, wakes_at_exit=ended is None)
+                return self.process.read_stdout(min(deadline.left_s, ended.left_s if ended else EXIT_POLL_S))
             except TimeoutError:
                 if deadline.has_passed:
                     raise
@@ -213,6 +212,10 @@ class Running:
         except TimeoutError:
             return False
         return True
+
+    def _read_stderr(self) -> None:
+        while data := self.process.read_stderr():
+            self.stderr.feed(data)
 
     def _feed_stdin(self, stdin: bytes, deadline: Deadline) -> None:
         try:
@@ -346,6 +349,9 @@ class Session(ABC):
         self.meter = meter
         self.host_key_fingerprint = host_key_fingerprint
         self._running: set[Running] = set()
+        self._starting = threading.Condition()
+        self._num_starting = 0
+        self._is_closed = False
 
     def run(
         self,
@@ -375,13 +381,36 @@ class Session(ABC):
         running = self._start(wrapped, Deadline(Conversation.SEND_DEADLINE_S))
         return Conversation(running, lambda: self._forget(running))
 
-    @abstractmethod
     def close(self) -> None:
-        """End running commands, and close the connection."""
+        """End running commands, and close the connection.
+
+        A command that another thread is starting is waited for and ended too: its machine may already run it.
+        """
+        with self._starting:
+            self._is_closed = True
+            self._starting.wait_for(lambda: self._num_starting == 0, KILL_DEADLINE_S)
+        for running in list(self._running):
+            with contextlib.suppress(CsdctlError):
+                running.kill()
+
+    def _start(self, wrapped: WrappedCommand, deadline: Deadline) -> Running:
+        """Start a command, and remember it; raises UnreachableError when the session is closed."""
+        with self._starting:
+            if self._is_closed:
+                raise UnreachableError("the connection was closed", node=self.name)
+            self._num_starting += 1
+        try:
+            running = Running(self.name, wrapped, self._start_process(wrapped, deadline))
+            self._running.add(running)
+            return running
+        finally:
+            with self._starting:
+                self._num_starting -= 1
+                self._starting.notify_all()
 
     @abstractmethod
-    def _start(self, wrapped: WrappedCommand, deadline: Deadline) -> Running:
-        """Start a command, and remember it in `_running`."""
+    def _start_process(self, wrapped: WrappedCommand, deadline: Deadline) -> Process:
+        """Start a command on the machine."""
 
     def _forget(self, running: Running) -> None:
         self._running.discard(running)

@@ -7,16 +7,16 @@ SFTP (`shipping.deliver`), so servers without SFTP (dropbear) work.
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import paramiko
 
-from csdctl.errors import CsdctlError, DeadlineError, RemoteCommandError, UnreachableError
+from csdctl.errors import CsdctlError, DeadlineError, RemoteCommandError
 from csdctl.fleet.model import Node
 from csdctl.transport.commands import WrappedCommand, build_kill_command_line
 from csdctl.transport.known_hosts import KnownHosts, fingerprint
-from csdctl.transport.session import Deadline, Running, Session, bounded
+from csdctl.transport.session import KILL_DEADLINE_S, Deadline, Running, Session, bounded
 from csdctl.transport.ssh_connect import (
     JumpHosts,
     lost_connection_error,
@@ -27,10 +27,7 @@ from csdctl.transport.strict_transport import LOST, StrictTransport, request_exe
 MAX_CHANNELS = 8
 """Concurrent commands on one connection: sshd allows 10 (MaxSessions), one is reserved for kills."""
 
-KILL_DEADLINE_S = 5.0
-
 _READ_BYTES = 1 << 16
-_MAX_READ_AT_ONCE_BYTES = 1 << 22  # more than the window of a channel
 _GOING_DOWN_S = 0.5
 _MAX_QUEUE_S = 10.0
 _SEND_POLL_S = 0.5
@@ -56,25 +53,13 @@ class SshSession(Session):
         super().__init__(node.name, transport.packetizer.meter, key)
         self._transport = transport
         self._free_channels = threading.BoundedSemaphore(MAX_CHANNELS)
-        self._starting = threading.Condition()
-        self._num_starting = 0
-        self._is_closed = False
 
     def close(self) -> None:
-        """End running commands on the node and close the connection.
-
-        A command that another thread is starting is waited for, and ended too: its server may already run it.
-        """
-        with self._starting:
-            self._is_closed = True
-            self._starting.wait_for(lambda: self._num_starting == 0, KILL_DEADLINE_S)
-        for running in list(self._running):
-            with contextlib.suppress(CsdctlError):
-                running.kill()
+        """End running commands on the node and close the connection."""
+        super().close()
         self._transport.close()
 
     def _start(self, wrapped: WrappedCommand, deadline: Deadline) -> Running:
-        command_line = wrapped.command_line
         if not self._free_channels.acquire(timeout=deadline.left_s):
             raise DeadlineError(
                 f"`{wrapped.command[0]}` could not start within {deadline.seconds:g} s: "
@@ -82,52 +67,25 @@ class SshSession(Session):
                 node=self.name,
             )
         try:
-            with self._counted_as_starting():
-                channel = _open_channel(self.name, self._transport, command_line, deadline)
-                running = Running(self.name, wrapped, ChannelProcess(self.name, self._transport, channel))
-                self._running.add(running)
+            return super()._start(wrapped, deadline)
         except BaseException:
             self._free_channels.release()
             raise
-        return running
 
-    @contextlib.contextmanager
-    def _counted_as_starting(self) -> Iterator[None]:
-        """Let `close` wait for the block; raises UnreachableError when the session is closed."""
-        with self._starting:
-            if self._is_closed:
-                raise UnreachableError("the connection was closed", node=self.name)
-            self._num_starting += 1
-        try:
-            yield
-        finally:
-            with self._starting:
-                self._num_starting -= 1
-                self._starting.notify_all()
+    def _start_process(self, wrapped: WrappedCommand, deadline: Deadline) -> "ChannelProcess":
+        channel = _open_channel(self.name, self._transport, wrapped.command_line, deadline)
+        return ChannelProcess(self.name, self._transport, channel)
 
     def _forget(self, running: Running) -> None:
         super()._forget(running)
         self._free_channels.release()
 
 
-class _ForwardingEvent(threading.Event):
-    """An event that also sets another event."""
-
-    def __init__(self, other: threading.Event) -> None:
-        super().__init__()
-        self._other = other
-
-    def set(self) -> None:
-        super().set()
-        self._other.set()
-
-
 class ChannelProcess:
     """A command at the other end of an SSH channel; implements `session.Process`.
 
-    Waits for either stream or the exit without polling, which paramiko's documented interface cannot do:
-    hence the undocumented attributes `in_buffer`, `in_stderr_buffer`, `status_event` and `eof_received` of
-    Channel.
+    Waits for each stream and for the exit without polling, which paramiko's documented interface cannot do:
+    hence the undocumented attributes `in_buffer`, `in_stderr_buffer` and `status_event` of Channel.
     """
 
     def __init__(self, name: str, transport: StrictTransport, channel: paramiko.Channel) -> None:
@@ -135,56 +93,20 @@ class ChannelProcess:
         self._transport = transport
         self._channel = channel
         self._channel.settimeout(_SEND_POLL_S)  # applies to sending only
-        self._take_stderr: Callable[[bytes], object] = lambda data: None
-        self._stderr_lock = threading.Lock()
-        self._activity = threading.Event()
-        for pipe in (channel.in_buffer, channel.in_stderr_buffer):
-            pipe.set_event(self._activity)
-        channel.status_event = _ForwardingEvent(self._activity)
-        if channel.closed or channel.exit_status >= 0:
-            channel.status_event.set()
+        self._has_stdout, self._has_stderr = threading.Event(), threading.Event()
+        channel.in_buffer.set_event(self._has_stdout)
+        channel.in_stderr_buffer.set_event(self._has_stderr)
 
-    def read_stdout(self, timeout_s: float, *, wakes_at_exit: bool = False) -> bytes:
-        """Return the next bytes, b'' at the end; raises TimeoutError. Reads standard error meanwhile."""
-        deadline, had_ended = Deadline(timeout_s), self._channel.status_event.is_set()
-        while True:
-            self._activity.clear()
-            self._drain_stderr()
-            if self._channel.in_buffer.read_ready() or self._is_at_end():
-                with contextlib.suppress(*LOST):
-                    return self._channel.recv(_READ_BYTES)
-                return b""  # the connection is lost; `exit_code` reports it
-            has_just_ended = wakes_at_exit and not had_ended and self._channel.status_event.is_set()
-            if has_just_ended or not self._activity.wait(deadline.left_s) or deadline.has_passed:
-                raise TimeoutError
+    def read_stdout(self, timeout_s: float) -> bytes:
+        """Return the next bytes, b'' at the end; raises TimeoutError."""
+        if not self._has_stdout.wait(timeout_s):
+            raise TimeoutError
+        return _receive(self._channel.recv)
 
-    def start_stderr(self, take: Callable[[bytes], object]) -> None:
-        """Pass standard error to `take`, in the thread that waits for the command."""
-        self._take_stderr = take
-
-    def finish_stderr(self, timeout_s: float) -> None:
-        """Pass the rest of standard error to `take`; wait for its end at most `timeout_s`."""
-        deadline = Deadline(timeout_s)
-        while True:
-            self._activity.clear()
-            is_at_end = self._is_at_end()
-            self._drain_stderr()
-            if is_at_end or not self._activity.wait(deadline.left_s) or deadline.has_passed:
-                break
-        self._activity.set()  # another thread may wait for the event that was just cleared
-
-    def _is_at_end(self) -> bool:
-        return bool(self._channel.eof_received or self._channel.closed)
-
-    def _drain_stderr(self) -> None:
-        num_left = _MAX_READ_AT_ONCE_BYTES  # a server that sends without pause must not hold the caller here
-        with self._stderr_lock, contextlib.suppress(*LOST):
-            while num_left > 0 and self._channel.in_stderr_buffer.read_ready():
-                data = self._channel.recv_stderr(_READ_BYTES)
-                num_left -= len(data)
-                self._take_stderr(data)
-        if num_left <= 0:
-            self._activity.set()
+    def read_stderr(self) -> bytes:
+        """Wait for the next bytes of standard error and return them, b'' at the end."""
+        self._has_stderr.wait()
+        return _receive(self._channel.recv_stderr)
 
     def write_stdin(self, data: bytes, timeout_s: float) -> None:
         """Write all of `data`; raises TimeoutError, or OSError when the channel is closed."""
@@ -227,6 +149,15 @@ class ChannelProcess:
     def release(self) -> None:
         """Close the channel."""
         _close(self._channel)
+
+
+def _receive(receive: Callable[[int], bytes]) -> bytes:
+    try:
+        return receive(_READ_BYTES)
+    except TimeoutError:  # another thread has taken what was there
+        raise
+    except LOST:  # `exit_code` reports it
+        return b""
 
 
 def kill_group(name: str, transport: StrictTransport, group: int) -> bool:

@@ -18,7 +18,6 @@ import errno
 import functools
 import logging
 import math
-import queue
 import random
 import socket
 import threading
@@ -124,12 +123,9 @@ class JumpHosts:
                     node=node.name,
                     remedy=f"allow it in {jump.name}'s sshd_config: AllowTcpForwarding, PermitOpen",
                 ) from None
-            raise UnreachableError(
-                f"{node.address} port {node.port} cannot be reached through {jump.name} "
-                f"({bounded(error.text)})",
-                node=node.name,
-                remedy="check that the machine is on, its address and port, and the network behind it",
-            ) from None
+            problem = f"cannot be reached through {jump.name} ({bounded(error.text)})"
+            remedy = "check that the machine is on, its address and port, and the network behind it"
+            raise _unreachable(node, problem, remedy) from None
         except LOST:
             if deadline.left_s < 0.1:
                 raise _timed_out(node, jump, deadline) from None
@@ -209,6 +205,8 @@ def _timed_out(node: Node, jump: Node, deadline: Deadline) -> JumpHostError:
 MAX_TRIES = 3
 """Attempts to connect to a server that drops connections (sshd's MaxStartups)."""
 
+DROPPED_REMEDY = "check the port, and sshd's log: it may be overloaded (MaxStartups) or refuse this address"
+
 _DEFAULT_KEYS = ("id_ed25519", "id_ecdsa", "id_rsa")
 
 # Without a handler, Python would print paramiko's errors; csdctl reports them as its own.
@@ -262,7 +260,9 @@ def _started(node: Node, deadline: Deadline, jumps: JumpHosts) -> Iterator[Stric
             num_drops += 1
             pause_s = random.uniform(0.1, 0.4) * 2**num_drops
             if num_drops == MAX_TRIES or pause_s > deadline.left_s:
-                raise _dropped_error(node, num_drops, str(dropped)) from None
+                times = "once" if num_drops == 1 else f"{num_drops} times"
+                problem = f"dropped the connection {times} ({dropped})"
+                raise _unreachable(node, problem, DROPPED_REMEDY) from None
             time.sleep(pause_s)
     try:
         check_strength(node.name, transport.get_remote_server_key())
@@ -304,19 +304,17 @@ def open_socket(node: Node, deadline: Deadline) -> socket.socket:
         except OSError as error:
             connection.close()
             failure = error
-    where = f"{node.address} port {node.port}"
     if isinstance(failure, TimeoutError):
-        raise UnreachableError(
-            f"{where} does not respond within {deadline.seconds:g} s",
-            node=node.name,
-            remedy="check that the machine is on, its address, and the network",
-        )
+        problem = f"does not respond within {deadline.seconds:g} s"
+        raise _unreachable(node, problem, "check that the machine is on, its address, and the network")
     remedy = "check the address in fleet.yaml and the network"
     if failure.errno == errno.ECONNREFUSED:
         remedy = "check that an SSH server runs there, and the port in fleet.yaml"
-    raise UnreachableError(
-        f"{where} cannot be reached ({failure.strerror or failure})", node=node.name, remedy=remedy
-    )
+    raise _unreachable(node, f"cannot be reached ({failure.strerror or failure})", remedy)
+
+
+def _unreachable(node: Node, problem: str, remedy: str) -> UnreachableError:
+    return UnreachableError(f"{node.address} port {node.port} {problem}", node=node.name, remedy=remedy)
 
 
 def _set_options(connection: socket.socket) -> None:
@@ -333,33 +331,26 @@ def _set_options(connection: socket.socket) -> None:
 
 def _resolve(node: Node, deadline: Deadline) -> list[tuple[int, tuple[Any, ...]]]:
     """Return the socket addresses of `node`; getaddrinfo has no timeout, so it runs in a thread."""
-    with contextlib.suppress(OSError):  # an IP address needs no name server
-        return _look_up(node, socket.AI_NUMERICHOST)
-    results: queue.Queue[list[tuple[int, tuple[Any, ...]]] | OSError] = queue.Queue()
+    found: list[tuple[int, tuple[Any, ...]]] = []
+    reasons = ["the name server does not respond"]
 
     def look_up() -> None:
         try:
-            results.put(_look_up(node))
+            results = socket.getaddrinfo(node.address, node.port, type=socket.SOCK_STREAM)
+            found.extend((family, address) for family, _, _, _, address in results)
         except OSError as error:
-            results.put(error)
+            reasons.append(error.strerror or str(error))
 
-    threading.Thread(target=look_up, daemon=True).start()
-    reason = "the name server does not respond"
-    with contextlib.suppress(queue.Empty):
-        result = results.get(timeout=max(0.01, deadline.left_s))
-        if not isinstance(result, OSError):
-            return result
-        reason = result.strerror or str(result)
+    thread = threading.Thread(target=look_up, daemon=True)
+    thread.start()
+    thread.join(max(0.01, deadline.left_s))
+    if addresses := list(found):
+        return addresses
     raise UnreachableError(
-        f"the name {node.address!r} cannot be resolved ({reason})",
+        f"the name {node.address!r} cannot be resolved ({reasons[-1]})",
         node=node.name,
         remedy="use an IP address in fleet.yaml, or fix name resolution",
     )
-
-
-def _look_up(node: Node, flags: int = 0) -> list[tuple[int, tuple[Any, ...]]]:
-    results = socket.getaddrinfo(node.address, node.port, type=socket.SOCK_STREAM, flags=flags)
-    return [(family, address) for family, _, _, _, address in results]
 
 
 def load_keys(node: Node) -> list[paramiko.PKey]:
@@ -395,12 +386,9 @@ def _start_transport(node: Node, deadline: Deadline, jumps: JumpHosts) -> Strict
         if violation := transport.packetizer.violation:
             raise _violation_error(node.name, violation) from None
         if deadline.left_s < 0.1 or isinstance(error, TimeoutError):
-            raise UnreachableError(
-                f"{node.address} port {node.port} accepts connections but its SSH server did not respond "
-                f"within {deadline.seconds:g} s",
-                node=node.name,
-                remedy="the machine may hang or be out of memory: check its console, or restart it",
-            ) from None
+            problem = f"accepts connections but its SSH server did not respond within {deadline.seconds:g} s"
+            remedy = "the machine may hang or be out of memory: check its console, or restart it"
+            raise _unreachable(node, problem, remedy) from None
         if isinstance(error, paramiko.ssh_exception.IncompatiblePeer):
             raise UnreachableError(
                 f"no compatible SSH server at {node.address} port {node.port} ({bounded(error)})",
@@ -409,15 +397,6 @@ def _start_transport(node: Node, deadline: Deadline, jumps: JumpHosts) -> Strict
             ) from None
         raise _ConnectionDropped(bounded(error) or "connection closed") from None
     return transport
-
-
-def _dropped_error(node: Node, num_drops: int, reason: str) -> UnreachableError:
-    times = "once" if num_drops == 1 else f"{num_drops} times"
-    return UnreachableError(
-        f"{node.address} port {node.port} dropped the connection {times} ({reason})",
-        node=node.name,
-        remedy="check the port, and sshd's log: it may be overloaded (MaxStartups) or refuse this address",
-    )
 
 
 def _authenticate(
@@ -444,11 +423,8 @@ def _authenticate(
     if violation := transport.packetizer.violation:
         raise _violation_error(node.name, violation)
     if deadline.has_passed:
-        raise UnreachableError(
-            f"{node.address} port {node.port} did not finish authentication within {deadline.seconds:g} s",
-            node=node.name,
-            remedy="the machine may be overloaded: check its console",
-        )
+        problem = f"did not finish authentication within {deadline.seconds:g} s"
+        raise _unreachable(node, problem, "the machine may be overloaded: check its console")
     raise AuthenticationError(
         f"{node.address} port {node.port} accepts none of the offered keys for user {node.user!r}",
         node=node.name,

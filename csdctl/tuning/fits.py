@@ -11,8 +11,7 @@ from statistics import median
 import numpy as np
 import numpy.typing as npt
 
-from csdctl.perfmodel.prediction import CollectiveCost
-from csdctl.perfmodel.step_time import StepTime
+from csdctl.perfmodel.prediction import CollectiveCost, StepTime
 from csdctl.tuning.measurements import CollectiveMeasurement
 
 Array = npt.NDArray[np.float64]

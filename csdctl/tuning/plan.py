@@ -5,17 +5,24 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path, PurePath
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self
 
 import yaml
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field, PlainSerializer, model_validator
 
 from csdctl.documents import Document, load_document, save_text
 from csdctl.errors import InputError
 from csdctl.fleet.model import HOST_NAME
 from csdctl.fleet.names import NAME
-from csdctl.tuning.strategies import DATA_PARALLEL, Strategy
 from csdctl.worker.protocol.run_spec import Runtime
+
+Strategy = Literal["data-parallel", "features", "split"]
+DATA_PARALLEL: Final = "data-parallel"
+FEATURES: Final = "features"
+SPLIT: Final = "split"
+STRATEGIES = (DATA_PARALLEL, FEATURES, SPLIT)
+"""Every rank computes the whole model in each step; or its frozen part once for each sample; or the nodes the
+part of the model before a cut, and the host the rest."""
 
 
 class PlanFingerprint(Document):
@@ -69,6 +76,8 @@ Machine = Annotated[str, Field(pattern=f"^{NAME.pattern}$")]
 Size = Annotated[int, Field(ge=1, le=MAX_BATCH_SIZE)]
 Threads = Annotated[int, Field(ge=1, le=MAX_THREADS)]
 Positive = Annotated[float, Field(gt=0)]
+Rounded = Annotated[float, PlainSerializer(lambda value: round(value, 3))]
+"""In the file, to three places."""
 
 
 class RankPlan(Document):
@@ -159,14 +168,16 @@ class StrategyPlan(Document):
 
     strategy: Strategy
     cut: str = ""
-    first_run_s: float | None = None
-    next_run_s: float | None = None
-    epoch_s: float | None = None
-    sample_bytes: float | None = None
+    first_run_s: Rounded | None = None
+    next_run_s: Rounded | None = None
+    """Of another training with the same frozen layers."""
+    epoch_s: Rounded | None = None
+    sample_bytes: Rounded | None = None
     """Bytes that a node sends and receives in an epoch for each of its samples."""
     node_memory_bytes: Annotated[int, Field(ge=0)] | None = None
     """The largest peak memory of a node's process; None: not measured."""
     is_confirmed: bool = False
+    """Whether the time of a step is from a trial."""
     trains_on_host: bool = False
     """As the plan's."""
     why_not: str = ""

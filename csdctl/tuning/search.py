@@ -13,8 +13,7 @@ from heapq import heapify, heappop, heappush
 from math import ceil
 from operator import mul
 
-from csdctl.perfmodel.prediction import Prediction, RankModel, predict
-from csdctl.perfmodel.step_time import StepTime
+from csdctl.perfmodel.prediction import Prediction, RankModel, StepTime, predict
 from csdctl.tuning.stannis import TuningError
 
 NUM_TIMES = 96

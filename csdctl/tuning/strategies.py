@@ -6,14 +6,13 @@ these shares are applied to the step times of all machines.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Final, Literal
+from dataclasses import dataclass
 
 from csdctl.fleet.model import HOST_NAME
-from csdctl.perfmodel.prediction import RankModel
-from csdctl.perfmodel.step_time import StepTime
+from csdctl.perfmodel.prediction import RankModel, StepTime
 from csdctl.placement.equation1 import Placed, RankLoad, place_shards, steps_per_epoch
 from csdctl.tuning.measurements import NUMBER_BYTES
+from csdctl.tuning.plan import DATA_PARALLEL, FEATURES, SPLIT, Strategy, StrategyPlan
 from csdctl.tuning.search import Limits, find_best
 from csdctl.tuning.stannis import TuningError
 from csdctl.worker.protocol.model_info import CutInfo
@@ -91,35 +90,25 @@ def measured_shares(times: PartTimes, cuts: Sequence[CutInfo]) -> dict[str, Shar
     }
 
 
-Strategy = Literal["data-parallel", "features", "split"]
-DATA_PARALLEL: Final = "data-parallel"
-FEATURES: Final = "features"
-SPLIT: Final = "split"
-STRATEGIES = (DATA_PARALLEL, FEATURES, SPLIT)
-"""Every rank computes the whole model in each step; or its frozen part once for each sample; or the nodes the
-part of the model before a cut, and the host the rest."""
 MIN_GAIN = 0.05
 """Another strategy than data-parallel is taken when the training takes less time by at least this share."""
 HOST_SHARES = (0.0, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5)
 """Shares of a step's samples that the host may have of its own when the model is split."""
 
 
-@dataclass(frozen=True)
-class Workload:
-    """The samples and epochs of a training."""
+class StrategyForecast(StrategyPlan):
+    """The forecast of one strategy, as the plan lists it, with batch sizes."""
 
-    num_public: int
-    num_private: Mapping[str, int]
-    num_validation: int
-    epochs: int
-    is_repeating: bool = False
-    evaluation_share: float = 0.0
-    """The time of a forward pass of a sample relative to its share of a step."""
+    batch_sizes: dict[str, int]
+    """The host first, 0 where it has no samples of its own."""
+    epoch_s: float
+    first_run_s: float
+    next_run_s: float
 
 
 @dataclass(frozen=True)
-class Machines:
-    """The step times of the machines of a plan, and the costs of training together."""
+class Training:
+    """The samples and epochs of a training, the machines of its plan, and the costs of training together."""
 
     step_times: Mapping[str, StepTime]
     """The host first."""
@@ -129,186 +118,180 @@ class Machines:
     """Seconds of one byte between a node and the host, one way, with all nodes sending."""
     start_s: float
     """Seconds of a training besides its epochs: connecting, starting TensorFlow, linking the ranks."""
-    process_s: float = 0.0
+    process_s: float
     """The part of `start_s` until TensorFlow has started on all machines."""
-    required: Collection[str] = ()
-    """Nodes with private data."""
+    num_public: int
+    num_private: Mapping[str, int]
+    """By node; these nodes are in every plan."""
+    num_validation: int
+    epochs: int
+    is_repeating: bool = False
+    evaluation_share: float = 0.0
+    """The time of a forward pass of a sample relative to its share of a step."""
+
+    def forecast_data_parallel(
+        self,
+        batch_sizes: Mapping[str, int],
+        compute_s: Mapping[str, float],
+        communication_s: float,
+        vector_bytes: int,
+    ) -> StrategyForecast:
+        """Forecast training as in the trial of a plan: `compute_s` of each rank in a step, and the rest."""
+        placed = self._place(batch_sizes)
+        epoch_s = time_epoch(placed, lambda active: max(compute_s[name] for name in active) + communication_s)
+        found = self._forecast(DATA_PARALLEL, "", batch_sizes, epoch_s + self._evaluation_s)
+        sample_bytes = _bytes_per_sample(placed, 2 * vector_bytes)
+        return found.model_copy(update={"sample_bytes": sample_bytes, "is_confirmed": True})
+
+    def forecast_features(
+        self, planned: StrategyForecast, shares: Shares, feature_share: float
+    ) -> StrategyForecast:
+        """Forecast training the head on features, with the batch sizes of `planned` for whole models.
+
+        `shares`: of the model cut behind its frozen part; `feature_share`: the time of a sample's features
+        relative to its share of a step.
+        """
+        placed = self._place(planned.batch_sizes)
+        extraction_s = max(
+            (shard.num_samples - shard.num_repeated + (self.num_validation if shard.name == HOST_NAME else 0))
+            * feature_share
+            * self._sample_s(shard.name)
+            for shard in placed
+        )
+
+        def step_s(active: Collection[str]) -> float:
+            compute_s = max(
+                self.step_times[name].at(planned.batch_sizes[name]) * shares.head for name in active
+            )
+            return compute_s + self.sum_s(shares.vector_bytes)
+
+        evaluation_s = self.num_validation * shares.head * self._sample_s(HOST_NAME)
+        epoch_s = time_epoch(placed, step_s) + evaluation_s
+        found = self._forecast(FEATURES, shares.layer, planned.batch_sizes, epoch_s)
+        first_run_s = self.process_s + extraction_s + found.next_run_s
+        sample_bytes = _bytes_per_sample(placed, 2 * shares.vector_bytes)
+        return found.model_copy(update={"first_run_s": first_run_s, "sample_bytes": sample_bytes})
+
+    def forecast_on_host(
+        self, by_all: StrategyForecast, shares: Shares, feature_bytes: int
+    ) -> StrategyForecast:
+        """Forecast training the head on the host alone, where that takes clearly less time than `by_all`.
+
+        Only for public samples. `feature_bytes`: of one sample; they are sent in base64.
+        """
+        host = self.step_times.get(HOST_NAME)
+        if host is None or len(by_all.batch_sizes) == 1:
+            return by_all
+        global_batch = sum(by_all.batch_sizes.values())
+        placed = self._place(by_all.batch_sizes)
+        num_fetched = sum(shard.num_samples for shard in placed if shard.name != HOST_NAME)
+        fetch_s = num_fetched * feature_bytes * 4 / 3 * self.byte_s
+        num_steps = steps_per_epoch(self._place({HOST_NAME: global_batch}))
+        evaluation_s = self.num_validation * self._sample_s(HOST_NAME)
+        epoch_s = (num_steps * host.at(global_batch) + evaluation_s) * shares.head
+        next_s = self.start_s + self.epochs * epoch_s
+        changed = {
+            "epoch_s": epoch_s,
+            "first_run_s": by_all.first_run_s - by_all.next_run_s + fetch_s + next_s,
+            "next_run_s": next_s,
+            "sample_bytes": feature_bytes * 4 / 3 / self.epochs,
+            "trains_on_host": True,
+        }
+        found = by_all.model_copy(update=changed)
+        return found if found.first_run_s < by_all.first_run_s * (1 - MIN_GAIN) else by_all
+
+    def forecast_split(self, shares: Shares, limits: Limits) -> StrategyForecast | None:
+        """Forecast the split of the model with the batch sizes that take the least time; None without any."""
+        host_shares = HOST_SHARES if self.num_public else HOST_SHARES[:1]
+        sizes = [self._split_sizes(shares, limits, share) for share in host_shares]
+        found = [self.forecast_split_of(one, shares) for one in sizes if one is not None]
+        return min(found, key=lambda one: one.epoch_s, default=None)
+
+    def forecast_split_of(self, sizes: Mapping[str, int], shares: Shares) -> StrategyForecast:
+        """Forecast the split of the model with these batch sizes."""
+        placed = self._place(sizes)
+        epoch_s = time_epoch(
+            placed, lambda active: self.split_step_s({name: sizes[name] for name in active}, shares)
+        )
+        found = self._forecast(SPLIT, shares.layer, sizes, epoch_s + self._evaluation_s)
+        num_bytes = _bytes_per_sample(placed, 2 * shares.vector_bytes) + 2 * shares.cut_bytes
+        return found.model_copy(update={"sample_bytes": num_bytes})
+
+    def split_step_s(self, batch_sizes: Mapping[str, int], shares: Shares) -> float:
+        """Return the seconds of a step: the nodes' parts and the host's overlap, but for a micro-batch.
+
+            T = max(max_i (F_i + B_i), max_i F_i / m + max(H, L) + max_i B_i / m) + T_sum
+
+        F and B: forward and backward pass of the prefix, H: the heads of all samples and the host's own, L:
+        what crosses the links, m: micro-batches of a batch.
+        """
+        nodes = [name for name in batch_sizes if name != HOST_NAME and batch_sizes[name]]
+        own_s = self.step_times[HOST_NAME].at(batch_sizes.get(HOST_NAME, 0))
+        if not nodes:
+            return own_s
+        slowest_s = max(self.step_times[name].at(batch_sizes[name]) for name in nodes) * shares.prefix
+        num_samples = sum(batch_sizes[name] for name in nodes)
+        head_s = shares.head * num_samples * self._sample_s(HOST_NAME) + own_s
+        link_s = 2 * shares.cut_bytes * num_samples * self.byte_s
+        first_s = slowest_s / SplitSpec.num_micro_batches
+        return max(slowest_s, first_s + max(head_s, link_s)) + self.sum_s(shares.vector_bytes)
+
+    def confirm(self, forecast: StrategyForecast, ratio: float) -> StrategyForecast:
+        """Return a forecast of which a trial has shown that steps take `ratio` times as long."""
+        strategy, cut, sizes = forecast.strategy, forecast.cut, forecast.batch_sizes
+        found = self._forecast(strategy, cut, sizes, forecast.epoch_s * ratio)
+        return found.model_copy(update={"sample_bytes": forecast.sample_bytes, "is_confirmed": True})
+
+    def confirm_cut(self, one: StrategyForecast, ratio: float) -> StrategyForecast:
+        """Return the forecast of another cut, corrected by the trial of one; others are unchanged."""
+        if one.strategy != SPLIT:
+            return one
+        return self.confirm(one, ratio).model_copy(update={"is_confirmed": False})
+
+    def _forecast(
+        self, strategy: Strategy, cut: str, batch_sizes: Mapping[str, int], epoch_s: float
+    ) -> StrategyForecast:
+        """Return the forecast of a strategy that prepares nothing before its first epoch."""
+        whole_s = self.start_s + self.epochs * epoch_s
+        return StrategyForecast(
+            strategy=strategy,
+            cut=cut,
+            batch_sizes=dict(batch_sizes),
+            epoch_s=epoch_s,
+            first_run_s=whole_s,
+            next_run_s=whole_s,
+        )
+
+    def _split_sizes(self, shares: Shares, limits: Limits, host_share: float) -> dict[str, int] | None:
+        """Return batch sizes with which all nodes take as long, or None where the limits allow none."""
+        host_size = round(limits.largest_global_batch * host_share)
+        if host_share and not host_size:
+            return None
+        candidates = [
+            RankModel(name, step_time.scaled(shares.prefix), name in self.num_private)
+            for name, step_time in self.step_times.items()
+            if name != HOST_NAME
+        ]
+        try:
+            found = find_best(
+                candidates, limits.without(host_size), lambda _: self.sum_s(shares.vector_bytes)
+            )
+        except TuningError:
+            return None
+        return {HOST_NAME: host_size, **found.batch_sizes}
+
+    def _place(self, batch_sizes: Mapping[str, int]) -> list[Placed]:
+        loads = [RankLoad(name, size, self.num_private.get(name, 0)) for name, size in batch_sizes.items()]
+        return place_shards(loads, self.num_public, is_repeating=self.is_repeating)
+
+    def _sample_s(self, machine: str) -> float:
+        """Return the seconds of a sample among as many as parts are timed with."""
+        return self.step_times[machine].at(MEASURED_BATCH) / MEASURED_BATCH
 
     @property
-    def nodes(self) -> list[str]:
-        """The machines but the host."""
-        return [name for name in self.step_times if name != HOST_NAME]
-
-
-@dataclass(frozen=True)
-class StrategyForecast:
-    """The forecast of one strategy."""
-
-    strategy: Strategy
-    cut: str
-    batch_sizes: dict[str, int]
-    """The host first, 0 where it has no samples of its own."""
-    epoch_s: float
-    first_run_s: float
-    next_run_s: float
-    """Seconds of another training with the same frozen layers."""
-    sample_bytes: float = 0.0
-    """Bytes that a node sends and receives in an epoch for each of its samples."""
-    is_confirmed: bool = False
-    """Whether the time of a step is from a trial."""
-    node_memory_bytes: int | None = None
-    """The largest peak memory of a node's process; None: not measured."""
-    trains_on_host: bool = False
-    """With features: whether the host trains alone, on those of all machines."""
-
-
-def forecast_data_parallel(
-    batch_sizes: Mapping[str, int],
-    compute_s: Mapping[str, float],
-    communication_s: float,
-    machines: Machines,
-    work: Workload,
-    *,
-    vector_bytes: int,
-) -> StrategyForecast:
-    """Forecast training as in the trial of a plan: `compute_s` of each rank in a step, and the rest of it."""
-    placed = _place(batch_sizes, work)
-
-    def step_s(active: Collection[str]) -> float:
-        return max(compute_s[name] for name in active) + communication_s
-
-    evaluation_s = work.num_validation * work.evaluation_share * _sample_s(machines.step_times[HOST_NAME])
-    found = _forecast(
-        DATA_PARALLEL, "", batch_sizes, time_epoch(placed, step_s) + evaluation_s, machines, work
-    )
-    sample_bytes = _bytes_per_sample(placed, 2 * vector_bytes)
-    return replace(found, sample_bytes=sample_bytes, is_confirmed=True)
-
-
-def forecast_features(
-    planned: StrategyForecast, shares: Shares, feature_share: float, machines: Machines, work: Workload
-) -> StrategyForecast:
-    """Forecast training the head on features, with the batch sizes of the plan `planned` for whole models.
-
-    `shares`: of the model cut behind its frozen part; `feature_share`: the time of a sample's features
-    relative to its share of a step.
-    """
-    placed = _place(planned.batch_sizes, work)
-    extraction_s = max(
-        (shard.num_samples - shard.num_repeated + (work.num_validation if shard.name == HOST_NAME else 0))
-        * feature_share
-        * _sample_s(machines.step_times[shard.name])
-        for shard in placed
-    )
-
-    def step_s(active: Collection[str]) -> float:
-        compute_s = max(
-            machines.step_times[name].at(planned.batch_sizes[name]) * shares.head for name in active
-        )
-        return compute_s + machines.sum_s(shares.vector_bytes)
-
-    evaluation_s = work.num_validation * shares.head * _sample_s(machines.step_times[HOST_NAME])
-    epoch_s = time_epoch(placed, step_s) + evaluation_s
-    found = _forecast(FEATURES, shares.layer, planned.batch_sizes, epoch_s, machines, work)
-    return replace(
-        found,
-        first_run_s=machines.process_s + extraction_s + found.next_run_s,
-        sample_bytes=_bytes_per_sample(placed, 2 * shares.vector_bytes),
-    )
-
-
-def forecast_on_host(
-    by_all: StrategyForecast, shares: Shares, feature_bytes: int, machines: Machines, work: Workload
-) -> StrategyForecast:
-    """Forecast training the head on the host alone, where that takes clearly less time than `by_all`.
-
-    Only for public samples. `feature_bytes`: of one sample; they are sent in base64.
-    """
-    host = machines.step_times.get(HOST_NAME)
-    if host is None or len(by_all.batch_sizes) == 1:
-        return by_all
-    global_batch = sum(by_all.batch_sizes.values())
-    num_fetched = sum(
-        shard.num_samples for shard in _place(by_all.batch_sizes, work) if shard.name != HOST_NAME
-    )
-    fetch_s = num_fetched * feature_bytes * 4 / 3 * machines.byte_s
-    num_steps = steps_per_epoch(_place({HOST_NAME: global_batch}, work))
-    samples_s = (num_steps * host.at(global_batch) + work.num_validation * _sample_s(host)) * shares.head
-    next_s = machines.start_s + work.epochs * samples_s
-    found = replace(
-        by_all,
-        epoch_s=samples_s,
-        first_run_s=by_all.first_run_s - by_all.next_run_s + fetch_s + next_s,
-        next_run_s=next_s,
-        sample_bytes=feature_bytes * 4 / 3 / work.epochs,
-        trains_on_host=True,
-    )
-    return found if found.first_run_s < by_all.first_run_s * (1 - MIN_GAIN) else by_all
-
-
-def forecast_split(
-    shares: Shares, machines: Machines, work: Workload, limits: Limits
-) -> StrategyForecast | None:
-    """Forecast the split of the model with the batch sizes that take the least time; None without any."""
-    best = None
-    for share in HOST_SHARES if work.num_public else HOST_SHARES[:1]:
-        sizes = _split_sizes(shares, machines, limits, share)
-        if sizes is None:
-            continue
-        found = forecast_split_of(sizes, shares, machines, work)
-        if best is None or found.epoch_s < best.epoch_s:
-            best = found
-    return best
-
-
-def forecast_split_of(
-    sizes: Mapping[str, int], shares: Shares, machines: Machines, work: Workload
-) -> StrategyForecast:
-    """Forecast the split of the model with these batch sizes."""
-    placed = _place(sizes, work)
-
-    def step_s(active: Collection[str]) -> float:
-        return split_step_s({name: sizes[name] for name in active}, shares, machines)
-
-    evaluation_s = work.num_validation * work.evaluation_share * _sample_s(machines.step_times[HOST_NAME])
-    found = _forecast(SPLIT, shares.layer, sizes, time_epoch(placed, step_s) + evaluation_s, machines, work)
-    num_bytes = _bytes_per_sample(placed, 2 * shares.vector_bytes) + 2 * shares.cut_bytes
-    return replace(found, sample_bytes=num_bytes)
-
-
-def _forecast(
-    strategy: Strategy,
-    cut: str,
-    batch_sizes: Mapping[str, int],
-    epoch_s: float,
-    machines: Machines,
-    work: Workload,
-) -> StrategyForecast:
-    """Return the forecast of a strategy that prepares nothing before its first epoch."""
-    whole_s = machines.start_s + work.epochs * epoch_s
-    return StrategyForecast(strategy, cut, dict(batch_sizes), epoch_s, whole_s, whole_s)
-
-
-def split_step_s(batch_sizes: Mapping[str, int], shares: Shares, machines: Machines) -> float:
-    """Return the seconds of a step: the nodes' parts and the host's overlap, but for a micro-batch.
-
-        T = max(max_i (F_i + B_i), max_i F_i / m + max(H, L) + max_i B_i / m) + T_sum
-
-    F and B: forward and backward pass of the prefix, H: the heads of all samples and the host's own, L: what
-    crosses the links, m: micro-batches of a batch.
-    """
-    times = machines.step_times
-    nodes = [name for name in batch_sizes if name != HOST_NAME and batch_sizes[name]]
-    own_s = times[HOST_NAME].at(batch_sizes.get(HOST_NAME, 0))
-    if not nodes:
-        return own_s
-    seconds = [times[name].at(batch_sizes[name]) for name in nodes]
-    num_samples = sum(batch_sizes[name] for name in nodes)
-    head_s = shares.head * num_samples * _sample_s(times[HOST_NAME]) + own_s
-    link_s = 2 * shares.cut_bytes * num_samples * machines.byte_s
-    first_s = max(seconds) * shares.prefix / SplitSpec.num_micro_batches
-    overlapped_s = max(max(seconds) * shares.prefix, first_s + max(head_s, link_s))
-    return overlapped_s + machines.sum_s(shares.vector_bytes)
+    def _evaluation_s(self) -> float:
+        """Seconds in which the host evaluates the whole model on all validation samples."""
+        return self.num_validation * self.evaluation_share * self._sample_s(HOST_NAME)
 
 
 def time_epoch(placed: Sequence[Placed], step_s: Callable[[Collection[str]], float]) -> float:
@@ -326,48 +309,6 @@ def choose_strategy(forecasts: Sequence[StrategyForecast]) -> StrategyForecast:
     first, *others = forecasts
     best = min(others, key=lambda found: found.first_run_s, default=first)
     return best if best.first_run_s < first.first_run_s * (1 - MIN_GAIN) else first
-
-
-def confirm(forecast: StrategyForecast, ratio: float, machines: Machines, work: Workload) -> StrategyForecast:
-    """Return a forecast of which a trial has shown that steps take `ratio` times as long."""
-    epoch_s = forecast.epoch_s * ratio
-    whole_s = machines.start_s + work.epochs * epoch_s
-    return replace(forecast, epoch_s=epoch_s, first_run_s=whole_s, next_run_s=whole_s, is_confirmed=True)
-
-
-def confirm_cut(one: StrategyForecast, ratio: float, machines: Machines, work: Workload) -> StrategyForecast:
-    """Return the forecast of another cut, corrected by the trial of one; other strategies are unchanged."""
-    if one.strategy != SPLIT:
-        return one
-    return replace(confirm(one, ratio, machines, work), is_confirmed=False)
-
-
-def _split_sizes(
-    shares: Shares, machines: Machines, limits: Limits, host_share: float
-) -> dict[str, int] | None:
-    """Return batch sizes with which all nodes take as long, or None where the limits allow none."""
-    host_size = round(limits.largest_global_batch * host_share)
-    if host_share and not host_size:
-        return None
-    scaled = {name: machines.step_times[name].scaled(shares.prefix) for name in machines.nodes}
-    candidates = [RankModel(name, scaled[name], name in machines.required) for name in scaled]
-    try:
-        found = find_best(
-            candidates, limits.without(host_size), lambda _: machines.sum_s(shares.vector_bytes)
-        )
-    except TuningError:
-        return None
-    return {HOST_NAME: host_size, **found.batch_sizes}
-
-
-def _place(batch_sizes: Mapping[str, int], work: Workload) -> list[Placed]:
-    loads = [RankLoad(name, size, work.num_private.get(name, 0)) for name, size in batch_sizes.items()]
-    return place_shards(loads, work.num_public, is_repeating=work.is_repeating)
-
-
-def _sample_s(step_time: StepTime) -> float:
-    """Return the seconds of a sample among as many as parts are timed with."""
-    return step_time.at(MEASURED_BATCH) / MEASURED_BATCH
 
 
 def _bytes_per_sample(placed: Sequence[Placed], step_bytes: int) -> float:

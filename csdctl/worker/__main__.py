@@ -10,13 +10,20 @@ import atexit
 import contextlib
 import os
 import sys
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from csdctl.worker.process.errors import WorkerError
-from csdctl.worker.process.output import GuardedOutput, exit_with_failure, set_event_sink
-from csdctl.worker.protocol.events import UNKNOWN_NODE
+from csdctl.worker.process.output import (
+    GuardedOutput,
+    emit,
+    end_without_reader,
+    exit_with_failure,
+    set_event_sink,
+)
+from csdctl.worker.protocol.events import UNKNOWN_NODE, Misbehaved
 from csdctl.worker.protocol.json_codec import (
     DATA,
     ERROR,
@@ -33,79 +40,37 @@ REQUESTED = {
     "extract": ("running the model", "ingest.extract:extract", "protocol.features:ExtractSpec"),
     "gather": ("gathering features", "ingest.extract:gather", "protocol.features:GatherSpec"),
     "parts": ("timing the model's parts", "compute.split:time_parts", "protocol.probe:PartsSpec"),
-    "look": ("looking at the data", "ingest.look:look", "protocol.datasets:LookSpec"),
+    "look": ("looking at the data", "ingest.prepare:look", "protocol.datasets:LookSpec"),
 }
 """Commands that read samples, which may be private: what they do, the function, the type of the request."""
+ANSWERS = {
+    "build": ("compute.model:build", "protocol.model_info:BuildRequest"),
+    "augment": ("compute.user_code:try_augment", "protocol.model_info:AugmentTrial"),
+    "convert": ("compute.forward:convert", "protocol.features:ConvertSpec"),
+    "sandbox-check": ("sandbox.program:check_sandbox", "protocol.sandbox:SandboxRequest"),
+}
+"""Commands that need no samples: the function, the type of the request."""
 OF_MPI = ("link", "mpi-check", "sandbox")
 """Commands that end in order with MPI or their input; all others end with the reader of their output."""
-TYPES = {"rank": int, "generation": int, "size": int}
-"""Types of options that are no text."""
-OPTIONAL = ("marker", "sums", "peers")
 
 
 def main(arguments: list[str]) -> int:
     """Run one command; return the exit code."""
     parser = argparse.ArgumentParser(prog="csdctl.worker")
-    commands = parser.add_subparsers(dest="command", required=True)
-    for name in (*REQUESTED, *ANSWERS):
-        commands.add_parser(name)
-    for name, (_, *options) in COMMANDS.items():
-        command = commands.add_parser(name)
-        for option in options:
-            command.add_argument(
-                f"--{option}", type=TYPES.get(option, str), required=option not in OPTIONAL, default=""
-            )
+    parser.add_argument("command", choices=(*REQUESTED, *ANSWERS, *COMMANDS))
+    parser.add_argument("options", nargs=argparse.REMAINDER, help="--NAME VALUE …")
     given = parser.parse_args(arguments)
     if given.command in REQUESTED:
         return _answer_guarded(*REQUESTED[given.command])
     if given.command in ANSWERS:
-        return _answer(ANSWERS[given.command])
-    return int(COMMANDS[given.command][0](given))
+        return _answer(*ANSWERS[given.command])
+    names = (option.removeprefix("--") for option in given.options[::2])
+    return COMMANDS[given.command](**dict(zip(names, given.options[1::2], strict=True)))
 
 
-def _build(request: str) -> object:
-    from csdctl.worker.compute.backend import load_backend
-    from csdctl.worker.compute.model import build
-    from csdctl.worker.protocol.model_info import BuildRequest
-
-    wanted = from_json(BuildRequest, request)
-    _, keras = load_backend()
-    return build(wanted.spec, Path(wanted.output), keras)
-
-
-def _augment(request: str) -> object:
-    from csdctl.worker.compute.backend import load_backend
-    from csdctl.worker.compute.user_code import try_augment
-    from csdctl.worker.protocol.model_info import AugmentTrial
-
-    spec = from_json(AugmentTrial, request)
-    load_backend()  # whose threads cannot be set any more once the user's code has imported it
-    return try_augment(spec)
-
-
-def _convert(request: str) -> object:
-    from csdctl.worker.compute.backend import load_backend
-    from csdctl.worker.compute.forward import convert
-    from csdctl.worker.protocol.features import Converted, ConvertSpec
-
-    spec = from_json(ConvertSpec, request)
-    return Converted(convert(spec.part, Path(spec.output), *load_backend()))
-
-
-def _check_sandbox(request: str) -> object:
-    from csdctl.worker.protocol.sandbox import SandboxRequest
-    from csdctl.worker.sandbox.program import check_sandbox
-
-    return check_sandbox(from_json(SandboxRequest, request).peers)
-
-
-ANSWERS = {
-    "build": _build,
-    "augment": _augment,
-    "convert": _convert,
-    "sandbox-check": _check_sandbox,
-}
-"""The functions that answer a request that needs no samples."""
+def _import(place: str) -> Any:
+    module, name = place.split(":")
+    return getattr(import_module(f"csdctl.worker.{module}"), name)
 
 
 def _read_request() -> str:
@@ -114,21 +79,19 @@ def _read_request() -> str:
     return request
 
 
-def _answer(answer: Any) -> int:
-    found = answer(_read_request())
+def _answer(function: str, kind: str) -> int:
+    request = _read_request()
+    found = _import(function)(from_json(_import(kind), request))
     print(f"\n{to_frame(RESULT, found)}", flush=True)  # a user's model may print too
     return 0
 
 
-def _answer_guarded(doing: str, *places: str) -> int:
+def _answer_guarded(doing: str, function: str, kind: str) -> int:
     """Answer the request; print frames only: progress, then the result."""
     from csdctl.worker.protocol.datasets import PrepareProgress
 
-    answer, kind = (
-        getattr(import_module(f"csdctl.worker.{module}"), name)
-        for module, name in (place.split(":") for place in places)
-    )
-    request, output, latest = _read_request(), GuardedOutput(), PrepareProgress()
+    answer, request_type = _import(function), _import(kind)
+    request, latest = _read_request(), PrepareProgress()
 
     def note(progress: PrepareProgress) -> None:
         nonlocal latest
@@ -137,11 +100,20 @@ def _answer_guarded(doing: str, *places: str) -> int:
     def working() -> str:
         return to_frame(PROGRESS, latest)
 
-    try:
+    def run_answer(output: GuardedOutput) -> object:
         with output.heartbeat(working):
-            found = answer(from_json(kind, request), on_progress=note)
+            found: object = answer(from_json(request_type, request), on_progress=note)
         output.write_line(working())
-        output.write_line(to_frame(RESULT, found))
+        return found
+
+    return _guard(doing, run_answer)
+
+
+def _guard(doing: str, answer: Callable[[GuardedOutput], object]) -> int:
+    """Print the frame of what `answer` returns, or of its error, and nothing that other code prints."""
+    output = GuardedOutput()
+    try:
+        output.write_line(to_frame(RESULT, answer(output)))
         return 0
     except (WorkerError, ProtocolError) as error:
         failed = _as_worker_error(error)
@@ -152,47 +124,42 @@ def _answer_guarded(doing: str, *places: str) -> int:
     return failed.exit_code
 
 
-def _send(_: argparse.Namespace) -> int:
+def _send() -> int:
     from csdctl.worker.ingest.extract import send
     from csdctl.worker.protocol.features import SendSpec
 
-    output = GuardedOutput()
-    try:
+    def send_lines(output: GuardedOutput) -> object:
         spec = from_json(SendSpec, sys.stdin.readline())
-        sent = send(spec, lambda text: output.write_line(f"{FRAME_PREFIX}{DATA} {text}"))
-        output.write_line(to_frame(RESULT, sent))
-        return 0
-    except (WorkerError, ProtocolError) as error:
-        failed = _as_worker_error(error)
-        output.write_line(_error_frame(failed))
-        return failed.exit_code
+        return send(spec, lambda text: output.write_line(f"{FRAME_PREFIX}{DATA} {text}"))
+
+    return _guard("sending", send_lines)
 
 
-def _probe(options: argparse.Namespace) -> int:
+def _probe(spec: str) -> int:
     from csdctl.worker.compute.backend import load_backend
     from csdctl.worker.protocol.probe import ProbeSpec
     from csdctl.worker.tasks.probe import serve_probes
 
-    spec = from_json(ProbeSpec, options.spec)
-    serve_probes(spec, *load_backend(spec.runtime))
+    probe = from_json(ProbeSpec, spec)
+    serve_probes(probe, *load_backend(probe.runtime))
     return 0
 
 
-def _rank(options: argparse.Namespace) -> int:
+def _rank(spec: str, rank: str, marker: str = "") -> int:
     from csdctl.worker.protocol.run_spec import RunSpec
 
     node, private_log = UNKNOWN_NODE, ""
     try:
-        spec = from_json(RunSpec, Path(options.spec).read_text())
-        me = spec.ranks[options.rank]
+        run_spec = from_json(RunSpec, Path(spec).read_text())
+        me = run_spec.ranks[int(rank)]
         node = me.node
         if me.private:
-            private_log = _redirect_output(spec.run_id, me.rank)
+            private_log = _redirect_output(run_spec.run_id, me.rank)
         from csdctl.worker.tasks.session import RankSession
 
-        RankSession(spec, me.rank).run()
+        RankSession(run_spec, me.rank).run()
     except BaseException as error:
-        exit_with_failure(options.rank, node, error, private_log)
+        exit_with_failure(int(rank), node, error, private_log)
     return 0
 
 
@@ -207,22 +174,27 @@ def _redirect_output(run_id: str, rank: int) -> str:
     return path
 
 
-def _link(options: argparse.Namespace) -> int:
+def _link(run: str, rank: str, generation: str, marker: str = "") -> int:
     from csdctl.worker.group.link import serve_link
 
-    return serve_link(options.run, options.rank, options.generation)
+    return serve_link(run, int(rank), int(generation))
 
 
-def _check_mpi(options: argparse.Namespace) -> int:
+def _check_mpi(rank: str, size: str, node: str, sums: str = "", marker: str = "") -> int:
+    from csdctl.worker.group.values import PeerFaultError
     from csdctl.worker.tasks.mpi_check import check_mpi
 
-    code = check_mpi(options.rank, options.size, options.node, options.sums)
-    if code:  # a rank that fails must not wait for the others in MPI_Finalize
-        os._exit(code)
-    return code
+    try:
+        check_mpi(int(rank), int(size), node, sums)
+    except PeerFaultError as fault:
+        emit(Misbehaved(int(rank), node, fault.rank, fault.message))
+        os._exit(1)
+    except BaseException as error:  # a rank that fails must not wait for the others in MPI_Finalize
+        exit_with_failure(int(rank), node, error)
+    return 0
 
 
-def _run_sandbox(_: argparse.Namespace) -> int:
+def _run_sandbox(marker: str = "") -> int:
     from csdctl.worker.sandbox.program import run_sandbox
 
     return run_sandbox()
@@ -239,23 +211,21 @@ def _as_worker_error(error: WorkerError | ProtocolError) -> WorkerError:
     return WorkerError(str(error), remedy="run `csdctl deploy` so that both sides have one version")
 
 
-COMMANDS: dict[str, tuple[Any, *tuple[str, ...]]] = {
-    "send": (_send,),
-    "probe": (_probe, "spec"),
-    "rank": (_rank, "spec", "rank", "marker"),
-    "link": (_link, "run", "rank", "generation", "marker"),
-    "mpi-check": (_check_mpi, "rank", "size", "node", "sums", "marker"),
-    "sandbox": (_run_sandbox, "marker"),
+COMMANDS: dict[str, Callable[..., int]] = {
+    "send": _send,
+    "probe": _probe,
+    "rank": _rank,
+    "link": _link,
+    "mpi-check": _check_mpi,
+    "sandbox": _run_sandbox,
 }
-"""The function of each other command, and its options."""
+"""The function of each other command, which takes its options; only a search for processes reads `marker`."""
 
 
 def run() -> None:
     """Run the command of sys.argv and exit with its code."""
     os.umask(0o077)  # whatever a worker writes may hold data: for this user alone
     if not {*sys.argv[1:2]} & {*OF_MPI}:
-        from csdctl.worker.process.output import end_without_reader
-
         end_without_reader()
     code = 1
 

@@ -21,8 +21,7 @@ import dataclasses, json, os, sys
 import numpy as np
 from csdctl.worker.protocol.json_codec import from_json
 from csdctl.worker.protocol.run_spec import RunSpec
-from csdctl.worker.tasks.registry import TASKS
-from csdctl.worker.tasks.session import RankSession
+from csdctl.worker.tasks.session import TASKS, RankSession
 from csdctl.worker.tasks.task import FINISHED
 
 spec, rank, (weight, steps) = from_json(RunSpec, sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3])

@@ -143,23 +143,26 @@ class SmallRun:
             if len(self._joined) == len(NODES):  # handled before anything that the hostile rank now prints
                 (self._directory / "training").touch()
 
-    def _start(self, starter: RankStarter, rank: int, on_message: OnMessage) -> RankProcess:
+    def _start(self, starter: RankStarter, rank: int) -> RankProcess:
         """Start a rank; rank 0 loses its link when the hostile rank has finished and left.
 
         Not before: nothing orders what two ranks print, and csdctl takes the first reason that it gets.
         """
-        has_finished = False
+        process = starter.start(rank)
+        listen, has_finished = process.listen, False
 
-        def pass_on(message: RankMessage) -> None:
+        def pass_on(message: RankMessage, on_message: OnMessage) -> None:
             nonlocal has_finished
             on_message(message)
             has_finished |= isinstance(message, Finished)
             if has_finished and isinstance(message, ProcessEnded):
                 (self._directory / "finished").touch()
 
-        return starter.start(rank, pass_on if rank == HOSTILE else on_message)
+        if rank == HOSTILE:
+            process.listen = lambda on_message: listen(lambda message: pass_on(message, on_message))  # type: ignore[method-assign]
+        return process
 
-    def _do_not_restart(self, rank: int, on_message: OnMessage) -> RankProcess:
+    def _do_not_restart(self, rank: int) -> RankProcess:
         raise UnreachableError("is away", node=NODES[rank])
 
     def _start_links(self, ranks: Sequence[int], generation: int) -> Links:

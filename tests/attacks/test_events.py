@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from csdctl.errors import CsdctlError, RunError
-from csdctl.runs.capped_log import MAX_LOG_BYTES
-from csdctl.runs.directory import EventLog
+from csdctl.runs.directory import MAX_LOG_BYTES, EventLog
 from csdctl.supervision.rank_processes import MAX_EVENTS_AT_ONCE
 from csdctl.worker.protocol.events import EpochEnd, Finished, Progress
 from tests.attacks.rank_program import END, STEP

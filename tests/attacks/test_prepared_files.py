@@ -58,6 +58,13 @@ def test_prepared_private_samples_are_readable_by_their_user_alone(project: Path
     assert modes(prepare(project, 0, is_private=True)) == {"0o700", "0o600"}
 
 
+def test_data_that_is_not_shared_is_private_even_where_its_source_is_readable(project: Path) -> None:
+    (project / "data").chmod(0o755)
+    for path in (project / "data").iterdir():
+        path.chmod(0o644)
+    assert modes(prepare(project)) == {"0o700", "0o600"}
+
+
 def test_data_of_an_earlier_version_is_narrowed(project: Path) -> None:
     dataset = prepare(project)
     before = (dataset / "images.npy").stat().st_ino

@@ -15,7 +15,7 @@ import pytest
 from csdctl.errors import CsdctlError, DeadlineError, RemoteCommandError
 from csdctl.launch.leftovers import CleanupOptions, clean_machine
 from csdctl.launch.machine_lock import describe_holder, lock_machines
-from csdctl.shipping.deliver import deliver, prune_store
+from csdctl.shipping.deliver import deliver
 from csdctl.shipping.payload import pack_payload
 from csdctl.shipping.store import store_bytes
 from csdctl.shipping.worker_calls import call_worker
@@ -121,18 +121,17 @@ def test_receiver_that_reads_a_byte_a_second_is_left(
 ANY_ANSWER = ["", "5", "[" * 100_000]
 FOUND: dict[str, Any] = {"num_processes": 0, "runs": [], "paths": [], "num_bytes": 0}
 ASK: dict[str, Callable[[SshSession, str], object]] = {
-    "pruning": prune_store,
     "leftovers": lambda session, python: clean_machine(session, python, CleanupOptions()),
     "listeners": lambda session, python: _start_listener(session, python, "127.0.0.1", "token", scaled(20)),
 }
 ANSWERS = [
     *((what, answer) for answer in ANY_ANSWER for what in ASK),
-    ("pruning", '{"num_removed": -1}'),
     ("leftovers", json.dumps({"holder": 5, "left": FOUND})),
     *(
         ("leftovers", json.dumps({"holder": None, "left": {**FOUND, **wrong}}))
         for wrong in (
             {"num_processes": -1},
+            {"num_unused": -1},
             {"runs": [{}]},
             {"paths": [[1]]},
             {"num_bytes": "x"},

@@ -18,7 +18,7 @@ import pytest
 
 from csdctl.launch.mpirun import ANY_NETWORK
 from csdctl.shipping.worker_zip import pack_worker
-from csdctl.worker.sandbox.files import USER_ID
+from csdctl.worker.sandbox.program import USER_ID
 from csdctl.worker.sandbox.system_calls import Program
 from tests.needs import SO_ATTACH_FILTER, SYSTEM_PYTHON, require
 from tests.patience import eventually, scaled

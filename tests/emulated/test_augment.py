@@ -132,4 +132,5 @@ def test_module_that_a_node_lacks_is_named_by_its_rank(project: Path, on_host_al
     job = write_job(project, "rare.yaml", **{"augment.py:flip": "rare.py:flip"})
     done = csdctl(project, *TRAIN, job, *ALONE, environment=on_host_alone)
     assert done.returncode != 0
-    assert "csd0: has no rare_module, which rare.py imports" in done.stderr
+    assert "csd0: importing rare of the job's code fails: " in done.stderr
+    assert "No module named 'rare_module'" in done.stderr

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from csdctl.cli.commands import emulate
+from csdctl.cli.commands.emulation import emulate
 from csdctl.emulation.fleet import EmulatedSpec, fleet_status, is_up, start_fleet, stop_fleet
 from csdctl.emulation.limits import list_cgroups
 from csdctl.emulation.processes import list_marked
@@ -22,7 +22,6 @@ from csdctl.emulation.state import FleetPaths
 from csdctl.errors import InputError
 from csdctl.fleet.fleet_file import load_fleet
 from tests.emulated.emulated_fleet import CPU, MEMORY_BYTES, Running, start, wait_until
-from tests.patience import stays
 
 pytestmark = [pytest.mark.first(1), pytest.mark.emulated, pytest.mark.needs("ssh")]
 
@@ -102,21 +101,20 @@ def test_a_fleet_with_a_dead_server_is_restarted(directory: Path) -> None:
 
 
 @pytest.fixture
-def owners() -> Iterator[list["subprocess.Popen[bytes]"]]:
-    """Three processes that only wait; killed ones stay zombies for as long as the test wants."""
-    waiting = [subprocess.Popen(["sleep", "1000"]) for _ in range(3)]
-    yield waiting
-    for process in waiting:
-        process.kill()
-        process.wait()
+def owner() -> Iterator["subprocess.Popen[bytes]"]:
+    """A process that only waits; killed, it stays a zombie for as long as the test wants."""
+    process = subprocess.Popen(["sleep", "1000"])
+    yield process
+    process.kill()
+    process.wait()
 
 
 @pytest.mark.parametrize("mechanism", ["cgroup", "duty"])
 @pytest.mark.parametrize("state", ["whole", "a server killed", "state cut short", "all gone"])
 def test_fleet_ends_with_its_owner(
-    directory: Path, owners: "list[subprocess.Popen[bytes]]", mechanism: str, state: str
+    directory: Path, owner: "subprocess.Popen[bytes]", mechanism: str, state: str
 ) -> None:
-    fleet = start(directory, mechanism, owner_pid=owners[0].pid)
+    fleet = start(directory, mechanism, owner_pid=owner.pid)
     for node in ("csd0", "csd1"):
         fleet.output("setsid sh -c 'while :; do :; done' </dev/null >/dev/null 2>&1 &", node)
     if state == "a server killed":
@@ -125,36 +123,15 @@ def test_fleet_ends_with_its_owner(
         FleetPaths(directory).state.write_text("{")
     elif state == "all gone":
         shutil.rmtree(directory.parent)
-    owners[0].kill()
+    owner.kill()
     wait_until(lambda: not list_marked(FleetPaths(directory).fleet_id))
     assert_nothing_is_left(directory)
 
 
-def running_pids(directory: Path) -> list[int]:
-    return [status.pid for status in fleet_status(directory) if status.is_running]
-
-
-def test_last_up_decides_whom_the_fleet_belongs_to(
-    directory: Path, owners: "list[subprocess.Popen[bytes]]"
-) -> None:
-    spec = EmulatedSpec(2, CPU, MEMORY_BYTES)
-    first, second, third = owners
-    start_fleet(directory, spec, owner_pid=first.pid)
-    pids = running_pids(directory)
-    for before, owner_pid in ((first, second.pid), (second, None)):
-        start_fleet(directory, spec, owner_pid=owner_pid)
-        before.kill()
-        assert stays(lambda: running_pids(directory) == pids, 0.5)
-    start_fleet(directory, spec, owner_pid=third.pid)
-    third.kill()
-    wait_until(lambda: not list_marked(FleetPaths(directory).fleet_id))
-    assert_nothing_is_left(directory)
-
-
-def test_owner_that_does_not_run_is_refused(directory: Path, owners: "list[subprocess.Popen[bytes]]") -> None:
-    owners[0].kill()
-    owners[0].wait()
-    for pid in (owners[0].pid, 0, -1):
+def test_owner_that_does_not_run_is_refused(directory: Path, owner: "subprocess.Popen[bytes]") -> None:
+    owner.kill()
+    owner.wait()
+    for pid in (owner.pid, 0, -1):
         with pytest.raises(InputError, match=f"received {pid} .* expected .* running process") as refusal:
             start_fleet(directory, EmulatedSpec(1), owner_pid=pid)
         assert "--pid" in refusal.value.remedy
@@ -200,7 +177,7 @@ def test_commands_start_show_and_stop_a_fleet(
     runner = CliRunner()
 
     def run(*arguments: str) -> str:
-        result = runner.invoke(emulate.app, arguments)
+        result = runner.invoke(emulate, arguments)
         assert result.exit_code == 0, result.output
         return result.stdout
 
@@ -216,4 +193,4 @@ def test_commands_start_show_and_stop_a_fleet(
     ended = json.loads(run("down", "--json"))
     assert ended["num_processes"] == 2  # the server, and what watches the owner
     assert ended["kept_fleet_path"] == str(tmp_path / "fleet.yaml")
-    assert isinstance(runner.invoke(emulate.app, ["status"]).exception, InputError)
+    assert isinstance(runner.invoke(emulate, ["status"]).exception, InputError)

@@ -1,7 +1,7 @@
 """A new task is one file and its registration: a task that counts samples, in a group that loses a node.
 
-The package is copied, the task's file added and one line written into the registry; csdctl then packs, ships
-and runs this worker over real SSH and MPI.
+The package is copied, the task's file added and one line written into the table of tasks; csdctl then
+packs, ships and runs this worker over real SSH and MPI.
 """
 
 import json
@@ -41,13 +41,11 @@ from csdctl.fleet.fleet_file import load_fleet
 from csdctl.job.model import load_job
 from csdctl.worker.protocol.events import event_to_line
 from csdctl.worker.protocol.run_spec import TaskSpec
-from csdctl.workflows.data.deploy import cut_shards
 from csdctl.workflows.data.prepare import prepare_job
 from csdctl.workflows.train.options import TrainOptions
-from csdctl.workflows.train.spec import place_plan
+from csdctl.workflows.train.spec import RunContext, build_inputs, place_plan
 from csdctl.workflows.train.plan import build_equal_plan
-from csdctl.workflows.train.run import RunInputs, run_ranks
-from csdctl.workflows.train.spec import build_spec
+from csdctl.workflows.train.run import run_ranks
 from csdctl.workflows.workspace.workspace import open_workspace
 
 def show(event):
@@ -55,14 +53,13 @@ def show(event):
 
 job, fleet = load_job(Path("job.yaml")), load_fleet(Path("fleet.yaml"))
 with open_workspace(Path.cwd(), fleet, "train", is_locking=True) as space:
-    prepared = prepare_job(job, fleet, space.sessions, space.project, lambda line: None)
+    prepared = prepare_job(job, space, lambda line: None)
     plan = build_equal_plan(job, fleet, space.facts, 20)
     placed = place_plan(plan, prepared, job, fleet)
     run = space.project.new_scratch()
-    shards = cut_shards(placed, prepared.public, job, space.project)
-    spec = build_spec(run, job, plan.ranks, placed, prepared, shards, space)
-    spec = dataclasses.replace(spec, validation=None, task=TaskSpec("count"))
-    run_ranks(RunInputs(run, spec, prepared, shards), space, TrainOptions(), lambda *_: None, show)
+    inputs = build_inputs(run, plan.ranks, placed, RunContext(job, prepared, space, None))
+    spec = dataclasses.replace(inputs.spec, validation=None, task=TaskSpec("count"))
+    run_ranks(dataclasses.replace(inputs, spec=spec), space, TrainOptions(), lambda *_: None, show)
 """
 
 
@@ -85,9 +82,9 @@ def add_task(site: Path) -> None:
     shutil.copytree(Path(package.__file__).parent, site / "csdctl")
     tasks = site / "csdctl" / "worker" / "tasks"
     shutil.copy(Path(__file__).with_name("count_task.py"), tasks / "count.py")
-    registry = tasks / "registry.py"
+    registry = tasks / "session.py"
     before, opening, after = registry.read_text().partition("TASKS = {\n")
-    assert opening, "the registry has no table of tasks"
+    assert opening, "session.py has no table of tasks"
     registry.write_text(before + opening + REGISTRATION + after)
 
 

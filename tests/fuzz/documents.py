@@ -15,7 +15,7 @@ from csdctl.fleet.facts import Facts, facts_path, load_facts, save_facts
 from csdctl.fleet.fleet_file import load_fleet, render_fleet
 from csdctl.fleet.hardware import classify_machine
 from csdctl.fleet.model import Fleet, select_nodes
-from csdctl.fleet.openssh import build_query, list_aliases
+from csdctl.fleet.openssh import build_query, build_ssh_config, list_aliases
 from csdctl.job.model import describe_job, load_job
 from csdctl.reporting.privacy import add_flows, count_passes, measure_privacy
 from csdctl.reporting.results import summarize
@@ -24,13 +24,12 @@ from csdctl.runs.ledger import Ledger, read_ledger
 from csdctl.terminal.console import PrintableConsole
 from csdctl.terminal.report import render_report, report_document
 from csdctl.terminal.streams import format_json
-from csdctl.transport.ssh_config import build_ssh_config
 from csdctl.tuning.plan import Plan, Predicted, load_plan, save_plan
 from csdctl.worker.protocol.datasets import DatasetInfo
 from csdctl.worker.protocol.events import EpochEnd, Failed, Finished, Joined, NodeLost, Progress, Traffic
 from csdctl.worker.protocol.recipe import Noise, Recipe
 from csdctl.worker.protocol.run_spec import DatasetSlice, RankSpec, RunSpec, Runtime
-from csdctl.workflows.data.prepared_record import load_prepared, save_prepared
+from csdctl.workflows.data.prepare import load_prepared, save_prepared
 from csdctl.workflows.train.resume import load_spec
 from tests.fuzz.target import Form, Target
 from tests.unit.runs.manifests import manifest_of

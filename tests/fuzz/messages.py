@@ -166,7 +166,7 @@ a line of a library
 @csdctl-damaged {"numbers": [0, 3]}
 @csdctl-error {"message": "it is locked", "remedy": "wait", "exit_code": 2}
 @csdctl-data YWJj
-@csdctl-result {"num_removed": 3}"""
+@csdctl-result {}"""
 
 
 def _probe_outputs(content: bytes, directory: Path) -> None:
@@ -219,9 +219,9 @@ def _group_values(content: bytes, directory: Path) -> None:
 
 
 def _value_seeds() -> list[bytes]:
-    decision = Decision(CallbackState(1.5, 1), is_best=True, is_pausing=False)
+    decision = [dataclasses.asdict(CallbackState(1.5, 1)), True, False]
     counters = [[["samples", 1, 7]], [["10.1.1.10 1", "10.1.1.11 2", 3, 4]]]
-    return [encode_value(value) for value in (None, "0a" * 32, 7, dataclasses.asdict(decision), counters)]
+    return [encode_value(value) for value in (None, "0a" * 32, 7, decision, counters)]
 
 
 def _tails(content: bytes, directory: Path) -> None:

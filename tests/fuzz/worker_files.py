@@ -197,7 +197,7 @@ def _partial_files() -> dict[str, bytes]:
     """Return the files of a data set whose preparing was interrupted."""
     with tempfile.TemporaryDirectory() as directory:
         partial = PartialDataset(Path(directory, "part"), FINGERPRINT, ("a", "b"))
-        partial.append(Block(3, np.ones((3, 2), np.uint8), np.arange(3)))
+        partial.append(Block(np.ones((3, 2), np.uint8), np.arange(3)))
         partial.sync()
         partial.close()
         return {path.name: path.read_bytes() for path in Path(directory, "part").iterdir()}
@@ -212,7 +212,7 @@ def _resume(directory: Path, changed: str, content: bytes) -> None:
         (place / name).write_bytes(written)
     partial = PartialDataset(place, FINGERPRINT, ("a", "b"))
     try:
-        partial.append(Block(1, np.ones((1, 2), np.uint8), np.arange(1)))
+        partial.append(Block(np.ones((1, 2), np.uint8), np.arange(1)))
     finally:
         partial.close()
 

@@ -5,6 +5,7 @@ Pages that `make docs` generates are looked at in memory.
 
 import re
 from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -68,12 +69,14 @@ def anchors(page: Path) -> set[str]:
 def keys_of(model: type[BaseModel]) -> set[str]:
     """Return the names of all keys that a file of `model` may have, at any depth."""
     keys = set(model.model_fields)
-    for field in model.model_fields.values():
-        pending: list[Any] = [field.annotation]
+    for found in model.model_fields.values():
+        pending: list[Any] = [found.annotation]
         while pending:
             annotation = pending.pop()
             if isinstance(annotation, type) and issubclass(annotation, BaseModel):
                 keys |= keys_of(annotation)
+            elif is_dataclass(annotation):
+                keys |= {field.name for field in fields(annotation)}
             pending.extend(getattr(annotation, "__args__", ()))
     return keys
 

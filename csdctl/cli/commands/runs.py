@@ -1,16 +1,16 @@
-"""`csdctl runs list|show|watch|logs|stop|rm|diff`: the runs of this project."""
+"""Commands for the runs of this project: runs, report, export."""
 
 import os
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from csdctl.cli import options
-from csdctl.cli.completion import complete_runs
 from csdctl.errors import ExitCode
 from csdctl.terminal.streams import Streams
 
-app = typer.Typer(
+runs = typer.Typer(
     help="List, watch, stop, compare and remove runs.",
     add_completion=False,
     rich_markup_mode=None,
@@ -22,15 +22,15 @@ RunArgument = Annotated[
     str | None,
     typer.Argument(
         help="Id of the run, or how it begins; default: the latest.",
-        autocompletion=complete_runs,
+        autocompletion=options.complete_runs,
     ),
 ]
 GivenRunArgument = Annotated[
-    str, typer.Argument(help="Id of the run, or how it begins.", autocompletion=complete_runs)
+    str, typer.Argument(help="Id of the run, or how it begins.", autocompletion=options.complete_runs)
 ]
 
 
-@app.command("list")
+@runs.command("list")
 def list_runs(json: options.JsonOption = False) -> None:
     """List all runs, the latest last."""
     from csdctl.terminal.runs import show_runs
@@ -40,15 +40,13 @@ def list_runs(json: options.JsonOption = False) -> None:
     show_runs(streams, manage.list_runs(streams.project, streams.say))
 
 
-@app.command()
+@runs.command()
 def show(run: RunArgument = None, json: options.JsonOption = False) -> None:
     """Show the results of a run, as `csdctl report`."""
-    from csdctl.cli.commands.report import report
-
     report([run] if run else None, json=json)
 
 
-@app.command()
+@runs.command()
 def watch(run: RunArgument = None, json: options.JsonOption = False) -> None:
     """Show a run as it trains, from any terminal; Ctrl-C ends the view, not the run.
 
@@ -64,7 +62,7 @@ def watch(run: RunArgument = None, json: options.JsonOption = False) -> None:
         raise typer.Exit(ExitCode.FAILED)
 
 
-@app.command()
+@runs.command()
 def logs(
     run: RunArgument = None,
     which: Annotated[
@@ -87,13 +85,13 @@ def logs(
     show_logs(streams, found, find_logs(found, which), lines, is_following=follow)
 
 
-@app.command()
+@runs.command()
 def stop(
     run: Annotated[
         str | None,
         typer.Argument(
             help="Id of the run, or how it begins; default: the one that is running.",
-            autocompletion=complete_runs,
+            autocompletion=options.complete_runs,
         ),
     ] = None,
     timeout: Annotated[float, typer.Option(min=0, help="Seconds to wait for the end of the run.")] = 120.0,
@@ -110,7 +108,7 @@ def stop(
     show_stopped(streams, stop_run(streams.project, run, timeout))
 
 
-@app.command()
+@runs.command()
 def rm(run: GivenRunArgument, yes: options.YesOption = False, json: options.JsonOption = False) -> None:
     """Remove a run: its model, checkpoints, events and logs."""
     from csdctl.workflows.runs.manage import remove_run
@@ -121,7 +119,7 @@ def rm(run: GivenRunArgument, yes: options.YesOption = False, json: options.Json
     streams.result({"schema": "csdctl.runs.rm/1", "run": removed.run_id})
 
 
-@app.command()
+@runs.command()
 def diff(first: GivenRunArgument, second: GivenRunArgument, json: options.JsonOption = False) -> None:
     """Show in which settings and results two runs differ."""
     from csdctl.terminal.runs import show_differences
@@ -129,3 +127,71 @@ def diff(first: GivenRunArgument, second: GivenRunArgument, json: options.JsonOp
 
     streams = Streams(is_json=json)
     show_differences(streams, *compare_runs(streams.project, first, second))
+
+
+def report(
+    runs: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Ids of runs, shown side by side; default: the latest.",
+            metavar="[RUN]...",
+            autocompletion=options.complete_runs,
+        ),
+    ] = None,
+    privacy: Annotated[
+        bool,
+        typer.Option(
+            "--privacy",
+            help="Show the bytes sent instead, by link and traffic class; with noise, also ε.",
+        ),
+    ] = False,
+    html: options.HtmlOption = None,
+    csv: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a row for each run and epoch.")
+    ] = None,
+    json: options.JsonOption = False,
+) -> None:
+    """Show the results of a run, or of several side by side."""
+    from csdctl.terminal import report as render
+    from csdctl.workflows.reporting import report as reporting
+    from csdctl.workflows.runs.manage import find_latest
+
+    streams = Streams(is_json=json)
+    ids = runs or [find_latest(streams.project, streams.say).run_id]
+    if privacy:
+        render.check_privacy_options(ids, has_files=bool(html or csv))
+        render.show_privacy(streams, reporting.privacy(streams.project, ids[0]))
+    elif html or csv:
+        render.show_files(streams, reporting.write_files(streams.project, ids, html, csv))
+    else:
+        render.show_reports(streams, [reporting.report(streams.project, run_id) for run_id in ids])
+
+
+def export(
+    to: Annotated[str, typer.Option(metavar="FORMAT", help="tensorboard or mlflow.")],
+    run: Annotated[
+        str | None,
+        typer.Argument(
+            help="Id of the run; default: the latest.",
+            metavar="[RUN]",
+            autocompletion=options.complete_runs,
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(metavar="PATH", help="TensorBoard's directory; default: RUN-tensorboard."),
+    ] = None,
+    tracking_uri: Annotated[
+        str | None, typer.Option(metavar="URI", help="MLflow's server or directory; default: MLflow's own.")
+    ] = None,
+    json: options.JsonOption = False,
+) -> None:
+    """Write a run for TensorBoard or MLflow."""
+    from csdctl.workflows.reporting.report import export as export_run
+    from csdctl.workflows.runs.manage import find_latest
+
+    streams = Streams(is_json=json)
+    run_id = run or find_latest(streams.project, streams.say).run_id
+    written = export_run(streams.project, run_id, to, output, tracking_uri)
+    streams.result({"schema": "csdctl.export/1", "format": to, "written": written})
+    streams.say(f"wrote {written}")

@@ -274,13 +274,10 @@ def frozen_cut(model: Any, keras: Any) -> Cut:
     if not frozen:
         raise NoCutError("has no frozen layers at its beginning")
 
-    def is_constant(cut: Cut) -> bool:
-        return _is_constant(split_at(cut, keras)[0])
-
-    if is_constant(frozen[-1]):
+    if _is_constant(split_at(frozen[-1], keras)[0]):
         return frozen[-1]
     # Whatever is not constant stays so behind it.
-    number = bisect.bisect_left(frozen, True, key=lambda cut: not is_constant(cut))
+    number = bisect.bisect_left(frozen, True, key=lambda cut: not _is_constant(split_at(cut, keras)[0]))
     if not number:
         raise NoCutError("draws random numbers, or changes its state, before its first trainable layer")
     return frozen[number - 1]

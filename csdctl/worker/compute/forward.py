@@ -12,13 +12,14 @@ from typing import Any
 
 import numpy as np
 
+from csdctl.worker.compute.backend import load_backend
 from csdctl.worker.compute.keras_internals import topological_nodes
 from csdctl.worker.compute.model import load
 from csdctl.worker.compute.objective import as_tensors, inputs_of
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.data.file_hash import check_stored
 from csdctl.worker.process.errors import WorkerError, describe
-from csdctl.worker.protocol.features import SIGMOID, SOFTMAX, ResultRule
+from csdctl.worker.protocol.features import SIGMOID, SOFTMAX, Converted, ConvertSpec, ResultRule
 from csdctl.worker.protocol.run_spec import HeadSpec, Prefix
 
 BATCH_SIZE = 32
@@ -29,27 +30,28 @@ class BatchedPass:
     """A model that is run over samples in batches of one size, the last one padded."""
 
     def __init__(
-        self, compute: Callable[[Array], list[Array]], convert: Callable[[list[Array]], Array]
+        self,
+        compute: Callable[[Array], list[Array]],
+        convert: Callable[[list[Array]], Array],
+        batch_size: int = BATCH_SIZE,
     ) -> None:
-        """`compute` returns the outputs of a batch, each of shape (BATCH_SIZE, …).
+        """`compute` returns the outputs of a batch, each of shape (batch_size, …).
 
         `convert` makes the stored rows of them.
         """
-        self._compute, self._convert = compute, convert
+        self._compute, self._convert, self._batch_size = compute, convert, batch_size
 
     def run(self, samples: Array) -> Array:
         """Return a row, shape (n, …), for each of `samples`, shape (n, …)."""
-        parts = [
-            self._run_batch(samples[start : start + BATCH_SIZE])
-            for start in range(0, len(samples), BATCH_SIZE)
-        ]
+        size = self._batch_size
+        parts = [self._run_batch(samples[start : start + size]) for start in range(0, len(samples), size)]
         return np.concatenate(parts) if parts else self._run_batch(samples)
 
     def _run_batch(self, samples: Array) -> Array:
-        padded = np.zeros((BATCH_SIZE, *samples.shape[1:]), samples.dtype)
+        padded = np.zeros((self._batch_size, *samples.shape[1:]), samples.dtype)
         padded[: len(samples)] = samples
         outputs = self._compute(padded)
-        if any(output.shape[:1] != (BATCH_SIZE,) for output in outputs):
+        if any(output.shape[:1] != (self._batch_size,) for output in outputs):
             raise WorkerError(
                 "the model does not compute one row for each sample",
                 remedy="use a model whose outputs have one row for each sample of the batch",
@@ -163,15 +165,11 @@ def lite_pass(part: Prefix, convert: Callable[[list[Array]], Array], threads: in
     outputs = interpreter.get_output_details()
 
     def compute(samples: Array) -> list[Array]:
-        parts = []
-        for start in range(0, len(samples), LITE_BATCH_SIZE):
-            scaled = scale(samples[start : start + LITE_BATCH_SIZE], part.input_range, source["dtype"])
-            interpreter.set_tensor(source["index"], scaled)
-            interpreter.invoke()
-            parts.append([interpreter.get_tensor(output["index"]) for output in outputs])
-        return [np.concatenate(output) for output in zip(*parts, strict=True)]
+        interpreter.set_tensor(source["index"], scale(samples, part.input_range, source["dtype"]))
+        interpreter.invoke()
+        return [interpreter.get_tensor(output["index"]) for output in outputs]
 
-    return BatchedPass(compute, convert)
+    return BatchedPass(compute, convert, LITE_BATCH_SIZE)
 
 
 def scale(values: Array, input_range: tuple[float, float] | None, dtype: Any) -> Array:
@@ -182,11 +180,13 @@ def scale(values: Array, input_range: tuple[float, float] | None, dtype: Any) ->
     return values.astype(dtype)
 
 
-def convert(part: Prefix, output: Path, tf: Any, keras: Any) -> int:
-    """Write `part` as a LiteRT model in float32; returns the number of bytes.
+def convert(spec: ConvertSpec) -> Converted:
+    """Write a part of a model as a LiteRT model in float32; returns the number of bytes.
 
     Raises WorkerError, exit code 2, for a model that has operations which LiteRT does not have.
     """
+    tf, keras = load_backend()
+    part = spec.part
     model = load(Path(part.architecture), Path(part.weights), keras, part.code)
     try:
         content = tf.lite.TFLiteConverter.from_keras_model(model).convert()
@@ -196,12 +196,12 @@ def convert(part: Prefix, output: Path, tf: Any, keras: Any) -> int:
             remedy="use --feature-engine keras",
             exit_code=2,
         ) from None
-    output.write_bytes(content)
-    return len(content)
+    Path(spec.output).write_bytes(content)
+    return Converted(len(content))
 
 
 def feature_pass(
-    prefix: Prefix, load_backend: Callable[[], tuple[Any, Any]], threads: int, *, is_keras: bool = False
+    prefix: Prefix, make_backend: Callable[[], tuple[Any, Any]], threads: int, *, is_keras: bool = False
 ) -> BatchedPass:
     """Return what computes features: LiteRT where the prefix is there for it, unless `is_keras`.
 
@@ -214,7 +214,7 @@ def feature_pass(
 
     if prefix.lite and not is_keras:
         return lite_pass(prefix, as_features, threads)
-    return forward_pass(prefix, as_features, *load_backend())
+    return forward_pass(prefix, as_features, *make_backend())
 
 
 @functools.lru_cache(maxsize=1)  # to build it takes longer than to save it, and the best epochs do both

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from csdctl.worker.compute.backend import load_backend
 from csdctl.worker.compute.cuts import NoCutError, count_flops, describe_cuts, frozen_cut, split_at
 from csdctl.worker.compute.keras_internals import (
     compile_arguments,
@@ -36,19 +37,28 @@ from csdctl.worker.data.file_hash import check_stored
 from csdctl.worker.process.errors import WorkerError, describe
 from csdctl.worker.protocol.datasets import as_inputs
 from csdctl.worker.protocol.json_codec import from_dict, to_json
-from csdctl.worker.protocol.model_info import BUILDER, BuildSpec, FeatureInfo, ModelInfo, OutputInfo
+from csdctl.worker.protocol.model_info import (
+    BUILDER,
+    BuildRequest,
+    BuildSpec,
+    FeatureInfo,
+    ModelInfo,
+    OutputInfo,
+)
 from csdctl.worker.protocol.run_spec import UserCode
 
 COMPILED = ("optimizer", "loss", "loss_weights", "metrics", "weighted_metrics")
 """The arguments of compile() that training depends on."""
 
 
-def build(spec: BuildSpec, output: Path, keras: Any) -> ModelInfo:
-    """Build and compile a model; write architecture.json and weights.npz to `output`.
+def build(request: BuildRequest) -> ModelInfo:
+    """Build and compile a model; write architecture.json and weights.npz to the request's `output`.
 
     Raises WorkerError with exit code 2 if the model cannot be found, built, compiled or transferred.
     """
+    spec, output = request.spec, Path(request.output)
     reference, recipe = spec.reference, spec.recipe
+    _, keras = load_backend()
     keras.utils.set_random_seed(recipe.seed)  # for what files draw when they are imported
     import_roots(spec.code_roots)
     keras.utils.set_random_seed(recipe.seed)

@@ -9,11 +9,12 @@ subtract the noise. The known weakness of Gaussian samples in floating point rem
 """
 
 import os
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
+from csdctl.worker.compute.keras_internals import regularization_losses
+from csdctl.worker.compute.objective import Objective
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.protocol.recipe import Noise
 
@@ -24,26 +25,11 @@ CHUNK = 1 << 18
 class NoisySums:
     """Sums of clipped gradients of private samples, with noise."""
 
-    def __init__(
-        self,
-        noise: Noise,
-        variables: Sequence[Any],
-        objective: Callable[[Any, Any], Any],
-        penalty: Callable[[], Any],
-        signature: Sequence[Any],
-        tf: Any,
-    ) -> None:
-        """`objective` (images, labels) returns what a sample, alone in its batch, adds to the loss.
-
-        `penalty` returns the regularization of the weights, which does not depend on samples, or None.
-        """
-        self._noise = noise
-        self._variables = variables
-        self._objective = objective
-        self._penalty = penalty
-        self._tf = tf
-        limits = tf.TensorSpec((None,), tf.float32)
-        self._sum = tf.function(self._sum_graph, autograph=False, input_signature=[*signature, limits])
+    def __init__(self, noise: Noise, model: Any, objective: Objective, tf: Any) -> None:
+        self._noise, self._model, self._objective, self._tf = noise, model, objective, tf
+        self._variables = model.trainable_variables
+        signature = [*objective.signature, tf.TensorSpec((None,), tf.float32)]
+        self._sum = tf.function(self._sum_graph, autograph=False, input_signature=signature)
 
     def add_to(self, vector: Array, images: Any, labels: Any, copies: Array, weight: float) -> None:
         """Add the noisy sum, times `weight`, to `vector`, shape (num_gradients,).
@@ -67,8 +53,9 @@ class NoisySums:
             sample = slice(number, number + 1)
             with tf.GradientTape() as tape:
                 one = tf.nest.map_structure(lambda array: array[sample], (images, labels))
-                objective = self._objective(*one)
-            gradients = self._gradients(tape, objective)
+                loss, penalty = self._objective.loss(*one), self._penalty()
+                loss = loss if penalty is None else loss - penalty
+            gradients = self._gradients(tape, loss)
             norm = tf.linalg.global_norm(gradients)
             # A gradient that is not finite must not be visible in the sum either: it counts as zero.
             factor = tf.where(tf.math.is_finite(norm), tf.minimum(1.0, limits[number] / norm), 0.0)
@@ -87,13 +74,16 @@ class NoisySums:
             total = [gradient + scale * other for gradient, other in zip(total, of_penalty, strict=True)]
         return tf.concat([tf.reshape(gradient, [-1]) for gradient in total], axis=0)
 
+    def _penalty(self) -> Any:
+        """Return the regularization of the weights, which does not depend on samples, or None."""
+        tf, penalties = self._tf, regularization_losses(self._model)
+        # They have the types that their layers compute in.
+        return tf.add_n([tf.cast(one, tf.float32) for one in penalties]) if penalties else None
+
     def _gradients(self, tape: Any, objective: Any) -> list[Any]:
-        tf = self._tf
-        gradients = tape.gradient(objective, [variable.value for variable in self._variables])
-        return [
-            tf.zeros(variable.shape) if gradient is None else tf.convert_to_tensor(gradient)
-            for gradient, variable in zip(gradients, self._variables, strict=True)
-        ]
+        values, zero = [variable.value for variable in self._variables], self._tf.UnconnectedGradients.ZERO
+        gradients = tape.gradient(objective, values, unconnected_gradients=zero)
+        return list(map(self._tf.convert_to_tensor, gradients))
 
 
 def secret_normal(count: int) -> Array:

@@ -6,7 +6,6 @@ up, capped and decayed.
 """
 
 import dataclasses
-import difflib
 import json
 import math
 from collections.abc import Callable, Iterator
@@ -29,8 +28,13 @@ def compile_model(model: Any, recipe: Recipe, keras: Any) -> Recipe:
     Raises WorkerError, exit code 2, if Keras has no such loss, optimizer, schedule or metric, or if what the
     model was compiled with cannot be summed over ranks.
     """
-    if recipe.freeze_until and not freeze_until(model, recipe.freeze_until):
-        raise _unknown_layer(model, recipe.freeze_until)
+    if (last := recipe.freeze_until) and not freeze_until(model, last):
+        known = ", ".join(layer.name for layer in flatten_layers(model)[-5:])
+        raise WorkerError(
+            f"recipe.freeze.until names {last}, which is no layer in the graph of {model.name}",
+            remedy=f"one of its layers, such as {known}",
+            exit_code=2,
+        )
     own = compile_arguments(model)
     optimizer, recipe = _choose_optimizer(recipe, own.get("optimizer"), keras)
     loss, weights = _choose_loss(recipe, own, model, keras)
@@ -45,16 +49,6 @@ def compile_model(model: Any, recipe: Recipe, keras: Any) -> Recipe:
             optimizer=optimizer, loss=loss, loss_weights=weights, metrics=metrics, weighted_metrics=weighted
         )
     return recipe
-
-
-def _unknown_layer(model: Any, name: str) -> WorkerError:
-    known = [layer.name for layer in flatten_layers(model)]
-    near = difflib.get_close_matches(name, known, 5) or known[-5:]
-    return WorkerError(
-        f"recipe.freeze.until names {name}, which is no layer in the graph of {model.name}",
-        remedy=f"one of its layers, such as {', '.join(near)}",
-        exit_code=2,
-    )
 
 
 def _choose_optimizer(recipe: Recipe, own: Any, keras: Any) -> tuple[Any, Recipe]:

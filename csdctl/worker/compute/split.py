@@ -22,7 +22,7 @@ from csdctl.worker.compute.keras_internals import compile_arguments, find_smalle
 from csdctl.worker.compute.model import load
 from csdctl.worker.compute.objective import Objective, scale
 from csdctl.worker.compute.statistics import LayerStates, Snapshot
-from csdctl.worker.compute.step import RankStep, Step, VectorLayout, size_of, unflatten
+from csdctl.worker.compute.step import RankStep, Step, unflatten
 from csdctl.worker.data.arrays import Array, random_batch
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.probe import CutTimes, PartsSpec, PartTimes
@@ -83,9 +83,6 @@ def micro_batch_size(num_samples: int, num_parts: int, limit: int | None = None)
 class PrefixStep(RankStep):
     """The prefix on one rank: its part of the vector, and the step of an optimizer for the prefix alone."""
 
-    has_noise = False
-    has_loss_scaling = False
-
     def __init__(
         self,
         model: Any,
@@ -116,20 +113,12 @@ class PrefixStep(RankStep):
         self._input_range = recipe.input_range
         self._head = head
         self._head_variables = head.trainable_variables
+        self._has_loss_count = self.objective.counts_elements
         self.activation_type = np.dtype(tf.as_dtype(self.cut.tensor.dtype).as_numpy_dtype)
-        self.layout = VectorLayout(
-            num_gradients=size_of(self.model.trainable_variables),
-            num_statistics=self.states.size,
-            num_states=self.objective.metrics.size,
-            has_loss_count=self.objective.counts_elements,
-            divides_gradients=self.objective.counts_elements,
-        )
+        self.layout = self._lay_out()
         samples, _ = self.objective.signature
         self._forward = tf.function(self._forward_graph, autograph=False, input_signature=[samples])
-        variables = self.model.trainable_variables
-        self._flatten = tf.function(lambda gradients: flatten(gradients, variables, tf), autograph=False)
-        total = [tf.TensorSpec((self.layout.step_size,), tf.float32)]
-        self._apply = tf.function(self._apply_graph, autograph=False, input_signature=total)
+        self._flatten = tf.function(lambda gradients: flatten(gradients, tf), autograph=False)
         self._passes: list[tuple[Any, Any, Any, Any, int]] = []
 
     def forward(self, samples: Array) -> Array:
@@ -150,7 +139,10 @@ class PrefixStep(RankStep):
         variables = [variable.value for variable in self.model.trainable_variables]
         if variables:
             towards = [tf.cast(gradient, output.dtype), tf.constant(loss_count, tf.float32)]
-            gradients = tape.gradient([output, penalty], variables, output_gradients=towards)
+            zero = tf.UnconnectedGradients.ZERO
+            gradients = tape.gradient(
+                [output, penalty], variables, output_gradients=towards, unconnected_gradients=zero
+            )
             out[layout.gradients] += np.asarray(self._flatten(gradients)) * self.weight
         out[layout.statistics] += np.asarray(changes) * self.weight
         out[layout.sums.start] += float(penalty) * loss_count * self.weight
@@ -175,31 +167,10 @@ class PrefixStep(RankStep):
         changes = self.states.take_changes(before, count)
         return output, tf.add_n(penalties), tf.concat([tf.zeros((0,)), *changes], axis=0)
 
-    def _means(self, total: Any) -> dict[int, Any]:
-        """Return the mean gradient of each variable of the prefix; change the state by its mean."""
-        layout = self.layout
-        self.states.apply_changes(total[layout.statistics] / total[layout.count])
-        variables = self.model.trainable_variables
-        means = unflatten(total[layout.gradients] / total[layout.divisor], variables, self._tf)
-        return dict(zip(map(id, variables), means, strict=True))
 
-    def _apply_graph(self, total: Any) -> None:
-        variables = self.model.trainable_variables
-        means = self._means(total)
-        if variables:
-            self.optimizer.apply([means[id(variable)] for variable in variables], variables)
-        else:  # Keras does not count a step without variables, and rank 0's optimizer has others
-            self.optimizer.iterations.assign_add(1)
-
-
-def flatten(gradients: Sequence[Any], variables: Sequence[Any], tf: Any) -> Any:
+def flatten(gradients: Sequence[Any], tf: Any) -> Any:
     """Return gradients as one vector, float32; inside a graph."""
-    flat = [
-        tf.zeros((math.prod(variable.shape),))
-        if gradient is None
-        else tf.reshape(tf.cast(tf.convert_to_tensor(gradient), tf.float32), [-1])
-        for gradient, variable in zip(gradients, variables, strict=True)
-    ]
+    flat = [tf.reshape(tf.cast(tf.convert_to_tensor(one), tf.float32), [-1]) for one in gradients]
     return tf.concat([tf.zeros((0,)), *flat], axis=0)
 
 
@@ -230,16 +201,16 @@ class SplitStep(PrefixStep):
         self._head_states = LayerStates(self._head, tf, keras)
         # Summed where they are: a vector of all gradients for each micro-batch costs as much as the head.
         self._gradients = [tf.Variable(tf.zeros(one.shape), trainable=False) for one in self._head_variables]
-        self._tail = tf.Variable(tf.zeros(self._head_states.size + self.layout.num_sums), trainable=False)
+        self._sums_of_head = tf.Variable(
+            tf.zeros(self._head_states.size + self.layout.num_sums), trainable=False
+        )
         signature = [*self._head_objective.signature, tf.TensorSpec((), tf.float32)]
         self._head_graph = tf.function(self._head_pass, autograph=False, input_signature=signature)
-        total = [tf.TensorSpec((self.layout.step_size,), tf.float32)]
-        self._apply = tf.function(self._apply_both_graph, autograph=False, input_signature=total)
         self._drawn: dict[int, Snapshot] = {}
 
     def begin(self) -> None:
         """Begin a step: nothing is summed yet, and no rank has drawn random numbers."""
-        for variable in (*self._gradients, self._tail):
+        for variable in (*self._gradients, self._sums_of_head):
             variable.assign(self._tf.zeros_like(variable))
         self._drawn = {}
 
@@ -267,16 +238,14 @@ class SplitStep(PrefixStep):
     def add_sums_to(self, out: Array) -> None:
         """Add loss, metrics and the count of the loss of all ranks' samples to rank 0's vector."""
         layout = self.layout
-        out[layout.sums.start : layout.count] += self._tail.numpy()[-layout.num_sums : -1]
+        out[layout.sums.start : layout.count] += self._sums_of_head.numpy()[-layout.num_sums : -1]
 
     def vector(self, total: Array) -> Array:
         """Return the vector of the whole model, shape (whole.layout.step_size,), that a sum amounts to."""
-        whole, layout, tf = self.whole, self.layout, self._tf
-        variables = self.model.trainable_variables
-        sums = dict(zip(map(id, variables), unflatten(total[layout.gradients], variables, tf), strict=True))
-        sums |= self._sums_of_head()
-        flat = [np.reshape(sums[id(variable)], -1) for variable in whole.model.trainable_variables]
-        of_head = self._head_states.split(self._tail.numpy()[: self._head_states.size])
+        whole, layout = self.whole, self.layout
+        sums = unflatten(total[layout.gradients], self.model.trainable_variables, self._tf)
+        flat = [np.reshape(one, -1) for one in self._join(sums, self._gradients)]
+        of_head = self._head_states.split(self._sums_of_head.numpy()[: self._head_states.size])
         statistics = whole.states.join(self.states.split(total[layout.statistics]), of_head)
         return np.concatenate([*flat, statistics, total[layout.sums.start : layout.step_size]])
 
@@ -300,9 +269,11 @@ class SplitStep(PrefixStep):
             )
         return [*self.model.weights, *(own[path] for path in paths)]
 
-    def _sums_of_head(self) -> dict[int, Any]:
-        """Return the summed gradient of each variable of the head by its id."""
-        return dict(zip(map(id, self._head_variables), self._gradients, strict=True))
+    def _join(self, of_prefix: Sequence[Any], of_head: Sequence[Any]) -> list[Any]:
+        """Return the gradients of the whole model's variables, in its order, from those of its parts."""
+        variables = (*self.model.trainable_variables, *self._head_variables)
+        found = dict(zip(map(id, variables), (*of_prefix, *of_head), strict=True))
+        return [found[id(variable)] for variable in self.whole.model.trainable_variables]
 
     def _head_pass(self, outputs: Any, labels: Any, weight: Any) -> tuple[Any, Any]:
         tf = self._tf
@@ -317,24 +288,20 @@ class SplitStep(PrefixStep):
         if towards is None:
             towards = tf.zeros_like(outputs)
         changes = self._head_states.take_changes(before, batch.samples)
-        tail = [tf.reshape(batch.mean * batch.loss_count, [1]), *batch.states]
-        if self.layout.has_loss_count:
-            tail.append(tf.reshape(batch.loss_count, [1]))
-        tail.append(tf.reshape(batch.samples, [1]))
-        self._tail.assign_add(tf.concat([*changes, *tail], axis=0) * weight)
+        tail = [*changes, *self._tail(batch, with_samples=True)]
+        self._sums_of_head.assign_add(tf.concat(tail, axis=0) * weight)
         for summed, gradient in zip(self._gradients, gradients, strict=True):
             if gradient is not None:
                 one = tf.cast(tf.convert_to_tensor(gradient), tf.float32)
                 summed.assign_add(one * (batch.loss_count * weight))
         return towards * tf.cast(batch.loss_count, towards.dtype), batch.loss_count
 
-    def _apply_both_graph(self, total: Any) -> None:
-        layout, variables = self.layout, self.whole.model.trainable_variables
-        means = self._means(total)
-        statistics = self._tail[: self._head_states.size]
+    def _optimize(self, gradients: list[Any], total: Any) -> None:
+        layout = self.layout
+        statistics = self._sums_of_head[: self._head_states.size]
         self._head_states.apply_changes(statistics / total[layout.count])
-        means |= {key: summed / total[layout.divisor] for key, summed in self._sums_of_head().items()}
-        self.optimizer.apply([means[id(variable)] for variable in variables], variables)
+        of_head = [summed / total[layout.divisor] for summed in self._gradients]
+        self.optimizer.apply(self._join(gradients, of_head), self.whole.model.trainable_variables)
 
 
 Batch = tuple[Array, Array]
@@ -371,18 +338,14 @@ def _time_cut(step: Step, layer: str, spec: PartsSpec, batch: Batch, tf: Any, ke
     split.set_step(0, 0.0)
     split.begin()
     out = np.zeros(split.layout.step_size, np.float32)
-    outputs = split.forward(batch[0])
-    split.forget()
 
-    def forward() -> None:
-        split.forward(batch[0])
+    def forward() -> Array:
         split.forget()
+        return split.forward(batch[0])
 
-    def both() -> None:
-        split.forward(batch[0])
-        split.backward(np.zeros_like(outputs), 1.0, out)
-
-    forward_s, both_s = _time(forward, spec.min_duration_s), _time(both, spec.min_duration_s)
+    outputs = forward()
+    forward_s = _time(forward, spec.min_duration_s)
+    both_s = _time(lambda: split.backward(np.zeros_like(forward()), 1.0, out), spec.min_duration_s)
     head_s = _time(lambda: split.head(outputs, batch[1], 1.0), spec.min_duration_s)
     return CutTimes(layer, forward_s, max(0.0, both_s - forward_s), head_s)
 

@@ -27,7 +27,6 @@ from typing import Any
 
 import numpy as np
 
-from csdctl.worker.compute.keras_internals import regularization_losses
 from csdctl.worker.compute.noise import NoisySums
 from csdctl.worker.compute.objective import BatchLoss, Objective
 from csdctl.worker.compute.statistics import LayerStates, Seeds, Snapshot
@@ -37,77 +36,46 @@ from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.recipe import Noise, Recipe
 
 
-@dataclass(frozen=True)
 class VectorLayout:
     """Where the parts of a summed vector are."""
 
-    num_gradients: int
-    num_statistics: int
-    num_states: int
-    """Number of elements of the metrics' states."""
-    has_loss_count: bool = False
-    """Whether the loss is divided by a count of its own, which stands before n."""
-    divides_gradients: bool = False
-    """Whether gradients are divided by that count too; otherwise by n."""
-    has_summed: bool = False
-    """Whether a part of the loss is a sum over samples, not a mean, with a gradient of its own."""
-    num_ranks: int = 0
-    """Ranks whose compute times follow; 0: the step's part alone."""
+    def __init__(
+        self,
+        num_gradients: int,
+        num_statistics: int,
+        num_states: int,
+        *,
+        has_loss_count: bool,
+        divides_gradients: bool,
+        has_summed: bool = False,
+    ) -> None:
+        """`num_states`: elements of the metrics' states.
 
-    @property
-    def num_sums(self) -> int:
+        `has_loss_count`: whether the loss is divided by a count of its own, which stands before n;
+        `divides_gradients`: whether gradients are divided by that count too, otherwise by n; `has_summed`:
+        whether a part of the loss is a sum over samples, not a mean, with a gradient of its own.
+        """
+        self.num_gradients, self.has_summed = num_gradients, has_summed
+        self.num_sums = 2 + has_summed + num_states + has_loss_count
         """Elements of the step's part behind gradients and statistics: loss, metrics' states and counts."""
-        return 2 + self.has_summed + self.num_states + self.has_loss_count
-
-    @property
-    def step_size(self) -> int:
-        """Elements of the step's part."""
-        return self.num_gradients * (1 + self.has_summed) + self.num_statistics + self.num_sums
-
-    @property
-    def size(self) -> int:
-        """All elements."""
-        return self.step_size + (1 + self.num_ranks if self.num_ranks else 0)
-
-    @property
-    def gradients(self) -> slice:
+        self.gradients = slice(0, num_gradients * (1 + has_summed))
         """The summed gradients of all trainable variables, flat, in the model's order."""
-        return slice(0, self.num_gradients * (1 + self.has_summed))
-
-    @property
-    def statistics(self) -> slice:
+        self.statistics = slice(self.gradients.stop, self.gradients.stop + num_statistics)
         """The changes of the state that layers keep, times n."""
-        return slice(self.gradients.stop, self.gradients.stop + self.num_statistics)
-
-    @property
-    def sums(self) -> slice:
-        """Loss, metrics' states, and the count that the loss is divided by."""
-        return slice(self.statistics.stop, self.step_size - self.has_loss_count)
-
-    @property
-    def divisor(self) -> int:
-        """The index of the count that gradients are divided by."""
-        return self.count - self.divides_gradients
-
-    @property
-    def count(self) -> int:
-        """The index of n."""
-        return self.step_size - 1
-
-    @property
-    def step(self) -> slice:
+        self.step_size = self.statistics.stop + self.num_sums
+        """Elements of the step's part."""
+        self.step = slice(0, self.step_size)
         """The step's part."""
-        return slice(0, self.step_size)
-
-    @property
-    def stop(self) -> int:
+        self.sums = slice(self.statistics.stop, self.step_size - has_loss_count)
+        """Loss, metrics' states, and the count that the loss is divided by."""
+        self.count = self.step_size - 1
+        """The index of n."""
+        self.divisor = self.count - divides_gradients
+        """The index of the count that gradients are divided by."""
+        self.stop = self.step_size
         """The index of the stop request: above 0 when a stop was requested."""
-        return self.step_size
-
-    @property
-    def compute_s(self) -> slice:
+        self.compute_s = slice(self.step_size + 1, None)
         """Each rank's compute seconds, by rank of the run."""
-        return slice(self.step_size + 1, self.step_size + 1 + self.num_ranks)
 
 
 @dataclass(frozen=True)
@@ -132,10 +100,14 @@ class RankStep:
     model: Any
     """The model, or the part of it that the rank has."""
     objective: Objective
+    states: LayerStates
+    """State that the model's layers keep besides weights."""
     layout: VectorLayout
     """The layout of the rank's vector, without what a training loop appends."""
-    _apply: Any
-    """A tf.function that takes the optimizer step of a summed vector."""
+    has_noise = False
+    """Whether private samples are clipped and get noise."""
+    _has_summed = _has_loss_count = False
+    """As in the layout, which is known once the graph of the vector is traced."""
 
     def __init__(self, model: Any, recipe: Recipe, rank: int, tf: Any) -> None:
         """`model`: whole and compiled; its optimizer is used, and its layers draw random numbers."""
@@ -170,7 +142,9 @@ class RankStep:
         if total[self.layout.divisor] > 0:
             # Without the lookup of a graph by its arguments: a third of the CPU time of a small step.
             if self._applying is None:
-                self._applying = self._apply.get_concrete_function()
+                signature = [self._tf.TensorSpec((self.layout.step_size,), self._tf.float32)]
+                graph = self._tf.function(self._apply_graph, autograph=False, input_signature=signature)
+                self._applying = graph.get_concrete_function()
             self._applying(self._tf.convert_to_tensor(total))
         return sums
 
@@ -188,6 +162,21 @@ class RankStep:
         vector[[self.layout.divisor, self.layout.count]] = 1
         self._rehearse(lambda: self.apply(vector))
 
+    @property
+    def has_loss_scaling(self) -> bool:
+        """Whether the optimizer skips gradients that are not finite, and scales the loss (mixed_float16)."""
+        return hasattr(self.optimizer, "inner_optimizer")
+
+    def _lay_out(self) -> VectorLayout:
+        return VectorLayout(
+            size_of(self.model.trainable_variables),
+            self.states.size,
+            self.objective.metrics.size,
+            has_loss_count=self._has_loss_count,
+            divides_gradients=self.objective.counts_elements and not self.has_noise,
+            has_summed=self._has_summed,
+        )
+
     def _rehearse(self, do: Callable[[], object]) -> None:
         before = Snapshot(self.state)
         do()
@@ -195,7 +184,36 @@ class RankStep:
 
     def _sums(self, tail: Array) -> Sums:
         loss, *states, count = (float(value) for value in tail)
+        if self._has_summed:
+            loss += states.pop(0) * count
         return Sums(loss, tuple(states), count)
+
+    def _tail(self, batch: BatchLoss, *, with_samples: bool) -> list[Any]:
+        """Return the end of a vector: Σ loss, what is summed, metrics' states, count of the loss (and n)."""
+        tf = self._tf
+        tail = [tf.reshape(batch.mean * batch.loss_count, [1])]
+        if self._has_summed:  # in evaluation, layers may leave it out
+            tail.append(tf.zeros([1]) if batch.summed is None else tf.reshape(batch.summed, [1]))
+        tail += batch.states
+        if not with_samples or self._has_loss_count:
+            tail.append(tf.reshape(batch.loss_count, [1]))
+        return [*tail, tf.reshape(batch.samples, [1])] if with_samples else tail
+
+    def _apply_graph(self, total: Any) -> None:
+        layout = self.layout
+        gradient = total[: layout.num_gradients] / total[layout.divisor]
+        if layout.has_summed:  # the part of the loss that is not divided
+            gradient += total[layout.num_gradients : layout.gradients.stop]
+        # First what the forward pass did to the weights, as in fit.
+        self.states.apply_changes(total[layout.statistics] / total[layout.count])
+        self._optimize(unflatten(gradient, self.model.trainable_variables, self._tf), total)
+
+    def _optimize(self, gradients: list[Any], total: Any) -> None:
+        """Take the optimizer step of the model's mean `gradients`; inside a graph."""
+        if gradients:
+            self.optimizer.apply(gradients, self.model.trainable_variables)
+        else:  # Keras does not count a step without variables, and rank 0's optimizer has others
+            self.optimizer.iterations.assign_add(1)
 
 
 class Step(RankStep):
@@ -224,36 +242,23 @@ class Step(RankStep):
         self.model = model
         self.optimizer.build(model.trainable_variables)
         self.has_noise = noise is not None
-        """Whether private samples are clipped and get noise."""
         self.objective = Objective(model, recipe, example, tf, keras, is_per_sample=self.has_noise)
         self.states = LayerStates(model, tf, keras)
-        """State that the model's layers keep besides weights."""
         self.micro_batch_size = micro_batch_size
         self._weight = weight
         # No graph depends on a tensor's value. AutoGraph would only leave a source file in the temporary
         # directory for each graph of a rank that is killed.
         batch = self.objective.signature
-        self._has_summed = False
         self._has_loss_count = self.has_noise or self.objective.counts_elements
         local = tf.function(self._local_graph, autograph=False, input_signature=batch)
         # What layers add to the loss, and what they write, is known by tracing them.
         self._local = local.get_concrete_function()
         self._check_writes(self._local.graph)
-        self.layout = VectorLayout(
-            num_gradients=size_of(model.trainable_variables),
-            num_statistics=self.states.size,
-            num_states=self.objective.metrics.size,
-            has_loss_count=self._has_loss_count,
-            divides_gradients=self.objective.counts_elements and not self.has_noise,
-            has_summed=self._has_summed,
-        )
+        self.layout = self._lay_out()
         self._alone = tf.function(self._alone_graph, autograph=False, input_signature=batch)
-        total = [tf.TensorSpec((self.layout.step_size,), tf.float32)]
-        self._apply = tf.function(self._apply_graph, autograph=False, input_signature=total)
         self._evaluate = tf.function(self._evaluate_graph, autograph=False, input_signature=batch)
         if noise:
-            of_one = self._loss_of_one, self._penalty
-            self._noisy = NoisySums(noise, model.trainable_variables, *of_one, batch, tf)
+            self._noisy = NoisySums(noise, model, self.objective, tf)
 
     def _check_writes(self, graph: Any) -> None:
         """Raise WorkerError, exit code 2, if a layer writes what is trained: each rank its own."""
@@ -268,11 +273,6 @@ class Step(RankStep):
                     remedy="use a constraint (kernel_constraint) instead, or create it with trainable=False",
                     exit_code=2,
                 )
-
-    @property
-    def has_loss_scaling(self) -> bool:
-        """Whether the optimizer skips gradients that are not finite, and scales the loss (mixed_float16)."""
-        return hasattr(self.optimizer, "inner_optimizer")
 
     def local(
         self, images: Array, labels: Array, out: Array | None = None, *, private_copies: Array | None = None
@@ -338,23 +338,6 @@ class Step(RankStep):
         finally:
             before.restore()
 
-    def _sums(self, tail: Array) -> Sums:
-        loss, *states, count = (float(value) for value in tail)
-        if self._has_summed:
-            loss += states.pop(0) * count
-        return Sums(loss, tuple(states), count)
-
-    def _tail(self, batch: BatchLoss, *, with_samples: bool) -> list[Any]:
-        """Return the end of a vector: Σ loss, what is summed, metrics' states, count of the loss (and n)."""
-        tf = self._tf
-        tail = [tf.reshape(batch.mean * batch.loss_count, [1])]
-        if self._has_summed:  # in evaluation, layers may leave it out
-            tail.append(tf.zeros([1]) if batch.summed is None else tf.reshape(batch.summed, [1]))
-        tail += batch.states
-        if not with_samples or self._has_loss_count:
-            tail.append(tf.reshape(batch.loss_count, [1]))
-        return [*tail, tf.reshape(batch.samples, [1])] if with_samples else tail
-
     def _gradients(self, samples: Any, labels: Any) -> tuple[list[Any], list[Any], BatchLoss]:
         """Return the gradients of all trainable variables, in float32, and the loss.
 
@@ -368,29 +351,10 @@ class Step(RankStep):
             parts = [batch.mean] if batch.summed is None else [batch.mean, batch.summed]
             objectives = [self.optimizer.scale_loss(one) if self.has_loss_scaling else one for one in parts]
         self._has_summed = batch.summed is not None
-        means, *summed = (
-            [
-                tf.zeros(variable.shape) if gradient is None else tf.cast(gradient, tf.float32)
-                for gradient, variable in zip(
-                    tape.gradient(objective, [v.value for v in variables]), variables, strict=True
-                )
-            ]
-            for objective in objectives
-        )
+        values, zero = [variable.value for variable in variables], tf.UnconnectedGradients.ZERO
+        gradients = (tape.gradient(one, values, unconnected_gradients=zero) for one in objectives)
+        means, *summed = ([tf.cast(one, tf.float32) for one in found] for found in gradients)
         return means, summed[0] if summed else [], batch
-
-    def _loss_of_one(self, samples: Any, labels: Any) -> Any:
-        """Return the loss of a batch of one sample, with what layers add for it, without weight penalties."""
-        loss = self.objective.loss(samples, labels)
-        penalty = self._penalty()
-        return loss if penalty is None else loss - penalty
-
-    def _penalty(self) -> Any:
-        penalties = regularization_losses(self.model)
-        # They have the types that their layers compute in.
-        return (
-            self._tf.add_n([self._tf.cast(one, self._tf.float32) for one in penalties]) if penalties else None
-        )
 
     def _local_graph(self, samples: Any, labels: Any) -> Any:
         tf = self._tf
@@ -401,15 +365,6 @@ class Step(RankStep):
         flat = [tf.reshape(gradient, [-1]) for gradient in gradients]
         vector = tf.concat([*flat, *changes, *self._tail(batch, with_samples=True)], axis=0)
         return vector if self._weight == 1.0 else vector * self._weight
-
-    def _apply_graph(self, total: Any) -> None:
-        layout, variables = self.layout, self.model.trainable_variables
-        gradient = total[: layout.num_gradients] / total[layout.divisor]
-        if layout.has_summed:  # the part of the loss that is not divided
-            gradient += total[layout.num_gradients : layout.gradients.stop]
-        # First what the forward pass did to the weights, as in fit.
-        self.states.apply_changes(total[layout.statistics] / total[layout.count])
-        self.optimizer.apply(unflatten(gradient, variables, self._tf), variables)
 
     def _alone_graph(self, samples: Any, labels: Any) -> Any:
         gradients, summed, batch = self._gradients(samples, labels)

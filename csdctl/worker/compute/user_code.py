@@ -13,12 +13,14 @@ import random
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 
+from csdctl.worker.compute.backend import load_backend
 from csdctl.worker.data.arrays import Array, as_labels, fields_of, open_arrays
 from csdctl.worker.process.errors import WorkerError, describe
 from csdctl.worker.protocol.model_info import AugmentTrial, AugmentTried
@@ -37,16 +39,14 @@ def load_function(reference: str) -> Any:
     return function
 
 
-def run_user_code(description: str, code: Callable[[], Any]) -> Any:
+def run_user_code(
+    description: str, code: Callable[[], Any], remedy: str = "fix the model's code, or model_args"
+) -> Any:
     """Return what `code` returns; whatever it raises, even SystemExit, becomes a WorkerError."""
     try:
         return code()
     except BaseException as error:
-        raise WorkerError(
-            f"{description} fails: {describe(error)}",
-            remedy="fix the model's code, or model_args",
-            exit_code=2,
-        ) from None
+        raise WorkerError(f"{description} fails: {describe(error)}", remedy=remedy, exit_code=2) from None
 
 
 def import_file(path: Path) -> Any:
@@ -74,7 +74,7 @@ def import_roots(roots: Sequence[str]) -> None:
             import_file(root)
         else:
             sys.path.insert(0, str(root.parent))
-            run_user_code(str(root), lambda name=root.name: importlib.import_module(name))  # type: ignore[misc]
+            run_user_code(str(root), partial(importlib.import_module, root.name))
 
 
 def import_packed(archive: str, modules: Sequence[str]) -> dict[str, Any]:
@@ -85,26 +85,11 @@ def import_packed(archive: str, modules: Sequence[str]) -> dict[str, Any]:
     if not archive:
         return {}
     sys.path.insert(0, archive)
+    remedy = "install what it imports, or add the user's own modules to `code` in job.yaml"
     for name in modules:
-        try:
-            _PACKED[name] = importlib.import_module(name)
-        except BaseException as error:
-            raise WorkerError(
-                _missing_module(error, archive)
-                or f"the job's code cannot be imported here: {name}: {describe(error)}",
-                remedy="install what it imports, or add the user's own modules to `code` in job.yaml",
-                exit_code=2,
-            ) from None
+        load = partial(importlib.import_module, name)
+        _PACKED[name] = run_user_code(f"importing {name} of the job's code", load, remedy)
     return find_objects(lambda file: file.startswith(archive))
-
-
-def _missing_module(error: BaseException, archive: str) -> str:
-    """Return, in words that follow the machine's name, which module it lacks; '' for any other error."""
-    if not isinstance(error, ModuleNotFoundError) or not error.name:
-        return ""
-    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
-    importers = [file.removeprefix(f"{archive}/") for file in files if file.startswith(f"{archive}/")]
-    return f"has no {error.name.partition('.')[0]}, which {importers[-1]} imports" if importers else ""
 
 
 def missing_packages(content: Any) -> list[str]:
@@ -139,7 +124,6 @@ def imported_beside(directory: Path) -> list[Path]:
 
 _AUGMENT = 2
 """The last element of the seed: it keeps these numbers apart from the order of samples (prepared.py)."""
-TRY_IT = "fix the function, and try it with `csdctl prepare`"
 _MAX_GLOBAL_SEED = 1 << 32
 
 Parts = Array | dict[str, Array]
@@ -168,8 +152,12 @@ class Augmentation:
         Raises WorkerError if the function fails or returns something else; it names no value of a private
         sample.
         """
+        seed = [self._seed, step, rank, _AUGMENT]
+        parts = [slice(number, number + 1) for number in range(num_single)]
         try:
-            return self._apply(samples, labels, step, rank, num_single)
+            changed = [self._call(samples[one], labels[one], [*seed, one.start]) for one in parts]
+            if num_single < len(samples) or not changed:
+                changed.append(self._call(samples[num_single:], labels[num_single:], seed))
         except WorkerError:
             raise
         except BaseException as error:
@@ -178,16 +166,7 @@ class Augmentation:
             else:
                 traceback.print_exc()  # to the rank's log: the message may contain values of samples
                 problem = f"fails: {type(error).__name__}; its message is in the rank's log"
-            raise self._error(problem, TRY_IT) from None
-
-    def _apply(
-        self, samples: Array, labels: Array, step: int, rank: int, num_single: int
-    ) -> tuple[Array, Array]:
-        seed = [self._seed, step, rank, _AUGMENT]
-        parts = [slice(number, number + 1) for number in range(num_single)]
-        changed = [self._call(samples[one], labels[one], [*seed, number]) for number, one in enumerate(parts)]
-        if num_single < len(samples) or not changed:
-            changed.append(self._call(samples[num_single:], labels[num_single:], seed))
+            raise self._error(problem, "fix the function, and try it with `csdctl prepare`") from None
         if len(changed) == 1:
             return changed[0]
         all_samples, all_labels = zip(*changed, strict=True)
@@ -231,28 +210,21 @@ class Augmentation:
             array = np.asarray(returned)
         except Exception:
             array = np.asarray(None)
-        if array.dtype.kind not in "biuf" and str(array.dtype) != "bfloat16":
-            raise self._error(
-                f"returned {what} that are no numbers but {_type_of(returned)}", "return arrays or tensors"
-            )
-        if array.shape != expected.shape:
-            raise self._error(
-                f"returned {what} of shape {_shape(array)}, expected {_shape(expected)}",
-                "return as many samples as it gets, each of the same shape",
-            )
-        with np.errstate(invalid="ignore", over="ignore"):
-            converted = array.astype(expected.dtype, copy=False)
+        is_number = array.dtype.kind in "biuf" or str(array.dtype) == "bfloat16"
         is_float = expected.dtype.kind == "f"
-        if array.dtype != expected.dtype and not (is_float or np.array_equal(converted, array)):
-            raise self._error(
-                f"returned {what} of type {array.dtype}, expected {expected.dtype}",
-                "convert the result back: `np.clip(np.rint(x), 0, 255).astype(np.uint8)` for pictures"
-                if expected.dtype == np.uint8
-                else f"convert the result back to {expected.dtype}",
-            )
-        if is_float and not np.isfinite(converted).all() and np.isfinite(expected).all():
-            raise self._error(f"returned {what} that are not finite", "return finite numbers")
-        return converted
+        if is_number and array.shape == expected.shape:
+            with np.errstate(invalid="ignore", over="ignore"):
+                converted = array.astype(expected.dtype, copy=False)
+            if is_float and not np.isfinite(converted).all() and np.isfinite(expected).all():
+                raise self._error(f"returned {what} that are not finite", "return finite numbers")
+            if is_float or array.dtype == expected.dtype or np.array_equal(converted, array):
+                return converted
+        found = _form(array) if is_number else _type_of(returned)
+        raise self._error(
+            f"returned {what} as {found}, expected {_form(expected)}",
+            "return as many samples as it gets, of the same shape and type; for pictures, "
+            "`np.clip(np.rint(x), 0, 255).astype(np.uint8)`",
+        )
 
 
 def _unpack(array: Array) -> Parts:
@@ -262,8 +234,8 @@ def _unpack(array: Array) -> Parts:
     return {name: np.array(part) for name, part in fields_of(array).items()}
 
 
-def _shape(array: Array) -> str:
-    return "×".join(map(str, array.shape)) or "one number"
+def _form(array: Array) -> str:
+    return "×".join(map(str, array.shape)) + f" {array.dtype}"
 
 
 def _type_of(value: Any) -> str:
@@ -281,6 +253,7 @@ def try_augment(spec: AugmentTrial) -> AugmentTried:
     Raises WorkerError, exit code 2, if it cannot be imported, fails, returns something else than samples and
     labels of the same form, or other ones when a step is repeated.
     """
+    load_backend()  # whose threads cannot be set any more once the user's code has imported it
     import_packed(spec.code.archive, spec.code.modules)
     augmentation = Augmentation(spec.reference, spec.seed, is_public=True)
     samples, labels = open_arrays(f"{spec.directory}/images.npy", f"{spec.directory}/labels.npy")

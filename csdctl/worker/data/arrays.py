@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Mapping
 from io import BufferedReader
 from pathlib import Path
-from types import MappingProxyType
 from typing import IO, Any
 
 import numpy as np
@@ -202,46 +201,28 @@ def dtype_from_text(text: str) -> np.dtype[Any]:
         raise ValueError(f"{text[:80]!r} is not a type of samples: {type(error).__name__}") from None
 
 
-def random_samples(
-    generator: np.random.Generator,
-    shape: tuple[int, ...],
-    dtype: np.dtype[Any],
-    largest: Mapping[str, int] = MappingProxyType({}),
-) -> Array:
-    """Return random samples, shape (n, …): integers in [0, 128) or floats in [0, 1).
-
-    `largest` has the largest integer of each field, '' for the only one: integers may be indices.
-    """
-    samples = np.empty(shape, dtype)
-    for name, field in fields_of(samples).items():
-        if field.dtype.kind in "iu":
-            highest = min(max(0, largest.get(name, 127)), _MAX_INTEGER)
-            field[...] = generator.integers(0, highest, field.shape, endpoint=True)
-        else:
-            field[...] = generator.random(field.shape)
-    return samples
-
-
 def random_batch(
     generator: np.random.Generator, element_spec: DatasetInfo, count: int, num_indices: int | None = None
 ) -> tuple[Array, Array]:
     """Return random samples (n, …) and labels (n, …) shaped like a data set's: a step takes as long.
 
+    Floats are in [0, 1). Integers are in [0, 128), or up to the largest of the data set: they may be indices.
     `num_indices`: of the model's smallest embedding. The columns of one input may be indices of several.
     """
     info = element_spec
     dtype = dtype_from_text(info.dtype)
     largest = dict(info.max_values)
     if num_indices is not None:
-        largest = {
-            name: min(num_indices - 1, largest.get(name, num_indices - 1)) for name in dtype.names or [""]
-        }
-    samples = random_samples(generator, (count, *info.sample_shape), dtype, largest)
-    label_dtype = info.label_dtype or ("int32" if info.max_label >= 0 else "float32")
-    labels = random_samples(
-        generator,
-        (count, *info.label_shape),
-        dtype_from_text(label_dtype),
-        {"": info.max_label, **info.max_labels},
-    )
+        for name in dtype.names or [""]:
+            largest[name] = min(num_indices - 1, largest.get(name, num_indices - 1))
+    samples = np.empty((count, *info.sample_shape), dtype)
+    label_type = info.label_dtype or ("int32" if info.max_label >= 0 else "float32")
+    labels = np.empty((count, *info.label_shape), dtype_from_text(label_type))
+    for array, most in ((samples, largest), (labels, {"": info.max_label, **info.max_labels})):
+        for name, field in fields_of(array).items():
+            if field.dtype.kind in "iu":
+                highest = min(max(0, most.get(name, 127)), _MAX_INTEGER)
+                field[...] = generator.integers(0, highest, field.shape, endpoint=True)
+            else:
+                field[...] = generator.random(field.shape)
     return samples, labels

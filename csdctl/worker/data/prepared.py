@@ -40,10 +40,6 @@ class PreparedSamples:
         )
         self._samples, self._labels = (file.array for file in self._files)
         check_lengths(self._samples, self._labels)
-        if len(self._samples) % part.num_views:
-            raise WorkerError(
-                f"the data set is damaged: {len(self._samples)} rows cannot be {part.num_views} views"
-            )
         self._num_distinct, self._num_views = len(self._samples) // part.num_views, part.num_views
         self._rows = rows_of(part, self._num_distinct)
         self._first_row = 0
@@ -72,7 +68,11 @@ class PreparedSamples:
     def batches(self, batch_size: int) -> Iterator[tuple[Array, Array]]:
         """Yield all samples once, in the order of the file: for evaluation."""
         for start in range(0, len(self), batch_size):
-            yield self.read(np.arange(start, min(len(self), start + batch_size)))
+            yield self.span(start, batch_size)
+
+    def span(self, start: int, most: int) -> tuple[Array, Array]:
+        """Return up to `most` samples and labels from index `start` on, in the order of the file."""
+        return self.read(np.arange(start, min(len(self), start + most)))
 
 
 class EpochReader:
@@ -90,9 +90,9 @@ class EpochReader:
         me = spec.ranks[rank]
         self._spec = spec
         self._rank = rank
-        self._private = PreparedSamples(me.private) if me.private else None
-        self._public = PreparedSamples(me.public) if me.public else None
-        self._all_public = PreparedSamples(spec.public) if spec.public and rank == 0 else None
+        parts = (me.private, me.public, spec.public if rank == 0 else None)
+        self._files = [PreparedSamples(part) if part else None for part in parts]
+        self._private, self._public, self._all_public = self._files
         found = [len(part) if part else 0 for part in (self._private, self._public)]
         expected = [me.num_private - me.num_repeated, me.num_public]
         if found != expected:
@@ -118,14 +118,13 @@ class EpochReader:
         source = self._private if self._private and len(self._private) else self._public
         if source is None or len(source) == 0:
             return self.empty_batch()
-        return source.read(np.arange(min(count, len(source))))
+        return source.span(0, count)
 
     def set_epoch(self, epoch: int) -> None:
         """Read the samples of epoch `epoch` from now on; raises WorkerError if a file has changed."""
-        for part in (self._private, self._public, self._all_public):
-            if part:
-                part.check()
-                part.set_epoch(epoch)
+        for part in filter(None, self._files):
+            part.check()
+            part.set_epoch(epoch)
         self._epoch = epoch
         self._orders = {}
 
@@ -162,8 +161,7 @@ class EpochReader:
 
     def read_reassigned(self, spans: Sequence[Span]) -> tuple[Array, Array]:
         """Return the samples of `spans` from the host's public data; for rank 0 only."""
-        if self._all_public is None:
-            raise WorkerError("samples were reassigned to a rank that cannot read them")
+        assert self._all_public is not None
         indices = [
             self._rows_of_rank(span.rank)[self._order(span.rank, _PUBLIC)[span.start : span.stop]]
             for span in spans

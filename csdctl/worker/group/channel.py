@@ -20,13 +20,22 @@ from csdctl.worker.group.values import LinkLostError
 from csdctl.worker.protocol.json_codec import Count, Generation, RankNumber, from_json
 from csdctl.worker.protocol.sandbox import SOCKETS_VARIABLE, USER_VARIABLE, link_address
 
-CHOOSE, SUM, ALLGATHER, SEND, RECEIVE, CLOSE = b"O", b"S", b"G", b"P", b"R", b"C"
-CONNECTIONS, NOT_FINITE, EXPECT = b"T", b"N", b"E"
-"""Requests of the rank."""
+
+class Request:
+    """Letters of the rank's requests."""
+
+    CHOOSE, SUM, ALLGATHER, SEND, RECEIVE, CLOSE = b"O", b"S", b"G", b"P", b"R", b"C"
+    CONNECTIONS, NOT_FINITE, EXPECT = b"T", b"N", b"E"
+
+
+class Answer:
+    """Letters of the link's answers; `FAULT` is its last: another rank has sent what no rank may send."""
+
+    DONE, WAITING, FAULT = b"D", b"W", b"F"
+
+
 SEND_HEAD = struct.Struct("<q?")
 """Head of a `SEND` request: the receiving rank, and whether to answer only when all has left."""
-DONE, WAITING, FAULT = b"D", b"W", b"F"
-"""Answers of the link. `FAULT` is its last one: another rank has sent what no rank may send."""
 MAX_NOTE_BYTES = 1 << 16
 """Largest size of a greeting, `WAITING` or `FAULT`."""
 _HEAD = struct.Struct("<cQ")

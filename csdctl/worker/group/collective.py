@@ -4,15 +4,14 @@ A new collective is a subclass of `Collective`, registered in `COLLECTIVES`; its
 `protocol.orders.COLLECTIVE_NAMES`, from which the command line takes the names that it accepts.
 """
 
-import math
-import struct
 import time
 from collections import Counter
-from typing import Any
+from typing import Annotated, Any
 
-from csdctl.worker.group.messages import allgather
+from csdctl.worker.group.messages import allgather, gather_values
 from csdctl.worker.group.mpi import Incoming, OnWait, World, ignore_wait, wait_sleeping
-from csdctl.worker.group.values import ExpectedTails, PeerFaultError
+from csdctl.worker.group.values import ExpectedTails
+from csdctl.worker.protocol.json_codec import Between
 from csdctl.worker.protocol.orders import ALLREDUCE, STAR
 
 CHUNK_SIZE = 1 << 18
@@ -179,23 +178,16 @@ class Allreduce(Collective):
         wait_sleeping(self._world.start_sum(self._local, self._total), on_wait)
 
 
-_SECONDS = struct.Struct("<d")
-MAX_SUM_S = 3600.0
+SumSeconds = Annotated[float, Between(0.0, 3600.0)]
 LONG_S = 2.0
 """A sum of so many seconds is timed once: opening the connections is a small part of it."""
-
+NUM_ROUNDS = 2
 
 COLLECTIVES: dict[str, type[Collective]] = {STAR: Star, ALLREDUCE: Allreduce}
 
 
 def choose_collective(
-    world: World,
-    local: Any,
-    total: Any,
-    wanted: str = "",
-    *,
-    rounds: int = 2,
-    on_wait: OnWait = ignore_wait,
+    world: World, local: Any, total: Any, wanted: str = "", *, on_wait: OnWait = ignore_wait
 ) -> tuple[Collective, str, float]:
     """Return the fastest collective, its name, and the seconds of its fastest sum on the slowest rank.
 
@@ -205,25 +197,18 @@ def choose_collective(
     for name in (wanted,) if wanted in COLLECTIVES else COLLECTIVES:
         collective = COLLECTIVES[name](world, local, total)
         # The first sum opens connections and does not count, if it is not long.
-        slowest_s = max(gather_seconds(world, _time_sum(world, collective, on_wait), on_wait))
+        slowest_s = find_slowest_s(world, _time_sum(world, collective, on_wait), on_wait)
         if slowest_s < LONG_S:
-            own_s = min(_time_sum(world, collective, on_wait) for _ in range(rounds))
-            slowest_s = max(gather_seconds(world, own_s, on_wait))
+            own_s = min(_time_sum(world, collective, on_wait) for _ in range(NUM_ROUNDS))
+            slowest_s = find_slowest_s(world, own_s, on_wait)
         measured.append((slowest_s, name, collective))
     seconds, name, collective = min(measured, key=lambda row: row[0])
     return collective, name, seconds
 
 
-def gather_seconds(world: World, own_s: float, on_wait: OnWait = ignore_wait) -> list[float]:
-    """Return the seconds of all ranks; raises PeerFaultError for what cannot be the time of a sum."""
-    gathered = allgather(world, _SECONDS.pack(own_s), _SECONDS.size, on_wait)
-    seconds = []
-    for rank, content in enumerate(gathered):
-        value = _SECONDS.unpack(content)[0] if len(content) == _SECONDS.size else math.nan
-        if not 0 <= value <= MAX_SUM_S:  # NaN neither
-            raise PeerFaultError(rank, f"sent {content.hex()}, expected the seconds of a sum")
-        seconds.append(value)
-    return seconds
+def find_slowest_s(world: World, own_s: float, on_wait: OnWait = ignore_wait) -> float:
+    """Return the seconds of the slowest rank; raises PeerFaultError for what cannot be the time of a sum."""
+    return float(max(gather_values(world, own_s, SumSeconds, on_wait)))
 
 
 def _time_sum(world: World, collective: Collective, on_wait: OnWait) -> float:

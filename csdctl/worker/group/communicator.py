@@ -11,24 +11,7 @@ from collections.abc import Callable
 from typing import Annotated, Any
 
 from csdctl.worker.data.arrays import Array
-from csdctl.worker.group.channel import (
-    ALLGATHER,
-    CHOOSE,
-    CLOSE,
-    CONNECTIONS,
-    DONE,
-    EXPECT,
-    FAULT,
-    NOT_FINITE,
-    RECEIVE,
-    SEND,
-    SEND_HEAD,
-    SUM,
-    WAITING,
-    Channel,
-    LinkGreeting,
-    SharedVectors,
-)
+from csdctl.worker.group.channel import SEND_HEAD, Answer, Channel, LinkGreeting, Request, SharedVectors
 from csdctl.worker.group.messages import MAX_VALUE_BYTES, ConnectionRows, gather_traffic, split_parts
 from csdctl.worker.group.values import (
     ExpectedTails,
@@ -129,23 +112,23 @@ class LinkCommunicator(Communicator):
     def choose_collective(self, wanted: str) -> None:
         """Choose the collective, on all ranks together; `wanted` names one instead of measuring."""
         hint = tuple[Annotated[str, OneOf(COLLECTIVE_NAMES)], float]
-        self.collective, self.sum_s = self._read(hint, self._request(CHOOSE, wanted.encode()))
+        self.collective, self.sum_s = self._read(hint, self._request(Request.CHOOSE, wanted.encode()))
 
     def sum(self, vector: Array, expected: ExpectedTails | None = None) -> Array:
         """Sum in the memory that is shared with the link."""
         if vector is not self.local:
             self.local[:] = vector
-        self._request(SUM, expected.pack() if expected else b"")
+        self._request(Request.SUM, expected.pack() if expected else b"")
         total: Array = self._vectors.total
         return total
 
     def find_not_finite(self) -> list[int]:
         """Ask the link, which has the vectors on rank 0."""
-        return self._read_ranks(self._request(NOT_FINITE))
+        return self._read_ranks(self._request(Request.NOT_FINITE))
 
     def allgather(self, value: Any, hint: Any) -> list[Any]:
         """Gather through the link; raises PeerFaultError."""
-        joined = self._request(ALLGATHER, encode_value(value), 2 * self.size * MAX_VALUE_BYTES)
+        joined = self._request(Request.ALLGATHER, encode_value(value), 2 * self.size * MAX_VALUE_BYTES)
         try:
             contents = split_parts(joined, self.size)
         except ValueError:
@@ -156,28 +139,30 @@ class LinkCommunicator(Communicator):
         """Send through the link."""
         packed = memoryview(content).cast("B").tobytes()
         self._messages[traffic_class, self.rank, rank] += len(packed)
-        self._request(SEND, SEND_HEAD.pack(rank, is_waiting) + packed)
+        self._request(Request.SEND, SEND_HEAD.pack(rank, is_waiting) + packed)
 
     def expect(self, rank: int, max_bytes: int) -> None:
         """Announce a message to the link."""
-        self._request(EXPECT, struct.pack("<qq", rank, max_bytes))
+        self._request(Request.EXPECT, struct.pack("<qq", rank, max_bytes))
 
     def receive(self, rank: int, max_bytes: int, traffic_class: str) -> bytearray:
         """Receive through the link."""
-        received = self._request(RECEIVE, struct.pack("<qq", rank, max_bytes), max_bytes)
+        received = self._request(Request.RECEIVE, struct.pack("<qq", rank, max_bytes), max_bytes)
         self._messages[traffic_class, rank, self.rank] += len(received)
         return received
 
     def traffic(self) -> list[SentBytes]:
         """Compare the counters of all ranks."""
         messages = [(*key, count) for key, count in self._messages.items()]
-        connections = self._read(ConnectionRows, self._request(CONNECTIONS, max_bytes=MAX_VALUE_BYTES))
+        connections = self._read(
+            ConnectionRows, self._request(Request.CONNECTIONS, max_bytes=MAX_VALUE_BYTES)
+        )
         return gather_traffic(self.allgather, messages, connections)
 
     def close(self) -> None:
         """Leave MPI, together with all other ranks; the link ends."""
         with contextlib.suppress(LinkLostError):
-            self._request(CLOSE)
+            self._request(Request.CLOSE)
         self._channel.close()
 
     def disconnect(self) -> None:
@@ -192,11 +177,11 @@ class LinkCommunicator(Communicator):
         self._channel.send(letter, content)
         while True:
             letter, answer = self._channel.receive(max_bytes)
-            if letter == DONE:
+            if letter == Answer.DONE:
                 return answer
-            if letter == WAITING:
+            if letter == Answer.WAITING:
                 self._on_waiting(self._read_ranks(answer))
-            elif letter == FAULT:
+            elif letter == Answer.FAULT:
                 culprit, message = self._read(tuple[RankNumber, str], answer)
                 self._check_ranks([culprit])
                 raise PeerFaultError(culprit, message[:MAX_FAULT_CHARACTERS])

@@ -16,21 +16,11 @@ from collections.abc import Callable
 from typing import Any
 
 from csdctl.worker.group.channel import (
-    ALLGATHER,
-    CHOOSE,
-    CLOSE,
-    CONNECTIONS,
-    DONE,
-    EXPECT,
-    FAULT,
-    NOT_FINITE,
-    RECEIVE,
-    SEND,
     SEND_HEAD,
-    SUM,
-    WAITING,
+    Answer,
     Channel,
     LinkGreeting,
+    Request,
     find_socket,
     is_of_same_user,
     map_vectors,
@@ -41,7 +31,7 @@ from csdctl.worker.group.mpi import FindMissing, MemoryLimit, World, init_mpi, w
 from csdctl.worker.group.values import ExpectedTails, LinkLostError, PeerFaultError
 from csdctl.worker.process.errors import WorkerError, describe
 from csdctl.worker.protocol.json_codec import to_json
-from csdctl.worker.protocol.tcp_counters import list_connections
+from csdctl.worker.protocol.processes import list_connections
 
 WAITING_INTERVAL_S = 5.0
 PROGRESS_INTERVAL_S, SENDING_INTERVAL_S = 0.005, 0.0005
@@ -69,7 +59,7 @@ def serve_link(run_id: str, node_rank: int, generation: int) -> int:
         channel.send(b"H", to_json(greeting).encode())
         local, total = map_vectors(channel.receive_descriptor(), is_adding=world.rank == 0)
         _Link(world, channel, local, total).serve()
-        channel.send(DONE)
+        channel.send(Answer.DONE)
     except Exception as error:
         # Any error: a link that stayed in MPI would let all others wait for it.
         if not isinstance(error, LinkLostError):
@@ -93,14 +83,14 @@ class _Link:
         self._arrivals: list[Arrival] = []
         """Messages that the rank expects, in order; of one sender, the first is the next."""
         self._requests: dict[bytes, Callable[[bytearray], bytes | bytearray]] = {
-            CHOOSE: self._choose,
-            SUM: self._sum,
-            ALLGATHER: self._allgather,
-            SEND: self._send,
-            EXPECT: self._expect,
-            RECEIVE: self._receive,
-            CONNECTIONS: self._list_connections,
-            NOT_FINITE: self._find_not_finite,
+            Request.CHOOSE: self._choose,
+            Request.SUM: self._sum,
+            Request.ALLGATHER: self._allgather,
+            Request.SEND: self._send,
+            Request.EXPECT: self._expect,
+            Request.RECEIVE: self._receive,
+            Request.CONNECTIONS: self._list_connections,
+            Request.NOT_FINITE: self._find_not_finite,
         }
 
     def serve(self) -> None:
@@ -109,16 +99,16 @@ class _Link:
             while True:
                 self._progress()
                 letter, content = self._channel.receive(MAX_REQUEST_BYTES, self._allow)
-                if self._collective and letter not in (SUM, NOT_FINITE):
+                if self._collective and letter not in (Request.SUM, Request.NOT_FINITE):
                     self._collective.flush(self._on_wait)
-                if letter == CLOSE:
+                if letter == Request.CLOSE:
                     allgather(self._world, b"", 0, self._on_wait)
                     return
                 if letter not in self._requests:
                     raise LinkLostError
-                self._channel.send(DONE, self._requests[letter](content))
+                self._channel.send(Answer.DONE, self._requests[letter](content))
         except PeerFaultError as fault:
-            self._channel.send(FAULT, json.dumps([fault.rank, fault.message]).encode())
+            self._channel.send(Answer.FAULT, json.dumps([fault.rank, fault.message]).encode())
             raise
 
     def _progress(self) -> None:
@@ -149,7 +139,7 @@ class _Link:
         now = time.monotonic()
         if waited_s > WAITING_INTERVAL_S and now - self._reported_s > WAITING_INTERVAL_S:
             self._reported_s = now
-            self._channel.send(WAITING, json.dumps(find_missing()).encode())
+            self._channel.send(Answer.WAITING, json.dumps(find_missing()).encode())
         if select.select([self._channel], [], [], 0)[0]:
             raise LinkLostError  # a rank that waits sends nothing: it is gone
 

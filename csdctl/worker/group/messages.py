@@ -7,19 +7,22 @@ larger one. Nothing here looks into the bytes. What was sent is what the ranks' 
 import struct
 from collections import Counter
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 from typing import Annotated, Any
 
 from csdctl.worker.group.mpi import OnWait, World, ignore_wait, wait_sleeping
-from csdctl.worker.group.values import PeerFaultError
+from csdctl.worker.group.values import PeerFaultError, decode_values, encode_value
 from csdctl.worker.protocol.events import SUMS, TRAFFIC_NAMES, SentBytes
 from csdctl.worker.protocol.json_codec import Between, MaxLength, OneOf, RankNumber
 
 MAX_VALUE_BYTES = 1 << 18
 """Largest size of one rank's part of an `allgather`: several times that of a thousand byte counters."""
 _SIZE = struct.Struct("<q")
-_SIZE_TAG, _CONTENT_TAG, _GATHER_SIZE_TAG, _GATHER_TAG, _ALL_SIZES_TAG, _ALL_TAG = range(3, 9)
-"""1 and 2 are those of the star (collective.py)."""
+Tags = tuple[int, int]
+MESSAGE, GATHERED, SPREAD = (3, 4), (5, 6), (7, 8)
+"""Tags of size and content: of a message to one rank, and of an `allgather` to and from rank 0.
+
+1 and 2 are those of the star (collective.py).
+"""
 
 Bytes = bytes | bytearray | memoryview
 
@@ -27,10 +30,10 @@ Bytes = bytes | bytearray | memoryview
 class Departure:
     """Bytes on their way to `rank`, which must receive them."""
 
-    def __init__(self, world: World, rank: int, content: Bytes) -> None:
+    def __init__(self, world: World, rank: int, content: Bytes, tags: Tags = MESSAGE) -> None:
         self._size, self._content = _SIZE.pack(len(content)), content
         self.num_bytes = len(content)
-        parts = ((self._size, _SIZE_TAG), (content, _CONTENT_TAG))
+        parts = zip((self._size, content), tags, strict=True)
         self._requests = [world.start_send(part, rank, tag) for part, tag in parts]
 
     def Test(self) -> bool:
@@ -41,11 +44,11 @@ class Departure:
 class Arrival:
     """The bytes that `rank` sends next: at most `max_bytes`, which are received while this is tested."""
 
-    def __init__(self, world: World, rank: int, max_bytes: int) -> None:
+    def __init__(self, world: World, rank: int, max_bytes: int, tags: Tags = MESSAGE) -> None:
         self.rank, self.max_bytes = rank, max_bytes
         self.content = bytearray()
-        self._world, self._size = world, bytearray(_SIZE.size)
-        self._arriving = world.start_receive(memoryview(self._size), rank, _SIZE_TAG)
+        self._world, self._size, self._tags = world, bytearray(_SIZE.size), tags
+        self._arriving = world.start_receive(memoryview(self._size), rank, tags[0])
         self._has_size = False
 
     def Test(self) -> bool:
@@ -55,8 +58,11 @@ class Arrival:
         if self._has_size:
             return True
         self._has_size = True
-        self.content = bytearray(_checked_size(self._size, self.rank, self.max_bytes))
-        self._arriving = self._world.start_receive(memoryview(self.content), self.rank, _CONTENT_TAG)
+        (size,) = _SIZE.unpack(self._size)
+        if not 0 <= size <= self.max_bytes:
+            raise PeerFaultError(self.rank, f"sent {size} bytes, expected at most {self.max_bytes}")
+        self.content = bytearray(size)
+        self._arriving = self._world.start_receive(memoryview(self.content), self.rank, self._tags[1])
         return self._arriving.Test()
 
 
@@ -68,19 +74,27 @@ def allgather(
     All pass rank 0, so that no other rank can change what a third one sent. Raises PeerFaultError when a
     rank's are more than `max_bytes`.
     """
-    if world.rank == 0:
-        gathered = _gather(world, bytes(content), max_bytes, on_wait)
-        _distribute(world, gathered, on_wait)
-        return gathered
-    for part, tag in ((_SIZE.pack(len(content)), _GATHER_SIZE_TAG), (content, _GATHER_TAG)):
-        wait_sleeping(world.start_send(part, 0, tag), on_wait)
-    sizes = memoryview(bytearray(_SIZE.size * world.size))
-    wait_sleeping(world.start_receive(sizes, 0, _ALL_SIZES_TAG), on_wait)
-    parts = [_checked_size(sizes[_SIZE.size * rank :], 0, max_bytes) for rank in range(world.size)]
-    everything = bytearray(sum(parts))
-    wait_sleeping(world.start_receive(memoryview(everything), 0, _ALL_TAG), on_wait)
-    ends = accumulate(parts)
-    return [bytes(everything[end - size : end]) for size, end in zip(parts, ends, strict=True)]
+    if world.rank:
+        wait_sleeping(Departure(world, 0, content, GATHERED), on_wait)
+        joined = Arrival(world, 0, world.size * (_SIZE.size + max_bytes), SPREAD)
+        wait_sleeping(joined, on_wait)
+        try:
+            return split_parts(joined.content, world.size)
+        except ValueError as error:
+            raise PeerFaultError(0, f"sent the parts of all ranks {error}") from None
+    arriving = [Arrival(world, rank, max_bytes, GATHERED) for rank in range(1, world.size)]
+    for one in arriving:
+        wait_sleeping(one, on_wait, lambda: [other.rank for other in arriving if not other.Test()])
+    gathered = [bytes(content), *(bytes(one.content) for one in arriving)]
+    everything = join_parts(gathered)
+    for departure in [Departure(world, rank, everything, SPREAD) for rank in range(1, world.size)]:
+        wait_sleeping(departure, on_wait)
+    return gathered
+
+
+def gather_values(world: World, value: Any, hint: Any, on_wait: OnWait = ignore_wait) -> list[Any]:
+    """Return every rank's `value` (JSON), on all ranks; raises PeerFaultError for what `hint` excludes."""
+    return decode_values(hint, allgather(world, encode_value(value), on_wait=on_wait))
 
 
 def join_parts(parts: Sequence[bytes]) -> bytes:
@@ -98,45 +112,6 @@ def split_parts(joined: Bytes, count: int) -> list[bytes]:
         parts.append(bytes(rest[_SIZE.size : _SIZE.size + size]))
         rest = rest[_SIZE.size + size :]
     return parts
-
-
-def _gather(world: World, own: bytes, max_bytes: int, on_wait: OnWait) -> list[bytes]:
-    """Return every rank's bytes; on rank 0."""
-    sizes = {rank: bytearray(_SIZE.size) for rank in range(1, world.size)}
-    _receive_from_each(world, sizes, _GATHER_SIZE_TAG, on_wait)
-    contents = {rank: bytearray(_checked_size(size, rank, max_bytes)) for rank, size in sizes.items()}
-    _receive_from_each(world, contents, _GATHER_TAG, on_wait)
-    return [own, *map(bytes, contents.values())]
-
-
-def _receive_from_each(world: World, into: dict[int, bytearray], tag: int, on_wait: OnWait) -> None:
-    """Fill the buffer of each rank with what that rank sends."""
-    arriving = {rank: world.start_receive(memoryview(buffer), rank, tag) for rank, buffer in into.items()}
-
-    def find_missing() -> list[int]:
-        return [rank for rank, request in arriving.items() if not request.Test()]
-
-    for request in arriving.values():
-        wait_sleeping(request, on_wait, find_missing)
-
-
-def _distribute(world: World, gathered: list[bytes], on_wait: OnWait) -> None:
-    """Send all bytes to all ranks; on rank 0."""
-    sizes, everything = b"".join(_SIZE.pack(len(part)) for part in gathered), b"".join(gathered)
-    leaving = [
-        world.start_send(part, rank, tag)
-        for rank in range(1, world.size)
-        for part, tag in ((sizes, _ALL_SIZES_TAG), (everything, _ALL_TAG))
-    ]
-    for request in leaving:
-        wait_sleeping(request, on_wait)
-
-
-def _checked_size(packed: Bytes, rank: int, max_bytes: int) -> int:
-    (size,) = _SIZE.unpack_from(packed)
-    if not 0 <= size <= max_bytes:
-        raise PeerFaultError(rank, f"sent {size} bytes, expected at most {max_bytes}")
-    return int(size)
 
 
 NumBytes = Annotated[int, Between(0, 1 << 50)]

@@ -33,13 +33,11 @@ def ignore_wait(waited_s: float, find_missing: FindMissing) -> None:
     """Do nothing: the default `OnWait`."""
 
 
-def find_none() -> list[int]:
-    """Return nothing: it is not known who is waited for."""
-    return []
+def wait_sleeping(request: Any, on_wait: OnWait = ignore_wait, find_missing: FindMissing = list) -> None:
+    """Return when a request of `World` is complete; raises what its `Test` raises.
 
-
-def wait_sleeping(request: Any, on_wait: OnWait = ignore_wait, find_missing: FindMissing = find_none) -> None:
-    """Return when a request of `World` is complete; raises what its `Test` raises."""
+    `find_missing`: by default, it is not known who is waited for.
+    """
     started_s, pause_s = time.monotonic(), FIRST_SLEEP_S
     while not request.Test():
         waited_s = time.monotonic() - started_s

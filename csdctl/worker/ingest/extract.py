@@ -14,7 +14,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -50,7 +50,6 @@ from csdctl.worker.protocol.features import (
     Extracted,
     ExtractSpec,
     Gathered,
-    GatheredPart,
     GatherSpec,
     Recomputed,
     SendSpec,
@@ -89,7 +88,7 @@ def extract(
         def note(progress: PrepareProgress, num_before: int = num_before) -> None:
             on_progress(PrepareProgress(num_before + progress.num_done, sum(sizes)))
 
-        info, num_new = _store_rows(one, functools.partial(_begin, one, load, limits), limits, note)
+        info, num_new = _store_rows(one, functools.partial(_compute_rows, one, load, limits), limits, note)
         parts.append(info)
         num_computed, num_before = num_computed + num_new, num_before + size
     return Extracted(tuple(parts), num_computed)
@@ -105,19 +104,15 @@ def of_sources(spec: ExtractSpec) -> list[ExtractSpec]:
     ]
 
 
-Read = Callable[[int], Block]
-"""Returns the stored rows from this one on, some of them."""
-
-
 def _store_rows(
     spec: ExtractSpec,
-    begin: Callable[[PartialDataset, PreparedSamples], Read],
+    rows: Callable[[PartialDataset, PreparedSamples], Iterator[Block]],
     limits: IngestLimits,
     on_progress: Callable[[PrepareProgress], None],
 ) -> tuple[DatasetInfo, int]:
     """Store the rows of `spec.source` unless they are stored; return how many are new, too.
 
-    `begin` is called only if there are rows to store.
+    `rows` yields those from the first missing one on; it is called only if there are rows to store.
     """
     samples = PreparedSamples(spec.source)
     num_rows = len(samples) * num_views(spec.augmented)
@@ -131,12 +126,11 @@ def _store_rows(
         if done := find_stored(target):  # by the process that held the lock
             partial.discard()
             return done, 0
-        num_before = partial.num_read
+        num_before = partial.info.num_samples
         on_progress(PrepareProgress(num_before, num_rows))
-        read = begin(partial, samples)
-        while partial.num_read < num_rows:
-            partial.append(read(partial.num_read))
-            on_progress(PrepareProgress(partial.num_read, num_rows))
+        for block in rows(partial, samples):
+            partial.append(block)
+            on_progress(PrepareProgress(partial.info.num_samples, num_rows))
         samples.check()
         return partial.finish(target), num_rows - num_before
 
@@ -145,14 +139,14 @@ def _target_of(spec: ExtractSpec) -> Path:
     return Path(spec.store) / fingerprint_of(spec)
 
 
-def _begin(
+def _compute_rows(
     spec: ExtractSpec,
     load: Callable[[], Compute],
     limits: IngestLimits,
     partial: PartialDataset,
     samples: PreparedSamples,
-) -> Read:
-    """Return what computes the rows of `spec.source`; raises WorkerError if they do not fit on the disk."""
+) -> Iterator[Block]:
+    """Yield the missing rows of `spec.source`; raises WorkerError if they do not fit on the disk."""
     compute, augment = load(), load_augmentation(spec)
     partial.declare(*compute(*samples.read(np.arange(0))))
     row_bytes = math.prod(partial.info.sample_shape) * dtype_from_text(partial.info.dtype).itemsize
@@ -161,15 +155,11 @@ def _begin(
         if spec.results
         else ("features", "train without --strategy features")
     )
-    num_left = len(samples) * num_views(spec.augmented) - partial.num_read
-    check_free_space(num_left * row_bytes, spec.store, what, other)
-
-    def read(row: int) -> Block:
-        view, start = divmod(row, len(samples))
-        rows = np.arange(start, min(len(samples), start + limits.block_samples))
-        return Block(len(rows), *compute(*augment(*samples.read(rows), view, start)))
-
-    return read
+    num_rows = len(samples) * num_views(spec.augmented)
+    check_free_space((num_rows - partial.info.num_samples) * row_bytes, spec.store, what, other)
+    while partial.info.num_samples < num_rows:
+        view, start = divmod(partial.info.num_samples, len(samples))
+        yield Block(*compute(*augment(*samples.span(start, limits.block_samples), view, start)))
 
 
 def load_computation(spec: ExtractSpec) -> Compute:
@@ -278,10 +268,8 @@ def _recompute(spec: ExtractSpec) -> Extracted:
         return Extracted((), 0, Recomputed(0, 0.0))
     compute = load_computation(spec)
     num_batches = max(1, spec.num_checked // (BATCH_SIZE * len(stored)))
-    compared = [_compare(one, info, compute, num_batches) for one, info in stored]
-    return Extracted(
-        (), 0, Recomputed(sum(rows for rows, _ in compared), max(difference for _, difference in compared))
-    )
+    rows, differences = zip(*(_compare(one, info, compute, num_batches) for one, info in stored), strict=True)
+    return Extracted((), 0, Recomputed(sum(rows), max(differences)))
 
 
 def _compare(spec: ExtractSpec, info: DatasetInfo, compute: Compute, num_batches: int) -> tuple[int, float]:
@@ -294,14 +282,12 @@ def _compare(spec: ExtractSpec, info: DatasetInfo, compute: Compute, num_batches
     num_rows, difference = 0, 0.0
     for place in np.unique(np.linspace(0, len(places) - 1, num_batches, dtype=int)) if places else ():
         view, start = places[place]
-        rows = np.arange(start, min(len(samples), start + BATCH_SIZE))
-        again, _ = compute(*augment(*samples.read(rows), view, start))
-        before = stored[rows + view * len(samples)].astype(np.float64)
-        largest = float(np.abs(before).max(initial=0)) or 1.0
-        difference = max(
-            difference, float(np.abs(again.astype(np.float64) - before).max(initial=0)) / largest
-        )
-        num_rows += len(rows)
+        again, _ = compute(*augment(*samples.span(start, BATCH_SIZE), view, start))
+        first = view * len(samples) + start
+        before = stored[first : first + len(again)].astype(np.float64)
+        largest = np.abs(before).max(initial=0) or 1.0
+        difference = max(difference, float(np.abs(again - before).max(initial=0) / largest))
+        num_rows += len(again)
     return num_rows, difference
 
 
@@ -321,20 +307,24 @@ def gather(
     return Gathered(is_stored=True)
 
 
-def _merge(spec: GatherSpec, partial: PartialDataset, samples: PreparedSamples) -> Read:
-    """Return what reads the features of all samples, in the order of the samples; raises WorkerError."""
+def _merge(spec: GatherSpec, partial: PartialDataset, samples: PreparedSamples) -> Iterator[Block]:
+    """Yield the features of all samples, in the order of the samples; raises WorkerError."""
     num_samples, seed = len(samples), spec.wanted.source.permutation_seed
-    parts = [_open(part, spec) for part in spec.parts]
+    parts = [CheckedArray(part.path, part.sha256).array for part in spec.parts]
     owners, places = np.full(num_samples, -1), np.zeros(num_samples, np.int64)
     for number, (part, features) in enumerate(zip(spec.parts, parts, strict=True)):
         rows = rows_of(DatasetSlice("", "", part.start, part.stop, seed), num_samples)
-        if len(features) != len(rows):
-            raise WorkerError(f"{part.node} sent {len(features)} features, expected {len(rows)}")
+        dtype, expected = spec.wanted.prefix.precision, (len(rows), *spec.shape)
+        if (features.dtype.name, features.shape) != (dtype, expected):
+            raise WorkerError(
+                f"{part.node} sent {features.dtype} of shape {features.shape}, "
+                f"expected {dtype} of {expected}",
+                remedy=f"examine {part.node}",
+            )
         owners[rows], places[rows] = number, np.arange(len(rows))
     if missing := int((owners < 0).sum()):
         raise WorkerError(f"the features of {missing} of {num_samples} samples are missing")
-
-    def read(row: int) -> Block:
+    for row in range(partial.info.num_samples, num_samples, GATHER_LIMITS.block_samples):
         rows = np.arange(row, min(num_samples, row + GATHER_LIMITS.block_samples))
         found = np.empty((len(rows), *spec.shape), spec.wanted.prefix.precision)
         for number, (part, features) in enumerate(zip(spec.parts, parts, strict=True)):
@@ -344,21 +334,7 @@ def _merge(spec: GatherSpec, partial: PartialDataset, samples: PreparedSamples) 
                 raise WorkerError(
                     f"{part.node} sent features that are not finite", remedy=f"examine {part.node}"
                 )
-        return Block(len(rows), found, samples.labels(rows))
-
-    return read
-
-
-def _open(part: GatheredPart, spec: GatherSpec) -> Array:
-    features = CheckedArray(part.path, part.sha256).array
-    expected = spec.wanted.prefix.precision, spec.shape
-    if (features.dtype.name, features.shape[1:]) != expected:
-        raise WorkerError(
-            f"{part.node} sent {features.dtype.name} of shape {features.shape[1:]}, "
-            f"expected {expected[0]} of {expected[1]}",
-            remedy=f"examine {part.node}",
-        )
-    return features
+        yield Block(found, samples.labels(rows))
 
 
 LINE_BYTES = 48 << 10

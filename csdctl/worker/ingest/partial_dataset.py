@@ -17,7 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
@@ -43,7 +43,7 @@ from csdctl.worker.ingest.sources.source import (
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.process.files import save_atomically, sync_directory, sync_file
 from csdctl.worker.protocol.datasets import LABEL, DatasetInfo
-from csdctl.worker.protocol.json_codec import Count, from_json, to_json
+from csdctl.worker.protocol.json_codec import from_json, to_json
 
 PRIVATE_DIRECTORY, PRIVATE_FILE = 0o700, 0o600
 _GROUP_READS, _OTHERS_READ = 0o040, 0o004
@@ -114,14 +114,6 @@ _MAX_DESCRIPTION_BYTES = 16 << 20
 _ARRAYS = ("images.npy", "labels.npy")
 _SPARE_HEADER_BYTES = 1000
 """Room in a .npy header for all but the fields."""
-
-
-@dataclass(frozen=True)
-class IngestRecord:
-    """Progress of a data set: `num_read` samples were processed; `info` describes what the files have."""
-
-    num_read: Count
-    info: DatasetInfo
 
 
 def empty_info(fingerprint: str, class_names: Sequence[str] = ()) -> DatasetInfo:
@@ -223,9 +215,7 @@ class PartialDataset:
         self._opened = ExitStack()
         with convert_write_errors():
             self._opened.callback(os.close, _lock_directory(directory, limits.lock_deadline_s))
-            record = _load_record(directory, fingerprint)
-            record = record or IngestRecord(0, empty_info(fingerprint, class_names))
-            self.num_read, self.info = record.num_read, record.info
+            self.info = _load_record(directory, fingerprint) or empty_info(fingerprint, class_names)
             self._files: list[IO[bytes]] = [
                 self._opened.enter_context(open_private(directory / name, is_new=not self.info.num_samples))
                 for name in _ARRAYS
@@ -248,40 +238,61 @@ class PartialDataset:
         else:
             self.close()
 
-    def append(self, block: Block) -> None:
-        """Add a block; raises WorkerError if its samples differ in shape or type from earlier ones."""
+    def append(self, block: Block, *, is_copied: bool = True) -> None:
+        """Add a block; raises WorkerError if its samples differ in shape or type from earlier ones.
+
+        Without `is_copied`, the files of the source are used: the block is only described.
+        """
         info = add_block(self.info, block)
         with convert_write_errors():
-            if len(block.samples):
-                if not self.info.num_samples:
-                    self._begin_files(take_types(self.info, block.samples, as_labels(block.labels)))
-                for file, array in zip(self._files, (block.samples, as_labels(block.labels)), strict=True):
+            if len(block.samples) and is_copied:
+                labels = as_labels(block.labels)
+                self.declare(block.samples, labels)
+                for file, array in zip(self._files, (block.samples, labels), strict=True):
                     file.write(np.ascontiguousarray(array).data)
-            self.info, self.num_read = info, self.num_read + block.num_read
+            self.info = info
             if time.monotonic() - self._synced_at >= self._sync_interval_s:
                 self.sync()
 
     def declare(self, samples: Array, labels: Array) -> None:
-        """Take shapes and types from samples (0, …) and labels (0, …), for a data set that may stay empty."""
-        if not self.info.num_samples:
-            with convert_write_errors():
-                self._begin_files(take_types(self.info, samples, as_labels(labels)))
+        """Take shapes and types from samples (n, …) and labels (n, …), unless there are some.
+
+        Only headers are written, as long as those of any number of rows: the data set may stay empty.
+        """
+        if self.info.num_samples:
+            return
+        self.info = take_types(self.info, samples, as_labels(labels))
+        with convert_write_errors():
+            for file, (header, _) in zip(self._files, _headers(self.info), strict=True):
+                file.seek(0)
+                file.truncate()
+                file.write(header)
 
     def sync(self) -> None:
         """Sync the files to disk, then the record that says how much of them is valid."""
         for file in self._files:
             sync_file(file)
-        save_atomically(self._directory / _RECORD, to_json(IngestRecord(self.num_read, self.info)))
+        save_atomically(self._directory / _RECORD, to_json(self.info))
         self._synced_at = time.monotonic()
 
-    def finish(self, target: Path, info: DatasetInfo | None = None) -> DatasetInfo:
-        """Rename the directory to `target`, with `info` as dataset.json; return it with path and hashes."""
+    def finish(
+        self, target: Path, info: DatasetInfo | None = None, source: Path | None = None
+    ) -> DatasetInfo:
+        """Rename the directory to `target`, with `info` as dataset.json; return it with path and hashes.
+
+        `source` is the directory of the arrays if they were not copied.
+        """
         with convert_write_errors():
-            for file, (header, _) in zip(self._files, _headers(self.info), strict=True):
+            for name, file, (header, _) in zip(_ARRAYS, self._files, _headers(self.info), strict=True):
+                if source:
+                    (self._directory / name).unlink()
+                    continue
                 file.seek(0)
                 file.write(header)
                 sync_file(file)
-            info = hash_arrays(replace(info or self.info, path=str(target)), self._directory)
+            info = hash_arrays(
+                replace(info or self.info, path=str(source or target)), source or self._directory
+            )
             save_atomically(self._directory / _DESCRIPTION, to_json(info))
             (self._directory / _RECORD).unlink(missing_ok=True)
             shutil.rmtree(target, ignore_errors=True)  # without a dataset.json: damaged, or not csdctl's
@@ -299,14 +310,6 @@ class PartialDataset:
         """Release the lock and leave the directory to be resumed."""
         with suppress(OSError):  # the disk is full, which was reported before
             self._opened.close()
-
-    def _begin_files(self, info: DatasetInfo) -> None:
-        """Write only the headers: as long as those of any number of rows."""
-        self.info = info
-        for file, (header, _) in zip(self._files, _headers(info), strict=True):
-            file.seek(0)
-            file.truncate()
-            file.write(header)
 
 
 def hash_arrays(info: DatasetInfo, directory: Path) -> DatasetInfo:
@@ -380,15 +383,15 @@ def _lock_directory(directory: Path, deadline_s: float) -> int:
         time.sleep(0.1)
 
 
-def _load_record(directory: Path, fingerprint: str) -> IngestRecord | None:
-    """Return the record of an earlier call.
+def _load_record(directory: Path, fingerprint: str) -> DatasetInfo | None:
+    """Return the record of an earlier call: the description of the samples that were processed.
 
     None if the data or the job has changed since, or the files do not hold what it states.
     """
     with suppress(OSError, ValueError, WorkerError):  # a ProtocolError is a ValueError
-        record = from_json(IngestRecord, (directory / _RECORD).read_text())
+        info = from_json(DatasetInfo, (directory / _RECORD).read_text())
         found = [(directory / name).stat().st_size for name in _ARRAYS]
-        sizes = [size for _, size in _headers(record.info)] if record.info.num_samples else [0, 0]
-        if record.info.fingerprint == fingerprint and all(map(operator.ge, found, sizes)):
-            return record
+        sizes = [size for _, size in _headers(info)] if info.num_samples else [0, 0]
+        if info.fingerprint == fingerprint and all(map(operator.ge, found, sizes)):
+            return info
     return None

@@ -1,14 +1,15 @@
-"""`prepare`: converts a user's data into a prepared data set, on the machine that has the data.
+"""`prepare`: converts a user's data into a prepared data set, on the machine that has the data; and `look`.
 
 Private data is prepared on its own node by this code, and only counts, shapes and a fingerprint are returned:
-messages may name classes, but no file below the root.
+messages may name classes, but no file below the root. `look` reads samples as `prepare` does, to say what a
+data set of the host is like, and keeps nothing.
 """
 
 import functools
 import hashlib
 import json
 import os
-import shutil
+import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from fnmatch import fnmatch
@@ -16,13 +17,11 @@ from pathlib import Path
 
 from csdctl.worker.data.arrays import label_dtype
 from csdctl.worker.ingest.partial_dataset import (
-    PRIVATE_DIRECTORY,
     PartialDataset,
     add_block,
     check_free_space,
     empty_info,
     find_stored,
-    hash_arrays,
     make_store,
     set_access,
 )
@@ -34,7 +33,7 @@ from csdctl.worker.ingest.sources.arrays import (
     open_npz,
 )
 from csdctl.worker.ingest.sources.function import call_function
-from csdctl.worker.ingest.sources.images import ClassFolders
+from csdctl.worker.ingest.sources.images import ClassFolders, read_header
 from csdctl.worker.ingest.sources.source import (
     DEFAULT_LIMITS,
     IngestLimits,
@@ -47,12 +46,20 @@ from csdctl.worker.ingest.sources.source import (
     read_tree,
     takes_grey,
 )
-from csdctl.worker.ingest.sources.table import TableFiles, is_table
+from csdctl.worker.ingest.sources.table import TableFiles, is_table, read_columns
 from csdctl.worker.ingest.sources.tfrecord import RecordFiles, is_record_file
 from csdctl.worker.process.errors import WorkerError
-from csdctl.worker.process.files import save_atomically
-from csdctl.worker.protocol.datasets import LABEL, DatasetInfo, PrepareProgress, PrepareSpec
-from csdctl.worker.protocol.json_codec import to_json
+from csdctl.worker.protocol.datasets import (
+    LABEL,
+    DataLook,
+    DatasetInfo,
+    LookSpec,
+    PictureSizes,
+    PrepareProgress,
+    PrepareSpec,
+    TableSchema,
+    list_names,
+)
 
 SUPPORTED_DATA = (
     "folders named by class that contain PNG, JPEG, BMP or GIF images, TFRecord files, images.npy and "
@@ -74,12 +81,12 @@ def detect_format(tree: Tree, spec: PrepareSpec) -> tuple[str, Open]:
     if not tree.files and not tree.folders:
         raise empty_data_error(spec.source)
     top = [file for file in tree.files if len(file.parts) < 2]
-    if {"images.npy", "labels.npy"} & {file.name for file in top if file.parts}:
+    named = [tree.path_of(file) for file in top if file.parts]
+    if {"images.npy", "labels.npy"} & {path.name for path in named}:
         return "npy", lambda tree, spec, _: open_npy_files(tree.root, spec)
     npz = [path for path in map(tree.path_of, top) if path.suffix == ".npz"]
     if len(npz) == 1:
         return "npz", lambda _, spec, threads: open_npz(npz[0], spec)
-    named = [tree.path_of(file) for file in top if file.parts]
     idx = [[path for path in named if fnmatch(path.name, pattern)] for pattern in _IDX_PATTERNS]
     if all(len(found) == 1 for found in idx):
         return "idx", lambda _, spec, threads: open_idx_pair(idx[0][0], idx[1][0], spec)
@@ -137,26 +144,26 @@ def prepare(
         set_access(target, tree, is_shared=spec.is_shared)
         return done
     source = open_source(tree, spec, threads or num_threads())
-    if source_format == "npy" and isinstance(source, ArraySource) and _is_as_stored(source, spec):
-        return _use_in_place(tree, source, spec, target, limits)
+    is_in_place = source_format == "npy" and isinstance(source, ArraySource) and _is_as_stored(source, spec)
     with PartialDataset(
         _partial_directory(tree, spec), fingerprint, source.class_names or (), limits
     ) as partial:
         if done := find():  # by the process that held the lock
             partial.discard()
             return done
-        num_left = source.num_samples - partial.num_read
+        num_left = 0 if is_in_place else source.num_samples - partial.info.num_read
         check_free_space(source.sample_bytes * num_left, spec.store, "prepared data")
 
         def report() -> None:
-            num_skipped = sum(partial.info.num_skipped.values())
-            on_progress(PrepareProgress(partial.num_read, source.num_samples, num_skipped))
+            num_read = partial.info.num_read
+            on_progress(PrepareProgress(num_read, source.num_samples, num_read - partial.info.num_samples))
 
         report()
-        for block in source.blocks(partial.num_read, limits):
-            partial.append(conform(block, spec))
+        for block in source.blocks(partial.info.num_read, limits):
+            partial.append(conform(block, spec), is_copied=not is_in_place)
             report()
-        finished = partial.finish(target, complete_info(partial.info, source, spec))
+        info = complete_info(partial.info, source, spec)
+        finished = partial.finish(target, info, tree.root if is_in_place else None)
         set_access(target, tree, is_shared=spec.is_shared)
         return finished
 
@@ -165,28 +172,8 @@ def _is_as_stored(source: ArraySource, spec: PrepareSpec) -> bool:
     """Return whether samples and labels need no conversion but that of labels when they are read."""
     samples, labels = source.inputs[""], source.outputs[""]
     stored = conform(source.rows(0, 0), spec)
-    is_same_type = bool(stored.samples.dtype == samples.dtype)
-    has_same_fields = stored.labels.dtype == label_dtype(labels.dtype)
-    return is_same_type and has_same_fields and stored.samples.shape[1:] == samples.shape[1:]
-
-
-def _use_in_place(
-    tree: Tree, source: ArraySource, spec: PrepareSpec, target: Path, limits: IngestLimits
-) -> DatasetInfo:
-    """Describe a source that can be read as it is; nothing is copied."""
-    info = empty_info(target.name, spec.classes or ())
-    for block in source.blocks(0, limits):
-        info = add_block(info, block)
-    info = hash_arrays(replace(complete_info(info, source, spec), path=str(tree.root)), tree.root)
-    aside = _partial_directory(tree, spec)
-    with convert_write_errors():
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(mode=PRIVATE_DIRECTORY)
-        save_atomically(aside / "dataset.json", to_json(info))
-        shutil.rmtree(target, ignore_errors=True)
-        aside.rename(target)
-        set_access(target, tree, is_shared=spec.is_shared)
-    return info
+    found = (stored.samples.dtype, stored.samples.shape[1:], stored.labels.dtype)
+    return found == (samples.dtype, samples.shape[1:], label_dtype(labels.dtype))
 
 
 def _partial_directory(tree: Tree, spec: PrepareSpec) -> Path:
@@ -232,3 +219,85 @@ def _no_usable_samples(info: DatasetInfo, spec: PrepareSpec) -> WorkerError:
             "(docs/how-to/prepare-data.md, `Your own function`)"
         )
     return data_error(spec.source, "has no usable samples" + (f": {reasons}" if reasons else ""), remedy)
+
+
+MAX_PICTURES = 512
+MAX_BYTES = 64 << 20
+"""Limit for the bytes of samples that are read."""
+LABELS = ("label", "labels", "target", "targets", "y", "class", "outcome", "category")
+"""Names of a column with the label."""
+
+
+def look(
+    spec: LookSpec, *, on_progress: Callable[[PrepareProgress], None] = lambda progress: None
+) -> DataLook:
+    """Return what the data at `spec.prepare.source` is like; raises WorkerError as `prepare` does."""
+    with tempfile.TemporaryDirectory(prefix="csdctl-look-") as scratch:
+        prepared = replace(spec.prepare, store=scratch)
+        tree = read_tree(prepared.source)
+        source_format, open_source = detect_format(tree, prepared)
+        if source_format == "csv" and prepared.table is None:
+            prepared = replace(prepared, table=TableSchema((_choose_label(tree, spec),), "", spec.dropped))
+        is_tree = source_format == "class folders"
+        whole = open_source(tree, prepared, num_threads())
+        source = open_source(_thin(tree), prepared, num_threads()) if is_tree else whole
+        max_samples = MAX_PICTURES if is_tree or source_format == "tfrecord" else source.num_samples
+        info, num_bytes = empty_info("0" * 32, source.class_names or ()), 0
+        is_whole = source.num_samples == whole.num_samples
+        for block in source.blocks(0, DEFAULT_LIMITS):
+            if num_bytes >= MAX_BYTES or 0 < max_samples <= info.num_read:
+                is_whole = False
+                break
+            info = add_block(info, conform(block, prepared))
+            num_bytes += block.samples.nbytes
+            total = min(source.num_samples, max_samples)
+            on_progress(PrepareProgress(info.num_read, total, info.num_read - info.num_samples))
+        names = whole.class_names or ()
+        return DataLook(
+            source_format,
+            complete_info(info, source, prepared),
+            info.num_read if is_whole else whole.num_samples,
+            is_whole,
+            _measure_pictures(_thin(tree)) if is_tree else None,
+            dict(zip(names, whole.files_of_class, strict=True)) if whole.files_of_class else {},
+            prepared.table if source_format == "csv" else None,
+        )
+
+
+def _thin(tree: Tree) -> Tree:
+    """Return the tree with about MAX_PICTURES of its files, from all of its folders."""
+    step = -(-len(tree.files) // MAX_PICTURES)
+    return replace(tree, files=tree.files[:: max(1, step)])
+
+
+def _measure_pictures(tree: Tree) -> PictureSizes | None:
+    headers = []
+    for file in tree.files:
+        try:
+            header = read_header(tree.path_of(file).read_bytes())
+        except (OSError, ValueError):  # which is counted as skipped
+            continue
+        headers += [header] if header else []
+    if not headers:
+        return None
+    by_size = sorted((header.height * header.width, header.height, header.width) for header in headers)
+    formats = tuple(sorted({header.format for header in headers}))
+    return PictureSizes(formats, by_size[0][1:], by_size[-1][1:])
+
+
+def _choose_label(tree: Tree, spec: LookSpec) -> str:
+    """Return the column of a table that is called as a label; raises WorkerError if that is not clear."""
+    if spec.label:
+        return spec.label  # whatever reads it reports one that does not exist
+    file = next(file for file in tree.files if is_table(file, tree))
+    names = read_columns(tree.path_of(file), spec.prepare.source)
+    found = [name for name in names if name.lower() in LABELS]
+    if not found and len(names) == 1:
+        found = names
+    if len(found) == 1:
+        return found[0]
+    raise WorkerError(
+        f"which column of {spec.prepare.source} is the label? It has {list_names(names, 20) or 'none'}",
+        remedy="name it: --label COLUMN",
+        exit_code=2,
+    )

@@ -65,21 +65,19 @@ class GuardedOutput:
 
 def emit(event: Event) -> None:
     """Print `event` in a single write, so that lines of two threads never mix."""
-    _sink.write_line(event_to_line(event))
+    _sinks[-1](event_to_line(event))
 
 
 def exit_with_failure(rank: int, node: str, error: BaseException, private_log: str = "") -> NoReturn:
     """Report why this rank fails and exit immediately; private details go to `private_log` only."""
-    failed = _as_worker_error(error, private_log)
+    failed = error if isinstance(error, WorkerError) else _describe_unexpected(error, private_log)
     emit(Failed(rank, node, failed.message, failed.remedy, failed.exit_code))
     sys.stderr.flush()
     os._exit(failed.exit_code)
 
 
-def _as_worker_error(error: BaseException, private_log: str) -> WorkerError:
-    """Return `error` as it may be reported; log an unexpected one on this node, where it exposes nothing."""
-    if isinstance(error, WorkerError):
-        return error
+def _describe_unexpected(error: BaseException, private_log: str) -> WorkerError:
+    """Return `error` as it may be reported; log it on this node, where it exposes nothing."""
     traceback.print_exc()
     if not private_log:
         return WorkerError(describe(error), remedy="see this rank's log")
@@ -91,7 +89,7 @@ def _as_worker_error(error: BaseException, private_log: str) -> WorkerError:
 
 def set_event_sink(write_line: Callable[[str], None]) -> None:
     """Pass the lines of all further events to `write_line`."""
-    _sink.write_line = write_line
+    _sinks.append(write_line)
 
 
 def _print(line: str) -> None:
@@ -99,11 +97,8 @@ def _print(line: str) -> None:
     sys.stdout.flush()
 
 
-class _EventSink:
-    write_line: Callable[[str], None] = staticmethod(_print)
-
-
-_sink = _EventSink()
+_sinks: list[Callable[[str], None]] = [_print]
+"""Where the lines of events went so far; the last one counts."""
 
 
 def end_without_reader() -> None:

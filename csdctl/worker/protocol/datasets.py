@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from csdctl.worker.protocol.json_codec import Between, Count, Shape, ShortText
+from csdctl.worker.protocol.json_codec import Between, Count, MaxLength, OneOf, Shape, ShortText
 from csdctl.worker.protocol.run_spec import UserCode
 
 INPUT, OUTPUT = "input", "output"
@@ -33,6 +33,12 @@ def as_inputs(parts: Mapping[str, Any]) -> Any:
     if list(parts) == [""]:
         return parts[""]
     return list(parts.values()) if all(is_position(name, INPUT) for name in parts) else dict(parts)
+
+
+def list_names(names: Sequence[str], most: int = 5) -> str:
+    """Return some of the names, for a message."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 Largest = Annotated[int, Between(-1, 1 << 64)]
@@ -74,6 +80,11 @@ class DatasetInfo:
     """The largest value of each input of integers, which may be indices; without uint8."""
     padded: dict[str, Shape] = field(default_factory=dict)
     """Inputs and outputs whose values had different shapes, and the shape that they were padded to with 0."""
+
+    @property
+    def num_read(self) -> int:
+        """Samples that were processed: usable ones, and those that were skipped."""
+        return self.num_samples + sum(self.num_skipped.values())
 
     @property
     def inputs(self) -> Parts:
@@ -126,15 +137,20 @@ class ImageRule:
     """Images with more pixels are skipped without decoding."""
 
 
+Name = Annotated[str, MaxLength(1 << 16, 1)]
+
+
 @dataclass(frozen=True)
 class RecordSchema:
     """Features of a TFRecord example that hold a sample."""
 
-    image: str
-    label: str
-    shape: Shape | None = None
+    image: Name
+    label: Name
+    shape: Annotated[tuple[Annotated[int, Between(1, 1 << 16)], ...], MaxLength(8, 1)] | None = None
     """None if the image is encoded, otherwise the shape of its raw values."""
-    dtype: str = "uint8"
+    dtype: Annotated[str, OneOf(("uint8", "int8", "uint16", "int16", "int32", "float16", "float32"))] = (
+        "uint8"
+    )
 
 
 @dataclass(frozen=True)

@@ -419,7 +419,8 @@ def check_event(event: Event, nodes: Sequence[str]) -> None:
     named = _nodes_in(event)
     if len(named) > len(nodes) or not set(named) <= set(nodes):
         raise ProtocolError(f"{name}: expected nodes of the run, received {shorten(named)}")
-    if unknown := {rank for rank in _ranks_in(event) if not _is_rank(rank, len(nodes))}:
+    ranks = set(_ranks_in(event))
+    if ranks and (unknown := ranks - set(map(str, range(len(nodes))))):
         raise ProtocolError(f"{name}: expected ranks of the run, received {shorten(sorted(unknown))}")
 
 
@@ -443,11 +444,6 @@ def _check_is_own(event: Event) -> None:
             raise ProtocolError(
                 f"{name}.{name_of_field}: expected from rank 0 alone, received {shorten(value)}"
             )
-
-
-def _is_rank(text: str, num_ranks: int) -> bool:
-    """Return whether `text` is the number of a rank, written as `str` writes it."""
-    return text.isdecimal() and str(int(text)) == text and int(text) < num_ranks
 
 
 def _nodes_in(event: Event) -> Sequence[str]:

@@ -13,7 +13,7 @@ import re
 import reprlib
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, TypeVar
@@ -27,6 +27,16 @@ class Bound:
 
     text: str
     allows: Callable[[Any], bool]
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Callable[[Any], Any]) -> dict[str, Any]:
+        """Return the schema by which pydantic checks the condition too, in job.yaml and files of csdctl."""
+        check = {"type": "no-info", "function": self._checked}
+        return {"type": "function-after", "function": check, "schema": handler(source)}
+
+    def _checked(self, value: Any) -> Any:
+        if not self.allows(value):
+            raise ValueError(f"expected {self.text}")
+        return value
 
 
 def Between(minimum: float, maximum: float) -> Bound:
@@ -52,6 +62,8 @@ class AnyNumber:
 Count = Annotated[int, Between(0, 1 << 53)]
 """A number of things; exact as a float too."""
 NumSteps = Annotated[int, Between(1, 1 << 53)]
+Positive = Annotated[float, Bound("a number above 0", lambda value: value > 0)]
+Fraction = Annotated[float, Bound("a number above 0 and below 1", lambda value: 0 < value < 1)]
 BatchSize = Annotated[int, Between(1, 1 << 31)]
 RankNumber = Annotated[int, Between(0, MAX_RANKS - 1)]
 Generation = Annotated[int, Between(0, 1 << 31)]
@@ -212,48 +224,29 @@ def _readers_of(message_type: Any) -> tuple[dict[str, Reader], frozenset[str]]:
 @cache
 def _reader(hint: Any, where: str) -> Reader:
     """Return the reader of a field with the annotation `hint`; `where` names the field in messages."""
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if dataclasses.is_dataclass(hint):
         return lambda value: from_dict(hint, value)
-    if hint is Any:
-        return lambda value: value
-    if origin is typing.Annotated:
-        return _annotated_reader(arguments[0], arguments[1:], where)
-    if origin in (typing.Union, types.UnionType):
-        return _union_reader(arguments, where)
-    if origin is tuple:
-        return _tuple_reader(arguments, where)
-    if origin is dict:
-        return _dict_reader(arguments, where)
-    return _plain_reader(hint, where)
+    if make := _READERS.get(typing.get_origin(hint)):
+        return make(typing.get_args(hint), where)
+    if hint not in _PLAIN:
+        raise TypeError(f"{where} has an annotation that cannot be checked: {hint}")
+    return _checked(lambda value: value, [_PLAIN[hint]], where)
 
 
-def _plain_reader(expected: Any, where: str) -> Reader:
-    if expected not in _PLAIN:
-        raise TypeError(f"{where} has an annotation that cannot be checked: {expected}")
-    description, is_valid = _PLAIN[expected]
-
-    def read(value: Any) -> Any:
-        if not is_valid(value):
-            raise _refusal(where, description, value)
-        return value
-
-    return read
-
-
-def _annotated_reader(hint: Any, bounds: tuple[Any, ...], where: str) -> Reader:
-    if AnyNumber in bounds:
-        return _plain_reader(AnyNumber, where)
-    read_value = _reader(hint, where)
-
+def _checked(read_value: Reader, bounds: Sequence[Bound], where: str) -> Reader:
     def read(value: Any) -> Any:
         found = read_value(value)
         for bound in bounds:
             if not bound.allows(found):
-                raise _refusal(where, bound.text, value)
+                raise ProtocolError(f"{where}: expected {bound.text}, received {shorten(value)}")
         return found
 
     return read
+
+
+def _annotated_reader(arguments: tuple[Any, ...], where: str) -> Reader:
+    hint, *bounds = arguments
+    return _reader(AnyNumber, where) if AnyNumber in bounds else _checked(_reader(hint, where), bounds, where)
 
 
 def _union_reader(hints: tuple[Any, ...], where: str) -> Reader:
@@ -272,28 +265,31 @@ def _union_reader(hints: tuple[Any, ...], where: str) -> Reader:
 
 
 def _tuple_reader(hints: tuple[Any, ...], where: str) -> Reader:
-    read_list = _plain_reader(list, where)
+    read_list = _reader(list, where)
     if hints[-1] is Ellipsis:
         read_item = _reader(hints[0], where)
         return lambda value: tuple(map(read_item, read_list(value)))
     readers = [_reader(hint, where) for hint in hints]
-
-    def read(value: Any) -> Any:
-        items = read_list(value)
-        if len(items) != len(readers):
-            raise _refusal(where, f"{len(readers)} items", value)
-        return tuple(read_item(item) for read_item, item in zip(readers, items, strict=True))
-
-    return read
+    number = Bound(f"{len(readers)} items", lambda items: len(items) == len(readers))
+    read_items = _checked(read_list, [number], where)
+    return lambda value: tuple(
+        read_item(item) for read_item, item in zip(readers, read_items(value), strict=True)
+    )
 
 
 def _dict_reader(hints: tuple[Any, ...], where: str) -> Reader:
-    read_dict, read_key, read_value = (
-        _plain_reader(dict, where),
-        _reader(hints[0], where),
-        _reader(hints[1], where),
-    )
+    read_dict, read_key, read_value = (_reader(hint, where) for hint in (dict, *hints))
     return lambda value: {read_key(key): read_value(item) for key, item in read_dict(value).items()}
+
+
+_READERS: dict[Any, Callable[[tuple[Any, ...], str], Reader]] = {
+    Annotated: _annotated_reader,
+    typing.Union: _union_reader,
+    types.UnionType: _union_reader,
+    tuple: _tuple_reader,
+    dict: _dict_reader,
+}
+"""The readers of annotations with arguments, by their origin."""
 
 
 def _is_integer(value: Any) -> bool:
@@ -304,31 +300,23 @@ def _is_number(value: Any) -> bool:
     return type(value) is float or _is_integer(value)
 
 
-_PLAIN: dict[Any, tuple[str, Callable[[Any], bool]]] = {
+def _is_at_most(expected: Any, most: int) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, expected) and len(value) <= most
+
+
+_PLAIN: dict[Any, Bound] = {
+    Any: Bound("anything", lambda value: True),
     # A whole number may be written without a point; true and false are no numbers.
-    float: ("a finite number", lambda value: _is_number(value) and math.isfinite(value)),
-    AnyNumber: ("a number", _is_number),
-    int: ("an integer of at most 64 bits", _is_integer),
-    type(None): ("null", lambda value: value is None),
-    bool: ("true or false", lambda value: isinstance(value, bool)),
-    str: (
-        f"text of at most {MAX_STRING_CHARS:,} characters",
-        lambda value: isinstance(value, str) and len(value) <= MAX_STRING_CHARS,
-    ),
-    list: (
-        f"a list of at most {MAX_ITEMS:,} items",
-        lambda value: isinstance(value, list) and len(value) <= MAX_ITEMS,
-    ),
-    dict: (
-        f"an object of at most {MAX_ITEMS:,} fields",
-        lambda value: isinstance(value, dict) and len(value) <= MAX_ITEMS,
-    ),
+    float: Bound("a finite number", lambda value: _is_number(value) and math.isfinite(value)),
+    AnyNumber: Bound("a number", _is_number),
+    int: Bound("an integer of at most 64 bits", _is_integer),
+    type(None): Bound("null", lambda value: value is None),
+    bool: Bound("true or false", lambda value: isinstance(value, bool)),
+    str: Bound(f"text of at most {MAX_STRING_CHARS:,} characters", _is_at_most(str, MAX_STRING_CHARS)),
+    list: Bound(f"a list of at most {MAX_ITEMS:,} items", _is_at_most(list, MAX_ITEMS)),
+    dict: Bound(f"an object of at most {MAX_ITEMS:,} fields", _is_at_most(dict, MAX_ITEMS)),
 }
-"""The values that JSON has for a type, in words and as a check, within the limits of all messages."""
-
-
-def _refusal(where: str, expected: str, value: Any) -> ProtocolError:
-    return ProtocolError(f"{where}: expected {expected}, received {shorten(value)}")
+"""The values that JSON has for a type, within the limits of all messages."""
 
 
 def without_surrogates(content: Any) -> Any:

@@ -121,11 +121,6 @@ class ProbeResult:
     num_steps: NumSteps
     peak_memory_bytes: Count
 
-    @property
-    def samples_per_s(self) -> float:
-        """Samples per second at this batch size."""
-        return self.batch_size / self.step_time_s
-
 
 READY = f"{FRAME_PREFIX}ready {{}}"
 """The frame that a probe session prints when it waits for requests."""

@@ -1,6 +1,9 @@
 """The recipe: how to train."""
 
 from dataclasses import dataclass, field
+from typing import Annotated
+
+from csdctl.worker.protocol.json_codec import Between, Bound, Fraction, OneOf, Positive
 
 Argument = float | bool | str
 """A keyword argument of a loss, an optimizer or a schedule of Keras."""
@@ -10,12 +13,17 @@ Argument = float | bool | str
 class Noise:
     """Differential privacy of private samples, in the terms of DP-SGD."""
 
-    l2_norm_clip: float
+    l2_norm_clip: Positive
     """Upper limit of the L2 norm of one sample's gradient."""
-    noise_multiplier: float
+    noise_multiplier: Positive
     """Standard deviation of the noise divided by `l2_norm_clip`."""
-    delta: float
+    delta: Fraction
     """The δ for which ε is reported; it does not affect training."""
+
+
+NumEpochs = Annotated[int, Between(0, 1_000_000)]
+MinDelta = Annotated[float, Bound("a number from 0 on", lambda value: value >= 0)]
+Mode = Annotated[str, OneOf(("auto", "min", "max"))]
 
 
 @dataclass(frozen=True)
@@ -23,13 +31,13 @@ class EarlyStopping:
     """End the run after `patience` epochs in which `monitor` improved by no more than `min_delta`."""
 
     monitor: str = "validation_loss"
-    patience: int = 5
-    min_delta: float = 0.0
-    mode: str = "auto"
+    patience: NumEpochs = 5
+    min_delta: MinDelta = 0.0
+    mode: Mode = "auto"
     """'min' or 'max': what is better; 'auto' tells by the name of the metric."""
     baseline: float | None = None
     """Epochs that are not better than this count as epochs without improvement."""
-    start_from_epoch: int = 0
+    start_from_epoch: NumEpochs = 0
     """Number of epochs at the start of the run that are not looked at."""
 
 
@@ -38,14 +46,14 @@ class ReduceOnPlateau:
     """Multiply the learning rate by `factor` after `patience` epochs without improvement of `monitor`."""
 
     monitor: str = "validation_loss"
-    patience: int = 3
-    factor: float = 0.1
-    min_delta: float = 0.0001
-    min_factor: float = 0.0001
+    patience: NumEpochs = 3
+    factor: Fraction = 0.1
+    min_delta: MinDelta = 0.0001
+    min_factor: Annotated[Positive, Between(0, 1)] = 0.0001
     """Lower limit of the learning rate, relative to the recipe's."""
-    mode: str = "auto"
+    mode: Mode = "auto"
     """'min' or 'max': what is better; 'auto' tells by the name of the metric."""
-    cooldown: int = 0
+    cooldown: NumEpochs = 0
     """Number of epochs after a reduction that do not count as epochs without improvement."""
 
 

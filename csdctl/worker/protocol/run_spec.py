@@ -9,7 +9,7 @@ from csdctl.worker.protocol.recipe import Noise, Recipe
 TRAIN, TRAIN_SPLIT = "train", "train-split"
 TRIAL, TRIAL_SPLIT = "trial", "trial-split"
 VERIFY, VERIFY_SPLIT = "verify", "verify-split"
-"""The tasks of csdctl itself; the worker's registry (tasks/registry.py) has their implementations."""
+"""The tasks of csdctl itself; `TASKS` (tasks/session.py) has their implementations."""
 
 JOINING = (TRAIN, TRAIN_SPLIT, TRIAL, TRIAL_SPLIT)
 """Tasks whose ranks report `Joined` before they report anything else of a group."""
@@ -20,7 +20,7 @@ ELEMENT_SPEC = "element_spec"
 
 @dataclass(frozen=True)
 class TaskSpec:
-    """A task by its name in the worker's registry, and its arguments, as JSON has them."""
+    """A task by its name in the worker's `TASKS`, and its arguments, as JSON has them."""
 
     name: str = TRAIN
     arguments: dict[str, Any] = field(default_factory=dict)

@@ -2,32 +2,272 @@
 
 The sandbox's sockets stay its own; the supervisor acts on the same sockets, through pidfd_getfd(2), so that
 another thread of the sandbox cannot change what was checked.
+
+Members of the group may connect to the sandbox, everybody else is closed. Nothing that a stranger sends, or
+does not send, makes a member wait. The kernel reports a connection when its token has arrived
+(TCP_DEFER_ACCEPT), so a token is never waited for in `accept`. Only when very many connections are half open,
+the kernel reports all of them at once (SYN cookies): then a thread waits for the token, and wakes the sandbox
+by a connection of its own.
 """
 
 import contextlib
 import ctypes
 import errno
 import fcntl
+import hashlib
+import hmac
 import ipaddress
+import itertools
 import os
 import socket
 import struct
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
-from csdctl.worker.sandbox.arrivals import (
-    TOKEN_S,
-    Arrivals,
-    Refused,
-    Tokens,
-    close_to_others,
-    narrow,
-    pack_address,
-    to_ip,
-    unpack_address,
+from csdctl.worker.protocol.processes import duplicate_descriptor
+from csdctl.worker.sandbox.system_calls import (
+    ASKED,
+    Instruction,
+    Program,
+    list_descendants,
+    list_group,
+    number_of,
 )
-from csdctl.worker.sandbox.system_calls import ASKED, list_descendants, list_group, number_of, system_call
+
+IpNetwork = ipaddress.IPv4Network | ipaddress.IPv6Network
+IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+_SO_ATTACH_FILTER, _SO_LOCK_FILTER = 26, 44
+_IP_HEADER = 0xFFF00000
+"""SKF_NET_OFF: offsets of a socket filter from here on count from the IP header."""
+_SOURCE = {4: 12, 6: 8}
+"""Offset of the source address in the header, by version of IP."""
+_LOAD_BYTE, _LOAD_WORD, _SHIFT_RIGHT, _AND, _IF_EQUAL, _RETURN = 0x30, 0x20, 0x74, 0x54, 0x15, 0x06
+
+
+def refusal(number: int) -> OSError:
+    """Return the error with which a call fails."""
+    return OSError(number, os.strerror(number))
+
+
+def to_ip(host: str) -> IpAddress:
+    """Return the address of a socket; an IPv4 address written as one of IPv6 is one of IPv4."""
+    address = ipaddress.ip_address(host.partition("%")[0])
+    return getattr(address, "ipv4_mapped", None) or address
+
+
+def unpack_address(content: bytes) -> tuple[Any, ...]:
+    """Return a `struct sockaddr_in` or `sockaddr_in6` as the socket module wants it; raises OSError."""
+    if len(content) >= 8:
+        (family,) = struct.unpack_from("=H", content)
+        if family == socket.AF_INET:
+            (port,) = struct.unpack_from(">H", content, 2)
+            return socket.inet_ntop(family, content[4:8]), port
+        if family == socket.AF_INET6 and len(content) >= 24:
+            port, flow = struct.unpack_from(">HI", content, 2)
+            scope = struct.unpack_from("=I", content, 24)[0] if len(content) >= 28 else 0
+            return socket.inet_ntop(family, content[8:24]), port, flow, scope
+    raise refusal(errno.EAFNOSUPPORT)
+
+
+def pack_address(family: int, address: tuple[Any, ...]) -> bytes:
+    """Return a peer's address as the kernel writes it."""
+    packed = socket.inet_pton(family, address[0].partition("%")[0])
+    if family == socket.AF_INET:
+        return struct.pack("=H", family) + struct.pack(">H4s8x", address[1], packed)
+    head = struct.pack("=H", family) + struct.pack(">HI16s", address[1], address[2], packed)
+    return head + struct.pack("=I", address[3])
+
+
+def list_own_addresses() -> list[IpAddress]:
+    """Return the addresses of this machine's interfaces."""
+    found: list[IpAddress] = []
+    address = ""
+    with contextlib.suppress(OSError), open("/proc/net/fib_trie") as tree:
+        for line in tree:
+            if line.lstrip().startswith("|--"):
+                address = line.split()[1]
+            elif "/32 host LOCAL" in line:
+                found.append(ipaddress.IPv4Address(address))
+    with contextlib.suppress(OSError), open("/proc/net/if_inet6") as table:
+        found += [ipaddress.IPv6Address(bytes.fromhex(line.split()[0])) for line in table]
+    return list(dict.fromkeys(found))
+
+
+def narrow(host: str, networks: Sequence[IpNetwork]) -> str:
+    """Return the address to listen at instead of all addresses: this machine's only one in `networks`.
+
+    A socket of the other version of IP listens at the loopback. Several addresses: `host` itself.
+    """
+    address = ipaddress.ip_address(host.partition("%")[0])
+    if not address.is_unspecified or not all(network.prefixlen for network in networks):
+        return host
+    same = [network for network in networks if network.version == address.version]
+    if not same:
+        return "127.0.0.1" if address.version == 4 else "::1"
+    own = [one for one in list_own_addresses() if any(one in network for network in same)]
+    return str(own[0]) if len(own) == 1 else host
+
+
+def close_to_others(bound: socket.socket, networks: Sequence[IpNetwork]) -> None:
+    """Let the kernel drop packets from outside of `networks`: for others, the port does not exist.
+
+    Kernels may refuse that to users without privileges; then the token alone keeps others out.
+    """
+    with contextlib.suppress(PermissionError):
+        _attach_filter(bound, networks)
+
+
+def _attach_filter(bound: socket.socket, networks: Sequence[IpNetwork]) -> None:
+    """Raises PermissionError."""
+    program = Program(build_source_filter(networks))
+    bound.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program.header)
+    bound.setsockopt(socket.SOL_SOCKET, _SO_LOCK_FILTER, 1)
+
+
+def why_open(networks: Sequence[IpNetwork]) -> str:
+    """Return why ports would answer at addresses outside of `networks` too; '' when they are closed there."""
+    if not all(network.prefixlen for network in networks):
+        return "any network may connect"
+    if all(narrow(host, networks) != host for host in ("0.0.0.0", "::")):
+        return ""
+    try:
+        with socket.socket() as bound:
+            _attach_filter(bound, networks)
+    except PermissionError:
+        return "several addresses are in the network, and the kernel lets root alone filter sockets"
+    return ""
+
+
+def build_source_filter(networks: Sequence[IpNetwork]) -> list[Instruction]:
+    """Return a socket filter that keeps the packets that come from `networks`."""
+    code: list[Instruction] = []
+    for network in networks:
+        words = struct.unpack(f">{network.max_prefixlen // 32}I", network.network_address.packed)
+        masks = struct.unpack(f">{len(words)}I", network.netmask.packed)
+        code += [(_LOAD_BYTE, 0, 0, _IP_HEADER), (_SHIFT_RIGHT, 0, 0, 4)]
+        code.append((_IF_EQUAL, 0, 3 * len(words) + 1, network.version))
+        for number, (word, mask) in enumerate(zip(words, masks, strict=True)):
+            to_next_network = 3 * (len(words) - number - 1) + 1
+            code += [
+                (_LOAD_WORD, 0, 0, _IP_HEADER + _SOURCE[network.version] + 4 * number),
+                (_AND, 0, 0, mask),
+                (_IF_EQUAL, 0, to_next_network, word),
+            ]
+        code.append((_RETURN, 0, 0, 0xFFFFFFFF))
+    return [*code, (_RETURN, 0, 0, 0)]
+
+
+TOKEN_S = 2.0
+"""The time for the token of a connection, from when the peer connected."""
+MAX_STRANGERS = 64
+"""Closed in one call, which then reports that nobody is there; the kernel wakes the sandbox again."""
+MAX_LATE = 256
+"""Connections whose token is waited for; the oldest has to go."""
+_RING_S = 1.0
+_NONCE_BYTES, TOKEN_BYTES = 16, 32
+
+Peer = tuple[socket.socket, Any]
+"""A connection, and the address that it comes from."""
+
+
+class Tokens:
+    """The tokens of one run: random bytes, and their HMAC with the address that was connected to."""
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+        self._seen: set[bytes] = set()
+        self._lock = threading.Lock()
+
+    def make(self, address: tuple[Any, ...]) -> bytes:
+        """Return a token for a connection to `address`."""
+        nonce = os.urandom(_NONCE_BYTES)
+        return nonce + self._sign(nonce, address)
+
+    def is_valid(self, token: bytes, address: tuple[Any, ...]) -> bool:
+        """Return whether a member has made `token` to connect to `address`; a token is valid once.
+
+        So who has watched the network can use it neither here nor at another port or machine.
+        """
+        nonce = token[:_NONCE_BYTES]
+        if not hmac.compare_digest(token[_NONCE_BYTES:], self._sign(nonce, address)):
+            return False
+        with self._lock:
+            is_new = nonce not in self._seen
+            self._seen.add(nonce)
+        return is_new
+
+    def _sign(self, nonce: bytes, address: tuple[Any, ...]) -> bytes:
+        place = to_ip(address[0]).packed + address[1].to_bytes(2, "big")
+        return hmac.digest(self._key, nonce + place, hashlib.sha256)[: TOKEN_BYTES - _NONCE_BYTES]
+
+
+class Arrivals:
+    """Accepts for the sandbox's listening sockets."""
+
+    def __init__(self, tokens: Tokens, peers: Sequence[IpNetwork]) -> None:
+        self._tokens = tokens
+        self._peers = peers
+        self._late: dict[tuple[Any, ...], deque[Peer]] = {}
+        """Members whose token came late, by the address that they connected to."""
+        self._waiting: deque[socket.socket] = deque()
+
+    def accept(self, listening: socket.socket) -> Peer:
+        """Return the next member's connection; raises OSError. It waits if the socket is set to."""
+        late = self._late.setdefault(listening.getsockname(), deque())
+        for number in itertools.count(1):
+            with contextlib.suppress(IndexError):
+                return late.popleft()
+            if number > MAX_STRANGERS and not os.get_blocking(listening.fileno()):
+                break
+            accepted, peer = listening.accept()
+            try:
+                token = accepted.recv(TOKEN_BYTES, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                arguments = accepted, peer, late, listening.getsockname()
+                threading.Thread(target=self._await_token, args=arguments, daemon=True).start()
+                continue
+            except OSError:
+                token = b""
+            if self._tokens.is_valid(token, accepted.getsockname()):
+                return accepted, peer
+            accepted.close()
+        raise BlockingIOError(errno.EAGAIN, "only strangers have connected")
+
+    def _await_token(
+        self, accepted: socket.socket, peer: Any, late: deque[Peer], listening: tuple[Any, ...]
+    ) -> None:
+        self._waiting.append(accepted)
+        if len(self._waiting) > MAX_LATE:
+            with contextlib.suppress(OSError, IndexError):
+                self._waiting.popleft().shutdown(socket.SHUT_RDWR)  # ends the wait of its thread
+        token = b""
+        with contextlib.suppress(OSError):
+            accepted.settimeout(TOKEN_S)
+            token = accepted.recv(TOKEN_BYTES)
+        with contextlib.suppress(ValueError):
+            self._waiting.remove(accepted)
+        if self._tokens.is_valid(token, accepted.getsockname()):
+            late.append((accepted, peer))
+            self._ring(listening)
+        else:
+            accepted.close()
+
+    def _ring(self, listening: tuple[Any, ...]) -> None:
+        """Connect to the sandbox's port, so that it asks for connections again."""
+        host, port, *_ = listening
+        if to_ip(host).is_unspecified:
+            version = ipaddress.ip_address(host).version
+            own = [one for one in list_own_addresses() if one.version == version]
+            peers = [peer for peer in self._peers if peer.version == version]
+            # A filter may drop what comes from elsewhere (`close_to_others`).
+            host = str(next((one for one in own if any(one in peer for peer in peers)), own[0]))
+        # A queue that is full wakes the sandbox too.
+        with contextlib.suppress(OSError), socket.create_connection((host, port), _RING_S) as ringing:
+            ringing.sendall(b"\0")
+
 
 _RECEIVE, _SEND, _IS_VALID, _ADD_DESCRIPTOR = 0xC0502100, 0xC0182101, 0x40082102, 0x40182103
 """SECCOMP_IOCTL_NOTIF_*."""
@@ -37,27 +277,30 @@ _NOTIFICATION, _ANSWER, _DESCRIPTOR = (
     struct.Struct("=QIIII"),
 )
 _CONTINUE = 1
-_PIDFD_GETFD = 438
 
 
-@dataclass(frozen=True)
-class Notification:
-    """A system call that waits for an answer; `listener` is the filter's descriptor."""
+class Call:
+    """A system call that waits for an answer; while `opened`, its caller can be read and written."""
 
-    listener: int
-    id: int
-    thread: int
-    number: int
-    arguments: tuple[int, ...]
+    def __init__(self, listener: int) -> None:
+        """Receive the next call from the filter's descriptor; raises OSError when its caller was killed."""
+        content = bytearray(_NOTIFICATION.size)
+        fcntl.ioctl(listener, _RECEIVE, content)
+        self._listener = listener
+        self._id, self._thread, _, self.number, _, _, *self.arguments = _NOTIFICATION.unpack(content)
 
-    @property
-    def is_waiting(self) -> bool:
-        """Whether the caller still waits: killed, its number may be given to another process."""
-        try:
-            fcntl.ioctl(self.listener, _IS_VALID, struct.pack("=Q", self.id))
-        except OSError:
-            return False
-        return True
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[None]:
+        """Open the process and the memory of the caller; raises OSError when it has ended."""
+        self.process = process_of_thread(self._thread)
+        with contextlib.ExitStack() as descriptors:
+            self._pidfd = os.pidfd_open(self.process)
+            descriptors.callback(os.close, self._pidfd)
+            self._memory = os.open(f"/proc/{self._thread}/mem", os.O_RDWR | os.O_CLOEXEC)
+            descriptors.callback(os.close, self._memory)
+            # A caller that was killed: its number may have been given to another process.
+            fcntl.ioctl(self._listener, _IS_VALID, struct.pack("=Q", self._id))
+            yield
 
     def let_continue(self) -> None:
         """Let the kernel perform the call; only for calls whose arguments are all numbers."""
@@ -70,66 +313,32 @@ class Notification:
     def answer_with(self, descriptor: int, *, is_inherited: bool) -> None:
         """Return a copy of `descriptor`; raises OSError."""
         flags = 0 if is_inherited else os.O_CLOEXEC
-        request = bytearray(_DESCRIPTOR.pack(self.id, 0, descriptor, 0, flags))
-        self.answer(fcntl.ioctl(self.listener, _ADD_DESCRIPTOR, request))
+        request = bytearray(_DESCRIPTOR.pack(self._id, 0, descriptor, 0, flags))
+        self.answer(fcntl.ioctl(self._listener, _ADD_DESCRIPTOR, request))
 
     def _send(self, result: int, error: int, flags: int) -> None:
         with contextlib.suppress(OSError):
-            fcntl.ioctl(self.listener, _SEND, _ANSWER.pack(self.id, result, error, flags))
-
-
-def receive_notification(listener: int) -> Notification | None:
-    """Return the next notification; None when its caller was killed."""
-    content = bytearray(_NOTIFICATION.size)
-    try:
-        fcntl.ioctl(listener, _RECEIVE, content)
-    except OSError:
-        return None
-    number_in_filter, thread, _, number, _, _, *arguments = _NOTIFICATION.unpack(content)
-    return Notification(listener, number_in_filter, thread, number, tuple(arguments))
-
-
-class Caller:
-    """The process that made a call. Close it."""
-
-    def __init__(self, notification: Notification) -> None:
-        """Raises Refused when the process has ended."""
-        try:
-            self.process = process_of_thread(notification.thread)
-            self._pidfd = os.pidfd_open(self.process)
-        except OSError:
-            raise Refused(errno.EINTR) from None
-        try:
-            self._memory = os.open(f"/proc/{notification.thread}/mem", os.O_RDWR | os.O_CLOEXEC)
-        except OSError:
-            os.close(self._pidfd)
-            raise Refused(errno.EPERM) from None
-        if not notification.is_waiting:
-            self.close()
-            raise Refused(errno.EINTR)
-
-    def close(self) -> None:
-        """Close its memory."""
-        os.close(self._pidfd)
-        os.close(self._memory)
+            fcntl.ioctl(self._listener, _SEND, _ANSWER.pack(self._id, result, error, flags))
 
     def read(self, address: int, size: int) -> bytes:
-        """Return bytes of its memory; raises OSError."""
+        """Return bytes of the caller's memory; raises OSError."""
         return os.pread(self._memory, size, address)
 
     def write(self, address: int, content: bytes) -> None:
-        """Write bytes to its memory; raises OSError."""
+        """Write bytes to the caller's memory; raises OSError."""
         os.pwrite(self._memory, content, address)
 
-    def socket(self, descriptor: int) -> socket.socket:
-        """Return its socket: the same one, not a copy, and not what the descriptor may stand for later."""
-        arguments = ctypes.c_int(self._pidfd), ctypes.c_int(descriptor & 0xFFFFFFFF), ctypes.c_uint(0)
-        found = system_call(_PIDFD_GETFD, *arguments)
+    def socket(self) -> socket.socket:
+        """Return the caller's socket that is the first argument; raises OSError.
+
+        It is the same one, not a copy, and not what the descriptor may stand for later.
+        """
+        found = duplicate_descriptor(self._pidfd, self.arguments[0] & 0xFFFFFFFF)
         try:
             return socket.socket(fileno=found)
         except OSError:
             os.close(found)
-            raise Refused(errno.ENOTSOCK) from None
+            raise refusal(errno.ENOTSOCK) from None
 
 
 def process_of_thread(thread: int) -> int:
@@ -160,7 +369,7 @@ class SeccompSupervisor:
         self._sockets = {b"\0" + name.encode() for name in sockets}
         self._ports: set[int] = set()
         """Ports that the sandbox has bound."""
-        answers: dict[str, Callable[[Notification, Caller], None]] = {
+        answers: dict[str, Callable[[Call], None]] = {
             "socket": self._socket,
             "bind": self._bind,
             "connect": self._connect,
@@ -174,47 +383,44 @@ class SeccompSupervisor:
 
     def serve_one(self) -> None:
         """Answer the next notification, in a thread of its own as that may take time."""
-        notification = receive_notification(self._listener)
-        if notification:
-            threading.Thread(target=self._serve, args=(notification,), daemon=True).start()
+        with contextlib.suppress(OSError):  # the caller was killed
+            threading.Thread(target=self._serve, args=(Call(self._listener),), daemon=True).start()
 
-    def _serve(self, notification: Notification) -> None:
+    def _serve(self, call: Call) -> None:
         try:
-            with contextlib.closing(Caller(notification)) as caller:
-                self._answers[notification.number](notification, caller)
-        except Refused as refused:
-            notification.answer(error=refused.number)
+            with call.opened():
+                self._answers[call.number](call)
         except OSError as error:
-            notification.answer(error=error.errno or errno.EIO)
+            call.answer(error=error.errno or errno.EIO)
         except Exception:
-            notification.answer(error=errno.EINVAL)
+            call.answer(error=errno.EINVAL)
 
-    def _socket(self, notification: Notification, _: Caller) -> None:
-        family, kind, protocol = (argument & 0xFFFFFFFF for argument in notification.arguments[:3])
+    def _socket(self, call: Call) -> None:
+        family, kind, protocol = (argument & 0xFFFFFFFF for argument in call.arguments[:3])
         is_stream = kind & 0xF == socket.SOCK_STREAM
         if family in _INET and kind & 0xF == socket.SOCK_DGRAM:
             # Libraries ask such a socket for the machine's interfaces; it could also send to anyone.
             with socket.socket(family, socket.SOCK_STREAM) as instead:
-                notification.answer_with(instead.fileno(), is_inherited=not kind & socket.SOCK_CLOEXEC)
+                call.answer_with(instead.fileno(), is_inherited=not kind & socket.SOCK_CLOEXEC)
         elif (
             (family in _INET and is_stream and protocol in (0, socket.IPPROTO_TCP))
             or (family == socket.AF_UNIX and is_stream)
             or (family == socket.AF_NETLINK and protocol == socket.NETLINK_ROUTE)
         ):
-            notification.let_continue()
+            call.let_continue()
         else:
-            raise Refused(errno.EAFNOSUPPORT)
+            raise refusal(errno.EAFNOSUPPORT)
 
-    def _bind(self, notification: Notification, caller: Caller) -> None:
-        descriptor, address, size = notification.arguments[:3]
-        with caller.socket(descriptor) as bound:
+    def _bind(self, call: Call) -> None:
+        _, address, size = call.arguments[:3]
+        with call.socket() as bound:
             if bound.family == socket.AF_NETLINK:
                 bound.bind((0, 0))
             elif bound.family in _INET:
-                self._bind_port(bound, caller.read(address, min(size, _MAX_ADDRESS_BYTES)))
+                self._bind_port(bound, call.read(address, min(size, _MAX_ADDRESS_BYTES)))
             else:
-                raise Refused(errno.EACCES)
-        notification.answer()
+                raise refusal(errno.EACCES)
+        call.answer()
 
     def _bind_port(self, bound: socket.socket, content: bytes) -> None:
         host, *rest = unpack_address(content)
@@ -226,31 +432,31 @@ class SeccompSupervisor:
             close_to_others(bound, self._peers)
         self._ports.add(bound.getsockname()[1])
 
-    def _connect(self, notification: Notification, caller: Caller) -> None:
-        descriptor, address, size = notification.arguments[:3]
-        content = caller.read(address, min(size, _MAX_ADDRESS_BYTES))
-        with caller.socket(descriptor) as connecting:
+    def _connect(self, call: Call) -> None:
+        _, address, size = call.arguments[:3]
+        content = call.read(address, min(size, _MAX_ADDRESS_BYTES))
+        with call.socket() as connecting:
             if connecting.family == socket.AF_UNIX:
                 self._connect_to_socket(connecting, content[2:])
             elif connecting.family in _INET:
                 self._connect_to_peer(connecting, content)
             else:
-                raise Refused(errno.EACCES)
-        notification.answer()
+                raise refusal(errno.EACCES)
+        call.answer()
 
     def _connect_to_socket(self, connecting: socket.socket, name: bytes) -> None:
         if name not in self._sockets:
-            raise Refused(errno.ECONNREFUSED)
+            raise refusal(errno.ECONNREFUSED)
         connecting.connect(name)
         _, user, _ = struct.unpack("3i", connecting.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         if user != os.getuid():  # abstract names belong to whoever binds them first
             connecting.shutdown(socket.SHUT_RDWR)
-            raise Refused(errno.ECONNREFUSED)
+            raise refusal(errno.ECONNREFUSED)
 
     def _connect_to_peer(self, connecting: socket.socket, content: bytes) -> None:
         address = unpack_address(content)
         if not self._is_peer(address[0], address[1]):
-            raise Refused(errno.ECONNREFUSED)
+            raise refusal(errno.ECONNREFUSED)
         # The mode is one of the socket, which is the caller's: it is restored.
         is_blocking = os.get_blocking(connecting.fileno())
         connecting.settimeout(CONNECT_S)
@@ -259,7 +465,7 @@ class SeccompSupervisor:
             if self._tokens:
                 connecting.sendall(self._tokens.make(connecting.getpeername()))
         except TimeoutError:
-            raise Refused(errno.ETIMEDOUT) from None
+            raise refusal(errno.ETIMEDOUT) from None
         finally:
             os.set_blocking(connecting.fileno(), is_blocking)
 
@@ -272,32 +478,32 @@ class SeccompSupervisor:
             found = [peer for peer in found if peer.is_loopback]
         return port >= MIN_PORT and bool(found)
 
-    def _accept(self, notification: Notification, caller: Caller) -> None:
-        descriptor, address, size = notification.arguments[:3]
-        flags = notification.arguments[3] if notification.number == number_of("accept4") else 0
-        with caller.socket(descriptor) as listening:
+    def _accept(self, call: Call) -> None:
+        _, address, size = call.arguments[:3]
+        flags = call.arguments[3] if call.number == number_of("accept4") else 0
+        with call.socket() as listening:
             # As the listener is set: it waits, or raises BlockingIOError.
             accepted, peer = self._arrivals.accept(listening) if self._arrivals else listening.accept()
         with accepted:
             if address:
                 packed = pack_address(accepted.family, peer)
-                (space,) = struct.unpack("=I", caller.read(size, 4))
-                caller.write(address, packed[:space])
-                caller.write(size, struct.pack("=I", len(packed)))
+                (space,) = struct.unpack("=I", call.read(size, 4))
+                call.write(address, packed[:space])
+                call.write(size, struct.pack("=I", len(packed)))
             os.set_blocking(accepted.fileno(), not flags & socket.SOCK_NONBLOCK)
-            notification.answer_with(accepted.fileno(), is_inherited=not flags & socket.SOCK_CLOEXEC)
+            call.answer_with(accepted.fileno(), is_inherited=not flags & socket.SOCK_CLOEXEC)
 
-    def _kill(self, notification: Notification, caller: Caller) -> None:
+    def _kill(self, call: Call) -> None:
         """Let a signal through to processes of the sandbox: one, or all of a group."""
-        target = ctypes.c_int32(notification.arguments[0] & 0xFFFFFFFF).value
+        target = ctypes.c_int32(call.arguments[0] & 0xFFFFFFFF).value
         if target == 0:
-            target = -os.getpgid(caller.process)
+            target = -os.getpgid(call.process)
         targets = [target] if target > 0 else list_group(-target)
         if target == -1 or not set(targets) <= set(list_descendants()):
-            raise Refused(errno.EPERM)
-        notification.let_continue()
+            raise refusal(errno.EPERM)
+        call.let_continue()
 
-    def _kill_thread(self, notification: Notification, _: Caller) -> None:
-        if process_of_thread(notification.arguments[0] & 0xFFFFFFFF) not in list_descendants():
-            raise Refused(errno.EPERM)
-        notification.let_continue()
+    def _kill_thread(self, call: Call) -> None:
+        if process_of_thread(call.arguments[0] & 0xFFFFFFFF) not in list_descendants():
+            raise refusal(errno.EPERM)
+        call.let_continue()

@@ -44,15 +44,6 @@ owners, times and attributes, so they are refused."""
 
 ASKED = ("socket", "connect", "accept", "accept4", "bind", "kill", "tkill", "tgkill")
 """Handed to the process outside of the sandbox."""
-_FLAGS = {
-    "sendto": (3, 0x20000000),
-    "sendmsg": (2, 0x20000000),
-    "sendmmsg": (3, 0x20000000),
-    "clone": (0, 0x7E020000),
-}
-"""Refused with one of these flags in this argument: MSG_FASTOPEN connects without `connect`; CLONE_NEW*."""
-_OTHERS = {"prlimit64": 0}
-"""Refused unless this argument is 0: another process."""
 _X32 = 0x40000000
 
 PR_SET_PDEATHSIG, PR_SET_KEEPCAPS, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 8, 36, 38
@@ -65,6 +56,16 @@ _NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16
 
 Instruction = tuple[int, int, int, int]
 """An instruction of classic BPF: code, jump if true, jump if false, value."""
+
+_CONDITIONS: dict[str, tuple[int, Instruction]] = {
+    # MSG_FASTOPEN connects without `connect`.
+    "sendto": (3, (_IF_SET, 0, 1, 0x20000000)),
+    "sendmsg": (2, (_IF_SET, 0, 1, 0x20000000)),
+    "sendmmsg": (3, (_IF_SET, 0, 1, 0x20000000)),
+    "clone": (0, (_IF_SET, 0, 1, 0x7E020000)),  # CLONE_NEW*
+    "prlimit64": (0, (_IF_EQUAL, 1, 0, 0)),  # another process
+}
+"""The argument that decides whether a call is refused, and the jump over the refusal."""
 
 
 def number_of(name: str) -> int | None:
@@ -121,13 +122,10 @@ def build_filter() -> list[Instruction]:
 def _build_rules(name: str) -> list[Instruction]:
     """Return what decides about one call."""
     refuse = (_RETURN, 0, 0, _REFUSE | errno.EPERM)
-    if name in _FLAGS:
-        argument, flags = _FLAGS[name]
+    if name in _CONDITIONS:
+        argument, condition = _CONDITIONS[name]
         load = (_LOAD, 0, 0, _ARGUMENTS + 8 * argument)
-        return [load, (_IF_SET, 0, 1, flags), refuse, (_RETURN, 0, 0, _ALLOW)]
-    if name in _OTHERS:
-        load = (_LOAD, 0, 0, _ARGUMENTS + 8 * _OTHERS[name])
-        return [load, (_IF_EQUAL, 1, 0, 0), refuse, (_RETURN, 0, 0, _ALLOW)]
+        return [load, condition, refuse, (_RETURN, 0, 0, _ALLOW)]
     if name in ASKED:
         return [(_RETURN, 0, 0, _ASK)]
     # The C library falls back from clone3, whose flags a filter cannot read, to clone.

@@ -4,6 +4,7 @@ Every rank sees the same times (they are sent with the gradient), so every rank 
 global batch size stays constant.
 """
 
+import heapq
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -103,37 +104,25 @@ class Balancer:
 
 
 def apportion(total: int, speeds: Mapping[int, float], limits: Mapping[int, int]) -> dict[int, int]:
-    """Divide `total` samples among ranks in proportion to their speeds, at least 1 each, within the limits.
+    """Divide `total` samples among ranks by their speeds, at least 1 each, within the limits.
 
     When the limits add up to less than `total` they are exceeded: the global batch size has priority.
     """
-    sizes: dict[int, int] = {}
-    open_ranks, left = dict(speeds), total
-    while open_ranks:
-        whole = sum(open_ranks.values())
-        full = [
-            rank
-            for rank, speed in open_ranks.items()
-            if rank in limits and left * speed / whole > limits[rank]
-        ]
-        if not full or len(full) == len(open_ranks):
-            break
-        for rank in full:
-            sizes[rank] = limits[rank]
-            left -= limits[rank]
-            del open_ranks[rank]
-    whole = sum(open_ranks.values())
-    exact = {rank: left * speed / whole for rank, speed in open_ranks.items()}
-    sizes |= {rank: max(1, int(size)) for rank, size in exact.items()}
-    by_remainder = sorted(open_ranks, key=lambda rank: (sizes[rank] - exact[rank], rank))
-    while (missing := total - sum(sizes.values())) != 0:
-        for rank in by_remainder if missing > 0 else sorted(sizes, key=lambda rank: -sizes[rank]):
-            if missing == 0:
-                break
-            if missing < 0 and sizes[rank] == 1:
-                continue
-            sizes[rank] += 1 if missing > 0 else -1
-            missing += -1 if missing > 0 else 1
+    certain, whole = total - len(speeds), sum(speeds.values())
+    sizes = {
+        rank: max(1, min(int(certain * speed / whole), limits.get(rank, total)))
+        for rank, speed in speeds.items()
+    }
+
+    def place(rank: int) -> tuple[bool, float, int]:
+        """Return the place of a rank in the queue for one more sample: by its time, full ranks last."""
+        return sizes[rank] >= limits.get(rank, total), (sizes[rank] + 1) / speeds[rank], rank
+
+    queue = sorted(map(place, sizes))
+    for _ in range(total - sum(sizes.values())):
+        rank = queue[0][-1]
+        sizes[rank] += 1
+        heapq.heapreplace(queue, place(rank))
     return dict(sorted(sizes.items()))
 
 

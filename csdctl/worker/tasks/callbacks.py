@@ -5,7 +5,7 @@ Rank 0 decides from its evaluation; the other ranks take over the decision.
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.recipe import EarlyStopping, Recipe, ReduceOnPlateau
@@ -107,10 +107,5 @@ def _is_gain(value: float, best: float | None, rule: EarlyStopping | ReduceOnPla
     return gain > rule.min_delta
 
 
-@dataclass(frozen=True)
-class Decision:
-    """The callbacks' new state, whether this epoch's model is the best so far, and whether to pause."""
-
-    callbacks: CallbackState
-    is_best: bool
-    is_pausing: bool
+Decision = tuple[CallbackState, bool, bool]
+"""The callbacks' new state, whether this epoch's model is the best so far, and whether to pause."""

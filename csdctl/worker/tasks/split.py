@@ -8,7 +8,8 @@ it computes the head of one while the ranks compute others (docs/decisions/0030)
 import math
 import struct
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -47,7 +48,7 @@ class Exchange:
         out[:] = 0
         starts = np.cumsum([0, *sizes])
         awaited = [_LOSS_COUNT.size + self._output_bytes(size) for size in sizes]
-        self._expect(0, awaited[:1])
+        self._expect(0, awaited)
         for start, size in zip(starts, sizes, strict=False):
             part = slice(start, start + size)
             outputs = shared.forward(samples[part])
@@ -56,8 +57,7 @@ class Exchange:
             communicator.send(0, content, ACTIVATIONS, is_waiting=False)
             self.waited_s += time.perf_counter() - began
         for number, size in enumerate(sizes):
-            received = self._receive(0, awaited[number])
-            self._expect(0, awaited[number + 1 : number + 2])
+            received = self._receive(0, awaited[number:])
             (loss_count,) = _LOSS_COUNT.unpack_from(received)
             gradient = np.frombuffer(received, shared.activation_type, offset=_LOSS_COUNT.size)
             shared.backward(gradient.reshape(size, *self._shape), loss_count, out)
@@ -76,32 +76,23 @@ class Exchange:
         assert isinstance(shared, SplitStep)
         out[:] = 0
         shared.begin()
-        own_start = 0
-        for index, parts in enumerate(sizes[1:], start=1):
-            self._expect(index, map(self._message_bytes, parts[:1]))
-        for number in range(max(map(len, sizes), default=0)):
-            for index, parts in enumerate(sizes):
-                if number >= len(parts):
-                    continue
-                size = parts[number]
-                if index == 0:
-                    own = slice(own_start, own_start + size)
-                    own_start += size
-                    self._own_part(shared, samples[own], labels[own], ranks[0], weights[0], out)
-                else:
-                    received = self._receive(index, self._message_bytes(size))
-                    self._expect(index, map(self._message_bytes, parts[number + 1 : number + 2]))
-                    self._part_of(shared, received, index, size, ranks[index], weights[index])
+        starts = np.cumsum([0, *sizes[0]])
+
+        def compute_own(number: int) -> None:
+            part = slice(*starts[number : number + 2])
+            shared.backward(*shared.head(shared.forward(samples[part]), labels[part], weights[0]), out)
+
+        awaited = [list(map(self._message_bytes, parts)) for parts in sizes]
+        for index, following in enumerate(awaited[1:], start=1):
+            self._expect(index, following)
+        for number in range(max(map(len, sizes))):
+            if number < len(sizes[0]):
+                shared.as_rank(ranks[0], partial(compute_own, number))
+            for index, parts in enumerate(sizes[1:], start=1):
+                if number < len(parts):
+                    received = self._receive(index, awaited[index][number:])
+                    self._part_of(shared, received, index, parts[number], ranks[index], weights[index])
         shared.add_sums_to(out)
-
-    def _own_part(
-        self, shared: SplitStep, samples: Array, labels: Array, rank: int, weight: float, out: Array
-    ) -> None:
-        def compute() -> None:
-            outputs = shared.forward(samples)
-            shared.backward(*shared.head(outputs, labels, weight), out)
-
-        shared.as_rank(rank, compute)
 
     def _part_of(
         self, shared: SplitStep, received: Bytes, index: int, size: int, rank: int, weight: float
@@ -130,18 +121,18 @@ class Exchange:
         empty = self._empty_labels
         return self._output_bytes(size) + size * int(empty.dtype.itemsize) * math.prod(empty.shape[1:])
 
-    def _expect(self, index: int, following: Iterable[int]) -> None:
-        """Let the next message of a rank arrive, if one is `following`, while this rank computes."""
-        for num_bytes in following:
-            if num_bytes > LARGE_BYTES:
-                self._communicator.expect(index, num_bytes)
+    def _expect(self, index: int, awaited: Sequence[int]) -> None:
+        """Let the next message of a rank arrive while this rank computes; `awaited`: bytes of all to come."""
+        if awaited and awaited[0] > LARGE_BYTES:
+            self._communicator.expect(index, awaited[0])
 
-    def _receive(self, index: int, num_bytes: int) -> Bytes:
+    def _receive(self, index: int, awaited: Sequence[int]) -> Bytes:
         began = time.perf_counter()
-        received = self._communicator.receive(index, num_bytes, ACTIVATIONS)
+        received = self._communicator.receive(index, awaited[0], ACTIVATIONS)
         self.waited_s += time.perf_counter() - began
-        if len(received) != num_bytes:
-            raise PeerFaultError(index, f"sent {len(received)} bytes of activations, expected {num_bytes}")
+        if len(received) != awaited[0]:
+            raise PeerFaultError(index, f"sent {len(received)} bytes of activations, expected {awaited[0]}")
+        self._expect(index, awaited[1:])
         return received
 
 

@@ -1,6 +1,6 @@
 """The interface between a task and the session that runs it, and what tasks with a model have in common.
 
-A new task is a class that implements `Task`, in a file of its own, and a line in registry.py.
+A new task is a class that implements `Task`, in a file of its own, and a line in `TASKS` (session.py).
 """
 
 import os
@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -34,11 +34,14 @@ from csdctl.worker.protocol.orders import (
 from csdctl.worker.protocol.run_spec import RankSpec, RunSpec
 from csdctl.worker.tasks.progress import Reporter, RunProgress
 
+ORPHAN_S = 600.0
+"""A rank without a group that receives no order for this long exits."""
+
 
 class Orders:
     """The orders received so far, for the session and its task to act on."""
 
-    def __init__(self, on_ping: Callable[[int], None], stream: TextIO | None = None) -> None:
+    def __init__(self, on_ping: Callable[[int], None]) -> None:
         """`on_ping` is called by the thread with the number of each `Ping`."""
         self.is_stopping = False
         self.is_pausing = False
@@ -46,13 +49,17 @@ class Orders:
         """Called by the thread when a group is ordered: waiting in an earlier group is then pointless."""
         self._groups: queue.Queue[FormGroup] = queue.Queue()
         self._on_ping = on_ping
-        self._stream = stream or sys.stdin
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
-    def next_group(self, timeout_s: float) -> FormGroup:
-        """Return the latest group ordered; raises queue.Empty when none is ordered in time."""
-        group = self._groups.get(timeout=timeout_s)
+    def next_group(self) -> FormGroup:
+        """Return the latest group ordered; raises WorkerError when none is ordered in time."""
+        try:
+            group = self._groups.get(timeout=ORPHAN_S)
+        except queue.Empty:
+            raise WorkerError(
+                f"received no order for {ORPHAN_S:g} s: csdctl has exited or is disconnected"
+            ) from None
         while not self._groups.empty():
             group = self._groups.get()
         self.is_pausing = False
@@ -68,7 +75,7 @@ class Orders:
         return not self._groups.empty()
 
     def _read(self) -> None:
-        for line in self._stream:
+        for line in sys.stdin:
             try:
                 order = order_from_line(line)
             except ProtocolError:
@@ -161,7 +168,7 @@ class ModelTask:
     @property
     def num_elements(self) -> int:
         """Elements of the vector that the ranks sum."""
-        return int(self.layout.size)
+        return int(self.layout.step_size + 1 + len(self.spec.ranks))
 
     @property
     def variables(self) -> list[Any]:
@@ -173,7 +180,7 @@ class ModelTask:
         self.reader = self.open_reader()
         self.step = self._step_of_probes or self._load_step()
         self.step.micro_batch_size = self.me.micro_batch_size
-        self.layout = replace(self.summed.layout, num_ranks=len(self.spec.ranks))
+        self.layout = self.summed.layout
         self.reporter.metrics = self.step.metrics
         self.restore()
         self._warm_up()

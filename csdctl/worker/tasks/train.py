@@ -154,7 +154,8 @@ class Train(ModelTask):
         vector[layout.stop :] = 0
         vector[layout.stop] = is_stopping
         vector[layout.compute_s][self.me.rank] = self._apply_s + computed - received - exchanged_s
-        expected = self._expect(step_samples)
+        ranks = tuple(share.rank for share in self.progress.segment.shares)
+        expected = ExpectedTails(layout.count, ranks, tuple(self.progress.weigh(step_samples)))
         total = communicator.sum(vector, expected if self.is_root else None)
         summed = time.perf_counter()
         step_total = total[layout.step]
@@ -178,11 +179,6 @@ class Train(ModelTask):
         """Compute this rank's vector into `out`; returns the seconds in which it waited for other ranks."""
         self.step.local(images, labels, out, private_copies=copies)
         return 0.0
-
-    def _expect(self, step_samples: list[int]) -> ExpectedTails:
-        """Return what the ranks' vectors must end with."""
-        ranks = tuple(share.rank for share in self.progress.segment.shares)
-        return ExpectedTails(self.layout.count, ranks, tuple(self.progress.weigh(step_samples)))
 
     def _exchange_reassigned(self, communicator: Communicator, share: Share) -> bytes | bytearray | None:
         """Send, from rank 0, the samples that other ranks read from the host in this step; receive them."""
@@ -271,28 +267,28 @@ class Train(ModelTask):
         communicator = group.communicator
         self._weights_hash = self.compare_weights(communicator)
         results: dict[str, Any] = {}
-        decision: Decision | None = None
+        decision: list[Any] | None = None
         if self.is_root:
             if self._validation is not None:
                 results = evaluate(self.step, self._validation, self.reporter, self.spec.progress_interval_s)
             callbacks, is_best = self._decide(results)
-            decision = Decision(callbacks, is_best, self.orders.is_pausing)
+            decision = [dataclasses.asdict(callbacks), is_best, self.orders.is_pausing]
         self._report_epoch_end(results, group)
         # Only what rank 0 decides counts.
-        told = dataclasses.asdict(decision) if decision else None
-        found = communicator.allgather(told, Decision | None)[0]
+        found = communicator.allgather(decision, Decision | None)[0]
         if found is None:
             raise PeerFaultError(0, "sent no decision")
-        self.progress.end_epoch(found.callbacks)
+        callbacks, is_best, is_pausing = found
+        self.progress.end_epoch(callbacks)
         if self._checkpointer:
-            self._checkpointer.checkpoint(self.progress.position, is_best=found.is_best)
+            self._checkpointer.checkpoint(self.progress.position, is_best=is_best)
             self._checkpointer.write_step_file(self.progress.position)
-            if found.is_best and self._validation is not None:
+            if is_best and self._validation is not None:
                 self._checkpointer.save_model(BEST_MODEL)
         self.reporter.traffic(communicator, group.generation, group.ranks)
         # All ranks wait for rank 0 here, so that this does not count as waiting in the next epoch.
         communicator.allgather(None, type(None))
-        return bool(found.is_pausing)
+        return bool(is_pausing)
 
     def _decide(self, results: dict[str, Any]) -> tuple[CallbackState, bool]:
         """Return the new state of the callbacks, and whether this epoch's model is the best so far."""

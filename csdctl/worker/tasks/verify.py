@@ -26,6 +26,7 @@ from csdctl.worker.process.output import emit
 from csdctl.worker.protocol.datasets import SAMPLE_WEIGHT
 from csdctl.worker.protocol.events import STATE, VERIFIED, Verified
 from csdctl.worker.protocol.json_codec import MaxLength
+from csdctl.worker.protocol.run_spec import RankSpec
 from csdctl.worker.tasks.reference import ExactSum, Reference, compute_type, widen
 from csdctl.worker.tasks.split import SplitParts
 from csdctl.worker.tasks.task import Group, ModelTask
@@ -149,7 +150,11 @@ class Verify(ModelTask):
 
     def run(self, group: Group) -> str:
         """Take the step; raises WorkerError when ranks are missing, or hold different weights after it."""
-        self._check_complete(group)
+        if missing := [rank.node for rank in self.spec.ranks if rank.rank not in group.ranks]:
+            raise WorkerError(
+                f"verification needs all ranks of the plan, and {', '.join(missing)} is lost",
+                remedy="examine it with `csdctl doctor`, or leave it out with --exclude",
+            )
         communicator = group.communicator
         self._sizes = verified_sizes([rank.batch_size for rank in self.spec.ranks])
         self._ranges = communicator.allgather(self._find_ranges() if self.is_root else {}, Ranges)[0]
@@ -165,13 +170,6 @@ class Verify(ModelTask):
     def finish(self, reason: str) -> None:
         """Report the completion record."""
         self.reporter.finished(self.progress.position, self._weights_hash, None, reason)
-
-    def _check_complete(self, group: Group) -> None:
-        if missing := [rank.node for rank in self.spec.ranks if rank.rank not in group.ranks]:
-            raise WorkerError(
-                f"verification needs all ranks of the plan, and {', '.join(missing)} is lost",
-                remedy="examine it with `csdctl doctor`, or leave it out with --exclude",
-            )
 
     def load_model(self) -> Any:
         """Return the run's model, whose layers compute in 32 bits at least, unless it is split."""
@@ -232,8 +230,15 @@ class Verify(ModelTask):
         )
 
     def _make_reference(self) -> Reference:
-        seed = self.spec.recipe.seed
-        return Reference(self.step, seed, self.spec.ranks, self._sizes, self._draw, self.me.weight)
+        ranks: Sequence[RankSpec] = self.spec.ranks
+        if split := self.spec.split:
+            sizes = (
+                micro_batch_size(size, split.num_micro_batches, rank.micro_batch_size)
+                for rank, size in zip(ranks, self._sizes, strict=True)
+            )
+            ranks = [replace(rank, micro_batch_size=size) for rank, size in zip(ranks, sizes, strict=True)]
+        # The vectors of a split step have every rank's own weight; those of the whole model rank 0's.
+        return Reference(self.step, self.spec.recipe.seed, ranks, self._sizes, self._draw, self.me.weight)
 
 
 def _gather(communicator: Communicator, vector: Array) -> Iterator[Array]:
@@ -286,13 +291,3 @@ class VerifySplit(SplitParts, Verify):
         ranks = [rank.rank for rank in self.spec.ranks]
         self.exchange(communicator, (samples, labels), ranks, counts, vector[layout.step])
         return np.array(communicator.sum(vector)[layout.step])
-
-    def _make_reference(self) -> Reference:
-        assert self.spec.split
-        number = self.spec.split.num_micro_batches
-        ranks = [
-            replace(rank, micro_batch_size=micro_batch_size(size, number, rank.micro_batch_size))
-            for rank, size in zip(self.spec.ranks, self._sizes, strict=True)
-        ]
-        # The vectors of a split step have every rank's own weight; those of the whole model rank 0's.
-        return Reference(self.step, self.spec.recipe.seed, ranks, self._sizes, self._draw, self.me.weight)

@@ -6,22 +6,34 @@ host reads its own shard in place.
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from csdctl.documents import check_values, load_json, save_json, write_atomically
 from csdctl.errors import InputError
 from csdctl.fleet.model import HOST_NAME, Fleet
-from csdctl.job.model import Job
+from csdctl.job.model import Job, load_job
+from csdctl.notify import Say
 from csdctl.placement.equation1 import Placed
 from csdctl.runs.directory import ProjectDirectory
-from csdctl.shipping.deliver import Delivery, deliver
-from csdctl.shipping.payload import pack_payload
+from csdctl.runs.ledger import record_traffic
+from csdctl.shipping.deliver import Delivery, DeliveryProgress, deliver
+from csdctl.shipping.payload import (
+    DEFAULT_IGNORED,
+    FileTree,
+    TreeRequest,
+    pack_payload,
+    parse_tree,
+    read_tree,
+)
 from csdctl.shipping.store import StoredFile, hash_file, stored_as
-from csdctl.transport.many import Outcome, run_on_all, values_or_raise
+from csdctl.transport.many import Outcome, run_on_all, run_on_nodes, values_or_raise
 from csdctl.transport.meter import TrafficClass
 from csdctl.transport.session import Session
 from csdctl.worker.protocol.datasets import DatasetInfo
 from csdctl.worker.protocol.run_spec import DatasetSlice
+from csdctl.workflows.data.model import prepare_code
 from csdctl.workflows.data.prepare import Prepared
 
 OnDelivery = Callable[[str, Delivery], None]
@@ -132,3 +144,57 @@ def _load_hashes(record: Path) -> list[str]:
         return check_values(load_json(record), list[str], str(record))
     except InputError:
         return []
+
+
+@dataclass(frozen=True)
+class DeployRequest:
+    """Request to deploy the files of `job`, or `trees` instead, each as SOURCE[:DESTINATION]."""
+
+    job: Path
+    trees: Sequence[str] = ()
+    ignored: Sequence[str] = ()
+    """Patterns of files that are excluded from trees."""
+    is_everything: bool = False
+    """Whether trees include what is excluded by default: .git, __pycache__ and .csdctl."""
+    is_dry_run: bool = False
+
+
+class DeployObserver(Protocol):
+    """Follows one deployment; called from any thread."""
+
+    def packed(self, request: TreeRequest, tree: FileTree) -> None:
+        """A tree was read from the host's disk."""
+
+    def advance(self, progress: DeliveryProgress) -> None:
+        """More bytes were sent to a node."""
+
+    def finish(self, outcome: Outcome[Delivery]) -> None:
+        """A node has received everything, or failed."""
+
+
+def deploy_request(
+    request: DeployRequest, fleet: Fleet, *, directory: Path, say: Say, observer: DeployObserver
+) -> dict[str, Outcome[Delivery]]:
+    """Deploy to every node of `fleet`; a node that fails is in the result, not raised.
+
+    Raises InputError when the job, or a tree, cannot be read.
+    """
+    if request.trees:
+        defaults = () if request.is_everything else DEFAULT_IGNORED
+        packed = []
+        for tree in map(parse_tree, request.trees):
+            packed.append(read_tree(tree, [*request.ignored, *defaults]))
+            observer.packed(tree, packed[-1])
+        payload = pack_payload(trees=packed)
+    else:
+        job = load_job(request.job)
+        worker, model = prepare_code(job, directory, say)
+        payload = pack_payload([worker, *model.files])
+
+    def send(session: Session) -> Delivery:
+        python = fleet.python_of(session.name)
+        dry_run = request.is_dry_run
+        return deliver(session, payload, python=python, dry_run=dry_run, on_progress=observer.advance)
+
+    on_traffic = record_traffic(directory, "deploy")
+    return run_on_nodes(fleet, send, directory=directory, on_done=observer.finish, on_traffic=on_traffic)

@@ -9,12 +9,18 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-from csdctl.documents import build_atomically, check_values, load_json, load_text, save_json, save_text
-from csdctl.documents.text import MAX_JSON_BYTES
+from csdctl.documents import (
+    MAX_JSON_BYTES,
+    build_atomically,
+    check_values,
+    load_json,
+    load_text,
+    save_json,
+    save_text,
+)
 from csdctl.errors import InputError
 from csdctl.fleet.model import HOST_NAME
-from csdctl.job.model import Job
-from csdctl.job.reading import python_files
+from csdctl.job.model import Job, python_files
 from csdctl.notify import Say
 from csdctl.reporting.numbers import format_count
 from csdctl.runs.directory import ProjectDirectory

@@ -2,43 +2,45 @@
 
 A worker process on the host handles public data and the model, the worker of each node its private data; the
 controller process opens neither. Results are stored by content, so a repeated call is fast.
+
+Prepared data is stored under the hash of its content, private data on the nodes: neither can be found from
+job.yaml without reading the sources again. Therefore a record with counts and shapes is saved, but no samples
+and no file names.
 """
 
+import hashlib
 import re
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Protocol
 
 from pydantic import Field, TypeAdapter, ValidationError
 
+from csdctl.documents import check_values, load_json, save_json, save_text
 from csdctl.errors import InputError, RemoteCommandError
 from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.job.compatibility import check_compatibility, check_noise, inputs_of
-from csdctl.job.model import Job
-from csdctl.job.reading import find_imported
+from csdctl.job.model import Job, find_imported
 from csdctl.notify import Say
 from csdctl.runs.directory import ProjectDirectory
-from csdctl.shipping.deliver import deliver
+from csdctl.shipping.deliver import Delivery, deliver
 from csdctl.shipping.payload import pack_payload
 from csdctl.shipping.store import StoredFile, store_bytes, store_file
 from csdctl.shipping.worker_calls import call_worker
 from csdctl.shipping.worker_zip import pack_code
 from csdctl.transport.many import run_on_all, values_or_raise
 from csdctl.transport.meter import TrafficClass
+from csdctl.transport.program import within
 from csdctl.transport.session import Session
-from csdctl.worker.protocol.datasets import (
-    DatasetInfo,
-    PrepareProgress,
-    PrepareSpec,
-)
-from csdctl.worker.protocol.json_codec import shorten
-from csdctl.worker.protocol.model_info import ModelInfo
+from csdctl.worker.protocol.datasets import DatasetInfo, PrepareProgress, PrepareSpec
+from csdctl.worker.protocol.json_codec import shorten, to_json
+from csdctl.worker.protocol.model_info import AugmentTrial, AugmentTried, ModelInfo
 from csdctl.worker.protocol.recipe import Recipe
 from csdctl.worker.protocol.run_spec import UserCode
-from csdctl.workflows.data.augment import check_augment
 from csdctl.workflows.data.model import (
     SerializedModel,
     describe_code,
@@ -46,8 +48,123 @@ from csdctl.workflows.data.model import (
     shapes_of,
     store_worker,
 )
-from csdctl.workflows.data.prepared_record import find_changed, save_prepared
 from csdctl.workflows.workspace.workspace import Workspace, open_workspace
+
+
+@dataclass(frozen=True)
+class PreparedData:
+    """The prepared data of one job."""
+
+    key: str
+    """Hash of the job's data section; the data itself may have changed since."""
+    public: DatasetInfo
+    """Without class names."""
+    num_private: dict[str, int] = field(default_factory=dict)
+    """Private samples by node."""
+    digests: dict[str, str] = field(default_factory=dict)
+    """Digests by 'public', 'validation' or node: the fingerprint of its data, and a hash of the description
+    that was received when the data was prepared, with the hashes of its files."""
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of an epoch."""
+        return self.public.num_samples + sum(self.num_private.values())
+
+
+def save_prepared(
+    project: ProjectDirectory,
+    job: Job,
+    datasets: Mapping[str, DatasetInfo],
+    private: Mapping[str, DatasetInfo],
+) -> None:
+    """Save the record of `job`; `datasets` are those of the host, 'public' among them."""
+    record = PreparedData(
+        _key(job),
+        datasets["public"].element_spec,
+        {name: info.num_samples for name, info in private.items()},
+        _load_digests(project, job) | {name: _digest(info) for name, info in {**datasets, **private}.items()},
+    )
+    save_text(project.prepared(job.name), to_json(record) + "\n")
+
+
+def find_changed(project: ProjectDirectory, job: Job, datasets: Mapping[str, DatasetInfo]) -> list[str]:
+    """Return the data sets that are now described differently than when the same data was prepared."""
+    before = _load_digests(project, job)
+    now = {name: _digest(info) for name, info in datasets.items()}
+    return [
+        name
+        for name, digest in now.items()
+        if before.get(name, digest) != digest and before[name].partition(" ")[0] == digest.partition(" ")[0]
+    ]
+
+
+def _digest(info: DatasetInfo) -> str:
+    return f"{info.fingerprint} {hashlib.sha256(to_json(info).encode()).hexdigest()}"
+
+
+def _load_digests(project: ProjectDirectory, job: Job) -> dict[str, str]:
+    record = _load(project, job)
+    return record.digests if record else {}
+
+
+def _load(project: ProjectDirectory, job: Job) -> PreparedData | None:
+    path = project.prepared(job.name)
+    try:
+        return check_values(load_json(path), PreparedData, str(path))
+    except InputError:  # the next `prepare` writes it again
+        return None
+
+
+def load_prepared(project: ProjectDirectory, job: Job) -> PreparedData | None:
+    """Return the record of `job`; None when its current data section was never prepared."""
+    record = _load(project, job)
+    if record is None or record.key != _key(job):
+        return None
+    return record if min(record.public.num_samples, *record.num_private.values(), 0) >= 0 else None
+
+
+def _key(job: Job) -> str:
+    digest = hashlib.sha256(repr((job.public_path, job.private_path, job.reading)).encode())
+    for file in job.reading.function_files:
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+DEADLINE_S = 300.0
+
+
+def check_augment(
+    job: Job,
+    model: SerializedModel,
+    public: DatasetInfo,
+    worker: StoredFile,
+    space: Workspace,
+    say: Say,
+) -> None:
+    """Raise InputError if the job's augmentation does not return what a rank can train on."""
+    code = model.user_code
+    if not job.recipe.augment or code is None:
+        return
+    trial = AugmentTrial(job.recipe.augment, code, public.path, job.recipe.seed)
+    content = f"{to_json(trial)} {worker.sha256} {public.images_sha256} {public.labels_sha256}"
+    tried = space.project.models / f"augment-{hashlib.sha256(content.encode()).hexdigest()[:32]}.json"
+    if tried.is_file():
+        return
+    found = call_worker(
+        space.sessions[HOST_NAME],
+        sys.executable,
+        worker.path,
+        "augment",
+        trial,
+        AugmentTried,
+        doing="trying data.augment",
+        patience=within(DEADLINE_S),
+    )
+    say(
+        f"augmentation of training batches: {job.recipe.augment}, tried on {found.num_samples} public samples"
+    )
+    save_json(tried, {"num_samples": found.num_samples})
+
 
 DATA_STORE = ".csdctl/data"
 SHARED_STORE = ".csdctl-data"
@@ -93,9 +210,7 @@ class Prepared:
 
 def prepare_job(
     job: Job,
-    fleet: Fleet,
-    sessions: Mapping[str, Session],
-    project: ProjectDirectory,
+    space: Workspace,
     say: Say,
     on_progress: OnPrepareProgress = lambda data, progress: None,
     *,
@@ -109,20 +224,21 @@ def prepare_job(
     was prepared before is compared with its hashes, and prepared again if it differs; without, it is an
     InputError when it is described differently than then. Without `needs_labels`, the labels may be any.
     """
+    project, host = space.project, space.sessions[HOST_NAME]
     worker = store_worker(project)
     say("model: " + job.model)
-    model = serialize_model(job, worker, sessions[HOST_NAME], project)
+    model = serialize_model(job, worker, host, project)
     spec = first_spec(job, model.info, is_checked=is_checked)
-    preparing = _Preparing(job, spec, fleet, sessions, worker, project, on_progress)
+    preparing = _Preparing(job, spec, space, worker, on_progress)
     say(f"public data: {job.public_path}")
     store = str(job.public_path.parent / SHARED_STORE) if job.is_everywhere else DATA_STORE
     public = preparing.on_host("public", job.public_path, job.reading.public_function, store)
     preparing.spec = follow(spec, public)
     if not model.info.is_built:
-        model = serialize_model(job, worker, sessions[HOST_NAME], project, shapes_of(public))
+        model = serialize_model(job, worker, host, project, shapes_of(public))
     if model.code:
         say(f"code for the nodes: {describe_code(model.code, model.code_roots)}")
-    check_augment(job, model, public, worker, sessions[HOST_NAME], project, say)
+    check_augment(job, model, public, worker, space, say)
     validation = None
     if job.validation_path:
         say(f"validation data: {job.validation_path}")
@@ -130,7 +246,7 @@ def prepare_job(
         validation = preparing.on_host("validation", job.validation_path, function)
     private = {}
     if job.private_path:
-        say(f"private data: {job.private_path} on {len(fleet.nodes)} nodes")
+        say(f"private data: {job.private_path} on {len(space.fleet.nodes)} nodes")
         private = preparing.on_nodes(job.private_path)
     datasets = {"public": public, "validation": validation, **private}
     check_compatibility(model.info.recipe, model.info, datasets, needs_labels=needs_labels)
@@ -159,15 +275,13 @@ class _Preparing:
     job: Job
     spec: PrepareSpec
     """Settings that all data sets have in common."""
-    fleet: Fleet
-    sessions: Mapping[str, Session]
+    space: Workspace
     worker: StoredFile
-    project: ProjectDirectory
     on_progress: OnPrepareProgress
 
     def on_host(self, name: str, path: Path, function: str, store: str = DATA_STORE) -> DatasetInfo:
         """Prepare a data set of the host; the user's function runs from the store, as on a node."""
-        spec, _ = add_function(self.spec, self.job, function, self.project)
+        spec, _ = add_function(self.spec, self.job, function, self.space.project)
         spec = replace(
             spec,
             source=str(path),
@@ -175,25 +289,26 @@ class _Preparing:
             names_classes=name == "public",
             is_shared=store != DATA_STORE,
         )
-        return self._prepare(name, self.sessions[HOST_NAME], spec)
+        return self._prepare(name, self.space.sessions[HOST_NAME], spec)
 
     def on_nodes(self, path: str) -> dict[str, DatasetInfo]:
         """Prepare private data on each node; a node without data or with a failure is an error."""
-        spec, files = add_function(self.spec, self.job, self.job.reading.private_function, self.project)
+        function, fleet = self.job.reading.private_function, self.space.fleet
+        spec, files = add_function(self.spec, self.job, function, self.space.project)
         spec = replace(spec, source=path, is_private=True)
         payload = pack_payload([self.worker, *files])
 
         def on_node(session: Session) -> DatasetInfo:
-            deliver(session, payload, python=self.fleet.python_of(session.name))
+            deliver(session, payload, python=fleet.python_of(session.name))
             return self._prepare(session.name, session, spec)
 
-        nodes = {node.name: self.sessions[node.name] for node in self.fleet.nodes}
+        nodes = {node.name: self.space.sessions[node.name] for node in fleet.nodes}
         return values_or_raise(run_on_all(nodes, on_node), "preparing private data")
 
     def _prepare(self, name: str, session: Session, spec: PrepareSpec) -> DatasetInfo:
         info = call_worker(
             session,
-            self.fleet.python_of(session.name),
+            self.space.fleet.python_of(session.name),
             self.worker.path,
             "prepare",
             spec,
@@ -315,21 +430,20 @@ class PreparationObserver(Protocol):
         """
 
 
+class DeliveryObserver(PreparationObserver, Protocol):
+    """Shows the deliveries of files too."""
+
+    def on_delivery(self, node: str, delivery: Delivery, /) -> None:
+        """Files have reached `node`."""
+
+
 def prepare_in(
     space: Workspace, job: Job, observer: PreparationObserver, *, needs_labels: bool = True
 ) -> Prepared:
     """Prepare model and data of `job` on the machines of `space`; raises InputError or PartialError."""
     began = time.monotonic()
     with observer.preparing() as on_progress:
-        prepared = prepare_job(
-            job,
-            space.fleet,
-            space.sessions,
-            space.project,
-            observer.say,
-            on_progress,
-            needs_labels=needs_labels,
-        )
+        prepared = prepare_job(job, space, observer.say, on_progress, needs_labels=needs_labels)
     return replace(prepared, elapsed_s=time.monotonic() - began)
 
 
@@ -341,4 +455,4 @@ def prepare_fleet(
     Raises InputError when model and data do not fit together, and CsdctlError when a machine fails.
     """
     with open_workspace(directory, fleet, "prepare") as space:
-        return prepare_job(job, space.fleet, space.sessions, space.project, say, on_progress, is_checked=True)
+        return prepare_job(job, space, say, on_progress, is_checked=True)

@@ -1,15 +1,15 @@
 """`exec`: a command of the user on all nodes at once, over the connections that every command uses."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from csdctl.errors import CsdctlError, InputError, RemoteCommandError
 from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.runs.ledger import record_traffic
 from csdctl.transport.local import LocalSession
-from csdctl.transport.many import Outcome, run_on_nodes
+from csdctl.transport.many import Outcome, errors_of, run_on_nodes
 from csdctl.transport.session import Session, bounded, last_line
 
 MAX_KEPT_BYTES = 64 * 1024
@@ -26,6 +26,7 @@ class Answer:
     num_dropped: int = 0
     """Bytes that were not kept: the end of standard output and the beginning of standard error."""
     error: str = ""
+    duration_s: float = field(default=0.0, compare=False)
 
     @property
     def has_failed(self) -> bool:
@@ -38,11 +39,13 @@ class Answer:
         return RemoteCommandError(f"exit code {self.exit_code}: {cause}", node=name)
 
 
-def build_answer(exit_code: int, stdout: bytes, stderr: bytes, error: str = "") -> Answer:
+def build_answer(
+    exit_code: int, stdout: bytes, stderr: bytes, error: str = "", duration_s: float = 0.0
+) -> Answer:
     """Return an answer with outputs of at most MAX_KEPT_BYTES each."""
     kept, kept_errors = stdout[:MAX_KEPT_BYTES], stderr[-MAX_KEPT_BYTES:]
     num_dropped = len(stdout) - len(kept) + len(stderr) - len(kept_errors)
-    return Answer(exit_code, kept, kept_errors, num_dropped, error)
+    return Answer(exit_code, kept, kept_errors, num_dropped, error, duration_s)
 
 
 @dataclass(frozen=True)
@@ -50,50 +53,45 @@ class ExecResult:
     """The answers of the machines that answered, and why the others did not."""
 
     fleet: Fleet
-    answers: dict[str, Answer]
-    unanswered: dict[str, CsdctlError]
-    machines: tuple[str, ...]
-    durations_s: dict[str, float]
+    outcomes: Mapping[str, Outcome[Answer]]
+    """By machine: the host first, if it was asked, then the nodes in the order of the fleet."""
+
+    @property
+    def machines(self) -> tuple[str, ...]:
+        """The machines that were asked."""
+        return tuple(self.outcomes)
+
+    @property
+    def answers(self) -> dict[str, Answer]:
+        """The answers of the machines that answered."""
+        return {name: outcome.value for name, outcome in self.outcomes.items() if outcome.value}
+
+    @property
+    def unanswered(self) -> dict[str, CsdctlError]:
+        """The errors of the machines that did not answer."""
+        return errors_of(self.outcomes)
 
     @property
     def rows(self) -> list[tuple[Answer, list[str]]]:
         """Each different answer with the machines that gave it, in the order of their first machines."""
-        return fold_answers(self.answers)
+        names: dict[Answer, list[str]] = {}
+        for name, answer in self.answers.items():
+            names.setdefault(answer, []).append(name)
+        return list(names.items())
 
     @property
     def failed(self) -> dict[str, CsdctlError]:
         """The error of every machine that did not answer, or whose command failed."""
-        failed = {name: answer.as_error(name) for name, answer in self.answers.items() if answer.has_failed}
-        return {
-            name: {**failed, **self.unanswered}[name]
-            for name in self.machines
-            if name in failed or name in self.unanswered
+        errors = {
+            name: outcome.value.as_error(name)
+            if outcome.value and outcome.value.has_failed
+            else outcome.error
+            for name, outcome in self.outcomes.items()
         }
+        return {name: error for name, error in errors.items() if error}
 
 
-def fold_answers(answers: Mapping[str, Answer]) -> list[tuple[Answer, list[str]]]:
-    """Return each different answer once, with the names of the machines that gave it."""
-    names: dict[Answer, list[str]] = {}
-    for name, answer in answers.items():
-        names.setdefault(answer, []).append(name)
-    return list(names.items())
-
-
-def build_result(
-    fleet: Fleet, machines: Iterable[str], outcomes: Mapping[str, Outcome[tuple[Answer, float]]]
-) -> ExecResult:
-    """Return the result of `outcomes`: an answer and its duration in seconds for each machine."""
-    answered = {name: outcome.value for name, outcome in outcomes.items() if outcome.value}
-    return ExecResult(
-        fleet,
-        {name: answer for name, (answer, _) in answered.items()},
-        {name: outcome.error for name, outcome in outcomes.items() if outcome.error},
-        tuple(machines),
-        {name: duration_s for name, (_, duration_s) in answered.items()},
-    )
-
-
-OnAnswer = Callable[[Outcome[tuple[Answer, float]]], None]
+OnAnswer = Callable[[Outcome[Answer]], None]
 
 
 @dataclass(frozen=True)
@@ -125,9 +123,9 @@ def run_command(
     """
     argv = parse_command(command)
 
-    def visit(session: Session) -> tuple[Answer, float]:
+    def visit(session: Session) -> Answer:
         done = session.run(argv, deadline_s=options.timeout_s, is_users=True)
-        return build_answer(done.exit_code, done.stdout, done.stderr), done.duration_s
+        return build_answer(done.exit_code, done.stdout, done.stderr, duration_s=done.duration_s)
 
     host = LocalSession(HOST_NAME, directory) if options.has_host else None
     with contextlib.closing(host) if host else contextlib.nullcontext():
@@ -140,8 +138,7 @@ def run_command(
             on_traffic=record_traffic(directory, "exec"),
             host=host,
         )
-    machines = fleet.machines if host else fleet.machines[1:]
-    return build_result(fleet, machines, outcomes)
+    return ExecResult(fleet, outcomes)
 
 
 def parse_command(command: Sequence[str]) -> tuple[str, ...]:

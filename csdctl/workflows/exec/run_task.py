@@ -29,7 +29,7 @@ from csdctl.transport.known_hosts import KnownHosts
 from csdctl.transport.many import MAX_WORKERS, fleet_known_hosts_paths, run_on_all
 from csdctl.transport.meter import add_up
 from csdctl.transport.session import MAX_OUTPUT_BYTES, bounded
-from csdctl.workflows.exec.run_command import Answer, ExecOptions, ExecResult, build_answer, build_result
+from csdctl.workflows.exec.run_command import Answer, ExecOptions, ExecResult, build_answer
 
 _BOOLS = dict.fromkeys(("1", "yes", "true", "on"), True) | dict.fromkeys(("0", "no", "false", "off"), False)
 
@@ -53,12 +53,12 @@ def run_task(
     ):
         task = load_task(spec, words, directory)
 
-        def visit(connection: FleetConnection) -> tuple[Answer, float]:
+        def visit(connection: FleetConnection) -> Answer:
             name, started_s = connection.node.name, time.monotonic()
             out.own.stream, err.own.stream = printed[name]["out"], printed[name]["err"]
             code, error = _run(task, connection)
-            answer = build_answer(code, printed[name]["out"].data, printed[name]["err"].data, error)
-            return answer, time.monotonic() - started_s
+            shown, duration_s = printed[name], time.monotonic() - started_s
+            return build_answer(code, shown["out"].data, shown["err"].data, error, duration_s)
 
         group = open_group(
             fleet,
@@ -74,7 +74,7 @@ def run_task(
                 outcomes = run_on_all(connections, visit, max_workers=MAX_WORKERS)
         finally:
             record_traffic(directory, "exec")(add_up(group.link.jumps.opened))
-    return build_result(fleet, fleet.machines[1:], outcomes)
+    return ExecResult(fleet, outcomes)
 
 
 def _run(task: "LoadedTask", connection: FleetConnection) -> tuple[int, str]:

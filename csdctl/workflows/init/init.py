@@ -1,43 +1,349 @@
-"""`init`: a first job.yaml from a look at a model and its data.
+"""`init`: a first job.yaml from a look at a model and its data, with the reasons as comments.
 
 The worker programs that `prepare` uses do the looking, in processes of their own: `build` for the model, and
 `look` for the data, which reads some samples and keeps none. No node is contacted.
 """
 
+import math
 import os
 import sys
-from collections.abc import Callable
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from csdctl.documents import parse_document, save_text
 from csdctl.errors import InputError
 from csdctl.fleet.model import HOST_NAME
-from csdctl.job.compatibility import check_compatibility
-from csdctl.job.model import Job, JobFile, build_job
-from csdctl.job.reading import find_imported
-from csdctl.notify import Say
+from csdctl.job.compatibility import LOGITS, check_compatibility
+from csdctl.job.model import Job, JobFile, build_job, find_imported
+from csdctl.notify import Say, make_printable
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.shipping.store import StoredFile
 from csdctl.shipping.worker_calls import call_worker
 from csdctl.transport.local import LocalSession
-from csdctl.worker.protocol.datasets import DataLook, DatasetInfo, LookSpec, PrepareProgress, PrepareSpec
-from csdctl.worker.protocol.model_info import ModelInfo
+from csdctl.worker.protocol.datasets import (
+    SAMPLE_WEIGHT,
+    DataLook,
+    DatasetInfo,
+    LookSpec,
+    PrepareProgress,
+    PrepareSpec,
+    equals,
+)
+from csdctl.worker.protocol.model_info import ModelInfo, OutputInfo
 from csdctl.workflows.data.model import SerializedModel, serialize_model, shapes_of, store_worker
 from csdctl.workflows.data.prepare import add_function, first_spec, follow
-from csdctl.workflows.init.job_text import (
-    DEFAULT_SIZE,
-    Looks,
-    Sources,
-    choose_application_args,
-    choose_size,
-    is_any_size,
-    render_draft,
-    render_job,
-)
 from csdctl.workflows.init.script import LiftedScript, lift_script, trains_on_import
+
+DEFAULT_SIZE = (224, 224)
+"""Height and width that most models of keras.applications were made for."""
+MIN_APPLICATION_SIZE = 32
+SYMMETRIC = ("Mobile", "Inception", "Xception", "NASNet")
+"""Beginnings of names in keras.applications with weights for values of -1 to 1; so are those ending in V2."""
+MAX_COLUMN = 110
+SPARSE, MSE = "sparse_categorical_crossentropy", "mean_squared_error"
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Model, data and code of a job; paths relative to the job file, or absolute."""
+
+    model: str
+    public: dict[str, str]
+    """Entry of job.yaml: `path`, and `function`."""
+    validation: dict[str, str] | None = None
+    private: str = ""
+    """A path on each node; '' for none."""
+    model_args: dict[str, Any] = field(default_factory=dict)
+    code: tuple[str, ...] = ()
+    recipe: dict[str, Any] = field(default_factory=dict)
+    """Keys of the recipe from the arguments of `fit` in a script; {} without a script."""
+
+    @property
+    def is_application(self) -> bool:
+        """Whether the model is one of keras.applications."""
+        return self.model.startswith("keras.applications:")
+
+
+@dataclass(frozen=True)
+class Looks:
+    """Descriptions of a model and its data."""
+
+    model: ModelInfo
+    public: DataLook
+    validation: DataLook | None = None
+
+
+@dataclass(frozen=True)
+class LossChoice:
+    """The loss of one output, and why; `from_logits` None: unknown."""
+
+    name: str
+    from_logits: bool | None
+    reason: str
+
+
+def is_any_size(model: ModelInfo) -> bool:
+    """Return whether the size of the pictures that a model takes is not known from the model."""
+    return len(model.input_shape) != 3 or 0 in model.input_shape
+
+
+def choose_size(data: DataLook) -> tuple[tuple[int, ...], str]:
+    """Return height and width for pictures, and why, for a model that takes any."""
+    sizes = data.pictures
+    if sizes and sizes.smallest == sizes.largest:
+        return sizes.smallest, "the size of all pictures that were looked at"
+    return DEFAULT_SIZE, "a placeholder"
+
+
+def choose_application_args(data: DataLook) -> dict[str, Any]:
+    """Return arguments for a model of keras.applications: to train from scratch on these pictures."""
+    shape = data.info.sample_shape
+    size = choose_size(data)[0] if data.pictures else shape[:2]
+    channels = shape[2] if not data.pictures and len(shape) == 3 else 3
+    sides = [max(MIN_APPLICATION_SIZE, side) for side in size]
+    num_classes = len(data.class_counts) or data.info.max_label + 1
+    classes = {"classes": num_classes} if num_classes > 0 else {}
+    return {"input_shape": [*sides, channels], "weights": None, **classes}
+
+
+def choose_input_range(sources: Sources, looks: Looks) -> tuple[str, str] | None:
+    """Return the value of `data.input_range` and why, None for data that it does not apply to."""
+    if not any(dtype == "uint8" for dtype, _ in looks.public.info.inputs.values()):
+        return None
+    if sources.recipe:
+        return "null", "the data is what the script passes to fit"
+    if looks.model.scaling_layers:
+        return "null", f"the model scales its inputs itself: {', '.join(looks.model.scaling_layers[:3])}"
+    name = sources.model.partition(":")[2]
+    is_symmetric = name.startswith(SYMMETRIC) or (name.startswith("ResNet") and name.endswith("V2"))
+    if sources.is_application and is_symmetric and sources.model_args.get("weights", "imagenet"):
+        return "[-1, 1]", f"as keras.applications' preprocess_input of {name}"
+    return "[0, 1]", "uint8 values 0…255 become 0…1; the model has no Rescaling layer"
+
+
+def choose_losses(looks: Looks) -> dict[str, LossChoice]:
+    """Return the losses that the recipe has to name, by output, '' for the only one.
+
+    None for a compiled model, unless its last layer gives logits and its loss does not know.
+    """
+    model, data = looks.model, looks.public.info
+    outputs = model.outputs
+    if model.compiled:
+        only = outputs[0] if len(outputs) == 1 else None
+        if only is None or only.from_logits or only.activation != "linear" or _plain(only.loss) not in LOGITS:
+            return {}
+        why = "compile() has this loss without from_logits=True, but the last layer is linear"
+        return {"": LossChoice(only.loss, True, why)}
+    fields = [name for name in data.labels if name != SAMPLE_WEIGHT]
+    if data.label_shape == (0,) or not fields:
+        return {}
+    if len(outputs) == 1:
+        return {"": _guess(outputs[0], data, fields[0])}
+    names = [output.name for output in outputs]
+    pairs = zip(outputs, names if set(names) <= set(fields) else fields, strict=False)
+    return {output.name: _guess(output, data, name) for output, name in pairs}
+
+
+def _guess(output: OutputInfo, data: DatasetInfo, name: str) -> LossChoice:
+    """Return a loss that labels and last layer suggest."""
+    dtype, shape = data.labels[name]
+    largest = data.max_labels.get(name, -1) if dtype.startswith(("int", "uint")) else -1
+    seen = f"labels are {dtype}" + (f" 0…{largest}" if largest >= 0 else "")
+    if not output.is_known:
+        return LossChoice(SPARSE if largest >= 0 else MSE, None, f"a guess: {seen}, the outputs are unknown")
+    classes, places = (output.shape or (0,))[-1], tuple(output.shape[:-1])
+    choice = MSE
+    if largest >= 0 and classes > 1 and any(equals(one, tuple(shape)) for one in (places, (*places, 1))):
+        choice = SPARSE
+    elif output.activation == "softmax" and tuple(shape) == output.shape:
+        choice = "categorical_crossentropy"
+    elif output.activation == "sigmoid" or (0 <= largest <= 1 and classes == 1):
+        choice = "binary_crossentropy"
+    last = f"the last layer has {classes} outputs ({output.activation or 'unknown activation'})"
+    reason = f"{'a guess: ' if choice == MSE else ''}{seen}, {last}"
+    if choice == MSE or output.activation == LOGITS[_plain(choice)]:
+        return LossChoice(choice, False, reason)
+    return LossChoice(choice, True if output.activation == "linear" else None, reason)
+
+
+def _plain(loss: str) -> str:
+    return loss.replace("_", "").lower()
+
+
+def describe_model(model: ModelInfo) -> str:
+    """Return in words: parameters, inputs, outputs."""
+    inputs = (model.inputs or {"": model.input_shape}).items()
+    outputs = [
+        f"{one.name} {_shape(one.shape)}{f' ({one.activation})' if one.activation else ''}".strip()
+        for one in model.outputs
+        if one.is_known
+    ]
+    takes = " and ".join(f"{name} {_shape(shape)}".strip() for name, shape in inputs)
+    return f"{model.num_parameters:,} parameters; takes {takes}, returns {' and '.join(outputs) or 'unknown'}"
+
+
+def describe_data(look: DataLook) -> str:
+    """Return in words: format, number of samples and classes, shapes, types, sizes of pictures."""
+    info = look.info
+    counted = f"{look.num_samples:,} samples" if look.num_samples else "samples of unknown number"
+    parts = [f"{look.format}: {counted}"]
+    if look.class_counts:
+        low, high = min(look.class_counts.values()), max(look.class_counts.values())
+        parts = [f"{look.format}: {look.num_samples:,} files in {len(look.class_counts)} classes"]
+        parts.append(f"{low:,} to {high:,} files each" if low != high else f"{low:,} files each")
+    if look.pictures:
+        sizes = dict.fromkeys((_shape(look.pictures.smallest), _shape(look.pictures.largest)))
+        formats = " and ".join(look.pictures.formats)
+        parts.append(f"{formats}, {' to '.join(sizes)} pixels (height×width)")
+    else:
+        parts.append(f"samples {_describe_arrays(info.inputs)}")
+    if not look.class_counts:
+        labels = _describe_arrays(info.labels) if info.label_shape != (0,) else "none"
+        parts.append(f"labels {labels}" + (f" 0…{info.max_label}" if info.max_label >= 0 else ""))
+    if not look.is_whole:
+        parts.append(f"{info.num_samples + sum(info.num_skipped.values()):,} were looked at")
+    reasons = [f"{count:,} {reason.replace('_', ' ')}" for reason, count in info.num_skipped.items()]
+    parts += [f"left out: {', '.join(reasons)}"] * bool(reasons)
+    return ", ".join(parts)
+
+
+def _describe_arrays(arrays: Mapping[str, tuple[str, tuple[int, ...]]]) -> str:
+    return " and ".join(
+        f"{name} {dtype} {_shape(shape) if shape else ''}".strip() for name, (dtype, shape) in arrays.items()
+    )
+
+
+def _shape(shape: Sequence[int]) -> str:
+    return "×".join(str(size) if size else "any" for size in shape) or "1"
+
+
+def render_draft(sources: Sources, image: Sequence[int] = ()) -> str:
+    """Return a job.yaml that is good enough to look at the model and the data with."""
+    data: dict[str, Any] = {"public": sources.public}
+    data |= {"validation": sources.validation} if sources.validation else {}
+    data |= {"image": {"shape": [*image, 3]}} if image else {}
+    recipe = {"epochs": 1, "optimizer": "adam", "learning_rate": 0.001}
+    content = {"model": sources.model, "model_args": sources.model_args, "data": data, "recipe": recipe}
+    return _value(content | ({"code": list(sources.code)} if sources.code else {}))
+
+
+def render_job(sources: Sources, looks: Looks, misfit: str = "") -> str:
+    """Return the job.yaml; `misfit` says why model and data do not fit together, '' if they do."""
+    lines = [
+        "# Written by `csdctl init` from a look at the model and the data. Paths are relative to this file.",
+        "# All keys: docs/reference/files.md.",
+        *(_line("", f"THIS DOES NOT FIT YET: {misfit}") if misfit else []),
+        *_line(f"model: {_value(sources.model)}", describe_model(looks.model)),
+    ]
+    if sources.model_args:
+        lines += _line(f"model_args: {_value(sources.model_args)}")
+    if sources.code:
+        lines += _line(f"code: {_value(list(sources.code))}", "imported by the files above")
+    lines += ["data:"]
+    lines += [line for text, why in _data(sources, looks) for line in _line(text, why, 2)]
+    lines += ["recipe:"]
+    lines += [line for text, why in _recipe(sources.recipe, looks) for line in _line(text, why, 2)]
+    return "\n".join(lines) + "\n"
+
+
+def _data(sources: Sources, looks: Looks) -> Iterator[tuple[str, str]]:
+    """Yield the entries of the data section, and why."""
+    look = looks.public
+    yield f"public: {_value(sources.public)}", describe_data(look)
+    if sources.validation and looks.validation:
+        yield f"validation: {_value(sources.validation)}", describe_data(looks.validation)
+    else:
+        yield "# validation: {path: PATH}", "evaluated after each epoch"
+    if sources.private:
+        private = sources.public | {"path": sources.private}
+        yield f"private: {_value(private)}", "on each node; never leaves it; was not looked at"
+    else:
+        yield "# private: {path: PATH}", "on each node, at the same path; never leaves it"
+    if scaled := choose_input_range(sources, looks):
+        yield f"input_range: {scaled[0]}", scaled[1]
+    if look.table:
+        dropped = {"drop": list(look.table.dropped)} if look.table.dropped else {}
+        entry = {"label": look.table.labels[0]} | dropped
+        yield f"csv: {_value(entry)}", "also drop: [COLUMN], weight: COLUMN"
+    if look.format == "class folders":
+        if is_any_size(looks.model):
+            shape = list(look.info.sample_shape)
+            yield f"image: {{shape: {shape}}}", f"the model takes any size: {choose_size(look)[1]}"
+        else:
+            size = _shape(looks.model.input_shape)
+            yield "# image: {fit: stretch}", f"pictures are stretched to the model's {size}; or crop, or pad"
+
+
+def _recipe(lifted: Mapping[str, Any], looks: Looks) -> Iterator[tuple[str, str]]:
+    """Yield the entries of the recipe, and why."""
+    compiled, outputs = looks.model.compiled, looks.model.outputs
+    for key, value in lifted.items():
+        yield f"{key}: {_value(value)}", "from fit"
+    if not lifted:
+        yield "epochs: 10", "a placeholder: as many as you give to fit()"
+    if compiled and compiled.optimizer:
+        schedule = f"{compiled.schedule} from " if compiled.schedule else ""
+        rate = f"{schedule}{compiled.learning_rate:g}"
+        yield "# learning_rate, optimizer", f"those of compile(): {compiled.optimizer}, {rate}"
+    else:
+        yield "learning_rate: 0.001", "a placeholder: the model is not compiled with an optimizer"
+        yield "optimizer: adam", "a placeholder; any optimizer of Keras"
+    if not lifted:
+        yield (
+            "# reference_batch: 256",
+            "the batch size that the learning rate is for, such as fit's batch_size (32 unless given): at "
+            "global batch size N the rate is learning_rate · N / reference_batch",
+        )
+    losses = choose_losses(looks)
+    if "" in losses:
+        choice = losses[""]
+        yield f"loss: {choice.name}", choice.reason
+        if choice.from_logits is not False:
+            sure = "" if choice.from_logits else "# "
+            yield f"{sure}from_logits: true", "the outputs are logits" if not sure else "if they are logits"
+    elif losses:
+        described = {
+            name: {"name": one.name, "from_logits": True} if one.from_logits else one.name
+            for name, one in losses.items()
+        }
+        yield f"loss: {_value(described)}", "; ".join(f"{name}: {one.reason}" for name, one in losses.items())
+    elif named := {output.name: output.loss for output in outputs if output.loss}:
+        yield f"# loss: {_value(named if len(outputs) > 1 else next(iter(named.values())))}", "of compile()"
+    metrics = list(compiled.metrics) if compiled and compiled.metrics else ["accuracy"]
+    yield f"# metrics: {_value(metrics)}", "of compile()" if compiled and compiled.metrics else "or others"
+    if lifted:
+        return
+    yield '# class_weight: {"0": 1.0, "1": 5.0}', "as fit's class_weight"
+    watched = "the validation loss" if looks.validation else "the training loss, without data.validation"
+    yield "# early_stopping: {patience: 5}", f"like keras.callbacks.EarlyStopping; watches {watched}"
+
+
+def _value(value: Any) -> str:
+    """Return a value as YAML on one line."""
+    text: str = yaml.safe_dump(
+        value, default_flow_style=True, sort_keys=False, allow_unicode=True, width=math.inf
+    )
+    return text.removesuffix("\n").removesuffix("\n...")
+
+
+def _line(text: str, comment: str = "", indent: int = 0) -> list[str]:
+    """Return an entry with its comment: behind it if there is room, otherwise above it."""
+    space = " " * indent
+    comment = make_printable(" ".join(comment.split()))
+    if not comment:
+        return [f"{space}{text}"]
+    beside = f"{space}{text}  # {comment}"
+    if text and len(beside) <= MAX_COLUMN:
+        return [beside]
+    above = textwrap.wrap(comment, MAX_COLUMN - indent - 2, break_long_words=False, break_on_hyphens=False)
+    return [*(f"{space}# {part}" for part in above), *([f"{space}{text}"] if text else [])]
+
 
 PARTS = {"train", "training", "val", "valid", "validation", "test", "testing"}
 """Folders that are parts of a data set, not classes."""

@@ -13,7 +13,6 @@ from pathlib import Path
 from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.launch.leftovers import CleanupOptions, Leftovers, clean_machine
 from csdctl.runs.ledger import record_traffic
-from csdctl.shipping.deliver import prune_store
 from csdctl.transport.local import LocalSession
 from csdctl.transport.many import Outcome, run_on_all, run_on_nodes
 from csdctl.transport.session import Session
@@ -26,21 +25,15 @@ def clean(
     options: CleanupOptions,
     *,
     directory: Path,
-    is_pruning: bool = False,
     on_done: OnCleaned = lambda outcome: None,
 ) -> dict[str, Outcome[Leftovers]]:
-    """Clean the host and all nodes of `fleet`; failures are in the result, not raised.
-
-    With `is_pruning`, also remove stored files on the nodes that no deployed tree uses.
-    """
+    """Clean the host and all nodes of `fleet`; failures are in the result, not raised."""
 
     def clean_node(session: Session) -> Leftovers:
-        python = fleet.node(session.name).python
-        leftovers = clean_machine(session, python, options)
-        return replace(leftovers, num_unused=prune_store(session, python)) if is_pruning else leftovers
+        return clean_machine(session, fleet.node(session.name).python, options)
 
     with contextlib.closing(LocalSession(HOST_NAME, directory)) as host:
-        on_host = replace(options, is_removing_all=False)
+        on_host = replace(options, is_removing_all=False, is_pruning=False)
         outcomes = run_on_all(
             {HOST_NAME: host},
             lambda session: clean_machine(session, sys.executable, on_host),

@@ -11,11 +11,10 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from csdctl.errors import CsdctlError, PartialError, RemoteCommandError
 from csdctl.fleet.model import HOST_NAME
-from csdctl.shipping.deliver import Delivery
 from csdctl.shipping.worker_calls import call_worker, fetch_results
 from csdctl.transport.many import Outcome, errors_of, run_on_all, values_or_raise
 from csdctl.transport.meter import TrafficClass
@@ -24,13 +23,13 @@ from csdctl.worker.protocol.features import RESULT_STORE, Extracted, ExtractSpec
 from csdctl.worker.protocol.run_spec import Prefix
 from csdctl.workflows.data.deploy import common_files, deploy_files, whole
 from csdctl.workflows.data.prepare import (
+    DeliveryObserver,
     OnPrepareProgress,
-    PreparationObserver,
     Prepared,
     check_info,
+    load_prepared,
     prepare_in,
 )
-from csdctl.workflows.data.prepared_record import load_prepared
 from csdctl.workflows.predict.request import (
     CLASSES,
     EMBEDDINGS,
@@ -38,10 +37,12 @@ from csdctl.workflows.predict.request import (
     PUBLIC,
     SCORES,
     VALIDATION,
+    Block,
     PredictRequest,
+    build_rules,
+    check_layer,
+    write_results,
 )
-from csdctl.workflows.predict.rules import build_rules, check_layer
-from csdctl.workflows.predict.writing import Block, write_results
 from csdctl.workflows.train.plan import default_runtime
 from csdctl.workflows.train.strategies.features import check_parts
 from csdctl.workflows.workspace.workspace import Workspace, open_workspace
@@ -53,13 +54,6 @@ TRAFFIC = {
     EMBEDDINGS: TrafficClass.EMBEDDINGS,
 }
 MAX_HEADER_BYTES = 1 << 16
-
-
-class PredictObserver(PreparationObserver, Protocol):
-    """Shows one `csdctl predict`."""
-
-    def on_delivery(self, node: str, delivery: Delivery, /) -> None:
-        """Files have reached `node`."""
 
 
 @dataclass
@@ -93,7 +87,7 @@ class PredictResult:
         )
 
 
-def predict(request: PredictRequest, observer: PredictObserver) -> PredictResult:
+def predict(request: PredictRequest, observer: DeliveryObserver) -> PredictResult:
     """Predict, and write what there is to `request.output`; what is missing is in the result.
 
     Raises InputError if model and data do not fit, CsdctlError if there is no row at all.
@@ -178,7 +172,7 @@ class _Prediction:
     space: Workspace
     rules: tuple[ResultRule, ...]
     directory: Path
-    observer: PredictObserver
+    observer: DeliveryObserver
 
     def run(self, parts: list[Part]) -> tuple[list[Block], dict[str, CsdctlError]]:
         """Return the results in the order of `parts`, and the errors of nodes; raises that of the host."""

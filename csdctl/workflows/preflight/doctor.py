@@ -33,11 +33,12 @@ from csdctl.fleet.model import HOST_NAME, Fleet, keep_nodes
 from csdctl.fleet.network import is_checked
 from csdctl.launch.mpirun import find_mpirun, mpi_version
 from csdctl.runs.directory import ProjectDirectory
-from csdctl.runs.ledger import record_traffic
+from csdctl.runs.ledger import Ledger, record_traffic
 from csdctl.transport.many import Outcome, open_sessions, run_on_all
 from csdctl.transport.session import Deadline, Session
 from csdctl.workflows.preflight.mpi_check import check_mpi
 from csdctl.workflows.preflight.reachability import check_reachability
+from csdctl.workflows.workspace.workspace import Workspace
 
 PROBE_DEADLINE_S = 60.0
 REACHABILITY_DEADLINE_S = 20.0
@@ -201,8 +202,11 @@ def _examine_machines(
     _check_clock(clock, "starting the MPI check")
     deadline_s = max(1.0, min(options.mpi_deadline_s, clock.left_s))
     project = ProjectDirectory(directory)
-    for check in check_mpi(keep_nodes(fleet, fit), conditions, sessions, project, deadline_s):
+    ledger = Ledger(project.ledger, "doctor")
+    space = Workspace(project, keep_nodes(fleet, fit), {**conditions}, {**sessions}, ledger)
+    for check in check_mpi(space, deadline_s):
         examination.add(check)
+    ledger.save()
 
 
 def _examine_host(examination: Examination) -> None:

@@ -1,27 +1,30 @@
-"""The MPI check: a real mpirun, with the options of training, over ranks that only call MPI_Init and sum."""
+"""The MPI check: a real mpirun, with the options of training, over ranks that only call MPI_Init and sum.
+
+Also mpirun for a run: which machines can confine MPI, and what is said where one cannot.
+"""
 
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from csdctl.errors import CsdctlError, RunError
 from csdctl.fleet.checks import FLEET_NAME, Check, Status, judge_error
-from csdctl.fleet.facts import Facts
-from csdctl.fleet.model import Fleet
+from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.fleet.names import format_node_names
 from csdctl.launch.leftovers import end_run
 from csdctl.launch.mpi_job import JobOutcome, add_mpirun_traffic, add_rank_traffic, find_cause
-from csdctl.launch.mpirun import RankCommand, rank_marker
-from csdctl.runs.directory import ProjectDirectory
+from csdctl.launch.mpirun import Mpirun, RankCommand, list_peers, rank_marker
+from csdctl.runs.directory import RunDirectory
 from csdctl.runs.ledger import Ledger
 from csdctl.shipping.deliver import Delivery, deliver
 from csdctl.shipping.payload import pack_payload
 from csdctl.shipping.store import StoredFile, store_bytes
-from csdctl.shipping.worker_calls import build_worker_command
+from csdctl.shipping.worker_calls import build_worker_command, call_worker
 from csdctl.shipping.worker_zip import pack_worker
 from csdctl.transport.many import errors_of, run_on_all
 from csdctl.transport.meter import TrafficClass
+from csdctl.transport.program import within
 from csdctl.transport.session import Session
 from csdctl.worker.protocol.events import (
     SUMS,
@@ -35,13 +38,88 @@ from csdctl.worker.protocol.events import (
     Started,
     Traffic,
 )
-from csdctl.workflows.preflight.mpirun import (
-    check_sandboxes,
-    find_obstacles,
-    judge_listeners,
-    judge_sandbox,
-    prepare_mpirun,
-)
+from csdctl.worker.protocol.sandbox import SandboxCheck, SandboxRequest
+from csdctl.workflows.workspace.workspace import Workspace
+
+CHECK_DEADLINE_S = 30.0
+
+
+def prepare_mpirun(
+    space: Workspace,
+    run: RunDirectory,
+    machines: Collection[str],
+    worker_path: str,
+    obstacles: Mapping[str, str],
+    link_key: str = "",
+) -> Mpirun:
+    """Return mpirun for ranks on `machines`; `obstacles` as found by `find_obstacles`."""
+    fleet, sessions = space.fleet, {name: space.sessions[name] for name in machines}
+
+    def build_command(machine: str, arguments: Sequence[str]) -> list[str]:
+        return build_worker_command(fleet.python_of(machine), worker_path, arguments)
+
+    root = space.project.root
+    return Mpirun(fleet, space.facts, run, root, sessions, worker_path, build_command, obstacles, link_key)
+
+
+def find_obstacles(fleet: Fleet, sessions: Mapping[str, Session], worker_path: str) -> dict[str, str]:
+    """Return the machines of `sessions` that cannot run MPI in a sandbox, and why.
+
+    The worker must have been delivered to them.
+    """
+    checks = check_sandboxes(fleet, sessions, worker_path)
+    return {name: check.obstacle for name, check in checks.items() if check.obstacle}
+
+
+def check_sandboxes(
+    fleet: Fleet, sessions: Mapping[str, Session], worker_path: str
+) -> dict[str, SandboxCheck]:
+    """Return what each machine of `sessions` can do for a sandbox; the worker must have been delivered."""
+    request = SandboxRequest(tuple(list_peers(fleet)))
+
+    def check(session: Session) -> SandboxCheck:
+        return call_worker(
+            session,
+            fleet.python_of(session.name),
+            worker_path,
+            "sandbox-check",
+            request,
+            SandboxCheck,
+            doing="checking the sandbox",
+            patience=within(CHECK_DEADLINE_S),
+        )
+
+    outcomes = run_on_all(sessions, check)
+    return {name: outcome.value or SandboxCheck(str(outcome.error)) for name, outcome in outcomes.items()}
+
+
+def judge_sandbox(machine: str, check: SandboxCheck) -> Check:
+    """Return the check of one machine: a warning when it cannot run a sandbox."""
+    if not check.obstacle:
+        return Check(machine, "sandbox", Status.OK, "MPI is confined")
+    remedy = (
+        "trust every node, or leave the machine out: with it, a run takes the connections of anybody who "
+        "reaches its ports, which are open at all addresses there (docs/explanation/security.md)"
+    )
+    return Check(machine, "sandbox", Status.WARN, check.obstacle, "MPI in a sandbox", remedy)
+
+
+def judge_listeners(fleet: Fleet, checks: Mapping[str, SandboxCheck]) -> list[Check]:
+    """Return a warning for each machine, or for the fleet, whose MPI listens outside of `network:` too."""
+    expected = "MPI's ports closed outside of `network:`"
+    if not fleet.network:
+        found = "no `network:`: MPI's ports answer at all addresses, and a token alone keeps strangers out"
+        remedy = "set `network:` in the fleet file to the network that all machines share"
+        return [Check(FLEET_NAME, "listeners", Status.WARN, found, expected, remedy)]
+    remedy = (
+        "set `network:` to one that has a single address of the machine, or close other ways by a firewall"
+    )
+    return [
+        Check(name, "listeners", Status.WARN, check.why_open, expected, remedy)
+        for name, check in checks.items()
+        if check.why_open and not fleet.emulated
+    ]
+
 
 SINGLE_DEADLINE_S = 15.0
 MAX_SINGLE_CHECKS = 8
@@ -54,140 +132,112 @@ CHECK_WORKER = "check those machines: what runs there is damaged, or is not csdc
 CHECK_NETWORK = "check firewalls and `network:` in the fleet file"
 
 
-def check_mpi(
-    fleet: Fleet,
-    facts: Mapping[str, Facts],
-    sessions: Mapping[str, Session],
-    project: ProjectDirectory,
-    deadline_s: float,
-) -> Iterator[Check]:
-    """Start a rank on the host and on every node of `fleet`, sum, and yield the resulting checks.
+def check_mpi(space: Workspace, deadline_s: float) -> Iterator[Check]:
+    """Start a rank on the host and on every node of `space`, sum, and yield the resulting checks.
 
     `deadline_s` limits MPI_Init, and again the sums. No process is left running.
     """
-    worker = store_bytes(pack_worker(), ".pyz", project.root, TrafficClass.CODE)
-    nodes = [node.name for node in fleet.nodes]
-    failed = _deliver(worker, fleet, {name: sessions[name] for name in nodes})
-    yield from failed
-    if failed:
-        return
-    sandboxes = check_sandboxes(fleet, {name: sessions[name] for name in fleet.machines}, worker.path)
-    for name in fleet.machines:
-        yield judge_sandbox(name, sandboxes[name])
-    yield from judge_listeners(fleet, sandboxes)
-    obstacles = {name: found.obstacle for name, found in sandboxes.items() if found.obstacle}
-    runner = _MpiRunner(fleet, facts, sessions, project, worker, obstacles, command="doctor")
-    check, has_started = _check_machines(runner, fleet.machines, deadline_s)
-    yield check
-    if not has_started and len(nodes) > 1:
-        # mpirun starts no rank before every daemon has connected, and does not name the missing one.
-        yield from _check_each_node(runner, min(deadline_s, SINGLE_DEADLINE_S))
-
-
-def measure_sums(
-    fleet: Fleet,
-    facts: Mapping[str, Facts],
-    sessions: Mapping[str, Session],
-    project: ProjectDirectory,
-    sizes: Sequence[tuple[int, int]],
-) -> list[CollectiveTimed]:
-    """Time sums over (the first N ranks, N bytes each) for each pair in `sizes`; the host is rank 0.
-
-    The worker must have been delivered. Raises RunError when a rank fails, CsdctlError without mpirun.
-    """
-    worker = store_bytes(pack_worker(), ".pyz", project.root, TrafficClass.CODE)
-    obstacles = find_obstacles(fleet, {name: sessions[name] for name in fleet.machines}, worker.path)
-    runner = _MpiRunner(fleet, facts, sessions, project, worker, obstacles, command="tune")
-    sums = ",".join(f"{num_ranks}:{num_bytes}" for num_ranks, num_bytes in sizes)
-    check, events = runner.run(fleet.machines, SUMS_DEADLINE_S, [f"--sums={sums}"])
-    if check.status != Status.OK:
-        raise RunError(f"sums over the ranks could not be measured: {check.found}", remedy=check.remedy)
-    return [event for event in events if isinstance(event, CollectiveTimed)]
-
-
-def _deliver(worker: StoredFile, fleet: Fleet, sessions: Mapping[str, Session]) -> list[Check]:
-    """Send the worker to all nodes; return a failed check for each node that did not receive it."""
+    fleet = space.fleet
+    worker = store_bytes(pack_worker(), ".pyz", space.project.root, TrafficClass.CODE)
     payload = pack_payload([worker])
 
     def send(session: Session) -> Delivery:
         return deliver(session, payload, python=fleet.python_of(session.name))
 
-    errors = errors_of(run_on_all(sessions, send))
-    return [judge_error(name, "deploy", error) for name, error in errors.items()]
+    sessions = {name: space.sessions[name] for name in fleet.machines}
+    nodes = {name: session for name, session in sessions.items() if name != HOST_NAME}
+    if errors := errors_of(run_on_all(nodes, send)):
+        yield from (judge_error(name, "deploy", error) for name, error in errors.items())
+        return
+    sandboxes = check_sandboxes(fleet, sessions, worker.path)
+    for name in fleet.machines:
+        yield judge_sandbox(name, sandboxes[name])
+    yield from judge_listeners(fleet, sandboxes)
+    obstacles = {name: found.obstacle for name, found in sandboxes.items() if found.obstacle}
+    check, has_started = _check_machines(space, worker, obstacles, fleet.machines, deadline_s)
+    yield check
+    if not has_started and len(nodes) > 1:
+        # mpirun starts no rank before every daemon has connected, and does not name the missing one.
+        single_s = min(deadline_s, SINGLE_DEADLINE_S)
+
+        def check_alone(name: str) -> Check:
+            ledger = Ledger(space.project.ledger, "doctor")  # one of its own: it is of one thread
+            own_space = replace(space, ledger=ledger)
+            check, _ = _check_machines(own_space, worker, obstacles, (name,), single_s)
+            ledger.save()
+            return replace(check, machine=name, found=f"alone: {check.found}")
+
+        outcomes = run_on_all({name: name for name in nodes}, check_alone, max_workers=MAX_SINGLE_CHECKS)
+        alone = [outcome.value for outcome in outcomes.values() if outcome.value]
+        yield from (check for check in alone if check.status != Status.OK)
 
 
-@dataclass(frozen=True)
-class _MpiRunner:
-    """Runs the worker's MPI check over machines that have the worker."""
+def measure_sums(space: Workspace, sizes: Sequence[tuple[int, int]]) -> list[CollectiveTimed]:
+    """Time sums over (the first N ranks, N bytes each) for each pair in `sizes`; the host is rank 0.
 
-    fleet: Fleet
-    facts: Mapping[str, Facts]
-    sessions: Mapping[str, Session]
-    project: ProjectDirectory
-    worker: StoredFile
-    obstacles: Mapping[str, str]
-    """Machines that run MPI without a sandbox, and why."""
-    command: str
-    """The csdctl command that this is part of, for the ledger."""
-
-    def run(
-        self, machines: Sequence[str], deadline_s: float, arguments: Sequence[str] = ()
-    ) -> tuple[Check, list[Event]]:
-        """Run the check over `machines`, in order of rank, and return its result and all events.
-
-        No process is left running on any machine; logs stay when the result is not OK. Raises CsdctlError.
-        """
-        scratch = self.project.new_scratch()
-        sessions = {name: self.sessions[name] for name in machines}
-        mpirun = prepare_mpirun(
-            self.fleet, self.facts, self.project, scratch, sessions, self.worker.path, self.obstacles
-        )
-        commands = []
-        for rank, name in enumerate(machines):
-            command = ["mpi-check", "--rank", str(rank), "--size", str(len(machines)), "--node", name]
-            command += [*arguments, "--marker", rank_marker(scratch.run_id, name)]
-            worker = build_worker_command(self.fleet.python_of(name), self.worker.path, command)
-            commands.append(RankCommand(rank, name, tuple(worker)))
-        job = mpirun.build_job(commands)
-        try:
-            outcome = job.run(deadline_s)
-            self._save_traffic(machines, outcome)
-        finally:
-            end_run(scratch.run_id, sessions, {name: self.fleet.python_of(name) for name in sessions})
-        check = judge_mpi_check(machines, outcome, deadline_s, scratch.logs)
-        if check.status == Status.OK:
-            shutil.rmtree(scratch.path, ignore_errors=True)
-        return check, outcome.events
-
-    def _save_traffic(self, machines: Sequence[str], outcome: JobOutcome) -> None:
-        ledger = Ledger(self.project.ledger, self.command)
-        traffic = [event for event in outcome.events if isinstance(event, Traffic)]
-        ledger.add(add_rank_traffic(traffic, machines, {SUMS: TrafficClass.CONTROL}))
-        ledger.add(add_mpirun_traffic([outcome], self.fleet))
-        ledger.save()
+    The worker must have been delivered. Raises RunError when a rank fails, CsdctlError without mpirun.
+    """
+    fleet = space.fleet
+    worker = store_bytes(pack_worker(), ".pyz", space.project.root, TrafficClass.CODE)
+    obstacles = find_obstacles(fleet, {name: space.sessions[name] for name in fleet.machines}, worker.path)
+    sums = ",".join(f"{num_ranks}:{num_bytes}" for num_ranks, num_bytes in sizes)
+    arguments = [f"--sums={sums}"]
+    check, events = _run_check(space, worker, obstacles, fleet.machines, SUMS_DEADLINE_S, arguments)
+    if check.status != Status.OK:
+        raise RunError(f"sums over the ranks could not be measured: {check.found}", remedy=check.remedy)
+    return [event for event in events if isinstance(event, CollectiveTimed)]
 
 
-def _check_machines(runner: _MpiRunner, machines: Sequence[str], deadline_s: float) -> tuple[Check, bool]:
+def _check_machines(
+    space: Workspace,
+    worker: StoredFile,
+    obstacles: Mapping[str, str],
+    machines: Sequence[str],
+    deadline_s: float,
+) -> tuple[Check, bool]:
     """Run mpirun over `machines`; return the check, and False when mpirun ran without starting a rank."""
     try:
-        check, events = runner.run(machines, deadline_s)
+        check, events = _run_check(space, worker, obstacles, machines, deadline_s)
     except CsdctlError as error:
         return judge_error(FLEET_NAME, "allreduce", error), True
     return check, bool(events)
 
 
-def _check_each_node(runner: _MpiRunner, deadline_s: float) -> list[Check]:
-    """Run mpirun on each node alone; return a failed check for every node that fails."""
+def _run_check(
+    space: Workspace,
+    worker: StoredFile,
+    obstacles: Mapping[str, str],
+    machines: Sequence[str],
+    deadline_s: float,
+    arguments: Sequence[str] = (),
+) -> tuple[Check, list[Event]]:
+    """Run the worker's MPI check over `machines`, in order of rank, and return its result and all events.
 
-    def check_alone(name: str) -> Check:
-        check, _ = _check_machines(runner, (name,), deadline_s)
-        return replace(check, machine=name, found=f"alone: {check.found}")
-
-    names = {node.name: node.name for node in runner.fleet.nodes}
-    outcomes = run_on_all(names, check_alone, max_workers=MAX_SINGLE_CHECKS)
-    return [
-        outcome.value for outcome in outcomes.values() if outcome.value and outcome.value.status != Status.OK
-    ]
+    The machines have the worker. No process is left running on any machine; logs stay when the result is not
+    OK. Raises CsdctlError.
+    """
+    scratch = space.project.new_scratch()
+    mpirun = prepare_mpirun(space, scratch, machines, worker.path, obstacles)
+    pythons = {name: space.fleet.python_of(name) for name in machines}
+    commands = []
+    for rank, name in enumerate(machines):
+        command = ["mpi-check", "--rank", str(rank), "--size", str(len(machines)), "--node", name]
+        command += [*arguments, "--marker", rank_marker(scratch.run_id, name)]
+        commands.append(
+            RankCommand(rank, name, tuple(build_worker_command(pythons[name], worker.path, command)))
+        )
+    job = mpirun.build_job(commands)
+    try:
+        outcome = job.run(deadline_s)
+        traffic = [event for event in outcome.events if isinstance(event, Traffic)]
+        space.ledger.add(add_rank_traffic(traffic, machines, {SUMS: TrafficClass.CONTROL}))
+        space.ledger.add(add_mpirun_traffic([outcome], space.fleet))
+    finally:
+        end_run(scratch.run_id, {name: space.sessions[name] for name in machines}, pythons)
+    check = judge_mpi_check(machines, outcome, deadline_s, scratch.logs)
+    if check.status == Status.OK:
+        shutil.rmtree(scratch.path, ignore_errors=True)
+    return check, outcome.events
 
 
 def judge_mpi_check(machines: Sequence[str], outcome: JobOutcome, deadline_s: float, logs: Path) -> Check:

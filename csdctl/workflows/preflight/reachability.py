@@ -52,10 +52,6 @@ class PortListener:
     address: str
     ports: tuple[int, ...]
 
-    def close(self) -> None:
-        """End the conversation; the program then exits."""
-        self.program.close()
-
 
 def check_reachability(
     fleet: Fleet, sessions: Mapping[str, Session], conditions: Mapping[str, Condition], deadline_s: float
@@ -78,7 +74,7 @@ def check_reachability(
     try:
         tried = run_on_all({name: name for name in listeners}, connect_to_others)
     finally:
-        run_on_all(listeners, PortListener.close)
+        run_on_all(listeners, lambda listener: listener.program.close())
     errors = errors_of(outcomes) | errors_of(tried)
     attempts = [attempt for outcome in tried.values() for attempt in outcome.value or ()]
     judged = judge_attempts(list(listeners), attempts)

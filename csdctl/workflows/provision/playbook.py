@@ -12,7 +12,7 @@ from pathlib import Path
 import csdctl
 from csdctl.documents import parse_json_document
 from csdctl.errors import CsdctlError, InputError
-from csdctl.workflows.provision.wheels import find_program
+from csdctl.workflows.provision.bundle import find_program
 
 CALLBACK = "csdctl_lines"
 PREFIX = "csdctl "

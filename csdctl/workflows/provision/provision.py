@@ -23,7 +23,7 @@ from csdctl.shipping.payload import Payload
 from csdctl.transport.many import Outcome, errors_of, run_on_nodes, values_or_raise
 from csdctl.transport.session import Session
 from csdctl.workflows.discovery.inventory import render_ansible
-from csdctl.workflows.provision.bundle import Bundle, collect_bundle, python_directory
+from csdctl.workflows.provision.bundle import LOCK, Bundle, collect_bundle, python_directory
 from csdctl.workflows.provision.machine import (
     SENT_PYTHON,
     BareMachine,
@@ -43,7 +43,6 @@ from csdctl.workflows.provision.playbook import (
     find_ansible,
     run_playbook,
 )
-from csdctl.workflows.provision.wheels import LOCK
 
 DEFAULT_PREFIX = "/opt/csdctl"
 PROBE_DEADLINE_S = 60.0
@@ -295,18 +294,16 @@ class BundleSender:
 
     def _send_python(self, session: Session, machine: BareMachine, bundle: Bundle, *, dry_run: bool) -> int:
         """Unpack the archive of Python there; return its size, or 0 if it was there already."""
-        if not bundle.python:
-            check_space(machine, bundle.unpacked_bytes, bundle.wheel_bytes, self._prefix)
-            return 0
+        archive, needed_bytes = bundle.python, bundle.unpacked_bytes
         directory = python_directory(self._prefix, bundle.python_id)
         arguments = ("csdctl-python", directory, SENT_PYTHON)
-        if session.run(["sh", "-c", _HAS_PYTHON, *arguments]).exit_code == 0:
-            needed_bytes = bundle.unpacked_bytes - bundle.python.unpacked_bytes
-            check_space(machine, needed_bytes, bundle.wheel_bytes, self._prefix)
-            return 0
-        check_root(machine)
-        check_space(machine, bundle.unpacked_bytes, bundle.wheel_bytes, self._prefix)
-        if not dry_run:
+        if archive and session.run(["sh", "-c", _HAS_PYTHON, *arguments]).exit_code == 0:
+            needed_bytes -= archive.unpacked_bytes
+            archive = None
+        if archive:
+            check_root(machine)
+        check_space(machine, needed_bytes, bundle.wheel_bytes, self._prefix)
+        if archive and not dry_run:
             as_root = [] if machine.is_root else ["sudo", "-n"]
             done = session.run(
                 [*as_root, "sh", "-c", _UNPACK, *arguments],
@@ -314,7 +311,7 @@ class BundleSender:
                 deadline_s=UNPACK_DEADLINE_S,
             )
             done.check(session.name, doing="unpacking Python", remedy="check its disk: `df -h`, `mount`")
-        return bundle.python.num_bytes
+        return archive.num_bytes if archive else 0
 
     def _read(self, kind: Kind) -> tuple[Payload, bytes]:
         """Return the wheels and the archive of Python, if there is one."""

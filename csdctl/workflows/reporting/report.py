@@ -1,4 +1,4 @@
-"""`report` and `export`: a run from its events and the ledger, as numbers or for other tools."""
+"""`report`, `export` and `measurements`: what runs have shown, as numbers or for other tools."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,12 +7,14 @@ from typing import Any
 
 from csdctl.documents import save_text
 from csdctl.errors import InputError
+from csdctl.notify import Say
 from csdctl.reporting.export import render_csv, write_mlflow, write_tensorboard
 from csdctl.reporting.page import render_page
 from csdctl.reporting.privacy import Flow, Privacy, add_flows, count_passes, measure_privacy
 from csdctl.reporting.results import RunResults, RunSummary, read_results, summarize_run
 from csdctl.runs.directory import ProjectDirectory, RunDirectory
 from csdctl.runs.ledger import read_ledger
+from csdctl.runs.measurements import Overview, open_measurements
 
 TENSORBOARD, MLFLOW = FORMATS = ("tensorboard", "mlflow")
 
@@ -85,3 +87,11 @@ def export(
     path = output or Path(f"{run.summary.run_id}-tensorboard")
     write_tensorboard(run, path)
     return str(path)
+
+
+def load_measurements(project: ProjectDirectory, say: Say) -> Overview:
+    """Load the measurements of the project, without creating a file; raises CsdctlError."""
+    if not project.measurements.exists():
+        return Overview()
+    with open_measurements(project.measurements, say) as store:
+        return store.overview()

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 
 from csdctl.errors import InputError
 from csdctl.supervision.event_callbacks import Callback
-from csdctl.tuning.plan import Plan
-from csdctl.tuning.strategies import FEATURES, SPLIT, STRATEGIES
+from csdctl.supervision.run_setup import Patience
+from csdctl.tuning.plan import FEATURES, SPLIT, STRATEGIES
 from csdctl.worker.protocol.features import ENGINES, PRECISIONS, FeatureOptions
 from csdctl.worker.protocol.orders import COLLECTIVE_NAMES
 from csdctl.worker.protocol.run_spec import SplitSpec
@@ -19,23 +19,11 @@ AUTO = "auto"
 
 
 @dataclass(frozen=True)
-class Deadlines:
-    """The longest silence allowed, in seconds: until all ranks are ready, and after that."""
-
-    start_s: float = 300.0
-    silence_s: float = 300.0
-
-    def __post_init__(self) -> None:
-        for name, value in (("start", self.start_s), ("silence", self.silence_s)):
-            if not value >= 1:
-                raise InputError(f"the {name} deadline must be at least 1 second, received {value:g}")
-
-
-@dataclass(frozen=True)
 class TrainOptions:
     """Options of one run; raises InputError for invalid values."""
 
-    deadlines: Deadlines = Deadlines()
+    deadlines: Patience = field(default_factory=Patience)
+    """The longest silence allowed until all ranks are ready, and after that."""
     max_steps: int | None = None
     """Stop after this many steps."""
     min_nodes: int = 1
@@ -76,6 +64,8 @@ class TrainOptions:
                     remedy="early stopping and reduce on plateau are part of the job's recipe",
                 )
         for name, value, least in (
+            ("start-deadline", self.deadlines.start_s, 1),
+            ("silence-deadline", self.deadlines.silence_s, 1),
             ("min-nodes", self.min_nodes, 0),
             ("checkpoint-seconds", self.checkpoint_interval_s, 1),
             ("keep", self.num_checkpoints, 1),
@@ -97,13 +87,6 @@ class TrainOptions:
                     f"--{option} {value} has no effect with --strategy {self.strategy}",
                     remedy=f"leave it out, or add --strategy {strategy}",
                 )
-
-
-def choose_planned_strategy(strategy: str, cut: str, plan: Plan) -> tuple[str, str]:
-    """Return strategy and cut that were asked for; where none was, those of `plan`."""
-    if strategy == AUTO:
-        return plan.strategy, plan.cut
-    return strategy, cut or (plan.cut if plan.strategy == strategy else "")
 
 
 def check_strategy(strategy: str) -> None:

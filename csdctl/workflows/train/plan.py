@@ -71,18 +71,6 @@ def check_plan(plan: Plan, job: Job, fleet: Fleet, facts: Mapping[str, Facts]) -
         )
 
 
-GIVE_ONE = "give one of them"
-
-
-def check_one_source(path: Path | None, batch_size: int | None) -> None:
-    """Raise InputError for a plan and a batch size for all ranks at once."""
-    if path and batch_size:
-        raise InputError(
-            "--plan and --batch-size contradict each other: a plan has the batch size of each rank",
-            remedy=GIVE_ONE,
-        )
-
-
 def resolve_plan(
     job: Job, space: Workspace, say: Say, *, path: Path | None = None, batch_size: int | None = None
 ) -> Plan:

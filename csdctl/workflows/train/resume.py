@@ -14,17 +14,16 @@ from csdctl.placement.equation1 import steps_per_epoch
 from csdctl.reporting.results import RunSummary
 from csdctl.runs.directory import NEW_RUN, DataFingerprints, Manifest, ProjectDirectory, RunDirectory
 from csdctl.worker.protocol.events import EARLY_STOPPING, Event, Finished, Joined
+from csdctl.worker.protocol.features import KERAS, LITERT, FeatureOptions
 from csdctl.worker.protocol.json_codec import SCHEMA
 from csdctl.worker.protocol.recipe import Noise
 from csdctl.worker.protocol.run_spec import TRAIN_SPLIT, RunSpec, TaskSpec
-from csdctl.workflows.data.deploy import cut_shards
 from csdctl.workflows.data.prepare import Prepared
 from csdctl.workflows.train.options import TrainOptions
-from csdctl.workflows.train.run import RunInputs, RunObserver, run_to_end
-from csdctl.workflows.train.spec import build_spec, fingerprint_data
-from csdctl.workflows.train.strategies.choice import strategy_of
-from csdctl.workflows.train.strategies.strategy import RunContext
-from csdctl.workflows.workspace.workspace import Workspace
+from csdctl.workflows.train.run import RunObserver, run_to_end
+from csdctl.workflows.train.spec import RunContext, build_training, fingerprint_data
+from csdctl.workflows.train.strategies.features import Features
+from csdctl.workflows.train.strategies.strategy import Split, Strategy
 
 LATEST = "latest"
 MAX_CHECKPOINTS, MAX_INTERVAL_S = 1_000_000, 1e9
@@ -63,17 +62,13 @@ def is_complete(run: RunDirectory, job: Job) -> bool:
 
 
 def resume(
-    run: RunDirectory,
-    job: Job,
-    prepared: Prepared,
-    space: Workspace,
-    options: TrainOptions,
-    observer: RunObserver,
+    run: RunDirectory, context: RunContext, options: TrainOptions, observer: RunObserver
 ) -> RunSummary:
     """Continue `run` from its last completed step, or its newest checkpoint; raises what `train` raises.
 
     Ranks on nodes outside the fleet stay absent; the others take over their public samples.
     """
+    job, prepared, space = context.job, context.prepared, context.space
     check_network(space.fleet.network)
     spec, manifest = load_spec(run), _load_manifest(run)
     _check_data(run, manifest.data, prepared)
@@ -88,19 +83,25 @@ def resume(
             remedy=NEW_RUN,
         )
     save_json(run.process, describe_holder("train", space.project.root))
-    shards = cut_shards(placed, prepared.public, job, space.project)
     # No rank and no path of spec.json is used: they follow from the project and the data as they are now.
-    continued = dataclasses.replace(
-        build_spec(run, job, manifest.plan.ranks, placed, prepared, shards, space),
-        step_file=str(space.project.step_file(run)),
-        is_balanced=options.is_balanced,
+    kept = dataclasses.replace(
+        options,
         checkpoint_interval_s=spec.checkpoint_interval_s,
         num_checkpoints=spec.num_checkpoints,
-        max_steps=options.max_steps,
     )
-    context = RunContext(job, prepared, space, observer, observer.on_delivery)
-    inputs = strategy_of(spec).build_inputs(RunInputs(run, continued, prepared, shards), context)
+    inputs = build_training(run, manifest.plan.ranks, placed, context, kept)
+    inputs = strategy_of(spec).build_inputs(inputs, context)
     return run_to_end(inputs, steps_per_epoch(placed), space, options, observer)
+
+
+def strategy_of(spec: RunSpec) -> Strategy:
+    """Return the strategy with which a run began."""
+    if spec.split:
+        return Split(spec.split.cut, spec.split.num_micro_batches)
+    if spec.head:
+        prefix = spec.head.prefix
+        return Features(FeatureOptions(prefix.precision, LITERT if prefix.lite else KERAS))
+    return Strategy()
 
 
 def load_spec(run: RunDirectory) -> RunSpec:

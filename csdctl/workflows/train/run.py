@@ -7,7 +7,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -18,33 +18,22 @@ from csdctl.launch.mpi_job import add_mpirun_traffic, add_rank_traffic
 from csdctl.reporting.results import RunSummary, summarize_run
 from csdctl.runs.directory import EventLog, RunDirectory
 from csdctl.runs.private import keep_step_file
-from csdctl.shipping.deliver import Delivery
 from csdctl.shipping.store import store_bytes
 from csdctl.supervision.event_callbacks import EventCallbacks
 from csdctl.supervision.rank_processes import AttachRank
-from csdctl.supervision.run_setup import Patience, RankStarter, RunSetup
+from csdctl.supervision.run_setup import RankStarter, RunSetup
 from csdctl.supervision.supervisor import USER, Supervisor
 from csdctl.worker.protocol.events import Event, Joined, Traffic
 from csdctl.worker.protocol.json_codec import to_json
 from csdctl.worker.protocol.run_spec import RunSpec
 from csdctl.workflows.data.deploy import OnDelivery, common_files, deploy_files
-from csdctl.workflows.data.prepare import PreparationObserver, Prepared
-from csdctl.workflows.preflight.mpirun import find_obstacles, prepare_mpirun
+from csdctl.workflows.data.prepare import DeliveryObserver
+from csdctl.workflows.preflight.mpi_check import find_obstacles, prepare_mpirun
 from csdctl.workflows.train.options import COLLECTIVES, MEASURED, TrainOptions
-from csdctl.workflows.train.spec import ShardFiles
+from csdctl.workflows.train.spec import RunInputs
 from csdctl.workflows.workspace.workspace import Workspace
 
 OnEvent = Callable[[Event], None]
-
-
-@dataclass(frozen=True)
-class RunInputs:
-    """The spec of one run, and the files it names."""
-
-    directory: RunDirectory
-    spec: RunSpec
-    prepared: Prepared
-    shards: ShardFiles
 
 
 def run_ranks(
@@ -70,9 +59,7 @@ def run_ranks(
     deploy_files(files, fleet, space.sessions, on_delivery)
     sessions = {name: space.sessions[name] for name in (HOST_NAME, *nodes)}
     obstacles = find_obstacles(fleet, sessions, prepared.worker.path)
-    mpirun = prepare_mpirun(
-        fleet, space.facts, space.project, run, sessions, prepared.worker.path, obstacles, spec.link_key
-    )
+    mpirun = prepare_mpirun(space, run, sessions, prepared.worker.path, obstacles, spec.link_key)
     pythons = {name: fleet.python_of(name) for name in (HOST_NAME, *nodes)}
     traffic: dict[int, Traffic] = {}
 
@@ -122,7 +109,7 @@ def _build_setup(
         # A host that sits out cannot continue alone.
         min_nodes=min(max(options.min_nodes, ranks[0].batch_size == 0), len(nodes)),
         is_resumable=inputs.spec.num_checkpoints > 0,
-        patience=Patience(start_s=options.deadlines.start_s, silence_s=options.deadlines.silence_s),
+        patience=options.deadlines,
         collective=_choose_collective(inputs, options),
         absent=tuple(rank.rank for rank in ranks if rank.node not in (HOST_NAME, *nodes)),
     )
@@ -140,14 +127,11 @@ def _choose_collective(inputs: RunInputs, options: TrainOptions) -> str:
     return ""
 
 
-class RunObserver(PreparationObserver, Protocol):
+class RunObserver(DeliveryObserver, Protocol):
     """Called during the run by the thread that supervises it; a slow callback delays supervision."""
 
     def on_start(self, run: RunDirectory, spec: RunSpec, num_steps: int, /) -> None:
         """The run starts; an epoch has `num_steps` steps."""
-
-    def on_delivery(self, node: str, delivery: Delivery, /) -> None:
-        """Files have reached `node`."""
 
     def on_event(self, event: Event, /) -> None:
         """A rank or the supervisor has reported `event`."""

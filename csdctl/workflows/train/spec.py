@@ -8,7 +8,7 @@ import dataclasses
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from typing import Any
 
@@ -21,15 +21,36 @@ from csdctl.launch.mpirun import check_network
 from csdctl.placement.equation1 import Placed, PlacementError, RankLoad, place_shards
 from csdctl.runs.directory import RunDirectory
 from csdctl.shipping.store import StoredFile
-from csdctl.tuning.plan import Plan, RankPlan
-from csdctl.tuning.strategies import DATA_PARALLEL, SPLIT
+from csdctl.tuning.plan import DATA_PARALLEL, SPLIT, Plan, RankPlan
 from csdctl.worker.protocol.run_spec import DatasetSlice, RankSpec, RunSpec
-from csdctl.workflows.data.deploy import cut_shards, whole
-from csdctl.workflows.data.prepare import Prepared
+from csdctl.workflows.data.deploy import OnDelivery, cut_shards, whole
+from csdctl.workflows.data.prepare import PreparationObserver, Prepared
+from csdctl.workflows.train.options import TrainOptions
 from csdctl.workflows.workspace.workspace import Workspace
 
 ShardFiles = Mapping[str, tuple[StoredFile, ...]]
 """The samples and labels that were cut on the host for each node, by name."""
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """Job, data and machines of a run, and who is told of it."""
+
+    job: Job
+    prepared: Prepared
+    space: Workspace
+    observer: PreparationObserver
+    on_delivery: OnDelivery = lambda *_: None
+
+
+@dataclass(frozen=True)
+class RunInputs:
+    """The spec of one run, and the files it names."""
+
+    directory: RunDirectory
+    spec: RunSpec
+    prepared: Prepared
+    shards: ShardFiles
 
 
 def place_plan(plan: Plan, prepared: Prepared, job: Job, fleet: Fleet) -> list[Placed]:
@@ -105,14 +126,13 @@ MAX_REPORTS_PER_S = 100
 
 def build_spec(
     run: RunDirectory,
-    job: Job,
     ranks: Sequence[RankPlan],
     placed: Sequence[Placed],
-    prepared: Prepared,
     shards: ShardFiles,
-    space: Workspace,
+    context: RunContext,
 ) -> RunSpec:
     """Return the RunSpec of `run`; the user's options are not applied."""
+    job, prepared = context.job, context.prepared
     return RunSpec(
         run_id=run.run_id,
         architecture=prepared.model.architecture.path,
@@ -122,23 +142,50 @@ def build_spec(
         ranks=build_rank_specs(ranks, placed, prepared, shards, job),
         public=whole(prepared.public),
         validation=whole(prepared.validation) if prepared.validation else None,
-        output_directory=str(run.path.relative_to(space.project.root)),
+        output_directory=str(run.path.relative_to(context.space.project.root)),
         progress_interval_s=progress_interval_s(len(ranks)),
         noise=job.noise,
     )
 
 
-def plan_reading(plan: Plan, prepared: Prepared, job: Job, space: Workspace) -> tuple[RunSpec, ShardFiles]:
-    """Return what the ranks of `plan` read, as a run of which nothing is kept, and the shards cut for them.
+def build_inputs(
+    run: RunDirectory, ranks: Sequence[RankPlan], placed: Sequence[Placed], context: RunContext
+) -> RunInputs:
+    """Cut the shards of the ranks; return them with the RunSpec."""
+    prepared = context.prepared
+    shards = cut_shards(placed, prepared.public, context.job, context.space.project)
+    return RunInputs(run, build_spec(run, ranks, placed, shards, context), prepared, shards)
+
+
+def build_training(
+    run: RunDirectory,
+    ranks: Sequence[RankPlan],
+    placed: Sequence[Placed],
+    context: RunContext,
+    options: TrainOptions,
+) -> RunInputs:
+    """Return the inputs of a run that trains, with the user's options."""
+    inputs = build_inputs(run, ranks, placed, context)
+    spec = dataclasses.replace(
+        inputs.spec,
+        step_file=str(context.space.project.step_file(run)),
+        is_balanced=options.is_balanced,
+        checkpoint_interval_s=options.checkpoint_interval_s,
+        num_checkpoints=options.num_checkpoints,
+        max_steps=options.max_steps,
+    )
+    return dataclasses.replace(inputs, spec=spec)
+
+
+def plan_reading(plan: Plan, context: RunContext) -> RunInputs:
+    """Return what the ranks of `plan` read, as a run of which nothing is kept.
 
     Raises InputError when the fleet or the data does not allow the plan.
     """
-    placed = place_plan(plan, prepared, job, space.fleet)
-    shards = cut_shards(placed, prepared.public, job, space.project)
-    run = space.project.new_scratch()
-    spec = build_spec(run, job, plan.ranks, placed, prepared, shards, space)
-    shutil.rmtree(run.path, ignore_errors=True)
-    return spec, shards
+    placed = place_plan(plan, context.prepared, context.job, context.space.fleet)
+    inputs = build_inputs(context.space.project.new_scratch(), plan.ranks, placed, context)
+    shutil.rmtree(inputs.directory.path, ignore_errors=True)
+    return inputs
 
 
 def progress_interval_s(num_ranks: int) -> float:

@@ -1,9 +1,9 @@
 """`train`: choose plan or run, examine the machines, prepare, then train a new run or resume one.
 
-A run succeeds when every rank that takes part has sent a completion record.
+A run succeeds when every rank that takes part has sent a completion record. `extract` computes the features
+of a job's samples ahead of training.
 """
 
-import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -18,28 +18,26 @@ from csdctl.placement.equation1 import steps_per_epoch
 from csdctl.reporting.privacy import check_accountant
 from csdctl.reporting.results import RunSummary
 from csdctl.runs.directory import Manifest, RunDirectory
-from csdctl.tuning.plan import Plan
+from csdctl.tuning.plan import FEATURES, SPLIT, Plan
 from csdctl.worker.protocol.json_codec import to_json
-from csdctl.workflows.data.deploy import cut_shards
-from csdctl.workflows.data.prepare import Prepared, prepare_in
-from csdctl.workflows.data.prepared_record import load_prepared
+from csdctl.workflows.data.prepare import DeliveryObserver, PreparationObserver, load_prepared, prepare_in
 from csdctl.workflows.preflight.doctor import DoctorOptions, Examination, examine
 from csdctl.workflows.reporting.report import report
 from csdctl.workflows.train.options import AUTO, TrainOptions
-from csdctl.workflows.train.plan import GIVE_ONE, check_one_source, resolve_plan
-from csdctl.workflows.train.resume import find_resumable, is_complete, load_spec, resume
-from csdctl.workflows.train.run import RunInputs, RunObserver, run_to_end
-from csdctl.workflows.train.spec import build_manifest, build_spec, describe_strategy, place_plan
-from csdctl.workflows.train.strategies.choice import choose_strategy, strategy_of
-from csdctl.workflows.train.strategies.strategy import RunContext
-from csdctl.workflows.workspace.workspace import Workspace, open_workspace
-
-_CONTINUED = "a run continues as it began"
-CONTRADICTIONS = (
-    ("resume", "plan", _CONTINUED),
-    ("resume", "batch-size", _CONTINUED),
-    ("resume", "strategy", _CONTINUED),
+from csdctl.workflows.train.plan import resolve_plan
+from csdctl.workflows.train.resume import find_resumable, is_complete, load_spec, resume, strategy_of
+from csdctl.workflows.train.run import RunObserver, run_to_end
+from csdctl.workflows.train.spec import (
+    RunContext,
+    build_manifest,
+    build_training,
+    describe_strategy,
+    place_plan,
+    plan_reading,
 )
+from csdctl.workflows.train.strategies.features import FeatureRun, Features, compute_features, find_features
+from csdctl.workflows.train.strategies.strategy import Split, Strategy
+from csdctl.workflows.workspace.workspace import Workspace, open_workspace
 
 
 @dataclass(frozen=True)
@@ -60,16 +58,19 @@ class TrainRequest:
 
     def __post_init__(self) -> None:
         """Raise InputError for two sources of the batch sizes, or of the strategy, of one run."""
-        check_one_source(self.plan_path, self.batch_size)
         given = {
-            "resume": self.resume,
             "plan": self.plan_path,
             "batch-size": self.batch_size,
-            "strategy": "" if self.options.strategy == AUTO else self.options.strategy,
+            "strategy": self.options.strategy != AUTO,
         }
-        for first, second, why in CONTRADICTIONS:
-            if given[first] and given[second]:
-                raise InputError(f"--{first} and --{second} contradict each other: {why}", remedy=GIVE_ONE)
+        for first, value, others, why in (
+            ("plan", self.plan_path, ["batch-size"], "a plan has the batch size of each rank"),
+            ("resume", self.resume, given, "a run continues as it began"),
+        ):
+            for other in others:
+                if value and given[other]:
+                    problem = f"--{first} and --{other} contradict each other: {why}"
+                    raise InputError(problem, remedy="give one of them")
 
 
 @dataclass(frozen=True)
@@ -99,8 +100,26 @@ def run_training(request: TrainRequest, observer: TrainObserver) -> TrainResult:
     ) as space:
         if request.resume:
             run = find_resumable(space.project, request.resume, request.job, space.fleet, observer.say)
-            return _resume(run, request, space, observer)
-        return _train(request, space, observer)
+            if is_complete(run, request.job):
+                return TrainResult(*report(space.project, run.run_id), was_complete=True)
+        else:
+            plan = _resolve_plan(request, space, observer)
+        _examine(request, space, observer)
+        prepared = prepare_in(space, request.job, observer)
+        context = RunContext(request.job, prepared, space, observer, observer.on_delivery)
+        if request.resume:
+            return TrainResult(run, resume(run, context, request.options, observer))
+        summary = train(plan, context, request.options, observer)
+        return TrainResult(space.project.find_run(summary.run_id), summary)
+
+
+def choose_strategy(options: TrainOptions, plan: Plan) -> Strategy:
+    """Return the strategy that the user asks for; without one, that of `plan`."""
+    name = plan.strategy if options.strategy == AUTO else options.strategy
+    if name == SPLIT:
+        cut = options.cut or (plan.cut if plan.strategy == SPLIT else "")
+        return Split(cut, options.num_micro_batches)
+    return Features(options.features) if name == FEATURES else Strategy()
 
 
 @dataclass(frozen=True)
@@ -125,36 +144,16 @@ def rehearse_training(request: TrainRequest, observer: TrainObserver) -> Rehears
             run = find_resumable(space.project, request.resume, request.job, space.fleet, observer.say)
             plan, strategy = Manifest.model_validate(run.load_manifest()).plan, strategy_of(load_spec(run))
         else:
-            plan = resolve_plan(
-                request.job, space, observer.say, path=request.plan_path, batch_size=request.batch_size
-            )
+            plan = _resolve_plan(request, space, observer)
             strategy = choose_strategy(request.options, plan)
         _examine(request, space, observer)
         recorded = load_prepared(space.project, request.job)
     return Rehearsal(plan, strategy.name, strategy.cut, run, recorded.num_samples if recorded else None)
 
 
-def _train(request: TrainRequest, space: Workspace, observer: TrainObserver) -> TrainResult:
-    plan = resolve_plan(
-        request.job, space, observer.say, path=request.plan_path, batch_size=request.batch_size
-    )
-    prepared = _examine_and_prepare(request, space, observer)
-    summary = train(request.job, plan, prepared, space, request.options, observer)
-    return TrainResult(space.project.find_run(summary.run_id), summary)
-
-
-def _resume(
-    run: RunDirectory, request: TrainRequest, space: Workspace, observer: TrainObserver
-) -> TrainResult:
-    if is_complete(run, request.job):
-        return TrainResult(*report(space.project, run.run_id), was_complete=True)
-    prepared = _examine_and_prepare(request, space, observer)
-    return TrainResult(run, resume(run, request.job, prepared, space, request.options, observer))
-
-
-def _examine_and_prepare(request: TrainRequest, space: Workspace, observer: TrainObserver) -> Prepared:
-    _examine(request, space, observer)
-    return prepare_in(space, request.job, observer)
+def _resolve_plan(request: TrainRequest, space: Workspace, observer: PreparationObserver) -> Plan:
+    path, batch_size = request.plan_path, request.batch_size
+    return resolve_plan(request.job, space, observer.say, path=path, batch_size=batch_size)
 
 
 def _examine(request: TrainRequest, space: Workspace, observer: TrainObserver) -> None:
@@ -164,15 +163,13 @@ def _examine(request: TrainRequest, space: Workspace, observer: TrainObserver) -
         examination.check_before_training()
 
 
-def train(
-    job: Job, plan: Plan, prepared: Prepared, space: Workspace, options: TrainOptions, observer: RunObserver
-) -> RunSummary:
+def train(plan: Plan, context: RunContext, options: TrainOptions, observer: RunObserver) -> RunSummary:
     """Train a new run to its end.
 
     Raises RunError, DeadlineError or InputError when it fails, RunStopped when the user stops it. The caller
     has locked the machines and called `plan.check_plan`.
     """
-    context = RunContext(job, prepared, space, observer, observer.on_delivery)
+    job, prepared, space = context.job, context.prepared, context.space
     strategy = choose_strategy(options, plan)
     plan = strategy.choose_ranks(plan, context)
     placed = place_plan(plan, prepared, job, space.fleet)
@@ -180,15 +177,19 @@ def train(
     save_json(run.process, describe_holder("train", space.project.root))
     manifest = build_manifest(job, plan, placed, prepared, space)
     run.save_manifest(manifest | describe_strategy(plan, strategy.name, strategy.cut))
-    shards = cut_shards(placed, prepared.public, job, space.project)
-    spec = dataclasses.replace(
-        build_spec(run, job, plan.ranks, placed, prepared, shards, space),
-        step_file=str(space.project.step_file(run)),
-        is_balanced=options.is_balanced,
-        checkpoint_interval_s=options.checkpoint_interval_s,
-        num_checkpoints=options.num_checkpoints,
-        max_steps=options.max_steps,
-    )
-    inputs = strategy.build_inputs(RunInputs(run, spec, prepared, shards), context)
+    inputs = build_training(run, plan.ranks, placed, context, options)
+    inputs = strategy.build_inputs(inputs, context)
     save_text(run.spec, to_json(inputs.spec))
     return run_to_end(inputs, steps_per_epoch(placed), space, options, observer)
+
+
+def extract(request: TrainRequest, observer: DeliveryObserver) -> FeatureRun:
+    """Compute the features that are missing, on the machines of the plan; raises InputError, PartialError."""
+    with open_workspace(
+        request.directory, request.fleet, "extract", is_locking=True, say=observer.say
+    ) as space:
+        plan = _resolve_plan(request, space, observer)
+        prepared = prepare_in(space, request.job, observer)
+        find_features(prepared)
+        context = RunContext(request.job, prepared, space, observer, observer.on_delivery)
+        return compute_features(plan_reading(plan, context), context, request.options.features)

@@ -7,23 +7,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from csdctl.errors import InputError, RunError
-from csdctl.job.model import Job
+from csdctl.fleet.names import format_node_names
 from csdctl.launch.mpirun import find_mpirun
 from csdctl.tuning.plan import Plan
 from csdctl.worker.protocol.events import Event, Verified
 from csdctl.worker.protocol.features import Recomputed
 from csdctl.worker.protocol.run_spec import VERIFY, TaskSpec
-from csdctl.workflows.data.deploy import cut_shards
-from csdctl.workflows.data.prepare import PreparationObserver, Prepared, prepare_in
-from csdctl.workflows.train.options import (
-    TrainOptions,
-)
+from csdctl.workflows.data.prepare import PreparationObserver, prepare_in
+from csdctl.workflows.train.options import TrainOptions
 from csdctl.workflows.train.plan import build_equal_plan, load_checked_plan
-from csdctl.workflows.train.run import RunInputs, run_ranks
-from csdctl.workflows.train.spec import build_spec, place_plan
-from csdctl.workflows.train.strategies.choice import choose_strategy
-from csdctl.workflows.train.strategies.strategy import RunContext
-from csdctl.workflows.train.train import TrainRequest
+from csdctl.workflows.train.run import run_ranks
+from csdctl.workflows.train.spec import RunContext, build_inputs, place_plan
+from csdctl.workflows.train.train import TrainRequest, choose_strategy
 from csdctl.workflows.workspace.workspace import Workspace, open_workspace
 
 NEAR = 8.0
@@ -118,9 +113,8 @@ def _judge_hidden(verified: Verified, nodes: Sequence[str], hidden: Sequence[int
     )
 
 
-def _names(nodes: Sequence[str], positions: Sequence[int], at_most: int = 5) -> str:
-    more = f" and {len(positions) - at_most} more" if len(positions) > at_most else ""
-    return ", ".join(nodes[at] for at in positions[:at_most]) + more
+def _names(nodes: Sequence[str], positions: Sequence[int]) -> str:
+    return format_node_names([nodes[at] for at in positions])
 
 
 FEATURE_TOLERANCE = 1e-5
@@ -165,7 +159,7 @@ def run_verification(request: TrainRequest, observer: PreparationObserver) -> Ve
         observer.say(f"starting {len(plan.ranks)} ranks")
         if job.noise:
             observer.say("compared without clipping and noise: the samples are random, and none is private")
-        return verify(job, plan, prepared, space, request, observer)
+        return verify(plan, RunContext(job, prepared, space, observer), request.options)
 
 
 def _choose_plan(request: TrainRequest, space: Workspace) -> Plan:
@@ -185,25 +179,18 @@ def _check_several(plan: Plan) -> None:
         )
 
 
-def verify(
-    job: Job,
-    plan: Plan,
-    prepared: Prepared,
-    space: Workspace,
-    request: TrainRequest,
-    observer: PreparationObserver,
-) -> Verification:
+def verify(plan: Plan, context: RunContext, options: TrainOptions) -> Verification:
     """Run one step of all ranks; return how it compares with one process.
 
     Raises what `train` raises.
     """
-    placed = place_plan(plan, prepared, job, space.fleet)
+    space = context.space
+    placed = place_plan(plan, context.prepared, context.job, space.fleet)
     run = space.project.new_scratch()
-    shards = cut_shards(placed, prepared.public, job, space.project)
-    spec = build_spec(run, job, plan.ranks, placed, prepared, shards, space)
-    spec = dataclasses.replace(spec, validation=None, task=TaskSpec(VERIFY), num_checkpoints=0)
-    inputs = RunInputs(run, spec, prepared, shards)
-    strategy, context = choose_strategy(request.options, plan), RunContext(job, prepared, space, observer)
+    inputs = build_inputs(run, plan.ranks, placed, context)
+    spec = dataclasses.replace(inputs.spec, validation=None, task=TaskSpec(VERIFY), num_checkpoints=0)
+    inputs = dataclasses.replace(inputs, spec=spec)
+    strategy = choose_strategy(options, plan)
     recomputed = strategy.recompute_stored(inputs, context)
     inputs = strategy.build_verification(inputs, context)
     results: list[Verified] = []

@@ -13,11 +13,19 @@ from dataclasses import asdict
 from csdctl.fleet.facts import Facts
 from csdctl.fleet.hardware import classify_fleet, classify_machine
 from csdctl.fleet.model import HOST_NAME, Fleet
-from csdctl.job.model import Job
-from csdctl.job.reading import python_files
-from csdctl.perfmodel.step_time import StepTime
-from csdctl.runs.measurements import MeasurementStore
-from csdctl.tuning.fleet_model import ClassModel, FleetModel, ProbeOutcome, TriedPlan, rank_memory_bytes
+from csdctl.job.model import Job, python_files
+from csdctl.perfmodel.prediction import StepTime
+from csdctl.runs.measurements import COLLECTIVE, PROBE, TRIAL, MeasurementStore
+from csdctl.tuning.fleet_model import (
+    ClassModel,
+    FleetModel,
+    ProbeOutcome,
+    RecalledTrial,
+    TriedPlan,
+    rank_memory_bytes,
+    recall_class,
+    recall_trial,
+)
 from csdctl.tuning.measurements import (
     CollectiveMeasurement,
     ModelProperties,
@@ -25,7 +33,6 @@ from csdctl.tuning.measurements import (
     TrialMeasurement,
     TrialRank,
 )
-from csdctl.tuning.recall import RecalledTrial, recall_class, recall_trial
 from csdctl.worker.protocol.datasets import DatasetInfo
 from csdctl.worker.protocol.events import CollectiveTimed
 from csdctl.worker.protocol.run_spec import Runtime
@@ -66,21 +73,17 @@ class FleetMeasurements:
         self._fleet_class = classify_fleet(host, nodes, fleet.network)
 
     def recall_fleet(self, required: Sequence[str] = ()) -> FleetModel:
-        """Return the fleet as earlier measurements describe it; no plan leaves out the `required` nodes."""
-        return FleetModel(
-            tuple(self._machines),
-            self.recall_classes(),
-            self.features.vector_bytes,
-            frozenset({HOST_NAME, *required}),
-        )
+        """Return the fleet as earlier measurements describe it; no plan leaves out the `required` nodes.
 
-    def recall_classes(self) -> dict[str, ClassModel]:
-        """Return the classes of the machines that train: the host's as 'host', a node's by its key."""
+        The host's class is named 'host', one of nodes by its key.
+        """
         by_class: dict[str, list[str]] = {}
         for machine in self._machines:
             name = HOST_NAME if machine == HOST_NAME else self._machine_classes[machine].key
             by_class.setdefault(name, []).append(machine)
-        return {name: self._recall_class(machines) for name, machines in by_class.items()}
+        classes = {name: self._recall_class(machines) for name, machines in by_class.items()}
+        must_train = frozenset({HOST_NAME, *required})
+        return FleetModel(tuple(self._machines), classes, self.features.vector_bytes, must_train)
 
     def recall_trial(self, step_times: Mapping[str, StepTime]) -> RecalledTrial | None:
         """Return the newest trial of this model on such a fleet; `step_times` by class name.
@@ -89,12 +92,12 @@ class FleetMeasurements:
         """
         if self._is_fresh:
             return None
-        trials = self._store.trials(self.features.hash, self._recipe, self._fleet_class.key)
+        trials = self._store.find(TRIAL, self._fleet_class.key, self.features.hash, self._recipe)
         return recall_trial(trials, step_times)
 
     def collectives(self) -> list[CollectiveMeasurement]:
         """Return the sums that were timed on such a fleet before."""
-        return [] if self._is_fresh else self._store.collectives(self._fleet_class.key)
+        return [] if self._is_fresh else self._store.find(COLLECTIVE, self._fleet_class.key)
 
     def store_collectives(self, timed: Sequence[CollectiveTimed]) -> list[CollectiveMeasurement]:
         """Store new timings of sums, and return them as measurements."""
@@ -103,7 +106,7 @@ class FleetMeasurements:
             CollectiveMeasurement(timing.collective, timing.num_ranks, timing.num_bytes, timing.sum_s, now)
             for timing in timed
         ]
-        self._store.add_collectives(self._fleet_class, kept)
+        self._store.add(COLLECTIVE, self._fleet_class, kept)
         return kept
 
     def store_probes(self, model: FleetModel, outcomes: Mapping[str, ProbeOutcome]) -> None:
@@ -146,14 +149,14 @@ class FleetMeasurements:
         num_ranks, vector_bytes = len(tried.ranks), self.features.vector_bytes
         if num_ranks > 1:
             summed = CollectiveMeasurement(result.collective, num_ranks, vector_bytes, result.sum_s, now)
-            self._store.add_collectives(self._fleet_class, [summed])
+            self._store.add(COLLECTIVE, self._fleet_class, [summed])
         ranks = tuple(
             TrialRank(self._machine_classes[rank.node].key, rank.batch_size, rank.runtime)
             for rank in tried.ranks
         )
         predicted = tried.best.prediction.samples_per_s
         trial = TrialMeasurement(ranks, result.step_s, result.samples_per_s, now, predicted)
-        self._store.add_trial(self.features, self._recipe, self._fleet_class, trial)
+        self._store.add(TRIAL, self._fleet_class, [trial], self.features, self._recipe)
         for rank in tried.ranks:
             if rank.batch_size:
                 step_time_s = tried.compute_s[rank.node] / model.outlier_factors.get(rank.node, 1.0)
@@ -169,10 +172,10 @@ class FleetMeasurements:
             return blank
         key = self._machine_classes[machines[0]].key
         threads = self._fleet.host.threads if machines[0] == HOST_NAME else 0
-        return recall_class(blank, self._store.probes(self.features.hash, self._recipe, key), threads)
+        return recall_class(blank, self._store.find(PROBE, key, self.features.hash, self._recipe), threads)
 
     def _add_probes(self, machine: str, probes: Sequence[ProbeMeasurement]) -> None:
-        self._store.add_probes(self.features, self._recipe, self._machine_classes[machine], probes)
+        self._store.add(PROBE, self._machine_classes[machine], probes, self.features, self._recipe)
 
 
 def hash_recipe(job: Job, public: DatasetInfo) -> str:

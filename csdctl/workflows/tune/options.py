@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from csdctl.errors import InputError
+from csdctl.tuning.plan import FEATURES, SPLIT
 from csdctl.tuning.search import Limits
 from csdctl.tuning.stannis import (
     DEFAULT_BATCH_SIZES,
@@ -10,7 +11,6 @@ from csdctl.tuning.stannis import (
     DEFAULT_STEP_DIVISOR,
     check_arguments,
 )
-from csdctl.tuning.strategies import FEATURES, SPLIT
 from csdctl.workflows.train.options import AUTO, check_cut, check_strategy
 
 PROBE_DEADLINE_S = 600.0

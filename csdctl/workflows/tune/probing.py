@@ -1,34 +1,193 @@
-"""Probe sessions: one worker per machine, which measures batch sizes on request.
+"""What is measured on the machines: probes of batch sizes, and trials of plans.
 
-All machines compute at the same time, as in training: what they share (the host's cores, the tunnel, the
-power limit) then shows in the measurement.
+A probe session is one worker per machine, which measures batch sizes on request. All machines compute at the
+same time, as in training: what they share (the host's cores, the tunnel, the power limit) then shows in the
+measurement.
+
+The speed of single machines does not predict the fleet: ranks wait for the slowest of many noisy steps, and
+for the sum. In a trial, the ranks of a plan take a few steps together, with the links, the collective and the
+processes of a training run, and with random samples. It reads no data, and keeps no output.
 """
 
 import math
+import shutil
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any, Protocol
 
-from csdctl.errors import DeadlineError, OutOfMemoryError
-from csdctl.fleet.model import Fleet
-from csdctl.job.model import Job
-from csdctl.notify import Say
+from csdctl.errors import DeadlineError, OutOfMemoryError, RunError
+from csdctl.fleet.names import format_node_names
+from csdctl.runs.directory import RunDirectory
 from csdctl.shipping.worker_calls import WorkerProgram, build_worker_command
 from csdctl.supervision.rank_processes import AttachRank
 from csdctl.transport.program import MAX_PRINTED_LINES, Nothing, Patience, ProgramEndedError
 from csdctl.transport.session import Conversation, Deadline, Session
 from csdctl.tuning.fleet_model import ProbeOutcome, TrialResult, predict_peak_bytes, rank_memory_bytes
 from csdctl.tuning.plan import RankPlan
-from csdctl.worker.protocol.events import CollectiveTimed, Event
+from csdctl.worker.protocol.events import CollectiveTimed, EpochEnd, Event, Finished, Joined, Progress
 from csdctl.worker.protocol.json_codec import RESULT, to_json, to_tagged
 from csdctl.worker.protocol.probe import AttachRequest, ProbeRequest, ProbeResult, ProbeSpec
-from csdctl.worker.protocol.run_spec import Runtime
-from csdctl.workflows.data.prepare import Prepared
+from csdctl.worker.protocol.run_spec import (
+    ELEMENT_SPEC,
+    TRIAL,
+    TRIAL_SPLIT,
+    RunSpec,
+    Runtime,
+    SplitSpec,
+    TaskSpec,
+)
 from csdctl.workflows.preflight.mpi_check import measure_sums
+from csdctl.workflows.train.options import TrainOptions
+from csdctl.workflows.train.run import run_ranks
+from csdctl.workflows.train.spec import RunContext, RunInputs, build_spec, place_ranks
 from csdctl.workflows.tune.options import PROBE_DEADLINE_S
-from csdctl.workflows.tune.trial import run_trial
-from csdctl.workflows.workspace.workspace import Workspace
+
+SKIPPING_FROM = 10
+"""In a trial of at least this many steps, those before a rank's first progress event do not count: the first
+step is slow. A trial of fewer has long steps, without a slow first one."""
+
+
+def run_trial(
+    ranks: Sequence[RankPlan],
+    context: RunContext,
+    num_steps: int,
+    attach: Mapping[str, AttachRank] | None = None,
+    split: SplitSpec | None = None,
+    on_event: Callable[[Event], None] = lambda event: None,
+) -> TrialResult:
+    """Take `num_steps` steps; machines in `attach` use a process that is already running.
+
+    `split`: where the model is cut in two, if it is.
+
+    Raises what `train` raises, and KeyboardInterrupt when it is stopped.
+    """
+    started = time.monotonic()
+    run = context.space.project.new_scratch()
+    spec = _build_spec(run, ranks, context, num_steps, split)
+    events: list[Event] = []
+
+    def take(event: Event) -> None:
+        events.append(event)
+        on_event(event)
+
+    options = TrainOptions(min_nodes=len(ranks) - 1)
+    try:
+        inputs = RunInputs(run, spec, context.prepared, shards={})
+        is_stopped = run_ranks(inputs, context.space, options, lambda *_: None, take, attach)
+    finally:
+        Path(spec.step_file).unlink(missing_ok=True)
+    shutil.rmtree(run.path, ignore_errors=True)
+    if is_stopped:
+        raise KeyboardInterrupt
+    result = read_trial(events, [rank.node for rank in ranks])
+    steps_s = result.step_s * num_steps
+    return replace(result, fixed_s=max(0.0, time.monotonic() - started - steps_s))
+
+
+def _build_spec(
+    run: RunDirectory,
+    ranks: Sequence[RankPlan],
+    context: RunContext,
+    num_steps: int,
+    split: SplitSpec | None,
+) -> RunSpec:
+    """Return a run of random samples, as many of them private as in training."""
+    prepared = context.prepared
+    placed = place_ranks(ranks, prepared, context.job)
+    spec = build_spec(run, ranks, placed, {}, context)
+    specs = []
+    for rank, shard in zip(spec.ranks, placed, strict=True):
+        num_samples = rank.batch_size * num_steps
+        # Matters only with noise, when each private sample has a gradient of its own.
+        num_private = num_samples * shard.num_private // max(1, shard.num_samples)
+        specs.append(
+            replace(
+                rank,
+                private=None,
+                public=None,
+                num_private=num_private,
+                num_public=num_samples - num_private,
+                public_start=0,
+                num_repeated=0,
+                weight=1.0,
+            )
+        )
+    return replace(
+        spec,
+        # Random labels teach nothing: a learning rate of 0 keeps the weights, and keeps them finite.
+        recipe=replace(
+            prepared.recipe,
+            epochs=1,
+            learning_rate=0.0,
+            schedule="",
+            early_stopping=None,
+            reduce_on_plateau=None,
+        ),
+        ranks=tuple(specs),
+        public=None,
+        validation=None,
+        # As in a training run, rank 0 saves the state of every step, which takes time.
+        step_file=str(context.space.project.step_file(run)),
+        num_checkpoints=0,
+        is_balanced=False,
+        task=TaskSpec(TRIAL_SPLIT if split else TRIAL, {ELEMENT_SPEC: asdict(prepared.public.element_spec)}),
+        split=split,
+    )
+
+
+def read_trial(events: Sequence[Event], nodes: Sequence[str]) -> TrialResult:
+    """Sum up the events of the ranks on `nodes`; raises RunError unless all took all steps undisturbed."""
+    joined = [event for event in events if isinstance(event, Joined) and event.rank == 0]
+    ended = {event.rank: event for event in events if isinstance(event, EpochEnd)}
+    memory = {event.rank: event.peak_memory_bytes for event in events if isinstance(event, Finished)}
+    first: dict[int, Progress] = {}
+    for event in events:
+        if isinstance(event, Progress):
+            first.setdefault(event.rank, event)
+    missing = [node for rank, node in enumerate(nodes) if not _has_taken_part(rank, ended, first)]
+    if missing or len({event.generation for event in joined}) > 1:
+        what = (
+            f"ended before {format_node_names(missing)} had done all steps" if missing else "lost its links"
+        )
+        raise RunError(f"the trial {what}", remedy="check the machines with `csdctl doctor`, then tune again")
+    counted = [_skip(ended[rank], first.get(rank)) for rank in range(len(nodes))]
+    host = counted[0]
+    wall_s = host.compute_s + host.wait_s
+    return TrialResult(
+        num_steps=host.steps,
+        step_s=wall_s / host.steps,
+        samples_per_s=host.stepped_samples / wall_s,
+        compute_s=tuple(epoch.compute_s / epoch.steps for epoch in counted),
+        wall_s=ended[0].wall_s,
+        collective=joined[-1].collective,
+        sum_s=joined[-1].sum_s,
+        peak_memory_bytes=tuple(memory.values()) if len(memory) == len(nodes) else (),
+    )
+
+
+def _has_taken_part(rank: int, whole: Mapping[int, EpochEnd], first: Mapping[int, Progress]) -> bool:
+    """Return whether a rank has reported all steps of rank 0, and that it computed in them."""
+    if rank not in whole or 0 not in whole or whole[rank].steps != whole[0].steps:
+        return False
+    counted = _skip(whole[rank], first.get(rank))
+    return counted.steps > 0 and (counted.compute_s > 0 or rank == 0)  # the host may sit out
+
+
+def _skip(whole: EpochEnd, first: Progress | None) -> EpochEnd:
+    """Return what a rank did after its `first` progress event, when the steps before do not count."""
+    if first is None or whole.steps < SKIPPING_FROM or first.steps == whole.steps:
+        return whole
+    return replace(
+        whole,
+        steps=whole.steps - first.steps,
+        compute_s=whole.compute_s - first.compute_s,
+        wait_s=whole.wait_s - first.wait_s,
+        stepped_samples=whole.stepped_samples - first.global_samples,
+    )
+
 
 LOADING, IDLE, SUMMING, MEASURING, MEASURED, TOO_LARGE = (
     "loading",
@@ -47,8 +206,8 @@ class TuneWatch(Protocol):
     def on_machine(self, name: str, doing: str, batch_size: int = ..., samples_per_s: float = ..., /) -> None:
         """Machine `name` does this now: one of the words above."""
 
-    def on_probes(self, results: Mapping[str, ProbeResult | None], /) -> None:
-        """A round of probes is over: results by machine."""
+    def on_probes(self, outcomes: Mapping[str, ProbeOutcome], /) -> None:
+        """A round of probes is over: outcomes by machine."""
 
     def on_trial(self, num_steps: int, batch_sizes: Mapping[str, int], /) -> None:
         """All machines in `batch_sizes` take `num_steps` steps together."""
@@ -64,8 +223,9 @@ PATIENCE = Patience(ALIVE_INTERVAL_S, math.inf, math.inf, MAX_PRINTED_LINES)
 MAX_MEMORY_BYTES = 1 << 50
 
 
-def build_probe_command(name: str, job: Job, fleet: Fleet, prepared: Prepared, runtime: Runtime) -> list[str]:
+def build_probe_command(name: str, context: RunContext, runtime: Runtime) -> list[str]:
     """Build the command of a probe session on machine `name`."""
+    prepared, python = context.prepared, context.space.fleet.python_of(name)
     spec = ProbeSpec(
         prepared.model.architecture.path,
         prepared.model.weights.path,
@@ -73,12 +233,10 @@ def build_probe_command(name: str, job: Job, fleet: Fleet, prepared: Prepared, r
         runtime,
         prepared.public.element_spec,  # the whole description is too long for a command line
         code=prepared.model.user_code,
-        noise=job.noise,
+        noise=context.job.noise,
         is_private=name in prepared.private,
     )
-    return build_worker_command(
-        fleet.python_of(name), prepared.worker.path, ["probe", "--spec", to_json(spec)]
-    )
+    return build_worker_command(python, prepared.worker.path, ["probe", "--spec", to_json(spec)])
 
 
 class FleetMeasurer:
@@ -87,18 +245,10 @@ class FleetMeasurer:
     TensorFlow starts on the machines with the first request.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        prepared: Prepared,
-        space: Workspace,
-        runtimes: Mapping[str, Runtime],
-        watch: TuneWatch,
-        say: Say,
-    ) -> None:
+    def __init__(self, context: RunContext, runtimes: Mapping[str, Runtime], watch: TuneWatch) -> None:
         """`runtimes` of every machine that trains."""
-        self._job, self._prepared, self._space = job, prepared, space
-        self._watch, self._say = watch, say
+        self._context, self._space, self._say = context, context.space, context.observer.say
+        self._watch = watch
         self.probers: dict[str, Prober] = {}
         self._runtimes: dict[str, Runtime] = {}
         self.switch(runtimes)
@@ -128,7 +278,7 @@ class FleetMeasurer:
             if self._runtimes.get(name) != runtime:
                 if name in self.probers:
                     self.probers[name].close()
-                command = build_probe_command(name, self._job, self._space.fleet, self._prepared, runtime)
+                command = build_probe_command(name, self._context, runtime)
                 usable_bytes = self._space.facts[name].usable_memory_bytes
                 self.probers[name] = Prober(self._space.sessions[name], command, usable_bytes)
                 self._runtimes[name] = runtime
@@ -138,25 +288,11 @@ class FleetMeasurer:
         space = self._space
         for name in space.fleet.machines:
             self._watch.on_machine(name, SUMMING)
-        timed = measure_sums(space.fleet, space.facts, space.sessions, space.project, sizes)
+        timed = measure_sums(space, sizes)
         for name in space.fleet.machines:
             self._watch.on_machine(name, IDLE)
         self.measuring_s += sum(timing.sum_s for timing in timed)
         return timed
-
-    def probe(self, requests: Mapping[str, ProbeRequest]) -> dict[str, ProbeOutcome]:
-        """Run one round of probes."""
-        outcomes = {}
-        for name, result in self.measure(requests).items():
-            prober, size = self.probers[name], requests[name].batch_size
-            outcomes[name] = ProbeOutcome(
-                size,
-                result.step_time_s if result else None,
-                result.num_steps if result else 0,
-                dict(prober.peaks),
-                is_oom_kill=result is None and size in prober.oom_sizes,
-            )
-        return outcomes
 
     def run_trial(self, ranks: Sequence[RankPlan], num_steps: int) -> TrialResult:
         """Take steps with all ranks, in the processes that measured where their settings agree.
@@ -168,15 +304,7 @@ class FleetMeasurer:
         self._say(f"trying the plan: {num_steps} steps of all {len(ranks)} ranks")
         self._watch.on_trial(num_steps, {rank.node: rank.batch_size for rank in ranks})
         try:
-            result = run_trial(
-                self._job,
-                ranks,
-                self._prepared,
-                self._space,
-                num_steps,
-                attach,
-                on_event=self._watch.on_event,
-            )
+            result = run_trial(ranks, self._context, num_steps, attach, on_event=self._watch.on_event)
         except OutOfMemoryError:
             self.end_sessions()  # the other ranks ended with the one that was killed
             raise
@@ -191,8 +319,8 @@ class FleetMeasurer:
         self._start(runtimes)
         return {name: self.probers[name].attach for name in runtimes}
 
-    def measure(self, requests: Mapping[str, ProbeRequest]) -> dict[str, ProbeResult | None]:
-        """Measure one round, all machines at once; None where the batch did not fit in memory."""
+    def measure(self, requests: Mapping[str, ProbeRequest]) -> dict[str, ProbeOutcome]:
+        """Measure one round, all machines at once."""
         self._start(self.probers)
         started = time.monotonic()
         found = self._pool.map(self._measure, requests, requests.values())
@@ -202,14 +330,14 @@ class FleetMeasurer:
         self._watch.on_probes(results)
         return results
 
-    def _measure(self, name: str, request: ProbeRequest) -> ProbeResult | None:
+    def _measure(self, name: str, request: ProbeRequest) -> ProbeOutcome:
         self._watch.on_machine(name, MEASURING, request.batch_size)
-        result = self.probers[name].measure(request)
-        if result:
-            self._watch.on_machine(name, MEASURED, request.batch_size, result.samples_per_s)
+        outcome = self.probers[name].measure(request)
+        if rate := outcome.samples_per_s:
+            self._watch.on_machine(name, MEASURED, request.batch_size, rate)
         else:
             self._watch.on_machine(name, TOO_LARGE, request.batch_size)
-        return result
+        return outcome
 
     def _start(self, names: Iterable[str]) -> None:
         waiting = [prober for name in names if not (prober := self.probers[name]).is_running]
@@ -239,8 +367,6 @@ class Prober:
         self._program: WorkerProgram | None = None
         self.peaks: dict[int, int] = {}
         """Peak memory of the worker in bytes, by batch size, for sizes larger than all before."""
-        self.oom_sizes: set[int] = set()
-        """Batch sizes at which the worker was killed for memory."""
 
     @property
     def is_running(self) -> bool:
@@ -264,13 +390,13 @@ class Prober:
         self._program.send(to_tagged("request", AttachRequest(spec, rank)))
         return self._program.conversation
 
-    def measure(self, request: ProbeRequest) -> ProbeResult | None:
-        """Measure one batch size; None when it is predicted or found not to fit in memory."""
+    def measure(self, request: ProbeRequest) -> ProbeOutcome:
+        """Measure one batch size, unless it is predicted not to fit in memory."""
         size = request.batch_size
         if self._memory_bytes and size > max(self.peaks, default=0):
             predicted = predict_peak_bytes(self.peaks, size)
             if predicted and predicted > self._memory_bytes:
-                return None
+                return ProbeOutcome(size, None, peaks=dict(self.peaks))
         if self._program is None:
             self.start()
         assert self._program is not None
@@ -279,9 +405,8 @@ class Prober:
             result: ProbeResult = self._read({RESULT: ProbeResult}, PROBE_DEADLINE_S)
         except ProgramEndedError as ended:
             if ended.done.exit_code == OUT_OF_MEMORY_CODE or b"OOM when allocating" in ended.done.stderr:
-                self.oom_sizes.add(size)
                 self.close()
-                return None
+                return ProbeOutcome(size, None, peaks=dict(self.peaks), is_oom_kill=True)
             raise
         if (
             result.batch_size != size
@@ -293,7 +418,7 @@ class Prober:
         # The peak of a process never falls: only a size larger than all before shows its own.
         if size > max(self.peaks, default=0):
             self.peaks[size] = result.peak_memory_bytes
-        return result
+        return ProbeOutcome(size, result.step_time_s, result.num_steps, dict(self.peaks))
 
     def _read(self, messages: Mapping[str, type], deadline_s: float) -> Any:
         """Return the worker's next answer; raises DeadlineError early when the machine's SSH server hangs."""

@@ -1,39 +1,26 @@
 """The choice of the strategy: compare what is possible, time the parts of the model, try the split."""
 
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 from csdctl.errors import CsdctlError, InputError
 from csdctl.fleet.model import HOST_NAME
 from csdctl.job.model import Job
-from csdctl.notify import Say
 from csdctl.reporting.numbers import format_seconds
 from csdctl.shipping.worker_calls import call_worker
 from csdctl.tuning.fleet_model import FleetModel
-from csdctl.tuning.plan import Plan, RankPlan, StrategyPlan
+from csdctl.tuning.plan import DATA_PARALLEL, FEATURES, SPLIT, Plan, RankPlan, Strategy, StrategyPlan
 from csdctl.tuning.plan_choice import confirmed_prediction
 from csdctl.tuning.search import Limits
 from csdctl.tuning.strategies import (
-    DATA_PARALLEL,
-    FEATURES,
     MEASURED_BATCH,
-    SPLIT,
-    Machines,
     Shares,
-    Strategy,
     StrategyForecast,
-    Workload,
+    Training,
     choose_strategy,
-    confirm,
-    confirm_cut,
-    forecast_data_parallel,
-    forecast_features,
-    forecast_on_host,
-    forecast_split,
     measured_shares,
     share_by_flops,
-    split_step_s,
     spread_cuts,
 )
 from csdctl.worker.protocol.model_info import CutInfo
@@ -41,28 +28,11 @@ from csdctl.worker.protocol.probe import PartsSpec, PartTimes
 from csdctl.worker.protocol.run_spec import Prefix, SplitSpec
 from csdctl.workflows.data.prepare import Prepared
 from csdctl.workflows.train.options import AUTO
+from csdctl.workflows.train.spec import RunContext
 from csdctl.workflows.train.strategies.features import bytes_for_host, find_features
-from csdctl.workflows.train.strategies.split import check_job, find_cut
+from csdctl.workflows.train.strategies.strategy import check_job, find_cut
 from csdctl.workflows.tune.options import TuneOptions
-from csdctl.workflows.tune.probing import TuneWatch
-from csdctl.workflows.tune.trial import run_trial
-from csdctl.workflows.workspace.workspace import Workspace
-
-
-def list_strategies(
-    found: Sequence[StrategyForecast], impossible: Mapping[Strategy, str]
-) -> list[StrategyPlan]:
-    """Return the forecasts, then the strategies that are not possible, and why."""
-    strategies = []
-    for one in found:
-        rounded = {
-            name: round(value, 3) if isinstance(value, float) else value
-            for name, value in vars(one).items()
-            if name != "batch_sizes"
-        }
-        strategies.append(StrategyPlan.model_validate(rounded))
-    strategies += [StrategyPlan(strategy=strategy, why_not=why) for strategy, why in impossible.items()]
-    return strategies
+from csdctl.workflows.tune.probing import TuneWatch, run_trial
 
 
 def node_memory(ranks: Sequence[RankPlan]) -> int | None:
@@ -87,15 +57,13 @@ def check_possible(request: TuneOptions, job: Job, prepared: Prepared) -> None:
             find_cut(info, request.cut)
 
 
-@dataclass(frozen=True)
+@dataclass
 class StrategyChooser:
     """Compares the strategies for one job with the plan `plan` for whole models."""
 
     request: TuneOptions
     """Its `strategy` and `cut` say what to compare; `check_possible` has accepted them."""
-    job: Job
-    prepared: Prepared
-    space: Workspace
+    context: RunContext
     plan: Plan
     model: FleetModel
     limits: Limits
@@ -103,8 +71,9 @@ class StrategyChooser:
     """Seconds of a training besides its epochs."""
     process_s: float
     """The part of `start_s` until TensorFlow has started on all machines."""
-    say: Say
     watch: TuneWatch
+    impossible: dict[Strategy, str] = field(default_factory=dict)
+    """Strategies that are not possible, and why."""
 
     def choose(self) -> Plan:
         """Return the plan with the strategy that takes the least time.
@@ -113,53 +82,54 @@ class StrategyChooser:
         """
         if self.request.strategy == DATA_PARALLEL:
             return self.plan
-        impossible: dict[Strategy, str] = {}
         feature_layer = ""
         cuts: tuple[CutInfo, ...] = ()
         if self.request.strategy in (AUTO, FEATURES):
-            feature_layer = self._find_feature_layer(impossible)
+            feature_layer = self._find_feature_layer()
         if self.request.strategy in (AUTO, SPLIT):
-            cuts = self._find_cuts(impossible)
+            cuts = self._find_cuts()
         if not feature_layer and not cuts:
-            return self._with_strategies(self.plan, [], impossible)
+            return self._with_strategies(self.plan, [])
         try:
             times = self._time_parts(feature_layer, [cut.layer for cut in cuts])
         except CsdctlError as error:
             if self.request.strategy != AUTO:
                 raise
-            self.say(f"{error.message}: the strategies are not compared")
-            why_not: dict[Strategy, str] = {FEATURES: error.message, SPLIT: error.message}
-            return self._with_strategies(self.plan, [], why_not | impossible)
+            self.context.observer.say(f"{error.message}: the strategies are not compared")
+            for strategy in (FEATURES, SPLIT):
+                self.impossible.setdefault(strategy, error.message)
+            return self._with_strategies(self.plan, [])
         if times.why_not:
-            impossible[SPLIT] = times.why_not
+            self.impossible[SPLIT] = times.why_not
         found = self._forecast(times, feature_layer, cuts)
-        chosen = self._choose(found, impossible)
+        chosen = self._choose(found)
         if chosen.strategy == SPLIT:
-            return self._try_split(chosen, found, times, impossible)
-        return self._with_strategies(self._follow(chosen), found, impossible)
+            return self._try_split(chosen, found, times)
+        return self._with_strategies(self._follow(chosen), found)
 
-    def _find_feature_layer(self, impossible: dict[Strategy, str]) -> str:
+    def _find_feature_layer(self) -> str:
         try:
-            return find_features(self.prepared).layer
+            return find_features(self.context.prepared).layer
         except InputError as error:
-            impossible[FEATURES] = error.message
+            self.impossible[FEATURES] = error.message
             return ""
 
-    def _find_cuts(self, impossible: dict[Strategy, str]) -> tuple[CutInfo, ...]:
+    def _find_cuts(self) -> tuple[CutInfo, ...]:
         """Return the cuts to time: at most MAX_CUTS, of which FLOPs promise a gain."""
-        info = self.prepared.model.info
+        info = self.context.prepared.model.info
         try:
-            check_job(self.job)
+            check_job(self.context.job)
             if self.request.cut or not info.cuts:
                 return (find_cut(info, self.request.cut),)
         except InputError as error:
-            impossible[SPLIT] = error.message
+            self.impossible[SPLIT] = error.message
             return ()
-        whole = self._forecast_whole(self._work)
+        training = self._training
+        whole = self._forecast_whole(training)
         promised = {}
         for cut in info.cuts:
             shares = share_by_flops(cut, info.num_operations)
-            if shares and (found := self._forecast_split(shares, self._work)):
+            if shares and (found := training.forecast_split(shares, self.limits)):
                 promised[cut.layer] = found.epoch_s
         cuts = sorted(
             (cut for cut in info.cuts if cut.layer in promised), key=lambda cut: promised[cut.layer]
@@ -168,26 +138,15 @@ class StrategyChooser:
             cuts = [cut for cut in cuts if promised[cut.layer] < whole.epoch_s]
         cuts = spread_cuts(cuts, info.num_operations)[:MAX_CUTS]
         if not cuts:
-            impossible[SPLIT] = "no cut promises to take less time, by its FLOPs and bytes"
+            self.impossible[SPLIT] = "no cut promises to take less time, by its FLOPs and bytes"
             if self.request.strategy == SPLIT:
-                raise InputError(f"{info.name}: {impossible[SPLIT]}", remedy="name a cut: --cut LAYER")
+                raise InputError(f"{info.name}: {self.impossible[SPLIT]}", remedy="name a cut: --cut LAYER")
         return tuple(cuts)
 
     @property
-    def _work(self) -> Workload:
-        prepared = self.prepared
-        return Workload(
-            prepared.public.num_samples,
-            prepared.num_private,
-            prepared.validation.num_samples if prepared.validation else 0,
-            prepared.recipe.epochs,
-            self.job.is_repeating,
-        )
-
-    @property
-    def _machines(self) -> Machines:
-        """The machines of the plan, as they compute together."""
-        model, num_ranks = self._model, len(self.plan.ranks)
+    def _training(self) -> Training:
+        """The training with the machines of the plan, as they compute together."""
+        model, num_ranks, prepared = self._model, len(self.plan.ranks), self.context.prepared
         known = model.machine_step_times()
         host = known.get(HOST_NAME)
         times = {} if host is None else {HOST_NAME: host.scaled(model.overhead_factor)}
@@ -195,14 +154,18 @@ class StrategyChooser:
         times |= {name: known[name].scaled(model.overhead_factor) for name in nodes}
         cost = model.collective_cost
         others = max(1, num_ranks - 1)
-        return Machines(
+        return Training(
             times,
             lambda num_bytes: cost.at(num_bytes, num_ranks),
             # A sum moves each rank's vector to the host and the result back.
             (cost.per_byte_s + cost.per_rank_byte_s * others) / (2 * others),
             self.start_s,
             self.process_s,
-            tuple(self.prepared.private),
+            prepared.public.num_samples,
+            prepared.num_private,
+            prepared.validation.num_samples if prepared.validation else 0,
+            prepared.recipe.epochs,
+            self.context.job.is_repeating,
         )
 
     @property
@@ -213,26 +176,19 @@ class StrategyChooser:
             return self.model
         return self.model.with_class(HOST_NAME, replace(known, in_step_factor=1.0))
 
-    def _forecast_whole(self, work: Workload) -> StrategyForecast:
+    def _forecast_whole(self, training: Training) -> StrategyForecast:
         predicted = self.plan.predicted
         assert predicted is not None
-        compute_s = {rank.node: rank.step_time_s or 0.0 for rank in self.plan.ranks}
-        communication_s = predicted.step_s * predicted.communication_share
-        found = forecast_data_parallel(
+        found = training.forecast_data_parallel(
             {rank.node: rank.batch_size for rank in self.plan.ranks},
-            compute_s,
-            communication_s,
-            self._machines,
-            work,
-            vector_bytes=self.model.vector_bytes,
+            {rank.node: rank.step_time_s or 0.0 for rank in self.plan.ranks},
+            predicted.step_s * predicted.communication_share,
+            self.model.vector_bytes,
         )
-        return replace(found, node_memory_bytes=node_memory(self.plan.ranks))
-
-    def _forecast_split(self, shares: Shares, work: Workload) -> StrategyForecast | None:
-        return forecast_split(shares, self._machines, work, self.limits)
+        return found.model_copy(update={"node_memory_bytes": node_memory(self.plan.ranks)})
 
     def _time_parts(self, feature_layer: str, cuts: Sequence[str]) -> PartTimes:
-        prepared, model = self.prepared, self.prepared.model
+        prepared, model = self.context.prepared, self.context.prepared.model
         prefix = None
         if feature_layer:
             architecture, weights, *_ = model.parts
@@ -240,7 +196,7 @@ class StrategyChooser:
                 architecture.path, weights.path, prepared.recipe.input_range, code=model.user_code
             )
         layers = tuple(dict.fromkeys([*([feature_layer] if feature_layer else []), *cuts]))
-        self.say(f"timing parts of the model on the host: {', '.join(layers)}")
+        self.context.observer.say(f"timing parts of the model on the host: {', '.join(layers)}")
         host = self.plan.ranks[0]
         spec = PartsSpec(
             model.architecture.path,
@@ -254,7 +210,7 @@ class StrategyChooser:
             model.user_code,
         )
         return call_worker(
-            self.space.sessions[HOST_NAME],
+            self.context.space.sessions[HOST_NAME],
             sys.executable,
             prepared.worker.path,
             "parts",
@@ -267,34 +223,31 @@ class StrategyChooser:
         self, times: PartTimes, feature_layer: str, cuts: Sequence[CutInfo]
     ) -> list[StrategyForecast]:
         """Return the forecasts of all strategies, whole models first."""
-        work = replace(self._work, evaluation_share=times.evaluation_s / times.step_s)
-        whole = self._forecast_whole(work)
+        training = replace(self._training, evaluation_share=times.evaluation_s / times.step_s)
+        whole = self._forecast_whole(training)
         found = [whole]
-        shares = measured_shares(times, self.prepared.model.info.cuts)
+        shares = measured_shares(times, self.context.prepared.model.info.cuts)
         if feature_layer:
-            share = times.features_s / times.step_s * max(1, self.prepared.recipe.views)
+            share = times.features_s / times.step_s * max(1, self.context.prepared.recipe.views)
             of_frozen = shares.get(feature_layer) or Shares(feature_layer, share, 0.0, max(0.0, 1 - share))
             of_head = replace(of_frozen, vector_bytes=self.model.vector_bytes)
-            machines = self._machines
-            by_features = forecast_features(whole, of_head, share, machines, work)
-            if num_bytes := bytes_for_host(self.job, self.prepared):
-                by_features = forecast_on_host(by_features, of_head, num_bytes, machines, work)
+            by_features = training.forecast_features(whole, of_head, share)
+            if num_bytes := bytes_for_host(self.context.job, self.context.prepared):
+                by_features = training.forecast_on_host(by_features, of_head, num_bytes)
             found.append(by_features)
         for cut in cuts:
             measured = shares.get(cut.layer)
-            if measured and (split := self._forecast_split(measured, work)):
+            if measured and (split := training.forecast_split(measured, self.limits)):
                 found.append(split)
         return found
 
-    def _choose(
-        self, found: Sequence[StrategyForecast], impossible: Mapping[Strategy, str]
-    ) -> StrategyForecast:
+    def _choose(self, found: Sequence[StrategyForecast]) -> StrategyForecast:
         if self.request.strategy == AUTO:
             return choose_strategy(found)
         asked_for = [one for one in found if one.strategy == self.request.strategy]
         if not asked_for:
             raise InputError(
-                impossible.get(SPLIT) or "no batch sizes for a split satisfy the limits",
+                self.impossible.get(SPLIT) or "no batch sizes for a split satisfy the limits",
                 remedy="give other limits, or tune with another --strategy",
             )
         return min(asked_for, key=lambda one: one.first_run_s)
@@ -304,7 +257,7 @@ class StrategyChooser:
         if chosen.strategy != SPLIT:
             changed = {"strategy": chosen.strategy, "trains_on_host": chosen.trains_on_host}
             return self.plan.model_copy(update=changed)
-        times = self._machines.step_times
+        times = self._training.step_times
         by_name = {rank.node: rank for rank in self.plan.ranks}
         ranks = [
             by_name[name].with_step(size, times[name].at(size)) for name, size in chosen.batch_sizes.items()
@@ -316,21 +269,20 @@ class StrategyChooser:
         chosen: StrategyForecast,
         found: list[StrategyForecast],
         times: PartTimes,
-        impossible: dict[Strategy, str],
     ) -> Plan:
         """Take steps with the split model; return the plan of the strategy that then takes the least time."""
         plan = self._follow(chosen)
-        shares = measured_shares(times, self.prepared.model.info.cuts)[chosen.cut]
-        expected_s = split_step_s(chosen.batch_sizes, shares, self._machines)
+        shares = measured_shares(times, self.context.prepared.model.info.cuts)[chosen.cut]
+        expected_s = self._training.split_step_s(chosen.batch_sizes, shares)
         num_steps = min(MAX_STEPS, max(MIN_STEPS, round(TRIAL_S / expected_s)))
-        self.say(f"trying the split behind {chosen.cut}: {num_steps} steps of all {len(plan.ranks)} ranks")
+        self.context.observer.say(
+            f"trying the split behind {chosen.cut}: {num_steps} steps of all {len(plan.ranks)} ranks"
+        )
         self.watch.on_trial(num_steps, chosen.batch_sizes)
         try:
             result = run_trial(
-                self.job,
                 plan.ranks,
-                self.prepared,
-                self.space,
+                self.context,
                 num_steps,
                 split=SplitSpec(chosen.cut),
                 on_event=self.watch.on_event,
@@ -338,32 +290,30 @@ class StrategyChooser:
         except CsdctlError as error:
             if self.request.strategy == SPLIT:
                 raise
-            impossible[SPLIT] = f"the trial failed: {error.message}"
+            self.impossible[SPLIT] = f"the trial failed: {error.message}"
             rest = [one for one in found if one.strategy != SPLIT]
-            return self._with_strategies(self._follow(choose_strategy(rest)), rest, impossible)
+            return self._with_strategies(self._follow(choose_strategy(rest)), rest)
         ratio = result.step_s / expected_s
-        self.say(
+        self.context.observer.say(
             f"a step takes {format_seconds(result.step_s)}, forecast {format_seconds(expected_s)}: "
             f"{result.samples_per_s:.1f} samples/s"
         )
         # The trial started TensorFlow itself.
-        before_s = self.space.opening_s + self.prepared.again_s
-        machines = replace(self._machines, start_s=before_s + result.fixed_s)
+        before_s = self.context.space.opening_s + self.context.prepared.again_s
+        training = replace(self._training, start_s=before_s + result.fixed_s)
         memory = result.peak_memory_bytes[1:]
-        tried = replace(
-            confirm(chosen, ratio, machines, self._work),
-            node_memory_bytes=max(memory, default=None),
-        )
-        others = [confirm_cut(one, ratio, machines, self._work) for one in found if one is not chosen]
+        known = {"node_memory_bytes": max(memory, default=None)}
+        tried = training.confirm(chosen, ratio).model_copy(update=known)
+        others = [training.confirm_cut(one, ratio) for one in found if one is not chosen]
         listed = sorted([*others, tried], key=lambda one: one.strategy != DATA_PARALLEL)
         rest = [one for one in listed if one.strategy != SPLIT]
         final = tried if self.request.strategy == SPLIT else choose_strategy([*rest, tried])
         if final is not tried:
-            return self._with_strategies(self._follow(final), listed, impossible)
+            return self._with_strategies(self._follow(final), listed)
         plan = plan.model_copy(update={"predicted": confirmed_prediction(plan.ranks, result)})
-        return self._with_strategies(plan, listed, impossible)
+        return self._with_strategies(plan, listed)
 
-    def _with_strategies(
-        self, plan: Plan, found: Sequence[StrategyForecast], impossible: Mapping[Strategy, str]
-    ) -> Plan:
-        return plan.model_copy(update={"strategies": list_strategies(found, impossible)})
+    def _with_strategies(self, plan: Plan, found: Sequence[StrategyForecast]) -> Plan:
+        """Return `plan` with the forecasts, then the strategies that are not possible."""
+        impossible = [StrategyPlan(strategy=name, why_not=why) for name, why in self.impossible.items()]
+        return plan.model_copy(update={"strategies": [*found, *impossible]})

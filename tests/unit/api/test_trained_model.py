@@ -10,10 +10,9 @@ import pytest
 import csdctl
 from csdctl.errors import InputError
 from csdctl.worker.compute.model import build
-from csdctl.worker.protocol.model_info import BuildSpec
+from csdctl.worker.protocol.model_info import BuildRequest, BuildSpec
 from csdctl.worker.protocol.recipe import Recipe
 from csdctl.worker.tasks.checkpointer import save_model
-from tests.unit.worker.compute.built_models import keras
 
 TEXT = """
 import keras
@@ -53,7 +52,7 @@ def train_once(directory: Path, file: str) -> tuple[csdctl.Run, Any]:
         (str(code),),
         {"": ("float32", (5,))},
     )
-    build(spec, architecture, keras())
+    build(BuildRequest(spec, str(architecture)))
     (run / "spec.json").write_text(json.dumps({"architecture": ".csdctl/objects/architecture.json"}))
     model = __import__(file).build(4)
     model(np.zeros((1, 5), np.float32))

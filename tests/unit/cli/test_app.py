@@ -11,8 +11,7 @@ import pytest
 import typer
 
 from csdctl import errors
-from csdctl.cli.app import COMMANDS, run_command
-from csdctl.cli.global_options import take_global_options
+from csdctl.cli.app import COMMANDS, run_command, take_global_options
 from csdctl.errors import ExitCode
 from csdctl.terminal.streams import Streams
 

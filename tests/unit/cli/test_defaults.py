@@ -7,8 +7,8 @@ import pytest
 import typer
 
 from csdctl.cli.app import app, run_command
-from csdctl.cli.commands.doctor import list_settings
-from csdctl.cli.commands.train import build_background_arguments
+from csdctl.cli.commands.fleet import list_settings
+from csdctl.cli.commands.training import build_background_arguments
 from csdctl.cli.defaults import load_defaults
 from csdctl.errors import ExitCode, InputError
 from csdctl.fleet.model import Fleet, Host
@@ -91,7 +91,7 @@ def test_doctor_says_where_each_setting_comes_from(tmp_path: Path, monkeypatch: 
     doctor = typer.main.get_command(app).commands["doctor"]  # type: ignore[attr-defined]
     words = ["--deadline", "7", "--limit", "a", "--limit", "b"]
     context = doctor.make_context("doctor", words, default_map=defaults["doctor"])
-    settings = list_settings(context, Fleet((), Host(3), path=Path("lab.yaml")))
+    settings = list_settings(context, Fleet((), Host(threads=3), path=Path("lab.yaml")))
     assert settings == [
         Setting("fleet", "fleet.yaml", "default"),
         Setting("deadline", "7.0", "flag --deadline"),

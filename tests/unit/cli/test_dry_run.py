@@ -17,9 +17,8 @@ from csdctl.cli.app import app, run_command
 from csdctl.errors import ExitCode
 from csdctl.terminal.streams import Streams
 from csdctl.transport.local import LocalSession
-from csdctl.workflows.provision.bundle import SCHEMA, _recipe
+from csdctl.workflows.provision.bundle import LOCK, SCHEMA, _recipe, select_locked
 from csdctl.workflows.provision.machine import build_probe, parse_machine
-from csdctl.workflows.provision.wheels import LOCK, select_locked
 from docs.generate import list_commands
 from tests import patience
 from tests.unit.transport.conftest import SshServer, running_server

@@ -11,8 +11,7 @@ from csdctl.terminal.console import PrintableConsole
 from csdctl.terminal.forecast import forecast_document, render_forecast
 from csdctl.terminal.streams import format_json
 from csdctl.tuning.scaling_curve import Power
-from csdctl.workflows.forecast.basis import published_basis
-from csdctl.workflows.forecast.forecast import ForecastRequest, forecast
+from csdctl.workflows.forecast.forecast import ForecastRequest, forecast, published_basis
 
 
 def shown(network: Network, request: ForecastRequest) -> str:

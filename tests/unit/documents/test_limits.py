@@ -11,9 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import Field
 
-from csdctl.documents import Document, check_values, load_json, load_text, parse_document, parse_json_document
-from csdctl.documents.models import MAX_PROBLEMS
-from csdctl.documents.text import MAX_TEXT_BYTES
+from csdctl.documents import (
+    MAX_PROBLEMS,
+    MAX_TEXT_BYTES,
+    Document,
+    check_values,
+    load_json,
+    load_text,
+    parse_document,
+    parse_json_document,
+)
 from csdctl.documents.yaml_text import MAX_DEPTH, MAX_SCALAR, MAX_SIZE, VALUE_SIZE
 from csdctl.errors import InputError
 

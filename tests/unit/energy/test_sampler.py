@@ -1,6 +1,5 @@
 """The sampler over a real session: a shell loop that reads files, and what it writes."""
 
-import http.server
 import os
 import threading
 import time
@@ -107,37 +106,6 @@ class TestSampler:
         assert "expected columns" in record.error
         assert "`time,watts`" in said[1]
 
-    def test_management_controller_that_redirects_gets_no_password(self, run):
-        asked, done, said = [], threading.Event(), []
-
-        class Controller(http.server.BaseHTTPRequestHandler):
-            def do_GET(self):
-                asked.append(self.path)
-                self.send_response(302)
-                self.send_header("Location", "/elsewhere")
-                self.end_headers()
-
-            def log_message(self, *args):
-                pass
-
-        def say(line):
-            said.append(line)
-            if len(said) == 2:
-                done.set()
-
-        with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Controller) as server:
-            threading.Thread(target=server.serve_forever, daemon=True).start()
-            url = f"http://127.0.0.1:{server.server_port}/redfish/v1/Chassis/1/Power"
-            sample(run, PowerSource(source="redfish", url=url), say, done)
-            secret = run.path / "secret"
-            secret.write_text("root:calvin")
-            done.clear()
-            said.clear()
-            sample(run, PowerSource(source="redfish", url=url, credentials=secret), say, done)
-            server.shutdown()
-        assert asked == ["/redfish/v1/Chassis/1/Power"]
-        assert "over https only" in said[0]
-
 
 class TestSums:
     RECORDS = (
@@ -195,13 +163,13 @@ class TestFleetFile:
     def test_power_of_host_and_nodes_is_read_and_written(self, tmp_path):
         path = tmp_path / "fleet.yaml"
         path.write_text(
-            "host: {power: {source: redfish, url: 'https://bmc/redfish/v1/Chassis/1/Power', credentials: bmc,"
-            " idle_watts: 190, includes_nodes: true}}\ndefaults: {power: 7.5}\nnodes:\n"
+            "host: {power: {source: csv, path: meter.csv, idle_watts: 190, includes_nodes: true}}\n"
+            "defaults: {power: 7.5}\nnodes:\n"
             "  - {name: 'csd[0-1]', address: '10.0.0.[1-2]'}\n"
             "  - {name: board, address: 10.0.0.9, power: rapl}\n"
         )
         fleet = load_fleet(path)
-        assert fleet.host.power.credentials == tmp_path / "bmc"
+        assert fleet.host.power.path == str(tmp_path / "meter.csv")
         assert [node.power for node in fleet.nodes] == [
             PowerSource(source="constant", watts=7.5),
             PowerSource(source="constant", watts=7.5),
@@ -217,8 +185,7 @@ class TestFleetFile:
         [
             ("hwmon", "needs `path`"),
             ("{source: constant}", "needs `watts`"),
-            ("{source: rapl, url: 'https://bmc'}", "does not use `url`"),
-            ("{source: redfish, url: 'file:///etc/shadow'}", "url"),
+            ("{source: rapl, path: /sys}", "does not use `path`"),
             ("watt", "source"),
             ("-3", "watts"),
         ],

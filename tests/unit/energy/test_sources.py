@@ -17,7 +17,6 @@ from csdctl.energy.sources import (
     parse_hwmon,
     parse_meter,
     parse_rapl,
-    parse_redfish,
 )
 from csdctl.energy.sources import RAPL_SCRIPT as RAPL
 
@@ -32,14 +31,6 @@ DCMI = """
     Power reading state is:                   activated
 
 """
-POWER = """{"@odata.type": "#Power.v1_5_3.Power", "Id": "Power", "PowerControl": [
-  {"MemberId": "0", "Name": "Server Power Control", "PowerCapacityWatts": 800, "PowerConsumedWatts": 344},
-  {"MemberId": "1", "Name": "CPU Power Control", "PowerConsumedWatts": 120}]}"""
-ENVIRONMENT = """{"@odata.type": "#EnvironmentMetrics.v1_3_0.EnvironmentMetrics", "Id": "EnvironmentMetrics",
-  "PowerWatts": {"DataSourceUri": "/redfish/v1/Chassis/1/Sensors/TotalPower", "Reading": 343.5},
-  "EnergykWh": {"Reading": 325675}}"""
-SUBSYSTEM = """{"@odata.type": "#PowerSubsystem.v1_1_0.PowerSubsystem", "CapacityWatts": 1100,
-  "Allocation": {"AllocatedWatts": 542, "RequestedWatts": 542}}"""
 
 
 def run(script, argument):
@@ -135,33 +126,6 @@ class TestIpmi:
     def test_machine_that_runs_does_not_take_zero_watts(self):
         with pytest.raises(ValueError, match="received 0 watts"):
             parse_dcmi(DCMI.replace("220 Watts", "  0 Watts"))
-
-
-class TestRedfish:
-    def test_power_supplies_beside_the_power_of_the_chassis_do_not_count(self):
-        supplies = '"PowerSupplies": [{"PowerInputWatts": 750}, {"PowerInputWatts": 750}], "PowerControl"'
-        assert parse_redfish(POWER.replace('"PowerControl"', supplies, 1)) == Reading(344.0)
-
-    def test_first_power_control_is_the_whole_chassis(self):
-        assert parse_redfish(POWER) == Reading(344.0)
-
-    def test_environment_metrics_are_read(self):
-        assert parse_redfish(ENVIRONMENT) == Reading(343.5)
-
-    @pytest.mark.parametrize(
-        ("text", "said"),
-        [
-            (SUBSYSTEM, "expected PowerControl or PowerWatts"),
-            ("<html>", "expected JSON"),
-            ('{"PowerControl": [{"PowerConsumedWatts": null}]}', "expected a number"),
-            ('{"PowerWatts": {"Reading": -3}}', "expected PowerWatts"),
-            ('{"PowerControl": [{"PowerConsumedWatts": 0}]}', "received 0 watts"),
-            ("[" * 100_000, "expected JSON"),
-        ],
-    )
-    def test_what_is_no_measurement_is_refused(self, text, said):
-        with pytest.raises(ValueError, match=said):
-            parse_redfish(text)
 
 
 class TestMeter:

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from csdctl.cli.commands import demo
+from csdctl.cli.commands import emulation
 from csdctl.errors import InputError
 from csdctl.job.model import load_job
 from examples import sample_data
@@ -34,9 +34,9 @@ def test_copied_jobs_are_valid_and_what_is_there_is_kept(example: str, tmp_path:
 def test_installed_csdctl_says_where_the_examples_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(demo, "SCRIPT", tmp_path / "demo.py")
+    monkeypatch.setattr(emulation, "SCRIPT", tmp_path / "demo.py")
     with pytest.raises(InputError, match="an installed csdctl has no examples") as raised:
-        demo.demo()
+        emulation.demo()
     assert "make demo" in raised.value.remedy
 
 

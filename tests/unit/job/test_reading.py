@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from csdctl.errors import InputError
-from csdctl.job.model import Job, load_job
-from csdctl.job.reading import find_imported
+from csdctl.job.model import Job, find_imported, load_job
 from csdctl.worker.protocol.datasets import ImageRule, RecordSchema, TableSchema
 
 JOB = """\

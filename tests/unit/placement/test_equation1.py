@@ -86,12 +86,9 @@ def test_host_that_sits_out_reads_nothing_and_the_others_everything() -> None:
         (
             [RankLoad("host", 4), RankLoad("csd0", 0, 7)],
             10,
-            "csd0: batch size must be at least 1, .* received 0",
+            "csd0: batch size must be at least 1",
         ),
         ([RankLoad("host", 0)], 10, "no rank"),
-        ([RankLoad("host", 1), RankLoad("csd1", -4)], 10, "csd1: batch size .* received -4"),
-        ([RankLoad("csd0", 4, num_private=-1)], 10, "csd0: .* negative"),
-        ([RankLoad("csd0", 4)], -1, "negative"),
         ([RankLoad("csd0", 4), RankLoad("csd1", 4)], 0, "no samples to train on"),
         ([], 10, "no rank"),
     ],

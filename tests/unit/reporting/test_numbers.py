@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from csdctl.reporting.numbers import (
-    format_accuracy,
     format_bytes,
     format_date,
     format_joules,
@@ -19,7 +18,6 @@ from csdctl.reporting.numbers import (
 )
 
 FORMATS = [
-    format_accuracy,
     format_bytes,
     format_date,
     format_joules,

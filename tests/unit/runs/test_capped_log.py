@@ -1,6 +1,6 @@
 from pathlib import Path
 
-from csdctl.runs.capped_log import MAX_LINE_BYTES, CappedLog
+from csdctl.runs.directory import MAX_LINE_BYTES, CappedLog
 
 LIMIT = 1 << 20
 SAID = "… further output of csd1 is dropped after 1 MiB\n"

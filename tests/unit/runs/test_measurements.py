@@ -16,7 +16,15 @@ from csdctl.fleet.facts import Facts
 from csdctl.fleet.hardware import classify_fleet, classify_machine
 from csdctl.runs import measurements
 from csdctl.runs.directory import ProjectDirectory
-from csdctl.runs.measurements import NUM_KEPT, SCHEMA, MeasurementStore, open_measurements
+from csdctl.runs.measurements import (
+    COLLECTIVE,
+    NUM_KEPT,
+    PROBE,
+    SCHEMA,
+    TRIAL,
+    MeasurementStore,
+    open_measurements,
+)
 from csdctl.tuning.measurements import (
     CollectiveMeasurement,
     ModelProperties,
@@ -39,7 +47,7 @@ PROBES = [
     ProbeMeasurement(SETTINGS, 512, 1002.0, None),
     ProbeMeasurement(Runtime(2, 2, False), 16, 1003.25, 1.1, 5, 1 << 40),
 ]
-TRIAL = TrialMeasurement(
+TRIED = TrialMeasurement(
     (TrialRank(HOST.key, 64, SETTINGS), TrialRank(CSD.key, 8, SETTINGS)), 0.5, 144.0, 1010.0, 150.0
 )
 
@@ -57,16 +65,16 @@ def store(path: Path) -> Iterator[MeasurementStore]:
 
 class TestProbes:
     def test_probes_are_read_back(self, path: Path, store: MeasurementStore) -> None:
-        store.add_probes(MODEL, "recipe", CSD, PROBES[:2])
-        store.add_probes(MODEL, "recipe", CSD, PROBES[2:])
+        store.add(PROBE, CSD, PROBES[:2], MODEL, "recipe")
+        store.add(PROBE, CSD, PROBES[2:], MODEL, "recipe")
         with open_measurements(path) as other:
-            assert other.probes(MODEL.hash, "recipe", CSD.key) == PROBES
+            assert other.find(PROBE, CSD.key, MODEL.hash, "recipe") == PROBES
 
     def test_other_model_recipe_or_machine_is_not_mixed_in(self, store: MeasurementStore) -> None:
-        store.add_probes(MODEL, "recipe", CSD, PROBES)
-        assert store.probes(OTHER.hash, "recipe", CSD.key) == []
-        assert store.probes(MODEL.hash, "other", CSD.key) == []
-        assert store.probes(MODEL.hash, "recipe", HOST.key) == []
+        store.add(PROBE, CSD, PROBES, MODEL, "recipe")
+        assert store.find(PROBE, CSD.key, OTHER.hash, "recipe") == []
+        assert store.find(PROBE, CSD.key, MODEL.hash, "other") == []
+        assert store.find(PROBE, HOST.key, MODEL.hash, "recipe") == []
 
 
 class TestCollectivesAndTrials:
@@ -75,18 +83,20 @@ class TestCollectivesAndTrials:
             CollectiveMeasurement("star", 5, 1 << 20, 0.25, 2.0),
             CollectiveMeasurement("ring", 5, 1 << 20, 0.125, 1.0),
         )
-        store.add_collectives(FLEET, [star, ring])
-        assert store.collectives(FLEET.key) == [ring, star]
-        assert store.collectives("other") == []
+        store.add(COLLECTIVE, FLEET, [star, ring])
+        assert store.find(COLLECTIVE, FLEET.key) == [ring, star]
+        assert store.find(COLLECTIVE, "other") == []
 
     def test_trials_are_read_back(self, store: MeasurementStore) -> None:
-        store.add_trial(MODEL, "recipe", FLEET, TRIAL)
-        store.add_trial(MODEL, "recipe", FLEET, replace(TRIAL, predicted_samples_per_s=None, measured_at=1.0))
-        found = store.trials(MODEL.hash, "recipe", FLEET.key)
-        assert found == [replace(TRIAL, predicted_samples_per_s=None, measured_at=1.0), TRIAL]
-        assert store.trials(MODEL.hash, "other", FLEET.key) == []
-        assert store.trials(OTHER.hash, "recipe", FLEET.key) == []
-        assert store.trials(MODEL.hash, "recipe", SMALL_FLEET.key) == []
+        store.add(TRIAL, FLEET, [TRIED], MODEL, "recipe")
+        store.add(
+            TRIAL, FLEET, [replace(TRIED, predicted_samples_per_s=None, measured_at=1.0)], MODEL, "recipe"
+        )
+        found = store.find(TRIAL, FLEET.key, MODEL.hash, "recipe")
+        assert found == [replace(TRIED, predicted_samples_per_s=None, measured_at=1.0), TRIED]
+        assert store.find(TRIAL, FLEET.key, MODEL.hash, "other") == []
+        assert store.find(TRIAL, FLEET.key, OTHER.hash, "recipe") == []
+        assert store.find(TRIAL, SMALL_FLEET.key, MODEL.hash, "recipe") == []
 
     def test_only_the_newest_sums_of_a_kind_and_trials_of_a_model_are_kept(
         self, store: MeasurementStore
@@ -94,28 +104,28 @@ class TestCollectivesAndTrials:
         first = CollectiveMeasurement("star", 5, 1 << 20, 0.25, 0.0)
         others = [replace(first, name="ring"), replace(first, num_ranks=3), replace(first, num_bytes=8)]
         many = [replace(first, measured_at=float(number)) for number in range(NUM_KEPT + 3)]
-        store.add_collectives(FLEET, [*others, *many])
-        store.add_collectives(SMALL_FLEET, [first])
-        assert sorted(store.collectives(FLEET.key), key=repr) == sorted([*others, *many[3:]], key=repr)
-        assert store.collectives(SMALL_FLEET.key) == [first]
+        store.add(COLLECTIVE, FLEET, [*others, *many])
+        store.add(COLLECTIVE, SMALL_FLEET, [first])
+        assert sorted(store.find(COLLECTIVE, FLEET.key), key=repr) == sorted([*others, *many[3:]], key=repr)
+        assert store.find(COLLECTIVE, SMALL_FLEET.key) == [first]
         for number in range(NUM_KEPT + 3):
-            store.add_trial(MODEL, "recipe", FLEET, replace(TRIAL, measured_at=float(number)))
-        store.add_trial(MODEL, "adam", FLEET, replace(TRIAL, measured_at=0.0))
-        kept = [trial.measured_at for trial in store.trials(MODEL.hash, "recipe", FLEET.key)]
+            store.add(TRIAL, FLEET, [replace(TRIED, measured_at=float(number))], MODEL, "recipe")
+        store.add(TRIAL, FLEET, [replace(TRIED, measured_at=0.0)], MODEL, "adam")
+        kept = [trial.measured_at for trial in store.find(TRIAL, FLEET.key, MODEL.hash, "recipe")]
         assert kept == [float(number) for number in range(3, NUM_KEPT + 3)]
-        assert len(store.trials(MODEL.hash, "adam", FLEET.key)) == 1
+        assert len(store.find(TRIAL, FLEET.key, MODEL.hash, "adam")) == 1
 
 
 WRITER = """
 import sys
 from pathlib import Path
 from dataclasses import replace
-from csdctl.runs.measurements import open_measurements
+from csdctl.runs.measurements import PROBE, open_measurements
 from tests.unit.runs.test_measurements import CSD, MODEL, PROBES
 who = int(sys.argv[2])
 for number in range(20):
     with open_measurements(Path(sys.argv[1])) as store:
-        store.add_probes(MODEL, "recipe", CSD, [replace(PROBES[0], batch_size=who, num_steps=number)])
+        store.add(PROBE, CSD, [replace(PROBES[0], batch_size=who, num_steps=number)], MODEL, "recipe")
 """
 
 
@@ -126,7 +136,7 @@ def test_writes_of_two_processes_are_all_kept(path: Path) -> None:
     ]
     assert [writer.wait() for writer in writers] == [0, 0]
     with open_measurements(path) as store:
-        known = store.probes(MODEL.hash, "recipe", CSD.key)
+        known = store.find(PROBE, CSD.key, MODEL.hash, "recipe")
     assert sorted((probe.batch_size, probe.num_steps) for probe in known) == [
         (who, number) for who in (1, 2) for number in range(20)
     ]
@@ -135,8 +145,8 @@ def test_writes_of_two_processes_are_all_kept(path: Path) -> None:
 
 def test_write_that_fails_halfway_is_not_kept(store: MeasurementStore) -> None:
     with pytest.raises(CsdctlError, match="NOT NULL constraint failed"):
-        store.add_probes(MODEL, "recipe", CSD, [PROBES[0], replace(PROBES[1], measured_at=None)])
-    assert store.probes(MODEL.hash, "recipe", CSD.key) == []
+        store.add(PROBE, CSD, [PROBES[0], replace(PROBES[1], measured_at=None)], MODEL, "recipe")
+    assert store.find(PROBE, CSD.key, MODEL.hash, "recipe") == []
 
 
 def test_waiting_for_another_writer_has_a_deadline(
@@ -145,9 +155,9 @@ def test_waiting_for_another_writer_has_a_deadline(
     monkeypatch.setattr(measurements, "BUSY_DEADLINE_S", 0.05)
     with contextlib.closing(sqlite3.connect(path)) as other, open_measurements(path) as waiting:
         other.execute("BEGIN IMMEDIATE")
-        assert waiting.probes(MODEL.hash, "recipe", CSD.key) == []
+        assert waiting.find(PROBE, CSD.key, MODEL.hash, "recipe") == []
         with pytest.raises(CsdctlError, match="database is locked") as raised:
-            waiting.add_probes(MODEL, "recipe", CSD, PROBES)
+            waiting.add(PROBE, CSD, PROBES, MODEL, "recipe")
     assert "wait until no other csdctl measures" in raised.value.remedy
 
 
@@ -155,8 +165,8 @@ def messages_when_measuring(path: Path) -> list[str]:
     """Return what `tune` would print about the measurements at `path`, which it can replace."""
     messages: list[str] = []
     with open_measurements(path, messages.append, is_optional=True) as store:
-        store.add_probes(MODEL, "recipe", CSD, PROBES)
-        assert set(PROBES) <= set(store.probes(MODEL.hash, "recipe", CSD.key))
+        store.add(PROBE, CSD, PROBES, MODEL, "recipe")
+        assert set(PROBES) <= set(store.find(PROBE, CSD.key, MODEL.hash, "recipe"))
     return messages
 
 
@@ -193,7 +203,7 @@ class TestUnusableFiles:
 
     @pytest.mark.fault(25)
     def test_full_disk_leaves_the_file_unchanged(self, path: Path, store: MeasurementStore) -> None:
-        store.add_probes(MODEL, "recipe", CSD, PROBES)
+        store.add(PROBE, CSD, PROBES, MODEL, "recipe")
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
         many = [replace(PROBES[0], batch_size=size) for size in range(1, 2000)]
         messages: list[str] = []
@@ -201,13 +211,13 @@ class TestUnusableFiles:
             resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 4096, limits[1]))
             try:
                 with pytest.raises(CsdctlError, match="measurements are not stored") as raised:
-                    store.add_probes(MODEL, "recipe", CSD, many)
-                optional.add_probes(MODEL, "recipe", CSD, many)
+                    store.add(PROBE, CSD, many, MODEL, "recipe")
+                optional.add(PROBE, CSD, many, MODEL, "recipe")
             finally:
                 resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         assert "free some disk space" in raised.value.remedy
         assert "measurements are not stored" in messages[0]
-        assert store.probes(MODEL.hash, "recipe", CSD.key) == PROBES
+        assert store.find(PROBE, CSD.key, MODEL.hash, "recipe") == PROBES
 
     def test_directory_in_place_of_the_file_does_not_stop_measuring(self, path: Path) -> None:
         path.mkdir(parents=True)

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from csdctl.errors import InputError, RemoteCommandError
-from csdctl.shipping.deliver import Delivery, build_receiver, deliver, prune_store
+from csdctl.launch.leftovers import CleanupOptions, clean_machine
+from csdctl.shipping.deliver import Delivery, build_receiver, deliver
 from csdctl.shipping.payload import TreeRequest, pack_payload, read_tree
 from csdctl.shipping.store import OBJECTS, hash_file, store_bytes
 from tests.fake_session import FakeSession
@@ -191,12 +192,13 @@ class TestTrees:
         stored = store_bytes(b"worker", ".pyz", host)
         send(session, stored)
         (home / f"{stored.path}.part").write_bytes(b"part")
-        assert prune_store(session, sys.executable) == 3
+        pruning = CleanupOptions(is_pruning=True)
+        assert clean_machine(session, sys.executable, pruning).num_unused == 3
         assert content_of(home / "there") == content_of(source)
         assert send_tree(session, source).num_sent == 0
         assert not (home / stored.path).exists()
         assert not parts(home)
         (home / "there").unlink()
         for _ in range(2):  # first the tree, then its objects
-            prune_store(session, sys.executable)
+            clean_machine(session, sys.executable, pruning)
         assert not [*(home / ".csdctl" / "trees").iterdir(), *(home / OBJECTS).iterdir()]

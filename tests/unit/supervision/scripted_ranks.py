@@ -64,7 +64,7 @@ def shell(script: str) -> list[str]:
 class ScriptedRank:
     """One process of a rank, in place of a `RankProcess`."""
 
-    def __init__(self, fleet: "Fleet", rank: int, on_message: OnMessage) -> None:
+    def __init__(self, fleet: "Fleet", rank: int) -> None:
         self.fleet, self.rank, self.node = fleet, rank, fleet.nodes[rank]
         self.orders: list[Order] = []
         self.is_closed = self.is_hung = self.has_exited = False
@@ -72,7 +72,10 @@ class ScriptedRank:
         self.has_joined = self.is_pausing = self.is_stopping = False
         self.answered = 0
         """The number of the latest ping that was answered."""
+
+    def listen(self, on_message: OnMessage) -> None:
         self._on_message = on_message
+        self.fleet.on_start(self)
 
     def send(self, order: Order) -> None:
         self.orders.append(order)
@@ -169,7 +172,7 @@ class Fleet:
         self.should_stop = False
         self.patience = SHORT_PATIENCE
         self.events: list[Event] = []
-        self.restart: Callable[[int, OnMessage], ScriptedRank] = self._restart
+        self.restart: Callable[[int], ScriptedRank] = self._restart
 
     def set_patience(self, **limits: float) -> None:
         self.patience = replace(self.patience, **limits)
@@ -259,16 +262,15 @@ class Fleet:
             self.rank(event.rank).has_joined = True
         self.on_event(event)
 
-    def _start(self, rank: int, on_message: OnMessage) -> ScriptedRank:
-        process = ScriptedRank(self, rank, on_message)
+    def _start(self, rank: int) -> ScriptedRank:
+        process = ScriptedRank(self, rank)
         self.processes.append(process)
-        self.on_start(process)
         return process
 
-    def _restart(self, rank: int, on_message: OnMessage) -> ScriptedRank:
+    def _restart(self, rank: int) -> ScriptedRank:
         if rank not in self.reachable or not self.may_restart(rank):
             raise UnreachableError("does not answer", node=self.nodes[rank])
-        return self._start(rank, on_message)
+        return self._start(rank)
 
     def _is_training_without(self, rank: int) -> bool:
         """Rank 0 restarts at once, as no group trains without it; the others while a group trains."""

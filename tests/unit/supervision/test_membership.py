@@ -1,11 +1,12 @@
 """Which ranks are lost, which are back, and how often a rank may be restarted."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from csdctl.errors import NodeError
-from csdctl.supervision.membership import Membership
+from csdctl.supervision.membership import GroupState, Membership
 from csdctl.worker.protocol.events import (
     EpochEnd,
     Event,
@@ -37,15 +38,10 @@ class Fleet:
 
     def __init__(self) -> None:
         self.events: list[Event] = []
-        self.discarded: list[int] = []
         self.processes: Any = Processes()
-        inbox: Any = self
-        self.membership = Membership(NODES, self.processes, inbox, self.events.append, MAX_RESTARTS)
+        self.membership = Membership(NODES, self.processes, self.events.append, MAX_RESTARTS)
         self.membership.ready = set(range(len(NODES)))
         self.membership.has_trained = True
-
-    def discard(self, rank: int) -> None:
-        self.discarded.append(rank)
 
     def lose(self, rank: int, reason: str = "killed") -> None:
         self.membership.mark_lost(rank, NodeError(reason, node=NODES[rank]))
@@ -112,3 +108,11 @@ def test_rank_0_renews_its_restarts_with_a_step_after_the_one_at_which_it_was_lo
     fleet.membership.record_progress(report, [0, 1, 2])
     fleet.lose(0)
     assert fleet.membership.is_exhausted(0) is is_exhausted
+
+
+def test_only_what_rank_0_reports_shows_that_the_run_does_not_hang() -> None:
+    group = GroupState(1, (0, 1), last_progress=10.0)
+    group.record_arrival(replace(step(1, 1), rank=1, node="csd0"), 20.0)
+    assert group.last_progress == 10.0
+    group.record_arrival(step(1, 1), 30.0)
+    assert group.last_progress == 30.0

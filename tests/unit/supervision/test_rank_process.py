@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from csdctl.runs.capped_log import CappedLog
+from csdctl.runs.directory import CappedLog
 from csdctl.supervision.rank_processes import EventValidator, ProcessEnded, RankMessage, RankProcess
 from csdctl.worker.protocol.events import Finished, event_to_line
 from csdctl.worker.protocol.orders import FormGroup, Order, Ping, Stop, order_to_line
@@ -28,9 +28,8 @@ class AttachedRank:
         self.conversation: FakeConversation = session.converse(["python"])
         validator = EventValidator(1, ("host", "csd0"), num_epochs=1, must_join=False)
         log = CappedLog(tmp_path / "log", "csd0")
-        self.process = RankProcess(
-            1, session, self.conversation, validator, log, self.messages.put, is_attached=True
-        )
+        self.process = RankProcess(1, session, self.conversation, validator, log, is_attached=True)
+        self.process.listen(self.messages.put)
         self.process.send(FormGroup(1, (0, 1)))
 
     def _reply(self, line: str) -> Iterable[str]:

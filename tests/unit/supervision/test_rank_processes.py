@@ -17,10 +17,13 @@ WAIT_S = scaled(patience.WAIT_S)
 
 
 class FakeProcess:
-    def __init__(self, rank: int, on_message: OnMessage) -> None:
-        self.rank, self._on_message = rank, on_message
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
         self.orders: list[Order] = []
         self.closed = threading.Event()
+
+    def listen(self, on_message: OnMessage) -> None:
+        self._on_message = on_message
 
     def send(self, order: Order) -> None:
         self.orders.append(order)
@@ -43,10 +46,10 @@ class Machine:
         self.on_start: Callable[[FakeProcess], None] = lambda process: None
         self.failures: list[Exception] = []
 
-    def start(self, rank: int, on_message: OnMessage) -> FakeProcess:
+    def start(self, rank: int) -> FakeProcess:
         if self.failures:
             raise self.failures.pop(0)
-        self.started.append(FakeProcess(rank, on_message))
+        self.started.append(FakeProcess(rank))
         self.on_start(self.started[-1])
         return self.started[-1]
 
@@ -58,7 +61,7 @@ def machine() -> Machine:
 
 @pytest.fixture
 def processes(machine: Machine) -> Iterator[RankProcesses]:
-    processes = RankProcesses(machine.start, machine.start, restart_interval_s=0.01)
+    processes = RankProcesses(machine.start, machine.start, 0.01, lambda message: None)
     yield processes
     processes.close()
     assert all(process.closed.is_set() for process in machine.started)
@@ -80,7 +83,7 @@ def test_process_waits_while_too_many_of_its_messages_are_not_handled(
     assert eventually(lambda: len(answered) == MAX_WAITING)
     reader.join(0.1)
     assert reader.is_alive()
-    assert processes.next(0.0) == Pong(1, "csd0", 0)
+    assert processes.receive(0.0) == Pong(1, "csd0", 0)
     assert eventually(lambda: len(answered) == MAX_WAITING + 1)
     processes.drop(1)  # nobody will handle the rest
     reader.join()
@@ -91,7 +94,7 @@ def test_no_message_of_a_dropped_process_arrives(processes: RankProcesses, machi
     machine.started[0].answer(1)
     processes.drop(1)
     machine.started[0].exit()
-    assert [processes.next(0.0), processes.next(0.0)] == [None, None]
+    assert [processes.receive(0.0), processes.receive(0.0)] == [None, None]
 
 
 def test_late_end_of_a_dropped_process_does_not_end_the_restarted_process(
@@ -100,9 +103,9 @@ def test_late_end_of_a_dropped_process_does_not_end_the_restarted_process(
     processes.start(1)
     processes.drop(1)
     processes.restart(1)
-    assert processes.next(WAIT_S) == Restarted(1)
+    assert processes.receive(WAIT_S) == Restarted(1)
     machine.started[0].exit()
-    assert processes.next(0.0) is None
+    assert processes.receive(0.0) is None
     assert processes.ranks == {1}
 
 
@@ -112,7 +115,7 @@ def test_restart_that_fails_is_retried(
 ) -> None:
     machine.failures = [failure] * 2
     processes.restart(1)
-    assert processes.next(WAIT_S) == Restarted(1)
+    assert processes.receive(WAIT_S) == Restarted(1)
     assert not machine.failures
 
 

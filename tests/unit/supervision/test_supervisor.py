@@ -70,7 +70,7 @@ def train(fleet: Fleet) -> Supervisor:
     supervisor = begin(fleet)
     supervisor._form_group([0, 1, 2])
     while not supervisor._membership.has_trained:
-        supervisor._act(supervisor._inbox.next(1.0))
+        supervisor._act(supervisor._processes.next(1.0))
     return supervisor
 
 

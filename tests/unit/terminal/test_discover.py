@@ -15,8 +15,8 @@ from csdctl.fleet.fleet_file import load_fleet
 from csdctl.fleet.model import Fleet, Node
 from csdctl.terminal.console import PrintableConsole
 from csdctl.terminal.fleet import DiscoverView, discover_document, render_fleet
+from csdctl.terminal.nodes import MAX_LINES
 from csdctl.terminal.streams import format_json
-from csdctl.terminal.tables import MAX_LINES
 from csdctl.workflows.discovery.discover import DiscoverResult
 from tests.json_page import check_document
 

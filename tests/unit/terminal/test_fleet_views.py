@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 
 from csdctl.terminal.console import PrintableConsole
-from csdctl.terminal.fleet_view import FleetView
 from csdctl.terminal.prepare import SILENT_S, PreparationScreen, PreparingView
 from csdctl.terminal.streams import Streams
 from csdctl.terminal.tune import TuningScreen, TuningView
+from csdctl.terminal.view import FleetView
+from csdctl.tuning.fleet_model import ProbeOutcome
 from csdctl.worker.protocol.datasets import PrepareProgress
 from csdctl.worker.protocol.events import Joined, NodeLost, Progress
-from csdctl.worker.protocol.probe import ProbeResult
 from csdctl.workflows.tune.probing import IDLE, LOADING, MEASURED, MEASURING
 
 SIZES = [(80, 24), (120, 40), (200, 50)]
@@ -123,7 +123,7 @@ def test_tune_names_who_is_waited_for(count: int, size: tuple[int, int]) -> None
 def test_tune_shows_the_trial_as_training(count: int, size: tuple[int, int]) -> None:
     clock = Clock()
     view = measure(count, size, clock)
-    view.on_probes({"host": ProbeResult(16, 0.1, 3, 1)})
+    view.on_probes({"host": ProbeOutcome(16, 0.1, 3)})
     view.on_trial(40, dict.fromkeys(nodes(count), 16))
     for rank, name in enumerate(nodes(count)):
         view.on_event(Joined(rank, name, 1, 1, 0, 40, 0, {}, "star", 0.01))
@@ -147,5 +147,5 @@ def test_quiet_has_no_view_and_no_lines() -> None:
     with PreparationScreen(streams).preparing("computing features", nodes(2)) as show:
         show("host", PrepareProgress(10, 100))
     with TuningScreen(streams).measuring(nodes(2)) as watch:
-        watch.on_probes({"host": ProbeResult(16, 0.1, 3, 1)})
+        watch.on_probes({"host": ProbeOutcome(16, 0.1, 3)})
     assert out.getvalue() == ""

@@ -20,22 +20,22 @@ from csdctl.fleet.model import Fleet, Node
 from csdctl.launch.leftovers import Leftovers
 from csdctl.perfmodel.published import Network
 from csdctl.reporting.privacy import Flow
-from csdctl.runs.measurements import CollectiveSummary, Overview, ProbeSummary, TrialSummary
+from csdctl.runs.measurements import CollectiveSummary, Overview, ProbeSummary, Stored
 from csdctl.shipping.deliver import Delivery, DeliveryProgress
 from csdctl.terminal.console import PrintableConsole
 from csdctl.terminal.doctor import ExaminationView, Setting
 from csdctl.terminal.fleet import DiscoverView, TrustScreen, render_cleaned, render_fleet, render_nodes
 from csdctl.terminal.forecast import render_forecast
 from csdctl.terminal.measurements import render_measurements
-from csdctl.terminal.nodes import TransferView, render_deliveries
+from csdctl.terminal.nodes import TransferView
 from csdctl.terminal.prepare import PreparingView, render_prepared
 from csdctl.terminal.report import render_privacy, render_report
 from csdctl.terminal.streams import Streams
 from csdctl.terminal.train import TrainingScreen, TrainingView
-from csdctl.terminal.tune import render_plan, render_probes
-from csdctl.terminal.verify import render_verified
+from csdctl.terminal.tune import render_plan, render_probes, render_verified
 from csdctl.transport.many import Outcome
 from csdctl.transport.meter import TrafficClass
+from csdctl.tuning.fleet_model import ProbeOutcome
 from csdctl.tuning.measurements import ModelProperties, TrialMeasurement, TrialRank
 from csdctl.tuning.plan import Plan, RankPlan, StrategyPlan
 from csdctl.worker.protocol.datasets import PrepareProgress
@@ -48,12 +48,10 @@ from csdctl.worker.protocol.events import (
     Verified,
     WaitingFor,
 )
-from csdctl.worker.protocol.probe import ProbeResult
 from csdctl.worker.protocol.run_spec import Runtime
 from csdctl.workflows.discovery.discover import DiscoverResult
 from csdctl.workflows.discovery.trust import ShownKey
-from csdctl.workflows.forecast.basis import published_basis
-from csdctl.workflows.forecast.forecast import ForecastRequest, forecast
+from csdctl.workflows.forecast.forecast import ForecastRequest, forecast, published_basis
 from csdctl.workflows.preflight.doctor import Examination
 from csdctl.workflows.reporting.report import PrivacyReport
 from csdctl.workflows.train.verify import judge
@@ -119,8 +117,6 @@ def show_deploy(console: PrintableConsole) -> None:
         view.advance(DeliveryProgress(HOSTILE, 1, 2))
         view.finish(FAILED)
         view.finish(Outcome(HOSTILE, value=Delivery(1, 1, 1)))
-    outcomes = {HOSTILE: FAILED, f"{HOSTILE}2": Outcome(HOSTILE, value=Delivery(1, 1, 1))}
-    render_deliveries(console, outcomes, dry_run=False)
 
 
 def show_prepare(console: PrintableConsole) -> None:
@@ -141,7 +137,7 @@ def show_measurements(console: PrintableConsole) -> None:
     overview = Overview(
         [ProbeSummary(model, MARKUP, machine, settings, 1, 4, 4, None, 4, 8.0, 1.0)],
         [CollectiveSummary(fleet, HOSTILE, 2, 1 << 20, 1, 0.1, 1.0)],
-        [TrialSummary(model, HOSTILE, fleet, trial)],
+        [Stored(model, HOSTILE, fleet, trial)],
     )
     render_measurements(console, overview, HOSTILE)
 
@@ -158,7 +154,7 @@ def show_plan(console: PrintableConsole) -> None:
         "strategies": [*strategies, StrategyPlan(strategy="features", why_not=HOSTILE)],
     }
     render_plan(console, plan.model_copy(update=changes), HOSTILE)
-    render_probes(console, {HOSTILE: ProbeResult(32, 0.25, 4, 1 << 30), f"{HOSTILE}2": None})
+    render_probes(console, {HOSTILE: ProbeOutcome(32, 0.25, 4), f"{HOSTILE}2": ProbeOutcome(64, None)})
 
 
 def show_privacy(console: PrintableConsole) -> None:

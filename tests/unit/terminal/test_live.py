@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 import pytest
 
-from csdctl.terminal.fleet_view import TRAINING, RankRow, choose_rows, describe_rest, draw_curve
 from csdctl.terminal.train import TrainingView
+from csdctl.terminal.view import TRAINING, RankRow, choose_rows, describe_rest, draw_curve
 from csdctl.worker.protocol.events import Joined, LinkLost, Progress, Ready
 from csdctl.worker.protocol.recipe import Recipe
 from csdctl.worker.protocol.run_spec import RankSpec, RunSpec, Runtime

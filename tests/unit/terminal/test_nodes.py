@@ -40,11 +40,12 @@ def test_without_a_terminal_there_is_one_plain_line_for_each_node() -> None:
 
 def result_of(stdout: bytes = b"ok\n") -> ExecResult:
     names = [f"csd{number}" for number in range(10)]
-    answers = {name: build_answer(0, stdout, b"") for name in names[:8]}
-    answers["csd8"] = build_answer(2, b"", b"df: /x: \x1b[31mgone\n")
-    failed = {"csd9": UnreachableError("10.0.0.9 port 22 does not respond", node="csd9", remedy="check it")}
+    outcomes = {name: Outcome(name, build_answer(0, stdout, b"", duration_s=0.5)) for name in names[:8]}
+    outcomes["csd8"] = Outcome("csd8", build_answer(2, b"", b"df: /x: \x1b[31mgone\n", duration_s=0.5))
+    error = UnreachableError("10.0.0.9 port 22 does not respond", node="csd9", remedy="check it")
+    outcomes["csd9"] = Outcome("csd9", error=error)
     fleet = Fleet(tuple(Node(name, "10.0.0.1") for name in names), path=Path("fleet.yaml"))
-    return ExecResult(fleet, answers, failed, tuple(names), dict.fromkeys(answers, 0.5))
+    return ExecResult(fleet, outcomes)
 
 
 def shown(result: ExecResult) -> tuple[str, str]:

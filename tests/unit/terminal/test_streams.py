@@ -47,7 +47,7 @@ def test_without_a_terminal_the_option_is_named(
 def test_with_json_only_the_document_is_on_stdout(is_json: bool) -> None:
     stdout, stderr = StringIO(), StringIO()
     streams = Streams(stdout, stderr, is_json=is_json, is_quiet=False)
-    document = {"path": Path("a"), "error": InputError("bad", remedy="mend it"), "host": Host(2)}
+    document = {"path": Path("a"), "error": InputError("bad", remedy="mend it"), "host": Host(threads=2)}
     streams.say("a line for people")
     streams.result(document)
     streams.result_line({"line": 1})

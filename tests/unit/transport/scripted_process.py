@@ -1,6 +1,6 @@
 """A command with fixed output, in place of one behind pipes or a channel."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from itertools import chain
 
 from csdctl.transport.commands import WrappedCommand
@@ -15,23 +15,20 @@ class ScriptedProcess:
 
     def __init__(self, chunks: Iterable[bytes], *, starts: bool = True) -> None:
         self._chunks = chain([f"{TOKEN}\n".encode()] if starts else [], chunks)
-        self._starts = starts
+        self._errors = iter([f"{TOKEN} {GROUP}\n".encode()] if starts else [])
         self.num_read = 0
         self.is_at_end = False
         self.killed: list[int] = []
         self.is_released = False
 
-    def read_stdout(self, timeout_s: float, *, wakes_at_exit: bool = False) -> bytes:
+    def read_stdout(self, timeout_s: float) -> bytes:
         self.num_read += 1
         chunk = next(self._chunks, b"")
         self.is_at_end = not chunk
         return chunk
 
-    def start_stderr(self, take: Callable[[bytes], object]) -> None:
-        if self._starts:
-            take(f"{TOKEN} {GROUP}\n".encode())
-
-    def finish_stderr(self, timeout_s: float) -> None: ...
+    def read_stderr(self) -> bytes:
+        return next(self._errors, b"")
 
     def write_stdin(self, data: bytes, timeout_s: float) -> None: ...
 

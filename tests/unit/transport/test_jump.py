@@ -11,12 +11,12 @@ import pytest
 
 from csdctl.errors import JumpHostError, UnreachableError
 from csdctl.fleet.model import Fleet, Node
+from csdctl.fleet.openssh import build_ssh_config
 from csdctl.transport import ssh_connect
 from csdctl.transport.known_hosts import KnownHosts
 from csdctl.transport.many import run_on_nodes
 from csdctl.transport.session import Session
 from csdctl.transport.ssh import connect
-from csdctl.transport.ssh_config import build_ssh_config
 from csdctl.transport.ssh_connect import watch_peer
 from tests.attacks.hostile_ssh import raw_server
 from tests.patience import scaled, stays

@@ -5,7 +5,7 @@ import pytest
 
 from csdctl.errors import InputError
 from csdctl.fleet.model import Node
-from csdctl.transport.ssh_config import build_ssh_config
+from csdctl.fleet.openssh import build_ssh_config
 
 NODES = (
     Node("csd0", "10.1.2.3", user="root", key=Path("/keys/id ed25519")),

@@ -9,8 +9,7 @@ import pytest
 
 from csdctl.fleet.ansible import render_inventory
 from csdctl.fleet.model import Fleet, Node
-from csdctl.fleet.openssh import parse_proxy_command
-from csdctl.transport.ssh_config import build_ssh_options
+from csdctl.fleet.openssh import build_ssh_options, parse_proxy_command
 from tests.needs import find_ansible
 from tests.unit.transport.conftest import SshServer
 

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from csdctl.perfmodel.prediction import CollectiveCost
-from csdctl.perfmodel.step_time import StepTime
+from csdctl.perfmodel.prediction import CollectiveCost, StepTime
 from csdctl.tuning.fits import Point, fit_collective, fit_step_time
 from csdctl.tuning.measurements import CollectiveMeasurement
 

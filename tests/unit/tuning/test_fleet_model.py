@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from csdctl.perfmodel.prediction import CollectiveCost
-from csdctl.perfmodel.step_time import StepTime
+from csdctl.perfmodel.prediction import CollectiveCost, StepTime
 from csdctl.tuning.fits import Point
 from csdctl.tuning.fleet_model import (
     OOM_RETRY_SHARE,

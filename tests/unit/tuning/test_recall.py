@@ -2,10 +2,9 @@
 
 import pytest
 
-from csdctl.perfmodel.step_time import StepTime
-from csdctl.tuning.fleet_model import ClassModel
+from csdctl.perfmodel.prediction import StepTime
+from csdctl.tuning.fleet_model import ClassModel, recall_class, recall_in_step
 from csdctl.tuning.measurements import ProbeMeasurement
-from csdctl.tuning.recall import recall_class, recall_in_step
 from csdctl.worker.protocol.run_spec import Runtime
 
 SETTINGS = Runtime(2)

@@ -10,10 +10,10 @@ from csdctl.perfmodel.prediction import (
     CollectiveCost,
     RankModel,
     RingCost,
+    StepTime,
     SumCost,
     calibrate_overhead,
 )
-from csdctl.perfmodel.step_time import StepTime
 from csdctl.tuning.scaling_curve import (
     Choice,
     Costs,

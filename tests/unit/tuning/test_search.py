@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from csdctl.perfmodel.prediction import RankModel
-from csdctl.perfmodel.step_time import StepTime
+from csdctl.perfmodel.prediction import RankModel, StepTime
 from csdctl.tuning.search import Limits, best_equal, default_limits, find_best
 from csdctl.tuning.stannis import TuningError
 

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from csdctl.perfmodel.step_time import StepTime
+from csdctl.perfmodel.prediction import StepTime
 from csdctl.tuning.fits import Point
 from csdctl.tuning.fleet_model import ClassModel, FleetModel
-from csdctl.tuning.probe_policy import next_settings, plan_settings_search
+from csdctl.tuning.plan_choice import next_settings, plan_settings_search
 from csdctl.tuning.search import Limits
 from csdctl.worker.protocol.run_spec import Runtime
 

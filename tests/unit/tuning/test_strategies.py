@@ -3,32 +3,23 @@
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from csdctl.perfmodel.step_time import StepTime
+from csdctl.perfmodel.prediction import StepTime
 from csdctl.placement.equation1 import Placed
+from csdctl.tuning.plan import DATA_PARALLEL, FEATURES, SPLIT
 from csdctl.tuning.search import Limits
 from csdctl.tuning.strategies import (
-    DATA_PARALLEL,
-    FEATURES,
     MEASURED_BATCH,
-    SPLIT,
-    Machines,
     Shares,
     StrategyForecast,
-    Workload,
+    Training,
     choose_strategy,
-    confirm,
-    forecast_data_parallel,
-    forecast_features,
-    forecast_on_host,
-    forecast_split,
-    forecast_split_of,
     share_by_flops,
-    split_step_s,
     spread_cuts,
     time_epoch,
 )
@@ -39,21 +30,22 @@ PARTS = SplitSpec.num_micro_batches
 SHARES = Shares("block_4", forward=0.2, backward=0.3, head=0.5, cut_bytes=20_000, vector_bytes=1_000_000)
 HOST, NODE = StepTime(0.0, 0.025), StepTime(0.0, 0.11)
 PRIVATE = {f"csd{number}": 1000 for number in range(4)}
-ALL_PRIVATE = Workload(0, PRIVATE, 0, epochs=2)
 
 
-def machines(host: StepTime = HOST, node: StepTime = NODE, byte_s: float = 1e-9) -> Machines:
+def training(host: StepTime = HOST, node: StepTime = NODE, byte_s: float = 1e-9, **work: Any) -> Training:
+    """A training of private samples alone, unless `work` has others."""
     times = {"host": host, **dict.fromkeys(PRIVATE, node)}
-    return Machines(times, lambda num_bytes: 0.01 + num_bytes * 1e-9, byte_s, 20.0, 15.0, tuple(PRIVATE))
+    work = {"num_public": 0, "num_private": PRIVATE, "num_validation": 0, "epochs": 2} | work
+    return Training(times, lambda num_bytes: 0.01 + num_bytes * 1e-9, byte_s, 20.0, 15.0, **work)
 
 
-def forecast_whole(sizes: Mapping[str, int], fleet: Machines, work: Workload) -> StrategyForecast:
+def forecast_whole(sizes: Mapping[str, int], fleet: Training) -> StrategyForecast:
     """The forecast of whole models with these batch sizes."""
     compute = {name: fleet.step_times[name].at(size) for name, size in sizes.items()}
-    return forecast_data_parallel(sizes, compute, 0.02, fleet, work, vector_bytes=50_000)
+    return fleet.forecast_data_parallel(sizes, compute, 0.02, vector_bytes=50_000)
 
 
-def simulate_split(sizes: Mapping[str, int], shares: Shares, fleet: Machines) -> float:
+def simulate_split(sizes: Mapping[str, int], shares: Shares, fleet: Training) -> float:
     """Return the seconds of a step: every message and every computation takes its turn.
 
     A node computes all forward passes, then backward passes as their gradients come. The host takes the
@@ -90,10 +82,10 @@ def test_split_step_takes_what_a_simulation_takes(
     size: int, forward: float, head_s: float, byte_s: float
 ) -> None:
     shares = replace(SHARES, forward=forward, backward=1.5 * forward, head=1 - 2.5 * min(0.38, forward))
-    fleet = machines(host=StepTime(0.0, head_s), byte_s=byte_s)
+    fleet = training(host=StepTime(0.0, head_s), byte_s=byte_s)
     sizes = {"host": 0, **dict.fromkeys(PRIVATE, size)}
     simulated = simulate_split(sizes, shares, fleet)
-    assert split_step_s(sizes, shares, fleet) == pytest.approx(simulated, rel=0.06)
+    assert fleet.split_step_s(sizes, shares) == pytest.approx(simulated, rel=0.06)
 
 
 def test_epoch_goes_on_with_the_ranks_that_have_samples_left() -> None:
@@ -103,10 +95,10 @@ def test_epoch_goes_on_with_the_ranks_that_have_samples_left() -> None:
 
 
 def test_split_wins_where_all_samples_lie_on_slow_nodes() -> None:
-    fleet = machines()
+    fleet = training()
     sizes = {"host": 0, **dict.fromkeys(PRIVATE, 16)}
-    whole = forecast_whole(sizes, fleet, ALL_PRIVATE)
-    split = forecast_split(SHARES, fleet, ALL_PRIVATE, Limits(max_global_batch=128))
+    whole = forecast_whole(sizes, fleet)
+    split = fleet.forecast_split(SHARES, Limits(max_global_batch=128))
     assert split is not None
     assert split.epoch_s < 0.7 * whole.epoch_s
     assert choose_strategy([whole, split]) is split
@@ -116,24 +108,22 @@ def test_split_wins_where_all_samples_lie_on_slow_nodes() -> None:
 
 def test_split_gains_nothing_where_samples_are_spread_by_speed() -> None:
     """The machines have as much to compute in either way."""
-    fleet = machines()
-    work = Workload(20_000, {}, 0, epochs=2)
+    fleet = training(num_public=20_000, num_private={})
     sizes = {"host": 60, **dict.fromkeys(PRIVATE, 60 * 25 // 110)}
-    whole = forecast_whole(sizes, fleet, work)
-    split = forecast_split(SHARES, fleet, work, Limits(max_global_batch=sum(sizes.values())))
+    whole = forecast_whole(sizes, fleet)
+    split = fleet.forecast_split(SHARES, Limits(max_global_batch=sum(sizes.values())))
     assert split is not None
     assert choose_strategy([whole, split]) is whole
 
 
 def test_features_pay_from_the_second_epoch_on() -> None:
-    fleet = machines()
     sizes = {"host": 60, **dict.fromkeys(PRIVATE, 13)}
     of_head = replace(SHARES, head=0.01, vector_bytes=50_000)
 
     def chosen(epochs: int) -> str:
-        work = Workload(4000, PRIVATE, 0, epochs)
-        whole = forecast_whole(sizes, fleet, work)
-        features = forecast_features(whole, of_head, 0.9, fleet, work)
+        fleet = training(num_public=4000, epochs=epochs)
+        whole = forecast_whole(sizes, fleet)
+        features = fleet.forecast_features(whole, of_head, 0.9)
         assert features.next_run_s < features.first_run_s - fleet.process_s
         return choose_strategy([whole, features]).strategy
 
@@ -142,25 +132,24 @@ def test_features_pay_from_the_second_epoch_on() -> None:
 
 
 def test_repeated_samples_have_their_features_computed_once() -> None:
-    fleet = machines()
-    work = Workload(0, {"csd0": 1000, "csd1": 10}, 0, epochs=1, is_repeating=True)
+    fleet = training(num_private={"csd0": 1000, "csd1": 10}, epochs=1, is_repeating=True)
     sizes = {"host": 0, "csd0": 16, "csd1": 16}
-    whole = forecast_whole(sizes, fleet, work)
-    features = forecast_features(whole, replace(SHARES, head=0.0), 1.0, fleet, work)
+    whole = forecast_whole(sizes, fleet)
+    features = fleet.forecast_features(whole, replace(SHARES, head=0.0), 1.0)
     extraction_s = features.first_run_s - features.next_run_s - fleet.process_s
     assert extraction_s == pytest.approx(1000 * NODE.at(MEASURED_BATCH) / MEASURED_BATCH)
 
 
 def on_host(num_public: int, byte_s: float, host_s: float = 0.001) -> bool:
     """Return whether the host is to train a head, of a sum of 60 ms, alone."""
-    fleet = machines(host=StepTime(0.0, host_s), byte_s=byte_s)
+    work = {"num_public": num_public, "num_private": {}, "epochs": 10}
+    fleet = training(host=StepTime(0.0, host_s), byte_s=byte_s, **work)
     fleet = replace(fleet, sum_s=lambda num_bytes: 0.06)
-    work = Workload(num_public, {}, 0, epochs=10)
     sizes = {"host": 32, "csd0": 16, "csd1": 16}
-    whole = forecast_whole(sizes, fleet, work)
+    whole = forecast_whole(sizes, fleet)
     of_head = replace(SHARES, head=0.01)
-    by_all = forecast_features(whole, of_head, 0.9, fleet, work)
-    found = forecast_on_host(by_all, of_head, 5_000, fleet, work)
+    by_all = fleet.forecast_features(whole, of_head, 0.9)
+    found = fleet.forecast_on_host(by_all, of_head, 5_000)
     assert found.first_run_s <= by_all.first_run_s
     assert found.trains_on_host == (found is not by_all)
     return found.trains_on_host
@@ -174,30 +163,28 @@ def test_host_trains_the_head_alone_where_sums_take_longer_than_sending_features
 
 
 def test_host_has_samples_of_its_own_when_some_are_public() -> None:
-    fleet = machines(host=StepTime(0.0, 0.005))
-    work = Workload(2000, PRIVATE, 0, epochs=1)
-    split = forecast_split(SHARES, fleet, work, Limits(max_global_batch=256))
+    fleet = training(host=StepTime(0.0, 0.005), num_public=2000, epochs=1)
+    split = fleet.forecast_split(SHARES, Limits(max_global_batch=256))
     assert split is not None
     assert split.batch_sizes["host"] > 0
 
 
 @pytest.mark.parametrize("limits", [Limits(global_batch=3), Limits(max_global_batch=2)])
 def test_limits_that_no_split_satisfies(limits: Limits) -> None:
-    assert forecast_split(SHARES, machines(), ALL_PRIVATE, limits) is None
+    assert training().forecast_split(SHARES, limits) is None
 
 
 def test_exact_global_batch_is_kept() -> None:
-    work = Workload(2000, PRIVATE, 0, epochs=1)
-    split = forecast_split(SHARES, machines(), work, Limits(global_batch=100))
+    split = training(num_public=2000, epochs=1).forecast_split(SHARES, Limits(global_batch=100))
     assert split is not None
     assert sum(split.batch_sizes.values()) == 100
 
 
 def test_trial_corrects_a_forecast() -> None:
-    fleet = machines()
+    fleet = training()
     sizes = {"host": 0, **dict.fromkeys(PRIVATE, 16)}
-    split = forecast_split_of(sizes, SHARES, fleet, ALL_PRIVATE)
-    confirmed = confirm(split, 1.5, fleet, ALL_PRIVATE)
+    split = fleet.forecast_split_of(sizes, SHARES)
+    confirmed = fleet.confirm(split, 1.5)
     assert confirmed.is_confirmed
     assert confirmed.strategy == SPLIT
     assert math.isclose(confirmed.epoch_s, 1.5 * split.epoch_s)

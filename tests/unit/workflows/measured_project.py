@@ -13,10 +13,9 @@ from csdctl.fleet.facts import Facts, save_facts
 from csdctl.fleet.hardware import FleetClass, MachineClass, classify_fleet, classify_machine
 from csdctl.fleet.model import HOST_NAME, Fleet, Node
 from csdctl.job.model import Job, load_job
-from csdctl.perfmodel.prediction import CollectiveCost
-from csdctl.perfmodel.step_time import StepTime
+from csdctl.perfmodel.prediction import CollectiveCost, StepTime
 from csdctl.runs.directory import ProjectDirectory
-from csdctl.runs.measurements import open_measurements
+from csdctl.runs.measurements import COLLECTIVE, PROBE, TRIAL, open_measurements
 from csdctl.shipping.store import store_bytes
 from csdctl.shipping.worker_zip import pack_worker
 from csdctl.tuning.measurements import (
@@ -32,7 +31,8 @@ from csdctl.worker.protocol.model_info import BuildRequest, ModelInfo
 from csdctl.worker.protocol.recipe import Recipe
 from csdctl.worker.protocol.run_spec import Runtime
 from csdctl.workflows.data.model import describe_job_model, serialize_model
-from csdctl.workflows.data.prepared_record import save_prepared
+from csdctl.workflows.data.prepare import save_prepared
+from csdctl.workflows.train.spec import RunContext
 from csdctl.workflows.tune.fleet_measurements import hash_recipe
 from tests.fake_session import FakeConversation, FakeSession, ScriptedResponse
 
@@ -148,7 +148,7 @@ def remember_probes(
                 ProbeMeasurement(settings_of(name), size, 1000.0, step_time.at(size), 3, 0) for size in SIZES
             ]
             recipe = hash_recipe(at.job, PUBLIC)
-            store.add_probes(features or at.features, recipe, class_of(name), probes)
+            store.add(PROBE, class_of(name), probes, features or at.features, recipe)
 
 
 def remember_sums(at: MeasuredProject) -> None:
@@ -159,7 +159,7 @@ def remember_sums(at: MeasuredProject) -> None:
         for size in (1 << 16, 1 << 20, at.features.vector_bytes)
     ]
     with open_measurements(at.project.measurements) as store:
-        store.add_collectives(fleet_class(), sums)
+        store.add(COLLECTIVE, fleet_class(), sums)
 
 
 def remember_trial(at: MeasuredProject, sizes: Sequence[int] = (128, 16, 16)) -> None:
@@ -173,7 +173,7 @@ def remember_trial(at: MeasuredProject, sizes: Sequence[int] = (128, 16, 16)) ->
     recipe = hash_recipe(at.job, PUBLIC)
     with open_measurements(at.project.measurements) as store:
         trial = TrialMeasurement(ranks, step_s, sum(sizes) / step_s, 1001.0)
-        store.add_trial(at.features, recipe, fleet_class(), trial)
+        store.add(TRIAL, fleet_class(), [trial], at.features, recipe)
 
 
 def remember_all(at: MeasuredProject) -> None:
@@ -196,6 +196,12 @@ def workspace(at: MeasuredProject, sessions: Mapping[str, FakeSession], memory_b
     """In place of an open `Workspace`; `memory_bytes` are free on each machine."""
     facts = {name: replace(facts_of(name), memory_available_bytes=memory_bytes) for name in sessions}
     return SimpleNamespace(fleet=at.fleet, project=at.project, facts=facts, sessions=sessions)
+
+
+def run_context(at: MeasuredProject, space: Any, data: Any = None) -> RunContext:
+    """Return the context of a run on `space` that says nothing; `data`: in place of what is prepared."""
+    observer: Any = SimpleNamespace(say=lambda line: None)
+    return RunContext(at.job, data or prepared(at), space, observer)
 
 
 def trial_step_s(sizes: Sequence[int], vector_bytes: int) -> float:

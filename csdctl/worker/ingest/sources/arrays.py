@@ -24,12 +24,11 @@ from csdctl.worker.ingest.sources.source import (
     SampleSource,
     convert_write_errors,
     data_error,
-    list_names,
     to_records,
 )
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.process.files import DAMAGED_ARCHIVE, BoundedFile
-from csdctl.worker.protocol.datasets import LABEL, SAMPLE_WEIGHT, PrepareSpec
+from csdctl.worker.protocol.datasets import LABEL, SAMPLE_WEIGHT, PrepareSpec, list_names
 
 _PIECE_BYTES = 1 << 20
 
@@ -105,7 +104,7 @@ class ArraySource(SampleSource):
             to_records({name: array[start:stop] for name, array in part.items()}, 1)
             for part in (self.inputs, self.outputs)
         )
-        return Block(len(samples), as_samples(samples), as_labels(labels))
+        return Block(as_samples(samples), as_labels(labels))
 
     def blocks(self, start: int, limits: IngestLimits) -> Iterator[Block]:
         """Yield all rows from index `start` on."""
@@ -172,16 +171,18 @@ def open_npz(path: Path, spec: PrepareSpec) -> ArraySource:
                 for part in chosen
             )
             if SAMPLE_WEIGHT in names:
-                weights = read_member(archive, SAMPLE_WEIGHT, spec.store)
                 outputs = {name or LABEL: array for name, array in outputs.items()}
-                outputs[SAMPLE_WEIGHT] = _check_weights(weights, spec)
+                weights = outputs[SAMPLE_WEIGHT] = read_member(archive, SAMPLE_WEIGHT, spec.store)
+                if weights.ndim != 1:
+                    problem = f"has {SAMPLE_WEIGHT} of shape {weights.shape}"
+                    raise data_error(spec.source, problem, "give it one number for each sample")
             return ArraySource(inputs, outputs, spec)
     found = "" if spec.is_private else f"; it has {list_names(names, 10) or 'none'}"
-    raise WorkerError(
-        f"the .npz at {spec.source} has no arrays x and y (or images and labels){found}",
-        remedy="name a function that returns them, FILE.py:NAME; "
+    raise data_error(
+        spec.source,
+        f"has no arrays x and y (or images and labels){found}",
+        "name a function that returns them, FILE.py:NAME; "
         "for a model with several inputs: y, and an array for each input under its name",
-        exit_code=2,
     )
 
 
@@ -196,16 +197,6 @@ def _choose_arrays(names: list[str], spec: PrepareSpec) -> tuple[dict[str, str],
         outputs = {name: name for name in spec.outputs}
     others = {SAMPLE_WEIGHT, *outputs.values()}
     return {name: name for name in sorted(names) if name not in others}, outputs
-
-
-def _check_weights(weights: Array, spec: PrepareSpec) -> Array:
-    if weights.ndim != 1:
-        raise WorkerError(
-            f"the array {SAMPLE_WEIGHT} of the .npz at {spec.source} has shape {weights.shape}",
-            remedy="give it one number for each sample",
-            exit_code=2,
-        )
-    return weights
 
 
 def open_idx_pair(images: Path, labels: Path, spec: PrepareSpec) -> ArraySource:

@@ -4,7 +4,6 @@ It returns arrays, a tf.data.Dataset, batched or not, a keras.utils.PyDataset, o
 """
 
 import hashlib
-import itertools
 import re
 import sys
 import zipfile
@@ -22,14 +21,13 @@ from csdctl.worker.data.file_hash import check_stored
 from csdctl.worker.ingest.sources.arrays import ArraySource
 from csdctl.worker.ingest.sources.images import ImageDecoder, known_shape
 from csdctl.worker.ingest.sources.source import (
-    EXPECTED,
     Block,
-    EncodedSample,
+    Candidate,
+    DecodedSource,
     IngestLimits,
     SampleSource,
     StructureError,
     Tree,
-    decode_blocks,
     name_parts,
     no_labels,
     skip_rows,
@@ -107,12 +105,18 @@ class UserFunction:
                 f"the function {self._name} fails: {reason}", remedy=remedy, exit_code=2
             ) from None
 
-    def error(self, problem: str, remedy: str = EXPECTED) -> WorkerError:
-        """Return the error for a result that is not samples."""
-        return WorkerError(f"the function {self._name} {problem}", remedy=remedy, exit_code=2)
+    @contextmanager
+    def checking(self) -> Iterator[None]:
+        """Convert the error of a result that is not samples to a WorkerError, which names the function."""
+        try:
+            yield
+        except StructureError as error:
+            raise WorkerError(
+                f"the function {self._name} {error}", remedy=error.remedy, exit_code=2
+            ) from None
 
 
-class Elements(SampleSource):
+class Elements(DecodedSource):
     """Samples that a function yields, from an iterator, a tf.data.Dataset or a keras.utils.PyDataset.
 
     They come one by one or in batches of any size. Single uint8 images are converted to the job's shape;
@@ -130,24 +134,19 @@ class Elements(SampleSource):
         num_samples: int = 0,
     ) -> None:
         """`begin` starts the iteration; more than once only for `pad_to_longest`."""
-        super().__init__(spec)
+        super().__init__(spec, threads)
         self.num_samples = num_samples
         self._function = function
         self._begin = begin
         self._spec = spec
-        self._threads = threads
         self._axes = int(is_batched)
         self._targets: dict[str, Shape] = {}
         self._decoder: ImageDecoder | None = None
 
     def blocks(self, start: int, limits: IngestLimits) -> Iterator[Block]:
-        """Yield all samples from index `start` on."""
-        if self._axes:
-            return skip_rows(self._records(), start)
-        candidates = itertools.islice(self._candidates(), start, None)
-        return decode_blocks(
-            candidates, self._decode, limits, threads=self._threads, sample_bytes=self.sample_bytes
-        )
+        """Yield all samples from index `start` on; raises WorkerError for whatever fails or does not fit."""
+        with self._function.checking():
+            yield from skip_rows(self._records(), start) if self._axes else super().blocks(start, limits)
 
     def pad_to_longest(self, names: Collection[str]) -> None:
         """Pad the inputs and outputs `names`, as in messages, with 0: all to one shape.
@@ -164,45 +163,35 @@ class Elements(SampleSource):
                     shape = array.shape[self._axes :]
                     before = self._targets.setdefault(name, shape)
                     if len(before) != len(shape):
-                        raise self._function.error("yields samples of different shapes or types")
+                        raise StructureError("yields samples of different shapes or types")
                     self._targets[name] = tuple(map(max, before, shape))
 
     def _records(self) -> Iterator[tuple[Array, Array]]:
-        """Yield samples and labels; raises WorkerError for whatever fails or does not fit."""
+        """Yield samples and labels; raises StructureError, and WorkerError for whatever fails."""
         for inputs, outputs in self._arrays():
             padded = [
                 {name: self._pad(array, name or kind) for name, array in part.items()}
                 for part, kind in ((inputs, SAMPLES), (outputs, LABELS))
             ]
-            with self._checking():
-                samples = to_records(padded[0], self._axes)
-                num_samples = samples.shape[: self._axes]
-                labels = to_records(padded[1], self._axes) if outputs else no_labels(num_samples)
-                if num_samples != labels.shape[: self._axes]:
-                    raise StructureError(f"yields {len(samples)} samples with {len(labels)} labels")
+            samples = to_records(padded[0], self._axes)
+            num_samples = samples.shape[: self._axes]
+            labels = to_records(padded[1], self._axes) if outputs else no_labels(num_samples)
+            if num_samples != labels.shape[: self._axes]:
+                raise StructureError(f"yields {len(samples)} samples with {len(labels)} labels")
             yield as_samples(samples), as_labels(labels)
 
     def _arrays(self) -> Iterator[tuple[dict[str, Array], dict[str, Array]]]:
         iterator = self._function.guard(self._begin)
         while (element := self._function.guard(lambda: next(iterator, _END))) is not _END:
-            with self._checking():
-                inputs, outputs = name_parts(element, self._spec)
-                arrays = to_arrays(inputs, self._axes), to_arrays(outputs, self._axes)
-            yield arrays
-
-    @contextmanager
-    def _checking(self) -> Iterator[None]:
-        try:
-            yield
-        except StructureError as error:
-            raise self._function.error(error.problem, error.remedy) from None
+            inputs, outputs = name_parts(element, self._spec)
+            yield to_arrays(inputs, self._axes), to_arrays(outputs, self._axes)
 
     def _pad(self, array: Array, name: str) -> Array:
         target, shape = self._targets.get(name), array.shape[self._axes :]
         if target is None or shape == target or len(shape) != len(target):
             return array
         if any(size > most for size, most in zip(shape, target, strict=True)):
-            raise self._function.error(
+            raise StructureError(
                 f"yields {name} of shape {shape}, longer than {target} of the model or the public data",
                 "pad or cut all data to one length in the function, "
                 "such as padded_batch(…, padded_shapes=…) or to_tensor(shape=…)",
@@ -212,7 +201,8 @@ class Elements(SampleSource):
         padded[tuple(map(slice, array.shape))] = array
         return padded
 
-    def _candidates(self) -> Iterator[EncodedSample]:
+    def candidates(self) -> Iterator[Candidate]:
+        """Yield all samples; raises StructureError if they differ in shape or type."""
         expected = None
         shape = known_shape(self._spec.picture)
         takes_images = shape is not None and shape[2] in (1, 3)
@@ -225,16 +215,16 @@ class Elements(SampleSource):
                 self._decoder = ImageDecoder(self._spec.picture)
             found = (None if is_image else sample.shape, sample.dtype, label.shape, label.dtype)
             if expected is not None and found != expected:
-                raise self._function.error(
+                raise StructureError(
                     "yields samples of different shapes or types",
                     "give all samples one shape and type, or return a tf.data.Dataset, which is padded",
                 )
             expected = found
-            yield EncodedSample(sample, label)
+            yield sample, label
 
-    def _decode(self, candidate: EncodedSample) -> tuple[Array, Any]:
-        sample = self._decoder.fit(candidate.content) if self._decoder else candidate.content
-        return sample, candidate.label
+    def decode(self, content: Array, label: Any) -> tuple[Array, Any]:
+        """Return the sample in its final shape, and its label; raises UnusableError."""
+        return self._decoder.fit(content) if self._decoder else content, label
 
 
 def named_in_messages(inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> list[tuple[str, Any]]:
@@ -254,11 +244,9 @@ Sizes = tuple[int | None, ...]
 """A shape with None for any size."""
 
 
-def open_dataset(returned: Any, function: UserFunction, spec: PrepareSpec, threads: int) -> Elements | None:
-    """Return a tf.data.Dataset as a source, None for anything else; raises StructureError or WorkerError."""
-    tf = sys.modules.get("tensorflow")
-    if tf is None or not isinstance(returned, tf.data.Dataset):
-        return None
+def open_dataset(returned: Any, function: UserFunction, spec: PrepareSpec, threads: int) -> Elements:
+    """Return a tf.data.Dataset as a source; raises StructureError or WorkerError."""
+    tf = sys.modules["tensorflow"]
     size = int(returned.cardinality())
     if size == tf.data.INFINITE_CARDINALITY:
         raise StructureError("returned a tf.data.Dataset without an end", _END_IT)
@@ -280,13 +268,8 @@ def open_dataset(returned: Any, function: UserFunction, spec: PrepareSpec, threa
     return source
 
 
-def open_py_dataset(
-    returned: Any, function: UserFunction, spec: PrepareSpec, threads: int
-) -> Elements | None:
-    """Return a keras.utils.PyDataset as a source, None for anything else; raises as `open_dataset`."""
-    keras = sys.modules.get("keras")
-    if keras is None or not isinstance(returned, keras.utils.PyDataset):
-        return None
+def open_py_dataset(returned: Any, function: UserFunction, spec: PrepareSpec, threads: int) -> Elements:
+    """Return a keras.utils.PyDataset as a source; raises as `open_dataset`."""
     num_batches = function.guard(lambda: returned.num_batches)
     if num_batches is None:
         raise StructureError("returned a PyDataset without an end", "give it a length: def __len__(self)")
@@ -336,17 +319,17 @@ def call_function(tree: Tree, spec: PrepareSpec, threads: int) -> SampleSource:
     """
     function = UserFunction(spec)
     returned = function.call(tree.root)
-    try:
+    with function.checking():
         return _as_source(returned, function, spec, threads)
-    except StructureError as error:
-        raise function.error(error.problem, error.remedy) from None
 
 
 def _as_source(returned: Any, function: UserFunction, spec: PrepareSpec, threads: int) -> SampleSource:
     """Return what a function returned as a source; raises StructureError or WorkerError."""
-    for open_elements in (open_dataset, open_py_dataset):
-        if (source := open_elements(returned, function, spec, threads)) is not None:
-            return source
+    tf, keras = sys.modules.get("tensorflow"), sys.modules.get("keras")
+    if tf and isinstance(returned, tf.data.Dataset):
+        return open_dataset(returned, function, spec, threads)
+    if keras and isinstance(returned, keras.utils.PyDataset):
+        return open_py_dataset(returned, function, spec, threads)
     if isinstance(returned, tuple | Mapping) or hasattr(returned, "shape"):
         return _open_arrays(returned, spec)
     try:

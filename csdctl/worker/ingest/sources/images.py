@@ -6,6 +6,7 @@ of their errors or messages can name a file.
 """
 
 import io
+import math
 import struct
 import threading
 import unicodedata
@@ -20,19 +21,15 @@ import numpy as np
 from csdctl.worker.compute.backend import load_tensorflow
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.ingest.sources.source import (
-    Block,
+    Candidate,
     DataFile,
-    EncodedSample,
-    IngestLimits,
-    SampleSource,
+    DecodedSource,
     Tree,
     UnusableError,
     data_error,
-    decode_blocks,
-    list_names,
 )
 from csdctl.worker.process.errors import WorkerError, describe
-from csdctl.worker.protocol.datasets import ImageRule, PrepareSpec
+from csdctl.worker.protocol.datasets import ImageRule, PrepareSpec, list_names
 
 LARGE_PIXELS = 16_000_000
 """Images with more pixels are decoded one at a time, whatever the number of threads, to save memory."""
@@ -126,6 +123,8 @@ class ImageDecoder:
             )
         self._pillow = _import_pillow()
         self._height, self._width, self._channels = shape
+        self.sample_bytes = math.prod(shape)
+        """Bytes of one converted image."""
         self._rule = rule
         self._tf = tf
         self._large_image = threading.Lock()
@@ -143,11 +142,6 @@ class ImageDecoder:
                 return self.fit(self._decode_format(content, header))
         except (self._tf.errors.OpError, *_DECODER_ERRORS):
             raise UnusableError("undecodable") from None
-
-    @property
-    def sample_bytes(self) -> int:
-        """Bytes of one converted image."""
-        return self._height * self._width * self._channels
 
     def fit(self, image: Array) -> Array:
         """Return uint8 (h, w, c) as uint8 of the rule's shape; raises UnusableError unless c is 1 to 4."""
@@ -206,7 +200,7 @@ BYTES_PER_PIXEL = 8
 _SPARE_BYTES = 1 << 20
 
 
-class ClassFolders(SampleSource):
+class ClassFolders(DecodedSource):
     """Images in class folders, class by class and sorted by path."""
 
     def __init__(self, tree: Tree, spec: PrepareSpec, threads: int) -> None:
@@ -215,13 +209,12 @@ class ClassFolders(SampleSource):
             problem = "consists of class folders, but the job does not list its classes"
             remedy = "list them as data.classes in job.yaml, or use public data of class folders"
             raise data_error(spec.source, problem, remedy)
-        super().__init__(spec)
+        super().__init__(spec, threads)
         names = spec.classes or tuple(sorted(_normalize(name) for name in tree.folders))
         self.class_names = names
         self._label_of = {_normalize(name): label for label, name in enumerate(names)}
         _check_folders(tree.folders, self._label_of, spec.source)
         self._tree = tree
-        self._threads = threads
         self._rule = spec.picture
         self._files = sorted(tree.files, key=self._label)  # stable: sorted by path within a class
         counts = Counter(map(self._label, self._files))
@@ -230,19 +223,16 @@ class ClassFolders(SampleSource):
         self._decoder = ImageDecoder(spec.picture, load_tensorflow())
         self.sample_bytes = self._decoder.sample_bytes
 
-    def blocks(self, start: int, limits: IngestLimits) -> Iterator[Block]:
-        """Yield all images from index `start` on."""
-        candidates = (EncodedSample(file, self._label(file)) for file in self._files[start:])
-        return decode_blocks(
-            candidates, self._decode, limits, threads=self._threads, sample_bytes=self.sample_bytes
-        )
+    def candidates(self) -> Iterator[Candidate]:
+        """Yield all files."""
+        return ((file, self._label(file)) for file in self._files)
 
     def _label(self, file: DataFile) -> int:
         """Return the index of the file's class; files beside the class folders come last."""
         return self._label_of[_normalize(file.parts[0])] if len(file.parts) > 1 else len(self._label_of)
 
-    def _decode(self, candidate: EncodedSample) -> tuple[Array, Any]:
-        file: DataFile = candidate.content
+    def decode(self, file: DataFile, label: int) -> tuple[Array, Any]:
+        """Return the picture and its class; raises UnusableError."""
         if len(file.parts) == 1:
             raise UnusableError("no_class")
         if file.size > BYTES_PER_PIXEL * self._rule.max_pixels + _SPARE_BYTES:
@@ -251,7 +241,7 @@ class ClassFolders(SampleSource):
             content = self._tree.path_of(file).read_bytes()
         except OSError:
             raise UnusableError("unreadable") from None
-        return self._decoder.decode(content), candidate.label
+        return self._decoder.decode(content), label
 
 
 def _normalize(folder: str) -> str:

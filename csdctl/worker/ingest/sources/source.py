@@ -7,10 +7,11 @@ model's order. Several inputs or outputs become the fields of a structured array
 
 import errno
 import hashlib
+import itertools
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -51,11 +52,6 @@ class DataFile:
     parts: tuple[str, ...]
     size: int
     mtime_ns: int
-
-    @property
-    def name(self) -> str:
-        """The last part of its path."""
-        return self.parts[-1]
 
 
 @dataclass(frozen=True)
@@ -135,12 +131,6 @@ def _check_link(entry: os.DirEntry[str], within: str, source: str) -> None:
         raise data_error(source, "has a link to a directory", remedy)
 
 
-def list_names(names: Sequence[str], most: int = 5) -> str:
-    """Return some of the names, for a message."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
-
-
 def data_error(source: str, problem: str, remedy: str = "") -> WorkerError:
     """Return the error for data that cannot be used; it names no file below `source`."""
     return WorkerError(f"data at {source} {problem}", remedy=remedy, exit_code=2)
@@ -160,18 +150,13 @@ def convert_write_errors() -> Iterator[None]:
 
 
 class UnusableError(Exception):
-    """A sample cannot be used; it is skipped and counted under `reason`."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
+    """A sample cannot be used; it is skipped and counted under this reason."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """Consecutive samples: of `num_read` processed ones, samples (n, …) and labels (n, …) are usable."""
+    """Consecutive samples (n, …) and their labels (n, …), and how many among them were skipped, by reason."""
 
-    num_read: int
     samples: Array
     labels: Array
     skipped: Counter[str] = field(default_factory=Counter)
@@ -204,22 +189,11 @@ def skip_rows(batches: Iterable[tuple[Array, Array]], start: int) -> Iterator[Bl
         num_skipped = min(len(samples), max(0, start - position))
         position += len(samples)
         if num_skipped < len(samples):
-            yield Block(len(samples) - num_skipped, samples[num_skipped:], labels[num_skipped:])
+            yield Block(samples[num_skipped:], labels[num_skipped:])
 
 
-@dataclass(frozen=True)
-class EncodedSample:
-    """A sample before decoding: a file, bytes, an array, or None if it could not be read."""
-
-    content: Any
-    label: Any
-
-    @property
-    def held_bytes(self) -> int:
-        """Memory that the encoded sample takes."""
-        return getattr(self.content, "nbytes", 0) or (
-            len(self.content) if isinstance(self.content, bytes) else 0
-        )
+Candidate = tuple[Any, Any]
+"""A sample before decoding (a file, bytes, an array, or None if it could not be read), and its label."""
 
 
 def num_threads() -> int:
@@ -227,48 +201,55 @@ def num_threads() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def decode_blocks(
-    candidates: Iterable[EncodedSample],
-    decode: Callable[[EncodedSample], tuple[Array, Any]],
-    limits: IngestLimits,
-    *,
-    threads: int,
-    sample_bytes: int,
-) -> Iterator[Block]:
-    """Decode with `threads` threads; samples that raise UnusableError are counted and skipped.
+class DecodedSource(SampleSource):
+    """Samples that are decoded one by one; those that raise UnusableError are counted and skipped.
 
     Samples and their order do not depend on the number of threads.
     """
 
-    def decode_or_reason(candidate: EncodedSample) -> tuple[Array, Any] | str:
-        try:
-            return decode(candidate)
-        except UnusableError as error:
-            return error.reason
+    def __init__(self, spec: PrepareSpec, threads: int) -> None:
+        super().__init__(spec)
+        self._threads = threads
 
-    max_samples = max(1, min(limits.block_samples, limits.block_bytes // max(1, sample_bytes)))
-    with ThreadPoolExecutor(threads, thread_name_prefix="decode") as pool:
-        for group in _groups(candidates, max_samples, limits.block_bytes):
-            yield _as_block(list(pool.map(decode_or_reason, group)))
+    def candidates(self) -> Iterator[Candidate]:
+        """Yield all samples."""
+        raise NotImplementedError
+
+    def decode(self, content: Any, label: Any) -> tuple[Array, Any]:
+        """Return sample and label; raises UnusableError."""
+        raise NotImplementedError
+
+    def blocks(self, start: int, limits: IngestLimits) -> Iterator[Block]:
+        """Yield all samples from index `start` on."""
+        max_samples = max(1, min(limits.block_samples, limits.block_bytes // max(1, self.sample_bytes)))
+        candidates = itertools.islice(self.candidates(), start, None)
+        with ThreadPoolExecutor(self._threads, thread_name_prefix="decode") as pool:
+            for group in _groups(candidates, max_samples, limits.block_bytes):
+                yield _as_block(list(pool.map(self._decode_or_reason, group)))
+
+    def _decode_or_reason(self, candidate: Candidate) -> tuple[Array, Any] | str:
+        try:
+            return self.decode(*candidate)
+        except UnusableError as error:
+            return str(error)
 
 
 def _as_block(outcomes: list[tuple[Array, Any] | str]) -> Block:
     usable = [outcome for outcome in outcomes if not isinstance(outcome, str)]
     skipped = Counter(outcome for outcome in outcomes if isinstance(outcome, str))
     if not usable:
-        return Block(len(outcomes), np.zeros((0,)), np.zeros((0,)), skipped)
+        return Block(np.zeros((0,)), np.zeros((0,)), skipped)
     samples, labels = zip(*usable, strict=True)
-    return Block(len(outcomes), np.stack(samples), np.stack(labels), skipped)
+    return Block(np.stack(samples), np.stack(labels), skipped)
 
 
-def _groups(
-    candidates: Iterable[EncodedSample], max_samples: int, max_bytes: int
-) -> Iterator[list[EncodedSample]]:
-    group: list[EncodedSample] = []
+def _groups(candidates: Iterable[Candidate], max_samples: int, max_bytes: int) -> Iterator[list[Candidate]]:
+    group: list[Candidate] = []
     held_bytes = 0
     for candidate in candidates:
         group.append(candidate)
-        held_bytes += candidate.held_bytes
+        content = candidate[0]
+        held_bytes += len(content) if isinstance(content, bytes) else getattr(content, "nbytes", 0)
         if len(group) >= max_samples or held_bytes >= max_bytes:
             yield group
             group, held_bytes = [], 0
@@ -292,7 +273,6 @@ class StructureError(Exception):
 
     def __init__(self, problem: str, remedy: str = EXPECTED) -> None:
         super().__init__(problem)
-        self.problem = problem
         self.remedy = remedy
 
 

@@ -17,11 +17,10 @@ from csdctl.worker.ingest.sources.source import (
     SampleSource,
     Tree,
     data_error,
-    list_names,
     to_records,
 )
 from csdctl.worker.process.errors import WorkerError
-from csdctl.worker.protocol.datasets import LABEL, SAMPLE_WEIGHT, PrepareSpec, TableSchema
+from csdctl.worker.protocol.datasets import LABEL, SAMPLE_WEIGHT, PrepareSpec, TableSchema, list_names
 
 
 def is_table(file: DataFile, tree: Tree) -> bool:
@@ -44,8 +43,8 @@ class TableFiles(SampleSource):
             problem = "consists of .csv files, but the job does not describe them"
             raise data_error(spec.source, problem, "set data.csv in job.yaml: {label: COLUMN}")
         super().__init__(spec)
-        self._schema: TableSchema = spec.table
         self._spec = spec
+        self._schema: TableSchema = spec.table
         self._paths = [tree.path_of(file) for file in tree.files if is_table(file, tree)]
         self._columns = self._read_header()
         self._features = self._choose_features()
@@ -55,75 +54,63 @@ class TableFiles(SampleSource):
     def blocks(self, start: int, limits: IngestLimits) -> Iterator[Block]:
         """Yield all rows from index `start` on."""
         num_rows = max(1, min(limits.block_samples, limits.block_bytes // (8 * len(self._columns))))
-        found = itertools.islice(self._rows(self._used), start, None)
+        used = [*self._features, *self._schema.labels, *filter(None, [self._schema.weight])]
+        found = itertools.islice(self._rows(used), start, None)
         while rows := list(itertools.islice(found, num_rows)):
-            values = np.array(rows, np.float64)
-            column = {name: values[:, number] for number, name in enumerate(self._used)}
-            yield Block(len(rows), self._samples(values), self._labels(column))
+            column = dict(zip(used, np.array(rows, np.float64).T, strict=True))
+            yield Block(self._samples(column), self._labels(column))
 
-    @property
-    def _used(self) -> list[str]:
-        return [*self._features, *self._schema.labels, *self._weight]
-
-    @property
-    def _weight(self) -> list[str]:
-        return [self._schema.weight] if self._schema.weight else []
-
-    def _samples(self, values: Array) -> Array:
-        features: Array = values[:, : len(self._features)].astype(np.float32)
+    def _samples(self, column: dict[str, Array]) -> Array:
         if not self._is_by_name:
-            return features
+            return np.stack([column[name] for name in self._features], axis=1).astype(np.float32)
         shapes = self._spec.inputs
-        columns = enumerate(self._features)
-        return to_records({name: features[:, n].reshape(-1, *shapes[name]) for n, name in columns}, 1)
+        return to_records(
+            {name: column[name].astype(np.float32).reshape(-1, *shapes[name]) for name in self._features}, 1
+        )
 
     def _labels(self, column: dict[str, Array]) -> Array:
-        names = self._schema.labels
         kinds = [np.int32 if is_integer else np.float32 for is_integer in self._are_integers]
-        typed = {name: column[name].astype(kind) for name, kind in zip(names, kinds, strict=True)}
-        if len(names) == 1:
-            labels = {"": typed[names[0]]}
-        else:
-            labels = typed if self._spec.outputs else {"": np.stack(list(typed.values()), axis=1)}
+        labels = {
+            name: column[name].astype(kind) for name, kind in zip(self._schema.labels, kinds, strict=True)
+        }
+        if len(labels) == 1 or not self._spec.outputs:
+            parts = list(labels.values())
+            labels = {"": parts[0] if len(parts) == 1 else np.stack(parts, axis=1)}
         if self._schema.weight:
             labels = {name or LABEL: array for name, array in labels.items()}
             labels[SAMPLE_WEIGHT] = column[self._schema.weight].astype(np.float32)
         return to_records(labels, 1)
 
-    def _read_header(self) -> list[str]:
-        headers = [read_columns(path, self._spec.source) for path in self._paths]
-        if not headers or not headers[0]:
-            raise empty_data_error(self._spec.source)
-        columns = headers[0]
-        if any(header != columns for header in headers) or len(set(columns)) != len(columns):
-            raise self._error(
-                "has .csv files with different columns, or a column twice", "give all the same header"
-            )
-        schema = self._schema
-        named = [*schema.labels, *self._weight, *schema.dropped]
-        if missing := [name for name in named if name not in columns]:
-            others = "" if self._spec.is_private else f", but {list_names(columns)}"
-            raise self._error(f"has no column {list_names(missing)}{others}", "fix data.csv in job.yaml")
-        return columns
-
     @property
     def _is_by_name(self) -> bool:
         return bool(self._spec.inputs) and list(self._spec.inputs) != [""]
 
+    def _read_header(self) -> list[str]:
+        columns, *others = [read_columns(path, self._spec.source) for path in self._paths] or [[]]
+        if not columns:
+            raise empty_data_error(self._spec.source)
+        if any(header != columns for header in others) or len(set(columns)) != len(columns):
+            raise self._error(
+                "has .csv files with different columns, or a column twice", "give all the same header"
+            )
+        return columns
+
     def _choose_features(self) -> list[str]:
-        schema = self._schema
-        others = {*schema.labels, schema.weight, *schema.dropped}
+        """Return the columns with the model's inputs; raises WorkerError if columns are missing."""
+        schema, by_name = self._schema, list(self._spec.inputs) if self._is_by_name else []
+        others = [*schema.labels, *filter(None, [schema.weight]), *schema.dropped]
         features = [name for name in self._columns if name not in others]
-        if self._is_by_name:
-            if missing := [name for name in self._spec.inputs if name not in features]:
-                raise self._error(
-                    f"has no column {list_names(missing)} for the model's inputs",
-                    "name inputs after columns, or let the model have one input for all",
-                )
-            features = list(self._spec.inputs)
+        if missing := [name for name in others if name not in self._columns]:
+            known = "" if self._spec.is_private else f", but {list_names(self._columns)}"
+            raise self._error(f"has no column {list_names(missing)}{known}", "fix data.csv in job.yaml")
+        if missing := [name for name in by_name if name not in features]:
+            raise self._error(
+                f"has no column {list_names(missing)} for the model's inputs",
+                "name inputs after columns, or let the model have one input for all",
+            )
         if not features:
             raise self._error("has no columns but labels", "fix data.csv in job.yaml")
-        return features
+        return by_name or features
 
     def _examine(self) -> tuple[int, list[bool]]:
         """Return the number of rows, and which columns of labels have integers only, by reading all."""

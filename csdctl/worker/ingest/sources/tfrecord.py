@@ -1,6 +1,5 @@
 """TFRecord files, plain or gzip, of tf.train.Example with the features that the job names."""
 
-import itertools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,15 +11,12 @@ from csdctl.worker.compute.backend import load_tensorflow
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.ingest.sources.images import ImageDecoder, known_shape
 from csdctl.worker.ingest.sources.source import (
-    Block,
+    Candidate,
     DataFile,
-    EncodedSample,
-    IngestLimits,
-    SampleSource,
+    DecodedSource,
     Tree,
     UnusableError,
     data_error,
-    decode_blocks,
 )
 from csdctl.worker.protocol.datasets import PrepareSpec, RecordSchema
 
@@ -29,10 +25,10 @@ _FILE_NAME = re.compile(r".+(\.tfrecords?|\.tfrec|-\d{5}-of-\d{5})(\.gz)?$")
 
 def is_record_file(file: DataFile, tree: Tree) -> bool:
     """Return whether a file has the name of a TFRecord file: x.tfrecord, x-00000-of-00010, …"""
-    return bool(_FILE_NAME.match(file.name if file.parts else tree.root.name))
+    return bool(_FILE_NAME.match(tree.path_of(file).name))
 
 
-class RecordFiles(SampleSource):
+class RecordFiles(DecodedSource):
     """The examples of TFRecord files, in order of their paths."""
 
     def __init__(self, tree: Tree, spec: PrepareSpec, threads: int) -> None:
@@ -41,11 +37,10 @@ class RecordFiles(SampleSource):
             problem = "consists of TFRecord files, but the job does not describe them"
             remedy = "set data.tfrecord in job.yaml: {image: FEATURE, label: FEATURE}"
             raise data_error(spec.source, problem, remedy)
-        super().__init__(spec)
+        super().__init__(spec, threads)
         self._label_of = {name: label for label, name in enumerate(spec.classes or ())}
         self._schema: RecordSchema = spec.records
         self._paths = [tree.path_of(file) for file in tree.files if is_record_file(file, tree)]
-        self._threads = threads
         self._tf = load_tensorflow()
         is_image = self._schema.shape is None or (
             self._schema.dtype == "uint8" and len(self._schema.shape) == 3 and known_shape(spec.picture)
@@ -57,13 +52,9 @@ class RecordFiles(SampleSource):
             else int(np.prod(self._schema.shape or ())) * np.dtype(self._schema.dtype).itemsize
         )
 
-    def blocks(self, start: int, limits: IngestLimits) -> Iterator[Block]:
-        """Yield all examples from index `start` on."""
-        records = itertools.chain.from_iterable(map(self._records, self._paths))
-        candidates = (EncodedSample(record, None) for record in itertools.islice(records, start, None))
-        return decode_blocks(
-            candidates, self._decode, limits, threads=self._threads, sample_bytes=self.sample_bytes
-        )
+    def candidates(self) -> Iterator[Candidate]:
+        """Yield all examples."""
+        return ((record, None) for path in self._paths for record in self._records(path))
 
     def _records(self, path: Path) -> Iterator[bytes | None]:
         """Yield the records of a file, and None at the end if the rest of it cannot be read."""
@@ -84,11 +75,12 @@ class RecordFiles(SampleSource):
             return "GZIP"
         return ""
 
-    def _decode(self, candidate: EncodedSample) -> tuple[Array, Any]:
-        if candidate.content is None:
+    def decode(self, content: bytes | None, label: None) -> tuple[Array, Any]:
+        """Return sample and label of an example; raises UnusableError."""
+        if content is None:
             raise UnusableError("damaged_file")
         try:
-            example = self._tf.train.Example.FromString(candidate.content)
+            example = self._tf.train.Example.FromString(content)
         except Exception:  # protobuf's own error, which TensorFlow does not export
             raise UnusableError("undecodable") from None
         features = example.features.feature

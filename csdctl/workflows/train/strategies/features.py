@@ -24,9 +24,7 @@ from csdctl.shipping.worker_calls import call_worker, fetch_results
 from csdctl.transport.many import run_on_all, values_or_raise
 from csdctl.transport.meter import TrafficClass
 from csdctl.transport.program import within
-from csdctl.transport.session import Session
-from csdctl.tuning.plan import Plan
-from csdctl.tuning.strategies import FEATURES
+from csdctl.tuning.plan import FEATURES, Plan
 from csdctl.worker.protocol.datasets import DatasetInfo
 from csdctl.worker.protocol.features import (
     FEATURE_STORE,
@@ -49,10 +47,9 @@ from csdctl.worker.protocol.model_info import FeatureInfo
 from csdctl.worker.protocol.run_spec import DatasetSlice, HeadSpec, Prefix, RankSpec, RunSpec
 from csdctl.workflows.data.deploy import deploy_files, whole
 from csdctl.workflows.data.model import BUILD_DEADLINE_S, HASHES, have_hashes
-from csdctl.workflows.data.prepare import OnPrepareProgress, PreparationObserver, Prepared, check_info
-from csdctl.workflows.train.run import RunInputs
-from csdctl.workflows.train.spec import ShardFiles, plan_reading
-from csdctl.workflows.train.strategies.strategy import RunContext, Strategy
+from csdctl.workflows.data.prepare import OnPrepareProgress, Prepared, check_info
+from csdctl.workflows.train.spec import RunContext, RunInputs, ShardFiles, plan_reading
+from csdctl.workflows.train.strategies.strategy import Strategy
 from csdctl.workflows.workspace.workspace import Workspace
 
 COMPUTING = "computing features"
@@ -82,58 +79,66 @@ class Features(Strategy):
 
         Raises InputError if the model has no frozen part, and PartialError naming the machines that failed.
         """
-        options = self._options
-        run = compute_features(inputs.spec, inputs.shards, context, options)
+        run = compute_features(inputs, context, self._options)
         if self._gathered is None:
             context.observer.say(run.describe())
         made = self._gathered or run
-        content = {
-            "layer": made.layer,
-            "precision": options.precision,
-            "engine": options.engine,
-            "num_computed": made.num_computed,
-            "elapsed_s": made.elapsed_s,
-        }
+        names = ("layer", "precision", "num_computed", "elapsed_s")
+        content = {name: getattr(made, name) for name in names} | {"engine": self._options.engine}
         inputs.directory.save_manifest(inputs.directory.load_manifest() | {"features": content})
         return RunInputs(inputs.directory, run.spec, run.prepared, {})
 
     def build_verification(self, inputs: RunInputs, context: RunContext) -> RunInputs:
         """Return the run of the model's head, whose ranks compute the features of what they draw."""
-        options = replace(self._options, precision=FLOAT32)
-        divided = divide_for(inputs.spec, inputs.prepared, options, context.space)
-        machines = context.space.fleet.machines
-        shards = {name: (*inputs.shards.get(name, ()), *divided.files) for name in machines}
-        return RunInputs(inputs.directory, divided.spec, divided.prepared, shards)
+        run = divide(inputs.spec, context, replace(self._options, precision=FLOAT32))
+        shards = {name: (*inputs.shards.get(name, ()), *run.files) for name in context.space.fleet.machines}
+        return RunInputs(inputs.directory, run.spec, run.prepared, shards)
 
     def recompute_stored(self, inputs: RunInputs, context: RunContext) -> dict[str, Recomputed]:
         """Compute some of the stored features of each machine there again, and compare them.
 
         Raises InputError if the model has no frozen part, and PartialError naming the machines that failed.
         """
-        space = context.space
-        divided = divide_for(inputs.spec, context.prepared, self._options, space)
-        made = _prepare_machines(divided, inputs.spec, inputs.shards, context, lambda *_: None)
-        sessions = {name: space.sessions[name] for name in made}
-        found = run_on_all(sessions, lambda session: made[session.name].recompute(CHECKED_ROWS))
+        run = divide(inputs.spec, context, self._options)
+        machines = _prepare_machines(run, inputs.shards, context, lambda *_: None)
+        found = run_on_all(machines, lambda machine: machine.recompute(CHECKED_ROWS))
         return values_or_raise(found, "computing stored features again")
 
 
 @dataclass(frozen=True)
 class FeatureRun:
-    """A run that trains the head of a model on features."""
+    """A run that trains the head of a model on features; until they are computed, it has the samples."""
 
     spec: RunSpec
     prepared: Prepared
     """With the head in place of the whole model."""
-    layer: str
-    """The last layer of the frozen part."""
-    shape: tuple[int, ...]
-    """Shape of one sample's features."""
-    precision: str
-    num_samples: int
-    num_computed: int
+    files: tuple[StoredFile, ...]
+    """Files that a machine needs to compute features."""
+    num_samples: int = 0
+    num_computed: int = 0
     """Samples whose features were not in a cache."""
-    elapsed_s: float
+    elapsed_s: float = 0.0
+
+    @property
+    def prefix(self) -> Prefix:
+        """The frozen part of the model."""
+        assert self.spec.head is not None
+        return self.spec.head.prefix
+
+    @property
+    def layer(self) -> str:
+        """The last layer of the frozen part."""
+        return find_features(self.prepared).layer
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of one sample's features."""
+        return find_features(self.prepared).shape
+
+    @property
+    def precision(self) -> str:
+        """The type of the features."""
+        return self.prefix.precision
 
     def describe(self) -> str:
         """Return what was computed, as a sentence."""
@@ -173,152 +178,114 @@ def find_features(prepared: Prepared) -> FeatureInfo:
     return info.features
 
 
-def compute_features(
-    spec: RunSpec, shards: ShardFiles, context: RunContext, options: FeatureOptions
-) -> FeatureRun:
-    """Compute the features of all samples of `spec` where they are; return the run of the model's head.
+def compute_features(inputs: RunInputs, context: RunContext, options: FeatureOptions) -> FeatureRun:
+    """Compute the features of all samples of a run where they are; return the run of the model's head.
 
     Raises InputError if the model has no frozen part, and PartialError naming the machines that failed.
     """
-    began, space = time.monotonic(), context.space
-    features = find_features(context.prepared)
-    with context.observer.preparing(COMPUTING, [rank.node for rank in spec.ranks]) as on_progress:
-        divided = divide_for(spec, context.prepared, options, space)
-        made = _prepare_machines(divided, spec, shards, context, on_progress)
-
-        def on_machine(session: Session) -> tuple[RankSpec, DatasetSlice | None]:
-            private, public, validation = made[session.name].extract()
-            return replace(made[session.name].rank, private=private, public=public), validation
-
-        sessions = {name: space.sessions[name] for name in made}
-        found = values_or_raise(run_on_all(sessions, on_machine), COMPUTING)
-    ranks = tuple(found[rank.node][0] if rank.node in found else rank for rank in spec.ranks)
-    return FeatureRun(
-        replace(divided.spec, ranks=ranks, validation=found[HOST_NAME][1]),
-        divided.prepared,
-        features.layer,
-        features.shape,
-        options.precision,
-        sum(machine.num_samples for machine in made.values()),
-        sum(machine.num_computed for machine in made.values()),
-        time.monotonic() - began,
+    began, nodes = time.monotonic(), [rank.node for rank in inputs.spec.ranks]
+    find_features(context.prepared)
+    with context.observer.preparing(COMPUTING, nodes) as on_progress:
+        run = divide(inputs.spec, context, options)
+        machines = _prepare_machines(run, inputs.shards, context, on_progress)
+        found = values_or_raise(run_on_all(machines, _Machine.extract), COMPUTING)
+    ranks = tuple(found[rank.node][0] if rank.node in found else rank for rank in run.spec.ranks)
+    return replace(
+        run,
+        spec=replace(run.spec, ranks=ranks, validation=found[HOST_NAME][1]),
+        num_samples=sum(machine.num_samples for machine in machines.values()),
+        num_computed=sum(machine.num_computed for machine in machines.values()),
+        elapsed_s=time.monotonic() - began,
     )
 
 
-def _prepare_machines(
-    divided: "Divided",
-    spec: RunSpec,
-    shards: ShardFiles,
-    context: RunContext,
-    on_progress: OnPrepareProgress,
-) -> dict[str, "_Extraction"]:
-    """Send each machine of `spec` what it needs to compute features."""
-    prepared, space = context.prepared, context.space
-    machines = [rank.node for rank in spec.ranks if rank.node in space.fleet.machines]
-    missing = {name: [*divided.files, *shards.get(name, ())] for name in machines if name != HOST_NAME}
-    deploy_files(missing, space.fleet, space.sessions, context.on_delivery)
-    features = find_features(prepared)
-    return {
-        rank.node: _Extraction(rank, spec.validation, divided.prefix, features, prepared, space, on_progress)
-        for rank in spec.ranks
-        if rank.node in machines
-    }
-
-
-@dataclass(frozen=True)
-class Divided:
-    """A run of the model's head, whose samples are still those of the whole model."""
-
-    spec: RunSpec
-    prepared: Prepared
-    """With the head in place of the whole model."""
-    prefix: Prefix
-    files: tuple[StoredFile, ...]
-    """Files that a machine needs to compute features."""
-
-
-def divide_for(spec: RunSpec, prepared: Prepared, options: FeatureOptions, space: Workspace) -> Divided:
+def divide(spec: RunSpec, context: RunContext, options: FeatureOptions) -> FeatureRun:
     """Return the run of the model's head, with its frozen part as the engine in `options` takes it.
 
     Raises InputError if the model has no frozen part.
     """
+    prepared = context.prepared
     features, whole_model = find_features(prepared), prepared.model
     architecture, weights, head_architecture, head_weights = whole_model.parts
     input_range, code = prepared.recipe.input_range, whole_model.user_code
     prefix = Prefix(architecture.path, weights.path, input_range, options.precision, code)
+    files = (prepared.worker, architecture, weights, *([whole_model.code] if whole_model.code else []))
+    if options.engine == LITERT:
+        converted = _convert(prefix, prepared.worker, context.space)
+        prefix, files = replace(prefix, lite=converted.path), (*files, converted)
     head = HeadSpec(prefix, whole_model.architecture.path, whole_model.weights.path, features.head_weights)
-    divided = Divided(
+    return FeatureRun(
         replace(spec, architecture=head_architecture.path, weights=head_weights.path, head=head),
         replace(prepared, model=replace(whole_model, architecture=head_architecture, weights=head_weights)),
-        prefix,
-        (prepared.worker, architecture, weights, *([whole_model.code] if whole_model.code else [])),
+        files,
     )
 
-    return _convert(divided, space) if options.engine == LITERT else divided
 
-
-def _convert(divided: Divided, space: Workspace) -> Divided:
-    """Return the run with its prefix as a LiteRT model too, converted on the host once for each content."""
-    prefix, project = divided.prefix, space.project
-    worker = divided.prepared.worker
+def _convert(prefix: Prefix, worker: StoredFile, space: Workspace) -> StoredFile:
+    """Return the prefix as a LiteRT model, converted on the host once for each content."""
+    project = space.project
     parts = [worker.path, prefix.architecture, prefix.weights, prefix.code.archive if prefix.code else ""]
     key = hashlib.sha256("\n".join(Path(part).name for part in parts).encode()).hexdigest()[:16]
     directory = project.models / f"lite-{key}"
     if not have_hashes(directory, [LITE_FILE]):
         with build_atomically(directory) as aside:
-            converting = ConvertSpec(prefix, str(aside / LITE_FILE))
             call_worker(
                 space.sessions[HOST_NAME],
                 sys.executable,
                 worker.path,
                 "convert",
-                converting,
+                ConvertSpec(prefix, str(aside / LITE_FILE)),
                 Converted,
                 doing="converting the model for LiteRT",
                 patience=within(BUILD_DEADLINE_S),
             )
             save_json(aside / HASHES, {LITE_FILE: hash_file(aside / LITE_FILE)})
-    stored = store_file(directory / LITE_FILE, project.root, TrafficClass.MODEL)
-    converted, head = replace(prefix, lite=stored.path), divided.spec.head
-    assert head is not None
-    spec = replace(divided.spec, head=replace(head, prefix=converted))
-    return replace(divided, spec=spec, prefix=converted, files=(*divided.files, stored))
+    return store_file(directory / LITE_FILE, project.root, TrafficClass.MODEL)
+
+
+def _prepare_machines(
+    run: FeatureRun, shards: ShardFiles, context: RunContext, on_progress: OnPrepareProgress
+) -> dict[str, "_Machine"]:
+    """Send each machine of `run` what it needs to compute features."""
+    space = context.space
+    machines = {
+        rank.node: _Machine(run, rank, space, on_progress)
+        for rank in run.spec.ranks
+        if rank.node in space.fleet.machines
+    }
+    missing = {name: [*run.files, *shards.get(name, ())] for name in machines}
+    deploy_files(missing, space.fleet, space.sessions, context.on_delivery)
+    return machines
 
 
 @dataclass
-class _Extraction:
+class _Machine:
     """The features of one machine."""
 
+    run: FeatureRun
     rank: RankSpec
-    validation: DatasetSlice | None
-    """Validation data of the run; the host computes its features."""
-    prefix: Prefix
-    features: FeatureInfo
-    prepared: Prepared
     space: Workspace
     on_progress: OnPrepareProgress
     num_samples: int = 0
     num_computed: int = 0
 
-    def extract(self) -> list[DatasetSlice | None]:
-        """Return the features of private, public and validation samples; None where there are none."""
+    def extract(self) -> tuple[RankSpec, DatasetSlice | None]:
+        """Return the rank with the features of its samples, and those of validation samples."""
         wanted = self._wanted()
         sources = [(source, count, views) for source, count, views in wanted if source is not None]
-        if not sources:
-            return [None for _ in wanted]
-        node = self.rank.node
-        found = self._call([source for source, _, _ in sources], 0)
-        check_parts(found, len(sources), node, COMPUTING)
+        found = self._call([source for source, _, _ in sources], 0) if sources else Extracted((), 0)
+        check_parts(found, len(sources), self.rank.node, COMPUTING)
         num_rows = [count * views for _, count, views in sources]
         for info, count in zip(found.parts, num_rows, strict=True):
             self._check(info, count)
-        self.num_samples += sum(num_rows)
-        self.num_computed += min(found.num_computed, sum(num_rows))
+        self.num_samples = sum(num_rows)
+        self.num_computed = min(found.num_computed, self.num_samples)
         features = iter(found.parts)
-        return [
+        private, public, validation = (
             None if source is None else replace(whole(next(features)), num_views=views)
             for source, _, views in wanted
-        ]
+        )
+        return replace(self.rank, private=private, public=public), validation
 
     def recompute(self, num_rows: int) -> Recomputed:
         """Return how stored rows compare with what the machine computes now."""
@@ -330,36 +297,40 @@ class _Extraction:
             raise RemoteCommandError(f"{COMPUTING}: received no comparison", node=self.rank.node)
         return found.checked
 
+    @property
+    def _validation(self) -> DatasetSlice | None:
+        """Validation samples of the run, whose features the host computes."""
+        return self.run.spec.validation if self.rank.node == HOST_NAME else None
+
     def _wanted(self) -> list[tuple[DatasetSlice | None, int, int]]:
         """Return private, public and validation samples, with their number and the views of each."""
-        rank, prepared = self.rank, self.prepared
-        is_host = rank.node == HOST_NAME
+        rank, prepared = self.rank, self.run.prepared
         num_validation = prepared.validation.num_samples if prepared.validation else 0
         num_views = max(1, prepared.recipe.views)
         return [
             (rank.private, rank.num_private - rank.num_repeated, num_views),
             (rank.public, rank.num_public, num_views),
-            (self.validation if is_host else None, num_validation, 1),
+            (self._validation, num_validation, 1),
         ]
 
     def _call(self, sources: Sequence[DatasetSlice], num_checked: int) -> Extracted:
         """Have the machine compute features of `sources`, or check those that are stored."""
-        recipe, node = self.prepared.recipe, self.rank.node
-        first, *others = sources
+        prepared, node = self.run.prepared, self.rank.node
+        recipe = prepared.recipe
         spec = ExtractSpec(
-            first,
+            sources[0],
             FEATURE_STORE,
-            self.prefix,
+            self.run.prefix,
             self.rank.runtime,
-            others=tuple(others),
+            others=tuple(sources[1:]),
             augmented=Augmented(recipe.augment, recipe.seed, recipe.views) if recipe.views else None,
             num_checked=num_checked,
-            num_plain=int(self.validation is not None and node == HOST_NAME),
+            num_plain=int(self._validation is not None),
         )
         return call_worker(
             self.space.sessions[node],
             self.space.fleet.python_of(node),
-            self.prepared.worker.path,
+            prepared.worker.path,
             "extract",
             spec,
             Extracted,
@@ -370,7 +341,7 @@ class _Extraction:
     def _check(self, info: DatasetInfo, num_samples: int) -> None:
         """Raise RemoteCommandError unless these can be the features of that many samples."""
         check_info(info, self.rank.node, COMPUTING, may_be_empty=True)
-        expected = (num_samples, self.features.shape, self.prefix.precision)
+        expected = (num_samples, self.run.shape, self.run.precision)
         if (info.num_samples, info.sample_shape, info.dtype) != expected:
             raise RemoteCommandError(
                 f"{COMPUTING}: received {info.num_samples} features of shape {info.sample_shape} and type "
@@ -414,26 +385,24 @@ def leave_to_host(plan: Plan, context: RunContext, options: FeatureOptions) -> t
     These are None if the host has all of them. Where it cannot train alone, the plan is `plan` itself. Raises
     PartialError naming the machines that failed.
     """
-    job, prepared, space, observer = context.job, context.prepared, context.space, context.observer
+    observer = context.observer
     if len(plan.ranks) == 1:
         return plan, None
-    if why_not := why_not_alone(job, prepared):
+    if why_not := why_not_alone(context.job, context.prepared):
         observer.say(f"all ranks train on their own features, not the host alone: there is {why_not}")
         return plan, None
     alone = plan.for_host_alone()
-    gatherer = _Gatherer(prepared, space, options, observer)
-    wanted, _ = plan_reading(alone, prepared, job, space)
-    num_samples = prepared.public.num_samples
-    if gatherer.gather(wanted, ()):
+    wanted = divide(plan_reading(alone, context).spec, context, options)
+    num_samples = context.prepared.public.num_samples
+    if _gather(wanted, (), context):
         observer.say(f"features of all {num_samples:,} public samples are on the host, which trains alone")
         return alone, None
-    spec, shards = plan_reading(plan, prepared, job, space)
-    run = compute_features(spec, shards, context, options)
+    run = compute_features(plan_reading(plan, context), context, options)
     observer.say(run.describe())
     began = time.monotonic()
-    with tempfile.TemporaryDirectory(".gather", dir=space.project.state) as directory:
-        parts, num_bytes = gatherer.fetch(run, Path(directory))
-        gatherer.gather(wanted, parts)
+    with tempfile.TemporaryDirectory(".gather", dir=context.space.project.state) as directory:
+        parts, num_bytes = _fetch_features(run, context.space, Path(directory))
+        _gather(wanted, parts, context)
     observer.say(
         f"the host trains alone: {format_bytes(num_bytes)} of features of public samples fetched from "
         f"{len(run.spec.ranks) - 1} nodes in {format_seconds(time.monotonic() - began)}"
@@ -441,71 +410,46 @@ def leave_to_host(plan: Plan, context: RunContext, options: FeatureOptions) -> t
     return alone, run
 
 
-@dataclass(frozen=True)
-class _Gatherer:
-    """Brings the features of public samples to the host."""
+def _fetch_features(
+    run: FeatureRun, space: Workspace, directory: Path
+) -> tuple[tuple[GatheredPart, ...], int]:
+    """Fetch the features of all nodes into `directory`; return all parts, and the bytes fetched."""
+    row_bytes = count_feature_bytes(run.shape, run.precision)
 
-    prepared: Prepared
-    space: Workspace
-    options: FeatureOptions
-    observer: PreparationObserver
-
-    def fetch(self, run: FeatureRun, directory: Path) -> tuple[tuple[GatheredPart, ...], int]:
-        """Fetch the features of all nodes into `directory`; return all parts, and the bytes fetched."""
-        ranks = {rank.node: rank for rank in run.spec.ranks if rank.public is not None}
-        row_bytes = count_feature_bytes(run.shape, run.precision)
-
-        def fetch(session: Session) -> GatheredPart:
-            return self._fetch(session, ranks[session.name], row_bytes, directory)
-
-        nodes = {name: self.space.sessions[name] for name in ranks if name != HOST_NAME}
-        found = values_or_raise(run_on_all(nodes, fetch), FETCHING)
-        if host := ranks.get(HOST_NAME):
-            found[HOST_NAME] = _part(host, Path(host.public.images) if host.public else Path())
-        num_bytes = sum(ranks[name].num_public for name in nodes) * row_bytes
-        return tuple(found[name] for name in ranks), num_bytes
-
-    def _fetch(self, session: Session, rank: RankSpec, row_bytes: int, directory: Path) -> GatheredPart:
+    def fetch(rank: RankSpec) -> GatheredPart:
         assert rank.public is not None
-        target = directory / f"{rank.node}.npy"
-        with target.open("wb") as file:
-            fetch_results(
-                session,
-                self.space.fleet.python_of(rank.node),
-                self.prepared.worker.path,
-                SendSpec(
-                    Path(rank.public.images).parent.name,
-                    rank.public.images_sha256,
-                    rank.num_public * row_bytes + MAX_HEADER_BYTES,
-                    FEATURE_STORE,
-                ),
-                file,
-                TrafficClass.FEATURES,
-                doing=FETCHING,
-            )
-        return _part(rank, target)
+        start, path = rank.public_start, Path(rank.public.images)
+        if rank.node != HOST_NAME:
+            limit = rank.num_public * row_bytes + MAX_HEADER_BYTES
+            wanted = SendSpec(path.parent.name, rank.public.images_sha256, limit, FEATURE_STORE)
+            path = directory / f"{rank.node}.npy"
+            session, python = space.sessions[rank.node], space.fleet.python_of(rank.node)
+            worker, kind = run.prepared.worker.path, TrafficClass.FEATURES
+            with path.open("wb") as file:
+                fetch_results(session, python, worker, wanted, file, kind, doing=FETCHING)
+        return GatheredPart(rank.node, str(path), rank.public.images_sha256, start, start + rank.num_public)
 
-    def gather(self, spec: RunSpec, parts: tuple[GatheredPart, ...]) -> bool:
-        """Put `parts` together on the host; without any, return whether it has the features already."""
-        (host,) = spec.ranks
-        assert host.public is not None
-        prefix = divide_for(spec, self.prepared, self.options, self.space).prefix
-        wanted = ExtractSpec(host.public, FEATURE_STORE, prefix, host.runtime)
-        with self.observer.preparing(GATHERING, [HOST_NAME]) as on_progress:
-            found = call_worker(
-                self.space.sessions[HOST_NAME],
-                self.space.fleet.python_of(HOST_NAME),
-                self.prepared.worker.path,
-                "gather",
-                GatherSpec(wanted, find_features(self.prepared).shape, parts),
-                Gathered,
-                lambda progress: on_progress(HOST_NAME, progress),
-                doing=GATHERING,
-            )
-        return found.is_stored
+    ranks = [rank for rank in run.spec.ranks if rank.public is not None]
+    nodes = {rank.node: rank for rank in ranks if rank.node != HOST_NAME}
+    fetched = values_or_raise(run_on_all(nodes, fetch), FETCHING)
+    parts = tuple(fetched[rank.node] if rank.node in fetched else fetch(rank) for rank in ranks)
+    return parts, sum(rank.num_public for rank in nodes.values()) * row_bytes
 
 
-def _part(rank: RankSpec, path: Path) -> GatheredPart:
-    assert rank.public is not None
-    start = rank.public_start
-    return GatheredPart(rank.node, str(path), rank.public.images_sha256, start, start + rank.num_public)
+def _gather(run: FeatureRun, parts: tuple[GatheredPart, ...], context: RunContext) -> bool:
+    """Put `parts` together on the host; without any, return whether it has the features already."""
+    (host,) = run.spec.ranks
+    assert host.public is not None
+    wanted = ExtractSpec(host.public, FEATURE_STORE, run.prefix, host.runtime)
+    with context.observer.preparing(GATHERING, [HOST_NAME]) as on_progress:
+        found = call_worker(
+            context.space.sessions[HOST_NAME],
+            sys.executable,
+            run.prepared.worker.path,
+            "gather",
+            GatherSpec(wanted, run.shape, parts),
+            Gathered,
+            lambda progress: on_progress(HOST_NAME, progress),
+            doing=GATHERING,
+        )
+    return found.is_stored

@@ -1,28 +1,16 @@
-"""What a strategy decides about a run, and data-parallel, which changes nothing."""
+"""What a strategy decides about a run: data-parallel, which changes nothing, and split."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from csdctl.errors import InputError
 from csdctl.job.model import Job
-from csdctl.tuning.plan import Plan
-from csdctl.tuning.strategies import DATA_PARALLEL
+from csdctl.tuning.plan import DATA_PARALLEL, SPLIT, Plan
 from csdctl.worker.protocol.features import Recomputed
-from csdctl.workflows.data.deploy import OnDelivery
-from csdctl.workflows.data.prepare import PreparationObserver, Prepared
-from csdctl.workflows.train.run import RunInputs
-from csdctl.workflows.workspace.workspace import Workspace
-
-
-@dataclass(frozen=True)
-class RunContext:
-    """Job, data and machines that a strategy works with."""
-
-    job: Job
-    prepared: Prepared
-    space: Workspace
-    observer: PreparationObserver
-    on_delivery: OnDelivery = lambda *_: None
+from csdctl.worker.protocol.model_info import CutInfo, ModelInfo
+from csdctl.worker.protocol.run_spec import TRAIN_SPLIT, VERIFY_SPLIT, SplitSpec, TaskSpec
+from csdctl.workflows.train.spec import RunContext, RunInputs
 
 
 class Strategy:
@@ -50,3 +38,68 @@ class Strategy:
     def recompute_stored(self, inputs: RunInputs, context: RunContext) -> Mapping[str, Recomputed]:
         """Return, by machine, how results that are stored there compare with what it computes now."""
         return {}
+
+
+_OTHERWISE = "train with --strategy data-parallel"
+
+
+@dataclass
+class Split(Strategy):
+    """Nodes compute the first layers of the model, up to `cut`, the host the rest.
+
+    Each rank's batch is divided into micro-batches: nodes compute some while the host computes others.
+    """
+
+    name: ClassVar[str] = SPLIT
+    cut: str = ""
+    num_micro_batches: int = SplitSpec.num_micro_batches
+
+    def build_inputs(self, inputs: RunInputs, context: RunContext) -> RunInputs:
+        """Return the run with its model divided.
+
+        Raises InputError where the job does not allow that, or the model has no such cut.
+        """
+        return self._build(inputs, context, TRAIN_SPLIT)
+
+    def build_verification(self, inputs: RunInputs, context: RunContext) -> RunInputs:
+        """Return the verification of the divided model; raises what `build_inputs` raises."""
+        return self._build(inputs, context, VERIFY_SPLIT)
+
+    def _build(self, inputs: RunInputs, context: RunContext, task: str) -> RunInputs:
+        check_job(context.job)
+        found = find_cut(context.prepared.model.info, self.cut)
+        split = SplitSpec(found.layer, self.num_micro_batches)
+        spec = replace(inputs.spec, task=TaskSpec(task), split=split, is_balanced=False)
+        return replace(inputs, spec=spec)
+
+
+def check_job(job: Job) -> None:
+    """Raise InputError unless the job lets activations of private samples leave their node."""
+    if job.noise:
+        raise InputError(
+            f"{job.path}: data.private.noise hides each sample in a sum, and activations leave their node "
+            "one by one",
+            remedy=_OTHERWISE,
+        )
+    if job.private_path is not None and not job.may_activations_leave:
+        raise InputError(
+            f"{job.path}: splitting the model sends activations and labels of private samples to the host, "
+            "which the job does not allow",
+            remedy=f"add `activations: may-leave` to data.private (docs/how-to/split.md), or {_OTHERWISE}",
+        )
+
+
+def find_cut(info: ModelInfo, layer: str) -> CutInfo:
+    """Return the cut behind `layer`; raises InputError, naming those that there are."""
+    if not info.cuts:
+        raise InputError(
+            f"{info.name} cannot be split: it is no functional model with one input and a single tensor "
+            "between two layers",
+            remedy=_OTHERWISE,
+        )
+    for cut in info.cuts:
+        if cut.layer == layer:
+            return cut
+    names = ", ".join(cut.layer for cut in info.cuts)
+    what = f"cannot be cut behind {layer!r}" if layer else "has to be cut somewhere"
+    raise InputError(f"{info.name} {what}; its cuts: {names}", remedy="name one of them: --cut LAYER")

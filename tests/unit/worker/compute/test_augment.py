@@ -94,12 +94,12 @@ def test_types_are_converted_where_no_value_changes(body: str, samples: np.ndarr
     [
         ("return samples", "returned a ndarray, expected (samples, labels)"),
         ("pass", "returned a NoneType, expected (samples, labels)"),
-        ("return samples[:3], labels", "returned samples of shape 3×3×3×1, expected 4×3×3×1"),
-        ("return samples, labels[:, None]", "returned labels of shape 4×1, expected 4"),
-        ("return samples / 255, labels", "returned samples of type float64, expected uint8"),
-        ("return samples, labels * np.nan", "returned labels of type float64, expected int32"),
-        ("return samples.astype(str), labels", "returned samples that are no numbers but a ndarray"),
-        ("return samples, {'y': labels}", "returned labels that are no numbers but a dict"),
+        ("return samples[:3], labels", "returned samples as 3×3×3×1 uint8, expected 4×3×3×1 uint8"),
+        ("return samples, labels[:, None]", "returned labels as 4×1 int32, expected 4 int32"),
+        ("return samples / 255, labels", "returned samples as 4×3×3×1 float64, expected 4×3×3×1 uint8"),
+        ("return samples, labels * np.nan", "returned labels as 4 float64, expected 4 int32"),
+        ("return samples.astype(str), labels", "returned samples as a ndarray, expected 4×3×3×1 uint8"),
+        ("return samples, {'y': labels}", "returned labels as a dict, expected 4 int32"),
     ],
 )
 @pytest.mark.filterwarnings("error")
@@ -199,5 +199,5 @@ def test_trial_names_a_module_that_the_job_does_not_name(tmp_path: Path) -> None
     path = Path(trial.reference.rpartition(":")[0])
     path.write_text("import no_helper_in_code\n" + path.read_text())
     Path(trial.code.archive).write_bytes(pack_code([path]))
-    with pytest.raises(WorkerError, match=rf"has no no_helper_in_code, which {path.name} imports"):
+    with pytest.raises(WorkerError, match=rf"importing {path.stem} .*No module named 'no_helper_in_code'"):
         try_augment(trial)

@@ -9,6 +9,7 @@ import pytest
 
 from csdctl.worker.compute.forward import convert, feature_pass
 from csdctl.worker.process.errors import WorkerError
+from csdctl.worker.protocol.features import ConvertSpec
 from csdctl.worker.protocol.run_spec import Prefix
 from tests.unit.worker.compute.built_models import keras
 from tests.unit.worker.ingest.prepared_data import store, store_prefix
@@ -36,7 +37,7 @@ def test_features_are_those_of_keras(tmp_path: Path, input_range: tuple[float, f
 
     prefix = dataclasses.replace(prefix_in(tmp_path), input_range=input_range)
     output = tmp_path / "prefix.tflite"
-    assert convert(prefix, output, tf, keras()) == output.stat().st_size
+    assert convert(ConvertSpec(prefix, str(output))).num_bytes == output.stat().st_size
     lite = dataclasses.replace(prefix, lite=store(output))
     samples = np.random.default_rng(0).integers(0, 256, (70, 12, 12, 3)).astype(np.uint8)
     expected, found = (feature_pass(one, lambda: (tf, keras()), 1).run(samples) for one in (prefix, lite))

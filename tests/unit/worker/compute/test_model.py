@@ -144,7 +144,7 @@ def spec_of(reference: str, directory: Path, **recipe: Any) -> BuildSpec:
 def refusal(directory: Path, reference: str, **recipe: Any) -> str:
     """Return the message of the error, exit code 2, with which the model is refused."""
     with pytest.raises(WorkerError) as caught:
-        build(spec_of(reference, directory, **recipe), directory, keras())
+        build(BuildRequest(spec_of(reference, directory, **recipe), str(directory)))
     assert caught.value.exit_code == 2
     return caught.value.message
 
@@ -157,7 +157,7 @@ def save_keras_file(path: Path, middle: Any) -> str:
 
 def test_keras_file_is_transferred_as_architecture_and_weights(tmp_path: Path) -> None:
     file = save_keras_file(tmp_path / "model.keras", keras().layers.Rescaling(2.0))
-    info = build(spec_of(file, tmp_path), tmp_path, keras())
+    info = build(BuildRequest(spec_of(file, tmp_path), str(tmp_path)))
     assert (info.input_shape, info.output_shape) == ((4, 4, 1), (3,))
     assert {"architecture.json", "weights.npz"} < set(os.listdir(tmp_path))
 
@@ -198,7 +198,7 @@ def test_own_code_at_the_top_of_a_file_goes_to_the_nodes(tmp_path: Path) -> None
     for function in OWN_CODE:
         output = tmp_path / function
         output.mkdir()
-        assert build(spec_of(f"{tmp_path}/mine.py:{function}", output), output, keras()).needs_code
+        assert build(BuildRequest(spec_of(f"{tmp_path}/mine.py:{function}", output), str(output))).needs_code
     archive = tmp_path / "code.zip"
     archive.write_bytes(pack_code([tmp_path / "mine.py"]))
     (tmp_path / "mine.py").unlink()
@@ -262,13 +262,13 @@ def test_model_that_ranks_cannot_train_is_refused(
 
 
 def built(directory: Path, name: str, **recipe: Any) -> ModelInfo:
-    return build(spec_of(f"{directory}/mine.py:{name}", directory, **recipe), directory, keras())
+    return build(BuildRequest(spec_of(f"{directory}/mine.py:{name}", directory, **recipe), str(directory)))
 
 
 def test_subclass_is_built_by_the_shapes_of_the_data(tmp_path: Path) -> None:
     assert not built(tmp_path, "unbuilt").is_built
     spec = spec_of(f"{tmp_path}/mine.py:unbuilt", tmp_path)
-    info = build(replace(spec, sample_shapes={"": ("float32", (4,))}), tmp_path, keras())
+    info = build(BuildRequest(replace(spec, sample_shapes={"": ("float32", (4,))}), str(tmp_path)))
     assert (info.is_built, info.num_parameters, info.input_shape) == (True, 15, (4,))
 
 

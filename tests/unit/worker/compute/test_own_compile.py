@@ -6,7 +6,7 @@ import pytest
 
 from csdctl.worker.compute.model import build, load, save_weights
 from csdctl.worker.process.errors import WorkerError
-from csdctl.worker.protocol.model_info import BUILDER, BuildSpec
+from csdctl.worker.protocol.model_info import BUILDER, BuildRequest, BuildSpec
 from csdctl.worker.protocol.recipe import Recipe
 from tests.unit.worker.compute.built_models import keras
 
@@ -46,7 +46,7 @@ def test_what_the_user_compiled_reaches_the_ranks(tmp_path: Path) -> None:
     file.write_text(TEXT)
     shapes = {"": ("float32", (4,))}
     spec = BuildSpec(f"{file}:build", {}, Recipe(), str(tmp_path), (str(file),), shapes)
-    assert build(spec, tmp_path, keras()).recipe.optimizer == "RMSprop"
+    assert build(BuildRequest(spec, str(tmp_path))).recipe.optimizer == "RMSprop"
     assert BUILDER not in (tmp_path / "architecture.json").read_text()
     loaded = load(tmp_path / "architecture.json", tmp_path / "weights.npz", keras())
     assert type(loaded.optimizer).__name__ == "RMSprop"

@@ -146,10 +146,10 @@ def choose_among(monkeypatch: pytest.MonkeyPatch, seconds: dict[str, list[float]
     """Choose among collectives whose sums take `seconds` on the ranks."""
     kinds = {name: type(name, (Timed,), {"seconds": times}) for name, times in seconds.items()}
     monkeypatch.setattr(collective, "COLLECTIVES", kinds)
-    monkeypatch.setattr(collective, "_time_sum", lambda world, one, on_wait: one)
-    monkeypatch.setattr(collective, "gather_seconds", lambda world, one, on_wait: one.seconds)
+    monkeypatch.setattr(collective, "_time_sum", lambda world, one, on_wait: one.seconds)
+    monkeypatch.setattr(collective, "find_slowest_s", lambda world, seconds, on_wait: max(seconds))
     nothing: Any = None
-    chosen, name, slowest_s = choose_collective(nothing, None, None, wanted, rounds=1)
+    chosen, name, slowest_s = choose_collective(nothing, None, None, wanted)
     return type(chosen).__name__, name, slowest_s
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from csdctl.worker.ingest.look import MAX_BYTES, MAX_PICTURES, look
+from csdctl.worker.ingest.prepare import MAX_BYTES, MAX_PICTURES, look
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.datasets import (
     DataLook,

@@ -130,7 +130,7 @@ class TestFormats:
         assert list(info.inputs) == ["u", "v"]
         assert info.labels == {"a": ("int32", ()), "b": ("float32", ()), "sample_weight": ("float32", ())}
         write_npz(root, x=COLOUR, y=LABELS, sample_weight=np.ones((6, 2)))
-        with pytest.raises(WorkerError, match=r"sample_weight of the .npz at .* has shape \(6, 2\)"):
+        with pytest.raises(WorkerError, match=r"data at .* has sample_weight of shape \(6, 2\)"):
             prepare(spec)
 
     @pytest.mark.parametrize("write", [write_npy, write_idx])

@@ -4,7 +4,7 @@ import contextlib
 import socket
 import threading
 
-from csdctl.worker.protocol.tcp_counters import list_connections
+from csdctl.worker.protocol.processes import list_connections
 
 
 def test_bytes_on_their_way_are_counted_when_they_have_arrived() -> None:

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from csdctl.worker.sandbox import arrivals
-from csdctl.worker.sandbox.arrivals import Arrivals, Tokens
+from csdctl.worker.sandbox import seccomp_supervisor as arrivals
+from csdctl.worker.sandbox.seccomp_supervisor import Arrivals, Tokens
 from tests.patience import WAIT_S, scaled
 
 PEERS = [ipaddress.ip_network("127.0.0.0/8")]

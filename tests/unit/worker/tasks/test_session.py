@@ -15,8 +15,7 @@ import os, socket, sys
 from csdctl.worker.group.channel import socket_name
 from csdctl.worker.protocol.json_codec import from_json
 from csdctl.worker.protocol.run_spec import RunSpec
-from csdctl.worker.tasks.registry import TASKS
-from csdctl.worker.tasks.session import RankSession
+from csdctl.worker.tasks.session import TASKS, RankSession
 from csdctl.worker.tasks.task import FINISHED
 
 class Connects:

@@ -1,21 +1,27 @@
 """Shards are cut from public data that is what was prepared, and kept with their hashes."""
 
-from dataclasses import replace
+import socket
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from csdctl.errors import InputError
+from csdctl.errors import InputError, UnreachableError
+from csdctl.fleet.model import Fleet, Node
 from csdctl.job.model import Job
 from csdctl.placement.equation1 import RankLoad, place_shards
 from csdctl.runs.directory import ProjectDirectory
+from csdctl.shipping.deliver import Delivery, DeliveryProgress
+from csdctl.shipping.payload import FileTree, TreeRequest
 from csdctl.shipping.store import StoredFile, hash_file
+from csdctl.transport.many import Outcome
 from csdctl.worker.data.prepared import rows_of
 from csdctl.worker.protocol.datasets import DatasetInfo
 from csdctl.worker.protocol.recipe import Recipe
 from csdctl.worker.protocol.run_spec import DatasetSlice
-from csdctl.workflows.data.deploy import cut_shards
+from csdctl.workflows.data.deploy import DeployRequest, cut_shards, deploy_request
 
 PLACED = place_shards([RankLoad("host", 10), RankLoad("csd0", 5), RankLoad("csd1", 5)], 40)
 
@@ -94,3 +100,62 @@ def test_only_nodes_that_read_public_samples_get_a_shard(tmp_path: Path, public:
     job = Job(tmp_path / "job.yaml", "model.keras", {}, tmp_path, None, None, Recipe(seed=9))
     assert set(cut_shards(placed, public, job, ProjectDirectory(tmp_path))) == {"csd0"}
     assert not cut_shards(placed, public, replace(job, is_everywhere=True), ProjectDirectory(tmp_path))
+
+
+@dataclass
+class Observer:
+    """Records the trees that were packed and the nodes that finished."""
+
+    trees: list[FileTree] = field(default_factory=list)
+    finished: list[str] = field(default_factory=list)
+
+    def packed(self, request: TreeRequest, tree: FileTree) -> None:
+        self.trees.append(tree)
+
+    def advance(self, progress: DeliveryProgress) -> None:
+        raise AssertionError("nothing can be sent")
+
+    def finish(self, outcome: Outcome[Delivery]) -> None:
+        self.finished.append(outcome.name)
+
+
+@pytest.fixture
+def fleet() -> Fleet:
+    """A node behind a closed port."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    return Fleet((Node("csd0", "127.0.0.1", port=port),))
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    source = tmp_path / "tree"
+    (source / ".git").mkdir(parents=True)
+    (source / ".git" / "config").write_text("x")
+    (source / "code.py").write_text("x")
+    (source / "notes.txt").write_text("x")
+    return source
+
+
+def deploy(fleet: Fleet, request: DeployRequest) -> tuple[dict[str, Outcome[Delivery]], Observer]:
+    observer = Observer()
+    directory = Path(request.trees[0]).parent
+    say = list[str]().append
+    return deploy_request(request, fleet, directory=directory, say=say, observer=observer), observer
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        ({}, {"code.py", "notes.txt"}),
+        ({"ignored": ["*.txt"]}, {"code.py"}),
+        ({"is_everything": True}, {"code.py", "notes.txt", ".git/config"}),
+    ],
+)
+def test_files_of_a_tree_and_the_node_that_fails(
+    fleet: Fleet, tree: Path, options: dict[str, Any], names: set[str]
+) -> None:
+    outcomes, observer = deploy(fleet, DeployRequest(Path("job.yaml"), [str(tree)], **options))
+    assert {name for name, _ in observer.trees[0].files} == names
+    assert isinstance(outcomes["csd0"].error, UnreachableError)
+    assert observer.finished == ["csd0"]

@@ -10,8 +10,10 @@ import pytest
 from csdctl.fleet.model import HOST_NAME, Fleet, Node
 from csdctl.job.model import load_job
 from csdctl.runs.directory import ProjectDirectory
+from csdctl.runs.ledger import Ledger
 from csdctl.transport.local import LocalSession
 from csdctl.workflows.data.prepare import Prepared, prepare_job
+from csdctl.workflows.workspace.workspace import Workspace
 
 JOB = """\
 model: model.py:build
@@ -96,8 +98,10 @@ def preparing(tmp_path: Path) -> Prepare:
         }
         job = load_job(tmp_path / "job.yaml")
         lines: list[str] = []
+        project = ProjectDirectory(tmp_path)
+        space = Workspace(project, fleet, {}, {**sessions}, Ledger(project.ledger, "prepare"))
         try:
-            return prepare_job(job, fleet, sessions, ProjectDirectory(tmp_path), lines.append)
+            return prepare_job(job, space, lines.append)
         finally:
             (tmp_path / "said").write_text("\n".join(lines))
             for session in sessions.values():

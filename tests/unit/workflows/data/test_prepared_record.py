@@ -8,7 +8,7 @@ import pytest
 from csdctl.job.model import Job, load_job
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.worker.protocol.datasets import DatasetInfo
-from csdctl.workflows.data.prepared_record import find_changed, load_prepared, save_prepared
+from csdctl.workflows.data.prepare import find_changed, load_prepared, save_prepared
 
 PUBLIC = DatasetInfo("p", 60_000, (28, 28, 1), "uint8", (), 9, "f", {"undecodable": 2}, {"cat": 5})
 PRIVATE = {"csd0": DatasetInfo("q", 500, (28, 28, 1), "uint8", (), 9, "e")}

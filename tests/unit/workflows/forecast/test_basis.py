@@ -14,8 +14,14 @@ from csdctl.errors import InputError
 from csdctl.fleet.facts import save_facts
 from csdctl.fleet.model import HOST_NAME, Node
 from csdctl.tuning.plan import Plan, Predicted, RankPlan, StrategyPlan, save_plan
-from csdctl.workflows.forecast.basis import ForecastBasis, tuned_basis
-from csdctl.workflows.forecast.forecast import MAX_SEARCHED, Forecast, ForecastRequest, forecast
+from csdctl.workflows.forecast.forecast import (
+    MAX_SEARCHED,
+    Forecast,
+    ForecastBasis,
+    ForecastRequest,
+    forecast,
+    tuned_basis,
+)
 from csdctl.workflows.train.plan import build_fingerprint
 from tests.unit.workflows.measured_project import (
     OVERHEAD_FACTOR,

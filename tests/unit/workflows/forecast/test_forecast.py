@@ -3,13 +3,13 @@ import pytest
 from csdctl.errors import InputError
 from csdctl.perfmodel.published import Network
 from csdctl.tuning.scaling_curve import Power
-from csdctl.workflows.forecast.basis import published_basis
 from csdctl.workflows.forecast.forecast import (
     MAX_NODES,
     ForecastRequest,
     forecast,
     given_power,
     parse_node_counts,
+    published_basis,
 )
 
 

@@ -9,7 +9,7 @@ from csdctl.documents import parse_document
 from csdctl.job.model import JobFile
 from csdctl.worker.protocol.datasets import DataLook, DatasetInfo, PictureSizes, TableSchema
 from csdctl.worker.protocol.model_info import ModelInfo, OutputInfo, OwnCompile
-from csdctl.workflows.init.job_text import (
+from csdctl.workflows.init.init import (
     Looks,
     Sources,
     choose_application_args,

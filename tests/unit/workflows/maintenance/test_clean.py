@@ -14,8 +14,10 @@ def test_plans_runs_models_and_keys_of_the_host_stay(tmp_path: Path) -> None:
         path = tmp_path / ".csdctl" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("12345")
-    options = CleanupOptions(is_removing=True, is_removing_all=True, is_removing_computed=True)
-    outcomes = clean(Fleet(()), options, directory=tmp_path, is_pruning=True)
+    options = CleanupOptions(
+        is_removing=True, is_removing_all=True, is_removing_computed=True, is_pruning=True
+    )
+    outcomes = clean(Fleet(()), options, directory=tmp_path)
     assert outcomes["host"].value
     assert {*outcomes["host"].value.paths} == {".csdctl/objects/4567.npy.part", ".csdctl/features"}
     left = {str(path.relative_to(tmp_path / ".csdctl")) for path in tmp_path.rglob("*") if path.is_file()}

@@ -28,8 +28,7 @@ from csdctl.worker.protocol.model_info import ModelInfo
 from csdctl.workflows.data.model import SerializedModel
 from csdctl.workflows.data.prepare import Prepared
 from csdctl.workflows.predict.predict import _Prediction, list_parts
-from csdctl.workflows.predict.request import CLASSES, PRIVATE, PUBLIC, VALIDATION, PredictRequest
-from csdctl.workflows.predict.writing import Block
+from csdctl.workflows.predict.request import CLASSES, PRIVATE, PUBLIC, VALIDATION, Block, PredictRequest
 from tests.fake_session import FakeConversation, FakeSession, ScriptedResponse
 
 NUM_PUBLIC, NUM_VALIDATION, NUM_PRIVATE = 50, 11, 3
@@ -83,7 +82,7 @@ class Machine(FakeSession):
 
 
 class Silent:
-    """Implements `PredictObserver`, and shows nothing."""
+    """Implements `DeliveryObserver`, and shows nothing."""
 
     def say(self, line: str) -> None:
         pass

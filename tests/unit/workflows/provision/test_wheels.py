@@ -9,14 +9,14 @@ import pytest
 
 from csdctl.documents import load_text
 from csdctl.errors import InputError
-from csdctl.workflows.provision.machine import PYTHONS, Kind
-from csdctl.workflows.provision.wheels import (
+from csdctl.workflows.provision.bundle import (
     LOCK,
     build_download_command,
     select_locked,
     strip_elf,
     trim_wheel,
 )
+from csdctl.workflows.provision.machine import PYTHONS, Kind
 
 ARM = Kind("aarch64", "3.11", sends_python=False)
 LOCKED = """\

@@ -18,9 +18,8 @@ from csdctl.terminal.streams import Streams
 from csdctl.worker.protocol.events import EpochEnd, Event, Finished, Progress
 from csdctl.workflows.runs.compare import compare_runs
 from csdctl.workflows.runs.follow import find_logs, follow_lines, read_last_lines
-from csdctl.workflows.runs.manage import find_latest, list_runs, remove_run, stop_run
+from csdctl.workflows.runs.manage import find_latest, interrupt, list_runs, remove_run, stop_run
 from csdctl.workflows.runs.notification import notifying, parse_command
-from csdctl.workflows.runs.processes import interrupt
 from tests.patience import scaled
 from tests.unit.runs.manifests import manifest_of
 

@@ -25,7 +25,7 @@ from csdctl.workflows.data.prepare import Prepared
 from csdctl.workflows.train import resume as resume_module
 from csdctl.workflows.train.options import TrainOptions
 from csdctl.workflows.train.resume import LATEST, find_resumable, is_complete, load_spec, resume
-from csdctl.workflows.train.spec import build_rank_specs
+from csdctl.workflows.train.spec import RunContext, build_rank_specs
 from tests.unit.runs.manifests import manifest_of
 
 FLEET = Fleet((Node("csd0", "10.1.1.2"), Node("csd1", "10.1.1.3")))
@@ -152,7 +152,7 @@ class TrainedRun:
     def resume(self, job: Job, prepared: Prepared, options: TrainOptions) -> None:
         space: Any = SimpleNamespace(fleet=FLEET, project=ProjectDirectory(self.run.path.parents[2]))
         observer: Any = SimpleNamespace(say=print, on_delivery=None)
-        resume(self.run, job, prepared, space, options, observer)
+        resume(self.run, RunContext(job, prepared, space, observer), options, observer)
 
     def assert_refused(
         self, problem: str, *, job: Job | None = None, prepared: Prepared | None = None, **edit: Any

@@ -4,8 +4,9 @@ import pytest
 
 from csdctl.errors import InputError
 from csdctl.tuning.plan import Plan, Predicted, RankPlan
-from csdctl.workflows.train.options import AUTO, TrainOptions, choose_planned_strategy
+from csdctl.workflows.train.options import AUTO, TrainOptions
 from csdctl.workflows.train.spec import describe_strategy
+from csdctl.workflows.train.train import choose_strategy
 
 PREDICTED = Predicted(
     global_batch=8,
@@ -47,7 +48,8 @@ def plan_for(strategy: str, cut: str = "") -> Plan:
 def test_plan_names_the_strategy_unless_the_user_does(
     strategy: str, cut: str, planned: tuple[str, str], expected: tuple[str, str]
 ) -> None:
-    assert choose_planned_strategy(strategy, cut, plan_for(*planned)) == expected
+    chosen = choose_strategy(TrainOptions(strategy=strategy, cut=cut), plan_for(*planned))
+    assert (chosen.name, chosen.cut) == expected
 
 
 def test_prediction_of_a_plan_is_for_its_strategy_alone() -> None:

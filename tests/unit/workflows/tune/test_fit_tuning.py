@@ -8,7 +8,7 @@ import pytest
 
 from csdctl.errors import OutOfMemoryError
 from csdctl.fleet.model import HOST_NAME
-from csdctl.perfmodel.step_time import StepTime
+from csdctl.perfmodel.prediction import StepTime
 from csdctl.runs.measurements import open_measurements
 from csdctl.tuning.fleet_model import ProbeOutcome, TrialResult
 from csdctl.tuning.plan import RankPlan
@@ -16,8 +16,8 @@ from csdctl.tuning.search import Limits
 from csdctl.worker.protocol.events import CollectiveTimed
 from csdctl.worker.protocol.probe import ProbeRequest
 from csdctl.worker.protocol.run_spec import Runtime
-from csdctl.workflows.tune.fit_tuning import MAX_OOM_RETRIES, SUM_BYTES, FitTuner, TunedFleet
 from csdctl.workflows.tune.fleet_measurements import FleetMeasurements, hash_recipe
+from csdctl.workflows.tune.tune import MAX_OOM_RETRIES, SUM_BYTES, FitTuner, TunedFleet
 from tests.unit.workflows.measured_project import (
     PUBLIC,
     STEPS,
@@ -69,7 +69,7 @@ class ScriptedMeasurer:
             if num_bytes <= self.max_sum_bytes
         ]
 
-    def probe(self, requests: Mapping[str, ProbeRequest]) -> dict[str, ProbeOutcome]:
+    def measure(self, requests: Mapping[str, ProbeRequest]) -> dict[str, ProbeOutcome]:
         self.num_probes += len(requests)
         self.rounds.append(requests)
         return {name: self._outcome(name, request.batch_size) for name, request in requests.items()}

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from csdctl.fleet.model import HOST_NAME
-from csdctl.perfmodel.step_time import StepTime
-from csdctl.runs.measurements import open_measurements
+from csdctl.perfmodel.prediction import StepTime
+from csdctl.runs.measurements import PROBE, open_measurements
 from csdctl.tuning.fleet_model import ClassModel
 from csdctl.tuning.measurements import ProbeMeasurement
 from csdctl.workflows.tune.fleet_measurements import FleetMeasurements, hash_recipe
@@ -25,7 +25,7 @@ EIGHT = settings_of(HOST_NAME)
 
 def remember(at: MeasuredProject, *probes: ProbeMeasurement) -> None:
     with open_measurements(at.project.measurements) as store:
-        store.add_probes(at.features, hash_recipe(at.job, PUBLIC), class_of(HOST_NAME), probes)
+        store.add(PROBE, class_of(HOST_NAME), probes, at.features, hash_recipe(at.job, PUBLIC))
 
 
 def recalled(at: MeasuredProject) -> ClassModel:
@@ -33,7 +33,7 @@ def recalled(at: MeasuredProject) -> ClassModel:
     facts = {name: replace(facts_of(name), memory_available_bytes=32 << 30) for name in at.fleet.machines}
     with open_measurements(at.project.measurements) as store:
         measurements = FleetMeasurements(at.features, hash_recipe(at.job, PUBLIC), at.fleet, facts, store)
-        return measurements.recall_classes()[HOST_NAME]
+        return measurements.recall_fleet().classes[HOST_NAME]
 
 
 def probed(size: int, peak: int = 1 << 30) -> ProbeMeasurement:
@@ -77,6 +77,6 @@ def test_host_that_did_not_train_takes_part_in_the_sum_of_the_newest_trial(at: M
         measurements = FleetMeasurements(
             at.features, hash_recipe(at.job, PUBLIC), at.fleet, facts, store, is_host_training=False
         )
-        newest = measurements.recall_trial(dict.fromkeys(measurements.recall_classes(), LINE))
+        newest = measurements.recall_trial(dict.fromkeys(measurements.recall_fleet().classes, LINE))
     assert newest is not None
     assert [size for _, size in newest[0]] == [0, 16, 16]

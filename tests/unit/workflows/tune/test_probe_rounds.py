@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from csdctl.tuning.fleet_model import ProbeOutcome
 from csdctl.worker.protocol.json_codec import RESULT, to_frame
 from csdctl.worker.protocol.probe import READY, ProbeRequest, ProbeResult
 from csdctl.worker.protocol.run_spec import Runtime
 from csdctl.workflows.tune.probing import IDLE, LOADING, MEASURED, MEASURING, FleetMeasurer, TuneWatch
 from tests.fake_session import FakeConversation, FakeSession
-from tests.unit.workflows.measured_project import make_project, prepared, workspace
+from tests.unit.workflows.measured_project import make_project, run_context, workspace
 
 USUAL, OTHER = Runtime(4), Runtime(4, onednn=False)
 PEAK = 1 << 30
@@ -35,7 +36,7 @@ class Watch(TuneWatch):
     def on_machine(self, name: str, doing: str, batch_size: int = 0, samples_per_s: float = 0.0) -> None:
         self.doings[name].append(doing)
 
-    def on_probes(self, results: Mapping[str, ProbeResult | None]) -> None:
+    def on_probes(self, outcomes: Mapping[str, ProbeOutcome]) -> None:
         pass
 
 
@@ -50,12 +51,9 @@ class Fleet:
             for name in at.fleet.machines
         }
         self.rounds = FleetMeasurer(
-            at.job,
-            prepared(at),
-            workspace(at, self.sessions, 2 * PEAK),
+            run_context(at, workspace(at, self.sessions, 2 * PEAK)),
             dict.fromkeys(self.sessions, USUAL),
             self.watch,
-            lambda _: None,
         )
 
     def of_node(self) -> list[FakeConversation]:

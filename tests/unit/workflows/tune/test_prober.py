@@ -12,7 +12,7 @@ from csdctl.worker.protocol.recipe import Noise
 from csdctl.worker.protocol.run_spec import Runtime
 from csdctl.workflows.tune.probing import Prober, build_probe_command
 from tests.fake_session import FakeSession
-from tests.unit.workflows.measured_project import PUBLIC, MeasuredProject, prepared
+from tests.unit.workflows.measured_project import PUBLIC, MeasuredProject, prepared, run_context, workspace
 
 COMMAND = ["python", "worker.pyz", "probe"]
 
@@ -32,9 +32,9 @@ def test_size_that_is_predicted_not_to_fit_is_not_tried() -> None:
     fake = session(result(8, 700), result(16, 900))
     with closing(Prober(fake, COMMAND, usable_bytes=1200)) as prober:
         prober.start()
-        assert prober.measure(ProbeRequest(8))
-        assert prober.measure(ProbeRequest(16))
-        assert prober.measure(ProbeRequest(32)) is None  # 900 + 16 · 25 = 1300 bytes
+        assert prober.measure(ProbeRequest(8)).step_time_s
+        assert prober.measure(ProbeRequest(16)).step_time_s
+        assert prober.measure(ProbeRequest(32)).step_time_s is None  # 900 + 16 · 25 = 1300 bytes
 
 
 def test_peak_of_the_process_is_not_recorded_for_a_smaller_size() -> None:
@@ -59,22 +59,24 @@ def test_worker_that_fails_otherwise_is_an_error_with_its_cause() -> None:
 def test_size_below_one_that_fitted_is_always_measured() -> None:
     with closing(Prober(session(result(32, 1190), result(16, 1190)), COMMAND, usable_bytes=1200)) as prober:
         prober.start()
-        assert prober.measure(ProbeRequest(32))  # above 90% of the memory, and yet it fitted
-        assert prober.measure(ProbeRequest(16))
+        assert prober.measure(ProbeRequest(32)).step_time_s  # above 90% of the memory, and yet it fitted
+        assert prober.measure(ProbeRequest(16)).step_time_s
 
 
 def test_size_that_killed_the_worker_is_recorded() -> None:
     with closing(Prober(session(exit_code=137), COMMAND, None)) as prober:
         prober.start()
-        assert prober.measure(ProbeRequest(64)) is None
-        assert prober.oom_sizes == {64}
+        outcome = prober.measure(ProbeRequest(64))
+        assert outcome.step_time_s is None
+        assert outcome.is_oom_kill
 
 
 @pytest.mark.parametrize("noise", [None, Noise(1.0, 1.1, 1e-5)])
 def test_noise_is_measured_on_nodes_with_private_samples(at: MeasuredProject, noise: Noise | None) -> None:
-    job, data = replace(at.job, noise=noise), prepared(at)
+    data = prepared(at)
     data.private = {"csd0": PUBLIC}
+    context = run_context(replace(at, job=replace(at.job, noise=noise)), workspace(at, {}), data)
     for name, is_private in (("csd0", True), ("csd1", False)):
-        command = build_probe_command(name, job, at.fleet, data, Runtime())
+        command = build_probe_command(name, context, Runtime())
         spec = from_json(ProbeSpec, command[command.index("--spec") + 1])
         assert (spec.noise, spec.is_private) == (noise, is_private)

@@ -9,9 +9,9 @@ from csdctl.fleet.model import HOST_NAME
 from csdctl.tuning.plan import RankPlan
 from csdctl.worker.protocol.events import EpochEnd, Event, Joined, Progress
 from csdctl.worker.protocol.recipe import Noise
-from csdctl.workflows.tune.trial import _build_spec, read_trial
+from csdctl.workflows.tune.probing import _build_spec, read_trial
 from tests.fake_session import FakeSession
-from tests.unit.workflows.measured_project import PUBLIC, MeasuredProject, prepared, workspace
+from tests.unit.workflows.measured_project import PUBLIC, MeasuredProject, prepared, run_context, workspace
 
 NODES = ("host", "csd0")
 
@@ -88,8 +88,8 @@ def test_trial_adds_the_noise_of_the_job_to_its_private_share(
     data.private, data.num_private = {"csd0": PUBLIC}, {"csd0": 3_000}
     ranks = [RankPlan(node=name, batch_size=10, threads=1) for name in (HOST_NAME, "csd0")]
     space = workspace(at, {rank.node: FakeSession(rank.node) for rank in ranks})
-    job, run = replace(at.job, noise=noise), at.project.new_scratch()
-    spec = _build_spec(run, job, ranks, data, space, 20, None)
+    context = run_context(replace(at, job=replace(at.job, noise=noise)), space, data)
+    spec = _build_spec(at.project.new_scratch(), ranks, context, 20, None)
     assert spec.noise == noise
     host, csd0 = spec.ranks
     assert host.num_private == 0 < csd0.num_private

@@ -11,7 +11,7 @@ from csdctl.tuning.stannis import TuningError
 from csdctl.workflows.tune import tune
 from csdctl.workflows.tune.tune import TuneOptions
 from tests.fake_session import FakeSession
-from tests.unit.workflows.measured_project import PUBLIC, make_project, prepared, workspace
+from tests.unit.workflows.measured_project import PUBLIC, make_project, prepared, run_context, workspace
 
 
 def test_nodes_with_private_data_are_in_every_plan_and_public_data_limit_the_host(
@@ -31,4 +31,4 @@ def test_nodes_with_private_data_are_in_every_plan_and_public_data_limit_the_hos
     data.num_private = {"csd1": 3 * PUBLIC.num_samples}
     space = workspace(at, {name: FakeSession(name) for name in at.fleet.machines})
     with pytest.raises(TuningError, match=r"\['csd1', 'host'\] 0.25"):
-        tune.tune_by_fit(at.job, data, space, TuneOptions(), lambda line: None, None)  # type: ignore[arg-type]
+        tune.tune_by_fit(run_context(at, space, data), TuneOptions(), None)  # type: ignore[arg-type]

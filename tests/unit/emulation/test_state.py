@@ -2,8 +2,18 @@ from pathlib import Path
 
 import pytest
 
-from csdctl.emulation.files import check_may_write, is_unchanged, remove_fleet_file, save_fleet_file
-from csdctl.emulation.state import EmulatedSpec, FleetPaths, FleetState, NodeState, load_state, save_state
+from csdctl.emulation.state import (
+    EmulatedSpec,
+    FleetPaths,
+    FleetState,
+    NodeState,
+    check_may_write,
+    is_unchanged,
+    load_state,
+    remove_fleet_file,
+    save_fleet_file,
+    save_state,
+)
 from csdctl.errors import InputError
 from csdctl.fleet.fleet_file import load_fleet
 

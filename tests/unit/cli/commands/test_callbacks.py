@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from csdctl.cli.callback_files import load_callback
+from csdctl.cli.commands.training import load_callback
 from csdctl.errors import InputError
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from csdctl.emulation.owner import find_owner, watch_owner
+from csdctl.emulation.cleanup import find_owner, watch_owner
 from csdctl.emulation.state import EmulatedSpec, FleetPaths, FleetState, Owner, save_state
 from csdctl.errors import InputError
 
@@ -47,12 +47,6 @@ def test_process_that_got_the_number_of_the_owner_is_not_taken_for_it(tmp_path: 
     earlier = Owner(owner.pid, owner.start_time - 1)
     watch_owner(fleet_of(tmp_path, earlier), earlier)
     assert not (tmp_path / ".csdctl" / "fleet").exists()
-
-
-def test_fleet_that_has_another_owner_stays(tmp_path: Path) -> None:
-    paths = fleet_of(tmp_path, find_owner(os.getpid()))
-    watch_owner(paths, Owner(os.getpid(), 1))
-    assert paths.state.exists()
 
 
 def test_zombie_is_no_owner(process: "subprocess.Popen[bytes]") -> None:

@@ -1,17 +1,16 @@
-"""`csdctl emulate up|status|down`: a fleet on this machine, without hardware."""
+"""Commands for a fleet without hardware: emulate, demo."""
 
+import runpy
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from csdctl.cli import options
+from csdctl.errors import InputError
 from csdctl.terminal.streams import Streams
 
-STATE = Path(".csdctl", "emulated")
-"""The files of the emulated fleet, below the project directory."""
-
-app = typer.Typer(
+emulate = typer.Typer(
     help="Run a fleet on this machine: real SSH servers that share its CPU and memory.",
     add_completion=False,
     rich_markup_mode=None,
@@ -19,7 +18,7 @@ app = typer.Typer(
 )
 
 
-@app.command()
+@emulate.command()
 def up(
     nodes: Annotated[int, typer.Option(help="Number of nodes, 1 to 64.")] = 4,
     cpu: Annotated[float, typer.Option(help="CPU share of each node, in cores.")] = 0.25,
@@ -44,28 +43,58 @@ def up(
     from csdctl.terminal.fleet import EmulatedFleet, show_started
 
     streams = Streams(is_json=json)
-    directory = streams.directory / STATE
+    directory = streams.project.emulated
     spec = EmulatedSpec(nodes, cpu, parse_size(memory))
     was_up = is_up(directory)
     path = start_fleet(directory, spec, fleet_path=fleet, cpu_mechanism=cpu_mechanism, owner_pid=pid)
-    show_started(streams, EmulatedFleet(path, tuple(fleet_status(directory)), was_up, pid))
+    show_started(
+        streams, EmulatedFleet(path, tuple(fleet_status(directory)), was_up, None if was_up else pid)
+    )
 
 
-@app.command()
+@emulate.command()
 def status(json: options.JsonOption = False) -> None:
     """Show the current state of every node of the emulated fleet."""
     from csdctl.emulation.fleet import fleet_status
     from csdctl.terminal.fleet import show_status
 
     streams = Streams(is_json=json)
-    show_status(streams, fleet_status(streams.directory / STATE))
+    show_status(streams, fleet_status(streams.project.emulated))
 
 
-@app.command()
+@emulate.command()
 def down(json: options.JsonOption = False) -> None:
     """Stop the emulated fleet and remove its files, even after a crash."""
     from csdctl.emulation.fleet import stop_fleet
     from csdctl.terminal.fleet import show_stopped
 
     streams = Streams(is_json=json)
-    show_stopped(streams, stop_fleet(streams.directory / STATE))
+    show_stopped(streams, stop_fleet(streams.project.emulated))
+
+
+SCRIPT = Path(__file__).parents[3] / "examples" / "demo.py"
+"""Not part of an installed csdctl."""
+
+
+def demo(
+    directory: Annotated[Path, typer.Option(help="Working directory of the demo.")] = Path("demo"),
+    nodes: Annotated[int, typer.Option(min=1, max=64, help="Number of emulated nodes.")] = 3,
+    cpu: Annotated[float, typer.Option(help="CPU share of each node, in cores.")] = 0.25,
+    transfer: Annotated[
+        bool,
+        typer.Option(
+            "--transfer",
+            help="Learn pictures on top of a pretrained base, and from scratch; downloads 150 MB.",
+        ),
+    ] = False,
+    keep: Annotated[bool, typer.Option("--keep", help="Leave the emulated fleet running.")] = False,
+) -> None:
+    """Train on an emulated fleet, all commands: Fashion-MNIST, or transfer learning."""
+    if not SCRIPT.is_file():
+        raise InputError(
+            "an installed csdctl has no examples: the demo is in csdctl's repository",
+            remedy="run `make demo` there",
+        )
+    run_demo = runpy.run_path(str(SCRIPT))["run_demo"]
+    if code := run_demo(directory, nodes, cpu, is_transfer=transfer, is_keeping=keep):
+        raise typer.Exit(code)

@@ -1,4 +1,4 @@
-"""`csdctl init`."""
+"""Commands for a job's data and code: init, prepare, extract, deploy."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from csdctl.cli import options
+from csdctl.cli.call import Call, on_fleet, on_job
 from csdctl.terminal.streams import Streams
 
 if TYPE_CHECKING:
@@ -60,14 +61,14 @@ def init(
     )
     with PreparingView(streams.views) as view:
         written = init_job(request, streams.directory, streams.say, view.show)
-    _show(streams, written)
+    _show_written(streams, written)
     if written.misfit:
         raise written.misfit
 
 
-def _show(streams: Streams, written: "Written") -> None:
+def _show_written(streams: Streams, written: "Written") -> None:
     """Print what was seen, and the commands that come next."""
-    from csdctl.workflows.init.job_text import describe_data, describe_model
+    from csdctl.workflows.init.init import describe_data, describe_model
 
     looks, misfit = written.looks, written.misfit
     streams.say(f"model: {describe_model(looks.model)}")
@@ -102,3 +103,74 @@ def _look_document(look: "DataLook") -> dict[str, Any]:
         **vars(look),
         "info": {name: one for name, one in vars(look.info).items() if name not in left_out},
     }
+
+
+@on_job
+def prepare(call: Call) -> None:
+    """Convert data and model to the format that training reads; data stays where it is."""
+    from csdctl.terminal.prepare import PreparingView, prepare_document, render_prepared
+    from csdctl.workflows.data.prepare import prepare_fleet
+
+    streams = call.streams
+    with PreparingView(streams.views) as view:
+        prepared = prepare_fleet(
+            call.job, call.fleet, directory=call.directory, say=streams.say, on_progress=view.show
+        )
+    render_prepared(streams.console, prepared)
+    streams.result(prepare_document(prepared))
+
+
+@on_job
+def extract(
+    call: Call,
+    plan: options.PlanOption = None,
+    batch_size: options.BatchSizeOption = None,
+    feature_precision: options.FeaturePrecisionOption = "float32",
+    feature_engine: options.FeatureEngineOption = "keras",
+) -> None:
+    """Compute the output of the model's frozen layers for all samples, where they are stored."""
+    from csdctl.terminal.prepare import PreparationScreen
+    from csdctl.worker.protocol.features import FeatureOptions
+    from csdctl.workflows.train.options import TrainOptions
+    from csdctl.workflows.train.train import TrainRequest
+    from csdctl.workflows.train.train import extract as run_extraction
+
+    streams = call.streams
+    wanted = TrainOptions(features=FeatureOptions(feature_precision, feature_engine))
+    request = TrainRequest(call.job, call.fleet, call.directory, wanted, plan, batch_size)
+    screen = PreparationScreen(streams)
+    found = run_extraction(request, screen)
+    screen.say(found.describe())
+    names = "layer", "shape", "precision", "num_samples", "num_computed", "elapsed_s"
+    streams.result({"schema": "csdctl.extract/1", **{name: getattr(found, name) for name in names}})
+
+
+@on_fleet
+def deploy(
+    call: Call,
+    job: options.JobArgument = options.DEFAULT_JOB,
+    tree: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="SOURCE[:DESTINATION]",
+            help="Copy a directory instead of a job's files; DESTINATION is relative to each node's home.",
+        ),
+    ] = None,
+    ignore: Annotated[
+        list[str] | None, typer.Option(help="Exclude matching files from trees; same syntax as .gitignore.")
+    ] = None,
+    everything: Annotated[
+        bool, typer.Option("--everything", help="Also copy .git, __pycache__ and .csdctl of trees.")
+    ] = False,
+    dry_run: options.DryRunOption = False,
+) -> None:
+    """Copy a job's files, or directory trees, to every node; send only what is missing there."""
+    from csdctl.terminal.nodes import TransferView
+    from csdctl.workflows.data.deploy import DeployRequest, deploy_request
+
+    request = DeployRequest(job, tuple(tree or ()), tuple(ignore or ()), everything, dry_run)
+    with TransferView(call.streams.console, len(call.fleet.nodes), is_dry_run=dry_run) as view:
+        outcomes = deploy_request(
+            request, call.fleet, directory=call.directory, say=call.streams.say, observer=view
+        )
+    call.finish(outcomes, schema="csdctl.deploy/1", is_dry=dry_run)

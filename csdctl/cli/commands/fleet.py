@@ -1,0 +1,459 @@
+"""Commands on the machines of a fleet: discover, trust, doctor, provision, exec, inventory, clean."""
+
+import os
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from csdctl.cli import options
+from csdctl.cli.call import Call, on_fleet
+from csdctl.errors import InputError
+from csdctl.fleet.names import format_node_names
+from csdctl.terminal.streams import Streams, format_json
+
+if TYPE_CHECKING:
+    from csdctl.fleet.model import Fleet
+    from csdctl.terminal.doctor import Setting
+    from csdctl.workflows.discovery.inventory import NodeSource
+    from csdctl.workflows.provision.machine import Kind
+
+
+@on_fleet
+def discover(
+    call: Call,
+    cidr: Annotated[
+        list[str] | None,
+        typer.Option(help="First scan this address range for machines, and write the fleet file."),
+    ] = None,
+    user: Annotated[str, typer.Option(help="User on the machines that --cidr finds; default: root.")] = "",
+    key: Annotated[Path | None, typer.Option(help="Private key for the machines that --cidr finds.")] = None,
+    port: Annotated[
+        int | None, typer.Option(min=1, max=65535, help="SSH port that --cidr scans; default: 22.")
+    ] = None,
+    inventory: Annotated[
+        Path | None,
+        typer.Option(help="First write the fleet file from this output of `ansible-inventory --list`."),
+    ] = None,
+    ssh_config: Annotated[
+        Path | None,
+        typer.Option(help="First write the fleet file from the aliases in this file, such as ~/.ssh/config."),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite an existing fleet file.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the fleet file that would be written, and stop.")
+    ] = False,
+) -> None:
+    """Find the machines of a fleet, and record their hardware and software."""
+    from csdctl.terminal.fleet import DiscoverView, discover_document, render_fleet, show_imported
+    from csdctl.workflows.discovery.discover import discover
+    from csdctl.workflows.discovery.inventory import import_fleet
+
+    source = _parse_source(cidr or [], user, key, port, inventory, ssh_config)
+    if source:
+        found = import_fleet(
+            source,
+            call.fleet_path,
+            directory=call.directory,
+            limit=call.limit or (),
+            exclude=call.exclude or (),
+            force=force,
+            is_dry_run=dry_run,
+        )
+        show_imported(call.streams, found, source.name, is_dry_run=dry_run)
+        if dry_run:
+            return
+        call.limit = call.exclude = None  # the file lists only the nodes that they select
+    elif dry_run or force:
+        raise InputError(
+            "--dry-run and --force apply only when the fleet file is written",
+            remedy="add the source to write it from: --cidr, --inventory or --ssh-config",
+        )
+    with DiscoverView(call.streams.console, len(call.fleet.machines)) as view:
+        result = discover(call.fleet, directory=call.directory, on_done=view.take)
+    render_fleet(call.streams.console, result, verbose=call.streams.is_verbose)
+    call.conclude(discover_document(result), list(result.facts), result.failed)
+
+
+def _parse_source(
+    cidrs: list[str],
+    user: str,
+    key: Path | None,
+    port: int | None,
+    inventory: Path | None,
+    ssh_config: Path | None,
+) -> "NodeSource | None":
+    """Return the source that the options name, if any; raises InputError for more than one."""
+    from csdctl.workflows.discovery.inventory import address_ranges, ansible_inventory
+    from csdctl.workflows.discovery.inventory import ssh_config as of_ssh_config
+
+    of_cidr = {"--user": user, "--key": key, "--port": port}
+    given = [name for name, value in of_cidr.items() if value]
+    if given and not cidrs:
+        raise InputError(f"{given[0]} applies only to machines that --cidr finds", remedy="add --cidr RANGE")
+    path = Path(os.path.abspath(key.expanduser())) if key else None
+    sources: list[NodeSource] = []
+    sources += [address_ranges(cidrs, user or "root", path, port or 22)] if cidrs else []
+    sources += [ansible_inventory(inventory.expanduser())] if inventory else []
+    sources += [of_ssh_config(ssh_config.expanduser())] if ssh_config else []
+    if len(sources) > 1:
+        raise InputError(
+            f"a fleet file is written from one source, received {len(sources)}",
+            remedy="choose one of --cidr, --inventory and --ssh-config",
+        )
+    return sources[0] if sources else None
+
+
+@on_fleet
+def trust(
+    call: Call,
+    forget: Annotated[
+        bool,
+        typer.Option(
+            "--forget", help="Delete the accepted keys of these nodes, after they were reinstalled."
+        ),
+    ] = False,
+    dry_run: options.DryRunOption = False,
+    yes: options.YesOption = False,
+) -> None:
+    """Show the nodes' SSH host keys, and accept all new ones at once."""
+    from csdctl.terminal.fleet import TrustScreen
+    from csdctl.workflows.discovery.trust import check_forgotten, forget_keys, review_keys
+
+    screen = TrustScreen(call.streams, call.fleet, yes=yes, is_dry_run=dry_run)
+    if forget:
+        screen.show_forgotten(forget_keys(call.fleet.nodes, call.streams.project, is_dry_run=dry_run))
+        if not dry_run:
+            check_forgotten(call.fleet, call.directory)
+        return
+    num_accepted = review_keys(call.fleet, call.streams.project, screen.show, is_dry_run=dry_run)
+    if dry_run:
+        call.streams.say("dry run: no key was accepted")
+    elif num_accepted:
+        call.streams.say(f"{num_accepted} keys accepted: {call.streams.project.known_hosts}")
+    call.conclude(screen.document(), [*screen.keys, *screen.failed], screen.failed, is_dry=dry_run)
+
+
+_SETTINGS = ("fleet", "deadline", "connect_deadline", "mpi_deadline", "limit", "exclude")
+_SOURCES = {
+    "COMMANDLINE": "flag",
+    "ENVIRONMENT": "environment",
+    "DEFAULT": "default",
+    "DEFAULT_MAP": "file config.yaml",
+}
+
+
+@on_fleet
+def doctor(
+    call: Call,
+    context: typer.Context,
+    deadline: Annotated[
+        float, typer.Option(envvar="CSDCTL_DEADLINE", help="Seconds for all checks together.")
+    ] = 180.0,
+    connect_deadline: Annotated[
+        float, typer.Option(envvar="CSDCTL_CONNECT_DEADLINE", help="Seconds to connect to a node.")
+    ] = 10.0,
+    mpi_deadline: Annotated[
+        float,
+        typer.Option(
+            envvar="CSDCTL_MPI_DEADLINE",
+            help="Seconds for all machines to start MPI together, and again for their allreduce.",
+        ),
+    ] = 60.0,
+) -> None:
+    """Check that the machines can train together, and report how to fix what fails."""
+    from csdctl.terminal.doctor import ExaminationView, doctor_document
+    from csdctl.workflows.preflight.doctor import DoctorOptions, examine
+
+    deadlines = DoctorOptions(deadline, connect_deadline, mpi_deadline)
+    streams = call.streams
+    settings = list_settings(context, call.fleet)
+    with ExaminationView(streams.console, call.fleet, settings, is_verbose=streams.is_verbose) as view:
+        examination = examine(call.fleet, call.directory, deadlines, view.show)
+    view.finish(examination)
+    streams.result(doctor_document(examination, settings))
+    examination.check()
+
+
+def list_settings(context: typer.Context, fleet: "Fleet") -> "list[Setting]":
+    """Return the settings of one invocation, and those of the fleet file that apply to all machines."""
+    from csdctl.fleet.model import Host
+    from csdctl.terminal.doctor import Setting
+
+    parameters = {parameter.name: parameter for parameter in context.command.params}
+    settings = []
+    for name in _SETTINGS:
+        value = context.params[name]
+        if value is None or name not in parameters:
+            continue
+        text = ",".join(value) if isinstance(value, list | tuple) else str(value)
+        settings.append(Setting(name.replace("_", "-"), text, _source(context, parameters[name], name)))
+    in_file = {
+        "network": (fleet.network, fleet.network != ""),
+        "host.threads": (str(fleet.host.threads), fleet.host != Host()),
+    }
+    for name, (text, is_set) in in_file.items():
+        settings.append(Setting(name, text, f"file {fleet.path}" if is_set else "default"))
+    return settings
+
+
+def _source(context: typer.Context, parameter: object, name: str) -> str:
+    source = context.get_parameter_source(name)
+    word = _SOURCES.get(source.name, source.name.lower()) if source else "default"
+    if word == "environment":
+        return f"environment {getattr(parameter, 'envvar', '')}"
+    return f"flag {getattr(parameter, 'opts', [''])[0]}" if word == "flag" else word
+
+
+@on_fleet
+def provision(
+    call: Call,
+    collect: Annotated[
+        bool, typer.Option("--collect", help="Only collect what the nodes need, on this host.")
+    ] = False,
+    send: Annotated[
+        bool, typer.Option("--send", help="Only collect and send; install nothing. Needs no Ansible.")
+    ] = False,
+    uninstall: Annotated[
+        bool,
+        typer.Option("--uninstall", help="Remove everything that was installed, and csdctl's files there."),
+    ] = False,
+    kind: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ARCHITECTURE[:PYTHON]",
+            help="With --collect: collect for this kind without asking nodes; aarch64 or x86_64:3.12.",
+        ),
+    ] = None,
+    prefix: Annotated[
+        str, typer.Option(help="Directory of everything that is installed, the same on all nodes.")
+    ] = "/opt/csdctl",
+    bundles: Annotated[
+        Path | None, typer.Option(help="Directory of what is collected.  [default: .csdctl/provision]")
+    ] = None,
+    lock: Annotated[
+        Path | None, typer.Option(help="Another lock file of Python packages, with hashes.")
+    ] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="NAME=VALUE",
+            help="Set a variable of the role, such as node_firewall=true.",
+        ),
+    ] = None,
+    tags: Annotated[
+        str, typer.Option(help="Run only tasks with these tags: user, sshd, wheels, limits, …")
+    ] = "",
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", "--check", help="Show what would be sent and changed, without doing it."),
+    ] = False,
+    yes: options.YesOption = False,
+) -> None:
+    """Install Python, the packages for training and MPI on bare nodes."""
+    from csdctl.terminal.nodes import (
+        TransferView,
+        collected_document,
+        provision_document,
+        render_provisioned,
+    )
+    from csdctl.workflows.provision import provision as workflow
+    from csdctl.workflows.provision.bundle import LOCK
+
+    streams = call.streams
+    request = workflow.ProvisionRequest(
+        (bundles or streams.project.state / "provision").absolute(),
+        prefix.rstrip("/"),
+        lock or LOCK,
+        is_dry_run=dry_run,
+        sends_only=send,
+        values=_parse_values(set_ or ()),
+        tags=tags,
+    )
+    if collect:
+        found = (
+            [workflow.collect_kind(request, one, streams.say) for one in _parse_kinds(kind)]
+            if kind
+            else workflow.collect_fleet(request, call.fleet, call.directory, streams.say)
+        )
+        streams.result(collected_document(found))
+        return
+    if uninstall and not dry_run:
+        names = format_node_names(node.name for node in call.fleet.nodes)
+        streams.confirm(f"Remove {prefix} and ~/.csdctl, with prepared data, from {names}?", yes=yes)
+    with TransferView(streams.console, len(call.fleet.nodes)) as view:
+        if uninstall:
+            outcomes = workflow.uninstall(request, call.fleet, directory=call.directory, on_task=view.task)
+        else:
+            outcomes = workflow.provision(
+                request,
+                call.fleet,
+                directory=call.directory,
+                say=streams.say,
+                on_progress=view.advance,
+                on_sent=view.sent,
+                on_task=view.task,
+            )
+    render_provisioned(streams.console, outcomes, request)
+    call.finish(outcomes, provision_document(outcomes, request), is_dry=dry_run)
+
+
+def _parse_values(texts: Sequence[str]) -> dict[str, str]:
+    """Return the variables of `--set` by name; raises InputError for an unusable one."""
+    parsed = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals or not name.isidentifier():
+            raise InputError(
+                f"--set {text!r} is not NAME=VALUE", remedy="for example --set node_firewall=true"
+            )
+        parsed[name] = value
+    return parsed
+
+
+def _parse_kinds(texts: Sequence[str]) -> "list[Kind]":
+    """Return the kinds of `--kind`; without a version, Python itself is collected, too."""
+    from csdctl.workflows.provision.machine import ARCHITECTURES, PYTHONS, SENT_PYTHON, Kind
+
+    kinds = []
+    for text in texts:
+        architecture, colon, python = text.partition(":")
+        if architecture not in ARCHITECTURES or (colon and python not in PYTHONS):
+            raise InputError(
+                f"--kind {text!r} is unknown",
+                remedy=f"give {' or '.join(ARCHITECTURES)}; with {', '.join(PYTHONS)} if nodes have that",
+            )
+        kinds.append(Kind(architecture, python or SENT_PYTHON, sends_python=not colon))
+    return kinds
+
+
+@on_fleet
+def exec(
+    call: Call,
+    command: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="COMMAND",
+            help="After `--`: a command with its arguments, or one quoted shell line; of a task, KEY=VALUE.",
+        ),
+    ] = None,
+    host: Annotated[bool, typer.Option("--host", help="Run it on the host too, in this directory.")] = False,
+    task: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE.py:TASK", help="Run this Fabric task instead, on a connection to each node."
+        ),
+    ] = None,
+    timeout: Annotated[
+        float | None,
+        typer.Option(help="Seconds after which a command is ended; default: 60, of a task's commands 600."),
+    ] = None,
+    connect_deadline: Annotated[
+        float, typer.Option(envvar="CSDCTL_CONNECT_DEADLINE", help="Seconds to connect to a node.")
+    ] = 10.0,
+) -> None:
+    """Run a command, or a Fabric task, on all nodes at once; equal answers are one row."""
+    from csdctl.terminal.nodes import CountView, exec_document, render_answers
+    from csdctl.workflows.exec.run_command import ExecOptions, parse_command, run_command
+
+    words = command or []
+    chosen = ExecOptions((600.0 if task else 60.0) if timeout is None else timeout, connect_deadline, host)
+    if task is None:
+        parse_command(words)
+    directory = call.directory
+    with CountView(call.streams.console, "running", len(call.fleet.nodes) + host) as view:
+        if task is None:
+            result = run_command(call.fleet, words, directory=directory, options=chosen, on_done=view.show)
+        else:
+            from csdctl.workflows.exec.run_task import run_task
+
+            result = run_task(call.fleet, task, words, directory=directory, options=chosen)
+    render_answers(call.streams, result)
+    retry = shlex.join(["--task", task, *words] if task else ["--", *words])
+    call.conclude(exec_document(result, words, task), result.machines, result.failed, f" {retry}")
+
+
+def inventory(
+    fleet: options.FleetOption = options.DEFAULT_FLEET,
+    form: Annotated[
+        Literal["ansible", "json", "ssh-config"],
+        typer.Option("--format", help="ansible: for ansible-playbook -i; ssh-config: for ssh -F; or json."),
+    ] = "ansible",
+    output: Annotated[Path | None, typer.Option(help="Write to this file instead of stdout.")] = None,
+    limit: options.LimitOption = None,
+    exclude: options.ExcludeOption = None,
+) -> None:
+    """Print the nodes of the fleet as an Ansible inventory, an ssh_config or JSON."""
+    from csdctl.documents import save_text
+    from csdctl.reporting.numbers import format_count
+    from csdctl.terminal.fleet import fleet_document
+    from csdctl.workflows.discovery.inventory import TEXT_FORMATS
+    from csdctl.workflows.workspace.partial_failure import choose_fleet
+
+    streams = Streams()
+    chosen = choose_fleet(fleet, limit, exclude)
+    if form == "json":
+        text = format_json(fleet_document(chosen), indent=2) + "\n"
+    else:
+        text = TEXT_FORMATS[form](chosen, streams.directory)
+    if output:
+        save_text(output, text)
+        streams.say(f"{format_count(chosen.nodes, 'node')}: {output} written")
+    else:
+        streams.write(text)
+
+
+@on_fleet
+def clean(
+    call: Call,
+    everything: Annotated[
+        bool,
+        typer.Option(
+            "--everything", help="Remove everything csdctl wrote on the nodes, prepared data included."
+        ),
+    ] = False,
+    unused: Annotated[
+        bool,
+        typer.Option(
+            "--unused",
+            help="Remove stored files that no deployed tree uses; they are sent again when needed.",
+        ),
+    ] = False,
+    computed: Annotated[
+        bool,
+        typer.Option(
+            "--computed",
+            help="Remove features and predictions on host and nodes; they are computed again when needed.",
+        ),
+    ] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Also stop a csdctl that is running there now, from any host.")
+    ] = False,
+    dry_run: options.DryRunOption = False,
+    yes: options.YesOption = False,
+) -> None:
+    """Stop processes and remove files that earlier csdctl commands left on the machines."""
+    from csdctl.launch.leftovers import CleanupOptions
+    from csdctl.terminal.fleet import render_cleaned
+    from csdctl.workflows.maintenance.clean import clean
+
+    if everything and not dry_run:
+        num_nodes = len(call.fleet.nodes)
+        call.streams.confirm(f"Remove everything csdctl wrote on {num_nodes} nodes?", yes=yes)
+    outcomes = clean(
+        call.fleet,
+        CleanupOptions(
+            is_ending=not dry_run,
+            is_removing=not dry_run,
+            is_removing_all=everything,
+            is_removing_computed=computed,
+            is_pruning=unused and not dry_run,
+            is_forced=force,
+        ),
+        directory=call.directory,
+        on_done=lambda outcome: render_cleaned(call.streams.console, outcome, is_dry=dry_run),
+    )
+    call.finish(outcomes, schema="csdctl.clean/1", is_dry=dry_run)

@@ -1,0 +1,316 @@
+"""Commands that use a model: train, predict, scale."""
+
+import runpy
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from csdctl.cli import options
+from csdctl.cli.call import Call, on_job
+from csdctl.errors import InputError
+from csdctl.notify import shorten
+from csdctl.terminal.streams import Streams
+from csdctl.worker.protocol.orders import COLLECTIVE_NAMES
+
+if TYPE_CHECKING:
+    from csdctl.supervision.event_callbacks import Callback
+    from csdctl.workflows.train.train import TrainRequest
+MAX_CALLBACK_ERROR_CHARS = 500
+
+
+@on_job
+def train(
+    call: Call,
+    plan: options.PlanOption = None,
+    batch_size: options.BatchSizeOption = None,
+    max_steps: options.MaxStepsOption = None,
+    dry_run: options.DryRunOption = False,
+    resume: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RUN",
+            help="Resume this run from its last completed step (`latest` works).",
+            autocompletion=options.complete_runs,
+        ),
+    ] = None,
+    min_nodes: Annotated[
+        int, typer.Option(help="Continue without lost nodes while at least this many are left.")
+    ] = 1,
+    rebalance: Annotated[
+        bool,
+        typer.Option("--rebalance/--no-rebalance", help="Adjust batch sizes when a node's speed changes."),
+    ] = True,
+    collective: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME", help=f"How gradients are summed: {', '.join(COLLECTIVE_NAMES)} or auto."
+        ),
+    ] = "auto",
+    strategy: options.StrategyOption = "auto",
+    feature_precision: options.FeaturePrecisionOption = "float32",
+    feature_engine: options.FeatureEngineOption = "keras",
+    cut: options.CutOption = "",
+    micro_batches: options.MicroBatchesOption = 4,
+    checkpoint_seconds: Annotated[
+        float, typer.Option(help="Write a checkpoint after each epoch, and at this interval in seconds.")
+    ] = 600.0,
+    keep: Annotated[int, typer.Option(help="Number of checkpoints to keep, besides the best.")] = 3,
+    start_deadline: Annotated[
+        float, typer.Option(help="Seconds within which every rank must be ready.")
+    ] = 300.0,
+    silence_deadline: Annotated[
+        float, typer.Option(help="Stop the run after this many seconds without a step.")
+    ] = 300.0,
+    callback: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FILE.py:NAME",
+            help="Call this function of yours with every event of the run, in a thread of its own.",
+        ),
+    ] = None,
+    metrics: Annotated[
+        str,
+        typer.Option(metavar="[HOST:]PORT", help="Serve figures of the run over HTTP, for Prometheus."),
+    ] = "",
+    skip_doctor: options.SkipDoctorOption = False,
+    detach: Annotated[
+        bool,
+        typer.Option(
+            "--detach/--no-detach",
+            help="Train in the background, without this terminal; `csdctl runs watch` shows the run.",
+        ),
+    ] = False,
+    notify: Annotated[
+        str | None,
+        typer.Option(
+            metavar="COMMAND",
+            help="Run this when the run has ended; CSDCTL_RUN, CSDCTL_STATE and CSDCTL_EXIT_CODE are set.",
+        ),
+    ] = None,
+) -> None:
+    """Train synchronously on the host and all nodes, each with its own batch size."""
+    from csdctl.reporting.live_metrics import serve_metrics
+    from csdctl.supervision.run_setup import Patience
+    from csdctl.worker.protocol.features import FeatureOptions
+    from csdctl.workflows.train.options import TrainOptions
+    from csdctl.workflows.train.train import TrainRequest
+
+    streams = call.streams
+    if detach and not dry_run:
+        start_detached(streams)
+        return
+    callbacks = [load_callback(reference) for reference in callback or ()]
+    callbacks += [serve_metrics(metrics)] if metrics and not dry_run else []
+    wanted = TrainOptions(
+        Patience(start_s=start_deadline, silence_s=silence_deadline),
+        max_steps,
+        min_nodes,
+        rebalance,
+        checkpoint_seconds,
+        keep,
+        collective,
+        tuple(callbacks),
+        strategy,
+        FeatureOptions(feature_precision, feature_engine),
+        cut,
+        micro_batches,
+    )
+    request = TrainRequest(
+        call.job, call.fleet, call.directory, wanted, plan, batch_size, resume, skip_doctor
+    )
+    _train(streams, request, notify, is_dry_run=dry_run)
+
+
+def load_callback(reference: str) -> "Callback":
+    """Run the user's file of `FILE.py:NAME` and return its function NAME; raises InputError.
+
+    What lies beside the file can be imported, after what is installed.
+    """
+    written, _, name = reference.rpartition(":")
+    path = Path(written).expanduser()
+    if path.suffix != ".py" or not name.isidentifier():
+        raise InputError(f"received callback {reference!r}", remedy="expected FILE.py:NAME")
+    if not path.is_file():
+        raise InputError(f"the file of callback {reference} does not exist")
+    found = _run_file(path, reference).get(name)
+    if not callable(found):
+        what = "is not a function" if found is not None else "does not exist"
+        raise InputError(f"{name} {what} in {path}", remedy=f"define it: def {name}(event): …")
+    return found
+
+
+def _run_file(path: Path, reference: str) -> dict[str, object]:
+    """Run a file as a module, and return what it defines."""
+    sys.path.append(str(path.resolve().parent))
+    try:
+        return runpy.run_path(str(path))
+    except (Exception, SystemExit) as error:
+        frames = reversed(traceback.extract_tb(error.__traceback__))  # the innermost place first
+        line = next((f" in line {at.lineno}" for at in frames if at.filename == str(path)), "")
+        what = shorten(f"{type(error).__name__}: {error}", MAX_CALLBACK_ERROR_CHARS)
+        raise InputError(f"the file of callback {reference} failed{line}: {what}") from error
+
+
+def _train(streams: Streams, request: "TrainRequest", notify: str | None, *, is_dry_run: bool) -> None:
+    """Train, and tell another program of the end; or show what would be trained."""
+    from csdctl.terminal.train import TrainingScreen, show_training_rehearsal
+    from csdctl.workflows.runs.notification import notifying, parse_command
+
+    if is_dry_run:
+        show_training_rehearsal(streams, request)
+        return
+    screen = TrainingScreen(streams, emulated=request.fleet.emulated)
+    with notifying(parse_command(notify), lambda: screen.run, streams.say):
+        screen.train(request)
+
+
+def start_detached(streams: Streams) -> None:
+    """Start this command line again in the background; return once its run trains."""
+    from csdctl.workflows.runs import follow
+    from csdctl.workflows.runs.manage import process_of
+
+    arguments = build_background_arguments(sys.argv[1:])
+    run = follow.start_detached(streams.project, arguments, streams.say)
+    if run is None:
+        streams.say("nothing was left to train: no run goes on in the background")
+        streams.result({"schema": "csdctl.train/1", "detached": False})
+        return
+    streams.say(f"run {run.run_id} goes on in the background, process {process_of(run).pid}")
+    streams.say(f"to see it: csdctl runs watch {run.run_id}; to stop it: csdctl runs stop {run.run_id}")
+    streams.result({"schema": "csdctl.train/1", "run": run.run_id, "path": str(run.path), "detached": True})
+
+
+def build_background_arguments(words: Sequence[str]) -> list[str]:
+    """Return the arguments of the csdctl that trains in the background, from those of this command line."""
+    kept = [word for word in words if word not in ("--detach", "--json")]
+    # Without it, `detach` in the user's config.yaml would make that process start another one, without end.
+    behind = kept.index("train") + 1
+    return [*kept[:behind], "--no-detach", *kept[behind:]]
+
+
+@on_job
+def predict(
+    call: Call,
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN|MODEL.keras",
+            help="A run, by its id or how that begins (`latest` works), or a .keras file.",
+        ),
+    ],
+    job: Annotated[
+        Path | None, typer.Option(help="The job whose data is used; default: the run's, else job.yaml.")
+    ] = None,
+    on: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DATA",
+            help="private, public, validation or all; default: private if the job has it, else public.",
+        ),
+    ] = None,
+    want: Annotated[
+        str,
+        typer.Option(
+            metavar="WHAT",
+            help="classes (with probability; of a regression its value), scores (all outputs), or "
+            "embeddings: sent with the sample's node and row, without a file name.",
+        ),
+    ] = "classes",
+    layer: Annotated[
+        str, typer.Option(metavar="NAME", help="The layer whose output the embeddings are.")
+    ] = "",
+    output: Annotated[
+        Path, typer.Option(metavar="FILE", help="Write to this file: .csv, .parquet or .npz.")
+    ] = Path("predictions.csv"),
+) -> None:
+    """Run a trained model over samples where they are stored; only its answers are sent."""
+    from csdctl.terminal.prepare import PreparationScreen
+    from csdctl.workflows.predict.predict import predict as run_prediction
+    from csdctl.workflows.predict.request import check_request
+
+    streams = call.streams
+    request = check_request(
+        model,
+        job,
+        call.fleet,
+        call.directory,
+        on=on,
+        want=want,
+        layer=layer,
+        output=output,
+    )
+    screen = PreparationScreen(streams)
+    found = run_prediction(request, screen)
+    by_machine = ", ".join(f"{name} {count:,}" for name, count in found.num_rows_of.items())
+    earlier = found.num_rows - found.num_computed
+    screen.say(
+        f"{found.output}: {found.num_rows:,} rows ({by_machine}); {found.num_computed:,} computed, "
+        f"{earlier:,} found, in {found.elapsed_s:.1f} s"
+    )
+    asked = {"model": request.model, "on": request.on, "want": request.want, "layer": request.layer}
+    answers = {name: value for name, value in vars(found).items() if name != "missing"}
+    streams.result({"schema": "csdctl.predict/1", **asked, **answers, "failed": found.missing})
+    found.check()
+
+
+@on_job
+def scale(
+    call: Call,
+    nodes: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NUMBERS",
+            help="Numbers of nodes: 0,1,2 or 0..36; 0 is the host alone. Default: 0, 1, 2, 4 … and all.",
+        ),
+    ] = None,
+    weak: Annotated[
+        bool, typer.Option("--weak", help="Only the weak series: every rank keeps its batch size.")
+    ] = False,
+    strong: Annotated[
+        bool, typer.Option("--strong", help="Only the strong series: the global batch size stays.")
+    ] = False,
+    plan: options.PlanOption = None,
+    batch_size: options.BatchSizeOption = None,
+    max_steps: options.MaxStepsOption = None,
+    skip_doctor: options.SkipDoctorOption = False,
+    html: options.HtmlOption = None,
+    dry_run: options.DryRunOption = False,
+) -> None:
+    """Train with 0, 1, 2 … nodes, and show speed-up, efficiency and energy."""
+    from csdctl.documents import save_text
+    from csdctl.reporting.page import render_scaling_page
+    from csdctl.reporting.scaling import KINDS
+    from csdctl.terminal.report import show_points, show_series
+    from csdctl.terminal.train import train_point
+    from csdctl.workflows.forecast.forecast import parse_node_counts
+    from csdctl.workflows.train.options import TrainOptions
+    from csdctl.workflows.train.scale import STRONG, WEAK, ScaleRequest, plan_points, run_series
+    from csdctl.workflows.train.train import TrainRequest
+
+    streams = call.streams
+    kinds = [kind for kind, is_asked in ((WEAK, weak), (STRONG, strong)) if is_asked] or list(KINDS)
+    # Batch sizes that moved during a run would be another plan than that of its point.
+    wanted = TrainOptions(max_steps=max_steps, is_balanced=False)
+    training = TrainRequest(
+        call.job,
+        call.fleet,
+        call.directory,
+        wanted,
+        plan,
+        batch_size,
+        is_preflight_skipped=skip_doctor,
+    )
+    request = ScaleRequest(training, kinds, parse_node_counts(nodes) if nodes is not None else ())
+    if dry_run:
+        show_points(streams, plan_points(request))
+        return
+    found = run_series(request, lambda point, of: train_point(streams, point, of))
+    for kind, series in found.items():
+        path = html.with_stem(f"{html.stem}-{kind}") if html and len(found) > 1 else html
+        if path:
+            save_text(path, render_scaling_page(series))
+        show_series(streams, kind, series, path)

@@ -1,0 +1,233 @@
+"""Commands before a training: tune, forecast, measurements, verify."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from csdctl.cli import options
+from csdctl.cli.call import Call, on_job
+from csdctl.errors import InputError
+from csdctl.perfmodel.published import Network
+from csdctl.terminal.streams import Streams
+from csdctl.tuning.stannis import DEFAULT_BATCH_SIZES, DEFAULT_MARGIN_SCALE, DEFAULT_STEP_DIVISOR
+
+DEFAULT_BATCH_SIZE_LIST = ",".join(map(str, DEFAULT_BATCH_SIZES))
+
+
+@on_job
+def tune(
+    call: Call,
+    method: Annotated[
+        str, typer.Option(help="fit: a model fitted to few probes; stannis: the paper's Algorithm 1.")
+    ] = "fit",
+    max_global_batch: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="fit: the largest global batch size; default: 4 × recipe.reference_batch, and at most a "
+            "tenth of an epoch's samples.",
+        ),
+    ] = None,
+    global_batch: Annotated[int | None, typer.Option(min=1, help="fit: the exact global batch size.")] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="fit: ignore earlier measurements.")] = False,
+    explore: Annotated[
+        bool,
+        typer.Option(
+            "--explore/--no-explore", help="fit: also probe threads and oneDNN, and use the faster settings."
+        ),
+    ] = True,
+    host: Annotated[
+        bool,
+        typer.Option(
+            "--host/--no-host",
+            help="Whether the host trains, or only sums gradients; by default it trains, unless the fleet is "
+            "5% faster without it.",
+        ),
+    ] = True,
+    strategy: Annotated[
+        str,
+        typer.Option(
+            metavar="STRATEGY",
+            help="fit: compare the strategies (auto), or plan for one: data-parallel, features or split.",
+        ),
+    ] = "auto",
+    cut: Annotated[
+        str, typer.Option(metavar="LAYER", help="fit: the last layer of the nodes, for --strategy split.")
+    ] = "",
+    probe_seconds: Annotated[float, typer.Option(help="Minimum duration of a probe.")] = 1.0,
+    batch_sizes: Annotated[
+        str, typer.Option(help="stannis: the batch sizes to probe.")
+    ] = DEFAULT_BATCH_SIZE_LIST,
+    step_divisor: Annotated[
+        float,
+        typer.Option(
+            "-C",
+            "--step-divisor",
+            help="stannis: C; a larger value takes smaller steps.",
+        ),
+    ] = DEFAULT_STEP_DIVISOR,
+    margin_scale: Annotated[
+        float,
+        typer.Option(
+            "-E",
+            "--margin-scale",
+            help="stannis: E; 20 leaves a margin of 5%, the paper's value 5 leaves 20%.",
+        ),
+    ] = DEFAULT_MARGIN_SCALE,
+) -> None:
+    """Measure the machines and write the plan with the highest throughput."""
+    from csdctl.terminal.tune import TuningScreen, plan_document, render_plan
+    from csdctl.tuning.search import Limits
+    from csdctl.workflows.tune.options import TuneOptions
+    from csdctl.workflows.tune.tune import tune_job
+
+    streams = call.streams
+    tune_options = TuneOptions(
+        method=method,
+        limits=Limits(max_global_batch, global_batch),
+        is_fresh=fresh,
+        is_exploring=explore,
+        is_host_training=host,
+        batch_sizes=_parse_sizes(batch_sizes),
+        step_divisor=step_divisor,
+        margin_scale=margin_scale,
+        probe_duration_s=probe_seconds,
+        strategy=strategy,
+        cut=cut,
+    )
+    saved = tune_job(call.job, call.fleet, call.directory, tune_options, TuningScreen(streams))
+    render_plan(streams.console, saved.plan, str(saved.path.relative_to(call.directory)))
+    streams.result(plan_document(saved.plan, str(saved.path)))
+
+
+def _parse_sizes(text: str) -> tuple[int, ...]:
+    try:
+        sizes = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        sizes = ()
+    if not sizes or min(sizes) < 1:
+        raise InputError(
+            f"invalid --batch-sizes {text!r}",
+            remedy="give whole numbers of at least 1, such as 4,8,16,32",
+        )
+    return sizes
+
+
+@on_job
+def forecast(
+    call: Call,
+    published: Annotated[
+        Network | None,
+        typer.Option(help="Forecast this network from the STANNIS paper, on Newport CSDs, instead of a job."),
+    ] = None,
+    nodes: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NUMBERS", help="Numbers of nodes: 24, 1..36, or 4,8,16; default: 0 to all nodes."
+        ),
+    ] = None,
+    epochs: Annotated[int | None, typer.Option(min=1, help="Number of epochs; default: the job's.")] = None,
+    samples: Annotated[
+        int | None, typer.Option(min=1, help="Samples per epoch, public and private, for time and energy.")
+    ] = None,
+    max_global_batch: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Largest global batch size; default: the limit that the plan was tuned with."
+        ),
+    ] = None,
+    host_watts: Annotated[
+        float | None,
+        typer.Option(help="Power in watts that does not depend on the number of training nodes."),
+    ] = None,
+    node_watts: Annotated[
+        float | None, typer.Option(help="Power in watts that each training node adds.")
+    ] = None,
+    alone_watts: Annotated[
+        float | None,
+        typer.Option(help="Power in watts of the host alone, with ordinary drives; default: --host-watts."),
+    ] = None,
+    sum_seconds: Annotated[
+        float | None, typer.Option(min=0, help="Seconds that each node adds to the sum over the ranks.")
+    ] = None,
+) -> None:
+    """Forecast throughput, time and energy for any number of nodes."""
+    from csdctl.terminal.forecast import forecast_document, render_forecast
+    from csdctl.workflows.forecast.forecast import (
+        ForecastRequest,
+        JobOnFleet,
+        forecast_subject,
+        given_power,
+        parse_node_counts,
+    )
+
+    streams = call.streams
+    request = ForecastRequest(
+        parse_node_counts(nodes) if nodes is not None else None,
+        epochs,
+        samples,
+        given_power(host_watts, node_watts, alone_watts),
+        sum_seconds,
+    )
+    subject = published or JobOnFleet(call.job_path, call.fleet_path, call.limit, call.exclude)
+    result = forecast_subject(subject, request, call.directory, streams.say, max_global_batch)
+    if streams.is_json:
+        streams.result(forecast_document(result))
+    else:
+        render_forecast(streams.console, result)
+
+
+def measurements(json: options.JsonOption = False) -> None:
+    """Show earlier measurements and how well they predicted each trial."""
+    from csdctl.terminal.measurements import measurements_document, render_measurements
+    from csdctl.workflows.reporting.report import load_measurements
+
+    streams = Streams(is_json=json)
+    overview = load_measurements(streams.project, streams.say)
+    path = str(streams.project.measurements.relative_to(streams.directory))
+    if json:
+        streams.result(measurements_document(overview, path))
+    else:
+        render_measurements(streams.console, overview, path)
+
+
+@on_job
+def verify(
+    call: Call,
+    plan: Annotated[
+        Path | None,
+        typer.Option(help="Plan to use; default: the one `tune` wrote, or batch size 16 on all ranks."),
+    ] = None,
+    batch_size: options.BatchSizeOption = None,
+    strategy: options.StrategyOption = "auto",
+    cut: options.CutOption = "",
+    micro_batches: options.MicroBatchesOption = 4,
+    feature_precision: options.FeaturePrecisionOption = "float32",
+    feature_engine: options.FeatureEngineOption = "keras",
+) -> None:
+    """Check that your fleet computes the same gradient of your model as one process."""
+    from csdctl.errors import RunError
+    from csdctl.terminal.prepare import PreparationScreen
+    from csdctl.terminal.tune import describe_features, render_verified, verify_document
+    from csdctl.worker.protocol.features import FeatureOptions
+    from csdctl.workflows.train.options import TrainOptions
+    from csdctl.workflows.train.train import TrainRequest
+    from csdctl.workflows.train.verify import judge, run_verification
+
+    streams = call.streams
+    features = FeatureOptions(feature_precision, feature_engine)
+    options = TrainOptions(strategy=strategy, cut=cut, num_micro_batches=micro_batches, features=features)
+    request = TrainRequest(call.job, call.fleet, call.directory, options, plan, batch_size)
+    found = run_verification(request, PreparationScreen(streams))
+    verdict = judge(found.result, found.nodes)
+    shown = found.result, verdict, found.nodes
+    render_verified(streams.console, *shown, emulated=call.fleet.emulated)
+    document = verify_document(*shown, emulated=call.fleet.emulated)
+    if found.features:
+        streams.console.print(f"stored features: {describe_features(found.features)}", soft_wrap=True)
+        document["features"] = found.features
+    streams.result(document)
+    found.check_features()
+    if not verdict.is_equal:
+        raise RunError(verdict.text, remedy=verdict.remedy)

@@ -1,0 +1,53 @@
+"""Lines that are printed while a live view is drawn by another thread."""
+
+import io
+import threading
+from collections.abc import Iterator
+
+import pytest
+from rich.console import Console, ConsoleOptions
+from rich.live import Live
+from rich.progress import Progress
+from rich.segment import Segment
+
+from csdctl.terminal.console import PrintableConsole
+from csdctl.terminal.view import live_on, new_progress
+
+
+class Paused:
+    """A line that is being laid out until it may be `finished`."""
+
+    def __init__(self) -> None:
+        self.is_reached, self.may_finish = threading.Event(), threading.Event()
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
+        self.is_reached.set()
+        self.may_finish.wait()
+        yield Segment("a line")
+
+
+@pytest.mark.parametrize("kind", ["live", "progress"])
+def test_view_is_not_drawn_while_a_line_is_printed(kind: str) -> None:
+    output, drawn, line = io.StringIO(), threading.Event(), Paused()
+    console = PrintableConsole(file=output, force_terminal=True, width=80, height=24, _environ={})
+    view: object = new_progress(console) if kind == "progress" else live_on(console, lambda: "view")
+    assert isinstance(view, Live | Progress)
+    display = view.live if isinstance(view, Progress) else view
+    display.auto_refresh = False
+
+    def draw() -> None:
+        display.refresh()
+        drawn.set()
+
+    with view:
+        printing = threading.Thread(target=console.print, args=(line,))
+        printing.start()
+        line.is_reached.wait()
+        drawing = threading.Thread(target=draw)
+        drawing.start()
+        is_early = drawn.wait(0.2)
+        line.may_finish.set()
+        printing.join()
+        drawing.join()
+    assert not is_early
+    assert "a line" in output.getvalue()
