@@ -181,7 +181,7 @@ def measure_sums(space: Workspace, sizes: Sequence[tuple[int, int]]) -> list[Col
     worker = store_bytes(pack_worker(), ".pyz", space.project.root, TrafficClass.CODE)
     obstacles = find_obstacles(fleet, {name: space.sessions[name] for name in fleet.machines}, worker.path)
     sums = ",".join(f"{num_ranks}:{num_bytes}" for num_ranks, num_bytes in sizes)
-    arguments = [f"--sums={sums}"]
+    arguments = ["--sums", sums] if sums else []
     check, events = _run_check(space, worker, obstacles, fleet.machines, SUMS_DEADLINE_S, arguments)
     if check.status != Status.OK:
         raise RunError(f"sums over the ranks could not be measured: {check.found}", remedy=check.remedy)
