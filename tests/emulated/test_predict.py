@@ -195,7 +195,7 @@ def start_and_kill(project: Path, num_before: int) -> int:
 def num_stored(project: Path) -> int:
     """Return how many rows the unfinished results of csd1 have, as its record says."""
     for record in home_of(project, "csd1").glob(".csdctl/predictions/.part-*/record.json"):
-        return int(json.loads(record.read_text())["num_read"])
+        return int(json.loads(record.read_text())["num_samples"])
     return 0
 
 

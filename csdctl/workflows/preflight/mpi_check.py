@@ -4,7 +4,7 @@ Also mpirun for a run: which machines can confine MPI, and what is said where on
 """
 
 import shutil
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -47,13 +47,16 @@ CHECK_DEADLINE_S = 30.0
 def prepare_mpirun(
     space: Workspace,
     run: RunDirectory,
-    machines: Collection[str],
+    sessions: Mapping[str, Session],
     worker_path: str,
     obstacles: Mapping[str, str],
     link_key: str = "",
 ) -> Mpirun:
-    """Return mpirun for ranks on `machines`; `obstacles` as found by `find_obstacles`."""
-    fleet, sessions = space.fleet, {name: space.sessions[name] for name in machines}
+    """Return mpirun for ranks on the machines of `sessions`; `obstacles` as found by `find_obstacles`.
+
+    A session that is replaced in `sessions`, after a lost connection, is used from then on.
+    """
+    fleet = space.fleet
 
     def build_command(machine: str, arguments: Sequence[str]) -> list[str]:
         return build_worker_command(fleet.python_of(machine), worker_path, arguments)
@@ -181,7 +184,7 @@ def measure_sums(space: Workspace, sizes: Sequence[tuple[int, int]]) -> list[Col
     worker = store_bytes(pack_worker(), ".pyz", space.project.root, TrafficClass.CODE)
     obstacles = find_obstacles(fleet, {name: space.sessions[name] for name in fleet.machines}, worker.path)
     sums = ",".join(f"{num_ranks}:{num_bytes}" for num_ranks, num_bytes in sizes)
-    arguments = [f"--sums={sums}"]
+    arguments = ["--sums", sums] if sums else []
     check, events = _run_check(space, worker, obstacles, fleet.machines, SUMS_DEADLINE_S, arguments)
     if check.status != Status.OK:
         raise RunError(f"sums over the ranks could not be measured: {check.found}", remedy=check.remedy)
@@ -217,7 +220,8 @@ def _run_check(
     OK. Raises CsdctlError.
     """
     scratch = space.project.new_scratch()
-    mpirun = prepare_mpirun(space, scratch, machines, worker.path, obstacles)
+    sessions = {name: space.sessions[name] for name in machines}
+    mpirun = prepare_mpirun(space, scratch, sessions, worker.path, obstacles)
     pythons = {name: space.fleet.python_of(name) for name in machines}
     commands = []
     for rank, name in enumerate(machines):
