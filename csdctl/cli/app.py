@@ -198,7 +198,7 @@ def main() -> None:
     sys.exit(run_command(sys.argv[1:], Streams()))
 
 
-def run_command(arguments: Sequence[str], streams: Streams) -> int:
+def run_command(arguments: Sequence[str], streams: Streams) -> int:  # noqa: C901
     """Run one command line and return its exit code; every error becomes a message here."""
     try:
         check_private(streams.directory / STATE_DIRECTORY)

@@ -280,7 +280,7 @@ def build_job(file: JobFile, path: Path) -> Job:
     recipe = build_recipe(file.recipe, data.input_range, own)
     job = Job(
         path=path,
-        model=_model_reference(file.model, path),
+        model=model_reference(file.model, path),
         model_args=file.model_args,
         public_path=_resolve(data.public.path, path),
         validation_path=_resolve(data.validation.path, path) if data.validation else None,
@@ -384,7 +384,7 @@ def _code_root(written: Path, job_path: Path) -> Path:
     return path
 
 
-def _model_reference(written: str, job_path: Path) -> str:
+def model_reference(written: str, job_path: Path) -> str:
     """Return `written` with an absolute path; raises InputError if it is invalid or missing."""
     if _APPLICATION.fullmatch(written):
         return written

@@ -139,7 +139,7 @@ def test_classes_of_all_samples_are_those_of_one_process(project: Path) -> None:
     assert [int(row["class"]) for row in rows] == scores.argmax(axis=1).tolist()
     np.testing.assert_allclose([float(row["probability"]) for row in rows], scores.max(axis=1), rtol=1e-5)
     before = (project / "predictions.csv").read_bytes()
-    again = predict(project, "trained.keras", "--on", "all")
+    again = predict(project, "trained.keras", "--on", "all", "--force")
     assert (again["num_rows"], again["num_computed"]) == (num_rows, 0)
     assert (project / "predictions.csv").read_bytes() == before
 

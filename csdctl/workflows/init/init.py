@@ -20,7 +20,7 @@ from csdctl.documents import check_output, parse_document, save_text
 from csdctl.errors import InputError
 from csdctl.fleet.model import HOST_NAME
 from csdctl.job.compatibility import LOGITS, check_compatibility
-from csdctl.job.model import Job, JobFile, build_job, find_imported
+from csdctl.job.model import Job, JobFile, build_job, find_imported, model_reference
 from csdctl.notify import Say, make_printable
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.shipping.store import StoredFile
@@ -407,6 +407,8 @@ def init_job(request: InitRequest, directory: Path, say: Say, on_progress: OnPro
         save_text(request.functions, lifted.text)
         request = _request_of(request, lifted)
     sources = replace(parse_sources(request), recipe=lifted.recipe if lifted else {})
+    if not lifted:  # before the data, which takes longer to look at
+        model_reference(sources.model, request.output.parent / "--model")
     with closing(LocalSession(HOST_NAME, directory)) as host:
         project = ProjectDirectory(directory)
         looking = _Looking(request, host, project, store_worker(project), say, on_progress)

@@ -1,3 +1,4 @@
+# ruff: noqa: E501
 """Wrong command lines and files: the exit code, and the sentence that names what is wrong.
 
 No machine is contacted, and nothing is written.
@@ -26,7 +27,7 @@ PROJECT = {
 EMPTY: dict[str, str] = {}
 JUNK_MODEL = "model: junk.keras\ndata: {public: {path: data}}\nrecipe: {epochs: 1, learning_rate: 0.1}"
 WRONG: list[tuple[dict[str, str], str, str]] = [
-    (EMPTY, "init --model nope.py:build --public data", "--public: data does not exist"),
+    (EMPTY, "init --model nope.py:build --public data", "nope.py does not exist"),
     (
         EMPTY | {"m.py": "def build(): pass\n"},
         "init --model m.py --public .",
@@ -39,7 +40,12 @@ WRONG: list[tuple[dict[str, str], str, str]] = [
     ),
     (EMPTY | {"m.py": "def build(): pass\n"}, "init --model m.py:build", "missing --public"),
     (EMPTY, "init", "missing a training SCRIPT, or --model and --public"),
-    (EMPTY, "init nope.py", "cannot read nope.py as Python: [Errno 2] No such file or directory: 'nope.p"),
+    (
+        EMPTY | {"m.py": "def build(): pass\n"},
+        "init --model m.py:nope --public .",
+        "--model: m.py has no function 'nope'",
+    ),
+    (EMPTY, "init nope.py", "cannot read nope.py"),
     (EMPTY | {"a.txt": "x"}, "init a.txt", "a.txt, line 1: no call of model.fit"),
     (
         EMPTY | {"s.py": "x = ("},
