@@ -18,8 +18,8 @@ ARGUMENTS = {
     "--max-global-batch": "limits.max_global_batch",
     "--micro-batches": "num_micro_batches",
     "--no-host": "is_host_training=False",
-    "--silence-deadline": "deadlines.silence_s",
-    "--start-deadline": "deadlines.start_s",
+    "--silence-timeout": "deadlines.silence_s",
+    "--start-timeout": "deadlines.start_s",
     "--probe-seconds": "probe_duration_s",
 }
 """Arguments in Python by the option of the command line, where the name is another one."""

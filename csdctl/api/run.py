@@ -19,7 +19,7 @@ from csdctl.api.job import Job
 from csdctl.api.options import TrainOptions, TuneOptions
 from csdctl.errors import InputError, RunError
 from csdctl.reporting.results import RunSummary, summarize_run
-from csdctl.runs.directory import ProjectDirectory, RunDirectory
+from csdctl.runs.directory import LATEST, ProjectDirectory, RunDirectory
 from csdctl.supervision.event_callbacks import Callback
 from csdctl.terminal.fleet import DiscoverView, render_fleet
 from csdctl.terminal.prepare import PreparationScreen, PreparingView, render_prepared
@@ -35,7 +35,6 @@ from csdctl.worker.protocol.model_info import BUILDER, BuildSpec
 from csdctl.workflows.data.prepare import Prepared, prepare_fleet
 from csdctl.workflows.discovery.discover import DiscoverResult
 from csdctl.workflows.discovery.discover import discover as discover_machines
-from csdctl.workflows.train.resume import LATEST
 from csdctl.workflows.train.train import TrainRequest
 from csdctl.workflows.train.verify import Verification, judge, run_verification
 from csdctl.workflows.tune.tune import tune_job
@@ -219,7 +218,7 @@ def load_run(run_id: str = LATEST, directory: str | Path = ".") -> Run:
     Raises InputError for a run that does not exist.
     """
     project = ProjectDirectory(Path(directory).absolute())
-    return Run(project.find_run(None if run_id == LATEST else run_id))
+    return Run(project.find_run(run_id))
 
 
 def train(

@@ -11,53 +11,54 @@ from types import FrameType
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from csdctl import __version__
 from csdctl.cli.defaults import config_path, load_defaults
+from csdctl.cli.options import SELECTION
 from csdctl.errors import CsdctlError, ExitCode, InputError
 from csdctl.fleet.requirements import explain_import
 from csdctl.runs.private import STATE_DIRECTORY, check_private
 from csdctl.terminal.streams import QUIET, VERBOSE, Streams, own_arguments, protect_standard_streams
 
 COMMANDS: Mapping[tuple[str, str], Mapping[str, str]] = {
-    ("The fleet", "fleet"): {
-        "discover": "Find the machines of a fleet, and record their hardware and software.",
-        "trust": "Show the nodes' SSH host keys, and accept all new ones at once.",
-        "doctor": "Check that the machines can train together, and report how to fix what fails.",
-        "provision": "Install Python, the packages for training and MPI on bare nodes.",
-        "exec": "Run a command, or a Fabric task, on all nodes at once; equal answers are one row.",
-        "inventory": "Print the nodes of the fleet as an Ansible inventory, an ssh_config or JSON.",
-        "clean": "Stop processes and remove files that earlier csdctl commands left on the machines.",
+    ("Fleet", "fleet"): {
+        "discover": "Find machines; record their hardware and software.",
+        "trust": "Show the nodes' SSH host keys; accept new ones.",
+        "doctor": "Check that the machines can train together.",
+        "provision": "Install Python, TensorFlow and MPI on bare nodes.",
+        "exec": "Run a command or a Fabric task on all nodes.",
+        "inventory": "Export the fleet to Ansible, ssh or JSON.",
+        "clean": "Remove what earlier csdctl commands left on the machines.",
     },
-    ("Data and code", "data"): {
-        "init": "Write a commented job.yaml, after a look at your model and data.",
-        "prepare": "Convert data and model to the format that training reads; data stays where it is.",
-        "extract": "Compute the output of the model's frozen layers for all samples, where they are stored.",
-        "deploy": "Copy a job's files, or directory trees, to every node; send only what is missing there.",
+    ("Job", "data"): {
+        "init": "Write job.yaml from a training script, or a model and data.",
+        "prepare": "Convert data where it is stored, and the model.",
+        "extract": "Compute the output of the model's frozen layers.",
+        "deploy": "Copy a job's files or directory trees to every node.",
     },
-    ("Before training", "tuning"): {
-        "tune": "Measure the machines and write the plan with the highest throughput.",
-        "forecast": "Forecast throughput, time and energy for any number of nodes.",
-        "measurements": "Show earlier measurements and how well they predicted each trial.",
-        "verify": "Check that your fleet computes the same gradient of your model as one process.",
+    ("Job", "tuning"): {
+        "tune": "Measure the machines and write a plan.",
+        "forecast": "Forecast throughput, time and energy for more nodes.",
+        "measurements": "Show earlier measurements and prediction errors.",
+        "verify": "Compare the fleet's gradient with one process's.",
     },
     ("Training", "training"): {
-        "train": "Train synchronously on the host and all nodes, each with its own batch size.",
-        "predict": "Run a trained model over samples where they are stored; only its answers are sent.",
-        "scale": "Train with 0, 1, 2 … nodes, and show speed-up, efficiency and energy.",
+        "train": "Train on the host and all nodes.",
+        "predict": "Run a trained model where the data is stored.",
+        "scale": "Train with 0, 1, 2 … nodes; show speed-up and efficiency.",
     },
-    ("Runs", "runs"): {
+    ("Training", "runs"): {
         "runs": "List, watch, stop, compare and remove runs.",
-        "report": "Show the results of a run, or of several side by side.",
+        "report": "Show the results of one or several runs.",
         "export": "Write a run for TensorBoard or MLflow.",
     },
-    ("A fleet without hardware", "emulation"): {
-        "emulate": "Run a fleet on this machine: real SSH servers that share its CPU and memory.",
-        "demo": "Train on an emulated fleet, all commands: Fashion-MNIST, or transfer learning.",
+    ("No hardware", "emulation"): {
+        "emulate": "Start and stop an emulated fleet on this machine.",
+        "demo": "Train Fashion-MNIST on an emulated fleet, step by step.",
     },
 }
-"""Heading and module in csdctl.cli.commands → name of a command → the first line of its help."""
+"""Heading and module in csdctl.cli.commands → name of a command → its line in `csdctl --help`."""
 HELP_OPTIONS = ["-h", "--help"]
 MODULES = {name: module for (_, module), section in COMMANDS.items() for name in section}
 
@@ -90,10 +91,32 @@ class CommandGroup(TyperGroup):
         return list(MODULES)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write the list of commands of `csdctl --help`."""
+        """Write the list of commands of `csdctl --help`; it fits on a screen with all else."""
+        above = ""
         for (heading, _), section in COMMANDS.items():
-            with formatter.section(heading):
-                formatter.write_dl(list(section.items()))
+            if heading != above:
+                formatter.write(f"{heading}:\n")
+            above = heading
+            formatter.indent()
+            formatter.write_dl([(f"{name:12}", text) for name, text in section.items()])
+            formatter.dedent()
+
+
+class PlainCommand(TyperCommand):
+    """A command whose options are listed by their `rich_help_panel`, as plain text."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write arguments, options and then the groups of rarer options of `--help`."""
+        groups: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": [], SELECTION: []}
+        for parameter in self.get_params(ctx):
+            usual = "Arguments" if parameter.param_type_name == "argument" else "Options"
+            panel = getattr(parameter, "rich_help_panel", None) or usual
+            if record := parameter.get_help_record(ctx):
+                groups.setdefault(panel, []).append(record)
+        for panel, records in groups.items():
+            if records:
+                with formatter.section(panel):
+                    formatter.write_dl(records)
 
 
 @functools.cache
@@ -102,7 +125,7 @@ def _build(name: str) -> Any:
     found = getattr(import_module(f"csdctl.cli.commands.{MODULES[name]}"), name)
     if not isinstance(found, typer.Typer):
         app = typer.Typer(add_completion=False, rich_markup_mode=None)
-        app.command(name)(found)
+        app.command(name, cls=PlainCommand)(found)
         found = app
     command = typer.main.get_command(found)
     command.name = name
@@ -112,9 +135,8 @@ def _build(name: str) -> Any:
 
 app = typer.Typer(
     name="csdctl",
-    help="Train neural networks where the data is stored: on computational storage devices and their host.",
-    epilog="Anywhere on the command line: -v prints more, -vv also the traceback of an error; -q prints "
-    "results and errors alone; --color auto, always or never.",
+    help="Train neural networks on computational storage devices and their host.",
+    epilog="Anywhere: -v more output, -vv tracebacks, -q results only, --color auto|always|never.",
     context_settings={"help_option_names": HELP_OPTIONS},
     cls=CommandGroup,
     rich_markup_mode=None,
@@ -139,13 +161,31 @@ def _main(
     """Do nothing; the commands do the work."""
 
 
+def explain_usage(error: Any) -> InputError | None:
+    """Return the error for a command line that typer refuses, None for one without a command."""
+    if type(error).__name__ == "NoArgsIsHelpError":
+        return None
+    message = error.format_message().replace("Value error, ", "").replace("Input should be", "must be")
+    message = message.removeprefix("Invalid value: ").rstrip(".")
+    return InputError(
+        f"{message[0].lower()}{message[1:]}",
+        remedy=f"see `{error.ctx.command_path if error.ctx else 'csdctl'} --help`",
+    )
+
+
 COLOR = "--color"
 COLORS = {"auto": None, "always": "FORCE_COLOR", "never": "NO_COLOR"}
 """Choice → the variable that libraries know it by (no-color.org, force-color.org)."""
 JSON = "--json"
 LINES = {"train", "scale", "watch"}
 """Commands that write JSON lines: an error is one more."""
-DISK_ERRORS = (errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EDQUOT, errno.EPERM)
+DISK_REMEDIES = {
+    errno.ENOSPC: "free disk space",
+    errno.EDQUOT: "free disk space, or ask for a larger quota",
+    errno.EROFS: "choose a path on another file system: this one is read-only",
+    errno.EACCES: "fix the permissions, or choose another path",
+    errno.EPERM: "fix the permissions, or choose another path",
+}
 
 
 def main() -> None:
@@ -158,12 +198,13 @@ def main() -> None:
     sys.exit(run_command(sys.argv[1:], Streams()))
 
 
-def run_command(arguments: Sequence[str], streams: Streams) -> int:
+def run_command(arguments: Sequence[str], streams: Streams) -> int:  # noqa: C901
     """Run one command line and return its exit code; every error becomes a message here."""
     try:
         check_private(streams.directory / STATE_DIRECTORY)
         words = take_global_options(arguments)
-        code = app(words, standalone_mode=False, default_map=load_defaults(config_path(), app, words))
+        defaults = load_defaults(config_path(), app, words)
+        code = app(words, standalone_mode=False, prog_name="csdctl", default_map=defaults)
     except CsdctlError as error:
         return _report(streams, arguments, error)
     except typer.Exit as exit_request:
@@ -176,8 +217,9 @@ def run_command(arguments: Sequence[str], streams: Streams) -> int:
         return _report(streams, arguments, _wrap_os_error(error))
     except Exception as error:
         if hasattr(error, "show") and hasattr(error, "exit_code"):  # typer's parser refuses the command line
-            error.show()
-            _write_error(streams, arguments, InputError(error.format_message()))  # type: ignore[attr-defined]
+            if explained_usage := explain_usage(error):
+                return _report(streams, arguments, explained_usage)
+            error.show()  # the help, where a command is missing
             return ExitCode.BAD_INPUT
         if isinstance(error, ImportError) and (explained := explain_import(error)):
             return _report(streams, arguments, explained)
@@ -223,10 +265,10 @@ def _interrupt(_signal: int, _frame: FrameType | None) -> None:
 
 
 def _wrap_os_error(error: OSError) -> CsdctlError:
-    where = f" {error.filename}" if error.filename else ""
+    what = f"cannot write {error.filename}" if error.filename else "a system call failed"
     wrapped = CsdctlError(
-        f"the operating system refused{where}: {error.strerror or type(error).__name__}",
-        remedy="free disk space, or fix the permissions" if error.errno in DISK_ERRORS else "",
+        f"{what}: {(error.strerror or type(error).__name__).lower()}",
+        remedy=DISK_REMEDIES.get(error.errno or 0, ""),
     )
     wrapped.__cause__ = error
     return wrapped

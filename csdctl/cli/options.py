@@ -1,7 +1,11 @@
-"""Options that several commands share, each defined once, and what the shell completes besides files."""
+"""Options that several commands share, each defined once, and what the shell completes besides files.
 
+Options of a panel are listed under its name, after the others.
+"""
+
+import glob
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -21,12 +25,38 @@ def complete_nodes(context: typer.Context, incomplete: str) -> list[str]:
 
 
 def complete_runs(incomplete: str) -> list[str]:
-    """Return the ids of this project's runs, the latest first."""
-    try:
-        paths = sorted(Path(STATE_DIRECTORY, "runs").iterdir(), reverse=True)
-    except OSError:
-        return []
-    return [path.name for path in paths if path.name.startswith(incomplete)]
+    """Return `latest` and the ids of this project's runs, the latest first."""
+    names = sorted(_names(STATE_DIRECTORY, "runs", "*"), reverse=True)
+    return [name for name in (*([LATEST] if names else []), *names) if name.startswith(incomplete)]
+
+
+def complete_models(incomplete: str) -> list[str]:
+    """Return the runs of this project, and the .keras files of this directory."""
+    return [*complete_runs(incomplete), *_names(".", f"{glob.escape(incomplete)}*.keras")]
+
+
+def complete_plans(incomplete: str) -> list[str]:
+    """Return the plans that `tune` has written."""
+    plans = [f"{STATE_DIRECTORY}/plans/{name}" for name in _names(STATE_DIRECTORY, "plans", "*.yaml")]
+    return [path for path in plans if path.startswith(incomplete)]
+
+
+def _names(*pattern: str) -> list[str]:
+    return [Path(path).name for path in sorted(glob.glob(str(Path(*pattern))))]
+
+
+LATEST = "latest"
+SELECTION, STRATEGY, RESUMING, BACKGROUND = (
+    "Nodes and preflight",
+    "Strategy",
+    "Losses, checkpoints and time limits",
+    "Background and monitoring",
+)
+"""Panels of options."""
+Strategy = Literal["auto", "data-parallel", "features", "split"]
+Precision = Literal["float32", "float16"]
+Engine = Literal["keras", "litert"]
+Collective = Literal["auto", "star", "allreduce"]
 
 
 DEFAULT_FLEET = Path("fleet.yaml")
@@ -37,27 +67,38 @@ JobArgument = Annotated[Path, typer.Argument(help="Path of the job file.")]
 LimitOption = Annotated[
     list[str] | None,
     typer.Option(
+        metavar="NODES",
         help="Select only these nodes: names, ranges such as csd[0-7], or groups.",
         autocompletion=complete_nodes,
+        rich_help_panel=SELECTION,
     ),
 ]
 ExcludeOption = Annotated[
     list[str] | None,
-    typer.Option(help="Leave out these nodes; same syntax as --limit.", autocompletion=complete_nodes),
+    typer.Option(
+        metavar="NODES",
+        help="Leave out these nodes; same syntax as --limit.",
+        autocompletion=complete_nodes,
+        rich_help_panel=SELECTION,
+    ),
 ]
 FailedFromOption = Annotated[
     Path | None,
     typer.Option(
-        help="Select only the nodes that an earlier command failed on: .csdctl/failed.json or --json output."
+        metavar="FILE",
+        help="Select only the nodes that an earlier command failed on: .csdctl/failed.json or --json output.",
+        rich_help_panel=SELECTION,
     ),
 ]
 JsonOption = Annotated[
     bool, typer.Option("--json", help="Print JSON to stdout, and everything else to stderr.")
 ]
-DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Show what would be done, without doing it.")]
-YesOption = Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")]
+ForceOption = Annotated[bool, typer.Option("--force", help="Overwrite files that exist.")]
+DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Show what would be done, and do nothing.")]
+YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
 PlanOption = Annotated[
-    Path | None, typer.Option(help="Plan to use; default: the one `tune` wrote for the job.")
+    Path | None,
+    typer.Option(help="Plan; default: the one that `tune` wrote for the job.", autocompletion=complete_plans),
 ]
 BatchSizeOption = Annotated[
     int | None, typer.Option(min=1, help="Use this batch size on every rank instead of a plan.")
@@ -66,39 +107,41 @@ MaxStepsOption = Annotated[
     int | None, typer.Option(min=1, help="Stop after this many steps, for benchmarks.")
 ]
 StrategyOption = Annotated[
-    str,
+    Strategy,
     typer.Option(
-        metavar="STRATEGY",
-        help="data-parallel; features: compute the model's frozen part once for each sample, then train its "
-        "head; split: nodes compute the layers up to --cut, the host the rest; auto: as the plan says.",
+        help="auto: as the plan says; features: compute frozen layers once per sample, then train the head; "
+        "split: nodes compute the layers up to --cut, the host the rest.",
+        rich_help_panel=STRATEGY,
     ),
 ]
 CutOption = Annotated[
-    str, typer.Option(metavar="LAYER", help="The last layer that nodes compute, for --strategy split.")
+    str,
+    typer.Option(metavar="LAYER", help="split: last layer that nodes compute.", rich_help_panel=STRATEGY),
 ]
 MicroBatchesOption = Annotated[
     int,
     typer.Option(
         min=1,
-        help="Micro-batches of each rank's batch, for --strategy split: nodes compute some while the host "
-        "computes others.",
+        help="split: micro-batches of each rank's batch.",
+        rich_help_panel=STRATEGY,
     ),
 ]
 FeaturePrecisionOption = Annotated[
-    str, typer.Option(metavar="TYPE", help="Store features in float32 or float16.")
+    Precision, typer.Option(help="features: type of stored features.", rich_help_panel=STRATEGY)
 ]
 FeatureEngineOption = Annotated[
-    str,
+    Engine,
     typer.Option(
-        metavar="ENGINE",
-        help="Compute features by keras, or by litert, which needs the package ai-edge-litert on all "
-        "machines.",
+        help="features: litert needs the package ai-edge-litert on all machines.", rich_help_panel=STRATEGY
     ),
 ]
 SkipDoctorOption = Annotated[
-    bool, typer.Option("--skip-doctor", help="Start without checking the machines first.")
+    bool,
+    typer.Option(
+        "--skip-doctor", help="Start without checking the machines first.", rich_help_panel=SELECTION
+    ),
 ]
 HtmlOption = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="Write charts and tables as one HTML file, which loads nothing."),
+    typer.Option(metavar="FILE", help="Write charts and tables as self-contained HTML."),
 ]

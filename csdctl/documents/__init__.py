@@ -51,7 +51,8 @@ def load_text(
     except FileNotFoundError:
         raise InputError(f"{path} does not exist", remedy=remedy) from None
     except (OSError, ValueError) as error:
-        raise InputError(f"{path} cannot be read: {error}", remedy=remedy) from None
+        problem = error.strerror if isinstance(error, OSError) else error
+        raise InputError(f"cannot read {path}: {str(problem).lower()}") from None
     if len(content) > max_bytes:
         raise InputError(
             f"{path} has more than {max_bytes:,} bytes, the most that csdctl reads of such a file"
@@ -80,9 +81,11 @@ def _read(path: Path, num_bytes: int) -> bytes:
     is_pipe_allowed = str(path).startswith(_DESCRIPTORS)
     # Without O_NONBLOCK, opening a named pipe waits for its writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | (0 if is_pipe_allowed else os.O_NONBLOCK))
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISDIR(mode) or not (is_pipe_allowed or stat.S_ISREG(mode)):
+        os.close(descriptor)
+        raise ValueError("it is a directory" if stat.S_ISDIR(mode) else "it is not a regular file")
     with os.fdopen(descriptor, "rb") as file:
-        if not (is_pipe_allowed or stat.S_ISREG(os.fstat(descriptor).st_mode)):
-            raise ValueError("it is not a regular file")
         return file.read(num_bytes)
 
 
@@ -117,7 +120,11 @@ def save_bytes(path: Path, content: bytes) -> None:
 def write_atomically(path: Path) -> Iterator[BinaryIO]:
     """Yield a temporary file, synced and renamed to `path` on exit; after an error `path` is unchanged."""
     make_directory(path.parent)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    except OSError as error:
+        error.filename = str(path)  # not the temporary file, which the user has not named
+        raise
     try:
         with os.fdopen(handle, "wb") as file:
             yield file
@@ -127,6 +134,22 @@ def write_atomically(path: Path) -> Iterator[BinaryIO]:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+
+
+def check_output(path: Path, option: str, *, force: bool = True) -> None:
+    """Raise InputError unless a file can be written to `path`, which the user gave with `option`.
+
+    A file that exists is overwritten only with `force`.
+    """
+    parent = path.expanduser().parent
+    if not parent.is_dir():
+        raise InputError(f"{option} {path}: directory {parent} does not exist", remedy="create it first")
+    if path.is_dir():
+        raise InputError(f"{option} {path} is a directory", remedy=f"name a file, such as {path}/FILE")
+    if not os.access(parent, os.W_OK):
+        raise InputError(f"{option} {path}: no permission to write to {parent}", remedy="choose another path")
+    if path.exists() and not force:
+        raise InputError(f"{path} already exists", remedy=f"overwrite it with --force, or change {option}")
 
 
 def make_directory(directory: Path) -> None:
@@ -196,7 +219,8 @@ def parse_document(text: str, model: type[DocumentT], *, name: str) -> DocumentT
     if not isinstance(content, dict):
         raise InputError(
             f"{name}: expected keys such as {', '.join(list(model.model_fields)[:3])}, "
-            f"found {'nothing' if content is None else type(content).__name__}"
+            f"received {_KINDS.get(type(content), 'text')}",
+            remedy=f"give a file with these keys, or fix {name}",
         )
     try:
         return model.model_validate(content)
@@ -221,6 +245,14 @@ def check_values(content: object, expected: type[ValueT], name: str, *, remedy: 
 
 
 _adapter = functools.cache(TypeAdapter)
+_KINDS = {
+    type(None): "an empty file",
+    list: "a list",
+    int: "a number",
+    float: "a number",
+    bool: "true or false",
+}
+"""What a document is that has no keys."""
 
 
 def _describe(problem: Any, tree: yaml.Node | None, model: type[BaseModel] | None) -> str:
@@ -239,6 +271,10 @@ def _describe(problem: Any, tree: yaml.Node | None, model: type[BaseModel] | Non
     shown = f" (received {_shorten(repr(received))})" if isinstance(received, str | int | float) else ""
     what = f"`{key}`: " if key else ""
     message = problem["msg"].removeprefix("Value error, ")  # pydantic's, before what a validator raised
+    message = message.replace("Input should be", "must be")
+    if model and (name := problem.get("ctx", {}).get("class_name")):  # where keys and values are expected
+        keys = model.model_json_schema()["$defs"][name]["properties"]
+        message = f"must have keys such as {', '.join(list(keys)[:3])}"
     return f"{where}{what}{_shorten(message, 5 * MAX_SHOWN)}{shown}"
 
 

@@ -169,15 +169,18 @@ def _matching(groups: Mapping[str, Sequence[str]], pattern: str, option: str, wh
     expanded = expand_range(pattern)
     wanted = {name for name in expanded if not _WILDCARDS.search(name)}
     patterns = [re.compile(fnmatch.translate(name)) for name in expanded if name not in wanted]
+    missing = [name for name in wanted if name not in groups]
+    if patterns or len(missing) == len(wanted):
+        missing = []  # a wildcard or a group, or no match at all
     found = [
         name
         for name, own in groups.items()
         if name in wanted or pattern in own or any(each.match(name) for each in patterns)
     ]
-    if not found:
-        known = [*list(groups)[:8], *["…"] * (len(groups) > 8)]
+    if not found or missing:
+        absent = f"names {format_node_names(sorted(missing))}, not in" if missing else "matches no node of"
         raise InputError(
-            f"{option} {pattern!r} matches no node of {where}", remedy=f"nodes: {', '.join(known)}"
+            f"{option} {pattern!r} {absent} {where}", remedy=f"nodes: {format_node_names(groups)}"
         )
     return found
 

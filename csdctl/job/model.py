@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import re
+import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -279,7 +280,7 @@ def build_job(file: JobFile, path: Path) -> Job:
     recipe = build_recipe(file.recipe, data.input_range, own)
     job = Job(
         path=path,
-        model=_model_reference(file.model, path),
+        model=model_reference(file.model, path),
         model_args=file.model_args,
         public_path=_resolve(data.public.path, path),
         validation_path=_resolve(data.validation.path, path) if data.validation else None,
@@ -383,7 +384,7 @@ def _code_root(written: Path, job_path: Path) -> Path:
     return path
 
 
-def _model_reference(written: str, job_path: Path) -> str:
+def model_reference(written: str, job_path: Path) -> str:
     """Return `written` with an absolute path; raises InputError if it is invalid or missing."""
     if _APPLICATION.fullmatch(written):
         return written
@@ -399,7 +400,43 @@ def _model_reference(written: str, job_path: Path) -> str:
             f"{job_path}: model file {path} does not exist", remedy="fix `model` in the job file"
         )
     _check_ending(path, Path(file).suffix, written, job_path)
+    if path.suffix == ".keras":
+        check_keras_file(path)
+    elif (names := defined_names(path)) is not None and function not in names:
+        functions = [name for name in names if not name.startswith("_")]
+        raise InputError(
+            f"{job_path}: {file} has no function {function!r}",
+            remedy=f"it has {', '.join(functions[:10])}" if functions else f"define it in {file}",
+        )
     return f"{path}{separator}{function}"
+
+
+def check_keras_file(path: Path) -> None:
+    """Raise InputError unless `path` begins as a file that Keras 3 has saved, which is a zip archive."""
+    if not zipfile.is_zipfile(path):
+        raise InputError(
+            f"{path} is not a .keras file: it is not a zip archive",
+            remedy="write it with Keras 3: model.save('model.keras')",
+        )
+
+
+def defined_names(file: Path) -> list[str] | None:
+    """Return the names that a Python file may define at its top level; None: they cannot be told."""
+    try:
+        module = ast.parse(file.read_bytes())
+    except (OSError, SyntaxError, ValueError, RecursionError):
+        return None
+    names: dict[str, None] = {}
+    for node in ast.walk(module):
+        if isinstance(node, ast.ImportFrom) and node.names[0].name == "*":
+            return None
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names[node.name] = None
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {(one.asname or one.name): None for one in node.names}
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names[node.id] = None
+    return list(names)
 
 
 def _check_ending(path: Path, ending: str, written: str, job_path: Path) -> None:

@@ -82,6 +82,8 @@ def check_links(directory: Path) -> None:
 
 
 NEW_RUN = "start a new run"
+LATEST = "latest"
+"""What users write for the latest run."""
 
 
 class _Below:
@@ -157,12 +159,12 @@ class ProjectDirectory:
         return sorted(path.name for path in self.runs.iterdir() if path.is_dir())
 
     def find_run(self, run_id: str | None) -> "RunDirectory":
-        """Return the run whose id is, or alone begins with, `run_id`; None: the latest run.
+        """Return the run whose id is, or alone begins with, `run_id`; None and LATEST: the latest run.
 
         Raises InputError if it does not exist, or has a link.
         """
         known = self.run_ids()
-        if run_id is None and known:
+        if run_id in (None, LATEST) and known:
             run_id = known[-1]
         begun = [name for name in known if run_id and name.startswith(run_id)]
         if len(begun) == 1:
@@ -175,8 +177,8 @@ class ProjectDirectory:
             check_links(self.runs / str(run_id))
             return RunDirectory(self.runs / str(run_id))
         raise InputError(
-            f"no run {run_id!r} in {self.runs}" if run_id else f"no runs in {self.runs} yet",
-            remedy=f"known runs: {', '.join(known[-5:])}" if known else "start one with `csdctl train`",
+            f"no run {run_id!r} in {self.runs}" if known else f"no runs in {self.runs} yet",
+            remedy=f"known runs: {', '.join(known[-5:])}, latest" if known else "start one: `csdctl train`",
         )
 
 

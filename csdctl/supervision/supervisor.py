@@ -151,7 +151,7 @@ class Supervisor:
                 late = self._nodes_of(self._processes.ranks - self._membership.ready)
                 raise DeadlineError(
                     f"{format_node_names(late)} did not start in time",
-                    remedy="raise --start-deadline, or check the log of the rank",
+                    remedy="raise --start-timeout, or check the log of the rank",
                 )
 
     def _end_run(self, message: ProcessEnded | Failed) -> None:

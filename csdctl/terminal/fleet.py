@@ -181,9 +181,7 @@ class TrustScreen:
         `closed` are the machines that a dry run cannot ask. Raises InputError unless the answer is yes.
         """
         if closed:
-            self.streams.say(
-                f"{', '.join(closed)}: not asked, as the key of the jump host is not accepted yet"
-            )
+            self.streams.say(f"{', '.join(closed)}: skipped: key of the jump host not accepted yet")
         shown = {name: outcome.value for name, outcome in outcomes.items() if outcome.value}
         failed = errors_of(outcomes)
         self.keys |= shown
@@ -238,10 +236,12 @@ def show_started(streams: Streams, fleet: EmulatedFleet) -> None:
         streams.say(f"It ends when process {fleet.owner_pid} ends.")
 
 
-def show_status(streams: Streams, nodes: Iterable[NodeStatus]) -> None:
+def show_status(streams: Streams, nodes: Sequence[NodeStatus]) -> None:
     """Print the state of the emulated nodes."""
     if streams.is_json:
-        streams.result({**EMULATED, "nodes": list(nodes)})
+        streams.result({**EMULATED, "nodes": nodes})
+    elif not nodes:
+        streams.say("no emulated fleet; `csdctl emulate up` starts one")
     else:
         render_nodes(streams.console, nodes)
 

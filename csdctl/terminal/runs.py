@@ -69,7 +69,7 @@ def watch_run(streams: Streams, followed: Followed) -> bool:
                 streams.result_line(event_document(event))
                 view.show(event)
     except KeyboardInterrupt:
-        streams.say(f"run {run.run_id} goes on; to stop it: csdctl runs stop {run.run_id}")
+        streams.say(f"run {run.run_id} continues; to stop it: csdctl runs stop {run.run_id}")
         return True
     status = look_at(run)
     streams.say(f"run {run.run_id}: {status.state}; `csdctl report {run.run_id}` shows the results")

@@ -92,7 +92,7 @@ def test_commands_that_a_node_starts_on_all_machines_reach_nothing(project: Path
     content = yaml.safe_load((project / "fleet.yaml").read_text())
     content["nodes"][1]["python"] = str(hostile)
     (project / "hostile.yaml").write_text(yaml.safe_dump(content))
-    options = ("--fleet", "hostile.yaml", "--mpi-deadline", f"{scaled(12):.0f}")
+    options = ("--fleet", "hostile.yaml", "--mpi-timeout", f"{scaled(12):.0f}")
     done = csdctl(project, "doctor", *options, environment={**os.environ, "SSH_AUTH_SOCK": "/run/agent"})
     assert "Traceback" not in done.stderr
     printed = "".join(path.read_text() for path in (project / ".csdctl" / "scratch").rglob("*.log"))

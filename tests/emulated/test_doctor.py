@@ -127,7 +127,7 @@ def test_daemon_that_never_responds_is_named_in_time_and_nothing_is_left(
     write_script(environment / "bin" / "prted", f'{hang}\nexec {prted} "$@"')
     fleet = fleet_with(project, "hang.yaml", all_nodes={"python": str(environment / "bin" / "python")})
     deadline_s = round(scaled(8))
-    code, document, _ = examine(project, "--fleet", fleet, "--mpi-deadline", str(deadline_s))
+    code, document, _ = examine(project, "--fleet", fleet, "--mpi-timeout", str(deadline_s))
     assert code == 1
     assert failed_checks(document) == [("fleet", "allreduce"), ("csd1", "allreduce")]
     found = find_check(document, "fleet", "allreduce")["found"]
@@ -142,7 +142,7 @@ def test_rank_that_is_stopped_is_named_in_time_and_nothing_is_left(project: Path
     python = write_script(tmp_path / "python", f'{stop}\nexec {sys.executable} "$@"')
     fleet = fleet_with(project, "stop.yaml", all_nodes={"python": str(python)})
     deadline_s = round(scaled(8))
-    code, document, _ = examine(project, "--fleet", fleet, "--mpi-deadline", str(deadline_s))
+    code, document, _ = examine(project, "--fleet", fleet, "--mpi-timeout", str(deadline_s))
     assert code == 1
     assert failed_checks(document) == [("fleet", "allreduce")]
     found = find_check(document, "fleet", "allreduce")["found"]
@@ -154,7 +154,7 @@ def test_rank_that_is_stopped_is_named_in_time_and_nothing_is_left(project: Path
 def test_overall_deadline_ends_doctor_and_shows_partial_results(project: Path, tmp_path: Path) -> None:
     slow = write_script(tmp_path / "python", f'sleep 1000\nexec {sys.executable} "$@"')
     fleet = fleet_with(project, "slow.yaml", python=str(slow))
-    code, document, stderr = examine(project, "--fleet", fleet, "--deadline", str(round(scaled(6))))
+    code, document, stderr = examine(project, "--fleet", fleet, "--timeout", str(round(scaled(6))))
     assert code == 5, stderr
     assert document["overdue"]
     assert find_check(document, "csd0", "reach")["status"] == "ok"

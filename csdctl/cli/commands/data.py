@@ -7,6 +7,7 @@ import typer
 
 from csdctl.cli import options
 from csdctl.cli.call import Call, on_fleet, on_job
+from csdctl.errors import InputError
 from csdctl.terminal.streams import Streams
 
 if TYPE_CHECKING:
@@ -23,10 +24,8 @@ def init(
     public: Annotated[
         str, typer.Option(help="Training data: a path, FILE.py:FUNCTION or FILE.py:FUNCTION:PATH.")
     ] = "",
-    validation: Annotated[str, typer.Option(help="The validation data, as --public.")] = "",
-    private: Annotated[
-        str, typer.Option(help="Path of private data on each node; it is not looked at.")
-    ] = "",
+    validation: Annotated[str, typer.Option(help="Validation data; same syntax as --public.")] = "",
+    private: Annotated[str, typer.Option(help="Path of private data on each node; not inspected.")] = "",
     model_args: Annotated[
         str, typer.Option(help="Arguments of the function, as in job.yaml: '{width: 64}'.")
     ] = "",
@@ -37,10 +36,12 @@ def init(
             "imports of --model are found."
         ),
     ] = None,
-    label: Annotated[str, typer.Option(help="The label's column of .csv files.")] = "",
-    drop: Annotated[list[str] | None, typer.Option(help="A column of .csv files that is no feature.")] = None,
-    output: Annotated[Path, typer.Option(help="Path of the job file to write.")] = options.DEFAULT_JOB,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite an existing job file.")] = False,
+    label: Annotated[str, typer.Option(help="Label column of .csv files.")] = "",
+    drop: Annotated[list[str] | None, typer.Option(help="Column of .csv files to ignore.")] = None,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="Path of the job file to write.")
+    ] = options.DEFAULT_JOB,
+    force: options.ForceOption = False,
     json: options.JsonOption = False,
 ) -> None:
     """Write a commented job.yaml from a training script, or from a model and its data."""
@@ -50,9 +51,15 @@ def init(
     from csdctl.workflows.init.init import InitRequest, init_job
 
     if script and (model or public or validation):
-        raise typer.BadParameter("SCRIPT replaces --model, --public and --validation: give one or the other")
+        raise InputError(
+            "SCRIPT excludes --model, --public and --validation",
+            remedy="give the script alone, or leave it out",
+        )
     if not script and not (model and public):
-        raise typer.BadParameter("give a training SCRIPT, or both --model and --public")
+        missing = (
+            "--public" if model else "--model" if public else "a training SCRIPT, or --model and --public"
+        )
+        raise InputError(f"missing {missing}", remedy="for example: csdctl init train.py")
     streams = Streams(is_json=json)
     arguments = parse_document(f"model_args: {model_args or '{}'}", ModelArguments, name="--model-args")
     files, dropped = tuple(code or ()), tuple(drop or ())
@@ -107,7 +114,7 @@ def _look_document(look: "DataLook") -> dict[str, Any]:
 
 @on_job
 def prepare(call: Call) -> None:
-    """Convert data and model to the format that training reads; data stays where it is."""
+    """Convert data and model for training; data stays where it is stored."""
     from csdctl.terminal.prepare import PreparingView, prepare_document, render_prepared
     from csdctl.workflows.data.prepare import prepare_fleet
 

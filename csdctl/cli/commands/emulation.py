@@ -2,7 +2,7 @@
 
 import runpy
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -20,15 +20,15 @@ emulate = typer.Typer(
 
 @emulate.command()
 def up(
-    nodes: Annotated[int, typer.Option(help="Number of nodes, 1 to 64.")] = 4,
+    nodes: Annotated[int, typer.Option(min=1, max=64, help="Number of nodes.")] = 4,
     cpu: Annotated[float, typer.Option(help="CPU share of each node, in cores.")] = 0.25,
     memory: Annotated[str, typer.Option(help="Memory of each node, such as 512M or 2G.")] = "2G",
     fleet: Annotated[Path, typer.Option(help="Path of the fleet file to write.")] = options.DEFAULT_FLEET,
     cpu_mechanism: Annotated[
-        str,
+        Literal["auto", "cgroup", "duty"],
         typer.Option(
             envvar="CSDCTL_EMULATED_CPU_MECHANISM",
-            help="How the CPU share is enforced: auto, cgroup or duty.",
+            help="How the CPU share is enforced.",
         ),
     ] = "auto",
     pid: Annotated[

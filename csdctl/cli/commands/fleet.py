@@ -41,7 +41,7 @@ def discover(
         Path | None,
         typer.Option(help="First write the fleet file from the aliases in this file, such as ~/.ssh/config."),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite an existing fleet file.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite a fleet file that exists.")] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the fleet file that would be written, and stop.")
     ] = False,
@@ -136,7 +136,7 @@ def trust(
     call.conclude(screen.document(), [*screen.keys, *screen.failed], screen.failed, is_dry=dry_run)
 
 
-_SETTINGS = ("fleet", "deadline", "connect_deadline", "mpi_deadline", "limit", "exclude")
+_SETTINGS = ("fleet", "timeout", "connect_timeout", "mpi_timeout", "limit", "exclude")
 _SOURCES = {
     "COMMANDLINE": "flag",
     "ENVIRONMENT": "environment",
@@ -149,16 +149,16 @@ _SOURCES = {
 def doctor(
     call: Call,
     context: typer.Context,
-    deadline: Annotated[
-        float, typer.Option(envvar="CSDCTL_DEADLINE", help="Seconds for all checks together.")
+    timeout: Annotated[
+        float, typer.Option(envvar="CSDCTL_TIMEOUT", help="Seconds for all checks together.")
     ] = 180.0,
-    connect_deadline: Annotated[
-        float, typer.Option(envvar="CSDCTL_CONNECT_DEADLINE", help="Seconds to connect to a node.")
+    connect_timeout: Annotated[
+        float, typer.Option(envvar="CSDCTL_CONNECT_TIMEOUT", help="Seconds to connect to a node.")
     ] = 10.0,
-    mpi_deadline: Annotated[
+    mpi_timeout: Annotated[
         float,
         typer.Option(
-            envvar="CSDCTL_MPI_DEADLINE",
+            envvar="CSDCTL_MPI_TIMEOUT",
             help="Seconds for all machines to start MPI together, and again for their allreduce.",
         ),
     ] = 60.0,
@@ -167,7 +167,7 @@ def doctor(
     from csdctl.terminal.doctor import ExaminationView, doctor_document
     from csdctl.workflows.preflight.doctor import DoctorOptions, examine
 
-    deadlines = DoctorOptions(deadline, connect_deadline, mpi_deadline)
+    deadlines = DoctorOptions(timeout, connect_timeout, mpi_timeout)
     streams = call.streams
     settings = list_settings(context, call.fleet)
     with ExaminationView(streams.console, call.fleet, settings, is_verbose=streams.is_verbose) as view:
@@ -349,18 +349,18 @@ def exec(
     ] = None,
     timeout: Annotated[
         float | None,
-        typer.Option(help="Seconds after which a command is ended; default: 60, of a task's commands 600."),
+        typer.Option(help="Seconds until a command is stopped; default: 60, for each command of a task 600."),
     ] = None,
-    connect_deadline: Annotated[
-        float, typer.Option(envvar="CSDCTL_CONNECT_DEADLINE", help="Seconds to connect to a node.")
+    connect_timeout: Annotated[
+        float, typer.Option(envvar="CSDCTL_CONNECT_TIMEOUT", help="Seconds to connect to a node.")
     ] = 10.0,
 ) -> None:
-    """Run a command, or a Fabric task, on all nodes at once; equal answers are one row."""
+    """Run a command, or a Fabric task, on all nodes at once; identical output is grouped."""
     from csdctl.terminal.nodes import CountView, exec_document, render_answers
     from csdctl.workflows.exec.run_command import ExecOptions, parse_command, run_command
 
     words = command or []
-    chosen = ExecOptions((600.0 if task else 60.0) if timeout is None else timeout, connect_deadline, host)
+    chosen = ExecOptions((600.0 if task else 60.0) if timeout is None else timeout, connect_timeout, host)
     if task is None:
         parse_command(words)
     directory = call.directory
@@ -382,20 +382,26 @@ def inventory(
         Literal["ansible", "json", "ssh-config"],
         typer.Option("--format", help="ansible: for ansible-playbook -i; ssh-config: for ssh -F; or json."),
     ] = "ansible",
-    output: Annotated[Path | None, typer.Option(help="Write to this file instead of stdout.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write to this file instead of stdout.")
+    ] = None,
+    force: options.ForceOption = False,
     limit: options.LimitOption = None,
     exclude: options.ExcludeOption = None,
+    json: Annotated[bool, typer.Option("--json", help="Short for --format json.")] = False,
 ) -> None:
     """Print the nodes of the fleet as an Ansible inventory, an ssh_config or JSON."""
-    from csdctl.documents import save_text
+    from csdctl.documents import check_output, save_text
     from csdctl.reporting.numbers import format_count
     from csdctl.terminal.fleet import fleet_document
     from csdctl.workflows.discovery.inventory import TEXT_FORMATS
     from csdctl.workflows.workspace.partial_failure import choose_fleet
 
     streams = Streams()
+    if output:
+        check_output(output, "--output", force=force)
     chosen = choose_fleet(fleet, limit, exclude)
-    if form == "json":
+    if form == "json" or json:
         text = format_json(fleet_document(chosen), indent=2) + "\n"
     else:
         text = TEXT_FORMATS[form](chosen, streams.directory)
@@ -429,8 +435,8 @@ def clean(
             help="Remove features and predictions on host and nodes; they are computed again when needed.",
         ),
     ] = False,
-    force: Annotated[
-        bool, typer.Option("--force", help="Also stop a csdctl that is running there now, from any host.")
+    kill: Annotated[
+        bool, typer.Option("--kill", help="Also stop a csdctl that is running there now, from any host.")
     ] = False,
     dry_run: options.DryRunOption = False,
     yes: options.YesOption = False,
@@ -451,7 +457,7 @@ def clean(
             is_removing_all=everything,
             is_removing_computed=computed,
             is_pruning=unused and not dry_run,
-            is_forced=force,
+            is_forced=kill,
         ),
         directory=call.directory,
         on_done=lambda outcome: render_cleaned(call.streams.console, outcome, is_dry=dry_run),

@@ -2,7 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -21,12 +21,12 @@ WATCHER_NICE = 19
 RunArgument = Annotated[
     str | None,
     typer.Argument(
-        help="Id of the run, or how it begins; default: the latest.",
+        help="Run ID, unique prefix or `latest`; default: the latest.",
         autocompletion=options.complete_runs,
     ),
 ]
 GivenRunArgument = Annotated[
-    str, typer.Argument(help="Id of the run, or how it begins.", autocompletion=options.complete_runs)
+    str, typer.Argument(help="Run ID, unique prefix or `latest`.", autocompletion=options.complete_runs)
 ]
 
 
@@ -48,9 +48,9 @@ def show(run: RunArgument = None, json: options.JsonOption = False) -> None:
 
 @runs.command()
 def watch(run: RunArgument = None, json: options.JsonOption = False) -> None:
-    """Show a run as it trains, from any terminal; Ctrl-C ends the view, not the run.
+    """Show a run as it trains.
 
-    Exits with 1 when the run has failed.
+    Ctrl-C ends the view, not the run. Exits with 1 when the run has failed.
     """
     from csdctl.terminal.runs import watch_run
     from csdctl.workflows.runs.follow import follow_run
@@ -68,7 +68,7 @@ def logs(
     which: Annotated[
         str | None,
         typer.Argument(
-            help="A rank, a node, mpirun, or csdctl for the output of a detached run; default: all.",
+            help="A rank, a node, mpirun, or csdctl (of a detached run); default: all.",
         ),
     ] = None,
     follow: Annotated[
@@ -90,16 +90,16 @@ def stop(
     run: Annotated[
         str | None,
         typer.Argument(
-            help="Id of the run, or how it begins; default: the one that is running.",
+            help="Run ID, unique prefix or `latest`; default: the one that is running.",
             autocompletion=options.complete_runs,
         ),
     ] = None,
     timeout: Annotated[float, typer.Option(min=0, help="Seconds to wait for the end of the run.")] = 120.0,
     json: options.JsonOption = False,
 ) -> None:
-    """Stop a run as Ctrl-C does: the ranks finish their step, and the run can be resumed.
+    """Stop a run after its current step.
 
-    A second `stop` ends the ranks at once.
+    The run can be resumed. A second `stop` ends the ranks at once.
     """
     from csdctl.terminal.runs import show_stopped
     from csdctl.workflows.runs.manage import stop_run
@@ -109,19 +109,32 @@ def stop(
 
 
 @runs.command()
-def rm(run: GivenRunArgument, yes: options.YesOption = False, json: options.JsonOption = False) -> None:
-    """Remove a run: its model, checkpoints, events and logs."""
-    from csdctl.workflows.runs.manage import remove_run
+def rm(
+    runs: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RUN...",
+            help="Run IDs, unique prefixes or `latest`.",
+            autocompletion=options.complete_runs,
+        ),
+    ],
+    yes: options.YesOption = False,
+    json: options.JsonOption = False,
+) -> None:
+    """Remove runs with their models, checkpoints, events and logs (also `remove`, `delete`)."""
+    from csdctl.workflows.runs.manage import remove_runs
 
     streams = Streams(is_json=json)
-    removed = remove_run(streams.project, run, lambda question: streams.confirm(question, yes=yes))
-    streams.say(f"removed run {removed.run_id}")
-    streams.result({"schema": "csdctl.runs.rm/1", "run": removed.run_id})
+    removed = remove_runs(streams.project, runs, lambda question: streams.confirm(question, yes=yes))
+    for run in removed:
+        streams.say(f"removed run {run.run_id}")
+    names = [run.run_id for run in removed]
+    streams.result({"schema": "csdctl.runs.rm/1", "run": names[0], "runs": names})
 
 
 @runs.command()
 def diff(first: GivenRunArgument, second: GivenRunArgument, json: options.JsonOption = False) -> None:
-    """Show in which settings and results two runs differ."""
+    """Show in which settings and results two runs differ (also `compare`)."""
     from csdctl.terminal.runs import show_differences
     from csdctl.workflows.runs.compare import compare_runs
 
@@ -129,11 +142,15 @@ def diff(first: GivenRunArgument, second: GivenRunArgument, json: options.JsonOp
     show_differences(streams, *compare_runs(streams.project, first, second))
 
 
+for alias, command in {"ls": list_runs, "compare": diff, "remove": rm, "delete": rm}.items():
+    runs.command(alias, hidden=True)(command)
+
+
 def report(
     runs: Annotated[
         list[str] | None,
         typer.Argument(
-            help="Ids of runs, shown side by side; default: the latest.",
+            help="Run IDs, unique prefixes or `latest`, shown side by side; default: the latest.",
             metavar="[RUN]...",
             autocompletion=options.complete_runs,
         ),
@@ -142,13 +159,14 @@ def report(
         bool,
         typer.Option(
             "--privacy",
-            help="Show the bytes sent instead, by link and traffic class; with noise, also ε.",
+            help="Show bytes sent instead, by link and traffic class; with noise, also ε.",
         ),
     ] = False,
     html: options.HtmlOption = None,
     csv: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write a row for each run and epoch.")
     ] = None,
+    force: options.ForceOption = False,
     json: options.JsonOption = False,
 ) -> None:
     """Show the results of a run, or of several side by side."""
@@ -157,33 +175,39 @@ def report(
     from csdctl.workflows.runs.manage import find_latest
 
     streams = Streams(is_json=json)
-    ids = runs or [find_latest(streams.project, streams.say).run_id]
+    ids = [
+        find_latest(streams.project, streams.say).run_id if run == options.LATEST else run
+        for run in runs or [options.LATEST]
+    ]
     if privacy:
         render.check_privacy_options(ids, has_files=bool(html or csv))
         render.show_privacy(streams, reporting.privacy(streams.project, ids[0]))
     elif html or csv:
-        render.show_files(streams, reporting.write_files(streams.project, ids, html, csv))
+        render.show_files(streams, reporting.write_files(streams.project, ids, html, csv, force=force))
     else:
         render.show_reports(streams, [reporting.report(streams.project, run_id) for run_id in ids])
 
 
 def export(
-    to: Annotated[str, typer.Option(metavar="FORMAT", help="tensorboard or mlflow.")],
+    to: Annotated[Literal["tensorboard", "mlflow"], typer.Option(help="Format.")],
     run: Annotated[
         str | None,
         typer.Argument(
-            help="Id of the run; default: the latest.",
+            help="Run ID, unique prefix or `latest`; default: the latest.",
             metavar="[RUN]",
             autocompletion=options.complete_runs,
         ),
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option(metavar="PATH", help="TensorBoard's directory; default: RUN-tensorboard."),
+        typer.Option(
+            "--output", "-o", metavar="PATH", help="TensorBoard's directory; default: RUN-tensorboard."
+        ),
     ] = None,
     tracking_uri: Annotated[
         str | None, typer.Option(metavar="URI", help="MLflow's server or directory; default: MLflow's own.")
     ] = None,
+    force: options.ForceOption = False,
     json: options.JsonOption = False,
 ) -> None:
     """Write a run for TensorBoard or MLflow."""
@@ -191,7 +215,8 @@ def export(
     from csdctl.workflows.runs.manage import find_latest
 
     streams = Streams(is_json=json)
-    run_id = run or find_latest(streams.project, streams.say).run_id
-    written = export_run(streams.project, run_id, to, output, tracking_uri)
+    is_latest = run in (None, options.LATEST)
+    run_id = find_latest(streams.project, streams.say).run_id if is_latest else str(run)
+    written = export_run(streams.project, run_id, to, output, tracking_uri, force=force)
     streams.result({"schema": "csdctl.export/1", "format": to, "written": written})
     streams.say(f"wrote {written}")

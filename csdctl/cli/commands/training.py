@@ -5,7 +5,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -14,7 +14,6 @@ from csdctl.cli.call import Call, on_job
 from csdctl.errors import InputError
 from csdctl.notify import shorten
 from csdctl.terminal.streams import Streams
-from csdctl.worker.protocol.orders import COLLECTIVE_NAMES
 
 if TYPE_CHECKING:
     from csdctl.supervision.event_callbacks import Callback
@@ -33,21 +32,31 @@ def train(
         str | None,
         typer.Option(
             metavar="RUN",
-            help="Resume this run from its last completed step (`latest` works).",
+            help="Resume this run from its last completed step: a run ID, a unique prefix or `latest`.",
             autocompletion=options.complete_runs,
         ),
     ] = None,
     min_nodes: Annotated[
-        int, typer.Option(help="Continue without lost nodes while at least this many are left.")
+        int,
+        typer.Option(
+            min=0,
+            help="Continue without lost nodes while this many are left.",
+            rich_help_panel=options.RESUMING,
+        ),
     ] = 1,
     rebalance: Annotated[
         bool,
-        typer.Option("--rebalance/--no-rebalance", help="Adjust batch sizes when a node's speed changes."),
+        typer.Option(
+            "--rebalance/--no-rebalance",
+            help="Adjust batch sizes when a node's speed changes.",
+            rich_help_panel=options.RESUMING,
+        ),
     ] = True,
     collective: Annotated[
-        str,
+        options.Collective,
         typer.Option(
-            metavar="NAME", help=f"How gradients are summed: {', '.join(COLLECTIVE_NAMES)} or auto."
+            help="How gradients are summed; auto: the faster one, as measured.",
+            rich_help_panel=options.STRATEGY,
         ),
     ] = "auto",
     strategy: options.StrategyOption = "auto",
@@ -56,39 +65,57 @@ def train(
     cut: options.CutOption = "",
     micro_batches: options.MicroBatchesOption = 4,
     checkpoint_seconds: Annotated[
-        float, typer.Option(help="Write a checkpoint after each epoch, and at this interval in seconds.")
+        float,
+        typer.Option(
+            help="Seconds between checkpoints; each epoch ends with one, too.",
+            rich_help_panel=options.RESUMING,
+        ),
     ] = 600.0,
-    keep: Annotated[int, typer.Option(help="Number of checkpoints to keep, besides the best.")] = 3,
-    start_deadline: Annotated[
-        float, typer.Option(help="Seconds within which every rank must be ready.")
+    keep: Annotated[
+        int,
+        typer.Option(min=1, help="Checkpoints to keep, besides the best.", rich_help_panel=options.RESUMING),
+    ] = 3,
+    start_timeout: Annotated[
+        float,
+        typer.Option(help="Seconds within which every rank must be ready.", rich_help_panel=options.RESUMING),
     ] = 300.0,
-    silence_deadline: Annotated[
-        float, typer.Option(help="Stop the run after this many seconds without a step.")
+    silence_timeout: Annotated[
+        float,
+        typer.Option(
+            help="Stop the run after this many seconds without a step.", rich_help_panel=options.RESUMING
+        ),
     ] = 300.0,
     callback: Annotated[
         list[str] | None,
         typer.Option(
             metavar="FILE.py:NAME",
-            help="Call this function of yours with every event of the run, in a thread of its own.",
+            help="Call this function with every event of the run, in its own thread.",
+            rich_help_panel=options.BACKGROUND,
         ),
     ] = None,
     metrics: Annotated[
         str,
-        typer.Option(metavar="[HOST:]PORT", help="Serve figures of the run over HTTP, for Prometheus."),
+        typer.Option(
+            metavar="[HOST:]PORT",
+            help="Serve metrics of the run over HTTP, for Prometheus.",
+            rich_help_panel=options.BACKGROUND,
+        ),
     ] = "",
     skip_doctor: options.SkipDoctorOption = False,
     detach: Annotated[
         bool,
         typer.Option(
             "--detach/--no-detach",
-            help="Train in the background, without this terminal; `csdctl runs watch` shows the run.",
+            help="Train in the background; `csdctl runs watch` shows the run.",
+            rich_help_panel=options.BACKGROUND,
         ),
     ] = False,
     notify: Annotated[
         str | None,
         typer.Option(
             metavar="COMMAND",
-            help="Run this when the run has ended; CSDCTL_RUN, CSDCTL_STATE and CSDCTL_EXIT_CODE are set.",
+            help="Run this when the run ends; CSDCTL_RUN, CSDCTL_STATE and CSDCTL_EXIT_CODE are set.",
+            rich_help_panel=options.BACKGROUND,
         ),
     ] = None,
 ) -> None:
@@ -106,7 +133,7 @@ def train(
     callbacks = [load_callback(reference) for reference in callback or ()]
     callbacks += [serve_metrics(metrics)] if metrics and not dry_run else []
     wanted = TrainOptions(
-        Patience(start_s=start_deadline, silence_s=silence_deadline),
+        Patience(start_s=start_timeout, silence_s=silence_timeout),
         max_steps,
         min_nodes,
         rebalance,
@@ -176,10 +203,10 @@ def start_detached(streams: Streams) -> None:
     arguments = build_background_arguments(sys.argv[1:])
     run = follow.start_detached(streams.project, arguments, streams.say)
     if run is None:
-        streams.say("nothing was left to train: no run goes on in the background")
+        streams.say("nothing is left to train: no run was started")
         streams.result({"schema": "csdctl.train/1", "detached": False})
         return
-    streams.say(f"run {run.run_id} goes on in the background, process {process_of(run).pid}")
+    streams.say(f"run {run.run_id} continues in the background, process {process_of(run).pid}")
     streams.say(f"to see it: csdctl runs watch {run.run_id}; to stop it: csdctl runs stop {run.run_id}")
     streams.result({"schema": "csdctl.train/1", "run": run.run_id, "path": str(run.path), "detached": True})
 
@@ -199,35 +226,34 @@ def predict(
         str,
         typer.Argument(
             metavar="RUN|MODEL.keras",
-            help="A run, by its id or how that begins (`latest` works), or a .keras file.",
+            help="Run ID, unique prefix or `latest`, or a .keras file.",
+            autocompletion=options.complete_models,
         ),
     ],
     job: Annotated[
-        Path | None, typer.Option(help="The job whose data is used; default: the run's, else job.yaml.")
+        Path | None, typer.Argument(help="Job whose data is used; default: the run's, else job.yaml.")
     ] = None,
     on: Annotated[
-        str | None,
-        typer.Option(
-            metavar="DATA",
-            help="private, public, validation or all; default: private if the job has it, else public.",
-        ),
+        Literal["private", "public", "validation", "all"] | None,
+        typer.Option(help="Data set; default: private if the job has it, else public."),
     ] = None,
     want: Annotated[
-        str,
+        Literal["classes", "scores", "embeddings"],
         typer.Option(
-            metavar="WHAT",
-            help="classes (with probability; of a regression its value), scores (all outputs), or "
-            "embeddings: sent with the sample's node and row, without a file name.",
+            help="classes with probabilities (values of a regression), scores: all outputs, or embeddings: "
+            "the output of --layer.",
         ),
     ] = "classes",
     layer: Annotated[
-        str, typer.Option(metavar="NAME", help="The layer whose output the embeddings are.")
+        str, typer.Option(metavar="NAME", help="Layer whose output is returned as embeddings.")
     ] = "",
     output: Annotated[
-        Path, typer.Option(metavar="FILE", help="Write to this file: .csv, .parquet or .npz.")
+        Path,
+        typer.Option("--output", "-o", metavar="FILE", help="Write to this .csv, .parquet or .npz file."),
     ] = Path("predictions.csv"),
+    force: options.ForceOption = False,
 ) -> None:
-    """Run a trained model over samples where they are stored; only its answers are sent."""
+    """Run a trained model on samples where they are stored; only the results are sent."""
     from csdctl.terminal.prepare import PreparationScreen
     from csdctl.workflows.predict.predict import predict as run_prediction
     from csdctl.workflows.predict.request import check_request
@@ -236,12 +262,13 @@ def predict(
     request = check_request(
         model,
         job,
-        call.fleet,
+        lambda: call.fleet,
         call.directory,
         on=on,
         want=want,
         layer=layer,
         output=output,
+        force=force,
     )
     screen = PreparationScreen(streams)
     found = run_prediction(request, screen)
@@ -268,10 +295,10 @@ def scale(
         ),
     ] = None,
     weak: Annotated[
-        bool, typer.Option("--weak", help="Only the weak series: every rank keeps its batch size.")
+        bool, typer.Option("--weak", help="Weak scaling only: every rank keeps its batch size.")
     ] = False,
     strong: Annotated[
-        bool, typer.Option("--strong", help="Only the strong series: the global batch size stays.")
+        bool, typer.Option("--strong", help="Strong scaling only: the global batch size stays the same.")
     ] = False,
     plan: options.PlanOption = None,
     batch_size: options.BatchSizeOption = None,
@@ -281,7 +308,7 @@ def scale(
     dry_run: options.DryRunOption = False,
 ) -> None:
     """Train with 0, 1, 2 … nodes, and show speed-up, efficiency and energy."""
-    from csdctl.documents import save_text
+    from csdctl.documents import check_output, save_text
     from csdctl.reporting.page import render_scaling_page
     from csdctl.reporting.scaling import KINDS
     from csdctl.terminal.report import show_points, show_series
@@ -304,6 +331,8 @@ def scale(
         batch_size,
         is_preflight_skipped=skip_doctor,
     )
+    if html:
+        check_output(html, "--html")
     request = ScaleRequest(training, kinds, parse_node_counts(nodes) if nodes is not None else ())
     if dry_run:
         show_points(streams, plan_points(request))

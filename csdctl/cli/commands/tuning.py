@@ -1,7 +1,7 @@
 """Commands before a training: tune, forecast, measurements, verify."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -12,6 +12,8 @@ from csdctl.perfmodel.published import Network
 from csdctl.terminal.streams import Streams
 from csdctl.tuning.stannis import DEFAULT_BATCH_SIZES, DEFAULT_MARGIN_SCALE, DEFAULT_STEP_DIVISOR
 
+POWER = "Power"
+OF_FIT, OF_STANNIS = "Method fit", "Method stannis"
 DEFAULT_BATCH_SIZE_LIST = ",".join(map(str, DEFAULT_BATCH_SIZES))
 
 
@@ -19,52 +21,61 @@ DEFAULT_BATCH_SIZE_LIST = ",".join(map(str, DEFAULT_BATCH_SIZES))
 def tune(
     call: Call,
     method: Annotated[
-        str, typer.Option(help="fit: a model fitted to few probes; stannis: the paper's Algorithm 1.")
+        Literal["fit", "stannis"],
+        typer.Option(help="fit: a model fitted to few probes; stannis: the paper's Algorithm 1."),
     ] = "fit",
     max_global_batch: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="fit: the largest global batch size; default: 4 × recipe.reference_batch, and at most a "
-            "tenth of an epoch's samples.",
+            help="Largest global batch size; default: 4 × recipe.reference_batch, and at most a tenth of "
+            "an epoch's samples.",
+            rich_help_panel=OF_FIT,
         ),
     ] = None,
-    global_batch: Annotated[int | None, typer.Option(min=1, help="fit: the exact global batch size.")] = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="fit: ignore earlier measurements.")] = False,
+    global_batch: Annotated[
+        int | None, typer.Option(min=1, help="Exact global batch size.", rich_help_panel=OF_FIT)
+    ] = None,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Ignore earlier measurements.", rich_help_panel=OF_FIT)
+    ] = False,
     explore: Annotated[
         bool,
         typer.Option(
-            "--explore/--no-explore", help="fit: also probe threads and oneDNN, and use the faster settings."
+            "--explore/--no-explore",
+            help="Also probe threads and oneDNN, and use the faster settings.",
+            rich_help_panel=OF_FIT,
         ),
     ] = True,
     host: Annotated[
         bool,
         typer.Option(
             "--host/--no-host",
-            help="Whether the host trains, or only sums gradients; by default it trains, unless the fleet is "
-            "5% faster without it.",
+            help="--no-host: the host only sums gradients; by default it trains unless the fleet is 5% "
+            "faster without it.",
         ),
     ] = True,
     strategy: Annotated[
-        str,
-        typer.Option(
-            metavar="STRATEGY",
-            help="fit: compare the strategies (auto), or plan for one: data-parallel, features or split.",
-        ),
+        options.Strategy,
+        typer.Option(help="Plan for this strategy; auto compares them.", rich_help_panel=OF_FIT),
     ] = "auto",
     cut: Annotated[
-        str, typer.Option(metavar="LAYER", help="fit: the last layer of the nodes, for --strategy split.")
+        str,
+        typer.Option(
+            metavar="LAYER", help="Last layer of the nodes, for --strategy split.", rich_help_panel=OF_FIT
+        ),
     ] = "",
     probe_seconds: Annotated[float, typer.Option(help="Minimum duration of a probe.")] = 1.0,
     batch_sizes: Annotated[
-        str, typer.Option(help="stannis: the batch sizes to probe.")
+        str, typer.Option(metavar="SIZES", help="Batch sizes to probe.", rich_help_panel=OF_STANNIS)
     ] = DEFAULT_BATCH_SIZE_LIST,
     step_divisor: Annotated[
         float,
         typer.Option(
             "-C",
             "--step-divisor",
-            help="stannis: C; a larger value takes smaller steps.",
+            help="C; a larger value takes smaller steps.",
+            rich_help_panel=OF_STANNIS,
         ),
     ] = DEFAULT_STEP_DIVISOR,
     margin_scale: Annotated[
@@ -72,7 +83,8 @@ def tune(
         typer.Option(
             "-E",
             "--margin-scale",
-            help="stannis: E; 20 leaves a margin of 5%, the paper's value 5 leaves 20%.",
+            help="E; 20 leaves a margin of 5%, the paper's value 5 leaves 20%.",
+            rich_help_panel=OF_STANNIS,
         ),
     ] = DEFAULT_MARGIN_SCALE,
 ) -> None:
@@ -139,14 +151,18 @@ def forecast(
     ] = None,
     host_watts: Annotated[
         float | None,
-        typer.Option(help="Power in watts that does not depend on the number of training nodes."),
+        typer.Option(min=0, help="Watts that do not depend on the number of nodes.", rich_help_panel=POWER),
     ] = None,
     node_watts: Annotated[
-        float | None, typer.Option(help="Power in watts that each training node adds.")
+        float | None, typer.Option(min=0, help="Watts that each node adds.", rich_help_panel=POWER)
     ] = None,
     alone_watts: Annotated[
         float | None,
-        typer.Option(help="Power in watts of the host alone, with ordinary drives; default: --host-watts."),
+        typer.Option(
+            min=0,
+            help="Watts of the host alone, with ordinary drives; default: --host-watts.",
+            rich_help_panel=POWER,
+        ),
     ] = None,
     sum_seconds: Annotated[
         float | None, typer.Option(min=0, help="Seconds that each node adds to the sum over the ranks.")
@@ -163,6 +179,10 @@ def forecast(
     )
 
     streams = call.streams
+    if published and call.job_path != options.DEFAULT_JOB:
+        raise InputError(
+            f"received both job {call.job_path} and --published {published}", remedy="leave out one of them"
+        )
     request = ForecastRequest(
         parse_node_counts(nodes) if nodes is not None else None,
         epochs,
@@ -197,7 +217,10 @@ def verify(
     call: Call,
     plan: Annotated[
         Path | None,
-        typer.Option(help="Plan to use; default: the one `tune` wrote, or batch size 16 on all ranks."),
+        typer.Option(
+            help="Plan; default: the one that `tune` wrote, or batch size 16 on all ranks.",
+            autocompletion=options.complete_plans,
+        ),
     ] = None,
     batch_size: options.BatchSizeOption = None,
     strategy: options.StrategyOption = "auto",

@@ -38,7 +38,7 @@ class EarlyStopping:
     baseline: float | None = None
     """Epochs that are not better than this count as epochs without improvement."""
     start_from_epoch: NumEpochs = 0
-    """Number of epochs at the start of the run that are not looked at."""
+    """Number of epochs at the start of the run that are not considered."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from csdctl.errors import CsdctlError, InputError, NoNodeReachableError
 from csdctl.fleet.ansible import list_targets, load_config, load_inventory, render_inventory
 from csdctl.fleet.fleet_file import render_fleet
 from csdctl.fleet.model import HOST_NAME, Fleet, Node, select_names, select_nodes
-from csdctl.fleet.names import NAME, format_node_names
+from csdctl.fleet.names import NAME, USER, format_node_names
 from csdctl.fleet.openssh import (
     MAX_HOPS,
     Hop,
@@ -249,8 +249,17 @@ class NodeSource:
 def address_ranges(
     cidrs: Sequence[str], user: str = "root", key: Path | None = None, port: int = 22
 ) -> NodeSource:
-    """Machines with an SSH server in `cidrs`; a single range also becomes the network of the fleet."""
+    """Machines with an SSH server in `cidrs`; a single range also becomes the network of the fleet.
+
+    Raises InputError for an invalid range, user or key.
+    """
     name = ", ".join(cidrs)
+    for cidr in cidrs:
+        expand_addresses(cidr)  # raises InputError
+    if not USER.fullmatch(user):
+        raise InputError(f"--user {user!r} is not a user name", remedy="give a user of these machines")
+    if key and not key.is_file():
+        raise InputError(f"--key {key} does not exist", remedy="give the file of a private key")
 
     def find(_: Path, limit: Sequence[str], exclude: Sequence[str]) -> FoundNodes:
         nodes = scan(cidrs, user=user, key=key, port=port)

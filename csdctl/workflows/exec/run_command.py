@@ -104,7 +104,7 @@ class ExecOptions:
     """Whether it runs on the host too."""
 
     def __post_init__(self) -> None:
-        for name, value in (("timeout", self.timeout_s), ("connect-deadline", self.connect_deadline_s)):
+        for name, value in (("timeout", self.timeout_s), ("connect-timeout", self.connect_deadline_s)):
             if not 0 < value <= 7 * 86_400:
                 raise InputError(f"--{name} is {value:g}, expected more than 0 s and at most a week")
 

@@ -355,9 +355,9 @@ def given_power(
     if host_watts is None and node_watts is None and alone_watts is None:
         return None
     if host_watts is None or node_watts is None:
-        raise InputError(
-            "energy needs the power of the host and of a node", remedy="give --host-watts and --node-watts"
-        )
+        options = {"--host-watts": host_watts, "--node-watts": node_watts}
+        missing = " and ".join(name for name, watts in options.items() if watts is None)
+        raise InputError(f"energy requires {missing} too", remedy=f"add {missing}")
     known = [watts for watts in (host_watts, node_watts, alone_watts) if watts is not None]
     if not all(math.isfinite(watts) and watts >= 0 for watts in known) or host_watts == 0:
         raise InputError(

@@ -16,11 +16,11 @@ from typing import Any
 
 import yaml
 
-from csdctl.documents import parse_document, save_text
+from csdctl.documents import check_output, parse_document, save_text
 from csdctl.errors import InputError
 from csdctl.fleet.model import HOST_NAME
 from csdctl.job.compatibility import LOGITS, check_compatibility
-from csdctl.job.model import Job, JobFile, build_job, find_imported
+from csdctl.job.model import Job, JobFile, build_job, find_imported, model_reference
 from csdctl.notify import Say, make_printable
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.shipping.store import StoredFile
@@ -97,7 +97,7 @@ def choose_size(data: DataLook) -> tuple[tuple[int, ...], str]:
     """Return height and width for pictures, and why, for a model that takes any."""
     sizes = data.pictures
     if sizes and sizes.smallest == sizes.largest:
-        return sizes.smallest, "the size of all pictures that were looked at"
+        return sizes.smallest, "the size of all pictures that were inspected"
     return DEFAULT_SIZE, "a placeholder"
 
 
@@ -207,7 +207,7 @@ def describe_data(look: DataLook) -> str:
         labels = _describe_arrays(info.labels) if info.label_shape != (0,) else "none"
         parts.append(f"labels {labels}" + (f" 0…{info.max_label}" if info.max_label >= 0 else ""))
     if not look.is_whole:
-        parts.append(f"{info.num_samples + sum(info.num_skipped.values()):,} were looked at")
+        parts.append(f"{info.num_samples + sum(info.num_skipped.values()):,} inspected")
     reasons = [f"{count:,} {reason.replace('_', ' ')}" for reason, count in info.num_skipped.items()]
     parts += [f"left out: {', '.join(reasons)}"] * bool(reasons)
     return ", ".join(parts)
@@ -262,7 +262,7 @@ def _data(sources: Sources, looks: Looks) -> Iterator[tuple[str, str]]:
         yield "# validation: {path: PATH}", "evaluated after each epoch"
     if sources.private:
         private = sources.public | {"path": sources.private}
-        yield f"private: {_value(private)}", "on each node; never leaves it; was not looked at"
+        yield f"private: {_value(private)}", "on each node; never leaves it; not inspected"
     else:
         yield "# private: {path: PATH}", "on each node, at the same path; never leaves it"
     if scaled := choose_input_range(sources, looks):
@@ -401,13 +401,14 @@ def init_job(request: InitRequest, directory: Path, say: Say, on_progress: OnPro
     problem is in the result.
     """
     for path in (request.output, *([request.functions] if request.script else [])):
-        if path.exists() and not request.is_overwriting:
-            raise InputError(f"{path} exists", remedy="overwrite it with --force, or choose another --output")
+        check_output(path, "--output", force=request.is_overwriting)
     lifted = lift_script(request.script) if request.script else None
     if lifted:
         save_text(request.functions, lifted.text)
         request = _request_of(request, lifted)
     sources = replace(parse_sources(request), recipe=lifted.recipe if lifted else {})
+    if not lifted:  # before the data, which takes longer to look at
+        model_reference(sources.model, request.output.parent / "--model")
     with closing(LocalSession(HOST_NAME, directory)) as host:
         project = ProjectDirectory(directory)
         looking = _Looking(request, host, project, store_worker(project), say, on_progress)

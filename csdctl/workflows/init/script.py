@@ -93,7 +93,10 @@ def lift_script(path: Path) -> LiftedScript:
         source = path.read_text()
         module = ast.parse(source)
     except (OSError, SyntaxError, ValueError) as error:
-        raise InputError(f"cannot read {path} as Python: {error}", remedy="pass a Python script") from None
+        raise InputError(
+            f"cannot read {path} as Python: {getattr(error, 'strerror', None) or error}",
+            remedy="pass a Python script",
+        ) from None
     return _Script(path, source, module).lift()
 
 

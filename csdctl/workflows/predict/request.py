@@ -17,11 +17,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from csdctl import documents
 from csdctl.documents import MAX_JSON_BYTES, load_text, write_atomically
 from csdctl.errors import InputError
 from csdctl.fleet.model import Fleet
 from csdctl.job.compatibility import LOGITS
-from csdctl.job.model import Job, load_job
+from csdctl.job.model import Job, check_keras_file, load_job
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.worker.protocol.features import SIGMOID, SOFTMAX, VALUES, ResultRule
 from csdctl.worker.protocol.model_info import ModelInfo, OutputInfo
@@ -48,14 +49,13 @@ class Block:
         return len(self.rows)
 
 
-def check_output(path: Path) -> None:
-    """Raise InputError for a suffix that cannot be written, or a package that is missing for it."""
+def check_output(path: Path, *, force: bool = True) -> None:
+    """Raise InputError for a file that cannot be written, its suffix, or a package that is missing for it."""
     if path.suffix not in WRITERS:
         raise InputError(
             f"--output {path} ends in {path.suffix or 'nothing'!r}", remedy=f"one of {', '.join(WRITERS)}"
         )
-    if path.is_dir():
-        raise InputError(f"--output {path} is a directory", remedy="name a file")
+    documents.check_output(path, "--output", force=force)
     if path.suffix == PARQUET and importlib.util.find_spec("pyarrow") is None:
         raise InputError(
             "Parquet files need the package pyarrow, which is not installed",
@@ -150,7 +150,6 @@ CLASSES, SCORES, EMBEDDINGS = "classes", "scores", "embeddings"
 WANTED = (CLASSES, SCORES, EMBEDDINGS)
 PRIVATE, PUBLIC, VALIDATION, ALL = "private", "public", "validation", "all"
 DATA_SETS = (PRIVATE, PUBLIC, VALIDATION, ALL)
-LATEST = "latest"
 DEFAULT_JOB = Path("job.yaml")
 LEARNING_RATE = 0.001
 """For compiling a model that has none; nothing is learnt."""
@@ -186,15 +185,16 @@ class PredictRequest:
 def check_request(
     model: str,
     job: Path | None,
-    fleet: Fleet,
+    load_fleet: Callable[[], Fleet],
     directory: Path,
     *,
     on: str | None,
     want: str,
     layer: str,
     output: Path,
+    force: bool = False,
 ) -> PredictRequest:
-    """Return the request; raises InputError for whatever no machine is needed to find."""
+    """Return the request; raises InputError for whatever no machine is needed to find, the fleet last."""
     if want not in WANTED:
         raise InputError(f"--want {want!r} is unknown", remedy=f"one of {', '.join(WANTED)}")
     if want == EMBEDDINGS and not layer:
@@ -203,10 +203,11 @@ def check_request(
         raise InputError(
             f"--layer names what comes back as embeddings, not {want}", remedy="add --want embeddings"
         )
-    check_output(output)
+    check_output(output, force=force)
     file, job_path = find_model(model, job, ProjectDirectory(directory))
     loaded = load_job(job_path)
-    return PredictRequest(loaded, file, fleet, directory, output, choose_data(on, loaded), want, layer)
+    data = choose_data(on, loaded)
+    return PredictRequest(loaded, file, load_fleet(), directory, output, data, want, layer)
 
 
 def find_model(model: str, job: Path | None, project: ProjectDirectory) -> tuple[Path, Path]:
@@ -217,8 +218,9 @@ def find_model(model: str, job: Path | None, project: ProjectDirectory) -> tuple
             raise InputError(
                 f"model file {path} does not exist", remedy="name a .keras file that exists, or a run"
             )
+        check_keras_file(path)
         return path, job or DEFAULT_JOB
-    run = project.find_run(None if model == LATEST else model)
+    run = project.find_run(model)
     if not run.model.is_file():
         raise InputError(
             f"run {run.run_id} has no model.keras: it has not come to its end",

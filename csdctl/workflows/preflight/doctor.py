@@ -78,7 +78,7 @@ class Examination:
             raise NoNodeReachableError(f"no node of {self.fleet.path} can be reached", remedy=REPAIR)
         if self.overdue:
             raise DeadlineError(
-                f"the deadline passed while {self.overdue}", remedy="raise --deadline, or examine fewer nodes"
+                f"the deadline passed while {self.overdue}", remedy="raise --timeout, or examine fewer nodes"
             )
         if HOST_NAME in self.red:
             raise CsdctlError("the host is not fit to train", remedy=REPAIR)
@@ -128,9 +128,9 @@ class DoctorOptions:
 
     def __post_init__(self) -> None:
         for name, value in (
-            ("deadline", self.deadline_s),
-            ("connect-deadline", self.connect_deadline_s),
-            ("mpi-deadline", self.mpi_deadline_s),
+            ("timeout", self.deadline_s),
+            ("connect-timeout", self.connect_deadline_s),
+            ("mpi-timeout", self.mpi_deadline_s),
         ):
             if not value >= 1:
                 raise InputError(f"--{name} must be at least 1 second, received {value:g}")

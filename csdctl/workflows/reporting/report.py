@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from csdctl.documents import save_text
+from csdctl.documents import check_output, save_text
 from csdctl.errors import InputError
 from csdctl.notify import Say
 from csdctl.reporting.export import render_csv, write_mlflow, write_tensorboard
@@ -33,9 +33,17 @@ def results(project: ProjectDirectory, run_ids: Sequence[str]) -> list[RunResult
 
 
 def write_files(
-    project: ProjectDirectory, run_ids: Sequence[str], html: Path | None, csv: Path | None
+    project: ProjectDirectory,
+    run_ids: Sequence[str],
+    html: Path | None,
+    csv: Path | None,
+    *,
+    force: bool = True,
 ) -> list[Path]:
-    """Write the report of the runs to the files that are asked for; returns them."""
+    """Write the report of the runs to the files that are asked for; returns them. Raises InputError."""
+    for option, path in (("--html", html), ("--csv", csv)):
+        if path:
+            check_output(path, option, force=force)
     found = results(project, run_ids)
     wanted = ((html, render_page), (csv, render_csv))
     texts = {path: render(found) for path, render in wanted if path}
@@ -71,7 +79,13 @@ def privacy(project: ProjectDirectory, run_id: str) -> PrivacyReport:
 
 
 def export(
-    project: ProjectDirectory, run_id: str, to: str, output: Path | None, tracking_uri: str | None
+    project: ProjectDirectory,
+    run_id: str,
+    to: str,
+    output: Path | None,
+    tracking_uri: str | None,
+    *,
+    force: bool = False,
 ) -> str:
     """Write run `run_id`; returns where it is.
 
@@ -79,12 +93,18 @@ def export(
     """
     if to not in FORMATS:
         raise InputError(f"--to is {to!r}, expected {', '.join(FORMATS)}")
-    if (tracking_uri and to != MLFLOW) or (output and to == MLFLOW):
-        raise InputError("--tracking-uri is for mlflow, --output for tensorboard")
+    if tracking_uri and to != MLFLOW:
+        raise InputError("--tracking-uri requires --to mlflow", remedy="leave it out, or change --to")
+    if output and to == MLFLOW:
+        raise InputError("--output requires --to tensorboard", remedy="leave it out, or give --tracking-uri")
     run = read_results(project.find_run(run_id))
     if to == MLFLOW:
         return f"run {write_mlflow(run, tracking_uri)} of MLflow"
     path = output or Path(f"{run.summary.run_id}-tensorboard")
+    if not path.is_dir():
+        check_output(path, "--output", force=False)
+    elif any(path.iterdir()) and not force:
+        raise InputError(f"{path} already exists", remedy="overwrite it with --force, or change --output")
     write_tensorboard(run, path)
     return str(path)
 

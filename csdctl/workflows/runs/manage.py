@@ -4,7 +4,7 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -159,19 +159,23 @@ def _only_running(project: ProjectDirectory) -> RunDirectory:
     return running[0]
 
 
-def remove_run(project: ProjectDirectory, run_id: str, confirm: Callable[[str], None]) -> RunDirectory:
-    """Remove a run with its model and checkpoints; `confirm` raises to refuse.
+def remove_runs(
+    project: ProjectDirectory, run_ids: Sequence[str], confirm: Callable[[str], None]
+) -> list[RunDirectory]:
+    """Remove runs with their models and checkpoints; `confirm` raises to refuse.
 
-    Raises InputError for a run that is running.
+    Raises InputError for a run that does not exist or is running; nothing is removed then.
     """
-    run = project.find_run(run_id)
-    process = process_of(run)
-    if process.is_running:
-        raise InputError(
-            f"run {run.run_id} is running: {process.describe()}", remedy=f"csdctl runs stop {run.run_id}"
-        )
-    model = " with its model" if run.model.exists() else ""
-    confirm(f"Remove run {run.run_id}{model}?")
-    project.step_file(run).unlink(missing_ok=True)
-    shutil.rmtree(run.path)
-    return run
+    runs = list(dict.fromkeys(project.find_run(run_id) for run_id in run_ids))
+    for run in runs:
+        process = process_of(run)
+        if process.is_running:
+            raise InputError(
+                f"run {run.run_id} is running: {process.describe()}", remedy=f"csdctl runs stop {run.run_id}"
+            )
+    described = (f"{run.run_id}{' with its model' if run.model.exists() else ''}" for run in runs)
+    confirm(f"Remove run{'s' if len(runs) > 1 else ''} {', '.join(described)}?")
+    for run in runs:
+        project.step_file(run).unlink(missing_ok=True)
+        shutil.rmtree(run.path)
+    return runs

@@ -64,8 +64,8 @@ class TrainOptions:
                     remedy="early stopping and reduce on plateau are part of the job's recipe",
                 )
         for name, value, least in (
-            ("start-deadline", self.deadlines.start_s, 1),
-            ("silence-deadline", self.deadlines.silence_s, 1),
+            ("start-timeout", self.deadlines.start_s, 1),
+            ("silence-timeout", self.deadlines.silence_s, 1),
             ("min-nodes", self.min_nodes, 0),
             ("checkpoint-seconds", self.checkpoint_interval_s, 1),
             ("keep", self.num_checkpoints, 1),
@@ -98,8 +98,7 @@ def check_cut(strategy: str, cut: str) -> None:
     """Raise InputError for a cut with a strategy that divides no model."""
     if cut and strategy != SPLIT:
         raise InputError(
-            f"--cut {cut} divides the model, which --strategy {strategy} does not",
-            remedy="add --strategy split",
+            f"--cut requires --strategy split, received --strategy {strategy}", remedy="add --strategy split"
         )
 
 

@@ -25,16 +25,15 @@ from csdctl.workflows.train.spec import RunContext, build_training, fingerprint_
 from csdctl.workflows.train.strategies.features import Features
 from csdctl.workflows.train.strategies.strategy import Split, Strategy
 
-LATEST = "latest"
 MAX_CHECKPOINTS, MAX_INTERVAL_S = 1_000_000, 1e9
 
 
 def find_resumable(project: ProjectDirectory, run_id: str, job: Job, fleet: Fleet, say: Say) -> RunDirectory:
-    """Return the run to resume (`run_id`, or LATEST), and report nodes that do not take part.
+    """Return the run to resume `run_id`, and report nodes that do not take part.
 
     Raises InputError for an unknown run, or the run of another job.
     """
-    run = project.find_run(None if run_id == LATEST else run_id)
+    run = project.find_run(run_id)
     plan = _load_manifest(run).plan
     if plan.job != job.name:
         raise InputError(f"run {run.run_id} belongs to job {plan.job}, not to {job.name}")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from csdctl.errors import CsdctlError, InputError, NoNodeReachableError
+from csdctl.errors import CsdctlError, InputError, NoNodeReachableError, UnreachableError
 from csdctl.fleet.checks import check_machines, is_ready
 from csdctl.fleet.facts import Facts, facts_path, load_facts
 from csdctl.fleet.model import Fleet, keep_nodes
@@ -109,7 +109,7 @@ def _unreachable(fleet: Fleet, failed: dict[str, CsdctlError]) -> CsdctlError:
     names = ",".join(failed)
     if len(failed) == len(fleet.nodes):
         return NoNodeReachableError(f"no node of {fleet.path} can be reached:\n{listed}")
-    return CsdctlError(
+    return UnreachableError(
         f"{len(failed)} of {len(fleet.nodes)} nodes cannot be reached:\n{listed}",
         remedy=f"repair them, or continue without them: --exclude {names}",
     )

@@ -96,7 +96,7 @@ def test_what_is_no_function_is_refused_as_callback() -> None:
     [
         (csdctl.TrainOptions, {"min_nodes": -1}, "min_nodes must be at least 0, received -1"),
         (csdctl.TrainOptions, {"num_checkpoints": 0}, "num_checkpoints must be at least 1, received 0"),
-        (csdctl.TrainOptions, {"cut": "a"}, "cut a divides the model, which strategy auto does not"),
+        (csdctl.TrainOptions, {"cut": "a"}, "cut requires strategy split, received strategy auto"),
         (csdctl.TuneOptions, {"probe_duration_s": -1.0}, "probe_duration_s must be at least 0"),
         (csdctl.TuneOptions, {"method": "fit", "step_divisor": 1.0}, "fit does not take batch_sizes"),
     ],

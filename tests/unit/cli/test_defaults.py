@@ -84,19 +84,19 @@ def test_mistake_in_the_file_of_defaults_is_bad_input(
 
 
 def test_doctor_says_where_each_setting_comes_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    defaults = load(tmp_path, "doctor: {mpi-deadline: 70, deadline: 71, connect-deadline: 72}\n", "doctor")
-    monkeypatch.setenv("CSDCTL_CONNECT_DEADLINE", "9")
-    monkeypatch.setenv("CSDCTL_DEADLINE", "8")
+    defaults = load(tmp_path, "doctor: {mpi-timeout: 70, timeout: 71, connect-timeout: 72}\n", "doctor")
+    monkeypatch.setenv("CSDCTL_CONNECT_TIMEOUT", "9")
+    monkeypatch.setenv("CSDCTL_TIMEOUT", "8")
     monkeypatch.delenv("CSDCTL_FLEET", raising=False)
     doctor = typer.main.get_command(app).commands["doctor"]  # type: ignore[attr-defined]
-    words = ["--deadline", "7", "--limit", "a", "--limit", "b"]
+    words = ["--timeout", "7", "--limit", "a", "--limit", "b"]
     context = doctor.make_context("doctor", words, default_map=defaults["doctor"])
     settings = list_settings(context, Fleet((), Host(threads=3), path=Path("lab.yaml")))
     assert settings == [
         Setting("fleet", "fleet.yaml", "default"),
-        Setting("deadline", "7.0", "flag --deadline"),
-        Setting("connect-deadline", "9.0", "environment CSDCTL_CONNECT_DEADLINE"),
-        Setting("mpi-deadline", "70.0", "file config.yaml"),
+        Setting("timeout", "7.0", "flag --timeout"),
+        Setting("connect-timeout", "9.0", "environment CSDCTL_CONNECT_TIMEOUT"),
+        Setting("mpi-timeout", "70.0", "file config.yaml"),
         Setting("limit", "a,b", "flag --limit"),
         Setting("exclude", "", "default"),
         Setting("network", "", "default"),

@@ -39,7 +39,7 @@ CHANGING = [
     ["clean"],
     ["clean", "--unused"],
     ["clean", "--computed"],
-    ["clean", "--force"],
+    ["clean", "--kill"],
     ["clean", "--everything", "--yes"],
     ["deploy", "--tree", "tree"],
     ["discover", "--inventory", "hosts", "--force"],

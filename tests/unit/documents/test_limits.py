@@ -92,7 +92,7 @@ class TestFilesThatAreNone:
     @pytest.mark.parametrize("device", ["/dev/zero", "/dev/null", "/dev/tty", "/proc/self"])
     def test_device_or_directory_is_refused(self, tmp_path: Path, device: str) -> None:
         (tmp_path / "job.yaml").symlink_to(device)
-        with pytest.raises(InputError, match="job.yaml cannot be read"):
+        with pytest.raises(InputError, match="cannot read .*job.yaml"):
             load_text(tmp_path / "job.yaml")
 
     def test_named_pipe_is_refused_without_waiting_for_its_writer(self, tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ class TestValues:
             ("args: {b: &a [[{c: *a}]]}", "alias `*a` is part of what it stands for"),
             (f"args: {{a: {'x' * (MAX_SCALAR + 1)}}}", "expected at most 4,096"),
             (f"? {'x' * (MAX_SCALAR + 1)}\n: 1", "expected at most 4,096"),
-            *((f"rate: {number}", "should be a finite number") for number in (".nan", "-.inf", "1.0e+999")),
+            *((f"rate: {number}", "must be a finite number") for number in (".nan", "-.inf", "1.0e+999")),
             ("seed: 1" + "0" * 4000, "a number of 4,001 digits, expected at most 18"),
             *(
                 (f"{key}: one\n", "is not text: write it in quotes")

@@ -50,15 +50,15 @@ class TestRefusedDocuments:
             ("model: m\npublic:\n  on: host\n", "job.yaml:2: key `public.path` is missing"),
             (
                 "model: m\nrate: fast\n",
-                "job.yaml:2: `rate`: Input should be a valid number, unable to parse string as a number"
+                "job.yaml:2: `rate`: must be a valid number, unable to parse string as a number"
                 " (received 'fast')",
             ),
             (
                 "nodes:\n- {name: a, port: 0}",
-                "job.yaml:2: `nodes.0.port`: Input should be greater than or equal to 1 (received 0)",
+                "job.yaml:2: `nodes.0.port`: must be greater than or equal to 1 (received 0)",
             ),
-            ("", "job.yaml: expected keys such as model, rate, public, found nothing"),
-            ("- model: m\n", "job.yaml: expected keys such as model, rate, public, found list"),
+            ("", "job.yaml: expected keys such as model, rate, public, received an empty file"),
+            ("- model: m\n", "job.yaml: expected keys such as model, rate, public, received a list"),
         ],
     )
     def test_problem_is_reported_with_its_line(self, text: str, message: str) -> None:

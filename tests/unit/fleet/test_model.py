@@ -243,7 +243,7 @@ def chosen(*limit: str, exclude: tuple[str, ...] = ()) -> list[str]:
         ("dpu[08-10]", ["dpu08", "dpu09", "dpu10"]),
         ("dpu[0-1][0-1]", ["dpu00", "dpu01", "dpu10", "dpu11"]),
         ("[c-d]*0", ["csd0", "csd10", "dpu00", "dpu10"]),
-        ("csd[5-99]", [f"csd{k}" for k in range(5, 12)]),
+        ("csd[5-11]", [f"csd{k}" for k in range(5, 12)]),
         ("front", ["csd0", "csd11", "jetson"]),
         ("csd0,jetson", ["csd0", "jetson"]),
         (" csd0 , csd[2-3] ,", ["csd0", "csd2", "csd3"]),

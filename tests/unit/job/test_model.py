@@ -70,7 +70,8 @@ class TestModelReferences:
     ) -> None:
         path = tmp_path / file
         path.parent.mkdir(exist_ok=True)
-        path.write_text("")
+        content = "def build(): ..." if function else "PK\x05\x06" + "\0" * 18  # an empty zip archive
+        path.write_text(content)
         job = load_job(write((MODEL, f'"{file}{function}"')))
         assert (job.model, job.model_file) == (f"{path}{function}", path)
 

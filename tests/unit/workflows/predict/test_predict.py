@@ -121,7 +121,7 @@ def prepared(tmp_path: Path) -> Prepared:
 
 @pytest.fixture
 def request_of_all(tmp_path: Path) -> PredictRequest:
-    (tmp_path / "trained.keras").touch()
+    (tmp_path / "trained.keras").write_bytes(b"PK\x05\x06" + bytes(18))
     (tmp_path / "job.yaml").write_text(
         "model: trained.keras\ndata: {public: {path: x}}\nrecipe: {epochs: 1}\n"
     )

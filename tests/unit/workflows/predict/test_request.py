@@ -32,7 +32,7 @@ PRIVATE = PUBLIC.replace("}}", "}, private: {path: /data/private}}")
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    (tmp_path / "trained.keras").write_bytes(b"")
+    (tmp_path / "trained.keras").write_bytes(b"PK\x05\x06" + bytes(18))
     (tmp_path / "public").mkdir()
     (tmp_path / "job.yaml").write_text(PRIVATE)
     (tmp_path / "open.yaml").write_text(PUBLIC)
@@ -41,7 +41,7 @@ def project(tmp_path: Path) -> Path:
 
 def request_of(project: Path, **changes: Any) -> PredictRequest:
     asked: dict[str, Any] = {"on": None, "want": "classes", "layer": "", "output": Path("a.csv")}
-    return check_request("trained.keras", project / "job.yaml", Fleet(()), project, **asked | changes)
+    return check_request("trained.keras", project / "job.yaml", lambda: Fleet(()), project, **asked | changes)
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ def test_passed_deadline_has_its_own_exit_code() -> None:
 
 @pytest.mark.parametrize("seconds", [0, -1, float("nan")])
 def test_deadline_must_be_at_least_one_second(seconds: float) -> None:
-    with pytest.raises(InputError, match="--mpi-deadline"):
+    with pytest.raises(InputError, match="--mpi-timeout"):
         DoctorOptions(mpi_deadline_s=seconds)
 
 

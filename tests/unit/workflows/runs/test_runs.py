@@ -18,7 +18,7 @@ from csdctl.terminal.streams import Streams
 from csdctl.worker.protocol.events import EpochEnd, Event, Finished, Progress
 from csdctl.workflows.runs.compare import compare_runs
 from csdctl.workflows.runs.follow import find_logs, follow_lines, read_last_lines
-from csdctl.workflows.runs.manage import find_latest, interrupt, list_runs, remove_run, stop_run
+from csdctl.workflows.runs.manage import find_latest, interrupt, list_runs, remove_runs, stop_run
 from csdctl.workflows.runs.notification import notifying, parse_command
 from tests.patience import scaled
 from tests.unit.runs.manifests import manifest_of
@@ -110,7 +110,7 @@ class TestStop:
         process = start_process(run, end_after_s=0.3)
         assert list_runs(project, print)[0].state == "running"
         with pytest.raises(InputError, match="is running"):
-            remove_run(project, run.run_id, lambda _: None)
+            remove_runs(project, [run.run_id], lambda _: None)
         assert stop_run(project, None, scaled(20)).run_id == run.run_id
         assert process.wait() == 130
 

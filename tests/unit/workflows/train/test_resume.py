@@ -11,7 +11,7 @@ import pytest
 from csdctl.errors import InputError
 from csdctl.fleet.model import Fleet, Node
 from csdctl.job.model import Job
-from csdctl.runs.directory import EventLog, Manifest, ProjectDirectory, RunDirectory
+from csdctl.runs.directory import LATEST, EventLog, Manifest, ProjectDirectory, RunDirectory
 from csdctl.shipping.store import StoredFile
 from csdctl.transport.meter import TrafficClass
 from csdctl.worker.protocol.datasets import DatasetInfo
@@ -24,7 +24,7 @@ from csdctl.workflows.data.model import SerializedModel
 from csdctl.workflows.data.prepare import Prepared
 from csdctl.workflows.train import resume as resume_module
 from csdctl.workflows.train.options import TrainOptions
-from csdctl.workflows.train.resume import LATEST, find_resumable, is_complete, load_spec, resume
+from csdctl.workflows.train.resume import find_resumable, is_complete, load_spec, resume
 from csdctl.workflows.train.spec import RunContext, build_rank_specs
 from tests.unit.runs.manifests import manifest_of
 

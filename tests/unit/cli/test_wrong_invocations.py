@@ -1,0 +1,501 @@
+# ruff: noqa: E501
+"""Wrong command lines and files: the exit code, and the sentence that names what is wrong.
+
+No machine is contacted, and nothing is written.
+"""
+
+import shlex
+from io import StringIO
+from pathlib import Path
+
+import pytest
+
+from csdctl.cli.app import run_command
+from csdctl.errors import ExitCode
+from csdctl.terminal.streams import Streams
+
+PROJECT = {
+    "fleet.yaml": "nodes: [{name: 'csd[0-3]', address: '192.0.2.[1-4]'}]\n",
+    "data/a/b": "",
+    "model.py": "def build():\n    import keras\n    return keras.Sequential([])\n",
+    "job.yaml": "model: model.py:build\ndata: {public: {path: data}}\n"
+    "recipe: {epochs: 1, learning_rate: 0.1}\n",
+    "junk.keras": "junk",
+    ".csdctl/runs/20260101-000000-000001/x": "",
+    ".csdctl/runs/20260102-000000-000002/x": "",
+}
+EMPTY: dict[str, str] = {}
+JUNK_MODEL = "model: junk.keras\ndata: {public: {path: data}}\nrecipe: {epochs: 1, learning_rate: 0.1}"
+WRONG: list[tuple[dict[str, str], str, str]] = [
+    (EMPTY, "init --model nope.py:build --public data", "nope.py does not exist"),
+    (
+        EMPTY | {"m.py": "def build(): pass\n"},
+        "init --model m.py --public .",
+        "--model 'm.py' is not a valid reference",
+    ),
+    (
+        EMPTY | {"m.py": "def build(): pass\n"},
+        "init --model m.py:build --public nope",
+        "--public: nope does not exist",
+    ),
+    (EMPTY | {"m.py": "def build(): pass\n"}, "init --model m.py:build", "missing --public"),
+    (EMPTY, "init", "missing a training SCRIPT, or --model and --public"),
+    (
+        EMPTY | {"m.py": "def build(): pass\n"},
+        "init --model m.py:nope --public .",
+        "--model: m.py has no function 'nope'",
+    ),
+    (EMPTY, "init nope.py", "cannot read nope.py"),
+    (EMPTY | {"a.txt": "x"}, "init a.txt", "a.txt, line 1: no call of model.fit"),
+    (
+        EMPTY | {"s.py": "x = ("},
+        "init s.py",
+        "cannot read s.py as Python: '(' was never closed (<unknown>, line 1)",
+    ),
+    (EMPTY | {"s.py": "x = 1"}, "init s.py", "s.py, line 1: no call of model.fit"),
+    (
+        EMPTY | {"s.py": "x = 1"},
+        "init s.py --model a:b",
+        "SCRIPT excludes --model, --public and --validation",
+    ),
+    (
+        EMPTY | {"s.py": "x = 1"},
+        "init s.py -o nodir/job.yaml",
+        "--output nodir/job.yaml: directory nodir does not exist",
+    ),
+    (EMPTY, "init --model keras.applications:Nope --public data", "--public: data does not exist"),
+    (
+        PROJECT,
+        "init --model model.py:build --public data --model-args 7 --force",
+        "--model-args:1: `model_args`: must be a valid dictionary (received 7)",
+    ),
+    (
+        PROJECT,
+        "init --model model.py:build --public data --model-args '{' --force",
+        "--model-args:1: not valid YAML: expected the node content, but found '<stre",
+    ),
+    (PROJECT, "predict latest", "run 20260102-000000-000002 has no model.keras: it has not come to its end"),
+    (PROJECT, "predict junk.keras -o a.xlsx", "--output a.xlsx ends in '.xlsx'"),
+    (
+        PROJECT,
+        "predict junk.keras --on nope",
+        "invalid value for '--on': 'nope' is not one of 'private', 'public', 'valida",
+    ),
+    (
+        PROJECT,
+        "predict junk.keras --want nope",
+        "invalid value for '--want': 'nope' is not one of 'classes', 'scores', 'embe",
+    ),
+    (PROJECT, "predict junk.keras -o nodir/a.csv", "--output nodir/a.csv: directory nodir does not exist"),
+    (PROJECT | {"predictions.csv": "x"}, "predict junk.keras", "predictions.csv already exists"),
+    (PROJECT, "report 2026", "2 runs begin with '2026'"),
+    (PROJECT, "report --html /tmp", "--html /tmp is a directory"),
+    (PROJECT, "report --html nodir/r.html", "--html nodir/r.html: directory nodir does not exist"),
+    (PROJECT | {"r.html": "x"}, "report --html r.html", "r.html already exists"),
+    (PROJECT, "report --csv .", "--csv . is a directory"),
+    (PROJECT, "export --to nope", "invalid value for '--to': 'nope' is not one of 'tensorboard', 'mlflow'"),
+    (PROJECT, "export", "missing option '--to'. Choose from:"),
+    (PROJECT, "export --to mlflow --output x", "--output requires --to tensorboard"),
+    (PROJECT, "export --to tensorboard --tracking-uri x", "--tracking-uri requires --to mlflow"),
+    (PROJECT, "runs compare latest", "missing argument 'second'"),
+    (PROJECT, "runs rm", "missing argument 'RUN...'"),
+    (PROJECT, "runs rm 2026 -y", "2 runs begin with '2026'"),
+    (PROJECT, "runs rm latest", "Remove run 20260102-000000-000002? No terminal is available to answer"),
+    (PROJECT, "runs logs latest nope", "run 20260102-000000-000002 has no log 'nope'"),
+    (PROJECT, "runs stop latest", "run 20260102-000000-000002 is not running"),
+    (PROJECT, "runs stop --timeout -1", "invalid value for '--timeout': must be greater than or equal to 0"),
+    (PROJECT, "runs lst", "no such command 'lst'. Did you mean 'list', 'ls'?"),
+    (EMPTY, "trian", "no such command 'trian'. Did you mean 'train'?"),
+    (EMPTY, "--nope", "no such option: --nope"),
+    (EMPTY, "train job.yaml", "job.yaml does not exist"),
+    (PROJECT, "train nope.yaml", "nope.yaml does not exist"),
+    (PROJECT, "train job.yaml extra", "got unexpected extra argument(s) (extra)"),
+    (PROJECT, "train --fleet nope.yaml", "nope.yaml does not exist"),
+    (PROJECT, "train --batch-size 0", "invalid value for '--batch-size': must be greater than or equal to 1"),
+    (
+        PROJECT,
+        "train --batch-size x",
+        "invalid value for '--batch-size': must be a valid integer, unable to parse",
+    ),
+    (PROJECT, "train --min-nodes -1", "invalid value for '--min-nodes': must be greater than or equal to 0"),
+    (
+        PROJECT,
+        "train --strategy nope",
+        "invalid value for '--strategy': 'nope' is not one of 'auto', 'data-parallel",
+    ),
+    (PROJECT, "train --cut dense", "--cut requires --strategy split, received --strategy auto"),
+    (
+        PROJECT,
+        "train --collective ring",
+        "invalid value for '--collective': 'ring' is not one of 'auto', 'star', 'all",
+    ),
+    (PROJECT, "train --silence-timeout 0", "--silence-timeout must be at least 1, received 0"),
+    (PROJECT, "train --keep 0", "invalid value for '--keep': must be greater than or equal to 1"),
+    (PROJECT, "train --checkpoint-seconds 0", "--checkpoint-seconds must be at least 1, received 0"),
+    (PROJECT, "train --metrics nope", "received --metrics 'nope'"),
+    (PROJECT, "train --callback nope", "received callback 'nope'"),
+    (PROJECT, "train --callback nope.py:f", "the file of callback nope.py:f does not exist"),
+    (PROJECT, "train --notify ''", "--notify is empty"),
+    (PROJECT, "train --colour", "no such option: --colour (Possible options: --cut)"),
+    (PROJECT, "train --limit nope", "--limit 'nope' matches no node of fleet.yaml"),
+    (
+        PROJECT,
+        "train --feature-precision float8",
+        "invalid value for '--feature-precision': 'float8' is not one of 'float32',",
+    ),
+    (PROJECT, "tune --method nope", "invalid value for '--method': 'nope' is not one of 'fit', 'stannis'"),
+    (PROJECT, "tune --cut x", "--cut requires --strategy split, received --strategy auto"),
+    (PROJECT, "tune --batch-sizes 1,x", "invalid --batch-sizes '1,x'"),
+    (PROJECT, "tune --probe-seconds -1", "--probe-seconds must be at least 0 and below 600, received -1.0"),
+    (
+        PROJECT,
+        "tune --max-global-batch 0",
+        "invalid value for '--max-global-batch': must be greater than or equal to 1",
+    ),
+    (PROJECT, "tune -C 0", "fit does not take --batch-sizes, -C and -E"),
+    (PROJECT, "scale --nodes x", "invalid --nodes 'x'"),
+    (PROJECT, "scale --html nodir/x.html", "--html nodir/x.html: directory nodir does not exist"),
+    (
+        PROJECT,
+        "verify --batch-size -1",
+        "invalid value for '--batch-size': must be greater than or equal to 1",
+    ),
+    (
+        PROJECT,
+        "extract --feature-engine onnx",
+        "invalid value for '--feature-engine': 'onnx' is not one of 'keras', 'litert",
+    ),
+    (PROJECT, "train .", "cannot read .: it is a directory"),
+    (PROJECT, "train data", "cannot read data: it is a directory"),
+    (PROJECT, "train --fleet .", "cannot read .: it is a directory"),
+    (
+        PROJECT
+        | {
+            "j.yaml": "model: model.py:nope\ndata: {public: {path: data}}\nrecipe: {epochs: 1, learning_rate: 0.1}"
+        },
+        "train j.yaml",
+        "j.yaml: model.py has no function 'nope'",
+    ),
+    (
+        PROJECT | {"j.yaml": "model: model.py:build\ndata: 7\nrecipe: {epochs: 1, learning_rate: 0.1}"},
+        "train j.yaml",
+        "j.yaml:2: `data`: must have keys such as public, private, validation (recei",
+    ),
+    (
+        PROJECT
+        | {"j.yaml": "model: model.py:build\ndata: {public: 7}\nrecipe: {epochs: 1, learning_rate: 0.1}"},
+        "train j.yaml",
+        "j.yaml:2: `data.public`: must have keys such as path, on, function (receive",
+    ),
+    (
+        PROJECT | {"j.yaml": "model: model.py:build\ndata: {public: {path: data}}\nrecipe: 7"},
+        "train j.yaml",
+        "j.yaml:3: `recipe`: must have keys such as epochs, learning_rate, schedule",
+    ),
+    (
+        PROJECT
+        | {
+            "j.yaml": "model: model.py:build\ndata: {public: {path: data}}\nrecipe: {epochs: many, learning_rate: 0.1}"
+        },
+        "train j.yaml",
+        "j.yaml:3: `recipe.epochs`: must be a valid integer, unable to parse string",
+    ),
+    (
+        PROJECT
+        | {
+            "j.yaml": "model: model.py:build\ndata: {public: {path: data}}\nrecipe: {epochs: 0, learning_rate: 0.1}"
+        },
+        "train j.yaml",
+        "j.yaml:3: `recipe.epochs`: must be greater than or equal to 1 (received 0)",
+    ),
+    (
+        PROJECT
+        | {
+            "j.yaml": "model: model.py:build\ndata: {public: {path: data}}\nrecipe: {epoch: 1, learning_rate: 0.1}"
+        },
+        "train j.yaml",
+        "j.yaml:3: key `recipe.epochs` is missing",
+    ),
+    (
+        PROJECT
+        | {
+            "j.yaml": "model: model.py:build\ndata: {public: {path: data}}\nrecipe: {epochs: 1, learning_rate: -1}"
+        },
+        "train j.yaml",
+        "j.yaml:3: `recipe.learning_rate`: must be greater than 0 (received -1)",
+    ),
+    (
+        PROJECT
+        | {
+            "j.yaml": "model: model.py:build\ndata: {public: {path: data}, private: {path: ../x}}\nrecipe: {epochs: 1, learning_rate: 0.1}"
+        },
+        "train j.yaml",
+        "j.yaml: data.private.path ../x contains `..`",
+    ),
+    (
+        PROJECT
+        | {
+            "j.yaml": "model: model.py:build\ndata: {public: {path: data}, private: {path: data}}\nrecipe: {epochs: 1, learning_rate: 0.1}"
+        },
+        "train j.yaml",
+        "j.yaml: data.private.path data and data.public.path data overlap",
+    ),
+    (
+        PROJECT
+        | {
+            "j.yaml": "model: model.py:build\ndata: {public: {path: data, on: nodes}}\nrecipe: {epochs: 1, learning_rate: 0.1}"
+        },
+        "train j.yaml",
+        "j.yaml:2: `data.public.on`: must be 'host' or 'every-node' (received 'nodes",
+    ),
+    (
+        PROJECT | {"j.yaml": "model: model.py:build\ndata: {public: {path: data}}"},
+        "train j.yaml",
+        "j.yaml: key `recipe` is missing",
+    ),
+    (
+        PROJECT | {"j.yaml": "- 1"},
+        "train j.yaml",
+        "j.yaml: expected keys such as model, model_args, code, received a list",
+    ),
+    (
+        PROJECT | {"j.yaml": ""},
+        "train j.yaml",
+        "j.yaml: expected keys such as model, model_args, code, received an empty fi",
+    ),
+    (
+        PROJECT | {"j.yaml": "model: ["},
+        "train j.yaml",
+        "j.yaml:1: not valid YAML: expected the node content, but found '<stream end",
+    ),
+    (
+        PROJECT | {"j.yaml": "model: a\nmodel: b"},
+        "train j.yaml",
+        "j.yaml:2: not valid YAML: duplicate key `model`",
+    ),
+    (
+        PROJECT | {"j.yaml": "\tmodel: a"},
+        "train j.yaml",
+        "j.yaml:1: not valid YAML: found character '\\t' that cannot start any token",
+    ),
+    (
+        PROJECT | {"j.yaml": "model: nope\ndata: {public: {path: data}}\nrecipe: {epochs: 1}"},
+        "train j.yaml",
+        "j.yaml: model 'nope' is not a valid reference",
+    ),
+    (
+        PROJECT
+        | {
+            "j.yaml": "model: model.py:build\ncode: [nope.py]\ndata: {public: {path: data}}\nrecipe: {epochs: 1}"
+        },
+        "train j.yaml",
+        "j.yaml: code 'nope.py' is neither a .py file nor a directory with .py files",
+    ),
+    (
+        PROJECT
+        | {"j.yaml": "model: model.py:build\ndata: {public: {path: data, function: f}}\nrecipe: {epochs: 1}"},
+        "train j.yaml",
+        "j.yaml: function 'f' was not found",
+    ),
+    (
+        PROJECT | {"f.yaml": "nodes: 7"},
+        "exec --fleet f.yaml -- true",
+        "f.yaml:1: `nodes`: must be a valid list (received 7)",
+    ),
+    (PROJECT | {"f.yaml": "nodes: []"}, "exec --fleet f.yaml -- true", "f.yaml: the fleet is empty"),
+    (
+        PROJECT | {"f.yaml": "nodes: [7]"},
+        "exec --fleet f.yaml -- true",
+        "f.yaml:1: `nodes.0`: must have keys such as port, user, key (received 7)",
+    ),
+    (
+        PROJECT | {"f.yaml": "nodes: [{name: a}]"},
+        "exec --fleet f.yaml -- true",
+        "f.yaml:1: key `nodes.0.address` is missing",
+    ),
+    (
+        PROJECT | {"f.yaml": "nodes: [{name: 'a b', address: 1.1.1.1}]"},
+        "exec --fleet f.yaml -- true",
+        "f.yaml:1: `nodes.0.name`: not a valid name (letters, digits, '.', '_', '-')",
+    ),
+    (
+        PROJECT | {"f.yaml": "nodes: [{name: 'a[0-2]', address: '1.1.1.[1-2]'}]"},
+        "exec --fleet f.yaml -- true",
+        "f.yaml:1: `nodes.0`: name 'a[0-2]' expands to 3 nodes, but address '1.1.1.[",
+    ),
+    (
+        PROJECT | {"f.yaml": "nodes: [{name: a, address: 1.1.1.1},{name: a, address: 1.1.1.2}]"},
+        "exec --fleet f.yaml -- true",
+        "f.yaml: two nodes have the name 'a'",
+    ),
+    (
+        PROJECT | {"f.yaml": "network: 10.0.0.0/99\nnodes: [{name: a, address: 1.1.1.1}]"},
+        "exec --fleet f.yaml -- true",
+        "f.yaml:1: `network`: '10.0.0.0/99' does not appear to be an IPv4 or IPv6 ne",
+    ),
+    (
+        PROJECT | {"f.yaml": "nodes: [{name: a, address: 1.1.1.1, port: ssh}]"},
+        "exec --fleet f.yaml -- true",
+        "f.yaml:1: `nodes.0.port`: must be a valid integer, unable to parse string a",
+    ),
+    (
+        PROJECT | {"f.yaml": "nodes: [{name: a, address: 1.1.1.1, port: 99999}]"},
+        "exec --fleet f.yaml -- true",
+        "f.yaml:1: `nodes.0.port`: must be less than or equal to 65535 (received 999",
+    ),
+    (
+        PROJECT | {"f.yaml": "nodes: [{name: a, address: 1.1.1.1, usr: x}]"},
+        "exec --fleet f.yaml -- true",
+        "f.yaml:1: unknown key `nodes.0.usr`, did you mean `user`?",
+    ),
+    (
+        PROJECT | {"f.yaml": "nodes: [{name: a, address: 1.1.1.1, jump: a}]"},
+        "exec --fleet f.yaml -- true",
+        "f.yaml: cyclic jumps: a → a",
+    ),
+    (
+        PROJECT | {"f.yaml": "nodes: [{name: a, address: 1.1.1.1, power: nope}]"},
+        "exec --fleet f.yaml -- true",
+        "f.yaml:1: `nodes.0.power.source`: must be 'rapl', 'ipmi', 'hwmon', 'csv' or",
+    ),
+    (
+        PROJECT | {"f.yaml": "nodes: [{name: a, address: 1.1.1.1, power: {source: constant}}]"},
+        "exec --fleet f.yaml -- true",
+        "f.yaml:1: `nodes.0.power`: source constant needs `watts`",
+    ),
+    (
+        PROJECT | {"x.json": "[]"},
+        "exec --failed-from x.json -- true",
+        "x.json does not list the nodes that a command failed on",
+    ),
+    (
+        PROJECT | {"x.json": "{"},
+        "exec --failed-from x.json -- true",
+        "x.json cannot be read: Expecting property name enclosed in double quotes: l",
+    ),
+    (PROJECT, "exec --limit 'csd[0-9]' -- true", "--limit 'csd[0-9]' names csd[4-9], not in fleet.yaml"),
+    (PROJECT, "exec --limit 'csd[3-1]' -- true", "range [3-1] in 'csd[3-1]' is invalid"),
+    (PROJECT, "exec --limit '' -- true", "--limit and --exclude leave no node of fleet.yaml"),
+    (PROJECT, "exec", "no command to run"),
+    (PROJECT, "exec --task nope", "--task 'nope' is not FILE.py:TASK"),
+    (PROJECT, "exec --timeout -1 -- true", "--timeout is -1, expected more than 0 s and at most a week"),
+    (PROJECT, "inventory -o nodir/x", "--output nodir/x: directory nodir does not exist"),
+    (PROJECT | {"hosts": "x"}, "inventory -o hosts", "hosts already exists"),
+    (PROJECT, "inventory -o .", "--output . is a directory"),
+    (
+        PROJECT,
+        "inventory --format yaml",
+        "invalid value for '--format': 'yaml' is not one of 'ansible', 'json', 'ssh-",
+    ),
+    (PROJECT, "inventory -o fleet.yaml/x", "--output fleet.yaml/x: directory fleet.yaml does not exist"),
+    (PROJECT, "discover --cidr 10.0.0.0/33", "'10.0.0.0/33' is not an address range"),
+    (EMPTY, "discover --cidr 10.0.0.0/4", "10.0.0.0/4 has 268435456 addresses, but at most 4096 are scanned"),
+    (EMPTY, "discover --cidr nope", "'nope' is not an address range"),
+    (EMPTY, "discover --cidr 10.0.0.0/30 --user 'a b'", "--user 'a b' is not a user name"),
+    (EMPTY, "discover --cidr 10.0.0.0/30 --key /nope", "--key /nope does not exist"),
+    (
+        EMPTY,
+        "discover --cidr 10.0.0.0/30 --port 0",
+        "invalid value for '--port': must be greater than or equal to 1",
+    ),
+    (EMPTY, "discover --user x", "--user applies only to machines that --cidr finds"),
+    (PROJECT, "discover --dry-run", "--dry-run and --force apply only when the fleet file is written"),
+    (
+        EMPTY,
+        "discover --cidr 10.0.0.0/30 --inventory x",
+        "a fleet file is written from one source, received 2",
+    ),
+    (EMPTY, "discover --inventory nope", "nope does not exist"),
+    (
+        EMPTY | {"h": "junk"},
+        "discover --inventory h",
+        "h cannot be read: Expecting value: line 1 column 1 (char 0)",
+    ),
+    (EMPTY, "discover --ssh-config nope", "nope does not exist"),
+    (EMPTY | {"h": ""}, "discover --ssh-config h", "h has no Host line with a name"),
+    (EMPTY, "discover", "fleet.yaml does not exist"),
+    (
+        PROJECT,
+        "forecast nope.yaml --published mobilenetv2",
+        "received both job nope.yaml and --published mobilenetv2",
+    ),
+    (
+        PROJECT,
+        "forecast --published nope",
+        "invalid value for '--published': 'nope' is not one of 'mobilenetv2', 'nasne",
+    ),
+    (PROJECT, "forecast --published mobilenetv2 --max-global-batch 8", "the paper's batch sizes are fixed"),
+    (EMPTY, "forecast", "job.yaml does not exist"),
+    (EMPTY, "measurements --forget nope", "no such option: --forget"),
+    (
+        PROJECT,
+        "forecast --published mobilenetv2 --host-watts -5",
+        "invalid value for '--host-watts': must be greater than or equal to 0",
+    ),
+    (PROJECT, "forecast --published mobilenetv2 --node-watts 5", "energy requires --host-watts too"),
+    (PROJECT, "forecast --published mobilenetv2 --nodes 5..1", "invalid --nodes '5..1'"),
+    (
+        PROJECT,
+        "forecast --published mobilenetv2 --epochs 0",
+        "invalid value for '--epochs': must be greater than or equal to 1",
+    ),
+    (
+        PROJECT,
+        "forecast --published mobilenetv2 --sum-seconds nan",
+        "invalid value for '--sum-seconds': must be greater than or equal to 0",
+    ),
+    (EMPTY, "emulate up --nodes 0", "invalid value for '--nodes': must be greater than or equal to 1"),
+    (
+        EMPTY,
+        "emulate up --memory lots",
+        "received 'lots' as a size, expected a number and a unit such as 512M or 2G",
+    ),
+    (
+        EMPTY,
+        "emulate up --memory 1K",
+        "emulated fleet: `memory_bytes`: must be greater than or equal to 16777216 (",
+    ),
+    (
+        EMPTY,
+        "emulate up --cpu 0",
+        "emulated fleet: `cpu`: must be greater than or equal to 0.01 (received 0.0)",
+    ),
+    (
+        EMPTY,
+        "emulate up --cpu-mechanism nope",
+        "invalid value for '--cpu-mechanism' (env var: 'CSDCTL_EMULATED_CPU_MECHANIS",
+    ),
+    (
+        EMPTY,
+        "emulate up --pid 99999999",
+        "received 99999999 as the process that the emulated fleet ends with, expecte",
+    ),
+    (EMPTY, "emulate stop", "no such command 'stop'"),
+    (PROJECT, "provision --set nope", "--set 'nope' is not NAME=VALUE"),
+    (PROJECT, "provision --collect --kind sparc", "--kind 'sparc' is unknown"),
+    (PROJECT, "deploy nope.yaml", "nope.yaml does not exist"),
+    (PROJECT, "deploy --tree nope", "--tree nope: 'nope' does not exist"),
+]
+"""Files, command line, and a part of the message."""
+
+
+@pytest.mark.parametrize(("files", "words", "message"), WRONG, ids=[words for _, words, _ in WRONG])
+def test_wrong_input_is_named(
+    files: dict[str, str], words: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, content in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        path.write_text(content)
+    (tmp_path / ".csdctl").mkdir(exist_ok=True, mode=0o700)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    stdout, stderr = StringIO(), StringIO()
+    code = run_command(shlex.split(words), Streams(stdout, stderr))
+    shown = stderr.getvalue()
+    assert message in shown
+    assert code == ExitCode.BAD_INPUT
+    for leaked in ("Traceback", "Errno", "Value error", "instance of", "bug in csdctl"):
+        assert leaked not in shown
+    assert sorted(tmp_path.rglob("*")) == before
