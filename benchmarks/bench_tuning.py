@@ -159,7 +159,7 @@ def test_tuning_predicted(project: Project, table: list[str], job: str, fleet: s
     steps = math.ceil(TRAIN_S / tuned.plan["predicted"]["step_s"])
     run_csdctl(project, "train", *chosen, "--skip-doctor", "--max-steps", str(steps))
     report = run_csdctl(project, "report")[0][-1]
-    predicted, achieved = report["predicted_samples_per_s"], report["step_samples_per_s"]
+    predicted, achieved = report["predicted_samples_per_s"], report["samples_per_s"]
     table.append(
         f"{job:10} {fleet:8} predicted {predicted:8.1f}, achieved {achieved:8.1f} samples/s, "
         f"predicted / achieved − 1: {predicted / achieved - 1:+.1%} "

@@ -18,7 +18,7 @@ from csdctl.api.fleet import FleetOrPath, as_fleet, open_session
 from csdctl.api.job import Job
 from csdctl.api.options import TrainOptions, TuneOptions
 from csdctl.errors import InputError, RunError
-from csdctl.reporting.results import RunSummary, summarize_run
+from csdctl.reporting.results import RunSummary, read_results
 from csdctl.runs.directory import LATEST, ProjectDirectory, RunDirectory
 from csdctl.supervision.event_callbacks import Callback
 from csdctl.terminal.fleet import DiscoverView, render_fleet
@@ -206,10 +206,10 @@ class Run:
 
     def report(self) -> RunSummary:
         """Return the results that `csdctl report` shows."""
-        return summarize_run(self.directory)
+        return read_results(self.directory).summary
 
     def _repr_html_(self) -> str:
-        return render_bundle(report_of(self.report()), REPORT_COLUMNS)["text/html"]
+        return render_bundle(report_of(read_results(self.directory)), REPORT_COLUMNS)["text/html"]
 
 
 def load_run(run_id: str = LATEST, directory: str | Path = ".") -> Run:

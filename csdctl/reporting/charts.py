@@ -2,12 +2,13 @@
 
 import base64
 import io
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
 from typing import Any
 
 from csdctl.errors import InputError
+from csdctl.fleet.names import format_node_names, names_by_value
 from csdctl.reporting.numbers import format_rate, format_seconds, format_share
 from csdctl.reporting.results import RunResults
 from csdctl.reporting.series import COMMUNICATION, COMPUTE, INPUT, KINDS, OTHER, WAIT
@@ -31,11 +32,11 @@ class Chart:
     title: str
     text: str
     """What a reader sees in it."""
-    origin: str
-    """Measured, predicted or emulated."""
     draw: Callable[[], str]
     """Returns the address of the picture, which has it whole."""
     data: DataTable
+    legend: tuple[str, ...] = ()
+    """Names in order of their colours. The page shows them, where they can wrap; none if there is one."""
 
 
 def epoch_charts(runs: Sequence[RunResults]) -> list[Chart]:
@@ -57,13 +58,13 @@ def _epoch_chart(runs: Sequence[RunResults], name: str) -> Chart:
     epochs = sorted({int(epoch) for x, _ in lines.values() for epoch in x})
     values = [dict(zip(x, y, strict=True)) for x, y in lines.values()]
     rows = [(str(epoch), *(f"{v[epoch]:.4g}" if epoch in v else "–" for v in values)) for epoch in epochs]
-    ends = "; ".join(f"{label}: {y[0]:.4g} to {y[-1]:.4g}" for label, (_, y) in lines.items())
+    ends = ", ".join(f"{label} {y[0]:.4g} to {y[-1]:.4g}" for label, (_, y) in lines.items())
     return Chart(
         f"{name} by epoch",
-        f"{name} after each epoch. {ends}.",
-        _origin(runs),
+        f"From the first to the last epoch: {ends}." if len(runs) == 1 else "At the end of each epoch.",
         lambda: draw_lines(lines, "epoch", name),
         DataTable(("epoch", *lines), tuple(rows)),
+        tuple(lines),
     )
 
 
@@ -80,17 +81,14 @@ def speed_chart(runs: Sequence[RunResults]) -> Chart:
         for name, (xs, ys) in lines.items()
         for x, y in zip(xs, ys, strict=True)
     ]
-    text = "; ".join(
-        f"{name}: median {format_rate(median(moving))}, at most {format_rate(max(moving))} samples/s"
-        for name, (_, y) in lines.items()
-        if (moving := [rate for rate in y if rate])
-    )
+    evaluated = any(sum(kinds[OTHER]) for run in runs for kinds in run.series.spent_s)
+    dips = " It drops while the ranks evaluate or write checkpoints." if evaluated else ""
     return Chart(
         "Samples per second",
-        f"Samples that all ranks trained on per second, over time. {text}.",
-        _origin(runs),
+        f"Samples that all ranks trained on, over time.{dips}",
         lambda: draw_lines(lines, "seconds since the start", "samples/s", from_zero=True),
-        DataTable(("run" if len(runs) > 1 else "", "second", "samples/s"), tuple(rows)),
+        DataTable(("run", "second", "samples/s"), tuple(rows)),
+        tuple(lines) if len(runs) > 1 else (),
     )
 
 
@@ -103,8 +101,7 @@ def lanes_chart(run: RunResults) -> Chart:
     if not series.is_wait_divided:
         label |= {COMPUTE: "compute and input", WAIT: "waiting and communication"}
     shares = [
-        {label[kind]: [min(s / series.interval_s, 1.0) for s in spent[kind]] for kind in kinds}
-        for spent in series.spent_s
+        {label[kind]: _shares(spent, kind, series.interval_s) for kind in kinds} for spent in series.spent_s
     ]
     totals = [{kind: sum(spent[kind]) for kind in kinds} for spent in series.spent_s]
     rows = [
@@ -122,50 +119,71 @@ def lanes_chart(run: RunResults) -> Chart:
         "What each rank spent its time on",
         f"One lane a rank, a column for every {format_seconds(series.interval_s)}. "
         "An empty part is time in which the rank was starting, stopped or lost.",
-        run.measured,
         lambda: draw_lanes(names, shares, series.interval_s),
-        DataTable(("rank", *(label[kind] for kind in kinds), "CPU time"), tuple(rows)),
+        DataTable(
+            ("rank", *(label[kind] for kind in kinds), "CPU time"), tuple(rows)
+        ).without_empty_columns(),
+        tuple(label[kind] for kind in kinds),
     )
+
+
+def _shares(spent: Mapping[str, Sequence[float]], kind: str, interval_s: float) -> list[float]:
+    """Return the share of each interval; overlapping reports never make it exceed 1."""
+    wholes = [max(interval_s, sum(seconds)) for seconds in zip(*spent.values(), strict=True)]
+    return [seconds / whole for seconds, whole in zip(spent[kind], wholes, strict=True)]
 
 
 def sizes_chart(run: RunResults) -> Chart:
-    """Return the batch sizes over time; there must be some."""
+    """Return the batch sizes over time, a line for all ranks whose sizes are equal; there must be some."""
     series, changes = run.series, run.series.batch_sizes
-    lines: dict[str, tuple[list[float], list[float]]] = {}
-    for rank, node in enumerate(series.nodes[:MAX_LINES]):
-        x = [change.time_s - series.start_s for change in changes]
-        y = [float(change.sizes.get(rank, 0)) for change in changes]
-        lines[f"{rank} {node}"] = ([*x, series.end_s - series.start_s], [*y, y[-1]])
+    x = [*(change.time_s - series.start_s for change in changes), series.end_s - series.start_s]
+    sizes = {
+        node: tuple(change.sizes.get(rank, 0) for change in changes) for rank, node in enumerate(series.nodes)
+    }
+    groups = {format_node_names(nodes): values for values, nodes in names_by_value(sizes.items()).items()}
+    lines: dict[str, tuple[list[float], list[float]]] = {
+        name: (x, [float(size) for size in (*values, values[-1])])
+        for name, values in itertools.islice(groups.items(), MAX_LINES)
+    }
     rows = [
-        (
-            f"{change.time_s - series.start_s:.0f}",
-            *(str(change.sizes.get(rank, 0)) for rank in range(len(series.nodes))),
-        )
-        for change in changes
+        (f"{second:.0f}", format_node_names(nodes), str(size))
+        for number, second in enumerate(x[:-1])
+        for size, nodes in names_by_value((node, values[number]) for node, values in sizes.items()).items()
     ]
-    more = (
-        f" The first {MAX_LINES} ranks are drawn; the table has all." if len(series.nodes) > MAX_LINES else ""
-    )
+    more = f" The first {MAX_LINES} of {len(groups)} lines are drawn." if len(groups) > MAX_LINES else ""
+    times = len(changes) - 1
+    changed = f"Changed {'once' if times == 1 else f'{times} times'}." if times else "They did not change."
     return Chart(
         "Batch sizes",
-        f"Samples that a rank takes in a step; 0 while it is lost. Changed {len(changes) - 1} times.{more}",
-        run.measured,
+        f"Samples that a rank takes in a step; 0 while it is lost. {changed}{more}",
         lambda: draw_lines(
             lines, "seconds since the start", "samples per step", from_zero=True, in_steps=True
         ),
-        DataTable(("second", *series.nodes), tuple(rows)),
+        DataTable(("second", "machines", "batch size"), tuple(rows)),
+        tuple(lines),
     )
 
 
-def _origin(runs: Sequence[RunResults]) -> str:
-    return ", ".join(sorted({run.measured for run in runs}))
-
-
 # Pictures are SVG by matplotlib, with text, in the page's own bytes: no script, no request.
-WIDTH_IN, HEIGHT_IN, LANE_IN = 5.2, 3.0, 0.2
-LEGEND_CHARS, LABEL_CHARS = 80, 24
+WIDTH_IN, HEIGHT_IN, LANE_IN = 4.2, 2.5, 0.2
+LINE_WIDTH = 1.6
+LABEL_CHARS = 24
 INK, GRID = "#1d2733", "#d5dbe1"
 SERIES = ("#0b63b5", "#c2570c", "#d9a400", "#7a3ea1", "#8a96a3", "#0f8a6a", "#c0246a", "#5c4b37")
+DARK = ("#5aa9f0", "#f08a45", "#e8bd3a", "#b98be0", "#8594a3", "#45c3a0", "#f06fa8", "#b39b80")
+"""The same for a dark page."""
+LIGHT_COLORS = {"ink": INK, "grid": GRID} | {f"k{n}": color for n, color in enumerate(SERIES)}
+DARK_COLORS = {"ink": "#e3e9ef", "grid": "#3a4652"} | {f"k{n}": color for n, color in enumerate(DARK)}
+
+
+def write_palette(light: Mapping[str, str], dark: Mapping[str, str]) -> str:
+    """Return CSS that defines colours by name, and others where the reader prefers a dark page."""
+    first, second = (
+        "".join(f"--{name}:{color};" for name, color in colors.items()) for colors in (light, dark)
+    )
+    return f":root{{{first}}}@media(prefers-color-scheme:dark){{:root{{{second}}}}}"
+
+
 STYLE: Any = {
     "svg.fonttype": "none",
     "text.parse_math": False,  # a name with two dollar signs is no formula
@@ -181,12 +199,12 @@ STYLE: Any = {
     "text.color": INK,
     "xtick.color": INK,
     "ytick.color": INK,
-    "legend.frameon": False,
-    "lines.linewidth": 1.8,
     "savefig.transparent": True,
     "svg.hashsalt": "csdctl",  # the same ids in every report
 }
-DASHES = ("-", "--", ":", "-.")
+NEAR = 0.02
+"""Difference of two lines that a reader does not see, as a share of their values."""
+DASHES = ("-", "--", ":")
 MISSING = "the HTML report needs matplotlib"
 REMEDY = "pip install 'csdctl[report]'; `--csv` and `--json` need nothing"
 Lines = Mapping[str, tuple[Sequence[float], Sequence[float]]]
@@ -199,23 +217,33 @@ def draw_lines(
     """Draw a line for each name; `in_steps`: of values that hold until the next. One point is a dot."""
 
     def draw(axes: Any) -> None:
-        for number, (name, (x, y)) in enumerate(lines.items()):
+        for number, (x, y) in enumerate(lines.values()):
             # Colours repeat after 8 lines, and come back dashed; short lines show their points.
             style = DASHES[number // len(SERIES) % len(DASHES)]
             color = SERIES[number % len(SERIES)]
             marker = "o" if len(x) <= 30 and not in_steps else None
             drawstyle = "steps-post" if in_steps else "default"
-            axes.plot(
-                x, y, style, color=color, label=_short(name), marker=marker, markersize=3, drawstyle=drawstyle
-            )
+            # A line below others that are equal or nearly so is wider, so that it stays visible.
+            covering = sum(_covers(other, (x, y)) for other in [*lines.values()][number + 1 :])
+            width = LINE_WIDTH * (1 + min(covering, 3))
+            axes.plot(x, y, style, color=color, marker=marker, markersize=3, drawstyle=drawstyle, lw=width)
         axes.set(xlabel=x_label, ylabel=_short(y_label))
         if all(float(value).is_integer() for x, _ in lines.values() for value in x):
             axes.locator_params(axis="x", integer=True)  # no half epochs, no half nodes
         if from_zero:
             axes.set_ylim(0, 1.08 * max((max(y) for _, y in lines.values() if y), default=0) or 1)
-        _legend(axes, len(lines))
 
     return _drawn(draw, HEIGHT_IN)
+
+
+def _covers(
+    line: tuple[Sequence[float], Sequence[float]], below: tuple[Sequence[float], Sequence[float]]
+) -> bool:
+    """Return whether a line is drawn over one below it, at all points or nearly so."""
+    near = NEAR * max(map(abs, below[1]), default=0.0)
+    return list(line[0]) == list(below[0]) and all(
+        abs(a - b) <= near for a, b in zip(line[1], below[1], strict=True)
+    )
 
 
 def draw_lanes(
@@ -228,32 +256,21 @@ def draw_lanes(
             top = len(names) - lane - 0.9
             base = [top] * (len(next(iter(kinds.values()))) + 1)
             x = [number * interval_s for number in range(len(base))]
-            for number, (kind, values) in enumerate(kinds.items()):
+            for number, values in enumerate(kinds.values()):
                 heights = [*values, values[-1] if values else 0.0]
                 upper = [low + 0.8 * height for low, height in zip(base, heights, strict=True)]
-                label = kind if lane == 0 else None
-                color = SERIES[number]
-                axes.fill_between(x, base, upper, step="post", color=color, linewidth=0, label=label)
+                axes.fill_between(x, base, upper, step="post", color=SERIES[number], linewidth=0)
                 base = upper
         axes.set(xlabel="seconds since the start", ylim=(0, len(names)))
         axes.set_yticks([len(names) - lane - 0.5 for lane in range(len(names))], [*map(_short, names)])
         axes.grid(visible=False)
-        _legend(axes, 2)
 
-    return _drawn(draw, 1.4 + LANE_IN * max(len(names), 7))
+    return _drawn(draw, 0.7 + LANE_IN * max(len(names), 7))
 
 
 def _short(name: str) -> str:
     """Return a name that leaves room for the chart; its table has the whole."""
     return name if len(name) <= LABEL_CHARS else name[: LABEL_CHARS - 1] + "…"
-
-
-def _legend(axes: Any, count: int) -> None:
-    """Show the names above the chart, if there is more than one."""
-    longest = max((len(text) for text in axes.get_legend_handles_labels()[1]), default=0)
-    columns = max(1, min(4, LEGEND_CHARS // (longest + 5)))
-    if count > 1:
-        axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=columns, fontsize=8.5, handlelength=1.4)
 
 
 def _drawn(draw: Callable[[Any], None], height_in: float) -> str:
@@ -267,4 +284,10 @@ def _drawn(draw: Callable[[Any], None], height_in: float) -> str:
         draw(figure.add_subplot())
         text = io.BytesIO()
         figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
-    return f"data:image/svg+xml;base64,{base64.b64encode(text.getvalue()).decode()}"
+    svg = text.getvalue().decode()
+    for name, color in LIGHT_COLORS.items():
+        svg = svg.replace(color, f"var(--{name})")
+    # A picture in a page follows the reader's preference by itself.
+    palette = f"<style>{write_palette(LIGHT_COLORS, DARK_COLORS)}</style>"
+    svg = svg.replace("<defs>", f"{palette}<defs>", 1)
+    return f"data:image/svg+xml;base64,{base64.b64encode(svg.encode()).decode()}"

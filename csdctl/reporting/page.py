@@ -1,44 +1,51 @@
-"""A report as one HTML file, which loads nothing and has no script.
+"""A report as one self-contained HTML file without scripts.
 
 All text is escaped: names, errors and versions come from nodes and jobs. Should that
 fail, the page's content security policy still refuses scripts and requests.
 """
 
 import html
+import re
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
 from csdctl.reporting import charts, scaling, tables
 from csdctl.reporting.charts import Chart
+from csdctl.reporting.headline import write_headline
 from csdctl.reporting.results import RunResults
 from csdctl.reporting.scaling import ScalingSeries
 from csdctl.reporting.tables import DataTable
 
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 MAX_CELL_CHARS = 500
+NUMERIC = re.compile(r"–|[\d,.:]+( ?(%|s|ms|W|[KMGT]?i?B))?( \(\d+%\))?")
+"""A cell that is a number with its unit, or unknown."""
+CLASSES = ("", " class=n")
 
 
 def render_page(runs: Sequence[RunResults]) -> str:
     """Return the page of one run, or of several side by side; raises InputError without matplotlib."""
     title = "Run " + runs[0].summary.run_id if len(runs) == 1 else f"{len(runs)} runs"
-    sections = [
-        _section("Numbers", tables.compare_results(runs)),
-        _section("Learning and speed", *charts.epoch_charts(runs), charts.speed_chart(runs)),
-    ]
-    for run in runs:
-        name = f"{run.summary.run_id}: " if len(runs) > 1 else ""
+    names = [f"{run.summary.run_id}: " if len(runs) > 1 else "" for run in runs]
+    learnt = _section("Learning and speed", *charts.epoch_charts(runs), charts.speed_chart(runs))
+    sections = [_section("Results", tables.compare_results(runs)), *([learnt] if len(runs) > 1 else [])]
+    for name, run in zip(names, runs, strict=True):
         sizes = [charts.sizes_chart(run)] if run.series.batch_sizes else []
         sections += [
-            _section(
-                f"{name}Ranks and links", tables.tabulate_ranks(run.summary), charts.lanes_chart(run), *sizes
-            ),
-            _section(f"{name}What held the ranks back", tables.tabulate_bottleneck(run)),
+            _section(f"{name}Ranks", tables.tabulate_ranks(run.summary)),
+            *([learnt] if len(runs) == 1 else []),
+            _section(f"{name}Time and batch sizes", charts.lanes_chart(run), *sizes),
             _section(f"{name}Faults and what they cost", tables.tabulate_faults(run)),
             _section(f"{name}Energy while training", tables.tabulate_energy(run)),
-            _section(f"{name}Software and hardware", tables.tabulate_machines(run)),
         ]
-    return _document(title, [_headline(run) for run in runs], sections)
+    sections.append(_section("Job, data and files", tables.compare_settings(runs)))
+    machines = [
+        _section(f"{name}Machines", tables.tabulate_machines(run))
+        for name, run in zip(names, runs, strict=True)
+    ]
+    headlines = [_headline(run, run.summary.run_id if len(runs) > 1 else "") for run in runs]
+    return _document(title, headlines, [*sections, *machines])
 
 
 def render_scaling_page(series: ScalingSeries) -> str:
@@ -48,17 +55,17 @@ def render_scaling_page(series: ScalingSeries) -> str:
         _section("Numbers", scaling.scaling_table(series)),
         _section("Energy per image", scaling.energy_by_nodes(series)),
     ]
-    return _document("Scaling", [scaling.describe_series(series)], sections)
+    return _document("Scaling", [f"<p>{_text(scaling.describe_series(series))}</p>"], sections)
 
 
-def _document(title: str, lines: Sequence[str], sections: Sequence[str]) -> str:
+def _document(title: str, headlines: Sequence[str], sections: Sequence[str]) -> str:
     parts = [
         '<!doctype html><html lang="en"><head><meta charset="utf-8">',
         f'<meta http-equiv="Content-Security-Policy" content="{_text(POLICY)}">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f"<title>{_text(title)}</title><style>{STYLE}</style></head><body>",
         f'<a class="skip" href="#content">Skip to the charts</a><header><h1>{_text(title)}</h1>',
-        *(f"<p>{_text(line)}</p>" for line in lines),
+        *headlines,
         '</header><main id="content">',
         *sections,
         "</main></body></html>",
@@ -66,44 +73,69 @@ def _document(title: str, lines: Sequence[str], sections: Sequence[str]) -> str:
     return "\n".join(parts)
 
 
-def _headline(run: RunResults) -> str:
-    """Return when and where a run was, and how it ended."""
+def _headline(run: RunResults, name: str) -> str:
+    """Return the headline of a run; `name` is its id among several."""
     started = datetime.fromtimestamp(run.series.start_s, UTC)
     job: Any = run.manifest.get("job") or {}
     model = job.get("model", "") if isinstance(job, dict) else ""
-    emulated = " on an emulated fleet" if run.is_emulated else ""
-    state = f"{run.summary.run_id}: {run.summary.state}{emulated}"
-    return f"{state}, started {started:%Y-%m-%d %H:%M:%S} UTC; {model}"
+    named = ", ".join(filter(None, [name, str(model)]))
+    badge = " <strong class=badge>emulated fleet: speeds say nothing about devices</strong>"
+    lines = "".join(f"<dt>{name}<dd>{_code(text)}" for name, text in write_headline(run).lines())
+    return (
+        f"<p>{_text(named)}{', ' if named else ''}started {started:%Y-%m-%d %H:%M:%S} UTC"
+        f"{badge if run.is_emulated else ''}</p><dl>{lines}</dl>"
+    )
+
+
+def _code(text: str) -> str:
+    """Return text in which what stands between backquotes is code."""
+    parts = _text(text).split("`")
+    return "".join(f"<code>{part}</code>" if number % 2 else part for number, part in enumerate(parts))
 
 
 def _section(title: str, *parts: Chart | DataTable) -> str:
+    """Return a section; nothing without a chart or a row."""
     shown = "".join(_figure(part) if isinstance(part, Chart) else _table(part, title) for part in parts)
-    return f"<section><h2>{_text(title)}</h2><div class=parts>{shown}</div></section>"
+    return f"<section><h2>{_text(title)}</h2><div class=parts>{shown}</div></section>" if shown else ""
 
 
 def _figure(chart: Chart) -> str:
-    """Return a chart with its caption, and its data to unfold."""
+    """Return a chart with its caption and legend, and its data to unfold."""
+    names = "".join(
+        f'<li class="k{number % len(charts.SERIES)} d{number // len(charts.SERIES)}">{_text(name)}</li>'
+        for number, name in enumerate(chart.legend if len(chart.legend) > 1 else ())
+    )
     return (
-        f"<figure><figcaption><h3>{_text(chart.title)}</h3><p>{_text(chart.text)} "
-        f"<em>{_text(chart.origin)}</em></p></figcaption>"
+        f"<figure><figcaption><h3>{_text(chart.title)}</h3><p>{_text(chart.text)}</p></figcaption>"
+        f"{f'<ul>{names}</ul>' if names else ''}"
         f'<img alt="{_text(f"{chart.title}. {chart.text}")}" src="{chart.draw()}">'
         f"<details><summary>Data of this chart</summary>{_table(chart.data, chart.title)}</details></figure>"
     )
 
 
 def _table(table: DataTable, title: str) -> str:
-    """Return a table that scrolls by keyboard where it is too wide."""
+    """Return a table that scrolls where it is too wide, also by keyboard; numbers are right-aligned."""
     if not table.rows:
-        return "<p>None.</p>"
-    header = "".join(f'<th scope="col">{_text(cell)}</th>' for cell in table.header)
-    rows = "".join(
-        f'<tr><th scope="row">{_text(name)}</th>{"".join(f"<td>{_text(cell)}</td>" for cell in cells)}</tr>'
-        for name, *cells in table.rows
+        return ""
+    numeric = [all(NUMERIC.fullmatch(cell) for cell in cells) for cells in zip(*table.rows, strict=True)]
+    header = "".join(
+        f'<th scope="col"{CLASSES[is_number]}>{_text(cell)}</th>'
+        for cell, is_number in zip(table.header, numeric, strict=False)
     )
+    rows = "".join(
+        "<tr>" + "".join(map(_cell, row, ("th", *["td"] * len(row)), (False, *numeric[1:]))) + "</tr>"
+        for row in table.rows
+    )
+    head = f"<thead><tr>{header}</tr></thead>" if header else ""
     return (
         f'<div class=scroll role="region" tabindex="0" aria-label="{_text(title)}"><table>'
-        f"<thead><tr>{header}</tr></thead><tbody>{rows}</tbody></table></div>"
+        f"{head}<tbody>{rows}</tbody></table></div>"
     )
+
+
+def _cell(text: str, tag: str, is_number: bool) -> str:
+    scope = ' scope="row"' if tag == "th" else CLASSES[is_number]
+    return f"<{tag}{scope}>{_text(text)}</{tag}>"
 
 
 def _text(text: object) -> str:
@@ -114,28 +146,54 @@ def _text(text: object) -> str:
     return html.escape("".join(char for char in shown if char.isprintable()))
 
 
-STYLE = """
-:root{--paper:#fff;--ink:#1d2733;--soft:#5a6775;--grid:#d5dbe1;--panel:#f6f8fa}
+LIGHT = {"paper": "#fff", "soft": "#5a6775", "panel": "#f6f8fa", "shade": "#0003", "accent": "#0b63b5"}
+DARK = {"paper": "#14191f", "soft": "#a3b0bd", "panel": "#1c232b", "shade": "#fff4", "accent": "#5aa9f0"}
+STYLE = (
+    charts.write_palette(charts.LIGHT_COLORS | LIGHT, charts.DARK_COLORS | DARK)
+    + "".join(f".k{number}{{--k:var(--k{number})}}" for number in range(len(charts.SERIES)))
+    + """
+:root{color-scheme:light dark}
 *{box-sizing:border-box}
 body{margin:0 auto;padding:1.2rem;max-width:82rem;background:var(--paper);color:var(--ink);
 font:15px/1.5 system-ui,"Segoe UI",Roboto,"Liberation Sans",sans-serif;overflow-wrap:anywhere}
 h1{font-size:1.6rem;margin:0 0 .3rem}
 h2{font-size:1.2rem;margin:2rem 0 .6rem;border-bottom:1px solid var(--grid)}
 h3{font-size:1rem;margin:0}header p,figcaption p{margin:.1rem 0 .5rem;color:var(--soft)}
+dl{margin:.6rem 0 1rem;padding:.8rem 1rem;background:var(--panel);border-left:4px solid var(--accent);
+display:grid;grid-template-columns:max-content 1fr;gap:.3rem 1rem;font-size:1.05rem}
+dt{color:var(--soft)}dd{margin:0}dt:first-of-type+dd{font-weight:600}
+code{font-size:.92em;background:var(--grid);padding:.05em .3em;border-radius:3px}
+.badge{display:inline-block;padding:0 .6em;border:1px solid;border-radius:1em;color:var(--k1);
+font-size:.82rem;font-weight:600}
 figcaption p{font-size:.87rem}
-.parts{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,30rem),1fr));gap:1rem;align-items:start}
-.parts>.scroll,.parts>p{grid-column:1/-1}
-figure{margin:0;padding:.9rem;background:var(--panel);border-radius:6px;min-width:0}
-img{display:block;width:100%;height:auto;max-width:46rem}
-.scroll{overflow:auto;max-width:100%}details .scroll{max-height:28rem}
+.parts{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,22rem),1fr));gap:1rem;align-items:start}
+.parts>.scroll{grid-column:1/-1}
+figure{margin:0;padding:.9rem;background:var(--panel);--paper:var(--panel);border-radius:6px;min-width:0}
+figure ul{margin:0 0 .4rem;padding:0;list-style:none;display:flex;flex-wrap:wrap;gap:.1rem 1rem;
+font-size:.82rem}
+li::before{content:"";display:inline-block;width:1.3em;border-top:.3em solid var(--k);margin-right:.4em;
+vertical-align:middle}
+li.d1::before{border-top-style:dashed}li.d2::before{border-top-style:dotted}
+
+img{display:block;width:100%;height:auto;max-width:30rem}
+.scroll{overflow:auto;max-width:100%;width:fit-content;scrollbar-width:thin;background:
+linear-gradient(90deg,var(--paper) 1.5rem,#0000) 0/3rem 100% local,
+linear-gradient(-90deg,var(--paper) 1.5rem,#0000) 100%/3rem 100% local,
+linear-gradient(90deg,var(--shade),#0000) 0/.9rem 100%,
+linear-gradient(-90deg,var(--shade),#0000) 100%/.9rem 100%;background-repeat:no-repeat}
+details .scroll{max-height:28rem}
 table{border-collapse:collapse;font-size:.87rem;font-variant-numeric:tabular-nums}
 th,td{padding:.25rem .7rem;text-align:left;vertical-align:top;border-bottom:1px solid var(--grid);
 overflow-wrap:normal}
-td{max-width:32rem;overflow-wrap:break-word}thead th{color:var(--soft);font-weight:600}
-tbody th{font-weight:500}
+td{max-width:46rem;overflow-wrap:anywhere}.n{text-align:right;white-space:nowrap}
+thead th{color:var(--soft);font-weight:600;vertical-align:bottom}
+tbody th{font-weight:500;min-width:5rem}
 summary{cursor:pointer;font-size:.87rem;color:var(--soft)}
-:focus-visible{outline:2px solid #0b63b5;outline-offset:2px}
+:focus-visible{outline:2px solid var(--accent);outline-offset:2px}
 .skip{position:absolute;left:-99rem}.skip:focus{position:static}
+@media(max-width:40rem){body{padding:.8rem}dl{grid-template-columns:1fr;gap:0}dd{margin-bottom:.4rem}
+figure{padding:.6rem}th,td{padding:.25rem .5rem}}
 @media print{body{max-width:none;padding:0;font-size:10pt}figure,tr{break-inside:avoid}
 .scroll{max-height:none;overflow:visible}.skip{display:none}}
 """
+)

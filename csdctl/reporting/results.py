@@ -2,13 +2,21 @@
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from csdctl.errors import InputError
 from csdctl.reporting.energy import RunEnergy, add_up_energy
 from csdctl.reporting.privacy import PassCounter, Privacy, measure_privacy
-from csdctl.reporting.series import RunSeries, SeriesBuilder
+from csdctl.reporting.series import (
+    COMMUNICATION,
+    COMPUTE,
+    INPUT,
+    WAIT,
+    RunSeries,
+    SeriesBuilder,
+    measure_throughput,
+)
 from csdctl.runs.directory import RunDirectory
 from csdctl.runs.ledger import MEASURED, read_power
 from csdctl.tuning.plan import DATA_PARALLEL, SPLIT
@@ -24,7 +32,7 @@ from csdctl.worker.protocol.events import (
     Rebalanced,
 )
 
-DONE, STOPPED, FAILED, INTERRUPTED = "done", "stopped", "failed", "interrupted"
+DONE, STOPPED, FAILED, INTERRUPTED, RUNNING = "done", "stopped", "failed", "interrupted", "running"
 """States of a run."""
 RESULTS = ("loss", "accuracy", "validation_loss", "validation_accuracy", "metrics", "validation_metrics")
 """Results of an epoch."""
@@ -73,14 +81,13 @@ class RunSummary:
     samples: int
     training_s: float
     samples_per_s: float
-    """Over whole epochs, including their ends: comparing weights, evaluation, checkpoints."""
-    step_samples_per_s: float
-    """Over the steps alone, as `predicted_samples_per_s`."""
+    """Throughput: samples over step time, without evaluation and checkpoints."""
     predicted_samples_per_s: float | None
     alone_samples_per_s: float | None
-    """The sum of the rates of each rank alone; of a split, the rate if its busiest rank never waited."""
+    """The sum of the ranks' standalone throughput; of a split, the throughput if its busiest rank never
+    waited."""
     efficiency: float | None
-    """samples_per_s over `alone_samples_per_s`, 0…1; of a split, that of the steps."""
+    """samples_per_s over `alone_samples_per_s`, 0…1."""
     loss: float | None
     accuracy: float | None
     validation_loss: float | None
@@ -129,7 +136,7 @@ def summarize(run_id: str, manifest: dict[str, Any], events: Iterable[Event]) ->
             rank["batch_size"],
             num_private=placed["num_private"],
             num_public=placed["public_stop"] - placed["public_start"],
-            samples_per_s=totals["samples"] / totals["wall_s"] if totals["wall_s"] else 0.0,
+            samples_per_s=_over(totals["samples"], totals["compute_s"] + totals["wait_s"]),
             alone_samples_per_s=rank.get("samples_per_s"),
             compute_s=totals["compute_s"],
             wait_s=totals["wait_s"],
@@ -139,11 +146,9 @@ def summarize(run_id: str, manifest: dict[str, Any], events: Iterable[Event]) ->
         )
     )
     whole = run.ranks[0]
-    speed = run.timed / whole["wall_s"] if whole["wall_s"] else 0.0
     steps_s = whole["compute_s"] + whole["wait_s"]
-    strategy, step_speed = manifest.get("strategy", DATA_PARALLEL), run.timed / steps_s if steps_s else 0.0
-    all_alone = _reachable(strategy, ranks, steps_s, step_speed)
-    reached = step_speed if strategy == SPLIT else speed
+    strategy, speed = manifest.get("strategy", DATA_PARALLEL), _over(run.timed, steps_s)
+    all_alone = _reachable(strategy, ranks, steps_s, speed)
     return RunSummary(
         run_id=run_id,
         state=run.state,
@@ -156,10 +161,9 @@ def summarize(run_id: str, manifest: dict[str, Any], events: Iterable[Event]) ->
         samples=run.samples,
         training_s=whole["wall_s"],
         samples_per_s=speed,
-        step_samples_per_s=step_speed,
         predicted_samples_per_s=manifest.get("predicted_samples_per_s"),
         alone_samples_per_s=all_alone,
-        efficiency=reached / all_alone if all_alone and reached else None,
+        efficiency=speed / all_alone if all_alone and speed else None,
         **{name: getattr(run.last, name) for name in RESULTS},
         identical_weights=run.has_identical_weights,
         failures=run.failures,
@@ -171,6 +175,11 @@ def summarize(run_id: str, manifest: dict[str, Any], events: Iterable[Event]) ->
         strategy=strategy,
         cut=manifest.get("cut", ""),
     )
+
+
+def _over(samples: float, seconds: float) -> float:
+    """Return samples per second; 0 where no time was measured."""
+    return samples / seconds if seconds else 0.0
 
 
 def _reachable(strategy: str, ranks: Sequence[RankSummary], steps_s: float, speed: float) -> float | None:
@@ -270,6 +279,10 @@ class RunResults:
     summary: RunSummary
     series: RunSeries
     manifest: dict[str, Any]
+    files: Mapping[str, str] = field(default_factory=dict)
+    """Paths by what they are."""
+    is_running: bool = False
+    """Whether a csdctl is at work on it."""
 
     @property
     def measured(self) -> str:
@@ -296,7 +309,28 @@ def read_results(run: RunDirectory) -> RunResults:
 
     summary = replace(summarize(run.run_id, manifest, passing()), num_unreadable=events.num_unreadable)
     series = builder.build()
-    return RunResults(replace(summary, energy=_energy(run, series)), series, manifest)
+    summary = replace(_with_open_epoch(summary, series), energy=_energy(run, series))
+    files = {"run directory": run.path, "trained model": run.model, "model of the best epoch": run.best_model}
+    found = {name: str(path) for name, path in files.items() if path.exists()}
+    return RunResults(summary, series, manifest, found)
+
+
+def _with_open_epoch(summary: RunSummary, series: RunSeries) -> RunSummary:
+    """Return the summary of a run that ended in its first epoch with what its ranks had reported."""
+    if summary.epochs or not series.num_intervals:
+        return summary
+    ranks = []
+    for rank, spent, samples in zip(summary.ranks, series.spent_s, series.samples, strict=True):
+        compute_s, wait_s = sum(spent[COMPUTE] + spent[INPUT]), sum(spent[WAIT] + spent[COMMUNICATION])
+        rate = _over(sum(samples), compute_s + wait_s)
+        ranks.append(replace(rank, samples_per_s=rate, compute_s=compute_s, wait_s=wait_s))
+    num_samples = round(sum(map(sum, series.samples)))
+    speed = _over(num_samples, ranks[0].compute_s + ranks[0].wait_s)
+    alone = summary.alone_samples_per_s
+    efficiency = speed / alone if alone and speed else None
+    return replace(
+        summary, ranks=tuple(ranks), samples=num_samples, samples_per_s=speed, efficiency=efficiency
+    )
 
 
 def _energy(run: RunDirectory, series: RunSeries) -> RunEnergy | None:
@@ -353,8 +387,7 @@ def load_run_status(run: RunDirectory) -> RunStatus:
             failed, finished = False, {}  # a resumed run goes on after its end
             found |= {"epoch": event.epoch, "loss": event.loss, "accuracy": event.accuracy}
             found["step"] = event.step if isinstance(event, Progress) else 0
-            if event.wall_s:
-                found["samples_per_s"] = event.global_samples / event.wall_s
+            found["samples_per_s"] = measure_throughput(event) or found.get("samples_per_s")
             if isinstance(event, EpochEnd):
                 found["validation_loss"] = event.validation_loss
                 found["validation_accuracy"] = event.validation_accuracy

@@ -16,7 +16,6 @@ from csdctl.reporting.energy import MachineEnergy
 from csdctl.reporting.numbers import format_rate, format_share
 from csdctl.reporting.results import RunResults
 from csdctl.reporting.tables import DataTable
-from csdctl.runs.ledger import MEASURED
 
 KINDS = {
     "weak": "weak scaling: the global batch grows with the ranks",
@@ -35,7 +34,7 @@ class ScalingPoint:
     is_host_training: bool
     global_batch: int
     samples_per_s: float
-    """Throughput while stepping."""
+    """Throughput."""
     speedup: float | None
     efficiency: float | None
     energy: MachineEnergy | None
@@ -75,7 +74,7 @@ class ScalingSeries:
 
 def build_scaling(runs: Sequence[RunResults], kind: str) -> ScalingSeries:
     """Put runs of one job, each with another number of nodes, in order; `kind` is one of KINDS."""
-    without = [run.summary.step_samples_per_s for run in runs if _num_nodes(run) == 0]
+    without = [run.summary.samples_per_s for run in runs if _num_nodes(run) == 0]
     tuned = [rank.alone_samples_per_s for run in runs for rank in run.summary.ranks if rank.node == HOST_NAME]
     host = next(filter(None, [*without, *tuned]), None)
     points = tuple(sorted((_point(run, host) for run in runs), key=lambda point: point.num_nodes))
@@ -102,9 +101,9 @@ def _point(run: RunResults, host: float | None) -> ScalingPoint:
         _num_nodes(run),
         any(rank.node == HOST_NAME for rank in training),
         summary.global_batch,
-        summary.step_samples_per_s,
-        summary.step_samples_per_s / host if host else None,
-        summary.step_samples_per_s / sum(alone) if is_known else None,
+        summary.samples_per_s,
+        summary.samples_per_s / host if host else None,
+        summary.samples_per_s / sum(alone) if is_known else None,
         summary.energy.whole if summary.energy else None,
         summary.lost_nodes,
     )
@@ -135,7 +134,6 @@ def _chart(series: ScalingSeries, title: str, unit: str, by_nodes: dict[int, flo
     return Chart(
         title,
         f"{by_nodes[last]:.3g} ({unit}) with {last} nodes.",
-        series.origin,
         lambda: draw_lines({title: (nodes, values)}, "nodes", unit, from_zero=True),
         DataTable(("nodes", unit), tuple(rows)),
     )
@@ -156,7 +154,7 @@ def scaling_table(series: ScalingSeries) -> DataTable:
         for point in series.points
     ]
     header = ("nodes", "run", "global batch", "samples/s", "speed-up", "efficiency", "remark")
-    return DataTable(header, tuple(rows))
+    return DataTable(header, tuple(rows)).without_empty_columns()
 
 
 def energy_by_nodes(series: ScalingSeries) -> DataTable:
@@ -177,11 +175,11 @@ def energy_by_nodes(series: ScalingSeries) -> DataTable:
                 f"{1 / each:.4g}",
                 f"{energy.mean_watts:.1f} W" if energy.mean_watts else "–",
                 "–" if above_idle is None else f"{above_idle / energy.samples:.4g}",
-                series.origin if energy.origin == MEASURED else energy.origin,
+                energy.origin,
             )
         )
     header = ("nodes", "J/image", "saved", "images/J", "power", "J/image above idle", "source")
-    return DataTable(header, tuple(rows))
+    return DataTable(header, tuple(rows)).without_empty_columns()
 
 
 def scaling_document(series: ScalingSeries) -> dict[str, Any]:

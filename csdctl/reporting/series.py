@@ -258,7 +258,7 @@ class SeriesBuilder:
             self._add_cpu(event.rank, max(event.cpu_s - spent.cpu_s, 0.0))
         self._spent[event.rank] = _Spent()
         if event.rank == 0:
-            rate = (event.stepped_samples or event.global_samples) / event.wall_s if event.wall_s else 0.0
+            rate = measure_throughput(event) or 0.0
             self._epochs.append(EpochPoint(event.epoch, time_s, rate, _results(event), event.learning_rate))
 
     def _divide(
@@ -315,6 +315,16 @@ class SeriesBuilder:
         if self._stopped_at is not None and self._since_stop:
             self._since_stop[0].stopped_s = time_s - self._stopped_at
         self._stopped_at, self._since_stop = None, []
+
+
+def measure_throughput(event: Progress | EpochEnd) -> float | None:
+    """Return the throughput that an event of rank 0 reports: the samples of all ranks over its step time.
+
+    Step time is computing, reading, waiting and communication. The ends of epochs are no part of it.
+    """
+    stepped = event.stepped_samples if isinstance(event, EpochEnd) else 0
+    step_s = event.compute_s + event.wait_s
+    return (stepped or event.global_samples) / step_s if step_s else None
 
 
 def _results(event: EpochEnd) -> dict[str, float]:

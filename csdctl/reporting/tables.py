@@ -1,10 +1,10 @@
 """The results of runs as rows of text, for the terminal and for the HTML report."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from csdctl.fleet.names import format_node_names
+from csdctl.fleet.names import format_node_names, names_by_value
 from csdctl.reporting.energy import describe_energy, describe_machine
 from csdctl.reporting.numbers import (
     format_bytes,
@@ -16,10 +16,15 @@ from csdctl.reporting.numbers import (
 )
 from csdctl.reporting.privacy import describe_privacy
 from csdctl.reporting.results import RunResults, RunSummary
-from csdctl.reporting.series import find_bottleneck
 from csdctl.tuning.plan import DATA_PARALLEL, SPLIT
+from csdctl.worker.protocol.recipe import Recipe
 
-REACHABLE = {DATA_PARALLEL: "the ranks reach alone", SPLIT: "the busiest rank reaches without waiting"}
+REACHABLE = {
+    DATA_PARALLEL: "the sum of the ranks' standalone throughput",
+    SPLIT: "the throughput if the busiest rank never waited",
+}
+UNKNOWN = ("", "–")
+"""Cells without a value."""
 IDENTICAL = "identical on all ranks at the end of every epoch"
 
 
@@ -30,6 +35,14 @@ class DataTable:
     header: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
 
+    def without_empty_columns(self) -> "DataTable":
+        """Return the columns in which a row has a value, and always the first."""
+        kept = [
+            n for n in range(len(self.header)) if not n or any(row[n] not in UNKNOWN for row in self.rows)
+        ]
+        rows = tuple(tuple(row[n] for n in kept) for row in self.rows)
+        return DataTable(tuple(self.header[n] for n in kept), rows)
+
 
 def describe_run(summary: RunSummary) -> list[tuple[str, str]]:
     """Return name and text of each result of a run."""
@@ -37,17 +50,19 @@ def describe_run(summary: RunSummary) -> list[tuple[str, str]]:
     validation = name_metrics(summary.validation_accuracy, summary.validation_metrics)
     cut = f" behind {summary.cut}" if summary.cut else ""
     rows = [
-        ("samples/s", _describe_speed(summary)),
+        ("throughput", _describe_speed(summary)),
         ("efficiency", _describe_efficiency(summary)),
         *(
             (name, _both(validation.get(name), training.get(name)))
             for name in dict.fromkeys([*training, *validation])
         ),
-        ("loss", _both(summary.validation_loss, summary.loss)),
+        *([] if summary.loss is None else [("loss", _both(summary.validation_loss, summary.loss))]),
         (
             "trained",
             f"{summary.epochs} epochs, {summary.steps:,} steps of {summary.global_batch}, "
-            f"{summary.samples:,} samples in {format_seconds(summary.training_s)}",
+            f"{summary.samples:,} samples in {format_seconds(summary.training_s)}"
+            if summary.epochs
+            else f"no complete epoch, {summary.samples:,} samples in steps of {summary.global_batch}",
         ),
         ("strategy", f"{summary.strategy}{cut}, batch sizes by {summary.method}"),
         ("weights", IDENTICAL if summary.identical_weights else "NOT compared"),
@@ -66,55 +81,125 @@ def describe_run(summary: RunSummary) -> list[tuple[str, str]]:
 
 
 def _both(validation: float | None, training: float | None) -> str:
-    return f"{format_loss(validation)} validation, {format_loss(training)} training"
+    known = {"validation": validation, "training": training}
+    return ", ".join(f"{format_loss(value)} {name}" for name, value in known.items() if value is not None)
 
 
 def _describe_speed(summary: RunSummary) -> str:
-    text = f"{format_rate(summary.samples_per_s)}, {format_rate(summary.step_samples_per_s)} while stepping"
+    text = f"{format_rate(summary.samples_per_s)} samples/s"
     if summary.predicted_samples_per_s is not None:
         text += f"; predicted {format_rate(summary.predicted_samples_per_s)}"
     host = summary.ranks[0].alone_samples_per_s if summary.ranks else None
-    return text + (f"; {summary.step_samples_per_s / host:.2f} × the host alone" if host else "")
+    return text + (f"; {summary.samples_per_s / host:.2f} × the host alone" if host else "")
 
 
 def _describe_efficiency(summary: RunSummary) -> str:
     if summary.efficiency is None or summary.strategy not in REACHABLE:
-        is_parallel = summary.strategy == DATA_PARALLEL
-        return f"unknown: {'no rank was measured alone' if is_parallel else f'strategy {summary.strategy}'}"
+        if summary.strategy == DATA_PARALLEL:
+            measured = all(rank.alone_samples_per_s for rank in summary.ranks if rank.batch_size)
+            return (
+                f"unknown: {'no step was reported' if measured else 'the plan has no standalone throughput'}"
+            )
+        return f"unknown: strategy {summary.strategy}"
     alone = format_rate(summary.alone_samples_per_s)
-    return f"{format_share(summary.efficiency)} of the {alone} samples/s that {REACHABLE[summary.strategy]}"
+    return f"{format_share(summary.efficiency)} of {alone} samples/s, {REACHABLE[summary.strategy]}"
 
 
 def compare_results(runs: Sequence[RunResults]) -> DataTable:
     """Return the results of runs side by side."""
-    found: list[dict[str, str]] = []
-    for run in runs:
-        texts = {"state": f"{run.summary.state}, {run.measured}"}
-        for name, text in describe_run(run.summary):
+    return _side_by_side(runs, [describe_run(run.summary) for run in runs])
+
+
+def compare_settings(runs: Sequence[RunResults]) -> DataTable:
+    """Return what runs were given and where their files are, side by side."""
+    return _side_by_side(runs, [describe_settings(run) for run in runs])
+
+
+def _side_by_side(runs: Sequence[RunResults], described: Sequence[Sequence[tuple[str, str]]]) -> DataTable:
+    """Return a column for each run; a single one needs no header."""
+    found: list[dict[str, str]] = [{} for _ in runs]
+    for texts, pairs in zip(found, described, strict=True):
+        for name, text in pairs:
             texts[name] = f"{texts[name]}; {text}" if name in texts else text
-        found.append(texts)
     names = dict.fromkeys(name for texts in found for name in texts)
     rows = tuple((name, *(texts.get(name, "–") for texts in found)) for name in names)
-    return DataTable(("", *(run.summary.run_id for run in runs)), rows)
+    return DataTable(("", *(run.summary.run_id for run in runs)) if len(runs) > 1 else (), rows)
+
+
+def describe_settings(run: RunResults) -> list[tuple[str, str]]:
+    """Return name and text of model, recipe, data and files of a run, as far as its manifest has them."""
+    manifest, summary = run.manifest, run.summary
+    job, fleet, model = (_mapping(manifest.get(key)) for key in ("job", "fleet", "model"))
+    made_for = _mapping(_mapping(_mapping(manifest.get("plan")).get("made_for")).get("job"))
+    public = sum(rank.num_public for rank in summary.ranks)
+    holders = [rank for rank in summary.ranks if rank.num_private]
+    size = model.get("num_parameters")
+    versions = _mapping(manifest.get("versions"))
+    pairs = {
+        "model": f"{job.get('model', '')}{f', {size:,} parameters' if isinstance(size, int) else ''}",
+        "recipe": describe_recipe(_mapping(manifest.get("recipe"))),
+        "public data": f"{public:,} samples{_path(made_for, 'public')}" if public else "",
+        "private data": f"{sum(rank.num_private for rank in holders):,} samples on {len(holders)} nodes"
+        f"{_path(made_for, 'private')}"
+        if holders
+        else "",
+        "validation data": _path(made_for, "validation").removeprefix(": "),
+        "job file": str(job.get("path", "")),
+        "fleet file": str(fleet.get("path", "")),
+        **run.files,
+        "software": ", ".join(
+            [
+                f"csdctl {manifest.get('csdctl', '–')}",
+                *(f"{name} {number}" for name, number in versions.items()),
+            ]
+        ),
+    }
+    return [(name, text) for name, text in pairs.items() if text]
+
+
+def describe_recipe(recipe: Mapping[str, Any]) -> str:
+    """Return the keys of a recipe that differ from their defaults, by their names in job.yaml."""
+    defaults, parts = asdict(Recipe()), []
+    for key in dict.fromkeys([*defaults, *recipe]):
+        value = recipe.get(key)
+        if not value or value == defaults.get(key):
+            continue
+        if isinstance(value, Mapping):
+            named = {str(name): _mapping(one).get("name", one) for name, one in value.items()}
+            text = ", ".join(f"{name} {one}".strip() for name, one in named.items())
+            parts.append(text if key == "optimizer_args" else f"{'loss' if key == 'losses' else key} {text}")
+        else:
+            items = value if isinstance(value, list | tuple) else [value]
+            parts.append(f"{key} {', '.join(map(str, items))}")
+    return "; ".join(parts)
+
+
+def _path(made_for: Mapping[str, Any], part: str) -> str:
+    path = made_for.get(f"data.{part}.path")
+    return f": {path}" if path else ""
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    """Return `value` if it is a mapping, else an empty one: a manifest may have been edited."""
+    return value if isinstance(value, Mapping) else {}
 
 
 def tabulate_ranks(summary: RunSummary) -> DataTable:
-    """Return the samples, the rates and the waiting of each rank."""
+    """Return the samples, the throughput and the waiting of each rank."""
     rows = tuple(
         (
-            str(rank.rank),
-            rank.node,
+            f"{rank.rank} {rank.node}",
             str(rank.batch_size),
-            f"{rank.num_private:,}",
-            f"{rank.num_public:,}",
-            format_rate(rank.samples_per_s),
+            f"{rank.num_private:,}" if rank.num_private else "–",
+            f"{rank.num_public:,}" if rank.num_public else "–",
+            format_rate(rank.samples_per_s or None),
             format_rate(rank.alone_samples_per_s),
-            format_share(rank.waiting),
+            format_share(rank.waiting) if rank.compute_s + rank.wait_s else "–",
         )
         for rank in summary.ranks
     )
-    header = ("rank", "node", "batch size", "private", "public", "samples/s", "alone", "waiting")
-    return DataTable(header, rows)
+    header = ("rank", "batch size", "private", "public", "samples/s", "standalone", "waiting")
+    return DataTable(header, rows).without_empty_columns()
 
 
 def tabulate_faults(run: RunResults) -> DataTable:
@@ -131,20 +216,7 @@ def tabulate_faults(run: RunResults) -> DataTable:
     ]
     if series.num_more_faults:
         rows.append(("", "", f"and {series.num_more_faults:,} more", ""))
-    return DataTable(("after", "node", "what", f"cost ({run.measured})"), tuple(rows))
-
-
-def tabulate_bottleneck(run: RunResults) -> DataTable:
-    """Return the rank that held the others back, since when and why; no row if none did."""
-    bottleneck = find_bottleneck(run.series)
-    if bottleneck is None:
-        return DataTable((), ())
-    rank, text = bottleneck.rank, bottleneck.why
-    if rank is not None:
-        held = f"held the others back for {bottleneck.lost_s:.1f} s"
-        text = f"{run.series.nodes[rank]} (rank {rank}) {held}: {text}"
-    row = (f"{bottleneck.since_s:.0f} s", bottleneck.cause, text)
-    return DataTable(("since", "cause", f"what shows it ({run.measured})"), (row,))
+    return DataTable(("after", "node", "what", "cost"), tuple(rows))
 
 
 def tabulate_energy(run: RunResults) -> DataTable:
@@ -172,25 +244,23 @@ FACTS = {
 
 
 def tabulate_machines(run: RunResults) -> DataTable:
-    """Return the hardware and software of each machine, as found by `discover`, and the memory it used."""
-    facts, rows = _facts(run), []
-    for rank, node in enumerate(run.series.nodes):
-        known = facts.get(node, {})
-        cells = [_show_fact(field, known.get(field)) for field in FACTS.values()]
-        rows.append((node, *cells, format_bytes(run.series.peak_memory_bytes.get(rank))))
-    versions = run.manifest.get("versions")
-    version = run.manifest.get("csdctl", "–")
-    others = ", ".join(f"{k} {v}" for k, v in versions.items()) if isinstance(versions, Mapping) else ""
-    rows.append(("controller", f"csdctl {version}, {others}", *[""] * len(FACTS)))
-    return DataTable(("machine", *FACTS, "peak memory of the rank"), tuple(rows))
-
-
-def _facts(run: RunResults) -> dict[str, Mapping[str, Any]]:
-    """Return what the manifest has about each machine, which may have been edited."""
-    fleet = run.manifest.get("fleet")
-    facts = fleet.get("facts") if isinstance(fleet, Mapping) else None
-    found = facts if isinstance(facts, Mapping) else {}
-    return {node: known for node, known in found.items() if isinstance(known, Mapping)}
+    """Return the hardware and software of the machines, equal ones in a row, and the memory they used."""
+    facts = _mapping(_mapping(run.manifest.get("fleet")).get("facts"))
+    groups = names_by_value(
+        (node, tuple(_show_fact(field, _mapping(facts.get(node)).get(field)) for field in FACTS.values()))
+        for node in run.series.nodes
+    )
+    peaks = {node: run.series.peak_memory_bytes.get(rank) for rank, node in enumerate(run.series.nodes)}
+    rows = [
+        (
+            format_node_names(nodes),
+            *cells,
+            format_bytes(max(filter(None, map(peaks.get, nodes)), default=None)),
+        )
+        for cells, nodes in groups.items()
+    ]
+    header = ("machine", *FACTS, "peak memory")
+    return DataTable(header, tuple(rows)).without_empty_columns()
 
 
 def _show_fact(field: str, value: object) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console, ConsoleOptions, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
@@ -21,6 +21,7 @@ MAX_PRINTED = 20_000
 """Characters of one printed string: enough for the names of a thousand machines."""
 MAX_CELL = 500
 """Characters of a string inside of something, such as the cell or the title of a table."""
+MIN_TEXT = 12
 NUMBER, TEXT = ">", "~"
 
 
@@ -69,6 +70,31 @@ def _as_text(text: str) -> Text:
     return Text(make_printable(shorten(text, MAX_PRINTED)).replace("\n", "\n  "))
 
 
+class FittingTable(Table):
+    """A table that a terminal too narrow for its columns shows as a list: each row as names and values."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Render the table, or the list."""
+        if self._needed_width(console, options) <= options.max_width:
+            yield from super().__rich_console__(console, options)
+            return
+        if self.title:
+            yield Text(str(self.title), style="bold")
+        names = [" ".join(str(column.header).split()) for column in self.columns]
+        for first, *cells in zip(*(column.cells for column in self.columns), strict=True):
+            yield first if isinstance(first, Text) else Text(str(first), style="bold")
+            pairs = [(f"  {name}", cell) for name, cell in zip(names[1:], cells, strict=True) if str(cell)]
+            yield build_pairs(pairs)
+
+    def _needed_width(self, console: Console, options: ConsoleOptions) -> int:
+        """Return the width in which no header is cut; text columns need MIN_TEXT characters at most."""
+        wide, needed = options.update_width(MAX_CELL), self._extra_width
+        for column in self.columns:
+            width = self._measure_column(console, wide, column).maximum
+            needed += width if column.no_wrap else min(width, MIN_TEXT)
+        return needed
+
+
 def build_table(
     columns: Iterable[str],
     rows: Iterable[Sequence[str | Text]],
@@ -81,7 +107,7 @@ def build_table(
 
     A name of a column that begins with NUMBER is right-justified, one that begins with TEXT wraps.
     """
-    table = Table(
+    table = (Table if gap else FittingTable)(
         title=title or None,
         title_justify="left",
         title_style="bold",
@@ -103,7 +129,7 @@ def build_table(
     return table
 
 
-def build_pairs(pairs: Iterable[tuple[str, str]]) -> Table:
+def build_pairs(pairs: Iterable[tuple[str, str | Text]]) -> Table:
     """Return a table of names and values without a header."""
     table = Table.grid(padding=(0, 2))
     for name, value in pairs:

@@ -6,13 +6,15 @@ from typing import Any
 
 from rich.console import Group
 from rich.table import Table
+from rich.text import Text
 
 from csdctl.errors import InputError
 from csdctl.reporting import scaling
 from csdctl.reporting.energy import energy_document
+from csdctl.reporting.headline import write_headline
 from csdctl.reporting.numbers import format_bytes
 from csdctl.reporting.privacy import BATCH_NORM, PROMISE, describe_privacy, remarks_on
-from csdctl.reporting.results import RunSummary
+from csdctl.reporting.results import RunResults, RunSummary
 from csdctl.reporting.scaling import ScalingSeries
 from csdctl.reporting.tables import DataTable, describe_run, tabulate_ranks
 from csdctl.runs.directory import RunDirectory
@@ -21,7 +23,7 @@ from csdctl.terminal.streams import Streams
 from csdctl.workflows.reporting.report import PrivacyReport
 from csdctl.workflows.train.scale import Point
 
-TEXTS = ("batch sizes", "node", "remark", "run", "series", "source")
+TEXTS = ("batch sizes", "node", "rank", "remark", "run", "series", "source")
 """Columns that are no numbers."""
 MEANING = (
     "Anyone who sees everything a node sent during this run, as the host does, and knows all other samples "
@@ -31,15 +33,15 @@ MEANING = (
 )
 
 
-def show_reports(streams: Streams, reports: Sequence[tuple[RunDirectory, RunSummary]]) -> None:
+def show_reports(streams: Streams, reports: Sequence[tuple[RunDirectory, RunResults]]) -> None:
     """Print the reports of runs."""
     if streams.is_json:
-        documents = [report_document(summary, str(run.path)) for run, summary in reports]
+        documents = [report_document(found.summary, str(run.path)) for run, found in reports]
         single, *others = documents
         streams.result({"schema": "csdctl.reports/1", "runs": documents} if others else single)
         return
-    for run, summary in reports:
-        render_report(streams.console, summary)
+    for run, found in reports:
+        render_report(streams.console, found)
         streams.say(f"run directory: {run.path}")
 
 
@@ -59,17 +61,23 @@ def check_privacy_options(run_ids: Sequence[str], *, has_files: bool) -> None:
         )
 
 
-def render_report(console: PrintableConsole, summary: RunSummary) -> None:
-    """Print a row for each rank, then the totals."""
-    console.print(report_of(summary))
-    for failure in summary.failures:
+def render_report(console: PrintableConsole, run: RunResults) -> None:
+    """Print the headline, a row for each rank, the totals and the failures."""
+    console.print(report_of(run))
+    for failure in run.summary.failures:
         console.print(f"failed: {failure}", style="red")
 
 
-def report_of(summary: RunSummary) -> Group:
-    """Return the tables of a report."""
-    title = f"run {summary.run_id}: {summary.state}" + (" (emulated fleet)" if summary.emulated else "")
-    return Group(_table(title, tabulate_ranks(summary)), build_pairs(describe_run(summary)))
+def report_of(run: RunResults) -> Group:
+    """Return the headline and the tables of a report."""
+    title = f"run {run.summary.run_id}" + (" (emulated fleet)" if run.is_emulated else "")
+    ranks = _table("", tabulate_ranks(run.summary))
+    return Group(
+        Text(title, style="bold"),
+        build_pairs(write_headline(run).lines()),
+        ranks,
+        build_pairs(describe_run(run.summary)),
+    )
 
 
 def report_document(summary: RunSummary, run_path: str) -> dict[str, Any]:
@@ -126,8 +134,6 @@ def show_series(streams: Streams, kind: str, series: ScalingSeries, page: Path |
     streams.result_line({**scaling.scaling_document(series), "files": [page] if page else []})
     streams.say(f"\n{kind} scaling")
     runs = scaling.scaling_table(series)
-    if not any(row[-1] for row in runs.rows):  # no remarks
-        runs = DataTable(runs.header[:-1], tuple(row[:-1] for row in runs.rows))
     streams.console.print(_table(scaling.describe_series(series), runs))
     if any(point.energy for point in series.points):
         streams.console.print(_table("energy per image", scaling.energy_by_nodes(series)))

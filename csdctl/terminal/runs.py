@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from csdctl.reporting.numbers import format_loss, format_rate, format_seconds
-from csdctl.reporting.results import FAILED, INTERRUPTED, STOPPED, RunStatus
+from csdctl.reporting.results import FAILED, INTERRUPTED, RUNNING, STOPPED, RunStatus
 from csdctl.runs.directory import RunDirectory
 from csdctl.terminal.console import build_table
 from csdctl.terminal.streams import Streams
@@ -13,7 +13,7 @@ from csdctl.terminal.train import TrainingView
 from csdctl.worker.protocol.events import event_document
 from csdctl.workflows.runs.compare import Difference
 from csdctl.workflows.runs.follow import Followed, follow_lines, read_last_lines
-from csdctl.workflows.runs.manage import RUNNING, look_at
+from csdctl.workflows.runs.manage import look_at
 
 STYLES = {RUNNING: "green", FAILED: "red", INTERRUPTED: "red", STOPPED: "yellow"}
 SECOND = len("20261123-081803")

@@ -9,19 +9,18 @@ from rich.text import Text
 
 from csdctl.fleet.checks import Status, fold
 from csdctl.fleet.names import format_node_names
+from csdctl.reporting.headline import describe_result
 from csdctl.reporting.numbers import (
     format_bytes,
     format_loss,
     format_metrics,
     format_rate,
     format_seconds,
-    format_share,
     name_metrics,
 )
 from csdctl.reporting.privacy import Privacy, describe_privacy, plan_privacy
 from csdctl.reporting.results import STOPPED, RunSummary
-from csdctl.reporting.series import Bottleneck, SeriesBuilder, Thinned, find_bottleneck
-from csdctl.reporting.tables import REACHABLE
+from csdctl.reporting.series import Bottleneck, SeriesBuilder, Thinned, find_bottleneck, measure_throughput
 from csdctl.runs.directory import RunDirectory
 from csdctl.terminal.console import PrintableConsole
 from csdctl.terminal.prepare import PreparationScreen, describe_samples
@@ -250,7 +249,7 @@ class TrainingView(FleetView[RankRow]):
             return
         self._last = event
         self._last_step = self._steps_per_epoch if isinstance(event, EpochEnd) else event.step
-        self._rate = event.global_samples / event.wall_s if event.wall_s else None
+        self._rate = measure_throughput(event)
         self._add_points(event)
         if isinstance(event, EpochEnd):
             self._print(_format_epoch(event, self._spec.recipe.epochs))
@@ -328,11 +327,10 @@ class TrainingView(FleetView[RankRow]):
 
 
 def _format_epoch(event: EpochEnd, epochs: int) -> str:
-    rate = event.global_samples / event.wall_s if event.wall_s else None
     line = (
         f"epoch {event.epoch}/{epochs}: "
         f"loss {format_loss(event.loss)}{format_metrics(event.accuracy, event.metrics)}, "
-        f"{format_rate(rate)} samples/s in {format_seconds(event.wall_s)}"
+        f"{format_rate(measure_throughput(event))} samples/s in {format_seconds(event.wall_s)}"
     )
     if event.validation_loss is None:
         return line
@@ -367,7 +365,8 @@ class TrainingScreen(PreparationScreen):
             self._streams.result_line(report_document(summary, str(run.path)))
         else:  # a callback may have stopped it
             is_stopped = summary.state == STOPPED
-            self._show_end(_describe_results(summary), "released", summary, run, is_stopped=is_stopped)
+            line = f"{describe_result(summary)}; `csdctl report` shows more"
+            self._show_end(line, "released", summary, run, is_stopped=is_stopped)
         return result
 
     def on_preflight(self, examination: Examination) -> None:
@@ -419,19 +418,6 @@ class TrainingScreen(PreparationScreen):
     def _show_privacy(self, privacy: Privacy, when: str) -> None:
         for line in describe_privacy(privacy):
             self.say(when + line)
-
-
-def _describe_results(summary: RunSummary) -> str:
-    """Return the results in a line; `csdctl report` shows all of them."""
-    efficiency = (
-        ""
-        if summary.efficiency is None or summary.strategy not in REACHABLE
-        else f" ({format_share(summary.efficiency)} of what {REACHABLE[summary.strategy]})"
-    )
-    validation = format_metrics(summary.validation_accuracy, summary.validation_metrics)
-    reached = validation.replace(", ", ", validation ", 1) or f", loss {format_loss(summary.loss)}"
-    rate = format_rate(summary.samples_per_s)
-    return f"done: {rate} samples/s{efficiency}{reached}; `csdctl report` shows more"
 
 
 def train_point(streams: Streams, point: Point, request: TrainRequest) -> TrainResult:

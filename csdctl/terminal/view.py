@@ -238,7 +238,8 @@ class RankRow(Row):
         if event.steps:
             self.compute_s, self.wait_s = event.compute_s / event.steps, event.wait_s / event.steps
             self.others_s = None if event.others_s is None else event.others_s / event.steps
-        self.rate = event.samples / event.wall_s if event.wall_s else None
+        step_s = event.compute_s + event.wait_s
+        self.rate = event.samples / step_s if step_s else None
         if isinstance(event, Progress):
             self.memory_bytes, self.temperature_c = event.memory_bytes, event.temperature_c
 

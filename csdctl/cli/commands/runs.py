@@ -1,6 +1,7 @@
 """Commands for the runs of this project: runs, report, export."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -142,7 +143,8 @@ def diff(first: GivenRunArgument, second: GivenRunArgument, json: options.JsonOp
     show_differences(streams, *compare_runs(streams.project, first, second))
 
 
-for alias, command in {"ls": list_runs, "compare": diff, "remove": rm, "delete": rm}.items():
+ALIASES: dict[str, Callable[..., None]] = {"ls": list_runs, "compare": diff, "remove": rm, "delete": rm}
+for alias, command in ALIASES.items():
     runs.command(alias, hidden=True)(command)
 
 

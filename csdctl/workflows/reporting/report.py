@@ -1,7 +1,7 @@
 """`report`, `export` and `measurements`: what runs have shown, as numbers or for other tools."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,25 +11,24 @@ from csdctl.notify import Say
 from csdctl.reporting.export import render_csv, write_mlflow, write_tensorboard
 from csdctl.reporting.page import render_page
 from csdctl.reporting.privacy import Flow, Privacy, add_flows, count_passes, measure_privacy
-from csdctl.reporting.results import RunResults, RunSummary, read_results, summarize_run
+from csdctl.reporting.results import RunResults, read_results
 from csdctl.runs.directory import ProjectDirectory, RunDirectory
 from csdctl.runs.ledger import read_ledger
 from csdctl.runs.measurements import Overview, open_measurements
+from csdctl.workflows.runs.manage import process_of
 
 TENSORBOARD, MLFLOW = FORMATS = ("tensorboard", "mlflow")
 
 
-def report(project: ProjectDirectory, run_id: str) -> tuple[RunDirectory, RunSummary]:
+def report(project: ProjectDirectory, run_id: str) -> tuple[RunDirectory, RunResults]:
     """Add up run `run_id`; raises InputError when it does not exist."""
     run = project.find_run(run_id)
-    if run.power.exists():  # energy is of a time, which takes a longer look at the events
-        return run, read_results(run).summary
-    return run, summarize_run(run)
+    return run, replace(read_results(run), is_running=process_of(run).is_running)
 
 
 def results(project: ProjectDirectory, run_ids: Sequence[str]) -> list[RunResults]:
     """Read these runs; raises InputError when one does not exist."""
-    return [read_results(project.find_run(run_id)) for run_id in run_ids]
+    return [report(project, run_id)[1] for run_id in run_ids]
 
 
 def write_files(

@@ -13,7 +13,7 @@ from csdctl.documents import load_json
 from csdctl.errors import CsdctlError, DeadlineError, InputError
 from csdctl.launch.machine_lock import describe_holder, is_gone, read_holder, show_holder
 from csdctl.notify import Say
-from csdctl.reporting.results import RunStatus, load_run_status
+from csdctl.reporting.results import RUNNING, RunStatus, load_run_status
 from csdctl.runs.directory import ProjectDirectory, RunDirectory
 
 POLL_S = 0.2
@@ -92,9 +92,6 @@ def wait_until_over(run: RunDirectory, deadline_s: float) -> None:
                 remedy="give the command again to end its ranks at once",
             )
         time.sleep(POLL_S)
-
-
-RUNNING = "running"
 
 
 def list_runs(project: ProjectDirectory, say: Say) -> list[RunStatus]:

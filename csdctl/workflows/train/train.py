@@ -101,7 +101,8 @@ def run_training(request: TrainRequest, observer: TrainObserver) -> TrainResult:
         if request.resume:
             run = find_resumable(space.project, request.resume, request.job, space.fleet, observer.say)
             if is_complete(run, request.job):
-                return TrainResult(*report(space.project, run.run_id), was_complete=True)
+                found, results = report(space.project, run.run_id)
+                return TrainResult(found, results.summary, was_complete=True)
         else:
             plan = _resolve_plan(request, space, observer)
         _examine(request, space, observer)

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from csdctl.reporting.privacy import plan_privacy
-from csdctl.reporting.results import summarize
+from csdctl.reporting.results import RunResults, summarize
+from csdctl.reporting.series import SeriesBuilder
 from csdctl.terminal.report import render_report, report_document
 from csdctl.terminal.streams import format_json
 from csdctl.worker.protocol.events import Event, check_event, event_from_line, event_to_line
@@ -53,7 +54,10 @@ def of_the_run(found: Iterable[Event]) -> list[Event]:
 def test_any_stored_events_are_added_up_and_shown(found: list[Event]) -> None:
     summary = summarize("run", MANIFEST, found)
     console = Console(file=io.StringIO(), width=200)
-    render_report(console, summary)
+    builder = SeriesBuilder(NODES)
+    for number, event in enumerate(found):
+        builder.add(1e9 + number, event)
+    render_report(console, RunResults(summary, builder.build(), MANIFEST))
     format_json(report_document(summary, "path"))
     planned = plan_privacy(SPEC, found)
     assert planned is not None

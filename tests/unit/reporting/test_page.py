@@ -4,15 +4,19 @@ import csv
 import io
 from dataclasses import replace
 from html.parser import HTMLParser
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from csdctl.reporting.charts import _shares, sizes_chart
 from csdctl.reporting.export import render_csv
 from csdctl.reporting.page import render_page
-from csdctl.reporting.results import RunResults, summarize
-from csdctl.reporting.series import SeriesBuilder
+from csdctl.reporting.results import RunResults, read_results, summarize
+from csdctl.reporting.series import KINDS, SeriesBuilder
+from csdctl.reporting.tables import describe_recipe, tabulate_machines
 from csdctl.worker.protocol.events import EpochEnd, Event, Failed, Joined, Progress, Ready
+from tests.watched_run import write_run
 
 EVIL = "<script>alert(1)</script>\" onload='x' $x^2$ &amp; ]]>"
 NODES = ("host", EVIL)
@@ -93,6 +97,63 @@ def test_each_chart_has_a_text_and_its_data(text: str) -> None:
     assert charts == 7  # loss, accuracy, two metrics; speed, lanes, batch sizes
     assert page.tags.count("figure") == page.tags.count("details") == charts
     assert len([1 for name, value in page.attributes if name == "alt" and value]) == charts
+
+
+def test_page_begins_with_its_headline(text: str) -> None:
+    names = [text.index(f"<dt>{name}<dd>") for name in ("result", "held back by", "next")]
+    assert names == sorted(names)
+    assert names[-1] < text.index("<h2>")
+
+
+def test_section_without_a_row_and_column_without_a_value_are_left_out(text: str) -> None:
+    assert "<h2>Energy" not in text
+    assert "<h2>Faults" in text
+    assert "TensorFlow" not in text  # of no machine
+    assert text.count("emulated fleet") == 1
+
+
+def test_equal_machines_are_one_row_and_one_line_of_batch_sizes() -> None:
+    nodes = ("host", *(f"csd{number}" for number in range(50)))
+    plan = {"method": "fit", "ranks": [{"node": node, "batch_size": 8} for node in nodes]}
+    placed = [{"num_private": 0, "public_start": 0, "public_stop": 0}] * len(nodes)
+    facts = {node: {"num_cores": 4 if node != "host" else 32} for node in nodes}
+    manifest = {"plan": plan, "placed": placed, "fleet": {"facts": facts}}
+    sizes = {str(rank): 8 if rank else 60 for rank in range(len(nodes))}
+    events = [Joined(0, "host", 1, 1, 0, 10, 0, sizes, "star", 0.01)]
+    builder = SeriesBuilder(nodes)
+    builder.add(1e9, events[0])
+    run = RunResults(summarize("wide", manifest, events), builder.build(), manifest)
+    assert [row[0] for row in tabulate_machines(run).rows] == ["host", "csd[0-49]"]
+    chart = sizes_chart(run)
+    assert chart.legend == ("host", "csd[0-49]")
+    assert chart.data.rows == (("0", "host", "60"), ("0", "csd[0-49]", "8"))
+
+
+def test_reports_that_overlap_in_time_stay_in_their_lane() -> None:
+    spent = ({kind: [0.6] for kind in KINDS}, {kind: [0.1] for kind in KINDS})
+    shares = [_shares(of, kind, 1.0) for of in spent for kind in KINDS]
+    assert sum(share for (share,) in shares[: len(KINDS)]) == pytest.approx(1.0)
+    assert sum(share for (share,) in shares[len(KINDS) :]) == pytest.approx(0.5)
+
+
+def test_run_that_ended_in_its_first_epoch_has_the_rates_and_waiting_of_its_ranks(tmp_path: Path) -> None:
+    found = read_results(write_run(tmp_path, 4))
+    assert found.summary.epochs == 0
+    assert [round(rank.waiting, 2) for rank in found.summary.ranks] == [0.58, 0.58, 0.58, 0.03]
+    assert found.summary.samples_per_s > 0
+    assert found.files == {"run directory": str(tmp_path / ".csdctl/runs" / found.summary.run_id)}
+
+
+def test_recipe_is_shown_where_it_differs_from_its_defaults() -> None:
+    recipe = {
+        "epochs": 5,
+        "seed": 0,
+        "learning_rate": 0.015,
+        "losses": {"": {"name": "mse", "args": {}}},
+        "optimizer_args": {"momentum": 0.9},
+        "early_stopping": None,
+    }
+    assert describe_recipe(recipe) == "epochs 5; momentum 0.9; learning_rate 0.015; loss mse"
 
 
 def test_csv_has_a_row_for_each_epoch_and_no_formula() -> None:

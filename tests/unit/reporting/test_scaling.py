@@ -41,7 +41,7 @@ def run(num_nodes, *, batch=None, tuned=True, joules=None):
     summary = dataclasses.replace(
         base.summary,
         ranks=ranks,
-        step_samples_per_s=rate,
+        samples_per_s=rate,
         global_batch=sum(rank.batch_size for rank in ranks),
         energy=energy,
         lost_nodes=(),

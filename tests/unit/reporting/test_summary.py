@@ -91,10 +91,9 @@ def test_whole_run_is_added_up_over_its_epochs() -> None:
     assert (found.run_id, found.method, found.emulated) == ("20260101-000000-abcd", "stannis", True)
     assert (found.num_ranks, found.global_batch) == (3, 80)
     assert (found.epochs, found.steps, found.samples, found.training_s) == (2, 20, 1600, 20.0)
-    assert found.samples_per_s == pytest.approx(80.0)
+    assert found.samples_per_s == pytest.approx(1600 / 18)  # 2 s of the 20 s are no step time
     assert found.predicted_samples_per_s == 90.0
-    assert found.step_samples_per_s == pytest.approx(1600 / 18)
-    assert (found.alone_samples_per_s, found.efficiency) == pytest.approx((100.0, 0.8))
+    assert (found.alone_samples_per_s, found.efficiency) == pytest.approx((100.0, 16 / 18))
     assert (found.loss, found.accuracy) == pytest.approx((1.0, 0.8))
     assert (found.validation_loss, found.validation_accuracy) == pytest.approx((1.25, 0.6))
     assert (found.state, found.failures, found.identical_weights) == ("done", (), True)
@@ -107,14 +106,14 @@ def test_split_is_compared_with_its_busiest_rank() -> None:
     whole = found.ranks[0]
     assert (found.strategy, found.cut) == ("split", "block_4")
     assert found.efficiency == pytest.approx(busiest_s / (whole.compute_s + whole.wait_s))
-    assert found.alone_samples_per_s == pytest.approx(found.step_samples_per_s / found.efficiency)
+    assert found.alone_samples_per_s == pytest.approx(found.samples_per_s / found.efficiency)
 
 
 def test_each_rank_has_samples_rate_and_waiting_time() -> None:
     host, csd0, csd1 = summary().ranks
     assert (host.node, host.batch_size, host.num_private, host.num_public) == ("host", 60, 0, 600)
     assert (csd0.num_private, csd0.num_public, csd1.num_private) == (40, 60, 100)
-    assert (host.samples_per_s, csd0.samples_per_s) == pytest.approx((60.0, 10.0))
+    assert (host.samples_per_s, csd0.samples_per_s) == pytest.approx((1200 / 18, 10.0))
     assert (host.alone_samples_per_s, csd0.alone_samples_per_s) == (70.0, 15.0)
     assert (host.compute_s, host.wait_s) == (12.0, 6.0)
     assert (host.waiting, csd0.waiting) == pytest.approx((1 / 3, 0.1))
@@ -143,7 +142,7 @@ def test_run_that_ended_before_its_first_epoch_has_no_results(events: list[Event
 def test_missing_rate_of_a_rank_means_no_efficiency(rank: int) -> None:
     found = summary(manifest=without_speed(rank))
     assert (found.alone_samples_per_s, found.efficiency) == (None, None)
-    assert found.samples_per_s == pytest.approx(80.0)
+    assert found.samples_per_s == pytest.approx(1600 / 18)
 
 
 def joined(rank: int, *members: int) -> Joined:
@@ -182,8 +181,7 @@ def test_rate_covers_the_steps_of_its_time_alone() -> None:
     ends = [replace(epoch_end(0, 1), stepped_samples=600), epoch_end(0, 2)]
     found = summary([*WHOLE[:3], *ends])
     assert found.samples == 1600
-    assert found.samples_per_s == pytest.approx(1400 / 20)
-    assert found.step_samples_per_s == pytest.approx(1400 / 18)
+    assert found.samples_per_s == pytest.approx(1400 / 18)
 
 
 def test_guarantee_is_that_of_the_epochs_of_the_run() -> None:

@@ -20,6 +20,8 @@ from csdctl.fleet.model import Fleet, Node
 from csdctl.launch.leftovers import Leftovers
 from csdctl.perfmodel.published import Network
 from csdctl.reporting.privacy import Flow
+from csdctl.reporting.results import RunResults
+from csdctl.reporting.series import RunSeries
 from csdctl.runs.measurements import CollectiveSummary, Overview, ProbeSummary, Stored
 from csdctl.shipping.deliver import Delivery, DeliveryProgress
 from csdctl.terminal.console import PrintableConsole
@@ -191,7 +193,7 @@ SCREENS: list[Callable[[PrintableConsole], None]] = [
     show_privacy,
     show_keys,
     show_verified,
-    lambda console: render_report(console, hostile(SUMMARY)),
+    lambda console: render_report(console, RunResults(hostile(SUMMARY), RunSeries((HOSTILE,)), {})),
     lambda console: render_forecast(
         console, hostile(forecast(published_basis(Network.MOBILENETV2), ForecastRequest([4])))
     ),

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from csdctl.reporting.results import RankSummary, RunSummary
+from csdctl.reporting.results import RankSummary, RunResults, RunSummary
+from csdctl.reporting.series import RunSeries
 from csdctl.terminal.console import PrintableConsole
 from csdctl.terminal.report import render_report, report_document
 from csdctl.terminal.streams import format_json
@@ -45,7 +46,6 @@ SUMMARY = RunSummary(
     samples=14_000,
     training_s=200.0,
     samples_per_s=70.0,
-    step_samples_per_s=82.5,
     predicted_samples_per_s=80.0,
     alone_samples_per_s=85.0,
     efficiency=0.8235,
@@ -71,7 +71,7 @@ def console() -> tuple[PrintableConsole, StringIO]:
 
 def report(summary: RunSummary) -> str:
     to, file = console()
-    render_report(to, summary)
+    render_report(to, RunResults(summary, RunSeries(("host", "csd0")), {}))
     return file.getvalue()
 
 
@@ -105,6 +105,15 @@ class TestReport:
         text = report(replace(SUMMARY, **changes))
         assert [word for word in shown if word not in text] == []
         assert [word for word in absent if word in text] == []
+
+    def test_terminal_that_is_too_narrow_for_the_columns_gets_a_list_with_whole_headers(self) -> None:
+        file = StringIO()
+        render_report(
+            PrintableConsole(file=file, width=50), RunResults(SUMMARY, RunSeries(("host", "csd0")), {})
+        )
+        lines = [" ".join(line.split()) for line in file.getvalue().splitlines()]
+        assert "…" not in file.getvalue()
+        assert {"1 csd0", "batch size 10", "standalone 15.0", "waiting 10%"} <= set(lines)
 
     def test_document_is_json_with_a_schema(self) -> None:
         document = json.loads(format_json(report_document(SUMMARY, "/project/run")))
@@ -154,7 +163,7 @@ class TestViewWithoutATerminal:
     @pytest.mark.parametrize(
         ("events", "expected"),
         [
-            ([*READY, EPOCH_END], ["epoch 1/2", "1.5000", "0.5500", "70.0 samples/s", "10.0 s"]),
+            ([*READY, EPOCH_END], ["epoch 1/2", "1.5000", "0.5500", "77.8 samples/s", "10.0 s"]),
             (
                 [replace(EPOCH_END, validation_loss=1.75, validation_accuracy=0.5125)],
                 ["validation loss 1.7500", "0.5125"],

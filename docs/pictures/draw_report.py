@@ -1,0 +1,102 @@
+"""Draws the HTML report in a browser, at two widths, light and dark: report-*.png beside this.
+
+    python docs/pictures/draw_report.py [DIRECTORY]
+
+The runs are those of the tests, recorded or made of events: nothing trains. With a directory, the pages that
+the documentation does not show are drawn there too. It needs Debian's chromium.
+"""
+
+import io
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from PIL import Image
+
+ROOT = Path(__file__).parents[2]
+PICTURES = Path(__file__).parent
+sys.path.insert(0, str(ROOT))
+
+from csdctl.reporting.page import render_page, render_scaling_page  # noqa: E402
+from csdctl.reporting.results import RunResults, read_results  # noqa: E402
+from csdctl.reporting.scaling import build_scaling  # noqa: E402
+from csdctl.runs.directory import RunDirectory  # noqa: E402
+from tests.unit.reporting.test_scaling import run as scaled_run  # noqa: E402
+from tests.watched_run import write_run  # noqa: E402
+
+RECORDED = ROOT / "tests/unit/reporting/recorded"
+WIDTHS = {1200: 2320, 400: 3400}
+"""Height by width, in pixels of CSS."""
+SCHEMES = {"light": 1, "dark": 0}
+"""Chromium's numbers of the preferred colour schemes."""
+COLORS = 160
+"""Of a PNG, which is then small."""
+
+
+def render_pages(directory: Path) -> Iterator[tuple[str, str]]:
+    """Yield the name and the text of each page; the first is the documentation's."""
+    recorded = RunDirectory(directory / ".csdctl/runs/20261123-101320-412068")
+    shutil.copytree(RECORDED, recorded.path)
+    wide = write_run(directory, 37)
+    manifest = json.loads(wide.manifest.read_text())
+    facts = json.loads(recorded.manifest.read_text())["fleet"]["facts"]
+    names = [rank["node"] for rank in manifest["plan"]["ranks"]]
+    known = {name: facts["csd0" if name != "host" else name] | {"name": name} for name in names}
+    wide.manifest.write_text(json.dumps(manifest | {"fleet": {"emulated": False, "facts": known}}))
+    recorded.model.touch()
+    runs = [with_short_paths(read_results(run), directory) for run in (recorded, wide)]
+    other = replace(runs[0], summary=replace(runs[0].summary, run_id="20261124-070112-093377"))
+    yield "report", render_page(runs[:1])
+    yield "report-wide", render_page(runs[1:])
+    yield "report-two", render_page([runs[0], other])
+    points = [scaled_run(number, joules=13.0 - number) for number in (0, 1, 2, 4, 6)]
+    yield "report-scaling", render_scaling_page(build_scaling(points, "weak"))
+
+
+def with_short_paths(run: RunResults, directory: Path) -> RunResults:
+    """Return a run as of a project that does not move."""
+    return replace(
+        run, files={name: path.replace(str(directory), "/srv/lab") for name, path in run.files.items()}
+    )
+
+
+def draw_page(page: Path, picture: Path, width: int, scheme: str) -> None:
+    """Write a picture of the top of a page, as a visitor sees it."""
+    with tempfile.TemporaryDirectory() as profile:
+        target = Path(profile, "page.png")
+        subprocess.run(
+            [
+                *("chromium", "--headless=new", "--no-sandbox", "--disable-gpu"),
+                *(f"--user-data-dir={profile}", f"--window-size={width},{WIDTHS[width]}"),
+                *(f"--blink-settings=preferredColorScheme={SCHEMES[scheme]}", f"--screenshot={target}"),
+                page.as_uri(),
+            ],
+            check=True,
+            capture_output=True,
+        )
+        data = io.BytesIO(target.read_bytes())
+    Image.open(data).convert("RGB").quantize(COLORS).save(picture, optimize=True)
+
+
+def draw(directory: Path | None) -> None:
+    """Draw the pages."""
+    with tempfile.TemporaryDirectory() as project:
+        for name, text in render_pages(Path(project)):
+            if name != "report" and directory is None:
+                continue
+            page = Path(project, f"{name}.html")
+            page.write_text(text)
+            for width in WIDTHS:
+                for scheme in SCHEMES:
+                    picture = (directory or PICTURES) / f"{name}-{width}-{scheme}.png"
+                    draw_page(page, picture, width, scheme)
+                    print(f"{picture} ({picture.stat().st_size >> 10} KiB)")
+
+
+if __name__ == "__main__":
+    draw(Path(sys.argv[1]) if len(sys.argv) > 1 else None)
