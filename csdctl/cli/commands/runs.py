@@ -142,8 +142,10 @@ def diff(first: GivenRunArgument, second: GivenRunArgument, json: options.JsonOp
     show_differences(streams, *compare_runs(streams.project, first, second))
 
 
-for alias, command in {"ls": list_runs, "compare": diff, "remove": rm, "delete": rm}.items():
-    runs.command(alias, hidden=True)(command)
+runs.command("ls", hidden=True)(list_runs)
+runs.command("compare", hidden=True)(diff)
+runs.command("remove", hidden=True)(rm)
+runs.command("delete", hidden=True)(rm)
 
 
 def report(
