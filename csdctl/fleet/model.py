@@ -170,8 +170,8 @@ def _matching(groups: Mapping[str, Sequence[str]], pattern: str, option: str, wh
     wanted = {name for name in expanded if not _WILDCARDS.search(name)}
     patterns = [re.compile(fnmatch.translate(name)) for name in expanded if name not in wanted]
     missing = [name for name in wanted if name not in groups]
-    if patterns or len(missing) == len(wanted):
-        missing = []  # a wildcard or a group, or no match at all
+    if patterns or option != "--limit" or len(missing) == len(wanted):
+        missing = []  # a wildcard, a group, no match at all, or nodes that are to be left out anyway
     found = [
         name
         for name, own in groups.items()

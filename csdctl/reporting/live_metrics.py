@@ -1,4 +1,4 @@
-"""Figures of a run while it trains, served over HTTP for Prometheus (https://prometheus.io/docs/instrumenting)."""
+"""Figures of a run while it trains, served over HTTP for Prometheus (https://prometheus.io)."""
 
 from collections.abc import Callable
 from typing import Any

@@ -112,9 +112,9 @@ def options_of(name: str) -> set[str]:
 
 
 class TestCommands:
-    def test_list_of_commands_repeats_their_help(self) -> None:
-        listed = {name: does for section in TABLE.values() for name, does in section.items()}
-        assert listed == {name: command.help for name, command in COMMANDS["csdctl"].commands.items()}
+    def test_list_of_commands_is_complete(self) -> None:
+        listed = {name for section in TABLE.values() for name in section}
+        assert listed == {name for name, one in COMMANDS["csdctl"].commands.items() if not one.hidden}
 
     @pytest.mark.parametrize("name", COMMANDS)
     def test_every_command_has_help(self, name: str) -> None:

@@ -1,7 +1,6 @@
 """Commands for the runs of this project: runs, report, export."""
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -143,9 +142,10 @@ def diff(first: GivenRunArgument, second: GivenRunArgument, json: options.JsonOp
     show_differences(streams, *compare_runs(streams.project, first, second))
 
 
-ALIASES: dict[str, Callable[..., None]] = {"ls": list_runs, "compare": diff, "remove": rm, "delete": rm}
-for alias, command in ALIASES.items():
-    runs.command(alias, hidden=True)(command)
+runs.command("ls", hidden=True)(list_runs)
+runs.command("compare", hidden=True)(diff)
+runs.command("remove", hidden=True)(rm)
+runs.command("delete", hidden=True)(rm)
 
 
 def report(

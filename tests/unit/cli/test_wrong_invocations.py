@@ -27,7 +27,7 @@ PROJECT = {
 EMPTY: dict[str, str] = {}
 JUNK_MODEL = "model: junk.keras\ndata: {public: {path: data}}\nrecipe: {epochs: 1, learning_rate: 0.1}"
 WRONG: list[tuple[dict[str, str], str, str]] = [
-    (EMPTY, "init --model nope.py:build --public data", "nope.py does not exist"),
+    (EMPTY, "init --model nope.py:build --public data", "--public: data does not exist"),
     (
         EMPTY | {"m.py": "def build(): pass\n"},
         "init --model m.py --public .",

@@ -265,7 +265,12 @@ def test_pattern_without_a_match_is_refused_with_the_nodes(option: str, pattern:
     with pytest.raises(InputError) as raised:
         select_nodes(FLEET, **arguments)
     assert raised.value.message == f"{option} {pattern!r} matches no node of fleet.yaml"
-    assert raised.value.remedy == f"nodes: {', '.join(NAMES[:8])}, …"
+    assert raised.value.remedy == "nodes: csd[0-11], dpu[00-11], jetson"
+
+
+def test_range_that_names_missing_nodes_is_refused() -> None:
+    with pytest.raises(InputError, match=r"names csd\[12-99\], not in fleet.yaml"):
+        select_nodes(FLEET, limit=["csd[5-99]"])
 
 
 def test_host_alone_is_left_where_that_is_enough() -> None:
