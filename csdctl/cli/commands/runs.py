@@ -8,6 +8,7 @@ import typer
 
 from csdctl.cli import options
 from csdctl.errors import ExitCode
+from csdctl.runs.directory import RunDirectory
 from csdctl.terminal.streams import Streams
 
 runs = typer.Typer(
@@ -174,7 +175,10 @@ def report(
     """Show the results of a run, or of several side by side."""
     from csdctl.terminal import report as render
     from csdctl.workflows.reporting import report as reporting
-    from csdctl.workflows.runs.manage import find_latest
+    from csdctl.workflows.runs.manage import find_latest, process_of
+
+    def is_running(run: RunDirectory) -> bool:
+        return process_of(run).is_running
 
     streams = Streams(is_json=json)
     ids = [
@@ -185,9 +189,12 @@ def report(
         render.check_privacy_options(ids, has_files=bool(html or csv))
         render.show_privacy(streams, reporting.privacy(streams.project, ids[0]))
     elif html or csv:
-        render.show_files(streams, reporting.write_files(streams.project, ids, html, csv, force=force))
+        written = reporting.write_files(streams.project, ids, html, csv, is_running, force=force)
+        render.show_files(streams, written)
     else:
-        render.show_reports(streams, [reporting.report(streams.project, run_id) for run_id in ids])
+        render.show_reports(
+            streams, [reporting.report(streams.project, run_id, is_running) for run_id in ids]
+        )
 
 
 def export(

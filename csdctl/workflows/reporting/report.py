@@ -1,6 +1,6 @@
 """`report`, `export` and `measurements`: what runs have shown, as numbers or for other tools."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,20 +15,23 @@ from csdctl.reporting.results import RunResults, read_results
 from csdctl.runs.directory import ProjectDirectory, RunDirectory
 from csdctl.runs.ledger import read_ledger
 from csdctl.runs.measurements import Overview, open_measurements
-from csdctl.workflows.runs.manage import process_of
 
 TENSORBOARD, MLFLOW = FORMATS = ("tensorboard", "mlflow")
 
 
-def report(project: ProjectDirectory, run_id: str) -> tuple[RunDirectory, RunResults]:
+def report(
+    project: ProjectDirectory, run_id: str, is_running: Callable[[RunDirectory], bool]
+) -> tuple[RunDirectory, RunResults]:
     """Add up run `run_id`; raises InputError when it does not exist."""
     run = project.find_run(run_id)
-    return run, replace(read_results(run), is_running=process_of(run).is_running)
+    return run, replace(read_results(run), is_running=is_running(run))
 
 
-def results(project: ProjectDirectory, run_ids: Sequence[str]) -> list[RunResults]:
+def results(
+    project: ProjectDirectory, run_ids: Sequence[str], is_running: Callable[[RunDirectory], bool]
+) -> list[RunResults]:
     """Read these runs; raises InputError when one does not exist."""
-    return [report(project, run_id)[1] for run_id in run_ids]
+    return [report(project, run_id, is_running)[1] for run_id in run_ids]
 
 
 def write_files(
@@ -36,6 +39,7 @@ def write_files(
     run_ids: Sequence[str],
     html: Path | None,
     csv: Path | None,
+    is_running: Callable[[RunDirectory], bool],
     *,
     force: bool = True,
 ) -> list[Path]:
@@ -43,7 +47,7 @@ def write_files(
     for option, path in (("--html", html), ("--csv", csv)):
         if path:
             check_output(path, option, force=force)
-    found = results(project, run_ids)
+    found = results(project, run_ids, is_running)
     wanted = ((html, render_page), (csv, render_csv))
     texts = {path: render(found) for path, render in wanted if path}
     for path, text in texts.items():

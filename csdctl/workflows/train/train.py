@@ -16,13 +16,12 @@ from csdctl.launch.machine_lock import describe_holder
 from csdctl.launch.mpirun import find_mpirun
 from csdctl.placement.equation1 import steps_per_epoch
 from csdctl.reporting.privacy import check_accountant
-from csdctl.reporting.results import RunSummary
+from csdctl.reporting.results import RunSummary, read_results
 from csdctl.runs.directory import Manifest, RunDirectory
 from csdctl.tuning.plan import FEATURES, SPLIT, Plan
 from csdctl.worker.protocol.json_codec import to_json
 from csdctl.workflows.data.prepare import DeliveryObserver, PreparationObserver, load_prepared, prepare_in
 from csdctl.workflows.preflight.doctor import DoctorOptions, Examination, examine
-from csdctl.workflows.reporting.report import report
 from csdctl.workflows.train.options import AUTO, TrainOptions
 from csdctl.workflows.train.plan import resolve_plan
 from csdctl.workflows.train.resume import find_resumable, is_complete, load_spec, resume, strategy_of
@@ -101,8 +100,7 @@ def run_training(request: TrainRequest, observer: TrainObserver) -> TrainResult:
         if request.resume:
             run = find_resumable(space.project, request.resume, request.job, space.fleet, observer.say)
             if is_complete(run, request.job):
-                found, results = report(space.project, run.run_id)
-                return TrainResult(found, results.summary, was_complete=True)
+                return TrainResult(run, read_results(run).summary, was_complete=True)
         else:
             plan = _resolve_plan(request, space, observer)
         _examine(request, space, observer)

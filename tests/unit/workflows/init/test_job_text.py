@@ -109,7 +109,7 @@ class TestData:
     def test_class_folders_say_sizes_classes_and_that_not_all_was_seen(self) -> None:
         text = " ".join(written(Looks(model(), FOLDERS))[0].replace("\n  #", "").split())
         assert "class folders: 600 files in 2 classes, 100 to 500 files each, jpeg and png, 28×28 to" in text
-        assert "500 were looked at" in text
+        assert "500 inspected" in text
 
     def test_pictures_for_a_model_of_any_size_get_a_shape(self) -> None:
         any_size = replace(model(), input_shape=(0, 0, 3))
