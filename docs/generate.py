@@ -241,6 +241,7 @@ DOCUMENTS = {
         model=(ModelInfo, "The model's inputs and outputs."),
         public=(DataLook, "A look at the public data."),
         validation=(DataLook | None, "A look at the validation data."),
+        notes=(list, "What of a script was not taken over, by line."),
         fits=(bool, "Whether model and data fit together."),
         next=(list[str], "Commands that come next."),
         problem=(dict | None, "Message and remedy where they do not fit."),
@@ -300,7 +301,7 @@ DOCUMENTS = {
         runs=(list[str], "The two ids."),
         differences=(list[Difference], "Values in which they differ."),
     ),
-    "csdctl.runs.rm/1": shown("`csdctl runs rm`", run=str),
+    "csdctl.runs.rm/1": shown("`csdctl runs rm`", run=str, runs=(list[str], "All runs that were removed.")),
     "csdctl.runs.stop/1": shown("`csdctl runs stop`", RunStatus),
     "csdctl.runs/1": shown("`csdctl runs list`", runs=(list[RunStatus], "Each run, the oldest first.")),
     "csdctl.scale/1": shown(

@@ -182,7 +182,8 @@ import resource, sys
 from pathlib import Path
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.workflows.reporting.report import report
-print(report(ProjectDirectory(Path(sys.argv[1])), None)[1].epochs, end=" ")
+run_id = next((Path(sys.argv[1]) / ".csdctl/runs").iterdir()).name
+print(report(ProjectDirectory(Path(sys.argv[1])), run_id, lambda _: False)[1].summary.epochs, end=" ")
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """
 

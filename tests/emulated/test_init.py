@@ -111,5 +111,5 @@ def test_nothing_is_overwritten_without_force(project: Path) -> None:
     (project / "job.yaml").write_text("mine")
     done = csdctl(project, "init", "--model", "models.py:build", "--public", "train.npz")
     assert (done.returncode, (project / "job.yaml").read_text()) == (2, "mine")
-    assert "job.yaml exists" in done.stderr
+    assert "job.yaml already exists" in done.stderr
     assert "--force" in done.stderr

@@ -4,6 +4,7 @@ import dataclasses
 import io
 import json
 import tempfile
+import zipfile
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ from csdctl.fleet.model import Fleet, select_nodes
 from csdctl.fleet.openssh import build_query, build_ssh_config, list_aliases
 from csdctl.job.model import describe_job, load_job
 from csdctl.reporting.privacy import add_flows, count_passes, measure_privacy
-from csdctl.reporting.results import summarize
+from csdctl.reporting.results import RunResults, summarize
+from csdctl.reporting.series import SeriesBuilder
 from csdctl.runs.directory import EventLog, ProjectDirectory, RunDirectory
 from csdctl.runs.ledger import Ledger, read_ledger
 from csdctl.terminal.console import PrintableConsole
@@ -73,9 +75,14 @@ def _in_file(content: bytes, path: Path) -> Path:
     return path
 
 
+def _write_models(directory: Path) -> None:
+    (directory / "model.py").write_text("build = metric = print\n")
+    with zipfile.ZipFile(directory / "model.keras", "w"):
+        pass
+
+
 def _job(content: bytes, directory: Path) -> None:
-    for name in ("model.py", "model.keras"):
-        (directory / name).touch()
+    _write_models(directory)
     job = load_job(_in_file(content, directory / "job.yaml"))
     json.dumps(describe_job(job))
     str(job.fingerprint)
@@ -150,7 +157,11 @@ def _stored_events(content: bytes, directory: Path) -> None:
     manifest = manifest_of(NODES)
     events = run.read_events(NODES)
     summary = summarize("run", manifest, events)
-    render_report(PrintableConsole(file=io.StringIO(), width=200), summary)
+    series = SeriesBuilder(NODES)
+    for time_s, event in run.read_events(NODES).with_times():
+        series.add(time_s, event)
+    found = RunResults(summary, series.build(), manifest)
+    render_report(PrintableConsole(file=io.StringIO(), width=200), found)
     format_json(report_document(summary, str(run.path)))
     count_passes(events, len(NODES)).finish()
     list(events.with_times())
@@ -212,8 +223,7 @@ def _prepared(content: bytes, directory: Path) -> None:
 def _own_job(directory: Path) -> Any:
     path = directory / "job.yaml"
     if not path.exists():
-        for name in ("model.py", "model.keras"):
-            (directory / name).touch()
+        _write_models(directory)
         path.write_bytes(JOB)
     return load_job(path)
 

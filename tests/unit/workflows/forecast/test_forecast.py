@@ -68,7 +68,7 @@ class TestParsing:
         assert given_power(None, None, None) is None
         assert given_power(300, 10, 250) == Power(300, 10, 250)
         for powers in ((300, None, None), (None, 10, None), (None, None, 250)):
-            with pytest.raises(InputError, match="needs the power"):
+            with pytest.raises(InputError, match="requires --"):
                 given_power(*powers)
 
     @pytest.mark.parametrize("powers", [(0.0, 1.0), (-1.0, 1.0), (300.0, -1.0), (float("nan"), 1.0)])
