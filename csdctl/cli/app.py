@@ -1,5 +1,6 @@
 """The command tree, and the one place where an error becomes a message and an exit code."""
 
+import difflib
 import errno
 import functools
 import os
@@ -165,12 +166,34 @@ def explain_usage(error: Any) -> InputError | None:
     """Return the error for a command line that typer refuses, None for one without a command."""
     if type(error).__name__ == "NoArgsIsHelpError":
         return None
-    message = error.format_message().replace("Value error, ", "").replace("Input should be", "must be")
+    if hasattr(error.__cause__ or error.__context__, "errors"):  # pydantic's, of one value
+        from csdctl.documents import describe_value_problem
+
+        problem = (error.__cause__ or error.__context__).errors()[0]
+        shown = repr(problem["input"])
+        error.message = describe_value_problem(problem).rstrip(".")
+        error.message += "" if shown in error.message else f" (received {shown})"
+    if possible := _nearest_options(error):
+        error.message += f". Did you mean {' or '.join(possible)}?"
+        error.possibilities = None
+    message = error.format_message().replace("Choose from:\n\t", "Choose from: ").replace(",\n\t", ", ")
     message = message.removeprefix("Invalid value: ").rstrip(".")
+    path = error.ctx.command_path if error.ctx else "csdctl"
+    commands = getattr(error.ctx.command, "commands", ()) if error.ctx else ()
+    is_short = 0 < len(commands) < len(MODULES)
     return InputError(
         f"{message[0].lower()}{message[1:]}",
-        remedy=f"see `{error.ctx.command_path if error.ctx else 'csdctl'} --help`",
+        remedy=f"see `{path} --help`" + (f"; its commands: {', '.join(commands)}" if is_short else ""),
     )
+
+
+def _nearest_options(error: Any) -> list[str]:
+    """Return the options that an unknown one resembles, those of every command included."""
+    written = getattr(error, "option_name", "")
+    if not (hasattr(error, "possibilities") and written.startswith("--") and error.ctx):
+        return []
+    known = [name for each in error.ctx.command.get_params(error.ctx) for name in each.opts]
+    return difflib.get_close_matches(written, [COLOR, "--quiet", *known], n=2, cutoff=0.75)
 
 
 COLOR = "--color"

@@ -50,6 +50,9 @@ def load_text(
         content = _read(path, max_bytes + 1)
     except FileNotFoundError:
         raise InputError(f"{path} does not exist", remedy=remedy) from None
+    except IsADirectoryError:
+        what = f"name a file in it, such as {path}/FILE"
+        raise InputError(f"cannot read {path}: it is a directory", remedy=what) from None
     except (OSError, ValueError) as error:
         problem = error.strerror if isinstance(error, OSError) else error
         raise InputError(f"cannot read {path}: {str(problem).lower()}") from None
@@ -84,7 +87,7 @@ def _read(path: Path, num_bytes: int) -> bytes:
     mode = os.fstat(descriptor).st_mode
     if stat.S_ISDIR(mode) or not (is_pipe_allowed or stat.S_ISREG(mode)):
         os.close(descriptor)
-        raise ValueError("it is a directory" if stat.S_ISDIR(mode) else "it is not a regular file")
+        raise IsADirectoryError if stat.S_ISDIR(mode) else ValueError("it is not a regular file")
     with os.fdopen(descriptor, "rb") as file:
         return file.read(num_bytes)
 
@@ -101,7 +104,7 @@ def parse_json_document(text: str, name: str, *, remedy: str = AGAIN) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        problem = "nested too deeply" if isinstance(error, RecursionError) else error
+        problem = "nested too deeply" if isinstance(error, RecursionError) else f"not valid JSON: {error}"
         raise InputError(f"{name} cannot be read: {problem}", remedy=remedy) from None
 
 
@@ -114,6 +117,21 @@ def save_bytes(path: Path, content: bytes) -> None:
     """Write `content` to `path` atomically and sync it."""
     with write_atomically(path) as file:
         file.write(content)
+
+
+@contextlib.contextmanager
+def replacing(path: Path, text: str) -> Iterator[None]:
+    """Write `text` to `path`; after an error in the block, `path` is again as it was, or absent."""
+    before = path.read_bytes() if path.exists() else None
+    save_text(path, text)
+    try:
+        yield
+    except BaseException:
+        if before is None:
+            path.unlink(missing_ok=True)
+        else:
+            save_bytes(path, before)
+        raise
 
 
 @contextlib.contextmanager
@@ -142,6 +160,8 @@ def check_output(path: Path, option: str, *, force: bool = True) -> None:
     A file that exists is overwritten only with `force`.
     """
     parent = path.expanduser().parent
+    if parent.exists() and not parent.is_dir():
+        raise InputError(f"{option} {path}: {parent} is not a directory", remedy="choose another path")
     if not parent.is_dir():
         raise InputError(f"{option} {path}: directory {parent} does not exist", remedy="create it first")
     if path.is_dir():
@@ -206,10 +226,13 @@ DocumentT = TypeVar("DocumentT", bound=BaseModel)
 ValueT = TypeVar("ValueT")
 
 
-def load_document(path: Path, model: type[DocumentT]) -> DocumentT:
-    """Read the YAML file `path` as `model`; raises InputError with file, line and remedy."""
+def load_document(path: Path, model: type[DocumentT], *, remedy: str = "") -> DocumentT:
+    """Read the YAML file `path` as `model`; raises InputError with file, line and remedy.
+
+    `remedy` is for a file that does not exist.
+    """
     return parse_document(
-        load_text(path, remedy=f"create {path} or give another file"), model, name=str(path)
+        load_text(path, remedy=remedy or f"create {path} or give another file"), model, name=str(path)
     )
 
 
@@ -218,7 +241,7 @@ def parse_document(text: str, model: type[DocumentT], *, name: str) -> DocumentT
     tree, content = parse_yaml(text, name)
     if not isinstance(content, dict):
         raise InputError(
-            f"{name}: expected keys such as {', '.join(list(model.model_fields)[:3])}, "
+            f"{name}: expected keys such as {_name_keys(model.model_json_schema())}, "
             f"received {_KINDS.get(type(content), 'text')}",
             remedy=f"give a file with these keys, or fix {name}",
         )
@@ -270,12 +293,34 @@ def _describe(problem: Any, tree: yaml.Node | None, model: type[BaseModel] | Non
     received = problem["input"]
     shown = f" (received {_shorten(repr(received))})" if isinstance(received, str | int | float) else ""
     what = f"`{key}`: " if key else ""
-    message = problem["msg"].removeprefix("Value error, ")  # pydantic's, before what a validator raised
-    message = message.replace("Input should be", "must be")
+    message = describe_value_problem(problem)
     if model and (name := problem.get("ctx", {}).get("class_name")):  # where keys and values are expected
-        keys = model.model_json_schema()["$defs"][name]["properties"]
-        message = f"must have keys such as {', '.join(list(keys)[:3])}"
+        message = f"must have keys such as {_name_keys(model.model_json_schema()['$defs'][name])}"
     return f"{where}{what}{_shorten(message, 5 * MAX_SHOWN)}{shown}"
+
+
+def _name_keys(schema: dict[str, Any]) -> str:
+    """Return three keys of an object, those first that it must have."""
+    return ", ".join(list(dict.fromkeys([*schema.get("required", ()), *schema["properties"]]))[:3])
+
+
+def describe_value_problem(problem: Any) -> str:
+    """Return the message of a pydantic error, without what only its authors need."""
+    message = problem["msg"].removeprefix("Value error, ")  # before what a validator raised
+    message = message.partition(", unable to parse")[0].replace("Input should be", "must be")
+    for words, plain in _PLAIN.items():
+        message = message.replace(words, plain)
+    return message
+
+
+_PLAIN = {
+    "a valid dictionary": "keys with values, such as {key: value}",
+    "a valid integer": "a whole number",
+    "a valid boolean": "true or false",
+    "a valid string": "text",
+    "a valid list": "a list",
+    "a valid number": "a number",
+}
 
 
 def _shorten(text: str, most: int = MAX_SHOWN) -> str:

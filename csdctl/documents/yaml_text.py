@@ -119,7 +119,10 @@ def parse_yaml(text: str, name: str) -> tuple[yaml.Node | None, Any]:
         problem = f"character U+{error.character:04X} is not allowed"
     except (ValueError, OverflowError, LookupError) as error:  # "\UFFFFFFFF", or `!!int many`
         line, problem = None, str(error)[:300]
-    raise InputError(f"{name}{f':{line}' if line else ''}: not valid YAML: {problem}")
+    if "'\\t'" in problem:
+        problem += "; indent with spaces"
+    where = f"{name}{f':{line}' if line else ''}"
+    raise InputError(f"{where}: not valid YAML: {problem}", remedy=f"fix {name}")
 
 
 def _refuse(where: yaml.Node | yaml.Event, problem: str) -> NoReturn:

@@ -46,6 +46,18 @@ class EmulatedSpec:
 
 def check_spec(spec: EmulatedSpec) -> None:
     """Raise InputError for a fleet that this machine cannot emulate."""
+    if spec.memory_bytes < MIN_MEMORY_BYTES:
+        least = f"{MIN_MEMORY_BYTES >> 20}M"
+        raise InputError(
+            f"received {spec.memory_bytes:,} bytes as the memory of a node, expected at least {least}",
+            remedy=f"for example --memory {least}; a node that trains needs about 1G",
+        )
+    cores = os.cpu_count() or 1
+    if not MIN_CPU <= spec.cpu <= cores:
+        raise InputError(
+            f"received {spec.cpu:g} as the CPU share of a node, expected {MIN_CPU} to {cores} cores",
+            remedy="for example --cpu 0.25",
+        )
     check_values(asdict(spec), EmulatedSpec, "emulated fleet", remedy="choose a value of this range")
 
 
@@ -53,7 +65,10 @@ def parse_size(text: str) -> int:
     """Parse `2G`, `512M` or `1.5GiB` as bytes (K, M, G and T are powers of 1024); raises InputError."""
     match = _SIZE.fullmatch(text.strip())
     if not match:
-        raise InputError(f"received {text!r} as a size, expected a number and a unit such as 512M or 2G")
+        raise InputError(
+            f"received {text!r} as a size, expected a number and a unit such as 512M or 2G",
+            remedy="for example --memory 2G",
+        )
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 

@@ -75,6 +75,8 @@ class Inventory:
 def load_inventory(path: Path) -> Inventory:
     """Read the output of `ansible-inventory --list`; raises InputError for anything else."""
     remedy = f"run `ansible-inventory -i {path} --list > inventory.json` and give that file"
+    if not path.exists():
+        raise InputError(f"{path} does not exist", remedy="give the path of a file that exists")
     content = load_json(path, remedy=remedy)
     if not isinstance(content, dict) or "_meta" not in content:
         raise InputError(f"{path} is not output of `ansible-inventory --list`", remedy=remedy)

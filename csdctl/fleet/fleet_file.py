@@ -166,7 +166,8 @@ class FleetFile(Document):
 
 def load_fleet(path: Path) -> Fleet:
     """Read fleet.yaml; raises InputError for invalid content, no nodes, duplicate names or cyclic jumps."""
-    file = load_document(path, FleetFile)
+    remedy = "write it with `csdctl discover --cidr RANGE`, or name another one with --fleet"
+    file = load_document(path, FleetFile, remedy=remedy)
     if not file.nodes:
         raise InputError(
             f"{path}: the fleet is empty", remedy="add nodes, or find them with `csdctl discover --cidr`"

@@ -267,7 +267,8 @@ class ModelArguments(Document):
 
 def load_job(path: Path) -> Job:
     """Read job.yaml; its paths are relative to it. Raises InputError."""
-    return build_job(load_document(path, JobFile), path)
+    remedy = "write it with `csdctl init`, or name another job file"
+    return build_job(load_document(path, JobFile, remedy=remedy), path)
 
 
 def build_job(file: JobFile, path: Path) -> Job:
@@ -352,10 +353,15 @@ def _function(written: str, job_path: Path) -> str:
         return ""
     file, _, name = written.rpartition(":")
     path = _resolve(Path(file), job_path)
-    if not (file.endswith(".py") and name.isidentifier() and os.path.isfile(path)):
+    expected = "PATH.py:FUNCTION, with a path relative to the job file"
+    if not (file.endswith(".py") and name.isidentifier()):
         raise InputError(
-            f"{job_path}: function {written!r} was not found",
-            remedy="expected PATH.py:FUNCTION, with a path relative to the job file",
+            f"{job_path}: function {written!r} is not a valid reference", remedy=f"expected {expected}"
+        )
+    if not os.path.isfile(path):
+        raise InputError(
+            f"{job_path}: function {written!r} was not found: {path} does not exist",
+            remedy=f"give {expected}",
         )
     _check_ending(path, ".py", written, job_path)
     return f"{path}:{name}"
@@ -403,7 +409,7 @@ def model_reference(written: str, job_path: Path) -> str:
     if path.suffix == ".keras":
         check_keras_file(path)
     elif (names := defined_names(path)) is not None and function not in names:
-        functions = [name for name in names if not name.startswith("_")]
+        functions = [name for name in _defined_functions(path) if not name.startswith("_")]
         raise InputError(
             f"{job_path}: {file} has no function {function!r}",
             remedy=f"it has {', '.join(functions[:10])}" if functions else f"define it in {file}",
@@ -437,6 +443,12 @@ def defined_names(file: Path) -> list[str] | None:
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             names[node.id] = None
     return list(names)
+
+
+def _defined_functions(file: Path) -> list[str]:
+    """Return the functions and classes at the top level of a Python file."""
+    body = ast.parse(file.read_bytes()).body
+    return [node.name for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
 
 
 def _check_ending(path: Path, ending: str, written: str, job_path: Path) -> None:

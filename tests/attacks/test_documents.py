@@ -118,7 +118,7 @@ REFUSED: dict[str, tuple[str, str | bytes | Path, str]] = {
     "a function elsewhere": (
         "job.yaml",
         JOB.replace("data}", "data, function: ../../etc/passwd:load}"),
-        "was not found",
+        "is not a valid reference",
     ),
     "a metric in a link": ("job.yaml", JOB.replace("0.1", "0.1, metrics: [link.py:load]"), "is a link to"),
     "jump hosts behind each other": (

@@ -26,9 +26,15 @@ RunArgument = Annotated[
         autocompletion=options.complete_runs,
     ),
 ]
-GivenRunArgument = Annotated[
-    str, typer.Argument(help="Run ID, unique prefix or `latest`.", autocompletion=options.complete_runs)
-]
+FirstRunArgument, SecondRunArgument = (
+    Annotated[
+        str,
+        typer.Argument(
+            metavar=name, help="Run ID, unique prefix or `latest`.", autocompletion=options.complete_runs
+        ),
+    ]
+    for name in ("RUN", "OTHER-RUN")
+)
 
 
 @runs.command("list")
@@ -134,7 +140,7 @@ def rm(
 
 
 @runs.command()
-def diff(first: GivenRunArgument, second: GivenRunArgument, json: options.JsonOption = False) -> None:
+def diff(first: FirstRunArgument, second: SecondRunArgument, json: options.JsonOption = False) -> None:
     """Show in which settings and results two runs differ (also `compare`)."""
     from csdctl.terminal.runs import show_differences
     from csdctl.workflows.runs.compare import compare_runs

@@ -123,10 +123,12 @@ def train(
     from csdctl.reporting.live_metrics import serve_metrics
     from csdctl.supervision.run_setup import Patience
     from csdctl.worker.protocol.features import FeatureOptions
+    from csdctl.workflows.runs.notification import parse_command
     from csdctl.workflows.train.options import TrainOptions
     from csdctl.workflows.train.train import TrainRequest
 
     streams = call.streams
+    told = parse_command(notify)
     if detach and not dry_run:
         start_detached(streams)
         return
@@ -149,7 +151,7 @@ def train(
     request = TrainRequest(
         call.job, call.fleet, call.directory, wanted, plan, batch_size, resume, skip_doctor
     )
-    _train(streams, request, notify, is_dry_run=dry_run)
+    _train(streams, request, told, is_dry_run=dry_run)
 
 
 def load_callback(reference: str) -> "Callback":
@@ -162,7 +164,9 @@ def load_callback(reference: str) -> "Callback":
     if path.suffix != ".py" or not name.isidentifier():
         raise InputError(f"received callback {reference!r}", remedy="expected FILE.py:NAME")
     if not path.is_file():
-        raise InputError(f"the file of callback {reference} does not exist")
+        raise InputError(
+            f"the file of callback {reference} does not exist", remedy=f"give the path of {path.name}"
+        )
     found = _run_file(path, reference).get(name)
     if not callable(found):
         what = "is not a function" if found is not None else "does not exist"
@@ -182,16 +186,16 @@ def _run_file(path: Path, reference: str) -> dict[str, object]:
         raise InputError(f"the file of callback {reference} failed{line}: {what}") from error
 
 
-def _train(streams: Streams, request: "TrainRequest", notify: str | None, *, is_dry_run: bool) -> None:
-    """Train, and tell another program of the end; or show what would be trained."""
+def _train(streams: Streams, request: "TrainRequest", told: Sequence[str], *, is_dry_run: bool) -> None:
+    """Train, and run the program `told` at the end; or show what would be trained."""
     from csdctl.terminal.train import TrainingScreen, show_training_rehearsal
-    from csdctl.workflows.runs.notification import notifying, parse_command
+    from csdctl.workflows.runs.notification import notifying
 
     if is_dry_run:
         show_training_rehearsal(streams, request)
         return
     screen = TrainingScreen(streams, emulated=request.fleet.emulated)
-    with notifying(parse_command(notify), lambda: screen.run, streams.say):
+    with notifying(told, lambda: screen.run, streams.say):
         screen.train(request)
 
 

@@ -106,7 +106,10 @@ class ExecOptions:
     def __post_init__(self) -> None:
         for name, value in (("timeout", self.timeout_s), ("connect-timeout", self.connect_deadline_s)):
             if not 0 < value <= 7 * 86_400:
-                raise InputError(f"--{name} is {value:g}, expected more than 0 s and at most a week")
+                raise InputError(
+                    f"--{name} is {value:g}, expected more than 0 s and at most a week",
+                    remedy="give seconds, or leave it out for the default",
+                )
 
 
 def run_command(

@@ -166,7 +166,7 @@ def load_task(spec: str, words: Sequence[str], directory: Path) -> LoadedTask:
         raise InputError(f"--task {spec!r} is not FILE.py:TASK", remedy="such as --task tasks.py:restart")
     path = (directory / name).resolve()
     if not path.is_file():
-        raise InputError(f"--task: {path} does not exist")
+        raise InputError(f"--task: {path} does not exist", remedy=f"give the path of {path.name}")
     task = _find(_load(path), task_name, path)
     return LoadedTask(path, task, _parse_arguments(task, words))
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from csdctl.documents import check_output, parse_document, save_text
+from csdctl.documents import check_output, parse_document, replacing, save_text
 from csdctl.errors import InputError
 from csdctl.fleet.model import HOST_NAME
 from csdctl.job.compatibility import LOGITS, check_compatibility
@@ -403,9 +403,15 @@ def init_job(request: InitRequest, directory: Path, say: Say, on_progress: OnPro
     for path in (request.output, *([request.functions] if request.script else [])):
         check_output(path, "--output", force=request.is_overwriting)
     lifted = lift_script(request.script) if request.script else None
-    if lifted:
-        save_text(request.functions, lifted.text)
-        request = _request_of(request, lifted)
+    if not lifted:
+        return _write_job(request, None, directory, say, on_progress)
+    with replacing(request.functions, lifted.text):  # the worker reads this file
+        return _write_job(_request_of(request, lifted), lifted, directory, say, on_progress)
+
+
+def _write_job(
+    request: InitRequest, lifted: LiftedScript | None, directory: Path, say: Say, on_progress: OnProgress
+) -> Written:
     sources = replace(parse_sources(request), recipe=lifted.recipe if lifted else {})
     if not lifted:  # before the data, which takes longer to look at
         model_reference(sources.model, request.output.parent / "--model")
@@ -418,6 +424,8 @@ def init_job(request: InitRequest, directory: Path, say: Say, on_progress: OnPro
             remedy = error.remedy
             for key, option in OPTIONS.items():
                 remedy = remedy.replace(key, option)
+            if request.script:  # the file of its functions does not stay
+                remedy = remedy.replace("fix its file", f"fix {request.script}")
             raise InputError(error.message, remedy=remedy) from None
         misfit = looking.check(sources, looks)
     save_text(request.output, render_job(sources, looks, misfit.message if misfit else ""))

@@ -92,10 +92,15 @@ def lift_script(path: Path) -> LiftedScript:
     try:
         source = path.read_text()
         module = ast.parse(source)
-    except (OSError, SyntaxError, ValueError) as error:
+    except FileNotFoundError:
+        raise InputError(f"{path} does not exist", remedy="give the path of a training script") from None
+    except SyntaxError as error:
+        where = f"{path}, line {error.lineno}"
+        raise InputError(f"{where}: not valid Python: {error.msg}", remedy=f"fix {path}") from None
+    except (OSError, ValueError) as error:
         raise InputError(
             f"cannot read {path} as Python: {getattr(error, 'strerror', None) or error}",
-            remedy="pass a Python script",
+            remedy="give the path of a training script",
         ) from None
     return _Script(path, source, module).lift()
 

@@ -2,6 +2,7 @@
 
 import os
 import shlex
+import shutil
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,13 +16,20 @@ DEADLINE_S = 60.0
 
 
 def parse_command(text: str | None) -> list[str]:
-    """Return a command's words, none of None; raises InputError for text without words or an open quote."""
+    """Return a command's words, none of None.
+
+    Raises InputError for text without words, an open quote, or a program that does not exist.
+    """
     try:
         words = shlex.split(text or "")
     except ValueError as error:
-        raise InputError(f"--notify {text!r}: {error}") from None
+        raise InputError(f"--notify {text!r}: {str(error).lower()}", remedy="close the quote") from None
     if text is not None and not words:
         raise InputError("--notify is empty", remedy="give a program with its arguments")
+    if words and not shutil.which(words[0]):
+        raise InputError(
+            f"--notify: there is no program {words[0]!r}", remedy="give its path, or a program on PATH"
+        )
     return words
 
 

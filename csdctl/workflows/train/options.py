@@ -72,7 +72,10 @@ class TrainOptions:
             ("micro-batches", self.num_micro_batches, 1),
         ):
             if not value >= least:
-                raise InputError(f"--{name} must be at least {least}, received {value:g}")
+                raise InputError(
+                    f"--{name} must be at least {least}, received {value:g}",
+                    remedy="give seconds, or leave it out for the default",
+                )
 
     def _check_strategy_options(self) -> None:
         """Raise InputError for an option of another strategy than the one that was asked for."""

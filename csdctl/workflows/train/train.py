@@ -17,13 +17,13 @@ from csdctl.launch.mpirun import find_mpirun
 from csdctl.placement.equation1 import steps_per_epoch
 from csdctl.reporting.privacy import check_accountant
 from csdctl.reporting.results import RunSummary, read_results
-from csdctl.runs.directory import Manifest, RunDirectory
-from csdctl.tuning.plan import FEATURES, SPLIT, Plan
+from csdctl.runs.directory import Manifest, ProjectDirectory, RunDirectory
+from csdctl.tuning.plan import FEATURES, SPLIT, Plan, load_plan
 from csdctl.worker.protocol.json_codec import to_json
 from csdctl.workflows.data.prepare import DeliveryObserver, PreparationObserver, load_prepared, prepare_in
 from csdctl.workflows.preflight.doctor import DoctorOptions, Examination, examine
 from csdctl.workflows.train.options import AUTO, TrainOptions
-from csdctl.workflows.train.plan import resolve_plan
+from csdctl.workflows.train.plan import check_plan, resolve_plan
 from csdctl.workflows.train.resume import find_resumable, is_complete, load_spec, resume, strategy_of
 from csdctl.workflows.train.run import RunObserver, run_to_end
 from csdctl.workflows.train.spec import (
@@ -71,6 +71,18 @@ class TrainRequest:
                     problem = f"--{first} and --{other} contradict each other: {why}"
                     raise InputError(problem, remedy="give one of them")
 
+    def check_files(self) -> None:
+        """Check run and plan as far as that needs no machine: before any is contacted.
+
+        Raises InputError for one that does not exist, or does not fit job and fleet.
+        """
+        project = ProjectDirectory(self.directory)
+        if self.resume:
+            find_resumable(project, self.resume, self.job, self.fleet, lambda line: None)
+        elif not self.batch_size:
+            plan = load_plan(self.plan_path or project.plan(self.job.name))
+            check_plan(plan, self.job, self.fleet, {})
+
 
 @dataclass(frozen=True)
 class TrainResult:
@@ -92,6 +104,7 @@ class TrainObserver(RunObserver, Protocol):
 def run_training(request: TrainRequest, observer: TrainObserver) -> TrainResult:
     """Train a new run, or resume one; raises CsdctlError, and RunStopped when the user stops it."""
     find_mpirun()
+    request.check_files()
     if request.job.noise:
         check_accountant()
     with open_workspace(
@@ -137,6 +150,7 @@ class Rehearsal:
 def rehearse_training(request: TrainRequest, observer: TrainObserver) -> Rehearsal:
     """Choose plan or run and examine the machines as `run_training` does, without preparing or training."""
     find_mpirun()
+    request.check_files()
     with open_workspace(request.directory, request.fleet, "train") as space:
         run = None
         if request.resume:
@@ -184,6 +198,7 @@ def train(plan: Plan, context: RunContext, options: TrainOptions, observer: RunO
 
 def extract(request: TrainRequest, observer: DeliveryObserver) -> FeatureRun:
     """Compute the features that are missing, on the machines of the plan; raises InputError, PartialError."""
+    request.check_files()
     with open_workspace(
         request.directory, request.fleet, "extract", is_locking=True, say=observer.say
     ) as space:

@@ -149,6 +149,8 @@ def run_verification(request: TrainRequest, observer: PreparationObserver) -> Ve
     Raises InputError, RunError or DeadlineError.
     """
     find_mpirun()
+    if request.plan_path:
+        request.check_files()
     job = request.job
     with open_workspace(
         request.directory, request.fleet, "verify", is_locking=True, say=observer.say

@@ -43,7 +43,7 @@ def test_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     fleet.write_text("nodes: [{name: csd0, address: 10.0.0.1}]\n")
     code, shown = run("inventory", "--fleet", str(fleet), "--output", str(fleet / "nodes.ini"))
     assert code == ExitCode.BAD_INPUT
-    assert "does not exist" in shown
+    assert "is not a directory" in shown
     assert str(fleet) in shown
 
 

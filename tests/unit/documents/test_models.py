@@ -50,8 +50,7 @@ class TestRefusedDocuments:
             ("model: m\npublic:\n  on: host\n", "job.yaml:2: key `public.path` is missing"),
             (
                 "model: m\nrate: fast\n",
-                "job.yaml:2: `rate`: must be a valid number, unable to parse string as a number"
-                " (received 'fast')",
+                "job.yaml:2: `rate`: must be a number (received 'fast')",
             ),
             (
                 "nodes:\n- {name: a, port: 0}",

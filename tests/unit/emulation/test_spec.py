@@ -27,5 +27,5 @@ def test_a_fleet_that_cannot_be_emulated_is_an_input_error() -> None:
         *(EmulatedSpec(1, cpu=cpu) for cpu in (0, -0.5, float("nan"), (os.cpu_count() or 1) + 1)),
         EmulatedSpec(1, memory_bytes=1),
     ):
-        with pytest.raises(InputError, match="emulated fleet: .*received"):
+        with pytest.raises(InputError, match="received"):
             check_spec(spec)

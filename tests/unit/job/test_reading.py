@@ -91,7 +91,7 @@ class TestReading:
     @pytest.mark.parametrize("function", ["my_data.py:load", "my_model.py", "my_model.txt:load", "load"])
     def test_missing_function_is_refused(self, job: Write, tmp_path: Path, function: str) -> None:
         (tmp_path / "my_model.py").write_text("")
-        with pytest.raises(InputError, match="was not found"):
+        with pytest.raises(InputError, match="was not found|is not a valid reference"):
             job(public=f"pub, function: '{function}'")
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from csdctl.errors import InputError
-from csdctl.workflows.init.init import InitRequest, parse_sources
+from csdctl.workflows.init.init import InitRequest, _Looking, init_job, parse_sources
 
 
 @pytest.fixture
@@ -50,3 +50,31 @@ def test_home_that_a_shell_has_written_out_is_that_of_the_node(
 def test_what_does_not_exist_names_its_option(project: Path, model: str, public: str, message: str) -> None:
     with pytest.raises(InputError, match=message):
         parse_sources(InitRequest(project / "job.yaml", model, public))
+
+
+@pytest.mark.parametrize("before", [None, "earlier"])
+def test_functions_of_a_script_are_kept_only_with_its_job_file(
+    before: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.py").write_text(
+        "import keras\n"
+        "model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])\n"
+        "model.compile('adam', 'mse')\n"
+        "model.fit([[1, 2]], [1], epochs=1)\n"
+    )
+    functions = tmp_path / "a_functions.py"
+    if before:
+        functions.write_text(before)
+    seen = []
+
+    def refuse(self: object, sources: object) -> None:
+        seen.append(functions.read_text())
+        raise InputError("no such data")
+
+    monkeypatch.setattr(_Looking, "look", refuse)
+    request = InitRequest(tmp_path / "job.yaml", script=tmp_path / "a.py", is_overwriting=True)
+    with pytest.raises(InputError, match="no such data"):
+        init_job(request, tmp_path, print, print)
+    assert "def build" in seen[0]
+    assert (functions.read_text() if functions.exists() else None) == before
+    assert not request.output.exists()
