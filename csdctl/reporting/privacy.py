@@ -20,6 +20,7 @@ from typing import Any
 
 from csdctl.errors import InputError
 from csdctl.fleet.names import format_node_names
+from csdctl.fleet.requirements import explain_extra
 from csdctl.runs.ledger import LedgerEntry
 from csdctl.transport.meter import TrafficClass
 from csdctl.worker.protocol.events import (
@@ -117,7 +118,6 @@ def add_flows(entries: Iterable[LedgerEntry], run_id: str = "") -> list[Flow]:
 
 SENSITIVITY = 2.0
 """How far one replaced sample moves a sum, in clipping norms."""
-INSTALL = "pip install 'csdctl[privacy]'"
 EPOCH_ENTERED = (Progress, LinkLost)
 """When rank 0 sends one of these after an epoch's end, the next epoch has begun."""
 
@@ -154,7 +154,8 @@ def check_accountant() -> None:
     """Raise InputError when dp-accounting is not installed."""
     if not has_accountant():
         raise InputError(
-            "data.private.noise needs the accountant dp-accounting, which is not installed", remedy=INSTALL
+            "data.private.noise needs the accountant dp-accounting, which is not installed",
+            remedy=explain_extra("privacy"),
         )
 
 
@@ -291,7 +292,8 @@ def describe_privacy(privacy: Privacy) -> list[str]:
     noise = f"noise multiplier {privacy.noise_multiplier:g}, clipped at {privacy.l2_norm_clip:g}"
     lines = []
     for (num_releases, epsilon), nodes in groups.items():
-        shown = f"unknown: {INSTALL}" if epsilon is None else f"{epsilon:.3g} at δ = {privacy.delta:g}"
+        known = f"{epsilon:.3g} at δ = {privacy.delta:g}" if epsilon is not None else ""
+        shown = known or "unknown (dp-accounting is not installed)"
         lines.append(
             f"private samples of {format_node_names(node.node for node in nodes)}: ε = {shown}, "
             f"each in at most {num_releases:,} noisy sums ({noise})"

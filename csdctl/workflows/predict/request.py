@@ -21,6 +21,7 @@ from csdctl import documents
 from csdctl.documents import MAX_JSON_BYTES, load_text, write_atomically
 from csdctl.errors import InputError
 from csdctl.fleet.model import Fleet
+from csdctl.fleet.requirements import explain_extra
 from csdctl.job.compatibility import LOGITS
 from csdctl.job.model import Job, check_keras_file, load_job
 from csdctl.runs.directory import ProjectDirectory
@@ -59,7 +60,7 @@ def check_output(path: Path, *, force: bool = True) -> None:
     if path.suffix == PARQUET and importlib.util.find_spec("pyarrow") is None:
         raise InputError(
             "Parquet files need the package pyarrow, which is not installed",
-            remedy="pip install 'csdctl[parquet]', or choose another --output: .csv, .npz",
+            remedy=f"{explain_extra('parquet')}; or choose another --output: .csv, .npz",
         )
 
 

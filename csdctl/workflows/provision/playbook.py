@@ -12,6 +12,7 @@ from pathlib import Path
 import csdctl
 from csdctl.documents import parse_json_document
 from csdctl.errors import CsdctlError, InputError
+from csdctl.fleet.requirements import explain_extra
 from csdctl.workflows.provision.bundle import find_program
 
 CALLBACK = "csdctl_lines"
@@ -68,7 +69,7 @@ def find_ansible() -> str:
     if not found:
         raise InputError(
             "`ansible-playbook` is not installed",
-            remedy="`pip install 'csdctl[provision]'`; or only send what nodes need: csdctl provision --send",
+            remedy=f"{explain_extra('provision')}; or only send what nodes need: csdctl provision --send",
         )
     return found
 
