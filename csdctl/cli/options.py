@@ -4,6 +4,7 @@ Options of a panel are listed under its name, after the others.
 """
 
 import glob
+import os
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -36,8 +37,14 @@ def complete_models(incomplete: str) -> list[str]:
 
 
 def complete_plans(incomplete: str) -> list[str]:
-    """Return the plans that `tune` has written."""
-    plans = [f"{STATE_DIRECTORY}/plans/{name}" for name in _names(STATE_DIRECTORY, "plans", "*.yaml")]
+    """Return the plans that `tune` has written.
+
+    fish hides what begins with a dot until one is typed: it gets absolute paths.
+    """
+    is_hidden = not incomplete and os.environ.get("_CSDCTL_COMPLETE") == "complete_fish"
+    plans = [str(Path(STATE_DIRECTORY, "plans", name)) for name in _names(STATE_DIRECTORY, "plans", "*.yaml")]
+    if is_hidden or incomplete.startswith("/"):
+        plans = [os.path.abspath(path) for path in plans]
     return [path for path in plans if path.startswith(incomplete)]
 
 

@@ -11,9 +11,10 @@ import pytest
 import typer
 
 from csdctl import errors
-from csdctl.cli.app import COMMANDS, run_command, take_global_options
+from csdctl.cli.app import COMMANDS, app, run_command, take_global_options
 from csdctl.errors import ExitCode
 from csdctl.terminal.streams import Streams
+from docs.generate import list_commands
 
 HEAVY = ("asyncssh", "keras", "numpy", "paramiko", "pydantic", "tensorflow")
 
@@ -157,3 +158,22 @@ def test_list_of_commands_loads_nothing_heavy() -> None:
 def test_help_of_commands_loads_nothing_heavy() -> None:
     names = [name for section in COMMANDS.values() for name in section]
     assert loaded_by_help(*names) <= {"pydantic"}, "typer itself loads pydantic to parse options"
+
+
+LONG = ("csdctl train", "csdctl tune")
+SCREEN = (40, 80)
+"""Lines and columns."""
+
+
+def test_help_of_every_command_fits_a_screen(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(SCREEN[1]))
+    long = {}
+    for name, _ in list_commands(app):
+        assert run_command([*name.split()[1:], "--help"], Streams()) == ExitCode.DONE
+        lines = capsys.readouterr().out.splitlines()
+        assert max(map(len, lines)) <= SCREEN[1], name
+        if len(lines) > SCREEN[0]:
+            long[name] = len(lines)
+    assert set(long) <= set(LONG), long

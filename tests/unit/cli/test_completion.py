@@ -1,6 +1,7 @@
-"""What the shell completes, asked as bash asks it."""
+"""What the shell completes, asked as the shells ask it."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,9 @@ def project(tmp_path: Path) -> Path:
         (tmp_path / ".csdctl" / "runs" / run).mkdir(parents=True)
     for directory in (".csdctl", ".csdctl/runs"):
         (tmp_path / directory).chmod(0o700)
+    (tmp_path / ".csdctl" / "plans").mkdir()
+    for name in (".csdctl/plans/job.yaml", "trained.keras"):
+        (tmp_path / name).touch()
     return tmp_path
 
 
@@ -28,21 +32,63 @@ def project(tmp_path: Path) -> Path:
         ("train --fleet lab.yaml --exclude c", ["csd7"]),
         ("train --fleet none.yaml --limit c", []),
         ("train --resume 2", ["20250102-b", "20250101-a"]),
+        ("train --plan .", [".csdctl/plans/job.yaml"]),
+        ("train --strategy f", ["features"]),
+        ("predict t", ["trained.keras"]),
     ],
 )
 def test_names_of_this_directory_are_completed(project: Path, line: str, expected: list[str]) -> None:
     words = ["csdctl", *line.split()]
+    asked = {"COMP_WORDS": " ".join(words), "COMP_CWORD": str(len(words) - 1)}
+    assert complete(project, "complete_bash", asked) == expected
+
+
+def test_plans_have_absolute_paths_in_fish_which_hides_a_leading_dot(project: Path) -> None:
+    asked = {"_TYPER_COMPLETE_ARGS": "csdctl train --plan ", "_TYPER_COMPLETE_FISH_ACTION": "get-args"}
+    assert complete(project, "complete_fish", asked) == [str(project / ".csdctl/plans/job.yaml")]
+
+
+SHELLS = {
+    "bash": (
+        'eval "$(csdctl --show-completion; true)"; COMP_WORDS=(csdctl train --strategy f); COMP_CWORD=3; '
+        "_csdctl_completion csdctl; echo ${COMPREPLY[*]}"
+    ),
+    "zsh": (
+        # zsh completes only in a terminal: the function gets what it would get there and prints its result.
+        "compdef() {}; _arguments() { print -r -- $* }; _describe() { print -r -- $* }; "
+        'eval "$(csdctl --show-completion; true)"; words=(csdctl train --strategy f); CURRENT=4; '
+        "_csdctl_completion"
+    ),
+    "fish": "csdctl --show-completion | source; complete -C 'csdctl train --strategy f'",
+}
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_shell_completes_with_the_script_that_is_shown(shell: str, tmp_path: Path) -> None:
+    program = shutil.which(shell)
+    if program is None:
+        pytest.skip(f"{shell} is not installed")
+    path = f"{Path(sys.prefix) / 'bin'}:{os.environ['PATH']}"
+    done = subprocess.run(
+        [program, "-c", SHELLS[shell]],
+        env={"PATH": path, "HOME": str(tmp_path), "LANG": "C.UTF-8"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "features" in done.stdout, done.stderr
+
+
+def complete(project: Path, instruction: str, asked: dict[str, str]) -> list[str]:
+    """Return what csdctl offers to a shell that asks with these variables."""
     done = subprocess.run(
         [str(Path(sys.prefix) / "bin" / "csdctl")],
-        env={
-            **os.environ,
-            "_CSDCTL_COMPLETE": "complete_bash",
-            "COMP_WORDS": " ".join(words),
-            "COMP_CWORD": str(len(words) - 1),
-        },
+        env={**os.environ, "_CSDCTL_COMPLETE": instruction, **asked},
         cwd=project,
         capture_output=True,
         text=True,
         check=False,
     )
-    assert (done.stdout.split(), done.stderr) == (expected, "")
+    assert done.stderr == ""
+    return done.stdout.split()
