@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from PIL import Image
+from PIL import Image, ImageChops
 
 ROOT = Path(__file__).parents[2]
 PICTURES = Path(__file__).parent
@@ -30,8 +30,12 @@ from tests.unit.reporting.test_scaling import run as scaled_run  # noqa: E402
 from tests.watched_run import write_run  # noqa: E402
 
 RECORDED = ROOT / "tests/unit/reporting/recorded"
-WIDTHS = {1200: 2320, 400: 3400}
-"""Height by width, in pixels of CSS."""
+WIDTHS = (1200, 400)
+"""In pixels of CSS."""
+MAX_HEIGHT = 7000
+"""Of the window; a picture ends with its page."""
+MARGIN = 24
+"""Pixels below the last line."""
 SCHEMES = {"light": 1, "dark": 0}
 """Chromium's numbers of the preferred colour schemes."""
 COLORS = 160
@@ -66,13 +70,13 @@ def with_short_paths(run: RunResults, directory: Path) -> RunResults:
 
 
 def draw_page(page: Path, picture: Path, width: int, scheme: str) -> None:
-    """Write a picture of the top of a page, as a visitor sees it."""
+    """Write a picture of a page, as a visitor sees it."""
     with tempfile.TemporaryDirectory() as profile:
         target = Path(profile, "page.png")
         subprocess.run(
             [
                 *("chromium", "--headless=new", "--no-sandbox", "--disable-gpu"),
-                *(f"--user-data-dir={profile}", f"--window-size={width},{WIDTHS[width]}"),
+                *(f"--user-data-dir={profile}", f"--window-size={width},{MAX_HEIGHT}"),
                 *(f"--blink-settings=preferredColorScheme={SCHEMES[scheme]}", f"--screenshot={target}"),
                 page.as_uri(),
             ],
@@ -80,7 +84,11 @@ def draw_page(page: Path, picture: Path, width: int, scheme: str) -> None:
             capture_output=True,
         )
         data = io.BytesIO(target.read_bytes())
-    Image.open(data).convert("RGB").quantize(COLORS).save(picture, optimize=True)
+    image = Image.open(data).convert("RGB")
+    empty = Image.new("RGB", image.size, image.getpixel((0, image.height - 1)))
+    _, _, _, end = ImageChops.difference(image, empty).getbbox() or (0, 0, 0, image.height)
+    whole = image.crop((0, 0, image.width, min(end + MARGIN, image.height)))
+    whole.quantize(COLORS).save(picture, optimize=True)
 
 
 def draw(directory: Path | None) -> None:
