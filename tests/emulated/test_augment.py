@@ -92,9 +92,7 @@ def test_function_is_tried_once_and_sent_without_the_model(project: Path) -> Non
     assert "augment.py:flip, tried on 8 public samples" in done.stdout
     assert "tried on" not in succeed(project, "prepare").stdout
     job = write_job(project, "mix.yaml", **{"py:flip": "py:mix"})
-    assert "augment.py:mix returned samples as" in refuse(
-        project, "prepare", job
-    )
+    assert "augment.py:mix returned samples as" in refuse(project, "prepare", job)
 
 
 def test_run_repeats_its_augmentation(project: Path) -> None:
