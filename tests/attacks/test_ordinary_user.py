@@ -65,9 +65,14 @@ def write_samples(user: OrdinaryUser, directory: Path, count: int) -> None:
 
 
 def wider_than_its_owner(directory: Path) -> list[str]:
-    """Everything below `directory` that has a permission for the group or for others."""
+    """Everything below `directory` that has a permission for the group or for others.
+
+    But for the directory that the system's fontconfig makes when Matplotlib looks for fonts.
+    """
     found = []
     for path in sorted(directory.rglob("*")):
+        if path.match(".cache/fontconfig"):
+            continue
         mode = path.lstat().st_mode
         if mode & 0o077 and not any(is_other(mode) for is_other in SOCKETS):
             found.append(f"{stat.filemode(mode)} {path.relative_to(directory)}")
