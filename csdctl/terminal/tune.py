@@ -10,6 +10,7 @@ from rich.text import Text
 
 from csdctl.fleet.names import format_node_names
 from csdctl.reporting.numbers import format_bytes, format_rate, format_seconds, format_share
+from csdctl.reporting.tally import Tally
 from csdctl.terminal.console import PrintableConsole, build_pairs, build_table
 from csdctl.terminal.prepare import PreparationScreen
 from csdctl.terminal.view import (
@@ -70,6 +71,7 @@ class TuningView(FleetView[TuneRow]):
         self._num_probes = self._num_rounds = 0
         self._num_active = len(machines)
         self._trial: Mapping[str, int] = {}
+        self._tally = Tally()
         self._step, self._num_steps = 0, 0
         self._stepping_since = now
         super().__init__(console, "tuning", clock=clock)
@@ -94,6 +96,7 @@ class TuningView(FleetView[TuneRow]):
     def on_trial(self, num_steps: int, batch_sizes: Mapping[str, int]) -> None:
         """Show the steps that all machines take together."""
         self._trial, self._num_steps, self._step = batch_sizes, num_steps, 0
+        self._tally = Tally()
         self._stepping_since = now = self._clock()
         for row in self._list_rows():
             row.state, row.since_s = ("joining" if row.node in batch_sizes else IDLE), now
@@ -104,7 +107,7 @@ class TuningView(FleetView[TuneRow]):
         row = self._rows.get(event.node)
         if row is None:
             return
-        row.take(event)
+        row.take(event, self._tally.add(event))
         if event.rank == 0 and isinstance(event, Joined):
             self._stepping_since = self._clock()
         elif event.rank == 0 and isinstance(event, Progress | EpochEnd):
