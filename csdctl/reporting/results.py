@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from csdctl.errors import InputError
+from csdctl.perfmodel.spread import Range
 from csdctl.reporting.energy import RunEnergy, add_up_energy
 from csdctl.reporting.privacy import PassCounter, Privacy, measure_privacy
 from csdctl.reporting.series import (
@@ -79,6 +80,8 @@ class RunSummary:
     samples_per_s: float
     """Throughput: samples over step time, without evaluation and checkpoints."""
     predicted_samples_per_s: float | None
+    predicted_range: Range | None
+    """9 of 10 runs are expected in it."""
     alone_samples_per_s: float | None
     """The sum of the ranks' standalone throughput; of a split, the throughput if its busiest rank never
     waited."""
@@ -167,6 +170,7 @@ def summarize(
         training_s=whole.wall_s,
         samples_per_s=speed,
         predicted_samples_per_s=manifest.get("predicted_samples_per_s"),
+        predicted_range=manifest.get("predicted_range"),
         alone_samples_per_s=all_alone,
         efficiency=speed / all_alone if all_alone and speed else None,
         **{name: getattr(run.last, name) for name in RESULTS},

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 from csdctl.errors import DeadlineError, OutOfMemoryError, RunError
 from csdctl.fleet.names import format_node_names
+from csdctl.perfmodel.spread import standard_error
 from csdctl.reporting.tally import Amounts, Tally
 from csdctl.runs.directory import RunDirectory
 from csdctl.shipping.worker_calls import WorkerProgram, build_worker_command
@@ -149,7 +150,7 @@ def read_trial(events: Sequence[Event], nodes: Sequence[str]) -> TrialResult:
     for event in events:
         if report := tally.add(event):
             reports[event.rank].append(report)
-    counted = [_add_later(reports[rank]) for rank in range(len(nodes))]
+    counted = [sum(_later(reports[rank]), Amounts()) for rank in range(len(nodes))]
     missing = [
         node
         for rank, (node, done) in enumerate(zip(nodes, counted, strict=True))
@@ -173,14 +174,14 @@ def read_trial(events: Sequence[Event], nodes: Sequence[str]) -> TrialResult:
         collective=joined[-1].collective,
         sum_s=joined[-1].sum_s,
         peak_memory_bytes=tuple(memory.values()) if len(memory) == len(nodes) else (),
+        error=standard_error([one.step_s / one.steps for one in _later(reports[0]) if one.steps]),
     )
 
 
-def _add_later(reports: Sequence[Amounts]) -> Amounts:
-    """Return the sum of a rank's reports, without the first one of many steps."""
+def _later(reports: Sequence[Amounts]) -> Sequence[Amounts]:
+    """Return the reports of a rank, without the first one of many steps."""
     num_steps = sum(report.steps for report in reports)
-    is_skipping = num_steps >= SKIPPING_FROM and reports[0].steps < num_steps
-    return sum(reports[is_skipping:], Amounts())
+    return reports[num_steps >= SKIPPING_FROM and reports[0].steps < num_steps :]
 
 
 LOADING, IDLE, SUMMING, MEASURING, MEASURED, TOO_LARGE = (
@@ -233,6 +234,24 @@ def build_probe_command(name: str, context: RunContext, runtime: Runtime) -> lis
     return build_worker_command(python, prepared.worker.path, ["probe", "--spec", to_json(spec)])
 
 
+CPU_TIMES = "cat /proc/uptime; head -n 1 /proc/stat; sleep 1; cat /proc/uptime; head -n 1 /proc/stat"
+BUSY_CORES = 0.2
+
+
+def count_busy_cores(text: str) -> float:
+    """Return the cores that were busy between the two measurements of CPU_TIMES; 0.0 where it is unknown.
+
+    The first line is seconds since boot. The other is CPU time in jiffies of 10 ms: user, nice, system,
+    idle, iowait, irq, softirq, steal (proc(5)).
+    """
+    try:
+        before_s, before, after_s, after = (line.split() for line in text.splitlines())
+        spent = [int(b) - int(a) for a, b in zip(before[1:9], after[1:9], strict=True)]
+        return (sum(spent) - spent[3] - spent[4]) / 100 / (float(after_s[0]) - float(before_s[0]))
+    except (ValueError, IndexError, ZeroDivisionError):
+        return 0.0
+
+
 class FleetMeasurer:
     """Measures the machines of a workspace: probes on all at once, sums, trials; a context manager.
 
@@ -276,6 +295,20 @@ class FleetMeasurer:
                 usable_bytes = self._space.facts[name].usable_memory_bytes
                 self.probers[name] = Prober(self._space.sessions[name], command, usable_bytes)
                 self._runtimes[name] = runtime
+
+    def find_other_work(self) -> dict[str, float]:
+        """Return the cores that are busy now, of machines where they are BUSY_CORES or more.
+
+        Call it before the first measurement: nothing of csdctl computes then.
+        """
+
+        def busy_cores(name: str) -> float:
+            done = self._space.sessions[name].run(["sh", "-c", CPU_TIMES], deadline_s=ALIVE_INTERVAL_S)
+            return count_busy_cores(done.stdout.decode(errors="replace"))
+
+        names = list(self.probers)
+        found = zip(names, self._pool.map(busy_cores, names), strict=True)
+        return {name: round(cores, 1) for name, cores in found if cores >= BUSY_CORES}
 
     def time_sums(self, sizes: Sequence[tuple[int, int]]) -> list[CollectiveTimed]:
         """Time sums over (number of ranks, bytes of a rank's vector)."""
