@@ -80,8 +80,6 @@ class RunSummary:
     samples_per_s: float
     """Throughput: samples over step time, without evaluation and checkpoints."""
     predicted_samples_per_s: float | None
-    predicted_range: Range | None
-    """9 of 10 runs are expected in it."""
     alone_samples_per_s: float | None
     """The sum of the ranks' standalone throughput; of a split, the throughput if its busiest rank never
     waited."""
@@ -108,6 +106,8 @@ class RunSummary:
     strategy: str = DATA_PARALLEL
     """What was computed where; `cut`: the last layer of the nodes, if the model was split."""
     cut: str = ""
+    predicted_range: Range | None = None
+    """9 of 10 runs are expected between these samples/s; None: unknown."""
     energy: RunEnergy | None = None
     """None: no power source is configured in fleet.yaml."""
     num_unreadable: int = 0

@@ -23,7 +23,7 @@ from csdctl.reporting.privacy import Privacy, describe_privacy, plan_privacy
 from csdctl.reporting.results import STOPPED, RunSummary
 from csdctl.reporting.series import Bottleneck, SeriesBuilder, Thinned, find_bottleneck
 from csdctl.reporting.tally import Amounts, Tally
-from csdctl.runs.directory import Manifest, RunDirectory
+from csdctl.runs.directory import RunDirectory
 from csdctl.terminal.console import PrintableConsole
 from csdctl.terminal.prepare import PreparationScreen, describe_samples
 from csdctl.terminal.report import report_document
@@ -390,7 +390,7 @@ class TrainingScreen(PreparationScreen):
         self.run = run
         self._streams.result_line({"schema": "csdctl.train/1", "run": run.run_id, "path": str(run.path)})
         self.say(f"run {run.run_id}: {len(spec.ranks)} ranks, {num_steps} steps per epoch")
-        if rates := Manifest.model_validate(run.load_manifest()).predicted_range:
+        if rates := run.load_manifest()["predicted_range"]:
             self.say(f"9 of 10 such runs are expected to reach {format_range(rates)} samples/s")
         for line in format_shards(spec):
             self.say(line)

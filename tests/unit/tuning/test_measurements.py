@@ -1,7 +1,19 @@
-"""The properties of a model and the rate of a probe."""
+"""The properties of a model, and the errors of forecasts."""
 
-from csdctl.tuning.measurements import ModelProperties, describe_model
+import math
+
+import pytest
+
+from csdctl.tuning.measurements import (
+    ForecastErrors,
+    ModelProperties,
+    TrialMeasurement,
+    TrialRank,
+    compare_trials,
+    describe_model,
+)
 from csdctl.worker.protocol.model_info import ModelInfo
+from csdctl.worker.protocol.run_spec import Runtime
 
 
 class TestFeatures:
@@ -16,3 +28,27 @@ class TestFeatures:
     def test_inputs_are_counted_unless_their_size_is_unknown(self) -> None:
         info = ModelInfo("a", (), (1,), 1, 1, "", inputs={"left": (2, 3), "right": (4,), "text": (0,)})
         assert describe_model(info, "hash").input_elements == 10
+
+
+def trial(samples_per_s: float, batch_size: int = 4, predicted: float | None = None) -> TrialMeasurement:
+    ranks = (TrialRank("class", batch_size, Runtime(1)),)
+    return TrialMeasurement(ranks, 1.0, samples_per_s, 0.0, predicted)
+
+
+def test_errors_are_those_of_new_plans_and_of_repeated_ones() -> None:
+    errors = compare_trials(
+        [
+            trial(100.0, predicted=200.0),  # of a model that no trial had corrected
+            trial(110.0, predicted=100.0),
+            trial(50.0, batch_size=8, predicted=40.0),
+            trial(99.0, predicted=110.0),
+        ]
+    )
+    assert errors.tried == pytest.approx([math.log(1.1), math.log(0.9)])
+    assert errors.modelled == pytest.approx([math.log(1.25)])
+    assert errors.spread.variance > errors.after_trial(0.0).variance
+
+
+def test_uncertain_trial_has_a_wider_range() -> None:
+    widths = [ForecastErrors().after_trial(error).half_width for error in (0.0, 0.05)]
+    assert widths[0] < widths[1]
