@@ -1,9 +1,12 @@
 """The properties of a model, and the errors of forecasts."""
 
 import math
+from random import Random
 
 import pytest
 
+from csdctl.perfmodel.spread import standard_error
+from csdctl.tuning.fleet_model import TrialResult
 from csdctl.tuning.measurements import (
     ForecastErrors,
     ModelProperties,
@@ -12,6 +15,8 @@ from csdctl.tuning.measurements import (
     compare_trials,
     describe_model,
 )
+from csdctl.tuning.plan import RankPlan
+from csdctl.tuning.plan_choice import confirmed_prediction
 from csdctl.worker.protocol.model_info import ModelInfo
 from csdctl.worker.protocol.run_spec import Runtime
 
@@ -52,3 +57,24 @@ def test_errors_are_those_of_new_plans_and_of_repeated_ones() -> None:
 def test_uncertain_trial_has_a_wider_range() -> None:
     widths = [ForecastErrors().after_trial(error).half_width for error in (0.0, 0.05)]
     assert widths[0] < widths[1]
+
+
+@pytest.mark.parametrize("drift", [0.02, 0.06])
+def test_range_of_a_plan_holds_nine_of_ten_runs(drift: float) -> None:
+    """Machines whose speed differs from day to day by `drift`: a trial a day, then a run on another one.
+
+    Besides, the mean steps of a trial's ten reports differ by 3%.
+    """
+    random, trials, hits, num_days = Random(3), list[TrialMeasurement](), 0, 400
+    ranks = [RankPlan(node="host", batch_size=4, threads=1)]
+    for _ in range(num_days):
+        today_s = 0.1 * math.exp(random.gauss(0.0, drift))
+        reports = [today_s * (1 + random.gauss(0.0, 0.03)) for _ in range(10)]
+        step_s, error = sum(reports) / 10, standard_error(reports)
+        result = TrialResult(100, step_s, 4 / step_s, (step_s,), 5.0, "star", 0.0, error=error)
+        predicted = confirmed_prediction(ranks, result, compare_trials(trials[-50:]))
+        assert predicted.samples_per_s_range
+        low, high = predicted.samples_per_s_range
+        hits += low <= 40.0 * math.exp(random.gauss(0.0, drift)) <= high
+        trials.append(trial(4 / step_s))
+    assert 0.85 <= hits / num_days <= 0.95

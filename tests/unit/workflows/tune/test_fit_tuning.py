@@ -1,21 +1,17 @@
 """The rounds of tuning by fit, with a scripted measurer."""
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from random import Random
 
 import pytest
 
 from csdctl.errors import OutOfMemoryError
 from csdctl.fleet.model import HOST_NAME
 from csdctl.perfmodel.prediction import StepTime
-from csdctl.perfmodel.spread import standard_error
 from csdctl.runs.measurements import open_measurements
 from csdctl.tuning.fleet_model import ProbeOutcome, TrialResult
 from csdctl.tuning.plan import RankPlan
-from csdctl.tuning.plan_choice import confirmed_prediction
 from csdctl.tuning.search import Limits
 from csdctl.worker.protocol.events import CollectiveTimed
 from csdctl.worker.protocol.probe import ProbeRequest
@@ -257,24 +253,3 @@ def test_equal_batch_sizes_within_the_range_of_their_forecast_are_measured(at: M
     assert [is_equal(ranks) for ranks in measurer.trials] == [False, False, True]
     assert is_equal(tuned.tried.ranks)
     assert tuned.gain == 0.0
-
-
-@pytest.mark.parametrize("drift", [0.02, 0.06])
-def test_range_of_a_plan_holds_nine_of_ten_runs(drift: float, at: MeasuredProject) -> None:
-    """Machines whose speed differs from day to day by `drift`: a trial a day, then a run on another one."""
-    random, hits, num_days = Random(3), 0, 200
-    tuned = tune(at, ScriptedMeasurer())
-    usual_s, total = tuned.tried.result.step_s, sum(tuned.tried.best.batch_sizes.values())
-    with measurements_of(at) as measurements:
-        for _ in range(num_days):
-            today_s = usual_s * math.exp(random.gauss(0.0, drift))
-            blocks = [today_s * (1 + random.gauss(0.0, 0.03)) for _ in range(10)]
-            mean_s = sum(blocks) / len(blocks)
-            result = replace(tuned.tried.result, step_s=mean_s, samples_per_s=total / mean_s)
-            tried = replace(tuned.tried, result=replace(result, error=standard_error(blocks)))
-            predicted = confirmed_prediction(tried.ranks, tried.result, measurements.forecast_errors())
-            assert predicted.samples_per_s_range
-            low, high = predicted.samples_per_s_range
-            hits += low <= total / (usual_s * math.exp(random.gauss(0.0, drift))) <= high
-            measurements.store_trial(tuned.model, tried)
-    assert 0.85 <= hits / num_days <= 0.975
