@@ -232,7 +232,7 @@ DOCUMENTS = {
         epochs=(int, "Epochs."),
         num_samples=int | None,
         power=(dict | None, "The power that was assumed."),
-        curve=(list, "Throughput, time and energy by number of nodes."),
+        curve=(list, "Throughput with its range, time and energy by number of nodes."),
         verdict=(dict | None, "Whether nodes are worth it, and why not."),
     ),
     "csdctl.init/1": shown(
@@ -345,11 +345,12 @@ DOCUMENTS = {
         optional=["machines", "failed", "forgotten"],
     ),
     "csdctl.tune/1": shown(
-        "`csdctl tune`; the file of the plan has the same without `path` and the next two fields",
+        "`csdctl tune`; the file of the plan has the same without `path` and the next three fields",
         Plan,
         path=str,
         global_batch=int,
         predicted_samples_per_s=(float | None, "As the plan predicts."),
+        predicted_range=(list | None, "9 of 10 runs are expected between these samples/s."),
     ),
     "csdctl.verify/1": shown(
         "`csdctl verify`",

@@ -70,23 +70,21 @@ def _epoch_chart(runs: Sequence[RunResults], name: str) -> Chart:
 
 
 def speed_chart(runs: Sequence[RunResults]) -> Chart:
-    """Return the samples/s of all ranks over time."""
+    """Return the throughput over time."""
     lines: dict[str, tuple[list[float], list[float]]] = {}
     for run in runs:
         series, name = run.series, run.summary.run_id if len(runs) > 1 else "all ranks"
-        middles = [(number + 0.5) * series.interval_s for number in range(series.num_intervals)]
-        rates = [sum(samples) / series.interval_s for samples in zip(*series.samples, strict=True)]
-        lines[name] = middles, rates
+        rates = series.throughputs() if series.num_intervals else []
+        known = [(number, rate) for number, rate in enumerate(rates) if rate is not None]
+        lines[name] = [(number + 0.5) * series.interval_s for number, _ in known], [rate for _, rate in known]
     rows = [
         (name, f"{x:.0f}", format_rate(y))
         for name, (xs, ys) in lines.items()
         for x, y in zip(xs, ys, strict=True)
     ]
-    evaluated = any(sum(kinds[OTHER]) for run in runs for kinds in run.series.spent_s)
-    dips = " It drops while the ranks evaluate or write checkpoints." if evaluated else ""
     return Chart(
-        "Samples per second",
-        f"Samples that all ranks trained on, over time.{dips}",
+        "Throughput",
+        "Samples of all ranks per second of step time. Evaluation, checkpoints and stops are no step time.",
         lambda: draw_lines(lines, "seconds since the start", "samples/s", from_zero=True),
         DataTable(("run", "second", "samples/s"), tuple(rows)),
         tuple(lines) if len(runs) > 1 else (),

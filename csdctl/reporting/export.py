@@ -9,6 +9,7 @@ from pathlib import Path
 from csdctl.errors import InputError
 from csdctl.fleet.requirements import explain_extra
 from csdctl.reporting.results import RunResults
+from csdctl.reporting.series import RunSeries
 
 
 def render_csv(runs: Sequence[RunResults]) -> str:
@@ -23,7 +24,8 @@ def render_csv(runs: Sequence[RunResults]) -> str:
             rate = "" if point.learning_rate is None else point.learning_rate
             fixed = [run.summary.run_id, run.summary.state, run.measured, point.epoch, f"{point.time_s:.3f}"]
             results = [point.results.get(name, "") for name in names]
-            writer.writerow([*fixed, f"{point.samples_per_s:.3f}", rate, *results])
+            throughput = "" if point.samples_per_s is None else f"{point.samples_per_s:.3f}"
+            writer.writerow([*fixed, throughput, rate, *results])
     return text.getvalue()
 
 
@@ -47,22 +49,31 @@ class Scalar:
 
 def scalars_of(run: RunResults) -> Iterator[Scalar]:
     """Yield the results of each epoch, then rates and waiting of each rank over time."""
-    series = run.series
+    yield from _epoch_scalars(run.series)
+    yield from _rank_scalars(run.series)
+
+
+def _epoch_scalars(series: RunSeries) -> Iterator[Scalar]:
     for point in series.epochs:
         for name, value in point.results.items():
             yield Scalar(f"epoch/{name}", point.epoch, point.time_s, value)
-        yield Scalar("epoch/samples_per_s", point.epoch, point.time_s, point.samples_per_s)
-        if point.learning_rate is not None:
-            yield Scalar("epoch/learning_rate", point.epoch, point.time_s, point.learning_rate)
+        known = {"samples_per_s": point.samples_per_s, "learning_rate": point.learning_rate}
+        for name, number in known.items():
+            if number is not None:
+                yield Scalar(f"epoch/{name}", point.epoch, point.time_s, number)
+
+
+def _rank_scalars(series: RunSeries) -> Iterator[Scalar]:
     for change in series.batch_sizes:
         for rank, size in change.sizes.items():
             second = round(change.time_s - series.start_s)
             yield Scalar(f"rank_{rank}/batch_size", second, change.time_s, size)
-    for rank, (samples, spent) in enumerate(zip(series.samples, series.spent_s, strict=True)):
-        for number, count in enumerate(samples):
+    for rank, spent in enumerate(series.spent_s):
+        for number, throughput in enumerate(series.throughputs(rank)):
             since_s = (number + 1) * series.interval_s
             time_s, second = series.start_s + since_s, round(since_s)
-            yield Scalar(f"rank_{rank}/samples_per_s", second, time_s, count / series.interval_s)
+            if throughput is not None:
+                yield Scalar(f"rank_{rank}/samples_per_s", second, time_s, throughput)
             for kind, seconds in spent.items():
                 share = min(seconds[number] / series.interval_s, 1.0)
                 yield Scalar(f"rank_{rank}/{kind}_share", second, time_s, share)

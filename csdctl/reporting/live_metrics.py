@@ -5,6 +5,8 @@ from typing import Any
 
 from csdctl.errors import InputError
 from csdctl.fleet.requirements import explain_extra
+from csdctl.reporting.tally import Amounts, Tally
+from csdctl.worker.protocol.events import event_from_document
 
 DEFAULT_ADDRESS = "127.0.0.1"
 
@@ -46,6 +48,7 @@ class _Figures:
         def gauge(name: str, text: str, labels: tuple[str, ...] = ()) -> Any:
             return Gauge(f"csdctl_{name}", text, labels, registry=registry)
 
+        self._tally = Tally()
         self._run = Info("csdctl_run", "The run.", registry=registry)
         self._samples = counter("samples", "Samples that the rank of a node has trained on.")
         self._seconds = {
@@ -70,9 +73,10 @@ class _Figures:
     def __call__(self, event: dict[str, Any]) -> None:
         self._run.info({"run": event["run"]})
         kind, is_first = event["event"], event["rank"] == 0
-        if kind == "Progress":
-            self._add_progress(event)
-        elif kind == "LinkLost":
+        known = event_from_document({name: event[name] for name in event if name not in ("run", "time")})
+        if report := self._tally.add(known):
+            self._add_report(event, report)
+        if kind == "LinkLost":
             self._losses.labels(event["node"]).inc()
         elif kind in ("Joined", "Rebalanced") and is_first:
             for rank, size in event["batch_sizes"].items():
@@ -82,11 +86,11 @@ class _Figures:
                 if event.get(name) is not None:
                     gauge.set(event[name])
 
-    def _add_progress(self, event: dict[str, Any]) -> None:
+    def _add_report(self, event: dict[str, Any], report: Amounts) -> None:
         node = event["node"]
-        self._samples.labels(node).inc(event["samples"])
+        self._samples.labels(node).inc(report.samples)
         for name, counter in self._seconds.items():
-            counter.labels(node).inc(event[name] or 0.0)
+            counter.labels(node).inc(getattr(report, name) or 0.0)
         for name, gauge in (("memory_bytes", self._memory), ("temperature_c", self._temperature)):
-            if event[name] is not None:
+            if event.get(name) is not None:
                 gauge.labels(node).set(event[name])

@@ -5,11 +5,16 @@ Every number has a text: some are sums of what nodes report, and those may be in
 
 import itertools
 import math
-from collections.abc import Mapping, Sized
+from collections.abc import Mapping, Sequence, Sized
 from datetime import datetime
 
 MAX_METRICS = 3
 """Number of metrics of a model that one line shows."""
+
+
+def format_range(rates: Sequence[float] | None) -> str:
+    """Format the range of a forecast, in samples/s; '' for none."""
+    return f"{format_rate(rates[0])} to {format_rate(rates[1])}" if rates else ""
 
 
 def format_rate(samples_per_s: float | None) -> str:

@@ -1,22 +1,18 @@
-"""The results of a run, from its events and its manifest, and its state without reading all."""
+"""The results of a run, from its events and its manifest, and its state in a line."""
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from csdctl.errors import InputError
+from csdctl.perfmodel.spread import Range
 from csdctl.reporting.energy import RunEnergy, add_up_energy
 from csdctl.reporting.privacy import PassCounter, Privacy, measure_privacy
 from csdctl.reporting.series import (
-    COMMUNICATION,
-    COMPUTE,
-    INPUT,
-    WAIT,
     RunSeries,
     SeriesBuilder,
-    measure_throughput,
 )
+from csdctl.reporting.tally import Tally
 from csdctl.runs.directory import RunDirectory
 from csdctl.runs.ledger import MEASURED, read_power
 from csdctl.tuning.plan import DATA_PARALLEL, SPLIT
@@ -80,6 +76,7 @@ class RunSummary:
     steps: int
     samples: int
     training_s: float
+    """Seconds of steps and evaluation that rank 0 has reported, also of steps that were lost and repeated."""
     samples_per_s: float
     """Throughput: samples over step time, without evaluation and checkpoints."""
     predicted_samples_per_s: float | None
@@ -109,6 +106,8 @@ class RunSummary:
     strategy: str = DATA_PARALLEL
     """What was computed where; `cut`: the last layer of the nodes, if the model was split."""
     cut: str = ""
+    predicted_range: Range | None = None
+    """9 of 10 runs are expected between these samples/s; None: unknown."""
     energy: RunEnergy | None = None
     """None: no power source is configured in fleet.yaml."""
     num_unreadable: int = 0
@@ -118,17 +117,29 @@ class RunSummary:
 def summarize_run(run: RunDirectory) -> RunSummary:
     """Add up the stored events of `run`, one by one; raises InputError for a run without any."""
     manifest: Any = run.load_manifest()
-    events = run.read_events([rank["node"] for rank in manifest["plan"]["ranks"]])
-    # What progress of ranks other than 0 says is in the ends of their epochs, too.
-    return replace(summarize(run.run_id, manifest, events), num_unreadable=events.num_unreadable)
+    nodes = [rank["node"] for rank in manifest["plan"]["ranks"]]
+    events, tally = run.read_events(nodes), Tally()
+
+    def passing() -> Iterator[Event]:
+        for _, event in events.with_times(tally.add_spent):
+            tally.add(event)
+            yield event
+
+    summary = summarize(run.run_id, manifest, passing(), tally)
+    return replace(summary, num_unreadable=events.num_unreadable)
 
 
-def summarize(run_id: str, manifest: dict[str, Any], events: Iterable[Event]) -> RunSummary:
-    """Add up a run; `manifest` is its manifest.json."""
+def summarize(
+    run_id: str, manifest: dict[str, Any], events: Iterable[Event], tally: Tally | None = None
+) -> RunSummary:
+    """Add up a run; `manifest` is its manifest.json. Who passes `tally` adds the events to it."""
     plan = manifest["plan"]
-    run = _Run(len(plan["ranks"]))
+    run, own = _Run(len(plan["ranks"])), Tally()
     for event in events:
         run.add(event)
+        if tally is None:
+            own.add(event)
+    tally = tally or own
     ranks = tuple(
         RankSummary(
             number,
@@ -136,19 +147,16 @@ def summarize(run_id: str, manifest: dict[str, Any], events: Iterable[Event]) ->
             rank["batch_size"],
             num_private=placed["num_private"],
             num_public=placed["public_stop"] - placed["public_start"],
-            samples_per_s=_over(totals["samples"], totals["compute_s"] + totals["wait_s"]),
+            samples_per_s=tally.ranks[number].own_throughput or 0.0,
             alone_samples_per_s=rank.get("samples_per_s"),
-            compute_s=totals["compute_s"],
-            wait_s=totals["wait_s"],
+            compute_s=tally.ranks[number].compute_s,
+            wait_s=tally.ranks[number].wait_s,
         )
-        for number, (rank, placed, totals) in enumerate(
-            zip(plan["ranks"], manifest["placed"], run.ranks, strict=True)
-        )
+        for number, (rank, placed) in enumerate(zip(plan["ranks"], manifest["placed"], strict=True))
     )
-    whole = run.ranks[0]
-    steps_s = whole["compute_s"] + whole["wait_s"]
-    strategy, speed = manifest.get("strategy", DATA_PARALLEL), _over(run.timed, steps_s)
-    all_alone = _reachable(strategy, ranks, steps_s, speed)
+    whole = tally.ranks[0]
+    strategy, speed = manifest.get("strategy", DATA_PARALLEL), whole.throughput or 0.0
+    all_alone = _reachable(strategy, ranks, whole.step_s, speed)
     return RunSummary(
         run_id=run_id,
         state=run.state,
@@ -156,30 +164,26 @@ def summarize(run_id: str, manifest: dict[str, Any], events: Iterable[Event]) ->
         method=plan["method"],
         num_ranks=len(ranks),
         global_batch=sum(rank.batch_size for rank in ranks),
-        epochs=whole["epochs"],
-        steps=whole["steps"],
-        samples=run.samples,
-        training_s=whole["wall_s"],
+        epochs=tally.num_epochs,
+        steps=tally.steps,
+        samples=tally.samples,
+        training_s=whole.wall_s,
         samples_per_s=speed,
         predicted_samples_per_s=manifest.get("predicted_samples_per_s"),
+        predicted_range=manifest.get("predicted_range"),
         alone_samples_per_s=all_alone,
         efficiency=speed / all_alone if all_alone and speed else None,
         **{name: getattr(run.last, name) for name in RESULTS},
         identical_weights=run.has_identical_weights,
         failures=run.failures,
         lost_nodes=tuple(run.lost_nodes),
-        num_private_unread=run.num_private_unread,
+        num_private_unread=tally.num_private_unread,
         num_rebalanced=run.num_rebalanced,
         ranks=ranks,
         privacy=measure_privacy(manifest, run.passes),
         strategy=strategy,
         cut=manifest.get("cut", ""),
     )
-
-
-def _over(samples: float, seconds: float) -> float:
-    """Return samples per second; 0 where no time was measured."""
-    return samples / seconds if seconds else 0.0
 
 
 def _reachable(strategy: str, ranks: Sequence[RankSummary], steps_s: float, speed: float) -> float | None:
@@ -191,19 +195,15 @@ def _reachable(strategy: str, ranks: Sequence[RankSummary], steps_s: float, spee
     return sum(rate for rate in alone if rate) if strategy == DATA_PARALLEL and all(alone) else None
 
 
-SUMMED = ("steps", "samples", "compute_s", "wait_s", "wall_s")
-"""What the ends of epochs of a rank are added up to, besides their number."""
-
-
 class _Run:
-    """Adds up the events of a run, in order, and keeps none of them."""
+    """Follows the state of a run from its events, in order, and keeps none of them."""
 
     def __init__(self, num_ranks: int) -> None:
-        self.ranks: list[Counter[str]] = [Counter() for _ in range(num_ranks)]
+        self._has_ended_epochs = False
         self.passes = PassCounter(num_ranks)
         self.last = EpochEnd(0, "", 0, 0, 0, 0.0, 0.0, 0.0, "")
         """The latest end of an epoch of rank 0, which has the results of all ranks; none at first."""
-        self.samples = self.timed = self.num_private_unread = self.num_rebalanced = 0
+        self.num_rebalanced = 0
         self.lost_nodes: dict[str, None] = {}
         self._failures: list[str] = []
         self._num_failures = 0
@@ -226,7 +226,7 @@ class _Run:
     @property
     def has_identical_weights(self) -> bool:
         """As in `RunSummary.identical_weights`."""
-        return any(self.ranks) and not self._has_lost_epochs and not self._open
+        return self._has_ended_epochs and not self._has_lost_epochs and not self._open
 
     @property
     def failures(self) -> tuple[str, ...]:
@@ -242,15 +242,10 @@ class _Run:
         elif isinstance(event, Finished):
             self._finished[event.rank] = event.reason == ASKED_TO_STOP
         elif isinstance(event, EpochEnd):
-            amounts: dict[str, Any] = {name: getattr(event, name) for name in SUMMED}
-            self.ranks[event.rank].update(epochs=1, **amounts)
+            self._has_ended_epochs = True
             self._compare_weights(event)
             if event.rank == 0:
                 self.last = event
-                self.samples += event.global_samples
-                # No event covers the time before a loss or a resumption.
-                self.timed += event.stepped_samples or event.global_samples
-                self.num_private_unread += event.num_lost
         elif isinstance(event, Failed):
             self._num_failures += 1
             if self._num_failures <= MAX_FAILURES:
@@ -307,30 +302,12 @@ def read_results(run: RunDirectory) -> RunResults:
             builder.add(time_s, event)
             yield event
 
-    summary = replace(summarize(run.run_id, manifest, passing()), num_unreadable=events.num_unreadable)
+    summary = summarize(run.run_id, manifest, passing(), builder.tally)
     series = builder.build()
-    summary = replace(_with_open_epoch(summary, series), energy=_energy(run, series))
+    summary = replace(summary, num_unreadable=events.num_unreadable, energy=_energy(run, series))
     files = {"run directory": run.path, "trained model": run.model, "model of the best epoch": run.best_model}
     found = {name: str(path) for name, path in files.items() if path.exists()}
     return RunResults(summary, series, manifest, found)
-
-
-def _with_open_epoch(summary: RunSummary, series: RunSeries) -> RunSummary:
-    """Return the summary of a run that ended in its first epoch with what its ranks had reported."""
-    if summary.epochs or not series.num_intervals:
-        return summary
-    ranks = []
-    for rank, spent, samples in zip(summary.ranks, series.spent_s, series.samples, strict=True):
-        compute_s, wait_s = sum(spent[COMPUTE] + spent[INPUT]), sum(spent[WAIT] + spent[COMMUNICATION])
-        rate = _over(sum(samples), compute_s + wait_s)
-        ranks.append(replace(rank, samples_per_s=rate, compute_s=compute_s, wait_s=wait_s))
-    num_samples = round(sum(map(sum, series.samples)))
-    speed = _over(num_samples, ranks[0].compute_s + ranks[0].wait_s)
-    alone = summary.alone_samples_per_s
-    efficiency = speed / alone if alone and speed else None
-    return replace(
-        summary, ranks=tuple(ranks), samples=num_samples, samples_per_s=speed, efficiency=efficiency
-    )
 
 
 def _energy(run: RunDirectory, series: RunSeries) -> RunEnergy | None:
@@ -342,12 +319,9 @@ def _energy(run: RunDirectory, series: RunSeries) -> RunEnergy | None:
     return energy if energy.machines else None
 
 
-TAIL_BYTES = 1 << 18
-
-
 @dataclass(frozen=True)
 class RunStatus:
-    """A run, without reading all of it."""
+    """A run in a line."""
 
     run_id: str
     state: str
@@ -362,6 +336,7 @@ class RunStatus:
     step: int = 0
     """In that epoch; 0: it has ended."""
     samples_per_s: float | None = None
+    """Throughput of the run, as in its report."""
     loss: float | None = None
     accuracy: float | None = None
     validation_loss: float | None = None
@@ -378,16 +353,16 @@ def load_run_status(run: RunDirectory) -> RunStatus:
     except InputError:
         return RunStatus(run.run_id, INTERRUPTED)
     nodes = [rank["node"] for rank in manifest["plan"]["ranks"]]
-    found: dict[str, Any] = {}
+    tally, found = Tally(), dict[str, Any]()
     finished: dict[int, Finished] = {}
     failed, last_s = False, None
-    for time_s, event in run.read_events(nodes).last(TAIL_BYTES):
+    for time_s, event in run.read_events(nodes).skim():
         last_s = time_s
+        tally.add(event)
         if isinstance(event, Progress | EpochEnd) and event.rank == 0:
             failed, finished = False, {}  # a resumed run goes on after its end
             found |= {"epoch": event.epoch, "loss": event.loss, "accuracy": event.accuracy}
             found["step"] = event.step if isinstance(event, Progress) else 0
-            found["samples_per_s"] = measure_throughput(event) or found.get("samples_per_s")
             if isinstance(event, EpochEnd):
                 found["validation_loss"] = event.validation_loss
                 found["validation_accuracy"] = event.validation_accuracy
@@ -407,6 +382,7 @@ def load_run_status(run: RunDirectory) -> RunStatus:
         strategy=str(manifest.get("strategy", DATA_PARALLEL)),
         num_ranks=len(nodes),
         epochs=epochs if type(epochs) is int else 0,
+        samples_per_s=tally.ranks[0].throughput,
         last_event_s=last_s,
         emulated=bool(manifest["plan"].get("emulated")),
         **found,

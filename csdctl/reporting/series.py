@@ -5,11 +5,12 @@ most MAX_POINTS of everything else.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Generic, TypeVar
 
+from csdctl.reporting.tally import Amounts, Tally
 from csdctl.runs.stored_events import Spent
 from csdctl.worker.protocol.events import (
     EpochEnd,
@@ -70,6 +71,8 @@ COMPUTE, INPUT, WAIT, COMMUNICATION, OTHER = "compute", "input", "wait", "commun
 KINDS = (COMPUTE, INPUT, WAIT, COMMUNICATION, OTHER)
 """What a rank spends its time on. `wait`: for slower ranks; `communication`: the rest of a sum; `other`:
 evaluation, checkpoints, comparing weights."""
+STEP_KINDS = KINDS[:-1]
+"""What adds up to step time."""
 MAX_POINTS = 1000
 MAX_FAULTS = 200
 Point = TypeVar("Point")
@@ -82,7 +85,8 @@ class EpochPoint:
     epoch: int
     time_s: float
     """Unix time."""
-    samples_per_s: float
+    samples_per_s: float | None
+    """Throughput of all steps of the epoch that were reported; None: of no step."""
     results: dict[str, float]
     """Loss and metrics; None where they were not computed."""
     learning_rate: float | None
@@ -121,6 +125,8 @@ class RunSeries:
     """Seconds in each interval, by rank and kind."""
     samples: tuple[list[float], ...] = ()
     """Samples in each interval, by rank."""
+    global_samples: list[float] = field(default_factory=list)
+    """Samples of all ranks in the steps that rank 0 has reported, in each interval."""
     epochs: tuple[EpochPoint, ...] = ()
     batch_sizes: tuple[BatchSizes, ...] = ()
     faults: list[Fault] = field(default_factory=list)
@@ -139,6 +145,17 @@ class RunSeries:
     def num_intervals(self) -> int:
         """The number of intervals."""
         return len(self.samples[0]) if self.samples else 0
+
+    def step_s(self, rank: int) -> list[float]:
+        """Return the step time of a rank in each interval."""
+        kinds = self.spent_s[rank]
+        return [sum(parts) for parts in zip(*(kinds[kind] for kind in STEP_KINDS), strict=True)]
+
+    def throughputs(self, rank: int | None = None) -> list[float | None]:
+        """Return the throughput in each interval, of all ranks or of one; None where no step was reported."""
+        samples = self.global_samples if rank is None else self.samples[rank]
+        pairs = zip(samples, self.step_s(rank or 0), strict=True)
+        return [count / seconds if seconds else None for count, seconds in pairs]
 
 
 class Thinned(Generic[Point]):
@@ -161,27 +178,13 @@ class Thinned(Generic[Point]):
             del self._points[1::2]
             self._every *= 2
 
+    def keep(self, is_kept: Callable[[Point], bool]) -> None:
+        """Remove all other points."""
+        self._points, self._last = [*filter(is_kept, self.all())], None
+
     def all(self) -> tuple[Point, ...]:
         """Return the points that are kept."""
         return (*self._points, *([self._last] if self._last is not None else []))
-
-
-@dataclass
-class _Spent:
-    """What a rank has reported since its latest epoch began, so that the rest comes with the epoch's end."""
-
-    amounts: list[float] = field(default_factory=lambda: [0.0] * (len(KINDS) + 1))
-    wall_s: float = 0.0
-    cpu_s: float = 0.0
-    until_s: float = math.inf
-    """When the latest progress was reported, in Unix time."""
-
-    def end_of(self, time_s: float, wall_s: float) -> float:
-        """Return when the next report, of `wall_s`, was made that arrived at `time_s`: some arrive late.
-
-        Within an epoch, every report begins where the one before ended.
-        """
-        return min(time_s, self.until_s + wall_s)
 
 
 class SeriesBuilder:
@@ -189,8 +192,11 @@ class SeriesBuilder:
 
     def __init__(self, nodes: Sequence[str]) -> None:
         self._series = RunSeries(tuple(nodes))
+        self.tally = Tally()
+        """All that the ranks have reported."""
         self._timeline: Timeline | None = None
-        self._spent = [_Spent() for _ in nodes]
+        self._until_s = [math.inf for _ in nodes]
+        """By rank, when the latest progress within its epoch was reported, in Unix time."""
         self._epochs: Thinned[EpochPoint] = Thinned()
         self._sizes: Thinned[BatchSizes] = Thinned()
         self._stopped_at: float | None = None
@@ -198,15 +204,21 @@ class SeriesBuilder:
 
     def add(self, time_s: float, event: Event) -> None:
         """Add an event that arrived at `time_s`, in Unix time."""
-        timeline = self._open_timeline(time_s)
-        if isinstance(event, Progress):
-            times = event.compute_s, event.wait_s, event.wall_s, event.input_s, event.others_s, event.cpu_s
-            self.add_spent((time_s, event.rank, event.samples, *times, event.temperature_c))
-        elif isinstance(event, EpochEnd):
-            self._add_epoch_end(timeline, time_s, event)
-        elif isinstance(event, Joined):
-            self._spent[event.rank] = _Spent()
+        self._open_timeline(time_s)
+        report = self.tally.add(event)
+        if isinstance(event, Progress) and report:
+            self._add_report(time_s, event.rank, report, event.temperature_c)
+        elif isinstance(event, EpochEnd) and report:
+            self._add_report(time_s, event.rank, report, None)
+            self._until_s[event.rank] = math.inf
             if event.rank == 0:
+                rate, results = self.tally.epoch.throughput, _results(event)
+                self._drop_epochs(event.epoch)
+                self._epochs.append(EpochPoint(event.epoch, time_s, rate, results, event.learning_rate))
+        elif isinstance(event, Joined):
+            self._until_s[event.rank] = math.inf
+            if event.rank == 0:
+                self._drop_epochs(event.epoch)
                 self._end_stop(time_s)
                 self._add_sizes(time_s, event)
         elif isinstance(event, Rebalanced):
@@ -218,73 +230,61 @@ class SeriesBuilder:
 
     def build(self) -> RunSeries:
         """Return the series of all events so far."""
-        series, line = self._series, self._timeline or Timeline(len(self._spent), len(KINDS) + 1, 0.0)
+        series, line = self._series, self._timeline or self._new_timeline(0.0)
         amounts = line.amounts[:, :, : line.num_intervals].tolist()
         series.start_s, series.interval_s = line.start_s, line.interval_s
         series.spent_s = tuple(dict(zip(KINDS, rows, strict=False)) for rows in amounts)
-        series.samples = tuple(rows[-1] for rows in amounts)
+        series.samples = tuple(rows[len(KINDS)] for rows in amounts)
+        series.global_samples = amounts[0][-1] if amounts else []
+        series.cpu_s = {rank: done.cpu_s for rank, done in self.tally.ranks.items() if done.cpu_s}
         series.epochs, series.batch_sizes = self._epochs.all(), self._sizes.all()
         return series
 
     def add_spent(self, progress: Spent) -> None:
         """Add the progress of a rank: millions in a run of days, so this makes no event of it."""
-        time_s, rank, samples, compute_s, wait_s, wall_s, input_s, others_s, cpu_s, celsius = progress
-        timeline, spent = self._open_timeline(time_s), self._spent[rank]
-        amounts = self._divide(samples, compute_s, wait_s, wall_s, input_s, others_s)
-        spent.until_s = end_s = spent.end_of(time_s, wall_s)
-        timeline.add(rank, end_s - wall_s, end_s, amounts)
-        spent.amounts = [a + b for a, b in zip(spent.amounts, amounts, strict=True)]
-        spent.wall_s += wall_s
-        spent.cpu_s += self._add_cpu(rank, cpu_s)
+        time_s, rank, celsius = progress[0], progress[1], progress[-1]
+        self._open_timeline(time_s)
+        self._add_report(time_s, rank, self.tally.add_spent(progress), celsius)
+
+    def _new_timeline(self, start_s: float) -> Timeline:
+        return Timeline(len(self._until_s), len(KINDS) + 2, start_s)
+
+    def _open_timeline(self, time_s: float) -> None:
+        """Begin the timeline with the first event."""
+        self._timeline = self._timeline or self._new_timeline(time_s)
+        self._series.end_s = max(self._series.end_s, time_s)
+
+    def _add_report(self, time_s: float, rank: int, report: Amounts, celsius: float | None) -> None:
+        """Add a report that arrived at `time_s`; some arrive late.
+
+        Within an epoch, every report begins where the one before ended.
+        """
+        assert self._timeline is not None
+        self._until_s[rank] = end_s = min(time_s, self._until_s[rank] + report.wall_s)
+        self._timeline.add(rank, end_s - report.wall_s, end_s, self._divide(report))
         if celsius is not None:
             hottest = self._series.hottest_c
             hottest[rank] = max(celsius, hottest.get(rank, celsius))
 
-    def _open_timeline(self, time_s: float) -> Timeline:
-        """Return the timeline, which begins with the first event."""
-        if self._timeline is None:
-            self._timeline = Timeline(len(self._spent), len(KINDS) + 1, time_s)
-        self._series.end_s = max(self._series.end_s, time_s)
-        return self._timeline
-
-    def _add_epoch_end(self, timeline: Timeline, time_s: float, event: EpochEnd) -> None:
-        """Add what came after the latest progress of the epoch."""
-        spent = self._spent[event.rank]
-        times = event.compute_s, event.wait_s, event.wall_s, event.input_s, event.others_s
-        whole = self._divide(event.samples, *times)
-        rest = [max(a - b, 0.0) for a, b in zip(whole, spent.amounts, strict=True)]
-        rest_s = max(event.wall_s - spent.wall_s, 0.0)
-        end_s = spent.end_of(time_s, rest_s)
-        timeline.add(event.rank, end_s - rest_s, end_s, rest)
-        if event.cpu_s is not None:
-            self._add_cpu(event.rank, max(event.cpu_s - spent.cpu_s, 0.0))
-        self._spent[event.rank] = _Spent()
-        if event.rank == 0:
-            rate = measure_throughput(event) or 0.0
-            self._epochs.append(EpochPoint(event.epoch, time_s, rate, _results(event), event.learning_rate))
-
-    def _divide(
-        self,
-        samples: int,
-        compute_s: float,
-        wait_s: float,
-        wall_s: float,
-        input_s: float | None,
-        others_s: float | None,
-    ) -> list[float]:
-        """Return the seconds of each kind, and the samples."""
+    def _divide(self, report: Amounts) -> list[float]:
+        """Return the seconds of each kind, the samples of the rank, and those of all ranks."""
+        compute_s, wait_s, input_s, others_s = (
+            report.compute_s,
+            report.wait_s,
+            report.input_s,
+            report.others_s,
+        )
         if others_s is None or input_s is None:
             self._series.is_wait_divided = False
             others_s, input_s = wait_s if others_s is None else others_s, input_s or 0.0
-        waited, other_s = min(others_s, wait_s), max(wall_s - compute_s - wait_s, 0.0)
-        return [max(compute_s - input_s, 0.0), input_s, waited, wait_s - waited, other_s, samples]
+        waited, other_s = min(others_s, wait_s), max(report.wall_s - report.step_s, 0.0)
+        seconds = [max(compute_s - input_s, 0.0), input_s, waited, wait_s - waited, other_s]
+        return [*seconds, report.samples, report.global_samples]
 
-    def _add_cpu(self, rank: int, cpu_s: float | None) -> float:
-        """Add CPU time of a rank, if it is known; return it."""
-        if cpu_s is None:
-            return 0.0
-        self._series.cpu_s[rank] = self._series.cpu_s.get(rank, 0.0) + cpu_s
-        return cpu_s
+    def _drop_epochs(self, first: int) -> None:
+        """Forget the epochs from `first` on: a run that continues from a checkpoint repeats them."""
+        if self._epochs.all() and self._epochs.all()[-1].epoch >= first:
+            self._epochs.keep(lambda point: point.epoch < first)
 
     def _add_sizes(self, time_s: float, event: Joined | Rebalanced) -> None:
         self._sizes.append(BatchSizes(time_s, {int(rank): size for rank, size in event.batch_sizes.items()}))
@@ -317,16 +317,6 @@ class SeriesBuilder:
         if self._stopped_at is not None and self._since_stop:
             self._since_stop[0].stopped_s = time_s - self._stopped_at
         self._stopped_at, self._since_stop = None, []
-
-
-def measure_throughput(event: Progress | EpochEnd) -> float | None:
-    """Return the throughput that an event of rank 0 reports: the samples of all ranks over its step time.
-
-    Step time is computing, reading, waiting and communication. The ends of epochs are no part of it.
-    """
-    stepped = event.stepped_samples if isinstance(event, EpochEnd) else 0
-    step_s = event.compute_s + event.wait_s
-    return (stepped or event.global_samples) / step_s if step_s else None
 
 
 def _results(event: EpochEnd) -> dict[str, float]:

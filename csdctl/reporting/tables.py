@@ -9,6 +9,7 @@ from csdctl.reporting.energy import describe_energy, describe_machine
 from csdctl.reporting.numbers import (
     format_bytes,
     format_loss,
+    format_range,
     format_rate,
     format_seconds,
     format_share,
@@ -89,6 +90,7 @@ def _describe_speed(summary: RunSummary) -> str:
     text = f"{format_rate(summary.samples_per_s)} samples/s"
     if summary.predicted_samples_per_s is not None:
         text += f"; predicted {format_rate(summary.predicted_samples_per_s)}"
+        text += f" ({format_range(summary.predicted_range)})" if summary.predicted_range else ""
     host = summary.ranks[0].alone_samples_per_s if summary.ranks else None
     return text + (f"; {summary.samples_per_s / host:.2f} × the host alone" if host else "")
 

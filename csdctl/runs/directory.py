@@ -48,6 +48,7 @@ class Manifest(_Part):
     data: DataFingerprints
     noise: Noise | None = None
     predicted_samples_per_s: Annotated[float, Field(gt=0)] | None = None
+    predicted_range: tuple[Annotated[float, Field(gt=0)], Annotated[float, Field(gt=0)]] | None = None
 
     @model_validator(mode="after")
     def _describes_one_run(self) -> Self:

@@ -1,7 +1,7 @@
 """The events of a run as they were stored: read one by one, since a run of days has millions of them."""
 
 import contextlib
-import os
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -22,14 +22,18 @@ MAX_TIME_S = 1e11
 """In the year 5138; a date can say it."""
 MAX_COUNT, MAX_SECONDS = 1 << 53, 1e9
 
-Spent = tuple[float, int, int, float, float, float, float | None, float | None, float | None, float | None]
-"""Unix time of arrival, rank, samples; seconds: compute, wait, wall, and, where known, input, others, CPU;
-degrees Celsius, where known."""
+Spent = tuple[
+    float, int, int, int, float, float, float, float | None, float | None, float | None, float | None
+]
+"""Unix time of arrival, rank, steps, samples; seconds: compute, wait, wall, and, where known, input, others,
+CPU; degrees Celsius, where known."""
 
 _SPENT = itemgetter(
-    *("rank", "node", "samples", "compute_s", "wait_s", "wall_s", "input_s", "others_s", "cpu_s"),
+    *("rank", "node", "steps", "samples", "compute_s", "wait_s", "wall_s", "input_s", "others_s", "cpu_s"),
     "temperature_c",
 )
+_OF_OTHERS = re.compile(rb'\{"time":[\d.]+,"event":"Progress","rank":[1-9]')
+"""The beginning of a line with progress of a rank other than 0, as `EventLog` writes it."""
 
 
 class StoredEvents:
@@ -64,15 +68,14 @@ class StoredEvents:
         with file:
             yield from self._read(_parts(file), on_spent)
 
-    def last(self, max_bytes: int) -> Iterator[tuple[float, Event]]:
-        """Yield as `with_times`, only of the end of the file; nothing when there is no file."""
+    def skim(self) -> Iterator[tuple[float, Event]]:
+        """Yield as `with_times`, without progress of ranks other than 0; nothing when there is no file.
+
+        Such lines are not even parsed.
+        """
         self.num_unreadable = 0
         with contextlib.suppress(FileNotFoundError), self._path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - max_bytes))
-            if size > max_bytes:
-                file.readline()  # the rest of a line
-            yield from self._read(_parts(file))
+            yield from self._read(_parts(file), is_skimming=True)
 
     def follow(self, is_over: Callable[[], bool], interval_s: float = 0.25) -> Iterator[tuple[float, Event]]:
         """Yield all events, and those that are added, until `is_over`; waits for a file that is not there."""
@@ -95,9 +98,15 @@ class StoredEvents:
                 time.sleep(interval_s)
 
     def _read(
-        self, parts: Iterator[bytes], on_spent: Callable[[Spent], None] | None = None
+        self,
+        parts: Iterator[bytes],
+        on_spent: Callable[[Spent], None] | None = None,
+        *,
+        is_skimming: bool = False,
     ) -> Iterator[tuple[float, Event]]:
         for line in _lines(parts):
+            if is_skimming and _OF_OTHERS.match(line):
+                continue
             try:
                 time_s, content = _parse(line)
                 if on_spent and (spent := self._spent(time_s, content)):
@@ -119,12 +128,13 @@ class StoredEvents:
         if content.get("event") != Progress.__name__:
             return None
         try:
-            rank, node, samples, compute_s, wait_s, wall_s, input_s, others_s, cpu_s, celsius = _SPENT(
+            rank, node, steps, samples, compute_s, wait_s, wall_s, input_s, others_s, cpu_s, celsius = _SPENT(
                 content
             )
             is_valid = (
                 0 < rank < len(self._nodes)
                 and self._nodes[rank] == node
+                and 0 <= steps <= MAX_COUNT
                 and 0 <= samples <= MAX_COUNT
                 and 0.0 <= compute_s <= MAX_SECONDS
                 and 0.0 <= wait_s <= MAX_SECONDS
@@ -136,8 +146,8 @@ class StoredEvents:
             )
         except (KeyError, TypeError):
             return None
-        spent = time_s, rank, samples, compute_s, wait_s, wall_s, input_s, others_s, cpu_s, celsius
-        return spent if is_valid else None
+        times = compute_s, wait_s, wall_s, input_s, others_s, cpu_s
+        return (time_s, rank, steps, samples, *times, celsius) if is_valid else None
 
 
 def _parse(line: bytes) -> tuple[float, dict[str, Any]]:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from csdctl.reporting.numbers import format_joules, format_rate, format_seconds, format_share
+from csdctl.reporting.numbers import format_joules, format_range, format_rate, format_seconds, format_share
 from csdctl.terminal.console import PrintableConsole, build_table
 from csdctl.tuning.scaling_curve import MIN_GAIN, MIN_SHARE_OF_NODE, CurvePoint, Reason, Verdict
 from csdctl.workflows.forecast.forecast import Forecast, pick_evenly
@@ -13,7 +13,7 @@ MAX_ROWS = 40
 def render_forecast(console: PrintableConsole, forecast: Forecast) -> None:
     """Print the curve, the verdict on the largest number of nodes, and where the figures come from."""
     basis = forecast.basis
-    columns = [">nodes", ">samples/s", ">speed-up", ">efficiency", ">time"]
+    columns = [">nodes", ">samples/s", ">range", ">speed-up", ">efficiency", ">time"]
     if basis.power:
         columns += [">energy/\nsample", ">energy"]
     rows = [_cells(point, forecast) for point in pick_evenly(forecast.points, MAX_ROWS)]
@@ -62,6 +62,7 @@ def _cells(point: CurvePoint, forecast: Forecast) -> list[str]:
     cells = [
         str(point.num_nodes),
         format_rate(point.samples_per_s),
+        format_range(point.samples_per_s_range) or "–",
         f"{point.speedup:.2f} ×",
         format_share(point.efficiency),
         format_seconds(of_the_job["time_s"]),

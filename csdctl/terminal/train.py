@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 
 from rich.text import Text
@@ -14,13 +14,15 @@ from csdctl.reporting.numbers import (
     format_bytes,
     format_loss,
     format_metrics,
+    format_range,
     format_rate,
     format_seconds,
     name_metrics,
 )
 from csdctl.reporting.privacy import Privacy, describe_privacy, plan_privacy
 from csdctl.reporting.results import STOPPED, RunSummary
-from csdctl.reporting.series import Bottleneck, SeriesBuilder, Thinned, find_bottleneck, measure_throughput
+from csdctl.reporting.series import Bottleneck, SeriesBuilder, Thinned, find_bottleneck
+from csdctl.reporting.tally import Amounts, Tally
 from csdctl.runs.directory import RunDirectory
 from csdctl.terminal.console import PrintableConsole
 from csdctl.terminal.prepare import PreparationScreen, describe_samples
@@ -159,12 +161,18 @@ class TrainingView(FleetView[RankRow]):
         steps_per_epoch: int,
         *,
         emulated: bool,
+        past: Iterable[Event] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`clock`: seconds, in which the times of the events that are shown are measured."""
+        """`past`: events of the run that are not shown, but belong to its rates and totals.
+
+        `clock`: seconds, in which the times of the events that are shown are measured.
+        """
         self._spec = spec
         self._steps_per_epoch = steps_per_epoch
-        self._first_step: int | None = None
+        self._tally = Tally()
+        for event in past:
+            self._tally.add(event)
         self._rows = {rank.rank: RankRow(rank.node, batch_size=rank.batch_size) for rank in spec.ranks}
         self._curves: dict[str, Thinned[float]] = {}
         self._last: Progress | EpochEnd | None = None
@@ -181,11 +189,12 @@ class TrainingView(FleetView[RankRow]):
         row = self._rows[event.rank]
         if (line := self._bottleneck.add(self._clock(), event)) and self._live is None:
             self._print(line)
-        row.take(event)
+        report = self._tally.add(event)
+        row.take(event, report)
         if isinstance(event, Joined):
             self._show_joined(event)
         elif isinstance(event, Progress | EpochEnd):
-            self._show_totals(event)
+            self._show_totals(event, report)
         elif isinstance(event, Rebalanced):
             self._set_batch_sizes(event.batch_sizes)
         elif isinstance(event, Evaluating):
@@ -216,9 +225,6 @@ class TrainingView(FleetView[RankRow]):
         self._steps_per_epoch = max(1, event.steps_per_epoch)
         if event.rank != 0:
             return
-        if self._first_step is None:
-            self._first_step = self._count_steps(event.epoch, event.step)
-            self._start = self._clock()
         if event.generation > 1 or event.total_steps:
             lost = f"; {event.num_lost:,} private samples are not read" if event.num_lost else ""
             self._print(
@@ -239,20 +245,18 @@ class TrainingView(FleetView[RankRow]):
             f"batch sizes from step {event.step + 1} of epoch {event.epoch}: {sizes}"
         )
 
-    def _count_steps(self, epoch: int, step: int) -> int:
-        return (epoch - 1) * self._steps_per_epoch + step
-
-    def _show_totals(self, event: Progress | EpochEnd) -> None:
+    def _show_totals(self, event: Progress | EpochEnd, report: Amounts | None) -> None:
         """Show what a rank has done; a short epoch has only its end."""
         self._evaluating, self._step_at = "", self._clock()
         if event.rank != 0:
             return
         self._last = event
         self._last_step = self._steps_per_epoch if isinstance(event, EpochEnd) else event.step
-        self._rate = measure_throughput(event)
+        if report and report.steps:
+            self._rate = report.throughput
         self._add_points(event)
         if isinstance(event, EpochEnd):
-            self._print(_format_epoch(event, self._spec.recipe.epochs))
+            self._print(_format_epoch(event, self._spec.recipe.epochs, self._tally.epoch))
         else:
             self._print_headline_if_due()
 
@@ -262,17 +266,14 @@ class TrainingView(FleetView[RankRow]):
             if value is not None and math.isfinite(value):
                 self._curves.setdefault(name, Thinned()).append(value)
 
-    def _done_steps(self) -> int:
-        return self._count_steps(self._last.epoch, self._last_step) if self._last else 0
-
     def _headline(self) -> str:
         if self._last is None:
             starting = [row.node for row in self._rows.values() if row.state == STARTING]
             waiting = f"{format_node_names(starting)} loading TensorFlow" if starting else "first step"
             return f"{waiting} ({show_elapsed(self._elapsed_s)})"
-        done, total = self._done_steps(), self._steps_per_epoch * self._spec.recipe.epochs
-        done_here = max(1, done - (self._first_step or 0))
-        left = (self._clock() - self._start) * max(0, total - done) / done_here
+        done, total = self._done()
+        reported = self._tally.ranks[0]
+        left = max(0.0, total - done) * reported.wall_s / max(1, reported.steps)
         return (
             self._silence()
             + self._evaluating
@@ -295,7 +296,8 @@ class TrainingView(FleetView[RankRow]):
         return f"no step for {show_elapsed(silent_s)}{names}  "
 
     def _done(self) -> tuple[float, float]:
-        return self._done_steps(), self._steps_per_epoch * self._spec.recipe.epochs
+        ended = (self._last.epoch - 1) * self._steps_per_epoch if self._last else 0
+        return ended + self._last_step, self._steps_per_epoch * self._spec.recipe.epochs
 
     def _details(self, width: int) -> list[Text]:
         line = self._bottleneck.describe(self._clock())
@@ -326,11 +328,12 @@ class TrainingView(FleetView[RankRow]):
         return columns
 
 
-def _format_epoch(event: EpochEnd, epochs: int) -> str:
+def _format_epoch(event: EpochEnd, epochs: int, done: Amounts) -> str:
+    """Return the line of an epoch that has ended; `done`: all reports of rank 0 in it."""
     line = (
         f"epoch {event.epoch}/{epochs}: "
         f"loss {format_loss(event.loss)}{format_metrics(event.accuracy, event.metrics)}, "
-        f"{format_rate(measure_throughput(event))} samples/s in {format_seconds(event.wall_s)}"
+        f"{format_rate(done.throughput)} samples/s in {format_seconds(done.wall_s)}"
     )
     if event.validation_loss is None:
         return line
@@ -387,13 +390,15 @@ class TrainingScreen(PreparationScreen):
         self.run = run
         self._streams.result_line({"schema": "csdctl.train/1", "run": run.run_id, "path": str(run.path)})
         self.say(f"run {run.run_id}: {len(spec.ranks)} ranks, {num_steps} steps per epoch")
+        if rates := run.load_manifest()["predicted_range"]:
+            self.say(f"9 of 10 such runs are expected to reach {format_range(rates)} samples/s")
         for line in format_shards(spec):
             self.say(line)
-        events = run.read_events([rank.node for rank in spec.ranks]) if run.events.exists() else ()
-        if planned := plan_privacy(spec, events):
+        past = run.read_events([rank.node for rank in spec.ranks]) if run.events.exists() else ()
+        if planned := plan_privacy(spec, past):
             self._show_privacy(planned, f"after {spec.recipe.epochs} epochs, if nothing is lost, ")
         self._view = self._stack.enter_context(
-            TrainingView(self._streams.views, spec, num_steps, emulated=self._emulated)
+            TrainingView(self._streams.views, spec, num_steps, emulated=self._emulated, past=past)
         )
 
     def on_event(self, event: Event) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 from rich.text import Text
 
 from csdctl.fleet.names import format_node_names
-from csdctl.reporting.numbers import format_bytes, format_rate, format_seconds, format_share
+from csdctl.reporting.numbers import format_bytes, format_range, format_rate, format_seconds, format_share
+from csdctl.reporting.tally import Tally
 from csdctl.terminal.console import PrintableConsole, build_pairs, build_table
 from csdctl.terminal.prepare import PreparationScreen
 from csdctl.terminal.view import (
@@ -70,6 +71,7 @@ class TuningView(FleetView[TuneRow]):
         self._num_probes = self._num_rounds = 0
         self._num_active = len(machines)
         self._trial: Mapping[str, int] = {}
+        self._tally = Tally()
         self._step, self._num_steps = 0, 0
         self._stepping_since = now
         super().__init__(console, "tuning", clock=clock)
@@ -94,6 +96,7 @@ class TuningView(FleetView[TuneRow]):
     def on_trial(self, num_steps: int, batch_sizes: Mapping[str, int]) -> None:
         """Show the steps that all machines take together."""
         self._trial, self._num_steps, self._step = batch_sizes, num_steps, 0
+        self._tally = Tally()
         self._stepping_since = now = self._clock()
         for row in self._list_rows():
             row.state, row.since_s = ("joining" if row.node in batch_sizes else IDLE), now
@@ -104,7 +107,7 @@ class TuningView(FleetView[TuneRow]):
         row = self._rows.get(event.node)
         if row is None:
             return
-        row.take(event)
+        row.take(event, self._tally.add(event))
         if event.rank == 0 and isinstance(event, Joined):
             self._stepping_since = self._clock()
         elif event.rank == 0 and isinstance(event, Progress | EpochEnd):
@@ -241,6 +244,7 @@ def plan_document(plan: Plan, path: str) -> dict[str, Any]:
         "path": path,
         "global_batch": plan.global_batch,
         "predicted_samples_per_s": plan.predicted_samples_per_s,
+        "predicted_range": plan.predicted_range,
         **plan.model_dump(),
     }
 
@@ -265,13 +269,18 @@ def _lines(plan: Plan) -> Iterator[str]:
         return
     shown = "confirmed by a trial of all ranks" if predicted.is_confirmed else "not confirmed by a trial"
     yield f"global batch size {plan.global_batch}: {rate} samples/s, {shown} ({measured})"
+    if rates := plan.predicted_range:
+        yield f"9 of 10 runs are expected to reach {format_range(rates)} samples/s"
+    if plan.busy:
+        busy = ", ".join(f"{name} ({cores:.1f} cores busy)" for name, cores in plan.busy.items())
+        yield f"measured beside other work, so that the range may not hold: {busy}"
     yield (
         f"of the ranks' time: {format_share(predicted.compute_share)} computing, "
         f"{format_share(predicted.imbalance_share)} waiting for the slowest, "
         f"{format_share(predicted.communication_share)} communicating"
     )
     if predicted.gain is not None:
-        yield f"compared with the best equal batch size: {predicted.gain:+.0%} samples/s"
+        yield f"compared with the best equal batch size, in trials of both: {predicted.gain:+.0%} samples/s"
     if plan.left_out:
         yield f"left out, because training is faster without them: {format_node_names(plan.left_out)}"
 

@@ -33,6 +33,7 @@ from rich.text import Text
 from csdctl.fleet.names import fold_names
 from csdctl.notify import make_printable
 from csdctl.reporting.numbers import format_seconds, format_share
+from csdctl.reporting.tally import Amounts
 from csdctl.terminal.console import NUMBER, PrintableConsole
 from csdctl.worker.protocol.events import (
     EpochEnd,
@@ -228,18 +229,15 @@ class RankRow(Row):
     memory_bytes: int | None = None
     temperature_c: float | None = None
 
-    def take(self, event: Event) -> None:
-        """Take what an event about the rank says."""
+    def take(self, event: Event, report: Amounts | None) -> None:
+        """Take what an event about the rank says; `report`: what it adds to the rank's tally."""
         self.state = STATES.get(type(event), self.state)
         if self.state in STANDSTILLS:
             self.rate, self.compute_s, self.wait_s = None, 0.0, 0.0
-        if not isinstance(event, Progress | EpochEnd):
-            return
-        if event.steps:
-            self.compute_s, self.wait_s = event.compute_s / event.steps, event.wait_s / event.steps
-            self.others_s = None if event.others_s is None else event.others_s / event.steps
-        step_s = event.compute_s + event.wait_s
-        self.rate = event.samples / step_s if step_s else None
+        if report and report.steps:
+            self.compute_s, self.wait_s = report.compute_s / report.steps, report.wait_s / report.steps
+            self.others_s = None if report.others_s is None else report.others_s / report.steps
+            self.rate = report.own_throughput
         if isinstance(event, Progress):
             self.memory_bytes, self.temperature_c = event.memory_bytes, event.temperature_c
 

@@ -109,6 +109,8 @@ class TrialResult:
     """Seconds of the whole trial besides its steps: starting or taking processes, linking them, ending."""
     peak_memory_bytes: tuple[int, ...] = ()
     """Peak memory of each rank's process; () when one did not report it."""
+    error: float = 0.0
+    """The relative standard error of `step_s`."""
 
 
 @dataclass(frozen=True)

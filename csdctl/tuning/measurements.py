@@ -4,8 +4,10 @@ The caller passes the time of a measurement.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from csdctl.perfmodel.spread import MODELLED_SIGMA, TRIED_SIGMA, Spread, estimate_spread
 from csdctl.worker.protocol.model_info import ModelInfo
 from csdctl.worker.protocol.run_spec import Runtime
 
@@ -112,6 +114,44 @@ class TrialMeasurement:
     """Unix time."""
     predicted_samples_per_s: float | None = None
     """Predicted before the trial; None: no prediction."""
+
+
+@dataclass(frozen=True)
+class ForecastErrors:
+    """Errors of earlier forecasts, logarithms of the achieved rate over the forecast one."""
+
+    tried: tuple[float, ...] = ()
+    """Of plans that had been tried before: how much a trial differs from the one before it."""
+    modelled: tuple[float, ...] = ()
+    """Of plans that had not."""
+
+    @property
+    def spread(self) -> Spread:
+        """The spread of a forecast of a plan that was not tried: of the model, and of what changes since."""
+        of_model = estimate_spread(self.modelled, MODELLED_SIGMA)
+        since = estimate_spread(self.tried, TRIED_SIGMA)
+        degrees = min(of_model.num_degrees, since.num_degrees)
+        return Spread(of_model.variance + since.variance, degrees)
+
+    def after_trial(self, trial_error: float) -> Spread:
+        """Return the spread of a forecast from a trial with this relative standard error."""
+        return estimate_spread(self.tried, TRIED_SIGMA, trial_error)
+
+
+def compare_trials(trials: Sequence[TrialMeasurement]) -> ForecastErrors:
+    """Return the errors of the forecasts for `trials`, oldest first.
+
+    The first forecast does not count: no trial had corrected its model.
+    """
+    latest: dict[tuple[TrialRank, ...], float] = {}
+    tried, modelled = [], []
+    for trial in trials:
+        if trial.ranks in latest:
+            tried.append(math.log(trial.samples_per_s / latest[trial.ranks]))
+        elif latest and trial.predicted_samples_per_s:
+            modelled.append(math.log(trial.samples_per_s / trial.predicted_samples_per_s))
+        latest[trial.ranks] = trial.samples_per_s
+    return ForecastErrors(tuple(tried), tuple(modelled))
 
 
 def describe_model(info: ModelInfo, architecture_hash: str) -> ModelProperties:

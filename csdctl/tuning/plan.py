@@ -14,6 +14,7 @@ from csdctl.documents import Document, load_document, save_text
 from csdctl.errors import InputError
 from csdctl.fleet.model import HOST_NAME
 from csdctl.fleet.names import NAME
+from csdctl.perfmodel.spread import Range
 from csdctl.worker.protocol.run_spec import Runtime
 
 Strategy = Literal["data-parallel", "features", "split"]
@@ -146,11 +147,13 @@ class Predicted(Document):
     """In the order of the ranks."""
     step_s: Positive
     samples_per_s: Positive
+    samples_per_s_range: tuple[Positive, Positive] | None = None
+    """9 of 10 runs are expected to reach a throughput in it (perfmodel/spread.py)."""
     compute_share: float
     imbalance_share: float
     communication_share: float
     gain: float | None = None
-    """The gain in samples/s over the best equal batch size, predicted from the same measurements."""
+    """The gain in samples/s over the best equal batch size, where both were tried."""
     is_confirmed: bool = False
     """Whether the figures are from a trial of all ranks."""
 
@@ -204,6 +207,8 @@ class Plan(Document):
     """For `features`, of public samples alone: all machines compute them, the host trains on all of them."""
     strategies: list[StrategyPlan] = []
     """The strategies that were compared."""
+    busy: dict[Machine, float] = {}
+    """Cores that other work occupied just before the measurements, of machines where it was noticeable."""
     left_out: list[str] = []
     """Nodes that would cost more time than they save."""
     made_for: PlanFingerprint | None = None
@@ -243,6 +248,11 @@ class Plan(Document):
         times = [rank.step_time_s for rank in self.ranks if rank.batch_size]
         known = [time for time in times if time]
         return self.global_batch / max(known) if len(known) == len(times) else None
+
+    @property
+    def predicted_range(self) -> Range | None:
+        """The range that holds the throughput of 9 of 10 runs; None without a prediction."""
+        return self.prediction.samples_per_s_range if self.prediction else None
 
 
 def save_plan(path: Path, plan: Plan) -> None:

@@ -16,6 +16,7 @@ from csdctl.fleet.model import HOST_NAME
 from csdctl.perfmodel.prediction import RankModel, StepTime, predict
 from csdctl.tuning.fits import Point
 from csdctl.tuning.fleet_model import MAX_PROBES, ClassModel, FleetModel, TrialResult, TriedPlan
+from csdctl.tuning.measurements import ForecastErrors
 from csdctl.tuning.plan import Predicted, RankPlan
 from csdctl.tuning.search import BestPlan, Limits, best_equal, find_best, find_best_ranks
 from csdctl.tuning.stannis import TuningError
@@ -127,9 +128,13 @@ def measured_ranks(tried: TriedPlan) -> list[RankPlan]:
 
 
 def confirmed_prediction(
-    ranks: Sequence[RankPlan], result: TrialResult, gain: float | None = None
+    ranks: Sequence[RankPlan], result: TrialResult, errors: ForecastErrors, gain: float | None = None
 ) -> Predicted:
-    """Return the prediction from a plan's trial; `gain` is relative to the best equal batch size."""
+    """Return the prediction from a plan's trial; `gain` is relative to the best equal batch size.
+
+    `errors`: those of earlier forecasts.
+    """
+    low, high = errors.after_trial(result.error).range_of(result.samples_per_s)
     computing = [seconds for seconds in result.compute_s if seconds]
     slowest_s = max(computing)
     # What a step takes beyond the compute time of the slowest rank is communication.
@@ -141,6 +146,7 @@ def confirmed_prediction(
         batch_sizes=[rank.batch_size for rank in ranks],
         step_s=round(result.step_s, 6),
         samples_per_s=round(result.samples_per_s, 2),
+        samples_per_s_range=(round(low, 2), round(high, 2)),
         compute_share=round(compute_share, 4),
         imbalance_share=round(max(0.0, 1 - compute_share - communication_share), 4),
         communication_share=round(communication_share, 4),

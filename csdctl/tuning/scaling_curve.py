@@ -9,6 +9,7 @@ from enum import StrEnum
 from itertools import pairwise
 
 from csdctl.perfmodel.prediction import RankModel, SumCost, predict
+from csdctl.perfmodel.spread import Range
 from csdctl.tuning.search import BestPlan, Limits, find_best_ranks
 
 MIN_GAIN = 0.05
@@ -83,6 +84,8 @@ class CurvePoint:
     """Nodes that would cost more time than they save, and stay idle."""
     is_host_training: bool = True
     """False: it only sums, and serves data to the nodes."""
+    samples_per_s_range: Range | None = None
+    """9 of 10 runs are expected in it; None: unknown."""
 
     def time_s(self, num_samples: int) -> float:
         """Return the seconds to train on `num_samples`, of all epochs."""

@@ -165,6 +165,8 @@ class Joined(Event):
     sum_s: Measured
     num_lost: Count = 0
     """Private samples of this epoch that are not trained on, because their node is lost."""
+    epoch_samples: Count = 0
+    """Samples of all ranks in the steps of this epoch so far."""
 
 
 @dataclass(frozen=True)

@@ -287,9 +287,12 @@ class StepTotals:
     """Whether a stop was requested in the latest step."""
     started: float = field(default_factory=time.monotonic)
     cpu_started: float = field(default_factory=time.process_time)
+    stepped: float = 0.0
+    """When the latest step ended, in monotonic seconds."""
 
     def add(self, step: "StepTotals") -> None:
-        """Add one step."""
+        """Add one step, which ends now."""
+        self.stepped = time.monotonic()
         for name in ("steps", "samples", "compute_s", "wait_s", "input_s", "global_samples"):
             setattr(self, name, getattr(self, name) + getattr(step, name))
         if self.others_s is not None:
@@ -330,9 +333,11 @@ class Reporter:
         """Emit an event of this rank with these further fields; may be called from any thread."""
         emit(kind(self._me.rank, self._me.node, *values, **fields))
 
-    def progress(self, position: Position, totals: StepTotals) -> None:
-        """Report the steps since the last report."""
+    def progress(self, position: Position, totals: StepTotals, *, is_over: bool = False) -> None:
+        """Report the steps since the last report; `is_over`: what came after them belongs to no step."""
         fields = totals.local_fields()
+        if is_over:
+            fields["wall_s"] = round(totals.stepped - totals.started, 6)
         fields |= {"memory_bytes": resident_bytes(), "temperature_c": self._thermometer.read_c()}
         if self._me.rank == 0:
             fields |= global_fields(totals.sums, totals.global_samples, self.metrics(totals.sums))

@@ -151,4 +151,5 @@ class RankSession:
             communicator.collective,
             round(communicator.sum_s, 6),
             progress.num_lost(group.ranks),
+            position.totals.samples,
         )

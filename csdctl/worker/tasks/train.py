@@ -64,6 +64,7 @@ class Train(ModelTask):
         schedule = self.spec.recipe.schedule
         self._schedule = make_schedule(schedule) if schedule else None
         self._weights_hash = ""
+        self._since_report = StepTotals()
 
     def restore(self) -> None:
         """Load the state that rank 0 saved, if any."""
@@ -76,6 +77,13 @@ class Train(ModelTask):
         """Train until the end, or until a pause between epochs."""
         self._balancer.forget()
         self._apply_s = 0.0
+        try:
+            return self._run_epochs(group)
+        finally:
+            if self._since_report.steps:  # the group is lost, or the run is stopped, within an epoch
+                self.reporter.progress(self.progress.position, self._since_report, is_over=True)
+
+    def _run_epochs(self, group: Group) -> str | None:
         while self.progress.position.epoch <= self.spec.recipe.epochs:
             reason = self._run_epoch(group.communicator)
             if reason:
@@ -116,14 +124,14 @@ class Train(ModelTask):
         """Run the rest of the epoch; returns why the run ends within it, or ''."""
         progress, max_steps = self.progress, self.spec.max_steps
         self.reader.set_epoch(progress.position.epoch)
-        self._epoch_totals, since_report = StepTotals(), StepTotals()
+        self._epoch_totals, self._since_report = StepTotals(), StepTotals()
         while progress.position.step < progress.segment.stop_step:
             step = self._run_step(communicator)
-            for totals in (self._epoch_totals, since_report):
+            for totals in (self._epoch_totals, self._since_report):
                 totals.add(step)
-            if time.monotonic() - since_report.started >= self.spec.progress_interval_s:
-                self.reporter.progress(progress.position, since_report)
-                since_report = StepTotals()
+            if time.monotonic() - self._since_report.started >= self.spec.progress_interval_s:
+                self.reporter.progress(progress.position, self._since_report)
+                self._since_report = StepTotals()
             if step.is_stopping:
                 return STOPPED
             if max_steps is not None and progress.position.total_steps >= max_steps:
@@ -318,6 +326,7 @@ class Train(ModelTask):
             }
         fields |= {"epoch": self.progress.position.epoch, "weights_hash": self._weights_hash}
         self.reporter.emit(EpochEnd, **self._epoch_totals.local_fields(), **fields)
+        self._since_report = StepTotals()
 
 
 def evaluate(

@@ -33,12 +33,13 @@ from csdctl.perfmodel.published import (
     TABLE_1,
     Network,
 )
+from csdctl.perfmodel.spread import Range, Spread
 from csdctl.reporting.numbers import format_seconds
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.runs.measurements import open_measurements
 from csdctl.tuning.fits import fit_collective
 from csdctl.tuning.fleet_model import RecalledTrial
-from csdctl.tuning.measurements import CollectiveMeasurement
+from csdctl.tuning.measurements import CollectiveMeasurement, ForecastErrors
 from csdctl.tuning.plan import DATA_PARALLEL, SPLIT, Plan, load_plan
 from csdctl.tuning.scaling_curve import (
     Choice,
@@ -86,6 +87,16 @@ class ForecastBasis:
     epochs: int = 1
     choice: Choice | None = None
     """How batch sizes are chosen for other numbers of nodes; None: they are fixed."""
+    spread: Spread | None = None
+    """The error of the forecast; None: unknown."""
+    planned_range: Range | None = None
+    """The range of the plan for the fleet as it is, from its trial."""
+
+    def range_of(self, num_nodes: int, rate: float) -> Range | None:
+        """Return the range around the forecast rate with this number of nodes."""
+        if self.planned_range and num_nodes == self.num_nodes:
+            return self.planned_range
+        return self.spread.range_of(rate) if self.spread else None
 
 
 def published_basis(network: Network) -> ForecastBasis:
@@ -112,6 +123,7 @@ def published_basis(network: Network) -> ForecastBasis:
         origins={
             "speeds": f"published, {SOURCE}, Table I; nothing was measured here",
             "sum": sum_origin,
+            "range": "unknown: the published figures have none",
             "power": power_origin,
         },
         power=Power(host_w, node_w, alone_w),
@@ -132,6 +144,8 @@ class Recalled:
     sums: Sequence[CollectiveMeasurement]
     trial: RecalledTrial | None
     """The newest."""
+    errors: ForecastErrors
+    """Of earlier forecasts."""
 
 
 def tuned_basis(
@@ -244,10 +258,13 @@ def _measured_basis(
             "batch_sizes": _describe_choice(choice, len(nodes)),
             "sum": _describe_sums(known.sums),
             "in_step": in_step,
+            "range": _describe_spread(known.errors, plan),
             "power": NO_POWER,
         },
         epochs=job.recipe.epochs,
         choice=choice,
+        spread=known.errors.spread,
+        planned_range=plan.predicted_range if plan else None,
     )
 
 
@@ -267,6 +284,13 @@ def _overhead_factor(plan: Plan | None, known: Recalled, sum_cost: CollectiveCos
         factor,
         f"a step of all ranks takes {factor:.2f} times as long as the slowest rank alone, by {source}",
     )
+
+
+def _describe_spread(errors: ForecastErrors, plan: Plan | None) -> str:
+    """Return what the ranges are from."""
+    seen = f"{len(errors.modelled)} forecasts and {len(errors.tried)} repeated trials"
+    text = f"9 of 10 runs; by the errors of {seen} of this model on such a fleet, and an assumed error"
+    return text + (f"; {', '.join(plan.busy)} had other work" if plan and plan.busy else "")
 
 
 def _describe_choice(choice: Choice, num_nodes: int) -> str:
@@ -324,6 +348,7 @@ def _recall(
             model.vector_bytes,
             measurements.collectives(),
             measurements.recall_trial(known.step_times()),
+            measurements.forecast_errors(),
         )
 
 
@@ -422,7 +447,10 @@ def forecast(basis: ForecastBasis, request: ForecastRequest) -> Forecast:
         basis = replace(basis, origins={**basis.origins, "numbers_of_nodes": shown})
         counts = pick_evenly(counts, most)
     searched = sorted({*counts, *_judged(max(counts))})
-    points = predict_curve(basis.host, basis.nodes, searched, basis.costs, basis.choice, basis.power)
+    points = [
+        replace(point, samples_per_s_range=basis.range_of(point.num_nodes, point.samples_per_s))
+        for point in predict_curve(basis.host, basis.nodes, searched, basis.costs, basis.choice, basis.power)
+    ]
     curve = {point.num_nodes: point for point in points}
     verdict = judge(list(curve.values()), basis.nodes) if max(counts) else None
     return Forecast(basis, [curve[count] for count in counts], verdict)

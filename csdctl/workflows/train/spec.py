@@ -221,8 +221,13 @@ def build_manifest(
 def describe_strategy(plan: Plan, strategy: str, cut: str) -> dict[str, object]:
     """Return what manifest.json says about the strategy, and the prediction if it is for that strategy."""
     predicted_for = (SPLIT, plan.cut) if plan.strategy == SPLIT else (DATA_PARALLEL, "")
-    predicted = plan.predicted_samples_per_s if (strategy, cut) == predicted_for else None
-    return {"strategy": strategy, "cut": cut, "predicted_samples_per_s": predicted}
+    is_predicted = (strategy, cut) == predicted_for
+    return {
+        "strategy": strategy,
+        "cut": cut,
+        "predicted_samples_per_s": plan.predicted_samples_per_s if is_predicted else None,
+        "predicted_range": plan.predicted_range if is_predicted else None,
+    }
 
 
 def fingerprint_data(prepared: Prepared) -> dict[str, Any]:

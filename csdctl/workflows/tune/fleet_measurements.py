@@ -28,10 +28,12 @@ from csdctl.tuning.fleet_model import (
 )
 from csdctl.tuning.measurements import (
     CollectiveMeasurement,
+    ForecastErrors,
     ModelProperties,
     ProbeMeasurement,
     TrialMeasurement,
     TrialRank,
+    compare_trials,
 )
 from csdctl.worker.protocol.datasets import DatasetInfo
 from csdctl.worker.protocol.events import CollectiveTimed
@@ -94,6 +96,14 @@ class FleetMeasurements:
             return None
         trials = self._store.find(TRIAL, self._fleet_class.key, self.features.hash, self._recipe)
         return recall_trial(trials, step_times)
+
+    def forecast_errors(self) -> ForecastErrors:
+        """Return the errors of earlier forecasts of this model on such a fleet."""
+        if self._is_fresh:
+            return ForecastErrors()
+        return compare_trials(
+            self._store.find(TRIAL, self._fleet_class.key, self.features.hash, self._recipe)
+        )
 
     def collectives(self) -> list[CollectiveMeasurement]:
         """Return the sums that were timed on such a fleet before."""

@@ -12,6 +12,7 @@ processes of a training run, and with random samples. It reads no data, and keep
 import math
 import shutil
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
@@ -20,6 +21,8 @@ from typing import Any, Protocol
 
 from csdctl.errors import DeadlineError, OutOfMemoryError, RunError
 from csdctl.fleet.names import format_node_names
+from csdctl.perfmodel.spread import standard_error
+from csdctl.reporting.tally import Amounts, Tally
 from csdctl.runs.directory import RunDirectory
 from csdctl.shipping.worker_calls import WorkerProgram, build_worker_command
 from csdctl.supervision.rank_processes import AttachRank
@@ -27,7 +30,7 @@ from csdctl.transport.program import MAX_PRINTED_LINES, Nothing, Patience, Progr
 from csdctl.transport.session import Conversation, Deadline, Session
 from csdctl.tuning.fleet_model import ProbeOutcome, TrialResult, predict_peak_bytes, rank_memory_bytes
 from csdctl.tuning.plan import RankPlan
-from csdctl.worker.protocol.events import CollectiveTimed, EpochEnd, Event, Finished, Joined, Progress
+from csdctl.worker.protocol.events import CollectiveTimed, EpochEnd, Event, Finished, Joined
 from csdctl.worker.protocol.json_codec import RESULT, to_json, to_tagged
 from csdctl.worker.protocol.probe import AttachRequest, ProbeRequest, ProbeResult, ProbeSpec
 from csdctl.worker.protocol.run_spec import (
@@ -143,50 +146,42 @@ def read_trial(events: Sequence[Event], nodes: Sequence[str]) -> TrialResult:
     joined = [event for event in events if isinstance(event, Joined) and event.rank == 0]
     ended = {event.rank: event for event in events if isinstance(event, EpochEnd)}
     memory = {event.rank: event.peak_memory_bytes for event in events if isinstance(event, Finished)}
-    first: dict[int, Progress] = {}
+    tally, reports = Tally(), defaultdict[int, list[Amounts]](list)
     for event in events:
-        if isinstance(event, Progress):
-            first.setdefault(event.rank, event)
-    missing = [node for rank, node in enumerate(nodes) if not _has_taken_part(rank, ended, first)]
+        if report := tally.add(event):
+            reports[event.rank].append(report)
+    counted = [sum(_later(reports[rank]), Amounts()) for rank in range(len(nodes))]
+    missing = [
+        node
+        for rank, (node, done) in enumerate(zip(nodes, counted, strict=True))
+        if rank not in ended
+        or tally.ranks[rank].steps != tally.ranks[0].steps
+        or not done.steps
+        or not (done.compute_s > 0 or rank == 0)  # the host may sit out
+    ]
     if missing or len({event.generation for event in joined}) > 1:
         what = (
             f"ended before {format_node_names(missing)} had done all steps" if missing else "lost its links"
         )
         raise RunError(f"the trial {what}", remedy="check the machines with `csdctl doctor`, then tune again")
-    counted = [_skip(ended[rank], first.get(rank)) for rank in range(len(nodes))]
     host = counted[0]
-    wall_s = host.compute_s + host.wait_s
     return TrialResult(
         num_steps=host.steps,
-        step_s=wall_s / host.steps,
-        samples_per_s=host.stepped_samples / wall_s,
-        compute_s=tuple(epoch.compute_s / epoch.steps for epoch in counted),
+        step_s=host.step_s / host.steps,
+        samples_per_s=host.throughput or 0.0,
+        compute_s=tuple(done.compute_s / done.steps for done in counted),
         wall_s=ended[0].wall_s,
         collective=joined[-1].collective,
         sum_s=joined[-1].sum_s,
         peak_memory_bytes=tuple(memory.values()) if len(memory) == len(nodes) else (),
+        error=standard_error([one.step_s / one.steps for one in _later(reports[0]) if one.steps]),
     )
 
 
-def _has_taken_part(rank: int, whole: Mapping[int, EpochEnd], first: Mapping[int, Progress]) -> bool:
-    """Return whether a rank has reported all steps of rank 0, and that it computed in them."""
-    if rank not in whole or 0 not in whole or whole[rank].steps != whole[0].steps:
-        return False
-    counted = _skip(whole[rank], first.get(rank))
-    return counted.steps > 0 and (counted.compute_s > 0 or rank == 0)  # the host may sit out
-
-
-def _skip(whole: EpochEnd, first: Progress | None) -> EpochEnd:
-    """Return what a rank did after its `first` progress event, when the steps before do not count."""
-    if first is None or whole.steps < SKIPPING_FROM or first.steps == whole.steps:
-        return whole
-    return replace(
-        whole,
-        steps=whole.steps - first.steps,
-        compute_s=whole.compute_s - first.compute_s,
-        wait_s=whole.wait_s - first.wait_s,
-        stepped_samples=whole.stepped_samples - first.global_samples,
-    )
+def _later(reports: Sequence[Amounts]) -> Sequence[Amounts]:
+    """Return the reports of a rank, without the first one of many steps."""
+    num_steps = sum(report.steps for report in reports)
+    return reports[num_steps >= SKIPPING_FROM and reports[0].steps < num_steps :]
 
 
 LOADING, IDLE, SUMMING, MEASURING, MEASURED, TOO_LARGE = (
@@ -239,6 +234,24 @@ def build_probe_command(name: str, context: RunContext, runtime: Runtime) -> lis
     return build_worker_command(python, prepared.worker.path, ["probe", "--spec", to_json(spec)])
 
 
+CPU_TIMES = "cat /proc/uptime; head -n 1 /proc/stat; sleep 1; cat /proc/uptime; head -n 1 /proc/stat"
+BUSY_CORES = 0.2
+
+
+def count_busy_cores(text: str) -> float:
+    """Return the cores that were busy between the two measurements of CPU_TIMES; 0.0 where it is unknown.
+
+    The first line is seconds since boot. The other is CPU time in jiffies of 10 ms: user, nice, system,
+    idle, iowait, irq, softirq, steal (proc(5)).
+    """
+    try:
+        before_s, before, after_s, after = (line.split() for line in text.splitlines())
+        spent = [int(b) - int(a) for a, b in zip(before[1:9], after[1:9], strict=True)]
+        return (sum(spent) - spent[3] - spent[4]) / 100 / (float(after_s[0]) - float(before_s[0]))
+    except (ValueError, IndexError, ZeroDivisionError):
+        return 0.0
+
+
 class FleetMeasurer:
     """Measures the machines of a workspace: probes on all at once, sums, trials; a context manager.
 
@@ -282,6 +295,20 @@ class FleetMeasurer:
                 usable_bytes = self._space.facts[name].usable_memory_bytes
                 self.probers[name] = Prober(self._space.sessions[name], command, usable_bytes)
                 self._runtimes[name] = runtime
+
+    def find_other_work(self) -> dict[str, float]:
+        """Return the cores that are busy now, of machines where they are BUSY_CORES or more.
+
+        Call it before the first measurement: nothing of csdctl computes then.
+        """
+
+        def busy_cores(name: str) -> float:
+            done = self._space.sessions[name].run(["sh", "-c", CPU_TIMES], deadline_s=ALIVE_INTERVAL_S)
+            return count_busy_cores(done.stdout.decode(errors="replace"))
+
+        names = list(self.probers)
+        found = zip(names, self._pool.map(busy_cores, names), strict=True)
+        return {name: round(cores, 1) for name, cores in found if cores >= BUSY_CORES}
 
     def time_sums(self, sizes: Sequence[tuple[int, int]]) -> list[CollectiveTimed]:
         """Time sums over (number of ranks, bytes of a rank's vector)."""

@@ -10,6 +10,7 @@ from csdctl.job.model import Job
 from csdctl.reporting.numbers import format_seconds
 from csdctl.shipping.worker_calls import call_worker
 from csdctl.tuning.fleet_model import FleetModel
+from csdctl.tuning.measurements import ForecastErrors
 from csdctl.tuning.plan import DATA_PARALLEL, FEATURES, SPLIT, Plan, RankPlan, Strategy, StrategyPlan
 from csdctl.tuning.plan_choice import confirmed_prediction
 from csdctl.tuning.search import Limits
@@ -310,7 +311,8 @@ class StrategyChooser:
         final = tried if self.request.strategy == SPLIT else choose_strategy([*rest, tried])
         if final is not tried:
             return self._with_strategies(self._follow(final), listed)
-        plan = plan.model_copy(update={"predicted": confirmed_prediction(plan.ranks, result)})
+        predicted = confirmed_prediction(plan.ranks, result, ForecastErrors())
+        plan = plan.model_copy(update={"predicted": predicted})
         return self._with_strategies(plan, listed)
 
     def _with_strategies(self, plan: Plan, found: Sequence[StrategyForecast]) -> Plan:

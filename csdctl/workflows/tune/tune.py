@@ -7,7 +7,7 @@ starts from the file: it needs no probe, and one trial confirms its plan.
 """
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -71,7 +71,7 @@ class TunedFleet:
     tried: TriedPlan
     """The plan that reached the most samples/s in a trial."""
     gain: float | None = None
-    """Gain in samples/s over the best equal batch size, as a share, at least 0; None: no such plan."""
+    """Gain in samples/s over the best equal batch size, as a share, at least 0; None: it was not tried."""
 
 
 @dataclass(frozen=True)
@@ -193,22 +193,27 @@ class FitTuner:
     def _compare_with_equal(self, model: FleetModel, tried: TriedPlan) -> TunedFleet:
         """Return the tried plan, or that of equal batch sizes if these are faster.
 
-        These are tried only when the model, which was fitted to the trials before, predicts that they are.
+        These are tried only when the model, which was fitted to the trials before, predicts that they may be:
+        the range of their forecast reaches the plan's throughput.
         """
         equal = choose_equal_plan(model, self.limits)
-        if equal is None:
+        if equal is None or self.limits.global_batch not in (None, sum(equal.batch_sizes.values())):
             return TunedFleet(model, tried)
-        rate, num_samples = equal.prediction.samples_per_s, sum(equal.batch_sizes.values())
-        is_allowed = self.limits.global_batch in (None, num_samples)
-        if rate > _rate(tried) and is_allowed and equal.batch_sizes != tried.best.batch_sizes:
-            size = next(iter(equal.batch_sizes.values()))
-            self.say(f"equal batch sizes of {size} are predicted to be faster: trying them")
-            with suppress(OutOfMemoryError):
-                other = self._try(model, equal)
-                model, rate = learn_trial(model, other), _rate(other)
-                self.measurements.store_trial(model, other)
-                tried = max(tried, other, key=_rate)
-        return TunedFleet(model, tried, max(0.0, _rate(tried) / rate - 1))
+        if equal.batch_sizes == tried.best.batch_sizes:
+            return TunedFleet(model, tried, 0.0)
+        _, highest = self.measurements.forecast_errors().spread.range_of(equal.prediction.samples_per_s)
+        if highest <= _rate(tried):
+            return TunedFleet(model, tried)
+        size = next(iter(equal.batch_sizes.values()))
+        self.say(f"equal batch sizes of {size} may be faster: trying them")
+        try:
+            other = self._try(model, equal)
+        except OutOfMemoryError:
+            return TunedFleet(model, tried)
+        model = learn_trial(model, other)
+        self.measurements.store_trial(model, other)
+        best = max(tried, other, key=_rate)
+        return TunedFleet(model, best, _rate(best) / _rate(other) - 1)
 
     def _try(self, model: FleetModel, best: BestPlan) -> TriedPlan:
         ranks = plan_ranks(model, best)
@@ -371,10 +376,12 @@ def tune_by_fit(context: RunContext, options: TuneOptions, watch: TuneWatch) -> 
         model = replace(model, max_host_share=num_public / (num_samples or 1))
         runtimes = {name: model.class_of(name).settings for name in model.machines}
         with FleetMeasurer(context, runtimes, watch) as measurer:
+            busy = measurer.find_other_work()
             tuner = FitTuner(
                 measurer, measurements, limits, say, options.is_exploring, options.probe_duration_s
             )
             tuned = tuner.tune(model)
+        errors = measurements.forecast_errors()
     plan = Plan(
         job=job.name,
         job_fingerprint=job.fingerprint(),
@@ -383,7 +390,8 @@ def tune_by_fit(context: RunContext, options: TuneOptions, watch: TuneWatch) -> 
         method_arguments={**limits.given},
         num_probes=measurer.num_probes,
         measuring_s=round(measurer.measuring_s, 2),
-        predicted=confirmed_prediction(tuned.tried.ranks, tuned.tried.result, tuned.gain),
+        predicted=confirmed_prediction(tuned.tried.ranks, tuned.tried.result, errors, tuned.gain),
+        busy=busy,
         left_out=list(tuned.tried.best.left_out),
         ranks=measured_ranks(tuned.tried),
     )

@@ -131,7 +131,7 @@ class TestEvents:
         spent: list[Spent] = []
         events = run.read_events(NODES)
         assert [event for _, event in events.with_times(spent.append)] == list(events) == EVENTS
-        assert spent == [(1.5, 1, 96, 0.5, 0.25, 0.8, 0.1, None, 0.7, 51.5)]
+        assert spent == [(1.5, 1, 3, 96, 0.5, 0.25, 0.8, 0.1, None, 0.7, 51.5)]
         assert [event for _, event in events.with_times()][-1] == OF_NODE
 
     @pytest.mark.parametrize(

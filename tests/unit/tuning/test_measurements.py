@@ -1,7 +1,24 @@
-"""The properties of a model and the rate of a probe."""
+"""The properties of a model, and the errors of forecasts."""
 
-from csdctl.tuning.measurements import ModelProperties, describe_model
+import math
+from random import Random
+
+import pytest
+
+from csdctl.perfmodel.spread import standard_error
+from csdctl.tuning.fleet_model import TrialResult
+from csdctl.tuning.measurements import (
+    ForecastErrors,
+    ModelProperties,
+    TrialMeasurement,
+    TrialRank,
+    compare_trials,
+    describe_model,
+)
+from csdctl.tuning.plan import RankPlan
+from csdctl.tuning.plan_choice import confirmed_prediction
 from csdctl.worker.protocol.model_info import ModelInfo
+from csdctl.worker.protocol.run_spec import Runtime
 
 
 class TestFeatures:
@@ -16,3 +33,48 @@ class TestFeatures:
     def test_inputs_are_counted_unless_their_size_is_unknown(self) -> None:
         info = ModelInfo("a", (), (1,), 1, 1, "", inputs={"left": (2, 3), "right": (4,), "text": (0,)})
         assert describe_model(info, "hash").input_elements == 10
+
+
+def trial(samples_per_s: float, batch_size: int = 4, predicted: float | None = None) -> TrialMeasurement:
+    ranks = (TrialRank("class", batch_size, Runtime(1)),)
+    return TrialMeasurement(ranks, 1.0, samples_per_s, 0.0, predicted)
+
+
+def test_errors_are_those_of_new_plans_and_of_repeated_ones() -> None:
+    errors = compare_trials(
+        [
+            trial(100.0, predicted=200.0),  # of a model that no trial had corrected
+            trial(110.0, predicted=100.0),
+            trial(50.0, batch_size=8, predicted=40.0),
+            trial(99.0, predicted=110.0),
+        ]
+    )
+    assert errors.tried == pytest.approx([math.log(1.1), math.log(0.9)])
+    assert errors.modelled == pytest.approx([math.log(1.25)])
+    assert errors.spread.variance > errors.after_trial(0.0).variance
+
+
+def test_uncertain_trial_has_a_wider_range() -> None:
+    widths = [ForecastErrors().after_trial(error).half_width for error in (0.0, 0.05)]
+    assert widths[0] < widths[1]
+
+
+@pytest.mark.parametrize("drift", [0.02, 0.06])
+def test_range_of_a_plan_holds_nine_of_ten_runs(drift: float) -> None:
+    """Machines whose speed differs from day to day by `drift`: a trial a day, then a run on another one.
+
+    Besides, the mean steps of a trial's ten reports differ by 3%.
+    """
+    random, trials, hits, num_days = Random(3), list[TrialMeasurement](), 0, 400
+    ranks = [RankPlan(node="host", batch_size=4, threads=1)]
+    for _ in range(num_days):
+        today_s = 0.1 * math.exp(random.gauss(0.0, drift))
+        reports = [today_s * (1 + random.gauss(0.0, 0.03)) for _ in range(10)]
+        step_s, error = sum(reports) / 10, standard_error(reports)
+        result = TrialResult(100, step_s, 4 / step_s, (step_s,), 5.0, "star", 0.0, error=error)
+        predicted = confirmed_prediction(ranks, result, compare_trials(trials[-50:]))
+        assert predicted.samples_per_s_range
+        low, high = predicted.samples_per_s_range
+        hits += low <= 40.0 * math.exp(random.gauss(0.0, drift)) <= high
+        trials.append(trial(4 / step_s))
+    assert 0.85 <= hits / num_days <= 0.95

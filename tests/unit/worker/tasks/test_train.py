@@ -17,7 +17,14 @@ from csdctl.worker.compute.recipe import compile_model
 from csdctl.worker.group.communicator import Communicator
 from csdctl.worker.group.values import LinkLostError, PeerFaultError, decode_value, encode_value
 from csdctl.worker.process.errors import WorkerError
-from csdctl.worker.protocol.events import MAX_STEPS, SAMPLES, STOPPED
+from csdctl.worker.protocol.events import (
+    MAX_STEPS,
+    SAMPLES,
+    STOPPED,
+    EpochEnd,
+    Progress,
+    event_from_line,
+)
 from csdctl.worker.protocol.recipe import Noise, ReduceOnPlateau
 from csdctl.worker.protocol.run_spec import RankSpec, RunSpec, Runtime
 from csdctl.worker.tasks import train
@@ -519,3 +526,42 @@ def test_noise_of_a_run_makes_its_weights_others_each_time() -> None:
     noise = Noise(1.0, 1.1, 1e-5)
     assert hash_of_a_run_alone(noise) != hash_of_a_run_alone(noise)
     assert hash_of_a_run_alone(None) == hash_of_a_run_alone(None)
+
+
+def reports(text: str) -> list[Any]:
+    """Return the reports of steps in what a rank has printed."""
+    events = map(event_from_line, text.splitlines())
+    return [event for event in events if isinstance(event, Progress | EpochEnd)]
+
+
+@pytest.mark.parametrize("num_sums", [1, NUM_STEPS])
+def test_steps_before_a_loss_are_reported_once(num_sums: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """Within the epoch, and at its end, after the last step."""
+    task = load_task()
+    group = PlayedGroup(task)
+
+    def lose_link(*_: Any) -> Any:
+        raise LinkLostError
+
+    add_up = group.sum
+    group.sum = lambda *given: add_up(*given) if len(group.given) < num_sums else lose_link()  # type: ignore[method-assign]
+    group.allgather = lose_link  # type: ignore[method-assign]
+    with pytest.raises(LinkLostError):
+        run(task, group)
+    (report,) = reports(capsys.readouterr().out)
+    assert (type(report), report.step, report.steps) == (Progress, num_sums, num_sums)
+    assert report.global_samples == num_sums * sum(SIZES)
+    assert report.compute_s + report.wait_s <= report.wall_s + 1e-3
+    task.progress.regroup((0, 1))
+    run(task, PlayedGroup(task))
+    rest = reports(capsys.readouterr().out)
+    assert sum(event.stepped_samples for event in rest) + report.global_samples <= rest[-1].global_samples
+    assert (type(rest[-1]), rest[-1].steps) == (EpochEnd, task.progress.position.total_steps - num_sums)
+
+
+def test_steps_before_a_stop_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    task = load_task()
+    task.orders = STOPPING
+    run(task, PlayedGroup(task))
+    (report,) = reports(capsys.readouterr().out)
+    assert (report.steps, report.global_samples) == (1, sum(SIZES))

@@ -18,7 +18,7 @@ class TestPublished:
     def test_every_figure_has_an_origin(self, network: Network) -> None:
         basis = published_basis(network)
         assert basis.source == "published"
-        assert set(basis.origins) == {"speeds", "sum", "power"}
+        assert set(basis.origins) == {"speeds", "sum", "range", "power"}
         assert ("assumption" in basis.origins["sum"]) == (network is not Network.MOBILENETV2)
 
     def test_large_network_on_few_csds_is_not_worth_it(self) -> None:

@@ -227,12 +227,29 @@ def test_plan_that_loses_against_equal_batch_sizes_is_not_proposed(at: MeasuredP
     assert [is_equal(ranks) for ranks in measurer.trials] == [False, False, True]
     assert {*tuned.tried.best.batch_sizes.values()} == {53}
     assert tuned.gain == 0.0
-    assert "equal batch sizes of 53 are predicted to be faster: trying them" in messages
+    assert "equal batch sizes of 53 may be faster: trying them" in messages
 
 
 def test_equal_batch_sizes_that_are_slower_are_not_tried(at: MeasuredProject) -> None:
     measurer = ScriptedMeasurer()
     tuned = tune(at, measurer)
     assert not any(map(is_equal, measurer.trials))
-    assert tuned.gain is not None
-    assert tuned.gain > 0.5
+    assert tuned.gain is None, "a gain that was not measured"
+
+
+def test_equal_batch_sizes_within_the_range_of_their_forecast_are_measured(at: MeasuredProject) -> None:
+    """They are predicted to be slower, by less than a forecast may be off; in a trial they are faster."""
+    faster = 0.93 * STEPS["csd"].at(53) / STEPS["host"].at(53)
+
+    def trial(ranks: Sequence[RankPlan]) -> TrialResult:
+        found = trial_of(ranks)
+        times = (found.compute_s[0], *(seconds / faster for seconds in found.compute_s[1:]))
+        step_s = (max(times) + SUM_S) * (0.9 if is_equal(ranks) else 1.0)
+        rate = sum(rank.batch_size for rank in ranks) / step_s
+        return replace(found, step_s=step_s, samples_per_s=rate, compute_s=times)
+
+    measurer = ScriptedMeasurer(trial)
+    tuned = tune(at, measurer, limits=Limits(global_batch=159))
+    assert [is_equal(ranks) for ranks in measurer.trials] == [False, False, True]
+    assert is_equal(tuned.tried.ranks)
+    assert tuned.gain == 0.0

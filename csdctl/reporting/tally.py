@@ -1,0 +1,142 @@
+"""What the ranks of a run have done, added up from their events; no other code adds up reports.
+
+A rank reports each of its steps once: in a `Progress`, or in the rest of an `EpochEnd`, which holds its steps
+since it joined the group. Steps and samples are those of the model: a step that a restarted rank repeats, or
+that was lost with the state, counts once. Seconds and rates are those of all reports.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from csdctl.runs.stored_events import Spent
+from csdctl.worker.protocol.events import EpochEnd, Event, Joined, Progress
+
+
+@dataclass(frozen=True)
+class Amounts:
+    """One report of a rank, or the sum of several; times in seconds. None: one of them does not say."""
+
+    steps: int = 0
+    samples: int = 0
+    """Those of the rank."""
+    global_samples: int = 0
+    """Those of all ranks; only rank 0 reports them."""
+    compute_s: float = 0.0
+    wait_s: float = 0.0
+    wall_s: float = 0.0
+    input_s: float | None = 0.0
+    others_s: float | None = 0.0
+    cpu_s: float | None = 0.0
+
+    def __add__(self, other: "Amounts") -> "Amounts":
+        pairs = zip(self._values(), other._values(), strict=True)
+        return Amounts(*(None if a is None or b is None else a + b for a, b in pairs))
+
+    def without(self, part: "Amounts") -> "Amounts":
+        """Return what is left without `part`, at least 0 of everything."""
+        pairs = zip(self._values(), part._values(), strict=True)
+        return Amounts(*(None if a is None else max(a - (b or 0), 0) for a, b in pairs))
+
+    def _values(self) -> Iterable[Any]:
+        return vars(self).values()
+
+    @property
+    def step_s(self) -> float:
+        """Step time: computing, reading, waiting and communication."""
+        return self.compute_s + self.wait_s
+
+    @property
+    def throughput(self) -> float | None:
+        """Samples per second of step time over all ranks, of reports of rank 0; None without a step."""
+        return self.global_samples / self.step_s if self.step_s else None
+
+    @property
+    def own_throughput(self) -> float | None:
+        """Samples per second of step time of the rank itself; None without a step."""
+        return self.samples / self.step_s if self.step_s else None
+
+
+class Tally:
+    """Adds up the events of a run in order of arrival, and keeps none of them."""
+
+    def __init__(self) -> None:
+        self.ranks: defaultdict[int, Amounts] = defaultdict(Amounts)
+        """All reports, by rank."""
+        self.epoch = Amounts()
+        """The reports of rank 0 since the current epoch began; after its end, until the next one begins."""
+        self.steps = 0
+        """Steps of the model."""
+        self._since_joined: defaultdict[int, Amounts] = defaultdict(Amounts)
+        """By rank, the reports that the next end of an epoch includes."""
+        self._ended: dict[int, tuple[int, int]] = {}
+        """Samples and unread private samples, by epoch that has ended."""
+        self._current = 0
+        """The epoch that `epoch` is of."""
+        self._open_samples = 0
+
+    @property
+    def samples(self) -> int:
+        """Samples of the model's steps, over all ranks."""
+        return sum(samples for samples, _ in self._ended.values()) + self._open_samples
+
+    @property
+    def num_epochs(self) -> int:
+        """Epochs that have ended."""
+        return len(self._ended)
+
+    @property
+    def num_private_unread(self) -> int:
+        """Private samples that were not read because their node was absent, once for each epoch."""
+        return sum(unread for _, unread in self._ended.values())
+
+    def add(self, event: Event) -> Amounts | None:
+        """Add an event; return what it reports that was not reported before. None: nothing of steps."""
+        if isinstance(event, Joined):
+            self._join(event)
+        if not isinstance(event, Progress | EpochEnd):
+            return None
+        count = event.global_samples
+        if isinstance(event, EpochEnd) and (event.stepped_samples or not event.steps):
+            count = event.stepped_samples
+        times = event.compute_s, event.wait_s, event.wall_s, event.input_s, event.others_s, event.cpu_s
+        report, rank = Amounts(event.steps, event.samples, count, *times), event.rank
+        if isinstance(event, EpochEnd):
+            report = report.without(self._since_joined[rank])
+        self._add(rank, report, is_end=isinstance(event, EpochEnd))
+        if rank == 0:
+            self._follow(event, report)
+        return report
+
+    def add_spent(self, spent: Spent) -> Amounts:
+        """Add the progress of a rank other than 0, as the reader of stored events passes it."""
+        _, rank, steps, samples, *times, _ = spent
+        report = Amounts(steps, samples, 0, *times)
+        self._add(rank, report, is_end=False)
+        return report
+
+    def _add(self, rank: int, report: Amounts, *, is_end: bool) -> None:
+        self.ranks[rank] += report
+        self._since_joined[rank] = Amounts() if is_end else self._since_joined[rank] + report
+
+    def _join(self, event: Joined) -> None:
+        self._since_joined[event.rank] = Amounts()
+        if event.rank != 0:
+            return
+        self.steps = event.total_steps
+        # A run that continues from a checkpoint may have ended later epochs before.
+        self._ended = {epoch: ended for epoch, ended in self._ended.items() if epoch < event.epoch}
+        if event.epoch_samples or not event.step or event.epoch != self._current:
+            self._open_samples = event.epoch_samples
+
+    def _follow(self, event: Progress | EpochEnd, report: Amounts) -> None:
+        """Follow the position of the model, which rank 0 reports. The end of an epoch may come twice."""
+        if event.epoch != self._current:
+            self._current, self.epoch = event.epoch, Amounts()
+        self.epoch += report
+        self.steps += report.steps
+        self._open_samples += report.global_samples
+        if isinstance(event, EpochEnd):
+            self._ended[event.epoch] = event.global_samples, event.num_lost
+            self._open_samples = 0
