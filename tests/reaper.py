@@ -83,10 +83,13 @@ class Reaper:
 
     def remove_all(self) -> None:
         """Remove fleets, step files, labs, mounts and the session's directory."""
-        for marker in [*self.directory.rglob(".csdctl/emulated/fleet.id")]:
-            remove_fleet(FleetPaths(marker.parent))
-        for runs in self.directory.rglob(".csdctl/runs"):
-            remove_step_files(runs.parents[1])
+        # Unlike rglob, os.walk goes on where a directory disappears: a process that was killed had it in use.
+        projects = [Path(at) for at, names, _ in os.walk(self.directory) if ".csdctl" in names]
+        for project in projects:
+            if (project / ".csdctl/emulated/fleet.id").exists():
+                remove_fleet(FleetPaths(project / ".csdctl/emulated"))
+            if (project / ".csdctl/runs").exists():
+                remove_step_files(project)
         if os.geteuid() == 0:
             remove_labs()
             unmount_below(self.directory)

@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Generic, TypeVar
 
-import numpy as np
-
 from csdctl.runs.stored_events import Spent
 from csdctl.worker.protocol.events import (
     EpochEnd,
@@ -41,6 +39,8 @@ class Timeline:
 
     def __init__(self, num_series: int, num_quantities: int, start_s: float) -> None:
         """`start_s`: the Unix time at which the first interval begins; what came before counts in it."""
+        import numpy as np  # here, so that commands which only look after a fleet do without it
+
         self.start_s, self.interval_s = start_s, FIRST_INTERVAL_S
         self.num_intervals = 0
         """Intervals up to the last that has something."""
@@ -48,6 +48,8 @@ class Timeline:
 
     def add(self, series: int, begin_s: float, end_s: float, amounts: Sequence[float]) -> None:
         """Spread `amounts`, one per quantity, evenly over the time from `begin_s` to `end_s`, Unix times."""
+        import numpy as np
+
         end = max(end_s - self.start_s, 0.0)
         begin = min(max(begin_s - self.start_s, 0.0), end)
         while end >= MAX_INTERVALS * self.interval_s:

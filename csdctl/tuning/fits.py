@@ -7,14 +7,13 @@ change the fit, so large residuals weigh less (Huber's weights, reweighted until
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
-
-import numpy as np
-import numpy.typing as npt
+from typing import Any
 
 from csdctl.perfmodel.prediction import CollectiveCost, StepTime
 from csdctl.tuning.measurements import CollectiveMeasurement
 
-Array = npt.NDArray[np.float64]
+Array = Any
+"""A NumPy array of float64; NumPy is imported where it computes: `forecast --published` does without it."""
 
 HUBER_K = 1.345
 """Residuals beyond this many standard deviations weigh less; 95% efficient where none is an outlier."""
@@ -37,6 +36,8 @@ def fit_step_time(probes: Sequence[Point]) -> StepTime:
 
     A single batch size gives a line through the origin.
     """
+    import numpy as np
+
     if not probes:
         raise ValueError("no probe to fit a step time to")
     sizes = np.array([float(probe.batch_size) for probe in probes])
@@ -50,6 +51,8 @@ def fit_step_time(probes: Sequence[Point]) -> StepTime:
 
 def _fit(columns: Array, times: Array) -> list[float]:
     """Return the coefficients ≥ 0 of `columns`."""
+    import numpy as np
+
     weights, fitted = np.ones_like(times), times
     coefficients: list[float] = []
     for _ in range(NUM_REWEIGHTS):
@@ -67,6 +70,8 @@ def _fit(columns: Array, times: Array) -> list[float]:
 
 def non_negative(columns: Array, wanted: Array) -> list[float]:
     """Solve least squares with coefficients ≥ 0: drop the first negative coefficient until none is left."""
+    import numpy as np
+
     kept = list(range(columns.shape[1]))
     while True:
         solved = np.linalg.lstsq(columns[:, kept], wanted, rcond=None)[0]
@@ -89,6 +94,8 @@ def fit_collective(measured: Sequence[CollectiveMeasurement]) -> CollectiveCost:
     fastest = _fastest(measured)
     if not fastest:
         return CollectiveCost()
+    import numpy as np
+
     rows = [[1.0, others := num_ranks - 1, num_bytes, num_bytes * others] for num_ranks, num_bytes in fastest]
     times = np.array(list(fastest.values()))
     columns = np.array(rows, float) / times[:, np.newaxis]

