@@ -173,7 +173,8 @@ class ModelTask:
     @property
     def variables(self) -> list[Any]:
         """Weights and optimizer state, but for the learning rate, which every step sets."""
-        return [variable for variable in self.step.state if variable is not self.step.optimizer.learning_rate]
+        rates = {id(rate) for rate in self.step.learning_rates}
+        return [variable for variable in self.step.state if id(variable) not in rates]
 
     def load(self) -> None:
         """Load data and model, trace the graphs and reach full speed; the weights stay as they were."""
@@ -256,10 +257,4 @@ class ModelTask:
         self.step.set_step(0, 0.0)
         is_private = self.step.has_noise and self.me.num_private
         copies = np.ones(len(images), np.int64) if is_private else None
-        for _ in range(2):
-            self.step.local(images, labels)
-            if copies is not None:
-                self.step.local(images, labels, private_copies=copies)
-        if len(self.spec.ranks) == 1:
-            self.step.rehearse_alone(images, labels)
-        self.step.rehearse_apply()
+        self.step.rehearse(images, labels, copies, is_alone=len(self.spec.ranks) == 1)
