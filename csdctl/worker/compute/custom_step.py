@@ -32,13 +32,13 @@ import numpy as np
 from csdctl.worker.compute.keras_internals import build_symbolically, optimizer_classes
 from csdctl.worker.compute.objective import LOSS, MetricStates, as_tensors, scale, specs_of
 from csdctl.worker.compute.statistics import Seeds, Snapshot, pooled_spread
-from csdctl.worker.compute.step import RankStep, Sums, size_of, unflatten
+from csdctl.worker.compute.step import RankStep, Step, Sums, size_of, unflatten
 from csdctl.worker.compute.step_graph import StepGraph
 from csdctl.worker.compute.user_code import Augmentation
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.process.errors import WorkerError, describe
 from csdctl.worker.protocol.datasets import INPUT, SAMPLE_WEIGHT, is_position
-from csdctl.worker.protocol.recipe import Recipe
+from csdctl.worker.protocol.recipe import Noise, Recipe
 
 Exchange = Callable[[int, Array], Array]
 """Sums a vector over the ranks, given the number of the sum within the step."""
@@ -150,6 +150,7 @@ class CustomStep(RankStep):
         metrics = [metric for metric in model.metrics if isinstance(metric, keras.metrics.Metric)]
         self._metrics = MetricStates(metrics, (), tf)
         self._named = self._metrics.names
+        self._evaluate: Any = None
         self._exchange: Exchange = _keep
         self._error: Exception | None = None
         self._num_draws = 0
@@ -170,7 +171,7 @@ class CustomStep(RankStep):
         """Names of what train_step returns and no metric has."""
         self._trace()
         self.optimizers = list({id(one): one for one, _ in self.applied}.values())
-        self._rates = [_constant_rate(optimizer) for optimizer in self.optimizers]
+        self._rates = [constant_rate(optimizer) for optimizer in self.optimizers]
         self._set_first_rate(recipe)
         self._first_rate = recipe.learning_rate or next((rate for rate in self._rates if rate), 1.0)
 
@@ -183,8 +184,9 @@ class CustomStep(RankStep):
 
     @property
     def learning_rates(self) -> list[Any]:
-        """The learning rates, which every step sets."""
-        return [one.learning_rate for one, rate in zip(self.optimizers, self._rates, strict=True) if rate]
+        """The learning rates, which every step sets; where all follow schedules, the first one's."""
+        rates = [one.learning_rate for one, rate in zip(self.optimizers, self._rates, strict=True) if rate]
+        return rates or [self._keras.Variable(0.0)]
 
     @property
     def metric_names(self) -> list[str]:
@@ -234,10 +236,19 @@ class CustomStep(RankStep):
         """Take a step without other ranks."""
         self.alone(images, labels)
 
-    def local(self, images: Array, labels: Array, totals: Sequence[Array] = ()) -> Array:
+    def local(
+        self,
+        images: Array,
+        labels: Array,
+        out: Array | None = None,
+        *,
+        private_copies: Array | None = None,
+        totals: Sequence[Array] = (),
+    ) -> Array:
         """Return this rank's part of all sums of a step, joined, and leave the model as it was.
 
-        `totals`: the sums over all ranks of the same step; without them the rank is alone.
+        `totals`: the sums over all ranks of the same step; without them the rank is alone. There is neither
+        noise nor a vector `out`, as in `Step.local`.
         """
         parts: list[Array] = []
 
@@ -256,6 +267,10 @@ class CustomStep(RankStep):
             gradients.append(part[: layout.num_gradients])
             states.append(part[layout.num_gradients :][: layout.num_states])
         return np.concatenate([*gradients, *states, parts[-1][self.layouts[-1].num_states :]])
+
+    def rehearse_alone(self, images: Array, labels: Array) -> None:
+        """Take a step of a rank without other ranks and undo it."""
+        self.local(images, labels)
 
     def rehearse(self, images: Array, labels: Array, private_copies: Array | None, *, is_alone: bool) -> None:
         """Reach full speed; the model stays as it was."""
@@ -319,7 +334,6 @@ class CustomStep(RankStep):
 
     def _trace(self) -> None:
         tf = self._tf
-        self._evaluate: Any = None
         extra = [tf.TensorSpec((), tf.float32), tf.TensorSpec((2,), tf.int32)]
         traced = tf.function(self._step_graph, autograph=False, input_signature=[*self.signature, *extra])
         try:
@@ -343,8 +357,9 @@ class CustomStep(RankStep):
     def _step_graph(self, samples: Any, labels: Any, weight: Any, seed: Any) -> Any:
         tf = self._tf
         graph = self._main = tf.compat.v1.get_default_graph()
-        for found in (self.applied, self.layouts, self._norms, self._states, self._of_batches):
-            found.clear()  # TensorFlow traces again if the first time has created variables
+        recorded: tuple[list[Any], ...] = (self.applied, self.layouts, self._norms, self._states)
+        for one in (*recorded, self._of_batches):
+            one.clear()  # TensorFlow traces again if the first time has created variables
         self._bases = {}
         self._metrics.reset()
         with self._intercepting(weight, seed):
@@ -672,6 +687,32 @@ class CustomStep(RankStep):
             self._rates[0] = recipe.learning_rate
 
 
+AnyStep = Step | CustomStep
+
+
+def make_step(
+    model: Any,
+    recipe: Recipe,
+    example: tuple[Array, Array],
+    tf: Any,
+    keras: Any,
+    *,
+    rank: int = 0,
+    weight: float = 1.0,
+    noise: Noise | None = None,
+) -> AnyStep:
+    """Return the step of a compiled model, which may have its own train_step; arguments as of `Step`."""
+    if not has_own_step(model, keras):
+        return Step(model, recipe, example, tf, keras, rank=rank, weight=weight, noise=noise)
+    if noise:
+        raise WorkerError(
+            f"{type(model).__name__} has its own train_step: csdctl cannot clip the gradient of each sample",
+            remedy="train without data.private.noise",
+            exit_code=2,
+        )
+    return CustomStep(model, recipe, example, tf, keras, rank=rank, weight=weight)
+
+
 class _Held:
     """A tf.Variable with the interface of Keras' variables."""
 
@@ -716,8 +757,9 @@ def repeatable_draws(tf: Any, seed: Any) -> Iterator[None]:
     def shuffle(value: Any, **_: Any) -> Any:
         return tf.random.experimental.stateless_shuffle(value, next_seed())
 
-    own = {"normal": normal, "truncated_normal": truncated, "uniform": uniform, "categorical": categorical}
-    with mock.patch.multiple(tf.random, **own, shuffle=shuffle):
+    own: dict[str, Any] = {"normal": normal, "truncated_normal": truncated, "uniform": uniform}
+    own |= {"categorical": categorical, "shuffle": shuffle}
+    with mock.patch.multiple(tf.random, **own):
         yield
 
 
@@ -767,7 +809,7 @@ def _move_statistics(layer: Any, starts: Sequence[Any], moved: Any, spread: Any,
     mean.assign(mean + rate * (starts[0] + moved / rate - mean))
 
 
-def _constant_rate(optimizer: Any) -> float:
+def constant_rate(optimizer: Any) -> float:
     """Return the learning rate of an optimizer; 0 if it follows a schedule of its own."""
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)
     is_constant = hasattr(getattr(optimizer, "_learning_rate", None), "assign")

@@ -97,6 +97,12 @@ def build_symbolically(model: Any, data: Any) -> None:
         model._symbolic_build(data_batch=data)
 
 
+def find_optimizers(model: Any, keras: Any) -> list[Any]:
+    """Return the optimizers that are attributes of `model`, in the order in which they were set."""
+    found = [value for value in vars(model).values() if isinstance(value, keras.optimizers.Optimizer)]
+    return list({id(one): one for one in found}.values())
+
+
 def optimizer_classes(keras: Any) -> list[Any]:
     """Return the base class of Keras' optimizers and all of its subclasses, the user's included."""
     from keras.src.optimizers.base_optimizer import BaseOptimizer

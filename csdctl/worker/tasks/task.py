@@ -15,9 +15,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from csdctl.worker.compute.backend import load_backend
+from csdctl.worker.compute.custom_step import AnyStep, CustomStep, make_step
 from csdctl.worker.compute.forward import BatchedPass, feature_pass
 from csdctl.worker.compute.model import hash_weights, load
-from csdctl.worker.compute.step import Step
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.data.prepared import EpochReader, SyntheticReader
 from csdctl.worker.group.communicator import Communicator
@@ -117,7 +117,7 @@ class TaskContext:
     progress: RunProgress
     reporter: Reporter
     orders: Orders
-    step: Step | None = None
+    step: AnyStep | None = None
     """The step of a probe session, when the rank is one: same model, recipe and noise."""
 
 
@@ -168,7 +168,8 @@ class ModelTask:
     @property
     def num_elements(self) -> int:
         """Elements of the vector that the ranks sum."""
-        return int(self.layout.step_size + 1 + len(self.spec.ranks))
+        step_size = self.step.max_step_size if isinstance(self.step, CustomStep) else self.layout.step_size
+        return int(step_size + 1 + len(self.spec.ranks))
 
     @property
     def variables(self) -> list[Any]:
@@ -239,9 +240,9 @@ class ModelTask:
         spec = self.spec
         return load(Path(spec.architecture), Path(spec.weights), self._keras, spec.code)
 
-    def _load_step(self) -> Step:
+    def _load_step(self) -> Any:
         spec, me = self.spec, self.me
-        return Step(
+        return make_step(
             self.load_model(),
             replace(spec.recipe, augment="") if spec.head else spec.recipe,
             self.example(0),
