@@ -42,8 +42,6 @@ from csdctl.worker.protocol.recipe import Noise, Recipe
 
 Exchange = Callable[[int, Array], Array]
 """Sums a vector over the ranks, given the number of the sum within the step."""
-CONTRACT = "losses are means over the samples of the batch"
-INEXACT = "sum {}, {}: the gradient of one batch of all samples is off by {:.0e}, so not all of {}"
 
 
 def has_own_step(model: Any, keras: Any) -> bool:
@@ -153,7 +151,8 @@ class CustomStep(RankStep):
         self._evaluate: Any = None
         self._exchange: Exchange = _keep
         self._error: Exception | None = None
-        self._num_draws = 0
+        self.has_draws = False
+        """Whether train_step draws numbers by tf.random."""
         self.applied: list[tuple[Any, list[Any]]] = []
         """Optimizer and variables of each sum."""
         self.layouts: list[SumLayout] = []
@@ -204,7 +203,7 @@ class CustomStep(RankStep):
         return max(layout.step_size for layout in self.layouts)
 
     @property
-    def layout(self) -> Any:
+    def layout(self) -> Any:  # type: ignore[override]
         """All sums joined, as `join` does."""
         gradients = sum(layout.num_gradients for layout in self.layouts)
         end = gradients + sum(layout.num_states for layout in self.layouts)
@@ -267,6 +266,49 @@ class CustomStep(RankStep):
             gradients.append(part[: layout.num_gradients])
             states.append(part[layout.num_gradients :][: layout.num_states])
         return np.concatenate([*gradients, *states, parts[-1][self.layouts[-1].num_states :]])
+
+    def replay(self, images: Array, labels: Array, totals: Sequence[Array]) -> Array:
+        """Return what `local` returns, but gradients as Keras computes them without the graph of this step.
+
+        It is what the ranks are judged by: train_step is called eagerly, and the gradients that it applies
+        are multiplied by n here. Leaves the state after the step.
+        """
+        tf, parts = self._tf, iter(totals)
+        vector = np.array(self.local(images, labels, totals=totals), np.float64)
+        gradients: list[Array] = []
+        is_applying = False
+
+        def wrap(original: Any) -> Any:
+            def apply(optimizer: Any, found: Any, trainable_variables: Any = None) -> Any:
+                nonlocal is_applying
+                if is_applying:
+                    return original(optimizer, found, trainable_variables)
+                own = [np.asarray(tf.convert_to_tensor(one), np.float64) for one in found if one is not None]
+                gradients.append(np.concatenate([one.ravel() for one in own] or [np.zeros(0)]))
+                total, layout = next(parts), self.layouts[len(gradients) - 1]
+                ends = np.cumsum([one.size for one in own])
+                means = np.split(total[: layout.num_gradients] / total[-1], ends)
+                shaped = iter(part.reshape(one.shape) for part, one in zip(means, own, strict=False))
+                types = iter(one.dtype for one in found if one is not None)
+                summed = [None if one is None else tf.cast(next(shaped), next(types)) for one in found]
+                is_applying = True
+                try:
+                    return original(optimizer, summed, trainable_variables)
+                finally:
+                    is_applying = False
+
+            return apply
+
+        if not len(images):
+            return np.zeros(self.layout.step_size)
+        samples = self._tensors(*self.augment(images, labels))
+        with ExitStack() as stack:
+            for kind in optimizer_classes(self._keras):
+                stack.enter_context(_replacing(kind, "apply", wrap))
+            stack.enter_context(repeatable_draws(tf, tf.constant(self._draw_seed())))
+            self._call(self.model.train_step, *samples)
+        vector[self.layout.gradients] = np.concatenate(gradients) * len(images) * self._weight
+        return vector
 
     def rehearse_alone(self, images: Array, labels: Array) -> None:
         """Take a step of a rank without other ranks and undo it."""
@@ -391,8 +433,9 @@ class CustomStep(RankStep):
                 _replacing(self._keras.layers.BatchNormalization, "call", self._normalizing())
             )
             stack.enter_context(_replacing(self._keras.metrics.Mean, "update_state", self._averaging()))
-            stack.enter_context(repeatable_draws(self._tf, seed))
+            drawn = stack.enter_context(repeatable_draws(self._tf, seed))
             yield
+            self.has_draws = bool(drawn)
 
     def _applying(self, weight: Any) -> Callable[[Any], Any]:
         def wrap(original: Any) -> Any:
@@ -631,8 +674,7 @@ class CustomStep(RankStep):
             images, labels = self.augment(images, labels)
         else:  # the step is taken all the same, for its sums
             images, labels = (np.zeros((1, *part.shape[1:]), part.dtype) for part in self._example)
-        step, rank = self.seeds.position
-        seed = np.array([step & 0x7FFFFFFF, self.seeds.key_of(rank) & 0x7FFFFFFF], np.int32)
+        seed = self._draw_seed()
         self._exchange, self._error = exchange, None
         self._save()
         try:
@@ -647,6 +689,11 @@ class CustomStep(RankStep):
         finally:
             self._exchange = _keep
         return total
+
+    def _draw_seed(self) -> Array:
+        """Return what the numbers of tf.random follow from in this step."""
+        step, rank = self.seeds.position
+        return np.array([step & 0x7FFFFFFF, self.seeds.key_of(rank) & 0x7FFFFFFF], np.int32)
 
     def _sums(self, tail: Array) -> Sums:
         *states, count = (float(value) for value in tail)
@@ -732,14 +779,12 @@ def _replacing(kind: Any, name: str, wrap: Callable[[Any], Any]) -> Iterator[Non
 
 
 @contextmanager
-def repeatable_draws(tf: Any, seed: Any) -> Iterator[None]:
+def repeatable_draws(tf: Any, seed: Any) -> Iterator[list[None]]:
     """Let tf.random draw numbers that follow from `seed`, shape (2,), int32, and the order of the calls."""
-    drawn = 0
 
     def next_seed() -> Any:
-        nonlocal drawn
-        drawn += 1
-        return tf.random.experimental.stateless_fold_in(seed, drawn)
+        drawn.append(None)
+        return tf.random.experimental.stateless_fold_in(seed, len(drawn))
 
     def normal(shape: Any, mean: Any = 0.0, stddev: Any = 1.0, dtype: Any = tf.float32, **_: Any) -> Any:
         return tf.random.stateless_normal(shape, next_seed(), mean, stddev, dtype)
@@ -757,10 +802,11 @@ def repeatable_draws(tf: Any, seed: Any) -> Iterator[None]:
     def shuffle(value: Any, **_: Any) -> Any:
         return tf.random.experimental.stateless_shuffle(value, next_seed())
 
+    drawn: list[None] = []
     own: dict[str, Any] = {"normal": normal, "truncated_normal": truncated, "uniform": uniform}
     own |= {"categorical": categorical, "shuffle": shuffle}
     with mock.patch.multiple(tf.random, **own):
-        yield
+        yield drawn
 
 
 def _run_eagerly(code: Callable[[], Any]) -> Any:
