@@ -155,6 +155,8 @@ class ClassModel:
     """Peak memory of a process in bytes, by the batch size that it computed at once."""
     memory_bytes: int | None = None
     """Memory that a rank may use; None: unknown."""
+    is_divisible: bool = True
+    """Whether a batch that exceeds the memory can be computed in micro-batches."""
 
     @property
     def sizes(self) -> set[int]:
@@ -173,7 +175,8 @@ class ClassModel:
 
     def cap(self, size: int) -> int:
         """Return `size`, limited to the largest that a plan may give."""
-        return size if self.max_size is None else min(size, self.max_size)
+        at_once = None if self.is_divisible else self.max_at_once
+        return min([size, *filter(None, (self.max_size, at_once))])
 
     def limit_at_once(self, size: int) -> int:
         """Return how many of `size` samples a machine computes at once."""

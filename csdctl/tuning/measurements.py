@@ -28,6 +28,8 @@ class ModelProperties:
     """Floating-point operations of the forward pass for one sample."""
     input_elements: int = 0
     """Elements of one sample, over all inputs."""
+    is_divisible: bool = True
+    """Whether a batch can be computed in micro-batches."""
 
     @property
     def vector_bytes(self) -> int:
@@ -164,4 +166,5 @@ def describe_model(info: ModelInfo, architecture_hash: str) -> ModelProperties:
         num_trainable=info.num_trainable,
         num_operations=info.num_operations,
         input_elements=sum(math.prod(shape) for shape in shapes if shape),
+        is_divisible=not info.has_own_step,
     )

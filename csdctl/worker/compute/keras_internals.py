@@ -3,6 +3,7 @@
 Written for Keras 3.15; the tests in tests/unit/worker/compute cover every use.
 """
 
+import contextlib
 from typing import Any
 
 from csdctl.worker.protocol.model_info import OwnCompile
@@ -85,6 +86,31 @@ def metric_module(metric: Any) -> str:
 def keras_mask(tensor: Any) -> Any:
     """Return the mask of a prediction, whose elements the loss leaves out, or None."""
     return getattr(tensor, "_keras_mask", None)
+
+
+def build_symbolically(model: Any, data: Any) -> None:
+    """Create the state of losses and metrics of compile(), given a batch of symbolic tensors.
+
+    Nothing is created for a model without call(), which may have its own train_step.
+    """
+    with contextlib.suppress(Exception):
+        model._symbolic_build(data_batch=data)
+
+
+def find_optimizers(model: Any, keras: Any) -> list[Any]:
+    """Return the optimizers that are attributes of `model`, in the order in which they were set."""
+    found = [value for value in vars(model).values() if isinstance(value, keras.optimizers.Optimizer)]
+    return list({id(one): one for one in found}.values())
+
+
+def optimizer_classes(keras: Any) -> list[Any]:
+    """Return the base class of Keras' optimizers and all of its subclasses, the user's included."""
+    from keras.src.optimizers.base_optimizer import BaseOptimizer
+
+    found = [BaseOptimizer]
+    for kind in found:
+        found += kind.__subclasses__()
+    return list(dict.fromkeys(found))
 
 
 def global_seed_generator() -> Any:

@@ -8,16 +8,20 @@ its configuration is built on every rank as on the host, by the user's function.
 
 import hashlib
 import json
+import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from csdctl.worker.compute.backend import load_backend
+from csdctl.worker.compute.custom_step import constant_rate, has_own_step
 from csdctl.worker.compute.cuts import NoCutError, count_flops, describe_cuts, frozen_cut, split_at
 from csdctl.worker.compute.keras_internals import (
     compile_arguments,
     describe_compile,
+    find_optimizers,
     find_scaling_layers,
     flatten_layers,
     own_state,
@@ -45,6 +49,7 @@ from csdctl.worker.protocol.model_info import (
     ModelInfo,
     OutputInfo,
 )
+from csdctl.worker.protocol.recipe import Recipe
 from csdctl.worker.protocol.run_spec import UserCode
 
 COMPILED = ("optimizer", "loss", "loss_weights", "metrics", "weighted_metrics")
@@ -64,14 +69,15 @@ def build(request: BuildRequest) -> ModelInfo:
     keras.utils.set_random_seed(recipe.seed)
     model = _find(spec, keras)
     _check_kind(model, spec, keras)
-    if not _is_built(model):
+    has_step = has_own_step(model, keras)
+    if not _is_built(model, keras):
         if not spec.sample_shapes:
             return ModelInfo(reference, (), (), 0, 0, "", is_built=False)
         _build_by_call(model, spec)
     if not model.trainable_variables:
         raise WorkerError(f"{reference}: the model has no trainable variables", exit_code=2)
     compiled = describe_compile(model, keras)
-    resolved = compile_model(model, recipe, keras)
+    resolved = _compile(model, recipe, keras)
     needs_code, architecture = _to_json(model, spec, keras)
     (output / "architecture.json").write_text(architecture)
     save_weights(output / "weights.npz", model.get_weights())
@@ -84,10 +90,11 @@ def build(request: BuildRequest) -> ModelInfo:
         input_shape=inputs[""] if has_one_input else (),
         inputs={} if has_one_input else inputs,
         output_shape=outputs[0].shape,
-        num_parameters=model.count_params(),
-        num_trainable=sum(int(np.prod(v.shape)) for v in model.trainable_variables),
+        num_parameters=sum(math.prod(variable.shape) for variable in model.weights),
+        num_trainable=sum(math.prod(variable.shape) for variable in model.trainable_variables),
         output_activation=outputs[0].activation,
-        num_operations=count_flops(model),
+        num_operations=0 if has_step else count_flops(model),
+        has_own_step=has_step,
         stateful_layers=find_stateful_layers(model, keras),
         outputs=outputs,
         recipe=resolved,
@@ -96,12 +103,45 @@ def build(request: BuildRequest) -> ModelInfo:
         scaling_layers=find_scaling_layers(model, keras),
         features=features,
         no_features=no_features,
-        cuts=describe_cuts(model, keras),
+        cuts=() if has_step else describe_cuts(model, keras),
     )
+
+
+def _compile(model: Any, recipe: Recipe, keras: Any) -> Recipe:
+    """Compile `model` by the recipe, unless it has a train_step and a compile() of its own."""
+    if not has_own_step(model, keras):
+        return compile_model(model, recipe, keras)
+    named = {
+        "optimizer": recipe.optimizer,
+        "loss": recipe.losses,
+        "metrics": recipe.metrics,
+        "class_weight": recipe.class_weight,
+        "freeze_until": recipe.freeze_until,
+    }
+    if wrong := [name for name, value in named.items() if value]:
+        raise WorkerError(
+            f"{type(model).__name__} has its own train_step, which recipe.{wrong[0]} cannot change",
+            remedy="give it to compile() in the function that builds the model",
+            exit_code=2,
+        )
+    if type(model).compile is keras.Model.compile and model.compiled:
+        return compile_model(model, recipe, keras)
+    rates = [rate for rate in map(constant_rate, find_optimizers(model, keras)) if rate]
+    if recipe.learning_rate is None:
+        recipe = replace(recipe, learning_rate=rates[0] if rates else 1.0)
+    elif len(rates) > 1:
+        raise WorkerError(
+            f"{type(model).__name__} has {len(rates)} optimizers, and recipe.learning_rate is for one",
+            remedy="give the learning rates to the optimizers, where the model is compiled",
+            exit_code=2,
+        )
+    return recipe
 
 
 def _write_parts(model: Any, architecture: str, output: Path, keras: Any) -> tuple[FeatureInfo | None, str]:
     """Write the model's frozen prefix and its head; return what is known of them, or why there are none."""
+    if has_own_step(model, keras):
+        return None, "has its own train_step"
     if BUILDER in json.loads(architecture):
         return None, "cannot be rebuilt from its configuration"
     try:
@@ -191,9 +231,9 @@ def _build_again(spec: BuildSpec, keras: Any) -> Any:
     """Return the model as on the host, by the user's function in the job's code."""
     keras.utils.set_random_seed(spec.recipe.seed)
     model = _find(spec, keras)
-    if not _is_built(model):
+    if not _is_built(model, keras):
         _build_by_call(model, spec)
-    compile_model(model, spec.recipe, keras)
+    _compile(model, spec.recipe, keras)
     return model
 
 
@@ -263,16 +303,12 @@ def _check_kind(model: Any, spec: BuildSpec, keras: Any) -> None:
         raise WorkerError(
             f"{reference} returned a {type(model).__name__}, expected a Keras model", exit_code=2
         )
-    if type(model).train_step is not keras.Model.train_step:
-        raise WorkerError(
-            f"{reference}: {type(model).__name__} has its own train_step, which ranks cannot take together",
-            remedy="override compute_loss instead, or use losses of compile() and add_loss()",
-            exit_code=2,
-        )
 
 
-def _is_built(model: Any) -> bool:
-    return bool(model.built) and all(layer.built for layer in flatten_layers(model))
+def _is_built(model: Any, keras: Any) -> bool:
+    """Return whether all variables exist; a model with its own train_step need not be called itself."""
+    is_built = bool(model.built) or has_own_step(model, keras)
+    return is_built and all(layer.built for layer in flatten_layers(model))
 
 
 def _build_by_call(model: Any, spec: BuildSpec) -> None:
@@ -287,6 +323,10 @@ def _to_json(model: Any, spec: BuildSpec, keras: Any) -> tuple[bool, str]:
     Raises WorkerError, exit code 2, if it cannot be rebuilt from that JSON.
     """
     reference = spec.reference
+    if has_own_step(model, keras) and reference.rpartition(":")[0].endswith(".py"):
+        # Its configuration rarely has what its own __init__ and compile() take.
+        _check_named(spec)
+        return True, json.dumps({BUILDER: json.loads(to_json(spec))})
     try:
         text: str = model.to_json()
     except Exception as error:

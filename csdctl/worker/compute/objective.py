@@ -44,24 +44,36 @@ class MetricStates:
         self._initial = [np.asarray(variable.value).copy() for variable in self._variables]
         self.size = sum(int(initial.size) for initial in self._initial)
 
+    @property
+    def names(self) -> list[str]:
+        """Names of all results."""
+        return list(self.compute((0.0,) * self.size))
+
     def reset(self) -> None:
         """Set the initial state; inside a graph."""
         for variable, initial in zip(self._variables, self._initial, strict=True):
             variable.assign(initial)
 
-    def read(self, count: Any) -> list[Any]:
-        """Return what a batch of `count` samples added since `reset`, flat, float32; inside a graph."""
+    def read(self, count: Any, of_batches: Sequence[Any] = ()) -> list[Any]:
+        """Return what a batch of `count` samples added since `reset`, flat, float32; inside a graph.
+
+        `of_batches`: further metrics that count batches.
+        """
         tf = self._tf
+        weighted = {id(variable) for metric in of_batches for variable in metric.variables}
         added = []
         for variable, initial, is_of_batches in zip(
             self._variables, self._initial, self._is_of_batches, strict=True
         ):
             change = tf.reshape(tf.cast(variable.value - initial, tf.float32), [-1])
-            added.append(change * count if is_of_batches else change)
+            added.append(change * count if is_of_batches or id(variable) in weighted else change)
         return added
 
-    def compute(self, state: Sequence[float]) -> dict[str, float]:
-        """Return the results by name for a summed state, shape (size,)."""
+    def compute(self, state: Sequence[float], *, skip_unchanged: bool = False) -> dict[str, float]:
+        """Return the results by name for a summed state, shape (size,).
+
+        With `skip_unchanged`, those of metrics that nothing was added to are left out.
+        """
         position = 0
         values = np.asarray(state, np.float64)
         for variable, initial in zip(self._variables, self._initial, strict=True):
@@ -69,7 +81,14 @@ class MetricStates:
             variable.assign((initial + part).astype(initial.dtype))
             position += initial.size
         results: dict[str, float] = {}
+        changed = {
+            id(variable)
+            for variable, initial in zip(self._variables, self._initial, strict=True)
+            if not np.array_equal(np.asarray(variable.value), initial)
+        }
         for metric in self._metrics:
+            if skip_unchanged and not any(id(variable) in changed for variable in metric.variables):
+                continue
             found = metric.result()
             named = found if isinstance(found, dict) else {metric.name: found}
             for name, value in named.items():
@@ -116,7 +135,7 @@ class Objective:
         self._model, self._tf, self._keras = model, tf, keras
         self._input_range = recipe.input_range
         self._class_weights = _class_weights(recipe.class_weight)
-        self.signature = [self._spec_of(array) for array in example]
+        self.signature = specs_of(example, tf)
         self._build()
         own, trackers = [metric for metric in model.metrics if metric.name != LOSS], loss_trackers(model)
         of_batches = self._find_of_batches([metric for metric in own if metric not in trackers])
@@ -255,15 +274,6 @@ class Objective:
             )
         return tf.reduce_sum(tf.cast(mask, tf.float32))
 
-    def _spec_of(self, array: Array) -> Any:
-        tf = self._tf
-        if array.dtype.names is None:
-            return tf.TensorSpec((None, *array.shape[1:]), array.dtype)
-        return {
-            name: tf.TensorSpec((None, *array.dtype[name].shape), array.dtype[name].base)
-            for name in array.dtype.names
-        }
-
     def _build(self) -> None:
         """Create the state of losses and metrics, which Keras does at the first batch."""
 
@@ -324,6 +334,20 @@ def inputs_of(model: Any, samples: Any, input_range: tuple[float, float] | None,
     if isinstance(structure, dict):  # a tensor may have another name than the key that it is given by
         return {name: pick(tensor, name) for name, tensor in structure.items()}
     return tf.nest.map_structure(lambda tensor: pick(tensor, tensor.name), structure)
+
+
+def specs_of(example: Iterable[Array], tf: Any) -> list[Any]:
+    """Return the signature of batches of any size like `example`, samples and labels."""
+
+    def spec_of(array: Array) -> Any:
+        if array.dtype.names is None:
+            return tf.TensorSpec((None, *array.shape[1:]), array.dtype)
+        return {
+            name: tf.TensorSpec((None, *array.dtype[name].shape), array.dtype[name].base)
+            for name in array.dtype.names
+        }
+
+    return [spec_of(array) for array in example]
 
 
 def as_tensors(array: Array, tf: Any) -> Any:

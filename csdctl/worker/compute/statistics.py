@@ -95,8 +95,7 @@ class LayerStates:
         for (_, mean, variance, rate), old_mean, old_variance in zip(
             self._norms, before[: 2 * len(self._norms) : 2], before[1 : 2 * len(self._norms) : 2], strict=True
         ):
-            moved = mean - old_mean
-            spread = (variance - old_variance) + moved * moved / rate
+            moved, spread = pooled_spread(mean - old_mean, variance - old_variance, rate)
             changes += [count * moved, count * spread]
         for old, variable in zip(before[2 * len(self._norms) :], self.variables, strict=True):
             change = tf.cast(variable, tf.float32) - tf.cast(old, tf.float32)
@@ -119,6 +118,11 @@ class LayerStates:
             is_counter = not variable.dtype.is_floating  # which all ranks advance alike
             shaped = tf.reshape(tf.round(change) if is_counter else change, variable.shape)
             variable.assign_add(tf.cast(shaped, variable.dtype))
+
+
+def pooled_spread(moved: Any, changed: Any, rate: float) -> tuple[Any, Any]:
+    """Return the changes of a batch norm's moving mean and variance, whose means over ranks can be pooled."""
+    return moved, changed + moved * moved / rate
 
 
 def changing_state(model: Any, keras: Any) -> list[Any]:
@@ -159,9 +163,18 @@ class Seeds:
             state = np.array([key, _first_counter(step)], generator.state.dtype)
             generator.state.value.assign(state, read_value=False)
 
+    @property
+    def states(self) -> list[Any]:
+        """The variables that hold the random states."""
+        return [generator.state for _, generator in self._generators]
+
+    def key_of(self, rank: int) -> int:
+        """Return a number for random operations without a state, of 32 bits."""
+        return zlib.crc32(f"{self._seed}/{rank}".encode())
+
     def save(self) -> Snapshot:
         """Return the random states as they are, to be restored."""
-        return Snapshot(generator.state for _, generator in self._generators)
+        return Snapshot(self.states)
 
     def find_drawing(self, step: int) -> list[str]:
         """Return the names of the layers that have drawn random numbers since `set_step(step)`.

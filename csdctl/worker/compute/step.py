@@ -156,6 +156,16 @@ class RankStep:
         """Return the metrics of all samples of `sums` by name."""
         return self.objective.metrics.compute(sums.states) if sums.states else {}
 
+    @property
+    def learning_rates(self) -> list[Any]:
+        """The learning rates, which every step sets."""
+        return [self.optimizer.learning_rate]
+
+    @property
+    def metric_names(self) -> list[str]:
+        """Names of the results of `metrics`."""
+        return list(self.metrics(Sums(0.0, (0.0,) * self.objective.metrics.size, 0.0)))
+
     def rehearse_apply(self) -> None:
         """Take an optimizer step and undo it: the first one costs a slow node seconds."""
         vector = np.zeros(self.layout.step_size, np.float32)
@@ -320,6 +330,20 @@ class Step(RankStep):
     def evaluate(self, images: Array, labels: Array) -> Sums:
         """Return loss sum, metric sums and count of one batch, without training."""
         return self._sums(np.asarray(self._evaluate(*self.objective.tensors(images, labels))))
+
+    def take(self, images: Array, labels: Array, private_copies: Array | None = None) -> None:
+        """Take a step without other ranks, as a rank among others takes it."""
+        self.apply(self.local(images, labels, private_copies=private_copies))
+
+    def rehearse(self, images: Array, labels: Array, private_copies: Array | None, *, is_alone: bool) -> None:
+        """Reach full speed; the model stays as it was. `is_alone`: of a rank without other ranks."""
+        for _ in range(2):
+            self.local(images, labels)
+            if private_copies is not None:
+                self.local(images, labels, private_copies=private_copies)
+        if is_alone:
+            self.rehearse_alone(images, labels)
+        self.rehearse_apply()
 
     def rehearse_alone(self, images: Array, labels: Array) -> None:
         """Take a step of a rank without other ranks and undo it."""

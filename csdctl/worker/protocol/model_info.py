@@ -134,6 +134,8 @@ class ModelInfo:
     """False: it is a subclass that gets its weights by being called; nothing but its name is known."""
     compiled: OwnCompile | None = None
     """None: the model was not compiled."""
+    has_own_step: bool = False
+    """Whether it has its own train_step: it is not divided, and its batches not into micro-batches."""
     scaling_layers: tuple[str, ...] = ()
     """Layers that scale what they are given, such as 'rescaling (Rescaling)'."""
 

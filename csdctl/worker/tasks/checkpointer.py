@@ -23,8 +23,8 @@ from typing import Any
 
 import numpy as np
 
+from csdctl.worker.compute.custom_step import AnyStep
 from csdctl.worker.compute.forward import assemble
-from csdctl.worker.compute.step import Step
 from csdctl.worker.data.arrays import Array, read_array_header, save_arrays
 from csdctl.worker.data.schedule import OwnSamples
 from csdctl.worker.process.errors import WorkerError, describe
@@ -204,7 +204,7 @@ def save_model(model: Any, path: Path) -> Path:
 class Checkpointer:
     """Saves the state and the models of one run."""
 
-    def __init__(self, spec: RunSpec, reporter: Reporter, step: Step, own: Sequence[OwnSamples]) -> None:
+    def __init__(self, spec: RunSpec, reporter: Reporter, step: AnyStep, own: Sequence[OwnSamples]) -> None:
         """Restore what an earlier process of this run saved: see `position`.
 
         `own`: the samples of each rank. Raises WorkerError when a state was saved and none can be used.

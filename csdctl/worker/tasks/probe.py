@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from csdctl.worker.compute.custom_step import AnyStep, make_step
 from csdctl.worker.compute.keras_internals import find_smallest_embedding
 from csdctl.worker.compute.model import load
 from csdctl.worker.compute.split import measure_time
-from csdctl.worker.compute.step import Step
 from csdctl.worker.data.arrays import Array, random_batch
 from csdctl.worker.process.machine import peak_memory_bytes
 from csdctl.worker.process.output import exit_with_failure
@@ -37,10 +37,10 @@ def serve_probes(spec: ProbeSpec, tf: Any, keras: Any) -> None:
     model = load(Path(spec.architecture), Path(spec.weights), keras, spec.code)
     generator, num_indices = np.random.default_rng(0), find_smallest_embedding(model)
     example = random_batch(generator, spec.data, 1, num_indices)
-    step = Step(model, spec.recipe, example, tf, keras, noise=spec.noise)
+    step = make_step(model, spec.recipe, example, tf, keras, noise=spec.noise)
     step.set_step(0, 0.0)
     # The first step traces the graphs, which is part of starting and not of a measurement.
-    step.apply(step.local(*example, private_copies=_copies(step, spec, 1)))
+    step.take(*example, private_copies=_copies(step, spec, 1))
     _print_ready()
     for line in sys.stdin:
         request = request_from_line(line)
@@ -58,11 +58,11 @@ def _print_ready() -> None:
     print(f"\n{READY}", flush=True)  # other output may lack a line end
 
 
-def _copies(step: Step, spec: ProbeSpec, batch_size: int) -> Array | None:
+def _copies(step: AnyStep, spec: ProbeSpec, batch_size: int) -> Array | None:
     return np.ones(batch_size, np.int64) if step.has_noise and spec.is_private else None
 
 
-def _take_part(request: AttachRequest, step: Step) -> None:
+def _take_part(request: AttachRequest, step: AnyStep) -> None:
     """Be a rank, with the graphs that are already traced."""
     node = UNKNOWN_NODE
     try:
@@ -76,11 +76,11 @@ def _take_part(request: AttachRequest, step: Step) -> None:
 
 
 def measure(
-    step: Step, batch: tuple[Array, Array], request: ProbeRequest, copies: Array | None
+    step: AnyStep, batch: tuple[Array, Array], request: ProbeRequest, copies: Array | None
 ) -> ProbeResult:
     """Return the mean time of a step without other ranks; `copies` as in `Step.local`."""
     step_s, num_steps = measure_time(
-        lambda: step.apply(step.local(*batch, private_copies=copies)),
+        lambda: step.take(*batch, private_copies=copies),
         request.min_duration_s,
         num_warm_ups=request.warm_up_steps,
         min_count=request.min_steps,

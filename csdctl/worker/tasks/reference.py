@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from csdctl.worker.compute.custom_step import AnyStep, CustomStep
 from csdctl.worker.compute.keras_internals import flatten_layers
 from csdctl.worker.compute.statistics import Snapshot
 from csdctl.worker.compute.step import Step
@@ -57,7 +58,7 @@ NUM_DRAWS = 3
 """Number of random roundings of the weights; the spread is their largest effect."""
 NEAR = 8.0
 """Distance from one batch of all samples, in spreads, that needs no explanation."""
-MAX_REASON_CHARS = 200
+MAX_REASON_CHARS = 400
 LOSS_ROUNDING = 1e-5
 """Relative difference of the loss of one batch and of its parts that rounding in float32 explains."""
 COUPLED = "a layer or loss that compares samples of a batch: the loss of its parts is off by {:.0e}"
@@ -100,7 +101,7 @@ class Reference:
 
     def __init__(
         self,
-        step: Step,
+        step: AnyStep,
         seed: int,
         ranks: Sequence[RankSpec],
         sizes: Sequence[int],
@@ -115,7 +116,7 @@ class Reference:
         self._step, self._seed = step, seed
         self._ranks, self._sizes = ranks, sizes
         self._weight = weight
-        self._start = Snapshot(step.model.variables)
+        self._start = Snapshot(step.model.variables if isinstance(step, Step) else step.state)
         self._weights = [weight for weight in step.model.weights if str(weight.dtype) in ROUNDOFFS]
         types = {"float32", *(str(weight.dtype) for weight in self._weights)}
         self._roundoff = max(ROUNDOFFS[dtype] for dtype in types)
@@ -191,6 +192,7 @@ class Reference:
 
         Of a loss that is not divided by samples nothing is known: csdctl itself counts what it is divided by.
         """
+        assert isinstance(self._step, Step)
         if self._step.objective.counts_elements:
             return ""
         ranks = [number for number, size in enumerate(self._sizes) if size]
@@ -210,7 +212,7 @@ class Reference:
 
     def _find_reasons(self) -> tuple[str, ...]:
         """Return why the gradient depends on how samples are divided into batches."""
-        normalizing = self._step.states.find_normalizing(self._own[self._step.layout.statistics])
+        normalizing = self._find_normalizing(self._own[self._step.layout.statistics])
         named = {"random numbers": self.drawing, "normalization by the batch": normalizing}
         reasons = [f"{what} in {_list_names(names)}" for what, names in named.items() if names]
         if augmentation := self._step.augmentation:
@@ -218,6 +220,10 @@ class Reference:
         if len({rank.weight for rank in self._ranks}) > 1:
             reasons.append("samples of different weight on different ranks")
         return tuple(reason[:MAX_REASON_CHARS] for reason in reasons)
+
+    def _find_normalizing(self, changes: Array) -> list[str]:
+        assert isinstance(self._step, Step)
+        return self._step.states.find_normalizing(changes)
 
     def _relative(self, change: Array, whole: Array) -> float:
         layout = self._step.layout
@@ -243,6 +249,61 @@ class Reference:
             # Two roundings wide: half of the weights that are stored in this type become a neighbour.
             moves = generator.random(value.shape, np.float32) * np.float32(4) - np.float32(2)
             variable.assign(value * (1 + moves * roundoff))
+
+
+class CustomReference(Reference):
+    """The same of a model with its own train_step: Keras computes the gradients without csdctl's graph."""
+
+    _step: CustomStep
+
+    def __init__(self, *arguments: Any, totals: Sequence[Array]) -> None:
+        """`totals`: the sums of the step over all ranks, which later sums of the same step depend on."""
+        super().__init__(*arguments)
+        self._totals = totals
+
+    def measure_update(self, after: Sequence[Array]) -> float:
+        """Return how far the trained variables `after` the ranks' step are off, relative to its changes."""
+        trained = {id(one) for _, variables in self._step.applied for one in variables}
+        self._start.restore()
+        start = [np.asarray(one.value).astype(np.float64) for one in self._step.state]
+        self._compute(0, [column[:-1] for column in self.samples(0)])
+        own = [np.asarray(one.value).astype(np.float64) for one in self._step.state]
+        rows = zip(self._step.state, start, own, after, strict=True)
+        changed = [(last - first, found - last) for one, first, last, found in rows if id(one) in trained]
+        size, apart = (np.sqrt(sum(float(np.sum(pair[at] ** 2)) for pair in changed)) for at in (0, 1))
+        return float(apart / size) if size else 0.0
+
+    def _compute(self, number: int, batch: Iterable[Array], draw: int | None = None) -> Array:
+        rank, step = self._ranks[number], self._step
+        self._start.restore()
+        if draw is not None:
+            self._round_otherwise(np.random.default_rng([self._seed, rank.rank, draw]))
+        step.seeds.set_step(0, rank.rank)
+        samples, labels = batch
+        vector = step.replay(samples, labels, self._totals)
+        self.drawing = step.seeds.find_drawing(0) + ["tf.random"] * step.has_draws
+        return vector * (rank.weight / self._weight)
+
+    def _find_normalizing(self, changes: Array) -> list[str]:
+        return self._step.find_normalizing(changes)
+
+    def _find_coupling(self) -> str:
+        """Return which of the sums differ from those of one batch, and by how much."""
+        own, layout, position, wrong = self.measure_one_batch(), self._step.layout, 0, []
+        spread = max(one.spread for one in self.of_ranks)
+        for number, part in enumerate(self._step.layouts[:-1], start=1):
+            at = slice(position, position := position + part.num_gradients)
+            apart = _relative(self.sent - own, own, at)
+            if apart > NEAR * spread:
+                wrong.append(f"{number}, {part.name}, by {apart:.0e}")
+        assert layout.gradients.stop == position
+        return NOT_MEAN.format("; ".join(wrong)) if wrong else ""
+
+
+NOT_MEAN = (
+    "a loss that is not a mean over the samples of the batch, or compares them: the gradient of one batch of "
+    "all samples differs in sum {}"
+)
 
 
 def _list_names(names: Sequence[str], at_most: int = 3) -> str:

@@ -12,7 +12,7 @@ from importlib import import_module
 
 import numpy as np
 
-from csdctl.worker.compute.step import Step
+from csdctl.worker.compute.custom_step import AnyStep
 from csdctl.worker.group.channel import Listener, SharedVectors
 from csdctl.worker.group.communicator import Communicator, LinkCommunicator
 from csdctl.worker.group.values import LinkLostError, PeerFaultError
@@ -45,7 +45,7 @@ TASKS = {
 class RankSession:
     """Runs the task of `spec` on rank `rank`, in the groups that `orders` form."""
 
-    def __init__(self, spec: RunSpec, rank: int, step: Step | None = None) -> None:
+    def __init__(self, spec: RunSpec, rank: int, step: AnyStep | None = None) -> None:
         """`step`: of a probe session that takes part as a rank; it has the same model, recipe and noise."""
         self._spec = spec
         self._me = spec.ranks[rank]

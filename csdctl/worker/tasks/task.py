@@ -15,9 +15,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from csdctl.worker.compute.backend import load_backend
+from csdctl.worker.compute.custom_step import AnyStep, CustomStep, make_step
 from csdctl.worker.compute.forward import BatchedPass, feature_pass
 from csdctl.worker.compute.model import hash_weights, load
-from csdctl.worker.compute.step import Step
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.data.prepared import EpochReader, SyntheticReader
 from csdctl.worker.group.communicator import Communicator
@@ -117,7 +117,7 @@ class TaskContext:
     progress: RunProgress
     reporter: Reporter
     orders: Orders
-    step: Step | None = None
+    step: AnyStep | None = None
     """The step of a probe session, when the rank is one: same model, recipe and noise."""
 
 
@@ -168,12 +168,14 @@ class ModelTask:
     @property
     def num_elements(self) -> int:
         """Elements of the vector that the ranks sum."""
-        return int(self.layout.step_size + 1 + len(self.spec.ranks))
+        step_size = self.step.max_step_size if isinstance(self.step, CustomStep) else self.layout.step_size
+        return int(step_size + 1 + len(self.spec.ranks))
 
     @property
     def variables(self) -> list[Any]:
         """Weights and optimizer state, but for the learning rate, which every step sets."""
-        return [variable for variable in self.step.state if variable is not self.step.optimizer.learning_rate]
+        rates = {id(rate) for rate in self.step.learning_rates}
+        return [variable for variable in self.step.state if id(variable) not in rates]
 
     def load(self) -> None:
         """Load data and model, trace the graphs and reach full speed; the weights stay as they were."""
@@ -238,9 +240,9 @@ class ModelTask:
         spec = self.spec
         return load(Path(spec.architecture), Path(spec.weights), self._keras, spec.code)
 
-    def _load_step(self) -> Step:
+    def _load_step(self) -> Any:
         spec, me = self.spec, self.me
-        return Step(
+        return make_step(
             self.load_model(),
             replace(spec.recipe, augment="") if spec.head else spec.recipe,
             self.example(0),
@@ -256,10 +258,4 @@ class ModelTask:
         self.step.set_step(0, 0.0)
         is_private = self.step.has_noise and self.me.num_private
         copies = np.ones(len(images), np.int64) if is_private else None
-        for _ in range(2):
-            self.step.local(images, labels)
-            if copies is not None:
-                self.step.local(images, labels, private_copies=copies)
-        if len(self.spec.ranks) == 1:
-            self.step.rehearse_alone(images, labels)
-        self.step.rehearse_apply()
+        self.step.rehearse(images, labels, copies, is_alone=len(self.spec.ranks) == 1)

@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from csdctl.worker.compute.custom_step import AnyStep, CustomStep
 from csdctl.worker.compute.keras_internals import find_smallest_embedding
 from csdctl.worker.compute.recipe import learning_rate, make_schedule
-from csdctl.worker.compute.step import Step, Sums, add_sums
+from csdctl.worker.compute.step import Sums, add_sums
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.data.prepared import PreparedSamples, SyntheticReader, sample_bytes
 from csdctl.worker.data.schedule import Share
@@ -55,8 +56,9 @@ class Train(ModelTask):
         validation = self.spec.validation
         self._validation = PreparedSamples(validation) if validation and self.is_root else None
         super().load()
-        names = self.step.metrics(Sums(0.0, (0.0,) * self.step.objective.metrics.size, 0.0))
-        check_monitors(self.spec.recipe, names, has_validation=self.spec.validation is not None)
+        check_monitors(
+            self.spec.recipe, self.step.metric_names, has_validation=self.spec.validation is not None
+        )
         limits = {
             rank.rank: rank.max_batch_size or GROWTH_LIMIT * rank.batch_size for rank in self.spec.ranks
         }
@@ -151,35 +153,84 @@ class Train(ModelTask):
         copies = self.reader.private_copies(share) if self.step.has_noise else None
         if communicator.size == 1:
             sums = self.step.alone(images, labels, private_copies=copies)
-            self._check_finite(sums, sums.loss, communicator)
+            self._check_finite(sums.loss, sums.loss, communicator)
             self._end_step(sums, global_samples)
-            times_s = time.perf_counter() - received, 0.0, input_s, 0.0
-            return StepTotals(1, len(images), *times_s, sums, global_samples, self.orders.is_stopping)
-        vector, layout = communicator.local, self.layout
-        exchanged_s = self._compute(communicator, images, labels, copies, vector[layout.step])
-        computed = time.perf_counter()
-        is_stopping = self.is_root and self.orders.is_stopping
-        vector[layout.stop :] = 0
-        vector[layout.stop] = is_stopping
-        vector[layout.compute_s][self.me.rank] = self._apply_s + computed - received - exchanged_s
-        ranks = tuple(share.rank for share in self.progress.segment.shares)
-        expected = ExpectedTails(layout.count, ranks, tuple(self.progress.weigh(step_samples)))
-        total = communicator.sum(vector, expected if self.is_root else None)
-        summed = time.perf_counter()
-        step_total = total[layout.step]
-        sums = self.summed.read_sums(step_total)
-        self._check_finite(sums, float(np.add.reduce(step_total)), communicator)
-        self._check_sum(total, expected, is_stopping=is_stopping)
-        self.summed.apply(step_total)
-        is_stopping, times_s = bool(total[layout.stop] > 0), total[layout.compute_s].astype(float)
+            alone_s = time.perf_counter() - received, 0.0, input_s, 0.0
+            return StepTotals(1, len(images), *alone_s, sums, global_samples, self.orders.is_stopping)
+        layout = self.layout
+        if isinstance(self.step, CustomStep):
+            sums, tail, times = self._take_custom(communicator, self.step, images, labels, received)
+            computed, exchanged_s, summed = times
+        else:
+            out = communicator.local[layout.step]
+            exchanged_s = self._compute(communicator, images, labels, copies, out)
+            computed = time.perf_counter()
+            own_s = self._apply_s + computed - received - exchanged_s
+            total = self._sum(communicator, layout, own_s)
+            summed = time.perf_counter()
+            step_total, tail = total[layout.step], total[layout.stop :]
+            sums = self.summed.read_sums(step_total)
+            self._check_finite(sums.loss, float(np.add.reduce(step_total)), communicator)
+            self.summed.apply(step_total)
+        is_stopping, times_s = bool(tail[0] > 0), tail[1:].astype(float)
         self._end_step(sums, global_samples)
         self._balance(times_s)
         self._apply_s = time.perf_counter() - summed
         compute_s = computed - received - exchanged_s + self._apply_s
         wait_s = summed - computed + received - began + exchanged_s
         others_s = None if self.spec.split else float(times_s.max() - times_s[self.me.rank])
-        own_s = compute_s, wait_s, input_s, others_s
-        return StepTotals(1, len(images), *own_s, sums, global_samples, is_stopping)
+        spent_s = compute_s, wait_s, input_s, others_s
+        return StepTotals(1, len(images), *spent_s, sums, global_samples, is_stopping)
+
+    def _sum(self, communicator: Communicator, layout: Any, own_s: float, *, is_last: bool = True) -> Array:
+        """Sum the vector in `communicator.local` over all ranks; its part of the step is filled in.
+
+        `own_s`: the seconds that this rank computed; `is_last`: of the sums of this step. Raises WorkerError
+        for a sum that cannot be; a star finds the rank at fault before that.
+        """
+        vector = communicator.local
+        is_stopping = is_last and self.is_root and self.orders.is_stopping
+        vector[layout.stop :] = 0
+        vector[layout.stop] = is_stopping
+        vector[layout.compute_s][self.me.rank] = own_s
+        ranks = tuple(share.rank for share in self.progress.segment.shares)
+        counts = tuple(self.progress.weigh(self.progress.step_samples))
+        expected = ExpectedTails(layout.count, ranks, counts)
+        total = communicator.sum(vector, expected if self.is_root else None)
+        is_own_stop = not self.is_root or total[layout.stop] == is_stopping
+        if not is_own_stop or not expected.is_count_of(total):
+            raise WorkerError(
+                f"the sum over the ranks is of {total[layout.count]:g} samples, "
+                f"expected {sum(expected.counts):g}, or a node asked all ranks to stop",
+                remedy="train with `--collective star`, which finds the node and continues without it",
+            )
+        return total
+
+    def _take_custom(
+        self, communicator: Communicator, step: CustomStep, images: Array, labels: Array, began: float
+    ) -> tuple[Sums, Array, tuple[float, float, float]]:
+        """Take a step of several sums; returns its sums, and the end of the last vector, from the stop on.
+
+        Then when the last sum began, the seconds of the sums before it, and when it ended.
+        """
+        tail: Array = np.zeros(0)
+        waited_s, summing, summed = 0.0, began, began
+
+        def exchange(number: int, part: Array) -> Array:
+            nonlocal tail, waited_s, summing, summed
+            waited_s += summed - summing
+            summing, layout = time.perf_counter(), step.layouts[number]
+            is_last = number == len(step.layouts) - 1
+            communicator.local[layout.step] = part
+            own_s = self._apply_s + summing - began - waited_s if is_last else 0.0
+            total = self._sum(communicator, layout, own_s, is_last=is_last)
+            result = total[layout.step].copy()
+            self._check_finite(0.0, float(np.add.reduce(result)), communicator)
+            tail, summed = total[layout.stop :][: 1 + len(self.spec.ranks)].copy(), time.perf_counter()
+            return result
+
+        sums = step.run(images, labels, exchange)
+        return sums, tail, (summing, waited_s, summed)
 
     def _compute(
         self, communicator: Communicator, images: Array, labels: Array, copies: Array | None, out: Array
@@ -230,14 +281,14 @@ class Train(ModelTask):
         self._balancer.forget()
         progress.change_batch_sizes(proposal)
 
-    def _check_finite(self, sums: Sums, total: float, communicator: Communicator) -> None:
+    def _check_finite(self, loss: float, total: float, communicator: Communicator) -> None:
         """Raise an error before a non-finite gradient is applied; all ranks see the same sum.
 
         When only a few ranks sent such a vector, they are at fault (PeerFaultError); otherwise the training
         diverges (WorkerError). Rank 0 decides; the others wait until it leaves the group.
         """
         # With loss scaling, the optimizer skips a gradient that overflowed and lowers the scale.
-        if math.isfinite(sums.loss) and (math.isfinite(total) or self.step.has_loss_scaling):
+        if math.isfinite(loss) and (math.isfinite(total) or self.step.has_loss_scaling):
             return
         if not self.is_root:
             communicator.allgather(None, type(None))
@@ -248,18 +299,8 @@ class Train(ModelTask):
         position = self.progress.position
         if self._checkpointer:
             self._checkpointer.save_last_good()
-        cause = f"the loss became {sums.loss}" if not math.isfinite(sums.loss) else "the gradient overflowed"
+        cause = f"the loss became {loss}" if not math.isfinite(loss) else "the gradient overflowed"
         raise WorkerError(f"{cause} in epoch {position.epoch}, step {position.step + 1}", remedy=DIVERGED)
-
-    def _check_sum(self, total: Array, expected: ExpectedTails, *, is_stopping: bool) -> None:
-        """Raise WorkerError for a sum that cannot be; a star finds the rank at fault before that."""
-        is_own_stop = not self.is_root or total[self.layout.stop] == is_stopping
-        if not is_own_stop or not expected.is_count_of(total):
-            raise WorkerError(
-                f"the sum over the ranks is of {total[self.layout.count]:g} samples, "
-                f"expected {sum(expected.counts):g}, or a node asked all ranks to stop",
-                remedy="train with `--collective star`, which finds the node and continues without it",
-            )
 
     def _end_early(self, group: Group, reason: str) -> str:
         """End the run within an epoch."""
@@ -319,7 +360,9 @@ class Train(ModelTask):
         if self.is_root:
             fields = {
                 **self._epoch_results(),
-                "learning_rate": float(np.asarray(self.step.optimizer.learning_rate.value)),
+                "learning_rate": next(
+                    (float(np.asarray(one.value)) for one in self.step.learning_rates), 0.0
+                ),
                 "num_lost": self.progress.num_lost(group.ranks),
                 **results,
                 "stepped_samples": self._epoch_totals.global_samples,
@@ -330,7 +373,7 @@ class Train(ModelTask):
 
 
 def evaluate(
-    step: Step, validation: PreparedSamples, reporter: Reporter, progress_interval_s: float
+    step: AnyStep, validation: PreparedSamples, reporter: Reporter, progress_interval_s: float
 ) -> dict[str, Any]:
     """Return mean loss and metrics over `validation` as fields of an EpochEnd; emit progress meanwhile."""
     results: list[Sums] = []

@@ -15,6 +15,7 @@ from typing import Annotated, Any
 
 import numpy as np
 
+from csdctl.worker.compute.custom_step import CustomStep
 from csdctl.worker.compute.keras_internals import find_smallest_embedding
 from csdctl.worker.compute.split import SplitStep, micro_batch_size
 from csdctl.worker.compute.statistics import Snapshot
@@ -27,7 +28,7 @@ from csdctl.worker.protocol.datasets import SAMPLE_WEIGHT
 from csdctl.worker.protocol.events import STATE, VERIFIED, Verified
 from csdctl.worker.protocol.json_codec import MaxLength
 from csdctl.worker.protocol.run_spec import RankSpec
-from csdctl.worker.tasks.reference import ExactSum, Reference, compute_type, widen
+from csdctl.worker.tasks.reference import CustomReference, ExactSum, Reference, compute_type, widen
 from csdctl.worker.tasks.split import SplitParts
 from csdctl.worker.tasks.task import Group, ModelTask
 
@@ -131,6 +132,8 @@ def _draw_labels(generator: np.random.Generator, labels: Array, sizes: Sequence[
             values[...] = generator.random(values.shape)
 
 
+MAX_UPDATE_DIFFERENCE = 0.01
+"""Largest difference of what one step changes that rounding explains; a sum applied twice makes 1."""
 NUM_LOOKED_AT = 64
 """Samples of rank 0 that tell the ranges of values."""
 
@@ -181,6 +184,8 @@ class Verify(ModelTask):
 
     def _take_step(self, communicator: Communicator) -> Verified | None:
         """Take the step; return what is found on rank 0, without the hash of the weights."""
+        if isinstance(self.step, CustomStep):
+            return self._take_custom(communicator, self.step)
         own = np.zeros_like(communicator.local)
         own[self.layout.step] = vector = self._compute()
         after = Snapshot(self.step.model.variables)
@@ -195,6 +200,43 @@ class Verify(ModelTask):
         verified = self._describe(exact, total, reference, communicator.collective) if reference else None
         after.restore()
         self.step.apply(total)
+        return verified
+
+    def _take_custom(self, communicator: Communicator, step: CustomStep) -> Verified | None:
+        """Take a step of several sums; raises WorkerError if optimizers made something else of them."""
+        start, parts, totals = Snapshot(step.state), list[Array](), list[Array]()
+
+        def exchange(number: int, part: Array) -> Array:
+            own = np.zeros_like(communicator.local)
+            own[step.layouts[number].step] = part
+            parts.append(part.copy())
+            totals.append(np.array(communicator.sum(own)[step.layouts[number].step]))
+            return totals[-1]
+
+        step.set_step(0, self.spec.recipe.learning_rate or 0.0)
+        step.run(*self._draw(self.me.rank, self._sizes[self.me.rank]), exchange)
+        after = Snapshot(step.state)
+        values = [np.asarray(one.value).astype(np.float64) for one in step.state]
+        start.restore()
+        reference = self._make_reference(totals) if self.is_root else None
+        exact = ExactSum(step.layout.step_size)
+        for sent in _gather(communicator, step.join(parts)):
+            exact.add(sent)
+            if reference:
+                reference.compare(sent)
+        verified = None
+        if reference:
+            verified = self._describe(exact, step.join(totals), reference, communicator.collective)
+            assert isinstance(reference, CustomReference)
+            update = reference.measure_update(values)
+            if not update <= MAX_UPDATE_DIFFERENCE:
+                raise WorkerError(
+                    f"the optimizers changed the weights otherwise than in one process that gets the same "
+                    f"gradients: the change is off by {update:.0e}, expected at most "
+                    f"{MAX_UPDATE_DIFFERENCE:.0e}",
+                    remedy="please report it, with the model",
+                )
+        after.restore()
         return verified
 
     def _find_ranges(self) -> Ranges:
@@ -229,7 +271,7 @@ class Verify(ModelTask):
             collective,
         )
 
-    def _make_reference(self) -> Reference:
+    def _make_reference(self, totals: Sequence[Array] = ()) -> Reference:
         ranks: Sequence[RankSpec] = self.spec.ranks
         if split := self.spec.split:
             sizes = (
@@ -238,7 +280,8 @@ class Verify(ModelTask):
             )
             ranks = [replace(rank, micro_batch_size=size) for rank, size in zip(ranks, sizes, strict=True)]
         # The vectors of a split step have every rank's own weight; those of the whole model rank 0's.
-        return Reference(self.step, self.spec.recipe.seed, ranks, self._sizes, self._draw, self.me.weight)
+        arguments = self.step, self.spec.recipe.seed, ranks, self._sizes, self._draw, self.me.weight
+        return CustomReference(*arguments, totals=totals) if totals else Reference(*arguments)
 
 
 def _gather(communicator: Communicator, vector: Array) -> Iterator[Array]:

@@ -177,7 +177,8 @@ class FleetMeasurements:
         known = (rank_memory_bytes(self._facts[machine].usable_memory_bytes) for machine in machines)
         settings = default_runtime(machines[0], self._fleet, self._facts)
         memory_bytes = min(filter(None, known), default=None)
-        blank = ClassModel(tuple(machines), settings, memory_bytes=memory_bytes)
+        is_divisible = self.features.is_divisible
+        blank = ClassModel(tuple(machines), settings, memory_bytes=memory_bytes, is_divisible=is_divisible)
         if self._is_fresh:
             return blank
         key = self._machine_classes[machines[0]].key

@@ -76,7 +76,9 @@ def unbuilt():
 
 
 def own_train_step():
-    return OwnStep()
+    model = OwnStep()
+    model(keras.ops.zeros((1, 4)))
+    return model
 
 
 def compiled():
@@ -245,7 +247,11 @@ def test_file_beside_that_is_not_named_is_reported(tmp_path: Path) -> None:
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "train_step": ("own_train_step", {}, "has its own train_step"),
+    "own step": (
+        "own_train_step",
+        {"losses": {"": LossTerm("mse")}},
+        "has its own train_step, which recipe.loss cannot",
+    ),
     "own schedule": ("scheduled_by_own_class", {"learning_rate": None}, "Falling, is not one of Keras'"),
     "unknown metric": ("fine", {"metrics": ("nonsense",)}, "'nonsense' can"),
     "unknown loss": ("fine", {"losses": {"": LossTerm("nonsense")}}, "'nonsense' can"),

@@ -1,0 +1,291 @@
+"""Models with their own train_step: ranks together against Keras' fit in one process."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from csdctl.worker.compute.backend import load_backend
+from csdctl.worker.compute.custom_step import CustomStep
+from csdctl.worker.process.errors import WorkerError
+from csdctl.worker.protocol.recipe import Recipe
+
+tf, keras = load_backend()
+
+N_FEATURES = 6
+BATCH = 12
+NO_LABELS = np.zeros((4, 0), np.float32)
+SPLITS = (7, 0, 5)
+"""Unequal batches of three ranks; one has no samples."""
+
+
+def samples(count: int, seed: int = 1) -> Any:
+    return np.random.default_rng(seed).normal(size=(count, N_FEATURES)).astype(np.float32)
+
+
+class Pair(keras.Model):
+    """Two networks with an optimizer each, as a GAN; batch norm, a moving average, a counter."""
+
+    def __init__(self, noise: bool = False) -> None:
+        super().__init__()
+        layers = keras.layers
+        self.first = keras.Sequential(
+            [
+                keras.Input((N_FEATURES,)),
+                layers.Dense(8),
+                layers.ReLU(),
+                layers.Dense(6),
+            ]
+        )
+        self.second = keras.Sequential([keras.Input((N_FEATURES,)), layers.Dense(4, "tanh"), layers.Dense(1)])
+        self.norm = (
+            layers.BatchNormalization()
+        )  # without effect on gradients, which are then those of one batch
+        self.norm.build((None, N_FEATURES))
+        self.average = keras.models.clone_model(self.first)
+        self.average.trainable = False
+        self.count = self.add_weight(
+            name="count", shape=(), initializer="zeros", trainable=False, dtype="int32"
+        )
+        self.center = self.add_weight(
+            name="center", shape=(N_FEATURES,), initializer="zeros", trainable=False
+        )
+        self.tracker = keras.metrics.Mean(name="first_loss")
+        self.noise = noise
+
+    @property
+    def metrics(self) -> list[Any]:
+        return [self.tracker]
+
+    def compile(self, first: Any, second: Any) -> None:
+        super().compile()
+        self.first_optimizer, self.second_optimizer = first, second
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        target = data
+        self.norm(data, training=True)
+        self.norm(3 * data + 1, training=True)
+        with tf.GradientTape() as tape:
+            made = self.first(data, training=True)
+            if self.noise:
+                made += tf.random.normal(tf.shape(made)) + keras.random.normal(tf.shape(made))
+            loss = tf.reduce_mean(tf.square(self.second(made) - self.second(target)))
+        variables = self.second.trainable_variables
+        self.second_optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+        with tf.GradientTape() as tape:
+            made = self.first(data, training=True)
+            other = tf.reduce_mean(tf.square(made - target)) + tf.reduce_mean(tf.abs(self.second(made)))
+        variables = self.first.trainable_variables
+        self.first_optimizer.apply(tape.gradient(other, variables), variables)
+        for own, kept in zip(self.first.weights, self.average.weights, strict=True):
+            kept.assign(0.9 * kept + 0.1 * own)
+        self.norm(2 * data, training=True)
+        self.count.assign_add(1)
+        self.center.assign(0.9 * self.center + 0.1 * tf.reduce_mean(data, axis=0))
+        self.tracker.update_state(other)
+        return {"first_loss": self.tracker.result(), "second_loss": loss}
+
+
+def build(noise: bool = False, optimizer: Callable[[], Any] | None = None) -> Any:
+    keras.utils.set_random_seed(3)
+    model = Pair(noise)
+    # Adam would make large steps of the rounding of a gradient that is 0, as of a bias before batch norm.
+    optimizer = optimizer or (lambda: keras.optimizers.SGD(0.05, momentum=0.9))
+    model.compile(optimizer(), optimizer())
+    return model
+
+
+def make_step(model: Any, rank: int = 0) -> CustomStep:
+    example = samples(1)[:0], np.zeros((0, 0), np.float32)
+    recipe = Recipe(learning_rate=None, reference_batch=BATCH, input_range=None, seed=5)
+    return CustomStep(model, recipe, example, tf, keras, rank=rank)
+
+
+class Ranks:
+    """Ranks whose steps are computed one after the other, up to each of their sums."""
+
+    def __init__(self, steps: Sequence[CustomStep], engine: Callable[[list[Any]], Any] = sum) -> None:
+        self.steps, self._engine = steps, engine
+
+    def take(self, number: int, batches: Sequence[Any]) -> list[Any]:
+        """Take step `number` on all ranks; return what each of them has summed."""
+        for step in self.steps:
+            step.set_step(number, step._first_rate)
+        args = [(batch, np.zeros((len(batch), 0), np.float32)) for batch in batches]
+        totals: list[Any] = []
+        for index in range(len(self.steps[0].layouts)):
+            parts: list[Any] = []
+
+            def exchange(at: int, part: Any, index: int = index, parts: list[Any] = parts) -> Any:
+                if at == index:
+                    parts.append(part.copy())
+                return totals[at] if at < index else part
+
+            for step, batch in zip(self.steps, args, strict=True):
+                step._run(*batch, exchange)
+                step._restore()
+            totals.append(self._engine(parts))
+        found = zip(self.steps, args, strict=True)
+        return [step.run(*batch, lambda at, _: totals[at]) for step, batch in found]
+
+
+def divide(batch: Any) -> list[Any]:
+    return np.split(batch, np.cumsum(SPLITS)[:-1])
+
+
+def weights_of(model: Any) -> list[Any]:
+    return [np.asarray(one) for one in model.weights]
+
+
+def far(first: Any, second: Any) -> float:
+    return max(
+        float(np.max(np.abs(a - b), initial=0))
+        for a, b in zip(weights_of(first), weights_of(second), strict=True)
+    )
+
+
+@pytest.fixture(scope="module")
+def trained() -> tuple[Any, list[CustomStep], list[Any], Any]:
+    """Five steps of three ranks, and of Keras' fit."""
+    data = samples(5 * BATCH)
+    reference = build()
+    history = reference.fit(data, batch_size=BATCH, epochs=1, shuffle=False, verbose=0)
+    steps = [make_step(build(), rank) for rank in range(len(SPLITS))]
+    ranks, found = Ranks(steps), []
+    for number in range(5):
+        found.append(ranks.take(number, divide(data[number * BATCH : (number + 1) * BATCH])))
+    return reference, steps, found, history
+
+
+def test_ranks_train_as_fit_does(trained: Any) -> None:
+    reference, steps, _, _ = trained
+    assert far(steps[0].model, reference) < 2e-6
+
+
+def test_all_ranks_hold_the_same_bits(trained: Any) -> None:
+    _, steps, _, _ = trained
+    states = [[np.asarray(one.value) for one in step.state] for step in steps]
+    for other in states[1:]:
+        assert all(np.array_equal(a, b) for a, b in zip(states[0], other, strict=True))
+
+
+def test_logs_are_the_mean_over_all_samples(trained: Any) -> None:
+    _, steps, found, history = trained
+    first = [steps[0].metrics(sums[0])["first_loss"] for sums in found]
+    assert np.mean(first) == pytest.approx(history.history["first_loss"][0], rel=1e-5)
+    assert steps[0].metrics(found[-1][0])["second_loss"] == pytest.approx(
+        history.history["second_loss"][0], rel=1e-4
+    )
+    assert len({sums.loss for sums in found[2]}) == 1
+    assert found[0][0].count == BATCH
+
+
+def test_only_what_differs_by_rank_is_summed(trained: Any) -> None:
+    _, steps, _, _ = trained
+    first, second, last = steps[0].layouts
+    # Two calls of batch norm; a third one and the center; mean and count of the tracker, and one number.
+    assert (first.num_gradients, first.num_states) == (4 * N_FEATURES + 4 + 4 + 1, 2 * 2 * N_FEATURES)
+    assert (second.num_gradients, second.num_states) == (8 * (N_FEATURES + 1) + 9 * 6, 0)
+    assert (last.num_gradients, last.num_states, last.num_others) == (0, 3 * N_FEATURES, 2 + 1)
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [
+        lambda parts: sum(part / max(part[-1], 1) for part in parts) * BATCH / 2,
+        lambda parts: parts[0],
+        lambda parts: np.append(2 * sum(parts)[:-1], sum(parts)[-1]),
+    ],
+    ids=["plain mean", "not summed", "summed twice"],
+)
+def test_wrong_engine_is_far_from_fit(engine: Any) -> None:
+    data = samples(BATCH)
+    reference = build()
+    reference.fit(data, batch_size=BATCH, shuffle=False, verbose=0)
+    steps = [make_step(build(), rank) for rank in range(3)]
+    Ranks(steps, engine).take(0, divide(data))
+    assert far(steps[0].model, reference) > 1e-4
+
+
+def test_lost_sum_leaves_the_state_before_the_step() -> None:
+    step = make_step(build())
+    step.run(samples(4), NO_LABELS, lambda number, part: part)
+    before = [np.asarray(one.value).copy() for one in step.state]
+
+    class LostError(Exception):
+        pass
+
+    for lost in range(len(step.layouts)):
+
+        def exchange(number: int, part: Any, lost: int = lost) -> Any:
+            if number == lost:
+                raise LostError
+            return part
+
+        with pytest.raises(LostError):
+            step.run(samples(4, 9), NO_LABELS, exchange)
+        assert all(np.array_equal(a, np.asarray(b.value)) for a, b in zip(before, step.state, strict=True))
+
+
+def test_random_numbers_follow_seed_rank_and_step() -> None:
+    def parts(step: CustomStep, number: int) -> Any:
+        step.set_step(number, 0.01)
+        return step.local(samples(4), NO_LABELS)
+
+    one, same, other = (
+        make_step(build(noise=True)),
+        make_step(build(noise=True)),
+        make_step(build(noise=True), 1),
+    )
+    first = parts(one, 0)
+    assert np.array_equal(first, parts(one, 0))
+    assert np.array_equal(first, parts(same, 0))
+    assert not np.array_equal(first, parts(one, 1))
+    assert not np.array_equal(first, parts(other, 0))
+
+
+def _with(step: Callable[[Any, Any], Any]) -> Any:
+    class Model(Pair):
+        def train_step(self, data: Any) -> Any:
+            return step(self, data)
+
+    model = Model()
+    model.compile(keras.optimizers.SGD(0.1), keras.optimizers.SGD(0.1))
+    return model
+
+
+def _in_condition(model: Any, data: Any) -> Any:
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean(model.second(data))
+    variables = model.second.trainable_variables
+    gradients = tape.gradient(loss, variables)
+
+    def apply() -> Any:
+        model.second_optimizer.apply(gradients, variables)
+        return 1.0
+
+    tf.cond(loss > 0, apply, lambda: 0.0)
+    return {"loss": loss}
+
+
+def _drawing(model: Any, data: Any) -> Any:
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean(tf.nn.dropout(model.second(data), 0.5))
+    variables = model.second.trainable_variables
+    model.second_optimizer.apply(tape.gradient(loss, variables), variables)
+    return {"loss": loss}
+
+
+@pytest.mark.parametrize(
+    ("step", "words"),
+    [
+        (_in_condition, "inside of a condition"),
+        (_drawing, "which cannot be repeated"),
+        (lambda model, data: {"loss": tf.reduce_mean(model.second(data))}, "applies no gradients"),
+        (lambda model, data: data.nonsense, "cannot be traced"),
+    ],
+)
+def test_step_that_ranks_cannot_take_is_refused(step: Any, words: str) -> None:
+    with pytest.raises(WorkerError, match=words):
+        make_step(_with(step))
