@@ -306,7 +306,7 @@ def _name_keys(schema: dict[str, Any]) -> str:
 
 def describe_value_problem(problem: Any) -> str:
     """Return the message of a pydantic error, without what only its authors need."""
-    message = problem["msg"].removeprefix("Value error, ")  # before what a validator raised
+    message: str = problem["msg"].removeprefix("Value error, ")  # before what a validator raised
     message = message.partition(", unable to parse")[0].replace("Input should be", "must be")
     for words, plain in _PLAIN.items():
         message = message.replace(words, plain)

@@ -32,12 +32,12 @@ class Amounts:
 
     def __add__(self, other: "Amounts") -> "Amounts":
         pairs = zip(self._values(), other._values(), strict=True)
-        return Amounts(*(None if a is None or b is None else a + b for a, b in pairs))
+        return _make(None if a is None or b is None else a + b for a, b in pairs)
 
     def without(self, part: "Amounts") -> "Amounts":
         """Return what is left without `part`, at least 0 of everything."""
         pairs = zip(self._values(), part._values(), strict=True)
-        return Amounts(*(None if a is None else max(a - (b or 0), 0) for a, b in pairs))
+        return _make(None if a is None else max(a - (b or 0), 0) for a, b in pairs)
 
     def _values(self) -> Iterable[Any]:
         return vars(self).values()
@@ -56,6 +56,11 @@ class Amounts:
     def own_throughput(self) -> float | None:
         """Samples per second of step time of the rank itself; None without a step."""
         return self.samples / self.step_s if self.step_s else None
+
+
+def _make(values: Iterable[Any]) -> Amounts:
+    """Return amounts of values in the order of their fields."""
+    return Amounts(*values)
 
 
 class Tally:
@@ -112,7 +117,7 @@ class Tally:
     def add_spent(self, spent: Spent) -> Amounts:
         """Add the progress of a rank other than 0, as the reader of stored events passes it."""
         _, rank, steps, samples, *times, _ = spent
-        report = Amounts(steps, samples, 0, *times)
+        report = _make((steps, samples, 0, *times))
         self._add(rank, report, is_end=False)
         return report
 

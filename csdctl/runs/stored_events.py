@@ -52,7 +52,7 @@ class StoredEvents:
         """Iterate over all events but progress of ranks other than 0, without their times."""
         return (event for _, event in self.with_times(lambda spent: None))
 
-    def with_times(self, on_spent: Callable[[Spent], None] | None = None) -> Iterator[tuple[float, Event]]:
+    def with_times(self, on_spent: Callable[[Spent], object] | None = None) -> Iterator[tuple[float, Event]]:
         """Yield the Unix time of arrival and the event; raises InputError when there is no file.
 
         Progress of ranks other than 0, which is most of a log, goes to `on_spent` if it is given: to make an
@@ -100,7 +100,7 @@ class StoredEvents:
     def _read(
         self,
         parts: Iterator[bytes],
-        on_spent: Callable[[Spent], None] | None = None,
+        on_spent: Callable[[Spent], object] | None = None,
         *,
         is_skimming: bool = False,
     ) -> Iterator[tuple[float, Event]]:

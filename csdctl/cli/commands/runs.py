@@ -26,15 +26,13 @@ RunArgument = Annotated[
         autocompletion=options.complete_runs,
     ),
 ]
-FirstRunArgument, SecondRunArgument = (
-    Annotated[
-        str,
-        typer.Argument(
-            metavar=name, help="Run ID, unique prefix or `latest`.", autocompletion=options.complete_runs
-        ),
-    ]
-    for name in ("RUN", "OTHER-RUN")
-)
+RUN_HELP = "Run ID, unique prefix or `latest`."
+FirstRunArgument = Annotated[
+    str, typer.Argument(metavar="RUN", help=RUN_HELP, autocompletion=options.complete_runs)
+]
+SecondRunArgument = Annotated[
+    str, typer.Argument(metavar="OTHER-RUN", help=RUN_HELP, autocompletion=options.complete_runs)
+]
 
 
 @runs.command("list")
