@@ -53,7 +53,9 @@ def test_that_hangs_fails_with_all_stacks_and_the_next_one_runs(options: list[st
     (tmp_path / "conftest.py").write_text(SETTINGS)
     (tmp_path / "test_waiting.py").write_text(TESTS)
     command = [sys.executable, "-m", "pytest", "-p", "tests.hangs", "--timeout", "600", "-rfE", *options]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), patience.PACE_VARIABLE: "0.01"}
+    # A session of its own: processes of this one that wait for the CPU say nothing about a test of that one.
+    session = {patience.SESSION_VARIABLE: str(tmp_path)}
+    environment = os.environ | {"PYTHONPATH": str(ROOT), patience.PACE_VARIABLE: "0.01"} | session
     done = patience.run_command([*command, "test_waiting.py"], cwd=tmp_path, env=environment)
     assert "2 passed" in done.stdout, "the test itself of the teardown, and the last one"
     assert "1 failed" in done.stdout
