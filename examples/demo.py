@@ -44,7 +44,7 @@ def run_demo(directory: Path, nodes: int, cpu: float, *, is_transfer: bool, is_k
     find_mpirun()
     copy_example("transfer_learning" if is_transfer else "fashion_mnist", directory)
     os.chdir(directory)
-    emulated = ProjectDirectory(Path.cwd()).emulated
+    emulated, is_done = ProjectDirectory(Path.cwd()).emulated, False
     stop_fleet(emulated)
     streams.say(
         f"The demo runs in {Path.cwd()}. The fleet is emulated: its timings say nothing about real nodes."
@@ -61,14 +61,34 @@ def run_demo(directory: Path, nodes: int, cpu: float, *, is_transfer: bool, is_k
             words += ["--pid", str(os.getpid())] if step == up and not is_keeping else []
             if code := run_command(words[1:], Streams()):
                 return code
+        is_done = True
     finally:
         if not is_keeping:
-            stop_fleet(emulated)
+            stop_fleet(emulated, keep=is_done)
     streams.say("")
-    streams.say(f"The demo took {format_seconds(time.monotonic() - start)}.")
-    if is_keeping:
-        streams.say(f"The fleet is still running: `cd {directory}`; to stop it: `csdctl emulate down`.")
+    streams.say(f"The demo took {format_seconds(time.monotonic() - start)}. To continue:")
+    for line in list_next(directory, "" if is_keeping else up):
+        streams.say(line)
     return 0
+
+
+def list_next(directory: Path, up: str) -> list[str]:
+    """Return the commands to go on with; `up` starts the fleet again, '' where it is still running."""
+    program = (
+        "csdctl" if shutil.which("csdctl") else os.path.relpath(Path(sys.executable).with_name("csdctl"))
+    )
+    commands = {
+        up: "start the fleet again, with its data",
+        "csdctl predict latest": "classify the private images on their nodes",
+        "csdctl train --batch-size 64": "equal batch sizes; then: csdctl runs diff",
+        "" if up else "csdctl emulate down": "stop the fleet",
+    }
+    lines = [(command.replace("csdctl", program, 1), why) for command, why in commands.items() if command]
+    width = max(len(command) for command, _ in lines)
+    return [
+        f"  cd {shlex.quote(str(directory))}",
+        *(f"  {command:{width}}  # {why}" for command, why in lines),
+    ]
 
 
 def copy_example(name: str, directory: Path) -> None:

@@ -10,7 +10,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from csdctl.emulation.limits import cgroup_prefix, list_cgroups, list_members, remove_cgroup
@@ -29,6 +29,7 @@ from csdctl.emulation.state import (
     load_state,
     locked,
     remove_fleet_file,
+    save_state,
 )
 from csdctl.errors import CsdctlError, InputError
 
@@ -45,8 +46,11 @@ class StoppedFleet:
     kept_fleet_path: Path | None = None
 
 
-def stop_fleet(directory: Path) -> StoppedFleet:
-    """End the fleet and remove everything of it, even after a crash; do nothing without a fleet."""
+def stop_fleet(directory: Path, *, keep: bool = False) -> StoppedFleet:
+    """End the fleet and remove everything of it, even after a crash; do nothing without a fleet.
+
+    With `keep`, the files of its nodes, its keys and its fleet.yaml stay, and `start_fleet` uses them again.
+    """
     paths = FleetPaths(directory)
     if not paths.directory.parent.exists():  # removed manually; its processes may still run
         return remove_fleet(paths)
@@ -55,7 +59,20 @@ def stop_fleet(directory: Path) -> StoppedFleet:
             raise InputError(
                 f"{paths.directory} is not the directory of an emulated fleet; it is left unchanged"
             )
-        return remove_fleet(paths)
+        state = load_state(paths)
+        return keep_fleet(paths, state) if keep and state else remove_fleet(paths)
+
+
+def keep_fleet(paths: FleetPaths, state: FleetState) -> StoppedFleet:
+    """End every process of the fleet except this one; remove its control groups and temporary files."""
+    ended = _end_processes(paths)
+    for cgroup in list_cgroups(cgroup_prefix(paths.fleet_id)):
+        remove_cgroup(cgroup)
+    _remove_short_tmp(paths)
+    for link in (paths.short_tmp, *(paths.node(name).tmp for name in state.node_names)):
+        link.unlink(missing_ok=True)
+    save_state(paths, replace(state, nodes=(), owner=None, is_kept=True))
+    return StoppedFleet(len(ended))
 
 
 def remove_fleet(paths: FleetPaths) -> StoppedFleet:

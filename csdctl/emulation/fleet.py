@@ -14,7 +14,7 @@ from pathlib import Path
 
 import csdctl
 from csdctl.documents import make_directory, save_bytes, save_text
-from csdctl.emulation.cleanup import StoppedFleet, find_owner, remove_fleet, stop_fleet
+from csdctl.emulation.cleanup import StoppedFleet, find_owner, keep_fleet, remove_fleet, stop_fleet
 from csdctl.emulation.limits import open_cpu_limit
 from csdctl.emulation.processes import (
     FLEET_VARIABLE,
@@ -66,9 +66,10 @@ def start_fleet(
     """Start the servers, detached, and return the path of the fleet.yaml that describes them.
 
     The fleet is taken down when process `owner_pid` ends; without one, it stays up. A running fleet with the
-    same spec is left as it is, with its owner; a crashed fleet is removed first. Raises InputError when
-    another fleet is running there, when fleet.yaml was not written by the emulator, when no process has the
-    id `owner_pid`, or when asyncssh is not installed.
+    same spec is left as it is, with its owner; one that was stopped with `keep` starts with its files; a
+    crashed fleet is removed first. Raises InputError when another fleet is running or kept there, when
+    fleet.yaml was not written by the emulator, when no process has the id `owner_pid`, or when asyncssh is
+    not installed.
     """
     _check_request(spec, cpu_mechanism)
     owner = None if owner_pid is None else find_owner(owner_pid)
@@ -86,14 +87,21 @@ def start_fleet(
             return state.fleet_path
         chosen = (fleet_path or paths.default_fleet).absolute()
         check_may_write(chosen, paths.fleet_id)
-        remove_fleet(paths)
+        is_kept = state is not None and state.is_kept
+        if state is not None and is_kept:
+            _check_same(paths, state, spec, fleet_path, cpu_mechanism)
+        else:
+            remove_fleet(paths)
         if cpu_mechanism == "cgroup":
             open_cpu_limit(cpu_mechanism, paths.fleet_id, "trial", spec.cpu).close()
         state = FleetState(paths.fleet_id, spec, cpu_mechanism, chosen, owner=owner)
         try:
             return _start(paths, state)
         except BaseException:
-            remove_fleet(paths)
+            if is_kept:
+                keep_fleet(paths, state)
+            else:
+                remove_fleet(paths)
             raise
 
 
@@ -121,11 +129,15 @@ def _check_same(
     paths: FleetPaths, state: FleetState, spec: EmulatedSpec, fleet_path: Path | None, cpu_mechanism: str
 ) -> None:
     same_path = fleet_path is None or fleet_path.absolute() == state.fleet_path
+    what = "kept" if state.is_kept else "running"
+    again = f"csdctl emulate up --nodes {state.spec.num_nodes} --cpu {state.spec.cpu:g}"
     if state.spec != spec or state.cpu_mechanism != cpu_mechanism or not same_path:
         raise InputError(
-            f"another emulated fleet is running in {paths.directory}: {state.spec.num_nodes} nodes with "
+            f"another emulated fleet is {what} in {paths.directory}: {state.spec.num_nodes} nodes with "
             f"{state.spec.cpu:g} cores and {state.spec.memory_bytes >> 20} MiB each, in {state.fleet_path}",
-            remedy="stop it first: `csdctl emulate down`",
+            remedy=f"start it again: `{again}`, or remove it: `csdctl emulate down`"
+            if state.is_kept
+            else "stop it first: `csdctl emulate down`",
         )
 
 
@@ -151,6 +163,8 @@ def _create_nodes(paths: FleetPaths, state: FleetState) -> None:
     import asyncssh  # heavy, and optional
 
     def create_key(path: Path) -> None:
+        if path.exists():  # of a fleet that was kept
+            return
         key = asyncssh.generate_private_key("ssh-ed25519")
         save_bytes(path, key.export_private_key())
         save_bytes(path.with_name(f"{path.name}.pub"), key.export_public_key())

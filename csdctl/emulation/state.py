@@ -153,6 +153,8 @@ class FleetState:
     nodes: tuple[NodeState, ...] = ()
     owner: Owner | None = None
     """The fleet's owner; without one, the fleet stays up until `down`."""
+    is_kept: bool = False
+    """The fleet is down, and the files of its nodes are there for the next `up`."""
 
     @property
     def node_names(self) -> list[str]:

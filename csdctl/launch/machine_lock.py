@@ -24,7 +24,7 @@ from csdctl.worker.protocol.json_codec import ShortText
 from csdctl.worker.protocol.processes import load_stat
 
 RESPONSE_DEADLINE_S = 30.0
-_TEXTS = ("command", "host", "machine", "boot", "started", "directory", "since")
+_TEXTS = ("command", "host", "machine", "boot", "started", "directory", "since", "ended")
 _PIDS = ("pid", "holding_pid")
 _MAX_TEXT = 200
 _PID_RANGE = range(2, 1 << 22)

@@ -88,6 +88,24 @@ def test_down_leaves_nothing_after_a_crash(directory: Path, mechanism: str, stat
     assert_nothing_is_left(directory)
 
 
+def test_a_kept_fleet_starts_again_with_its_files(directory: Path) -> None:
+    spec = EmulatedSpec(2, CPU, MEMORY_BYTES)
+    start_fleet(directory, spec)
+    paths = FleetPaths(directory)
+    private, key = paths.node("csd0").private / "samples", paths.key.read_bytes()
+    private.write_text("mine")
+    stop_fleet(directory, keep=True)
+    assert not is_up(directory)
+    assert list(list_marked(paths.fleet_id)) == []
+    with pytest.raises(InputError, match="is kept in"):
+        start_fleet(directory, EmulatedSpec(1, CPU, MEMORY_BYTES))
+    start_fleet(directory, spec)
+    assert is_up(directory)
+    assert (private.read_text(), paths.key.read_bytes()) == ("mine", key)
+    stop_fleet(directory)
+    assert_nothing_is_left(directory)
+
+
 def test_a_fleet_with_a_dead_server_is_restarted(directory: Path) -> None:
     fleet = start(directory, "auto")
     pids = [status.pid for status in fleet_status(directory)]

@@ -63,13 +63,19 @@ def status(json: options.JsonOption = False) -> None:
 
 
 @emulate.command()
-def down(json: options.JsonOption = False) -> None:
+def down(
+    keep: Annotated[
+        bool,
+        typer.Option("--keep", help="Keep the nodes' files: the same `emulate up` starts them again."),
+    ] = False,
+    json: options.JsonOption = False,
+) -> None:
     """Stop the emulated fleet and remove its files, even after a crash."""
     from csdctl.emulation.fleet import stop_fleet
     from csdctl.terminal.fleet import show_stopped
 
     streams = Streams(is_json=json)
-    show_stopped(streams, stop_fleet(streams.project.emulated))
+    show_stopped(streams, stop_fleet(streams.project.emulated, keep=keep))
 
 
 SCRIPT = Path(__file__).parents[3] / "examples" / "demo.py"

@@ -185,7 +185,7 @@ def _wait_for_run(
             run = RunDirectory(project.runs / name)
             holder = process_of(run)
             # A run that is resumed has its events from before.
-            if holder.pid == process.pid and holder.is_running and (name in before or run.events.exists()):
+            if holder.pid == process.pid and holder.is_alive and (name in before or run.events.exists()):
                 return run
         if code == 0:
             return None

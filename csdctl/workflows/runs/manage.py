@@ -26,9 +26,14 @@ class RunProcess:
     holder: Mapping[str, object]
 
     @property
-    def is_running(self) -> bool:
-        """Whether it may be at work: a process of another machine cannot be seen from here."""
+    def is_alive(self) -> bool:
+        """Whether it may exist: a process of another machine cannot be seen from here."""
         return bool(self.holder) and not is_gone(self.holder)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it may be at work on the run: a notebook or a demo outlives its runs."""
+        return self.is_alive and "ended" not in self.holder
 
     @property
     def is_here(self) -> bool:

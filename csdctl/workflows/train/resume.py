@@ -3,11 +3,10 @@
 import dataclasses
 from dataclasses import asdict
 
-from csdctl.documents import check_values, load_json, save_json
+from csdctl.documents import check_values, load_json
 from csdctl.errors import InputError
 from csdctl.fleet.model import Fleet
 from csdctl.job.model import Job
-from csdctl.launch.machine_lock import describe_holder
 from csdctl.launch.mpirun import check_network
 from csdctl.notify import Say
 from csdctl.placement.equation1 import steps_per_epoch
@@ -20,7 +19,7 @@ from csdctl.worker.protocol.recipe import Noise
 from csdctl.worker.protocol.run_spec import TRAIN_SPLIT, RunSpec, TaskSpec
 from csdctl.workflows.data.prepare import Prepared
 from csdctl.workflows.train.options import TrainOptions
-from csdctl.workflows.train.run import RunObserver, run_to_end
+from csdctl.workflows.train.run import RunObserver, record_process, run_to_end
 from csdctl.workflows.train.spec import RunContext, build_training, fingerprint_data
 from csdctl.workflows.train.strategies.features import Features
 from csdctl.workflows.train.strategies.strategy import Split, Strategy
@@ -81,7 +80,7 @@ def resume(
             f"there are {prepared.public.num_samples}",
             remedy=NEW_RUN,
         )
-    save_json(run.process, describe_holder("train", space.project.root))
+    record_process(run, space)
     # No rank and no path of spec.json is used: they follow from the project and the data as they are now.
     kept = dataclasses.replace(
         options,

@@ -6,14 +6,17 @@ Whatever happens, no process of the run is left on any machine: processes with i
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Protocol
 
+from csdctl.documents import save_json
 from csdctl.energy.sampler import PowerSampler
 from csdctl.fleet.model import HOST_NAME
 from csdctl.launch.leftovers import end_run
+from csdctl.launch.machine_lock import describe_holder
 from csdctl.launch.mpi_job import add_mpirun_traffic, add_rank_traffic
 from csdctl.reporting.results import RunSummary, summarize_run
 from csdctl.runs.directory import EventLog, RunDirectory
@@ -34,6 +37,18 @@ from csdctl.workflows.train.spec import RunInputs
 from csdctl.workflows.workspace.workspace import Workspace
 
 OnEvent = Callable[[Event], None]
+
+
+def record_process(run: RunDirectory, space: Workspace) -> None:
+    """Record that this process trains `run` and, once the machines are unlocked, that it no longer does."""
+    holder = describe_holder("train", space.project.root)
+    save_json(run.process, holder)
+
+    def record_end() -> None:
+        with suppress(OSError):  # the run is over, whether or not this can be written
+            save_json(run.process, {**holder, "ended": f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC"})
+
+    space.after.callback(record_end)
 
 
 def run_ranks(

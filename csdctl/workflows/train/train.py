@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from csdctl.documents import save_json, save_text
+from csdctl.documents import save_text
 from csdctl.errors import InputError
 from csdctl.fleet.model import Fleet
 from csdctl.job.model import Job
-from csdctl.launch.machine_lock import describe_holder
 from csdctl.launch.mpirun import find_mpirun
 from csdctl.placement.equation1 import steps_per_epoch
 from csdctl.reporting.privacy import check_accountant
@@ -25,7 +24,7 @@ from csdctl.workflows.preflight.doctor import DoctorOptions, Examination, examin
 from csdctl.workflows.train.options import AUTO, TrainOptions
 from csdctl.workflows.train.plan import check_plan, resolve_plan
 from csdctl.workflows.train.resume import find_resumable, is_complete, load_spec, resume, strategy_of
-from csdctl.workflows.train.run import RunObserver, run_to_end
+from csdctl.workflows.train.run import RunObserver, record_process, run_to_end
 from csdctl.workflows.train.spec import (
     RunContext,
     build_manifest,
@@ -187,7 +186,7 @@ def train(plan: Plan, context: RunContext, options: TrainOptions, observer: RunO
     plan = strategy.choose_ranks(plan, context)
     placed = place_plan(plan, prepared, job, space.fleet)
     run = space.project.new_run()
-    save_json(run.process, describe_holder("train", space.project.root))
+    record_process(run, space)
     manifest = build_manifest(job, plan, placed, prepared, space)
     run.save_manifest(manifest | describe_strategy(plan, strategy.name, strategy.cut))
     inputs = build_training(run, plan.ranks, placed, context, options)

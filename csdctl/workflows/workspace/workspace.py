@@ -6,7 +6,7 @@ A node that is down is an error that names it; --exclude leaves the node out.
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from csdctl.errors import CsdctlError, InputError, NoNodeReachableError, UnreachableError
@@ -35,6 +35,8 @@ class Workspace:
     """Records what the command sends besides its sessions; saved when the workspace closes."""
     opening_s: float = 0.0
     """Seconds until all of this was ready."""
+    after: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    """Its callbacks run when the machines are unlocked and the sessions closed."""
 
 
 @contextlib.contextmanager
@@ -61,7 +63,10 @@ def open_workspace(
         ledger.add(sent)
         ledger.save()
 
-    with open_sessions(fleet, directory=directory, on_traffic=save_traffic) as opened:
+    with (
+        contextlib.ExitStack() as after,
+        open_sessions(fleet, directory=directory, on_traffic=save_traffic) as opened,
+    ):
         if opened.failed:
             if on_absent is None or len(opened.failed) == len(fleet.nodes):
                 raise _unreachable(fleet, opened.failed)
@@ -74,7 +79,8 @@ def open_workspace(
                 pythons = {name: fleet.python_of(name) for name in sessions}
                 _end_leftovers(sessions, pythons, say)
                 stack.enter_context(lock_machines(sessions, pythons, doing=command, directory=directory))
-            yield Workspace(project, fleet, facts, sessions, ledger, time.monotonic() - started)
+            opening_s = time.monotonic() - started
+            yield Workspace(project, fleet, facts, sessions, ledger, opening_s, after)
 
 
 def _end_leftovers(sessions: Mapping[str, Session], pythons: Mapping[str, str], say: Say) -> None:

@@ -121,6 +121,14 @@ class TestStop:
             stop_run(project, run.run_id, 0.3)
         process.kill()
 
+    def test_run_of_a_process_that_goes_on_has_ended(self, project: ProjectDirectory) -> None:
+        run = add_run(project, PROGRESS, *DONE)
+        holder = describe_holder("train", project.root)
+        save_json(run.process, holder)
+        assert list_runs(project, print)[0].state == "running"
+        save_json(run.process, {**holder, "ended": "2026-01-01 00:00:00 UTC"})
+        assert list_runs(project, print)[0].state == "done"
+
     def test_process_with_the_same_number_is_left_alone(self, project: ProjectDirectory) -> None:
         run = add_run(project, PROGRESS)
         process = start_process(run)

@@ -5,6 +5,7 @@ The host's rank is scripted: a process that runs already, and says what a rank w
 
 import queue
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 
 from csdctl.errors import RunError
 from csdctl.fleet.model import HOST_NAME, Fleet
+from csdctl.runs.directory import ProjectDirectory
 from csdctl.runs.ledger import Ledger, read_ledger
 from csdctl.transport.meter import TrafficClass
 from csdctl.transport.session import Completed
@@ -33,8 +35,10 @@ from csdctl.worker.protocol.orders import FormGroup, Ping, Release, order_from_l
 from csdctl.worker.protocol.probe import READY
 from csdctl.worker.protocol.recipe import Recipe
 from csdctl.worker.protocol.run_spec import RankSpec, RunSpec, Runtime
+from csdctl.workflows.runs.manage import process_of
 from csdctl.workflows.train.options import TrainOptions
-from csdctl.workflows.train.run import RunInputs, run_ranks, settle_step_file
+from csdctl.workflows.train.run import RunInputs, record_process, run_ranks, settle_step_file
+from csdctl.workflows.workspace.workspace import Workspace
 from tests.fake_session import FakeSession
 from tests.unit.workflows.measured_project import MeasuredProject, prepared
 
@@ -154,3 +158,14 @@ def test_state_of_the_last_step_is_kept_until_the_run_is_done(at: MeasuredProjec
     settle_step_file(inputs, is_done=True)
     assert not step_file.exists()
     assert not directory.kept_step_file.exists()
+
+
+def test_process_of_a_run_is_recorded_until_the_machines_are_unlocked(tmp_path: Path) -> None:
+    project = ProjectDirectory(tmp_path)
+    run = project.new_run()
+    space = Workspace(project, Fleet(()), {}, {}, Ledger(project.ledger, "train"))
+    with space.after:
+        record_process(run, space)
+        assert process_of(run).is_running
+    assert not process_of(run).is_running
+    assert process_of(run).is_alive
