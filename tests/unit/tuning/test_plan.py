@@ -42,7 +42,7 @@ def test_plan_is_read_back_as_it_was_saved(path: Path) -> None:
             "batch_size: -1",
             "`ranks.1.batch_size`: .*greater than or equal to 0 .received -1",
         ),
-        ("batch_size: 25", "batch_size: 2.5", "`ranks.1.batch_size`: .*integer.*received 2.5"),
+        ("batch_size: 25", "batch_size: 2.5", "`ranks.1.batch_size`: .*whole number.*received 2.5"),
         ("threads: 4", "thread: 4", "unknown key `ranks.1.thread`, did you mean `threads`"),
         ("step_time_s: 8.0", "step_time_s: .nan", "`ranks.1.step_time_s`"),
         ("schema_version: 1", "schema_version: 2", "`schema_version`"),
