@@ -1,6 +1,7 @@
 """Finding the run to resume, recognizing one that is complete, and refusing one that has changed."""
 
 import json
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -150,7 +151,8 @@ class TrainedRun:
         return replace(self.prepared, model=replace(self.prepared.model, info=changed))
 
     def resume(self, job: Job, prepared: Prepared, options: TrainOptions) -> None:
-        space: Any = SimpleNamespace(fleet=FLEET, project=ProjectDirectory(self.run.path.parents[2]))
+        project = ProjectDirectory(self.run.path.parents[2])
+        space: Any = SimpleNamespace(fleet=FLEET, project=project, after=ExitStack())
         observer: Any = SimpleNamespace(say=print, on_delivery=None)
         resume(self.run, RunContext(job, prepared, space, observer), options, observer)
 
