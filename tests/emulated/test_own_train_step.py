@@ -1,0 +1,115 @@
+"""A GAN with its own train_step, from prepare to report, on ranks that are killed while it trains."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.emulated.running import document, emulated, succeed
+from tests.emulated.training import (
+    events_of,
+    hash_at_the_end,
+    kill_host_rank,
+    kill_rank,
+    start_run,
+    wait_until_regrouped,
+)
+
+pytestmark = [pytest.mark.emulated, pytest.mark.thorough]
+
+NUM_SAMPLES, NUM_FEATURES, EPOCHS = 1200, 16, 6
+JOB = f"""\
+model: gan.py:build
+data:
+  public: {{path: samples.npz, function: gan.py:load}}
+recipe: {{epochs: {EPOCHS}, reference_batch: 24}}
+"""
+GAN = """\
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import layers
+
+
+class GAN(keras.Model):
+    def __init__(self, latent=8):
+        super().__init__()
+        self.latent = latent
+        self.discriminator = keras.Sequential([keras.Input((16,)), layers.Dense(32, "relu"), layers.Dense(1)])
+        hidden = [layers.Dense(32), layers.BatchNormalization(), layers.ReLU()]
+        self.generator = keras.Sequential([keras.Input((latent,)), *hidden, layers.Dense(16)])
+        self.d_loss_metric = keras.metrics.Mean(name="d_loss")
+        self.g_loss_metric = keras.metrics.Mean(name="g_loss")
+
+    def compile(self, d_optimizer, g_optimizer, loss_fn):
+        super().compile()
+        self.d_optimizer, self.g_optimizer, self.loss_fn = d_optimizer, g_optimizer, loss_fn
+
+    @property
+    def metrics(self):
+        return [self.d_loss_metric, self.g_loss_metric]
+
+    def train_step(self, real):
+        count = tf.shape(real)[0]
+        made = self.generator(tf.random.normal((count, self.latent)), training=True)
+        both = tf.concat([made, real], axis=0)
+        labels = tf.concat([tf.ones((count, 1)), tf.zeros((count, 1))], axis=0)
+        with tf.GradientTape() as tape:
+            d_loss = self.loss_fn(labels, self.discriminator(both))
+        weights = self.discriminator.trainable_weights
+        self.d_optimizer.apply_gradients(zip(tape.gradient(d_loss, weights), weights))
+        with tf.GradientTape() as tape:
+            made = self.generator(tf.random.normal((count, self.latent)), training=True)
+            g_loss = self.loss_fn(tf.zeros((count, 1)), self.discriminator(made))
+        weights = self.generator.trainable_weights
+        self.g_optimizer.apply_gradients(zip(tape.gradient(g_loss, weights), weights))
+        self.d_loss_metric.update_state(d_loss)
+        self.g_loss_metric.update_state(g_loss)
+        return {"d_loss": self.d_loss_metric.result(), "g_loss": self.g_loss_metric.result()}
+
+
+def build():
+    gan = GAN()
+    loss = keras.losses.BinaryCrossentropy(from_logits=True)
+    gan.compile(keras.optimizers.Adam(1e-3), keras.optimizers.Adam(1e-3), loss)
+    return gan
+
+
+def load(path):
+    return np.load(path)["x"]
+"""
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    directory = tmp_path_factory.mktemp("gan")
+    with emulated(directory, 2, {"job.yaml": JOB, "gan.py": GAN}):
+        generator = np.random.default_rng(0)
+        np.savez(
+            directory / "samples.npz", x=generator.normal(size=(NUM_SAMPLES, NUM_FEATURES)).astype(np.float32)
+        )
+        succeed(directory, "prepare")
+        yield directory
+
+
+def test_verify_finds_its_sums_right(project: Path) -> None:
+    verified = document(project, "verify")
+    assert verified["is_equal"], verified
+
+
+def test_lost_ranks_leave_the_same_bits_on_all(project: Path) -> None:
+    process, run = start_run(project, "--batch-size", "8", "--skip-doctor", "--collective", "star")
+    for generation, kill in ((2, kill_rank("csd1")), (3, kill_host_rank)):
+        kill(project, run)
+        wait_until_regrouped(process, run, generation)
+    output, _ = process.communicate()
+    assert process.returncode == 0, output
+    assert hash_at_the_end(run)
+    ends = [event for event in events_of(run, "EpochEnd") if event["node"] == "host"]
+    assert [event["epoch"] for event in ends] == list(range(1, EPOCHS + 1))
+    assert all(event["global_samples"] == NUM_SAMPLES for event in ends), (
+        "no sample is trained on twice or left out"
+    )
+    assert {"d_loss", "g_loss"} <= set(ends[-1]["metrics"])
+    assert document(project, "report", run.name)["state"] == "done"
