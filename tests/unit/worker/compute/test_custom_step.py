@@ -289,3 +289,49 @@ def _drawing(model: Any, data: Any) -> Any:
 def test_step_that_ranks_cannot_take_is_refused(step: Any, words: str) -> None:
     with pytest.raises(WorkerError, match=words):
         make_step(_with(step))
+
+
+def test_batch_has_the_structure_that_fit_passes() -> None:
+    seen: list[Any] = []
+
+    def train_step(model: Any, data: Any) -> Any:
+        (first, other), (label, second), weight = data
+        seen.append(weight.shape.rank)
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(model.second(first + other) * label * second)
+        variables = model.second.trainable_variables
+        model.second_optimizer.apply(tape.gradient(loss, variables), variables)
+        return {"loss": loss}
+
+    none, one = samples(1)[:0], np.zeros((0, 1), np.float32)
+    inputs = {"input_0": none, "input_1": none}
+    labels = {"output_0": one, "output_1": one, "sample_weight": np.zeros((0,), np.float32)}
+    recipe = Recipe(learning_rate=None, reference_batch=BATCH, input_range=None, seed=5)
+    CustomStep(_with(train_step), recipe, (inputs, labels), tf, keras)
+    assert set(seen) == {1}
+
+
+def test_metrics_of_compile_are_those_of_all_samples() -> None:
+    class Model(Pair):
+        metrics = keras.Model.metrics  # without call(), they exist after the first train_step
+
+        def compile(self, *_: Any) -> None:
+            keras.Model.compile(self, keras.optimizers.SGD(0.1), metrics=["mean_absolute_error"])
+
+        def train_step(self, data: Any) -> Any:
+            with tf.GradientTape() as tape:
+                made = self.second(data)
+                loss = tf.reduce_mean(tf.square(made))
+            variables = self.second.trainable_variables
+            self.optimizer.apply(tape.gradient(loss, variables), variables)
+            self.compiled_metrics.update_state(tf.ones_like(made), made)
+            return {metric.name: metric.result() for metric in self.metrics} | {"first": loss}
+
+    model = Model()
+    model.compile()
+    step = make_step(model)
+    batch = samples(6)
+    expected = float(np.mean(np.abs(1 - np.asarray(model.second(batch)))))
+    found = step.metrics(step.run(batch, np.zeros((6, 0), np.float32), lambda _, part: part))
+    assert found["mean_absolute_error"] == pytest.approx(expected, rel=1e-5)
+    assert {"mean_absolute_error", "first"} <= set(found)

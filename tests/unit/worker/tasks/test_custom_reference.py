@@ -118,7 +118,7 @@ class Reduced(Pair):
         variables = self.second.trainable_variables
         self.second_optimizer.apply(tape.gradient(loss, variables), variables)
         with tf.GradientTape() as tape:
-            other = self.reduce(tf.square(self.first(data) - data))
+            other = self.reduce(tf.square(self.first(data, training=True) - data))
         variables = self.first.trainable_variables
         self.first_optimizer.apply(tape.gradient(other, variables), variables)
         return {"loss": loss}
@@ -145,3 +145,26 @@ def test_loss_that_is_no_mean_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     (reason,) = found.reference.not_one_batch
     assert f"in sum 2, gradients of {len(reduced().first.trainable_variables)} variables for a" in reason
     assert "in sum 1" not in reason
+
+
+class Dropping(Reduced):
+    """A layer draws random numbers in the step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first.add(keras.layers.Dropout(0.5))
+
+
+def dropping() -> Any:
+    keras.utils.set_random_seed(3)
+    model = Dropping()
+    model.compile(keras.optimizers.SGD(0.01), keras.optimizers.SGD(0.01))
+    return model
+
+
+def test_layers_draw_the_same_numbers_in_the_reference() -> None:
+    found = Judged(dropping, add)
+    assert found.are_ranks_right
+    assert found.update < 1e-4
+    (reason,) = found.reference.not_one_batch
+    assert reason.startswith("random numbers in dropout")
