@@ -303,12 +303,11 @@ def test_batch_has_the_structure_that_fit_passes() -> None:
         model.second_optimizer.apply(tape.gradient(loss, variables), variables)
         return {"loss": loss}
 
-    none, one = samples(1)[:0], np.zeros((0, 1), np.float32)
-    inputs = {"input_0": none, "input_1": none}
-    labels = {"output_0": one, "output_1": one, "sample_weight": np.zeros((0,), np.float32)}
+    inputs = np.zeros(0, [(f"input_{number}", np.float32, (N_FEATURES,)) for number in range(2)])
+    labels = np.zeros(0, [(name, np.float32, (1,)) for name in ("output_0", "output_1", "sample_weight")])
     recipe = Recipe(learning_rate=None, reference_batch=BATCH, input_range=None, seed=5)
     CustomStep(_with(train_step), recipe, (inputs, labels), tf, keras)
-    assert set(seen) == {1}
+    assert set(seen) == {2}
 
 
 def test_metrics_of_compile_are_those_of_all_samples() -> None:
