@@ -482,7 +482,9 @@ class CustomStep(RankStep):
         if not dense:
             return gradients
         name = f"gradients of {len(trained)} variables for {optimizer.name}"
-        own = [tf.cast(one, tf.float32) * weight for one in dense]
+        # TensorFlow does not know the shape of every gradient, as of an embedding.
+        shaped = [tf.reshape(one, variable.shape) for one, variable in zip(dense, trained, strict=True)]
+        own = [tf.cast(one, tf.float32) * weight for one in shaped]
         total = self._sum(own, [], weight, name)
         means = iter(unflatten(total[: size_of(trained)] / total[-1], trained, tf))
         types = iter(one.dtype for one in dense)

@@ -271,7 +271,7 @@ class CustomReference(Reference):
         rows = zip(self._step.state, start, own, after, strict=True)
         changed = [(last - first, found - last) for one, first, last, found in rows if id(one) in trained]
         size, apart = (np.sqrt(sum(float(np.sum(pair[at] ** 2)) for pair in changed)) for at in (0, 1))
-        return float(apart / size) if size else 0.0
+        return float(apart / size) if size else (np.inf if apart else 0.0)
 
     def _compute(self, number: int, batch: Iterable[Array], draw: int | None = None) -> Array:
         rank, step = self._ranks[number], self._step

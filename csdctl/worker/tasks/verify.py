@@ -204,6 +204,8 @@ class Verify(ModelTask):
 
     def _take_custom(self, communicator: Communicator, step: CustomStep) -> Verified | None:
         """Take a step of several sums; raises WorkerError if optimizers made something else of them."""
+        # Learning rates are part of the state, and were 0 while the step reached full speed.
+        step.set_step(0, self.spec.recipe.learning_rate or 0.0)
         start, parts, totals = Snapshot(step.state), list[Array](), list[Array]()
 
         def exchange(number: int, part: Array) -> Array:
@@ -213,7 +215,6 @@ class Verify(ModelTask):
             totals.append(np.array(communicator.sum(own)[step.layouts[number].step]))
             return totals[-1]
 
-        step.set_step(0, self.spec.recipe.learning_rate or 0.0)
         step.run(*self._draw(self.me.rank, self._sizes[self.me.rank]), exchange)
         after = Snapshot(step.state)
         values = [np.asarray(one.value).astype(np.float64) for one in step.state]

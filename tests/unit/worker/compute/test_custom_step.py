@@ -1,6 +1,7 @@
 """Models with their own train_step: ranks together against Keras' fit in one process."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from csdctl.worker.compute.backend import load_backend
 from csdctl.worker.compute.custom_step import CustomStep
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.recipe import Recipe
+from csdctl.worker.tasks.checkpointer import save_model
 
 tf, keras = load_backend()
 
@@ -334,3 +336,41 @@ def test_metrics_of_compile_are_those_of_all_samples() -> None:
     found = step.metrics(step.run(batch, np.zeros((6, 0), np.float32), lambda _, part: part))
     assert found["mean_absolute_error"] == pytest.approx(expected, rel=1e-5)
     assert {"mean_absolute_error", "first"} <= set(found)
+
+
+def test_embedding_has_a_gradient_of_known_size() -> None:
+    class Model(Pair):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words = keras.layers.Embedding(5, 3)
+            self.words.build()
+
+        def train_step(self, data: Any) -> Any:
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(tf.square(self.words(tf.cast(data > 0, tf.int32))))
+            variables = self.words.trainable_variables
+            self.first_optimizer.apply(tape.gradient(loss, variables), variables)
+            return {"loss": loss}
+
+    model = Model()
+    model.compile(keras.optimizers.SGD(0.1), keras.optimizers.SGD(0.1))
+    assert make_step(model).layouts[0].num_gradients == 5 * 3
+
+
+def test_model_that_is_never_called_itself_is_saved(tmp_path: Path) -> None:
+    class Model(Pair):
+        def call(self, inputs: Any) -> Any:
+            return self.second(inputs)
+
+        def get_config(self) -> Any:
+            raise NotImplementedError
+
+    model = Model()
+    model.compile(keras.optimizers.SGD(0.1), keras.optimizers.SGD(0.1))
+    model.built = False
+    saved = save_model(model, tmp_path / "model.keras")
+    before = weights_of(model.second)
+    for variable in model.second.weights:
+        variable.assign(variable * 0 + 7)
+    model.load_weights(saved)
+    assert all(np.array_equal(a, b) for a, b in zip(before, weights_of(model.second), strict=True))

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from csdctl.worker.compute.custom_step import CustomStep
+from csdctl.worker.compute.statistics import Snapshot
 from csdctl.worker.protocol.run_spec import RankSpec, Runtime
 from csdctl.worker.tasks.reference import NEAR, CustomReference, ExactSum
 from tests.unit.worker.compute.test_custom_step import Pair, build, keras, make_step, samples, tf
@@ -58,6 +59,7 @@ class Judged:
             exact.add(step.join(own))
             self.reference.compare(step.join(own))
         self.reference.compare_one_batch()
+        self.after = after
         self.update = self.reference.measure_update(after)
         self.is_sum = exact.difference(step.join(totals)) <= exact.rounding
 
@@ -168,3 +170,13 @@ def test_layers_draw_the_same_numbers_in_the_reference() -> None:
     assert found.update < 1e-4
     (reason,) = found.reference.not_one_batch
     assert reason.startswith("random numbers in dropout")
+
+
+def test_reference_that_changes_nothing_does_not_pass() -> None:
+    found = Judged(reduced, add)
+    step = found.reference._step
+    found.reference._start.restore()
+    for rate in step.learning_rates:
+        rate.assign(0.0)
+    found.reference._start = Snapshot(step.state)
+    assert found.reference.measure_update(found.after) == np.inf
