@@ -37,7 +37,7 @@ from csdctl.worker.compute.step_graph import StepGraph
 from csdctl.worker.compute.user_code import Augmentation
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.process.errors import WorkerError, describe
-from csdctl.worker.protocol.datasets import INPUT, SAMPLE_WEIGHT, is_position
+from csdctl.worker.protocol.datasets import INPUT, OUTPUT, SAMPLE_WEIGHT, is_position
 from csdctl.worker.protocol.recipe import Noise, Recipe
 
 Exchange = Callable[[int, Array], Array]
@@ -145,6 +145,8 @@ class CustomStep(RankStep):
         self.signature = specs_of(example, tf)
         self._example = example
         build_symbolically(model, self._unpack(*tf.nest.map_structure(_symbolic(keras), self.signature)))
+        if not all(getattr(metric, "built", True) for metric in model.metrics):
+            self._trace_once(self._call_train_step, self.signature)
         metrics = [metric for metric in model.metrics if isinstance(metric, keras.metrics.Metric)]
         self._metrics = MetricStates(metrics, (), tf)
         self._named = self._metrics.names
@@ -274,7 +276,9 @@ class CustomStep(RankStep):
         are multiplied by n here. Leaves the state after the step.
         """
         tf, parts = self._tf, iter(totals)
+        random_states = self.seeds.save()
         vector = np.array(self.local(images, labels, totals=totals), np.float64)
+        random_states.restore()  # layers draw the same numbers again
         gradients: list[Array] = []
         is_applying = False
 
@@ -377,9 +381,19 @@ class CustomStep(RankStep):
     def _trace(self) -> None:
         tf = self._tf
         extra = [tf.TensorSpec((), tf.float32), tf.TensorSpec((2,), tf.int32)]
-        traced = tf.function(self._step_graph, autograph=False, input_signature=[*self.signature, *extra])
+        self._step = self._trace_once(self._step_graph, [*self.signature, *extra])
+        if self.drawing:
+            raise WorkerError(
+                f"train_step draws random numbers by {', '.join(sorted(set(self.drawing)))}, which "
+                "cannot be repeated when a step is done again",
+                remedy="draw with keras.random, or with tf.random.normal, uniform or categorical",
+                exit_code=2,
+            )
+
+    def _trace_once(self, code: Callable[..., Any], signature: Sequence[Any]) -> Any:
+        traced = self._tf.function(code, autograph=False, input_signature=signature)
         try:
-            self._step = traced.get_concrete_function()
+            return traced.get_concrete_function()
         except WorkerError:
             raise
         except Exception as error:
@@ -388,13 +402,10 @@ class CustomStep(RankStep):
                 remedy="see docs/reference/models.md on models with their own train_step",
                 exit_code=2,
             ) from error
-        if self.drawing:
-            raise WorkerError(
-                f"train_step draws random numbers by {', '.join(sorted(set(self.drawing)))}, which "
-                "cannot be repeated when a step is done again",
-                remedy="draw with keras.random, or with tf.random.normal, uniform or categorical",
-                exit_code=2,
-            )
+
+    def _call_train_step(self, samples: Any, labels: Any) -> None:
+        """Create the state that train_step creates in its first call, such as of metrics of compile()."""
+        self._call(self.model.train_step, samples, labels)
 
     def _step_graph(self, samples: Any, labels: Any, weight: Any, seed: Any) -> Any:
         tf = self._tf
@@ -471,7 +482,9 @@ class CustomStep(RankStep):
         if not dense:
             return gradients
         name = f"gradients of {len(trained)} variables for {optimizer.name}"
-        own = [tf.cast(one, tf.float32) * weight for one in dense]
+        # TensorFlow does not know the shape of every gradient, as of an embedding.
+        shaped = [tf.reshape(one, variable.shape) for one, variable in zip(dense, trained, strict=True)]
+        own = [tf.cast(one, tf.float32) * weight for one in shaped]
         total = self._sum(own, [], weight, name)
         means = iter(unflatten(total[: size_of(trained)] / total[-1], trained, tf))
         types = iter(one.dtype for one in dense)
@@ -642,7 +655,10 @@ class CustomStep(RankStep):
         if isinstance(labels, dict):
             labels = dict(labels)
             weights = labels.pop(SAMPLE_WEIGHT, None)
-            labels = next(iter(labels.values())) if len(labels) == 1 else labels
+            if len(labels) == 1:
+                labels = next(iter(labels.values()))
+            elif all(is_position(name, OUTPUT) for name in labels):
+                labels = tuple(labels.values())
         elif labels.shape[-1] == 0 and len(labels.shape) == 2:
             return parts
         return (parts, labels) if weights is None else (parts, labels, weights)
@@ -654,8 +670,7 @@ class CustomStep(RankStep):
     def _own_logs(self, logs: Any) -> dict[str, Any]:
         """Return the numbers of what a step returned that are not results of the model's metrics."""
         named = set(self._named)
-        found = dict(logs) if isinstance(logs, Mapping) else {}
-        numbers = {str(name): self._tf.convert_to_tensor(value) for name, value in found.items()}
+        numbers = {name: self._tf.convert_to_tensor(value) for name, value in _flat_logs(logs)}
         return {
             name: value
             for name, value in numbers.items()
@@ -824,6 +839,15 @@ def _assigning(pairs: Sequence[tuple[Any, Any]], tf: Any) -> Callable[[], None]:
 
     graph: Callable[[], None] = tf.function(assign, autograph=False, input_signature=[])
     return graph
+
+
+def _flat_logs(logs: Any) -> Iterator[tuple[str, Any]]:
+    """Yield names and values of what a step returned, as fit does: results of a metric may be a dict."""
+    for name, value in logs.items() if isinstance(logs, Mapping) else ():
+        if isinstance(value, Mapping):
+            yield from _flat_logs(value)
+        else:
+            yield str(name), value
 
 
 def _is_number(tensor: Any) -> bool:

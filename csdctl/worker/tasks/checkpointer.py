@@ -196,6 +196,7 @@ def save_model(model: Any, path: Path) -> Path:
         path = path.with_suffix(".weights.h5")
         print(f"only the weights are saved: {describe(error)}", flush=True)
         aside = path.with_name(f"part-{path.name}")
+        model.built = True  # it has been trained, though its own train_step may never call it
         model.save_weights(aside)
     os.replace(aside, path)
     return path

@@ -204,6 +204,7 @@ class Verify(ModelTask):
 
     def _take_custom(self, communicator: Communicator, step: CustomStep) -> Verified | None:
         """Take a step of several sums; raises WorkerError if optimizers made something else of them."""
+        # Learning rates are part of the state, and were 0 while the step reached full speed.
         step.set_step(0, self.spec.recipe.learning_rate or 0.0)
         start, parts, totals = Snapshot(step.state), list[Array](), list[Array]()
 

@@ -1,6 +1,7 @@
 """Models with their own train_step: ranks together against Keras' fit in one process."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from csdctl.worker.compute.backend import load_backend
 from csdctl.worker.compute.custom_step import CustomStep
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.recipe import Recipe
+from csdctl.worker.tasks.checkpointer import save_model
 
 tf, keras = load_backend()
 
@@ -289,3 +291,86 @@ def _drawing(model: Any, data: Any) -> Any:
 def test_step_that_ranks_cannot_take_is_refused(step: Any, words: str) -> None:
     with pytest.raises(WorkerError, match=words):
         make_step(_with(step))
+
+
+def test_batch_has_the_structure_that_fit_passes() -> None:
+    seen: list[Any] = []
+
+    def train_step(model: Any, data: Any) -> Any:
+        (first, other), (label, second), weight = data
+        seen.append(weight.shape.rank)
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(model.second(first + other) * label * second)
+        variables = model.second.trainable_variables
+        model.second_optimizer.apply(tape.gradient(loss, variables), variables)
+        return {"loss": loss}
+
+    inputs = np.zeros(0, [(f"input_{number}", np.float32, (N_FEATURES,)) for number in range(2)])
+    labels = np.zeros(0, [(name, np.float32, (1,)) for name in ("output_0", "output_1", "sample_weight")])
+    recipe = Recipe(learning_rate=None, reference_batch=BATCH, input_range=None, seed=5)
+    CustomStep(_with(train_step), recipe, (inputs, labels), tf, keras)
+    assert set(seen) == {2}
+
+
+def test_metrics_of_compile_are_those_of_all_samples() -> None:
+    class Model(Pair):
+        metrics = keras.Model.metrics  # without call(), they exist after the first train_step
+
+        def compile(self, *_: Any) -> None:
+            keras.Model.compile(self, keras.optimizers.SGD(0.1), metrics=["mean_absolute_error"])
+
+        def train_step(self, data: Any) -> Any:
+            with tf.GradientTape() as tape:
+                made = self.second(data)
+                loss = tf.reduce_mean(tf.square(made))
+            variables = self.second.trainable_variables
+            self.optimizer.apply(tape.gradient(loss, variables), variables)
+            self.compiled_metrics.update_state(tf.ones_like(made), made)
+            return {metric.name: metric.result() for metric in self.metrics} | {"first": loss}
+
+    model = Model()
+    model.compile()
+    step = make_step(model)
+    batch = samples(6)
+    expected = float(np.mean(np.abs(1 - np.asarray(model.second(batch)))))
+    found = step.metrics(step.run(batch, np.zeros((6, 0), np.float32), lambda _, part: part))
+    assert found["mean_absolute_error"] == pytest.approx(expected, rel=1e-5)
+    assert {"mean_absolute_error", "first"} <= set(found)
+
+
+def test_embedding_has_a_gradient_of_known_size() -> None:
+    class Model(Pair):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words = keras.layers.Embedding(5, 3)
+            self.words.build()
+
+        def train_step(self, data: Any) -> Any:
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(tf.square(self.words(tf.cast(data > 0, tf.int32))))
+            variables = self.words.trainable_variables
+            self.first_optimizer.apply(tape.gradient(loss, variables), variables)
+            return {"loss": loss}
+
+    model = Model()
+    model.compile(keras.optimizers.SGD(0.1), keras.optimizers.SGD(0.1))
+    assert make_step(model).layouts[0].num_gradients == 5 * 3
+
+
+def test_model_that_is_never_called_itself_is_saved(tmp_path: Path) -> None:
+    class Model(Pair):
+        def call(self, inputs: Any) -> Any:
+            return self.second(inputs)
+
+        def get_config(self) -> Any:
+            raise NotImplementedError
+
+    model = Model()
+    model.compile(keras.optimizers.SGD(0.1), keras.optimizers.SGD(0.1))
+    model.built = False
+    saved = save_model(model, tmp_path / "model.keras")
+    before = weights_of(model.second)
+    for variable in model.second.weights:
+        variable.assign(variable * 0 + 7)
+    model.load_weights(saved)
+    assert all(np.array_equal(a, b) for a, b in zip(before, weights_of(model.second), strict=True))

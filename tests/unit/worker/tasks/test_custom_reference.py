@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from csdctl.worker.compute.custom_step import CustomStep
+from csdctl.worker.compute.statistics import Snapshot
 from csdctl.worker.protocol.run_spec import RankSpec, Runtime
 from csdctl.worker.tasks.reference import NEAR, CustomReference, ExactSum
 from tests.unit.worker.compute.test_custom_step import Pair, build, keras, make_step, samples, tf
@@ -58,6 +59,7 @@ class Judged:
             exact.add(step.join(own))
             self.reference.compare(step.join(own))
         self.reference.compare_one_batch()
+        self.after = after
         self.update = self.reference.measure_update(after)
         self.is_sum = exact.difference(step.join(totals)) <= exact.rounding
 
@@ -118,7 +120,7 @@ class Reduced(Pair):
         variables = self.second.trainable_variables
         self.second_optimizer.apply(tape.gradient(loss, variables), variables)
         with tf.GradientTape() as tape:
-            other = self.reduce(tf.square(self.first(data) - data))
+            other = self.reduce(tf.square(self.first(data, training=True) - data))
         variables = self.first.trainable_variables
         self.first_optimizer.apply(tape.gradient(other, variables), variables)
         return {"loss": loss}
@@ -145,3 +147,36 @@ def test_loss_that_is_no_mean_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     (reason,) = found.reference.not_one_batch
     assert f"in sum 2, gradients of {len(reduced().first.trainable_variables)} variables for a" in reason
     assert "in sum 1" not in reason
+
+
+class Dropping(Reduced):
+    """A layer draws random numbers in the step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first.add(keras.layers.Dropout(0.5))
+
+
+def dropping() -> Any:
+    keras.utils.set_random_seed(3)
+    model = Dropping()
+    model.compile(keras.optimizers.SGD(0.01), keras.optimizers.SGD(0.01))
+    return model
+
+
+def test_layers_draw_the_same_numbers_in_the_reference() -> None:
+    found = Judged(dropping, add)
+    assert found.are_ranks_right
+    assert found.update < 1e-4
+    (reason,) = found.reference.not_one_batch
+    assert reason.startswith("random numbers in dropout")
+
+
+def test_reference_that_changes_nothing_does_not_pass() -> None:
+    found = Judged(reduced, add)
+    step = found.reference._step
+    found.reference._start.restore()
+    for rate in step.learning_rates:
+        rate.assign(0.0)
+    found.reference._start = Snapshot(step.state)
+    assert found.reference.measure_update(found.after) == np.inf
