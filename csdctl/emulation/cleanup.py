@@ -66,8 +66,6 @@ def stop_fleet(directory: Path, *, keep: bool = False) -> StoppedFleet:
 def keep_fleet(paths: FleetPaths, state: FleetState) -> StoppedFleet:
     """End every process of the fleet except this one; remove its control groups and temporary files."""
     ended = _end_processes(paths)
-    for cgroup in list_cgroups(cgroup_prefix(paths.fleet_id)):
-        remove_cgroup(cgroup)
     _remove_short_tmp(paths)
     for link in (paths.short_tmp, *(paths.node(name).tmp for name in state.node_names)):
         link.unlink(missing_ok=True)
@@ -79,8 +77,6 @@ def remove_fleet(paths: FleetPaths) -> StoppedFleet:
     """End every process of the fleet except this one, and remove its control groups and files."""
     state = load_state(paths)
     ended = _end_processes(paths)
-    for cgroup in list_cgroups(cgroup_prefix(paths.fleet_id)):
-        remove_cgroup(cgroup)
     kept = [path for path in _fleet_files(paths, state) if not remove_fleet_file(path, paths.fleet_id)]
     _remove_directory(paths)
     return StoppedFleet(len(ended), kept[0] if kept else None)
@@ -95,7 +91,10 @@ def _fleet_files(paths: FleetPaths, state: FleetState | None) -> list[Path]:
 
 
 def _end_processes(paths: FleetPaths) -> set[int]:
-    """End all processes with SIGTERM, then kill the rest; return the pids of all that were found."""
+    """End all processes with SIGTERM, then kill the rest, and remove their control groups.
+
+    Returns the pids of all that were found.
+    """
     own = set(list_ancestors(os.getpid()))
     ended: set[int] = set()
 
@@ -122,6 +121,8 @@ def _end_processes(paths: FleetPaths) -> set[int]:
             f"processes of the emulated fleet do not end: {sorted(remaining())}",
             remedy="check them with `ps`, then run `csdctl emulate down` again",
         )
+    for cgroup in list_cgroups(cgroup_prefix(paths.fleet_id)):
+        remove_cgroup(cgroup)
     return ended
 
 

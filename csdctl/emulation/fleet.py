@@ -68,8 +68,7 @@ def start_fleet(
     The fleet is taken down when process `owner_pid` ends; without one, it stays up. A running fleet with the
     same spec is left as it is, with its owner; one that was stopped with `keep` starts with its files; a
     crashed fleet is removed first. Raises InputError when another fleet is running or kept there, when
-    fleet.yaml was not written by the emulator, when no process has the id `owner_pid`, or when asyncssh is
-    not installed.
+    fleet.yaml was not written by the emulator, or when no process has the id `owner_pid`.
     """
     _check_request(spec, cpu_mechanism)
     owner = None if owner_pid is None else find_owner(owner_pid)
@@ -160,7 +159,7 @@ def _start(paths: FleetPaths, state: FleetState) -> Path:
 
 
 def _create_nodes(paths: FleetPaths, state: FleetState) -> None:
-    import asyncssh  # heavy, and optional
+    import asyncssh  # heavy
 
     def create_key(path: Path) -> None:
         if path.exists():  # of a fleet that was kept

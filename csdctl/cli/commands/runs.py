@@ -179,16 +179,13 @@ def report(
     """Show the results of a run, or of several side by side."""
     from csdctl.terminal import report as render
     from csdctl.workflows.reporting import report as reporting
-    from csdctl.workflows.runs.manage import find_latest, process_of
+    from csdctl.workflows.runs.manage import find_run, process_of
 
     def is_running(run: RunDirectory) -> bool:
         return process_of(run).is_running
 
     streams = Streams(is_json=json)
-    ids = [
-        find_latest(streams.project, streams.say).run_id if run == options.LATEST else run
-        for run in runs or [options.LATEST]
-    ]
+    ids = [find_run(streams.project, run, streams.say).run_id for run in runs or [None]]
     if privacy:
         render.check_privacy_options(ids, has_files=bool(html or csv))
         render.show_privacy(streams, reporting.privacy(streams.project, ids[0]))
@@ -225,11 +222,10 @@ def export(
 ) -> None:
     """Write a run for TensorBoard or MLflow."""
     from csdctl.workflows.reporting.report import export as export_run
-    from csdctl.workflows.runs.manage import find_latest
+    from csdctl.workflows.runs.manage import find_run
 
     streams = Streams(is_json=json)
-    is_latest = run in (None, options.LATEST)
-    run_id = find_latest(streams.project, streams.say).run_id if is_latest else str(run)
+    run_id = find_run(streams.project, run, streams.say).run_id
     written = export_run(streams.project, run_id, to, output, tracking_uri, force=force)
     streams.result({"schema": "csdctl.export/1", "format": to, "written": written})
     streams.say(f"wrote {written}")

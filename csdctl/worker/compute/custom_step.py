@@ -185,9 +185,13 @@ class CustomStep(RankStep):
 
     @property
     def learning_rates(self) -> list[Any]:
-        """The learning rates, which every step sets; where all follow schedules, the first one's."""
-        rates = [one.learning_rate for one, rate in zip(self.optimizers, self._rates, strict=True) if rate]
-        return rates or [self._keras.Variable(0.0)]
+        """The learning rates that every step sets: those that follow no schedule of their optimizer."""
+        return [one.learning_rate for one, rate in zip(self.optimizers, self._rates, strict=True) if rate]
+
+    @property
+    def learning_rate(self) -> float:
+        """The first optimizer's learning rate."""
+        return float(self.optimizers[0].learning_rate)
 
     @property
     def metric_names(self) -> list[str]:
@@ -343,13 +347,15 @@ class CustomStep(RankStep):
 
     def metrics(self, sums: Sums) -> dict[str, float]:
         """Return the metrics of all samples of `sums` by name, without those that nothing was added to."""
-        if not sums.states:
-            return {}
-        size = self._metrics.size
-        found = self._metrics.compute(sums.states[:size], skip_unchanged=True)
-        logs = zip(self.log_names, sums.states[size:], strict=True)
-        found |= {name: value / sums.count for name, value in logs if sums.count}
+        found = self._results(sums.states, sums.count) if sums.states else {}
         return {name: value for name, value in found.items() if not math.isnan(value)}
+
+    def _results(self, states: Sequence[float], count: float) -> dict[str, float]:
+        """Return the results of metrics that something was added to, then the logs."""
+        size = self._metrics.size
+        logs = zip(self.log_names, states[size:], strict=True)
+        found = self._metrics.compute(states[:size], skip_unchanged=True)
+        return found | {name: value / count for name, value in logs if count}
 
     @contextmanager
     def averaged_weights(self) -> Iterator[None]:
@@ -409,7 +415,7 @@ class CustomStep(RankStep):
 
     def _step_graph(self, samples: Any, labels: Any, weight: Any, seed: Any) -> Any:
         tf = self._tf
-        graph = self._main = tf.compat.v1.get_default_graph()
+        self._main = tf.compat.v1.get_default_graph()
         recorded: tuple[list[Any], ...] = (self.applied, self.layouts, self._norms, self._states)
         for one in (*recorded, self._of_batches):
             one.clear()  # TensorFlow traces again if the first time has created variables
@@ -431,7 +437,7 @@ class CustomStep(RankStep):
         total = self._sum(
             [], [*(state * self._weight for state in states), *numbers], weight, "states and logs"
         )
-        self._hold(graph)
+        self._hold()
         return total
 
     @contextmanager
@@ -614,11 +620,11 @@ class CustomStep(RankStep):
             self._held[id(variable)] = variable, held
         return self._held[id(variable)][1]
 
-    def _hold(self, graph: Any) -> None:
+    def _hold(self) -> None:
         """Make what saves and restores all that the step writes."""
         tf = self._tf
         passing = {id(one) for one in self._passing()}
-        self._written = [one for one in StepGraph(graph, ()).written if id(one) not in passing]
+        self._written = [one for one in StepGraph(self._main, ()).written if id(one) not in passing]
         for variable in self._written:
             self._held_of(variable)
         pairs = list(self._held.values())
@@ -716,21 +722,11 @@ class CustomStep(RankStep):
 
     def _find_loss(self, states: list[float], count: float) -> float:
         """Return what is reported as the loss: `loss`, else the first name with it, else the first of all."""
-        size = self._metrics.size
         if not count:
             return 0.0
-        names = self.metric_names
-        name = next((name for name in names if name == LOSS and self._has(name, states)), None)
-        name = name or next((name for name in names if LOSS in name and self._has(name, states)), None)
-        name = name or next(iter(names), "")
-        if name in self.log_names:
-            return states[size + self.log_names.index(name)] / count
-        return self._metrics.compute(states[:size]).get(name, math.nan)
-
-    def _has(self, name: str, states: list[float]) -> bool:
-        return name in self.log_names or name in self._metrics.compute(
-            states[: self._metrics.size], skip_unchanged=True
-        )
+        found = self._results(states, count)
+        name = min(found, key=lambda name: (name != LOSS, LOSS not in name), default="")
+        return found.get(name, math.nan)
 
     def _check_graph(self) -> None:
         """Raise WorkerError inside of a condition or a loop, which ranks may run through differently."""

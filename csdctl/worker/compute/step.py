@@ -162,6 +162,11 @@ class RankStep:
         return [self.optimizer.learning_rate]
 
     @property
+    def learning_rate(self) -> float:
+        """The learning rate of the latest step."""
+        return float(np.asarray(self.optimizer.learning_rate.value))
+
+    @property
     def metric_names(self) -> list[str]:
         """Names of the results of `metrics`."""
         return list(self.metrics(Sums(0.0, (0.0,) * self.objective.metrics.size, 0.0)))

@@ -360,9 +360,7 @@ class Train(ModelTask):
         if self.is_root:
             fields = {
                 **self._epoch_results(),
-                "learning_rate": next(
-                    (float(np.asarray(one.value)) for one in self.step.learning_rates), 0.0
-                ),
+                "learning_rate": self.step.learning_rate,
                 "num_lost": self.progress.num_lost(group.ranks),
                 **results,
                 "stepped_samples": self._epoch_totals.global_samples,

@@ -14,7 +14,7 @@ from csdctl.errors import CsdctlError, DeadlineError, InputError
 from csdctl.launch.machine_lock import describe_holder, is_gone, read_holder, show_holder
 from csdctl.notify import Say
 from csdctl.reporting.results import RUNNING, RunStatus, load_run_status
-from csdctl.runs.directory import ProjectDirectory, RunDirectory
+from csdctl.runs.directory import LATEST, ProjectDirectory, RunDirectory
 
 POLL_S = 0.2
 
@@ -112,17 +112,17 @@ def list_runs(project: ProjectDirectory, say: Say) -> list[RunStatus]:
     return found
 
 
-def find_latest(project: ProjectDirectory, say: Say) -> RunDirectory:
-    """Return the latest run; `say` names later directories that are no run.
+def find_run(project: ProjectDirectory, run_id: str | None, say: Say) -> RunDirectory:
+    """Return the run `run_id`; None and LATEST: the latest one, and `say` names directories that are no run.
 
     Where all are skipped, the latest directory is returned. Raises InputError when there is none.
     """
-    for run_id in reversed(project.run_ids()):
-        with _skipping(run_id, say):
-            run = project.find_run(run_id)
+    for name in reversed(project.run_ids()) if run_id in (None, LATEST) else ():
+        with _skipping(name, say):
+            run = project.find_run(name)
             run.load_manifest()
             return run
-    return project.find_run(None)
+    return project.find_run(run_id)
 
 
 @contextmanager

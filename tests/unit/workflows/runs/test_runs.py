@@ -18,7 +18,7 @@ from csdctl.terminal.streams import Streams
 from csdctl.worker.protocol.events import EpochEnd, Event, Finished, Progress
 from csdctl.workflows.runs.compare import compare_runs
 from csdctl.workflows.runs.follow import find_logs, follow_lines, read_last_lines
-from csdctl.workflows.runs.manage import find_latest, interrupt, list_runs, remove_runs, stop_run
+from csdctl.workflows.runs.manage import find_run, interrupt, list_runs, remove_runs, stop_run
 from csdctl.workflows.runs.notification import notifying, parse_command
 from tests.patience import scaled
 from tests.unit.runs.manifests import manifest_of
@@ -94,7 +94,7 @@ class TestList:
             f"warning: {name}" for name in skipped
         ]
         warnings.clear()
-        assert find_latest(project, warnings.append) == latest
+        assert find_run(project, None, warnings.append) == latest
         assert len(warnings) == len(skipped)
         latest.events.write_text("")
         monkeypatch.chdir(project.root)
