@@ -185,7 +185,7 @@ def report(
         return process_of(run).is_running
 
     streams = Streams(is_json=json)
-    ids = [find_run(streams.project, run, streams.say).run_id for run in runs or [None]]
+    ids = [find_run(streams.project, run, streams.say).run_id for run in runs or [options.LATEST]]
     if privacy:
         render.check_privacy_options(ids, has_files=bool(html or csv))
         render.show_privacy(streams, reporting.privacy(streams.project, ids[0]))
