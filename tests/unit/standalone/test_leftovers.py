@@ -107,8 +107,8 @@ def test_machine_that_another_csdctl_uses_is_left_alone_unless_forced(
 
 
 def start(directory: Path, *marks: str) -> "subprocess.Popen[bytes]":
-    """Start a process with `marks` on its command line, and wait until it runs."""
-    script = "echo; sleep 1000; true"
+    """Start a process with `marks` on its command line, and wait until it has a child."""
+    script = "sleep 1000 & echo; wait"
     process = subprocess.Popen(
         ["sh", "-c", script, *marks], cwd=directory, stdout=subprocess.PIPE, start_new_session=True
     )
