@@ -192,6 +192,9 @@ USED = {
     "libfaketime": ("*/faketime/libfaketime.so.1",),
     "chromium": ("chromium",),
     "tmux": ("tmux",),
+    "bash": ("bash",),
+    "zsh": ("zsh",),
+    "fish": ("fish",),
 }
 """Programs that tests use of each Debian package, or a file below /usr/lib."""
 LAB_PACKAGES = (
@@ -219,7 +222,7 @@ NEEDS = {
         _unless(os.geteuid, "this is root"), (), "run `make test` as an ordinary user", False
     ),
     "chromium": Need(_lacks_packages("chromium"), ("chromium",)),
-    "tmux": Need(_lacks_packages("tmux"), ("tmux",)),
+    **{name: Need(_lacks_packages(name), (name,)) for name in ("tmux", "bash", "zsh", "fish")},
     "firewall": Need(
         lambda: _find_lack_of_namespaces() or _lacks_packages("iproute2", "nftables")(),
         ("iproute2", "nftables"),
