@@ -341,7 +341,7 @@ def test_node_that_is_down_is_named_and_can_be_excluded(project: Path) -> None:
     fleet["defaults"]["key"] = str((project / fleet["defaults"]["key"]).resolve())
     (project / "down.yaml").write_text(yaml.safe_dump(fleet))
     assert "csd1" in refuse(project, "discover", "--fleet", "down.yaml", code=3)
-    assert "--exclude csd1" in refuse(project, "train", "--fleet", "down.yaml", code=1)
+    assert "--exclude csd1" in refuse(project, "train", "--fleet", "down.yaml", code=4)
     options = ("--exclude", "csd1", "--batch-size", "16", "--max-steps", "3", "--skip-doctor")
     assert document(project, "train", "--fleet", "down.yaml", *options)["num_ranks"] == 2
 

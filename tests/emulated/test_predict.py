@@ -175,7 +175,7 @@ def test_scores_and_embeddings_of_private_samples(project: Path) -> None:
 
 def start_and_kill(project: Path, num_before: int) -> int:
     """Predict until csd1 has stored more than `num_before` rows, kill its worker; return how many it has."""
-    command = [str(CSDCTL), "predict", "slow.keras", "slow.yaml", "--output", "slow.csv"]
+    command = [str(CSDCTL), "predict", "slow.keras", "slow.yaml", "--output", "slow.csv", "--force"]
     process = subprocess.Popen(
         command, cwd=project, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -203,7 +203,7 @@ def test_killed_node_loses_and_doubles_no_row(project: Path) -> None:
     once = start_and_kill(project, 0)
     twice = start_and_kill(project, once)
     assert 0 < once < twice < NUM_SLOW
-    found = predict(project, "slow.keras", "slow.yaml", "--output", "slow.csv")
+    found = predict(project, "slow.keras", "slow.yaml", "--output", "slow.csv", "--force")
     assert found["num_rows"] == 2 * NUM_SLOW
     assert found["num_computed"] <= NUM_SLOW - twice  # nothing of csd0, and of csd1 only the rest
     rows = [row for row in read_rows(project / "slow.csv") if row["node"] == "csd1"]
