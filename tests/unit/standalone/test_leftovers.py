@@ -17,7 +17,8 @@ from csdctl.launch.machine_lock import MachineLockedError, describe_holder
 from csdctl.standalone.leftovers import scratch_directories, step_files
 from csdctl.transport.local import LocalSession
 
-RUN = "20260101-000000-000001"
+RUN = f"20260101-000000-{os.getpid() % 1_000_000:06d}"
+"""Differs between test sessions on one machine: the ranks of a run are ended wherever they are."""
 FILES = [
     ".csdctl/objects/0123.npy",
     ".csdctl/objects/89ab.npy.part",
@@ -143,7 +144,7 @@ def test_processes_of_this_directory_are_ended_and_their_runs_named(
 
 def test_rank_of_one_node_is_ended_with_its_children_and_no_other(session: LocalSession, home: Path) -> None:
     mine = start(home, f"csdctl-run={RUN}/csd0")
-    others = [start(home, f"csdctl-run={RUN}/csd1"), start(home, "csdctl-run=20260101-000000-000002/csd0")]
+    others = [start(home, f"csdctl-run={RUN}/csd1"), start(home, "csdctl-run=20250101-000000-000001/csd0")]
     children = Path(f"/proc/{mine.pid}/task/{mine.pid}/children").read_text().split()
     try:
         end_rank(RUN, session, sys.executable)
