@@ -4,7 +4,7 @@ import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -137,12 +137,6 @@ def trust(
 
 
 _SETTINGS = ("fleet", "timeout", "connect_timeout", "mpi_timeout", "limit", "exclude")
-_SOURCES = {
-    "COMMANDLINE": "flag",
-    "ENVIRONMENT": "environment",
-    "DEFAULT": "default",
-    "DEFAULT_MAP": "file config.yaml",
-}
 
 
 @on_fleet
@@ -182,14 +176,14 @@ def list_settings(context: typer.Context, fleet: "Fleet") -> "list[Setting]":
     from csdctl.fleet.model import Host
     from csdctl.terminal.doctor import Setting
 
-    parameters = {parameter.name: parameter for parameter in context.command.params}
+    parameters: dict[str, Any] = {str(parameter.name): parameter for parameter in context.command.params}
     settings = []
     for name in _SETTINGS:
-        value = context.params[name]
-        if value is None or name not in parameters:
-            continue
+        value, parameter, source = context.params[name], parameters[name], context.get_parameter_source(name)
         text = ",".join(value) if isinstance(value, list | tuple) else str(value)
-        settings.append(Setting(name.replace("_", "-"), text, _source(context, parameters[name], name)))
+        given = {"COMMANDLINE": f"flag {parameter.opts[0]}", "ENVIRONMENT": f"environment {parameter.envvar}"}
+        origin = given.get(getattr(source, "name", ""), "default")
+        settings.append(Setting(name.replace("_", "-"), text if value else "", origin))
     in_file = {
         "network": (fleet.network, fleet.network != ""),
         "host.threads": (str(fleet.host.threads), fleet.host != Host()),
@@ -197,14 +191,6 @@ def list_settings(context: typer.Context, fleet: "Fleet") -> "list[Setting]":
     for name, (text, is_set) in in_file.items():
         settings.append(Setting(name, text, f"file {fleet.path}" if is_set else "default"))
     return settings
-
-
-def _source(context: typer.Context, parameter: object, name: str) -> str:
-    source = context.get_parameter_source(name)
-    word = _SOURCES.get(source.name, source.name.lower()) if source else "default"
-    if word == "environment":
-        return f"environment {getattr(parameter, 'envvar', '')}"
-    return f"flag {getattr(parameter, 'opts', [''])[0]}" if word == "flag" else word
 
 
 @on_fleet
