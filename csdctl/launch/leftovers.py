@@ -1,12 +1,16 @@
 """Processes and files that an earlier csdctl left on a machine: find, end and remove them."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Annotated, Any
 
+from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.launch.machine_lock import MachineLockedError, is_gone, read_holder
+from csdctl.runs.ledger import record_traffic
 from csdctl.transport.commands import build_program_command
-from csdctl.transport.many import run_on_all
+from csdctl.transport.local import LocalSession
+from csdctl.transport.many import Outcome, run_on_all, run_on_nodes
 from csdctl.transport.program import call_program
 from csdctl.transport.session import Session
 from csdctl.worker.protocol.json_codec import Count, MaxLength, ShortText
@@ -93,3 +97,25 @@ def end_rank(run_id: str, session: Session, python: str) -> None:
     """End the processes of the run's rank on the node of `session`; raises CsdctlError."""
     options = CleanupOptions(run_id=run_id, node=session.name)
     clean_machine(session, python, options, deadline_s=END_DEADLINE_S)
+
+
+def clean(
+    fleet: Fleet,
+    options: CleanupOptions,
+    *,
+    directory: Path,
+    on_done: Callable[[Outcome[Leftovers]], None] = lambda outcome: None,
+) -> dict[str, Outcome[Leftovers]]:
+    """Clean the host and all nodes of `fleet`; failures are in the result, not raised.
+
+    On the host only unfinished files are removed, and features and predictions on request: plans, runs and
+    models stay, whatever the options.
+    """
+    on_host = replace(options, is_removing_all=False, is_pruning=False)
+
+    def visit(session: Session) -> Leftovers:
+        wanted = on_host if session.name == HOST_NAME else options
+        return clean_machine(session, fleet.python_of(session.name), wanted)
+
+    host, on_traffic = LocalSession(HOST_NAME, directory), record_traffic(directory, "clean")
+    return run_on_nodes(fleet, visit, directory=directory, on_done=on_done, on_traffic=on_traffic, host=host)

@@ -428,9 +428,8 @@ def clean(
     yes: options.YesOption = False,
 ) -> None:
     """Stop processes and remove files that earlier csdctl commands left on the machines."""
-    from csdctl.launch.leftovers import CleanupOptions
+    from csdctl.launch.leftovers import CleanupOptions, clean
     from csdctl.terminal.fleet import render_cleaned
-    from csdctl.workflows.maintenance.clean import clean
 
     if everything and not dry_run:
         num_nodes = len(call.fleet.nodes)
