@@ -108,9 +108,10 @@ def tune(
         strategy=strategy,
         cut=cut,
     )
-    saved = tune_job(call.job, call.fleet, call.directory, tune_options, TuningScreen(streams))
-    render_plan(streams.console, saved.plan, str(saved.path.relative_to(call.directory)))
-    streams.result(plan_document(saved.plan, str(saved.path)))
+    plan = tune_job(call.job, call.fleet, call.directory, tune_options, TuningScreen(streams))
+    path = streams.project.plan(call.job.name)
+    render_plan(streams.console, plan, str(path.relative_to(call.directory)))
+    streams.result(plan_document(plan, str(path)))
 
 
 def _parse_sizes(text: str) -> tuple[int, ...]:

@@ -36,7 +36,7 @@ from csdctl.perfmodel.published import (
 from csdctl.perfmodel.spread import Range, Spread
 from csdctl.reporting.numbers import format_seconds
 from csdctl.runs.directory import ProjectDirectory
-from csdctl.runs.measurements import open_measurements
+from csdctl.runs.measurements import MeasurementStore
 from csdctl.tuning.fits import fit_collective
 from csdctl.tuning.fleet_model import RecalledTrial
 from csdctl.tuning.measurements import CollectiveMeasurement, ForecastErrors
@@ -331,25 +331,25 @@ def _recall(
         raise _unknown("there are no measurements yet", TUNE)
     model = describe_job_model(job, project.root, say)
     recipe = hash_recipe(job, data.public) if data else NOT_PREPARED
-    with open_measurements(project.measurements, say) as store:
-        measurements = FleetMeasurements(model, recipe, fleet, facts, store)
-        known = measurements.recall_fleet()
-        classes = known.classes.values()
-        if unknown := [name for one in classes if not one.points for name in one.machines]:
-            raise _unknown(
-                f"{model.short_name}, with this recipe and form of data, was not measured on "
-                f"{format_node_names(unknown)}",
-                TUNE,
-            )
-        num_probes = sum(len(one.points) for one in classes)
-        return Recalled(
-            [RankModel(name, step_time) for name, step_time in known.machine_step_times().items()],
-            f"measured: {num_probes} probes and trials of {model.short_name} on machines like these",
-            model.vector_bytes,
-            measurements.collectives(),
-            measurements.recall_trial(known.step_times()),
-            measurements.forecast_errors(),
+    store = MeasurementStore(project.measurements, say)
+    measurements = FleetMeasurements(model, recipe, fleet, facts, store)
+    known = measurements.recall_fleet()
+    classes = known.classes.values()
+    if unknown := [name for one in classes if not one.points for name in one.machines]:
+        raise _unknown(
+            f"{model.short_name}, with this recipe and form of data, was not measured on "
+            f"{format_node_names(unknown)}",
+            TUNE,
         )
+    num_probes = sum(len(one.points) for one in classes)
+    return Recalled(
+        [RankModel(name, step_time) for name, step_time in known.machine_step_times().items()],
+        f"measured: {num_probes} probes and trials of {model.short_name} on machines like these",
+        model.vector_bytes,
+        measurements.collectives(),
+        measurements.recall_trial(known.step_times()),
+        measurements.forecast_errors(),
+    )
 
 
 MAX_NODES = 10_000

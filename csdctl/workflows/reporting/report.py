@@ -14,7 +14,7 @@ from csdctl.reporting.privacy import Flow, Privacy, add_flows, count_passes, mea
 from csdctl.reporting.results import RunResults, read_results
 from csdctl.runs.directory import ProjectDirectory, RunDirectory
 from csdctl.runs.ledger import read_ledger
-from csdctl.runs.measurements import Overview, open_measurements
+from csdctl.runs.measurements import MeasurementStore, Overview
 
 TENSORBOARD, MLFLOW = FORMATS = ("tensorboard", "mlflow")
 
@@ -113,8 +113,5 @@ def export(
 
 
 def load_measurements(project: ProjectDirectory, say: Say) -> Overview:
-    """Load the measurements of the project, without creating a file; raises CsdctlError."""
-    if not project.measurements.exists():
-        return Overview()
-    with open_measurements(project.measurements, say) as store:
-        return store.overview()
+    """Load the measurements of the project; raises CsdctlError."""
+    return MeasurementStore(project.measurements, say).overview()
