@@ -14,8 +14,7 @@ import csdctl
 from csdctl.emulation.fleet import EmulatedSpec, start_fleet, stop_fleet
 from csdctl.emulation.state import FleetPaths
 from csdctl.errors import CsdctlError, InputError, RemoteCommandError
-from csdctl.facts.fact import build_command
-from csdctl.facts.machine import CONDITION_FACTS, ClockTrip, parse_facts
+from csdctl.facts.machine import CONDITION_FACTS, ClockTrip, build_command, parse_facts
 from csdctl.fleet.facts import Condition
 from csdctl.launch.machine_lock import lock_machines
 from csdctl.shipping.deliver import Delivery, deliver

@@ -24,7 +24,7 @@ from csdctl.transport.ssh import SshSession, connect
 from csdctl.worker.protocol.datasets import DatasetInfo, PrepareSpec
 from csdctl.worker.protocol.json_codec import to_frame
 from csdctl.worker.protocol.probe import ProbeRequest
-from csdctl.workflows.preflight.reachability import PortListener, _connect, _start_listener
+from csdctl.workflows.preflight.doctor import PortListener, _connect, _start_listener
 from csdctl.workflows.tune.probing import Prober
 from tests.attacks.hostile_python import write_hostile_python
 from tests.patience import eventually, scaled

@@ -251,8 +251,8 @@ def predict(
 ) -> None:
     """Run a trained model on samples where they are stored; only the results are sent."""
     from csdctl.terminal.prepare import PreparationScreen
+    from csdctl.workflows.predict.predict import check_request
     from csdctl.workflows.predict.predict import predict as run_prediction
-    from csdctl.workflows.predict.request import check_request
 
     streams = call.streams
     request = check_request(
