@@ -173,11 +173,12 @@ def forecast(
     from csdctl.terminal.forecast import forecast_document, render_forecast
     from csdctl.workflows.forecast.forecast import (
         ForecastRequest,
-        JobOnFleet,
-        forecast_subject,
+        forecast_job,
         given_power,
         parse_node_counts,
+        published_basis,
     )
+    from csdctl.workflows.forecast.forecast import forecast as forecast_basis
 
     streams = call.streams
     if published and call.job_path != options.DEFAULT_JOB:
@@ -191,8 +192,13 @@ def forecast(
         given_power(host_watts, node_watts, alone_watts),
         sum_seconds,
     )
-    subject = published or JobOnFleet(call.job_path, call.fleet_path, call.limit, call.exclude)
-    result = forecast_subject(subject, request, call.directory, streams.say, max_global_batch)
+    if published:
+        if max_global_batch:
+            raise InputError("the paper's batch sizes are fixed", remedy="leave out --max-global-batch")
+        result = forecast_basis(published_basis(published), request)
+    else:
+        fleet = call.fleet if call.fleet_path.exists() or call.limit or call.exclude else None
+        result = forecast_job(call.job_path, fleet, request, call.directory, streams.say, max_global_batch)
     if streams.is_json:
         streams.result(forecast_document(result))
     else:
