@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from csdctl.errors import CsdctlError, DeadlineError, RemoteCommandError
-from csdctl.launch.leftovers import CleanupOptions, clean_machine
-from csdctl.launch.machine_lock import describe_holder, lock_machines
+from csdctl.launch.leftovers import CleanupOptions, clean_machine, describe_holder, lock_machines
 from csdctl.shipping.deliver import deliver
 from csdctl.shipping.payload import pack_payload
 from csdctl.shipping.store import store_bytes

@@ -16,7 +16,7 @@ from csdctl.terminal.streams import Streams, format_json
 
 if TYPE_CHECKING:
     from csdctl.fleet.model import Fleet
-    from csdctl.terminal.doctor import Setting
+    from csdctl.terminal.fleet import Setting
     from csdctl.workflows.discovery.inventory import NodeSource
     from csdctl.workflows.provision.machine import Kind
 
@@ -120,7 +120,7 @@ def trust(
 ) -> None:
     """Show the nodes' SSH host keys, and accept all new ones at once."""
     from csdctl.terminal.fleet import TrustScreen
-    from csdctl.workflows.discovery.trust import check_forgotten, forget_keys, review_keys
+    from csdctl.workflows.discovery.discover import check_forgotten, forget_keys, review_keys
 
     screen = TrustScreen(call.streams, call.fleet, yes=yes, is_dry_run=dry_run)
     if forget:
@@ -158,7 +158,7 @@ def doctor(
     ] = 60.0,
 ) -> None:
     """Check that the machines can train together, and report how to fix what fails."""
-    from csdctl.terminal.doctor import ExaminationView, doctor_document
+    from csdctl.terminal.fleet import ExaminationView, doctor_document
     from csdctl.workflows.preflight.doctor import DoctorOptions, examine
 
     deadlines = DoctorOptions(timeout, connect_timeout, mpi_timeout)
@@ -174,7 +174,7 @@ def doctor(
 def list_settings(context: typer.Context, fleet: "Fleet") -> "list[Setting]":
     """Return the settings of one invocation, and those of the fleet file that apply to all machines."""
     from csdctl.fleet.model import Host
-    from csdctl.terminal.doctor import Setting
+    from csdctl.terminal.fleet import Setting
 
     parameters: dict[str, Any] = {str(parameter.name): parameter for parameter in context.command.params}
     settings = []

@@ -123,7 +123,7 @@ def train(
     from csdctl.reporting.live_metrics import serve_metrics
     from csdctl.supervision.run_setup import Patience
     from csdctl.worker.protocol.features import FeatureOptions
-    from csdctl.workflows.runs.notification import parse_command
+    from csdctl.workflows.runs.follow import parse_command
     from csdctl.workflows.train.options import TrainOptions
     from csdctl.workflows.train.train import TrainRequest
 
@@ -189,7 +189,7 @@ def _run_file(path: Path, reference: str) -> dict[str, object]:
 def _train(streams: Streams, request: "TrainRequest", told: Sequence[str], *, is_dry_run: bool) -> None:
     """Train, and run the program `told` at the end; or show what would be trained."""
     from csdctl.terminal.train import TrainingScreen, show_training_rehearsal
-    from csdctl.workflows.runs.notification import notifying
+    from csdctl.workflows.runs.follow import notifying
 
     if is_dry_run:
         show_training_rehearsal(streams, request)

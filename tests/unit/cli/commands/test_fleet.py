@@ -8,7 +8,7 @@ import typer
 from csdctl.cli.app import app
 from csdctl.cli.commands.fleet import list_settings
 from csdctl.fleet.model import Fleet, Host
-from csdctl.terminal.doctor import Setting
+from csdctl.terminal.fleet import Setting
 
 
 def test_doctor_says_where_each_setting_comes_from(monkeypatch: pytest.MonkeyPatch) -> None:
