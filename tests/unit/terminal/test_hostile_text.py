@@ -145,7 +145,7 @@ def show_measurements(console: PrintableConsole) -> None:
     overview = Overview(
         [ProbeSummary(model, MARKUP, machine, settings, 1, 4, 4, None, 4, 8.0, 1.0)],
         [CollectiveSummary(fleet, HOSTILE, 2, 1 << 20, 1, 0.1, 1.0)],
-        [Stored(model, HOSTILE, fleet, trial)],
+        [Stored("trial", model, HOSTILE, fleet, trial)],
     )
     render_measurements(console, overview, HOSTILE)
 
