@@ -37,8 +37,7 @@ from csdctl.reporting.scaling import ScalingPoint
 from csdctl.runs.measurements import CollectiveSummary, ProbeSummary
 from csdctl.shipping.deliver import Delivery
 from csdctl.supervision import event_callbacks
-from csdctl.terminal.doctor import Setting
-from csdctl.terminal.fleet import EmulatedFleet
+from csdctl.terminal.fleet import EmulatedFleet, Setting
 from csdctl.tuning.plan import Plan
 from csdctl.worker.protocol import events
 from csdctl.worker.protocol.datasets import DataLook, DatasetInfo
@@ -48,7 +47,7 @@ from csdctl.workflows.discovery.discover import DiscoverResult
 from csdctl.workflows.predict.predict import PredictResult
 from csdctl.workflows.provision.bundle import Bundle
 from csdctl.workflows.reporting.report import PrivacyReport
-from csdctl.workflows.runs.compare import Difference
+from csdctl.workflows.runs.manage import Difference
 from csdctl.workflows.train.verify import Verification
 
 REFERENCE = Path(__file__).parent / "reference"

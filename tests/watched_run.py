@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from csdctl.launch.machine_lock import describe_holder
+from csdctl.launch.leftovers import describe_holder
 from csdctl.runs.directory import RunDirectory
 from csdctl.tuning.plan import Plan, RankPlan
 from csdctl.worker.protocol.events import Event, Joined, LinkLost, NodeLost, Progress, Ready, event_document

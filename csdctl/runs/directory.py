@@ -113,7 +113,7 @@ class ProjectDirectory:
     """csdctl's own known_hosts."""
     ledger = _Below("ledger.jsonl")
     """All bytes sent, by command, link and traffic class."""
-    measurements = _Below("measurements.sqlite")
+    measurements = _Below("measurements.jsonl")
     """Measurements, reused by the next tune."""
     failed = _Below("failed.json")
     """The nodes on which the latest command failed."""

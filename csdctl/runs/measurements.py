@@ -1,23 +1,19 @@
-"""Stored measurements, by model, recipe, machine class and settings, for the next tuning run: an SQLite file.
+"""Stored measurements, by model, recipe, machine class and settings, for the next tuning run: JSON lines.
 
-Values in and out are those of tuning/measurements.py, stored as JSON; the caller gives the time. Of repeated
-measurements only the newest are kept. The file has a rollback journal rather than WAL: writes are few and
-small, the project may be on a shared file system, where WAL's shared memory does not work, and between
-commands there is exactly one file.
+Values in and out are those of tuning/measurements.py; the caller gives the time.
 """
 
-import contextlib
-import sqlite3
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
-from functools import cache
 from pathlib import Path
 from statistics import median
 from typing import Any, Generic, TypeVar
 
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
+from pydantic_core import from_json
 
+from csdctl.documents import make_directory
 from csdctl.errors import CsdctlError
 from csdctl.fleet.hardware import FleetClass, MachineClass
 from csdctl.notify import Say
@@ -29,71 +25,49 @@ from csdctl.tuning.measurements import (
 )
 from csdctl.worker.protocol.run_spec import Runtime
 
-SCHEMA = 2
-"""`PRAGMA user_version`; increases by one with every change of the tables or of the values in them."""
-APPLICATION_ID = 0x63736463
-"""`csdc`: distinguishes the file from other databases."""
-BUSY_DEADLINE_S = 10.0
-NUM_KEPT = 50
-"""Repeated measurements that are kept, the newest: the file stays small."""
-REMEDY = "wait until no other csdctl measures, free some disk space, or fix permissions"
-
-_TABLES = """
-CREATE TABLE subjects (key TEXT PRIMARY KEY, content TEXT NOT NULL);
-CREATE TABLE measurements (
-    id INTEGER PRIMARY KEY,
-    kind TEXT NOT NULL,
-    model TEXT NOT NULL,
-    recipe TEXT NOT NULL,
-    class TEXT NOT NULL REFERENCES subjects,
-    repeated_by TEXT NOT NULL,
-    content TEXT NOT NULL,
-    measured_at REAL NOT NULL
-);
-CREATE INDEX of_a_class ON measurements (kind, class, model, recipe, repeated_by);
-"""
-"""Subjects are models, machine classes and fleet classes, by their hashes."""
+NUM_NEWEST = 50
+"""Repeated measurements that are used, the newest: a fleet changes."""
+REMEDY = "free some disk space, or fix permissions"
 
 ValueT = TypeVar("ValueT", bound=ProbeMeasurement | CollectiveMeasurement | TrialMeasurement)
 ClassT = TypeVar("ClassT", bound=MachineClass | FleetClass)
-_MODEL = TypeAdapter(ModelProperties)
 NO_MODEL = ModelProperties("", "")
 """The model of a sum, which has none."""
-
-
-@dataclass(frozen=True)
-class Kind(Generic[ValueT, ClassT]):
-    """A kind of measurement: the types of its values and classes, and what it is repeated by."""
-
-    name: str
-    values: TypeAdapter[ValueT]
-    classes: TypeAdapter[ClassT]
-    repeated_by: Callable[[ValueT], tuple[Any, ...]]
-
-
-PROBE = Kind(
-    "probe",
-    TypeAdapter(ProbeMeasurement),
-    TypeAdapter(MachineClass),
-    lambda probe: (probe.settings, probe.batch_size),
-)
-COLLECTIVE = Kind(
-    "collective",
-    TypeAdapter(CollectiveMeasurement),
-    TypeAdapter(FleetClass),
-    lambda sums: (sums.name, sums.num_ranks, sums.num_bytes),
-)
-TRIAL = Kind("trial", TypeAdapter(TrialMeasurement), TypeAdapter(FleetClass), lambda trial: ())
 
 
 @dataclass(frozen=True)
 class Stored(Generic[ValueT, ClassT]):
     """A measurement, and what was measured: a model on a machine class or fleet class."""
 
+    kind: str
     model: ModelProperties
     recipe: str
+    """A hash of what else than the model a step's time depends on."""
     of: ClassT
     value: ValueT
+
+
+@dataclass(frozen=True)
+class Kind(Generic[ValueT, ClassT]):
+    """A kind of measurement: its name, the type of its lines, and what it is repeated by."""
+
+    name: str
+    lines: TypeAdapter[Stored[ValueT, ClassT]]
+    repeated_by: Callable[[ValueT], tuple[Any, ...]]
+
+
+PROBE = Kind(
+    "probe",
+    TypeAdapter(Stored[ProbeMeasurement, MachineClass]),
+    lambda probe: (probe.settings, probe.batch_size),
+)
+COLLECTIVE = Kind(
+    "collective",
+    TypeAdapter(Stored[CollectiveMeasurement, FleetClass]),
+    lambda sums: (sums.name, sums.num_ranks, sums.num_bytes),
+)
+TRIAL = Kind("trial", TypeAdapter(Stored[TrialMeasurement, FleetClass]), lambda trial: ())
+KINDS: dict[str, Kind[Any, Any]] = {kind.name: kind for kind in (PROBE, COLLECTIVE, TRIAL)}
 
 
 @dataclass(frozen=True)
@@ -140,13 +114,37 @@ class Overview:
 
 
 class MeasurementStore:
-    """An open measurements file. Every method is one transaction, and raises CsdctlError when the file fails.
+    """The measurements in a file. Its failures raise CsdctlError; if it is optional, they are said instead.
 
-    With `on_error` the failure is reported instead: nothing is stored or recalled, and the caller continues.
+    Tuning works without earlier measurements, and goes on when new ones cannot be stored.
     """
 
-    def __init__(self, connection: sqlite3.Connection, on_error: Say | None = None) -> None:
-        self._connection, self._on_error = connection, on_error
+    def __init__(
+        self,
+        path: Path,
+        say: Say = lambda line: None,
+        *,
+        is_optional: bool = False,
+        is_fresh: bool = False,
+    ) -> None:
+        """Read the file at `path`, if there is one; `say` tells of lines that are left out.
+
+        With `is_fresh`, earlier measurements are not read, but new ones are stored.
+        """
+        self._path, self._say, self._is_optional = path, say, is_optional
+        self._stored: list[Stored[Any, Any]] = []
+        content, num_foreign = b"", 0
+        try:
+            content = path.read_bytes() if path.exists() and not is_fresh else b""
+        except OSError as error:
+            self._fail("earlier measurements are not used", error)
+        for line in filter(None, content.split(b"\n")):
+            try:
+                self._stored.append(KINDS[from_json(line)["kind"]].lines.validate_json(line))
+            except (ValidationError, ValueError, TypeError, KeyError):
+                num_foreign += 1
+        if num_foreign:
+            say(f"{path}: lines that are no measurements of this version are not used: {num_foreign}")
 
     def add(
         self,
@@ -156,47 +154,31 @@ class MeasurementStore:
         model: ModelProperties = NO_MODEL,
         recipe: str = "",
     ) -> None:
-        """Store measurements of one class, and delete old ones that were repeated.
-
-        `recipe` is a hash of what else than the model a step's time depends on.
-        """
-        subjects = [
-            (model.hash, _MODEL.dump_json(model).decode()),
-            (of.key, kind.classes.dump_json(of).decode()),
-        ]
-        rows = [
-            (
-                *(kind.name, model.hash, recipe, of.key, repr(kind.repeated_by(value))),
-                *(kind.values.dump_json(value).decode(), value.measured_at),
-            )
-            for value in values
-        ]
+        """Store measurements of one class."""
+        added = [Stored(kind.name, model, recipe, of, value) for value in values]
+        self._stored += added
+        # A line end comes first: after a line that was cut off, it ends that one.
+        content = b"".join(b"\n" + kind.lines.dump_json(one) for one in added)
         try:
-            with self._connection as connection:  # all or nothing; other writers wait
-                connection.execute("BEGIN IMMEDIATE")
-                connection.executemany(
-                    "INSERT INTO subjects VALUES (?, ?) ON CONFLICT DO UPDATE SET content = excluded.content",
-                    subjects,
-                )
-                connection.executemany(
-                    "INSERT INTO measurements (kind, model, recipe, class, repeated_by, content, measured_at)"
-                    " VALUES (?, ?, ?, ?, ?, ?, ?)",
-                    rows,
-                )
-                connection.execute(
-                    "DELETE FROM measurements WHERE id IN (SELECT id FROM (SELECT id, row_number() OVER"
-                    " (PARTITION BY kind, model, recipe, class, repeated_by ORDER BY measured_at DESC,"
-                    f" id DESC) AS age FROM measurements) WHERE age > {NUM_KEPT})"
-                )
-        except sqlite3.DatabaseError as error:
+            make_directory(self._path.parent)
+            with self._path.open("ab", buffering=0) as file:  # in one piece, beside other writers
+                if file.write(content) != len(content):
+                    raise OSError("the disk is full")
+        except OSError as error:
             self._fail("measurements are not stored", error)
 
     def find(
         self, kind: Kind[ValueT, ClassT], class_key: str, model_hash: str = NO_MODEL.hash, recipe: str = ""
     ) -> list[ValueT]:
-        """Return the measurements of a kind on one class, of one model with one recipe, oldest first."""
-        where = "AND class = ? AND model = ? AND recipe = ?"
-        return [stored.value for stored in self._select(kind, where, class_key, model_hash, recipe)]
+        """Return the newest measurements of a kind on one class, of one model and recipe, oldest first."""
+        wanted = class_key, model_hash, recipe
+        found = [
+            one.value for one in self._select(kind) if (one.of.key, one.model.hash, one.recipe) == wanted
+        ]
+        repeated: dict[tuple[Any, ...], list[ValueT]] = defaultdict(list)
+        for value in found:
+            repeated[kind.repeated_by(value)].append(value)
+        return [value for value in found if value in repeated[kind.repeated_by(value)][-NUM_NEWEST:]]
 
     def overview(self) -> Overview:
         """Summarize all measurements: counts and extremes rather than every measurement."""
@@ -223,97 +205,17 @@ class MeasurementStore:
             tuple(self._select(TRIAL)),
         )
 
-    def _select(
-        self, kind: Kind[ValueT, ClassT], where: str = "", *values: str
-    ) -> list[Stored[ValueT, ClassT]]:
-        """Return the measurements of a kind for which `where` holds, oldest first."""
-        query = (
-            "SELECT models.content, recipe, classes.content, measurements.content FROM measurements"
-            " JOIN subjects AS models ON models.key = model JOIN subjects AS classes ON classes.key = class"
-            f" WHERE kind = ? {where} ORDER BY measured_at, id"
+    def _select(self, kind: Kind[ValueT, ClassT]) -> list[Stored[ValueT, ClassT]]:
+        """Return the measurements of a kind, oldest first."""
+        return sorted(
+            (one for one in self._stored if one.kind == kind.name), key=lambda one: one.value.measured_at
         )
-        try:
-            rows = self._connection.execute(query, (kind.name, *values)).fetchall()
-        except sqlite3.DatabaseError as error:
-            self._fail("earlier measurements are not used", error)
-            return []
-        parse_model, parse_class = cache(_MODEL.validate_json), cache(kind.classes.validate_json)
-        return [
-            Stored(parse_model(model), recipe, parse_class(of), kind.values.validate_json(value))
-            for model, recipe, of, value in rows
-        ]
 
-    def _fail(self, failure: str, error: sqlite3.DatabaseError) -> None:
-        if self._on_error is None:
-            raise CsdctlError(f"{failure}: {error}", remedy=REMEDY) from error
-        self._on_error(f"{failure}: {error}")
-
-
-@contextlib.contextmanager
-def open_measurements(
-    path: Path, say: Say | None = None, *, is_optional: bool = False
-) -> Iterator[MeasurementStore]:
-    """Open the measurements at `path`, creating the file if missing; raises CsdctlError when it fails.
-
-    A file that is damaged or has another schema is renamed to *.bak and replaced by a new one, and `say`
-    tells so. With `is_optional`, failures are said rather than raised, and measurements are kept in memory
-    where no file can be created: tuning works without them.
-    """
-    report = say or (lambda line: None)
-    try:
-        connection = _open(path, report)
-    except (sqlite3.DatabaseError, OSError) as error:
-        if not is_optional:
-            raise CsdctlError(f"{path} cannot be used: {error}", remedy=REMEDY) from error
-        report(f"continuing without earlier measurements: {path} cannot be used: {error}")
-        connection = _connect(":memory:")
-    with contextlib.closing(connection):
-        yield MeasurementStore(connection, report if is_optional else None)
-
-
-def _open(path: Path, say: Say) -> sqlite3.Connection:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        return _connect(path)
-    except sqlite3.OperationalError:  # in use, a full disk, permissions: nothing that a new file would cure
-        raise
-    except sqlite3.DatabaseError as error:
-        aside = path.with_name(f"{path.name}.bak")
-        path.replace(aside)
-        journal = path.with_name(f"{path.name}-journal")
-        if journal.exists():  # SQLite would roll it back into the next file of this name
-            journal.replace(aside.with_name(f"{aside.name}-journal"))
-        say(f"{path} cannot be used: {error}; kept as {aside.name}, and replaced by a new file")
-        return _connect(path)
-
-
-def _connect(path: Path | str) -> sqlite3.Connection:
-    """Open a file, creating its tables; raises sqlite3.DatabaseError, also for another schema."""
-    connection = sqlite3.connect(path, timeout=BUSY_DEADLINE_S, isolation_level=None)
-
-    def value(query: str) -> Any:
-        return connection.execute(query).fetchone()[0]
-
-    try:
-        if value("PRAGMA user_version") == 0:
-            with connection:
-                connection.execute("BEGIN IMMEDIATE")
-                if not value("SELECT count(*) FROM sqlite_master"):
-                    for statement in _TABLES.split(";"):
-                        connection.execute(statement)
-                    connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-                    connection.execute(f"PRAGMA user_version = {SCHEMA}")
-        if value("PRAGMA application_id") != APPLICATION_ID:
-            raise sqlite3.DatabaseError("another program's database")
-        if (version := value("PRAGMA user_version")) != SCHEMA:
-            raise sqlite3.DatabaseError(f"schema {version}, expected {SCHEMA}")
-        if (damage := value("PRAGMA quick_check(1)")) != "ok":
-            raise sqlite3.DatabaseError(damage)
-        connection.execute("PRAGMA foreign_keys = ON")
-    except BaseException:
-        connection.close()
-        raise
-    return connection
+    def _fail(self, failure: str, error: OSError) -> None:
+        message = f"{failure}: {self._path}: {error.strerror or error}"
+        if not self._is_optional:
+            raise CsdctlError(message, remedy=REMEDY) from error
+        self._say(message)
 
 
 def _order(one: ProbeSummary) -> tuple[Any, ...]:

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from csdctl.fleet.model import HOST_NAME, Fleet
-from csdctl.launch.leftovers import end_rank
-from csdctl.launch.machine_lock import relock_machine
+from csdctl.launch.leftovers import end_rank, relock_machine
 from csdctl.launch.mpi_job import JobOutcome, MpiJob
 from csdctl.launch.mpirun import Mpirun, RankCommand, rank_marker
 from csdctl.runs.directory import CappedLog

@@ -19,8 +19,7 @@ from csdctl.terminal.view import View, new_progress
 from csdctl.transport.many import Outcome, errors_of
 from csdctl.workflows.exec.run_command import Answer, ExecResult
 from csdctl.workflows.provision.bundle import Bundle
-from csdctl.workflows.provision.playbook import TaskResult
-from csdctl.workflows.provision.provision import Provisioned, ProvisionRequest, Sent
+from csdctl.workflows.provision.provision import Provisioned, ProvisionRequest, Sent, TaskResult
 
 MAX_LINES = 20
 """The most problems, and the most notes, to print: a thousand nodes must not scroll the rest away."""

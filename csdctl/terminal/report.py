@@ -11,12 +11,11 @@ from rich.text import Text
 from csdctl.errors import InputError
 from csdctl.reporting import scaling
 from csdctl.reporting.energy import energy_document
-from csdctl.reporting.headline import write_headline
 from csdctl.reporting.numbers import format_bytes
 from csdctl.reporting.privacy import BATCH_NORM, PROMISE, describe_privacy, remarks_on
 from csdctl.reporting.results import RunResults, RunSummary
 from csdctl.reporting.scaling import ScalingSeries
-from csdctl.reporting.tables import DataTable, describe_run, tabulate_ranks
+from csdctl.reporting.tables import DataTable, describe_run, tabulate_ranks, write_headline
 from csdctl.runs.directory import RunDirectory
 from csdctl.terminal.console import PrintableConsole, build_pairs, build_table
 from csdctl.terminal.streams import Streams

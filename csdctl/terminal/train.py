@@ -9,7 +9,6 @@ from rich.text import Text
 
 from csdctl.fleet.checks import Status, fold
 from csdctl.fleet.names import format_node_names
-from csdctl.reporting.headline import describe_result
 from csdctl.reporting.numbers import (
     format_bytes,
     format_loss,
@@ -22,6 +21,7 @@ from csdctl.reporting.numbers import (
 from csdctl.reporting.privacy import Privacy, describe_privacy, plan_privacy
 from csdctl.reporting.results import STOPPED, RunSummary
 from csdctl.reporting.series import Bottleneck, SeriesBuilder, Thinned, find_bottleneck
+from csdctl.reporting.tables import describe_result
 from csdctl.reporting.tally import Amounts, Tally
 from csdctl.runs.directory import RunDirectory
 from csdctl.terminal.console import PrintableConsole

@@ -4,8 +4,7 @@ import json
 import subprocess
 import sys
 
-from csdctl.facts.fact import build_command
-from csdctl.facts.machine import CONDITION_FACTS
+from csdctl.facts.machine import CONDITION_FACTS, build_command
 
 CLIPBOARD = "\x1b]52;c;ZXZpbA==\x07"
 CONTROLS = (

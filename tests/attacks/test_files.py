@@ -14,10 +14,9 @@ import csdctl
 from csdctl.emulation.fleet import EmulatedSpec, start_fleet, stop_fleet
 from csdctl.emulation.state import FleetPaths
 from csdctl.errors import CsdctlError, InputError, RemoteCommandError
-from csdctl.facts.fact import build_command
-from csdctl.facts.machine import CONDITION_FACTS, ClockTrip, parse_facts
+from csdctl.facts.machine import CONDITION_FACTS, ClockTrip, build_command, parse_facts
 from csdctl.fleet.facts import Condition
-from csdctl.launch.machine_lock import lock_machines
+from csdctl.launch.leftovers import lock_machines
 from csdctl.shipping.deliver import Delivery, deliver
 from csdctl.shipping.payload import pack_payload
 from csdctl.shipping.store import OBJECTS, StoredFile, store_bytes

@@ -16,7 +16,7 @@ from csdctl.errors import HostKeyError
 from csdctl.fleet.model import Node
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.transport.known_hosts import KnownHosts, fingerprint
-from csdctl.workflows.discovery.trust import ShownKey, accept_keys, forget_keys
+from csdctl.workflows.discovery.discover import ShownKey, accept_keys, forget_keys
 
 pytestmark = pytest.mark.first(1)
 

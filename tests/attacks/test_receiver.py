@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from csdctl.errors import CsdctlError, DeadlineError, RemoteCommandError
-from csdctl.launch.leftovers import CleanupOptions, clean_machine
-from csdctl.launch.machine_lock import describe_holder, lock_machines
+from csdctl.launch.leftovers import CleanupOptions, clean_machine, describe_holder, lock_machines
 from csdctl.shipping.deliver import deliver
 from csdctl.shipping.payload import pack_payload
 from csdctl.shipping.store import store_bytes
@@ -24,7 +23,7 @@ from csdctl.transport.ssh import SshSession, connect
 from csdctl.worker.protocol.datasets import DatasetInfo, PrepareSpec
 from csdctl.worker.protocol.json_codec import to_frame
 from csdctl.worker.protocol.probe import ProbeRequest
-from csdctl.workflows.preflight.reachability import PortListener, _connect, _start_listener
+from csdctl.workflows.preflight.doctor import PortListener, _connect, _start_listener
 from csdctl.workflows.tune.probing import Prober
 from tests.attacks.hostile_python import write_hostile_python
 from tests.patience import eventually, scaled

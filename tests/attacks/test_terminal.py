@@ -13,7 +13,7 @@ import pytest
 from csdctl.fleet.facts import Facts
 from csdctl.fleet.hardware import classify_machine
 from csdctl.runs.directory import EventLog, ProjectDirectory, RunDirectory
-from csdctl.runs.measurements import PROBE, open_measurements
+from csdctl.runs.measurements import PROBE, MeasurementStore
 from csdctl.tuning.measurements import ModelProperties, ProbeMeasurement
 from csdctl.worker.protocol.events import Failed, NodeLost, Ready, event_to_line
 from csdctl.worker.protocol.run_spec import Runtime
@@ -166,10 +166,10 @@ def test_terminal_obeys_no_stored_text(tmp_path: Path) -> None:
     log.close()
     facts = Facts("csd0", cpu_model=CONTROLS)
     model = ModelProperties("a" * 64, HOSTILE, 7, 5, 9, 3)
-    with open_measurements(project.measurements) as store:
-        machine = replace(classify_machine(facts), tensorflow=HOSTILE)
-        probe = ProbeMeasurement(Runtime(4), 4, 1_700_000_000.0, 0.1, 3)
-        store.add(PROBE, machine, [probe], model, HOSTILE)
+    store = MeasurementStore(project.measurements)
+    machine = replace(classify_machine(facts), tensorflow=HOSTILE)
+    probe = ProbeMeasurement(Runtime(4), 4, 1_700_000_000.0, 0.1, 3)
+    store.add(PROBE, machine, [probe], model, HOSTILE)
     for command in (["report"], ["measurements"], ["report", "no-such-run"]):
         shown = on_terminal(tmp_path, *command)
         assert shown.foreign == []

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from csdctl.workflows.provision.playbook import PREFIX as LINE
-from csdctl.workflows.provision.playbook import ansible_directory, build_environment
+from csdctl.workflows.provision.provision import PREFIX as LINE
+from csdctl.workflows.provision.provision import ansible_directory, build_environment
 from tests.lab.bare import PREFIX, PYTHON, bare_node, bundles
 from tests.lab.lab import Lab
 from tests.lab.project import CSDCTL, Project

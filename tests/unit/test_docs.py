@@ -20,7 +20,7 @@ from csdctl.errors import ExitCode
 from csdctl.fleet.fleet_file import FleetFile
 from csdctl.job.model import JobFile
 from csdctl.launch.mpirun import COMMON_OPTIONS
-from csdctl.terminal.doctor import COLUMNS
+from csdctl.terminal.fleet import COLUMNS
 from docs.generate import DOCUMENTS, list_commands
 from docs.generate import PAGES as RENDERERS
 

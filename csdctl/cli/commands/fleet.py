@@ -4,7 +4,7 @@ import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -16,7 +16,7 @@ from csdctl.terminal.streams import Streams, format_json
 
 if TYPE_CHECKING:
     from csdctl.fleet.model import Fleet
-    from csdctl.terminal.doctor import Setting
+    from csdctl.terminal.fleet import Setting
     from csdctl.workflows.discovery.inventory import NodeSource
     from csdctl.workflows.provision.machine import Kind
 
@@ -120,7 +120,7 @@ def trust(
 ) -> None:
     """Show the nodes' SSH host keys, and accept all new ones at once."""
     from csdctl.terminal.fleet import TrustScreen
-    from csdctl.workflows.discovery.trust import check_forgotten, forget_keys, review_keys
+    from csdctl.workflows.discovery.discover import check_forgotten, forget_keys, review_keys
 
     screen = TrustScreen(call.streams, call.fleet, yes=yes, is_dry_run=dry_run)
     if forget:
@@ -137,12 +137,6 @@ def trust(
 
 
 _SETTINGS = ("fleet", "timeout", "connect_timeout", "mpi_timeout", "limit", "exclude")
-_SOURCES = {
-    "COMMANDLINE": "flag",
-    "ENVIRONMENT": "environment",
-    "DEFAULT": "default",
-    "DEFAULT_MAP": "file config.yaml",
-}
 
 
 @on_fleet
@@ -164,7 +158,7 @@ def doctor(
     ] = 60.0,
 ) -> None:
     """Check that the machines can train together, and report how to fix what fails."""
-    from csdctl.terminal.doctor import ExaminationView, doctor_document
+    from csdctl.terminal.fleet import ExaminationView, doctor_document
     from csdctl.workflows.preflight.doctor import DoctorOptions, examine
 
     deadlines = DoctorOptions(timeout, connect_timeout, mpi_timeout)
@@ -180,16 +174,16 @@ def doctor(
 def list_settings(context: typer.Context, fleet: "Fleet") -> "list[Setting]":
     """Return the settings of one invocation, and those of the fleet file that apply to all machines."""
     from csdctl.fleet.model import Host
-    from csdctl.terminal.doctor import Setting
+    from csdctl.terminal.fleet import Setting
 
-    parameters = {parameter.name: parameter for parameter in context.command.params}
+    parameters: dict[str, Any] = {str(parameter.name): parameter for parameter in context.command.params}
     settings = []
     for name in _SETTINGS:
-        value = context.params[name]
-        if value is None or name not in parameters:
-            continue
+        value, parameter, source = context.params[name], parameters[name], context.get_parameter_source(name)
         text = ",".join(value) if isinstance(value, list | tuple) else str(value)
-        settings.append(Setting(name.replace("_", "-"), text, _source(context, parameters[name], name)))
+        given = {"COMMANDLINE": f"flag {parameter.opts[0]}", "ENVIRONMENT": f"environment {parameter.envvar}"}
+        origin = given.get(getattr(source, "name", ""), "default")
+        settings.append(Setting(name.replace("_", "-"), text if value else "", origin))
     in_file = {
         "network": (fleet.network, fleet.network != ""),
         "host.threads": (str(fleet.host.threads), fleet.host != Host()),
@@ -197,14 +191,6 @@ def list_settings(context: typer.Context, fleet: "Fleet") -> "list[Setting]":
     for name, (text, is_set) in in_file.items():
         settings.append(Setting(name, text, f"file {fleet.path}" if is_set else "default"))
     return settings
-
-
-def _source(context: typer.Context, parameter: object, name: str) -> str:
-    source = context.get_parameter_source(name)
-    word = _SOURCES.get(source.name, source.name.lower()) if source else "default"
-    if word == "environment":
-        return f"environment {getattr(parameter, 'envvar', '')}"
-    return f"flag {getattr(parameter, 'opts', [''])[0]}" if word == "flag" else word
 
 
 @on_fleet
@@ -442,9 +428,8 @@ def clean(
     yes: options.YesOption = False,
 ) -> None:
     """Stop processes and remove files that earlier csdctl commands left on the machines."""
-    from csdctl.launch.leftovers import CleanupOptions
+    from csdctl.launch.leftovers import CleanupOptions, clean
     from csdctl.terminal.fleet import render_cleaned
-    from csdctl.workflows.maintenance.clean import clean
 
     if everything and not dry_run:
         num_nodes = len(call.fleet.nodes)

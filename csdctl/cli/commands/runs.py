@@ -141,7 +141,7 @@ def rm(
 def diff(first: FirstRunArgument, second: SecondRunArgument, json: options.JsonOption = False) -> None:
     """Show in which settings and results two runs differ (also `compare`)."""
     from csdctl.terminal.runs import show_differences
-    from csdctl.workflows.runs.compare import compare_runs
+    from csdctl.workflows.runs.manage import compare_runs
 
     streams = Streams(is_json=json)
     show_differences(streams, *compare_runs(streams.project, first, second))

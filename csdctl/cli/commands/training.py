@@ -105,7 +105,7 @@ def train(
     detach: Annotated[
         bool,
         typer.Option(
-            "--detach/--no-detach",
+            "--detach",
             help="Train in the background; `csdctl runs watch` shows the run.",
             rich_help_panel=options.BACKGROUND,
         ),
@@ -123,7 +123,7 @@ def train(
     from csdctl.reporting.live_metrics import serve_metrics
     from csdctl.supervision.run_setup import Patience
     from csdctl.worker.protocol.features import FeatureOptions
-    from csdctl.workflows.runs.notification import parse_command
+    from csdctl.workflows.runs.follow import parse_command
     from csdctl.workflows.train.options import TrainOptions
     from csdctl.workflows.train.train import TrainRequest
 
@@ -189,7 +189,7 @@ def _run_file(path: Path, reference: str) -> dict[str, object]:
 def _train(streams: Streams, request: "TrainRequest", told: Sequence[str], *, is_dry_run: bool) -> None:
     """Train, and run the program `told` at the end; or show what would be trained."""
     from csdctl.terminal.train import TrainingScreen, show_training_rehearsal
-    from csdctl.workflows.runs.notification import notifying
+    from csdctl.workflows.runs.follow import notifying
 
     if is_dry_run:
         show_training_rehearsal(streams, request)
@@ -204,7 +204,7 @@ def start_detached(streams: Streams) -> None:
     from csdctl.workflows.runs import follow
     from csdctl.workflows.runs.manage import process_of
 
-    arguments = build_background_arguments(sys.argv[1:])
+    arguments = [word for word in sys.argv[1:] if word not in ("--detach", "--json")]
     run = follow.start_detached(streams.project, arguments, streams.say)
     if run is None:
         streams.say("nothing is left to train: no run was started")
@@ -213,14 +213,6 @@ def start_detached(streams: Streams) -> None:
     streams.say(f"run {run.run_id} continues in the background, process {process_of(run).pid}")
     streams.say(f"to see it: csdctl runs watch {run.run_id}; to stop it: csdctl runs stop {run.run_id}")
     streams.result({"schema": "csdctl.train/1", "run": run.run_id, "path": str(run.path), "detached": True})
-
-
-def build_background_arguments(words: Sequence[str]) -> list[str]:
-    """Return the arguments of the csdctl that trains in the background, from those of this command line."""
-    kept = [word for word in words if word not in ("--detach", "--json")]
-    # Without it, `detach` in the user's config.yaml would make that process start another one, without end.
-    behind = kept.index("train") + 1
-    return [*kept[:behind], "--no-detach", *kept[behind:]]
 
 
 @on_job
@@ -259,8 +251,8 @@ def predict(
 ) -> None:
     """Run a trained model on samples where they are stored; only the results are sent."""
     from csdctl.terminal.prepare import PreparationScreen
+    from csdctl.workflows.predict.predict import check_request
     from csdctl.workflows.predict.predict import predict as run_prediction
-    from csdctl.workflows.predict.request import check_request
 
     streams = call.streams
     request = check_request(

@@ -108,9 +108,10 @@ def tune(
         strategy=strategy,
         cut=cut,
     )
-    saved = tune_job(call.job, call.fleet, call.directory, tune_options, TuningScreen(streams))
-    render_plan(streams.console, saved.plan, str(saved.path.relative_to(call.directory)))
-    streams.result(plan_document(saved.plan, str(saved.path)))
+    plan = tune_job(call.job, call.fleet, call.directory, tune_options, TuningScreen(streams))
+    path = streams.project.plan(call.job.name)
+    render_plan(streams.console, plan, str(path.relative_to(call.directory)))
+    streams.result(plan_document(plan, str(path)))
 
 
 def _parse_sizes(text: str) -> tuple[int, ...]:
@@ -172,11 +173,12 @@ def forecast(
     from csdctl.terminal.forecast import forecast_document, render_forecast
     from csdctl.workflows.forecast.forecast import (
         ForecastRequest,
-        JobOnFleet,
-        forecast_subject,
+        forecast_job,
         given_power,
         parse_node_counts,
+        published_basis,
     )
+    from csdctl.workflows.forecast.forecast import forecast as forecast_basis
 
     streams = call.streams
     if published and call.job_path != options.DEFAULT_JOB:
@@ -190,8 +192,13 @@ def forecast(
         given_power(host_watts, node_watts, alone_watts),
         sum_seconds,
     )
-    subject = published or JobOnFleet(call.job_path, call.fleet_path, call.limit, call.exclude)
-    result = forecast_subject(subject, request, call.directory, streams.say, max_global_batch)
+    if published:
+        if max_global_batch:
+            raise InputError("the paper's batch sizes are fixed", remedy="leave out --max-global-batch")
+        result = forecast_basis(published_basis(published), request)
+    else:
+        fleet = call.fleet if call.fleet_path.exists() or call.limit or call.exclude else None
+        result = forecast_job(call.job_path, fleet, request, call.directory, streams.say, max_global_batch)
     if streams.is_json:
         streams.result(forecast_document(result))
     else:

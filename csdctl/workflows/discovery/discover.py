@@ -1,19 +1,159 @@
-"""`discover`: collect facts of all machines of a fleet and save them beside fleet.yaml, with problems."""
+"""`discover`: collect facts of all machines of a fleet and save them beside fleet.yaml, with problems.
 
-from collections.abc import Callable, Mapping
+`trust`: the user reviews and accepts host keys, for many nodes at once. Keys are stored in csdctl's own
+known_hosts, in plain text. A changed key is never replaced here: the user must first remove it, by name.
+Machines behind a jump host are contacted through it, so jump hosts come first.
+"""
+
+import base64
+import contextlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-from csdctl.errors import CsdctlError, InputError
+from csdctl.documents import save_text
+from csdctl.errors import CsdctlError, HostKeyError, InputError
 from csdctl.facts.machine import collect_facts
 from csdctl.fleet.facts import Drive, Facts, facts_path, load_facts, save_facts
 from csdctl.fleet.hardware import match_drives
-from csdctl.fleet.model import HOST_NAME, Fleet
+from csdctl.fleet.model import HOST_NAME, Fleet, Node
 from csdctl.fleet.names import format_node_names, names_by_value
+from csdctl.runs.directory import ProjectDirectory
 from csdctl.runs.ledger import record_traffic
+from csdctl.transport.known_hosts import KnownHosts, build_host_name, fingerprint, load_lines
 from csdctl.transport.local import LocalSession
-from csdctl.transport.many import Outcome, errors_of, run_on_all, run_on_nodes
+from csdctl.transport.many import Outcome, errors_of, fleet_known_hosts_paths, run_on_all, run_on_nodes
+from csdctl.transport.meter import add_up
 from csdctl.transport.session import Session
+
+CONNECT_DEADLINE_S = 10.0
+
+
+@dataclass(frozen=True)
+class ShownKey:
+    """The key presented by a machine, and whether it was known before."""
+
+    node: Node
+    type: str
+    blob: bytes
+    state: Literal["known", "new"]
+
+    @property
+    def fingerprint(self) -> str:
+        """The fingerprint in the format of ssh."""
+        return fingerprint(self.blob)
+
+
+def list_layers(fleet: Fleet) -> list[dict[str, Node]]:
+    """Return the nodes of `fleet` and their jump hosts by name, grouped by number of jumps, ascending."""
+    layers: dict[int, dict[str, Node]] = {}
+    for machine in (machine for node in fleet.nodes for machine in (node, *node.jumps)):
+        layers.setdefault(len(machine.jumps), {})[machine.name] = machine
+    return [layers[depth] for depth in sorted(layers)]
+
+
+def fetch_keys(
+    fleet: Fleet,
+    machines: Mapping[str, Node],
+    *,
+    directory: Path,
+) -> dict[str, Outcome[ShownKey]]:
+    """Return the key presented by each of `machines`; HostKeyError for a changed key."""
+    from csdctl.transport.ssh_connect import JumpHosts, fetch_host_key  # paramiko takes 0.1 s to load
+
+    known = KnownHosts.load(fleet_known_hosts_paths(fleet, directory))
+
+    def fetch(node: Node) -> ShownKey:
+        key_type, blob = fetch_host_key(node, jumps, connect_deadline_s=CONNECT_DEADLINE_S)
+        is_new = not known.lookup(node.address, node.port)
+        if not is_new:
+            known.check(node.name, node.address, node.port, key_type, blob)
+        return ShownKey(node, key_type, blob, "new" if is_new else "known")
+
+    with contextlib.closing(JumpHosts(known)) as jumps:
+        try:
+            return run_on_all(machines, fetch)
+        finally:
+            record_traffic(directory, "trust")(add_up(jumps.opened))
+
+
+def accept_keys(keys: Iterable[ShownKey], project: ProjectDirectory) -> None:
+    """Add `keys` to csdctl's own known_hosts."""
+    lines = [
+        f"{build_host_name(key.node.address, key.node.port)} {key.type} {base64.b64encode(key.blob).decode()}"
+        for key in keys
+    ]
+    save_text(project.known_hosts, "".join(f"{line}\n" for line in [*_own_lines(project), *lines]))
+
+
+def forget_keys(
+    machines: Iterable[Node], project: ProjectDirectory, *, is_dry_run: bool = False
+) -> dict[str, int]:
+    """Remove the keys of `machines` from csdctl's own known_hosts; return the number of keys by name."""
+    names = {build_host_name(node.address, node.port): node.name for node in machines}
+    removed = dict.fromkeys(names.values(), 0)
+    kept = []
+    for line in _own_lines(project):
+        node = names.get(line.split(" ", 1)[0])
+        if node is None:
+            kept.append(line)
+        else:
+            removed[node] += 1
+    if any(removed.values()) and not is_dry_run:
+        save_text(project.known_hosts, "".join(f"{line}\n" for line in kept))
+    return removed
+
+
+def check_forgotten(fleet: Fleet, directory: Path) -> None:
+    """Raise HostKeyError for a node with a key in a file that csdctl does not write."""
+    known = KnownHosts.load(fleet_known_hosts_paths(fleet, directory))
+    for node in fleet.nodes:
+        for key in known.lookup(node.address, node.port):
+            raise HostKeyError(
+                f"its key remains in {key.path}:{key.line}",
+                node=node.name,
+                remedy=f"remove it there: ssh-keygen -R '{build_host_name(node.address, node.port)}'",
+            )
+
+
+def _own_lines(project: ProjectDirectory) -> Sequence[str]:
+    if not project.known_hosts.exists():
+        return ()
+    return load_lines(project.known_hosts)
+
+
+OnLayer = Callable[[Mapping[str, Outcome[ShownKey]], Sequence[ShownKey], Sequence[str]], None]
+"""Called with the keys of one layer of machines, the new ones, and the machines that cannot be asked.
+
+Raises InputError unless the new keys may be accepted.
+"""
+
+
+def review_keys(
+    fleet: Fleet, project: ProjectDirectory, on_layer: OnLayer, *, is_dry_run: bool = False
+) -> int:
+    """Accept the new host keys of `fleet`, layer by layer, and return their number.
+
+    A machine behind a jump host is reached only after the key of the jump host is accepted, so jump hosts
+    come first. Machines that fail are shown, not raised. A dry run accepts none, so it asks no machine behind
+    one with a new key.
+    """
+    closed: set[str] = set()
+    num_accepted = 0
+    for layer in list_layers(fleet):
+        closed |= {name for name, node in layer.items() if node.jump and node.jump.name in closed}
+        machines = {name: node for name, node in layer.items() if name not in closed}
+        outcomes = fetch_keys(fleet, machines, directory=project.root)
+        new = [key for outcome in outcomes.values() if (key := outcome.value) and key.state == "new"]
+        on_layer(outcomes, new, [name for name in layer if name in closed])
+        if is_dry_run:
+            closed |= {key.node.name for key in new}
+        elif new:
+            accept_keys(new, project)
+            num_accepted += len(new)
+    return num_accepted
+
 
 OnDone = Callable[[Facts], None]
 """Called with the facts of each machine as it finishes; `problem` is set if it failed."""

@@ -36,7 +36,7 @@ from csdctl.perfmodel.published import (
 from csdctl.perfmodel.spread import Range, Spread
 from csdctl.reporting.numbers import format_seconds
 from csdctl.runs.directory import ProjectDirectory
-from csdctl.runs.measurements import open_measurements
+from csdctl.runs.measurements import MeasurementStore
 from csdctl.tuning.fits import fit_collective
 from csdctl.tuning.fleet_model import RecalledTrial
 from csdctl.tuning.measurements import CollectiveMeasurement, ForecastErrors
@@ -57,7 +57,6 @@ from csdctl.workflows.data.model import describe_job_model
 from csdctl.workflows.data.prepare import PreparedData, load_prepared
 from csdctl.workflows.train.plan import find_changes, find_left_out, find_unplanned
 from csdctl.workflows.tune.fleet_measurements import FleetMeasurements, hash_recipe
-from csdctl.workflows.workspace.partial_failure import choose_fleet
 
 EMULATED = "emulated on one machine, which shows how ranks balance, not how fast a device is: "
 NO_SUM = "unknown, counted as 0 s: an upper bound (--sum-seconds)"
@@ -131,23 +130,6 @@ def published_basis(network: Network) -> ForecastBasis:
     )
 
 
-@dataclass(frozen=True)
-class Recalled:
-    """The measurements of one model on one fleet."""
-
-    ranks: Sequence[RankModel]
-    """The host, then the nodes in the order of the fleet."""
-    speeds: str
-    """Where the step times come from, as a sentence."""
-    vector_bytes: int
-    """Bytes that each rank contributes to a sum."""
-    sums: Sequence[CollectiveMeasurement]
-    trial: RecalledTrial | None
-    """The newest."""
-    errors: ForecastErrors
-    """Of earlier forecasts."""
-
-
 def tuned_basis(
     job: Job,
     project: ProjectDirectory,
@@ -172,9 +154,9 @@ def tuned_basis(
         plan, why_no_plan = None, "its batch sizes are those of a model that is split"
     if fleet is None:
         raise _unknown("there is no fleet file", f"write fleet.yaml and {TUNE}")
-    known = _recall(job, project, fleet, facts, data, say)
+    measured = _find_measurements(job, project, fleet, facts, data, say)
     samples = num_samples or (data.num_samples if data else None)
-    basis = _measured_basis(job, fleet, plan, known, samples, max_global_batch)
+    basis = _measured_basis(job, fleet, plan, measured, samples, max_global_batch)
     if why_no_plan:
         notes["plan"] = f"not used: {why_no_plan}"
     if data:
@@ -218,7 +200,7 @@ def _measured_basis(
     job: Job,
     fleet: Fleet,
     plan: Plan | None,
-    known: Recalled,
+    measured: FleetMeasurements,
     num_samples: int | None,
     max_global_batch: int | None,
 ) -> ForecastBasis:
@@ -227,6 +209,14 @@ def _measured_basis(
     `num_samples` of an epoch, None: unknown. `max_global_batch` applies without a plan; None: the default
     of `tune`.
     """
+    known, sums, errors = measured.recall_fleet(), measured.collectives(), measured.forecast_errors()
+    classes, model_name = known.classes.values(), measured.features.short_name
+    if unknown := [name for one in classes if not one.points for name in one.machines]:
+        missing = f"{model_name}, with this recipe and form of data, was not measured on "
+        raise _unknown(missing + format_node_names(unknown), TUNE)
+    num_probes = sum(len(one.points) for one in classes)
+    speeds = f"measured: {num_probes} probes and trials of {model_name} on machines like these"
+    ranks = [RankModel(name, step_time) for name, step_time in known.machine_step_times().items()]
     given = read_limits(plan.method_arguments) if plan else Limits(max_global_batch)
     is_required = job.private_path is not None
 
@@ -234,10 +224,11 @@ def _measured_basis(
         num_required = 1 + num_nodes if is_required else 1
         return default_limits(given, job.recipe.reference_batch, num_samples, num_required)
 
-    sum_cost = fit_collective(known.sums)
-    overhead_factor, in_step = _overhead_factor(plan, known, sum_cost)
+    sum_cost = fit_collective(sums)
+    trial = measured.recall_trial(known.step_times())
+    overhead_factor, in_step = _overhead_factor(plan, trial, ranks, sum_cost, known.vector_bytes)
     costs = Costs(sum_cost, known.vector_bytes, overhead_factor)
-    host, *nodes = known.ranks
+    host, *nodes = ranks
     if plan:
         idle = {rank.node for rank in plan.ranks if not rank.batch_size} | {*find_left_out(plan, fleet)}
         choice = Choice(limits, is_required, is_planned=True, idle=frozenset(idle))
@@ -245,7 +236,7 @@ def _measured_basis(
     else:
         choice = Choice(limits, is_required)
         sizes = choose_best(host, nodes, len(nodes), choice, costs).batch_sizes
-    host, *nodes = size_ranks(known.ranks, sizes)
+    host, *nodes = size_ranks(ranks, sizes)
     return ForecastBasis(
         title=job.name,
         source="emulated" if fleet.emulated else "measured",
@@ -254,32 +245,36 @@ def _measured_basis(
         num_nodes=len(nodes),
         costs=costs,
         origins={
-            "speeds": (EMULATED if fleet.emulated else "") + known.speeds,
+            "speeds": (EMULATED if fleet.emulated else "") + speeds,
             "batch_sizes": _describe_choice(choice, len(nodes)),
-            "sum": _describe_sums(known.sums),
+            "sum": _describe_sums(sums),
             "in_step": in_step,
-            "range": _describe_spread(known.errors, plan),
+            "range": _describe_spread(errors, plan),
             "power": NO_POWER,
         },
         epochs=job.recipe.epochs,
         choice=choice,
-        spread=known.errors.spread,
+        spread=errors.spread,
         planned_range=plan.predicted_range if plan else None,
     )
 
 
-def _overhead_factor(plan: Plan | None, known: Recalled, sum_cost: CollectiveCost) -> tuple[float, str]:
+def _overhead_factor(
+    plan: Plan | None,
+    tried: RecalledTrial | None,
+    ranks: Sequence[RankModel],
+    sum_cost: CollectiveCost,
+    vector_bytes: int,
+) -> tuple[float, str]:
     """Return the ratio of a step without the sum to the slowest rank's step alone, and its origin."""
-    tried = known.trial
     source = "the newest trial of this model on such a fleet"
     if plan and (prediction := plan.prediction):
-        step_times = {rank.node: rank.step_time for rank in known.ranks}
+        step_times = {rank.node: rank.step_time for rank in ranks}
         tried = [(step_times[rank.node], rank.batch_size) for rank in plan.ranks], prediction.step_s
         source = "the plan's trial"
     if tried is None:
         return 1.0, "no trial of all ranks: no overhead is counted"
-    ranks, step_s = tried
-    factor = calibrate_overhead(ranks, step_s, sum_cost.at(known.vector_bytes, len(ranks)))
+    factor = calibrate_overhead(*tried, sum_cost.at(vector_bytes, len(tried[0])))
     return (
         factor,
         f"a step of all ranks takes {factor:.2f} times as long as the slowest rank alone, by {source}",
@@ -316,40 +311,22 @@ def _unknown(reason: str, remedy: str) -> InputError:
     return InputError(f"cannot forecast: {reason}", remedy=f"{remedy}; {published}")
 
 
-def _recall(
+def _find_measurements(
     job: Job,
     project: ProjectDirectory,
     fleet: Fleet,
     facts: Mapping[str, Facts],
     data: PreparedData | None,
     say: Say,
-) -> Recalled:
-    """Recall the measurements of `project`; raises InputError, and what building a new model raises."""
+) -> FleetMeasurements:
+    """Return the measurements of `project`; raises InputError, and what building a new model raises."""
     if undiscovered := [name for name in fleet.machines if name not in facts or not is_ready(facts[name])]:
         raise _unknown(f"the facts of {format_node_names(undiscovered)} are unknown", "run `csdctl discover`")
     if not project.measurements.exists():
         raise _unknown("there are no measurements yet", TUNE)
     model = describe_job_model(job, project.root, say)
     recipe = hash_recipe(job, data.public) if data else NOT_PREPARED
-    with open_measurements(project.measurements, say) as store:
-        measurements = FleetMeasurements(model, recipe, fleet, facts, store)
-        known = measurements.recall_fleet()
-        classes = known.classes.values()
-        if unknown := [name for one in classes if not one.points for name in one.machines]:
-            raise _unknown(
-                f"{model.short_name}, with this recipe and form of data, was not measured on "
-                f"{format_node_names(unknown)}",
-                TUNE,
-            )
-        num_probes = sum(len(one.points) for one in classes)
-        return Recalled(
-            [RankModel(name, step_time) for name, step_time in known.machine_step_times().items()],
-            f"measured: {num_probes} probes and trials of {model.short_name} on machines like these",
-            model.vector_bytes,
-            measurements.collectives(),
-            measurements.recall_trial(known.step_times()),
-            measurements.forecast_errors(),
-        )
+    return FleetMeasurements(model, recipe, fleet, facts, MeasurementStore(project.measurements, say))
 
 
 MAX_NODES = 10_000
@@ -494,38 +471,20 @@ def _with_request(basis: ForecastBasis, request: ForecastRequest, max_nodes: int
     return replace(basis, origins=origins)
 
 
-@dataclass(frozen=True)
-class JobOnFleet:
-    """A job file and the nodes to forecast it for; the fleet file may be missing."""
-
-    job: Path
-    fleet: Path
-    limit: Sequence[str] | None = None
-    exclude: Sequence[str] | None = None
-
-
-def forecast_subject(
-    subject: Network | JobOnFleet,
+def forecast_job(
+    job_path: Path,
+    fleet: Fleet | None,
     request: ForecastRequest,
     directory: Path,
     say: Say,
-    max_global_batch: int | None = None,
+    max_global_batch: int | None,
 ) -> Forecast:
-    """Forecast a network of the paper, or a job of the project in `directory`.
-
-    `max_global_batch` replaces the limit that the plan was tuned with. Raises InputError when nothing was
-    measured, and what building a new model raises.
-    """
-    if not isinstance(subject, JobOnFleet):
-        if max_global_batch:
-            raise InputError("the paper's batch sizes are fixed", remedy="leave out --max-global-batch")
-        return forecast(published_basis(subject), request)
-    if not subject.job.exists():
+    """Forecast a job of the project in `directory`; raises what `tuned_basis` raises."""
+    if not job_path.exists():
         raise InputError(
-            f"{subject.job} does not exist",
+            f"{job_path} does not exist",
             remedy=f"give a job that was tuned, or forecast without a job: --published {Network.MOBILENETV2}",
         )
-    is_fleet_given = subject.fleet.exists() or subject.limit or subject.exclude
-    fleet = choose_fleet(subject.fleet, subject.limit, subject.exclude) if is_fleet_given else None
-    job, project = load_job(subject.job), ProjectDirectory(directory)
-    return forecast(tuned_basis(job, project, fleet, say, request.num_samples, max_global_batch), request)
+    job, project = load_job(job_path), ProjectDirectory(directory)
+    basis = tuned_basis(job, project, fleet, say, request.num_samples, max_global_batch)
+    return forecast(basis, request)

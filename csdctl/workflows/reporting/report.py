@@ -1,20 +1,157 @@
-"""`report`, `export` and `measurements`: what runs have shown, as numbers or for other tools."""
+"""`report`, `export` (CSV, TensorBoard, MLflow) and `measurements`: what runs have shown."""
 
-from collections.abc import Callable, Sequence
+import csv
+import io
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from csdctl.documents import check_output, save_text
 from csdctl.errors import InputError
+from csdctl.fleet.requirements import explain_extra
 from csdctl.notify import Say
-from csdctl.reporting.export import render_csv, write_mlflow, write_tensorboard
 from csdctl.reporting.page import render_page
 from csdctl.reporting.privacy import Flow, Privacy, add_flows, count_passes, measure_privacy
 from csdctl.reporting.results import RunResults, read_results
+from csdctl.reporting.series import RunSeries
 from csdctl.runs.directory import ProjectDirectory, RunDirectory
 from csdctl.runs.ledger import read_ledger
-from csdctl.runs.measurements import Overview, open_measurements
+from csdctl.runs.measurements import MeasurementStore, Overview
+
+
+def render_csv(runs: Sequence[RunResults]) -> str:
+    """Return a header and a row for each run and epoch; a metric that was not computed is empty."""
+    names = list(dict.fromkeys(name for run in runs for point in run.series.epochs for name in point.results))
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    columns = ("run", "state", "source", "epoch", "unix_time_s", "samples_per_s", "learning_rate")
+    writer.writerow([*columns, *map(as_cell, names)])
+    for run in runs:
+        for point in run.series.epochs:
+            rate = "" if point.learning_rate is None else point.learning_rate
+            fixed = [run.summary.run_id, run.summary.state, run.measured, point.epoch, f"{point.time_s:.3f}"]
+            results = [point.results.get(name, "") for name in names]
+            throughput = "" if point.samples_per_s is None else f"{point.samples_per_s:.3f}"
+            writer.writerow([*fixed, throughput, rate, *results])
+    return text.getvalue()
+
+
+def as_cell(name: str) -> str:
+    """Return a job's or node's name as text, also where a spreadsheet would take it for a formula."""
+    return f"'{name}" if name[:1] in ("=", "+", "-", "@", "\t", "\r") else name
+
+
+@dataclass(frozen=True)
+class Scalar:
+    """A number of a run at a time."""
+
+    name: str
+    """With `/` between its parts: epoch/loss, rank_3/wait_share."""
+    step: int
+    """The epoch, or the second since the start."""
+    time_s: float
+    """Unix time."""
+    value: float
+
+
+def scalars_of(run: RunResults) -> Iterator[Scalar]:
+    """Yield the results of each epoch, then rates and waiting of each rank over time."""
+    yield from _epoch_scalars(run.series)
+    yield from _rank_scalars(run.series)
+
+
+def _epoch_scalars(series: RunSeries) -> Iterator[Scalar]:
+    for point in series.epochs:
+        for name, value in point.results.items():
+            yield Scalar(f"epoch/{name}", point.epoch, point.time_s, value)
+        known = {"samples_per_s": point.samples_per_s, "learning_rate": point.learning_rate}
+        for name, number in known.items():
+            if number is not None:
+                yield Scalar(f"epoch/{name}", point.epoch, point.time_s, number)
+
+
+def _rank_scalars(series: RunSeries) -> Iterator[Scalar]:
+    for change in series.batch_sizes:
+        for rank, size in change.sizes.items():
+            second = round(change.time_s - series.start_s)
+            yield Scalar(f"rank_{rank}/batch_size", second, change.time_s, size)
+    for rank, spent in enumerate(series.spent_s):
+        for number, throughput in enumerate(series.throughputs(rank)):
+            since_s = (number + 1) * series.interval_s
+            time_s, second = series.start_s + since_s, round(since_s)
+            if throughput is not None:
+                yield Scalar(f"rank_{rank}/samples_per_s", second, time_s, throughput)
+            for kind, seconds in spent.items():
+                share = min(seconds[number] / series.interval_s, 1.0)
+                yield Scalar(f"rank_{rank}/{kind}_share", second, time_s, share)
+
+
+def parameters_of(run: RunResults) -> dict[str, str]:
+    """Return what the run was set to, by name."""
+    summary = run.summary
+    parameters = {
+        "strategy": summary.strategy,
+        "method": summary.method,
+        "num_ranks": str(summary.num_ranks),
+        "global_batch": str(summary.global_batch),
+        "source": run.measured,
+        "csdctl": str(run.manifest.get("csdctl", "")),
+    }
+    recipe = run.manifest.get("recipe")
+    if isinstance(recipe, dict):
+        parameters |= {f"recipe.{key}": str(value)[:250] for key, value in recipe.items()}
+    return parameters
+
+
+def write_tensorboard(run: RunResults, directory: Path) -> None:
+    """Write a run to a new event file in `directory`; raises InputError without tensorboardX."""
+    try:
+        from tensorboardX import SummaryWriter
+    except ModuleNotFoundError as error:
+        raise InputError(
+            "TensorBoard's event files need tensorboardX",
+            remedy=f"{explain_extra('tensorboard')}; `csdctl report --csv FILE` needs nothing",
+        ) from error
+    with SummaryWriter(str(directory)) as writer:
+        rows = "\n".join(f"{name}: {value}" for name, value in parameters_of(run).items())
+        writer.add_text("parameters", f"```\n{rows}\n```", 0, walltime=run.series.start_s)
+        for scalar in scalars_of(run):
+            writer.add_scalar(scalar.name, scalar.value, scalar.step, walltime=scalar.time_s)
+
+
+EXPERIMENT, MAX_BATCH, STATES = "csdctl", 1000, {"done": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
+"""MLflow takes at most 1000 metrics at once."""
+
+
+def write_mlflow(run: RunResults, tracking_uri: str | None) -> str:
+    """Log a run to the server or directory `tracking_uri`, or to MLflow's default; returns MLflow's run id.
+
+    Raises InputError without MLflow, or when it refuses.
+    """
+    try:
+        from mlflow.entities import Metric
+        from mlflow.exceptions import MlflowException
+        from mlflow.tracking import MlflowClient
+    except ModuleNotFoundError as error:
+        raise InputError("MLflow's client is not installed", remedy="pip install mlflow-skinny") from error
+    try:
+        client = MlflowClient(tracking_uri)
+        found = client.get_experiment_by_name(EXPERIMENT)
+        experiment = found.experiment_id if found else client.create_experiment(EXPERIMENT)
+        name, start_ms = run.summary.run_id, int(run.series.start_s * 1000)
+        logged = client.create_run(experiment, start_time=start_ms, run_name=name).info.run_id
+        for key, value in parameters_of(run).items():
+            client.log_param(logged, key, value)
+        metrics = [Metric(s.name, s.value, int(s.time_s * 1000), s.step) for s in scalars_of(run)]
+        for start in range(0, len(metrics), MAX_BATCH):
+            client.log_batch(logged, metrics=metrics[start : start + MAX_BATCH])
+        end_ms = int(run.series.end_s * 1000)
+        client.set_terminated(logged, STATES.get(run.summary.state, "FAILED"), end_time=end_ms)
+    except MlflowException as error:
+        raise InputError(f"MLflow refused the run: {error}", remedy="check --tracking-uri") from error
+    return str(logged)
+
 
 TENSORBOARD, MLFLOW = FORMATS = ("tensorboard", "mlflow")
 
@@ -113,8 +250,5 @@ def export(
 
 
 def load_measurements(project: ProjectDirectory, say: Say) -> Overview:
-    """Load the measurements of the project, without creating a file; raises CsdctlError."""
-    if not project.measurements.exists():
-        return Overview()
-    with open_measurements(project.measurements, say) as store:
-        return store.overview()
+    """Load the measurements of the project; raises CsdctlError."""
+    return MeasurementStore(project.measurements, say).overview()

@@ -15,10 +15,9 @@ from typing import Protocol
 from csdctl.documents import save_json
 from csdctl.energy.sampler import PowerSampler
 from csdctl.fleet.model import HOST_NAME
-from csdctl.launch.leftovers import end_run
-from csdctl.launch.machine_lock import describe_holder
+from csdctl.launch.leftovers import describe_holder, end_run
 from csdctl.launch.mpi_job import add_mpirun_traffic, add_rank_traffic
-from csdctl.reporting.results import RunSummary, summarize_run
+from csdctl.reporting.results import RunSummary, read_results
 from csdctl.runs.directory import EventLog, RunDirectory
 from csdctl.runs.private import keep_step_file
 from csdctl.shipping.store import store_bytes
@@ -200,7 +199,7 @@ def run_to_end(
         finally:
             log.close()
             settle_step_file(inputs, is_done=is_done)
-    summary = summarize_run(run)
+    summary = read_results(run).summary
     if is_interrupted:
         raise RunStopped(run.run_id, summary)
     return summary

@@ -12,13 +12,12 @@ from dataclasses import dataclass, replace
 
 from csdctl.errors import CsdctlError, InputError
 from csdctl.fleet.model import keep_nodes
-from csdctl.reporting.results import read_results, summarize_run
+from csdctl.reporting.results import read_results
 from csdctl.reporting.scaling import KINDS, ScalingSeries, build_scaling
 from csdctl.runs.directory import ProjectDirectory, RunDirectory
 from csdctl.tuning.plan import Plan, RankPlan, load_plan, save_plan
 from csdctl.workflows.train.plan import build_equal_plan
-from csdctl.workflows.train.resume import load_spec
-from csdctl.workflows.train.train import TrainRequest, TrainResult
+from csdctl.workflows.train.train import TrainRequest, TrainResult, load_spec
 from csdctl.workflows.workspace.workspace import open_workspace
 
 WEAK, STRONG = KINDS
@@ -108,7 +107,7 @@ def _find_run(project: ProjectDirectory, plan: Plan, training: TrainRequest) -> 
             if (
                 Plan.model_validate(run.load_manifest()["plan"]).model_dump() == wanted
                 and load_spec(run).max_steps == training.options.max_steps
-                and summarize_run(run).state == "done"
+                and read_results(run).summary.state == "done"
             ):
                 return run
         except (CsdctlError, ValueError, KeyError, TypeError):

@@ -52,19 +52,14 @@ class FleetMeasurements:
         facts: Mapping[str, Facts],
         store: MeasurementStore,
         *,
-        is_fresh: bool = False,
         is_host_training: bool = True,
     ) -> None:
-        """`recipe` as from `hash_recipe`; `facts` of the host and every node of `fleet`.
-
-        With `is_fresh`, nothing is recalled, but new measurements are stored.
-        """
+        """`recipe` as from `hash_recipe`; `facts` of the host and every node of `fleet`."""
         self.features = features
         self._recipe = recipe
         self._fleet = fleet
         self._facts = facts
         self._store = store
-        self._is_fresh = is_fresh
         self._machines = fleet.machines if is_host_training else fleet.machines[1:]
         num_emulated = len(fleet.nodes) if fleet.emulated else 0
         self._machine_classes = {
@@ -92,22 +87,15 @@ class FleetMeasurements:
 
         None without a trial, or when `step_times` lacks a class of it.
         """
-        if self._is_fresh:
-            return None
-        trials = self._store.find(TRIAL, self._fleet_class.key, self.features.hash, self._recipe)
-        return recall_trial(trials, step_times)
+        return recall_trial(self._trials(), step_times)
 
     def forecast_errors(self) -> ForecastErrors:
         """Return the errors of earlier forecasts of this model on such a fleet."""
-        if self._is_fresh:
-            return ForecastErrors()
-        return compare_trials(
-            self._store.find(TRIAL, self._fleet_class.key, self.features.hash, self._recipe)
-        )
+        return compare_trials(self._trials())
 
     def collectives(self) -> list[CollectiveMeasurement]:
         """Return the sums that were timed on such a fleet before."""
-        return [] if self._is_fresh else self._store.find(COLLECTIVE, self._fleet_class.key)
+        return self._store.find(COLLECTIVE, self._fleet_class.key)
 
     def store_collectives(self, timed: Sequence[CollectiveTimed]) -> list[CollectiveMeasurement]:
         """Store new timings of sums, and return them as measurements."""
@@ -179,11 +167,12 @@ class FleetMeasurements:
         memory_bytes = min(filter(None, known), default=None)
         is_divisible = self.features.is_divisible
         blank = ClassModel(tuple(machines), settings, memory_bytes=memory_bytes, is_divisible=is_divisible)
-        if self._is_fresh:
-            return blank
         key = self._machine_classes[machines[0]].key
         threads = self._fleet.host.threads if machines[0] == HOST_NAME else 0
         return recall_class(blank, self._store.find(PROBE, key, self.features.hash, self._recipe), threads)
+
+    def _trials(self) -> list[TrialMeasurement]:
+        return self._store.find(TRIAL, self._fleet_class.key, self.features.hash, self._recipe)
 
     def _add_probes(self, machine: str, probes: Sequence[ProbeMeasurement]) -> None:
         self._store.add(PROBE, self._machine_classes[machine], probes, self.features, self._recipe)

@@ -18,7 +18,7 @@ from csdctl.job.model import Job
 from csdctl.launch.mpirun import find_mpirun
 from csdctl.notify import Say
 from csdctl.perfmodel.prediction import calibrate_overhead
-from csdctl.runs.measurements import open_measurements
+from csdctl.runs.measurements import MeasurementStore
 from csdctl.tuning.fits import Point, fit_collective
 from csdctl.tuning.fleet_model import FleetModel, ProbeOutcome, TriedPlan, learn_probes, learn_trial
 from csdctl.tuning.measurements import CollectiveMeasurement, describe_model, describe_runtime
@@ -315,17 +315,7 @@ class TuneObserver(PreparationObserver, Protocol):
         """Open a view of what the machines do; lines of text may be shown meanwhile."""
 
 
-@dataclass(frozen=True)
-class SavedPlan:
-    """A plan and its file."""
-
-    plan: Plan
-    path: Path
-
-
-def tune_job(
-    job: Job, fleet: Fleet, directory: Path, options: TuneOptions, observer: TuneObserver
-) -> SavedPlan:
+def tune_job(job: Job, fleet: Fleet, directory: Path, options: TuneOptions, observer: TuneObserver) -> Plan:
     """Prepare `job`, deploy what probes need, tune, and save the plan in the project of `directory`.
 
     Raises what `open_workspace`, `prepare_job`, `deploy_files` and `tune` raise.
@@ -338,9 +328,8 @@ def tune_job(
         deploy_files(files, space.fleet, space.sessions, lambda *_: None)
         with observer.measuring(space.fleet.machines) as watch:
             plan = tune(RunContext(job, prepared, space, observer), options, watch)
-        path = space.project.plan(job.name)
-        save_plan(path, plan)
-    return SavedPlan(plan, path)
+        save_plan(space.project.plan(job.name), plan)
+    return plan
 
 
 def tune(context: RunContext, options: TuneOptions, watch: TuneWatch) -> Plan:
@@ -362,26 +351,24 @@ def tune_by_fit(context: RunContext, options: TuneOptions, watch: TuneWatch) -> 
     num_public, private = prepared.public.num_samples, prepared.num_private
     num_samples = num_public + sum(private.values())
     limits = default_limits(options.limits, job.recipe.reference_batch, num_samples, 1 + len(private))
-    with open_measurements(space.project.measurements, say, is_optional=True) as store:
-        measurements = FleetMeasurements(
-            describe_model(prepared.model.info, prepared.model.architecture.sha256),
-            hash_recipe(job, prepared.public),
-            space.fleet,
-            space.facts,
-            store,
-            is_fresh=options.is_fresh,
-            is_host_training=options.is_host_training,
-        )
-        model = measurements.recall_fleet(required=list(private))
-        model = replace(model, max_host_share=num_public / (num_samples or 1))
-        runtimes = {name: model.class_of(name).settings for name in model.machines}
-        with FleetMeasurer(context, runtimes, watch) as measurer:
-            busy = measurer.find_other_work()
-            tuner = FitTuner(
-                measurer, measurements, limits, say, options.is_exploring, options.probe_duration_s
-            )
-            tuned = tuner.tune(model)
-        errors = measurements.forecast_errors()
+    path, is_fresh = space.project.measurements, options.is_fresh
+    store = MeasurementStore(path, say, is_optional=True, is_fresh=is_fresh)
+    measurements = FleetMeasurements(
+        describe_model(prepared.model.info, prepared.model.architecture.sha256),
+        hash_recipe(job, prepared.public),
+        space.fleet,
+        space.facts,
+        store,
+        is_host_training=options.is_host_training,
+    )
+    model = measurements.recall_fleet(required=list(private))
+    model = replace(model, max_host_share=num_public / (num_samples or 1))
+    runtimes = {name: model.class_of(name).settings for name in model.machines}
+    with FleetMeasurer(context, runtimes, watch) as measurer:
+        busy = measurer.find_other_work()
+        tuner = FitTuner(measurer, measurements, limits, say, options.is_exploring, options.probe_duration_s)
+        tuned = tuner.tune(model)
+    errors = measurements.forecast_errors()
     plan = Plan(
         job=job.name,
         job_fingerprint=job.fingerprint(),

@@ -13,8 +13,7 @@ from csdctl.errors import CsdctlError, InputError, NoNodeReachableError, Unreach
 from csdctl.fleet.checks import check_machines, is_ready
 from csdctl.fleet.facts import Facts, facts_path, load_facts
 from csdctl.fleet.model import Fleet, keep_nodes
-from csdctl.launch.leftovers import CleanupOptions, Leftovers, clean_machine
-from csdctl.launch.machine_lock import lock_machines, raise_if_locked
+from csdctl.launch.leftovers import CleanupOptions, Leftovers, clean_machine, lock_machines, raise_if_locked
 from csdctl.notify import Say
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.runs.ledger import Ledger

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from csdctl.errors import RemoteCommandError
-from csdctl.facts.fact import build_command
 from csdctl.facts.machine import (
     CONDITION_FACTS,
     MACHINE_FACTS,
     ClockTrip,
+    build_command,
     collect_condition,
     collect_facts,
     parse_facts,

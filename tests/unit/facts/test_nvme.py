@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from csdctl.facts.hardware import NVME_SCRIPT, parse_nvme
+from csdctl.facts.machine import NVME_SCRIPT, parse_nvme
 from csdctl.fleet.facts import Drive
 
 

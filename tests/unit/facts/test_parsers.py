@@ -1,12 +1,13 @@
 import pytest
 
-from csdctl.facts.hardware import (
+from csdctl.facts.machine import (
     parse_cpuinfo,
     parse_disk_free,
+    parse_glibc,
     parse_limits,
     parse_meminfo,
+    parse_python,
 )
-from csdctl.facts.software import parse_glibc, parse_python
 
 
 def test_big_and_little_cores_are_both_named() -> None:

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from csdctl.errors import ExitCode, RemoteCommandError
-from csdctl.launch.leftovers import CleanupOptions, clean_machine
-from csdctl.launch.machine_lock import (
+from csdctl.launch.leftovers import (
+    CleanupOptions,
     MachineLockedError,
+    clean_machine,
     describe_holder,
     is_gone,
     lock_machines,
@@ -27,7 +28,7 @@ PYTHONS = {"csd0": sys.executable, "csd1": sys.executable}
 LOCK_UNTIL_KILLED = """
 import sys
 from pathlib import Path
-from csdctl.launch.machine_lock import lock_machines
+from csdctl.launch.leftovers import lock_machines
 from csdctl.transport.local import LocalSession
 home = Path(sys.argv[1])
 session = LocalSession("csd0", home)

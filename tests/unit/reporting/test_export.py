@@ -6,9 +6,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from csdctl.errors import InputError
-from csdctl.reporting.export import scalars_of, write_tensorboard
 from csdctl.runs.directory import ProjectDirectory
-from csdctl.workflows.reporting.report import export
+from csdctl.workflows.reporting.report import export, scalars_of, write_tensorboard
 from tests.unit.reporting.test_page import results
 
 

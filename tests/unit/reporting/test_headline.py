@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from csdctl.reporting.headline import write_headline
 from csdctl.reporting.results import RunResults
+from csdctl.reporting.tables import write_headline
 from tests.unit.reporting.test_bottleneck import NODES, QUICK, SLOW, Spent, series
 from tests.unit.reporting.test_summary import summary
 

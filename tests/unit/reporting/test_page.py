@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from csdctl.reporting.charts import _shares, sizes_chart
-from csdctl.reporting.export import render_csv
 from csdctl.reporting.page import render_page
 from csdctl.reporting.results import RunResults, read_results, summarize
 from csdctl.reporting.series import KINDS, SeriesBuilder
 from csdctl.reporting.tables import describe_recipe, tabulate_machines
 from csdctl.worker.protocol.events import EpochEnd, Event, Failed, Joined, Progress, Ready
+from csdctl.workflows.reporting.report import render_csv
 from tests.watched_run import write_run
 
 EVIL = "<script>alert(1)</script>\" onload='x' $x^2$ &amp; ]]>"

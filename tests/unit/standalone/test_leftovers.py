@@ -12,8 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from csdctl.launch.leftovers import CleanupOptions, clean_machine, end_rank
-from csdctl.launch.machine_lock import MachineLockedError, describe_holder
+from csdctl.launch.leftovers import (
+    CleanupOptions,
+    MachineLockedError,
+    clean_machine,
+    describe_holder,
+    end_rank,
+)
 from csdctl.standalone.leftovers import scratch_directories, step_files
 from csdctl.transport.local import LocalSession
 

@@ -25,8 +25,15 @@ from csdctl.reporting.series import RunSeries
 from csdctl.runs.measurements import CollectiveSummary, Overview, ProbeSummary, Stored
 from csdctl.shipping.deliver import Delivery, DeliveryProgress
 from csdctl.terminal.console import PrintableConsole
-from csdctl.terminal.doctor import ExaminationView, Setting
-from csdctl.terminal.fleet import DiscoverView, TrustScreen, render_cleaned, render_fleet, render_nodes
+from csdctl.terminal.fleet import (
+    DiscoverView,
+    ExaminationView,
+    Setting,
+    TrustScreen,
+    render_cleaned,
+    render_fleet,
+    render_nodes,
+)
 from csdctl.terminal.forecast import render_forecast
 from csdctl.terminal.measurements import render_measurements
 from csdctl.terminal.nodes import TransferView
@@ -51,8 +58,7 @@ from csdctl.worker.protocol.events import (
     WaitingFor,
 )
 from csdctl.worker.protocol.run_spec import Runtime
-from csdctl.workflows.discovery.discover import DiscoverResult
-from csdctl.workflows.discovery.trust import ShownKey
+from csdctl.workflows.discovery.discover import DiscoverResult, ShownKey
 from csdctl.workflows.forecast.forecast import ForecastRequest, forecast, published_basis
 from csdctl.workflows.preflight.doctor import Examination
 from csdctl.workflows.reporting.report import PrivacyReport
@@ -139,7 +145,7 @@ def show_measurements(console: PrintableConsole) -> None:
     overview = Overview(
         [ProbeSummary(model, MARKUP, machine, settings, 1, 4, 4, None, 4, 8.0, 1.0)],
         [CollectiveSummary(fleet, HOSTILE, 2, 1 << 20, 1, 0.1, 1.0)],
-        [Stored(model, HOSTILE, fleet, trial)],
+        [Stored("trial", model, HOSTILE, fleet, trial)],
     )
     render_measurements(console, overview, HOSTILE)
 

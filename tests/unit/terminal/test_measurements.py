@@ -10,7 +10,7 @@ import pytest
 from csdctl.fleet.facts import Facts
 from csdctl.fleet.hardware import classify_fleet, classify_machine
 from csdctl.runs.directory import ProjectDirectory
-from csdctl.runs.measurements import COLLECTIVE, PROBE, TRIAL, Overview, open_measurements
+from csdctl.runs.measurements import COLLECTIVE, PROBE, TRIAL, MeasurementStore, Overview
 from csdctl.terminal.console import PrintableConsole
 from csdctl.terminal.measurements import measurements_document, render_measurements
 from csdctl.terminal.streams import format_json
@@ -44,28 +44,25 @@ TRIED = TrialMeasurement(
 def project(tmp_path: Path) -> ProjectDirectory:
     """A project with measurements of a model."""
     project = ProjectDirectory(tmp_path)
-    with open_measurements(project.measurements) as store:
-        probes = [ProbeMeasurement(ONE, size, 1_700_000_000.0, size / 20, 3) for size in (4, 16)]
-        store.add(PROBE, CSD, [*probes, ProbeMeasurement(ONE, 128, 1_700_000_000.0, None)], MODEL, "recipe-1")
-        store.add(
-            PROBE, CSD, [ProbeMeasurement(Runtime(2, 2, False), 8, 1_700_000_000.0, 1.0)], MODEL, "recipe-1"
-        )
-        store.add(
-            COLLECTIVE,
-            FLEET,
-            [
-                CollectiveMeasurement("star", 7, 1 << 20, seconds, 1_700_000_000.0)
-                for seconds in (0.1, 0.9, 0.2)
-            ],
-        )
-        store.add(TRIAL, FLEET, [TRIED], MODEL, "recipe-1")
+    store = MeasurementStore(project.measurements)
+    probes = [ProbeMeasurement(ONE, size, 1_700_000_000.0, size / 20, 3) for size in (4, 16)]
+    store.add(PROBE, CSD, [*probes, ProbeMeasurement(ONE, 128, 1_700_000_000.0, None)], MODEL, "recipe-1")
+    store.add(
+        PROBE, CSD, [ProbeMeasurement(Runtime(2, 2, False), 8, 1_700_000_000.0, 1.0)], MODEL, "recipe-1"
+    )
+    store.add(
+        COLLECTIVE,
+        FLEET,
+        [CollectiveMeasurement("star", 7, 1 << 20, seconds, 1_700_000_000.0) for seconds in (0.1, 0.9, 0.2)],
+    )
+    store.add(TRIAL, FLEET, [TRIED], MODEL, "recipe-1")
     return project
 
 
 def shown(project: ProjectDirectory, width: int = 100) -> str:
     file = StringIO()
     console = PrintableConsole(file=file, width=width)
-    render_measurements(console, load_measurements(project, print), ".csdctl/measurements.sqlite")
+    render_measurements(console, load_measurements(project, print), ".csdctl/measurements.jsonl")
     return file.getvalue()
 
 
@@ -98,9 +95,9 @@ class TestTable:
 
     def test_emulated_machines_are_marked_and_names_are_no_markup(self, project: ProjectDirectory) -> None:
         assert "emulated" not in shown(project)
-        with open_measurements(project.measurements) as store:
-            emulated = classify_machine(FACTS, num_emulated=3)
-            store.add(PROBE, emulated, [ProbeMeasurement(ONE, 512, 1.0, None)], OTHER, "[red]")
+        store = MeasurementStore(project.measurements)
+        emulated = classify_machine(FACTS, num_emulated=3)
+        store.add(PROBE, emulated, [ProbeMeasurement(ONE, 512, 1.0, None)], OTHER, "[red]")
         assert "emulated with 3 nodes" in shown(project)
         row = words(shown(project), "mine[1].py:build")
         assert (row[1], row[6], row[7]) == ("[red]", "<512", "–")

@@ -15,7 +15,7 @@ from csdctl.fleet.model import HOST_NAME, Fleet, Node
 from csdctl.job.model import Job, load_job
 from csdctl.perfmodel.prediction import CollectiveCost, StepTime
 from csdctl.runs.directory import ProjectDirectory
-from csdctl.runs.measurements import COLLECTIVE, PROBE, TRIAL, open_measurements
+from csdctl.runs.measurements import COLLECTIVE, PROBE, TRIAL, MeasurementStore
 from csdctl.shipping.store import store_bytes
 from csdctl.shipping.worker_zip import pack_worker
 from csdctl.tuning.measurements import (
@@ -141,14 +141,14 @@ def remember_probes(
     features: ModelProperties | None = None,
 ) -> None:
     """Store probes of each size on `machines`, of this model or another one."""
-    with open_measurements(at.project.measurements) as store:
-        for name in machines:
-            step_time = STEPS.get(name, STEPS["csd"])
-            probes = [
-                ProbeMeasurement(settings_of(name), size, 1000.0, step_time.at(size), 3, 0) for size in SIZES
-            ]
-            recipe = hash_recipe(at.job, PUBLIC)
-            store.add(PROBE, class_of(name), probes, features or at.features, recipe)
+    store = MeasurementStore(at.project.measurements)
+    for name in machines:
+        step_time = STEPS.get(name, STEPS["csd"])
+        probes = [
+            ProbeMeasurement(settings_of(name), size, 1000.0, step_time.at(size), 3, 0) for size in SIZES
+        ]
+        recipe = hash_recipe(at.job, PUBLIC)
+        store.add(PROBE, class_of(name), probes, features or at.features, recipe)
 
 
 def remember_sums(at: MeasuredProject) -> None:
@@ -158,8 +158,8 @@ def remember_sums(at: MeasuredProject) -> None:
         for ranks in (2, 3)
         for size in (1 << 16, 1 << 20, at.features.vector_bytes)
     ]
-    with open_measurements(at.project.measurements) as store:
-        store.add(COLLECTIVE, fleet_class(), sums)
+    store = MeasurementStore(at.project.measurements)
+    store.add(COLLECTIVE, fleet_class(), sums)
 
 
 def remember_trial(at: MeasuredProject, sizes: Sequence[int] = (128, 16, 16)) -> None:
@@ -171,9 +171,9 @@ def remember_trial(at: MeasuredProject, sizes: Sequence[int] = (128, 16, 16)) ->
     )
     step_s = trial_step_s(sizes, at.features.vector_bytes)
     recipe = hash_recipe(at.job, PUBLIC)
-    with open_measurements(at.project.measurements) as store:
-        trial = TrialMeasurement(ranks, step_s, sum(sizes) / step_s, 1001.0)
-        store.add(TRIAL, fleet_class(), [trial], at.features, recipe)
+    store = MeasurementStore(at.project.measurements)
+    trial = TrialMeasurement(ranks, step_s, sum(sizes) / step_s, 1001.0)
+    store.add(TRIAL, fleet_class(), [trial], at.features, recipe)
 
 
 def remember_all(at: MeasuredProject) -> None:

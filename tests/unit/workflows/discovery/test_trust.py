@@ -11,7 +11,7 @@ import pytest
 from csdctl.errors import HostKeyError, InputError, UnreachableError
 from csdctl.fleet.model import Fleet, Node
 from csdctl.runs.directory import ProjectDirectory
-from csdctl.workflows.discovery.trust import (
+from csdctl.workflows.discovery.discover import (
     ShownKey,
     check_forgotten,
     forget_keys,

@@ -27,8 +27,16 @@ from csdctl.worker.protocol.json_codec import RESULT, from_json, to_frame
 from csdctl.worker.protocol.model_info import ModelInfo
 from csdctl.workflows.data.model import SerializedModel
 from csdctl.workflows.data.prepare import Prepared
-from csdctl.workflows.predict.predict import _Prediction, list_parts
-from csdctl.workflows.predict.request import CLASSES, PRIVATE, PUBLIC, VALIDATION, Block, PredictRequest
+from csdctl.workflows.predict.predict import (
+    CLASSES,
+    PRIVATE,
+    PUBLIC,
+    VALIDATION,
+    Block,
+    PredictRequest,
+    _Prediction,
+    list_parts,
+)
 from tests.fake_session import FakeConversation, FakeSession, ScriptedResponse
 
 NUM_PUBLIC, NUM_VALIDATION, NUM_PRIVATE = 50, 11, 3

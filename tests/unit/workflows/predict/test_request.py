@@ -13,7 +13,7 @@ from csdctl.shipping.store import StoredFile
 from csdctl.worker.protocol.features import SIGMOID, SOFTMAX, VALUES, ResultRule
 from csdctl.worker.protocol.model_info import ModelInfo, OutputInfo
 from csdctl.workflows.data.model import SerializedModel
-from csdctl.workflows.predict.request import (
+from csdctl.workflows.predict.predict import (
     CLASSES,
     EMBEDDINGS,
     SCORES,
@@ -60,10 +60,8 @@ def test_chosen_data(project: Path, on: str | None, job: str, expected: tuple[st
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"want": "labels"}, "--want 'labels' is unknown"),
         ({"want": "embeddings"}, "embeddings are the output of a layer"),
         ({"layer": "pooled"}, "--layer names what comes back as embeddings"),
-        ({"on": "everything"}, "--on 'everything' is unknown"),
         ({"on": "validation"}, "has no validation data"),
         ({"output": Path("a.xlsx")}, "ends in '.xlsx'"),
     ],

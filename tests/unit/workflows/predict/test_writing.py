@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from csdctl.errors import InputError
-from csdctl.workflows.predict.request import Block, check_output, write_results
+from csdctl.workflows.predict.predict import Block, check_output, write_results
 
 NAMES = ["cat", "dog"]
 

@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from csdctl.errors import CsdctlError
-from csdctl.workflows.provision import playbook
-from csdctl.workflows.provision.playbook import (
+from csdctl.workflows.provision import provision as playbook
+from csdctl.workflows.provision.provision import (
     NodeSummary,
     TaskResult,
     ansible_directory,

@@ -2,8 +2,7 @@
 
 import pytest
 
-from csdctl.workflows.provision.playbook import NodeSummary, PlaybookResult
-from csdctl.workflows.provision.provision import _judge
+from csdctl.workflows.provision.provision import NodeSummary, PlaybookResult, _judge
 
 FAILED = NodeSummary(ok=3, changed=1, failed=1, unreachable=0, skipped=2)
 

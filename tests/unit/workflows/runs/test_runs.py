@@ -12,14 +12,12 @@ import pytest
 from csdctl.cli.app import run_command
 from csdctl.documents import save_json
 from csdctl.errors import DeadlineError, InputError, RunError
-from csdctl.launch.machine_lock import describe_holder
+from csdctl.launch.leftovers import describe_holder
 from csdctl.runs.directory import EventLog, ProjectDirectory, RunDirectory
 from csdctl.terminal.streams import Streams
 from csdctl.worker.protocol.events import EpochEnd, Event, Finished, Progress
-from csdctl.workflows.runs.compare import compare_runs
-from csdctl.workflows.runs.follow import find_logs, follow_lines, read_last_lines
-from csdctl.workflows.runs.manage import find_run, interrupt, list_runs, remove_runs, stop_run
-from csdctl.workflows.runs.notification import notifying, parse_command
+from csdctl.workflows.runs.follow import find_logs, follow_lines, notifying, parse_command, read_last_lines
+from csdctl.workflows.runs.manage import compare_runs, find_run, interrupt, list_runs, remove_runs, stop_run
 from tests.patience import scaled
 from tests.unit.runs.manifests import manifest_of
 
@@ -31,7 +29,7 @@ TRAINS = """
 import os, pathlib, signal, sys, time
 from csdctl.cli.app import run_command
 from csdctl.documents import save_json
-from csdctl.launch.machine_lock import describe_holder
+from csdctl.launch.leftovers import describe_holder
 signal.signal(signal.SIGTERM, lambda *_: (time.sleep(float(sys.argv[2])), os._exit(130)))
 save_json(pathlib.Path(sys.argv[1]), describe_holder("train", pathlib.Path()))
 print("ready", flush=True)

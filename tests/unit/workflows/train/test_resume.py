@@ -23,10 +23,10 @@ from csdctl.worker.protocol.recipe import Noise, Recipe
 from csdctl.worker.protocol.run_spec import RankSpec, RunSpec, Runtime
 from csdctl.workflows.data.model import SerializedModel
 from csdctl.workflows.data.prepare import Prepared
-from csdctl.workflows.train import resume as resume_module
+from csdctl.workflows.train import train as resume_module
 from csdctl.workflows.train.options import TrainOptions
-from csdctl.workflows.train.resume import find_resumable, is_complete, load_spec, resume
 from csdctl.workflows.train.spec import RunContext, build_rank_specs
+from csdctl.workflows.train.train import find_resumable, is_complete, load_spec, resume
 from tests.unit.runs.manifests import manifest_of
 
 FLEET = Fleet((Node("csd0", "10.1.1.2"), Node("csd1", "10.1.1.3")))

@@ -9,7 +9,7 @@ import pytest
 from csdctl.errors import OutOfMemoryError
 from csdctl.fleet.model import HOST_NAME
 from csdctl.perfmodel.prediction import StepTime
-from csdctl.runs.measurements import open_measurements
+from csdctl.runs.measurements import MeasurementStore
 from csdctl.tuning.fleet_model import ProbeOutcome, TrialResult
 from csdctl.tuning.plan import RankPlan
 from csdctl.tuning.search import Limits
@@ -89,8 +89,8 @@ class ScriptedMeasurer:
 @contextmanager
 def measurements_of(at: MeasuredProject) -> Iterator[FleetMeasurements]:
     facts = {name: replace(facts_of(name), memory_available_bytes=32 << 30) for name in at.fleet.machines}
-    with open_measurements(at.project.measurements) as store:
-        yield FleetMeasurements(at.features, hash_recipe(at.job, PUBLIC), at.fleet, facts, store)
+    store = MeasurementStore(at.project.measurements)
+    yield FleetMeasurements(at.features, hash_recipe(at.job, PUBLIC), at.fleet, facts, store)
 
 
 def tune(

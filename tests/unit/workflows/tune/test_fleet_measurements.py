@@ -6,7 +6,7 @@ import pytest
 
 from csdctl.fleet.model import HOST_NAME
 from csdctl.perfmodel.prediction import StepTime
-from csdctl.runs.measurements import PROBE, open_measurements
+from csdctl.runs.measurements import PROBE, MeasurementStore
 from csdctl.tuning.fleet_model import ClassModel
 from csdctl.tuning.measurements import ProbeMeasurement
 from csdctl.workflows.tune.fleet_measurements import FleetMeasurements, hash_recipe
@@ -24,16 +24,16 @@ EIGHT = settings_of(HOST_NAME)
 
 
 def remember(at: MeasuredProject, *probes: ProbeMeasurement) -> None:
-    with open_measurements(at.project.measurements) as store:
-        store.add(PROBE, class_of(HOST_NAME), probes, at.features, hash_recipe(at.job, PUBLIC))
+    store = MeasurementStore(at.project.measurements)
+    store.add(PROBE, class_of(HOST_NAME), probes, at.features, hash_recipe(at.job, PUBLIC))
 
 
 def recalled(at: MeasuredProject) -> ClassModel:
     """The host's class, as it is known now."""
     facts = {name: replace(facts_of(name), memory_available_bytes=32 << 30) for name in at.fleet.machines}
-    with open_measurements(at.project.measurements) as store:
-        measurements = FleetMeasurements(at.features, hash_recipe(at.job, PUBLIC), at.fleet, facts, store)
-        return measurements.recall_fleet().classes[HOST_NAME]
+    store = MeasurementStore(at.project.measurements)
+    measurements = FleetMeasurements(at.features, hash_recipe(at.job, PUBLIC), at.fleet, facts, store)
+    return measurements.recall_fleet().classes[HOST_NAME]
 
 
 def probed(size: int, peak: int = 1 << 30) -> ProbeMeasurement:
@@ -73,10 +73,10 @@ def test_trial_in_micro_batches_does_not_show_what_fits_at_once(at: MeasuredProj
 def test_host_that_did_not_train_takes_part_in_the_sum_of_the_newest_trial(at: MeasuredProject) -> None:
     remember_trial(at, (0, 16, 16))
     facts = {name: facts_of(name) for name in at.fleet.machines}
-    with open_measurements(at.project.measurements) as store:
-        measurements = FleetMeasurements(
-            at.features, hash_recipe(at.job, PUBLIC), at.fleet, facts, store, is_host_training=False
-        )
-        newest = measurements.recall_trial(dict.fromkeys(measurements.recall_fleet().classes, LINE))
+    store = MeasurementStore(at.project.measurements)
+    measurements = FleetMeasurements(
+        at.features, hash_recipe(at.job, PUBLIC), at.fleet, facts, store, is_host_training=False
+    )
+    newest = measurements.recall_trial(dict.fromkeys(measurements.recall_fleet().classes, LINE))
     assert newest is not None
     assert [size for _, size in newest[0]] == [0, 16, 16]

@@ -3,8 +3,7 @@
 from pathlib import Path
 
 from csdctl.fleet.model import Fleet
-from csdctl.launch.leftovers import CleanupOptions
-from csdctl.workflows.maintenance.clean import clean
+from csdctl.launch.leftovers import CleanupOptions, clean
 
 KEPT = ["plans/job.yaml", "runs/1/manifest.json", "known_hosts", "models/m/info.json", "objects/0123.npy"]
 
