@@ -8,6 +8,7 @@ cannot be taken over is named by line.
 import ast
 import builtins
 import operator
+import re
 import symtable
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -62,6 +63,8 @@ OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Mod: operator.mod,
     ast.Pow: operator.pow,
 }
+RANDOM = re.compile("_(range|flip)$")
+"""Arguments of ImageDataGenerator that change pictures at random."""
 UNKNOWN = object()
 SPLIT = """\
     data = {data}
@@ -83,9 +86,18 @@ class LiftedScript:
     notes: tuple[tuple[int, str], ...]
     """What was not taken over, by line."""
 
+    def name_line(self, message: str, script: Path) -> str:
+        """Return an error message with the line of the script in place of that of `text`."""
+        found = re.search(r" \(line (\d+)\)$", message)
+        line = self.text.splitlines()[int(found[1]) - 1].strip() if found else None
+        written = enumerate(script.read_text().splitlines(), 1)
+        numbers = [number for number, text in written if text.strip() == line]
+        where = f" ({script}, line {numbers[0]})" if numbers else ""
+        return f"{message[: found.start()]}{where}" if found else message
 
-def lift_script(path: Path) -> LiftedScript:
-    """Return model and data functions of a training script.
+
+def lift_script(path: Path, options: Sequence[str] = ()) -> LiftedScript:
+    """Return model and data functions of a training script that is called with `options`.
 
     Raises InputError, with the line, for a script without a call of `fit` whose model and data can be found.
     """
@@ -102,7 +114,7 @@ def lift_script(path: Path) -> LiftedScript:
             f"cannot read {path} as Python: {getattr(error, 'strerror', None) or error}",
             remedy="give the path of a training script",
         ) from None
-    return _Script(path, source, module).lift()
+    return _Script(path, source, module, options).lift()
 
 
 def trains_on_import(path: Path) -> bool:
@@ -164,6 +176,8 @@ class _Statement:
                 found |= {root} if is_method else {_root(argument) for argument in node.value.args}
             elif isinstance(node, ast.Call) and _name_of(node) in CHANGING:
                 found.add(_root(node.func))
+        for loop in (node for node in self._nodes if isinstance(node, ast.For)):  # over parts of an object
+            found |= _names_in(loop.iter) if found & _names_in(loop.target) else set()
         return found - set(self.modules)
 
     @cached_property
@@ -194,7 +208,8 @@ class _Statement:
     def has_effect(self) -> bool:
         """Whether it calls a function of a module for its effect: a download, a new directory."""
         effects = [node.value for node in self._nodes if isinstance(node, ast.Expr)]
-        return any(isinstance(value, ast.Call) and self._is_of_module(value) for value in effects)
+        calls = [value for value in effects if isinstance(value, ast.Call) and self._is_of_module(value)]
+        return any(_name_of(call) != "exit" for call in calls)
 
     def _is_of_module(self, call: ast.Call) -> bool:
         return _root(call.func) in self.modules
@@ -218,16 +233,21 @@ class _Script:
     path: Path
     source: str
     module: ast.Module
+    options: Sequence[str]
     notes: list[tuple[int, str]] = field(default_factory=list)
     statements: list[_Statement] = field(default_factory=list)
     """Those that run before `fit`."""
     constants: dict[str, Any] = field(default_factory=dict)
 
+    @cached_property
+    def _modules(self) -> dict[str, str]:
+        return dict(_modules_in(self.module))
+
     def lift(self) -> LiftedScript:
         """Return the functions; raises InputError."""
         fit = self._find_fit()
-        modules = dict(_modules_in(self.module))
-        self.statements = [_Statement(node, modules) for node in self._flatten(fit)]
+        self.statements = [_Statement(node, self._modules) for node in self._flatten(fit)]
+        self._find_options()
         self._find_constants()
         arguments = self._arguments_of(fit)
         if "x" not in arguments:
@@ -238,9 +258,18 @@ class _Script:
         share = self._constant(arguments, "validation_split") if validation is None else None
         building = self._select([model])
         loading = self._select([*data, *([validation] if validation else [])], with_effects=True)
-        if not any("compile(" in ast.unparse(one.node) for one in building):
+        beside = {one.stem for one in self.path.parent.iterdir()}
+        names = {name for one in building for name in one.reads | one.late}
+        is_elsewhere = any(self._modules.get(name) in beside for name in names)
+        if not is_elsewhere and not any("compile(" in ast.unparse(one.node) for one in building):
             raise self._error(fit, "the model is not compiled before fit", "call model.compile before fit")
-        recipe = self._recipe(arguments, loading)
+        recipe = self._recipe(arguments, [*data, *(one.node for one in loading)])
+        for call in (call for one in (*building, *loading) for call in ast.walk(one.node)):
+            given = {one.arg or "" for one in call.keywords} if isinstance(call, ast.Call) else set()
+            if _name_of(call) == "ImageDataGenerator" and any(map(RANDOM.search, given)):
+                self._note(call, "its random changes happen once: use layers of the model, or data.augment")
+            if "decay" in given and given & {"lr", "learning_rate"}:
+                self._note(call, "decay: Keras 3 ignores it; use keras.optimizers.schedules.InverseTimeDecay")
         whole = ast.unparse(data[0] if len(data) == 1 else ast.Tuple(data, ast.Load()))
         other = ast.unparse(validation) if validation else "None"
         result = SPLIT.format(data=whole, share=share) if share else f"    return {whole}, {other}"
@@ -255,14 +284,18 @@ class _Script:
         self.notes.append((getattr(node, "lineno", 1), text))
 
     def _find_fit(self) -> ast.Call:
-        calls = [node for node in ast.walk(self.module) if isinstance(node, ast.Call) and _is_fit(node)]
+        by_line = sorted(
+            (node for node in ast.walk(self.module) if isinstance(node, ast.Call)), key=lambda one: one.lineno
+        )
+        calls = [one for one in by_line if _is_fit(one)]
+        for call in by_line if not calls else ():
+            if _name_of(call) == "fit_generator":
+                raise self._error(call, "fit_generator is of Keras 2", "call fit, with the same arguments")
+        calls = calls or [one for one in by_line if ast.unparse(one.func).endswith(".fit")][-1:]
         if not calls:
-            raise self._error(
-                self.module,
-                "no call of model.fit",
-                "name a function that returns the compiled model with --model",
-            )
-        first, *others = sorted(calls, key=lambda call: call.lineno)
+            remedy = "call it in this script, or name functions for model and data: --model and --public"
+            raise self._error(self.module, "no call of model.fit", remedy)
+        first, *others = calls
         for other in others:
             self._note(other, "another call of fit; only the first one is used")
         return first
@@ -282,7 +315,7 @@ class _Script:
                 statements += self._bindings(function, caller)
             statements += self._before(function.body if function else self.module.body, goal)
             caller = goal
-        return [self._without_options(one) for one in statements]
+        return statements
 
     def _function_around(self, node: ast.AST) -> ast.FunctionDef | None:
         """Return the outermost function around a node; raises InputError for a method."""
@@ -325,9 +358,11 @@ class _Script:
             elif holds_goal and isinstance(statement, ast.For | ast.While):
                 remedy = "call fit once, with the number of epochs"
                 raise self._error(statement, "fit is called in a loop", remedy)
-            elif holds_goal and isinstance(statement, ast.If | ast.With | ast.Try):
-                if isinstance(statement, ast.If):
-                    self._note(statement, f"taken as true: {ast.unparse(statement.test)}")
+            elif holds_goal and isinstance(statement, ast.If):
+                is_true = any(goal in ast.walk(one) for one in statement.body)
+                self._note(statement, f"taken as {str(is_true).lower()}: {ast.unparse(statement.test)}")
+                yield from self._before(statement.body if is_true else statement.orelse, goal)
+            elif holds_goal and isinstance(statement, ast.With | ast.Try):
                 yield from self._before(statement.body, goal)
             elif not holds_goal:
                 yield statement
@@ -353,13 +388,27 @@ class _Script:
                 target = ast.Name(name, ast.Store())
                 yield ast.fix_missing_locations(ast.copy_location(ast.Assign([target], value), call))
 
-    def _without_options(self, statement: ast.stmt) -> ast.stmt:
-        """Return a statement in which an argument parser takes its defaults."""
-        for node in ast.walk(statement):
-            if isinstance(node, ast.Call) and _name_of(node) == "parse_args" and not node.args:
-                self._note(node, "the defaults of the script's options are used")
-                node.args = [ast.copy_location(ast.List([], ast.Load()), node)]
-        return statement
+    def _find_options(self) -> None:
+        """Find the values of `argparse`'s options; raises InputError for a required one that is missing."""
+        given = " ".join(self.options).replace("=", " ").split()
+        parsed = [
+            one for one in self.statements if not one.is_definition and "args(" in ast.unparse(one.node)
+        ]
+        for call in (one for one in ast.walk(self.module) if isinstance(one, ast.Call)):
+            names = [str(one.value) for one in call.args if isinstance(one, ast.Constant)]
+            if _name_of(call) != "add_argument" or not names:
+                continue
+            more = {one.arg: one.value for one in call.keywords}
+            is_positional = not names[0].startswith("-") and "nargs" not in more
+            if not given and (is_positional or _evaluate(more.get("required"), {}) is True):
+                remedy = f"give the script's options: csdctl init {self.path} -- {names[-1]} VALUE"
+                raise self._error(call, f"{names[-1]} is required", remedy)
+            named = [given[given.index(name) + 1] for name in names if name in given[:-1]]
+            value = _evaluate(named[0] if named else more.get("default"), {})
+            name = max(names, key=len).lstrip("-").replace("-", "_")
+            self.constants |= {f"{bound}.{name}": value for one in parsed for bound in one.binds}
+        if parsed and not given:
+            self._note(parsed[0].node, "options take their defaults; others: csdctl init SCRIPT -- OPTIONS")
 
     def _find_constants(self) -> None:
         """Find the names that are bound once, to a value that follows from the text alone."""
@@ -388,13 +437,15 @@ class _Script:
         """Return a constant argument of `fit`, None for one that is missing or computed."""
         value = _evaluate(arguments[name], self.constants) if name in arguments else None
         if value is UNKNOWN:
-            self._note(arguments[name], f"{name} is computed: {ast.unparse(arguments[name])}")
+            key = {"batch_size": "recipe.reference_batch", "epochs": "recipe.epochs"}.get(name)
+            remedy = f"write it to {key}" if key else "write a number"
+            self._note(arguments[name], f"{name} is computed: {ast.unparse(arguments[name])}: {remedy}")
             return None
         return value
 
     def _select(self, results: Sequence[ast.expr], *, with_effects: bool = False) -> list[_Statement]:
         """Return the statements that these expressions depend on."""
-        needed = {node.id for one in results for node in ast.walk(one) if isinstance(node, ast.Name)}
+        needed = set().union(*map(_names_in, results))
         candidates = [one for one in self.statements if not (one.is_output or one.is_import)]
         chosen = [one for one in candidates if one.is_setting or (with_effects and one.has_effect)]
         while True:
@@ -405,7 +456,7 @@ class _Script:
                 return sorted(chosen, key=self.statements.index)
             chosen += more
 
-    def _recipe(self, arguments: Mapping[str, ast.expr], loading: Sequence[_Statement]) -> dict[str, Any]:
+    def _recipe(self, arguments: Mapping[str, ast.expr], loading: Sequence[ast.AST]) -> dict[str, Any]:
         """Return the arguments of `fit` as keys of the recipe."""
         size = self._constant(arguments, "batch_size") or self._batch_size(loading) or 32
         found: dict[str, Any] = {
@@ -426,11 +477,12 @@ class _Script:
                 found |= self._callback(callback)
         return found
 
-    def _batch_size(self, loading: Sequence[_Statement]) -> int | None:
+    def _batch_size(self, loading: Sequence[ast.AST]) -> int | None:
         """Return the batch size of data sets that make batches themselves."""
-        for node in (node for one in loading for node in ast.walk(one.node) if isinstance(node, ast.Call)):
-            values = [keyword.value for keyword in node.keywords if keyword.arg == "batch_size"]
-            for value in values + node.args[: _name_of(node) == "batch"]:
+        calls = [call for one in loading for call in ast.walk(one) if isinstance(call, ast.Call)]
+        for call in calls:
+            values = [keyword.value for keyword in call.keywords if keyword.arg in ("batch_size", "batch")]
+            for value in values + call.args[: _name_of(call) == "batch"]:
                 size = _evaluate(value, self.constants)
                 if isinstance(size, int):
                     return size
@@ -476,9 +528,13 @@ class _Script:
         top = self._top_level([*building, *loading])
         late = {name for one in top for name in one.late}
         lines = [f'"""Model and data of {self.path.name}, written by `csdctl init`."""', ""]
+        texts = [self._text(one) for one in top]
+        lines += [text for text in texts if text.startswith("from __future__")]
         if not any("keras" in one.binds for one in top):
             lines.append("import keras")
-        lines += [self._text(one) for one in top]
+        if {"argparse", "sys", "absl"} & {*self._modules.values()}:
+            lines += ["import sys", f"sys.argv = {[str(self.path), *self.options]}"]
+        lines += [text for text in texts if text not in lines]
         for signature, doc, body, end in (
             ("build()", "Return the compiled model.", building, f"    return {model}"),
             ("load()", "Return the training data and the validation data.", loading, result),
@@ -541,6 +597,10 @@ def _root(node: ast.AST) -> str:
     return node.id if isinstance(node, ast.Name) else ""
 
 
+def _names_in(node: ast.AST) -> set[str]:
+    return {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}
+
+
 def _name_of(node: ast.AST | None) -> str:
     """Return the last name of a called function: `fit` of `model.fit(x)`, '' for anything else."""
     function = node.func if isinstance(node, ast.Call) else None
@@ -563,10 +623,14 @@ def _modules_in(module: ast.Module) -> Iterator[tuple[str, str]]:
             yield from ((one.asname or one.name, (node.module or "").partition(".")[0]) for one in node.names)
 
 
-def _evaluate(node: ast.expr | None, names: Mapping[str, Any]) -> Any:
+def _evaluate(node: ast.expr | str | None, names: Mapping[str, Any]) -> Any:
     """Return the value of an expression of constants, UNKNOWN for any other."""
     if isinstance(node, ast.Name):
         return names.get(node.id, UNKNOWN)
+    if isinstance(node, ast.Attribute):
+        return names.get(ast.unparse(node), UNKNOWN)
+    if isinstance(node, ast.Subscript):
+        return names.get(f"{_root(node)}.{_evaluate(node.slice, names)}", UNKNOWN)
     if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
         sides = _evaluate(node.left, names), _evaluate(node.right, names)
         try:
