@@ -49,11 +49,8 @@ def run_user_code(
     try:
         return code()
     except BaseException as error:
-        raise WorkerError(
-            f"{description} fails: {describe(error, file)}",
-            remedy=find_remedy(error) or remedy,
-            exit_code=2,
-        ) from None
+        reason = f"{description} fails: {describe(error, file)}"
+        raise WorkerError(reason, remedy=find_remedy(error) or remedy, exit_code=2) from None
 
 
 def import_file(path: Path) -> Any:

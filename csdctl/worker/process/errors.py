@@ -15,17 +15,14 @@ class WorkerError(Exception):
 
 
 def describe(error: BaseException, file: Path | None = None) -> str:
-    """Return type and first line of an error, without the pages of stack that Keras and TensorFlow append.
-
-    With `file`, the last line of it that was running.
-    """
+    """Return type and first line of an error, without the stack of Keras, and which line of `file` ran."""
     try:
         lines = str(error).strip().splitlines()
     except Exception:
         lines = []
+    text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
     running = [one.lineno for one in traceback.extract_tb(error.__traceback__) if one.filename == str(file)]
-    where = f" (line {running[-1]})" if running else ""
-    return f"{type(error).__name__}: {lines[0]}{where}" if lines else f"{type(error).__name__}{where}"
+    return f"{text} (line {running[-1]})" if running else text
 
 
 KERAS_2 = {
@@ -34,8 +31,6 @@ KERAS_2 = {
     "'ImageDataGenerator'": "tensorflow.keras.preprocessing.image",
     "keras.preprocessing.text": "tensorflow.keras.preprocessing.text, or keras.layers.TextVectorization",
     "keras.optimizers.legacy": "keras.optimizers",
-    "keras.wrappers": "the package scikeras",
-    "keras.engine": "keras.layers",
     "module 'keras.backend'": "keras.ops",
     "keras.layers.": "keras.layers",
 }
@@ -45,7 +40,7 @@ KERAS_2 = {
 def find_remedy(error: BaseException) -> str:
     """Return a remedy for a name that only Keras 2 has, and for a missing module, '' for any other error."""
     for old, new in KERAS_2.items():
-        if old in str(error):
+        if old in describe(error):
             return f"that is Keras 2; in Keras 3 write {new}"
     is_missing = isinstance(error, ModuleNotFoundError)
     return "install the module on this machine; name your own modules in `code` of job.yaml" * is_missing

@@ -63,8 +63,6 @@ OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Mod: operator.mod,
     ast.Pow: operator.pow,
 }
-RANDOM = re.compile("_(range|flip)$")
-"""Arguments of ImageDataGenerator that change pictures at random."""
 UNKNOWN = object()
 SPLIT = """\
     data = {data}
@@ -208,8 +206,7 @@ class _Statement:
     def has_effect(self) -> bool:
         """Whether it calls a function of a module for its effect: a download, a new directory."""
         effects = [node.value for node in self._nodes if isinstance(node, ast.Expr)]
-        calls = [value for value in effects if isinstance(value, ast.Call) and self._is_of_module(value)]
-        return any(_name_of(call) != "exit" for call in calls)
+        return any(isinstance(value, ast.Call) and self._is_of_module(value) for value in effects)
 
     def _is_of_module(self, call: ast.Call) -> bool:
         return _root(call.func) in self.modules
@@ -239,14 +236,11 @@ class _Script:
     """Those that run before `fit`."""
     constants: dict[str, Any] = field(default_factory=dict)
 
-    @cached_property
-    def _modules(self) -> dict[str, str]:
-        return dict(_modules_in(self.module))
-
     def lift(self) -> LiftedScript:
         """Return the functions; raises InputError."""
         fit = self._find_fit()
-        self.statements = [_Statement(node, self._modules) for node in self._flatten(fit)]
+        modules = dict(_modules_in(self.module))
+        self.statements = [_Statement(node, modules) for node in self._flatten(fit)]
         self._find_options()
         self._find_constants()
         arguments = self._arguments_of(fit)
@@ -258,18 +252,11 @@ class _Script:
         share = self._constant(arguments, "validation_split") if validation is None else None
         building = self._select([model])
         loading = self._select([*data, *([validation] if validation else [])], with_effects=True)
-        beside = {one.stem for one in self.path.parent.iterdir()}
-        names = {name for one in building for name in one.reads | one.late}
-        is_elsewhere = any(self._modules.get(name) in beside for name in names)
-        if not is_elsewhere and not any("compile(" in ast.unparse(one.node) for one in building):
-            raise self._error(fit, "the model is not compiled before fit", "call model.compile before fit")
         recipe = self._recipe(arguments, [*data, *(one.node for one in loading)])
-        for call in (call for one in (*building, *loading) for call in ast.walk(one.node)):
-            given = {one.arg or "" for one in call.keywords} if isinstance(call, ast.Call) else set()
-            if _name_of(call) == "ImageDataGenerator" and any(map(RANDOM.search, given)):
+        for call in _calls_in(*(one.node for one in loading)):
+            is_random = any(str(one.arg).endswith(("_range", "_flip")) for one in call.keywords)
+            if _name_of(call) == "ImageDataGenerator" and is_random:
                 self._note(call, "its random changes happen once: use layers of the model, or data.augment")
-            if "decay" in given and given & {"lr", "learning_rate"}:
-                self._note(call, "decay: Keras 3 ignores it; use keras.optimizers.schedules.InverseTimeDecay")
         whole = ast.unparse(data[0] if len(data) == 1 else ast.Tuple(data, ast.Load()))
         other = ast.unparse(validation) if validation else "None"
         result = SPLIT.format(data=whole, share=share) if share else f"    return {whole}, {other}"
@@ -284,18 +271,16 @@ class _Script:
         self.notes.append((getattr(node, "lineno", 1), text))
 
     def _find_fit(self) -> ast.Call:
-        by_line = sorted(
-            (node for node in ast.walk(self.module) if isinstance(node, ast.Call)), key=lambda one: one.lineno
-        )
-        calls = [one for one in by_line if _is_fit(one)]
-        for call in by_line if not calls else ():
-            if _name_of(call) == "fit_generator":
-                raise self._error(call, "fit_generator is of Keras 2", "call fit, with the same arguments")
-        calls = calls or [one for one in by_line if ast.unparse(one.func).endswith(".fit")][-1:]
+        every = _calls_in(self.module)
+        old = next((one for one in every if _name_of(one) == "fit_generator"), None)
+        any_fit = [one for one in every if ast.unparse(one.func).endswith(".fit")]
+        calls = list(filter(_is_fit, every)) or ([old] if old else any_fit[-1:])
         if not calls:
             remedy = "call it in this script, or name functions for model and data: --model and --public"
             raise self._error(self.module, "no call of model.fit", remedy)
         first, *others = calls
+        if first is old:
+            raise self._error(first, "fit_generator is of Keras 2", "call fit, with the same arguments")
         for other in others:
             self._note(other, "another call of fit; only the first one is used")
         return first
@@ -329,9 +314,7 @@ class _Script:
         """Return the first call of a function; raises InputError where there is none."""
         inside = set(ast.walk(function))
         calls = [
-            node
-            for node in ast.walk(self.module)
-            if isinstance(node, ast.Call) and _root(node.func) == function.name and node not in inside
+            one for one in _calls_in(self.module) if _root(one.func) == function.name and one not in inside
         ]
         if not calls:
             raise self._error(
@@ -339,7 +322,7 @@ class _Script:
                 f"fit is called in {function.name}(), which the script never calls",
                 "call it at the top level of the script, or under `if __name__`",
             )
-        first, *others = sorted(calls, key=lambda call: call.lineno)
+        first, *others = calls
         for other in others:
             self._note(other, f"another call of {function.name}(); only the first one is used")
         return first
@@ -394,7 +377,7 @@ class _Script:
         parsed = [
             one for one in self.statements if not one.is_definition and "args(" in ast.unparse(one.node)
         ]
-        for call in (one for one in ast.walk(self.module) if isinstance(one, ast.Call)):
+        for call in _calls_in(self.module):
             names = [str(one.value) for one in call.args if isinstance(one, ast.Constant)]
             if _name_of(call) != "add_argument" or not names:
                 continue
@@ -406,7 +389,8 @@ class _Script:
             named = [given[given.index(name) + 1] for name in names if name in given[:-1]]
             value = _evaluate(named[0] if named else more.get("default"), {})
             name = max(names, key=len).lstrip("-").replace("-", "_")
-            self.constants |= {f"{bound}.{name}": value for one in parsed for bound in one.binds}
+            for bound in (bound for one in parsed for bound in one.binds):
+                self.constants |= {f"{bound}.{name}": value, f"{bound}[{name!r}]": value}
         if parsed and not given:
             self._note(parsed[0].node, "options take their defaults; others: csdctl init SCRIPT -- OPTIONS")
 
@@ -437,9 +421,9 @@ class _Script:
         """Return a constant argument of `fit`, None for one that is missing or computed."""
         value = _evaluate(arguments[name], self.constants) if name in arguments else None
         if value is UNKNOWN:
-            key = {"batch_size": "recipe.reference_batch", "epochs": "recipe.epochs"}.get(name)
-            remedy = f"write it to {key}" if key else "write a number"
-            self._note(arguments[name], f"{name} is computed: {ast.unparse(arguments[name])}: {remedy}")
+            self._note(
+                arguments[name], f"{name} is computed: {ast.unparse(arguments[name])}; write the number"
+            )
             return None
         return value
 
@@ -479,8 +463,7 @@ class _Script:
 
     def _batch_size(self, loading: Sequence[ast.AST]) -> int | None:
         """Return the batch size of data sets that make batches themselves."""
-        calls = [call for one in loading for call in ast.walk(one) if isinstance(call, ast.Call)]
-        for call in calls:
+        for call in _calls_in(*loading):
             values = [keyword.value for keyword in call.keywords if keyword.arg in ("batch_size", "batch")]
             for value in values + call.args[: _name_of(call) == "batch"]:
                 size = _evaluate(value, self.constants)
@@ -492,8 +475,7 @@ class _Script:
         """Return what a name was bound to last, None for None."""
         if isinstance(node, ast.Name):
             for one in reversed(self.statements):
-                target = one.node.targets[0] if isinstance(one.node, ast.Assign) else None
-                if isinstance(target, ast.Name) and target.id == node.id and isinstance(one.node, ast.Assign):
+                if isinstance(one.node, ast.Assign) and ast.unparse(one.node.targets[0]) == node.id:
                     return self._last_value(one.node.value)
         return None if isinstance(node, ast.Constant) and node.value is None else node
 
@@ -532,7 +514,7 @@ class _Script:
         lines += [text for text in texts if text.startswith("from __future__")]
         if not any("keras" in one.binds for one in top):
             lines.append("import keras")
-        if {"argparse", "sys", "absl"} & {*self._modules.values()}:
+        if {"argparse", "sys", "absl"} & {package for _, package in _modules_in(self.module)}:
             lines += ["import sys", f"sys.argv = {[str(self.path), *self.options]}"]
         lines += [text for text in texts if text not in lines]
         for signature, doc, body, end in (
@@ -585,9 +567,8 @@ class _Script:
 
 
 def _is_fit(node: ast.AST) -> bool:
-    if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "fit"):
-        return False
-    return any(keyword.arg in TELLING for keyword in node.keywords)
+    is_call = isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".fit")
+    return is_call and any(one.arg in TELLING for one in getattr(node, "keywords", ()))
 
 
 def _root(node: ast.AST) -> str:
@@ -595,6 +576,12 @@ def _root(node: ast.AST) -> str:
     while isinstance(node, ast.Attribute | ast.Subscript | ast.Starred):
         node = node.value
     return node.id if isinstance(node, ast.Name) else ""
+
+
+def _calls_in(*nodes: ast.AST) -> list[ast.Call]:
+    """Return all calls in these, by line."""
+    found = [one for node in nodes for one in ast.walk(node) if isinstance(one, ast.Call)]
+    return sorted(found, key=lambda call: call.lineno)
 
 
 def _names_in(node: ast.AST) -> set[str]:
@@ -625,12 +612,8 @@ def _modules_in(module: ast.Module) -> Iterator[tuple[str, str]]:
 
 def _evaluate(node: ast.expr | str | None, names: Mapping[str, Any]) -> Any:
     """Return the value of an expression of constants, UNKNOWN for any other."""
-    if isinstance(node, ast.Name):
-        return names.get(node.id, UNKNOWN)
-    if isinstance(node, ast.Attribute):
+    if isinstance(node, ast.Name | ast.Attribute | ast.Subscript):
         return names.get(ast.unparse(node), UNKNOWN)
-    if isinstance(node, ast.Subscript):
-        return names.get(f"{_root(node)}.{_evaluate(node.slice, names)}", UNKNOWN)
     if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
         sides = _evaluate(node.left, names), _evaluate(node.right, names)
         try:

@@ -98,10 +98,9 @@ class UserFunction:
             reason = type(error).__name__ if self._is_private else describe(error, self._path)
             if isinstance(error, ModuleNotFoundError) and self._is_private and error.name in self._words:
                 reason += f" for {error.name}"
+            remedy = find_remedy(error) or "fix its file"
             raise WorkerError(
-                f"the function {self._name} fails: {reason}",
-                remedy=find_remedy(error) or "fix its file",
-                exit_code=2,
+                f"the function {self._name} fails: {reason}", remedy=remedy, exit_code=2
             ) from None
 
     @contextmanager
