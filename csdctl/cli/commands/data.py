@@ -20,6 +20,9 @@ def init(
         Path | None,
         typer.Argument(help="Keras training script, or give --model and --public.", metavar="[SCRIPT]"),
     ] = None,
+    arguments: Annotated[
+        list[str] | None, typer.Argument(help="The script's own options, after --.", metavar="[-- OPTIONS]")
+    ] = None,
     model: Annotated[str, typer.Option(help="FILE.py:FUNCTION, FILE.keras or keras.applications:NAME.")] = "",
     public: Annotated[
         str, typer.Option(help="Training data: a path, FILE.py:FUNCTION or FILE.py:FUNCTION:PATH.")
@@ -61,10 +64,11 @@ def init(
         )
         raise InputError(f"missing {missing}", remedy="for example: csdctl init train.py")
     streams = Streams(is_json=json)
-    arguments = parse_document(f"model_args: {model_args or '{}'}", ModelArguments, name="--model-args")
+    parsed = parse_document(f"model_args: {model_args or '{}'}", ModelArguments, name="--model-args")
     files, dropped = tuple(code or ()), tuple(drop or ())
     request = InitRequest(
-        output, model, public, validation, private, arguments.model_args, files, label, dropped, force, script
+        *(output, model, public, validation, private, parsed.model_args, files, label, dropped, force),
+        *(script, tuple(arguments or ())),
     )
     with PreparingView(streams.views) as view:
         written = init_job(request, streams.directory, streams.say, view.show)

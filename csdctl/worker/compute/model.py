@@ -293,7 +293,8 @@ def _load_file(spec: BuildSpec, keras: Any) -> Any:
 
 
 def _call(reference: str, function: Any, arguments: dict[str, Any]) -> Any:
-    return run_user_code(f"{reference}({json.dumps(arguments)})", lambda: function(**arguments))
+    what, file = f"{reference}({json.dumps(arguments)})", Path(reference.rpartition(":")[0])
+    return run_user_code(what, lambda: function(**arguments), file=file)
 
 
 def _check_kind(model: Any, spec: BuildSpec, keras: Any) -> None:

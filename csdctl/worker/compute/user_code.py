@@ -22,7 +22,7 @@ import numpy as np
 
 from csdctl.worker.compute.backend import load_backend
 from csdctl.worker.data.arrays import Array, as_labels, fields_of, open_arrays
-from csdctl.worker.process.errors import WorkerError, describe
+from csdctl.worker.process.errors import WorkerError, describe, find_remedy
 from csdctl.worker.protocol.model_info import AugmentTrial, AugmentTried
 
 _PACKED: dict[str, ModuleType] = {}
@@ -40,13 +40,17 @@ def load_function(reference: str) -> Any:
 
 
 def run_user_code(
-    description: str, code: Callable[[], Any], remedy: str = "fix the model's code, or model_args"
+    description: str,
+    code: Callable[[], Any],
+    remedy: str = "fix the model's code, or model_args",
+    file: Path | None = None,
 ) -> Any:
-    """Return what `code` returns; whatever it raises, even SystemExit, becomes a WorkerError."""
+    """Return what `code` in `file` returns; whatever it raises, even SystemExit, becomes a WorkerError."""
     try:
         return code()
     except BaseException as error:
-        raise WorkerError(f"{description} fails: {describe(error)}", remedy=remedy, exit_code=2) from None
+        reason = f"{description} fails: {describe(error, file)}"
+        raise WorkerError(reason, remedy=find_remedy(error) or remedy, exit_code=2) from None
 
 
 def import_file(path: Path) -> Any:
@@ -63,7 +67,7 @@ def import_file(path: Path) -> Any:
     directory = str(path.parent.resolve())
     if directory not in sys.path:
         sys.path.insert(0, directory)
-    run_user_code(f"{path}", lambda: specification.loader.exec_module(module))  # type: ignore[union-attr]
+    run_user_code(f"{path}", lambda: specification.loader.exec_module(module), file=path)  # type: ignore[union-attr]
     return module
 
 

@@ -1,5 +1,8 @@
 """The error that a worker raises deliberately, and a description for unexpected ones."""
 
+import traceback
+from pathlib import Path
+
 
 class WorkerError(Exception):
     """The worker cannot continue; the message and the remedy are shown to the user."""
@@ -11,10 +14,33 @@ class WorkerError(Exception):
         self.exit_code = exit_code
 
 
-def describe(error: BaseException) -> str:
-    """Return type and first line of an error, without the pages of stack that Keras and TensorFlow append."""
+def describe(error: BaseException, file: Path | None = None) -> str:
+    """Return type and first line of an error, without the stack of Keras, and which line of `file` ran."""
     try:
         lines = str(error).strip().splitlines()
     except Exception:
         lines = []
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    running = [one.lineno for one in traceback.extract_tb(error.__traceback__) if one.filename == str(file)]
+    return f"{text} (line {running[-1]})" if running else text
+
+
+KERAS_2 = {
+    "{'lr'": "learning_rate",
+    "np_utils": "keras.utils",
+    "'ImageDataGenerator'": "tensorflow.keras.preprocessing.image",
+    "keras.preprocessing.text": "tensorflow.keras.preprocessing.text, or keras.layers.TextVectorization",
+    "keras.optimizers.legacy": "keras.optimizers",
+    "module 'keras.backend'": "keras.ops",
+    "keras.layers.": "keras.layers",
+}
+"""Names of Keras 2 as they stand in errors, and what Keras 3 has instead."""
+
+
+def find_remedy(error: BaseException) -> str:
+    """Return a remedy for a name that only Keras 2 has, and for a missing module, '' for any other error."""
+    for old, new in KERAS_2.items():
+        if old in describe(error):
+            return f"that is Keras 2; in Keras 3 write {new}"
+    is_missing = isinstance(error, ModuleNotFoundError)
+    return "install the module on this machine; name your own modules in `code` of job.yaml" * is_missing

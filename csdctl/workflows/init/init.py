@@ -374,6 +374,8 @@ class InitRequest:
     is_overwriting: bool = False
     script: Path | None = None
     """A training script, in place of `model`, `public` and `validation`."""
+    options: tuple[str, ...] = ()
+    """The options that the script is called with."""
 
     @property
     def functions(self) -> Path:
@@ -402,7 +404,7 @@ def init_job(request: InitRequest, directory: Path, say: Say, on_progress: OnPro
     """
     for path in (request.output, *([request.functions] if request.script else [])):
         check_output(path, "--output", force=request.is_overwriting)
-    lifted = lift_script(request.script) if request.script else None
+    lifted = lift_script(request.script, request.options) if request.script else None
     if not lifted:
         return _write_job(request, None, directory, say, on_progress)
     with replacing(request.functions, lifted.text):  # the worker reads this file
@@ -424,9 +426,11 @@ def _write_job(
             remedy = error.remedy
             for key, option in OPTIONS.items():
                 remedy = remedy.replace(key, option)
-            if request.script:  # the file of its functions does not stay
+            message = error.message
+            if lifted and request.script:  # the file of its functions does not stay
                 remedy = remedy.replace("fix its file", f"fix {request.script}")
-            raise InputError(error.message, remedy=remedy) from None
+                message = lifted.name_line(message, request.script)
+            raise InputError(message, remedy=remedy) from None
         misfit = looking.check(sources, looks)
     save_text(request.output, render_job(sources, looks, misfit.message if misfit else ""))
     return Written(request.output, looks, lifted.notes if lifted else (), misfit)

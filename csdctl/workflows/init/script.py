@@ -8,6 +8,7 @@ cannot be taken over is named by line.
 import ast
 import builtins
 import operator
+import re
 import symtable
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -83,9 +84,18 @@ class LiftedScript:
     notes: tuple[tuple[int, str], ...]
     """What was not taken over, by line."""
 
+    def name_line(self, message: str, script: Path) -> str:
+        """Return an error message with the line of the script in place of that of `text`."""
+        found = re.search(r" \(line (\d+)\)$", message)
+        line = self.text.splitlines()[int(found[1]) - 1].strip() if found else None
+        written = enumerate(script.read_text().splitlines(), 1)
+        numbers = [number for number, text in written if text.strip() == line]
+        where = f" ({script}, line {numbers[0]})" if numbers else ""
+        return f"{message[: found.start()]}{where}" if found else message
 
-def lift_script(path: Path) -> LiftedScript:
-    """Return model and data functions of a training script.
+
+def lift_script(path: Path, options: Sequence[str] = ()) -> LiftedScript:
+    """Return model and data functions of a training script that is called with `options`.
 
     Raises InputError, with the line, for a script without a call of `fit` whose model and data can be found.
     """
@@ -102,7 +112,7 @@ def lift_script(path: Path) -> LiftedScript:
             f"cannot read {path} as Python: {getattr(error, 'strerror', None) or error}",
             remedy="give the path of a training script",
         ) from None
-    return _Script(path, source, module).lift()
+    return _Script(path, source, module, options).lift()
 
 
 def trains_on_import(path: Path) -> bool:
@@ -164,6 +174,8 @@ class _Statement:
                 found |= {root} if is_method else {_root(argument) for argument in node.value.args}
             elif isinstance(node, ast.Call) and _name_of(node) in CHANGING:
                 found.add(_root(node.func))
+        for loop in (node for node in self._nodes if isinstance(node, ast.For)):  # over parts of an object
+            found |= _names_in(loop.iter) if found & _names_in(loop.target) else set()
         return found - set(self.modules)
 
     @cached_property
@@ -218,6 +230,7 @@ class _Script:
     path: Path
     source: str
     module: ast.Module
+    options: Sequence[str]
     notes: list[tuple[int, str]] = field(default_factory=list)
     statements: list[_Statement] = field(default_factory=list)
     """Those that run before `fit`."""
@@ -228,6 +241,7 @@ class _Script:
         fit = self._find_fit()
         modules = dict(_modules_in(self.module))
         self.statements = [_Statement(node, modules) for node in self._flatten(fit)]
+        self._find_options()
         self._find_constants()
         arguments = self._arguments_of(fit)
         if "x" not in arguments:
@@ -238,9 +252,11 @@ class _Script:
         share = self._constant(arguments, "validation_split") if validation is None else None
         building = self._select([model])
         loading = self._select([*data, *([validation] if validation else [])], with_effects=True)
-        if not any("compile(" in ast.unparse(one.node) for one in building):
-            raise self._error(fit, "the model is not compiled before fit", "call model.compile before fit")
-        recipe = self._recipe(arguments, loading)
+        recipe = self._recipe(arguments, [*data, *(one.node for one in loading)])
+        for call in _calls_in(*(one.node for one in loading)):
+            is_random = any(str(one.arg).endswith(("_range", "_flip")) for one in call.keywords)
+            if _name_of(call) == "ImageDataGenerator" and is_random:
+                self._note(call, "its random changes happen once: use layers of the model, or data.augment")
         whole = ast.unparse(data[0] if len(data) == 1 else ast.Tuple(data, ast.Load()))
         other = ast.unparse(validation) if validation else "None"
         result = SPLIT.format(data=whole, share=share) if share else f"    return {whole}, {other}"
@@ -255,14 +271,16 @@ class _Script:
         self.notes.append((getattr(node, "lineno", 1), text))
 
     def _find_fit(self) -> ast.Call:
-        calls = [node for node in ast.walk(self.module) if isinstance(node, ast.Call) and _is_fit(node)]
+        every = _calls_in(self.module)
+        old = next((one for one in every if _name_of(one) == "fit_generator"), None)
+        any_fit = [one for one in every if ast.unparse(one.func).endswith(".fit")]
+        calls = list(filter(_is_fit, every)) or ([old] if old else any_fit[-1:])
         if not calls:
-            raise self._error(
-                self.module,
-                "no call of model.fit",
-                "name a function that returns the compiled model with --model",
-            )
-        first, *others = sorted(calls, key=lambda call: call.lineno)
+            remedy = "call it in this script, or name functions for model and data: --model and --public"
+            raise self._error(self.module, "no call of model.fit", remedy)
+        first, *others = calls
+        if first is old:
+            raise self._error(first, "fit_generator is of Keras 2", "call fit, with the same arguments")
         for other in others:
             self._note(other, "another call of fit; only the first one is used")
         return first
@@ -282,7 +300,7 @@ class _Script:
                 statements += self._bindings(function, caller)
             statements += self._before(function.body if function else self.module.body, goal)
             caller = goal
-        return [self._without_options(one) for one in statements]
+        return statements
 
     def _function_around(self, node: ast.AST) -> ast.FunctionDef | None:
         """Return the outermost function around a node; raises InputError for a method."""
@@ -296,9 +314,7 @@ class _Script:
         """Return the first call of a function; raises InputError where there is none."""
         inside = set(ast.walk(function))
         calls = [
-            node
-            for node in ast.walk(self.module)
-            if isinstance(node, ast.Call) and _root(node.func) == function.name and node not in inside
+            one for one in _calls_in(self.module) if _root(one.func) == function.name and one not in inside
         ]
         if not calls:
             raise self._error(
@@ -306,7 +322,7 @@ class _Script:
                 f"fit is called in {function.name}(), which the script never calls",
                 "call it at the top level of the script, or under `if __name__`",
             )
-        first, *others = sorted(calls, key=lambda call: call.lineno)
+        first, *others = calls
         for other in others:
             self._note(other, f"another call of {function.name}(); only the first one is used")
         return first
@@ -325,9 +341,11 @@ class _Script:
             elif holds_goal and isinstance(statement, ast.For | ast.While):
                 remedy = "call fit once, with the number of epochs"
                 raise self._error(statement, "fit is called in a loop", remedy)
-            elif holds_goal and isinstance(statement, ast.If | ast.With | ast.Try):
-                if isinstance(statement, ast.If):
-                    self._note(statement, f"taken as true: {ast.unparse(statement.test)}")
+            elif holds_goal and isinstance(statement, ast.If):
+                is_true = any(goal in ast.walk(one) for one in statement.body)
+                self._note(statement, f"taken as {str(is_true).lower()}: {ast.unparse(statement.test)}")
+                yield from self._before(statement.body if is_true else statement.orelse, goal)
+            elif holds_goal and isinstance(statement, ast.With | ast.Try):
                 yield from self._before(statement.body, goal)
             elif not holds_goal:
                 yield statement
@@ -353,13 +371,28 @@ class _Script:
                 target = ast.Name(name, ast.Store())
                 yield ast.fix_missing_locations(ast.copy_location(ast.Assign([target], value), call))
 
-    def _without_options(self, statement: ast.stmt) -> ast.stmt:
-        """Return a statement in which an argument parser takes its defaults."""
-        for node in ast.walk(statement):
-            if isinstance(node, ast.Call) and _name_of(node) == "parse_args" and not node.args:
-                self._note(node, "the defaults of the script's options are used")
-                node.args = [ast.copy_location(ast.List([], ast.Load()), node)]
-        return statement
+    def _find_options(self) -> None:
+        """Find the values of `argparse`'s options; raises InputError for a required one that is missing."""
+        given = " ".join(self.options).replace("=", " ").split()
+        parsed = [
+            one for one in self.statements if not one.is_definition and "args(" in ast.unparse(one.node)
+        ]
+        for call in _calls_in(self.module):
+            names = [str(one.value) for one in call.args if isinstance(one, ast.Constant)]
+            if _name_of(call) != "add_argument" or not names:
+                continue
+            more = {one.arg: one.value for one in call.keywords}
+            is_positional = not names[0].startswith("-") and "nargs" not in more
+            if not given and (is_positional or _evaluate(more.get("required"), {}) is True):
+                remedy = f"give the script's options: csdctl init {self.path} -- {names[-1]} VALUE"
+                raise self._error(call, f"{names[-1]} is required", remedy)
+            named = [given[given.index(name) + 1] for name in names if name in given[:-1]]
+            value = _evaluate(named[0] if named else more.get("default"), {})
+            name = max(names, key=len).lstrip("-").replace("-", "_")
+            for bound in (bound for one in parsed for bound in one.binds):
+                self.constants |= {f"{bound}.{name}": value, f"{bound}[{name!r}]": value}
+        if parsed and not given:
+            self._note(parsed[0].node, "options take their defaults; others: csdctl init SCRIPT -- OPTIONS")
 
     def _find_constants(self) -> None:
         """Find the names that are bound once, to a value that follows from the text alone."""
@@ -388,13 +421,15 @@ class _Script:
         """Return a constant argument of `fit`, None for one that is missing or computed."""
         value = _evaluate(arguments[name], self.constants) if name in arguments else None
         if value is UNKNOWN:
-            self._note(arguments[name], f"{name} is computed: {ast.unparse(arguments[name])}")
+            self._note(
+                arguments[name], f"{name} is computed: {ast.unparse(arguments[name])}; write the number"
+            )
             return None
         return value
 
     def _select(self, results: Sequence[ast.expr], *, with_effects: bool = False) -> list[_Statement]:
         """Return the statements that these expressions depend on."""
-        needed = {node.id for one in results for node in ast.walk(one) if isinstance(node, ast.Name)}
+        needed = set().union(*map(_names_in, results))
         candidates = [one for one in self.statements if not (one.is_output or one.is_import)]
         chosen = [one for one in candidates if one.is_setting or (with_effects and one.has_effect)]
         while True:
@@ -405,7 +440,7 @@ class _Script:
                 return sorted(chosen, key=self.statements.index)
             chosen += more
 
-    def _recipe(self, arguments: Mapping[str, ast.expr], loading: Sequence[_Statement]) -> dict[str, Any]:
+    def _recipe(self, arguments: Mapping[str, ast.expr], loading: Sequence[ast.AST]) -> dict[str, Any]:
         """Return the arguments of `fit` as keys of the recipe."""
         size = self._constant(arguments, "batch_size") or self._batch_size(loading) or 32
         found: dict[str, Any] = {
@@ -426,11 +461,11 @@ class _Script:
                 found |= self._callback(callback)
         return found
 
-    def _batch_size(self, loading: Sequence[_Statement]) -> int | None:
+    def _batch_size(self, loading: Sequence[ast.AST]) -> int | None:
         """Return the batch size of data sets that make batches themselves."""
-        for node in (node for one in loading for node in ast.walk(one.node) if isinstance(node, ast.Call)):
-            values = [keyword.value for keyword in node.keywords if keyword.arg == "batch_size"]
-            for value in values + node.args[: _name_of(node) == "batch"]:
+        for call in _calls_in(*loading):
+            values = [keyword.value for keyword in call.keywords if keyword.arg in ("batch_size", "batch")]
+            for value in values + call.args[: _name_of(call) == "batch"]:
                 size = _evaluate(value, self.constants)
                 if isinstance(size, int):
                     return size
@@ -440,8 +475,7 @@ class _Script:
         """Return what a name was bound to last, None for None."""
         if isinstance(node, ast.Name):
             for one in reversed(self.statements):
-                target = one.node.targets[0] if isinstance(one.node, ast.Assign) else None
-                if isinstance(target, ast.Name) and target.id == node.id and isinstance(one.node, ast.Assign):
+                if isinstance(one.node, ast.Assign) and ast.unparse(one.node.targets[0]) == node.id:
                     return self._last_value(one.node.value)
         return None if isinstance(node, ast.Constant) and node.value is None else node
 
@@ -476,9 +510,13 @@ class _Script:
         top = self._top_level([*building, *loading])
         late = {name for one in top for name in one.late}
         lines = [f'"""Model and data of {self.path.name}, written by `csdctl init`."""', ""]
+        texts = [self._text(one) for one in top]
+        lines += [text for text in texts if text.startswith("from __future__")]
         if not any("keras" in one.binds for one in top):
             lines.append("import keras")
-        lines += [self._text(one) for one in top]
+        if {"argparse", "sys", "absl"} & {package for _, package in _modules_in(self.module)}:
+            lines += ["import sys", f"sys.argv = {[str(self.path), *self.options]}"]
+        lines += [text for text in texts if text not in lines]
         for signature, doc, body, end in (
             ("build()", "Return the compiled model.", building, f"    return {model}"),
             ("load()", "Return the training data and the validation data.", loading, result),
@@ -529,9 +567,8 @@ class _Script:
 
 
 def _is_fit(node: ast.AST) -> bool:
-    if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "fit"):
-        return False
-    return any(keyword.arg in TELLING for keyword in node.keywords)
+    is_call = isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".fit")
+    return is_call and any(one.arg in TELLING for one in getattr(node, "keywords", ()))
 
 
 def _root(node: ast.AST) -> str:
@@ -539,6 +576,16 @@ def _root(node: ast.AST) -> str:
     while isinstance(node, ast.Attribute | ast.Subscript | ast.Starred):
         node = node.value
     return node.id if isinstance(node, ast.Name) else ""
+
+
+def _calls_in(*nodes: ast.AST) -> list[ast.Call]:
+    """Return all calls in these, by line."""
+    found = [one for node in nodes for one in ast.walk(node) if isinstance(one, ast.Call)]
+    return sorted(found, key=lambda call: call.lineno)
+
+
+def _names_in(node: ast.AST) -> set[str]:
+    return {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}
 
 
 def _name_of(node: ast.AST | None) -> str:
@@ -563,10 +610,10 @@ def _modules_in(module: ast.Module) -> Iterator[tuple[str, str]]:
             yield from ((one.asname or one.name, (node.module or "").partition(".")[0]) for one in node.names)
 
 
-def _evaluate(node: ast.expr | None, names: Mapping[str, Any]) -> Any:
+def _evaluate(node: ast.expr | str | None, names: Mapping[str, Any]) -> Any:
     """Return the value of an expression of constants, UNKNOWN for any other."""
-    if isinstance(node, ast.Name):
-        return names.get(node.id, UNKNOWN)
+    if isinstance(node, ast.Name | ast.Attribute | ast.Subscript):
+        return names.get(ast.unparse(node), UNKNOWN)
     if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
         sides = _evaluate(node.left, names), _evaluate(node.right, names)
         try:

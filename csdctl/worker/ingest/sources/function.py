@@ -34,7 +34,7 @@ from csdctl.worker.ingest.sources.source import (
     to_arrays,
     to_records,
 )
-from csdctl.worker.process.errors import WorkerError, describe
+from csdctl.worker.process.errors import WorkerError, describe, find_remedy
 from csdctl.worker.protocol.datasets import PrepareSpec, takes
 
 _END = object()
@@ -95,12 +95,10 @@ class UserFunction:
             return code()
         except BaseException as error:
             # The message may name a private file or contain private data.
-            reason = type(error).__name__ if self._is_private else describe(error)
-            remedy = "fix its file"
-            if isinstance(error, ModuleNotFoundError):
-                remedy = "install the module on this machine; name your own modules in `code` of job.yaml"
-                if self._is_private and error.name in self._words:
-                    reason += f" for {error.name}"
+            reason = type(error).__name__ if self._is_private else describe(error, self._path)
+            if isinstance(error, ModuleNotFoundError) and self._is_private and error.name in self._words:
+                reason += f" for {error.name}"
+            remedy = find_remedy(error) or "fix its file"
             raise WorkerError(
                 f"the function {self._name} fails: {reason}", remedy=remedy, exit_code=2
             ) from None

@@ -262,7 +262,8 @@ EXPECTED = (
     "tf.data.Dataset, a keras.utils.PyDataset, or an iterator of single (sample, label)"
 )
 _NUMBERS = (
-    "turn text into numbers in the function, with keras.layers.TextVectorization or StringLookup, and lists "
+    "turn text into numbers in the function, with keras.layers.TextVectorization or StringLookup, numbers of "
+    "several types into one, with astype('float32'), and lists "
     "of different lengths into one array, with keras.utils.pad_sequences"
 )
 _MAX_NAME = 128

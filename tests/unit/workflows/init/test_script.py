@@ -115,10 +115,10 @@ def caught_by(path: Path) -> Caught:
     return found.value
 
 
-def lifted(tmp_path: Path, text: str) -> tuple[LiftedScript, dict[str, Any]]:
+def lifted(tmp_path: Path, text: str, *options: str) -> tuple[LiftedScript, dict[str, Any]]:
     path = tmp_path / "script.py"
     path.write_text(text)
-    found = lift_script(path)
+    found = lift_script(path, options)
     (tmp_path / "functions.py").write_text(found.text)
     return found, runpy.run_path(str(tmp_path / "functions.py"))
 
@@ -162,7 +162,9 @@ def test_fit_in_a_function_of_main_with_options_and_a_split(tmp_path: Path) -> N
         "reference_batch": 32,
         "early_stopping": {"patience": 2, "monitor": "val_loss"},
     }
-    assert [text for _, text in found.notes] == ["the defaults of the script's options are used"]
+    assert [text for _, text in found.notes] == [
+        "options take their defaults; others: csdctl init SCRIPT -- OPTIONS"
+    ]
 
 
 def test_data_sets_have_their_own_batch_size_and_a_strategy_is_left_out(tmp_path: Path) -> None:
@@ -184,13 +186,15 @@ def test_data_sets_have_their_own_batch_size_and_a_strategy_is_left_out(tmp_path
             "line 5: fit is called in go.., which the script never calls",
         ),
         ("class A:\n    def go(self):\n        m.fit(x, epochs=1)", "line 6: fit is called in a method of A"),
-        (
-            "model = keras.Sequential()\nmodel.fit(x, epochs=1)",
-            "line 5: the model is not compiled before fit",
-        ),
         ("model.fit(epochs=1)", "line 4: fit gets no data"),
         ("def go(*a):\n    m.fit(x, epochs=1)\ngo(1)", "line 6: go.. takes . or .."),
         ("model.fit(", "line 4: not valid Python"),
+        ("model.fit_generator(x, 3)", "line 4: fit_generator is of Keras 2"),
+        (
+            "import argparse\np = argparse.ArgumentParser()\np.add_argument('-d', '--data', required=True)\n"
+            "model.fit(p.parse_args().data, epochs=1)",
+            "line 6: --data is required",
+        ),
     ],
 )
 def test_what_cannot_be_taken_over_names_the_line(tmp_path: Path, body: str, message: str) -> None:
@@ -198,6 +202,60 @@ def test_what_cannot_be_taken_over_names_the_line(tmp_path: Path, body: str, mes
     path.write_text(f"{HEAD}{body}\n")
     with pytest.raises(InputError, match=message):
         lift_script(path)
+
+
+OPTIONS = f"""from __future__ import annotations
+{HEAD}
+import argparse
+
+
+def get_args():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("-n", "--num-samples", type=int, required=True)
+    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--batch-size", type=int, default=16)
+    parser.add_argument("--widths", nargs="*", type=int)
+    return parser.parse_known_args()
+
+
+args, _ = get_args()
+epochs = args.epochs
+base = keras.Sequential([keras.Input((2,)), layers.Dense(2)])
+for layer in base.layers[:1]:
+    layer.trainable = False
+model = keras.Sequential([base, layers.Dense(1)])
+model.compile("sgd", "mse")
+if args.num_samples == 0:
+    model.load_weights("missing.keras")
+else:
+    x = np.ones((args.num_samples, 2), np.float32)
+    model.fit(x, x[:, 0], args.batch_size, epochs)
+"""
+
+
+@pytest.mark.usefixtures("no_fit")
+def test_options_of_the_script_take_the_values_that_are_given(tmp_path: Path) -> None:
+    found, functions = lifted(tmp_path, OPTIONS, "-n", "5", "--epochs=7")
+    assert found.recipe == {"epochs": 7, "reference_batch": 16}
+    assert len(functions["training_data"]("")[0]) == 5
+    assert [text for _, text in found.notes] == ["taken as false: args.num_samples == 0"]
+    assert len(functions["build"]().trainable_weights) == 2  # not those that the loop freezes
+
+
+def test_batches_that_another_file_makes_for_a_model_that_it_compiles(tmp_path: Path) -> None:
+    text = "import network\nmodel = network.make()\nmodel.fit(network.load('x', batch=6))\n"
+    (tmp_path / "script.py").write_text(text)
+    assert lift_script(tmp_path / "script.py").recipe["reference_batch"] == 6
+
+
+def test_errors_name_the_line_of_the_script(tmp_path: Path) -> None:
+    found, _ = lifted(tmp_path, PLAIN)
+    number = found.text.splitlines().index("    x /= x.max()") + 1
+    assert found.name_line(f"it fails (line {number})", tmp_path / "script.py").endswith(
+        "script.py, line 14)"
+    )
+    assert found.name_line("it fails (line 1)", tmp_path / "script.py") == "it fails"
+    assert found.name_line("it fails", tmp_path / "script.py") == "it fails"
 
 
 def test_callbacks_and_arguments_that_are_not_taken_over_are_notes(tmp_path: Path) -> None:
