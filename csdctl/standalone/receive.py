@@ -133,7 +133,8 @@ class ManifestTree:
             return False
         return (
             all(os.path.isdir(directory + b"/" + name) for name, _ in self.directories)
-            and all(is_link_to(directory + b"/" + name, target) for name, target in self.links)
+            and all(os.path.islink(directory + b"/" + name) for name, _ in self.links)
+            and all(os.readlink(directory + b"/" + name) == target for name, target in self.links)
             and all(matches(directory + b"/" + name, expected) for name, expected in self.files)
         )
 
@@ -157,11 +158,6 @@ def tree_at(destination: bytes) -> bytes:
     """Return the directory that the destination links to; empty if csdctl did not create it."""
     target = os.readlink(destination) if os.path.islink(destination) else b""
     return target if os.path.dirname(target) == os.path.realpath(TREES) else b""
-
-
-def is_link_to(path: bytes, target: bytes) -> bool:
-    """Return whether `path` is a symbolic link to `target`."""
-    return os.path.islink(path) and os.readlink(path) == target
 
 
 def matches(path: bytes, expected: ManifestObject) -> bool:
@@ -304,12 +300,6 @@ class Receiver:
                 return size
         return size if RESUME_BYTES <= size < expected.size else 0
 
-    def build_trees(self) -> None:
-        """Build every incomplete tree in a new directory, then redirect the destinations to them."""
-        built = [(tree, build_tree(tree)) for tree in self.stale]
-        for tree, directory in built:
-            switch(tree.destination, directory)
-
 
 def report_missing(missing: list[int], offsets: dict[int, int]) -> list[int]:
     """Report the objects to send, as ranges of numbers in reading order; return their numbers.
@@ -333,7 +323,7 @@ def receive_object(expected: ManifestObject, offset: int) -> bool:
         flags |= os.O_CREAT | os.O_EXCL
         with contextlib.suppress(FileNotFoundError):
             os.unlink(expected.part)
-    with open(os.open(expected.part, flags, 0o600), "r+b", buffering=0) as part:
+    with open(os.open(expected.part, flags, 0o600), "r+b") as part:
         digest = hashlib.sha256()
         if offset:
             digest = hash_of(part.fileno(), offset)
@@ -341,21 +331,15 @@ def receive_object(expected: ManifestObject, offset: int) -> bool:
         num_written = 0
         for chunk in read_input(expected.size - offset):
             digest.update(chunk)
-            write_all(part.fileno(), chunk)
+            part.write(chunk)
             num_written += len(chunk)
             if num_written >= FLUSH_BYTES:
                 # Starts writing the pages, so that a later sync is fast.
                 os.posix_fadvise(part.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
                 num_written = 0
+        part.flush()
         os.fchmod(part.fileno(), expected.mode)
     return bool(digest.hexdigest() == expected.sha256)
-
-
-def write_all(handle: int, data: bytes) -> None:
-    """Write all of `data`; os.write may write less when the disk is nearly full."""
-    rest = memoryview(data)
-    while rest:
-        rest = rest[os.write(handle, rest) :]
 
 
 def sync(paths: list[bytes]) -> None:
@@ -466,7 +450,10 @@ def serve(request: dict[str, Any]) -> None:
             missing = receiver.missing()  # another deploy may have delivered it meanwhile
             if missing:
                 receiver.receive(missing)
-            receiver.build_trees()
+            # Redirect the destinations when all trees are there.
+            built = [(tree.destination, build_tree(tree)) for tree in receiver.stale]
+            for destination, directory in built:
+                switch(destination, directory)
     respond("result")
 
 
