@@ -174,6 +174,12 @@ def _redirect_output(run_id: str, rank: int) -> str:
     return path
 
 
+def _link(run: str, rank: str, generation: str, marker: str = "") -> int:
+    from csdctl.worker.group.link import serve_link
+
+    return serve_link(run, int(rank), int(generation))
+
+
 def _check_mpi(rank: str, size: str, node: str, sums: str = "", marker: str = "") -> int:
     from csdctl.worker.group.values import PeerFaultError
     from csdctl.worker.tasks.mpi_check import check_mpi
@@ -188,6 +194,12 @@ def _check_mpi(rank: str, size: str, node: str, sums: str = "", marker: str = ""
     return 0
 
 
+def _run_sandbox(marker: str = "") -> int:
+    from csdctl.worker.sandbox.program import run_sandbox
+
+    return run_sandbox()
+
+
 def _as_frame(error: WorkerError | ProtocolError) -> tuple[str, int]:
     """Return the frame of an error, and its exit code."""
     if isinstance(error, ProtocolError):
@@ -200,11 +212,9 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "send": _send,
     "probe": _probe,
     "rank": _rank,
-    "link": lambda run, rank, generation, marker="": _import("group.link:serve_link")(
-        run, int(rank), int(generation)
-    ),
+    "link": _link,
     "mpi-check": _check_mpi,
-    "sandbox": lambda marker="": _import("sandbox.program:run_sandbox")(),
+    "sandbox": _run_sandbox,
 }
 """The function of each other command, which takes its options; only a search for processes reads `marker`."""
 
