@@ -7,9 +7,9 @@ control groups. A fleet may belong to a process: one of its own processes watche
 import os
 import shutil
 import signal
+import subprocess
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -77,17 +77,22 @@ def remove_fleet(paths: FleetPaths) -> StoppedFleet:
     """End every process of the fleet except this one, and remove its control groups and files."""
     state = load_state(paths)
     ended = _end_processes(paths)
-    kept = [path for path in _fleet_files(paths, state) if not remove_fleet_file(path, paths.fleet_id)]
-    _remove_directory(paths)
+    candidates = [paths.default_fleet, paths.directory.parent.parent / "fleet.yaml"]  # without a state
+    written = (
+        [state.fleet_path] if state else [one for one in candidates if is_unchanged(one, paths.fleet_id)]
+    )
+    kept = [path for path in written if not remove_fleet_file(path, paths.fleet_id)]
+    _remove_short_tmp(paths)
+    if paths.is_ours:
+        # The marker is removed last, so that an interrupted removal can be repeated.
+        for entry in paths.directory.iterdir():
+            if entry not in (paths.marker, paths.state):
+                _remove_tree(entry)
+        paths.state.unlink(missing_ok=True)
+        paths.marker.unlink(missing_ok=True)
+    if paths.directory.exists():
+        paths.directory.rmdir()
     return StoppedFleet(len(ended), kept[0] if kept else None)
-
-
-def _fleet_files(paths: FleetPaths, state: FleetState | None) -> list[Path]:
-    """Return the fleet.yaml of the state; without a state, its default locations."""
-    if state is not None:
-        return [state.fleet_path]
-    candidates = [paths.default_fleet, paths.directory.parent.parent / "fleet.yaml"]
-    return [path for path in candidates if is_unchanged(path, paths.fleet_id)]
 
 
 def _end_processes(paths: FleetPaths) -> set[int]:
@@ -106,46 +111,21 @@ def _end_processes(paths: FleetPaths) -> set[int]:
         ended.update(found)
         return found
 
-    pids = remaining()
-    send_signal(pids, signal.SIGTERM)
-    send_signal(pids, signal.SIGCONT)  # a server that was killed may have left them stopped
-    _wait_until(lambda: not remaining(), GRACE_S)
-
-    def is_empty() -> bool:
-        pids = remaining()
-        send_signal(pids, signal.SIGKILL)
-        return not pids
-
-    if not _wait_until(is_empty, DEADLINE_S):
+    for number, patience_s in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, DEADLINE_S)):
+        deadline, told = time.monotonic() + patience_s, set[int]()
+        while (pids := remaining()) and time.monotonic() < deadline:
+            send_signal(pids - told, number)
+            send_signal(pids - told, signal.SIGCONT)  # a server that was killed may have left them stopped
+            told |= pids
+            time.sleep(0.02)
+    if pids:
         raise CsdctlError(
-            f"processes of the emulated fleet do not end: {sorted(remaining())}",
+            f"processes of the emulated fleet do not end: {sorted(pids)}",
             remedy="check them with `ps`, then run `csdctl emulate down` again",
         )
     for cgroup in list_cgroups(cgroup_prefix(paths.fleet_id)):
         remove_cgroup(cgroup)
     return ended
-
-
-def _wait_until(condition: Callable[[], bool], deadline_s: float) -> bool:
-    deadline = time.monotonic() + deadline_s
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True
-
-
-def _remove_directory(paths: FleetPaths) -> None:
-    _remove_short_tmp(paths)
-    if paths.is_ours:
-        # The marker is removed last, so that an interrupted removal can be repeated.
-        for entry in paths.directory.iterdir():
-            if entry not in (paths.marker, paths.state):
-                _remove_tree(entry)
-        paths.state.unlink(missing_ok=True)
-        paths.marker.unlink(missing_ok=True)
-    if paths.directory.exists():
-        paths.directory.rmdir()
 
 
 def _remove_short_tmp(paths: FleetPaths) -> None:
@@ -159,14 +139,9 @@ def _remove_short_tmp(paths: FleetPaths) -> None:
 
 def _remove_tree(path: Path) -> None:
     """Remove a file or a tree, including one with read-only directories."""
-
-    def retry(function: Callable[..., object], name: str, _: object) -> None:
-        os.chmod(os.path.dirname(name), 0o700)
-        os.chmod(name, 0o700)
-        shutil.rmtree(name) if os.path.isdir(name) else function(name)
-
     if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, onerror=retry)
+        subprocess.run(["chmod", "-R", "u+rwX", str(path)], check=False)
+        shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
 

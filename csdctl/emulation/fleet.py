@@ -23,7 +23,6 @@ from csdctl.emulation.processes import (
     list_descendants,
 )
 from csdctl.emulation.state import (
-    CPU_MECHANISMS,
     EmulatedSpec,
     FleetPaths,
     FleetState,
@@ -70,7 +69,7 @@ def start_fleet(
     crashed fleet is removed first. Raises InputError when another fleet is running or kept there, when
     fleet.yaml was not written by the emulator, or when no process has the id `owner_pid`.
     """
-    _check_request(spec, cpu_mechanism)
+    check_spec(spec)
     owner = None if owner_pid is None else find_owner(owner_pid)
     paths = FleetPaths(directory)
     with locked(paths):
@@ -116,12 +115,6 @@ def fleet_status(directory: Path) -> list[NodeStatus]:
     if state is None:
         return []
     return [_status(state, node) for node in state.nodes]
-
-
-def _check_request(spec: EmulatedSpec, cpu_mechanism: str) -> None:
-    check_spec(spec)
-    if cpu_mechanism not in CPU_MECHANISMS:
-        raise InputError(f"received {cpu_mechanism!r} as CPU mechanism, expected {', '.join(CPU_MECHANISMS)}")
 
 
 def _check_same(

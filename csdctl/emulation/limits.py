@@ -15,7 +15,6 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 from csdctl.emulation.processes import (
@@ -139,8 +138,14 @@ def _create(path: Path, version: int, cpu: float) -> bool:
     except OSError:
         return False
     try:
-        for file, content in _settings(path, version, cpu):
-            file.write_text(content)
+        quota_us, period_us = plan_quota(cpu)
+        if version == 1:
+            (path / "cpu.cfs_period_us").write_text(str(period_us))
+            (path / "cpu.cfs_quota_us").write_text(str(quota_us))
+        else:
+            if not (path / "cpu.max").exists():
+                (path.parent / "cgroup.subtree_control").write_text("+cpu")
+            (path / "cpu.max").write_text(f"{quota_us} {period_us}")
         trial = [*CgroupLimit(path, version).build_command(["true"])]
         if subprocess.run(trial, stderr=subprocess.DEVNULL, check=False).returncode == 0:
             return True
@@ -148,17 +153,6 @@ def _create(path: Path, version: int, cpu: float) -> bool:
         pass
     remove_cgroup(path)
     return False
-
-
-def _settings(path: Path, version: int, cpu: float) -> Iterator[tuple[Path, str]]:
-    quota_us, period_us = plan_quota(cpu)
-    if version == 1:
-        yield path / "cpu.cfs_period_us", str(period_us)
-        yield path / "cpu.cfs_quota_us", str(quota_us)
-        return
-    if not (path / "cpu.max").exists():
-        yield path.parent / "cgroup.subtree_control", "+cpu"
-    yield path / "cpu.max", f"{quota_us} {period_us}"
 
 
 class DutyCycle:

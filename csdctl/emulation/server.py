@@ -40,7 +40,7 @@ from csdctl.emulation.processes import (
 )
 from csdctl.emulation.state import USER, FleetPaths, FleetState, NodePaths, NodeState, load_state
 from csdctl.errors import CsdctlError
-from csdctl.worker.protocol.processes import load_stat
+from csdctl.worker.protocol.processes import end_descendants, load_stat
 
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 REAP_INTERVAL_S = 0.25
@@ -78,7 +78,9 @@ class Commands:
         finally:
             self.pids.discard(child.pid)
             if not finished:
-                self._end_group(child.pid)
+                send_signal(_members(child.pid), signal.SIGTERM)
+                loop = asyncio.get_running_loop()
+                loop.call_later(GRACE_S, lambda: send_signal(_members(child.pid), signal.SIGKILL))
         if not finished:
             process.close()
         elif (code := await child.wait()) >= 0:
@@ -127,11 +129,6 @@ class Commands:
         finally:
             stdin.cancel()
             ended.cancel()
-
-    def _end_group(self, group: int) -> None:
-        members = _members(group)
-        send_signal(members, signal.SIGTERM)
-        asyncio.get_running_loop().call_later(GRACE_S, lambda: send_signal(_members(group), signal.SIGKILL))
 
 
 async def _forward_input(process: "asyncssh.SSHServerProcess[bytes]", child: Process) -> None:
@@ -223,7 +220,7 @@ async def serve_node(paths: FleetPaths, state: FleetState, name: str, report: in
         for task in watching:
             task.cancel()
     finally:
-        _end_descendants()
+        end_descendants()
         limit.close()
 
 
@@ -235,13 +232,6 @@ async def _reap_adopted(commands: Commands) -> None:
             if pid not in commands.pids and not commands.num_starting:
                 with contextlib.suppress(ChildProcessError):
                     os.waitpid(pid, os.WNOHANG)
-
-
-def _end_descendants() -> None:
-    while pids := list_descendants(os.getpid()):
-        send_signal(pids, signal.SIGKILL)
-        with contextlib.suppress(ChildProcessError):
-            os.waitpid(-1, 0)
 
 
 def _fork(log_path: Path, name: str, run: Callable[[], None]) -> None:

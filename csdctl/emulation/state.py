@@ -29,7 +29,6 @@ MAX_NODES = 64
 MIN_CPU = 0.01
 """Minimum share, in cores: below it a node takes seconds to respond."""
 MIN_MEMORY_BYTES = 16 << 20
-CPU_MECHANISMS = ("auto", "cgroup", "duty")
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)

@@ -17,9 +17,9 @@ from csdctl.energy.sources import (
     SCRIPTS,
     EnergyMeter,
     Reading,
-    ReadingLines,
     Spent,
     build_loop,
+    parse_line,
     parse_meter,
 )
 from csdctl.errors import CsdctlError, DeadlineError
@@ -98,14 +98,13 @@ class PowerSampler:
     def _follow_loop(self, recorder: "_Recorder") -> None:
         source = SCRIPTS[recorder.power.source]
         command = build_loop(source, source.argument(recorder.power))
-        lines = ReadingLines(source.parse)
         with closing(self._sessions[recorder.name].converse(command)) as conversation:
             while not self._stopped.is_set():
                 try:
                     line = conversation.read_line(deadline_s=PATIENCE_S)
                 except DeadlineError:
                     continue
-                if reading := lines.add(line):
+                if reading := parse_line(line, source.parse):
                     self._take(recorder, *reading)
 
     def _import_meter(self, recorder: "_Recorder") -> None:

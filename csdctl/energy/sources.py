@@ -102,8 +102,7 @@ MAX_WATTS_OF_A_COUNTER = 1000.0
 
 
 SYSFS = "/sys"
-BEGIN, END = "@csdctl-power", "@csdctl-power-end"
-MAX_READING_LINES = 1000
+PREFIX = "@csdctl-power "
 
 # RAPL: energy counters of processor packages and memory, in /sys/class/powercap.
 # Documentation/power/powercap/powercap.rst of Linux: `energy_uj` counts microjoules and starts again at 0
@@ -259,35 +258,26 @@ REMEDIES = {name: source.remedy for name, source in SCRIPTS.items()} | {"csv": C
 
 
 def build_loop(source: ScriptSource, argument: str) -> list[str]:
-    """Build the command that prints a reading every second, between BEGIN with the machine's time and END.
+    """Build the command that prints a line every second: PREFIX, the machine's time, and the script's output.
 
-    It ends when nobody reads it any more.
+    Tabs separate the lines of the output. The command ends when nobody reads it any more.
     """
     loop = f"""\
 LC_ALL=C; export LC_ALL
-while read -r uptime rest </proc/uptime && echo "{BEGIN} $uptime"; do
+while read -r uptime rest </proc/uptime && printf '{PREFIX}%s %s\\n' "$uptime" "$({{
 {source.script}
-echo "{END}" || exit
+}} | tr '\\n' '\\t')"; do
 sleep 1 || exit
 done"""
     return ["sh", "-c", loop, "csdctl-power", argument]
 
 
-class ReadingLines:
-    """Puts the lines of the loop together to readings; other lines are left out."""
+def parse_line(line: str, parse: Callable[[str], Reading]) -> tuple[float, Reading] | None:
+    """Return the machine's time and the reading in a line of the loop, None for any other line.
 
-    def __init__(self, parse: Callable[[str], Reading]) -> None:
-        self._parse = parse
-        self._time_s: float | None = None
-        self._lines: list[str] = []
-
-    def add(self, line: str) -> tuple[float, Reading] | None:
-        """Return the machine's time and a reading when `line` completes it; raises ValueError or OSError."""
-        if line.startswith(BEGIN + " "):
-            self._time_s, self._lines = float(line.removeprefix(BEGIN)), []
-        elif line == END and self._time_s is not None:
-            time_s, self._time_s = self._time_s, None
-            return time_s, self._parse("\n".join(self._lines))
-        elif self._time_s is not None and len(self._lines) < MAX_READING_LINES:
-            self._lines.append(line)
+    Raises ValueError or OSError when the script could not read the power.
+    """
+    if not line.startswith(PREFIX):
         return None
+    time_s, _, output = line.removeprefix(PREFIX).partition(" ")
+    return parse_number(time_s, "a time"), parse(output.replace("\t", "\n"))

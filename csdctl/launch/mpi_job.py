@@ -38,7 +38,6 @@ from csdctl.worker.protocol.events import (
     Ready,
     Traffic,
     check_event,
-    check_sender,
     event_from_line,
 )
 from csdctl.worker.protocol.json_codec import ProtocolError
@@ -183,8 +182,7 @@ class MpiOutput:
             event = event_from_line(line)
             if not isinstance(event, EXPECTED):
                 raise ProtocolError(f"expected an event of an MPI check, received {type(event).__name__}")
-            check_sender(event, rank, self._nodes)
-            check_event(event, self._nodes)
+            check_event(event, self._nodes, rank)
         except ProtocolError as error:
             self._log(rank, line.encode(errors="replace"))
             event = Failed(rank, self._nodes[rank], f"sent an invalid event: {error}", CHECK_WORKER)

@@ -11,10 +11,10 @@ from csdctl.errors import CsdctlError
 from csdctl.fleet.model import HOST_NAME
 from csdctl.fleet.requirements import build_repair_command, find_package
 from csdctl.transport.meter import TrafficClass
-from csdctl.transport.program import Patience, Program
+from csdctl.transport.program import Nothing, Patience, Program
 from csdctl.transport.session import Completed, Session
 from csdctl.worker.protocol.datasets import PrepareProgress
-from csdctl.worker.protocol.features import SendSpec, Sent
+from csdctl.worker.protocol.features import SendSpec
 from csdctl.worker.protocol.json_codec import DATA, RESULT
 
 ResponseT = TypeVar("ResponseT")
@@ -111,7 +111,7 @@ def fetch_results(
     patience = Patience(spare_lines=1000 + spec.num_bytes // MIN_BLOCK_BYTES)
     with closing(WorkerProgram(session, argv, doing, patience)) as program:
         program.send(spec)
-        while (frame := program.read({DATA: bytes, RESULT: Sent}))[0] == DATA:
+        while (frame := program.read({DATA: bytes, RESULT: Nothing}))[0] == DATA:
             block = frame[1]
             session.meter.record(traffic_class, received=len(program.last_line) + 1)
             num_bytes += len(block)

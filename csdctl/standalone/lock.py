@@ -20,7 +20,11 @@ def main() -> None:
     """Take the lock or print its holder; runs in the session's home directory."""
     os.umask(0o077)
     make_private(STATE)
-    lock = open_lock()
+    lock = os.open(LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+    found = os.fstat(lock)
+    if found.st_uid != os.geteuid() or not stat.S_ISREG(found.st_mode):
+        sys.exit(f"{os.path.abspath(LOCK)} belongs to another user: remove it")
+    os.fchmod(lock, 0o600)
     holder = json.loads(sys.stdin.readline())
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -48,17 +52,6 @@ def make_private(directory: str) -> None:
         sys.exit(f"{os.path.abspath(directory)} belongs to another user: remove it")
     if os.stat(directory).st_mode & 0o077:
         os.chmod(directory, 0o700)
-
-
-def open_lock() -> int:
-    """Return a descriptor of the lock's file; exit if it is another user's."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    lock = os.open(LOCK, flags, 0o600)
-    found = os.fstat(lock)
-    if found.st_uid != os.geteuid() or not stat.S_ISREG(found.st_mode):
-        sys.exit(f"{os.path.abspath(LOCK)} belongs to another user: remove it")
-    os.fchmod(lock, 0o600)
-    return lock
 
 
 if __name__ == "__main__":

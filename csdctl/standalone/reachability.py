@@ -12,6 +12,7 @@ Listeners stay open until standard input ends. Open MPI's ranks listen on the fi
 mpirun itself on a port that the system chooses. The listeners here do the same.
 """
 
+import contextlib
 import errno
 import json
 import socket
@@ -45,13 +46,9 @@ def serve(listener: socket.socket, greeting: bytes) -> None:
     """Send `greeting` to every client."""
     while True:
         client, _ = listener.accept()
-        try:
+        with client, contextlib.suppress(OSError):
             client.settimeout(5)
             client.sendall(greeting)
-        except OSError:
-            pass
-        finally:
-            client.close()
 
 
 def connect(name: str, address: str, port: int, token: str, deadline_s: float) -> str:
@@ -63,16 +60,10 @@ def connect(name: str, address: str, port: int, token: str, deadline_s: float) -
     except OSError as error:
         return (error.strerror or str(error)).lower()
     try:
-        received = b""
-        while not received.endswith(b"\n") and len(received) < MAX_GREETING_BYTES:
-            data = connection.recv(MAX_GREETING_BYTES)
-            if not data:
-                break
-            received += data
+        with connection, connection.makefile("rb") as stream:
+            received = stream.readline(MAX_GREETING_BYTES)
     except OSError:
         return "connected, but received no response"
-    finally:
-        connection.close()
     received_token, _, server = received.decode("utf-8", "replace").strip().partition(" ")
     if received_token != token:
         return "another program listens there"

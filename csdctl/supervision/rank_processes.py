@@ -35,7 +35,6 @@ from csdctl.worker.protocol.events import (
     Ready,
     WaitingFor,
     check_event,
-    check_sender,
     event_from_line,
 )
 from csdctl.worker.protocol.json_codec import ProtocolError, shorten
@@ -104,10 +103,9 @@ class EventValidator:
             )
         if isinstance(event, WaitingFor) and self._waiting_allowance.spend(1, now) > 0:
             raise _violation(event, f"at most {WAITING_PER_S} per second")
-        check_sender(event, self._rank, self._nodes)
+        check_event(event, self._nodes, self._rank)
         if isinstance(event, FROM_CSDCTL + FROM_MPI):
             raise _violation(event, "an event of a rank that trains")
-        check_event(event, self._nodes)
         self._check_order(event)
 
     def _check_order(self, event: Event) -> None:

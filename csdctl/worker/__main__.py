@@ -82,7 +82,7 @@ def _read_request() -> str:
 def _answer(function: str, kind: str) -> int:
     request = _read_request()
     found = _import(function)(from_json(_import(kind), request))
-    print(f"\n{to_frame(RESULT, found)}", flush=True)  # a user's model may print too
+    print(f"\n{to_frame(RESULT, found or {})}", flush=True)  # a user's model may print too
     return 0
 
 
@@ -113,24 +113,24 @@ def _guard(doing: str, answer: Callable[[GuardedOutput], object]) -> int:
     """Print the frame of what `answer` returns, or of its error, and nothing that other code prints."""
     output = GuardedOutput()
     try:
-        output.write_line(to_frame(RESULT, answer(output)))
+        output.write_line(to_frame(RESULT, answer(output) or {}))
         return 0
     except (WorkerError, ProtocolError) as error:
-        failed = _as_worker_error(error)
+        frame, code = _as_frame(error)
     except Exception as error:
         # The text of an unforeseen error may name a private file, and this line goes to the host.
-        failed = WorkerError(f"{doing} failed: {type(error).__name__}")
-    output.write_line(_error_frame(failed))
-    return failed.exit_code
+        frame, code = _as_frame(WorkerError(f"{doing} failed: {type(error).__name__}"))
+    output.write_line(frame)
+    return code
 
 
 def _send() -> int:
     from csdctl.worker.ingest.extract import send
     from csdctl.worker.protocol.features import SendSpec
 
-    def send_lines(output: GuardedOutput) -> object:
+    def send_lines(output: GuardedOutput) -> None:
         spec = from_json(SendSpec, sys.stdin.readline())
-        return send(spec, lambda text: output.write_line(f"{FRAME_PREFIX}{DATA} {text}"))
+        send(spec, lambda text: output.write_line(f"{FRAME_PREFIX}{DATA} {text}"))
 
     return _guard("sending", send_lines)
 
@@ -200,15 +200,12 @@ def _run_sandbox(marker: str = "") -> int:
     return run_sandbox()
 
 
-def _error_frame(error: WorkerError) -> str:
+def _as_frame(error: WorkerError | ProtocolError) -> tuple[str, int]:
+    """Return the frame of an error, and its exit code."""
+    if isinstance(error, ProtocolError):
+        error = WorkerError(str(error), remedy="run `csdctl deploy` so that both sides have one version")
     content = {"message": error.message, "remedy": error.remedy, "exit_code": error.exit_code}
-    return to_frame(ERROR, content)
-
-
-def _as_worker_error(error: WorkerError | ProtocolError) -> WorkerError:
-    if isinstance(error, WorkerError):
-        return error
-    return WorkerError(str(error), remedy="run `csdctl deploy` so that both sides have one version")
+    return to_frame(ERROR, content), error.exit_code
 
 
 COMMANDS: dict[str, Callable[..., int]] = {
@@ -241,9 +238,8 @@ def run() -> None:
     try:
         code = main(sys.argv[1:])
     except (WorkerError, ProtocolError) as error:
-        failed = _as_worker_error(error)
-        print(f"\n{_error_frame(failed)}", flush=True)
-        code = failed.exit_code
+        frame, code = _as_frame(error)
+        print(f"\n{frame}", flush=True)
     except BrokenPipeError:
         os._exit(1)
     sys.exit(code)

@@ -89,7 +89,7 @@ def train(project: Path) -> tuple[list[float], dict[str, Any]]:
 def test_function_is_tried_once_and_sent_without_the_model(project: Path) -> None:
     done = succeed(project, "prepare")
     assert "code for the nodes: augment.py, turning.py (2 files, " in done.stdout
-    assert "augment.py:flip, tried on 8 public samples" in done.stdout
+    assert "augment.py:flip, tried on public samples" in done.stdout
     assert "tried on" not in succeed(project, "prepare").stdout
     job = write_job(project, "mix.yaml", **{"py:flip": "py:mix"})
     assert "augment.py:mix returned samples as" in refuse(project, "prepare", job)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from csdctl.worker.compute.model import load_weights
-from csdctl.worker.data.arrays import is_numeric, map_array, open_arrays
+from csdctl.worker.data.arrays import is_numeric, map_array
 from csdctl.worker.data.schedule import OwnSamples, Segment, Span, begin_epoch
 from csdctl.worker.ingest.partial_dataset import PartialDataset, find_stored
 from csdctl.worker.ingest.sources.arrays import ArraySource, open_idx_pair, open_npz
@@ -93,11 +93,8 @@ def _npy_seeds() -> list[bytes]:
 
 
 def _array(content: bytes, directory: Path) -> None:
-    for name in ("images.npy", "labels.npy"):
-        (directory / name).write_bytes(content)
-    array = map_array(directory / "images.npy")
-    is_numeric(array.dtype)
-    open_arrays(directory / "images.npy", directory / "labels.npy")
+    (directory / "images.npy").write_bytes(content)
+    is_numeric(map_array(directory / "images.npy").dtype)
 
 
 def _array_header(content: bytes, directory: Path) -> None:

@@ -18,8 +18,8 @@ from csdctl.worker.compute.model import load
 from csdctl.worker.compute.objective import as_tensors, inputs_of
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.data.file_hash import check_stored
-from csdctl.worker.process.errors import WorkerError, describe
-from csdctl.worker.protocol.features import SIGMOID, SOFTMAX, Converted, ConvertSpec, ResultRule
+from csdctl.worker.process.errors import InputError, describe
+from csdctl.worker.protocol.features import SIGMOID, SOFTMAX, ConvertSpec, ResultRule
 from csdctl.worker.protocol.run_spec import HeadSpec, Prefix
 
 BATCH_SIZE = 32
@@ -52,10 +52,9 @@ class BatchedPass:
         padded[: len(samples)] = samples
         outputs = self._compute(padded)
         if any(output.shape[:1] != (self._batch_size,) for output in outputs):
-            raise WorkerError(
+            raise InputError(
                 "the model does not compute one row for each sample",
-                remedy="use a model whose outputs have one row for each sample of the batch",
-                exit_code=2,
+                "use a model whose outputs have one row for each sample of the batch",
             )
         return self._convert(outputs)[: len(samples)]
 
@@ -85,20 +84,17 @@ def output_of(model: Any, layer: str) -> Any:
     for operation, node in reversed(nodes):
         if operation.name == layer and len(node.output_tensors) == 1:
             return node.output_tensors[0]
-    raise WorkerError(
-        f"the model's graph has no layer {layer} with one output",
-        remedy="name one of its layers with --layer",
-        exit_code=2,
+    raise InputError(
+        f"the model's graph has no layer {layer} with one output", "name one of its layers with --layer"
     )
 
 
 def to_results(outputs: Sequence[Array], rules: Sequence[ResultRule]) -> Array:
     """Return the records that are kept of a batch's outputs, each of shape (n, …)."""
     if len(outputs) != len(rules):
-        raise WorkerError(
+        raise InputError(
             f"the model has {len(outputs)} outputs, expected {len(rules)}",
-            remedy="use a model whose outputs are known before it is called",
-            exit_code=2,
+            "use a model whose outputs are known before it is called",
         )
     fields = [
         field
@@ -117,18 +113,15 @@ def _reduce(output: Array, rule: ResultRule) -> list[Array]:
     if rule.kind not in (SOFTMAX, SIGMOID):
         return [output]
     values = output.reshape(len(output), -1)
-    if rule.from_logits:
-        values = _softmax(values) if rule.kind == SOFTMAX else 0.5 * (1 + np.tanh(values / 2))
+    if rule.from_logits and rule.kind == SOFTMAX:
+        powers = np.exp(values - values.max(axis=1, keepdims=True))
+        values = powers / powers.sum(axis=1, keepdims=True)
+    elif rule.from_logits:
+        values = 0.5 * (1 + np.tanh(values / 2))
     if values.shape[1] == 1:  # the probability of the second of two classes
         values = np.concatenate([1 - values, values], axis=1)
     classes = values.argmax(axis=1)
     return [classes.astype(np.int32), values[np.arange(len(values)), classes].astype(np.float32)]
-
-
-def _softmax(values: Array) -> Array:
-    powers = np.exp(values - values.max(axis=1, keepdims=True))
-    found: Array = powers / powers.sum(axis=1, keepdims=True)
-    return found
 
 
 PACKAGE = "ai-edge-litert"
@@ -145,10 +138,9 @@ def lite_pass(part: Prefix, convert: Callable[[list[Array]], Array], threads: in
     try:
         from ai_edge_litert.interpreter import Interpreter
     except ImportError as error:
-        raise WorkerError(
+        raise InputError(
             f"has no LiteRT: {describe(error)}",
-            remedy=f"install the package {PACKAGE} there, or use --feature-engine keras",
-            exit_code=2,
+            f"install the package {PACKAGE} there, or use --feature-engine keras",
         ) from None
     try:
         interpreter = Interpreter(model_path=part.lite, num_threads=threads)
@@ -157,10 +149,8 @@ def lite_pass(part: Prefix, convert: Callable[[list[Array]], Array], threads: in
         interpreter.resize_tensor_input(source["index"], shape, strict=True)
         interpreter.allocate_tensors()
     except (ValueError, RuntimeError) as error:
-        raise WorkerError(
-            f"LiteRT cannot run the model: {describe(error)}",
-            remedy="use --feature-engine keras",
-            exit_code=2,
+        raise InputError(
+            f"LiteRT cannot run the model: {describe(error)}", "use --feature-engine keras"
         ) from None
     outputs = interpreter.get_output_details()
 
@@ -180,8 +170,8 @@ def scale(values: Array, input_range: tuple[float, float] | None, dtype: Any) ->
     return values.astype(dtype)
 
 
-def convert(spec: ConvertSpec) -> Converted:
-    """Write a part of a model as a LiteRT model in float32; returns the number of bytes.
+def convert(spec: ConvertSpec) -> None:
+    """Write a part of a model as a LiteRT model in float32.
 
     Raises WorkerError, exit code 2, for a model that has operations which LiteRT does not have.
     """
@@ -191,13 +181,11 @@ def convert(spec: ConvertSpec) -> Converted:
     try:
         content = tf.lite.TFLiteConverter.from_keras_model(model).convert()
     except Exception as error:  # of any of its passes
-        raise WorkerError(
+        raise InputError(
             f"the model's frozen part cannot be converted for LiteRT: {describe(error)}",
-            remedy="use --feature-engine keras",
-            exit_code=2,
+            "use --feature-engine keras",
         ) from None
     Path(spec.output).write_bytes(content)
-    return Converted(len(content))
 
 
 def feature_pass(

@@ -154,7 +154,13 @@ def describe_compile(model: Any, keras: Any) -> OwnCompile | None:
     if not own:
         return None
     has_loss = own.get("loss") is not None
-    metrics = tuple(_names([own.get("metrics"), own.get("weighted_metrics")]))
+    # One, several, or by output.
+    given = keras.tree.flatten([own.get("metrics"), own.get("weighted_metrics")])
+    metrics = tuple(
+        one if isinstance(one, str) else getattr(one, "name", None) or one.__name__
+        for one in given
+        if one is not None
+    )
     optimizer = keras.optimizers.get(own.get("optimizer"))
     if optimizer is None:
         return OwnCompile("", 0.0, "", has_loss, metrics)
@@ -172,17 +178,6 @@ def find_scaling_layers(model: Any, keras: Any) -> tuple[str, ...]:
     kinds = (keras.layers.Rescaling, keras.layers.Normalization)
     found = (layer for layer in flatten_layers(model) if isinstance(layer, kinds))
     return tuple(f"{layer.name} ({type(layer).__name__})" for layer in found)
-
-
-def _names(metrics: Any) -> list[str]:
-    """Return the names of metrics as compile() takes them: one, several, or by output."""
-    if metrics is None:
-        return []
-    if isinstance(metrics, dict):
-        return [name for part in metrics.values() for name in _names(part)]
-    if isinstance(metrics, list | tuple):
-        return [name for part in metrics for name in _names(part)]
-    return [metrics if isinstance(metrics, str) else getattr(metrics, "name", None) or metrics.__name__]
 
 
 def find_smallest_embedding(model: Any) -> int | None:

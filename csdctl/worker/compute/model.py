@@ -26,7 +26,7 @@ from csdctl.worker.compute.keras_internals import (
     flatten_layers,
     own_state,
 )
-from csdctl.worker.compute.recipe import compile_model
+from csdctl.worker.compute.recipe import compile_model, is_own, name_of
 from csdctl.worker.compute.user_code import (
     find_objects,
     import_packed,
@@ -38,7 +38,7 @@ from csdctl.worker.compute.user_code import (
 )
 from csdctl.worker.data.arrays import save_arrays
 from csdctl.worker.data.file_hash import check_stored
-from csdctl.worker.process.errors import WorkerError, describe
+from csdctl.worker.process.errors import InputError, WorkerError, describe
 from csdctl.worker.protocol.datasets import as_inputs
 from csdctl.worker.protocol.json_codec import from_dict, to_json
 from csdctl.worker.protocol.model_info import (
@@ -68,14 +68,15 @@ def build(request: BuildRequest) -> ModelInfo:
     import_roots(spec.code_roots)
     keras.utils.set_random_seed(recipe.seed)
     model = _find(spec, keras)
-    _check_kind(model, spec, keras)
+    if not isinstance(model, keras.Model):
+        raise InputError(f"{reference} returned a {type(model).__name__}, expected a Keras model")
     has_step = has_own_step(model, keras)
     if not _is_built(model, keras):
         if not spec.sample_shapes:
             return ModelInfo(reference, (), (), 0, 0, "", is_built=False)
         _build_by_call(model, spec)
     if not model.trainable_variables:
-        raise WorkerError(f"{reference}: the model has no trainable variables", exit_code=2)
+        raise InputError(f"{reference}: the model has no trainable variables")
     compiled = describe_compile(model, keras)
     resolved = _compile(model, recipe, keras)
     needs_code, architecture = _to_json(model, spec, keras)
@@ -119,10 +120,9 @@ def _compile(model: Any, recipe: Recipe, keras: Any) -> Recipe:
         "freeze_until": recipe.freeze_until,
     }
     if wrong := [name for name, value in named.items() if value]:
-        raise WorkerError(
+        raise InputError(
             f"{type(model).__name__} has its own train_step, which recipe.{wrong[0]} cannot change",
-            remedy="give it to compile() in the function that builds the model",
-            exit_code=2,
+            "give it to compile() in the function that builds the model",
         )
     if type(model).compile is keras.Model.compile and model.compiled:
         return compile_model(model, recipe, keras)
@@ -130,10 +130,9 @@ def _compile(model: Any, recipe: Recipe, keras: Any) -> Recipe:
     if recipe.learning_rate is None:
         recipe = replace(recipe, learning_rate=rates[0] if rates else 1.0)
     elif len(rates) > 1:
-        raise WorkerError(
+        raise InputError(
             f"{type(model).__name__} has {len(rates)} optimizers, and recipe.learning_rate is for one",
-            remedy="give the learning rates to the optimizers, where the model is compiled",
-            exit_code=2,
+            "give the learning rates to the optimizers, where the model is compiled",
         )
     return recipe
 
@@ -201,16 +200,14 @@ def load(architecture: Path, weights: Path, keras: Any, code: UserCode | None = 
     except OSError as error:
         raise WorkerError(f"the model cannot be read: {error}", remedy="run `csdctl deploy` again") from None
     except Exception as error:
-        if missing := missing_packages(json.loads(text)):
-            raise WorkerError(
+        if missing := missing_packages(text):
+            raise InputError(
                 f"has no {', '.join(missing)}, which the model is made of",
-                remedy="install it on all machines; if it is your own, name it in `code` of job.yaml",
-                exit_code=2,
+                "install it on all machines; if it is your own, name it in `code` of job.yaml",
             ) from None
-        raise WorkerError(
+        raise InputError(
             f"the model cannot be built here: {describe(error).partition(' Full object config:')[0]}",
-            remedy="use the same Keras version on all machines, and name the model's own code in job.yaml",
-            exit_code=2,
+            "use the same Keras version on all machines, and name the model's own code in job.yaml",
         ) from None
     return model
 
@@ -258,20 +255,17 @@ def hash_weights(model: Any) -> str:
 
 def _find(spec: BuildSpec, keras: Any) -> Any:
     reference, arguments = spec.reference, spec.arguments
-    if reference.startswith("keras.applications:"):
-        name = reference.partition(":")[2]
+    place, _, name = reference.partition(":")
+    if place == "keras.applications":
         function = getattr(keras.applications, name, None)
         if not callable(function):
-            raise WorkerError(f"keras.applications has no model {name!r}", exit_code=2)
-        return _call(reference, function, arguments)
-    if reference.endswith(".keras"):
+            raise InputError(f"keras.applications has no model {name!r}")
+    elif reference.endswith(".keras"):
         return _load_file(spec, keras)
-    return _call(reference, load_function(reference), arguments)
-
-
-def _own_objects(spec: BuildSpec) -> dict[str, Any]:
-    """Return what the imported code of the job defines, by name."""
-    return find_objects(lambda file: _is_named(Path(file), spec))
+    else:
+        function = load_function(reference)
+    file = Path(reference.rpartition(":")[0])
+    return run_user_code(f"{reference}({json.dumps(arguments)})", lambda: function(**arguments), file=file)
 
 
 def _is_named(file: Path, spec: BuildSpec) -> bool:
@@ -282,28 +276,13 @@ def _is_named(file: Path, spec: BuildSpec) -> bool:
 def _load_file(spec: BuildSpec, keras: Any) -> Any:
     """Return the model of a .keras file, which is data: it finds only the code that the job names."""
     try:
-        with keras.saving.custom_object_scope(_own_objects(spec)):
+        with keras.saving.custom_object_scope(find_objects(lambda file: _is_named(Path(file), spec))):
             return keras.models.load_model(spec.reference, compile=True, safe_mode=True)
     except Exception as error:
-        raise WorkerError(
+        raise InputError(
             f"{spec.reference} is not a model that can be loaded safely: {describe(error)}",
-            remedy="name the files of its own layers, losses and metrics in `code` of job.yaml",
-            exit_code=2,
+            "name the files of its own layers, losses and metrics in `code` of job.yaml",
         ) from None
-
-
-def _call(reference: str, function: Any, arguments: dict[str, Any]) -> Any:
-    what, file = f"{reference}({json.dumps(arguments)})", Path(reference.rpartition(":")[0])
-    return run_user_code(what, lambda: function(**arguments), file=file)
-
-
-def _check_kind(model: Any, spec: BuildSpec, keras: Any) -> None:
-    """Raise WorkerError, exit code 2, unless `model` is a Keras model that can be trained in step."""
-    reference = spec.reference
-    if not isinstance(model, keras.Model):
-        raise WorkerError(
-            f"{reference} returned a {type(model).__name__}, expected a Keras model", exit_code=2
-        )
 
 
 def _is_built(model: Any, keras: Any) -> bool:
@@ -324,10 +303,9 @@ def _to_json(model: Any, spec: BuildSpec, keras: Any) -> tuple[bool, str]:
     Raises WorkerError, exit code 2, if it cannot be rebuilt from that JSON.
     """
     reference = spec.reference
-    if has_own_step(model, keras) and reference.rpartition(":")[0].endswith(".py"):
+    if has_own_step(model, keras) and is_own(reference):
         # Its configuration rarely has what its own __init__ and compile() take.
-        _check_named(spec)
-        return True, json.dumps({BUILDER: json.loads(to_json(spec))})
+        return True, _describe_builder(spec)
     try:
         text: str = model.to_json()
     except Exception as error:
@@ -342,13 +320,12 @@ def _to_json(model: Any, spec: BuildSpec, keras: Any) -> tuple[bool, str]:
     finally:
         keras.saving.get_custom_objects().update(registered)
     if not spec.code_roots:
-        raise WorkerError(
+        raise InputError(
             f"{reference}: cannot be rebuilt on the nodes: {describe(plain)}",
-            remedy="name the files of its own layers, losses and metrics in `code` of job.yaml",
-            exit_code=2,
+            "name the files of its own layers, losses and metrics in `code` of job.yaml",
         )
     _check_named(spec)
-    own = _own_objects(spec)
+    own = find_objects(lambda file: _is_named(Path(file), spec))
     try:
         with keras.saving.custom_object_scope(own):
             _from_json(text, keras, is_trusted=True)
@@ -357,16 +334,15 @@ def _to_json(model: Any, spec: BuildSpec, keras: Any) -> tuple[bool, str]:
         return True, _describe_builder(spec, error)
 
 
-def _describe_builder(spec: BuildSpec, error: Exception) -> str:
+def _describe_builder(spec: BuildSpec, error: Exception | None = None) -> str:
     """Return, as JSON, how every rank builds the model with the user's function; `error`: why from its code.
 
     Raises WorkerError, exit code 2, for a model that no function of the user's builds.
     """
-    if not spec.reference.rpartition(":")[0].endswith(".py"):
-        raise WorkerError(
+    if error and not is_own(spec.reference):
+        raise InputError(
             f"{spec.reference}: cannot be rebuilt from its configuration: {describe(error)}",
-            remedy="give its own layers get_config(), and name their files in `code` of job.yaml",
-            exit_code=2,
+            "give its own layers get_config(), and name their files in `code` of job.yaml",
         ) from None
     _check_named(spec)
     return json.dumps({BUILDER: json.loads(to_json(spec))})
@@ -377,10 +353,9 @@ def _check_named(spec: BuildSpec) -> None:
     missing = [file for file in imported_beside(Path(spec.directory)) if not _is_named(file, spec)]
     if missing:
         names = ", ".join(str(file.relative_to(Path(spec.directory).resolve())) for file in missing[:5])
-        raise WorkerError(
+        raise InputError(
             f"{spec.reference} imports {names}, which the nodes would not have",
-            remedy=f"add to job.yaml: code: [{names}]",
-            exit_code=2,
+            f"add to job.yaml: code: [{names}]",
         )
 
 
@@ -401,40 +376,32 @@ def _describe_outputs(model: Any, keras: Any) -> tuple[OutputInfo, ...]:
     """Return the outputs in the model's order; of a subclassed model nothing is known before it is called."""
     outputs = getattr(model, "outputs", None)
     if not outputs:
-        return (OutputInfo("", (), "", _loss_name(model, None, keras), is_known=False),)
+        return (OutputInfo("", (), "", name_of(_loss_of(model, None, keras)), is_known=False),)
     names = list(model.output_names) if len(outputs) > 1 else [""]
     layers = {layer.name: layer for layer in model.layers}
-    last = model.layers[-1]
+    losses = [_loss_of(model, name or None, keras) for name in names]
     return tuple(
         OutputInfo(
             name,
             _shape(tensor),
-            _activation(last if len(outputs) == 1 else layers.get(name)),
-            _loss_name(model, name or None, keras),
-            from_logits=bool(getattr(_loss_of(model, name or None), "from_logits", False)),
-            ignores_class=getattr(_loss_of(model, name or None), "ignore_class", None) is not None,
+            _activation(model.layers[-1] if len(outputs) == 1 else layers.get(name)),
+            name_of(loss),
+            from_logits=bool(getattr(loss, "from_logits", False)),
+            ignores_class=getattr(loss, "ignore_class", None) is not None,
         )
-        for name, tensor in zip(names, outputs, strict=True)
+        for name, tensor, loss in zip(names, outputs, losses, strict=True)
     )
 
 
-def _loss_name(model: Any, output: str | None, keras: Any) -> str:
-    """Return Keras' name of the loss of an output, such as 'mean_squared_error'; '' if it has none."""
-    loss = _loss_of(model, output)
-    if isinstance(loss, str):
-        loss = keras.losses.get(loss)
-    return str(getattr(loss, "name", "") or getattr(loss, "__name__", ""))
-
-
-def _loss_of(model: Any, output: str | None) -> Any:
-    """Return the loss of an output as it is given to compile()."""
+def _loss_of(model: Any, output: str | None, keras: Any) -> Any:
+    """Return the loss of an output as compile() takes it, None if it has none."""
     loss = getattr(model, "loss", None)
     if isinstance(loss, dict):
         loss = loss.get(output)
     elif isinstance(loss, list | tuple):
         names = list(getattr(model, "output_names", None) or ())
         loss = loss[names.index(output)] if output in names and len(loss) == len(names) else None
-    return loss
+    return keras.losses.get(loss) if isinstance(loss, str) else loss
 
 
 def _shape(tensor: Any) -> tuple[int, ...]:

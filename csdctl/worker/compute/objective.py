@@ -22,7 +22,7 @@ from csdctl.worker.compute.keras_internals import (
     run_symbolically,
 )
 from csdctl.worker.data.arrays import Array
-from csdctl.worker.process.errors import WorkerError
+from csdctl.worker.process.errors import InputError
 from csdctl.worker.protocol.datasets import INPUT, SAMPLE_WEIGHT, as_inputs, is_position
 from csdctl.worker.protocol.recipe import Recipe
 
@@ -141,10 +141,16 @@ class Objective:
         of_batches = self._find_of_batches([metric for metric in own if metric not in trackers])
         self.metrics = MetricStates(own, [*trackers, *of_batches], tf)
         self._is_per_sample = is_per_sample
-        self._weighs_mean = _weighs_mean(model)
+        losses = tf.nest.flatten(model.loss)
+        self._weighs_mean = any(getattr(one, "reduction", "") == "mean_with_sample_weight" for one in losses)
+        """Whether the loss is divided by the sum of the samples' weights."""
         self._ignored_class = getattr(model.loss, "ignore_class", None)
         ignores = self._ignored_class is not None
-        self.counts_elements = not is_per_sample and (self._weighs_mean or ignores or _has_mask(model))
+        has_mask = any(
+            getattr(layer, "mask_zero", False) or type(layer).__name__ == "Masking"
+            for layer in flatten_layers(model)
+        )
+        self.counts_elements = not is_per_sample and (self._weighs_mean or ignores or has_mask)
         """Whether the loss is not divided by the number of samples, but by a number that varies."""
 
     def tensors(self, samples: Array, labels: Array) -> tuple[Any, Any]:
@@ -245,7 +251,7 @@ class Objective:
     def _weigh_classes(self, labels: Any) -> Any:
         tf = self._tf
         if isinstance(labels, dict | list):
-            raise WorkerError("recipe.class_weight is for models with one output", exit_code=2)
+            raise InputError("recipe.class_weight is for models with one output")
         is_one_hot = labels.shape.rank > 1 and labels.shape[-1] != 1
         classes = tf.argmax(labels, axis=-1) if is_one_hot else tf.reshape(labels, [-1])
         classes = tf.cast(tf.round(tf.cast(classes, tf.float32)), tf.int32)
@@ -267,10 +273,9 @@ class Objective:
         if mask is None:
             return count
         if len(outputs) > 1:
-            raise WorkerError(
+            raise InputError(
                 "a model with several outputs and a mask cannot be summed over ranks",
-                remedy="let the mask end before the outputs (supports_masking = False)",
-                exit_code=2,
+                "let the mask end before the outputs (supports_masking = False)",
             )
         return tf.reduce_sum(tf.cast(mask, tf.float32))
 
@@ -378,18 +383,3 @@ def _class_weights(weights: dict[str, float]) -> Array | None:
     for number, weight in weights.items():
         table[int(number)] = weight
     return table
-
-
-def _has_mask(model: Any) -> bool:
-    """Return whether a layer makes a mask that may reach the loss."""
-    return any(
-        getattr(layer, "mask_zero", False) or type(layer).__name__ == "Masking"
-        for layer in flatten_layers(model)
-    )
-
-
-def _weighs_mean(model: Any) -> bool:
-    """Return whether the loss is divided by the sum of the samples' weights."""
-    losses = model.loss
-    flat = losses.values() if isinstance(losses, dict) else losses if isinstance(losses, list) else [losses]
-    return any(getattr(loss, "reduction", "") == "mean_with_sample_weight" for loss in flat)

@@ -15,7 +15,7 @@ from typing import Any
 from csdctl.worker.compute.cuts import freeze_until
 from csdctl.worker.compute.keras_internals import compile_arguments, flatten_layers
 from csdctl.worker.compute.user_code import load_function
-from csdctl.worker.process.errors import WorkerError, describe
+from csdctl.worker.process.errors import InputError, WorkerError, describe
 from csdctl.worker.protocol.recipe import Argument, LossTerm, Recipe
 
 DEFAULT_OPTIMIZER = "sgd"
@@ -30,10 +30,9 @@ def compile_model(model: Any, recipe: Recipe, keras: Any) -> Recipe:
     """
     if (last := recipe.freeze_until) and not freeze_until(model, last):
         known = ", ".join(layer.name for layer in flatten_layers(model)[-5:])
-        raise WorkerError(
+        raise InputError(
             f"recipe.freeze.until names {last}, which is no layer in the graph of {model.name}",
-            remedy=f"one of its layers, such as {known}",
-            exit_code=2,
+            f"one of its layers, such as {known}",
         )
     own = compile_arguments(model)
     optimizer, recipe = _choose_optimizer(recipe, own.get("optimizer"), keras)
@@ -74,10 +73,9 @@ def _choose_optimizer(recipe: Recipe, own: Any, keras: Any) -> tuple[Any, Recipe
     if recipe.learning_rate is not None:
         rate = recipe.learning_rate
     if rate is None:
-        raise WorkerError(
+        raise InputError(
             "recipe.learning_rate is missing, and the model is not compiled with an optimizer",
-            remedy="set recipe.learning_rate in job.yaml",
-            exit_code=2,
+            "set recipe.learning_rate in job.yaml",
         )
     config["learning_rate"] = float(rate)
     recipe = dataclasses.replace(recipe, optimizer=name, learning_rate=float(rate), schedule=schedule)
@@ -89,10 +87,9 @@ def _choose_optimizer(recipe: Recipe, own: Any, keras: Any) -> tuple[Any, Recipe
 def _check_schedule(config: dict[str, Any]) -> None:
     """Raise WorkerError for a schedule of the user's own: ranks make it from what Keras provides."""
     if not str(config.get("module")).startswith("keras"):
-        raise WorkerError(
+        raise InputError(
             f"the model's learning-rate schedule, {config.get('class_name')}, is not one of Keras'",
-            remedy="use one of keras.optimizers.schedules, or recipe.warmup_epochs and recipe.decay",
-            exit_code=2,
+            "use one of keras.optimizers.schedules, or recipe.warmup_epochs and recipe.decay",
         )
 
 
@@ -104,9 +101,7 @@ def _making(what: str, key: str) -> Iterator[None]:
     except WorkerError:
         raise
     except Exception as error:
-        raise WorkerError(
-            f"{what}: {describe(error)}", remedy=f"fix recipe.{key} in job.yaml", exit_code=2
-        ) from None
+        raise InputError(f"{what}: {describe(error)}", f"fix recipe.{key} in job.yaml") from None
 
 
 def make_optimizer(name: str, config: dict[str, Any], keras: Any) -> Any:
@@ -132,7 +127,7 @@ def _choose_loss(recipe: Recipe, own: dict[str, Any], model: Any, keras: Any) ->
     if recipe.losses:
         terms = recipe.losses
     elif own:  # without a loss, if its layers add their own
-        _check_reductions(own.get("loss"))
+        _check_reductions(own.get("loss"), keras)
         return own.get("loss"), own.get("loss_weights")
     else:
         terms = {"": DEFAULT_LOSS}
@@ -140,10 +135,9 @@ def _choose_loss(recipe: Recipe, own: dict[str, Any], model: Any, keras: Any) ->
         return make_loss(terms[""], recipe.from_logits, keras), terms[""].weight
     names = list(getattr(model, "output_names", None) or terms)
     if unknown := sorted(set(terms) - set(names)):
-        raise WorkerError(
+        raise InputError(
             f"recipe.loss names {', '.join(unknown)}, the model's outputs are {', '.join(names)}",
-            remedy="fix recipe.loss in job.yaml",
-            exit_code=2,
+            "fix recipe.loss in job.yaml",
         )
     losses = {
         name: make_loss(terms[name], recipe.from_logits, keras) if name in terms else None for name in names
@@ -161,7 +155,7 @@ def make_loss(term: LossTerm, from_logits: bool, keras: Any) -> Any:
         if isinstance(kind, type) and issubclass(kind, keras.losses.Loss):
             logits: dict[str, Argument] = {"from_logits": True} if from_logits else {}
             loss = kind(**({} if is_own(term.name) else logits) | term.args)
-            _check_reductions(loss)
+            _check_reductions(loss, keras)
             return loss
         if term.args:
             raise ValueError("it is a function, which takes no arguments of the recipe")
@@ -179,17 +173,14 @@ def _loss_class(name: str, keras: Any) -> Any:
     )
 
 
-def _check_reductions(losses: Any) -> None:
+def _check_reductions(losses: Any, keras: Any) -> None:
     """Raise WorkerError for a loss that is not a mean: its scale would depend on the ranks' batches."""
-    if isinstance(losses, dict | list | tuple):
-        for loss in losses.values() if isinstance(losses, dict) else losses:
-            _check_reductions(loss)
-    elif getattr(losses, "reduction", "mean") not in MEANS:
-        raise WorkerError(
-            f"loss {_name_of(losses)} has reduction={losses.reduction!r}, which depends on the batch size",
-            remedy='use reduction="sum_over_batch_size", Keras\' default',
-            exit_code=2,
-        )
+    for loss in keras.tree.flatten(losses):
+        if getattr(loss, "reduction", "mean") not in MEANS:
+            raise InputError(
+                f"loss {name_of(loss)} has reduction={loss.reduction!r}, which depends on the batch size",
+                'use reduction="sum_over_batch_size", Keras\' default',
+            )
 
 
 MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
@@ -197,14 +188,15 @@ MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
 
 def _is_classifier(loss: Any, model: Any) -> bool:
     """Return whether one of several classes is predicted, as far as that is known."""
-    if isinstance(loss, dict) or "crossentropy" not in _name_of(loss).lower():
+    if isinstance(loss, dict) or "crossentropy" not in name_of(loss).lower():
         return False
     shapes = [tuple(tensor.shape) for tensor in getattr(model, "outputs", None) or ()]
     return not shapes or (len(shapes) == 1 and (shapes[0][-1] or 0) > 1)
 
 
-def _name_of(loss: Any) -> str:
-    return str(getattr(loss, "name", "") or getattr(loss, "__name__", "") or loss)
+def name_of(loss: Any) -> str:
+    """Return the name of a loss as compile() takes it, such as 'mean_squared_error'; '' without one."""
+    return loss if isinstance(loss, str) else str(getattr(loss, "name", "") or getattr(loss, "__name__", ""))
 
 
 def is_own(name: str) -> bool:

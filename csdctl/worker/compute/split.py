@@ -24,7 +24,7 @@ from csdctl.worker.compute.objective import Objective, scale
 from csdctl.worker.compute.statistics import LayerStates, Snapshot
 from csdctl.worker.compute.step import RankStep, Step, unflatten
 from csdctl.worker.data.arrays import Array, random_batch
-from csdctl.worker.process.errors import WorkerError
+from csdctl.worker.process.errors import InputError, WorkerError
 from csdctl.worker.protocol.probe import CutTimes, PartsSpec, PartTimes
 from csdctl.worker.protocol.recipe import Recipe
 
@@ -39,28 +39,15 @@ def find_cut(model: Any, layer: str) -> Cut:
         if cut.layer == layer:
             return cut
     names = ", ".join(cut.layer for cut in cuts) or "none: it is no functional model with one input"
-    raise WorkerError(
-        f"{model.name} cannot be cut behind {layer!r}; its cuts: {names}",
-        remedy="name one of them (--cut)",
-        exit_code=2,
+    raise InputError(
+        f"{model.name} cannot be cut behind {layer!r}; its cuts: {names}", "name one of them (--cut)"
     )
-
-
-def check_divisible(model: Any) -> None:
-    """Raise WorkerError, exit code 2, if optimizer or loss need the whole gradient in one place."""
-    if hasattr(model.optimizer, "inner_optimizer"):
-        raise split_error("optimizer scales the loss (mixed_float16)", "use mixed_bfloat16, or ")
-    if getattr(model.optimizer, "global_clipnorm", None):
-        problem = "optimizer clips by the norm of the whole gradient"
-        raise split_error(problem, "clip each variable's gradient (clipnorm), or ")
 
 
 def split_error(problem: str, instead: str = "") -> WorkerError:
     """Return the error of a model that cannot be split, such as one whose optimizer needs all gradients."""
-    return WorkerError(
-        f"a model cannot be split whose {problem}",
-        remedy=f"{instead}train with --strategy data-parallel",
-        exit_code=2,
+    return InputError(
+        f"a model cannot be split whose {problem}", f"{instead}train with --strategy data-parallel"
     )
 
 
@@ -100,7 +87,11 @@ class PrefixStep(RankStep):
 
         `objective`: that of the whole model, if there is one.
         """
-        check_divisible(model)
+        if hasattr(model.optimizer, "inner_optimizer"):
+            raise split_error("optimizer scales the loss (mixed_float16)", "use mixed_bfloat16, or ")
+        if getattr(model.optimizer, "global_clipnorm", None):
+            problem = "optimizer clips by the norm of the whole gradient"
+            raise split_error(problem, "clip each variable's gradient (clipnorm), or ")
         super().__init__(model, recipe, rank, tf)
         self.whole_model = model
         self.cut = find_cut(model, layer)
@@ -325,9 +316,9 @@ def time_parts(spec: PartsSpec, **_: Any) -> PartTimes:
         except WorkerError as error:  # an optimizer or a loss that needs the whole model in one place
             why_not = error.message
     return PartTimes(
-        step_s=_time(lambda: step.apply(step.local(*batch)), duration_s),
-        evaluation_s=_time(lambda: step.evaluate(*batch), duration_s),
-        features_s=_time(lambda: features.run(batch[0]), duration_s) if features else 0.0,
+        step_s=measure_time(lambda: step.apply(step.local(*batch)), duration_s)[0],
+        evaluation_s=measure_time(lambda: step.evaluate(*batch), duration_s)[0],
+        features_s=measure_time(lambda: features.run(batch[0]), duration_s)[0] if features else 0.0,
         cuts=tuple(cuts),
         why_not=why_not,
     )
@@ -344,14 +335,10 @@ def _time_cut(step: Step, layer: str, spec: PartsSpec, batch: Batch, tf: Any, ke
         return split.forward(batch[0])
 
     outputs = forward()
-    forward_s = _time(forward, spec.min_duration_s)
-    both_s = _time(lambda: split.backward(np.zeros_like(forward()), 1.0, out), spec.min_duration_s)
-    head_s = _time(lambda: split.head(outputs, batch[1], 1.0), spec.min_duration_s)
+    forward_s = measure_time(forward, spec.min_duration_s)[0]
+    both_s = measure_time(lambda: split.backward(np.zeros_like(forward()), 1.0, out), spec.min_duration_s)[0]
+    head_s = measure_time(lambda: split.head(outputs, batch[1], 1.0), spec.min_duration_s)[0]
     return CutTimes(layer, forward_s, max(0.0, both_s - forward_s), head_s)
-
-
-def _time(compute: Callable[[], object], min_duration_s: float) -> float:
-    return measure_time(compute, min_duration_s)[0]
 
 
 def measure_time(

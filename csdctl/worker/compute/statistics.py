@@ -91,17 +91,15 @@ class LayerStates:
 
     def take_changes(self, before: list[Any], count: Any) -> list[Any]:
         """Return the changes by a forward pass, times `count`, and restore the state; inside a graph."""
-        tf, changes = self._tf, []
-        for (_, mean, variance, rate), old_mean, old_variance in zip(
-            self._norms, before[: 2 * len(self._norms) : 2], before[1 : 2 * len(self._norms) : 2], strict=True
-        ):
-            moved, spread = pooled_spread(mean - old_mean, variance - old_variance, rate)
+        tf, changes, old = self._tf, [], iter(before)
+        for _, mean, variance, rate in self._norms:
+            moved, spread = pooled_spread(mean - next(old), variance - next(old), rate)
             changes += [count * moved, count * spread]
-        for old, variable in zip(before[2 * len(self._norms) :], self.variables, strict=True):
-            change = tf.cast(variable, tf.float32) - tf.cast(old, tf.float32)
+        for variable, value in zip(self.variables, old, strict=True):
+            change = tf.cast(variable, tf.float32) - tf.cast(value, tf.float32)
             changes.append(tf.reshape(change * count, [-1]))
-        for old, variable in zip(before, self._all, strict=True):
-            variable.assign(old)
+        for value, variable in zip(before, self._all, strict=True):
+            variable.assign(value)
         return changes
 
     def apply_changes(self, changes: Any) -> None:
@@ -151,15 +149,14 @@ class Seeds:
     def __init__(self, model: Any, seed: int, rank: int) -> None:
         self._generators = [*seed_generators(model), (UNTRACKED, global_seed_generator())]
         self._seed, self._rank = seed, rank
-        self._own_keys = self._keys(rank)
         self.position = (0, rank)
         """The step and the rank whose random states are set."""
 
     def set_step(self, step: int, rank: int | None = None) -> None:
         """Set the random states for step `step` of the run, counted from 0; of another rank when given."""
         self.position = (step, self._rank if rank is None else rank)
-        keys = self._own_keys if rank is None else self._keys(rank)
-        for (_, generator), key in zip(self._generators, keys, strict=True):
+        for number, (_, generator) in enumerate(self._generators):
+            key = zlib.crc32(f"{self._seed}/{self.position[1]}/{number}".encode())
             state = np.array([key, _first_counter(step)], generator.state.dtype)
             generator.state.value.assign(state, read_value=False)
 
@@ -185,11 +182,6 @@ class Seeds:
             name
             for name, generator in self._generators
             if int(np.asarray(generator.state)[1]) != _first_counter(step)
-        ]
-
-    def _keys(self, rank: int) -> list[int]:
-        return [
-            zlib.crc32(f"{self._seed}/{rank}/{number}".encode()) for number in range(len(self._generators))
         ]
 
 

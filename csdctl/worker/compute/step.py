@@ -32,7 +32,7 @@ from csdctl.worker.compute.objective import BatchLoss, Objective
 from csdctl.worker.compute.statistics import LayerStates, Seeds, Snapshot
 from csdctl.worker.compute.user_code import Augmentation
 from csdctl.worker.data.arrays import Array
-from csdctl.worker.process.errors import WorkerError
+from csdctl.worker.process.errors import InputError
 from csdctl.worker.protocol.recipe import Noise, Recipe
 
 
@@ -283,10 +283,9 @@ class Step(RankStep):
         for variable in self.model.trainable_variables:
             value = variable.value
             if id(value.handle) in written and id(value) not in restored:
-                raise WorkerError(
+                raise InputError(
                     f"the model's forward pass writes {variable.path}, which the optimizer trains",
-                    remedy="use a constraint (kernel_constraint) instead, or create it with trainable=False",
-                    exit_code=2,
+                    "use a constraint (kernel_constraint) instead, or create it with trainable=False",
                 )
 
     def local(

@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import itertools
 import random
+import re
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -21,9 +22,10 @@ from typing import Any
 import numpy as np
 
 from csdctl.worker.compute.backend import load_backend
-from csdctl.worker.data.arrays import Array, as_labels, fields_of, open_arrays
-from csdctl.worker.process.errors import WorkerError, describe, find_remedy
-from csdctl.worker.protocol.model_info import AugmentTrial, AugmentTried
+from csdctl.worker.data.arrays import Array, fields_of
+from csdctl.worker.data.prepared import PreparedSamples
+from csdctl.worker.process.errors import InputError, WorkerError, describe, find_remedy
+from csdctl.worker.protocol.model_info import AugmentTrial
 
 _PACKED: dict[str, ModuleType] = {}
 """Modules of the job's code, which take the place of the user's files on a rank."""
@@ -35,7 +37,7 @@ def load_function(reference: str) -> Any:
     packed = _PACKED.get(Path(path).stem)
     function = getattr(packed or import_file(Path(path)), name, None)
     if not callable(function):
-        raise WorkerError(f"{path} has no function {name!r}", exit_code=2)
+        raise InputError(f"{path} has no function {name!r}")
     return function
 
 
@@ -50,7 +52,7 @@ def run_user_code(
         return code()
     except BaseException as error:
         reason = f"{description} fails: {describe(error, file)}"
-        raise WorkerError(reason, remedy=find_remedy(error) or remedy, exit_code=2) from None
+        raise InputError(reason, find_remedy(error) or remedy) from None
 
 
 def import_file(path: Path) -> Any:
@@ -60,7 +62,7 @@ def import_file(path: Path) -> Any:
         return loaded
     specification = importlib.util.spec_from_file_location(path.stem, path)
     if specification is None or specification.loader is None:
-        raise WorkerError(f"{path} cannot be imported", exit_code=2)
+        raise InputError(f"{path} cannot be imported")
     module = importlib.util.module_from_spec(specification)
     if loaded is None:  # a library of that name is not replaced
         sys.modules[path.stem] = module
@@ -96,15 +98,10 @@ def import_packed(archive: str, modules: Sequence[str]) -> dict[str, Any]:
     return find_objects(lambda file: file.startswith(archive))
 
 
-def missing_packages(content: Any) -> list[str]:
-    """Return the packages that a model's configuration names, and that cannot be imported here."""
-    if isinstance(content, list):
-        return sorted({name for part in content for name in missing_packages(part)})
-    if not isinstance(content, dict):
-        return []
-    package = str(content.get("module") or "").partition(".")[0]
-    is_missing = package.isidentifier() and importlib.util.find_spec(package) is None
-    return sorted({*missing_packages(list(content.values())), *([package] if is_missing else [])})
+def missing_packages(architecture: str) -> list[str]:
+    """Return the packages that a model's JSON names, and that cannot be imported here."""
+    named = {name.partition(".")[0] for name in re.findall(r'"module": "([^"]+)"', architecture)}
+    return sorted(name for name in named if name.isidentifier() and importlib.util.find_spec(name) is None)
 
 
 def find_objects(is_users: Callable[[str], bool]) -> dict[str, Any]:
@@ -190,7 +187,7 @@ class Augmentation:
         return self._pack(returned[0], samples, "samples"), self._pack(returned[1], labels, "labels")
 
     def _error(self, problem: str, remedy: str) -> WorkerError:
-        return WorkerError(f"{self.name} {problem}", remedy=remedy, exit_code=2)
+        return InputError(f"{self.name} {problem}", remedy)
 
     def _pack(self, returned: Any, expected: Array, what: str) -> Array:
         """Return what the function returned as an array like `expected`; raises WorkerError."""
@@ -251,7 +248,7 @@ STEPS = (0, 1, 2)
 """Steps that are tried: in one, random numbers of few samples may be equal by chance."""
 
 
-def try_augment(spec: AugmentTrial) -> AugmentTried:
+def try_augment(spec: AugmentTrial) -> None:
     """Call the function as ranks do: on several samples, on one, and twice for the same step.
 
     Raises WorkerError, exit code 2, if it cannot be imported, fails, returns something else than samples and
@@ -260,22 +257,16 @@ def try_augment(spec: AugmentTrial) -> AugmentTried:
     load_backend()  # whose threads cannot be set any more once the user's code has imported it
     import_packed(spec.code.archive, spec.code.modules)
     augmentation = Augmentation(spec.reference, spec.seed, is_public=True)
-    samples, labels = open_arrays(f"{spec.directory}/images.npy", f"{spec.directory}/labels.npy")
-    samples, labels = samples[:NUM_SAMPLES], as_labels(labels[:NUM_SAMPLES])
+    samples, labels = PreparedSamples(spec.samples).span(0, NUM_SAMPLES)
     for size, step in itertools.product(dict.fromkeys((len(samples), 1)), STEPS):
         # Ranks compute the steps of a group in order, a rank that is restarted one of them alone.
         batch = samples[:size], labels[:size]
         first, _, again = (augmentation(*batch, one, 0) for one in (step, step + 1, step))
-        if not all(map(_is_same, first, again)):
-            raise WorkerError(
+        parts = zip(first, again, strict=True)
+        if not all(np.array_equal(a[name], b[name]) for a, b in parts for name in a.dtype.names or [...]):
+            raise InputError(
                 f"{augmentation.name} returns something else when it is called again with the same rng: "
                 "a step could not be repeated",
-                remedy="draw all random numbers from rng; for TensorFlow, its stateless functions with "
+                "draw all random numbers from rng; for TensorFlow, its stateless functions with "
                 "`seed=rng.integers(2**31, size=2)`",
-                exit_code=2,
             )
-    return AugmentTried(len(samples))
-
-
-def _is_same(first: Array, second: Array) -> bool:
-    return all(map(np.array_equal, fields_of(first).values(), fields_of(second).values()))

@@ -12,7 +12,7 @@ import numpy as np
 
 from csdctl.worker.data.file_hash import hash_file, open_regular, state_of
 from csdctl.worker.process.errors import WorkerError
-from csdctl.worker.process.files import sync_file
+from csdctl.worker.process.files import replacing
 from csdctl.worker.protocol.datasets import DatasetInfo
 
 Array = np.ndarray[Any, Any]
@@ -37,17 +37,12 @@ def as_samples(samples: Array) -> Array:
 
     Integers stay, in this machine's byte order; float64, bfloat16 and truth values become float32.
     """
-    return samples.astype(sample_dtype(samples.dtype), copy=False)
-
-
-def sample_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Return the type in which samples of `dtype` are stored."""
 
     def stored(base: np.dtype[Any]) -> np.dtype[Any]:
         is_kept = base.kind in "iu" or (base.kind == "f" and base.itemsize <= 4)
         return base.newbyteorder("=") if is_kept else np.dtype(np.float32)
 
-    return _by_field(dtype, stored)
+    return samples.astype(_by_field(samples.dtype, stored), copy=False)
 
 
 def _by_field(dtype: np.dtype[Any], convert: Callable[[np.dtype[Any]], np.dtype[Any]]) -> np.dtype[Any]:
@@ -61,13 +56,6 @@ def fields_of(array: Array) -> dict[str, Array]:
     if array.dtype.names is None:
         return {"": array}
     return {name: array[name] for name in array.dtype.names}
-
-
-def _unreadable(error: Exception) -> WorkerError:
-    """Return the error of a data set that cannot be read. It names no file, for a name can be private."""
-    why = (isinstance(error, OSError) and error.strerror) or type(error).__name__
-    remedy = f"{PREPARE}; public data `on: every-node` must be at the same path on this node"
-    return WorkerError(f"the data set cannot be read: {why}", remedy=remedy)
 
 
 def is_numeric(dtype: np.dtype[Any]) -> bool:
@@ -90,7 +78,10 @@ class CheckedArray:
             if not is_numeric(self.array.dtype):
                 raise ValueError(f"its type is {self.array.dtype}, expected numbers")
         except (OSError, ValueError) as error:
-            raise _unreadable(error) from None
+            why = (isinstance(error, OSError) and error.strerror) or type(error).__name__
+            remedy = f"{PREPARE}; public data `on: every-node` must be at the same path on this node"
+            # It names no file, for a name can be private.
+            raise WorkerError(f"the data set cannot be read: {why}", remedy=remedy) from None
 
     def check(self) -> None:
         """Raise WorkerError if the file is not the one that was prepared; fast if nobody touched it."""
@@ -148,36 +139,14 @@ def read_array_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[
 
 def save_arrays(path: Path, arrays: Mapping[str, Any]) -> None:
     """Write an uncompressed .npz: to a temporary file, synced, renamed."""
-    aside = path.with_name(f".part-{path.name}")
-    with aside.open("wb") as file:
+    with replacing(path) as file:
         np.savez(file, **arrays)
-        sync_file(file)
-    os.replace(aside, path)
 
 
 def map_array(path: str | Path) -> Array:
     """Map one .npy file; raises what `map_file` raises."""
     with open_regular(path) as file:
         return map_file(file)
-
-
-def open_arrays(images_path: str | Path, labels_path: str | Path) -> tuple[Array, Array]:
-    """Map the samples (n, …) and labels (n, …) of a prepared data set, without a check of their hashes.
-
-    Raises WorkerError, whose message names neither file, if they cannot be read or differ in length.
-    """
-    try:
-        samples, labels = map_array(images_path), map_array(labels_path)
-    except (OSError, ValueError) as error:
-        raise _unreadable(error) from None
-    check_lengths(samples, labels)
-    return samples, labels
-
-
-def check_lengths(samples: Array, labels: Array) -> None:
-    """Raise WorkerError unless there is one label for each sample."""
-    if len(samples) != len(labels):
-        raise WorkerError(f"the data set is damaged: {len(samples)} samples but {len(labels)} labels")
 
 
 _MAX_INTEGER = (1 << 31) - 1

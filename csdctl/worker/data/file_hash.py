@@ -10,7 +10,6 @@ import json
 import os
 import re
 import stat
-import tempfile
 import time
 from contextlib import suppress
 from io import BufferedReader
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from csdctl.worker.process.errors import WorkerError
-from csdctl.worker.process.files import open_private
+from csdctl.worker.process.files import open_private, save_atomically
 
 REMEMBERED = Path(".csdctl/hashes.json")
 """Relative to the session's home; nothing is remembered where csdctl has no directory."""
@@ -52,12 +51,16 @@ def hash_file(file: BufferedReader, name: str, remembered: Path = REMEMBERED) ->
     entry = known.pop(key, None)
     if entry and entry[:-1] == state:
         return str(entry[-1])
-    _await_tick(status)
+    # Wait until another change of the file would get another ctime.
+    tick_s = TICK_S if status.st_ctime_ns % 1_000_000_000 else COARSE_TICK_S
+    time.sleep(min(max(0.0, tick_s - (time.time() - status.st_ctime_ns / 1e9)), tick_s))
     file.seek(0)
     found = hashlib.file_digest(file, "sha256").hexdigest()
     if state_of(os.fstat(file.fileno())) != state:
         raise WorkerError(f"{name} was changed while it was read", remedy="run `csdctl prepare`")
-    _save(remembered, {**dict(list(known.items())[1 - MAX_ENTRIES :]), key: [*state, found]})
+    known = {**dict(list(known.items())[1 - MAX_ENTRIES :]), key: [*state, found]}
+    with suppress(OSError):  # without directory, space or permission it is computed again next time
+        save_atomically(remembered, json.dumps(known))
     return found
 
 
@@ -83,13 +86,6 @@ def state_of(status: os.stat_result) -> list[int]:
     return [status.st_size, status.st_mtime_ns, status.st_ctime_ns]
 
 
-def _await_tick(status: os.stat_result) -> None:
-    """Wait until another change of the file would get another ctime."""
-    is_coarse = status.st_ctime_ns % 1_000_000_000 == 0
-    age_s = time.time() - status.st_ctime_ns / 1e9
-    time.sleep(min(max(0.0, (COARSE_TICK_S if is_coarse else TICK_S) - age_s), COARSE_TICK_S))
-
-
 def _load(path: Path) -> dict[str, list[Any]]:
     """Return the remembered hashes; none if another user could have written them, or the file is damaged."""
     try:
@@ -99,18 +95,3 @@ def _load(path: Path) -> dict[str, list[Any]]:
         return {}
     entries = content.items() if isinstance(content, dict) else ()
     return {key: entry for key, entry in entries if isinstance(entry, list) and len(entry) == 4}
-
-
-def _save(path: Path, content: dict[str, list[Any]]) -> None:
-    """Write the remembered hashes; without the space or the permission they are computed again next time."""
-    if not path.parent.is_dir():
-        return
-    with suppress(OSError):
-        descriptor, aside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        try:
-            with os.fdopen(descriptor, "w", encoding="ascii") as file:
-                json.dump(content, file)
-            os.replace(aside, path)
-        except OSError:
-            os.unlink(aside)
-            raise

@@ -6,11 +6,10 @@ never loaded: the memory that a rank needs does not grow with its shard.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import numpy as np
 
-from csdctl.worker.data.arrays import Array, CheckedArray, as_labels, check_lengths, random_batch
+from csdctl.worker.data.arrays import Array, CheckedArray, as_labels, random_batch
 from csdctl.worker.data.schedule import Share, Span
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.datasets import DatasetInfo
@@ -39,7 +38,6 @@ class PreparedSamples:
             CheckedArray(part.labels, part.labels_sha256),
         )
         self._samples, self._labels = (file.array for file in self._files)
-        check_lengths(self._samples, self._labels)
         self._num_distinct, self._num_views = len(self._samples) // part.num_views, part.num_views
         self._rows = rows_of(part, self._num_distinct)
         self._first_row = 0
@@ -83,7 +81,7 @@ class EpochReader:
     """
 
     def __init__(self, spec: RunSpec, rank: int, convert: Callable[[Array], Array] | None = None) -> None:
-        """Raise WorkerError if data is missing or differs in size from what the plan says.
+        """Raise WorkerError if data is missing.
 
         `convert` makes of public samples, as the host has them, what the other data has: features.
         """
@@ -93,14 +91,6 @@ class EpochReader:
         parts = (me.private, me.public, spec.public if rank == 0 else None)
         self._files = [PreparedSamples(part) if part else None for part in parts]
         self._private, self._public, self._all_public = self._files
-        found = [len(part) if part else 0 for part in (self._private, self._public)]
-        expected = [me.num_private - me.num_repeated, me.num_public]
-        if found != expected:
-            raise WorkerError(
-                f"the shard has {found[0]} private and {found[1]} public samples, "
-                f"the plan says {expected[0]} and {expected[1]}",
-                remedy="run `csdctl tune` again",
-            )
         self._convert = convert
         self._epoch = 0
         self._orders: dict[tuple[int, int], Array] = {}
@@ -192,11 +182,11 @@ class EpochReader:
         if key not in self._orders:
             spec = self._spec.ranks[rank]
             generator = np.random.default_rng([self._spec.recipe.seed, self._epoch, rank, visibility])
-            if visibility == _PUBLIC:
-                self._orders[key] = generator.permutation(spec.num_public)
-            else:
-                num_distinct = spec.num_private - spec.num_repeated
-                self._orders[key] = repeated_permutation(generator, num_distinct, spec.num_private)
+            count = spec.num_public if visibility == _PUBLIC else spec.num_private
+            num_distinct = count if visibility == _PUBLIC else count - spec.num_repeated
+            # Repeated samples: permutations of all of them, one after another.
+            parts = [generator.permutation(num_distinct) for _ in range(-(-count // max(1, num_distinct)))]
+            self._orders[key] = np.concatenate([np.zeros(0, np.int64), *parts])[:count]
         return self._orders[key]
 
     def _rows_of_rank(self, rank: int) -> Array:
@@ -213,12 +203,6 @@ class EpochReader:
 def sample_bytes(*arrays: Array) -> int:
     """Return the bytes that one sample takes in these arrays, shape (n, …)."""
     return sum(array.dtype.itemsize * math.prod(array.shape[1:]) for array in arrays)
-
-
-def repeated_permutation(generator: Any, num_distinct: int, count: int) -> Array:
-    """Return `count` indices, shape (count,): permutations of `num_distinct`, one after another."""
-    permutations = [generator.permutation(num_distinct) for _ in range(-(-count // max(1, num_distinct)))]
-    return np.concatenate([np.zeros(0, np.int64), *permutations])[:count]
 
 
 class SyntheticReader:

@@ -13,7 +13,6 @@ import functools
 import hashlib
 import json
 import math
-import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
@@ -33,7 +32,7 @@ from csdctl.worker.compute.forward import (
 )
 from csdctl.worker.compute.user_code import Augmentation, import_packed
 from csdctl.worker.data.arrays import Array, CheckedArray, dtype_from_text
-from csdctl.worker.data.file_hash import check_stored, hash_file, open_regular
+from csdctl.worker.data.file_hash import check_stored, open_regular
 from csdctl.worker.data.prepared import PreparedSamples, rows_of
 from csdctl.worker.ingest.partial_dataset import (
     PartialDataset,
@@ -42,10 +41,9 @@ from csdctl.worker.ingest.partial_dataset import (
     make_store,
 )
 from csdctl.worker.ingest.sources.source import Block, IngestLimits, convert_write_errors
-from csdctl.worker.process.errors import WorkerError
+from csdctl.worker.process.errors import InputError, WorkerError
 from csdctl.worker.protocol.datasets import DatasetInfo, PrepareProgress
 from csdctl.worker.protocol.features import (
-    FEATURE_STORE,
     Augmented,
     Extracted,
     ExtractSpec,
@@ -53,7 +51,6 @@ from csdctl.worker.protocol.features import (
     GatherSpec,
     Recomputed,
     SendSpec,
-    Sent,
 )
 from csdctl.worker.protocol.run_spec import DatasetSlice
 
@@ -82,15 +79,15 @@ def extract(
     sources = of_sources(spec)
     sizes = [len(PreparedSamples(one.source)) * num_views(one.augmented) for one in sources]
     parts: list[DatasetInfo] = []
-    num_computed = num_before = 0
-    for one, size in zip(sources, sizes, strict=True):
+    num_computed = 0
+    for number, one in enumerate(sources):
 
-        def note(progress: PrepareProgress, num_before: int = num_before) -> None:
+        def note(progress: PrepareProgress, num_before: int = sum(sizes[:number])) -> None:
             on_progress(PrepareProgress(num_before + progress.num_done, sum(sizes)))
 
         info, num_new = _store_rows(one, functools.partial(_compute_rows, one, load, limits), limits, note)
         parts.append(info)
-        num_computed, num_before = num_computed + num_new, num_before + size
+        num_computed += num_new
     return Extracted(tuple(parts), num_computed)
 
 
@@ -177,10 +174,9 @@ def load_computation(spec: ExtractSpec) -> Compute:
     def compute(samples: Array, labels: Array) -> tuple[Array, Array]:
         features = extractor.run(samples)
         if not np.isfinite(features).all():
-            raise WorkerError(
+            raise InputError(
                 "the model's frozen part computes values that are not finite",
-                remedy="check its weights and recipe.input_range, or store features in float32",
-                exit_code=2,
+                "check its weights and recipe.input_range, or store features in float32",
             )
         return features, labels
 
@@ -220,33 +216,21 @@ def load_augmentation(spec: ExtractSpec) -> Callable[[Array, Array, int, int], t
 
 def fingerprint_of(spec: ExtractSpec) -> str:
     """Return a hash of everything that the stored rows depend on."""
-    source, prefix = spec.source, spec.prefix
+    prefix, code, views = spec.prefix, spec.prefix.code, spec.augmented
     for file in (prefix.architecture, prefix.weights):
         check_stored(file)
-    content: list[Any] = [
-        source.images_sha256,
-        source.labels_sha256,
-        source.start,
-        source.stop,
-        source.permutation_seed,
-        Path(prefix.architecture).name,
-        Path(prefix.weights).name,
-        prefix.code and Path(prefix.code.archive).name,
-        prefix.input_range,
-        prefix.precision,
+    engine: list[Any] = [_version_of(PACKAGE), LITE_BATCH_SIZE]
+    if not prefix.lite:
+        tensorflow = _version_of("tensorflow", "tensorflow-cpu", "tensorflow-intel", "tf-nightly")
+        engine = [tensorflow, _version_of("keras", "keras-nightly")]
+    files = (prefix.architecture, prefix.weights, prefix.lite, code.archive if code else "")
+    content = [
+        dataclasses.asdict(dataclasses.replace(spec.source, images="", labels="")),
+        [*(Path(file).name for file in files), prefix.input_range, prefix.precision, *engine],
+        # FILE.py:NAME; what it does is in the code's archive
+        views and [Path(views.augment).name, views.seed, views.num_views],
+        [spec.layer, *map(dataclasses.astuple, spec.results)],
     ]
-    if prefix.lite:
-        content += [Path(prefix.lite).name, _version_of(PACKAGE), LITE_BATCH_SIZE]
-    else:
-        content += [
-            _version_of("tensorflow", "tensorflow-cpu", "tensorflow-intel", "tf-nightly"),
-            _version_of("keras", "keras-nightly"),
-        ]
-    if spec.augmented:
-        name = Path(spec.augmented.augment).name  # FILE.py:NAME; what it does is in the code's archive
-        content += [name, spec.augmented.seed, spec.augmented.num_views]
-    if spec.results:
-        content += [spec.layer, [dataclasses.astuple(rule) for rule in spec.results]]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
@@ -341,21 +325,15 @@ LINE_BYTES = 48 << 10
 """Bytes of the file in one line; 64 KiB in base64."""
 
 
-def send(spec: SendSpec, write: Callable[[str], None], *, home: Path = Path()) -> Sent:
-    """Write the stored numbers as lines of base64; raises WorkerError unless they are what was described."""
-    what = "features" if spec.store == FEATURE_STORE else "results"
-    again = "run the same command again"
-    if not re.fullmatch(r"[0-9a-f]{64}", spec.fingerprint):
-        raise WorkerError(f"no {what} have this fingerprint", exit_code=2)
+def send(spec: SendSpec, write: Callable[[str], None], *, home: Path = Path()) -> None:
+    """Write the stored numbers as lines of base64; raises WorkerError if they are not there.
+
+    The host compares what arrives with what it has asked for.
+    """
     try:
         with open_regular(home / spec.store / spec.fingerprint / "images.npy") as file:
-            if hash_file(file, what) != spec.sha256:
-                raise WorkerError(f"the {what} have changed since they were computed", remedy=again)
-            file.seek(0)
-            num_bytes = 0
             while block := file.read(LINE_BYTES):
-                num_bytes += len(block)
                 write(base64.b64encode(block).decode())
-            return Sent(num_bytes)
     except (OSError, ValueError) as error:
-        raise WorkerError(f"the {what} cannot be read: {type(error).__name__}", remedy=again) from None
+        problem = f"what was computed cannot be read: {type(error).__name__}"
+        raise WorkerError(problem, remedy="run the same command again") from None

@@ -40,20 +40,14 @@ from csdctl.worker.ingest.sources.source import (
     Tree,
     convert_write_errors,
 )
-from csdctl.worker.process.errors import WorkerError
-from csdctl.worker.process.files import save_atomically, sync_directory, sync_file
+from csdctl.worker.process.errors import InputError, WorkerError
+from csdctl.worker.process.files import open_private, save_atomically, sync_directory, sync_file
 from csdctl.worker.protocol.datasets import LABEL, DatasetInfo
 from csdctl.worker.protocol.json_codec import from_json, to_json
 
 PRIVATE_DIRECTORY, PRIVATE_FILE = 0o700, 0o600
 _GROUP_READS, _OTHERS_READ = 0o040, 0o004
 _READ = _GROUP_READS | _OTHERS_READ
-
-
-def open_private(path: Path, *, is_new: bool) -> IO[bytes]:
-    """Open a file to read and write, through no link; a new one for this user alone."""
-    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | (os.O_CREAT | os.O_TRUNC if is_new else 0)
-    return os.fdopen(os.open(path, flags, PRIVATE_FILE), "r+b")
 
 
 def make_store(store: Path, source: Path, *, is_shared: bool) -> None:
@@ -132,10 +126,9 @@ def add_block(info: DatasetInfo, block: Block) -> DatasetInfo:
     labels = as_labels(block.labels)
     typed = take_types(info, block.samples, labels)
     if info.num_samples and typed != info:
-        raise WorkerError(
+        raise InputError(
             "the data has samples or labels of different shapes or types",
-            remedy="give all samples the same shape and type",
-            exit_code=2,
+            "give all samples the same shape and type",
         )
     max_labels, max_values, class_counts = dict(info.max_labels), dict(info.max_values), info.class_counts
     for name, array in fields_of(labels).items():
@@ -183,10 +176,9 @@ def _headers(info: DatasetInfo) -> list[tuple[bytes, int]]:
         dtype = dtype_from_text(text)
         described = np.lib.format.dtype_to_descr(dtype)
         if len(repr(described)) > MAX_HEADER_BYTES - _SPARE_HEADER_BYTES:
-            raise WorkerError(
+            raise InputError(
                 f"the data has too many inputs or outputs: {len(dtype.names or ()):,}",
-                remedy="make one input of several: one vector in place of single numbers",
-                exit_code=2,
+                "make one input of several: one vector in place of single numbers",
             )
         content = {"descr": described, "fortran_order": False, "shape": (info.num_samples, *shape)}
         file = io.BytesIO()
@@ -194,6 +186,10 @@ def _headers(info: DatasetInfo) -> list[tuple[bytes, int]]:
         header = file.getvalue()
         found.append((header, len(header) + dtype.itemsize * info.num_samples * math.prod(shape)))
     return found
+
+
+def _valid_bytes(info: DatasetInfo) -> list[int]:
+    return [size for _, size in _headers(info)] if info.num_samples else [0, 0]
 
 
 class PartialDataset:
@@ -217,13 +213,12 @@ class PartialDataset:
             self._opened.callback(os.close, _lock_directory(directory, limits.lock_deadline_s))
             self.info = _load_record(directory, fingerprint) or empty_info(fingerprint, class_names)
             self._files: list[IO[bytes]] = [
-                self._opened.enter_context(open_private(directory / name, is_new=not self.info.num_samples))
+                self._opened.enter_context(os.fdopen(open_private(directory / name, is_creating=True), "r+b"))
                 for name in _ARRAYS
             ]
-            if self.info.num_samples:  # drop what was written after the record
-                for file, (_, size) in zip(self._files, _headers(self.info), strict=True):
-                    file.truncate(size)
-                    file.seek(0, os.SEEK_END)
+            for file, size in zip(self._files, _valid_bytes(self.info), strict=True):
+                file.truncate(size)  # drops what was written after the record
+                file.seek(0, os.SEEK_END)
         self._synced_at = time.monotonic()
 
     def __enter__(self) -> Self:
@@ -391,7 +386,6 @@ def _load_record(directory: Path, fingerprint: str) -> DatasetInfo | None:
     with suppress(OSError, ValueError, WorkerError):  # a ProtocolError is a ValueError
         info = from_json(DatasetInfo, (directory / _RECORD).read_text())
         found = [(directory / name).stat().st_size for name in _ARRAYS]
-        sizes = [size for _, size in _headers(info)] if info.num_samples else [0, 0]
-        if info.fingerprint == fingerprint and all(map(operator.ge, found, sizes)):
+        if info.fingerprint == fingerprint and all(map(operator.ge, found, _valid_bytes(info))):
             return info
     return None

@@ -46,9 +46,9 @@ from csdctl.worker.ingest.sources.source import (
     read_tree,
     takes_grey,
 )
-from csdctl.worker.ingest.sources.table import TableFiles, is_table, read_columns
+from csdctl.worker.ingest.sources.table import is_table, open_table, read_columns
 from csdctl.worker.ingest.sources.tfrecord import RecordFiles, is_record_file
-from csdctl.worker.process.errors import WorkerError
+from csdctl.worker.process.errors import InputError, WorkerError
 from csdctl.worker.protocol.datasets import (
     LABEL,
     DataLook,
@@ -91,7 +91,7 @@ def detect_format(tree: Tree, spec: PrepareSpec) -> tuple[str, Open]:
     if all(len(found) == 1 for found in idx):
         return "idx", lambda _, spec, threads: open_idx_pair(idx[0][0], idx[1][0], spec)
     if top and all(is_table(file, tree) for file in (tree.files if spec.table else top)):
-        return "csv", lambda tree, spec, _: TableFiles(tree, spec)
+        return "csv", lambda tree, spec, _: open_table(tree, spec)
     record_files = [file for file in tree.files if is_record_file(file, tree)]
     if any(file in record_files for file in top) or (record_files and spec.records):
         return "tfrecord", RecordFiles
@@ -145,9 +145,10 @@ def prepare(
         return done
     source = open_source(tree, spec, threads or num_threads())
     is_in_place = source_format == "npy" and isinstance(source, ArraySource) and _is_as_stored(source, spec)
-    with PartialDataset(
-        _partial_directory(tree, spec), fingerprint, source.class_names or (), limits
-    ) as partial:
+    # One for each source, so that an outdated one is replaced.
+    place = hashlib.sha256(os.fsencode(tree.root.resolve())).hexdigest()[:32]
+    aside = Path(spec.store) / f".part-{place}"
+    with PartialDataset(aside, fingerprint, source.class_names or (), limits) as partial:
         if done := find():  # by the process that held the lock
             partial.discard()
             return done
@@ -174,12 +175,6 @@ def _is_as_stored(source: ArraySource, spec: PrepareSpec) -> bool:
     stored = conform(source.rows(0, 0), spec)
     found = (stored.samples.dtype, stored.samples.shape[1:], stored.labels.dtype)
     return found == (samples.dtype, samples.shape[1:], label_dtype(labels.dtype))
-
-
-def _partial_directory(tree: Tree, spec: PrepareSpec) -> Path:
-    """Return the directory for unfinished work: one for each source, so that an outdated one is replaced."""
-    place = hashlib.sha256(os.fsencode(tree.root.resolve())).hexdigest()[:32]
-    return Path(spec.store) / f".part-{place}"
 
 
 def complete_info(info: DatasetInfo, source: SampleSource, spec: PrepareSpec) -> DatasetInfo:
@@ -296,8 +291,7 @@ def _choose_label(tree: Tree, spec: LookSpec) -> str:
         found = names
     if len(found) == 1:
         return found[0]
-    raise WorkerError(
+    raise InputError(
         f"which column of {spec.prepare.source} is the label? It has {list_names(names, 20) or 'none'}",
-        remedy="name it: --label COLUMN",
-        exit_code=2,
+        "name it: --label COLUMN",
     )

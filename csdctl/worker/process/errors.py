@@ -1,4 +1,4 @@
-"""The error that a worker raises deliberately, and a description for unexpected ones."""
+"""The errors that a worker raises deliberately, and a description for unexpected ones."""
 
 import traceback
 from pathlib import Path
@@ -12,6 +12,13 @@ class WorkerError(Exception):
         self.message = message
         self.remedy = remedy
         self.exit_code = exit_code
+
+
+class InputError(WorkerError):
+    """The job, its code or its data must be changed; exit code 2."""
+
+    def __init__(self, message: str, remedy: str = "") -> None:
+        super().__init__(message, remedy=remedy, exit_code=2)
 
 
 def describe(error: BaseException, file: Path | None = None) -> str:

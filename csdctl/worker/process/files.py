@@ -1,36 +1,40 @@
 """Crash-safe files, and files that no other user may have touched."""
 
+import contextlib
 import io
 import os
 import stat
 import struct
 import zipfile
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-try:
-    from lzma import LZMAError
-except ImportError:  # a Python without it cannot read such archives either
-
-    class LZMAError(Exception):  # type: ignore[no-redef]
-        """Nothing raises it."""
-
-
-DAMAGED_ARCHIVE = (
+_LZMA = getattr(zipfile, "lzma", None)
+"""None in a Python without it, which cannot read such archives either."""
+DAMAGED_ARCHIVE: tuple[type[Exception], ...] = (
     *(OSError, ValueError, LookupError, EOFError, RuntimeError, OverflowError),
-    *(zipfile.BadZipFile, zlib.error, LZMAError, struct.error),
+    *(zipfile.BadZipFile, zlib.error, struct.error),
+    *([_LZMA.LZMAError] if _LZMA else []),
 )
 """The errors of zipfile and gzip for an archive that is damaged, encrypted, or compressed in another way."""
 
 
-def save_atomically(path: Path, text: str) -> None:
-    """Write `text` to a temporary file beside `path`, sync it, and rename it to `path`."""
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[IO[bytes]]:
+    """Give a temporary file of this user beside `path` to write to; then sync it, and rename it to `path`."""
     aside = path.with_name(f".{path.name}.new")
-    with aside.open("wb") as file:
-        file.write(text.encode())
+    with open(aside, "wb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+        yield file
         sync_file(file)
     os.replace(aside, path)
+
+
+def save_atomically(path: Path, text: str) -> None:
+    """Write `text` to a temporary file beside `path`, sync it, and rename it to `path`."""
+    with replacing(path) as file:
+        file.write(text.encode())
 
 
 class BoundedFile(io.BufferedReader):
@@ -65,7 +69,7 @@ def open_private(path: Path, *, is_creating: bool = False) -> int:
     """
     directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        _check_directory(directory, path.parent)
+        _check_own(directory, path.parent, stat.S_IWGRP | stat.S_IWOTH)
         flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK  # a FIFO in its place must not block
         try:
             descriptor = os.open(path.name, flags, dir_fd=directory)
@@ -76,27 +80,19 @@ def open_private(path: Path, *, is_creating: bool = False) -> int:
     finally:
         os.close(directory)
     try:
-        _check_file(descriptor, path)
+        _check_own(descriptor, path, stat.S_IRWXG | stat.S_IRWXO)
     except OSError:
         os.close(descriptor)
         raise
     return descriptor
 
 
-def _check_directory(descriptor: int, path: Path) -> None:
+def _check_own(descriptor: int, path: Path, forbidden: int) -> None:
+    """Raise PermissionError unless it is a directory or a file of this user alone, with one name."""
     status = os.fstat(descriptor)
-    if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise PermissionError(
-            f"{path} belongs to user {status.st_uid} and has mode {stat.S_IMODE(status.st_mode):o}, "
-            f"expected a directory of user {os.geteuid()} that no other may write to"
-        )
-
-
-def _check_file(descriptor: int, path: Path) -> None:
-    status = os.fstat(descriptor)
-    is_private = status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IRWXG | stat.S_IRWXO)
-    if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1 or not is_private:
+    is_one = stat.S_ISDIR(status.st_mode) or (stat.S_ISREG(status.st_mode) and status.st_nlink == 1)
+    if not is_one or status.st_uid != os.geteuid() or status.st_mode & forbidden:
         raise PermissionError(
             f"{path} is {stat.filemode(status.st_mode)} of user {status.st_uid}, {status.st_nlink} names, "
-            f"expected a regular file of user {os.geteuid()} with mode 600 and one name"
+            f"expected a directory or a file with one name of user {os.geteuid()}, without mode {forbidden:o}"
         )

@@ -66,16 +66,12 @@ class Thermometer:
 
 def find_sensors(sys: Path) -> Sequence[Path]:
     """Return the files that have a CPU's temperature in thousandths of °C; any zone's if none says it is."""
-    chips = [chip for chip in _list(sys / "hwmon", "hwmon*") if _text(chip / "name") in CPU_CHIPS]
-    if sensors := [sensor for chip in chips for sensor in _list(chip, "temp*_input")]:
+    chips = [chip for chip in sorted((sys / "hwmon").glob("hwmon*")) if _text(chip / "name") in CPU_CHIPS]
+    if sensors := [sensor for chip in chips for sensor in sorted(chip.glob("temp*_input"))]:
         return sensors
-    zones = _list(sys / "thermal", "thermal_zone*")
+    zones = sorted((sys / "thermal").glob("thermal_zone*"))
     of_cpu = [zone for zone in zones if _text(zone / "type").lower().startswith(CPU_ZONES)]
     return [zone / "temp" for zone in of_cpu or zones]
-
-
-def _list(directory: Path, pattern: str) -> list[Path]:
-    return sorted(directory.glob(pattern))
 
 
 def _text(path: Path) -> str:

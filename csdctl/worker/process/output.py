@@ -10,7 +10,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import NoReturn
 
 from csdctl.worker.process.errors import WorkerError, describe
@@ -41,18 +41,13 @@ class GuardedOutput:
 
     @contextmanager
     def heartbeat(self, line: Callable[[], str]) -> Iterator[None]:
-        """Write `line()` every second inside the context, to show the reader that this process is alive.
-
-        Exit the process if the reader is gone: the result is no longer needed.
-        """
+        """Write `line()` every second inside the context, to show the reader that this process is alive."""
         is_done = threading.Event()
 
         def repeat() -> None:
-            while not is_done.wait(HEARTBEAT_S):
-                try:
+            with suppress(OSError):  # its reader is gone, which ends the process (`end_without_reader`)
+                while not is_done.wait(HEARTBEAT_S):
                     self.write_line(line())
-                except OSError:
-                    os._exit(1)
 
         thread = threading.Thread(target=repeat, daemon=True)
         thread.start()
@@ -70,21 +65,17 @@ def emit(event: Event) -> None:
 
 def exit_with_failure(rank: int, node: str, error: BaseException, private_log: str = "") -> NoReturn:
     """Report why this rank fails and exit immediately; private details go to `private_log` only."""
-    failed = error if isinstance(error, WorkerError) else _describe_unexpected(error, private_log)
-    emit(Failed(rank, node, failed.message, failed.remedy, failed.exit_code))
+    if not isinstance(error, WorkerError):
+        traceback.print_exc()  # logged on this node, where it exposes nothing
+        message, remedy = describe(error), "see this rank's log"
+        if private_log:
+            kind = type(error).__name__
+            message = f"{kind}; its message may contain private data and stays on the node"
+            remedy = f"see {private_log} on that node"
+        error = WorkerError(message, remedy=remedy)
+    emit(Failed(rank, node, error.message, error.remedy, error.exit_code))
     sys.stderr.flush()
-    os._exit(failed.exit_code)
-
-
-def _describe_unexpected(error: BaseException, private_log: str) -> WorkerError:
-    """Return `error` as it may be reported; log it on this node, where it exposes nothing."""
-    traceback.print_exc()
-    if not private_log:
-        return WorkerError(describe(error), remedy="see this rank's log")
-    return WorkerError(
-        f"{type(error).__name__}; its message may contain private data and stays on the node",
-        remedy=f"see {private_log} on that node",
-    )
+    os._exit(error.exit_code)
 
 
 def set_event_sink(write_line: Callable[[str], None]) -> None:

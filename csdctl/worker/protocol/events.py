@@ -405,14 +405,20 @@ FIELDS_OF_RANK_0 = {
 _UNSET: tuple[object, ...] = (None, 0, {})
 
 
-def check_event(event: Event, nodes: Sequence[str]) -> None:
-    """Raise ProtocolError unless a rank of the run whose ranks are on `nodes` may have sent `event`."""
+def check_event(event: Event, nodes: Sequence[str], sender: int | None = None) -> None:
+    """Raise ProtocolError unless a rank of the run whose ranks are on `nodes` may have sent `event`.
+
+    `sender`: the rank that it came from, if that is known.
+    """
     name = type(event).__name__
-    is_lost = isinstance(event, Failed) and event.node == UNKNOWN_NODE
-    if event.rank >= len(nodes) or not (event.node == nodes[event.rank] or is_lost):
+    rank = event.rank if sender is None else sender
+    is_lost = sender is None and isinstance(event, Failed) and event.node == UNKNOWN_NODE
+    if event.rank != rank or rank >= len(nodes) or not (event.node == nodes[rank] or is_lost):
+        expected = (
+            f"one of {len(nodes)} ranks and its node" if sender is None else f"rank {rank} on {nodes[rank]}"
+        )
         raise ProtocolError(
-            f"{name}: expected one of {len(nodes)} ranks and its node, "
-            f"received rank {event.rank} on {shorten(event.node)}"
+            f"{name}: expected {expected}, received rank {event.rank} on {shorten(event.node)}"
         )
     if event.rank != 0:
         _check_is_own(event)
@@ -424,15 +430,6 @@ def check_event(event: Event, nodes: Sequence[str]) -> None:
     ranks = set(_ranks_in(event))
     if ranks and (unknown := ranks - set(map(str, range(len(nodes))))):
         raise ProtocolError(f"{name}: expected ranks of the run, received {shorten(sorted(unknown))}")
-
-
-def check_sender(event: Event, rank: int, nodes: Sequence[str]) -> None:
-    """Raise ProtocolError when `event` names another sender than rank `rank`, which it came from."""
-    if (event.rank, event.node) != (rank, nodes[rank]):
-        raise ProtocolError(
-            f"{type(event).__name__}: expected rank {rank} on {nodes[rank]}, "
-            f"received rank {event.rank} on {shorten(event.node)}"
-        )
 
 
 def _check_is_own(event: Event) -> None:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from csdctl.worker.protocol.datasets import DatasetInfo
-from csdctl.worker.protocol.json_codec import BatchSize, Between, Count, OneOf, Shape, ShortText
+from csdctl.worker.protocol.json_codec import BatchSize, Between, Count, OneOf, Sha256, Shape, ShortText
 from csdctl.worker.protocol.run_spec import DatasetSlice, Prefix, Runtime
 
 FLOAT32, FLOAT16 = "float32", "float16"
@@ -55,13 +55,6 @@ class ConvertSpec:
     part: Prefix
     output: str
     """The file to write."""
-
-
-@dataclass(frozen=True)
-class Converted:
-    """The answer to a `ConvertSpec`."""
-
-    num_bytes: Count
 
 
 @dataclass(frozen=True)
@@ -124,20 +117,13 @@ class Extracted:
 class SendSpec:
     """The results or the features to send to the host; the first line of standard input."""
 
-    fingerprint: str
+    fingerprint: Sha256
     """The fingerprint of data in `store`: nothing else can be requested."""
-    sha256: str
+    sha256: Sha256
     num_bytes: Annotated[int, Between(0, 1 << 50)]
     """The largest number of bytes that the host takes."""
     store: Annotated[str, OneOf((RESULT_STORE, FEATURE_STORE))] = RESULT_STORE
     """FEATURE_STORE: the host asks for features of public samples only."""
-
-
-@dataclass(frozen=True)
-class Sent:
-    """The last line of the answer: how much was sent."""
-
-    num_bytes: Count
 
 
 @dataclass(frozen=True)

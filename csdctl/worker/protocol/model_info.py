@@ -5,7 +5,7 @@ from typing import Any
 
 from csdctl.worker.protocol.json_codec import Count, Shape
 from csdctl.worker.protocol.recipe import Recipe
-from csdctl.worker.protocol.run_spec import UserCode
+from csdctl.worker.protocol.run_spec import DatasetSlice, UserCode
 
 BUILDER = "csdctl_builder"
 """Key of architecture.json for a model that a function of the user's builds on every rank: its BuildSpec."""
@@ -147,13 +147,6 @@ class AugmentTrial:
     reference: str
     """`FILE.py:NAME`"""
     code: UserCode
-    directory: str
-    """The directory of the prepared public data."""
+    samples: DatasetSlice
+    """Prepared public data."""
     seed: int
-
-
-@dataclass(frozen=True)
-class AugmentTried:
-    """The function did what it must on this number of samples."""
-
-    num_samples: Count

@@ -4,9 +4,9 @@ import contextlib
 import ctypes
 import fcntl
 import os
+import signal
 import socket
 import struct
-import sys
 import termios
 import time
 from collections.abc import Mapping
@@ -79,6 +79,24 @@ def find_descendants(pid: int, stats: Mapping[int, ProcessStat]) -> list[int]:
     return found[1:]
 
 
+def list_descendants() -> list[int]:
+    """Return the processes that this one has started, and what they have started.
+
+    Orphans among them become children of this process if it is a subreaper.
+    """
+    return find_descendants(os.getpid(), load_all())
+
+
+def end_descendants() -> None:
+    """Kill the descendants of this process, also those that start meanwhile."""
+    while found := list_descendants():
+        for pid in found:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(-1, 0)
+
+
 _COUNTERS = struct.Struct("=QQ")
 _COUNTERS_OFFSET = 120
 """Offset of tcpi_bytes_acked and tcpi_bytes_received in struct tcp_info, unchanged since Linux 4.1."""
@@ -124,21 +142,13 @@ def _read_connection(descriptor: int, drain_end_s: float) -> Connection | None:
             peer = found.getpeername()
         except OSError:  # a listening socket
             return None
-        while _num_unacknowledged(found) and time.monotonic() < drain_end_s:
+        # Bytes written and not yet acknowledged: SIOCOUTQ has the number of TIOCOUTQ.
+        while any(fcntl.ioctl(found, termios.TIOCOUTQ, bytes(4))) and time.monotonic() < drain_end_s:
             time.sleep(DRAIN_INTERVAL_S)
         size = _COUNTERS_OFFSET + _COUNTERS.size
         info = found.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, size)
         if len(info) < size:
             return None
         counters = _COUNTERS.unpack_from(info, _COUNTERS_OFFSET)
-        return Connection(_endpoint(found.getsockname()), _endpoint(peer), *counters)
-
-
-def _num_unacknowledged(connection: socket.socket) -> int:
-    """Return the bytes that were written and not yet acknowledged (SIOCOUTQ, as the number of TIOCOUTQ)."""
-    answer = fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4))
-    return int.from_bytes(answer, sys.byteorder)
-
-
-def _endpoint(address: tuple[object, ...]) -> str:
-    return f"{address[0]} {address[1]}"
+        local, peer = (" ".join(map(str, address[:2])) for address in (found.getsockname(), peer))
+        return Connection(local, peer, *counters)

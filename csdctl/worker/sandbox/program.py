@@ -7,8 +7,10 @@ Landlock admits few files, and root becomes another user.
 
 import contextlib
 import ctypes
+import io
 import ipaddress
 import os
+import re
 import select
 import shutil
 import signal
@@ -19,8 +21,9 @@ import sys
 import tempfile
 from collections.abc import Iterable
 
-from csdctl.worker.process.errors import WorkerError, describe
+from csdctl.worker.process.errors import describe
 from csdctl.worker.protocol.json_codec import from_json
+from csdctl.worker.protocol.processes import end_descendants
 from csdctl.worker.protocol.sandbox import (
     SOCKETS_VARIABLE,
     USER_VARIABLE,
@@ -37,7 +40,6 @@ from csdctl.worker.sandbox.system_calls import (
     PR_SET_KEEPCAPS,
     PR_SET_NO_NEW_PRIVS,
     PR_SET_PDEATHSIG,
-    end_all,
     install_filter,
     system_call,
 )
@@ -156,14 +158,10 @@ def python_paths() -> list[str]:
     prefixes |= {sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix}
     home = os.path.realpath(os.path.expanduser("~"))
     modules = [path for path in map(os.path.realpath, filter(None, sys.path)) if not home.startswith(path)]
-    prefixes |= {os.path.dirname(path.rpartition("/python")[0]) for path in modules if _is_site(path)}
+    sites = (re.fullmatch(r"(.*)/lib/python[^/]*/site-packages", path) for path in modules)
+    prefixes |= {site[1] for site in sites if site}
     parts = ("bin", "lib", "lib64", "etc", "share", "include", "pyvenv.cfg")
     return [*(os.path.join(prefix, part) for prefix in sorted(prefixes) for part in parts), *modules]
-
-
-def _is_site(path: str) -> bool:
-    """Return whether `path` is PREFIX/lib/pythonX.Y/site-packages."""
-    return os.path.basename(path) == "site-packages" and "/lib/python" in path
 
 
 CANNOT_START = 125
@@ -205,9 +203,10 @@ def check_sandbox(request: SandboxRequest) -> SandboxCheck:
 def run_sandbox() -> int:
     """Run the sandbox whose policy is the next line of standard input; return the exit code of its command.
 
-    Raises ProtocolError, and WorkerError when it cannot be entered.
+    Raises ProtocolError.
     """
-    policy = from_json(SandboxPolicy, _read_line())
+    # Without a buffer, not a byte more than the line is read.
+    policy = from_json(SandboxPolicy, io.FileIO(0, closefd=False).readline().decode())
     LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
@@ -223,19 +222,8 @@ def run_sandbox() -> int:
             SeccompSupervisor(listener, policy.key, policy.peers, policy.sockets), listener, woken, child
         )
     finally:
-        end_all()
+        end_descendants()
         shutil.rmtree(scratch, ignore_errors=True)
-
-
-def _read_line() -> str:
-    """Return the next line of standard input, and read not a byte more."""
-    line = b""
-    while not line.endswith(b"\n"):
-        byte = os.read(0, 1)
-        if not byte:
-            raise WorkerError("the sandbox has received no policy")
-        line += byte
-    return line.decode()
 
 
 def _fill(scratch: str, policy: SandboxPolicy) -> None:

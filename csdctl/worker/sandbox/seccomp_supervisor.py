@@ -26,12 +26,11 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from csdctl.worker.protocol.processes import duplicate_descriptor
+from csdctl.worker.protocol.processes import duplicate_descriptor, list_descendants
 from csdctl.worker.sandbox.system_calls import (
     ASKED,
     Instruction,
     Program,
-    list_descendants,
     list_group,
     number_of,
 )
@@ -111,17 +110,11 @@ def narrow(host: str, networks: Sequence[IpNetwork]) -> str:
     return str(own[0]) if len(own) == 1 else host
 
 
-def close_to_others(bound: socket.socket, networks: Sequence[IpNetwork]) -> None:
+def _attach_filter(bound: socket.socket, networks: Sequence[IpNetwork]) -> None:
     """Let the kernel drop packets from outside of `networks`: for others, the port does not exist.
 
-    Kernels may refuse that to users without privileges; then the token alone keeps others out.
+    Raises PermissionError.
     """
-    with contextlib.suppress(PermissionError):
-        _attach_filter(bound, networks)
-
-
-def _attach_filter(bound: socket.socket, networks: Sequence[IpNetwork]) -> None:
-    """Raises PermissionError."""
     program = Program(build_source_filter(networks))
     bound.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program.header)
     bound.setsockopt(socket.SOL_SOCKET, _SO_LOCK_FILTER, 1)
@@ -262,7 +255,7 @@ class Arrivals:
             version = ipaddress.ip_address(host).version
             own = [one for one in list_own_addresses() if one.version == version]
             peers = [peer for peer in self._peers if peer.version == version]
-            # A filter may drop what comes from elsewhere (`close_to_others`).
+            # A filter may drop what comes from elsewhere (`_attach_filter`).
             host = str(next((one for one in own if any(one in peer for peer in peers)), own[0]))
         # A queue that is full wakes the sandbox too.
         with contextlib.suppress(OSError), socket.create_connection((host, port), _RING_S) as ringing:
@@ -429,7 +422,8 @@ class SeccompSupervisor:
             bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, int(TOKEN_S))
         bound.bind((host, *rest))
         if not to_ip(host).is_loopback and all(peer.prefixlen for peer in self._peers):
-            close_to_others(bound, self._peers)
+            with contextlib.suppress(PermissionError):  # the token alone keeps others out then
+                _attach_filter(bound, self._peers)
         self._ports.add(bound.getsockname()[1])
 
     def _connect(self, call: Call) -> None:

@@ -1,15 +1,13 @@
 """System calls, filters of them, and the processes of a sandbox."""
 
-import contextlib
 import ctypes
 import errno
 import os
 import platform
-import signal
 import struct
 from typing import Any
 
-from csdctl.worker.protocol.processes import find_descendants, load_all
+from csdctl.worker.protocol.processes import load_all
 
 LIBC = ctypes.CDLL(None, use_errno=True)
 MACHINE = platform.machine()
@@ -132,21 +130,6 @@ def _build_rules(name: str) -> list[Instruction]:
     return [(_RETURN, 0, 0, _REFUSE | errno.ENOSYS) if name == "clone3" else refuse]
 
 
-def list_descendants() -> list[int]:
-    """Return the processes of the sandbox: orphans become children of this process."""
-    return find_descendants(os.getpid(), load_all())
-
-
 def list_group(group: int) -> list[int]:
     """Return the processes of a process group."""
     return [pid for pid, stat in load_all().items() if stat.group == group]
-
-
-def end_all() -> None:
-    """Kill the sandbox's processes, also those that start meanwhile."""
-    while found := list_descendants():
-        for pid in found:
-            with contextlib.suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
-        with contextlib.suppress(ChildProcessError):
-            os.waitpid(-1, 0)

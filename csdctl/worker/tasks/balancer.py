@@ -128,6 +128,5 @@ def apportion(total: int, speeds: Mapping[int, float], limits: Mapping[int, int]
 
 def mean_without_longest(times_s: list[float]) -> float:
     """Return the mean time without the longest step: one slow step does not make a slow node."""
-    if len(times_s) < URGENT.min_steps:
-        return sum(times_s) / len(times_s)
-    return (sum(times_s) - max(times_s)) / (len(times_s) - 1)
+    kept = sorted(times_s)[: -1 if len(times_s) >= URGENT.min_steps else None]
+    return sum(kept) / len(kept)

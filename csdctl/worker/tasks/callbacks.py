@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from csdctl.worker.process.errors import WorkerError
+from csdctl.worker.process.errors import InputError
 from csdctl.worker.protocol.recipe import EarlyStopping, Recipe, ReduceOnPlateau
 from csdctl.worker.tasks.progress import CallbackState
 
@@ -37,10 +37,9 @@ def check_monitors(recipe: Recipe, metrics: Iterable[str], *, has_validation: bo
         ("reduce_on_plateau", recipe.reduce_on_plateau),
     ):
         if monitored and monitored.monitor not in known:
-            raise WorkerError(
+            raise InputError(
                 f"recipe.{key} monitors {monitored.monitor!r}, which is not among the results of an epoch",
-                remedy=f"one of {', '.join(known if has_validation else names)}",
-                exit_code=2,
+                f"one of {', '.join(known if has_validation else names)}",
             )
 
 

@@ -141,13 +141,10 @@ class Checkpoints:
                 continue
             yield state
 
-    def _best(self) -> str:
-        with contextlib.suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
-            return str(json.loads((self.directory / "best.json").read_text())["checkpoint"])
-        return ""
-
     def _remove_old(self) -> None:
-        best = self._best()
+        best = ""
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
+            best = json.loads((self.directory / "best.json").read_text())["checkpoint"]
         for path in sorted(self.directory.glob("step-*.npz"), reverse=True)[self.num_kept :]:
             if path.name != best:
                 path.unlink(missing_ok=True)

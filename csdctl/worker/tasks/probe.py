@@ -6,6 +6,7 @@ trial. Samples are random: the time of a step does not depend on them.
 """
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,6 @@ from csdctl.worker.protocol.json_codec import RESULT, from_json, to_frame
 from csdctl.worker.protocol.probe import (
     READY,
     AttachRequest,
-    ProbeRequest,
     ProbeResult,
     ProbeSpec,
     request_from_line,
@@ -41,21 +41,24 @@ def serve_probes(spec: ProbeSpec, tf: Any, keras: Any) -> None:
     step.set_step(0, 0.0)
     # The first step traces the graphs, which is part of starting and not of a measurement.
     step.take(*example, private_copies=_copies(step, spec, 1))
-    _print_ready()
+    print(f"\n{READY}", flush=True)  # other output may lack a line end
     for line in sys.stdin:
         request = request_from_line(line)
         if isinstance(request, AttachRequest):
             _take_part(request, step)
-            _print_ready()
+            print(f"\n{READY}", flush=True)
             continue
         step.micro_batch_size = None
         batch = random_batch(generator, spec.data, request.batch_size, num_indices)
         copies = _copies(step, spec, request.batch_size)
-        print(f"\n{to_frame(RESULT, measure(step, batch, request, copies))}", flush=True)
-
-
-def _print_ready() -> None:
-    print(f"\n{READY}", flush=True)  # other output may lack a line end
+        step_s, num_steps = measure_time(
+            partial(step.take, *batch, private_copies=copies),
+            request.min_duration_s,
+            num_warm_ups=request.warm_up_steps,
+            min_count=request.min_steps,
+        )
+        result = ProbeResult(request.batch_size, step_s, num_steps, peak_memory_bytes())
+        print(f"\n{to_frame(RESULT, result)}", flush=True)
 
 
 def _copies(step: AnyStep, spec: ProbeSpec, batch_size: int) -> Array | None:
@@ -73,16 +76,3 @@ def _take_part(request: AttachRequest, step: AnyStep) -> None:
         session.await_release()
     except BaseException as error:
         exit_with_failure(request.rank, node, error)
-
-
-def measure(
-    step: AnyStep, batch: tuple[Array, Array], request: ProbeRequest, copies: Array | None
-) -> ProbeResult:
-    """Return the mean time of a step without other ranks; `copies` as in `Step.local`."""
-    step_s, num_steps = measure_time(
-        lambda: step.take(*batch, private_copies=copies),
-        request.min_duration_s,
-        num_warm_ups=request.warm_up_steps,
-        min_count=request.min_steps,
-    )
-    return ProbeResult(request.batch_size, step_s, num_steps, peak_memory_bytes())

@@ -215,24 +215,21 @@ class SplitParts(ModelTask):
         split = self._split
         out = np.zeros(split.layout.step_size, np.float32)
         samples, labels = self.example(max(self.sizes_of(self.me.rank, self.me.batch_size), default=0))
+        # The head of a micro-batch of the largest size, whatever rank it is from.
+        size = max(max(self.sizes_of(rank.rank, rank.batch_size), default=0) for rank in self.spec.ranks)
+        of_cut = np.zeros((size, *split.cut.tensor.shape[1:]), split.activation_type)
+        of_labels = np.zeros((size, *labels.shape[1:]), labels.dtype)
         split.set_step(0, 0.0)
         for _ in range(2):
             outputs = split.forward(samples) if len(samples) else None
             if isinstance(split, SplitStep):
                 split.begin()
-                self._warm_up_head(split)
+                split.head(of_cut, of_labels, 1.0)
             if outputs is not None:
                 split.backward(np.zeros_like(outputs), 1.0, out)
         split.rehearse_apply()
         if len(self.spec.ranks) == 1:
             self.step.rehearse_alone(samples, labels)
-
-    def _warm_up_head(self, split: SplitStep) -> None:
-        """Compute the head of a micro-batch of the largest size, whatever rank it is from."""
-        size = max(max(self.sizes_of(rank.rank, rank.batch_size), default=0) for rank in self.spec.ranks)
-        labels = self.example(0)[1]
-        outputs = np.zeros((size, *split.cut.tensor.shape[1:]), split.activation_type)
-        split.head(outputs, np.zeros((size, *labels.shape[1:]), labels.dtype), 1.0)
 
 
 class Split(SplitParts, Train):

@@ -34,13 +34,13 @@ from csdctl.shipping.worker_calls import call_worker
 from csdctl.shipping.worker_zip import pack_code
 from csdctl.transport.many import run_on_all, values_or_raise
 from csdctl.transport.meter import TrafficClass
-from csdctl.transport.program import within
+from csdctl.transport.program import Nothing, within
 from csdctl.transport.session import Session
 from csdctl.worker.protocol.datasets import DatasetInfo, PrepareProgress, PrepareSpec
 from csdctl.worker.protocol.json_codec import shorten, to_json
-from csdctl.worker.protocol.model_info import AugmentTrial, AugmentTried, ModelInfo
+from csdctl.worker.protocol.model_info import AugmentTrial, ModelInfo
 from csdctl.worker.protocol.recipe import Recipe
-from csdctl.worker.protocol.run_spec import UserCode
+from csdctl.worker.protocol.run_spec import DatasetSlice, UserCode
 from csdctl.workflows.data.model import (
     SerializedModel,
     describe_code,
@@ -145,25 +145,29 @@ def check_augment(
     code = model.user_code
     if not job.recipe.augment or code is None:
         return
-    trial = AugmentTrial(job.recipe.augment, code, public.path, job.recipe.seed)
-    content = f"{to_json(trial)} {worker.sha256} {public.images_sha256} {public.labels_sha256}"
+    samples = DatasetSlice(
+        f"{public.path}/images.npy",
+        f"{public.path}/labels.npy",
+        images_sha256=public.images_sha256,
+        labels_sha256=public.labels_sha256,
+    )
+    trial = AugmentTrial(job.recipe.augment, code, samples, job.recipe.seed)
+    content = f"{to_json(trial)} {worker.sha256}"
     tried = space.project.models / f"augment-{hashlib.sha256(content.encode()).hexdigest()[:32]}.json"
     if tried.is_file():
         return
-    found = call_worker(
+    call_worker(
         space.sessions[HOST_NAME],
         sys.executable,
         worker.path,
         "augment",
         trial,
-        AugmentTried,
+        Nothing,
         doing="trying data.augment",
         patience=within(DEADLINE_S),
     )
-    say(
-        f"augmentation of training batches: {job.recipe.augment}, tried on {found.num_samples} public samples"
-    )
-    save_json(tried, {"num_samples": found.num_samples})
+    say(f"augmentation of training batches: {job.recipe.augment}, tried on public samples")
+    save_json(tried, {})
 
 
 DATA_STORE = ".csdctl/data"

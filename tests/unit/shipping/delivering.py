@@ -1,14 +1,11 @@
 """Deliver files and trees to a machine, and list what arrived."""
 
-import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from csdctl.shipping.deliver import Delivery, build_receiver, deliver
+from csdctl.shipping.deliver import Delivery, deliver
 from csdctl.shipping.payload import TreeRequest, pack_payload, read_tree
 from csdctl.shipping.store import StoredFile
-from csdctl.transport.session import Completed
 
 Machine = tuple[Any, Path]
 """A session and the home directory that its commands start in."""
@@ -21,13 +18,6 @@ def send(session: Any, *files: StoredFile, **options: Any) -> Delivery:
 def send_tree(session: Any, source: Path, destination: str = "there", **options: Any) -> Delivery:
     payload = pack_payload(trees=[read_tree(TreeRequest(source, destination))])
     return deliver(session, payload, **options)
-
-
-def receive(session: Any, request: Mapping[str, Any]) -> Completed:
-    """Run a receiver that gets this request, and nothing else."""
-    command, first = build_receiver(sys.executable, request)
-    completed: Completed = session.run(command, stdin=first)
-    return completed
 
 
 def content_of(directory: Path) -> dict[str, bytes]:

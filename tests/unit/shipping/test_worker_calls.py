@@ -18,13 +18,13 @@ from csdctl.shipping.worker_zip import pack_worker
 from csdctl.transport.local import LocalSession
 from csdctl.transport.meter import TrafficClass
 from csdctl.worker.protocol.datasets import DatasetInfo, PrepareSpec
-from csdctl.worker.protocol.features import SendSpec, Sent
+from csdctl.worker.protocol.features import SendSpec
 from csdctl.worker.protocol.json_codec import from_json, to_frame
 from tests.fake_session import FakeSession
 
 CONTENT = bytes(range(256)) * 5
 SPEC = SendSpec("ab" * 32, hashlib.sha256(CONTENT).hexdigest(), len(CONTENT))
-END = to_frame("result", Sent(len(CONTENT)))
+END = to_frame("result", {})
 
 
 @pytest.mark.attack(7)

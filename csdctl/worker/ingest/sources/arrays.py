@@ -31,6 +31,7 @@ from csdctl.worker.process.files import DAMAGED_ARCHIVE, BoundedFile
 from csdctl.worker.protocol.datasets import LABEL, SAMPLE_WEIGHT, PrepareSpec, list_names
 
 _PIECE_BYTES = 1 << 20
+_DAMAGED: tuple[type[Exception], ...] = (*DAMAGED_ARCHIVE, csv.Error)
 
 
 def _unpack(
@@ -93,7 +94,19 @@ class ArraySource(SampleSource):
     def __init__(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array], spec: PrepareSpec) -> None:
         """Raise WorkerError, exit code 2, unless they are samples and their labels."""
         super().__init__(spec)
-        check_arrays(inputs, outputs, spec.source)
+        arrays = [*inputs.values(), *outputs.values()]
+        if not all(array.shape for array in arrays):
+            raise data_error(spec.source, "is a single number, not an array of samples")
+        if any(0 in array.shape for array in inputs.values()):  # labels may have no values: of add_loss()
+            raise empty_data_error(spec.source)
+        counts = [sorted({len(array) for array in part.values()}) for part in (inputs, outputs)]
+        if len(counts[0]) > 1 or counts[0] != counts[1]:
+            samples, labels = (" or ".join(map(str, found)) for found in counts)
+            raise data_error(spec.source, f"has {samples} samples but {labels} labels")
+        if not all(array.dtype.kind == "b" or is_numeric(array.dtype) for array in arrays):
+            types = " and ".join(dict.fromkeys(str(array.dtype) for array in arrays))
+            remedy = "turn text into numbers, in a function of your own: data.public.function"
+            raise data_error(spec.source, f"is not numeric: {types}", remedy)
         self.inputs, self.outputs = inputs, outputs
         self.num_samples = len(next(iter(inputs.values())))
         self.sample_bytes = sum(array.nbytes for array in inputs.values()) // self.num_samples
@@ -112,23 +125,6 @@ class ArraySource(SampleSource):
         return (self.rows(row, row + num_rows) for row in range(start, self.num_samples, num_rows))
 
 
-def check_arrays(inputs: Mapping[str, Array], outputs: Mapping[str, Array], source: str) -> None:
-    """Raise WorkerError, exit code 2, unless they are samples and their labels."""
-    arrays = [*inputs.values(), *outputs.values()]
-    if not all(array.shape for array in arrays):
-        raise data_error(source, "is a single number, not an array of samples")
-    if any(0 in array.shape for array in inputs.values()):  # labels may have no values: of add_loss()
-        raise empty_data_error(source)
-    counts = [sorted({len(array) for array in part.values()}) for part in (inputs, outputs)]
-    if len(counts[0]) > 1 or counts[0] != counts[1]:
-        samples, labels = (" or ".join(map(str, found)) for found in counts)
-        raise data_error(source, f"has {samples} samples but {labels} labels")
-    if not all(array.dtype.kind == "b" or is_numeric(array.dtype) for array in arrays):
-        types = " and ".join(dict.fromkeys(str(array.dtype) for array in arrays))
-        remedy = "turn text into numbers, in a function of your own: data.public.function"
-        raise data_error(source, f"is not numeric: {types}", remedy)
-
-
 def empty_data_error(source: str) -> WorkerError:
     """Return the error for data without any samples."""
     return data_error(source, "is empty", "add samples or remove it from job.yaml")
@@ -139,7 +135,7 @@ def convert_read_errors(source: str) -> Iterator[None]:
     """Convert the errors of damaged files to a WorkerError, exit code 2, that names no file."""
     try:
         yield
-    except (*DAMAGED_ARCHIVE, csv.Error) as error:
+    except _DAMAGED as error:
         problem = f"cannot be read: {type(error).__name__}"
         raise data_error(source, problem, "replace the damaged file") from None
 

@@ -34,7 +34,7 @@ from csdctl.worker.ingest.sources.source import (
     to_arrays,
     to_records,
 )
-from csdctl.worker.process.errors import WorkerError, describe, find_remedy
+from csdctl.worker.process.errors import InputError, WorkerError, describe, find_remedy
 from csdctl.worker.protocol.datasets import PrepareSpec, takes
 
 _END = object()
@@ -99,9 +99,7 @@ class UserFunction:
             if isinstance(error, ModuleNotFoundError) and self._is_private and error.name in self._words:
                 reason += f" for {error.name}"
             remedy = find_remedy(error) or "fix its file"
-            raise WorkerError(
-                f"the function {self._name} fails: {reason}", remedy=remedy, exit_code=2
-            ) from None
+            raise InputError(f"the function {self._name} fails: {reason}", remedy) from None
 
     @contextmanager
     def checking(self) -> Iterator[None]:
@@ -109,9 +107,7 @@ class UserFunction:
         try:
             yield
         except StructureError as error:
-            raise WorkerError(
-                f"the function {self._name} {error}", remedy=error.remedy, exit_code=2
-            ) from None
+            raise InputError(f"the function {self._name} {error}", error.remedy) from None
 
 
 class Elements(DecodedSource):
@@ -271,11 +267,8 @@ def open_py_dataset(returned: Any, function: UserFunction, spec: PrepareSpec, th
     num_batches = function.guard(lambda: returned.num_batches)
     if num_batches is None:
         raise StructureError("returned a PyDataset without an end", "give it a length: def __len__(self)")
-
-    def begin() -> Iterator[Any]:
-        return (returned[number] for number in range(num_batches))
-
-    source = Elements(function, begin, spec, threads, is_batched=True)
+    batches = range(num_batches)
+    source = Elements(function, lambda: map(returned.__getitem__, batches), spec, threads, is_batched=True)
     source.pad_to_longest([name or SAMPLES for name, shape in spec.inputs.items() if 0 in shape])
     return source
 

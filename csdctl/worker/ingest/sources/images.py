@@ -28,7 +28,7 @@ from csdctl.worker.ingest.sources.source import (
     UnusableError,
     data_error,
 )
-from csdctl.worker.process.errors import WorkerError, describe
+from csdctl.worker.process.errors import InputError, describe
 from csdctl.worker.protocol.datasets import ImageRule, PrepareSpec, list_names
 
 LARGE_PIXELS = 16_000_000
@@ -71,15 +71,14 @@ def read_header(content: bytes) -> Header | None:
     name = next((name for magic, name in _FORMATS.items() if content.startswith(magic)), "")
     if not name:
         return None
-    opened = None
+    opened, pillow = None, None if name == "png" else _import_pillow()
     try:
-        if name == "png":  # Pillow refuses a PNG for damage that does not matter, as that of a comment
+        if pillow is None:  # it refuses a PNG for damage that does not matter, as that of a comment
             kind, width, height = struct.unpack_from(">4sII", content, 12)
             if kind != b"IHDR":
                 raise ValueError
         else:
             # Not Image.open: its limit of pixels is not the one of the job.
-            pillow = _import_pillow()
             readers = {
                 "jpeg": pillow.JpegImagePlugin.JpegImageFile,
                 "gif": pillow.GifImagePlugin.GifImageFile,
@@ -87,8 +86,6 @@ def read_header(content: bytes) -> Header | None:
             }
             opened = readers[name](io.BytesIO(content))
             width, height = opened.size
-    except WorkerError:
-        raise
     except Exception:  # Pillow's are of many types
         raise ValueError(f"{name} is damaged") from None
     if width < 1 or height < 1:
@@ -101,10 +98,8 @@ def _import_pillow() -> Any:
         import PIL
         from PIL import BmpImagePlugin, GifImagePlugin, Image, JpegImagePlugin  # noqa: F401
     except ImportError as error:
-        raise WorkerError(
-            f"has no Pillow, which reads images: {describe(error)}",
-            remedy="install the package pillow there",
-            exit_code=2,
+        raise InputError(
+            f"has no Pillow, which reads images: {describe(error)}", "install the package pillow there"
         ) from None
     return PIL
 
@@ -116,10 +111,9 @@ class ImageDecoder:
         """Raise WorkerError, exit code 2, for a shape that images cannot have; `fit` needs no `tf`."""
         shape = known_shape(rule)
         if shape is None or shape[2] not in (1, 3):
-            raise WorkerError(
+            raise InputError(
                 f"images cannot be converted to samples of shape {rule.shape}",
-                remedy="set data.image.shape in job.yaml: [height, width, 1 or 3]",
-                exit_code=2,
+                "set data.image.shape in job.yaml: [height, width, 1 or 3]",
             )
         self._pillow = _import_pillow()
         self._height, self._width, self._channels = shape

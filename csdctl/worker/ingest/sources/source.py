@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from csdctl.worker.data.arrays import Array, as_labels, as_samples, fields_of
-from csdctl.worker.process.errors import WorkerError
+from csdctl.worker.process.errors import InputError, WorkerError
 from csdctl.worker.protocol.datasets import INPUT, LABEL, OUTPUT, SAMPLE_WEIGHT, PrepareSpec, name_of_position
 
 
@@ -84,10 +84,10 @@ def read_tree(source: str) -> Tree:
     try:
         root = Path(source).expanduser()
     except RuntimeError:
-        raise WorkerError(f"there is no home directory for {source}", exit_code=2) from None
+        raise InputError(f"there is no home directory for {source}") from None
     try:
         if not root.exists():
-            raise WorkerError(f"there is no data at {source}", remedy="fix the path in job.yaml", exit_code=2)
+            raise InputError(f"there is no data at {source}", "fix the path in job.yaml")
         if root.is_file():
             status = root.stat()
             return Tree(root, (DataFile((), status.st_size, status.st_mtime_ns),), ())
@@ -133,7 +133,7 @@ def _check_link(entry: os.DirEntry[str], within: str, source: str) -> None:
 
 def data_error(source: str, problem: str, remedy: str = "") -> WorkerError:
     """Return the error for data that cannot be used; it names no file below `source`."""
-    return WorkerError(f"data at {source} {problem}", remedy=remedy, exit_code=2)
+    return InputError(f"data at {source} {problem}", remedy)
 
 
 @contextmanager
@@ -332,9 +332,10 @@ def _name_outputs(labels: Any, weights: Any, spec: PrepareSpec) -> dict[str, Any
 def _parts_of(structure: Any, kind: str) -> dict[str, Any]:
     if isinstance(structure, Mapping):
         parts = dict(structure)
-        if bad := [name for name in parts if not _is_name(name)]:
+        good = (name for name in parts if isinstance(name, str) and name.isascii() and name.isprintable())
+        if bad := parts.keys() - {name for name in good if 0 < len(name) <= _MAX_NAME}:
             raise StructureError(
-                f"returned the name {str(bad[0])[:_MAX_NAME]!r}",
+                f"returned the name {str(bad.pop())[:_MAX_NAME]!r}",
                 f"name inputs and outputs with up to {_MAX_NAME} printable ASCII characters",
             )
     elif isinstance(structure, tuple | list) and structure and all(map(_is_part, structure)):
@@ -348,10 +349,6 @@ def _parts_of(structure: Any, kind: str) -> dict[str, Any]:
             "returned nested structures", "give each input and output one array, under its own name"
         )
     return parts
-
-
-def _is_name(name: Any) -> bool:
-    return isinstance(name, str) and 0 < len(name) <= _MAX_NAME and name.isascii() and name.isprintable()
 
 
 def _is_part(value: Any) -> bool:

@@ -23,7 +23,7 @@ from csdctl.shipping.store import StoredFile, hash_file, store_file
 from csdctl.shipping.worker_calls import call_worker, fetch_results
 from csdctl.transport.many import run_on_all, values_or_raise
 from csdctl.transport.meter import TrafficClass
-from csdctl.transport.program import within
+from csdctl.transport.program import Nothing, within
 from csdctl.tuning.plan import FEATURES, Plan
 from csdctl.worker.protocol.datasets import DatasetInfo
 from csdctl.worker.protocol.features import (
@@ -32,7 +32,6 @@ from csdctl.worker.protocol.features import (
     FLOAT32,
     LITERT,
     Augmented,
-    Converted,
     ConvertSpec,
     Extracted,
     ExtractSpec,
@@ -235,7 +234,7 @@ def _convert(prefix: Prefix, worker: StoredFile, space: Workspace) -> StoredFile
                 worker.path,
                 "convert",
                 ConvertSpec(prefix, str(aside / LITE_FILE)),
-                Converted,
+                Nothing,
                 doing="converting the model for LiteRT",
                 patience=within(BUILD_DEADLINE_S),
             )

@@ -1,5 +1,6 @@
 """The user's augmentation: what it gets, what it may return, and how its random numbers repeat."""
 
+import hashlib
 import itertools
 import random
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from csdctl.worker.compute.backend import load_backend
 from csdctl.worker.compute.user_code import Augmentation, try_augment
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.model_info import AugmentTrial
-from csdctl.worker.protocol.run_spec import UserCode
+from csdctl.worker.protocol.run_spec import DatasetSlice, UserCode
 
 Make = Callable[[str], Augmentation]
 COUNTER = itertools.count()
@@ -161,7 +162,10 @@ def trial_of(tmp_path: Path, body: str, samples: np.ndarray = PICTURES) -> Augme
     np.save(tmp_path / "labels.npy", np.zeros(len(samples), np.int64))
     archive = tmp_path / f"{path.stem}.zip"
     archive.write_bytes(pack_code([path]))
-    return AugmentTrial(f"{path}:own", UserCode(str(archive), (path.stem,)), str(tmp_path), 0)
+    files = [tmp_path / "images.npy", tmp_path / "labels.npy"]
+    hashes = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
+    part = DatasetSlice(*map(str, files), images_sha256=hashes[0], labels_sha256=hashes[1])
+    return AugmentTrial(f"{path}:own", UserCode(str(archive), (path.stem,)), part, 0)
 
 
 @pytest.fixture(autouse=True)
@@ -185,7 +189,7 @@ TRIALS: list[tuple[str, str]] = [
 @pytest.mark.parametrize(("body", "message"), TRIALS)
 def test_trial_refuses_what_ranks_could_not_use(body: str, message: str, tmp_path: Path) -> None:
     """It uses several samples, and one."""
-    assert try_augment(trial_of(tmp_path, FLIP)).num_samples == 4
+    try_augment(trial_of(tmp_path, FLIP))
     with pytest.raises(WorkerError) as caught:
         try_augment(trial_of(tmp_path, body))
     assert message in caught.value.message

@@ -6,11 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from csdctl.worker.compute.split import measure_time
 from csdctl.worker.compute.step import Step
 from csdctl.worker.compute.user_code import Augmentation
-from csdctl.worker.protocol.probe import ProbeRequest
 from csdctl.worker.protocol.recipe import Noise, Recipe
-from csdctl.worker.tasks.probe import measure
 from tests.unit.worker.compute.built_models import keras, make_step
 
 FUNCTION = """\
@@ -66,8 +65,8 @@ def test_rank_without_others_trains_on_the_same_batch(reference: str) -> None:
 
 
 def test_measured_step_includes_the_function(reference: str) -> None:
-    request = ProbeRequest(7, min_steps=5, min_duration_s=0.0, warm_up_steps=2)
-    measure(own_step(reference), (SAMPLES, LABELS), request, None)
+    step = own_step(reference)
+    measure_time(lambda: step.take(SAMPLES, LABELS), 0.0, num_warm_ups=2, min_count=5)
     assert Path(reference.rpartition(":")[0] + ".sizes").read_text().split() == ["7"] * 7
 
 

@@ -37,7 +37,7 @@ def test_features_are_those_of_keras(tmp_path: Path, input_range: tuple[float, f
 
     prefix = dataclasses.replace(prefix_in(tmp_path), input_range=input_range)
     output = tmp_path / "prefix.tflite"
-    assert convert(ConvertSpec(prefix, str(output))).num_bytes == output.stat().st_size
+    convert(ConvertSpec(prefix, str(output)))
     lite = dataclasses.replace(prefix, lite=store(output))
     samples = np.random.default_rng(0).integers(0, 256, (70, 12, 12, 3)).astype(np.uint8)
     expected, found = (feature_pass(one, lambda: (tf, keras()), 1).run(samples) for one in (prefix, lite))

@@ -318,7 +318,7 @@ def test_weights_are_read_back_in_their_order_and_synced_before_they_have_their_
     calls = note_calls(monkeypatch)
     weights = [np.full((2, number % 3 + 1), number, np.float32) for number in range(120)]
     save_weights(tmp_path / "weights.npz", weights)
-    assert calls == [("fsync", ".part-weights.npz"), ("replace", "weights.npz")]
+    assert calls == [("fsync", ".weights.npz.new"), ("replace", "weights.npz")]
     assert all(map(np.array_equal, load_weights(tmp_path / "weights.npz"), weights))
 
 

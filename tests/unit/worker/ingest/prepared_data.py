@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from csdctl.worker.compute.model import save_weights
-from csdctl.worker.data.arrays import open_arrays
+from csdctl.worker.data.arrays import map_array
 from csdctl.worker.ingest.prepare import prepare
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.datasets import DatasetInfo, PrepareProgress, PrepareSpec
@@ -46,7 +46,7 @@ def spec_below(directory: Path, **settings: Any) -> PrepareSpec:
 
 
 def arrays_of(info: DatasetInfo) -> tuple[Any, Any]:
-    return open_arrays(f"{info.path}/images.npy", f"{info.path}/labels.npy")
+    return map_array(f"{info.path}/images.npy"), map_array(f"{info.path}/labels.npy")
 
 
 def refusal(spec: PrepareSpec, message: str, **options: Any) -> str:

@@ -4,7 +4,6 @@ import base64
 import hashlib
 import shutil
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from csdctl.worker.protocol.features import (
     ResultRule,
     SendSpec,
 )
-from csdctl.worker.protocol.json_codec import to_json
+from csdctl.worker.protocol.json_codec import ProtocolError, from_json, to_json
 from tests.unit.worker.compute.built_models import keras
 from tests.unit.worker.ingest.prepared_data import (
     NUM_SAMPLES,
@@ -181,25 +180,21 @@ CONTENT = np.random.default_rng(0).bytes(3 * LINE_BYTES + 5)
 NAME, HASH = "ab" * 32, hashlib.sha256(CONTENT).hexdigest()
 
 
-@pytest.mark.parametrize(
-    ("name", "sha256", "refused"),
-    [
-        (NAME, HASH, ""),
-        (NAME, "0" * 64, "have changed"),
-        *(
-            (name, HASH, "no results have this")
-            for name in ("../data/x", "/etc", "ab", "AB" * 32, NAME + "\n")
-        ),
-    ],
-)
-def test_nothing_but_whole_results_is_sent(tmp_path: Path, name: str, sha256: str, refused: str) -> None:
+def test_stored_results_are_sent_in_lines(tmp_path: Path) -> None:
     (tmp_path / RESULT_STORE / NAME).mkdir(parents=True)
     (tmp_path / RESULT_STORE / NAME / "images.npy").write_bytes(CONTENT)
     lines = list[str]()
-    with pytest.raises(WorkerError, match=refused) if refused else nullcontext():
-        sent = send(SendSpec(name, sha256, len(CONTENT)), lines.append, home=tmp_path)
-        assert (len(lines), sent.num_bytes) == (4, len(CONTENT))
-    assert b"".join(map(base64.b64decode, lines)) == (b"" if refused else CONTENT)
+    send(SendSpec(NAME, HASH, len(CONTENT)), lines.append, home=tmp_path)
+    assert len(lines) == 4
+    assert b"".join(map(base64.b64decode, lines)) == CONTENT
+    with pytest.raises(WorkerError, match="cannot be read: FileNotFoundError"):
+        send(SendSpec("0" * 64, HASH, len(CONTENT)), lines.append, home=tmp_path)
+
+
+@pytest.mark.parametrize("name", ["../data/x", "/etc", "ab", "AB" * 32, NAME + "\n"])
+def test_nothing_but_results_can_be_requested(name: str) -> None:
+    with pytest.raises(ProtocolError, match="fingerprint: expected a SHA-256 in hex"):
+        from_json(SendSpec, to_json(SendSpec(name, HASH, 1)))
 
 
 class TestViews:

@@ -316,12 +316,12 @@ def test_rank_and_probe_session_refuse_an_invalid_order(line: str) -> None:
 def test_event_must_be_of_a_rank_of_the_run_and_its_node() -> None:
     ready = events.Ready(1, "csd0", 1, 0.1)
     events.check_event(ready, NODES)
-    events.check_sender(ready, 1, NODES)
+    events.check_event(ready, NODES, 1)
     for wrong in (dataclasses.replace(ready, rank=3), dataclasses.replace(ready, node="csd1")):
         with pytest.raises(ProtocolError, match="received rank"):
             events.check_event(wrong, NODES)
         with pytest.raises(ProtocolError, match="expected rank 1 on csd0"):
-            events.check_sender(wrong, 1, NODES)
+            events.check_event(wrong, NODES, 1)
 
 
 def test_verification_has_a_result_for_every_rank() -> None:
