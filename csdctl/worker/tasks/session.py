@@ -60,7 +60,7 @@ class RankSession:
         """Run the task to its end; raises WorkerError."""
         started = time.monotonic()
         self._task.load()
-        self._vectors = SharedVectors(self._task.num_elements)
+        self._vectors = SharedVectors(max(self._task.sum_sizes))
         spec = self._spec
         with contextlib.closing(Listener(spec.run_id, self._me.rank, spec.link_key)) as listener:
             num_samples = self._me.num_private + self._me.num_public
@@ -122,7 +122,7 @@ class RankSession:
                 self._reporter.emit(WaitingFor, tuple(nodes[rank] for rank in missing))
 
         communicator = LinkCommunicator(channel, greeting, self._vectors, on_waiting)
-        communicator.choose_collective(order.collective)
+        communicator.choose_collective(order.collective, self._task.sum_sizes)
         return communicator
 
     def _synchronize(self, group: Group) -> None:
