@@ -267,6 +267,8 @@ def build_ssh_options(node: Node, known_hosts: Sequence[Path]) -> list[str]:
     options += [f"UserKnownHostsFile={files}", "GlobalKnownHostsFile=none"]
     if node.key:
         options.append("IdentitiesOnly=yes")
+    if node.key_address != node.address:
+        options.append(f"HostKeyAlias={node.key_address}")
     if node.jump:
         options.append(f"ProxyCommand={_proxy_command(node.jump, known_hosts)}")
     return [word for option in options for word in ("-o", option)]
