@@ -14,12 +14,11 @@ from pydantic import Field, model_validator
 from csdctl.documents import Document
 from csdctl.errors import CsdctlError, InputError
 from csdctl.fleet.names import expand_range, format_node_names
+from csdctl.worker.protocol.orders import BETWEEN_SERVERS
 
 HOST_NAME = "host"
 SERVER_MARK = "/"
 """Between the name of a server and that of one of its nodes: storage2/csd3."""
-BETWEEN_SERVERS = "servers"
-
 
 Watts = Annotated[float, Field(ge=0, le=1_000_000)]
 OneLine = Annotated[str, Field(pattern=r"^[^\x00-\x1f]*$", max_length=500)]

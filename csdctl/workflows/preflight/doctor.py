@@ -184,14 +184,15 @@ def _examine_machines(
     conditions = _measure(examination, sessions, clock)
     if not fleet.emulated:
         examination.add(*judge_hostnames(conditions.values()))
-    nodes = [facts for name, facts in conditions.items() if name not in {HOST_NAME, *examination.red}]
-    examination.add(*judge_prefixes(nodes))
     fit = [name for name in conditions if name not in examination.red]
-    if len(fit) > 1 and is_checked(fleet.network):
-        _check_clock(clock, "checking which machines can connect")
-        deadline_s = min(REACHABILITY_DEADLINE_S, clock.left_s)
-        fit_sessions = {name: sessions[name] for name in fit}
-        examination.add(*check_reachability(fleet, fit_sessions, conditions, deadline_s))
+    for level in fleet.levels(fit):
+        examination.add(*judge_prefixes(conditions[name] for name in level.machines[1:]))
+    fit = [name for name in conditions if name not in examination.red]
+    for level in fleet.levels(fit):
+        if is_checked(level.network):
+            _check_clock(clock, "checking which machines can connect")
+            deadline_s = min(REACHABILITY_DEADLINE_S, clock.left_s)
+            examination.add(*check_reachability(level, fleet, sessions, conditions, deadline_s))
     if not fleet.nodes:
         return  # the host trains alone
     fit = [name for name in fit if name not in examination.red]

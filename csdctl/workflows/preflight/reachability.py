@@ -12,7 +12,7 @@ from typing import Annotated
 
 from csdctl.fleet.checks import Check, ConnectAttempt, Status, judge_attempts, judge_error, pairs_to_try
 from csdctl.fleet.facts import Condition
-from csdctl.fleet.model import HOST_NAME, Fleet
+from csdctl.fleet.model import HOST_NAME, Fleet, Level
 from csdctl.fleet.network import addresses_in
 from csdctl.transport.commands import build_program_command
 from csdctl.transport.many import errors_of, run_on_all
@@ -54,21 +54,25 @@ class PortListener:
 
 
 def check_reachability(
-    fleet: Fleet, sessions: Mapping[str, Session], conditions: Mapping[str, Condition], deadline_s: float
+    level: Level,
+    fleet: Fleet,
+    sessions: Mapping[str, Session],
+    conditions: Mapping[str, Condition],
+    deadline_s: float,
 ) -> list[Check]:
-    """Return a check for every machine of `sessions`: whether the pairs that connect in training can."""
+    """Return a check for every machine of `level`: whether the pairs that connect in training can."""
     token = secrets.token_hex(8)
 
     def start(session: Session) -> PortListener:
-        address = _listen_address(session.name, fleet, conditions)
+        address = _listen_address(session.name, level, fleet, conditions)
         return _start_listener(session, fleet.python_of(session.name), address, token, deadline_s)
 
-    outcomes = run_on_all(sessions, start)
+    outcomes = run_on_all({name: sessions[name] for name in level.machines}, start)
     listeners = {name: outcome.value for name, outcome in outcomes.items() if outcome.value}
-    servers = pairs_to_try(list(listeners))
+    servers = pairs_to_try(level.machines)
 
     def connect_to_others(name: str) -> list[ConnectAttempt]:
-        others = {server: listeners[server] for server in servers[name]}
+        others = {server: listeners[server] for server in servers[name] if server in listeners}
         return _connect(name, listeners[name], others, deadline_s)
 
     try:
@@ -113,12 +117,12 @@ def _connect(
     ]
 
 
-def _listen_address(name: str, fleet: Fleet, conditions: Mapping[str, Condition]) -> str:
+def _listen_address(name: str, level: Level, fleet: Fleet, conditions: Mapping[str, Condition]) -> str:
     """Return an address in `network:`, else the one that the machine is reached at, else any of its own."""
     own = conditions[name].addresses or ()
-    if fleet.network:
-        return next(iter(addresses_in(fleet.network, own)), "0.0.0.0")
-    peer = fleet.nodes[0].address if name == HOST_NAME else fleet.node(name).address
+    if level.network:
+        return next(iter(addresses_in(level.network, own)), "0.0.0.0")
+    peer = fleet.node(level.machines[1] if name == HOST_NAME else name).address
     address = _local_address_towards(peer) if name == HOST_NAME else _resolve(peer)
     return address if address in own else next(iter(addresses_in("", own)), "127.0.0.1")
 
