@@ -443,7 +443,7 @@ def add_rank_traffic(
 
 
 def add_mpirun_traffic(outcomes: Iterable[JobOutcome], fleet: Fleet) -> LinkBytes:
-    """Add up the bytes on the connections of mpirun.
+    """Add up the bytes on the connections of the host's mpiruns.
 
     Nodes that share an address (an emulated fleet) differ in their SSH ports alone.
     """
@@ -459,7 +459,8 @@ def add_mpirun_traffic(outcomes: Iterable[JobOutcome], fleet: Fleet) -> LinkByte
 def _find_machine(peer: str, fleet: Fleet) -> str:
     """Return the node, or its jump host, with this 'address port'; '' for an unknown or ambiguous address."""
     address, _, port = peer.partition(" ")
-    machines = [node.jump or node for node in fleet.nodes] + list(fleet.nodes)
+    reached = [node for node in fleet.nodes if node.server in ("", node.name)]
+    machines = [node.jump or node for node in reached] + reached
     candidates = {machine.name: machine for machine in machines if machine.address == address}
     by_port = [name for name, machine in candidates.items() if str(machine.port) == port]
     if by_port:
