@@ -43,13 +43,18 @@ for request in sys.stdin:
     words = request.split()
     try:
         if words[0] == "choose":
-            ranks.choose_collective(words[1] if len(words) > 1 else "")
+            ranks.choose_collective(words[1] if len(words) > 1 else "", [int(size) for size in words[2:]])
             print(json.dumps(ranks.collective), flush=True)
         elif words[0] == "sum":
             memory.local[:] = np.arange(len(memory.local)) * (ranks.rank + 1)
             total = ranks.sum(memory.local)
             bits = int(total.view(np.uint32).sum())
             print(json.dumps([float(total[1]), float(total[-1]), bits]), flush=True)
+        elif words[0] == "part":
+            size = int(words[1])
+            memory.local[:size] = np.arange(size) * (ranks.rank + 1)
+            total = ranks.sum(memory.local)[:size]
+            print(json.dumps([float(total[-1]), int(total.view(np.uint32).sum())]), flush=True)
         elif words[0] == "checked":
             tail = [float(words[2]) if len(words) > 2 else 8.0, 0, 0, 0, 0]
             tail[2 + ranks.rank] = 0.5

@@ -33,7 +33,7 @@ class Variable:
 
 class Holds:
     is_resumable = True
-    num_elements = 1
+    sum_sizes = (1,)
     variables = [Variable()]
 
     def __init__(self, context):

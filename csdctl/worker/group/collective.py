@@ -6,12 +6,14 @@ A new collective is a subclass of `Collective`, registered in `COLLECTIVES`; its
 
 import time
 from collections import Counter
+from collections.abc import Sequence
+from itertools import cycle
 from typing import Annotated, Any
 
 from csdctl.worker.group.messages import allgather, gather_values
 from csdctl.worker.group.mpi import Incoming, OnWait, World, ignore_wait, wait_sleeping
-from csdctl.worker.group.values import ExpectedTails
-from csdctl.worker.protocol.json_codec import Between
+from csdctl.worker.group.values import ExpectedTails, PeerFaultError
+from csdctl.worker.protocol.json_codec import Between, Count, MaxLength
 from csdctl.worker.protocol.orders import ALLREDUCE, STAR
 
 CHUNK_SIZE = 1 << 18
@@ -21,15 +23,25 @@ _UP, _DOWN = 1, 2
 
 
 class Collective:
-    """Sums a float32 vector over all ranks; waiting ranks sleep.
+    """Sums float32 vectors over all ranks; waiting ranks sleep.
 
     The result has the same bits on all ranks and in every run. A collective whose rank 0 receives single
     vectors overrides more than `sum`.
     """
 
-    def __init__(self, world: World, local: Any, total: Any) -> None:
-        """`local` and `total`: contiguous float32 buffers of one size; numpy arrays on rank 0."""
+    def __init__(self, world: World, local: Any, total: Any, sizes: Sequence[int] = ()) -> None:
+        """`local` and `total`: contiguous float32 buffers of one size; numpy arrays on rank 0.
+
+        `sizes`: the elements of each sum of a step, at the start of the buffers; by default one sum of all.
+        """
         self._world, self._local, self._total = world, local, total
+        self._sizes = tuple(sizes) or (len(local),)
+        self._next_size = cycle(self._sizes)
+
+    @property
+    def num_sums(self) -> int:
+        """Sums of a step."""
+        return len(self._sizes)
 
     @property
     def is_sending(self) -> bool:
@@ -46,7 +58,7 @@ class Collective:
         """Wait until the latest sum has left."""
 
     def sum(self, on_wait: OnWait = ignore_wait, expected: ExpectedTails | None = None) -> None:
-        """Sum `local` over all ranks into `total` on all ranks.
+        """Sum the next vector of a step, in `local`, over all ranks into `total` on all ranks.
 
         A collective in which rank 0 sees single vectors compares them with what it has `expected`, and
         raises PeerFaultError before their sum reaches any other rank.
@@ -67,9 +79,13 @@ class Star(Collective):
     has the whole sum before rank 0 has compared the end of every vector with what it expects.
     """
 
-    def __init__(self, world: World, local: Any, total: Any) -> None:
-        super().__init__(world, local, total)
-        self._chunks = [slice(start, start + CHUNK_SIZE) for start in range(0, len(local), CHUNK_SIZE)]
+    def __init__(self, world: World, local: Any, total: Any, sizes: Sequence[int] = ()) -> None:
+        super().__init__(world, local, total, sizes)
+        self._next_chunks = cycle([_divide(size) for size in self._sizes])
+        self._chunks: list[slice] = []
+        """Those of the latest sum, or of the next one as soon as its receives are posted."""
+        self._summed = slice(0)
+        """The latest sum."""
         self._has_posted = False
         self._sending: list[Any] = []
         """Rank 0: requests by which the latest sum leaves `total`."""
@@ -96,7 +112,7 @@ class Star(Collective):
         """Rank 0: post receives for the other ranks' vectors of the next sum."""
         if self._world.rank or self._has_posted:
             return
-        self._has_posted = True
+        self._has_posted, self._chunks = True, next(self._next_chunks)
         self._arriving = [
             (chunk, rank, self._world.start_receive(buffer[chunk], rank, _UP))
             for chunk in self._chunks
@@ -116,15 +132,16 @@ class Star(Collective):
         self._sending = []
 
     def sum(self, on_wait: OnWait = ignore_wait, expected: ExpectedTails | None = None) -> None:
-        """Sum `local` over all ranks into `total` on all ranks.
+        """Sum the next vector of a step, in `local`, over all ranks into `total` on all ranks.
 
         Rank 0 raises PeerFaultError for a vector that does not end as `expected`, and keeps its sum.
         """
         if self._world.rank == 0:
             self._add(on_wait, expected, is_sending=True)
             return
-        requests = [self._world.start_receive(self._total[chunk], 0, _DOWN) for chunk in self._chunks]
-        sending = [self._world.start_send(self._local[chunk], 0, _UP) for chunk in self._chunks]
+        chunks = next(self._next_chunks)
+        requests = [self._world.start_receive(self._total[chunk], 0, _DOWN) for chunk in chunks]
+        sending = [self._world.start_send(self._local[chunk], 0, _UP) for chunk in chunks]
         for request in [*requests, *sending]:
             wait_sleeping(request, on_wait)
 
@@ -134,7 +151,7 @@ class Star(Collective):
 
     def spread(self) -> None:
         """Rank 0: send `total`, to which the sums of other groups have been added."""
-        for chunk in self._chunks:
+        for chunk in _divide(self._summed.stop):
             self._send(chunk)
 
     def find_not_finite(self) -> list[int]:
@@ -143,7 +160,7 @@ class Star(Collective):
         After such a sum no rank has anything to send: a rank that does overwrites its vector.
         """
         # In this order: messages arrive while requests are tested, and one that did before is complete.
-        is_finite = [bool(self._numpy.isfinite(vector).all()) for vector in self._received]
+        is_finite = [bool(self._numpy.isfinite(vector[self._summed]).all()) for vector in self._received]
         waiting = Counter(rank for _, rank, request in self._arriving if not request.Test())
         num_chunks = len(self._chunks) if self._has_posted else 0
         return [
@@ -163,6 +180,7 @@ class Star(Collective):
     def _add(self, on_wait: OnWait, expected: ExpectedTails | None, *, is_sending: bool) -> None:
         self.post_receives()
         self.flush(on_wait)
+        self._summed = slice(self._chunks[-1].stop)
         for chunk in self._chunks:
             while self._arriving and self._arriving[0][0] == chunk:
                 wait_sleeping(self._arriving[0][2], on_wait, self.find_missing)
@@ -172,7 +190,7 @@ class Star(Collective):
             else:
                 self._numpy.add(self._partial[chunk], self._local[chunk], out=self._total[chunk])
             if expected and chunk is self._chunks[-1]:
-                expected.check(self._received)
+                expected.check([vector[self._summed] for vector in self._received])
             if is_sending:
                 self._send(chunk)
         self._has_posted = False
@@ -187,8 +205,14 @@ class Allreduce(Collective):
     """MPI's own non-blocking allreduce: no rank sees another one's vector."""
 
     def sum(self, on_wait: OnWait = ignore_wait, expected: ExpectedTails | None = None) -> None:
-        """Sum `local` over all ranks into `total` on all ranks."""
-        wait_sleeping(self._world.start_sum(self._local, self._total), on_wait)
+        """Sum the next vector of a step, in `local`, over all ranks into `total` on all ranks."""
+        summed = slice(next(self._next_size))
+        wait_sleeping(self._world.start_sum(self._local[summed], self._total[summed]), on_wait)
+
+
+def _divide(size: int) -> list[slice]:
+    """Return the chunks of a vector."""
+    return [slice(start, min(size, start + CHUNK_SIZE)) for start in range(0, size, CHUNK_SIZE)]
 
 
 SumSeconds = Annotated[float, Between(0.0, 3600.0)]
@@ -196,19 +220,29 @@ LONG_S = 2.0
 """A sum of so many seconds is timed once: opening the connections is a small part of it."""
 NUM_ROUNDS = 2
 
+SumSizes = Annotated[tuple[Count, ...], MaxLength(1 << 12)]
+"""Elements of the sums of a step, in their order."""
 COLLECTIVES: dict[str, type[Collective]] = {STAR: Star, ALLREDUCE: Allreduce}
 
 
 def choose_collective(
-    world: World, local: Any, total: Any, wanted: str = "", *, on_wait: OnWait = ignore_wait
+    world: World,
+    local: Any,
+    total: Any,
+    wanted: str = "",
+    sizes: Sequence[int] = (),
+    *,
+    on_wait: OnWait = ignore_wait,
 ) -> tuple[Collective, str, float]:
-    """Return the fastest collective, its name, and the seconds of its fastest sum on the slowest rank.
+    """Return the fastest collective, its name, and the seconds of a step's sums on the slowest rank.
 
-    `wanted` names the collective to use instead. Call on all ranks.
+    `wanted` names the collective to use instead. `sizes` as of `Collective`. Call on all ranks; raises
+    PeerFaultError for a rank whose step has other sums than that of rank 0.
     """
+    check_sizes(gather_values(world, sizes or [len(local)], SumSizes, on_wait))
     measured: list[tuple[float, str, Collective]] = []
     for name in (wanted,) if wanted in COLLECTIVES else COLLECTIVES:
-        collective = COLLECTIVES[name](world, local, total)
+        collective = COLLECTIVES[name](world, local, total, sizes)
         # The first sum opens connections and does not count, if it is not long.
         slowest_s = find_slowest_s(world, _time_sum(world, collective, on_wait), on_wait)
         if slowest_s < LONG_S:
@@ -219,6 +253,14 @@ def choose_collective(
     return collective, name, seconds
 
 
+def check_sizes(found: Sequence[Sequence[int]]) -> None:
+    """Raise PeerFaultError unless the sums of a step are the same on all ranks."""
+    for rank, sizes in enumerate(found):
+        if sizes != found[0]:
+            own, expected = (", ".join(map(str, one[:10])) for one in (sizes, found[0]))
+            raise PeerFaultError(rank, f"sums {own} elements in a step, in this order; expected {expected}")
+
+
 def find_slowest_s(world: World, own_s: float, on_wait: OnWait = ignore_wait) -> float:
     """Return the seconds of the slowest rank; raises PeerFaultError for what cannot be the time of a sum."""
     return float(max(gather_values(world, own_s, SumSeconds, on_wait)))
@@ -227,7 +269,8 @@ def find_slowest_s(world: World, own_s: float, on_wait: OnWait = ignore_wait) ->
 def _time_sum(world: World, collective: Collective, on_wait: OnWait) -> float:
     allgather(world, b"", 0, on_wait)
     started_s = time.perf_counter()
-    collective.sum(on_wait)
+    for _ in range(collective.num_sums):
+        collective.sum(on_wait)
     seconds = time.perf_counter() - started_s
     collective.flush(on_wait)
     return seconds

@@ -5,9 +5,10 @@ their content is checked.
 """
 
 import contextlib
+import json
 import struct
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 from csdctl.worker.data.arrays import Array
@@ -51,7 +52,7 @@ class Communicator:
 
     rank, size = 0, 1
     collective, sum_s = ALONE, 0.0
-    """Name of the collective, and the seconds of one sum, as measured when the group was formed."""
+    """Name of the collective, and the seconds of a step's sums, as measured when the group was formed."""
 
     def __init__(self, local: Array) -> None:
         """`local`: the buffer where this rank's vector is best written; shape (n,), float32."""
@@ -59,6 +60,8 @@ class Communicator:
 
     def sum(self, vector: Array, expected: ExpectedTails | None = None) -> Array:
         """Return the sum of `vector` over all ranks, bit-identical on all; valid until the next call.
+
+        It is as long as the largest sum of a step; elements behind the end of the next sum are not sent.
 
         `expected`, on rank 0: what the ranks' vectors must end with.
         """
@@ -126,10 +129,14 @@ class LinkCommunicator(Communicator):
         """Bytes of messages between this rank and another so far, by traffic class, sender and receiver."""
         channel.send_descriptor(vectors.descriptor)
 
-    def choose_collective(self, wanted: str) -> None:
-        """Choose the collective, on all ranks together; `wanted` names one instead of measuring."""
+    def choose_collective(self, wanted: str, sizes: Sequence[int] = ()) -> None:
+        """Choose the collective, on all ranks together; `wanted` names one instead of measuring.
+
+        `sizes`: the elements of each sum of a step, in their order; by default one sum of the whole vector.
+        """
         hint = tuple[Annotated[str, OneOf(COLLECTIVE_NAMES)], float]
-        self.collective, self.sum_s = self._read(hint, self._request(Request.CHOOSE, wanted.encode()))
+        content = json.dumps([wanted, list(sizes)]).encode()
+        self.collective, self.sum_s = self._read(hint, self._request(Request.CHOOSE, content))
 
     def sum(self, vector: Array, expected: ExpectedTails | None = None) -> Array:
         """Sum in the memory that is shared with the link."""

@@ -67,10 +67,10 @@ class TwoLevelCommunicator(Communicator):
         links = (self._tunnel, self._own), (self._between, self._leaders)
         return [(link, places) for link, places in links if link]
 
-    def choose_collective(self, wanted: str) -> None:
+    def choose_collective(self, wanted: str, sizes: Sequence[int] = ()) -> None:
         """Choose the collective of the servers; a server and its nodes use a star, which checks each node."""
         for link, _ in self._links:
-            link.choose_collective(STAR if link is self._tunnel else wanted)
+            link.choose_collective(STAR if link is self._tunnel else wanted, sizes)
             self.collective, self.sum_s = link.collective, self.sum_s + link.sum_s
 
     def sum(self, vector: Array, expected: ExpectedTails | None = None) -> Array:

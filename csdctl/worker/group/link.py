@@ -162,8 +162,9 @@ class _Link:
             raise LinkLostError  # a rank that waits sends nothing: it is gone
 
     def _choose(self, content: bytearray) -> bytes:
+        wanted, sizes = json.loads(content)
         self._collective, name, seconds = choose_collective(
-            self._world, *self._vectors, content.decode(), on_wait=self._on_wait
+            self._world, *self._vectors, wanted, sizes, on_wait=self._on_wait
         )
         return json.dumps([name, seconds]).encode()
 

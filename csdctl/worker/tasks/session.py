@@ -64,7 +64,7 @@ class RankSession:
         """Run the task to its end; raises WorkerError."""
         started = time.monotonic()
         self._task.load()
-        self._vectors = SharedVectors(self._task.num_elements)
+        self._vectors = SharedVectors(max(self._task.sum_sizes))
         self._sums: SharedVectors | None = None
         """The vectors of the link between servers."""
         spec = self._spec
@@ -137,7 +137,7 @@ class RankSession:
             if is_between in links or (greeting.size, greeting.rank) != (len(members), members.index(me)):
                 raise LinkLostError
             if is_between and self._sums is None:
-                self._sums = SharedVectors(self._task.num_elements)
+                self._sums = SharedVectors(max(self._task.sum_sizes))
             vectors = self._sums if is_between and self._sums else self._vectors
             waited = [self._spec.ranks[order.ranks[place]].node for place in members]
             on_waiting = partial(self._report_waiting, waited, greeting.rank)
@@ -146,7 +146,7 @@ class RankSession:
         if len(servers) > 1:
             ends = links.get(False), links.get(True)
             communicator = TwoLevelCommunicator(me, servers, self._vectors.local, *ends)
-        communicator.choose_collective(order.collective)
+        communicator.choose_collective(order.collective, self._task.sum_sizes)
         return communicator
 
     def _report_waiting(self, nodes: Sequence[str], rank: int, missing: list[int]) -> None:

@@ -130,8 +130,8 @@ class Task(Protocol):
     """Whether a new group takes over the state of rank 0 and continues from there."""
 
     @property
-    def num_elements(self) -> int:
-        """Elements of the vector that the ranks sum; known after `load`."""
+    def sum_sizes(self) -> Sequence[int]:
+        """Elements of each vector that the ranks sum in a step, in their order; known after `load`."""
 
     @property
     def variables(self) -> Sequence[Any]:
@@ -166,10 +166,10 @@ class ModelTask:
         self._tf, self._keras = backend
 
     @property
-    def num_elements(self) -> int:
-        """Elements of the vector that the ranks sum."""
-        step_size = self.step.max_step_size if isinstance(self.step, CustomStep) else self.layout.step_size
-        return int(step_size + 1 + len(self.spec.ranks))
+    def sum_sizes(self) -> list[int]:
+        """Elements of each vector that the ranks sum in a step, in their order."""
+        layouts = self.step.layouts if isinstance(self.step, CustomStep) else [self.layout]
+        return [int(layout.step_size + 1 + len(self.spec.ranks)) for layout in layouts]
 
     @property
     def variables(self) -> list[Any]:

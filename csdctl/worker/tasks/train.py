@@ -189,9 +189,9 @@ class Train(ModelTask):
         """
         vector = communicator.local
         is_stopping = is_last and self.is_root and self.orders.is_stopping
-        vector[layout.stop :] = 0
-        vector[layout.stop] = is_stopping
-        vector[layout.compute_s][self.me.rank] = own_s
+        tail = vector[layout.stop :][: 1 + len(self.spec.ranks)]
+        tail[:] = 0
+        tail[0], tail[1 + self.me.rank] = is_stopping, own_s
         ranks = tuple(share.rank for share in self.progress.segment.shares)
         counts = tuple(self.progress.weigh(self.progress.step_samples))
         expected = ExpectedTails(layout.count, ranks, counts)

@@ -12,6 +12,7 @@ from csdctl.launch.mpirun import EAGER_LIMIT_BYTES
 from csdctl.worker.group.channel import Channel, Listener, socket_name
 from csdctl.worker.group.values import LinkLostError
 from csdctl.worker.protocol.orders import COLLECTIVE_NAMES
+from tests.attacks.hostile_link import HEAD, SERVE
 from tests.linked_ranks import NUM_ELEMENTS, SIZE, Group
 
 pytestmark = pytest.mark.first(2)
@@ -102,6 +103,54 @@ def test_traffic_between_ranks_is_counted_by_the_kernel(group: Group) -> None:
         assert 3 * vector_bytes <= grown <= 3 * vector_bytes * 1.01
     assert after["samples", 0, 2] == 5000
     assert ("samples", 0, 1) not in after
+
+
+SIZES = (3000, NUM_ELEMENTS)
+"""Elements of the two sums of a step; the larger one is sent in chunks."""
+
+
+@pytest.mark.parametrize("collective", COLLECTIVE_NAMES)
+def test_each_sum_of_a_step_is_sent_with_its_own_size(group: Group, collective: str) -> None:
+    factor = SIZE * (SIZE + 1) / 2
+    group.all(f"choose {collective} {SIZES[0]} {SIZES[1]}")
+    before = {tuple(row[:3]): row[3] for row in group.all("traffic")[0]}
+    for _ in range(3):
+        for size in SIZES:
+            answers = group.all(f"part {size}")
+            assert answers[0][0] == factor * (size - 1)
+            assert answers == [answers[0]] * SIZE
+    after = {tuple(row[:3]): row[3] for row in group.all("traffic")[0]}
+    sent = sum(number - before[key] for key, number in after.items())
+    # Both collectives send each vector of two ranks, and the sum to two ranks.
+    assert 1 <= sent / (4 * 3 * 4 * sum(SIZES)) <= 1.01
+
+
+def test_rank_whose_step_has_its_sums_in_another_order_is_refused(group: Group) -> None:
+    for rank in range(SIZE):
+        sizes = SIZES[::-1] if rank == 1 else SIZES
+        group.send(rank, f"choose star {sizes[0]} {sizes[1]}")
+    fault = group.answer(0)
+    assert fault["culprit"] == 1
+    assert f"sums {NUM_ELEMENTS}, 3000 elements in a step" in fault["message"]
+
+
+SWAPS = f"""{HEAD}
+class Swapped(collective.Star):
+    def __init__(self, world, local, total, sizes):
+        super().__init__(world, local, total, sizes[::-1])
+collective.COLLECTIVES["star"] = Swapped
+{SERVE}"""
+
+
+def test_rank_that_sends_the_sums_of_a_step_in_another_order_than_it_says_is_refused() -> None:
+    group = Group(f"test-{os.getpid()}-swaps", {1: SWAPS})
+    try:
+        for rank in range(SIZE):
+            group.send(rank, f"choose star {SIZES[0]} {SIZES[1]}")
+        fault = group.answer(0)
+        assert (fault["culprit"], fault["message"]) == (1, "sent more than the 12000 bytes expected")
+    finally:
+        group.end()
 
 
 @pytest.mark.parametrize("size", [5000, EAGER_LIMIT_BYTES + 1])

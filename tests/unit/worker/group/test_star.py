@@ -11,6 +11,7 @@ import pytest
 
 from csdctl.worker.group import collective
 from csdctl.worker.group.collective import CHUNK_SIZE, Star, choose_collective
+from csdctl.worker.group.values import ExpectedTails
 
 NUM_ELEMENTS = CHUNK_SIZE + 3
 """Two chunks."""
@@ -133,12 +134,32 @@ def test_vectors_are_added_in_the_order_of_ranks_and_rank_0_last() -> None:
     assert np.unique(total).tolist() == [1.0]
 
 
+def test_what_is_left_of_a_larger_sum_is_no_part_of_a_smaller_one() -> None:
+    world: Any = SlowWorld(num_tests=1)
+    local, total = np.zeros(NUM_ELEMENTS, np.float32), np.zeros(NUM_ELEMENTS, np.float32)
+    star = Star(world, local, total, (NUM_ELEMENTS, 7))
+    add(star, world, local, 1.0, np.inf, 300.0)  # an optimizer with loss scaling skips it
+    assert star.find_not_finite() == [1]
+    star.post_receives()
+    assert [len(message.into) for message in world.awaited] == [7, 7]
+    expected = ExpectedTails(2, (0, 1, 2), (1.0, 20.0, 300.0))
+    for message, count in zip(world.awaited, (20.0, 300.0), strict=True):
+        message.into[:] = [5.0, 5.0, count, 0.0, 0.0, 0.0, 0.0]
+        message.has_arrived = True
+    world.awaited.clear()
+    local[:7] = [5.0, 5.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+    star.sum(expected=expected)
+    assert total[:7].tolist() == [15.0, 15.0, 321.0, 0.0, 0.0, 0.0, 0.0]
+    star.post_receives()  # of the larger one again
+    assert star.find_not_finite() == []
+
+
 class Timed:
     """A collective whose sums take a rank's seconds."""
 
     seconds: tuple[float, ...]
 
-    def __init__(self, world: Any, local: Any, total: Any) -> None:
+    def __init__(self, world: Any, local: Any, total: Any, sizes: Any) -> None:
         pass
 
 
@@ -146,10 +167,11 @@ def choose_among(monkeypatch: pytest.MonkeyPatch, seconds: dict[str, list[float]
     """Choose among collectives whose sums take `seconds` on the ranks."""
     kinds = {name: type(name, (Timed,), {"seconds": times}) for name, times in seconds.items()}
     monkeypatch.setattr(collective, "COLLECTIVES", kinds)
+    monkeypatch.setattr(collective, "gather_values", lambda *_: [])
     monkeypatch.setattr(collective, "_time_sum", lambda world, one, on_wait: one.seconds)
     monkeypatch.setattr(collective, "find_slowest_s", lambda world, seconds, on_wait: max(seconds))
     nothing: Any = None
-    chosen, name, slowest_s = choose_collective(nothing, None, None, wanted)
+    chosen, name, slowest_s = choose_collective(nothing, [0.0], [0.0], wanted)
     return type(chosen).__name__, name, slowest_s
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from csdctl.worker.compute.custom_step import CustomStep
+from csdctl.worker.compute.interception import Interception
 from csdctl.worker.compute.statistics import Snapshot
 from csdctl.worker.protocol.run_spec import RankSpec, Runtime
 from csdctl.worker.tasks.reference import NEAR, CustomReference, ExactSum
@@ -90,22 +90,26 @@ def test_sum_that_is_taken_twice_is_found() -> None:
 
 
 def test_plain_mean_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = CustomStep._sum_gradients
+    right = Interception._sum_gradients
 
-    def wrong(self: Any, optimizer: Any, gradients: Any, variables: Any, weight: Any) -> Any:
-        return right(self, optimizer, gradients, variables, tf.ones_like(weight))
+    def wrong(self: Any, *arguments: Any) -> Any:
+        weight, self._weight = self._weight, tf.ones_like(self._weight)
+        try:
+            return right(self, *arguments)
+        finally:
+            self._weight = weight
 
-    monkeypatch.setattr(CustomStep, "_sum_gradients", wrong)
+    monkeypatch.setattr(Interception, "_sum_gradients", wrong)
     assert not Judged(build, add).are_ranks_right
 
 
 def test_sum_that_is_applied_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = CustomStep._sum_gradients
+    right = Interception._sum_gradients
 
     def wrong(self: Any, *arguments: Any) -> Any:
         return [None if one is None else 2 * one for one in right(self, *arguments)]
 
-    monkeypatch.setattr(CustomStep, "_sum_gradients", wrong)
+    monkeypatch.setattr(Interception, "_sum_gradients", wrong)
     assert Judged(build, add).update > 0.5
 
 

@@ -20,7 +20,7 @@ from csdctl.worker.tasks.task import FINISHED
 
 class Connects:
     is_resumable = False
-    num_elements = 1
+    sum_sizes = (1,)
     variables = ()
 
     def __init__(self, context):
