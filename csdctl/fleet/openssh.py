@@ -268,7 +268,8 @@ def build_ssh_options(node: Node, known_hosts: Sequence[Path]) -> list[str]:
     if node.key:
         options.append("IdentitiesOnly=yes")
     if node.key_address != node.address:
-        options.append(f"HostKeyAlias={node.key_address}")
+        alias = node.key_address if node.port == 22 else f"[{node.key_address}]:{node.port}"
+        options.append(f"HostKeyAlias={alias}")
     if node.jump:
         options.append(f"ProxyCommand={_proxy_command(node.jump, known_hosts)}")
     return [word for option in options for word in ("-o", option)]

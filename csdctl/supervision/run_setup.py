@@ -181,9 +181,12 @@ class RankStarter:
         for level in self.fleet.levels(ranks):
             arguments = ["link", "--run", self.spec.run_id, "--generation", str(generation)]
             arguments += ["--level", level.name]
+            members = [ranks[level.machines[0]], *sorted(ranks[node] for node in level.machines[1:])]
             commands = [
-                RankCommand(rank, node, tuple(self._build_worker_command(rank, arguments)))
-                for node, rank in ((node, ranks[node]) for node in level.machines)
+                RankCommand(
+                    rank, self.spec.ranks[rank].node, tuple(self._build_worker_command(rank, arguments))
+                )
+                for rank in members
             ]
             jobs.append(self.mpirun.build_job(commands, level))
         return Links(*jobs)

@@ -188,19 +188,15 @@ class _Link:
         return b""
 
     def _gather(self, content: bytearray) -> bytes:
-        max_bytes = self._limit(content)
+        (max_bytes,) = LIMIT.unpack_from(content)
+        self._allow(max_bytes * self._world.size)
         return join_parts(gather(self._world, content[LIMIT.size :], max_bytes, self._on_wait))
 
     def _share(self, content: bytearray) -> Bytes:
-        max_bytes = self._limit(content)
+        (max_bytes,) = LIMIT.unpack_from(content)
+        self._allow(max_bytes)
         found = spread(self._world, content[LIMIT.size :], max_bytes, self._on_wait)
         return found if self._world.rank else b""
-
-    def _limit(self, content: bytearray) -> int:
-        """Return the largest size that the rank expects of a part."""
-        (max_bytes,) = LIMIT.unpack_from(content)
-        self._allow(max_bytes * self._world.size)
-        return int(max_bytes)
 
     def _find_not_finite(self, _: bytearray) -> bytes:
         found = self._collective.find_not_finite() if self._collective and not self._world.rank else []

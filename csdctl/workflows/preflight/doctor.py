@@ -182,11 +182,10 @@ def _examine_machines(
     """Examine each machine, then pairs, then all; raises DeadlineError that names the unfinished part."""
     fleet = examination.fleet
     conditions = _measure(examination, sessions, clock)
-    if not fleet.emulated:
-        examination.add(*judge_hostnames(conditions.values()))
-    fit = [name for name in conditions if name not in examination.red]
-    for level in fleet.levels(fit):
+    for level in fleet.levels(name for name in conditions if name not in examination.red):
         examination.add(*judge_prefixes(conditions[name] for name in level.machines[1:]))
+        if not fleet.emulated:
+            examination.add(*judge_hostnames(conditions[name] for name in level.machines))
     fit = [name for name in conditions if name not in examination.red]
     for level in fleet.levels(fit):
         if is_checked(level.network):

@@ -38,6 +38,7 @@ from csdctl.worker.protocol.events import (
     Started,
     Traffic,
 )
+from csdctl.worker.protocol.orders import STAR
 from csdctl.worker.protocol.sandbox import SandboxCheck, SandboxRequest
 from csdctl.workflows.workspace.workspace import Workspace
 
@@ -191,18 +192,36 @@ def _check_level(
 def measure_sums(space: Workspace, sizes: Sequence[tuple[int, int]]) -> list[CollectiveTimed]:
     """Time sums over (the first N ranks, N bytes each) for each pair in `sizes`; the host is rank 0.
 
+    Of several servers, that of the largest tunnel, with at most N ranks, and that of the servers are added.
     The worker must have been delivered. Raises RunError when a rank fails, CsdctlError without mpirun.
     """
+    fleet = space.fleet
+    levels = fleet.levels(fleet.machines) or (Level(HOST_NAME, fleet.machines, fleet.network),)
+    timed: dict[tuple[int, int], float] = dict.fromkeys(sizes, 0.0)
+    for level in {max(levels[:-1] or levels, key=lambda one: len(one.machines)), levels[-1]}:
+        limited = {pair: (min(pair[0], len(level.machines)), pair[1]) for pair in timed}
+        found = _measure_level(space, level, sorted(set(limited.values())))
+        timed = {pair: timed[pair] + found[limited[pair]] for pair in timed if limited[pair] in found}
+    return [
+        CollectiveTimed(0, HOST_NAME, num_ranks, num_bytes, STAR, sum_s)
+        for (num_ranks, num_bytes), sum_s in timed.items()
+    ]
+
+
+def _measure_level(
+    space: Workspace, level: Level, sizes: Sequence[tuple[int, int]]
+) -> dict[tuple[int, int], float]:
+    """Return the seconds of those sums of `sizes` that were not too long to be timed."""
     fleet = space.fleet
     worker = store_bytes(pack_worker(), ".pyz", space.project.root, TrafficClass.CODE)
     obstacles = find_obstacles(fleet, {name: space.sessions[name] for name in fleet.machines}, worker.path)
     sums = ",".join(f"{num_ranks}:{num_bytes}" for num_ranks, num_bytes in sizes)
     arguments = ["--sums", sums] if sums else []
-    level = Level(HOST_NAME, fleet.machines, fleet.network)
-    check, events = _run_check(space, worker, obstacles, level, fleet.machines, SUMS_DEADLINE_S, arguments)
+    check, events = _run_check(space, worker, obstacles, level, level.machines, SUMS_DEADLINE_S, arguments)
     if check.status != Status.OK:
         raise RunError(f"sums over the ranks could not be measured: {check.found}", remedy=check.remedy)
-    return [event for event in events if isinstance(event, CollectiveTimed)]
+    timed = (event for event in events if isinstance(event, CollectiveTimed))
+    return {(event.num_ranks, event.num_bytes): event.sum_s for event in timed}
 
 
 def _check_machines(

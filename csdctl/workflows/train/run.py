@@ -140,14 +140,13 @@ def _choose_collective(inputs: RunInputs, options: TrainOptions) -> str:
     """
     if options.collective != MEASURED:
         return options.collective
-    if not any(rank.server for rank in inputs.spec.ranks):
-        return STAR
+    default = "" if any(rank.server for rank in inputs.spec.ranks) else STAR
     if not inputs.directory.events.exists():
-        return ""
+        return default
     for event in inputs.directory.read_events([rank.node for rank in inputs.spec.ranks]):
         if isinstance(event, Joined) and event.rank == 0:
-            return event.collective if event.collective in COLLECTIVES else ""
-    return ""
+            return event.collective if event.collective in COLLECTIVES else default
+    return default
 
 
 class RunObserver(DeliveryObserver, Protocol):
