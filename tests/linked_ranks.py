@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -95,15 +95,19 @@ for request in sys.stdin:
 
 @contextlib.contextmanager
 def links(
-    run_id: str, size: int, hostile: Mapping[int, str] = {}, errors: IO[bytes] | None = None
+    run_id: str,
+    ranks: Sequence[int],
+    hostile: Mapping[int, str] = {},
+    errors: IO[bytes] | None = None,
+    level: str = "",
 ) -> Iterator["subprocess.Popen[bytes]"]:
-    """Keep mpirun running with the links of ranks 0…size-1.
+    """Keep mpirun running with the links of `ranks`.
 
     `hostile`: programs that take the place of the links of some ranks, given run and rank.
     """
     # A killed mpirun leaves $TMPDIR/ompi.PID, and another one with the same number then refuses to start.
     with tempfile.TemporaryDirectory() as scratch:
-        process = _start_links(run_id, size, hostile, errors, scratch)
+        process = _start_links(run_id, ranks, hostile, errors, scratch, level)
         try:
             yield process
         finally:
@@ -113,16 +117,21 @@ def links(
 
 
 def _start_links(
-    run_id: str, size: int, hostile: Mapping[int, str], errors: IO[bytes] | None, scratch: str
+    run_id: str,
+    ranks: Sequence[int],
+    hostile: Mapping[int, str],
+    errors: IO[bytes] | None,
+    scratch: str,
+    level: str,
 ) -> "subprocess.Popen[bytes]":
     options = [word for option in COMMON_OPTIONS for word in option.split() if "node" not in option]
     contexts: list[str] = []
-    for rank in range(size):
+    for number, rank in enumerate(ranks):
         link = [sys.executable, "-m", "csdctl.worker", "link", "--run", run_id, "--rank", str(rank)]
-        link += ["--generation", "1"]
+        link += ["--generation", "1", "--level", level]
         if rank in hostile:
             link = [sys.executable, "-c", hostile[rank], run_id, str(rank)]
-        contexts += [":"] * bool(rank) + ["-np", "1", *link]
+        contexts += [":"] * bool(number) + ["-np", "1", *link]
     return subprocess.Popen(
         [str(Path(sys.prefix) / "bin" / "mpirun"), *options, "--map-by", ":OVERSUBSCRIBE", *contexts],
         env={**os.environ, **ALLOW_ROOT, "TMPDIR": scratch},
@@ -152,7 +161,7 @@ class Group:
         for rank in range(SIZE):
             assert self.receive(rank, parse=False) == "listening"
         self._links = contextlib.ExitStack()
-        self.mpirun = self._links.enter_context(links(run_id, SIZE, hostile, self._errors))
+        self.mpirun = self._links.enter_context(links(run_id, range(SIZE), hostile, self._errors))
 
     def send(self, rank: int, request: str) -> None:
         stdin = self.ranks[rank].stdin

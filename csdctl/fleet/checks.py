@@ -13,10 +13,11 @@ from enum import StrEnum
 
 from csdctl.errors import CsdctlError, NodeError
 from csdctl.fleet.facts import Condition, DirectorySpace, Facts
-from csdctl.fleet.model import HOST_NAME, Fleet
+from csdctl.fleet.model import HOST_NAME, Fleet, Level
 from csdctl.fleet.names import format_node_names, names_by_value
 from csdctl.fleet.network import NO_INTERFACE_REMEDY, addresses_in, has_no_interface, is_checked
 from csdctl.fleet.requirements import build_install_command
+from csdctl.worker.protocol.orders import BETWEEN_SERVERS
 
 MIN_PYTHON = (3, 11)
 MIN_GLIBC = (2, 28)
@@ -49,6 +50,7 @@ class Check:
 
 
 FLEET_NAME = "fleet"
+BETWEEN = "network of servers"
 
 Judgement = tuple[Status, str, str, str]
 """Status, found, expected, remedy."""
@@ -73,7 +75,13 @@ def judge_machine(facts: Condition, host: Facts, fleet: Fleet) -> list[Check]:
         "disk": _judge_space(facts.home_space, minimum=64 * MIB, ample=1024 * MIB),
         "TMPDIR": _judge_space(facts.temporary_space, minimum=16 * MIB, ample=128 * MIB),
         "clock": _judge_clock(facts.clock_offset_s),
-        "network": judge_network(facts.addresses, fleet.network),
+        **{
+            BETWEEN if level.name == BETWEEN_SERVERS else "network": judge_network(
+                facts.addresses, level.network
+            )
+            for level in fleet.levels(fleet.machines) or [Level(HOST_NAME, fleet.machines, fleet.network)]
+            if facts.name in level.machines
+        },
     }
     if facts.name == HOST_NAME:
         judgements["open files"] = _judge_open_files(facts.open_files, len(fleet.nodes))
@@ -128,7 +136,7 @@ def judge_hostnames(conditions: Iterable[Condition]) -> list[Check]:
 
 
 def judge_prefixes(nodes: Iterable[Facts]) -> list[Check]:
-    """Check that all nodes have the same prefix as the first: mpirun uses one prefix for all."""
+    """Check that all nodes have the same prefix as the first: an mpirun uses one prefix for all."""
     known = [facts for facts in nodes if facts.prefix]
     return [
         Check(
@@ -298,9 +306,6 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(map(int, found[0].split("."))) if found else ()
 
 
-MAX_OTHER_PAIRS = 64
-"""With at most this number of machines, pairs that do not connect in training are also tried."""
-
 FIREWALL_REMEDY = "let TCP ports 1024 and up through the firewall between these machines"
 ROUTE_REMEDY = "check routes and addresses; name the shared network as `network:` in the fleet file"
 
@@ -316,63 +321,43 @@ class ConnectAttempt:
     reason: str = ""
 
 
-def must_connect(first: int, second: int, num_ranks: int) -> bool:
-    """Return whether two ranks connect in training.
-
-    Rank 0 connects with all ranks, other ranks at a distance of a power of two. The sum is a star around
-    rank 0. Gathering uses Open MPI's dissemination, recursive doubling, ring and Bruck algorithms, in which
-    partners are 1, 2, 4, … ranks apart, modulo the number of ranks.
-    """
-    distance = abs(first - second)
-    around = num_ranks - distance
-    return not (first and second) or distance & (distance - 1) == 0 or around & (around - 1) == 0
-
-
 def pairs_to_try(machines: Sequence[str]) -> dict[str, list[str]]:
-    """Return the servers that each machine connects to; `machines` are in rank order, the host first."""
-    count = len(machines)
-    return {
-        client: [
-            server
-            for other, server in enumerate(machines)
-            if other != rank and (count <= MAX_OTHER_PAIRS or must_connect(rank, other, count))
-        ]
-        for rank, client in enumerate(machines)
-    }
+    """Return the listeners that each machine connects to: the first one and each other, in both directions.
+
+    Sums and all other messages pass rank 0, so that nodes which reach their host alone can train.
+    """
+    first, *others = machines
+    return {first: others, **{other: [first] for other in others}}
 
 
 def judge_attempts(machines: Sequence[str], attempts: Iterable[ConnectAttempt]) -> list[Check]:
     """Return a check for every machine.
 
-    A server that no client reaches fails its own check instead of the checks of all its clients.
+    Every attempt is between the first machine and another. The first one fails its check in place of all
+    others.
     """
-    by_server: dict[str, list[ConnectAttempt]] = defaultdict(list)
-    for attempt in attempts:
-        by_server[attempt.server].append(attempt)
-    ranks = {name: rank for rank, name in enumerate(machines)}
+    first = machines[0]
     suspects: dict[str, list[ConnectAttempt]] = defaultdict(list)
-    for server, tried in by_server.items():
-        refused = [attempt for attempt in tried if attempt.reason]
-        is_unreachable = len({attempt.client for attempt in refused}) > 1 and len(refused) == len(tried)
-        for attempt in refused:
-            suspects[server if is_unreachable else attempt.client].append(attempt)
-    return [_judge(name, suspects[name], ranks) for name in machines]
+    for attempt in attempts:
+        if attempt.reason:
+            suspects[attempt.server if attempt.client == first else attempt.client].append(attempt)
+    if len(suspects) == len(machines) - 1 > 1:
+        suspects = {first: [attempt for refused in suspects.values() for attempt in refused]}
+    return [_judge(name, suspects.get(name, [])) for name in machines]
 
 
-def _judge(name: str, refused: Sequence[ConnectAttempt], ranks: Mapping[str, int]) -> Check:
+def _judge(name: str, refused: Sequence[ConnectAttempt]) -> Check:
     if not refused:
         return Check(name, "ports", Status.OK, "open")
-    is_needed = any(must_connect(ranks[one.client], ranks[one.server], len(ranks)) for one in refused)
     first = refused[0]
     if all(attempt.server == name for attempt in refused):
         found = f"{format_node_names(attempt.client for attempt in refused)} cannot reach it"
     else:
         found = f"cannot reach {format_node_names(attempt.server for attempt in refused)}"
     found += f" at {first.address} port {first.port}: {first.reason}"
-    status = Status.FAIL if is_needed else Status.WARN
     is_firewall = first.reason in ("timed out", "connection refused")
     remedy = FIREWALL_REMEDY if is_firewall else ROUTE_REMEDY
-    return Check(name, "ports", status, found, "every machine accepts connections", remedy)
+    return Check(name, "ports", Status.FAIL, found, "every machine accepts connections", remedy)
 
 
 def check_machines(fleet: Fleet, facts: Iterable[Facts]) -> None:

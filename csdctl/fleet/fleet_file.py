@@ -17,7 +17,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from csdctl.documents import Document, load_document
 from csdctl.errors import InputError
-from csdctl.fleet.model import Fleet, Host, Node, PowerSource
+from csdctl.fleet.model import SERVER_MARK, Fleet, Host, Node, PowerSource
 from csdctl.fleet.names import (
     ADDRESS,
     GROUP,
@@ -27,6 +27,7 @@ from csdctl.fleet.names import (
     count_range,
     expand_range,
     fold_rows,
+    format_node_names,
     range_ends,
 )
 from csdctl.fleet.network import find_ambiguous, means_host, own_names
@@ -139,6 +140,15 @@ class NodeEntry(NodeSettings):
         return self
 
 
+class ServerEntry(NodeSettings):
+    """A server with its own nodes, in `servers` of fleet.yaml."""
+
+    name: Name
+    address: Address
+    network: Network = ""
+    nodes: list[NodeEntry] = []
+
+
 class JumpHostEntry(Connection):
     """A jump host that does not train."""
 
@@ -154,11 +164,19 @@ class FleetFile(Document):
     emulated: bool = False
     defaults: NodeSettings = NodeSettings()
     jump_hosts: list[JumpHostEntry] = []
-    nodes: list[NodeEntry]
+    nodes: list[NodeEntry] = []
+    servers: list[ServerEntry] = []
 
     @model_validator(mode="after")
     def _has_not_too_many_nodes(self) -> Self:
-        num_nodes = sum(count_range(entry.name) for entry in self.nodes)
+        if self.nodes and self.servers:
+            raise ValueError(
+                "received `nodes` beside `servers`; expected the nodes of each server in its entry"
+            )
+        if len({server.name for server in self.servers}) < len(self.servers):
+            raise ValueError("two of `servers` have one name")
+        entries = (*self.nodes, *(entry for server in self.servers for entry in server.nodes))
+        num_nodes = sum(count_range(entry.name) for entry in entries)
         if num_nodes > MAX_RANGE:
             raise ValueError(f"the entries expand to {num_nodes:,} nodes, expected at most {MAX_RANGE:,}")
         return self
@@ -168,11 +186,13 @@ def load_fleet(path: Path) -> Fleet:
     """Read fleet.yaml; raises InputError for invalid content, no nodes, duplicate names or cyclic jumps."""
     remedy = "write it with `csdctl discover --cidr RANGE`, or name another one with --fleet"
     file = load_document(path, FleetFile, remedy=remedy)
-    if not file.nodes:
+    if not file.nodes and not file.servers:
         raise InputError(
             f"{path}: the fleet is empty", remedy="add nodes, or find them with `csdctl discover --cidr`"
         )
     directory = path.parent
+    if file.servers:
+        return _load_servers(path, file, directory)
     of_jump_hosts = NodeSettings(user=file.defaults.user, key=file.defaults.key)
     jump_hosts = [_nodes(entry, of_jump_hosts, directory)[0] for entry in file.jump_hosts]
     nodes = [node for entry in file.nodes for node in _nodes(entry, file.defaults, directory)]
@@ -183,15 +203,63 @@ def load_fleet(path: Path) -> Fleet:
         resolved = tuple(resolver.resolve(node, jump) for node, jump in nodes)
     except ValueError as error:
         raise InputError(f"{path}: {error}", remedy=f"fix `jump` in {path}") from None
-    host = file.host.model_copy(update={"power": _resolve_power(file.host.power, directory)})
-    return Fleet(resolved, host, file.network, file.emulated, path)
+    return Fleet(resolved, _resolve_host(file, directory), file.network, file.emulated, path)
+
+
+def _resolve_host(file: FleetFile, directory: Path) -> Host:
+    return file.host.model_copy(update={"power": _resolve_power(file.host.power, directory)})
+
+
+def _load_servers(path: Path, file: FleetFile, directory: Path) -> Fleet:
+    """Return the fleet of several servers; csdctl runs on one of them, whose rank is the host's.
+
+    Raises InputError when none or several have an address of this machine, or two machines have one name.
+    """
+    own = own_names()
+    here = [server for server in file.servers if means_host(server.address, own)]
+    if len(here) != 1:
+        found = format_node_names(server.name for server in here) or "none of them"
+        raise InputError(
+            f"{path}: of `servers`, {found} has an address of this machine; expected exactly one",
+            remedy="run csdctl on one of the servers, and list it with an address of its own",
+        )
+    others = [server for server in file.servers if server not in here]
+    _check_names(path, [], [server.name for server in others])
+    nodes: list[Node] = []
+    for server in (*here, *others):
+        entries = [pair for entry in server.nodes for pair in _nodes(entry, file.defaults, directory)]
+        _check_names(path, [], [node.name for node, _ in entries])
+        [(machine, jump)] = _nodes(server, file.defaults, directory)
+        if jump or any(jump for _, jump in entries):
+            raise InputError(
+                f"{path}: received `jump` in server {server.name!r}; its nodes are reached through it"
+            )
+        machine = replace(machine, groups=(*machine.groups, server.name), server=server.name)
+        nodes += [machine] if server in others else []
+        nodes += [
+            replace(
+                node,
+                name=f"{server.name}{SERVER_MARK}{node.name}",
+                groups=(*node.groups, server.name),
+                jump=machine if server in others else None,
+                server=machine.name if server in others else "",
+            )
+            for node, _ in entries
+        ]
+    networks = tuple((server.name, server.network) for server in others)
+    host = _resolve_host(file, directory)
+    return Fleet(tuple(nodes), host, here[0].network, file.emulated, path, networks, between=file.network)
 
 
 def _nodes(
-    entry: NodeEntry | JumpHostEntry, defaults: NodeSettings, directory: Path
+    entry: NodeEntry | JumpHostEntry | ServerEntry, defaults: NodeSettings, directory: Path
 ) -> list[tuple[Node, str]]:
     """Return the nodes of `entry` without their jump hosts, each with the value of its `jump`."""
-    own = {key: value for key in entry.model_fields_set if (value := getattr(entry, key)) is not None}
+    own = {
+        key: value
+        for key in entry.model_fields_set & NodeSettings.model_fields.keys()
+        if (value := getattr(entry, key)) is not None
+    }
     settings = defaults.model_copy(update=own)
     return [
         (

@@ -14,9 +14,11 @@ from pydantic import Field, model_validator
 from csdctl.documents import Document
 from csdctl.errors import CsdctlError, InputError
 from csdctl.fleet.names import expand_range, format_node_names
+from csdctl.worker.protocol.orders import BETWEEN_SERVERS
 
 HOST_NAME = "host"
-
+SERVER_MARK = "/"
+"""Between the name of a server and that of one of its nodes: storage2/csd3."""
 
 Watts = Annotated[float, Field(ge=0, le=1_000_000)]
 OneLine = Annotated[str, Field(pattern=r"^[^\x00-\x1f]*$", max_length=500)]
@@ -71,6 +73,13 @@ class Node:
     """The jump host of the connection, which may have a jump host itself."""
     power: PowerSource | None = None
     """None: its power is not read."""
+    server: str = ""
+    """The server that it belongs to: for a server its own name; '' for the machine that csdctl runs on."""
+
+    @property
+    def key_address(self) -> str:
+        """The address under which its host key is known; its name where other servers use its address too."""
+        return self.name if SERVER_MARK in self.name else self.address
 
     @property
     def jumps(self) -> "tuple[Node, ...]":
@@ -86,6 +95,16 @@ class Host(Document):
 
 
 @dataclass(frozen=True)
+class Level:
+    """Machines that one mpirun connects, on the first of them: a server and its nodes, or all servers."""
+
+    name: str
+    """The server of a tunnel, or BETWEEN_SERVERS."""
+    machines: tuple[str, ...]
+    network: str
+
+
+@dataclass(frozen=True)
 class Fleet:
     """The host and its nodes, as written in fleet.yaml."""
 
@@ -95,11 +114,38 @@ class Fleet:
     """The network, as CIDR, that MPI uses between the machines; '' lets MPI choose."""
     emulated: bool = False
     path: Path = Path("fleet.yaml")
+    networks: tuple[tuple[str, str], ...] = ()
+    """Of every other server, its name and the network of its tunnel; '' if MPI chooses."""
+    between: str = ""
+    """The network that MPI uses between the servers; '' lets MPI choose."""
 
     @property
     def machines(self) -> tuple[str, ...]:
         """The names of the host and all nodes, the host first."""
         return (HOST_NAME, *(node.name for node in self.nodes))
+
+    def server_of(self, machine: str) -> str:
+        """Return the server that `machine` belongs to, or is; HOST_NAME for the one that csdctl runs on."""
+        return HOST_NAME if machine == HOST_NAME else self.node(machine).server or HOST_NAME
+
+    def levels(self, machines: Iterable[str]) -> tuple[Level, ...]:
+        """Return what mpirun connects for `machines`, in the order of the fleet: tunnels, then the servers.
+
+        A node without its server among them reaches nobody, and is in no level.
+        """
+        present, networks = set(machines), {HOST_NAME: self.network, **dict(self.networks)}
+        servers = {server: [server] for server in networks if server in present}
+        for node in self.nodes:
+            server = node.server or HOST_NAME
+            if node.name in present and node.name != server and server in servers:
+                servers[server].append(node.name)
+        tunnels = [
+            Level(server, tuple(members), networks[server])
+            for server, members in servers.items()
+            if len(members) > 1
+        ]
+        between = [Level(BETWEEN_SERVERS, tuple(servers), self.between)] if len(servers) > 1 else []
+        return (*tunnels, *between)
 
     def power_of(self, machine: str) -> PowerSource | None:
         """Return how the power of `machine` is known."""
@@ -127,10 +173,11 @@ def select_nodes(
 
     A pattern is a name with wildcards or a range (`csd[0-7]`), or a group; several may be joined by
     commas. Raises InputError for a pattern without a match, or when no node remains; `may_be_empty`: the host
-    alone is enough.
+    alone is enough. A node is selected with its server.
     """
     groups = {node.name: node.groups for node in fleet.nodes}
     kept = set(select_names(groups, limit, exclude, where=str(fleet.path), may_be_empty=may_be_empty))
+    kept |= {node.server for node in fleet.nodes if node.name in kept}
     return replace(fleet, nodes=tuple(node for node in fleet.nodes if node.name in kept))
 
 

@@ -267,6 +267,9 @@ def build_ssh_options(node: Node, known_hosts: Sequence[Path]) -> list[str]:
     options += [f"UserKnownHostsFile={files}", "GlobalKnownHostsFile=none"]
     if node.key:
         options.append("IdentitiesOnly=yes")
+    if node.key_address != node.address:
+        alias = node.key_address if node.port == 22 else f"[{node.key_address}]:{node.port}"
+        options.append(f"HostKeyAlias={alias}")
     if node.jump:
         options.append(f"ProxyCommand={_proxy_command(node.jump, known_hosts)}")
     return [word for option in options for word in ("-o", option)]

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO, TypeVar
 
 from csdctl.errors import RunError
-from csdctl.fleet.model import HOST_NAME, Fleet
+from csdctl.fleet.model import HOST_NAME, SERVER_MARK, Fleet
 from csdctl.runs.directory import CappedLog
 from csdctl.transport.meter import LinkBytes, TrafficClass
 from csdctl.worker.protocol.events import (
@@ -56,17 +56,27 @@ _NO_CAUSE = ("Abort is in progress", "Killed")
 _NOISE = ("All log messages before absl", "oneDNN custom operations are on", "rebuild TensorFlow with")
 
 
+def host_word(node: str) -> str:
+    """Return the name of a node as a part of mpirun's name of its machine."""
+    return node.replace(SERVER_MARK, "-")
+
+
 def is_noise(line: str) -> bool:
     """Return whether `line` is one of those that TensorFlow prints at every start."""
     return any(noise in line for noise in _NOISE)
 
 
-def find_cause(stderr_tail: Sequence[str], events: Iterable[Event], rank_nodes: Sequence[str]) -> RunError:
+def find_cause(
+    stderr_tail: Sequence[str],
+    events: Iterable[Event],
+    rank_nodes: Sequence[str],
+    starter: str = HOST_NAME,
+) -> RunError:
     """Return why mpirun ended, and the node that is the cause, '' if that is unknown.
 
     `stderr_tail` are its last lines, `events` those of the ranks in order of arrival; `rank_nodes` the
-    machine of every rank. mpirun numbers its daemons from 1, in the order of the nodes in its command line; 0
-    is mpirun itself.
+    machine of every rank, `starter` that of mpirun. mpirun numbers its daemons from 1, in the order of the
+    nodes in its command line; 0 is mpirun itself.
     """
     for event in events:
         number = event.code - 128 if isinstance(event, Exited) else 0
@@ -77,14 +87,14 @@ def find_cause(stderr_tail: Sequence[str], events: Iterable[Event], rank_nodes: 
                     f"{message}, most likely out of memory", node=event.node, remedy=MEMORY_REMEDY
                 )
             return RunError(message, node=event.node, remedy=CHECK_NODE)
-    node, message = _read_cause(stderr_tail, rank_nodes)
+    node, message = _read_cause(stderr_tail, rank_nodes, starter)
     return RunError(message, node=node, remedy=CHECK_NODE)
 
 
-def _read_cause(stderr_tail: Sequence[str], rank_nodes: Sequence[str]) -> tuple[str, str]:
+def _read_cause(stderr_tail: Sequence[str], rank_nodes: Sequence[str], starter: str) -> tuple[str, str]:
     """Return the node and the cause that mpirun's messages name."""
     text = "\n".join(stderr_tail)
-    remote = [node for node in rank_nodes if node != HOST_NAME]
+    remote = [node for node in rank_nodes if node != starter]
     if found := _DAEMON.search(text):
         number = int(found[1])
         node = remote[number - 1] if 0 < number <= len(remote) else ""
@@ -97,7 +107,7 @@ def _read_cause(stderr_tail: Sequence[str], rank_nodes: Sequence[str]) -> tuple[
         return node, f"rank {rank} was lost, or exited because another rank was lost"
     if status := _DAEMON_STATUS.search(text):
         found = _UNCONNECTED_DAEMON.search(text)
-        node = found[1] if found and found[1] in remote else ""
+        node = next((node for node in remote if found and host_word(node) == found[1]), "")
         whose = "its MPI daemon" if node else "the MPI daemon of a node that mpirun does not name"
         return node, f"{whose} (prted) did not connect to mpirun and exited with {status[1]}"
     lines = [line for line in stderr_tail if not _BANNER.match(line) and not line.startswith(_NO_CAUSE)]
@@ -151,7 +161,7 @@ class MpiOutput:
             rank, is_whole = None, True
             while line := stream.readline(MAX_LINE_BYTES):
                 if is_whole:
-                    rank = self._handle_line(line)
+                    rank = self.handle_line(line)
                 else:  # the rest of a long line, which has no tag of its own
                     self._log(rank, line)
                 is_whole = line.endswith(b"\n")
@@ -163,7 +173,12 @@ class MpiOutput:
             for log in self._logs.values():
                 log.close()
 
-    def _handle_line(self, line: bytes) -> int | None:
+    def is_overdue(self, started: float, deadline_s: float) -> bool:
+        """Return whether the ranks are not ready `deadline_s` after `started`, or silent for so long."""
+        is_ready = len(self.ranks_with(Ready)) == len(self._nodes)
+        return time.monotonic() - (self.last_event_s if is_ready else started) > deadline_s
+
+    def handle_line(self, line: bytes) -> int | None:
         """Handle the beginning of a line; return the rank that it came from, None for mpirun itself."""
         tagged = _TAGGED.match(line)
         if not tagged or int(tagged[1]) >= len(self._nodes):
@@ -244,6 +259,10 @@ class JobOutcome:
 
     events: list[Event]
     """The events of the ranks, in order of arrival."""
+    nodes: tuple[str, ...] = ()
+    """The machines of its ranks, in order."""
+    starter: str = HOST_NAME
+    """The machine on which mpirun ran."""
     exit_code: int | None = None
     is_overdue: bool = False
     """Whether the deadline ended the job."""
@@ -282,6 +301,7 @@ class MpiJob:
         csdctl. `daemons` is entered while it runs, and serves it.
         """
         self._command = list(command)
+        self._nodes = tuple(nodes)
         self._num_ranks = len(nodes)
         self._directory = directory
         self._environment = environment
@@ -300,7 +320,7 @@ class MpiJob:
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._daemons())
             self._process = process = self._start()
-            outcome = JobOutcome(self._output.events)
+            outcome = JobOutcome(self._output.events, nodes=self._nodes)
             readers = [
                 threading.Thread(target=self._output.read, args=(stream,), daemon=True)
                 for stream in (process.stdout, process.stderr)
@@ -362,8 +382,7 @@ class MpiJob:
             silent_s = now - output.last_event_s
             if len(output.ranks_with(Finished)) == self._num_ranks and silent_s > self._timeouts.grace_s:
                 return  # a process that a rank left behind keeps mpirun's output open
-            is_ready = len(output.ranks_with(Ready)) == self._num_ranks
-            if (silent_s if is_ready else now - started) > deadline_s:
+            if output.is_overdue(started, deadline_s):
                 outcome.is_overdue = True
                 return
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -422,7 +441,7 @@ def add_rank_traffic(
 
 
 def add_mpirun_traffic(outcomes: Iterable[JobOutcome], fleet: Fleet) -> LinkBytes:
-    """Add up the bytes on the connections of mpirun.
+    """Add up the bytes on the connections of the host's mpiruns.
 
     Nodes that share an address (an emulated fleet) differ in their SSH ports alone.
     """
@@ -438,7 +457,8 @@ def add_mpirun_traffic(outcomes: Iterable[JobOutcome], fleet: Fleet) -> LinkByte
 def _find_machine(peer: str, fleet: Fleet) -> str:
     """Return the node, or its jump host, with this 'address port'; '' for an unknown or ambiguous address."""
     address, _, port = peer.partition(" ")
-    machines = [node.jump or node for node in fleet.nodes] + list(fleet.nodes)
+    reached = [node for node in fleet.nodes if node.server in ("", node.name)]
+    machines = [node.jump or node for node in reached] + reached
     candidates = {machine.name: machine for machine in machines if machine.address == address}
     by_port = [name for name, machine in candidates.items() if str(machine.port) == port]
     if by_port:

@@ -8,23 +8,20 @@ import ipaddress
 import os
 import secrets
 import shlex
-import socket
-import struct
 import sys
-import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from csdctl.errors import CsdctlError, DeadlineError, InputError
+from csdctl.errors import CsdctlError, InputError
 from csdctl.fleet.checks import Status, judge_network
 from csdctl.fleet.facts import Facts
-from csdctl.fleet.model import HOST_NAME, Fleet
+from csdctl.fleet.model import HOST_NAME, Fleet, Level
 from csdctl.fleet.network import parse_local_addresses
 from csdctl.fleet.requirements import build_repair_command
-from csdctl.launch.mpi_job import MpiJob
+from csdctl.launch.daemons import SERVER_AGENT, DaemonStarter, ServerJob
+from csdctl.launch.mpi_job import MpiJob, host_word
 from csdctl.runs.directory import RunDirectory
 from csdctl.transport.commands import read_program
 from csdctl.transport.session import Conversation, Session
@@ -123,16 +120,18 @@ class RankCommand:
     number: int
     node: str
     command: tuple[str, ...]
+    starter: str = HOST_NAME
+    """The machine of mpirun."""
 
     @property
     def is_local(self) -> bool:
-        """Whether the rank runs on the host."""
-        return self.node == HOST_NAME
+        """Whether the rank runs on the machine of mpirun."""
+        return self.node == self.starter
 
     @property
     def host(self) -> str:
         """mpirun's name of the machine: never the name of a node alone, which may be the host's name too."""
-        return "localhost" if self.is_local else f"rank{self.number}-{self.node}"
+        return "localhost" if self.is_local else f"rank{self.number}-{host_word(self.node)}"
 
 
 def build_mpirun_command(
@@ -192,124 +191,6 @@ def _rank_script(number: int, rank: RankCommand) -> str:
     return f"{enter}{shlex.join(rank.command)}; code=$?; [ $code -eq 0 ] || {report}; exit $code"
 
 
-StartDaemon = Callable[[str, str], Conversation]
-"""Start a daemon in a sandbox, from mpirun's name of the machine and a command; raises CsdctlError."""
-
-MAX_REQUEST_BYTES = 1 << 16
-MAX_LINES = 1000
-"""The limit of a daemon's lines that are passed on."""
-REQUEST_DEADLINE_S = 10.0
-CLOSE_S, END_DEADLINE_S = 1.0, 3.0
-"""The time for a sandbox to end its processes; what is left then is killed."""
-_READ_S = 3600.0
-_PEER = struct.Struct("3i")
-
-
-class DaemonStarter:
-    """Listens at an abstract Unix address; every connection asks for one daemon."""
-
-    def __init__(self, address: str, start: StartDaemon) -> None:
-        self._start = start
-        self._lock = threading.Lock()
-        self._running: dict[str, Conversation] = {}
-        """Daemons by mpirun's name of the machine."""
-        self._is_closed = False
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.bind("\0" + address)
-        self._socket.listen()
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def close(self) -> None:
-        """End all daemons, and start no more."""
-        with self._lock:
-            if self._is_closed:
-                return
-            self._is_closed = True
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
-        threads = [
-            threading.Thread(target=_end, args=(conversation,), daemon=True)
-            for conversation in self._running.values()
-        ]
-        for thread in threads:
-            thread.start()
-        # Those of lost nodes take longer, and nobody needs to wait for them.
-        deadline = time.monotonic() + CLOSE_S
-        for thread in threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
-
-    def _accept(self) -> None:
-        while not self._is_closed:
-            try:
-                connection, _ = self._socket.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
-
-    def _serve(self, connection: socket.socket) -> None:
-        """Start the daemon that is asked for, and pass on its output and exit code."""
-        with connection, contextlib.suppress(OSError):
-            peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
-            if _PEER.unpack(peer)[1] != os.getuid():
-                return
-            try:
-                self._relay(connection, self._start_once(*_read_request(connection)))
-            except CsdctlError as error:
-                _send(connection, "O", str(error))
-                _send(connection, "X", "1")
-
-    def _start_once(self, host: str, command: str) -> Conversation:
-        """Start the machine's only daemon; raises CsdctlError."""
-        with self._lock:
-            if self._is_closed or host in self._running:
-                raise CsdctlError(f"the daemon of {host} has been started already")
-            conversation = self._running[host] = self._start(host, command)
-        return conversation
-
-    def _relay(self, connection: socket.socket, conversation: Conversation) -> None:
-        num_lines = 0
-        while True:
-            try:
-                line = conversation.read_line(deadline_s=_READ_S)
-            except DeadlineError:
-                continue
-            except EOFError:
-                break
-            num_lines += 1
-            if num_lines <= MAX_LINES:
-                _send(connection, "O", line)
-        done = conversation.wait(deadline_s=END_DEADLINE_S)
-        for error_line in done.stderr.decode(errors="replace").splitlines()[-MAX_LINES:]:
-            _send(connection, "O", error_line)
-        _send(connection, "X", str(done.exit_code))
-
-
-def _read_request(connection: socket.socket) -> tuple[str, str]:
-    """Return machine and command; raises CsdctlError."""
-    connection.settimeout(REQUEST_DEADLINE_S)
-    received = b""
-    while more := connection.recv(MAX_REQUEST_BYTES):
-        received += more
-        if len(received) > MAX_REQUEST_BYTES:
-            raise CsdctlError(f"mpirun's request for a daemon is longer than {MAX_REQUEST_BYTES} bytes")
-    host, _, command = received.decode(errors="replace").partition("\0")
-    return host, command
-
-
-def _send(connection: socket.socket, kind: str, text: str) -> None:
-    connection.sendall(f"{kind} {text.replace(chr(10), ' ')}\n".encode(errors="replace"))
-
-
-def _end(conversation: Conversation) -> None:
-    """Let the sandbox end its processes and remove its files; kill it if it does not."""
-    with contextlib.suppress(CsdctlError, EOFError, OSError, ValueError):
-        conversation.send_line("")
-        conversation.wait(deadline_s=END_DEADLINE_S)
-    with contextlib.suppress(CsdctlError):
-        conversation.close()
-
-
 ANY_NETWORK, LOOPBACK = ("0.0.0.0/0", "::/0"), ("127.0.0.0/8", "::1/128")
 
 BuildWorkerCommand = Callable[[str, Sequence[str]], list[str]]
@@ -335,18 +216,22 @@ class Mpirun:
     link_key: str = ""
     """The link key of the ranks' spec."""
 
-    def build_job(self, ranks: Sequence[RankCommand]) -> MpiJob:
+    def build_job(self, ranks: Sequence[RankCommand], level: Level) -> MpiJob | ServerJob:
         """Return the job over `ranks`, in order of rank, not yet started.
 
+        mpirun runs on the first machine of `level`.
         Raises CsdctlError without a usable mpirun, InputError when the nodes' Python prefixes differ or the
         host has no interface over which MPI's daemons can connect.
         """
-        if any(not rank.is_local for rank in ranks):
-            check_network(self.fleet.network)
+        starter, network = level.machines[0], level.network
+        is_here = starter == HOST_NAME
+        ranks = [replace(rank, starter=starter) for rank in ranks]
+        if is_here and any(not rank.is_local for rank in ranks):
+            check_network(network)
         command = build_mpirun_command(
-            find_mpirun(),
+            find_mpirun() if is_here else Path(choose_prefix([starter], self.facts)) / "bin" / "mpirun",
             choose_prefix([rank.node for rank in ranks if not rank.is_local], self.facts),
-            self.fleet.network,
+            network,
             ranks,
             run_id=self.run.run_id,
         )
@@ -359,19 +244,36 @@ class Mpirun:
                 raise CsdctlError(f"mpirun asked for a daemon on {host[:80]!r}, which has no rank")
             rank = remote[host]
             shell = ("/bin/sh", "-c", shell_command)
-            policy = self._build_policy(rank.node, shell, key, (self._socket_of(rank.number),))
+            policy = self._build_policy(rank.node, network, shell, key, (self._socket_of(rank.number),))
             conversation = self.sessions[rank.node].converse(self._sandbox_command(rank.node))
             conversation.send_line(to_json(policy))
             return conversation
 
+        nodes = [rank.node for rank in ranks]
+        own_sockets = tuple(self._socket_of(rank.number) for rank in ranks if rank.is_local)
+
+        def log_path(rank: int | None) -> Path:
+            return self.log_path(None if rank is None else ranks[rank].number)
+
+        if not is_here:
+            policy = self._build_policy(starter, network, command, key, own_sockets, {AGENT: SERVER_AGENT})
+
+            def start() -> Conversation:
+                # As root, MPI refuses to run where the kernel cannot confine it.
+                allowed = ["env", *(f"{name}={value}" for name, value in ALLOW_ROOT.items())]
+                merged = ["sh", "-c", 'exec "$@" 2>&1', "csdctl", *allowed, *self._sandbox_command(starter)]
+                conversation = self.sessions[starter].converse(merged)
+                conversation.send_line(to_json(policy))
+                return conversation
+
+            return ServerJob(start, starter, nodes, log_path, start_daemon)
         agent = shlex.join([self.fleet.python_of(HOST_NAME), "-I", "-S", f"{AGENT}.py", address])
         scripts = {AGENT: f'exec {agent} "$@"\n', f"{AGENT}.py": read_program(AGENT)}
-        sockets = (address, *(self._socket_of(rank.number) for rank in ranks if rank.is_local))
-        policy = self._build_policy(HOST_NAME, command, key, sockets, scripts)
+        policy = self._build_policy(HOST_NAME, network, command, key, (address, *own_sockets), scripts)
         return MpiJob(
             self._sandbox_command(HOST_NAME),
-            [rank.node for rank in ranks],
-            self.log_path,
+            nodes,
+            log_path,
             self.directory,
             {**os.environ, **ALLOW_ROOT},
             first_line=to_json(policy),
@@ -392,6 +294,7 @@ class Mpirun:
     def _build_policy(
         self,
         machine: str,
+        network: str,
         command: Sequence[str],
         key: str,
         sockets: tuple[str, ...],
@@ -401,7 +304,7 @@ class Mpirun:
             tuple(command),
             machine not in self.obstacles,
             key,
-            list_peers(self.fleet),
+            list_peers(network),
             sockets,
             (self.fleet.python_of(machine),),
             (self.worker_path,),
@@ -409,12 +312,12 @@ class Mpirun:
         )
 
 
-def list_peers(fleet: Fleet) -> tuple[str, ...]:
-    """Return the networks in which the ranks connect to each other."""
-    if not fleet.network:
+def list_peers(network: str) -> tuple[str, ...]:
+    """Return the networks in which the ranks of a level with `network` connect to each other."""
+    if not network:
         return ANY_NETWORK
-    if not ipaddress.ip_network(fleet.network).is_loopback:
-        return (fleet.network,)
+    if not ipaddress.ip_network(network).is_loopback:
+        return (network,)
     # All ranks are on this machine. MPI's daemons use another interface than the loopback if there is one.
     own = parse_local_addresses(Path("/proc/net/fib_trie").read_text())
     return (*LOOPBACK, *(f"{address}/32" for address in own))

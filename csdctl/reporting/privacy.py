@@ -19,6 +19,7 @@ from math import ceil
 from typing import Any
 
 from csdctl.errors import InputError
+from csdctl.fleet.model import SERVER_MARK
 from csdctl.fleet.names import format_node_names
 from csdctl.fleet.requirements import explain_extra
 from csdctl.runs.ledger import LedgerEntry
@@ -96,6 +97,7 @@ class Flow:
     kind: str
     """The traffic class."""
     num_bytes: int
+    is_between_servers: bool = False
 
 
 def add_flows(entries: Iterable[LedgerEntry], run_id: str = "") -> list[Flow]:
@@ -112,7 +114,13 @@ def add_flows(entries: Iterable[LedgerEntry], run_id: str = "") -> list[Flow]:
             )
         if not run_id or entry.run == run_id:
             added[entry.sender, entry.receiver, entry.kind] += entry.num_bytes
-    flows = [Flow(*key, count) for key, count in added.items()]
+    machines = {machine for sender, receiver, _ in added for machine in (sender, receiver)}
+    # Where there are several servers, each node is named after its own; links connect it with nobody else.
+    nodes = {machine for machine in machines if SERVER_MARK in machine}
+    flows = [
+        Flow(*key, count, is_between_servers=bool(nodes) and not nodes & {*key[:2]})
+        for key, count in added.items()
+    ]
     return sorted(flows, key=lambda flow: (flow.sender, flow.receiver, -flow.num_bytes))
 
 

@@ -69,18 +69,24 @@ class GroupState:
     """When each rank with an unanswered ping was pinged because others wait for it."""
     awaited: set[int] = field(default_factory=set)
     """The ranks for which rank 0 said that it waits, since its last progress."""
+    awaited_by_server: dict[int, set[int]] = field(default_factory=dict)
+    """The nodes for which each server said that it waits, since then."""
     answered: dict[int, float] = field(default_factory=dict)
     """When each rank last answered a ping or became ready, members or not."""
 
     def record_arrival(self, event: Event, now: float) -> None:
         """Update the state that depends only on the arrival of `event`, before it is handled."""
         if isinstance(event, PROGRESS) and event.rank == 0:
-            self.last_progress, self.awaited = now, set()
+            self.last_progress, self.awaited, self.awaited_by_server = now, set(), {}
         if isinstance(event, Ready | Pong):
             self.answered[event.rank] = now
         elif isinstance(event, LinkLost) and event.generation == self.generation:
             self.unlinked.add(event.rank)
             self.first_unlinked = event.rank if self.first_unlinked is None else self.first_unlinked
+
+    def find_awaited(self) -> set[int]:
+        """Return the ranks for which rank 0 waits, or in place of a server the nodes that it waits for."""
+        return set().union(*(self.awaited_by_server.get(rank) or {rank} for rank in self.awaited))
 
     @property
     def have_all_joined(self) -> bool:
@@ -120,9 +126,14 @@ class Membership:
         processes: RankProcesses,
         record: Callable[[Event], None],
         max_restarts: int,
+        servers: Sequence[int] = (),
     ) -> None:
-        """`nodes` holds the machine of every rank; `record` is called with every NodeLost and NodeBack."""
+        """`nodes` and `servers` hold the machine of every rank and the rank of its server.
+
+        `record` is called with every NodeLost and NodeBack.
+        """
         self.nodes = nodes
+        self.servers = servers or [0] * len(nodes)
         self.ready: set[int] = set()
         self.restarting: set[int] = set()
         """Ranks with a new process that is not ready yet."""
@@ -147,8 +158,12 @@ class Membership:
         return list(self._losses.values())
 
     def present(self, ranks: Iterable[int] | None = None) -> set[int]:
-        """Return those of `ranks` (default: all) that can train now: a restarting rank cannot."""
-        present = self._processes.ranks & self.ready
+        """Return those of `ranks` (default: all) that can train now.
+
+        A restarting rank cannot, nor one without the rank of its server, unless that is rank 0.
+        """
+        ready = self._processes.ranks & self.ready
+        present = {rank for rank in ready if self.servers[rank] in ready | {0}}
         return present if ranks is None else present & set(ranks)
 
     def latest_loss(self, ranks: Iterable[int]) -> CsdctlError | None:
@@ -222,11 +237,14 @@ class Membership:
             self._processes.restart(rank)
 
     def handle_misbehaved(self, report: Misbehaved) -> str:
-        """Mark the rank that rank 0 reports as lost; return its node, '' for a report of another rank.
+        """Mark the rank that rank 0 or its server reports as lost; return its node, '' for any other report.
 
-        Only rank 0 is on the host, and believed: any other rank could name whomever it likes.
+        Rank 0 is on the host, and believed. A server could name only the nodes behind it: any other rank
+        could name whomever it likes.
         """
-        if report.rank != 0 or not 0 < report.culprit < len(self.nodes):
+        if not 0 < report.culprit < len(self.nodes):
+            return ""
+        if report.rank not in (0, self.servers[report.culprit]) or report.rank == report.culprit:
             return ""
         node = self.nodes[report.culprit]
         self.lose(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from csdctl.fleet.model import HOST_NAME, Fleet
+from csdctl.launch.daemons import ServerJob
 from csdctl.launch.leftovers import end_rank, relock_machine
 from csdctl.launch.mpi_job import JobOutcome, MpiJob
 from csdctl.launch.mpirun import Mpirun, RankCommand, rank_marker
@@ -58,37 +59,44 @@ class Patience:
 
 
 class Links:
-    """One mpirun, from its start to its end."""
+    """The mpirun of each level of a group, from their start to the end of all."""
 
-    def __init__(self, job: MpiJob) -> None:
-        """Start `job`."""
-        self._job = job
-        self._outcome: JobOutcome | None = None
+    def __init__(self, *jobs: MpiJob | ServerJob) -> None:
+        """Start `jobs`."""
+        self._jobs = jobs
+        self._outcomes: list[JobOutcome] = []
+        """Of those that have exited, in this order."""
         self._exited: float | None = None
         self.started = time.monotonic()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()
+        self._threads = [threading.Thread(target=self._watch, args=(job,), daemon=True) for job in jobs]
+        for thread in self._threads:
+            thread.start()
 
-    def _watch(self) -> None:
-        self._outcome = self._job.run()  # without a deadline: the ranks report over SSH, not the links
+    def _watch(self, job: MpiJob | ServerJob) -> None:
+        # Without a deadline: the ranks report over SSH, not the links.
+        self._outcomes.append(job.run())
 
     def has_failed(self, grace_s: float) -> bool:
-        """Return whether mpirun has exited although the ranks still need it.
+        """Return whether an mpirun has exited although the ranks still need it.
 
         mpirun exits with 0 when the ranks have finished, and also when a node is lost. The ranks report
         which of the two: for `grace_s` after an exit with 0, this returns False.
         """
-        if self._thread.is_alive():
+        if all(thread.is_alive() for thread in self._threads):
             return False
         self._exited = self._exited or time.monotonic()
-        is_clean = self._outcome is not None and self._outcome.exit_code == 0
+        outcomes = list(self._outcomes)
+        is_clean = bool(outcomes) and all(outcome.exit_code == 0 for outcome in outcomes)
         return time.monotonic() - self._exited > (grace_s if is_clean else 0.0)
 
-    def end(self) -> JobOutcome | None:
-        """End mpirun if it still runs, and return how it ended."""
-        self._job.end()
-        self._thread.join(timeout=10)
-        return self._outcome
+    def end(self) -> list[JobOutcome]:
+        """End every mpirun that still runs, and return how they ended, in this order."""
+        ending = [threading.Thread(target=job.end, daemon=True) for job in self._jobs]
+        for thread in ending:
+            thread.start()
+        for thread in (*ending, *self._threads):
+            thread.join(timeout=10)
+        return list(self._outcomes)
 
 
 DEFAULT_PATIENCE = Patience()
@@ -105,7 +113,7 @@ class RunSetup:
     restart_rank: StartRank
     """Start a rank on a machine that was lost: over a new connection, after killing its old processes."""
     start_links: Callable[[Sequence[int], int], Links]
-    """Start mpirun for these ranks and this generation."""
+    """Start the mpirun of each level for these ranks and this generation."""
     log_directory: Path
     min_nodes: int
     is_resumable: bool
@@ -115,6 +123,8 @@ class RunSetup:
     """One of `protocol.orders.COLLECTIVE_NAMES`; '' lets the ranks measure which is fastest."""
     absent: tuple[int, ...] = ()
     """Ranks that take no part from the beginning."""
+    servers: Sequence[int] = ()
+    """The rank of the server of every rank, without which it cannot train; () for rank 0."""
     should_stop: Callable[[], bool] = lambda: False
     """Whether to end the run in order, as the first Ctrl-C does."""
 
@@ -164,13 +174,21 @@ class RankStarter:
             return process
 
     def start_links(self, group: Sequence[int], generation: int) -> Links:
-        """Start mpirun with the links of the ranks in `group`; raises CsdctlError."""
-        arguments = ["link", "--run", self.spec.run_id, "--generation", str(generation)]
-        commands = [
-            RankCommand(rank, self.spec.ranks[rank].node, tuple(self._build_worker_command(rank, arguments)))
-            for rank in group
-        ]
-        return Links(self.mpirun.build_job(commands))
+        """Start an mpirun for each level of the ranks in `group`, with their links; raises CsdctlError."""
+        ranks = {self.spec.ranks[rank].node: rank for rank in group}
+        jobs = []
+        for level in self.fleet.levels(ranks):
+            arguments = ["link", "--run", self.spec.run_id, "--generation", str(generation)]
+            arguments += ["--level", level.name]
+            members = [ranks[level.machines[0]], *sorted(ranks[node] for node in level.machines[1:])]
+            commands = [
+                RankCommand(
+                    rank, self.spec.ranks[rank].node, tuple(self._build_worker_command(rank, arguments))
+                )
+                for rank in members
+            ]
+            jobs.append(self.mpirun.build_job(commands, level))
+        return Links(*jobs)
 
     def _start_process(self, rank: int, session: Session) -> RankProcess:
         command = self._build_worker_command(rank, ["rank", "--spec", self.spec_path])

@@ -68,7 +68,9 @@ class Supervisor:
         self._processes = RankProcesses(
             setup.start_rank, setup.restart_rank, setup.patience.restart_interval_s, self._record_arrival
         )
-        self._membership = Membership(setup.nodes, self._processes, record, setup.patience.max_restarts)
+        self._membership = Membership(
+            setup.nodes, self._processes, record, setup.patience.max_restarts, setup.servers
+        )
         self._group = GroupState(0, (), time.monotonic())
         self._links: Links | None = None
         self._collectives: dict[tuple[int, ...], str] = {}
@@ -89,7 +91,7 @@ class Supervisor:
         """
         try:
             self._start()
-            self._form_group(sorted(self._processes.ranks))
+            self._form_group(sorted(self._membership.present()))
             while self._membership.finished < set(self._group.ranks):
                 self._run_interruptible(self._take_turn)
             self._await_exits()
@@ -258,6 +260,9 @@ class Supervisor:
         ranks = [self._setup.nodes.index(node) for node in message.nodes]
         if message.rank == 0:
             self._group.awaited = set(ranks) & set(self._group.ranks)
+        else:
+            own = {rank for rank in ranks if self._membership.servers[rank] == message.rank}
+            self._group.awaited_by_server[message.rank] = own & set(self._group.ranks)
         self._ping(ranks or self._group.ranks)
 
     def _readmit(self, ready: Ready) -> None:
@@ -320,7 +325,7 @@ class Supervisor:
 
     def _regroup_without_awaited(self) -> bool:
         """Regroup without the ranks that rank 0 waits for; return False unless it named some, but not all."""
-        awaited = self._group.awaited
+        awaited = self._group.find_awaited()
         if not 0 < len(awaited) < len(self._group.ranks) - 1 or self._membership.finished:
             return False
         for rank in awaited:
@@ -346,18 +351,17 @@ class Supervisor:
         else:
             self._form_group(members)
 
-    def _end_links(self) -> JobOutcome | None:
+    def _end_links(self) -> Sequence[JobOutcome]:
         self._is_ungrouped = True
-        outcome = self._links.end() if self._links else None
+        outcomes = self._links.end() if self._links else ()
         self._links = None
-        if outcome:
-            self.outcomes.append(outcome)
-        return outcome
+        self.outcomes.extend(outcomes)
+        return outcomes
 
-    def _find_members(self, reason: str, outcome: JobOutcome | None) -> list[int] | None:
+    def _find_members(self, reason: str, outcomes: Sequence[JobOutcome]) -> list[int] | None:
         """Return the ranks of the next group, None when the lost one finishes without another.
 
-        `outcome` is that of the lost group's mpirun. Raise the error of the run if it cannot continue.
+        `outcomes` are those of the lost group's mpiruns. Raise the error of the run if it cannot continue.
         """
         group, membership = self._group, self._membership
         self._num_failed += 1
@@ -370,7 +374,7 @@ class Supervisor:
             if group.unlinked or not members <= membership.present(members) | membership.finished:
                 raise self._incomplete(reason)
             return None  # all members were about to finish, and no longer need links
-        cause = self._find_cause(outcome)
+        cause = self._find_cause(outcomes)
         if cause and cause.node:
             suspects = {rank for rank in members if membership.nodes[rank] == cause.node}
         elif not membership.has_trained:
@@ -462,17 +466,20 @@ class Supervisor:
             keeps_failing = f"rank {rank} does not join the others, or loses its link again and again"
             self._membership.lose(rank, keeps_failing, "check the node and its network")
 
-    def _find_cause(self, outcome: JobOutcome | None) -> CsdctlError | None:
+    def _find_cause(self, outcomes: Sequence[JobOutcome]) -> CsdctlError | None:
         """Return why the group was lost: the loss of a member, or what mpirun printed.
 
         A rank that was lost before this group was formed cannot be the cause of the group's loss.
         """
         if loss := self._membership.latest_loss(self._group.ranks):
             return loss
-        if outcome is None:
+        causes = [
+            find_cause(outcome.stderr_tail, outcome.events, outcome.nodes, outcome.starter)
+            for outcome in outcomes
+        ]
+        if not causes:
             return None
-        nodes = [self._setup.nodes[rank] for rank in self._group.ranks]
-        found = find_cause(outcome.stderr_tail, outcome.events, nodes)
+        found = next((cause for cause in causes if cause.node), causes[0])
         return RunError(found.message, node=found.node, remedy=f"{found.remedy}; {self._logs}")
 
     def _await_host(self) -> None:

@@ -108,6 +108,10 @@ def render_privacy(console: PrintableConsole, found: PrivacyReport) -> None:
     ]
     title = f"sent: run {found.run_id}, and all commands so far"
     console.print(build_table(("~from", "~to", "~what", ">this run", ">all"), rows, title=title))
+    between = [flow for flow in found.of_run if flow.is_between_servers]
+    for traffic_class in dict.fromkeys(flow.kind for flow in between):
+        num_bytes = sum(flow.num_bytes for flow in between if flow.kind == traffic_class)
+        console.print(f"between servers in this run, {traffic_class}: {format_bytes(num_bytes)}")
     console.print(PROMISE)
     console.print("What the sent data may still reveal:")
     remarks = remarks_on(has_noise=found.privacy is not None)

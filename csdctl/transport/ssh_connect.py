@@ -237,7 +237,7 @@ def open_transport(node: Node, deadline: Deadline, jumps: JumpHosts) -> StrictTr
     while True:
         with _started(node, deadline, jumps) as transport:
             key = transport.get_remote_server_key()
-            jumps.known_hosts.check(node.name, node.address, node.port, key.get_name(), key.asbytes())
+            jumps.known_hosts.check(node.name, node.key_address, node.port, key.get_name(), key.asbytes())
             keys = load_keys(node) if keys is None else keys
             if _authenticate(node, transport, keys, deadline):
                 transport.packetizer.writes_end_s = math.inf
@@ -376,7 +376,7 @@ def _start_transport(node: Node, deadline: Deadline, jumps: JumpHosts) -> Strict
     connection = jumps.open_channel(node, deadline) if node.jump else open_socket(node, deadline)
     transport = StrictTransport(connection)
     jumps.opened.append((node, transport.packetizer.meter))
-    known_types = {key.type for key in jumps.known_hosts.lookup(node.address, node.port)}
+    known_types = {key.type for key in jumps.known_hosts.lookup(node.key_address, node.port)}
     choose_algorithms(transport.get_security_options(), known_types)
     transport.packetizer.writes_end_s = time.monotonic() + deadline.left_s
     try:

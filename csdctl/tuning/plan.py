@@ -73,7 +73,7 @@ HEADER = """\
 MAX_BATCH_SIZE = 1 << 20
 MAX_THREADS = 1024
 
-Machine = Annotated[str, Field(pattern=f"^{NAME.pattern}$")]
+Machine = Annotated[str, Field(pattern=f"^{NAME.pattern}(/{NAME.pattern})?$")]
 Size = Annotated[int, Field(ge=1, le=MAX_BATCH_SIZE)]
 Threads = Annotated[int, Field(ge=1, le=MAX_THREADS)]
 Positive = Annotated[float, Field(gt=0)]

@@ -174,10 +174,10 @@ def _redirect_output(run_id: str, rank: int) -> str:
     return path
 
 
-def _link(run: str, rank: str, generation: str, marker: str = "") -> int:
+def _link(run: str, rank: str, generation: str, level: str = "", marker: str = "") -> int:
     from csdctl.worker.group.link import serve_link
 
-    return serve_link(run, int(rank), int(generation))
+    return serve_link(run, int(rank), int(generation), level)
 
 
 def _check_mpi(rank: str, size: str, node: str, sums: str = "", marker: str = "") -> int:

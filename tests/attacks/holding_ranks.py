@@ -86,7 +86,7 @@ def hold(claims: list[tuple[float, int]], hostile: str = "") -> list[list[dict[s
             assert "Ready" in process.stdout.readline()
             process.stdin.write(order_to_line(FormGroup(1, tuple(range(len(claims))), "star")) + "\n")
             process.stdin.flush()
-        with links(run_id, len(claims)):
+        with links(run_id, range(len(claims))):
             for process in ranks:
                 outputs.append(_read(process))
     finally:

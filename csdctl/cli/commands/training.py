@@ -55,7 +55,7 @@ def train(
     collective: Annotated[
         options.Collective,
         typer.Option(
-            help="How gradients are summed; auto: the faster one, as measured.",
+            help="How gradients are summed; auto: star, and between servers the faster one, as measured.",
             rich_help_panel=options.STRATEGY,
         ),
     ] = "auto",

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from csdctl.worker.group.values import LinkLostError
-from csdctl.worker.protocol.json_codec import Count, Generation, RankNumber, from_json
+from csdctl.worker.protocol.json_codec import Count, Generation, RankNumber, ShortText, from_json
 from csdctl.worker.protocol.sandbox import SOCKETS_VARIABLE, USER_VARIABLE, link_address
 
 
@@ -26,6 +26,8 @@ class Request:
 
     CHOOSE, SUM, ALLGATHER, SEND, RECEIVE, CLOSE = b"O", b"S", b"G", b"P", b"R", b"C"
     CONNECTIONS, NOT_FINITE, EXPECT = b"T", b"N", b"E"
+    ADD, SPREAD, GATHER, SHARE = b"A", b"B", b"H", b"V"
+    """The halves of a sum and of an allgather: to rank 0, and from it to the others."""
 
 
 class Answer:
@@ -36,6 +38,8 @@ class Answer:
 
 SEND_HEAD = struct.Struct("<q?")
 """Head of a `SEND` request: the receiving rank, and whether to answer only when all has left."""
+LIMIT = struct.Struct("<q")
+"""Head of `GATHER` and `SHARE`: the largest size of a rank's part, or of what is shared."""
 MAX_NOTE_BYTES = 1 << 16
 """Largest size of a greeting, `WAITING` or `FAULT`."""
 _HEAD = struct.Struct("<cQ")
@@ -136,11 +140,12 @@ POLL_S = 0.1
 
 @dataclass(frozen=True)
 class LinkGreeting:
-    """The first message of a link: its group, and its rank and size in MPI's world."""
+    """The first message of a link: its group and level, and its rank and size in MPI's world."""
 
     generation: Generation
     rank: RankNumber
     size: Count
+    level: ShortText = ""
 
 
 class Listener:

@@ -137,13 +137,22 @@ class Star(Collective):
         Rank 0 raises PeerFaultError for a vector that does not end as `expected`, and keeps its sum.
         """
         if self._world.rank == 0:
-            self._add_and_send(on_wait, expected)
+            self._add(on_wait, expected, is_sending=True)
             return
         chunks = next(self._next_chunks)
         requests = [self._world.start_receive(self._total[chunk], 0, _DOWN) for chunk in chunks]
         sending = [self._world.start_send(self._local[chunk], 0, _UP) for chunk in chunks]
         for request in [*requests, *sending]:
             wait_sleeping(request, on_wait)
+
+    def add(self, on_wait: OnWait = ignore_wait, expected: ExpectedTails | None = None) -> None:
+        """Rank 0: sum all vectors into `total`, as `sum` does, and send nothing: `spread` is next."""
+        self._add(on_wait, expected, is_sending=False)
+
+    def spread(self) -> None:
+        """Rank 0: send `total`, to which the sums of other groups have been added."""
+        for chunk in _divide(self._summed.stop):
+            self._send(chunk)
 
     def find_not_finite(self) -> list[int]:
         """Rank 0: return the ranks whose latest vectors are not finite, or were followed by another one.
@@ -168,7 +177,7 @@ class Star(Collective):
         else:
             self._numpy.add(self._partial[chunk], arrived, out=self._partial[chunk])
 
-    def _add_and_send(self, on_wait: OnWait, expected: ExpectedTails | None) -> None:
+    def _add(self, on_wait: OnWait, expected: ExpectedTails | None, *, is_sending: bool) -> None:
         self.post_receives()
         self.flush(on_wait)
         self._summed = slice(self._chunks[-1].stop)
@@ -182,10 +191,14 @@ class Star(Collective):
                 self._numpy.add(self._partial[chunk], self._local[chunk], out=self._total[chunk])
             if expected and chunk is self._chunks[-1]:
                 expected.check([vector[self._summed] for vector in self._received])
-            self._sending += [
-                self._world.start_send(self._total[chunk], rank, _DOWN) for rank in range(1, self._world.size)
-            ]
+            if is_sending:
+                self._send(chunk)
         self._has_posted = False
+
+    def _send(self, chunk: slice) -> None:
+        self._sending += [
+            self._world.start_send(self._total[chunk], rank, _DOWN) for rank in range(1, self._world.size)
+        ]
 
 
 class Allreduce(Collective):

@@ -12,8 +12,22 @@ from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 from csdctl.worker.data.arrays import Array
-from csdctl.worker.group.channel import SEND_HEAD, Answer, Channel, LinkGreeting, Request, SharedVectors
-from csdctl.worker.group.messages import MAX_VALUE_BYTES, ConnectionRows, gather_traffic, split_parts
+from csdctl.worker.group.channel import (
+    LIMIT,
+    SEND_HEAD,
+    Answer,
+    Channel,
+    LinkGreeting,
+    Request,
+    SharedVectors,
+)
+from csdctl.worker.group.messages import (
+    MAX_VALUE_BYTES,
+    ConnectionRows,
+    gather_traffic,
+    joined_bytes,
+    split_parts,
+)
 from csdctl.worker.group.values import (
     ExpectedTails,
     LinkLostError,
@@ -79,6 +93,9 @@ class Communicator:
         """Return the bytes that `rank` sends; raises PeerFaultError when they are more than `max_bytes`."""
         raise ValueError("there is no other rank")
 
+    def relay(self, source: int, target: int, max_bytes: int, traffic_class: str) -> None:
+        """Pass on what `source` sends to `target`, if this rank is the server between them."""
+
     def traffic(self) -> list[SentBytes]:
         """Return what the ranks have sent to each other since they joined; call on all ranks."""
         return []
@@ -125,9 +142,32 @@ class LinkCommunicator(Communicator):
         """Sum in the memory that is shared with the link."""
         if vector is not self.local:
             self.local[:] = vector
-        self._request(Request.SUM, expected.pack() if expected else b"")
+        self._request(Request.SUM, expected.pack() if expected and self.rank == 0 else b"")
         total: Array = self._vectors.total
         return total
+
+    def add(self, expected: ExpectedTails | None) -> Array:
+        """Return, on rank 0, the sum that the others await until `spread`; it may be changed before."""
+        self._request(Request.ADD, expected.pack() if expected else b"")
+        return self._vectors.total
+
+    def spread(self) -> None:
+        """Send the others what is in the array that `add` returned."""
+        self._request(Request.SPREAD)
+
+    def gather(self, content: bytes, max_bytes: int = MAX_VALUE_BYTES) -> list[bytes]:
+        """Return every rank's bytes, at most `max_bytes` each, on rank 0, and [] on the others."""
+        limit_bytes = joined_bytes(self.size, max_bytes)
+        joined = self._request(Request.GATHER, LIMIT.pack(max_bytes) + content, limit_bytes)
+        try:
+            return split_parts(joined, 0 if self.rank else self.size)
+        except ValueError:
+            raise LinkLostError from None
+
+    def share(self, content: bytes, max_bytes: int) -> bytes:
+        """Return the `content` of rank 0, on all ranks."""
+        received = self._request(Request.SHARE, LIMIT.pack(max_bytes) + content, max_bytes)
+        return bytes(received) if self.rank else content
 
     def find_not_finite(self) -> list[int]:
         """Ask the link, which has the vectors on rank 0."""

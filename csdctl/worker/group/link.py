@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from csdctl.worker.group.channel import (
+    LIMIT,
     SEND_HEAD,
     Answer,
     Channel,
@@ -25,8 +26,17 @@ from csdctl.worker.group.channel import (
     is_of_same_user,
     map_vectors,
 )
-from csdctl.worker.group.collective import Collective, choose_collective
-from csdctl.worker.group.messages import DRAIN_S, Arrival, Departure, allgather, join_parts
+from csdctl.worker.group.collective import Collective, Star, choose_collective
+from csdctl.worker.group.messages import (
+    DRAIN_S,
+    Arrival,
+    Bytes,
+    Departure,
+    allgather,
+    gather,
+    join_parts,
+    spread,
+)
 from csdctl.worker.group.mpi import FindMissing, MemoryLimit, World, init_mpi, wait_sleeping
 from csdctl.worker.group.values import ExpectedTails, LinkLostError, PeerFaultError
 from csdctl.worker.process.errors import WorkerError, describe
@@ -42,7 +52,7 @@ MAX_REQUEST_BYTES = 1 << 40
 """The link takes what its rank asks it to send: the rank has made it, and runs on the same machine."""
 
 
-def serve_link(run_id: str, node_rank: int, generation: int) -> int:
+def serve_link(run_id: str, node_rank: int, generation: int, level: str = "") -> int:
     """Connect to the rank of this machine, enter MPI, and serve requests until the rank closes the link.
 
     Exits at once when the rank is gone, or another rank has sent what it must not: mpirun then ends all
@@ -54,7 +64,7 @@ def serve_link(run_id: str, node_rank: int, generation: int) -> int:
         raise WorkerError(f"rank {node_rank} of run {run_id} is another user's process")
     world = init_mpi()
     channel = Channel(connection)
-    greeting = LinkGreeting(generation, world.rank, world.size)
+    greeting = LinkGreeting(generation, world.rank, world.size, level)
     try:
         channel.send(b"H", to_json(greeting).encode())
         local, total = map_vectors(channel.receive_descriptor(), is_adding=world.rank == 0)
@@ -67,6 +77,10 @@ def serve_link(run_id: str, node_rank: int, generation: int) -> int:
         os._exit(1)
     world.finalize()
     return 0
+
+
+_KEEPS_SUM = (Request.SUM, Request.NOT_FINITE, Request.ADD, Request.SPREAD)
+"""Requests that do not wait until the latest sum has left."""
 
 
 class _Link:
@@ -82,7 +96,7 @@ class _Link:
         self._departures: list[Departure] = []
         self._arrivals: list[Arrival] = []
         """Messages that the rank expects, in order; of one sender, the first is the next."""
-        self._requests: dict[bytes, Callable[[bytearray], bytes | bytearray]] = {
+        self._requests: dict[bytes, Callable[[bytearray], Bytes]] = {
             Request.CHOOSE: self._choose,
             Request.SUM: self._sum,
             Request.ALLGATHER: self._allgather,
@@ -91,6 +105,10 @@ class _Link:
             Request.RECEIVE: self._receive,
             Request.CONNECTIONS: self._list_connections,
             Request.NOT_FINITE: self._find_not_finite,
+            Request.ADD: self._add,
+            Request.SPREAD: self._spread,
+            Request.GATHER: self._gather,
+            Request.SHARE: self._share,
         }
 
     def serve(self) -> None:
@@ -99,7 +117,7 @@ class _Link:
             while True:
                 self._progress()
                 letter, content = self._channel.receive(MAX_REQUEST_BYTES, self._allow)
-                if self._collective and letter not in (Request.SUM, Request.NOT_FINITE):
+                if self._collective and letter not in _KEEPS_SUM:
                     self._collective.flush(self._on_wait)
                 if letter == Request.CLOSE:
                     allgather(self._world, b"", 0, self._on_wait)
@@ -156,6 +174,29 @@ class _Link:
         expected = ExpectedTails.unpack(content) if content else None
         self._collective.sum(self._on_wait, expected)
         return b""
+
+    def _add(self, content: bytearray) -> bytes:
+        if not isinstance(self._collective, Star):
+            raise LinkLostError
+        self._collective.add(self._on_wait, ExpectedTails.unpack(content) if content else None)
+        return b""
+
+    def _spread(self, _: bytearray) -> bytes:
+        if not isinstance(self._collective, Star):
+            raise LinkLostError
+        self._collective.spread()
+        return b""
+
+    def _gather(self, content: bytearray) -> bytes:
+        (max_bytes,) = LIMIT.unpack_from(content)
+        self._allow(max_bytes * self._world.size)
+        return join_parts(gather(self._world, content[LIMIT.size :], max_bytes, self._on_wait))
+
+    def _share(self, content: bytearray) -> Bytes:
+        (max_bytes,) = LIMIT.unpack_from(content)
+        self._allow(max_bytes)
+        found = spread(self._world, content[LIMIT.size :], max_bytes, self._on_wait)
+        return found if self._world.rank else b""
 
     def _find_not_finite(self, _: bytearray) -> bytes:
         found = self._collective.find_not_finite() if self._collective and not self._world.rank else []

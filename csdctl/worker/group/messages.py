@@ -74,22 +74,41 @@ def allgather(
     All pass rank 0, so that no other rank can change what a third one sent. Raises PeerFaultError when a
     rank's are more than `max_bytes`.
     """
+    gathered = gather(world, content, max_bytes, on_wait)
+    joined = spread(world, join_parts(gathered), joined_bytes(world.size, max_bytes), on_wait)
+    try:
+        return gathered or split_parts(joined, world.size)
+    except ValueError as error:
+        raise PeerFaultError(0, f"sent the parts of all ranks {error}") from None
+
+
+def joined_bytes(count: int, max_bytes: int = MAX_VALUE_BYTES) -> int:
+    """Return the largest size of what `join_parts` makes of `count` parts."""
+    return count * (_SIZE.size + max_bytes)
+
+
+def gather(
+    world: World, content: Bytes, max_bytes: int = MAX_VALUE_BYTES, on_wait: OnWait = ignore_wait
+) -> list[bytes]:
+    """Return every rank's bytes, in order of rank, on rank 0, and [] on the others; raises PeerFaultError."""
     if world.rank:
         wait_sleeping(Departure(world, 0, content, GATHERED), on_wait)
-        joined = Arrival(world, 0, world.size * (_SIZE.size + max_bytes), SPREAD)
-        wait_sleeping(joined, on_wait)
-        try:
-            return split_parts(joined.content, world.size)
-        except ValueError as error:
-            raise PeerFaultError(0, f"sent the parts of all ranks {error}") from None
+        return []
     arriving = [Arrival(world, rank, max_bytes, GATHERED) for rank in range(1, world.size)]
     for one in arriving:
         wait_sleeping(one, on_wait, lambda: [other.rank for other in arriving if not other.Test()])
-    gathered = [bytes(content), *(bytes(one.content) for one in arriving)]
-    everything = join_parts(gathered)
-    for departure in [Departure(world, rank, everything, SPREAD) for rank in range(1, world.size)]:
+    return [bytes(content), *(bytes(one.content) for one in arriving)]
+
+
+def spread(world: World, content: Bytes, max_bytes: int, on_wait: OnWait = ignore_wait) -> Bytes:
+    """Return the `content` of rank 0, on all ranks; raises PeerFaultError for more than `max_bytes`."""
+    if world.rank:
+        joined = Arrival(world, 0, max_bytes, SPREAD)
+        wait_sleeping(joined, on_wait)
+        return joined.content
+    for departure in [Departure(world, rank, content, SPREAD) for rank in range(1, world.size)]:
         wait_sleeping(departure, on_wait)
-    return gathered
+    return content
 
 
 def gather_values(world: World, value: Any, hint: Any, on_wait: OnWait = ignore_wait) -> list[Any]:

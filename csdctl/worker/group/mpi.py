@@ -96,17 +96,11 @@ class World:
         """Sum `local` over all ranks into `total`, by MPI's own algorithm."""
         return self._communicator.Iallreduce(local, total)
 
-    def start_barrier(self) -> Any:
-        """Wait for all ranks."""
-        return self._communicator.Ibarrier()
-
-    def split(self, color: int) -> "World":
-        """Return the ranks that call with the same `color`, in the same order."""
-        return World(self._mpi, self._communicator.Split(color, self.rank))
-
-    def free(self) -> None:
-        """Free what `split` returned."""
-        self._communicator.Free()
+    def first(self, num_ranks: int) -> "World":
+        """Return the first ranks, for messages to and from rank 0; MPI's own collectives have all ranks."""
+        world = World(self._mpi, self._communicator)
+        world.size = num_ranks
+        return world
 
     def library(self) -> str:
         """Return the name and version of the MPI library."""

@@ -72,30 +72,54 @@ class ExpectedTails:
     """The run's rank of each rank of the group: its place among the seconds."""
     counts: tuple[float, ...]
     """n of each rank of the group."""
+    stops: tuple[int, ...] = ()
+    """The end of its places among the seconds: one place, more for a server, which sums for its nodes."""
+
+    def __post_init__(self) -> None:
+        if not self.stops:
+            object.__setattr__(self, "stops", tuple(rank + 1 for rank in self.ranks))
 
     def pack(self) -> bytes:
         """Return this as bytes: it goes from rank 0 to its link before every sum."""
-        size = len(self.ranks)
-        return struct.pack(f"<qq{size}q{size}d", self.start, size, *self.ranks, *self.counts)
+        size, numbers = len(self.ranks), (*self.ranks, *self.counts, *self.stops)
+        return struct.pack(f"<qq{size}q{size}d{size}q", self.start, size, *numbers)
 
     @classmethod
     def unpack(cls, content: bytes | bytearray) -> "ExpectedTails":
         """Return what `pack` packed."""
         start, size = struct.unpack_from("<qq", content)
-        numbers = struct.unpack_from(f"<{size}q{size}d", content, 16)
-        return cls(start, numbers[:size], numbers[size:])
+        numbers = struct.unpack_from(f"<{size}q{size}d{size}q", content, 16)
+        return cls(start, numbers[:size], numbers[size : 2 * size], numbers[2 * size :])
+
+    def of(self, places: Sequence[int]) -> "ExpectedTails":
+        """Return what the ranks at these places of the group send."""
+        ranks = tuple(self.ranks[place] for place in places)
+        return ExpectedTails(self.start, ranks, tuple(self.counts[place] for place in places))
+
+    def of_servers(self, servers: Sequence[Sequence[int]]) -> "ExpectedTails":
+        """Return what servers send that have summed the vectors of the ranks at these places."""
+        parts = [self.of(places) for places in servers]
+        return ExpectedTails(
+            self.start,
+            tuple(min(part.ranks) for part in parts),
+            tuple(sum(part.counts) for part in parts),
+            tuple(max(part.ranks) + 1 for part in parts),
+        )
 
     def check(self, vectors: Sequence[Any]) -> None:
         """Raise PeerFaultError unless the `vectors` of ranks 1, 2, … end as expected."""
         for rank, vector in enumerate(vectors, start=1):
             tail, expected = vector[self.start :], self.counts[rank]
-            count, stop, own_s = (float(tail[at]) for at in (0, 1, 2 + self.ranks[rank]))
+            count, stop = float(tail[0]), float(tail[1])
+            own_s = tail[2 + self.ranks[rank] : 2 + self.stops[rank]]
             if not abs(count - expected) <= TOLERANCE * expected:
                 problem = f"sent the gradient of {count:g} samples, expected {expected:g}"
             elif stop != 0:
                 problem = "asked all ranks to stop, which only rank 0 may do"
-            elif not 0 <= own_s <= MAX_STEP_S or (tail[2:] != 0).sum() > (own_s != 0):
-                problem = f"sent {own_s:g} s as the time of its step, or the time of another rank"
+            elif (
+                not all(0 <= one <= MAX_STEP_S for one in own_s) or (tail[2:] != 0).sum() > (own_s != 0).sum()
+            ):
+                problem = f"sent {float(own_s[0]):g} s as the time of its step, or the time of another rank"
             else:
                 continue
             raise PeerFaultError(rank, problem)

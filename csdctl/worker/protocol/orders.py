@@ -23,6 +23,8 @@ MAX_TIMED_SUM_S = 5.0
 FASTEST, ALONE = "", "none"
 """The ranks measure which is fastest; a group of one rank has nothing to sum."""
 
+BETWEEN_SERVERS = "between servers"
+"""The level of the links of all servers; any other level is that of a server with its nodes."""
 CollectiveName = Annotated[str, OneOf((*COLLECTIVE_NAMES, FASTEST, ALONE))]
 
 

@@ -90,6 +90,8 @@ class RankSpec:
     """The weight of each of its samples."""
     micro_batch_size: BatchSize | None = None
     """A larger batch is computed in micro-batches of this size: the same gradient in less memory."""
+    server: RankNumber = 0
+    """The rank of its server, through which it reaches the ranks of other servers."""
 
 
 @dataclass(frozen=True)

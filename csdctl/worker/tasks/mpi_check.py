@@ -10,8 +10,8 @@ from operator import itemgetter
 import numpy as np
 
 from csdctl.worker.group.collective import Star, choose_collective, find_slowest_s
-from csdctl.worker.group.messages import DRAIN_S, gather_traffic, gather_values
-from csdctl.worker.group.mpi import MemoryLimit, World, init_mpi, wait_sleeping
+from csdctl.worker.group.messages import DRAIN_S, allgather, gather_traffic, gather_values
+from csdctl.worker.group.mpi import MemoryLimit, World, init_mpi
 from csdctl.worker.process.errors import WorkerError, describe
 from csdctl.worker.process.output import emit
 from csdctl.worker.protocol.events import (
@@ -22,7 +22,7 @@ from csdctl.worker.protocol.events import (
     Started,
     Traffic,
 )
-from csdctl.worker.protocol.orders import MAX_TIMED_SUM_S
+from csdctl.worker.protocol.orders import MAX_TIMED_SUM_S, STAR
 from csdctl.worker.protocol.processes import list_connections
 
 NUM_ELEMENTS = 1 << 18
@@ -51,7 +51,7 @@ def check_mpi(rank: int, size: int, node: str, sums: str = "") -> None:
         )
     timed = [(int(num_ranks), int(num_bytes)) for num_ranks, num_bytes in re.findall(r"(\d+):(\d+)", sums)]
     MemoryLimit(world, max([4 * NUM_ELEMENTS, *(num_bytes for _, num_bytes in timed)]))
-    wait_sleeping(world.start_barrier())
+    allgather(world, b"")
     emit(Ready(world.rank, node, 0, time.monotonic() - began))
     emit(_check_sum(world, node))
     _time_sums(world, node, timed)
@@ -93,17 +93,11 @@ def _time_sums(world: World, node: str, wanted: Sequence[tuple[int, int]]) -> No
 
 
 def _time_sum(world: World, node: str, num_ranks: int, num_bytes: int) -> float:
-    """Return the seconds of the fastest collective over the first ranks; rank 0 reports it.
-
-    Call on all ranks.
-    """
-    group = world.split(0 if world.rank < num_ranks else 1)
+    """Return the seconds of a star over the first ranks; rank 0 reports it. Call on all ranks."""
     seconds = 0.0
     if world.rank < num_ranks:
         local, total = (np.zeros(max(1, num_bytes // 4), np.float32) for _ in range(2))
-        _, name, seconds = choose_collective(group, local, total)
+        _, name, seconds = choose_collective(world.first(num_ranks), local, total, STAR)
         if world.rank == 0:
             emit(CollectiveTimed(world.rank, node, num_ranks, num_bytes, name, seconds))
-    agreed_s = find_slowest_s(world, seconds)
-    group.free()
-    return agreed_s
+    return find_slowest_s(world, seconds)

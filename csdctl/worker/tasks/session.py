@@ -8,6 +8,8 @@ task defines what the ranks then do.
 
 import contextlib
 import time
+from collections.abc import Sequence
+from functools import partial
 from importlib import import_module
 
 import numpy as np
@@ -15,10 +17,11 @@ import numpy as np
 from csdctl.worker.compute.custom_step import AnyStep
 from csdctl.worker.group.channel import Listener, SharedVectors
 from csdctl.worker.group.communicator import Communicator, LinkCommunicator
+from csdctl.worker.group.levels import TwoLevelCommunicator, by_server
 from csdctl.worker.group.values import LinkLostError, PeerFaultError
 from csdctl.worker.protocol.events import STATE, Joined, LinkLost, Misbehaved, Paused, Pong, Ready, WaitingFor
 from csdctl.worker.protocol.json_codec import Sha256
-from csdctl.worker.protocol.orders import FormGroup
+from csdctl.worker.protocol.orders import BETWEEN_SERVERS, FormGroup
 from csdctl.worker.protocol.run_spec import (
     TRAIN,
     TRAIN_SPLIT,
@@ -49,6 +52,7 @@ class RankSession:
         """`step`: of a probe session that takes part as a rank; it has the same model, recipe and noise."""
         self._spec = spec
         self._me = spec.ranks[rank]
+        self._servers = [each.server for each in spec.ranks]
         self._reporter = Reporter(self._me)
         self._orders = Orders(lambda number: self._reporter.emit(Pong, number))
         self._progress = RunProgress(spec)
@@ -61,6 +65,8 @@ class RankSession:
         started = time.monotonic()
         self._task.load()
         self._vectors = SharedVectors(max(self._task.sum_sizes))
+        self._sums: SharedVectors | None = None
+        """The vectors of the link between servers."""
         spec = self._spec
         with contextlib.closing(Listener(spec.run_id, self._me.rank, spec.link_key)) as listener:
             num_samples = self._me.num_private + self._me.num_public
@@ -75,6 +81,8 @@ class RankSession:
         self._orders.await_release()
         self._orders.on_group = lambda: None  # frees the communicator, and through it the shared memory
         self._vectors.close()
+        if self._sums:
+            self._sums.close()
 
     def _run_in_group(self, order: FormGroup, listener: Listener) -> str | None:
         """Join the group and run the task in it; None when the group is lost or left, else why it ends."""
@@ -93,7 +101,7 @@ class RankSession:
             self._reporter.traffic(communicator, group.generation, group.ranks)
             communicator.close()
         except LinkLostError as error:
-            if isinstance(error, PeerFaultError) and self._me.rank == 0:
+            if isinstance(error, PeerFaultError) and self._is_judge_of(order.ranks[error.rank]):
                 self._reporter.emit(Misbehaved, order.ranks[error.rank], error.message)
             if communicator:
                 communicator.disconnect()
@@ -104,26 +112,50 @@ class RankSession:
             self._reporter.emit(Paused, order.generation)
         return reason
 
+    def _is_judge_of(self, rank: int) -> bool:
+        """Return whether csdctl believes what this rank says of `rank`: rank 0, and a server of its nodes."""
+        is_server = rank != self._me.rank == self._spec.ranks[rank].server
+        return self._me.rank == 0 or is_server
+
     def _join(self, order: FormGroup, listener: Listener) -> Communicator | None:
         """Connect to the group's other ranks; None when another group is ordered first."""
         if len(order.ranks) == 1:
             return Communicator(self._vectors.local)
-        found = listener.accept_link(order.generation, lambda: self._orders.has_group)
-        if found is None:
-            return None
-        channel, greeting = found
-        if (greeting.size, greeting.rank) != (len(order.ranks), order.ranks.index(self._me.rank)):
-            raise LinkLostError
-        nodes = [self._spec.ranks[rank].node for rank in order.ranks]
-
-        def on_waiting(missing: list[int]) -> None:
-            # Only rank 0 of a star knows which ranks are missing. When rank 0 is, rank 1 reports it.
-            if missing or greeting.rank <= 1:
-                self._reporter.emit(WaitingFor, tuple(nodes[rank] for rank in missing))
-
-        communicator = LinkCommunicator(channel, greeting, self._vectors, on_waiting)
+        me, servers = order.ranks.index(self._me.rank), by_server(order.ranks, self._servers)
+        own = next(members for members in servers if me in members)
+        leaders = [members[0] for members in servers]
+        links: dict[bool, LinkCommunicator] = {}
+        """By whether they connect the servers."""
+        num_links = (len(own) > 1) + (me in leaders and len(leaders) > 1)
+        while len(links) < num_links:
+            found = listener.accept_link(order.generation, lambda: self._orders.has_group)
+            if found is None:
+                return None
+            channel, greeting = found
+            is_between = greeting.level == BETWEEN_SERVERS
+            members = leaders if is_between else own
+            if is_between in links or (greeting.size, greeting.rank) != (len(members), members.index(me)):
+                raise LinkLostError
+            if is_between and self._sums is None:
+                self._sums = SharedVectors(max(self._task.sum_sizes))
+            vectors = self._sums if is_between and self._sums else self._vectors
+            waited = [self._spec.ranks[order.ranks[place]].node for place in members]
+            on_waiting = partial(self._report_waiting, waited, greeting.rank)
+            links[is_between] = LinkCommunicator(channel, greeting, vectors, on_waiting)
+        communicator: LinkCommunicator | TwoLevelCommunicator = links[max(links)]
+        if len(servers) > 1:
+            ends = links.get(False), links.get(True)
+            communicator = TwoLevelCommunicator(me, servers, self._vectors.local, *ends)
         communicator.choose_collective(order.collective, self._task.sum_sizes)
         return communicator
+
+    def _report_waiting(self, nodes: Sequence[str], rank: int, missing: list[int]) -> None:
+        """Report whom rank `rank` of a link to `nodes` waits for.
+
+        Only rank 0 of a star knows which ranks are missing. When rank 0 is, rank 1 reports it.
+        """
+        if missing or rank <= 1:
+            self._reporter.emit(WaitingFor, tuple(nodes[place] for place in missing))
 
     def _synchronize(self, group: Group) -> None:
         """Take over the state of rank 0, and divide the rest of the epoch.
@@ -135,13 +167,15 @@ class RankSession:
         variables = list(self._task.variables)
         hashes = communicator.allgather(hash_state(variables, progress.position), Sha256)
         others = [rank for rank, found in enumerate(hashes) if found != hashes[0]]
-        if communicator.rank == 0 and others:
-            packed = pack(variables, progress.position)
-            for rank in others:
+        packed = pack(variables, progress.position) if communicator.rank == 0 and others else None
+        for rank in others:
+            if packed is not None:
                 communicator.send(rank, packed, STATE)
-        elif communicator.rank in others:
-            received = communicator.receive(0, max_state_bytes(variables), STATE)
-            progress.position = unpack(np.frombuffer(received, np.uint8), variables, progress.own)
+            elif rank != communicator.rank:
+                communicator.relay(0, rank, max_state_bytes(variables), STATE)
+            else:
+                received = communicator.receive(0, max_state_bytes(variables), STATE)
+                progress.position = unpack(np.frombuffer(received, np.uint8), variables, progress.own)
         progress.regroup(group.ranks)
         position, segment = progress.position, progress.segment
         self._reporter.emit(

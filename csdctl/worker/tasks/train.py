@@ -17,7 +17,6 @@ from csdctl.worker.compute.recipe import learning_rate, make_schedule
 from csdctl.worker.compute.step import Sums, add_sums
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.data.prepared import PreparedSamples, SyntheticReader, sample_bytes
-from csdctl.worker.data.schedule import Share
 from csdctl.worker.group.communicator import Communicator
 from csdctl.worker.group.values import ExpectedTails, LinkLostError, PeerFaultError, is_minority
 from csdctl.worker.process.errors import WorkerError
@@ -145,7 +144,7 @@ class Train(ModelTask):
         step_samples = self.progress.step_samples
         global_samples = sum(step_samples)
         share = self.progress.share_of(self.me.rank)
-        reassigned = self._exchange_reassigned(communicator, share)
+        reassigned = self._exchange_reassigned(communicator)
         received = time.perf_counter()
         images, labels = self.reader.read(share, reassigned)
         input_s = time.perf_counter() - received
@@ -196,7 +195,7 @@ class Train(ModelTask):
         ranks = tuple(share.rank for share in self.progress.segment.shares)
         counts = tuple(self.progress.weigh(self.progress.step_samples))
         expected = ExpectedTails(layout.count, ranks, counts)
-        total = communicator.sum(vector, expected if self.is_root else None)
+        total = communicator.sum(vector, expected)
         is_own_stop = not self.is_root or total[layout.stop] == is_stopping
         if not is_own_stop or not expected.is_count_of(total):
             raise WorkerError(
@@ -239,16 +238,21 @@ class Train(ModelTask):
         self.step.local(images, labels, out, private_copies=copies)
         return 0.0
 
-    def _exchange_reassigned(self, communicator: Communicator, share: Share) -> bytes | bytearray | None:
+    def _exchange_reassigned(self, communicator: Communicator) -> bytes | bytearray | None:
         """Send, from rank 0, the samples that other ranks read from the host in this step; receive them."""
-        if not self.is_root:
-            num_bytes = share.num_reassigned * sample_bytes(*self.reader.empty_batch())
-            return communicator.receive(0, num_bytes, SAMPLES) if share.reassigned else None
-        progress = self.progress
+        progress, received = self.progress, None
         for index, other in enumerate(progress.segment.shares[1:], start=1):
-            if other.reassigned and (spans := other.batch(progress.step_in_segment).reassigned):
-                communicator.send(index, self.reader.pack_reassigned(spans), SAMPLES)
-        return None
+            if not other.reassigned or not (batch := other.batch(progress.step_in_segment)).reassigned:
+                continue
+            if self.is_root:
+                communicator.send(index, self.reader.pack_reassigned(batch.reassigned), SAMPLES)
+                continue
+            num_bytes = batch.num_reassigned * sample_bytes(*self.reader.empty_batch())
+            if index == communicator.rank:
+                received = communicator.receive(0, num_bytes, SAMPLES)
+            else:
+                communicator.relay(0, index, num_bytes, SAMPLES)
+        return received
 
     def _learning_rate(self) -> float:
         progress = self.progress
@@ -291,6 +295,7 @@ class Train(ModelTask):
         if math.isfinite(loss) and (math.isfinite(total) or self.step.has_loss_scaling):
             return
         if not self.is_root:
+            communicator.find_not_finite()  # a server says it of its nodes
             communicator.allgather(None, type(None))
             raise LinkLostError
         wrong = communicator.find_not_finite()

@@ -288,7 +288,11 @@ class Verify(ModelTask):
 def _gather(communicator: Communicator, vector: Array) -> Iterator[Array]:
     """Send `vector` to rank 0, which yields those of all ranks, in their order, its own first."""
     if communicator.rank:
-        communicator.send(0, vector, STATE)
+        for rank in range(1, communicator.size):
+            if rank == communicator.rank:
+                communicator.send(0, vector, STATE)
+            else:
+                communicator.relay(rank, 0, vector.nbytes, STATE)
         return
     yield vector
     for rank in range(1, communicator.size):

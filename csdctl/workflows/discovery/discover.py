@@ -66,9 +66,9 @@ def fetch_keys(
 
     def fetch(node: Node) -> ShownKey:
         key_type, blob = fetch_host_key(node, jumps, connect_deadline_s=CONNECT_DEADLINE_S)
-        is_new = not known.lookup(node.address, node.port)
+        is_new = not known.lookup(node.key_address, node.port)
         if not is_new:
-            known.check(node.name, node.address, node.port, key_type, blob)
+            known.check(node.name, node.key_address, node.port, key_type, blob)
         return ShownKey(node, key_type, blob, "new" if is_new else "known")
 
     with contextlib.closing(JumpHosts(known)) as jumps:
@@ -81,7 +81,8 @@ def fetch_keys(
 def accept_keys(keys: Iterable[ShownKey], project: ProjectDirectory) -> None:
     """Add `keys` to csdctl's own known_hosts."""
     lines = [
-        f"{build_host_name(key.node.address, key.node.port)} {key.type} {base64.b64encode(key.blob).decode()}"
+        f"{build_host_name(key.node.key_address, key.node.port)} "
+        f"{key.type} {base64.b64encode(key.blob).decode()}"
         for key in keys
     ]
     save_text(project.known_hosts, "".join(f"{line}\n" for line in [*_own_lines(project), *lines]))
@@ -91,7 +92,7 @@ def forget_keys(
     machines: Iterable[Node], project: ProjectDirectory, *, is_dry_run: bool = False
 ) -> dict[str, int]:
     """Remove the keys of `machines` from csdctl's own known_hosts; return the number of keys by name."""
-    names = {build_host_name(node.address, node.port): node.name for node in machines}
+    names = {build_host_name(node.key_address, node.port): node.name for node in machines}
     removed = dict.fromkeys(names.values(), 0)
     kept = []
     for line in _own_lines(project):
@@ -109,11 +110,11 @@ def check_forgotten(fleet: Fleet, directory: Path) -> None:
     """Raise HostKeyError for a node with a key in a file that csdctl does not write."""
     known = KnownHosts.load(fleet_known_hosts_paths(fleet, directory))
     for node in fleet.nodes:
-        for key in known.lookup(node.address, node.port):
+        for key in known.lookup(node.key_address, node.port):
             raise HostKeyError(
                 f"its key remains in {key.path}:{key.line}",
                 node=node.name,
-                remedy=f"remove it there: ssh-keygen -R '{build_host_name(node.address, node.port)}'",
+                remedy=f"remove it there: ssh-keygen -R '{build_host_name(node.key_address, node.port)}'",
             )
 
 

@@ -38,7 +38,7 @@ from csdctl.fleet.checks import (
     pairs_to_try,
 )
 from csdctl.fleet.facts import Condition
-from csdctl.fleet.model import HOST_NAME, Fleet, keep_nodes
+from csdctl.fleet.model import HOST_NAME, Fleet, Level, keep_nodes
 from csdctl.fleet.network import addresses_in, is_checked
 from csdctl.launch.mpirun import find_mpirun, mpi_version
 from csdctl.runs.directory import ProjectDirectory
@@ -85,21 +85,25 @@ class PortListener:
 
 
 def check_reachability(
-    fleet: Fleet, sessions: Mapping[str, Session], conditions: Mapping[str, Condition], deadline_s: float
+    level: Level,
+    fleet: Fleet,
+    sessions: Mapping[str, Session],
+    conditions: Mapping[str, Condition],
+    deadline_s: float,
 ) -> list[Check]:
-    """Return a check for every machine of `sessions`: whether the pairs that connect in training can."""
+    """Return a check for every machine of `level`: whether the pairs that connect in training can."""
     token = secrets.token_hex(8)
 
     def start(session: Session) -> PortListener:
-        address = _listen_address(session.name, fleet, conditions)
+        address = _listen_address(session.name, level, fleet, conditions)
         return _start_listener(session, fleet.python_of(session.name), address, token, deadline_s)
 
-    outcomes = run_on_all(sessions, start)
+    outcomes = run_on_all({name: sessions[name] for name in level.machines}, start)
     listeners = {name: outcome.value for name, outcome in outcomes.items() if outcome.value}
-    servers = pairs_to_try(list(listeners))
+    servers = pairs_to_try(level.machines)
 
     def connect_to_others(name: str) -> list[ConnectAttempt]:
-        others = {server: listeners[server] for server in servers[name]}
+        others = {server: listeners[server] for server in servers[name] if server in listeners}
         return _connect(name, listeners[name], others, deadline_s)
 
     try:
@@ -144,12 +148,12 @@ def _connect(
     ]
 
 
-def _listen_address(name: str, fleet: Fleet, conditions: Mapping[str, Condition]) -> str:
+def _listen_address(name: str, level: Level, fleet: Fleet, conditions: Mapping[str, Condition]) -> str:
     """Return an address in `network:`, else the one that the machine is reached at, else any of its own."""
     own = conditions[name].addresses or ()
-    if fleet.network:
-        return next(iter(addresses_in(fleet.network, own)), "0.0.0.0")
-    peer = fleet.nodes[0].address if name == HOST_NAME else fleet.node(name).address
+    if level.network:
+        return next(iter(addresses_in(level.network, own)), "0.0.0.0")
+    peer = fleet.node(level.machines[1] if name == HOST_NAME else name).address
     address = _local_address_towards(peer) if name == HOST_NAME else _resolve(peer)
     return address if address in own else next(iter(addresses_in("", own)), "127.0.0.1")
 
@@ -310,16 +314,16 @@ def _examine_machines(
     """Examine each machine, then pairs, then all; raises DeadlineError that names the unfinished part."""
     fleet = examination.fleet
     conditions = _measure(examination, sessions, clock)
-    if not fleet.emulated:
-        examination.add(*judge_hostnames(conditions.values()))
-    nodes = [facts for name, facts in conditions.items() if name not in {HOST_NAME, *examination.red}]
-    examination.add(*judge_prefixes(nodes))
+    for level in fleet.levels(name for name in conditions if name not in examination.red):
+        examination.add(*judge_prefixes(conditions[name] for name in level.machines[1:]))
+        if not fleet.emulated:
+            examination.add(*judge_hostnames(conditions[name] for name in level.machines))
     fit = [name for name in conditions if name not in examination.red]
-    if len(fit) > 1 and is_checked(fleet.network):
-        _check_clock(clock, "checking which machines can connect")
-        deadline_s = min(REACHABILITY_DEADLINE_S, clock.left_s)
-        fit_sessions = {name: sessions[name] for name in fit}
-        examination.add(*check_reachability(fleet, fit_sessions, conditions, deadline_s))
+    for level in fleet.levels(fit):
+        if is_checked(level.network):
+            _check_clock(clock, "checking which machines can connect")
+            deadline_s = min(REACHABILITY_DEADLINE_S, clock.left_s)
+            examination.add(*check_reachability(level, fleet, sessions, conditions, deadline_s))
     if not fleet.nodes:
         return  # the host trains alone
     fit = [name for name in fit if name not in examination.red]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from csdctl.errors import CsdctlError, RunError
 from csdctl.fleet.checks import FLEET_NAME, Check, Status, judge_error
-from csdctl.fleet.model import HOST_NAME, Fleet
+from csdctl.fleet.model import HOST_NAME, Fleet, Level
 from csdctl.fleet.names import format_node_names
 from csdctl.launch.leftovers import end_run
 from csdctl.launch.mpi_job import JobOutcome, add_mpirun_traffic, add_rank_traffic, find_cause
@@ -38,6 +38,7 @@ from csdctl.worker.protocol.events import (
     Started,
     Traffic,
 )
+from csdctl.worker.protocol.orders import STAR
 from csdctl.worker.protocol.sandbox import SandboxCheck, SandboxRequest
 from csdctl.workflows.workspace.workspace import Workspace
 
@@ -78,9 +79,11 @@ def check_sandboxes(
     fleet: Fleet, sessions: Mapping[str, Session], worker_path: str
 ) -> dict[str, SandboxCheck]:
     """Return what each machine of `sessions` can do for a sandbox; the worker must have been delivered."""
-    request = SandboxRequest(tuple(list_peers(fleet)))
+    levels = fleet.levels(fleet.machines)
 
     def check(session: Session) -> SandboxCheck:
+        networks = [level.network for level in levels if session.name in level.machines] or [fleet.network]
+        request = SandboxRequest(tuple(peer for network in networks for peer in list_peers(network)))
         return call_worker(
             session,
             fleet.python_of(session.name),
@@ -110,7 +113,7 @@ def judge_sandbox(machine: str, check: SandboxCheck) -> Check:
 def judge_listeners(fleet: Fleet, checks: Mapping[str, SandboxCheck]) -> list[Check]:
     """Return a warning for each machine, or for the fleet, whose MPI listens outside of `network:` too."""
     expected = "MPI's ports closed outside of `network:`"
-    if not fleet.network:
+    if not all(level.network for level in fleet.levels(fleet.machines)):
         found = "no `network:`: MPI's ports answer at all addresses, and a token alone keeps strangers out"
         remedy = "set `network:` in the fleet file to the network that all machines share"
         return [Check(FLEET_NAME, "listeners", Status.WARN, found, expected, remedy)]
@@ -157,8 +160,19 @@ def check_mpi(space: Workspace, deadline_s: float) -> Iterator[Check]:
         yield judge_sandbox(name, sandboxes[name])
     yield from judge_listeners(fleet, sandboxes)
     obstacles = {name: found.obstacle for name, found in sandboxes.items() if found.obstacle}
-    check, has_started = _check_machines(space, worker, obstacles, fleet.machines, deadline_s)
+    for level in fleet.levels(fleet.machines):
+        yield from _check_level(space, worker, obstacles, level, deadline_s)
+
+
+def _check_level(
+    space: Workspace, worker: StoredFile, obstacles: Mapping[str, str], level: Level, deadline_s: float
+) -> Iterator[Check]:
+    """Check the machines of `level` together and, when no rank starts, each of the others alone."""
+    check, has_started = _check_machines(space, worker, obstacles, level, level.machines, deadline_s)
+    if len(space.fleet.levels(space.fleet.machines)) > 1:
+        check = replace(check, found=f"{level.name}: {check.found}")
     yield check
+    nodes = level.machines[1:]
     if not has_started and len(nodes) > 1:
         # mpirun starts no rank before every daemon has connected, and does not name the missing one.
         single_s = min(deadline_s, SINGLE_DEADLINE_S)
@@ -166,7 +180,7 @@ def check_mpi(space: Workspace, deadline_s: float) -> Iterator[Check]:
         def check_alone(name: str) -> Check:
             ledger = Ledger(space.project.ledger, "doctor")  # one of its own: it is of one thread
             own_space = replace(space, ledger=ledger)
-            check, _ = _check_machines(own_space, worker, obstacles, (name,), single_s)
+            check, _ = _check_machines(own_space, worker, obstacles, level, (name,), single_s)
             ledger.save()
             return replace(check, machine=name, found=f"alone: {check.found}")
 
@@ -178,29 +192,49 @@ def check_mpi(space: Workspace, deadline_s: float) -> Iterator[Check]:
 def measure_sums(space: Workspace, sizes: Sequence[tuple[int, int]]) -> list[CollectiveTimed]:
     """Time sums over (the first N ranks, N bytes each) for each pair in `sizes`; the host is rank 0.
 
+    Of several servers, that of the largest tunnel, with at most N ranks, and that of the servers are added.
     The worker must have been delivered. Raises RunError when a rank fails, CsdctlError without mpirun.
     """
+    fleet = space.fleet
+    levels = fleet.levels(fleet.machines) or (Level(HOST_NAME, fleet.machines, fleet.network),)
+    timed: dict[tuple[int, int], float] = dict.fromkeys(sizes, 0.0)
+    for level in {max(levels[:-1] or levels, key=lambda one: len(one.machines)), levels[-1]}:
+        limited = {pair: (min(pair[0], len(level.machines)), pair[1]) for pair in timed}
+        found = _measure_level(space, level, sorted(set(limited.values())))
+        timed = {pair: timed[pair] + found[limited[pair]] for pair in timed if limited[pair] in found}
+    return [
+        CollectiveTimed(0, HOST_NAME, num_ranks, num_bytes, STAR, sum_s)
+        for (num_ranks, num_bytes), sum_s in timed.items()
+    ]
+
+
+def _measure_level(
+    space: Workspace, level: Level, sizes: Sequence[tuple[int, int]]
+) -> dict[tuple[int, int], float]:
+    """Return the seconds of those sums of `sizes` that were not too long to be timed."""
     fleet = space.fleet
     worker = store_bytes(pack_worker(), ".pyz", space.project.root, TrafficClass.CODE)
     obstacles = find_obstacles(fleet, {name: space.sessions[name] for name in fleet.machines}, worker.path)
     sums = ",".join(f"{num_ranks}:{num_bytes}" for num_ranks, num_bytes in sizes)
     arguments = ["--sums", sums] if sums else []
-    check, events = _run_check(space, worker, obstacles, fleet.machines, SUMS_DEADLINE_S, arguments)
+    check, events = _run_check(space, worker, obstacles, level, level.machines, SUMS_DEADLINE_S, arguments)
     if check.status != Status.OK:
         raise RunError(f"sums over the ranks could not be measured: {check.found}", remedy=check.remedy)
-    return [event for event in events if isinstance(event, CollectiveTimed)]
+    timed = (event for event in events if isinstance(event, CollectiveTimed))
+    return {(event.num_ranks, event.num_bytes): event.sum_s for event in timed}
 
 
 def _check_machines(
     space: Workspace,
     worker: StoredFile,
     obstacles: Mapping[str, str],
+    level: Level,
     machines: Sequence[str],
     deadline_s: float,
 ) -> tuple[Check, bool]:
     """Run mpirun over `machines`; return the check, and False when mpirun ran without starting a rank."""
     try:
-        check, events = _run_check(space, worker, obstacles, machines, deadline_s)
+        check, events = _run_check(space, worker, obstacles, level, machines, deadline_s)
     except CsdctlError as error:
         return judge_error(FLEET_NAME, "allreduce", error), True
     return check, bool(events)
@@ -210,17 +244,18 @@ def _run_check(
     space: Workspace,
     worker: StoredFile,
     obstacles: Mapping[str, str],
+    level: Level,
     machines: Sequence[str],
     deadline_s: float,
     arguments: Sequence[str] = (),
 ) -> tuple[Check, list[Event]]:
-    """Run the worker's MPI check over `machines`, in order of rank, and return its result and all events.
+    """Run the worker's MPI check over `machines` of `level`, in order of rank; return its result, all events.
 
     The machines have the worker. No process is left running on any machine; logs stay when the result is not
     OK. Raises CsdctlError.
     """
     scratch = space.project.new_scratch()
-    sessions = {name: space.sessions[name] for name in machines}
+    sessions = {name: space.sessions[name] for name in {*machines, level.machines[0]}}
     mpirun = prepare_mpirun(space, scratch, sessions, worker.path, obstacles)
     pythons = {name: space.fleet.python_of(name) for name in machines}
     commands = []
@@ -230,7 +265,7 @@ def _run_check(
         commands.append(
             RankCommand(rank, name, tuple(build_worker_command(pythons[name], worker.path, command)))
         )
-    job = mpirun.build_job(commands)
+    job = mpirun.build_job(commands, level)
     try:
         outcome = job.run(deadline_s)
         traffic = [event for event in outcome.events if isinstance(event, Traffic)]
@@ -295,7 +330,7 @@ def _find_failure(machines: Sequence[str], outcome: JobOutcome, deadline_s: floa
         return found, CHECK_NETWORK
     if outcome.is_overdue:
         return f"all ranks completed MPI_Init, but their sum hung for {deadline_s:g} s", CHECK_NETWORK
-    cause = find_cause(outcome.stderr_tail, outcome.events, machines)
+    cause = find_cause(outcome.stderr_tail, outcome.events, machines, outcome.starter)
     where = f"{cause.node}: " if cause.node else ""
     never_started = f" ({format_node_names(missing)} never started a rank)" if missing else ""
     return f"{where}{cause.message}{never_started}", CHECK_NETWORK

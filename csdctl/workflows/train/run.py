@@ -27,6 +27,7 @@ from csdctl.supervision.run_setup import RankStarter, RunSetup
 from csdctl.supervision.supervisor import USER, Supervisor
 from csdctl.worker.protocol.events import Event, Joined, Traffic
 from csdctl.worker.protocol.json_codec import to_json
+from csdctl.worker.protocol.orders import STAR
 from csdctl.worker.protocol.run_spec import RunSpec
 from csdctl.workflows.data.deploy import OnDelivery, common_files, deploy_files
 from csdctl.workflows.data.prepare import DeliveryObserver
@@ -125,20 +126,26 @@ def _build_setup(
         is_resumable=inputs.spec.num_checkpoints > 0,
         patience=options.deadlines,
         collective=_choose_collective(inputs, options),
+        servers=[rank.server for rank in ranks],
         absent=tuple(rank.rank for rank in ranks if rank.node not in (HOST_NAME, *nodes)),
     )
 
 
 def _choose_collective(inputs: RunInputs, options: TrainOptions) -> str:
-    """Return the collective to use, '' to measure; a resumed run keeps its own, for identical sums."""
+    """Return the collective to use, '' to measure; a resumed run keeps its own, for identical sums.
+
+    Only between servers are several measured: a star checks what each node sends, and needs no connection
+    between nodes.
+    """
     if options.collective != MEASURED:
         return options.collective
+    default = "" if any(rank.server for rank in inputs.spec.ranks) else STAR
     if not inputs.directory.events.exists():
-        return ""
+        return default
     for event in inputs.directory.read_events([rank.node for rank in inputs.spec.ranks]):
         if isinstance(event, Joined) and event.rank == 0:
-            return event.collective if event.collective in COLLECTIVES else ""
-    return ""
+            return event.collective if event.collective in COLLECTIVES else default
+    return default
 
 
 class RunObserver(DeliveryObserver, Protocol):

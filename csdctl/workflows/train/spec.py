@@ -103,6 +103,21 @@ def build_rank_specs(
     return tuple(specs)
 
 
+def with_servers(ranks: Sequence[RankSpec], fleet: Fleet) -> tuple[RankSpec, ...]:
+    """Return `ranks` with the rank of each one's server; raises InputError without it.
+
+    Those of machines outside the fleet, which stay absent, count to the host.
+    """
+    numbers, present = {rank.node: rank.rank for rank in ranks}, set(fleet.machines)
+    servers = {rank.node: fleet.server_of(rank.node) if rank.node in present else HOST_NAME for rank in ranks}
+    if missing := sorted(set(servers.values()) - numbers.keys()):
+        raise InputError(
+            f"the plan has no rank on {format_node_names(missing)}, through which its nodes are reached",
+            remedy="run `csdctl tune` again for these nodes",
+        )
+    return tuple(dataclasses.replace(rank, server=numbers[servers[rank.node]]) for rank in ranks)
+
+
 def _public_slice(shard: Placed, prepared: Prepared, shards: ShardFiles, job: Job) -> DatasetSlice | None:
     """Return the public samples of a rank as its machine reads them; None when it needs none."""
     if shard.name == HOST_NAME or job.is_everywhere:
@@ -139,7 +154,7 @@ def build_spec(
         weights=prepared.model.weights.path,
         recipe=prepared.recipe,
         code=prepared.model.user_code,
-        ranks=build_rank_specs(ranks, placed, prepared, shards, job),
+        ranks=with_servers(build_rank_specs(ranks, placed, prepared, shards, job), context.space.fleet),
         public=whole(prepared.public),
         validation=whole(prepared.validation) if prepared.validation else None,
         output_directory=str(run.path.relative_to(context.space.project.root)),

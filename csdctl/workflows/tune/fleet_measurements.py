@@ -67,7 +67,8 @@ class FleetMeasurements:
             for name in fleet.machines
         }
         host, *nodes = (self._machine_classes[name] for name in fleet.machines)
-        self._fleet_class = classify_fleet(host, nodes, fleet.network)
+        networks = [fleet.network, *(network for _, network in fleet.networks), fleet.between]
+        self._fleet_class = classify_fleet(host, nodes, " ".join(filter(None, networks)))
 
     def recall_fleet(self, required: Sequence[str] = ()) -> FleetModel:
         """Return the fleet as earlier measurements describe it; no plan leaves out the `required` nodes.
@@ -79,7 +80,7 @@ class FleetMeasurements:
             name = HOST_NAME if machine == HOST_NAME else self._machine_classes[machine].key
             by_class.setdefault(name, []).append(machine)
         classes = {name: self._recall_class(machines) for name, machines in by_class.items()}
-        must_train = frozenset({HOST_NAME, *required})
+        must_train = frozenset({HOST_NAME, *required, *(name for name, _ in self._fleet.networks)})
         return FleetModel(tuple(self._machines), classes, self.features.vector_bytes, must_train)
 
     def recall_trial(self, step_times: Mapping[str, StepTime]) -> RecalledTrial | None:

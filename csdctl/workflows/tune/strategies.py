@@ -31,7 +31,7 @@ from csdctl.workflows.data.prepare import Prepared
 from csdctl.workflows.train.options import AUTO
 from csdctl.workflows.train.spec import RunContext
 from csdctl.workflows.train.strategies.features import bytes_for_host, find_features
-from csdctl.workflows.train.strategies.strategy import check_job, find_cut
+from csdctl.workflows.train.strategies.strategy import check_job, check_split, find_cut
 from csdctl.workflows.tune.options import TuneOptions
 from csdctl.workflows.tune.probing import TuneWatch, run_trial
 
@@ -119,7 +119,7 @@ class StrategyChooser:
         """Return the cuts to time: at most MAX_CUTS, of which FLOPs promise a gain."""
         info = self.context.prepared.model.info
         try:
-            check_job(self.context.job)
+            check_split(self.context)
             if self.request.cut or not info.cuts:
                 return (find_cut(info, self.request.cut),)
         except InputError as error:

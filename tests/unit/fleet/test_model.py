@@ -7,7 +7,7 @@ import yaml
 
 from csdctl.errors import InputError
 from csdctl.fleet.fleet_file import load_fleet, render_fleet
-from csdctl.fleet.model import Fleet, Node, select_nodes
+from csdctl.fleet.model import BETWEEN_SERVERS, Fleet, Level, Node, select_nodes
 
 
 def load(directory: Path, text: str) -> Fleet:
@@ -275,3 +275,87 @@ def test_range_that_names_missing_nodes_is_refused() -> None:
 
 def test_host_alone_is_left_where_that_is_enough() -> None:
     assert select_nodes(FLEET, exclude=["*"], may_be_empty=True).nodes == ()
+
+
+SERVERS = """\
+network: 192.168.7.0/24
+defaults: {group: csds}
+servers:
+- name: storage1
+  address: localhost
+  network: 10.1.1.0/24
+  nodes: [{name: "csd[0-1]", address: "10.1.1.[2-3]"}]
+- {name: storage2, address: 192.168.7.2, network: 10.1.1.0/24, nodes: [{name: csd0, address: 10.1.1.2}]}
+- {name: storage3, address: 192.168.7.3, user: admin, nodes: [{name: csd0, address: 10.1.1.2}]}
+"""
+
+
+class TestServers:
+    def test_nodes_are_named_after_their_server_and_reached_through_it(self, tmp_path: Path) -> None:
+        fleet = load(tmp_path, SERVERS)
+        assert fleet.machines == (
+            *("host", "storage1/csd0", "storage1/csd1", "storage2", "storage2/csd0"),
+            *("storage3", "storage3/csd0"),
+        )
+        assert fleet.node("storage1/csd1").jumps == ()
+        (jump,) = fleet.node("storage3/csd0").jumps
+        assert (jump.name, jump.address, jump.user) == ("storage3", "192.168.7.3", "admin")
+        assert fleet.node("storage3/csd0").groups == ("csds", "storage3")
+
+    def test_equal_addresses_behind_two_servers_have_host_keys_of_their_own(self, tmp_path: Path) -> None:
+        fleet = load(tmp_path, SERVERS)
+        assert fleet.node("storage2/csd0").address == fleet.node("storage3/csd0").address
+        assert fleet.node("storage2/csd0").key_address == "storage2/csd0"
+        assert fleet.node("storage2").key_address == "192.168.7.2"
+
+    def test_mpirun_connects_each_server_with_its_nodes_and_the_servers(self, tmp_path: Path) -> None:
+        fleet = load(tmp_path, SERVERS)
+        assert fleet.levels(fleet.machines) == (
+            Level("host", ("host", "storage1/csd0", "storage1/csd1"), "10.1.1.0/24"),
+            Level("storage2", ("storage2", "storage2/csd0"), "10.1.1.0/24"),
+            Level("storage3", ("storage3", "storage3/csd0"), ""),
+            Level(BETWEEN_SERVERS, ("host", "storage2", "storage3"), "192.168.7.0/24"),
+        )
+
+    def test_node_without_its_server_is_connected_with_nothing(self, tmp_path: Path) -> None:
+        fleet = load(tmp_path, SERVERS)
+        assert fleet.levels(["host", "storage2/csd0", "storage3"]) == (
+            Level(BETWEEN_SERVERS, ("host", "storage3"), "192.168.7.0/24"),
+        )
+
+    def test_one_server_is_one_level(self, tmp_path: Path) -> None:
+        fleet = load(tmp_path, "network: 10.1.1.0/24\nnodes: [{name: csd0, address: 10.1.1.2}]")
+        assert fleet.levels(fleet.machines) == (Level("host", ("host", "csd0"), "10.1.1.0/24"),)
+
+    @pytest.mark.parametrize(
+        ("limit", "selected"),
+        [
+            ("storage2/*", ["storage2", "storage2/csd0"]),
+            ("storage3", ["storage3", "storage3/csd0"]),
+            ("storage1/csd[0-1]", ["storage1/csd0", "storage1/csd1"]),
+        ],
+    )
+    def test_nodes_are_selected_with_their_server(
+        self, tmp_path: Path, limit: str, selected: list[str]
+    ) -> None:
+        found = select_nodes(load(tmp_path, SERVERS), [limit])
+        assert [node.name for node in found.nodes] == selected
+
+    def test_server_is_excluded_with_its_nodes(self, tmp_path: Path) -> None:
+        found = select_nodes(load(tmp_path, SERVERS), exclude=["storage2", "storage1/*"])
+        assert [node.name for node in found.nodes] == ["storage3", "storage3/csd0"]
+
+    def test_fleet_without_this_machine_is_refused(self, tmp_path: Path) -> None:
+        message = refused(tmp_path, SERVERS.replace("localhost", "192.168.7.1"))
+        assert "none of them has an address of this machine" in message
+
+    @pytest.mark.parametrize(
+        ("before", "after", "message"),
+        [
+            ("storage3, ", "storage2, ", "two of `servers` have one name"),
+            ("nodes: [{name: csd0,", "nodes: [{name: csd0, jump: gate,", "received `jump` in server"),
+            ("servers:", "nodes: [{name: a, address: a}]\nservers:", "received `nodes` beside `servers`"),
+        ],
+    )
+    def test_contradictions_are_refused(self, tmp_path: Path, before: str, after: str, message: str) -> None:
+        assert message in refused(tmp_path, SERVERS.replace(before, after))

@@ -10,12 +10,14 @@ import pytest
 from csdctl.errors import InputError
 from csdctl.reporting import privacy
 from csdctl.reporting.privacy import (
+    add_flows,
     check_accountant,
     compute_epsilon,
     count_passes,
     measure_privacy,
     plan_privacy,
 )
+from csdctl.runs.ledger import LedgerEntry
 from csdctl.worker.protocol.events import (
     EARLY_STOPPING,
     MAX_STEPS,
@@ -32,6 +34,15 @@ from csdctl.worker.protocol.recipe import Noise, Recipe
 from csdctl.worker.protocol.run_spec import RankSpec, RunSpec, Runtime
 
 NOISE = Noise(1.0, 8.0, 1e-5)
+
+
+def test_flows_between_servers_are_told_from_those_of_a_server_and_its_nodes() -> None:
+    pairs = [("host", "a/csd0"), ("host", "b"), ("b", "b/csd0"), ("c", "b")]
+    entries = [LedgerEntry(0.0, "train", "run", *pair, "gradient", 100) for pair in pairs]
+    between = {(flow.sender, flow.receiver) for flow in add_flows(entries) if flow.is_between_servers}
+    assert between == {("host", "b"), ("c", "b")}
+    flat = [LedgerEntry(0.0, "train", "run", "host", "csd0", "gradient", 100)]
+    assert not any(flow.is_between_servers for flow in add_flows(flat))
 
 
 def normal(x: float) -> float:

@@ -169,6 +169,8 @@ class Fleet:
         """The groups for which mpirun was started."""
         self.min_nodes = 0
         self.absent: tuple[int, ...] = ()
+        self.servers: tuple[int, ...] = ()
+        """The rank of the server of each rank; by default rank 0."""
         self.should_stop = False
         self.patience = SHORT_PATIENCE
         self.events: list[Event] = []
@@ -216,6 +218,7 @@ class Fleet:
             min_nodes=self.min_nodes,
             patience=self.patience,
             absent=self.absent,
+            servers=self.servers,
             should_stop=lambda: self.should_stop,
         )
         return Supervisor(setup, self._record)

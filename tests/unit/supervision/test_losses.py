@@ -1,7 +1,11 @@
 """Ranks that are lost during training: the others form a new group without them."""
 
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 
+from csdctl.supervision.membership import GroupState
 from csdctl.worker.protocol.events import Event, Finished, LinkLost, Misbehaved, NodeLost, Paused
 from csdctl.worker.protocol.orders import FormGroup, Order, Ping
 from tests.patience import scaled
@@ -20,6 +24,51 @@ def hang_while_others_wait(fleet: Fleet, reporter: int, *nodes: str) -> None:
 
 def accuse(fleet: Fleet) -> None:
     fleet.rank(0).report(Misbehaved(0, "host", 1, "sent 20 bytes, expected 100"))
+
+
+@pytest.fixture
+def rack(tmp_path: Path) -> Iterator[Fleet]:
+    """Two servers: the host with csd3, and csd0 with csd1 and csd2."""
+    fleet = Fleet(tmp_path, num_nodes=4)
+    fleet.servers = (0, 1, 1, 1, 0)
+    yield fleet
+    fleet.assert_nothing_left()
+
+
+def test_nodes_wait_for_the_rank_of_their_server_and_join_with_it(rack: Fleet) -> None:
+    rack.reachable = {1}
+    rack.scripts = {1: lambda fleet: fleet.rank(1).exit(), 3: Fleet.finish}
+    rack.run()
+    assert rack.groups == rack.linked == [(0, 1, 2, 3, 4), (0, 4), (0, 1, 2, 3, 4)]
+    assert rack.nodes_of(NodeLost) == ["csd0"]
+
+
+def test_node_is_lost_without_its_server(rack: Fleet) -> None:
+    rack.scripts = {1: lambda fleet: fleet.rank(3).exit(), 2: Fleet.finish}
+    rack.run()
+    assert rack.groups == [(0, 1, 2, 3, 4), (0, 1, 2, 4)]
+
+
+@pytest.mark.parametrize(("culprit", "groups"), [(2, [(0, 1, 3, 4)]), (4, []), (1, []), (0, [])])
+def test_server_is_believed_about_its_own_nodes_alone(
+    rack: Fleet, culprit: int, groups: list[tuple[int, ...]]
+) -> None:
+    def accuse_and_finish(fleet: Fleet) -> None:
+        fleet.rank(1).report(Misbehaved(1, "csd0", culprit, "sent 20 bytes, expected 100"))
+        if not groups:
+            Fleet.finish(fleet)
+
+    rack.scripts = {1: accuse_and_finish, 2: Fleet.finish}
+    rack.run()
+    assert rack.groups == [(0, 1, 2, 3, 4), *groups]
+
+
+def test_node_that_its_server_waits_for_is_left_out_in_place_of_the_server() -> None:
+    group = GroupState(1, (0, 1, 2, 3, 4), last_progress=0.0)
+    group.awaited, group.awaited_by_server = {1}, {1: {3}, 4: set()}
+    assert group.find_awaited() == {3}
+    group.awaited = {1, 4}
+    assert group.find_awaited() == {3, 4}
 
 
 HANGS = "is stopped, or its machine hangs"

@@ -66,11 +66,18 @@ class Split(Strategy):
         return self._build(inputs, context, VERIFY_SPLIT)
 
     def _build(self, inputs: RunInputs, context: RunContext, task: str) -> RunInputs:
-        check_job(context.job)
+        check_split(context)
         found = find_cut(context.prepared.model.info, self.cut)
         split = SplitSpec(found.layer, self.num_micro_batches)
         spec = replace(inputs.spec, task=TaskSpec(task), split=split, is_balanced=False)
         return replace(inputs, spec=spec)
+
+
+def check_split(context: RunContext) -> None:
+    """Raise InputError unless job and fleet allow that a model is split."""
+    if context.space.fleet.networks:
+        raise InputError("a model is split on one server; this fleet has several", remedy=_OTHERWISE)
+    check_job(context.job)
 
 
 def check_job(job: Job) -> None:

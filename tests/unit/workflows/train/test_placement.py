@@ -16,7 +16,7 @@ from csdctl.worker.protocol.model_info import ModelInfo
 from csdctl.worker.protocol.run_spec import DatasetSlice, Runtime
 from csdctl.workflows.data.model import SerializedModel
 from csdctl.workflows.data.prepare import Prepared
-from csdctl.workflows.train.spec import build_rank_specs, place_plan
+from csdctl.workflows.train.spec import build_rank_specs, place_plan, place_ranks, with_servers
 
 FLEET = Fleet((Node("csd0", "10.1.1.2"), Node("csd1", "10.1.1.3")), path=Path("fleet.yaml"))
 PLAN = Plan(
@@ -65,6 +65,19 @@ def test_host_reads_its_part_of_all_samples_and_a_node_the_files_cut_for_it(job:
         FILE.path, FILE.path, images_sha256=FILE.sha256, labels_sha256=FILE.sha256
     )
     assert csd1.private is None
+
+
+RACK = Fleet(
+    (Node("a/csd0", "10.1.1.2"), Node("b", "10.0.0.2", server="b"), Node("b/csd0", "10.1.1.2", server="b"))
+)
+
+
+def test_rank_of_a_node_has_the_rank_of_its_server(job: Job) -> None:
+    ranks = [RankPlan(node=name, batch_size=8, threads=1) for name in RACK.machines]
+    specs = build_rank_specs(ranks, place_ranks(ranks, PREPARED, job), PREPARED, {}, job)
+    assert [rank.server for rank in with_servers(specs, RACK)] == [0, 0, 2, 2]
+    with pytest.raises(InputError, match="the plan has no rank on b, through which its nodes are reached"):
+        with_servers((specs[0], specs[3]), RACK)
 
 
 def test_ranks_compute_with_the_settings_that_the_plan_has_for_their_machine(job: Job) -> None:

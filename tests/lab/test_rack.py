@@ -1,0 +1,145 @@
+"""Three servers with three nodes each, whose tunnels all have the same addresses, train one model."""
+
+import json
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from csdctl.runs.ledger import read_ledger
+from tests.lab.capture import captured
+from tests.lab.lab import Lab
+from tests.lab.project import Project
+from tests.lab.rack import Server, open_rack, use_rack
+from tests.lab.test_main_job import last_line, latest_members, load_events, start_training
+from tests.patience import communicate, wait_for
+
+pytestmark = [pytest.mark.lab, pytest.mark.thorough]
+
+WIDE = """\
+import keras
+
+
+def build():
+    layers = keras.layers
+    return keras.Sequential(
+        [keras.Input((8, 8, 1)), layers.Flatten(), layers.Dense(4000), layers.Dense(2, activation="softmax")]
+    )
+"""
+VECTOR_BYTES = 4 * (64 * 4000 + 4000 + 2 * 4000 + 2)
+NUM_STEPS = 20
+RANKS = set(range(12))
+OF_SERVER_2 = {4, 5, 6, 7}
+OF_SERVER_3 = {8, 9, 10, 11}
+
+
+@pytest.fixture(scope="module")
+def servers(lab: Lab) -> Iterator[tuple[Server, ...]]:
+    with open_rack(lab) as opened:
+        yield opened
+
+
+def test_rack_trains_from_discover_to_report(
+    project: Project, job: Path, servers: tuple[Server, ...], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    use_rack(project, servers)
+    code, machines, errors = project.discover()
+    assert code == 0, errors
+    assert len(machines) == len(RANKS)
+    assert all(machine["problem"] is None for machine in machines.values())
+
+    done = project.csdctl("doctor", "--json", "--timeout", "600", "--mpi-timeout", "300")
+    assert done.returncode == 0, done.stdout + done.stderr
+    sums = [check for check in json.loads(done.stdout)["checks"] if check["check"] == "allreduce"]
+    assert [check["found"].partition(":")[0] for check in sums] == [
+        *("host", "storage2", "storage3", "between servers")
+    ]
+
+    done = project.csdctl("verify", str(job), "--batch-size", "8", "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    verified = last_line(done.stdout)
+    assert verified["num_ranks"] == len(RANKS)
+    assert verified["is_equal"]
+
+    (job.parent / "wide.py").write_text(WIDE)
+    wide = job.with_name("wide.yaml")
+    wide.write_text(job.read_text().replace("small.py", "wide.py").replace("epochs: 2", "epochs: 100"))
+    options = ("--batch-size", "1", "--collective", "star", "--max-steps", str(NUM_STEPS), "--skip-doctor")
+    machines_of_others = [server.machine for server in servers if server.machine]
+    with captured(project.lab, *machines_of_others, directory=tmp_path_factory.mktemp("pcap")) as captures:
+        done = project.csdctl("train", str(wide), *options)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+    (run,) = (project.path / ".csdctl/runs").glob("*")
+    hashes = {event["rank"]: event["weights_hash"] for event in _events(run, "Finished")}
+    assert hashes.keys() == RANKS
+    assert len(set(hashes.values())) == 1
+    gradients = {
+        (entry.sender, entry.receiver): entry.num_bytes
+        for entry in read_ledger(project.path / ".csdctl/ledger.jsonl")
+        if entry.run == run.name and entry.kind == "gradient"
+    }
+    between = {pair: count for pair, count in gradients.items() if "/" not in "".join(pair)}
+    assert between.keys() == {
+        *(("host", "storage2"), ("storage2", "host"), ("host", "storage3"), ("storage3", "host"))
+    }
+    # One vector each way for each of the other servers; a flat star sends one for each of their 8 ranks.
+    # Choosing the collective has sent a few more.
+    assert 4 * NUM_STEPS <= sum(between.values()) / VECTOR_BYTES <= 4 * (NUM_STEPS + 4)
+    assert len(gradients) == len(between) + 2 * 9
+    for server, capture in zip(servers[1:], captures.values(), strict=True):
+        payload = capture.payload()
+        sent = sum(count for (sender, _), count in payload.items() if sender == server.address)
+        assert between[server.name, "host"] <= sent <= between[server.name, "host"] + 12 * VECTOR_BYTES
+
+    done = project.csdctl("report", "--privacy")
+    assert done.returncode == 0, done.stderr
+    assert "between servers in this run, gradient: " in done.stdout
+
+
+def test_rack_survives_the_loss_of_a_node_a_server_and_a_cable(
+    project: Project, job: Path, servers: tuple[Server, ...]
+) -> None:
+    use_rack(project, servers)
+    process = start_training(project, job, "--start-timeout", "1200")
+    (events,) = (project.path / ".csdctl/runs").glob("*/events.jsonl")
+
+    def wait_until_trained_by(ranks: set[int]) -> None:
+        wait_for(lambda: latest_members(events) == ranks, process, project.path)
+
+    wait_until_trained_by(RANKS)
+    with servers[2].nodes[0].switched_off():
+        wait_until_trained_by(RANKS - {9})
+    wait_until_trained_by(RANKS)
+    machine = servers[1].machine
+    assert machine
+    with machine.cable_pulled():
+        wait_until_trained_by(RANKS - OF_SERVER_2)
+    wait_until_trained_by(RANKS)
+    with servers[2].switched_off():
+        wait_until_trained_by(RANKS - OF_SERVER_3)
+    wait_until_trained_by(RANKS)
+    process.send_signal(signal.SIGINT)
+    stdout, stderr = communicate(process, project.path)
+    assert process.returncode == 130, stdout + stderr
+    for words in ("storage3/csd0 is lost", "storage2 is lost", "storage3 is back"):
+        assert words in stdout + stderr
+    assert "Traceback" not in stdout + stderr
+    _assert_no_step_was_lost(load_events(events))
+
+
+def _events(run: Path, kind: str) -> list[dict[str, Any]]:
+    return [event for event in load_events(run / "events.jsonl") if event["event"] == kind]
+
+
+def _assert_no_step_was_lost(events: list[dict[str, Any]]) -> None:
+    """Each group continues where rank 0 was when it lost the group before."""
+    of_rank_0 = [event for event in events if event["rank"] == 0]
+    lost = [event for event in of_rank_0 if event["event"] == "LinkLost"]
+    assert len(lost) >= 3
+    for event in lost:
+        after = of_rank_0[of_rank_0.index(event) + 1 :]
+        joined = next(other for other in after if other["event"] == "Joined")
+        assert (joined["epoch"], joined["step"]) == (event["epoch"], event["step"])
