@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -219,14 +218,14 @@ def fingerprint_of(spec: ExtractSpec) -> str:
     prefix, code, views = spec.prefix, spec.prefix.code, spec.augmented
     for file in (prefix.architecture, prefix.weights):
         check_stored(file)
-    engine: list[Any] = [_version_of(PACKAGE), LITE_BATCH_SIZE]
-    if not prefix.lite:
-        tensorflow = _version_of("tensorflow", "tensorflow-cpu", "tensorflow-intel", "tf-nightly")
-        engine = [tensorflow, _version_of("keras", "keras-nightly")]
+    tensorflow = ("tensorflow", "tensorflow-cpu", "tensorflow-intel", "tf-nightly")
+    packages = [(PACKAGE,)] if prefix.lite else [tensorflow, ("keras", "keras-nightly")]
+    batch_size = LITE_BATCH_SIZE if prefix.lite else BATCH_SIZE
     files = (prefix.architecture, prefix.weights, prefix.lite, code.archive if code else "")
     content = [
         dataclasses.asdict(dataclasses.replace(spec.source, images="", labels="")),
-        [*(Path(file).name for file in files), prefix.input_range, prefix.precision, *engine],
+        [*(Path(file).name for file in files), prefix.input_range, prefix.precision],
+        [*(_version_of(*names) for names in packages), batch_size],
         # FILE.py:NAME; what it does is in the code's archive
         views and [Path(views.augment).name, views.seed, views.num_views],
         [spec.layer, *map(dataclasses.astuple, spec.results)],

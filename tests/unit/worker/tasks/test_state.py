@@ -235,7 +235,7 @@ class TestCheckpoints:
         calls = note_calls(monkeypatch)
         self.save(tmp_path, [10])
         assert calls == [
-            ("fsync", ".part-step-00000010.npz"),
+            ("fsync", ".step-00000010.npz.new"),
             ("replace", "step-00000010.npz"),
             ("fsync", tmp_path.name),
         ]
