@@ -83,15 +83,16 @@ class LiftedScript:
     has_validation: bool
     notes: tuple[tuple[int, str], ...]
     """What was not taken over, by line."""
+    fit_line: int
 
     def name_line(self, message: str, script: Path) -> str:
-        """Return an error message with the line of the script in place of that of `text`."""
+        """Return an error message with a line of the script for that of `text`: that of fit if no other."""
         found = re.search(r" \(line (\d+)\)$", message)
         line = self.text.splitlines()[int(found[1]) - 1].strip() if found else None
         written = enumerate(script.read_text().splitlines(), 1)
         numbers = [number for number, text in written if text.strip() == line]
-        where = f" ({script}, line {numbers[0]})" if numbers else ""
-        return f"{message[: found.start()]}{where}" if found else message
+        reason = message[: found.start()] if found else message
+        return f"{reason} ({script}, line {(numbers or [self.fit_line])[0]})"
 
 
 def lift_script(path: Path, options: Sequence[str] = ()) -> LiftedScript:
@@ -262,7 +263,7 @@ class _Script:
         result = SPLIT.format(data=whole, share=share) if share else f"    return {whole}, {other}"
         has_validation = bool(validation or share)
         text = self._render(ast.unparse(model), result, building, loading, has_validation=has_validation)
-        return LiftedScript(text, recipe, has_validation, tuple(sorted(self.notes)))
+        return LiftedScript(text, recipe, has_validation, tuple(sorted(self.notes)), fit.lineno)
 
     def _error(self, node: ast.AST, message: str, remedy: str) -> InputError:
         return InputError(f"{self.path}, line {getattr(node, 'lineno', 1)}: {message}", remedy=remedy)

@@ -254,8 +254,8 @@ def test_errors_name_the_line_of_the_script(tmp_path: Path) -> None:
     assert found.name_line(f"it fails (line {number})", tmp_path / "script.py").endswith(
         "script.py, line 14)"
     )
-    assert found.name_line("it fails (line 1)", tmp_path / "script.py") == "it fails"
-    assert found.name_line("it fails", tmp_path / "script.py") == "it fails"
+    for message in ("it fails (line 1)", "it fails"):  # what is not in the script: what fit gets
+        assert found.name_line(message, tmp_path / "script.py").endswith("script.py, line 22)")
 
 
 def test_callbacks_and_arguments_that_are_not_taken_over_are_notes(tmp_path: Path) -> None:
