@@ -13,7 +13,7 @@ from tests.lab.capture import captured
 from tests.lab.lab import Lab
 from tests.lab.project import Project
 from tests.lab.rack import Server, open_rack, use_rack
-from tests.lab.test_main_job import last_line, latest_members, load_events, start_training
+from tests.lab.test_main_job import latest_members, load_events, start_training
 from tests.patience import communicate, wait_for
 
 pytestmark = [pytest.mark.lab, pytest.mark.thorough]
@@ -59,9 +59,10 @@ def test_rack_trains_from_discover_to_report(
 
     done = project.csdctl("verify", str(job), "--batch-size", "8", "--json")
     assert done.returncode == 0, done.stdout + done.stderr
-    verified = last_line(done.stdout)
-    assert verified["num_ranks"] == len(RANKS)
+    verified = json.loads(done.stdout)
+    assert len(verified["ranks"]) == len(RANKS)
     assert verified["is_equal"]
+    assert verified["sum_difference"] < 1e-6
 
     (job.parent / "wide.py").write_text(WIDE)
     wide = job.with_name("wide.yaml")
