@@ -12,7 +12,7 @@ from typing import Any
 
 from csdctl.worker.compute.statistics import pooled_spread
 from csdctl.worker.compute.step_graph import StepGraph
-from csdctl.worker.process.errors import WorkerError
+from csdctl.worker.process.errors import InputError
 
 
 class BatchStates:
@@ -103,10 +103,9 @@ class BatchStates:
         found = [one for one in graph.differing if id(one) not in known]
         for variable in found:
             if not is_number(variable):
-                raise WorkerError(
+                raise InputError(
                     f"train_step writes {variable.name}, {variable.dtype.name}, by the samples of its batch",
-                    remedy="only numbers can be averaged over ranks",
-                    exit_code=2,
+                    "only numbers can be averaged over ranks",
                 )
         return found
 

@@ -35,7 +35,7 @@ from csdctl.worker.compute.statistics import Seeds, Snapshot
 from csdctl.worker.compute.step import RankStep, Step, Sums
 from csdctl.worker.compute.user_code import Augmentation
 from csdctl.worker.data.arrays import Array
-from csdctl.worker.process.errors import WorkerError, describe
+from csdctl.worker.process.errors import InputError, WorkerError, describe
 from csdctl.worker.protocol.datasets import INPUT, OUTPUT, SAMPLE_WEIGHT, is_position
 from csdctl.worker.protocol.recipe import Noise, Recipe
 
@@ -216,10 +216,9 @@ class CustomStep(RankStep):
         try:
             return self._sums(np.asarray(self._evaluate(*self._tensors(images, labels))))
         except Exception as error:
-            raise WorkerError(
+            raise InputError(
                 f"test_step of {type(self.model).__name__} fails: {describe(error)}",
-                remedy="define test_step, compile the model with a loss, or leave out data.validation",
-                exit_code=2,
+                "define test_step, compile the model with a loss, or leave out data.validation",
             ) from None
 
     def read_sums(self, total: Array) -> Sums:
@@ -272,11 +271,10 @@ class CustomStep(RankStep):
         self.applied, self.layouts = self._traced.applied, self._traced.layouts
         self.has_draws = self._traced.has_draws
         if drawing := self._states.drawing:
-            raise WorkerError(
+            raise InputError(
                 f"train_step draws random numbers by {', '.join(sorted(set(drawing)))}, which "
                 "cannot be repeated when a step is done again",
-                remedy="draw with keras.random, or with tf.random.normal, uniform or categorical",
-                exit_code=2,
+                "draw with keras.random, or with tf.random.normal, uniform or categorical",
             )
 
     def _trace_once(self, code: Callable[..., Any], signature: Sequence[Any]) -> Any:
@@ -286,10 +284,9 @@ class CustomStep(RankStep):
         except WorkerError:
             raise
         except Exception as error:
-            raise WorkerError(
+            raise InputError(
                 f"{self._name} cannot be traced: {describe(error)}",
-                remedy="see docs/reference/models.md on models with their own train_step",
-                exit_code=2,
+                "see docs/reference/models.md on models with their own train_step",
             ) from error
 
     def _call_train_step(self, samples: Any, labels: Any) -> None:
@@ -305,10 +302,9 @@ class CustomStep(RankStep):
         with self._traced.active(seed):
             logs = self._call(self.model.train_step, samples, labels)
         if not self._traced.applied:
-            raise WorkerError(
+            raise InputError(
                 f"{self._name} applies no gradients by a Keras optimizer",
-                remedy="call optimizer.apply(gradients, variables) in it",
-                exit_code=2,
+                "call optimizer.apply(gradients, variables) in it",
             )
         states = self._metrics.read(weight / self._weight, self._traced.of_batches)
         found = self._own_logs(logs)
@@ -451,10 +447,9 @@ def make_step(
     if not has_own_step(model, keras):
         return Step(model, recipe, example, tf, keras, rank=rank, weight=weight, noise=noise)
     if noise:
-        raise WorkerError(
+        raise InputError(
             f"{type(model).__name__} has its own train_step: csdctl cannot clip the gradient of each sample",
-            remedy="train without data.private.noise",
-            exit_code=2,
+            "train without data.private.noise",
         )
     return CustomStep(model, recipe, example, tf, keras, rank=rank, weight=weight)
 

@@ -19,7 +19,7 @@ from csdctl.worker.compute.batch_states import BatchStates, run_eagerly
 from csdctl.worker.compute.keras_internals import optimizer_classes
 from csdctl.worker.compute.step import size_of, unflatten
 from csdctl.worker.data.arrays import Array
-from csdctl.worker.process.errors import WorkerError
+from csdctl.worker.process.errors import InputError
 
 Exchange = Callable[[int, Array], Array]
 """Sums a vector over the ranks, given the number of the sum within the step."""
@@ -138,10 +138,9 @@ class Interception:
         graph = self._tf.compat.v1.get_default_graph()
         while graph is not self._states.graph:
             if type(graph).__name__.startswith(("Cond", "While")):
-                raise WorkerError(
+                raise InputError(
                     "train_step applies gradients inside of a condition or a loop of TensorFlow",
-                    remedy="use a condition or a loop of Python, which is the same on all ranks",
-                    exit_code=2,
+                    "use a condition or a loop of Python, which is the same on all ranks",
                 )
             graph = graph.outer_graph
 
