@@ -1,7 +1,10 @@
 """A job from Python: written to a directory as a user would write it, and read from there."""
 
+import inspect
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -29,7 +32,8 @@ def _part(arrays, kind):
 def load(path):
     with np.load(path, allow_pickle=False) as arrays:
         parts = [_part(arrays, kind) for kind in ("x", "y", "w")]
-    return tuple(parts if isinstance(parts[2], np.ndarray) else parts[:2])
+    parts = [part for part in parts if len(part)]
+    return tuple(parts) if len(parts) > 1 else parts[0]
 '''
 KINDS = ("x", "y", "w")
 POSITIONS = {"x": INPUT, "y": OUTPUT}
@@ -59,10 +63,11 @@ class Job:
     ) -> Self:
         """Write model, data and job.yaml to `directory`, and return the job.
 
-        `model`: a Keras model; loss, optimizer and metrics of its compile() are used. `data` and
-        `validation`: (x, y) or (x, y, sample_weight), each an array, or a dict, list or tuple of arrays for
-        several inputs or outputs; an iterable of such batches, as a tf.data.Dataset; or the path of data as
-        job.yaml takes it. `code`: files and packages with the model's own layers, losses and metrics.
+        `model`: a Keras model; loss, optimizer and metrics of its compile() are used, and its train_step. The
+        arguments of its own constructor and compile() must be attributes with the same names. `data` and
+        `validation`: x, (x, y) or (x, y, sample_weight), each an array, or a dict, list or tuple of arrays
+        for several inputs or outputs; an iterable of such batches, as a tf.data.Dataset; or the path of data
+        as job.yaml takes it. `code`: files and packages with the model's own layers, losses and metrics.
         `input_range`: scales uint8 arrays; None leaves them as they are. `recipe`: as in job.yaml, such as
         epochs=5 or early_stopping=csdctl.EarlyStopping(patience=3); without it, one epoch. The command line
         takes the job too: `csdctl train csdctl-job/job.yaml`.
@@ -75,7 +80,8 @@ class Job:
         save = getattr(model, "save", None)
         if not callable(save):
             raise InputError(f"received a {type(model).__name__} as model, expected a Keras model")
-        save(path / "model.keras")
+        with _revivable(model):
+            save(path / "model.keras")
         entries = {"public": _write_data(path, "train", data)}
         if validation is not None:
             entries["validation"] = _write_data(path, "validation", validation)
@@ -93,6 +99,49 @@ class Job:
     def load(self) -> files.Job:
         """Return the job as the workflows take it; raises InputError."""
         return files.load_job(self.path)
+
+
+@contextmanager
+def _revivable(model: Any) -> Iterator[None]:
+    """Let `save` write what the constructor and the compile() of the model's own class were called with.
+
+    Keras knows neither of a class without get_config() and get_compile_config(). Raises InputError for an
+    argument that is no attribute of the model.
+    """
+    kind, base = type(model), getattr(sys.modules.get("keras"), "Model", None)
+    kept: dict[str, Any] = {}
+    for method, getter in (("__init__", "get_config"), ("compile", "get_compile_config")):
+        if base is None or not isinstance(model, base) or getattr(kind, method) is getattr(base, method):
+            continue
+        if getattr(kind, getter) is getattr(base, getter):
+            of_layers = {"name": model.name, "trainable": model.trainable, "dtype": model.dtype_policy}
+            known = model.get_compile_config() if method == "compile" else of_layers
+            kept[getter] = _arguments(model, method, known)
+    for getter, arguments in kept.items():
+        setattr(model, getter, lambda arguments=arguments: arguments)
+    try:
+        yield
+    finally:
+        for getter in kept:
+            delattr(model, getter)
+
+
+def _arguments(model: Any, method: str, known: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a method: attributes of the model, else those that Keras has `known`."""
+    found: dict[str, Any] = {}
+    for name, parameter in inspect.signature(getattr(model, method)).parameters.items():
+        if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
+            found |= {key: value for key, value in known.items() if key not in found}
+        elif name in known and (not hasattr(model, name) or "metrics" in name):
+            found[name] = known[name]
+        elif hasattr(model, name):
+            found[name] = getattr(model, name)
+        else:
+            raise InputError(
+                f"{method}() of {type(model).__name__} takes {name}, which is no attribute of the model",
+                remedy=f"keep it: self.{name} = {name}; or write job.yaml, with `model: FILE.py:FUNCTION`",
+            )
+    return found
 
 
 def _plain(value: Any, name: str) -> Any:
@@ -125,20 +174,22 @@ def _write_data(directory: Path, name: str, data: Any) -> dict[str, str]:
 
 
 def _collect(data: Any) -> tuple[Any, ...]:
-    """Return (x, y) or (x, y, sample_weight) of all samples; batches are joined."""
+    """Return (x,), (x, y) or (x, y, sample_weight) of all samples; batches are joined."""
     if isinstance(data, tuple | list) and len(data) in (2, 3):
         return tuple(data)
+    if isinstance(data, Mapping) or hasattr(data, "shape"):
+        return (data,)
     if not isinstance(data, Iterable):
         raise InputError(
-            f"received a {type(data).__name__} as data, expected (x, y), (x, y, sample_weight), batches of "
-            "them, or a path"
+            f"received a {type(data).__name__} as data, expected x, (x, y), (x, y, sample_weight), batches "
+            "of them, or a path"
         )
     cardinality = getattr(data, "cardinality", None)  # of a tf.data.Dataset; -1: infinite
     if cardinality is not None and int(cardinality()) == -1:
         raise InputError("the data set is infinite", remedy="give it an end: dataset.take(number)")
-    batches = [tuple(batch) for batch in data]
-    if not batches or len({len(batch) for batch in batches}) != 1 or len(batches[0]) not in (2, 3):
-        raise InputError("the data yields no batches of (x, y) or (x, y, sample_weight)")
+    batches = [tuple(batch) if isinstance(batch, tuple | list) else (batch,) for batch in data]
+    if not batches or len({len(batch) for batch in batches}) != 1 or len(batches[0]) not in (1, 2, 3):
+        raise InputError("the data yields no batches of x, (x, y) or (x, y, sample_weight)")
     return tuple(_join([batch[number] for batch in batches]) for number in range(len(batches[0])))
 
 

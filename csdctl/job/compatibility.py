@@ -47,23 +47,24 @@ def check_compatibility(
 ) -> None:
     """Raise InputError when the model cannot take the samples or, if it needs labels, its outputs do not fit.
 
-    `datasets` maps 'public', 'validation' or a node's name (its private data) to the prepared data. A model
-    whose outputs are not known, a subclass, is not judged.
+    `datasets` maps 'public', 'validation' or a node's name (its private data) to the prepared data. Neither a
+    model whose outputs are not known, a subclass, is judged, nor one whose own train_step takes the batch.
     """
     outputs = outputs_of(recipe, model)
+    is_judged = all(output.is_known for output in outputs) and not model.has_own_step
     found = {
         f"{name} data" if name in ("public", "validation") else f"private data of {name}": data
         for name, data in datasets.items()
         if data
     }
     for which, data in found.items():
-        if all(output.is_known for output in outputs):
+        if is_judged:
             _check_inputs(model, data, which)
             for output, field in _match(model, outputs, data, which) if needs_labels else ():
                 if output.loss:
                     _check_labels(model, output, data, field, which)
     _check_alike(found)
-    for output in outputs if needs_labels else ():
+    for output in outputs if needs_labels and not model.has_own_step else ():
         _check_logits(model, output)
 
 

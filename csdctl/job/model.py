@@ -52,6 +52,8 @@ class Job:
     private_path: str | None
     recipe: Recipe
     """As written; what it leaves to the compiled model is unset."""
+    step: str = ""
+    """The user's own step, `FILE.py:NAME` with an absolute path; '' for the model's train_step."""
     code: tuple[Path, ...] = ()
     """The user's own files and packages that model, losses and metrics are made of."""
     reading: Reading = field(default_factory=Reading)
@@ -89,7 +91,7 @@ class Job:
         """Files and packages that the nodes get when the model needs them."""
         model = [self.model_file] if self.model_file and self.model_file.suffix == ".py" else []
         losses = [term.name for term in self.recipe.losses.values()]
-        named = files_of([*losses, *self.recipe.metrics, self.recipe.augment])
+        named = files_of([self.step, *losses, *self.recipe.metrics, self.recipe.augment])
         return tuple(dict.fromkeys([*model, *named, *self.code]))
 
     @property
@@ -254,6 +256,7 @@ class JobFile(Document):
 
     model: Annotated[str, Field(min_length=1)]
     model_args: Arguments = {}
+    step: str = ""
     code: list[Path] = []
     data: DataEntry
     recipe: RecipeEntry
@@ -292,10 +295,16 @@ def build_job(file: JobFile, path: Path) -> Job:
         may_activations_leave=private is not None and private.activations == "may-leave",
         noise=private.noise if private else None,
         recipe=replace(recipe, augment=_function(data.augment, path)),
+        step=_function(file.step, path),
         code=tuple(_code_root(written, path) for written in file.code),
         reading=_reading(data, path),
     )
     _check_private(job, file.data)
+    if job.step and not files_of([job.model]):
+        raise InputError(
+            f"{path}: `step` needs a function of yours that builds the model, received model: {file.model}",
+            remedy="write a function that returns the model, and name it: model: FILE.py:FUNCTION",
+        )
     return job
 
 
@@ -469,6 +478,7 @@ def describe_job(job: Job) -> dict[str, Any]:
     described = {
         "model": job.model,
         "model_args": job.model_args,
+        "step": job.step,
         "data": {
             "public": {"path": str(job.public_path), "function": reading["public_function"]},
             "private": {

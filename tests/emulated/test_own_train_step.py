@@ -1,4 +1,8 @@
-"""A GAN with its own train_step, from prepare to report, on ranks that are killed while it trains."""
+"""A GAN with its own train_step, from prepare to report, on ranks that are killed while it trains.
+
+The model itself ends its rank between the sums of a step, of the discriminator and of the generator, when it
+finds a file that asks for it.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +16,7 @@ from tests.emulated.training import (
     hash_at_the_end,
     kill_host_rank,
     kill_rank,
+    resumed_from,
     start_run,
     wait_until_regrouped,
 )
@@ -26,10 +31,25 @@ data:
 recipe: {{epochs: {EPOCHS}, reference_batch: 24}}
 """
 GAN = """\
+import os
+import signal
+from pathlib import Path
+
 import keras
 import numpy as np
 import tensorflow as tf
 from keras import layers
+
+
+STOP = Path(__file__).parent / "stop"
+
+
+def stop_if_asked():
+    try:
+        Path(f"{STOP}-{os.environ.get('CSDCTL_EMULATED_NODE', 'host')}").unlink()
+    except OSError:
+        return np.float32(0)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 class GAN(keras.Model):
@@ -59,6 +79,7 @@ class GAN(keras.Model):
             d_loss = self.loss_fn(labels, self.discriminator(both))
         weights = self.discriminator.trainable_weights
         self.d_optimizer.apply_gradients(zip(tape.gradient(d_loss, weights), weights))
+        tf.numpy_function(stop_if_asked, [], tf.float32)
         with tf.GradientTape() as tape:
             made = self.generator(tf.random.normal((count, self.latent)), training=True)
             g_loss = self.loss_fn(tf.zeros((count, 1)), self.discriminator(made))
@@ -84,7 +105,8 @@ def load(path):
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     directory = tmp_path_factory.mktemp("gan")
-    with emulated(directory, 2, {"job.yaml": JOB, "gan.py": GAN}):
+    gan = GAN.replace("Path(__file__).parent", f"Path({str(directory)!r})")
+    with emulated(directory, 2, {"job.yaml": JOB, "gan.py": gan}):
         generator = np.random.default_rng(0)
         np.savez(
             directory / "samples.npz", x=generator.normal(size=(NUM_SAMPLES, NUM_FEATURES)).astype(np.float32)
@@ -96,6 +118,25 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def test_verify_finds_its_sums_right(project: Path) -> None:
     verified = document(project, "verify")
     assert verified["is_equal"], verified
+
+
+def test_ranks_that_are_lost_between_two_sums_of_a_step_take_it_again(project: Path) -> None:
+    process, run = start_run(project, "--batch-size", "8", "--skip-doctor", "--collective", "star")
+    for generation, node in ((2, "csd1"), (3, "host")):
+        stop = project / f"stop-{node}"
+        stop.touch()
+        wait_until_regrouped(process, run, generation)
+        assert not stop.exists(), "the rank has ended elsewhere"
+        resumed_from(run, generation)
+    output, _ = process.communicate()
+    assert process.returncode == 0, output
+    assert hash_at_the_end(run)
+    ends = events_of(run, "EpochEnd")
+    for epoch in range(1, EPOCHS + 1):
+        of_epoch = [event for event in ends if event["epoch"] == epoch]
+        assert len({event["weights_hash"] for event in of_epoch}) == 1
+        (samples,) = (event["global_samples"] for event in of_epoch if event["node"] == "host")
+        assert samples == NUM_SAMPLES
 
 
 def test_lost_ranks_leave_the_same_bits_on_all(project: Path) -> None:

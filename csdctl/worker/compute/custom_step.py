@@ -29,7 +29,7 @@ from csdctl.worker.compute.interception import (
     repeatable_draws,
     replacing,
 )
-from csdctl.worker.compute.keras_internals import build_symbolically
+from csdctl.worker.compute.keras_internals import build_symbolically, find_globals
 from csdctl.worker.compute.objective import LOSS, MetricStates, as_tensors, scale, specs_of
 from csdctl.worker.compute.statistics import Seeds, Snapshot
 from csdctl.worker.compute.step import RankStep, Step, Sums
@@ -70,11 +70,11 @@ class CustomStep(RankStep):
         self.seeds = Seeds(model, recipe.seed, rank)
         self.signature = specs_of(example, tf)
         self._example = example
+        self._name = f"{getattr(model.train_step, '__name__', 'train_step')} of {type(model).__name__}"
         build_symbolically(model, self._unpack(*tf.nest.map_structure(_symbolic(keras), self.signature)))
-        if not all(getattr(metric, "built", True) for metric in model.metrics):
+        if not all(getattr(metric, "built", True) for metric in self._find_metrics()):
             self._trace_once(self._call_train_step, self.signature)
-        metrics = [metric for metric in model.metrics if isinstance(metric, keras.metrics.Metric)]
-        self._metrics = MetricStates(metrics, (), tf)
+        self._metrics = MetricStates(self._find_metrics(), (), tf)
         self._named = self._metrics.names
         self._evaluate: Any = None
         self._exchange: Exchange = _keep
@@ -218,7 +218,7 @@ class CustomStep(RankStep):
         except Exception as error:
             raise WorkerError(
                 f"test_step of {type(self.model).__name__} fails: {describe(error)}",
-                remedy="define test_step, or leave out data.validation",
+                remedy="define test_step, compile the model with a loss, or leave out data.validation",
                 exit_code=2,
             ) from None
 
@@ -227,9 +227,9 @@ class CustomStep(RankStep):
         return self._sums(total[self.layouts[-1].num_states :])
 
     def metrics(self, sums: Sums) -> dict[str, float]:
-        """Return the metrics of all samples of `sums` by name, without those that nothing was added to."""
+        """Return the metrics of all samples of `sums` by name, but neither the loss nor unused ones."""
         found = self._results(sums.states, sums.count) if sums.states else {}
-        return {name: value for name, value in found.items() if not math.isnan(value)}
+        return {name: value for name, value in found.items() if name != LOSS and not math.isnan(value)}
 
     def _results(self, states: Sequence[float], count: float) -> dict[str, float]:
         """Return the results of metrics that something was added to, then the logs."""
@@ -287,7 +287,7 @@ class CustomStep(RankStep):
             raise
         except Exception as error:
             raise WorkerError(
-                f"train_step of {type(self.model).__name__} cannot be traced: {describe(error)}",
+                f"{self._name} cannot be traced: {describe(error)}",
                 remedy="see docs/reference/models.md on models with their own train_step",
                 exit_code=2,
             ) from error
@@ -306,7 +306,7 @@ class CustomStep(RankStep):
             logs = self._call(self.model.train_step, samples, labels)
         if not self._traced.applied:
             raise WorkerError(
-                f"train_step of {type(self.model).__name__} applies no gradients by a Keras optimizer",
+                f"{self._name} applies no gradients by a Keras optimizer",
                 remedy="call optimizer.apply(gradients, variables) in it",
                 exit_code=2,
             )
@@ -328,8 +328,14 @@ class CustomStep(RankStep):
 
     def _find_passing(self) -> list[Any]:
         """Return the variables that every step sets anew: random states, and those of metrics."""
-        metrics = [variable.value for metric in self.model.metrics for variable in metric.variables]
+        metrics = [variable.value for metric in self._find_metrics() for variable in metric.variables]
         return [*(state.value for state in self.seeds.states), *metrics]
+
+    def _find_metrics(self) -> list[Any]:
+        """Return the metrics of the model, and global ones of its step."""
+        kind = self._keras.metrics.Metric
+        found = [one for one in (*self.model.metrics, *find_globals(self.model)) if isinstance(one, kind)]
+        return list({id(one): one for one in found}.values())
 
     def _evaluate_graph(self, samples: Any, labels: Any) -> Any:
         tf = self._tf

@@ -4,6 +4,7 @@ Written for Keras 3.15; the tests in tests/unit/worker/compute cover every use.
 """
 
 import contextlib
+import inspect
 from typing import Any
 
 from csdctl.worker.protocol.model_info import OwnCompile
@@ -98,9 +99,27 @@ def build_symbolically(model: Any, data: Any) -> None:
 
 
 def find_optimizers(model: Any, keras: Any) -> list[Any]:
-    """Return the optimizers that are attributes of `model`, in the order in which they were set."""
-    found = [value for value in vars(model).values() if isinstance(value, keras.optimizers.Optimizer)]
-    return list({id(one): one for one in found}.values())
+    """Return the optimizers that a train_step uses: global ones that it names, else those of `model`."""
+    for named in (find_globals(model), vars(model).values()):
+        if found := [one for one in named if isinstance(one, keras.optimizers.Optimizer)]:
+            return list({id(one): one for one in found}.values())
+    return []
+
+
+def find_globals(model: Any) -> list[Any]:
+    """Return the global values that train_step names, and those that functions of its file name for it."""
+    found: dict[int, Any] = {}
+    waiting = [getattr(model.train_step, "__func__", model.train_step)]
+    while waiting:
+        function = waiting.pop()
+        function = getattr(function, "python_function", function)  # of a tf.function
+        for name in function.__code__.co_names if inspect.isfunction(function) else ():
+            value = function.__globals__.get(name)
+            if id(value) not in found:
+                found[id(value)] = value
+                is_beside = getattr(value, "__module__", None) == function.__module__
+                waiting += [value] if is_beside and not inspect.isclass(value) else []
+    return list(found.values())
 
 
 def optimizer_classes(keras: Any) -> list[Any]:

@@ -7,11 +7,17 @@ its configuration is built on every rank as on the host, by the user's function.
 """
 
 import hashlib
+import inspect
 import json
 import math
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import MethodType
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
@@ -124,9 +130,17 @@ def _compile(model: Any, recipe: Recipe, keras: Any) -> Recipe:
             remedy="give it to compile() in the function that builds the model",
             exit_code=2,
         )
-    if type(model).compile is keras.Model.compile and model.compiled:
+    optimizers = find_optimizers(model, keras)
+    is_compiled = type(model).compile is keras.Model.compile and model.compiled
+    if is_compiled and any(one is model.optimizer for one in optimizers):
         return compile_model(model, recipe, keras)
-    rates = [rate for rate in map(constant_rate, find_optimizers(model, keras)) if rate]
+    rates = [rate for rate in map(constant_rate, optimizers) if rate]
+    if recipe.learning_rate is None and not optimizers:
+        raise WorkerError(
+            f"{type(model).__name__} has no Keras optimizer as an attribute, its step names no global one",
+            remedy="keep the optimizer as an attribute of the model, or set recipe.learning_rate",
+            exit_code=2,
+        )
     if recipe.learning_rate is None:
         recipe = replace(recipe, learning_rate=rates[0] if rates else 1.0)
     elif len(rates) > 1:
@@ -218,13 +232,49 @@ def load(architecture: Path, weights: Path, keras: Any, code: UserCode | None = 
 def _from_json(text: str, keras: Any, *, is_trusted: bool) -> Any:
     """Return the compiled model; `is_trusted`: its lambdas may run, as the user's own code does."""
     content = json.loads(text)
-    model = keras.saving.deserialize_keras_object(content, safe_mode=not is_trusted)
-    compiled = content.get("compile_config")
-    if compiled and type(model).compile is not keras.Model.compile:
-        # Keras leaves a class alone that has a compile() of its own, and its constructor may have called it.
-        arguments = keras.saving.deserialize_keras_object(compiled, safe_mode=not is_trusted)
-        model.compile(**{name: arguments.get(name) for name in COMPILED})
+    with _reviving(keras):
+        model = keras.saving.deserialize_keras_object(content, safe_mode=not is_trusted)
+    _revive(model, content, keras, is_trusted=is_trusted)
     return model
+
+
+@contextmanager
+def _reviving(keras: Any) -> Iterator[None]:
+    """Let constructors of the user's models get objects, such as other models, not their configurations."""
+    original = keras.Model.from_config.__func__
+
+    def from_config(kind: Any, config: dict[str, Any], custom_objects: Any = None) -> Any:
+        if "layers" not in config:
+            config = {
+                name: keras.saving.deserialize_keras_object(value) if isinstance(value, dict) else value
+                for name, value in config.items()
+            }
+        return original(kind, config, custom_objects)
+
+    with mock.patch.object(keras.Model, "from_config", classmethod(from_config)):
+        yield
+
+
+def _revive(model: Any, content: dict[str, Any], keras: Any, *, is_trusted: bool) -> None:
+    """Call a compile() of the model's own class with the saved arguments that it takes: Keras does not.
+
+    The model's constructor may have called it. What `content` has is saved with the model again.
+    """
+    kind, base, compiled = type(model), keras.Model, content.get("compile_config")
+    if kind.get_config is base.get_config:  # by default, with arguments that its constructor may not take
+        model.get_config = lambda: content["config"]
+    if (
+        not compiled
+        or kind.compile is base.compile
+        or kind.compile_from_config is not base.compile_from_config
+    ):
+        return
+    arguments = keras.saving.deserialize_keras_object(compiled, safe_mode=not is_trusted)
+    taken = inspect.signature(model.compile).parameters
+    takes_any = any(one.kind is one.VAR_KEYWORD for one in taken.values())
+    names = [name for name in arguments if name in taken or (takes_any and name in COMPILED)]
+    model.compile(**{name: arguments[name] for name in names})
+    model.get_compile_config = lambda: compiled
 
 
 def _build_again(spec: BuildSpec, keras: Any) -> Any:
@@ -266,7 +316,25 @@ def _find(spec: BuildSpec, keras: Any) -> Any:
         return _call(reference, function, arguments)
     if reference.endswith(".keras"):
         return _load_file(spec, keras)
-    return _call(reference, load_function(reference), arguments)
+    model = _call(reference, load_function(reference), arguments)
+    if spec.step:
+        _set_step(model, spec.step)
+    return model
+
+
+def _set_step(model: Any, reference: str) -> None:
+    """Let a function step(model, batch) of the user's take the place of train_step; raises WorkerError."""
+    function = load_function(reference)
+    function = getattr(function, "python_function", function)  # of a tf.function
+    try:
+        inspect.signature(function).bind(model, None)
+    except TypeError:
+        raise WorkerError(
+            f"{reference} takes {inspect.signature(function)}, expected (model, batch)",
+            remedy="define step(model, batch), which applies gradients and returns a dict of numbers",
+            exit_code=2,
+        ) from None
+    model.train_step = MethodType(function, model)
 
 
 def _own_objects(spec: BuildSpec) -> dict[str, Any]:
@@ -282,8 +350,11 @@ def _is_named(file: Path, spec: BuildSpec) -> bool:
 def _load_file(spec: BuildSpec, keras: Any) -> Any:
     """Return the model of a .keras file, which is data: it finds only the code that the job names."""
     try:
-        with keras.saving.custom_object_scope(_own_objects(spec)):
-            return keras.models.load_model(spec.reference, compile=True, safe_mode=True)
+        with keras.saving.custom_object_scope(_own_objects(spec)), _reviving(keras):
+            model = keras.models.load_model(spec.reference, compile=True, safe_mode=True)
+            with zipfile.ZipFile(spec.reference) as archive:
+                _revive(model, json.loads(archive.read("config.json")), keras, is_trusted=False)
+            return model
     except Exception as error:
         raise WorkerError(
             f"{spec.reference} is not a model that can be loaded safely: {describe(error)}",

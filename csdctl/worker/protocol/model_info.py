@@ -25,6 +25,8 @@ class BuildSpec:
     """The user's Python files and packages, which are sent to the nodes when the model needs them."""
     sample_shapes: dict[str, tuple[str, Shape]] = field(default_factory=dict)
     """Type and shape of each array of a sample, '' for the only one; none: not known yet."""
+    step: str = ""
+    """`PATH.py:FUNCTION` that takes the place of the model's train_step; '' for none."""
 
 
 @dataclass(frozen=True)

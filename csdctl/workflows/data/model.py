@@ -155,6 +155,7 @@ def _build(job: Job, worker: StoredFile, host: Session, directory: Path, shapes:
         str(job.path.parent.resolve()),
         tuple(map(str, job.code_roots)),
         shapes or {},
+        job.step,
     )
     with build_atomically(directory) as aside:
         info = call_worker(
@@ -199,7 +200,8 @@ def _files_of(directory: Path) -> list[str]:
 def _model_key(job: Job, worker: StoredFile) -> str:
     """Return a hash of all inputs of the built model; its file may import modules beside it."""
     roots = [str(root) for root in job.code_roots]
-    described = [job.model, job.model_args, to_json(job.recipe), worker.sha256, version("keras"), roots]
+    written = [job.model, job.model_args, job.step, to_json(job.recipe)]
+    described = [*written, worker.sha256, version("keras"), roots]
     digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode())
     files = set(job.code_files)
     if job.model_file:

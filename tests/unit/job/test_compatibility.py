@@ -208,6 +208,15 @@ def test_what_does_not_fit_is_refused_with_a_remedy(
         assert remedy in raised.value.remedy
 
 
+def test_what_a_train_step_of_its_own_takes_is_not_judged() -> None:
+    """As in metric learning: a sample is a pair or a set of images, and no labels are needed."""
+    model = replace(one_output((10,), SPARSE_LOSS), output_activation="linear")
+    sets = replace(ALONE, sample_shape=(2, 28, 28, 1))
+    with pytest.raises(InputError):
+        check_compatibility(SPARSE, model, {"public": sets})
+    check_compatibility(SPARSE, replace(model, has_own_step=True), {"public": sets})
+
+
 OTHER_TYPES: list[tuple[dict[str, Any], str]] = [
     ({"dtype": "float32"}, "samples of different types: public data uint8 28×28×1, private data of csd0 f"),
     ({"label_dtype": "float32"}, "labels of different types: public data int32 1, private data of csd0 fl"),

@@ -56,6 +56,36 @@ class TestPaths:
         assert (job.private_path, job.validation_path) == (None, None)
 
 
+class TestStep:
+    def test_file_of_the_step_is_part_of_the_code(self, write: Write, tmp_path: Path) -> None:
+        (tmp_path / "mine.py").write_text("def build(): ...")
+        (tmp_path / "loop.py").write_text("def step(model, batch): ...")
+        without = load_job(
+            write(
+                (
+                    f"{MODEL}\nmodel_args: {{input_shape: [64, 64, 3], classes: 10, weights: null}}",
+                    "mine.py:build",
+                )
+            )
+        )
+        job = load_job(
+            write(
+                (
+                    f"{MODEL}\nmodel_args: {{input_shape: [64, 64, 3], classes: 10, weights: null}}",
+                    "mine.py:build\nstep: loop.py:step",
+                )
+            )
+        )
+        assert job.code_roots == (tmp_path / "mine.py", tmp_path / "loop.py")
+        assert describe_job(job)["step"] == f"{tmp_path}/loop.py:step"
+        assert job.fingerprint() != without.fingerprint()
+
+    def test_step_of_a_model_that_no_function_builds_is_refused(self, write: Write, tmp_path: Path) -> None:
+        (tmp_path / "loop.py").write_text("def step(model, batch): ...")
+        with pytest.raises(InputError, match="`step` needs a function of yours that builds the model"):
+            load_job(write(("data:\n", "step: loop.py:step\ndata:\n")))
+
+
 class TestModelReferences:
     def test_keras_application_has_no_file(self, write: Write) -> None:
         job = load_job(write())

@@ -9,7 +9,11 @@ import pytest
 
 from csdctl.worker.compute.backend import load_backend
 from csdctl.worker.compute.custom_step import CustomStep
+from csdctl.worker.compute.model import build as build_model
+from csdctl.worker.compute.model import load
+from csdctl.worker.compute.user_code import import_file
 from csdctl.worker.process.errors import WorkerError
+from csdctl.worker.protocol.model_info import BuildRequest, BuildSpec
 from csdctl.worker.protocol.recipe import Recipe
 from csdctl.worker.tasks.checkpointer import save_model
 
@@ -336,6 +340,80 @@ def test_metrics_of_compile_are_those_of_all_samples() -> None:
     found = step.metrics(step.run(batch, np.zeros((6, 0), np.float32), lambda _, part: part))
     assert found["mean_absolute_error"] == pytest.approx(expected, rel=1e-5)
     assert {"mean_absolute_error", "first"} <= set(found)
+
+
+LOOP = """
+import keras
+import tensorflow as tf
+
+optimizer = keras.optimizers.Adam(0.02)
+error = keras.metrics.MeanSquaredError(name="error")
+
+
+def build():
+    keras.utils.set_random_seed(3)
+    return keras.Sequential([keras.Input((6,)), keras.layers.Dense(4, "tanh"), keras.layers.Dense(1)])
+
+
+@tf.function
+def step(model, batch):
+    x, y = batch
+    with tf.GradientTape() as tape:
+        made = model(x, training=True)
+        loss = tf.reduce_mean(tf.square(made - y))
+    update(model.trainable_variables, tape.gradient(loss, model.trainable_variables))
+    error.update_state(y, made)
+    return {"loss": loss}
+
+
+def update(variables, gradients):
+    optimizer.apply(gradients, variables)
+
+
+def of_a_batch(batch):
+    pass
+"""
+
+
+def loop_spec(directory: Path, name: str, step: str = "step", text: str = LOOP) -> BuildSpec:
+    file = directory / f"{name}.py"
+    file.write_text(text)
+    return BuildSpec(f"{file}:build", {}, Recipe(), str(directory), (str(file),), step=f"{file}:{step}")
+
+
+def test_function_of_a_custom_loop_is_the_step(tmp_path: Path) -> None:
+    spec = loop_spec(tmp_path, "loop_of_ranks")
+    info = build_model(BuildRequest(spec, str(tmp_path)))
+    assert (info.has_own_step, info.recipe.learning_rate) == (True, pytest.approx(0.02))
+    model = load(tmp_path / "architecture.json", tmp_path / "weights.npz", keras)
+    example = samples(1)[:0], np.zeros((0, 1), np.float32)
+    step = CustomStep(model, info.recipe, example, tf, keras)
+    assert [layout.num_gradients for layout in step.layouts] == [6 * 4 + 4 + 4 + 1, 0]
+    loop_spec(tmp_path, "loop_alone")
+    alone = import_file(tmp_path / "loop_alone.py")
+    other = alone.build()
+    for number in range(3):
+        batch = samples(BATCH, number), samples(BATCH, 9)[:, :1]
+        step.set_step(number, info.recipe.learning_rate or 0.0)
+        sums = step.run(*batch, lambda _, part: part)
+        alone.error.reset_state()
+        loss = float(alone.step(other, tuple(map(tf.constant, batch)))["loss"])
+        assert sums.mean_loss == pytest.approx(loss, rel=1e-5)
+        # What is reported as the loss is not reported again.
+        assert step.metrics(sums) == {"error": pytest.approx(float(alone.error.result()), rel=1e-5)}
+    assert far(model, other) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("step", "text", "words"),
+    [
+        ("of_a_batch", LOOP, r"takes \(batch\), expected \(model, batch\)"),
+        ("step", LOOP.replace("optimizer.apply(gradients, variables)", "pass"), "no Keras optimizer"),
+    ],
+)
+def test_function_that_is_no_step_is_refused(tmp_path: Path, step: str, text: str, words: str) -> None:
+    with pytest.raises(WorkerError, match=words):
+        build_model(BuildRequest(loop_spec(tmp_path, f"loop_that_{len(text)}", step, text), str(tmp_path)))
 
 
 def test_embedding_has_a_gradient_of_known_size() -> None:

@@ -1,13 +1,20 @@
 """A class with a compile() of its own, as libraries of models have it, whose constructor calls it already."""
 
+import sys
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
+import csdctl
+from csdctl.shipping.worker_zip import pack_code
 from csdctl.worker.compute.model import build, load, save_weights
+from csdctl.worker.compute.user_code import import_file, load_function
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.model_info import BUILDER, BuildRequest, BuildSpec
 from csdctl.worker.protocol.recipe import Recipe
+from csdctl.worker.protocol.run_spec import UserCode
 from tests.unit.worker.compute.built_models import keras
 
 TEXT = """
@@ -52,6 +59,64 @@ def test_what_the_user_compiled_reaches_the_ranks(tmp_path: Path) -> None:
     assert type(loaded.optimizer).__name__ == "RMSprop"
     assert loaded.loss.name == "sparse_categorical_crossentropy"
     assert loaded._compile_config.config["metrics"] == ["accuracy"]
+
+
+GAN = """
+import keras
+
+
+class SmallGan(keras.Model):
+    def __init__(self, generator, latent=3):
+        super().__init__()
+        self.generator, self.latent = generator, latent
+        self.discriminator = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+
+    def compile(self, d_optimizer, g_optimizer, loss_fn, penalty=1.0):
+        super().compile()
+        self.d_optimizer, self.g_optimizer, self.loss_fn = d_optimizer, g_optimizer, loss_fn
+        self.penalty = penalty
+
+    def train_step(self, real):
+        return {}
+"""
+
+
+def small_gan(directory: Path) -> tuple[Path, Any]:
+    file = directory / "small_gan_of_python.py"
+    file.write_text(GAN)
+    generator = keras().Sequential([keras().Input((2,)), keras().layers.Dense(4)])
+    model = import_file(file).SmallGan(generator, latent=2)
+    loss = keras().losses.BinaryCrossentropy(from_logits=True)
+    model.compile(keras().optimizers.SGD(0.1), keras().optimizers.Adam(0.2), loss, penalty=7.0)
+    return file, model
+
+
+def test_model_from_python_with_its_own_train_step_and_compile_reaches_the_ranks(tmp_path: Path) -> None:
+    file, model = small_gan(tmp_path)
+    samples = np.ones((6, 4), np.float32)
+    job = csdctl.Job.from_model(model, samples, directory=tmp_path / "job", code=[file]).load()
+    roots = tuple(map(str, job.code_roots))
+    spec = BuildSpec(job.model, {}, Recipe(), str(tmp_path), roots, {"": ("float32", (4,))})
+    info = build(BuildRequest(spec, str(tmp_path)))
+    assert (info.has_own_step, info.needs_code) == (True, True)
+    (tmp_path / "code.zip").write_bytes(pack_code([file]))
+    del sys.modules[file.stem]  # as on a node, which has the packed code alone
+    code = UserCode(str(tmp_path / "code.zip"), (file.stem,))
+    loaded = load(tmp_path / "architecture.json", tmp_path / "weights.npz", keras(), code)
+    found = [float(one.learning_rate) for one in (loaded.d_optimizer, loaded.g_optimizer)]
+    assert found == pytest.approx([0.1, 0.2])
+    assert (loaded.loss_fn.from_logits, loaded.penalty) == (True, 7.0)
+    assert (loaded.generator.input_shape, loaded.latent) == ((None, 2), 2)
+    pairs = zip(loaded.weights, model.weights, strict=True)
+    assert all(np.array_equal(np.asarray(one), np.asarray(other)) for one, other in pairs)
+    assert np.array_equal(load_function(job.reading.public_function)(job.public_path), samples)
+
+
+def test_argument_of_an_own_compile_that_the_model_does_not_keep_is_named(tmp_path: Path) -> None:
+    file, model = small_gan(tmp_path)
+    del model.g_optimizer
+    with pytest.raises(csdctl.CsdctlError, match=r"compile\(\) of SmallGan takes g_optimizer"):
+        csdctl.Job.from_model(model, np.ones((6, 4)), directory=tmp_path / "job", code=[file])
 
 
 def test_library_that_a_machine_lacks_is_named(tmp_path: Path) -> None:
