@@ -42,10 +42,10 @@ def sends_vector(code: str) -> str:
     """Return a link that changes its vector by `code` before it is summed, or sends something else."""
     return f"""{HEAD}
 class Hostile(collective.Star):
-    num_sums = -3  # while a collective is chosen
+    num_taken = -3  # while a collective is chosen
     def sum(self, on_wait, expected=None):
-        self.num_sums += 1
-        if self.num_sums <= 0:
+        self.num_taken += 1
+        if self.num_taken <= 0:
             return super().sum(on_wait)
         vector, comm = np.frombuffer(self._local, np.float32), self._world._communicator
         {code.strip().replace(chr(10), chr(10) + "        ")}

@@ -41,6 +41,7 @@ def servers(lab: Lab) -> Iterator[tuple[Server, ...]]:
         yield opened
 
 
+@pytest.mark.fault(60)
 def test_rack_trains_from_discover_to_report(
     project: Project, job: Path, servers: tuple[Server, ...], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -100,6 +101,7 @@ def test_rack_trains_from_discover_to_report(
     assert "between servers in this run, gradient: " in done.stdout
 
 
+@pytest.mark.fault(59)
 def test_rack_survives_the_loss_of_a_node_a_server_and_a_cable(
     project: Project, job: Path, servers: tuple[Server, ...]
 ) -> None:
