@@ -179,8 +179,8 @@ def test_firewall_between_machines_is_reported_before_anything_hangs(tmp_path: P
     document = json.loads(done.stdout)
     assert done.returncode == 1
     assert {check for _, check in failed_checks(document)} == {"ports"}
-    assert "timed out" in find_check(document, "csd0", "ports")["found"]
-    assert "firewall" in find_check(document, "csd0", "ports")["remedy"]
+    assert "timed out" in find_check(document, "host", "ports")["found"]
+    assert "firewall" in find_check(document, "host", "ports")["remedy"]
     assert find_check(document, "fleet", "allreduce")["found"].startswith("not tried")
 
 
