@@ -44,10 +44,10 @@ run()
 SENDS_VECTORS = """
 import csdctl.worker.group.collective as collective, numpy as np
 class Hostile(collective.Star):
-    num_sums = -20
+    num_calls = -20
     def sum(self, on_wait, expected=None):
-        self.num_sums += 1
-        if self.num_sums > 0:
+        self.num_calls += 1
+        if self.num_calls > 0:
             np.frombuffer(self._local, np.float32)[{element}] = {value}
         super().sum(on_wait, expected)
 collective.COLLECTIVES["star"] = Hostile
