@@ -85,8 +85,8 @@ class Machine(FakeSession):
 
     def _send(self, line: str) -> list[str]:
         lines: list[str] = []
-        sent = send(from_json(SendSpec, line), lines.append, home=self._home)
-        return [*(f"@csdctl-data {text}" for text in lines), to_frame(RESULT, sent)]
+        send(from_json(SendSpec, line), lines.append, home=self._home)
+        return [*(f"@csdctl-data {text}" for text in lines), to_frame(RESULT, {})]
 
 
 class Silent:
