@@ -37,6 +37,8 @@ class Reaper:
         self.pytest_pid = pytest_pid
         self.known: dict[int, int] = {}
         """Start times by pid."""
+        self.places: set[Path] = set()
+        """Where they worked. pytest may have removed the directory of a project by the end."""
 
     def look(self) -> None:
         """Learn the descendants that are there now, of pytest and of those that were known."""
@@ -45,6 +47,9 @@ class Reaper:
             for pid in list_descendants(root):
                 if (started := start_time(pid)) is not None:
                     self.known[pid] = started
+        for pid in self.known:
+            with contextlib.suppress(OSError):
+                self.places.add(Path(os.readlink(f"/proc/{pid}/cwd").removesuffix(" (deleted)")))
 
     def wait(self) -> None:
         """Return when pytest is done or gone."""
@@ -88,8 +93,8 @@ class Reaper:
         for project in projects:
             if (project / ".csdctl/emulated/fleet.id").exists():
                 remove_fleet(FleetPaths(project / ".csdctl/emulated"))
-            if (project / ".csdctl/runs").exists():
-                remove_step_files(project)
+        for project in {*projects, *self.places}:
+            remove_step_files(project)
         if os.geteuid() == 0:
             remove_labs()
             unmount_below(self.directory)
