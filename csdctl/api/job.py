@@ -138,7 +138,7 @@ def _arguments(model: Any, method: str, known: Mapping[str, Any]) -> dict[str, A
             found[name] = getattr(model, name)
         else:
             raise InputError(
-                f"{method}() of {type(model).__name__} takes {name}, which is no attribute of the model",
+                f"{method}() of {type(model).__name__} takes {name}, which is not an attribute of the model",
                 remedy=f"keep it: self.{name} = {name}; or write job.yaml, with `model: FILE.py:FUNCTION`",
             )
     return found
@@ -186,7 +186,7 @@ def _collect(data: Any) -> tuple[Any, ...]:
         )
     cardinality = getattr(data, "cardinality", None)  # of a tf.data.Dataset; -1: infinite
     if cardinality is not None and int(cardinality()) == -1:
-        raise InputError("the data set is infinite", remedy="give it an end: dataset.take(number)")
+        raise InputError("the data set is infinite", remedy="make it finite: dataset.take(number)")
     batches = [tuple(batch) if isinstance(batch, tuple | list) else (batch,) for batch in data]
     if not batches or len({len(batch) for batch in batches}) != 1 or len(batches[0]) not in (1, 2, 3):
         raise InputError("the data yields no batches of x, (x, y) or (x, y, sample_weight)")

@@ -100,12 +100,12 @@ FailedFromOption = Annotated[
 JsonOption = Annotated[
     bool, typer.Option("--json", help="Print JSON to stdout, and everything else to stderr.")
 ]
-ForceOption = Annotated[bool, typer.Option("--force", help="Overwrite files that exist.")]
-DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Show what would be done, and do nothing.")]
+ForceOption = Annotated[bool, typer.Option("--force", help="Overwrite existing files.")]
+DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Show what would be done, without doing it.")]
 YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
 PlanOption = Annotated[
     Path | None,
-    typer.Option(help="Plan; default: the one that `tune` wrote for the job.", autocompletion=complete_plans),
+    typer.Option(help="Plan; default: the job's plan from `tune`.", autocompletion=complete_plans),
 ]
 BatchSizeOption = Annotated[
     int | None, typer.Option(min=1, help="Use this batch size on every rank instead of a plan.")

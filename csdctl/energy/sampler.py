@@ -119,7 +119,7 @@ class PowerSampler:
         recorder.until_s = time.time()
         if recorder.has_failed and not recorder.was_recovery_said:
             recorder.was_recovery_said = True
-            self._say(f"{recorder.name}: power is read again ({recorder.power.source})")
+            self._say(f"{recorder.name}: power can be read again ({recorder.power.source})")
         recorder.has_failed = False
         spent = recorder.meter.add(machine_time_s, reading)
         if spent is None:

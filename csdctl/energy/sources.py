@@ -125,7 +125,7 @@ UDEV_RULE = (
 )
 """As in the roles of ansible/ and in docs/how-to/energy.md."""
 RAPL_REMEDY = (
-    "only root may read energy_uj, because it can betray what others compute (CVE-2020-8694). To let a user "
+    "only root may read energy_uj, because it leaks data of other programs (CVE-2020-8694). To let a user "
     f"read it, write to /etc/udev/rules.d/70-rapl.rules: {UDEV_RULE.format(user='USER')} — then run "
     "`udevadm control --reload && udevadm trigger --action=add --subsystem-match=powercap`"
 )
@@ -204,7 +204,7 @@ def parse_dcmi(output: str) -> Reading:
         raise ValueError(f"the power reading is {state[1][:40]}")
     watts = parse_watts(found[1])
     if not watts:  # of a controller without a power meter, or that has just started
-        raise ValueError("expected watts of a machine that runs, received 0 watts")
+        raise ValueError("expected the power of a running machine, received 0 watts")
     return Reading(watts)
 
 

@@ -117,7 +117,7 @@ def load_facts(fleet: Fleet) -> dict[str, Facts]:
     path = facts_path(fleet)
     content = load_json(path, remedy=DISCOVER)
     if not isinstance(content, dict) or content.get("schema") != SCHEMA:
-        raise InputError(f"{path} has not schema {SCHEMA} of `csdctl discover`", remedy=DISCOVER)
+        raise InputError(f"{path} does not have schema {SCHEMA} of `csdctl discover`", remedy=DISCOVER)
     return check_values(content.get("machines"), dict[str, Facts], str(path), remedy=DISCOVER)
 
 

@@ -464,7 +464,7 @@ def _check_ending(path: Path, ending: str, written: str, job_path: Path) -> None
     """Raise InputError when a link leads to another kind of file: functions are sent to the nodes."""
     if path.suffix != ending:
         raise InputError(
-            f"{job_path}: {written!r} is a link to {path}, which is no {ending} file",
+            f"{job_path}: {written!r} is a link to {path}, which is not a {ending} file",
             remedy="copy the file that is meant into the job's directory",
         )
 

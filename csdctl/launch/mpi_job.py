@@ -103,7 +103,7 @@ def _read_cause(stderr_tail: Sequence[str], rank_nodes: Sequence[str], starter: 
         rank = int(found[1])
         node = rank_nodes[rank] if rank < len(rank_nodes) else ""
         if by_signal := _SIGNAL.search(text):
-            return node, f"rank {rank} was ended by signal {by_signal[1]}"
+            return node, f"rank {rank} was killed by signal {by_signal[1]}"
         return node, f"rank {rank} was lost, or exited because another rank was lost"
     if status := _DAEMON_STATUS.search(text):
         found = _UNCONNECTED_DAEMON.search(text)
@@ -123,7 +123,7 @@ MAX_EVENTS = 1000
 """Later reports of rank 0 of a type that it has reported before are dropped."""
 EXPECTED = (*FROM_MPI, Ready, Traffic, Misbehaved, Finished, Failed)
 """The events of an MPI check; a link sends none but `Exited`."""
-CHECK_WORKER = "check that machine: what runs there is damaged, or is not csdctl's worker"
+CHECK_WORKER = "check that machine: its worker is damaged or is not csdctl's"
 _TAGGED = re.compile(rb"\[\d+,(\d{1,9})\]<(stdout|stderr)>: ?(.*)", re.DOTALL)
 """A line that mpirun passes on from a rank (--output tag)."""
 

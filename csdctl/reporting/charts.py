@@ -84,7 +84,7 @@ def speed_chart(runs: Sequence[RunResults]) -> Chart:
     ]
     return Chart(
         "Throughput",
-        "Samples of all ranks per second of step time. Evaluation, checkpoints and stops are no step time.",
+        "Samples of all ranks per second of step time, without evaluation, checkpoints and stops.",
         lambda: draw_lines(lines, "seconds since the start", "samples/s", from_zero=True),
         DataTable(("run", "second", "samples/s"), tuple(rows)),
         tuple(lines) if len(runs) > 1 else (),
@@ -115,9 +115,9 @@ def lanes_chart(run: RunResults) -> Chart:
         for number, (name, total) in enumerate(zip(names, totals, strict=True))
     ]
     return Chart(
-        "What each rank spent its time on",
-        f"One lane a rank, a column for every {format_seconds(series.interval_s)}. "
-        "An empty part is time in which the rank was starting, stopped or lost.",
+        "Time by rank",
+        f"One lane per rank, one column per {format_seconds(series.interval_s)}. "
+        "A gap is time in which the rank was starting, stopped or lost.",
         lambda: draw_lanes(names, shares, series.interval_s),
         DataTable(
             ("rank", *(label[kind] for kind in kinds), "CPU time"), tuple(rows)
@@ -154,7 +154,7 @@ def sizes_chart(run: RunResults) -> Chart:
     changed = f"Changed {'once' if times == 1 else f'{times} times'}." if times else "They did not change."
     return Chart(
         "Batch sizes",
-        f"Samples that a rank takes in a step; 0 while it is lost. {changed}{more}",
+        f"Samples of each rank per step; 0 while it is lost. {changed}{more}",
         lambda: draw_lines(
             lines, "seconds since the start", "samples per step", from_zero=True, in_steps=True
         ),

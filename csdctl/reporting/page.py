@@ -27,7 +27,7 @@ def render_page(runs: Sequence[RunResults]) -> str:
     """Return the page of one run, or of several side by side; raises InputError without matplotlib."""
     title = "Run " + runs[0].summary.run_id if len(runs) == 1 else f"{len(runs)} runs"
     names = [f"{run.summary.run_id}: " if len(runs) > 1 else "" for run in runs]
-    learnt = _section("Learning and speed", *charts.epoch_charts(runs), charts.speed_chart(runs))
+    learnt = _section("Learning and throughput", *charts.epoch_charts(runs), charts.speed_chart(runs))
     sections = [_section("Results", tables.compare_results(runs)), *([learnt] if len(runs) > 1 else [])]
     for name, run in zip(names, runs, strict=True):
         sizes = [charts.sizes_chart(run)] if run.series.batch_sizes else []
@@ -35,8 +35,8 @@ def render_page(runs: Sequence[RunResults]) -> str:
             _section(f"{name}Ranks", tables.tabulate_ranks(run.summary)),
             *([learnt] if len(runs) == 1 else []),
             _section(f"{name}Time and batch sizes", charts.lanes_chart(run), *sizes),
-            _section(f"{name}Faults and what they cost", tables.tabulate_faults(run)),
-            _section(f"{name}Energy while training", tables.tabulate_energy(run)),
+            _section(f"{name}Faults and downtime", tables.tabulate_faults(run)),
+            _section(f"{name}Energy", tables.tabulate_energy(run)),
         ]
     sections.append(_section("Job, data and files", tables.compare_settings(runs)))
     machines = [
@@ -78,7 +78,7 @@ def _headline(run: RunResults, name: str) -> str:
     job: Any = run.manifest.get("job") or {}
     model = job.get("model", "") if isinstance(job, dict) else ""
     named = ", ".join(filter(None, [name, str(model)]))
-    badge = " <strong class=badge>emulated fleet: speeds say nothing about devices</strong>"
+    badge = " <strong class=badge>emulated fleet: not the speed of real devices</strong>"
     lines = "".join(f"<dt>{name}<dd>{_code(text)}" for name, text in write_headline(run).lines())
     return (
         f"<p>{_text(named)}{', ' if named else ''}started {started:%Y-%m-%d %H:%M:%S} UTC"
@@ -108,7 +108,7 @@ def _figure(chart: Chart) -> str:
         f"<figure><figcaption><h3>{_text(chart.title)}</h3><p>{_text(chart.text)}</p></figcaption>"
         f"{f'<ul>{names}</ul>' if names else ''}"
         f'<img alt="{_text(f"{chart.title}. {chart.text}")}" src="{chart.draw()}">'
-        f"<details><summary>Data of this chart</summary>{_table(chart.data, chart.title)}</details></figure>"
+        f"<details><summary>Chart data</summary>{_table(chart.data, chart.title)}</details></figure>"
     )
 
 

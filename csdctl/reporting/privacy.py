@@ -48,7 +48,7 @@ REMARKS: dict[str, str] = {
     TrafficClass.MODEL: "weights and optimizer state; a trained model can memorize single samples",
     TrafficClass.LOG: "what the worker printed; it names no private file",
     TrafficClass.CONTROL: "commands, answers, and the protocols of SSH and MPI; among them the number of "
-    "private samples of each node and of each class there, why others were left out, their shape and type, "
+    "private samples of each node and of each class there, why others were skipped, their shape and type, "
     "the largest label, a fingerprint of the prepared data, and how long each rank computes",
     TrafficClass.PUBLIC: "declared public in the job file",
     TrafficClass.CODE: "csdctl's worker",
@@ -56,11 +56,11 @@ REMARKS: dict[str, str] = {
     "ones included (the job says `activations: may-leave`), and gradients of them; much of a sample can be "
     "reconstructed from them",
     TrafficClass.CLASSES: "asked for by `csdctl predict`: class and probability of each private sample, or "
-    "the value of a regression; they say what a sample shows, as far as the model knows",
+    "the value of a regression; they reveal what a sample shows, as far as the model knows",
     TrafficClass.SCORES: "asked for by `csdctl predict --want scores`: all outputs for each private sample; "
-    "samples that the model was trained on can be told from others by them",
+    "they can reveal which samples the model was trained on",
     TrafficClass.EMBEDDINGS: "asked for by `csdctl predict --want embeddings`: the output of a layer for "
-    "each private sample; a linear map may recover half of the variance of a picture's pixels from it",
+    "each private sample; a linear map may recover half of the variance of an image's pixels from it",
     TrafficClass.FEATURES: "what the model's frozen part computes from samples that the job declares public",
     TrafficClass.FILES: "trees that the user deployed",
 }

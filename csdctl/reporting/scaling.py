@@ -121,7 +121,7 @@ def scaling_charts(series: ScalingSeries) -> list[Chart]:
     energy = [point.joules_per_sample for point in series.points]
     found = (
         ("Speed-up over the host alone", "times the host alone", series.speedups),
-        ("Efficiency", "share of the ranks alone", series.by_nodes([p.efficiency for p in series.points])),
+        ("Efficiency", "share of standalone", series.by_nodes([p.efficiency for p in series.points])),
         ("Energy per image", "J", series.by_nodes(energy)),
     )
     return [_chart(series, title, unit, values) for title, unit, values in found if values]
@@ -197,5 +197,5 @@ def scaling_document(series: ScalingSeries) -> dict[str, Any]:
 def _remark(point: ScalingPoint) -> str:
     parts = [] if point.is_host_training else ["the host does not train"]
     if point.lost:
-        parts.append(f"lost on the way: {format_node_names(point.lost)}")
+        parts.append(f"lost during the run: {format_node_names(point.lost)}")
     return "; ".join(parts)

@@ -379,7 +379,7 @@ def find_bottleneck(series: RunSeries, *, is_now: bool = False) -> Bottleneck | 
     if max(lost_s[rank], shared_s) * len(series.nodes) < MIN_SHARE * spent:
         return None
     if shared_s > lost_s[rank]:
-        why = f"communication took {shared_s:.1f} s of each rank, more than waiting for any other rank"
+        why = f"communication took {shared_s:.1f} s per rank, more than waiting for any other rank"
         return Bottleneck(None, BY_LINK, 0.0, shared_s, why)
     start = _since([lost if holder == rank else 0.0 for holder, lost in holders], first)
     cause, why = _cause(series, rank, start)
@@ -422,13 +422,13 @@ def _cause(series: RunSeries, rank: int, start: int) -> tuple[str, str]:
     if input_s > MOSTLY * (input_s + compute_s):
         return BY_INPUT, f"reading samples took {input_s / (input_s + compute_s):.0%} of its own time"
     slowdown = _slowdown(series, rank)
-    grew = f"its time per sample became {slowdown:.2f} times that of the beginning"
+    grew = f"its time per sample grew to {slowdown:.2f} times its initial value"
     hottest = series.hottest_c.get(rank, 0.0)
     if slowdown >= SLOWER and hottest >= HOT_C:
         return BY_HEAT, f"{grew}, at up to {hottest:.0f} °C"
     if slowdown >= SLOWER:
         return BY_COMPUTE, grew
-    return BY_COMPUTE, "its batch takes longer than those of the others; a smaller one would balance them"
+    return BY_COMPUTE, "its batch takes longer than the others'; a smaller one would balance the step"
 
 
 def _slowdown(series: RunSeries, rank: int) -> float:

@@ -170,7 +170,7 @@ def describe_run(summary: RunSummary) -> list[tuple[str, str]]:
     """Return name and text of each result of a run."""
     training = name_metrics(summary.accuracy, summary.metrics)
     validation = name_metrics(summary.validation_accuracy, summary.validation_metrics)
-    cut = f" behind {summary.cut}" if summary.cut else ""
+    cut = f" after {summary.cut}" if summary.cut else ""
     rows = [
         ("throughput", _describe_speed(summary)),
         ("efficiency", _describe_efficiency(summary)),
@@ -196,7 +196,7 @@ def describe_run(summary: RunSummary) -> list[tuple[str, str]]:
         lost = f"{format_node_names(summary.lost_nodes)}; training continued without them"
         rows.append(("lost", lost + (unread if summary.num_private_unread else "")))
     if summary.num_unreadable:
-        rows.append(("events", f"{summary.num_unreadable:,} lines could not be read, and are left out"))
+        rows.append(("events", f"{summary.num_unreadable:,} unreadable lines were skipped"))
     if summary.num_rebalanced:
         rows.append(("balance", f"batch sizes changed {summary.num_rebalanced} times"))
     return rows

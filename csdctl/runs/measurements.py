@@ -144,7 +144,7 @@ class MeasurementStore:
             except (ValidationError, ValueError, TypeError, KeyError):
                 num_foreign += 1
         if num_foreign:
-            say(f"{path}: lines that are no measurements of this version are not used: {num_foreign}")
+            say(f"{path}: lines that are damaged or of another version are ignored: {num_foreign}")
 
     def add(
         self,

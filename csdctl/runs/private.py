@@ -32,7 +32,7 @@ def check_private(directory: Path) -> None:
         )
     if around.st_mode & stat.S_IWOTH and not around.st_mode & stat.S_ISVTX:
         raise InputError(
-            f"every user can change {directory.parent}, and so what csdctl trusts",
+            f"every user can change {directory.parent}, and so the files that csdctl trusts",
             remedy=f"chmod o-w {directory.parent}",
         )
     if found.st_mode & 0o077:

@@ -115,7 +115,7 @@ class _EventCallback:
         if self._num_failed > 1:
             self._say(f"{self._name} failed at {self._num_failed:,} events")
         if self._num_dropped:
-            self._say(f"{self._name} is slower than the run: it missed {self._num_dropped:,} events")
+            self._say(f"{self._name} is slower than the run and missed {self._num_dropped:,} events")
 
     def _run(self) -> None:
         while (item := self._events.get()) is not None and not self._is_over.is_set():

@@ -250,7 +250,7 @@ class Membership:
         self.lose(
             report.culprit,
             report.message,
-            "look for failing memory, another version of csdctl or TensorFlow, or an intruder there",
+            "check that machine for failing memory, another version of csdctl or TensorFlow, or an intruder",
         )
         return node
 

@@ -254,7 +254,7 @@ class Supervisor:
         if message.culprit in self._group.ranks and (node := self._membership.handle_misbehaved(message)):
             self._num_failed = 0  # the next group is another one
             if self._phase is Phase.TRAINING:
-                self._regroup(f"{node} sent what it must not")
+                self._regroup(f"{node} sent an invalid message")
 
     def _ping_awaited(self, message: WaitingFor) -> None:
         ranks = [self._setup.nodes.index(node) for node in message.nodes]
@@ -331,7 +331,7 @@ class Supervisor:
         for rank in awaited:
             self._membership.lose(
                 rank,
-                "has sent the other ranks nothing for too long, and all wait for it",
+                "has sent the other ranks nothing for too long, so all of them wait for it",
                 "look at the load of that machine, and at its network to the host; `csdctl doctor` tests it",
             )
         self._regroup(f"{', '.join(self._nodes_of(awaited))} sent nothing")
@@ -463,7 +463,7 @@ class Supervisor:
             if cause and cause.node:
                 self._membership.mark_lost(rank, cause)
                 continue
-            keeps_failing = f"rank {rank} does not join the others, or loses its link again and again"
+            keeps_failing = f"rank {rank} does not join the others, or repeatedly loses its link"
             self._membership.lose(rank, keeps_failing, "check the node and its network")
 
     def _find_cause(self, outcomes: Sequence[JobOutcome]) -> CsdctlError | None:

@@ -88,7 +88,7 @@ def render_answers(streams: Streams, result: ExecResult) -> None:
         if answer.error:
             streams.errors.print(f"  {answer.error}", style="red", soft_wrap=True)
         if answer.num_dropped:
-            streams.errors.print(f"  … {answer.num_dropped:,} bytes of output were not kept")
+            streams.errors.print(f"  … {answer.num_dropped:,} bytes of output were dropped")
     if len(rows) > MAX_ANSWERS:
         streams.errors.print(f"… and {len(rows) - MAX_ANSWERS} more answers; --json lists them all")
     render_failed(streams.console, result.unanswered, result.fleet)

@@ -171,7 +171,7 @@ class PreparingView(FleetView[WorkRow]):
         }
         if any(row.num_skipped for row in self._list_rows()):
             columns[""] = lambda row: Text(
-                f"{row.num_skipped:,} left out" if row.num_skipped else "", "yellow"
+                f"{row.num_skipped:,} skipped" if row.num_skipped else "", "yellow"
             )
         return columns
 
@@ -219,7 +219,7 @@ def _remarks(info: DatasetInfo) -> list[str]:
     remarks = []
     if info.num_skipped:
         reasons = [f"{count:,} {reason.replace('_', ' ')}" for reason, count in info.num_skipped.items()]
-        remarks.append(f"{sum(info.num_skipped.values()):,} left out ({', '.join(reasons)})")
+        remarks.append(f"{sum(info.num_skipped.values()):,} skipped ({', '.join(reasons)})")
     if info.unusable_classes:
         remarks.append(f"no usable file in {_list(info.unusable_classes)}")
     empty = [
@@ -252,5 +252,5 @@ def prepare_document(prepared: Prepared) -> dict[str, object]:
 def describe_samples(num_samples: int | None) -> str:
     """Return how many samples a job had when it was last prepared."""
     if num_samples is None:
-        return "the data of this job has not been prepared before"
+        return "the data of this job has not been prepared yet"
     return f"{num_samples:,} samples when this job was last prepared"

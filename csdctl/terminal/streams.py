@@ -119,7 +119,7 @@ class Streams:
         if yes:
             return
         if not (sys.stdin.isatty() and self.stderr.isatty()):
-            raise InputError(f"{question} No terminal is available to answer", remedy="confirm with --yes")
+            raise InputError(f"{question} There is no terminal to answer on", remedy="confirm with --yes")
         self.errors.print(f"{question} [y/N]", end=" ")
         if sys.stdin.readline().strip().lower() not in ("y", "yes"):
             raise InputError("not confirmed: nothing was done")

@@ -74,7 +74,7 @@ def format_shards(spec: RunSpec) -> list[str]:
         lines = [f"shards: {'; '.join(_describe_shard(rank) for rank in spec.ranks)}"]
     else:
         sizes = [rank.num_private + rank.num_public for rank in spec.ranks]
-        lines = [f"shards: {min(sizes):,} to {max(sizes):,} samples a rank"]
+        lines = [f"shards: {min(sizes):,} to {max(sizes):,} samples per rank"]
     repeating = [rank for rank in spec.ranks if rank.num_repeated]
     for rank in repeating[:MAX_NAMED]:
         different = rank.num_private - rank.num_repeated
@@ -444,7 +444,7 @@ def show_training_rehearsal(streams: Streams, request: TrainRequest) -> None:
         plan_path = request.plan_path or streams.project.plan(request.job.name)
         path = str(found.run.manifest if found.run else plan_path)
     render_plan(streams.console, found.plan, path)
-    behind = f" behind {found.cut}" if found.cut else ""
+    behind = f" after {found.cut}" if found.cut else ""
     streams.say(f"would train: {found.strategy}{behind}, collective {request.options.collective}")
     if found.run:
         streams.say(f"would resume run {found.run.run_id}")

@@ -189,7 +189,7 @@ def render_plan(console: PrintableConsole, plan: Plan, path: str) -> None:
         )
         for number, rank in enumerate(plan.ranks)
     ]
-    numbers = (">batch size", ">threads", ">step", ">samples/s computing", ">peak memory")
+    numbers = (">batch size", ">threads", ">step", ">compute samples/s", ">peak memory")
     console.print(build_table((">rank", "~node", *numbers), rows, title=title))
     for line in _lines(plan):
         console.print(line, soft_wrap=True)
@@ -221,7 +221,7 @@ def _render_strategies(console: PrintableConsole, plan: Plan) -> None:
         console.print(build_table(columns, rows, title="strategies", styles=styles))
         tried = [_describe_trial(strategy) for strategy in compared if strategy.is_confirmed]
         console.print(f"tried: {', '.join(tried) or 'none'}; forecast: the others", soft_wrap=True)
-        cut = f" behind {plan.cut}" if plan.cut else ""
+        cut = f" after {plan.cut}" if plan.cut else ""
         leaves = FEATURES_LEAVE if plan.trains_on_host else LEAVES[plan.strategy]
         console.print(f"strategy: {plan.strategy}{cut}; a node sends {leaves}", soft_wrap=True)
     if impossible := [strategy.strategy for strategy in plan.strategies if strategy.why_not]:
@@ -273,9 +273,9 @@ def _lines(plan: Plan) -> Iterator[str]:
         yield f"9 of 10 runs are expected to reach {format_range(rates)} samples/s"
     if plan.busy:
         busy = ", ".join(f"{name} ({cores:.1f} cores busy)" for name, cores in plan.busy.items())
-        yield f"measured beside other work, so that the range may not hold: {busy}"
+        yield f"other work ran during the measurement, so the range may not hold: {busy}"
     yield (
-        f"of the ranks' time: {format_share(predicted.compute_share)} computing, "
+        f"rank time: {format_share(predicted.compute_share)} computing, "
         f"{format_share(predicted.imbalance_share)} waiting for the slowest, "
         f"{format_share(predicted.communication_share)} communicating"
     )
@@ -306,7 +306,7 @@ def render_verified(
     pairs.append(("gradient", told))
     spread = max(rank.spread for rank in verified.of_ranks)
     one_sample = min(rank.one_sample for rank in verified.of_ranks)
-    pairs.append(("", f"one process differs from itself by {spread:.1e}; one sample makes {one_sample:.1e}"))
+    pairs.append(("", f"rounding makes {spread:.1e}; one sample makes {one_sample:.1e}"))
     if verified.compared_in != verified.dtype:
         pairs.append(("", f"compared in {verified.compared_in}: rounding in {verified.dtype} hides a sample"))
     one_batch = f"not compared with one batch of all samples: {'; '.join(verified.not_one_batch)}"

@@ -155,7 +155,7 @@ class Running:
             return self.completed(self.process.exit_code(deadline.left_s))
         except TimeoutError:
             ending = (
-                "it was ended" if self.kill() else "it could not be ended and may run for some more seconds"
+                "it was ended" if self.kill() else "it could not be stopped and may run for some more seconds"
             )
             raise self.deadline_error(deadline, ending) from None
         except BaseException:
@@ -230,7 +230,7 @@ class Running:
         return RemoteCommandError(
             f"the login shell ended with exit code {exit_code} before `{self.command[0]}` started: {said}",
             node=self.name,
-            remedy="check the login shell of the user on that machine and its start-up files",
+            remedy="check the user's login shell on that machine and its start-up files",
         )
 
 

@@ -287,7 +287,7 @@ def _violation_error(name: str, violation: str) -> UnreachableError:
     return UnreachableError(
         f"the connection was closed, because its SSH server {violation}",
         node=name,
-        remedy="no sound SSH server does that: check what runs there before you use the machine again",
+        remedy="no correct SSH server does that: check what runs there before you use the machine again",
     )
 
 

@@ -302,7 +302,7 @@ class ServerRules:
             return added >= SMALL_WINDOW_BYTES
         num_bytes = size - _HEADER_BYTES[kind]
         if num_bytes != int.from_bytes(head[_HEADER_BYTES[kind] - 4 : _HEADER_BYTES[kind]], "big"):
-            refuse("sent data of another length than it claims")  # paramiko would fill it up to a megabyte
+            refuse("sent data of a length other than announced")  # paramiko would fill it up to a megabyte
         # OpenSSH disconnects at the same excess. An honest server is never ahead of the reader by more.
         num_unread = len(channel.in_buffer) + len(channel.in_stderr_buffer) + num_bytes
         if num_unread > channel.in_window_size + channel.in_window_size // 10:
@@ -320,7 +320,7 @@ class ServerRules:
         per_cost = DEBUG_BYTES_PER_COST if kind == Kind.DEBUG else 1024
         self._cost_left -= 1 + size // per_cost + (KEY_EXCHANGE_COST if is_unasked else 0)
         if self._cost_left < 0:
-            self._connection.packetizer.refuse(f"sends too much that is of no use, at last {_name(kind)}")
+            self._connection.packetizer.refuse(f"floods the connection, at last {_name(kind)}")
 
 
 def _measure(message: paramiko.Message) -> tuple[int, bytes]:

@@ -153,11 +153,11 @@ def close_and_go_on(transport: HostileTransport, channel: Channel, line: str) ->
     transport.send_endlessly(number, BULK, kind=94)
 
 
-NO_USE = "sends too much that is of no use"
+NO_USE = "floods the connection"
 VIOLATIONS = {
     "another host key": (change_key, "has changed its host key"),
     "data of an unknown type": (endless(-1, 7, BULK, kind=95), NO_USE),
-    "data shorter than it claims": (endless(-1, 0xFFFFF, kind=94), "another length than it claims"),
+    "data shorter than it claims": (endless(-1, 0xFFFFF, kind=94), "a length other than announced"),
     "data for an unknown channel": (endless(77, b"x", kind=94), "for a channel that does not exist"),
     "data for a closed channel": (close_and_go_on, NO_USE),
     "windows beyond 2^32": (endless(-1, 0xFFFFFFFF, kind=93), r"beyond 2\^32 - 1 bytes"),
@@ -295,7 +295,7 @@ def test_jump_host_that_breaks_the_protocol_is_named(tmp_path: Path) -> None:
 
     with hostile_server(tmp_path / "evil", Attack(on_channel=flood)) as server:
         node = Node("behind", "127.0.0.1", 22, USER, server.key, jump=server.node())
-        said = "jump host evil was lost .its SSH server sends too much"
+        said = "jump host evil was lost .its SSH server floods the connection"
         with pytest.raises(JumpHostError, match=said) as caught:
             connect(node, [server.known_hosts], connect_deadline_s=scaled(60))
     assert caught.value.node == "behind"

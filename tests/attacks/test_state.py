@@ -62,7 +62,7 @@ def test_node_that_sends_no_hash_is_left_out(answer: str) -> None:
     of_host, *_ = hold([HOST, HOST, (666.0, 10**6)], code)
     report, lost = of_host[-2:]
     assert (report["event"], report["culprit"], lost["event"]) == ("Misbehaved", 2, "LinkLost")
-    assert report["message"].startswith("sent what is not allowed: value: expected ")
+    assert report["message"].startswith("sent an invalid value: value: expected ")
 
 
 def variables(fill: float) -> list[Any]:

@@ -98,7 +98,7 @@ def test_images_are_prepared_in_place_and_numbered_equally(project: Path) -> Non
             "unusable_classes": [],
         },
     }
-    assert "csd0: 2 left out (1 too large, 1 undecodable)" in done.stderr
+    assert "csd0: 2 skipped (1 too large, 1 undecodable)" in done.stderr
     assert "csd0: no usable file in class bee" in done.stderr
     assert holds_no_canary(project, done.stdout, done.stderr)
 

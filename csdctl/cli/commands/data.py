@@ -87,8 +87,8 @@ def _show_written(streams: Streams, written: "Written") -> None:
     if looks.validation:
         streams.say(f"validation data: {describe_data(looks.validation)}")
     for line, text in written.notes:
-        streams.say(f"not taken over, line {line}: {text}")
-    streams.say(f"{written.path} written: read its comments, which name placeholders and guesses")
+        streams.say(f"not converted, line {line}: {text}")
+    streams.say(f"{written.path} written: check its comments, which mark placeholders and guesses")
     named = "" if written.path == options.DEFAULT_JOB else f" {written.path}"
     commands = ["csdctl doctor", *(f"csdctl {command}{named}" for command in ("prepare", "tune", "train"))]
     if not misfit:

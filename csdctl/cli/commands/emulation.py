@@ -79,7 +79,7 @@ def down(
 
 
 SCRIPT = Path(__file__).parents[3] / "examples" / "demo.py"
-"""Not part of an installed csdctl."""
+"""Needs a clone of csdctl's repository."""
 
 
 def demo(
@@ -90,7 +90,7 @@ def demo(
         bool,
         typer.Option(
             "--transfer",
-            help="Learn pictures on top of a pretrained base, and from scratch; downloads 150 MB.",
+            help="Train on a pretrained base, and from scratch; downloads 150 MB.",
         ),
     ] = False,
     keep: Annotated[bool, typer.Option("--keep", help="Leave the emulated fleet running.")] = False,

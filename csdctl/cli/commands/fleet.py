@@ -41,7 +41,7 @@ def discover(
         Path | None,
         typer.Option(help="First write the fleet file from the aliases in this file, such as ~/.ssh/config."),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite a fleet file that exists.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite an existing fleet file.")] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the fleet file that would be written, and stop.")
     ] = False,
@@ -210,17 +210,17 @@ def provision(
         list[str] | None,
         typer.Option(
             metavar="ARCHITECTURE[:PYTHON]",
-            help="With --collect: collect for this kind without asking nodes; aarch64 or x86_64:3.12.",
+            help="With --collect: kind of node, such as aarch64 or x86_64:3.12; connects to no node.",
         ),
     ] = None,
     prefix: Annotated[
-        str, typer.Option(help="Directory of everything that is installed, the same on all nodes.")
+        str, typer.Option(help="Installation directory, the same on all nodes.")
     ] = "/opt/csdctl",
     bundles: Annotated[
-        Path | None, typer.Option(help="Directory of what is collected.  [default: .csdctl/provision]")
+        Path | None, typer.Option(help="Directory of the collected files.  [default: .csdctl/provision]")
     ] = None,
     lock: Annotated[
-        Path | None, typer.Option(help="Another lock file of Python packages, with hashes.")
+        Path | None, typer.Option(help="Your own lock file of Python packages, with hashes.")
     ] = None,
     set_: Annotated[
         list[str] | None,
@@ -323,7 +323,7 @@ def exec(
         list[str] | None,
         typer.Argument(
             metavar="COMMAND",
-            help="After `--`: a command with its arguments, or one quoted shell line; of a task, KEY=VALUE.",
+            help="After `--`: a command with its arguments, or one quoted shell line; for a task, KEY=VALUE.",
         ),
     ] = None,
     host: Annotated[bool, typer.Option("--host", help="Run it on the host too, in this directory.")] = False,
@@ -335,7 +335,7 @@ def exec(
     ] = None,
     timeout: Annotated[
         float | None,
-        typer.Option(help="Seconds until a command is stopped; default: 60, for each command of a task 600."),
+        typer.Option(help="Timeout of a command in seconds; default: 60, with --task 600."),
     ] = None,
     connect_timeout: Annotated[
         float, typer.Option(envvar="CSDCTL_CONNECT_TIMEOUT", help="Seconds to connect to a node.")

@@ -77,7 +77,7 @@ def logs(
         ),
     ] = None,
     follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Print what is added, until the run ends.")
+        bool, typer.Option("--follow", "-f", help="Follow the log until the run ends.")
     ] = False,
     lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="Lines from the end of each log.")] = 200,
 ) -> None:
@@ -95,7 +95,7 @@ def stop(
     run: Annotated[
         str | None,
         typer.Argument(
-            help="Run ID, unique prefix or `latest`; default: the one that is running.",
+            help="Run ID, unique prefix or `latest`; default: the running one.",
             autocompletion=options.complete_runs,
         ),
     ] = None,

@@ -40,7 +40,7 @@ def train(
         int,
         typer.Option(
             min=0,
-            help="Continue without lost nodes while this many are left.",
+            help="Continue without lost nodes while at least this many remain.",
             rich_help_panel=options.RESUMING,
         ),
     ] = 1,
@@ -55,7 +55,7 @@ def train(
     collective: Annotated[
         options.Collective,
         typer.Option(
-            help="How gradients are summed; auto: star, and between servers the faster one, as measured.",
+            help="How gradients are summed; auto: star, between servers the faster one as measured.",
             rich_help_panel=options.STRATEGY,
         ),
     ] = "auto",
@@ -67,7 +67,7 @@ def train(
     checkpoint_seconds: Annotated[
         float,
         typer.Option(
-            help="Seconds between checkpoints; each epoch ends with one, too.",
+            help="Seconds between checkpoints; each epoch also ends with one.",
             rich_help_panel=options.RESUMING,
         ),
     ] = 600.0,

@@ -225,7 +225,7 @@ def verify(
     plan: Annotated[
         Path | None,
         typer.Option(
-            help="Plan; default: the one that `tune` wrote, or batch size 16 on all ranks.",
+            help="Plan; default: the job's plan from `tune`, or batch size 16 on all ranks.",
             autocompletion=options.complete_plans,
         ),
     ] = None,

@@ -104,7 +104,7 @@ class BatchStates:
         for variable in found:
             if not is_number(variable):
                 raise InputError(
-                    f"train_step writes {variable.name}, {variable.dtype.name}, by the samples of its batch",
+                    f"train_step writes {variable.name}, {variable.dtype.name}, from samples of its batch",
                     "only numbers can be averaged over ranks",
                 )
         return found

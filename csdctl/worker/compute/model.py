@@ -215,7 +215,7 @@ def load(architecture: Path, weights: Path, keras: Any, code: UserCode | None = 
     except Exception as error:
         if missing := missing_packages(text):
             raise InputError(
-                f"has no {', '.join(missing)}, which the model is made of",
+                f"has no {', '.join(missing)}, which the model needs",
                 "install it on all machines; if it is your own, name it in `code` of job.yaml",
             ) from None
         raise InputError(

@@ -31,7 +31,7 @@ def compile_model(model: Any, recipe: Recipe, keras: Any) -> Recipe:
     if (last := recipe.freeze_until) and not freeze_until(model, last):
         known = ", ".join(layer.name for layer in flatten_layers(model)[-5:])
         raise InputError(
-            f"recipe.freeze.until names {last}, which is no layer in the graph of {model.name}",
+            f"recipe.freeze.until names {last}, which is not a layer of {model.name}",
             f"one of its layers, such as {known}",
         )
     own = compile_arguments(model)
@@ -88,7 +88,7 @@ def _check_schedule(config: dict[str, Any]) -> None:
     """Raise WorkerError for a schedule of the user's own: ranks make it from what Keras provides."""
     if not str(config.get("module")).startswith("keras"):
         raise InputError(
-            f"the model's learning-rate schedule, {config.get('class_name')}, is not one of Keras'",
+            f"the model's learning-rate schedule, {config.get('class_name')}, is not a Keras schedule",
             "use one of keras.optimizers.schedules, or recipe.warmup_epochs and recipe.decay",
         )
 

@@ -38,16 +38,16 @@ def find_cut(model: Any, layer: str) -> Cut:
     for cut in cuts:
         if cut.layer == layer:
             return cut
-    names = ", ".join(cut.layer for cut in cuts) or "none: it is no functional model with one input"
+    names = ", ".join(cut.layer for cut in cuts) or "none: it is not a functional model with one input"
     raise InputError(
-        f"{model.name} cannot be cut behind {layer!r}; its cuts: {names}", "name one of them (--cut)"
+        f"{model.name} cannot be cut after {layer!r}; its cuts: {names}", "name one of them (--cut)"
     )
 
 
 def split_error(problem: str, instead: str = "") -> WorkerError:
     """Return the error of a model that cannot be split, such as one whose optimizer needs all gradients."""
     return InputError(
-        f"a model cannot be split whose {problem}", f"{instead}train with --strategy data-parallel"
+        f"a model whose {problem} cannot be split", f"{instead}train with --strategy data-parallel"
     )
 
 

@@ -223,7 +223,7 @@ class Augmentation:
         found = _form(array) if is_number else _type_of(returned)
         raise self._error(
             f"returned {what} as {found}, expected {_form(expected)}",
-            "return as many samples as it gets, of the same shape and type; for pictures, "
+            "return as many samples as it gets, of the same shape and type; for images, "
             "`np.clip(np.rint(x), 0, 255).astype(np.uint8)`",
         )
 
@@ -265,7 +265,7 @@ def try_augment(spec: AugmentTrial) -> None:
         parts = zip(first, again, strict=True)
         if not all(np.array_equal(a[name], b[name]) for a, b in parts for name in a.dtype.names or [...]):
             raise InputError(
-                f"{augmentation.name} returns something else when it is called again with the same rng: "
+                f"{augmentation.name} returns different results for the same rng: "
                 "a step could not be repeated",
                 "draw all random numbers from rng; for TensorFlow, its stateless functions with "
                 "`seed=rng.integers(2**31, size=2)`",

@@ -47,7 +47,7 @@ def decode_values(hint: Any, contents: Sequence[bytes]) -> list[Any]:
         try:
             values.append(decode_value(hint, content))
         except ValueError as error:
-            raise PeerFaultError(rank, f"sent what is not allowed: {error}") from None
+            raise PeerFaultError(rank, f"sent an invalid value: {error}") from None
     return values
 
 

@@ -210,7 +210,7 @@ def _no_usable_samples(info: DatasetInfo, spec: PrepareSpec) -> WorkerError:
     if set(info.num_skipped) == {"other_format"}:
         # Text, audio or arrays in class folders: nothing in job.yaml makes csdctl read them.
         remedy = (
-            "its files are no PNG, JPEG, BMP or GIF: let a function of yours read them "
+            "its files are not PNG, JPEG, BMP or GIF: read them with your own function "
             "(docs/how-to/prepare-data.md, `Your own function`)"
         )
     return data_error(spec.source, "has no usable samples" + (f": {reasons}" if reasons else ""), remedy)

@@ -232,7 +232,7 @@ class Verify(ModelTask):
             update = reference.measure_update(values)
             if not update <= MAX_UPDATE_DIFFERENCE:
                 raise WorkerError(
-                    f"the optimizers changed the weights otherwise than in one process that gets the same "
+                    f"the optimizers changed the weights differently from one process with the same "
                     f"gradients: the change is off by {update:.0e}, expected at most "
                     f"{MAX_UPDATE_DIFFERENCE:.0e}",
                     remedy="please report it, with the model",

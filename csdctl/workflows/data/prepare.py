@@ -263,11 +263,11 @@ def prepare_job(
     for name in find_changed(project, job, of_host | private):
         if not is_checked:
             raise InputError(
-                f"the prepared data of {name} is described differently than when it was prepared",
+                f"the prepared data of {name} has another description than when it was prepared",
                 remedy="run `csdctl prepare`, which compares it with its hashes",
                 node=name if name in private else "",
             )
-        say(f"{name}: the prepared data was changed since it was prepared; it was prepared again")
+        say(f"{name}: the prepared data had changed and was prepared again")
     save_prepared(project, job, of_host, private)
     return Prepared(worker, model, public, validation, private)
 

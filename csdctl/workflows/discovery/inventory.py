@@ -203,7 +203,7 @@ class _Resolver:
             raise InputError("`ssh` is not installed here", remedy="install the OpenSSH client") from None
         except subprocess.TimeoutExpired:
             raise CsdctlError(
-                f"{target.name}: `ssh -G {target.host}` did not end in {QUERY_DEADLINE_S:.0f} s",
+                f"{target.name}: `ssh -G {target.host}` did not finish within {QUERY_DEADLINE_S:.0f} s",
                 remedy="a `Match exec` in an ssh_config may hang",
             ) from None
         if printed.returncode:

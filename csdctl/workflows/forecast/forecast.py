@@ -110,7 +110,7 @@ def published_basis(network: Network) -> ForecastBasis:
         f"assumption: all {NUM_NEWPORTS} CSDs are in the server, however many of them train"
     )
     if row is not measured_with:
-        sum_origin += f" of {measured_with.title}; assumption: {row.title} takes the same time for a byte"
+        sum_origin += f" of {measured_with.title}; assumption: {row.title} takes the same time per byte"
         power_origin += f"; measured with {measured_with.title}; almost the same with others (section V.B)"
     return ForecastBasis(
         title=f"{row.title} on a server with Newport CSDs",

@@ -97,7 +97,7 @@ def choose_size(data: DataLook) -> tuple[tuple[int, ...], str]:
     """Return height and width for pictures, and why, for a model that takes any."""
     sizes = data.pictures
     if sizes and sizes.smallest == sizes.largest:
-        return sizes.smallest, "the size of all pictures that were inspected"
+        return sizes.smallest, "the size of all images that were inspected"
     return DEFAULT_SIZE, "a placeholder"
 
 
@@ -209,7 +209,7 @@ def describe_data(look: DataLook) -> str:
     if not look.is_whole:
         parts.append(f"{info.num_samples + sum(info.num_skipped.values()):,} inspected")
     reasons = [f"{count:,} {reason.replace('_', ' ')}" for reason, count in info.num_skipped.items()]
-    parts += [f"left out: {', '.join(reasons)}"] * bool(reasons)
+    parts += [f"skipped: {', '.join(reasons)}"] * bool(reasons)
     return ", ".join(parts)
 
 
@@ -277,7 +277,7 @@ def _data(sources: Sources, looks: Looks) -> Iterator[tuple[str, str]]:
             yield f"image: {{shape: {shape}}}", f"the model takes any size: {choose_size(look)[1]}"
         else:
             size = _shape(looks.model.input_shape)
-            yield "# image: {fit: stretch}", f"pictures are stretched to the model's {size}; or crop, or pad"
+            yield "# image: {fit: stretch}", f"images are stretched to the model's {size}; or crop, or pad"
 
 
 def _recipe(lifted: Mapping[str, Any], looks: Looks) -> Iterator[tuple[str, str]]:
@@ -527,12 +527,12 @@ class _Looking:
 
     def look(self, sources: Sources) -> tuple[Sources, Looks]:
         """Return what was seen, and the sources, completed by it; raises InputError."""
-        self.say(f"looking at the data: {sources.public['path']}")
+        self.say(f"inspecting the data: {sources.public['path']}")
         if sources.is_application and not sources.model_args:  # its arguments depend on the data
             first = self._look_at_public(self._parse(render_draft(sources, DEFAULT_SIZE)), None)
             sources = replace(sources, model_args=choose_application_args(first))
         job = self._parse(render_draft(sources))
-        self.say(f"looking at the model: {sources.model}")
+        self.say(f"inspecting the model: {sources.model}")
         model = self._serialize(job).info
         first = self._look_at_public(job, model)
         if not model.is_built:
@@ -593,7 +593,7 @@ class _Looking:
             LookSpec(replace(spec, source=source), self.request.label, self.request.dropped),
             DataLook,
             lambda progress: self.on_progress(name, progress),
-            doing="looking at the data",
+            doing="inspecting the data",
         )
 
 

@@ -281,7 +281,7 @@ class _Script:
             raise self._error(self.module, "no call of model.fit", remedy)
         first, *others = calls
         if first is old:
-            raise self._error(first, "fit_generator is of Keras 2", "call fit, with the same arguments")
+            raise self._error(first, "fit_generator is a Keras 2 method", "call fit, with the same arguments")
         for other in others:
             self._note(other, "another call of fit; only the first one is used")
         return first
@@ -487,7 +487,7 @@ class _Script:
         if name in BUILT_IN:
             return {}
         if name not in CALLBACKS or not isinstance(call, ast.Call):
-            self._note(written, f"callback {ast.unparse(written)}: write a callback of csdctl")
+            self._note(written, f"callback {ast.unparse(written)}: write a csdctl callback")
             return {}
         key, patience, arguments = CALLBACKS[name]
         values = {one.arg: _evaluate(one.value, self.constants) for one in call.keywords}

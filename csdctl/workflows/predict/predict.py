@@ -248,7 +248,7 @@ def find_model(model: str, job: Path | None, project: ProjectDirectory) -> tuple
     run = project.find_run(model)
     if not run.model.is_file():
         raise InputError(
-            f"run {run.run_id} has no model.keras: it has not come to its end",
+            f"run {run.run_id} has no model.keras: it has not finished",
             remedy=f"continue it with `csdctl train --resume {run.run_id}`, or name another run",
         )
     described = run.load_manifest().get("job")

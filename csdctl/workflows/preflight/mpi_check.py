@@ -104,7 +104,7 @@ def judge_sandbox(machine: str, check: SandboxCheck) -> Check:
     if not check.obstacle:
         return Check(machine, "sandbox", Status.OK, "MPI is confined")
     remedy = (
-        "trust every node, or leave the machine out: with it, a run takes the connections of anybody who "
+        "trust every node, or exclude the machine: with it, a run takes the connections of anybody who "
         "reaches its ports, which are open at all addresses there (docs/explanation/security.md)"
     )
     return Check(machine, "sandbox", Status.WARN, check.obstacle, "MPI in a sandbox", remedy)
@@ -114,11 +114,11 @@ def judge_listeners(fleet: Fleet, checks: Mapping[str, SandboxCheck]) -> list[Ch
     """Return a warning for each machine, or for the fleet, whose MPI listens outside of `network:` too."""
     expected = "MPI's ports closed outside of `network:`"
     if not all(level.network for level in fleet.levels(fleet.machines)):
-        found = "no `network:`: MPI's ports answer at all addresses, and a token alone keeps strangers out"
+        found = "no `network:`: MPI listens on all addresses, and only a token keeps others out"
         remedy = "set `network:` in the fleet file to the network that all machines share"
         return [Check(FLEET_NAME, "listeners", Status.WARN, found, expected, remedy)]
     remedy = (
-        "set `network:` to one that has a single address of the machine, or close other ways by a firewall"
+        "set `network:` to one that has a single address of the machine, or block the others with a firewall"
     )
     return [
         Check(name, "listeners", Status.WARN, check.why_open, expected, remedy)
@@ -133,8 +133,8 @@ MAX_SINGLE_CHECKS = 8
 SUMS_DEADLINE_S = 120.0
 
 TRY_PRTED = "run `prted --version` on the node, and check firewalls between node and host"
-CHECK_CULPRIT = "look for failing memory, another version of csdctl, or an intruder there"
-CHECK_WORKER = "check those machines: what runs there is damaged, or is not csdctl's worker"
+CHECK_CULPRIT = "check that machine for failing memory, another version of csdctl, or an intruder"
+CHECK_WORKER = "check those machines: their workers are damaged or are not csdctl's"
 CHECK_NETWORK = "check firewalls and `network:` in the fleet file"
 
 

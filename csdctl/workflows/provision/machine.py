@@ -111,7 +111,7 @@ def parse_machine(name: str, completed: Completed) -> BareMachine:
     if completed.exit_code or not first("architecture"):
         cause = completed.last_error_line or f"exit code {completed.exit_code}"
         raise RemoteCommandError(
-            f"looking at the machine failed: {cause}", node=name, remedy="run `uname -m` there"
+            f"the machine could not be inspected: {cause}", node=name, remedy="run `uname -m` there"
         )
     _check_architecture(name, first("architecture"), first("bits"))
     _check_glibc(name, first("glibc"))
@@ -139,7 +139,7 @@ def check_root(machine: BareMachine) -> None:
     if machine.not_root:
         user = machine.user or "USER"
         raise NodeError(
-            f"{user} may not become root there without a password ({machine.not_root})",
+            f"{user} cannot become root there without a password ({machine.not_root})",
             node=machine.name,
             remedy=f"allow it, with `{user} ALL=(ALL) NOPASSWD: ALL` in /etc/sudoers.d/csdctl there, "
             "or set `user: root` in the fleet file",

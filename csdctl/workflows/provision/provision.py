@@ -394,7 +394,7 @@ def _choose_remedy(message: str) -> str:
 def collect_fleet(request: ProvisionRequest, fleet: Fleet, directory: Path, say: Say) -> list[Bundle]:
     """Collect for every kind of node in `fleet`; raises one error for the nodes that cannot be asked."""
     machines = values_or_raise(
-        _look(fleet, request.prefix, directory, installs=False), "looking at the nodes"
+        _look(fleet, request.prefix, directory, installs=False), "inspecting the nodes"
     )
     kinds = dict.fromkeys(machine.kind for machine in machines.values())
     return [collect_kind(request, kind, say) for kind in kinds]

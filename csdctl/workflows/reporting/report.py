@@ -149,7 +149,7 @@ def write_mlflow(run: RunResults, tracking_uri: str | None) -> str:
         end_ms = int(run.series.end_s * 1000)
         client.set_terminated(logged, STATES.get(run.summary.state, "FAILED"), end_time=end_ms)
     except MlflowException as error:
-        raise InputError(f"MLflow refused the run: {error}", remedy="check --tracking-uri") from error
+        raise InputError(f"MLflow rejected the run: {error}", remedy="check --tracking-uri") from error
     return str(logged)
 
 

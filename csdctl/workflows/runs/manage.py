@@ -176,7 +176,7 @@ def wait_until_over(run: RunDirectory, deadline_s: float) -> None:
         if time.monotonic() > end:
             raise DeadlineError(
                 f"run {run.run_id} has not ended after {deadline_s:g} s",
-                remedy="give the command again to end its ranks at once",
+                remedy="repeat the command to end its ranks at once",
             )
         time.sleep(POLL_S)
 

@@ -44,7 +44,7 @@ def judge(verified: Verified, nodes: Sequence[str]) -> Verdict:
     if verified.sum_difference > verified.sum_rounding:
         return Verdict(
             False,
-            f"the sum that all ranks got is not the sum of what they computed: an element is off by "
+            f"the ranks did not get the sum of their vectors: an element is off by "
             f"{verified.sum_difference:.1e} of its terms, and rounding explains {verified.sum_rounding:.1e}",
             f"the {verified.collective} collective is at fault: please report it, with `csdctl discover`",
         )
@@ -56,7 +56,7 @@ def judge(verified: Verified, nodes: Sequence[str]) -> Verdict:
     if one_batch and not one_batch.difference <= one_batch.tolerance:
         return Verdict(
             False,
-            f"one batch of all samples has another gradient than the ranks' batches together: they differ "
+            f"the gradient of one batch of all samples differs from that of the ranks' batches "
             f"by {one_batch.difference:.1e}, rounding explains {one_batch.spread:.1e}",
             "a layer or the loss compares the samples of a batch with each other: the gradient depends on "
             "how samples are divided among the ranks",
@@ -64,10 +64,10 @@ def judge(verified: Verified, nodes: Sequence[str]) -> Verdict:
     apart = max([*found, *filter(None, [one_batch])], key=lambda one: one.difference / one.spread)
     spreads = apart.difference / apart.spread
     if spreads <= NEAR:
-        return Verdict(True, f"equal: as near as one process is to itself in {verified.compared_in}")
+        return Verdict(True, f"equal: within the rounding of {verified.compared_in}")
     return Verdict(
         True,
-        f"equal but for rounding: {spreads:.0f} times as far apart as one process is from itself in "
+        f"equal up to rounding: {spreads:.0f} times the rounding of "
         f"{verified.compared_in}; one sample makes {apart.one_sample / apart.difference:.0f} times as much",
     )
 
@@ -76,8 +76,8 @@ def _judge_wrong(verified: Verified, nodes: Sequence[str], wrong: Sequence[int])
     worst = max((verified.of_ranks[at] for at in wrong), key=lambda rank: rank.difference)
     return Verdict(
         False,
-        f"{_names(nodes, wrong)}: the gradient differs by {worst.difference:.1e} from the one that the host "
-        f"computes of the same samples; rounding explains {worst.spread:.1e}, one sample makes "
+        f"{_names(nodes, wrong)}: the gradient differs by {worst.difference:.1e} from that of the host "
+        f"for the same samples; rounding explains {worst.spread:.1e}, one sample makes "
         f"{worst.one_sample:.1e}",
         "compare TensorFlow versions and processors with `csdctl discover`; "
         "try another number of threads in the plan",
@@ -89,8 +89,7 @@ def _judge_not_finite(verified: Verified, nodes: Sequence[str]) -> Verdict:
     where = f"on {_names(nodes, wrong)} " if wrong else ""
     return Verdict(
         False,
-        f"nothing can be compared: the gradient of random samples {where}is 0 or not finite "
-        f"in {verified.dtype}",
+        f"inconclusive: the gradient of random samples {where}is 0 or not finite in {verified.dtype}",
         "use mixed_bfloat16 in place of mixed_float16"
         if verified.dtype == "float16"
         else "look at the initial weights, and at data.input_range",
@@ -102,12 +101,12 @@ def _judge_hidden(verified: Verified, nodes: Sequence[str], hidden: Sequence[int
     if worst.one_sample == 0:
         return Verdict(
             False,
-            f"nothing can be compared on {_names(nodes, hidden)}: another sample has the same gradient",
+            f"inconclusive for {_names(nodes, hidden)}: another sample has the same gradient",
             "look at the initial weights: what reaches the loss does not depend on the samples",
         )
     return Verdict(
         False,
-        f"nothing can be said about {_names(nodes, hidden)}: rounding in {verified.compared_in} moves the "
+        f"inconclusive for {_names(nodes, hidden)}: rounding in {verified.compared_in} moves the "
         f"gradient by {worst.spread:.1e}, one sample by no more than {worst.one_sample:.1e}",
         "look at the initial weights: with these, the gradient of random samples is lost in rounding",
     )
@@ -137,7 +136,7 @@ class Verification:
         for node, found in self.features.items():
             if not found.difference <= FEATURE_TOLERANCE:
                 raise RunError(
-                    f"its stored features differ by {found.difference:.1e} from what it computes now",
+                    f"its stored features differ by {found.difference:.1e} from recomputed ones",
                     node=node,
                     remedy="remove them: `csdctl clean --computed`; look for failing memory or disks there",
                 )

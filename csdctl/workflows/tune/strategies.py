@@ -139,7 +139,7 @@ class StrategyChooser:
             cuts = [cut for cut in cuts if promised[cut.layer] < whole.epoch_s]
         cuts = spread_cuts(cuts, info.num_operations)[:MAX_CUTS]
         if not cuts:
-            self.impossible[SPLIT] = "no cut promises to take less time, by its FLOPs and bytes"
+            self.impossible[SPLIT] = "no cut is expected to be faster, by FLOPs and bytes"
             if self.request.strategy == SPLIT:
                 raise InputError(f"{info.name}: {self.impossible[SPLIT]}", remedy="name a cut: --cut LAYER")
         return tuple(cuts)
@@ -277,7 +277,7 @@ class StrategyChooser:
         expected_s = self._training.split_step_s(chosen.batch_sizes, shares)
         num_steps = min(MAX_STEPS, max(MIN_STEPS, round(TRIAL_S / expected_s)))
         self.context.observer.say(
-            f"trying the split behind {chosen.cut}: {num_steps} steps of all {len(plan.ranks)} ranks"
+            f"trying the split after {chosen.cut}: {num_steps} steps of all {len(plan.ranks)} ranks"
         )
         self.watch.on_trial(num_steps, chosen.batch_sizes)
         try:

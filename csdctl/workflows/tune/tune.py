@@ -299,7 +299,7 @@ def _rank_plan(
 ) -> RankPlan:
     if step_time_s is None:
         raise NodeError(
-            f"batch size {tuned.batch_size} fitted in memory at first, but no longer when it was confirmed",
+            f"batch size {tuned.batch_size} fitted in memory at first, but not when it was confirmed",
             node=name,
             remedy="check what else uses that machine's memory, or give smaller --batch-sizes",
         )

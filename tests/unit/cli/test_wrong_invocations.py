@@ -76,7 +76,7 @@ WRONG: list[tuple[dict[str, str], str, str]] = [
         "init --model model.py:build --public data --model-args '{' --force",
         "--model-args:1: not valid YAML: expected the node content, but found '<stre",
     ),
-    (PROJECT, "predict latest", "run 20260102-000000-000002 has no model.keras: it has not come to its end"),
+    (PROJECT, "predict latest", "run 20260102-000000-000002 has no model.keras: it has not finished"),
     (PROJECT, "predict junk.keras -o a.xlsx", "--output a.xlsx ends in '.xlsx'"),
     (
         PROJECT,
@@ -102,7 +102,7 @@ WRONG: list[tuple[dict[str, str], str, str]] = [
     (PROJECT, "runs compare latest", "missing argument 'OTHER-RUN'"),
     (PROJECT, "runs rm", "missing argument 'RUN...'"),
     (PROJECT, "runs rm 2026 -y", "2 runs begin with '2026'"),
-    (PROJECT, "runs rm latest", "Remove run 20260102-000000-000002? No terminal is available to answer"),
+    (PROJECT, "runs rm latest", "Remove run 20260102-000000-000002? There is no terminal to answer on"),
     (PROJECT, "runs logs latest nope", "run 20260102-000000-000002 has no log 'nope'"),
     (PROJECT, "runs stop latest", "run 20260102-000000-000002 is not running"),
     (PROJECT, "runs stop --timeout -1", "invalid value for '--timeout': must be greater than or equal to 0"),

@@ -61,7 +61,7 @@ class TestSampler:
                 recovered.set()
 
         records = sample(run, PowerSource(source="hwmon", path=str(sensor)), say, recovered)
-        assert said[-1] == "host: power is read again (hwmon)"
+        assert said[-1] == "host: power can be read again (hwmon)"
         assert records[0].error
         assert sum(bool(record.error) for record in records) == 1
 

@@ -155,7 +155,7 @@ class TestUnusableFiles:
         assert messages_when_measuring(path) == []
         path.write_bytes(path.read_bytes() + damage)
         (message,) = messages_when_measuring(path)
-        assert "no measurements of this version are not used: 1" in message
+        assert "damaged or of another version are ignored: 1" in message
         assert len(MeasurementStore(path).find(PROBE, CSD.key, MODEL.hash, "recipe")) == 2 * len(PROBES)
 
     @pytest.mark.fault(25)

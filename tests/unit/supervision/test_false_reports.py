@@ -90,7 +90,7 @@ def test_node_that_says_again_and_again_that_its_link_is_lost_is_left_out(fleet:
     fleet.scripts[fleet.patience.max_attempts + 1] = Fleet.finish
     fleet.run()
     assert fleet.groups == [(0, 1, 2)] * fleet.patience.max_attempts + [(0, 2)]
-    assert "loses its link again and again" in fleet.lost_messages()[0]
+    assert "repeatedly loses its link" in fleet.lost_messages()[0]
 
 
 def test_node_that_never_joins_is_left_out(fleet: Fleet) -> None:

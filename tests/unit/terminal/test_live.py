@@ -121,7 +121,7 @@ def test_view_says_who_holds_the_others_back_since_when_and_why(
         train_held_back(view, 2, clock, temperature_c)
         lines = screen(view, size)
         text = " ".join(line.strip() for line in lines)
-        assert f"csd1 has held the others back for 40 s ({cause}): its time per sample became 4.00" in text
+        assert f"csd1 has held the others back for 40 s ({cause}): its time per sample grew to 4.00" in text
         assert ("at up to 91 °C" in text) == (cause == "heat")
         assert ("1.0 GiB" in text) == (size[0] >= 120)
         assert ("°C" in next(line for line in lines if line.startswith("node"))) == (

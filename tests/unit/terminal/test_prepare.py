@@ -32,7 +32,7 @@ def test_skipped_samples_and_empty_classes_are_printed() -> None:
     console = PrintableConsole(file=StringIO(), width=100)
     render_prepared(console, PREPARED)
     assert console.file.getvalue().splitlines() == [  # type: ignore[attr-defined]
-        "csd0: 1,202 left out (2 too large, 1,200 undecodable)",
+        "csd0: 1,202 skipped (2 too large, 1,200 undecodable)",
         "csd0: no usable file in class cat",
         "csd0: no samples of class bee",
         "ready: 1,000 public samples on the host, 5 private samples on 1 nodes, model with 7 parameters",

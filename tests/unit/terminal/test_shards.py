@@ -33,7 +33,7 @@ HOST = rank(0, "host", 100, 0, 5000)
         ),
         (
             [rank(number, f"csd{number}", 10, 10 * number, 100) for number in range(1, 12)],
-            "shards: 110 to 210 samples a rank",
+            "shards: 110 to 210 samples per rank",
         ),
     ],
 )

@@ -38,7 +38,7 @@ def test_without_a_terminal_the_option_is_named(
     monkeypatch: pytest.MonkeyPatch, stdin: StringIO, stderr: StringIO
 ) -> None:
     monkeypatch.setattr(sys, "stdin", stdin)
-    with pytest.raises(InputError, match="No terminal") as raised:
+    with pytest.raises(InputError, match="no terminal") as raised:
         Streams(StringIO(), stderr).confirm("Remove everything?", yes=False)
     assert "--yes" in raised.value.remedy
 

@@ -285,7 +285,7 @@ def name_parts(element: Any, spec: PrepareSpec) -> tuple[dict[str, Any], dict[st
     if isinstance(element, Mapping) or getattr(element, "shape", ()) not in ((), None):
         element = (element, None)
     if not (isinstance(element, tuple | list) and len(element) in (2, 3)):
-        raise StructureError("gives something that is not (sample, label)")
+        raise StructureError("yields something that is not (sample, label)")
     samples, labels, weights = (*element, None)[:3]
     return _name_inputs(samples, spec), _name_outputs(labels, weights, spec)
 

@@ -100,7 +100,7 @@ def find_cut(info: ModelInfo, layer: str) -> CutInfo:
     """Return the cut behind `layer`; raises InputError, naming those that there are."""
     if not info.cuts:
         raise InputError(
-            f"{info.name} cannot be split: it is no functional model with one input and a single tensor "
+            f"{info.name} cannot be split: it is not a functional model with one input and a single tensor "
             "between two layers",
             remedy=_OTHERWISE,
         )
@@ -108,5 +108,5 @@ def find_cut(info: ModelInfo, layer: str) -> CutInfo:
         if cut.layer == layer:
             return cut
     names = ", ".join(cut.layer for cut in info.cuts)
-    what = f"cannot be cut behind {layer!r}" if layer else "has to be cut somewhere"
+    what = f"cannot be cut after {layer!r}" if layer else "needs a cut"
     raise InputError(f"{info.name} {what}; its cuts: {names}", remedy="name one of them: --cut LAYER")

@@ -180,9 +180,9 @@ TRIALS: list[tuple[str, str]] = [
     (
         "import tensorflow as tf\nturned = tf.random.uniform([len(samples)]) < 0.5\n"
         "return np.where(turned[:, None, None, None], samples[:, :, ::-1], samples), labels",
-        "returns something else when it is called again with the same rng",
+        "returns different results for the same rng",
     ),
-    ("from os import urandom\nreturn samples ^ urandom(1)[0], labels", "called again with the same rng"),
+    ("from os import urandom\nreturn samples ^ urandom(1)[0], labels", "different results for the same rng"),
 ]
 
 

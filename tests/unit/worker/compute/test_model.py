@@ -252,7 +252,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"losses": {"": LossTerm("mse")}},
         "has its own train_step, which recipe.loss cannot",
     ),
-    "own schedule": ("scheduled_by_own_class", {"learning_rate": None}, "Falling, is not one of Keras'"),
+    "own schedule": ("scheduled_by_own_class", {"learning_rate": None}, "Falling, is not a Keras schedule"),
     "unknown metric": ("fine", {"metrics": ("nonsense",)}, "'nonsense' can"),
     "unknown loss": ("fine", {"losses": {"": LossTerm("nonsense")}}, "'nonsense' can"),
     "no learning rate": ("fine", {"learning_rate": None}, "recipe.learning_rate is missing"),

@@ -126,6 +126,6 @@ def test_library_that_a_machine_lacks_is_named(tmp_path: Path) -> None:
     )
     (tmp_path / "architecture.json").write_text(text)
     save_weights(tmp_path / "weights.npz", model.get_weights())
-    with pytest.raises(WorkerError, match="^has no some_hub, which the model is made of$") as caught:
+    with pytest.raises(WorkerError, match="^has no some_hub, which the model needs$") as caught:
         load(tmp_path / "architecture.json", tmp_path / "weights.npz", keras())
     assert "install it on all machines" in caught.value.remedy

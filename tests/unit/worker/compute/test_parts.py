@@ -47,7 +47,7 @@ def test_parts_of_a_step_are_what_is_before_and_behind_the_cut(tmp_path: Path) -
     ("arguments", "cut", "why_not"),
     [
         ({"global_clipnorm": 1.0}, "late", "clips by the norm of the whole gradient"),
-        ({}, "nowhere", "cannot be cut behind 'nowhere'"),
+        ({}, "nowhere", "cannot be cut after 'nowhere'"),
     ],
 )
 def test_model_that_cannot_be_divided_is_timed_as_a_whole(

@@ -223,7 +223,7 @@ def test_what_a_rank_sends_is_its_own_fault(value: float, label: int, size: int,
 
 
 def test_cut_that_does_not_exist_names_those_that_do() -> None:
-    with pytest.raises(WorkerError, match="cannot be cut behind 'nowhere'; its cuts: stem, "):
+    with pytest.raises(WorkerError, match="cannot be cut after 'nowhere'; its cuts: stem, "):
         PrefixStep(compiled(pictures, SGD), "nowhere", SGD, EXAMPLE, *load_backend())
 
 

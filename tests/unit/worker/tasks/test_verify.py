@@ -250,7 +250,7 @@ def test_step_that_is_wrong_on_host_and_ranks_alike_is_not_taken_for_a_coupled_m
     verified = verify(task, Engine(), saved, capsys)
     verdict = judge(verified, NODES)
     assert not verdict.is_equal
-    assert "one batch of all samples has another gradient" in verdict.text
+    assert "the gradient of one batch of all samples differs" in verdict.text
 
 
 @pytest.mark.parametrize("name", ROWS)

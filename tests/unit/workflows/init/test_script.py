@@ -189,7 +189,7 @@ def test_data_sets_have_their_own_batch_size_and_a_strategy_is_left_out(tmp_path
         ("model.fit(epochs=1)", "line 4: fit gets no data"),
         ("def go(*a):\n    m.fit(x, epochs=1)\ngo(1)", "line 6: go.. takes . or .."),
         ("model.fit(", "line 4: not valid Python"),
-        ("model.fit_generator(x, 3)", "line 4: fit_generator is of Keras 2"),
+        ("model.fit_generator(x, 3)", "line 4: fit_generator is a Keras 2 method"),
         (
             "import argparse\np = argparse.ArgumentParser()\np.add_argument('-d', '--data', required=True)\n"
             "model.fit(p.parse_args().data, epochs=1)",

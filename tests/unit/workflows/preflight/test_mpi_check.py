@@ -15,7 +15,7 @@ def test_machine_without_a_sandbox_is_amber_with_what_follows_for_its_ports() ->
     check = judge_sandbox("csd1", SandboxCheck("no Landlock"))
     assert (check.status, check.found) == (Status.WARN, "no Landlock")
     assert "ports" in check.remedy
-    assert "leave the machine out" in check.remedy
+    assert "exclude the machine" in check.remedy
     assert judge_sandbox("csd1", SandboxCheck("")).status == Status.OK
 
 

@@ -58,7 +58,7 @@ def test_node_keeps_its_own_python_if_that_is_supported() -> None:
         ),
         (("glibc 2.31", "musl libc (aarch64)"), "its C library is not glibc (musl libc (aarch64))"),
         (("glibc=glibc 2.31", "glibc="), "its C library is not glibc (no answer)"),
-        ((ANSWER, ""), "looking at the machine failed"),
+        ((ANSWER, ""), "the machine could not be inspected"),
     ],
 )
 def test_machine_without_wheels_is_refused_in_one_sentence(changed: tuple[str, str], message: str) -> None:
@@ -93,7 +93,7 @@ def test_wheels_need_space_in_the_home_where_that_is_another_file_system() -> No
 
 def test_user_that_needs_a_password_for_sudo_is_told_what_to_allow() -> None:
     answer = ANSWER.replace("user=0", "user=1000\nlogin=train\nnot_root=sudo: a password is required")
-    with pytest.raises(CsdctlError, match="train may not become root there without a password") as caught:
+    with pytest.raises(CsdctlError, match="train cannot become root there without a password") as caught:
         check_root(parse_machine("csd0", completed(answer)))
     assert "train ALL=(ALL) NOPASSWD: ALL" in caught.value.remedy
     check_root(parse_machine("csd0", completed(ANSWER)))
