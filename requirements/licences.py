@@ -99,8 +99,8 @@ READ_IN_THE_TEXT = {
 PAGE = """\
 # Licences
 
-csdctl is under Apache-2.0, and its wheel contains its own code only. pip installs these packages with it,
-some of them on some platforms only.
+csdctl is under Apache-2.0, and its wheel contains its own code only. pip installs these packages with it
+(some only on some platforms).
 
 {table}
 
@@ -111,27 +111,20 @@ These packages are under others:
 
 {copyleft}
 
-csdctl contains no code of theirs and uses them unmodified. Whoever passes them on, in an image for nodes for
-example, must pass on every package's licence, and offer the source of these six.
+csdctl contains none of their code and uses them unmodified. If you redistribute them, for example in an image for
+nodes, include every package's licence, and offer the source of these six.
 
 ## Inside the wheels
 
 - The wheels of NumPy and SciPy contain OpenBLAS (BSD-3-Clause), GCC's Fortran library (GPL-3.0-or-later with
   an exception for programs that use it) and libquadmath (LGPL-2.1-or-later).
-- TensorFlow's wheel lists what it contains in `tensorflow/THIRD_PARTY_NOTICES.txt`. Open MPI's has the
-  licences of its parts beside its own.
+- TensorFlow's wheel lists its contents in `tensorflow/THIRD_PARTY_NOTICES.txt`. Open MPI's includes the
+  licences of its parts.
 - The metadata of {read} does not identify their licence.
-  The list has what their licence text says.
+  The list follows their licence text.
 
-## How the list is kept
-
-`make check` compares this page with the metadata of the installed packages. It fails when a package has no
-known licence, or one that is neither permissive nor accepted for this package. `requirements/licences.py`
-says what is accepted, and writes the page:
-
-```console
-$ .venv/bin/python requirements/licences.py > docs/reference/licences.md
-```
+`make check` compares this page with the installed packages. `requirements/licences.py` lists the accepted licences and
+writes the page.
 """
 
 
