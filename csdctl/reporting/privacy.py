@@ -67,11 +67,11 @@ REMARKS: dict[str, str] = {
 """What may be learnt from the bytes of each traffic class."""
 NOISY_GRADIENT = (
     "in this run, private samples contribute one sum of clipped gradients with noise per node and step; loss "
-    "and metric sums cover public samples alone. Runs without noise reveal as much as they would if "
+    "and metric sums cover only public samples. Runs without noise reveal as much as they would if "
     "this run had no noise"
 )
 NOISY_MODEL = (
-    "weights and optimizer state, which in this run depend on private samples through the noisy sums alone"
+    "weights and optimizer state, which in this run depend on private samples only through the noisy sums"
 )
 BATCH_NORM = (
     "If the model has batch normalisation, its moving statistics are sent with the gradient: means and "

@@ -420,7 +420,7 @@ def _cause(series: RunSeries, rank: int, start: int) -> tuple[str, str]:
     spent = series.spent_s[rank]
     input_s, compute_s = sum(spent[INPUT][start:]), sum(spent[COMPUTE][start:])
     if input_s > MOSTLY * (input_s + compute_s):
-        return BY_INPUT, f"reading samples took {input_s / (input_s + compute_s):.0%} of its own time"
+        return BY_INPUT, f"reading samples took {input_s / (input_s + compute_s):.0%} of its time"
     slowdown = _slowdown(series, rank)
     grew = f"its time per sample grew to {slowdown:.2f} times its initial value"
     hottest = series.hottest_c.get(rank, 0.0)

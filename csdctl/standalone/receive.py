@@ -432,7 +432,7 @@ def locked() -> Iterator[None]:
             except BlockingIOError:
                 if time.monotonic() > end_s:
                     raise RefusedError(
-                        "another csdctl is deploying here and does not end", "wait for it"
+                        "another csdctl is deploying here and does not finish", "wait for it"
                     ) from None
             time.sleep(0.05)
             beat()

@@ -332,7 +332,7 @@ class Supervisor:
             self._membership.lose(
                 rank,
                 "has sent the other ranks nothing for too long, so all of them wait for it",
-                "look at the load of that machine, and at its network to the host; `csdctl doctor` tests it",
+                "check the load of that machine and its network to the host; `csdctl doctor` tests it",
             )
         self._regroup(f"{', '.join(self._nodes_of(awaited))} sent nothing")
         return True

@@ -97,7 +97,7 @@ def _reasons(forecast: Forecast) -> dict[Reason, str]:
         Reason.SLOWER: f"no faster than the host alone: {point.speedup:.2f} ×",
         Reason.LITTLE_GAIN: f"only {point.speedup - 1:.1%} faster than the host alone "
         f"(less than {MIN_GAIN:.0%} is noise)",
-        Reason.NO_ENERGY_SAVED: f"a sample takes {format_joules(point.joules_per_image)}, "
+        Reason.NO_ENERGY_SAVED: f"energy per sample is {format_joules(point.joules_per_image)}, "
         "no less than on the host alone",
     }
     return {reason: sentences[reason] for reason in forecast.verdict.reasons}
@@ -121,11 +121,11 @@ def _advice(verdict: Verdict) -> list[str]:
     elif verdict.worth_from is not None:
         advice.append(f"worth it from {_nodes(verdict.worth_from)}")
     if verdict.useful_nodes == 0:
-        advice.append(f"no node adds {MIN_SHARE_OF_NODE:.0%} of its own speed")
+        advice.append(f"no node adds {MIN_SHARE_OF_NODE:.0%} of its own throughput")
     elif verdict.useful_nodes < verdict.num_nodes:
         advice.append(
             f"beyond {_nodes(verdict.useful_nodes)} each further node adds less than {MIN_SHARE_OF_NODE:.0%} "
-            "of its own speed: the sum over the ranks, or waiting, takes the rest"
+            "of its own throughput: the sum over the ranks, or waiting, takes the rest"
         )
     if verdict.least_energy_nodes is not None and verdict.least_energy_nodes < verdict.num_nodes:
         advice.append(f"lowest energy per sample with {_nodes(verdict.least_energy_nodes)}")

@@ -116,7 +116,7 @@ def render_privacy(console: PrintableConsole, found: PrivacyReport) -> None:
     console.print("What the sent data may still reveal:")
     remarks = remarks_on(has_noise=found.privacy is not None)
     for traffic_class in dict.fromkeys(flow.kind for flow in found.of_all):
-        remark = remarks.get(traffic_class, "not known to this csdctl")
+        remark = remarks.get(traffic_class, "unknown to this csdctl")
         console.print(f"- {traffic_class}: {remark}")
     if found.privacy is None:
         console.print(BATCH_NORM)

@@ -347,4 +347,4 @@ def describe_features(found: Mapping[str, Recomputed]) -> str:
     told = f"differ by {found[most].difference:.1e} at most ({most})"
     if not found[most].difference:
         told = "are bit-identical"
-    return f"{num_rows:,} rows on {len(found)} machines, computed again, {told}"
+    return f"{num_rows:,} rows on {len(found)} machines, recomputed, {told}"

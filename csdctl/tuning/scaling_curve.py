@@ -214,7 +214,7 @@ class Verdict:
     worth_from: int | None
     """The smallest number, up to `num_nodes`, that pays off; None: no number does."""
     useful_nodes: int
-    """Beyond this number, every further node adds less than MIN_SHARE_OF_NODE of its own speed."""
+    """Beyond this number, every further node adds less than MIN_SHARE_OF_NODE of its own throughput."""
     least_energy_nodes: int | None
     """The number of nodes with the least energy per sample; None where power is not known."""
 

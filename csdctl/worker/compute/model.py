@@ -161,7 +161,7 @@ def _write_parts(model: Any, architecture: str, output: Path, keras: Any) -> tup
         prefix, head = split_at(cut, keras)
         # The state of the head's optimizer becomes that of the whole model's, in this order.
         if list(map(id, head.trainable_variables)) != list(map(id, model.trainable_variables)):
-            raise NoCutError("has layers that learn in another order than behind its frozen ones")
+            raise NoCutError("has trainable weights in a different order than its head")
         head.compile(**compile_arguments(model))
         texts = [part.to_json() for part in (prefix, head)]
     except NoCutError as error:

@@ -23,7 +23,7 @@ from csdctl.worker.compute.keras_internals import (
     seed_generators,
 )
 
-UNTRACKED = "a layer without a seed generator of its own"
+UNTRACKED = "a layer without its own seed generator"
 
 
 class Snapshot:

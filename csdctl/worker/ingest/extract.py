@@ -334,5 +334,5 @@ def send(spec: SendSpec, write: Callable[[str], None], *, home: Path = Path()) -
             while block := file.read(LINE_BYTES):
                 write(base64.b64encode(block).decode())
     except (OSError, ValueError) as error:
-        problem = f"what was computed cannot be read: {type(error).__name__}"
+        problem = f"the results cannot be read: {type(error).__name__}"
         raise WorkerError(problem, remedy="run the same command again") from None

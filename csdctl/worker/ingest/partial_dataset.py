@@ -178,7 +178,7 @@ def _headers(info: DatasetInfo) -> list[tuple[bytes, int]]:
         if len(repr(described)) > MAX_HEADER_BYTES - _SPARE_HEADER_BYTES:
             raise InputError(
                 f"the data has too many inputs or outputs: {len(dtype.names or ()):,}",
-                "make one input of several: one vector in place of single numbers",
+                "combine inputs: one vector instead of single numbers",
             )
         content = {"descr": described, "fortran_order": False, "shape": (info.num_samples, *shape)}
         file = io.BytesIO()

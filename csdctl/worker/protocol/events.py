@@ -423,7 +423,7 @@ def check_event(event: Event, nodes: Sequence[str], sender: int | None = None) -
     if event.rank != 0:
         _check_is_own(event)
     if isinstance(event, Verified) and {len(event.batch_sizes), len(event.of_ranks)} != {len(nodes)}:
-        raise ProtocolError(f"{name}: expected results of {len(nodes)} ranks, received another number")
+        raise ProtocolError(f"{name}: expected results of {len(nodes)} ranks, received a different number")
     named = _nodes_in(event)
     if len(named) > len(nodes) or not set(named) <= set(nodes):
         raise ProtocolError(f"{name}: expected nodes of the run, received {shorten(named)}")
@@ -436,12 +436,12 @@ def _check_is_own(event: Event) -> None:
     """Raise ProtocolError when a rank other than 0 reports what only rank 0 knows."""
     name = type(event).__name__
     if isinstance(event, FROM_RANK_0):
-        raise ProtocolError(f"{name}: expected from rank 0 alone")
+        raise ProtocolError(f"{name}: expected only from rank 0")
     for name_of_field in FIELDS_OF_RANK_0.get(type(event), ()):
         value = getattr(event, name_of_field)
         if type(value) is float or value not in _UNSET:
             raise ProtocolError(
-                f"{name}.{name_of_field}: expected from rank 0 alone, received {shorten(value)}"
+                f"{name}.{name_of_field}: expected only from rank 0, received {shorten(value)}"
             )
 
 

@@ -130,7 +130,7 @@ def why_open(networks: Sequence[IpNetwork]) -> str:
         with socket.socket() as bound:
             _attach_filter(bound, networks)
     except PermissionError:
-        return "several addresses are in the network, and the kernel lets root alone filter sockets"
+        return "several addresses are in the network, and only root can filter sockets on this kernel"
     return ""
 
 

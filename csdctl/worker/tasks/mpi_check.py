@@ -47,7 +47,7 @@ def check_mpi(rank: int, size: int, node: str, sums: str = "") -> None:
     if (world.rank, world.size) != (rank, size):
         raise WorkerError(
             f"is rank {world.rank} of {world.size}, expected {rank} of {size}",
-            remedy="mpi4py uses another MPI than the mpirun that started it",
+            remedy="mpi4py uses a different MPI than the mpirun that started it",
         )
     timed = [(int(num_ranks), int(num_bytes)) for num_ranks, num_bytes in re.findall(r"(\d+):(\d+)", sums)]
     MemoryLimit(world, max([4 * NUM_ELEMENTS, *(num_bytes for _, num_bytes in timed)]))

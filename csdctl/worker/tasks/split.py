@@ -107,7 +107,7 @@ class Exchange:
                 rank, lambda: shared.head(outputs.reshape(size, *self._shape), labels, weight)
             )
         except Exception as error:  # such as a class that the model does not have
-            raise PeerFaultError(index, f"sent what the model cannot take: {describe(error)}") from None
+            raise PeerFaultError(index, f"sent data that the model cannot take: {describe(error)}") from None
         content = _LOSS_COUNT.pack(loss_count) + gradient.tobytes()
         self._communicator.send(index, content, ACTIVATIONS, is_waiting=False)
 

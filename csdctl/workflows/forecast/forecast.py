@@ -148,7 +148,7 @@ def tuned_basis(
     facts = load_facts(fleet) if fleet and facts_path(fleet).exists() else {}
     plan, why_no_plan = _load_valid_plan(job, project, fleet, facts)
     if max_global_batch is not None:
-        plan, why_no_plan = None, "another limit of the global batch is requested"
+        plan, why_no_plan = None, "a different limit of the global batch is requested"
     notes = _describe_strategy(plan) if plan else {}
     if plan and plan.strategy == SPLIT:
         plan, why_no_plan = None, "its batch sizes are those of a model that is split"

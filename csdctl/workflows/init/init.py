@@ -236,7 +236,7 @@ def render_draft(sources: Sources, image: Sequence[int] = ()) -> str:
 def render_job(sources: Sources, looks: Looks, misfit: str = "") -> str:
     """Return the job.yaml; `misfit` says why model and data do not fit together, '' if they do."""
     lines = [
-        "# Written by `csdctl init` from a look at the model and the data. Paths are relative to this file.",
+        "# Written by `csdctl init` from the model and the data. Paths are relative to this file.",
         "# All keys: docs/reference/files.md.",
         *(_line("", f"THIS DOES NOT FIT YET: {misfit}") if misfit else []),
         *_line(f"model: {_value(sources.model)}", describe_model(looks.model)),

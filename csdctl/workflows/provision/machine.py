@@ -182,7 +182,7 @@ def _check_architecture(name: str, architecture: str, bits: str) -> None:
     if architecture not in ARCHITECTURES or bits == "32":
         found = f"{bounded(architecture)} with 32-bit programs" if bits == "32" else bounded(architecture)
         raise NodeError(
-            f"its processor is {found}; there are wheels for 64-bit {' and '.join(ARCHITECTURES)} alone",
+            f"its processor is {found}; there are wheels only for 64-bit {' and '.join(ARCHITECTURES)}",
             node=name,
             remedy="install a 64-bit system there, or leave the node out: --exclude",
         )

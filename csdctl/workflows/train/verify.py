@@ -80,7 +80,7 @@ def _judge_wrong(verified: Verified, nodes: Sequence[str], wrong: Sequence[int])
         f"for the same samples; rounding explains {worst.spread:.1e}, one sample makes "
         f"{worst.one_sample:.1e}",
         "compare TensorFlow versions and processors with `csdctl discover`; "
-        "try another number of threads in the plan",
+        "try a different number of threads in the plan",
     )
 
 
@@ -90,9 +90,9 @@ def _judge_not_finite(verified: Verified, nodes: Sequence[str]) -> Verdict:
     return Verdict(
         False,
         f"inconclusive: the gradient of random samples {where}is 0 or not finite in {verified.dtype}",
-        "use mixed_bfloat16 in place of mixed_float16"
+        "use mixed_bfloat16 instead of mixed_float16"
         if verified.dtype == "float16"
-        else "look at the initial weights, and at data.input_range",
+        else "check the initial weights and data.input_range",
     )
 
 
@@ -102,13 +102,13 @@ def _judge_hidden(verified: Verified, nodes: Sequence[str], hidden: Sequence[int
         return Verdict(
             False,
             f"inconclusive for {_names(nodes, hidden)}: another sample has the same gradient",
-            "look at the initial weights: what reaches the loss does not depend on the samples",
+            "check the initial weights: what reaches the loss does not depend on the samples",
         )
     return Verdict(
         False,
         f"inconclusive for {_names(nodes, hidden)}: rounding in {verified.compared_in} moves the "
         f"gradient by {worst.spread:.1e}, one sample by no more than {worst.one_sample:.1e}",
-        "look at the initial weights: with these, the gradient of random samples is lost in rounding",
+        "check the initial weights: with these, the gradient of random samples is lost in rounding",
     )
 
 

@@ -229,7 +229,7 @@ class FitTuner:
         known = model.class_of(machine).with_out_of_memory(batch_size)
         model = model.with_class(model.class_name(machine), known)
         self.say(
-            f"{machine}: {at_once} samples at once did not fit in memory beside the other ranks; "
+            f"{machine}: {at_once} samples at once did not fit in memory together with the other ranks; "
             f"planning for at most {known.max_at_once}"
         )
         return model

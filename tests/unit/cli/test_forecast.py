@@ -49,7 +49,7 @@ def document(network: Network, request: ForecastRequest) -> Any:
         (
             Network.MOBILENETV2,
             ForecastRequest([100], node_sum_s=0.5),
-            ["each further node adds less than 10% of its own speed"],
+            ["each further node adds less than 10% of its own throughput"],
         ),
     ],
 )

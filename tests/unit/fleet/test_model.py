@@ -354,7 +354,7 @@ class TestServers:
         [
             ("storage3, ", "storage2, ", "two of `servers` have one name"),
             ("nodes: [{name: csd0,", "nodes: [{name: csd0, jump: gate,", "received `jump` in server"),
-            ("servers:", "nodes: [{name: a, address: a}]\nservers:", "received `nodes` beside `servers`"),
+            ("servers:", "nodes: [{name: a, address: a}]\nservers:", "received both `nodes` and `servers`"),
         ],
     )
     def test_contradictions_are_refused(self, tmp_path: Path, before: str, after: str, message: str) -> None:

@@ -171,7 +171,7 @@ def find_features(prepared: Prepared) -> FeatureInfo:
     if info.features is None:
         raise InputError(
             f"{info.name} cannot be trained by features: it {info.no_features}",
-            remedy="freeze its first layers (base.trainable = False), and put augmentation behind them "
+            remedy="freeze its first layers (base.trainable = False), and put augmentation after them "
             "or train with --strategy data-parallel",
         )
     return info.features

@@ -207,7 +207,7 @@ class Sends:
     ("value", "label", "size", "reason"),
     [
         (np.nan, 1, 2, "activations or labels that are not finite"),
-        (1.0, 99, 2, "sent what the model cannot take: InvalidArgumentError"),
+        (1.0, 99, 2, "sent data that the model cannot take: InvalidArgumentError"),
         (1.0, 1, 3, r"sent \d+ bytes of activations, expected \d+"),
     ],
 )

@@ -348,5 +348,5 @@ def test_only_rank_0_reports_for_all_ranks(field: str) -> None:
     events.check_event(own, NODES)
     changed = dataclasses.replace(own, **{field: values[field]})
     events.check_event(dataclasses.replace(changed, rank=0, node="host"), NODES)
-    with pytest.raises(ProtocolError, match=f"Progress.{field}: expected from rank 0 alone"):
+    with pytest.raises(ProtocolError, match=f"Progress.{field}: expected only from rank 0"):
         events.check_event(changed, NODES)

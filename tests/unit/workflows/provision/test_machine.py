@@ -49,7 +49,7 @@ def test_node_keeps_its_own_python_if_that_is_supported() -> None:
     [
         (
             ("architecture=aarch64", "architecture=riscv64"),
-            "its processor is riscv64; there are wheels for 64-bit",
+            "its processor is riscv64; there are wheels only for 64-bit",
         ),
         (("bits=64", "bits=32"), "its processor is aarch64 with 32-bit programs"),
         (

@@ -191,7 +191,7 @@ def test_rank_that_runs_out_of_memory_in_the_trial_computes_micro_batches(measur
         return trial_of(ranks)
 
     tuned = tune(measured, ScriptedMeasurer(trial), messages)
-    assert [line for line in messages if "did not fit in memory beside the other ranks" in line]
+    assert [line for line in messages if "did not fit in memory together with the other ranks" in line]
     for rank in tuned.tried.ranks:
         assert at_once(rank) <= MAX_AT_ONCE
     assert sum(rank.batch_size for rank in tuned.tried.ranks) == LIMITS.global_batch
