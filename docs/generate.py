@@ -191,7 +191,7 @@ DOCUMENTS = {
     "csdctl.error/1": shown(
         "Every command that fails, unless its own document says so already; `train` and `runs watch`, as the "
         "last line",
-        node=(str, "The machine; empty if the error is of none."),
+        node=(str, "The machine; empty if no machine is concerned."),
         message=str,
         remedy=str,
         exit_code=int,
@@ -209,7 +209,7 @@ DOCUMENTS = {
     "csdctl.export/1": shown(
         "`csdctl export`",
         format=(str, "As `--to`."),
-        written=(str, "Path or address of what was written."),
+        written=(str, "Path or address of the export."),
     ),
     "csdctl.extract/1": shown(
         "`csdctl extract`",
@@ -226,7 +226,7 @@ DOCUMENTS = {
     "csdctl.forecast/1": shown(
         "`csdctl forecast`",
         title=(str, "What the forecast is for."),
-        source=(str, "What it was computed from."),
+        source=(str, "The source of its figures."),
         origins=(dict[str, str], "Whether each figure was measured or assumed."),
         epochs=(int, "Epochs."),
         num_samples=int | None,
@@ -238,9 +238,9 @@ DOCUMENTS = {
         "`csdctl init`",
         path=Path,
         model=(ModelInfo, "The model's inputs and outputs."),
-        public=(DataLook, "A look at the public data."),
-        validation=(DataLook | None, "A look at the validation data."),
-        notes=(list, "What of a script was not taken over, by line."),
+        public=(DataLook, "Summary of the public data."),
+        validation=(DataLook | None, "Summary of the validation data."),
+        notes=(list, "Parts of the script that were not converted, by line."),
         fits=(bool, "Whether model and data fit together."),
         next=(list[str], "Commands that come next."),
         problem=(dict | None, "Message and remedy where they do not fit."),
@@ -286,7 +286,7 @@ DOCUMENTS = {
     "csdctl.provision/1": shown(
         "`csdctl provision`",
         is_dry_run=bool,
-        prefix=(str, "Directory of what is installed."),
+        prefix=(str, "Installation directory."),
         nodes=(dict, "By node: architecture, what was sent, and Ansible's counts of tasks, or null."),
         failed=FAILED,
     ),
@@ -315,7 +315,7 @@ DOCUMENTS = {
         origin=(str, "Whether measured, and on what kind of fleet."),
         kind=(str, "Strong or weak scaling."),
         host_samples_per_s=(float | None, "The rate of the host alone."),
-        host_source=(str, "Where that is from."),
+        host_source=(str, "Its source."),
         points=(list[ScalingPoint], "Each run; energy in joules per sample and samples per joule."),
         files=list[str],
     ),
@@ -336,7 +336,7 @@ DOCUMENTS = {
         optional=["run", "path", "detached"],
     ),
     "csdctl.trust/1": shown(
-        "`csdctl trust`; with `--forget` it has `forgotten` in place of `machines` and `failed`",
+        "`csdctl trust`; with `--forget` it has `forgotten` instead of `machines` and `failed`",
         is_dry_run=bool,
         machines=(dict, "Host keys by machine; `state` is `known` or `new`."),
         failed=FAILED,
@@ -356,10 +356,10 @@ DOCUMENTS = {
         events.Verified,
         without=["rank", "node", "of_ranks", "batch_sizes"],
         emulated=bool,
-        is_equal=(bool, "Whether fleet and one process compute the same."),
+        is_equal=(bool, "Whether the fleet and one process compute the same gradient."),
         verdict=(str, "The same in words."),
         ranks=(dict[str, events.Compared], "Differences and batch size by machine."),
-        features=(dict[str, Recomputed], "Stored features, compared with what their machine computes now."),
+        features=(dict[str, Recomputed], "Stored features, compared with recomputed ones."),
         optional=["features"],
     ),
 }

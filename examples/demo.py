@@ -47,7 +47,7 @@ def run_demo(directory: Path, nodes: int, cpu: float, *, is_transfer: bool, is_k
     emulated, is_done = ProjectDirectory(Path.cwd()).emulated, False
     stop_fleet(emulated)
     streams.say(
-        f"The demo runs in {Path.cwd()}. The fleet is emulated: its timings say nothing about real nodes."
+        f"The demo runs in {Path.cwd()}. The fleet is emulated: its timings do not represent real nodes."
     )
     up = f"csdctl emulate up --nodes {nodes} --cpu {cpu}"
     try:

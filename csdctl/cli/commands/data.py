@@ -175,7 +175,7 @@ def deploy(
     ] = False,
     dry_run: options.DryRunOption = False,
 ) -> None:
-    """Copy a job's files, or directory trees, to every node; send only what is missing there."""
+    """Copy a job's files, or directory trees, to every node; only missing content is sent."""
     from csdctl.terminal.nodes import TransferView
     from csdctl.workflows.data.deploy import DeployRequest, deploy_request
 

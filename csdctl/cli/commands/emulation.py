@@ -95,7 +95,7 @@ def demo(
     ] = False,
     keep: Annotated[bool, typer.Option("--keep", help="Leave the emulated fleet running.")] = False,
 ) -> None:
-    """Train on an emulated fleet, all commands: Fashion-MNIST, or transfer learning."""
+    """Run all commands on an emulated fleet: Fashion-MNIST, or transfer learning."""
     if not SCRIPT.is_file():
         raise InputError(
             "an installed csdctl has no examples: the demo is in csdctl's repository",

@@ -47,7 +47,7 @@ def list_runs(json: options.JsonOption = False) -> None:
 
 @runs.command()
 def show(run: RunArgument = None, json: options.JsonOption = False) -> None:
-    """Show the results of a run, as `csdctl report`."""
+    """Show the results of a run, like `csdctl report`."""
     report([run] if run else None, json=json)
 
 
@@ -139,7 +139,7 @@ def rm(
 
 @runs.command()
 def diff(first: FirstRunArgument, second: SecondRunArgument, json: options.JsonOption = False) -> None:
-    """Show in which settings and results two runs differ (also `compare`)."""
+    """Show the settings and results in which two runs differ (also `compare`)."""
     from csdctl.terminal.runs import show_differences
     from csdctl.workflows.runs.manage import compare_runs
 
