@@ -121,7 +121,7 @@ def scaling_charts(series: ScalingSeries) -> list[Chart]:
     energy = [point.joules_per_sample for point in series.points]
     found = (
         ("Speed-up over the host alone", "times the host alone", series.speedups),
-        ("Efficiency", "share of standalone", series.by_nodes([p.efficiency for p in series.points])),
+        ("Efficiency", "of standalone throughput", series.by_nodes([p.efficiency for p in series.points])),
         ("Energy per image", "J", series.by_nodes(energy)),
     )
     return [_chart(series, title, unit, values) for title, unit, values in found if values]
