@@ -94,7 +94,7 @@ def list_next(directory: Path, up: str) -> list[str]:
 def copy_example(name: str, directory: Path) -> None:
     """Copy the files of an example; existing files are kept."""
     if directory.exists() and not directory.is_dir():
-        raise InputError(f"{directory} is not a directory", remedy="give another directory with --directory")
+        raise InputError(f"{directory} is not a directory", remedy="use another directory with --directory")
     directory.mkdir(parents=True, exist_ok=True)
     for file in (EXAMPLES / name).glob("*.*"):
         if not (directory / file.name).exists():

@@ -190,7 +190,7 @@ def place(name: str, fleet_file: str, data: Path, private: str, seed: int) -> No
         print(f"{data} has this sample already")
         return
     if data.exists() and any(data.iterdir()):
-        raise SampleError(f"{data} contains other data\n→ remove it, or name another directory with --data")
+        raise SampleError(f"{data} contains other data\n→ remove it, or use another directory with --data")
     with tempfile.TemporaryDirectory() as scratch:
         parts = [Path(scratch) / node for node in nodes]
         cache = Path(".csdctl", "samples", name).absolute()

@@ -158,7 +158,7 @@ def _plain(value: Any, name: str) -> Any:
         return value
     raise InputError(
         f"received a {type(value).__name__} as {name}, expected a value of job.yaml",
-        remedy="give loss, optimizer and metrics to model.compile(), or by their Keras names",
+        remedy="pass loss, optimizer and metrics to model.compile(), or by their Keras names",
     )
 
 

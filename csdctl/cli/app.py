@@ -259,7 +259,7 @@ def take_global_options(arguments: Sequence[str]) -> list[str]:
     """
     own = own_arguments(arguments)
     if {*QUIET} & {*own} and {*VERBOSE} & {*own}:
-        raise InputError("-q and -v contradict each other", remedy="give one of them")
+        raise InputError("-q and -v contradict each other", remedy="use only one of them")
     rest = []
     words = iter(own)
     for word in words:

@@ -232,7 +232,7 @@ def load_document(path: Path, model: type[DocumentT], *, remedy: str = "") -> Do
     `remedy` is for a file that does not exist.
     """
     return parse_document(
-        load_text(path, remedy=remedy or f"create {path} or give another file"), model, name=str(path)
+        load_text(path, remedy=remedy or f"create {path} or use another file"), model, name=str(path)
     )
 
 
@@ -243,7 +243,7 @@ def parse_document(text: str, model: type[DocumentT], *, name: str) -> DocumentT
         raise InputError(
             f"{name}: expected keys such as {_name_keys(model.model_json_schema())}, "
             f"received {_KINDS.get(type(content), 'text')}",
-            remedy=f"give a file with these keys, or fix {name}",
+            remedy=f"use a file with these keys, or fix {name}",
         )
     try:
         return model.model_validate(content)

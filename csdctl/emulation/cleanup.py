@@ -153,7 +153,7 @@ def find_owner(pid: int) -> Owner:
         raise InputError(
             f"received {pid} as the process that the emulated fleet ends with, "
             "expected the id of a running process",
-            remedy="give one, such as --pid $$ for the shell, or leave it out: the fleet then stays up",
+            remedy="pass one, such as --pid $$ for the shell, or leave it out: the fleet then stays up",
         )
     return Owner(pid, started)
 

@@ -228,7 +228,7 @@ def check_may_write(path: Path, fleet_id: str) -> None:
     if path.exists() and not is_unchanged(path, fleet_id):
         raise InputError(
             f"{path} exists and does not belong to this emulated fleet; it is left unchanged",
-            remedy="give another file with --fleet, or move this one away",
+            remedy="use another file with --fleet, or move this one away",
         )
 
 

@@ -158,7 +158,7 @@ HWMON_SCRIPT = """\
 (IFS=; for file in $1
 do read -r value <"$file" && echo "$value $file" || echo "refused $file"
 done) 2>/dev/null"""
-HWMON_REMEDY = "`path` names files such as /sys/class/hwmon/hwmon2/power1_input; look at `name` beside them"
+HWMON_REMEDY = "`path` names files such as /sys/class/hwmon/hwmon2/power1_input; see `name` next to them"
 
 _HWMON_POWER = re.compile(r"power\d+_(input|average)")
 _HWMON_ENERGY = re.compile(r"energy\d+_input")

@@ -74,9 +74,9 @@ class Inventory:
 
 def load_inventory(path: Path) -> Inventory:
     """Read the output of `ansible-inventory --list`; raises InputError for anything else."""
-    remedy = f"run `ansible-inventory -i {path} --list > inventory.json` and give that file"
+    remedy = f"run `ansible-inventory -i {path} --list > inventory.json` and pass that file"
     if not path.exists():
-        raise InputError(f"{path} does not exist", remedy="give the path of a file that exists")
+        raise InputError(f"{path} does not exist", remedy="pass the path of an existing file")
     content = load_json(path, remedy=remedy)
     if not isinstance(content, dict) or "_meta" not in content:
         raise InputError(f"{path} is not output of `ansible-inventory --list`", remedy=remedy)
@@ -146,7 +146,7 @@ def list_targets(
     """
     name = inventory.name
     if not inventory.groups:
-        raise InputError(f"{name} has no host", remedy="give the inventory that Ansible uses")
+        raise InputError(f"{name} has no host", remedy="pass the inventory that Ansible uses")
     targets: list[Target] = []
     warnings: dict[str, list[str]] = {}
     for host in select_names(inventory.groups, limit, exclude, where=name):

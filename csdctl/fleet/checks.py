@@ -307,7 +307,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 FIREWALL_REMEDY = "let TCP ports 1024 and up through the firewall between these machines"
-ROUTE_REMEDY = "check routes and addresses; name the shared network as `network:` in the fleet file"
+ROUTE_REMEDY = "check routes and addresses; set the shared network as `network:` in the fleet file"
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,7 @@ def list_aliases(path: Path) -> list[str]:
         file, num_read = pending.pop(0), num_read + 1
         if num_read > _MAX_FILES:
             raise InputError(f"{path}: more than {_MAX_FILES} included files")
-        text = load_text(file, remedy="give the file that ssh uses", errors="replace")
+        text = load_text(file, remedy="pass the file that ssh uses", errors="replace")
         included: list[Path] = []
         for number, line in enumerate(split_lines(text, str(file)), start=1):
             if found := _LINE.fullmatch(line):

@@ -270,7 +270,7 @@ class ModelArguments(Document):
 
 def load_job(path: Path) -> Job:
     """Read job.yaml; its paths are relative to it. Raises InputError."""
-    remedy = "write it with `csdctl init`, or name another job file"
+    remedy = "write it with `csdctl init`, or use another job file"
     return build_job(load_document(path, JobFile, remedy=remedy), path)
 
 

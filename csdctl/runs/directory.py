@@ -172,7 +172,7 @@ class ProjectDirectory:
             run_id = begun[0]
         elif begun and run_id not in known:
             raise InputError(
-                f"{len(begun)} runs begin with {run_id!r}", remedy=f"give more of it: {', '.join(begun[-5:])}"
+                f"{len(begun)} runs begin with {run_id!r}", remedy=f"type more of it: {', '.join(begun[-5:])}"
             )
         if run_id in known:
             check_links(self.runs / str(run_id))

@@ -109,13 +109,13 @@ def parse_tree(written: str) -> TreeRequest:
         what = "is not a directory" if path.exists() else "does not exist"
         raise InputError(
             f"--tree {printable(written)}: {printable(source)!r} {what}",
-            remedy="give a directory; if its name contains a colon, append another colon",
+            remedy="pass a directory; if its name contains a colon, append another colon",
         )
     destination = (destination or path.name).removeprefix("~/").rstrip("/")
     if destination in ("", ".", "~") or ".." in destination.split("/") or "\0" in destination:
         raise InputError(
             f"--tree {printable(written)}: {printable(destination)!r} cannot be a destination",
-            remedy="give a path below the node's home, or an absolute path",
+            remedy="use a path below the node's home, or an absolute path",
         )
     return TreeRequest(path, destination)
 

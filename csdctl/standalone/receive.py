@@ -149,7 +149,7 @@ def check_destination(destination: bytes) -> bytes:
     if os.path.lexists(destination) and not is_empty and not tree_at(destination):
         raise RefusedError(
             f"{printable(destination)} already exists and was not created by `csdctl deploy`",
-            "move it away, or give another destination",
+            "move it away, or use another destination",
         )
     return destination
 

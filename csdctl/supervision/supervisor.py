@@ -499,11 +499,11 @@ class Supervisor:
         if not self._setup.is_resumable:
             raise RunError(
                 f"all {len(self._setup.nodes)} ranks are required; {lost}",
-                remedy="repair the lost nodes, then try again",
+                remedy="fix the lost nodes, then try again",
             )
         raise RunError(
             f"nodes left: {num_nodes}, but --min-nodes is {self._setup.min_nodes}; {lost}",
-            remedy="repair the lost nodes, then resume from the last completed step: "
+            remedy="fix the lost nodes, then resume from the last completed step: "
             f"csdctl train --resume {self._setup.run_id}",
         )
 

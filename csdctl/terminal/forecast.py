@@ -23,7 +23,7 @@ def render_forecast(console: PrintableConsole, forecast: Forecast) -> None:
             f"the table shows {MAX_ROWS} of {len(forecast.points):,} numbers of nodes; --json lists all"
         )
     if forecast.num_samples is None:
-        console.print("time and energy of the job are unknown: give the samples per epoch with --samples")
+        console.print("time and energy of the job are unknown: set the samples per epoch with --samples")
     else:
         console.print(f"job: {forecast.num_samples:,} samples, epochs: {basis.epochs}")
     if forecast.verdict:

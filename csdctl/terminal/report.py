@@ -56,7 +56,7 @@ def check_privacy_options(run_ids: Sequence[str], *, has_files: bool) -> None:
     if has_files or len(run_ids) > 1:
         raise InputError(
             "--privacy shows one run in the terminal; received more runs, --html or --csv",
-            remedy="give one run, without --html and --csv",
+            remedy="pass one run, without --html and --csv",
         )
 
 

@@ -300,7 +300,7 @@ def default_limits(given: Limits, reference_batch: int, num_samples: int | None,
     if given.global_batch and num_samples is not None and given.global_batch > num_samples:
         raise TuningError(
             f"a global batch of {given.global_batch:,} samples exceeds an epoch of {num_samples:,} samples",
-            remedy="give a smaller --global-batch",
+            remedy="use a smaller --global-batch",
         )
     if given.max_global_batch and num_samples is not None:
         return replace(given, max_global_batch=min(given.max_global_batch, num_samples))

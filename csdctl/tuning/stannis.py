@@ -84,7 +84,7 @@ def tune_stannis(
     else:
         raise TuningError(
             f"C = {step_divisor} makes the steps too small: not finished after {MAX_ROUNDS} rounds",
-            remedy="give a smaller --step-divisor",
+            remedy="use a smaller --step-divisor",
         )
     tuned |= {engine: growth.done for engine, growth in growing.items()}
     return {engine: tuned[engine] for engine in engines}
@@ -169,7 +169,7 @@ def _measure_list(
             leave_out = "" if engine == HOST_NAME else f", or leave it out: --exclude {engine}"
             raise TuningError(
                 f"{engine} cannot train even {batch_sizes[0]} samples at a time: out of memory",
-                remedy=f"give smaller --batch-sizes{leave_out}",
+                remedy=f"use smaller --batch-sizes{leave_out}",
             )
     return done, too_large
 

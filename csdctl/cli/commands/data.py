@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def init(
     script: Annotated[
         Path | None,
-        typer.Argument(help="Keras training script, or give --model and --public.", metavar="[SCRIPT]"),
+        typer.Argument(help="Keras training script, or use --model and --public.", metavar="[SCRIPT]"),
     ] = None,
     arguments: Annotated[
         list[str] | None, typer.Argument(help="The script's own options, after --.", metavar="[-- OPTIONS]")
@@ -56,7 +56,7 @@ def init(
     if script and (model or public or validation):
         raise InputError(
             "SCRIPT excludes --model, --public and --validation",
-            remedy="give the script alone, or leave it out",
+            remedy="pass only the script, or leave it out",
         )
     if not script and not (model and public):
         missing = (

@@ -310,7 +310,7 @@ def _parse_kinds(texts: Sequence[str]) -> "list[Kind]":
         if architecture not in ARCHITECTURES or (colon and python not in PYTHONS):
             raise InputError(
                 f"--kind {text!r} is unknown",
-                remedy=f"give {' or '.join(ARCHITECTURES)}; with {', '.join(PYTHONS)} if nodes have that",
+                remedy=f"use {' or '.join(ARCHITECTURES)}; with {', '.join(PYTHONS)} if nodes have that",
             )
         kinds.append(Kind(architecture, python or SENT_PYTHON, sends_python=not colon))
     return kinds

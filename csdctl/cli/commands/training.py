@@ -165,7 +165,7 @@ def load_callback(reference: str) -> "Callback":
         raise InputError(f"received callback {reference!r}", remedy="expected FILE.py:NAME")
     if not path.is_file():
         raise InputError(
-            f"the file of callback {reference} does not exist", remedy=f"give the path of {path.name}"
+            f"the file of callback {reference} does not exist", remedy=f"pass the path of {path.name}"
         )
     found = _run_file(path, reference).get(name)
     if not callable(found):

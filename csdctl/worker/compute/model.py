@@ -128,7 +128,7 @@ def _compile(model: Any, recipe: Recipe, keras: Any) -> Recipe:
     if wrong := [name for name, value in named.items() if value]:
         raise InputError(
             f"{type(model).__name__} has its own train_step, which recipe.{wrong[0]} cannot change",
-            "give it to compile() in the function that builds the model",
+            "pass it to compile() in the function that builds the model",
         )
     optimizers = find_optimizers(model, keras)
     is_compiled = type(model).compile is keras.Model.compile and model.compiled
@@ -137,7 +137,7 @@ def _compile(model: Any, recipe: Recipe, keras: Any) -> Recipe:
     rates = [rate for rate in map(constant_rate, optimizers) if rate]
     if recipe.learning_rate is None and not optimizers:
         raise InputError(
-            f"{type(model).__name__} has no Keras optimizer as an attribute, its step names no global one",
+            f"{type(model).__name__} has no Keras optimizer as an attribute, and its step uses none",
             "keep the optimizer as an attribute of the model, or set recipe.learning_rate",
         )
     if recipe.learning_rate is None:
@@ -145,7 +145,7 @@ def _compile(model: Any, recipe: Recipe, keras: Any) -> Recipe:
     elif len(rates) > 1:
         raise InputError(
             f"{type(model).__name__} has {len(rates)} optimizers, and recipe.learning_rate is for one",
-            "give the learning rates to the optimizers, where the model is compiled",
+            "pass the learning rates to the optimizers, where the model is compiled",
         )
     return recipe
 
@@ -216,11 +216,11 @@ def load(architecture: Path, weights: Path, keras: Any, code: UserCode | None = 
         if missing := missing_packages(text):
             raise InputError(
                 f"has no {', '.join(missing)}, which the model needs",
-                "install it on all machines; if it is your own, name it in `code` of job.yaml",
+                "install it on all machines; if it is your own, list it in `code` of job.yaml",
             ) from None
         raise InputError(
             f"the model cannot be built here: {describe(error).partition(' Full object config:')[0]}",
-            "use the same Keras version on all machines, and name the model's own code in job.yaml",
+            "use the same Keras version on all machines, and list the model's own code in job.yaml",
         ) from None
     return model
 
@@ -355,7 +355,7 @@ def _load_file(spec: BuildSpec, keras: Any) -> Any:
     except Exception as error:
         raise InputError(
             f"{spec.reference} is not a model that can be loaded safely: {describe(error)}",
-            "name the files of its own layers, losses and metrics in `code` of job.yaml",
+            "list the files of its own layers, losses and metrics in `code` of job.yaml",
         ) from None
 
 
@@ -396,7 +396,7 @@ def _to_json(model: Any, spec: BuildSpec, keras: Any) -> tuple[bool, str]:
     if not spec.code_roots:
         raise InputError(
             f"{reference}: cannot be rebuilt on the nodes: {describe(plain)}",
-            "name the files of its own layers, losses and metrics in `code` of job.yaml",
+            "list the files of its own layers, losses and metrics in `code` of job.yaml",
         )
     _check_named(spec)
     own = find_objects(lambda file: _is_named(Path(file), spec))
@@ -416,7 +416,7 @@ def _describe_builder(spec: BuildSpec, error: Exception | None = None) -> str:
     if error and not is_own(spec.reference):
         raise InputError(
             f"{spec.reference}: cannot be rebuilt from its configuration: {describe(error)}",
-            "give its own layers get_config(), and name their files in `code` of job.yaml",
+            "give its own layers get_config(), and list their files in `code` of job.yaml",
         ) from None
     _check_named(spec)
     return json.dumps({BUILDER: json.loads(to_json(spec))})

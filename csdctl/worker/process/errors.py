@@ -50,4 +50,4 @@ def find_remedy(error: BaseException) -> str:
         if old in describe(error):
             return f"that is Keras 2; in Keras 3 write {new}"
     is_missing = isinstance(error, ModuleNotFoundError)
-    return "install the module on this machine; name your own modules in `code` of job.yaml" * is_missing
+    return "install the module on this machine; list your own modules in `code` of job.yaml" * is_missing

@@ -156,7 +156,7 @@ class Verify(ModelTask):
         if missing := [rank.node for rank in self.spec.ranks if rank.rank not in group.ranks]:
             raise WorkerError(
                 f"verification needs all ranks of the plan, and {', '.join(missing)} is lost",
-                remedy="examine it with `csdctl doctor`, or leave it out with --exclude",
+                remedy="check it with `csdctl doctor`, or leave it out with --exclude",
             )
         communicator = group.communicator
         self._sizes = verified_sizes([rank.batch_size for rank in self.spec.ranks])

@@ -53,7 +53,7 @@ def expand_addresses(cidr: str) -> list[str]:
     if network.num_addresses > MAX_ADDRESSES:
         raise InputError(
             f"{cidr} has {network.num_addresses} addresses, but at most {MAX_ADDRESSES} are scanned",
-            remedy="give a smaller range, or run several scans",
+            remedy="use a smaller range, or run several scans",
         )
     return [str(address) for address in network.hosts()]
 
@@ -257,9 +257,9 @@ def address_ranges(
     for cidr in cidrs:
         expand_addresses(cidr)  # raises InputError
     if not USER.fullmatch(user):
-        raise InputError(f"--user {user!r} is not a user name", remedy="give a user of these machines")
+        raise InputError(f"--user {user!r} is not a user name", remedy="pass a user of these machines")
     if key and not key.is_file():
-        raise InputError(f"--key {key} does not exist", remedy="give the file of a private key")
+        raise InputError(f"--key {key} does not exist", remedy="pass the path of a private key")
 
     def find(_: Path, limit: Sequence[str], exclude: Sequence[str]) -> FoundNodes:
         nodes = scan(cidrs, user=user, key=key, port=port)
@@ -323,7 +323,7 @@ def import_fleet(
     """
     if path.exists() and not force and not is_dry_run:
         raise InputError(
-            f"{path} already exists", remedy="give another file with --fleet, or overwrite it with --force"
+            f"{path} already exists", remedy="use another file with --fleet, or overwrite it with --force"
         )
     nodes, warnings = source.find(directory, limit, exclude)
     fleet = Fleet(nodes, network=source.network, path=path)

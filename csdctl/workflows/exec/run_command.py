@@ -108,7 +108,7 @@ class ExecOptions:
             if not 0 < value <= 7 * 86_400:
                 raise InputError(
                     f"--{name} is {value:g}, expected more than 0 s and at most a week",
-                    remedy="give seconds, or leave it out for the default",
+                    remedy="pass seconds, or leave it out for the default",
                 )
 
 
@@ -148,7 +148,7 @@ def parse_command(command: Sequence[str]) -> tuple[str, ...]:
     """Return the argument list of what the user wrote after `--`; raises InputError for nothing."""
     if not command or not command[0].strip():
         raise InputError(
-            "no command to run", remedy="write it after `--`: csdctl exec -- df -h, or give a --task"
+            "no command to run", remedy="write it after `--`: csdctl exec -- df -h, or use --task"
         )
     return ("sh", "-c", command[0]) if len(command) == 1 and _is_shell_line(command[0]) else tuple(command)
 

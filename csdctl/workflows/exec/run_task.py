@@ -88,7 +88,7 @@ def _run(task: "LoadedTask", connection: FleetConnection) -> tuple[int, str]:
         raise DeadlineError(
             f"`{error.result.command[:80]}` did not finish within {error.timeout:g} s; it was ended",
             node=name,
-            remedy="raise --timeout, or give `timeout=` to this c.run",
+            remedy="raise --timeout, or pass `timeout=` to this c.run",
         ) from None
     except UnexpectedExit as error:
         code = error.result.exited
@@ -166,7 +166,7 @@ def load_task(spec: str, words: Sequence[str], directory: Path) -> LoadedTask:
         raise InputError(f"--task {spec!r} is not FILE.py:TASK", remedy="such as --task tasks.py:restart")
     path = (directory / name).resolve()
     if not path.is_file():
-        raise InputError(f"--task: {path} does not exist", remedy=f"give the path of {path.name}")
+        raise InputError(f"--task: {path} does not exist", remedy=f"pass the path of {path.name}")
     task = _find(_load(path), task_name, path)
     return LoadedTask(path, task, _parse_arguments(task, words))
 
@@ -174,7 +174,7 @@ def load_task(spec: str, words: Sequence[str], directory: Path) -> LoadedTask:
 def _load(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if not spec or not spec.loader:
-        raise InputError(f"{path} is not a Python file", remedy="give --task FILE.py:TASK")
+        raise InputError(f"{path} is not a Python file", remedy="use --task FILE.py:TASK")
     sys.path.insert(0, str(path.parent))
     module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
     try:

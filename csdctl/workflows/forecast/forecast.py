@@ -347,7 +347,7 @@ class ForecastRequest:
 
     def __post_init__(self) -> None:
         if self.node_sum_s is not None and not math.isfinite(self.node_sum_s):
-            raise InputError(f"invalid --sum-seconds {self.node_sum_s}", remedy="give a number of seconds")
+            raise InputError(f"invalid --sum-seconds {self.node_sum_s}", remedy="pass a number of seconds")
 
 
 def given_power(
@@ -364,7 +364,7 @@ def given_power(
     if not all(math.isfinite(watts) and watts >= 0 for watts in known) or host_watts == 0:
         raise InputError(
             f"invalid power: {', '.join(f'{watts:g} W' for watts in known)}",
-            remedy="give the power during training in watts, as a meter shows it",
+            remedy="pass the power during training in watts, as a meter shows it",
         )
     return Power(host_watts, node_watts, alone_watts)
 
@@ -377,7 +377,7 @@ def parse_node_counts(text: str) -> list[int]:
         if not found or int(found[2] or found[1]) > MAX_NODES or int(found[2] or found[1]) < int(found[1]):
             raise InputError(
                 f"invalid --nodes {text!r}",
-                remedy=f"give a number up to {MAX_NODES}, a range such as 1..36, or several: 4,8,16",
+                remedy=f"use a number up to {MAX_NODES}, a range such as 1..36, or several: 4,8,16",
             )
         counts.extend(range(int(found[1]), int(found[2] or found[1]) + 1))
     return sorted(set(counts))
@@ -483,7 +483,7 @@ def forecast_job(
     if not job_path.exists():
         raise InputError(
             f"{job_path} does not exist",
-            remedy=f"give a job that was tuned, or forecast without a job: --published {Network.MOBILENETV2}",
+            remedy=f"pass a job that was tuned, or forecast without a job: --published {Network.MOBILENETV2}",
         )
     job, project = load_job(job_path), ProjectDirectory(directory)
     basis = tuned_basis(job, project, fleet, say, request.num_samples, max_global_batch)

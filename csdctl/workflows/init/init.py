@@ -286,7 +286,7 @@ def _recipe(lifted: Mapping[str, Any], looks: Looks) -> Iterator[tuple[str, str]
     for key, value in lifted.items():
         yield f"{key}: {_value(value)}", "from fit"
     if not lifted:
-        yield "epochs: 10", "a placeholder: as many as you give to fit()"
+        yield "epochs: 10", "a placeholder: as many as you pass to fit()"
     if compiled and compiled.optimizer:
         schedule = f"{compiled.schedule} from " if compiled.schedule else ""
         rate = f"{schedule}{compiled.learning_rate:g}"
@@ -348,7 +348,7 @@ def _line(text: str, comment: str = "", indent: int = 0) -> list[str]:
 PARTS = {"train", "training", "val", "valid", "validation", "test", "testing"}
 """Folders that are parts of a data set, not classes."""
 OPTIONS = {
-    "add to job.yaml: code: ": "give each file or package: --code ",
+    "add to job.yaml: code: ": "pass each file or package: --code ",
     "data.csv.drop": "--drop",
     "data.csv in job.yaml": "--label and --drop",
     "data.tfrecord in job.yaml": "data.tfrecord in a job.yaml of your own",
@@ -485,7 +485,7 @@ def _parse_data(option: str, text: str, base: Path) -> dict[str, str]:
     stem, _, rest = text.partition(".py:")
     name, _, path = rest.partition(":")
     if not name.isidentifier():
-        raise InputError(f"{option} {text!r} names no function", remedy="expected PATH.py:FUNCTION")
+        raise InputError(f"{option} {text!r} does not name a function", remedy="expected PATH.py:FUNCTION")
     file = f"{stem}.py"
     function = f"{_written_from(base, file, option)}:{name}"
     return {"path": _written_from(base, path or file, option), "function": function}
@@ -495,7 +495,7 @@ def _written_from(base: Path, text: str, option: str = "") -> str:
     """Return a path as a file in `base` names it: relative if it is below, or else absolute."""
     path = Path(os.path.abspath(Path(text).expanduser()))
     if option and not path.exists():
-        raise InputError(f"{option}: {text} does not exist", remedy="give the path of an existing file")
+        raise InputError(f"{option}: {text} does not exist", remedy="pass the path of an existing file")
     base = Path(os.path.abspath(base))
     return str(path.relative_to(base)) if path.is_relative_to(base) else str(path)
 

@@ -104,14 +104,14 @@ def lift_script(path: Path, options: Sequence[str] = ()) -> LiftedScript:
         source = path.read_text()
         module = ast.parse(source)
     except FileNotFoundError:
-        raise InputError(f"{path} does not exist", remedy="give the path of a training script") from None
+        raise InputError(f"{path} does not exist", remedy="pass the path of a training script") from None
     except SyntaxError as error:
         where = f"{path}, line {error.lineno}"
         raise InputError(f"{where}: not valid Python: {error.msg}", remedy=f"fix {path}") from None
     except (OSError, ValueError) as error:
         raise InputError(
             f"cannot read {path} as Python: {getattr(error, 'strerror', None) or error}",
-            remedy="give the path of a training script",
+            remedy="pass the path of a training script",
         ) from None
     return _Script(path, source, module, options).lift()
 
@@ -277,7 +277,7 @@ class _Script:
         any_fit = [one for one in every if ast.unparse(one.func).endswith(".fit")]
         calls = list(filter(_is_fit, every)) or ([old] if old else any_fit[-1:])
         if not calls:
-            remedy = "call it in this script, or name functions for model and data: --model and --public"
+            remedy = "call it in this script, or pass functions for model and data: --model and --public"
             raise self._error(self.module, "no call of model.fit", remedy)
         first, *others = calls
         if first is old:
@@ -385,7 +385,7 @@ class _Script:
             more = {one.arg: one.value for one in call.keywords}
             is_positional = not names[0].startswith("-") and "nargs" not in more
             if not given and (is_positional or _evaluate(more.get("required"), {}) is True):
-                remedy = f"give the script's options: csdctl init {self.path} -- {names[-1]} VALUE"
+                remedy = f"pass the script's options: csdctl init {self.path} -- {names[-1]} VALUE"
                 raise self._error(call, f"{names[-1]} is required", remedy)
             named = [given[given.index(name) + 1] for name in names if name in given[:-1]]
             value = _evaluate(named[0] if named else more.get("default"), {})

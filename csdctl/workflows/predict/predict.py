@@ -226,7 +226,7 @@ def check_request(
         raise InputError("embeddings are the output of a layer", remedy="name it with --layer")
     if layer and want != EMBEDDINGS:
         raise InputError(
-            f"--layer names what comes back as embeddings, not {want}", remedy="add --want embeddings"
+            f"--layer is only used for embeddings, expected no layer for {want}", remedy="add --want embeddings"
         )
     check_output(output, force=force)
     file, job_path = find_model(model, job, ProjectDirectory(directory))
@@ -249,7 +249,7 @@ def find_model(model: str, job: Path | None, project: ProjectDirectory) -> tuple
     if not run.model.is_file():
         raise InputError(
             f"run {run.run_id} has no model.keras: it has not finished",
-            remedy=f"continue it with `csdctl train --resume {run.run_id}`, or name another run",
+            remedy=f"continue it with `csdctl train --resume {run.run_id}`, or use another run",
         )
     described = run.load_manifest().get("job")
     written = described.get("path") if isinstance(described, dict) else None
@@ -344,7 +344,7 @@ class PredictResult:
         reasons = "".join(f"\n  {error}" for error in self.missing.values())
         raise PartialError(
             f"private rows of {nodes} are missing; {self.output} has the other {self.num_rows:,}{reasons}",
-            remedy="repair these nodes and run the same command again: it computes what is missing",
+            remedy="fix these nodes and run the same command again: it computes only missing rows",
         )
 
 

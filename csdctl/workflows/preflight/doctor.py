@@ -210,7 +210,7 @@ class Examination:
             raise NoNodeReachableError(f"no node of {self.fleet.path} can be reached", remedy=REPAIR)
         if self.overdue:
             raise DeadlineError(
-                f"the deadline passed while {self.overdue}", remedy="raise --timeout, or examine fewer nodes"
+                f"the deadline passed while {self.overdue}", remedy="raise --timeout, or check fewer nodes"
             )
         if HOST_NAME in self.red:
             raise CsdctlError("the host is not fit to train", remedy=REPAIR)

@@ -249,7 +249,7 @@ class ProvisionRequest:
         if not self.prefix.startswith("/") or ".." in self.prefix.split("/") or not self.prefix.strip("/"):
             raise InputError(
                 f"--prefix {self.prefix!r} cannot be used",
-                remedy="give an absolute path, such as /opt/csdctl",
+                remedy="use an absolute path, such as /opt/csdctl",
             )
 
 
@@ -388,7 +388,7 @@ def _choose_remedy(message: str) -> str:
         return "free space there (`df -h`), and run the same command again"
     if "sudo password" in message:
         return "allow its user sudo without a password, or set `user: root` in the fleet file"
-    return "repair it and run the same command again"
+    return "fix it and run the same command again"
 
 
 def collect_fleet(request: ProvisionRequest, fleet: Fleet, directory: Path, say: Say) -> list[Bundle]:

@@ -236,7 +236,7 @@ def export(
     if tracking_uri and to != MLFLOW:
         raise InputError("--tracking-uri requires --to mlflow", remedy="leave it out, or change --to")
     if output and to == MLFLOW:
-        raise InputError("--output requires --to tensorboard", remedy="leave it out, or give --tracking-uri")
+        raise InputError("--output requires --to tensorboard", remedy="leave it out, or use --tracking-uri")
     run = read_results(project.find_run(run_id))
     if to == MLFLOW:
         return f"run {write_mlflow(run, tracking_uri)} of MLflow"

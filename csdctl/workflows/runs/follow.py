@@ -39,10 +39,10 @@ def parse_command(text: str | None) -> list[str]:
     except ValueError as error:
         raise InputError(f"--notify {text!r}: {str(error).lower()}", remedy="close the quote") from None
     if text is not None and not words:
-        raise InputError("--notify is empty", remedy="give a program with its arguments")
+        raise InputError("--notify is empty", remedy="pass a program with its arguments")
     if words and not shutil.which(words[0]):
         raise InputError(
-            f"--notify: there is no program {words[0]!r}", remedy="give its path, or a program on PATH"
+            f"--notify: there is no program {words[0]!r}", remedy="pass its path, or a program on PATH"
         )
     return words
 

@@ -74,7 +74,7 @@ class TrainOptions:
             if not value >= least:
                 raise InputError(
                     f"--{name} must be at least {least}, received {value:g}",
-                    remedy="give seconds, or leave it out for the default",
+                    remedy="pass seconds, or leave it out for the default",
                 )
 
     def _check_strategy_options(self) -> None:

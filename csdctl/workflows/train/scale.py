@@ -131,7 +131,7 @@ def plan_point(plan: Plan, kind: str, num_nodes: int, most: int) -> Plan:
     if num_nodes > len(nodes):
         raise InputError(
             f"received {num_nodes} nodes, but the plan has {len(nodes)}",
-            remedy="give fewer with --nodes, or run `csdctl tune` for more",
+            remedy="use fewer with --nodes, or run `csdctl tune` for more",
         )
     if not num_nodes and not host.batch_size:
         raise InputError(

@@ -204,7 +204,7 @@ class TrainRequest:
             for other in others:
                 if value and given[other]:
                     problem = f"--{first} and --{other} contradict each other: {why}"
-                    raise InputError(problem, remedy="give one of them")
+                    raise InputError(problem, remedy="use only one of them")
 
     def check_files(self) -> None:
         """Check run and plan as far as that needs no machine: before any is contacted.

@@ -138,7 +138,7 @@ class Verification:
                 raise RunError(
                     f"its stored features differ by {found.difference:.1e} from recomputed ones",
                     node=node,
-                    remedy="remove them: `csdctl clean --computed`; look for failing memory or disks there",
+                    remedy="remove them: `csdctl clean --computed`; check for failing memory or disks there",
                 )
 
 

@@ -249,7 +249,7 @@ class StrategyChooser:
         if not asked_for:
             raise InputError(
                 self.impossible.get(SPLIT) or "no batch sizes for a split satisfy the limits",
-                remedy="give other limits, or tune with another --strategy",
+                remedy="use other limits, or tune with another --strategy",
             )
         return min(asked_for, key=lambda one: one.first_run_s)
 

@@ -301,7 +301,7 @@ def _rank_plan(
         raise NodeError(
             f"batch size {tuned.batch_size} fitted in memory at first, but not when it was confirmed",
             node=name,
-            remedy="check what else uses that machine's memory, or give smaller --batch-sizes",
+            remedy="check what else uses that machine's memory, or use smaller --batch-sizes",
         )
     size = tuned.batch_size
     rank = RankPlan(node=name, batch_size=size, threads=runtime.threads, peak_memory_bytes=peaks.get(size))

@@ -50,10 +50,10 @@ def load_failed(path: Path) -> str:
     except (KeyError, TypeError):
         raise InputError(
             f"{path} does not list the nodes that a command failed on",
-            remedy="give .csdctl/failed.json, or the output of a command with --json",
+            remedy="pass .csdctl/failed.json, or the output of a command with --json",
         ) from None
     if not names:
-        raise InputError(f"{path} names no node: nothing to retry")
+        raise InputError(f"{path} lists no node: nothing to retry")
     return ",".join(names)
 
 
@@ -83,7 +83,7 @@ def conclude(
     errors = list(failed.values())
     where = project.failed.relative_to(project.root)
     remedy = (
-        f"repair them as shown above, then retry only them: csdctl {command} --failed-from {where}{arguments}"
+        f"fix them as shown above, then retry only them: csdctl {command} --failed-from {where}{arguments}"
     )
     if set(nodes) <= set(failed) and all(error.exit_code == ExitCode.UNREACHABLE for error in errors):
         raise NoNodeReachableError(f"none of {len(nodes)} nodes could be reached", remedy=remedy)

@@ -116,5 +116,5 @@ def _unreachable(fleet: Fleet, failed: dict[str, CsdctlError]) -> CsdctlError:
         return NoNodeReachableError(f"no node of {fleet.path} can be reached:\n{listed}")
     return UnreachableError(
         f"{len(failed)} of {len(fleet.nodes)} nodes cannot be reached:\n{listed}",
-        remedy=f"repair them, or continue without them: --exclude {names}",
+        remedy=f"fix them, or continue without them: --exclude {names}",
     )

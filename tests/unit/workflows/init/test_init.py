@@ -44,7 +44,7 @@ def test_home_that_a_shell_has_written_out_is_that_of_the_node(
         *((text, ".", "is not a valid reference") for text in ("model.h5", "build", "model.py", "model.py:")),
         ("missing.py:build", ".", "--model: missing.py does not exist"),
         ("keras.applications:X", "missing", "--public: missing does not exist"),
-        ("keras.applications:X", "data.py:", "names no function"),
+        ("keras.applications:X", "data.py:", "does not name a function"),
     ],
 )
 def test_what_does_not_exist_names_its_option(project: Path, model: str, public: str, message: str) -> None:

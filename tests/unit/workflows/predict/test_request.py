@@ -61,7 +61,7 @@ def test_chosen_data(project: Path, on: str | None, job: str, expected: tuple[st
     ("changes", "message"),
     [
         ({"want": "embeddings"}, "embeddings are the output of a layer"),
-        ({"layer": "pooled"}, "--layer names what comes back as embeddings"),
+        ({"layer": "pooled"}, "--layer is only used for embeddings"),
         ({"on": "validation"}, "has no validation data"),
         ({"output": Path("a.xlsx")}, "ends in '.xlsx'"),
     ],

@@ -12,7 +12,7 @@ FAILED = NodeSummary(ok=3, changed=1, failed=1, unreachable=0, skipped=2)
     [
         ("Install the wheels: ERROR: [Errno 28] No space left on device", "df -h"),
         ("Look for a Python: Task failed: Missing sudo password", "sudo without a password"),
-        ("Check MPI: it crashed", "repair it"),
+        ("Check MPI: it crashed", "fix it"),
     ],
 )
 def test_failed_task_has_a_remedy_for_its_cause(message: str, remedy: str) -> None:
