@@ -157,7 +157,7 @@ def list_targets(
         if target:
             targets.append(target)
     if not targets:
-        raise InputError(f"{name} has no host that is reached by SSH")
+        raise InputError(f"{name} has no host with SSH access")
     return targets, warnings
 
 
@@ -166,7 +166,7 @@ def _target(settings: "_HostVariables", host: str, groups: Sequence[str]) -> tup
     if connection == "local" or host in _LOCAL:
         return None, ["is the host itself: skipped"]
     if connection not in _SSH:
-        return None, [f"is reached by `{connection}`, not by SSH: skipped"]
+        return None, [f"uses `{connection}`, not SSH: skipped"]
     if not NAME.fullmatch(host):
         raise InputError(
             f"{settings.where} is not a valid node name",

@@ -369,7 +369,7 @@ def show_stopped(streams: Streams, stopped: StoppedFleet) -> None:
         return
     streams.say(f"Emulated fleet is down: {stopped.num_processes} processes ended")
     if stopped.kept_fleet_path:
-        streams.say(f"{stopped.kept_fleet_path} was edited since and is kept")
+        streams.say(f"{stopped.kept_fleet_path} was edited and is kept")
 
 
 def render_nodes(console: PrintableConsole, nodes: Iterable[NodeStatus]) -> None:

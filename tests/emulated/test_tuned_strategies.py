@@ -69,7 +69,7 @@ def test_plan_for_a_split_was_tried_and_is_followed(project: Path) -> None:
     ("arguments", "reason"),
     [
         (("job.yaml", "--strategy", "split"), "sends activations and labels of private samples"),
-        (("trained.yaml", "--strategy", "features"), "it has no frozen layers at its beginning"),
+        (("trained.yaml", "--strategy", "features"), "it has no frozen first layers"),
         (("trained.yaml", "--strategy", "split", "--cut", "no"), "cannot be cut after 'no'"),
         (("job.yaml", "--strategy", "features", "--no-host"), "a host that trains"),
     ],

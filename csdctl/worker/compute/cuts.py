@@ -272,7 +272,7 @@ def frozen_cut(model: Any, keras: Any) -> Cut:
         raise NoCutError("is not a functional model with one input and a single tensor between two layers")
     frozen = [cut for cut in cuts if cut.num_parameters and not cut.num_trainable]
     if not frozen:
-        raise NoCutError("has no frozen layers at its beginning")
+        raise NoCutError("has no frozen first layers")
 
     if _is_constant(split_at(frozen[-1], keras)[0]):
         return frozen[-1]

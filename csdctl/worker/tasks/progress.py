@@ -135,10 +135,10 @@ def unpack(packed: Array, variables: list[Any], own: Sequence[OwnSamples]) -> Po
 def position_of(packed: Array, own: Sequence[OwnSamples]) -> Position:
     """Return the position alone; raises WorkerError when it is damaged, or not possible in this run."""
     if len(packed) < _HEAD.size:
-        raise WorkerError("the saved state is cut short", remedy=_REMEDY)
+        raise WorkerError("the saved state is truncated", remedy=_REMEDY)
     length, total, _ = _HEAD.unpack(packed[: _HEAD.size].tobytes())
     if total != len(packed) or length > min(MAX_POSITION_BYTES, total - _HEAD.size):
-        raise WorkerError("the saved state is cut short", remedy=_REMEDY)
+        raise WorkerError("the saved state is truncated", remedy=_REMEDY)
     try:
         position = from_json(Position, packed[_HEAD.size : _HEAD.size + length].tobytes().decode())
         _check(position, own)

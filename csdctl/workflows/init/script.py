@@ -344,7 +344,7 @@ class _Script:
                 raise self._error(statement, "fit is called in a loop", remedy)
             elif holds_goal and isinstance(statement, ast.If):
                 is_true = any(goal in ast.walk(one) for one in statement.body)
-                self._note(statement, f"taken as {str(is_true).lower()}: {ast.unparse(statement.test)}")
+                self._note(statement, f"assumed {str(is_true).lower()}: {ast.unparse(statement.test)}")
                 yield from self._before(statement.body if is_true else statement.orelse, goal)
             elif holds_goal and isinstance(statement, ast.With | ast.Try):
                 yield from self._before(statement.body, goal)

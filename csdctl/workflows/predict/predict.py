@@ -226,7 +226,7 @@ def check_request(
         raise InputError("embeddings are the output of a layer", remedy="name it with --layer")
     if layer and want != EMBEDDINGS:
         raise InputError(
-            f"--layer is only used for embeddings, expected no layer for {want}", remedy="add --want embeddings"
+            f"--layer is only used for embeddings, received --want {want}", remedy="add --want embeddings"
         )
     check_output(output, force=force)
     file, job_path = find_model(model, job, ProjectDirectory(directory))

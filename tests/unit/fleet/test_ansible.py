@@ -88,7 +88,7 @@ def test_hosts_without_ssh_and_unusable_settings_are_reported(tmp_path: Path) ->
         "uses a password in Ansible; csdctl uses keys": ["csd0"],
         "ansible_python_interpreter '/usr/bin/env python3' is ignored: not a single program": ["csd0"],
         "is the host itself: skipped": ["localhost", "server"],
-        "is reached by `network_cli`, not by SSH: skipped": ["switch"],
+        "uses `network_cli`, not SSH: skipped": ["switch"],
     }
 
 
@@ -117,7 +117,7 @@ def described(**variables: Any) -> str:
         (described(ansible_host="{{ base }}.1"), "csd0: ansible_host is a template"),
         (described(ansible_user={"__ansible_vault": "$ANSIBLE_VAULT;1.1"}), "csd0: ansible_user is a"),
         (described(ansible_ssh_common_args="-Z"), "csd0: its arguments of ssh cannot be read: option -Z"),
-        (described(ansible_connection="local"), "has no host that is reached by SSH"),
+        (described(ansible_connection="local"), "has no host with SSH access"),
         ('{"_meta": {"hostvars": {"fd00::1": {}}}}', "fd00::1 is not a valid node name"),
     ],
 )

@@ -123,7 +123,7 @@ def take_two_inputs() -> Any:
 @pytest.mark.parametrize(
     ("build", "reason"),
     [
-        (lambda: begin(is_frozen=False), "has no frozen layers at its beginning"),
+        (lambda: begin(is_frozen=False), "has no frozen first layers"),
         (lambda: begin(keras().layers.Dropout(0.5)), "draws random numbers, or changes its state"),
         (lambda: begin(keras().Sequential([keras().layers.RandomFlip()])), "draws random numbers"),
         (take_two_inputs, "is not a functional model with one input and a single tensor between two layers"),
