@@ -98,7 +98,7 @@ def judge_network(addresses: Sequence[str] | None, network: str) -> Judgement:
         remedy = "fix `network:` in the fleet file, or bring the tunnel's interface up"
         return Status.FAIL, found, f"an address in {network}", remedy
     if has_no_interface(network, addresses):
-        expected = "another interface, which MPI's daemons need"
+        expected = "another interface, for MPI's daemons"
         return Status.FAIL, "only the loopback", expected, NO_INTERFACE_REMEDY
     if len(inside) > 1:
         found = f"several addresses that MPI may use: {', '.join(inside)}"

@@ -36,7 +36,7 @@ def init(
         list[Path] | None,
         typer.Option(
             help="File or package with the model's own layers, losses and metrics; "
-            "imports of --model are found."
+            "imports of --model are found automatically."
         ),
     ] = None,
     label: Annotated[str, typer.Option(help="Label column of .csv files.")] = "",

@@ -144,7 +144,7 @@ def doctor(
     call: Call,
     context: typer.Context,
     timeout: Annotated[
-        float, typer.Option(envvar="CSDCTL_TIMEOUT", help="Seconds for all checks together.")
+        float, typer.Option(envvar="CSDCTL_TIMEOUT", help="Timeout of all checks in seconds.")
     ] = 180.0,
     connect_timeout: Annotated[
         float, typer.Option(envvar="CSDCTL_CONNECT_TIMEOUT", help="Seconds to connect to a node.")

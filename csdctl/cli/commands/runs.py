@@ -99,7 +99,7 @@ def stop(
             autocompletion=options.complete_runs,
         ),
     ] = None,
-    timeout: Annotated[float, typer.Option(min=0, help="Seconds to wait for the end of the run.")] = 120.0,
+    timeout: Annotated[float, typer.Option(min=0, help="Seconds to wait for the run to end.")] = 120.0,
     json: options.JsonOption = False,
 ) -> None:
     """Stop a run after its current step.

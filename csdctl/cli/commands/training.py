@@ -77,7 +77,7 @@ def train(
     ] = 3,
     start_timeout: Annotated[
         float,
-        typer.Option(help="Seconds within which every rank must be ready.", rich_help_panel=options.RESUMING),
+        typer.Option(help="Timeout in seconds until every rank is ready.", rich_help_panel=options.RESUMING),
     ] = 300.0,
     silence_timeout: Annotated[
         float,

@@ -174,7 +174,7 @@ def _resolve(address: str) -> str:
 
 PROBE_DEADLINE_S = 60.0
 REACHABILITY_DEADLINE_S = 20.0
-REPAIR = "fix what is red above"
+REPAIR = "fix the red checks above"
 
 OnCheck = Callable[[Check], None]
 
