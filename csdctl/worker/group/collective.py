@@ -11,7 +11,7 @@ from itertools import cycle
 from typing import Annotated, Any
 
 from csdctl.worker.group.messages import allgather, gather_values
-from csdctl.worker.group.mpi import Incoming, OnWait, World, ignore_wait, wait_sleeping
+from csdctl.worker.group.mpi import Incoming, OnWait, World, ignore_wait, is_complete, wait_sleeping
 from csdctl.worker.group.values import ExpectedTails, PeerFaultError
 from csdctl.worker.protocol.json_codec import Between, Count, MaxLength
 from csdctl.worker.protocol.orders import ALLREDUCE, STAR
@@ -122,7 +122,7 @@ class Star(Collective):
     def progress(self) -> None:
         """Rank 0: add what has arrived, without waiting."""
         self._sending = [request for request in self._sending if not request.Test()]
-        while self._arriving and self._arriving[0][2].Test():
+        while self._arriving and is_complete(self._arriving[0][2]):
             self._add_next()
 
     def flush(self, on_wait: OnWait = ignore_wait) -> None:

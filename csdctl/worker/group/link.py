@@ -37,17 +37,15 @@ from csdctl.worker.group.messages import (
     join_parts,
     spread,
 )
-from csdctl.worker.group.mpi import FindMissing, MemoryLimit, World, init_mpi, wait_sleeping
+from csdctl.worker.group.mpi import IDLE_S, FindMissing, MemoryLimit, World, init_mpi, ready, wait_sleeping
 from csdctl.worker.group.values import ExpectedTails, LinkLostError, PeerFaultError
 from csdctl.worker.process.errors import WorkerError, describe
 from csdctl.worker.protocol.json_codec import to_json
 from csdctl.worker.protocol.processes import list_connections
 
 WAITING_INTERVAL_S = 5.0
-PROGRESS_INTERVAL_S, SENDING_INTERVAL_S = 0.005, 0.0005
-"""Intervals of rank 0's link between checks for vectors, while its rank computes and while a sum leaves."""
-MESSAGE_INTERVAL_S = 0.02
-"""Interval at which another rank's link checks a message that is on its way: each time costs a slow node."""
+PART_S = 0.001
+"""Pause between the parts of messages that arrive or leave while the rank computes."""
 MAX_REQUEST_BYTES = 1 << 40
 """The link takes what its rank asks it to send: the rank has made it, and runs on the same machine."""
 
@@ -140,13 +138,11 @@ class _Link:
             is_adding = collective is not None and self._world.rank == 0
             if not is_adding and not self._departures and not num_missing:
                 return
-            interval_s = PROGRESS_INTERVAL_S if self._world.rank == 0 else MESSAGE_INTERVAL_S
-            if collective and collective.is_sending:
-                interval_s = SENDING_INTERVAL_S
-            if select.select([self._channel], [], [], interval_s)[0]:
-                return
+            readable = select.select([self._channel, *ready], [], [], IDLE_S)[0]
             if collective and is_adding:
                 collective.progress()
+            if self._channel in readable or (readable and select.select([self._channel], [], [], PART_S)[0]):
+                return
 
     def _allow(self, num_bytes: int) -> None:
         """Allow a message of this size beside those that are on their way."""

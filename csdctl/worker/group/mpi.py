@@ -4,10 +4,13 @@ mpi4py's lowercase calls (`allgather`, `bcast`, `recv`, …) unpickle what anoth
 whatever code that rank wants. So this is the only module that imports mpi4py, and `World` offers calls that
 move plain memory alone; ruff and a test hold both.
 
-MPI's blocking calls poll without pause and burn the core that a slow node needs. Requests are tested with a
-sleep in between that grows with the time waited (docs/decisions/0003).
+MPI's blocking calls poll without pause and burn the core that a slow node needs. Here a waiting process
+sleeps until one of MPI's sockets is ready, then tests the request (docs/decisions/0003).
 """
 
+import contextlib
+import os
+import select
 import time
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -15,12 +18,11 @@ from typing import Any, NoReturn
 from csdctl.worker.group.values import LinkLostError, PeerFaultError
 from csdctl.worker.process.machine import data_bytes, limit_data
 
-FIRST_SLEEP_S = 0.0001
+FIRST_SLEEP_S, LONGEST_SLEEP_S = 0.0001, 0.002
 SLEEP_GROWTH = 1.3
-SHORT_SLEEP_S, LONGEST_SLEEP_S = 0.002, 0.005
-SLEEP_SHARE = 0.05
-"""Share of the time waited after which a request is tested again: each wake-up costs a
-slow node more."""
+"""Sleeps between the parts of a message that is arriving: each wake-up costs a slow node more."""
+IDLE_S = 0.02
+"""A request is tested after so long, whether or not a socket was ready."""
 QUIET_S = 0.05
 """`on_wait` is not called in waits shorter than this."""
 
@@ -33,19 +35,46 @@ def ignore_wait(waited_s: float, find_missing: FindMissing) -> None:
     """Do nothing: the default `OnWait`."""
 
 
+def is_complete(request: Any) -> bool:
+    """Return whether a request of `World` is complete, after all that has arrived was processed.
+
+    Open MPI looks at its sockets in one of 8 calls.
+    """
+    return any(request.Test() for _ in range(8))
+
+
 def wait_sleeping(request: Any, on_wait: OnWait = ignore_wait, find_missing: FindMissing = list) -> None:
     """Return when a request of `World` is complete; raises what its `Test` raises.
 
     `find_missing`: by default, it is not known who is waited for.
     """
     started_s, pause_s = time.monotonic(), FIRST_SLEEP_S
-    while not request.Test():
+    while not is_complete(request):
+        if not ready or select.select(ready, [], [], IDLE_S)[0]:
+            if is_complete(request):
+                return
+            time.sleep(pause_s)
+            pause_s = min(LONGEST_SLEEP_S, pause_s * SLEEP_GROWTH)
         waited_s = time.monotonic() - started_s
-        time.sleep(pause_s)
-        longest_s = min(LONGEST_SLEEP_S, max(SHORT_SLEEP_S, waited_s * SLEEP_SHARE))
-        pause_s = min(longest_s, pause_s * SLEEP_GROWTH)
         if waited_s > QUIET_S:
             on_wait(waited_s, find_missing)
+
+
+ready: list[int] = []
+"""Descriptors that are readable when MPI's sockets are ready to receive, or to send what is held back.
+
+Empty for an MPI that does not use epoll: requests are then tested after short sleeps.
+"""
+
+
+def _find_epoll() -> list[int]:
+    """Return the epoll descriptors of this process: of MPI, and maybe of libraries that are ready in vain."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the descriptor of this very listing
+            if os.readlink(f"/proc/self/fd/{name}") == "anon_inode:[eventpoll]":
+                found.append(int(name))
+    return found
 
 
 class Incoming:
@@ -115,11 +144,13 @@ def init_mpi() -> World:
     """Initialize MPI; return all ranks of the job."""
     import mpi4py
 
+    os.environ.setdefault("OMPI_MCA_opal_event_include", "epoll")
     mpi4py.rc.thread_level = "funneled"
     from mpi4py import MPI
 
     # Should a lowercase call come in all the same. mpi4py has no other way to set this.
     MPI.pickle.__init__(loads=_refuse_pickle)  # type: ignore[misc]
+    ready[:] = _find_epoll()
     return World(MPI, MPI.COMM_WORLD)
 
 
