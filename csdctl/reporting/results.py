@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import median
 from typing import Any
 
 from csdctl.errors import InputError
@@ -105,6 +106,8 @@ class RunSummary:
     cut: str = ""
     predicted_range: Range | None = None
     """9 of 10 runs are expected between these samples/s; None: unknown."""
+    noise_scale: float | None = None
+    """Gradient noise scale in samples, the median of all epochs; None: not known."""
     energy: RunEnergy | None = None
     """None: no power source is configured in fleet.yaml."""
     num_unreadable: int = 0
@@ -165,6 +168,7 @@ def summarize(
         privacy=measure_privacy(manifest, run.passes),
         strategy=strategy,
         cut=manifest.get("cut", ""),
+        noise_scale=median(run.noise_scales) if run.noise_scales else None,
     )
 
 
@@ -186,6 +190,8 @@ class _Run:
         self.last = EpochEnd(0, "", 0, 0, 0, 0.0, 0.0, 0.0, "")
         """The latest end of an epoch of rank 0, which has the results of all ranks; none at first."""
         self.num_rebalanced = 0
+        self.noise_scales: list[float] = []
+        """Of each epoch in which it is known."""
         self.lost_nodes: dict[str, None] = {}
         self._failures: list[str] = []
         self._num_failures = 0
@@ -228,6 +234,8 @@ class _Run:
             self._compare_weights(event)
             if event.rank == 0:
                 self.last = event
+                if event.noise_scale is not None and len(self.noise_scales) < MAX_OPEN_EPOCHS:
+                    self.noise_scales.append(event.noise_scale)
         elif isinstance(event, Failed):
             self._num_failures += 1
             if self._num_failures <= MAX_FAILURES:

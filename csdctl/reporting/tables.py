@@ -186,6 +186,7 @@ def describe_run(summary: RunSummary) -> list[tuple[str, str]]:
             if summary.epochs
             else f"no complete epoch, {summary.samples:,} samples in steps of {summary.global_batch}",
         ),
+        *([("gradient noise", _describe_noise(summary))] if summary.noise_scale else []),
         ("strategy", f"{summary.strategy}{cut}, batch sizes by {summary.method}"),
         ("weights", IDENTICAL if summary.identical_weights else "NOT compared"),
     ]
@@ -205,6 +206,16 @@ def describe_run(summary: RunSummary) -> list[tuple[str, str]]:
 def _both(validation: float | None, training: float | None) -> str:
     known = {"validation": validation, "training": training}
     return ", ".join(f"{format_loss(value)} {name}" for name, value in known.items() if value is not None)
+
+
+def _describe_noise(summary: RunSummary) -> str:
+    """Return the noise scale B and what a sample of a step of b contributes, 1 / (1 + b / B)."""
+    assert summary.noise_scale
+    share = format_share(1 / (1 + summary.global_batch / summary.noise_scale))
+    return (
+        f"{summary.noise_scale:,.0f} samples: a sample in steps of {summary.global_batch} contributes "
+        f"{share} of one in small steps"
+    )
 
 
 def _describe_speed(summary: RunSummary) -> str:

@@ -8,6 +8,7 @@ Other settings are compared at a batch size that was measured with the usual set
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from math import ceil
 from statistics import median
@@ -21,6 +22,9 @@ from csdctl.tuning.plan import Predicted, RankPlan
 from csdctl.tuning.search import BestPlan, Limits, best_equal, find_best, find_best_ranks
 from csdctl.tuning.stannis import TuningError
 from csdctl.worker.protocol.run_spec import Runtime
+
+GOODPUT_SIZES = 20
+"""Global batches to compare, each √2 of the next smaller one."""
 
 
 def choose_plan(
@@ -40,6 +44,27 @@ def choose_plan(
     if host_size <= model.max_host_share * sum(best.batch_sizes.values()):
         return best
     return _limit_host(model, limits, candidates)
+
+
+def limit_for_goodput(model: FleetModel, limits: Limits, noise_scale: float) -> Limits:
+    """Return the limits within which the fastest plan reaches a loss soonest.
+
+    A sample of a global batch B contributes 1 / (1 + B / `noise_scale`) of what one of a small batch
+    contributes (McCandlish et al. 2018, equation 2.10). Goodput is the rate of these contributions (Qiao et
+    al. 2021, equation 7). Raises TuningError when no plan satisfies the limits.
+    """
+    if limits.global_batch:
+        return limits
+    found, largest = [], limits.largest_global_batch
+    for limit in sorted({max(1, round(largest / 2 ** (step / 2))) for step in range(GOODPUT_SIZES)}):
+        with suppress(TuningError):
+            best = choose_plan(model, Limits(limit))
+            size = sum(best.batch_sizes.values())
+            found.append((best.prediction.samples_per_s / (1 + size / noise_scale), size))
+    if not found:
+        choose_plan(model, limits)
+    _, size = max(found)
+    return Limits(size)
 
 
 def _limit_host(model: FleetModel, limits: Limits, candidates: Sequence[RankModel]) -> BestPlan:

@@ -24,6 +24,14 @@ def tune(
         Literal["fit", "stannis"],
         typer.Option(help="fit: a model fitted to few probes; stannis: the paper's Algorithm 1."),
     ] = "fit",
+    goal: Annotated[
+        Literal["throughput", "time-to-accuracy"],
+        typer.Option(
+            "--for",
+            help="time-to-accuracy: choose the global batch size by the gradient noise of the latest run.",
+            rich_help_panel=OF_FIT,
+        ),
+    ] = "throughput",
     max_global_batch: Annotated[
         int | None,
         typer.Option(
@@ -107,6 +115,7 @@ def tune(
         probe_duration_s=probe_seconds,
         strategy=strategy,
         cut=cut,
+        goal=goal,
     )
     plan = tune_job(call.job, call.fleet, call.directory, tune_options, TuningScreen(streams))
     path = streams.project.plan(call.job.name)

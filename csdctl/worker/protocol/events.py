@@ -300,6 +300,8 @@ class EpochEnd(Event):
     input_s: Seconds | None = None
     others_s: Seconds | None = None
     cpu_s: Seconds | None = None
+    noise_scale: Measured | None = None
+    """Gradient noise scale of these steps in samples; None where it cannot be told."""
 
 
 @dataclass(frozen=True)
@@ -397,7 +399,7 @@ FIELDS_OF_RANK_0 = {
     Progress: ("global_samples", "loss", "accuracy", "metrics"),
     EpochEnd: (
         *("global_samples", "loss", "accuracy", "metrics", "learning_rate", "num_lost", "stepped_samples"),
-        *("validation_loss", "validation_accuracy", "validation_metrics"),
+        *("validation_loss", "validation_accuracy", "validation_metrics", "noise_scale"),
     ),
     Finished: ("model_path",),
 }

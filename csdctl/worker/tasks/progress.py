@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from csdctl.worker.compute.step import Sums, add_sums
+from csdctl.worker.compute.step import GradientNoise, Sums, add_sums
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.data.schedule import OwnSamples, Segment, Share, Span, begin_epoch, change_segment
 from csdctl.worker.group.communicator import Communicator
@@ -283,6 +283,8 @@ class StepTotals:
     """Sums of all ranks."""
     global_samples: int = 0
     """Samples of all ranks, whatever their weights."""
+    noise: GradientNoise = field(default_factory=GradientNoise)
+    """Of the gradient, known on rank 0 alone."""
     is_stopping: bool = False
     """Whether a stop was requested in the latest step."""
     started: float = field(default_factory=time.monotonic)
@@ -293,7 +295,7 @@ class StepTotals:
     def add(self, step: "StepTotals") -> None:
         """Add one step, which ends now."""
         self.stepped = time.monotonic()
-        for name in ("steps", "samples", "compute_s", "wait_s", "input_s", "global_samples"):
+        for name in ("steps", "samples", "compute_s", "wait_s", "input_s", "global_samples", "noise"):
             setattr(self, name, getattr(self, name) + getattr(step, name))
         if self.others_s is not None:
             self.others_s = None if step.others_s is None else self.others_s + step.others_s

@@ -14,7 +14,7 @@ import numpy as np
 from csdctl.worker.compute.custom_step import AnyStep, CustomStep
 from csdctl.worker.compute.keras_internals import find_smallest_embedding
 from csdctl.worker.compute.recipe import learning_rate, make_schedule
-from csdctl.worker.compute.step import Sums, add_sums
+from csdctl.worker.compute.step import GradientNoise, Sums, add_sums
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.data.prepared import PreparedSamples, SyntheticReader, sample_bytes
 from csdctl.worker.group.communicator import Communicator
@@ -64,6 +64,7 @@ class Train(ModelTask):
         self._balancer = Balancer(limits)
         schedule = self.spec.recipe.schedule
         self._schedule = make_schedule(schedule) if schedule else None
+        self._is_unweighted = all(rank.weight == 1.0 for rank in self.spec.ranks)
         self._weights_hash = ""
         self._since_report = StepTotals()
 
@@ -155,8 +156,9 @@ class Train(ModelTask):
             self._check_finite(sums.loss, sums.loss, communicator)
             self._end_step(sums, global_samples)
             alone_s = time.perf_counter() - received, 0.0, input_s, 0.0
-            return StepTotals(1, len(images), *alone_s, sums, global_samples, self.orders.is_stopping)
-        layout = self.layout
+            is_stopping = self.orders.is_stopping
+            return StepTotals(1, len(images), *alone_s, sums, global_samples, is_stopping=is_stopping)
+        layout, noise = self.layout, GradientNoise()
         if isinstance(self.step, CustomStep):
             sums, tail, times = self._take_custom(communicator, self.step, images, labels, received)
             computed, exchanged_s, summed = times
@@ -170,6 +172,8 @@ class Train(ModelTask):
             step_total, tail = total[layout.step], total[layout.stop :]
             sums = self.summed.read_sums(step_total)
             self._check_finite(sums.loss, float(np.add.reduce(step_total)), communicator)
+            if self.is_root and self._is_unweighted:
+                noise = self.summed.read_noise(step_total)
             self.summed.apply(step_total)
         is_stopping, times_s = bool(tail[0] > 0), tail[1:].astype(float)
         self._end_step(sums, global_samples)
@@ -179,7 +183,7 @@ class Train(ModelTask):
         wait_s = summed - computed + received - began + exchanged_s
         others_s = None if self.spec.split else float(times_s.max() - times_s[self.me.rank])
         spent_s = compute_s, wait_s, input_s, others_s
-        return StepTotals(1, len(images), *spent_s, sums, global_samples, is_stopping)
+        return StepTotals(1, len(images), *spent_s, sums, global_samples, noise, is_stopping)
 
     def _sum(self, communicator: Communicator, layout: Any, own_s: float, *, is_last: bool = True) -> Array:
         """Sum the vector in `communicator.local` over all ranks; its part of the step is filled in.
@@ -369,6 +373,7 @@ class Train(ModelTask):
                 "num_lost": self.progress.num_lost(group.ranks),
                 **results,
                 "stepped_samples": self._epoch_totals.global_samples,
+                "noise_scale": self._epoch_totals.noise.scale,
             }
         fields |= {"epoch": self.progress.position.epoch, "weights_hash": self._weights_hash}
         self.reporter.emit(EpochEnd, **self._epoch_totals.local_fields(), **fields)

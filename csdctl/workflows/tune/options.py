@@ -15,6 +15,7 @@ from csdctl.workflows.train.options import AUTO, check_cut, check_strategy
 
 PROBE_DEADLINE_S = 600.0
 TUNING_HELP = "see `csdctl tune --help`"
+THROUGHPUT, TIME_TO_ACCURACY = "throughput", "time-to-accuracy"
 FIT, STANNIS = "fit", "stannis"
 METHODS = (FIT, STANNIS)
 
@@ -38,6 +39,8 @@ class TuneOptions:
     probe_duration_s: float = 1.0
     strategy: str = AUTO
     """The strategies to compare: AUTO for all, or the only one."""
+    goal: str = THROUGHPUT
+    """What the plan has the most of: throughput, or progress per second (TIME_TO_ACCURACY)."""
     cut: str = ""
     """With the strategy `split`: the only cut."""
 
@@ -55,6 +58,11 @@ class TuneOptions:
             raise InputError(
                 f"{self.method} takes no limits, received {', '.join(self.limits.given)}",
                 remedy=f"leave them out, or use --method {FIT}",
+            )
+        if self.goal == TIME_TO_ACCURACY and (self.method != FIT or self.limits.global_batch):
+            raise InputError(
+                f"--for {TIME_TO_ACCURACY} chooses the global batch size, with --method {FIT}",
+                remedy="leave out --global-batch and --method, or --for",
             )
         of_paper = self.batch_sizes, self.step_divisor, self.margin_scale
         defaults = DEFAULT_BATCH_SIZES, DEFAULT_STEP_DIVISOR, DEFAULT_MARGIN_SCALE

@@ -7,9 +7,10 @@ starts from the file: it needs no probe, and one trial confirms its plan.
 """
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import Protocol
 
 from csdctl.errors import InputError, NodeError, OutOfMemoryError
@@ -18,6 +19,7 @@ from csdctl.job.model import Job
 from csdctl.launch.mpirun import find_mpirun
 from csdctl.notify import Say
 from csdctl.perfmodel.prediction import calibrate_overhead
+from csdctl.runs.directory import ProjectDirectory
 from csdctl.runs.measurements import MeasurementStore
 from csdctl.tuning.fits import Point, fit_collective
 from csdctl.tuning.fleet_model import FleetModel, ProbeOutcome, TriedPlan, learn_probes, learn_trial
@@ -27,6 +29,7 @@ from csdctl.tuning.plan_choice import (
     choose_equal_plan,
     choose_plan,
     confirmed_prediction,
+    limit_for_goodput,
     limit_sizes,
     measured_ranks,
     next_probes,
@@ -38,6 +41,7 @@ from csdctl.tuning.plan_choice import (
 )
 from csdctl.tuning.search import BestPlan, Limits, default_limits
 from csdctl.tuning.stannis import TunedBatch, tune_stannis
+from csdctl.worker.protocol.events import EpochEnd
 from csdctl.worker.protocol.orders import MAX_TIMED_SUM_S
 from csdctl.worker.protocol.probe import ProbeRequest
 from csdctl.worker.protocol.run_spec import Runtime
@@ -46,7 +50,7 @@ from csdctl.workflows.data.prepare import PreparationObserver, prepare_in
 from csdctl.workflows.train.plan import build_fingerprint, default_runtime
 from csdctl.workflows.train.spec import RunContext
 from csdctl.workflows.tune.fleet_measurements import FleetMeasurements, hash_recipe
-from csdctl.workflows.tune.options import FIT, STANNIS, TuneOptions
+from csdctl.workflows.tune.options import FIT, STANNIS, THROUGHPUT, TuneOptions
 from csdctl.workflows.tune.probing import FleetMeasurer, TuneWatch
 from csdctl.workflows.tune.strategies import StrategyChooser, check_possible
 from csdctl.workflows.workspace.workspace import open_workspace
@@ -67,6 +71,8 @@ MIN_GAIN_FOR_TRIAL = 0.03
 class TunedFleet:
     """The result of a tuning run."""
 
+    limits: Limits
+    """Those of the plan: the global batch size may have been chosen for time to accuracy."""
     model: FleetModel
     tried: TriedPlan
     """The plan that reached the most samples/s in a trial."""
@@ -84,6 +90,8 @@ class FitTuner:
     say: Say
     is_exploring: bool = True
     probe_duration_s: float = 1.0
+    noise_scale: float | None = None
+    """Gradient noise scale in samples, to choose the global batch size by goodput; None: by throughput."""
 
     def tune(self, model: FleetModel) -> TunedFleet:
         """Measure until the best plan has been tried.
@@ -98,7 +106,15 @@ class FitTuner:
         if recalled := self.measurements.recall_trial(model.step_times()):
             ranks, step_s = recalled
             factor = calibrate_overhead(ranks, step_s, model.sum_s(len(ranks)))
-        return self._confirm(replace(model, overhead_factor=factor))
+        model = replace(model, overhead_factor=factor)
+        if self.noise_scale is None:
+            return self._confirm(model)
+        limits = limit_for_goodput(model, self.limits, self.noise_scale)
+        self.say(
+            f"gradient noise scale {self.noise_scale:,.0f} samples: "
+            f"a global batch of {limits.largest_global_batch} reaches a loss soonest"
+        )
+        return replace(self, limits=limits)._confirm(model)
 
     def _measure_collectives(self, model: FleetModel) -> FleetModel:
         num_ranks = len(model.machines) + (not model.is_host_training)
@@ -198,22 +214,22 @@ class FitTuner:
         """
         equal = choose_equal_plan(model, self.limits)
         if equal is None or self.limits.global_batch not in (None, sum(equal.batch_sizes.values())):
-            return TunedFleet(model, tried)
+            return TunedFleet(self.limits, model, tried)
         if equal.batch_sizes == tried.best.batch_sizes:
-            return TunedFleet(model, tried, 0.0)
+            return TunedFleet(self.limits, model, tried, 0.0)
         _, highest = self.measurements.forecast_errors().spread.range_of(equal.prediction.samples_per_s)
         if highest <= _rate(tried):
-            return TunedFleet(model, tried)
+            return TunedFleet(self.limits, model, tried)
         size = next(iter(equal.batch_sizes.values()))
         self.say(f"equal batch sizes of {size} may be faster: trying them")
         try:
             other = self._try(model, equal)
         except OutOfMemoryError:
-            return TunedFleet(model, tried)
+            return TunedFleet(self.limits, model, tried)
         model = learn_trial(model, other)
         self.measurements.store_trial(model, other)
         best = max(tried, other, key=_rate)
-        return TunedFleet(model, best, _rate(best) / _rate(other) - 1)
+        return TunedFleet(self.limits, model, best, _rate(best) / _rate(other) - 1)
 
     def _try(self, model: FleetModel, best: BestPlan) -> TriedPlan:
         ranks = plan_ranks(model, best)
@@ -342,11 +358,34 @@ def tune(context: RunContext, options: TuneOptions, watch: TuneWatch) -> Plan:
     return plan.model_copy(update={"made_for": build_fingerprint(plan, context.job, context.space.facts)})
 
 
+def find_noise_scale(project: ProjectDirectory, job: str) -> float:
+    """Return the gradient noise scale of the latest run of `job` that knows it, in samples.
+
+    Raises InputError when no run does.
+    """
+    for run_id in reversed(project.run_ids()):
+        with suppress(InputError):  # a foreign or damaged directory
+            run = project.find_run(run_id)
+            plan = run.load_manifest()["plan"]
+            if plan["job"] != job:
+                continue
+            events = run.read_events([rank["node"] for rank in plan["ranks"]]).skim()
+            ends = (event for _, event in events if isinstance(event, EpochEnd))
+            if scales := [end.noise_scale for end in ends if end.noise_scale is not None]:
+                return median(scales)
+    raise InputError(
+        f"no run of {job} has a gradient noise scale, which needs two ranks that train",
+        remedy="train first, such as `csdctl train --max-steps 100`, then tune again",
+    )
+
+
 def tune_by_fit(context: RunContext, options: TuneOptions, watch: TuneWatch) -> Plan:
-    """Return the plan with the highest throughput within `options.limits`.
+    """Return the best plan within `options.limits`: of the highest throughput, or as `options.goal` says.
 
     Raises TuningError when no plan is possible, and what probes and a trial's ranks raise.
     """
+    is_for_throughput = options.goal == THROUGHPUT
+    noise_scale = None if is_for_throughput else find_noise_scale(context.space.project, context.job.name)
     job, prepared, space, say = context.job, context.prepared, context.space, context.observer.say
     num_public, private = prepared.public.num_samples, prepared.num_private
     num_samples = num_public + sum(private.values())
@@ -366,15 +405,15 @@ def tune_by_fit(context: RunContext, options: TuneOptions, watch: TuneWatch) -> 
     runtimes = {name: model.class_of(name).settings for name in model.machines}
     with FleetMeasurer(context, runtimes, watch) as measurer:
         busy = measurer.find_other_work()
-        tuner = FitTuner(measurer, measurements, limits, say, options.is_exploring, options.probe_duration_s)
-        tuned = tuner.tune(model)
+        how = options.is_exploring, options.probe_duration_s, noise_scale
+        tuned = FitTuner(measurer, measurements, limits, say, *how).tune(model)
     errors = measurements.forecast_errors()
     plan = Plan(
         job=job.name,
         job_fingerprint=job.fingerprint(),
         method=FIT,
         emulated=space.fleet.emulated,
-        method_arguments={**limits.given},
+        method_arguments={**tuned.limits.given},
         num_probes=measurer.num_probes,
         measuring_s=round(measurer.measuring_s, 2),
         predicted=confirmed_prediction(tuned.tried.ranks, tuned.tried.result, errors, tuned.gain),
@@ -386,4 +425,5 @@ def tune_by_fit(context: RunContext, options: TuneOptions, watch: TuneWatch) -> 
         return plan
     start_s = space.opening_s + prepared.again_s + measurer.start_s + tuned.tried.result.fixed_s
     process_s = measurer.start_s
-    return StrategyChooser(options, context, plan, tuned.model, limits, start_s, process_s, watch).choose()
+    chooser = StrategyChooser(options, context, plan, tuned.model, tuned.limits, start_s, process_s, watch)
+    return chooser.choose()

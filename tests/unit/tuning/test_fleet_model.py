@@ -18,7 +18,7 @@ from csdctl.tuning.fleet_model import (
     learn_trial,
     predict_peak_bytes,
 )
-from csdctl.tuning.plan_choice import choose_plan, plan_ranks
+from csdctl.tuning.plan_choice import choose_plan, limit_for_goodput, plan_ranks
 from csdctl.tuning.search import Limits
 
 
@@ -150,3 +150,20 @@ def test_exact_global_batch_is_kept_with_a_limited_host(model: FleetModel) -> No
     sizes = choose_plan(replace(model, max_host_share=0.25), Limits(global_batch=90)).batch_sizes
     assert sum(sizes.values()) == 90
     assert sizes["host"] == 22
+
+
+@pytest.mark.parametrize("noise_scale", [1, 30, 300, 1e9])
+def test_global_batch_of_the_most_goodput(model: FleetModel, noise_scale: float) -> None:
+    """No larger and no smaller batch makes more progress per second; without noise, the smallest does."""
+
+    def goodput(limit: int) -> float:
+        best = choose_plan(model, Limits(limit))
+        return best.prediction.samples_per_s / (1 + sum(best.batch_sizes.values()) / noise_scale)
+
+    most = Limits(1000)
+    chosen = limit_for_goodput(model, most, noise_scale).largest_global_batch
+    assert goodput(chosen) >= 0.98 * max(goodput(limit) for limit in range(8, 1001, 8))
+    smaller = limit_for_goodput(model, most, noise_scale / 10).largest_global_batch
+    assert smaller <= chosen
+    assert smaller < 100 or noise_scale > 300
+    assert limit_for_goodput(model, Limits(global_batch=500), noise_scale) == Limits(global_batch=500)

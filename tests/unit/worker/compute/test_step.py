@@ -1,13 +1,14 @@
 """What a step leaves as it was: buffers, rehearsals, vectors of no sample, weights of samples."""
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
 
-from csdctl.worker.compute.step import Step
-from csdctl.worker.protocol.recipe import Recipe
+from csdctl.worker.compute.step import GradientNoise, Step
+from csdctl.worker.protocol.recipe import LossTerm, Recipe
 from tests.unit.worker.compute.built_models import keras, make_step
 
 RECIPE = Recipe(optimizer="adam", learning_rate=0.1, metrics=("accuracy",))
@@ -84,3 +85,28 @@ def test_rank_alone_counts_its_samples_with_their_weight() -> None:
     assert expected.count == pytest.approx(0.25 * len(SAMPLES))
     for one, other in zip(state_of(apart), state_of(alone), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("sizes", [(3, 13), (8, 8), (1, 1, 30)])
+def test_noise_scale_of_a_quadratic_is_that_of_its_samples(sizes: tuple[int, ...]) -> None:
+    """The mean squared distance to points around (2, …, 2), whose gradient at 0 and covariance are known."""
+    elements, spread, num_steps = 10, 5.0, 400
+    dense = keras().layers.Dense(elements, kernel_initializer="zeros")
+    model = keras().Sequential([keras().Input((1,)), dense])
+    points = np.random.default_rng(1).normal(2, spread, (num_steps, sum(sizes), elements)).astype(np.float32)
+    nothing = np.zeros((sum(sizes), 1), np.float32)
+    recipe = Recipe(losses={"": LossTerm("mean_squared_error")}, optimizer="sgd", learning_rate=0.1)
+    step = make_step(model, recipe, nothing, points[0], micro_batch_size=13)
+    noise, bounds = GradientNoise(), np.cumsum([0, *sizes])
+    for batch in points:
+        parts = [step.local(nothing[a:b], batch[a:b]) for a, b in pairwise(bounds)]
+        noise += step.read_noise(np.sum(parts, axis=0))
+    per_step = np.array([noise.variance, noise.square]) / num_steps
+    np.testing.assert_allclose(per_step, [4 * spread**2 / elements, 4 * 2**2 / elements], rtol=0.12)
+    assert noise.scale == pytest.approx(spread**2 / 2**2, rel=0.2)
+
+
+def test_noise_of_a_single_batch_is_not_known() -> None:
+    step = own_step()
+    assert step.read_noise(np.array(step.local(SAMPLES, CLASSES))).scale is None
+    assert step.read_noise(np.zeros(step.layout.step_size, np.float32)).scale is None
