@@ -23,16 +23,18 @@ import dataclasses, sys
 worker = next(place for place, word in enumerate(sys.argv) if word.endswith(".pyz"))
 sys.argv = sys.argv[worker:]
 sys.path.insert(0, sys.argv[0])
-from csdctl.worker.protocol.json_codec import from_json, to_json
 from csdctl.worker.protocol.sandbox import SandboxPolicy
 from csdctl.worker.sandbox import program
-policy = from_json(SandboxPolicy, program._read_line())
-paths = program.python_paths
+paths, read = program.python_paths, program.from_json
 program.python_paths = lambda: [*paths(), {directory!r}]
-shell, option, command = policy.command
-command = "PYTHONPATH={directory}/site; export PYTHONPATH; " + command
-policy = dataclasses.replace(policy, command=(shell, option, command))
-program._read_line = lambda: to_json(policy)
+def read_and_change(hint, text):
+    policy = read(hint, text)
+    if hint is not SandboxPolicy:
+        return policy
+    shell, option, command = policy.command
+    command = "PYTHONPATH={directory}/site; export PYTHONPATH; " + command
+    return dataclasses.replace(policy, command=(shell, option, command))
+program.from_json = read_and_change
 sys.exit(program.run_sandbox())
 """
 PYTHON = """#!/bin/sh

@@ -162,6 +162,8 @@ def resumed_from(run: Path, generation: int = 2) -> dict[str, Any]:
     """Return the `Joined` event of the group of this number; assert that at most one step was lost."""
     again = next(event for event in events_of(run, "Joined") if event["generation"] == generation)
     lost = [event for event in events_of(run, "LinkLost") if event["generation"] == generation - 1]
-    seen = max(event["step"] for event in lost)
-    assert seen - 1 <= again["step"] <= seen
+    places = sorted((event["epoch"], event["step"]) for event in lost)
+    (epoch, step), found = places[-1], (again["epoch"], again["step"])
+    assert found[0] == epoch, f"lost at (epoch, step) {places}, resumed from {found}"
+    assert step - 1 <= found[1] <= step, f"lost at (epoch, step) {places}, resumed from {found}"
     return again

@@ -93,7 +93,9 @@ class Train(ModelTask):
             is_pausing = self._end_epoch(group)
             if self.progress.position.callbacks.is_stopping:
                 return EARLY_STOPPING
-            if is_pausing and self.progress.position.epoch <= self.spec.recipe.epochs:
+            if self.progress.position.epoch > self.spec.recipe.epochs:
+                break
+            if is_pausing:
                 return None
             self.progress.regroup(group.ranks)
         return FINISHED
