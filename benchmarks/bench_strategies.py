@@ -28,7 +28,7 @@ from csdctl.shipping.deliver import Delivery
 from csdctl.worker.protocol.datasets import PrepareProgress
 from csdctl.worker.protocol.features import FeatureOptions
 from csdctl.workflows.data.prepare import OnPrepareProgress
-from csdctl.workflows.train.options import TrainOptions
+from csdctl.workflows.train.spec import TrainOptions
 from csdctl.workflows.train.train import TrainRequest, extract
 from examples.sample_data import fetch_fashion_mnist
 from examples.transfer_learning import efficientnet_lite0

@@ -22,7 +22,7 @@ from typing import Any, get_type_hints
 import typer
 
 import csdctl
-from csdctl import api, errors
+from csdctl import errors
 from csdctl.cli.app import app
 from csdctl.emulation.fleet import NodeStatus, StoppedFleet
 from csdctl.fleet.checks import Check
@@ -538,7 +538,7 @@ RESULTS = (RunSummary, RankSummary, RunEnergy, Privacy, DiscoverResult, Verifica
 def render_python() -> str:
     """Return the page of the Python interface."""
     names = [name for name in csdctl.__all__ if not name.startswith("__")]
-    found = {name: getattr(api, name) for name in names}
+    found = {name: getattr(csdctl, name) for name in names}
     functions = [
         f"### csdctl.{name}\n\n{_call(name, one)}" for name, one in found.items() if inspect.isfunction(one)
     ]

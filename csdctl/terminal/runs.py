@@ -11,8 +11,7 @@ from csdctl.terminal.console import build_table
 from csdctl.terminal.streams import Streams
 from csdctl.terminal.train import TrainingView
 from csdctl.worker.protocol.events import event_document
-from csdctl.workflows.runs.follow import Followed, follow_lines, read_last_lines
-from csdctl.workflows.runs.manage import Difference, look_at
+from csdctl.workflows.runs.manage import Difference, Followed, follow_lines, look_at, read_last_lines
 
 STYLES = {RUNNING: "green", FAILED: "red", INTERRUPTED: "red", STOPPED: "yellow"}
 SECOND = len("20261123-081803")

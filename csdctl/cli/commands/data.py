@@ -142,7 +142,7 @@ def extract(
     """Compute the output of the model's frozen layers for all samples, where they are stored."""
     from csdctl.terminal.prepare import PreparationScreen
     from csdctl.worker.protocol.features import FeatureOptions
-    from csdctl.workflows.train.options import TrainOptions
+    from csdctl.workflows.train.spec import TrainOptions
     from csdctl.workflows.train.train import TrainRequest
     from csdctl.workflows.train.train import extract as run_extraction
 
@@ -176,12 +176,21 @@ def deploy(
     dry_run: options.DryRunOption = False,
 ) -> None:
     """Copy a job's files, or directory trees, to every node; send only what is missing there."""
+    from csdctl.shipping.payload import DEFAULT_IGNORED
     from csdctl.terminal.nodes import TransferView
-    from csdctl.workflows.data.deploy import DeployRequest, deploy_request
+    from csdctl.workflows.data.files import deploy as deploy_files
 
-    request = DeployRequest(job, tuple(tree or ()), tuple(ignore or ()), everything, dry_run)
     with TransferView(call.streams.console, len(call.fleet.nodes), is_dry_run=dry_run) as view:
-        outcomes = deploy_request(
-            request, call.fleet, directory=call.directory, say=call.streams.say, observer=view
+        outcomes = deploy_files(
+            job,
+            call.fleet,
+            call.directory,
+            call.streams.say,
+            trees=tree or (),
+            ignored=[*(ignore or ()), *(() if everything else DEFAULT_IGNORED)],
+            is_dry_run=dry_run,
+            on_tree=view.packed,
+            on_progress=view.advance,
+            on_done=view.finish,
         )
     call.finish(outcomes, schema="csdctl.deploy/1", is_dry=dry_run)

@@ -381,7 +381,7 @@ def inventory(
     from csdctl.reporting.numbers import format_count
     from csdctl.terminal.fleet import fleet_document
     from csdctl.workflows.discovery.inventory import TEXT_FORMATS
-    from csdctl.workflows.workspace.partial_failure import choose_fleet
+    from csdctl.workflows.workspace.workspace import choose_fleet
 
     streams = Streams()
     if output:

@@ -58,7 +58,7 @@ def watch(run: RunArgument = None, json: options.JsonOption = False) -> None:
     Ctrl-C ends the view, not the run. Exits with 1 when the run has failed.
     """
     from csdctl.terminal.runs import watch_run
-    from csdctl.workflows.runs.follow import follow_run
+    from csdctl.workflows.runs.manage import follow_run
 
     os.nice(WATCHER_NICE)
     streams = Streams(is_json=json)
@@ -83,7 +83,7 @@ def logs(
 ) -> None:
     """Print the logs of a run's ranks and of mpirun."""
     from csdctl.terminal.runs import show_logs
-    from csdctl.workflows.runs.follow import find_logs
+    from csdctl.workflows.runs.manage import find_logs
 
     streams = Streams()
     found = streams.project.find_run(run)

@@ -123,8 +123,8 @@ def train(
     from csdctl.reporting.live_metrics import serve_metrics
     from csdctl.supervision.run_setup import Patience
     from csdctl.worker.protocol.features import FeatureOptions
-    from csdctl.workflows.runs.follow import parse_command
-    from csdctl.workflows.train.options import TrainOptions
+    from csdctl.workflows.runs.manage import parse_command
+    from csdctl.workflows.train.spec import TrainOptions
     from csdctl.workflows.train.train import TrainRequest
 
     streams = call.streams
@@ -189,7 +189,7 @@ def _run_file(path: Path, reference: str) -> dict[str, object]:
 def _train(streams: Streams, request: "TrainRequest", told: Sequence[str], *, is_dry_run: bool) -> None:
     """Train, and run the program `told` at the end; or show what would be trained."""
     from csdctl.terminal.train import TrainingScreen, show_training_rehearsal
-    from csdctl.workflows.runs.follow import notifying
+    from csdctl.workflows.runs.manage import notifying
 
     if is_dry_run:
         show_training_rehearsal(streams, request)
@@ -201,16 +201,15 @@ def _train(streams: Streams, request: "TrainRequest", told: Sequence[str], *, is
 
 def start_detached(streams: Streams) -> None:
     """Start this command line again in the background; return once its run trains."""
-    from csdctl.workflows.runs import follow
-    from csdctl.workflows.runs.manage import process_of
+    from csdctl.workflows.runs import manage
 
     arguments = [word for word in sys.argv[1:] if word not in ("--detach", "--json")]
-    run = follow.start_detached(streams.project, arguments, streams.say)
+    run = manage.start_detached(streams.project, arguments, streams.say)
     if run is None:
         streams.say("nothing is left to train: no run was started")
         streams.result({"schema": "csdctl.train/1", "detached": False})
         return
-    streams.say(f"run {run.run_id} continues in the background, process {process_of(run).pid}")
+    streams.say(f"run {run.run_id} continues in the background, process {manage.process_of(run).pid}")
     streams.say(f"to see it: csdctl runs watch {run.run_id}; to stop it: csdctl runs stop {run.run_id}")
     streams.result({"schema": "csdctl.train/1", "run": run.run_id, "path": str(run.path), "detached": True})
 
@@ -310,8 +309,8 @@ def scale(
     from csdctl.terminal.report import show_points, show_series
     from csdctl.terminal.train import train_point
     from csdctl.workflows.forecast.forecast import parse_node_counts
-    from csdctl.workflows.train.options import TrainOptions
     from csdctl.workflows.train.scale import STRONG, WEAK, ScaleRequest, plan_points, run_series
+    from csdctl.workflows.train.spec import TrainOptions
     from csdctl.workflows.train.train import TrainRequest
 
     streams = call.streams

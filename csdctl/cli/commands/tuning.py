@@ -91,8 +91,7 @@ def tune(
     """Measure the machines and write the plan with the highest throughput."""
     from csdctl.terminal.tune import TuningScreen, plan_document, render_plan
     from csdctl.tuning.search import Limits
-    from csdctl.workflows.tune.options import TuneOptions
-    from csdctl.workflows.tune.tune import tune_job
+    from csdctl.workflows.tune.tune import TuneOptions, tune_job
 
     streams = call.streams
     tune_options = TuneOptions(
@@ -241,7 +240,7 @@ def verify(
     from csdctl.terminal.prepare import PreparationScreen
     from csdctl.terminal.tune import describe_features, render_verified, verify_document
     from csdctl.worker.protocol.features import FeatureOptions
-    from csdctl.workflows.train.options import TrainOptions
+    from csdctl.workflows.train.spec import TrainOptions
     from csdctl.workflows.train.train import TrainRequest
     from csdctl.workflows.train.verify import judge, run_verification
 

@@ -41,7 +41,7 @@ from csdctl.worker.protocol.json_codec import shorten, to_json
 from csdctl.worker.protocol.model_info import AugmentTrial, ModelInfo
 from csdctl.worker.protocol.recipe import Recipe
 from csdctl.worker.protocol.run_spec import DatasetSlice, UserCode
-from csdctl.workflows.data.model import (
+from csdctl.workflows.data.files import (
     SerializedModel,
     describe_code,
     serialize_model,
@@ -205,6 +205,11 @@ class Prepared:
     def num_private(self) -> dict[str, int]:
         """Private samples by node."""
         return {name: info.num_samples for name, info in self.private.items()}
+
+    @property
+    def files(self) -> list[StoredFile]:
+        """Files that every machine needs to train or measure."""
+        return [self.worker, *self.model.files]
 
     @property
     def recipe(self) -> Recipe:

@@ -36,7 +36,7 @@ from csdctl.worker.protocol.datasets import (
     equals,
 )
 from csdctl.worker.protocol.model_info import ModelInfo, OutputInfo
-from csdctl.workflows.data.model import SerializedModel, serialize_model, shapes_of, store_worker
+from csdctl.workflows.data.files import SerializedModel, serialize_model, shapes_of, store_worker
 from csdctl.workflows.data.prepare import add_function, first_spec, follow
 from csdctl.workflows.init.script import LiftedScript, lift_script, trains_on_import
 

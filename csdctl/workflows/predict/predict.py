@@ -42,8 +42,7 @@ from csdctl.worker.protocol.features import (
 )
 from csdctl.worker.protocol.model_info import ModelInfo, OutputInfo
 from csdctl.worker.protocol.run_spec import Prefix
-from csdctl.workflows.data.deploy import common_files, deploy_files, whole
-from csdctl.workflows.data.model import SerializedModel
+from csdctl.workflows.data.files import SerializedModel, deploy_files, whole
 from csdctl.workflows.data.prepare import (
     DeliveryObserver,
     OnPrepareProgress,
@@ -53,7 +52,7 @@ from csdctl.workflows.data.prepare import (
     prepare_in,
 )
 from csdctl.workflows.train.plan import default_runtime
-from csdctl.workflows.train.strategies.features import check_parts
+from csdctl.workflows.train.strategies import check_parts
 from csdctl.workflows.workspace.workspace import Workspace, open_workspace
 
 CSV, PARQUET, NPZ = ".csv", ".parquet", ".npz"
@@ -440,7 +439,7 @@ class _Prediction:
 
             def on_machine(name: str) -> list[Block]:
                 if name != HOST_NAME:
-                    files = {name: common_files(self.prepared)}
+                    files = {name: self.prepared.files}
                     deploy_files(files, fleet, sessions, self.observer.on_delivery)
                 return [self._predict(part, on_progress) for part in by_machine[name]]
 

@@ -24,7 +24,7 @@ from csdctl.worker.protocol.events import EARLY_STOPPING, Event, Finished, Joine
 from csdctl.worker.protocol.features import KERAS, LITERT, FeatureOptions
 from csdctl.worker.protocol.json_codec import SCHEMA, to_json
 from csdctl.worker.protocol.recipe import Noise
-from csdctl.worker.protocol.run_spec import TRAIN_SPLIT, RunSpec, TaskSpec
+from csdctl.worker.protocol.run_spec import RunSpec
 from csdctl.workflows.data.prepare import (
     DeliveryObserver,
     PreparationObserver,
@@ -33,11 +33,12 @@ from csdctl.workflows.data.prepare import (
     prepare_in,
 )
 from csdctl.workflows.preflight.doctor import DoctorOptions, Examination, examine
-from csdctl.workflows.train.options import AUTO, TrainOptions
 from csdctl.workflows.train.plan import check_plan, resolve_plan
 from csdctl.workflows.train.run import RunObserver, record_process, run_to_end
 from csdctl.workflows.train.spec import (
+    AUTO,
     RunContext,
+    TrainOptions,
     build_manifest,
     build_training,
     describe_strategy,
@@ -45,11 +46,15 @@ from csdctl.workflows.train.spec import (
     place_plan,
     plan_reading,
 )
-from csdctl.workflows.train.strategies.features import FeatureRun, Features, compute_features, find_features
-from csdctl.workflows.train.strategies.strategy import Split, Strategy
+from csdctl.workflows.train.strategies import (
+    FeatureRun,
+    Features,
+    Split,
+    Strategy,
+    compute_features,
+    find_features,
+)
 from csdctl.workflows.workspace.workspace import Workspace, open_workspace
-
-MAX_CHECKPOINTS, MAX_INTERVAL_S = 1_000_000, 1e9
 
 
 def find_resumable(project: ProjectDirectory, run_id: str, job: Job, fleet: Fleet, say: Say) -> RunDirectory:
@@ -128,19 +133,10 @@ def strategy_of(spec: RunSpec) -> Strategy:
 
 
 def load_spec(run: RunDirectory) -> RunSpec:
-    """Read spec.json; raises InputError for values that no run started with."""
-    content = load_json(run.spec, remedy=NEW_RUN)
-    spec = check_values(content, RunSpec, str(run.spec), remedy=NEW_RUN)
-    interval_s = spec.checkpoint_interval_s
-    for name, found, expected in (
-        ("schema", spec.schema, SCHEMA),
-        ("run_id", spec.run_id, run.run_id),
-        ("task", spec.task, TaskSpec(TRAIN_SPLIT) if spec.split else TaskSpec()),
-        ("num_checkpoints", spec.num_checkpoints, min(max(spec.num_checkpoints, 1), MAX_CHECKPOINTS)),
-        ("checkpoint_interval_s", interval_s, min(max(interval_s, 1.0), MAX_INTERVAL_S)),
-    ):
-        if found != expected:
-            raise InputError(f"{run.spec}: `{name}` is {found!r}, expected {expected!r}", remedy=NEW_RUN)
+    """Read spec.json; raises InputError for one that is damaged, or of another version."""
+    spec = check_values(load_json(run.spec, remedy=NEW_RUN), RunSpec, str(run.spec), remedy=NEW_RUN)
+    if spec.schema != SCHEMA:
+        raise InputError(f"{run.spec}: `schema` is {spec.schema}, expected {SCHEMA}", remedy=NEW_RUN)
     return spec
 
 

@@ -14,10 +14,9 @@ from csdctl.worker.protocol.events import Event, Verified
 from csdctl.worker.protocol.features import Recomputed
 from csdctl.worker.protocol.run_spec import VERIFY, TaskSpec
 from csdctl.workflows.data.prepare import PreparationObserver, prepare_in
-from csdctl.workflows.train.options import TrainOptions
 from csdctl.workflows.train.plan import build_equal_plan, load_checked_plan
 from csdctl.workflows.train.run import run_ranks
-from csdctl.workflows.train.spec import RunContext, build_inputs, place_plan
+from csdctl.workflows.train.spec import RunContext, TrainOptions, build_inputs, place_plan
 from csdctl.workflows.train.train import TrainRequest, choose_strategy
 from csdctl.workflows.workspace.workspace import Workspace, open_workspace
 

@@ -16,7 +16,7 @@ from csdctl.workflows.exec.run_command import (
     parse_command,
     run_command,
 )
-from csdctl.workflows.workspace.partial_failure import conclude
+from csdctl.workflows.workspace.workspace import conclude
 from tests.unit.transport.conftest import SshServer, running_server
 
 

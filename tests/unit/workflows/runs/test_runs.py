@@ -16,8 +16,19 @@ from csdctl.launch.leftovers import describe_holder
 from csdctl.runs.directory import EventLog, ProjectDirectory, RunDirectory
 from csdctl.terminal.streams import Streams
 from csdctl.worker.protocol.events import EpochEnd, Event, Finished, Progress
-from csdctl.workflows.runs.follow import find_logs, follow_lines, notifying, parse_command, read_last_lines
-from csdctl.workflows.runs.manage import compare_runs, find_run, interrupt, list_runs, remove_runs, stop_run
+from csdctl.workflows.runs.manage import (
+    compare_runs,
+    find_logs,
+    find_run,
+    follow_lines,
+    interrupt,
+    list_runs,
+    notifying,
+    parse_command,
+    read_last_lines,
+    remove_runs,
+    stop_run,
+)
 from tests.patience import scaled
 from tests.unit.runs.manifests import manifest_of
 

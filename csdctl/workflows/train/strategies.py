@@ -1,8 +1,9 @@
-"""The strategy `features`: each machine computes the frozen part of the model once for its own samples.
+"""What a strategy decides about a run: data-parallel, which changes nothing, split and features.
 
-Features stay on the machine that made them, in a cache by content. What is then trained is the model's head,
-with the same step, on fewer numbers. Where all samples are public, their features may leave the nodes, and
-the host trains the head alone: it then needs no sum, and the nodes no TensorFlow.
+With `features`, each machine computes the frozen part of the model once for its own samples. Features stay on
+the machine that made them, in a cache by content. What is then trained is the model's head, with the same
+step, on fewer numbers. Where all samples are public, their features may leave the nodes, and the host trains
+the head alone: it then needs no sum, and the nodes no TensorFlow.
 """
 
 import hashlib
@@ -10,9 +11,10 @@ import math
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import ClassVar
 
 from csdctl.documents import build_atomically, save_json
 from csdctl.errors import InputError, RemoteCommandError
@@ -24,7 +26,7 @@ from csdctl.shipping.worker_calls import call_worker, fetch_results
 from csdctl.transport.many import run_on_all, values_or_raise
 from csdctl.transport.meter import TrafficClass
 from csdctl.transport.program import Nothing, within
-from csdctl.tuning.plan import FEATURES, Plan
+from csdctl.tuning.plan import DATA_PARALLEL, FEATURES, SPLIT, Plan
 from csdctl.worker.protocol.datasets import DatasetInfo
 from csdctl.worker.protocol.features import (
     FEATURE_STORE,
@@ -42,14 +44,122 @@ from csdctl.worker.protocol.features import (
     Recomputed,
     SendSpec,
 )
-from csdctl.worker.protocol.model_info import FeatureInfo
-from csdctl.worker.protocol.run_spec import DatasetSlice, HeadSpec, Prefix, RankSpec, RunSpec
-from csdctl.workflows.data.deploy import deploy_files, whole
-from csdctl.workflows.data.model import BUILD_DEADLINE_S, HASHES, have_hashes
+from csdctl.worker.protocol.model_info import CutInfo, FeatureInfo, ModelInfo
+from csdctl.worker.protocol.run_spec import (
+    TRAIN_SPLIT,
+    VERIFY_SPLIT,
+    DatasetSlice,
+    HeadSpec,
+    Prefix,
+    RankSpec,
+    RunSpec,
+    SplitSpec,
+    TaskSpec,
+)
+from csdctl.workflows.data.files import BUILD_DEADLINE_S, HASHES, deploy_files, have_hashes, whole
 from csdctl.workflows.data.prepare import OnPrepareProgress, Prepared, check_info
 from csdctl.workflows.train.spec import RunContext, RunInputs, ShardFiles, plan_reading
-from csdctl.workflows.train.strategies.strategy import Strategy
 from csdctl.workflows.workspace.workspace import Workspace
+
+
+class Strategy:
+    """Data-parallel: every rank holds the whole model. Other strategies override what they do differently.
+
+    An instance belongs to one run; its methods are called in the order in which they stand here.
+    """
+
+    name: ClassVar[str] = DATA_PARALLEL
+    cut = ""
+    """The last layer that nodes compute, if the model is split."""
+
+    def choose_ranks(self, plan: Plan, context: RunContext) -> Plan:
+        """Return the plan with the ranks that train. Raises InputError or PartialError."""
+        return plan
+
+    def build_inputs(self, inputs: RunInputs, context: RunContext) -> RunInputs:
+        """Return the run with what its ranks compute and read. Raises InputError or PartialError."""
+        return inputs
+
+    def build_verification(self, inputs: RunInputs, context: RunContext) -> RunInputs:
+        """Return the run that compares one step with one process. Raises InputError or PartialError."""
+        return inputs
+
+    def recompute_stored(self, inputs: RunInputs, context: RunContext) -> Mapping[str, Recomputed]:
+        """Return, by machine, how results that are stored there compare with what it computes now."""
+        return {}
+
+
+_OTHERWISE = "train with --strategy data-parallel"
+
+
+@dataclass
+class Split(Strategy):
+    """Nodes compute the first layers of the model, up to `cut`, the host the rest.
+
+    Each rank's batch is divided into micro-batches: nodes compute some while the host computes others.
+    """
+
+    name: ClassVar[str] = SPLIT
+    cut: str = ""
+    num_micro_batches: int = SplitSpec.num_micro_batches
+
+    def build_inputs(self, inputs: RunInputs, context: RunContext) -> RunInputs:
+        """Return the run with its model divided.
+
+        Raises InputError where the job does not allow that, or the model has no such cut.
+        """
+        return self._build(inputs, context, TRAIN_SPLIT)
+
+    def build_verification(self, inputs: RunInputs, context: RunContext) -> RunInputs:
+        """Return the verification of the divided model; raises what `build_inputs` raises."""
+        return self._build(inputs, context, VERIFY_SPLIT)
+
+    def _build(self, inputs: RunInputs, context: RunContext, task: str) -> RunInputs:
+        check_split(context)
+        found = find_cut(context.prepared.model.info, self.cut)
+        split = SplitSpec(found.layer, self.num_micro_batches)
+        spec = replace(inputs.spec, task=TaskSpec(task), split=split, is_balanced=False)
+        return replace(inputs, spec=spec)
+
+
+def check_split(context: RunContext) -> None:
+    """Raise InputError unless job and fleet allow that a model is split."""
+    if context.space.fleet.networks:
+        raise InputError("a model is split on one server; this fleet has several", remedy=_OTHERWISE)
+    check_job(context.job)
+
+
+def check_job(job: Job) -> None:
+    """Raise InputError unless the job lets activations of private samples leave their node."""
+    if job.noise:
+        raise InputError(
+            f"{job.path}: data.private.noise hides each sample in a sum, and activations leave their node "
+            "one by one",
+            remedy=_OTHERWISE,
+        )
+    if job.private_path is not None and not job.may_activations_leave:
+        raise InputError(
+            f"{job.path}: splitting the model sends activations and labels of private samples to the host, "
+            "which the job does not allow",
+            remedy=f"add `activations: may-leave` to data.private (docs/how-to/split.md), or {_OTHERWISE}",
+        )
+
+
+def find_cut(info: ModelInfo, layer: str) -> CutInfo:
+    """Return the cut behind `layer`; raises InputError, naming those that there are."""
+    if not info.cuts:
+        raise InputError(
+            f"{info.name} cannot be split: it is no functional model with one input and a single tensor "
+            "between two layers",
+            remedy=_OTHERWISE,
+        )
+    for cut in info.cuts:
+        if cut.layer == layer:
+            return cut
+    names = ", ".join(cut.layer for cut in info.cuts)
+    what = f"cannot be cut behind {layer!r}" if layer else "has to be cut somewhere"
+    raise InputError(f"{info.name} {what}; its cuts: {names}", remedy="name one of them: --cut LAYER")
+
 
 COMPUTING = "computing features"
 LITE_FILE = "prefix.tflite"
