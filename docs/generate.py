@@ -27,17 +27,15 @@ from csdctl.cli.app import app
 from csdctl.emulation.fleet import NodeStatus, StoppedFleet
 from csdctl.fleet.checks import Check
 from csdctl.fleet.facts import Drive, Facts
-from csdctl.fleet.hardware import MachineClass
 from csdctl.fleet.model import Node, Problem
 from csdctl.launch.leftovers import Leftovers
 from csdctl.reporting.energy import RunEnergy
 from csdctl.reporting.privacy import Privacy
 from csdctl.reporting.results import RankSummary, RunStatus, RunSummary
 from csdctl.reporting.scaling import ScalingPoint
-from csdctl.runs.measurements import CollectiveSummary, ProbeSummary
 from csdctl.shipping.deliver import Delivery
 from csdctl.supervision import event_callbacks
-from csdctl.terminal.fleet import EmulatedFleet, Setting
+from csdctl.terminal.fleet import EmulatedFleet
 from csdctl.tuning.plan import Plan
 from csdctl.worker.protocol import events
 from csdctl.worker.protocol.datasets import DataLook, DatasetInfo
@@ -178,7 +176,6 @@ DOCUMENTS = {
         is_fit=(bool, "Whether the machines can train together."),
         overdue=(str | None, "What was unfinished at the deadline."),
         checks=(list[Check], "Each check of each machine."),
-        settings=(list[Setting], "Settings in effect, with their sources."),
     ),
     "csdctl.emulate/1": shown(
         "`csdctl emulate up`, `status` and `down`",
@@ -251,14 +248,6 @@ DOCUMENTS = {
         network=(str, "The network for MPI, as CIDR."),
         emulated=bool,
         nodes=(list[Node], "The nodes as the fleet file lists them."),
-    ),
-    "csdctl.measurements/1": shown(
-        "`csdctl measurements`",
-        path=Path,
-        machine_classes=(dict[str, MachineClass], "Machines that were measured, by key."),
-        probes=(list[ProbeSummary], "Batch sizes that were measured."),
-        collectives=(list[CollectiveSummary], "Sums that were measured."),
-        trials=(list, "Trials of all ranks: model, recipe, fleet, ranks, predicted and achieved samples/s."),
     ),
     "csdctl.predict/1": shown(
         "`csdctl predict`",

@@ -200,14 +200,7 @@ def report(
 
 def export(
     to: Annotated[Literal["tensorboard", "mlflow"], typer.Option(help="Format.")],
-    run: Annotated[
-        str | None,
-        typer.Argument(
-            help="Run ID, unique prefix or `latest`; default: the latest.",
-            metavar="[RUN]",
-            autocompletion=options.complete_runs,
-        ),
-    ] = None,
+    run: RunArgument = None,
     output: Annotated[
         Path | None,
         typer.Option(

@@ -37,26 +37,18 @@ def train(
         ),
     ] = None,
     min_nodes: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            help="Continue without lost nodes while this many are left.",
-            rich_help_panel=options.RESUMING,
-        ),
+        int, options.resuming(min=0, help="Continue without lost nodes while this many are left.")
     ] = 1,
     rebalance: Annotated[
         bool,
-        typer.Option(
-            "--rebalance/--no-rebalance",
-            help="Adjust batch sizes when a node's speed changes.",
-            rich_help_panel=options.RESUMING,
+        options.resuming(
+            "--rebalance/--no-rebalance", help="Adjust batch sizes when a node's speed changes."
         ),
     ] = True,
     collective: Annotated[
         options.Collective,
-        typer.Option(
-            help="How gradients are summed; auto: star, and between servers the faster one, as measured.",
-            rich_help_panel=options.STRATEGY,
+        options.strategy(
+            help="How gradients are summed; auto: star, and between servers the faster one, as measured."
         ),
     ] = "auto",
     strategy: options.StrategyOption = "auto",
@@ -65,57 +57,35 @@ def train(
     cut: options.CutOption = "",
     micro_batches: options.MicroBatchesOption = 4,
     checkpoint_seconds: Annotated[
-        float,
-        typer.Option(
-            help="Seconds between checkpoints; each epoch ends with one, too.",
-            rich_help_panel=options.RESUMING,
-        ),
+        float, options.resuming(help="Seconds between checkpoints; each epoch ends with one, too.")
     ] = 600.0,
-    keep: Annotated[
-        int,
-        typer.Option(min=1, help="Checkpoints to keep, besides the best.", rich_help_panel=options.RESUMING),
-    ] = 3,
+    keep: Annotated[int, options.resuming(min=1, help="Checkpoints to keep, besides the best.")] = 3,
     start_timeout: Annotated[
-        float,
-        typer.Option(help="Seconds within which every rank must be ready.", rich_help_panel=options.RESUMING),
+        float, options.resuming(help="Seconds within which every rank must be ready.")
     ] = 300.0,
     silence_timeout: Annotated[
-        float,
-        typer.Option(
-            help="Stop the run after this many seconds without a step.", rich_help_panel=options.RESUMING
-        ),
+        float, options.resuming(help="Stop the run after this many seconds without a step.")
     ] = 300.0,
     callback: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="FILE.py:NAME",
-            help="Call this function with every event of the run, in its own thread.",
-            rich_help_panel=options.BACKGROUND,
+        options.background(
+            metavar="FILE.py:NAME", help="Call this function with every event of the run, in its own thread."
         ),
     ] = None,
     metrics: Annotated[
         str,
-        typer.Option(
-            metavar="[HOST:]PORT",
-            help="Serve metrics of the run over HTTP, for Prometheus.",
-            rich_help_panel=options.BACKGROUND,
-        ),
+        options.background(metavar="[HOST:]PORT", help="Serve metrics of the run over HTTP, for Prometheus."),
     ] = "",
     skip_doctor: options.SkipDoctorOption = False,
     detach: Annotated[
         bool,
-        typer.Option(
-            "--detach",
-            help="Train in the background; `csdctl runs watch` shows the run.",
-            rich_help_panel=options.BACKGROUND,
-        ),
+        options.background("--detach", help="Train in the background; `csdctl runs watch` shows the run."),
     ] = False,
     notify: Annotated[
         str | None,
-        typer.Option(
+        options.background(
             metavar="COMMAND",
             help="Run this when the run ends; CSDCTL_RUN, CSDCTL_STATE and CSDCTL_EXIT_CODE are set.",
-            rich_help_panel=options.BACKGROUND,
         ),
     ] = None,
 ) -> None:

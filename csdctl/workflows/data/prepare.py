@@ -10,9 +10,8 @@ and no file names.
 
 import hashlib
 import re
-import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -30,7 +29,6 @@ from csdctl.runs.directory import ProjectDirectory
 from csdctl.shipping.deliver import Delivery, deliver
 from csdctl.shipping.payload import pack_payload
 from csdctl.shipping.store import StoredFile, store_bytes, store_file
-from csdctl.shipping.worker_calls import call_worker
 from csdctl.shipping.worker_zip import pack_code
 from csdctl.transport.many import run_on_all, values_or_raise
 from csdctl.transport.meter import TrafficClass
@@ -48,7 +46,7 @@ from csdctl.workflows.data.files import (
     shapes_of,
     store_worker,
 )
-from csdctl.workflows.workspace.workspace import Workspace, open_workspace
+from csdctl.workflows.workspace.workspace import OnProgress, Workspace, call_machine, open_workspace
 
 
 @dataclass(frozen=True)
@@ -156,16 +154,8 @@ def check_augment(
     tried = space.project.models / f"augment-{hashlib.sha256(content.encode()).hexdigest()[:32]}.json"
     if tried.is_file():
         return
-    call_worker(
-        space.sessions[HOST_NAME],
-        sys.executable,
-        worker.path,
-        "augment",
-        trial,
-        Nothing,
-        doing="trying data.augment",
-        patience=within(DEADLINE_S),
-    )
+    doing, patience = "trying data.augment", within(DEADLINE_S)
+    call_machine(space, HOST_NAME, worker, "augment", trial, Nothing, doing=doing, patience=patience)
     say(f"augmentation of training batches: {job.recipe.augment}, tried on public samples")
     save_json(tried, {})
 
@@ -175,9 +165,6 @@ SHARED_STORE = ".csdctl-data"
 """Directory beside public data on a shared file system: every node must see the prepared data too."""
 
 _DOING = "preparing data"
-
-OnPrepareProgress = Callable[[str, PrepareProgress], None]
-
 
 MAX_AGAIN_S = 10.0
 """Preparing that took longer prepared something new."""
@@ -221,7 +208,7 @@ def prepare_job(
     job: Job,
     space: Workspace,
     say: Say,
-    on_progress: OnPrepareProgress = lambda data, progress: None,
+    on_progress: OnProgress = lambda data, progress: None,
     *,
     is_checked: bool = False,
     needs_labels: bool = True,
@@ -286,7 +273,7 @@ class _Preparing:
     """Settings that all data sets have in common."""
     space: Workspace
     worker: StoredFile
-    on_progress: OnPrepareProgress
+    on_progress: OnProgress
 
     def on_host(self, name: str, path: Path, function: str, store: str = DATA_STORE) -> DatasetInfo:
         """Prepare a data set of the host; the user's function runs from the store, as on a node."""
@@ -298,7 +285,7 @@ class _Preparing:
             names_classes=name == "public",
             is_shared=store != DATA_STORE,
         )
-        return self._prepare(name, self.space.sessions[HOST_NAME], spec)
+        return self._prepare(name, HOST_NAME, spec)
 
     def on_nodes(self, path: str) -> dict[str, DatasetInfo]:
         """Prepare private data on each node; a node without data or with a failure is an error."""
@@ -309,23 +296,19 @@ class _Preparing:
 
         def on_node(session: Session) -> DatasetInfo:
             deliver(session, payload, python=fleet.python_of(session.name))
-            return self._prepare(session.name, session, spec)
+            return self._prepare(session.name, session.name, spec)
 
         nodes = {node.name: self.space.sessions[node.name] for node in fleet.nodes}
         return values_or_raise(run_on_all(nodes, on_node), "preparing private data")
 
-    def _prepare(self, name: str, session: Session, spec: PrepareSpec) -> DatasetInfo:
-        info = call_worker(
-            session,
-            self.space.fleet.python_of(session.name),
-            self.worker.path,
-            "prepare",
-            spec,
-            DatasetInfo,
-            lambda progress: self.on_progress(name, progress),
-            doing=_DOING,
+    def _prepare(self, name: str, machine: str, spec: PrepareSpec) -> DatasetInfo:
+        def note(_: str, progress: PrepareProgress) -> None:
+            self.on_progress(name, progress)
+
+        info = call_machine(
+            self.space, machine, self.worker, "prepare", spec, DatasetInfo, note, doing=_DOING
         )
-        check_info(info, session.name, _DOING)
+        check_info(info, machine, _DOING)
         return info
 
 
@@ -432,7 +415,7 @@ class PreparationObserver(Protocol):
 
     def preparing(
         self, what: str = ..., expected: Sequence[str] = ..., /
-    ) -> AbstractContextManager[OnPrepareProgress]:
+    ) -> AbstractContextManager[OnProgress]:
         """Open a view of the progress of `what`, of which the names in `expected` report.
 
         It is closed before anything else is shown but lines of text.
@@ -456,9 +439,7 @@ def prepare_in(
     return replace(prepared, elapsed_s=time.monotonic() - began)
 
 
-def prepare_fleet(
-    job: Job, fleet: Fleet, *, directory: Path, say: Say, on_progress: OnPrepareProgress
-) -> Prepared:
+def prepare_fleet(job: Job, fleet: Fleet, *, directory: Path, say: Say, on_progress: OnProgress) -> Prepared:
     """Prepare `job` on the host and all nodes of `fleet`.
 
     Raises InputError when model and data do not fit together, and CsdctlError when a machine fails.

@@ -8,7 +8,7 @@ import math
 import os
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -31,7 +31,6 @@ from csdctl.worker.protocol.datasets import (
     DataLook,
     DatasetInfo,
     LookSpec,
-    PrepareProgress,
     PrepareSpec,
     equals,
 )
@@ -39,6 +38,7 @@ from csdctl.worker.protocol.model_info import ModelInfo, OutputInfo
 from csdctl.workflows.data.files import SerializedModel, serialize_model, shapes_of, store_worker
 from csdctl.workflows.data.prepare import add_function, first_spec, follow
 from csdctl.workflows.init.script import LiftedScript, lift_script, trains_on_import
+from csdctl.workflows.workspace.workspace import OnProgress
 
 DEFAULT_SIZE = (224, 224)
 """Height and width that most models of keras.applications were made for."""
@@ -354,8 +354,6 @@ OPTIONS = {
     "data.tfrecord in job.yaml": "data.tfrecord in a job.yaml of your own",
 }
 """Options of `init` in place of the keys of a job.yaml that does not exist yet."""
-
-OnProgress = Callable[[str, PrepareProgress], None]
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,6 @@ from csdctl.worker.protocol.run_spec import Prefix
 from csdctl.workflows.data.files import SerializedModel, deploy_files, whole
 from csdctl.workflows.data.prepare import (
     DeliveryObserver,
-    OnPrepareProgress,
     Prepared,
     check_info,
     load_prepared,
@@ -53,7 +52,7 @@ from csdctl.workflows.data.prepare import (
 )
 from csdctl.workflows.train.plan import default_runtime
 from csdctl.workflows.train.strategies import check_parts
-from csdctl.workflows.workspace.workspace import Workspace, open_workspace
+from csdctl.workflows.workspace.workspace import OnProgress, Workspace, open_workspace
 
 CSV, PARQUET, NPZ = ".csv", ".parquet", ".npz"
 ROWS_AT_ONCE = 1 << 14
@@ -449,7 +448,7 @@ class _Prediction:
             raise failed[HOST_NAME]
         return [found for name in by_machine for found in outcomes[name].value or ()], failed
 
-    def _predict(self, part: Part, on_progress: OnPrepareProgress) -> Block:
+    def _predict(self, part: Part, on_progress: OnProgress) -> Block:
         import numpy as np
 
         request, prepared, space = self.request, self.prepared, self.space

@@ -8,7 +8,6 @@ the head alone: it then needs no sum, and the nodes no TensorFlow.
 
 import hashlib
 import math
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -22,7 +21,7 @@ from csdctl.fleet.model import HOST_NAME
 from csdctl.job.model import Job
 from csdctl.reporting.numbers import format_bytes, format_seconds
 from csdctl.shipping.store import StoredFile, hash_file, store_file
-from csdctl.shipping.worker_calls import call_worker, fetch_results
+from csdctl.shipping.worker_calls import fetch_results
 from csdctl.transport.many import run_on_all, values_or_raise
 from csdctl.transport.meter import TrafficClass
 from csdctl.transport.program import Nothing, within
@@ -57,9 +56,9 @@ from csdctl.worker.protocol.run_spec import (
     TaskSpec,
 )
 from csdctl.workflows.data.files import BUILD_DEADLINE_S, HASHES, deploy_files, have_hashes, whole
-from csdctl.workflows.data.prepare import OnPrepareProgress, Prepared, check_info
+from csdctl.workflows.data.prepare import Prepared, check_info
 from csdctl.workflows.train.spec import RunContext, RunInputs, ShardFiles, plan_reading
-from csdctl.workflows.workspace.workspace import Workspace
+from csdctl.workflows.workspace.workspace import OnProgress, Workspace, call_machine
 
 
 class Strategy:
@@ -338,22 +337,15 @@ def _convert(prefix: Prefix, worker: StoredFile, space: Workspace) -> StoredFile
     directory = project.models / f"lite-{key}"
     if not have_hashes(directory, [LITE_FILE]):
         with build_atomically(directory) as aside:
-            call_worker(
-                space.sessions[HOST_NAME],
-                sys.executable,
-                worker.path,
-                "convert",
-                ConvertSpec(prefix, str(aside / LITE_FILE)),
-                Nothing,
-                doing="converting the model for LiteRT",
-                patience=within(BUILD_DEADLINE_S),
-            )
+            spec, patience = ConvertSpec(prefix, str(aside / LITE_FILE)), within(BUILD_DEADLINE_S)
+            doing = "converting the model for LiteRT"
+            call_machine(space, HOST_NAME, worker, "convert", spec, Nothing, doing=doing, patience=patience)
             save_json(aside / HASHES, {LITE_FILE: hash_file(aside / LITE_FILE)})
     return store_file(directory / LITE_FILE, project.root, TrafficClass.MODEL)
 
 
 def _prepare_machines(
-    run: FeatureRun, shards: ShardFiles, context: RunContext, on_progress: OnPrepareProgress
+    run: FeatureRun, shards: ShardFiles, context: RunContext, on_progress: OnProgress
 ) -> dict[str, "_Machine"]:
     """Send each machine of `run` what it needs to compute features."""
     space = context.space
@@ -374,7 +366,7 @@ class _Machine:
     run: FeatureRun
     rank: RankSpec
     space: Workspace
-    on_progress: OnPrepareProgress
+    on_progress: OnProgress
     num_samples: int = 0
     num_computed: int = 0
 
@@ -436,16 +428,8 @@ class _Machine:
             num_checked=num_checked,
             num_plain=int(self._validation is not None),
         )
-        return call_worker(
-            self.space.sessions[node],
-            self.space.fleet.python_of(node),
-            prepared.worker.path,
-            "extract",
-            spec,
-            Extracted,
-            lambda progress: self.on_progress(node, progress),
-            doing=COMPUTING,
-        )
+        worker, note = prepared.worker, self.on_progress
+        return call_machine(self.space, node, worker, "extract", spec, Extracted, note, doing=COMPUTING)
 
     def _check(self, info: DatasetInfo, num_samples: int) -> None:
         """Raise RemoteCommandError unless these can be the features of that many samples."""
@@ -551,14 +535,6 @@ def _gather(run: FeatureRun, parts: tuple[GatheredPart, ...], context: RunContex
     assert host.public is not None
     wanted = ExtractSpec(host.public, FEATURE_STORE, run.prefix, host.runtime)
     with context.observer.preparing(GATHERING, [HOST_NAME]) as on_progress:
-        found = call_worker(
-            context.space.sessions[HOST_NAME],
-            sys.executable,
-            run.prepared.worker.path,
-            "gather",
-            GatherSpec(wanted, run.shape, parts),
-            Gathered,
-            lambda progress: on_progress(HOST_NAME, progress),
-            doing=GATHERING,
-        )
+        spec, worker, space = GatherSpec(wanted, run.shape, parts), run.prepared.worker, context.space
+        found = call_machine(space, HOST_NAME, worker, "gather", spec, Gathered, on_progress, doing=GATHERING)
     return found.is_stored

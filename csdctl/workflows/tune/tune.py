@@ -6,7 +6,6 @@ measurements in the measurements file, and continues with the model updated from
 starts from the file: it needs no probe, and one trial confirms its plan.
 """
 
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -21,7 +20,6 @@ from csdctl.notify import Say
 from csdctl.perfmodel.prediction import calibrate_overhead
 from csdctl.reporting.numbers import format_seconds
 from csdctl.runs.measurements import MeasurementStore
-from csdctl.shipping.worker_calls import call_worker
 from csdctl.tuning.fleet_model import (
     FleetModel,
     ProbeOutcome,
@@ -89,7 +87,7 @@ from csdctl.workflows.train.spec import AUTO, RunContext, check_cut, check_strat
 from csdctl.workflows.train.strategies import bytes_for_host, check_job, check_split, find_cut, find_features
 from csdctl.workflows.tune.fleet_measurements import FleetMeasurements, hash_recipe
 from csdctl.workflows.tune.probing import PROBE_DEADLINE_S, FleetMeasurer, TuneWatch, run_trial
-from csdctl.workflows.workspace.workspace import open_workspace
+from csdctl.workflows.workspace.workspace import call_machine, open_workspace
 
 TUNING_HELP = "see `csdctl tune --help`"
 FIT, STANNIS = "fit", "stannis"
@@ -656,15 +654,8 @@ class StrategyChooser:
             prefix,
             model.user_code,
         )
-        return call_worker(
-            self.context.space.sessions[HOST_NAME],
-            sys.executable,
-            prepared.worker.path,
-            "parts",
-            spec,
-            PartTimes,
-            doing="timing the model's parts",
-        )
+        space, doing = self.context.space, "timing the model's parts"
+        return call_machine(space, HOST_NAME, prepared.worker, "parts", spec, PartTimes, doing=doing)
 
     def _forecast(
         self, times: PartTimes, feature_layer: str, cuts: Sequence[CutInfo]

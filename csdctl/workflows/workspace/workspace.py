@@ -9,7 +9,9 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from csdctl.documents import load_json, save_json
 from csdctl.errors import (
@@ -30,9 +32,13 @@ from csdctl.launch.leftovers import CleanupOptions, Leftovers, clean_machine, lo
 from csdctl.notify import Say
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.runs.ledger import Ledger
+from csdctl.shipping.store import StoredFile
+from csdctl.shipping.worker_calls import PATIENCE, call_worker
 from csdctl.transport.many import open_sessions, run_on_all, values_or_raise
 from csdctl.transport.meter import LinkBytes
+from csdctl.transport.program import Patience
 from csdctl.transport.session import Session
+from csdctl.worker.protocol.datasets import PrepareProgress
 
 
 @dataclass(frozen=True)
@@ -49,6 +55,34 @@ class Workspace:
     """Seconds until all of this was ready."""
     after: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     """Its callbacks run when the machines are unlocked and the sessions closed."""
+
+
+OnProgress = Callable[[str, PrepareProgress], None]
+"""Called with the name of a machine or data set, and what it reports."""
+ResponseT = TypeVar("ResponseT")
+
+
+def call_machine(
+    space: Workspace,
+    machine: str,
+    worker: StoredFile,
+    command: str,
+    request: object,
+    response: type[ResponseT],
+    on_progress: OnProgress = lambda name, progress: None,
+    *,
+    doing: str,
+    patience: Patience = PATIENCE,
+) -> ResponseT:
+    """Run a command of the worker on a machine of `space`; raises what `call_worker` raises."""
+    session, python, note = (
+        space.sessions[machine],
+        space.fleet.python_of(machine),
+        partial(on_progress, machine),
+    )
+    return call_worker(
+        session, python, worker.path, command, request, response, note, doing=doing, patience=patience
+    )
 
 
 @contextlib.contextmanager

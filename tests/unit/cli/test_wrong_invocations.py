@@ -149,7 +149,7 @@ WRONG: list[tuple[dict[str, str], str, str]] = [
     (PROJECT, "verify --plan nope.yaml", "there is no plan at nope.yaml"),
     (PROJECT, "train --resume nope", "no run 'nope' in"),
     (PROJECT, "train --resume latest", "manifest.json does not exist"),
-    (PROJECT, "train --colour", "no such option: --colour. Did you mean --color?"),
+    (PROJECT, "train --quite", "no such option: --quite. Did you mean --quiet?"),
     (PROJECT, "train --limit nope", "--limit 'nope' matches no node of fleet.yaml"),
     (
         PROJECT,
@@ -439,7 +439,6 @@ WRONG: list[tuple[dict[str, str], str, str]] = [
     ),
     (PROJECT, "forecast --published mobilenetv2 --max-global-batch 8", "the paper's batch sizes are fixed"),
     (EMPTY, "forecast", "job.yaml does not exist"),
-    (EMPTY, "measurements --forget nope", "no such option: --forget"),
     (
         PROJECT,
         "forecast --published mobilenetv2 --host-watts -5",
