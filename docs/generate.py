@@ -32,7 +32,7 @@ from csdctl.launch.leftovers import Leftovers
 from csdctl.reporting.energy import RunEnergy
 from csdctl.reporting.privacy import Privacy
 from csdctl.reporting.results import RankSummary, RunStatus, RunSummary
-from csdctl.reporting.scaling import ScalingPoint
+from csdctl.reporting.tables import ScalingPoint
 from csdctl.shipping.deliver import Delivery
 from csdctl.supervision import event_callbacks
 from csdctl.terminal.fleet import EmulatedFleet
@@ -208,15 +208,6 @@ DOCUMENTS = {
         format=(str, "As `--to`."),
         written=(str, "Path or address of what was written."),
     ),
-    "csdctl.extract/1": shown(
-        "`csdctl extract`",
-        layer=(str, "The last frozen layer."),
-        shape=(list[int], "The shape of one feature."),
-        precision=(str, "float32 or float16."),
-        num_samples=int,
-        num_computed=int,
-        elapsed_s=float,
-    ),
     "csdctl.failed/1": shown(
         "The file `.csdctl/failed.json`, for `--failed-from`", command=str, failed=FAILED
     ),
@@ -306,7 +297,6 @@ DOCUMENTS = {
         host_samples_per_s=(float | None, "The rate of the host alone."),
         host_source=(str, "Where that is from."),
         points=(list[ScalingPoint], "Each run; energy in joules per sample and samples per joule."),
-        files=list[str],
     ),
     "csdctl.train.dry-run/1": shown(
         "`csdctl train --dry-run`",

@@ -34,7 +34,6 @@ COMMANDS: Mapping[tuple[str, str], Mapping[str, str]] = {
     ("Job", "data"): {
         "init": "Write job.yaml from a training script, or a model and data.",
         "prepare": "Convert data where it is stored, and the model.",
-        "extract": "Compute the output of the model's frozen layers.",
         "deploy": "Copy a job's files or directory trees to every node.",
     },
     ("Job", "tuning"): {

@@ -109,10 +109,11 @@ def build_recipe(
 ) -> Recipe:
     """Return the recipe; `own` completes the paths of the user's own losses and metrics."""
     names = {field.name for field in fields(Recipe)} & RecipeEntry.model_fields.keys()
+    losses = entry.loss if isinstance(entry.loss, dict) else {"": entry.loss} if entry.loss else {}
     return replace(
         Recipe(**{name: getattr(entry, name) for name in names}),
         optimizer_args=_optimizer_args(entry),
-        losses={name: _loss_term(loss, own) for name, loss in _losses_of(entry).items()},
+        losses={name: _loss_term(loss, own) for name, loss in losses.items()},
         input_range=input_range,
         freeze_until=entry.freeze.until if entry.freeze else "",
         schedule=_schedule(entry.schedule),
@@ -134,12 +135,6 @@ def _optimizer_args(entry: RecipeEntry) -> dict[str, Argument]:
         "gradient_accumulation_steps": steps if steps > 1 else None,
     }
     return {**entry.optimizer_args, **{name: value for name, value in named.items() if value is not None}}
-
-
-def _losses_of(entry: RecipeEntry) -> Mapping[str, str | LossEntry]:
-    if entry.loss is None:
-        return {}
-    return entry.loss if isinstance(entry.loss, dict) else {"": entry.loss}
 
 
 def _loss_term(loss: str | LossEntry, own: Callable[[str], str]) -> LossTerm:
@@ -343,12 +338,10 @@ class PrivateData(Document):
     activations: Literal["stay", "may-leave"] = "stay"
 
 
-class ValidationData(Document):
+class ValidationData(PublicData):
     """Data on which rank 0 evaluates after each epoch."""
 
-    path: Path
     on: Literal["host"] = "host"
-    function: str = ""
 
 
 class DataEntry(Document):

@@ -216,7 +216,7 @@ def fleet_document(fleet: Fleet) -> dict[str, object]:
 def _tabulate_facts(title: str, groups: Sequence[EqualMachines]) -> Table:
     rows = [
         (
-            _format_machines(group),
+            format_node_names(group.names) + (f" ({len(group.names)})" if len(group.names) > 1 else ""),
             facts.cpu_model or facts.architecture or _UNKNOWN,
             _format_cores(facts),
             _format_size(group.least("memory_limit_bytes") or group.least("memory_bytes")),
@@ -239,11 +239,6 @@ def _format_size(size: float | None) -> str:
     """Format a size with three digits, which leaves room for names."""
     number, _, unit = format_bytes(size).partition(" ")
     return f"{float(number):.0f} {unit}" if unit and float(number) >= 100 else format_bytes(size)
-
-
-def _format_machines(group: EqualMachines) -> str:
-    number = len(group.names)
-    return format_node_names(group.names) + (f" ({number})" if number > 1 else "")
 
 
 def _format_cores(facts: Facts) -> str:

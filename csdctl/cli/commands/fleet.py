@@ -138,14 +138,15 @@ def trust(
 def doctor(
     call: Call,
     timeout: Annotated[
-        float, typer.Option(envvar="CSDCTL_TIMEOUT", help="Seconds for all checks together.")
+        float, typer.Option(min=1, envvar="CSDCTL_TIMEOUT", help="Seconds for all checks together.")
     ] = 180.0,
     connect_timeout: Annotated[
-        float, typer.Option(envvar="CSDCTL_CONNECT_TIMEOUT", help="Seconds to connect to a node.")
+        float, typer.Option(min=1, envvar="CSDCTL_CONNECT_TIMEOUT", help="Seconds to connect to a node.")
     ] = 10.0,
     mpi_timeout: Annotated[
         float,
         typer.Option(
+            min=1,
             envvar="CSDCTL_MPI_TIMEOUT",
             help="Seconds for all machines to start MPI together, and again for their allreduce.",
         ),
@@ -306,10 +307,14 @@ def exec(
     ] = None,
     timeout: Annotated[
         float | None,
-        typer.Option(help="Seconds until a command is stopped; default: 60, for each command of a task 600."),
+        typer.Option(
+            min=0.001,
+            max=7 * 86_400,
+            help="Seconds until a command is stopped; default: 60, for each command of a task 600.",
+        ),
     ] = None,
     connect_timeout: Annotated[
-        float, typer.Option(envvar="CSDCTL_CONNECT_TIMEOUT", help="Seconds to connect to a node.")
+        float, typer.Option(min=0.001, envvar="CSDCTL_CONNECT_TIMEOUT", help="Seconds to connect to a node.")
     ] = 10.0,
 ) -> None:
     """Run a command, or a Fabric task, on all nodes at once; identical output is grouped."""

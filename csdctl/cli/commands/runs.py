@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import typer
 
 from csdctl.cli import options
-from csdctl.errors import ExitCode
+from csdctl.errors import ExitCode, InputError
 from csdctl.runs.directory import RunDirectory
 from csdctl.terminal.streams import Streams
 
@@ -187,7 +187,11 @@ def report(
     streams = Streams(is_json=json)
     ids = [find_run(streams.project, run, streams.say).run_id for run in runs or [options.LATEST]]
     if privacy:
-        render.check_privacy_options(ids, has_files=bool(html or csv))
+        if html or csv or len(ids) > 1:
+            raise InputError(
+                "--privacy shows one run in the terminal; received more runs, --html or --csv",
+                remedy="give one run, without --html and --csv",
+            )
         render.show_privacy(streams, reporting.privacy(streams.project, ids[0]))
     elif html or csv:
         written = reporting.write_files(streams.project, ids, html, csv, is_running, force=force)

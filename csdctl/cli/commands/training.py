@@ -3,7 +3,6 @@
 import runpy
 import sys
 import traceback
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -17,7 +16,6 @@ from csdctl.terminal.streams import Streams
 
 if TYPE_CHECKING:
     from csdctl.supervision.event_callbacks import Callback
-    from csdctl.workflows.train.train import TrainRequest
 MAX_CALLBACK_ERROR_CHARS = 500
 
 
@@ -81,24 +79,16 @@ def train(
         bool,
         options.background("--detach", help="Train in the background; `csdctl runs watch` shows the run."),
     ] = False,
-    notify: Annotated[
-        str | None,
-        options.background(
-            metavar="COMMAND",
-            help="Run this when the run ends; CSDCTL_RUN, CSDCTL_STATE and CSDCTL_EXIT_CODE are set.",
-        ),
-    ] = None,
 ) -> None:
     """Train synchronously on the host and all nodes, each with its own batch size."""
     from csdctl.reporting.live_metrics import serve_metrics
     from csdctl.supervision.run_setup import Patience
+    from csdctl.terminal.train import TrainingScreen, show_training_rehearsal
     from csdctl.worker.protocol.features import FeatureOptions
-    from csdctl.workflows.runs.manage import parse_command
     from csdctl.workflows.train.spec import TrainOptions
     from csdctl.workflows.train.train import TrainRequest
 
     streams = call.streams
-    told = parse_command(notify)
     if detach and not dry_run:
         start_detached(streams)
         return
@@ -121,7 +111,10 @@ def train(
     request = TrainRequest(
         call.job, call.fleet, call.directory, wanted, plan, batch_size, resume, skip_doctor
     )
-    _train(streams, request, told, is_dry_run=dry_run)
+    if dry_run:
+        show_training_rehearsal(streams, request)
+    else:
+        TrainingScreen(streams, emulated=call.fleet.emulated).train(request)
 
 
 def load_callback(reference: str) -> "Callback":
@@ -154,19 +147,6 @@ def _run_file(path: Path, reference: str) -> dict[str, object]:
         line = next((f" in line {at.lineno}" for at in frames if at.filename == str(path)), "")
         what = shorten(f"{type(error).__name__}: {error}", MAX_CALLBACK_ERROR_CHARS)
         raise InputError(f"the file of callback {reference} failed{line}: {what}") from error
-
-
-def _train(streams: Streams, request: "TrainRequest", told: Sequence[str], *, is_dry_run: bool) -> None:
-    """Train, and run the program `told` at the end; or show what would be trained."""
-    from csdctl.terminal.train import TrainingScreen, show_training_rehearsal
-    from csdctl.workflows.runs.manage import notifying
-
-    if is_dry_run:
-        show_training_rehearsal(streams, request)
-        return
-    screen = TrainingScreen(streams, emulated=request.fleet.emulated)
-    with notifying(told, lambda: screen.run, streams.say):
-        screen.train(request)
 
 
 def start_detached(streams: Streams) -> None:
@@ -269,13 +249,10 @@ def scale(
     batch_size: options.BatchSizeOption = None,
     max_steps: options.MaxStepsOption = None,
     skip_doctor: options.SkipDoctorOption = False,
-    html: options.HtmlOption = None,
     dry_run: options.DryRunOption = False,
 ) -> None:
     """Train with 0, 1, 2 … nodes, and show speed-up, efficiency and energy."""
-    from csdctl.documents import check_output, save_text
-    from csdctl.reporting.page import render_scaling_page
-    from csdctl.reporting.scaling import KINDS
+    from csdctl.reporting.tables import KINDS
     from csdctl.terminal.report import show_points, show_series
     from csdctl.terminal.train import train_point
     from csdctl.workflows.forecast.forecast import parse_node_counts
@@ -296,15 +273,10 @@ def scale(
         batch_size,
         is_preflight_skipped=skip_doctor,
     )
-    if html:
-        check_output(html, "--html")
     request = ScaleRequest(training, kinds, parse_node_counts(nodes) if nodes is not None else ())
     if dry_run:
         show_points(streams, plan_points(request))
         return
     found = run_series(request, lambda point, of: train_point(streams, point, of))
     for kind, series in found.items():
-        path = html.with_stem(f"{html.stem}-{kind}") if html and len(found) > 1 else html
-        if path:
-            save_text(path, render_scaling_page(series))
-        show_series(streams, kind, series, path)
+        show_series(streams, kind, series)

@@ -22,7 +22,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from csdctl.documents import check_values, load_json, save_json, save_text
 from csdctl.errors import InputError, RemoteCommandError
 from csdctl.fleet.model import HOST_NAME, Fleet
-from csdctl.job.compatibility import check_compatibility, check_noise, inputs_of
+from csdctl.job.compatibility import check_compatibility, check_noise, inputs_of, show_shape
 from csdctl.job.model import Job, find_imported
 from csdctl.notify import Say
 from csdctl.runs.directory import ProjectDirectory
@@ -38,13 +38,14 @@ from csdctl.worker.protocol.datasets import DatasetInfo, PrepareProgress, Prepar
 from csdctl.worker.protocol.json_codec import shorten, to_json
 from csdctl.worker.protocol.model_info import AugmentTrial, ModelInfo
 from csdctl.worker.protocol.recipe import Recipe
-from csdctl.worker.protocol.run_spec import DatasetSlice, UserCode
+from csdctl.worker.protocol.run_spec import UserCode
 from csdctl.workflows.data.files import (
     SerializedModel,
     describe_code,
     serialize_model,
     shapes_of,
     store_worker,
+    whole,
 )
 from csdctl.workflows.workspace.workspace import OnProgress, Workspace, call_machine, open_workspace
 
@@ -143,13 +144,7 @@ def check_augment(
     code = model.user_code
     if not job.recipe.augment or code is None:
         return
-    samples = DatasetSlice(
-        f"{public.path}/images.npy",
-        f"{public.path}/labels.npy",
-        images_sha256=public.images_sha256,
-        labels_sha256=public.labels_sha256,
-    )
-    trial = AugmentTrial(job.recipe.augment, code, samples, job.recipe.seed)
+    trial = AugmentTrial(job.recipe.augment, code, whole(public), job.recipe.seed)
     content = f"{to_json(trial)} {worker.sha256}"
     tried = space.project.models / f"augment-{hashlib.sha256(content.encode()).hexdigest()[:32]}.json"
     if tried.is_file():
@@ -250,7 +245,7 @@ def prepare_job(
         check_noise(job.noise, model.info, private)
     for name, info in datasets.items():
         for part, shape in info.padded.items() if info else ():
-            say(f"{name}: different lengths were padded with 0: {part} to {'×'.join(map(str, shape))}")
+            say(f"{name}: different lengths were padded with 0: {part} to {show_shape(shape)}")
     of_host = {"public": public} | ({"validation": validation} if validation else {})
     for name in find_changed(project, job, of_host | private):
         if not is_checked:

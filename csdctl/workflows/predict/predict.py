@@ -23,7 +23,7 @@ from csdctl.documents import MAX_JSON_BYTES, load_text, write_atomically
 from csdctl.errors import CsdctlError, InputError, PartialError, RemoteCommandError
 from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.fleet.requirements import explain_extra
-from csdctl.job.compatibility import LOGITS
+from csdctl.job.compatibility import LOGITS, plain_name, show_shape
 from csdctl.job.model import Job, check_keras_file, load_job
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.shipping.worker_calls import call_worker, fetch_results
@@ -281,11 +281,11 @@ def build_rules(info: ModelInfo, want: str) -> tuple[ResultRule, ...]:
 
 def _rule_of_classes(output: OutputInfo, info: ModelInfo) -> ResultRule:
     kind = output.activation if output.activation in (SOFTMAX, SIGMOID) else ""
-    kind = kind or LOGITS.get(output.loss.replace("_", "").lower(), VALUES)
+    kind = kind or LOGITS.get(plain_name(output.loss), VALUES)
     if kind != VALUES and output.is_known and len(output.shape) > 1:
-        size = "×".join(str(size) if size else "any" for size in output.shape)
         raise InputError(
-            f"{output.name or info.name} has outputs of shape {size}, not one class for each sample",
+            f"{output.name or info.name} has outputs of shape {show_shape(output.shape)}, not one class for "
+            "each sample",
             remedy="ask for all of them with --want scores",
         )
     return ResultRule(output.name, kind, output.from_logits and kind != VALUES)

@@ -31,7 +31,7 @@ from csdctl.worker.protocol.orders import STAR
 from csdctl.worker.protocol.run_spec import RunSpec
 from csdctl.workflows.data.files import OnDelivery, deploy_files
 from csdctl.workflows.data.prepare import DeliveryObserver
-from csdctl.workflows.preflight.mpi_check import find_obstacles, prepare_mpirun
+from csdctl.workflows.preflight.doctor import find_obstacles, prepare_mpirun
 from csdctl.workflows.train.spec import COLLECTIVES, MEASURED, RunInputs, TrainOptions
 from csdctl.workflows.workspace.workspace import Workspace
 

@@ -259,7 +259,7 @@ def build_spec(
         public=whole(prepared.public),
         validation=whole(prepared.validation) if prepared.validation else None,
         output_directory=str(run.path.relative_to(context.space.project.root)),
-        progress_interval_s=progress_interval_s(len(ranks)),
+        progress_interval_s=max(0.5, len(ranks) / MAX_REPORTS_PER_S),
         noise=job.noise,
     )
 
@@ -302,11 +302,6 @@ def plan_reading(plan: Plan, context: RunContext) -> RunInputs:
     inputs = build_inputs(context.space.project.new_scratch(), plan.ranks, placed, context)
     shutil.rmtree(inputs.directory.path, ignore_errors=True)
     return inputs
-
-
-def progress_interval_s(num_ranks: int) -> float:
-    """Return the interval at which each rank reports its progress."""
-    return max(0.5, num_ranks / MAX_REPORTS_PER_S)
 
 
 def build_manifest(

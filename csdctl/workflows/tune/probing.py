@@ -42,7 +42,7 @@ from csdctl.worker.protocol.run_spec import (
     SplitSpec,
     TaskSpec,
 )
-from csdctl.workflows.preflight.mpi_check import measure_sums
+from csdctl.workflows.preflight.doctor import measure_sums
 from csdctl.workflows.train.run import run_ranks
 from csdctl.workflows.train.spec import RunContext, RunInputs, TrainOptions, build_spec, place_ranks
 

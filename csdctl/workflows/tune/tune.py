@@ -281,7 +281,8 @@ class FitTuner:
                 continue
             model = learn_trial(model, tried[-1])
             self.measurements.store_trial(model, tried[-1])
-            gain = self._gain_of_another(model, best)
+            rate = choose_plan(model, self.limits).prediction.samples_per_s
+            gain = rate / predict_samples_per_s(model, best.batch_sizes) - 1
             is_last = not self.measurer.num_probes or len(tried) == MAX_TRIALS
             if is_last or gain < MIN_GAIN_FOR_TRIAL:
                 return self._compare_with_equal(model, max(tried, key=_rate))
@@ -329,11 +330,6 @@ class FitTuner:
             f"planning for at most {known.max_at_once}"
         )
         return model
-
-    def _gain_of_another(self, model: FleetModel, best: BestPlan) -> float:
-        """Return the predicted gain of the plan that is best now over the one that was tried."""
-        rate = choose_plan(model, self.limits).prediction.samples_per_s
-        return rate / predict_samples_per_s(model, best.batch_sizes) - 1
 
 
 def _rate(tried: TriedPlan) -> float:

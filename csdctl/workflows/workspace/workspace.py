@@ -203,11 +203,6 @@ def load_failed(path: Path) -> str:
     return ",".join(names)
 
 
-def failed_document(failed: Mapping[str, CsdctlError]) -> dict[str, dict[str, str]]:
-    """Return the `failed` part of a command's JSON document."""
-    return {name: {"message": error.message, "remedy": error.remedy} for name, error in failed.items()}
-
-
 def conclude(
     project: ProjectDirectory,
     command: str,
@@ -224,7 +219,8 @@ def conclude(
     if not failed:
         project.failed.unlink(missing_ok=True)
         return
-    save_json(project.failed, {"schema": SCHEMA, "command": command, "failed": failed_document(failed)})
+    listed = {name: {"message": error.message, "remedy": error.remedy} for name, error in failed.items()}
+    save_json(project.failed, {"schema": SCHEMA, "command": command, "failed": listed})
     nodes = [name for name in machines if name != HOST_NAME]
     errors = list(failed.values())
     where = project.failed.relative_to(project.root)
