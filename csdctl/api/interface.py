@@ -119,18 +119,6 @@ class Fleet(fleets.Fleet):
     names, the host first; `node(name)` returns one node; `network`, `emulated`, `path` are those of the file.
     """
 
-    @classmethod
-    def load(
-        cls, path: str | Path = "fleet.yaml", *, limit: Sequence[str] = (), exclude: Sequence[str] = ()
-    ) -> Self:
-        """Return the fleet of fleet.yaml: all its nodes, or those that are selected.
-
-        `limit` and `exclude` are lists of node names, ranges such as "csd[0-7]", or groups.
-        Raises InputError.
-        """
-        with python_errors():
-            return cls(**vars(choose_fleet(Path(path), limit, exclude)))
-
     def connections(
         self, *, command_deadline_s: float | None = 600.0, connect_deadline_s: float = 10.0
     ) -> "FleetGroup":
@@ -179,7 +167,8 @@ def load_fleet(
     `limit` and `exclude` are lists of node names, ranges such as "csd[0-7]", or groups. Where a fleet is
     expected, a path does as well. Raises InputError.
     """
-    return Fleet.load(path, limit=limit, exclude=exclude)
+    with python_errors():
+        return Fleet(**vars(choose_fleet(Path(path), limit, exclude)))
 
 
 LOADER = '''"""Reads the arrays of a job that was made in Python."""
@@ -390,31 +379,6 @@ def _name_arrays(parts: tuple[Any, ...], name: str) -> dict[str, np.ndarray[Any,
     return named
 
 
-def load_model(path: Path, run: RunDirectory, custom_objects: dict[str, Any] | None, remedy: str) -> Any:
-    """Return the model of `run` in `path`, a .keras file, or in the .weights.h5 file in its place.
-
-    Raises InputError, with `remedy` when there is neither, or when the model cannot be built again.
-    """
-    weights = path.with_suffix(".weights.h5")
-    if not path.exists() and not weights.exists():
-        raise InputError(f"run {run.run_id} has no {path.name}", remedy=remedy)
-    os.environ["KERAS_BACKEND"] = "tensorflow"
-    import keras
-
-    if path.exists():
-        return keras.models.load_model(path, custom_objects=custom_objects)
-    try:
-        spec = _find_builder(run)
-        model = _build(spec)
-        model.load_weights(weights)
-    except Exception as error:  # of any kind: the user's code
-        raise InputError(
-            f"run {run.run_id} has only weights, and its model cannot be built again: {error}",
-            remedy=f"build the model as the job did, and call model.load_weights({str(weights)!r})",
-        ) from error
-    return model
-
-
 def _find_builder(run: RunDirectory) -> BuildSpec:
     """Return how the ranks built the model; raises OSError, ValueError or ProtocolError."""
     project = run.path.parents[2]
@@ -553,7 +517,23 @@ class Run:
         """
         path = self.directory.best_model if best else self.directory.model
         remedy = "give the job validation data" if best else "resume it: csdctl.train(…, resume=ID)"
-        return load_model(path, self.directory, custom_objects, remedy)
+        weights = path.with_suffix(".weights.h5")
+        if not path.exists() and not weights.exists():
+            raise InputError(f"run {self.id} has no {path.name}", remedy=remedy)
+        os.environ["KERAS_BACKEND"] = "tensorflow"
+        import keras
+
+        if path.exists():
+            return keras.models.load_model(path, custom_objects=custom_objects)
+        try:
+            model = _build(_find_builder(self.directory))
+            model.load_weights(weights)
+        except Exception as error:  # of any kind: the user's code
+            raise InputError(
+                f"run {self.id} has only weights, and its model cannot be built again: {error}",
+                remedy=f"build the model as the job did, and call model.load_weights({str(weights)!r})",
+            ) from error
+        return model
 
     def report(self) -> RunSummary:
         """Return the results that `csdctl report` shows."""
