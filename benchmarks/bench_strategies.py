@@ -24,12 +24,13 @@ from benchmarks.running import csdctl, emulated_fleet, write_plan
 from csdctl.fleet.fleet_file import load_fleet
 from csdctl.fleet.model import keep_nodes
 from csdctl.job.model import load_job
-from csdctl.shipping.deliver import Delivery
+from csdctl.tuning.plan import load_plan
 from csdctl.worker.protocol.datasets import PrepareProgress
 from csdctl.worker.protocol.features import FeatureOptions
-from csdctl.workflows.data.prepare import OnPrepareProgress
-from csdctl.workflows.train.options import TrainOptions
-from csdctl.workflows.train.train import TrainRequest, extract
+from csdctl.workflows.data.prepare import prepare_in
+from csdctl.workflows.train.spec import RunContext, plan_reading
+from csdctl.workflows.train.strategies import compute_features
+from csdctl.workflows.workspace.workspace import OnProgress, open_workspace
 from examples.sample_data import fetch_fashion_mnist
 from examples.transfer_learning import efficientnet_lite0
 
@@ -200,11 +201,8 @@ class Watch:
     def say(self, line: str, /) -> None:
         """Show nothing."""
 
-    def on_delivery(self, node: str, delivery: Delivery, /) -> None:
-        """Show nothing."""
-
     @contextlib.contextmanager
-    def preparing(self, what: str = "", expected: Sequence[str] = (), /) -> Iterator[OnPrepareProgress]:
+    def preparing(self, what: str = "", expected: Sequence[str] = (), /) -> Iterator[OnProgress]:
         """Note what machines say."""
 
         def note(node: str, progress: PrepareProgress) -> None:
@@ -235,15 +233,11 @@ def extract_on(project: Path, public: str, sizes: dict[str, int], engine: str) -
         shutil.rmtree(directory / ".csdctl" / "features", ignore_errors=True)
     fleet = load_fleet(project / "fleet.yaml")
     chosen = keep_nodes(fleet, [node for node in sizes if node != "host"])
-    watch = Watch()
-    request = TrainRequest(
-        load_job(project / "public-only.yaml"),
-        chosen,
-        project,
-        TrainOptions(features=FeatureOptions(engine=engine)),
-        project / "plan.yaml",
-    )
-    extract(request, watch)
+    watch, job = Watch(), load_job(project / "public-only.yaml")
+    with open_workspace(project, chosen, "train", is_locking=True) as space:
+        context = RunContext(job, prepare_in(space, job, watch), space, watch)
+        inputs = plan_reading(load_plan(project / "plan.yaml"), context)
+        compute_features(inputs, context, FeatureOptions(engine=engine))
     return watch
 
 

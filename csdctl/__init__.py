@@ -40,7 +40,7 @@ def __getattr__(name: str) -> Any:
         return import_module("csdctl.errors")
     if name not in __all__:
         raise AttributeError(f"module 'csdctl' has no attribute {name!r}")
-    return getattr(import_module("csdctl.api"), name)
+    return getattr(import_module("csdctl.api.interface"), name)
 
 
 def __dir__() -> list[str]:

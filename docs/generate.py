@@ -22,22 +22,20 @@ from typing import Any, get_type_hints
 import typer
 
 import csdctl
-from csdctl import api, errors
+from csdctl import errors
 from csdctl.cli.app import app
 from csdctl.emulation.fleet import NodeStatus, StoppedFleet
 from csdctl.fleet.checks import Check
 from csdctl.fleet.facts import Drive, Facts
-from csdctl.fleet.hardware import MachineClass
 from csdctl.fleet.model import Node, Problem
 from csdctl.launch.leftovers import Leftovers
 from csdctl.reporting.energy import RunEnergy
 from csdctl.reporting.privacy import Privacy
 from csdctl.reporting.results import RankSummary, RunStatus, RunSummary
-from csdctl.reporting.scaling import ScalingPoint
-from csdctl.runs.measurements import CollectiveSummary, ProbeSummary
+from csdctl.reporting.tables import ScalingPoint
 from csdctl.shipping.deliver import Delivery
 from csdctl.supervision import event_callbacks
-from csdctl.terminal.fleet import EmulatedFleet, Setting
+from csdctl.terminal.fleet import EmulatedFleet
 from csdctl.tuning.plan import Plan
 from csdctl.worker.protocol import events
 from csdctl.worker.protocol.datasets import DataLook, DatasetInfo
@@ -178,7 +176,6 @@ DOCUMENTS = {
         is_fit=(bool, "Whether the machines can train together."),
         overdue=(str | None, "What was unfinished at the deadline."),
         checks=(list[Check], "Each check of each machine."),
-        settings=(list[Setting], "Settings in effect, with their sources."),
     ),
     "csdctl.emulate/1": shown(
         "`csdctl emulate up`, `status` and `down`",
@@ -211,15 +208,6 @@ DOCUMENTS = {
         format=(str, "As `--to`."),
         written=(str, "Path or address of the export."),
     ),
-    "csdctl.extract/1": shown(
-        "`csdctl extract`",
-        layer=(str, "The last frozen layer."),
-        shape=(list[int], "The shape of one feature."),
-        precision=(str, "float32 or float16."),
-        num_samples=int,
-        num_computed=int,
-        elapsed_s=float,
-    ),
     "csdctl.failed/1": shown(
         "The file `.csdctl/failed.json`, for `--failed-from`", command=str, failed=FAILED
     ),
@@ -251,14 +239,6 @@ DOCUMENTS = {
         network=(str, "The network for MPI, as CIDR."),
         emulated=bool,
         nodes=(list[Node], "The nodes as the fleet file lists them."),
-    ),
-    "csdctl.measurements/1": shown(
-        "`csdctl measurements`",
-        path=Path,
-        machine_classes=(dict[str, MachineClass], "Machines that were measured, by key."),
-        probes=(list[ProbeSummary], "Batch sizes that were measured."),
-        collectives=(list[CollectiveSummary], "Sums that were measured."),
-        trials=(list, "Trials of all ranks: model, recipe, fleet, ranks, predicted and achieved samples/s."),
     ),
     "csdctl.predict/1": shown(
         "`csdctl predict`",
@@ -317,7 +297,6 @@ DOCUMENTS = {
         host_samples_per_s=(float | None, "The rate of the host alone."),
         host_source=(str, "Its source."),
         points=(list[ScalingPoint], "Each run; energy in joules per sample and samples per joule."),
-        files=list[str],
     ),
     "csdctl.train.dry-run/1": shown(
         "`csdctl train --dry-run`",
@@ -538,7 +517,7 @@ RESULTS = (RunSummary, RankSummary, RunEnergy, Privacy, DiscoverResult, Verifica
 def render_python() -> str:
     """Return the page of the Python interface."""
     names = [name for name in csdctl.__all__ if not name.startswith("__")]
-    found = {name: getattr(api, name) for name in names}
+    found = {name: getattr(csdctl, name) for name in names}
     functions = [
         f"### csdctl.{name}\n\n{_call(name, one)}" for name, one in found.items() if inspect.isfunction(one)
     ]

@@ -34,13 +34,11 @@ COMMANDS: Mapping[tuple[str, str], Mapping[str, str]] = {
     ("Job", "data"): {
         "init": "Write job.yaml from a training script, or a model and data.",
         "prepare": "Convert data where it is stored, and the model.",
-        "extract": "Compute the output of the model's frozen layers.",
         "deploy": "Copy a job's files or directory trees to every node.",
     },
     ("Job", "tuning"): {
         "tune": "Measure the machines and write a plan.",
         "forecast": "Forecast throughput, time and energy for more nodes.",
-        "measurements": "Show earlier measurements and prediction errors.",
         "verify": "Compare the fleet's gradient with one process's.",
     },
     ("Training", "training"): {
@@ -136,7 +134,7 @@ def _build(name: str) -> Any:
 app = typer.Typer(
     name="csdctl",
     help="Train neural networks on computational storage devices and their host.",
-    epilog="Anywhere: -v more output, -vv tracebacks, -q results only, --color auto|always|never.",
+    epilog="Anywhere: -v more output, -vv tracebacks, -q results only.",
     context_settings={"help_option_names": HELP_OPTIONS},
     cls=CommandGroup,
     rich_markup_mode=None,
@@ -192,12 +190,9 @@ def _nearest_options(error: Any) -> list[str]:
     if not (hasattr(error, "possibilities") and written.startswith("--") and error.ctx):
         return []
     known = [name for each in error.ctx.command.get_params(error.ctx) for name in each.opts]
-    return difflib.get_close_matches(written, [COLOR, "--quiet", *known], n=2, cutoff=0.75)
+    return difflib.get_close_matches(written, ["--quiet", *known], n=2, cutoff=0.75)
 
 
-COLOR = "--color"
-COLORS = {"auto": None, "always": "FORCE_COLOR", "never": "NO_COLOR"}
-"""Choice → the variable that libraries know it by (no-color.org, force-color.org)."""
 JSON = "--json"
 LINES = {"train", "scale", "watch"}
 """Commands that write JSON lines: an error is one more."""
@@ -253,30 +248,12 @@ def run_command(arguments: Sequence[str], streams: Streams) -> int:  # noqa: C90
 
 
 def take_global_options(arguments: Sequence[str]) -> list[str]:
-    """Return `arguments` without the options of every command; set the colours of this process.
-
-    Raises InputError for an unknown colour, and for -q with -v.
-    """
+    """Return `arguments` without the options of every command; raises InputError for -q with -v."""
     own = own_arguments(arguments)
     if {*QUIET} & {*own} and {*VERBOSE} & {*own}:
         raise InputError("-q and -v contradict each other", remedy="use only one of them")
-    rest = []
-    words = iter(own)
-    for word in words:
-        if word == COLOR or word.startswith(f"{COLOR}="):
-            _set_color(word.partition("=")[2] if "=" in word else next(words, ""))
-        elif word not in (*VERBOSE, *QUIET):
-            rest.append(word)
+    rest = [word for word in own if word not in (*VERBOSE, *QUIET)]
     return [*rest, *arguments[len(own) :]]
-
-
-def _set_color(choice: str) -> None:
-    if choice not in COLORS:
-        raise InputError(f"{COLOR} {choice!r}: expected {', '.join(COLORS)}")
-    for name in filter(None, COLORS.values()):
-        os.environ.pop(name, None)
-    if variable := COLORS[choice]:
-        os.environ[variable] = "1"
 
 
 def _interrupt(_signal: int, _frame: FrameType | None) -> None:

@@ -88,7 +88,7 @@ class Call:
     @cached_property
     def fleet(self) -> "Fleet":
         """The fleet with the selected nodes; only training may be without any. Raises InputError."""
-        from csdctl.workflows.workspace.partial_failure import choose_fleet
+        from csdctl.workflows.workspace.workspace import choose_fleet
 
         is_training = self.command == "train"
         return choose_fleet(
@@ -130,7 +130,7 @@ class Call:
 
         A dry run on which no machine failed leaves what an earlier command has recorded.
         """
-        from csdctl.workflows.workspace.partial_failure import conclude
+        from csdctl.workflows.workspace.workspace import conclude
 
         self.streams.result(document)
         if failed or not is_dry:

@@ -5,6 +5,7 @@ Options of a panel are listed under its name, after the others.
 
 import glob
 import os
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -53,13 +54,12 @@ def _names(*pattern: str) -> list[str]:
 
 
 LATEST = "latest"
-SELECTION, STRATEGY, RESUMING, BACKGROUND = (
-    "Nodes and preflight",
-    "Strategy",
-    "Losses, checkpoints and time limits",
-    "Background and monitoring",
-)
-"""Panels of options."""
+SELECTION = "Nodes and preflight"
+selection = partial(typer.Option, rich_help_panel=SELECTION)
+strategy = partial(typer.Option, rich_help_panel="Strategy")
+resuming = partial(typer.Option, rich_help_panel="Losses, checkpoints and time limits")
+background = partial(typer.Option, rich_help_panel="Background and monitoring")
+"""Options of one panel each."""
 Strategy = Literal["auto", "data-parallel", "features", "split"]
 Precision = Literal["float32", "float16"]
 Engine = Literal["keras", "litert"]
@@ -73,28 +73,23 @@ FleetOption = Annotated[Path, typer.Option(envvar="CSDCTL_FLEET", help="Path of 
 JobArgument = Annotated[Path, typer.Argument(help="Path of the job file.")]
 LimitOption = Annotated[
     list[str] | None,
-    typer.Option(
+    selection(
         metavar="NODES",
         help="Select only these nodes: names, ranges such as csd[0-7], or groups.",
         autocompletion=complete_nodes,
-        rich_help_panel=SELECTION,
     ),
 ]
 ExcludeOption = Annotated[
     list[str] | None,
-    typer.Option(
-        metavar="NODES",
-        help="Leave out these nodes; same syntax as --limit.",
-        autocompletion=complete_nodes,
-        rich_help_panel=SELECTION,
+    selection(
+        metavar="NODES", help="Leave out these nodes; same syntax as --limit.", autocompletion=complete_nodes
     ),
 ]
 FailedFromOption = Annotated[
     Path | None,
-    typer.Option(
+    selection(
         metavar="FILE",
         help="Select only the nodes that an earlier command failed on: .csdctl/failed.json or --json output.",
-        rich_help_panel=SELECTION,
     ),
 ]
 JsonOption = Annotated[
@@ -115,38 +110,19 @@ MaxStepsOption = Annotated[
 ]
 StrategyOption = Annotated[
     Strategy,
-    typer.Option(
+    strategy(
         help="auto: as the plan says; features: compute frozen layers once per sample, then train the head; "
-        "split: nodes compute the layers up to --cut, the host the rest.",
-        rich_help_panel=STRATEGY,
+        "split: nodes compute the layers up to --cut, the host the rest."
     ),
 ]
-CutOption = Annotated[
-    str,
-    typer.Option(metavar="LAYER", help="split: last layer that nodes compute.", rich_help_panel=STRATEGY),
-]
-MicroBatchesOption = Annotated[
-    int,
-    typer.Option(
-        min=1,
-        help="split: micro-batches of each rank's batch.",
-        rich_help_panel=STRATEGY,
-    ),
-]
-FeaturePrecisionOption = Annotated[
-    Precision, typer.Option(help="features: type of stored features.", rich_help_panel=STRATEGY)
-]
+CutOption = Annotated[str, strategy(metavar="LAYER", help="split: last layer that nodes compute.")]
+MicroBatchesOption = Annotated[int, strategy(min=1, help="split: micro-batches of each rank's batch.")]
+FeaturePrecisionOption = Annotated[Precision, strategy(help="features: type of stored features.")]
 FeatureEngineOption = Annotated[
-    Engine,
-    typer.Option(
-        help="features: litert needs the package ai-edge-litert on all machines.", rich_help_panel=STRATEGY
-    ),
+    Engine, strategy(help="features: litert needs the package ai-edge-litert on all machines.")
 ]
 SkipDoctorOption = Annotated[
-    bool,
-    typer.Option(
-        "--skip-doctor", help="Start without checking the machines first.", rich_help_panel=SELECTION
-    ),
+    bool, selection("--skip-doctor", help="Start without checking the machines first.")
 ]
 HtmlOption = Annotated[
     Path | None,

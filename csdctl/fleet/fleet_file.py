@@ -88,11 +88,9 @@ def _check_jump(value: str) -> str:
 Jump = Annotated[str, AfterValidator(_check_jump)]
 
 
-def _as_network(value: str) -> str:
-    return str(ipaddress.ip_network(value, strict=False)) if value else value
-
-
-Network = Annotated[str, AfterValidator(_as_network)]
+Network = Annotated[
+    str, AfterValidator(lambda value: value and str(ipaddress.ip_network(value, strict=False)))
+]
 Python = Annotated[str, Field(pattern=r"^[^\x00-\x1f-][^\x00-\x1f]*$")]
 
 

@@ -165,22 +165,6 @@ class MachineClass:
             parts.append(f"emulated with {self.num_emulated} node" + ("" if self.num_emulated == 1 else "s"))
         return ", ".join(parts)
 
-    @property
-    def software(self) -> str:
-        """The versions for display: "Python 3.11, TensorFlow 2.21.0, …"."""
-        versions = {
-            "Python": self.python,
-            "TensorFlow": self.tensorflow,
-            "Keras": self.keras,
-            "NumPy": self.numpy,
-        }
-        return ", ".join(f"{name} {version or _UNKNOWN}" for name, version in versions.items())
-
-    @property
-    def is_emulated(self) -> bool:
-        """Whether it belongs to an emulated fleet."""
-        return self.num_emulated > 0
-
 
 @dataclass(frozen=True)
 class FleetClass:
@@ -196,11 +180,6 @@ class FleetClass:
     def key(self) -> str:
         """A key that is equal for fleets of one class, regardless of their number of nodes."""
         return _short_hash([self.host.key, [node.key for node in self.nodes], self.network])
-
-    @property
-    def is_emulated(self) -> bool:
-        """Whether it belongs to an emulated fleet."""
-        return self.host.is_emulated
 
 
 def classify_machine(facts: Facts, *, num_emulated: int = 0, is_host: bool = False) -> MachineClass:

@@ -14,7 +14,7 @@ import os
 import re
 import shlex
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -93,7 +93,8 @@ def list_aliases(path: Path) -> list[str]:
                 if found[1].lower() == "host":
                     aliases |= dict.fromkeys(word for word in words if not re.search(r"[*?!]", word))
                 else:
-                    included += _included(words)
+                    patterns = [Path.home() / ".ssh" / os.path.expanduser(word) for word in words]
+                    included += [Path(match) for full in patterns for match in sorted(glob.glob(str(full)))]
         pending = included + pending
     if not aliases:
         raise InputError(
@@ -101,12 +102,6 @@ def list_aliases(path: Path) -> list[str]:
             remedy="patterns such as `Host csd*` do not name a machine",
         )
     return list(aliases)
-
-
-def _included(patterns: list[str]) -> Iterator[Path]:
-    for pattern in patterns:
-        full = Path.home() / ".ssh" / os.path.expanduser(pattern)
-        yield from (Path(match) for match in sorted(glob.glob(str(full))))
 
 
 _LETTERS = "1246ab:c:e:fgi:kl:m:no:p:qstvxAB:CD:E:F:GI:J:KL:MNO:P:Q:R:S:TVw:W:XYy"

@@ -1,6 +1,6 @@
 """Check that model, data and losses of a job are compatible, before anything is sent or started."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from csdctl.errors import InputError
 from csdctl.worker.protocol.datasets import (
@@ -120,7 +120,9 @@ def _check_alike(datasets: Mapping[str, DatasetInfo]) -> None:
 
 
 def _describe(parts: Parts) -> str:
-    return " and ".join(f"{name} {dtype} {_shape(shape)}".strip() for name, (dtype, shape) in parts.items())
+    return " and ".join(
+        f"{name} {dtype} {show_shape(shape)}".strip() for name, (dtype, shape) in parts.items()
+    )
 
 
 def _part(model: ModelInfo, kind: str, name: str) -> str:
@@ -130,7 +132,7 @@ def _part(model: ModelInfo, kind: str, name: str) -> str:
 
 def _check_logits(model: ModelInfo, output: OutputInfo) -> None:
     """Check the last activation, if it is known, against `from_logits` of the loss."""
-    probabilities = LOGITS.get(_plain(output.loss))
+    probabilities = LOGITS.get(plain_name(output.loss))
     wrong = probabilities if output.from_logits else "linear"
     if probabilities and output.activation == wrong:
         current, other = str(output.from_logits).lower(), str(not output.from_logits).lower()
@@ -142,7 +144,8 @@ def _check_logits(model: ModelInfo, output: OutputInfo) -> None:
         )
 
 
-def _plain(loss: str) -> str:
+def plain_name(loss: str) -> str:
+    """Return the name of a loss as LOGITS has it, in either of Keras' spellings."""
     return loss.replace("_", "").lower()
 
 
@@ -160,8 +163,8 @@ def _check_inputs(model: ModelInfo, data: DatasetInfo, which: str) -> None:
     for name, shape in expected.items():
         if not takes(shape, found[name][1]):
             raise InputError(
-                f"{_part(model, INPUT, name)} takes samples of shape {_shape(shape)}, "
-                f"the {which} has {_shape(found[name][1])}",
+                f"{_part(model, INPUT, name)} takes samples of shape {show_shape(shape)}, "
+                f"the {which} has {show_shape(found[name][1])}",
                 remedy="change the model's input or the data",
             )
 
@@ -205,20 +208,25 @@ def _check_labels(model: ModelInfo, output: OutputInfo, data: DatasetInfo, field
     """Check labels of losses that are known: of a sparse one, integers for each vector of the output."""
     dtype, shape = data.labels[field]
     found = f"the {which} has labels" + (f" of {field}" if field and output.name else "")
-    is_sparse = _plain(output.loss) == _SPARSE
+    is_sparse = plain_name(output.loss) == _SPARSE
     expected = output.shape[:-1] if is_sparse else output.shape
     remedy = "change the model's last layer, the labels or recipe.loss"
     if is_sparse and not equals(expected, shape) and not equals((*expected, 1), shape):
-        one = f"integer labels of shape {_shape(expected)}" if expected else "one integer label per sample"
+        one = (
+            f"integer labels of shape {show_shape(expected)}" if expected else "one integer label per sample"
+        )
         if equals(output.shape, shape):
             remedy = "use recipe.loss: categorical_crossentropy for one-hot labels"
-        raise InputError(f"loss {output.loss} needs {one}, {found} of shape {_shape(shape)}", remedy=remedy)
-    if _plain(output.loss) in _SAME_SHAPE and not takes(expected, shape):
+        raise InputError(
+            f"loss {output.loss} needs {one}, {found} of shape {show_shape(shape)}", remedy=remedy
+        )
+    if plain_name(output.loss) in _SAME_SHAPE and not takes(expected, shape):
         if "categorical" in output.loss and len(shape) == len(expected) - 1:
             remedy = "use recipe.loss: sparse_categorical_crossentropy for integer labels"
         name = _part(model, OUTPUT, output.name)
         raise InputError(
-            f"{name} has outputs of shape {_shape(expected)}, {found} of shape {_shape(shape)}", remedy=remedy
+            f"{name} has outputs of shape {show_shape(expected)}, {found} of shape {show_shape(shape)}",
+            remedy=remedy,
         )
     if is_sparse and not output.ignores_class:
         _check_classes(model, output, data.max_labels.get(field, data.max_label), dtype, found)
@@ -233,10 +241,11 @@ def _check_classes(model: ModelInfo, output: OutputInfo, largest: int, dtype: st
     if not output.shape or 0 < output.shape[-1] <= largest:
         where = f" in {output.name}" if output.name else ""
         raise InputError(
-            f"model {model.name} has {_shape(output.shape)} outputs{where}, {found} up to {largest}",
+            f"model {model.name} has {show_shape(output.shape)} outputs{where}, {found} up to {largest}",
             remedy=f"give the model at least {largest + 1} outputs",
         )
 
 
-def _shape(shape: Shape) -> str:
+def show_shape(shape: Sequence[int]) -> str:
+    """Return a shape as messages have it: 28×28×1, any×8."""
     return "×".join(str(size) if size else "any" for size in shape) or "1"

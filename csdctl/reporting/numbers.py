@@ -6,7 +6,6 @@ Every number has a text: some are sums of what nodes report, and those may be in
 import itertools
 import math
 from collections.abc import Mapping, Sequence, Sized
-from datetime import datetime
 
 MAX_METRICS = 3
 """Number of metrics of a model that one line shows."""
@@ -43,14 +42,6 @@ def format_seconds(seconds: float | None) -> str:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}" if minutes >= 60 else f"{minutes}:{rest:02d}"
-
-
-def format_date(time_s: float) -> str:
-    """Format the date of a Unix time, in the local time zone."""
-    try:
-        return f"{datetime.fromtimestamp(time_s):%Y-%m-%d}"
-    except (ValueError, OverflowError, OSError):  # no year 1 to 9999
-        return "–"
 
 
 def format_bytes(size: float | None) -> str:

@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from csdctl.reporting import charts, scaling, tables
+from csdctl.reporting import charts, tables
 from csdctl.reporting.charts import Chart
 from csdctl.reporting.results import RunResults
-from csdctl.reporting.scaling import ScalingSeries
 from csdctl.reporting.tables import DataTable, write_headline
 
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
@@ -28,7 +27,10 @@ def render_page(runs: Sequence[RunResults]) -> str:
     title = "Run " + runs[0].summary.run_id if len(runs) == 1 else f"{len(runs)} runs"
     names = [f"{run.summary.run_id}: " if len(runs) > 1 else "" for run in runs]
     learnt = _section("Learning and throughput", *charts.epoch_charts(runs), charts.speed_chart(runs))
-    sections = [_section("Results", tables.compare_results(runs)), *([learnt] if len(runs) > 1 else [])]
+    sections = [
+        _section("Results", tables.compare(runs, [tables.describe_run(run.summary) for run in runs])),
+        *([learnt] if len(runs) > 1 else []),
+    ]
     for name, run in zip(names, runs, strict=True):
         sizes = [charts.sizes_chart(run)] if run.series.batch_sizes else []
         sections += [
@@ -38,23 +40,14 @@ def render_page(runs: Sequence[RunResults]) -> str:
             _section(f"{name}Faults and downtime", tables.tabulate_faults(run)),
             _section(f"{name}Energy", tables.tabulate_energy(run)),
         ]
-    sections.append(_section("Job, data and files", tables.compare_settings(runs)))
+    settings = tables.compare(runs, [tables.describe_settings(run) for run in runs])
+    sections.append(_section("Job, data and files", settings))
     machines = [
         _section(f"{name}Machines", tables.tabulate_machines(run))
         for name, run in zip(names, runs, strict=True)
     ]
     headlines = [_headline(run, run.summary.run_id if len(runs) > 1 else "") for run in runs]
     return _document(title, headlines, [*sections, *machines])
-
-
-def render_scaling_page(series: ScalingSeries) -> str:
-    """Return the page of runs with different numbers of nodes; raises InputError without matplotlib."""
-    sections = [
-        _section("Speed-up and efficiency", *scaling.scaling_charts(series)),
-        _section("Numbers", scaling.scaling_table(series)),
-        _section("Energy per image", scaling.energy_by_nodes(series)),
-    ]
-    return _document("Scaling", [f"<p>{_text(scaling.describe_series(series))}</p>"], sections)
 
 
 def _document(title: str, headlines: Sequence[str], sections: Sequence[str]) -> str:
@@ -79,7 +72,7 @@ def _headline(run: RunResults, name: str) -> str:
     model = job.get("model", "") if isinstance(job, dict) else ""
     named = ", ".join(filter(None, [name, str(model)]))
     badge = " <strong class=badge>emulated fleet: not the speed of real devices</strong>"
-    lines = "".join(f"<dt>{name}<dd>{_code(text)}" for name, text in write_headline(run).lines())
+    lines = "".join(f"<dt>{name}<dd>{_code(text)}" for name, text in write_headline(run).items())
     return (
         f"<p>{_text(named)}{', ' if named else ''}started {started:%Y-%m-%d %H:%M:%S} UTC"
         f"{badge if run.is_emulated else ''}</p><dl>{lines}</dl>"

@@ -44,29 +44,12 @@ _COLORS = {Status.OK: Text("ok"), Status.WARN: Text("amber", "yellow"), Status.F
 _SEVERITY = list(Status)
 
 
-@dataclass(frozen=True)
-class Setting:
-    """A setting in effect; `source` names the flag, the variable or the file."""
-
-    name: str
-    value: str
-    source: str
-
-
 class ExaminationView(View):
     """Shows each check when it is done; use it as a context manager around the examination."""
 
-    def __init__(
-        self,
-        console: PrintableConsole,
-        fleet: Fleet,
-        settings: Sequence[Setting],
-        *,
-        is_verbose: bool = False,
-    ) -> None:
+    def __init__(self, console: PrintableConsole, fleet: Fleet, *, is_verbose: bool = False) -> None:
         self._console = console
         self._is_verbose = is_verbose
-        self._settings = settings
         self._title = f"fleet {fleet.path}" + (" (emulated fleet)" if fleet.emulated else "")
         self._machines = [*fleet.machines, FLEET_NAME]
         self._checks: list[Check] = []
@@ -80,8 +63,7 @@ class ExaminationView(View):
             self._print(f"{_COLORS[check.status]}: {check.machine}: {describe(check)}")
 
     def finish(self, examination: Examination) -> None:
-        """Print the settings, the table, and every check that is not ok with its remedy."""
-        self._show_settings()
+        """Print the table, and every check that is not ok with its remedy."""
         self._console.print(self._table())
         shown = [check for check in self._checks if self._is_verbose or check.status != Status.OK]
         shown += [check for check in self._checks if check.check == "allreduce" and check not in shown]
@@ -93,14 +75,6 @@ class ExaminationView(View):
         if not examination.red and not examination.overdue:
             warnings = [check for check in self._checks if check.status == Status.WARN]
             self._print("fit to train" + (f", with {format_count(warnings, 'warning')}" if warnings else ""))
-
-    def _show_settings(self) -> None:
-        """Print the settings that differ from their defaults; with -v, all settings."""
-        shown = [setting for setting in self._settings if self._is_verbose or setting.source != "default"]
-        if not shown:
-            return
-        rows = [(setting.name, setting.value or "–", setting.source) for setting in shown]
-        self._console.print(build_table(("~setting", "~value", "~from"), rows, title="settings"))
 
     def _table(self) -> Table:
         worst: dict[str, dict[str, Status]] = {name: {} for name in self._machines}
@@ -126,7 +100,7 @@ class ExaminationView(View):
         self._console.print(line, soft_wrap=True)
 
 
-def doctor_document(examination: Examination, settings: Sequence[Setting]) -> dict[str, object]:
+def doctor_document(examination: Examination) -> dict[str, object]:
     """Return the `csdctl.doctor/1` document."""
     return {
         "schema": "csdctl.doctor/1",
@@ -135,7 +109,6 @@ def doctor_document(examination: Examination, settings: Sequence[Setting]) -> di
         "is_fit": not examination.red and not examination.overdue,
         "overdue": examination.overdue or None,
         "checks": examination.checks,
-        "settings": settings,
     }
 
 
@@ -243,7 +216,7 @@ def fleet_document(fleet: Fleet) -> dict[str, object]:
 def _tabulate_facts(title: str, groups: Sequence[EqualMachines]) -> Table:
     rows = [
         (
-            _format_machines(group),
+            format_node_names(group.names) + (f" ({len(group.names)})" if len(group.names) > 1 else ""),
             facts.cpu_model or facts.architecture or _UNKNOWN,
             _format_cores(facts),
             _format_size(group.least("memory_limit_bytes") or group.least("memory_bytes")),
@@ -266,11 +239,6 @@ def _format_size(size: float | None) -> str:
     """Format a size with three digits, which leaves room for names."""
     number, _, unit = format_bytes(size).partition(" ")
     return f"{float(number):.0f} {unit}" if unit and float(number) >= 100 else format_bytes(size)
-
-
-def _format_machines(group: EqualMachines) -> str:
-    number = len(group.names)
-    return format_node_names(group.names) + (f" ({number})" if number > 1 else "")
 
 
 def _format_cores(facts: Facts) -> str:

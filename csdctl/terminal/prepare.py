@@ -25,7 +25,8 @@ from csdctl.terminal.view import (
     show_elapsed,
 )
 from csdctl.worker.protocol.datasets import DatasetInfo, PrepareProgress
-from csdctl.workflows.data.prepare import OnPrepareProgress, Prepared
+from csdctl.workflows.data.prepare import Prepared
+from csdctl.workflows.workspace.workspace import OnProgress
 
 SILENT_S = 20.0
 """Seconds without a new sample after which the row says so."""
@@ -192,9 +193,7 @@ class PreparationScreen:
             self.say(f"{node}: {delivery.num_sent} files sent ({format_bytes(delivery.bytes_sent)})")
 
     @contextmanager
-    def preparing(
-        self, what: str = "preparing data", expected: Sequence[str] = ()
-    ) -> Iterator[OnPrepareProgress]:
+    def preparing(self, what: str = "preparing data", expected: Sequence[str] = ()) -> Iterator[OnProgress]:
         """Open a view of the progress; `expected`: names that will report."""
         with PreparingView(self._streams.views, what=what, expected=expected) as view:
             yield view.show

@@ -8,14 +8,21 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from csdctl.errors import InputError
-from csdctl.reporting import scaling
 from csdctl.reporting.energy import energy_document
 from csdctl.reporting.numbers import format_bytes
 from csdctl.reporting.privacy import BATCH_NORM, PROMISE, describe_privacy, remarks_on
 from csdctl.reporting.results import RunResults, RunSummary
-from csdctl.reporting.scaling import ScalingSeries
-from csdctl.reporting.tables import DataTable, describe_run, tabulate_ranks, write_headline
+from csdctl.reporting.tables import (
+    DataTable,
+    ScalingSeries,
+    describe_run,
+    describe_series,
+    energy_by_nodes,
+    scaling_document,
+    scaling_table,
+    tabulate_ranks,
+    write_headline,
+)
 from csdctl.runs.directory import RunDirectory
 from csdctl.terminal.console import PrintableConsole, build_pairs, build_table
 from csdctl.terminal.streams import Streams
@@ -51,15 +58,6 @@ def show_files(streams: Streams, paths: Sequence[Path]) -> None:
         streams.say(f"wrote {path} ({format_bytes(path.stat().st_size)})")
 
 
-def check_privacy_options(run_ids: Sequence[str], *, has_files: bool) -> None:
-    """Raise InputError for options that exclude `--privacy`."""
-    if has_files or len(run_ids) > 1:
-        raise InputError(
-            "--privacy shows one run in the terminal; received more runs, --html or --csv",
-            remedy="pass one run, without --html and --csv",
-        )
-
-
 def render_report(console: PrintableConsole, run: RunResults) -> None:
     """Print the headline, a row for each rank, the totals and the failures."""
     console.print(report_of(run))
@@ -73,7 +71,7 @@ def report_of(run: RunResults) -> Group:
     ranks = _table("", tabulate_ranks(run.summary))
     return Group(
         Text(title, style="bold"),
-        build_pairs(write_headline(run).lines()),
+        build_pairs(write_headline(run).items()),
         ranks,
         build_pairs(describe_run(run.summary)),
     )
@@ -91,11 +89,12 @@ def report_document(summary: RunSummary, run_path: str) -> dict[str, Any]:
 
 
 def show_privacy(streams: Streams, found: PrivacyReport) -> None:
-    """Print what left each machine."""
-    if streams.is_json:
-        streams.result(privacy_document(found))
-    else:
+    """Print what left each machine, or the `csdctl.privacy/1` document."""
+    if not streams.is_json:
         render_privacy(streams.console, found)
+        return
+    remarks = remarks_on(has_noise=found.privacy is not None)
+    streams.result({"schema": "csdctl.privacy/1", **vars(found), "promise": PROMISE, "remarks": remarks})
 
 
 def render_privacy(console: PrintableConsole, found: PrivacyReport) -> None:
@@ -126,22 +125,14 @@ def render_privacy(console: PrintableConsole, found: PrivacyReport) -> None:
     console.print(MEANING)
 
 
-def privacy_document(found: PrivacyReport) -> dict[str, object]:
-    """Return the `csdctl.privacy/1` document."""
-    remarks = remarks_on(has_noise=found.privacy is not None)
-    return {"schema": "csdctl.privacy/1", **vars(found), "promise": PROMISE, "remarks": remarks}
-
-
-def show_series(streams: Streams, kind: str, series: ScalingSeries, page: Path | None) -> None:
-    """Print one series of `scale`, as tables or as one line of JSON, and the file that has its charts."""
-    streams.result_line({**scaling.scaling_document(series), "files": [page] if page else []})
+def show_series(streams: Streams, kind: str, series: ScalingSeries) -> None:
+    """Print one series of `scale`, as tables or as one line of JSON."""
+    streams.result_line(scaling_document(series))
     streams.say(f"\n{kind} scaling")
-    runs = scaling.scaling_table(series)
-    streams.console.print(_table(scaling.describe_series(series), runs))
+    runs = scaling_table(series)
+    streams.console.print(_table(describe_series(series), runs))
     if any(point.energy for point in series.points):
-        streams.console.print(_table("energy per image", scaling.energy_by_nodes(series)))
-    if page:
-        streams.say(f"wrote {page} ({format_bytes(page.stat().st_size)})")
+        streams.console.print(_table("energy per image", energy_by_nodes(series)))
 
 
 def show_points(streams: Streams, points: Sequence[Point]) -> None:

@@ -11,8 +11,7 @@ from csdctl.terminal.console import build_table
 from csdctl.terminal.streams import Streams
 from csdctl.terminal.train import TrainingView
 from csdctl.worker.protocol.events import event_document
-from csdctl.workflows.runs.follow import Followed, follow_lines, read_last_lines
-from csdctl.workflows.runs.manage import Difference, look_at
+from csdctl.workflows.runs.manage import Difference, Followed, follow_lines, look_at, read_last_lines
 
 STYLES = {RUNNING: "green", FAILED: "red", INTERRUPTED: "red", STOPPED: "yellow"}
 SECOND = len("20261123-081803")
@@ -27,6 +26,7 @@ def show_runs(streams: Streams, runs: Sequence[RunStatus]) -> None:
     if not runs:
         streams.say("no runs yet; `csdctl train` starts one")
         return
+    now = time.time()
     rows = [
         (
             _shorten(run.run_id, runs),
@@ -35,7 +35,7 @@ def show_runs(streams: Streams, runs: Sequence[RunStatus]) -> None:
             format_rate(run.samples_per_s),
             format_loss(run.loss if run.validation_loss is None else run.validation_loss),
             format_loss(run.accuracy if run.validation_accuracy is None else run.validation_accuracy),
-            _ago(run.last_event_s),
+            "–" if run.last_event_s is None else f"{format_seconds(max(0.0, now - run.last_event_s))} ago",
         )
         for run in runs
     ]
@@ -48,10 +48,6 @@ def _shorten(run_id: str, runs: Sequence[RunStatus]) -> str:
     """Return the id without its microseconds, where no other run began in that second."""
     short = run_id[:SECOND]
     return run_id if sum(run.run_id.startswith(short) for run in runs) > 1 else short
-
-
-def _ago(time_s: float | None) -> str:
-    return "–" if time_s is None else f"{format_seconds(max(0.0, time.time() - time_s))} ago"
 
 
 def watch_run(streams: Streams, followed: Followed) -> bool:

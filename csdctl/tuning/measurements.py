@@ -42,6 +42,19 @@ class ModelProperties:
         return self.name.removeprefix("keras.applications:").rpartition("/")[2]
 
 
+@dataclass(frozen=True)
+class Point:
+    """One measurement: the mean step of a machine at one batch size."""
+
+    batch_size: int
+    step_time_s: float
+
+    @property
+    def samples_per_s(self) -> float:
+        """Samples per second at this batch size."""
+        return self.batch_size / self.step_time_s
+
+
 def describe_runtime(runtime: Runtime) -> str:
     """Return TensorFlow's settings for display: "2 threads, no oneDNN"."""
     parts = [f"{runtime.threads} thread" + ("" if runtime.threads == 1 else "s")]

@@ -15,9 +15,8 @@ from statistics import median
 
 from csdctl.fleet.model import HOST_NAME
 from csdctl.perfmodel.prediction import RankModel, StepTime, predict
-from csdctl.tuning.fits import Point
 from csdctl.tuning.fleet_model import MAX_PROBES, ClassModel, FleetModel, TrialResult, TriedPlan
-from csdctl.tuning.measurements import ForecastErrors
+from csdctl.tuning.measurements import ForecastErrors, Point
 from csdctl.tuning.plan import Predicted, RankPlan
 from csdctl.tuning.search import BestPlan, Limits, best_equal, find_best, find_best_ranks
 from csdctl.tuning.stannis import TuningError

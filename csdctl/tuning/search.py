@@ -145,7 +145,7 @@ def _fleets(candidates: Sequence[RankModel]) -> Iterable[Sequence[RankModel]]:
     yield candidates
     optional = sorted(
         (candidate for candidate in candidates if not candidate.is_required),
-        key=lambda candidate: _slowness(candidate.step_time),
+        key=lambda candidate: candidate.step_time.above_knee_s or candidate.step_time.per_sample_s,
         reverse=True,
     )
     cuts = {ceil(len(optional) * cut / NUM_CUTS) for cut in range(1, NUM_CUTS + 1)}
@@ -155,10 +155,6 @@ def _fleets(candidates: Sequence[RankModel]) -> Iterable[Sequence[RankModel]]:
         without = {candidate.node for candidate in optional[:cut]}
         if len(without) < len(candidates):
             yield [candidate for candidate in candidates if candidate.node not in without]
-
-
-def _slowness(step_time: StepTime) -> float:
-    return step_time.above_knee_s or step_time.per_sample_s
 
 
 def _best_of(

@@ -6,10 +6,10 @@ its step takes as long, plus a margin for the slow-down of synchronization.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 from csdctl.errors import InputError
 from csdctl.fleet.model import HOST_NAME
+from csdctl.tuning.measurements import Point
 
 Measure = Callable[[Mapping[str, int]], Mapping[str, float | None]]
 """Returns the step time in seconds of each engine, measured at the same time; None: out of memory."""
@@ -25,19 +25,6 @@ class TuningError(InputError):
     """No plan is possible with these limits on these machines."""
 
 
-@dataclass(frozen=True)
-class TunedBatch:
-    """The result of Algorithm 1 for one engine."""
-
-    batch_size: int
-    step_time_s: float
-
-    @property
-    def samples_per_s(self) -> float:
-        """Samples per second at this batch size."""
-        return self.batch_size / self.step_time_s
-
-
 def tune_stannis(
     engines: Sequence[str],
     measure: Measure,
@@ -45,7 +32,7 @@ def tune_stannis(
     batch_sizes: Sequence[int] = DEFAULT_BATCH_SIZES,
     step_divisor: float = DEFAULT_STEP_DIVISOR,
     margin_scale: float = DEFAULT_MARGIN_SCALE,
-) -> dict[str, TunedBatch]:
+) -> dict[str, Point]:
     """Return batch sizes by Algorithm 1.
 
     `batch_sizes` is the paper's list BS, `step_divisor` its C (dimensionless; larger values take smaller
@@ -112,7 +99,7 @@ class _Growth:
 
     def __init__(
         self,
-        start: TunedBatch,
+        start: Point,
         anchor_time_s: float,
         margin_scale: float,
         step_divisor: float,
@@ -132,7 +119,7 @@ class _Growth:
         if time_s is None:
             self._too_large = self.next_size
         else:
-            self.done = TunedBatch(self.next_size, time_s)
+            self.done = Point(self.next_size, time_s)
         self.next_size = self._larger()
 
     def _larger(self) -> int | None:
@@ -151,9 +138,9 @@ class _Growth:
 
 def _measure_list(
     engines: Sequence[str], measure: Measure, batch_sizes: Sequence[int]
-) -> tuple[dict[str, list[TunedBatch]], dict[str, int]]:
+) -> tuple[dict[str, list[Point]], dict[str, int]]:
     """Benchmark every engine over the list; also return the sizes at which engines ran out of memory."""
-    done: dict[str, list[TunedBatch]] = {engine: [] for engine in engines}
+    done: dict[str, list[Point]] = {engine: [] for engine in engines}
     too_large: dict[str, int] = {}
     for batch_size in batch_sizes:
         fitting = [engine for engine in engines if engine not in too_large]
@@ -163,7 +150,7 @@ def _measure_list(
             if time_s is None:
                 too_large[engine] = batch_size
             else:
-                done[engine].append(TunedBatch(batch_size, time_s))
+                done[engine].append(Point(batch_size, time_s))
     for engine in engines:
         if not done[engine]:
             leave_out = "" if engine == HOST_NAME else f", or leave it out: --exclude {engine}"
@@ -174,7 +161,7 @@ def _measure_list(
     return done, too_large
 
 
-def _similar(done: Sequence[TunedBatch], anchor: TunedBatch, margin_scale: float) -> TunedBatch | None:
+def _similar(done: Sequence[Point], anchor: Point, margin_scale: float) -> Point | None:
     """Return the engine's measurement at the anchor's batch size if its time is already similar."""
     shortest_s = anchor.step_time_s * (1 - 1 / margin_scale)
     for batch in done:
@@ -183,7 +170,7 @@ def _similar(done: Sequence[TunedBatch], anchor: TunedBatch, margin_scale: float
     return None
 
 
-def _start(done: Sequence[TunedBatch], anchor: TunedBatch) -> TunedBatch:
+def _start(done: Sequence[Point], anchor: Point) -> Point:
     """Return the largest size that takes no longer than the anchor; the smallest when all take longer."""
     within = [batch for batch in done if batch.step_time_s <= anchor.step_time_s]
     return within[-1] if within else done[0]

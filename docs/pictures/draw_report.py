@@ -22,11 +22,9 @@ ROOT = Path(__file__).parents[2]
 PICTURES = Path(__file__).parent
 sys.path.insert(0, str(ROOT))
 
-from csdctl.reporting.page import render_page, render_scaling_page  # noqa: E402
+from csdctl.reporting.page import render_page  # noqa: E402
 from csdctl.reporting.results import RunResults, read_results  # noqa: E402
-from csdctl.reporting.scaling import build_scaling  # noqa: E402
 from csdctl.runs.directory import RunDirectory  # noqa: E402
-from tests.unit.reporting.test_scaling import run as scaled_run  # noqa: E402
 from tests.watched_run import write_run  # noqa: E402
 
 RECORDED = ROOT / "tests/unit/reporting/recorded"
@@ -58,8 +56,6 @@ def render_pages(directory: Path) -> Iterator[tuple[str, str]]:
     yield "report", render_page(runs[:1])
     yield "report-wide", render_page(runs[1:])
     yield "report-two", render_page([runs[0], other])
-    points = [scaled_run(number, joules=13.0 - number) for number in (0, 1, 2, 4, 6)]
-    yield "report-scaling", render_scaling_page(build_scaling(points, "weak"))
 
 
 def with_short_paths(run: RunResults, directory: Path) -> RunResults:

@@ -5,18 +5,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from csdctl.fleet.facts import Facts
-from csdctl.fleet.hardware import classify_machine
 from csdctl.runs.directory import EventLog, ProjectDirectory, RunDirectory
-from csdctl.runs.measurements import PROBE, MeasurementStore
-from csdctl.tuning.measurements import ModelProperties, ProbeMeasurement
 from csdctl.worker.protocol.events import Failed, NodeLost, Ready, event_to_line
-from csdctl.worker.protocol.run_spec import Runtime
 from tests.attacks.hostile_machine import HostileMachine, greeting, hostile_machine, write_project
 from tests.attacks.hostile_text import (
     CLIPBOARD,
@@ -164,13 +158,7 @@ def test_terminal_obeys_no_stored_text(tmp_path: Path) -> None:
     log.append(0.0, Failed(0, HOSTILE, FORGED + HOSTILE))
     log.append(0.0, NodeLost(0, HOSTILE, HOSTILE))
     log.close()
-    facts = Facts("csd0", cpu_model=CONTROLS)
-    model = ModelProperties("a" * 64, HOSTILE, 7, 5, 9, 3)
-    store = MeasurementStore(project.measurements)
-    machine = replace(classify_machine(facts), tensorflow=HOSTILE)
-    probe = ProbeMeasurement(Runtime(4), 4, 1_700_000_000.0, 0.1, 3)
-    store.add(PROBE, machine, [probe], model, HOSTILE)
-    for command in (["report"], ["measurements"], ["report", "no-such-run"]):
+    for command in (["report"], ["report", "no-such-run"]):
         shown = on_terminal(tmp_path, *command)
         assert shown.foreign == []
         assert "csdctl failed" not in shown.plain

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from csdctl.api.run import load_run
+from csdctl.api.interface import load_run
 from tests.emulated.running import document, emulated, succeed
 from tests.emulated.test_own_train_step import GAN
 from tests.emulated.training import events_of, hash_at_the_end

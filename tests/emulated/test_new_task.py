@@ -43,7 +43,7 @@ from csdctl.supervision.run_setup import Patience
 from csdctl.worker.protocol.events import event_to_line
 from csdctl.worker.protocol.run_spec import TaskSpec
 from csdctl.workflows.data.prepare import prepare_job
-from csdctl.workflows.train.options import TrainOptions
+from csdctl.workflows.train.spec import TrainOptions
 from csdctl.workflows.train.spec import RunContext, build_inputs, place_plan
 from csdctl.workflows.train.plan import build_equal_plan
 from csdctl.workflows.train.run import run_ranks

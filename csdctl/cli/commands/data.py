@@ -1,4 +1,4 @@
-"""Commands for a job's data and code: init, prepare, extract, deploy."""
+"""Commands for a job's data and code: init, prepare, deploy."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -131,31 +131,6 @@ def prepare(call: Call) -> None:
     streams.result(prepare_document(prepared))
 
 
-@on_job
-def extract(
-    call: Call,
-    plan: options.PlanOption = None,
-    batch_size: options.BatchSizeOption = None,
-    feature_precision: options.FeaturePrecisionOption = "float32",
-    feature_engine: options.FeatureEngineOption = "keras",
-) -> None:
-    """Compute the output of the model's frozen layers for all samples, where they are stored."""
-    from csdctl.terminal.prepare import PreparationScreen
-    from csdctl.worker.protocol.features import FeatureOptions
-    from csdctl.workflows.train.options import TrainOptions
-    from csdctl.workflows.train.train import TrainRequest
-    from csdctl.workflows.train.train import extract as run_extraction
-
-    streams = call.streams
-    wanted = TrainOptions(features=FeatureOptions(feature_precision, feature_engine))
-    request = TrainRequest(call.job, call.fleet, call.directory, wanted, plan, batch_size)
-    screen = PreparationScreen(streams)
-    found = run_extraction(request, screen)
-    screen.say(found.describe())
-    names = "layer", "shape", "precision", "num_samples", "num_computed", "elapsed_s"
-    streams.result({"schema": "csdctl.extract/1", **{name: getattr(found, name) for name in names}})
-
-
 @on_fleet
 def deploy(
     call: Call,
@@ -176,12 +151,21 @@ def deploy(
     dry_run: options.DryRunOption = False,
 ) -> None:
     """Copy a job's files, or directory trees, to every node; only missing content is sent."""
+    from csdctl.shipping.payload import DEFAULT_IGNORED
     from csdctl.terminal.nodes import TransferView
-    from csdctl.workflows.data.deploy import DeployRequest, deploy_request
+    from csdctl.workflows.data.files import deploy as deploy_files
 
-    request = DeployRequest(job, tuple(tree or ()), tuple(ignore or ()), everything, dry_run)
     with TransferView(call.streams.console, len(call.fleet.nodes), is_dry_run=dry_run) as view:
-        outcomes = deploy_request(
-            request, call.fleet, directory=call.directory, say=call.streams.say, observer=view
+        outcomes = deploy_files(
+            job,
+            call.fleet,
+            call.directory,
+            call.streams.say,
+            trees=tree or (),
+            ignored=[*(ignore or ()), *(() if everything else DEFAULT_IGNORED)],
+            is_dry_run=dry_run,
+            on_tree=view.packed,
+            on_progress=view.advance,
+            on_done=view.finish,
         )
     call.finish(outcomes, schema="csdctl.deploy/1", is_dry=dry_run)

@@ -4,7 +4,7 @@ import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -15,8 +15,6 @@ from csdctl.fleet.names import format_node_names
 from csdctl.terminal.streams import Streams, format_json
 
 if TYPE_CHECKING:
-    from csdctl.fleet.model import Fleet
-    from csdctl.terminal.fleet import Setting
     from csdctl.workflows.discovery.inventory import NodeSource
     from csdctl.workflows.provision.machine import Kind
 
@@ -136,22 +134,19 @@ def trust(
     call.conclude(screen.document(), [*screen.keys, *screen.failed], screen.failed, is_dry=dry_run)
 
 
-_SETTINGS = ("fleet", "timeout", "connect_timeout", "mpi_timeout", "limit", "exclude")
-
-
 @on_fleet
 def doctor(
     call: Call,
-    context: typer.Context,
     timeout: Annotated[
-        float, typer.Option(envvar="CSDCTL_TIMEOUT", help="Timeout of all checks in seconds.")
+        float, typer.Option(min=1, envvar="CSDCTL_TIMEOUT", help="Timeout of all checks in seconds.")
     ] = 180.0,
     connect_timeout: Annotated[
-        float, typer.Option(envvar="CSDCTL_CONNECT_TIMEOUT", help="Seconds to connect to a node.")
+        float, typer.Option(min=1, envvar="CSDCTL_CONNECT_TIMEOUT", help="Seconds to connect to a node.")
     ] = 10.0,
     mpi_timeout: Annotated[
         float,
         typer.Option(
+            min=1,
             envvar="CSDCTL_MPI_TIMEOUT",
             help="Seconds for all machines to start MPI together, and again for their allreduce.",
         ),
@@ -163,34 +158,11 @@ def doctor(
 
     deadlines = DoctorOptions(timeout, connect_timeout, mpi_timeout)
     streams = call.streams
-    settings = list_settings(context, call.fleet)
-    with ExaminationView(streams.console, call.fleet, settings, is_verbose=streams.is_verbose) as view:
+    with ExaminationView(streams.console, call.fleet, is_verbose=streams.is_verbose) as view:
         examination = examine(call.fleet, call.directory, deadlines, view.show)
     view.finish(examination)
-    streams.result(doctor_document(examination, settings))
+    streams.result(doctor_document(examination))
     examination.check()
-
-
-def list_settings(context: typer.Context, fleet: "Fleet") -> "list[Setting]":
-    """Return the settings of one invocation, and those of the fleet file that apply to all machines."""
-    from csdctl.fleet.model import Host
-    from csdctl.terminal.fleet import Setting
-
-    parameters: dict[str, Any] = {str(parameter.name): parameter for parameter in context.command.params}
-    settings = []
-    for name in _SETTINGS:
-        value, parameter, source = context.params[name], parameters[name], context.get_parameter_source(name)
-        text = ",".join(value) if isinstance(value, list | tuple) else str(value)
-        given = {"COMMANDLINE": f"flag {parameter.opts[0]}", "ENVIRONMENT": f"environment {parameter.envvar}"}
-        origin = given.get(getattr(source, "name", ""), "default")
-        settings.append(Setting(name.replace("_", "-"), text if value else "", origin))
-    in_file = {
-        "network": (fleet.network, fleet.network != ""),
-        "host.threads": (str(fleet.host.threads), fleet.host != Host()),
-    }
-    for name, (text, is_set) in in_file.items():
-        settings.append(Setting(name, text, f"file {fleet.path}" if is_set else "default"))
-    return settings
 
 
 @on_fleet
@@ -335,10 +307,14 @@ def exec(
     ] = None,
     timeout: Annotated[
         float | None,
-        typer.Option(help="Timeout of a command in seconds; default: 60, with --task 600."),
+        typer.Option(
+            min=0.001,
+            max=7 * 86_400,
+            help="Timeout of a command in seconds; default: 60, with --task 600.",
+        ),
     ] = None,
     connect_timeout: Annotated[
-        float, typer.Option(envvar="CSDCTL_CONNECT_TIMEOUT", help="Seconds to connect to a node.")
+        float, typer.Option(min=0.001, envvar="CSDCTL_CONNECT_TIMEOUT", help="Seconds to connect to a node.")
     ] = 10.0,
 ) -> None:
     """Run a command, or a Fabric task, on all nodes at once; identical output is grouped."""
@@ -381,7 +357,7 @@ def inventory(
     from csdctl.reporting.numbers import format_count
     from csdctl.terminal.fleet import fleet_document
     from csdctl.workflows.discovery.inventory import TEXT_FORMATS
-    from csdctl.workflows.workspace.partial_failure import choose_fleet
+    from csdctl.workflows.workspace.workspace import choose_fleet
 
     streams = Streams()
     if output:

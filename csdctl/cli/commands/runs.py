@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import typer
 
 from csdctl.cli import options
-from csdctl.errors import ExitCode
+from csdctl.errors import ExitCode, InputError
 from csdctl.runs.directory import RunDirectory
 from csdctl.terminal.streams import Streams
 
@@ -58,7 +58,7 @@ def watch(run: RunArgument = None, json: options.JsonOption = False) -> None:
     Ctrl-C ends the view, not the run. Exits with 1 when the run has failed.
     """
     from csdctl.terminal.runs import watch_run
-    from csdctl.workflows.runs.follow import follow_run
+    from csdctl.workflows.runs.manage import follow_run
 
     os.nice(WATCHER_NICE)
     streams = Streams(is_json=json)
@@ -83,7 +83,7 @@ def logs(
 ) -> None:
     """Print the logs of a run's ranks and of mpirun."""
     from csdctl.terminal.runs import show_logs
-    from csdctl.workflows.runs.follow import find_logs
+    from csdctl.workflows.runs.manage import find_logs
 
     streams = Streams()
     found = streams.project.find_run(run)
@@ -187,7 +187,11 @@ def report(
     streams = Streams(is_json=json)
     ids = [find_run(streams.project, run, streams.say).run_id for run in runs or [options.LATEST]]
     if privacy:
-        render.check_privacy_options(ids, has_files=bool(html or csv))
+        if html or csv or len(ids) > 1:
+            raise InputError(
+                "--privacy shows one run in the terminal; received more runs, --html or --csv",
+                remedy="pass one run, without --html and --csv",
+            )
         render.show_privacy(streams, reporting.privacy(streams.project, ids[0]))
     elif html or csv:
         written = reporting.write_files(streams.project, ids, html, csv, is_running, force=force)
@@ -200,14 +204,7 @@ def report(
 
 def export(
     to: Annotated[Literal["tensorboard", "mlflow"], typer.Option(help="Format.")],
-    run: Annotated[
-        str | None,
-        typer.Argument(
-            help="Run ID, unique prefix or `latest`; default: the latest.",
-            metavar="[RUN]",
-            autocompletion=options.complete_runs,
-        ),
-    ] = None,
+    run: RunArgument = None,
     output: Annotated[
         Path | None,
         typer.Option(

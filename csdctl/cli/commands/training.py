@@ -3,7 +3,6 @@
 import runpy
 import sys
 import traceback
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -17,7 +16,6 @@ from csdctl.terminal.streams import Streams
 
 if TYPE_CHECKING:
     from csdctl.supervision.event_callbacks import Callback
-    from csdctl.workflows.train.train import TrainRequest
 MAX_CALLBACK_ERROR_CHARS = 500
 
 
@@ -37,26 +35,18 @@ def train(
         ),
     ] = None,
     min_nodes: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            help="Continue without lost nodes while at least this many remain.",
-            rich_help_panel=options.RESUMING,
-        ),
+        int, options.resuming(min=0, help="Continue without lost nodes while at least this many remain.")
     ] = 1,
     rebalance: Annotated[
         bool,
-        typer.Option(
-            "--rebalance/--no-rebalance",
-            help="Adjust batch sizes when a node's speed changes.",
-            rich_help_panel=options.RESUMING,
+        options.resuming(
+            "--rebalance/--no-rebalance", help="Adjust batch sizes when a node's speed changes."
         ),
     ] = True,
     collective: Annotated[
         options.Collective,
-        typer.Option(
-            help="How gradients are summed; auto: star, between servers the faster one as measured.",
-            rich_help_panel=options.STRATEGY,
+        options.strategy(
+            help="How gradients are summed; auto: star, between servers the faster one as measured."
         ),
     ] = "auto",
     strategy: options.StrategyOption = "auto",
@@ -65,70 +55,40 @@ def train(
     cut: options.CutOption = "",
     micro_batches: options.MicroBatchesOption = 4,
     checkpoint_seconds: Annotated[
-        float,
-        typer.Option(
-            help="Seconds between checkpoints; each epoch also ends with one.",
-            rich_help_panel=options.RESUMING,
-        ),
+        float, options.resuming(help="Seconds between checkpoints; each epoch also ends with one.")
     ] = 600.0,
-    keep: Annotated[
-        int,
-        typer.Option(min=1, help="Checkpoints to keep, besides the best.", rich_help_panel=options.RESUMING),
-    ] = 3,
+    keep: Annotated[int, options.resuming(min=1, help="Checkpoints to keep, besides the best.")] = 3,
     start_timeout: Annotated[
-        float,
-        typer.Option(help="Timeout in seconds until every rank is ready.", rich_help_panel=options.RESUMING),
+        float, options.resuming(help="Timeout in seconds until every rank is ready.")
     ] = 300.0,
     silence_timeout: Annotated[
-        float,
-        typer.Option(
-            help="Stop the run after this many seconds without a step.", rich_help_panel=options.RESUMING
-        ),
+        float, options.resuming(help="Stop the run after this many seconds without a step.")
     ] = 300.0,
     callback: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="FILE.py:NAME",
-            help="Call this function with every event of the run, in its own thread.",
-            rich_help_panel=options.BACKGROUND,
+        options.background(
+            metavar="FILE.py:NAME", help="Call this function with every event of the run, in its own thread."
         ),
     ] = None,
     metrics: Annotated[
         str,
-        typer.Option(
-            metavar="[HOST:]PORT",
-            help="Serve metrics of the run over HTTP, for Prometheus.",
-            rich_help_panel=options.BACKGROUND,
-        ),
+        options.background(metavar="[HOST:]PORT", help="Serve metrics of the run over HTTP, for Prometheus."),
     ] = "",
     skip_doctor: options.SkipDoctorOption = False,
     detach: Annotated[
         bool,
-        typer.Option(
-            "--detach",
-            help="Train in the background; `csdctl runs watch` shows the run.",
-            rich_help_panel=options.BACKGROUND,
-        ),
+        options.background("--detach", help="Train in the background; `csdctl runs watch` shows the run."),
     ] = False,
-    notify: Annotated[
-        str | None,
-        typer.Option(
-            metavar="COMMAND",
-            help="Run this when the run ends; CSDCTL_RUN, CSDCTL_STATE and CSDCTL_EXIT_CODE are set.",
-            rich_help_panel=options.BACKGROUND,
-        ),
-    ] = None,
 ) -> None:
     """Train synchronously on the host and all nodes, each with its own batch size."""
     from csdctl.reporting.live_metrics import serve_metrics
     from csdctl.supervision.run_setup import Patience
+    from csdctl.terminal.train import TrainingScreen, show_training_rehearsal
     from csdctl.worker.protocol.features import FeatureOptions
-    from csdctl.workflows.runs.follow import parse_command
-    from csdctl.workflows.train.options import TrainOptions
+    from csdctl.workflows.train.spec import TrainOptions
     from csdctl.workflows.train.train import TrainRequest
 
     streams = call.streams
-    told = parse_command(notify)
     if detach and not dry_run:
         start_detached(streams)
         return
@@ -151,7 +111,10 @@ def train(
     request = TrainRequest(
         call.job, call.fleet, call.directory, wanted, plan, batch_size, resume, skip_doctor
     )
-    _train(streams, request, told, is_dry_run=dry_run)
+    if dry_run:
+        show_training_rehearsal(streams, request)
+    else:
+        TrainingScreen(streams, emulated=call.fleet.emulated).train(request)
 
 
 def load_callback(reference: str) -> "Callback":
@@ -186,31 +149,17 @@ def _run_file(path: Path, reference: str) -> dict[str, object]:
         raise InputError(f"the file of callback {reference} failed{line}: {what}") from error
 
 
-def _train(streams: Streams, request: "TrainRequest", told: Sequence[str], *, is_dry_run: bool) -> None:
-    """Train, and run the program `told` at the end; or show what would be trained."""
-    from csdctl.terminal.train import TrainingScreen, show_training_rehearsal
-    from csdctl.workflows.runs.follow import notifying
-
-    if is_dry_run:
-        show_training_rehearsal(streams, request)
-        return
-    screen = TrainingScreen(streams, emulated=request.fleet.emulated)
-    with notifying(told, lambda: screen.run, streams.say):
-        screen.train(request)
-
-
 def start_detached(streams: Streams) -> None:
     """Start this command line again in the background; return once its run trains."""
-    from csdctl.workflows.runs import follow
-    from csdctl.workflows.runs.manage import process_of
+    from csdctl.workflows.runs import manage
 
     arguments = [word for word in sys.argv[1:] if word not in ("--detach", "--json")]
-    run = follow.start_detached(streams.project, arguments, streams.say)
+    run = manage.start_detached(streams.project, arguments, streams.say)
     if run is None:
         streams.say("nothing is left to train: no run was started")
         streams.result({"schema": "csdctl.train/1", "detached": False})
         return
-    streams.say(f"run {run.run_id} continues in the background, process {process_of(run).pid}")
+    streams.say(f"run {run.run_id} continues in the background, process {manage.process_of(run).pid}")
     streams.say(f"to see it: csdctl runs watch {run.run_id}; to stop it: csdctl runs stop {run.run_id}")
     streams.result({"schema": "csdctl.train/1", "run": run.run_id, "path": str(run.path), "detached": True})
 
@@ -300,18 +249,15 @@ def scale(
     batch_size: options.BatchSizeOption = None,
     max_steps: options.MaxStepsOption = None,
     skip_doctor: options.SkipDoctorOption = False,
-    html: options.HtmlOption = None,
     dry_run: options.DryRunOption = False,
 ) -> None:
     """Train with 0, 1, 2 … nodes, and show speed-up, efficiency and energy."""
-    from csdctl.documents import check_output, save_text
-    from csdctl.reporting.page import render_scaling_page
-    from csdctl.reporting.scaling import KINDS
+    from csdctl.reporting.tables import KINDS
     from csdctl.terminal.report import show_points, show_series
     from csdctl.terminal.train import train_point
     from csdctl.workflows.forecast.forecast import parse_node_counts
-    from csdctl.workflows.train.options import TrainOptions
     from csdctl.workflows.train.scale import STRONG, WEAK, ScaleRequest, plan_points, run_series
+    from csdctl.workflows.train.spec import TrainOptions
     from csdctl.workflows.train.train import TrainRequest
 
     streams = call.streams
@@ -327,15 +273,10 @@ def scale(
         batch_size,
         is_preflight_skipped=skip_doctor,
     )
-    if html:
-        check_output(html, "--html")
     request = ScaleRequest(training, kinds, parse_node_counts(nodes) if nodes is not None else ())
     if dry_run:
         show_points(streams, plan_points(request))
         return
     found = run_series(request, lambda point, of: train_point(streams, point, of))
     for kind, series in found.items():
-        path = html.with_stem(f"{html.stem}-{kind}") if html and len(found) > 1 else html
-        if path:
-            save_text(path, render_scaling_page(series))
-        show_series(streams, kind, series, path)
+        show_series(streams, kind, series)

@@ -1,5 +1,6 @@
-"""Commands before a training: tune, forecast, measurements, verify."""
+"""Commands before a training: tune, forecast, verify."""
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -9,11 +10,11 @@ from csdctl.cli import options
 from csdctl.cli.call import Call, on_job
 from csdctl.errors import InputError
 from csdctl.perfmodel.published import Network
-from csdctl.terminal.streams import Streams
 from csdctl.tuning.stannis import DEFAULT_BATCH_SIZES, DEFAULT_MARGIN_SCALE, DEFAULT_STEP_DIVISOR
 
-POWER = "Power"
-OF_FIT, OF_STANNIS = "Method fit", "Method stannis"
+power = partial(typer.Option, rich_help_panel="Power")
+of_fit = partial(typer.Option, rich_help_panel="Method fit")
+of_stannis = partial(typer.Option, rich_help_panel="Method stannis")
 DEFAULT_BATCH_SIZE_LIST = ",".join(map(str, DEFAULT_BATCH_SIZES))
 
 
@@ -26,34 +27,24 @@ def tune(
     ] = "fit",
     goal: Annotated[
         Literal["throughput", "time-to-accuracy"],
-        typer.Option(
+        of_fit(
             "--for",
             help="time-to-accuracy: choose the global batch size by the gradient noise of the latest run.",
-            rich_help_panel=OF_FIT,
         ),
     ] = "throughput",
     max_global_batch: Annotated[
         int | None,
-        typer.Option(
+        of_fit(
             min=1,
-            help="Largest global batch size; default: 4 × recipe.reference_batch, and at most a tenth of "
-            "an epoch's samples.",
-            rich_help_panel=OF_FIT,
+            help="Largest global batch size; default: 4 × recipe.reference_batch, and at most a tenth of an "
+            "epoch's samples.",
         ),
     ] = None,
-    global_batch: Annotated[
-        int | None, typer.Option(min=1, help="Exact global batch size.", rich_help_panel=OF_FIT)
-    ] = None,
-    fresh: Annotated[
-        bool, typer.Option("--fresh", help="Ignore earlier measurements.", rich_help_panel=OF_FIT)
-    ] = False,
+    global_batch: Annotated[int | None, of_fit(min=1, help="Exact global batch size.")] = None,
+    fresh: Annotated[bool, of_fit("--fresh", help="Ignore earlier measurements.")] = False,
     explore: Annotated[
         bool,
-        typer.Option(
-            "--explore/--no-explore",
-            help="Also probe threads and oneDNN, and use the faster settings.",
-            rich_help_panel=OF_FIT,
-        ),
+        of_fit("--explore/--no-explore", help="Also probe threads and oneDNN, and use the faster settings."),
     ] = True,
     host: Annotated[
         bool,
@@ -64,43 +55,27 @@ def tune(
         ),
     ] = True,
     strategy: Annotated[
-        options.Strategy,
-        typer.Option(help="Plan for this strategy; auto compares them.", rich_help_panel=OF_FIT),
+        options.Strategy, of_fit(help="Plan for this strategy; auto compares them.")
     ] = "auto",
-    cut: Annotated[
-        str,
-        typer.Option(
-            metavar="LAYER", help="Last layer of the nodes, for --strategy split.", rich_help_panel=OF_FIT
-        ),
-    ] = "",
+    cut: Annotated[str, of_fit(metavar="LAYER", help="Last layer of the nodes, for --strategy split.")] = "",
     probe_seconds: Annotated[float, typer.Option(help="Minimum duration of a probe.")] = 1.0,
     batch_sizes: Annotated[
-        str, typer.Option(metavar="SIZES", help="Batch sizes to probe.", rich_help_panel=OF_STANNIS)
+        str, of_stannis(metavar="SIZES", help="Batch sizes to probe.")
     ] = DEFAULT_BATCH_SIZE_LIST,
     step_divisor: Annotated[
-        float,
-        typer.Option(
-            "-C",
-            "--step-divisor",
-            help="C; a larger value takes smaller steps.",
-            rich_help_panel=OF_STANNIS,
-        ),
+        float, of_stannis("-C", "--step-divisor", help="C; a larger value takes smaller steps.")
     ] = DEFAULT_STEP_DIVISOR,
     margin_scale: Annotated[
         float,
-        typer.Option(
-            "-E",
-            "--margin-scale",
-            help="E; 20 leaves a margin of 5%, the paper's value 5 leaves 20%.",
-            rich_help_panel=OF_STANNIS,
+        of_stannis(
+            "-E", "--margin-scale", help="E; 20 leaves a margin of 5%, the paper's value 5 leaves 20%."
         ),
     ] = DEFAULT_MARGIN_SCALE,
 ) -> None:
     """Measure the machines and write the plan with the highest throughput."""
     from csdctl.terminal.tune import TuningScreen, plan_document, render_plan
     from csdctl.tuning.search import Limits
-    from csdctl.workflows.tune.options import TuneOptions
-    from csdctl.workflows.tune.tune import tune_job
+    from csdctl.workflows.tune.tune import TuneOptions, tune_job
 
     streams = call.streams
     tune_options = TuneOptions(
@@ -160,19 +135,12 @@ def forecast(
         ),
     ] = None,
     host_watts: Annotated[
-        float | None,
-        typer.Option(min=0, help="Watts that do not depend on the number of nodes.", rich_help_panel=POWER),
+        float | None, power(min=0, help="Watts that do not depend on the number of nodes.")
     ] = None,
-    node_watts: Annotated[
-        float | None, typer.Option(min=0, help="Watts that each node adds.", rich_help_panel=POWER)
-    ] = None,
+    node_watts: Annotated[float | None, power(min=0, help="Watts that each node adds.")] = None,
     alone_watts: Annotated[
         float | None,
-        typer.Option(
-            min=0,
-            help="Watts of the host alone, with ordinary drives; default: --host-watts.",
-            rich_help_panel=POWER,
-        ),
+        power(min=0, help="Watts of the host alone, with ordinary drives; default: --host-watts."),
     ] = None,
     sum_seconds: Annotated[
         float | None, typer.Option(min=0, help="Seconds that each node adds to the sum over the ranks.")
@@ -214,20 +182,6 @@ def forecast(
         render_forecast(streams.console, result)
 
 
-def measurements(json: options.JsonOption = False) -> None:
-    """Show earlier measurements and how well they predicted each trial."""
-    from csdctl.terminal.measurements import measurements_document, render_measurements
-    from csdctl.workflows.reporting.report import load_measurements
-
-    streams = Streams(is_json=json)
-    overview = load_measurements(streams.project, streams.say)
-    path = str(streams.project.measurements.relative_to(streams.directory))
-    if json:
-        streams.result(measurements_document(overview, path))
-    else:
-        render_measurements(streams.console, overview, path)
-
-
 @on_job
 def verify(
     call: Call,
@@ -250,7 +204,7 @@ def verify(
     from csdctl.terminal.prepare import PreparationScreen
     from csdctl.terminal.tune import describe_features, render_verified, verify_document
     from csdctl.worker.protocol.features import FeatureOptions
-    from csdctl.workflows.train.options import TrainOptions
+    from csdctl.workflows.train.spec import TrainOptions
     from csdctl.workflows.train.train import TrainRequest
     from csdctl.workflows.train.verify import judge, run_verification
 

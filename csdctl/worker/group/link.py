@@ -138,7 +138,8 @@ class _Link:
             is_adding = collective is not None and self._world.rank == 0
             if not is_adding and not self._departures and not num_missing:
                 return
-            readable = select.select([self._channel, *ready], [], [], IDLE_S)[0]
+            watched: list[Any] = [self._channel, *ready]
+            readable = select.select(watched, [], [], IDLE_S)[0]
             if collective and is_adding:
                 collective.progress()
             if self._channel in readable or (readable and select.select([self._channel], [], [], PART_S)[0]):

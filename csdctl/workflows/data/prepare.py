@@ -10,9 +10,8 @@ and no file names.
 
 import hashlib
 import re
-import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,14 +22,13 @@ from pydantic import Field, TypeAdapter, ValidationError
 from csdctl.documents import check_values, load_json, save_json, save_text
 from csdctl.errors import InputError, RemoteCommandError
 from csdctl.fleet.model import HOST_NAME, Fleet
-from csdctl.job.compatibility import check_compatibility, check_noise, inputs_of
+from csdctl.job.compatibility import check_compatibility, check_noise, inputs_of, show_shape
 from csdctl.job.model import Job, find_imported
 from csdctl.notify import Say
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.shipping.deliver import Delivery, deliver
 from csdctl.shipping.payload import pack_payload
 from csdctl.shipping.store import StoredFile, store_bytes, store_file
-from csdctl.shipping.worker_calls import call_worker
 from csdctl.shipping.worker_zip import pack_code
 from csdctl.transport.many import run_on_all, values_or_raise
 from csdctl.transport.meter import TrafficClass
@@ -40,15 +38,16 @@ from csdctl.worker.protocol.datasets import DatasetInfo, PrepareProgress, Prepar
 from csdctl.worker.protocol.json_codec import shorten, to_json
 from csdctl.worker.protocol.model_info import AugmentTrial, ModelInfo
 from csdctl.worker.protocol.recipe import Recipe
-from csdctl.worker.protocol.run_spec import DatasetSlice, UserCode
-from csdctl.workflows.data.model import (
+from csdctl.worker.protocol.run_spec import UserCode
+from csdctl.workflows.data.files import (
     SerializedModel,
     describe_code,
     serialize_model,
     shapes_of,
     store_worker,
+    whole,
 )
-from csdctl.workflows.workspace.workspace import Workspace, open_workspace
+from csdctl.workflows.workspace.workspace import OnProgress, Workspace, call_machine, open_workspace
 
 
 @dataclass(frozen=True)
@@ -145,27 +144,13 @@ def check_augment(
     code = model.user_code
     if not job.recipe.augment or code is None:
         return
-    samples = DatasetSlice(
-        f"{public.path}/images.npy",
-        f"{public.path}/labels.npy",
-        images_sha256=public.images_sha256,
-        labels_sha256=public.labels_sha256,
-    )
-    trial = AugmentTrial(job.recipe.augment, code, samples, job.recipe.seed)
+    trial = AugmentTrial(job.recipe.augment, code, whole(public), job.recipe.seed)
     content = f"{to_json(trial)} {worker.sha256}"
     tried = space.project.models / f"augment-{hashlib.sha256(content.encode()).hexdigest()[:32]}.json"
     if tried.is_file():
         return
-    call_worker(
-        space.sessions[HOST_NAME],
-        sys.executable,
-        worker.path,
-        "augment",
-        trial,
-        Nothing,
-        doing="trying data.augment",
-        patience=within(DEADLINE_S),
-    )
+    doing, patience = "trying data.augment", within(DEADLINE_S)
+    call_machine(space, HOST_NAME, worker, "augment", trial, Nothing, doing=doing, patience=patience)
     say(f"augmentation of training batches: {job.recipe.augment}, tried on public samples")
     save_json(tried, {})
 
@@ -175,9 +160,6 @@ SHARED_STORE = ".csdctl-data"
 """Directory beside public data on a shared file system: every node must see the prepared data too."""
 
 _DOING = "preparing data"
-
-OnPrepareProgress = Callable[[str, PrepareProgress], None]
-
 
 MAX_AGAIN_S = 10.0
 """Preparing that took longer prepared something new."""
@@ -207,6 +189,11 @@ class Prepared:
         return {name: info.num_samples for name, info in self.private.items()}
 
     @property
+    def files(self) -> list[StoredFile]:
+        """Files that every machine needs to train or measure."""
+        return [self.worker, *self.model.files]
+
+    @property
     def recipe(self) -> Recipe:
         """The job's recipe, with what the compiled model adds."""
         return self.model.info.recipe
@@ -216,7 +203,7 @@ def prepare_job(
     job: Job,
     space: Workspace,
     say: Say,
-    on_progress: OnPrepareProgress = lambda data, progress: None,
+    on_progress: OnProgress = lambda data, progress: None,
     *,
     is_checked: bool = False,
     needs_labels: bool = True,
@@ -258,7 +245,7 @@ def prepare_job(
         check_noise(job.noise, model.info, private)
     for name, info in datasets.items():
         for part, shape in info.padded.items() if info else ():
-            say(f"{name}: different lengths were padded with 0: {part} to {'×'.join(map(str, shape))}")
+            say(f"{name}: different lengths were padded with 0: {part} to {show_shape(shape)}")
     of_host = {"public": public} | ({"validation": validation} if validation else {})
     for name in find_changed(project, job, of_host | private):
         if not is_checked:
@@ -281,7 +268,7 @@ class _Preparing:
     """Settings that all data sets have in common."""
     space: Workspace
     worker: StoredFile
-    on_progress: OnPrepareProgress
+    on_progress: OnProgress
 
     def on_host(self, name: str, path: Path, function: str, store: str = DATA_STORE) -> DatasetInfo:
         """Prepare a data set of the host; the user's function runs from the store, as on a node."""
@@ -293,7 +280,7 @@ class _Preparing:
             names_classes=name == "public",
             is_shared=store != DATA_STORE,
         )
-        return self._prepare(name, self.space.sessions[HOST_NAME], spec)
+        return self._prepare(name, HOST_NAME, spec)
 
     def on_nodes(self, path: str) -> dict[str, DatasetInfo]:
         """Prepare private data on each node; a node without data or with a failure is an error."""
@@ -304,23 +291,19 @@ class _Preparing:
 
         def on_node(session: Session) -> DatasetInfo:
             deliver(session, payload, python=fleet.python_of(session.name))
-            return self._prepare(session.name, session, spec)
+            return self._prepare(session.name, session.name, spec)
 
         nodes = {node.name: self.space.sessions[node.name] for node in fleet.nodes}
         return values_or_raise(run_on_all(nodes, on_node), "preparing private data")
 
-    def _prepare(self, name: str, session: Session, spec: PrepareSpec) -> DatasetInfo:
-        info = call_worker(
-            session,
-            self.space.fleet.python_of(session.name),
-            self.worker.path,
-            "prepare",
-            spec,
-            DatasetInfo,
-            lambda progress: self.on_progress(name, progress),
-            doing=_DOING,
+    def _prepare(self, name: str, machine: str, spec: PrepareSpec) -> DatasetInfo:
+        def note(_: str, progress: PrepareProgress) -> None:
+            self.on_progress(name, progress)
+
+        info = call_machine(
+            self.space, machine, self.worker, "prepare", spec, DatasetInfo, note, doing=_DOING
         )
-        check_info(info, session.name, _DOING)
+        check_info(info, machine, _DOING)
         return info
 
 
@@ -427,7 +410,7 @@ class PreparationObserver(Protocol):
 
     def preparing(
         self, what: str = ..., expected: Sequence[str] = ..., /
-    ) -> AbstractContextManager[OnPrepareProgress]:
+    ) -> AbstractContextManager[OnProgress]:
         """Open a view of the progress of `what`, of which the names in `expected` report.
 
         It is closed before anything else is shown but lines of text.
@@ -451,9 +434,7 @@ def prepare_in(
     return replace(prepared, elapsed_s=time.monotonic() - began)
 
 
-def prepare_fleet(
-    job: Job, fleet: Fleet, *, directory: Path, say: Say, on_progress: OnPrepareProgress
-) -> Prepared:
+def prepare_fleet(job: Job, fleet: Fleet, *, directory: Path, say: Say, on_progress: OnProgress) -> Prepared:
     """Prepare `job` on the host and all nodes of `fleet`.
 
     Raises InputError when model and data do not fit together, and CsdctlError when a machine fails.

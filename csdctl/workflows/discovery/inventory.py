@@ -70,7 +70,6 @@ def scan(
     user: str,
     key: Path | None = None,
     port: int = 22,
-    connect_timeout_s: float = SCAN_CONNECT_S,
     banner_timeout_s: float = SCAN_BANNER_S,
 ) -> tuple[Node, ...]:
     """Return the machines of `cidrs` with an SSH server at `port`, except this one, as nodes csd0, csd1, ….
@@ -80,7 +79,7 @@ def scan(
     addresses = list(dict.fromkeys(address for cidr in cidrs for address in expand_addresses(cidr)))
     outcomes = run_on_all(
         {address: address for address in addresses},
-        lambda address: _has_ssh_banner(address, port, connect_timeout_s, banner_timeout_s),
+        lambda address: _has_ssh_banner(address, port, banner_timeout_s),
         max_workers=SCAN_AT_ONCE,
     )
     found = [address for address, outcome in outcomes.items() if outcome.value]
@@ -94,11 +93,11 @@ def scan(
     )
 
 
-def _has_ssh_banner(address: str, port: int, connect_timeout_s: float, banner_timeout_s: float) -> bool:
+def _has_ssh_banner(address: str, port: int, banner_timeout_s: float) -> bool:
     """Return whether another machine's SSH server sends its banner."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with contextlib.suppress(OSError), socket.socket(family) as connection:
-        connection.settimeout(connect_timeout_s)
+        connection.settimeout(SCAN_CONNECT_S)
         connection.connect((address, port))
         connection.settimeout(banner_timeout_s)
         is_other = connection.getsockname()[0] != address
@@ -292,18 +291,15 @@ def ssh_config(path: Path) -> NodeSource:
         if not usable:
             raise InputError(f"{path}: {', '.join(chosen)} is not a valid node name")
         skipped = [alias for alias in chosen if alias not in usable]
-        # With -F, ssh ignores the system's configuration, which otherwise applies besides the user's.
-        arguments = () if path.resolve() == _user_config() else ("-F", str(path.absolute()))
+        # With -F, ssh ignores the system's configuration, which otherwise applies besides the user's. That is
+        # found by the user database, not by $HOME.
+        of_user = Path(pwd.getpwuid(os.getuid()).pw_dir, ".ssh", "config").resolve()
+        arguments = () if path.resolve() == of_user else ("-F", str(path.absolute()))
         targets = [Target(alias, alias, arguments) for alias in usable]
         warnings = {"not a valid node name: skipped": skipped} if skipped else {}
         return resolve_targets(targets, warnings)
 
     return NodeSource(str(path), f"Written by `csdctl discover --ssh-config {path}`", find)
-
-
-def _user_config() -> Path:
-    """Return the file that ssh reads without -F; ssh uses the user database, not $HOME."""
-    return Path(pwd.getpwuid(os.getuid()).pw_dir, ".ssh", "config").resolve()
 
 
 def import_fleet(

@@ -37,8 +37,7 @@ from csdctl.perfmodel.spread import Range, Spread
 from csdctl.reporting.numbers import format_seconds
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.runs.measurements import MeasurementStore
-from csdctl.tuning.fits import fit_collective
-from csdctl.tuning.fleet_model import RecalledTrial
+from csdctl.tuning.fleet_model import RecalledTrial, fit_collective
 from csdctl.tuning.measurements import CollectiveMeasurement, ForecastErrors
 from csdctl.tuning.plan import DATA_PARALLEL, SPLIT, Plan, load_plan
 from csdctl.tuning.scaling_curve import (
@@ -53,7 +52,7 @@ from csdctl.tuning.scaling_curve import (
     size_ranks,
 )
 from csdctl.tuning.search import Limits, default_limits, read_limits
-from csdctl.workflows.data.model import describe_job_model
+from csdctl.workflows.data.files import describe_job_model
 from csdctl.workflows.data.prepare import PreparedData, load_prepared
 from csdctl.workflows.train.plan import find_changes, find_left_out, find_unplanned
 from csdctl.workflows.tune.fleet_measurements import FleetMeasurements, hash_recipe

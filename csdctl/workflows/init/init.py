@@ -8,7 +8,7 @@ import math
 import os
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,7 +19,7 @@ import yaml
 from csdctl.documents import check_output, parse_document, replacing, save_text
 from csdctl.errors import InputError
 from csdctl.fleet.model import HOST_NAME
-from csdctl.job.compatibility import LOGITS, check_compatibility
+from csdctl.job.compatibility import LOGITS, check_compatibility, plain_name, show_shape
 from csdctl.job.model import Job, JobFile, build_job, find_imported, model_reference
 from csdctl.notify import Say, make_printable
 from csdctl.runs.directory import ProjectDirectory
@@ -31,14 +31,14 @@ from csdctl.worker.protocol.datasets import (
     DataLook,
     DatasetInfo,
     LookSpec,
-    PrepareProgress,
     PrepareSpec,
     equals,
 )
 from csdctl.worker.protocol.model_info import ModelInfo, OutputInfo
-from csdctl.workflows.data.model import SerializedModel, serialize_model, shapes_of, store_worker
+from csdctl.workflows.data.files import SerializedModel, serialize_model, shapes_of, store_worker
 from csdctl.workflows.data.prepare import add_function, first_spec, follow
 from csdctl.workflows.init.script import LiftedScript, lift_script, trains_on_import
+from csdctl.workflows.workspace.workspace import OnProgress
 
 DEFAULT_SIZE = (224, 224)
 """Height and width that most models of keras.applications were made for."""
@@ -136,7 +136,12 @@ def choose_losses(looks: Looks) -> dict[str, LossChoice]:
     outputs = model.outputs
     if model.compiled:
         only = outputs[0] if len(outputs) == 1 else None
-        if only is None or only.from_logits or only.activation != "linear" or _plain(only.loss) not in LOGITS:
+        if (
+            only is None
+            or only.from_logits
+            or only.activation != "linear"
+            or plain_name(only.loss) not in LOGITS
+        ):
             return {}
         why = "compile() has this loss without from_logits=True, but the last layer is linear"
         return {"": LossChoice(only.loss, True, why)}
@@ -167,24 +172,20 @@ def _guess(output: OutputInfo, data: DatasetInfo, name: str) -> LossChoice:
         choice = "binary_crossentropy"
     last = f"the last layer has {classes} outputs ({output.activation or 'unknown activation'})"
     reason = f"{'a guess: ' if choice == MSE else ''}{seen}, {last}"
-    if choice == MSE or output.activation == LOGITS[_plain(choice)]:
+    if choice == MSE or output.activation == LOGITS[plain_name(choice)]:
         return LossChoice(choice, False, reason)
     return LossChoice(choice, True if output.activation == "linear" else None, reason)
-
-
-def _plain(loss: str) -> str:
-    return loss.replace("_", "").lower()
 
 
 def describe_model(model: ModelInfo) -> str:
     """Return in words: parameters, inputs, outputs."""
     inputs = (model.inputs or {"": model.input_shape}).items()
     outputs = [
-        f"{one.name} {_shape(one.shape)}{f' ({one.activation})' if one.activation else ''}".strip()
+        f"{one.name} {show_shape(one.shape)}{f' ({one.activation})' if one.activation else ''}".strip()
         for one in model.outputs
         if one.is_known
     ]
-    takes = " and ".join(f"{name} {_shape(shape)}".strip() for name, shape in inputs)
+    takes = " and ".join(f"{name} {show_shape(shape)}".strip() for name, shape in inputs)
     return f"{model.num_parameters:,} parameters; takes {takes}, returns {' and '.join(outputs) or 'unknown'}"
 
 
@@ -198,7 +199,7 @@ def describe_data(look: DataLook) -> str:
         parts = [f"{look.format}: {look.num_samples:,} files in {len(look.class_counts)} classes"]
         parts.append(f"{low:,} to {high:,} files each" if low != high else f"{low:,} files each")
     if look.pictures:
-        sizes = dict.fromkeys((_shape(look.pictures.smallest), _shape(look.pictures.largest)))
+        sizes = dict.fromkeys((show_shape(look.pictures.smallest), show_shape(look.pictures.largest)))
         formats = " and ".join(look.pictures.formats)
         parts.append(f"{formats}, {' to '.join(sizes)} pixels (height×width)")
     else:
@@ -215,12 +216,9 @@ def describe_data(look: DataLook) -> str:
 
 def _describe_arrays(arrays: Mapping[str, tuple[str, tuple[int, ...]]]) -> str:
     return " and ".join(
-        f"{name} {dtype} {_shape(shape) if shape else ''}".strip() for name, (dtype, shape) in arrays.items()
+        f"{name} {dtype} {show_shape(shape) if shape else ''}".strip()
+        for name, (dtype, shape) in arrays.items()
     )
-
-
-def _shape(shape: Sequence[int]) -> str:
-    return "×".join(str(size) if size else "any" for size in shape) or "1"
 
 
 def render_draft(sources: Sources, image: Sequence[int] = ()) -> str:
@@ -276,7 +274,7 @@ def _data(sources: Sources, looks: Looks) -> Iterator[tuple[str, str]]:
             shape = list(look.info.sample_shape)
             yield f"image: {{shape: {shape}}}", f"the model takes any size: {choose_size(look)[1]}"
         else:
-            size = _shape(looks.model.input_shape)
+            size = show_shape(looks.model.input_shape)
             yield "# image: {fit: stretch}", f"images are stretched to the model's {size}; or crop, or pad"
 
 
@@ -354,8 +352,6 @@ OPTIONS = {
     "data.tfrecord in job.yaml": "data.tfrecord in a job.yaml of your own",
 }
 """Options of `init` in place of the keys of a job.yaml that does not exist yet."""
-
-OnProgress = Callable[[str, PrepareProgress], None]
 
 
 @dataclass(frozen=True)
@@ -505,13 +501,13 @@ def _find_code(named: list[str], given: tuple[Path, ...], base: Path) -> tuple[s
     files = [base / name for name in named if name.endswith(".py")]
     found = [path.absolute() for path in given]
     for file in files:
-        beside = [path for path in sorted(file.parent.iterdir()) if _is_module(path)]
+        beside = [
+            path
+            for path in sorted(file.parent.iterdir())
+            if path.suffix == ".py" or (path.name.isidentifier() and any(path.glob("*.py")))
+        ]
         found += [path for path in find_imported(file, beside) if path not in files]
     return tuple(dict.fromkeys(_written_from(base, str(path)) for path in found))
-
-
-def _is_module(path: Path) -> bool:
-    return path.suffix == ".py" or (path.is_dir() and path.name.isidentifier() and any(path.glob("*.py")))
 
 
 @dataclass(frozen=True)

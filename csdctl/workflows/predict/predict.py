@@ -23,7 +23,7 @@ from csdctl.documents import MAX_JSON_BYTES, load_text, write_atomically
 from csdctl.errors import CsdctlError, InputError, PartialError, RemoteCommandError
 from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.fleet.requirements import explain_extra
-from csdctl.job.compatibility import LOGITS
+from csdctl.job.compatibility import LOGITS, plain_name, show_shape
 from csdctl.job.model import Job, check_keras_file, load_job
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.shipping.worker_calls import call_worker, fetch_results
@@ -42,19 +42,17 @@ from csdctl.worker.protocol.features import (
 )
 from csdctl.worker.protocol.model_info import ModelInfo, OutputInfo
 from csdctl.worker.protocol.run_spec import Prefix
-from csdctl.workflows.data.deploy import common_files, deploy_files, whole
-from csdctl.workflows.data.model import SerializedModel
+from csdctl.workflows.data.files import SerializedModel, deploy_files, whole
 from csdctl.workflows.data.prepare import (
     DeliveryObserver,
-    OnPrepareProgress,
     Prepared,
     check_info,
     load_prepared,
     prepare_in,
 )
 from csdctl.workflows.train.plan import default_runtime
-from csdctl.workflows.train.strategies.features import check_parts
-from csdctl.workflows.workspace.workspace import Workspace, open_workspace
+from csdctl.workflows.train.strategies import check_parts
+from csdctl.workflows.workspace.workspace import OnProgress, Workspace, open_workspace
 
 CSV, PARQUET, NPZ = ".csv", ".parquet", ".npz"
 ROWS_AT_ONCE = 1 << 14
@@ -283,11 +281,11 @@ def build_rules(info: ModelInfo, want: str) -> tuple[ResultRule, ...]:
 
 def _rule_of_classes(output: OutputInfo, info: ModelInfo) -> ResultRule:
     kind = output.activation if output.activation in (SOFTMAX, SIGMOID) else ""
-    kind = kind or LOGITS.get(output.loss.replace("_", "").lower(), VALUES)
+    kind = kind or LOGITS.get(plain_name(output.loss), VALUES)
     if kind != VALUES and output.is_known and len(output.shape) > 1:
-        size = "×".join(str(size) if size else "any" for size in output.shape)
         raise InputError(
-            f"{output.name or info.name} has outputs of shape {size}, not one class for each sample",
+            f"{output.name or info.name} has outputs of shape {show_shape(output.shape)}, not one class for "
+            "each sample",
             remedy="ask for all of them with --want scores",
         )
     return ResultRule(output.name, kind, output.from_logits and kind != VALUES)
@@ -440,7 +438,7 @@ class _Prediction:
 
             def on_machine(name: str) -> list[Block]:
                 if name != HOST_NAME:
-                    files = {name: common_files(self.prepared)}
+                    files = {name: self.prepared.files}
                     deploy_files(files, fleet, sessions, self.observer.on_delivery)
                 return [self._predict(part, on_progress) for part in by_machine[name]]
 
@@ -450,7 +448,7 @@ class _Prediction:
             raise failed[HOST_NAME]
         return [found for name in by_machine for found in outcomes[name].value or ()], failed
 
-    def _predict(self, part: Part, on_progress: OnPrepareProgress) -> Block:
+    def _predict(self, part: Part, on_progress: OnProgress) -> Block:
         import numpy as np
 
         request, prepared, space = self.request, self.prepared, self.space

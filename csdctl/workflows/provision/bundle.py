@@ -418,7 +418,8 @@ def build_python(architecture: str, prefix: str, work: Path, archive: Path) -> t
     tree = work / "tree"
     for name in packages:
         _run(["dpkg-deb", "--extract", str(work / "debs" / name), str(tree)], "unpacking Python")
-    _strip_tree(tree)
+    for path in (path for pattern in _UNUSED for path in tree.glob(pattern)):
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
     _bind_to(tree, architecture, python_directory(prefix, digest))
     return digest, _pack(tree, archive)
 
@@ -454,12 +455,6 @@ def _apt_options(root: Path, architecture: str) -> list[str]:
         "Dir::Etc::preferencesparts": nowhere,
     }
     return [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
-
-
-def _strip_tree(tree: Path) -> None:
-    for pattern in _UNUSED:
-        for path in tree.glob(pattern):
-            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 def _bind_to(tree: Path, architecture: str, directory: str) -> None:

@@ -1,1 +1,1 @@
-"""Report on earlier runs and measurements."""
+"""Report on earlier runs."""

@@ -1,4 +1,4 @@
-"""`report`, `export` (CSV, TensorBoard, MLflow) and `measurements`: what runs have shown."""
+"""`report` and `export` (CSV, TensorBoard, MLflow): what runs have shown."""
 
 import csv
 import io
@@ -10,14 +10,12 @@ from typing import Any
 from csdctl.documents import check_output, save_text
 from csdctl.errors import InputError
 from csdctl.fleet.requirements import explain_extra
-from csdctl.notify import Say
 from csdctl.reporting.page import render_page
 from csdctl.reporting.privacy import Flow, Privacy, add_flows, count_passes, measure_privacy
 from csdctl.reporting.results import RunResults, read_results
 from csdctl.reporting.series import RunSeries
 from csdctl.runs.directory import ProjectDirectory, RunDirectory
 from csdctl.runs.ledger import read_ledger
-from csdctl.runs.measurements import MeasurementStore, Overview
 
 
 def render_csv(runs: Sequence[RunResults]) -> str:
@@ -164,13 +162,6 @@ def report(
     return run, replace(read_results(run), is_running=is_running(run))
 
 
-def results(
-    project: ProjectDirectory, run_ids: Sequence[str], is_running: Callable[[RunDirectory], bool]
-) -> list[RunResults]:
-    """Read these runs; raises InputError when one does not exist."""
-    return [report(project, run_id, is_running)[1] for run_id in run_ids]
-
-
 def write_files(
     project: ProjectDirectory,
     run_ids: Sequence[str],
@@ -184,7 +175,7 @@ def write_files(
     for option, path in (("--html", html), ("--csv", csv)):
         if path:
             check_output(path, option, force=force)
-    found = results(project, run_ids, is_running)
+    found = [report(project, run_id, is_running)[1] for run_id in run_ids]
     wanted = ((html, render_page), (csv, render_csv))
     texts = {path: render(found) for path, render in wanted if path}
     for path, text in texts.items():
@@ -247,8 +238,3 @@ def export(
         raise InputError(f"{path} already exists", remedy="overwrite it with --force, or change --output")
     write_tensorboard(run, path)
     return str(path)
-
-
-def load_measurements(project: ProjectDirectory, say: Say) -> Overview:
-    """Load the measurements of the project; raises CsdctlError."""
-    return MeasurementStore(project.measurements, say).overview()

@@ -1,8 +1,14 @@
-"""List, compare, stop and remove runs, each with the csdctl process that trains it."""
+"""List, compare, stop, remove and follow runs, each with the csdctl process that trains it.
+
+A run is followed from its files alone: nothing of it waits for who watches. A run in the background is
+`csdctl train` in a session of its own, which outlives its terminal and its login.
+"""
 
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,11 +17,15 @@ from pathlib import Path
 from typing import Any
 
 from csdctl.documents import load_json
-from csdctl.errors import CsdctlError, DeadlineError, InputError
+from csdctl.errors import CsdctlError, DeadlineError, ExitCode, InputError, RunError
 from csdctl.launch.leftovers import describe_holder, is_gone, read_holder, show_holder
 from csdctl.notify import Say
+from csdctl.placement.equation1 import steps_per_epoch
 from csdctl.reporting.results import RUNNING, RunStatus, load_run_status, read_results
-from csdctl.runs.directory import LATEST, ProjectDirectory, RunDirectory
+from csdctl.runs.directory import LATEST, Manifest, ProjectDirectory, RunDirectory
+from csdctl.worker.protocol.events import Event
+from csdctl.worker.protocol.run_spec import RunSpec
+from csdctl.workflows.train.train import load_spec
 
 SETTINGS = (
     "csdctl",
@@ -263,3 +273,186 @@ def remove_runs(
         project.step_file(run).unlink(missing_ok=True)
         shutil.rmtree(run.path)
     return runs
+
+
+MPIRUN, OWN = "mpirun", "csdctl"
+EVENTS_POLL_S = 0.5
+MAX_LAST_BYTES = 16 << 20
+"""Bytes read of a log whose last lines are requested."""
+MAX_LINE_BYTES = 64 * 1024
+"""Longest line of a followed log: a rank that writes no newline must not fill the memory."""
+
+
+@dataclass(frozen=True)
+class Followed:
+    """A run whose ranks have been, or are being, started."""
+
+    run: RunDirectory
+    spec: RunSpec
+    num_steps: int
+    """Steps of an epoch."""
+    emulated: bool
+
+    def events(self) -> Iterator[tuple[float, Event]]:
+        """Yield the Unix time and the event of all events, as they come, until the run's csdctl ends."""
+        nodes = [rank.node for rank in self.spec.ranks]
+        return self.run.read_events(nodes).follow(lambda: not process_of(self.run).is_running, EVENTS_POLL_S)
+
+
+def follow_run(run: RunDirectory) -> Followed:
+    """Wait until `run` starts its ranks, and return it; raises InputError for one that ended before."""
+    while not run.spec.exists():
+        if not process_of(run).is_running:
+            raise InputError(
+                f"run {run.run_id} ended before its ranks were started",
+                remedy=f"csdctl runs logs {run.run_id} {OWN}, if it was detached, shows why",
+            )
+        time.sleep(POLL_S)
+    content = run.load_manifest()
+    manifest = Manifest.model_validate(content)
+    return Followed(run, load_spec(run), steps_per_epoch(manifest.placed), bool(manifest.plan.emulated))
+
+
+def find_logs(run: RunDirectory, which: str | None) -> list[tuple[str, Path]]:
+    """Return names and paths of the run's logs: all, or that of a rank, a node, MPIRUN or OWN.
+
+    Raises InputError for a log that does not exist.
+    """
+    nodes = {}
+    if run.manifest.exists():
+        ranks = run.load_manifest()["plan"]["ranks"]
+        nodes = {number: str(rank["node"]) for number, rank in enumerate(ranks)}
+    known = {OWN: run.own_log, MPIRUN: run.mpirun_log}
+    logs = {name: path for name, path in known.items() if path.exists()}
+    for number, node in nodes.items():
+        if which in (str(number), node):
+            which = node
+        if run.rank_log(number).exists():
+            logs[node] = run.rank_log(number)
+    if which is None:
+        return list(logs.items())
+    if which not in logs:
+        raise InputError(
+            f"run {run.run_id} has no log {which!r}", remedy=f"it has: {', '.join(logs) or 'none'}"
+        )
+    return [(which, logs[which])]
+
+
+def read_last_lines(path: Path, num_lines: int) -> Sequence[str]:
+    """Return the last lines of a log, of its last MAX_LAST_BYTES."""
+    with path.open("rb") as file:
+        file.seek(-min(MAX_LAST_BYTES, path.stat().st_size), os.SEEK_END)
+        lines = file.read(MAX_LAST_BYTES).decode(errors="replace").removesuffix("\n").split("\n")
+    return lines[-num_lines:] if num_lines and lines != [""] else []
+
+
+def follow_lines(run: RunDirectory, logs: Sequence[tuple[str, Path]]) -> Iterator[tuple[str, str]]:
+    """Yield name and line of what is added to `logs` from now on, until the run's csdctl ends.
+
+    A last line without an end is yielded then. A line of more than MAX_LINE_BYTES comes in parts.
+    """
+    return _follow_lines(run, {name: GrowingLog(path, path.stat().st_size) for name, path in logs})
+
+
+def _follow_lines(run: RunDirectory, logs: Mapping[str, "GrowingLog"]) -> Iterator[tuple[str, str]]:
+    while True:
+        was_over = not process_of(run).is_running
+        is_quiet = True
+        for name, log in logs.items():
+            before = log.position
+            yield from ((name, line) for line in log.read_lines())
+            is_quiet &= log.position == before
+        if was_over and is_quiet:
+            yield from ((name, line) for name, log in logs.items() for line in log.read_rest())
+            return
+        if is_quiet:
+            time.sleep(POLL_S)
+
+
+class GrowingLog:
+    """Reads the lines that are added to a log behind `position`."""
+
+    def __init__(self, path: Path, position: int = 0) -> None:
+        self.position = position
+        self._path = path
+        self._pending = b""  # bytes: a character may be written in two parts
+
+    def read_lines(self) -> list[str]:
+        """Return the complete lines of the next 1 MiB."""
+        with self._path.open("rb") as file:
+            file.seek(self.position)
+            chunk = file.read(1 << 20)
+        self.position += len(chunk)
+        *lines, self._pending = (self._pending + chunk).split(b"\n")
+        if len(self._pending) > MAX_LINE_BYTES:
+            lines.append(self._pending)
+            self._pending = b""
+        return [line.decode(errors="replace") for line in lines]
+
+    def read_rest(self) -> list[str]:
+        """Return the last line, if it has no end."""
+        rest, self._pending = self._pending, b""
+        return [rest.decode(errors="replace")] if rest else []
+
+
+def start_detached(project: ProjectDirectory, arguments: Sequence[str], say: Say) -> RunDirectory | None:
+    """Run csdctl with `arguments` in the background; return its run once that trains.
+
+    Until then what it prints is passed to `say`, and Ctrl-C ends it. None: it had nothing to train. Raises
+    RunError when it fails before.
+    """
+    project.state.mkdir(mode=0o700, exist_ok=True)
+    log = project.state / f"detached-{os.getpid()}.log"
+    with log.open("wb") as output, _ignoring(signal.SIGHUP):  # what is ignored, a new program ignores too
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "csdctl", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            cwd=project.root,
+            start_new_session=True,
+        )
+    try:
+        run = _wait_for_run(project, process, GrowingLog(log), say)
+    except KeyboardInterrupt:
+        process.send_signal(signal.SIGTERM)
+        process.wait()
+        raise
+    finally:
+        if process.poll() is not None:
+            log.unlink(missing_ok=True)
+    if run and log.exists():
+        log.rename(run.own_log)
+    return run
+
+
+def _wait_for_run(
+    project: ProjectDirectory, process: "subprocess.Popen[bytes]", log: GrowingLog, say: Say
+) -> RunDirectory | None:
+    before = set(project.run_ids())
+    while True:
+        code = process.poll()
+        for line in log.read_lines() if code is None else [*log.read_lines(), *log.read_rest()]:
+            say(line)
+        for name in project.run_ids():
+            run = RunDirectory(project.runs / name)
+            holder = process_of(run)
+            # A run that is resumed has its events from before.
+            if holder.pid == process.pid and holder.is_alive and (name in before or run.events.exists()):
+                return run
+        if code == 0:
+            return None
+        if code is not None:
+            error = RunError(f"csdctl ended with exit code {code} before it trained; its output is above")
+            error.exit_code = ExitCode(code) if code in list(ExitCode) else ExitCode.FAILED
+            raise error
+        time.sleep(POLL_S)
+
+
+@contextmanager
+def _ignoring(number: signal.Signals) -> Iterator[None]:
+    before = signal.signal(number, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)

@@ -72,7 +72,7 @@ def check_plan(plan: Plan, job: Job, fleet: Fleet, facts: Mapping[str, Facts]) -
 
 
 def resolve_plan(
-    job: Job, space: Workspace, say: Say, *, path: Path | None = None, batch_size: int | None = None
+    job: Job, space: Workspace, say: Say, path: Path | None = None, batch_size: int | None = None
 ) -> Plan:
     """Return the plan at `path` (default: the job's own), or one with `batch_size` on every rank.
 

@@ -29,11 +29,10 @@ from csdctl.worker.protocol.events import Event, Joined, Traffic
 from csdctl.worker.protocol.json_codec import to_json
 from csdctl.worker.protocol.orders import STAR
 from csdctl.worker.protocol.run_spec import RunSpec
-from csdctl.workflows.data.deploy import OnDelivery, common_files, deploy_files
+from csdctl.workflows.data.files import OnDelivery, deploy_files
 from csdctl.workflows.data.prepare import DeliveryObserver
-from csdctl.workflows.preflight.mpi_check import find_obstacles, prepare_mpirun
-from csdctl.workflows.train.options import COLLECTIVES, MEASURED, TrainOptions
-from csdctl.workflows.train.spec import RunInputs
+from csdctl.workflows.preflight.doctor import find_obstacles, prepare_mpirun
+from csdctl.workflows.train.spec import COLLECTIVES, MEASURED, RunInputs, TrainOptions
 from csdctl.workflows.workspace.workspace import Workspace
 
 OnEvent = Callable[[Event], None]
@@ -70,7 +69,7 @@ def run_ranks(
     stored_spec = store_bytes(to_json(spec).encode(), ".json", space.project.root)
     present = set(fleet.machines)
     nodes = [rank.node for rank in spec.ranks if rank.node in present and rank.node != HOST_NAME]
-    files = {name: [*common_files(prepared), *inputs.shards.get(name, ()), stored_spec] for name in nodes}
+    files = {name: [*prepared.files, *inputs.shards.get(name, ()), stored_spec] for name in nodes}
     deploy_files(files, fleet, space.sessions, on_delivery)
     sessions = {name: space.sessions[name] for name in (HOST_NAME, *nodes)}
     obstacles = find_obstacles(fleet, sessions, prepared.worker.path)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from csdctl.errors import CsdctlError, InputError
 from csdctl.fleet.model import keep_nodes
 from csdctl.reporting.results import read_results
-from csdctl.reporting.scaling import KINDS, ScalingSeries, build_scaling
+from csdctl.reporting.tables import KINDS, ScalingSeries, build_scaling
 from csdctl.runs.directory import ProjectDirectory, RunDirectory
 from csdctl.tuning.plan import Plan, RankPlan, load_plan, save_plan
 from csdctl.workflows.train.plan import build_equal_plan

@@ -1,14 +1,13 @@
-"""The RunSpec and the manifest of a new run, from a plan and the data as it is now.
+"""The user's options for one run, and its RunSpec and manifest, from a plan and the data as it is now.
 
 The plan ends here: everything later works with the RunSpec. A resumed run starts from its RunSpec and
 manifest.
 """
 
-import dataclasses
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from typing import Any
 
@@ -21,12 +20,114 @@ from csdctl.launch.mpirun import check_network
 from csdctl.placement.equation1 import Placed, PlacementError, RankLoad, place_shards
 from csdctl.runs.directory import RunDirectory
 from csdctl.shipping.store import StoredFile
-from csdctl.tuning.plan import DATA_PARALLEL, SPLIT, Plan, RankPlan
-from csdctl.worker.protocol.run_spec import DatasetSlice, RankSpec, RunSpec
-from csdctl.workflows.data.deploy import OnDelivery, cut_shards, whole
+from csdctl.supervision.event_callbacks import Callback
+from csdctl.supervision.run_setup import Patience
+from csdctl.tuning.plan import DATA_PARALLEL, FEATURES, SPLIT, STRATEGIES, Plan, RankPlan
+from csdctl.worker.protocol.features import ENGINES, PRECISIONS, FeatureOptions
+from csdctl.worker.protocol.orders import COLLECTIVE_NAMES
+from csdctl.worker.protocol.run_spec import DatasetSlice, RankSpec, RunSpec, SplitSpec
+from csdctl.workflows.data.files import OnDelivery, cut_shards, whole
 from csdctl.workflows.data.prepare import PreparationObserver, Prepared
-from csdctl.workflows.train.options import TrainOptions
 from csdctl.workflows.workspace.workspace import Workspace
+
+MEASURED = "auto"
+"""The ranks measure which collective is faster."""
+COLLECTIVES = (MEASURED, *COLLECTIVE_NAMES)
+AUTO = "auto"
+"""The strategy that the plan names: `tune` has compared them."""
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """Options of one run; raises InputError for invalid values."""
+
+    deadlines: Patience = field(default_factory=Patience)
+    """The longest silence allowed until all ranks are ready, and after that."""
+    max_steps: int | None = None
+    """Stop after this many steps."""
+    min_nodes: int = 1
+    """The run ends when fewer nodes are left; it can be resumed."""
+    is_balanced: bool = True
+    """Whether batch sizes are adjusted when a node's speed changes."""
+    checkpoint_interval_s: float = 600.0
+    """Time between two checkpoints; there is also one after each epoch."""
+    num_checkpoints: int = 3
+    """Checkpoints to keep, besides the best."""
+    collective: str = MEASURED
+    """How gradients are summed, as `csdctl train --collective`."""
+    callbacks: tuple[Callback, ...] = ()
+    """Called with every event of the run, in threads of their own."""
+    strategy: str = AUTO
+    """The way in which machines share the computation: one of STRATEGIES, or AUTO."""
+    features: FeatureOptions = field(default_factory=FeatureOptions)
+    """For `features`."""
+    cut: str = ""
+    """For `split`: the last layer that nodes compute."""
+    num_micro_batches: int = SplitSpec.num_micro_batches
+    """For `split`: of each rank's batch."""
+
+    def __post_init__(self) -> None:
+        if self.collective not in COLLECTIVES:
+            raise InputError(
+                f"unknown collective {self.collective!r}", remedy=f"one of {', '.join(COLLECTIVES)}"
+            )
+        check_strategy(self.strategy)
+        check_cut(self.strategy, self.cut)
+        _check_choice("feature-precision", self.features.precision, PRECISIONS)
+        _check_choice("feature-engine", self.features.engine, ENGINES)
+        self._check_strategy_options()
+        for callback in self.callbacks:
+            if not callable(callback):
+                raise InputError(
+                    f"received a {type(callback).__name__} as callback, expected a function of one event",
+                    remedy="early stopping and reduce on plateau are part of the job's recipe",
+                )
+        for name, value, least in (
+            ("start-timeout", self.deadlines.start_s, 1),
+            ("silence-timeout", self.deadlines.silence_s, 1),
+            ("min-nodes", self.min_nodes, 0),
+            ("checkpoint-seconds", self.checkpoint_interval_s, 1),
+            ("keep", self.num_checkpoints, 1),
+            ("micro-batches", self.num_micro_batches, 1),
+        ):
+            if not value >= least:
+                raise InputError(
+                    f"--{name} must be at least {least}, received {value:g}",
+                    remedy="pass seconds, or leave it out for the default",
+                )
+
+    def _check_strategy_options(self) -> None:
+        """Raise InputError for an option of another strategy than the one that was asked for."""
+        default = FeatureOptions()
+        for option, value, unset, strategy in (
+            ("feature-precision", self.features.precision, default.precision, FEATURES),
+            ("feature-engine", self.features.engine, default.engine, FEATURES),
+            ("micro-batches", self.num_micro_batches, SplitSpec.num_micro_batches, SPLIT),
+        ):
+            if value != unset and self.strategy not in (AUTO, strategy):
+                raise InputError(
+                    f"--{option} {value} has no effect with --strategy {self.strategy}",
+                    remedy=f"leave it out, or add --strategy {strategy}",
+                )
+
+
+def check_strategy(strategy: str) -> None:
+    """Raise InputError for an unknown strategy."""
+    _check_choice("strategy", strategy, (AUTO, *STRATEGIES))
+
+
+def check_cut(strategy: str, cut: str) -> None:
+    """Raise InputError for a cut with a strategy that divides no model."""
+    if cut and strategy != SPLIT:
+        raise InputError(
+            f"--cut requires --strategy split, received --strategy {strategy}", remedy="add --strategy split"
+        )
+
+
+def _check_choice(option: str, chosen: str, known: Sequence[str]) -> None:
+    if chosen not in known:
+        raise InputError(f"unknown --{option} {chosen!r}", remedy=f"one of {', '.join(known)}")
+
 
 ShardFiles = Mapping[str, tuple[StoredFile, ...]]
 """The samples and labels that were cut on the host for each node, by name."""
@@ -115,13 +216,13 @@ def with_servers(ranks: Sequence[RankSpec], fleet: Fleet) -> tuple[RankSpec, ...
             f"the plan has no rank on {format_node_names(missing)}, through which its nodes are reached",
             remedy="run `csdctl tune` again for these nodes",
         )
-    return tuple(dataclasses.replace(rank, server=numbers[servers[rank.node]]) for rank in ranks)
+    return tuple(replace(rank, server=numbers[servers[rank.node]]) for rank in ranks)
 
 
 def _public_slice(shard: Placed, prepared: Prepared, shards: ShardFiles, job: Job) -> DatasetSlice | None:
     """Return the public samples of a rank as its machine reads them; None when it needs none."""
     if shard.name == HOST_NAME or job.is_everywhere:
-        return dataclasses.replace(
+        return replace(
             whole(prepared.public),
             start=shard.public_start,
             stop=shard.public_stop,
@@ -158,7 +259,7 @@ def build_spec(
         public=whole(prepared.public),
         validation=whole(prepared.validation) if prepared.validation else None,
         output_directory=str(run.path.relative_to(context.space.project.root)),
-        progress_interval_s=progress_interval_s(len(ranks)),
+        progress_interval_s=max(0.5, len(ranks) / MAX_REPORTS_PER_S),
         noise=job.noise,
     )
 
@@ -181,7 +282,7 @@ def build_training(
 ) -> RunInputs:
     """Return the inputs of a run that trains, with the user's options."""
     inputs = build_inputs(run, ranks, placed, context)
-    spec = dataclasses.replace(
+    spec = replace(
         inputs.spec,
         step_file=str(context.space.project.step_file(run)),
         is_balanced=options.is_balanced,
@@ -189,7 +290,7 @@ def build_training(
         num_checkpoints=options.num_checkpoints,
         max_steps=options.max_steps,
     )
-    return dataclasses.replace(inputs, spec=spec)
+    return replace(inputs, spec=spec)
 
 
 def plan_reading(plan: Plan, context: RunContext) -> RunInputs:
@@ -201,11 +302,6 @@ def plan_reading(plan: Plan, context: RunContext) -> RunInputs:
     inputs = build_inputs(context.space.project.new_scratch(), plan.ranks, placed, context)
     shutil.rmtree(inputs.directory.path, ignore_errors=True)
     return inputs
-
-
-def progress_interval_s(num_ranks: int) -> float:
-    """Return the interval at which each rank reports its progress."""
-    return max(0.5, num_ranks / MAX_REPORTS_PER_S)
 
 
 def build_manifest(

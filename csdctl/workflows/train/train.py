@@ -1,7 +1,7 @@
 """`train`: choose plan or run, examine the machines, prepare, then train a new run or resume one.
 
-A run succeeds when every rank that takes part has sent a completion record. `extract` computes the features
-of a job's samples ahead of training. A run is resumed from the RunSpec and manifest that it started with.
+A run succeeds when every rank that takes part has sent a completion record. A run is
+resumed from the RunSpec and manifest that it started with.
 """
 
 import dataclasses
@@ -18,38 +18,37 @@ from csdctl.notify import Say
 from csdctl.placement.equation1 import steps_per_epoch
 from csdctl.reporting.privacy import check_accountant
 from csdctl.reporting.results import RunSummary, read_results
-from csdctl.runs.directory import NEW_RUN, DataFingerprints, Manifest, ProjectDirectory, RunDirectory
+from csdctl.runs.directory import NEW_RUN, Manifest, ProjectDirectory, RunDirectory
 from csdctl.tuning.plan import FEATURES, SPLIT, Plan, load_plan
 from csdctl.worker.protocol.events import EARLY_STOPPING, Event, Finished, Joined
 from csdctl.worker.protocol.features import KERAS, LITERT, FeatureOptions
 from csdctl.worker.protocol.json_codec import SCHEMA, to_json
 from csdctl.worker.protocol.recipe import Noise
-from csdctl.worker.protocol.run_spec import TRAIN_SPLIT, RunSpec, TaskSpec
+from csdctl.worker.protocol.run_spec import RunSpec
 from csdctl.workflows.data.prepare import (
-    DeliveryObserver,
-    PreparationObserver,
     Prepared,
     load_prepared,
     prepare_in,
 )
 from csdctl.workflows.preflight.doctor import DoctorOptions, Examination, examine
-from csdctl.workflows.train.options import AUTO, TrainOptions
 from csdctl.workflows.train.plan import check_plan, resolve_plan
 from csdctl.workflows.train.run import RunObserver, record_process, run_to_end
 from csdctl.workflows.train.spec import (
+    AUTO,
     RunContext,
+    TrainOptions,
     build_manifest,
     build_training,
     describe_strategy,
     fingerprint_data,
     place_plan,
-    plan_reading,
 )
-from csdctl.workflows.train.strategies.features import FeatureRun, Features, compute_features, find_features
-from csdctl.workflows.train.strategies.strategy import Split, Strategy
+from csdctl.workflows.train.strategies import (
+    Features,
+    Split,
+    Strategy,
+)
 from csdctl.workflows.workspace.workspace import Workspace, open_workspace
-
-MAX_CHECKPOINTS, MAX_INTERVAL_S = 1_000_000, 1e9
 
 
 def find_resumable(project: ProjectDirectory, run_id: str, job: Job, fleet: Fleet, say: Say) -> RunDirectory:
@@ -94,7 +93,10 @@ def resume(
     job, prepared, space = context.job, context.prepared, context.space
     check_network(space.fleet.network)
     spec, manifest = load_spec(run), _load_manifest(run)
-    _check_data(run, manifest.data, prepared)
+    before = manifest.data
+    private = {name: before.private.get(name) for name in prepared.private}  # absent nodes are not compared
+    if fingerprint_data(prepared) != {"public": before.public, "private": private}:
+        raise InputError(f"the data of run {run.run_id} has changed since it began", remedy=NEW_RUN)
     _check_job(run, spec, job, prepared)
     if spec.code != prepared.model.user_code:
         observer.say(f"the job's own code has changed since run {run.run_id} began; the changed code is used")
@@ -128,31 +130,15 @@ def strategy_of(spec: RunSpec) -> Strategy:
 
 
 def load_spec(run: RunDirectory) -> RunSpec:
-    """Read spec.json; raises InputError for values that no run started with."""
-    content = load_json(run.spec, remedy=NEW_RUN)
-    spec = check_values(content, RunSpec, str(run.spec), remedy=NEW_RUN)
-    interval_s = spec.checkpoint_interval_s
-    for name, found, expected in (
-        ("schema", spec.schema, SCHEMA),
-        ("run_id", spec.run_id, run.run_id),
-        ("task", spec.task, TaskSpec(TRAIN_SPLIT) if spec.split else TaskSpec()),
-        ("num_checkpoints", spec.num_checkpoints, min(max(spec.num_checkpoints, 1), MAX_CHECKPOINTS)),
-        ("checkpoint_interval_s", interval_s, min(max(interval_s, 1.0), MAX_INTERVAL_S)),
-    ):
-        if found != expected:
-            raise InputError(f"{run.spec}: `{name}` is {found!r}, expected {expected!r}", remedy=NEW_RUN)
+    """Read spec.json; raises InputError for one that is damaged, or of another version."""
+    spec = check_values(load_json(run.spec, remedy=NEW_RUN), RunSpec, str(run.spec), remedy=NEW_RUN)
+    if spec.schema != SCHEMA:
+        raise InputError(f"{run.spec}: `schema` is {spec.schema}, expected {SCHEMA}", remedy=NEW_RUN)
     return spec
 
 
 def _load_manifest(run: RunDirectory) -> Manifest:
     return Manifest.model_validate(run.load_manifest())
-
-
-def _check_data(run: RunDirectory, before: DataFingerprints, prepared: Prepared) -> None:
-    """Raise InputError when the data has changed; absent nodes are not compared."""
-    private = {name: before.private.get(name) for name in prepared.private}
-    if fingerprint_data(prepared) != {"public": before.public, "private": private}:
-        raise InputError(f"the data of run {run.run_id} has changed since it began", remedy=NEW_RUN)
 
 
 def _check_job(run: RunDirectory, spec: RunSpec, job: Job, prepared: Prepared) -> None:
@@ -192,19 +178,17 @@ class TrainRequest:
 
     def __post_init__(self) -> None:
         """Raise InputError for two sources of the batch sizes, or of the strategy, of one run."""
-        given = {
-            "plan": self.plan_path,
-            "batch-size": self.batch_size,
-            "strategy": self.options.strategy != AUTO,
-        }
-        for first, value, others, why in (
-            ("plan", self.plan_path, ["batch-size"], "a plan has the batch size of each rank"),
-            ("resume", self.resume, given, "a run continues as it began"),
+        plan, size, strategy = self.plan_path, self.batch_size, self.options.strategy != AUTO
+        why = "a run continues as it began" if self.resume else "a plan has the batch size of each rank"
+        for first, other, is_given in (
+            ("resume", "plan", self.resume and plan),
+            ("resume", "batch-size", self.resume and size),
+            ("resume", "strategy", self.resume and strategy),
+            ("plan", "batch-size", plan and size),
         ):
-            for other in others:
-                if value and given[other]:
-                    problem = f"--{first} and --{other} contradict each other: {why}"
-                    raise InputError(problem, remedy="use only one of them")
+            if is_given:
+                problem = f"--{first} and --{other} contradict each other: {why}"
+                raise InputError(problem, remedy="use only one of them")
 
     def check_files(self) -> None:
         """Check run and plan as far as that needs no machine: before any is contacted.
@@ -250,7 +234,7 @@ def run_training(request: TrainRequest, observer: TrainObserver) -> TrainResult:
             if is_complete(run, request.job):
                 return TrainResult(run, read_results(run).summary, was_complete=True)
         else:
-            plan = _resolve_plan(request, space, observer)
+            plan = resolve_plan(request.job, space, observer.say, request.plan_path, request.batch_size)
         _examine(request, space, observer)
         prepared = prepare_in(space, request.job, observer)
         context = RunContext(request.job, prepared, space, observer, observer.on_delivery)
@@ -292,16 +276,11 @@ def rehearse_training(request: TrainRequest, observer: TrainObserver) -> Rehears
             run = find_resumable(space.project, request.resume, request.job, space.fleet, observer.say)
             plan, strategy = Manifest.model_validate(run.load_manifest()).plan, strategy_of(load_spec(run))
         else:
-            plan = _resolve_plan(request, space, observer)
+            plan = resolve_plan(request.job, space, observer.say, request.plan_path, request.batch_size)
             strategy = choose_strategy(request.options, plan)
         _examine(request, space, observer)
         recorded = load_prepared(space.project, request.job)
     return Rehearsal(plan, strategy.name, strategy.cut, run, recorded.num_samples if recorded else None)
-
-
-def _resolve_plan(request: TrainRequest, space: Workspace, observer: PreparationObserver) -> Plan:
-    path, batch_size = request.plan_path, request.batch_size
-    return resolve_plan(request.job, space, observer.say, path=path, batch_size=batch_size)
 
 
 def _examine(request: TrainRequest, space: Workspace, observer: TrainObserver) -> None:
@@ -329,16 +308,3 @@ def train(plan: Plan, context: RunContext, options: TrainOptions, observer: RunO
     inputs = strategy.build_inputs(inputs, context)
     save_text(run.spec, to_json(inputs.spec))
     return run_to_end(inputs, steps_per_epoch(placed), space, options, observer)
-
-
-def extract(request: TrainRequest, observer: DeliveryObserver) -> FeatureRun:
-    """Compute the features that are missing, on the machines of the plan; raises InputError, PartialError."""
-    request.check_files()
-    with open_workspace(
-        request.directory, request.fleet, "extract", is_locking=True, say=observer.say
-    ) as space:
-        plan = _resolve_plan(request, space, observer)
-        prepared = prepare_in(space, request.job, observer)
-        find_features(prepared)
-        context = RunContext(request.job, prepared, space, observer, observer.on_delivery)
-        return compute_features(plan_reading(plan, context), context, request.options.features)

@@ -14,10 +14,9 @@ from csdctl.worker.protocol.events import Event, Verified
 from csdctl.worker.protocol.features import Recomputed
 from csdctl.worker.protocol.run_spec import VERIFY, TaskSpec
 from csdctl.workflows.data.prepare import PreparationObserver, prepare_in
-from csdctl.workflows.train.options import TrainOptions
 from csdctl.workflows.train.plan import build_equal_plan, load_checked_plan
 from csdctl.workflows.train.run import run_ranks
-from csdctl.workflows.train.spec import RunContext, build_inputs, place_plan
+from csdctl.workflows.train.spec import RunContext, TrainOptions, build_inputs, place_plan
 from csdctl.workflows.train.train import TrainRequest, choose_strategy
 from csdctl.workflows.workspace.workspace import Workspace, open_workspace
 
@@ -155,7 +154,12 @@ def run_verification(request: TrainRequest, observer: PreparationObserver) -> Ve
         request.directory, request.fleet, "verify", is_locking=True, say=observer.say
     ) as space:
         plan = _choose_plan(request, space)
-        _check_several(plan)
+        if len(plan.ranks) < 2:
+            names = ", ".join(rank.node for rank in plan.ranks)
+            raise InputError(
+                f"the plan has one rank ({names}), which would be compared with itself; expected two or more",
+                remedy="give all machines a batch size (--batch-size 16), or another plan (--plan)",
+            )
         prepared = prepare_in(space, job, observer)
         observer.say(f"starting {len(plan.ranks)} ranks")
         if job.noise:
@@ -168,16 +172,6 @@ def _choose_plan(request: TrainRequest, space: Workspace) -> Plan:
     if not request.batch_size and (request.plan_path or path.exists()):
         return load_checked_plan(path, request.job, space)
     return build_equal_plan(request.job, space.fleet, space.facts, request.batch_size or DEFAULT_BATCH_SIZE)
-
-
-def _check_several(plan: Plan) -> None:
-    """Raise InputError for one rank: it would be compared with itself."""
-    if len(plan.ranks) < 2:
-        names = ", ".join(rank.node for rank in plan.ranks)
-        raise InputError(
-            f"the plan has one rank ({names}), which would be compared with itself; expected two or more",
-            remedy="give all machines a batch size (--batch-size 16), or another plan (--plan)",
-        )
 
 
 def verify(plan: Plan, context: RunContext, options: TrainOptions) -> Verification:

@@ -42,11 +42,9 @@ from csdctl.worker.protocol.run_spec import (
     SplitSpec,
     TaskSpec,
 )
-from csdctl.workflows.preflight.mpi_check import measure_sums
-from csdctl.workflows.train.options import TrainOptions
+from csdctl.workflows.preflight.doctor import measure_sums
 from csdctl.workflows.train.run import run_ranks
-from csdctl.workflows.train.spec import RunContext, RunInputs, build_spec, place_ranks
-from csdctl.workflows.tune.options import PROBE_DEADLINE_S
+from csdctl.workflows.train.spec import RunContext, RunInputs, TrainOptions, build_spec, place_ranks
 
 SKIPPING_FROM = 10
 """In a trial of at least this many steps, those before a rank's first progress event do not count: the first
@@ -211,7 +209,7 @@ class TuneWatch(Protocol):
         """A rank of the trial has reported this."""
 
 
-START_DEADLINE_S = 300.0
+START_DEADLINE_S, PROBE_DEADLINE_S = 300.0, 600.0
 ALIVE_INTERVAL_S = 10.0
 OUT_OF_MEMORY_CODE = 137
 PATIENCE = Patience(ALIVE_INTERVAL_S, math.inf, math.inf, MAX_PRINTED_LINES)

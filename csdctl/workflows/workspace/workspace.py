@@ -1,25 +1,44 @@
-"""The start of most commands: fleet, facts, and an open session to every machine.
+"""The start of most commands: fleet, facts, and an open session to every machine; and their end.
 
-A node that is down is an error that names it; --exclude leaves the node out.
+A node that is down is an error that names it; --exclude leaves the node out. When some nodes of a command on
+many failed, their names are kept in `.csdctl/failed.json`. `--failed-from` reads this file, and also the
+output of the same command with --json.
 """
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
-from csdctl.errors import CsdctlError, InputError, NoNodeReachableError, UnreachableError
+from csdctl.documents import load_json, save_json
+from csdctl.errors import (
+    CsdctlError,
+    DeadlineError,
+    ExitCode,
+    InputError,
+    NoNodeReachableError,
+    PartialError,
+    UnreachableError,
+)
 from csdctl.fleet.checks import check_machines, is_ready
 from csdctl.fleet.facts import Facts, facts_path, load_facts
-from csdctl.fleet.model import Fleet, keep_nodes
+from csdctl.fleet.fleet_file import load_fleet
+from csdctl.fleet.model import HOST_NAME, Fleet, keep_nodes, select_nodes
+from csdctl.fleet.names import format_node_names
 from csdctl.launch.leftovers import CleanupOptions, Leftovers, clean_machine, lock_machines, raise_if_locked
 from csdctl.notify import Say
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.runs.ledger import Ledger
+from csdctl.shipping.store import StoredFile
+from csdctl.shipping.worker_calls import PATIENCE, call_worker
 from csdctl.transport.many import open_sessions, run_on_all, values_or_raise
 from csdctl.transport.meter import LinkBytes
+from csdctl.transport.program import Patience
 from csdctl.transport.session import Session
+from csdctl.worker.protocol.datasets import PrepareProgress
 
 
 @dataclass(frozen=True)
@@ -36,6 +55,34 @@ class Workspace:
     """Seconds until all of this was ready."""
     after: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     """Its callbacks run when the machines are unlocked and the sessions closed."""
+
+
+OnProgress = Callable[[str, PrepareProgress], None]
+"""Called with the name of a machine or data set, and what it reports."""
+ResponseT = TypeVar("ResponseT")
+
+
+def call_machine(
+    space: Workspace,
+    machine: str,
+    worker: StoredFile,
+    command: str,
+    request: object,
+    response: type[ResponseT],
+    on_progress: OnProgress = lambda name, progress: None,
+    *,
+    doing: str,
+    patience: Patience = PATIENCE,
+) -> ResponseT:
+    """Run a command of the worker on a machine of `space`; raises what `call_worker` raises."""
+    session, python, note = (
+        space.sessions[machine],
+        space.fleet.python_of(machine),
+        partial(on_progress, machine),
+    )
+    return call_worker(
+        session, python, worker.path, command, request, response, note, doing=doing, patience=patience
+    )
 
 
 @contextlib.contextmanager
@@ -118,3 +165,72 @@ def _unreachable(fleet: Fleet, failed: dict[str, CsdctlError]) -> CsdctlError:
         f"{len(failed)} of {len(fleet.nodes)} nodes cannot be reached:\n{listed}",
         remedy=f"fix them, or continue without them: --exclude {names}",
     )
+
+
+SCHEMA = "csdctl.failed/1"
+
+
+def choose_fleet(
+    path: Path,
+    limit: Sequence[str] | None = None,
+    exclude: Sequence[str] | None = None,
+    failed_from: Path | None = None,
+    *,
+    may_be_empty: bool = False,
+) -> Fleet:
+    """Return the fleet of file `path`, with the nodes that the options select; raises InputError.
+
+    `may_be_empty`: --exclude may leave the host alone.
+    """
+    fleet = load_fleet(path)
+    if failed_from:
+        fleet = select_nodes(fleet, [load_failed(failed_from)])
+    return select_nodes(fleet, limit or (), exclude or (), may_be_empty=may_be_empty)
+
+
+def load_failed(path: Path) -> str:
+    """Return the nodes that a command failed on, joined by commas; raises InputError when none is listed."""
+    content = load_json(path)
+    try:
+        names = [str(name) for name in content["failed"] if name != HOST_NAME]
+    except (KeyError, TypeError):
+        raise InputError(
+            f"{path} does not list the nodes that a command failed on",
+            remedy="pass .csdctl/failed.json, or the output of a command with --json",
+        ) from None
+    if not names:
+        raise InputError(f"{path} lists no node: nothing to retry")
+    return ",".join(names)
+
+
+def conclude(
+    project: ProjectDirectory,
+    command: str,
+    machines: Sequence[str],
+    failed: Mapping[str, CsdctlError],
+    arguments: str = "",
+) -> None:
+    """End a command that ran on `machines`: save the failed ones, and raise one error for them.
+
+    Raises NoNodeReachableError when no node could be reached, PartialError when some machines succeeded,
+    DeadlineError when none ended in time, CsdctlError when none succeeded. `arguments` are those that a retry
+    needs too.
+    """
+    if not failed:
+        project.failed.unlink(missing_ok=True)
+        return
+    listed = {name: {"message": error.message, "remedy": error.remedy} for name, error in failed.items()}
+    save_json(project.failed, {"schema": SCHEMA, "command": command, "failed": listed})
+    nodes = [name for name in machines if name != HOST_NAME]
+    errors = list(failed.values())
+    where = project.failed.relative_to(project.root)
+    remedy = (
+        f"fix them as shown above, then retry only them: csdctl {command} --failed-from {where}{arguments}"
+    )
+    if set(nodes) <= set(failed) and all(error.exit_code == ExitCode.UNREACHABLE for error in errors):
+        raise NoNodeReachableError(f"none of {len(nodes)} nodes could be reached", remedy=remedy)
+    error_type: type[CsdctlError] = PartialError if len(failed) < len(machines) else CsdctlError
+    if error_type is CsdctlError and all(isinstance(error, DeadlineError) for error in errors):
+        error_type = DeadlineError
+    names = format_node_names(failed)
+    raise error_type(f"{command} failed on {len(failed)} of {len(machines)} machines: {names}", remedy=remedy)

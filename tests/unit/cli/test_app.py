@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import subprocess
 import sys
 from io import StringIO
@@ -119,13 +120,16 @@ class TestGlobalOptions:
         assert (code, "contradict" in shown) == (ExitCode.BAD_INPUT, True)
 
     def test_what_follows_two_dashes_belongs_to_another_program(self) -> None:
-        given = ["exec", "-v", "--", "ls", "-v", "--color", "never"]
-        assert take_global_options(given) == ["exec", "--", "ls", "-v", "--color", "never"]
+        given = ["exec", "-v", "--", "ls", "-v"]
+        assert take_global_options(given) == ["exec", "--", "ls", "-v"]
 
-    @pytest.mark.parametrize(("choice", "is_colored"), [("always", True), ("never", False)])
-    def test_color_is_set_for_every_console(self, tmp_path: Path, choice: str, is_colored: bool) -> None:
-        command = [sys.executable, "-m", "csdctl", "report", "nonsense", f"--color={choice}"]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    @pytest.mark.parametrize(("variable", "is_colored"), [("FORCE_COLOR", True), ("NO_COLOR", False)])
+    def test_environment_chooses_colors(self, tmp_path: Path, variable: str, is_colored: bool) -> None:
+        command = [sys.executable, "-m", "csdctl", "report", "nonsense"]
+        environment = {"PATH": os.environ["PATH"], variable: "1"}
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+        )
         assert ("\x1b[" in done.stderr) == is_colored
 
     def test_quiet_prints_results_alone(self, tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ CHANGING = [
 LONG = [
     ["train", *PLANNED],
     ["train", *PLANNED, "--detach"],
-    ["scale", *PLANNED, "--max-steps", "4", "--html", "scaling.html"],
+    ["scale", *PLANNED, "--max-steps", "4"],
 ]
 """Commands that would start workers, or download something."""
 PLAYBOOK = """\

@@ -81,7 +81,6 @@ def run(python: Path, project: Path, *words: str) -> "subprocess.CompletedProces
         ["exec", "--host", "--", "uname"],
         ["inventory", "--format", "ansible"],
         ["forecast", "--published", "mobilenetv2"],
-        ["measurements"],
         ["clean", "--dry-run"],
     ],
     ids=lambda words: words[0],

@@ -131,16 +131,22 @@ WRONG: list[tuple[dict[str, str], str, str]] = [
         "train --collective ring",
         "invalid value for '--collective': 'ring' is not one of 'auto', 'star', 'all",
     ),
+    (
+        PROJECT,
+        "doctor --mpi-timeout nan",
+        "invalid value for '--mpi-timeout' (env var: 'CSDCTL_MPI_TIMEOUT'): must be greater than or equal to 1",
+    ),
+    (
+        PROJECT,
+        "doctor --timeout 0",
+        "invalid value for '--timeout' (env var: 'CSDCTL_TIMEOUT'): must be greater than or equal to 1",
+    ),
     (PROJECT, "train --silence-timeout 0", "--silence-timeout must be at least 1, received 0"),
     (PROJECT, "train --keep 0", "invalid value for '--keep': must be greater than or equal to 1"),
     (PROJECT, "train --checkpoint-seconds 0", "--checkpoint-seconds must be at least 1, received 0"),
     (PROJECT, "train --metrics nope", "received --metrics 'nope'"),
     (PROJECT, "train --callback nope", "received callback 'nope'"),
     (PROJECT, "train --callback nope.py:f", "the file of callback nope.py:f does not exist"),
-    (PROJECT, "train --notify ''", "--notify is empty"),
-    (PROJECT, "train --notify nope-program", "--notify: there is no program 'nope-program'"),
-    (PROJECT, """train --notify '"a'""", """--notify '"a': no closing quotation"""),
-    (PROJECT, "train --detach --notify nope-program", "--notify: there is no program 'nope-program'"),
     (PROJECT, "train", "there is no plan at"),
     (PROJECT, "train --plan nope.yaml", "there is no plan at nope.yaml"),
     (PROJECT, "train --plan data", "cannot read data: it is a directory"),
@@ -149,7 +155,7 @@ WRONG: list[tuple[dict[str, str], str, str]] = [
     (PROJECT, "verify --plan nope.yaml", "there is no plan at nope.yaml"),
     (PROJECT, "train --resume nope", "no run 'nope' in"),
     (PROJECT, "train --resume latest", "manifest.json does not exist"),
-    (PROJECT, "train --colour", "no such option: --colour. Did you mean --color?"),
+    (PROJECT, "train --quite", "no such option: --quite. Did you mean --quiet?"),
     (PROJECT, "train --limit nope", "--limit 'nope' matches no node of fleet.yaml"),
     (
         PROJECT,
@@ -167,7 +173,6 @@ WRONG: list[tuple[dict[str, str], str, str]] = [
     ),
     (PROJECT, "tune -C 0", "fit does not take --batch-sizes, -C and -E"),
     (PROJECT, "scale --nodes x", "invalid --nodes 'x'"),
-    (PROJECT, "scale --html nodir/x.html", "--html nodir/x.html: directory nodir does not exist"),
     (
         PROJECT,
         "verify --batch-size -1",
@@ -175,7 +180,7 @@ WRONG: list[tuple[dict[str, str], str, str]] = [
     ),
     (
         PROJECT,
-        "extract --feature-engine onnx",
+        "train --feature-engine onnx",
         "invalid value for '--feature-engine': 'onnx' is not one of 'keras', 'litert",
     ),
     (PROJECT, "train .", "cannot read .: it is a directory"),
@@ -391,7 +396,11 @@ WRONG: list[tuple[dict[str, str], str, str]] = [
     (PROJECT, "exec --limit '' -- true", "--limit and --exclude leave no node of fleet.yaml"),
     (PROJECT, "exec", "no command to run"),
     (PROJECT, "exec --task nope", "--task 'nope' is not FILE.py:TASK"),
-    (PROJECT, "exec --timeout -1 -- true", "--timeout is -1, expected more than 0 s and at most a week"),
+    (
+        PROJECT,
+        "exec --timeout -1 -- true",
+        "invalid value for '--timeout': must be greater than or equal to 0.001",
+    ),
     (PROJECT, "inventory -o nodir/x", "--output nodir/x: directory nodir does not exist"),
     (PROJECT | {"hosts": "x"}, "inventory -o hosts", "hosts already exists"),
     (PROJECT, "inventory -o .", "--output . is a directory"),
@@ -439,7 +448,6 @@ WRONG: list[tuple[dict[str, str], str, str]] = [
     ),
     (PROJECT, "forecast --published mobilenetv2 --max-global-batch 8", "the paper's batch sizes are fixed"),
     (EMPTY, "forecast", "job.yaml does not exist"),
-    (EMPTY, "measurements --forget nope", "no such option: --forget"),
     (
         PROJECT,
         "forecast --published mobilenetv2 --host-watts -5",
@@ -503,7 +511,6 @@ UNREACHABLE = (
     "train --batch-size 4",
     "train --batch-size 4 --dry-run",
     "verify",
-    "extract --batch-size 4",
     "scale --batch-size 4",
 )
 """Command lines that need nodes, of which none answers."""

@@ -41,13 +41,13 @@ def run(*ranks: Spent, **changes: Any) -> RunResults:
 )
 def test_what_held_the_ranks_back_has_a_remedy(ranks: list[Spent], held_back: str, next_step: str) -> None:
     headline = write_headline(run(*ranks))
-    assert headline.held_back.startswith(held_back)
-    assert next_step in headline.next_step
+    assert headline["held back by"].startswith(held_back)
+    assert next_step in headline["next"]
 
 
 def test_waiting_that_no_rank_caused_is_not_called_nothing() -> None:
     headline = write_headline(run(TURNS, TURNS, TURNS))
-    assert headline.held_back == (
+    assert headline["held back by"] == (
         "waiting, 15% of the step time (10% for slower ranks, 5% in communication); no single rank caused it"
     )
 
@@ -55,12 +55,15 @@ def test_waiting_that_no_rank_caused_is_not_called_nothing() -> None:
 def test_waiting_of_an_old_run_is_shown_although_its_cause_was_not_recorded() -> None:
     old = run(TURNS, TURNS, TURNS)
     undivided = replace(old, series=replace(old.series, is_wait_divided=False))
-    assert "15% of the step time; the run did not record" in write_headline(undivided).held_back
+    assert "15% of the step time; the run did not record" in write_headline(undivided)["held back by"]
 
 
 def test_evaluation_that_takes_long_is_named() -> None:
     long = {**BALANCED, "other": 0.5}
-    assert "evaluation and checkpoints took 33% of the run" in write_headline(run(long, long, long)).held_back
+    assert (
+        "evaluation and checkpoints took 33% of the run"
+        in write_headline(run(long, long, long))["held back by"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -74,11 +77,11 @@ def test_evaluation_that_takes_long_is_named() -> None:
     ],
 )
 def test_next_step_follows_from_how_the_run_ended(changes: dict[str, Any], next_step: str) -> None:
-    assert next_step in write_headline(run(BALANCED, BALANCED, BALANCED, **changes)).next_step
+    assert next_step in write_headline(run(BALANCED, BALANCED, BALANCED, **changes))["next"]
 
 
 def test_run_that_is_under_way_is_followed_and_not_resumed() -> None:
     going = replace(run(BALANCED, BALANCED, BALANCED, state="failed"), is_running=True)
     headline = write_headline(going)
-    assert headline.result.startswith("running: 2 epochs")
-    assert "runs watch" in headline.next_step
+    assert headline["result"].startswith("running: 2 epochs")
+    assert "runs watch" in headline["next"]

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from csdctl.reporting.numbers import (
     format_bytes,
-    format_date,
     format_joules,
     format_loss,
     format_rate,
@@ -19,7 +18,6 @@ from csdctl.reporting.numbers import (
 
 FORMATS = [
     format_bytes,
-    format_date,
     format_joules,
     format_loss,
     format_rate,

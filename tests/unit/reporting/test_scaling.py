@@ -3,9 +3,8 @@
 import dataclasses
 
 from csdctl.reporting.energy import MachineEnergy, RunEnergy
-from csdctl.reporting.page import render_scaling_page
 from csdctl.reporting.results import RankSummary
-from csdctl.reporting.scaling import KINDS, build_scaling, energy_by_nodes
+from csdctl.reporting.tables import KINDS, build_scaling, energy_by_nodes
 from tests.unit.reporting.test_page import results
 
 HOST, NODE = 30.0, 3.0
@@ -64,12 +63,3 @@ class TestScaling:
             ("4", "8.3", "37%"),
             ("24", "4.02", "69%"),
         ]
-
-
-def test_page_has_the_charts_and_escapes_what_nodes_say():
-    runs = [run(0, joules=13.1), run(4, joules=8.3)]
-    lost = dataclasses.replace(runs[1].summary, lost_nodes=("<script>alert(1)</script>",))
-    page = render_scaling_page(build_scaling([runs[0], dataclasses.replace(runs[1], summary=lost)], "weak"))
-    assert page.count("<figure") == 3
-    assert "<script" not in page
-    assert "&lt;script&gt;alert(1)" in page

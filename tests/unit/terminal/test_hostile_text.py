@@ -15,27 +15,23 @@ from csdctl.emulation.fleet import NodeStatus
 from csdctl.errors import NodeError
 from csdctl.fleet.checks import Check, Status
 from csdctl.fleet.facts import Drive
-from csdctl.fleet.hardware import classify_fleet, classify_machine
 from csdctl.fleet.model import Fleet, Node
 from csdctl.launch.leftovers import Leftovers
 from csdctl.perfmodel.published import Network
 from csdctl.reporting.privacy import Flow
 from csdctl.reporting.results import RunResults
 from csdctl.reporting.series import RunSeries
-from csdctl.runs.measurements import CollectiveSummary, Overview, ProbeSummary, Stored
 from csdctl.shipping.deliver import Delivery, DeliveryProgress
 from csdctl.terminal.console import PrintableConsole
 from csdctl.terminal.fleet import (
     DiscoverView,
     ExaminationView,
-    Setting,
     TrustScreen,
     render_cleaned,
     render_fleet,
     render_nodes,
 )
 from csdctl.terminal.forecast import render_forecast
-from csdctl.terminal.measurements import render_measurements
 from csdctl.terminal.nodes import TransferView
 from csdctl.terminal.prepare import PreparingView, render_prepared
 from csdctl.terminal.report import render_privacy, render_report
@@ -45,7 +41,6 @@ from csdctl.terminal.tune import render_plan, render_probes, render_verified
 from csdctl.transport.many import Outcome
 from csdctl.transport.meter import TrafficClass
 from csdctl.tuning.fleet_model import ProbeOutcome
-from csdctl.tuning.measurements import ModelProperties, TrialMeasurement, TrialRank
 from csdctl.tuning.plan import Plan, RankPlan, StrategyPlan
 from csdctl.worker.protocol.datasets import PrepareProgress
 from csdctl.worker.protocol.events import (
@@ -57,7 +52,6 @@ from csdctl.worker.protocol.events import (
     Verified,
     WaitingFor,
 )
-from csdctl.worker.protocol.run_spec import Runtime
 from csdctl.workflows.discovery.discover import DiscoverResult, ShownKey
 from csdctl.workflows.forecast.forecast import ForecastRequest, forecast, published_basis
 from csdctl.workflows.preflight.doctor import Examination
@@ -102,8 +96,7 @@ def show_training(console: PrintableConsole) -> None:
 
 def show_examination(console: PrintableConsole) -> None:
     examination = Examination(FLEET, lambda check: None)
-    settings = [Setting(HOSTILE, HOSTILE, HOSTILE)]
-    with ExaminationView(console, FLEET, settings, is_verbose=True) as view:
+    with ExaminationView(console, FLEET, is_verbose=True) as view:
         for status in Status:
             view.show(Check(HOSTILE, HOSTILE, status, HOSTILE, HOSTILE, HOSTILE))
     view.finish(examination)
@@ -133,21 +126,6 @@ def show_prepare(console: PrintableConsole) -> None:
             view.show(HOSTILE, PrepareProgress(done, 2, 1))
     prepared = replace(PREPARED, public=hostile(PREPARED.public), private=hostile(PREPARED.private))
     render_prepared(console, prepared)
-
-
-def show_measurements(console: PrintableConsole) -> None:
-    machine = classify_machine(replace(CSD, cpu_model=MARKUP))
-    machine = replace(machine, architecture=HOSTILE, tensorflow=HOSTILE)
-    fleet = classify_fleet(machine, [machine], HOSTILE)
-    model = ModelProperties("a" * 64, HOSTILE, 7, 5, 9, 3)
-    settings = Runtime(4)
-    trial = TrialMeasurement((TrialRank(HOSTILE, 8, settings),), 0.5, 16.0, 1.0, 20.0)
-    overview = Overview(
-        [ProbeSummary(model, MARKUP, machine, settings, 1, 4, 4, None, 4, 8.0, 1.0)],
-        [CollectiveSummary(fleet, HOSTILE, 2, 1 << 20, 1, 0.1, 1.0)],
-        [Stored("trial", model, HOSTILE, fleet, trial)],
-    )
-    render_measurements(console, overview, HOSTILE)
 
 
 def show_plan(console: PrintableConsole) -> None:
@@ -194,7 +172,6 @@ SCREENS: list[Callable[[PrintableConsole], None]] = [
     show_discovery,
     show_deploy,
     show_prepare,
-    show_measurements,
     show_plan,
     show_privacy,
     show_keys,

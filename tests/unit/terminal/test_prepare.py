@@ -9,7 +9,7 @@ from csdctl.terminal.console import PrintableConsole
 from csdctl.terminal.prepare import prepare_document, render_prepared
 from csdctl.worker.protocol.datasets import DatasetInfo
 from csdctl.worker.protocol.model_info import ModelInfo
-from csdctl.workflows.data.model import SerializedModel
+from csdctl.workflows.data.files import SerializedModel
 from csdctl.workflows.data.prepare import Prepared
 
 PUBLIC = DatasetInfo(

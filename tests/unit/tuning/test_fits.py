@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from csdctl.perfmodel.prediction import CollectiveCost, StepTime
-from csdctl.tuning.fits import Point, fit_collective, fit_step_time
-from csdctl.tuning.measurements import CollectiveMeasurement
+from csdctl.tuning.fleet_model import fit_collective, fit_step_time
+from csdctl.tuning.measurements import CollectiveMeasurement, Point
 
 SIZES = (4, 8, 16, 32, 64, 128, 256)
 

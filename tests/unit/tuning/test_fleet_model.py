@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 
 from csdctl.perfmodel.prediction import CollectiveCost, StepTime
-from csdctl.tuning.fits import Point
 from csdctl.tuning.fleet_model import (
     OOM_RETRY_SHARE,
     ClassModel,
@@ -18,6 +17,7 @@ from csdctl.tuning.fleet_model import (
     learn_trial,
     predict_peak_bytes,
 )
+from csdctl.tuning.measurements import Point
 from csdctl.tuning.plan_choice import choose_plan, limit_for_goodput, plan_ranks
 from csdctl.tuning.search import Limits
 

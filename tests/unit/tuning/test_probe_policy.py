@@ -5,8 +5,8 @@ from collections.abc import Mapping
 import pytest
 
 from csdctl.perfmodel.prediction import RankModel, StepTime, predict
-from csdctl.tuning.fits import Point
 from csdctl.tuning.fleet_model import MAX_PROBES, ClassModel, FleetModel, ProbeOutcome, learn_probes
+from csdctl.tuning.measurements import Point
 from csdctl.tuning.plan_choice import ChooseSizes, next_sizes
 from csdctl.tuning.search import BestPlan, Limits, find_best
 from csdctl.tuning.stannis import Measure, TuningError

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from csdctl.perfmodel.prediction import StepTime
-from csdctl.tuning.fits import Point
 from csdctl.tuning.fleet_model import ClassModel, FleetModel
+from csdctl.tuning.measurements import Point
 from csdctl.tuning.plan_choice import next_settings, plan_settings_search
 from csdctl.tuning.search import Limits
 from csdctl.worker.protocol.run_spec import Runtime

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from csdctl.tuning.stannis import MAX_ROUNDS, TunedBatch, TuningError, tune_stannis
+from csdctl.tuning.measurements import Point
+from csdctl.tuning.stannis import MAX_ROUNDS, TuningError, tune_stannis
 
 LIST = (4, 8, 16, 32, 64)
 
@@ -28,7 +29,7 @@ class Engines:
             for name, size in sizes.items()
         }
 
-    def tune(self, **options: object) -> dict[str, TunedBatch]:
+    def tune(self, **options: object) -> dict[str, Point]:
         return tune_stannis(list(self.step_time_s), self.measure, **options)  # type: ignore[arg-type]
 
     def sizes_of(self, name: str) -> list[int]:
@@ -44,7 +45,7 @@ def test_slowest_is_the_one_with_the_least_samples_per_s_not_the_longest_step() 
     times = {"host": linear(2), "csd0": linear(50, 3.0)}
     tuned = Engines(times).tune()
     assert tuned["host"].batch_size == 4
-    assert tuned["csd0"] == TunedBatch(4, times["csd0"](4))
+    assert tuned["csd0"] == Point(4, times["csd0"](4))
 
 
 @pytest.mark.parametrize("margin_scale", [5.0, 20.0])

@@ -30,7 +30,7 @@ from csdctl.worker.protocol.json_codec import RESULT, from_json, to_frame
 from csdctl.worker.protocol.model_info import BuildRequest, ModelInfo
 from csdctl.worker.protocol.recipe import Recipe
 from csdctl.worker.protocol.run_spec import Runtime
-from csdctl.workflows.data.model import describe_job_model, serialize_model
+from csdctl.workflows.data.files import describe_job_model, serialize_model
 from csdctl.workflows.data.prepare import save_prepared
 from csdctl.workflows.train.spec import RunContext
 from csdctl.workflows.tune.fleet_measurements import hash_recipe

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 from csdctl.cli.app import app
 from csdctl.errors import ExitCode, InputError
 from csdctl.tuning.stannis import TuningError
-from csdctl.workflows.tune.options import STANNIS, TuneOptions
+from csdctl.workflows.tune.tune import STANNIS, TuneOptions
 
 
 @pytest.fixture

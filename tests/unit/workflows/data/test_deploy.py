@@ -1,7 +1,7 @@
 """Shards are cut from public data that is what was prepared, and kept with their hashes."""
 
 import socket
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +13,14 @@ from csdctl.fleet.model import Fleet, Node
 from csdctl.job.model import Job
 from csdctl.placement.equation1 import RankLoad, place_shards
 from csdctl.runs.directory import ProjectDirectory
-from csdctl.shipping.deliver import Delivery, DeliveryProgress
-from csdctl.shipping.payload import FileTree, TreeRequest
+from csdctl.shipping.deliver import DeliveryProgress
+from csdctl.shipping.payload import DEFAULT_IGNORED, FileTree
 from csdctl.shipping.store import StoredFile, hash_file
-from csdctl.transport.many import Outcome
 from csdctl.worker.data.prepared import rows_of
 from csdctl.worker.protocol.datasets import DatasetInfo
 from csdctl.worker.protocol.recipe import Recipe
 from csdctl.worker.protocol.run_spec import DatasetSlice
-from csdctl.workflows.data.deploy import DeployRequest, cut_shards, deploy_request
+from csdctl.workflows.data.files import cut_shards, deploy
 
 PLACED = place_shards([RankLoad("host", 10), RankLoad("csd0", 5), RankLoad("csd1", 5)], 40)
 
@@ -102,23 +101,6 @@ def test_only_nodes_that_read_public_samples_get_a_shard(tmp_path: Path, public:
     assert not cut_shards(placed, public, replace(job, is_everywhere=True), ProjectDirectory(tmp_path))
 
 
-@dataclass
-class Observer:
-    """Records the trees that were packed and the nodes that finished."""
-
-    trees: list[FileTree] = field(default_factory=list)
-    finished: list[str] = field(default_factory=list)
-
-    def packed(self, request: TreeRequest, tree: FileTree) -> None:
-        self.trees.append(tree)
-
-    def advance(self, progress: DeliveryProgress) -> None:
-        raise AssertionError("nothing can be sent")
-
-    def finish(self, outcome: Outcome[Delivery]) -> None:
-        self.finished.append(outcome.name)
-
-
 @pytest.fixture
 def fleet() -> Fleet:
     """A node behind a closed port."""
@@ -137,25 +119,34 @@ def tree(tmp_path: Path) -> Path:
     return source
 
 
-def deploy(fleet: Fleet, request: DeployRequest) -> tuple[dict[str, Outcome[Delivery]], Observer]:
-    observer = Observer()
-    directory = Path(request.trees[0]).parent
-    say = list[str]().append
-    return deploy_request(request, fleet, directory=directory, say=say, observer=observer), observer
+def send_nothing(progress: DeliveryProgress) -> None:
+    raise AssertionError("nothing can be sent")
 
 
 @pytest.mark.parametrize(
     ("options", "names"),
     [
         ({}, {"code.py", "notes.txt"}),
-        ({"ignored": ["*.txt"]}, {"code.py"}),
-        ({"is_everything": True}, {"code.py", "notes.txt", ".git/config"}),
+        ({"ignored": ["*.txt", *DEFAULT_IGNORED]}, {"code.py"}),
+        ({"ignored": []}, {"code.py", "notes.txt", ".git/config"}),
     ],
 )
 def test_files_of_a_tree_and_the_node_that_fails(
     fleet: Fleet, tree: Path, options: dict[str, Any], names: set[str]
 ) -> None:
-    outcomes, observer = deploy(fleet, DeployRequest(Path("job.yaml"), [str(tree)], **options))
-    assert {name for name, _ in observer.trees[0].files} == names
+    packed: list[FileTree] = []
+    finished: list[str] = []
+    outcomes = deploy(
+        Path("job.yaml"),
+        fleet,
+        tree.parent,
+        list[str]().append,
+        trees=[str(tree)],
+        on_tree=lambda _, tree: packed.append(tree),
+        on_progress=send_nothing,
+        on_done=lambda outcome: finished.append(outcome.name),
+        **options,
+    )
+    assert {name for name, _ in packed[0].files} == names
     assert isinstance(outcomes["csd0"].error, UnreachableError)
-    assert observer.finished == ["csd0"]
+    assert finished == ["csd0"]

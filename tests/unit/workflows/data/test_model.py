@@ -12,7 +12,7 @@ from csdctl.job.model import Job, load_job
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.transport.local import LocalSession
 from csdctl.worker.protocol.datasets import DatasetInfo
-from csdctl.workflows.data.model import (
+from csdctl.workflows.data.files import (
     SampleShapes,
     SerializedModel,
     serialize_model,
@@ -117,7 +117,7 @@ def test_model_is_built_again_by_another_csdctl_or_keras(
     other: Callable[..., object],
 ) -> None:
     job, _ = built
-    monkeypatch.setattr(f"csdctl.workflows.data.model.{name}", other)
+    monkeypatch.setattr(f"csdctl.workflows.data.files.{name}", other)
     with pytest.raises(Building):
         serialize(job, fail)
 

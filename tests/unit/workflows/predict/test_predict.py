@@ -25,7 +25,7 @@ from csdctl.worker.protocol.datasets import DatasetInfo
 from csdctl.worker.protocol.features import SOFTMAX, Extracted, ExtractSpec, ResultRule, SendSpec
 from csdctl.worker.protocol.json_codec import RESULT, from_json, to_frame
 from csdctl.worker.protocol.model_info import ModelInfo
-from csdctl.workflows.data.model import SerializedModel
+from csdctl.workflows.data.files import SerializedModel
 from csdctl.workflows.data.prepare import Prepared
 from csdctl.workflows.predict.predict import (
     CLASSES,

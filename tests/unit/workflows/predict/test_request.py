@@ -12,7 +12,7 @@ from csdctl.runs.directory import ProjectDirectory
 from csdctl.shipping.store import StoredFile
 from csdctl.worker.protocol.features import SIGMOID, SOFTMAX, VALUES, ResultRule
 from csdctl.worker.protocol.model_info import ModelInfo, OutputInfo
-from csdctl.workflows.data.model import SerializedModel
+from csdctl.workflows.data.files import SerializedModel
 from csdctl.workflows.predict.predict import (
     CLASSES,
     EMBEDDINGS,

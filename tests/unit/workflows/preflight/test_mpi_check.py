@@ -5,7 +5,7 @@ from dataclasses import replace
 from csdctl.fleet.checks import FLEET_NAME, Status
 from csdctl.fleet.model import Fleet, Node
 from csdctl.worker.protocol.sandbox import SandboxCheck
-from csdctl.workflows.preflight.mpi_check import judge_listeners, judge_sandbox
+from csdctl.workflows.preflight.doctor import judge_listeners, judge_sandbox
 
 FLEET = Fleet((Node("csd0", "10.1.1.2"), Node("csd1", "10.1.1.3")), network="10.1.1.0/24")
 OPEN = SandboxCheck("", "several addresses are in the network")

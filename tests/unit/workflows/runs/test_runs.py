@@ -11,13 +11,22 @@ import pytest
 
 from csdctl.cli.app import run_command
 from csdctl.documents import save_json
-from csdctl.errors import DeadlineError, InputError, RunError
+from csdctl.errors import DeadlineError, InputError
 from csdctl.launch.leftovers import describe_holder
 from csdctl.runs.directory import EventLog, ProjectDirectory, RunDirectory
 from csdctl.terminal.streams import Streams
 from csdctl.worker.protocol.events import EpochEnd, Event, Finished, Progress
-from csdctl.workflows.runs.follow import find_logs, follow_lines, notifying, parse_command, read_last_lines
-from csdctl.workflows.runs.manage import compare_runs, find_run, interrupt, list_runs, remove_runs, stop_run
+from csdctl.workflows.runs.manage import (
+    compare_runs,
+    find_logs,
+    find_run,
+    follow_lines,
+    interrupt,
+    list_runs,
+    read_last_lines,
+    remove_runs,
+    stop_run,
+)
 from tests.patience import scaled
 from tests.unit.runs.manifests import manifest_of
 
@@ -196,28 +205,3 @@ def test_differences_of_two_runs(project: ProjectDirectory) -> None:
         ("recipe.learning_rate", 0.1, 0.2, False),
         ("plan.ranks.csd0.threads", 1, 3, False),
     }
-
-
-class TestNotify:
-    def test_command_gets_the_result(self, project: ProjectDirectory, tmp_path: Path) -> None:
-        run = add_run(project, END, *DONE)
-        command = parse_command(f"sh -c 'env | grep CSDCTL_ | sort > {tmp_path / 'result'}'")
-        with pytest.raises(RunError), notifying(command, lambda: run, pytest.fail):
-            raise RunError("lost")
-        lines = dict(line.split("=", 1) for line in (tmp_path / "result").read_text().splitlines())
-        assert lines["CSDCTL_EXIT_CODE"] == "1"
-        assert (lines["CSDCTL_RUN"], lines["CSDCTL_STATE"]) == (run.run_id, "done")
-
-    @pytest.mark.parametrize("text", ["'open", " "])
-    def test_text_that_is_no_command_is_refused(self, text: str) -> None:
-        with pytest.raises(InputError, match="--notify"):
-            parse_command(text)
-
-
-def test_endless_line_of_a_followed_log_comes_in_parts(project: ProjectDirectory) -> None:
-    run = add_run(project)
-    log = run.path / "rank.log"
-    log.touch()
-    lines = follow_lines(run, [("csd0", log)])
-    log.write_bytes(b"x" * (3 << 20))
-    assert [len(line) for _, line in lines] == [1 << 20] * 3

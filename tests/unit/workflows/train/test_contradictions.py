@@ -8,7 +8,7 @@ from csdctl.cli.app import run_command
 from csdctl.errors import ExitCode, InputError
 from csdctl.terminal.streams import Streams
 from csdctl.worker.protocol.features import FeatureOptions
-from csdctl.workflows.train.options import TrainOptions
+from csdctl.workflows.train.spec import TrainOptions
 
 JOB = """\
 model: model.py:build

@@ -14,7 +14,7 @@ from csdctl.tuning.plan import Plan, RankPlan
 from csdctl.worker.protocol.datasets import DatasetInfo
 from csdctl.worker.protocol.model_info import ModelInfo
 from csdctl.worker.protocol.run_spec import DatasetSlice, Runtime
-from csdctl.workflows.data.model import SerializedModel
+from csdctl.workflows.data.files import SerializedModel
 from csdctl.workflows.data.prepare import Prepared
 from csdctl.workflows.train.spec import build_rank_specs, place_plan, place_ranks, with_servers
 

@@ -21,11 +21,10 @@ from csdctl.worker.protocol.json_codec import to_json
 from csdctl.worker.protocol.model_info import ModelInfo
 from csdctl.worker.protocol.recipe import Noise, Recipe
 from csdctl.worker.protocol.run_spec import RankSpec, RunSpec, Runtime
-from csdctl.workflows.data.model import SerializedModel
+from csdctl.workflows.data.files import SerializedModel
 from csdctl.workflows.data.prepare import Prepared
 from csdctl.workflows.train import train as resume_module
-from csdctl.workflows.train.options import TrainOptions
-from csdctl.workflows.train.spec import RunContext, build_rank_specs
+from csdctl.workflows.train.spec import RunContext, TrainOptions, build_rank_specs
 from csdctl.workflows.train.train import find_resumable, is_complete, load_spec, resume
 from tests.unit.runs.manifests import manifest_of
 
@@ -96,20 +95,14 @@ def spec_of(run: RunDirectory) -> RunSpec:
 @pytest.mark.parametrize(
     ("edit", "problem"),
     [
-        ({"run_id": "another"}, "`run_id` is 'another'"),
         ({"schema": 1}, "`schema` is 1"),
-        ({"num_checkpoints": 0}, "`num_checkpoints` is 0, expected 1"),
-        ({"num_checkpoints": 10**12}, "`num_checkpoints` is 1000000000000"),
         ({"num_checkpoints": "many"}, "`num_checkpoints`: .*received 'many'"),
-        ({"checkpoint_interval_s": -5}, "`checkpoint_interval_s` is -5"),
-        ({"checkpoint_interval_s": float("inf")}, "`checkpoint_interval_s` is inf"),
-        ({"task": {"name": "verify", "arguments": {}}}, "`task`"),
         ({"ranks": 5}, "`ranks`"),
         ({"recipe": None}, "`recipe`"),
         ({"output_directory": ["a"]}, "`output_directory`"),
     ],
 )
-def test_spec_that_was_edited_is_refused(run: RunDirectory, edit: dict[str, object], problem: str) -> None:
+def test_damaged_spec_is_refused(run: RunDirectory, edit: dict[str, object], problem: str) -> None:
     run.spec.write_text(json.dumps(json.loads(to_json(spec_of(run))) | edit))
     with pytest.raises(InputError, match=f"spec.json.*{problem}") as raised:
         load_spec(run)

@@ -36,8 +36,8 @@ from csdctl.worker.protocol.probe import READY
 from csdctl.worker.protocol.recipe import Recipe
 from csdctl.worker.protocol.run_spec import RankSpec, RunSpec, Runtime
 from csdctl.workflows.runs.manage import process_of
-from csdctl.workflows.train.options import TrainOptions
 from csdctl.workflows.train.run import RunInputs, record_process, run_ranks, settle_step_file
+from csdctl.workflows.train.spec import TrainOptions
 from csdctl.workflows.workspace.workspace import Workspace
 from tests.fake_session import FakeSession
 from tests.unit.workflows.measured_project import MeasuredProject, prepared

@@ -4,8 +4,7 @@ import pytest
 
 from csdctl.errors import InputError
 from csdctl.tuning.plan import Plan, Predicted, RankPlan
-from csdctl.workflows.train.options import AUTO, TrainOptions
-from csdctl.workflows.train.spec import describe_strategy
+from csdctl.workflows.train.spec import AUTO, TrainOptions, describe_strategy
 from csdctl.workflows.train.train import choose_strategy
 
 PREDICTED = Predicted(

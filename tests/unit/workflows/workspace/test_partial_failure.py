@@ -15,7 +15,7 @@ from csdctl.errors import (
     UnreachableError,
 )
 from csdctl.runs.directory import ProjectDirectory
-from csdctl.workflows.workspace.partial_failure import choose_fleet, conclude, load_failed
+from csdctl.workflows.workspace.workspace import choose_fleet, conclude, load_failed
 
 MACHINES = ["host", "csd0", "csd1"]
 DOWN = UnreachableError("does not answer", remedy="check it")

@@ -1,18 +1,19 @@
-"""The strategy `features`: each machine computes the frozen part of the model once for its own samples.
+"""What a strategy decides about a run: data-parallel, which changes nothing, split and features.
 
-Features stay on the machine that made them, in a cache by content. What is then trained is the model's head,
-with the same step, on fewer numbers. Where all samples are public, their features may leave the nodes, and
-the host trains the head alone: it then needs no sum, and the nodes no TensorFlow.
+With `features`, each machine computes the frozen part of the model once for its own samples. Features stay on
+the machine that made them, in a cache by content. What is then trained is the model's head, with the same
+step, on fewer numbers. Where all samples are public, their features may leave the nodes, and the host trains
+the head alone: it then needs no sum, and the nodes no TensorFlow.
 """
 
 import hashlib
 import math
-import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import ClassVar
 
 from csdctl.documents import build_atomically, save_json
 from csdctl.errors import InputError, RemoteCommandError
@@ -20,11 +21,11 @@ from csdctl.fleet.model import HOST_NAME
 from csdctl.job.model import Job
 from csdctl.reporting.numbers import format_bytes, format_seconds
 from csdctl.shipping.store import StoredFile, hash_file, store_file
-from csdctl.shipping.worker_calls import call_worker, fetch_results
+from csdctl.shipping.worker_calls import fetch_results
 from csdctl.transport.many import run_on_all, values_or_raise
 from csdctl.transport.meter import TrafficClass
 from csdctl.transport.program import Nothing, within
-from csdctl.tuning.plan import FEATURES, Plan
+from csdctl.tuning.plan import DATA_PARALLEL, FEATURES, SPLIT, Plan
 from csdctl.worker.protocol.datasets import DatasetInfo
 from csdctl.worker.protocol.features import (
     FEATURE_STORE,
@@ -42,14 +43,122 @@ from csdctl.worker.protocol.features import (
     Recomputed,
     SendSpec,
 )
-from csdctl.worker.protocol.model_info import FeatureInfo
-from csdctl.worker.protocol.run_spec import DatasetSlice, HeadSpec, Prefix, RankSpec, RunSpec
-from csdctl.workflows.data.deploy import deploy_files, whole
-from csdctl.workflows.data.model import BUILD_DEADLINE_S, HASHES, have_hashes
-from csdctl.workflows.data.prepare import OnPrepareProgress, Prepared, check_info
+from csdctl.worker.protocol.model_info import CutInfo, FeatureInfo, ModelInfo
+from csdctl.worker.protocol.run_spec import (
+    TRAIN_SPLIT,
+    VERIFY_SPLIT,
+    DatasetSlice,
+    HeadSpec,
+    Prefix,
+    RankSpec,
+    RunSpec,
+    SplitSpec,
+    TaskSpec,
+)
+from csdctl.workflows.data.files import BUILD_DEADLINE_S, HASHES, deploy_files, have_hashes, whole
+from csdctl.workflows.data.prepare import Prepared, check_info
 from csdctl.workflows.train.spec import RunContext, RunInputs, ShardFiles, plan_reading
-from csdctl.workflows.train.strategies.strategy import Strategy
-from csdctl.workflows.workspace.workspace import Workspace
+from csdctl.workflows.workspace.workspace import OnProgress, Workspace, call_machine
+
+
+class Strategy:
+    """Data-parallel: every rank holds the whole model. Other strategies override what they do differently.
+
+    An instance belongs to one run; its methods are called in the order in which they stand here.
+    """
+
+    name: ClassVar[str] = DATA_PARALLEL
+    cut = ""
+    """The last layer that nodes compute, if the model is split."""
+
+    def choose_ranks(self, plan: Plan, context: RunContext) -> Plan:
+        """Return the plan with the ranks that train. Raises InputError or PartialError."""
+        return plan
+
+    def build_inputs(self, inputs: RunInputs, context: RunContext) -> RunInputs:
+        """Return the run with what its ranks compute and read. Raises InputError or PartialError."""
+        return inputs
+
+    def build_verification(self, inputs: RunInputs, context: RunContext) -> RunInputs:
+        """Return the run that compares one step with one process. Raises InputError or PartialError."""
+        return inputs
+
+    def recompute_stored(self, inputs: RunInputs, context: RunContext) -> Mapping[str, Recomputed]:
+        """Return, by machine, how results that are stored there compare with what it computes now."""
+        return {}
+
+
+_OTHERWISE = "train with --strategy data-parallel"
+
+
+@dataclass
+class Split(Strategy):
+    """Nodes compute the first layers of the model, up to `cut`, the host the rest.
+
+    Each rank's batch is divided into micro-batches: nodes compute some while the host computes others.
+    """
+
+    name: ClassVar[str] = SPLIT
+    cut: str = ""
+    num_micro_batches: int = SplitSpec.num_micro_batches
+
+    def build_inputs(self, inputs: RunInputs, context: RunContext) -> RunInputs:
+        """Return the run with its model divided.
+
+        Raises InputError where the job does not allow that, or the model has no such cut.
+        """
+        return self._build(inputs, context, TRAIN_SPLIT)
+
+    def build_verification(self, inputs: RunInputs, context: RunContext) -> RunInputs:
+        """Return the verification of the divided model; raises what `build_inputs` raises."""
+        return self._build(inputs, context, VERIFY_SPLIT)
+
+    def _build(self, inputs: RunInputs, context: RunContext, task: str) -> RunInputs:
+        check_split(context)
+        found = find_cut(context.prepared.model.info, self.cut)
+        split = SplitSpec(found.layer, self.num_micro_batches)
+        spec = replace(inputs.spec, task=TaskSpec(task), split=split, is_balanced=False)
+        return replace(inputs, spec=spec)
+
+
+def check_split(context: RunContext) -> None:
+    """Raise InputError unless job and fleet allow that a model is split."""
+    if context.space.fleet.networks:
+        raise InputError("a model is split on one server; this fleet has several", remedy=_OTHERWISE)
+    check_job(context.job)
+
+
+def check_job(job: Job) -> None:
+    """Raise InputError unless the job lets activations of private samples leave their node."""
+    if job.noise:
+        raise InputError(
+            f"{job.path}: data.private.noise hides each sample in a sum, and activations leave their node "
+            "one by one",
+            remedy=_OTHERWISE,
+        )
+    if job.private_path is not None and not job.may_activations_leave:
+        raise InputError(
+            f"{job.path}: splitting the model sends activations and labels of private samples to the host, "
+            "which the job does not allow",
+            remedy=f"add `activations: may-leave` to data.private (docs/how-to/split.md), or {_OTHERWISE}",
+        )
+
+
+def find_cut(info: ModelInfo, layer: str) -> CutInfo:
+    """Return the cut behind `layer`; raises InputError, naming those that there are."""
+    if not info.cuts:
+        raise InputError(
+            f"{info.name} cannot be split: it is not a functional model with one input and a single tensor "
+            "between two layers",
+            remedy=_OTHERWISE,
+        )
+    for cut in info.cuts:
+        if cut.layer == layer:
+            return cut
+    names = ", ".join(cut.layer for cut in info.cuts)
+    what = f"cannot be cut after {layer!r}" if layer else "needs a cut"
+    raise InputError(f"{info.name} {what}; its cuts: {names}", remedy="name one of them: --cut LAYER")
+
 
 COMPUTING = "computing features"
 LITE_FILE = "prefix.tflite"
@@ -228,22 +337,15 @@ def _convert(prefix: Prefix, worker: StoredFile, space: Workspace) -> StoredFile
     directory = project.models / f"lite-{key}"
     if not have_hashes(directory, [LITE_FILE]):
         with build_atomically(directory) as aside:
-            call_worker(
-                space.sessions[HOST_NAME],
-                sys.executable,
-                worker.path,
-                "convert",
-                ConvertSpec(prefix, str(aside / LITE_FILE)),
-                Nothing,
-                doing="converting the model for LiteRT",
-                patience=within(BUILD_DEADLINE_S),
-            )
+            spec, patience = ConvertSpec(prefix, str(aside / LITE_FILE)), within(BUILD_DEADLINE_S)
+            doing = "converting the model for LiteRT"
+            call_machine(space, HOST_NAME, worker, "convert", spec, Nothing, doing=doing, patience=patience)
             save_json(aside / HASHES, {LITE_FILE: hash_file(aside / LITE_FILE)})
     return store_file(directory / LITE_FILE, project.root, TrafficClass.MODEL)
 
 
 def _prepare_machines(
-    run: FeatureRun, shards: ShardFiles, context: RunContext, on_progress: OnPrepareProgress
+    run: FeatureRun, shards: ShardFiles, context: RunContext, on_progress: OnProgress
 ) -> dict[str, "_Machine"]:
     """Send each machine of `run` what it needs to compute features."""
     space = context.space
@@ -264,7 +366,7 @@ class _Machine:
     run: FeatureRun
     rank: RankSpec
     space: Workspace
-    on_progress: OnPrepareProgress
+    on_progress: OnProgress
     num_samples: int = 0
     num_computed: int = 0
 
@@ -326,16 +428,8 @@ class _Machine:
             num_checked=num_checked,
             num_plain=int(self._validation is not None),
         )
-        return call_worker(
-            self.space.sessions[node],
-            self.space.fleet.python_of(node),
-            prepared.worker.path,
-            "extract",
-            spec,
-            Extracted,
-            lambda progress: self.on_progress(node, progress),
-            doing=COMPUTING,
-        )
+        worker, note = prepared.worker, self.on_progress
+        return call_machine(self.space, node, worker, "extract", spec, Extracted, note, doing=COMPUTING)
 
     def _check(self, info: DatasetInfo, num_samples: int) -> None:
         """Raise RemoteCommandError unless these can be the features of that many samples."""
@@ -441,14 +535,6 @@ def _gather(run: FeatureRun, parts: tuple[GatheredPart, ...], context: RunContex
     assert host.public is not None
     wanted = ExtractSpec(host.public, FEATURE_STORE, run.prefix, host.runtime)
     with context.observer.preparing(GATHERING, [HOST_NAME]) as on_progress:
-        found = call_worker(
-            context.space.sessions[HOST_NAME],
-            sys.executable,
-            run.prepared.worker.path,
-            "gather",
-            GatherSpec(wanted, run.shape, parts),
-            Gathered,
-            lambda progress: on_progress(HOST_NAME, progress),
-            doing=GATHERING,
-        )
+        spec, worker, space = GatherSpec(wanted, run.shape, parts), run.prepared.worker, context.space
+        found = call_machine(space, HOST_NAME, worker, "gather", spec, Gathered, on_progress, doing=GATHERING)
     return found.is_stored

@@ -6,7 +6,7 @@ import pytest
 
 from csdctl.errors import InputError
 from csdctl.job.model import load_job
-from csdctl.workflows.train.strategies.strategy import check_job
+from csdctl.workflows.train.strategies import check_job
 
 JOB = """\
 model: model.py:build

@@ -1,9 +1,14 @@
-"""The model of a job: built on the host by a worker process, serialized, and cached by content."""
+"""What machines get for a job: worker, model and public shards, and trees of the user.
+
+The model is built on the host by a worker process, serialized, and cached by content. Private data is never
+read here. The public shard of a node is cut on the host and sent as two .npy files; the host reads its own
+shard in place.
+"""
 
 import hashlib
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -17,17 +22,30 @@ from csdctl.documents import (
     load_text,
     save_json,
     save_text,
+    write_atomically,
 )
 from csdctl.errors import InputError
-from csdctl.fleet.model import HOST_NAME
-from csdctl.job.model import Job, python_files
+from csdctl.fleet.model import HOST_NAME, Fleet
+from csdctl.job.model import Job, load_job, python_files
 from csdctl.notify import Say
+from csdctl.placement.equation1 import Placed
 from csdctl.reporting.numbers import format_count
 from csdctl.runs.directory import ProjectDirectory
-from csdctl.shipping.store import StoredFile, hash_file, store_bytes, store_file
+from csdctl.runs.ledger import record_traffic
+from csdctl.shipping.deliver import Delivery, OnDeliveryProgress, deliver
+from csdctl.shipping.payload import (
+    DEFAULT_IGNORED,
+    FileTree,
+    TreeRequest,
+    pack_payload,
+    parse_tree,
+    read_tree,
+)
+from csdctl.shipping.store import StoredFile, hash_file, store_bytes, store_file, stored_as
 from csdctl.shipping.worker_calls import call_worker
 from csdctl.shipping.worker_zip import pack_code, pack_worker
 from csdctl.transport.local import LocalSession
+from csdctl.transport.many import Outcome, run_on_all, run_on_nodes, values_or_raise
 from csdctl.transport.meter import TrafficClass
 from csdctl.transport.program import within
 from csdctl.transport.session import Session
@@ -35,7 +53,7 @@ from csdctl.tuning.measurements import ModelProperties, describe_model
 from csdctl.worker.protocol.datasets import DatasetInfo
 from csdctl.worker.protocol.json_codec import from_json, to_json
 from csdctl.worker.protocol.model_info import BuildRequest, BuildSpec, ModelInfo
-from csdctl.worker.protocol.run_spec import UserCode
+from csdctl.worker.protocol.run_spec import DatasetSlice, UserCode
 
 MODEL_FILES = ("info.json", "architecture.json", "weights.npz")
 PART_FILES = ("prefix.json", "prefix.npz", "head.json", "head.npz")
@@ -209,3 +227,144 @@ def _model_key(job: Job, worker: StoredFile) -> str:
     for path in sorted(path for path in files if path.is_file()):
         digest.update(str(path).encode() + path.read_bytes())
     return digest.hexdigest()[:32]
+
+
+OnDelivery = Callable[[str, Delivery], None]
+
+
+def deploy_files(
+    files: Mapping[str, Sequence[StoredFile]],
+    fleet: Fleet,
+    sessions: Mapping[str, Session],
+    on_delivery: OnDelivery,
+) -> dict[str, Delivery]:
+    """Send each machine its files, in parallel; raises PartialError naming the machines that failed."""
+
+    def on_done(outcome: Outcome[Delivery]) -> None:
+        if outcome.value:
+            on_delivery(outcome.name, outcome.value)
+
+    def send(session: Session) -> Delivery:
+        payload = pack_payload(files[session.name])
+        return deliver(session, payload, python=fleet.python_of(session.name))
+
+    targets = {name: sessions[name] for name in files if name != HOST_NAME}
+    return values_or_raise(run_on_all(targets, send, on_done=on_done), "deploying")
+
+
+def cut_shards(
+    placed: Sequence[Placed], public: DatasetInfo, job: Job, project: ProjectDirectory
+) -> dict[str, tuple[StoredFile, StoredFile]]:
+    """Return samples and labels of each node's public shard, cut from the host's data.
+
+    A node with private data needs no empty shard to determine the shape of a sample; a node that can read all
+    public data needs no shard at all.
+    """
+    if job.is_everywhere:
+        return {}
+    checked: list[str] = []
+    return {
+        shard.name: _cut(shard, public, job.recipe.seed, project, checked)
+        for shard in placed
+        if shard.name != HOST_NAME and (shard.num_public or not shard.num_private)
+    }
+
+
+def whole(data: DatasetInfo) -> DatasetSlice:
+    """Return a slice with all rows of a prepared data set."""
+    images, labels = _arrays(data)
+    return DatasetSlice(images, labels, images_sha256=data.images_sha256, labels_sha256=data.labels_sha256)
+
+
+def _arrays(data: DatasetInfo) -> tuple[str, str]:
+    return f"{data.path}/images.npy", f"{data.path}/labels.npy"
+
+
+def _cut(
+    shard: Placed, public: DatasetInfo, seed: int, project: ProjectDirectory, checked: list[str]
+) -> tuple[StoredFile, StoredFile]:
+    """Return samples and labels of `shard`, which are kept with their hashes for the next run.
+
+    Raises InputError if the public data was changed. Files in `checked` have been compared with their hashes.
+    """
+    content = hashlib.sha256(f"{public.images_sha256}{public.labels_sha256}".encode())
+    name = f"{content.hexdigest()[:32]}-{seed}-{shard.public_start}-{shard.public_stop}"
+    targets = [project.shards / f"{name}.{part}.npy" for part in ("images", "labels")]
+    record = project.shards / f"{name}.json"
+    hashes = _load_hashes(record)
+    if len(hashes) != 2 or hashes != [hash_file(target) for target in targets if target.is_file()]:
+        import numpy as np
+
+        # The same rows as for a slice start … stop on the host: worker.data.rows_of.
+        permutation = np.random.default_rng(seed).permutation(public.num_samples)
+        rows = np.sort(permutation[shard.public_start : shard.public_stop])
+        expected = (public.images_sha256, public.labels_sha256)
+        for source, sha256, target in zip(_arrays(public), expected, targets, strict=True):
+            path = project.root / source
+            if source not in checked:
+                found = hash_file(path) if path.is_file() else "no file"
+                if found != sha256:
+                    raise InputError(
+                        f"{source} is not what was prepared: expected SHA-256 {sha256}, found {found}",
+                        remedy="run `csdctl prepare`",
+                    )
+                checked.append(source)
+            array = np.load(path, mmap_mode="r", allow_pickle=False)
+            if len(array) != public.num_samples:
+                raise InputError(
+                    f"{source} has {len(array)} rows, expected {public.num_samples}",
+                    remedy="run `csdctl prepare`",
+                )
+            with write_atomically(target) as file:
+                np.save(file, array[rows])
+        hashes = [hash_file(target) for target in targets]
+        save_json(record, hashes)
+    images, labels = (
+        stored_as(f"{sha256}.npy", target, TrafficClass.PUBLIC)
+        for sha256, target in zip(hashes, targets, strict=True)
+    )
+    return images, labels
+
+
+def _load_hashes(record: Path) -> list[str]:
+    """Return the hashes of shards that were cut before; none if they are missing or damaged."""
+    try:
+        return check_values(load_json(record), list[str], str(record))
+    except InputError:
+        return []
+
+
+def deploy(
+    job: Path,
+    fleet: Fleet,
+    directory: Path,
+    say: Say,
+    *,
+    trees: Sequence[str] = (),
+    ignored: Sequence[str] = DEFAULT_IGNORED,
+    is_dry_run: bool = False,
+    on_tree: Callable[[TreeRequest, FileTree], None],
+    on_progress: OnDeliveryProgress,
+    on_done: Callable[[Outcome[Delivery]], None],
+) -> dict[str, Outcome[Delivery]]:
+    """Deploy the files of `job`, or `trees` instead, each SOURCE[:DESTINATION], to every node of `fleet`.
+
+    `ignored` are patterns of files that are excluded from trees; `on_tree` gets each tree that was read. A
+    node that fails is in the result, not raised. Raises InputError when the job, or a tree, cannot be read.
+    """
+    if trees:
+        packed = []
+        for tree in map(parse_tree, trees):
+            packed.append(read_tree(tree, ignored))
+            on_tree(tree, packed[-1])
+        payload = pack_payload(trees=packed)
+    else:
+        worker, model = prepare_code(load_job(job), directory, say)
+        payload = pack_payload([worker, *model.files])
+
+    def send(session: Session) -> Delivery:
+        python = fleet.python_of(session.name)
+        return deliver(session, payload, python=python, dry_run=is_dry_run, on_progress=on_progress)
+
+    on_traffic = record_traffic(directory, "deploy")
+    return run_on_nodes(fleet, send, directory=directory, on_done=on_done, on_traffic=on_traffic)

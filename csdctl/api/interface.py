@@ -1,0 +1,582 @@
+"""The Python interface: the workflows of the command line, for scripts and notebooks.
+
+A function works in the current directory, as the command line does, so that `csdctl report` and the like find
+what Python has written, and the other way round. Errors name arguments, not options of the command line.
+"""
+
+import importlib
+import inspect
+import json
+import os
+import re
+import runpy
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, is_dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+import yaml
+
+from csdctl.documents import make_directory, save_text, write_atomically
+from csdctl.errors import CsdctlError, InputError, RunError
+from csdctl.fleet import model as fleets
+from csdctl.job import model as jobs
+from csdctl.reporting.results import RunSummary, read_results
+from csdctl.runs.directory import LATEST, ProjectDirectory, RunDirectory
+from csdctl.runs.private import STATE_DIRECTORY, check_private
+from csdctl.supervision.event_callbacks import STOP as STOP
+from csdctl.supervision.event_callbacks import Callback
+from csdctl.terminal.fleet import DiscoverView, render_fleet
+from csdctl.terminal.prepare import PreparationScreen, PreparingView, render_prepared
+from csdctl.terminal.report import report_of
+from csdctl.terminal.streams import Streams
+from csdctl.terminal.train import TrainingScreen
+from csdctl.terminal.tune import TuningScreen, render_plan, render_verified
+from csdctl.terminal.view import render_bundle
+from csdctl.tuning.plan import Plan
+from csdctl.worker.protocol.datasets import INPUT, OUTPUT, as_inputs, name_of_position
+from csdctl.worker.protocol.events import EpochEnd
+from csdctl.worker.protocol.json_codec import ProtocolError, from_dict
+from csdctl.worker.protocol.model_info import BUILDER, BuildSpec
+from csdctl.worker.protocol.recipe import EarlyStopping as EarlyStopping
+from csdctl.worker.protocol.recipe import ReduceOnPlateau as ReduceOnPlateau
+from csdctl.workflows.data.prepare import Prepared, prepare_fleet
+from csdctl.workflows.discovery.discover import DiscoverResult
+from csdctl.workflows.discovery.discover import discover as discover_machines
+from csdctl.workflows.train import spec as of_train
+from csdctl.workflows.train.run import RunStopped as RunStopped
+from csdctl.workflows.train.train import TrainRequest
+from csdctl.workflows.train.verify import Verification, judge, run_verification
+from csdctl.workflows.tune import tune as of_tune
+from csdctl.workflows.workspace.workspace import choose_fleet
+
+if TYPE_CHECKING:
+    from csdctl.transport.fabric_group import FleetGroup
+
+
+ARGUMENTS = {
+    "--batch-sizes": "batch_sizes",
+    "--checkpoint-seconds": "checkpoint_interval_s",
+    "--feature-engine": "features.engine",
+    "--feature-precision": "features.precision",
+    "--global-batch": "limits.global_batch",
+    "--keep": "num_checkpoints",
+    "--max-global-batch": "limits.max_global_batch",
+    "--micro-batches": "num_micro_batches",
+    "--no-host": "is_host_training=False",
+    "--silence-timeout": "deadlines.silence_s",
+    "--start-timeout": "deadlines.start_s",
+    "--probe-seconds": "probe_duration_s",
+}
+"""Arguments in Python by the option of the command line, where the name is another one."""
+
+
+@contextmanager
+def python_errors() -> Iterator[None]:
+    """Let errors name arguments in Python; command lines in backquotes stay as they are."""
+    try:
+        yield
+    except CsdctlError as error:
+        error.message, error.remedy = _in_python(error.message), _in_python(error.remedy)
+        raise
+
+
+def _in_python(text: str) -> str:
+    def rename(found: re.Match[str]) -> str:
+        option = found[0]
+        if not option.startswith("--"):
+            return option
+        return ARGUMENTS.get(option, option.removeprefix("--").replace("-", "_"))
+
+    return re.sub(r"`[^`]*`|csdctl [a-z]+[^;,]*|(?<![\w-])--[a-z][a-z-]*", rename, text)
+
+
+class TrainOptions(of_train.TrainOptions):
+    """Options of one run; raises InputError for invalid values."""
+
+    def __post_init__(self) -> None:
+        with python_errors():
+            super().__post_init__()
+
+
+class TuneOptions(of_tune.TuneOptions):
+    """The method, the limits of a plan, and how to measure; raises InputError for invalid values."""
+
+    def __post_init__(self) -> None:
+        with python_errors():
+            super().__post_init__()
+
+
+class Fleet(fleets.Fleet):
+    """The host and its nodes, as written in fleet.yaml.
+
+    `nodes` have `name`, `address`, `port`, `user`, `key`, `python`, `groups` and `jump`; `machines` are all
+    names, the host first; `node(name)` returns one node; `network`, `emulated`, `path` are those of the file.
+    """
+
+    def connections(
+        self, *, command_deadline_s: float | None = 600.0, connect_deadline_s: float = 10.0
+    ) -> "FleetGroup":
+        """Return a Fabric ThreadingGroup of the nodes; use it as a context manager.
+
+        Connections open when they are first used, with the addresses, keys, jump hosts and accepted host keys
+        of csdctl. A command is ended, with its processes, after `command_deadline_s` seconds unless
+        `run(…, timeout=…)` says otherwise; an output is kept up to 1 MiB.
+        """
+        from csdctl.transport.fabric_group import open_group
+
+        return open_group(
+            self,
+            directory=Path.cwd(),
+            connect_deadline_s=connect_deadline_s,
+            command_deadline_s=command_deadline_s,
+        )
+
+
+FleetOrPath = fleets.Fleet | str | Path
+
+
+@contextmanager
+def open_session() -> Iterator[Streams]:
+    """Work in the current directory, with files for this user alone."""
+    before = os.umask(0o077)
+    try:
+        streams = Streams(is_verbose=False, is_debugging=False)  # not by the arguments of a user's program
+        check_private(streams.directory / STATE_DIRECTORY)
+        with python_errors():
+            yield streams
+    finally:
+        os.umask(before)
+
+
+def as_fleet(fleet: FleetOrPath) -> fleets.Fleet:
+    """Return a fleet as it is, or that of a file."""
+    return fleet if isinstance(fleet, fleets.Fleet) else load_fleet(fleet)
+
+
+def load_fleet(
+    path: str | Path = "fleet.yaml", *, limit: Sequence[str] = (), exclude: Sequence[str] = ()
+) -> Fleet:
+    """Return the fleet of fleet.yaml: all its nodes, or those that are selected.
+
+    `limit` and `exclude` are lists of node names, ranges such as "csd[0-7]", or groups. Where a fleet is
+    expected, a path does as well. Raises InputError.
+    """
+    with python_errors():
+        return Fleet(**vars(choose_fleet(Path(path), limit, exclude)))
+
+
+LOADER = '''"""Reads the arrays of a job that was made in Python."""
+
+import numpy as np
+
+
+def _part(arrays, kind):
+    names = [name for name in arrays.files if name == kind or name.startswith(kind + "/")]
+    if names == [kind]:
+        return arrays[kind]
+    return {name.partition("/")[2]: arrays[name] for name in names}
+
+
+def load(path):
+    with np.load(path, allow_pickle=False) as arrays:
+        parts = [_part(arrays, kind) for kind in ("x", "y", "w")]
+    parts = [part for part in parts if len(part)]
+    return tuple(parts) if len(parts) > 1 else parts[0]
+'''
+KINDS = ("x", "y", "w")
+POSITIONS = {"x": INPUT, "y": OUTPUT}
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to train: the job of a job.yaml, `Job("job.yaml")`. Raises InputError when it cannot be used."""
+
+    path: Path
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "path", Path(self.path))
+        self.load()
+
+    @classmethod
+    def from_model(
+        cls,
+        model: Any,
+        data: Any,
+        *,
+        validation: Any = None,
+        directory: str | Path = "csdctl-job",
+        code: Sequence[str | Path] = (),
+        input_range: tuple[float, float] | None = None,
+        **recipe: Any,
+    ) -> Self:
+        """Write model, data and job.yaml to `directory`, and return the job.
+
+        `model`: a Keras model; loss, optimizer and metrics of its compile() are used, and its train_step. The
+        arguments of its own constructor and compile() must be attributes with the same names. `data` and
+        `validation`: x, (x, y) or (x, y, sample_weight), each an array, or a dict, list or tuple of arrays
+        for several inputs or outputs; an iterable of such batches, as a tf.data.Dataset; or the path of data
+        as job.yaml takes it. `code`: files and packages with the model's own layers, losses and metrics.
+        `input_range`: scales uint8 arrays; None leaves them as they are. `recipe`: as in job.yaml, such as
+        epochs=5 or early_stopping=csdctl.EarlyStopping(patience=3); without it, one epoch. The command line
+        takes the job too: `csdctl train csdctl-job/job.yaml`.
+
+        Raises InputError when the job cannot be used.
+        """
+        recipe = {"epochs": 1, **{key: _plain(value, f"recipe.{key}") for key, value in recipe.items()}}
+        path = Path(directory)
+        make_directory(path)
+        save = getattr(model, "save", None)
+        if not callable(save):
+            raise InputError(f"received a {type(model).__name__} as model, expected a Keras model")
+        with _revivable(model):
+            save(path / "model.keras")
+        entries = {"public": _write_data(path, "train", data)}
+        if validation is not None:
+            entries["validation"] = _write_data(path, "validation", validation)
+        scaling = list(input_range) if input_range else None
+        content: dict[str, Any] = {
+            "model": "model.keras",
+            "data": {**entries, "input_range": scaling},
+            "recipe": recipe,
+        }
+        if code:
+            content["code"] = [os.path.relpath(Path(file), path) for file in code]
+        save_text(path / "job.yaml", yaml.safe_dump(content, sort_keys=False))
+        return cls(path / "job.yaml")
+
+    def load(self) -> jobs.Job:
+        """Return the job as the workflows take it; raises InputError."""
+        return jobs.load_job(self.path)
+
+
+@contextmanager
+def _revivable(model: Any) -> Iterator[None]:
+    """Let `save` write what the constructor and the compile() of the model's own class were called with.
+
+    Keras knows neither of a class without get_config() and get_compile_config(). Raises InputError for an
+    argument that is no attribute of the model.
+    """
+    kind, base = type(model), getattr(sys.modules.get("keras"), "Model", None)
+    kept: dict[str, Any] = {}
+    for method, getter in (("__init__", "get_config"), ("compile", "get_compile_config")):
+        if base is None or not isinstance(model, base) or getattr(kind, method) is getattr(base, method):
+            continue
+        if getattr(kind, getter) is getattr(base, getter):
+            of_layers = {"name": model.name, "trainable": model.trainable, "dtype": model.dtype_policy}
+            known = model.get_compile_config() if method == "compile" else of_layers
+            kept[getter] = _arguments(model, method, known)
+    for getter, arguments in kept.items():
+        setattr(model, getter, lambda arguments=arguments: arguments)
+    try:
+        yield
+    finally:
+        for getter in kept:
+            delattr(model, getter)
+
+
+def _arguments(model: Any, method: str, known: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a method: attributes of the model, else those that Keras has `known`."""
+    found: dict[str, Any] = {}
+    for name, parameter in inspect.signature(getattr(model, method)).parameters.items():
+        if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
+            found |= {key: value for key, value in known.items() if key not in found}
+        elif name in known and (not hasattr(model, name) or "metrics" in name):
+            found[name] = known[name]
+        elif hasattr(model, name):
+            found[name] = getattr(model, name)
+        else:
+            raise InputError(
+                f"{method}() of {type(model).__name__} takes {name}, which is not an attribute of the model",
+                remedy=f"keep it: self.{name} = {name}; or write job.yaml, with `model: FILE.py:FUNCTION`",
+            )
+    return found
+
+
+def _plain(value: Any, name: str) -> Any:
+    """Return a value of the recipe as YAML can hold it; raises InputError for objects."""
+    if is_dataclass(value) and not isinstance(value, type):
+        value = asdict(value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item, f"{name}.{key}") for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        return [_plain(item, f"{name}[{number}]") for number, item in enumerate(value)]
+    if isinstance(value, np.generic):
+        return value.item()
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise InputError(
+        f"received a {type(value).__name__} as {name}, expected a value of job.yaml",
+        remedy="pass loss, optimizer and metrics to model.compile(), or by their Keras names",
+    )
+
+
+def _write_data(directory: Path, name: str, data: Any) -> dict[str, str]:
+    """Write arrays to NAME.npz; return their entry in job.yaml."""
+    if isinstance(data, str | Path):
+        return {"path": str(Path(data).resolve())}
+    arrays = _name_arrays(_collect(data), name)
+    with write_atomically(directory / f"{name}.npz") as file:
+        np.savez(file, **arrays)  # type: ignore[arg-type]
+    save_text(directory / "data.py", LOADER)
+    return {"path": f"{name}.npz", "function": "data.py:load"}
+
+
+def _collect(data: Any) -> tuple[Any, ...]:
+    """Return (x,), (x, y) or (x, y, sample_weight) of all samples; batches are joined."""
+    if isinstance(data, tuple | list) and len(data) in (2, 3):
+        return tuple(data)
+    if isinstance(data, Mapping) or hasattr(data, "shape"):
+        return (data,)
+    if not isinstance(data, Iterable):
+        raise InputError(
+            f"received a {type(data).__name__} as data, expected x, (x, y), (x, y, sample_weight), batches "
+            "of them, or a path"
+        )
+    cardinality = getattr(data, "cardinality", None)  # of a tf.data.Dataset; -1: infinite
+    if cardinality is not None and int(cardinality()) == -1:
+        raise InputError("the data set is infinite", remedy="make it finite: dataset.take(number)")
+    batches = [tuple(batch) if isinstance(batch, tuple | list) else (batch,) for batch in data]
+    if not batches or len({len(batch) for batch in batches}) != 1 or len(batches[0]) not in (1, 2, 3):
+        raise InputError("the data yields no batches of x, (x, y) or (x, y, sample_weight)")
+    return tuple(_join([batch[number] for batch in batches]) for number in range(len(batches[0])))
+
+
+def _join(parts: Sequence[Any]) -> Any:
+    first = parts[0]
+    if isinstance(first, Mapping):
+        return {name: _join([part[name] for part in parts]) for name in first}
+    if isinstance(first, tuple | list):
+        return [_join([part[number] for part in parts]) for number in range(len(first))]
+    arrays = [np.asarray(part) for part in parts]
+    return np.concatenate(arrays) if arrays[0].ndim else np.stack(arrays)
+
+
+def _name_arrays(parts: tuple[Any, ...], name: str) -> dict[str, np.ndarray[Any, Any]]:
+    """Return the arrays of x, y and w by name; raises InputError unless they are numbers."""
+    named: dict[str, np.ndarray[Any, Any]] = {}
+    for kind, part in zip(KINDS, parts, strict=False):
+        if isinstance(part, Mapping):
+            named |= {f"{kind}/{key}": np.asarray(value) for key, value in part.items()}
+        elif isinstance(part, tuple | list) and all(hasattr(value, "shape") for value in part):
+            position = POSITIONS.get(kind, kind)
+            named |= {
+                f"{kind}/{name_of_position(position, number)}": np.asarray(one)
+                for number, one in enumerate(part)
+            }
+        elif part is not None:
+            named[kind] = np.asarray(part)
+    lengths = {key: len(array) if array.ndim else 0 for key, array in named.items()}
+    wrong = [key for key, array in named.items() if array.dtype.kind not in "buif"]
+    if wrong or len(set(lengths.values())) != 1:
+        found = ", ".join(f"{key} {array.dtype} {array.shape}" for key, array in named.items())
+        raise InputError(f"the {name} data is not numbers with one row per sample: {found}")
+    return named
+
+
+def _find_builder(run: RunDirectory) -> BuildSpec:
+    """Return how the ranks built the model; raises OSError, ValueError or ProtocolError."""
+    project = run.path.parents[2]
+    architecture = json.loads(run.spec.read_text())["architecture"]
+    content = json.loads((project / architecture).read_text())
+    if BUILDER not in content:
+        raise ProtocolError("no function built it")
+    spec: BuildSpec = from_dict(BuildSpec, content[BUILDER])
+    return spec
+
+
+def _build(spec: BuildSpec) -> Any:
+    """Return the model of the user's function, with all its weights; raises whatever that raises."""
+    file, _, name = spec.reference.rpartition(":")
+    model = getattr(_import_file(Path(file)), name)(**spec.arguments)
+    if spec.sample_shapes:  # a subclassed model has its weights once it is called
+        samples = {name: np.zeros((2, *shape), dtype) for name, (dtype, shape) in spec.sample_shapes.items()}
+        model(as_inputs(samples))
+    return model
+
+
+def _import_file(path: Path) -> Any:
+    """Import the user's file with the modules beside it; once, so that its classes stay the same."""
+    loaded = sys.modules.get(path.stem)
+    if loaded is not None and Path(getattr(loaded, "__file__", None) or ".").resolve() == path.resolve():
+        return loaded
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    if loaded is None:
+        return importlib.import_module(path.stem)
+    return SimpleNamespace(**runpy.run_path(str(path)))  # beside a library of that name
+
+
+def discover(fleet: FleetOrPath = "fleet.yaml") -> DiscoverResult:
+    """Collect the hardware and software of all machines, show and save it.
+
+    `.facts` of the result has it by machine, `.failed` the errors of the machines that could not be reached;
+    they are not raised.
+    """
+    chosen = as_fleet(fleet)
+    with open_session() as streams:
+        with DiscoverView(streams.console, len(chosen.machines)) as view:
+            result = discover_machines(chosen, directory=streams.directory, on_done=view.take)
+        render_fleet(streams.console, result, verbose=False)
+    return result
+
+
+def prepare(job: Job, fleet: FleetOrPath = "fleet.yaml") -> Prepared:
+    """Convert model and data of `job` where they lie, and compare with its hashes what was prepared before.
+
+    `tune`, `train` and `verify` prepare what is missing by themselves. Raises InputError when model and data
+    do not fit together.
+    """
+    loaded, chosen = job.load(), as_fleet(fleet)
+    with open_session() as streams:
+        with PreparingView(streams.views) as view:
+            prepared = prepare_fleet(
+                loaded,
+                chosen,
+                directory=streams.directory,
+                say=streams.say,
+                on_progress=view.show,
+            )
+        render_prepared(streams.console, prepared)
+    return prepared
+
+
+def tune(job: Job, fleet: FleetOrPath = "fleet.yaml", options: TuneOptions | None = None) -> Plan:
+    """Measure the machines of `fleet`, save the plan with the highest throughput, and return it."""
+    loaded, chosen = job.load(), as_fleet(fleet)
+    with open_session() as streams:
+        screen = TuningScreen(streams)
+        plan = of_tune.tune_job(loaded, chosen, streams.directory, options or TuneOptions(), screen)
+        path = streams.project.plan(loaded.name)
+        render_plan(streams.console, plan, str(path.relative_to(streams.directory)))
+    return plan
+
+
+def verify(job: Job, fleet: FleetOrPath = "fleet.yaml") -> Verification:
+    """Compare the gradient of all ranks with that of one process, and show how far apart they are.
+
+    Raises RunError when they differ by more than rounding explains.
+    """
+    loaded, chosen = job.load(), as_fleet(fleet)
+    with open_session() as streams:
+        request = TrainRequest(loaded, chosen, streams.directory, TrainOptions())
+        found = run_verification(request, PreparationScreen(streams))
+        verdict = judge(found.result, found.nodes)
+        render_verified(streams.console, found.result, verdict, found.nodes, emulated=chosen.emulated)
+    found.check_features()
+    if not verdict.is_equal:
+        raise RunError(verdict.text, remedy=verdict.remedy)
+    return found
+
+
+REPORT_COLUMNS = 110
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run. A notebook shows it as the report of `csdctl report`."""
+
+    directory: RunDirectory
+
+    @property
+    def id(self) -> str:
+        """The run's id, as in `csdctl report ID`."""
+        return self.directory.run_id
+
+    @property
+    def history(self) -> dict[str, list[float]]:
+        """Loss and metrics of each epoch by name, as Keras' `History.history`: loss, accuracy, val_loss, …"""
+        nodes = [rank["node"] for rank in self.directory.load_manifest()["plan"]["ranks"]]
+        epochs = {  # a resumed run may repeat an epoch
+            event.epoch: event
+            for event in self.directory.read_events(nodes)
+            if isinstance(event, EpochEnd) and event.rank == 0
+        }
+        history: dict[str, list[float]] = defaultdict(list)
+        for _, event in sorted(epochs.items()):
+            found: dict[str, Any] = {"loss": event.loss, **event.metrics}
+            found["val_loss"] = event.validation_loss
+            found |= {f"val_{name}": value for name, value in event.validation_metrics.items()}
+            for name, value in found.items():
+                if value is not None:
+                    history[name].append(value)
+        return dict(history)
+
+    def model(self, custom_objects: dict[str, Any] | None = None, *, best: bool = False) -> Any:
+        """Return the trained model, compiled; `custom_objects` as keras.models.load_model takes them.
+
+        A model that Keras could not save is built by the job's function, from its file as it is now, and
+        gets the weights of the run. `best`: the model of the best epoch, by validation loss or by what early
+        stopping monitors; only runs with validation data have it. Raises InputError when the run has no such
+        model, or when it cannot be built again.
+        """
+        path = self.directory.best_model if best else self.directory.model
+        remedy = "give the job validation data" if best else "resume it: csdctl.train(…, resume=ID)"
+        weights = path.with_suffix(".weights.h5")
+        if not path.exists() and not weights.exists():
+            raise InputError(f"run {self.id} has no {path.name}", remedy=remedy)
+        os.environ["KERAS_BACKEND"] = "tensorflow"
+        import keras
+
+        if path.exists():
+            return keras.models.load_model(path, custom_objects=custom_objects)
+        try:
+            model = _build(_find_builder(self.directory))
+            model.load_weights(weights)
+        except Exception as error:  # of any kind: the user's code
+            raise InputError(
+                f"run {self.id} has only weights, and its model cannot be built again: {error}",
+                remedy=f"build the model as the job did, and call model.load_weights({str(weights)!r})",
+            ) from error
+        return model
+
+    def report(self) -> RunSummary:
+        """Return the results that `csdctl report` shows."""
+        return read_results(self.directory).summary
+
+    def _repr_html_(self) -> str:
+        return render_bundle(report_of(read_results(self.directory)), REPORT_COLUMNS)["text/html"]
+
+
+def load_run(run_id: str = LATEST, directory: str | Path = ".") -> Run:
+    """Return a run by its id, or the latest one, of the `.csdctl` in `directory`.
+
+    Raises InputError for a run that does not exist.
+    """
+    project = ProjectDirectory(Path(directory).absolute())
+    return Run(project.find_run(run_id))
+
+
+def train(
+    job: Job,
+    fleet: FleetOrPath = "fleet.yaml",
+    *,
+    batch_size: int | None = None,
+    resume: str | None = None,
+    callbacks: Sequence[Callback] = (),
+    options: TrainOptions | None = None,
+) -> Run:
+    """Train `job` on `fleet` and return the run; without a plan and without `batch_size`, tune before.
+
+    `batch_size`: of every rank, in place of a plan. `resume`: the id of a run to continue, or "latest".
+    `callbacks`: functions that get every event of the run as a dict, each in a thread of its own; one that
+    returns `csdctl.STOP` ends the run in order, and `train` returns it.
+
+    Raises CsdctlError, and RunStopped, which is a KeyboardInterrupt, when it is interrupted: the ranks finish
+    their step, model and state are saved, and `resume` continues from there.
+    """
+    loaded, chosen = job.load(), as_fleet(fleet)
+    chosen_options = options or TrainOptions()
+    chosen_options = replace(chosen_options, callbacks=(*chosen_options.callbacks, *callbacks))
+    with open_session() as streams:
+        has_plan = streams.project.plan(loaded.name).exists()
+        if batch_size is None and resume is None and not has_plan:
+            tune(job, chosen)
+        request = TrainRequest(loaded, chosen, streams.directory, chosen_options, None, batch_size, resume)
+        result = TrainingScreen(streams, emulated=chosen.emulated).train(request)
+    return Run(result.directory)

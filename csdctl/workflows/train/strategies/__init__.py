@@ -1,1 +1,0 @@
-"""The strategies: where a training is computed."""
