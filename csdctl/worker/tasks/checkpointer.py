@@ -96,6 +96,7 @@ class StepFile:
 
     def _open(self) -> Array:
         size = 2 * self._half_bytes
+        self._path.parent.mkdir(mode=0o700, exist_ok=True)  # it may have been removed while it was empty
         descriptor = open_private(self._path, is_creating=True)
         try:
             if os.fstat(descriptor).st_size != size:
