@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from csdctl.worker.compute.backend import load_tensorflow
+from csdctl.worker.compute.backend import load_tensorflow, tf
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.ingest.sources.source import (
     Candidate,
@@ -107,8 +107,8 @@ def _import_pillow() -> Any:
 class ImageDecoder:
     """Decodes images and fits them to the shape of a rule; thread-safe."""
 
-    def __init__(self, rule: ImageRule, tf: Any = None) -> None:
-        """Raise WorkerError, exit code 2, for a shape that images cannot have; `fit` needs no `tf`."""
+    def __init__(self, rule: ImageRule) -> None:
+        """Raise WorkerError, exit code 2, for a shape that images cannot have; `fit` needs no TensorFlow."""
         shape = known_shape(rule)
         if shape is None or shape[2] not in (1, 3):
             raise InputError(
@@ -120,7 +120,6 @@ class ImageDecoder:
         self.sample_bytes = math.prod(shape)
         """Bytes of one converted image."""
         self._rule = rule
-        self._tf = tf
         self._large_image = threading.Lock()
 
     def decode(self, content: bytes) -> Array:
@@ -134,7 +133,7 @@ class ImageDecoder:
                 raise UnusableError("too_large")
             with self._large_image if num_pixels > LARGE_PIXELS else nullcontext():
                 return self.fit(self._decode_format(content, header))
-        except (self._tf.errors.OpError, *_DECODER_ERRORS):
+        except (tf.errors.OpError, *_DECODER_ERRORS):
             raise UnusableError("undecodable") from None
 
     def fit(self, image: Array) -> Array:
@@ -149,12 +148,12 @@ class ImageDecoder:
 
     def _decode_format(self, content: bytes, header: Header) -> Array:
         if header.format == "png":
-            return np.asarray(self._tf.io.decode_png(content, channels=0))
+            return np.asarray(tf.io.decode_png(content, channels=0))
         if header.format == "jpeg":
             # The decoder itself reduces the image, which saves most work.
             spare = min(header.height / self._height, header.width / self._width) / SPARE_SCALE
             ratio = next((ratio for ratio in (8, 4, 2) if ratio <= spare), 1)
-            jpeg = self._tf.io.decode_jpeg(content, channels=3, ratio=ratio, dct_method="INTEGER_ACCURATE")
+            jpeg = tf.io.decode_jpeg(content, channels=3, ratio=ratio, dct_method="INTEGER_ACCURATE")
             return np.asarray(jpeg)
         if header.format == "bmp":  # its fourth byte is rarely alpha
             return np.asarray(header.opened.convert("RGB"))
@@ -214,7 +213,8 @@ class ClassFolders(DecodedSource):
         counts = Counter(map(self._label, self._files))
         self.files_of_class = tuple(counts[label] for label in range(len(names)))
         self.num_samples = len(self._files)
-        self._decoder = ImageDecoder(spec.picture, load_tensorflow())
+        load_tensorflow()
+        self._decoder = ImageDecoder(spec.picture)
         self.sample_bytes = self._decoder.sample_bytes
 
     def candidates(self) -> Iterator[Candidate]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from csdctl.worker.compute.backend import load_tensorflow
+from csdctl.worker.compute.backend import load_tensorflow, tf
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.ingest.sources.images import ImageDecoder, known_shape
 from csdctl.worker.ingest.sources.source import (
@@ -41,11 +41,11 @@ class RecordFiles(DecodedSource):
         self._label_of = {name: label for label, name in enumerate(spec.classes or ())}
         self._schema: RecordSchema = spec.records
         self._paths = [tree.path_of(file) for file in tree.files if is_record_file(file, tree)]
-        self._tf = load_tensorflow()
+        load_tensorflow()
         is_image = self._schema.shape is None or (
             self._schema.dtype == "uint8" and len(self._schema.shape) == 3 and known_shape(spec.picture)
         )
-        self._decoder = ImageDecoder(spec.picture, self._tf) if is_image else None
+        self._decoder = ImageDecoder(spec.picture) if is_image else None
         self.sample_bytes = (
             self._decoder.sample_bytes
             if self._decoder
@@ -59,9 +59,9 @@ class RecordFiles(DecodedSource):
     def _records(self, path: Path) -> Iterator[bytes | None]:
         """Yield the records of a file, and None at the end if the rest of it cannot be read."""
         try:
-            for record in self._tf.data.TFRecordDataset(str(path), compression_type=self._compression(path)):
+            for record in tf.data.TFRecordDataset(str(path), compression_type=self._compression(path)):
                 yield record.numpy()
-        except (self._tf.errors.OpError, OSError):
+        except (tf.errors.OpError, OSError):
             yield None
 
     def _compression(self, path: Path) -> str:
@@ -70,8 +70,8 @@ class RecordFiles(DecodedSource):
             if file.read(3) != b"\x1f\x8b\x08":
                 return ""
         try:
-            next(iter(self._tf.data.TFRecordDataset(str(path))))
-        except (self._tf.errors.OpError, StopIteration):
+            next(iter(tf.data.TFRecordDataset(str(path))))
+        except (tf.errors.OpError, StopIteration):
             return "GZIP"
         return ""
 
@@ -80,7 +80,7 @@ class RecordFiles(DecodedSource):
         if content is None:
             raise UnusableError("damaged_file")
         try:
-            example = self._tf.train.Example.FromString(content)
+            example = tf.train.Example.FromString(content)
         except Exception:  # protobuf's own error, which TensorFlow does not export
             raise UnusableError("undecodable") from None
         features = example.features.feature

@@ -156,7 +156,7 @@ def load_task(
         is_balanced=False,
         step_file=str(step_file or ""),
     )
-    step = make_step(Row(dense, TABLE, NUMBERS, recipe), *load_backend())
+    step = make_step(Row(dense, TABLE, NUMBERS, recipe), load_backend()[1])
     me = ranks[rank]
     task = RandomTrain(TaskContext(spec, me, RunProgress(spec), Reporter(me), NO_ORDERS, step))
     task.load()
@@ -501,16 +501,17 @@ class PrivateTrain(Train):
         return PrivateReader(self.load_model())
 
     def load_model(self) -> Any:
-        self._keras.utils.set_random_seed(1)
-        model = dense(self._keras)
-        compile_model(model, self.spec.recipe, self._keras)
+        keras = load_backend()[1]
+        keras.utils.set_random_seed(1)
+        model = dense(keras)
+        compile_model(model, self.spec.recipe)
         return model
 
 
 def hash_of_a_run_alone(noise: Noise | None) -> str:
     me = RankSpec(0, "host", 4, Runtime(), None, None, 4 * NUM_STEPS, 0)
     keras = load_backend()[1]
-    recipe = compile_model(dense(keras), dataclasses.replace(SQUARES, epochs=1), keras)
+    recipe = compile_model(dense(keras), dataclasses.replace(SQUARES, epochs=1))
     spec = RunSpec("run", "", "", recipe, (me,), None, None, "", num_checkpoints=0, noise=noise)
     task = PrivateTrain(TaskContext(spec, me, RunProgress(spec), Reporter(me), NO_ORDERS))
     task.load()
