@@ -140,11 +140,11 @@ class _Connections:
         connect_deadline_s: float,
         on_traffic: OnTraffic,
     ) -> None:
-        from csdctl.transport import ssh, ssh_connect  # paramiko takes 0.1 s to load
+        from csdctl.transport import ssh  # paramiko takes 0.1 s to load
 
         self._connect = ssh.connect
         paths = fleet_known_hosts_paths(fleet, directory) if known_hosts is None else known_hosts
-        self._jumps = ssh_connect.JumpHosts(KnownHosts.load(paths))
+        self._jumps = ssh.JumpHosts(KnownHosts.load(paths))
         self._connect_deadline_s = connect_deadline_s
         self._on_traffic = on_traffic
         self._open: set[Session] = set()

@@ -170,7 +170,13 @@ class Running:
         """Return the result, given the exit code; raises RemoteCommandError when it never started."""
         self._stderr_reader.join(LEFTOVER_OUTPUT_S)
         if not self.stdout.has_started:
-            raise self._never_started(exit_code)
+            said = last_line(bytes(self.stderr.preamble + self.stdout.preamble)) or "no output"
+            raise RemoteCommandError(
+                f"the login shell ended with exit code {exit_code} before `{self.command[0]}` started: "
+                f"{said}",
+                node=self.name,
+                remedy="check the login shell of the user on that machine and its start-up files",
+            )
         duration_s = time.monotonic() - self._started_s
         return Completed(self.command, exit_code, self.stdout.kept, self.stderr.kept, duration_s)
 
@@ -224,14 +230,6 @@ class Running:
             self.process.close_stdin()
         except (OSError, ValueError, CsdctlError):
             pass  # the command ended without reading all of its input; its exit code reports why
-
-    def _never_started(self, exit_code: int) -> RemoteCommandError:
-        said = last_line(bytes(self.stderr.preamble + self.stdout.preamble)) or "no output"
-        return RemoteCommandError(
-            f"the login shell ended with exit code {exit_code} before `{self.command[0]}` started: {said}",
-            node=self.name,
-            remedy="check the login shell of the user on that machine and its start-up files",
-        )
 
 
 class Conversation:
@@ -311,7 +309,11 @@ class Conversation:
         except TimeoutError:
             raise self._no_response(deadline) from None
         self._is_at_end = not chunk
-        self._add_lines(self._running.stdout.feed(chunk))
+        first, *others = self._running.stdout.feed(chunk).split(b"\n")
+        self._partial += first  # in place: a long line may come byte by byte
+        for line in others:
+            self._lines.append(self._partial)
+            self._partial = bytearray(line)
         if self._is_at_end and self._partial:
             self._lines.append(self._partial)
             self._partial = bytearray()
@@ -326,13 +328,6 @@ class Conversation:
             f"`{self._running.command[0]}` did not respond within {deadline.seconds:g} s",
             node=self._running.name,
         )
-
-    def _add_lines(self, data: bytes) -> None:
-        first, *others = data.split(b"\n")
-        self._partial += first  # in place: a long line may come byte by byte
-        for line in others:
-            self._lines.append(self._partial)
-            self._partial = bytearray(line)
 
 
 def _slices(data: bytes) -> Iterator[bytes]:

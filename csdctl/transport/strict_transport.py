@@ -126,26 +126,20 @@ class GreedyPacketizer(Packetizer):
                 left_s = end_s - time.monotonic()
                 if left_s <= 0:
                     self.violation = self.violation or "does not read what is sent to it"
-                    self._wake_reader()
+                    # The reading thread finds the end of the connection, and closes everything.
+                    with contextlib.suppress(OSError, EOFError, paramiko.SSHException):
+                        if isinstance(self._connection, socket.socket):
+                            self._connection.shutdown(socket.SHUT_RDWR)
+                        else:
+                            self._connection.close()
                     return 0
-                self._wait_for_room(left_s)
+                if isinstance(self._connection, socket.socket):  # a channel has waited in `send`
+                    room = poll()
+                    room.register(self._connection, POLLOUT)
+                    room.poll(left_s * 1000)
             except (OSError, EOFError, paramiko.SSHException):
                 return 0
         return 0
-
-    def _wait_for_room(self, timeout_s: float) -> None:
-        if isinstance(self._connection, socket.socket):  # a channel has waited in `send`
-            room = poll()
-            room.register(self._connection, POLLOUT)
-            room.poll(timeout_s * 1000)
-
-    def _wake_reader(self) -> None:
-        """Let the reading thread find the end of the connection, so that it closes everything."""
-        with contextlib.suppress(OSError, EOFError, paramiko.SSHException):
-            if isinstance(self._connection, socket.socket):
-                self._connection.shutdown(socket.SHUT_RDWR)
-            else:
-                self._connection.close()
 
     def start_handshake(self, timeout: float) -> None:
         """Do nothing: the caller of the handshake has a deadline."""

@@ -16,8 +16,7 @@ from csdctl.transport import ssh_connect
 from csdctl.transport.known_hosts import KnownHosts
 from csdctl.transport.many import run_on_nodes
 from csdctl.transport.session import Session
-from csdctl.transport.ssh import connect
-from csdctl.transport.ssh_connect import watch_peer
+from csdctl.transport.ssh import connect, watch_peer
 from tests.attacks.hostile_ssh import raw_server
 from tests.patience import scaled, stays
 
