@@ -14,15 +14,15 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TypeVar
 
-from csdctl.errors import RunError
+from csdctl.errors import CsdctlError, DeadlineError, RunError
 from csdctl.fleet.model import HOST_NAME, SERVER_MARK, Fleet
 from csdctl.runs.directory import CappedLog
 from csdctl.transport.meter import LinkBytes, TrafficClass
+from csdctl.transport.session import Conversation
 from csdctl.worker.protocol.events import (
     ACTIVATIONS,
     EVENT_PREFIX,
@@ -114,6 +114,7 @@ def _read_cause(stderr_tail: Sequence[str], rank_nodes: Sequence[str], starter: 
     return "", lines[0] if lines else "mpirun printed no message"
 
 
+OnRequest = Callable[[str], None]
 LogPath = Callable[[int | None], Path]
 """The log file of a rank; with None, the log file of mpirun itself."""
 
@@ -126,6 +127,8 @@ EXPECTED = (*FROM_MPI, Ready, Traffic, Misbehaved, Finished, Failed)
 CHECK_WORKER = "check that machine: what runs there is damaged, or is not csdctl's worker"
 _TAGGED = re.compile(rb"\[\d+,(\d{1,9})\]<(stdout|stderr)>: ?(.*)", re.DOTALL)
 """A line that mpirun passes on from a rank (--output tag)."""
+REQUEST = b"@csdctl-daemon "
+"""mpirun's request for a daemon, before its name of the machine and a command."""
 
 
 class MpiOutput:
@@ -153,7 +156,7 @@ class MpiOutput:
         """Return the ranks that have sent an event of type `kind`."""
         return {rank for rank, reported in list(self._reported) if reported is kind}
 
-    def read(self, stream: IO[bytes] | None) -> None:
+    def read(self, stream: IO[bytes] | None, on_request: OnRequest | None = None) -> None:
         """Read one stream to its end, even when a log cannot be written: a full pipe would stop the run."""
         assert stream is not None
         # Only this thread closes the stream: close() waits for readers, and an orphan may keep the pipe open.
@@ -161,7 +164,7 @@ class MpiOutput:
             rank, is_whole = None, True
             while line := stream.readline(MAX_LINE_BYTES):
                 if is_whole:
-                    rank = self.handle_line(line)
+                    rank = self.handle_line(line, on_request)
                 else:  # the rest of a long line, which has no tag of its own
                     self._log(rank, line)
                 is_whole = line.endswith(b"\n")
@@ -178,11 +181,14 @@ class MpiOutput:
         is_ready = len(self.ranks_with(Ready)) == len(self._nodes)
         return time.monotonic() - (self.last_event_s if is_ready else started) > deadline_s
 
-    def handle_line(self, line: bytes) -> int | None:
+    def handle_line(self, line: bytes, on_request: OnRequest | None = None) -> int | None:
         """Handle the beginning of a line; return the rank that it came from, None for mpirun itself."""
         tagged = _TAGGED.match(line)
         if not tagged or int(tagged[1]) >= len(self._nodes):
-            self._log(None, line)
+            if on_request and line.startswith(REQUEST):
+                on_request(line.removeprefix(REQUEST).decode(errors="replace").rstrip("\n"))
+            else:
+                self._log(None, line)
             return None
         rank, text = int(tagged[1]), tagged[3]
         if tagged[2] == b"stdout" and text.startswith(EVENT_PREFIX.encode()):
@@ -190,6 +196,10 @@ class MpiOutput:
         else:
             self._log(rank, text)
         return rank
+
+    def log(self, line: str) -> None:
+        """Log a line that no rank has sent."""
+        self._log(None, line.encode(errors="replace") + b"\n")
 
     def _handle_event(self, rank: int, line: str) -> None:
         """Keep the event in `line`; an invalid one means that the rank has failed."""
@@ -280,6 +290,105 @@ class JobOutcome:
         return found
 
 
+StartDaemon = Callable[[str, str], Conversation]
+"""Start a daemon in a sandbox, from mpirun's name of the machine and a command; raises CsdctlError."""
+
+MAX_LINES = 1000
+"""The limit of a daemon's lines that are passed on."""
+CLOSE_S, END_DEADLINE_S = 1.0, 3.0
+"""The time for a sandbox to end its processes; what is left then is killed."""
+DAEMON_GRACE_S = 1.0
+"""The time for mpirun to end by itself after a daemon has failed."""
+_READ_S = 3600.0
+
+
+def _start_none(host: str, command: str) -> Conversation:
+    raise CsdctlError(f"mpirun asked for a daemon on {host[:80]!r}, which has no rank")
+
+
+class Daemons:
+    """The daemons of one mpirun, at most one for each machine."""
+
+    def __init__(
+        self, start: StartDaemon, on_line: Callable[[str], None], on_failure: Callable[[], None]
+    ) -> None:
+        """`on_line` gets the output of the daemons; `on_failure` is called when one fails."""
+        self._start, self._on_line, self._on_failure = start, on_line, on_failure
+        self._lock = threading.Lock()
+        self._running: dict[str, Conversation] = {}
+        """Daemons by mpirun's name of the machine."""
+        self._is_closed = False
+
+    def request(self, text: str) -> None:
+        """Start the daemon that mpirun has asked for, with its name of the machine and a command."""
+        host, _, command = text.partition(" ")
+        threading.Thread(target=self._run, args=(host, command), daemon=True).start()
+
+    def _run(self, host: str, command: str) -> None:
+        """Run a daemon; mpirun would wait for ever for one that has failed."""
+        code = 1
+        with contextlib.suppress(OSError, ValueError):
+            try:
+                code = self._read(host, command)
+            except CsdctlError as error:
+                self._on_line(str(error))
+        if code:
+            time.sleep(DAEMON_GRACE_S)
+            if not self._is_closed:  # `find_cause` expects what mpirun prints when its ssh fails
+                self._on_line(f"Remote host: {host}")
+                self._on_line(f"Daemon exit status: {code}")
+            self._on_failure()
+
+    def _read(self, host: str, command: str) -> int:
+        """Start the daemon of `host`, pass on its output, and return its exit code; raises CsdctlError."""
+        with self._lock:
+            if self._is_closed or host in self._running:
+                raise CsdctlError(f"the daemon of {host} has been started already")
+            conversation = self._running[host] = self._start(host, command)
+        num_lines = 0
+        while True:
+            try:
+                line = conversation.read_line(deadline_s=_READ_S)
+            except DeadlineError:
+                continue
+            except EOFError:
+                break
+            num_lines += 1
+            if num_lines <= MAX_LINES:
+                self._on_line(line)
+        done = conversation.wait(deadline_s=END_DEADLINE_S)
+        for error_line in done.stderr.decode(errors="replace").splitlines()[-MAX_LINES:]:
+            self._on_line(error_line)
+        return done.exit_code
+
+    def close(self) -> None:
+        """End all daemons, and start no more."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+        _end_all(self._running.values())
+
+
+def _end_all(conversations: Iterable[Conversation]) -> None:
+    """Let sandboxes end their processes and remove their files; those of lost nodes are not waited for."""
+    threads = [threading.Thread(target=_end, args=(one,), daemon=True) for one in conversations]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + CLOSE_S
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+
+
+def _end(conversation: Conversation) -> None:
+    """Let the sandbox end its processes and remove its files; kill it if it does not."""
+    with contextlib.suppress(CsdctlError, EOFError, OSError, ValueError):
+        conversation.send_line("")
+        conversation.wait(deadline_s=END_DEADLINE_S)
+    with contextlib.suppress(CsdctlError):
+        conversation.close()
+
+
 class MpiJob:
     """One mpirun, from start to end. Call `run` once; `end` may be called from any thread."""
 
@@ -293,12 +402,12 @@ class MpiJob:
         timeouts: EndTimeouts = EndTimeouts(),
         *,
         first_line: str = "",
-        daemons: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
+        start_daemon: StartDaemon = _start_none,
     ) -> None:
         """Prepare to run `command` in `directory`; `nodes` are the machines of its ranks, in order.
 
         It gets `first_line` on its standard input, which stays open until it is to end: it also ends with
-        csdctl. `daemons` is entered while it runs, and serves it.
+        csdctl.
         """
         self._command = list(command)
         self._nodes = tuple(nodes)
@@ -307,8 +416,8 @@ class MpiJob:
         self._environment = environment
         self._timeouts = timeouts
         self._first_line = first_line
-        self._daemons = daemons
         self._output = MpiOutput(log_path, nodes)
+        self._daemons = Daemons(start_daemon, self._output.log, self.end)
         self._is_ended = False
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -318,12 +427,12 @@ class MpiJob:
         `deadline_s` limits the time until all ranks are ready, and any silence after that.
         """
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self._daemons())
+            stack.callback(self._daemons.close)
             self._process = process = self._start()
             outcome = JobOutcome(self._output.events, nodes=self._nodes)
             readers = [
-                threading.Thread(target=self._output.read, args=(stream,), daemon=True)
-                for stream in (process.stdout, process.stderr)
+                threading.Thread(target=self._output.read, args=arguments, daemon=True)
+                for arguments in ((process.stdout, self._daemons.request), (process.stderr,))
             ]
             stack.callback(self._drain, readers)
             stack.callback(self.end)
@@ -391,7 +500,7 @@ class MpiJob:
     def end(self) -> None:
         """End mpirun's sandbox, and with it all that mpirun has started; kill it when it does not end.
 
-        mpirun itself would wait for daemons that no longer answer. Theirs end with `daemons`.
+        mpirun itself would wait for daemons that no longer answer. Those end with `run`.
         """
         self._is_ended = True
         process = self._process
@@ -407,6 +516,54 @@ class MpiJob:
             process.wait()
         # Agents and local ranks share mpirun's session, in process groups of their own.
         kill_session(process.pid)
+
+
+class ServerJob:
+    """One mpirun on another server, as `MpiJob` is one on the host. Call `run` once."""
+
+    def __init__(
+        self,
+        start: Callable[[], Conversation],
+        starter: str,
+        nodes: Sequence[str],
+        log_path: LogPath,
+        start_daemon: StartDaemon,
+    ) -> None:
+        """`start` starts mpirun on machine `starter`; `nodes` are those of its ranks, in order."""
+        self._start, self._starter, self._nodes = start, starter, nodes
+        self._output = MpiOutput(log_path, nodes)
+        self._daemons = Daemons(start_daemon, self._output.log, self.end)
+        self._conversation: Conversation | None = None
+        self._ended = math.inf
+
+    def run(self, deadline_s: float = math.inf) -> JobOutcome:
+        """Start mpirun, and return when it has ended; `deadline_s` as that of `MpiJob.run`."""
+        outcome = JobOutcome(self._output.events, nodes=tuple(self._nodes), starter=self._starter)
+        started = time.monotonic()
+        try:
+            with contextlib.suppress(EOFError, OSError, ValueError):
+                conversation = self._conversation = self._start()
+                while time.monotonic() < self._ended + END_DEADLINE_S and not outcome.is_overdue:
+                    try:
+                        line = conversation.read_line(deadline_s=POLL_INTERVAL_S)
+                        self._output.handle_line(line.encode(errors="replace"), self._daemons.request)
+                    except DeadlineError:
+                        outcome.is_overdue = self._output.is_overdue(started, deadline_s)
+            if self._conversation and not outcome.is_overdue:
+                outcome.exit_code = self._conversation.wait(deadline_s=END_DEADLINE_S).exit_code
+        except CsdctlError as error:
+            self._output.log(str(error))
+        finally:
+            self.end()
+            self._output.close()
+        outcome.stderr_tail = self._output.tail
+        return outcome
+
+    def end(self) -> None:
+        """End mpirun's sandbox and its daemons."""
+        self._ended = min(self._ended, time.monotonic())
+        _end_all([self._conversation] if self._conversation else [])
+        self._daemons.close()
 
 
 def _sample_connections(session_id: int, outcome: JobOutcome) -> None:

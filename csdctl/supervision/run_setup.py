@@ -9,8 +9,8 @@ from pathlib import Path
 
 from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.launch.leftovers import end_rank, relock_machine
-from csdctl.launch.mpi_job import JobOutcome, MpiJob
-from csdctl.launch.mpirun import Mpirun, RankCommand, ServerJob, rank_marker
+from csdctl.launch.mpi_job import JobOutcome, MpiJob, ServerJob
+from csdctl.launch.mpirun import Mpirun, RankCommand, rank_marker
 from csdctl.runs.directory import CappedLog
 from csdctl.shipping.worker_calls import build_worker_command
 from csdctl.supervision.rank_processes import AttachRank, EventValidator, RankProcess, StartRank

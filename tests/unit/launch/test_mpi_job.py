@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from csdctl.launch.mpi_job import MAX_LINE_BYTES, EndTimeouts, JobOutcome, MpiJob
+from csdctl.errors import CsdctlError
+from csdctl.launch.mpi_job import MAX_LINE_BYTES, EndTimeouts, JobOutcome, MpiJob, find_cause
+from csdctl.transport.session import Conversation
 from csdctl.worker.protocol.events import (
     CollectiveTimed,
     Event,
@@ -41,11 +43,17 @@ class Job:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.events: list[Event] = []
+        self.asked: list[tuple[str, str]] = []
 
     def make(self, program: str, timeouts: EndTimeouts = DEFAULT) -> MpiJob:
         (self.directory / "mpirun.py").write_text(f"import os, signal, sys, time\n{program}")
         command = [sys.executable, "-u", str(self.directory / "mpirun.py")]
-        return MpiJob(command, ("csd0", "csd1"), self.log, self.directory, os.environ, timeouts)
+        nodes, start = ("csd0", "csd1"), self.start_daemon
+        return MpiJob(command, nodes, self.log, self.directory, os.environ, timeouts, start_daemon=start)
+
+    def start_daemon(self, host: str, command: str) -> Conversation:
+        self.asked.append((host, command))
+        raise CsdctlError("does not answer")
 
     def run(
         self,
@@ -183,6 +191,21 @@ class TestEnding:
         program += f"sys.stdout.write({event_lines(*READY)!r})\ntime.sleep(100_000)\n"
         job.run(program, scaled(4), timeouts=EndTimeouts(drain_s=0.2))
         os.kill(int((job.directory / "pid").read_text()), signal.SIGKILL)
+
+
+class TestDaemons:
+    def test_daemon_that_cannot_be_started_ends_the_job_and_is_the_cause(self, job: Job) -> None:
+        program = "print('@csdctl-daemon rank1-csd1 prted --x 1')\ntime.sleep(100_000)"
+        outcome = job.run(program, scaled(30))
+        assert not outcome.is_overdue
+        assert job.asked == [("rank1-csd1", "prted --x 1")]
+        assert outcome.stderr_tail[0] == "does not answer"
+        assert find_cause(outcome.stderr_tail, [], ["csd0", "csd1"]).node == "csd1"
+
+    def test_neither_ranks_nor_standard_error_ask_for_daemons(self, job: Job) -> None:
+        request = "@csdctl-daemon rank1-csd1 prted"
+        job.print(tag(1, request), errors=f"{request}\n")
+        assert job.asked == []
 
 
 def test_job_that_is_ended_before_its_start_leaves_nothing_running(job: Job) -> None:
