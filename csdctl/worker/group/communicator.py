@@ -111,6 +111,14 @@ class Communicator:
         """Make the call that waits for other ranks raise LinkLostError; for other threads."""
 
 
+def _split(joined: bytes | bytearray, count: int) -> list[bytes]:
+    """Return what a link has joined; one that answers anything else is as good as lost."""
+    try:
+        return split_parts(joined, count)
+    except ValueError:
+        raise LinkLostError from None
+
+
 class LinkCommunicator(Communicator):
     """The ranks of a group that are reached through a link."""
 
@@ -160,10 +168,7 @@ class LinkCommunicator(Communicator):
         """Return every rank's bytes, at most `max_bytes` each, on rank 0, and [] on the others."""
         limit_bytes = joined_bytes(self.size, max_bytes)
         joined = self._request(Request.GATHER, LIMIT.pack(max_bytes) + content, limit_bytes)
-        try:
-            return split_parts(joined, 0 if self.rank else self.size)
-        except ValueError:
-            raise LinkLostError from None
+        return _split(joined, 0 if self.rank else self.size)
 
     def share(self, content: bytes, max_bytes: int) -> bytes:
         """Return the `content` of rank 0, on all ranks."""
@@ -177,11 +182,7 @@ class LinkCommunicator(Communicator):
     def allgather(self, value: Any, hint: Any) -> list[Any]:
         """Gather through the link; raises PeerFaultError."""
         joined = self._request(Request.ALLGATHER, encode_value(value), 2 * self.size * MAX_VALUE_BYTES)
-        try:
-            contents = split_parts(joined, self.size)
-        except ValueError:
-            raise LinkLostError from None
-        return decode_values(hint, contents)
+        return decode_values(hint, _split(joined, self.size))
 
     def send(self, rank: int, content: Any, traffic_class: str, *, is_waiting: bool = True) -> None:
         """Send through the link."""
@@ -347,7 +348,7 @@ class TwoLevelCommunicator(Communicator):
         own, limit_bytes = encode_value(value), joined_bytes(self.size)
         if self._between is None:
             self._up.gather(own)
-            return self._read(self._up.share(b"", limit_bytes), hint)
+            return decode_values(hint, _split(self._up.share(b"", limit_bytes), self.size))
         parts = [own]
         if self._tunnel:
             with self._faults_in(self._own):
@@ -358,7 +359,7 @@ class TwoLevelCommunicator(Communicator):
             everything = self._between.share(everything, limit_bytes)
         if self._tunnel:
             self._tunnel.share(everything, limit_bytes)
-        return self._read(everything, hint)
+        return decode_values(hint, _split(everything, self.size))
 
     def send(self, rank: int, content: Any, traffic_class: str, *, is_waiting: bool = True) -> None:
         """Send towards `rank`; the server between must `relay`."""
@@ -437,12 +438,6 @@ class TwoLevelCommunicator(Communicator):
             except ValueError as error:
                 raise PeerFaultError(server, f"sent the parts of its nodes {error}") from None
         return join_parts([parts[place] for place in sorted(parts)])
-
-    def _read(self, everything: bytes, hint: Any) -> list[Any]:
-        try:
-            return decode_values(hint, split_parts(everything, self.size))
-        except ValueError:
-            raise LinkLostError from None
 
     @contextlib.contextmanager
     def _faults_in(self, places: Sequence[int]) -> Iterator[None]:

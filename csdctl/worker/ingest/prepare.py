@@ -36,7 +36,7 @@ from csdctl.worker.ingest.sources.arrays import (
     read_columns,
 )
 from csdctl.worker.ingest.sources.function import call_function
-from csdctl.worker.ingest.sources.images import ClassFolders, read_header
+from csdctl.worker.ingest.sources.images import ClassFolders, RecordFiles, is_record_file, read_header
 from csdctl.worker.ingest.sources.source import (
     DEFAULT_LIMITS,
     IngestLimits,
@@ -49,7 +49,6 @@ from csdctl.worker.ingest.sources.source import (
     read_tree,
     takes_grey,
 )
-from csdctl.worker.ingest.sources.tfrecord import RecordFiles, is_record_file
 from csdctl.worker.process.errors import InputError, WorkerError
 from csdctl.worker.protocol.datasets import (
     LABEL,

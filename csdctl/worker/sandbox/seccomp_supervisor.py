@@ -150,11 +150,6 @@ def _build_rules(name: str) -> list[Instruction]:
     return [(_RETURN, 0, 0, _REFUSE | errno.ENOSYS) if name == "clone3" else refuse]
 
 
-def list_group(group: int) -> list[int]:
-    """Return the processes of a process group."""
-    return [pid for pid, stat in load_all().items() if stat.group == group]
-
-
 IpNetwork = ipaddress.IPv4Network | ipaddress.IPv6Network
 IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 
@@ -612,7 +607,7 @@ class SeccompSupervisor:
         target = ctypes.c_int32(call.arguments[0] & 0xFFFFFFFF).value
         if target == 0:
             target = -os.getpgid(call.process)
-        targets = [target] if target > 0 else list_group(-target)
+        targets = [target] if target > 0 else [pid for pid, at in load_all().items() if at.group == -target]
         if target == -1 or not set(targets) <= set(list_descendants()):
             raise refusal(errno.EPERM)
         call.let_continue()

@@ -67,7 +67,7 @@ def epoch_of(spec: RunSpec, batch_size: int, epoch: int = 1, rank: int = 0) -> l
     segment = begin_epoch([OwnSamples(me.num_private, me.num_public)], {0: batch_size})
     batches = []
     for step in range(segment.stop_step):
-        images, labels = reader.read(segment.batch(step)[0])
+        images, labels = reader.read(segment.shares[0].batch(step))
         assert images.shape == (len(labels), 2, 2, 1)
         assert np.array_equal(images[:, 0, 0, 0], labels.astype(np.uint8))
         batches.append(labels.tolist())
