@@ -14,7 +14,6 @@ When a sum fails, all variables return to the state before the step.
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -33,9 +32,7 @@ from csdctl.worker.compute.interception import (
 )
 from csdctl.worker.compute.keras_internals import build_symbolically, find_globals
 from csdctl.worker.compute.objective import LOSS, MetricStates, as_tensors, scale, specs_of, symbolic
-from csdctl.worker.compute.statistics import Seeds, Snapshot
 from csdctl.worker.compute.step import RankStep, Step, Sums
-from csdctl.worker.compute.user_code import Augmentation
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.process.errors import InputError, WorkerError, describe
 from csdctl.worker.protocol.datasets import INPUT, OUTPUT, SAMPLE_WEIGHT, is_position
@@ -57,11 +54,10 @@ class CustomStep(RankStep):
         self, model: Any, recipe: Recipe, example: tuple[Array, Array], *, rank: int = 0, weight: float = 1.0
     ) -> None:
         """Arguments as of `Step`; raises WorkerError, exit code 2, for a step that ranks cannot take."""
+        super().__init__(model, recipe, rank)
         self.model = model
         self._input_range = recipe.input_range
         self._weight = weight
-        self.augmentation = Augmentation(recipe.augment, recipe.seed) if recipe.augment else None
-        self.seeds = Seeds(model, recipe.seed, rank)
         self.signature = specs_of(example)
         self._example = example
         self._name = f"{getattr(model.train_step, '__name__', 'train_step')} of {type(model).__name__}"
@@ -76,7 +72,6 @@ class CustomStep(RankStep):
         self.log_names: list[str] = []
         """Names of what train_step returns and no metric has."""
         self._trace()
-        self.optimizers = list({id(one): one for one, _ in self.applied}.values())
         self._rates = [constant_rate(optimizer) for optimizer in self.optimizers]
         if len(self.optimizers) == 1 and self._rates[0] and recipe.learning_rate:
             self._rates[0] = recipe.learning_rate
@@ -90,24 +85,19 @@ class CustomStep(RankStep):
         return [*found, *(_Held(one) for one in self._written if id(one) not in known)]
 
     @property
+    def applied(self) -> list[tuple[Any, list[Any]]]:
+        """The optimizers to which train_step applies gradients, and the variables that they train."""
+        return self._traced.applied
+
+    @property
     def learning_rates(self) -> list[Any]:
         """The learning rates that every step sets: those that follow no schedule of their optimizer."""
         return [one.learning_rate for one, rate in zip(self.optimizers, self._rates, strict=True) if rate]
 
     @property
-    def learning_rate(self) -> float:
-        """The first optimizer's learning rate."""
-        return float(self.optimizers[0].learning_rate)
-
-    @property
     def metric_names(self) -> list[str]:
         """Names of the results of `metrics`."""
         return [*self._named, *self.log_names]
-
-    @property
-    def has_loss_scaling(self) -> bool:
-        """Whether an optimizer skips gradients that are not finite, and scales the loss (mixed_float16)."""
-        return any(hasattr(optimizer, "inner_optimizer") for optimizer in self.optimizers)
 
     @property
     def layout(self) -> SumLayout:  # type: ignore[override]
@@ -184,7 +174,7 @@ class CustomStep(RankStep):
         random_states.restore()  # layers draw the same numbers again
         if not len(images):
             return np.zeros(self.layout.step_size)
-        samples = self._tensors(*self.augment(images, labels))
+        samples = map(as_tensors, self.augment(images, labels))
         with (
             recording(totals, self.layouts) as gradients,
             repeatable_draws(tf.constant(self._draw_seed())),
@@ -208,7 +198,7 @@ class CustomStep(RankStep):
             graph = tf.function(self._evaluate_graph, autograph=False, input_signature=self.signature)
             self._evaluate = graph
         try:
-            return self._sums(np.asarray(self._evaluate(*self._tensors(images, labels))))
+            return self._sums(np.asarray(self._evaluate(as_tensors(images), as_tensors(labels))))
         except Exception as error:
             raise InputError(
                 f"test_step of {type(self.model).__name__} fails: {describe(error)}",
@@ -231,22 +221,6 @@ class CustomStep(RankStep):
         found = self._metrics.compute(states[:size], skip_unchanged=True)
         return found | {name: value / count for name, value in logs if count}
 
-    @contextmanager
-    def averaged_weights(self) -> Iterator[None]:
-        """Hold the weights of the trained model: their moving average, where an optimizer keeps one."""
-        averaging = [
-            (one, variables)
-            for one, variables in self.applied
-            if getattr(getattr(one, "inner_optimizer", one), "use_ema", False)
-        ]
-        before = Snapshot(variable for _, variables in averaging for variable in variables)
-        for optimizer, variables in averaging:
-            optimizer.finalize_variable_values(variables)
-        try:
-            yield
-        finally:
-            before.restore()
-
     def find_normalizing(self, changes: Array) -> list[str]:
         """Return the names of the layers that normalized by their batch, by its changes of statistics."""
         names, position = [], 0
@@ -261,7 +235,7 @@ class CustomStep(RankStep):
     def _trace(self) -> None:
         extra = [tf.TensorSpec((), tf.float32), tf.TensorSpec((2,), tf.int32)]
         self._step = self._trace_once(self._step_graph, [*self.signature, *extra])
-        self.applied, self.layouts = self._traced.applied, self._traced.layouts
+        self.layouts = self._traced.layouts
         self.has_draws = self._traced.has_draws
         if drawing := self._states.drawing:
             raise InputError(
@@ -375,9 +349,6 @@ class CustomStep(RankStep):
 
     # --- one process ---
 
-    def _tensors(self, images: Array, labels: Array) -> tuple[Any, Any]:
-        return as_tensors(images), as_tensors(labels)
-
     def _run(self, images: Array, labels: Array, exchange: Exchange) -> Array:
         """Take a step; return the last summed vector."""
         weight = np.float32(len(images) * self._weight)
@@ -390,7 +361,7 @@ class CustomStep(RankStep):
         self._save()
         try:
             total: Array = np.asarray(
-                self._step(*self._tensors(images, labels), *map(tf.convert_to_tensor, (weight, seed)))
+                self._step(*map(as_tensors, (images, labels)), *map(tf.convert_to_tensor, (weight, seed)))
             )
         except BaseException:
             self._restore()

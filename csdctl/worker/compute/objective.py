@@ -182,7 +182,7 @@ class Objective:
     ) -> tuple[tuple[Any, Any], Any, Any, Any]:
         """Return the loss as mean and sum, predictions, targets and the samples' weights."""
         model = self._model
-        inputs = self.inputs(samples)
+        inputs = inputs_of(model, samples, self._input_range)
         predictions = model(inputs, training=training)
         targets, weights = self.targets(labels, predictions, training=training)
         if type(model).compute_loss is keras.Model.compute_loss:
@@ -210,10 +210,6 @@ class Objective:
             for losses in (means, of_samples)
         )
         return mean, summed if of_samples else None
-
-    def inputs(self, samples: Any) -> Any:
-        """Return what the model is called with."""
-        return inputs_of(self._model, samples, self._input_range)
 
     def targets(self, labels: Any, predictions: Any, *, training: bool) -> tuple[Any, Any]:
         """Return the labels in the structure of the predictions, and the samples' weights or None."""

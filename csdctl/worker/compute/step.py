@@ -163,8 +163,6 @@ class VectorLayout:
         """The index of the count that gradients are divided by."""
         self.stop = self.step_size
         """The index of the stop request: above 0 when a stop was requested."""
-        self.compute_s = slice(self.step_size + 1, None)
-        """Each rank's compute seconds, by rank of the run."""
 
 
 @dataclass(frozen=True)
@@ -200,7 +198,7 @@ class RankStep:
 
     def __init__(self, model: Any, recipe: Recipe, rank: int) -> None:
         """`model`: whole and compiled; its optimizer is used, and its layers draw random numbers."""
-        self.optimizer = model.optimizer
+        self.optimizer: Any = getattr(model, "optimizer", None)
         self._applying: Callable[[Any], Any] | None = None
         self.seeds = Seeds(model, recipe.seed, rank)
         """The random states of the model's layers."""
@@ -245,14 +243,24 @@ class RankStep:
         return self.objective.metrics.compute(sums.states) if sums.states else {}
 
     @property
+    def applied(self) -> list[tuple[Any, list[Any]]]:
+        """The optimizers, each with the variables that it trains."""
+        return [(self.optimizer, self.model.trainable_variables)]
+
+    @property
+    def optimizers(self) -> list[Any]:
+        """The optimizers, each once."""
+        return list({id(one): one for one, _ in self.applied}.values())
+
+    @property
     def learning_rates(self) -> list[Any]:
         """The learning rates, which every step sets."""
         return [self.optimizer.learning_rate]
 
     @property
     def learning_rate(self) -> float:
-        """The learning rate of the latest step."""
-        return float(np.asarray(self.optimizer.learning_rate.value))
+        """The first optimizer's learning rate."""
+        return float(self.optimizers[0].learning_rate)
 
     @property
     def metric_names(self) -> list[str]:
@@ -267,8 +275,24 @@ class RankStep:
 
     @property
     def has_loss_scaling(self) -> bool:
-        """Whether the optimizer skips gradients that are not finite, and scales the loss (mixed_float16)."""
-        return hasattr(self.optimizer, "inner_optimizer")
+        """Whether an optimizer skips gradients that are not finite, and scales the loss (mixed_float16)."""
+        return any(hasattr(optimizer, "inner_optimizer") for optimizer in self.optimizers)
+
+    @contextmanager
+    def averaged_weights(self) -> Iterator[None]:
+        """Hold the weights of the trained model: their moving average, where an optimizer keeps one."""
+        averaging = [
+            (one, variables)
+            for one, variables in self.applied
+            if getattr(getattr(one, "inner_optimizer", one), "use_ema", False)
+        ]
+        before = Snapshot(variable for _, variables in averaging for variable in variables)
+        for optimizer, variables in averaging:
+            optimizer.finalize_variable_values(variables)
+        try:
+            yield
+        finally:
+            before.restore()
 
     def _lay_out(self) -> VectorLayout:
         return VectorLayout(
@@ -437,19 +461,6 @@ class Step(RankStep):
     def rehearse_alone(self, images: Array, labels: Array) -> None:
         """Take a step of a rank without other ranks and undo it."""
         self._rehearse(lambda: self.alone(images, labels))
-
-    @contextmanager
-    def averaged_weights(self) -> Iterator[None]:
-        """Hold the weights of the trained model: their moving average, where the optimizer keeps one."""
-        if not getattr(getattr(self.optimizer, "inner_optimizer", self.optimizer), "use_ema", False):
-            yield
-            return
-        before = Snapshot(self.model.trainable_variables)
-        self.optimizer.finalize_variable_values(self.model.trainable_variables)
-        try:
-            yield
-        finally:
-            before.restore()
 
     def _gradients(self, samples: Any, labels: Any) -> tuple[list[Any], list[Any], BatchLoss]:
         """Return the gradients of all trainable variables, in float32, and the loss.

@@ -258,9 +258,12 @@ class Reference:
             self._round_otherwise(np.random.default_rng([self._seed, rank.rank, draw]))
         step.seeds.set_step(0, rank.rank)
         step.micro_batch_size = rank.micro_batch_size
-        vector: Array = np.array(step.local(*batch), np.float64)
-        self.drawing = step.seeds.find_drawing(0)
+        vector = self._vector(*batch)
+        self.drawing = step.seeds.find_drawing(0) + ["tf.random"] * getattr(step, "has_draws", False)
         return vector * (rank.weight / self._weight)
+
+    def _vector(self, samples: Array, labels: Array) -> Array:
+        return np.array(self._step.local(samples, labels), np.float64)
 
     def _round_otherwise(self, generator: np.random.Generator) -> None:
         roundoff = np.float32(ROUNDOFFS[compute_type(self._step.model)])
@@ -293,16 +296,8 @@ class CustomReference(Reference):
         size, apart = (np.sqrt(sum(float(np.sum(pair[at] ** 2)) for pair in changed)) for at in (0, 1))
         return float(apart / size) if size else float(np.inf if apart else 0.0)
 
-    def _compute(self, number: int, batch: Iterable[Array], draw: int | None = None) -> Array:
-        rank, step = self._ranks[number], self._step
-        self._start.restore()
-        if draw is not None:
-            self._round_otherwise(np.random.default_rng([self._seed, rank.rank, draw]))
-        step.seeds.set_step(0, rank.rank)
-        samples, labels = batch
-        vector = step.replay(samples, labels, self._totals)
-        self.drawing = step.seeds.find_drawing(0) + ["tf.random"] * step.has_draws
-        return vector * (rank.weight / self._weight)
+    def _vector(self, samples: Array, labels: Array) -> Array:
+        return self._step.replay(samples, labels, self._totals)
 
     def _find_normalizing(self, changes: Array) -> list[str]:
         return self._step.find_normalizing(changes)
