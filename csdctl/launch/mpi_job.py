@@ -337,7 +337,7 @@ class Daemons:
             if not self._is_closed:  # `find_cause` expects what mpirun prints when its ssh fails
                 self._on_line(f"Remote host: {host}")
                 self._on_line(f"Daemon exit status: {code}")
-            self._on_failure()
+                self._on_failure()
 
     def _read(self, host: str, command: str) -> int:
         """Start the daemon of `host`, pass on its output, and return its exit code; raises CsdctlError."""

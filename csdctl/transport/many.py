@@ -4,11 +4,10 @@ A machine that fails never stops the others and never hides their results.
 """
 
 import contextlib
-import queue
 import resource
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -83,21 +82,12 @@ def run_on_all(
         return {}
     executor = ThreadPoolExecutor(min(max_workers, len(items)), thread_name_prefix="csdctl")
     outcomes: dict[str, Outcome[ResultT]] = {}
-    finished: queue.SimpleQueue[Future[Outcome[ResultT]]] = queue.SimpleQueue()
-
-    def take_finished() -> None:
-        outcome = finished.get().result()
-        outcomes[outcome.name] = outcome
-        on_done(outcome)
-
     try:
-        for name, item in items.items():
-            executor.submit(_call, name, item, function).add_done_callback(finished.put)
-            # Show first results while the last threads start, which takes seconds on a busy machine.
-            while not finished.empty():
-                take_finished()
-        while len(outcomes) < len(items):
-            take_finished()
+        calls = [executor.submit(_call, name, item, function) for name, item in items.items()]
+        for call in as_completed(calls):
+            outcome = call.result()
+            outcomes[outcome.name] = outcome
+            on_done(outcome)
     except BaseException:
         executor.shutdown(wait=False, cancel_futures=True)
         raise

@@ -15,7 +15,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from csdctl.errors import CsdctlError, DeadlineError, RemoteCommandError, UnreachableError
@@ -286,8 +286,7 @@ class Conversation:
             exit_code = self._running.process.exit_code(deadline.left_s)
         except TimeoutError:
             raise self._running.deadline_error(deadline, "it still runs") from None
-        completed = self._running.completed(exit_code)
-        return Completed(completed.command, exit_code, b"", completed.stderr, completed.duration_s)
+        return replace(self._running.completed(exit_code), stdout=b"")
 
     def close(self) -> None:
         """End the command and its process group if it still runs."""

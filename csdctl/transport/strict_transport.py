@@ -180,7 +180,10 @@ class GreedyPacketizer(Packetizer):
                 raise EOFError from None
             if check_rekey and self._start == len(self._buffer) and self.need_rekey():
                 raise NeedRekeyException from None
-            self._check_idle()
+            idle_s = time.monotonic() - self._written_s
+            if self._keepalive_s and idle_s > self._keepalive_s and not self.need_rekey():
+                self._on_idle()
+                self._written_s = time.monotonic()
             return
         except OSError:
             if self.closed:
@@ -197,12 +200,6 @@ class GreedyPacketizer(Packetizer):
     def set_keepalive(self, interval: float, callback: Callable[[], object]) -> None:
         """Call `callback` when nothing was written for `interval` seconds and nothing arrives."""
         self._keepalive_s, self._on_idle = interval, callback
-
-    def _check_idle(self) -> None:
-        idle_s = time.monotonic() - self._written_s
-        if self._keepalive_s and idle_s > self._keepalive_s and not self.need_rekey():
-            self._on_idle()
-            self._written_s = time.monotonic()
 
 
 class Kind(IntEnum):
@@ -286,7 +283,7 @@ class ServerRules:
         refuse = self._connection.packetizer.refuse
         if kind not in (Kind.WINDOW_ADJUST, *_HEADER_BYTES):
             return False
-        channel: Any = self._connection.find_channel(int.from_bytes(head[:4], "big"))
+        channel: Any = self._connection._channels.get(int.from_bytes(head[:4], "big"))
         if channel is None:
             return False
         if kind == Kind.WINDOW_ADJUST:
@@ -372,11 +369,6 @@ class StrictTransport(paramiko.Transport):
             raise paramiko.AuthenticationException("no reply")
         assert self.auth_handler
         return not self.auth_handler.wait_for_response(replied)
-
-    def find_channel(self, number: int) -> paramiko.Channel | None:
-        """Return the channel, None unless it is open."""
-        channel: paramiko.Channel | None = self._channels.get(number)
-        return channel
 
     def get_exception(self) -> Exception | None:
         """Return and forget why the connection ended: SSHException, EOFError or OSError.
