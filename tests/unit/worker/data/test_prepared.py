@@ -245,7 +245,7 @@ def test_private_samples_come_first_in_a_batch_and_their_copies_are_counted(
     reader.set_epoch(1)
     segment = begin_epoch([OwnSamples(20 + num_repeated, 60)], {0: batch_size})
     for step in range(segment.stop_step):
-        share = segment.batch(step)[0]
+        share = segment.shares[0].batch(step)
         labels = reader.read(share)[1].tolist()
         copies = reader.private_copies(share)
         private = labels[: len(copies)]
