@@ -9,14 +9,13 @@ import math
 import os
 import re
 import signal
-import subprocess
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, TypeVar
+from typing import TypeVar
 
 from csdctl.errors import CsdctlError, DeadlineError, RunError
 from csdctl.fleet.model import HOST_NAME, SERVER_MARK, Fleet
@@ -114,7 +113,6 @@ def _read_cause(stderr_tail: Sequence[str], rank_nodes: Sequence[str], starter: 
     return "", lines[0] if lines else "mpirun printed no message"
 
 
-OnRequest = Callable[[str], None]
 LogPath = Callable[[int | None], Path]
 """The log file of a rank; with None, the log file of mpirun itself."""
 
@@ -132,7 +130,7 @@ REQUEST = b"@csdctl-daemon "
 
 
 class MpiOutput:
-    """Reads mpirun's streams; one thread per stream calls `read`."""
+    """Reads what mpirun prints, in one thread; others may `log` lines."""
 
     def __init__(self, log_path: LogPath, nodes: Sequence[str]) -> None:
         """`nodes` are the machines of mpirun's ranks, in order."""
@@ -142,60 +140,57 @@ class MpiOutput:
         """Events in order of arrival: a rank other than 0 reports everything once."""
         self.last_event_s = time.monotonic()
         self._reported: set[tuple[int, type[Event]]] = set()
-        self._tail: deque[str] = deque(maxlen=MAX_TAIL_LINES)
+        self.tail: deque[str] = deque(maxlen=MAX_TAIL_LINES)
+        """The last lines that mpirun and its daemons printed."""
         self._logs: dict[int | None, CappedLog] = {}
+        self.on_request: Callable[[str], None] = lambda text: None
+        """Called with mpirun's name of the machine and a command."""
+        self._pending = bytearray()
+        self._rank: int | None = None
+        """Who has printed the latest line, None for mpirun itself."""
+        self._is_whole = True
         self._lock = threading.Lock()
         self._is_closed = False
-
-    @property
-    def tail(self) -> list[str]:
-        """The last lines that mpirun and its daemons printed."""
-        return list(self._tail)
 
     def ranks_with(self, kind: type[Event]) -> set[int]:
         """Return the ranks that have sent an event of type `kind`."""
         return {rank for rank, reported in list(self._reported) if reported is kind}
 
-    def read(self, stream: IO[bytes] | None, on_request: OnRequest | None = None) -> None:
-        """Read one stream to its end, even when a log cannot be written: a full pipe would stop the run."""
-        assert stream is not None
-        # Only this thread closes the stream: close() waits for readers, and an orphan may keep the pipe open.
-        with stream:
-            rank, is_whole = None, True
-            while line := stream.readline(MAX_LINE_BYTES):
-                if is_whole:
-                    rank = self.handle_line(line, on_request)
-                else:  # the rest of a long line, which has no tag of its own
-                    self._log(rank, line)
-                is_whole = line.endswith(b"\n")
+    def feed(self, chunk: bytes) -> None:
+        """Handle the next bytes, even when a log cannot be written: a full pipe would stop the run."""
+        searched = len(self._pending)
+        self._pending += chunk
+        while (end := self._pending.find(b"\n", searched) + 1) or len(self._pending) >= MAX_LINE_BYTES:
+            line = bytes(self._pending[: end or None])
+            del self._pending[: len(line)]
+            searched = 0
+            self._handle(line)
 
     def close(self) -> None:
-        """Close the logs; lines that an orphan of mpirun prints later are dropped."""
+        """Close the logs; later lines of daemons are dropped."""
+        self._handle(bytes(self._pending))
         with self._lock:
             self._is_closed = True
             for log in self._logs.values():
                 log.close()
 
-    def is_overdue(self, started: float, deadline_s: float) -> bool:
-        """Return whether the ranks are not ready `deadline_s` after `started`, or silent for so long."""
-        is_ready = len(self.ranks_with(Ready)) == len(self._nodes)
-        return time.monotonic() - (self.last_event_s if is_ready else started) > deadline_s
-
-    def handle_line(self, line: bytes, on_request: OnRequest | None = None) -> int | None:
-        """Handle the beginning of a line; return the rank that it came from, None for mpirun itself."""
+    def _handle(self, line: bytes) -> None:
         tagged = _TAGGED.match(line)
-        if not tagged or int(tagged[1]) >= len(self._nodes):
-            if on_request and line.startswith(REQUEST):
-                on_request(line.removeprefix(REQUEST).decode(errors="replace").rstrip("\n"))
+        if not self._is_whole:  # the rest of a long line, which has no tag of its own
+            self._log(self._rank, line)
+        elif not tagged or int(tagged[1]) >= len(self._nodes):
+            self._rank = None
+            if line.startswith(REQUEST):
+                self.on_request(line.removeprefix(REQUEST).decode(errors="replace").rstrip("\n"))
             else:
                 self._log(None, line)
-            return None
-        rank, text = int(tagged[1]), tagged[3]
-        if tagged[2] == b"stdout" and text.startswith(EVENT_PREFIX.encode()):
-            self._handle_event(rank, text.decode(errors="replace").rstrip("\r\n"))
         else:
-            self._log(rank, text)
-        return rank
+            self._rank, text = int(tagged[1]), tagged[3]
+            if tagged[2] == b"stdout" and text.startswith(EVENT_PREFIX.encode()):
+                self._handle_event(self._rank, text.decode(errors="replace").rstrip("\r\n"))
+            else:
+                self._log(self._rank, text)
+        self._is_whole = line.endswith(b"\n")
 
     def log(self, line: str) -> None:
         """Log a line that no rank has sent."""
@@ -224,7 +219,7 @@ class MpiOutput:
             if self._is_closed:
                 return
             if rank is None:
-                self._tail.append(text[:MAX_TAIL_LINE_BYTES].decode(errors="replace").strip())
+                self.tail.append(text[:MAX_TAIL_LINE_BYTES].decode(errors="replace").strip())
             if rank not in self._logs:
                 name = "mpirun" if rank is None else self._nodes[rank]
                 self._logs[rank] = CappedLog(self._log_path(rank), name)
@@ -254,8 +249,6 @@ class EndTimeouts:
     """After the last completion record, for mpirun to end by itself."""
     sandbox_s: float = 2.0
     """The time for the sandbox to kill its processes and remove its files."""
-    drain_s: float = 2.0
-    """The time for output in the pipes after all processes have ended; an orphan may keep a stream open."""
     orphan_grace_s: float = 1.0
     """After mpirun was killed, while a process that it started keeps its output open."""
 
@@ -279,7 +272,7 @@ class JobOutcome:
     connection_bytes: dict[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
     """Bytes sent and received on each TCP connection of mpirun, by local and peer address."""
     stderr_tail: list[str] = field(default_factory=list)
-    """The last lines that mpirun and its daemons printed, on either stream."""
+    """The last lines that mpirun and its daemons printed."""
 
     def of_type(self, kind: type[EventT]) -> dict[int, EventT]:
         """Return the first event of type `kind` of each rank, in order of arrival."""
@@ -300,10 +293,6 @@ CLOSE_S, END_DEADLINE_S = 1.0, 3.0
 DAEMON_GRACE_S = 1.0
 """The time for mpirun to end by itself after a daemon has failed."""
 _READ_S = 3600.0
-
-
-def _start_none(host: str, command: str) -> Conversation:
-    raise CsdctlError(f"mpirun asked for a daemon on {host[:80]!r}, which has no rank")
 
 
 class Daemons:
@@ -367,17 +356,13 @@ class Daemons:
             if self._is_closed:
                 return
             self._is_closed = True
-        _end_all(self._running.values())
-
-
-def _end_all(conversations: Iterable[Conversation]) -> None:
-    """Let sandboxes end their processes and remove their files; those of lost nodes are not waited for."""
-    threads = [threading.Thread(target=_end, args=(one,), daemon=True) for one in conversations]
-    for thread in threads:
-        thread.start()
-    deadline = time.monotonic() + CLOSE_S
-    for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
+        # Those of lost nodes are not waited for.
+        threads = [threading.Thread(target=_end, args=(one,), daemon=True) for one in self._running.values()]
+        for thread in threads:
+            thread.start()
+        deadline = time.monotonic() + CLOSE_S
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
 
 
 def _end(conversation: Conversation) -> None:
@@ -394,176 +379,94 @@ class MpiJob:
 
     def __init__(
         self,
-        command: Sequence[str],
+        start: Callable[[], Conversation],
         nodes: Sequence[str],
         log_path: LogPath,
-        directory: Path,
-        environment: Mapping[str, str],
+        start_daemon: StartDaemon,
         timeouts: EndTimeouts = EndTimeouts(),
         *,
-        first_line: str = "",
-        start_daemon: StartDaemon = _start_none,
+        starter: str = HOST_NAME,
     ) -> None:
-        """Prepare to run `command` in `directory`; `nodes` are the machines of its ranks, in order.
+        """`start` starts mpirun on machine `starter`; `nodes` are those of its ranks, in order.
 
-        It gets `first_line` on its standard input, which stays open until it is to end: it also ends with
-        csdctl.
+        Its standard input stays open until it is to end: it also ends with csdctl.
         """
-        self._command = list(command)
-        self._nodes = tuple(nodes)
-        self._num_ranks = len(nodes)
-        self._directory = directory
-        self._environment = environment
+        self._start, self._starter, self._nodes = start, starter, tuple(nodes)
         self._timeouts = timeouts
-        self._first_line = first_line
         self._output = MpiOutput(log_path, nodes)
         self._daemons = Daemons(start_daemon, self._output.log, self.end)
+        self._output.on_request = self._daemons.request
         self._is_ended = False
-        self._process: subprocess.Popen[bytes] | None = None
 
     def run(self, deadline_s: float = math.inf) -> JobOutcome:
-        """Start mpirun, and return when all its local processes have ended.
+        """Start mpirun, and return when all processes of its machine have ended.
 
         `deadline_s` limits the time until all ranks are ready, and any silence after that.
         """
+        outcome = JobOutcome(self._output.events, nodes=self._nodes, starter=self._starter)
         with contextlib.ExitStack() as stack:
+            stack.callback(self._output.close)
             stack.callback(self._daemons.close)
-            self._process = process = self._start()
-            outcome = JobOutcome(self._output.events, nodes=self._nodes)
-            readers = [
-                threading.Thread(target=self._output.read, args=arguments, daemon=True)
-                for arguments in ((process.stdout, self._daemons.request), (process.stderr,))
-            ]
-            stack.callback(self._drain, readers)
-            stack.callback(self.end)
-            for reader in readers:
-                reader.start()
-            if not self._is_ended:  # `end` may have been called before the process was started
-                self._watch(process, readers, outcome, deadline_s)
-        outcome.exit_code = process.returncode
-        outcome.stderr_tail = self._output.tail
+            try:
+                conversation = self._start()
+                stack.callback(self._finish, conversation, outcome)
+                self._watch(conversation, outcome, deadline_s)
+            except (CsdctlError, EOFError, OSError, ValueError) as error:
+                self._output.log(str(error))
+        outcome.stderr_tail = list(self._output.tail)
         return outcome
 
-    def _drain(self, readers: Sequence[threading.Thread]) -> None:
-        """Read what is left in the pipes, and close the logs."""
-        drained_by = time.monotonic() + self._timeouts.drain_s
-        for reader in filter(threading.Thread.is_alive, readers):
-            reader.join(timeout=max(0.0, drained_by - time.monotonic()))
-        self._output.close()
+    def end(self) -> None:
+        """Let `run` end mpirun's sandbox, and with it all that mpirun has started."""
+        self._is_ended = True
 
-    def _start(self) -> "subprocess.Popen[bytes]":
-        process = subprocess.Popen(
-            self._command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            cwd=self._directory,
-            env=self._environment,
-            start_new_session=True,
-        )
-        assert process.stdin
-        with contextlib.suppress(BrokenPipeError):
-            process.stdin.write(self._first_line.encode() + b"\n")
-            process.stdin.flush()
-        return process
-
-    def _watch(
-        self,
-        process: "subprocess.Popen[bytes]",
-        readers: Sequence[threading.Thread],
-        outcome: JobOutcome,
-        deadline_s: float,
-    ) -> None:
-        """Wait until both streams have ended, the deadline passes, or only an orphan is left."""
+    def _watch(self, conversation: Conversation, outcome: JobOutcome, deadline_s: float) -> None:
+        """Read until the output has ended, the job is to end, or only an orphan is left."""
         output = self._output
         started = last_sample = time.monotonic()
         exited: float | None = None
-        while reading := [reader for reader in readers if reader.is_alive()]:
-            reading[0].join(POLL_INTERVAL_S)
+        while not self._is_ended and self._read(conversation):
             now = time.monotonic()
             if now - last_sample > min(MAX_SAMPLE_INTERVAL_S, SAMPLE_INTERVAL_SHARE * (now - started)):
                 last_sample = now
-                _sample_connections(process.pid, outcome)
-            if process.poll() is not None:
+                if self._starter == HOST_NAME:
+                    _sample_connections(conversation.running.stderr.group, outcome)
+            if conversation.running.has_exited():
                 exited = exited or now
                 if now - exited > self._timeouts.orphan_grace_s:
                     return  # mpirun was killed, and a process it started keeps its output open
             silent_s = now - output.last_event_s
-            if len(output.ranks_with(Finished)) == self._num_ranks and silent_s > self._timeouts.grace_s:
+            if len(output.ranks_with(Finished)) == len(self._nodes) and silent_s > self._timeouts.grace_s:
                 return  # a process that a rank left behind keeps mpirun's output open
-            if output.is_overdue(started, deadline_s):
+            is_ready = len(output.ranks_with(Ready)) == len(self._nodes)
+            if now - (output.last_event_s if is_ready else started) > deadline_s:
                 outcome.is_overdue = True
                 return
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=POLL_INTERVAL_S)  # its output ends just before the process does
 
-    def end(self) -> None:
-        """End mpirun's sandbox, and with it all that mpirun has started; kill it when it does not end.
+    def _read(self, conversation: Conversation) -> bool:
+        """Handle the next output; return False at its end."""
+        with contextlib.suppress(DeadlineError):
+            chunk = conversation.read_bytes(deadline_s=POLL_INTERVAL_S)
+            self._output.feed(chunk)
+            return bool(chunk)
+        return True
 
-        mpirun itself would wait for daemons that no longer answer. Those end with `run`.
+    def _finish(self, conversation: Conversation, outcome: JobOutcome) -> None:
+        """End mpirun's sandbox, and read what is left; kill what does not end.
+
+        mpirun itself would wait for daemons that no longer answer.
         """
-        self._is_ended = True
-        process = self._process
-        if process is None:
-            return
-        assert process.stdin
-        with contextlib.suppress(BrokenPipeError):
-            process.stdin.close()
-        try:
-            process.wait(timeout=self._timeouts.sandbox_s)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        # Agents and local ranks share mpirun's session, in process groups of their own.
-        kill_session(process.pid)
-
-
-class ServerJob:
-    """One mpirun on another server, as `MpiJob` is one on the host. Call `run` once."""
-
-    def __init__(
-        self,
-        start: Callable[[], Conversation],
-        starter: str,
-        nodes: Sequence[str],
-        log_path: LogPath,
-        start_daemon: StartDaemon,
-    ) -> None:
-        """`start` starts mpirun on machine `starter`; `nodes` are those of its ranks, in order."""
-        self._start, self._starter, self._nodes = start, starter, nodes
-        self._output = MpiOutput(log_path, nodes)
-        self._daemons = Daemons(start_daemon, self._output.log, self.end)
-        self._conversation: Conversation | None = None
-        self._ended = math.inf
-
-    def run(self, deadline_s: float = math.inf) -> JobOutcome:
-        """Start mpirun, and return when it has ended; `deadline_s` as that of `MpiJob.run`."""
-        outcome = JobOutcome(self._output.events, nodes=tuple(self._nodes), starter=self._starter)
-        started = time.monotonic()
-        try:
-            with contextlib.suppress(EOFError, OSError, ValueError):
-                conversation = self._conversation = self._start()
-                while time.monotonic() < self._ended + END_DEADLINE_S and not outcome.is_overdue:
-                    try:
-                        line = conversation.read_line(deadline_s=POLL_INTERVAL_S)
-                        self._output.handle_line(line.encode(errors="replace"), self._daemons.request)
-                    except DeadlineError:
-                        outcome.is_overdue = self._output.is_overdue(started, deadline_s)
-            if self._conversation and not outcome.is_overdue:
-                outcome.exit_code = self._conversation.wait(deadline_s=END_DEADLINE_S).exit_code
-        except CsdctlError as error:
-            self._output.log(str(error))
-        finally:
-            self.end()
-            self._output.close()
-        outcome.stderr_tail = self._output.tail
-        return outcome
-
-    def end(self) -> None:
-        """End mpirun's sandbox and its daemons."""
-        self._ended = min(self._ended, time.monotonic())
-        _end_all([self._conversation] if self._conversation else [])
-        self._daemons.close()
+        with contextlib.suppress(CsdctlError, EOFError, ValueError):
+            conversation.send_line("")
+        with contextlib.suppress(CsdctlError, OSError, ValueError):
+            end_s = time.monotonic() + self._timeouts.sandbox_s
+            while (is_open := self._read(conversation)) and time.monotonic() < end_s:
+                pass
+            if not is_open:
+                outcome.exit_code = conversation.wait(deadline_s=END_DEADLINE_S).exit_code
+        conversation.close()
+        if self._starter == HOST_NAME and conversation.running.stderr.group:
+            kill_session(conversation.running.stderr.group)  # local ranks have process groups of their own
 
 
 def _sample_connections(session_id: int, outcome: JobOutcome) -> None:

@@ -5,7 +5,6 @@ its output.
 """
 
 import ipaddress
-import os
 import secrets
 import shlex
 import sys
@@ -20,7 +19,7 @@ from csdctl.fleet.facts import Facts
 from csdctl.fleet.model import HOST_NAME, Fleet, Level
 from csdctl.fleet.network import parse_local_addresses
 from csdctl.fleet.requirements import build_repair_command
-from csdctl.launch.mpi_job import REQUEST, MpiJob, ServerJob, host_word
+from csdctl.launch.mpi_job import REQUEST, MpiJob, host_word
 from csdctl.runs.directory import RunDirectory
 from csdctl.transport.session import Conversation, Session
 from csdctl.worker.protocol.events import Exited, event_to_line
@@ -204,10 +203,8 @@ class Mpirun:
     fleet: Fleet
     facts: Mapping[str, Facts]
     run: RunDirectory
-    directory: Path
-    """The project directory."""
     sessions: Mapping[str, Session]
-    """To the nodes, over which their daemons are started; the newest one of each node."""
+    """To the machines, over which mpirun and its daemons are started; the newest one of each."""
     worker_path: str
     """The worker in every machine's store."""
     build_worker_command: BuildWorkerCommand
@@ -216,7 +213,7 @@ class Mpirun:
     link_key: str = ""
     """The link key of the ranks' spec."""
 
-    def build_job(self, ranks: Sequence[RankCommand], level: Level) -> MpiJob | ServerJob:
+    def build_job(self, ranks: Sequence[RankCommand], level: Level) -> MpiJob:
         """Return the job over `ranks`, in order of rank, not yet started.
 
         mpirun runs on the first machine of `level`.
@@ -255,26 +252,16 @@ class Mpirun:
             return self.log_path(None if rank is None else ranks[rank].number)
 
         policy = self._build_policy(starter, network, command, key, own_sockets, {AGENT: _SCRIPT})
-        if not is_here:
 
-            def start() -> Conversation:
-                # As root, MPI refuses to run where the kernel cannot confine it.
-                allowed = ["env", *(f"{name}={value}" for name, value in ALLOW_ROOT.items())]
-                merged = ["sh", "-c", 'exec "$@" 2>&1', "csdctl", *allowed, *self._sandbox_command(starter)]
-                conversation = self.sessions[starter].converse(merged)
-                conversation.send_line(to_json(policy))
-                return conversation
+        def start() -> Conversation:
+            # As root, MPI refuses to run where the kernel cannot confine it.
+            allowed = ["env", *(f"{name}={value}" for name, value in ALLOW_ROOT.items())]
+            merged = ["sh", "-c", 'exec "$@" 2>&1', "csdctl", *allowed, *self._sandbox_command(starter)]
+            conversation = self.sessions[starter].converse(merged)
+            conversation.send_line(to_json(policy))
+            return conversation
 
-            return ServerJob(start, starter, nodes, log_path, start_daemon)
-        return MpiJob(
-            self._sandbox_command(HOST_NAME),
-            nodes,
-            log_path,
-            self.directory,
-            {**os.environ, **ALLOW_ROOT},
-            first_line=to_json(policy),
-            start_daemon=start_daemon,
-        )
+        return MpiJob(start, nodes, log_path, start_daemon, starter=starter)
 
     def log_path(self, rank: int | None) -> Path:
         """The log file of a rank; with None, the log file of mpirun itself."""

@@ -11,6 +11,7 @@ import pytest
 
 from csdctl.errors import CsdctlError
 from csdctl.launch.mpi_job import MAX_LINE_BYTES, EndTimeouts, JobOutcome, MpiJob, find_cause
+from csdctl.transport.local import LocalSession
 from csdctl.transport.session import Conversation
 from csdctl.worker.protocol.events import (
     CollectiveTimed,
@@ -48,8 +49,10 @@ class Job:
     def make(self, program: str, timeouts: EndTimeouts = DEFAULT) -> MpiJob:
         (self.directory / "mpirun.py").write_text(f"import os, signal, sys, time\n{program}")
         command = [sys.executable, "-u", str(self.directory / "mpirun.py")]
-        nodes, start = ("csd0", "csd1"), self.start_daemon
-        return MpiJob(command, nodes, self.log, self.directory, os.environ, timeouts, start_daemon=start)
+        session = LocalSession("host", self.directory)
+        return MpiJob(
+            lambda: session.converse(command), ("csd0", "csd1"), self.log, self.start_daemon, timeouts
+        )
 
     def start_daemon(self, host: str, command: str) -> Conversation:
         self.asked.append((host, command))
@@ -171,7 +174,7 @@ class TestEnding:
         outcome = job.run(program, scaled(4))
         assert outcome.is_overdue
         assert outcome.events == [READY[0]]
-        assert outcome.exit_code == -signal.SIGKILL
+        assert outcome.exit_code is None
         assert all_have_ended(job.directory)
 
     def test_interrupt_by_the_user_ends_the_job_and_is_raised(self, job: Job) -> None:
@@ -189,7 +192,7 @@ class TestEnding:
         program = "if os.fork() == 0:\n    os.setsid()\n    open('pid', 'w').write(str(os.getpid()))\n"
         program += f"    time.sleep(100_000)\n{UNTIL_PID_IS_WRITTEN}"
         program += f"sys.stdout.write({event_lines(*READY)!r})\ntime.sleep(100_000)\n"
-        job.run(program, scaled(4), timeouts=EndTimeouts(drain_s=0.2))
+        job.run(program, scaled(4), timeouts=EndTimeouts(sandbox_s=0.2))
         os.kill(int((job.directory / "pid").read_text()), signal.SIGKILL)
 
 
@@ -202,9 +205,9 @@ class TestDaemons:
         assert outcome.stderr_tail[0] == "does not answer"
         assert find_cause(outcome.stderr_tail, [], ["csd0", "csd1"]).node == "csd1"
 
-    def test_neither_ranks_nor_standard_error_ask_for_daemons(self, job: Job) -> None:
+    def test_ranks_ask_for_no_daemons(self, job: Job) -> None:
         request = "@csdctl-daemon rank1-csd1 prted"
-        job.print(tag(1, request), errors=f"{request}\n")
+        job.print(tag(1, request) + tag(1, request, "stderr"))
         assert job.asked == []
 
 
