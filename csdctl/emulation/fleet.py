@@ -353,13 +353,11 @@ def fleet_status(directory: Path) -> list[NodeStatus]:
     for node in state.nodes:
         running = is_running(node.pid, node.start_time)
         pids = list_descendants(node.pid) if running else []
-        limits = state.spec.cpu, state.spec.memory_bytes
-        memory_bytes = sum(map(anonymous_bytes, pids))
         found.append(
             NodeStatus(
                 *(node.name, node.port, node.pid, running, len(pids)),
-                *limits,
-                memory_bytes,
+                *(state.spec.cpu, state.spec.memory_bytes),
+                sum(map(anonymous_bytes, pids)),
                 node.cpu_mechanism,
             )
         )

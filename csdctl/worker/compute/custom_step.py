@@ -195,8 +195,9 @@ class CustomStep(RankStep):
     def evaluate(self, images: Array, labels: Array) -> Sums:
         """Return the sums of one batch as the model's test_step computes them, without training."""
         if self._evaluate is None:
-            graph = tf.function(self._evaluate_graph, autograph=False, input_signature=self.signature)
-            self._evaluate = graph
+            self._evaluate = tf.function(
+                self._evaluate_graph, autograph=False, input_signature=self.signature
+            )
         try:
             return self._sums(np.asarray(self._evaluate(as_tensors(images), as_tensors(labels))))
         except Exception as error:
