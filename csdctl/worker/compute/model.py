@@ -334,11 +334,6 @@ def _set_step(model: Any, reference: str) -> None:
     model.train_step = MethodType(function, model)
 
 
-def _own_objects(spec: BuildSpec) -> dict[str, Any]:
-    """Return what the imported code of the job defines, by name."""
-    return find_objects(lambda file: _is_named(Path(file), spec))
-
-
 def _is_named(file: Path, spec: BuildSpec) -> bool:
     """Return whether the job names a file of code, or a directory above it."""
     return any(file.is_relative_to(Path(root).resolve()) for root in spec.code_roots)
@@ -347,7 +342,8 @@ def _is_named(file: Path, spec: BuildSpec) -> bool:
 def _load_file(spec: BuildSpec) -> Any:
     """Return the model of a .keras file, which is data: it finds only the code that the job names."""
     try:
-        with keras.saving.custom_object_scope(_own_objects(spec)), _reviving():
+        own = find_objects(lambda file: _is_named(Path(file), spec))
+        with keras.saving.custom_object_scope(own), _reviving():
             model = keras.models.load_model(spec.reference, compile=True, safe_mode=True)
             with zipfile.ZipFile(spec.reference) as archive:
                 _revive(model, json.loads(archive.read("config.json")), is_trusted=False)

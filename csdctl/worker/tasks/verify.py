@@ -458,8 +458,7 @@ class Verify(ModelTask):
             )
         communicator = group.communicator
         self._sizes = verified_sizes([rank.batch_size for rank in self.spec.ranks])
-        found = find_ranges(self.reader.first(NUM_LOOKED_AT)[0]) if self.is_root else {}
-        self._ranges = communicator.allgather(found, Ranges)[0]
+        self._ranges = communicator.allgather(self._find_ranges() if self.is_root else {}, Ranges)[0]
         self._start = Snapshot(self.whole_model.variables)
         verified = self._take_step(communicator)
         self._weights_hash, different = self.share_hash(communicator)
@@ -538,6 +537,10 @@ class Verify(ModelTask):
                 )
         after.restore()
         return verified
+
+    def _find_ranges(self) -> Ranges:
+        """Return the ranges of the samples, by those of this rank."""
+        return find_ranges(self.reader.first(NUM_LOOKED_AT)[0])
 
     def _draw(self, rank: int, count: int) -> tuple[Array, Array]:
         """Return the random samples of a rank; of the head of a model, their features."""
