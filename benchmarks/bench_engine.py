@@ -292,7 +292,7 @@ peer = keras.Model(inputs, build()(keras.layers.Rescaling(1 / 255.0)(inputs)))
 sgd = keras.optimizers.SGD(0.01, momentum=0.9)
 peer.compile(sgd, "sparse_categorical_crossentropy", metrics=["accuracy"], jit_compile=False)
 model = build()
-step = Step(model, compile_model(model, recipe, keras), (images[:0], labels[:0]), tf, keras)
+step = Step(model, compile_model(model, recipe), (images[:0], labels[:0]))
 
 def fit():
     peer.fit(images, labels, batch_size=SIZE, epochs=1, verbose=0, shuffle=True)

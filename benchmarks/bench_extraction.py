@@ -45,7 +45,6 @@ def peak_bytes():
     status = pathlib.Path("/proc/self/status").read_text()
     return int(status.partition("VmHWM:")[2].split()[0]) * 1024
 
-from csdctl.worker.compute.backend import load_backend
 from csdctl.worker.ingest.extract import load_computation, extract
 from csdctl.worker.data.prepared import PreparedSamples
 from csdctl.worker.protocol.features import ExtractSpec
@@ -59,7 +58,6 @@ def note(progress):
         found.update(first_cpu_s=time.process_time(), first_peak_bytes=peak_bytes())
     if progress.num_done == 32:
         found["steady_from_s"] = time.process_time()
-backend = lambda: load_backend(spec.runtime)
 extract(spec, on_progress=note)
 found["extract_s"] = time.process_time() - found["steady_from_s"]
 found["peak_bytes"] = peak_bytes()

@@ -13,7 +13,7 @@ PROGRAM = """
 import json, sys, time
 import numpy as np
 from csdctl.worker.compute.backend import load_backend
-from csdctl.worker.compute.noise import secret_normal
+from csdctl.worker.compute.step import secret_normal
 from csdctl.worker.compute.recipe import compile_model
 from csdctl.worker.compute.step import Step
 from csdctl.worker.process.machine import peak_memory_bytes
@@ -33,9 +33,9 @@ model = keras.Sequential([keras.Input((size, size, 3)), *inner, layers.Dense(10,
 generator = np.random.default_rng(0)
 images = generator.integers(0, 256, (count, size, size, 3), dtype=np.uint8)
 labels = generator.integers(0, 10, count).astype(np.int32)
-recipe = compile_model(model, Recipe(learning_rate=0.01), keras)
+recipe = compile_model(model, Recipe(learning_rate=0.01))
 noise = Noise(1.0, 8.0, 1e-5) if has_noise else None
-step = Step(model, recipe, (images, labels), tf, keras, noise=noise)
+step = Step(model, recipe, (images, labels), noise=noise)
 out, copies = np.zeros(step.layout.step_size, np.float32), np.ones(count, np.int64)
 times = []
 for _ in range(8):

@@ -33,16 +33,16 @@ reader.set_epoch(1)
 segment = begin_epoch([OwnSamples(0, num_rows)], {0: 32})
 tf, keras = load_backend()
 model = keras.applications.MobileNetV2(input_shape=(64, 64, 3), classes=200, weights=None)
-step = Step(model, compile_model(model, spec.recipe, keras), reader.empty_batch(), tf, keras)
+step = Step(model, compile_model(model, spec.recipe), reader.empty_batch())
 for number in range(3):
-    step.alone(*reader.read(segment.batch(number)[0]))
+    step.alone(*reader.read(segment.shares[0].batch(number)))
 started = time.perf_counter()
 for number in range(3, 23):
-    step.alone(*reader.read(segment.batch(number)[0]))
+    step.alone(*reader.read(segment.shares[0].batch(number)))
 training = 20 * 32 / (time.perf_counter() - started)
 started = time.perf_counter()
 for number in range(segment.stop_step - 1):
-    reader.read(segment.batch(number)[0])
+    reader.read(segment.shares[0].batch(number))
 reading = (segment.stop_step - 1) * 32 / (time.perf_counter() - started)
 # Pages of the mapped file belong to the page cache: the kernel reclaims them when memory is short.
 own = int(re.search(r"RssAnon:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) / 1024

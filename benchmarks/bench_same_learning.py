@@ -41,7 +41,8 @@ def batches():
     for epoch in range(1, recipe.epochs + 1):
         reader.set_epoch(epoch)
         for step in range(segment.stop_step):
-            spans = [Span(part.rank, part.public_start, part.public_stop) for part in segment.batch(step)]
+            parts = [share.batch(step) for share in segment.shares]
+            spans = [Span(part.rank, part.public_start, part.public_stop) for part in parts]
             images, labels = reader.read_reassigned(spans)
             yield images / np.float32(255), labels
 keras.utils.set_random_seed(recipe.seed)

@@ -156,14 +156,14 @@ def _open_packet_socket() -> None:
 
 
 def _attach_filter() -> None:
-    from csdctl.worker.sandbox.system_calls import Program
+    from csdctl.worker.sandbox.seccomp_supervisor import Program
 
     with socket.socket() as filtered:
         filtered.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, Program([(0x06, 0, 0, 0)]).header)
 
 
 def _find_lack_of_seccomp() -> str:
-    from csdctl.worker.sandbox.system_calls import ARCHITECTURES, MACHINE
+    from csdctl.worker.sandbox.seccomp_supervisor import ARCHITECTURES, MACHINE
 
     return "" if MACHINE in ARCHITECTURES else f"the filter knows no system calls of {MACHINE}"
 

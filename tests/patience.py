@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
-from csdctl.emulation.processes import cpu_time_s, list_descendants, list_marked
+from csdctl.emulation.limits import cpu_time_s, list_descendants, list_marked
 from csdctl.worker.protocol.processes import load_stat
 from tests.session import VARIABLE as SESSION_VARIABLE
 

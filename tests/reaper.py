@@ -18,9 +18,8 @@ import sys
 import time
 from pathlib import Path
 
-from csdctl.emulation.cleanup import remove_fleet
-from csdctl.emulation.processes import list_ancestors, list_descendants, start_time
-from csdctl.emulation.state import FleetPaths
+from csdctl.emulation.fleet import FleetPaths, remove_fleet
+from csdctl.emulation.limits import list_ancestors, list_descendants, start_time
 from csdctl.runs.directory import ProjectDirectory, RunDirectory
 from csdctl.runs.private import SHARED_MEMORY
 from tests.session import KEPT, VARIABLE

@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import csdctl
-from csdctl.energy.sources import SCRIPTS, build_loop
+from csdctl.energy.sampler import SCRIPTS, build_loop
 from csdctl.fleet.fleet_file import load_fleet
 from csdctl.shipping.deliver import build_receiver
 from csdctl.transport.commands import build_program_command

@@ -1,40 +1,275 @@
-"""Start, inspect and stop an emulated fleet; the interface of this package.
+"""An emulated fleet: its specification, files and saved state; start, inspect and stop it.
 
-All files of a fleet are in its directory, except its fleet.yaml, its control groups and a directory with a
-short path for the TMPDIRs.
+The id of a fleet is derived from its directory, so that a fleet without its state is still found: by the
+marker in the environment of its processes and by the names of its control groups. All its files are in its
+directory, except its fleet.yaml, its control groups and a directory with a short path for the TMPDIRs. The
+first line of fleet.yaml names the writer, the fleet, and the hash of the rest: a file that the user has
+changed is not removed. A fleet may belong to a process: one of its own processes watches that, and then stops
+it.
 """
 
+import contextlib
+import fcntl
+import hashlib
 import json
 import os
+import re
+import shutil
+import signal
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Annotated, Any
+
+import yaml
+from pydantic import Field
 
 import csdctl
-from csdctl.documents import make_directory, save_bytes, save_text
-from csdctl.emulation.cleanup import StoppedFleet, find_owner, keep_fleet, remove_fleet, stop_fleet
-from csdctl.emulation.limits import open_cpu_limit
-from csdctl.emulation.processes import (
+from csdctl.documents import check_values, load_json, make_directory, save_bytes, save_json, save_text
+from csdctl.emulation.limits import (
     FLEET_VARIABLE,
     anonymous_bytes,
+    cgroup_prefix,
     is_running,
+    list_ancestors,
+    list_cgroups,
     list_descendants,
-)
-from csdctl.emulation.state import (
-    EmulatedSpec,
-    FleetPaths,
-    FleetState,
-    NodeState,
-    check_may_write,
-    check_spec,
-    load_state,
-    locked,
-    save_fleet_file,
-    save_state,
+    list_marked,
+    list_members,
+    open_cpu_limit,
+    remove_cgroup,
+    send_signal,
+    start_time,
 )
 from csdctl.errors import CsdctlError, DeadlineError, InputError
+from csdctl.fleet.facts import facts_path
+from csdctl.fleet.model import Fleet
+
+MAX_NODES = 64
+MIN_CPU = 0.01
+"""Minimum share, in cores: below it a node takes seconds to respond."""
+MIN_MEMORY_BYTES = 16 << 20
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class EmulatedSpec:
+    """An emulated fleet: `cpu` in cores and `memory_bytes` apply to each node."""
+
+    num_nodes: Annotated[int, Field(ge=1, le=MAX_NODES)]
+    cpu: Annotated[float, Field(ge=MIN_CPU, le=os.cpu_count() or 1)] = 0.25
+    memory_bytes: Annotated[int, Field(ge=MIN_MEMORY_BYTES)] = 2 << 30
+
+
+def check_spec(spec: EmulatedSpec) -> None:
+    """Raise InputError for a fleet that this machine cannot emulate."""
+    if spec.memory_bytes < MIN_MEMORY_BYTES:
+        least = f"{MIN_MEMORY_BYTES >> 20}M"
+        raise InputError(
+            f"received {spec.memory_bytes:,} bytes as the memory of a node, expected at least {least}",
+            remedy=f"for example --memory {least}; a node that trains needs about 1G",
+        )
+    cores = os.cpu_count() or 1
+    if not MIN_CPU <= spec.cpu <= cores:
+        raise InputError(
+            f"received {spec.cpu:g} as the CPU share of a node, expected {MIN_CPU} to {cores} cores",
+            remedy="for example --cpu 0.25",
+        )
+    check_values(asdict(spec), EmulatedSpec, "emulated fleet", remedy="choose a value of this range")
+
+
+def parse_size(text: str) -> int:
+    """Parse `2G`, `512M` or `1.5GiB` as bytes (K, M, G and T are powers of 1024); raises InputError."""
+    match = _SIZE.fullmatch(text.strip())
+    if not match:
+        raise InputError(
+            f"received {text!r} as a size, expected a number and a unit such as 512M or 2G",
+            remedy="for example --memory 2G",
+        )
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+SCHEMA = 1
+USER = "csd"
+"""The name that the nodes' servers are asked for; they take any."""
+
+
+class FleetPaths:
+    """The path of every file of an emulated fleet."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory.resolve()
+        self.fleet_id = hashlib.sha256(str(self.directory).encode()).hexdigest()[:12]
+        self.marker = self.directory / "fleet.id"
+        """Written first: marks the directory as that of an emulated fleet, which may be removed."""
+        self.state = self.directory / "state.json"
+        self.key = self.directory / "id_ed25519"
+        self.default_fleet = self.directory / "fleet.yaml"
+        self.short_tmp = self.directory / "tmp"
+        """A link to the directory of the nodes' TMPDIRs."""
+        self.short_tmp_prefix = f"csd-{self.fleet_id[:8]}-"
+        """The name of that directory begins with this; the rest is random, so that nobody can take it."""
+        self.known_hosts = self.directory / "known_hosts"
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether the directory was created for an emulated fleet."""
+        return self.marker.exists() or self.state.exists()
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether the directory has files, and was not created for an emulated fleet."""
+        return self.directory.exists() and not self.is_ours and any(self.directory.iterdir())
+
+    def node(self, name: str) -> "NodePaths":
+        """Return the files of one node."""
+        return NodePaths(self.directory / "nodes" / name)
+
+
+class NodePaths:
+    """The path of every file of one node."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.home = directory / "home"
+        self.private = self.home / "private"
+        self.tmp = directory / "tmp"
+        self.host_key = directory / "host_key"
+        self.public_host_key = directory / "host_key.pub"
+        self.log = directory / "server.log"
+
+
+@dataclass(frozen=True)
+class NodeState:
+    """One server; `start_time` in clock ticks since boot detects a reused pid."""
+
+    name: str
+    pid: int
+    start_time: int
+    port: int
+    cpu_mechanism: str
+
+
+@dataclass(frozen=True)
+class Owner:
+    """The process that the fleet ends with; `start_time` as that of a server."""
+
+    pid: int
+    start_time: int
+
+
+@dataclass(frozen=True)
+class FleetState:
+    """The state that `up` saves. `nodes` is empty while the fleet starts."""
+
+    fleet_id: str
+    spec: EmulatedSpec
+    cpu_mechanism: str
+    """The requested mechanism: auto, cgroup or duty."""
+    fleet_path: Path
+    nodes: tuple[NodeState, ...] = ()
+    owner: Owner | None = None
+    """The fleet's owner; without one, the fleet stays up until `down`."""
+    is_kept: bool = False
+    """The fleet is down, and the files of its nodes are there for the next `up`."""
+
+    @property
+    def node_names(self) -> list[str]:
+        """csd0, csd1, …"""
+        return [f"csd{number}" for number in range(self.spec.num_nodes)]
+
+
+def save_state(paths: FleetPaths, state: FleetState) -> None:
+    """Write state.json atomically."""
+    save_json(paths.state, {"schema": SCHEMA, **asdict(state), "fleet_path": str(state.fleet_path)})
+
+
+def load_state(paths: FleetPaths) -> FleetState | None:
+    """Read state.json; return None when it is missing, truncated, or of another version."""
+    try:
+        content: dict[str, Any] = load_json(paths.state)
+        if content.pop("schema") != SCHEMA:
+            return None
+        return check_values(content, FleetState, str(paths.state))
+    except (InputError, KeyError, TypeError, AttributeError):
+        return None
+
+
+@contextlib.contextmanager
+def locked(paths: FleetPaths) -> Iterator[None]:
+    """Wait for the lock, and hold it."""
+    make_directory(paths.directory.parent)
+    handle = os.open(paths.directory.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+GROUP = "emulated"
+NETWORK = "127.0.0.0/8"
+
+_HEADER = re.compile(
+    r"# Written by csdctl emulate up for fleet (\w+), content (\w+); `csdctl emulate down` removes it\.\n"
+)
+
+
+def save_fleet_file(paths: FleetPaths, state: FleetState, python: str) -> None:
+    """Write the fleet.yaml of a running emulated fleet."""
+    content = {
+        "emulated": True,
+        "network": NETWORK,
+        "defaults": {"user": USER, "key": str(paths.key), "python": python, "group": GROUP},
+        "nodes": [{"name": node.name, "address": "127.0.0.1", "port": node.port} for node in state.nodes],
+    }
+    body = yaml.safe_dump(content, sort_keys=False)
+    header = (
+        f"# Written by csdctl emulate up for fleet {state.fleet_id}, content {_hash(body)}; "
+        "`csdctl emulate down` removes it.\n"
+    )
+    save_text(state.fleet_path, header + body)
+
+
+def is_unchanged(path: Path, fleet_id: str) -> bool:
+    """Return whether `path` is byte for byte what the emulator wrote for this fleet."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return False
+    header = _HEADER.match(text)
+    return header is not None and header.groups() == (fleet_id, _hash(text[header.end() :]))
+
+
+def check_may_write(path: Path, fleet_id: str) -> None:
+    """Raise InputError when `path` exists and was not written by the emulator for this fleet."""
+    if path.exists() and not is_unchanged(path, fleet_id):
+        raise InputError(
+            f"{path} exists and does not belong to this emulated fleet; it is left unchanged",
+            remedy="use another file with --fleet, or move this one away",
+        )
+
+
+def remove_fleet_file(path: Path, fleet_id: str) -> bool:
+    """Remove fleet.yaml and its facts; if the user has changed it, leave it and return False."""
+    if not path.exists():
+        return True
+    if not is_unchanged(path, fleet_id):
+        return False
+    facts_path(Fleet(nodes=(), path=path)).unlink(missing_ok=True)
+    path.unlink(missing_ok=True)
+    return True
+
+
+def _hash(body: str) -> str:
+    return hashlib.sha256(body.encode()).hexdigest()[:16]
+
 
 __all__ = ["EmulatedSpec", "NodeStatus", "StoppedFleet", "fleet_status", "is_up", "start_fleet", "stop_fleet"]
 
@@ -114,7 +349,19 @@ def fleet_status(directory: Path) -> list[NodeStatus]:
     state = load_state(FleetPaths(directory))
     if state is None:
         return []
-    return [_status(state, node) for node in state.nodes]
+    found = []
+    for node in state.nodes:
+        running = is_running(node.pid, node.start_time)
+        pids = list_descendants(node.pid) if running else []
+        found.append(
+            NodeStatus(
+                *(node.name, node.port, node.pid, running, len(pids)),
+                *(state.spec.cpu, state.spec.memory_bytes),
+                sum(map(anonymous_bytes, pids)),
+                node.cpu_mechanism,
+            )
+        )
+    return found
 
 
 def _check_same(
@@ -207,17 +454,133 @@ def _is_alive(state: FleetState) -> bool:
     return bool(state.nodes) and all(is_running(node.pid, node.start_time) for node in state.nodes)
 
 
-def _status(state: FleetState, node: NodeState) -> NodeStatus:
-    running = is_running(node.pid, node.start_time)
-    pids = list_descendants(node.pid) if running else []
-    return NodeStatus(
-        node.name,
-        node.port,
-        node.pid,
-        running,
-        len(pids),
-        state.spec.cpu,
-        state.spec.memory_bytes,
-        sum(map(anonymous_bytes, pids)),
-        node.cpu_mechanism,
+GRACE_S = 5.0
+DEADLINE_S = 10.0
+CHECK_INTERVAL_S = 0.2
+
+
+@dataclass(frozen=True)
+class StoppedFleet:
+    """Number of ended processes; `kept_fleet_path` is a fleet.yaml changed by the user."""
+
+    num_processes: int = 0
+    kept_fleet_path: Path | None = None
+
+
+def stop_fleet(directory: Path, *, keep: bool = False) -> StoppedFleet:
+    """End the fleet and remove everything of it, even after a crash; do nothing without a fleet.
+
+    With `keep`, the files of its nodes, its keys and its fleet.yaml stay, and `start_fleet` uses them again.
+    """
+    paths = FleetPaths(directory)
+    if not paths.directory.parent.exists():  # removed manually; its processes may still run
+        return remove_fleet(paths)
+    with locked(paths):
+        if paths.is_foreign:
+            raise InputError(
+                f"{paths.directory} is not the directory of an emulated fleet; it is left unchanged"
+            )
+        state = load_state(paths)
+        return keep_fleet(paths, state) if keep and state else remove_fleet(paths)
+
+
+def keep_fleet(paths: FleetPaths, state: FleetState) -> StoppedFleet:
+    """End every process of the fleet except this one; remove its control groups and temporary files."""
+    ended = _end_processes(paths)
+    _remove_short_tmp(paths)
+    for link in (paths.short_tmp, *(paths.node(name).tmp for name in state.node_names)):
+        link.unlink(missing_ok=True)
+    save_state(paths, replace(state, nodes=(), owner=None, is_kept=True))
+    return StoppedFleet(len(ended))
+
+
+def remove_fleet(paths: FleetPaths) -> StoppedFleet:
+    """End every process of the fleet except this one, and remove its control groups and files."""
+    state = load_state(paths)
+    ended = _end_processes(paths)
+    candidates = [paths.default_fleet, paths.directory.parent.parent / "fleet.yaml"]  # without a state
+    written = (
+        [state.fleet_path] if state else [one for one in candidates if is_unchanged(one, paths.fleet_id)]
     )
+    kept = [path for path in written if not remove_fleet_file(path, paths.fleet_id)]
+    _remove_short_tmp(paths)
+    if paths.is_ours:
+        # The marker is removed last, so that an interrupted removal can be repeated.
+        for entry in paths.directory.iterdir():
+            if entry not in (paths.marker, paths.state):
+                _remove_tree(entry)
+        paths.state.unlink(missing_ok=True)
+        paths.marker.unlink(missing_ok=True)
+    if paths.directory.exists():
+        paths.directory.rmdir()
+    return StoppedFleet(len(ended), kept[0] if kept else None)
+
+
+def _end_processes(paths: FleetPaths) -> set[int]:
+    """End all processes with SIGTERM, then kill the rest, and remove their control groups.
+
+    Returns the pids of all that were found.
+    """
+    own = set(list_ancestors(os.getpid()))
+    ended: set[int] = set()
+
+    def remaining() -> set[int]:
+        found = set(list_marked(paths.fleet_id))
+        for cgroup in list_cgroups(cgroup_prefix(paths.fleet_id)):
+            found |= set(list_members(cgroup))
+        found = {pid for pid in found - own if start_time(pid) is not None}
+        ended.update(found)
+        return found
+
+    for number, patience_s in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, DEADLINE_S)):
+        deadline, told = time.monotonic() + patience_s, set[int]()
+        while (pids := remaining()) and time.monotonic() < deadline:
+            send_signal(pids - told, number)
+            send_signal(pids - told, signal.SIGCONT)  # a server that was killed may have left them stopped
+            told |= pids
+            time.sleep(0.02)
+    if pids:
+        raise CsdctlError(
+            f"processes of the emulated fleet do not end: {sorted(pids)}",
+            remedy="check them with `ps`, then run `csdctl emulate down` again",
+        )
+    for cgroup in list_cgroups(cgroup_prefix(paths.fleet_id)):
+        remove_cgroup(cgroup)
+    return ended
+
+
+def _remove_short_tmp(paths: FleetPaths) -> None:
+    """Remove the short TMPDIRs: the target of the link, and those with the fleet's name if it is lost."""
+    linked = [paths.short_tmp.readlink()] if paths.short_tmp.is_symlink() else []
+    named = Path(tempfile.gettempdir()).glob(f"{paths.short_tmp_prefix}*")
+    for path in {*linked, *named}:
+        if path.is_dir() and not path.is_symlink() and path.stat().st_uid == os.getuid():
+            _remove_tree(path)
+
+
+def _remove_tree(path: Path) -> None:
+    """Remove a file or a tree, including one with read-only directories."""
+    if path.is_dir() and not path.is_symlink():
+        subprocess.run(["chmod", "-R", "u+rwX", str(path)], check=False)
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def find_owner(pid: int) -> Owner:
+    """Return the running process `pid` as an owner; raises InputError if there is none."""
+    started = start_time(pid) if pid > 0 else None
+    if started is None:
+        raise InputError(
+            f"received {pid} as the process that the emulated fleet ends with, "
+            "expected the id of a running process",
+            remedy="pass one, such as --pid $$ for the shell, or leave it out: the fleet then stays up",
+        )
+    return Owner(pid, started)
+
+
+def watch_owner(paths: FleetPaths, owner: Owner) -> None:
+    """Stop the fleet when `owner` ends."""
+    while is_running(owner.pid, owner.start_time):
+        time.sleep(CHECK_INTERVAL_S)
+    stop_fleet(paths.directory)

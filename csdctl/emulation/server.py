@@ -28,17 +28,18 @@ from typing import Any
 
 import asyncssh
 
-from csdctl.emulation.cleanup import watch_owner
-from csdctl.emulation.limits import CpuLimit, open_cpu_limit, watch_memory
-from csdctl.emulation.processes import (
+from csdctl.emulation.fleet import USER, FleetPaths, FleetState, NodePaths, NodeState, load_state, watch_owner
+from csdctl.emulation.limits import (
     FLEET_VARIABLE,
     NODE_VARIABLE,
+    CpuLimit,
     list_children,
     list_descendants,
+    open_cpu_limit,
     send_signal,
     start_time,
+    watch_memory,
 )
-from csdctl.emulation.state import USER, FleetPaths, FleetState, NodePaths, NodeState, load_state
 from csdctl.errors import CsdctlError
 from csdctl.worker.protocol.processes import end_descendants, load_stat
 

@@ -1,33 +1,301 @@
 """Reads the power of all machines during a run, once per second, and writes power.jsonl.
 
-A thread for each machine that has a source waits for what a shell loop there prints, over the session that
-is open anyway. A source that fails is reported once, its machine has no energy from then on, and the run
-goes on.
+A source is a script that a machine runs, and the parser of its output. A thread for each machine that has a
+source waits for what a shell loop there prints, over the session that is open anyway. A source that fails is
+reported once, its machine has no energy from then on, and the run goes on.
 """
 
 import csv
+import math
+import re
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Self
 
-from csdctl.energy.sources import (
-    REMEDIES,
-    SCRIPTS,
-    EnergyMeter,
-    Reading,
-    Spent,
-    build_loop,
-    parse_line,
-    parse_meter,
-)
 from csdctl.errors import CsdctlError, DeadlineError
 from csdctl.fleet.model import Fleet, PowerSource
 from csdctl.notify import Say, make_printable, shorten
 from csdctl.runs.directory import RunDirectory
 from csdctl.runs.ledger import MEASURED, STATED, PowerLog, PowerRecord
 from csdctl.transport.session import Session
+
+MAX_WATTS = 20_000.0
+"""More than any machine takes: a larger power is a damaged reading, or a counter that has started again."""
+MAX_POWER_GAP_S = 10.0
+"""Maximum time between two readings of a power; if it is longer, the energy is unknown."""
+
+
+@dataclass(frozen=True)
+class Counter:
+    """An energy counter."""
+
+    joules: float
+    range_joules: float | None = None
+    """Where it starts at 0 again; None: it does not."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Counters by name where the source has them, else the watts of this moment."""
+
+    watts: float | None = None
+    counters: Mapping[str, Counter] | None = None
+
+
+@dataclass(frozen=True)
+class Spent:
+    """Energy of an interval; `joules` None: a gap, in which it is not known."""
+
+    seconds: float
+    joules: float | None
+
+
+def parse_number(text: str, what: str) -> float:
+    """Return a number that is finite and not negative; raises ValueError."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number) or number < 0:
+        raise ValueError(f"expected {what}, received {text[:40]!r}")
+    return number
+
+
+def parse_watts(text: str) -> float:
+    """Return a power; raises ValueError for one that no machine has."""
+    watts = parse_number(text, "watts")
+    if watts > MAX_WATTS:
+        raise ValueError(f"expected watts up to {MAX_WATTS:,.0f}, received {text[:40]!r}")
+    return watts
+
+
+class EnergyMeter:
+    """Adds up the readings of one source, each with the machine's own time."""
+
+    def __init__(self) -> None:
+        self._last: tuple[float, Reading] | None = None
+
+    def add(self, time_s: float, reading: Reading) -> Spent | None:
+        """Return what was spent since the reading before; None for the first one, and after a restart."""
+        last, self._last = self._last, (time_s, reading)
+        if last is None or time_s <= last[0]:
+            return None
+        seconds = time_s - last[0]
+        if reading.counters is not None:
+            return Spent(seconds, _count(last[1].counters, reading.counters, seconds))
+        before, now = last[1].watts, reading.watts
+        if before is None or now is None or seconds > MAX_POWER_GAP_S:
+            return Spent(seconds, None)
+        return Spent(seconds, (before + now) / 2 * seconds)
+
+
+def _count(before: Mapping[str, Counter] | None, now: Mapping[str, Counter], seconds: float) -> float | None:
+    """Return the joules between two readings of the same counters; None where that cannot be known."""
+    if before is None or before.keys() != now.keys() or not now:
+        return None
+    total = 0.0
+    for name, counter in now.items():
+        joules = counter.joules - before[name].joules
+        if counter.range_joules is not None:
+            if seconds * MAX_WATTS_OF_A_COUNTER > counter.range_joules:
+                return None  # it may have started again more than once
+            if joules < 0:
+                joules += counter.range_joules
+        if not 0 <= joules <= seconds * MAX_WATTS:
+            return None  # it was set back
+        total += joules
+    return total
+
+
+MAX_WATTS_OF_A_COUNTER = 1000.0
+"""Maximum power of one package or memory channel; limits how long its counter may go unread."""
+
+
+SYSFS = "/sys"
+PREFIX = "@csdctl-power "
+
+# RAPL: energy counters of processor packages and memory, in /sys/class/powercap.
+# Documentation/power/powercap/powercap.rst of Linux: `energy_uj` counts microjoules and starts again at 0
+# after `max_energy_range_uj`. Packages contain their cores; memory (`dram`) is counted apart. `psys`, the
+# whole board of some laptops, contains both, and is left out.
+
+# $1: the directory of sysfs. Files of the counters are readable by root alone since Linux 5.10.
+RAPL_SCRIPT = """\
+for zone in "$1"/class/powercap/intel-rapl:*; do
+  read -r name 2>/dev/null <"$zone/name" || continue
+  case $name in package-*|dram) ;; *) continue ;; esac
+  if read -r energy <"$zone/energy_uj" && read -r range <"$zone/max_energy_range_uj"
+  then echo "${zone##*/} $name $energy $range"
+  else echo "${zone##*/} $name refused"
+  fi
+done 2>/dev/null"""
+
+UDEV_RULE = (
+    'SUBSYSTEM=="powercap", KERNEL=="intel-rapl:*", ACTION=="add", RUN+="/bin/chown {user} /sys%p/energy_uj"'
+)
+"""As in the roles of ansible/ and in docs/how-to/energy.md."""
+RAPL_REMEDY = (
+    "only root may read energy_uj, because it leaks data of other programs (CVE-2020-8694). To let a user "
+    f"read it, write to /etc/udev/rules.d/70-rapl.rules: {UDEV_RULE.format(user='USER')} — then run "
+    "`udevadm control --reload && udevadm trigger --action=add --subsystem-match=powercap`"
+)
+
+
+def parse_rapl(output: str) -> Reading:
+    """Return the counters of packages and memory; raises ValueError, PermissionError without permission."""
+    counters: dict[str, Counter] = {}
+    for line in output.splitlines():
+        match line.split():
+            case [zone, _, "refused"]:
+                raise PermissionError(f"{zone[:80]}/energy_uj cannot be read")
+            case [zone, name, *numbers] if len(numbers) == 2:
+                pass
+            case _:
+                raise ValueError(f"expected zone, name, energy and range, received {line[:80]!r}")
+        energy_uj, range_uj = (parse_number(number, "microjoules") for number in numbers)
+        counters[f"{zone} {name}"] = Counter(energy_uj / 1e6, range_uj / 1e6)
+    if not counters:
+        raise ValueError("no package in /sys/class/powercap: the processor or its kernel has no RAPL")
+    return Reading(counters=counters)
+
+
+# hwmon: power sensors such as the INA219, INA226 and INA231, and energy counters, in /sys/class/hwmon.
+# Documentation/hwmon/sysfs-interface.rst of Linux: `power*_input` and `power*_average` are in microwatts,
+# `energy*_input` in microjoules, without an end.
+
+# $1: a pattern of files. Not split at spaces, since IFS is empty.
+HWMON_SCRIPT = """\
+(IFS=; for file in $1
+do read -r value <"$file" && echo "$value $file" || echo "refused $file"
+done) 2>/dev/null"""
+HWMON_REMEDY = "`path` names files such as /sys/class/hwmon/hwmon2/power1_input; see `name` next to them"
+
+_HWMON_POWER = re.compile(r"power\d+_(input|average)")
+_HWMON_ENERGY = re.compile(r"energy\d+_input")
+
+
+def parse_hwmon(output: str) -> Reading:
+    """Return the sum of all files, which are powers or counters, not both; raises ValueError."""
+    watts: list[float] = []
+    counters: dict[str, Counter] = {}
+    for line in output.splitlines():
+        value, _, path = line.partition(" ")
+        name = path.rpartition("/")[2]
+        if value == "refused":
+            raise ValueError(f"{path[:200]} cannot be read")
+        if _HWMON_POWER.fullmatch(name):
+            watts.append(parse_watts(str(parse_number(value, "microwatts") / 1e6)))
+        elif _HWMON_ENERGY.fullmatch(name):
+            counters[path] = Counter(parse_number(value, "microjoules") / 1e6)
+        else:
+            raise ValueError(f"expected power*_input or energy*_input, received {path[:200]!r}")
+    if bool(watts) == bool(counters):
+        raise ValueError("expected powers or energy counters" + (", received both" if watts else ""))
+    return Reading(counters=counters) if counters else Reading(sum(watts))
+
+
+# IPMI: the power of a chassis by its management controller, as `ipmitool dcmi power reading` prints it.
+# DCMI 1.5, section 6.6.1: watts of the moment, and their mean over the sampling period.
+
+IPMI_SCRIPT = "ipmitool dcmi power reading 2>&1"
+IPMI_REMEDY = "run `ipmitool dcmi power reading` there; it needs ipmitool, the driver ipmi_si and root"
+
+_DCMI_WATTS = re.compile(r"^\s*Instantaneous power reading\s*:\s*(\S+)\s+Watts", re.MULTILINE)
+_DCMI_STATE = re.compile(r"^\s*Power reading state is\s*:\s*(\S+)", re.MULTILINE)
+
+
+def parse_dcmi(output: str) -> Reading:
+    """Return the power of the moment; raises ValueError when the controller does not measure."""
+    found, state = _DCMI_WATTS.search(output), _DCMI_STATE.search(output)
+    if found is None:
+        first = next((line for line in map(str.strip, output.splitlines()) if line), "")
+        raise ValueError(f"expected `Instantaneous power reading`, received {first[:100]!r}")
+    if state and state[1] != "activated":
+        raise ValueError(f"the power reading is {state[1][:40]}")
+    watts = parse_watts(found[1])
+    if not watts:  # of a controller without a power meter, or that has just started
+        raise ValueError("expected the power of a running machine, received 0 watts")
+    return Reading(watts)
+
+
+CSV_REMEDY = "the first line is `time,watts`, a row `1769860800.0,212.5` or `2026-01-31T12:00:00Z,212.5`"
+
+
+def parse_meter(lines: Iterable[str]) -> Iterator[tuple[float, float]]:
+    """Yield Unix time and watts of each row of a meter's CSV file; raises ValueError with the line.
+
+    The meter may be writing the last line: it is left out when it is no row.
+    """
+    rows = csv.DictReader(lines, restval="")
+    rows.fieldnames = [name.strip().lower() for name in rows.fieldnames or ()]
+    if not {"time", "watts"} <= {*rows.fieldnames}:
+        raise ValueError(f"expected columns `time` and `watts`, received {','.join(rows.fieldnames)[:100]!r}")
+    failed = ""
+    for row in rows:
+        if failed:
+            raise ValueError(failed)
+        try:
+            yield _parse_time(row["time"].strip()), parse_watts(row["watts"])
+        except ValueError as error:
+            failed = f"line {rows.line_num}: {error}"
+
+
+def _parse_time(text: str) -> float:
+    """Return the Unix time of a number or an ISO 8601 time, which is UTC without an offset."""
+    try:
+        return parse_number(text, "a time")
+    except ValueError:
+        found = datetime.fromisoformat(text)
+        return (found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp()
+
+
+@dataclass(frozen=True)
+class ScriptSource:
+    """A source that a shell script on the machine reads, with `argument` as $1; `parse` raises ValueError."""
+
+    script: str
+    parse: Callable[[str], Reading]
+    remedy: str
+    argument: Callable[[PowerSource], str] = lambda power: ""
+
+
+SCRIPTS: dict[str, ScriptSource] = {
+    "rapl": ScriptSource(RAPL_SCRIPT, parse_rapl, RAPL_REMEDY, lambda power: SYSFS),
+    "hwmon": ScriptSource(HWMON_SCRIPT, parse_hwmon, HWMON_REMEDY, lambda power: power.path),
+    "ipmi": ScriptSource(IPMI_SCRIPT, parse_dcmi, IPMI_REMEDY),
+}
+REMEDIES = {name: source.remedy for name, source in SCRIPTS.items()} | {"csv": CSV_REMEDY}
+
+
+def build_loop(source: ScriptSource, argument: str) -> list[str]:
+    """Build the command that prints a line every second: PREFIX, the machine's time, and the script's output.
+
+    Tabs separate the lines of the output. The command ends when nobody reads it any more.
+    """
+    loop = f"""\
+LC_ALL=C; export LC_ALL
+while read -r uptime rest </proc/uptime && printf '{PREFIX}%s %s\\n' "$uptime" "$({{
+{source.script}
+}} | tr '\\n' '\\t')"; do
+sleep 1 || exit
+done"""
+    return ["sh", "-c", loop, "csdctl-power", argument]
+
+
+def parse_line(line: str, parse: Callable[[str], Reading]) -> tuple[float, Reading] | None:
+    """Return the machine's time and the reading in a line of the loop, None for any other line.
+
+    Raises ValueError or OSError when the script could not read the power.
+    """
+    if not line.startswith(PREFIX):
+        return None
+    time_s, _, output = line.removeprefix(PREFIX).partition(" ")
+    return parse_number(time_s, "a time"), parse(output.replace("\t", "\n"))
+
 
 RECORD_S = 5.0
 """Energy of at least so long is one record, so that a day of 36 nodes is no gigabyte."""

@@ -167,7 +167,8 @@ def parse_limits(output: str) -> FactValues:
             case "memory_environment", [limit]:
                 sizes.append(_positive(limit, "CSDCTL_MEMORY_LIMIT"))
             case "cpus_allowed", [ranges]:
-                cpus.append(_num_in_ranges(ranges))
+                ends = [part.split("-") for part in ranges.split(",")]  # 0-3,8
+                cpus.append(sum(int(end[-1]) - int(end[0]) + 1 for end in ends))
             case "cpu.max", [quota, period] if quota != "max":
                 cpus.append(_share(quota, period))
             case "cpu.cfs_quota_us", [quota]:
@@ -197,12 +198,6 @@ def _share(quota: str | int, period: str) -> float:
     if int(period) < 1:
         raise ValueError(f"the period of its CPU quota is {period[:MAX_SHOWN]}, expected a positive number")
     return int(quota) / int(period)
-
-
-def _num_in_ranges(ranges: str) -> int:
-    """Return how many numbers `0-3,8` contains."""
-    ends = [part.split("-") for part in ranges.split(",")]
-    return sum(int(end[-1]) - int(end[0]) + 1 for end in ends)
 
 
 SECTOR_BYTES = 512
@@ -452,11 +447,6 @@ def parse_addresses(output: str) -> FactValues:
     return {"addresses": tuple(parse_local_addresses(output))}
 
 
-def parse_open_files(output: str) -> FactValues:
-    """Parse `ulimit -H -n`; `unlimited` and invalid output become None."""
-    return {"open_files": int(output) if output.strip().isdigit() else None}
-
-
 def parse_places(output: str) -> FactValues:
     """Parse the script's output for the home directory and TMPDIR, in this order."""
     texts = re.split(r"^place ", output, flags=re.MULTILINE)[1:]
@@ -483,6 +473,11 @@ CONDITION_FACTS = (
     *MACHINE_FACTS,
     text_fact("hostname", "cat /proc/sys/kernel/hostname", "hostname"),
     Fact("addresses", "cat /proc/net/fib_trie", parse_addresses),
-    Fact("open files", "ulimit -H -n", parse_open_files),
+    # `unlimited` becomes None.
+    Fact(
+        "open files",
+        "ulimit -H -n",
+        lambda text: {"open_files": int(text) if text.strip().isdigit() else None},
+    ),
     Fact("places", _PLACES_SCRIPT, parse_places),
 )

@@ -57,11 +57,9 @@ def lock_machines(
     """
     this_process = describe_holder(doing, directory)
     with contextlib.ExitStack() as stack:
-
-        def lock(session: Session) -> None:
-            stack.callback(_lock(session, pythons[session.name], this_process).close)
-
-        outcomes = run_on_all(sessions, lock)
+        outcomes = run_on_all(
+            sessions, lambda one: stack.callback(_lock(one, pythons[one.name], this_process).close)
+        )
         raise_if_locked(outcomes.values())
         values_or_raise(outcomes, "locking")
         yield

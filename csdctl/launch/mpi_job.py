@@ -9,20 +9,19 @@ import math
 import os
 import re
 import signal
-import subprocess
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, TypeVar
+from typing import TypeVar
 
-from csdctl.errors import RunError
+from csdctl.errors import CsdctlError, DeadlineError, RunError
 from csdctl.fleet.model import HOST_NAME, SERVER_MARK, Fleet
 from csdctl.runs.directory import CappedLog
 from csdctl.transport.meter import LinkBytes, TrafficClass
+from csdctl.transport.session import Conversation
 from csdctl.worker.protocol.events import (
     ACTIVATIONS,
     EVENT_PREFIX,
@@ -126,10 +125,12 @@ EXPECTED = (*FROM_MPI, Ready, Traffic, Misbehaved, Finished, Failed)
 CHECK_WORKER = "check that machine: its worker is damaged or is not csdctl's"
 _TAGGED = re.compile(rb"\[\d+,(\d{1,9})\]<(stdout|stderr)>: ?(.*)", re.DOTALL)
 """A line that mpirun passes on from a rank (--output tag)."""
+REQUEST = b"@csdctl-daemon "
+"""mpirun's request for a daemon, before its name of the machine and a command."""
 
 
 class MpiOutput:
-    """Reads mpirun's streams; one thread per stream calls `read`."""
+    """Reads what mpirun prints, in one thread; others may `log` lines."""
 
     def __init__(self, log_path: LogPath, nodes: Sequence[str]) -> None:
         """`nodes` are the machines of mpirun's ranks, in order."""
@@ -139,57 +140,61 @@ class MpiOutput:
         """Events in order of arrival: a rank other than 0 reports everything once."""
         self.last_event_s = time.monotonic()
         self._reported: set[tuple[int, type[Event]]] = set()
-        self._tail: deque[str] = deque(maxlen=MAX_TAIL_LINES)
+        self.tail: deque[str] = deque(maxlen=MAX_TAIL_LINES)
+        """The last lines that mpirun and its daemons printed."""
         self._logs: dict[int | None, CappedLog] = {}
+        self.on_request: Callable[[str], None] = lambda text: None
+        """Called with mpirun's name of the machine and a command."""
+        self._pending = bytearray()
+        self._rank: int | None = None
+        """Who has printed the latest line, None for mpirun itself."""
+        self._is_whole = True
         self._lock = threading.Lock()
         self._is_closed = False
-
-    @property
-    def tail(self) -> list[str]:
-        """The last lines that mpirun and its daemons printed."""
-        return list(self._tail)
 
     def ranks_with(self, kind: type[Event]) -> set[int]:
         """Return the ranks that have sent an event of type `kind`."""
         return {rank for rank, reported in list(self._reported) if reported is kind}
 
-    def read(self, stream: IO[bytes] | None) -> None:
-        """Read one stream to its end, even when a log cannot be written: a full pipe would stop the run."""
-        assert stream is not None
-        # Only this thread closes the stream: close() waits for readers, and an orphan may keep the pipe open.
-        with stream:
-            rank, is_whole = None, True
-            while line := stream.readline(MAX_LINE_BYTES):
-                if is_whole:
-                    rank = self.handle_line(line)
-                else:  # the rest of a long line, which has no tag of its own
-                    self._log(rank, line)
-                is_whole = line.endswith(b"\n")
+    def feed(self, chunk: bytes) -> None:
+        """Handle the next bytes, even when a log cannot be written: a full pipe would stop the run."""
+        searched = len(self._pending)
+        self._pending += chunk
+        while (end := self._pending.find(b"\n", searched) + 1) or len(self._pending) >= MAX_LINE_BYTES:
+            line = bytes(self._pending[: end or None])
+            del self._pending[: len(line)]
+            searched = 0
+            self._handle(line)
 
     def close(self) -> None:
-        """Close the logs; lines that an orphan of mpirun prints later are dropped."""
+        """Close the logs; later lines of daemons are dropped."""
+        self._handle(bytes(self._pending))
         with self._lock:
             self._is_closed = True
             for log in self._logs.values():
                 log.close()
 
-    def is_overdue(self, started: float, deadline_s: float) -> bool:
-        """Return whether the ranks are not ready `deadline_s` after `started`, or silent for so long."""
-        is_ready = len(self.ranks_with(Ready)) == len(self._nodes)
-        return time.monotonic() - (self.last_event_s if is_ready else started) > deadline_s
-
-    def handle_line(self, line: bytes) -> int | None:
-        """Handle the beginning of a line; return the rank that it came from, None for mpirun itself."""
+    def _handle(self, line: bytes) -> None:
         tagged = _TAGGED.match(line)
-        if not tagged or int(tagged[1]) >= len(self._nodes):
-            self._log(None, line)
-            return None
-        rank, text = int(tagged[1]), tagged[3]
-        if tagged[2] == b"stdout" and text.startswith(EVENT_PREFIX.encode()):
-            self._handle_event(rank, text.decode(errors="replace").rstrip("\r\n"))
+        if not self._is_whole:  # the rest of a long line, which has no tag of its own
+            self._log(self._rank, line)
+        elif not tagged or int(tagged[1]) >= len(self._nodes):
+            self._rank = None
+            if line.startswith(REQUEST):
+                self.on_request(line.removeprefix(REQUEST).decode(errors="replace").rstrip("\n"))
+            else:
+                self._log(None, line)
         else:
-            self._log(rank, text)
-        return rank
+            self._rank, text = int(tagged[1]), tagged[3]
+            if tagged[2] == b"stdout" and text.startswith(EVENT_PREFIX.encode()):
+                self._handle_event(self._rank, text.decode(errors="replace").rstrip("\r\n"))
+            else:
+                self._log(self._rank, text)
+        self._is_whole = line.endswith(b"\n")
+
+    def log(self, line: str) -> None:
+        """Log a line that no rank has sent."""
+        self._log(None, line.encode(errors="replace") + b"\n")
 
     def _handle_event(self, rank: int, line: str) -> None:
         """Keep the event in `line`; an invalid one means that the rank has failed."""
@@ -214,7 +219,7 @@ class MpiOutput:
             if self._is_closed:
                 return
             if rank is None:
-                self._tail.append(text[:MAX_TAIL_LINE_BYTES].decode(errors="replace").strip())
+                self.tail.append(text[:MAX_TAIL_LINE_BYTES].decode(errors="replace").strip())
             if rank not in self._logs:
                 name = "mpirun" if rank is None else self._nodes[rank]
                 self._logs[rank] = CappedLog(self._log_path(rank), name)
@@ -244,8 +249,6 @@ class EndTimeouts:
     """After the last completion record, for mpirun to end by itself."""
     sandbox_s: float = 2.0
     """The time for the sandbox to kill its processes and remove its files."""
-    drain_s: float = 2.0
-    """The time for output in the pipes after all processes have ended; an orphan may keep a stream open."""
     orphan_grace_s: float = 1.0
     """After mpirun was killed, while a process that it started keeps its output open."""
 
@@ -269,7 +272,7 @@ class JobOutcome:
     connection_bytes: dict[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
     """Bytes sent and received on each TCP connection of mpirun, by local and peer address."""
     stderr_tail: list[str] = field(default_factory=list)
-    """The last lines that mpirun and its daemons printed, on either stream."""
+    """The last lines that mpirun and its daemons printed."""
 
     def of_type(self, kind: type[EventT]) -> dict[int, EventT]:
         """Return the first event of type `kind` of each rank, in order of arrival."""
@@ -280,133 +283,190 @@ class JobOutcome:
         return found
 
 
+StartDaemon = Callable[[str, str], Conversation]
+"""Start a daemon in a sandbox, from mpirun's name of the machine and a command; raises CsdctlError."""
+
+MAX_LINES = 1000
+"""The limit of a daemon's lines that are passed on."""
+CLOSE_S, END_DEADLINE_S = 1.0, 3.0
+"""The time for a sandbox to end its processes; what is left then is killed."""
+DAEMON_GRACE_S = 1.0
+"""The time for mpirun to end by itself after a daemon has failed."""
+_READ_S = 3600.0
+
+
+class Daemons:
+    """The daemons of one mpirun, at most one for each machine."""
+
+    def __init__(
+        self, start: StartDaemon, on_line: Callable[[str], None], on_failure: Callable[[], None]
+    ) -> None:
+        """`on_line` gets the output of the daemons; `on_failure` is called when one fails."""
+        self._start, self._on_line, self._on_failure = start, on_line, on_failure
+        self._lock = threading.Lock()
+        self._running: dict[str, Conversation] = {}
+        """Daemons by mpirun's name of the machine."""
+        self._is_closed = False
+
+    def request(self, text: str) -> None:
+        """Start the daemon that mpirun has asked for, with its name of the machine and a command."""
+        host, _, command = text.partition(" ")
+        threading.Thread(target=self._run, args=(host, command), daemon=True).start()
+
+    def _run(self, host: str, command: str) -> None:
+        """Run a daemon; mpirun would wait for ever for one that has failed."""
+        code = 1
+        with contextlib.suppress(OSError, ValueError):
+            try:
+                code = self._read(host, command)
+            except CsdctlError as error:
+                self._on_line(str(error))
+        if code:
+            time.sleep(DAEMON_GRACE_S)
+            if not self._is_closed:  # `find_cause` expects what mpirun prints when its ssh fails
+                self._on_line(f"Remote host: {host}")
+                self._on_line(f"Daemon exit status: {code}")
+                self._on_failure()
+
+    def _read(self, host: str, command: str) -> int:
+        """Start the daemon of `host`, pass on its output, and return its exit code; raises CsdctlError."""
+        with self._lock:
+            if self._is_closed or host in self._running:
+                raise CsdctlError(f"the daemon of {host} has been started already")
+            conversation = self._running[host] = self._start(host, command)
+        num_lines = 0
+        while True:
+            try:
+                line = conversation.read_line(deadline_s=_READ_S)
+            except DeadlineError:
+                continue
+            except EOFError:
+                break
+            num_lines += 1
+            if num_lines <= MAX_LINES:
+                self._on_line(line)
+        done = conversation.wait(deadline_s=END_DEADLINE_S)
+        for error_line in done.stderr.decode(errors="replace").splitlines()[-MAX_LINES:]:
+            self._on_line(error_line)
+        return done.exit_code
+
+    def close(self) -> None:
+        """End all daemons, and start no more."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+        # Those of lost nodes are not waited for.
+        threads = [threading.Thread(target=_end, args=(one,), daemon=True) for one in self._running.values()]
+        for thread in threads:
+            thread.start()
+        deadline = time.monotonic() + CLOSE_S
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+
+def _end(conversation: Conversation) -> None:
+    """Let the sandbox end its processes and remove its files; kill it if it does not."""
+    with contextlib.suppress(CsdctlError, EOFError, OSError, ValueError):
+        conversation.send_line("")
+        conversation.wait(deadline_s=END_DEADLINE_S)
+    with contextlib.suppress(CsdctlError):
+        conversation.close()
+
+
 class MpiJob:
     """One mpirun, from start to end. Call `run` once; `end` may be called from any thread."""
 
     def __init__(
         self,
-        command: Sequence[str],
+        start: Callable[[], Conversation],
         nodes: Sequence[str],
         log_path: LogPath,
-        directory: Path,
-        environment: Mapping[str, str],
+        start_daemon: StartDaemon,
         timeouts: EndTimeouts = EndTimeouts(),
         *,
-        first_line: str = "",
-        daemons: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
+        starter: str = HOST_NAME,
     ) -> None:
-        """Prepare to run `command` in `directory`; `nodes` are the machines of its ranks, in order.
+        """`start` starts mpirun on machine `starter`; `nodes` are those of its ranks, in order.
 
-        It gets `first_line` on its standard input, which stays open until it is to end: it also ends with
-        csdctl. `daemons` is entered while it runs, and serves it.
+        Its standard input stays open until it is to end: it also ends with csdctl.
         """
-        self._command = list(command)
-        self._nodes = tuple(nodes)
-        self._num_ranks = len(nodes)
-        self._directory = directory
-        self._environment = environment
+        self._start, self._starter, self._nodes = start, starter, tuple(nodes)
         self._timeouts = timeouts
-        self._first_line = first_line
-        self._daemons = daemons
         self._output = MpiOutput(log_path, nodes)
+        self._daemons = Daemons(start_daemon, self._output.log, self.end)
+        self._output.on_request = self._daemons.request
         self._is_ended = False
-        self._process: subprocess.Popen[bytes] | None = None
 
     def run(self, deadline_s: float = math.inf) -> JobOutcome:
-        """Start mpirun, and return when all its local processes have ended.
+        """Start mpirun, and return when all processes of its machine have ended.
 
         `deadline_s` limits the time until all ranks are ready, and any silence after that.
         """
+        outcome = JobOutcome(self._output.events, nodes=self._nodes, starter=self._starter)
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self._daemons())
-            self._process = process = self._start()
-            outcome = JobOutcome(self._output.events, nodes=self._nodes)
-            readers = [
-                threading.Thread(target=self._output.read, args=(stream,), daemon=True)
-                for stream in (process.stdout, process.stderr)
-            ]
-            stack.callback(self._drain, readers)
-            stack.callback(self.end)
-            for reader in readers:
-                reader.start()
-            if not self._is_ended:  # `end` may have been called before the process was started
-                self._watch(process, readers, outcome, deadline_s)
-        outcome.exit_code = process.returncode
-        outcome.stderr_tail = self._output.tail
+            stack.callback(self._output.close)
+            stack.callback(self._daemons.close)
+            try:
+                conversation = self._start()
+                stack.callback(self._finish, conversation, outcome)
+                self._watch(conversation, outcome, deadline_s)
+            except (CsdctlError, EOFError, OSError, ValueError) as error:
+                self._output.log(str(error))
+        outcome.stderr_tail = list(self._output.tail)
         return outcome
 
-    def _drain(self, readers: Sequence[threading.Thread]) -> None:
-        """Read what is left in the pipes, and close the logs."""
-        drained_by = time.monotonic() + self._timeouts.drain_s
-        for reader in filter(threading.Thread.is_alive, readers):
-            reader.join(timeout=max(0.0, drained_by - time.monotonic()))
-        self._output.close()
+    def end(self) -> None:
+        """Let `run` end mpirun's sandbox, and with it all that mpirun has started."""
+        self._is_ended = True
 
-    def _start(self) -> "subprocess.Popen[bytes]":
-        process = subprocess.Popen(
-            self._command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            cwd=self._directory,
-            env=self._environment,
-            start_new_session=True,
-        )
-        assert process.stdin
-        with contextlib.suppress(BrokenPipeError):
-            process.stdin.write(self._first_line.encode() + b"\n")
-            process.stdin.flush()
-        return process
-
-    def _watch(
-        self,
-        process: "subprocess.Popen[bytes]",
-        readers: Sequence[threading.Thread],
-        outcome: JobOutcome,
-        deadline_s: float,
-    ) -> None:
-        """Wait until both streams have ended, the deadline passes, or only an orphan is left."""
+    def _watch(self, conversation: Conversation, outcome: JobOutcome, deadline_s: float) -> None:
+        """Read until the output has ended, the job is to end, or only an orphan is left."""
         output = self._output
         started = last_sample = time.monotonic()
         exited: float | None = None
-        while reading := [reader for reader in readers if reader.is_alive()]:
-            reading[0].join(POLL_INTERVAL_S)
+        while not self._is_ended and self._read(conversation):
             now = time.monotonic()
             if now - last_sample > min(MAX_SAMPLE_INTERVAL_S, SAMPLE_INTERVAL_SHARE * (now - started)):
                 last_sample = now
-                _sample_connections(process.pid, outcome)
-            if process.poll() is not None:
+                if self._starter == HOST_NAME:
+                    _sample_connections(conversation.running.stderr.group, outcome)
+            if conversation.running.has_exited():
                 exited = exited or now
                 if now - exited > self._timeouts.orphan_grace_s:
                     return  # mpirun was killed, and a process it started keeps its output open
             silent_s = now - output.last_event_s
-            if len(output.ranks_with(Finished)) == self._num_ranks and silent_s > self._timeouts.grace_s:
+            if len(output.ranks_with(Finished)) == len(self._nodes) and silent_s > self._timeouts.grace_s:
                 return  # a process that a rank left behind keeps mpirun's output open
-            if output.is_overdue(started, deadline_s):
+            is_ready = len(output.ranks_with(Ready)) == len(self._nodes)
+            if now - (output.last_event_s if is_ready else started) > deadline_s:
                 outcome.is_overdue = True
                 return
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=POLL_INTERVAL_S)  # its output ends just before the process does
 
-    def end(self) -> None:
-        """End mpirun's sandbox, and with it all that mpirun has started; kill it when it does not end.
+    def _read(self, conversation: Conversation) -> bool:
+        """Handle the next output; return False at its end."""
+        with contextlib.suppress(DeadlineError):
+            chunk = conversation.read_bytes(deadline_s=POLL_INTERVAL_S)
+            self._output.feed(chunk)
+            return bool(chunk)
+        return True
 
-        mpirun itself would wait for daemons that no longer answer. Theirs end with `daemons`.
+    def _finish(self, conversation: Conversation, outcome: JobOutcome) -> None:
+        """End mpirun's sandbox, and read what is left; kill what does not end.
+
+        mpirun itself would wait for daemons that no longer answer.
         """
-        self._is_ended = True
-        process = self._process
-        if process is None:
-            return
-        assert process.stdin
-        with contextlib.suppress(BrokenPipeError):
-            process.stdin.close()
-        try:
-            process.wait(timeout=self._timeouts.sandbox_s)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        # Agents and local ranks share mpirun's session, in process groups of their own.
-        kill_session(process.pid)
+        with contextlib.suppress(CsdctlError, EOFError, ValueError):
+            conversation.send_line("")
+        with contextlib.suppress(CsdctlError, OSError, ValueError):
+            end_s = time.monotonic() + self._timeouts.sandbox_s
+            while (is_open := self._read(conversation)) and time.monotonic() < end_s:
+                pass
+            if not is_open:
+                outcome.exit_code = conversation.wait(deadline_s=END_DEADLINE_S).exit_code
+        conversation.close()
+        if self._starter == HOST_NAME and conversation.running.stderr.group:
+            kill_session(conversation.running.stderr.group)  # local ranks have process groups of their own
 
 
 def _sample_connections(session_id: int, outcome: JobOutcome) -> None:

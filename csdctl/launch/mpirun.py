@@ -1,11 +1,10 @@
 """The one place that starts mpirun: its command line, its sandbox, and the daemons on the nodes with theirs.
 
-mpirun's sandbox has no SSH keys: it asks csdctl for each daemon (`standalone/agent.py`).
+mpirun's sandbox has no SSH keys: it prints its requests for daemons, and csdctl reads them with the rest of
+its output.
 """
 
-import contextlib
 import ipaddress
-import os
 import secrets
 import shlex
 import sys
@@ -20,10 +19,8 @@ from csdctl.fleet.facts import Facts
 from csdctl.fleet.model import HOST_NAME, Fleet, Level
 from csdctl.fleet.network import parse_local_addresses
 from csdctl.fleet.requirements import build_repair_command
-from csdctl.launch.daemons import SERVER_AGENT, DaemonStarter, ServerJob
-from csdctl.launch.mpi_job import MpiJob, host_word
+from csdctl.launch.mpi_job import REQUEST, MpiJob, host_word
 from csdctl.runs.directory import RunDirectory
-from csdctl.transport.commands import read_program
 from csdctl.transport.session import Conversation, Session
 from csdctl.worker.protocol.events import Exited, event_to_line
 from csdctl.worker.protocol.json_codec import to_json
@@ -94,6 +91,8 @@ EAGER_LIMIT_BYTES = 4 << 20
 """A larger message needs three trips with both sides awake; a sleeping rank delays each of them."""
 
 AGENT = "agent"
+_SCRIPT = f"""host=$1; shift; printf '{REQUEST.decode()}%s %s\\n' "$host" "$*"\n"""
+"""It asks for a daemon, and does not wait for it."""
 
 COMMON_OPTIONS = (
     "--map-by node",
@@ -204,10 +203,8 @@ class Mpirun:
     fleet: Fleet
     facts: Mapping[str, Facts]
     run: RunDirectory
-    directory: Path
-    """The project directory."""
     sessions: Mapping[str, Session]
-    """To the nodes, over which their daemons are started; the newest one of each node."""
+    """To the machines, over which mpirun and its daemons are started; the newest one of each."""
     worker_path: str
     """The worker in every machine's store."""
     build_worker_command: BuildWorkerCommand
@@ -216,7 +213,7 @@ class Mpirun:
     link_key: str = ""
     """The link key of the ranks' spec."""
 
-    def build_job(self, ranks: Sequence[RankCommand], level: Level) -> MpiJob | ServerJob:
+    def build_job(self, ranks: Sequence[RankCommand], level: Level) -> MpiJob:
         """Return the job over `ranks`, in order of rank, not yet started.
 
         mpirun runs on the first machine of `level`.
@@ -237,7 +234,6 @@ class Mpirun:
         )
         key = "" if any(rank.node in self.obstacles for rank in ranks) else secrets.token_hex(32)
         remote = {rank.host: rank for rank in ranks if not rank.is_local}
-        address = f"csdctl/{self.run.run_id}/daemons-{secrets.token_hex(4)}"
 
         def start_daemon(host: str, shell_command: str) -> Conversation:
             if host not in remote:
@@ -255,30 +251,17 @@ class Mpirun:
         def log_path(rank: int | None) -> Path:
             return self.log_path(None if rank is None else ranks[rank].number)
 
-        if not is_here:
-            policy = self._build_policy(starter, network, command, key, own_sockets, {AGENT: SERVER_AGENT})
+        policy = self._build_policy(starter, network, command, key, own_sockets, {AGENT: _SCRIPT})
 
-            def start() -> Conversation:
-                # As root, MPI refuses to run where the kernel cannot confine it.
-                allowed = ["env", *(f"{name}={value}" for name, value in ALLOW_ROOT.items())]
-                merged = ["sh", "-c", 'exec "$@" 2>&1', "csdctl", *allowed, *self._sandbox_command(starter)]
-                conversation = self.sessions[starter].converse(merged)
-                conversation.send_line(to_json(policy))
-                return conversation
+        def start() -> Conversation:
+            # As root, MPI refuses to run where the kernel cannot confine it.
+            allowed = ["env", *(f"{name}={value}" for name, value in ALLOW_ROOT.items())]
+            merged = ["sh", "-c", 'exec "$@" 2>&1', "csdctl", *allowed, *self._sandbox_command(starter)]
+            conversation = self.sessions[starter].converse(merged)
+            conversation.send_line(to_json(policy))
+            return conversation
 
-            return ServerJob(start, starter, nodes, log_path, start_daemon)
-        agent = shlex.join([self.fleet.python_of(HOST_NAME), "-I", "-S", f"{AGENT}.py", address])
-        scripts = {AGENT: f'exec {agent} "$@"\n', f"{AGENT}.py": read_program(AGENT)}
-        policy = self._build_policy(HOST_NAME, network, command, key, (address, *own_sockets), scripts)
-        return MpiJob(
-            self._sandbox_command(HOST_NAME),
-            nodes,
-            log_path,
-            self.directory,
-            {**os.environ, **ALLOW_ROOT},
-            first_line=to_json(policy),
-            daemons=lambda: contextlib.closing(DaemonStarter(address, start_daemon)),
-        )
+        return MpiJob(start, nodes, log_path, start_daemon, starter=starter)
 
     def log_path(self, rank: int | None) -> Path:
         """The log file of a rank; with None, the log file of mpirun itself."""

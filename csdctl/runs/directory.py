@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -12,7 +13,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from csdctl.documents import check_values, load_json, make_directory, save_json
+from csdctl.documents import check_values, load_json, make_directory, save_json, write_atomically
 from csdctl.errors import InputError
 from csdctl.notify import make_printable
 from csdctl.placement.equation1 import Placed
@@ -239,6 +240,26 @@ class RunDirectory:
         return StoredEvents(self.events, nodes)
 
 
+def keep_step_file(step_file: Path, kept: Path) -> None:
+    """Move the step file of a run that has not finished to disk, as `kept`: nothing stays in memory.
+
+    On a full disk the state after the latest step is lost; checkpoints remain.
+    """
+    if step_file == kept or not step_file.exists():
+        return
+    for part in kept.parent.glob(f".{kept.name}.*"):  # of a csdctl that was killed
+        part.unlink()
+    try:
+        with (
+            contextlib.suppress(OSError),
+            write_atomically(kept) as into,  # synced: what was in memory is removed next
+            step_file.open("rb") as content,
+        ):
+            shutil.copyfileobj(content, into, 1 << 20)
+    finally:
+        step_file.unlink(missing_ok=True)
+
+
 def _new_directory(parent: Path) -> RunDirectory:
     run = RunDirectory(parent / f"{datetime.now(UTC):%Y%m%d-%H%M%S-%f}")
     make_directory(run.logs)
@@ -306,20 +327,17 @@ class EventLog:
     def append(self, time_s: float, event: Event) -> None:
         """Write one event; `time_s` is Unix time."""
         if self._num_bytes >= self._max_bytes and event.rank != 0 and isinstance(event, FREQUENT):
-            self._say_limited(event)
+            if event.rank not in self._limited:
+                self._limited.add(event.rank)
+                log = CappedLog(self._run.rank_log(event.rank), event.node)
+                size = f"{self._run.events.name} has {self._max_bytes >> 20} MiB"
+                log.write(f"… progress of {event.node} is no longer stored: {size}".encode())
+                log.close()
             return
         document = {"time": round(time_s, 4), **event_document(event)}
         line = json.dumps(document, separators=(",", ":")) + "\n"
         self._num_bytes += self._file.write(line)  # ASCII
         self._file.flush()
-
-    def _say_limited(self, event: Event) -> None:
-        if event.rank not in self._limited:
-            self._limited.add(event.rank)
-            log = CappedLog(self._run.rank_log(event.rank), event.node)
-            size = f"{self._run.events.name} has {self._max_bytes >> 20} MiB"
-            log.write(f"… progress of {event.node} is no longer stored: {size}".encode())
-            log.close()
 
     def close(self) -> None:
         """Sync and close the file."""

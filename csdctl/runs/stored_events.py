@@ -112,16 +112,12 @@ class StoredEvents:
                 if on_spent and (spent := self._spent(time_s, content)):
                     on_spent(spent)
                     continue
-                event = self._event(content)
+                event = event_from_document(content)
+                check_event(event, self._nodes)
             except ProtocolError:
                 self.num_unreadable += 1
                 continue
             yield time_s, event
-
-    def _event(self, content: Any) -> Event:
-        event = event_from_document(content)
-        check_event(event, self._nodes)
-        return event
 
     def _spent(self, time_s: float, content: dict[str, Any]) -> Spent | None:
         """Return what a rank other than 0 spent its time on; None for any other line."""

@@ -131,13 +131,6 @@ BYTES_PER_S = 128 * 1024
 """Added to the whole: the time for all bytes at this rate, which is slower than a usable link or disk."""
 
 
-def patience_for(payload: Payload) -> Patience:
-    """Return how long a machine may take to receive `payload`."""
-    num_bytes = sum(stored.size for stored in payload.objects)
-    whole_s = WHOLE_S + num_bytes / BYTES_PER_S
-    return Patience(RESPONSE_S, whole_s, whole_s)
-
-
 @dataclass(frozen=True)
 class Delivery:
     """The result of a delivery to one machine, or of a dry run."""
@@ -178,7 +171,9 @@ def deliver(
     if not payload.objects and not payload.trees:
         return Delivery(0, 0, 0)
     command, first = build_receiver(python, {**payload.manifest, "dry_run": dry_run})
-    with closing(Program(session, command, _DOING, patience or patience_for(payload), _REMEDY)) as program:
+    whole_s = WHOLE_S + sum(stored.size for stored in payload.objects) / BYTES_PER_S
+    patience = patience or Patience(RESPONSE_S, whole_s, whole_s)
+    with closing(Program(session, command, _DOING, patience, _REMEDY)) as program:
         exchange = _Exchange(session, payload, program, dry_run, on_progress)
         exchange.send(iter([first]))
         try:

@@ -51,7 +51,12 @@ class Payload:
 
 def pack_payload(objects: Sequence[StoredFile] = (), trees: Sequence[FileTree] = ()) -> Payload:
     """Pack `objects` and `trees`; raises InputError for trees with overlapping destinations."""
-    _check_disjoint([tree.destination for tree in trees])
+    for first, second in pairwise(sorted(tree.destination.rstrip("/") + "/" for tree in trees)):
+        if second.startswith(first):
+            raise InputError(
+                f"the trees for {printable(first[:-1])} and {printable(second[:-1])} overlap",
+                remedy="give each tree a separate destination",
+            )
     distinct = {stored.name: stored for stored in objects}
     for tree in trees:
         distinct |= {stored.name: stored for _, stored in tree.files if stored.name not in distinct}
@@ -73,16 +78,6 @@ def _describe(tree: FileTree, numbers: dict[str, int]) -> dict[str, Any]:
     named = [tree.directories, [(name, stored.name) for name, stored in tree.files], tree.links]
     identity = hashlib.sha256(json.dumps(named).encode()).hexdigest()[:32]
     return {"id": identity, "destination": tree.destination, **content}
-
-
-def _check_disjoint(destinations: Sequence[str]) -> None:
-    ordered = sorted(destination.rstrip("/") + "/" for destination in destinations)
-    for first, second in pairwise(ordered):
-        if second.startswith(first):
-            raise InputError(
-                f"the trees for {printable(first[:-1])} and {printable(second[:-1])} overlap",
-                remedy="give each tree a separate destination",
-            )
 
 
 DEFAULT_IGNORED = (".git/", "__pycache__/", ".csdctl/")
@@ -138,8 +133,10 @@ def read_tree(request: TreeRequest, ignored: Sequence[str] = DEFAULT_IGNORED) ->
         elif entry.is_file():
             files.append((name, hash_source(Path(entry.path))))
         else:
+            names = {stat.S_IFSOCK: "a socket", stat.S_IFIFO: "a pipe"}
+            what = names.get(stat.S_IFMT(entry.stat(follow_symlinks=False).st_mode), "a device")
             raise InputError(
-                f"{printable(entry.path)} is {_file_type(entry)} and cannot be deployed",
+                f"{printable(entry.path)} is {what} and cannot be deployed",
                 remedy=f"remove it, or exclude it: --ignore {printable(name)!r}",
             )
     return FileTree(request.destination, tuple(directories), tuple(files), tuple(links))
@@ -188,9 +185,3 @@ def _check_link(root: str, entry: os.DirEntry[str]) -> str:
             remedy="replace it with its target, or exclude it with --ignore",
         )
     return target
-
-
-def _file_type(entry: os.DirEntry[str]) -> str:
-    mode = entry.stat(follow_symlinks=False).st_mode
-    names = {stat.S_IFSOCK: "a socket", stat.S_IFIFO: "a pipe"}
-    return names.get(stat.S_IFMT(mode), "a device")

@@ -83,12 +83,10 @@ def hash_source(path: Path) -> StoredFile:
 
     Raises InputError when it cannot be read or changes meanwhile.
     """
-    digest = hashlib.sha256()
     try:
         with open(path, "rb", buffering=0, opener=_open_regular) as file:
             before = os.fstat(file.fileno())
-            for start in range(0, before.st_size, CHUNK_BYTES):
-                digest.update(_read_exactly(file.fileno(), min(CHUNK_BYTES, before.st_size - start), path))
+            digest = hashlib.file_digest(file, "sha256")
             after = os.fstat(file.fileno())
     except OSError as error:
         raise unreadable(path, error) from error

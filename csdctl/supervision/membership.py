@@ -93,28 +93,9 @@ class GroupState:
         """Whether every member has reported that it is connected to the others."""
         return self.joined == set(self.ranks)
 
-    @property
-    def have_all_paused(self) -> bool:
-        """Whether every member waits for the next group."""
-        return self.paused == set(self.ranks)
-
     def has_answered_since(self, rank: int, time: float) -> bool:
         """Return whether `rank` has answered at `time` or later."""
         return self.answered.get(rank, 0.0) >= time
-
-    def answer_delays_s(self, since: float) -> list[float]:
-        """Return how long after `since` each rank answered that has answered."""
-        return [answered - since for answered in self.answered.values() if answered > since]
-
-    def last_message(self, rank: int) -> float:
-        """Return when `rank` last answered or rank 0 reported progress, whichever is later."""
-        return max(self.last_progress, self.answered.get(rank, 0.0))
-
-    def drop_answered_pings(self) -> None:
-        """Keep in `pinged` only the pings that wait for an answer."""
-        self.pinged = {
-            rank: pinged for rank, pinged in self.pinged.items() if not self.has_answered_since(rank, pinged)
-        }
 
 
 class Membership:

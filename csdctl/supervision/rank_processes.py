@@ -111,7 +111,9 @@ class EventValidator:
     def _check_order(self, event: Event) -> None:
         """Raise ProtocolError for an event that cannot follow the events and orders before it."""
         if isinstance(event, Pong):
-            self._check_answer(event)
+            if not self._pings[event.number]:
+                raise _violation(event, "one answer to each ping")
+            self._pings[event.number] -= 1
         elif self._has_failed:
             raise _violation(event, "nothing after Failed")
         elif isinstance(event, Failed):
@@ -143,11 +145,6 @@ class EventValidator:
             raise _violation(event, f"an epoch from {first} to {last}", event.epoch)
         if isinstance(event, EpochEnd):
             self._epochs_ended = event.epoch
-
-    def _check_answer(self, pong: Pong) -> None:
-        if not self._pings[pong.number]:
-            raise _violation(pong, "one answer to each ping")
-        self._pings[pong.number] -= 1
 
     def _check_membership(self, event: Joined | LinkLost | Paused) -> None:
         """Check what a rank reports once of a group that it was ordered to join."""

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from csdctl.fleet.model import HOST_NAME, Fleet
-from csdctl.launch.daemons import ServerJob
 from csdctl.launch.leftovers import end_rank, relock_machine
 from csdctl.launch.mpi_job import JobOutcome, MpiJob
 from csdctl.launch.mpirun import Mpirun, RankCommand, rank_marker
@@ -61,7 +60,7 @@ class Patience:
 class Links:
     """The mpirun of each level of a group, from their start to the end of all."""
 
-    def __init__(self, *jobs: MpiJob | ServerJob) -> None:
+    def __init__(self, *jobs: MpiJob) -> None:
         """Start `jobs`."""
         self._jobs = jobs
         self._outcomes: list[JobOutcome] = []
@@ -72,7 +71,7 @@ class Links:
         for thread in self._threads:
             thread.start()
 
-    def _watch(self, job: MpiJob | ServerJob) -> None:
+    def _watch(self, job: MpiJob) -> None:
         # Without a deadline: the ranks report over SSH, not the links.
         self._outcomes.append(job.run())
 
@@ -91,10 +90,9 @@ class Links:
 
     def end(self) -> list[JobOutcome]:
         """End every mpirun that still runs, and return how they ended, in this order."""
-        ending = [threading.Thread(target=job.end, daemon=True) for job in self._jobs]
-        for thread in ending:
-            thread.start()
-        for thread in (*ending, *self._threads):
+        for job in self._jobs:
+            job.end()
+        for thread in self._threads:
             thread.join(timeout=10)
         return list(self._outcomes)
 

@@ -110,12 +110,6 @@ class Supervisor:
             self._processes.requeue_unhandled()
             self._processes.send(0, Stop())
 
-    def _stop_if_asked(self) -> None:
-        """Let the ranks finish their step when a callback has asked for the end of the run."""
-        if self._setup.should_stop() and self._membership.has_trained and not self.stopped_by:
-            self.stopped_by = CALLBACK
-            self._processes.send(0, Stop())
-
     def _record_arrival(self, message: RankMessage | Restarted) -> None:
         """Update the state of the ranks from a new message, and record the message if it is an event."""
         if isinstance(message, Restarted):
@@ -176,7 +170,9 @@ class Supervisor:
 
     def _take_turn(self) -> None:
         """Handle one message, and check whether the group is still alive."""
-        self._stop_if_asked()
+        if self._setup.should_stop() and self._membership.has_trained and not self.stopped_by:
+            self.stopped_by = CALLBACK
+            self._processes.send(0, Stop())
         self._act(self._processes.next(self._patience.poll_s))
         self._processes.mark_handled()
         if self._links and not self._membership.finished and not self._group.paused:
@@ -246,7 +242,7 @@ class Supervisor:
             return
         self._group.is_pausing = True
         self._group.paused.add(paused.rank)
-        if self._group.have_all_paused:
+        if self._group.paused == set(self._group.ranks):
             self._end_links()
             self._form_group(sorted(self._membership.present()))
 
@@ -301,13 +297,15 @@ class Supervisor:
             now = time.monotonic()
             late = set(group.ranks) - finished - group.paused
             due = now - self._patience.ping_interval_s
-            self._ping(rank for rank in late if group.last_message(rank) < due)
+            self._ping(rank for rank in late if max(group.last_progress, group.answered.get(rank, 0.0)) < due)
 
     def _check_stalled_ranks(self) -> None:
         """Regroup without the ranks that have not answered a ping for too long."""
-        self._group.drop_answered_pings()
-        now = time.monotonic()
-        stalled = [rank for rank, at in self._group.pinged.items() if now - at > self._patience.stall_s]
+        group, now = self._group, time.monotonic()
+        group.pinged = {
+            rank: at for rank, at in group.pinged.items() if not group.has_answered_since(rank, at)
+        }
+        stalled = [rank for rank, at in group.pinged.items() if now - at > self._patience.stall_s]
         for rank in stalled:
             self._membership.lose(rank, f"rank {rank} is stopped, or its machine hangs")
         if stalled:
@@ -441,7 +439,7 @@ class Supervisor:
             if not waiting and time.monotonic() - start > self._patience.settle_s:
                 return
             if len(waiting) == 1 and len(members) > 1:
-                slowest_s = max(group.answer_delays_s(start), default=0.0)
+                slowest_s = max([0.0, *(answered - start for answered in group.answered.values())])
                 least_s = max(self._patience.min_answer_s, SLOWEST_FACTOR * slowest_s)
                 limit_s = min(self._patience.answer_s, least_s)
             left_s = start + (limit_s if waiting else self._patience.settle_s) - time.monotonic()

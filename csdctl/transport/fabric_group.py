@@ -24,8 +24,7 @@ from csdctl.transport.commands import MarkedOutput, build_wrapped_command
 from csdctl.transport.known_hosts import SSH_PORT, KnownHosts
 from csdctl.transport.many import check_open_files, fleet_known_hosts_paths, run_on_all
 from csdctl.transport.session import MAX_OUTPUT_BYTES, Deadline, bounded
-from csdctl.transport.ssh import channel_error, kill_group
-from csdctl.transport.ssh_connect import JumpHosts, lost_connection_error, open_transport
+from csdctl.transport.ssh import JumpHosts, channel_error, kill_group, lost_connection_error, open_transport
 from csdctl.transport.strict_transport import LOST, request_exec
 
 START_DEADLINE_S = 30.0

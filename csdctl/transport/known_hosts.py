@@ -146,14 +146,10 @@ def _matches(patterns: Sequence[str], name: str) -> bool:
 
 def _pattern_matches(pattern: str, name: str) -> bool:
     if pattern.startswith("|1|"):
-        return _hash_matches(pattern, name)
+        try:
+            salt, digest = (base64.b64decode(part) for part in pattern[3:].split("|"))
+        except ValueError:
+            return False
+        return hmac.compare_digest(hmac.digest(salt, name.encode(), "sha1"), digest)
     # In known_hosts, brackets are part of the name, not a character class.
     return fnmatch.fnmatchcase(name, pattern.replace("[", "[[]"))
-
-
-def _hash_matches(pattern: str, name: str) -> bool:
-    try:
-        salt, digest = (base64.b64decode(part) for part in pattern[3:].split("|"))
-    except ValueError:
-        return False
-    return hmac.compare_digest(hmac.digest(salt, name.encode(), "sha1"), digest)

@@ -4,11 +4,10 @@ A machine that fails never stops the others and never hides their results.
 """
 
 import contextlib
-import queue
 import resource
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -83,21 +82,12 @@ def run_on_all(
         return {}
     executor = ThreadPoolExecutor(min(max_workers, len(items)), thread_name_prefix="csdctl")
     outcomes: dict[str, Outcome[ResultT]] = {}
-    finished: queue.SimpleQueue[Future[Outcome[ResultT]]] = queue.SimpleQueue()
-
-    def take_finished() -> None:
-        outcome = finished.get().result()
-        outcomes[outcome.name] = outcome
-        on_done(outcome)
-
     try:
-        for name, item in items.items():
-            executor.submit(_call, name, item, function).add_done_callback(finished.put)
-            # Show first results while the last threads start, which takes seconds on a busy machine.
-            while not finished.empty():
-                take_finished()
-        while len(outcomes) < len(items):
-            take_finished()
+        calls = [executor.submit(_call, name, item, function) for name, item in items.items()]
+        for call in as_completed(calls):
+            outcome = call.result()
+            outcomes[outcome.name] = outcome
+            on_done(outcome)
     except BaseException:
         executor.shutdown(wait=False, cancel_futures=True)
         raise
@@ -140,11 +130,11 @@ class _Connections:
         connect_deadline_s: float,
         on_traffic: OnTraffic,
     ) -> None:
-        from csdctl.transport import ssh, ssh_connect  # paramiko takes 0.1 s to load
+        from csdctl.transport import ssh  # paramiko takes 0.1 s to load
 
         self._connect = ssh.connect
         paths = fleet_known_hosts_paths(fleet, directory) if known_hosts is None else known_hosts
-        self._jumps = ssh_connect.JumpHosts(KnownHosts.load(paths))
+        self._jumps = ssh.JumpHosts(KnownHosts.load(paths))
         self._connect_deadline_s = connect_deadline_s
         self._on_traffic = on_traffic
         self._open: set[Session] = set()

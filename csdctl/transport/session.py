@@ -15,7 +15,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from csdctl.errors import CsdctlError, DeadlineError, RemoteCommandError, UnreachableError
@@ -170,7 +170,13 @@ class Running:
         """Return the result, given the exit code; raises RemoteCommandError when it never started."""
         self._stderr_reader.join(LEFTOVER_OUTPUT_S)
         if not self.stdout.has_started:
-            raise self._never_started(exit_code)
+            said = last_line(bytes(self.stderr.preamble + self.stdout.preamble)) or "no output"
+            raise RemoteCommandError(
+                f"the login shell ended with exit code {exit_code} before `{self.command[0]}` started: "
+                f"{said}",
+                node=self.name,
+                remedy="check the user's login shell on that machine and its start-up files",
+            )
         duration_s = time.monotonic() - self._started_s
         return Completed(self.command, exit_code, self.stdout.kept, self.stderr.kept, duration_s)
 
@@ -225,14 +231,6 @@ class Running:
         except (OSError, ValueError, CsdctlError):
             pass  # the command ended without reading all of its input; its exit code reports why
 
-    def _never_started(self, exit_code: int) -> RemoteCommandError:
-        said = last_line(bytes(self.stderr.preamble + self.stdout.preamble)) or "no output"
-        return RemoteCommandError(
-            f"the login shell ended with exit code {exit_code} before `{self.command[0]}` started: {said}",
-            node=self.name,
-            remedy="check the user's login shell on that machine and its start-up files",
-        )
-
 
 class Conversation:
     """A running command with line-by-line input and output; closing it ends the command."""
@@ -240,7 +238,7 @@ class Conversation:
     SEND_DEADLINE_S = 30.0
 
     def __init__(self, running: Running, on_close: Callable[[], None] = lambda: None) -> None:
-        self._running = running
+        self.running = running
         self._on_close = on_close
         self._partial = bytearray()
         self._lines: deque[bytearray] = deque()
@@ -255,14 +253,14 @@ class Conversation:
         """Write `data`, each slice within SEND_DEADLINE_S; raises EOFError when the command has ended."""
         try:
             for chunk in _slices(data):
-                self._running.process.write_stdin(chunk, self.SEND_DEADLINE_S)
+                self.running.process.write_stdin(chunk, self.SEND_DEADLINE_S)
         except TimeoutError:
             raise DeadlineError(
-                f"`{self._running.command[0]}` did not read its input within {self.SEND_DEADLINE_S:g} s",
-                node=self._running.name,
+                f"`{self.running.command[0]}` did not read its input within {self.SEND_DEADLINE_S:g} s",
+                node=self.running.name,
             ) from None
         except OSError as error:
-            raise EOFError(f"`{self._running.command[0]}` on {self._running.name} has ended") from error
+            raise EOFError(f"`{self.running.command[0]}` on {self.running.name} has ended") from error
 
     def read_line(self, *, deadline_s: float) -> str:
         """Return the next line; raises DeadlineError, EOFError, or RemoteCommandError for too long a line."""
@@ -273,23 +271,30 @@ class Conversation:
                 raise self._no_response(deadline)
         if self._lines:
             return self._lines.popleft().decode(errors="replace")
-        raise EOFError(f"`{self._running.command[0]}` on {self._running.name} has ended")
+        raise EOFError(f"`{self.running.command[0]}` on {self.running.name} has ended")
+
+    def read_bytes(self, *, deadline_s: float) -> bytes:
+        """Return the next output, in place of lines, b'' at its end; raises DeadlineError."""
+        deadline = Deadline(deadline_s)
+        while not (chunk := self._read(deadline)) and not self._is_at_end:
+            if deadline.has_passed:  # no read timed out
+                raise self._no_response(deadline)
+        return chunk
 
     def wait(self, *, deadline_s: float) -> Completed:
         """Close the input, drop unread lines and wait for the end; raises DeadlineError."""
         deadline = Deadline(deadline_s)
-        self._running.process.close_stdin()
+        self.running.process.close_stdin()
         try:
             while not self._is_at_end:
                 self._read_more(deadline)
                 self._lines.clear()
                 if deadline.has_passed and not self._is_at_end:
                     raise TimeoutError
-            exit_code = self._running.process.exit_code(deadline.left_s)
+            exit_code = self.running.process.exit_code(deadline.left_s)
         except TimeoutError:
-            raise self._running.deadline_error(deadline, "it still runs") from None
-        completed = self._running.completed(exit_code)
-        return Completed(completed.command, exit_code, b"", completed.stderr, completed.duration_s)
+            raise self.running.deadline_error(deadline, "it still runs") from None
+        return replace(self.running.completed(exit_code), stdout=b"")
 
     def close(self) -> None:
         """End the command and its process group if it still runs."""
@@ -297,42 +302,42 @@ class Conversation:
             return
         self._is_closed = True
         try:
-            if not self._running.has_exited():
-                self._running.kill()
+            if not self.running.has_exited():
+                self.running.kill()
         except CsdctlError:
             pass  # the connection is lost; nothing more can be done
         finally:
-            self._running.process.release()
+            self.running.process.release()
             self._on_close()
 
-    def _read_more(self, deadline: Deadline) -> None:
+    def _read(self, deadline: Deadline) -> bytes:
         try:
-            chunk = self._running.process.read_stdout(deadline.left_s)
+            chunk = self.running.process.read_stdout(deadline.left_s)
         except TimeoutError:
             raise self._no_response(deadline) from None
         self._is_at_end = not chunk
-        self._add_lines(self._running.stdout.feed(chunk))
+        return self.running.stdout.feed(chunk)
+
+    def _read_more(self, deadline: Deadline) -> None:
+        first, *others = self._read(deadline).split(b"\n")
+        self._partial += first  # in place: a long line may come byte by byte
+        for line in others:
+            self._lines.append(self._partial)
+            self._partial = bytearray(line)
         if self._is_at_end and self._partial:
             self._lines.append(self._partial)
             self._partial = bytearray()
         if len(self._partial) > MAX_OUTPUT_BYTES:
             raise RemoteCommandError(
-                f"`{self._running.command[0]}` wrote a line of more than {MAX_OUTPUT_BYTES} bytes",
-                node=self._running.name,
+                f"`{self.running.command[0]}` wrote a line of more than {MAX_OUTPUT_BYTES} bytes",
+                node=self.running.name,
             )
 
     def _no_response(self, deadline: Deadline) -> DeadlineError:
         return DeadlineError(
-            f"`{self._running.command[0]}` did not respond within {deadline.seconds:g} s",
-            node=self._running.name,
+            f"`{self.running.command[0]}` did not respond within {deadline.seconds:g} s",
+            node=self.running.name,
         )
-
-    def _add_lines(self, data: bytes) -> None:
-        first, *others = data.split(b"\n")
-        self._partial += first  # in place: a long line may come byte by byte
-        for line in others:
-            self._lines.append(self._partial)
-            self._partial = bytearray(line)
 
 
 def _slices(data: bytes) -> Iterator[bytes]:

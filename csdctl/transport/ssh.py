@@ -1,28 +1,466 @@
-"""A node as a session: commands and files over one SSH connection.
+"""One SSH connection, from its socket to the login, and a node as a session: commands and files over it.
+
+A connection opens within one connect deadline. There are no prompts: an unknown host key, or a key with a
+passphrase that no agent holds, is an error with a remedy. There is one connection per jump host, shared by
+all nodes behind it within a command. A jump host's key is checked as strictly as a node's. When a jump host
+is down, every node behind it gets the same error message.
+
+The algorithms that are offered are those of OpenSSH 9, as far as paramiko has them. Not offered: group
+exchange, whose numbers a server chooses: Python calculates with 8192 bits for seconds, and no other thread
+runs meanwhile. MD5, truncated MACs, CBC and compression, which OpenSSH does not offer either. paramiko 5 has
+neither ssh-dss nor signatures with SHA-1.
 
 Commands run under the shell script of `commands`. Files go through the standard input of a command instead of
 SFTP (`shipping.deliver`), so servers without SFTP (dropbear) work.
 """
 
+import base64
 import contextlib
+import errno
+import functools
+import logging
+import math
+import random
+import socket
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import paramiko
 
-from csdctl.errors import CsdctlError, DeadlineError, RemoteCommandError
+from csdctl.errors import (
+    AuthenticationError,
+    CsdctlError,
+    DeadlineError,
+    HostKeyError,
+    JumpHostError,
+    NodeError,
+    RemoteCommandError,
+    UnreachableError,
+)
 from csdctl.fleet.model import Node
 from csdctl.transport.commands import WrappedCommand, build_kill_command_line
 from csdctl.transport.known_hosts import KnownHosts, fingerprint
+from csdctl.transport.meter import Meter
 from csdctl.transport.session import KILL_DEADLINE_S, Deadline, Running, Session, bounded
-from csdctl.transport.ssh_connect import (
-    JumpHosts,
-    lost_connection_error,
-    open_transport,
+from csdctl.transport.strict_transport import LOST, MAX_PACKET_BYTES, StrictTransport, request_exec
+
+MIN_RSA_BITS = 1024
+"""Minimum length of RSA host keys; the default of OpenSSH's RequiredRSASize."""
+
+# AES-GCM needs no separate MAC and is hardware-accelerated on both sides: large uploads take half the time.
+_CIPHERS = ("aes128-gcm@openssh.com", "aes256-gcm@openssh.com", "aes128-ctr", "aes192-ctr", "aes256-ctr")
+_MACS = (
+    "hmac-sha2-256-etm@openssh.com",
+    "hmac-sha2-512-etm@openssh.com",
+    "hmac-sha2-256",
+    "hmac-sha2-512",
+    "hmac-sha1",
 )
-from csdctl.transport.strict_transport import LOST, StrictTransport, request_exec
+
+
+def choose_algorithms(options: paramiko.transport.SecurityOptions, known_key_types: Collection[str]) -> None:
+    """Restrict `options` of a new connection.
+
+    Host keys of types that known_hosts has come first, as in ssh: a server may have keys of several types.
+    """
+    options.ciphers = [name for name in _CIPHERS if name in options.ciphers]
+    options.digests = [name for name in _MACS if name in options.digests]
+    options.kex = [name for name in options.kex if "group-exchange" not in name]
+    types = {name: "ssh-rsa" if name.startswith("rsa-sha2-") else name for name in options.key_types}
+    options.key_types = sorted(types, key=lambda name: types[name] not in known_key_types)
+
+
+CAUSE_S = 1.0
+_PROHIBITED = 1
+"""SSH_OPEN_ADMINISTRATIVELY_PROHIBITED, RFC 4254 section 5.1."""
+
+
+class JumpHosts:
+    """The known host keys and open connections to jump hosts of one command. The caller closes it.
+
+    Jump hosts connect on first use; nested jump hosts share their connections too.
+    """
+
+    def __init__(self, known_hosts: KnownHosts) -> None:
+        self.known_hosts = known_hosts
+        self._locks: defaultdict[Node, threading.Lock] = defaultdict(threading.Lock)
+        self._transports: dict[Node, StrictTransport] = {}
+        self._errors: dict[Node, CsdctlError] = {}
+        self.opened: list[tuple[Node, Meter]] = []
+        """Every connection that was started, to jump hosts and to nodes, including failed ones."""
+
+    def open_channel(self, node: Node, deadline: Deadline) -> paramiko.Channel:
+        """Open a channel from the jump host to the address of `node`, to be used as a socket.
+
+        Raises JumpHostError for problems of the jump host, UnreachableError for problems of the node.
+        """
+        assert node.jump
+        jump = node.jump
+        transport = self._connected(node, jump, deadline)
+        try:
+            return transport.open_channel(
+                "direct-tcpip", (node.address, node.port), ("127.0.0.1", 0), timeout=max(0.1, deadline.left_s)
+            )
+        except paramiko.ChannelException as error:
+            if error.code == _PROHIBITED:
+                raise JumpHostError(
+                    f"jump host {jump.name} does not forward connections ({bounded(error.text)})",
+                    node=node.name,
+                    remedy=f"allow it in {jump.name}'s sshd_config: AllowTcpForwarding, PermitOpen",
+                ) from None
+            problem = f"cannot be reached through {jump.name} ({bounded(error.text)})"
+            remedy = "check that the machine is on, its address and port, and the network behind it"
+            raise _unreachable(node, problem, remedy) from None
+        except LOST:
+            if deadline.left_s < 0.1:
+                raise _timed_out(node, jump, deadline) from None
+            violation = transport.packetizer.violation
+            reason = f" (its SSH server {violation})" if violation else ""
+            raise JumpHostError(
+                f"the connection to jump host {jump.name} was lost{reason}", node=node.name
+            ) from None
+
+    def close(self) -> None:
+        """Close the connections to all jump hosts, and with them the connections that they forward."""
+        for transport in self._transports.values():
+            transport.close()
+
+    def _connected(self, node: Node, jump: Node, deadline: Deadline) -> StrictTransport:
+        # Whoever connects to the jump host has the same deadline, and learns what is wrong with it.
+        if not self._locks[jump].acquire(timeout=deadline.left_s + CAUSE_S):
+            raise _timed_out(node, jump, deadline)
+        try:
+            if jump in self._errors:
+                raise _behind(node, jump, self._errors[jump])
+            if jump not in self._transports:
+                try:
+                    self._transports[jump] = open_transport(jump, deadline, self)
+                except CsdctlError as error:
+                    self._errors[jump] = error
+                    raise _behind(node, jump, error) from None
+            return self._transports[jump]
+        finally:
+            self._locks[jump].release()
+
+
+DEAD_PEER_S = 12.0
+"""A disconnected cable is noticed after this time and at most one keepalive interval."""
+
+KEEPALIVE_INTERVAL_S = 3.0
+
+
+def watch_peer(transport: paramiko.Transport) -> None:
+    """Close `transport` when its peer does not reply for DEAD_PEER_S.
+
+    For connections through a jump host: TCP keepalive covers only the first hop.
+    """
+    requested_s: list[float] = []
+
+    def request() -> None:
+        with contextlib.suppress(*LOST):
+            transport.global_request("keepalive@openssh.com", wait=True)
+            requested_s.clear()
+
+    def when_idle() -> None:
+        if not requested_s:
+            requested_s.append(time.monotonic())
+            threading.Thread(target=request, daemon=True).start()
+        elif time.monotonic() - requested_s[0] > DEAD_PEER_S:
+            # In a thread of its own: close() joins the thread that calls this function.
+            threading.Thread(target=transport.close, daemon=True).start()
+
+    # Transport.set_keepalive sends requests but never checks for replies.
+    transport.packetizer.set_keepalive(KEEPALIVE_INTERVAL_S, when_idle)
+
+
+def _behind(node: Node, jump: Node, error: CsdctlError) -> CsdctlError:
+    inner = error.message if isinstance(error, JumpHostError) else f"jump host {jump.name}: {error.message}"
+    return JumpHostError(inner, node=node.name, remedy=error.remedy)
+
+
+def _timed_out(node: Node, jump: Node, deadline: Deadline) -> JumpHostError:
+    return JumpHostError(
+        f"jump host {jump.name} did not connect to {node.address} port {node.port} "
+        f"within {deadline.seconds:g} s",
+        node=node.name,
+        remedy=f"check that the machine is on, and the load of {jump.name}",
+    )
+
+
+MAX_TRIES = 3
+"""Attempts to connect to a server that drops connections (sshd's MaxStartups)."""
+
+DROPPED_REMEDY = "check the port, and sshd's log: it may be overloaded (MaxStartups) or refuse this address"
+
+_DEFAULT_KEYS = ("id_ed25519", "id_ecdsa", "id_rsa")
+
+# Without a handler, Python would print paramiko's errors; csdctl reports them as its own.
+logging.getLogger("paramiko").addHandler(logging.NullHandler())
+
+
+class _ConnectionDropped(Exception):
+    """The server closed the connection before it was ready; a retry may succeed."""
+
+
+def fetch_host_key(node: Node, jumps: JumpHosts, *, connect_deadline_s: float) -> tuple[str, bytes]:
+    """Return type and blob of the host key of `node`, unchecked; its jump host's key is checked.
+
+    Raises UnreachableError.
+    """
+    with _started(node, Deadline(connect_deadline_s), jumps) as transport:
+        key = transport.get_remote_server_key()
+        transport.close()
+        return key.get_name(), key.asbytes()
+
+
+def open_transport(node: Node, deadline: Deadline, jumps: JumpHosts) -> StrictTransport:
+    """Return an authenticated connection to `node`, through its jump host if it has one.
+
+    Raises UnreachableError, HostKeyError or AuthenticationError, within `deadline`.
+    """
+    keys: list[paramiko.PKey] | None = None
+    while True:
+        with _started(node, deadline, jumps) as transport:
+            key = transport.get_remote_server_key()
+            jumps.known_hosts.check(node.name, node.key_address, node.port, key.get_name(), key.asbytes())
+            keys = load_keys(node) if keys is None else keys
+            if _authenticate(node, transport, keys, deadline):
+                transport.packetizer.writes_end_s = math.inf
+                transport.packetizer.max_packet_bytes = MAX_PACKET_BYTES
+                if node.jump:
+                    watch_peer(transport)
+                return transport
+        transport.close()  # reconnect and offer the keys that were not tried yet
+
+
+@contextlib.contextmanager
+def _started(node: Node, deadline: Deadline, jumps: JumpHosts) -> Iterator[StrictTransport]:
+    """Yield a connection after key exchange, retried when dropped; closed when the body fails."""
+    num_drops = 0
+    while True:
+        try:
+            transport = _start_transport(node, deadline, jumps)
+            break
+        except _ConnectionDropped as dropped:
+            num_drops += 1
+            pause_s = random.uniform(0.1, 0.4) * 2**num_drops
+            if num_drops == MAX_TRIES or pause_s > deadline.left_s:
+                times = "once" if num_drops == 1 else f"{num_drops} times"
+                problem = f"dropped the connection {times} ({dropped})"
+                raise _unreachable(node, problem, DROPPED_REMEDY) from None
+            time.sleep(pause_s)
+    try:
+        key = transport.get_remote_server_key()
+        if key.get_name() == "ssh-rsa" and key.get_bits() < MIN_RSA_BITS:
+            raise HostKeyError(
+                f"its host key is RSA with {key.get_bits()} bits, but {MIN_RSA_BITS} are the least",
+                node=node.name,
+                remedy="generate one on the node: ssh-keygen -q -t ed25519 -f /etc/ssh/ssh_host_ed25519_key",
+            )
+        yield transport
+    except BaseException:
+        transport.close()
+        raise
+
+
+def lost_connection_error(name: str, transport: StrictTransport, when: str = "") -> UnreachableError:
+    """Return the error for a connection that has ended, with what the server did against the protocol."""
+    if violation := transport.packetizer.violation:
+        return _violation_error(name, violation)
+    return UnreachableError(
+        f"the connection was lost{when}",
+        node=name,
+        remedy="check that the machine is on, and the network; it may have restarted",
+    )
+
+
+def _violation_error(name: str, violation: str) -> UnreachableError:
+    return UnreachableError(
+        f"the connection was closed, because its SSH server {violation}",
+        node=name,
+        remedy="no correct SSH server does that: check what runs there before you use the machine again",
+    )
+
+
+def open_socket(node: Node, deadline: Deadline) -> socket.socket:
+    """Open a TCP connection that notices a dead peer; raises UnreachableError."""
+    failure: OSError = TimeoutError()
+    for family, address in _resolve(node, deadline):
+        connection = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            _set_options(connection)
+            connection.settimeout(max(0.01, deadline.left_s))
+            connection.connect(address)
+            return connection
+        except OSError as error:
+            connection.close()
+            failure = error
+    if isinstance(failure, TimeoutError):
+        problem = f"does not respond within {deadline.seconds:g} s"
+        raise _unreachable(node, problem, "check that the machine is on, its address, and the network")
+    remedy = "check the address in fleet.yaml and the network"
+    if failure.errno == errno.ECONNREFUSED:
+        remedy = "check that an SSH server runs there, and the port in fleet.yaml"
+    raise _unreachable(node, f"cannot be reached ({failure.strerror or failure})", remedy)
+
+
+def _unreachable(node: Node, problem: str, remedy: str) -> UnreachableError:
+    return UnreachableError(f"{node.address} port {node.port} {problem}", node=node.name, remedy=remedy)
+
+
+def _set_options(connection: socket.socket) -> None:
+    for level, option, value in (
+        (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
+        (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, int(KEEPALIVE_INTERVAL_S)),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, int(KEEPALIVE_INTERVAL_S)),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, int(DEAD_PEER_S / KEEPALIVE_INTERVAL_S)),
+        (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(DEAD_PEER_S * 1000)),
+    ):
+        connection.setsockopt(level, option, value)
+
+
+def _resolve(node: Node, deadline: Deadline) -> list[tuple[int, tuple[Any, ...]]]:
+    """Return the socket addresses of `node`; getaddrinfo has no timeout, so it runs in a thread."""
+    found: list[tuple[int, tuple[Any, ...]]] = []
+    reasons = ["the name server does not respond"]
+
+    def look_up() -> None:
+        try:
+            results = socket.getaddrinfo(node.address, node.port, type=socket.SOCK_STREAM)
+            found.extend((family, address) for family, _, _, _, address in results)
+        except OSError as error:
+            reasons.append(error.strerror or str(error))
+
+    thread = threading.Thread(target=look_up, daemon=True)
+    thread.start()
+    thread.join(max(0.01, deadline.left_s))
+    if addresses := list(found):
+        return addresses
+    raise UnreachableError(
+        f"the name {node.address!r} cannot be resolved ({reasons[-1]})",
+        node=node.name,
+        remedy="use an IP address in fleet.yaml, or fix name resolution",
+    )
+
+
+def load_keys(node: Node) -> list[paramiko.PKey]:
+    """Return the keys to offer: only `node.key` if given, else the agent's and the user's default keys.
+
+    Raises AuthenticationError when `node.key` cannot be used.
+    """
+    if node.key:
+        return [_load_key(node, node.key)]
+    keys: list[paramiko.PKey] = []
+    with contextlib.suppress(paramiko.SSHException, OSError):
+        keys.extend(paramiko.Agent().get_keys())
+    for name in _DEFAULT_KEYS:
+        path = Path.home() / ".ssh" / name
+        with contextlib.suppress(AuthenticationError):
+            if path.exists():
+                keys.append(_load_key(node, path))
+    return keys
+
+
+def _start_transport(node: Node, deadline: Deadline, jumps: JumpHosts) -> StrictTransport:
+    """Open a connection and exchange keys; raises _ConnectionDropped when a retry may succeed."""
+    connection = jumps.open_channel(node, deadline) if node.jump else open_socket(node, deadline)
+    transport = StrictTransport(connection)
+    jumps.opened.append((node, transport.packetizer.meter))
+    known_types = {key.type for key in jumps.known_hosts.lookup(node.key_address, node.port)}
+    choose_algorithms(transport.get_security_options(), known_types)
+    transport.packetizer.writes_end_s = time.monotonic() + deadline.left_s
+    try:
+        transport.exchange_keys(max(0.1, deadline.left_s))
+    except LOST as error:
+        transport.close()
+        if violation := transport.packetizer.violation:
+            raise _violation_error(node.name, violation) from None
+        if deadline.left_s < 0.1 or isinstance(error, TimeoutError):
+            problem = f"accepts connections but its SSH server did not respond within {deadline.seconds:g} s"
+            remedy = "the machine may hang or be out of memory: check its console, or restart it"
+            raise _unreachable(node, problem, remedy) from None
+        if isinstance(error, paramiko.ssh_exception.IncompatiblePeer):
+            raise UnreachableError(
+                f"no compatible SSH server at {node.address} port {node.port} ({bounded(error)})",
+                node=node.name,
+                remedy="check the port in fleet.yaml",
+            ) from None
+        raise _ConnectionDropped(bounded(error) or "connection closed") from None
+    return transport
+
+
+def _authenticate(
+    node: Node, transport: StrictTransport, keys: list[paramiko.PKey], deadline: Deadline
+) -> bool:
+    """Offer `keys` in turn and remove each refused key; return False when the server disconnects.
+
+    sshd disconnects after a few keys (MaxAuthTries), so an agent with many keys needs several connections.
+    """
+    if not keys:
+        raise AuthenticationError(
+            "no SSH key to offer: no agent with keys, and none of "
+            + ", ".join(f"~/.ssh/{name}" for name in _DEFAULT_KEYS),
+            node=node.name,
+            remedy="set `key:` in fleet.yaml, or generate a key with ssh-keygen",
+        )
+    while keys and not deadline.has_passed:
+        with contextlib.suppress(*LOST):
+            if transport.offer_key(node.user, keys[0], max(0.1, deadline.left_s)):
+                return True
+        keys.pop(0)  # refused; or accepted, but the server wants a second factor: not supported
+        if keys and not transport.is_active():
+            return False
+    if violation := transport.packetizer.violation:
+        raise _violation_error(node.name, violation)
+    if deadline.has_passed:
+        problem = f"did not finish authentication within {deadline.seconds:g} s"
+        raise _unreachable(node, problem, "the machine may be overloaded: check its console")
+    raise AuthenticationError(
+        f"{node.address} port {node.port} accepts none of the offered keys for user {node.user!r}",
+        node=node.name,
+        remedy=f"set the right `key:` and `user:` in fleet.yaml, or authorize the key: "
+        f"ssh-copy-id -i KEY.pub -p {node.port} {node.user}@{node.address}",
+    )
+
+
+def _load_key(node: Node, path: Path) -> paramiko.PKey:
+    def refused(reason: str, remedy: str) -> NodeError:
+        return AuthenticationError(f"the key {path} {reason}", node=node.name, remedy=remedy)
+
+    try:
+        status = path.stat()
+        return _read_key(path, status.st_mtime_ns, status.st_size)
+    except FileNotFoundError:
+        raise refused("does not exist", "fix `key:` in fleet.yaml") from None
+    except (paramiko.PasswordRequiredException, TypeError):
+        if key := _find_in_agent(path):
+            return key
+        remedy = f"run `ssh-add {path}`; {path}.pub must be there too"
+        raise refused("has a passphrase, and csdctl never prompts", remedy) from None
+    except OSError as error:
+        raise refused(f"cannot be read: {error.strerror}", "fix its permissions") from None
+    except Exception as error:  # parsers of three libraries, each with its own exceptions
+        raise refused(f"is not a private key: {error}", "fix `key:` in fleet.yaml") from None
+
+
+@functools.lru_cache
+def _read_key(path: Path, mtime_ns: int, num_bytes: int) -> paramiko.PKey:
+    """Read the private key; cached by mtime and size, so that it is read once for all nodes."""
+    return paramiko.PKey.from_path(path)
+
+
+def _find_in_agent(path: Path) -> paramiko.PKey | None:
+    """Return the agent's key for the private key at `path`, by its public key in KEY.pub."""
+    with contextlib.suppress(paramiko.SSHException, OSError, ValueError, IndexError):
+        blob = base64.b64decode(Path(f"{path}.pub").read_text(encoding="utf-8").split()[1])
+        return next((key for key in paramiko.Agent().get_keys() if key.asbytes() == blob), None)
+    return None
+
 
 MAX_CHANNELS = 8
 """Concurrent commands on one connection: sshd allows 10 (MaxSessions), one is reserved for kills."""

@@ -126,26 +126,20 @@ class GreedyPacketizer(Packetizer):
                 left_s = end_s - time.monotonic()
                 if left_s <= 0:
                     self.violation = self.violation or "does not read what is sent to it"
-                    self._wake_reader()
+                    # The reading thread finds the end of the connection, and closes everything.
+                    with contextlib.suppress(OSError, EOFError, paramiko.SSHException):
+                        if isinstance(self._connection, socket.socket):
+                            self._connection.shutdown(socket.SHUT_RDWR)
+                        else:
+                            self._connection.close()
                     return 0
-                self._wait_for_room(left_s)
+                if isinstance(self._connection, socket.socket):  # a channel has waited in `send`
+                    room = poll()
+                    room.register(self._connection, POLLOUT)
+                    room.poll(left_s * 1000)
             except (OSError, EOFError, paramiko.SSHException):
                 return 0
         return 0
-
-    def _wait_for_room(self, timeout_s: float) -> None:
-        if isinstance(self._connection, socket.socket):  # a channel has waited in `send`
-            room = poll()
-            room.register(self._connection, POLLOUT)
-            room.poll(timeout_s * 1000)
-
-    def _wake_reader(self) -> None:
-        """Let the reading thread find the end of the connection, so that it closes everything."""
-        with contextlib.suppress(OSError, EOFError, paramiko.SSHException):
-            if isinstance(self._connection, socket.socket):
-                self._connection.shutdown(socket.SHUT_RDWR)
-            else:
-                self._connection.close()
 
     def start_handshake(self, timeout: float) -> None:
         """Do nothing: the caller of the handshake has a deadline."""
@@ -186,7 +180,10 @@ class GreedyPacketizer(Packetizer):
                 raise EOFError from None
             if check_rekey and self._start == len(self._buffer) and self.need_rekey():
                 raise NeedRekeyException from None
-            self._check_idle()
+            idle_s = time.monotonic() - self._written_s
+            if self._keepalive_s and idle_s > self._keepalive_s and not self.need_rekey():
+                self._on_idle()
+                self._written_s = time.monotonic()
             return
         except OSError:
             if self.closed:
@@ -203,12 +200,6 @@ class GreedyPacketizer(Packetizer):
     def set_keepalive(self, interval: float, callback: Callable[[], object]) -> None:
         """Call `callback` when nothing was written for `interval` seconds and nothing arrives."""
         self._keepalive_s, self._on_idle = interval, callback
-
-    def _check_idle(self) -> None:
-        idle_s = time.monotonic() - self._written_s
-        if self._keepalive_s and idle_s > self._keepalive_s and not self.need_rekey():
-            self._on_idle()
-            self._written_s = time.monotonic()
 
 
 class Kind(IntEnum):

@@ -141,7 +141,8 @@ def _probe(spec: str) -> int:
     from csdctl.worker.tasks.probe import serve_probes
 
     probe = from_json(ProbeSpec, spec)
-    serve_probes(probe, *load_backend(probe.runtime))
+    load_backend(probe.runtime)
+    serve_probes(probe)
     return 0
 
 
@@ -194,12 +195,6 @@ def _check_mpi(rank: str, size: str, node: str, sums: str = "", marker: str = ""
     return 0
 
 
-def _run_sandbox(marker: str = "") -> int:
-    from csdctl.worker.sandbox.program import run_sandbox
-
-    return run_sandbox()
-
-
 def _as_frame(error: WorkerError | ProtocolError) -> tuple[str, int]:
     """Return the frame of an error, and its exit code."""
     if isinstance(error, ProtocolError):
@@ -214,7 +209,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "rank": _rank,
     "link": _link,
     "mpi-check": _check_mpi,
-    "sandbox": _run_sandbox,
+    "sandbox": lambda marker="": int(_import("sandbox.program:run_sandbox")()),
 }
 """The function of each other command, which takes its options; only a search for processes reads `marker`."""
 

@@ -2,13 +2,13 @@
 
 import io
 import json
-import os
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from csdctl.errors import UnreachableError
 from csdctl.fleet.model import Fleet, Node
@@ -58,6 +58,8 @@ class Attack:
 
 
 ENDS_AT_ONCE = EndTimeouts(sandbox_s=0.1)
+NO_DAEMONS: Any = None
+"""The program in place of mpirun asks for none."""
 
 
 class SmallRun:
@@ -80,7 +82,7 @@ class SmallRun:
         fleet = Fleet(tuple(Node(node, "127.0.0.1", python=sys.executable) for node in NODES[1:]))
         directory = self._directory
         program = store_bytes(PROGRAM.read_bytes(), ".py", directory).path
-        mpirun = Mpirun(fleet, {}, self.run_directory, directory, sessions, program, lambda *_: [], {})
+        mpirun = Mpirun(fleet, {}, self.run_directory, sessions, program, lambda *_: [], {})
         spec = replace(SPEC, run_id=self.run_directory.run_id)
         with ExitStack() as stack:
             starter = RankStarter(
@@ -167,8 +169,13 @@ class SmallRun:
 
     def _start_links(self, ranks: Sequence[int], generation: int) -> Links:
         nodes = [NODES[rank] for rank in ranks]
+        session = LocalSession("host", self._directory)
         job = MpiJob(
-            ["/bin/sleep", "100000"], nodes, self._log_path, self._directory, os.environ, ENDS_AT_ONCE
+            lambda: session.converse(["/bin/sleep", "100000"]),
+            nodes,
+            self._log_path,
+            NO_DAEMONS,
+            ENDS_AT_ONCE,
         )
         return Links(job)
 

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 import csdctl
-from csdctl.emulation.fleet import EmulatedSpec, start_fleet, stop_fleet
-from csdctl.emulation.state import FleetPaths
+from csdctl.emulation.fleet import EmulatedSpec, FleetPaths, start_fleet, stop_fleet
 from csdctl.errors import CsdctlError, InputError, RemoteCommandError
 from csdctl.facts.machine import CONDITION_FACTS, ClockTrip, build_command, parse_facts
 from csdctl.fleet.facts import Condition
@@ -102,8 +101,7 @@ class TestSharedDirectories:
         known = {
             "standalone/leftovers.py": "finds what csdctl left there, and removes only its own",
             "runs/private.py": "the step file, in a directory of its user alone",
-            "emulation/cleanup.py": "finds the directories of a fleet, and removes only its own",
-            "emulation/fleet.py": "passes TMPDIR on to the servers",
+            "emulation/fleet.py": "finds the directories of a fleet, removes its own, and passes TMPDIR on",
             "facts/machine.py": "mktemp -d in TMPDIR",
         }
         root = Path(csdctl.__file__).parent

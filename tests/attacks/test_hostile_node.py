@@ -126,7 +126,7 @@ def test_others_train_on_without_a_node_that_spoils_a_sum(project: Project) -> N
 def test_impossible_sum_of_an_allreduce_is_not_applied(project: Project) -> None:
     """Nobody sees single vectors: the run ends, and says how to find the node."""
     code = SENDS_VECTORS.format(element=-4, value="1e20")
-    code = code.replace("collective.Star", "collective.Allreduce").replace('["star"]', '["allreduce"]')
+    code = code.replace("collective.Star", "collective.Collective").replace('["star"]', '["allreduce"]')
     fleet = project.make_hostile("link", code)
     run, output = project.train("--fleet", str(fleet), *WITHOUT_OTHERS, code=1, collective="allreduce")
     assert "--collective star" in output

@@ -19,7 +19,7 @@ import pytest
 from csdctl.launch.mpirun import ANY_NETWORK
 from csdctl.shipping.worker_zip import pack_worker
 from csdctl.worker.sandbox.program import USER_ID
-from csdctl.worker.sandbox.system_calls import Program
+from csdctl.worker.sandbox.seccomp_supervisor import Program
 from tests.needs import SO_ATTACH_FILTER, SYSTEM_PYTHON, require
 from tests.patience import eventually, scaled
 

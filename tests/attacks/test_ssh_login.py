@@ -20,8 +20,7 @@ from csdctl.errors import AuthenticationError, HostKeyError, NodeError, Unreacha
 from csdctl.fleet.model import Node
 from csdctl.transport.known_hosts import KnownHosts
 from csdctl.transport.many import run_on_all
-from csdctl.transport.ssh import connect
-from csdctl.transport.ssh_connect import JumpHosts, fetch_host_key
+from csdctl.transport.ssh import JumpHosts, connect, fetch_host_key
 from tests.attacks.hostile_ssh import (
     LOST,
     Attack,

@@ -18,8 +18,7 @@ from csdctl.errors import CsdctlError, DeadlineError, JumpHostError, Unreachable
 from csdctl.fleet.model import Node
 from csdctl.transport.known_hosts import KnownHosts
 from csdctl.transport.session import Deadline
-from csdctl.transport.ssh import SshSession, connect
-from csdctl.transport.ssh_connect import JumpHosts, open_transport
+from csdctl.transport.ssh import JumpHosts, SshSession, connect, open_transport
 from csdctl.transport.strict_transport import StrictTransport
 from tests.attacks.hostile_ssh import (
     LOST,

@@ -13,7 +13,7 @@ import asyncssh
 import pytest
 
 from csdctl.emulation.fleet import stop_fleet
-from csdctl.emulation.processes import list_descendants
+from csdctl.emulation.limits import list_descendants
 from csdctl.fleet.fleet_file import load_fleet
 from csdctl.worker.protocol.processes import load_stat
 from tests.emulated.emulated_fleet import CPU, MEMORY_BYTES, Running, start, wait_until

@@ -15,10 +15,8 @@ import pytest
 from typer.testing import CliRunner
 
 from csdctl.cli.commands.emulation import emulate
-from csdctl.emulation.fleet import EmulatedSpec, fleet_status, is_up, start_fleet, stop_fleet
-from csdctl.emulation.limits import list_cgroups
-from csdctl.emulation.processes import list_marked
-from csdctl.emulation.state import FleetPaths
+from csdctl.emulation.fleet import EmulatedSpec, FleetPaths, fleet_status, is_up, start_fleet, stop_fleet
+from csdctl.emulation.limits import list_cgroups, list_marked
 from csdctl.errors import InputError
 from csdctl.fleet.fleet_file import load_fleet
 from tests.emulated.emulated_fleet import CPU, MEMORY_BYTES, Running, start, wait_until

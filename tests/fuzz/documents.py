@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from csdctl.emulation.state import EmulatedSpec, FleetPaths, FleetState, NodeState, load_state, save_state
+from csdctl.emulation.fleet import EmulatedSpec, FleetPaths, FleetState, NodeState, load_state, save_state
 from csdctl.errors import InputError
 from csdctl.fleet.ansible import list_targets, load_config, load_inventory
 from csdctl.fleet.facts import Facts, facts_path, load_facts, save_facts

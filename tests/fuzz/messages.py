@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import io
 import json
 import typing
 from itertools import count
@@ -240,7 +239,7 @@ def _tail_seeds() -> list[bytes]:
 
 def _mpi_output(content: bytes, directory: Path) -> None:
     output = MpiOutput(lambda rank: directory / f"rank-{rank}.log", NODES)
-    output.read(io.BytesIO(content[: 1 << 14]))
+    output.feed(content[: 1 << 14])
     output.close()
     str(output.tail)
 

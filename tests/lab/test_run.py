@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from csdctl.errors import CsdctlError, DeadlineError, UnreachableError
-from csdctl.transport.ssh import SshSession, connect
-from csdctl.transport.ssh_connect import DEAD_PEER_S, KEEPALIVE_INTERVAL_S
+from csdctl.transport.ssh import DEAD_PEER_S, KEEPALIVE_INTERVAL_S, SshSession, connect
 from tests.lab import network
 from tests.lab.lab import Lab
 from tests.lab.machines import LabNode

@@ -38,8 +38,7 @@ def up(
     json: options.JsonOption = False,
 ) -> None:
     """Start an emulated fleet, and write the fleet file that describes it."""
-    from csdctl.emulation.fleet import fleet_status, is_up, start_fleet
-    from csdctl.emulation.state import EmulatedSpec, parse_size
+    from csdctl.emulation.fleet import EmulatedSpec, fleet_status, is_up, parse_size, start_fleet
     from csdctl.terminal.fleet import EmulatedFleet, show_started
 
     streams = Streams(is_json=json)

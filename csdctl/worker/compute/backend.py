@@ -1,14 +1,30 @@
-"""TensorFlow, loaded once, quietly, with the threads that a rank may use."""
+"""TensorFlow and Keras, loaded once, quietly, with the threads that a rank may use."""
 
 import contextlib
 import gc
 import os
 from collections.abc import Iterator
+from importlib import import_module
 from typing import Any
 
 from csdctl.worker.protocol.run_spec import Runtime
 
 DEFAULT = Runtime()
+
+
+class _Module:
+    """A module that is imported when something of it is first used."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(import_module(self._name), name)
+
+
+tf: Any = _Module("tensorflow")
+keras: Any = _Module("keras")
+"""For modules that are imported before `load_backend` is called, or in processes that need neither."""
 
 
 def load_backend(runtime: Runtime = DEFAULT) -> tuple[Any, Any]:

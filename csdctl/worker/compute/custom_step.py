@@ -3,7 +3,7 @@
 The author's train_step runs as it is written on every rank. Where it applies gradients (`apply` or
 `apply_gradients` of an optimizer), the optimizer gets the mean over all samples (interception.py), so every
 loss must be a mean over the samples of the batch. State that follows the batch is summed too
-(batch_states.py).
+(`BatchStates` there).
 
 A metric of the model starts anew in every step, and the states of all ranks are summed. Every other number
 that train_step returns is averaged over the samples. Random numbers of keras.random and of tf.random follow
@@ -14,33 +14,32 @@ When a sum fails, all variables return to the state before the step.
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
-from csdctl.worker.compute.batch_states import BatchStates, is_number
+from csdctl.worker.compute.backend import keras, tf
 from csdctl.worker.compute.interception import (
+    BatchStates,
     Exchange,
     Interception,
     SumLayout,
+    is_number,
     noting_batches,
     recording,
     repeatable_draws,
     replacing,
 )
 from csdctl.worker.compute.keras_internals import build_symbolically, find_globals
-from csdctl.worker.compute.objective import LOSS, MetricStates, as_tensors, scale, specs_of
-from csdctl.worker.compute.statistics import Seeds, Snapshot
+from csdctl.worker.compute.objective import LOSS, MetricStates, as_tensors, scale, specs_of, symbolic
 from csdctl.worker.compute.step import RankStep, Step, Sums
-from csdctl.worker.compute.user_code import Augmentation
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.process.errors import InputError, WorkerError, describe
 from csdctl.worker.protocol.datasets import INPUT, OUTPUT, SAMPLE_WEIGHT, is_position
 from csdctl.worker.protocol.recipe import Noise, Recipe
 
 
-def has_own_step(model: Any, keras: Any) -> bool:
+def has_own_step(model: Any) -> bool:
     """Return whether training calls code of the user's in place of Keras' train_step."""
     return getattr(model.train_step, "__func__", None) is not keras.Model.train_step
 
@@ -52,29 +51,20 @@ class CustomStep(RankStep):
     """Not used: a step of several sums cannot be divided into micro-batches."""
 
     def __init__(
-        self,
-        model: Any,
-        recipe: Recipe,
-        example: tuple[Array, Array],
-        tf: Any,
-        keras: Any,
-        *,
-        rank: int = 0,
-        weight: float = 1.0,
+        self, model: Any, recipe: Recipe, example: tuple[Array, Array], *, rank: int = 0, weight: float = 1.0
     ) -> None:
         """Arguments as of `Step`; raises WorkerError, exit code 2, for a step that ranks cannot take."""
-        self.model, self._tf, self._keras = model, tf, keras
+        super().__init__(model, recipe, rank)
+        self.model = model
         self._input_range = recipe.input_range
         self._weight = weight
-        self.augmentation = Augmentation(recipe.augment, recipe.seed) if recipe.augment else None
-        self.seeds = Seeds(model, recipe.seed, rank)
-        self.signature = specs_of(example, tf)
+        self.signature = specs_of(example)
         self._example = example
         self._name = f"{getattr(model.train_step, '__name__', 'train_step')} of {type(model).__name__}"
-        build_symbolically(model, self._unpack(*tf.nest.map_structure(_symbolic(keras), self.signature)))
+        build_symbolically(model, self._unpack(*tf.nest.map_structure(symbolic, self.signature)))
         if not all(getattr(metric, "built", True) for metric in self._find_metrics()):
             self._trace_once(self._call_train_step, self.signature)
-        self._metrics = MetricStates(self._find_metrics(), (), tf)
+        self._metrics = MetricStates(self._find_metrics(), ())
         self._named = self._metrics.names
         self._evaluate: Any = None
         self._exchange: Exchange = _keep
@@ -82,7 +72,6 @@ class CustomStep(RankStep):
         self.log_names: list[str] = []
         """Names of what train_step returns and no metric has."""
         self._trace()
-        self.optimizers = list({id(one): one for one, _ in self.applied}.values())
         self._rates = [constant_rate(optimizer) for optimizer in self.optimizers]
         if len(self.optimizers) == 1 and self._rates[0] and recipe.learning_rate:
             self._rates[0] = recipe.learning_rate
@@ -96,14 +85,14 @@ class CustomStep(RankStep):
         return [*found, *(_Held(one) for one in self._written if id(one) not in known)]
 
     @property
+    def applied(self) -> list[tuple[Any, list[Any]]]:
+        """The optimizers to which train_step applies gradients, and the variables that they train."""
+        return self._traced.applied
+
+    @property
     def learning_rates(self) -> list[Any]:
         """The learning rates that every step sets: those that follow no schedule of their optimizer."""
         return [one.learning_rate for one, rate in zip(self.optimizers, self._rates, strict=True) if rate]
-
-    @property
-    def learning_rate(self) -> float:
-        """The first optimizer's learning rate."""
-        return float(self.optimizers[0].learning_rate)
 
     @property
     def metric_names(self) -> list[str]:
@@ -111,12 +100,7 @@ class CustomStep(RankStep):
         return [*self._named, *self.log_names]
 
     @property
-    def has_loss_scaling(self) -> bool:
-        """Whether an optimizer skips gradients that are not finite, and scales the loss (mixed_float16)."""
-        return any(hasattr(optimizer, "inner_optimizer") for optimizer in self.optimizers)
-
-    @property
-    def layout(self) -> Any:  # type: ignore[override]
+    def layout(self) -> SumLayout:  # type: ignore[override]
         """All sums joined, as `join` does."""
         num_gradients = sum(layout.num_gradients for layout in self.layouts)
         num_states = sum(layout.num_states for layout in self.layouts)
@@ -185,15 +169,15 @@ class CustomStep(RankStep):
         It is what the ranks are judged by: train_step is called eagerly, and the gradients that it applies
         are multiplied by n here. Leaves the state after the step.
         """
-        tf, random_states = self._tf, self.seeds.save()
+        random_states = self.seeds.save()
         vector = np.array(self.local(images, labels, totals=totals), np.float64)
         random_states.restore()  # layers draw the same numbers again
         if not len(images):
             return np.zeros(self.layout.step_size)
-        samples = self._tensors(*self.augment(images, labels))
+        samples = map(as_tensors, self.augment(images, labels))
         with (
-            recording(totals, self.layouts, tf, self._keras) as gradients,
-            repeatable_draws(tf, tf.constant(self._draw_seed())),
+            recording(totals, self.layouts) as gradients,
+            repeatable_draws(tf.constant(self._draw_seed())),
         ):
             self._call(self.model.train_step, *samples)
         vector[self.layout.gradients] = np.concatenate(gradients) * len(images) * self._weight
@@ -211,10 +195,11 @@ class CustomStep(RankStep):
     def evaluate(self, images: Array, labels: Array) -> Sums:
         """Return the sums of one batch as the model's test_step computes them, without training."""
         if self._evaluate is None:
-            graph = self._tf.function(self._evaluate_graph, autograph=False, input_signature=self.signature)
-            self._evaluate = graph
+            self._evaluate = tf.function(
+                self._evaluate_graph, autograph=False, input_signature=self.signature
+            )
         try:
-            return self._sums(np.asarray(self._evaluate(*self._tensors(images, labels))))
+            return self._sums(np.asarray(self._evaluate(as_tensors(images), as_tensors(labels))))
         except Exception as error:
             raise InputError(
                 f"test_step of {type(self.model).__name__} fails: {describe(error)}",
@@ -237,22 +222,6 @@ class CustomStep(RankStep):
         found = self._metrics.compute(states[:size], skip_unchanged=True)
         return found | {name: value / count for name, value in logs if count}
 
-    @contextmanager
-    def averaged_weights(self) -> Iterator[None]:
-        """Hold the weights of the trained model: their moving average, where an optimizer keeps one."""
-        averaging = [
-            (one, variables)
-            for one, variables in self.applied
-            if getattr(getattr(one, "inner_optimizer", one), "use_ema", False)
-        ]
-        before = Snapshot(variable for _, variables in averaging for variable in variables)
-        for optimizer, variables in averaging:
-            optimizer.finalize_variable_values(variables)
-        try:
-            yield
-        finally:
-            before.restore()
-
     def find_normalizing(self, changes: Array) -> list[str]:
         """Return the names of the layers that normalized by their batch, by its changes of statistics."""
         names, position = [], 0
@@ -265,10 +234,9 @@ class CustomStep(RankStep):
     # --- the graph ---
 
     def _trace(self) -> None:
-        tf = self._tf
         extra = [tf.TensorSpec((), tf.float32), tf.TensorSpec((2,), tf.int32)]
         self._step = self._trace_once(self._step_graph, [*self.signature, *extra])
-        self.applied, self.layouts = self._traced.applied, self._traced.layouts
+        self.layouts = self._traced.layouts
         self.has_draws = self._traced.has_draws
         if drawing := self._states.drawing:
             raise InputError(
@@ -278,7 +246,7 @@ class CustomStep(RankStep):
             )
 
     def _trace_once(self, code: Callable[..., Any], signature: Sequence[Any]) -> Any:
-        traced = self._tf.function(code, autograph=False, input_signature=signature)
+        traced = tf.function(code, autograph=False, input_signature=signature)
         try:
             return traced.get_concrete_function()
         except WorkerError:
@@ -294,10 +262,9 @@ class CustomStep(RankStep):
         self._call(self.model.train_step, samples, labels)
 
     def _step_graph(self, samples: Any, labels: Any, weight: Any, seed: Any) -> Any:
-        tf = self._tf
         # TensorFlow traces again if the first time has created variables.
-        self._states = BatchStates(self._find_passing, tf)
-        self._traced = Interception(self._states, weight, self._call_exchange, tf, self._keras)
+        self._states = BatchStates(self._find_passing)
+        self._traced = Interception(self._states, weight, self._call_exchange)
         self._metrics.reset()
         with self._traced.active(seed):
             logs = self._call(self.model.train_step, samples, labels)
@@ -329,15 +296,14 @@ class CustomStep(RankStep):
 
     def _find_metrics(self) -> list[Any]:
         """Return the metrics of the model, and global ones of its step."""
-        kind = self._keras.metrics.Metric
+        kind = keras.metrics.Metric
         found = [one for one in (*self.model.metrics, *find_globals(self.model)) if isinstance(one, kind)]
         return list({id(one): one for one in found}.values())
 
     def _evaluate_graph(self, samples: Any, labels: Any) -> Any:
-        tf = self._tf
         self._metrics.reset()
         averaged: list[Any] = []
-        with replacing(self._keras.metrics.Mean, "update_state", noting_batches(averaged)):
+        with replacing(keras.metrics.Mean, "update_state", noting_batches(averaged)):
             logs = self._call(self.model.test_step, samples, labels)
         count = tf.cast(tf.shape(tf.nest.flatten(samples)[0])[0], tf.float32)
         found = self._own_logs(logs)
@@ -353,7 +319,6 @@ class CustomStep(RankStep):
 
     def _unpack(self, samples: Any, labels: Any) -> Any:
         """Return the batch as fit passes it: x, (x, y) or (x, y, sample_weight)."""
-        tf = self._tf
         parts = tf.nest.map_structure(self._scale, samples)
         if isinstance(parts, dict) and all(is_position(name, INPUT) for name in parts):
             parts = tuple(parts.values())
@@ -371,12 +336,12 @@ class CustomStep(RankStep):
 
     def _scale(self, values: Any) -> Any:
         is_symbolic = type(values).__name__ == "KerasTensor"
-        return values if is_symbolic else scale(values, self._input_range, None, self._tf)
+        return values if is_symbolic else scale(values, self._input_range, None)
 
     def _own_logs(self, logs: Any) -> dict[str, Any]:
         """Return the numbers of what a step returned that are not results of the model's metrics."""
         named = set(self._named)
-        numbers = {name: self._tf.convert_to_tensor(value) for name, value in _flat_logs(logs)}
+        numbers = {name: tf.convert_to_tensor(value) for name, value in _flat_logs(logs)}
         return {
             name: value
             for name, value in numbers.items()
@@ -384,9 +349,6 @@ class CustomStep(RankStep):
         }
 
     # --- one process ---
-
-    def _tensors(self, images: Array, labels: Array) -> tuple[Any, Any]:
-        return as_tensors(images, self._tf), as_tensors(labels, self._tf)
 
     def _run(self, images: Array, labels: Array, exchange: Exchange) -> Array:
         """Take a step; return the last summed vector."""
@@ -400,7 +362,7 @@ class CustomStep(RankStep):
         self._save()
         try:
             total: Array = np.asarray(
-                self._step(*self._tensors(images, labels), *map(self._tf.convert_to_tensor, (weight, seed)))
+                self._step(*map(as_tensors, (images, labels)), *map(tf.convert_to_tensor, (weight, seed)))
             )
         except BaseException:
             self._restore()
@@ -418,15 +380,10 @@ class CustomStep(RankStep):
 
     def _sums(self, tail: Array) -> Sums:
         *states, count = (float(value) for value in tail)
-        return Sums(self._find_loss(states, count) * count, tuple(states), count)
-
-    def _find_loss(self, states: list[float], count: float) -> float:
-        """Return what is reported as the loss: `loss`, else the first name with it, else the first of all."""
-        if not count:
-            return 0.0
-        found = self._results(states, count)
+        found = self._results(states, count) if count else {"": 0.0}
+        # `loss`, else the first name with it, else the first of all.
         name = min(found, key=lambda name: (name != LOSS, LOSS not in name), default="")
-        return found.get(name, math.nan)
+        return Sums(found.get(name, math.nan) * count, tuple(states), count)
 
 
 AnyStep = Step | CustomStep
@@ -436,22 +393,20 @@ def make_step(
     model: Any,
     recipe: Recipe,
     example: tuple[Array, Array],
-    tf: Any,
-    keras: Any,
     *,
     rank: int = 0,
     weight: float = 1.0,
     noise: Noise | None = None,
 ) -> AnyStep:
     """Return the step of a compiled model, which may have its own train_step; arguments as of `Step`."""
-    if not has_own_step(model, keras):
-        return Step(model, recipe, example, tf, keras, rank=rank, weight=weight, noise=noise)
+    if not has_own_step(model):
+        return Step(model, recipe, example, rank=rank, weight=weight, noise=noise)
     if noise:
         raise InputError(
             f"{type(model).__name__} has its own train_step: csdctl cannot clip the gradient of each sample",
             "train without data.private.noise",
         )
-    return CustomStep(model, recipe, example, tf, keras, rank=rank, weight=weight)
+    return CustomStep(model, recipe, example, rank=rank, weight=weight)
 
 
 class _Held:
@@ -474,10 +429,6 @@ def _flat_logs(logs: Any) -> Iterator[tuple[str, Any]]:
 def _keep(number: int, part: Array) -> Array:
     """Return the sum of a rank without other ranks."""
     return part
-
-
-def _symbolic(keras: Any) -> Callable[[Any], Any]:
-    return lambda spec: keras.KerasTensor(spec.shape, spec.dtype.name)
 
 
 def constant_rate(optimizer: Any) -> float:

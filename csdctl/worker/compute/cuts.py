@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from csdctl.worker.compute.backend import keras, tf
 from csdctl.worker.compute.keras_internals import (
     flatten_layers,
     global_seed_generator,
@@ -41,7 +42,7 @@ def count_flops(model: Any) -> int:
         return 0
 
 
-def count_flops_until(model: Any, tensors: Sequence[Any], keras: Any) -> list[int]:
+def count_flops_until(model: Any, tensors: Sequence[Any]) -> list[int]:
     """Return the FLOPs of one sample from the only input to each of the model's `tensors`; 0 if unknown."""
     try:
         return [2 * _count([output]) for output in _trace(keras.Model(model.inputs[0], list(tensors)))]
@@ -51,7 +52,6 @@ def count_flops_until(model: Any, tensors: Sequence[Any], keras: Any) -> list[in
 
 def _trace(model: Any) -> list[Any]:
     """Return the outputs of the model's graph for one sample."""
-    import tensorflow as tf
 
     def forward(*inputs: Any) -> Any:
         return model(list(inputs) if len(inputs) > 1 else inputs[0], training=False)
@@ -115,8 +115,6 @@ def _count_einsum(equation: str, shapes: list[Any]) -> int:
 
 def _loop_length(operation: Any) -> int:
     """Return the iterations of a loop over a sequence, which runs while its counter is below a constant."""
-    import tensorflow as tf
-
     condition = _function(operation, "cond").get_operations()
     limits = [tf.get_static_value(operation.inputs[1]) for operation in condition if operation.type == "Less"]
     return min(int(limit) for limit in limits if limit is not None)
@@ -194,8 +192,6 @@ def unroll(model: Any) -> tuple[Any, dict[int, str]]:
     """
     if not any(nested_graph(operation) for operation, _ in topological_nodes(model)):
         return model, {}
-    import keras
-
     names: dict[int, str] = {}
     try:
         inputs = [keras.Input(batch_shape=tensor.shape, dtype=tensor.dtype) for tensor in model.inputs]
@@ -206,8 +202,6 @@ def unroll(model: Any) -> tuple[Any, dict[int, str]]:
 
 def _unroll(model: Any, inputs: Sequence[Any], names: dict[int, str]) -> list[Any]:
     """Call the layers of `model` and of models nested in it on symbolic tensors; return its outputs."""
-    import keras
-
     graph = getattr(model, "_functional", None) or model
     tensors = {id(tensor): value for tensor, value in zip(graph.inputs, inputs, strict=True)}
     for operation, node in topological_nodes(model):
@@ -238,10 +232,10 @@ def _is_plain_call(args: Sequence[Any], kwargs: Mapping[str, Any], nested: Any) 
     )
 
 
-def describe_cuts(model: Any, keras: Any) -> tuple[CutInfo, ...]:
+def describe_cuts(model: Any) -> tuple[CutInfo, ...]:
     """Return what is known of the model's cuts, in the order of `find_cuts`."""
     cuts = find_cuts(model)
-    operations = count_flops_until(cuts[0].graph, [cut.tensor for cut in cuts], keras) if cuts else []
+    operations = count_flops_until(cuts[0].graph, [cut.tensor for cut in cuts]) if cuts else []
     return tuple(
         CutInfo(
             cut.layer,
@@ -255,14 +249,14 @@ def describe_cuts(model: Any, keras: Any) -> tuple[CutInfo, ...]:
     )
 
 
-def split_at(cut: Cut, keras: Any) -> tuple[Any, Any]:
+def split_at(cut: Cut) -> tuple[Any, Any]:
     """Return prefix and head, which share their layers with the model that is cut."""
     (source,) = cut.graph.inputs
     outputs = cut.graph.outputs[0] if len(cut.graph.outputs) == 1 else cut.graph.outputs
     return keras.Model(source, cut.tensor), keras.Model(cut.tensor, outputs)
 
 
-def frozen_cut(model: Any, keras: Any) -> Cut:
+def frozen_cut(model: Any) -> Cut:
     """Return the last cut before which nothing is trained, changes its state or is drawn at random.
 
     Raises NoCutError.
@@ -274,10 +268,10 @@ def frozen_cut(model: Any, keras: Any) -> Cut:
     if not frozen:
         raise NoCutError("has no frozen first layers")
 
-    if _is_constant(split_at(frozen[-1], keras)[0]):
+    if _is_constant(split_at(frozen[-1])[0]):
         return frozen[-1]
     # Whatever is not constant stays so behind it.
-    number = bisect.bisect_left(frozen, True, key=lambda cut: not _is_constant(split_at(cut, keras)[0]))
+    number = bisect.bisect_left(frozen, True, key=lambda cut: not _is_constant(split_at(cut)[0]))
     if not number:
         raise NoCutError("draws random numbers, or changes its state, before its first trainable layer")
     return frozen[number - 1]

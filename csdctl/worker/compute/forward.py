@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from csdctl.worker.compute.backend import load_backend
+from csdctl.worker.compute.backend import keras, load_backend, tf
 from csdctl.worker.compute.keras_internals import topological_nodes
 from csdctl.worker.compute.model import load
 from csdctl.worker.compute.objective import as_tensors, inputs_of
@@ -59,23 +59,21 @@ class BatchedPass:
         return self._convert(outputs)[: len(samples)]
 
 
-def forward_pass(
-    part: Prefix, convert: Callable[[list[Array]], Array], tf: Any, keras: Any, layer: str = ""
-) -> BatchedPass:
+def forward_pass(part: Prefix, convert: Callable[[list[Array]], Array], layer: str = "") -> BatchedPass:
     """Return what runs a Keras model with one thread pool, that of the process.
 
     `convert` makes the stored rows of the model's outputs, or of the output of `layer`. Raises WorkerError if
     the model cannot be built here, or has no such layer.
     """
-    model = load(Path(part.architecture), Path(part.weights), keras, part.code)
+    model = load(Path(part.architecture), Path(part.weights), part.code)
     computed = keras.Model(model.inputs, output_of(model, layer)) if layer else model
 
     def forward(samples: Any) -> Any:
-        outputs = computed(inputs_of(model, samples, part.input_range, tf), training=False)
+        outputs = computed(inputs_of(model, samples, part.input_range), training=False)
         return keras.tree.flatten(outputs)
 
     graph = tf.function(forward, autograph=False, reduce_retracing=True)
-    return BatchedPass(lambda samples: list(map(np.asarray, graph(as_tensors(samples, tf)))), convert)
+    return BatchedPass(lambda samples: list(map(np.asarray, graph(as_tensors(samples)))), convert)
 
 
 def output_of(model: Any, layer: str) -> Any:
@@ -175,9 +173,9 @@ def convert(spec: ConvertSpec) -> None:
 
     Raises WorkerError, exit code 2, for a model that has operations which LiteRT does not have.
     """
-    tf, keras = load_backend()
+    load_backend()
     part = spec.part
-    model = load(Path(part.architecture), Path(part.weights), keras, part.code)
+    model = load(Path(part.architecture), Path(part.weights), part.code)
     try:
         content = tf.lite.TFLiteConverter.from_keras_model(model).convert()
     except Exception as error:  # of any of its passes
@@ -188,9 +186,7 @@ def convert(spec: ConvertSpec) -> None:
     Path(spec.output).write_bytes(content)
 
 
-def feature_pass(
-    prefix: Prefix, make_backend: Callable[[], tuple[Any, Any]], threads: int, *, is_keras: bool = False
-) -> BatchedPass:
+def feature_pass(prefix: Prefix, threads: int, *, is_keras: bool = False) -> BatchedPass:
     """Return what computes features: LiteRT where the prefix is there for it, unless `is_keras`.
 
     Raises WorkerError if the prefix cannot be built here.
@@ -202,14 +198,12 @@ def feature_pass(
 
     if prefix.lite and not is_keras:
         return lite_pass(prefix, as_features, threads)
-    return forward_pass(prefix, as_features, *make_backend())
+    return forward_pass(prefix, as_features)
 
 
 @functools.lru_cache(maxsize=1)  # to build it takes longer than to save it, and the best epochs do both
 def _load_whole(spec: HeadSpec) -> Any:
-    import keras
-
-    return load(Path(spec.architecture), Path(spec.weights), keras, spec.prefix.code)
+    return load(Path(spec.architecture), Path(spec.weights), spec.prefix.code)
 
 
 def assemble(spec: HeadSpec, head: Any) -> Any:

@@ -7,73 +7,257 @@ one sum for each time that it applies gradients, in the order of the trace, and 
     [ n · changes of state | states of metrics | n · logs | n | stop | seconds ]
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
 import numpy as np
 
-from csdctl.worker.compute.batch_states import BatchStates, run_eagerly
+from csdctl.worker.compute.backend import keras, tf
 from csdctl.worker.compute.keras_internals import optimizer_classes
-from csdctl.worker.compute.step import size_of, unflatten
+from csdctl.worker.compute.statistics import pooled_spread
+from csdctl.worker.compute.step import VectorLayout, size_of, unflatten
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.process.errors import InputError
+
+SUM_OPERATIONS = ("PyFunc", "PyFuncStateless", "EagerPyFunc")
+"""Types of the operation in which ranks sum: `tf.numpy_function`."""
+DRAWING = (
+    "RandomStandardNormal",
+    "RandomUniform",
+    "RandomUniformInt",
+    "TruncatedNormal",
+    "ParameterizedTruncatedNormal",
+    "Multinomial",
+    "RandomShuffle",
+    "RandomGamma",
+    "RandomPoissonV2",
+)
+"""Types of the operations that draw from a state of their own, which no step can set again."""
+
+
+class StepGraph:
+    """The writes of one traced step, and which of them differ by rank.
+
+    A variable differs by rank when what is written to it depends on the rank's batch or its random numbers by
+    another way than through a sum over the ranks. A change that does not depend on them is the same on every
+    rank, such as that of a moving average of the weights.
+    """
+
+    def __init__(self, graph: Any, own: Collection[int]) -> None:
+        """`own`: the ids of the handles of variables that differ by rank before the step."""
+        from tensorflow.python.framework.auto_control_deps_utils import get_read_write_resource_inputs
+
+        inner = {id(placeholder): handle for handle, placeholder in graph.captures}
+        # While a function is traced, its variables are only those that its tapes watch.
+        accessed = list(graph.variables) or list(graph._watched_variables)
+        variables = {id(variable.handle): variable for variable in accessed}
+        differing = set(own)
+        """Ids of handles."""
+        tensors: set[int] = set()
+        """Ids of the tensors that differ by rank."""
+        written: dict[int, Any] = {}
+        self.drawing: list[str] = []
+        """Types of operations that draw random numbers which cannot be repeated."""
+        for operation in graph.get_operations():
+            if operation.type in DRAWING:
+                self.drawing.append(operation.type)
+            reads, writes = (
+                {id(inner[id(tensor)]) for tensor in found if id(tensor) in inner}
+                for found in get_read_write_resource_inputs(operation)
+            )
+            values = [tensor for tensor in operation.inputs if id(tensor) not in inner]
+            is_assigning = operation.type == "AssignVariableOp"
+            reads_state = bool((reads | (set() if is_assigning else writes)) & differing)
+            is_different = reads_state or any(id(tensor) in tensors for tensor in values)
+            if operation.type in SUM_OPERATIONS:
+                is_different = False
+            elif operation.type == "Placeholder":  # of the batch, if it is not captured
+                is_different = id(operation.outputs[0]) not in inner
+            if is_different:
+                tensors |= {id(tensor) for tensor in operation.outputs}
+                differing |= writes
+            elif is_assigning:
+                differing -= writes
+            for handle in writes:
+                if handle in variables:
+                    written.setdefault(handle, variables[handle])
+        self.written = list(written.values())
+        """The variables that the step writes, tf.Variables, in the order of their first write."""
+        self.differing = [variable for handle, variable in written.items() if handle in differing]
+        """Those whose new values differ by rank."""
+
+
+class BatchStates:
+    """The state that a step writes beside what its optimizers train, in one trace of the step.
+
+    State that differs by rank is summed with the next sum: of the statistics of batch norm the pooled batch's
+    are computed for each call, of all other state the mean of the changes.
+    """
+
+    def __init__(self, find_passing: Callable[[], list[Any]]) -> None:
+        """`find_passing` returns the variables that every step sets anew."""
+        self._find_passing = find_passing
+        self.graph = tf.compat.v1.get_default_graph()
+        """That of the step."""
+        self.parts: list[tuple[str, int]] = []
+        """The parts of the summed changes, in order: the layer's name, '' for others, and the size."""
+        self.drawing: list[str] = []
+        """Types of operations that draw random numbers which cannot be repeated."""
+        self._norms: list[tuple[Any, Any, Any]] = []
+        """The calls of batch norms since the last sum: layer, and moves of its statistics."""
+        self._bases: dict[int, Any] = {}
+        """The values after the last sum of state that differs by rank, by the id of the variable."""
+        self._held: dict[int, tuple[Any, Any]] = {}
+        """Variables, and those that hold their values before the step, by id."""
+
+    def normalizing(self, original: Any) -> Any:
+        """Return what takes the place of the call of batch norms."""
+
+        def call(layer: Any, inputs: Any, training: Any = None, mask: Any = None) -> Any:
+            rate = 1.0 - float(layer.momentum)
+            is_moving = training and layer.trainable and rate > 0 and not getattr(layer, "renorm", False)
+            if not is_moving or tf.compat.v1.get_default_graph() is not self.graph:
+                return original(layer, inputs, training=training, mask=mask)
+            mean, variance = _statistics(layer)
+            old = tf.identity(mean), tf.identity(variance)
+            outputs = original(layer, inputs, training=training, mask=mask)
+            self._norms.append((layer, *pooled_spread(mean - old[0], variance - old[1], rate)))
+            # Every call starts from the statistics before the step: only so can calls be pooled.
+            mean.assign(old[0])
+            variance.assign(old[1])
+            return outputs
+
+        return call
+
+    def take(self, weight: Any, trained: Iterable[Any]) -> tuple[list[Any], Callable[[Any], None]]:
+        """Return the changes since the last sum, times `weight`, and what applies their means.
+
+        `trained`: the variables that optimizers write.
+        """
+        norms, self._norms = self._norms, []
+        differing = self._find_differing(trained)
+        changes = [move for _, *moves in norms for move in moves]
+        bases = [self._base_of(variable) for variable in differing]
+        changes += [
+            tf.cast(one, tf.float32) - tf.cast(base, tf.float32)
+            for one, base in zip(differing, bases, strict=True)
+        ]
+        self.parts += [(layer.name, 2 * math.prod(moved.shape)) for layer, moved, _ in norms]
+        self.parts += [("", math.prod(variable.shape)) for variable in differing]
+
+        def update(mean: Any) -> None:
+            parts = iter(tf.split(mean, [math.prod(one.shape) for one in changes]) if changes else ())
+            starts = {id(layer): [tf.identity(one) for one in _statistics(layer)] for layer, _, _ in norms}
+            for layer, *moves in norms:
+                moved, spread = (tf.reshape(next(parts), move.shape) for move in moves)
+                _move_statistics(layer, starts[id(layer)], moved, spread)
+            for variable, base in zip(differing, bases, strict=True):
+                change = tf.reshape(next(parts), variable.shape)
+                change = change if variable.dtype.is_floating else tf.round(change)
+                variable.assign(base + tf.cast(change, variable.dtype))
+                self._bases[id(variable)] = tf.identity(variable)
+
+        return [change * weight for change in changes], update
+
+    def hold(self) -> tuple[list[Any], Callable[[], None], Callable[[], None]]:
+        """Return all that the step writes, and graphs that save it before a step and restore it."""
+        passing = {id(one) for one in self._find_passing()}
+        written = [one for one in StepGraph(self.graph, ()).written if id(one) not in passing]
+        for variable in written:
+            self._held_of(variable)
+        pairs = list(self._held.values())
+        return written, _assigning([pair[::-1] for pair in pairs]), _assigning(pairs)
+
+    def _find_differing(self, trained: Iterable[Any]) -> list[Any]:
+        """Return the variables that differ by rank now; raises WorkerError for those without a mean."""
+        passing = self._find_passing()
+        graph = StepGraph(self.graph, {id(one.handle) for one in passing})
+        self.drawing = graph.drawing
+        known = {id(one) for one in (*(variable.value for variable in trained), *passing)}
+        found = [one for one in graph.differing if id(one) not in known]
+        for variable in found:
+            if not is_number(variable):
+                raise InputError(
+                    f"train_step writes {variable.name}, {variable.dtype.name}, from samples of its batch",
+                    "only numbers can be averaged over ranks",
+                )
+        return found
+
+    def _base_of(self, variable: Any) -> Any:
+        """Return the value after the last sum, or before the step."""
+        if id(variable) not in self._bases:
+            self._bases[id(variable)] = tf.identity(self._held_of(variable))
+        return self._bases[id(variable)]
+
+    def _held_of(self, variable: Any) -> Any:
+        """Return the variable that holds the value before the step."""
+        if id(variable) not in self._held:
+            held = run_eagerly(lambda: tf.Variable(variable, trainable=False))
+            self._held[id(variable)] = variable, held
+        return self._held[id(variable)][1]
+
+
+def is_number(tensor: Any) -> bool:
+    """Return whether a tensor or variable has numbers, which can be averaged."""
+    return bool(tensor.dtype.is_floating or tensor.dtype.is_integer)
+
+
+def run_eagerly(code: Callable[[], Any]) -> Any:
+    """Return what `code` returns outside of the graph that is being traced: graphs belong to their thread."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(code).result()
+
+
+def _assigning(pairs: Sequence[tuple[Any, Any]]) -> Callable[[], None]:
+    """Return a graph that assigns the second of each pair to the first."""
+
+    def assign() -> None:
+        for variable, value in pairs:
+            variable.assign(value, read_value=False)
+
+    graph: Callable[[], None] = tf.function(assign, autograph=False, input_signature=[])
+    return graph
+
+
+def _statistics(layer: Any) -> tuple[Any, Any]:
+    return layer.moving_mean.value, layer.moving_variance.value
+
+
+def _move_statistics(layer: Any, starts: Sequence[Any], moved: Any, spread: Any) -> None:
+    """Move the statistics of a batch norm as one call with the pooled batch does; inside a graph.
+
+    `starts`: the statistics that `moved` and `spread`, means over ranks, are relative to.
+    """
+    rate = 1.0 - float(layer.momentum)
+    mean, variance = _statistics(layer)
+    pooled = starts[1] + (spread - moved * moved / rate) / rate
+    variance.assign(tf.maximum(variance + rate * (pooled - variance), 0.0))
+    mean.assign(mean + rate * (starts[0] + moved / rate - mean))
+
 
 Exchange = Callable[[int, Array], Array]
 """Sums a vector over the ranks, given the number of the sum within the step."""
 
 
-@dataclass(frozen=True)
-class SumLayout:
+class SumLayout(VectorLayout):
     """Where the parts of one summed vector of a step are: values, n, and what the training loop adds."""
 
-    name: str
-    """What is summed, for messages."""
-    num_gradients: int
-    num_states: int
-    num_others: int = 0
-    """States of metrics, and logs."""
-
-    @property
-    def gradients(self) -> slice:
-        """The gradients times n."""
-        return slice(0, self.num_gradients)
-
-    @property
-    def statistics(self) -> slice:
-        """The changes of state times n."""
-        return slice(self.num_gradients, self.num_gradients + self.num_states)
-
-    @property
-    def count(self) -> int:
-        """The index of n, the number of samples."""
-        return self.num_gradients + self.num_states + self.num_others
-
-    @property
-    def step_size(self) -> int:
-        """Elements of the step's part."""
-        return self.count + 1
-
-    @property
-    def step(self) -> slice:
-        """The step's part."""
-        return slice(0, self.step_size)
-
-    @property
-    def stop(self) -> int:
-        """The index of the stop request; after it, each rank's compute seconds, above 0 in the last sum."""
-        return self.step_size
+    def __init__(self, name: str, num_gradients: int, num_states: int, num_others: int) -> None:
+        """`name`: what is summed, for messages; `num_others`: elements of states of metrics, and logs."""
+        super().__init__(num_gradients, num_states, num_others - 1)
+        self.name, self.num_states, self.num_others = name, num_states, num_others
 
 
 class Interception:
     """One trace of a step, and its sums."""
 
-    def __init__(self, states: BatchStates, weight: Any, exchange: Exchange, tf: Any, keras: Any) -> None:
+    def __init__(self, states: BatchStates, weight: Any, exchange: Exchange) -> None:
         """`weight`: n, a tensor; `exchange` is called by every step."""
         self._states, self._weight, self._exchange = states, weight, exchange
-        self._tf, self._keras = tf, keras
         self.applied: list[tuple[Any, list[Any]]] = []
         """Optimizer and variables of each sum."""
         self.layouts: list[SumLayout] = []
@@ -86,19 +270,19 @@ class Interception:
     @contextmanager
     def active(self, seed: Any) -> Iterator[None]:
         """Sum gradients where optimizers apply them, and see to random numbers and statistics."""
-        layers, metrics = self._keras.layers, self._keras.metrics
+        layers, metrics = keras.layers, keras.metrics
         with (
-            replacing_apply(self._keras, self._sum_gradients),
+            replacing_apply(self._sum_gradients),
             replacing(layers.BatchNormalization, "call", self._states.normalizing),
             replacing(metrics.Mean, "update_state", noting_batches(self.of_batches)),
-            repeatable_draws(self._tf, seed) as drawn,
+            repeatable_draws(seed) as drawn,
         ):
             yield
         self.has_draws = bool(drawn)
 
     def sum(self, gradients: list[Any], others: list[Any], name: str) -> Any:
         """Sum over the ranks; return the total, and bring all state to that of the pooled batch."""
-        tf, weight, number = self._tf, self._weight, len(self.layouts)
+        weight, number = self._weight, len(self.layouts)
         trained = (one for optimizer, variables in self.applied for one in (*variables, *optimizer.variables))
         states, update = self._states.take(weight, trained)
         flat = [[tf.reshape(one, [-1]) for one in part] for part in (gradients, states, others)]
@@ -116,7 +300,6 @@ class Interception:
 
     def _sum_gradients(self, optimizer: Any, gradients: list[Any], variables: list[Any]) -> list[Any]:
         """Return the mean gradients of all ranks' samples, with None where a variable has none."""
-        tf = self._tf
         self._check_graph()
         if not optimizer.built:
             run_eagerly(lambda: optimizer.build(variables))
@@ -129,13 +312,13 @@ class Interception:
         shaped = [tf.reshape(one, variable.shape) for one, variable in zip(dense, trained, strict=True)]
         own = [tf.cast(one, tf.float32) * self._weight for one in shaped]
         total = self.sum(own, [], f"gradients of {len(trained)} variables for {optimizer.name}")
-        means = iter(unflatten(total[: size_of(trained)] / total[-1], trained, tf))
+        means = iter(unflatten(total[: size_of(trained)] / total[-1], trained))
         types = iter(one.dtype for one in dense)
         return [None if one is None else tf.cast(next(means), next(types)) for one in gradients]
 
     def _check_graph(self) -> None:
         """Raise WorkerError inside of a condition or a loop, which ranks may run through differently."""
-        graph = self._tf.compat.v1.get_default_graph()
+        graph = tf.compat.v1.get_default_graph()
         while graph is not self._states.graph:
             if type(graph).__name__.startswith(("Cond", "While")):
                 raise InputError(
@@ -146,9 +329,7 @@ class Interception:
 
 
 @contextmanager
-def recording(
-    totals: Sequence[Array], layouts: Sequence[SumLayout], tf: Any, keras: Any
-) -> Iterator[list[Array]]:
+def recording(totals: Sequence[Array], layouts: Sequence[SumLayout]) -> Iterator[list[Array]]:
     """Let optimizers apply the gradients of `totals`, the sums of a step; yield those that they are given.
 
     It is what ranks are judged by, and works eagerly, without the graph of a step.
@@ -163,12 +344,12 @@ def recording(
         shaped = iter(part.reshape(one.shape) for part, one in zip(means, own, strict=False))
         return [None if one is None else tf.cast(next(shaped), one.dtype) for one in gradients]
 
-    with replacing_apply(keras, record):
+    with replacing_apply(record):
         yield recorded
 
 
 @contextmanager
-def replacing_apply(keras: Any, change: Callable[[Any, list[Any], list[Any]], list[Any]]) -> Iterator[None]:
+def replacing_apply(change: Callable[[Any, list[Any], list[Any]], list[Any]]) -> Iterator[None]:
     """Let every optimizer apply what `change` returns of (optimizer, gradients, variables)."""
     is_applying = False
 
@@ -189,7 +370,7 @@ def replacing_apply(keras: Any, change: Callable[[Any, list[Any], list[Any]], li
         return apply
 
     with ExitStack() as stack:
-        for kind in optimizer_classes(keras):
+        for kind in optimizer_classes():
             stack.enter_context(replacing(kind, "apply", wrap))
         yield
 
@@ -220,7 +401,7 @@ def noting_batches(found: list[Any]) -> Callable[[Any], Any]:
 
 
 @contextmanager
-def repeatable_draws(tf: Any, seed: Any) -> Iterator[list[None]]:
+def repeatable_draws(seed: Any) -> Iterator[list[None]]:
     """Let tf.random draw numbers that follow from `seed`, shape (2,), int32, and the order of the calls."""
 
     def next_seed() -> Any:

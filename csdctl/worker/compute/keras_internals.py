@@ -7,6 +7,7 @@ import contextlib
 import inspect
 from typing import Any
 
+from csdctl.worker.compute.backend import keras
 from csdctl.worker.protocol.model_info import OwnCompile
 
 
@@ -46,9 +47,7 @@ def regularization_losses(model: Any) -> list[Any]:
 
 def run_symbolically(code: Any, *symbols: Any) -> None:
     """Run `code` on symbolic tensors, as Keras does to create the state of losses and metrics."""
-    from keras.src.backend import compute_output_spec
-
-    compute_output_spec(code, *symbols)
+    keras.src.backend.compute_output_spec(code, *symbols)
 
 
 def compiled_loss(model: Any, targets: Any, predictions: Any, weights: Any) -> Any:
@@ -98,7 +97,7 @@ def build_symbolically(model: Any, data: Any) -> None:
         model._symbolic_build(data_batch=data)
 
 
-def find_optimizers(model: Any, keras: Any) -> list[Any]:
+def find_optimizers(model: Any) -> list[Any]:
     """Return the optimizers that a train_step uses: global ones that it names, else those of `model`."""
     for named in (find_globals(model), vars(model).values()):
         if found := [one for one in named if isinstance(one, keras.optimizers.Optimizer)]:
@@ -122,11 +121,9 @@ def find_globals(model: Any) -> list[Any]:
     return list(found.values())
 
 
-def optimizer_classes(keras: Any) -> list[Any]:
+def optimizer_classes() -> list[Any]:
     """Return the base class of Keras' optimizers and all of its subclasses, the user's included."""
-    from keras.src.optimizers.base_optimizer import BaseOptimizer
-
-    found = [BaseOptimizer]
+    found = [keras.src.optimizers.base_optimizer.BaseOptimizer]
     for kind in found:
         found += kind.__subclasses__()
     return list(dict.fromkeys(found))
@@ -134,9 +131,7 @@ def optimizer_classes(keras: Any) -> list[Any]:
 
 def global_seed_generator() -> Any:
     """Return the generator that random operations without one of their own use."""
-    from keras.src.random.seed_generator import global_seed_generator as get
-
-    return get()
+    return keras.src.random.seed_generator.global_seed_generator()
 
 
 def nested_graph(operation: Any) -> Any:
@@ -144,12 +139,9 @@ def nested_graph(operation: Any) -> Any:
 
     A class of the user's own may compute more than its graph.
     """
-    from keras.src.models.functional import Functional
-    from keras.src.models.sequential import Sequential
-
     call = getattr(type(operation), "call", None)
-    graph = operation if call is Functional.call else None
-    if call is Sequential.call:
+    graph = operation if call is keras.src.models.Functional.call else None
+    if call is keras.Sequential.call:
         graph = operation._functional
     return graph if graph is not None and len(graph.inputs) == len(graph.outputs) == 1 else None
 
@@ -167,7 +159,7 @@ def topological_nodes(model: Any) -> list[tuple[Any, Any]]:
     ]
 
 
-def describe_compile(model: Any, keras: Any) -> OwnCompile | None:
+def describe_compile(model: Any) -> OwnCompile | None:
     """Return what `model` was compiled with, None if it was not."""
     own = compile_arguments(model)
     if not own:
@@ -192,7 +184,7 @@ def describe_compile(model: Any, keras: Any) -> OwnCompile | None:
     return OwnCompile(type(optimizer).__name__, rate, schedule, has_loss, metrics)
 
 
-def find_scaling_layers(model: Any, keras: Any) -> tuple[str, ...]:
+def find_scaling_layers(model: Any) -> tuple[str, ...]:
     """Return the layers of `model`, and of models in it, that scale what they are given."""
     kinds = (keras.layers.Rescaling, keras.layers.Normalization)
     found = (layer for layer in flatten_layers(model) if isinstance(layer, kinds))

@@ -21,7 +21,7 @@ from unittest import mock
 
 import numpy as np
 
-from csdctl.worker.compute.backend import load_backend
+from csdctl.worker.compute.backend import keras, load_backend
 from csdctl.worker.compute.custom_step import constant_rate, has_own_step
 from csdctl.worker.compute.cuts import NoCutError, count_flops, describe_cuts, frozen_cut, split_at
 from csdctl.worker.compute.keras_internals import (
@@ -69,29 +69,29 @@ def build(request: BuildRequest) -> ModelInfo:
     """
     spec, output = request.spec, Path(request.output)
     reference, recipe = spec.reference, spec.recipe
-    _, keras = load_backend()
+    load_backend()
     keras.utils.set_random_seed(recipe.seed)  # for what files draw when they are imported
     import_roots(spec.code_roots)
     keras.utils.set_random_seed(recipe.seed)
-    model = _find(spec, keras)
+    model = _find(spec)
     if not isinstance(model, keras.Model):
         raise InputError(f"{reference} returned a {type(model).__name__}, expected a Keras model")
-    has_step = has_own_step(model, keras)
-    if not _is_built(model, keras):
+    has_step = has_own_step(model)
+    if not _is_built(model):
         if not spec.sample_shapes:
             return ModelInfo(reference, (), (), 0, 0, "", is_built=False)
         _build_by_call(model, spec)
     if not model.trainable_variables:
         raise InputError(f"{reference}: the model has no trainable variables")
-    compiled = describe_compile(model, keras)
-    resolved = _compile(model, recipe, keras)
-    needs_code, architecture = _to_json(model, spec, keras)
+    compiled = describe_compile(model)
+    resolved = _compile(model, recipe)
+    needs_code, architecture = _to_json(model, spec)
     (output / "architecture.json").write_text(architecture)
     save_weights(output / "weights.npz", model.get_weights())
-    features, no_features = _write_parts(model, architecture, output, keras)
+    features, no_features = _write_parts(model, architecture, output)
     inputs = _describe_inputs(model, spec)
     has_one_input = list(inputs) == [""]
-    outputs = _describe_outputs(model, keras)
+    outputs = _describe_outputs(model)
     return ModelInfo(
         name=reference,
         input_shape=inputs[""] if has_one_input else (),
@@ -102,22 +102,22 @@ def build(request: BuildRequest) -> ModelInfo:
         output_activation=outputs[0].activation,
         num_operations=0 if has_step else count_flops(model),
         has_own_step=has_step,
-        stateful_layers=find_stateful_layers(model, keras),
+        stateful_layers=find_stateful_layers(model),
         outputs=outputs,
         recipe=resolved,
         needs_code=needs_code,
         compiled=compiled,
-        scaling_layers=find_scaling_layers(model, keras),
+        scaling_layers=find_scaling_layers(model),
         features=features,
         no_features=no_features,
-        cuts=() if has_step else describe_cuts(model, keras),
+        cuts=() if has_step else describe_cuts(model),
     )
 
 
-def _compile(model: Any, recipe: Recipe, keras: Any) -> Recipe:
+def _compile(model: Any, recipe: Recipe) -> Recipe:
     """Compile `model` by the recipe, unless it has a train_step and a compile() of its own."""
-    if not has_own_step(model, keras):
-        return compile_model(model, recipe, keras)
+    if not has_own_step(model):
+        return compile_model(model, recipe)
     named = {
         "optimizer": recipe.optimizer,
         "loss": recipe.losses,
@@ -130,10 +130,10 @@ def _compile(model: Any, recipe: Recipe, keras: Any) -> Recipe:
             f"{type(model).__name__} has its own train_step, which recipe.{wrong[0]} cannot change",
             "pass it to compile() in the function that builds the model",
         )
-    optimizers = find_optimizers(model, keras)
+    optimizers = find_optimizers(model)
     is_compiled = type(model).compile is keras.Model.compile and model.compiled
     if is_compiled and any(one is model.optimizer for one in optimizers):
-        return compile_model(model, recipe, keras)
+        return compile_model(model, recipe)
     rates = [rate for rate in map(constant_rate, optimizers) if rate]
     if recipe.learning_rate is None and not optimizers:
         raise InputError(
@@ -150,15 +150,15 @@ def _compile(model: Any, recipe: Recipe, keras: Any) -> Recipe:
     return recipe
 
 
-def _write_parts(model: Any, architecture: str, output: Path, keras: Any) -> tuple[FeatureInfo | None, str]:
+def _write_parts(model: Any, architecture: str, output: Path) -> tuple[FeatureInfo | None, str]:
     """Write the model's frozen prefix and its head; return what is known of them, or why there are none."""
-    if has_own_step(model, keras):
+    if has_own_step(model):
         return None, "has its own train_step"
     if BUILDER in json.loads(architecture):
         return None, "cannot be rebuilt from its configuration"
     try:
-        cut = frozen_cut(model, keras)
-        prefix, head = split_at(cut, keras)
+        cut = frozen_cut(model)
+        prefix, head = split_at(cut)
         # The state of the head's optimizer becomes that of the whole model's, in this order.
         if list(map(id, head.trainable_variables)) != list(map(id, model.trainable_variables)):
             raise NoCutError("has trainable weights in a different order than its head")
@@ -176,7 +176,7 @@ def _write_parts(model: Any, architecture: str, output: Path, keras: Any) -> tup
     return FeatureInfo(cut.layer, _shape(cut.tensor), count_flops(prefix), head_weights), ""
 
 
-def find_stateful_layers(model: Any, keras: Any) -> tuple[str, ...]:
+def find_stateful_layers(model: Any) -> tuple[str, ...]:
     """Return names of the layers of `model` that keep state of the samples they train on.
 
     State that is not known to be constant counts too: layers do not declare what changes it.
@@ -191,7 +191,7 @@ def find_stateful_layers(model: Any, keras: Any) -> tuple[str, ...]:
     return tuple(found)
 
 
-def load(architecture: Path, weights: Path, keras: Any, code: UserCode | None = None) -> Any:
+def load(architecture: Path, weights: Path, code: UserCode | None = None) -> Any:
     """Return the compiled Keras model that `build` wrote.
 
     Raises WorkerError if it cannot be built here, or a file is not what csdctl sent.
@@ -204,9 +204,9 @@ def load(architecture: Path, weights: Path, keras: Any, code: UserCode | None = 
         with keras.saving.custom_object_scope(own):
             builder = json.loads(text).get(BUILDER)
             if builder:
-                model = _build_again(from_dict(BuildSpec, builder), keras)
+                model = _build_again(from_dict(BuildSpec, builder))
             else:
-                model = _from_json(text, keras, is_trusted=bool(own))
+                model = _from_json(text, is_trusted=bool(own))
         model.set_weights(load_weights(weights))
     except WorkerError:
         raise
@@ -225,17 +225,17 @@ def load(architecture: Path, weights: Path, keras: Any, code: UserCode | None = 
     return model
 
 
-def _from_json(text: str, keras: Any, *, is_trusted: bool) -> Any:
+def _from_json(text: str, *, is_trusted: bool) -> Any:
     """Return the compiled model; `is_trusted`: its lambdas may run, as the user's own code does."""
     content = json.loads(text)
-    with _reviving(keras):
+    with _reviving():
         model = keras.saving.deserialize_keras_object(content, safe_mode=not is_trusted)
-    _revive(model, content, keras, is_trusted=is_trusted)
+    _revive(model, content, is_trusted=is_trusted)
     return model
 
 
 @contextmanager
-def _reviving(keras: Any) -> Iterator[None]:
+def _reviving() -> Iterator[None]:
     """Let constructors of the user's models get objects, such as other models, not their configurations."""
     original = keras.Model.from_config.__func__
 
@@ -251,7 +251,7 @@ def _reviving(keras: Any) -> Iterator[None]:
         yield
 
 
-def _revive(model: Any, content: dict[str, Any], keras: Any, *, is_trusted: bool) -> None:
+def _revive(model: Any, content: dict[str, Any], *, is_trusted: bool) -> None:
     """Call a compile() of the model's own class with the saved arguments that it takes: Keras does not.
 
     The model's constructor may have called it. What `content` has is saved with the model again.
@@ -273,13 +273,13 @@ def _revive(model: Any, content: dict[str, Any], keras: Any, *, is_trusted: bool
     model.get_compile_config = lambda: compiled
 
 
-def _build_again(spec: BuildSpec, keras: Any) -> Any:
+def _build_again(spec: BuildSpec) -> Any:
     """Return the model as on the host, by the user's function in the job's code."""
     keras.utils.set_random_seed(spec.recipe.seed)
-    model = _find(spec, keras)
-    if not _is_built(model, keras):
+    model = _find(spec)
+    if not _is_built(model):
         _build_by_call(model, spec)
-    _compile(model, spec.recipe, keras)
+    _compile(model, spec.recipe)
     return model
 
 
@@ -302,7 +302,7 @@ def hash_weights(model: Any) -> str:
     return digest.hexdigest()
 
 
-def _find(spec: BuildSpec, keras: Any) -> Any:
+def _find(spec: BuildSpec) -> Any:
     reference, arguments = spec.reference, spec.arguments
     place, _, name = reference.partition(":")
     if place == "keras.applications":
@@ -310,7 +310,7 @@ def _find(spec: BuildSpec, keras: Any) -> Any:
         if not callable(function):
             raise InputError(f"keras.applications has no model {name!r}")
     elif reference.endswith(".keras"):
-        return _load_file(spec, keras)
+        return _load_file(spec)
     else:
         function = load_function(reference)
     file = Path(reference.rpartition(":")[0])
@@ -334,23 +334,19 @@ def _set_step(model: Any, reference: str) -> None:
     model.train_step = MethodType(function, model)
 
 
-def _own_objects(spec: BuildSpec) -> dict[str, Any]:
-    """Return what the imported code of the job defines, by name."""
-    return find_objects(lambda file: _is_named(Path(file), spec))
-
-
 def _is_named(file: Path, spec: BuildSpec) -> bool:
     """Return whether the job names a file of code, or a directory above it."""
     return any(file.is_relative_to(Path(root).resolve()) for root in spec.code_roots)
 
 
-def _load_file(spec: BuildSpec, keras: Any) -> Any:
+def _load_file(spec: BuildSpec) -> Any:
     """Return the model of a .keras file, which is data: it finds only the code that the job names."""
     try:
-        with keras.saving.custom_object_scope(_own_objects(spec)), _reviving(keras):
+        own = find_objects(lambda file: _is_named(Path(file), spec))
+        with keras.saving.custom_object_scope(own), _reviving():
             model = keras.models.load_model(spec.reference, compile=True, safe_mode=True)
             with zipfile.ZipFile(spec.reference) as archive:
-                _revive(model, json.loads(archive.read("config.json")), keras, is_trusted=False)
+                _revive(model, json.loads(archive.read("config.json")), is_trusted=False)
             return model
     except Exception as error:
         raise InputError(
@@ -359,9 +355,9 @@ def _load_file(spec: BuildSpec, keras: Any) -> Any:
         ) from None
 
 
-def _is_built(model: Any, keras: Any) -> bool:
+def _is_built(model: Any) -> bool:
     """Return whether all variables exist; a model with its own train_step need not be called itself."""
-    is_built = bool(model.built) or has_own_step(model, keras)
+    is_built = bool(model.built) or has_own_step(model)
     return is_built and all(layer.built for layer in flatten_layers(model))
 
 
@@ -371,13 +367,13 @@ def _build_by_call(model: Any, spec: BuildSpec) -> None:
     run_user_code(f"calling {spec.reference}'s model", lambda: model(as_inputs(samples)))
 
 
-def _to_json(model: Any, spec: BuildSpec, keras: Any) -> tuple[bool, str]:
+def _to_json(model: Any, spec: BuildSpec) -> tuple[bool, str]:
     """Return whether the nodes need the job's code, and the model as JSON.
 
     Raises WorkerError, exit code 2, if it cannot be rebuilt from that JSON.
     """
     reference = spec.reference
-    if has_own_step(model, keras) and is_own(reference):
+    if has_own_step(model) and is_own(reference):
         # Its configuration rarely has what its own __init__ and compile() take.
         return True, _describe_builder(spec)
     try:
@@ -387,7 +383,7 @@ def _to_json(model: Any, spec: BuildSpec, keras: Any) -> tuple[bool, str]:
     registered = dict(keras.saving.get_custom_objects())
     keras.saving.get_custom_objects().clear()
     try:  # first as on a node without the user's code
-        _from_json(text, keras, is_trusted=False)
+        _from_json(text, is_trusted=False)
         return False, text
     except Exception as error:
         plain = error
@@ -402,7 +398,7 @@ def _to_json(model: Any, spec: BuildSpec, keras: Any) -> tuple[bool, str]:
     own = find_objects(lambda file: _is_named(Path(file), spec))
     try:
         with keras.saving.custom_object_scope(own):
-            _from_json(text, keras, is_trusted=True)
+            _from_json(text, is_trusted=True)
         return True, text
     except Exception as error:
         return True, _describe_builder(spec, error)
@@ -446,14 +442,14 @@ def _describe_inputs(model: Any, spec: BuildSpec) -> dict[str, tuple[int, ...]]:
     return {tensor.name: _shape(tensor) for tensor in inputs}
 
 
-def _describe_outputs(model: Any, keras: Any) -> tuple[OutputInfo, ...]:
+def _describe_outputs(model: Any) -> tuple[OutputInfo, ...]:
     """Return the outputs in the model's order; of a subclassed model nothing is known before it is called."""
     outputs = getattr(model, "outputs", None)
     if not outputs:
-        return (OutputInfo("", (), "", name_of(_loss_of(model, None, keras)), is_known=False),)
+        return (OutputInfo("", (), "", name_of(_loss_of(model, None)), is_known=False),)
     names = list(model.output_names) if len(outputs) > 1 else [""]
     layers = {layer.name: layer for layer in model.layers}
-    losses = [_loss_of(model, name or None, keras) for name in names]
+    losses = [_loss_of(model, name or None) for name in names]
     return tuple(
         OutputInfo(
             name,
@@ -467,7 +463,7 @@ def _describe_outputs(model: Any, keras: Any) -> tuple[OutputInfo, ...]:
     )
 
 
-def _loss_of(model: Any, output: str | None, keras: Any) -> Any:
+def _loss_of(model: Any, output: str | None) -> Any:
     """Return the loss of an output as compile() takes it, None if it has none."""
     loss = getattr(model, "loss", None)
     if isinstance(loss, dict):

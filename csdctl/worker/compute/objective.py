@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from csdctl.worker.compute.backend import keras, tf
 from csdctl.worker.compute.keras_internals import (
     compiled_loss,
     flatten_layers,
@@ -34,9 +35,8 @@ MAX_RESULTS = 64
 class MetricStates:
     """The states of a compiled model's metrics, as one flat vector."""
 
-    def __init__(self, metrics: Sequence[Any], of_batches: Sequence[Any], tf: Any) -> None:
+    def __init__(self, metrics: Sequence[Any], of_batches: Sequence[Any]) -> None:
         """`metrics`: built, without the tracker of the whole loss; `of_batches`: those that count batches."""
-        self._tf = tf
         weighted = {id(variable) for metric in of_batches for variable in metric.variables}
         self._metrics = list(metrics)
         self._variables = [variable for metric in self._metrics for variable in metric.variables]
@@ -59,7 +59,6 @@ class MetricStates:
 
         `of_batches`: further metrics that count batches.
         """
-        tf = self._tf
         weighted = {id(variable) for metric in of_batches for variable in metric.variables}
         added = []
         for variable, initial, is_of_batches in zip(
@@ -122,24 +121,17 @@ class Objective:
     """Loss and metrics of one compiled model on one rank."""
 
     def __init__(
-        self,
-        model: Any,
-        recipe: Recipe,
-        example: tuple[Array, Array],
-        tf: Any,
-        keras: Any,
-        *,
-        is_per_sample: bool = False,
+        self, model: Any, recipe: Recipe, example: tuple[Array, Array], *, is_per_sample: bool = False
     ) -> None:
         """`example` as in Step. With `is_per_sample`, the loss is divided by samples even with a mask."""
-        self._model, self._tf, self._keras = model, tf, keras
+        self._model = model
         self._input_range = recipe.input_range
         self._class_weights = _class_weights(recipe.class_weight)
-        self.signature = specs_of(example, tf)
+        self.signature = specs_of(example)
         self._build()
         own, trackers = [metric for metric in model.metrics if metric.name != LOSS], loss_trackers(model)
         of_batches = self._find_of_batches([metric for metric in own if metric not in trackers])
-        self.metrics = MetricStates(own, [*trackers, *of_batches], tf)
+        self.metrics = MetricStates(own, [*trackers, *of_batches])
         self._is_per_sample = is_per_sample
         losses = tf.nest.flatten(model.loss)
         self._weighs_mean = any(getattr(one, "reduction", "") == "mean_with_sample_weight" for one in losses)
@@ -155,11 +147,10 @@ class Objective:
 
     def tensors(self, samples: Array, labels: Array) -> tuple[Any, Any]:
         """Return a batch as tensors; records become dicts of their fields."""
-        return as_tensors(samples, self._tf), as_tensors(labels, self._tf)
+        return as_tensors(samples), as_tensors(labels)
 
     def forward(self, samples: Any, labels: Any, *, training: bool) -> BatchLoss:
         """Compute loss and metrics of one batch; inside a graph."""
-        tf = self._tf
         self.metrics.reset()
         (mean, summed), predictions, targets, weights = self._run_model(
             samples, labels, training=training, with_metrics=True
@@ -175,9 +166,9 @@ class Objective:
 
         def run(samples: Any, labels: Any) -> tuple[Any, Any]:
             batch = self.forward(samples, labels, training=True)
-            return batch.mean, self._tf.zeros(()) if batch.summed is None else batch.summed
+            return batch.mean, tf.zeros(()) if batch.summed is None else batch.summed
 
-        traced = self._tf.function(run, autograph=False, input_signature=self.signature)
+        traced = tf.function(run, autograph=False, input_signature=self.signature)
         found = (traced(*self.tensors(samples, labels)) for samples, labels in batches)
         return [(float(mean), float(summed)) for mean, summed in found]
 
@@ -191,14 +182,14 @@ class Objective:
     ) -> tuple[tuple[Any, Any], Any, Any, Any]:
         """Return the loss as mean and sum, predictions, targets and the samples' weights."""
         model = self._model
-        inputs = self.inputs(samples)
+        inputs = inputs_of(model, samples, self._input_range)
         predictions = model(inputs, training=training)
         targets, weights = self.targets(labels, predictions, training=training)
-        if type(model).compute_loss is self._keras.Model.compute_loss:
+        if type(model).compute_loss is keras.Model.compute_loss:
             loss = self._add_losses(compiled_loss(model, targets, predictions, weights))
         else:
             own = model.compute_loss(inputs, targets, predictions, weights, training=training)
-            loss = self._keras.ops.cast(own, "float32"), None
+            loss = keras.ops.cast(own, "float32"), None
         if with_metrics:
             model.compute_metrics(inputs, targets, predictions, weights)
         return loss, predictions, targets, weights
@@ -208,7 +199,7 @@ class Objective:
 
         First those that are means, then the sum of those with a value for each sample, or None.
         """
-        ops = self._keras.ops
+        ops = keras.ops
         means: list[Any] = [] if compiled is None else [compiled]
         of_samples: list[Any] = []
         for loss in self._model.losses:
@@ -219,10 +210,6 @@ class Objective:
             for losses in (means, of_samples)
         )
         return mean, summed if of_samples else None
-
-    def inputs(self, samples: Any) -> Any:
-        """Return what the model is called with."""
-        return inputs_of(self._model, samples, self._input_range, self._tf)
 
     def targets(self, labels: Any, predictions: Any, *, training: bool) -> tuple[Any, Any]:
         """Return the labels in the structure of the predictions, and the samples' weights or None."""
@@ -249,7 +236,6 @@ class Objective:
         return labels, weights
 
     def _weigh_classes(self, labels: Any) -> Any:
-        tf = self._tf
         if isinstance(labels, dict | list):
             raise InputError("recipe.class_weight is for models with one output")
         is_one_hot = labels.shape.rank > 1 and labels.shape[-1] != 1
@@ -260,7 +246,6 @@ class Objective:
 
     def _loss_count(self, predictions: Any, targets: Any, weights: Any, count: Any) -> Any:
         """Return the number that Keras divides the loss by, relative to the elements of a sample."""
-        tf = self._tf
         outputs = tf.nest.flatten(predictions)
         mask = keras_mask(outputs[0])
         if self._weighs_mean and weights is not None:
@@ -281,11 +266,7 @@ class Objective:
 
     def _build(self) -> None:
         """Create the state of losses and metrics, which Keras does at the first batch."""
-
-        def symbol(spec: Any) -> Any:
-            return self._keras.KerasTensor(spec.shape, spec.dtype.name)
-
-        samples, labels = (self._tf.nest.map_structure(symbol, part) for part in self.signature)
+        samples, labels = (tf.nest.map_structure(symbolic, part) for part in self.signature)
 
         def run(samples: Any, labels: Any) -> Any:
             return self._run_model(samples, labels, training=False, with_metrics=True)[1]
@@ -294,7 +275,6 @@ class Objective:
 
     def _find_of_batches(self, metrics: list[Any]) -> list[Any]:
         """Return the means whose count is that of batches: their function returns one number for a batch."""
-        tf, keras = self._tf, self._keras
         means = [mean for mean in _flatten_metrics(metrics) if isinstance(mean, keras.metrics.Mean)]
         # The functions of Keras return a number for each sample.
         suspects = [one for one in means if not metric_module(one).startswith("keras.")]
@@ -323,25 +303,25 @@ def _flatten_metrics(metrics: Iterable[Any]) -> Iterator[Any]:
         yield from _flatten_metrics(metric.metrics if hasattr(metric, "metrics") else ())
 
 
-def inputs_of(model: Any, samples: Any, input_range: tuple[float, float] | None, tf: Any) -> Any:
+def inputs_of(model: Any, samples: Any, input_range: tuple[float, float] | None) -> Any:
     """Return what `model` is called with: by name where both have names, else in order."""
     structure = getattr(model, "input", None) if getattr(model, "inputs", None) else None
     if not isinstance(samples, dict):
-        return scale(samples, input_range, getattr(structure, "dtype", None), tf)
+        return scale(samples, input_range, getattr(structure, "dtype", None))
     if structure is None:
-        return as_inputs({name: scale(part, input_range, None, tf) for name, part in samples.items()})
+        return as_inputs({name: scale(part, input_range, None) for name, part in samples.items()})
     positions = iter(samples.values()) if all(is_position(name, INPUT) for name in samples) else None
 
     def pick(tensor: Any, name: str) -> Any:
         part = next(positions) if positions else samples[name]
-        return scale(part, input_range, tensor.dtype, tf)
+        return scale(part, input_range, tensor.dtype)
 
     if isinstance(structure, dict):  # a tensor may have another name than the key that it is given by
         return {name: pick(tensor, name) for name, tensor in structure.items()}
     return tf.nest.map_structure(lambda tensor: pick(tensor, tensor.name), structure)
 
 
-def specs_of(example: Iterable[Array], tf: Any) -> list[Any]:
+def specs_of(example: Iterable[Array]) -> list[Any]:
     """Return the signature of batches of any size like `example`, samples and labels."""
 
     def spec_of(array: Array) -> Any:
@@ -355,14 +335,19 @@ def specs_of(example: Iterable[Array], tf: Any) -> list[Any]:
     return [spec_of(array) for array in example]
 
 
-def as_tensors(array: Array, tf: Any) -> Any:
+def symbolic(spec: Any) -> Any:
+    """Return a symbolic tensor with the shape and type of `spec`."""
+    return keras.KerasTensor(spec.shape, spec.dtype.name)
+
+
+def as_tensors(array: Array) -> Any:
     """Return a batch as a tensor; records become a dict of their fields."""
     if array.dtype.names is None:
         return tf.convert_to_tensor(array)
     return {name: tf.convert_to_tensor(array[name]) for name in array.dtype.names}
 
 
-def scale(values: Any, input_range: tuple[float, float] | None, dtype: Any, tf: Any) -> Any:
+def scale(values: Any, input_range: tuple[float, float] | None, dtype: Any) -> Any:
     """Return uint8 0…255 as float32 within `input_range`, and others in the type that the input has.
 
     Of an input of unknown type (None), integers stay integers: they may be indices.

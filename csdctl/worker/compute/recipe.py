@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from csdctl.worker.compute.backend import keras
 from csdctl.worker.compute.cuts import freeze_until
 from csdctl.worker.compute.keras_internals import compile_arguments, flatten_layers
 from csdctl.worker.compute.user_code import load_function
@@ -22,7 +23,7 @@ DEFAULT_OPTIMIZER = "sgd"
 DEFAULT_LOSS = LossTerm("sparse_categorical_crossentropy")
 
 
-def compile_model(model: Any, recipe: Recipe, keras: Any) -> Recipe:
+def compile_model(model: Any, recipe: Recipe) -> Recipe:
     """Compile `model` for training by `recipe`; return the recipe, completed by the model's own compile().
 
     Raises WorkerError, exit code 2, if Keras has no such loss, optimizer, schedule or metric, or if what the
@@ -35,9 +36,9 @@ def compile_model(model: Any, recipe: Recipe, keras: Any) -> Recipe:
             f"one of its layers, such as {known}",
         )
     own = compile_arguments(model)
-    optimizer, recipe = _choose_optimizer(recipe, own.get("optimizer"), keras)
-    loss, weights = _choose_loss(recipe, own, model, keras)
-    metrics: Any = [make_metric(name, keras) for name in recipe.metrics]
+    optimizer, recipe = _choose_optimizer(recipe, own.get("optimizer"))
+    loss, weights = _choose_loss(recipe, own, model)
+    metrics: Any = [make_metric(name) for name in recipe.metrics]
     weighted: Any = None
     if not recipe.metrics:
         metrics, weighted = own.get("metrics"), own.get("weighted_metrics")
@@ -50,7 +51,7 @@ def compile_model(model: Any, recipe: Recipe, keras: Any) -> Recipe:
     return recipe
 
 
-def _choose_optimizer(recipe: Recipe, own: Any, keras: Any) -> tuple[Any, Recipe]:
+def _choose_optimizer(recipe: Recipe, own: Any) -> tuple[Any, Recipe]:
     """Return the optimizer, and the recipe with its name, learning rate and schedule."""
     if isinstance(own, str):
         own = keras.optimizers.get(own)
@@ -81,7 +82,11 @@ def _choose_optimizer(recipe: Recipe, own: Any, keras: Any) -> tuple[Any, Recipe
     recipe = dataclasses.replace(recipe, optimizer=name, learning_rate=float(rate), schedule=schedule)
     if own is not None and name == type(own).__name__:
         return type(own).from_config(config), recipe
-    return make_optimizer(name, config, keras), recipe
+    with _making(f"optimizer {name!r} with {config} cannot be created", "optimizer"):
+        optimizer = keras.optimizers.get({"class_name": name, "config": config})
+        if type(optimizer) is keras.optimizers.Optimizer:
+            raise ValueError("it is the base class of optimizers, not an optimizer")
+    return optimizer, recipe
 
 
 def _check_schedule(config: dict[str, Any]) -> None:
@@ -104,65 +109,52 @@ def _making(what: str, key: str) -> Iterator[None]:
         raise InputError(f"{what}: {describe(error)}", f"fix recipe.{key} in job.yaml") from None
 
 
-def make_optimizer(name: str, config: dict[str, Any], keras: Any) -> Any:
-    """Return the optimizer by its Keras name; raises WorkerError if Keras has no such optimizer."""
-    with _making(f"optimizer {name!r} with {config} cannot be created", "optimizer"):
-        optimizer = keras.optimizers.get({"class_name": name, "config": config})
-        if type(optimizer) is keras.optimizers.Optimizer:
-            raise ValueError("it is the base class of optimizers, not an optimizer")
-        return optimizer
-
-
 def make_schedule(schedule: str) -> Callable[[int], Any]:
     """Return the learning rate by step that the JSON `schedule` describes; raises WorkerError."""
-    import keras
-
     with _making(f"learning-rate schedule {schedule} cannot be created", "schedule"):
         made: Callable[[int], Any] = keras.optimizers.schedules.deserialize(json.loads(schedule))
         return made
 
 
-def _choose_loss(recipe: Recipe, own: dict[str, Any], model: Any, keras: Any) -> tuple[Any, Any]:
+def _choose_loss(recipe: Recipe, own: dict[str, Any], model: Any) -> tuple[Any, Any]:
     """Return loss and loss weights as compile() takes them."""
     if recipe.losses:
         terms = recipe.losses
     elif own:  # without a loss, if its layers add their own
-        _check_reductions(own.get("loss"), keras)
+        _check_reductions(own.get("loss"))
         return own.get("loss"), own.get("loss_weights")
     else:
         terms = {"": DEFAULT_LOSS}
     if "" in terms:
-        return make_loss(terms[""], recipe.from_logits, keras), terms[""].weight
+        return make_loss(terms[""], recipe.from_logits), terms[""].weight
     names = list(getattr(model, "output_names", None) or terms)
     if unknown := sorted(set(terms) - set(names)):
         raise InputError(
             f"recipe.loss names {', '.join(unknown)}, the model's outputs are {', '.join(names)}",
             "fix recipe.loss in job.yaml",
         )
-    losses = {
-        name: make_loss(terms[name], recipe.from_logits, keras) if name in terms else None for name in names
-    }
+    losses = {name: make_loss(terms[name], recipe.from_logits) if name in terms else None for name in names}
     return losses, {name: terms[name].weight if name in terms else 0.0 for name in names}
 
 
-def make_loss(term: LossTerm, from_logits: bool, keras: Any) -> Any:
+def make_loss(term: LossTerm, from_logits: bool) -> Any:
     """Return the loss by its Keras name (`mean_squared_error` or `MeanSquaredError`) or `FILE.py:NAME`.
 
     Raises WorkerError if there is none, or it does not take these arguments.
     """
     with _making(f"loss {term.name!r} cannot be created", "loss"):
-        kind = load_function(term.name) if is_own(term.name) else _loss_class(term.name, keras)
+        kind = load_function(term.name) if is_own(term.name) else _loss_class(term.name)
         if isinstance(kind, type) and issubclass(kind, keras.losses.Loss):
             logits: dict[str, Argument] = {"from_logits": True} if from_logits else {}
             loss = kind(**({} if is_own(term.name) else logits) | term.args)
-            _check_reductions(loss, keras)
+            _check_reductions(loss)
             return loss
         if term.args:
             raise ValueError("it is a function, which takes no arguments of the recipe")
         return kind
 
 
-def _loss_class(name: str, keras: Any) -> Any:
+def _loss_class(name: str) -> Any:
     """Return the class of Keras' loss `name`; raises ValueError if Keras has none."""
     found = keras.losses.get(name)
     if isinstance(found, keras.losses.Loss):
@@ -173,7 +165,7 @@ def _loss_class(name: str, keras: Any) -> Any:
     )
 
 
-def _check_reductions(losses: Any, keras: Any) -> None:
+def _check_reductions(losses: Any) -> None:
     """Raise WorkerError for a loss that is not a mean: its scale would depend on the ranks' batches."""
     for loss in keras.tree.flatten(losses):
         if getattr(loss, "reduction", "mean") not in MEANS:
@@ -204,7 +196,7 @@ def is_own(name: str) -> bool:
     return name.rpartition(":")[0].endswith(".py")
 
 
-def make_metric(name: str, keras: Any) -> Any:
+def make_metric(name: str) -> Any:
     """Return a metric as compile() takes it; raises WorkerError if there is none."""
     with _making(f"metric {name!r} cannot be used", "metrics"):
         if is_own(name):

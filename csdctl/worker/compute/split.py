@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from csdctl.worker.compute.backend import load_backend
+from csdctl.worker.compute.backend import load_backend, tf
 from csdctl.worker.compute.cuts import Cut, find_cuts, split_at
 from csdctl.worker.compute.forward import feature_pass
 from csdctl.worker.compute.keras_internals import compile_arguments, find_smallest_embedding
@@ -76,8 +76,6 @@ class PrefixStep(RankStep):
         layer: str,
         recipe: Recipe,
         example: tuple[Array, Array],
-        tf: Any,
-        keras: Any,
         *,
         rank: int = 0,
         weight: float = 1.0,
@@ -92,14 +90,14 @@ class PrefixStep(RankStep):
         if getattr(model.optimizer, "global_clipnorm", None):
             problem = "optimizer clips by the norm of the whole gradient"
             raise split_error(problem, "clip each variable's gradient (clipnorm), or ")
-        super().__init__(model, recipe, rank, tf)
+        super().__init__(model, recipe, rank)
         self.whole_model = model
         self.cut = find_cut(model, layer)
-        self.model, head = split_at(self.cut, keras)
+        self.model, head = split_at(self.cut)
         self.optimizer = type(model.optimizer).from_config(model.optimizer.get_config())
         self.optimizer.build(self.model.trainable_variables)
-        self.objective = objective or Objective(model, recipe, example, tf, keras)
-        self.states = LayerStates(self.model, tf, keras)
+        self.objective = objective or Objective(model, recipe, example)
+        self.states = LayerStates(self.model)
         self.weight = weight
         self._input_range = recipe.input_range
         self._head = head
@@ -109,12 +107,12 @@ class PrefixStep(RankStep):
         self.layout = self._lay_out()
         samples, _ = self.objective.signature
         self._forward = tf.function(self._forward_graph, autograph=False, input_signature=[samples])
-        self._flatten = tf.function(lambda gradients: flatten(gradients, tf), autograph=False)
+        self._flatten = tf.function(flatten, autograph=False)
         self._passes: list[tuple[Any, Any, Any, Any, int]] = []
 
     def forward(self, samples: Array) -> Array:
         """Return the prefix's output for a micro-batch, whose backward pass is to come."""
-        with self._tf.GradientTape() as tape:
+        with tf.GradientTape() as tape:
             output, penalty, changes = self._forward(self.objective.tensors(samples, samples)[0])
         self._passes.append((tape, output, penalty, changes, len(samples)))
         return np.asarray(output)
@@ -125,7 +123,7 @@ class PrefixStep(RankStep):
         `gradient`: of its loss, times `loss_count`, the number that Keras divides it by, with respect to the
         prefix's output.
         """
-        tf, layout = self._tf, self.layout
+        layout = self.layout
         tape, output, penalty, changes, count = self._passes.pop(0)
         variables = [variable.value for variable in self.model.trainable_variables]
         if variables:
@@ -145,10 +143,9 @@ class PrefixStep(RankStep):
 
     def _forward_graph(self, samples: Any) -> tuple[Any, Any, Any]:
         """Return output, penalties and changes of the layers' state times the number of samples."""
-        tf = self._tf
         before = self.states.read()
         (source,) = self.model.inputs
-        output = self.model(scale(samples, self._input_range, source.dtype, tf), training=True)
+        output = self.model(scale(samples, self._input_range, source.dtype), training=True)
         penalties = [tf.zeros(())]
         for loss in self.model.losses:
             if len(loss.shape) > 0 and loss.shape[0] is None:
@@ -159,7 +156,7 @@ class PrefixStep(RankStep):
         return output, tf.add_n(penalties), tf.concat([tf.zeros((0,)), *changes], axis=0)
 
 
-def flatten(gradients: Sequence[Any], tf: Any) -> Any:
+def flatten(gradients: Sequence[Any]) -> Any:
     """Return gradients as one vector, float32; inside a graph."""
     flat = [tf.reshape(tf.cast(tf.convert_to_tensor(one), tf.float32), [-1]) for one in gradients]
     return tf.concat([tf.zeros((0,)), *flat], axis=0)
@@ -169,27 +166,17 @@ class SplitStep(PrefixStep):
     """Prefix and head on rank 0, which takes the step of the whole model."""
 
     def __init__(
-        self,
-        whole: Step,
-        layer: str,
-        recipe: Recipe,
-        example: tuple[Array, Array],
-        tf: Any,
-        keras: Any,
-        *,
-        weight: float = 1.0,
+        self, whole: Step, layer: str, recipe: Recipe, example: tuple[Array, Array], *, weight: float = 1.0
     ) -> None:
         """`whole`: the step of the whole model, for evaluation and for steps without other ranks."""
-        super().__init__(
-            *(whole.model, layer, recipe, example, tf, keras), weight=weight, objective=whole.objective
-        )
+        super().__init__(*(whole.model, layer, recipe, example), weight=weight, objective=whole.objective)
         self.whole = whole
         model = whole.model
         self._own_optimizer, self.optimizer = self.optimizer, whole.optimizer
         self._head.compile(**compile_arguments(model))
         outputs = np.zeros((0, *self.cut.tensor.shape[1:]), self.activation_type)
-        self._head_objective = Objective(self._head, recipe, (outputs, example[1]), tf, keras)
-        self._head_states = LayerStates(self._head, tf, keras)
+        self._head_objective = Objective(self._head, recipe, (outputs, example[1]))
+        self._head_states = LayerStates(self._head)
         # Summed where they are: a vector of all gradients for each micro-batch costs as much as the head.
         self._gradients = [tf.Variable(tf.zeros(one.shape), trainable=False) for one in self._head_variables]
         self._sums_of_head = tf.Variable(
@@ -202,7 +189,7 @@ class SplitStep(PrefixStep):
     def begin(self) -> None:
         """Begin a step: nothing is summed yet, and no rank has drawn random numbers."""
         for variable in (*self._gradients, self._sums_of_head):
-            variable.assign(self._tf.zeros_like(variable))
+            variable.assign(tf.zeros_like(variable))
         self._drawn = {}
 
     def as_rank(self, rank: int, compute: Callable[[], Any]) -> Any:
@@ -223,7 +210,7 @@ class SplitStep(PrefixStep):
         divides it by, and that number. `weight`: of each of its samples.
         """
         batch = self._head_objective.tensors(outputs, labels)
-        gradient, loss_count = self._head_graph(*batch, self._tf.constant(weight, self._tf.float32))
+        gradient, loss_count = self._head_graph(*batch, tf.constant(weight, tf.float32))
         return np.asarray(gradient), float(loss_count)
 
     def add_sums_to(self, out: Array) -> None:
@@ -234,7 +221,7 @@ class SplitStep(PrefixStep):
     def vector(self, total: Array) -> Array:
         """Return the vector of the whole model, shape (whole.layout.step_size,), that a sum amounts to."""
         whole, layout = self.whole, self.layout
-        sums = unflatten(total[layout.gradients], self.model.trainable_variables, self._tf)
+        sums = unflatten(total[layout.gradients], self.model.trainable_variables)
         flat = [np.reshape(one, -1) for one in self._join(sums, self._gradients)]
         of_head = self._head_states.split(self._sums_of_head.numpy()[: self._head_states.size])
         statistics = whole.states.join(self.states.split(total[layout.statistics]), of_head)
@@ -268,7 +255,6 @@ class SplitStep(PrefixStep):
         return [found[id(variable)] for variable in self.whole.model.trainable_variables]
 
     def _head_pass(self, outputs: Any, labels: Any, weight: Any) -> tuple[Any, Any]:
-        tf = self._tf
         before = self._head_states.read()
         variables = self._head_variables
         with tf.GradientTape() as tape:
@@ -301,19 +287,19 @@ Batch = tuple[Array, Array]
 
 def time_parts(spec: PartsSpec, **_: Any) -> PartTimes:
     """Return the seconds of a batch of the whole model and of its parts; raises WorkerError."""
-    tf, keras = load_backend(spec.runtime)
-    model = load(Path(spec.architecture), Path(spec.weights), keras, spec.code)
+    load_backend(spec.runtime)
+    model = load(Path(spec.architecture), Path(spec.weights), spec.code)
     generator, num_indices = np.random.default_rng(0), find_smallest_embedding(model)
     batch = random_batch(generator, spec.data, spec.batch_size, num_indices)
     example = (batch[0][:1], batch[1][:1])
-    step = Step(model, spec.recipe, example, tf, keras)
+    step = Step(model, spec.recipe, example)
     step.set_step(0, 0.0)
-    features = feature_pass(spec.prefix, lambda: (tf, keras), 1, is_keras=True) if spec.prefix else None
+    features = feature_pass(spec.prefix, 1, is_keras=True) if spec.prefix else None
     duration_s = spec.min_duration_s
     cuts, why_not = [], ""
     for layer in spec.cuts:
         try:
-            cuts.append(_time_cut(step, layer, spec, batch, tf, keras))
+            cuts.append(_time_cut(step, layer, spec, batch))
         except WorkerError as error:  # an optimizer or a loss that needs the whole model in one place
             why_not = error.message
     return PartTimes(
@@ -325,8 +311,8 @@ def time_parts(spec: PartsSpec, **_: Any) -> PartTimes:
     )
 
 
-def _time_cut(step: Step, layer: str, spec: PartsSpec, batch: Batch, tf: Any, keras: Any) -> CutTimes:
-    split = SplitStep(step, layer, spec.recipe, (batch[0][:1], batch[1][:1]), tf, keras)
+def _time_cut(step: Step, layer: str, spec: PartsSpec, batch: Batch) -> CutTimes:
+    split = SplitStep(step, layer, spec.recipe, (batch[0][:1], batch[1][:1]))
     split.set_step(0, 0.0)
     split.begin()
     out = np.zeros(split.layout.step_size, np.float32)

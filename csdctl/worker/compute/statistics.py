@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from csdctl.worker.compute.backend import keras, tf
 from csdctl.worker.compute.keras_internals import (
     flatten_layers,
     global_seed_generator,
@@ -45,8 +46,7 @@ class Snapshot:
 class LayerStates:
     """All state that a forward pass changes, flat: moving statistics, then the state of other layers."""
 
-    def __init__(self, model: Any, tf: Any, keras: Any) -> None:
-        self._tf = tf
+    def __init__(self, model: Any) -> None:
         layers = [
             layer
             for layer in flatten_layers(model)
@@ -56,7 +56,7 @@ class LayerStates:
             (layer.name, layer.moving_mean.value, layer.moving_variance.value, 1.0 - float(layer.momentum))
             for layer in layers
         ]
-        self.variables = changing_state(model, keras)
+        self.variables = changing_state(model)
         """State of layers other than batch norm; restored after a forward pass."""
         self._all = [one for _, mean, variance, _ in self._norms for one in (mean, variance)]
         self._all += self.variables
@@ -87,11 +87,11 @@ class LayerStates:
 
     def read(self) -> list[Any]:
         """Return the current state, for `take_changes`; inside a graph."""
-        return [self._tf.identity(variable) for variable in self._all]
+        return [tf.identity(variable) for variable in self._all]
 
     def take_changes(self, before: list[Any], count: Any) -> list[Any]:
         """Return the changes by a forward pass, times `count`, and restore the state; inside a graph."""
-        tf, changes, old = self._tf, [], iter(before)
+        changes, old = [], iter(before)
         for _, mean, variance, rate in self._norms:
             moved, spread = pooled_spread(mean - next(old), variance - next(old), rate)
             changes += [count * moved, count * spread]
@@ -104,7 +104,6 @@ class LayerStates:
 
     def apply_changes(self, changes: Any) -> None:
         """Update the state by the mean `changes` of all ranks, shape (size,); inside a graph."""
-        tf = self._tf
         if not self._all:
             return
         parts = iter(tf.split(changes, self._sizes))
@@ -123,7 +122,7 @@ def pooled_spread(moved: Any, changed: Any, rate: float) -> tuple[Any, Any]:
     return moved, changed + moved * moved / rate
 
 
-def changing_state(model: Any, keras: Any) -> list[Any]:
+def changing_state(model: Any) -> list[Any]:
     """Return the state of layers other than batch norm, as tf.Variables.
 
     Layers do not declare what changes it: only the constants of Keras' own preprocessing are left out. A

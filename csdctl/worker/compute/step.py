@@ -19,11 +19,12 @@ their samples. A loss that is no mean over samples has a count of its own: unmas
 weights, or the public samples among private ones with noise. Behind n the training loop adds whether a stop
 was requested, and one element for each rank of the run with the seconds that this rank computed.
 
-With noise (noise.py), private samples contribute to gradients and n alone; loss and metrics are those of the
-public samples.
+With noise (`NoisySums`), private samples contribute to gradients and n alone; loss and metrics are those of
+the public samples.
 """
 
 import math
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,13 +32,101 @@ from typing import Any
 
 import numpy as np
 
-from csdctl.worker.compute.noise import NoisySums
+from csdctl.worker.compute.backend import tf
+from csdctl.worker.compute.keras_internals import regularization_losses
 from csdctl.worker.compute.objective import BatchLoss, Objective
 from csdctl.worker.compute.statistics import LayerStates, Seeds, Snapshot
 from csdctl.worker.compute.user_code import Augmentation
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.process.errors import InputError
 from csdctl.worker.protocol.recipe import Noise, Recipe
+
+CHUNK = 1 << 18
+"""Elements of the vector that receive noise at a time: a slow node has little memory."""
+
+
+class NoisySums:
+    """Sums of clipped gradients of private samples, with noise: DP-SGD (Abadi et al., 2016) on the rank.
+
+    The gradient of each private sample is clipped to an L2 norm over all trainable variables together. The
+    clipped gradients are summed, and Gaussian noise is added to the sum once per step, before any other code
+    can read it. Only the node must be trusted, not the host or the other ranks.
+
+    The noise comes from the kernel's random bytes. The recipe's seed is not suitable: the host knows it and
+    could subtract the noise. The known weakness of Gaussian samples in floating point remains (Mironov 2012).
+    """
+
+    def __init__(self, noise: Noise, model: Any, objective: Objective) -> None:
+        self._noise, self._model, self._objective = noise, model, objective
+        self._variables = model.trainable_variables
+        signature = [*objective.signature, tf.TensorSpec((None,), tf.float32)]
+        self._sum = tf.function(self._sum_graph, autograph=False, input_signature=signature)
+
+    def add_to(self, vector: Array, images: Any, labels: Any, copies: Array, weight: float) -> None:
+        """Add the noisy sum, times `weight`, to `vector`, shape (num_gradients,).
+
+        `copies`, shape (n,), has how often each sample occurs in this batch: the norm limits all its copies
+        together.
+        """
+        clip = self._noise.l2_norm_clip
+        sums = np.asarray(self._sum(images, labels, (clip / copies).astype(np.float32)))
+        for start in range(0, len(vector), CHUNK):
+            part = slice(start, start + CHUNK)
+            noise = secret_normal(len(vector[part])) * (self._noise.noise_multiplier * clip)
+            vector[part] += (weight * (sums[part] + noise)).astype(np.float32)
+
+    def _sum_graph(self, images: Any, labels: Any, limits: Any) -> Any:
+        """Return the clipped sum, flat. Samples are processed one by one, in memory for one gradient."""
+        count = tf.shape(limits)[0]
+
+        def add_one(number: Any, total: list[Any]) -> tuple[Any, list[Any]]:
+            sample = slice(number, number + 1)
+            with tf.GradientTape() as tape:
+                one = tf.nest.map_structure(lambda array: array[sample], (images, labels))
+                loss, penalty = self._objective.loss(*one), self._penalty()
+                loss = loss if penalty is None else loss - penalty
+            gradients = self._gradients(tape, loss)
+            norm = tf.linalg.global_norm(gradients)
+            # A gradient that is not finite must not be visible in the sum either: it counts as zero.
+            factor = tf.where(tf.math.is_finite(norm), tf.minimum(1.0, limits[number] / norm), 0.0)
+            clipped = [tf.math.multiply_no_nan(gradient, factor) for gradient in gradients]
+            return number + 1, [so_far + new for so_far, new in zip(total, clipped, strict=True)]
+
+        zeros = [tf.zeros(variable.shape) for variable in self._variables]
+        _, total = tf.while_loop(
+            lambda number, _: number < count, add_one, (tf.constant(0), zeros), parallel_iterations=1
+        )
+        with tf.GradientTape() as tape:
+            penalty = self._penalty()
+        if penalty is not None:
+            scale = tf.cast(count, tf.float32)
+            of_penalty = self._gradients(tape, penalty)
+            total = [gradient + scale * other for gradient, other in zip(total, of_penalty, strict=True)]
+        return tf.concat([tf.reshape(gradient, [-1]) for gradient in total], axis=0)
+
+    def _penalty(self) -> Any:
+        """Return the regularization of the weights, which does not depend on samples, or None."""
+        penalties = regularization_losses(self._model)
+        # They have the types that their layers compute in.
+        return tf.add_n([tf.cast(one, tf.float32) for one in penalties]) if penalties else None
+
+    def _gradients(self, tape: Any, objective: Any) -> list[Any]:
+        values, zero = [variable.value for variable in self._variables], tf.UnconnectedGradients.ZERO
+        gradients = tape.gradient(objective, values, unconnected_gradients=zero)
+        return list(map(tf.convert_to_tensor, gradients))
+
+
+def secret_normal(count: int) -> Array:
+    """Return standard normal numbers, shape (count,), float64, that cannot be reproduced (Box, Muller 1958).
+
+    From `os.urandom`, the kernel's cryptographic generator: the state of numpy's and TensorFlow's generators
+    could be recovered from their output.
+    """
+    pairs = (count + 1) // 2
+    bits = np.frombuffer(os.urandom(16 * pairs), np.uint64).reshape(2, pairs) >> np.uint64(11)
+    radius = np.sqrt(-2.0 * np.log((bits[0] + 1.0) / 2**53))  # of 0 < u ≤ 1
+    angle = bits[1] * (2.0 * np.pi / 2**53)
+    return np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])[:count]
 
 
 class VectorLayout:
@@ -49,8 +138,8 @@ class VectorLayout:
         num_statistics: int,
         num_states: int,
         *,
-        has_loss_count: bool,
-        divides_gradients: bool,
+        has_loss_count: bool = False,
+        divides_gradients: bool = False,
         has_summed: bool = False,
         has_norms: bool = False,
     ) -> None:
@@ -82,8 +171,6 @@ class VectorLayout:
         """The index of the count that gradients are divided by."""
         self.stop = self.step_size
         """The index of the stop request: above 0 when a stop was requested."""
-        self.compute_s = slice(self.step_size + 1, None)
-        """Each rank's compute seconds, by rank of the run."""
 
 
 @dataclass(frozen=True)
@@ -135,15 +222,14 @@ class RankStep:
     _has_summed = _has_loss_count = _has_norms = False
     """As in the layout, which is known once the graph of the vector is traced."""
 
-    def __init__(self, model: Any, recipe: Recipe, rank: int, tf: Any) -> None:
+    def __init__(self, model: Any, recipe: Recipe, rank: int) -> None:
         """`model`: whole and compiled; its optimizer is used, and its layers draw random numbers."""
-        self.optimizer = model.optimizer
+        self.optimizer: Any = getattr(model, "optimizer", None)
         self._applying: Callable[[Any], Any] | None = None
         self.seeds = Seeds(model, recipe.seed, rank)
         """The random states of the model's layers."""
         self.augmentation = Augmentation(recipe.augment, recipe.seed) if recipe.augment else None
         """The user's function that every training batch passes through."""
-        self._tf = tf
 
     @property
     def state(self) -> list[Any]:
@@ -168,10 +254,10 @@ class RankStep:
         if total[self.layout.divisor] > 0:
             # Without the lookup of a graph by its arguments: a third of the CPU time of a small step.
             if self._applying is None:
-                signature = [self._tf.TensorSpec((self.layout.step_size,), self._tf.float32)]
-                graph = self._tf.function(self._apply_graph, autograph=False, input_signature=signature)
+                signature = [tf.TensorSpec((self.layout.step_size,), tf.float32)]
+                graph = tf.function(self._apply_graph, autograph=False, input_signature=signature)
                 self._applying = graph.get_concrete_function()
-            self._applying(self._tf.convert_to_tensor(total))
+            self._applying(tf.convert_to_tensor(total))
         return sums
 
     def read_sums(self, total: Array) -> Sums:
@@ -200,14 +286,24 @@ class RankStep:
         return self.objective.metrics.compute(sums.states) if sums.states else {}
 
     @property
+    def applied(self) -> list[tuple[Any, list[Any]]]:
+        """The optimizers, each with the variables that it trains."""
+        return [(self.optimizer, self.model.trainable_variables)]
+
+    @property
+    def optimizers(self) -> list[Any]:
+        """The optimizers, each once."""
+        return list({id(one): one for one, _ in self.applied}.values())
+
+    @property
     def learning_rates(self) -> list[Any]:
         """The learning rates, which every step sets."""
         return [self.optimizer.learning_rate]
 
     @property
     def learning_rate(self) -> float:
-        """The learning rate of the latest step."""
-        return float(np.asarray(self.optimizer.learning_rate.value))
+        """The first optimizer's learning rate."""
+        return float(self.optimizers[0].learning_rate)
 
     @property
     def metric_names(self) -> list[str]:
@@ -222,8 +318,24 @@ class RankStep:
 
     @property
     def has_loss_scaling(self) -> bool:
-        """Whether the optimizer skips gradients that are not finite, and scales the loss (mixed_float16)."""
-        return hasattr(self.optimizer, "inner_optimizer")
+        """Whether an optimizer skips gradients that are not finite, and scales the loss (mixed_float16)."""
+        return any(hasattr(optimizer, "inner_optimizer") for optimizer in self.optimizers)
+
+    @contextmanager
+    def averaged_weights(self) -> Iterator[None]:
+        """Hold the weights of the trained model: their moving average, where an optimizer keeps one."""
+        averaging = [
+            (one, variables)
+            for one, variables in self.applied
+            if getattr(getattr(one, "inner_optimizer", one), "use_ema", False)
+        ]
+        before = Snapshot(variable for _, variables in averaging for variable in variables)
+        for optimizer, variables in averaging:
+            optimizer.finalize_variable_values(variables)
+        try:
+            yield
+        finally:
+            before.restore()
 
     def _lay_out(self) -> VectorLayout:
         return VectorLayout(
@@ -249,7 +361,6 @@ class RankStep:
 
     def _tail(self, batch: BatchLoss, *, with_samples: bool) -> list[Any]:
         """Return the end of a vector: Σ loss, what is summed, metrics' states, count of the loss (and n)."""
-        tf = self._tf
         tail = [tf.reshape(batch.mean * batch.loss_count, [1])]
         if self._has_summed:  # in evaluation, layers may leave it out
             tail.append(tf.zeros([1]) if batch.summed is None else tf.reshape(batch.summed, [1]))
@@ -265,7 +376,7 @@ class RankStep:
             gradient += total[layout.num_gradients : layout.gradients.stop]
         # First what the forward pass did to the weights, as in fit.
         self.states.apply_changes(total[layout.statistics] / total[layout.count])
-        self._optimize(unflatten(gradient, self.model.trainable_variables, self._tf), total)
+        self._optimize(unflatten(gradient, self.model.trainable_variables), total)
 
     def _optimize(self, gradients: list[Any], total: Any) -> None:
         """Take the optimizer step of the model's mean `gradients`; inside a graph."""
@@ -283,8 +394,6 @@ class Step(RankStep):
         model: Any,
         recipe: Recipe,
         example: tuple[Array, Array],
-        tf: Any,
-        keras: Any,
         *,
         rank: int = 0,
         micro_batch_size: int | None = None,
@@ -297,12 +406,12 @@ class Step(RankStep):
         same gradient in less memory. `weight` is the weight of each of the rank's samples in the mean of
         all ranks.
         """
-        super().__init__(model, recipe, rank, tf)
+        super().__init__(model, recipe, rank)
         self.model = model
         self.optimizer.build(model.trainable_variables)
         self.has_noise = noise is not None
-        self.objective = Objective(model, recipe, example, tf, keras, is_per_sample=self.has_noise)
-        self.states = LayerStates(model, tf, keras)
+        self.objective = Objective(model, recipe, example, is_per_sample=self.has_noise)
+        self.states = LayerStates(model)
         self.micro_batch_size = micro_batch_size
         self._weight = weight
         # No graph depends on a tensor's value. AutoGraph would only leave a source file in the temporary
@@ -318,7 +427,7 @@ class Step(RankStep):
         self._alone = tf.function(self._alone_graph, autograph=False, input_signature=batch)
         self._evaluate = tf.function(self._evaluate_graph, autograph=False, input_signature=batch)
         if noise:
-            self._noisy = NoisySums(noise, model, self.objective, tf)
+            self._noisy = NoisySums(noise, model, self.objective)
 
     @property
     def _can_tell_noise(self) -> bool:
@@ -403,26 +512,12 @@ class Step(RankStep):
         """Take a step of a rank without other ranks and undo it."""
         self._rehearse(lambda: self.alone(images, labels))
 
-    @contextmanager
-    def averaged_weights(self) -> Iterator[None]:
-        """Hold the weights of the trained model: their moving average, where the optimizer keeps one."""
-        if not getattr(getattr(self.optimizer, "inner_optimizer", self.optimizer), "use_ema", False):
-            yield
-            return
-        before = Snapshot(self.model.trainable_variables)
-        self.optimizer.finalize_variable_values(self.model.trainable_variables)
-        try:
-            yield
-        finally:
-            before.restore()
-
     def _gradients(self, samples: Any, labels: Any) -> tuple[list[Any], list[Any], BatchLoss]:
         """Return the gradients of all trainable variables, in float32, and the loss.
 
         First those of the mean loss, not yet times its count: a mean stays within the range of float16, where
         a sum would overflow. Then those of what is summed; [] without.
         """
-        tf = self._tf
         variables = self.model.trainable_variables
         with tf.GradientTape(persistent=True) as tape:
             batch = self.objective.forward(samples, labels, training=True)
@@ -435,7 +530,6 @@ class Step(RankStep):
         return means, summed[0] if summed else [], batch
 
     def _local_graph(self, samples: Any, labels: Any) -> Any:
-        tf = self._tf
         before = self.states.read()
         means, summed, batch = self._gradients(samples, labels)
         changes = self.states.take_changes(before, batch.samples)
@@ -453,11 +547,11 @@ class Step(RankStep):
         if summed:
             gradients = [mean + other for mean, other in zip(gradients, summed, strict=True)]
         self.optimizer.apply(gradients, self.model.trainable_variables)
-        return self._tf.concat(self._tail(batch, with_samples=False), axis=0) * self._weight
+        return tf.concat(self._tail(batch, with_samples=False), axis=0) * self._weight
 
     def _evaluate_graph(self, samples: Any, labels: Any) -> Any:
         batch = self.objective.forward(samples, labels, training=False)
-        return self._tf.concat(self._tail(batch, with_samples=False), axis=0)
+        return tf.concat(self._tail(batch, with_samples=False), axis=0)
 
 
 def size_of(variables: Sequence[Any]) -> int:
@@ -465,7 +559,7 @@ def size_of(variables: Sequence[Any]) -> int:
     return sum(math.prod(variable.shape) for variable in variables)
 
 
-def unflatten(vector: Any, variables: Sequence[Any], tf: Any) -> list[Any]:
+def unflatten(vector: Any, variables: Sequence[Any]) -> list[Any]:
     """Return the parts of a vector in the shapes of the variables; inside a graph or outside."""
     parts = tf.split(vector, [math.prod(variable.shape) for variable in variables]) if variables else []
     return [tf.reshape(part, variable.shape) for part, variable in zip(parts, variables, strict=True)]

@@ -123,14 +123,6 @@ class Segment:
             for share in self.shares
         ]
 
-    def num_samples(self, step: int) -> int:
-        """Return the number of samples of all members in step `step` of the epoch."""
-        return sum(self.samples_by_rank(step))
-
-    def batch(self, step: int) -> tuple[Share, ...]:
-        """Return the samples of every member in step `step` of the epoch."""
-        return tuple(share.batch(step - self.start_step) for share in self.shares)
-
 
 @dataclass(frozen=True)
 class OwnSamples:

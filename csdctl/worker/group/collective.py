@@ -23,10 +23,10 @@ _UP, _DOWN = 1, 2
 
 
 class Collective:
-    """Sums float32 vectors over all ranks; waiting ranks sleep.
+    """Sums float32 vectors over all ranks, here by MPI's own non-blocking allreduce; waiting ranks sleep.
 
-    The result has the same bits on all ranks and in every run. A collective whose rank 0 receives single
-    vectors overrides more than `sum`.
+    The result has the same bits on all ranks and in every run. Of an allreduce no rank sees another one's
+    vector; a collective whose rank 0 receives single vectors overrides more than `sum`.
     """
 
     def __init__(self, world: World, local: Any, total: Any, sizes: Sequence[int] = ()) -> None:
@@ -63,7 +63,8 @@ class Collective:
         A collective in which rank 0 sees single vectors compares them with what it has `expected`, and
         raises PeerFaultError before their sum reaches any other rank.
         """
-        raise NotImplementedError
+        summed = slice(next(self._next_size))
+        wait_sleeping(self._world.start_sum(self._local[summed], self._total[summed]), on_wait)
 
     def find_not_finite(self) -> list[int]:
         """Return the other ranks whose latest vectors are not finite, on rank 0; [] where that is unknown."""
@@ -201,15 +202,6 @@ class Star(Collective):
         ]
 
 
-class Allreduce(Collective):
-    """MPI's own non-blocking allreduce: no rank sees another one's vector."""
-
-    def sum(self, on_wait: OnWait = ignore_wait, expected: ExpectedTails | None = None) -> None:
-        """Sum the next vector of a step, in `local`, over all ranks into `total` on all ranks."""
-        summed = slice(next(self._next_size))
-        wait_sleeping(self._world.start_sum(self._local[summed], self._total[summed]), on_wait)
-
-
 def _divide(size: int) -> list[slice]:
     """Return the chunks of a vector."""
     return [slice(start, min(size, start + CHUNK_SIZE)) for start in range(0, size, CHUNK_SIZE)]
@@ -222,7 +214,7 @@ NUM_ROUNDS = 2
 
 SumSizes = Annotated[tuple[Count, ...], MaxLength(1 << 12)]
 """Elements of the sums of a step, in their order."""
-COLLECTIVES: dict[str, type[Collective]] = {STAR: Star, ALLREDUCE: Allreduce}
+COLLECTIVES: dict[str, type[Collective]] = {STAR: Star, ALLREDUCE: Collective}
 
 
 def choose_collective(
@@ -239,7 +231,11 @@ def choose_collective(
     `wanted` names the collective to use instead. `sizes` as of `Collective`. Call on all ranks; raises
     PeerFaultError for a rank whose step has other sums than that of rank 0.
     """
-    check_sizes(gather_values(world, sizes or [len(local)], SumSizes, on_wait))
+    found = gather_values(world, sizes or [len(local)], SumSizes, on_wait)
+    for rank, of_rank in enumerate(found):
+        if of_rank != found[0]:
+            own, expected = (", ".join(map(str, one[:10])) for one in (of_rank, found[0]))
+            raise PeerFaultError(rank, f"sums {own} elements in a step, in this order; expected {expected}")
     measured: list[tuple[float, str, Collective]] = []
     for name in (wanted,) if wanted in COLLECTIVES else COLLECTIVES:
         collective = COLLECTIVES[name](world, local, total, sizes)
@@ -251,14 +247,6 @@ def choose_collective(
         measured.append((slowest_s, name, collective))
     seconds, name, collective = min(measured, key=lambda row: row[0])
     return collective, name, seconds
-
-
-def check_sizes(found: Sequence[Sequence[int]]) -> None:
-    """Raise PeerFaultError unless the sums of a step are the same on all ranks."""
-    for rank, sizes in enumerate(found):
-        if sizes != found[0]:
-            own, expected = (", ".join(map(str, one[:10])) for one in (sizes, found[0]))
-            raise PeerFaultError(rank, f"sums {own} elements in a step, in this order; expected {expected}")
 
 
 def find_slowest_s(world: World, own_s: float, on_wait: OnWait = ignore_wait) -> float:

@@ -97,11 +97,11 @@ class _Link:
         self._requests: dict[bytes, Callable[[bytearray], Bytes]] = {
             Request.CHOOSE: self._choose,
             Request.SUM: self._sum,
-            Request.ALLGATHER: self._allgather,
+            Request.ALLGATHER: lambda content: join_parts(allgather(world, content, on_wait=self._on_wait)),
             Request.SEND: self._send,
             Request.EXPECT: self._expect,
             Request.RECEIVE: self._receive,
-            Request.CONNECTIONS: self._list_connections,
+            Request.CONNECTIONS: lambda _: json.dumps(list_connections(drain_s=DRAIN_S)).encode(),
             Request.NOT_FINITE: self._find_not_finite,
             Request.ADD: self._add,
             Request.SPREAD: self._spread,
@@ -199,9 +199,6 @@ class _Link:
         found = self._collective.find_not_finite() if self._collective and not self._world.rank else []
         return json.dumps(found).encode()
 
-    def _allgather(self, content: bytearray) -> bytes:
-        return join_parts(allgather(self._world, content, on_wait=self._on_wait))
-
     def _send(self, content: bytearray) -> bytes:
         rank, is_waiting = SEND_HEAD.unpack_from(content)
         departure = Departure(self._world, rank, memoryview(content)[SEND_HEAD.size :])
@@ -227,6 +224,3 @@ class _Link:
             arrival = Arrival(self._world, rank, max_bytes)
         wait_sleeping(arrival, self._on_wait, lambda: [rank])
         return arrival.content
-
-    def _list_connections(self, _: bytearray) -> bytes:
-        return json.dumps(list_connections(drain_s=DRAIN_S)).encode()

@@ -160,15 +160,12 @@ def _compute_rows(
 
 def load_computation(spec: ExtractSpec) -> Compute:
     """Return what computes the rows to store; raises WorkerError if the model cannot be built here."""
+    if spec.results or not spec.prefix.lite:
+        load_backend(spec.runtime)
     if spec.results:
-        forward = forward_pass(
-            spec.prefix,
-            lambda outputs: to_results(outputs, spec.results),
-            *load_backend(spec.runtime),
-            spec.layer,
-        )
+        forward = forward_pass(spec.prefix, lambda outputs: to_results(outputs, spec.results), spec.layer)
         return lambda samples, labels: (forward.run(samples), np.zeros((len(samples), 0), np.float32))
-    extractor = feature_pass(spec.prefix, lambda: load_backend(spec.runtime), spec.runtime.threads)
+    extractor = feature_pass(spec.prefix, spec.runtime.threads)
 
     def compute(samples: Array, labels: Array) -> tuple[Array, Array]:
         features = extractor.run(samples)

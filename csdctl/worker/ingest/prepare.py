@@ -28,12 +28,15 @@ from csdctl.worker.ingest.partial_dataset import (
 from csdctl.worker.ingest.sources.arrays import (
     ArraySource,
     empty_data_error,
+    is_table,
     open_idx_pair,
     open_npy_files,
     open_npz,
+    open_table,
+    read_columns,
 )
 from csdctl.worker.ingest.sources.function import call_function
-from csdctl.worker.ingest.sources.images import ClassFolders, read_header
+from csdctl.worker.ingest.sources.images import ClassFolders, RecordFiles, is_record_file, read_header
 from csdctl.worker.ingest.sources.source import (
     DEFAULT_LIMITS,
     IngestLimits,
@@ -46,8 +49,6 @@ from csdctl.worker.ingest.sources.source import (
     read_tree,
     takes_grey,
 )
-from csdctl.worker.ingest.sources.table import is_table, open_table, read_columns
-from csdctl.worker.ingest.sources.tfrecord import RecordFiles, is_record_file
 from csdctl.worker.process.errors import InputError, WorkerError
 from csdctl.worker.protocol.datasets import (
     LABEL,

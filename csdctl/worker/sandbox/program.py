@@ -31,8 +31,7 @@ from csdctl.worker.protocol.sandbox import (
     SandboxPolicy,
     SandboxRequest,
 )
-from csdctl.worker.sandbox.seccomp_supervisor import SeccompSupervisor, why_open
-from csdctl.worker.sandbox.system_calls import (
+from csdctl.worker.sandbox.seccomp_supervisor import (
     ARCHITECTURES,
     LIBC,
     MACHINE,
@@ -40,8 +39,10 @@ from csdctl.worker.sandbox.system_calls import (
     PR_SET_KEEPCAPS,
     PR_SET_NO_NEW_PRIVS,
     PR_SET_PDEATHSIG,
+    SeccompSupervisor,
     install_filter,
     system_call,
+    why_open,
 )
 
 USER_ID = 1_907_000_000

@@ -8,7 +8,6 @@ trial. Samples are random: the time of a step does not depend on them.
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -32,12 +31,12 @@ from csdctl.worker.protocol.run_spec import RunSpec
 from csdctl.worker.tasks.session import RankSession
 
 
-def serve_probes(spec: ProbeSpec, tf: Any, keras: Any) -> None:
+def serve_probes(spec: ProbeSpec) -> None:
     """Answer requests until standard input ends."""
-    model = load(Path(spec.architecture), Path(spec.weights), keras, spec.code)
+    model = load(Path(spec.architecture), Path(spec.weights), spec.code)
     generator, num_indices = np.random.default_rng(0), find_smallest_embedding(model)
     example = random_batch(generator, spec.data, 1, num_indices)
-    step = make_step(model, spec.recipe, example, tf, keras, noise=spec.noise)
+    step = make_step(model, spec.recipe, example, noise=spec.noise)
     step.set_step(0, 0.0)
     # The first step traces the graphs, which is part of starting and not of a measurement.
     step.take(*example, private_copies=_copies(step, spec, 1))

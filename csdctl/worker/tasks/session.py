@@ -16,8 +16,7 @@ import numpy as np
 
 from csdctl.worker.compute.custom_step import AnyStep
 from csdctl.worker.group.channel import Listener, SharedVectors
-from csdctl.worker.group.communicator import Communicator, LinkCommunicator
-from csdctl.worker.group.levels import TwoLevelCommunicator, by_server
+from csdctl.worker.group.communicator import Communicator, LinkCommunicator, TwoLevelCommunicator, by_server
 from csdctl.worker.group.values import LinkLostError, PeerFaultError
 from csdctl.worker.protocol.events import STATE, Joined, LinkLost, Misbehaved, Paused, Pong, Ready, WaitingFor
 from csdctl.worker.protocol.json_codec import Sha256
@@ -101,8 +100,11 @@ class RankSession:
             self._reporter.traffic(communicator, group.generation, group.ranks)
             communicator.close()
         except LinkLostError as error:
-            if isinstance(error, PeerFaultError) and self._is_judge_of(order.ranks[error.rank]):
-                self._reporter.emit(Misbehaved, order.ranks[error.rank], error.message)
+            if isinstance(error, PeerFaultError):
+                culprit, me = order.ranks[error.rank], self._me.rank
+                # csdctl believes rank 0, and of a node its server.
+                if me == 0 or culprit != me == self._servers[culprit]:
+                    self._reporter.emit(Misbehaved, culprit, error.message)
             if communicator:
                 communicator.disconnect()
             position = self._progress.position
@@ -111,11 +113,6 @@ class RankSession:
         if reason is None:
             self._reporter.emit(Paused, order.generation)
         return reason
-
-    def _is_judge_of(self, rank: int) -> bool:
-        """Return whether csdctl believes what this rank says of `rank`: rank 0, and a server of its nodes."""
-        is_server = rank != self._me.rank == self._spec.ranks[rank].server
-        return self._me.rank == 0 or is_server
 
     def _join(self, order: FormGroup, listener: Listener) -> Communicator | None:
         """Connect to the group's other ranks; None when another group is ordered first."""

@@ -199,14 +199,11 @@ class SplitParts(ModelTask):
         if self.is_root:
             whole: Step = super()._load_step()
             self._split: PrefixStep = SplitStep(
-                whole, spec.split.cut, spec.recipe, self.example(0), self._tf, self._keras, weight=me.weight
+                whole, spec.split.cut, spec.recipe, self.example(0), weight=me.weight
             )
             return whole
         self._split = PrefixStep(
-            self.load_model(),
-            *(spec.split.cut, spec.recipe, self.example(0), self._tf, self._keras),
-            rank=me.rank,
-            weight=me.weight,
+            self.load_model(), *(spec.split.cut, spec.recipe, self.example(0)), rank=me.rank, weight=me.weight
         )
         return self._split
 

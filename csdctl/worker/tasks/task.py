@@ -162,8 +162,8 @@ class ModelTask:
         self._step_of_probes = context.step
         self._extractor: BatchedPass | None = None
         # Importing TensorFlow is not part of the set-up time that the rank reports.
-        backend: tuple[Any, Any] = (None, None) if context.step else load_backend(context.me.runtime)
-        self._tf, self._keras = backend
+        if context.step is None:
+            load_backend(context.me.runtime)
 
     @property
     def sum_sizes(self) -> list[int]:
@@ -214,10 +214,7 @@ class ModelTask:
             assert self.spec.head is not None
             # Rank 0 judges what the others compute, by whatever engine: it computes with Keras.
             self._extractor = feature_pass(
-                self.spec.head.prefix,
-                lambda: (self._tf, self._keras),
-                self.me.runtime.threads,
-                is_keras=self.is_root,
+                self.spec.head.prefix, self.me.runtime.threads, is_keras=self.is_root
             )
         return self._extractor.run(samples)
 
@@ -238,7 +235,7 @@ class ModelTask:
     def load_model(self) -> Any:
         """Return the run's model, compiled."""
         spec = self.spec
-        return load(Path(spec.architecture), Path(spec.weights), self._keras, spec.code)
+        return load(Path(spec.architecture), Path(spec.weights), spec.code)
 
     def _load_step(self) -> Any:
         spec, me = self.spec, self.me
@@ -246,8 +243,6 @@ class ModelTask:
             self.load_model(),
             replace(spec.recipe, augment="") if spec.head else spec.recipe,
             self.example(0),
-            self._tf,
-            self._keras,
             rank=me.rank,
             weight=me.weight,
             noise=spec.noise,

@@ -60,7 +60,7 @@ def fetch_keys(
     directory: Path,
 ) -> dict[str, Outcome[ShownKey]]:
     """Return the key presented by each of `machines`; HostKeyError for a changed key."""
-    from csdctl.transport.ssh_connect import JumpHosts, fetch_host_key  # paramiko takes 0.1 s to load
+    from csdctl.transport.ssh import JumpHosts, fetch_host_key  # paramiko takes 0.1 s to load
 
     known = KnownHosts.load(fleet_known_hosts_paths(fleet, directory))
 

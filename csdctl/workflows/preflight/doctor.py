@@ -417,8 +417,7 @@ def prepare_mpirun(
     def build_command(machine: str, arguments: Sequence[str]) -> list[str]:
         return build_worker_command(fleet.python_of(machine), worker_path, arguments)
 
-    root = space.project.root
-    return Mpirun(fleet, space.facts, run, root, sessions, worker_path, build_command, obstacles, link_key)
+    return Mpirun(fleet, space.facts, run, sessions, worker_path, build_command, obstacles, link_key)
 
 
 def find_obstacles(fleet: Fleet, sessions: Mapping[str, Session], worker_path: str) -> dict[str, str]:

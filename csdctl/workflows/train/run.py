@@ -18,8 +18,7 @@ from csdctl.fleet.model import HOST_NAME
 from csdctl.launch.leftovers import describe_holder, end_run
 from csdctl.launch.mpi_job import add_mpirun_traffic, add_rank_traffic
 from csdctl.reporting.results import RunSummary, read_results
-from csdctl.runs.directory import EventLog, RunDirectory
-from csdctl.runs.private import keep_step_file
+from csdctl.runs.directory import EventLog, RunDirectory, keep_step_file
 from csdctl.shipping.store import store_bytes
 from csdctl.supervision.event_callbacks import EventCallbacks
 from csdctl.supervision.rank_processes import AttachRank

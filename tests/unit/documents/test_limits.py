@@ -12,8 +12,12 @@ from hypothesis import strategies as st
 from pydantic import Field
 
 from csdctl.documents import (
+    MAX_DEPTH,
     MAX_PROBLEMS,
+    MAX_SCALAR,
+    MAX_SIZE,
     MAX_TEXT_BYTES,
+    VALUE_SIZE,
     Document,
     check_values,
     load_json,
@@ -21,7 +25,6 @@ from csdctl.documents import (
     parse_document,
     parse_json_document,
 )
-from csdctl.documents.yaml_text import MAX_DEPTH, MAX_SCALAR, MAX_SIZE, VALUE_SIZE
 from csdctl.errors import InputError
 
 

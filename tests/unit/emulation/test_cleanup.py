@@ -8,8 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from csdctl.emulation.cleanup import find_owner, watch_owner
-from csdctl.emulation.state import EmulatedSpec, FleetPaths, FleetState, Owner, save_state
+from csdctl.emulation.fleet import (
+    EmulatedSpec,
+    FleetPaths,
+    FleetState,
+    Owner,
+    find_owner,
+    save_state,
+    watch_owner,
+)
 from csdctl.errors import InputError
 
 

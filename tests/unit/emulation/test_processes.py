@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from csdctl.emulation import processes
+from csdctl.emulation import limits
 from csdctl.emulation.limits import end_largest_above
 from csdctl.worker.protocol.processes import find_descendants, load_all, load_stat, parse_stat
 from tests.patience import eventually
@@ -14,11 +14,11 @@ from tests.patience import eventually
 
 @pytest.fixture
 def sleeper() -> Iterator["subprocess.Popen[bytes]"]:
-    environment = {processes.FLEET_VARIABLE: "unit-test-fleet"}
+    environment = {limits.FLEET_VARIABLE: "unit-test-fleet"}
     child = subprocess.Popen(
         ["/bin/sh", "-c", "sleep 100000 & wait"], env=environment, start_new_session=True
     )
-    assert eventually(lambda: processes.list_descendants(child.pid))
+    assert eventually(lambda: limits.list_descendants(child.pid))
     yield child
     os.killpg(child.pid, 9)
     child.wait()
@@ -32,34 +32,34 @@ def test_a_name_with_brackets_does_not_shift_the_fields() -> None:
 
 
 def test_descendants_are_found_with_and_without_children_files(sleeper: "subprocess.Popen[bytes]") -> None:
-    found = processes.list_descendants(os.getpid())
-    assert {sleeper.pid, *processes.list_descendants(sleeper.pid)} <= set(found)
+    found = limits.list_descendants(os.getpid())
+    assert {sleeper.pid, *limits.list_descendants(sleeper.pid)} <= set(found)
     assert set(found) >= set(find_descendants(sleeper.pid, load_all()))
 
 
 def test_a_process_is_found_by_its_marker(sleeper: "subprocess.Popen[bytes]") -> None:
-    family = {sleeper.pid, *processes.list_descendants(sleeper.pid)}
+    family = {sleeper.pid, *limits.list_descendants(sleeper.pid)}
     # It is found as soon as it has replaced this program.
-    assert eventually(lambda: set(processes.list_marked("unit-test-fleet")) == family)
-    assert processes.list_marked("unit-test-flee") == []
+    assert eventually(lambda: set(limits.list_marked("unit-test-fleet")) == family)
+    assert limits.list_marked("unit-test-flee") == []
 
 
 def test_neither_a_zombie_nor_another_start_time_is_the_process() -> None:
     child = subprocess.Popen(["true"])
     started = load_stat(child.pid)
     assert started is not None
-    assert eventually(lambda: processes.start_time(child.pid) is None)
-    assert not processes.is_running(child.pid, started.start_time)
+    assert eventually(lambda: limits.start_time(child.pid) is None)
+    assert not limits.is_running(child.pid, started.start_time)
     child.wait()
-    mine = processes.start_time(os.getpid())
+    mine = limits.start_time(os.getpid())
     assert mine is not None
-    assert processes.is_running(os.getpid(), mine)
-    assert not processes.is_running(os.getpid(), mine - 1)
+    assert limits.is_running(os.getpid(), mine)
+    assert not limits.is_running(os.getpid(), mine - 1)
 
 
 def test_cpu_time_is_what_the_process_itself_reports() -> None:
     before = time.process_time()
-    read = processes.cpu_time_s(os.getpid())
+    read = limits.cpu_time_s(os.getpid())
     assert before <= read <= time.process_time()
 
 
@@ -74,7 +74,7 @@ def test_the_largest_process_is_killed_above_the_limit() -> None:
         for child in children:
             assert child.stdout is not None
             child.stdout.readline()
-        used_bytes = {child.pid: processes.anonymous_bytes(child.pid) for child in children}
+        used_bytes = {child.pid: limits.anonymous_bytes(child.pid) for child in children}
         assert end_largest_above(sum(used_bytes.values()), used_bytes) is None
         assert end_largest_above(60 << 20, used_bytes) == children[1].pid
         assert children[1].wait() == -9

@@ -2,7 +2,7 @@ import os
 
 import pytest
 
-from csdctl.emulation.state import EmulatedSpec, check_spec, parse_size
+from csdctl.emulation.fleet import EmulatedSpec, check_spec, parse_size
 from csdctl.errors import InputError
 
 

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from csdctl.emulation.state import (
+from csdctl.emulation.fleet import (
     EmulatedSpec,
     FleetPaths,
     FleetState,

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from csdctl.energy.sources import HWMON_SCRIPT as HWMON
-from csdctl.energy.sources import (
+from csdctl.energy.sampler import HWMON_SCRIPT as HWMON
+from csdctl.energy.sampler import (
     RAPL_REMEDY,
     UDEV_RULE,
     Counter,
@@ -18,7 +18,7 @@ from csdctl.energy.sources import (
     parse_meter,
     parse_rapl,
 )
-from csdctl.energy.sources import RAPL_SCRIPT as RAPL
+from csdctl.energy.sampler import RAPL_SCRIPT as RAPL
 
 PROJECT = Path(__file__).parents[3]
 DCMI = """

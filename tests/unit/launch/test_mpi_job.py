@@ -9,7 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from csdctl.launch.mpi_job import MAX_LINE_BYTES, EndTimeouts, JobOutcome, MpiJob
+from csdctl.errors import CsdctlError
+from csdctl.launch.mpi_job import MAX_LINE_BYTES, EndTimeouts, JobOutcome, MpiJob, find_cause
+from csdctl.transport.local import LocalSession
+from csdctl.transport.session import Conversation
 from csdctl.worker.protocol.events import (
     CollectiveTimed,
     Event,
@@ -41,11 +44,19 @@ class Job:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.events: list[Event] = []
+        self.asked: list[tuple[str, str]] = []
 
     def make(self, program: str, timeouts: EndTimeouts = DEFAULT) -> MpiJob:
         (self.directory / "mpirun.py").write_text(f"import os, signal, sys, time\n{program}")
         command = [sys.executable, "-u", str(self.directory / "mpirun.py")]
-        return MpiJob(command, ("csd0", "csd1"), self.log, self.directory, os.environ, timeouts)
+        session = LocalSession("host", self.directory)
+        return MpiJob(
+            lambda: session.converse(command), ("csd0", "csd1"), self.log, self.start_daemon, timeouts
+        )
+
+    def start_daemon(self, host: str, command: str) -> Conversation:
+        self.asked.append((host, command))
+        raise CsdctlError("does not answer")
 
     def run(
         self,
@@ -163,7 +174,7 @@ class TestEnding:
         outcome = job.run(program, scaled(4))
         assert outcome.is_overdue
         assert outcome.events == [READY[0]]
-        assert outcome.exit_code == -signal.SIGKILL
+        assert outcome.exit_code is None
         assert all_have_ended(job.directory)
 
     def test_interrupt_by_the_user_ends_the_job_and_is_raised(self, job: Job) -> None:
@@ -181,8 +192,23 @@ class TestEnding:
         program = "if os.fork() == 0:\n    os.setsid()\n    open('pid', 'w').write(str(os.getpid()))\n"
         program += f"    time.sleep(100_000)\n{UNTIL_PID_IS_WRITTEN}"
         program += f"sys.stdout.write({event_lines(*READY)!r})\ntime.sleep(100_000)\n"
-        job.run(program, scaled(4), timeouts=EndTimeouts(drain_s=0.2))
+        job.run(program, scaled(4), timeouts=EndTimeouts(sandbox_s=0.2))
         os.kill(int((job.directory / "pid").read_text()), signal.SIGKILL)
+
+
+class TestDaemons:
+    def test_daemon_that_cannot_be_started_ends_the_job_and_is_the_cause(self, job: Job) -> None:
+        program = "print('@csdctl-daemon rank1-csd1 prted --x 1')\ntime.sleep(100_000)"
+        outcome = job.run(program, scaled(30))
+        assert not outcome.is_overdue
+        assert job.asked == [("rank1-csd1", "prted --x 1")]
+        assert outcome.stderr_tail[0] == "does not answer"
+        assert find_cause(outcome.stderr_tail, [], ["csd0", "csd1"]).node == "csd1"
+
+    def test_ranks_ask_for_no_daemons(self, job: Job) -> None:
+        request = "@csdctl-daemon rank1-csd1 prted"
+        job.print(tag(1, request) + tag(1, request, "stderr"))
+        assert job.asked == []
 
 
 def test_job_that_is_ended_before_its_start_leaves_nothing_running(job: Job) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from csdctl.runs.directory import ProjectDirectory
-from csdctl.runs.private import check_private, keep_step_file
+from csdctl.runs.directory import ProjectDirectory, keep_step_file
+from csdctl.runs.private import check_private
 from csdctl.standalone.leftovers import step_files
 
 
@@ -32,7 +32,7 @@ def test_step_file_of_a_run_that_failed_is_moved_to_disk(memory: Path, tmp_path:
     kept = tmp_path / "run" / "step.state"
     kept.parent.mkdir()
     kept.write_text("of an earlier attempt")
-    kept.with_name("part-step.state").write_text("left by a csdctl that was killed")
+    kept.with_name(".step.state.6d0u_x3a").write_text("left by a csdctl that was killed")
     keep_step_file(memory, kept)
     assert kept.read_bytes() == b"state"
     assert kept.stat().st_mode & 0o777 == 0o600
@@ -58,6 +58,7 @@ def test_step_file_is_on_the_disk_before_the_one_in_memory_is_removed(
 
 
 def test_nothing_stays_in_memory_when_the_disk_takes_nothing(memory: Path, tmp_path: Path) -> None:
+    (tmp_path / "no directory").touch()
     keep_step_file(memory, tmp_path / "no directory" / "step.state")
     assert not memory.exists()
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import csdctl
-from csdctl.emulation.processes import FLEET_VARIABLE, list_marked
+from csdctl.emulation.limits import FLEET_VARIABLE, list_marked
 from csdctl.transport.commands import build_child_command
 from tests.patience import eventually
 

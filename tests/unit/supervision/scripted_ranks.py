@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,6 +19,7 @@ from csdctl.launch.mpi_job import EndTimeouts, MpiJob
 from csdctl.supervision.rank_processes import OnMessage, ProcessEnded, RankMessage
 from csdctl.supervision.run_setup import Links, Patience, RunSetup
 from csdctl.supervision.supervisor import Supervisor
+from csdctl.transport.local import LocalSession
 from csdctl.worker.protocol.events import (
     EpochEnd,
     Event,
@@ -37,6 +39,8 @@ from tests.patience import eventually, scaled
 
 SLEEPING = ["/bin/sleep", "100000"]
 """An mpirun that runs until it is ended."""
+NO_DAEMONS: Any = None
+"""Such an mpirun asks for none."""
 SHORT_PATIENCE = Patience(
     start_s=3600.0,
     start_poll_s=0.02,
@@ -284,7 +288,9 @@ class Fleet:
         self.linked.append(tuple(ranks))
         command = self.mpirun.get(generation, SLEEPING)
         nodes = [self.nodes[rank] for rank in ranks]
-        job = MpiJob(command, nodes, self._log_path, self.directory, os.environ, EndTimeouts(sandbox_s=0.1))
+        session = LocalSession("host", self.directory)
+        timeouts = EndTimeouts(sandbox_s=0.1)
+        job = MpiJob(lambda: session.converse(command), nodes, self._log_path, NO_DAEMONS, timeouts)
         return self.links_type(job)
 
     def _log_path(self, rank: int | None) -> Path:

@@ -12,12 +12,11 @@ import pytest
 from csdctl.errors import JumpHostError, UnreachableError
 from csdctl.fleet.model import Fleet, Node
 from csdctl.fleet.openssh import build_ssh_config
-from csdctl.transport import ssh_connect
+from csdctl.transport import ssh
 from csdctl.transport.known_hosts import KnownHosts
 from csdctl.transport.many import run_on_nodes
 from csdctl.transport.session import Session
-from csdctl.transport.ssh import connect
-from csdctl.transport.ssh_connect import watch_peer
+from csdctl.transport.ssh import connect, watch_peer
 from tests.attacks.hostile_ssh import raw_server
 from tests.patience import scaled, stays
 
@@ -90,8 +89,8 @@ def test_node_that_falls_silent_behind_a_jump_host_is_noticed(
     server: Server, gate: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The jump host keeps responding; only the node's traffic stops."""
-    monkeypatch.setattr(ssh_connect, "KEEPALIVE_INTERVAL_S", 1.0)
-    monkeypatch.setattr(ssh_connect, "DEAD_PEER_S", scaled(4))
+    monkeypatch.setattr(ssh, "KEEPALIVE_INTERVAL_S", 1.0)
+    monkeypatch.setattr(ssh, "DEAD_PEER_S", scaled(4))
     is_stopped = threading.Event()
 
     def forward(source: socket.socket, sink: socket.socket) -> None:
@@ -118,10 +117,10 @@ def test_node_that_falls_silent_behind_a_jump_host_is_noticed(
 
 def test_responding_peer_stays_connected(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     known = KnownHosts.load([server.known_hosts])
-    jumps = ssh_connect.JumpHosts(known)
-    transport = ssh_connect.open_transport(server.node(), ssh_connect.Deadline(scaled(10)), jumps)
-    monkeypatch.setattr(ssh_connect, "KEEPALIVE_INTERVAL_S", 0.05)
-    monkeypatch.setattr(ssh_connect, "DEAD_PEER_S", scaled(1.0))
+    jumps = ssh.JumpHosts(known)
+    transport = ssh.open_transport(server.node(), ssh.Deadline(scaled(10)), jumps)
+    monkeypatch.setattr(ssh, "KEEPALIVE_INTERVAL_S", 0.05)
+    monkeypatch.setattr(ssh, "DEAD_PEER_S", scaled(1.0))
     watch_peer(transport)
     assert stays(transport.is_active, scaled(2.0))
     transport.close()

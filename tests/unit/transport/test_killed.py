@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from csdctl.emulation.processes import FLEET_VARIABLE, list_marked
+from csdctl.emulation.limits import FLEET_VARIABLE, list_marked
 from tests.patience import eventually
 from tests.started_programs import start_and_kill
 

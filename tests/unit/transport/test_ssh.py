@@ -19,8 +19,7 @@ from csdctl.errors import (
 )
 from csdctl.transport.known_hosts import KnownHosts
 from csdctl.transport.session import Deadline
-from csdctl.transport.ssh import SshSession, connect
-from csdctl.transport.ssh_connect import JumpHosts, open_transport
+from csdctl.transport.ssh import JumpHosts, SshSession, connect, open_transport
 from tests.patience import eventually, scaled
 
 Server = Any

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from csdctl.worker.compute.backend import load_tensorflow
+from csdctl.worker.compute.backend import keras, load_tensorflow, tf
 from csdctl.worker.data.arrays import Array, as_labels, as_samples
 from csdctl.worker.data.file_hash import check_stored
 from csdctl.worker.ingest.sources.arrays import ArraySource
@@ -75,8 +75,6 @@ class UserFunction:
         self._words = set(re.findall(r"\w+", b" ".join(sources).decode(errors="replace")))
         if any(map(_USES_TENSORFLOW.search, sources)):
             load_tensorflow()
-            import keras
-
             keras.utils.set_random_seed(SHUFFLE_SEED)
         return self.guard(lambda: self._load(source)(str(root)))
 
@@ -240,7 +238,6 @@ Sizes = tuple[int | None, ...]
 
 def open_dataset(returned: Any, function: UserFunction, spec: PrepareSpec, threads: int) -> Elements:
     """Return a tf.data.Dataset as a source; raises StructureError or WorkerError."""
-    tf = sys.modules["tensorflow"]
     size = int(returned.cardinality())
     if size == tf.data.INFINITE_CARDINALITY:
         raise StructureError("returned a tf.data.Dataset without an end", _END_IT)
@@ -316,10 +313,9 @@ def call_function(tree: Tree, spec: PrepareSpec, threads: int) -> SampleSource:
 
 def _as_source(returned: Any, function: UserFunction, spec: PrepareSpec, threads: int) -> SampleSource:
     """Return what a function returned as a source; raises StructureError or WorkerError."""
-    tf, keras = sys.modules.get("tensorflow"), sys.modules.get("keras")
-    if tf and isinstance(returned, tf.data.Dataset):
+    if "tensorflow" in sys.modules and isinstance(returned, tf.data.Dataset):
         return open_dataset(returned, function, spec, threads)
-    if keras and isinstance(returned, keras.utils.PyDataset):
+    if "keras" in sys.modules and isinstance(returned, keras.utils.PyDataset):
         return open_py_dataset(returned, function, spec, threads)
     if isinstance(returned, tuple | Mapping) or hasattr(returned, "shape"):
         return _open_arrays(returned, spec)

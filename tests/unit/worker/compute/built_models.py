@@ -18,8 +18,8 @@ def keras() -> Any:
 
 def make_step(model: Any, recipe: Recipe, samples: Any, labels: Any, **options: Any) -> Step:
     """Return the step of `model`, compiled here, for samples and labels of this form."""
-    compile_model(model, recipe, keras())
-    return Step(model, recipe, (samples[:0], labels[:0]), *load_backend(), **options)
+    compile_model(model, recipe)
+    return Step(model, recipe, (samples[:0], labels[:0]), **options)
 
 
 def as_records(fields: dict[str, Any], weights: Any = None) -> np.ndarray[Any, Any]:
@@ -36,7 +36,7 @@ def as_records(fields: dict[str, Any], weights: Any = None) -> np.ndarray[Any, A
 def carry(model: Any, directory: Path, recipe: Recipe | None = None) -> tuple[str, str]:
     """Write `model`, compiled, as nodes receive it; return the paths of architecture and weights."""
     architecture, weights = directory / "architecture.json", directory / "weights.npz"
-    compile_model(model, recipe or Recipe(learning_rate=0.01), keras())
+    compile_model(model, recipe or Recipe(learning_rate=0.01))
     architecture.write_text(model.to_json())
     save_weights(weights, model.get_weights())
     return str(architecture), str(weights)

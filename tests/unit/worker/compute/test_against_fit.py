@@ -204,7 +204,7 @@ def test_unequal_batches_take_the_steps_of_fit(case: str) -> None:
     keras().utils.set_random_seed(1)
     theirs, ours = one.build(), one.build()
     ours.set_weights(theirs.get_weights())
-    rate = compile_model(theirs, recipe, keras()).learning_rate
+    rate = compile_model(theirs, recipe).learning_rate
     assert rate is not None
     records = records_of(labels, weights)
     step = make_step(ours, recipe, samples, records, micro_batch_size=one.micro_batch_size)
@@ -252,7 +252,7 @@ def test_state_of_layers_is_a_mean_over_samples_where_the_loss_is_one_over_eleme
     recipe, samples = Recipe(losses=IGNORING_0, **SGD), IMAGES[:NUM_SAMPLES]
     labels = np.random.default_rng(2).integers(0, 4, (NUM_SAMPLES, 9, 9))
     theirs, ours = build(), build()
-    compile_model(theirs, recipe, keras())
+    compile_model(theirs, recipe)
     step = make_step(ours, recipe, samples, labels)
     theirs.train_on_batch(samples, labels)
     step.apply(local_sum(step, samples, labels))
@@ -267,7 +267,7 @@ def test_validation_is_that_of_keras_evaluate(tmp_path: Path, *, is_weighted: bo
     """The last batch is a partial one, whose samples count as all others do."""
     keras().utils.set_random_seed(1)
     model, recipe = pictures(), Recipe(metrics=("accuracy",), **SGD)
-    compile_model(model, recipe, keras())
+    compile_model(model, recipe)
     count = EVALUATION_BATCH + 40
     samples = np.random.default_rng(3).random((count, 9, 9, 3), np.float32)
     samples[EVALUATION_BATCH:] *= 4.0
@@ -293,7 +293,7 @@ def test_class_weights_multiply_those_of_samples_and_count_in_training_alone(*, 
     labels = np.eye(5, dtype=np.float32)[classes] if is_one_hot else classes
     keras().utils.set_random_seed(1)
     model = pictures()
-    compile_model(model, recipe, keras())
+    compile_model(model, recipe)
     of_class = np.array([3.0, 1.0, 0.5, 1.0, 1.0], np.float32)[classes]
     in_training, in_validation = (
         model.test_on_batch(samples, labels, sample_weight=one, return_dict=True)["loss"]

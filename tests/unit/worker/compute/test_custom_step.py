@@ -105,7 +105,7 @@ def build(noise: bool = False, optimizer: Callable[[], Any] | None = None) -> An
 def make_step(model: Any, rank: int = 0) -> CustomStep:
     example = samples(1)[:0], np.zeros((0, 0), np.float32)
     recipe = Recipe(learning_rate=None, reference_batch=BATCH, input_range=None, seed=5)
-    return CustomStep(model, recipe, example, tf, keras, rank=rank)
+    return CustomStep(model, recipe, example, rank=rank)
 
 
 class Ranks:
@@ -312,7 +312,7 @@ def test_batch_has_the_structure_that_fit_passes() -> None:
     inputs = np.zeros(0, [(f"input_{number}", np.float32, (N_FEATURES,)) for number in range(2)])
     labels = np.zeros(0, [(name, np.float32, (1,)) for name in ("output_0", "output_1", "sample_weight")])
     recipe = Recipe(learning_rate=None, reference_batch=BATCH, input_range=None, seed=5)
-    CustomStep(_with(train_step), recipe, (inputs, labels), tf, keras)
+    CustomStep(_with(train_step), recipe, (inputs, labels))
     assert set(seen) == {2}
 
 
@@ -385,9 +385,9 @@ def test_function_of_a_custom_loop_is_the_step(tmp_path: Path) -> None:
     spec = loop_spec(tmp_path, "loop_of_ranks")
     info = build_model(BuildRequest(spec, str(tmp_path)))
     assert (info.has_own_step, info.recipe.learning_rate) == (True, pytest.approx(0.02))
-    model = load(tmp_path / "architecture.json", tmp_path / "weights.npz", keras)
+    model = load(tmp_path / "architecture.json", tmp_path / "weights.npz")
     example = samples(1)[:0], np.zeros((0, 1), np.float32)
-    step = CustomStep(model, info.recipe, example, tf, keras)
+    step = CustomStep(model, info.recipe, example)
     assert [layout.num_gradients for layout in step.layouts] == [6 * 4 + 4 + 4 + 1, 0]
     loop_spec(tmp_path, "loop_alone")
     alone = import_file(tmp_path / "loop_alone.py")

@@ -48,7 +48,7 @@ def test_prefix_and_head_compute_what_the_whole_model_does(is_training: bool) ->
     model = put_head_on(make_base())
     whole = np.asarray(model(samples(), training=is_training))
     for cut in find_cuts(model):
-        prefix, head = split_at(cut, keras())
+        prefix, head = split_at(cut)
         parts = head(prefix(samples(), training=is_training), training=is_training)
         np.testing.assert_array_equal(np.asarray(parts), whole)
         assert {id(one) for one in (*prefix.weights, *head.weights)} == {id(one) for one in model.weights}
@@ -58,9 +58,9 @@ def test_first_frozen_layers_of_a_base_are_its_frozen_prefix() -> None:
     base = make_base()
     for layer in base.layers[: 1 + NUM_FROZEN]:
         layer.trainable = False
-    cut = frozen_cut(put_head_on(base), keras())
+    cut = frozen_cut(put_head_on(base))
     assert cut.layer == "base_conv1"
-    assert not split_at(cut, keras())[0].trainable_variables
+    assert not split_at(cut)[0].trainable_variables
 
 
 def test_sequential_models_in_each_other_are_cut() -> None:
@@ -131,4 +131,4 @@ def take_two_inputs() -> Any:
 )
 def test_model_without_features_says_why(build: Callable[[], Any], reason: str) -> None:
     with pytest.raises(NoCutError, match=reason):
-        frozen_cut(build(), keras())
+        frozen_cut(build())

@@ -41,9 +41,9 @@ def model(**compiled: Any) -> Any:
     ],
 )
 def test_compile_is_described(compiled: dict[str, Any], expected: OwnCompile | None) -> None:
-    assert describe_compile(model(**compiled), keras) == expected
+    assert describe_compile(model(**compiled)) == expected
 
 
 def test_layers_that_scale_are_named_also_in_models_inside() -> None:
     outer = keras.Sequential([keras.Input((4,)), model(), keras.layers.Normalization(name="norm")])
-    assert find_scaling_layers(outer, keras) == ("half (Rescaling)", "norm (Normalization)")
+    assert find_scaling_layers(outer) == ("half (Rescaling)", "norm (Normalization)")

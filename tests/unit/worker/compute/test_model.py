@@ -222,7 +222,7 @@ keras, found = load_backend()[1], {{}}
 for function in {OWN_CODE!r}:
     files = [Path({str(directory)!r}, function, name) for name in ("architecture.json", "weights.npz")]
     try:
-        model = load(*files, keras, {code!r})
+        model = load(*files, {code!r})
         found[function] = [type(layer).__name__ for layer in model._flatten_layers()]
     except Exception as error:
         print(function, repr(error)[:2000])
@@ -308,7 +308,7 @@ def test_layers_that_keep_state_of_their_samples_are_found() -> None:
         keras().Sequential([keras().Input((4,)), layers.BatchNormalization(trainable=False)]): 0,
         keras().Sequential([keras().Input((8, 8, 3)), layers.RandomFlip(), *fixed]): 0,
     }
-    found = {model: len(find_stateful_layers(model, keras())) for model in num_found}
+    found = {model: len(find_stateful_layers(model)) for model in num_found}
     assert list(found.values()) == list(num_found.values())
 
 

@@ -6,9 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from csdctl.worker.compute import noise
-from csdctl.worker.compute.noise import secret_normal
-from csdctl.worker.compute.step import Step
+from csdctl.worker.compute.step import Step, secret_normal
 from csdctl.worker.protocol.recipe import Noise, Recipe
 from tests.unit.worker.compute.built_models import keras, make_step
 
@@ -60,7 +58,7 @@ def clipped(**model: float) -> Array:
 
 @functools.cache
 def naive(count: int, **model: float) -> tuple[Array, list[float]]:
-    """Return the float64 sum of clipped gradients of single samples, and their norms, without noise.py."""
+    """Return the float64 sum of clipped gradients of single samples, and their norms, without `NoisySums`."""
     plain, total, norms = build_step(None, **model), np.zeros(()), []
     for number in range(count):
         one = slice(number, number + 1)
@@ -147,7 +145,7 @@ def test_noise_has_the_stated_standard_deviation_and_differs_in_every_step() -> 
 def test_noise_has_the_weight_of_the_samples_and_is_drawn_once_for_each_element_of_a_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(noise, "CHUNK", 100)  # the vector is longer
+    monkeypatch.setattr("csdctl.worker.compute.step.CHUNK", 100)  # the vector is longer
     light = build_step(MULTIPLIER, weight=0.25, micro_batch_size=2)
     of_samples = 0.25 * clipped()
     found = np.stack([(private(light) - of_samples)[: light.layout.num_gradients] for _ in range(100)])

@@ -55,7 +55,7 @@ def test_what_the_user_compiled_reaches_the_ranks(tmp_path: Path) -> None:
     spec = BuildSpec(f"{file}:build", {}, Recipe(), str(tmp_path), (str(file),), shapes)
     assert build(BuildRequest(spec, str(tmp_path))).recipe.optimizer == "RMSprop"
     assert BUILDER not in (tmp_path / "architecture.json").read_text()
-    loaded = load(tmp_path / "architecture.json", tmp_path / "weights.npz", keras())
+    loaded = load(tmp_path / "architecture.json", tmp_path / "weights.npz")
     assert type(loaded.optimizer).__name__ == "RMSprop"
     assert loaded.loss.name == "sparse_categorical_crossentropy"
     assert loaded._compile_config.config["metrics"] == ["accuracy"]
@@ -102,7 +102,7 @@ def test_model_from_python_with_its_own_train_step_and_compile_reaches_the_ranks
     (tmp_path / "code.zip").write_bytes(pack_code([file]))
     del sys.modules[file.stem]  # as on a node, which has the packed code alone
     code = UserCode(str(tmp_path / "code.zip"), (file.stem,))
-    loaded = load(tmp_path / "architecture.json", tmp_path / "weights.npz", keras(), code)
+    loaded = load(tmp_path / "architecture.json", tmp_path / "weights.npz", code)
     found = [float(one.learning_rate) for one in (loaded.d_optimizer, loaded.g_optimizer)]
     assert found == pytest.approx([0.1, 0.2])
     assert (loaded.loss_fn.from_logits, loaded.penalty) == (True, 7.0)
@@ -127,5 +127,5 @@ def test_library_that_a_machine_lacks_is_named(tmp_path: Path) -> None:
     (tmp_path / "architecture.json").write_text(text)
     save_weights(tmp_path / "weights.npz", model.get_weights())
     with pytest.raises(WorkerError, match="^has no some_hub, which the model needs$") as caught:
-        load(tmp_path / "architecture.json", tmp_path / "weights.npz", keras())
+        load(tmp_path / "architecture.json", tmp_path / "weights.npz")
     assert "install it on all machines" in caught.value.remedy

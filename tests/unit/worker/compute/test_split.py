@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from csdctl.worker.compute.backend import load_backend
 from csdctl.worker.compute.recipe import compile_model
 from csdctl.worker.compute.split import PrefixStep, SplitStep, micro_batch_size, micro_batch_sizes
 from csdctl.worker.compute.step import Step
@@ -144,7 +143,7 @@ def step_of_all(ranks: list[Any], batches: list[tuple[Array, Array]]) -> Array:
 def compiled(build: Callable[[], Any], recipe: Recipe) -> Any:
     keras().utils.set_random_seed(3)
     model = build()
-    compile_model(model, recipe, keras())
+    compile_model(model, recipe)
     return model
 
 
@@ -154,11 +153,11 @@ def test_parts_take_the_steps_of_the_whole_model(name: str) -> None:
     generator = np.random.default_rng(0)
     samples = [generator.random((size, 9, 9, 3), np.float32) for size in PARTS]
     example = samples[0][:0], labels_of(name, generator, 0)
-    whole, single = (Step(compiled(build, recipe), recipe, example, *load_backend()) for _ in range(2))
-    host = SplitStep(whole, layer, recipe, example, *load_backend(), weight=WEIGHTS[0])
+    whole, single = (Step(compiled(build, recipe), recipe, example) for _ in range(2))
+    host = SplitStep(whole, layer, recipe, example, weight=WEIGHTS[0])
     nodes = [
         PrefixStep(
-            *(compiled(build, recipe), layer, recipe, example, *load_backend()),
+            *(compiled(build, recipe), layer, recipe, example),
             rank=rank,
             weight=WEIGHTS[rank],
         )
@@ -213,7 +212,7 @@ class Sends:
 )
 def test_what_a_rank_sends_is_its_own_fault(value: float, label: int, size: int, reason: str) -> None:
     model = compiled(pictures, SGD)
-    host = SplitStep(Step(model, SGD, EXAMPLE, *load_backend()), "join", SGD, EXAMPLE, *load_backend())
+    host = SplitStep(Step(model, SGD, EXAMPLE), "join", SGD, EXAMPLE)
     content = np.full((size, 7, 7, 8), value, np.float32).tobytes() + np.full(size, label, np.int32).tobytes()
     exchange = Exchange(host, Sends(content), EXAMPLE[1])  # type: ignore[arg-type]
     out = np.zeros(host.layout.step_size, np.float32)
@@ -224,7 +223,7 @@ def test_what_a_rank_sends_is_its_own_fault(value: float, label: int, size: int,
 
 def test_cut_that_does_not_exist_names_those_that_do() -> None:
     with pytest.raises(WorkerError, match="cannot be cut after 'nowhere'; its cuts: stem, "):
-        PrefixStep(compiled(pictures, SGD), "nowhere", SGD, EXAMPLE, *load_backend())
+        PrefixStep(compiled(pictures, SGD), "nowhere", SGD, EXAMPLE)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from csdctl.worker.compute.backend import load_backend
-from csdctl.worker.compute.step_graph import StepGraph
+from csdctl.worker.compute.interception import StepGraph
 
 tf, _ = load_backend()
 

@@ -42,7 +42,7 @@ def build(*, named: bool, normalized: bool = False, features: bool = False) -> A
 
 
 def loss_of(model: Any, samples: np.ndarray, labels: np.ndarray) -> float:
-    step = Step(model, Recipe(input_range=None), (samples[:0], labels[:0]), tf, keras)
+    step = Step(model, Recipe(input_range=None), (samples[:0], labels[:0]))
     return step.evaluate(samples, labels).mean_loss
 
 

@@ -67,7 +67,7 @@ def epoch_of(spec: RunSpec, batch_size: int, epoch: int = 1, rank: int = 0) -> l
     segment = begin_epoch([OwnSamples(me.num_private, me.num_public)], {0: batch_size})
     batches = []
     for step in range(segment.stop_step):
-        images, labels = reader.read(segment.batch(step)[0])
+        images, labels = reader.read(segment.shares[0].batch(step))
         assert images.shape == (len(labels), 2, 2, 1)
         assert np.array_equal(images[:, 0, 0, 0], labels.astype(np.uint8))
         batches.append(labels.tolist())
@@ -245,7 +245,7 @@ def test_private_samples_come_first_in_a_batch_and_their_copies_are_counted(
     reader.set_epoch(1)
     segment = begin_epoch([OwnSamples(20 + num_repeated, 60)], {0: batch_size})
     for step in range(segment.stop_step):
-        share = segment.batch(step)[0]
+        share = segment.shares[0].batch(step)
         labels = reader.read(share)[1].tolist()
         copies = reader.private_copies(share)
         private = labels[: len(copies)]

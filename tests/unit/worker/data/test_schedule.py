@@ -20,7 +20,7 @@ SIZES = st.integers(1, 40)
 
 def read(segment: Segment, step: int, seen: Counter[tuple[str, int, int]]) -> None:
     """Count the samples that every rank reads in one step, by visibility, owner and index."""
-    for share in segment.batch(step):
+    for share in (each.batch(step - segment.start_step) for each in segment.shares):
         assert share.num_samples <= share.batch_size
         seen.update(
             ("private", share.rank, index) for index in range(share.private_start, share.private_stop)

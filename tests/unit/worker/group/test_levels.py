@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from csdctl.worker.group.levels import by_server
+from csdctl.worker.group.communicator import by_server
 from csdctl.worker.protocol.orders import BETWEEN_SERVERS
 from tests.linked_ranks import links
 
@@ -23,7 +23,7 @@ import json, sys
 import numpy as np
 from csdctl.worker.group.channel import Listener, SharedVectors
 from csdctl.worker.group.communicator import LinkCommunicator
-from csdctl.worker.group.levels import TwoLevelCommunicator, by_server
+from csdctl.worker.group.communicator import TwoLevelCommunicator, by_server
 from csdctl.worker.group.values import ExpectedTails, LinkLostError, PeerFaultError
 from csdctl.worker.protocol.orders import BETWEEN_SERVERS
 run, rank, num_elements, collective, deviation = sys.argv[1], *json.loads(sys.argv[2])

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from csdctl.emulation.processes import FLEET_VARIABLE
+from csdctl.emulation.limits import FLEET_VARIABLE
 from csdctl.worker.process.machine import EMULATED, Thermometer
 
 

@@ -5,7 +5,7 @@ import struct
 
 import pytest
 
-from csdctl.worker.sandbox.system_calls import (
+from csdctl.worker.sandbox.seccomp_supervisor import (
     ARCHITECTURES,
     ASKED,
     MACHINE,

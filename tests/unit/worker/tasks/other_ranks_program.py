@@ -16,13 +16,13 @@ from csdctl.worker.protocol.run_spec import Runtime
 from csdctl.worker.tasks.verify import draw_samples
 from tests.unit.worker.tasks.verified_models import ROWS, SEED, SIZES, WRONG, make_step
 
-tf, keras = load_backend(Runtime(threads=2, onednn=False))
+_, keras = load_backend(Runtime(threads=2, onednn=False))
 
 
 def save_vectors(name: str, path: Path) -> None:
     row = ROWS[name]
     example = row.samples, row.labels
-    step = make_step(row, tf, keras)
+    step = make_step(row, keras)
     start = [np.array(variable) for variable in step.model.variables]
 
     def vector(rank: int, samples: np.ndarray, labels: np.ndarray) -> np.ndarray:

@@ -9,7 +9,7 @@ import pytest
 from csdctl.worker.compute.interception import Interception
 from csdctl.worker.compute.statistics import Snapshot
 from csdctl.worker.protocol.run_spec import RankSpec, Runtime
-from csdctl.worker.tasks.reference import NEAR, CustomReference, ExactSum
+from csdctl.worker.tasks.verify import NEAR, CustomReference, ExactSum
 from tests.unit.worker.compute.test_custom_step import Pair, build, keras, make_step, samples, tf
 
 SIZES = (7, 5)

@@ -8,13 +8,15 @@ import pytest
 from csdctl.worker.compute.statistics import Seeds
 from csdctl.worker.group.values import decode_value, encode_value
 from csdctl.worker.protocol.json_codec import ProtocolError, read_as
-from csdctl.worker.tasks.reference import ExactSum, compute_type, widen
 from csdctl.worker.tasks.verify import (
     MAX_SAMPLES,
+    ExactSum,
     Ranges,
+    compute_type,
     draw_samples,
     find_ranges,
     verified_sizes,
+    widen,
 )
 from tests.unit.worker.compute.built_models import keras
 

@@ -156,7 +156,7 @@ def load_task(
         is_balanced=False,
         step_file=str(step_file or ""),
     )
-    step = make_step(Row(dense, TABLE, NUMBERS, recipe), *load_backend())
+    step = make_step(Row(dense, TABLE, NUMBERS, recipe), load_backend()[1])
     me = ranks[rank]
     task = RandomTrain(TaskContext(spec, me, RunProgress(spec), Reporter(me), NO_ORDERS, step))
     task.load()
@@ -320,7 +320,7 @@ def test_rank_gives_its_own_samples_and_seconds_and_asks_nobody_to_stop() -> Non
     for vector, _ in group.given[:-1]:
         assert vector[layout.count] == SIZES[2]
         assert vector[layout.stop] == 0
-        assert [seconds > 0 for seconds in vector[layout.compute_s]] == [False, False, True]
+        assert [seconds > 0 for seconds in vector[layout.stop + 1 :]] == [False, False, True]
 
 
 def test_rank_0_expects_of_each_rank_of_the_group_its_weighted_samples() -> None:
@@ -343,7 +343,7 @@ def test_samples_of_a_rank_that_is_lost_go_from_rank_0_to_those_that_read_them_n
         task.progress.regroup((0, 2))
     segment = host.progress.segment
     for step in range(segment.stop_step):
-        share = segment.batch(step)[1]
+        share = segment.shares[1].batch(step)
         if share.reassigned:
             expected.append((share.reassigned, share.num_reassigned * (10 + 1) * 4))
     host.reader.pack_reassigned = lambda spans: repr(tuple(spans)).encode()  # type: ignore[method-assign]
@@ -366,7 +366,7 @@ def test_slow_rank_gets_fewer_samples_within_a_constant_global_batch(
     """No other gets more than its `limit`, which is what its memory holds."""
 
     def slow_down(total: np.ndarray, layout: Any) -> None:
-        total[layout.compute_s] = 0.01, 0.0, 10.0
+        total[layout.stop + 1 :] = 0.01, 0.0, 10.0
 
     task = load_task(epochs=8)
     host, *nodes = task.spec.ranks
@@ -501,16 +501,17 @@ class PrivateTrain(Train):
         return PrivateReader(self.load_model())
 
     def load_model(self) -> Any:
-        self._keras.utils.set_random_seed(1)
-        model = dense(self._keras)
-        compile_model(model, self.spec.recipe, self._keras)
+        keras = load_backend()[1]
+        keras.utils.set_random_seed(1)
+        model = dense(keras)
+        compile_model(model, self.spec.recipe)
         return model
 
 
 def hash_of_a_run_alone(noise: Noise | None) -> str:
     me = RankSpec(0, "host", 4, Runtime(), None, None, 4 * NUM_STEPS, 0)
     keras = load_backend()[1]
-    recipe = compile_model(dense(keras), dataclasses.replace(SQUARES, epochs=1), keras)
+    recipe = compile_model(dense(keras), dataclasses.replace(SQUARES, epochs=1))
     spec = RunSpec("run", "", "", recipe, (me,), None, None, "", num_checkpoints=0, noise=noise)
     task = PrivateTrain(TaskContext(spec, me, RunProgress(spec), Reporter(me), NO_ORDERS))
     task.load()

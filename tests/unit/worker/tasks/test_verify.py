@@ -19,9 +19,8 @@ from csdctl.worker.group.values import decode_value, encode_value
 from csdctl.worker.protocol.events import Verified, event_from_line
 from csdctl.worker.protocol.run_spec import RankSpec, RunSpec, Runtime
 from csdctl.worker.tasks.progress import Reporter, RunProgress
-from csdctl.worker.tasks.reference import Reference
 from csdctl.worker.tasks.task import Group, TaskContext
-from csdctl.worker.tasks.verify import MAX_SAMPLES, Verify, draw_samples
+from csdctl.worker.tasks.verify import MAX_SAMPLES, Reference, Verify, draw_samples
 from csdctl.workflows.train.verify import Verdict, judge
 from tests.patience import run_command
 from tests.unit.worker.tasks.verified_models import (
@@ -199,7 +198,7 @@ def load_task(row: Row, kind: type[Step] = Step) -> Verify:
     recipe = dataclasses.replace(row.recipe, seed=SEED)
     spec = RunSpec("verify-matrix", "", "", recipe, ranks, None, None, "")
     no_orders: Any = None
-    step = make_step(row, *load_backend(), kind)
+    step = make_step(row, load_backend()[1], kind)
     context = TaskContext(spec, ranks[0], RunProgress(spec), Reporter(ranks[0]), no_orders, step)
     task = RowVerify(context, row)
     task.load()

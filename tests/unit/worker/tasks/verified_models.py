@@ -9,8 +9,7 @@ import numpy as np
 from csdctl.worker.compute.recipe import compile_model
 from csdctl.worker.compute.step import Step
 from csdctl.worker.protocol.recipe import LossTerm, Recipe
-from csdctl.worker.tasks.reference import widen
-from csdctl.worker.tasks.verify import Ranges
+from csdctl.worker.tasks.verify import Ranges, widen
 
 SIZES = (16, 12, 5)
 """The batch sizes of the ranks."""
@@ -159,7 +158,7 @@ ROWS = {
 }
 
 
-def make_step(row: Row, tf: Any, keras: Any, kind: type[Step] = Step) -> Step:
+def make_step(row: Row, keras: Any, kind: type[Step] = Step) -> Step:
     """Return the step of rank 0, with the same weights in every process."""
     keras.backend.clear_session()
     before = keras.config.dtype_policy()
@@ -167,8 +166,8 @@ def make_step(row: Row, tf: Any, keras: Any, kind: type[Step] = Step) -> Step:
     keras.utils.set_random_seed(SEED)
     try:
         model = row.build(keras)
-        recipe = compile_model(model, replace(row.recipe, seed=SEED), keras)
+        recipe = compile_model(model, replace(row.recipe, seed=SEED))
         widen(model)
     finally:
         keras.config.set_dtype_policy(before)
-    return kind(model, recipe, (row.samples, row.labels), tf, keras)
+    return kind(model, recipe, (row.samples, row.labels))

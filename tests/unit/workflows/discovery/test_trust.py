@@ -64,7 +64,7 @@ class Reviewer:
 @pytest.fixture
 def machines(monkeypatch: pytest.MonkeyPatch) -> Machines:
     machines = Machines()
-    monkeypatch.setattr("csdctl.transport.ssh_connect.fetch_host_key", machines.fetch)
+    monkeypatch.setattr("csdctl.transport.ssh.fetch_host_key", machines.fetch)
     return machines
 
 

@@ -28,7 +28,8 @@ WHITE = (255, 255, 255)
 
 
 def decode(content: bytes, *shape: int, fit: str = "stretch", max_pixels: int = 10_000) -> np.ndarray:
-    return ImageDecoder(ImageRule(shape, fit, max_pixels), tensorflow()).decode(content)
+    tensorflow()
+    return ImageDecoder(ImageRule(shape, fit, max_pixels)).decode(content)
 
 
 def reason(content: bytes, max_pixels: int = 10_000) -> str:
@@ -166,5 +167,5 @@ class TestFit:
     @pytest.mark.parametrize("shape", [None, (0, 0, 3), (8, 8), (8, 8, 2), (784,)])
     def test_shape_that_images_cannot_have_is_bad_input(self, shape: tuple[int, ...] | None) -> None:
         with pytest.raises(WorkerError, match="images cannot be converted") as raised:
-            ImageDecoder(ImageRule(shape), tensorflow())
+            ImageDecoder(ImageRule(shape))
         assert (raised.value.exit_code, "data.image.shape" in raised.value.remedy) == (2, True)
