@@ -125,16 +125,19 @@ EXPECTED = (*FROM_MPI, Ready, Traffic, Misbehaved, Finished, Failed)
 CHECK_WORKER = "check that machine: its worker is damaged or is not csdctl's"
 _TAGGED = re.compile(rb"\[\d+,(\d{1,9})\]<(stdout|stderr)>: ?(.*)", re.DOTALL)
 """A line that mpirun passes on from a rank (--output tag)."""
-REQUEST = b"@csdctl-daemon "
-"""mpirun's request for a daemon, before its name of the machine and a command."""
+REQUEST = "@csdctl-daemon "
+"""mpirun's request for a daemon, before its name of the machine and a command.
+
+A job's own request ends with a secret: mpirun also prints messages of its daemons on nodes.
+"""
 
 
 class MpiOutput:
     """Reads what mpirun prints, in one thread; others may `log` lines."""
 
-    def __init__(self, log_path: LogPath, nodes: Sequence[str]) -> None:
-        """`nodes` are the machines of mpirun's ranks, in order."""
-        self._log_path = log_path
+    def __init__(self, log_path: LogPath, nodes: Sequence[str], request: str = REQUEST) -> None:
+        """`nodes` are the machines of mpirun's ranks, in order; `request` as `REQUEST`."""
+        self._log_path, self._request = log_path, request.encode()
         self._nodes = nodes
         self.events: list[Event] = []
         """Events in order of arrival: a rank other than 0 reports everything once."""
@@ -180,8 +183,8 @@ class MpiOutput:
             self._log(self._rank, line)
         elif not tagged or int(tagged[1]) >= len(self._nodes):
             self._rank = None
-            if line.startswith(REQUEST):
-                self.on_request(line.removeprefix(REQUEST).decode(errors="replace").rstrip("\n"))
+            if line.startswith(self._request):
+                self.on_request(line.removeprefix(self._request).decode(errors="replace").rstrip("\n"))
             else:
                 self._log(None, line)
         else:
@@ -386,6 +389,7 @@ class MpiJob:
         timeouts: EndTimeouts = EndTimeouts(),
         *,
         starter: str = HOST_NAME,
+        request: str = REQUEST,
     ) -> None:
         """`start` starts mpirun on machine `starter`; `nodes` are those of its ranks, in order.
 
@@ -393,7 +397,7 @@ class MpiJob:
         """
         self._start, self._starter, self._nodes = start, starter, tuple(nodes)
         self._timeouts = timeouts
-        self._output = MpiOutput(log_path, nodes)
+        self._output = MpiOutput(log_path, nodes, request)
         self._daemons = Daemons(start_daemon, self._output.log, self.end)
         self._output.on_request = self._daemons.request
         self._is_ended = False

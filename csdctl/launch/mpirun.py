@@ -91,8 +91,8 @@ EAGER_LIMIT_BYTES = 4 << 20
 """A larger message needs three trips with both sides awake; a sleeping rank delays each of them."""
 
 AGENT = "agent"
-_SCRIPT = f"""host=$1; shift; printf '{REQUEST.decode()}%s %s\\n' "$host" "$*"\n"""
-"""It asks for a daemon, and does not wait for it."""
+_SCRIPT = """host=$1; shift; printf '{}%s %s\\n' "$host" "$*"\n"""
+"""It asks for a daemon by a request, and does not wait for it."""
 
 COMMON_OPTIONS = (
     "--map-by node",
@@ -251,7 +251,9 @@ class Mpirun:
         def log_path(rank: int | None) -> Path:
             return self.log_path(None if rank is None else ranks[rank].number)
 
-        policy = self._build_policy(starter, network, command, key, own_sockets, {AGENT: _SCRIPT})
+        request = f"{REQUEST}{secrets.token_hex(8)} "
+        agent = {AGENT: _SCRIPT.format(request)}
+        policy = self._build_policy(starter, network, command, key, own_sockets, agent)
 
         def start() -> Conversation:
             # As root, MPI refuses to run where the kernel cannot confine it.
@@ -261,7 +263,7 @@ class Mpirun:
             conversation.send_line(to_json(policy))
             return conversation
 
-        return MpiJob(start, nodes, log_path, start_daemon, starter=starter)
+        return MpiJob(start, nodes, log_path, start_daemon, starter=starter, request=request)
 
     def log_path(self, rank: int | None) -> Path:
         """The log file of a rank; with None, the log file of mpirun itself."""

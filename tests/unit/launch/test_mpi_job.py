@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from csdctl.errors import CsdctlError
-from csdctl.launch.mpi_job import MAX_LINE_BYTES, EndTimeouts, JobOutcome, MpiJob, find_cause
+from csdctl.launch.mpi_job import MAX_LINE_BYTES, REQUEST, EndTimeouts, JobOutcome, MpiJob, find_cause
 from csdctl.transport.local import LocalSession
 from csdctl.transport.session import Conversation
 from csdctl.worker.protocol.events import (
@@ -45,14 +45,15 @@ class Job:
         self.directory = directory
         self.events: list[Event] = []
         self.asked: list[tuple[str, str]] = []
+        self.request = REQUEST
 
     def make(self, program: str, timeouts: EndTimeouts = DEFAULT) -> MpiJob:
         (self.directory / "mpirun.py").write_text(f"import os, signal, sys, time\n{program}")
         command = [sys.executable, "-u", str(self.directory / "mpirun.py")]
         session = LocalSession("host", self.directory)
-        return MpiJob(
-            lambda: session.converse(command), ("csd0", "csd1"), self.log, self.start_daemon, timeouts
-        )
+        nodes = "csd0", "csd1"
+        start = lambda: session.converse(command)  # noqa: E731
+        return MpiJob(start, nodes, self.log, self.start_daemon, timeouts, request=self.request)
 
     def start_daemon(self, host: str, command: str) -> Conversation:
         self.asked.append((host, command))
@@ -209,6 +210,12 @@ class TestDaemons:
         request = "@csdctl-daemon rank1-csd1 prted"
         job.print(tag(1, request) + tag(1, request, "stderr"))
         assert job.asked == []
+
+    def test_message_of_a_daemon_on_a_node_asks_for_none(self, job: Job) -> None:
+        """mpirun prints it as its own, and only the agent on its machine knows the secret."""
+        job.request = f"{REQUEST}0123abcd "
+        job.print(f"{REQUEST}rank1-csd1 prted\n{job.request}rank0-csd0 prted\n")
+        assert job.asked == [("rank0-csd0", "prted")]
 
 
 def test_job_that_is_ended_before_its_start_leaves_nothing_running(job: Job) -> None:
