@@ -20,7 +20,7 @@ SIZE = 3
 ANSWER_S = 120.0
 """A rank that waits for links of an mpirun that has died never answers."""
 NUM_ELEMENTS = (1 << 18) + 5
-"""The last ones are [n, stop, seconds of each rank]."""
+"""The last ones are [n, stop, seconds of each rank, norm]."""
 SAMPLES = 8
 """Number of samples of every rank that rank 0 expects in a `checked` sum."""
 RANK = """
@@ -56,13 +56,13 @@ for request in sys.stdin:
             total = ranks.sum(memory.local)[:size]
             print(json.dumps([float(total[-1]), int(total.view(np.uint32).sum())]), flush=True)
         elif words[0] == "checked":
-            tail = [float(words[2]) if len(words) > 2 else 8.0, 0, 0, 0, 0]
+            tail = [float(words[2]) if len(words) > 2 else 8.0, 0, 0, 0, 0, 9.0]
             tail[2 + ranks.rank] = 0.5
             memory.local[:] = float(words[1]) if len(words) > 1 else 1.0
-            memory.local[-5:] = tail
-            expected = ExpectedTails(len(memory.local) - 5, (0, 1, 2), (8.0, 8.0, 8.0))
+            memory.local[-6:] = tail
+            expected = ExpectedTails(len(memory.local) - 6, (0, 1, 2), (8.0, 8.0, 8.0))
             total = ranks.sum(memory.local, None if ranks.rank else expected)
-            print(json.dumps([str(total[0]), *map(float, total[-5:])]), flush=True)
+            print(json.dumps([str(total[0]), *map(float, total[-6:-1])]), flush=True)
         elif words[0] == "not-finite":
             print(json.dumps(ranks.find_not_finite()), flush=True)
         elif words[0] == "allgather":

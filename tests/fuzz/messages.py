@@ -225,7 +225,7 @@ def _value_seeds() -> list[bytes]:
 
 def _tails(content: bytes, directory: Path) -> None:
     expected = ExpectedTails(3, (0, 1, 2), (10.0, 20.0, 30.0))
-    vectors = np.frombuffer(content[:64].ljust(64, b"\0"), np.float32).reshape(2, 8)
+    vectors = np.frombuffer(content[:72].ljust(72, b"\0"), np.float32).reshape(2, 9)
     with np.errstate(all="ignore"):
         expected.check(list(vectors))
         expected.is_count_of(vectors[0])
@@ -233,7 +233,7 @@ def _tails(content: bytes, directory: Path) -> None:
 
 
 def _tail_seeds() -> list[bytes]:
-    rows = [[9, 9, 9, 20, 0, 0, 0.5, 0], [9, 9, 9, 30, 0, 0, 0, 0.25]]
+    rows = [[9, 9, 9, 20, 0, 0, 0.5, 0, 9], [9, 9, 9, 30, 0, 0, 0, 0.25, 9]]
     return [np.array(rows, np.float32).tobytes()]
 
 

@@ -225,8 +225,7 @@ class SplitStep(PrefixStep):
         flat = [np.reshape(one, -1) for one in self._join(sums, self._gradients)]
         of_head = self._head_states.split(self._sums_of_head.numpy()[: self._head_states.size])
         statistics = whole.states.join(self.states.split(total[layout.statistics]), of_head)
-        norms = np.zeros(whole.layout.norms.stop - whole.layout.norms.start, np.float32)
-        return np.concatenate([*flat, statistics, norms, total[layout.sums.start : layout.step_size]])
+        return np.concatenate([*flat, statistics, total[layout.sums.start : layout.step_size]])
 
     @property
     def state(self) -> list[Any]:

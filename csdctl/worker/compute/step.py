@@ -5,19 +5,17 @@ of these vectors over the ranks, divided by its counts, is the mean over all sam
 rank: partial batches and ranks without samples come out right. A rank whose samples have a weight multiplies
 its vector, including n, by that weight. The layout of the vector:
 
-    [ Σ gradient | changes of layers' state · n | norms | Σ loss, metrics' states, (loss count), n |
-      stop | seconds ]
+    [ Σ gradient | changes of layers' state · n | Σ loss, metrics' states, (loss count), n |
+      stop | seconds | norm ]
 
 Where layers add a loss for each sample, which fit sums over the batch, its gradient and its sum stand behind
 those of the rest, and are not divided.
 
-Each micro-batch adds two elements, the norms: its count times the squared norm of its mean gradient, and 1.
-The gradient noise scale follows from their sums (`read_noise`).
-
 The step owns everything up to n, the number of samples; divided by it, a sum over ranks is the mean over all
 their samples. A loss that is no mean over samples has a count of its own: unmasked elements, a sum of
 weights, or the public samples among private ones with noise. Behind n the training loop adds whether a stop
-was requested, and one element for each rank of the run with the seconds that this rank computed.
+was requested, one element for each rank of the run with the seconds that this rank computed, and the rank's
+`square_norm`.
 
 With noise (`NoisySums`), private samples contribute to gradients and n alone; loss and metrics are those of
 the public samples.
@@ -141,14 +139,12 @@ class VectorLayout:
         has_loss_count: bool = False,
         divides_gradients: bool = False,
         has_summed: bool = False,
-        has_norms: bool = False,
     ) -> None:
         """`num_states`: elements of the metrics' states.
 
         `has_loss_count`: whether the loss is divided by a count of its own, which stands before n;
         `divides_gradients`: whether gradients are divided by that count too, otherwise by n; `has_summed`:
-        whether a part of the loss is a sum over samples, not a mean, with a gradient of its own;
-        `has_norms`: whether each micro-batch adds its squared norm.
+        whether a part of the loss is a sum over samples, not a mean, with a gradient of its own.
         """
         self.num_gradients, self.has_summed = num_gradients, has_summed
         self.num_sums = 2 + has_summed + num_states + has_loss_count
@@ -157,13 +153,11 @@ class VectorLayout:
         """The summed gradients of all trainable variables, flat, in the model's order."""
         self.statistics = slice(self.gradients.stop, self.gradients.stop + num_statistics)
         """The changes of the state that layers keep, times n."""
-        self.norms = slice(self.statistics.stop, self.statistics.stop + 2 * has_norms)
-        """Σ count · |mean gradient|² over micro-batches, and their number."""
-        self.step_size = self.norms.stop + self.num_sums
+        self.step_size = self.statistics.stop + self.num_sums
         """Elements of the step's part."""
         self.step = slice(0, self.step_size)
         """The step's part."""
-        self.sums = slice(self.norms.stop, self.step_size - has_loss_count)
+        self.sums = slice(self.statistics.stop, self.step_size - has_loss_count)
         """Loss, metrics' states, and the count that the loss is divided by."""
         self.count = self.step_size - 1
         """The index of n."""
@@ -181,6 +175,18 @@ class GradientNoise:
     """The trace of the covariance of one sample's gradient."""
     square: float = 0.0
     """The squared norm of the true gradient; noise can make an estimate negative."""
+
+    @classmethod
+    def estimate(cls, parts: float, whole: float, num_parts: int, count: float) -> "GradientNoise":
+        """Estimate both from the `square_norm` of the gradients of parts of a batch, added, and of the whole.
+
+        Mean gradients of n_i samples each, n = Σ n_i, have E|g_i|² = |G|² + V/n_i, and their weighted mean g
+        has E|g|² = |G|² + V/n. So V = (Σ n_i |g_i|² - n |g|²) / (parts - 1), for unequal n_i, too.
+        """
+        if num_parts < 2 or not math.isfinite(parts + whole):
+            return cls()
+        variance = (parts - whole) / (num_parts - 1)
+        return cls(variance, (whole - variance) / count)
 
     def __add__(self, other: "GradientNoise") -> "GradientNoise":
         return GradientNoise(self.variance + other.variance, self.square + other.square)
@@ -219,7 +225,7 @@ class RankStep:
     """The layout of the rank's vector, without what a training loop appends."""
     has_noise = False
     """Whether private samples are clipped and get noise."""
-    _has_summed = _has_loss_count = _has_norms = False
+    _has_summed = _has_loss_count = False
     """As in the layout, which is known once the graph of the vector is traced."""
 
     def __init__(self, model: Any, recipe: Recipe, rank: int) -> None:
@@ -264,22 +270,10 @@ class RankStep:
         """Return loss sum, metric sums and count of a summed vector."""
         return self._sums(total[self.layout.sums])
 
-    def read_noise(self, total: Array) -> GradientNoise:
-        """Return the gradient noise of a summed vector; zeros where it cannot be told.
-
-        Mean gradients of n_i samples each, n = Σ n_i, have E|g_i|² = |G|² + V/n_i, and their weighted mean g
-        has E|g|² = |G|² + V/n. So V = (Σ n_i |g_i|² - n |g|²) / (parts - 1), for unequal n_i, too.
-        """
-        layout = self.layout
-        if layout.norms.stop == layout.norms.start or not total[layout.divisor] > 0:
-            return GradientNoise()
-        (squares, parts), count = total[layout.norms].astype(float), float(total[layout.divisor])
-        if parts < 2:
-            return GradientNoise()
-        gradient = total[layout.gradients]
-        whole = float(np.dot(gradient, gradient)) / count**2
-        variance = (float(squares) - count * whole) / (float(parts) - 1)
-        return GradientNoise(variance, whole - variance / count)
+    def square_norm(self, vector: Array) -> float:
+        """Return the count of the samples of a vector times the squared norm of their mean gradient."""
+        gradient, count = vector[self.layout.gradients], float(vector[self.layout.divisor])
+        return float(np.dot(gradient, gradient)) / count if count > 0 else 0.0
 
     def metrics(self, sums: Sums) -> dict[str, float]:
         """Return the metrics of all samples of `sums` by name."""
@@ -345,7 +339,6 @@ class RankStep:
             has_loss_count=self._has_loss_count,
             divides_gradients=self.objective.counts_elements and not self.has_noise,
             has_summed=self._has_summed,
-            has_norms=self._has_norms,
         )
 
     def _rehearse(self, do: Callable[[], object]) -> None:
@@ -422,17 +415,11 @@ class Step(RankStep):
         # What layers add to the loss, and what they write, is known by tracing them.
         self._local = local.get_concrete_function()
         self._check_writes(self._local.graph)
-        self._has_norms = self._can_tell_noise
         self.layout = self._lay_out()
         self._alone = tf.function(self._alone_graph, autograph=False, input_signature=batch)
         self._evaluate = tf.function(self._evaluate_graph, autograph=False, input_signature=batch)
         if noise:
             self._noisy = NoisySums(noise, model, self.objective)
-
-    @property
-    def _can_tell_noise(self) -> bool:
-        is_plain = not (self.has_noise or self._has_summed or self.has_loss_scaling)
-        return is_plain and bool(self.model.trainable_variables)
 
     def _check_writes(self, graph: Any) -> None:
         """Raise WorkerError, exit code 2, if a layer writes what is trained: each rank its own."""
@@ -535,11 +522,7 @@ class Step(RankStep):
         changes = self.states.take_changes(before, batch.samples)
         gradients = [*(mean * batch.loss_count for mean in means), *summed]
         flat = [tf.reshape(gradient, [-1]) for gradient in gradients]
-        norms = []
-        if self._can_tell_noise:
-            square = tf.add_n([tf.reduce_sum(mean * mean) for mean in means])
-            norms = [tf.stack([square * batch.loss_count, 1.0])]
-        vector = tf.concat([*flat, *changes, *norms, *self._tail(batch, with_samples=True)], axis=0)
+        vector = tf.concat([*flat, *changes, *self._tail(batch, with_samples=True)], axis=0)
         return vector if self._weight == 1.0 else vector * self._weight
 
     def _alone_graph(self, samples: Any, labels: Any) -> Any:

@@ -3,9 +3,9 @@
 Values are JSON. What another rank has sent is not trusted: it is read by an annotation that states its types
 and bounds (protocol/json_codec.py), and anything else is that rank's fault.
 
-A vector ends with [n, stop, seconds of each rank of the run] (compute/step.py), which rank 0 checks before
-it passes on the sum. Its gradient cannot be checked: only the node knows its samples. Its end can: n follows
-from the schedule, only rank 0 may ask to stop, and a rank knows its own seconds alone.
+A vector ends with [n, stop, seconds of each rank of the run, norm] (compute/step.py), which rank 0 checks
+before it passes on the sum. Its gradient and its norm cannot be checked: only the node knows its samples. Its
+end can: n follows from the schedule, only rank 0 may ask to stop, and a rank knows its own seconds alone.
 """
 
 import json
@@ -112,13 +112,12 @@ class ExpectedTails:
             tail, expected = vector[self.start :], self.counts[rank]
             count, stop = float(tail[0]), float(tail[1])
             own_s = tail[2 + self.ranks[rank] : 2 + self.stops[rank]]
+            num_others = (tail[2:-1] != 0).sum() - (own_s != 0).sum()
             if not abs(count - expected) <= TOLERANCE * expected:
                 problem = f"sent the gradient of {count:g} samples, expected {expected:g}"
             elif stop != 0:
                 problem = "asked all ranks to stop, which only rank 0 may do"
-            elif (
-                not all(0 <= one <= MAX_STEP_S for one in own_s) or (tail[2:] != 0).sum() > (own_s != 0).sum()
-            ):
+            elif num_others > 0 or not all(0 <= one <= MAX_STEP_S for one in own_s):
                 problem = f"sent {float(own_s[0]):g} s as the time of its step, or the time of another rank"
             else:
                 continue

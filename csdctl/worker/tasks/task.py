@@ -169,7 +169,7 @@ class ModelTask:
     def sum_sizes(self) -> list[int]:
         """Elements of each vector that the ranks sum in a step, in their order."""
         layouts = self.step.layouts if isinstance(self.step, CustomStep) else [self.layout]
-        return [int(layout.step_size + 1 + len(self.spec.ranks)) for layout in layouts]
+        return [int(layout.step_size + 2 + len(self.spec.ranks)) for layout in layouts]
 
     @property
     def variables(self) -> list[Any]:

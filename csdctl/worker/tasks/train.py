@@ -14,7 +14,7 @@ import numpy as np
 from csdctl.worker.compute.custom_step import AnyStep, CustomStep
 from csdctl.worker.compute.keras_internals import find_smallest_embedding
 from csdctl.worker.compute.recipe import learning_rate, make_schedule
-from csdctl.worker.compute.step import GradientNoise, Sums, add_sums
+from csdctl.worker.compute.step import GradientNoise, Step, Sums, add_sums
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.data.prepared import PreparedSamples, SyntheticReader, sample_bytes
 from csdctl.worker.group.communicator import Communicator
@@ -64,7 +64,14 @@ class Train(ModelTask):
         self._balancer = Balancer(limits)
         schedule = self.spec.recipe.schedule
         self._schedule = make_schedule(schedule) if schedule else None
-        self._is_unweighted = all(rank.weight == 1.0 for rank in self.spec.ranks)
+        is_plain = isinstance(self.step, Step) and not (
+            self.spec.split
+            or self.step.has_noise
+            or self.step.layout.has_summed
+            or self.step.has_loss_scaling
+        )
+        self._tells_noise = is_plain and all(rank.weight == 1.0 for rank in self.spec.ranks)
+        """Whether the norms of the ranks' gradients tell the gradient noise."""
         self._weights_hash = ""
         self._since_report = StepTotals()
 
@@ -167,17 +174,20 @@ class Train(ModelTask):
         else:
             out = communicator.local[layout.step]
             exchanged_s = self._compute(communicator, images, labels, copies, out)
+            norm = self.step.square_norm(out) if self._tells_noise else 0.0
             computed = time.perf_counter()
             own_s = self._apply_s + computed - received - exchanged_s
-            total = self._sum(communicator, layout, own_s)
+            total = self._sum(communicator, layout, own_s, norm)
             summed = time.perf_counter()
             step_total, tail = total[layout.step], total[layout.stop :]
             sums = self.summed.read_sums(step_total)
             self._check_finite(sums.loss, float(np.add.reduce(step_total)), communicator)
-            if self.is_root and self._is_unweighted:
-                noise = self.summed.read_noise(step_total)
+            if self.is_root and self._tells_noise:
+                whole, num_parts = self.step.square_norm(step_total), sum(map(bool, step_samples))
+                count = float(step_total[layout.divisor])
+                noise = GradientNoise.estimate(float(tail[-1]), whole, num_parts, count)
             self.summed.apply(step_total)
-        is_stopping, times_s = bool(tail[0] > 0), tail[1:].astype(float)
+        is_stopping, times_s = bool(tail[0] > 0), tail[1:-1].astype(float)
         self._end_step(sums, global_samples)
         self._balance(times_s)
         self._apply_s = time.perf_counter() - summed
@@ -187,17 +197,19 @@ class Train(ModelTask):
         spent_s = compute_s, wait_s, input_s, others_s
         return StepTotals(1, len(images), *spent_s, sums, global_samples, noise, is_stopping)
 
-    def _sum(self, communicator: Communicator, layout: Any, own_s: float, *, is_last: bool = True) -> Array:
+    def _sum(
+        self, communicator: Communicator, layout: Any, own_s: float, norm: float = 0, *, is_last: bool = True
+    ) -> Array:
         """Sum the vector in `communicator.local` over all ranks; its part of the step is filled in.
 
-        `own_s`: the seconds that this rank computed; `is_last`: of the sums of this step. Raises WorkerError
-        for a sum that cannot be; a star finds the rank at fault before that.
+        `own_s`: the seconds that this rank computed; `norm`: its `square_norm`; `is_last`: of the sums of
+        this step. Raises WorkerError for a sum that cannot be; a star finds the rank at fault before that.
         """
         vector = communicator.local
         is_stopping = is_last and self.is_root and self.orders.is_stopping
-        tail = vector[layout.stop :][: 1 + len(self.spec.ranks)]
+        tail = vector[layout.stop :][: 2 + len(self.spec.ranks)]
         tail[:] = 0
-        tail[0], tail[1 + self.me.rank] = is_stopping, own_s
+        tail[0], tail[1 + self.me.rank], tail[-1] = is_stopping, own_s, norm
         ranks = tuple(share.rank for share in self.progress.segment.shares)
         counts = tuple(self.progress.weigh(self.progress.step_samples))
         expected = ExpectedTails(layout.count, ranks, counts)
@@ -231,7 +243,7 @@ class Train(ModelTask):
             total = self._sum(communicator, layout, own_s, is_last=is_last)
             result = total[layout.step].copy()
             self._check_finite(0.0, float(np.add.reduce(result)), communicator)
-            tail, summed = total[layout.stop :][: 1 + len(self.spec.ranks)].copy(), time.perf_counter()
+            tail, summed = total[layout.stop :][: 2 + len(self.spec.ranks)].copy(), time.perf_counter()
             return result
 
         sums = step.run(images, labels, exchange)

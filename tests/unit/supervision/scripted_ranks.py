@@ -286,7 +286,8 @@ class Fleet:
 
     def _start_links(self, ranks: Sequence[int], generation: int) -> Links:
         self.linked.append(tuple(ranks))
-        command = self.mpirun.get(generation, SLEEPING)
+        # As csdctl starts it: one stream of output.
+        command = ["sh", "-c", 'exec "$@" 2>&1', "mpirun", *self.mpirun.get(generation, SLEEPING)]
         nodes = [self.nodes[rank] for rank in ranks]
         session = LocalSession("host", self.directory)
         timeouts = EndTimeouts(sandbox_s=0.1)

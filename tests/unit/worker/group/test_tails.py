@@ -12,8 +12,8 @@ EXPECTED = ExpectedTails(3, (0, 2, 5), (8.0, 6.0, 0.0))
 
 
 def vector(count: float, rank: int, seconds: float = 0.5, stop: float = 0.0) -> np.ndarray:
-    found = np.zeros(3 + 2 + 6, np.float32)
-    found[:3] = 7.0
+    found = np.zeros(3 + 2 + 6 + 1, np.float32)
+    found[:3], found[-1] = 7.0, 9.0
     found[3:5] = count, stop
     found[5 + rank] = seconds
     return found

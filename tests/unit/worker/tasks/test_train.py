@@ -320,7 +320,7 @@ def test_rank_gives_its_own_samples_and_seconds_and_asks_nobody_to_stop() -> Non
     for vector, _ in group.given[:-1]:
         assert vector[layout.count] == SIZES[2]
         assert vector[layout.stop] == 0
-        assert [seconds > 0 for seconds in vector[layout.stop + 1 :]] == [False, False, True]
+        assert [seconds > 0 for seconds in vector[layout.stop + 1 : -1]] == [False, False, True]
 
 
 def test_rank_0_expects_of_each_rank_of_the_group_its_weighted_samples() -> None:
@@ -366,7 +366,7 @@ def test_slow_rank_gets_fewer_samples_within_a_constant_global_batch(
     """No other gets more than its `limit`, which is what its memory holds."""
 
     def slow_down(total: np.ndarray, layout: Any) -> None:
-        total[layout.stop + 1 :] = 0.01, 0.0, 10.0
+        total[layout.stop + 1 : -1] = 0.01, 0.0, 10.0
 
     task = load_task(epochs=8)
     host, *nodes = task.spec.ranks

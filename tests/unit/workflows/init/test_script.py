@@ -238,7 +238,7 @@ def test_options_of_the_script_take_the_values_that_are_given(tmp_path: Path) ->
     found, functions = lifted(tmp_path, OPTIONS, "-n", "5", "--epochs=7")
     assert found.recipe == {"epochs": 7, "reference_batch": 16}
     assert len(functions["training_data"]("")[0]) == 5
-    assert [text for _, text in found.notes] == ["taken as false: args.num_samples == 0"]
+    assert [text for _, text in found.notes] == ["assumed false: args.num_samples == 0"]
     assert len(functions["build"]().trainable_weights) == 2  # not those that the loop freezes
 
 

@@ -111,7 +111,7 @@ class TestUnusable:
         if content:
             put(root, f"cat/{SECRET}", content)
         remedy = refusal(spec, "no usable samples: 1 other format" if content else "no usable samples$")
-        assert ("a function of yours" in remedy) == bool(content)
+        assert ("your own function" in remedy) == bool(content)
 
 
 class TestLinks:
