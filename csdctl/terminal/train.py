@@ -31,6 +31,7 @@ from csdctl.terminal.streams import Streams
 from csdctl.terminal.tune import plan_document, render_plan
 from csdctl.terminal.view import (
     STARTING,
+    TRAINING,
     WIDE,
     WIDER,
     Columns,
@@ -301,7 +302,26 @@ class TrainingView(FleetView[RankRow]):
 
     def _details(self, width: int) -> list[Text]:
         line = self._bottleneck.describe(self._clock())
-        return [*self._render_curves(width), *([Text(line, style="yellow")] if line else [])]
+        held = [Text(line, style="yellow")] if line else []
+        return [*self._render_curves(width), *self._describe_servers(), *held]
+
+    def _describe_servers(self) -> list[Text]:
+        """Return a line for each of several servers: how many of its ranks train, and how fast."""
+        rows_by_server: dict[str, list[RankRow]] = {}
+        for rank in self._spec.ranks:
+            rows = rows_by_server.setdefault(self._spec.ranks[rank.server].node, [])
+            rows.append(self._rows[rank.rank])
+        if len(rows_by_server) == 1:
+            return []
+        lines = []
+        for server, rows in rows_by_server.items():
+            training = [row for row in rows if row.state == TRAINING]
+            rate = format_rate(sum(row.rate or 0.0 for row in training))
+            line = f"{server}: {len(training)} of {len(rows)} ranks training, {rate} samples/s"
+            sick = [row for row in rows if row.is_sick]
+            style = "yellow" if sick else "none"
+            lines.append(Text(line, style=style, no_wrap=True, overflow="ellipsis"))
+        return lines
 
     def _render_curves(self, width: int) -> list[Text]:
         curves = {name: curve.all() for name, curve in self._curves.items()}

@@ -7,7 +7,7 @@ import pytest
 
 from csdctl.terminal.train import TrainingView
 from csdctl.terminal.view import TRAINING, RankRow, choose_rows, describe_rest, draw_curve
-from csdctl.worker.protocol.events import Joined, LinkLost, Progress, Ready
+from csdctl.worker.protocol.events import Joined, LinkLost, NodeLost, Progress, Ready
 from csdctl.worker.protocol.recipe import Recipe
 from csdctl.worker.protocol.run_spec import RankSpec, RunSpec, Runtime
 from tests.unit.terminal.test_fleet_views import SIZES, Clock, screen, terminal
@@ -65,6 +65,35 @@ def test_view_fits_and_names_the_slowest_first(num_ranks: int, size: tuple[int, 
         first = next(index for index, line in enumerate(lines) if line.startswith("host"))
         assert lines[first + 1].startswith("csd2 ")
     assert text.count("training") >= min(num_ranks, 10)
+
+
+def test_view_of_four_servers_sums_each_up_and_shows_the_ranks_that_matter() -> None:
+    """4 × 36 ranks at 80 × 24; the whole of storage3 waits for a node that is lost."""
+    names = [
+        name
+        for server in range(4)
+        for name in (f"storage{server}", *(f"storage{server}/csd{n}" for n in range(35)))
+    ]
+    names[0] = "host"
+    ranks = tuple(
+        RankSpec(rank, name, 8, Runtime(), None, None, 0, 100, server=rank // 36 * 36)
+        for rank, name in enumerate(names)
+    )
+    spec = RunSpec("20261123-084636-637095", "", "", Recipe(), ranks, None, None, "")
+    size = (80, 24)
+    view = TrainingView(terminal(size), spec, 100, emulated=True)
+    sizes = {str(rank): 8 for rank in range(144)}
+    for rank, name in enumerate(names):
+        view.show(Joined(rank, name, 1, 1, 0, 100, 0, sizes, "star", 0.01))
+        compute_s = 0.9 if name == "storage2/csd7" else 0.5
+        view.show(Progress(rank, name, 1, 1, 1, 8, compute_s, 1 - compute_s, 1.0, 1152))
+    view.show(NodeLost(120, names[120], "does not answer"))
+    lines = screen(view, size)
+    assert "host: 36 of 36 ranks training, 288 samples/s" in lines
+    assert "storage3: 35 of 36 ranks training, 280 samples/s" in lines
+    first = next(index for index, line in enumerate(lines) if line.startswith("node"))
+    shown = [line.split()[0] for line in lines[first + 1 :]]
+    assert shown[:3] == ["host", "storage3/csd11", "storage2/csd7"]
 
 
 def test_more_sick_ranks_than_rows_are_named_by_state() -> None:
