@@ -43,7 +43,9 @@ for request in sys.stdin:
     words = request.split()
     try:
         if words[0] == "choose":
-            ranks.choose_collective(words[1] if len(words) > 1 else "", [int(size) for size in words[2:]])
+            pairs = [(word + "/0").split("/")[:2] for word in words[2:]]
+            sizes = [(int(size), int(num_halved)) for size, num_halved in pairs]
+            ranks.choose_collective(words[1] if len(words) > 1 else "", sizes)
             print(json.dumps(ranks.collective), flush=True)
         elif words[0] == "sum":
             memory.local[:] = np.arange(len(memory.local)) * (ranks.rank + 1)

@@ -90,6 +90,7 @@ class RecipeEntry(Document):
     class_weight: dict[Annotated[str, Field(pattern=r"^[0-9]{1,6}$")], Weight] = {}
     freeze: FreezeEntry | None = None
     views: Annotated[int, Field(ge=0, le=1000)] = 0
+    compression: Literal["none", "bf16"] = "none"
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     max_learning_rate: Annotated[float, Field(gt=0)] | None = None
     decay: Literal["none", "linear", "cosine"] = "none"

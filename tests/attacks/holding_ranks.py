@@ -33,7 +33,7 @@ class Variable:
 
 class Holds:
     is_resumable = True
-    sum_sizes = (1,)
+    sum_sizes = ((1, 0),)
     variables = [Variable()]
 
     def __init__(self, context):

@@ -17,7 +17,7 @@ class Count:
     """Counts the samples that all ranks read in one epoch."""
 
     is_resumable = True
-    sum_sizes = (1,)
+    sum_sizes = ((1, 0),)
     variables: tuple[object, ...] = ()
 
     def __init__(self, context: TaskContext) -> None:

@@ -6,7 +6,7 @@ A new collective is a subclass of `Collective`, registered in `COLLECTIVES`; its
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import cycle
 from typing import Annotated, Any
 
@@ -22,6 +22,28 @@ CHUNK_SIZE = 1 << 18
 _UP, _DOWN = 1, 2
 
 
+SumSizes = Annotated[tuple[tuple[Count, Count], ...], MaxLength(1 << 12)]
+"""Of each sum of a step, in their order: its elements, and how many of them are sent as bfloat16."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A part of a vector that is sent as one message."""
+
+    start: int
+    """Where it begins on the wire, in elements of float32; `stop`: where it ends."""
+    stop: int
+    elements: slice
+    """Its place in the vector."""
+    is_halved: bool = False
+    """Whether it is sent as bfloat16."""
+
+    @property
+    def wire(self) -> slice:
+        """Its place on the wire."""
+        return slice(self.start, self.stop)
+
+
 class Collective:
     """Sums float32 vectors over all ranks, here by MPI's own non-blocking allreduce; waiting ranks sleep.
 
@@ -29,13 +51,14 @@ class Collective:
     vector; a collective whose rank 0 receives single vectors overrides more than `sum`.
     """
 
-    def __init__(self, world: World, local: Any, total: Any, sizes: Sequence[int] = ()) -> None:
+    def __init__(self, world: World, local: Any, total: Any, sizes: SumSizes = ()) -> None:
         """`local` and `total`: contiguous float32 buffers of one size; numpy arrays on rank 0.
 
-        `sizes`: the elements of each sum of a step, at the start of the buffers; by default one sum of all.
+        `sizes`: of each sum of a step, at the start of the buffers: its elements, and how many of them are
+        sent as bfloat16; by default one sum of all, as float32.
         """
         self._world, self._local, self._total = world, local, total
-        self._sizes = tuple(sizes) or (len(local),)
+        self._sizes = tuple(sizes) or ((len(local), 0),)
         self._next_size = cycle(self._sizes)
 
     @property
@@ -63,7 +86,8 @@ class Collective:
         A collective in which rank 0 sees single vectors compares them with what it has `expected`, and
         raises PeerFaultError before their sum reaches any other rank.
         """
-        summed = slice(next(self._next_size))
+        size, _ = next(self._next_size)
+        summed = slice(size)
         wait_sleeping(self._world.start_sum(self._local[summed], self._total[summed]), on_wait)
 
     def find_not_finite(self) -> list[int]:
@@ -80,17 +104,17 @@ class Star(Collective):
     has the whole sum before rank 0 has compared the end of every vector with what it expects.
     """
 
-    def __init__(self, world: World, local: Any, total: Any, sizes: Sequence[int] = ()) -> None:
+    def __init__(self, world: World, local: Any, total: Any, sizes: SumSizes = ()) -> None:
         super().__init__(world, local, total, sizes)
-        self._next_chunks = cycle([_divide(size) for size in self._sizes])
-        self._chunks: list[slice] = []
+        self._next_chunks = cycle([_divide(*size) for size in self._sizes])
+        self._chunks: list[Chunk] = []
         """Those of the latest sum, or of the next one as soon as its receives are posted."""
-        self._summed = slice(0)
-        """The latest sum."""
+        self._summed = (0, 0)
+        """The size of the latest sum."""
         self._has_posted = False
         self._sending: list[Any] = []
         """Rank 0: requests by which the latest sum leaves `total`."""
-        self._arriving: list[tuple[slice, int, Incoming]] = []
+        self._arriving: list[tuple[Chunk, int, Incoming]] = []
         """Rank 0: posted receives, in the order in which they are added: chunk, rank, request."""
         if world.rank == 0:
             import numpy
@@ -99,6 +123,9 @@ class Star(Collective):
             self._received = [numpy.empty_like(local) for _ in range(1, world.size)]
             # The rank may still read the last sum in `total` when the first vector of the next one arrives.
             self._partial = numpy.empty_like(local)
+            has_halves = any(num_halved for _, num_halved in self._sizes)
+            self._sent = numpy.empty_like(local) if has_halves else total
+            """The sum as it is on the wire."""
 
     @property
     def is_sending(self) -> bool:
@@ -115,7 +142,7 @@ class Star(Collective):
             return
         self._has_posted, self._chunks = True, next(self._next_chunks)
         self._arriving = [
-            (chunk, rank, self._world.start_receive(buffer[chunk], rank, _UP))
+            (chunk, rank, self._world.start_receive(buffer[chunk.wire], rank, _UP))
             for chunk in self._chunks
             for rank, buffer in enumerate(self._received, start=1)
         ]
@@ -141,8 +168,8 @@ class Star(Collective):
             self._add(on_wait, expected, is_sending=True)
             return
         chunks = next(self._next_chunks)
-        requests = [self._world.start_receive(self._total[chunk], 0, _DOWN) for chunk in chunks]
-        sending = [self._world.start_send(self._local[chunk], 0, _UP) for chunk in chunks]
+        requests = [self._world.start_receive(self._total[chunk.wire], 0, _DOWN) for chunk in chunks]
+        sending = [self._world.start_send(self._local[chunk.wire], 0, _UP) for chunk in chunks]
         for request in [*requests, *sending]:
             wait_sleeping(request, on_wait)
 
@@ -152,7 +179,7 @@ class Star(Collective):
 
     def spread(self) -> None:
         """Rank 0: send `total`, to which the sums of other groups have been added."""
-        for chunk in _divide(self._summed.stop):
+        for chunk in _divide(*self._summed):
             self._send(chunk)
 
     def find_not_finite(self) -> list[int]:
@@ -161,7 +188,11 @@ class Star(Collective):
         After such a sum no rank has anything to send: a rank that does overwrites its vector.
         """
         # In this order: messages arrive while requests are tested, and one that did before is complete.
-        is_finite = [bool(self._numpy.isfinite(vector[self._summed]).all()) for vector in self._received]
+        chunks = _divide(*self._summed)
+        is_finite = [
+            all(bool(self._numpy.isfinite(self._read(vector, chunk)).all()) for chunk in chunks)
+            for vector in self._received
+        ]
         waiting = Counter(rank for _, rank, request in self._arriving if not request.Test())
         num_chunks = len(self._chunks) if self._has_posted else 0
         return [
@@ -172,39 +203,64 @@ class Star(Collective):
 
     def _add_next(self) -> None:
         chunk, rank, _ = self._arriving.pop(0)
-        arrived = self._received[rank - 1][chunk]
+        arrived, partial = self._read(self._received[rank - 1], chunk), self._partial[chunk.elements]
         if rank == 1:
-            self._partial[chunk] = arrived
+            partial[:] = arrived
         else:
-            self._numpy.add(self._partial[chunk], arrived, out=self._partial[chunk])
+            self._numpy.add(partial, arrived, out=partial)
+
+    def _read(self, vector: Any, chunk: Chunk) -> Any:
+        """Return a chunk of a vector on the wire as float32."""
+        if not chunk.is_halved:
+            return vector[chunk.wire]
+        from csdctl.worker.group.bf16 import from_bf16
+
+        return from_bf16(vector[chunk.wire].view(self._numpy.uint16))
 
     def _add(self, on_wait: OnWait, expected: ExpectedTails | None, *, is_sending: bool) -> None:
         self.post_receives()
         self.flush(on_wait)
-        self._summed = slice(self._chunks[-1].stop)
+        self._summed = next(self._next_size)
         for chunk in self._chunks:
             while self._arriving and self._arriving[0][0] == chunk:
                 wait_sleeping(self._arriving[0][2], on_wait, self.find_missing)
                 self._add_next()
             if self._world.size == 1:
-                self._total[chunk] = self._local[chunk]
+                self._total[chunk.elements] = self._local[chunk.elements]
             else:
-                self._numpy.add(self._partial[chunk], self._local[chunk], out=self._total[chunk])
+                own, total = self._local[chunk.elements], self._total[chunk.elements]
+                self._numpy.add(self._partial[chunk.elements], own, out=total)
             if expected and chunk is self._chunks[-1]:
-                expected.check([vector[self._summed] for vector in self._received])
+                size, num_halved = self._summed
+                on_wire = replace(expected, start=expected.start - num_halved // 2)
+                on_wire.check([vector[: size - num_halved // 2] for vector in self._received])
             if is_sending:
                 self._send(chunk)
         self._has_posted = False
 
-    def _send(self, chunk: slice) -> None:
-        self._sending += [
-            self._world.start_send(self._total[chunk], rank, _DOWN) for rank in range(1, self._world.size)
-        ]
+    def _send(self, chunk: Chunk) -> None:
+        """Send a chunk of `total` as it is on the wire; `total` is rounded as for the others."""
+        if chunk.is_halved:
+            from csdctl.worker.group.bf16 import from_bf16, to_bf16
+
+            halves = self._sent[chunk.wire].view(self._numpy.uint16)
+            to_bf16(self._total[chunk.elements], halves)
+            self._total[chunk.elements] = from_bf16(halves)
+        elif self._sent is not self._total:
+            self._sent[chunk.wire] = self._total[chunk.elements]
+        content = self._sent[chunk.wire]
+        self._sending += [self._world.start_send(content, rank, _DOWN) for rank in range(1, self._world.size)]
 
 
-def _divide(size: int) -> list[slice]:
-    """Return the chunks of a vector."""
-    return [slice(start, min(size, start + CHUNK_SIZE)) for start in range(0, size, CHUNK_SIZE)]
+def _divide(size: int, num_halved: int) -> list[Chunk]:
+    """Return the chunks of a vector, `num_halved` elements of which are sent as bfloat16."""
+    saved = num_halved // 2
+    halved = [Chunk(a, b, slice(2 * a, 2 * b), is_halved=True) for a, b in _bounds(0, saved)]
+    return halved + [Chunk(a, b, slice(a + saved, b + saved)) for a, b in _bounds(saved, size - saved)]
+
+
+def _bounds(start: int, stop: int) -> list[tuple[int, int]]:
+    return [(first, min(stop, first + CHUNK_SIZE)) for first in range(start, stop, CHUNK_SIZE)]
 
 
 SumSeconds = Annotated[float, Between(0.0, 3600.0)]
@@ -212,8 +268,6 @@ LONG_S = 2.0
 """A sum of so many seconds is timed once: opening the connections is a small part of it."""
 NUM_ROUNDS = 2
 
-SumSizes = Annotated[tuple[Count, ...], MaxLength(1 << 12)]
-"""Elements of the sums of a step, in their order."""
 COLLECTIVES: dict[str, type[Collective]] = {STAR: Star, ALLREDUCE: Collective}
 
 
@@ -222,7 +276,7 @@ def choose_collective(
     local: Any,
     total: Any,
     wanted: str = "",
-    sizes: Sequence[int] = (),
+    sizes: SumSizes = (),
     *,
     on_wait: OnWait = ignore_wait,
 ) -> tuple[Collective, str, float]:
@@ -231,10 +285,10 @@ def choose_collective(
     `wanted` names the collective to use instead. `sizes` as of `Collective`. Call on all ranks; raises
     PeerFaultError for a rank whose step has other sums than that of rank 0.
     """
-    found = gather_values(world, sizes or [len(local)], SumSizes, on_wait)
+    found = gather_values(world, sizes or ((len(local), 0),), SumSizes, on_wait)
     for rank, of_rank in enumerate(found):
         if of_rank != found[0]:
-            own, expected = (", ".join(map(str, one[:10])) for one in (of_rank, found[0]))
+            own, expected = (", ".join(_describe(*size) for size in one[:10]) for one in (of_rank, found[0]))
             raise PeerFaultError(rank, f"sums {own} elements in a step, in this order; expected {expected}")
     measured: list[tuple[float, str, Collective]] = []
     for name in (wanted,) if wanted in COLLECTIVES else COLLECTIVES:
@@ -247,6 +301,10 @@ def choose_collective(
         measured.append((slowest_s, name, collective))
     seconds, name, collective = min(measured, key=lambda row: row[0])
     return collective, name, seconds
+
+
+def _describe(size: int, num_halved: int) -> str:
+    return f"{size} ({num_halved} as bfloat16)" if num_halved else str(size)
 
 
 def find_slowest_s(world: World, own_s: float, on_wait: OnWait = ignore_wait) -> float:

@@ -9,7 +9,8 @@ import json
 import struct
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Annotated, Any
+from itertools import cycle
+from typing import TYPE_CHECKING, Annotated, Any
 
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.group.channel import (
@@ -40,6 +41,9 @@ from csdctl.worker.group.values import (
 from csdctl.worker.protocol.events import TRAFFIC_NAMES, SentBytes
 from csdctl.worker.protocol.json_codec import Between, OneOf, RankNumber
 from csdctl.worker.protocol.orders import ALONE, COLLECTIVE_NAMES, STAR
+
+if TYPE_CHECKING:
+    from csdctl.worker.group.bf16 import Wire
 
 MAX_FAULT_CHARACTERS = 300
 
@@ -134,15 +138,23 @@ class LinkCommunicator(Communicator):
         self.rank, self.size = greeting.rank, greeting.size
         self.collective = ""
         self._channel, self._vectors, self._on_waiting = channel, vectors, on_waiting
+        self._wires: Iterator[Wire] | None = None
+        """The forms of the sums on the wire, from the next one on; None: all as float32."""
         self._messages: Counter[tuple[str, int, int]] = Counter()
         """Bytes of messages between this rank and another so far, by traffic class, sender and receiver."""
         channel.send_descriptor(vectors.descriptor)
 
-    def choose_collective(self, wanted: str, sizes: Sequence[int] = ()) -> None:
+    def choose_collective(self, wanted: str, sizes: Sequence[tuple[int, int]] = ()) -> None:
         """Choose the collective, on all ranks together; `wanted` names one instead of measuring.
 
-        `sizes`: the elements of each sum of a step, in their order; by default one sum of the whole vector.
+        `sizes`: of each sum of a step, in their order: its elements, and how many of them are sent as
+        bfloat16, an even number; by default one sum of the whole vector as float32.
         """
+        if any(num_halved for _, num_halved in sizes):
+            from csdctl.worker.group.bf16 import Wire
+
+            self._wires = cycle([Wire(*size) for size in sizes])
+            self._unpacked = self.local.copy()
         hint = tuple[Annotated[str, OneOf(COLLECTIVE_NAMES)], float]
         content = json.dumps([wanted, list(sizes)]).encode()
         self.collective, self.sum_s = self._read(hint, self._request(Request.CHOOSE, content))
@@ -151,9 +163,12 @@ class LinkCommunicator(Communicator):
         """Sum in the memory that is shared with the link."""
         if vector is not self.local:
             self.local[:] = vector
+        wire = next(self._wires) if self._wires and self.rank else None
+        if wire:
+            wire.pack(self.local[: wire.size])
         self._request(Request.SUM, expected.pack() if expected and self.rank == 0 else b"")
         total: Array = self._vectors.total
-        return total
+        return wire.unpack(total, self._unpacked) if wire else total
 
     def add(self, expected: ExpectedTails | None) -> Array:
         """Return, on rank 0, the sum that the others await until `spread`; it may be changed before."""
@@ -305,7 +320,7 @@ class TwoLevelCommunicator(Communicator):
         links = (self._tunnel, self._own), (self._between, self._leaders)
         return [(link, places) for link, places in links if link]
 
-    def choose_collective(self, wanted: str, sizes: Sequence[int] = ()) -> None:
+    def choose_collective(self, wanted: str, sizes: Sequence[tuple[int, int]] = ()) -> None:
         """Choose the collective of the servers; a server and its nodes use a star, which checks each node."""
         for link, _ in self._links:
             link.choose_collective(STAR if link is self._tunnel else wanted, sizes)

@@ -159,7 +159,8 @@ class _Link:
             raise LinkLostError  # a rank that waits sends nothing: it is gone
 
     def _choose(self, content: bytearray) -> bytes:
-        wanted, sizes = json.loads(content)
+        wanted, found = json.loads(content)
+        sizes = tuple((size, num_halved) for size, num_halved in found)
         self._collective, name, seconds = choose_collective(
             self._world, *self._vectors, wanted, sizes, on_wait=self._on_wait
         )

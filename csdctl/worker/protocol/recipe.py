@@ -67,6 +67,9 @@ class LossTerm:
     """The weight of this output in the sum over all outputs."""
 
 
+BF16 = "bf16"
+
+
 @dataclass(frozen=True)
 class Recipe:
     """How to train. Learning rate: learning_rate · N / reference_batch, ramped from learning_rate.
@@ -98,6 +101,8 @@ class Recipe:
     views: int = 0
     """With features: how many results of `augment` are computed of each sample, read by epochs in turn; 0:
     the sample itself."""
+    compression: str = "none"
+    """`BF16`: gradients are sent as bfloat16; 'none': as float32."""
     seed: int = 0
     max_learning_rate: float | None = None
     """Upper limit of the learning rate, however large the global batch is."""

@@ -20,7 +20,7 @@ from csdctl.worker.group.communicator import Communicator, LinkCommunicator, Two
 from csdctl.worker.group.values import LinkLostError, PeerFaultError
 from csdctl.worker.protocol.events import STATE, Joined, LinkLost, Misbehaved, Paused, Pong, Ready, WaitingFor
 from csdctl.worker.protocol.json_codec import Sha256
-from csdctl.worker.protocol.orders import BETWEEN_SERVERS, FormGroup
+from csdctl.worker.protocol.orders import BETWEEN_SERVERS, STAR, FormGroup
 from csdctl.worker.protocol.run_spec import (
     TRAIN,
     TRAIN_SPLIT,
@@ -63,7 +63,8 @@ class RankSession:
         """Run the task to its end; raises WorkerError."""
         started = time.monotonic()
         self._task.load()
-        self._vectors = SharedVectors(max(self._task.sum_sizes))
+        size, _ = max(self._task.sum_sizes)
+        self._vectors = SharedVectors(size)
         self._sums: SharedVectors | None = None
         """The vectors of the link between servers."""
         spec = self._spec
@@ -134,7 +135,7 @@ class RankSession:
             if is_between in links or (greeting.size, greeting.rank) != (len(members), members.index(me)):
                 raise LinkLostError
             if is_between and self._sums is None:
-                self._sums = SharedVectors(max(self._task.sum_sizes))
+                self._sums = SharedVectors(len(self._vectors.local))
             vectors = self._sums if is_between and self._sums else self._vectors
             waited = [self._spec.ranks[order.ranks[place]].node for place in members]
             on_waiting = partial(self._report_waiting, waited, greeting.rank)
@@ -143,7 +144,9 @@ class RankSession:
         if len(servers) > 1:
             ends = links.get(False), links.get(True)
             communicator = TwoLevelCommunicator(me, servers, self._vectors.local, *ends)
-        communicator.choose_collective(order.collective, self._task.sum_sizes)
+        sizes = self._task.sum_sizes
+        is_halved = any(num_halved for _, num_halved in sizes)  # MPI adds no bfloat16
+        communicator.choose_collective(STAR if is_halved else order.collective, sizes)
         return communicator
 
     def _report_waiting(self, nodes: Sequence[str], rank: int, missing: list[int]) -> None:

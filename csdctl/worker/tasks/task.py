@@ -31,6 +31,7 @@ from csdctl.worker.protocol.orders import (
     Stop,
     order_from_line,
 )
+from csdctl.worker.protocol.recipe import BF16
 from csdctl.worker.protocol.run_spec import RankSpec, RunSpec
 from csdctl.worker.tasks.progress import Reporter, RunProgress
 
@@ -130,8 +131,11 @@ class Task(Protocol):
     """Whether a new group takes over the state of rank 0 and continues from there."""
 
     @property
-    def sum_sizes(self) -> Sequence[int]:
-        """Elements of each vector that the ranks sum in a step, in their order; known after `load`."""
+    def sum_sizes(self) -> Sequence[tuple[int, int]]:
+        """Of each vector that the ranks sum in a step, in their order; known after `load`.
+
+        Its elements, and how many of them are sent as bfloat16.
+        """
 
     @property
     def variables(self) -> Sequence[Any]:
@@ -166,10 +170,17 @@ class ModelTask:
             load_backend(context.me.runtime)
 
     @property
-    def sum_sizes(self) -> list[int]:
-        """Elements of each vector that the ranks sum in a step, in their order."""
+    def sum_sizes(self) -> list[tuple[int, int]]:
+        """As of `Task`."""
         layouts = self.step.layouts if isinstance(self.step, CustomStep) else [self.layout]
-        return [int(layout.step_size + 2 + len(self.spec.ranks)) for layout in layouts]
+        is_halved = self.spec.recipe.compression == BF16
+        return [
+            (
+                int(layout.step_size + 2 + len(self.spec.ranks)),
+                int(layout.gradients.stop) // 2 * 2 if is_halved else 0,
+            )
+            for layout in layouts
+        ]
 
     @property
     def variables(self) -> list[Any]:

@@ -14,6 +14,7 @@ from typing import Protocol
 
 from csdctl.documents import save_json
 from csdctl.energy.sampler import PowerSampler
+from csdctl.errors import InputError
 from csdctl.fleet.model import HOST_NAME
 from csdctl.launch.leftovers import describe_holder, end_run
 from csdctl.launch.mpi_job import add_mpirun_traffic, add_rank_traffic
@@ -26,7 +27,8 @@ from csdctl.supervision.run_setup import RankStarter, RunSetup
 from csdctl.supervision.supervisor import USER, Supervisor
 from csdctl.worker.protocol.events import Event, Joined, Traffic
 from csdctl.worker.protocol.json_codec import to_json
-from csdctl.worker.protocol.orders import STAR
+from csdctl.worker.protocol.orders import ALLREDUCE, STAR
+from csdctl.worker.protocol.recipe import BF16
 from csdctl.worker.protocol.run_spec import RunSpec
 from csdctl.workflows.data.files import OnDelivery, deploy_files
 from csdctl.workflows.data.prepare import DeliveryObserver
@@ -135,6 +137,11 @@ def _choose_collective(inputs: RunInputs, options: TrainOptions) -> str:
     Only between servers are several measured: a star checks what each node sends, and needs no connection
     between nodes.
     """
+    if options.collective == ALLREDUCE and inputs.spec.recipe.compression == BF16:
+        raise InputError(
+            f"MPI's {ALLREDUCE} does not add bfloat16, which recipe.compression asks for",
+            remedy=f"train with --collective {STAR}, or remove recipe.compression",
+        )
     if options.collective != MEASURED:
         return options.collective
     default = "" if any(rank.server for rank in inputs.spec.ranks) else STAR

@@ -20,7 +20,7 @@ from csdctl.worker.tasks.task import FINISHED
 
 class Connects:
     is_resumable = False
-    sum_sizes = (1,)
+    sum_sizes = ((1, 0),)
     variables = ()
 
     def __init__(self, context):

@@ -92,7 +92,7 @@ class PlayedGroup:
     ) -> None:
         self.rank = rank
         self.size = len(task.progress.segment.shares)
-        self.local = np.full(max(task.sum_sizes), 9.0, np.float32)  # of an earlier sum
+        self.local = np.full(max(task.sum_sizes)[0], 9.0, np.float32)  # of an earlier sum
         self._progress = task.progress
         self._layout, self._add, self._answer = task.layout, add, answer
         self._not_finite = list(not_finite)
@@ -516,7 +516,7 @@ def hash_of_a_run_alone(noise: Noise | None) -> str:
     task = PrivateTrain(TaskContext(spec, me, RunProgress(spec), Reporter(me), NO_ORDERS))
     task.load()
     task.progress.regroup((0,))
-    task.run(Group(1, (0,), Communicator(np.zeros(max(task.sum_sizes), np.float32))))
+    task.run(Group(1, (0,), Communicator(np.zeros(max(task.sum_sizes)[0], np.float32))))
     assert task.step.has_noise is (noise is not None)
     return hash_weights(task.step.model)
 

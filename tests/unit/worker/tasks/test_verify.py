@@ -208,7 +208,7 @@ def load_task(row: Row, kind: type[Step] = Step) -> Verify:
 def verify(task: Verify, engine: Engine, saved: Vectors, capsys: Any) -> Verified:
     """Run the task with other ranks whose vectors are `saved`; return what it reports."""
     capsys.readouterr()
-    played: Any = PlayedGroup(engine, saved, max(task.sum_sizes))
+    played: Any = PlayedGroup(engine, saved, max(task.sum_sizes)[0])
     task.run(Group(1, tuple(range(len(SIZES))), played))
     verified = event_from_line(capsys.readouterr().out.strip())
     assert isinstance(verified, Verified)
