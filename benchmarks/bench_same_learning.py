@@ -1,4 +1,5 @@
-"""Loss and accuracy of one Keras process and of a host with five nodes: same model, data and global batch.
+"""Loss and accuracy of one Keras process and of a host with five nodes: same model, data and global batch,
+with gradients as float32 and as bfloat16 on the wire.
 
     make bench ARGS="-k same_learning"
 
@@ -70,23 +71,24 @@ def fleet_directory(tmp_path: Path) -> Iterator[Path]:
         yield tmp_path
 
 
-def write_job(directory: Path, seed: int) -> None:
+def write_job(directory: Path, seed: int, compression: str) -> None:
     """Write the demo's job without private data, so that one process can read all data, and its plan."""
     job = yaml.load((directory / "job.yaml").read_text(), yaml.BaseLoader)  # `on` is a string here
     job["data"].pop("private", None)
     job["recipe"] |= {"epochs": EPOCHS, "seed": seed, "learning_rate": RATE, "reference_batch": REFERENCE}
-    job["recipe"] |= {"warmup_epochs": WARMUP_EPOCHS, "decay": "cosine"}
+    job["recipe"] |= {"warmup_epochs": WARMUP_EPOCHS, "decay": "cosine", "compression": compression}
     (directory / "same.yaml").write_text(yaml.safe_dump(job).replace("'", ""))
     ranks = [{"node": "host", "batch_size": HOST_BATCH, "threads": 2}]
     ranks += [{"node": f"csd{n}", "batch_size": NODE_BATCH, "threads": 1} for n in range(NUM_NODES)]
     write_plan(directory, "same.yaml", ranks)
 
 
-def test_same_learning_as_one_keras_process(fleet_directory: Path) -> None:
+@pytest.mark.parametrize("compression", ["none", "bf16"])
+def test_same_learning_as_one_keras_process(fleet_directory: Path, compression: str) -> None:
     of_seeds = []
     place_sample(fleet_directory, "fashion-mnist", "--private", "")
     for seed in SEEDS:
-        write_job(fleet_directory, seed)
+        write_job(fleet_directory, seed, compression)
         csdctl(fleet_directory, "prepare", "same.yaml")
         options = ["--plan", "plan.yaml", "--skip-doctor"]
         report = csdctl(fleet_directory, "train", "same.yaml", *options)[-1]
