@@ -81,7 +81,8 @@ def test_drive_io(file: Path) -> None:
                     (group.path / file_name).write_text(str(value))
             command = group.build_command([sys.executable, "-c", TRAINER])
             trainer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-            assert trainer.stdout and trainer.stdout.readline()
+            assert trainer.stdout
+            assert trainer.stdout.readline()
         try:
             command = [sys.executable, "-c", READER, str(file), str(SECONDS)]
             done = subprocess.run(command, capture_output=True, text=True, check=True)
