@@ -94,7 +94,7 @@ def test_swapped_data_with_its_own_description_is_refused_by_the_host(project: P
     found = sha256(directory / "images.npy")
     edit_json(directory / "dataset.json", lambda info: info.update(images_sha256=found))
     said = refuse(project, *TRAIN)
-    for words in ("csd0", "described differently", "csdctl prepare"):
+    for words in ("csd0", "has another description", "csdctl prepare"):
         assert words in said
     shutil.rmtree(directory)
     succeed(project, "prepare")

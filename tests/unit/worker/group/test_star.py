@@ -137,7 +137,7 @@ def test_vectors_are_added_in_the_order_of_ranks_and_rank_0_last() -> None:
 def test_what_is_left_of_a_larger_sum_is_no_part_of_a_smaller_one() -> None:
     world: Any = SlowWorld(num_tests=1)
     local, total = np.zeros(NUM_ELEMENTS, np.float32), np.zeros(NUM_ELEMENTS, np.float32)
-    star = Star(world, local, total, (NUM_ELEMENTS, 7))
+    star = Star(world, local, total, ((NUM_ELEMENTS, 0), (7, 0)))
     add(star, world, local, 1.0, np.inf, 300.0)  # an optimizer with loss scaling skips it
     assert star.find_not_finite() == [1]
     star.post_receives()
