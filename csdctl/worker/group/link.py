@@ -44,8 +44,8 @@ from csdctl.worker.protocol.json_codec import to_json
 from csdctl.worker.protocol.processes import list_connections
 
 WAITING_INTERVAL_S = 5.0
-PART_S = 0.001
-"""Pause between the parts of messages that arrive or leave while the rank computes."""
+PART_S, SENDING_PART_S = 0.001, 0.0002
+"""Pauses between the parts of messages that arrive while the rank computes, and while a sum leaves."""
 MAX_REQUEST_BYTES = 1 << 40
 """The link takes what its rank asks it to send: the rank has made it, and runs on the same machine."""
 
@@ -142,7 +142,8 @@ class _Link:
             readable = select.select(watched, [], [], IDLE_S)[0]
             if collective and is_adding:
                 collective.progress()
-            if self._channel in readable or (readable and select.select([self._channel], [], [], PART_S)[0]):
+            pause_s = SENDING_PART_S if collective and collective.is_sending else PART_S
+            if self._channel in readable or (readable and select.select([self._channel], [], [], pause_s)[0]):
                 return
 
     def _allow(self, num_bytes: int) -> None:
