@@ -38,20 +38,6 @@ def test_home_that_a_shell_has_written_out_is_that_of_the_node(
     assert parse_sources(request).private == expected
 
 
-@pytest.mark.parametrize(
-    ("model", "public", "message"),
-    [
-        *((text, ".", "is not a valid reference") for text in ("model.h5", "build", "model.py", "model.py:")),
-        ("missing.py:build", ".", "--model: missing.py does not exist"),
-        ("keras.applications:X", "missing", "--public: missing does not exist"),
-        ("keras.applications:X", "data.py:", "does not name a function"),
-    ],
-)
-def test_what_does_not_exist_names_its_option(project: Path, model: str, public: str, message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        parse_sources(InitRequest(project / "job.yaml", model, public))
-
-
 @pytest.mark.parametrize("before", [None, "earlier"])
 def test_functions_of_a_script_are_kept_only_with_its_job_file(
     before: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -6,8 +6,8 @@ The worker is scripted: what it predicts of a sample is the sample's number.
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -89,20 +89,6 @@ class Machine(FakeSession):
         return [*(f"@csdctl-data {text}" for text in lines), to_frame(RESULT, {})]
 
 
-class Silent:
-    """Implements `DeliveryObserver`, and shows nothing."""
-
-    def say(self, line: str) -> None:
-        pass
-
-    def on_delivery(self, node: str, delivery: Any) -> None:
-        pass
-
-    @contextmanager
-    def preparing(self, what: str = "", expected: Any = ()) -> Iterator[Any]:
-        yield lambda label, progress: None
-
-
 def write(directory: Path, count: int) -> DatasetInfo:
     """Write samples that are their own numbers."""
     directory.mkdir()
@@ -152,7 +138,10 @@ def predict(
         sessions = {name: Machine(root, name) for name in (HOST_NAME, "csd0")}
         sessions["csd1"] = Machine(root, "csd1", lie)
         space: Any = SimpleNamespace(fleet=request.fleet, facts={}, sessions=sessions)
-        prediction = _Prediction(request, prepared, space, (ResultRule("", SOFTMAX),), root, Silent())
+        silent: Any = SimpleNamespace(
+            say=print, on_delivery=print, preparing=lambda *_, **__: nullcontext(lambda label, progress: None)
+        )
+        prediction = _Prediction(request, prepared, space, (ResultRule("", SOFTMAX),), root, silent)
         return prediction.run(list_parts(request, prepared))
 
     return run

@@ -1,12 +1,10 @@
-"""What `predict` refuses before it contacts any machine, and the data that it chooses."""
+"""The data that `predict` chooses, and the rules of its results."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from csdctl.errors import InputError
-from csdctl.fleet.model import Fleet
 from csdctl.job.model import load_job
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.shipping.store import StoredFile
@@ -17,10 +15,8 @@ from csdctl.workflows.predict.predict import (
     CLASSES,
     EMBEDDINGS,
     SCORES,
-    PredictRequest,
     build_rules,
     check_layer,
-    check_request,
     choose_data,
     find_model,
 )
@@ -39,11 +35,6 @@ def project(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def request_of(project: Path, **changes: Any) -> PredictRequest:
-    asked: dict[str, Any] = {"on": None, "want": "classes", "layer": "", "output": Path("a.csv")}
-    return check_request("trained.keras", project / "job.yaml", lambda: Fleet(()), project, **asked | changes)
-
-
 @pytest.mark.parametrize(
     ("on", "job", "expected"),
     [
@@ -55,21 +46,8 @@ def request_of(project: Path, **changes: Any) -> PredictRequest:
 )
 def test_chosen_data(project: Path, on: str | None, job: str, expected: tuple[str, ...]) -> None:
     assert choose_data(on, load_job(project / job)) == expected
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"want": "embeddings"}, "embeddings are the output of a layer"),
-        ({"layer": "pooled"}, "--layer is only used for embeddings"),
-        ({"on": "validation"}, "has no validation data"),
-        ({"output": Path("a.xlsx")}, "ends in '.xlsx'"),
-    ],
-)
-def test_bad_request_is_refused_with_a_remedy(project: Path, changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(InputError, match=message) as refused:
-        request_of(project, **changes)
-    assert refused.value.remedy
+    with pytest.raises(InputError, match="has no validation data"):
+        choose_data("validation", load_job(project / job))
 
 
 def test_model_of_a_run_comes_with_its_job(project: Path) -> None:

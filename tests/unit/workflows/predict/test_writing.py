@@ -5,9 +5,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from pyarrow import parquet
 
-from csdctl.errors import InputError
-from csdctl.workflows.predict.predict import Block, check_output, write_results
+from csdctl.workflows.predict.predict import Block, write_results
 
 NAMES = ["cat", "dog"]
 
@@ -38,6 +38,11 @@ def test_classes_have_names_where_these_are_known(tmp_path: Path) -> None:
     assert read(tmp_path / "more.csv")[1][3:5] == ["2", ""]
     write_results(tmp_path / "plain.csv", blocks, [])
     assert read(tmp_path / "plain.csv")[0] == ["data", "node", "row", "class", "probability"]
+    write_results(tmp_path / "named.parquet", blocks, NAMES)
+    table = parquet.read_table(tmp_path / "named.parquet").to_pydict()
+    assert table["node"] == ["csd0", "csd1", "csd1"]
+    assert table["class_name"] == ["dog", "cat", "dog"]
+    assert table["row"] == [0, 0, 1]
 
 
 def test_vectors_have_a_column_for_each_number(tmp_path: Path) -> None:
@@ -68,25 +73,3 @@ def test_failed_write_leaves_the_earlier_file(tmp_path: Path) -> None:
         write_results(path, [classes("csd0", [1]), broken], [])
     assert path.read_text() == "earlier"
     assert [file.name for file in tmp_path.iterdir()] == ["a.csv"]
-
-
-@pytest.mark.parametrize("name", ["a.txt", "a"])
-def test_unusable_output_is_refused(tmp_path: Path, name: str) -> None:
-    with pytest.raises(InputError, match="ends in") as refused:
-        check_output(tmp_path / name)
-    assert refused.value.remedy == "one of .csv, .parquet, .npz"
-    (tmp_path / "a.csv").mkdir()
-    with pytest.raises(InputError, match="is a directory"):
-        check_output(tmp_path / "a.csv")
-
-
-def test_parquet_has_the_columns_of_csv(tmp_path: Path) -> None:
-    from pyarrow import parquet
-
-    path = tmp_path / "a.parquet"
-    check_output(path)
-    write_results(path, [classes("csd0", [1]), classes("csd1", [0, 1])], NAMES)
-    table = parquet.read_table(path).to_pydict()
-    assert table["node"] == ["csd0", "csd1", "csd1"]
-    assert table["class_name"] == ["dog", "cat", "dog"]
-    assert table["row"] == [0, 0, 1]
