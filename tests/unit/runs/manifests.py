@@ -1,9 +1,11 @@
-"""The manifest of a run, as `csdctl train` writes it, with the fields that csdctl reads."""
+"""The manifest and the events of a run, as `csdctl train` writes them, with the fields that csdctl reads."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+from csdctl.runs.directory import EventLog, RunDirectory
 from csdctl.tuning.plan import Plan, RankPlan
+from csdctl.worker.protocol.events import Event
 
 SAMPLES_OF_A_RANK = 100
 BATCH_SIZE = 4
@@ -31,3 +33,12 @@ def manifest_of(nodes: Sequence[str] = ("host", "csd0"), job: str = "job") -> di
         "data": {"public": "f" * 32, "private": {}},
         "noise": None,
     }
+
+
+def write_events(run: RunDirectory, events: Iterable[Event], start_s: float = 0.0) -> RunDirectory:
+    """Append events to the log of a run, one a second."""
+    log = EventLog(run)
+    for number, event in enumerate(events):
+        log.append(start_s + number, event)
+    log.close()
+    return run

@@ -33,7 +33,7 @@ from csdctl.worker.protocol.run_spec import Runtime
 from csdctl.workflows.data.files import describe_job_model, serialize_model
 from csdctl.workflows.data.prepare import save_prepared
 from csdctl.workflows.train.spec import RunContext
-from csdctl.workflows.tune.fleet_measurements import hash_recipe
+from csdctl.workflows.tune.fleet_measurements import FleetMeasurements, hash_recipe
 from tests.fake_session import FakeConversation, FakeSession, ScriptedResponse
 
 JOB = """\
@@ -133,6 +133,13 @@ def build(job: Job, project: ProjectDirectory) -> None:
 def settings_of(name: str) -> Runtime:
     """All cores, as before the first trial."""
     return Runtime(facts_of(name).num_threads)
+
+
+def measurements_of(at: MeasuredProject, **options: Any) -> FleetMeasurements:
+    """What tuning has of earlier measurements, with the whole memory of each machine free."""
+    facts = {name: replace(facts_of(name), memory_available_bytes=32 << 30) for name in at.fleet.machines}
+    store = MeasurementStore(at.project.measurements)
+    return FleetMeasurements(at.features, hash_recipe(at.job, PUBLIC), at.fleet, facts, store, **options)
 
 
 def remember_probes(

@@ -1,7 +1,7 @@
 """`prepare` with functions of the user's, on a host and a node that are directories of this machine."""
 
 import sys
-from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -64,9 +64,6 @@ def private(path):
 """
 
 
-Prepare = Callable[[], Prepared]
-
-
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A job directory for the whole module, in which everything can be prepared."""
@@ -78,7 +75,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def first(directory: Path) -> Prepared:
-    return preparing(directory)()
+    return prepare(directory)
 
 
 def write_job(tmp_path: Path, job: str) -> None:
@@ -89,25 +86,19 @@ def write_job(tmp_path: Path, job: str) -> None:
         (directory / "source").write_text("anything")
 
 
-def preparing(tmp_path: Path) -> Prepare:
-    def run() -> Prepared:
-        fleet = Fleet((Node("csd0", "127.0.0.1", python=sys.executable),))
-        sessions = {
-            HOST_NAME: LocalSession(HOST_NAME, tmp_path),
-            "csd0": LocalSession("csd0", tmp_path / "csd0"),
-        }
-        job = load_job(tmp_path / "job.yaml")
-        lines: list[str] = []
-        project = ProjectDirectory(tmp_path)
+def prepare(directory: Path) -> Prepared:
+    fleet = Fleet((Node("csd0", "127.0.0.1", python=sys.executable),))
+    lines: list[str] = []
+    project = ProjectDirectory(directory)
+    with (
+        closing(LocalSession(HOST_NAME, directory)) as host,
+        closing(LocalSession("csd0", directory / "csd0")) as csd0,
+    ):
+        sessions = {HOST_NAME: host, "csd0": csd0}
         space = Workspace(project, fleet, {}, {**sessions}, Ledger(project.ledger, "prepare"))
-        try:
-            return prepare_job(job, space, lines.append)
-        finally:
-            (tmp_path / "said").write_text("\n".join(lines))
-            for session in sessions.values():
-                session.close()
-
-    return run
+        prepared = prepare_job(load_job(directory / "job.yaml"), space, lines.append)
+    (directory / "said").write_text("\n".join(lines))
+    return prepared
 
 
 def test_all_data_follows_the_public_data(directory: Path, first: Prepared) -> None:
@@ -126,7 +117,7 @@ def test_all_data_follows_the_public_data(directory: Path, first: Prepared) -> N
 @pytest.mark.thorough
 def test_changed_code_prepares_the_data_again(directory: Path, first: Prepared) -> None:
     (directory / "words.py").write_text(WORDS.replace("5", "4"))
-    second = preparing(directory)()
+    second = prepare(directory)
     assert second.validation
     assert second.validation.num_samples == 4
     assert second.public.fingerprint != first.public.fingerprint

@@ -17,6 +17,7 @@ model: keras.applications:MobileNetV2
 data: {public: {path: data}, private: {path: /data/private, function: read.py:read}}
 recipe: {epochs: 3, learning_rate: 0.1}
 """
+DESCRIBED = {"images_sha256": "0" * 64, "num_samples": 501, "path": "/etc", "max_label": 8}
 
 
 def written(directory: Path, text: str = JOB) -> Job:
@@ -41,20 +42,20 @@ def test_record_has_shapes_and_counts_but_no_names(project: ProjectDirectory) ->
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "is_valid"),
+    ("file", "old", "new", "is_valid"),
     [
-        ("epochs: 3", "epochs: 9", True),
-        ("path: data}", "path: other}", False),
-        ("/data/private", "/data/mine", False),
+        ("job.yaml", "epochs: 3", "epochs: 9", True),
+        ("job.yaml", "path: data}", "path: other}", False),
+        ("job.yaml", "/data/private", "/data/mine", False),
+        ("read.py", "...", "return 1", False),  # a function that changed may read other data
     ],
 )
-def test_other_data_has_no_record(project: ProjectDirectory, old: str, new: str, is_valid: bool) -> None:
-    assert bool(load_prepared(project, written(project.root, JOB.replace(old, new)))) is is_valid
-
-
-def test_function_that_changed_may_read_other_data(project: ProjectDirectory) -> None:
-    (project.root / "read.py").write_text("def read(path): return 1\n")
-    assert load_prepared(project, written(project.root)) is None
+def test_other_data_has_no_record(
+    project: ProjectDirectory, file: str, old: str, new: str, is_valid: bool
+) -> None:
+    path = project.root / file
+    path.write_text(path.read_text().replace(old, new))
+    assert bool(load_prepared(project, load_job(project.root / "job.yaml"))) is is_valid
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "[" * 100_000, '{"key": 1, "other": 2}', '{"digests": 5}'])
@@ -64,22 +65,18 @@ def test_damaged_record_is_none(project: ProjectDirectory, text: str) -> None:
     assert find_changed(project, written(project.root), PRIVATE) == []
 
 
-class TestChangedDescriptions:
-    def test_same_description_and_data_that_was_prepared_anew_are_accepted(
-        self, project: ProjectDirectory
-    ) -> None:
-        anew = replace(PRIVATE["csd0"], fingerprint="other", num_samples=7)
-        job = written(project.root)
-        assert find_changed(project, job, {"public": PUBLIC, **PRIVATE}) == []
-        assert find_changed(project, job, {"public": PUBLIC, "csd0": anew, "csd1": anew}) == []
-
-    @pytest.mark.parametrize(
-        "edit", [{"images_sha256": "0" * 64}, {"num_samples": 501}, {"path": "/etc"}, {"max_label": 8}]
-    )
-    def test_other_description_of_the_same_data_is_found(
-        self, project: ProjectDirectory, edit: dict[str, object]
-    ) -> None:
-        job = written(project.root)
-        save_prepared(project, job, {"public": PUBLIC}, {})  # nodes that do not take part are remembered
-        datasets = {"public": PUBLIC, "csd0": replace(PRIVATE["csd0"], **edit)}
-        assert find_changed(project, job, datasets) == ["csd0"]
+@pytest.mark.parametrize(
+    ("edit", "found"),
+    [
+        ({}, []),
+        ({"fingerprint": "other", "num_samples": 7}, []),  # prepared anew
+        *(({name: value}, ["csd0"]) for name, value in DESCRIBED.items()),
+    ],
+)
+def test_other_description_of_the_same_data_is_found(
+    project: ProjectDirectory, edit: dict[str, object], found: list[str]
+) -> None:
+    job = written(project.root)
+    save_prepared(project, job, {"public": PUBLIC}, {})  # nodes that do not take part are remembered
+    datasets = {"public": PUBLIC, "csd0": replace(PRIVATE["csd0"], **edit), "csd1": PRIVATE["csd0"]}
+    assert find_changed(project, job, datasets) == found

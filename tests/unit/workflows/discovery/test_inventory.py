@@ -293,13 +293,12 @@ def test_scan_skips_this_machine() -> None:
         ("10.1.2.4/31", ["10.1.2.4", "10.1.2.5"]),
         ("10.1.2.4", ["10.1.2.4"]),
         ("fd00::/126", ["fd00::1", "fd00::2", "fd00::3"]),
+        *((cidr, None) for cidr in ("", "10.0.0.0/33", "-oProxyCommand=x", "10.0.0.0/19", "fd00::/64")),
     ],
 )
-def test_network_expands_to_its_host_addresses(cidr: str, addresses: list[str]) -> None:
-    assert expand_addresses(cidr) == addresses
-
-
-@pytest.mark.parametrize("cidr", ["", "here", "10.0.0.0/33", "-oProxyCommand=x", "10.0.0.0/19", "fd00::/64"])
-def test_invalid_or_large_range_is_refused(cidr: str) -> None:
-    with pytest.raises(InputError, match="not an address range|at most 4096"):
-        expand_addresses(cidr)
+def test_network_expands_to_its_host_addresses_or_is_refused(cidr: str, addresses: list[str] | None) -> None:
+    if addresses is None:
+        with pytest.raises(InputError, match="not an address range|at most 4096"):
+            expand_addresses(cidr)
+    else:
+        assert expand_addresses(cidr) == addresses

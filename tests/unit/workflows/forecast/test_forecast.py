@@ -41,23 +41,14 @@ class TestPublished:
 class TestParsing:
     @pytest.mark.parametrize(
         ("written", "counts"),
-        [
-            ("24", [24]),
-            ("0..3", [0, 1, 2, 3]),
-            ("8,4", [4, 8]),
-            (" 1 .. 2", None),
-            ("1..3,3,5", [1, 2, 3, 5]),
-        ],
+        [("24", [24]), ("0..3", [0, 1, 2, 3]), ("8,4", [4, 8]), ("1..3,3,5", [1, 2, 3, 5])],
     )
-    def test_numbers_of_nodes_are_parsed(self, written: str, counts: list[int] | None) -> None:
-        if counts is None:
-            with pytest.raises(InputError):
-                parse_node_counts(written)
-        else:
-            assert parse_node_counts(written) == counts
+    def test_numbers_of_nodes_are_parsed(self, written: str, counts: list[int]) -> None:
+        assert parse_node_counts(written) == counts
 
     @pytest.mark.parametrize(
-        "written", ["", "x", "-1", "3..1", "1...3", "1,,2", "1.5", f"{MAX_NODES + 1}", "9" * 5000, "٣"]
+        "written",
+        ["", "x", "-1", "3..1", " 1 .. 2", "1...3", "1,,2", "1.5", f"{MAX_NODES + 1}", "9" * 5000, "٣"],
     )
     def test_malformed_numbers_of_nodes_are_rejected(self, written: str) -> None:
         with pytest.raises(InputError, match="invalid --nodes") as raised:

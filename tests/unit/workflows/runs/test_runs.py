@@ -28,7 +28,7 @@ from csdctl.workflows.runs.manage import (
     stop_run,
 )
 from tests.patience import scaled
-from tests.unit.runs.manifests import manifest_of
+from tests.unit.runs.manifests import manifest_of, write_events
 
 NODES = ("host", "csd0")
 PROGRESS = Progress(0, "host", 2, 7, 7, 96, 0.5, 0.25, 0.8, 128, 2.5, 0.1)
@@ -55,11 +55,7 @@ def add_run(project: ProjectDirectory, *events: Event, **manifest: Any) -> RunDi
     run = project.new_run()
     recipe = {"epochs": 2, "learning_rate": 0.1}
     run.save_manifest({**manifest_of(NODES), "recipe": recipe, "job": {"path": "job.yaml"}, **manifest})
-    log = EventLog(run)
-    for number, event in enumerate(events):
-        log.append(1_700_000_000 + number, event)
-    log.close()
-    return run
+    return write_events(run, events, 1_700_000_000)
 
 
 def start_process(run: RunDirectory, end_after_s: float = 0.0) -> "subprocess.Popen[str]":

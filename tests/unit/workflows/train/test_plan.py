@@ -39,19 +39,9 @@ def space(tmp_path: Path) -> Workspace:
     return Workspace(project, FLEET, FACTS, {}, Ledger(project.ledger, "train"))
 
 
-def make_plan(job: Job, *nodes: str, left_out: tuple[str, ...] = ()) -> Plan:
-    ranks = [RankPlan(node=name, batch_size=8, threads=4) for name in (HOST_NAME, *nodes)]
-    return Plan(
-        job=job.name,
-        job_fingerprint=job.fingerprint(),
-        method="fit",
-        left_out=list(left_out),
-        ranks=ranks,
-    )
-
-
-def test_left_out_nodes_are_reported(job: Job, space: Workspace, tmp_path: Path) -> None:
-    save_plan(tmp_path / "other.yaml", make_plan(job, "csd0", left_out=("csd1",)))
+def test_left_out_nodes_are_reported(plan: Plan, job: Job, space: Workspace, tmp_path: Path) -> None:
+    smaller = plan.model_copy(update={"ranks": plan.ranks[:2], "left_out": ["csd1"]})
+    save_plan(tmp_path / "other.yaml", smaller)
     messages: list[str] = []
     plan = resolve_plan(job, space, messages.append, path=tmp_path / "other.yaml")
     assert [rank.node for rank in plan.ranks] == [HOST_NAME, "csd0"]

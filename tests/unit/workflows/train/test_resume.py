@@ -12,7 +12,7 @@ import pytest
 from csdctl.errors import InputError
 from csdctl.fleet.model import Fleet, Node
 from csdctl.job.model import Job
-from csdctl.runs.directory import LATEST, EventLog, Manifest, ProjectDirectory, RunDirectory
+from csdctl.runs.directory import LATEST, Manifest, ProjectDirectory, RunDirectory
 from csdctl.shipping.store import StoredFile
 from csdctl.transport.meter import TrafficClass
 from csdctl.worker.protocol.datasets import DatasetInfo
@@ -26,7 +26,8 @@ from csdctl.workflows.data.prepare import Prepared
 from csdctl.workflows.train import train as resume_module
 from csdctl.workflows.train.spec import RunContext, TrainOptions, build_rank_specs
 from csdctl.workflows.train.train import find_resumable, is_complete, load_spec, resume
-from tests.unit.runs.manifests import manifest_of
+from tests.unit.runs.manifests import manifest_of, write_events
+from tests.unit.workflows.measured_project import write_job
 
 FLEET = Fleet((Node("csd0", "10.1.1.2"), Node("csd1", "10.1.1.3")))
 JOINED = Joined(0, "host", 1, 1, 0, 10, 0, {"0": 4}, "star", 0.1)
@@ -34,18 +35,15 @@ FINISHED = Finished(0, "host", 3, 30, "hash", 1)
 
 
 @pytest.fixture
+def job(tmp_path: Path) -> Job:
+    return write_job(tmp_path)
+
+
+@pytest.fixture
 def run(tmp_path: Path, job: Job) -> RunDirectory:
     """A run of the host, csd0 and csd7."""
     run = ProjectDirectory(tmp_path).new_run()
     run.save_manifest(manifest_of(["host", "csd0", "csd7"], job.name))
-    return run
-
-
-def record(run: RunDirectory, *events: Event) -> RunDirectory:
-    log = EventLog(run)
-    for event in events:
-        log.append(0.0, event)
-    log.close()
     return run
 
 
@@ -79,7 +77,7 @@ def test_run_of_another_job_is_rejected(tmp_path: Path, run: RunDirectory, job: 
 def test_run_is_complete_when_rank_0_has_finished_all_epochs_or_stopped_early(
     run: RunDirectory, job: Job, events: list[Event], expected: bool
 ) -> None:
-    assert is_complete(record(run, *events), job) is expected
+    assert is_complete(write_events(run, events), job) is expected
 
 
 RANKS = (

@@ -1,7 +1,6 @@
 """The rounds of tuning by fit, with a scripted measurer."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -9,22 +8,14 @@ import pytest
 from csdctl.errors import OutOfMemoryError
 from csdctl.fleet.model import HOST_NAME
 from csdctl.perfmodel.prediction import StepTime
-from csdctl.runs.measurements import MeasurementStore
 from csdctl.tuning.fleet_model import ProbeOutcome, TrialResult
 from csdctl.tuning.plan import RankPlan
 from csdctl.tuning.search import Limits
 from csdctl.worker.protocol.events import CollectiveTimed
 from csdctl.worker.protocol.probe import ProbeRequest
 from csdctl.worker.protocol.run_spec import Runtime
-from csdctl.workflows.tune.fleet_measurements import FleetMeasurements, hash_recipe
 from csdctl.workflows.tune.tune import MAX_OOM_RETRIES, SUM_BYTES, FitTuner, TunedFleet
-from tests.unit.workflows.measured_project import (
-    PUBLIC,
-    STEPS,
-    SUMS,
-    MeasuredProject,
-    facts_of,
-)
+from tests.unit.workflows.measured_project import STEPS, SUMS, MeasuredProject, facts_of, measurements_of
 
 LIMITS = Limits(global_batch=160)
 MAX_AT_ONCE = 100
@@ -36,12 +27,13 @@ def step_time_of(name: str) -> StepTime:
     return STEPS.get(name, STEPS["csd"])
 
 
-def trial_of(ranks: Sequence[RankPlan]) -> TrialResult:
-    """What the machines of the project reach."""
-    times = [step_time_of(rank.node).at(rank.batch_size) for rank in ranks]
-    step_s = max(times) + SUM_S
+def trial_of(ranks: Sequence[RankPlan], node_speedup: float = 1.0, step_factor: float = 1.0) -> TrialResult:
+    """What the machines of the project reach, where nodes are faster than when they were probed."""
+    host_s, *nodes_s = (step_time_of(rank.node).at(rank.batch_size) for rank in ranks)
+    times = (host_s, *(seconds / node_speedup for seconds in nodes_s))
+    step_s = (max(times) + SUM_S) * step_factor
     total = sum(rank.batch_size for rank in ranks)
-    return TrialResult(5, step_s, total / step_s, tuple(times), 5 * step_s, "star", SUM_S)
+    return TrialResult(5, step_s, total / step_s, times, 5 * step_s, "star", SUM_S)
 
 
 @dataclass
@@ -86,13 +78,6 @@ class ScriptedMeasurer:
         return self.trial(ranks)
 
 
-@contextmanager
-def measurements_of(at: MeasuredProject) -> Iterator[FleetMeasurements]:
-    facts = {name: replace(facts_of(name), memory_available_bytes=32 << 30) for name in at.fleet.machines}
-    store = MeasurementStore(at.project.measurements)
-    yield FleetMeasurements(at.features, hash_recipe(at.job, PUBLIC), at.fleet, facts, store)
-
-
 def tune(
     at: MeasuredProject,
     measurer: ScriptedMeasurer,
@@ -101,10 +86,10 @@ def tune(
     is_exploring: bool = False,
     limits: Limits = LIMITS,
 ) -> TunedFleet:
-    with measurements_of(at) as measurements:
-        lines: list[str] = [] if messages is None else messages
-        tuner = FitTuner(measurer, measurements, limits, lines.append, is_exploring)
-        return tuner.tune(measurements.recall_fleet())
+    measurements = measurements_of(at)
+    lines: list[str] = [] if messages is None else messages
+    tuner = FitTuner(measurer, measurements, limits, lines.append, is_exploring)
+    return tuner.tune(measurements.recall_fleet())
 
 
 def at_once(rank: RankPlan) -> int:
@@ -150,8 +135,7 @@ def test_clearly_faster_settings_are_taken_and_kept(at: MeasuredProject, factor:
     assert host.onednn
     assert [rank.runtime for rank in nodes] == [expected] * 2
     assert any("takes 50% less time: selected" in line for line in messages) == (expected != usual)
-    with measurements_of(at) as measurements:
-        known = measurements.recall_fleet().class_of("csd1")
+    known = measurements_of(at).recall_fleet().class_of("csd1")
     assert known.settings == expected
     assert len(known.sizes) > 1
     again = ScriptedMeasurer(gain=measurer.gain)
@@ -215,12 +199,7 @@ def test_plan_that_loses_against_equal_batch_sizes_is_not_proposed(at: MeasuredP
     """The nodes, which were busy when they were probed, turn out to be faster in each trial."""
 
     def trial(ranks: Sequence[RankPlan]) -> TrialResult:
-        speedup = 3 if len(measurer.trials) == 1 else 20
-        found = trial_of(ranks)
-        times = [found.compute_s[0], *(seconds / speedup for seconds in found.compute_s[1:])]
-        step_s = max(times) + SUM_S
-        rate = sum(rank.batch_size for rank in ranks) / step_s
-        return replace(found, step_s=step_s, samples_per_s=rate, compute_s=tuple(times))
+        return trial_of(ranks, node_speedup=3 if len(measurer.trials) == 1 else 20)
 
     measurer, messages = ScriptedMeasurer(trial), list[str]()
     tuned = tune(at, measurer, messages, limits=Limits(global_batch=159))
@@ -242,11 +221,7 @@ def test_equal_batch_sizes_within_the_range_of_their_forecast_are_measured(at: M
     faster = 0.93 * STEPS["csd"].at(53) / STEPS["host"].at(53)
 
     def trial(ranks: Sequence[RankPlan]) -> TrialResult:
-        found = trial_of(ranks)
-        times = (found.compute_s[0], *(seconds / faster for seconds in found.compute_s[1:]))
-        step_s = (max(times) + SUM_S) * (0.9 if is_equal(ranks) else 1.0)
-        rate = sum(rank.batch_size for rank in ranks) / step_s
-        return replace(found, step_s=step_s, samples_per_s=rate, compute_s=times)
+        return trial_of(ranks, faster, step_factor=0.9 if is_equal(ranks) else 1.0)
 
     measurer = ScriptedMeasurer(trial)
     tuned = tune(at, measurer, limits=Limits(global_batch=159))

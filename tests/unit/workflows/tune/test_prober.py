@@ -28,13 +28,20 @@ def session(*replies: str, exit_code: int = 0, stderr: str = "") -> FakeSession:
     )
 
 
-def test_size_that_is_predicted_not_to_fit_is_not_tried() -> None:
-    fake = session(result(8, 700), result(16, 900))
-    with closing(Prober(fake, COMMAND, usable_bytes=1200)) as prober:
+@pytest.mark.parametrize(
+    ("peaks", "num_fitting"),
+    [
+        ({8: 700, 16: 900, 32: 0}, 2),  # not tried: 900 + 16 · 25 = 1300 bytes
+        ({32: 1190, 16: 1190}, 2),  # above 90% of the memory, and yet it fitted
+    ],
+)
+def test_size_that_is_predicted_not_to_fit_is_not_tried_unless_a_larger_one_did(
+    peaks: dict[int, int], num_fitting: int
+) -> None:
+    with closing(Prober(session(*(result(*one) for one in peaks.items())), COMMAND, 1200)) as prober:
         prober.start()
-        assert prober.measure(ProbeRequest(8)).step_time_s
-        assert prober.measure(ProbeRequest(16)).step_time_s
-        assert prober.measure(ProbeRequest(32)).step_time_s is None  # 900 + 16 · 25 = 1300 bytes
+        times = [prober.measure(ProbeRequest(size)).step_time_s for size in peaks]
+    assert [bool(seconds) for seconds in times] == [number < num_fitting for number in range(len(peaks))]
 
 
 def test_peak_of_the_process_is_not_recorded_for_a_smaller_size() -> None:
@@ -54,13 +61,6 @@ def test_worker_that_fails_otherwise_is_an_error_with_its_cause() -> None:
         with pytest.raises(RemoteCommandError, match="ImportError: no numpy") as raised:
             prober.measure(ProbeRequest(64))
     assert raised.value.node == "csd0"
-
-
-def test_size_below_one_that_fitted_is_always_measured() -> None:
-    with closing(Prober(session(result(32, 1190), result(16, 1190)), COMMAND, usable_bytes=1200)) as prober:
-        prober.start()
-        assert prober.measure(ProbeRequest(32)).step_time_s  # above 90% of the memory, and yet it fitted
-        assert prober.measure(ProbeRequest(16)).step_time_s
 
 
 def test_size_that_killed_the_worker_is_recorded() -> None:

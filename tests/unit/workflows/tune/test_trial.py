@@ -61,23 +61,19 @@ def test_trial_that_lost_its_links_is_an_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("begin", "end"),
+    "of_node",
     [
-        (first_progress(1), epoch_end(1, 19)),
-        (first_progress(1), replace(epoch_end(1), steps=0)),
-        (first_progress(1), replace(epoch_end(1), compute_s=0.0)),
-        (replace(first_progress(1), steps=21), epoch_end(1)),
-        (replace(first_progress(1), compute_s=99.0), epoch_end(1)),
+        [],
+        [first_progress(1), epoch_end(1, 19)],
+        [first_progress(1), replace(epoch_end(1), steps=0)],
+        [first_progress(1), replace(epoch_end(1), compute_s=0.0)],
+        [replace(first_progress(1), steps=21), epoch_end(1)],
+        [replace(first_progress(1), compute_s=99.0), epoch_end(1)],
     ],
 )
-def test_node_with_impossible_steps_is_named(begin: Progress, end: EpochEnd) -> None:
+def test_node_with_missing_or_impossible_steps_is_named(of_node: list[Event]) -> None:
     with pytest.raises(RunError, match="before csd0 had done all steps"):
-        read_trial([joined(0), joined(1), begin, epoch_end(0), end], NODES)
-
-
-def test_node_with_missing_steps_is_named() -> None:
-    with pytest.raises(RunError, match="before csd0 had done all steps"):
-        read_trial([joined(0), joined(1), epoch_end(0)], NODES)
+        read_trial([joined(0), joined(1), *of_node[:1], epoch_end(0), *of_node[1:]], NODES)
 
 
 @pytest.mark.parametrize("noise", [None, Noise(1.0, 1.1, 1e-5)])
