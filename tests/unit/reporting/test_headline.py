@@ -45,16 +45,12 @@ def test_what_held_the_ranks_back_has_a_remedy(ranks: list[Spent], held_back: st
     assert next_step in headline["next"]
 
 
-def test_waiting_that_no_rank_caused_is_not_called_nothing() -> None:
-    headline = write_headline(run(TURNS, TURNS, TURNS))
-    assert headline["held back by"] == (
+def test_waiting_that_no_rank_caused_or_whose_cause_was_not_recorded_is_not_called_nothing() -> None:
+    waiting = run(TURNS, TURNS, TURNS)
+    assert write_headline(waiting)["held back by"] == (
         "waiting, 15% of the step time (10% for slower ranks, 5% in communication); no single rank caused it"
     )
-
-
-def test_waiting_of_an_old_run_is_shown_although_its_cause_was_not_recorded() -> None:
-    old = run(TURNS, TURNS, TURNS)
-    undivided = replace(old, series=replace(old.series, is_wait_divided=False))
+    undivided = replace(waiting, series=replace(waiting.series, is_wait_divided=False))
     assert "15% of the step time; the run did not record" in write_headline(undivided)["held back by"]
 
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from csdctl.reporting.results import DONE, FAILED, INTERRUPTED, STOPPED, RunStatus, load_run_status
-from csdctl.runs.directory import EventLog, ProjectDirectory
+from csdctl.runs.directory import ProjectDirectory
 from csdctl.worker.protocol.events import STOPPED as ASKED_TO_STOP
 from csdctl.worker.protocol.events import EpochEnd, Event, Failed, Finished, Progress
-from tests.unit.runs.manifests import manifest_of
+from tests.unit.runs.manifests import manifest_of, write_events
 
 PROGRESS = Progress(0, "host", 2, 7, 3, 96, 0.5, 0.25, 0.8, 128, 2.5, 0.1)
 EPOCH_END = EpochEnd(0, "host", 2, 10, 100, 6.0, 3.0, 10.0, "hash", 800, 1.5, 0.5, 1.25, 0.625)
@@ -21,11 +21,7 @@ FAILURE = Failed(1, "csd0", "disk full")
 def status(directory: Path, *events: Event, **manifest: Any) -> RunStatus:
     run = ProjectDirectory(directory).new_run()
     run.save_manifest(manifest_of() | manifest)
-    log = EventLog(run)
-    for number, event in enumerate(events):
-        log.append(1_000.0 + number, event)
-    log.close()
-    return load_run_status(run)
+    return load_run_status(write_events(run, events, 1_000.0))
 
 
 @pytest.mark.parametrize(

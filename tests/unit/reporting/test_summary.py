@@ -76,10 +76,6 @@ def summary(events: list[Event] = WHOLE, manifest: dict[str, Any] = MANIFEST) ->
     return summarize("20260101-000000-abcd", manifest, events)
 
 
-def without(event_type: type[Event], rank: int) -> list[Event]:
-    return [event for event in WHOLE if not (isinstance(event, event_type) and event.rank == rank)]
-
-
 def without_speed(rank: int) -> dict[str, Any]:
     ranks = [dict(rank) for rank in MANIFEST["plan"]["ranks"]]
     del ranks[rank]["samples_per_s"]
@@ -121,7 +117,7 @@ def test_each_rank_has_samples_rate_and_waiting_time() -> None:
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_run_without_one_completion_record_has_failed(rank: int) -> None:
-    assert summary(without(Finished, rank)).state == "failed"
+    assert summary([event for event in WHOLE if event != finished(rank)]).state == "failed"
 
 
 def test_different_weights_after_one_epoch_are_not_identical() -> None:

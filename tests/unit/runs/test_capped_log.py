@@ -6,19 +6,16 @@ LIMIT = 1 << 20
 SAID = "… further output of csd1 is dropped after 1 MiB\n"
 
 
-def test_lines_are_appended_without_null_characters(tmp_path: Path) -> None:
+def test_lines_are_appended_without_null_characters_and_long_ones_are_cut(tmp_path: Path) -> None:
     for _ in range(2):
         log = CappedLog(tmp_path / "log", "csd1")
         log.write(b"one\0 two\r\n")
         log.close()
     assert (tmp_path / "log").read_bytes() == b"one two\n" * 2
-
-
-def test_long_line_is_cut(tmp_path: Path) -> None:
-    log = CappedLog(tmp_path / "log", "csd1")
+    log = CappedLog(tmp_path / "long", "csd1")
     log.write(b"x" * (1 << 20))
     log.close()
-    assert (tmp_path / "log").stat().st_size == MAX_LINE_BYTES + 1
+    assert (tmp_path / "long").stat().st_size == MAX_LINE_BYTES + 1
 
 
 def test_file_ends_at_its_limit_and_says_so_once_whoever_writes(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from csdctl.errors import InputError
 from csdctl.runs.directory import EventLog, ProjectDirectory, RunDirectory
 from csdctl.runs.stored_events import MAX_LINE_BYTES, Spent
 from csdctl.worker.protocol.events import Failed, Finished, Progress, Ready, event_document
-from tests.unit.runs.manifests import manifest_of
+from tests.unit.runs.manifests import manifest_of, write_events
 
 NODES = ("host", "csd0")
 EVENTS = [
@@ -32,13 +32,6 @@ def project(tmp_path: Path) -> ProjectDirectory:
 @pytest.fixture
 def run(project: ProjectDirectory) -> RunDirectory:
     return project.new_run()
-
-
-def write_log(run: RunDirectory) -> None:
-    log = EventLog(run)
-    for number, event in enumerate(EVENTS):
-        log.append(1_700_000_000.25 + number, event)
-    log.close()
 
 
 class TestFindingRuns:
@@ -76,7 +69,7 @@ class TestManifest:
 
 class TestEvents:
     def test_events_round_trip_in_order_with_their_times(self, run: RunDirectory) -> None:
-        write_log(run)
+        write_events(run, EVENTS, 1_700_000_000.25)
         assert list(run.read_events(NODES).with_times()) == [
             (1_700_000_000.25 + number, event) for number, event in enumerate(EVENTS)
         ]
@@ -92,7 +85,7 @@ class TestEvents:
     @pytest.mark.parametrize("num_missing", [1, 2, 20, 60])
     @pytest.mark.fault(36)
     def test_truncated_last_line_is_skipped(self, run: RunDirectory, num_missing: int) -> None:
-        write_log(run)
+        write_events(run, EVENTS)
         content = run.events.read_bytes()
         run.events.write_bytes(content[: -1 - num_missing])
         assert list(run.read_events(NODES)) == EVENTS[:-1]
@@ -116,7 +109,7 @@ class TestEvents:
     def test_line_that_is_no_event_of_the_run_is_left_out_and_counted(
         self, run: RunDirectory, line: str
     ) -> None:
-        write_log(run)
+        write_events(run, EVENTS)
         whole = run.events.read_text()
         run.events.write_text(f"{line}\n{whole}{line}\n\n{whole}{line}")
         events = run.read_events(NODES)
@@ -124,14 +117,11 @@ class TestEvents:
         assert events.num_unreadable == 4
 
     def test_progress_of_nodes_is_given_apart(self, run: RunDirectory) -> None:
-        log = EventLog(run)
-        for event in (*EVENTS, OF_NODE):
-            log.append(1.5, event)
-        log.close()
+        write_events(run, [*EVENTS, OF_NODE])
         spent: list[Spent] = []
         events = run.read_events(NODES)
         assert [event for _, event in events.with_times(spent.append)] == list(events) == EVENTS
-        assert spent == [(1.5, 1, 3, 96, 0.5, 0.25, 0.8, 0.1, None, 0.7, 51.5)]
+        assert spent == [(4.0, 1, 3, 96, 0.5, 0.25, 0.8, 0.1, None, 0.7, 51.5)]
         assert [event for _, event in events.with_times()][-1] == OF_NODE
 
     @pytest.mark.parametrize(
@@ -161,9 +151,7 @@ class TestEvents:
         assert (spent, events.num_unreadable) == ([], 1)
 
     def test_half_of_a_character_is_replaced(self, run: RunDirectory) -> None:
-        log = EventLog(run)
-        log.append(1.0, Failed(1, "csd0", "half \ud800 a character"))
-        log.close()
+        write_events(run, [Failed(1, "csd0", "half \ud800 a character")])
         assert list(run.read_events(NODES)) == [Failed(1, "csd0", "half ? a character")]
 
     def test_frequent_events_of_nodes_are_not_stored_in_a_large_file(self, run: RunDirectory) -> None:

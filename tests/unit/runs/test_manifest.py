@@ -1,6 +1,7 @@
 """A run's files that were edited, or come from a stranger."""
 
-from collections.abc import Callable
+import functools
+import operator
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -9,28 +10,12 @@ import pytest
 
 from csdctl.errors import InputError
 from csdctl.runs.directory import ProjectDirectory, RunDirectory
-from csdctl.worker.protocol.events import Joined
 from tests.unit.runs.manifests import manifest_of
-
-JOINED = Joined(0, "host", 1, 1, 0, 10, 0, {"0": 4, "1": 4}, "star", 0.1)
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDirectory:
     return ProjectDirectory(tmp_path).new_run()
-
-
-def edit(path: str, value: object) -> Callable[[dict[str, Any]], None]:
-    """Return a function that sets the value at a path such as `placed.0.name`."""
-
-    def change(content: Any) -> None:
-        *parents, last = [int(part) if part.isdigit() else part for part in path.split(".")]
-        for part in parents:
-            content = content[part]
-        content[last] = value
-
-    change.__name__ = f"{path} = {value!r}"
-    return change
 
 
 class TestManifest:
@@ -61,8 +46,9 @@ class TestManifest:
         ],
     )
     def test_edited_value_is_named(self, run: RunDirectory, path: str, value: object, problem: str) -> None:
-        content = deepcopy(manifest_of())
-        edit(path, value)(content)
+        content: Any = deepcopy(manifest_of())
+        *parents, last = [int(part) if part.isdigit() else part for part in path.split(".")]
+        functools.reduce(operator.getitem, parents, content)[last] = value
         run.save_manifest(content)
         with pytest.raises(InputError, match=f"manifest.json.*{problem}") as raised:
             run.load_manifest()

@@ -57,17 +57,16 @@ def store(path: Path) -> MeasurementStore:
 
 
 class TestProbes:
-    def test_probes_are_read_back(self, path: Path, store: MeasurementStore) -> None:
+    def test_probes_are_read_back_by_model_recipe_and_machine(
+        self, path: Path, store: MeasurementStore
+    ) -> None:
         store.add(PROBE, CSD, PROBES[:2], MODEL, "recipe")
         store.add(PROBE, CSD, PROBES[2:], MODEL, "recipe")
         other = MeasurementStore(path)
         assert other.find(PROBE, CSD.key, MODEL.hash, "recipe") == PROBES
-
-    def test_other_model_recipe_or_machine_is_not_mixed_in(self, store: MeasurementStore) -> None:
-        store.add(PROBE, CSD, PROBES, MODEL, "recipe")
-        assert store.find(PROBE, CSD.key, OTHER.hash, "recipe") == []
-        assert store.find(PROBE, CSD.key, MODEL.hash, "other") == []
-        assert store.find(PROBE, HOST.key, MODEL.hash, "recipe") == []
+        assert other.find(PROBE, CSD.key, OTHER.hash, "recipe") == []
+        assert other.find(PROBE, CSD.key, MODEL.hash, "other") == []
+        assert other.find(PROBE, HOST.key, MODEL.hash, "recipe") == []
 
 
 class TestCollectivesAndTrials:

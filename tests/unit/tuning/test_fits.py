@@ -32,14 +32,10 @@ def test_one_disturbed_probe_does_not_bend_the_line() -> None:
     assert fit_step_time(points).at(64) == pytest.approx(line.at(64), rel=0.1)
 
 
-def test_one_size_gives_a_line_through_the_origin() -> None:
+def test_one_size_gives_a_line_through_the_origin_and_shorter_steps_still_a_step_time() -> None:
     found = fit_step_time([Point(16, 0.4), Point(16, 0.4)])
     assert (found.fixed_s, found.per_sample_s) == (0.0, pytest.approx(0.025))
-
-
-def test_steps_that_get_shorter_with_the_batch_still_give_a_step_time() -> None:
-    found = fit_step_time([Point(16, 0.5), Point(32, 0.3)])
-    assert found.per_sample_s > 0
+    assert fit_step_time([Point(16, 0.5), Point(32, 0.3)]).per_sample_s > 0
 
 
 PLACES = [(ranks, size) for ranks in (2, 5) for size in (1 << 16, 1 << 20, 1 << 23)]
@@ -85,14 +81,11 @@ def test_sums_that_count(measured: list[CollectiveMeasurement]) -> None:
     assert found.at(1 << 20, 5) == pytest.approx(COST.at(1 << 20, 5), rel=0.01)
 
 
-def test_noise_gives_no_negative_time() -> None:
+def test_noise_gives_no_negative_time_and_no_sums_none() -> None:
     noisy = [
         CollectiveMeasurement("star", 2, 1 << 16, 0.004, 0.0),
         CollectiveMeasurement("star", 5, 1 << 23, 0.001, 0.0),
     ]
     found = fit_collective(noisy)
     assert min(found.at(1 << 10, 2), found.at(1 << 26, 40)) >= 0
-
-
-def test_cost_without_sums_is_zero() -> None:
     assert fit_collective([]) == CollectiveCost()

@@ -30,8 +30,12 @@ def line_of(path: Path, text: str) -> int:
     return next(number for number, line in enumerate(path.read_text().splitlines(), 1) if text in line)
 
 
-def test_plan_is_read_back_as_it_was_saved(path: Path) -> None:
+def test_plan_is_read_back_as_it_was_saved_and_a_missing_one_is_an_error(path: Path) -> None:
     assert load_plan(path) == PLAN
+    path.unlink()
+    with pytest.raises(InputError, match="csdctl tune") as raised:
+        load_plan(path)
+    assert str(path) in raised.value.message
 
 
 @pytest.mark.parametrize(
@@ -67,27 +71,16 @@ def test_bad_value_is_named_with_its_line(path: Path, written: str, edited: str,
         ("batch_size: 25", "batch_size: 25\n  max_batch_size: 24", "25 is above max_batch_size 24"),
         ("node: host", "node: csd1", "the first rank is not `host` but csd1"),
         ("node: csd0", "node: host", "host is listed more than once"),
+        ("global_batch: 340", "global_batch: 341", "batch_sizes add up to 340, but global_batch is 341"),
     ],
 )
 def test_values_that_do_not_belong_together_are_refused(
     path: Path, written: str, edited: str, message: str
 ) -> None:
+    save_plan(path, predicted_for([315, 25]))
     path.write_text(path.read_text().replace(written, edited))
     with pytest.raises(InputError, match=message):
         load_plan(path)
-
-
-def test_prediction_that_does_not_add_up_is_refused(path: Path) -> None:
-    save_plan(path, predicted_for([315, 25]))
-    path.write_text(path.read_text().replace("global_batch: 340", "global_batch: 341"))
-    with pytest.raises(InputError, match="batch_sizes add up to 340, but global_batch is 341"):
-        load_plan(path)
-
-
-def test_missing_plan_is_an_error_with_a_remedy(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="csdctl tune") as raised:
-        load_plan(tmp_path / "plan.yaml")
-    assert str(tmp_path / "plan.yaml") in raised.value.message
 
 
 def predicted_for(batch_sizes: list[int]) -> Plan:

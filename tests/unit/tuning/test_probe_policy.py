@@ -120,10 +120,12 @@ def test_kill_below_a_size_that_fitted_does_not_bound_the_batch() -> None:
     assert model.classes["a"].too_large is None
 
 
-def test_class_that_fits_at_no_size_is_an_error() -> None:
+def test_class_that_fits_at_no_size_or_in_none_of_its_probes_is_named() -> None:
     machines = Machines(EQUAL_NODES, memory={"a": 0})
     with pytest.raises(TuningError, match="a0 cannot train even 1 sample"):
         probed(machines.model(), machines.measure, machines.choose)
+    with pytest.raises(TuningError, match="a cannot train 16 samples"):
+        probed_class(ClassModel(("a",), too_large=1 << 20), dict.fromkeys, 4000)
 
 
 @pytest.mark.parametrize("planned", [64, 65, 69, 129, 1])
@@ -134,12 +136,6 @@ def test_probe_of_half_the_planned_size_predicts_it(planned: int) -> None:
     )
     assert known.step_time().at(planned) == pytest.approx(line.at(planned))
     assert known.num_new_probes <= 3
-
-
-def test_class_that_fits_in_none_of_its_probes_is_named() -> None:
-    known = ClassModel(("a",), too_large=1 << 20)
-    with pytest.raises(TuningError, match="a cannot train 16 samples"):
-        probed_class(known, dict.fromkeys, 4000)
 
 
 def test_trials_count_alike() -> None:

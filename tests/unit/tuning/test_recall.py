@@ -28,11 +28,8 @@ def test_settings_are_those_of_the_newest_trial_unless_the_user_has_set_threads(
     assert (recalled.settings, recalled.sizes) == (settings, sizes)
 
 
-def test_newest_trial_gives_the_in_step_factor() -> None:
+def test_newest_trial_in_which_the_machine_trained_gives_the_in_step_factor() -> None:
     known = [*probed(8, 16), tried(32, 2.0, 5.0), *(tried(32, ratio, 9.0) for ratio in (1.1, 1.2, 1.6))]
     assert recall_in_step(known, LINE) == (32, pytest.approx(1.2))
     assert recall_in_step(probed(8), LINE) is None
-
-
-def test_host_that_sat_out_gives_no_in_step_factor() -> None:
     assert recall_in_step([ProbeMeasurement(SETTINGS, 0, 9.0, 0.01, 3)], LINE) is None

@@ -1,6 +1,7 @@
 """Which other runtime settings are probed, and when they are taken."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -33,13 +34,17 @@ def test_settings_are_compared_on_different_machines_at_the_smallest_comparable_
     assert next_settings(model, left) == ({}, {})
 
 
-@pytest.mark.parametrize(("num_probes", "num_machines"), [(5, 1), (6, 0), (8, 0)])
-def test_probes_are_left_for_the_new_settings(model: FleetModel, num_probes: int, num_machines: int) -> None:
-    known = model.with_class("csd", replace(model.classes["csd"], num_new_probes=num_probes))
-    probes, _ = next_settings(known, plan_settings_search(known, LIMITS))
-    assert len(probes) == num_machines
-
-
-def test_class_with_an_earlier_trial_is_not_explored(model: FleetModel) -> None:
-    known = model.with_class("csd", replace(model.classes["csd"], trial_sizes=(32,)))
-    assert plan_settings_search(known, LIMITS) == {}
+@pytest.mark.parametrize(
+    ("known", "num_machines"),
+    [
+        ({"num_new_probes": 5}, 1),
+        ({"num_new_probes": 6}, 0),
+        ({"num_new_probes": 8}, 0),
+        ({"trial_sizes": (32,)}, 0),  # a class with an earlier trial is not explored
+    ],
+)
+def test_probes_are_left_for_the_new_settings(
+    model: FleetModel, known: dict[str, Any], num_machines: int
+) -> None:
+    model = model.with_class("csd", replace(model.classes["csd"], **known))
+    assert len(next_settings(model, plan_settings_search(model, LIMITS))[0]) == num_machines
