@@ -29,25 +29,18 @@ def add_drive(sys: Path, controller: str, serial: str, model: str, **sectors: in
         (block / "size").write_text(f"{size}\n")
 
 
-def test_drives_are_listed_with_sizes_in_numeric_order(tmp_path: Path) -> None:
+def test_drives_with_a_serial_are_listed_with_sizes_in_numeric_order(tmp_path: Path) -> None:
     add_drive(tmp_path, "nvme10", "S10", "NGD Newport", nvme10n1=1000)
     add_drive(tmp_path, "nvme2", "S2", "Boot drive", nvme2n1=10, nvme2n2=20)
     add_drive(tmp_path, "nvme3", "S3", "No namespace")
+    add_drive(tmp_path, "nvme0", "S0", "Dual port", nvme0c1n1=8)  # behind multipath
+    add_drive(tmp_path, "nvme1", "", "Unnamed", nvme1n1=8)
     assert found_drives(tmp_path) == (
+        Drive("/dev/nvme0", "S0", "Dual port", 4096),
         Drive("/dev/nvme2", "S2", "Boot drive", 30 * 512),
         Drive("/dev/nvme3", "S3", "No namespace", None),
         Drive("/dev/nvme10", "S10", "NGD Newport", 512_000),
     )
-
-
-def test_namespace_behind_multipath_is_found(tmp_path: Path) -> None:
-    add_drive(tmp_path, "nvme0", "S0", "Dual port", nvme0c1n1=8)
-    assert found_drives(tmp_path) == (Drive("/dev/nvme0", "S0", "Dual port", 4096),)
-
-
-def test_drive_without_a_serial_is_skipped(tmp_path: Path) -> None:
-    add_drive(tmp_path, "nvme0", "", "Unnamed", nvme0n1=8)
-    assert found_drives(tmp_path) == ()
 
 
 def test_empty_probe_output_is_not_a_machine_without_drives() -> None:

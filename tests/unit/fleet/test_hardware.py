@@ -70,12 +70,10 @@ class TestDrives:
         ]
         assert self.matches(*nodes) == {"csd0": "/dev/nvme5", "csd1": "/dev/nvme4"}
 
-    def test_serial_of_two_nodes_or_of_all_drives_proves_nothing(self) -> None:
+    @pytest.mark.parametrize("serial", ["", " ", "0000000000", "--------"])
+    def test_serial_that_is_blank_or_of_two_nodes_or_of_all_drives_proves_nothing(self, serial: str) -> None:
         assert self.matches(*csds(0, 1, drives=(Drive("/dev/nvme0", "S4", "CSD"),))) == {}
         assert self.matches(*csds(0, drives=self.HOST.drives)) == {}
-
-    @pytest.mark.parametrize("serial", ["", " ", "0000000000", "--------"])
-    def test_blank_serial_proves_nothing(self, serial: str) -> None:
         drive = Drive("/dev/nvme0", serial, "CSD")
         assert self.matches(*csds(0, drives=(drive,)), host=Facts("host", drives=(drive,))) == {}
 
