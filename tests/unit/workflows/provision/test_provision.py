@@ -77,17 +77,13 @@ def test_failure_before_any_node_has_ansibles_own_words() -> None:
         run_playbook(program("ERROR! the role was not found", code=4), {}, lambda task: None)
 
 
-def test_settings_of_the_user_do_not_reach_ansible(tmp_path: Path) -> None:
+def test_values_are_passed_as_json_and_settings_of_the_user_do_not_reach_ansible(tmp_path: Path) -> None:
+    values = {"node_prefix": "/a b"}
+    command = build_command("ansible-playbook", Path("a.yml"), Path("hosts.yml"), values, ["--check"])
+    assert command[-3:] == ["--extra-vars", '{"node_prefix": "/a b"}', "--check"]
     environment = build_environment({"ANSIBLE_HOST_KEY_CHECKING": "0", "PATH": "/bin"}, tmp_path, 100)
     assert "ANSIBLE_HOST_KEY_CHECKING" not in environment
     assert (environment["PATH"], environment["ANSIBLE_FORKS"]) == ("/bin", "32")
-
-
-def test_values_are_passed_as_json() -> None:
-    command = build_command(
-        "ansible-playbook", Path("a.yml"), Path("hosts.yml"), {"node_prefix": "/a b"}, ["--check"]
-    )
-    assert command[-3:] == ["--extra-vars", '{"node_prefix": "/a b"}', "--check"]
 
 
 def test_every_default_of_a_role_is_specified() -> None:

@@ -1,24 +1,20 @@
-"""The live view of a run on terminals of several sizes, with 4 and 37 ranks."""
+"""The live view of a run on terminals of several sizes, and its shards as text."""
 
 from dataclasses import replace
 
 import pytest
 
-from csdctl.terminal.train import TrainingView
+from csdctl.terminal.train import TrainingView, format_shards
 from csdctl.terminal.view import TRAINING, RankRow, choose_rows, describe_rest, draw_curve
 from csdctl.worker.protocol.events import LinkLost, Progress
-from csdctl.worker.protocol.recipe import Recipe
-from csdctl.worker.protocol.run_spec import RankSpec, RunSpec, Runtime
+from csdctl.worker.protocol.run_spec import RankSpec, Runtime
+from tests.unit.runs.manifests import spec_of
 from tests.unit.terminal.test_fleet_views import SIZES, Clock, screen, terminal
 from tests.watched_run import make_events, name_of
 
 
 def make_view(num_ranks: int, size: tuple[int, int], clock: Clock) -> TrainingView:
-    ranks = tuple(
-        RankSpec(rank, name_of(rank), 8 if rank else 64, Runtime(), None, None, 0, 100)
-        for rank in range(num_ranks)
-    )
-    spec = RunSpec("20261123-084636-637095", "", "", Recipe(), ranks, None, None, "")
+    spec = spec_of(map(name_of, range(num_ranks)))
     return TrainingView(terminal(size), spec, 100, emulated=True, clock=clock)
 
 
@@ -93,3 +89,33 @@ def test_long_silence_shows_how_long_and_who_stands_still() -> None:
     assert next(line for line in lines if line.startswith("csd1 ")).split() == [
         *("csd1", "waiting", "for", "others", "8", "–"),
     ]
+
+
+def rank(number: int, node: str, batch_size: int, private: int, public: int, **more: float) -> RankSpec:
+    return RankSpec(number, node, batch_size, Runtime(1), None, None, private, public, **more)  # type: ignore[arg-type]
+
+
+HOST = rank(0, "host", 100, 0, 5000)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "line"),
+    [
+        ([HOST, rank(1, "csd0", 10, 400, 100)], "shards: host 5,000 public; csd0 400 private, 100 public"),
+        (
+            [HOST, rank(1, "csd0", 10, 500, 0, num_repeated=150, weight=0.7)],
+            "csd0: 350 private samples are read 1.43 times an epoch, each with weight 0.70",
+        ),
+        (
+            [rank(0, "host", 100, 0, 1100), rank(1, "csd0", 10, 500, 0)],
+            "private samples of csd0 take up to 50 steps, other ranks have samples for 11: "
+            "more public data, or larger batches there, would help",
+        ),
+        (
+            [rank(number, f"csd{number}", 10, 10 * number, 100) for number in range(1, 12)],
+            "shards: 110 to 210 samples per rank",
+        ),
+    ],
+)
+def test_shards_and_what_is_unusual_about_them_are_lines(ranks: list[RankSpec], line: str) -> None:
+    assert line in format_shards(spec_of(ranks=tuple(ranks)))

@@ -1,5 +1,7 @@
-"""Shards are cut from public data that is what was prepared, and kept with their hashes."""
+"""Shards and models: what is cut or built, stored with its hashes, and made again when it has changed."""
 
+from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,18 +10,27 @@ import numpy as np
 import pytest
 
 from csdctl.errors import InputError, UnreachableError
-from csdctl.fleet.model import Fleet, Node
-from csdctl.job.model import Job
+from csdctl.fleet.model import HOST_NAME, Fleet, Node
+from csdctl.job.model import Job, load_job
 from csdctl.placement.equation1 import RankLoad, place_shards
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.shipping.deliver import DeliveryProgress
 from csdctl.shipping.payload import DEFAULT_IGNORED, FileTree
 from csdctl.shipping.store import StoredFile, hash_file
+from csdctl.transport.local import LocalSession
 from csdctl.worker.data.prepared import rows_of
 from csdctl.worker.protocol.datasets import DatasetInfo
 from csdctl.worker.protocol.recipe import Recipe
 from csdctl.worker.protocol.run_spec import DatasetSlice
-from csdctl.workflows.data.files import cut_shards, deploy
+from csdctl.workflows.data.files import (
+    SampleShapes,
+    SerializedModel,
+    cut_shards,
+    deploy,
+    serialize_model,
+    shapes_of,
+    store_worker,
+)
 
 PLACED = place_shards([RankLoad("host", 10), RankLoad("csd0", 5), RankLoad("csd1", 5)], 40)
 
@@ -71,23 +82,20 @@ def test_public_data_that_was_swapped_is_not_cut(tmp_path: Path, public: Dataset
     assert raised.value.remedy == "run `csdctl prepare`"
 
 
-def test_other_content_is_cut_anew(tmp_path: Path, public: DatasetInfo) -> None:
-    """Also where the fingerprint, which is that of names, sizes and times, is the same."""
+def test_other_content_is_cut_anew_and_another_seed_gives_other_rows(
+    tmp_path: Path, public: DatasetInfo
+) -> None:
+    """Also where the fingerprint, that of names, sizes and times, is the same; the host leaves these rows."""
     before = content(cut(tmp_path, public))
+    shards = content(cut(tmp_path, public, seed=4))
+    for shard in PLACED[1:]:
+        rows = rows_of(DatasetSlice("", "", shard.public_start, shard.public_stop, 4), 40).tolist()
+        assert shards[shard.name] == [rows, rows]
     labels = tmp_path / "data" / "labels.npy"
     np.save(labels, np.arange(100, 140, dtype=np.int32))
     after = content(cut(tmp_path, replace(public, labels_sha256=hash_file(labels))))
     for name, (samples, _) in before.items():
         assert after[name] == [samples, [sample + 100 for sample in samples]]
-
-
-def test_shards_of_another_seed_are_other_rows(tmp_path: Path, public: DatasetInfo) -> None:
-    """Those that the host leaves to the nodes by that seed."""
-    cut(tmp_path, public)
-    shards = content(cut(tmp_path, public, seed=4))
-    for shard in PLACED[1:]:
-        rows = rows_of(DatasetSlice("", "", shard.public_start, shard.public_stop, 4), 40).tolist()
-        assert shards[shard.name] == [rows, rows]
 
 
 def test_only_nodes_that_read_public_samples_get_a_shard(tmp_path: Path, public: DatasetInfo) -> None:
@@ -132,3 +140,119 @@ def test_files_of_a_tree_and_the_node_that_fails(
     assert {name for name, _ in packed[0].files} == names
     assert isinstance(outcomes["csd0"].error, UnreachableError)
     assert finished == ["csd0"]
+
+
+MODEL = """
+import keras
+import sizes
+
+
+def build(units=1):
+    parts = [keras.Input((size,), name=name) for name, size in sizes.SIZES]
+    model = keras.Model(parts, keras.layers.Dense(units)(keras.layers.Concatenate()(parts)))
+    model.compile("sgd", "mse")
+    return model
+"""
+SIZES = 'SIZES = (("title", 9), ("body", 5), ("tags", 7))\n'
+
+
+class Building(Exception):
+    """A model is built."""
+
+
+def serialize(
+    job: Job, on_build: Callable[[], None] = lambda: None, shapes: SampleShapes | None = None
+) -> SerializedModel:
+    project = ProjectDirectory(job.path.parent)
+    with closing(LocalSession(HOST_NAME, project.root)) as host:
+        return serialize_model(job, store_worker(project), host, project, shapes, on_build)
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Job, SerializedModel]:
+    """A job whose model was built, and that model."""
+    directory = tmp_path_factory.mktemp("project")
+    (directory / "model.py").write_text(MODEL)
+    (directory / "sizes.py").write_text(SIZES)
+    (directory / "data.npz").touch()
+    (directory / "parts" / "deep").mkdir(parents=True)
+    (directory / "parts" / "deep" / "part.py").write_text("SIZE = 1\n")
+    (directory / "parts" / "words.txt").touch()
+    (directory / "job.yaml").write_text(
+        "model: model.py:build\ncode: [parts]\ndata: {public: {path: data.npz}}\nrecipe: {epochs: 1}\n"
+    )
+    job = load_job(directory / "job.yaml")
+    return job, serialize(job)
+
+
+def fail() -> None:
+    raise Building
+
+
+def test_unchanged_model_is_not_built_again_and_keeps_the_order_of_its_inputs(
+    built: tuple[Job, SerializedModel],
+) -> None:
+    job, model = built
+    assert list(model.info.inputs) == ["title", "body", "tags"]
+    assert serialize(job, fail) == model
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model_args": {"units": 2}},
+        {"model": "model.py:build_large"},
+        {"code": ()},
+        "model.py",
+        "sizes.py",
+        "parts/deep/part.py",
+        ".csdctl/models/*/architecture.json",
+        ".csdctl/models/*/weights.npz",
+    ],
+    ids=str,
+)
+def test_model_is_built_again_when_what_it_is_made_of_has_changed(
+    built: tuple[Job, SerializedModel], change: str | dict[str, Any]
+) -> None:
+    job, _ = built
+    [path] = job.path.parent.glob(change) if isinstance(change, str) else [job.path]
+    before = path.read_bytes()
+    try:
+        if isinstance(change, str):
+            path.write_bytes(before + b" ")
+        else:
+            job = replace(job, **change)
+        with pytest.raises(Building):
+            serialize(job, fail)
+    finally:
+        path.write_bytes(before)
+
+
+@pytest.mark.parametrize(
+    ("name", "other"), [("pack_worker", lambda: b"another worker"), ("version", lambda package: "3.99.0")]
+)
+def test_model_is_built_again_by_another_csdctl_or_keras(
+    built: tuple[Job, SerializedModel],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    other: Callable[..., object],
+) -> None:
+    job, _ = built
+    with pytest.raises(Building):
+        serialize(job, fail, {"": ("float32", (4,))})  # for data of other shapes
+    monkeypatch.setattr(f"csdctl.workflows.data.files.{name}", other)
+    with pytest.raises(Building):
+        serialize(job, fail)
+
+
+def test_shapes_are_those_that_a_model_is_called_with() -> None:
+    def shapes(dtype: str, shape: tuple[int, ...] = ()) -> SampleShapes:
+        return shapes_of(DatasetInfo("data", 1, shape, dtype, (), 0, "f"))
+
+    assert shapes("uint8", (8, 8, 3)) == {"": ("float32", (8, 8, 3))}
+    assert shapes("float16", (4,)) == {"": ("float32", (4,))}
+    assert shapes("int32", (4,)) == {"": ("int32", (4,))}
+    assert shapes('[["a", "uint8", [2]], ["b", "int64", []]]') == {
+        "a": ("float32", (2,)),
+        "b": ("int64", ()),
+    }
